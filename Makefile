@@ -79,8 +79,8 @@ test-cuda: setup ## every test on CUDA hardware (no network needed: PYTHON=pytho
 gpu: setup ## what a GPU does in ten minutes beside what was predicted (PYTHON=python3 VENV=none)
 	@GRAFT_DEVICE=$(or $(GRAFT_DEVICE),cuda) $(PY) -m graft.tools.gpu_first $(GPU)
 
-lint: packages ## ruff, mypy, clang-format and line budgets, changing nothing
-	@$(PY) tools/budget.py
+lint: packages ## check with ruff, mypy and clang-format
+	@$(PY) -m ruff format --check .
 	@$(PY) -m ruff check .
 	@$(PY) tools/tree.py
 	@MYPYPATH=build/tree $(PY) -m mypy build/tree/graft

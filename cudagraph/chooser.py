@@ -56,8 +56,12 @@ def ask_child(
     """Run Python in a child process; returns what it printed, or "" and why nothing."""
     try:
         done = subprocess.run(
-            [sys.executable, *command], capture_output=True, text=True, timeout=limit_s,
-            env=environment)
+            [sys.executable, *command],
+            capture_output=True,
+            text=True,
+            timeout=limit_s,
+            env=environment,
+        )
     except subprocess.TimeoutExpired:
         return "", f"no answer within {limit_s:g} s"
     except OSError as error:

@@ -15,9 +15,12 @@ import numpy as np
 from graft.cudagraph.errors import KernelError
 
 _TYPES = {
-    "int": np.int32, "unsigned int": np.uint32, "float": np.float32,
-    "long long": np.int64, "unsigned long long": np.uint64,
-}  # fmt: skip
+    "int": np.int32,
+    "unsigned int": np.uint32,
+    "float": np.float32,
+    "long long": np.int64,
+    "unsigned long long": np.uint64,
+}
 _NUMBER = re.compile(r"^#define\s+(\w+)\s+(-?\d+)u?\s*(?://.*)?$", re.MULTILINE)
 _STRUCT = re.compile(r"^struct\s+(\w+)\s*\{(.*?)^\};", re.MULTILINE | re.DOTALL)
 _FIELD = re.compile(r"^([\w ]+?)\s+(\w+)(?:\[(\w+)\])?$")

@@ -153,8 +153,6 @@ def _end() -> None:
     for node, replay, exception, message in untold[:MOST_TOLD]:
         when = f" in replay {replay}" if replay else ""
         said = f"{type(exception).__name__}: {exception}" if exception is not None else message
-        print(
-            f"graft: host step {node!r} failed{when}, and nobody asked: {said}", file=sys.stderr
-        )
+        print(f"graft: host step {node!r} failed{when}, and nobody asked: {said}", file=sys.stderr)
     if len(untold) > MOST_TOLD:
         print(f"graft: {len(untold) - MOST_TOLD} more failures were not told", file=sys.stderr)

@@ -12,9 +12,18 @@ E4M3 = "float8_e4m3fn"
 #: Name -> NumPy storage. What NumPy lacks is stored as the bits it consists of.
 DTYPES: dict[str, np.dtype] = {
     name: np.dtype({"bfloat16": "uint16", E4M3: "uint8"}.get(name, name))
-    for name in ("float32", "float16", "bfloat16", E4M3, "int32", "uint32", "int64", "uint64",
-                 "uint8")
-}  # fmt: skip
+    for name in (
+        "float32",
+        "float16",
+        "bfloat16",
+        E4M3,
+        "int32",
+        "uint32",
+        "int64",
+        "uint64",
+        "uint8",
+    )
+}
 
 
 def numpy_dtype(name: str) -> np.dtype:

@@ -58,21 +58,35 @@ class Exchange:
     """
 
     def __init__(
-        self, context: Context, slots: int, drafts: int, vocab_size: int, candidates: int = 0,
-        branch: int = 1, fed: int = 0, levels: int = 0,
-    ) -> None:  # fmt: skip
+        self,
+        context: Context,
+        slots: int,
+        drafts: int,
+        vocab_size: int,
+        candidates: int = 0,
+        branch: int = 1,
+        fed: int = 0,
+        levels: int = 0,
+    ) -> None:
         if max(drafts, fed) > 64:
             raise OptionError(f"exchange: drafts is {max(drafts, fed)}, at most 64 have a bit each")
-        sizes = (("slots", slots, 1), ("drafts", drafts, 0), ("vocab_size", vocab_size, 1),
-                 ("candidates", candidates, 0), ("branch", branch, 1),
-                 ("levels", levels, 0))  # fmt: skip
+        sizes = (
+            ("slots", slots, 1),
+            ("drafts", drafts, 0),
+            ("vocab_size", vocab_size, 1),
+            ("candidates", candidates, 0),
+            ("branch", branch, 1),
+            ("levels", levels, 0),
+        )
         for name, value, low in sizes:
             if value < low:
                 raise OptionError(f"exchange: {name} is {value}, must be at least {low}")
         rows, words = drafts + 1, -(-vocab_size // 32)
         stamp = read_struct(HEADER, "RowStamp")
-        head = {n: read_struct(HEADER, n).itemsize // 4
-                for n in ("Committed", "Drafted", "Candidates", "Answer")}  # fmt: skip
+        head = {
+            n: read_struct(HEADER, n).itemsize // 4
+            for n in ("Committed", "Drafted", "Candidates", "Answer")
+        }
         parts = {
             "stamps": rows * stamp.itemsize // 4,
             "committed": head["Committed"] + rows,
@@ -86,9 +100,16 @@ class Exchange:
             end += -(-count // _LINE_WORDS) * _LINE_WORDS
         layout = np.zeros((), read_struct(HEADER, "ExchangeLayout"))
         for name, value in {
-            "slots": slots, "stride": end, "rows": rows, "words": words, "candidates": candidates,
-            "drafts": max(drafts, fed), "branch": branch, "levels": levels, "masks": slots * end,
-        }.items() | at.items():  # fmt: skip
+            "slots": slots,
+            "stride": end,
+            "rows": rows,
+            "words": words,
+            "candidates": candidates,
+            "drafts": max(drafts, fed),
+            "branch": branch,
+            "levels": levels,
+            "masks": slots * end,
+        }.items() | at.items():
             layout[name] = value
         self.layout: Any = layout[()]
         self.slots, self.drafts, self.vocab_size = slots, drafts, vocab_size

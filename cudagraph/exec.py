@@ -25,6 +25,7 @@ CLOSED = -1
 MOST_REPLACED = 256
 UPDATE_FAILURE = 910
 
+
 @runtime_checkable
 class Definition(Protocol):
     """What an executable needs of a graph."""
@@ -151,8 +152,15 @@ class GraphExec:
         self._native.set_payload(cell.native, value, address_of(value))
 
     def update_kernel(
-        self, node: Node | str, kernel: Kernel, grid: Dims, block: Dims, args: Iterable[object], *,
-        shared: int = 0, within: Definition | None = None,
+        self,
+        node: Node | str,
+        kernel: Kernel,
+        grid: Dims,
+        block: Dims,
+        args: Iterable[object],
+        *,
+        shared: int = 0,
+        within: Definition | None = None,
     ) -> None:
         """Change a kernel node of the definition (or of a body, ``within``) for later launches."""
         handle = self._find(node, within)

@@ -255,8 +255,13 @@ class Graph:
         root = self.root
         with child.editing(), self.editing():
             # The child's kernels read its status, which tells of the parent's failures from now on.
-            index = self.add("child", name, lane, keep((child.status.owner,)),
-                             lambda graph, after, _: nodes.move_child(graph, after, child.handle))
+            index = self.add(
+                "child",
+                name,
+                lane,
+                keep((child.status.owner,)),
+                lambda graph, after, _: nodes.move_child(graph, after, child.handle),
+            )
             if child._resource is not None:
                 child._resource.disown()
             _native.adopt_state(child.state, root.state)
@@ -367,8 +372,15 @@ class GraphLane:
         self.name = name
 
     def kernel(
-        self, kernel: Kernel, grid: Dims, block: Dims, args: Iterable[object], *, shared: int = 0,
-        name: str | None = None, priority: int | None = None,
+        self,
+        kernel: Kernel,
+        grid: Dims,
+        block: Dims,
+        args: Iterable[object],
+        *,
+        shared: int = 0,
+        name: str | None = None,
+        priority: int | None = None,
     ) -> None:
         """Add a kernel node; argument values are copied now.
 
@@ -379,22 +391,35 @@ class GraphLane:
         kernel.allow_shared(shared)
 
         self.graph.add(
-            "kernel", name or kernel.name, self.name, keep(packed.owners),
+            "kernel",
+            name or kernel.name,
+            self.name,
+            keep(packed.owners),
             lambda graph, after, attached: nodes.add_kernel(
-                graph, after, kernel.function, *dims, shared, packed, priority, attached[-1]),
-            kernel.waits)
+                graph, after, kernel.function, *dims, shared, packed, priority, attached[-1]
+            ),
+            kernel.waits,
+        )
 
     def copy(self, dst: Array, src: Array, *, name: str | None = None) -> None:
         """Add a copy node between device and pinned arrays."""
         to, source = check_copy(dst, src)
-        self._add("copy", name or "copy", (to.owner, source.owner),
-                  lambda graph, after, _: nodes.add_copy(graph, after, to, source))
+        self._add(
+            "copy",
+            name or "copy",
+            (to.owner, source.owner),
+            lambda graph, after, _: nodes.add_copy(graph, after, to, source),
+        )
 
     def fill(self, dst: Array, byte: int = 0, *, name: str | None = None) -> None:
         """Add a node that sets every byte of an array."""
         value, address, nbytes = check_byte(byte), dst.ptr, dst.nbytes
-        self._add("fill", name or "fill", (dst.owner,),
-                  lambda graph, after, _: nodes.add_fill(graph, after, address, value, nbytes))
+        self._add(
+            "fill",
+            name or "fill",
+            (dst.owner,),
+            lambda graph, after, _: nodes.add_fill(graph, after, address, value, nbytes),
+        )
 
     def child(self, child: Graph, *, name: str | None = None) -> None:
         """Add another graph itself as one node: it belongs to this graph from now on.
@@ -406,7 +431,11 @@ class GraphLane:
         self.graph.add_child(child, self.name, name)
 
     def host(
-        self, work: HostWork, *, name: str | None = None, spin: Spin = False,
+        self,
+        work: HostWork,
+        *,
+        name: str | None = None,
+        spin: Spin = False,
         cell: Cell | None = None,
     ) -> None:
         """Add a host node; see :mod:`graft.cudagraph.hostwork`, and hostfunc() for ``spin``.
@@ -422,15 +451,25 @@ class GraphLane:
         title, payload = name or item.title, None if cell is None else cell.native
         owners = (graph.status.owner, item.keep)
         graph.add(
-            "host", title, self.name,
-            lambda handle: _native.attach_host(handle, graph.state, title, item.native, owners,
-                                               payload),
-            lambda handle, after, attached: nodes.add_host(handle, after, attached[3], attached[4],
-                                                           spinning))
+            "host",
+            title,
+            self.name,
+            lambda handle: _native.attach_host(
+                handle, graph.state, title, item.native, owners, payload
+            ),
+            lambda handle, after, attached: nodes.add_host(
+                handle, after, attached[3], attached[4], spinning
+            ),
+        )
 
     def mailbox(
-        self, work: HostWork, *, worker: MailboxWorker | None = None, deadline_s: float = 10.0,
-        replay_deadline_s: float | None = None, output: PinnedArray | None = None,
+        self,
+        work: HostWork,
+        *,
+        worker: MailboxWorker | None = None,
+        deadline_s: float = 10.0,
+        replay_deadline_s: float | None = None,
+        output: PinnedArray | None = None,
         name: str | None = None,
     ) -> None:
         """Add host work that a worker of ours answers: a request node and the wait for its answer.
@@ -458,9 +497,15 @@ class GraphLane:
         self._mailbox(work, worker, limits, output, name, spinning=False)
 
     def spin(
-        self, work: HostWork, *, worker: MailboxWorker | None = None, deadline_s: float = 10.0,
-        replay_deadline_s: float | None = None, device_deadline_s: float | None = None,
-        output: PinnedArray | None = None, name: str | None = None,
+        self,
+        work: HostWork,
+        *,
+        worker: MailboxWorker | None = None,
+        deadline_s: float = 10.0,
+        replay_deadline_s: float | None = None,
+        device_deadline_s: float | None = None,
+        output: PinnedArray | None = None,
+        name: str | None = None,
     ) -> None:
         """Add host work as :meth:`mailbox` does, with a one-thread kernel that spins as the wait.
 
@@ -473,8 +518,14 @@ class GraphLane:
         self._mailbox(work, worker, limits, output, name, spinning=True)
 
     def _mailbox(
-        self, work: HostWork, worker: MailboxWorker | None, limits: Limits,
-        output: PinnedArray | None, name: str | None, *, spinning: bool,
+        self,
+        work: HostWork,
+        worker: MailboxWorker | None,
+        limits: Limits,
+        output: PinnedArray | None,
+        name: str | None,
+        *,
+        spinning: bool,
     ) -> None:
         graph = self.graph
         answers = graph.worker if worker is None else worker
@@ -495,14 +546,16 @@ class GraphLane:
         """Add a node that waits for what an event named when the replay was launched."""
         self._event("event wait", event, cu.cuGraphAddEventWaitNode, name)
 
-    def _event(
-        self, kind: str, event: Event, add: Callable[..., tuple], name: str | None
-    ) -> None:
+    def _event(self, kind: str, event: Event, add: Callable[..., tuple], name: str | None) -> None:
         if not isinstance(event, Event):
             raise OptionError(f"lane {self.name!r} needs an Event, not {type(event).__name__}")
         handle = event.handle
-        self._add(kind, name or event.name, (event.owner,),
-                  lambda graph, after, _: nodes.add_event(add, graph, after, handle))
+        self._add(
+            kind,
+            name or event.name,
+            (event.owner,),
+            lambda graph, after, _: nodes.add_event(add, graph, after, handle),
+        )
 
     def record(self, name: str | None = None) -> GraphMark:
         """Mark this point; on an empty lane it is the start of the graph."""

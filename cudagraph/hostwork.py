@@ -253,4 +253,3 @@ def raise_failure(failure: tuple[str, int, BaseException | None, str], where: st
     if exception is None and any(step[0] == node for step in _native.running_host_work()):
         error.add_note(describe_running().lstrip())  # it passed its deadline and is still there
     raise error from exception
-

@@ -182,7 +182,11 @@ class KernelModule:
     """
 
     def __init__(
-        self, name: str, handle: Any, keep: object, kinds: Mapping[str, tuple[str, ...]],
+        self,
+        name: str,
+        handle: Any,
+        keep: object,
+        kinds: Mapping[str, tuple[str, ...]],
         waiting: frozenset[str],
     ) -> None:
         self.name = name
@@ -242,7 +246,10 @@ def load(
 
 
 def load_text(
-    context: Context, text: str, name: str, defines: Mapping[str, str] | None = None,
+    context: Context,
+    text: str,
+    name: str,
+    defines: Mapping[str, str] | None = None,
     folder: Path | None = None,
 ) -> KernelModule:
     """Compile and load kernel text.

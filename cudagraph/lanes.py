@@ -36,7 +36,13 @@ class Lane(Protocol):
     """An in-order sequence of device and host work."""
 
     def kernel(
-        self, kernel: Kernel, grid: Dims, block: Dims, args: Iterable[object], *, shared: int = 0,
+        self,
+        kernel: Kernel,
+        grid: Dims,
+        block: Dims,
+        args: Iterable[object],
+        *,
+        shared: int = 0,
         name: str | None = None,
     ) -> None:
         """Run a kernel; `shared` is dynamic shared memory in bytes."""
@@ -68,7 +74,13 @@ class StreamLane:
         self.stream = stream
 
     def kernel(
-        self, kernel: Kernel, grid: Dims, block: Dims, args: Iterable[object], *, shared: int = 0,
+        self,
+        kernel: Kernel,
+        grid: Dims,
+        block: Dims,
+        args: Iterable[object],
+        *,
+        shared: int = 0,
         name: str | None = None,
     ) -> None:
         """Launch a kernel."""
@@ -77,8 +89,16 @@ class StreamLane:
         kernel.allow_shared(shared)
         keep_captured(self.stream.handle, packed.owners)
         # `packed` holds the values until the driver has copied them.
-        call(cu.cuLaunchKernel, kernel.function, *grid, *block, shared, self.stream.handle,
-             packed.address, 0)  # fmt: skip
+        call(
+            cu.cuLaunchKernel,
+            kernel.function,
+            *grid,
+            *block,
+            shared,
+            self.stream.handle,
+            packed.address,
+            0,
+        )
 
     def copy(self, dst: Array, src: Array, *, name: str | None = None) -> None:
         """Copy between device and pinned arrays."""

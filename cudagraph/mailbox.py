@@ -49,7 +49,10 @@ class MailboxWorker:
     """
 
     def __init__(
-        self, *, cpus: Iterable[int] | None = None, wait: Literal["auto", "spin", "park"] = "auto",
+        self,
+        *,
+        cpus: Iterable[int] | None = None,
+        wait: Literal["auto", "spin", "park"] = "auto",
         name: str = "mailbox",
     ) -> None:
         allowed = os.sched_getaffinity(0)
@@ -101,8 +104,14 @@ class Mailbox:
     """
 
     def __init__(
-        self, context: Context, work: HostWork, worker: MailboxWorker, limits: Limits,
-        output: PinnedArray | None, *, spinning: bool,
+        self,
+        context: Context,
+        work: HostWork,
+        worker: MailboxWorker,
+        limits: Limits,
+        output: PinnedArray | None,
+        *,
+        spinning: bool,
     ) -> None:
         if not isinstance(worker, MailboxWorker):
             raise OptionError(f"worker must be a MailboxWorker, not {type(worker).__name__}")
@@ -127,8 +136,9 @@ class Mailbox:
         """Add the node that posts a request."""
         asks = self._kernels["mailbox_request"]
         packed = asks.pack((self._counter, self._device_address(REQUEST)))
-        return nodes.add_kernel(graph, after, asks.function, ONE, ONE, 0, packed,
-                                nodes.highest_priority())
+        return nodes.add_kernel(
+            graph, after, asks.function, ONE, ONE, 0, packed, nodes.highest_priority()
+        )
 
     def wait(self, graph: int, after: list[Any], _: tuple) -> Any:
         """Add the node that waits for its answer."""
@@ -137,8 +147,9 @@ class Mailbox:
         waits = self._kernels["mailbox_wait"]
         words = (self._device_address(ACK), self._device_address(GAVE_UP))
         packed = waits.pack((self._counter, *words, int(self._limits.device_s * 1e9)))
-        return nodes.add_kernel(graph, after, waits.function, ONE, ONE, 0, packed,
-                                nodes.highest_priority())
+        return nodes.add_kernel(
+            graph, after, waits.function, ONE, ONE, 0, packed, nodes.highest_priority()
+        )
 
     def port(self, state: Any, title: str, keep: object) -> Callable[[int], tuple]:
         """Return what hands the host's side to a graph: (code, api, user object)."""
@@ -153,7 +164,8 @@ class Mailbox:
         limits = (self._limits.answer_s, self._limits.replay_s or 0.0)
 
         return lambda graph: _native.attach_mailbox(
-            graph, state, self._worker.native, title, work, words, results, limits, keep)
+            graph, state, self._worker.native, title, work, words, results, limits, keep
+        )
 
     def _device_address(self, word: int) -> int:
         return self._words.ptr + 4 * LINE_WORDS * word

@@ -104,8 +104,12 @@ class DeviceArray:
     __slots__ = ("__weakref__", "_allocation", "_is_base", "_offset", "context", "dtype", "shape")
 
     def __init__(
-        self, context: Context, shape: tuple[int, ...], dtype: str,
-        allocation: Allocation | None = None, offset: int = 0,
+        self,
+        context: Context,
+        shape: tuple[int, ...],
+        dtype: str,
+        allocation: Allocation | None = None,
+        offset: int = 0,
     ) -> None:
         self.shape = check_shape(shape, "DeviceArray")
         self.dtype = dtype
@@ -194,7 +198,8 @@ class DeviceArray:
         pointer = self.ptr
         self.context.transfer(
             lambda s: call(cu.cuMemcpyDtoHAsync, out.ctypes.data, pointer, self.nbytes, s),
-            (self.owner, out))
+            (self.owner, out),
+        )
         return out
 
     def copy_from(self, array: NDArray) -> None:
@@ -213,7 +218,8 @@ class DeviceArray:
         pointer = self.ptr
         self.context.transfer(
             lambda s: call(cu.cuMemcpyHtoDAsync, pointer, source.ctypes.data, self.nbytes, s),
-            (self.owner, source))
+            (self.owner, source),
+        )
 
     def fill(self, byte: int = 0) -> None:
         """Wait until the device is idle and set every byte."""
@@ -224,7 +230,8 @@ class DeviceArray:
     def _set(self, value: int) -> None:
         pointer = self.ptr
         self.context.transfer(
-            lambda s: call(cu.cuMemsetD8Async, pointer, value, self.nbytes, s), (self.owner,))
+            lambda s: call(cu.cuMemsetD8Async, pointer, value, self.nbytes, s), (self.owner,)
+        )
 
     @property
     def __cuda_array_interface__(self) -> dict[str, Any]:
@@ -315,8 +322,16 @@ class PinnedArray:
     dtype : str
     """
 
-    __slots__ = ("__weakref__", "_allocation", "_device_pointer", "_offset", "array", "context",
-                 "dtype", "shape")  # fmt: skip
+    __slots__ = (
+        "__weakref__",
+        "_allocation",
+        "_device_pointer",
+        "_offset",
+        "array",
+        "context",
+        "dtype",
+        "shape",
+    )
 
     def __init__(self, context: Context, shape: int | tuple[int, ...], dtype: str) -> None:
         self.context = context

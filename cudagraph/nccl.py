@@ -31,8 +31,10 @@ class NcclGather(Gather):
         try:
             from nccl import core
         except ImportError as error:
-            raise OptionError("several ranks on CUDA devices need nccl4py: pip install "
-                              f"'graft-cuda[nccl]' ({error})") from error  # fmt: skip
+            raise OptionError(
+                "several ranks on CUDA devices need nccl4py: pip install "
+                f"'graft-cuda[nccl]' ({error})"
+            ) from error
         self._core: Any = core
         self._communicator: Any = None
         super().__init__(context, ranks, most)

@@ -35,8 +35,14 @@ class Node:
 
 
 def add_kernel(
-    graph: int, after: list[Any], function: Any, grid: tuple[int, int, int],
-    block: tuple[int, int, int], shared: int, packed: PackedArgs, priority: int | None = None,
+    graph: int,
+    after: list[Any],
+    function: Any,
+    grid: tuple[int, int, int],
+    block: tuple[int, int, int],
+    shared: int,
+    packed: PackedArgs,
+    priority: int | None = None,
     programmatic: bool = False,
 ) -> Any:
     """Add a kernel node and return its CUgraphNode; ``programmatic`` says how it depends."""
@@ -64,7 +70,10 @@ def highest_priority() -> int:
 
 
 def kernel_params(
-    function: Any, grid: tuple[int, int, int], block: tuple[int, int, int], shared: int,
+    function: Any,
+    grid: tuple[int, int, int],
+    block: tuple[int, int, int],
+    shared: int,
     packed: PackedArgs,
 ) -> Any:
     """Return a kernel's structure; ``packed`` must live until the driver has read it."""
@@ -74,8 +83,12 @@ def kernel_params(
 
 
 def fill_kernel(
-    params: Any, function: Any, grid: tuple[int, int, int], block: tuple[int, int, int],
-    shared: int, packed: PackedArgs,
+    params: Any,
+    function: Any,
+    grid: tuple[int, int, int],
+    block: tuple[int, int, int],
+    shared: int,
+    packed: PackedArgs,
 ) -> None:
     """Fill a kernel's structure, or that of a node of any kind."""
     params.func = function
@@ -123,9 +136,7 @@ def move_child(graph: int, after: list[Any], child: int) -> Any:
     any_node = cu.CUgraphNodeParams()
     any_node.type = cu.CUgraphNodeType.CU_GRAPH_NODE_TYPE_GRAPH
     any_node.graph.graph = cu.CUgraph(child)
-    any_node.graph.ownership = (
-        cu.CUgraphChildGraphNodeOwnership.CU_GRAPH_CHILD_GRAPH_OWNERSHIP_MOVE
-    )
+    any_node.graph.ownership = cu.CUgraphChildGraphNodeOwnership.CU_GRAPH_CHILD_GRAPH_OWNERSHIP_MOVE
     return call(cu.cuGraphAddNode, graph, after, None, len(after), any_node)
 
 

@@ -102,7 +102,9 @@ class Ring(PinnedSlots):
     """
 
     def __init__(
-        self, context: Context, entries: int,
+        self,
+        context: Context,
+        entries: int,
         fields: Mapping[str, tuple[str, int | tuple[int, ...]]],
     ) -> None:
         if STAMP in fields:

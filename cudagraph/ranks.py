@@ -66,17 +66,19 @@ class Ranks:
         if type(deadline_s) not in (int, float) or not 0 < deadline_s < math.inf:
             raise OptionError(f"deadline_s must be a positive number, got {deadline_s!r}")
         if MPI.Query_thread() < MPI.THREAD_MULTIPLE:  # T1
-            raise OptionError("MPI was initialised without MPI_THREAD_MULTIPLE, which ranks need: "
-                              "a host step and Python's threads call it")  # fmt: skip
+            raise OptionError(
+                "MPI was initialised without MPI_THREAD_MULTIPLE, which ranks need: "
+                "a host step and Python's threads call it"
+            )
         self.deadline_s, self.rank, self.size = float(deadline_s), comm.Get_rank(), comm.Get_size()
         self._comm = comm.Dup()
         library = ctypes.CDLL(MPI.__file__)
-        calls = (ctypes.cast(getattr(library, name), ctypes.c_void_p).value
-                 for name in ("MPI_Isend", "MPI_Irecv", "MPI_Test"))  # fmt: skip
-        wide = MPI._sizeof(MPI.Comm) == ctypes.sizeof(ctypes.c_void_p)
-        self._mpi = _native.Mpi(
-            *calls, wide, MPI._handleof(self._comm), MPI._handleof(MPI.BYTE)
+        calls = (
+            ctypes.cast(getattr(library, name), ctypes.c_void_p).value
+            for name in ("MPI_Isend", "MPI_Irecv", "MPI_Test")
         )
+        wide = MPI._sizeof(MPI.Comm) == ctypes.sizeof(ctypes.c_void_p)
+        self._mpi = _native.Mpi(*calls, wide, MPI._handleof(self._comm), MPI._handleof(MPI.BYTE))
         self._kept: list[object] = []  # what MPI may write to once messages were given up
         self._given_up = False
         atexit.register(self._end)
@@ -87,8 +89,10 @@ class Ranks:
         try:
             from mpi4py import MPI
         except ImportError as error:
-            raise OptionError("several ranks need mpi4py and an MPI: pip install "
-                              f"'graft-cuda[parallel]' ({error})") from error  # fmt: skip
+            raise OptionError(
+                "several ranks need mpi4py and an MPI: pip install "
+                f"'graft-cuda[parallel]' ({error})"
+            ) from error
         return Ranks(MPI.COMM_WORLD, deadline_s)
 
     @property
@@ -102,9 +106,12 @@ class Ranks:
         return self._mpi.failure
 
     def exchange(
-        self, lane: Lane, sent: Sequence[tuple[int, Buffer]],
-        received: Sequence[tuple[int, Buffer]] = (), name: str = "ranks",
-    ) -> None:  # fmt: skip
+        self,
+        lane: Lane,
+        sent: Sequence[tuple[int, Buffer]],
+        received: Sequence[tuple[int, Buffer]] = (),
+        name: str = "ranks",
+    ) -> None:
         """Add a host step that sends to and receives from ranks, all at once.
 
         A rank that does not answer within `deadline_s` fails the step, and every later one.
@@ -137,9 +144,11 @@ class Ranks:
         self._wait(self._messages((), received, timeout_s), received, timeout_s)
 
     def _messages(
-        self, sent: Sequence[tuple[int, Buffer]], received: Sequence[tuple[int, Buffer]],
+        self,
+        sent: Sequence[tuple[int, Buffer]],
+        received: Sequence[tuple[int, Buffer]],
         deadline_s: float,
-    ) -> Any:  # fmt: skip
+    ) -> Any:
         given = []
         for is_sent, pairs in ((False, received), (True, sent)):
             for peer, buffer in pairs:

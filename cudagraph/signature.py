@@ -18,9 +18,7 @@ _ENTRY = re.compile(
     rf"{_BOUNDS}void\s+{_BOUNDS}(\w+)\s*\(([^()]*)\)"
 )
 # A statement of a body's own, in no inner block and behind no return.
-_WAIT = re.compile(
-    r"\s*\{(?:(?:(?!\breturn\b)[^{}])*;)?\s*wait_for_kernel_before\s*\(\s*\)\s*;"
-)
+_WAIT = re.compile(r"\s*\{(?:(?:(?!\breturn\b)[^{}])*;)?\s*wait_for_kernel_before\s*\(\s*\)\s*;")
 _INT_WORDS = frozenset({"unsigned", "signed", "char", "short", "int", "long"})
 _INT_NAMES = re.compile(r"bool|size_t|u?int(8|16|32|64|ptr)_t|cudaGraphConditionalHandle")
 _QUALIFIERS = frozenset({"const", "volatile", "__restrict__", "__grid_constant__"})
@@ -38,9 +36,7 @@ def kernel_kinds(text: str) -> Mapping[str, tuple[str, ...]]:
         kinds = tuple(_kind(one) for one in listed.split(",")) if listed not in ("", "void") else ()
         before = found.get(name, kinds)
         if len(before) == len(kinds):
-            kinds = tuple(
-                a if a == b else OTHER for a, b in zip(before, kinds, strict=True)
-            )
+            kinds = tuple(a if a == b else OTHER for a, b in zip(before, kinds, strict=True))
         found[name] = kinds
     return found
 

@@ -33,8 +33,10 @@ def counters() -> dict[str, Counter[str]]:
 def snapshot() -> dict[str, int | dict[str, int]]:
     """Return all counters, of calls the sums."""
     found = counters()
-    return {**{which: dict(found[which]) for which in ("live", "leaked", "count")},
-            **{which: found[which].total() for which in ("calls", "gil_held")}}
+    return {
+        **{which: dict(found[which]) for which in ("live", "leaked", "count")},
+        **{which: found[which].total() for which in ("calls", "gil_held")},
+    }
 
 
 def describe() -> str:

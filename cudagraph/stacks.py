@@ -36,8 +36,10 @@ def describe_running() -> str:
     running = _native.running_host_work()
     for node, replay, seconds, thread, tid in running:
         which = f"replay {replay}" if replay else "not in a graph"
-        lines.append(f"the other side: host step {node!r} ({which}) has been running for "
-                     f"{seconds:.3f} s in thread {tid}")
+        lines.append(
+            f"the other side: host step {node!r} ({which}) has been running for "
+            f"{seconds:.3f} s in thread {tid}"
+        )
         lines += _python(frames.get(thread)) + _native_stack(tid)
     if not running:
         lines.append("the other side: no host step of graft's is running")

@@ -43,8 +43,15 @@ def probe_transport(transport: str, kind: str, ordinal: int = 0) -> str:
     method = {"mailbox": "mailbox", "spinkernel": "spin"}.get(transport)
     if method is None:
         raise OptionError(f"transport {transport!r} needs no probe")
-    said, why = ask_child("-c", _PROBE, kind, str(ordinal), method, limit_s=CHILD_LIMIT_S,
-                          environment={**os.environ, "GRAFT_DEVICE": kind})  # fmt: skip
+    said, why = ask_child(
+        "-c",
+        _PROBE,
+        kind,
+        str(ordinal),
+        method,
+        limit_s=CHILD_LIMIT_S,
+        environment={**os.environ, "GRAFT_DEVICE": kind},
+    )
     return "" if said == f"answered {REPLAYS}" else why or said
 
 

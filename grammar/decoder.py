@@ -101,10 +101,17 @@ class GuidedDecoder:
     """
 
     def __init__(
-        self, exchange: Exchange, *, masked_drafts: bool, forced: ForcedText | None = None,
-        transport: str = "native", deadline_s: float = 10.0, ring: int = 8,
-        threads: int | None = None, budget_us: float | None = None,
-    ):  # fmt: skip
+        self,
+        exchange: Exchange,
+        *,
+        masked_drafts: bool,
+        forced: ForcedText | None = None,
+        transport: str = "native",
+        deadline_s: float = 10.0,
+        ring: int = 8,
+        threads: int | None = None,
+        budget_us: float | None = None,
+    ):
         threads = default_threads(exchange.slots) if threads is None else threads
         for name, value, low in (
             ("ring", ring, 2),
@@ -133,11 +140,15 @@ class GuidedDecoder:
         # one thread answers all mailboxes, since steps run in order
         self._answers = None if transport == "native" else MailboxWorker(name="grammar")
         self._worker = _native.guide.Worker(
-            exchange.host_ptr, exchange.layout.tobytes(), vocab_size=self.vocab_size,
+            exchange.host_ptr,
+            exchange.layout.tobytes(),
+            vocab_size=self.vocab_size,
             forced=None if forced is None else forced.native,
-            chain=forced is not None and not masked_drafts, ring=ring, threads=threads,
+            chain=forced is not None and not masked_drafts,
+            ring=ring,
+            threads=threads,
             budget_ns=0 if budget_us is None else int(budget_us * 1000),
-        )  # fmt: skip
+        )
 
     def publish(self, replay: int, requests: Sequence[GuidedRequest]) -> None:
         """Say which requests ``replay`` holds, in row order, before it is launched.

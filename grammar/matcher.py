@@ -196,9 +196,12 @@ class NativeBackedMatcher(Matcher):
 @functools.lru_cache(maxsize=32)
 def _native_marker(vocabulary: Vocabulary, marker: Marker) -> Any:
     return _native.guide.Marker(
-        marker.ids(vocabulary), marker.text.encode("utf-8"), vocabulary.tokens, vocabulary.size,
+        marker.ids(vocabulary),
+        marker.text.encode("utf-8"),
+        vocabulary.tokens,
+        vocabulary.size,
         marker.required,
-    )  # fmt: skip
+    )
 
 
 def _marked(inner: Matcher, marker: Marker) -> Matcher:

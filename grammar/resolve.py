@@ -71,9 +71,11 @@ def _schema(spec: Stated, backend: str) -> Stated:
         if spec.strict and '"allOf"' not in json.dumps(value):  # closing one would forbid another
             value = _closed(value)
         found = route(
-            value, key_order=spec.key_order, whitespace=spec.whitespace,
+            value,
+            key_order=spec.key_order,
+            whitespace=spec.whitespace,
             assert_formats=spec.assert_formats,
-        )  # fmt: skip
+        )
         text = json_text(found.schema)
     except RecursionError:
         raise GrammarError("JSON schema: is nested too deeply") from None
@@ -83,9 +85,13 @@ def _schema(spec: Stated, backend: str) -> Stated:
     if spec.key_order == "any" and found.ordered:
         raise GrammarError(f"JSON schema: {found.ordered[0]}")
     return replace(
-        spec, text=text, partial=not found.exact, backend=found.backend, rules=found.rules,
+        spec,
+        text=text,
+        partial=not found.exact,
+        backend=found.backend,
+        rules=found.rules,
         source=spec.text,
-    )  # fmt: skip
+    )
 
 
 _OPEN = word_set(
@@ -149,8 +155,9 @@ def _tags(spec: Stated, backend: str) -> Stated:
     parts = json.loads(spec.text)
     for tag in parts["tags"]:
         try:
-            one = Spec("json_schema", json_text(tag["schema"]), strict=True,
-                       whitespace=spec.whitespace)  # fmt: skip
+            one = Spec(
+                "json_schema", json_text(tag["schema"]), strict=True, whitespace=spec.whitespace
+            )
             tag["schema"] = json.loads(_schema(one, backend).text)
         except GrammarError as error:
             said = f"structural tag {tag['begin']!r}: {without_hint(str(error))}"

@@ -61,10 +61,16 @@ class GrammarSpec(Spec):
 
     @classmethod
     def json_schema(
-        cls, schema: Any, *, whitespace: Whitespace = "line", strict: bool | None = None,
-        partial: bool = False, backend: str = "", key_order: KeyOrder = "schema",
+        cls,
+        schema: Any,
+        *,
+        whitespace: Whitespace = "line",
+        strict: bool | None = None,
+        partial: bool = False,
+        backend: str = "",
+        key_order: KeyOrder = "schema",
         assert_formats: bool | None = None,
-    ) -> GrammarSpec:  # fmt: skip
+    ) -> GrammarSpec:
         """A JSON schema: as JSON text, as what that parses to, or as what makes one.
 
         What makes one has ``model_json_schema`` (a pydantic model) or ``__json_schema__``, which
@@ -89,9 +95,14 @@ class GrammarSpec(Spec):
         text = json_text(value)  # refuses what holds itself
         check_schema(value)
         spec = cls(
-            "json_schema", text, whitespace=whitespace, strict=strict, partial=partial,
-            key_order=key_order, assert_formats=assert_formats,
-        )  # fmt: skip
+            "json_schema",
+            text,
+            whitespace=whitespace,
+            strict=strict,
+            partial=partial,
+            key_order=key_order,
+            assert_formats=assert_formats,
+        )
         made = _bounded("JSON schema", "resolve:resolved", spec, backend or "auto")
         return made if backend else spec
 
@@ -132,9 +143,14 @@ class GrammarSpec(Spec):
 
     @classmethod
     def structural_tag(
-        cls, tags: Sequence[StructuralTag], triggers: Sequence[str], *, at_least_one: bool = False,
-        at_once: bool = False, whitespace: Whitespace = "line",
-    ) -> GrammarSpec:  # fmt: skip
+        cls,
+        tags: Sequence[StructuralTag],
+        triggers: Sequence[str],
+        *,
+        at_least_one: bool = False,
+        at_once: bool = False,
+        whitespace: Whitespace = "line",
+    ) -> GrammarSpec:
         """Free text in which every trigger opens one of the tags, whose content is constrained.
 
         Parameters
@@ -183,8 +199,9 @@ class GrammarSpec(Spec):
                 {"begin": tag.begin, "schema": json.loads(tag.schema), "end": tag.end}
                 for tag in tags
             ],
-            "at_least_one": at_least_one, "at_once": at_once,
-        }  # fmt: skip
+            "at_least_one": at_least_one,
+            "at_once": at_once,
+        }
         return cls._checked(
             "structural_tag", json.dumps(parts, ensure_ascii=False), whitespace=whitespace
         )

@@ -138,6 +138,8 @@ class Admission:
         if messages is None:
             return self._tokenizer.encode(request.prompt or "", names=request.special_tokens)
         return self._tokenizer.chat(
-            messages, schema=schema, names=request.special_tokens,
+            messages,
+            schema=schema,
+            names=request.special_tokens,
             most_bytes=self._limits.prompt_bytes,
-        )  # fmt: skip
+        )

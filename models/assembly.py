@@ -89,9 +89,12 @@ def assemble(
         made = _drafter(device, options, drafter, target, tokenizer)
         parts = _parts(device, options, target, made, tokenizer, vocabulary)
         prefill = Prefill(
-            device, target, made,
-            slots=options.slots, max_length=options.sizes[0],
-        )  # fmt: skip
+            device,
+            target,
+            made,
+            slots=options.slots,
+            max_length=options.sizes[0],
+        )
         stream = device.stream("rounds")
         undo.pop_all()
     caches = (target.kv, *(made.caches if made else ()))
@@ -141,22 +144,24 @@ def _target(
     if ranks is not None:
         lead = Lead(device, ranks, config, _max_rows(options))
         heads = lead.share.own.num_key_value_heads
-    cache = _cache(
-        device, options, config.num_hidden_layers, heads, config.head_dim, config.dtype
-    )
+    cache = _cache(device, options, config.num_hidden_layers, heads, config.head_dim, config.dtype)
     if lead is not None:
         lead.begin(model, cache, **known)
-    made = LlamaModel(device, config, Checkpoint(model), cache, max_rows=_max_rows(options),
-                      lead=lead, **known)  # fmt: skip
+    made = LlamaModel(
+        device, config, Checkpoint(model), cache, max_rows=_max_rows(options), lead=lead, **known
+    )
     if lead is not None:
         lead.wait()
     return made
 
 
 def _drafter(
-    device: Device, options: Options, choice: DrafterChoice | None, target: LlamaModel,
+    device: Device,
+    options: Options,
+    choice: DrafterChoice | None,
+    target: LlamaModel,
     tokenizer: Tokenizer,
-) -> Drafter | None:  # fmt: skip
+) -> Drafter | None:
     """What drafts, told to the target; None decodes without speculation."""
     if choice is None:
         return Forced(options.most_drafts) if options.forced_drafts else None
@@ -178,8 +183,7 @@ def _drafter(
     shape, asked = drafter.shape, options.draft_tree is not None
     if (shape.branch > 1) != asked and (asked or shape.levels):
         raise OptionError(
-            f"drafter {name}: drafts of the shape {shape}, and draft_tree is "
-            f"{options.draft_tree}"
+            f"drafter {name}: drafts of the shape {shape}, and draft_tree is {options.draft_tree}"
         )
     if drafter.shape.levels and drafter.vocab is None:
         raise OptionError(f"drafter {name}: drafts level by level, and says nothing of its vocab")
@@ -201,8 +205,10 @@ def _legality(options: Options, drafter: Drafter | None) -> type[Legality]:
 def _tables(options: Options, nodes: int, vocab: DraftVocab | None) -> int:
     """Tables per slot of trees that are drawn; refuses what draws none, or needs too many."""
     if vocab is None or nodes == 0:
-        raise OptionError("verify 'traversal' is of drafts that are drawn from a drafter's logits, "
-                          "level by level: others are tested as well by 'rejection'")  # fmt: skip
+        raise OptionError(
+            "verify 'traversal' is of drafts that are drawn from a drafter's logits, "
+            "level by level: others are tested as well by 'rejection'"
+        )
     if (size := options.slots * nodes * vocab.size * 4) > _TABLE_BYTES:
         raise OptionError(
             f"verify 'traversal' with draft_tree {options.draft_tree} and max_batch_size "

@@ -119,8 +119,11 @@ class DraftBudget:
         self._chosen[size] = best
         if self.lengths[best] == 0 and not self._told:
             self._told = True
-            LOG.info("drafts do not pay in rounds of %d: these go on without, and try now and "
-                     "then (told once; see stats.rounds_by_length)", size)  # fmt: skip
+            LOG.info(
+                "drafts do not pay in rounds of %d: these go on without, and try now and "
+                "then (told once; see stats.rounds_by_length)",
+                size,
+            )
 
     def rates(self, size: int, requests: Sequence[object]) -> list[float]:
         """Tokens per nanosecond that rounds of each length are expected to bring."""

@@ -31,19 +31,35 @@ TARGETS = {"LlamaForCausalLM": "llama", "Qwen3ForCausalLM": "qwen3"}
 #: those of its weights; None: any. Other fields must be absent.
 _ASIDE = dict.fromkeys(("quant_method", "ignore", "ignored_layers", "modules_to_not_convert"))
 _QUANTIZATION: dict[str, dict[str, tuple[Any, ...] | None]] = {
-    "compressed-tensors": {**_ASIDE, "config_groups": None, "format": ("float-quantized",),
-                           "quantization_status": ("compressed", "frozen"), "version": None,
-                           "global_compression_ratio": None, "sparsity_config": ({},),
-                           "transform_config": ({},)},
+    "compressed-tensors": {
+        **_ASIDE,
+        "config_groups": None,
+        "format": ("float-quantized",),
+        "quantization_status": ("compressed", "frozen"),
+        "version": None,
+        "global_compression_ratio": None,
+        "sparsity_config": ({},),
+        "transform_config": ({},),
+    },
     "fp8": {**_ASIDE, "activation_scheme": ("dynamic", "static"), "fmt": ("e4m3",)},
-}  # fmt: skip
-_GROUP = {"targets": None, "input_activations": None, "weights": None,
-          "format": ("float-quantized",)}  # fmt: skip
+}
+_GROUP = {
+    "targets": None,
+    "input_activations": None,
+    "weights": None,
+    "format": ("float-quantized",),
+}
 _WEIGHTS: dict[str, tuple[Any, ...] | None] = {
-    "num_bits": (8,), "type": ("float",), "strategy": ("channel", "tensor"), "symmetric": (True,),
-    "dynamic": (False,), "observer": None, "observer_kwargs": None,
+    "num_bits": (8,),
+    "type": ("float",),
+    "strategy": ("channel", "tensor"),
+    "symmetric": (True,),
+    "dynamic": (False,),
+    "observer": None,
+    "observer_kwargs": None,
     "scale_dtype": ("torch.float32", "torch.bfloat16"),
-}  # fmt: skip
+}
+
 
 @dataclass(frozen=True, kw_only=True)
 class LlamaConfig:
@@ -221,11 +237,22 @@ class DFlashConfig(LlamaConfig):
         spark, second = "Qwen3DSparkModel", "DFlash2DraftModel"
         _architecture(fields, dict.fromkeys(("DFlashDraftModel", second, spark), "qwen3"))
         made = (fields.get("architectures") or [None])[0]
-        numbers = {"input_embedding_scale": 1.0, "output_multiplier": 1.0,
-                   "final_logit_softcapping": 0.0}  # fmt: skip
+        numbers = {
+            "input_embedding_scale": 1.0,
+            "output_multiplier": 1.0,
+            "final_logit_softcapping": 0.0,
+        }
         known = {"block_size", "mask_token_id", "target_layer_ids", *numbers}
-        sizes = {"conv_kernel_size": 64, "conv_group_size": MAX_WIDTH, "selector_rank": MAX_WIDTH,
-                 "selector_top_k": MAX_SELECTED} if made == second else {}  # fmt: skip
+        sizes = (
+            {
+                "conv_kernel_size": 64,
+                "conv_group_size": MAX_WIDTH,
+                "selector_rank": MAX_WIDTH,
+                "selector_top_k": MAX_SELECTED,
+            }
+            if made == second
+            else {}
+        )
         own, windows = fields, False
         if made == spark:
             fields.refuse("markov_head_type", "vanilla")
@@ -258,14 +285,18 @@ class DFlashConfig(LlamaConfig):
             )
         decoder |= {name: own.number(name, default=usual) for name, usual in numbers.items()}
         return cls(
-            **decoder, head_norm=True, num_target_layers=layers, target_layer_ids=ids,
+            **decoder,
+            head_norm=True,
+            num_target_layers=layers,
+            target_layer_ids=ids,
             block_size=own.integer("block_size", low=2, high=1 << 10),
             mask_token_id=own.integer("mask_token_id", low=0, high=decoder["vocab_size"] - 1),
             first_row=int(made != spark),
             markov_rank=fields.integer("markov_rank", low=0, high=MAX_WIDTH, default=0),
             sliding_window=fields.integer("sliding_window", low=1, high=MAX_POSITIONS)
-            if windows else None,
-        )  # fmt: skip
+            if windows
+            else None,
+        )
 
 
 def _quantization(fields: Fields) -> None:

@@ -89,9 +89,13 @@ class Engine:
     """
 
     def __init__(
-        self, model: str | Path, drafter: DrafterChoice | None = None, *,
-        ranks: Ranks | None = None, **options: Any,
-    ):  # fmt: skip
+        self,
+        model: str | Path,
+        drafter: DrafterChoice | None = None,
+        *,
+        ranks: Ranks | None = None,
+        **options: Any,
+    ):
         known = {field.name for field in fields(Options)}
         for name in options:
             if name not in known:
@@ -115,9 +119,12 @@ class Engine:
         self._admission = Admission(self.options, tokenizer, config.vocab_size, built.compiler)
         self._replays = Replays(built.parts, built.stream, built.budget)
         self._handing = Handing(
-            self.device, StreamLane(built.stream), built.caches, built.prefixes,
+            self.device,
+            StreamLane(built.stream),
+            built.caches,
+            built.prefixes,
             facts(self.device, asked, folder, drafter, built.parts.drafter),
-        )  # fmt: skip
+        )
         self.rounds: dict[tuple[int, int], RoundGraph] = {}
         self.stats = EngineStats(draft_length=built.parts.depth)
         self._forced_before = 0
@@ -125,17 +132,23 @@ class Engine:
         self._scheduler = Scheduler(
             self._replays,
             Seating(
-                self.options.slots, self.options.max_batch_size, built.caches, built.prefixes,
-                built.prefill, built.parts.state, StreamLane(built.stream),
+                self.options.slots,
+                self.options.max_batch_size,
+                built.caches,
+                built.prefixes,
+                built.prefill,
+                built.parts.state,
+                StreamLane(built.stream),
                 Pieces(None if asked.prefill_rows == "auto" else int(asked.prefill_rows)),
-                (depth + 1) * built.parts.width, self.options.slack,
+                (depth + 1) * built.parts.width,
+                self.options.slack,
             ),
             self.rounds,
             self.stats,
             built.budget,
             depth=depth,
             verify=self.options.verify,
-        )  # fmt: skip
+        )
         self._ids = itertools.count()
         self._use = OneUser()
         self._left: deque[tuple[Sequence[str], set[str]]] = deque()  # claims, and what to cancel
@@ -229,9 +242,7 @@ class Engine:
                 raise RequestError(f"a request with id {request.id!r} is running already")
             return self._submit(request, (), over)
 
-    def _submit(
-        self, request: Request, names: Container[str], over: HandOver | None = None
-    ) -> str:
+    def _submit(self, request: Request, names: Container[str], over: HandOver | None = None) -> str:
         """Take a request; one without a name gets one that is nobody's, and not of `names`."""
         scheduler = self._scheduler
         if _has_name(request):

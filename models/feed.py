@@ -22,9 +22,16 @@ class RoundScratch:
     """
 
     def __init__(
-        self, device: Device, max_batch: int, width: int, vocab: int, *, branch: int,
-        features: int, draft_vocab: int,
-    ):  # fmt: skip
+        self,
+        device: Device,
+        max_batch: int,
+        width: int,
+        vocab: int,
+        *,
+        branch: int,
+        features: int,
+        draft_vocab: int,
+    ):
         rows, nodes, tree = max_batch * width, max_batch * branch, branch > 1
 
         def ints(*shape: int) -> DeviceArray:
@@ -69,9 +76,16 @@ class Feed:
     """
 
     def __init__(
-        self, device: Device, batch: int, count: int, width: int, branch: int, state: SlotState,
-        sampler: Sampler, scratch: RoundScratch,
-    ):  # fmt: skip
+        self,
+        device: Device,
+        batch: int,
+        count: int,
+        width: int,
+        branch: int,
+        state: SlotState,
+        sampler: Sampler,
+        scratch: RoundScratch,
+    ):
         self.device, self.batch, self.count, self.width = device, batch, count, width
         self.state, self.sampler, self.scratch = state, sampler, scratch
         self.row_slot, self.first = scratch.row_slot[:batch], scratch.first[:batch]
@@ -102,8 +116,18 @@ class Feed:
         """
         rows = self.scratch.drafts.first(self.batch * self.branch, self.branch)
         if rows.tree is not None:
-            nodes = [*self._reads, self.batch, self.branch, level + 1, shift, rows.token, rows.slot,
-                     rows.pos, rows.tree, self.origin]  # fmt: skip
+            nodes = [
+                *self._reads,
+                self.batch,
+                self.branch,
+                level + 1,
+                shift,
+                rows.token,
+                rows.slot,
+                rows.pos,
+                rows.tree,
+                self.origin,
+            ]
             self._launch(lane, "node_rows", nodes, f"nodes {level} rows")
             return rows
         args = [*self._reads, self.batch, level, shift, rows.token, rows.slot, rows.pos]

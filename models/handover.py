@@ -41,8 +41,18 @@ _MAGIC = b"graft\0"
 _SAMPLES, _SAMPLE = 64, 1 << 16
 _THREADS = 128
 #: Of an output these are what the other engine finds out by itself, or is told otherwise.
-_OWN = ("id", "prompt_tokens", "tokens", "text", "reason", "error", "error_type", "seed", "sample",
-        "total_s")  # fmt: skip
+_OWN = (
+    "id",
+    "prompt_tokens",
+    "tokens",
+    "text",
+    "reason",
+    "error",
+    "error_type",
+    "seed",
+    "sample",
+    "total_s",
+)
 
 
 @dataclass(frozen=True, eq=False)
@@ -86,8 +96,10 @@ class HandOver:
         """
         magic, form, size = _HEAD.unpack(bytes(data[: _HEAD.size]).ljust(_HEAD.size))
         if magic != _MAGIC or form != FORMAT:
-            raise HandOverError(f"what begins with {bytes(data[:8])!r} is no hand-over of format "
-                                f"{FORMAT}, which this graft reads")  # fmt: skip
+            raise HandOverError(
+                f"what begins with {bytes(data[:8])!r} is no hand-over of format "
+                f"{FORMAT}, which this graft reads"
+            )
         at = _HEAD.size + size
         about, pages = json.loads(bytes(data[_HEAD.size : at])), []
         at += -size % 8
@@ -101,16 +113,28 @@ class HandOver:
 def described(running: Running, verify: str) -> dict[str, Any]:
     """An unfinished request and its output as plain data; `verify` where it names none."""
     output, request = running.output, running.request
-    asked = replace(request, tokens=running.prompt, prompt=None, messages=None, schema=None,
-                    max_tokens=running.max_tokens, seed=output.seed, sample=output.sample,
-                    verify=request.verify or verify, id=output.id)  # fmt: skip
+    asked = replace(
+        request,
+        tokens=running.prompt,
+        prompt=None,
+        messages=None,
+        schema=None,
+        max_tokens=running.max_tokens,
+        seed=output.seed,
+        sample=output.sample,
+        verify=request.verify or verify,
+        id=output.id,
+    )
     told = {field.name: getattr(asked, field.name) for field in fields(asked)}
     told["grammar"] = None if asked.grammar is None else asdict(asked.grammar)
     told["relaxed"] = asdict(asked.relaxed)
     told["logit_bias"] = list((asked.logit_bias or {}).items())
     known = {name: value for name, value in vars(output).items() if name not in _OWN}
-    return {"request": told, "output": {**known, "tokens": list(output.tokens)},
-            "age_s": running.age_s}  # fmt: skip
+    return {
+        "request": told,
+        "output": {**known, "tokens": list(output.tokens)},
+        "age_s": running.age_s,
+    }
 
 
 def requested(about: Mapping[str, Any]) -> Request:
@@ -119,8 +143,9 @@ def requested(about: Mapping[str, Any]) -> Request:
     if (grammar := told["grammar"]) is not None:
         marker = grammar["marker"] and Marker(**grammar["marker"])
         told["grammar"] = GrammarSpec(**{**grammar, "marker": marker})
-    return Request(**{**told, "relaxed": Relaxed(**told["relaxed"]),
-                      "logit_bias": dict(told["logit_bias"])})  # fmt: skip
+    return Request(
+        **{**told, "relaxed": Relaxed(**told["relaxed"]), "logit_bias": dict(told["logit_bias"])}
+    )
 
 
 def restore(running: Running, about: Mapping[str, Any]) -> None:
@@ -158,9 +183,12 @@ def digest(folder: Path) -> str:
 
 
 def facts(
-    device: Device, options: Options, model: Path, choice: DrafterChoice | None,
+    device: Device,
+    options: Options,
+    model: Path,
+    choice: DrafterChoice | None,
     drafter: Drafter | None,
-) -> dict[str, str | int]:  # fmt: skip
+) -> dict[str, str | int]:
     """What two engines must have in common, by name, but for the shapes of their caches."""
     folder = isinstance(choice, (str, Path)) and Path(choice).is_dir()
     backend = options.grammar_backend
@@ -185,9 +213,13 @@ class Handing:
     """
 
     def __init__(
-        self, device: Device, lane: StreamLane, caches: Sequence[PagedKV], prefixes: PrefixCache,
+        self,
+        device: Device,
+        lane: StreamLane,
+        caches: Sequence[PagedKV],
+        prefixes: PrefixCache,
         known: Mapping[str, str | int],
-    ) -> None:  # fmt: skip
+    ) -> None:
         self._device, self._lane, self._caches, self._prefixes = device, lane, caches, prefixes
         shapes = [f"{c.layers} x {c.kv_heads} x {c.head_dim} {c.dtype}" for c in caches]
         self._facts = {**known, "page_size": caches[0].page_size, "caches": ", ".join(shapes)}
@@ -208,8 +240,9 @@ class Handing:
         theirs = over.about["engine"]
         for name, ours in self._facts.items():
             if theirs.get(name) != ours:
-                raise HandOverError(f"the engine that hands over has {name} {theirs.get(name)}, "
-                                    f"this one {ours}")  # fmt: skip
+                raise HandOverError(
+                    f"the engine that hands over has {name} {theirs.get(name)}, this one {ours}"
+                )
         if over.cached > self._prefixes.most:
             raise HandOverError(
                 f"{over.cached} pages are handed over, and the prefix cache here keeps "
@@ -220,8 +253,10 @@ class Handing:
     def adopt(self, over: HandOver) -> None:
         """Keep the pages that come with a request, as far as others leave room for them."""
         keys = self._prefixes.keys(over.tokens)[: over.cached]
-        self._prefixes.adopt(keys, lambda pages, which: self._enqueue(
-            pages, [array[:, which] for array in over.pages]))  # fmt: skip
+        self._prefixes.adopt(
+            keys,
+            lambda pages, which: self._enqueue(pages, [array[:, which] for array in over.pages]),
+        )
 
     def _enqueue(self, pages: Sequence[Pages], given: Sequence[np.ndarray]) -> list[PinnedArray]:
         """Copy pages of all caches to pinned memory, or what is given into them."""
@@ -235,7 +270,8 @@ class Handing:
             for kind, array in enumerate((cache.k, cache.v)):
                 half = packed.part(kind * packed.array[0].size, packed.shape[1:])
                 args = (array, half, ids, cache.scratch_page + 1, words, int(not given))
-                self._lane.kernel(self._move, (len(pages), cache.layers, 1), _THREADS, args,
-                                  name="move pages")  # fmt: skip
+                self._lane.kernel(
+                    self._move, (len(pages), cache.layers, 1), _THREADS, args, name="move pages"
+                )
             moved.append(packed)
         return moved

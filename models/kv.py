@@ -60,9 +60,15 @@ class PagedKV:
         slots: int,
         max_pages_per_slot: int,
     ) -> None:
-        sizes = {"layers": layers, "pages": pages, "page_size": page_size, "kv_heads": kv_heads,
-                 "head_dim": head_dim, "slots": slots,
-                 "max_pages_per_slot": max_pages_per_slot}  # fmt: skip
+        sizes = {
+            "layers": layers,
+            "pages": pages,
+            "page_size": page_size,
+            "kv_heads": kv_heads,
+            "head_dim": head_dim,
+            "slots": slots,
+            "max_pages_per_slot": max_pages_per_slot,
+        }
         for name, value in sizes.items():
             if value < 1:
                 raise OptionError(f"PagedKV: {name} is {value}, expected at least 1")

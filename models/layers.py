@@ -175,14 +175,19 @@ class Layers:
         expect("norm: weight", weight, "float32", width=width)
         expect("norm: out", out, out.dtype, R=rows, width=width)
         args = (x, weight, out, rows, width, eps)
-        kernel = self._kernel("norm", "norm_rows", WEIGHT="float", OUT=_storage(out),
-                              NORM_THREADS=self._norm_block)  # fmt: skip
+        kernel = self._kernel(
+            "norm", "norm_rows", WEIGHT="float", OUT=_storage(out), NORM_THREADS=self._norm_block
+        )
         lane.kernel(kernel, rows, self._norm_block, args, name="norm")
 
     def head_norm(
-        self, lane: Lane, qkv: DeviceArray, weights: tuple[DeviceArray, DeviceArray], heads: int,
+        self,
+        lane: Lane,
+        qkv: DeviceArray,
+        weights: tuple[DeviceArray, DeviceArray],
+        heads: int,
         eps: float,
-    ) -> None:  # fmt: skip
+    ) -> None:
         """RMSNorm of each query and key in place: qkv float32[R, (heads + 2 kv_heads) * D].
 
         Parameters
@@ -294,13 +299,16 @@ class Layers:
             expect(f"{name}: scale", scale, "float32", columns=columns)
         expect(f"{name}: weight", weight, weight.dtype, columns=columns, inner=inner)
         expect(f"{name}: x", x, x.dtype if rounded else "float32", R=rows, inner=inner)
-        expect(f"{name}: out", out, out.dtype if gated else "float32", R=rows,
-               columns=columns >> gated)  # fmt: skip
+        expect(
+            f"{name}: out", out, out.dtype if gated else "float32", R=rows, columns=columns >> gated
+        )
         folded = norm if norm is not None and norm.squares is not None else None
         cores = self.gates(weight.dtype, columns, inner)
         if (gated or turned or folded or squares) and not cores:
-            raise ShapeError(f"{name}: a product of {weight.dtype}[{columns}, {inner}] in the form "
-                             f"{self.form} cannot be gated, turned or fold a norm")  # fmt: skip
+            raise ShapeError(
+                f"{name}: a product of {weight.dtype}[{columns}, {inner}] in the form "
+                f"{self.form} cannot be gated, turned or fold a norm"
+            )
         if (gated or turned) and (residual or tap or norm):
             raise ShapeError(f"{name}: gated or turned, with a residual, a tap or a norm")
         if squares is not None:
@@ -321,9 +329,13 @@ class Layers:
                 )
         args = (weight, scale, x, residual, out, target, rows, columns, inner, offset, stride)
         if cores:
-            types = {"WEIGHT16": STORAGE[_multiplied(weight.dtype)], "X16": int(rounded),
-                     "WEIGHT8": int(weight.dtype == E4M3), "GATED": int(gated),
-                     "OUT": _storage(out)}  # fmt: skip
+            types = {
+                "WEIGHT16": STORAGE[_multiplied(weight.dtype)],
+                "X16": int(rounded),
+                "WEIGHT8": int(weight.dtype == E4M3),
+                "GATED": int(gated),
+                "OUT": _storage(out),
+            }
             kv, place = turned or (None, (*(None,) * 7, *(0,) * 6))
             if kv is not None:
                 types |= {"TURNED": kv.head_dim, "CACHE": STORAGE[kv.dtype]}
@@ -341,9 +353,13 @@ class Layers:
             self.norm(lane, out, norm.weight, norm.eps, norm.out)
 
     def _add_parts(
-        self, lane: Lane, parts: DeviceArray, residual: DeviceArray | None, out: DeviceArray,
+        self,
+        lane: Lane,
+        parts: DeviceArray,
+        residual: DeviceArray | None,
+        out: DeviceArray,
         tap: tuple[DeviceArray, int] | None,
-    ) -> None:  # fmt: skip
+    ) -> None:
         """out = the sum of parts float32[ranks, R, columns], in their order; and as `linear`."""
         ranks, rows, width = parts.shape
         grid, block = self._elements(rows, width, self._chunk)
@@ -357,12 +373,11 @@ class Layers:
     def _split(self) -> int:
         return int(self.activations == "float32")
 
-    def _linear_mma(
-        self, lane: Lane, shape: MmaShape, types: dict, args: tuple, name: str
-    ) -> None:
+    def _linear_mma(self, lane: Lane, shape: MmaShape, types: dict, args: tuple, name: str) -> None:
         """On tensor cores, in a shape that suits so many rows."""
-        kernel = self._kernel(shape.kernel, shape.kernel, SPLIT=self._split, **types,
-                              **shape.defines)  # fmt: skip
+        kernel = self._kernel(
+            shape.kernel, shape.kernel, SPLIT=self._split, **types, **shape.defines
+        )
         if shape.kernel == "linear_many":
             partials = self._shared("float32", shape.partials)
             args = (*args, partials, self._shared("int32", shape.grid[0] * shape.grid[1]))
@@ -407,9 +422,21 @@ class Layers:
         width = (heads + 2 * kv.kv_heads) * kv.head_dim
         expect("rope: qkv", qkv, "float32", R=rows.count, heads=width)
         expect("rope: table", turn, "float32", positions=kv.positions, head_dim=kv.head_dim)
-        return (turn, rows.slot, rows.pos, rows.tree, kv.page_table, kv.k[layer], kv.v[layer],
-                heads, kv.kv_heads, kv.slots, kv.max_pages, kv.page_shift,
-                kv.scratch_page)  # fmt: skip
+        return (
+            turn,
+            rows.slot,
+            rows.pos,
+            rows.tree,
+            kv.page_table,
+            kv.k[layer],
+            kv.v[layer],
+            heads,
+            kv.kv_heads,
+            kv.slots,
+            kv.max_pages,
+            kv.page_shift,
+            kv.scratch_page,
+        )
 
     def attention(
         self,
@@ -472,9 +499,14 @@ class Layers:
         return parts
 
     def compact(
-        self, lane: Lane, kv: PagedKV, row_slot: DeviceArray, result: DeviceArray,
-        features: DeviceArray | None, first: DeviceArray,
-    ) -> None:  # fmt: skip
+        self,
+        lane: Lane,
+        kv: PagedKV,
+        row_slot: DeviceArray,
+        result: DeviceArray,
+        features: DeviceArray | None,
+        first: DeviceArray,
+    ) -> None:
         """Move what the accepted drafts of a tree left to where a chain would have left it.
 
         Parameters
@@ -503,14 +535,20 @@ class Layers:
         expect("silu: gate_up", gate_up, "float32", R=rows, width=2 * width)
         expect("silu: out", out, out.dtype, R=rows, width=width)
         grid, block = self._elements(rows, width, self._chunk)
-        kernel = self._kernel("elements", "silu_mul", WEIGHT="float", OUT=_storage(out),
-                              CHUNK=self._chunk)  # fmt: skip
+        kernel = self._kernel(
+            "elements", "silu_mul", WEIGHT="float", OUT=_storage(out), CHUNK=self._chunk
+        )
         lane.kernel(kernel, grid, block, (gate_up, out, rows, width), name="silu")
 
     def gather(
-        self, lane: Lane, x: DeviceArray, index: DeviceArray, out: DeviceArray,
-        name: str = "gather", norm: Norm | None = None,
-    ) -> None:  # fmt: skip
+        self,
+        lane: Lane,
+        x: DeviceArray,
+        index: DeviceArray,
+        out: DeviceArray,
+        name: str = "gather",
+        norm: Norm | None = None,
+    ) -> None:
         """out[b] = x[index[b]] as float32[B, width], and its norm; an index outside x's rows gives
         zeros."""
         count, width = out.shape
@@ -520,8 +558,13 @@ class Layers:
             expect(f"{name}: norm", norm.weight, "float32", width=width)
             expect(f"{name}: normed", norm.out, norm.out.dtype, B=count, width=width)
             block = self._norm_block
-            kernel = self._kernel("norm", "gather_norm", WEIGHT=_storage(x),
-                                  OUT=_storage(norm.out), NORM_THREADS=block)  # fmt: skip
+            kernel = self._kernel(
+                "norm",
+                "gather_norm",
+                WEIGHT=_storage(x),
+                OUT=_storage(norm.out),
+                NORM_THREADS=block,
+            )
             args = (x, index, out, norm.weight, norm.out, x.shape[0], width, norm.eps)
             lane.kernel(kernel, count, block, args, name=name)
             return
@@ -538,9 +581,16 @@ class Layers:
         lane.kernel(kernel, grid, block, (x, rows, width, factor, cap), name="scale")
 
     def convolve(
-        self, lane: Lane, x: DeviceArray, base: DeviceArray, dynamic: DeviceArray, which: int,
-        apart: int, out: DeviceArray, residual: DeviceArray | None = None,
-    ) -> None:  # fmt: skip
+        self,
+        lane: Lane,
+        x: DeviceArray,
+        base: DeviceArray,
+        dynamic: DeviceArray,
+        which: int,
+        apart: int,
+        out: DeviceArray,
+        residual: DeviceArray | None = None,
+    ) -> None:
         """out = x convolved over rows that stand `apart`, and `residual`: all float32[R, width].
 
         Parameters

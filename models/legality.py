@@ -56,10 +56,16 @@ class Legality:
     committed_row: int | None = None  # that drafts are drawn under
 
     def __init__(
-        self, guide: GuidedDecoder, model: GraphLane, grammar: GraphLane,
-        wait: Callable[[GraphMark], None], stamps: Stamps, feed: Feed,
-        draws: Sampler | TreeSampler, levels: int,
-    ):  # fmt: skip
+        self,
+        guide: GuidedDecoder,
+        model: GraphLane,
+        grammar: GraphLane,
+        wait: Callable[[GraphMark], None],
+        stamps: Stamps,
+        feed: Feed,
+        draws: Sampler | TreeSampler,
+        levels: int,
+    ):
         self._guide, self._model, self._grammar, self._let_wait = guide, model, grammar, wait
         self._stamps, self._feed, self._draws, self._levels = stamps, feed, draws, levels
         self._ready: GraphMark

@@ -141,31 +141,73 @@ def run_layers(
     for i, (own, after) in enumerate(zip_longest(decoder, decoder[1:])):
         post = scratch.norm(n, own.post_norm, own.gate_up, own.out)
         behind = scratch.norm(n, after.input_norm, after.qkv, own.down) if after else ending
-        attend(lane, layers, config, own, scratch, kv, first + i, turn, rows, x, stream, stream,
-               attending, post)  # fmt: skip
+        attend(
+            lane,
+            layers,
+            config,
+            own,
+            scratch,
+            kv,
+            first + i,
+            turn,
+            rows,
+            x,
+            stream,
+            stream,
+            attending,
+            post,
+        )
         feed_forward(lane, layers, own, scratch, post, stream, stream, (taps or {}).get(i), behind)
         x = behind or x
 
 
 def attend(
-    lane: Lane, layers: Layers, config: LlamaConfig, weights: DecoderLayer, scratch: Scratch,
-    kv: PagedKV, index: int, turn: DeviceArray, rows: Rows, x: DeviceArray | Norm, out: DeviceArray,
-    residual: DeviceArray | None = None, attending: Rows | None = None, norm: Norm | None = None,
-) -> None:  # fmt: skip
+    lane: Lane,
+    layers: Layers,
+    config: LlamaConfig,
+    weights: DecoderLayer,
+    scratch: Scratch,
+    kv: PagedKV,
+    index: int,
+    turn: DeviceArray,
+    rows: Rows,
+    x: DeviceArray | Norm,
+    out: DeviceArray,
+    residual: DeviceArray | None = None,
+    attending: Rows | None = None,
+    norm: Norm | None = None,
+) -> None:
     """The attention of one layer: `out` is what it makes of `x`, and `residual`; and its norm."""
     n, heads = rows.count, config.num_attention_heads
     qkv, mixed = scratch.qkv[:n], scratch.mixed[:n]
-    layers.heads(lane, x, weights.qkv, qkv, turn, rows, kv, index, heads, weights.head_norms,
-                 config.rms_norm_eps)  # fmt: skip
+    layers.heads(
+        lane,
+        x,
+        weights.qkv,
+        qkv,
+        turn,
+        rows,
+        kv,
+        index,
+        heads,
+        weights.head_norms,
+        config.rms_norm_eps,
+    )
     layers.attention(lane, qkv, attending or rows, kv, index, heads, mixed)
     layers.linear(lane, mixed, weights.out, out, residual=residual, norm=norm, name="attention out")
 
 
 def feed_forward(
-    lane: Lane, layers: Layers, weights: DecoderLayer, scratch: Scratch, x: DeviceArray | Norm,
-    out: DeviceArray, residual: DeviceArray | None = None,
-    tap: tuple[DeviceArray, int] | None = None, norm: Norm | None = None,
-) -> None:  # fmt: skip
+    lane: Lane,
+    layers: Layers,
+    weights: DecoderLayer,
+    scratch: Scratch,
+    x: DeviceArray | Norm,
+    out: DeviceArray,
+    residual: DeviceArray | None = None,
+    tap: tuple[DeviceArray, int] | None = None,
+    norm: Norm | None = None,
+) -> None:
     """The MLP of one layer: `out` is what it makes of `x`, and `residual`; and its norm."""
     n, up, down = out.shape[0], weights.gate_up, weights.down
     gated = scratch.read_by(down, "gated")[:n]
@@ -226,8 +268,11 @@ class LlamaModel:
         self.device, self.config, self.kv, self.max_rows = device, config, kv, max_rows
         self.layers = Layers(device, form, activations)
         hidden, vocab = config.hidden_size, config.vocab_size
-        tensors = (SharedWeights(device, checkpoint, weights, lead.share, lead.sums) if lead
-                   else Weights(device, checkpoint, weights))  # fmt: skip
+        tensors = (
+            SharedWeights(device, checkpoint, weights, lead.share, lead.sums)
+            if lead
+            else Weights(device, checkpoint, weights)
+        )
         self.embedding = tensors.matrix("model.embed_tokens.weight", vocab, hidden)
         self.decoder = [
             DecoderLayer.load(tensors, f"model.layers.{i}", config, hidden, self.layers)
@@ -260,9 +305,12 @@ class LlamaModel:
         self._taps = {layer: part * self.config.hidden_size for part, layer in enumerate(ids)}
 
     def forward(
-        self, lane: Lane, rows: Rows, features: DeviceArray | None = None,
+        self,
+        lane: Lane,
+        rows: Rows,
+        features: DeviceArray | None = None,
         logits: DeviceArray | None = None,
-    ) -> DeviceArray:  # fmt: skip
+    ) -> DeviceArray:
         """Run all layers over `rows`, writing their keys and values.
 
         Parameters
@@ -289,16 +337,31 @@ class LlamaModel:
             self._lead.forward(lane, rows, stream, self.kv)
         taps = {} if features is None else {i: (features, at) for i, at in self._taps.items()}
         final = scratch.norm(n, self.final_norm, self.lm_head, self.decoder[-1].down)
-        run_layers(lane, self.layers, self._own, self.decoder, scratch, self.kv, self.turn, rows,
-                   x, taps=taps, ending=None if logits is None else final)  # fmt: skip
+        run_layers(
+            lane,
+            self.layers,
+            self._own,
+            self.decoder,
+            scratch,
+            self.kv,
+            self.turn,
+            rows,
+            x,
+            taps=taps,
+            ending=None if logits is None else final,
+        )
         if logits is not None:
             self.layers.linear(lane, final, self.lm_head, logits, name="lm head")
         return stream
 
     def compact(
-        self, lane: Lane, row_slot: DeviceArray, result: DeviceArray,
-        features: DeviceArray | None, first: DeviceArray,
-    ) -> None:  # fmt: skip
+        self,
+        lane: Lane,
+        row_slot: DeviceArray,
+        result: DeviceArray,
+        features: DeviceArray | None,
+        first: DeviceArray,
+    ) -> None:
         """`Layers.compact` of its cache."""
         self.layers.compact(lane, self.kv, row_slot, result, features, first)
         if self._lead is not None:

@@ -99,9 +99,18 @@ class Follower:
     """
 
     def __init__(
-        self, ranks: Ranks, *, model: str, config: str, kv: dict[str, Any], device: str,
-        ordinal: int, max_rows: int, activations: str, weights: str,
-    ) -> None:  # fmt: skip
+        self,
+        ranks: Ranks,
+        *,
+        model: str,
+        config: str,
+        kv: dict[str, Any],
+        device: str,
+        ordinal: int,
+        max_rows: int,
+        activations: str,
+        weights: str,
+    ) -> None:
         folder = Path(model)
         whole = LlamaConfig.from_dir(folder)
         if str(asdict(whole)) != config:
@@ -181,8 +190,9 @@ class Follower:
         first, layers = self._decoder[0], self._layers
         x = self._scratch.norm(rows.count, first.input_norm, first.qkv)
         layers.norm(lane, stream, x.weight, x.eps, x.out)
-        run_layers(lane, layers, self._config, self._decoder, self._scratch, self._kv, self._turn,
-                   rows, x)  # fmt: skip
+        run_layers(
+            lane, layers, self._config, self._decoder, self._scratch, self._kv, self._turn, rows, x
+        )
 
     def _compact(
         self, batch: int, width: int, *_: int

@@ -158,9 +158,13 @@ class Prefill:
         lane.kernel(self._lay, 1, _THREADS, args, name="prompt rows")
 
     def run(
-        self, lane: StreamLane, slot: int, tokens: Sequence[int], cached: int,
+        self,
+        lane: StreamLane,
+        slot: int,
+        tokens: Sequence[int],
+        cached: int,
         most: Callable[[], int],
-    ) -> Iterator[Piece]:  # fmt: skip
+    ) -> Iterator[Piece]:
         """Enqueue the prefill of `tokens` for `slot`; the slot's page tables are set already.
 
         An earlier prompt of the same slot must have been prefilled by now: its staging area is

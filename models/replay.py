@@ -191,9 +191,12 @@ class Replays:
         return None if drafter is None else drafter.failure(seat.slot, seat.epoch)
 
     def _await(
-        self, replay: int, shield: Shield, progress: Callable[[], int],
+        self,
+        replay: int,
+        shield: Shield,
+        progress: Callable[[], int],
         graph: GraphExec | None = None,
-    ) -> None:  # fmt: skip
+    ) -> None:
         """Wait until a replay has published its results, or one of its graphs is over."""
         known, deadline = progress(), time.monotonic() + ROUND_DEADLINE_S
         shield.check()
@@ -204,8 +207,9 @@ class Replays:
             if done != known:
                 known, deadline = done, now + ROUND_DEADLINE_S
             if now > deadline:
-                late = DeviceError(f"replay {replay} published no result within "
-                                   f"{ROUND_DEADLINE_S:.0f} s")  # fmt: skip
+                late = DeviceError(
+                    f"replay {replay} published no result within {ROUND_DEADLINE_S:.0f} s"
+                )
                 late.add_note(describe_running())
                 raise late
             shield.check()
@@ -216,8 +220,11 @@ class Replays:
         try:
             yield
         except HostWorkError as error:
-            numbers = [f.replay for f in (flight, *self._tails, *self.unread)
-                       if f.graph is flight.graph and f.own == error.replay]  # fmt: skip
+            numbers = [
+                f.replay
+                for f in (flight, *self._tails, *self.unread)
+                if f.graph is flight.graph and f.own == error.replay
+            ]
             if not numbers:
                 raise
             text = str(error).replace(f" in replay {error.replay}", f" in replay {numbers[0]}", 1)

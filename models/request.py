@@ -15,8 +15,11 @@ from graft.models.errors import RequestError
 from graft.sampling.state import MAX_LOGPROBS, MAX_STOP_IDS, Relaxed
 
 #: Finish reasons by the device's codes for them.
-DEVICE_REASONS = {code: name.removeprefix("REASON_").lower()
-                  for name, code in NUMBERS.items() if name.startswith("REASON_")}  # fmt: skip
+DEVICE_REASONS = {
+    code: name.removeprefix("REASON_").lower()
+    for name, code in NUMBERS.items()
+    if name.startswith("REASON_")
+}
 #: By their numbers, VERIFY_* of cudagraph/kernels/slot.cuh.
 VERIFY_MODES = ("rejection", "coupled", "per_token", "relaxed", "traversal")
 MAX_SAMPLES = 128
@@ -141,10 +144,15 @@ class Request:
             return [self]  # refused by name, if it makes no sense
         seed = secrets.randbits(64) if self.seed is None else self.seed
         return [
-            replace(self, n=1, sample=sample, seed=seed,
-                    id=f"{self.id}/{sample}" if isinstance(self.id, str) else self.id)
+            replace(
+                self,
+                n=1,
+                sample=sample,
+                seed=seed,
+                id=f"{self.id}/{sample}" if isinstance(self.id, str) else self.id,
+            )
             for sample in range(self.sample, self.sample + self.n)
-        ]  # fmt: skip
+        ]
 
 
 class Logprob(NamedTuple):

@@ -75,10 +75,14 @@ class RoundParts:
         """Arrays for buckets of up to `max_batch` requests."""
         config, drafter = self.target.config, self.drafter
         return RoundScratch(
-            self.device, max_batch, self.width, config.vocab_size, branch=self.branch,
+            self.device,
+            max_batch,
+            self.width,
+            config.vocab_size,
+            branch=self.branch,
             features=len(drafter.taps) * config.hidden_size if drafter else 0,
             draft_vocab=drafter.vocab.size if drafter and drafter.vocab else 0,
-        )  # fmt: skip
+        )
 
 
 class RoundGraph:
@@ -110,8 +114,9 @@ class RoundGraph:
         model, grammar = self._lanes = [self.graphs[0].lane(name) for name in ("model", "grammar")]
         stamps = Stamps(parts.device, parts.timeline, parts.replay, model, parts.every_part)
         rows = batch * (drafts + 1)
-        feed = Feed(parts.device, batch, rows, made + 1, parts.branch, parts.state, parts.sampler,
-                    scratch)  # fmt: skip
+        feed = Feed(
+            parts.device, batch, rows, made + 1, parts.branch, parts.state, parts.sampler, scratch
+        )
         self._begin(model, feed)
         if drafts < parts.draft_length:
             grammar.wait(model.record("places are given"))
@@ -145,11 +150,27 @@ class RoundGraph:
         p, rows = self.parts, feed.scratch.target_rows
         ring_rows, stamp = p.inputs.field("slot"), p.inputs.stamp
         args = [
-            p.replay, ring_rows, ring_rows.stride, stamp, stamp.stride, p.inputs.entries,
-            p.state.array, p.state.slots, self.batch, feed.count, p.exchange.memory,
-            p.exchange.layout, feed.row_slot, feed.first, feed.rows.map,
-            rows.token, rows.slot, rows.pos, rows.tree, *timeline_args(p.timeline),
-        ]  # fmt: skip
+            p.replay,
+            ring_rows,
+            ring_rows.stride,
+            stamp,
+            stamp.stride,
+            p.inputs.entries,
+            p.state.array,
+            p.state.slots,
+            self.batch,
+            feed.count,
+            p.exchange.memory,
+            p.exchange.layout,
+            feed.row_slot,
+            feed.first,
+            feed.rows.map,
+            rows.token,
+            rows.slot,
+            rows.pos,
+            rows.tree,
+            *timeline_args(p.timeline),
+        ]
         lane.kernel(p.device.load(KERNELS)["round_begin"], 1, _THREADS, args, name="begin")
 
     def _target(self, lane: GraphLane, feed: Feed) -> None:

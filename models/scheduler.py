@@ -334,8 +334,9 @@ class Scheduler:
             running.stalls += 1
         if tokens:
             known = row.tested if row.cut else running.drafts
-            self.budget.brought(running, graph.batch, graph.drafts, running.drafts, known,
-                                row.accepted)  # fmt: skip
+            self.budget.brought(
+                running, graph.batch, graph.drafts, running.drafts, known, row.accepted
+            )
             running.drafts = graph.made
             if output.first_token_s is None:
                 output.first_token_s = running.age_s

@@ -411,8 +411,9 @@ class Seating:
     def _lacking(self) -> int:
         """Pages without which not all who are seated have another round, at least one for each."""
         size = self._caches[0].page_size
-        return sum(max(1, -(-(self._needed(one) - one.reserved) // size))
-                   for one in self.seated.values())  # fmt: skip
+        return sum(
+            max(1, -(-(self._needed(one) - one.reserved) // size)) for one in self.seated.values()
+        )
 
     def _allocate(
         self, running: Running, slot: int, shared: Sequence[Pages] = (), spare: int = 0

@@ -70,8 +70,12 @@ class Share:
     def own(self) -> LlamaConfig:
         config, keys = self.config, self.keys[1] - self.keys[0]
         group = config.num_attention_heads // config.num_key_value_heads
-        return replace(config, num_attention_heads=keys * group, num_key_value_heads=keys,
-                       intermediate_size=self.inner[1] - self.inner[0])  # fmt: skip
+        return replace(
+            config,
+            num_attention_heads=keys * group,
+            num_key_value_heads=keys,
+            intermediate_size=self.inner[1] - self.inner[0],
+        )
 
     def slices(self) -> dict[str, tuple[slice, slice]]:
         """Rows and columns of each matrix of a layer."""
@@ -82,10 +86,14 @@ class Share:
             for ends, size in ((self.keys, group * dim), (self.keys, dim), (self.inner, 1))
         )
         return {
-            "q_proj": (queries, whole), "k_proj": (keys, whole), "v_proj": (keys, whole),
-            "o_proj": (whole, queries), "gate_proj": (inner, whole), "up_proj": (inner, whole),
+            "q_proj": (queries, whole),
+            "k_proj": (keys, whole),
+            "v_proj": (keys, whole),
+            "o_proj": (whole, queries),
+            "gate_proj": (inner, whole),
+            "up_proj": (inner, whole),
             "down_proj": (whole, inner),
-        }  # fmt: skip
+        }
 
 
 def _cut(count: int, rank: int, size: int) -> tuple[int, int]:
@@ -105,9 +113,11 @@ class SharedWeights(Weights):
         self._slices, self._sums = share.slices(), sums
 
     def stacked(
-        self, parts: dict[str, int], columns: int,
+        self,
+        parts: dict[str, int],
+        columns: int,
         woven: Callable[[str, int, int], int] | None = None,
-    ) -> Matrix:  # fmt: skip
+    ) -> Matrix:
         made = super().stacked(parts, columns, woven)
         halved = any(name.endswith(("o_proj.weight", "down_proj.weight")) for name in parts)
         if halved:
@@ -153,12 +163,24 @@ class Lead:
 
     def begin(self, model: Path, kv: PagedKV, **options: Any) -> None:
         """Let the others load their shares; `options` are what else a `Follower` must know."""
-        shape = {"layers": kv.layers, "pages": kv.scratch_page, "page_size": kv.page_size,
-                 "head_dim": kv.head_dim, "dtype": kv.dtype, "slots": kv.slots,
-                 "max_pages_per_slot": kv.max_pages}  # fmt: skip
-        said = {"model": str(model.resolve()), "config": str(asdict(self.share.config)),
-                "kv": shape, "device": self._device.kind, "ordinal": self._device.ordinal,
-                "max_rows": self._max_rows, **options}  # fmt: skip
+        shape = {
+            "layers": kv.layers,
+            "pages": kv.scratch_page,
+            "page_size": kv.page_size,
+            "head_dim": kv.head_dim,
+            "dtype": kv.dtype,
+            "slots": kv.slots,
+            "max_pages_per_slot": kv.max_pages,
+        }
+        said = {
+            "model": str(model.resolve()),
+            "config": str(asdict(self.share.config)),
+            "kv": shape,
+            "device": self._device.kind,
+            "ordinal": self._device.ordinal,
+            "max_rows": self._max_rows,
+            **options,
+        }
         text = np.frombuffer(json.dumps(said).encode(), np.uint8)
         self.ranks.send(self.ranks.others, self._head(BEGIN, len(text)), text)
 
@@ -174,8 +196,15 @@ class Lead:
     def forward(self, lane: Lane, rows: Rows, stream: DeviceArray, kv: PagedKV) -> None:
         """Let the others run these rows: their embeddings, before the first layer."""
         tree = () if rows.tree is None else (rows.tree,)
-        self._say(lane, (FORWARD, rows.count, rows.run, len(tree)), rows.slot, rows.pos,
-                  kv.page_table, stream, *tree)  # fmt: skip
+        self._say(
+            lane,
+            (FORWARD, rows.count, rows.run, len(tree)),
+            rows.slot,
+            rows.pos,
+            kv.page_table,
+            stream,
+            *tree,
+        )
 
     def compact(self, lane: Lane, row_slot: DeviceArray, result: DeviceArray) -> None:
         """Let the others compact their caches, see `Layers.compact`."""

@@ -57,9 +57,13 @@ class Stamps:
     """
 
     def __init__(
-        self, device: Device, timeline: PinnedSlots, replay: DeviceArray, lane: Lane,
+        self,
+        device: Device,
+        timeline: PinnedSlots,
+        replay: DeviceArray,
+        lane: Lane,
         every: bool,
-    ) -> None:  # fmt: skip
+    ) -> None:
         self._kernel = device.load(KERNELS)["stamp_time"]
         self._timeline = timeline_args(timeline)
         self._replay, self._lane, self._every = replay, lane, every

@@ -204,9 +204,13 @@ class Tokenizer:
             source = self._config.get("chat_template")
             if isinstance(source, list):  # named templates
                 source = next(
-                    (t.get("template") for t in source
-                     if isinstance(t, dict) and t.get("name") == "default"), source,
-                )  # fmt: skip
+                    (
+                        t.get("template")
+                        for t in source
+                        if isinstance(t, dict) and t.get("name") == "default"
+                    ),
+                    source,
+                )
         if source is None:
             return None
         if not isinstance(source, str):
@@ -242,8 +246,9 @@ class _Hidden:
         pieces = re.split(rf"{re.escape(self._mark)}(\d+)\ue001", text)
         return [
             (self._names[int(piece)] if at % 2 else piece, bool(at % 2))
-            for at, piece in enumerate(pieces) if piece
-        ]  # fmt: skip
+            for at, piece in enumerate(pieces)
+            if piece
+        ]
 
 
 def _optional(path: Path) -> Fields:

@@ -149,19 +149,25 @@ class Mooncake(Transfer):
         try:
             from mooncake.engine import TransferEngine
         except ImportError as error:
-            raise OptionError("handing over between machines needs the package mooncake-transfer-"
-                              f"engine ({error}): pip install 'graft-cuda[transfer]', "
-                              "and the system's libibverbs1") from error
+            raise OptionError(
+                "handing over between machines needs the package mooncake-transfer-"
+                f"engine ({error}): pip install 'graft-cuda[transfer]', "
+                "and the system's libibverbs1"
+            ) from error
         self._engine = TransferEngine()
-        self._done(self._engine.initialize(host, "P2PHANDSHAKE", protocol, device),
-                   f"mooncake does not start at {host!r} with {protocol!r}")  # fmt: skip
+        self._done(
+            self._engine.initialize(host, "P2PHANDSHAKE", protocol, device),
+            f"mooncake does not start at {host!r} with {protocol!r}",
+        )
         self._where = f"{host}:{self._engine.get_rpc_port()}"
 
     def room(self, nbytes: int) -> tuple[str, int, np.ndarray, Any]:
         """See `Transfer`."""
         data = np.empty(nbytes, np.uint8)
-        self._done(self._engine.register_memory(data.ctypes.data, nbytes),
-                   f"mooncake takes no {nbytes} bytes")  # fmt: skip
+        self._done(
+            self._engine.register_memory(data.ctypes.data, nbytes),
+            f"mooncake takes no {nbytes} bytes",
+        )
         return self._where, data.ctypes.data, data, data
 
     def fetch(self, ticket: Ticket) -> np.ndarray:

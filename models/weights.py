@@ -58,9 +58,7 @@ class Weights:
         takes its largest value to the largest of E4M3.
     """
 
-    def __init__(
-        self, device: Device, checkpoint: Checkpoint, weights: str = "checkpoint"
-    ) -> None:
+    def __init__(self, device: Device, checkpoint: Checkpoint, weights: str = "checkpoint") -> None:
         self.device = device
         self.checkpoint = checkpoint
         self._fp8 = weights == "fp8"
@@ -80,9 +78,11 @@ class Weights:
         return self.device.from_host(np.ascontiguousarray(array), dtype)
 
     def stacked(
-        self, parts: dict[str, int], columns: int,
+        self,
+        parts: dict[str, int],
+        columns: int,
         woven: Callable[[str, int, int], int] | None = None,
-    ) -> Matrix:  # fmt: skip
+    ) -> Matrix:
         """Several [rows, columns] matrices of one dtype below each other; `parts` = name: rows.
 
         With `woven`, which says of how many rows groups of this dtype and shape are, the halves of

@@ -14,6 +14,16 @@ from graft.sampling.state import (
 )
 
 __all__ = [
-    "COUPLED", "Adjust", "MaskApply", "PER_TOKEN", "REJECTION", "RELAXED", "Relaxed", "RowMap",
-    "Sampler", "SlotState", "TRAVERSAL", "output_ring",
-]  # fmt: skip
+    "COUPLED",
+    "Adjust",
+    "MaskApply",
+    "PER_TOKEN",
+    "REJECTION",
+    "RELAXED",
+    "Relaxed",
+    "RowMap",
+    "Sampler",
+    "SlotState",
+    "TRAVERSAL",
+    "output_ring",
+]

@@ -38,10 +38,14 @@ def output_ring(device: Device, entries: int, max_batch: int, draft_length: int)
     something for the tokens of requests that ask for it.
     """
     told = (draft_length + 1) * (LOGPROBS.itemsize // 4)
-    return Ring(device, entries, {
-        "rows": ("int32", (max_batch, row_words(draft_length))),
-        "logprobs": ("int32", (max_batch, told)),
-    })  # fmt: skip
+    return Ring(
+        device,
+        entries,
+        {
+            "rows": ("int32", (max_batch, row_words(draft_length))),
+            "logprobs": ("int32", (max_batch, told)),
+        },
+    )
 
 
 def _layout(ring: Ring, field: PinnedField) -> Any:
@@ -202,16 +206,38 @@ class Sampler:
         self._check_rows(rows)
         expect("logits", logits, "float32", R=rows.count, V=self.vocab_size)
         grid = (rows.count, self._parts, 1)
-        reads = [logits, self.vocab_size, self.token_limit, rows.slot, rows.map, self.state.array,
-                 self.exchange.near, self.exchange.layout]  # fmt: skip
-        args = [*reads, self.exchange.memory, self._state, self.meetings, self.state.tables,
-                self.raw]  # fmt: skip
+        reads = [
+            logits,
+            self.vocab_size,
+            self.token_limit,
+            rows.slot,
+            rows.map,
+            self.state.array,
+            self.exchange.near,
+            self.exchange.layout,
+        ]
+        args = [
+            *reads,
+            self.exchange.memory,
+            self._state,
+            self.meetings,
+            self.state.tables,
+            self.raw,
+        ]
         lane.kernel(self._adjust, grid, self.block, args, name="adjust logits")
         # Blocks share a step of a launch alone; one block needs no more than one launch.
         steps = [(0, 2)] if self._parts == 1 else [(step, step) for step in range(3)]
         for first, last in steps:
-            args = [*reads, self._state, self.meetings, first, last, self.probs, self.target_tok,
-                    self.row_ok]  # fmt: skip
+            args = [
+                *reads,
+                self._state,
+                self.meetings,
+                first,
+                last,
+                self.probs,
+                self.target_tok,
+                self.row_ok,
+            ]
             lane.kernel(self._target, grid, self.block, args, name=f"target rows {first}")
 
     def verify(self, lane: Lane, rows: RowMap, out_ring: Ring) -> None:
@@ -224,24 +250,65 @@ class Sampler:
         check_range("words of an output row", out.shape[1], self.row_words, self.row_words)
         check_range("output rows", out.shape[0], batch, 1 << 16)
         reads: list[Any] = [
-            self.vocab_size, self.draft_vocab, self.t2d, self.probs, self.row_ok, self.state.array,
-            self.q, self.q.shape[1], self._weights, self._passed,
-        ]  # fmt: skip
+            self.vocab_size,
+            self.draft_vocab,
+            self.t2d,
+            self.probs,
+            self.row_ok,
+            self.state.array,
+            self.q,
+            self.q.shape[1],
+            self._weights,
+            self._passed,
+        ]
         if self.tables > 0 and rows.count > batch:
-            args = [rows.slot, rows.first, *reads[:5], self._state, self.exchange.near,
-                    self.exchange.layout, *reads[5:8], self.target_tok, self.faults]  # fmt: skip
+            args = [
+                rows.slot,
+                rows.first,
+                *reads[:5],
+                self._state,
+                self.exchange.near,
+                self.exchange.layout,
+                *reads[5:8],
+                self.target_tok,
+                self.faults,
+            ]
             lane.kernel(self._traverse, batch, self.block, args, name="traverse trees")
         elif self.draft_vocab > 0 and rows.count > batch:
             args = [rows.slot, rows.map, *reads, self.meetings, self.faults]
-            lane.kernel(self._test, (rows.count, self._parts, 1), self.block, args,
-                        name="test drafts")  # fmt: skip
-        args = [rows.slot, rows.first, *reads, self.meetings, self.target_tok, *self.shared,
-                self.rows, self.row_words]  # fmt: skip
+            lane.kernel(
+                self._test, (rows.count, self._parts, 1), self.block, args, name="test drafts"
+            )
+        args = [
+            rows.slot,
+            rows.first,
+            *reads,
+            self.meetings,
+            self.target_tok,
+            *self.shared,
+            self.rows,
+            self.row_words,
+        ]
         lane.kernel(self._verify, (batch, self._parts, 1), self.block, args, name="verify")
-        args = [self.raw, self.vocab_size, rows.slot, rows.map, self.state.array, self.rows,
-                self.row_words, self.state.tables, batch, self._replay, told,
-                _layout(out_ring, told), out, _layout(out_ring, out), self.meetings, stamp,
-                stamp.stride]  # fmt: skip
+        args = [
+            self.raw,
+            self.vocab_size,
+            rows.slot,
+            rows.map,
+            self.state.array,
+            self.rows,
+            self.row_words,
+            self.state.tables,
+            batch,
+            self._replay,
+            told,
+            _layout(out_ring, told),
+            out,
+            _layout(out_ring, out),
+            self.meetings,
+            stamp,
+            stamp.stride,
+        ]
         lane.kernel(self._publish, rows.count, self.block, args, name="publish tokens")
 
     def draft(
@@ -257,8 +324,19 @@ class Sampler:
         probed = masked and self.exchange.layout["candidates"] > 0
         # A probe that found nothing has filled a row, now and then: it is not worth a copy.
         masks = self.exchange.far if probed else self.exchange.near
-        args = [draft_logits, self.draft_vocab, self.token_limit, self.d2t, row_slot, j,
-                int(masked), int(probed), masks, *self._drafting(), *self.shared]  # fmt: skip
+        args = [
+            draft_logits,
+            self.draft_vocab,
+            self.token_limit,
+            self.d2t,
+            row_slot,
+            j,
+            int(masked),
+            int(probed),
+            masks,
+            *self._drafting(),
+            *self.shared,
+        ]
         grid = (batch, self.draft_parts, 1)
         lane.kernel(self._draft, grid, self.block, args, name=f"draft {j}")
 
@@ -275,15 +353,28 @@ class Sampler:
         batch, most = self._batch(row_slot), int(self.exchange.layout["levels"]) or 1
         levels = min(max(draft_logits.shape[0] // batch, 1), most)
         self._check_draft(draft_logits, row_slot, j, levels)
-        args = [draft_logits, self.draft_vocab, self.token_limit, self.d2t, row_slot, batch, j,
-                *self._drafting(), *self.shared]  # fmt: skip
+        args = [
+            draft_logits,
+            self.draft_vocab,
+            self.token_limit,
+            self.d2t,
+            row_slot,
+            batch,
+            j,
+            *self._drafting(),
+            *self.shared,
+        ]
         grid = (levels * batch, self.draft_parts, 1)
         lane.kernel(self._candidates, grid, self.block, args, name=f"candidates {j}")
 
     def place(
-        self, lane: Lane, proposal: DeviceArray | None, row_slot: DeviceArray,
-        parents: DeviceArray | None = None, most: int | None = None,
-    ) -> None:  # fmt: skip
+        self,
+        lane: Lane,
+        proposal: DeviceArray | None,
+        row_slot: DeviceArray,
+        parents: DeviceArray | None = None,
+        most: int | None = None,
+    ) -> None:
         """Take drafts that came all at once, as point masses, for slots as in ``draft``.
 
         Target ids, int32 [B, K]; what is no id is left out. `parents`, alike, say what each hangs
@@ -299,8 +390,19 @@ class Sampler:
         if parents is not None:
             self._check_proposal(parents, row_slot)
         most = self.draft_length if most is None else most
-        args = [batch, row_slot, proposal, parents, self.draft_length, most, self.vocab_size,
-                self.state.array, self.rows, self.row_words, *self.shared]  # fmt: skip
+        args = [
+            batch,
+            row_slot,
+            proposal,
+            parents,
+            self.draft_length,
+            most,
+            self.vocab_size,
+            self.state.array,
+            self.rows,
+            self.row_words,
+            *self.shared,
+        ]
         lane.kernel(self._place, *self._threads(batch), args, name="place drafts")
 
     def forced(self, lane: Lane, row_slot: DeviceArray, proposal: DeviceArray) -> None:
@@ -319,8 +421,7 @@ class Sampler:
         return (self.exchange.memory, self.exchange.layout)
 
     def _drafting(self) -> tuple[object, ...]:
-        return (self.meetings, self.state.array, self.rows, self.row_words, self.q,
-                self.q.shape[1])  # fmt: skip
+        return (self.meetings, self.state.array, self.rows, self.row_words, self.q, self.q.shape[1])
 
     @staticmethod
     def _threads(batch: int) -> tuple[int, int]:

@@ -163,21 +163,34 @@ class SlotState:
             raise OptionError(f"at most {MAX_STOP_IDS} stop ids, got {len(stop_ids)}")
         request = np.zeros((), SLOT)
         for name, value in {
-            "n": position, "last": last, "active": 1, "epoch": epoch, "limit": limit,
+            "n": position,
+            "last": last,
+            "active": 1,
+            "epoch": epoch,
+            "limit": limit,
             "room": room,
-            "verify": verify, "sample": sample, "seed": seed % 2**64, "temperature": temperature,
-            "top_p": top_p, "min_p": min_p, "top_k": top_k, "stops": len(stop_ids),
+            "verify": verify,
+            "sample": sample,
+            "seed": seed % 2**64,
+            "temperature": temperature,
+            "top_p": top_p,
+            "min_p": min_p,
+            "top_k": top_k,
+            "stops": len(stop_ids),
             "adjust": _NUMBERS["ADJUST_BIAS"] * adjust.biased
             | _NUMBERS["ADJUST_COUNTS"] * adjust.counted
             | _NUMBERS["ADJUST_STOPS"] * (adjust.earliest > 0)
             | _NUMBERS["ADJUST_LOGPROBS"] * (adjust.logprobs is not None)
             | _NUMBERS["ADJUST_MASKED"] * (adjust.logprobs is not None and adjust.masked),
-            "earliest": adjust.earliest, "logprobs": adjust.logprobs or 0,
-            "presence": adjust.presence, "frequency": adjust.frequency,
+            "earliest": adjust.earliest,
+            "logprobs": adjust.logprobs or 0,
+            "presence": adjust.presence,
+            "frequency": adjust.frequency,
             "repetition": adjust.repetition,
-            "relaxed_k": relaxed.top_k, "relaxed_delta": relaxed.delta,
+            "relaxed_k": relaxed.top_k,
+            "relaxed_delta": relaxed.delta,
             "relaxed_until": -1 if relaxed.until is None else relaxed.until,
-        }.items():  # fmt: skip
+        }.items():
             request[name] = value
         request["stop_ids"][: len(stop_ids)] = stop_ids
         if adjust.biased or adjust.counted:

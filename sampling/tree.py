@@ -67,8 +67,9 @@ class TreePlan(NamedTuple):
         Which drafts there are may depend on what was drawn above and before them alone: not on how
         likely others are, nor on siblings that were drawn and are no drafts.
         """
-        whole = all(path[-1] == 0 or (*path[:-1], path[-1] - 1) in self.paths
-                    for path in self.paths)  # fmt: skip
+        whole = all(
+            path[-1] == 0 or (*path[:-1], path[-1] - 1) in self.paths for path in self.paths
+        )
         if not (self.paths and whole):
             raise OptionError(
                 "verify 'traversal' needs a draft_tree whose shape is given, as paths like (0,), "
@@ -143,10 +144,15 @@ class TreeSampler:
         self._sampler, self._branch, self._levels = sampler, branch, levels
         self._probes = int(sampler.exchange.layout["candidates"]) > 0
         if self._probes:
-            check_range("branch of the exchange", int(sampler.exchange.layout["branch"]),
-                        branch, branch)  # fmt: skip
-            check_range("candidates", int(sampler.exchange.layout["candidates"]), TREE_CANDIDATES,
-                        TREE_CANDIDATES)  # fmt: skip
+            check_range(
+                "branch of the exchange", int(sampler.exchange.layout["branch"]), branch, branch
+            )
+            check_range(
+                "candidates",
+                int(sampler.exchange.layout["candidates"]),
+                TREE_CANDIDATES,
+                TREE_CANDIDATES,
+            )
         most = branch + (levels - 1) * branch * branch
         seen = np.zeros((), read_struct(KERNELS / "tree.cu", "Seen"))
         seen["branch"], seen["levels"], seen["most"] = branch, levels, most
@@ -157,13 +163,18 @@ class TreeSampler:
         self._plan = device.from_host(plan.table()) if paths else None
         best = (batch * branch, int(seen["candidates"]))
         self._work = device.zeros((batch * branch, vocab), "float32")
-        self._best = (device.zeros(best, "int32"), device.zeros(best, "float32"),
-                      device.zeros(best[:1], "float32"))  # fmt: skip
+        self._best = (
+            device.zeros(best, "int32"),
+            device.zeros(best, "float32"),
+            device.zeros(best[:1], "float32"),
+        )
         self._children = (
-            device.zeros((batch, most), "int32"), device.zeros((batch, most), "int32"),
-            device.zeros((batch, most), "float32"), device.zeros((batch, MAX_DRAFTS), "int32"),
             device.zeros((batch, most), "int32"),
-        )  # fmt: skip
+            device.zeros((batch, most), "int32"),
+            device.zeros((batch, most), "float32"),
+            device.zeros((batch, MAX_DRAFTS), "int32"),
+            device.zeros((batch, most), "int32"),
+        )
         kernels = load(device, "tree", sampler.block)
         self._candidates, self._grow = kernels["tree_candidates"], kernels["tree_grow"]
 
@@ -195,8 +206,19 @@ class TreeSampler:
         if not masked:
             self._rank(lane, logits, row_slot, level, probed=False)
         s = self._sampler
-        args = [row_slot, level, int(masked), self._seen, s.state.array, s.rows, s.row_words,
-                *self._best, *self._children, self._plan, *s.shared]  # fmt: skip
+        args = [
+            row_slot,
+            level,
+            int(masked),
+            self._seen,
+            s.state.array,
+            s.rows,
+            s.row_words,
+            *self._best,
+            *self._children,
+            self._plan,
+            *s.shared,
+        ]
         lane.kernel(self._grow, row_slot.shape[0], s.block, args, name=f"tree level {level}")
 
     def _rank(
@@ -206,8 +228,23 @@ class TreeSampler:
         check_range("level", level, 1, self._levels)
         rows = row_slot.shape[0] * (1 if level == 1 else self._branch)
         expect("logits", logits, "float32", R=rows, Vd=s.draft_vocab)
-        args = [logits, s.draft_vocab, s.token_limit, s.d2t, row_slot, level, int(probed),
-                self._seen, s.meetings, s.state.array, s.rows, s.row_words, self._work,
-                s.q, *self._best, *s.shared]  # fmt: skip
+        args = [
+            logits,
+            s.draft_vocab,
+            s.token_limit,
+            s.d2t,
+            row_slot,
+            level,
+            int(probed),
+            self._seen,
+            s.meetings,
+            s.state.array,
+            s.rows,
+            s.row_words,
+            self._work,
+            s.q,
+            *self._best,
+            *s.shared,
+        ]
         grid = (rows, s.draft_parts, 1)
         lane.kernel(self._candidates, grid, s.block, args, name=f"candidates {level}")

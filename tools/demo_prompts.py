@@ -24,8 +24,10 @@ class DemoPrompt:
 def demo_prompts(name: str = "demo_prompts") -> list[DemoPrompt]:
     """The prompts of a file beside this one, in the order in which they are shown."""
     text = Path(__file__).with_name(f"{name}.jsonl").read_text(encoding="utf-8")
-    return [DemoPrompt(row["shows"], row["prompt"], make_grammar(row, partial=False),
-                       row.get("answer")) for row in map(json.loads, text.split("\n")[:-1])]
+    return [
+        DemoPrompt(row["shows"], row["prompt"], make_grammar(row, partial=False), row.get("answer"))
+        for row in map(json.loads, text.split("\n")[:-1])
+    ]
 
 
 def llm_prompts() -> list[DemoPrompt]:

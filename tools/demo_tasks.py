@@ -67,8 +67,19 @@ UNSEEN: dict[str, list[str]] = WORDS["unseen"]
 CHOICES: list[list[str]] = WORDS["choices"]
 PHRASES: dict[str, str] = WORDS["phrases"]
 FIRST, LAST, PLACES, NOUNS, INTROS, ASKS, ONSETS, VOWELS, CODAS = (
-    WORDS[name] for name in ("first_names", "last_names", "places", "nouns", "intros", "asks",
-                             "onsets", "vowels", "codas"))
+    WORDS[name]
+    for name in (
+        "first_names",
+        "last_names",
+        "places",
+        "nouns",
+        "intros",
+        "asks",
+        "onsets",
+        "vowels",
+        "codas",
+    )
+)
 PHONE = r"\+[0-9]{2} [0-9]{3} [0-9]{4}"
 DATE = r"[0-9]{4}-[0-9]{2}-[0-9]{2}"
 
@@ -171,15 +182,30 @@ def object_schema(fields: Iterable[tuple[str, Schema]], optional: Iterable[str] 
     """A closed object schema whose properties stand in the order given."""
     properties = dict(fields)
     left_out = set(optional)
-    return {"type": "object", "properties": properties,
-            "required": [k for k in properties if k not in left_out],
-            "additionalProperties": False}
+    return {
+        "type": "object",
+        "properties": properties,
+        "required": [k for k in properties if k not in left_out],
+        "additionalProperties": False,
+    }
 
 
 SCALARS = ("person", "place", "noun", "integer", "number", "boolean", "enum", "code", "date")
-WEIGHTS = {"person": 4, "place": 3, "noun": 3, "integer": 4, "number": 3, "boolean": 2,
-           "enum": 2.5, "words": 2.5, "integers": 1, "code": 3, "date": 2, "object": 2,
-           "objects": 1.5}
+WEIGHTS = {
+    "person": 4,
+    "place": 3,
+    "noun": 3,
+    "integer": 4,
+    "number": 3,
+    "boolean": 2,
+    "enum": 2.5,
+    "words": 2.5,
+    "integers": 1,
+    "code": 3,
+    "date": 2,
+    "object": 2,
+    "objects": 1.5,
+}
 
 
 def new_key(rng: random.Random, kind: str, unseen: bool, taken: set[str]) -> str:
@@ -224,12 +250,21 @@ def _field(rng: random.Random, kind: str, unseen: bool, taken: set[str]) -> Fiel
         return Field(key, label, schema, {f.key: f.value for f in subs}, words)
     rows = []
     for _ in range(rng.randint(1, 3)):
-        rows.append([Field(f.key, f.label, f.schema, *_again(rng, k, f.schema))
-                     for k, f in zip(kinds, subs, strict=True)])
+        rows.append(
+            [
+                Field(f.key, f.label, f.schema, *_again(rng, k, f.schema))
+                for k, f in zip(kinds, subs, strict=True)
+            ]
+        )
     wrap, between = rng.choice((("({})", ", "), ("{}", " / "), ("[{}]", " "), ("({})", " and ")))
     words = between.join(wrap.format(row(r)) for r in rows)
-    return Field(key, label, {"type": "array", "items": schema},
-                 [{f.key: f.value for f in r} for r in rows], words)
+    return Field(
+        key,
+        label,
+        {"type": "array", "items": schema},
+        [{f.key: f.value for f in r} for r in rows],
+        words,
+    )
 
 
 def _again(rng: random.Random, kind: str, schema: Schema) -> tuple[Json, str]:
@@ -264,7 +299,8 @@ def _tell(rng: random.Random, fields: Sequence[Field]) -> str:
     said = []
     for f in told:
         by_label = rng.choice(
-            ("with {} {}", "{} is {}", "its {} is {}", "{}: {}", "the {} being {}"))
+            ("with {} {}", "{} is {}", "its {} is {}", "{}: {}", "the {} being {}")
+        )
         by_phrase = f.phrase and rng.random() < 0.7
         said.append(f"{f.phrase} {f.words}" if by_phrase else by_label.format(f.label, f.words))
     return rng.choice(("It ", "This one ", "")) + (", " if plain else "; ").join(said) + "."
@@ -316,8 +352,9 @@ def regex_task(rng: random.Random, unseen: bool = False) -> Task:
         number = f"+{digits[:2]} {digits[2:5]} {digits[5:]}"
         wanted = Field("phone", "phone", {"type": "string"}, number, number)
     told = _tell(rng, [*fields, wanted])
-    ask = rng.choice(("Give only the {}.", "What is the {}?", "Answer with the {} only.",
-                      "Just the {}, please."))
+    ask = rng.choice(
+        ("Give only the {}.", "What is the {}?", "Answer with the {} only.", "Just the {}, please.")
+    )
     return Task(f"{told}\n{ask.format(wanted.label)}", None, wanted.words, pattern, "regex")
 
 
@@ -326,8 +363,9 @@ def free_task(rng: random.Random, unseen: bool = False) -> Task:
     fields = _fields(rng, unseen, 2, 3, SCALARS)
     sentence = " and ".join(f"the {f.label} is {f.words}" for f in fields)
     told = "; ".join(f"{f.label}: {f.words}" for f in fields)
-    ask = rng.choice(("Say it in one sentence.", "Summarise in one sentence.",
-                      "Describe the record."))
+    ask = rng.choice(
+        ("Say it in one sentence.", "Summarise in one sentence.", "Describe the record.")
+    )
     return Task(f"{told}\n{ask}", None, sentence[0].upper() + sentence[1:] + ".", None, "free")
 
 
@@ -380,6 +418,7 @@ def score_fields(answer_text: str, task: Task) -> tuple[int, int, bool]:
     except json.JSONDecodeError:
         return 0, len(expected), False
     found = leaves(given)
-    same = sum(k in found and type(found[k]) is type(v) and found[k] == v
-               for k, v in expected.items())
+    same = sum(
+        k in found and type(found[k]) is type(v) and found[k] == v for k, v in expected.items()
+    )
     return same, len(expected), same == len(expected) == len(found)

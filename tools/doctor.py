@@ -74,12 +74,20 @@ def check_compiler() -> Finding:
     try:
         command = compiler()
     except KernelCompileError as error:
-        return Finding("compiler", "missing", error.log,
-                       "the soft device compiles kernels with it: apt install g++")
+        return Finding(
+            "compiler",
+            "missing",
+            error.log,
+            "the soft device compiles kernels with it: apt install g++",
+        )
     said = subprocess.run([*command, "--version"], capture_output=True, text=True)
     if said.returncode or not said.stdout:
-        return Finding("compiler", "missing", f"{' '.join(command)} does not run: {said.stderr}",
-                       "the soft device compiles kernels with it: apt install g++")
+        return Finding(
+            "compiler",
+            "missing",
+            f"{' '.join(command)} does not run: {said.stderr}",
+            "the soft device compiles kernels with it: apt install g++",
+        )
     return Finding("compiler", "ok", said.stdout.splitlines()[0])
 
 
@@ -89,8 +97,12 @@ def check_driver() -> Finding:
     number = found.get("version", 0)
     detail = f"CUDA {number // 1000}.{number % 1000 // 10}, " if number else ""
     if why:
-        return Finding("nvidia driver", "absent", detail + why,
-                       "graft runs on the soft device without it; a GPU needs NVIDIA's driver")
+        return Finding(
+            "nvidia driver",
+            "absent",
+            detail + why,
+            "graft runs on the soft device without it; a GPU needs NVIDIA's driver",
+        )
     return Finding("nvidia driver", "ok", detail + ", ".join(found["devices"]))
 
 
@@ -102,8 +114,12 @@ def check_device() -> Finding:
     try:
         device = open_device()
     except GraftError as error:
-        return Finding("device", "missing", f"GRAFT_DEVICE={wanted}: {error}",
-                       "GRAFT_DEVICE is auto, cuda or soft")
+        return Finding(
+            "device",
+            "missing",
+            f"GRAFT_DEVICE={wanted}: {error}",
+            "GRAFT_DEVICE is auto, cuda or soft",
+        )
     return Finding("device", "ok", device.describe())
 
 
@@ -116,8 +132,11 @@ def check_transports() -> Finding:
         device = open_device()
     except GraftError:
         return Finding("host work", "missing", "no device", "see the line of the device")
-    lacking = {t: why for t in ("mailbox", "spinkernel")
-               if (why := probe_transport(t, device.kind, device.ordinal))}
+    lacking = {
+        t: why
+        for t in ("mailbox", "spinkernel")
+        if (why := probe_transport(t, device.kind, device.ordinal))
+    }
     chosen, reason = choose_transport("auto", device)
     detail = f"the grammar takes {chosen} ({reason})"
     if lacking:
@@ -132,8 +151,12 @@ def check_cupy() -> Finding:
         version = version_of(package)
         if version:
             return Finding("cupy", "ok", f"{package} {version}")
-    return Finding("cupy", "absent", "not installed",
-                   "CUDA needs it: pip install 'graft-cuda[cuda13]' (or [cuda12])")
+    return Finding(
+        "cupy",
+        "absent",
+        "not installed",
+        "CUDA needs it: pip install 'graft-cuda[cuda13]' (or [cuda12])",
+    )
 
 
 def check_backend(name: str, advice: str, without: str = "") -> Finding:
@@ -151,8 +174,11 @@ def check_backend(name: str, advice: str, without: str = "") -> Finding:
 
 def check_xgrammar() -> Finding:
     """XGrammar, which graft can do without."""
-    return check_backend("xgrammar", "--no-deps xgrammar==0.2.8 (its wheel asks for torch, which "
-                         "graft does not use)", "; LLGuidance serves alone")
+    return check_backend(
+        "xgrammar",
+        "--no-deps xgrammar==0.2.8 (its wheel asks for torch, which graft does not use)",
+        "; LLGuidance serves alone",
+    )
 
 
 def check_llguidance() -> Finding:
@@ -173,15 +199,29 @@ def check_demo_model() -> Finding:
     folders = dict.fromkeys(p for name in DRAFTERS for p in demo_model(name))
     lacking = [str(p) for p in folders if not (p / "model.safetensors").exists()]
     if lacking:
-        return Finding("demo model", "absent", f"no model in {', '.join(lacking)}",
-                       "graft generate needs --model and --draft then")
+        return Finding(
+            "demo model",
+            "absent",
+            f"no model in {', '.join(lacking)}",
+            "graft generate needs --model and --draft then",
+        )
     return Finding("demo model", "ok", str(demo_model()[0].parent))
 
 
 CHECKS: tuple[Callable[[], Finding], ...] = (
-    check_python, check_packages, check_native, check_compiler, check_driver, check_cupy,
-    check_xgrammar, check_llguidance, check_tvm_ffi, check_demo_model, check_device,
-    check_transports)
+    check_python,
+    check_packages,
+    check_native,
+    check_compiler,
+    check_driver,
+    check_cupy,
+    check_xgrammar,
+    check_llguidance,
+    check_tvm_ffi,
+    check_demo_model,
+    check_device,
+    check_transports,
+)
 
 
 def examine() -> list[Finding]:
@@ -189,39 +229,50 @@ def examine() -> list[Finding]:
     found = [check() for check in CHECKS]
     has_gpu = any(f.name == "nvidia driver" and f.status == "ok" for f in found)
     if has_gpu and os.environ.get("GRAFT_DEVICE") != "soft":
-        found = [Finding(f.name, "missing", f.detail, f.advice)
-                 if f.name == "cupy" and f.status == "absent" else f for f in found]
+        found = [
+            Finding(f.name, "missing", f.detail, f.advice)
+            if f.name == "cupy" and f.status == "absent"
+            else f
+            for f in found
+        ]
     return found
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare the options of ``graft doctor``."""
     parser.add_argument("--json", action="store_true", help="print the findings as JSON")
-    parser.add_argument("--limit", type=int, metavar="SECONDS",
-                        help="with --watch: a driver call or host function that lasts longer hangs "
-                             f"(default {LIMIT_S})")
-    parser.add_argument("--watch", nargs=argparse.REMAINDER, metavar="PROGRAM [ARGS...]",
-                        help="run a program (a .py file, -m MODULE, -c CODE or an executable) on "
-                             "the soft device and look for GIL deadlocks, whether they happen or "
-                             "not; exit status 0: none, 1: none, but the program failed, 2: "
-                             "nothing could be seen, 3: potential, 4: it hung")
+    parser.add_argument(
+        "--limit",
+        type=int,
+        metavar="SECONDS",
+        help="with --watch: a driver call or host function that lasts longer hangs "
+        f"(default {LIMIT_S})",
+    )
+    parser.add_argument(
+        "--watch",
+        nargs=argparse.REMAINDER,
+        metavar="PROGRAM [ARGS...]",
+        help="run a program (a .py file, -m MODULE, -c CODE or an executable) on "
+        "the soft device and look for GIL deadlocks, whether they happen or "
+        "not; exit status 0: none, 1: none, but the program failed, 2: "
+        "nothing could be seen, 3: potential, 4: it hung",
+    )
     parser.set_defaults(run=run)
 
 
 def run_watch(program: list[str], limit_s: int, as_json: bool) -> int:
-    """Watch a program; tell the report on stderr, or as JSON on stdout, to which then only it goes.
-    """
+    """Run a program under the watchdog and report to stderr, or as JSON to stdout."""
     sys.stdout.flush()
-    report, status = watch.watch(program, limit_s,
-                                 stdout=sys.stderr.fileno() if as_json else None)
+    report, status = watch.watch(program, limit_s, stdout=sys.stderr.fileno() if as_json else None)
     if as_json:
         print(json.dumps({**report.to_json(), "status": status}, indent=1))
     else:
         print(watch.show(report, status), file=sys.stderr)
     if report.verdict == "none":
         return watch.FAILED if status else 0
-    return {"potential": watch.POTENTIAL, "unseen": watch.UNSEEN}.get(report.verdict,
-                                                                      watch.DEADLOCK)
+    return {"potential": watch.POTENTIAL, "unseen": watch.UNSEEN}.get(
+        report.verdict, watch.DEADLOCK
+    )
 
 
 def watched(options: argparse.Namespace) -> list[str]:
@@ -264,4 +315,3 @@ def run(options: argparse.Namespace) -> int:
         if finding.status != "ok" and finding.advice:
             print(f"{'':<{width}}  {'':<7}  -> {finding.advice}")
     return 0 if healthy else 1
-

@@ -46,34 +46,71 @@ def add_model_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare what `open_engine` reads, but for --backend and --verify."""
     models = parser.add_argument_group("models")
     models.add_argument("--model", type=Path, help="target folder (default: the demo model)")
-    models.add_argument("--draft", metavar="FOLDER|MODULE:NAME",
-                        help="drafter's folder, or one of your own; of the demo model "
-                             f"{' or '.join(DRAFTERS)} (default {DRAFTERS[0]})")
-    models.add_argument("--draft-length", type=read_length, default=3, metavar="N|auto",
-                        help="drafts per round, or as many as pay (default 3)")
+    models.add_argument(
+        "--draft",
+        metavar="FOLDER|MODULE:NAME",
+        help="drafter's folder, or one of your own; of the demo model "
+        f"{' or '.join(DRAFTERS)} (default {DRAFTERS[0]})",
+    )
+    models.add_argument(
+        "--draft-length",
+        type=read_length,
+        default=3,
+        metavar="N|auto",
+        help="drafts per round, or as many as pay (default 3)",
+    )
     models.add_argument("--no-speculation", action="store_true", help="decode without a drafter")
     models.add_argument("--no-draft-mask", action="store_true", help="draft without the grammar")
-    models.add_argument("--draft-tree", type=read_tree, metavar="BRANCHxLEVELS|PATHS",
-                        help="let drafts branch, e.g. 4x5 or 0,1,0.0 (default: a chain)")
-    models.add_argument("--draft-legality", choices=("fill", "probe"), default="fill",
-                        help="draw drafts under filled mask rows, or have the grammar test the "
-                             "drafter's candidates (default fill)")
-    models.add_argument("--forced-drafts", action="store_true",
-                        help="draft what the grammar forces; outputs stay the same")
-    models.add_argument("--overlap", action=argparse.BooleanOptionalAction, default=True,
-                        help="launch a round before the last one was read (default: yes)")
-    models.add_argument("--composition", choices=("one", "two"), default="one",
-                        help="graphs of a round; two: the drafter has its own, to compare")
-    models.add_argument("--weights", choices=WEIGHTS, default=WEIGHTS[0],
-                        help="of the target's layers; fp8: rounded to 8 bits, row by row")
-    models.add_argument("--parallel", action="store_true",
-                        help="hold the target together with the other processes of mpiexec (needs "
-                             "the extra parallel)")
+    models.add_argument(
+        "--draft-tree",
+        type=read_tree,
+        metavar="BRANCHxLEVELS|PATHS",
+        help="let drafts branch, e.g. 4x5 or 0,1,0.0 (default: a chain)",
+    )
+    models.add_argument(
+        "--draft-legality",
+        choices=("fill", "probe"),
+        default="fill",
+        help="draw drafts under filled mask rows, or have the grammar test the "
+        "drafter's candidates (default fill)",
+    )
+    models.add_argument(
+        "--forced-drafts",
+        action="store_true",
+        help="draft what the grammar forces; outputs stay the same",
+    )
+    models.add_argument(
+        "--overlap",
+        action=argparse.BooleanOptionalAction,
+        default=True,
+        help="launch a round before the last one was read (default: yes)",
+    )
+    models.add_argument(
+        "--composition",
+        choices=("one", "two"),
+        default="one",
+        help="graphs of a round; two: the drafter has its own, to compare",
+    )
+    models.add_argument(
+        "--weights",
+        choices=WEIGHTS,
+        default=WEIGHTS[0],
+        help="of the target's layers; fp8: rounded to 8 bits, row by row",
+    )
+    models.add_argument(
+        "--parallel",
+        action="store_true",
+        help="hold the target together with the other processes of mpiexec (needs "
+        "the extra parallel)",
+    )
     models.set_defaults(ranks=None)
     models.add_argument("--max-batch-size", type=int, default=8, help="slots (default 8)")
-    models.add_argument("--max-length", type=int, metavar="N",
-                        help="positions of a request, prompt and output (default: the model's, at "
-                             "most 4096)")
+    models.add_argument(
+        "--max-length",
+        type=int,
+        metavar="N",
+        help="positions of a request, prompt and output (default: the model's, at most 4096)",
+    )
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -81,13 +118,18 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add_model_arguments(parser)
     prompts = parser.add_argument_group("prompts").add_mutually_exclusive_group(required=True)
     prompts.add_argument("--prompt", help="the text to answer")
-    prompts.add_argument("--prompts", type=Path, metavar="FILE.jsonl",
-                         help="one request per line (-: of standard input): prompt or messages, "
-                              "and optionally id, raw, tools and variables of the chat template, "
-                              "and what the grammar and sampling flags say, by name, for example "
-                              "json_object or max_tokens; schemas and tags may be objects")
-    parser.add_argument("--raw", action="store_true",
-                        help="prompts stand as they are, without the chat template")
+    prompts.add_argument(
+        "--prompts",
+        type=Path,
+        metavar="FILE.jsonl",
+        help="one request per line (-: of standard input): prompt or messages, "
+        "and optionally id, raw, tools and variables of the chat template, "
+        "and what the grammar and sampling flags say, by name, for example "
+        "json_object or max_tokens; schemas and tags may be objects",
+    )
+    parser.add_argument(
+        "--raw", action="store_true", help="prompts stand as they are, without the chat template"
+    )
 
     add_grammar_arguments(parser)
 
@@ -99,22 +141,40 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     sampling.add_argument("--min-p", type=float, default=0.0, help="0 is off (default)")
     sampling.add_argument("--seed", type=int, help="of the first prompt; the next has seed + 1")
     sampling.add_argument("--n", type=int, default=1, help="completions of each prompt (default 1)")
-    sampling.add_argument("--logit-bias", type=_bias, action="append", default=[], metavar="ID=V",
-                          help="add to the logit of a token id; may repeat")
+    sampling.add_argument(
+        "--logit-bias",
+        type=_bias,
+        action="append",
+        default=[],
+        metavar="ID=V",
+        help="add to the logit of a token id; may repeat",
+    )
     for name, off in (("presence", 0), ("frequency", 0), ("repetition", 1)):
-        sampling.add_argument(f"--{name}-penalty", type=float, default=float(off),
-                              help=f"{off} is off (default)")
+        sampling.add_argument(
+            f"--{name}-penalty", type=float, default=float(off), help=f"{off} is off (default)"
+        )
     sampling.add_argument("--min-tokens", type=int, default=0, help="tokens before a stop id")
-    sampling.add_argument("--logprobs", type=int, metavar="N",
-                          help="with --json, log probabilities of tokens and of the N best")
-    sampling.add_argument("--logprobs-masked", action="store_true",
-                          help="of what bias, penalties and the grammar leave")
+    sampling.add_argument(
+        "--logprobs",
+        type=int,
+        metavar="N",
+        help="with --json, log probabilities of tokens and of the N best",
+    )
+    sampling.add_argument(
+        "--logprobs-masked",
+        action="store_true",
+        help="of what bias, penalties and the grammar leave",
+    )
     sampling.add_argument("--stop", action="append", default=[], help="stop string; may repeat")
     sampling.add_argument("--verify", choices=VERIFY_MODES, default="rejection")
 
     output = parser.add_argument_group("output")
-    output.add_argument("--trace", type=Path, metavar="FILE.json",
-                        help="write the rounds' timeline for Perfetto, and one round as FILE.svg")
+    output.add_argument(
+        "--trace",
+        type=Path,
+        metavar="FILE.json",
+        help="write the rounds' timeline for Perfetto, and one round as FILE.svg",
+    )
     output.add_argument("--json", action="store_true", help="outputs and figures as JSON")
     output.add_argument("--stream", action="store_true", help="print text as rounds bring it")
     parser.set_defaults(run=run)
@@ -141,13 +201,24 @@ def open_engine(options: argparse.Namespace, batch: int, **more: Any) -> Engine:
         if options.draft or options.draft_tree:
             raise OptionError("--no-speculation leaves --draft and --draft-tree nothing to do")
         drafter = None
-    return Engine(target, drafter, ranks=options.ranks, draft_length=options.draft_length,
-                  max_batch_size=min(options.max_batch_size, max(batch, 1)),
-                  draft_tree=options.draft_tree, mask_drafts=not options.no_draft_mask,
-                  grammar_backend=options.backend,
-                  draft_legality=options.draft_legality, forced_drafts=options.forced_drafts,
-                  verify=options.verify, overlap=options.overlap, composition=options.composition,
-                  max_length=options.max_length, weights=options.weights, **more)
+    return Engine(
+        target,
+        drafter,
+        ranks=options.ranks,
+        draft_length=options.draft_length,
+        max_batch_size=min(options.max_batch_size, max(batch, 1)),
+        draft_tree=options.draft_tree,
+        mask_drafts=not options.no_draft_mask,
+        grammar_backend=options.backend,
+        draft_legality=options.draft_legality,
+        forced_drafts=options.forced_drafts,
+        verify=options.verify,
+        overlap=options.overlap,
+        composition=options.composition,
+        max_length=options.max_length,
+        weights=options.weights,
+        **more,
+    )
 
 
 def run_requests(engine: Engine, requests: Sequence[Request], stream: bool) -> list[Output]:
@@ -168,14 +239,17 @@ def run_requests(engine: Engine, requests: Sequence[Request], stream: bool) -> l
     return [done[str(request.id)] for request in requests]
 
 
-def report(engine: Engine, asked: Sequence[Asked], outputs: Sequence[Output],
-           seconds: float) -> dict[str, Any]:
+def report(
+    engine: Engine, asked: Sequence[Asked], outputs: Sequence[Output], seconds: float
+) -> dict[str, Any]:
     """Everything ``--json`` prints."""
     stats = engine.stats
     tokens = sum(len(output.tokens) for output in outputs)
-    rows = [dataclasses.asdict(output) | {"finished": output.finished,
-                                          "valid": one.is_valid(output.text)}
-            for one, output in zip(asked, outputs, strict=True)]
+    rows = [
+        dataclasses.asdict(output)
+        | {"finished": output.finished, "valid": one.is_valid(output.text)}
+        for one, output in zip(asked, outputs, strict=True)
+    ]
     return {
         "device": engine.device.describe(),
         "outputs": rows,
@@ -189,14 +263,16 @@ def report(engine: Engine, asked: Sequence[Asked], outputs: Sequence[Output],
         "acceptance": stats.acceptance,
         "part_share": stats.part_share,
         "exposed_share": stats.exposed_share,
-        "options": {"draft_length": engine.options.draft_length,
-                    "draft_tree": engine.options.draft_tree,
-                    "mask_drafts": engine.options.mask_drafts,
-                    "draft_legality": engine.options.draft_legality,
-                    "verify": engine.options.verify,
-                    "overlap": engine.options.overlap,
-                    "composition": engine.options.composition,
-                    "grammar_backend": engine.options.grammar_backend},
+        "options": {
+            "draft_length": engine.options.draft_length,
+            "draft_tree": engine.options.draft_tree,
+            "mask_drafts": engine.options.mask_drafts,
+            "draft_legality": engine.options.draft_legality,
+            "verify": engine.options.verify,
+            "overlap": engine.options.overlap,
+            "composition": engine.options.composition,
+            "grammar_backend": engine.options.grammar_backend,
+        },
     }
 
 
@@ -224,10 +300,11 @@ def run(options: argparse.Namespace) -> int:
         with nullcontext() if options.trace is None else trace_rounds(engine) as trace:
             served = iter(run_requests(engine, requests, options.stream))
         outputs = [
-            next(served) if one.refusal is None
+            next(served)
+            if one.refusal is None
             else Output(id=str(one.request.id), reason="refused", error=one.refusal)
             for one in asked
-        ]  # fmt: skip
+        ]
         figures = report(engine, asked, outputs, time.perf_counter() - begun)
     if options.json:
         escaped = (sys.stdout.encoding or "").lower() not in ("utf-8", "utf8")
@@ -259,8 +336,9 @@ def make_prompts(asked: Sequence[Asked], engine: Engine) -> tuple[list[Asked], l
     return kept, requests
 
 
-def show(asked: Sequence[Asked], outputs: Sequence[Output], figures: dict[str, Any],
-         streamed: bool) -> None:
+def show(
+    asked: Sequence[Asked], outputs: Sequence[Output], figures: dict[str, Any], streamed: bool
+) -> None:
     """Print the texts, and on stderr what there is to say of each."""
     for one, output, row in zip(asked, outputs, figures["outputs"], strict=True):
         if not streamed and not output.error:
@@ -271,21 +349,31 @@ def show(asked: Sequence[Asked], outputs: Sequence[Output], figures: dict[str, A
         elif output.reason not in ("stop", "stop_string"):
             print(f"graft: request {output.id} ended by {output.reason}", file=sys.stderr)
         grammar = one.request.grammar
-        if (grammar is not None and grammar.partial and not output.error
-                and resolved(grammar, figures["options"]["grammar_backend"]).partial):
+        if (
+            grammar is not None
+            and grammar.partial
+            and not output.error
+            and resolved(grammar, figures["options"]["grammar_backend"]).partial
+        ):
             said = "satisfies" if row["valid"] else "DOES NOT satisfy"
-            print(f"graft: request {output.id}, not enforced in full, {said} its schema",
-                  file=sys.stderr)
+            print(
+                f"graft: request {output.id}, not enforced in full, {said} its schema",
+                file=sys.stderr,
+            )
     if figures["tokens"]:
-        print(f"graft: {figures['device']}; {figures['tokens']} tokens in "
-              f"{figures['rounds']} rounds, {figures['tokens_per_round']:.2f} tokens per round "
-              "and request",
-              file=sys.stderr)
+        print(
+            f"graft: {figures['device']}; {figures['tokens']} tokens in "
+            f"{figures['rounds']} rounds, {figures['tokens_per_round']:.2f} tokens per round "
+            "and request",
+            file=sys.stderr,
+        )
 
 
 def exit_status(asked: Sequence[Asked], outputs: Sequence[Output]) -> int:
     """The worst of what the requests came to."""
     reasons = {output.reason for output in outputs}
-    cut = any(one.request.grammar is not None and output.reason not in ("stop", "refused")
-              for one, output in zip(asked, outputs, strict=True))
+    cut = any(
+        one.request.grammar is not None and output.reason not in ("stop", "refused")
+        for one, output in zip(asked, outputs, strict=True)
+    )
     return 2 if "refused" in reasons else 1 if cut or reasons & {"error", "dead_end"} else 0

@@ -29,13 +29,21 @@ from graft.tools.gguf_tokenizer import tokenizer_files
 __all__ = ["GgufError", "add_arguments", "convert"]
 
 NAMES = {
-    "attn_norm": "input_layernorm", "ffn_norm": "post_attention_layernorm",
-    "attn_q": "self_attn.q_proj", "attn_k": "self_attn.k_proj", "attn_v": "self_attn.v_proj",
-    "attn_output": "self_attn.o_proj", "ffn_gate": "mlp.gate_proj", "ffn_up": "mlp.up_proj",
+    "attn_norm": "input_layernorm",
+    "ffn_norm": "post_attention_layernorm",
+    "attn_q": "self_attn.q_proj",
+    "attn_k": "self_attn.k_proj",
+    "attn_v": "self_attn.v_proj",
+    "attn_output": "self_attn.o_proj",
+    "ffn_gate": "mlp.gate_proj",
+    "ffn_up": "mlp.up_proj",
     "ffn_down": "mlp.down_proj",
-}  # fmt: skip
-OUTER = {"token_embd.weight": "model.embed_tokens.weight", "output_norm.weight":
-         "model.norm.weight", "output.weight": "lm_head.weight"}
+}
+OUTER = {
+    "token_embd.weight": "model.embed_tokens.weight",
+    "output_norm.weight": "model.norm.weight",
+    "output.weight": "lm_head.weight",
+}
 ROPE_FACTORS = "rope_freqs.weight"
 #: Llama 3's scaling, of which a GGUF file keeps only the factors that come out of it.
 LOW, HIGH, ORIGINAL = 1.0, 4.0, 8192
@@ -101,6 +109,7 @@ def shape_of(tensor: Any) -> tuple[int, ...]:
 
 def config_of(source: Source) -> dict[str, Any]:
     """``config.json`` of the model."""
+
     def value(key: str, default: Any = None) -> Any:
         return source.get(f"llama.{key}", default)
 
@@ -110,32 +119,43 @@ def config_of(source: Source) -> dict[str, Any]:
         return found
 
     if experts := integer("expert_count", 0):
-        raise GgufError(f"{source.path}: llama.expert_count = {experts}: a mixture of experts is "
-                        "not implemented")
+        raise GgufError(
+            f"{source.path}: llama.expert_count = {experts}: a mixture of experts is "
+            "not implemented"
+        )
     hidden, heads = integer("embedding_length"), integer("attention.head_count")
     head_dim = integer("attention.key_length", hidden // max(heads, 1))
     for key in ("rope.dimension_count", "attention.value_length"):
         if (found := integer(key, head_dim)) != head_dim:
-            raise GgufError(f"{source.path}: llama.{key} = {found} differs from the {head_dim} of "
-                            "a head, which is not implemented")
+            raise GgufError(
+                f"{source.path}: llama.{key} = {found} differs from the {head_dim} of "
+                "a head, which is not implemented"
+            )
     return {
-        "architectures": ["LlamaForCausalLM"], "model_type": "llama", "dtype": "bfloat16",
+        "architectures": ["LlamaForCausalLM"],
+        "model_type": "llama",
+        "dtype": "bfloat16",
         "vocab_size": shape_of(source.tensors["token_embd.weight"])[0],
-        "hidden_size": hidden, "intermediate_size": integer("feed_forward_length"),
-        "num_hidden_layers": integer("block_count"), "num_attention_heads": heads,
+        "hidden_size": hidden,
+        "intermediate_size": integer("feed_forward_length"),
+        "num_hidden_layers": integer("block_count"),
+        "num_attention_heads": heads,
         "num_key_value_heads": integer("attention.head_count_kv", heads),
-        "head_dim": head_dim, "hidden_act": "silu",
+        "head_dim": head_dim,
+        "hidden_act": "silu",
         "rms_norm_eps": float(f"{value('attention.layer_norm_rms_epsilon'):.6g}"),
         "max_position_embeddings": integer("context_length"),
         "tie_word_embeddings": "output.weight" not in source.tensors,
         "rope_parameters": rope_of(source, head_dim),
-    }  # fmt: skip
+    }
 
 
 def rope_of(source: Source, head_dim: int) -> dict[str, Any]:
     """Rotary parameters; Llama 3's are found again from the factors they gave."""
-    rope: dict[str, Any] = {"rope_type": "default",
-                            "rope_theta": float(source.get("llama.rope.freq_base", 10000.0))}
+    rope: dict[str, Any] = {
+        "rope_type": "default",
+        "rope_theta": float(source.get("llama.rope.freq_base", 10000.0)),
+    }
     kind = source.get("llama.rope.scaling.type", "none")
     if kind == "linear":
         rope |= {"rope_type": "linear", "factor": float(source.get("llama.rope.scaling.factor"))}
@@ -143,13 +163,21 @@ def rope_of(source: Source, head_dim: int) -> dict[str, Any]:
         raise GgufError(f"{source.path}: llama.rope.scaling.type = {kind!r} is not implemented")
     if ROPE_FACTORS in source.tensors:
         factors = source.array(ROPE_FACTORS)
-        rope |= {"rope_type": "llama3", "factor": float(factors.max()), "low_freq_factor": LOW,
-                 "high_freq_factor": HIGH, "original_max_position_embeddings": ORIGINAL}
+        rope |= {
+            "rope_type": "llama3",
+            "factor": float(factors.max()),
+            "low_freq_factor": LOW,
+            "high_freq_factor": HIGH,
+            "original_max_position_embeddings": ORIGINAL,
+        }
         plain = Rope(rope["rope_theta"])
         scaled = Rope(rope["rope_theta"], "llama3", rope["factor"], LOW, HIGH, ORIGINAL)
         expected = plain.frequencies(head_dim) / scaled.frequencies(head_dim)
-        if kind != "none" or factors.shape != expected.shape or not np.allclose(
-                factors, expected, rtol=1e-3):
+        if (
+            kind != "none"
+            or factors.shape != expected.shape
+            or not np.allclose(factors, expected, rtol=1e-3)
+        ):
             raise GgufError(f"{source.path}: {ROPE_FACTORS} is not Llama 3's scaling")
     return rope
 
@@ -164,8 +192,10 @@ def named(source: Source, config: dict[str, Any]) -> dict[str, str]:
     """GGUF's tensor names by Hugging Face's; every tensor of the file has its place."""
     names = {there: here for here, there in OUTER.items() if here in source.tensors}
     for layer in range(config["num_hidden_layers"]):
-        names |= {f"model.layers.{layer}.{there}.weight": f"blk.{layer}.{here}.weight"
-                  for here, there in NAMES.items()}
+        names |= {
+            f"model.layers.{layer}.{there}.weight": f"blk.{layer}.{here}.weight"
+            for here, there in NAMES.items()
+        }
     if missing := sorted(set(names.values()) - set(source.tensors)):
         raise GgufError(f"{source.path}: tensor {missing[0]} is missing")
     if extra := sorted(set(source.tensors) - set(names.values()) - {ROPE_FACTORS}):
@@ -175,8 +205,10 @@ def named(source: Source, config: dict[str, Any]) -> dict[str, str]:
         try:
             source.gguf.dequantize(tensor.data[:1], tensor.tensor_type)
         except NotImplementedError:
-            raise GgufError(f"{source.path}: {name} is quantised as {tensor.tensor_type.name}, "
-                            "which the package gguf does not dequantise") from None
+            raise GgufError(
+                f"{source.path}: {name} is quantised as {tensor.tensor_type.name}, "
+                "which the package gguf does not dequantise"
+            ) from None
     return names
 
 
@@ -245,8 +277,9 @@ def convert(file: str | Path, out: str | Path) -> Path:
         raise GgufError(f"{out}: cannot be written ({error})") from error
     try:
         for name, content in {"config.json": config, **files}.items():
-            (folder / name).write_text(json.dumps(content, ensure_ascii=False, indent=1),
-                                       encoding="utf-8")
+            (folder / name).write_text(
+                json.dumps(content, ensure_ascii=False, indent=1), encoding="utf-8"
+            )
         write(folder / "model.safetensors", source, names, config)
         Tokenizer(folder)
         folder.chmod(0o755)

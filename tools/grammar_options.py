@@ -18,8 +18,11 @@ from graft.grammar.statement import GrammarSpec, StructuralTag
 #: Keys that state a grammar, of which a request has at most one; those that go with some of them,
 #: and those that go with all.
 GRAMMARS = ("schema", "json_object", "regex", "ebnf", "lark", "choice", "structural_tag")
-GOES_WITH = {"key_order": ("schema",), "assert_formats": ("schema",),
-             "whitespace": ("schema", "json_object", "structural_tag")}
+GOES_WITH = {
+    "key_order": ("schema",),
+    "assert_formats": ("schema",),
+    "whitespace": ("schema", "json_object", "structural_tag"),
+}
 GRAMMAR_KEYS = (*GRAMMARS, *GOES_WITH, "after", "backend")
 BACKEND_CHOICES = ("auto", "xgrammar", "llguidance")
 _FILES = ("schema", "ebnf", "lark", "structural_tag")
@@ -35,27 +38,49 @@ def add_grammar_arguments(parser: argparse.ArgumentParser) -> None:
     one.add_argument("--ebnf", type=Path, metavar="FILE", help="EBNF file; starts at root")
     one.add_argument("--lark", type=Path, metavar="FILE", help="Lark file; starts at start")
     one.add_argument("--choice", metavar="A,B", help="one of these, separated by commas")
-    one.add_argument("--structural-tag", type=Path, metavar="FILE",
-                     help='free text with tagged parts, such as tool calls: {"tags": [{"begin", '
-                          '"schema", "end"}], "triggers": [...], "at_least_one": false, '
-                          '"at_once": false}')
-    group.add_argument("--after", metavar="MARKER",
-                       help="free text until this marker, then the grammar")
-    group.add_argument("--backend", choices=BACKEND_CHOICES, default="auto",
-                       help="who compiles grammars (default auto: chosen for each)")
-    group.add_argument("--key-order", choices=KEY_ORDERS, default=None,
-                       help="order of an object's keys under --schema (default schema: as it "
-                            "lists them, reasoning before answers)")
-    group.add_argument("--whitespace", type=lambda text: int(text) if text.isdecimal() else text,
-                       metavar="{line,compact,any,N}",
-                       help="of JSON: on one line (default), none, any, or at most N characters in "
-                            "a row")
-    group.add_argument("--assert-formats", action=argparse.BooleanOptionalAction, default=None,
-                       help="enforce the formats of a schema, or take them for annotations "
-                            "(default: as its draft says)")
-    group.add_argument("--partial", action="store_true",
-                       help="take a schema of which a part cannot be enforced; the output is "
-                            "checked against it then, and marked validated or not")
+    one.add_argument(
+        "--structural-tag",
+        type=Path,
+        metavar="FILE",
+        help='free text with tagged parts, such as tool calls: {"tags": [{"begin", '
+        '"schema", "end"}], "triggers": [...], "at_least_one": false, '
+        '"at_once": false}',
+    )
+    group.add_argument(
+        "--after", metavar="MARKER", help="free text until this marker, then the grammar"
+    )
+    group.add_argument(
+        "--backend",
+        choices=BACKEND_CHOICES,
+        default="auto",
+        help="who compiles grammars (default auto: chosen for each)",
+    )
+    group.add_argument(
+        "--key-order",
+        choices=KEY_ORDERS,
+        default=None,
+        help="order of an object's keys under --schema (default schema: as it "
+        "lists them, reasoning before answers)",
+    )
+    group.add_argument(
+        "--whitespace",
+        type=lambda text: int(text) if text.isdecimal() else text,
+        metavar="{line,compact,any,N}",
+        help="of JSON: on one line (default), none, any, or at most N characters in a row",
+    )
+    group.add_argument(
+        "--assert-formats",
+        action=argparse.BooleanOptionalAction,
+        default=None,
+        help="enforce the formats of a schema, or take them for annotations "
+        "(default: as its draft says)",
+    )
+    group.add_argument(
+        "--partial",
+        action="store_true",
+        help="take a schema of which a part cannot be enforced; the output is "
+        "checked against it then, and marked validated or not",
+    )
 
 
 def read_text(path: Path, what: str) -> str:
@@ -87,8 +112,11 @@ def given_grammar(options: argparse.Namespace) -> dict[str, Any]:
         make_grammar(given, options.partial)
     except (GrammarError, OptionError) as error:
         values = {key: getattr(options, key) for key in (*stated, "after", *GOES_WITH)}
-        said = [_flag(key) if value is True else f"{_flag(key)} {value!s}"
-                for key, value in values.items() if value is not None]
+        said = [
+            _flag(key) if value is True else f"{_flag(key)} {value!s}"
+            for key, value in values.items()
+            if value is not None
+        ]
         raise OptionError(f"{' '.join(said)}: {error}") from error
     return given
 
@@ -108,9 +136,10 @@ def make_grammar(given: Mapping[str, Any], partial: bool) -> GrammarSpec | None:
     if given.get("json_object") not in (None, True, False):
         raise OptionError(f"json_object must be true or false, got {given['json_object']!r}")
     named = [
-        key for key in GRAMMARS
+        key
+        for key in GRAMMARS
         if given.get(key) is not None and (key, given[key]) != ("json_object", False)
-    ]  # fmt: skip
+    ]
     if len(named) > 1:
         raise OptionError(f"give at most one grammar, got {' and '.join(named)}")
     backend = given.get("backend") or ""
@@ -129,7 +158,8 @@ def make_grammar(given: Mapping[str, Any], partial: bool) -> GrammarSpec | None:
     key = named[0]
     makers: dict[str, Callable[[Any], GrammarSpec]] = {
         "schema": functools.partial(
-            GrammarSpec.json_schema, partial=partial, backend=backend, **chosen),
+            GrammarSpec.json_schema, partial=partial, backend=backend, **chosen
+        ),
         "json_object": lambda _: GrammarSpec.json_object(**chosen),
         "regex": GrammarSpec.regex,
         "ebnf": GrammarSpec.ebnf,
@@ -169,5 +199,9 @@ def _structural_tag(value: object, **chosen: Any) -> GrammarSpec:
             raise GrammarError(f"structural tag: a tag is {tag!r}, needs begin, schema and end")
         made.append(StructuralTag.of(tag["begin"], tag["schema"], tag["end"]))
     return GrammarSpec.structural_tag(
-        made, triggers, at_least_one=value.get("at_least_one", False),
-        at_once=value.get("at_once", False), **chosen)
+        made,
+        triggers,
+        at_least_one=value.get("at_least_one", False),
+        at_once=value.get("at_once", False),
+        **chosen,
+    )

@@ -19,11 +19,33 @@ from graft.tools import grammar_options as grammars
 from graft.tools.validity import is_valid
 
 #: Fields of a row that go into the request as they are, and those that say how to make its prompt.
-SAMPLING = ("max_tokens", "temperature", "top_k", "top_p", "min_p", "n", "presence_penalty",
-            "frequency_penalty", "repetition_penalty", "min_tokens", "logprobs",
-            "logprobs_masked", "verify")
-PASSED = ("prompt", "messages", "tokens", *SAMPLING, "seed", "stop", "stop_ids", "logit_bias",
-          "allowed_ids", "banned_ids")
+SAMPLING = (
+    "max_tokens",
+    "temperature",
+    "top_k",
+    "top_p",
+    "min_p",
+    "n",
+    "presence_penalty",
+    "frequency_penalty",
+    "repetition_penalty",
+    "min_tokens",
+    "logprobs",
+    "logprobs_masked",
+    "verify",
+)
+PASSED = (
+    "prompt",
+    "messages",
+    "tokens",
+    *SAMPLING,
+    "seed",
+    "stop",
+    "stop_ids",
+    "logit_bias",
+    "allowed_ids",
+    "banned_ids",
+)
 MAKING = ("raw", "tools", "variables")
 KEYS = {"id", *PASSED, *MAKING, *grammars.GRAMMAR_KEYS}
 
@@ -101,8 +123,11 @@ def _read_rows(path: Path) -> dict[int, dict[str, Any]]:
 def _with_defaults(own: dict[str, Any], grammar: dict[str, Any]) -> dict[str, Any]:
     """A row's grammar in place of the options'; what goes with a grammar each by itself."""
     if any(name in own for name in grammars.GRAMMARS):
-        fitting = {option: grammar[option] for option, kinds in grammars.GOES_WITH.items()
-                   if any(kind in own for kind in kinds)}
+        fitting = {
+            option: grammar[option]
+            for option, kinds in grammars.GOES_WITH.items()
+            if any(kind in own for kind in kinds)
+        }
         return {"after": grammar["after"]} | fitting | own
     stated = any(grammar[name] is not None for name in grammars.GRAMMARS)
     return (grammar if stated else {}) | own
@@ -136,8 +161,9 @@ def read_requests(options: argparse.Namespace) -> list[Asked]:
     sampling: dict[str, Any] = {name: getattr(options, name) for name in SAMPLING}
     sampling |= {"stop": tuple(options.stop), "logit_bias": dict(options.logit_bias)}
     grammar = grammars.given_grammar(options)
-    rows = ({0: {"prompt": options.prompt}} if options.prompts is None
-            else _read_rows(options.prompts))
+    rows = (
+        {0: {"prompt": options.prompt}} if options.prompts is None else _read_rows(options.prompts)
+    )
     ids = [row["id"] for row in rows.values() if isinstance(row.get("id"), str)]
     free = (name for name in map(str, itertools.count()) if name not in ids)
     lines: dict[str, int] = {}

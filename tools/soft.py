@@ -57,9 +57,13 @@ def environment() -> Mapping[str, str]:
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare the arguments of ``graft soft``."""
-    parser.add_argument("program", nargs=argparse.REMAINDER, metavar="PROGRAM [ARGS...]",
-                        help="a .py file, -m MODULE, -c CODE or an executable (behind -- where it "
-                             "begins with a dash); it takes this process's place")
+    parser.add_argument(
+        "program",
+        nargs=argparse.REMAINDER,
+        metavar="PROGRAM [ARGS...]",
+        help="a .py file, -m MODULE, -c CODE or an executable (behind -- where it "
+        "begins with a dash); it takes this process's place",
+    )
     parser.set_defaults(run=run)
 
 

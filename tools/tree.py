@@ -59,19 +59,28 @@ def build(python: str) -> int:
         print("graft: building the native part needs cmake and found none", file=sys.stderr)
         return 1
     if importlib.util.find_spec("nanobind") is None:
-        print(f"graft: building the native part needs nanobind, which {python} does not have",
-              file=sys.stderr)
+        print(
+            f"graft: building the native part needs nanobind, which {python} does not have",
+            file=sys.stderr,
+        )
         return 1
     generator = ["-G", "Ninja"] if shutil.which("ninja") else []
     jobs = os.environ.get("CMAKE_BUILD_PARALLEL_LEVEL", str(len(os.sched_getaffinity(0))))
     for command in (
-        [cmake, "-S", str(ROOT / "native"), "-B", str(BUILD), *generator,
-         f"-DPython_EXECUTABLE={python}", "-DCMAKE_BUILD_TYPE=Release"],
+        [
+            cmake,
+            "-S",
+            str(ROOT / "native"),
+            "-B",
+            str(BUILD),
+            *generator,
+            f"-DPython_EXECUTABLE={python}",
+            "-DCMAKE_BUILD_TYPE=Release",
+        ],
         [cmake, "--build", str(BUILD), "--parallel", jobs],
         [cmake, "--install", str(BUILD), "--prefix", str(TREE)],
     ):
-        done = subprocess.run(command, text=True, stdout=subprocess.PIPE,
-                              stderr=subprocess.STDOUT)
+        done = subprocess.run(command, text=True, stdout=subprocess.PIPE, stderr=subprocess.STDOUT)
         if done.returncode:
             print(done.stdout, file=sys.stderr)
             print(f"graft: {' '.join(command)} failed", file=sys.stderr)

@@ -26,9 +26,13 @@ GIL = "GIL"
 WATCHDOG_STATUS = 86
 #: Exit statuses of ``graft doctor --watch``; the program's own is told, never taken over.
 FAILED, UNSEEN, POTENTIAL, DEADLOCK = 1, 2, 3, 4
-VERDICTS = {"none": "no cycle", "potential": "POTENTIAL DEADLOCK", "deadlock": "DEADLOCK",
-            "hang": "HANG, of which the edges are no explanation",
-            "unseen": "nothing was seen"}
+VERDICTS = {
+    "none": "no cycle",
+    "potential": "POTENTIAL DEADLOCK",
+    "deadlock": "DEADLOCK",
+    "hang": "HANG, of which the edges are no explanation",
+    "unseen": "nothing was seen",
+}
 
 
 @dataclass
@@ -167,9 +171,11 @@ def show(report: Report, status: int | None = None, most: int = 12) -> str:
     """The report as text: the edges with their stacks, the verdict, the program's exit status."""
     lines: list[str] = []
     for edge in report.edges:
-        lines.append(f"{', '.join(edge.holds)} -> {', '.join(edge.wants)}: {edge.at}, "
-                     f"{edge.count} x, thread {edge.thread!r} of process {edge.pid}"
-                     + (f" ({edge.why})" if edge.why else ""))
+        lines.append(
+            f"{', '.join(edge.holds)} -> {', '.join(edge.wants)}: {edge.at}, "
+            f"{edge.count} x, thread {edge.thread!r} of process {edge.pid}"
+            + (f" ({edge.why})" if edge.why else "")
+        )
         lines += _stack("Python", edge.python, most) + _stack("native", edge.native, most)
     if report.hang:
         lines += ["the watchdog ended a process that hung:", *(f"  {s}" for s in report.hang)]
@@ -177,9 +183,11 @@ def show(report: Report, status: int | None = None, most: int = 12) -> str:
     lines.append(f"verdict: {VERDICTS[report.verdict]} ({edges})")
     if report.cycle:
         what = " and ".join(report.cycle)
-        lines.append(f"  a thread that holds the GIL waits for {what}, and whoever holds that asks "
-                     "for the GIL: release the GIL around the driver call, or use host work that "
-                     "needs no GIL")
+        lines.append(
+            f"  a thread that holds the GIL waits for {what}, and whoever holds that asks "
+            "for the GIL: release the GIL around the driver call, or use host work that "
+            "needs no GIL"
+        )
     elif not report.processes:
         lines.append("  the program did not open the soft device")
     elif not report.sees_gil:

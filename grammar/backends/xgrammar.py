@@ -155,9 +155,12 @@ def _structural_tag(text: str, whitespace: Whitespace) -> str:
         content = {"type": "grammar", "grammar": rules.to_string()}
         tags.append({"type": "tag", "begin": tag["begin"], "content": content, "end": tag["end"]})
     form = {
-        "type": "triggered_tags", "triggers": spec["triggers"], "tags": tags,
-        "at_least_one": spec["at_least_one"] or spec["at_once"], "stop_after_first": False,
-    }  # fmt: skip
+        "type": "triggered_tags",
+        "triggers": spec["triggers"],
+        "tags": tags,
+        "at_least_one": spec["at_least_one"] or spec["at_once"],
+        "stop_after_first": False,
+    }
     if spec["at_least_one"] and not spec["at_once"]:  # which XGrammar takes for "at once"
         text_first = {"type": "any_text", "excludes": spec["triggers"]}
         form = {"type": "sequence", "elements": [text_first, form]}

@@ -21,8 +21,16 @@ from typing import Any, NamedTuple
 from graft.grammar.errors import GrammarError
 
 __all__ = [
-    "LIMIT_S", "MEMORY_BYTES", "Child", "ChildLost", "Question", "TooSlow", "ask", "leave", "take"
-]  # fmt: skip
+    "LIMIT_S",
+    "MEMORY_BYTES",
+    "Child",
+    "ChildLost",
+    "Question",
+    "TooSlow",
+    "ask",
+    "leave",
+    "take",
+]
 
 #: Seconds that one question may take, and bytes of address space that its process may add.
 LIMIT_S, MEMORY_BYTES = 30.0, 4 << 30

@@ -113,13 +113,20 @@ class GrammarService:
     """
 
     def __init__(
-        self, vocabulary: Vocabulary, choice: Choice = "xgrammar", *, threads: int = 1,
-        timeout_s: float = LIMIT_S, memory_bytes: int = MEMORY_BYTES,
+        self,
+        vocabulary: Vocabulary,
+        choice: Choice = "xgrammar",
+        *,
+        threads: int = 1,
+        timeout_s: float = LIMIT_S,
+        memory_bytes: int = MEMORY_BYTES,
         cache_bytes: int = CACHE_BYTES,
-    ):  # fmt: skip
+    ):
         for name, value in (
-            ("threads", threads), ("timeout_s", timeout_s), ("memory_bytes", memory_bytes),
-        ):  # fmt: skip
+            ("threads", threads),
+            ("timeout_s", timeout_s),
+            ("memory_bytes", memory_bytes),
+        ):
             if not value > 0:
                 raise OptionError(f"compile service: {name} is {value}, must be positive")
         installed = available_backends()
@@ -143,9 +150,11 @@ class GrammarService:
             for _ in range(threads):
                 child = take(memory_bytes) if lane is self._first else Child(memory_bytes)
                 thread = threading.Thread(
-                    target=self._serve, args=(lane, child, limit_s), name="graft-compile",
+                    target=self._serve,
+                    args=(lane, child, limit_s),
+                    name="graft-compile",
                     daemon=True,
-                )  # fmt: skip
+                )
                 self._children.append(child)
                 self._threads.append(thread)
                 thread.start()
@@ -189,8 +198,9 @@ class GrammarService:
         half = len(self._threads) // 2
         # the first lane passes work on to the second, which therefore ends last
         for lane, threads in (
-            (self._first, self._threads[:half]), (self._second, self._threads[half:]),
-        ):  # fmt: skip
+            (self._first, self._threads[:half]),
+            (self._second, self._threads[half:]),
+        ):
             for _ in threads:
                 lane.put(None)
             for thread in threads:

@@ -23,17 +23,33 @@ BACKENDS = ("llguidance", "xgrammar")
 
 
 _BY_TREATMENT = (
-    ("exact", "exact", """type enum const properties required additionalProperties items minItems
-     maxItems minimum maximum exclusiveMinimum exclusiveMaximum anyOf $ref"""),
+    (
+        "exact",
+        "exact",
+        """type enum const properties required additionalProperties items minItems
+     maxItems minimum maximum exclusiveMinimum exclusiveMaximum anyOf $ref""",
+    ),
     # XGrammar's lengths admit control characters in JSON as they are, its patterns quotes too.
-    ("exact", "loose", """multipleOf prefixItems additionalItems allOf minLength maxLength
-     pattern"""),
+    (
+        "exact",
+        "loose",
+        """multipleOf prefixItems additionalItems allOf minLength maxLength
+     pattern""",
+    ),
     ("loose", "loose", "format contentEncoding contentMediaType"),
-    ("refused", "loose", """oneOf propertyNames patternProperties minProperties maxProperties
-     uniqueItems unevaluatedItems unevaluatedProperties then else minContains maxContains"""),
-    ("refused", "dropped", """not if dependencies dependentRequired dependentSchemas contains
-     $dynamicRef $recursiveRef"""),
-)  # fmt: skip
+    (
+        "refused",
+        "loose",
+        """oneOf propertyNames patternProperties minProperties maxProperties
+     uniqueItems unevaluatedItems unevaluatedProperties then else minContains maxContains""",
+    ),
+    (
+        "refused",
+        "dropped",
+        """not if dependencies dependentRequired dependentSchemas contains
+     $dynamicRef $recursiveRef""",
+    ),
+)
 #: What LLGuidance and XGrammar by themselves do with a keyword; the router may rewrite it all the
 #: same. ``loose``: violations may get through without a word; ``dropped``: they do.
 KEYWORDS: dict[str, list[str]] = {

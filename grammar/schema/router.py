@@ -71,9 +71,13 @@ def refusal(reasons: Sequence[Reason]) -> str:
 
 
 def route(
-    schema: Any, *, draft: int = 2020, key_order: KeyOrder = "schema",
-    whitespace: Whitespace = "line", assert_formats: bool | None = None,
-) -> Route:  # fmt: skip
+    schema: Any,
+    *,
+    draft: int = 2020,
+    key_order: KeyOrder = "schema",
+    whitespace: Whitespace = "line",
+    assert_formats: bool | None = None,
+) -> Route:
     """Find the form of a schema that LLGuidance enforces exactly, or the one that comes closest.
 
     Parameters
@@ -98,10 +102,15 @@ def route(
     elif taken and any(has_orders(part) for _, part in subschemas(found)):
         ordered = (Reason("#", "properties", "keys come in the schema's order only"),)
     return Route(
-        "llguidance" if taken else None, found, taken and not reasons, rules,
-        tuple(reasons[:_MOST_REASONS]), new.narrowed + unusual + ordered, ordered,
+        "llguidance" if taken else None,
+        found,
+        taken and not reasons,
+        rules,
+        tuple(reasons[:_MOST_REASONS]),
+        new.narrowed + unusual + ordered,
+        ordered,
         tuple(itertools.islice(_spelled_once(schema), _MOST_REASONS)),
-    )  # fmt: skip
+    )
 
 
 def _taken(new: Rewritten) -> tuple[Any, list[Reason], bool]:

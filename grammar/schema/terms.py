@@ -7,10 +7,25 @@ from typing import Any, NamedTuple
 from urllib.parse import unquote
 
 __all__ = [
-    "KINDS", "MAPS", "Cannot", "Kinds", "Reason", "References", "any_of", "dialect", "escape",
-    "has_orders", "kinds_of", "meet", "required_of", "steps_of", "subschemas", "value_kind",
-    "values_of", "word_set",
-]  # fmt: skip
+    "KINDS",
+    "MAPS",
+    "Cannot",
+    "Kinds",
+    "Reason",
+    "References",
+    "any_of",
+    "dialect",
+    "escape",
+    "has_orders",
+    "kinds_of",
+    "meet",
+    "required_of",
+    "steps_of",
+    "subschemas",
+    "value_kind",
+    "values_of",
+    "word_set",
+]
 
 Kinds = frozenset[str]
 

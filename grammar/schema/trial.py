@@ -12,9 +12,11 @@ __all__ = ["objections", "trial", "trial_lark", "unsatisfiable", "validate"]
 
 #: As the native worker sets them (see ``native/guide/llguidance_abi``).
 _LIMITS: dict[str, Any] = {
-    "initial_lexer_fuel": 10**7, "step_lexer_fuel": 10**7, "max_items_in_row": 10**6,
+    "initial_lexer_fuel": 10**7,
+    "step_lexer_fuel": 10**7,
+    "max_items_in_row": 10**6,
     "step_max_items": 10**6,
-}  # fmt: skip
+}
 #: For questions that may stay without an answer.
 _SMALL: dict[str, Any] = {"max_grammar_size": 20_000, "initial_lexer_fuel": 50_000}
 _KEYWORD_OF = (
@@ -72,9 +74,10 @@ def objections(schema: Any) -> list[Reason]:
         return [Reason("#", "schema", f"allows no output ({objection})")]
     keyword = _keyword_of(objection)
     shared = {
-        key: schema[key] for key in ("$schema", "$id", "id", "$defs", "definitions")
+        key: schema[key]
+        for key in ("$schema", "$id", "id", "$defs", "definitions")
         if isinstance(schema, dict) and key in schema
-    }  # fmt: skip
+    }
     place = "#"
     for pointer, part in subschemas(schema)[:400]:
         inside = pointer == place or pointer.startswith(place + "/")

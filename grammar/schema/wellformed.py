@@ -57,27 +57,47 @@ def _map_of(form: Callable[[Any], bool]) -> Callable[[Any], bool]:
 
 _FORMS: tuple[tuple[str, Callable[[Any], bool], str], ...] = (
     ("a number", _number, "minimum maximum"),
-    ("a number or, in draft 4, a boolean", lambda v: _number(v) or isinstance(v, bool),
-     "exclusiveMinimum exclusiveMaximum"),
+    (
+        "a number or, in draft 4, a boolean",
+        lambda v: _number(v) or isinstance(v, bool),
+        "exclusiveMinimum exclusiveMaximum",
+    ),
     ("a number above 0", lambda v: _number(v) and v > 0, "multipleOf divisibleBy"),
-    ("a whole number, not negative", _count, """minLength maxLength minItems maxItems
-     minProperties maxProperties minContains maxContains"""),
-    ("a string", lambda v: isinstance(v, str),
-     "pattern format $ref $dynamicRef $recursiveRef contentEncoding contentMediaType"),
+    (
+        "a whole number, not negative",
+        _count,
+        """minLength maxLength minItems maxItems
+     minProperties maxProperties minContains maxContains""",
+    ),
+    (
+        "a string",
+        lambda v: isinstance(v, str),
+        "pattern format $ref $dynamicRef $recursiveRef contentEncoding contentMediaType",
+    ),
     ("a boolean", lambda v: isinstance(v, bool), "uniqueItems"),
     ("a type of JSON or a list of them", _types, "type"),
     ("a list of names", lambda v: _names(v) or isinstance(v, bool), "required"),  # draft 3
     ("a list", lambda v: isinstance(v, list), "enum"),
-    ("a schema", _schema, """additionalProperties additionalItems propertyNames contains not if
-     then else unevaluatedItems unevaluatedProperties"""),
+    (
+        "a schema",
+        _schema,
+        """additionalProperties additionalItems propertyNames contains not if
+     then else unevaluatedItems unevaluatedProperties""",
+    ),
     ("a schema or a list of schemas", lambda v: _schema(v) or v == [] or _schemas(v), "items"),
     ("a list of schemas", _schemas, "allOf anyOf oneOf prefixItems"),
-    ("a map of schemas", _map_of(_schema),
-     "properties patternProperties $defs definitions dependentSchemas"),
+    (
+        "a map of schemas",
+        _map_of(_schema),
+        "properties patternProperties $defs definitions dependentSchemas",
+    ),
     ("a map of names", _map_of(_names), "dependentRequired"),
-    ("a map of names or schemas",
-     _map_of(lambda v: _names(v) or _schema(v) or isinstance(v, str)), "dependencies"),
-)  # fmt: skip
+    (
+        "a map of names or schemas",
+        _map_of(lambda v: _names(v) or _schema(v) or isinstance(v, str)),
+        "dependencies",
+    ),
+)
 _FORM = {word: (said, form) for said, form, words in _FORMS for word in words.split()}
 
 

@@ -13,6 +13,19 @@ from graft.models.drafters.user import UserDrafter
 from graft.models.feed import Feed
 
 __all__ = [
-    "Ahead", "DFlash", "DraftVocab", "Drafter", "DrafterChoice", "DrafterRoom", "Eagle3", "Feed",
-    "Forced", "Mtp", "NGram", "SmallModel", "Suffix", "TreeShape", "UserDrafter",
-]  # fmt: skip
+    "Ahead",
+    "DFlash",
+    "DraftVocab",
+    "Drafter",
+    "DrafterChoice",
+    "DrafterRoom",
+    "Eagle3",
+    "Feed",
+    "Forced",
+    "Mtp",
+    "NGram",
+    "SmallModel",
+    "Suffix",
+    "TreeShape",
+    "UserDrafter",
+]

@@ -56,9 +56,7 @@ class Ahead(Drafter):
     def proposes(self) -> bool:
         return True
 
-    def prefill(
-        self, lane: Lane, own: Rows, following: Rows, features: DeviceArray | None
-    ) -> None:
+    def prefill(self, lane: Lane, own: Rows, following: Rows, features: DeviceArray | None) -> None:
         for drafter in (self._first, self._then):
             drafter.prefill(lane, own, following, features)
 

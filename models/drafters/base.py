@@ -121,9 +121,7 @@ class Drafter:
         """Whether `start` writes drafts to ``feed.proposal``."""
         return not self.shape.levels
 
-    def prefill(
-        self, lane: Lane, own: Rows, following: Rows, features: DeviceArray | None
-    ) -> None:
+    def prefill(self, lane: Lane, own: Rows, following: Rows, features: DeviceArray | None) -> None:
         """Absorb a part of a prompt. A part is a graph's launch: rows may be padding.
 
         Parameters

@@ -52,8 +52,9 @@ class DFlash(Drafter):
     def __init__(self, folder: Path, room: DrafterRoom) -> None:
         config, device, target = DFlashConfig.from_dir(folder), room.device, room.target
         hidden, vocab, self.taps = config.hidden_size, config.vocab_size, config.target_layer_ids
-        check_target(target, vocab_size=vocab, hidden_size=hidden,
-                     num_hidden_layers=config.num_target_layers)  # fmt: skip
+        check_target(
+            target, vocab_size=vocab, hidden_size=hidden, num_hidden_layers=config.num_target_layers
+        )
         if config.sliding_window is not None and config.sliding_window < room.length:
             raise ConfigError(
                 f"{folder}: sliding_window = {config.sliding_window} is implemented for requests "
@@ -67,19 +68,29 @@ class DFlash(Drafter):
         weights = Weights(device, Checkpoint(folder))
         self._embedding, self._head = (
             weights.matrix(name, vocab, hidden) if name in weights.checkpoint else of_target
-            for name, of_target in (("embed_tokens.weight", target.embedding),
-                                    ("lm_head.weight", target.lm_head)))  # fmt: skip
+            for name, of_target in (
+                ("embed_tokens.weight", target.embedding),
+                ("lm_head.weight", target.lm_head),
+            )
+        )
         self._fc = weights.matrix("fc.weight", hidden, len(self.taps) * hidden)
         self._context_norm = weights.vector("hidden_norm.weight", hidden)
-        self._decoder = [DecoderLayer.load(weights, f"layers.{i}", config, hidden, self._layers)
-                         for i in range(config.num_hidden_layers)]  # fmt: skip
+        self._decoder = [
+            DecoderLayer.load(weights, f"layers.{i}", config, hidden, self._layers)
+            for i in range(config.num_hidden_layers)
+        ]
         self._norm = weights.vector("norm.weight", hidden)
-        self._markov = [weights.matrix(f"markov_head.markov_{name}.weight", vocab, rank)
-                        for name in ("w1", "w2")] if rank else []  # fmt: skip
+        self._markov = (
+            [
+                weights.matrix(f"markov_head.markov_{name}.weight", vocab, rank)
+                for name in ("w1", "w2")
+            ]
+            if rank
+            else []
+        )
         levels, second = room.slots * len(self.shape.levels), config.selector_rank > 0
         self._convolutions = Convolutions(weights, config, self._layers, rows) if second else None
-        self._selector = (Selector(weights, config, self._layers, levels, nodes)
-                          if second else None)  # fmt: skip
+        self._selector = Selector(weights, config, self._layers, levels, nodes) if second else None
         self.at_once = not (rank or second)
         weights.finish(("rotary_emb.inv_freq", "confidence_head."))
         heads, dim = config.num_key_value_heads, config.head_dim
@@ -93,9 +104,7 @@ class DFlash(Drafter):
         self._block = device.zeros((4, rows), "int32")  # token, slot, position, last attended one
         self._block_rows = device.load(KERNELS)["block_rows"]
 
-    def prefill(
-        self, lane: Lane, own: Rows, following: Rows, features: DeviceArray | None
-    ) -> None:
+    def prefill(self, lane: Lane, own: Rows, following: Rows, features: DeviceArray | None) -> None:
         self._absorb(lane, following, features)
 
     def start(self, lane: Lane, feed: Feed) -> DeviceArray | None:
@@ -106,14 +115,28 @@ class DFlash(Drafter):
         first, eps = config.first_row * batch, config.rms_norm_eps
         n = first + len(self.shape.levels) * batch
         block = token, slot, pos, last = [self._block[i][:n] for i in range(4)]
-        args = [feed.row_slot, feed.state.array, feed.sampler.rows, feed.sampler.row_words,
-                batch, n // batch, config.mask_token_id, *block]  # fmt: skip
+        args = [
+            feed.row_slot,
+            feed.state.array,
+            feed.sampler.rows,
+            feed.sampler.row_words,
+            batch,
+            n // batch,
+            config.mask_token_id,
+            *block,
+        ]
         lane.kernel(self._block_rows, -(-n // _BLOCK), _BLOCK, args, name="block rows")
         stream, normed = scratch.stream[:n], scratch.normed[:n]
         lowest, scaled = self._decoder[0], config.input_embedding_scale != 1
         x = scratch.norm(n, lowest.input_norm, lowest.qkv)
-        layers.gather(lane, self._embedding, token, stream, name="embed",
-                      norm=None if scaled or self._convolutions else x)  # fmt: skip
+        layers.gather(
+            lane,
+            self._embedding,
+            token,
+            stream,
+            name="embed",
+            norm=None if scaled or self._convolutions else x,
+        )
         if scaled:
             layers.scale(lane, stream, config.input_embedding_scale)
         if scaled and not self._convolutions:
@@ -168,5 +191,16 @@ class DFlash(Drafter):
         layers.linear(lane, features, self._fc, stream, name="fc")
         layers.norm(lane, stream, self._context_norm, config.rms_norm_eps, context)
         for i, weights in enumerate(self._decoder):
-            layers.heads(lane, context, weights.qkv[queries:], kv, self._turn, rows, self._kv, i, 0,
-                         weights.head_norms, config.rms_norm_eps)  # fmt: skip
+            layers.heads(
+                lane,
+                context,
+                weights.qkv[queries:],
+                kv,
+                self._turn,
+                rows,
+                self._kv,
+                i,
+                0,
+                weights.head_norms,
+                config.rms_norm_eps,
+            )

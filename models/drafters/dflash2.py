@@ -31,23 +31,38 @@ __all__ = ["Convolutions", "Selector"]
 class Convolutions:
     """Of all layers, before and behind attention and MLP; for `rows` rows of all blocks."""
 
-    def __init__(
-        self, weights: Weights, config: DFlashConfig, layers: Layers, rows: int
-    ) -> None:
+    def __init__(self, weights: Weights, config: DFlashConfig, layers: Layers, rows: int) -> None:
         size, hidden = config.conv_kernel_size, config.hidden_size
         columns = 2 * size * (hidden // config.conv_group_size)
-        self._sites = [[(weights.vector(f"layers.{i}.{name}_conv.base_kernel", 2, size, hidden),
-                         weights.matrix(f"layers.{i}.{name}_conv.kernel_projection.weight",
-                                        columns, hidden)) for name in ("attention", "mlp")]
-                       for i in range(config.num_hidden_layers)]  # fmt: skip
+        self._sites = [
+            [
+                (
+                    weights.vector(f"layers.{i}.{name}_conv.base_kernel", 2, size, hidden),
+                    weights.matrix(
+                        f"layers.{i}.{name}_conv.kernel_projection.weight", columns, hidden
+                    ),
+                )
+                for name in ("attention", "mlp")
+            ]
+            for i in range(config.num_hidden_layers)
+        ]
         self._dynamic = layers.device.empty((rows, columns), "float32")
         self._convolved = layers.device.empty((rows, hidden), "float32")
 
     def run_layers(
-        self, apart: int, lane: Lane, layers: Layers, config: LlamaConfig,
-        decoder: Sequence[DecoderLayer], scratch: Scratch, kv: PagedKV, turn: DeviceArray,
-        rows: Rows, x: DeviceArray, attending: Rows,
-    ) -> None:  # fmt: skip
+        self,
+        apart: int,
+        lane: Lane,
+        layers: Layers,
+        config: LlamaConfig,
+        decoder: Sequence[DecoderLayer],
+        scratch: Scratch,
+        kv: PagedKV,
+        turn: DeviceArray,
+        rows: Rows,
+        x: DeviceArray,
+        attending: Rows,
+    ) -> None:
         """`llama.run_layers` of blocks whose rows are so far apart; overwrites `x`."""
         n, eps = rows.count, config.rms_norm_eps
         stream, dynamic, convolved = scratch.stream[:n], self._dynamic[:n], self._convolved[:n]
@@ -61,8 +76,20 @@ class Convolutions:
         ):
             layers.norm(lane, stream, weights.input_norm, eps, x)
             convolve(of_attention)
-            attend(lane, layers, config, weights, scratch, kv, i, turn, rows, convolved, x,
-                   attending=attending)  # fmt: skip
+            attend(
+                lane,
+                layers,
+                config,
+                weights,
+                scratch,
+                kv,
+                i,
+                turn,
+                rows,
+                convolved,
+                x,
+                attending=attending,
+            )
             layers.convolve(lane, x, of_attention[0], dynamic, 1, apart, stream, stream)
             layers.norm(lane, stream, weights.post_norm, eps, x)
             convolve(of_mlp)
@@ -88,10 +115,13 @@ class Selector:
             for name, size, columns in (
                 ("hidden_projection.weight", self._rank, config.hidden_size),
                 ("predecessor_codebook", vocab, self._rank),
-                ("successor_codebook", vocab, self._rank)))  # fmt: skip
+                ("successor_codebook", vocab, self._rank),
+            )
+        )
         self._hidden, self._successor, self._predecessor = (
             device.empty((count, self._rank), "float32")
-            for count in (rows, rows * self._count, nodes))  # fmt: skip
+            for count in (rows, rows * self._count, nodes)
+        )
         self._best = device.zeros((rows * self._count,), "int32")
         self._block = row_block(device)
         self._kernels = load(device, "selector", self._block)
@@ -101,10 +131,16 @@ class Selector:
         rows, vocab = logits.shape
         best = self._best[: rows * self._count]
         self._layers.linear(lane, normed, self._projection, self._hidden[:rows], name="selector")
-        lane.kernel(self._kernels["selector_best"], rows, self._block,
-                    [logits, vocab, self._count, best], name="best ids")  # fmt: skip
-        self._layers.gather(lane, self._successors, best, self._successor[: rows * self._count],
-                            name="successors")  # fmt: skip
+        lane.kernel(
+            self._kernels["selector_best"],
+            rows,
+            self._block,
+            [logits, vocab, self._count, best],
+            name="best ids",
+        )
+        self._layers.gather(
+            lane, self._successors, best, self._successor[: rows * self._count], name="successors"
+        )
 
     def score(
         self, lane: Lane, logits: DeviceArray, level: int, batch: int, before: DeviceArray
@@ -114,6 +150,15 @@ class Selector:
         nodes, vocab = logits.shape
         first, k, predecessor = level * batch, self._count, self._predecessor[:nodes]
         self._layers.gather(lane, self._predecessors, before, predecessor, name="predecessors")
-        args = [logits, vocab, nodes // batch, k, self._rank, self._best[first * k :],
-                self._successor[first * k :], self._hidden[first:], predecessor]  # fmt: skip
+        args = [
+            logits,
+            vocab,
+            nodes // batch,
+            k,
+            self._rank,
+            self._best[first * k :],
+            self._successor[first * k :],
+            self._hidden[first:],
+            predecessor,
+        ]
         lane.kernel(self._kernels["selector_score"], nodes, self._block, args, name="select")

@@ -86,8 +86,10 @@ class Eagle3Head:
         prefix = "midlayer" if "midlayer.hidden_norm.weight" in checkpoint else "layers.0"
         self.fc = weights.matrix("fc.weight", hidden, 3 * config.target_hidden_size)
         self.decoder = [DecoderLayer.load(weights, prefix, config, 2 * hidden, self.layers)]
-        self.decoder += [DecoderLayer.load(weights, f"layers.{i}", config, hidden, self.layers)
-                         for i in range(1, config.num_hidden_layers)]  # fmt: skip
+        self.decoder += [
+            DecoderLayer.load(weights, f"layers.{i}", config, hidden, self.layers)
+            for i in range(1, config.num_hidden_layers)
+        ]
         self.hidden_norm = weights.vector(f"{prefix}.hidden_norm.weight", hidden)
         self.final_norm = weights.vector("norm.weight", hidden)
         shared = hidden == self.target.config.hidden_size
@@ -104,8 +106,9 @@ class Eagle3Head:
         if "lm_head.weight" in checkpoint:
             self.lm_head = weights.matrix("lm_head.weight", draft, hidden)
         elif shared:
-            self.lm_head = lent if maps is None else self.device.from_host(
-                lent.to_host()[maps[0]], lent.dtype)  # fmt: skip
+            self.lm_head = (
+                lent if maps is None else self.device.from_host(lent.to_host()[maps[0]], lent.dtype)
+            )
         else:
             raise CheckpointError(
                 f"{checkpoint.path}: lm_head.weight is missing, and the target's is "
@@ -169,9 +172,14 @@ class Eagle3Head:
         return self.scratch.norm(rows, self.final_norm, self.lm_head, writer)
 
     def gather(
-        self, lane: Lane, out: DeviceArray, index: DeviceArray, *, again: bool = False,
+        self,
+        lane: Lane,
+        out: DeviceArray,
+        index: DeviceArray,
+        *,
+        again: bool = False,
         norm: Norm | None = None,
-    ) -> DeviceArray:  # fmt: skip
+    ) -> DeviceArray:
         """Rows `index` (int32[B]) of `out`: float32[B, hidden], a view the next gather reuses.
 
         `out` may be what a gather returned if this one is `again`, and its view lasts until
@@ -187,11 +195,29 @@ class Eagle3Head:
         n, scratch, config = rows.count, self.scratch, self.config
         stream, x, first = scratch.stream[:n], scratch.wide[:n], self.decoder[0]
         self.layers.eagle_input(
-            lane, rows.token, self.embedding, hidden, first.input_norm, self.hidden_norm,
-            config.rms_norm_eps, config.norm_before_residual, x, stream,
-        )  # fmt: skip
-        run_layers(lane, self.layers, config, self.decoder, scratch, self.kv, self.turn, rows, x,
-                   ending=ending)  # fmt: skip
+            lane,
+            rows.token,
+            self.embedding,
+            hidden,
+            first.input_norm,
+            self.hidden_norm,
+            config.rms_norm_eps,
+            config.norm_before_residual,
+            x,
+            stream,
+        )
+        run_layers(
+            lane,
+            self.layers,
+            config,
+            self.decoder,
+            scratch,
+            self.kv,
+            self.turn,
+            rows,
+            x,
+            ending=ending,
+        )
         return stream
 
 
@@ -210,16 +236,15 @@ class Eagle3(Drafter):
     @classmethod
     def from_dir(cls, folder: Path, config: Eagle3Config, room: DrafterRoom) -> Eagle3:
         """Load a checkpoint's head; raises as `Eagle3Head`."""
-        cache = room.cache(config.num_hidden_layers, config.num_key_value_heads, config.head_dim,
-                           config.dtype)  # fmt: skip
+        cache = room.cache(
+            config.num_hidden_layers, config.num_key_value_heads, config.head_dim, config.dtype
+        )
         head = Eagle3Head(
             room.device, config, Checkpoint(folder), room.target, cache, max_rows=room.max_rows
         )
         return cls(head, TreeShape.by_level(room.drafts, room.tree))
 
-    def prefill(
-        self, lane: Lane, own: Rows, following: Rows, features: DeviceArray | None
-    ) -> None:
+    def prefill(self, lane: Lane, own: Rows, following: Rows, features: DeviceArray | None) -> None:
         self.head.entries(lane, following, _given(features))
 
     def start(self, lane: Lane, feed: Feed) -> DeviceArray | None:

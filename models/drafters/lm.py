@@ -39,15 +39,20 @@ class SmallModel(Drafter):
         """
         config = LlamaConfig.from_dir(folder)
         check_tokens(folder, room.tokenizer)
-        cache = room.cache(config.num_hidden_layers, config.num_key_value_heads, config.head_dim,
-                           config.dtype)  # fmt: skip
-        model = LlamaModel(room.device, config, Checkpoint(folder), cache, max_rows=room.max_rows,
-                           activations=room.target.layers.activations)  # fmt: skip
+        cache = room.cache(
+            config.num_hidden_layers, config.num_key_value_heads, config.head_dim, config.dtype
+        )
+        model = LlamaModel(
+            room.device,
+            config,
+            Checkpoint(folder),
+            cache,
+            max_rows=room.max_rows,
+            activations=room.target.layers.activations,
+        )
         return cls(model, TreeShape.by_level(room.drafts, room.tree))
 
-    def prefill(
-        self, lane: Lane, own: Rows, following: Rows, features: DeviceArray | None
-    ) -> None:
+    def prefill(self, lane: Lane, own: Rows, following: Rows, features: DeviceArray | None) -> None:
         self.model.forward(lane, own)
 
     def start(self, lane: Lane, feed: Feed) -> DeviceArray | None:

@@ -59,8 +59,9 @@ class Mtp(Drafter):
     def __init__(self, folder: Path, room: DrafterRoom) -> None:
         config, device, target = LlamaConfig.from_dir(folder), room.device, room.target
         layers, hidden = config.num_hidden_layers, config.hidden_size
-        check_target(target, vocab_size=config.vocab_size, hidden_size=hidden,
-                     num_hidden_layers=layers)  # fmt: skip
+        check_target(
+            target, vocab_size=config.vocab_size, hidden_size=hidden, num_hidden_layers=layers
+        )
         weights = Weights(device, Checkpoint(folder))
 
         def shared(name: str, of_target: DeviceArray) -> DeviceArray:
@@ -68,17 +69,27 @@ class Mtp(Drafter):
             return weights.matrix(name, config.vocab_size, hidden) if own else of_target
 
         names = [f"model.layers.{layers + j}" for j in range(config.num_nextn_predict_layers)]
-        modules = [_Module(
-            shared(f"{name}.embed_tokens.weight", target.embedding),
-            weights.vector(f"{name}.enorm.weight", hidden),
-            weights.vector(f"{name}.hnorm.weight", hidden),
-            weights.matrix(f"{name}.eh_proj.weight", hidden, 2 * hidden),
-            DecoderLayer.load(weights, name, config, hidden, target.layers),
-            weights.vector(f"{name}.shared_head.norm.weight", hidden),
-            shared(f"{name}.shared_head.head.weight", target.lm_head),
-        ) for name in names]  # fmt: skip
-        weights.finish(("model.embed_tokens.", "model.norm.", "lm_head.", "rotary_emb.inv_freq",
-                        *(f"model.layers.{i}." for i in range(layers))))  # fmt: skip
+        modules = [
+            _Module(
+                shared(f"{name}.embed_tokens.weight", target.embedding),
+                weights.vector(f"{name}.enorm.weight", hidden),
+                weights.vector(f"{name}.hnorm.weight", hidden),
+                weights.matrix(f"{name}.eh_proj.weight", hidden, 2 * hidden),
+                DecoderLayer.load(weights, name, config, hidden, target.layers),
+                weights.vector(f"{name}.shared_head.norm.weight", hidden),
+                shared(f"{name}.shared_head.head.weight", target.lm_head),
+            )
+            for name in names
+        ]
+        weights.finish(
+            (
+                "model.embed_tokens.",
+                "model.norm.",
+                "lm_head.",
+                "rotary_emb.inv_freq",
+                *(f"model.layers.{i}." for i in range(layers)),
+            )
+        )
         self._several = len(modules) > 1
         self.lookahead = None if self._several else 1  # the modules behind the first carry state
         drafts = min(room.drafts, len(modules)) if self._several else room.drafts
@@ -96,11 +107,10 @@ class Mtp(Drafter):
         # h of entry n - 1 - j, which goes through the modules behind it level by level.
         self._carried, self._ends = (
             device.zeros((count, room.slots * self.shape.branch, hidden), "float32")
-            for _ in range(2))  # fmt: skip
+            for _ in range(2)
+        )
 
-    def prefill(
-        self, lane: Lane, own: Rows, following: Rows, features: DeviceArray | None
-    ) -> None:
+    def prefill(self, lane: Lane, own: Rows, following: Rows, features: DeviceArray | None) -> None:
         self._absorb(lane, following, features)
 
     def start(self, lane: Lane, feed: Feed) -> DeviceArray | None:
@@ -151,12 +161,32 @@ class Mtp(Drafter):
         n, module, layers = rows.count, self._modules[j], self._target.layers
         scratch, eps = self._scratch, self._config.rms_norm_eps
         stream = scratch.stream[:n]
-        layers.eagle_input(lane, rows.token, module.embedding, hidden, module.enorm, module.hnorm,
-                           eps, False, scratch.wide[:n], stream)  # fmt: skip
+        layers.eagle_input(
+            lane,
+            rows.token,
+            module.embedding,
+            hidden,
+            module.enorm,
+            module.hnorm,
+            eps,
+            False,
+            scratch.wide[:n],
+            stream,
+        )
         x = scratch.norm(n, module.layer.input_norm, module.layer.qkv, module.joined)
         layers.linear(lane, scratch.wide[:n], module.joined, stream, norm=x, name="eh_proj")
-        run_layers(lane, layers, self._config, [module.layer], scratch, self._kv, self._turn, rows,
-                   x, first=j)  # fmt: skip
+        run_layers(
+            lane,
+            layers,
+            self._config,
+            [module.layer],
+            scratch,
+            self._kv,
+            self._turn,
+            rows,
+            x,
+            first=j,
+        )
         layers.norm(lane, stream, module.norm, eps, hidden)
 
     def _predict(self, lane: Lane, feed: Feed, j: int, ends: DeviceArray) -> DeviceArray:

@@ -27,12 +27,28 @@ class NGram(Texts):
     """
 
     def __init__(
-        self, room: DrafterRoom, *, longest: int = 4, shortest: int = 1, drafts: int | None = None,
-        public: bool = False, kept: int = 16, oldest: bool = False, match: str = "longest",
-    ):  # fmt: skip
+        self,
+        room: DrafterRoom,
+        *,
+        longest: int = 4,
+        shortest: int = 1,
+        drafts: int | None = None,
+        public: bool = False,
+        kept: int = 16,
+        oldest: bool = False,
+        match: str = "longest",
+    ):
         if match not in _VOTES:
             raise OptionError(f"NGram: match must be one of {', '.join(_VOTES)}, got {match!r}")
         super().__init__(
-            room, longest=longest, shortest=shortest, drafts=drafts, public=public, kept=kept,
-            oldest=oldest, vote=_VOTES[match], factor=1e6, threshold=0.0,
-        )  # fmt: skip
+            room,
+            longest=longest,
+            shortest=shortest,
+            drafts=drafts,
+            public=public,
+            kept=kept,
+            oldest=oldest,
+            vote=_VOTES[match],
+            factor=1e6,
+            threshold=0.0,
+        )

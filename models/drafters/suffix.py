@@ -25,10 +25,26 @@ class Suffix(Texts):
     """
 
     def __init__(
-        self, room: DrafterRoom, *, longest: int = 24, shortest: int = 1, drafts: int | None = None,
-        public: bool = False, kept: int = 16, factor: float = 1.0, threshold: float = 0.1,
-    ):  # fmt: skip
+        self,
+        room: DrafterRoom,
+        *,
+        longest: int = 24,
+        shortest: int = 1,
+        drafts: int | None = None,
+        public: bool = False,
+        kept: int = 16,
+        factor: float = 1.0,
+        threshold: float = 0.1,
+    ):
         super().__init__(
-            room, longest=longest, shortest=shortest, drafts=drafts, public=public, kept=kept,
-            oldest=False, vote="LONGEST", factor=factor, threshold=threshold,
-        )  # fmt: skip
+            room,
+            longest=longest,
+            shortest=shortest,
+            drafts=drafts,
+            public=public,
+            kept=kept,
+            oldest=False,
+            vote="LONGEST",
+            factor=factor,
+            threshold=threshold,
+        )

@@ -58,17 +58,29 @@ class Texts(Drafter):
     lookahead = 1
 
     def __init__(
-        self, room: DrafterRoom, *, longest: int, shortest: int, drafts: int | None, public: bool,
-        kept: int, oldest: bool, vote: str, factor: float, threshold: float,
-    ):  # fmt: skip
+        self,
+        room: DrafterRoom,
+        *,
+        longest: int,
+        shortest: int,
+        drafts: int | None,
+        public: bool,
+        kept: int,
+        oldest: bool,
+        vote: str,
+        factor: float,
+        threshold: float,
+    ):
         drafts = room.drafts if drafts is None else drafts
         for option, value, kind, low, high in (
             ("max_length", room.length, int, 1, _MOST_LENGTH),
-            ("longest", longest, int, 1, _MOST_LENGTH), ("shortest", shortest, int, 1, longest),
-            ("drafts", drafts, int, 1, room.drafts), ("kept", kept, int, 0, _MOST_KEPT),
+            ("longest", longest, int, 1, _MOST_LENGTH),
+            ("shortest", shortest, int, 1, longest),
+            ("drafts", drafts, int, 1, room.drafts),
+            ("kept", kept, int, 0, _MOST_KEPT),
             ("factor", factor, int | float, 0, _MOST_DRAFTED),
             ("threshold", threshold, int | float, 0, 1),
-        ):  # fmt: skip
+        ):
             if not isinstance(value, kind) or not low <= value <= high:
                 raise OptionError(
                     f"{type(self).__name__}: {option} is {value!r}, must be from {low} to {high}"
@@ -81,15 +93,23 @@ class Texts(Drafter):
         size = (room.slots + self._kept, room.length)
         self._texts = room.device.from_host(np.full(size, -1, np.int32))
         self._begun = room.device.zeros((1,), "int32")
-        self._options = (longest, shortest, int(public), int(oldest), _VOTES[f"VOTE_{vote}"],
-                         drafts, float(factor), float(threshold), branch, levels)  # fmt: skip
+        self._options = (
+            longest,
+            shortest,
+            int(public),
+            int(oldest),
+            _VOTES[f"VOTE_{vote}"],
+            drafts,
+            float(factor),
+            float(threshold),
+            branch,
+            levels,
+        )
         vocab = 1 if vote == "NONE" and branch == 1 else room.target.config.vocab_size
         self._votes = room.device.zeros((room.slots, vocab), "int32")
         self._kernels, self._block = room.device.load(_KERNELS), row_block(room.device)
 
-    def prefill(
-        self, lane: Lane, own: Rows, following: Rows, features: DeviceArray | None
-    ) -> None:
+    def prefill(self, lane: Lane, own: Rows, following: Rows, features: DeviceArray | None) -> None:
         self._note(lane, own)
 
     def resume(self, lane: Lane, own: Rows) -> None:
@@ -99,12 +119,30 @@ class Texts(Drafter):
         self._note(lane, feed.committed(lane, shift=1))
         if feed.width == 1:
             return
-        args = [feed.row_slot, feed.state.array, self._texts, *self._texts.shape, *self._options,
-                self._votes.shape[1], self._votes, self.shape.nodes, feed.proposal,
-                feed.parents]  # fmt: skip
+        args = [
+            feed.row_slot,
+            feed.state.array,
+            self._texts,
+            *self._texts.shape,
+            *self._options,
+            self._votes.shape[1],
+            self._votes,
+            self.shape.nodes,
+            feed.proposal,
+            feed.parents,
+        ]
         lane.kernel(self._kernels["propose_texts"], feed.batch, self._block, args, name="look up")
 
     def _note(self, lane: Lane, rows: Rows) -> None:
-        args = [rows.token, rows.slot, rows.pos, rows.count, self._texts, self._texts.shape[1],
-                self._slots, self._kept, self._begun]  # fmt: skip
+        args = [
+            rows.token,
+            rows.slot,
+            rows.pos,
+            rows.count,
+            self._texts,
+            self._texts.shape[1],
+            self._slots,
+            self._kept,
+            self._begun,
+        ]
         lane.kernel(self._kernels["note_tokens"], 1, self._block, args, name="note tokens")

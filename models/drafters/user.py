@@ -72,13 +72,19 @@ class UserDrafter(Drafter):
     lookahead = 1
 
     def __init__(
-        self, room: DrafterRoom, *, propose: Callable[[list[int]], Any], deadline_s: float = 1.0,
+        self,
+        room: DrafterRoom,
+        *,
+        propose: Callable[[list[int]], Any],
+        deadline_s: float = 1.0,
         tree: bool = False,
-    ):  # fmt: skip
+    ):
         name = self._name = PythonWork(propose).title
         if not isinstance(deadline_s, int | float) or not 0 < deadline_s <= _LONGEST_DEADLINE_S:
-            raise OptionError(f"drafter {name}: deadline_s is {deadline_s!r}, must be above 0 and "
-                              f"at most {_LONGEST_DEADLINE_S:g}")  # fmt: skip
+            raise OptionError(
+                f"drafter {name}: deadline_s is {deadline_s!r}, must be above 0 and "
+                f"at most {_LONGEST_DEADLINE_S:g}"
+            )
         self.shape = TreeShape(room.drafts, branch=room.drafts if tree else 1)
         self._deadline_s = deadline_s
         self._kernels = room.device.load(_KERNELS)
@@ -100,9 +106,7 @@ class UserDrafter(Drafter):
         """The drafter of a function, as an engine takes it."""
         return partial(cls, propose=propose, **options)
 
-    def prefill(
-        self, lane: Lane, own: Rows, following: Rows, features: DeviceArray | None
-    ) -> None:
+    def prefill(self, lane: Lane, own: Rows, following: Rows, features: DeviceArray | None) -> None:
         self.resume(lane, own)
 
     def resume(self, lane: Lane, own: Rows) -> None:
@@ -131,9 +135,7 @@ class UserDrafter(Drafter):
         known, error = self._failed.get(slot, (epoch, None))
         return error if known == epoch else None
 
-    def _tell(
-        self, lane: Lane, rows: Rows, slots: DeviceArray | None, told: PinnedArray
-    ) -> None:
+    def _tell(self, lane: Lane, rows: Rows, slots: DeviceArray | None, told: PinnedArray) -> None:
         args = [rows.token, rows.slot, rows.pos, rows.count, slots, told]
         lane.kernel(self._kernels["tell_rows"], 1, _THREADS, args, name="tell the host")
 
@@ -150,16 +152,23 @@ class UserDrafter(Drafter):
         self._note(told)
         for array in drafts:
             array.fill(-1)
-        rows = [(row, slot, epoch) for row, (slot, epoch) in enumerate(told[first, :2].tolist())
-                if slot >= 0]  # fmt: skip
+        rows = [
+            (row, slot, epoch)
+            for row, (slot, epoch) in enumerate(told[first, :2].tolist())
+            if slot >= 0
+        ]
         if not rows or (self._asked is not None and not self._asked.over.is_set()):
             return
         asked = self._asked = _Asked([self._texts[slot].copy() for _, slot, _ in rows])
         self._questions.put(asked)
         if not asked.over.wait(self._deadline_s):
             asked.dropped = True
-            LOG.warning("drafter %s has not answered within %g s: rounds go on without its drafts "
-                        "until it does", self._name, self._deadline_s)  # fmt: skip
+            LOG.warning(
+                "drafter %s has not answered within %g s: rounds go on without its drafts "
+                "until it does",
+                self._name,
+                self._deadline_s,
+            )
         for (row, slot, epoch), answer in zip(rows, asked.answers.copy(), strict=False):
             if isinstance(answer, DrafterError):
                 drafts[0][row, 0] = _FAILED

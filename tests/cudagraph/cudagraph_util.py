@@ -135,9 +135,12 @@ def in_time(run: GraphExec, stream: Stream) -> None:
 def run_python(code: str, *arguments: str, **environment: str) -> Finished:
     """Run code in a fresh process."""
     return subprocess.run(
-        [sys.executable, "-c", code, *arguments], capture_output=True, text=True, timeout=120,
+        [sys.executable, "-c", code, *arguments],
+        capture_output=True,
+        text=True,
+        timeout=120,
         env={**os.environ, **environment},
-    )  # fmt: skip
+    )
 
 
 def run_program(code: str, *arguments: str, **environment: str) -> Finished:
@@ -148,8 +151,15 @@ def run_program(code: str, *arguments: str, **environment: str) -> Finished:
 def compiled(source: str, folder: Path, name: str = "work.so") -> Path:
     """Build a library of C++ functions; skips where no compiler is found."""
     (folder / "work.cpp").write_text(source)
-    command = [os.environ.get("CXX", "c++"), "-shared", "-fPIC", f"-Wl,-soname,{name}",
-               "-o", str(folder / name), str(folder / "work.cpp")]  # fmt: skip
+    command = [
+        os.environ.get("CXX", "c++"),
+        "-shared",
+        "-fPIC",
+        f"-Wl,-soname,{name}",
+        "-o",
+        str(folder / name),
+        str(folder / "work.cpp"),
+    ]
     try:
         subprocess.run(command, check=True, capture_output=True)
     except FileNotFoundError:

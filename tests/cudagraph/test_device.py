@@ -32,11 +32,14 @@ def test_second_open_returns_the_same_device(device: Device) -> None:
 def test_another_device_is_refused(device: Device) -> None:
     """Asking for another kind or ordinal, or a kind that does not exist, names what was asked."""
     other = "cuda" if device.kind == "soft" else "soft"
-    refused(OptionError, {
-        other: lambda: open_device(other),
-        "7": lambda: open_device(device.kind, 7),
-        "'tpu'": lambda: open_device("tpu"),
-    })  # fmt: skip
+    refused(
+        OptionError,
+        {
+            other: lambda: open_device(other),
+            "7": lambda: open_device(device.kind, 7),
+            "'tpu'": lambda: open_device("tpu"),
+        },
+    )
 
 
 def test_device_describes_itself_in_one_line(device: Device) -> None:
@@ -67,17 +70,21 @@ def test_soft_device_refuses_a_process_with_another_driver(tmp_path) -> None:
 
 def test_auto_takes_soft_where_no_cuda_device_answers() -> None:
     """`auto` asks NVIDIA's driver in a child process only, so that soft can still be loaded."""
-    done = run_python("""
+    done = run_python(
+        """
 from graft.cudagraph import chooser, open_device
 _, why = chooser.probe_cuda()
 device = open_device()
 print(device.kind, bool(why), device.why == why and device.describe().endswith(why))
-""", GRAFT_DEVICE="auto")  # fmt: skip
+""",
+        GRAFT_DEVICE="auto",
+    )
     assert done.stdout.split() in (["soft", "True", "True"], ["cuda", "False", "True"]), done.stderr
 
 
-@pytest.mark.parametrize(("takes_s", "chosen"), [(20, ("cuda", "")),
-                                                 (60, ("soft", "no answer within 30 s"))])
+@pytest.mark.parametrize(
+    ("takes_s", "chosen"), [(20, ("cuda", "")), (60, ("soft", "no answer within 30 s"))]
+)
 def test_a_driver_that_starts_slowly_is_waited_for(
     monkeypatch, takes_s: float, chosen: tuple[str, str]
 ) -> None:

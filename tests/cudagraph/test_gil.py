@@ -109,7 +109,8 @@ def test_native_work_runs_while_python_keeps_the_gil(
 @pytest.mark.parametrize("model", ["1", "2", "4", "7"])
 def test_no_deadlock_under_any_lock_model(model: str) -> None:
     """With locks that drivers were seen to hold, Python callbacks and driver calls get through."""
-    done = run_program("""
+    done = run_program(
+        """
 other = device.stream()
 done = []
 def step(): done.append(sum(range(2000)))
@@ -133,7 +134,11 @@ other.synchronize(60)
 stop.set()
 thread.join()
 print(len(done))
-""", GRAFT_DEVICE="soft", SOFTCUDA_LOCK_MODEL=model, SOFTCUDA_WATCHDOG="20")  # fmt: skip
+""",
+        GRAFT_DEVICE="soft",
+        SOFTCUDA_LOCK_MODEL=model,
+        SOFTCUDA_WATCHDOG="20",
+    )
     assert done.stdout.strip() == str(15 * 8), done.stderr
 
 

@@ -352,9 +352,13 @@ def test_only_kernels_that_wait_follow_programmatically(
             nodes, count = call(cu.cuGraphGetNodes, one.handle, 99)
             at = {int(node): i for i, node in enumerate(nodes[:count])}
             *edges, count = call(cu.cuGraphGetEdges, one.handle, 99)
-            found.append([(at[int(a)], at[int(b)])
-                          for a, b, how in list(zip(*edges, strict=True))[:count]
-                          if (int(how.type), how.from_port) == (1, 1)])
+            found.append(
+                [
+                    (at[int(a)], at[int(b)])
+                    for a, b, how in list(zip(*edges, strict=True))[:count]
+                    if (int(how.type), how.from_port) == (1, 1)
+                ]
+            )
         assert found == [[(0, 1), (2, 3), (4, 5)] if programmatic else [], []]
         run = replay(graph, stream)
         totals.append(data.to_host()[0])
@@ -377,13 +381,16 @@ def test_wrong_changes_are_refused(device: Device, stream: Stream, module) -> No
     cell = graph.cell()
     executable = graph.instantiate()
     enable, add = executable.set_enabled, module["add"]
-    refused(OptionError, {
-        "2 nodes called 'add'": lambda: executable.update_kernel("add", add, 1, 1, [data, 5]),
-        "0 nodes called": lambda: enable("nothing", False),
-        "no node of graph 'mine'": lambda: enable(other.nodes[0], False),
-        "'cell'.*'other'": lambda: other.lane("main").host(print, cell=cell),
-        "fill node 'elsewhere'.*only kernel": lambda: enable("elsewhere", False, within=other),
-    })  # fmt: skip
+    refused(
+        OptionError,
+        {
+            "2 nodes called 'add'": lambda: executable.update_kernel("add", add, 1, 1, [data, 5]),
+            "0 nodes called": lambda: enable("nothing", False),
+            "no node of graph 'mine'": lambda: enable(other.nodes[0], False),
+            "'cell'.*'other'": lambda: other.lane("main").host(print, cell=cell),
+            "fill node 'elsewhere'.*only kernel": lambda: enable("elsewhere", False, within=other),
+        },
+    )
     with pytest.raises(KernelError, match="2 arguments"):
         executable.update_kernel(graph.nodes[0], module["add"], 1, 1, [data])
     replay(executable, stream)

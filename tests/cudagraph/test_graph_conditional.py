@@ -89,12 +89,15 @@ def test_host_work_is_refused_in_bodies(device: Device) -> None:
     body = while_(graph.lane("main"), condition(graph, 0), name="loop")
     lane, child, middle = body.lane("inside"), Graph(device, "child"), Graph(device, "middle")
     child.lane("x").host(print, name="fill")
-    refused(OptionError, {
-        r"host node 'masks'.*'loop'": lambda: lane.host(print, name="masks"),
-        r"request node 'request: ask'.*'loop'": lambda: lane.mailbox(print, name="ask"),
-        r"request node 'request: spun'.*'loop'": lambda: lane.spin(print, name="spun"),
-        r"host node 'child/fill'.*'loop'": lambda: lane.child(child),
-    })  # fmt: skip
+    refused(
+        OptionError,
+        {
+            r"host node 'masks'.*'loop'": lambda: lane.host(print, name="masks"),
+            r"request node 'request: ask'.*'loop'": lambda: lane.mailbox(print, name="ask"),
+            r"request node 'request: spun'.*'loop'": lambda: lane.spin(print, name="spun"),
+            r"host node 'child/fill'.*'loop'": lambda: lane.child(child),
+        },
+    )
     middle.lane("x").child(child, name="deep")
     refused(OptionError, {r"host node 'middle/deep/fill'.*'loop'": lambda: lane.child(middle)})
     assert body.nodes == []
@@ -105,16 +108,22 @@ def test_conditions_steer_one_node_of_their_graph(device: Device, module) -> Non
     """A condition used twice, elsewhere, or not at all is refused by its name."""
     first, second = Graph(device, "first"), Graph(device, "second")
     go, lane = condition(first, 1, name="go"), first.lane("main")
-    refused(OptionError, {
-        r"'go'.*'second'": lambda: if_(second.lane("main"), go),
-        r"'go'.*'first'.*no node": first.instantiate,
-    })  # fmt: skip
+    refused(
+        OptionError,
+        {
+            r"'go'.*'second'": lambda: if_(second.lane("main"), go),
+            r"'go'.*'first'.*no node": first.instantiate,
+        },
+    )
     if_(lane, go)
-    refused(OptionError, {
-        "'go' steers a node already": lambda: if_(lane, go),
-        "default": lambda: condition(first, -1),
-        r"made by condition\(\)": lambda: while_(lane, 1),  # type: ignore[arg-type]
-    })  # fmt: skip
+    refused(
+        OptionError,
+        {
+            "'go' steers a node already": lambda: if_(lane, go),
+            "default": lambda: condition(first, -1),
+            r"made by condition\(\)": lambda: while_(lane, 1),  # type: ignore[arg-type]
+        },
+    )
 
 
 def test_a_wrong_handle_is_a_fault_of_the_kernel(device: Device) -> None:

@@ -80,11 +80,14 @@ def test_a_moved_child_belongs_to_its_parent(device: Device, stream: Stream) -> 
     busy = Graph(device, "busy")
     busy.lane("x").fill(device.zeros((1,), "int32"))
     run = busy.instantiate()
-    refused(OptionError, {
-        r"'large'.*holds that graph": lambda: parent.lane("main").child(parent),
-        r"'busy'.*open executable": lambda: parent.lane("main").child(busy),
-        "'nonsense' is no Graph": lambda: parent.lane("main").child("nonsense"),  # type: ignore
-    })  # fmt: skip
+    refused(
+        OptionError,
+        {
+            r"'large'.*holds that graph": lambda: parent.lane("main").child(parent),
+            r"'busy'.*open executable": lambda: parent.lane("main").child(busy),
+            "'nonsense' is no Graph": lambda: parent.lane("main").child("nonsense"),  # type: ignore
+        },
+    )
     run.close()
 
 

@@ -62,8 +62,11 @@ def work(functions: ctypes.CDLL, name: str, data: ctypes._SimpleCData | Api) -> 
 def api() -> Api:
     """The structure the functions want, filled with graft's own entry points."""
     offered = _native.native_api()
-    return Api(fail=offered["fail_current"], replay=offered["current_replay"],
-               output=offered["current_output"])  # fmt: skip
+    return Api(
+        fail=offered["fail_current"],
+        replay=offered["current_replay"],
+        output=offered["current_output"],
+    )
 
 
 def one_step(device: Device, item, name: str | None = None) -> GraphExec:
@@ -75,12 +78,15 @@ def one_step(device: Device, item, name: str | None = None) -> GraphExec:
 
 def test_what_is_no_work_is_refused(stream: Stream) -> None:
     """Arguments of both, no callable, NULL functions and addresses that are no integers."""
-    refused(OptionError, {
-        "own arguments": lambda: hostfunc(stream, PythonWork(print), 1),
-        "callable": lambda: hostfunc(stream, 7),  # type: ignore[arg-type]
-        "NULL": lambda: NativeWork(0),
-        "data": lambda: NativeWork(1, data="x"),  # type: ignore[arg-type]
-    })  # fmt: skip
+    refused(
+        OptionError,
+        {
+            "own arguments": lambda: hostfunc(stream, PythonWork(print), 1),
+            "callable": lambda: hostfunc(stream, 7),  # type: ignore[arg-type]
+            "NULL": lambda: NativeWork(0),
+            "data": lambda: NativeWork(1, data="x"),  # type: ignore[arg-type]
+        },
+    )
 
 
 @pytest.mark.parametrize("error", [ValueError("bad row"), KeyboardInterrupt(), SystemExit(3)])
@@ -145,9 +151,14 @@ def test_replays_in_flight_stand_down(device: Device, stream: Stream) -> None:
     assert ran == [1, 1]
 
 
-@pytest.mark.parametrize(("function", "words"), [
-    ("throws", "native trouble"), ("throws_int", "unknown"), ("fails", "told so"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("function", "words"),
+    [
+        ("throws", "native trouble"),
+        ("throws_int", "unknown"),
+        ("fails", "told so"),
+    ],
+)
 def test_native_failures_are_told(
     device: Device, stream: Stream, native_functions, function: str, words: str
 ) -> None:
@@ -213,8 +224,12 @@ def test_host_functions_must_not_call_the_driver(device: Device, stream: Stream)
     """A driver call of graft's inside a host function raises there, before the driver sees it."""
 
     def naughty() -> None:
-        for attempt in (lambda: device.zeros((1,), "int32"), lambda: hostfunc(stream, print),
-                        stream.synchronize, stream.query):  # fmt: skip
+        for attempt in (
+            lambda: device.zeros((1,), "int32"),
+            lambda: hostfunc(stream, print),
+            stream.synchronize,
+            stream.query,
+        ):
             refused(DeviceError, {"host function": attempt})
             caught.append(attempt)
 

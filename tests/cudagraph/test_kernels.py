@@ -77,11 +77,15 @@ class AsStructure(ctypes.Structure):
     _fields_ = (("a", ctypes.c_int), ("b", ctypes.c_double))
 
 
-@pytest.mark.parametrize("make", [
-    lambda a, b: struct.pack("=i4xd", a, b),
-    lambda a, b: np.array((a, b), np.dtype([("a", "i4"), ("b", "f8")], align=True))[()],
-    AsStructure,
-], ids=["bytes", "numpy", "ctypes"])  # fmt: skip
+@pytest.mark.parametrize(
+    "make",
+    [
+        lambda a, b: struct.pack("=i4xd", a, b),
+        lambda a, b: np.array((a, b), np.dtype([("a", "i4"), ("b", "f8")], align=True))[()],
+        AsStructure,
+    ],
+    ids=["bytes", "numpy", "ctypes"],
+)
 def test_a_struct_is_passed_by_value(device: Device, stream: Stream, module, make) -> None:
     """Bytes, a structured NumPy scalar and a ctypes.Structure of the struct's size arrive."""
     out = device.zeros((2,), "int32")
@@ -116,23 +120,26 @@ def test_dynamic_shared_memory(device: Device, stream: Stream, module) -> None:
     assert data.to_host().tolist() == list(range(63, -1, -1))
 
 
-@pytest.mark.parametrize(("args", "words"), [
-    ([None, None, 1.0], "4 arguments, not 3"),
-    ([None, None, 1.0, 1 << 32], "argument 3"),
-    ([None, None, 1.0, -(1 << 31) - 1], "argument 3"),
-    ([None, None, 1e40, 1], "argument 2"),
-    ([None, 1.0, 1.0, 1], "argument 1"),
-    ([None, None, None, 1], "argument 2"),
-    ([None, None, np.float64(1), 1], "float64"),
-    ([None, None, "1", 1], "str"),
-    ([None, None, 10**400, 1], "argument 2"),
-    ([None, None, np.int32(1), 1], "a float of 4 bytes, but int32"),
-    ([None, None, 1.0, 1.5], "an int of 4 bytes and takes no float"),
-    ([None, None, 1.0, np.float32(1)], "an int of 4 bytes, but float32"),
-    ([None, np.float64(1), 1.0, 1], "a pointer of 8 bytes, but float64"),
-    ([None, None, bytes(4), 1], "a float of 4 bytes, but 4 plain bytes"),
-    ([bytes(16), None, 1.0, 1], "a pointer of 8 bytes, but 16 plain bytes"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("args", "words"),
+    [
+        ([None, None, 1.0], "4 arguments, not 3"),
+        ([None, None, 1.0, 1 << 32], "argument 3"),
+        ([None, None, 1.0, -(1 << 31) - 1], "argument 3"),
+        ([None, None, 1e40, 1], "argument 2"),
+        ([None, 1.0, 1.0, 1], "argument 1"),
+        ([None, None, None, 1], "argument 2"),
+        ([None, None, np.float64(1), 1], "float64"),
+        ([None, None, "1", 1], "str"),
+        ([None, None, 10**400, 1], "argument 2"),
+        ([None, None, np.int32(1), 1], "a float of 4 bytes, but int32"),
+        ([None, None, 1.0, 1.5], "an int of 4 bytes and takes no float"),
+        ([None, None, 1.0, np.float32(1)], "an int of 4 bytes, but float32"),
+        ([None, np.float64(1), 1.0, 1], "a pointer of 8 bytes, but float64"),
+        ([None, None, bytes(4), 1], "a float of 4 bytes, but 4 plain bytes"),
+        ([bytes(16), None, 1.0, 1], "a pointer of 8 bytes, but 16 plain bytes"),
+    ],
+)
 def test_wrong_arguments_are_refused_before_launch(module, args, words: str) -> None:
     """Count, size, range and kind are checked by kernel name and argument number."""
     with pytest.raises(KernelError, match=words) as caught:
@@ -185,11 +192,14 @@ def test_closed_arrays_are_refused(device: Device, module) -> None:
 def test_missing_kernels_and_bad_text_are_named(device: Device, module, tmp_path: Path) -> None:
     """An unknown kernel, an unreadable file and a syntax error raise KernelError."""
     wrong = 'extern "C" __global__ void f(int* p) { p[0] = undeclared; }'
-    refused(KernelError, {
-        "'nothing'": lambda: module["nothing"],
-        r"absent\.cu": lambda: device.load(tmp_path / "absent.cu"),
-        r"bad\.cu": lambda: load_text(device, wrong, "bad.cu"),
-    })  # fmt: skip
+    refused(
+        KernelError,
+        {
+            "'nothing'": lambda: module["nothing"],
+            r"absent\.cu": lambda: device.load(tmp_path / "absent.cu"),
+            r"bad\.cu": lambda: load_text(device, wrong, "bad.cu"),
+        },
+    )
 
 
 def test_files_load_once_per_defines(device: Device, stream: Stream, tmp_path: Path) -> None:

@@ -93,12 +93,15 @@ def test_wrong_copies_are_refused(device: Device, run) -> None:
     pinned = device.pinned((2,), "int32")
 
     def program(lane: Lane, _: Lane) -> None:
-        refused(ShapeError, {
-            "12 bytes": lambda: lane.copy(small, large),
-            "ndarray": lambda: lane.copy(small, np.zeros(2, np.int32)),  # type: ignore[arg-type]
-            "host work": lambda: lane.copy(pinned, pinned),
-            "-1": lambda: lane.fill(small, -1),
-        })  # fmt: skip
+        refused(
+            ShapeError,
+            {
+                "12 bytes": lambda: lane.copy(small, large),
+                "ndarray": lambda: lane.copy(small, np.zeros(2, np.int32)),  # type: ignore[arg-type]
+                "host work": lambda: lane.copy(pinned, pinned),
+                "-1": lambda: lane.fill(small, -1),
+            },
+        )
 
     run(program)
 
@@ -107,11 +110,14 @@ def test_foreign_marks_are_refused(device: Device, stream: Stream) -> None:
     """A mark belongs to its graph; stream marks and graph marks do not mix."""
     one, two, lane = Graph(device, "one"), Graph(device, "two"), StreamLane(stream)
     mark = one.lane("x").record("here")
-    refused(OptionError, {
-        "'here'": lambda: two.lane("x").wait(mark),
-        "here": lambda: lane.wait(mark),
-        "mark on": lambda: one.lane("x").wait(lane.record()),
-    })  # fmt: skip
+    refused(
+        OptionError,
+        {
+            "'here'": lambda: two.lane("x").wait(mark),
+            "here": lambda: lane.wait(mark),
+            "mark on": lambda: one.lane("x").wait(lane.record()),
+        },
+    )
 
 
 def test_marks_of_empty_lanes_carry_what_was_waited_for(device: Device) -> None:

@@ -31,7 +31,7 @@ from graft.cudagraph import (
     if_,
     if_else,
     nodes,
-)  # fmt: skip
+)
 from graft.cudagraph.hostwork import PythonWork, hostfunc
 from graft.cudagraph.lanes import StreamLane
 
@@ -138,10 +138,16 @@ def test_launches_keep_what_they_run(device: Device, everything: bool) -> None:
     made.gone()
 
 
-@pytest.mark.parametrize(("refused", "kind"), [
-    ("add_host", "host"), ("add_answer_wait", "mailbox"), ("add_kernel", "spin"),
-    ("add_event", "event"), ("add_conditional", "if"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("refused", "kind"),
+    [
+        ("add_host", "host"),
+        ("add_answer_wait", "mailbox"),
+        ("add_kernel", "spin"),
+        ("add_event", "event"),
+        ("add_conditional", "if"),
+    ],
+)
 def test_a_failed_build_leaves_nothing(
     device: Device, stream: Stream, monkeypatch: pytest.MonkeyPatch, refused: str, kind: str
 ) -> None:
@@ -448,8 +454,13 @@ def test_garbage_collection_in_a_callback_calls_no_driver(device: Device, stream
     def make_garbage() -> None:
         graph = Graph(device, "garbage")
         graph.lane("main").host(lambda: None)
-        ring: list[object] = [device.zeros((4,), "int32"), device.pinned((4,), "int32"),
-                              device.stream(), graph, graph.instantiate()]  # fmt: skip
+        ring: list[object] = [
+            device.zeros((4,), "int32"),
+            device.pinned((4,), "int32"),
+            device.stream(),
+            graph,
+            graph.instantiate(),
+        ]
         ring.append(ring)
 
     collected: list[int] = []

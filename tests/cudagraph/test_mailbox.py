@@ -100,8 +100,13 @@ def test_deadlines_and_operands_out_of_range_are_refused(device):
     """Nothing is added to the graph by a refused call."""
     graph = Graph(device, "refused")
     lane = graph.lane("main")
-    for options in ({"deadline_s": 0.0}, {"deadline_s": float("inf")}, {"worker": "me"},
-                    {"replay_deadline_s": -1.0}, {"output": np.zeros(3)}):  # fmt: skip
+    for options in (
+        {"deadline_s": 0.0},
+        {"deadline_s": float("inf")},
+        {"worker": "me"},
+        {"replay_deadline_s": -1.0},
+        {"output": np.zeros(3)},
+    ):
         with pytest.raises(OptionError):
             lane.mailbox(lambda: None, **options)  # type: ignore[arg-type]
     with pytest.raises(OptionError, match=r"device_deadline_s must be .* not 0\.0"):
@@ -189,9 +194,11 @@ def test_threads_run_where_they_are_placed(device, stream):
     core = min(os.sched_getaffinity(0))
     where: list[set[int]] = []
     run, _ = answered(
-        device, "mailbox", lambda out: where.append(os.sched_getaffinity(0)),
+        device,
+        "mailbox",
+        lambda out: where.append(os.sched_getaffinity(0)),
         worker=MailboxWorker(cpus=[core]),
-    )  # fmt: skip
+    )
     replay(run, stream)
     assert where == [{core}]
 

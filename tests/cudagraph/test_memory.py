@@ -64,8 +64,7 @@ def test_bfloat16_rounds_to_nearest_even() -> None:
     rng = np.random.default_rng(2)
     values = rng.integers(0, 1 << 32, 4000, np.uint32).view(np.float32)
     ties = (rng.integers(0, 1 << 16, 500, np.uint32) << 16 | 0x8000).view(np.float32)
-    values = np.concatenate([values, ties,
-                             np.array([0.0, -0.0, 3.3895314e38, 1e-45], np.float32)])  # fmt: skip
+    values = np.concatenate([values, ties, np.array([0.0, -0.0, 3.3895314e38, 1e-45], np.float32)])
     finite = values[np.isfinite(values)]
     rounded = from_float32(finite, "bfloat16")
     assert rounded.tolist() == [bfloat16_oracle(v) for v in finite]
@@ -145,19 +144,22 @@ def test_wrong_shapes_and_types_are_named(device: Device) -> None:
     for make in (device.zeros, device.empty, device.pinned):
         with pytest.raises(ShapeError, match=f"of int32 has {1 << 82} bytes"):
             make((1 << 40, 1 << 40), "int32")
-    refused(ShapeError, {
-        "'float64'": lambda: device.zeros((1,), "float64"),
-        "float64": lambda: device.from_host(np.zeros(3)),
-        "dimension 1": lambda: device.zeros((4, 0), "int32"),
-        r"\(3, 2\)": lambda: array.copy_from(np.zeros((3, 2), np.int32)),
-        "int64": lambda: array.copy_from(np.zeros((4, 2), np.int64)),
-        "5": lambda: array.reshape(5, -1),
-        "4": lambda: array[4],
-        "empty": lambda: array[2:2],
-        "step": lambda: array[::2],
-        "leading axis": lambda: array[0, 0],  # type: ignore[index]
-        "256": lambda: array.fill(256),
-    })  # fmt: skip
+    refused(
+        ShapeError,
+        {
+            "'float64'": lambda: device.zeros((1,), "float64"),
+            "float64": lambda: device.from_host(np.zeros(3)),
+            "dimension 1": lambda: device.zeros((4, 0), "int32"),
+            r"\(3, 2\)": lambda: array.copy_from(np.zeros((3, 2), np.int32)),
+            "int64": lambda: array.copy_from(np.zeros((4, 2), np.int64)),
+            "5": lambda: array.reshape(5, -1),
+            "4": lambda: array[4],
+            "empty": lambda: array[2:2],
+            "step": lambda: array[::2],
+            "leading axis": lambda: array[0, 0],  # type: ignore[index]
+            "256": lambda: array.fill(256),
+        },
+    )
 
 
 def test_memory_lives_as_long_as_its_last_view(device: Device) -> None:
@@ -258,11 +260,14 @@ def test_rows_start_on_cache_lines_of_their_own(device: Device) -> None:
 def test_wrong_fields_are_named(device: Device) -> None:
     """Unknown names, dtypes and shapes are refused."""
     slots = PinnedSlots(device, 1, FIELDS)
-    refused(OptionError, {
-        "'masks'": lambda: slots.field("masks"),
-        "slots": lambda: PinnedSlots(device, 0, FIELDS),
-        "stamp": lambda: Ring(device, 2, {"stamp": ("int32", (1,))}),
-    })  # fmt: skip
+    refused(
+        OptionError,
+        {
+            "'masks'": lambda: slots.field("masks"),
+            "slots": lambda: PinnedSlots(device, 0, FIELDS),
+            "stamp": lambda: Ring(device, 2, {"stamp": ("int32", (1,))}),
+        },
+    )
     with pytest.raises(ShapeError, match="'bad'"):
         PinnedSlots(device, 1, {"bad": ("int32", (0,))})
 
@@ -279,10 +284,13 @@ def test_ring_never_laps(device: Device) -> None:
     ring.consumed(1)
     ring.publish(4)
     ring.poll(4, timeout_s=1)
-    refused(OptionError, {
-        "replay 4": lambda: ring.consumed(1),
-        r"2\*\*31": lambda: ring.publish(0),
-    })  # fmt: skip
+    refused(
+        OptionError,
+        {
+            "replay 4": lambda: ring.consumed(1),
+            r"2\*\*31": lambda: ring.publish(0),
+        },
+    )
 
 
 def test_poll_waits_for_the_stamp(device: Device) -> None:

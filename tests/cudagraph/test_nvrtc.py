@@ -20,10 +20,15 @@ def short(variant: Variant) -> bool:
     return not variant.defines or ("X16" in title and ("GATED" in title) != ("WEIGHT8" in title))
 
 
-CASES = [pytest.param((variant, arch), id=f"{variant.title.replace(' ', '-')}-sm_{arch}",
-                      marks=[] if turn == number % len(ARCHITECTURES) and short(variant)
-                      else pytest.mark.full)
-         for number, variant in enumerate(VARIANTS) for turn, arch in enumerate(ARCHITECTURES)]
+CASES = [
+    pytest.param(
+        (variant, arch),
+        id=f"{variant.title.replace(' ', '-')}-sm_{arch}",
+        marks=[] if turn == number % len(ARCHITECTURES) and short(variant) else pytest.mark.full,
+    )
+    for number, variant in enumerate(VARIANTS)
+    for turn, arch in enumerate(ARCHITECTURES)
+]
 
 
 #: By kernel, what it takes at once, and whether x has 16 bits and weights have 8: most registers
@@ -62,7 +67,8 @@ def test_every_kernel_compiles_for_real_gpus(case):
     variant, arch = case
     usages = kernel_report.compile_variant(variant, arch)
     assert {u.kernel for u in usages} >= set(kernel_report.entry_names(variant.path)), (
-        f"{variant.title}: an entry is missing from the machine code for sm_{arch}")
+        f"{variant.title}: an entry is missing from the machine code for sm_{arch}"
+    )
     block = int(dict(variant.defines).get("SAMPLE_BLOCK", "1"))
     for usage in usages:  # a block's registers come from one multiprocessor's, in eights
         assert -(-usage.registers // 8) * 8 * block <= 65536, usage
@@ -75,10 +81,14 @@ def test_every_kernel_compiles_for_real_gpus(case):
         assert usage.loop["local"] == 0
         if usage.kernel in ("linear_few", "linear_many"):
             defines = dict(variant.defines)
-            size = int(defines.get("TILES", 1) if usage.kernel == "linear_few"
-                       else defines.get("ROW_BLOCK", 64))  # fmt: skip
-            registers, shared, *loop = GATES[usage.kernel, size, int(defines.get("X16", 0)),
-                                             int(defines.get("WEIGHT8", 0))]
+            size = int(
+                defines.get("TILES", 1)
+                if usage.kernel == "linear_few"
+                else defines.get("ROW_BLOCK", 64)
+            )
+            registers, shared, *loop = GATES[
+                usage.kernel, size, int(defines.get("X16", 0)), int(defines.get("WEIGHT8", 0))
+            ]
             assert usage.registers <= registers and usage.shared_bytes <= shared
             assert usage.spilled_bytes == 0
             assert [usage.loop[name] for name in ("mma", "load", "shared load", "copy")] == loop
@@ -92,8 +102,10 @@ def test_products_on_tensor_cores_fit_into_every_gpu_and_stand_on_paper():
     assert "E4M3" in roofline.roofline()
     eight, sixteen = (roofline.Product.of(1, 6144, 4096, nbytes).weights for nbytes in (1, 2))
     assert (eight, sixteen) == (6144 * (4096 + 4), 6144 * 4096 * 2)
-    lines = {tuple(words[:2]): words[-2:] for words in map(str.split,
-             roofline.roofline().splitlines()[1:])}  # fmt: skip
+    lines = {
+        tuple(words[:2]): words[-2:]
+        for words in map(str.split, roofline.roofline().splitlines()[1:])
+    }
     for name, columns in (("qkv", 6144), ("head", 128256)):
         us, bound = lines[name, "1"]  # bfloat16 of 4096 inner ones, at 4.3 TB a second
         assert (us, bound) == (f"{columns * 4096 * 2 / 4.3e6:.1f}", "memory")

@@ -47,13 +47,28 @@ def stress(kind: str) -> Path:
     # How long a compiler takes says nothing of a hang, and that watch would end the whole run.
     faulthandler.cancel_dump_traceback_later()
     for command in (  # files together take half as long
-        ["cmake", "-S", str(TESTS), "-B", str(folder), *ninja, f"-DGRAFT_SANITIZE={kind}",
-         "-DCMAKE_UNITY_BUILD=ON", "-DCMAKE_UNITY_BUILD_BATCH_SIZE=30",
-         f"-DPython_EXECUTABLE={sys.executable}"],
+        [
+            "cmake",
+            "-S",
+            str(TESTS),
+            "-B",
+            str(folder),
+            *ninja,
+            f"-DGRAFT_SANITIZE={kind}",
+            "-DCMAKE_UNITY_BUILD=ON",
+            "-DCMAKE_UNITY_BUILD_BATCH_SIZE=30",
+            f"-DPython_EXECUTABLE={sys.executable}",
+        ],
         ["cmake", "--build", str(folder), "--parallel", "2"],
     ):
-        done = subprocess.run(["nice", *command], capture_output=True, text=True, check=False,
-                              env=os.environ | {"PATH": path}, timeout=3600)
+        done = subprocess.run(
+            ["nice", *command],
+            capture_output=True,
+            text=True,
+            check=False,
+            env=os.environ | {"PATH": path},
+            timeout=3600,
+        )
         if done.returncode != 0 and "Development.Embed" in done.stderr:
             pytest.skip("there is no libpython to link the stress program with")
         if done.returncode != 0:
@@ -65,8 +80,12 @@ def stress(kind: str) -> Path:
 def image() -> Path:
     """The stress kernels as an image for the soft device."""
     text = TESTS / "kernels.cu"
-    built = compile_cpu(text.read_text(), text.name, cache_dir=BUILD / "kernels",
-                        include_dirs=[TESTS, ROOT / "cudagraph" / "kernels"])
+    built = compile_cpu(
+        text.read_text(),
+        text.name,
+        cache_dir=BUILD / "kernels",
+        include_dirs=[TESTS, ROOT / "cudagraph" / "kernels"],
+    )
     path = BUILD / "kernels.image"
     path.write_bytes(built)
     return path
@@ -80,25 +99,40 @@ def run(kind: str, *arguments: object, timeout_s: float = 60, **settings: str) -
     return done.stdout
 
 
-def execute(command: list[str], timeout_s: float, settings: dict[str, str]
-            ) -> subprocess.CompletedProcess[str]:
+def execute(
+    command: list[str], timeout_s: float, settings: dict[str, str]
+) -> subprocess.CompletedProcess[str]:
     """Run a command without the caller's own settings of device and sanitizers."""
-    environment = {name: value for name, value in os.environ.items()
-                   if not name.startswith(("SOFTCUDA_", "ASAN_", "TSAN_", "UBSAN_", "LSAN_"))}
-    return subprocess.run(command, capture_output=True, text=True, check=False, timeout=timeout_s,
-                          env=environment | settings)
+    environment = {
+        name: value
+        for name, value in os.environ.items()
+        if not name.startswith(("SOFTCUDA_", "ASAN_", "TSAN_", "UBSAN_", "LSAN_"))
+    }
+    return subprocess.run(
+        command,
+        capture_output=True,
+        text=True,
+        check=False,
+        timeout=timeout_s,
+        env=environment | settings,
+    )
 
 
-def graphs(kind: str, seed: int, count: int, threads: int, timeout_s: float = 60,
-           **settings: str) -> None:
+def graphs(
+    kind: str, seed: int, count: int, threads: int, timeout_s: float = 60, **settings: str
+) -> None:
     """Run random graphs; the program checks cells, failures, and that nothing is left."""
     said = run(kind, "graphs", image(), seed, count, threads, timeout_s=timeout_s, **settings)
     assert re.match(rf"{count} graphs on {threads} threads; ", said)
 
 
-@pytest.mark.parametrize("kind, first, count", [
-    ("address", 1, 150), pytest.param("undefined", 1, 400, marks=pytest.mark.full),
-])
+@pytest.mark.parametrize(
+    "kind, first, count",
+    [
+        ("address", 1, 150),
+        pytest.param("undefined", 1, 400, marks=pytest.mark.full),
+    ],
+)
 def test_random_graphs_agree_with_a_sequential_model(kind, first, count):
     """Forks, joins, host steps, failures, updates and drops: right, and no memory error or leak."""
     graphs(kind, first, count, 3, SOFTCUDA_WORKERS="3")
@@ -130,10 +164,13 @@ def guide(kind: str, seed: int, cases: int, timeout_s: float = 120) -> None:
     assert all(int(number) > 0 for number in numbers.groups())
 
 
-@pytest.mark.parametrize("kind, finding", [
-    ("address", "AddressSanitizer: heap-use-after-free"),
-    pytest.param("thread", "ThreadSanitizer: data race", marks=pytest.mark.full),
-])
+@pytest.mark.parametrize(
+    "kind, finding",
+    [
+        ("address", "AddressSanitizer: heap-use-after-free"),
+        pytest.param("thread", "ThreadSanitizer: data race", marks=pytest.mark.full),
+    ],
+)
 def test_the_sanitizers_find_what_is_wrong(kind, finding):
     """A race and a use after free in a host step of a graph are reported, and fail the run."""
     done = execute([str(stress(kind)), "broken"], 60, {})
@@ -148,11 +185,16 @@ def test_work_is_freed_after_the_worker_that_ran_it():
 
 
 @pytest.mark.full
-@pytest.mark.parametrize("kind, seed, count, setting", [
-    *(("thread", 50_000, 1500, setting) for setting in ("WORKERS=4", *SETTINGS)),
-    *(("undefined", 10_000, 4000, setting) for setting in (
-        "WORKERS=1", "WORKERS=6", "LOCK_MODEL=1", "POISON=1", *SETTINGS)),
-])
+@pytest.mark.parametrize(
+    "kind, seed, count, setting",
+    [
+        *(("thread", 50_000, 1500, setting) for setting in ("WORKERS=4", *SETTINGS)),
+        *(
+            ("undefined", 10_000, 4000, setting)
+            for setting in ("WORKERS=1", "WORKERS=6", "LOCK_MODEL=1", "POISON=1", *SETTINGS)
+        ),
+    ],
+)
 def test_many_random_graphs_under_other_settings(kind, seed, count, setting):
     """The same on four threads under every way in which the soft device can free, order and lock;
     and no data race, fibers and barriers included."""

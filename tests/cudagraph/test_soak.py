@@ -22,9 +22,12 @@ extern "C" __global__ void count(unsigned* counter, int place) { ++counter[place
 
 
 def replay_all(
-    executable: GraphExec, stream: Stream, times: int, wait_each: int = 16,
+    executable: GraphExec,
+    stream: Stream,
+    times: int,
+    wait_each: int = 16,
     change: Callable[[], object] = lambda: None,
-) -> None:  # fmt: skip
+) -> None:
     """Replay, with some replays in flight, and a change before each."""
     for i in range(times):
         change()

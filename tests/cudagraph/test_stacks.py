@@ -58,7 +58,7 @@ def check_both_sides(message: str) -> None:
     assert re.search(r"native, innermost first:\n    \S+\+0x", waiting)
     assert running.startswith("host step 'row 3' (replay 1) has been running for")
     assert "in stands_at_the_gate" in running
-    native = running[running.index("native, innermost first:"):]
+    native = running[running.index("native, innermost first:") :]
     assert "PyThread_acquire_lock_timed" in native, "the thread waits for the gate's lock"
 
 
@@ -88,8 +88,10 @@ def test_a_wait_for_a_round(stuck: threading.Event, monkeypatch: pytest.MonkeyPa
     monkeypatch.setattr(replay, "POLL_S", 0.001)
     rounds = SimpleNamespace(
         _stream=SimpleNamespace(query=lambda: False),
-        _parts=SimpleNamespace(outputs=SimpleNamespace(
-            stamped=lambda number, timeout_s: time.sleep(timeout_s))))  # fmt: skip
+        _parts=SimpleNamespace(
+            outputs=SimpleNamespace(stamped=lambda number, timeout_s: time.sleep(timeout_s))
+        ),
+    )
     shield = SimpleNamespace(check=lambda: None)
     said = said_by(DeviceError, lambda: replay.Replays._await(rounds, 7, shield, lambda: 0))
     assert said.startswith("replay 7 published no result")

@@ -41,11 +41,20 @@ class Device:
     against the oracle."""
 
     def __init__(
-        self, backend: GrammarBackend, *, oracle: GrammarBackend | None = None, slots: int,
-        draft_length: int, masked: bool, seed: int, kinds: Sequence[str] = ("native", "python"),
-        wrong: float = 0.0, probe: bool = False, forced: ForcedText | None = None,
+        self,
+        backend: GrammarBackend,
+        *,
+        oracle: GrammarBackend | None = None,
+        slots: int,
+        draft_length: int,
+        masked: bool,
+        seed: int,
+        kinds: Sequence[str] = ("native", "python"),
+        wrong: float = 0.0,
+        probe: bool = False,
+        forced: ForcedText | None = None,
         options: dict[str, Any] | None = None,
-    ):  # fmt: skip
+    ):
         self.forced = forced
         self.backend, self.k, self.masked, self.probe = backend, draft_length, masked, probe
         self.oracle = functools.cache((oracle or backend).compile)
@@ -74,10 +83,15 @@ class Device:
         self.epoch += 1
         position = mix(self.epoch) % 50
         self.slots[slot] = SlotTruth(
-            n=position, tree=ref.chain(-1), limit=position + limit, epoch=self.epoch,
-            stop_ids=(STOP, OTHER_STOP), index=slot, position=position,
+            n=position,
+            tree=ref.chain(-1),
+            limit=position + limit,
+            epoch=self.epoch,
+            stop_ids=(STOP, OTHER_STOP),
+            index=slot,
+            position=position,
             start=None if compiled is None else self.oracle(compiled.spec).matcher,
-        )  # fmt: skip
+        )
         for kind, matchers in zip(self.kinds, self.matchers, strict=True):
             matchers[slot] = compiled and KINDS[kind](compiled.matcher())
 

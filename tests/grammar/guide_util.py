@@ -268,13 +268,19 @@ def joined(backend, kind="native", *, slots=1, **options):
 
 SPECS = {
     "choice": GrammarSpec.choice(["abab", "abc", 'a"b\\', "x\n"]),
-    "schema": GrammarSpec.json_schema({
-        "type": "object", "required": ["abc", "n"],
-        "properties": {"abc": {"type": "string", "maxLength": 4}, "b": {"enum": [1, "true"]},
-                       "n": {"type": "array", "items": {"type": "number"}, "maxItems": 3}},
-    }),
+    "schema": GrammarSpec.json_schema(
+        {
+            "type": "object",
+            "required": ["abc", "n"],
+            "properties": {
+                "abc": {"type": "string", "maxLength": 4},
+                "b": {"enum": [1, "true"]},
+                "n": {"type": "array", "items": {"type": "number"}, "maxItems": 3},
+            },
+        }
+    ),
     "regex": GrammarSpec.regex("(ab|c)+[0-9]*"),
     "dead end": GrammarSpec.ebnf('root ::= "a" ("b" "Z" | "c"*)'),
     "text, then choice": GrammarSpec.choice(["abab", "abc"]).after('a":'),
     "id, then regex": GrammarSpec.regex("(ab|c)+[0-9]*").after(265, required=True),
-}  # fmt: skip
+}

@@ -16,9 +16,16 @@ jsonschema = pytest.importorskip("jsonschema")
 pytest.importorskip("llguidance")
 
 SCALARS: list[Any] = [
-    {"type": "integer"}, {"type": "string"}, {"type": "boolean"}, {"const": 3}, {"enum": ["x", 1]},
-    {"type": ["null", "string"]}, {"type": "integer", "minimum": 2, "maximum": 7}, False, {},
-]  # fmt: skip
+    {"type": "integer"},
+    {"type": "string"},
+    {"type": "boolean"},
+    {"const": 3},
+    {"enum": ["x", 1]},
+    {"type": ["null", "string"]},
+    {"type": "integer", "minimum": 2, "maximum": 7},
+    False,
+    {},
+]
 VALUES: list[Any] = [1, 3, 5, "x", "y", True, None, [], {}]
 
 
@@ -35,8 +42,11 @@ def random_schema(rng: random.Random, depth: int) -> Any:
         return {"anyOf": [random_schema(rng, depth - 1) for _ in range(rng.randint(2, 3))]}
     if kind == "array":
         schema: dict[str, Any] = {"type": "array", "items": random_schema(rng, depth - 1)}
-        more = {"prefixItems": [random_schema(rng, depth - 1) for _ in range(2)],
-                "minItems": rng.randint(0, 2), "maxItems": rng.randint(1, 3)}  # fmt: skip
+        more = {
+            "prefixItems": [random_schema(rng, depth - 1) for _ in range(2)],
+            "minItems": rng.randint(0, 2),
+            "maxItems": rng.randint(1, 3),
+        }
         return schema | {key: value for key, value in more.items() if rng.random() < 0.5}
     names = rng.sample("abcdef", rng.randint(1, 4))
     schema = {"properties": {name: random_schema(rng, depth - 1) for name in names}}
@@ -51,8 +61,10 @@ def random_schema(rng: random.Random, depth: int) -> Any:
     if rng.random() < 0.2:
         schema["anyOf"] = [{"required": [name]} for name in rng.choices(names, k=2)]
     if rng.random() < 0.2:
-        schema["allOf"] = [{"properties": {rng.choice("abz"): {"type": ["integer", "string"]}}},
-                           {"$ref": "#/$defs/shared"}]  # fmt: skip
+        schema["allOf"] = [
+            {"properties": {rng.choice("abz"): {"type": ["integer", "string"]}}},
+            {"$ref": "#/$defs/shared"},
+        ]
     if rng.random() < 0.1:
         schema[rng.choice(["minProperties", "maxProperties"])] = rng.randint(1, 4)
     return schema
@@ -60,8 +72,11 @@ def random_schema(rng: random.Random, depth: int) -> Any:
 
 def document(rng: random.Random) -> dict[str, Any]:
     """A schema with one shared, recursive definition."""
-    shared = {"type": "object", "properties": {"a": {"type": "integer"}, "b": {},
-              "n": {"$ref": "#/$defs/shared"}}, "required": rng.choice([[], ["a"]])}  # fmt: skip
+    shared = {
+        "type": "object",
+        "properties": {"a": {"type": "integer"}, "b": {}, "n": {"$ref": "#/$defs/shared"}},
+        "required": rng.choice([[], ["a"]]),
+    }
     schema = random_schema(rng, 3)
     return {**(schema if isinstance(schema, dict) else {}), "$defs": {"shared": shared}}
 
@@ -162,32 +177,59 @@ def test_keys_have_one_spelling():
     schema = {"properties": {"a": {"const": 1}, 'q"\n\\': {"const": 2}, "\x01": {"const": 3}}}
     spec = GrammarSpec.json_schema(schema, backend="llguidance", key_order="any")
     grammar = Grammar(spec=spec)
-    for text in ('{"\\u0061": 2}', '{"a": 2}', '{"a": 1, "\\u0061": 1}', '{"\\u0001": 4}',
-                 '{"q\\"\\u000a\\\\": 3}', '{"\\u001F": 1}', '{"\x7f": 1}', '{"a": 1, "a": 1}',
-                 '{"a": 1, }', '{, "a": 1}', '{"b": 1,}'):  # fmt: skip
+    for text in (
+        '{"\\u0061": 2}',
+        '{"a": 2}',
+        '{"a": 1, "\\u0061": 1}',
+        '{"\\u0001": 4}',
+        '{"q\\"\\u000a\\\\": 3}',
+        '{"\\u001F": 1}',
+        '{"\x7f": 1}',
+        '{"a": 1, "a": 1}',
+        '{"a": 1, }',
+        '{, "a": 1}',
+        '{"b": 1,}',
+    ):
         assert not grammar.accepts(text), text
-    for value in ({"q\"\n\\": 2, "a": 1}, {"\x01": 3, "é\u2028": 0, "a": 1, "\x1f": [], "": {}}):
+    for value in ({'q"\n\\': 2, "a": 1}, {"\x01": 3, "é\u2028": 0, "a": 1, "\x1f": [], "": {}}):
         assert grammar.takes(value)
 
 
 def test_white_space_is_as_without_orders():
     """Layouts of one object are accepted in both forms of the grammar, or in neither."""
-    schema = {"type": "object", "properties": {"a": {"type": "integer"}, "b": {"items": {
-              "properties": {"c": {}, "d": {}}}}}}  # fmt: skip
-    texts = ['{"a":1,"b":[{"c":1},2]}', '{ "a" :1 ,\n"b":\t[ { "c": [ ] , "d":\r{ } } , 2 ] }',
-             "{ }", ' {"a":1}', '{"a":1} ', '{"a": 1, "b": [{"c": 1}, 2]}',
-             '{"a":1 2}', '{"a":- 1}', '{"a" "b"}', '{"a": 1, }', '{"b": [ ]}',
-             '{"b": [1 , 2]}']  # fmt: skip
+    schema = {
+        "type": "object",
+        "properties": {
+            "a": {"type": "integer"},
+            "b": {"items": {"properties": {"c": {}, "d": {}}}},
+        },
+    }
+    texts = [
+        '{"a":1,"b":[{"c":1},2]}',
+        '{ "a" :1 ,\n"b":\t[ { "c": [ ] , "d":\r{ } } , 2 ] }',
+        "{ }",
+        ' {"a":1}',
+        '{"a":1} ',
+        '{"a": 1, "b": [{"c": 1}, 2]}',
+        '{"a":1 2}',
+        '{"a":- 1}',
+        '{"a" "b"}',
+        '{"a": 1, }',
+        '{"b": [ ]}',
+        '{"b": [1 , 2]}',
+    ]
     for whitespace, fitting in (("line", 5), ("compact", 0), ("any", 1)):
         how: dict[str, Any] = {"backend": "llguidance", "whitespace": whitespace}
-        one, other = (Grammar(spec=GrammarSpec.json_schema(schema, key_order=order, **how))
-                      for order in ("any", "schema"))  # fmt: skip
+        one, other = (
+            Grammar(spec=GrammarSpec.json_schema(schema, key_order=order, **how))
+            for order in ("any", "schema")
+        )
         assert [one.accepts(t) for t in texts] == [other.accepts(t) for t in texts]
         assert one.accepts(texts[1]) == (whitespace == "any") and one.accepts(texts[fitting])
 
 
 def test_the_order_is_the_users_choice():
-    """"schema" keeps the schema's order, and is the default; XGrammar has no other."""
+    """ "schema" keeps the schema's order, and is the default; XGrammar has no other."""
     schema = {"type": "object", "properties": {"why": {}, "what": {}}, "required": ["why", "what"]}
     kept = GrammarSpec.json_schema(schema, backend="auto")
     free = GrammarSpec.json_schema(schema, backend="auto", key_order="any")
@@ -198,8 +240,10 @@ def test_the_order_is_the_users_choice():
         assert grammar.accepts('{"what": 2, "why": 1}') == accepted
     asked = GrammarSpec.json_schema(schema, key_order="any")
     assert resolved(asked, "auto") == free
-    for spec in (lambda: resolved(asked, "xgrammar"),
-                 lambda: GrammarSpec.json_schema(schema, backend="xgrammar", key_order="any")):
+    for spec in (
+        lambda: resolved(asked, "xgrammar"),
+        lambda: GrammarSpec.json_schema(schema, backend="xgrammar", key_order="any"),
+    ):
         with pytest.raises(GrammarError, match="XGrammar writes keys in the schema's order only"):
             spec()
     with pytest.raises(GrammarError, match="'sorted' is unknown"):
@@ -225,9 +269,15 @@ def test_what_has_no_such_form_keeps_one_order_and_says_so():
     found = route(pair)
     assert not found.rules and found.ordered == found.narrowed
     assert [r.keyword for r in found.ordered] == ["properties"]
-    named = {"properties": {"a": {"$id": "http://x.y/z", "$ref": "#/$defs/q"}, "b": {}},
-             "$defs": {"q": {"type": "null"}}, "type": "object"}  # fmt: skip
+    named = {
+        "properties": {"a": {"$id": "http://x.y/z", "$ref": "#/$defs/q"}, "b": {}},
+        "$defs": {"q": {"type": "null"}},
+        "type": "object",
+    }
     assert not route(named, key_order="any").rules
-    for schema in ({"type": "object"}, {"type": "array", "items": {"type": "null"}},
-                   {"enum": [{"a": 1}, 3]}):
+    for schema in (
+        {"type": "object"},
+        {"type": "array", "items": {"type": "null"}},
+        {"enum": [{"a": 1}, 3]},
+    ):
         assert route(schema).ordered == route(schema, key_order="any").ordered == ()

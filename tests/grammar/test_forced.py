@@ -69,9 +69,14 @@ CASES = [
 ]
 
 
-@pytest.mark.parametrize("case", [
-    pytest.param(case, marks=pytest.mark.full if case.probe or case.late else ()) for case in CASES
-], ids=str)  # fmt: skip
+@pytest.mark.parametrize(
+    "case",
+    [
+        pytest.param(case, marks=pytest.mark.full if case.probe or case.late else ())
+        for case in CASES
+    ],
+    ids=str,
+)
 def test_forced_drafts_keep_the_exact_law(device, stream, case):
     """100,000 tokens with forced drafts, illegal ones among them: the target's law exactly, also
     where verification compares with the target's own sample."""
@@ -97,9 +102,12 @@ def test_outputs_are_the_same_with_and_without_forced_drafts(pytestconfig, sampl
         ]
     expected, plain, _ = outputs(requests, speculation=False)
     assert plain.forced_tokens == 0
-    ways = [{"speculation": True}, {"speculation": True, "draft_legality": "probe"},
-            {"speculation": False, "draft_legality": "probe"},
-            {"speculation": False, "draft_length": 5}]  # fmt: skip
+    ways = [
+        {"speculation": True},
+        {"speculation": True, "draft_legality": "probe"},
+        {"speculation": False, "draft_legality": "probe"},
+        {"speculation": False, "draft_length": 5},
+    ]
     for options in ways[:: 3 if sampled and not pytestconfig.getoption("--full") else 1]:
         found, stats, grammar = outputs(requests, forced_drafts=True, **options)
         assert found == expected

@@ -10,9 +10,28 @@ from graft.cudagraph.errors import OptionError
 from graft.grammar import GrammarError, GrammarSpec, make_backend
 
 OPTIONS = [
-    'say "hi"', "back\\slash", "\\n", "\\u0041", "new\nline", "tab\t", "\r", "\x00", "\x7f",
-    "é", "日本語", "\U0001f600", "\u2028", "[a-z]", "a|b", "(x)*", "'", "{}", "::=", "#c", " a ",
-]  # fmt: skip
+    'say "hi"',
+    "back\\slash",
+    "\\n",
+    "\\u0041",
+    "new\nline",
+    "tab\t",
+    "\r",
+    "\x00",
+    "\x7f",
+    "é",
+    "日本語",
+    "\U0001f600",
+    "\u2028",
+    "[a-z]",
+    "a|b",
+    "(x)*",
+    "'",
+    "{}",
+    "::=",
+    "#c",
+    " a ",
+]
 
 
 @pytest.mark.parametrize("option", OPTIONS)
@@ -90,8 +109,11 @@ def test_free_text_is_undone_as_far_as_it_is_kept(backend):
 def test_markers_that_are_no_markers_are_refused(backend):
     """A marker token out of range, or one that ends the request, is refused with the matcher."""
     ends = "one of the request's stop ids"
-    for token, stops, said in ((270, None, "outside"), (STOP, None, "stop id"),
-                               (THINK, [STOP, THINK], ends)):  # fmt: skip
+    for token, stops, said in (
+        (270, None, "outside"),
+        (STOP, None, "stop id"),
+        (THINK, [STOP, THINK], ends),
+    ):
         grammar = backend.compile(GrammarSpec.regex("a").after(token))
         with pytest.raises(GrammarError, match=said):
             grammar.matcher(stops)

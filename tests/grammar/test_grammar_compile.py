@@ -22,8 +22,12 @@ from graft.grammar.compile import service as service_module
 from graft.grammar.compile.process import Question
 
 ENDLESS = GrammarSpec("json_schema", '{"items": ' * 500 + "{}" + "}" * 500)  # takes minutes
-NOT = {"type": "object", "properties": {"a": {"type": ["string", "null"], "not": {"const": "x"}}},
-       "required": ["a"], "additionalProperties": False}  # fmt: skip
+NOT = {
+    "type": "object",
+    "properties": {"a": {"type": ["string", "null"], "not": {"const": "x"}}},
+    "required": ["a"],
+    "additionalProperties": False,
+}
 
 
 def equal_on_the_way(one: CompiledGrammar, other: CompiledGrammar, text: bytes) -> None:
@@ -44,7 +48,7 @@ def test_compiled_elsewhere_gives_the_same_masks(xgrammar, serve):
         (GrammarSpec.regex("(ab|abc)+[0-9]{2,200}"), b"ababc12"),
         (GrammarSpec.choice(["true", "ab"]), b"ab"),
         (GrammarSpec.lark('start: "true" | "ab" /[0-9]/'), b"ab7"),
-    ):  # fmt: skip
+    ):
         equal_on_the_way(service.submit(spec).result(), xgrammar.compile(spec), text)
 
 
@@ -63,26 +67,37 @@ def test_equal_specs_and_services_share_futures_that_nobody_can_cancel(serve):
     assert "compiled" not in second.counters()
 
 
-@pytest.mark.parametrize("spec, message", [
-    (GrammarSpec("regex", "a(b"), "parenthesis is not closed"),
-    (GrammarSpec("regex", "[z-a]"), "lower bound is larger"),
-    (GrammarSpec("regex", r"(a)\1"), "Backreference"),
-    (GrammarSpec("regex", "a(?=b)"), "Lookahead"),
-    (GrammarSpec("ebnf", "root ::= "), "Expect element"),
-    (GrammarSpec("ebnf", "root ::= missing"), '"missing" is not defined'),
-    (GrammarSpec("ebnf", 'start ::= "a"'), '"root" is not found'),
-    (GrammarSpec("json_schema", '{"type": "foo"}'), "must be a type of JSON .*'foo'"),
-    (GrammarSpec("json_schema", '{"$ref": "#/nowhere"}'), "'#/nowhere' points to nothing"),
-    (GrammarSpec("json_schema", '{"type": "string", "pattern": "(a"}'), "not closed"),
-    (GrammarSpec("json_schema", '{"type": "integer", "minimum": 5, "maximum": 2}'), "range"),
-    (GrammarSpec.json_schema(NOT), "#/properties/a: not"),
-    (GrammarSpec.json_schema({"type": "string", "pattern": "(?=a)b"}, backend="xgrammar"),
-     "cannot be enforced as a whole: Lookahead"),
-    (GrammarSpec.json_schema({"oneOf": [{"type": "string"}, {"maxLength": 3, "type": "string"}]}),
-     "cannot be enforced as a whole: oneOf with overlapping"),
-    (GrammarSpec.json_schema({"type": "number", "multipleOf": 0.5}),
-     "cannot be enforced as a whole: multipleOf"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    "spec, message",
+    [
+        (GrammarSpec("regex", "a(b"), "parenthesis is not closed"),
+        (GrammarSpec("regex", "[z-a]"), "lower bound is larger"),
+        (GrammarSpec("regex", r"(a)\1"), "Backreference"),
+        (GrammarSpec("regex", "a(?=b)"), "Lookahead"),
+        (GrammarSpec("ebnf", "root ::= "), "Expect element"),
+        (GrammarSpec("ebnf", "root ::= missing"), '"missing" is not defined'),
+        (GrammarSpec("ebnf", 'start ::= "a"'), '"root" is not found'),
+        (GrammarSpec("json_schema", '{"type": "foo"}'), "must be a type of JSON .*'foo'"),
+        (GrammarSpec("json_schema", '{"$ref": "#/nowhere"}'), "'#/nowhere' points to nothing"),
+        (GrammarSpec("json_schema", '{"type": "string", "pattern": "(a"}'), "not closed"),
+        (GrammarSpec("json_schema", '{"type": "integer", "minimum": 5, "maximum": 2}'), "range"),
+        (GrammarSpec.json_schema(NOT), "#/properties/a: not"),
+        (
+            GrammarSpec.json_schema({"type": "string", "pattern": "(?=a)b"}, backend="xgrammar"),
+            "cannot be enforced as a whole: Lookahead",
+        ),
+        (
+            GrammarSpec.json_schema(
+                {"oneOf": [{"type": "string"}, {"maxLength": 3, "type": "string"}]}
+            ),
+            "cannot be enforced as a whole: oneOf with overlapping",
+        ),
+        (
+            GrammarSpec.json_schema({"type": "number", "multipleOf": 0.5}),
+            "cannot be enforced as a whole: multipleOf",
+        ),
+    ],
+)
 def test_refusals_and_ignored_features_are_errors(xgrammar, serve, capfd, spec, message):
     """What XGrammar refuses, or would ignore with a printed warning, fails in one sentence without
     source files, times or backtraces, in the service as here, and prints nothing."""
@@ -394,8 +409,12 @@ def test_auto_compiles_every_kind_of_grammar(serve):
     service = serve("auto", BYTES)
     ebnf = service.submit(GrammarSpec.ebnf('root ::= "a" [0-9]')).result(120)
     assert isinstance(ebnf.backend, XGrammarBackend)
-    for spec in (GrammarSpec.regex("a+"), GrammarSpec.choice(["a", "b"]),
-                 GrammarSpec.json_object(), GrammarSpec.lark('start: "a"')):  # fmt: skip
+    for spec in (
+        GrammarSpec.regex("a+"),
+        GrammarSpec.choice(["a", "b"]),
+        GrammarSpec.json_object(),
+        GrammarSpec.lark('start: "a"'),
+    ):
         assert service.submit(spec).result(120).spec.kind == spec.kind
     marked = GrammarSpec.json_schema(PLAIN).after("</think>")
     compiled = service.submit(marked).result(120)

@@ -20,19 +20,37 @@ from graft.tools import doctor
 
 HEADERS = Path(__file__).resolve().parents[2] / "native" / "guide"
 SYMBOLS = [
-    "new_tokenizer_v2", "free_tokenizer", "new_matcher", "free_matcher", "matcher_get_error",
-    "matcher_validate_tokens", "matcher_consume_token", "clone_matcher", "matcher_rollback",
-    "matcher_reset", "matcher_compute_mask", "matcher_get_mask", "matcher_is_accepting",
+    "new_tokenizer_v2",
+    "free_tokenizer",
+    "new_matcher",
+    "free_matcher",
+    "matcher_get_error",
+    "matcher_validate_tokens",
+    "matcher_consume_token",
+    "clone_matcher",
+    "matcher_rollback",
+    "matcher_reset",
+    "matcher_compute_mask",
+    "matcher_get_mask",
+    "matcher_is_accepting",
     "validate_grammar",
-]  # fmt: skip
+]
 
 
 def build(folder: Path, text: str) -> Path:
     """A library made from C++ text."""
     source, library = folder / "lib.cpp", folder / "lib.so"
     source.write_text(text)
-    command = [*compiler(), "-std=c++17", "-shared", "-fPIC", f"-I{HEADERS}", str(source), "-o",
-               str(library)]  # fmt: skip
+    command = [
+        *compiler(),
+        "-std=c++17",
+        "-shared",
+        "-fPIC",
+        f"-I{HEADERS}",
+        str(source),
+        "-o",
+        str(library),
+    ]
     subprocess.run(command, check=True, capture_output=True)
     return library
 
@@ -87,23 +105,42 @@ int TVMFFIObjectDecRef() {{ return 0; }}
 FILL = "fill_next_token_bitmask"
 
 
-@pytest.mark.parametrize("kind, text, said", [
-    ("llguidance", llguidance_like("llguidance@2.0.0"),
-     "is llguidance@2.0.0, graft knows llguidance@1.9.x"),
-    ("llguidance", llguidance_like("llguidance@1.9.1", without="matcher_reset"),
-     "no symbol llg_matcher_reset"),
-    ("llguidance", llguidance_like("llguidance@1.9.9"), "another layout"),  # writes no defaults
-    ("llguidance", llguidance_like("llguidance@1.9.9", defaults="o[100] = 0;"), "another layout"),
-    ("llguidance", "int nothing;", "no symbol llg_get_version"),
-    ("llguidance", "", "LLGuidance is not loaded from /nowhere/_lib.so"),
-    ("xgrammar", tvm_ffi_like(version=2), "C ABI is version 0.2, graft knows 0.1"),
-    ("xgrammar", tvm_ffi_like(key=-1),
-     "has not registered xgrammar.tvm_ffi_binding.GrammarMatcher"),
-    ("xgrammar", tvm_ffi_like(method="fill"), f"no method {FILL}"),
-    ("xgrammar", tvm_ffi_like(method=FILL, arguments='{"type":"bool"}'),
-     f"{FILL} has another signature"),
-    ("xgrammar", "int nothing;", "no symbol TVMFFIGetVersion"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    "kind, text, said",
+    [
+        (
+            "llguidance",
+            llguidance_like("llguidance@2.0.0"),
+            "is llguidance@2.0.0, graft knows llguidance@1.9.x",
+        ),
+        (
+            "llguidance",
+            llguidance_like("llguidance@1.9.1", without="matcher_reset"),
+            "no symbol llg_matcher_reset",
+        ),
+        ("llguidance", llguidance_like("llguidance@1.9.9"), "another layout"),  # writes no defaults
+        (
+            "llguidance",
+            llguidance_like("llguidance@1.9.9", defaults="o[100] = 0;"),
+            "another layout",
+        ),
+        ("llguidance", "int nothing;", "no symbol llg_get_version"),
+        ("llguidance", "", "LLGuidance is not loaded from /nowhere/_lib.so"),
+        ("xgrammar", tvm_ffi_like(version=2), "C ABI is version 0.2, graft knows 0.1"),
+        (
+            "xgrammar",
+            tvm_ffi_like(key=-1),
+            "has not registered xgrammar.tvm_ffi_binding.GrammarMatcher",
+        ),
+        ("xgrammar", tvm_ffi_like(method="fill"), f"no method {FILL}"),
+        (
+            "xgrammar",
+            tvm_ffi_like(method=FILL, arguments='{"type":"bool"}'),
+            f"{FILL} has another signature",
+        ),
+        ("xgrammar", "int nothing;", "no symbol TVMFFIGetVersion"),
+    ],
+)
 def test_a_doctored_library_is_refused_by_what_differs(tmp_path, kind, text, said):
     """Another release, symbol, layout, ABI, type, method or signature is named before anything is
     called; so is LLGuidance where Python has not loaded that very library."""
@@ -124,10 +161,13 @@ def test_loading_xgrammar_keeps_the_handler_of_faults():
     assert said_by(code) == "True\n"
 
 
-@pytest.fixture(params=[
-    (llguidance_room, LLGuidanceBackend, "llguidance", "LLGuidance", doctor.check_llguidance),
-    (xgrammar_room, XGrammarBackend, "xgrammar", "XGrammar", doctor.check_xgrammar),
-], ids=["llguidance", "xgrammar"])  # fmt: skip
+@pytest.fixture(
+    params=[
+        (llguidance_room, LLGuidanceBackend, "llguidance", "LLGuidance", doctor.check_llguidance),
+        (xgrammar_room, XGrammarBackend, "xgrammar", "XGrammar", doctor.check_xgrammar),
+    ],
+    ids=["llguidance", "xgrammar"],
+)
 def library(request, monkeypatch):
     """A room, its backend, package, name and check in the doctor; both rooms are as in a process
     that has loaded nothing, now and afterwards."""
@@ -155,8 +195,11 @@ def test_a_library_that_cannot_be_driven_is_refused(monkeypatch, library, releas
     real = importlib.metadata.version
     if release:
         said, why = f"{name} 9.9.0 is installed, graft needs .*pip install", "9.9.0"
-        monkeypatch.setattr(importlib.metadata, "version",
-                            lambda asked: "9.9.0" if asked == package else real(asked))  # fmt: skip
+        monkeypatch.setattr(
+            importlib.metadata,
+            "version",
+            lambda asked: "9.9.0" if asked == package else real(asked),
+        )
     else:
         said, why = f"{name} cannot be driven natively: the ABI is another", "the ABI is another"
         monkeypatch.setattr(room, "_native", type("Native", (), {"guide": Refusing()}))

@@ -38,86 +38,89 @@ class Raises:
         raise TypeError("no such thing")
 
 
-@pytest.mark.parametrize("make, message", [
-    (lambda: GrammarSpec.choice([]), "at least one"),
-    (lambda: GrammarSpec.choice("abc"), "list"),
-    (lambda: GrammarSpec.choice(["a", ""]), "empty"),
-    (lambda: GrammarSpec.choice(["a", None]), "must be a string, not NoneType"),
-    (lambda: GrammarSpec.choice([True]), "must be a string, not bool"),
-    (lambda: GrammarSpec.choice(["\ud800"]), "not Unicode"),
-    (lambda: GrammarSpec.regex(""), "empty"),
-    (lambda: GrammarSpec.regex(ANYTHING), "int"),
-    (lambda: GrammarSpec.ebnf(""), "empty"),
-    (lambda: GrammarSpec.json_schema("{"), "not JSON"),
-    (lambda: GrammarSpec.json_schema("[1]"), "not list"),
-    (lambda: GrammarSpec.json_schema("7"), "not int"),
-    (lambda: GrammarSpec.json_schema(False), "no output"),
-    (lambda: GrammarSpec.json_schema({"minimum": float("nan")}), "cannot be read"),
-    (lambda: GrammarSpec.json_schema({"enum": [object()]}), "cannot be read"),
-    (lambda: GrammarSpec.json_schema('{"items":' * 5000 + "{}" + "}" * 5000), "too deeply"),
-    (lambda: GrammarSpec.json_schema(nested(5000)), "too deeply"),
-    (lambda: GrammarSpec.json_schema(nested(600), backend="auto"), "too deeply"),
-    (lambda: GrammarSpec.json_schema({"properties": {1.5: {}}}), "key 1.5 is a float"),
-    (lambda: GrammarSpec.json_schema({"const": [{None: 1}]}, backend="auto"), "key None"),
-    (lambda: GrammarSpec.json_schema({(1, 2): 1}), "key .1, 2. is a tuple"),
-    (lambda: GrammarSpec.choice(5), "not int"),
-    (lambda: GrammarSpec.choice({"a": 1}), "not dict"),
-    (lambda: GrammarSpec.choice(iter(())), "at least one"),
-    (lambda: GrammarSpec("prose", "x"), "kind is 'prose'"),
-    (lambda: GrammarSpec("regex", None), "regex text: must be a string, not NoneType"),
-    (lambda: GrammarSpec("regex", "a", backend=3), "backend is 3"),
-    (lambda: GrammarSpec("json_schema", "{bad").schema, "not JSON"),
-    (lambda: resolved(GrammarSpec("json_schema", "{bad"), "auto"), "not JSON"),
-    (lambda: GrammarSpec.json_schema({"minimum": "5"}), "#: minimum: must be a number"),
-    (lambda: GrammarSpec.json_schema({"items": {"type": "foo"}}), "#/items: type: must be"),
-    (lambda: GrammarSpec.json_schema({"required": "a"}), "#: required: must be a list"),
-    (lambda: GrammarSpec.json_schema({"properties": [1]}), "must be a map of schemas, not"),
-    (lambda: GrammarSpec.json_schema({"$ref": "#/nowhere"}), "#: \\$ref: .*nowhere"),
-    (lambda: GrammarSpec.json_schema({"type": "string", "pattern": "(a"}), "pattern: .*group"),
-    (lambda: GrammarSpec.json_schema({}, whitespace=0), "whitespace 0 is unknown"),
-    (lambda: GrammarSpec.json_schema({}, whitespace="tight"), "whitespace 'tight'"),
-    (lambda: GrammarSpec.json_schema({}, whitespace=True), "whitespace True"),
-    (lambda: GrammarSpec.json_schema({}, assert_formats=1.5), "assert_formats is 1.5"),
-    (lambda: GrammarSpec.json_schema({}, key_order="any", whitespace=3), "not a number"),
-    (lambda: GrammarSpec.json_schema(int), "class int has neither model_json_schema"),
-    (lambda: GrammarSpec.json_schema(Raises), "model_json_schema: no such thing"),
-    (lambda: GrammarSpec.regex(re.compile(b"a")), "must be a string, not bytes"),
-    (lambda: GrammarSpec.structural_tag([TAG], ["<f"], at_least_one=ANYTHING), "be a bool"),
-    (lambda: StructuralTag("", "{}", "]"), "tag begin: is empty"),
-    (lambda: StructuralTag(ANYTHING, "{}", "]"), "tag begin: must be a string, not int"),
-    (lambda: StructuralTag("[", "{bad", "]"), "tag schema: the text is not JSON"),
-    (lambda: StructuralTag("[", "[1]", "]"), "tag schema: must be an object"),
-    (lambda: StructuralTag("[", {}, "]"), "tag schema: must be JSON text, not dict"),
-    (lambda: StructuralTag.of("[", {}, None), "tag end: must be a string, not NoneType"),
-    (lambda: GrammarSpec.json_schema({"pattern": "\ud800", "type": "string"}), "not Unicode"),
-    (lambda: GrammarSpec.lark(""), "empty"),
-    (lambda: GrammarSpec.structural_tag([], ["<f"]), "at least one"),
-    (lambda: GrammarSpec.structural_tag([TAG], []), "at least one"),
-    (lambda: GrammarSpec.structural_tag([TAG], "<f"), "lists"),
-    (lambda: GrammarSpec.structural_tag([TAG], 5), "lists"),
-    (lambda: GrammarSpec.json_schema(ENDLESS), "cannot be read: Circular reference"),
-    (lambda: GrammarSpec.structural_tag([TAG], ["<g"]), "begins with 0"),
-    (lambda: GrammarSpec.structural_tag([TAG], ["<f", "<"]), "begins with 2"),
-    (lambda: GrammarSpec.structural_tag([TAG], ["<f", "["]), r"no tag begins.*\["),
-    (lambda: GrammarSpec.structural_tag([ANYTHING], ["<f"]), "a tag is a int"),
-    (lambda: StructuralTag.of("<f>", False, ""), "schema false"),
-    (lambda: GrammarSpec.regex("a").after(""), "marker: is empty"),
-    (lambda: GrammarSpec.regex("a").after(-1), "token -1 is negative"),
-    (lambda: GrammarSpec.regex("a").after(True), "not bool"),
-    (lambda: GrammarSpec.regex("a(b"), "regex: .*unclosed group"),
-    (lambda: GrammarSpec.regex("[z-a]"), "regex: .*the start must be <= the end"),
-    (lambda: GrammarSpec.regex("a(?=b)"), "regex: .*look-around"),
-    (lambda: GrammarSpec.regex(r"(a)\1"), "regex: .*backreferences"),
-    (lambda: GrammarSpec.ebnf("root ::= x"), 'ebnf: .*"x" is not defined'),
-    (lambda: GrammarSpec.ebnf('root ::= "x'), "ebnf: .*string literal"),
-    (lambda: GrammarSpec.ebnf('root ::= "x"', root="r"), 'ebnf: .*"r" is not found'),
-    (lambda: GrammarSpec.lark("start: x"), 'lark: line 1, column 8: unknown name: "x"'),
-    (lambda: GrammarSpec.lark('a: "b"'), "lark: no start rule found"),
-    (lambda: GrammarSpec.lark('start: a\na: "b'), "lark: line 2, column 6: lexer error"),
-    (lambda: GrammarSpec.lark("start: " + "(" * 50000), "lark: .*too deeply nested"),
-    (lambda: GrammarSpec.structural_tag([NO_TAG], ["<f"]), "<f>.*unclosed group"),
-    (lambda: GrammarSpec.structural_tag([ANY_CONTENT], ["<f"]), "minLength .5. is greater"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    "make, message",
+    [
+        (lambda: GrammarSpec.choice([]), "at least one"),
+        (lambda: GrammarSpec.choice("abc"), "list"),
+        (lambda: GrammarSpec.choice(["a", ""]), "empty"),
+        (lambda: GrammarSpec.choice(["a", None]), "must be a string, not NoneType"),
+        (lambda: GrammarSpec.choice([True]), "must be a string, not bool"),
+        (lambda: GrammarSpec.choice(["\ud800"]), "not Unicode"),
+        (lambda: GrammarSpec.regex(""), "empty"),
+        (lambda: GrammarSpec.regex(ANYTHING), "int"),
+        (lambda: GrammarSpec.ebnf(""), "empty"),
+        (lambda: GrammarSpec.json_schema("{"), "not JSON"),
+        (lambda: GrammarSpec.json_schema("[1]"), "not list"),
+        (lambda: GrammarSpec.json_schema("7"), "not int"),
+        (lambda: GrammarSpec.json_schema(False), "no output"),
+        (lambda: GrammarSpec.json_schema({"minimum": float("nan")}), "cannot be read"),
+        (lambda: GrammarSpec.json_schema({"enum": [object()]}), "cannot be read"),
+        (lambda: GrammarSpec.json_schema('{"items":' * 5000 + "{}" + "}" * 5000), "too deeply"),
+        (lambda: GrammarSpec.json_schema(nested(5000)), "too deeply"),
+        (lambda: GrammarSpec.json_schema(nested(600), backend="auto"), "too deeply"),
+        (lambda: GrammarSpec.json_schema({"properties": {1.5: {}}}), "key 1.5 is a float"),
+        (lambda: GrammarSpec.json_schema({"const": [{None: 1}]}, backend="auto"), "key None"),
+        (lambda: GrammarSpec.json_schema({(1, 2): 1}), "key .1, 2. is a tuple"),
+        (lambda: GrammarSpec.choice(5), "not int"),
+        (lambda: GrammarSpec.choice({"a": 1}), "not dict"),
+        (lambda: GrammarSpec.choice(iter(())), "at least one"),
+        (lambda: GrammarSpec("prose", "x"), "kind is 'prose'"),
+        (lambda: GrammarSpec("regex", None), "regex text: must be a string, not NoneType"),
+        (lambda: GrammarSpec("regex", "a", backend=3), "backend is 3"),
+        (lambda: GrammarSpec("json_schema", "{bad").schema, "not JSON"),
+        (lambda: resolved(GrammarSpec("json_schema", "{bad"), "auto"), "not JSON"),
+        (lambda: GrammarSpec.json_schema({"minimum": "5"}), "#: minimum: must be a number"),
+        (lambda: GrammarSpec.json_schema({"items": {"type": "foo"}}), "#/items: type: must be"),
+        (lambda: GrammarSpec.json_schema({"required": "a"}), "#: required: must be a list"),
+        (lambda: GrammarSpec.json_schema({"properties": [1]}), "must be a map of schemas, not"),
+        (lambda: GrammarSpec.json_schema({"$ref": "#/nowhere"}), "#: \\$ref: .*nowhere"),
+        (lambda: GrammarSpec.json_schema({"type": "string", "pattern": "(a"}), "pattern: .*group"),
+        (lambda: GrammarSpec.json_schema({}, whitespace=0), "whitespace 0 is unknown"),
+        (lambda: GrammarSpec.json_schema({}, whitespace="tight"), "whitespace 'tight'"),
+        (lambda: GrammarSpec.json_schema({}, whitespace=True), "whitespace True"),
+        (lambda: GrammarSpec.json_schema({}, assert_formats=1.5), "assert_formats is 1.5"),
+        (lambda: GrammarSpec.json_schema({}, key_order="any", whitespace=3), "not a number"),
+        (lambda: GrammarSpec.json_schema(int), "class int has neither model_json_schema"),
+        (lambda: GrammarSpec.json_schema(Raises), "model_json_schema: no such thing"),
+        (lambda: GrammarSpec.regex(re.compile(b"a")), "must be a string, not bytes"),
+        (lambda: GrammarSpec.structural_tag([TAG], ["<f"], at_least_one=ANYTHING), "be a bool"),
+        (lambda: StructuralTag("", "{}", "]"), "tag begin: is empty"),
+        (lambda: StructuralTag(ANYTHING, "{}", "]"), "tag begin: must be a string, not int"),
+        (lambda: StructuralTag("[", "{bad", "]"), "tag schema: the text is not JSON"),
+        (lambda: StructuralTag("[", "[1]", "]"), "tag schema: must be an object"),
+        (lambda: StructuralTag("[", {}, "]"), "tag schema: must be JSON text, not dict"),
+        (lambda: StructuralTag.of("[", {}, None), "tag end: must be a string, not NoneType"),
+        (lambda: GrammarSpec.json_schema({"pattern": "\ud800", "type": "string"}), "not Unicode"),
+        (lambda: GrammarSpec.lark(""), "empty"),
+        (lambda: GrammarSpec.structural_tag([], ["<f"]), "at least one"),
+        (lambda: GrammarSpec.structural_tag([TAG], []), "at least one"),
+        (lambda: GrammarSpec.structural_tag([TAG], "<f"), "lists"),
+        (lambda: GrammarSpec.structural_tag([TAG], 5), "lists"),
+        (lambda: GrammarSpec.json_schema(ENDLESS), "cannot be read: Circular reference"),
+        (lambda: GrammarSpec.structural_tag([TAG], ["<g"]), "begins with 0"),
+        (lambda: GrammarSpec.structural_tag([TAG], ["<f", "<"]), "begins with 2"),
+        (lambda: GrammarSpec.structural_tag([TAG], ["<f", "["]), r"no tag begins.*\["),
+        (lambda: GrammarSpec.structural_tag([ANYTHING], ["<f"]), "a tag is a int"),
+        (lambda: StructuralTag.of("<f>", False, ""), "schema false"),
+        (lambda: GrammarSpec.regex("a").after(""), "marker: is empty"),
+        (lambda: GrammarSpec.regex("a").after(-1), "token -1 is negative"),
+        (lambda: GrammarSpec.regex("a").after(True), "not bool"),
+        (lambda: GrammarSpec.regex("a(b"), "regex: .*unclosed group"),
+        (lambda: GrammarSpec.regex("[z-a]"), "regex: .*the start must be <= the end"),
+        (lambda: GrammarSpec.regex("a(?=b)"), "regex: .*look-around"),
+        (lambda: GrammarSpec.regex(r"(a)\1"), "regex: .*backreferences"),
+        (lambda: GrammarSpec.ebnf("root ::= x"), 'ebnf: .*"x" is not defined'),
+        (lambda: GrammarSpec.ebnf('root ::= "x'), "ebnf: .*string literal"),
+        (lambda: GrammarSpec.ebnf('root ::= "x"', root="r"), 'ebnf: .*"r" is not found'),
+        (lambda: GrammarSpec.lark("start: x"), 'lark: line 1, column 8: unknown name: "x"'),
+        (lambda: GrammarSpec.lark('a: "b"'), "lark: no start rule found"),
+        (lambda: GrammarSpec.lark('start: a\na: "b'), "lark: line 2, column 6: lexer error"),
+        (lambda: GrammarSpec.lark("start: " + "(" * 50000), "lark: .*too deeply nested"),
+        (lambda: GrammarSpec.structural_tag([NO_TAG], ["<f"]), "<f>.*unclosed group"),
+        (lambda: GrammarSpec.structural_tag([ANY_CONTENT], ["<f"]), "minLength .5. is greater"),
+    ],
+)
 def test_bad_specs_are_refused_when_made(make, message, capfd):
     """What is no grammar raises GrammarError at once, and says why in one sentence; so does one
     with an error of syntax, without a vocabulary or a model."""
@@ -143,13 +146,16 @@ def test_grammars_may_come_from_what_states_them():
     assert GrammarSpec.regex(re.compile("a.", re.I | re.S)).text == "(?is)a."
 
 
-@pytest.mark.parametrize("wrapped, what", [
-    ({"name": "n", "schema": {"type": "object"}, "strict": True}, "response_format.*'schema'"),
-    ({"type": "json_schema", "json_schema": {"name": "n"}}, "response_format.*'json_schema'"),
-    ({"name": "n", "description": "d", "input_schema": {}}, "Anthropic's.*'input_schema'"),
-    ({"type": "function", "function": {"name": "n"}}, "a tool of OpenAI's.*'function'"),
-    ({"name": "n", "parameters": {"type": "object"}}, "function of OpenAI's.*'parameters'"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    "wrapped, what",
+    [
+        ({"name": "n", "schema": {"type": "object"}, "strict": True}, "response_format.*'schema'"),
+        ({"type": "json_schema", "json_schema": {"name": "n"}}, "response_format.*'json_schema'"),
+        ({"name": "n", "description": "d", "input_schema": {}}, "Anthropic's.*'input_schema'"),
+        ({"type": "function", "function": {"name": "n"}}, "a tool of OpenAI's.*'function'"),
+        ({"name": "n", "parameters": {"type": "object"}}, "function of OpenAI's.*'parameters'"),
+    ],
+)
 def test_descriptions_of_tools_are_not_taken_for_any_json(wrapped, what):
     """What holds a schema, and says nothing else that a schema says, is refused by its name."""
     with pytest.raises(GrammarError, match=what):
@@ -192,10 +198,15 @@ def test_specs_are_equal_by_content_and_keep_property_order():
 TEXTS = ['{"a": [1, 2]}', '{"a":[1,2]}', '{"a":  [1,\n 2]}', '{\n   "a" : [1,\n2]\n}']
 
 
-@pytest.mark.parametrize("whitespace, taken", [
-    ("line", [True, False, False, False]), ("compact", [False, True, False, False]),
-    (2, [True, True, True, False]), ("any", [True, True, True, True]),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    "whitespace, taken",
+    [
+        ("line", [True, False, False, False]),
+        ("compact", [False, True, False, False]),
+        (2, [True, True, True, False]),
+        ("any", [True, True, True, True]),
+    ],
+)
 def test_white_space_is_the_users_choice(backend, whitespace, taken):
     """One line, none, at most so many characters, any: with both backends, and in tags."""
     schema = {"type": "object", "properties": {"a": {"type": "array"}}, "required": ["a"]}
@@ -228,15 +239,30 @@ def test_json_object_is_any_object_and_nothing_else(xgrammar):
 # Schemas with an instance that violates a part XGrammar ignores without a word.
 UNENFORCED = [
     ({"not": {"type": "string"}}, "x"),
-    ({"type": "object", "if": {"required": ["a"]}, "then": {"required": ["b"]},
-      "properties": {"a": {}, "b": {}}}, {"a": 1}),
+    (
+        {
+            "type": "object",
+            "if": {"required": ["a"]},
+            "then": {"required": ["b"]},
+            "properties": {"a": {}, "b": {}},
+        },
+        {"a": 1},
+    ),
     ({"type": "array", "items": {"type": "integer"}, "uniqueItems": True}, [1, 1]),
     ({"type": "array", "items": {}, "contains": {"type": "string"}}, [1]),
-    ({"type": "object", "properties": {"a": {}, "b": {}}, "dependentRequired": {"a": ["b"]}},
-     {"a": 1}),
+    (
+        {"type": "object", "properties": {"a": {}, "b": {}}, "dependentRequired": {"a": ["b"]}},
+        {"a": 1},
+    ),
     ({"type": "object", "properties": {"bb": {}}, "propertyNames": {"enum": ["x"]}}, {"bb": 1}),
-    ({"type": "object", "properties": {"ab": {}}, "patternProperties": {"^a": {"type": "integer"}}},
-     {"ab": "x"}),
+    (
+        {
+            "type": "object",
+            "properties": {"ab": {}},
+            "patternProperties": {"^a": {"type": "integer"}},
+        },
+        {"ab": "x"},
+    ),
     ({"type": "object", "properties": {"a": {}}, "required": ["c"]}, {"a": 1}),
     ({"minimum": 5}, 3),
     ({"type": ["string", "integer"], "enum": [1.5, "a"]}, 1.5),
@@ -247,7 +273,7 @@ UNENFORCED = [
     ({"const": 1, "type": "string"}, 1),
     ({"type": "integer", "allOf": [{"minimum": 5}]}, 3),
     ({"type": "string", "pattern": "^a", "format": "date"}, "2026-11-22"),
-]  # fmt: skip
+]
 
 
 @pytest.mark.parametrize("schema, instance", UNENFORCED)
@@ -270,12 +296,16 @@ def test_harmless_neighbours_are_not_refused():
         {"type": "string", "enum": ["a", "b"], "title": "t", "description": "d", "default": "a"},
         {"type": ["integer", "null"], "const": None},
         {"type": "object", "anyOf": [{"type": "object"}, {"type": "object", "properties": {}}]},
-        {"$schema": "http://json-schema.org/draft-07/schema#", "$ref": "#/definitions/x",
-         "minimum": 3, "definitions": {"x": {"type": "integer"}}},
+        {
+            "$schema": "http://json-schema.org/draft-07/schema#",
+            "$ref": "#/definitions/x",
+            "minimum": 3,
+            "definitions": {"x": {"type": "integer"}},
+        },
         {"type": "array", "items": {"type": "integer"}, "minItems": 2, "uniqueItems": False},
         {"type": "object", "properties": {"not": {"type": "string"}, "if": {}}, "required": ["if"]},
         {"enum": [{"not": 1}]},
-    ):  # fmt: skip
+    ):
         GrammarSpec.json_schema(schema)
 
 

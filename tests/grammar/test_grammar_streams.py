@@ -19,11 +19,15 @@ SIZE = 270
 BACKENDS = {"xgrammar": XGrammarBackend, "llguidance": LLGuidanceBackend}
 STOCK = {"xgrammar": StockXGrammar, "llguidance": StockLLGuidance}
 NODE = {
-    "type": "object", "required": ["b"], "additionalProperties": False,
-    "properties": {"a": {"anyOf": [{"$ref": "#/$defs/node"}, {"type": "integer"}]},
-                   "abc": {"type": "array", "items": {"$ref": "#/$defs/node"}, "maxItems": 2},
-                   "b": {"type": "boolean"}},
-}  # fmt: skip
+    "type": "object",
+    "required": ["b"],
+    "additionalProperties": False,
+    "properties": {
+        "a": {"anyOf": [{"$ref": "#/$defs/node"}, {"type": "integer"}]},
+        "abc": {"type": "array", "items": {"$ref": "#/$defs/node"}, "maxItems": 2},
+        "b": {"type": "boolean"},
+    },
+}
 TREE = {"$ref": "#/$defs/node", "$defs": {"node": NODE}}
 SPECS = {
     "schema": guide_util.SPECS["schema"],
@@ -35,10 +39,13 @@ SPECS = {
     "choice": GrammarSpec.choice(["abab", "abc", 'a"b\\', "x\n", "\u00e9t\u00e9"]),
     "lark": GrammarSpec.lark('start: "a" item*\nitem: "b" | "(" item ")" | /[0-9]+/'),
     "tags": GrammarSpec.structural_tag(
-        [StructuralTag.of("<f=a>", {"type": "integer"}, "</f>"),
-         StructuralTag.of("<f=b>", {"enum": ["abc", "ab"]}, "</f>")], ["<f"],
+        [
+            StructuralTag.of("<f=a>", {"type": "integer"}, "</f>"),
+            StructuralTag.of("<f=b>", {"enum": ["abc", "ab"]}, "</f>"),
+        ],
+        ["<f"],
     ),
-}  # fmt: skip
+}
 # The first marker ends inside or with a token, the third is a token, the next comes by name, and
 # in the last a text that goes wrong may have begun anew within itself.
 FREE = {
@@ -97,9 +104,14 @@ def vocabulary() -> Vocabulary:
     return byte_vocabulary(SIZE, {"<end>": 266})
 
 
-@pytest.mark.parametrize("specs, streams, seed, least", [
-    (SPECS, 1000, 11, (100, 4000)), (FREE, 400, 5, (10, 1000)),
-], ids=["grammars", "markers"])  # fmt: skip
+@pytest.mark.parametrize(
+    "specs, streams, seed, least",
+    [
+        (SPECS, 1000, 11, (100, 4000)),
+        (FREE, 400, 5, (10, 1000)),
+    ],
+    ids=["grammars", "markers"],
+)
 @pytest.mark.parametrize("name", BACKENDS)
 def test_native_and_stock_masks_are_equal_at_every_step(name, specs, streams, seed, least, capfd):
     """Of many streams with illegal ids, rollbacks and endings, every mask and answer is equal,

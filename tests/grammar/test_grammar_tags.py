@@ -29,22 +29,41 @@ def takes(compiled: Any, content: str) -> bool:
 
 
 def thing(**properties: Any) -> dict[str, Any]:
-    return {"type": "object", "properties": properties, "required": ["a"],
-            "additionalProperties": False}  # fmt: skip
+    return {
+        "type": "object",
+        "properties": properties,
+        "required": ["a"],
+        "additionalProperties": False,
+    }
 
 
 #: Schemas, a text that satisfies each, one that does not, and whether XGrammar enforces it.
 SCHEMAS: dict[str, tuple[Any, str, str, bool]] = {
     "bounds": ({"type": "string", "minLength": 3, "maxLength": 5}, '"abc"', '"ab"', True),
     "multipleOf": ({"type": "integer", "multipleOf": 7}, "42", "41", True),
-    "reference": ({"$defs": {"n": thing(a={"type": "integer"}, b={"$ref": "#/$defs/n"})},
-                   "$ref": "#/$defs/n"}, '{"a": 1, "b": {"a": 2}}', '{"a": 1, "b": {}}', True),
-    "closed": ({"type": "object", "properties": {"a": {"type": "integer"}}},
-               '{"a": 1}', '{"a": 1, "b": 2}', True),
-    "not": (thing(a={"type": ["string", "null"], "not": {"const": "x"}}),
-            '{"a": "y"}', '{"a": "x"}', False),
+    "reference": (
+        {
+            "$defs": {"n": thing(a={"type": "integer"}, b={"$ref": "#/$defs/n"})},
+            "$ref": "#/$defs/n",
+        },
+        '{"a": 1, "b": {"a": 2}}',
+        '{"a": 1, "b": {}}',
+        True,
+    ),
+    "closed": (
+        {"type": "object", "properties": {"a": {"type": "integer"}}},
+        '{"a": 1}',
+        '{"a": 1, "b": 2}',
+        True,
+    ),
+    "not": (
+        thing(a={"type": ["string", "null"], "not": {"const": "x"}}),
+        '{"a": "y"}',
+        '{"a": "x"}',
+        False,
+    ),
     "allOf": ({"allOf": [{"type": "integer", "minimum": 3}, {"maximum": 9}]}, "5", "10", False),
-}  # fmt: skip
+}
 
 
 @pytest.mark.parametrize("schema, good, bad, plain", SCHEMAS.values(), ids=SCHEMAS)
@@ -79,20 +98,32 @@ def test_a_tag_that_nobody_enforces_is_refused_by_its_name_and_place(service):
 
 def test_tags_of_several_schemas_are_rewritten_each_by_itself(service):
     """What one tag may hold the other may not; the marker before them stays."""
-    tags = [StructuralTag.of("<t=n>", {"type": "integer", "minimum": 5}, "</t>"),
-            StructuralTag.of("<t=s>", {"enum": ["a", "b"]}, "</t>")]  # fmt: skip
+    tags = [
+        StructuralTag.of("<t=n>", {"type": "integer", "minimum": 5}, "</t>"),
+        StructuralTag.of("<t=s>", {"enum": ["a", "b"]}, "</t>"),
+    ]
     spec = GrammarSpec.structural_tag(tags, ["<t="], at_least_one=True).after("</think>")
     compiled = service.submit(spec).result(timeout=300)
-    for text, fits in (("<t=n>7</t>", True), ('<t=s>"b"</t>', True), ('<t=n>"b"</t>', False),
-                       ("<t=s>7</t>", False), ("<t=n>4</t>", False), ("none", False)):  # fmt: skip
+    for text, fits in (
+        ("<t=n>7</t>", True),
+        ('<t=s>"b"</t>', True),
+        ('<t=n>"b"</t>', False),
+        ("<t=s>7</t>", False),
+        ("<t=n>4</t>", False),
+        ("none", False),
+    ):
         assert accepts(compiled, f"hm </think>{text}") is fits, text
 
 
-@pytest.mark.parametrize("flags, fits", [
-    ({}, [True, True, True, True]), ({"at_least_one": True}, [False, True, True, True]),
-    ({"at_once": True}, [False, False, True, True]),
-    ({"at_least_one": True, "at_once": True}, [False, False, True, True]),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    "flags, fits",
+    [
+        ({}, [True, True, True, True]),
+        ({"at_least_one": True}, [False, True, True, True]),
+        ({"at_once": True}, [False, False, True, True]),
+        ({"at_least_one": True, "at_once": True}, [False, False, True, True]),
+    ],
+)
 def test_a_tag_that_must_come_means_the_same_everywhere(service, flags, fits):
     """At least one tag may come after text, one at once begins the output; more may follow."""
     tag = StructuralTag.of("<t>", {"type": "integer"}, "</t>")

@@ -62,8 +62,11 @@ def test_masks_of_a_large_vocabulary_allow_exactly_what_fits(real):
     rng = np.random.default_rng(0)
     while done not in endings:
         left = [ending[len(done) :] for ending in endings if ending.startswith(done)]
-        fits = [id for id, piece in enumerate(vocabulary.tokens)
-                if piece and any(text.startswith(piece) for text in left)]  # fmt: skip
+        fits = [
+            id
+            for id, piece in enumerate(vocabulary.tokens)
+            if piece and any(text.startswith(piece) for text in left)
+        ]
         assert matcher.legal().tolist() == fits
         token = int(rng.choice(fits))
         assert matcher.accept(token)
@@ -113,14 +116,17 @@ def test_tokenizers_of_other_kinds_are_refused(tmp_path):
         Vocabulary.from_tokenizer(byte_fallback_tokenizer(), 200, [2])
 
 
-@pytest.mark.parametrize("tokens, size, stops, message", [
-    ([b"a", b"b"], 1, [0], "2 tokens but the model has 1"),
-    ([b"a"], 4, [], "at least one stop id"),
-    ([b"a"], 4, [4], r"stop id 4 is outside \[0, 4\)"),
-    ([b"a"], 4, [-1], "stop id -1"),
-    ([b"a", "b"], 4, [3], "token 1 is str"),
-    ([b"", b"x"], 4, [1], "no token is text"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    "tokens, size, stops, message",
+    [
+        ([b"a", b"b"], 1, [0], "2 tokens but the model has 1"),
+        ([b"a"], 4, [], "at least one stop id"),
+        ([b"a"], 4, [4], r"stop id 4 is outside \[0, 4\)"),
+        ([b"a"], 4, [-1], "stop id -1"),
+        ([b"a", "b"], 4, [3], "token 1 is str"),
+        ([b"", b"x"], 4, [1], "no token is text"),
+    ],
+)
 def test_bad_vocabularies_are_refused(tokens, size, stops, message):
     """Sizes, stop ids and types are checked when a vocabulary is made."""
     with pytest.raises(GrammarError, match=message):

@@ -265,14 +265,17 @@ def test_a_closed_decoder_does_nothing(decoder, backend):
         decoder.commit_work()
 
 
-@pytest.mark.parametrize("changes, message", [
-    ({"ring": 1}, "ring is 1"),
-    ({"transport": "python"}, "'python', must be one of native, mailbox, spinkernel"),
-    ({"threads": 0}, "threads is 0"),
-    ({"budget_us": 0.5}, "budget_us is 0.5"),
-    ({"budget_us": float("nan")}, "budget_us is nan"),
-    ({"candidates": 4, "masked_drafts": False}, "for masked drafts only"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    "changes, message",
+    [
+        ({"ring": 1}, "ring is 1"),
+        ({"transport": "python"}, "'python', must be one of native, mailbox, spinkernel"),
+        ({"threads": 0}, "threads is 0"),
+        ({"budget_us": 0.5}, "budget_us is 0.5"),
+        ({"budget_us": float("nan")}, "budget_us is nan"),
+        ({"candidates": 4, "masked_drafts": False}, "for masked drafts only"),
+    ],
+)
 def test_bad_options_are_refused_by_name(changes, message):
     """An option out of range raises OptionError with its name and value."""
     with pytest.raises(OptionError, match=message):

@@ -45,12 +45,26 @@ def equal_counters(device: Device) -> dict[str, int]:
     return native
 
 
-@pytest.mark.parametrize("draft_length, masked, threads, probe", [
-    (3, True, 1, False), (3, False, 1, False), (0, False, 3, False), (3, True, 3, False),
-    (3, True, 1, True), (3, True, 3, True),
-    *(pytest.param(*case, marks=pytest.mark.full) for case in (
-        (0, False, 1, False), (1, True, 1, False), (2, False, 3, False), (1, True, 1, True))),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    "draft_length, masked, threads, probe",
+    [
+        (3, True, 1, False),
+        (3, False, 1, False),
+        (0, False, 3, False),
+        (3, True, 3, False),
+        (3, True, 1, True),
+        (3, True, 3, True),
+        *(
+            pytest.param(*case, marks=pytest.mark.full)
+            for case in (
+                (0, False, 1, False),
+                (1, True, 1, False),
+                (2, False, 3, False),
+                (1, True, 1, True),
+            )
+        ),
+    ],
+)
 def test_rows_equal_a_stock_matcher_fed_from_the_start(
     backend, oracle, draft_length, masked, threads, probe
 ):
@@ -58,10 +72,16 @@ def test_rows_equal_a_stock_matcher_fed_from_the_start(
     give the same rows, stamps and counters as native ones; so do several threads. With probes the
     first legal candidate is answered, and a miss fills the row to draw from."""
     device = Device(
-        backend, oracle=oracle, slots=4 if probe else 3 + threads, draft_length=draft_length,
-        masked=masked, seed=draft_length, probe=probe, wrong=0.05 * probe,
+        backend,
+        oracle=oracle,
+        slots=4 if probe else 3 + threads,
+        draft_length=draft_length,
+        masked=masked,
+        seed=draft_length,
+        probe=probe,
+        wrong=0.05 * probe,
         options={"threads": threads},
-    )  # fmt: skip
+    )
     requests = (120, 40) if probe else (400 // threads, 100 // threads)
     play(device, requests[backend.name != "XGrammar"])
     native = equal_counters(device)

@@ -192,6 +192,14 @@ def test_a_forked_child_can_drop_a_decoder_with_threads():
 
 def test_small_machines_and_batches_use_one_thread():
     """One thread up to three cores or fifteen slots, then at most one per eight slots."""
-    table = {(64, 1): 1, (64, 2): 1, (64, 3): 1, (8, 64): 1, (15, 8): 1, (16, 8): 2, (64, 64): 8,
-             (64, 4): 2}  # fmt: skip
+    table = {
+        (64, 1): 1,
+        (64, 2): 1,
+        (64, 3): 1,
+        (8, 64): 1,
+        (15, 8): 1,
+        (16, 8): 2,
+        (64, 64): 8,
+        (64, 4): 2,
+    }
     assert {key: default_threads(*key) for key in table} == table

@@ -44,8 +44,11 @@ def test_each_node_has_the_row_of_its_path(backend, kind, spec):
             while path and oracle_row(start, [*said, *path]) is None:
                 path.pop()
             legal = {t for t in bits(oracle_row(start, [*said, *path])).tolist() if t < 270}
-            legal = [t for t in sorted(legal - {STOP, OTHER_STOP})
-                     if oracle_row(start, [*said, *path, t]).any()]  # fmt: skip
+            legal = [
+                t
+                for t in sorted(legal - {STOP, OTHER_STOP})
+                if oracle_row(start, [*said, *path, t]).any()
+            ]
             if not legal:
                 break
             taken = [*path, int(rng.choice(legal))]

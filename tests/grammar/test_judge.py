@@ -29,8 +29,11 @@ def test_a_verdict_that_takes_for_ever_is_no_verdict(monkeypatch: pytest.MonkeyP
 
 def test_patterns_of_a_schema_never_keep_the_router_busy() -> None:
     """A pattern that could is tried in a process that can be killed, then refused by name."""
-    schema = {"type": "object", "properties": {HOPELESS: {"type": "integer"}},
-              "patternProperties": {ENDLESS: {"minimum": 1}}}  # fmt: skip
+    schema = {
+        "type": "object",
+        "properties": {HOPELESS: {"type": "integer"}},
+        "patternProperties": {ENDLESS: {"minimum": 1}},
+    }
     assert found_in("^(ab?)+$", "aab") and not found_in("^(ab?)+$", "b")
     with pytest.raises(GrammarError, match=r"pattern '\^\(a\+\)\+\$' cannot be checked: took"):
         GrammarSpec.json_schema(schema, key_order="any")

@@ -21,14 +21,19 @@ from stock import StockLLGuidance
 from graft.grammar import CompiledGrammar, GrammarSpec, LLGuidanceBackend, Matcher, Vocabulary
 
 STRING = {"type": "string"}
-OBJECT = {"type": "object", "properties": {"a": STRING}, "required": ["a"],
-          "additionalProperties": False}  # fmt: skip
+OBJECT = {
+    "type": "object",
+    "properties": {"a": STRING},
+    "required": ["a"],
+    "additionalProperties": False,
+}
 EITHER = {"anyOf": [OBJECT, {"type": "array", "items": {"anyOf": [STRING, OBJECT]}}]}
 SPECS = {
-    "forced start": GrammarSpec.json_schema({**OBJECT, "properties": {"v": EITHER},
-                                             "required": ["v"]}),
+    "forced start": GrammarSpec.json_schema(
+        {**OBJECT, "properties": {"v": EITHER}, "required": ["v"]}
+    ),
     "open start": GrammarSpec.json_schema(EITHER),
-}  # fmt: skip
+}
 VALUES = ['{"a": "xy', '["k", "xy', '["k", "k", "xy"', '["k", "', '["k', '[{"a": "xy', '["xy"]']
 
 
@@ -62,8 +67,11 @@ class Texts:
         tokens = vocabulary().tokens
         while left:
             fitting = [t for t in matcher.legal().tolist() if tokens[t]]
-            path.append(max((t for t in fitting if left.startswith(tokens[t])),
-                            key=lambda t: len(tokens[t])))  # fmt: skip
+            path.append(
+                max(
+                    (t for t in fitting if left.startswith(tokens[t])), key=lambda t: len(tokens[t])
+                )
+            )
             left = left[len(tokens[path[-1]]) :]
             assert matcher.accept(path[-1])
         return tuple(path)
@@ -102,13 +110,28 @@ def test_masks_are_of_the_text_alone_and_not_of_another(spec):
 
 
 #: A pattern under a long length bound: LLGuidance's own limits end in the middle of its texts.
-BOUNDED = {"type": "string", "minLength": 1, "maxLength": 2000,
-           "pattern": "^$|(^(?:\\S+\\s+){0,60}\\S+$)"}  # fmt: skip
-OPTIONS = {"anyOf": [{"type": "object", "properties": {f"p{i}": {"const": i}},
-                      "required": [f"p{i}"], "additionalProperties": False}
-                     for i in range(2100)]}  # fmt: skip
-OPTIONAL = {"type": "object", "properties": {f"p{i}": {"type": "integer"} for i in range(900)},
-            "additionalProperties": False}  # fmt: skip
+BOUNDED = {
+    "type": "string",
+    "minLength": 1,
+    "maxLength": 2000,
+    "pattern": "^$|(^(?:\\S+\\s+){0,60}\\S+$)",
+}
+OPTIONS = {
+    "anyOf": [
+        {
+            "type": "object",
+            "properties": {f"p{i}": {"const": i}},
+            "required": [f"p{i}"],
+            "additionalProperties": False,
+        }
+        for i in range(2100)
+    ]
+}
+OPTIONAL = {
+    "type": "object",
+    "properties": {f"p{i}": {"type": "integer"} for i in range(900)},
+    "additionalProperties": False,
+}
 
 
 def choice(count: int) -> GrammarSpec:
@@ -119,13 +142,17 @@ def schema(value: object) -> GrammarSpec:
     return GrammarSpec.json_schema(json.dumps(value), backend="llguidance", key_order="schema")
 
 
-@pytest.mark.parametrize("spec, value", [
-    (schema(BOUNDED), "what is it"),
-    (schema(OPTIONS), {"p2050": 2050}),
-    (schema(OPTIONAL), {"p3": 1, "p800": 2, "p899": 3}),
-    (2_000, None),  # so many, stated by the test: collecting waits for none
-    (100_000, None),
-], ids=["long bound", "options", "optional properties", "choice", "large choice"])  # fmt: skip
+@pytest.mark.parametrize(
+    "spec, value",
+    [
+        (schema(BOUNDED), "what is it"),
+        (schema(OPTIONS), {"p2050": 2050}),
+        (schema(OPTIONAL), {"p3": 1, "p800": 2, "p899": 3}),
+        (2_000, None),  # so many, stated by the test: collecting waits for none
+        (100_000, None),
+    ],
+    ids=["long bound", "options", "optional properties", "choice", "large choice"],
+)
 def test_a_text_goes_through_to_its_end(spec, value):
     """It is accepted to its end, with a mask before each token, after rollbacks too."""
     spec = choice(spec) if isinstance(spec, int) else spec

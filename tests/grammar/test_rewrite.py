@@ -36,8 +36,11 @@ SCHEMAS: list[Any] = [
     {"not": {"enum": [[1], ["a", "b"]]}, "type": "array"},
     {"type": "object", "properties": PROPERTIES, "not": {"required": ["a", "b"]}},
     {"type": "object", "properties": PROPERTIES, "not": {"properties": {"a": {"type": "number"}}}},
-    {"type": "object", "properties": PROPERTIES, "not": {"anyOf": [{"required": ["a"]},
-                                                                   {"required": ["b"]}]}},
+    {
+        "type": "object",
+        "properties": PROPERTIES,
+        "not": {"anyOf": [{"required": ["a"]}, {"required": ["b"]}]},
+    },
     {"type": "array", "not": {"minItems": 1, "maxItems": 1}},
     {"type": "string", "not": {"maxLength": 2}},
     {"not": {"not": {"type": "integer"}}},
@@ -45,35 +48,71 @@ SCHEMAS: list[Any] = [
     {"unevaluatedProperties": False, "if": True},
     {"oneOf": [{"type": "string"}, {"type": "integer"}]},
     {"oneOf": [{"type": "string", "maxLength": 2}, {"type": "string", "minLength": 2}]},
-    {"type": "object", "properties": PROPERTIES, "oneOf": [{"required": ["a"]},
-                                                          {"required": ["b"]},
-                                                          {"required": ["c"]}]},
+    {
+        "type": "object",
+        "properties": PROPERTIES,
+        "oneOf": [{"required": ["a"]}, {"required": ["b"]}, {"required": ["c"]}],
+    },
     {"properties": PROPERTIES, "oneOf": [{"required": ["a"]}, {"required": ["b"]}]},
-    {"oneOf": [{"type": "array", "items": {"type": "integer"}},
-               {"type": "array", "items": {"type": "string"}}]},
+    {
+        "oneOf": [
+            {"type": "array", "items": {"type": "integer"}},
+            {"type": "array", "items": {"type": "string"}},
+        ]
+    },
     {"oneOf": [{"enum": ["a", "b"]}, {"enum": ["b", 1]}, {"const": None}]},
-    {"type": "object", "oneOf": [
-        {"properties": {"a": {"const": 1}}, "additionalProperties": False},
-        {"properties": {"b": {"type": "string"}}, "additionalProperties": False}]},
-    {"type": "object", "properties": PROPERTIES, "if": {"required": ["a"]},
-     "then": {"required": ["b"]}, "else": {"required": ["c"]}},
-    {"type": "object", "properties": PROPERTIES, "if": {"required": ["a"]},
-     "else": {"required": ["c"]}},
-    {"properties": PROPERTIES, "if": {"properties": {"a": {"const": 1}}, "required": ["a"]},
-     "then": {"properties": {"b": {"type": "string"}}}},
+    {
+        "type": "object",
+        "oneOf": [
+            {"properties": {"a": {"const": 1}}, "additionalProperties": False},
+            {"properties": {"b": {"type": "string"}}, "additionalProperties": False},
+        ],
+    },
+    {
+        "type": "object",
+        "properties": PROPERTIES,
+        "if": {"required": ["a"]},
+        "then": {"required": ["b"]},
+        "else": {"required": ["c"]},
+    },
+    {
+        "type": "object",
+        "properties": PROPERTIES,
+        "if": {"required": ["a"]},
+        "else": {"required": ["c"]},
+    },
+    {
+        "properties": PROPERTIES,
+        "if": {"properties": {"a": {"const": 1}}, "required": ["a"]},
+        "then": {"properties": {"b": {"type": "string"}}},
+    },
     {"type": "object", "properties": PROPERTIES, "dependentRequired": {"a": ["b", "c"]}},
     {"type": "object", "properties": PROPERTIES, "dependentRequired": {"a": ["b"], "b": ["a"]}},
-    {"properties": PROPERTIES,
-     "dependentSchemas": {"a": {"properties": {"b": {"type": "string"}}}}},
+    {
+        "properties": PROPERTIES,
+        "dependentSchemas": {"a": {"properties": {"b": {"type": "string"}}}},
+    },
     {"type": "object", "properties": PROPERTIES, "minProperties": 2},
     {"type": "object", "properties": PROPERTIES, "maxProperties": 1},
-    {"type": "object", "properties": {"a": {}, "b": {}}, "additionalProperties": False,
-     "minProperties": 1},
-    {"type": "object", "properties": {"a": {}, "b": {}}, "additionalProperties": False,
-     "maxProperties": 1},
+    {
+        "type": "object",
+        "properties": {"a": {}, "b": {}},
+        "additionalProperties": False,
+        "minProperties": 1,
+    },
+    {
+        "type": "object",
+        "properties": {"a": {}, "b": {}},
+        "additionalProperties": False,
+        "maxProperties": 1,
+    },
     {"properties": {"a": {}}, "required": ["a"], "minProperties": 2},
-    {"type": ["object", "null"], "properties": PROPERTIES, "required": ["a", "b"],
-     "maxProperties": 1},
+    {
+        "type": ["object", "null"],
+        "properties": PROPERTIES,
+        "required": ["a", "b"],
+        "maxProperties": 1,
+    },
     {"type": "object", "properties": PROPERTIES, "propertyNames": {"maxLength": 1}},
     {"type": "object", "properties": PROPERTIES, "propertyNames": {"enum": ["a", "zz"]}},
     {"type": "object", "properties": PROPERTIES, "propertyNames": {"pattern": "^[ab]"}},
@@ -83,9 +122,13 @@ SCHEMAS: list[Any] = [
     {"type": "array", "uniqueItems": True, "items": {"enum": [1, 2, "a"]}, "minItems": 2},
     {"type": "string", "format": "no-such-format"},
     {"$defs": {"s": {"type": "string"}}, "not": {"$ref": "#/$defs/s"}},
-    {"properties": {"a": {"oneOf": [{"type": "integer"}, {"type": "string"}]},
-                    "b": {"$ref": "#/properties/a/oneOf/1"}}},
-]  # fmt: skip
+    {
+        "properties": {
+            "a": {"oneOf": [{"type": "integer"}, {"type": "string"}]},
+            "b": {"$ref": "#/properties/a/oneOf/1"},
+        }
+    },
+]
 
 
 @pytest.mark.parametrize("schema", SCHEMAS, ids=lambda s: json.dumps(s)[:60])
@@ -105,12 +148,18 @@ def test_a_rewritten_schema_accepts_exactly_the_same_values(schema):
 def test_a_complement_is_the_complement():
     """Of every value, a schema or its negation holds, and never both."""
     schemas = [
-        {"type": ["string", "null"]}, {"enum": [1, "a", [1], {"a": 1}]}, {"required": ["a"]},
-        {"properties": {"a": {"type": "number"}, "b": False}}, {"minimum": 1}, {"maxLength": 1},
+        {"type": ["string", "null"]},
+        {"enum": [1, "a", [1], {"a": 1}]},
+        {"required": ["a"]},
+        {"properties": {"a": {"type": "number"}, "b": False}},
+        {"minimum": 1},
+        {"maxLength": 1},
         {"type": "object", "properties": {"a": {}}, "additionalProperties": False},
-        {"oneOf": [{"required": ["a"]}, {"minProperties": 2}]}, {"exclusiveMaximum": 2.5},
-        {"minItems": 2}, {"prefixItems": [{"type": "number"}]},
-    ]  # fmt: skip
+        {"oneOf": [{"required": ["a"]}, {"minProperties": 2}]},
+        {"exclusiveMaximum": 2.5},
+        {"minItems": 2},
+        {"prefixItems": [{"type": "number"}]},
+    ]
     for schema in schemas:
         complement = Negation(References(schema), 2020).of(schema)
         for value in VALUES:
@@ -121,27 +170,57 @@ def test_a_complement_is_the_complement():
 
 NARROWED: list[tuple[Any, list[Any], list[Any]]] = [
     # Each option requires a list: clear texts have one of them, valid ones may have a broken other.
-    ({"type": "object", "oneOf": [
-        {"required": ["a"], "properties": {"a": {"type": "array", "items": {"type": "string"}}}},
-        {"required": ["b"], "properties": {"b": {"type": "array", "items": {"type": "null"}}}}]},
-     [{"a": ["x"]}, {"b": [None]}, {"a": [], "c": 1}],
-     [{}, {"a": [], "b": []}, {"a": [1]}, {"a": ["x"], "b": [None]}, {"c": 1}]),
+    (
+        {
+            "type": "object",
+            "oneOf": [
+                {
+                    "required": ["a"],
+                    "properties": {"a": {"type": "array", "items": {"type": "string"}}},
+                },
+                {
+                    "required": ["b"],
+                    "properties": {"b": {"type": "array", "items": {"type": "null"}}},
+                },
+            ],
+        },
+        [{"a": ["x"]}, {"b": [None]}, {"a": [], "c": 1}],
+        [{}, {"a": [], "b": []}, {"a": [1]}, {"a": ["x"], "b": [None]}, {"c": 1}],
+    ),
     # A narrowed option inside another oneOf: what it leaves out is excluded all the same.
-    ({"oneOf": [
-        {"type": "object", "oneOf": [
-            {"required": ["a"], "properties": {"a": {"type": "string", "pattern": "x+"}}},
-            {"required": ["b"], "properties": {"b": {"type": "string", "pattern": "y+"}}}]},
-        {"type": "object", "required": ["a", "b"]}]},
-     [{"a": "x"}, {"b": "y"}],
-     [{}, {"a": "n"}, {"a": "x", "b": "n"}, {"a": "n", "b": "y"}]),
-]  # fmt: skip
+    (
+        {
+            "oneOf": [
+                {
+                    "type": "object",
+                    "oneOf": [
+                        {
+                            "required": ["a"],
+                            "properties": {"a": {"type": "string", "pattern": "x+"}},
+                        },
+                        {
+                            "required": ["b"],
+                            "properties": {"b": {"type": "string", "pattern": "y+"}},
+                        },
+                    ],
+                },
+                {"type": "object", "required": ["a", "b"]},
+            ]
+        },
+        [{"a": "x"}, {"b": "y"}],
+        [{}, {"a": "n"}, {"a": "x", "b": "n"}, {"a": "n", "b": "y"}],
+    ),
+]
 
 
-
-@pytest.mark.parametrize("part", [
-    {"propertyNames": {"enum": ["a_b"]}}, {"propertyNames": {"pattern": "^a_b$"}},
-    {"patternProperties": {"^(a_b)$": {"type": "integer"}}, "additionalProperties": False},
-])
+@pytest.mark.parametrize(
+    "part",
+    [
+        {"propertyNames": {"enum": ["a_b"]}},
+        {"propertyNames": {"pattern": "^a_b$"}},
+        {"patternProperties": {"^(a_b)$": {"type": "integer"}}, "additionalProperties": False},
+    ],
+)
 def test_no_key_begins_where_none_is_left(part: dict[str, Any]) -> None:
     """A pattern whose names are all listed allows no comma behind them, and holds for them."""
     schema = {"type": "object", "properties": {"a_b": {"enum": [1, "x"]}}, **part}
@@ -175,9 +254,14 @@ def test_overlaps_without_a_complement_are_kept_clear_of(schema, clear, invalid)
 
 def test_an_option_is_never_narrowed_to_nothing():
     """Options that differ in the value of a required property alone are refused, not emptied."""
-    schema = {"type": "object", "required": ["a"], "oneOf": [
-        {"properties": {"a": {"type": "string", "pattern": "x+"}}, "required": ["a"]},
-        {"properties": {"a": {"type": "string", "pattern": "y+"}}, "required": ["a"]}]}  # fmt: skip
+    schema = {
+        "type": "object",
+        "required": ["a"],
+        "oneOf": [
+            {"properties": {"a": {"type": "string", "pattern": "x+"}}, "required": ["a"]},
+            {"properties": {"a": {"type": "string", "pattern": "y+"}}, "required": ["a"]},
+        ],
+    }
     new = rewrite(schema)
     assert [reason.keyword for reason in new.lost] == ["oneOf"] and not new.narrowed
 
@@ -185,11 +269,15 @@ def test_an_option_is_never_narrowed_to_nothing():
 def test_what_has_no_complement_says_so():
     """Inexpressible complements raise, naming the keyword."""
     for schema, keyword in [
-        ({"pattern": "a+b"}, "pattern"), ({"multipleOf": 3}, "multipleOf"),
-        ({"items": {"type": "string"}}, "items"), ({"type": "integer"}, "type"),
-        ({"format": "email"}, "format"), ({"contains": {}}, "contains"), ({"if": {}}, "if"),
+        ({"pattern": "a+b"}, "pattern"),
+        ({"multipleOf": 3}, "multipleOf"),
+        ({"items": {"type": "string"}}, "items"),
+        ({"type": "integer"}, "type"),
+        ({"format": "email"}, "format"),
+        ({"contains": {}}, "contains"),
+        ({"if": {}}, "if"),
         ({"dependentRequired": {"a": ["b"]}}, "dependentRequired"),
-    ]:  # fmt: skip
+    ]:
         with pytest.raises(Cannot) as caught:
             Negation(References(schema), 2020).of(schema)
         assert caught.value.keyword == keyword
@@ -197,29 +285,68 @@ def test_what_has_no_complement_says_so():
 
 LABEL = "a" * 63
 HOSTS = ["a", "1host", "a--b.com", "A-1.example", f"{LABEL}.com", ".".join([LABEL] * 3) + ".b"]
-NO_HOSTS = ["", ".", "-a", "a-", "a_b", "a.", ".a", "a..b", f"a{LABEL}", ".".join([LABEL] * 4),
-            "a\n", "\u212aelvin.example", "a b"]  # fmt: skip
+NO_HOSTS = [
+    "",
+    ".",
+    "-a",
+    "a-",
+    "a_b",
+    "a.",
+    ".a",
+    "a..b",
+    f"a{LABEL}",
+    ".".join([LABEL] * 4),
+    "a\n",
+    "\u212aelvin.example",
+    "a b",
+]
 WORDS = [["a"], ["a", "ab", "abc"], ["", "x"], ["[", "\\", "é", "a-b"]]
 OTHERS = ["", "a", "ab", "abc", "abcd", "b", "x", "xx", "[", "[[", "é", "a-"]
 
 
-@pytest.mark.parametrize("stated, good, bad", [
-    ("date", ["2024-02-29", "2000-02-29", "2023-12-31"],
-     ["2023-02-29", "1900-02-29", "2023-04-31", "2023-13-01", "2023-1-01"]),
-    ("time", ["00:00:00Z", "23:59:59.25+01:30"], ["24:00:00Z", "12:00:00"]),
-    ("date-time", ["2024-02-29T12:00:00Z"],
-     ["2023-02-29T12:00:00Z", "1998-12-31T23:58:60Z", "2024-02-29"]),
-    ("ipv6", ["::", "::1", "1::8", "1:2:3:4:5:6:7:8", "::ffff:1.2.3.4", "1:2::192.168.0.1",
-              "1:2:3:4:5:6:1.2.3.4", "1:2:3:4:5:6:7::"],
-     ["", ":", "1:2:3:4:5:6:7", "1::2::3", "1:2:3:4:5:6:7:8:9", "::256.0.0.1", "12345::"]),
-    ("json-pointer", ["", "/a~0b/~1", "/"], ["a", "/~2", "/~"]),
-    ("uri-reference", ["", "a/b", "//h/p", "http://x/?q#f", "#f"], ["a b", "\\a", "%zz", ":x"]),
-    *((none_of(words), [text for text in OTHERS if text not in words], words) for words in WORDS),
-    (r"^[^\\]+$", ["a", '"', "\n"], ["\\", "a\\b"]), (r'^[^"]+$', ["a\\", "\t"], ['"', 'a"']),
-    (r"^[^\\/]*$", ["", "é"], ["/", "\\"]), (r"^[\x00-\x21]$", ["!", "\n"], ['"', "\\"]),
-    (r"^[^a]$", ["\\", '"', "b"], ["a"]), (r"^\S+$", ["\\", '"'], [" ", "\ufeff"]),
-    ("hostname", HOSTS, NO_HOSTS),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    "stated, good, bad",
+    [
+        (
+            "date",
+            ["2024-02-29", "2000-02-29", "2023-12-31"],
+            ["2023-02-29", "1900-02-29", "2023-04-31", "2023-13-01", "2023-1-01"],
+        ),
+        ("time", ["00:00:00Z", "23:59:59.25+01:30"], ["24:00:00Z", "12:00:00"]),
+        (
+            "date-time",
+            ["2024-02-29T12:00:00Z"],
+            ["2023-02-29T12:00:00Z", "1998-12-31T23:58:60Z", "2024-02-29"],
+        ),
+        (
+            "ipv6",
+            [
+                "::",
+                "::1",
+                "1::8",
+                "1:2:3:4:5:6:7:8",
+                "::ffff:1.2.3.4",
+                "1:2::192.168.0.1",
+                "1:2:3:4:5:6:1.2.3.4",
+                "1:2:3:4:5:6:7::",
+            ],
+            ["", ":", "1:2:3:4:5:6:7", "1::2::3", "1:2:3:4:5:6:7:8:9", "::256.0.0.1", "12345::"],
+        ),
+        ("json-pointer", ["", "/a~0b/~1", "/"], ["a", "/~2", "/~"]),
+        ("uri-reference", ["", "a/b", "//h/p", "http://x/?q#f", "#f"], ["a b", "\\a", "%zz", ":x"]),
+        *(
+            (none_of(words), [text for text in OTHERS if text not in words], words)
+            for words in WORDS
+        ),
+        (r"^[^\\]+$", ["a", '"', "\n"], ["\\", "a\\b"]),
+        (r'^[^"]+$', ["a\\", "\t"], ['"', 'a"']),
+        (r"^[^\\/]*$", ["", "é"], ["/", "\\"]),
+        (r"^[\x00-\x21]$", ["!", "\n"], ['"', "\\"]),
+        (r"^[^a]$", ["\\", '"', "b"], ["a"]),
+        (r"^\S+$", ["\\", '"'], [" ", "\ufeff"]),
+        ("hostname", HOSTS, NO_HOSTS),
+    ],
+)
 def test_formats_and_patterns_of_strings_are_exact(stated, good, bad):
     """A format that is enforced as patterns takes the good strings and no bad one, host names up to
     draft 6 (labels of 63 characters, names of 253); so does a pattern: the complement of words, and
@@ -240,13 +367,20 @@ def test_old_drafts_ignore_what_stands_beside_a_reference_and_newer_keywords():
         "$schema": "http://json-schema.org/draft-04/schema#",
         "definitions": {"n": {"type": "integer"}},
         "properties": {"a": {"$ref": "#/definitions/n", "minimum": 5}},
-        "if": True, "then": False,
-    }  # fmt: skip
+        "if": True,
+        "then": False,
+    }
     new = rewrite(schema)
     assert not new.lost
     grammar = Grammar(new.schema)
     assert grammar.takes({"a": 1}) and not grammar.takes({"a": "x"})
-    newer = rewrite({**schema, "$schema": "https://json-schema.org/draft/2020-12/schema",
-                     "if": {"required": ["a"]}, "then": {"required": ["b"]}})  # fmt: skip
+    newer = rewrite(
+        {
+            **schema,
+            "$schema": "https://json-schema.org/draft/2020-12/schema",
+            "if": {"required": ["a"]},
+            "then": {"required": ["b"]},
+        }
+    )
     grammar = Grammar(newer.schema)
     assert not grammar.takes({"a": 1}) and grammar.takes({"a": 7, "b": 1})

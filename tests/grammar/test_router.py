@@ -19,26 +19,61 @@ from graft.grammar.schema.wellformed import check_schema
 pytest.importorskip("llguidance")
 # Schemas that no backend enforces exactly, the keyword and place, and a value that gets past.
 INEXACT: list[tuple[Any, str, str, Any]] = [
-    ({"type": "array", "items": {"type": "string"}, "uniqueItems": True}, "#", "uniqueItems",
-     ["a", "a"]),
-    ({"type": "array", "items": {}, "uniqueItems": True, "x-guidance": {"lenient": True}}, "#",
-     "uniqueItems", [1, 1]),
-    ({"properties": {"a": {"type": "array", "contains": {"const": 1}}}}, "#/properties/a",
-     "contains", {"a": [2]}),
-    ({"properties": {"x/y": {"not": {"pattern": "a+"}}}}, "#/properties/x~1y", "not",
-     {"x/y": "aa"}),
+    (
+        {"type": "array", "items": {"type": "string"}, "uniqueItems": True},
+        "#",
+        "uniqueItems",
+        ["a", "a"],
+    ),
+    (
+        {"type": "array", "items": {}, "uniqueItems": True, "x-guidance": {"lenient": True}},
+        "#",
+        "uniqueItems",
+        [1, 1],
+    ),
+    (
+        {"properties": {"a": {"type": "array", "contains": {"const": 1}}}},
+        "#/properties/a",
+        "contains",
+        {"a": [2]},
+    ),
+    (
+        {"properties": {"x/y": {"not": {"pattern": "a+"}}}},
+        "#/properties/x~1y",
+        "not",
+        {"x/y": "aa"},
+    ),
     ({"oneOf": [{"type": "integer"}, {"type": "number"}]}, "#", "oneOf", 3),
     ({"type": "string", "format": "regex"}, "#", "format", "("),
-    ({"type": "object", "patternProperties": {"a": {"type": "integer"}, "b": {"type": "string"}}},
-     "#", "patternProperties", {"a": "x"}),
+    (
+        {
+            "type": "object",
+            "patternProperties": {"a": {"type": "integer"}, "b": {"type": "string"}},
+        },
+        "#",
+        "patternProperties",
+        {"a": "x"},
+    ),
     ({"type": "string", "pattern": "^(?!x)"}, "#", "pattern", "x"),
-    ({"properties": {"a": {"$ref": "https://example.com/other.json"}}}, "#/properties/a", "$ref",
-     {"a": 1}),
-    ({"unevaluatedProperties": False, "anyOf": [{"properties": {"a": True}}, True]}, "#",
-     "unevaluatedProperties", {"a": 1}),
-    ({"type": "array", "contains": {"const": 1}, "maxContains": 1, "maxItems": 3}, "#", "contains",
-     [1, 1]),
-]  # fmt: skip
+    (
+        {"properties": {"a": {"$ref": "https://example.com/other.json"}}},
+        "#/properties/a",
+        "$ref",
+        {"a": 1},
+    ),
+    (
+        {"unevaluatedProperties": False, "anyOf": [{"properties": {"a": True}}, True]},
+        "#",
+        "unevaluatedProperties",
+        {"a": 1},
+    ),
+    (
+        {"type": "array", "contains": {"const": 1}, "maxContains": 1, "maxItems": 3},
+        "#",
+        "contains",
+        [1, 1],
+    ),
+]
 
 
 @pytest.mark.parametrize("schema, pointer, keyword, value", INEXACT, ids=lambda x: str(x)[:30])
@@ -59,8 +94,16 @@ def test_what_cannot_be_enforced_is_named(schema, pointer, keyword, value):
     assert "uniqueItems" not in loose.text
 
 
-@pytest.mark.parametrize("schema", [False, {"allOf": [True, False]}, {"not": {}}, {"type": "string",
-                         "minLength": 3, "maxLength": 2}, {"enum": []}])  # fmt: skip
+@pytest.mark.parametrize(
+    "schema",
+    [
+        False,
+        {"allOf": [True, False]},
+        {"not": {}},
+        {"type": "string", "minLength": 3, "maxLength": 2},
+        {"enum": []},
+    ],
+)
 def test_a_schema_without_outputs_is_refused(schema):
     """What nothing satisfies has no backend, and partial=True is not said to help."""
     for partial in (False, True):
@@ -83,12 +126,18 @@ def test_unknown_backends_are_refused(monkeypatch):
         resolve.resolved(plain, "llguidance")
 
 
-@pytest.mark.parametrize("keyword, schema", [
-    ("not", {"not": {"type": "string"}}), ("if", {"if": {}, "then": {}}),
-    ("dependentRequired", {"dependentRequired": {"a": ["b"]}}), ("contains", {"contains": {}}),
-    ("propertyNames", {"propertyNames": {"pattern": "a"}}), ("uniqueItems", {"uniqueItems": True}),
-    ("unevaluatedProperties", {"unevaluatedProperties": False}),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    "keyword, schema",
+    [
+        ("not", {"not": {"type": "string"}}),
+        ("if", {"if": {}, "then": {}}),
+        ("dependentRequired", {"dependentRequired": {"a": ["b"]}}),
+        ("contains", {"contains": {}}),
+        ("propertyNames", {"propertyNames": {"pattern": "a"}}),
+        ("uniqueItems", {"uniqueItems": True}),
+        ("unevaluatedProperties", {"unevaluatedProperties": False}),
+    ],
+)
 def test_the_table_agrees_with_llguidance(keyword, schema):
     """Keywords that are said to be refused are refused by LLGuidance itself."""
     assert KEYWORDS[keyword][0] == "refused" and trial(schema)
@@ -96,9 +145,14 @@ def test_the_table_agrees_with_llguidance(keyword, schema):
 
 def test_a_refusal_names_true_reasons_only():
     """What is enforced beside an obstacle is not named, whoever would have ignored it."""
-    schema = {"type": "object", "properties": {
-        "a": {"not": {"const": 1}, "type": ["string", "null"]}, "b": {"enum": [1, 2], "minimum": 2},
-        "c": {"type": "array", "uniqueItems": True}}}  # fmt: skip
+    schema = {
+        "type": "object",
+        "properties": {
+            "a": {"not": {"const": 1}, "type": ["string", "null"]},
+            "b": {"enum": [1, 2], "minimum": 2},
+            "c": {"type": "array", "uniqueItems": True},
+        },
+    }
     for backend in ("", "auto", "llguidance"):
         with pytest.raises(GrammarError, match="#/properties/c: uniqueItems: ") as caught:
             GrammarSpec.json_schema(schema, backend=backend)
@@ -108,16 +162,36 @@ def test_a_refusal_names_true_reasons_only():
 def test_hostile_schemas_are_refused_in_a_sentence():
     """Nonsense where a schema or a number belongs is a refusal, never another exception."""
     nonsense: list[Any] = [
-        {"properties": []}, {"properties": {"a": 3}}, {"oneOf": {}}, {"required": "a"},
-        {"minProperties": "x"}, {"minProperties": -1.5}, {"type": 7}, {"enum": 3},
-        {"dependencies": []}, {"not": 3}, {"pattern": 3}, {"format": 3}, {"items": 3},
-        {"$ref": 3}, {"$ref": "#/nowhere"}, {"if": 3, "then": 4}, {"propertyNames": 3},
-        {"allOf": 3}, {"not": {"required": 3}}, {"not": {"minLength": "x"}}, {"maxLength": "x"},
-        {"type": "string", "pattern": "("}, {"type": "nothing"}, {"required": True},
-        {"oneOf": [{"minLength": "x"}, {"maxLength": None}]}, {"patternProperties": {"(": {}}},
-        {"$ref": "#/x", "x": {"properties": [1]}}, {"$ref": "#/x", "x": {"not": {"enum": 3}}},
+        {"properties": []},
+        {"properties": {"a": 3}},
+        {"oneOf": {}},
+        {"required": "a"},
+        {"minProperties": "x"},
+        {"minProperties": -1.5},
+        {"type": 7},
+        {"enum": 3},
+        {"dependencies": []},
+        {"not": 3},
+        {"pattern": 3},
+        {"format": 3},
+        {"items": 3},
+        {"$ref": 3},
+        {"$ref": "#/nowhere"},
+        {"if": 3, "then": 4},
+        {"propertyNames": 3},
+        {"allOf": 3},
+        {"not": {"required": 3}},
+        {"not": {"minLength": "x"}},
+        {"maxLength": "x"},
+        {"type": "string", "pattern": "("},
+        {"type": "nothing"},
+        {"required": True},
+        {"oneOf": [{"minLength": "x"}, {"maxLength": None}]},
+        {"patternProperties": {"(": {}}},
+        {"$ref": "#/x", "x": {"properties": [1]}},
+        {"$ref": "#/x", "x": {"not": {"enum": 3}}},
         {"type": "array", "uniqueItems": True, "items": {"enum": list(range(300))}},
-    ]  # fmt: skip
+    ]
     for schema in nonsense:
         with pytest.raises(GrammarError, match="JSON schema: ") as caught:
             GrammarSpec.json_schema(schema)
@@ -128,28 +202,79 @@ REST = {"unevaluatedProperties": False}
 #: Schemas, values that satisfy each, and values that do not.
 ENFORCED: dict[str, tuple[Any, list[Any], list[Any]]] = {
     "unused definitions": ({"type": "integer", "$defs": {"x": {"$ref": "https://a.b/c"}}}, [1], []),
-    "no-ops": ({"type": ["array", "object"], "unevaluatedProperties": True, "minContains": 0,
-                "unevaluatedItems": {}, "contains": {"const": 1}}, [[], {}], [1]),
+    "no-ops": (
+        {
+            "type": ["array", "object"],
+            "unevaluatedProperties": True,
+            "minContains": 0,
+            "unevaluatedItems": {},
+            "contains": {"const": 1},
+        },
+        [[], {}],
+        [1],
+    ),
     "a lone bound": ({"type": "array", "minContains": 3}, [[]], [1]),
-    "unevaluatedProperties": ({"type": "object", "allOf": [{"$ref": "#/$defs/x"}], **REST,
-        "properties": {"a": True}, "$defs": {"x": {"properties": {"b": {"type": "null"}}}}},
-        [{"a": 1}, {"b": None}], [{"c": 1}, {"b": 1}]),
-    "unevaluated, all seen": ({"type": "object", "additionalProperties": {"type": "null"}, **REST},
-                              [{"a": None}], [{"a": 1}]),
-    "unevaluatedItems": ({"type": "array", "prefixItems": [True], "unevaluatedItems": False},
-                         [[1], []], [[1, 2]]),
-    "contains": ({"type": "array", "items": {"type": "integer"}, "contains": {"const": 1},
-                  "maxItems": 3}, [[1], [2, 1], [2, 2, 1], [1, 1]], [[], [2], [2, 2, 2], ["x", 1]]),
-    "contains twice": ({"type": "array", "contains": {"const": 1}, "minContains": 2,
-                        "maxItems": 3}, [[1, 1], [1, 2, 1]], [[1], [1, 2]]),
+    "unevaluatedProperties": (
+        {
+            "type": "object",
+            "allOf": [{"$ref": "#/$defs/x"}],
+            **REST,
+            "properties": {"a": True},
+            "$defs": {"x": {"properties": {"b": {"type": "null"}}}},
+        },
+        [{"a": 1}, {"b": None}],
+        [{"c": 1}, {"b": 1}],
+    ),
+    "unevaluated, all seen": (
+        {"type": "object", "additionalProperties": {"type": "null"}, **REST},
+        [{"a": None}],
+        [{"a": 1}],
+    ),
+    "unevaluatedItems": (
+        {"type": "array", "prefixItems": [True], "unevaluatedItems": False},
+        [[1], []],
+        [[1, 2]],
+    ),
+    "contains": (
+        {"type": "array", "items": {"type": "integer"}, "contains": {"const": 1}, "maxItems": 3},
+        [[1], [2, 1], [2, 2, 1], [1, 1]],
+        [[], [2], [2, 2, 2], ["x", 1]],
+    ),
+    "contains twice": (
+        {"type": "array", "contains": {"const": 1}, "minContains": 2, "maxItems": 3},
+        [[1, 1], [1, 2, 1]],
+        [[1], [1, 2]],
+    ),
     "contains anything": ({"type": ["array", "null"], "contains": True}, [[1], None], [[]]),
-    "dynamicRef": ({"$dynamicRef": "#n", "$defs": {"n": {"$dynamicAnchor": "n", "type": "array",
-                    "items": {"$dynamicRef": "#n"}}}}, [[], [[]]], [1, [1]]),
-    "anchor": ({"not": {"$ref": "#n"}, "type": ["string", "null"],
-                "$defs": {"n": {"$anchor": "n", "type": "null"}}}, ["x"], [None]),
-    "recursiveRef": ({"$schema": "https://json-schema.org/draft/2019-09/schema", "type": "array",
-                      "items": {"$recursiveRef": "#"}}, [[[]]], [[1]]),
-}  # fmt: skip
+    "dynamicRef": (
+        {
+            "$dynamicRef": "#n",
+            "$defs": {
+                "n": {"$dynamicAnchor": "n", "type": "array", "items": {"$dynamicRef": "#n"}}
+            },
+        },
+        [[], [[]]],
+        [1, [1]],
+    ),
+    "anchor": (
+        {
+            "not": {"$ref": "#n"},
+            "type": ["string", "null"],
+            "$defs": {"n": {"$anchor": "n", "type": "null"}},
+        },
+        ["x"],
+        [None],
+    ),
+    "recursiveRef": (
+        {
+            "$schema": "https://json-schema.org/draft/2019-09/schema",
+            "type": "array",
+            "items": {"$recursiveRef": "#"},
+        },
+        [[[]]],
+        [[1]],
+    ),
+}
 
 
 @pytest.mark.parametrize("schema, good, bad", ENFORCED.values(), ids=ENFORCED)
@@ -171,9 +296,11 @@ def test_formats_are_what_the_draft_says():
     latest = "https://json-schema.org/draft/2020-12/schema"
     plain = {"type": "string", "format": "date"}
     for schema, asked, enforced in (
-        (plain, None, True), (plain, False, False), ({"$schema": latest, **plain}, None, False),
+        (plain, None, True),
+        (plain, False, False),
+        ({"$schema": latest, **plain}, None, False),
         ({"$schema": latest, **plain}, True, True),
-    ):  # fmt: skip
+    ):
         found = route(schema, assert_formats=asked)
         assert Grammar.routed(found).takes("no date") != enforced
         assert Grammar.routed(found).takes("2024-02-29")
@@ -181,11 +308,15 @@ def test_formats_are_what_the_draft_says():
     assert [reason.keyword for reason in mail.narrowed] == ["format"]
 
 
-@pytest.mark.parametrize("schema, keyword, texts", [
-    ({"type": "integer"}, "type", ["1.0", "1e2"]), ({"enum": [1, "x"]}, "enum", ["1.0"]),
-    ({"type": "number", "minimum": 0}, "minimum", ["1e-06", "-0", "1.5e0"]),
-    ({"type": "number", "multipleOf": 0.25}, "multipleOf", ["2.5", "2.0"]),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    "schema, keyword, texts",
+    [
+        ({"type": "integer"}, "type", ["1.0", "1e2"]),
+        ({"enum": [1, "x"]}, "enum", ["1.0"]),
+        ({"type": "number", "minimum": 0}, "minimum", ["1e-06", "-0", "1.5e0"]),
+        ({"type": "number", "multipleOf": 0.25}, "multipleOf", ["2.5", "2.0"]),
+    ],
+)
 def test_spellings_that_are_not_produced_are_told(schema, keyword, texts):
     """Where a valid number is refused in some spelling, the route says so; elsewhere nothing. So it
     does of OpenAPI's nullable, for which null is not produced."""
@@ -201,8 +332,11 @@ def test_spellings_that_are_not_produced_are_told(schema, keyword, texts):
 
 def test_a_routed_spec_means_what_the_standard_says():
     """backend="auto" compiles on the chosen backend; further properties are legal unless strict."""
-    schema = {"type": "object", "properties": {"a": {"type": "integer"}, "b": {}},
-              "dependentRequired": {"a": ["b"]}}  # fmt: skip
+    schema = {
+        "type": "object",
+        "properties": {"a": {"type": "integer"}, "b": {}},
+        "dependentRequired": {"a": ["b"]},
+    }
     texts = ['{"a": 1, "b": 2}', "{}", '{"b": 2}', '{"a": 1}', '{"a": "x", "b": 2}', '{"c": 3}']
     for strict, open_end in ((None, True), (True, False)):
         spec = GrammarSpec.json_schema(schema, backend="auto", strict=strict)
@@ -218,8 +352,10 @@ def node(**more: Any) -> dict[str, Any]:
 
 ENDLESS: dict[str, Any] = {
     "itself": {"$ref": "#"},
-    "a circle": {"$defs": {"a": {"$ref": "#/$defs/b"}, "b": {"$ref": "#/$defs/a"}},
-                 "$ref": "#/$defs/a"},
+    "a circle": {
+        "$defs": {"a": {"$ref": "#/$defs/b"}, "b": {"$ref": "#/$defs/a"}},
+        "$ref": "#/$defs/a",
+    },
     "a required property": node(required=["n"]),
     "an item": {"type": "array", "items": {"$ref": "#"}, "minItems": 1},
     "a first item": {"type": "array", "prefixItems": [True, {"$ref": "#"}], "minItems": 2},
@@ -227,7 +363,7 @@ ENDLESS: dict[str, Any] = {
     "a conjunct": {"allOf": [{"type": "integer"}, {"$ref": "#"}]},
     "far away": {"$ref": "#/x/y~1z/0", "x": {"y/z": [{"oneOf": [{"$ref": "#/x/y~1z/0"}]}]}},
     "quoted": {"$ref": "#/$defs/a%20b", "$defs": {"a b": {"$ref": "#/$defs/a%20b"}}},
-}  # fmt: skip
+}
 #: Schemas that refer to themselves, and a value that satisfies each.
 FINITE: dict[str, tuple[Any, Any]] = {
     "a property": (node(required=["v"]), {"v": 1}),
@@ -235,15 +371,29 @@ FINITE: dict[str, tuple[Any, Any]] = {
     "no type": ({"properties": {"n": {"$ref": "#"}}, "required": ["n"]}, 5),
     "no items": ({"type": "array", "items": {"$ref": "#"}}, []),
     "an option": ({"anyOf": [node(required=["n"]), {"type": "null"}]}, None),
-    "the second of two": ({"type": "array", "prefixItems": [True, {"$ref": "#"}], "minItems": 1},
-                          [0]),
-    "a name that is no keyword": ({"type": "object", "properties": {"$ref": {"type": "integer"}},
-                                   "required": ["$ref"]}, {"$ref": 1}),
+    "the second of two": (
+        {"type": "array", "prefixItems": [True, {"$ref": "#"}], "minItems": 1},
+        [0],
+    ),
+    "a name that is no keyword": (
+        {"type": "object", "properties": {"$ref": {"type": "integer"}}, "required": ["$ref"]},
+        {"$ref": 1},
+    ),
     "elsewhere": ({"anyOf": [{"type": "null"}, {"$ref": "http://localhost/x"}]}, None),
-    "a long way": ({"$ref": "#/$defs/0", "$defs": {
-        **{str(i): node(required=["n"], properties={"n": {"$ref": f"#/$defs/{i + 1}"}})
-           for i in range(40)}, "40": {"type": "null"}}}, None),
-}  # fmt: skip
+    "a long way": (
+        {
+            "$ref": "#/$defs/0",
+            "$defs": {
+                **{
+                    str(i): node(required=["n"], properties={"n": {"$ref": f"#/$defs/{i + 1}"}})
+                    for i in range(40)
+                },
+                "40": {"type": "null"},
+            },
+        },
+        None,
+    ),
+}
 
 
 @pytest.mark.parametrize("schema", ENDLESS.values(), ids=ENDLESS)

@@ -20,10 +20,25 @@ pytest.importorskip("llguidance")
 
 #: Keywords that groups may be refused for, beside schemas that allow nothing.
 REFUSED = {
-    "$ref", "contains", "contentEncoding", "contentMediaType", "format", "maximum", "minimum",
-    "multipleOf", "not", "oneOf", "patternProperties", "schema", "uniqueItems", "if", "pattern",
-    "dependencies", "propertyNames", "additionalItems",
-}  # fmt: skip
+    "$ref",
+    "contains",
+    "contentEncoding",
+    "contentMediaType",
+    "format",
+    "maximum",
+    "minimum",
+    "multipleOf",
+    "not",
+    "oneOf",
+    "patternProperties",
+    "schema",
+    "uniqueItems",
+    "if",
+    "pattern",
+    "dependencies",
+    "propertyNames",
+    "additionalItems",
+}
 #: Whole numbers this large are spelled in a way that grammars do not write; content is annotation.
 EXEMPT = ("draft7/optional/float-overflow#0", "draft7/optional/content#")
 
@@ -71,9 +86,10 @@ def test_every_group_is_right_or_refused_by_name(shared_data: Path, key_order: A
         enough = any if found.narrowed else all
         said = any(reason.keyword == "format" for reason in found.narrowed)
         missed = [
-            value for value in group["valid"]
+            value
+            for value in group["valid"]
             if not said and not enough(grammar.takes(text) for text in orders(plain(value)))
-        ]  # fmt: skip
+        ]
         leaked = [v for v in group["invalid"] if any(grammar.takes(t) for t in orders(v))]
         if missed or leaked:
             wrong.append((group["id"], missed, leaked))

@@ -23,17 +23,23 @@ class Rounds:
     Random ones unless given; their features are the target's. Caches are float32.
     """
 
-    def __init__(
-        self, device, stream, target, folder: Path, drafts: int, tokens=None, tree=None
-    ):  # fmt: skip
+    def __init__(self, device, stream, target, folder: Path, drafts: int, tokens=None, tree=None):
         def cache(layers, *shape):
             names = ("num_key_value_heads", "head_dim", "dtype")
             config = SimpleNamespace(**dict(zip(names, shape, strict=True)))
             return nets.make_cache(device, config, layers, dtype="float32")
 
-        room = SimpleNamespace(device=device, target=target, drafts=drafts, slots=SLOTS,
-                               tree=tree and TreePlan(*tree), max_rows=64, cache=cache,
-                               length=LENGTH, tokenizer=None)  # fmt: skip
+        room = SimpleNamespace(
+            device=device,
+            target=target,
+            drafts=drafts,
+            slots=SLOTS,
+            tree=tree and TreePlan(*tree),
+            max_rows=64,
+            cache=cache,
+            length=LENGTH,
+            tokenizer=None,
+        )
         self.device, self.stream, self.lane = device, stream, StreamLane(stream)
         self.drafter = drafter = make_drafter(folder, room)
         self.width, vocab = drafter.shape.nodes + 1, target.vocab_size
@@ -62,8 +68,15 @@ class Rounds:
                 above = int(self.slots["path"][slot, hangs_on - 1]) if hangs_on else 0
                 self.slots["parent"][slot, j] = hangs_on
                 self.slots["path"][slot, j] = above | 1 << j
-        self.scratch = RoundScratch(device, SLOTS, self.width, vocab, branch=self.branch,
-                                    features=wide, draft_vocab=drafter.vocab.size)  # fmt: skip
+        self.scratch = RoundScratch(
+            device,
+            SLOTS,
+            self.width,
+            vocab,
+            branch=self.branch,
+            features=wide,
+            draft_vocab=drafter.vocab.size,
+        )
 
     @property
     def n(self):
@@ -73,8 +86,9 @@ class Rounds:
     def prompt(self, slot: int, chunks: tuple[int, ...]) -> None:
         """Absorb the prompt that ends with the token at the last of `chunks`."""
         for begin, end in itertools.pairwise(chunks):
-            rows = nets.make_rows(self.device, self.tokens[slot, begin + 1 : end + 1], slot,
-                                  range(begin, end))  # fmt: skip
+            rows = nets.make_rows(
+                self.device, self.tokens[slot, begin + 1 : end + 1], slot, range(begin, end)
+            )
             features = nets.upload(self.device, self.features[slot, begin:end])
             self.drafter.prefill(self.lane, rows, rows, features)
         self.n[slot] = chunks[-1]
@@ -83,12 +97,16 @@ class Rounds:
         """The feed of a round that commits `counts` tokens in the slots of `batch`; -1: padding."""
         words = ROUND_ROW.itemsize // 4
         rows = np.full((len(batch), words + self.width), -1, np.int32)
-        features = np.random.default_rng(1).standard_normal(
-            (len(batch), self.width, self.features.shape[2])).astype(np.float32)  # fmt: skip
+        features = (
+            np.random.default_rng(1)
+            .standard_normal((len(batch), self.width, self.features.shape[2]))
+            .astype(np.float32)
+        )
         for b, (slot, count) in enumerate(zip(batch, counts, strict=True)):
             at = np.arange(self.n[slot], self.n[slot] + count)
-            rows[b, :words] = np.array([(slot, count, 0, 0, 0, 0, self.n[slot])],
-                                       ROUND_ROW).view("i4")  # fmt: skip
+            rows[b, :words] = np.array([(slot, count, 0, 0, 0, 0, self.n[slot])], ROUND_ROW).view(
+                "i4"
+            )
             rows[b, words:][:count] = self.tokens[slot, at + 1]
             features[b, :count] = self.features[slot, at]
             self.n[slot] += count
@@ -97,10 +115,19 @@ class Rounds:
         self.state.copy_from(self.slots)
         self.scratch.row_slot[: len(batch)].copy_from(np.array(batch, np.int32))
         self.scratch.features[: features[..., 0].size].copy_from(
-            features.reshape(-1, features.shape[2]))  # fmt: skip
+            features.reshape(-1, features.shape[2])
+        )
         sampler = SimpleNamespace(rows=self.device.from_host(rows), row_words=rows.shape[1])
-        feed = Feed(self.device, len(batch), len(batch) * self.width, self.width, self.branch,
-                    self.state, sampler, self.scratch)  # fmt: skip
+        feed = Feed(
+            self.device,
+            len(batch),
+            len(batch) * self.width,
+            self.width,
+            self.branch,
+            self.state,
+            sampler,
+            self.scratch,
+        )
         b, j = np.divmod(np.arange(feed.count, dtype=np.int32), self.width)
         feed.first.copy_from(np.arange(len(batch), dtype=np.int32) * self.width)
         feed.rows.map.copy_from(b << 16 | j)
@@ -109,8 +136,11 @@ class Rounds:
     def levels(self, feed: Feed):
         """Every level's logits, [vocab] each: slot, tokens down to its node, and they."""
         for level in range(len(self.drafter.shape.levels)):
-            made = (self.drafter.step(self.lane, feed, level) if level
-                    else self.drafter.start(self.lane, feed))  # fmt: skip
+            made = (
+                self.drafter.step(self.lane, feed, level)
+                if level
+                else self.drafter.start(self.lane, feed)
+            )
             made = nets.host(self.stream, made)
             nodes = len(made) // feed.batch
             for r, logits in enumerate(made):

@@ -19,8 +19,10 @@ DEMO = Path(__file__).resolve().parents[2] / "models" / "demo"
 TARGET, DRAFTER = DEMO / "target", DEMO / "eagle3"
 ROUND = "models/kernels/round.cu"
 #: What `swap_text` makes of it: all drafts of one request come before another's, by position.
-UNEVEN = ("const float reach = slot.reach[j - 1];",
-          "const float reach = 1.0f / ((slot.n + b) % 3 + 1);")
+UNEVEN = (
+    "const float reach = slot.reach[j - 1];",
+    "const float reach = 1.0f / ((slot.n + b) % 3 + 1);",
+)
 
 
 def demo_engine(*, speculation: bool = True, drafter: Any = DRAFTER, **options: Any) -> Engine:
@@ -28,9 +30,7 @@ def demo_engine(*, speculation: bool = True, drafter: Any = DRAFTER, **options: 
     return Engine(TARGET, drafter if speculation else None, **options)
 
 
-def swap_text(
-    monkeypatch: pytest.MonkeyPatch, folder: Path, path: str, old: str, new: str
-) -> None:
+def swap_text(monkeypatch: pytest.MonkeyPatch, folder: Path, path: str, old: str, new: str) -> None:
     """From now on load kernels of the file `path`, or all beside a header, with a text, which it
     has once, replaced."""
     plain, changed = Device.load, Path(path)

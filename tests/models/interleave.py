@@ -73,7 +73,7 @@ class Interleaving:
             TickingRing(device, entries, {"slot": ("int32", (batch,))}),
             TickingRing(device, entries, {"rows": ("int32", (batch, row_words(self.k)))}),
             TickingRing(device, entries, {"ns": ("int64", (1,))}),
-        ]  # fmt: skip
+        ]
         toy.inputs, toy.outputs, timeline = self.rings
         toy.decoder = TickingDecoder(
             toy.exchange, masked_drafts=toy.masked, ring=max(entries, 2), threads=1
@@ -81,7 +81,10 @@ class Interleaving:
         for part in (*self.rings, toy.decoder):
             part.toy = toy
         parts: Any = SimpleNamespace(
-            inputs=toy.inputs, outputs=toy.outputs, timeline=timeline, decoder=toy.decoder,
+            inputs=toy.inputs,
+            outputs=toy.outputs,
+            timeline=timeline,
+            decoder=toy.decoder,
             every_part=True,
         )
         stream: Any = toy
@@ -90,8 +93,16 @@ class Interleaving:
         self.scheduler = Scheduler(
             Replays(parts, stream, budget),
             Seating(
-                slots, self.rows, toy.caches, self.prefixes, toy, toy, None, Pieces(toy.most_rows),
-                (self.depth + 1) * (self.k + 1), slack,
+                slots,
+                self.rows,
+                toy.caches,
+                self.prefixes,
+                toy,
+                toy,
+                None,
+                Pieces(toy.most_rows),
+                (self.depth + 1) * (self.k + 1),
+                slack,
             ),
             {(size, k): self._graph(size, k) for size in {1, self.rows} for k in range(self.k + 1)},
             EngineStats(draft_length=self.k),
@@ -115,8 +126,9 @@ class Interleaving:
     def _request(self, number: int) -> None:
         """Submit a request; its grammar may be compiled only later, or turn out to be broken."""
         rng = self.rng
-        shared = [token for i in range(0, 9, PAGE)
-                  for token in rng.choice(self.beginnings)[i : i + PAGE]][: rng.randrange(10)]
+        shared = [
+            token for i in range(0, 9, PAGE) for token in rng.choice(self.beginnings)[i : i + PAGE]
+        ][: rng.randrange(10)]
         own = rng.randint(1, 10 - len(shared))
         prompt = [*shared, *(rng.randrange(VOCAB - 2) for _ in range(own))]
         grammar, stop = None, ()
@@ -176,10 +188,14 @@ class Interleaving:
         about = handover.described(running, "coupled")
         self.scheduler.end(running, "moved")
         there = Running(
-            request=handover.requested(about), output=Output(running.id, seed=running.output.seed),
-            prompt=running.prompt, max_tokens=running.max_tokens, stop_ids=running.stop_ids,
-            decoder=ToyText(), grammar=running.grammar,
-        )  # fmt: skip
+            request=handover.requested(about),
+            output=Output(running.id, seed=running.output.seed),
+            prompt=running.prompt,
+            max_tokens=running.max_tokens,
+            stop_ids=running.stop_ids,
+            decoder=ToyText(),
+            grammar=running.grammar,
+        )
         self.compiling = [(there if one is running else one, g) for one, g in self.compiling]
         handover.restore(there, about)
         self.scheduler.submit(there)

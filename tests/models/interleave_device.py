@@ -190,9 +190,13 @@ class ToyDevice:
 
         def joined() -> None:
             self.slots[slot] = ref.Slot(
-                n=values["position"], tree=ref.chain(values["last"]), epoch=values["epoch"],
-                limit=values["limit"], stop_ids=tuple(values["stop_ids"]), seed=values["seed"],
-            )  # fmt: skip
+                n=values["position"],
+                tree=ref.chain(values["last"]),
+                epoch=values["epoch"],
+                limit=values["limit"],
+                stop_ids=tuple(values["stop_ids"]),
+                seed=values["seed"],
+            )
 
         self.enqueue(joined)
 
@@ -223,9 +227,12 @@ class ToyDevice:
     def _graph(self, k: int) -> dict[str, tuple[str, ...]]:
         """Steps of a replay and what each waits for."""
         graph: dict[str, tuple[str, ...]] = {
-            "open": (), "begin": (), "forward": ("begin",), "verify": ("forward", "open"),
+            "open": (),
+            "begin": (),
+            "forward": ("begin",),
+            "verify": ("forward", "open"),
             "publish": ("verify",),
-        }  # fmt: skip
+        }
         if self.k:
             graph["commit"] = ("publish",)
         if k:
@@ -294,8 +301,9 @@ class ToyDevice:
             count = replay.counts[b] = len(outcome.tokens)
             values = (slot, count, outcome.reason, outcome.accepted, outcome.tested, *(0, 0))
             self.outputs.field("rows").array[entry, b, : len(values) + count] = (
-                *values, *outcome.tokens,
-            )  # fmt: skip
+                *values,
+                *outcome.tokens,
+            )
 
     def _walk(self, replay: Replay, b: int, slot: int) -> ref.Outcome:
         s, n, way = self.slots[slot], self.slots[slot].n, []

@@ -43,7 +43,7 @@ def legal_ids(grammar: int, state: int) -> tuple[int, ...]:
     if h % 11 == 0:
         return ALL_IDS
     if h % 7 < 3:
-        return (h >> 8) % STOPS[0],
+        return ((h >> 8) % STOPS[0],)
     ids = [token for token in range(STOPS[0]) if mix(h, token) % 3 == 0]
     return (*ids, *STOPS) if h % 5 == 0 or not ids else tuple(ids)
 

@@ -46,20 +46,38 @@ def make_rows(device: Any, token: Any, slot: Any, pos: Any) -> Rows:
 def make_cache(device: Any, config: Any, layers: int | None = None, **changes: Any) -> PagedKV:
     """A cache for a model: 3 slots of 64 positions in pages of 8, unless changed."""
     sizes = {"pages": 40, "page_size": 8, "slots": 3, "max_pages_per_slot": 8, **changes}
-    of_model = {"kv_heads": config.num_key_value_heads, "head_dim": config.head_dim,
-                "layers": layers or config.num_hidden_layers, "dtype": config.dtype}  # fmt: skip
+    of_model = {
+        "kv_heads": config.num_key_value_heads,
+        "head_dim": config.head_dim,
+        "layers": layers or config.num_hidden_layers,
+        "dtype": config.dtype,
+    }
     return PagedKV(device, **{**of_model, **sizes})
 
 
 def load_llama(
-    device: Any, folder: Path, *, form: str | None = None, activations: str = "rounded",
-    weights: str = "checkpoint", max_rows: int = 64, **cache: Any,
+    device: Any,
+    folder: Path,
+    *,
+    form: str | None = None,
+    activations: str = "rounded",
+    weights: str = "checkpoint",
+    max_rows: int = 64,
+    **cache: Any,
 ) -> LlamaModel:
     """A model with a cache of its own."""
     config = LlamaConfig.from_dir(folder)
     kv = make_cache(device, config, **cache)
-    return LlamaModel(device, config, Checkpoint(folder), kv, max_rows=max_rows, form=form,
-                      activations=activations, weights=weights)  # fmt: skip
+    return LlamaModel(
+        device,
+        config,
+        Checkpoint(folder),
+        kv,
+        max_rows=max_rows,
+        form=form,
+        activations=activations,
+        weights=weights,
+    )
 
 
 def load_eagle3(

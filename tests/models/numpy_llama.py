@@ -106,9 +106,14 @@ def llama_logits(w: Weights, config: dict[str, Any], tokens: np.ndarray) -> np.n
 
 
 def eagle3_outputs(
-    w: Weights, config: dict[str, Any], embedding: np.ndarray, features: np.ndarray,
-    next_tokens: np.ndarray, prefix: str = "midlayer", layers: int = 1,
-) -> np.ndarray:  # fmt: skip
+    w: Weights,
+    config: dict[str, Any],
+    embedding: np.ndarray,
+    features: np.ndarray,
+    next_tokens: np.ndarray,
+    prefix: str = "midlayer",
+    layers: int = 1,
+) -> np.ndarray:
     """Outputs [E, hidden] of entries 0..E-1, before the final norm.
 
     Entry i pairs features [E, 3 hidden] of token i with token i + 1, next_tokens [E].
@@ -132,13 +137,19 @@ def eagle3_logits(w: Weights, config: dict[str, Any], out: np.ndarray) -> np.nda
 
 
 def mtp_states(
-    w: Weights, config: dict[str, Any], prefix: str, embedding: np.ndarray, h: np.ndarray,
+    w: Weights,
+    config: dict[str, Any],
+    prefix: str,
+    embedding: np.ndarray,
+    h: np.ndarray,
     tokens: np.ndarray,
-) -> np.ndarray:  # fmt: skip
+) -> np.ndarray:
     """Normed states [E, hidden] of a prediction module: entry i joins h[i] with tokens[i]."""
     eps, embedded = config["rms_norm_eps"], embedding.astype(np.float64)[tokens]
-    joined = [rms_norm(embedded, w[f"{prefix}.enorm.weight"], eps),
-              rms_norm(h, w[f"{prefix}.hnorm.weight"], eps)]  # fmt: skip
+    joined = [
+        rms_norm(embedded, w[f"{prefix}.enorm.weight"], eps),
+        rms_norm(h, w[f"{prefix}.hnorm.weight"], eps),
+    ]
     x = np.concatenate(joined, -1) @ w[f"{prefix}.eh_proj.weight"].astype(np.float64).T
     y = rms_norm(x, w[f"{prefix}.input_layernorm.weight"], eps)
     out = decoder_layer(w, prefix, config, y, x)

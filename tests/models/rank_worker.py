@@ -24,8 +24,10 @@ def workload() -> list[Request]:
     guided = [replace(r, max_tokens=24) for r in mixed_requests(4, seed=3)]
     free = Request(tokens=[300 + i % 90 for i in range(300)], max_tokens=12)
     coupled = {"temperature": 0.9, "top_p": 0.95, "verify": "coupled"}
-    return [replace(r, id=str(i), seed=i, logprobs=0, **(coupled if i % 2 else {}))
-            for i, r in enumerate([*guided, free])]  # fmt: skip
+    return [
+        replace(r, id=str(i), seed=i, logprobs=0, **(coupled if i % 2 else {}))
+        for i, r in enumerate([*guided, free])
+    ]
 
 
 def answers(
@@ -36,10 +38,12 @@ def answers(
         requests = workload() if model == TARGET else workload()[:3]
         found = {output.id: output for output in engine.generate(requests[::order])}
         fills = engine.counters()["grammar"]["fills"]
-    return {"tokens": {name: output.tokens for name, output in found.items()},
-            "logprobs": {name: [p.value for p in o.logprobs or ()] for name, o in found.items()},
-            "reasons": {name: output.reason for name, output in found.items()},
-            "fills": fills}  # fmt: skip
+    return {
+        "tokens": {name: output.tokens for name, output in found.items()},
+        "logprobs": {name: [p.value for p in o.logprobs or ()] for name, o in found.items()},
+        "reasons": {name: output.reason for name, output in found.items()},
+        "fills": fills,
+    }
 
 
 def equal(ranks: Ranks) -> None:
@@ -50,16 +54,27 @@ def equal(ranks: Ranks) -> None:
     except GraftError as error:
         found["refused"] = [type(error).__name__, str(error)]
     found["alone"] = answers(None, 1, max_batch_size=2)
-    found["ranks"] = [answers(ranks, order, **options) for order, options in (
-        (1, {"max_batch_size": 2}), (-1, {"max_batch_size": 1}),
-        (-1, {"max_batch_size": 4, "draft_tree": (2, 3), "overlap": False}))]  # fmt: skip
+    found["ranks"] = [
+        answers(ranks, order, **options)
+        for order, options in (
+            (1, {"max_batch_size": 2}),
+            (-1, {"max_batch_size": 1}),
+            (-1, {"max_batch_size": 4, "draft_tree": (2, 3), "overlap": False}),
+        )
+    ]
     print(json.dumps(found))
 
 
 def real(ranks: Ranks) -> None:
     """Three of them of a language model that people know."""
-    print(json.dumps([answers(ranks, order, cache(), HEAD, max_batch_size=batch)
-                      for order, batch in ((1, 1), (-1, 3))]))  # fmt: skip
+    print(
+        json.dumps(
+            [
+                answers(ranks, order, cache(), HEAD, max_batch_size=batch)
+                for order, batch in ((1, 1), (-1, 3))
+            ]
+        )
+    )
 
 
 def disturb(case: str) -> None:
@@ -99,8 +114,17 @@ def main(case: str, told: str) -> int:
         parallel.follow(ranks) if ranks.rank else told_by(ranks)
         return 0
     Ranks.mpi = lambda: ranks  # type: ignore[assignment, method-assign]
-    return cli.main(["generate", "--parallel", "--prompt", "Make a person.", "--max-tokens", "200",
-                     "--no-speculation"])  # fmt: skip
+    return cli.main(
+        [
+            "generate",
+            "--parallel",
+            "--prompt",
+            "Make a person.",
+            "--max-tokens",
+            "200",
+            "--no-speculation",
+        ]
+    )
 
 
 if __name__ == "__main__":

@@ -29,8 +29,17 @@ class Case:
         rng = np.random.default_rng(length)
         pages = -(-length // page)
         self.device, self.heads, self.length = device, heads, length
-        self.kv = PagedKV(device, layers=2, pages=2 * pages, page_size=page, kv_heads=kv_heads,
-                          head_dim=dim, dtype=dtype, slots=2, max_pages_per_slot=pages)  # fmt: skip
+        self.kv = PagedKV(
+            device,
+            layers=2,
+            pages=2 * pages,
+            page_size=page,
+            kv_heads=kv_heads,
+            head_dim=dim,
+            dtype=dtype,
+            slots=2,
+            max_pages_per_slot=pages,
+        )
         self.kv.free[:] = np.random.default_rng(page).permutation(self.kv.free).tolist()
         self.layers = Layers(device, "warp")
         self.query = 3 * rng.standard_normal((2, length, heads, dim)).astype(np.float32)
@@ -64,8 +73,9 @@ class Case:
         if paths is not None:
             rows = replace(rows, tree=self.device.from_host(np.array(paths, np.uint64)))
         out = self.device.from_host(np.full((count, self.heads * dim), 9, np.float32))
-        self.layers.attention(lane, upload(self.device, qkv.reshape(count, -1)), rows, self.kv, 1,
-                              self.heads, out)  # fmt: skip
+        self.layers.attention(
+            lane, upload(self.device, qkv.reshape(count, -1)), rows, self.kv, 1, self.heads, out
+        )
         return out
 
     def on_stream(self, stream, *args, **more):
@@ -80,9 +90,15 @@ class Case:
 
 @pytest.mark.parametrize(
     ("heads", "kv_heads", "dim", "dtype", "run"),
-    [(4, 1, 64, "bfloat16", 4), (3, 3, 64, "float16", 16), (6, 2, 64, "bfloat16", 5),
-     (18, 1, 64, "bfloat16", 3), (16, 2, 128, "bfloat16", 2), (5, 1, 128, "float16", 16)],
-)  # fmt: skip
+    [
+        (4, 1, 64, "bfloat16", 4),
+        (3, 3, 64, "float16", 16),
+        (6, 2, 64, "bfloat16", 5),
+        (18, 1, 64, "bfloat16", 3),
+        (16, 2, 128, "bfloat16", 2),
+        (5, 1, 128, "float16", 16),
+    ],
+)
 def test_rows_are_softmax_over_their_slots_past(device, stream, heads, kv_heads, dim, dtype, run):
     """Groups of 1 to 18 heads, both head sizes and dtypes, at every border of steps, splits and
     runs; padding gives zeros."""
@@ -109,8 +125,11 @@ def test_a_row_has_the_bits_of_the_row_alone(device, stream, monkeypatch, heads)
     """Decode, chunks and prefill, batches of both slots under a wrong `run`, and any number of
     blocks that share a row's parts."""
     case = Case(device, heads)
-    alone = {(s, p): case.on_stream(stream, s, [p])[0]
-             for s in range(2) for p in (*range(0, 36, 5), *range(240, 280), 599)}  # fmt: skip
+    alone = {
+        (s, p): case.on_stream(stream, s, [p])[0]
+        for s in range(2)
+        for p in (*range(0, 36, 5), *range(240, 280), 599)
+    }
 
     def check(slots, positions, run):
         got = case.on_stream(stream, slots, positions, run)
@@ -148,13 +167,15 @@ def test_the_width_of_registers_changes_no_bit(device, stream, monkeypatch, dim,
         for weight in weights:
             for rows in (1, 2, 3, 4, 6, 8, 12, 25):
                 out = device.zeros((rows, len(weight)), "float32")
-                case.layers.linear(StreamLane(stream), upload(device, x[:rows]),
-                                   upload(device, weight, dtype), out)  # fmt: skip
+                case.layers.linear(
+                    StreamLane(stream), upload(device, x[:rows]), upload(device, weight, dtype), out
+                )
                 yield host(stream, out)
 
     wide, load = list(results()), type(device).load
-    monkeypatch.setattr(type(device), "load", lambda self, path, defines: load(
-        self, path, {**defines, "WIDE": 0}))  # fmt: skip
+    monkeypatch.setattr(
+        type(device), "load", lambda self, path, defines: load(self, path, {**defines, "WIDE": 0})
+    )
     for one, other in zip(wide, results(), strict=True):
         assert same_bits(one, other)
 

@@ -44,7 +44,13 @@ def accept(made, request, length, accepted, rounds=40):
 def test_lengths_double_up_to_the_most():
     """Zero drafts, then rows that are powers of two, then the most there are."""
     assert [ladder(n) for n in (0, 1, 2, 3, 5, 7)] == [
-        [0], [0, 1], [0, 1, 2], [0, 1, 3], [0, 1, 3, 5], [0, 1, 3, 7]]  # fmt: skip
+        [0],
+        [0, 1],
+        [0, 1, 2],
+        [0, 1, 3],
+        [0, 1, 3, 5],
+        [0, 1, 3, 7],
+    ]
 
 
 def test_rates_are_expected_tokens_per_time():
@@ -88,7 +94,7 @@ def test_what_was_not_drafted_says_nothing_and_what_was_cut_neither():
     brought(made, one, 3, 1, before=1)
     first = 1 - (1 - FIRST) * DECAY**2
     s = list(accumulate([first] * 3, mul))
-    assert made.rates(1, [one]) == pytest.approx([.1, (1 + s[0]) / 12, (1 + sum(s)) / 20])
+    assert made.rates(1, [one]) == pytest.approx([0.1, (1 + s[0]) / 12, (1 + sum(s)) / 20])
     brought(made, one, 3, 2, before=2)
     s = list(accumulate([1 - (1 - first) * DECAY] * 3, mul))
     assert made.rates(1, [one])[2] == pytest.approx((1 + sum(s)) / 20)
@@ -112,8 +118,7 @@ def test_live_rounds_count_instead_of_idle_ones():
     assert made.rates(1, [one]) == pytest.approx([r * 12 / live for r in idle])
     made.took(1, 0, 10, idle=False)
     scale = (live + 10) / 22
-    assert made.rates(1, [one]) == pytest.approx(
-        [idle[0], idle[1] * 12 / live, idle[2] / scale])  # fmt: skip
+    assert made.rates(1, [one]) == pytest.approx([idle[0], idle[1] * 12 / live, idle[2] / scale])
 
 
 def test_the_least_of_idle_replays_counts():
@@ -131,7 +136,8 @@ def test_drafts_that_do_not_pay_end_are_tried_and_come_back(caplog):
         assert chosen(made, requests, HOLD) == [3] * HOLD
         accept(made, requests[0], 3, 0)
         assert chosen(made, requests, PERIOD - HOLD) == (
-            [0] * (PERIOD - HOLD - PROBE) + [1] * PROBE)  # fmt: skip
+            [0] * (PERIOD - HOLD - PROBE) + [1] * PROBE
+        )
         assert chosen(made, requests, PERIOD) == [0] * (PERIOD - PROBE) + [1] * PROBE
         accept(made, requests[0], 3, 3)
         assert chosen(made, requests, PERIOD) == [3] * (PERIOD - PROBE) + [1] * PROBE
@@ -167,14 +173,15 @@ def test_of_trees_each_length_knows_its_own():
     longer than there are levels."""
     made, (one,) = budget({0: 10, 1: 10, 7: 10}, levels=3, branches=True)
     first = list(accumulate([FIRST] * 3, mul))
-    assert made.rates(1, [one]) == pytest.approx([.1, (1 + FIRST) / 10, (1 + sum(first)) / 10])
+    assert made.rates(1, [one]) == pytest.approx([0.1, (1 + FIRST) / 10, (1 + sum(first)) / 10])
     brought(made, one, 1, 1, before=7, known=1)
     accept(made, one, 7, 1)
-    assert made.rates(1, [one]) == pytest.approx([.1, (1 + FIRST) / 10, .2], rel=1e-3)
+    assert made.rates(1, [one]) == pytest.approx([0.1, (1 + FIRST) / 10, 0.2], rel=1e-3)
 
 
-@pytest.mark.parametrize("drafter, wanted", [(TARGET, 7), (UserDrafter.of(lambda _: [5] * 7), 0)],
-                         ids=["right", "wrong"])  # fmt: skip
+@pytest.mark.parametrize(
+    "drafter, wanted", [(TARGET, 7), (UserDrafter.of(lambda _: [5] * 7), 0)], ids=["right", "wrong"]
+)
 def test_an_engine_drafts_what_pays(drafter, wanted):
     """With times that are given, drafts that are always right become longer and wrong ones end."""
     request = Request(tokens=[300, 301, 302], max_tokens=120, min_tokens=120, banned_ids=[5])

@@ -47,11 +47,15 @@ def test_what_cannot_be_had_is_named(tmp_path):
 
 @pytest.mark.parametrize(
     "spoil",
-    [*(lambda data, kept=kept: data[:kept] for kept in (0, 4, 8, 100, -1, -1000)),
-     *(lambda data, new=new: new for new in (b"\x80\x04\x95", b"\xff" * 8,
-                                             b"PK\x03\x04" + b"\0" * 60)),
-     lambda data: data + b"x"],
-)  # fmt: skip
+    [
+        *(lambda data, kept=kept: data[:kept] for kept in (0, 4, 8, 100, -1, -1000)),
+        *(
+            lambda data, new=new: new
+            for new in (b"\x80\x04\x95", b"\xff" * 8, b"PK\x03\x04" + b"\0" * 60)
+        ),
+        lambda data: data + b"x",
+    ],
+)
 def test_a_damaged_file_is_refused(tmp_path, spoil):
     """A file cut anywhere, a pickle, a zip, nonsense, and bytes beyond the last tensor raise on
     opening, naming the file."""
@@ -64,14 +68,27 @@ def test_a_damaged_file_is_refused(tmp_path, spoil):
 
 @pytest.mark.parametrize(
     "change",
-    [lambda h: [h], lambda h: {**h, "a": {"dtype": "F32"}}, lambda h: {**h, "b": h["a"]},
-     lambda h: {"a": h["a"]},
-     *(lambda h, field=field: {**h, "a": {**h["a"], **field}}
-       for field in ({"dtype": ["F32"]}, {"shape": [10**4000]}, {"shape": [-2, -2]},
-                     {"shape": [2, 3]}, {"shape": [True, 4]}, {"dtype": "F16"},
-                     {"data_offsets": [16, 0]}, {"data_offsets": [0, 1 << 60]},
-                     {"data_offsets": [0, 20]}))],
-)  # fmt: skip
+    [
+        lambda h: [h],
+        lambda h: {**h, "a": {"dtype": "F32"}},
+        lambda h: {**h, "b": h["a"]},
+        lambda h: {"a": h["a"]},
+        *(
+            lambda h, field=field: {**h, "a": {**h["a"], **field}}
+            for field in (
+                {"dtype": ["F32"]},
+                {"shape": [10**4000]},
+                {"shape": [-2, -2]},
+                {"shape": [2, 3]},
+                {"shape": [True, 4]},
+                {"dtype": "F16"},
+                {"data_offsets": [16, 0]},
+                {"data_offsets": [0, 1 << 60]},
+                {"data_offsets": [0, 20]},
+            )
+        ),
+    ],
+)
 def test_a_header_that_contradicts_itself_is_refused(tmp_path, change):
     """Shapes, dtypes and offsets that do not fit each other or the file raise."""
     file = tmp_path / "model.safetensors"
@@ -104,11 +121,25 @@ def test_shards_that_lack_something_are_named(tmp_path):
 
 @pytest.mark.parametrize(
     "text",
-    ["{", "[]", "{}", '{"weight_map": 3}', '{"weight_map": ' * 99999,
-     *(json.dumps({"weight_map": {"a": file}})
-       for file in ("x" * 5000, "x\0", "../model.safetensors", "/etc/passwd", "a/b.safetensors"))],
+    [
+        "{",
+        "[]",
+        "{}",
+        '{"weight_map": 3}',
+        '{"weight_map": ' * 99999,
+        *(
+            json.dumps({"weight_map": {"a": file}})
+            for file in (
+                "x" * 5000,
+                "x\0",
+                "../model.safetensors",
+                "/etc/passwd",
+                "a/b.safetensors",
+            )
+        ),
+    ],
     ids=lambda text: text[:40],
-)  # fmt: skip
+)
 def test_a_broken_index_is_refused(tmp_path, text):
     """An index that is not one, or that points outside of its folder, raises, naming it."""
     (tmp_path / "model.safetensors.index.json").write_text(text)

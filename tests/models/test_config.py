@@ -13,8 +13,13 @@ from graft.models import fields
 from graft.models.config import Eagle3Config, LlamaConfig
 from graft.models.errors import ConfigError
 
-LLAMA3 = {"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0,
-          "original_max_position_embeddings": 8192}  # fmt: skip
+LLAMA3 = {
+    "rope_type": "llama3",
+    "factor": 8.0,
+    "low_freq_factor": 1.0,
+    "high_freq_factor": 4.0,
+    "original_max_position_embeddings": 8192,
+}
 
 
 def read(**overrides) -> LlamaConfig:
@@ -32,26 +37,48 @@ def test_absent_fields_take_the_formats_defaults():
         read(hidden_size=50, head_dim=None)
 
 
-SIZES = ("vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers",
-         "num_attention_heads")  # fmt: skip
+SIZES = (
+    "vocab_size",
+    "hidden_size",
+    "intermediate_size",
+    "num_hidden_layers",
+    "num_attention_heads",
+)
 
 
 @pytest.mark.parametrize(
     ("name", "value"),
-    [*itertools.product(SIZES, (None, 0, -4, 1 << 40, "48", 4.5, True, [3])),
-     ("architectures", ["MistralForCausalLM"]), ("architectures", []), ("model_type", "qwen3"),
-     ("hidden_act", "gelu"), ("attention_bias", True), ("mlp_bias", True), ("pretraining_tp", 2),
-     ("sliding_window", 4096), ("quantization_config", {"bits": 4}), ("head_dim", 7),
-     ("head_dim", 512), ("num_key_value_heads", 4), ("rms_norm_eps", -1.0),
-     ("rms_norm_eps", float("nan")), ("rope_theta", 0.0), ("max_position_embeddings", 0),
-     ("torch_dtype", "float64"), ("tie_word_embeddings", "yes"),
-     ("layer_types", ["sliding_attention"]), ("partial_rotary_factor", 0.5),
-     ("rope_scaling", {"rope_type": "yarn", "factor": 4.0}),
-     ("rope_scaling", {"type": "dynamic", "factor": 4.0}),
-     ("rope_scaling", {"rope_type": "linear"}),
-     ("rope_scaling", {**LLAMA3, "high_freq_factor": 1.0}), ("rope_scaling", "linear"),
-     ("rms_norm_eps", 10**400), ("torch_dtype", ["float32"])],
-)  # fmt: skip
+    [
+        *itertools.product(SIZES, (None, 0, -4, 1 << 40, "48", 4.5, True, [3])),
+        ("architectures", ["MistralForCausalLM"]),
+        ("architectures", []),
+        ("model_type", "qwen3"),
+        ("hidden_act", "gelu"),
+        ("attention_bias", True),
+        ("mlp_bias", True),
+        ("pretraining_tp", 2),
+        ("sliding_window", 4096),
+        ("quantization_config", {"bits": 4}),
+        ("head_dim", 7),
+        ("head_dim", 512),
+        ("num_key_value_heads", 4),
+        ("rms_norm_eps", -1.0),
+        ("rms_norm_eps", float("nan")),
+        ("rope_theta", 0.0),
+        ("max_position_embeddings", 0),
+        ("torch_dtype", "float64"),
+        ("tie_word_embeddings", "yes"),
+        ("layer_types", ["sliding_attention"]),
+        ("partial_rotary_factor", 0.5),
+        ("rope_scaling", {"rope_type": "yarn", "factor": 4.0}),
+        ("rope_scaling", {"type": "dynamic", "factor": 4.0}),
+        ("rope_scaling", {"rope_type": "linear"}),
+        ("rope_scaling", {**LLAMA3, "high_freq_factor": 1.0}),
+        ("rope_scaling", "linear"),
+        ("rms_norm_eps", 10**400),
+        ("torch_dtype", ["float32"]),
+    ],
+)
 def test_what_cannot_be_is_refused_by_name(name, value):
     """Absent and absurd sizes, and what graft does not implement; of a size with its value."""
     wanted = {"torch_dtype": "dtype", "rope_scaling": "rope|factor"}.get(name, name)
@@ -66,10 +93,14 @@ NO_OBJECTS = ["{", "[1, 2]", '"config"', '{"a":' * 99999, "[1" + "0" * 5000]
 
 @pytest.mark.parametrize(
     ("make", "words"),
-    [*((lambda file, text=text: file.write_text(text), r"config\.json") for text in NO_OBJECTS),
-     (os.mkfifo, "no plain file"), (lambda file: file.symlink_to("/dev/zero"), "no plain file"),
-     (lambda file: make_tiny_llama(file.parent), "more than 10"), (str, "{folder}")],
-)  # fmt: skip
+    [
+        *((lambda file, text=text: file.write_text(text), r"config\.json") for text in NO_OBJECTS),
+        (os.mkfifo, "no plain file"),
+        (lambda file: file.symlink_to("/dev/zero"), "no plain file"),
+        (lambda file: make_tiny_llama(file.parent), "more than 10"),
+        (str, "{folder}"),
+    ],
+)
 def test_a_config_that_is_no_object_is_refused(tmp_path, monkeypatch, make, words):
     """Broken, bottomless or non-object JSON raises, naming the file; a pipe, a device or a file
     without measure is not read; nor one that is not there."""
@@ -90,11 +121,14 @@ def test_two_spellings_of_rotary_scaling_must_agree():
 
 @pytest.mark.parametrize(
     "rope",
-    [{"rope_theta": 500000.0}, {"rope_theta": 500000.0, "rope_scaling": LLAMA3},
-     {"rope_theta": 10000.0, "rope_scaling": {"type": "linear", "factor": 2.5}},
-     {"rope_theta": None, "rope_parameters": {**LLAMA3, "rope_theta": 300000.0}},
-     {"rope_theta": None, "rope_parameters": {"rope_type": "default", "rope_theta": 1e6}}],
-)  # fmt: skip
+    [
+        {"rope_theta": 500000.0},
+        {"rope_theta": 500000.0, "rope_scaling": LLAMA3},
+        {"rope_theta": 10000.0, "rope_scaling": {"type": "linear", "factor": 2.5}},
+        {"rope_theta": None, "rope_parameters": {**LLAMA3, "rope_theta": 300000.0}},
+        {"rope_theta": None, "rope_parameters": {"rope_type": "default", "rope_theta": 1e6}},
+    ],
+)
 def test_rotary_frequencies_follow_the_formula(rope):
     """Frequencies of every kind, in both config spellings, equal the oracle's loop."""
     data = llama_config(head_dim=64, **rope)
@@ -160,13 +194,24 @@ def test_feature_layers_beyond_the_target_are_refused(tmp_path):
 
 @pytest.mark.parametrize(
     ("name", "value"),
-    [("norm_output", True), ("norm_before_fc", True), ("fc_norm", True), ("bias", True),
-     ("num_hidden_layers", 0), ("num_aux_hidden_states", 5), ("draft_vocab_size", 0),
-     ("draft_vocab_size", 100000), ("architectures", ["EagleLlamaForCausalLM"]),
-     ("target_hidden_size", -1), ("norm_before_residual", "true"),
-     *(("eagle_config", {LAYERS: ids})
-       for ids in ([0, 1], [0, 1, 1], [2, 1, 0], [-1, 0, 1], [0, 1, 2, 3], ["a"]))],
-)  # fmt: skip
+    [
+        ("norm_output", True),
+        ("norm_before_fc", True),
+        ("fc_norm", True),
+        ("bias", True),
+        ("num_hidden_layers", 0),
+        ("num_aux_hidden_states", 5),
+        ("draft_vocab_size", 0),
+        ("draft_vocab_size", 100000),
+        ("architectures", ["EagleLlamaForCausalLM"]),
+        ("target_hidden_size", -1),
+        ("norm_before_residual", "true"),
+        *(
+            ("eagle_config", {LAYERS: ids})
+            for ids in ([0, 1], [0, 1, 1], [2, 1, 0], [-1, 0, 1], [0, 1, 2, 3], ["a"])
+        ),
+    ],
+)
 def test_heads_graft_does_not_implement_are_refused_by_name(tmp_path, name, value):
     """Extras of other head versions, absurd sizes, and anything but three ascending layer ids raise
     an error that names the field."""

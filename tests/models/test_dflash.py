@@ -33,8 +33,12 @@ def test_blocks_equal_the_published_code(device, stream, form):
     assert isinstance(rounds.drafter, DFlash) and rounds.width == 5
     for slot, chunks in enumerate([(0,), (0, 1), (0, 3, 32)]):
         rounds.prompt(slot, chunks)
-    for batch, counts in [([0, 1, 2], [1, 5, 1]), ([2, -1, 0], [4, 0, 1]), ([0, 1], [5, 1]),
-                          ([1, 0], [5, 5])]:  # fmt: skip
+    for batch, counts in [
+        ([0, 1, 2], [1, 5, 1]),
+        ([2, -1, 0], [4, 0, 1]),
+        ([0, 1], [5, 1]),
+        ([1, 0], [5, 5]),
+    ]:
         for slot, down, logits in rounds.levels(rounds.commit(batch, counts)):
             wanted = expected[f"logits_{rounds.n[slot]}"][1:]
             if len(down) < len(wanted):
@@ -53,17 +57,28 @@ def make_dspark(folder, rank):
     """The fixture as DSpark's published checkpoints are laid out, with a random head beside it;
     returns the tensors."""
     shutil.copytree(FOLDER, folder)
-    edit_json(folder / "config.json", **of_dflash()["dflash_config"], dflash_config=None,
-              architectures=["Qwen3DSparkModel"], markov_rank=rank, markov_head_type="vanilla",
-              num_anchors=512, enable_confidence_head=True)  # fmt: skip
+    edit_json(
+        folder / "config.json",
+        **of_dflash()["dflash_config"],
+        dflash_config=None,
+        architectures=["Qwen3DSparkModel"],
+        markov_rank=rank,
+        markov_head_type="vanilla",
+        num_anchors=512,
+        enable_confidence_head=True,
+    )
     target, rng = read(TARGET), np.random.default_rng(3)
     tensors = {
-        **read(FOLDER), "embed_tokens.weight": target["model.embed_tokens.weight"],
+        **read(FOLDER),
+        "embed_tokens.weight": target["model.embed_tokens.weight"],
         "lm_head.weight": target["lm_head.weight"],
         "confidence_head.proj.weight": np.zeros((1, 24 + rank), np.float32),
-        **{f"markov_head.markov_{name}.weight": rng.standard_normal((64, rank)).astype(np.float32)
-           for name in ("w1", "w2") if rank},
-    }  # fmt: skip
+        **{
+            f"markov_head.markov_{name}.weight": rng.standard_normal((64, rank)).astype(np.float32)
+            for name in ("w1", "w2")
+            if rank
+        },
+    }
     write_safetensors(folder / "model.safetensors", tensors, "float32")
     return tensors
 
@@ -137,46 +152,80 @@ def of_dflash2(**changes):
 #: Tensors changed, fields of the config, the error; of each kind of block drafter.
 UNFIT = {
     FOLDER: [
-     (lambda t: t.pop("fc.weight"), {}, CheckpointError, "fc.weight is missing"),
-     (lambda t: t.pop("layers.1.self_attn.q_norm.weight"), {}, CheckpointError, "1.*q_norm"),
-     (lambda t: t.update(x=np.ones(3, np.float32)), {}, CheckpointError, "first x"),
-     (None, {"architectures": ["DFlash2DraftModel"]}, ConfigError, "conv_kernel_size is missing"),
-     (None, {"dflash_config": None}, ConfigError, "dflash_config is missing"),
-     (None, {"is_causal": True}, ConfigError, "is_causal = True"),
-     (None, {"layer_types": ["sliding_attention"] * 2}, ConfigError, "layer_types"),
-     (None, {"use_sliding_window": True, "sliding_window": 64}, ConfigError, "is_causal is miss"),
-     (None, {"vocab_size": 65}, ConfigError, "of vocab_size 65; .* is 64"),
-     (None, {"num_target_layers": 9}, ConfigError, "of num_hidden_layers 9; .* is 8"),
-     (None, {"architectures": ["Qwen3DSparkModel"], "markov_head_type": "rnn"}, ConfigError,
-      "markov_head_type = 'rnn'"),
-     (None, {"architectures": ["Qwen3DSparkModel"], "final_logit_softcapping": 20.0}, ConfigError,
-      "final_logit_softcapping"),
-     (None, of_dflash(mask_token_id=64), ConfigError, "mask_token_id is 64"),
-     (None, of_dflash(mask_token_id=None), ConfigError, "mask_token_id is missing"),
-     (None, of_dflash(block_size=1), ConfigError, "block_size is 1"),
-     (None, of_dflash(projector_type="domino"), ConfigError, "projector_type = 'domino'"),
-     (None, of_dflash(selector_rank=6), ConfigError, "selector_rank = 6"),
-     (None, of_dflash(output_multiplier="x"), ConfigError, "output_multiplier is 'x'"),
-     *((None, of_dflash(target_layer_ids=ids), ConfigError, "target_layer_ids")
-       for ids in (None, [], [3, 1], [1, 1], [-1, 3], [1, 7]))],
+        (lambda t: t.pop("fc.weight"), {}, CheckpointError, "fc.weight is missing"),
+        (lambda t: t.pop("layers.1.self_attn.q_norm.weight"), {}, CheckpointError, "1.*q_norm"),
+        (lambda t: t.update(x=np.ones(3, np.float32)), {}, CheckpointError, "first x"),
+        (
+            None,
+            {"architectures": ["DFlash2DraftModel"]},
+            ConfigError,
+            "conv_kernel_size is missing",
+        ),
+        (None, {"dflash_config": None}, ConfigError, "dflash_config is missing"),
+        (None, {"is_causal": True}, ConfigError, "is_causal = True"),
+        (None, {"layer_types": ["sliding_attention"] * 2}, ConfigError, "layer_types"),
+        (
+            None,
+            {"use_sliding_window": True, "sliding_window": 64},
+            ConfigError,
+            "is_causal is miss",
+        ),
+        (None, {"vocab_size": 65}, ConfigError, "of vocab_size 65; .* is 64"),
+        (None, {"num_target_layers": 9}, ConfigError, "of num_hidden_layers 9; .* is 8"),
+        (
+            None,
+            {"architectures": ["Qwen3DSparkModel"], "markov_head_type": "rnn"},
+            ConfigError,
+            "markov_head_type = 'rnn'",
+        ),
+        (
+            None,
+            {"architectures": ["Qwen3DSparkModel"], "final_logit_softcapping": 20.0},
+            ConfigError,
+            "final_logit_softcapping",
+        ),
+        (None, of_dflash(mask_token_id=64), ConfigError, "mask_token_id is 64"),
+        (None, of_dflash(mask_token_id=None), ConfigError, "mask_token_id is missing"),
+        (None, of_dflash(block_size=1), ConfigError, "block_size is 1"),
+        (None, of_dflash(projector_type="domino"), ConfigError, "projector_type = 'domino'"),
+        (None, of_dflash(selector_rank=6), ConfigError, "selector_rank = 6"),
+        (None, of_dflash(output_multiplier="x"), ConfigError, "output_multiplier is 'x'"),
+        *(
+            (None, of_dflash(target_layer_ids=ids), ConfigError, "target_layer_ids")
+            for ids in (None, [], [3, 1], [1, 1], [-1, 3], [1, 7])
+        ),
+    ],
     SECOND: [
-     (lambda t: t.pop("candidate_selector.successor_codebook"), {}, CheckpointError, "successor"),
-     (lambda t: t.pop("layers.1.mlp_conv.base_kernel"), {}, CheckpointError, "1.mlp_conv.base_ker"),
-     (None, {"sliding_window": 39}, ConfigError, "sliding_window = 39 .* max_length is 40"),
-     (None, {"sliding_window": None}, ConfigError, "sliding_window is missing"),
-     (None, {"layer_types": ["chunked_attention"] * 2}, ConfigError, "chunked_attention"),
-     (None, {"is_causal": None}, ConfigError, "is_causal is missing"),
-     (None, {"is_causal": True}, ConfigError, "is_causal = True"),
-     (None, of_dflash2(conv_kernel_size=None), ConfigError, "conv_kernel_size is missing"),
-     (None, of_dflash2(conv_group_size=7), ConfigError, "24 is not a multiple of .* 7"),
-     (None, of_dflash2(conv_kernel_size=2), CheckpointError, "base_kernel"),
-     (None, of_dflash2(selector_rank=0), ConfigError, "selector_rank is 0"),
-     (None, of_dflash2(selector_top_k=65), ConfigError, "selector_top_k is 65, outside 1..64")],
-}  # fmt: skip
+        (
+            lambda t: t.pop("candidate_selector.successor_codebook"),
+            {},
+            CheckpointError,
+            "successor",
+        ),
+        (
+            lambda t: t.pop("layers.1.mlp_conv.base_kernel"),
+            {},
+            CheckpointError,
+            "1.mlp_conv.base_ker",
+        ),
+        (None, {"sliding_window": 39}, ConfigError, "sliding_window = 39 .* max_length is 40"),
+        (None, {"sliding_window": None}, ConfigError, "sliding_window is missing"),
+        (None, {"layer_types": ["chunked_attention"] * 2}, ConfigError, "chunked_attention"),
+        (None, {"is_causal": None}, ConfigError, "is_causal is missing"),
+        (None, {"is_causal": True}, ConfigError, "is_causal = True"),
+        (None, of_dflash2(conv_kernel_size=None), ConfigError, "conv_kernel_size is missing"),
+        (None, of_dflash2(conv_group_size=7), ConfigError, "24 is not a multiple of .* 7"),
+        (None, of_dflash2(conv_kernel_size=2), CheckpointError, "base_kernel"),
+        (None, of_dflash2(selector_rank=0), ConfigError, "selector_rank is 0"),
+        (None, of_dflash2(selector_top_k=65), ConfigError, "selector_top_k is 65, outside 1..64"),
+    ],
+}
 
 
-@pytest.mark.parametrize(("source", "change", "fields", "error", "words"),
-                         [(source, *one) for source, many in UNFIT.items() for one in many])
+@pytest.mark.parametrize(
+    ("source", "change", "fields", "error", "words"),
+    [(source, *one) for source, many in UNFIT.items() for one in many],
+)
 def test_unfit_drafters_are_refused(device, stream, tmp_path, source, change, fields, error, words):
     """Missing and leftover tensors, what is not implemented, drafters of another target, and
     windows that are shorter than a request may be, or of causal layers."""

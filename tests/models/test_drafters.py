@@ -26,8 +26,9 @@ from graft.tools.examples import own_drafter
 def test_a_drafter_is_one_file(device):
     """Sixty lines at most, found by its name; that it changes no output is in test_examples."""
     assert len(inspect.getsource(own_drafter).splitlines()) <= 60
-    sevens = Request(prompt="code: 7777777\nGive only the code.",
-                     grammar=GrammarSpec.regex("7{9,12}"))  # fmt: skip
+    sevens = Request(
+        prompt="code: 7777777\nGive only the code.", grammar=GrammarSpec.regex("7{9,12}")
+    )
     with Engine(TARGET, "graft.tools.examples.own_drafter:LastToken", draft_length=3) as engine:
         assert engine.generate([sevens])[0].accepted > 4
 
@@ -62,10 +63,16 @@ def wrong(**attributes):
         (partial(Ahead, first=NGram, then=NGram), OptionError, "of the second level by level"),
         (partial(Ahead, first=TARGET, then=TARGET), OptionError, "must come all at once"),
         (partial(Ahead, first=wrong(shape=TreeShape(1)), then=TARGET), OptionError, "1 drafts of"),
-        (partial(Ahead, first=wrong(shape=TreeShape(2, branch=2)), then=TARGET), OptionError,
-         "both must be chains"),
-        (partial(Ahead, first=NGram, then=wrong(shape=TreeShape(2, (1, 2), 2))), OptionError,
-         "both must be chains"),
+        (
+            partial(Ahead, first=wrong(shape=TreeShape(2, branch=2)), then=TARGET),
+            OptionError,
+            "both must be chains",
+        ),
+        (
+            partial(Ahead, first=NGram, then=wrong(shape=TreeShape(2, (1, 2), 2))),
+            OptionError,
+            "both must be chains",
+        ),
         (partial(Ahead, first=wrong(reads_rows=True), then=TARGET), OptionError, "mask rows"),
         ("graft.tools.examples.own_drafter:Missing", OptionError, "Missing"),
         ("graft.no_such_module:LastToken", OptionError, "no_such_module"),
@@ -77,12 +84,15 @@ def test_a_drafter_that_cannot_be_is_refused(device, drafter, error, words):
         Engine(TARGET, drafter, draft_length=2, max_batch_size=1)
 
 
-@pytest.mark.parametrize("drafter, options, words", [
-    (Suffix, {"draft_tree": [(0,), (1,)]}, r"Suffix: draft_tree is to be \(branch, levels\)"),
-    (partial(Ahead, first=NGram, then=TARGET), {"draft_tree": (2, 2)}, "must be chains"),
-    (wrong(), {"forced_drafts": True}, "forced_drafts needs mask_drafts"),
-    (DRAFTER, {"forced_drafts": True, "mask_drafts": False}, "forced_drafts needs mask_drafts"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    "drafter, options, words",
+    [
+        (Suffix, {"draft_tree": [(0,), (1,)]}, r"Suffix: draft_tree is to be \(branch, levels\)"),
+        (partial(Ahead, first=NGram, then=TARGET), {"draft_tree": (2, 2)}, "must be chains"),
+        (wrong(), {"forced_drafts": True}, "forced_drafts needs mask_drafts"),
+        (DRAFTER, {"forced_drafts": True, "mask_drafts": False}, "forced_drafts needs mask_drafts"),
+    ],
+)
 def test_what_a_drafter_cannot_be_asked_for_is_refused(device, drafter, options, words):
     """Ranks of what was looked up, drafts behind the ends of a tree, and forced ones where no mask
     rows are filled while drafting; ranks of a shape are those of its levels."""
@@ -102,8 +112,19 @@ def places(texts, own, pattern, drafts):
                 yield (s == own, i + len(pattern) - 1, s), said[i + len(pattern)]
 
 
-def look_up(texts, own, most, *, longest, shortest, oldest=False, vote=None, factor=1e6,
-            threshold=0.0, tree=None):  # fmt: skip
+def look_up(
+    texts,
+    own,
+    most,
+    *,
+    longest,
+    shortest,
+    oldest=False,
+    vote=None,
+    factor=1e6,
+    threshold=0.0,
+    tree=None,
+):
     """(id, parent) of what is drafted behind text `own`, said plainly: what followed the suffixes,
     by votes of all places or of the best places themselves (`vote` None), the best first."""
     branch, levels = tree or (1, most)
@@ -151,22 +172,34 @@ LOOKED_UP = [
     (NGram, {"longest": 3, "shortest": 1, "public": True, "kept": 3, "tree": (4, 7)}),
     (NGram, {"longest": 3, "shortest": 2, "match": "all", "oldest": True, "tree": (3, 2)}),
     (Suffix, {"longest": 64, "shortest": 1, "threshold": 0.0, "tree": (2, 4)}),
-    (Suffix, {"longest": 4, "shortest": 1, "factor": 3.0, "public": True, "kept": 2,
-              "tree": (3, 9)}),
-]  # fmt: skip
+    (
+        Suffix,
+        {"longest": 4, "shortest": 1, "factor": 3.0, "public": True, "kept": 2, "tree": (3, 9)},
+    ),
+]
 
 
-@pytest.mark.parametrize("make, options, block", [
-    pytest.param(*case, block, marks=[] if turn == number % 2 else pytest.mark.full)
-    for number, case in enumerate(LOOKED_UP) for turn, block in enumerate((1, 64))])
+@pytest.mark.parametrize(
+    "make, options, block",
+    [
+        pytest.param(*case, block, marks=[] if turn == number % 2 else pytest.mark.full)
+        for number, case in enumerate(LOOKED_UP)
+        for turn, block in enumerate((1, 64))
+    ],
+)
 def test_what_was_said_is_looked_up(device, stream, make, options, block):
     """Slots begin, go on and are taken by others: drafts are those of a search in plain lists."""
     slots, length, tree = 4, 40, options.get("tree")
     most = 9 if tree else 5
     rng = np.random.default_rng(len(str(options)))
-    room = SimpleNamespace(device=device, slots=slots, length=length, drafts=most,
-                           tree=tree and TreePlan(*tree),
-                           target=SimpleNamespace(config=SimpleNamespace(vocab_size=4)))
+    room = SimpleNamespace(
+        device=device,
+        slots=slots,
+        length=length,
+        drafts=most,
+        tree=tree and TreePlan(*tree),
+        target=SimpleNamespace(config=SimpleNamespace(vocab_size=4)),
+    )
     drafter = make(room, **{k: v for k, v in options.items() if k != "tree"})
     lane = StreamLane(stream)
     drafter._block = block
@@ -176,8 +209,12 @@ def test_what_was_said_is_looked_up(device, stream, make, options, block):
     kept, begun, texts = options.get("kept", 16), 0, {}
 
     def rows(said, slot, begin):
-        return Rows(*(device.from_host(np.asarray(part, np.int32)) for part in (
-            said, [slot] * len(said), range(begin, begin + len(said)))))  # fmt: skip
+        return Rows(
+            *(
+                device.from_host(np.asarray(part, np.int32))
+                for part in (said, [slot] * len(said), range(begin, begin + len(said)))
+            )
+        )
 
     for step in range(120):
         slot = int(rng.integers(slots - 1))  # the last slot stays empty
@@ -196,34 +233,46 @@ def test_what_was_said_is_looked_up(device, stream, make, options, block):
         now = rows(said[half:], slot, first + half)
         feed = SimpleNamespace(
             committed=lambda lane, shift, now=now: now,
-            row_slot=device.from_host(np.array(row_slot, np.int32)), batch=5, width=most + 1,
+            row_slot=device.from_host(np.array(row_slot, np.int32)),
+            batch=5,
+            width=most + 1,
             state=SimpleNamespace(array=device.from_host(state.view(np.int32))),
             proposal=device.zeros((5, most), "int32"),
-            parents=device.zeros((5, most), "int32") if tree else None)  # fmt: skip
+            parents=device.zeros((5, most), "int32") if tree else None,
+        )
         if half:
             drafter.resume(lane, rows(said[:half], slot, 0))
         drafter.start(lane, feed)
         stream.synchronize()
         ids = feed.proposal.to_host()
         parents = feed.parents.to_host() if tree else np.tile(np.arange(most), (5, 1))
-        found = [[pair for pair in zip(*row, strict=True) if pair[0] >= 0]
-                 for row in zip(ids.tolist(), parents.tolist(), strict=True)]  # fmt: skip
+        found = [
+            [pair for pair in zip(*row, strict=True) if pair[0] >= 0]
+            for row in zip(ids.tolist(), parents.tolist(), strict=True)
+        ]
         shown = texts if options.get("public") else None
-        wanted = [look_up(shown or {s: texts[s]}, s, options.get("drafts", most), **plain)
-                  if s >= 0 and state[s]["active"] else [] for s in row_slot]  # fmt: skip
+        wanted = [
+            look_up(shown or {s: texts[s]}, s, options.get("drafts", most), **plain)
+            if s >= 0 and state[s]["active"]
+            else []
+            for s in row_slot
+        ]
         assert found == wanted, (step, texts)
 
 
-@pytest.mark.parametrize("make, options, words", [
-    (NGram, {"longest": 0, "shortest": 0}, "NGram: longest is 0, must be from 1 to"),
-    (NGram, {"longest": "4"}, "longest is '4'"),
-    (Suffix, {"longest": 2, "shortest": 3}, "Suffix: shortest is 3, must be from 1 to 2"),
-    (NGram, {"drafts": 9}, "drafts is 9, must be from 1 to 3"),
-    (NGram, {"match": "best"}, "match must be one of longest, all, got 'best'"),
-    (NGram, {"kept": -1}, "kept is -1"),
-    (Suffix, {"factor": float("nan")}, "factor is nan"),
-    (Suffix, {"threshold": 1.5}, "threshold is 1.5, must be from 0 to 1"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    "make, options, words",
+    [
+        (NGram, {"longest": 0, "shortest": 0}, "NGram: longest is 0, must be from 1 to"),
+        (NGram, {"longest": "4"}, "longest is '4'"),
+        (Suffix, {"longest": 2, "shortest": 3}, "Suffix: shortest is 3, must be from 1 to 2"),
+        (NGram, {"drafts": 9}, "drafts is 9, must be from 1 to 3"),
+        (NGram, {"match": "best"}, "match must be one of longest, all, got 'best'"),
+        (NGram, {"kept": -1}, "kept is -1"),
+        (Suffix, {"factor": float("nan")}, "factor is nan"),
+        (Suffix, {"threshold": 1.5}, "threshold is 1.5, must be from 0 to 1"),
+    ],
+)
 def test_options_of_looking_up_are_checked(device, make, options, words):
     """By name and value, before a round is built."""
     with pytest.raises(OptionError, match=words):
@@ -233,8 +282,17 @@ def test_options_of_looking_up_are_checked(device, make, options, words):
 def test_a_model_drafts_for_itself_without_a_miss(device):
     """Its drafts are its own next tokens, in every request, prompts of one token too."""
     with Engine(TARGET, TARGET, draft_length=3, max_batch_size=3) as engine:
-        asked = [Request(prompt=p.text, grammar=p.grammar, max_tokens=60, temperature=0.8 * (i % 2),
-                         seed=i, verify="coupled") for i, p in enumerate(demo_prompts()[:6])]
+        asked = [
+            Request(
+                prompt=p.text,
+                grammar=p.grammar,
+                max_tokens=60,
+                temperature=0.8 * (i % 2),
+                seed=i,
+                verify="coupled",
+            )
+            for i, p in enumerate(demo_prompts()[:6])
+        ]
         outputs = engine.generate([*asked, Request(tokens=[41], max_tokens=20)])
         assert all(rate == 1.0 for rate in engine.stats.acceptance)
         assert sum(output.accepted for output in outputs) > 60

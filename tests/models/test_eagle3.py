@@ -69,14 +69,18 @@ def test_draft_steps_equal_published_code(device, stream, form):
 
 
 HEADS = {
-    "official": {}, "speculators": {"names": "speculators"},
+    "official": {},
+    "speculators": {"names": "speculators"},
     "feature normed": {"norm_before_residual": True, "own_embedding": True},
     "speculators, feature normed": {"names": "speculators", "norm_before_residual": True},
     "three layers": {"num_hidden_layers": 3, "names": "speculators"},
     "rotary base is not its target's": {"target": {"rope_theta": 500000.0}},
-    "narrower than its target": {"hidden_size": 32, "target_hidden_size": 48,
-                                 "own_embedding": True},
-}  # fmt: skip
+    "narrower than its target": {
+        "hidden_size": 32,
+        "target_hidden_size": 48,
+        "own_embedding": True,
+    },
+}
 
 
 @pytest.mark.parametrize("form", nets.FORMS)
@@ -93,8 +97,15 @@ def test_entries_equal_numpy(device, stream, tmp_path, form, options):
     table = weights.get("embed_tokens.weight", target_weights["model.embed_tokens.weight"])
     config = {**TARGET, **options}
     prefix = "layers.0" if "names" in options else "midlayer"
-    wanted = numpy_llama.eagle3_outputs(weights, config, table, features, tokens, prefix=prefix,
-                                         layers=options.get("num_hidden_layers", 1))  # fmt: skip
+    wanted = numpy_llama.eagle3_outputs(
+        weights,
+        config,
+        table,
+        features,
+        tokens,
+        prefix=prefix,
+        layers=options.get("num_hidden_layers", 1),
+    )
     np.testing.assert_allclose(out, wanted, atol=3e-5)
     logits = numpy_llama.eagle3_logits(weights, config, wanted)
     np.testing.assert_allclose(draft_logits(stream, drafter, out), logits, atol=5e-5)
@@ -146,8 +157,9 @@ def test_a_full_vocabulary_needs_no_map(device, tmp_path):
 
 def test_a_missing_head_is_the_target_s_rows(device, tmp_path):
     """With a map, a head without rows of its own has those of the target that the map names."""
-    model, _, target, _ = pair(device, tmp_path, draft_vocab=70,
-                               target={"tie_word_embeddings": False})
+    model, _, target, _ = pair(
+        device, tmp_path, draft_vocab=70, target={"tie_word_embeddings": False}
+    )
     edit_tensors(tmp_path / "head", lambda t: t.pop("lm_head.weight"))
     drafter = nets.load_eagle3(device, tmp_path / "head", model)
     rows = target["lm_head.weight"][drafter.d2t.to_host()]
@@ -164,19 +176,21 @@ def test_a_narrower_head_needs_rows_of_its_own(device, tmp_path):
 
 @pytest.mark.parametrize(
     ("change", "words"),
-    [(lambda t: t.pop("d2t"), "d2t is missing"),
-     (lambda t: t["d2t"].__setitem__(0, -1), "draft id 0 to -1,"),
-     (lambda t: t["d2t"].__setitem__(35, 320 - 35), "draft id 35 to 320,"),
-     (lambda t: t["d2t"].__setitem__(69, (1 << 40) - 69), f"draft id 69 to {1 << 40},"),
-     (lambda t: t["d2t"].__setitem__(5, t["d2t"][4] - 1), "another draft id"),
-     (lambda t: t.__setitem__("d2t", t["d2t"][:-1]), "d2t has shape"),
-     (lambda t: t.__setitem__("d2t", t["d2t"].astype(np.float32)), "d2t has dtype float32"),
-     (lambda t: t.pop("fc.weight"), "fc.weight is missing"),
-     (lambda t: t.pop("midlayer.hidden_norm.weight"), "hidden_norm|layers.0"),
-     (lambda t: t.__setitem__("fc.weight", np.ones((48, 145), np.float32)), r"\[48, 145\]"),
-     (lambda t: t.__setitem__("fc.bias", np.ones(48, np.float32)), "fc.bias"),
-     (lambda t: t.__setitem__("input_norm.weight", np.ones(144, np.float32)), "input_norm")],
-)  # fmt: skip
+    [
+        (lambda t: t.pop("d2t"), "d2t is missing"),
+        (lambda t: t["d2t"].__setitem__(0, -1), "draft id 0 to -1,"),
+        (lambda t: t["d2t"].__setitem__(35, 320 - 35), "draft id 35 to 320,"),
+        (lambda t: t["d2t"].__setitem__(69, (1 << 40) - 69), f"draft id 69 to {1 << 40},"),
+        (lambda t: t["d2t"].__setitem__(5, t["d2t"][4] - 1), "another draft id"),
+        (lambda t: t.__setitem__("d2t", t["d2t"][:-1]), "d2t has shape"),
+        (lambda t: t.__setitem__("d2t", t["d2t"].astype(np.float32)), "d2t has dtype float32"),
+        (lambda t: t.pop("fc.weight"), "fc.weight is missing"),
+        (lambda t: t.pop("midlayer.hidden_norm.weight"), "hidden_norm|layers.0"),
+        (lambda t: t.__setitem__("fc.weight", np.ones((48, 145), np.float32)), r"\[48, 145\]"),
+        (lambda t: t.__setitem__("fc.bias", np.ones(48, np.float32)), "fc.bias"),
+        (lambda t: t.__setitem__("input_norm.weight", np.ones(144, np.float32)), "input_norm"),
+    ],
+)
 def test_damaged_heads_are_refused_by_tensor(device, tmp_path, change, words):
     """Missing, misshapen, mistyped and leftover tensors, and maps that leave the vocabulary or are
     not one to one, raise by name."""
@@ -188,10 +202,12 @@ def test_damaged_heads_are_refused_by_tensor(device, tmp_path, change, words):
 
 @pytest.mark.parametrize(
     ("other", "options", "words"),
-    [({"vocab_size": 400}, {}, "vocab_size 400"),
-     ({"hidden_size": 64}, {}, "of hidden_size 64"),
-     ({}, {"eagle_config": None}, "3 layers")],
-)  # fmt: skip
+    [
+        ({"vocab_size": 400}, {}, "vocab_size 400"),
+        ({"hidden_size": 64}, {}, "of hidden_size 64"),
+        ({}, {"eagle_config": None}, "3 layers"),
+    ],
+)
 def test_a_head_of_another_target_is_refused(device, tmp_path, other, options, words):
     """A head whose vocabulary or feature width is not the target's raises, naming both; one without
     layer ids on a small target, too, while named ids work."""
@@ -212,5 +228,6 @@ def test_operands_of_the_wrong_width_are_refused(device, stream, tmp_path):
         drafter.step(lane, rows, device.zeros((4, 144), "float32"))
     kv = nets.make_cache(device, drafter.config, 2)
     with pytest.raises(ShapeError, match="kv"):
-        Eagle3Head(device, drafter.config, Checkpoint(tmp_path / "head"), drafter.target, kv,
-                   max_rows=4)  # fmt: skip
+        Eagle3Head(
+            device, drafter.config, Checkpoint(tmp_path / "head"), drafter.target, kv, max_rows=4
+        )

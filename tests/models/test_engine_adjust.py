@@ -22,12 +22,16 @@ def test_hard_bounds_and_least_lengths(engine: Engine) -> None:
     bounded = {"allowed_ids": [50, 60, 70, stop], "banned_ids": [60], "logit_bias": {stop: 1e3}}
     guided = GrammarSpec.choice(["yes", "no"])
     for how in ({}, {"temperature": 1.5, "seed": 3}, {"temperature": 1.5, "verify": "coupled"}):
-        short, long, done, dead = engine.generate([
-            Request(tokens=[300, 301], max_tokens=30, **bounded, **how),
-            Request(tokens=[300, 301], max_tokens=30, min_tokens=11, **bounded, **how),
-            Request(tokens=[300, 301], max_tokens=30, min_tokens=11, grammar=guided, **how),
-            Request(tokens=[300, 301], max_tokens=30, allowed_ids=[stop], grammar=guided, **how),
-        ])  # fmt: skip
+        short, long, done, dead = engine.generate(
+            [
+                Request(tokens=[300, 301], max_tokens=30, **bounded, **how),
+                Request(tokens=[300, 301], max_tokens=30, min_tokens=11, **bounded, **how),
+                Request(tokens=[300, 301], max_tokens=30, min_tokens=11, grammar=guided, **how),
+                Request(
+                    tokens=[300, 301], max_tokens=30, allowed_ids=[stop], grammar=guided, **how
+                ),
+            ]
+        )
         assert short.tokens == [stop] and short.finished
         assert len(long.tokens) == 12 and set(long.tokens[:11]) <= {50, 70}
         assert long.tokens[11] == stop and long.finished
@@ -40,11 +44,20 @@ def test_penalties_change_what_repeats(engine: Engine) -> None:
     negative presence and frequency penalties come to repeat one."""
     ids = list(range(310, 330))
     bias = dict.fromkeys(ids, 100.0) | {310: 101.0}
-    alike, once, always = engine.generate([
-        Request(tokens=[311, 312], max_tokens=16, allowed_ids=ids, logit_bias=bias,
-                presence_penalty=one, frequency_penalty=one, repetition_penalty=other)
-        for one, other in ((0.0, 1.0), (0.0, 50.0), (-2.0, 1.0))
-    ])  # fmt: skip
+    alike, once, always = engine.generate(
+        [
+            Request(
+                tokens=[311, 312],
+                max_tokens=16,
+                allowed_ids=ids,
+                logit_bias=bias,
+                presence_penalty=one,
+                frequency_penalty=one,
+                repetition_penalty=other,
+            )
+            for one, other in ((0.0, 1.0), (0.0, 50.0), (-2.0, 1.0))
+        ]
+    )
     assert alike.reason == once.reason == always.reason == "length"
     assert len(set(once.tokens)) == 16 and not {311, 312} & set(once.tokens)
     assert len(set(always.tokens[6:])) == 1
@@ -58,12 +71,22 @@ def test_log_probabilities_are_the_models_own(tmp_path) -> None:
     make_tiny_tokenizer(tmp_path)
     prompt = [5, 17, 40]
     with Engine(tmp_path, max_batch_size=2, max_length=64) as engine:
-        outputs = engine.generate([
-            Request(tokens=prompt, max_tokens=12, logprobs=4),
-            Request(tokens=prompt, max_tokens=12, logprobs=0, temperature=2.0, seed=1,
-                    logit_bias={9: 5.0}, presence_penalty=2.0, banned_ids=[0]),
-            Request(tokens=prompt, max_tokens=2),
-        ])  # fmt: skip
+        outputs = engine.generate(
+            [
+                Request(tokens=prompt, max_tokens=12, logprobs=4),
+                Request(
+                    tokens=prompt,
+                    max_tokens=12,
+                    logprobs=0,
+                    temperature=2.0,
+                    seed=1,
+                    logit_bias={9: 5.0},
+                    presence_penalty=2.0,
+                    banned_ids=[0],
+                ),
+                Request(tokens=prompt, max_tokens=2),
+            ]
+        )
     assert outputs[2].logprobs is None
     assert [told.top[0][0] for told in outputs[0].logprobs] == outputs[0].tokens
     for output, most in zip(outputs[:2], (4, 0), strict=True):

@@ -23,12 +23,18 @@ def unknown_word(file):
 WEIGHTS = (TARGET / "model.safetensors").read_bytes()
 #: A file, how it is spoilt, and the error; what else can be wrong is for the tests of each file.
 BREAKAGES = {
-    "truncated": ("target/model.safetensors",
-                  lambda file: file.write_bytes(WEIGHTS[: len(WEIGHTS) // 2]), CheckpointError),
+    "truncated": (
+        "target/model.safetensors",
+        lambda file: file.write_bytes(WEIGHTS[: len(WEIGHTS) // 2]),
+        CheckpointError,
+    ),
     "tokenizer too large": ("target/tokenizer.json", unknown_word, TokenizerError),
-    "other drafter": ("drafter/config.json",
-                      lambda file: edit_json(file, hidden_size=256, vocab_size=50000), ConfigError),
-}  # fmt: skip
+    "other drafter": (
+        "drafter/config.json",
+        lambda file: edit_json(file, hidden_size=256, vocab_size=50000),
+        ConfigError,
+    ),
+}
 
 
 @pytest.fixture

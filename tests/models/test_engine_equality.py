@@ -40,8 +40,10 @@ MODES = {"greedy": {}, "coupled": {"temperature": 0.9, "top_p": 0.95, "verify": 
 def workload(**options):
     """Guided and free requests that end in every way: stop ids, lengths, stop strings."""
     requests = mixed_requests(8, seed=17)
-    requests = [replace(r, max_tokens=n) if n else r
-                for r, n in zip(requests, (1, 0, 3, 0, 7, 0, 12, 0), strict=True)]  # fmt: skip
+    requests = [
+        replace(r, max_tokens=n) if n else r
+        for r, n in zip(requests, (1, 0, 3, 0, 7, 0, 12, 0), strict=True)
+    ]
     free = Request(tokens=[300, 301, 302], max_tokens=40)
     requests += [replace(free, stop=["e", "a"]), replace(free, tokens=[41]), free]
     penalties = {"presence_penalty": 1.0, "frequency_penalty": 0.5, "repetition_penalty": 1.2}
@@ -140,16 +142,27 @@ class Second:
             base, projection = np.zeros((2, 2, hidden), "f4"), np.zeros((hidden // 4, hidden), "f4")
             base[:, 0] = 1.0
             tensors |= {f"{name}.base_kernel": base, f"{name}.kernel_projection.weight": projection}
-        for name, rows in (("hidden_projection.weight", 8), ("predecessor_codebook", vocab),
-                           ("successor_codebook", vocab)):  # fmt: skip
+        for name, rows in (
+            ("hidden_projection.weight", 8),
+            ("predecessor_codebook", vocab),
+            ("successor_codebook", vocab),
+        ):
             random = matrix(rng, rows, 8 if rows == vocab else hidden)
             tensors[f"candidate_selector.{name}"] = random
         config = json.loads((BLOCK / "config.json").read_text())
-        config |= {"architectures": ["DFlash2DraftModel"], "is_causal": False,
-                   "use_sliding_window": True, "sliding_window": room.length,
-                   "layer_types": ["sliding_attention"] * 3}  # fmt: skip
-        config["dflash_config"] |= {"conv_kernel_size": 2, "conv_group_size": 16,
-                                    "selector_rank": 8, "selector_top_k": self.top_k}  # fmt: skip
+        config |= {
+            "architectures": ["DFlash2DraftModel"],
+            "is_causal": False,
+            "use_sliding_window": True,
+            "sliding_window": room.length,
+            "layer_types": ["sliding_attention"] * 3,
+        }
+        config["dflash_config"] |= {
+            "conv_kernel_size": 2,
+            "conv_group_size": 16,
+            "selector_rank": 8,
+            "selector_top_k": self.top_k,
+        }
         with tempfile.TemporaryDirectory() as folder:
             write_safetensors(Path(folder) / "model.safetensors", tensors, "float32")
             write_json(Path(folder) / "config.json", config)
@@ -180,23 +193,33 @@ LOOKUP_AHEAD, BLOCK = partial(AHEAD, then=DRAFTER), DEMO / "dflash"
 RANKS = [(0,), (1,), (2,), (0, 0), (0, 1), (1, 0), (0, 0, 0), (0, 0, 1), (0, 0, 0, 0)]
 GROWN = {"draft_length": 5, "draft_tree": (2, 3)}
 CELLS = {
-    "eagle3": {}, "eagle3, tree": GROWN,
-    "dflash": {"drafter": BLOCK}, "dflash, tree": {"drafter": BLOCK, **GROWN},
+    "eagle3": {},
+    "eagle3, tree": GROWN,
+    "dflash": {"drafter": BLOCK},
+    "dflash, tree": {"drafter": BLOCK, **GROWN},
     "dflash, walked": {"drafter": BLOCK, "draft_length": 6, "draft_legality": "probe"},
     "dspark": {"drafter": Meaningless(rank=8)},
-    "dflash2": {"drafter": Second()}, "dflash2, tree": {"drafter": Second(), **GROWN},
+    "dflash2": {"drafter": Second()},
+    "dflash2, tree": {"drafter": Second(), **GROWN},
     "mtp": {"drafter": Meaningless(1), "draft_length": 2},
-    "model": {"drafter": TARGET}, "ngram": {"drafter": NGram},
-    "suffix": {"drafter": Suffix}, "suffix, tree": {"drafter": Suffix, **GROWN},
+    "model": {"drafter": TARGET},
+    "ngram": {"drafter": NGram},
+    "suffix": {"drafter": Suffix},
+    "suffix, tree": {"drafter": Suffix, **GROWN},
     "host": {"drafter": UserDrafter.of(repeat)},
     "host, tree": {"drafter": UserDrafter.of(branch_off, tree=True)},
     "forced": {"speculation": False, "forced_drafts": True},
     "ngram before eagle3": {"drafter": LOOKUP_AHEAD},
-}  # fmt: skip
+}
 OTHER_TREES = {
-    f"{name}, tree": {"drafter": drafter, **GROWN} for name, drafter in
-    {"dspark": Meaningless(rank=8), "mtp": Meaningless(1), "model": TARGET, "ngram": NGram}.items()
-}  # fmt: skip
+    f"{name}, tree": {"drafter": drafter, **GROWN}
+    for name, drafter in {
+        "dspark": Meaningless(rank=8),
+        "mtp": Meaningless(1),
+        "model": TARGET,
+        "ngram": NGram,
+    }.items()
+}
 SHAPES = [
     {"max_batch_size": 1, "mask_drafts": False},
     {"max_batch_size": 4, "grammar_threads": 2, "grammar_budget_us": 1.0},
@@ -246,19 +269,31 @@ SHAPES += [
     {"max_batch_size": 3, "draft_length": "auto", "mask_drafts": False, "overlap": False},
     {"max_batch_size": 2, "draft_length": "auto", "drafter": Meaningless(3)},
     {"max_batch_size": 2, "draft_length": "auto", "composition": "two"},
-    {"max_batch_size": 2, "draft_length": "auto", "forced_drafts": True,
-     "grammar_budget_us": 1.0},
+    {"max_batch_size": 2, "draft_length": "auto", "forced_drafts": True, "grammar_budget_us": 1.0},
     {"max_batch_size": 3, "drafter": BLOCK, "draft_legality": "probe", "grammar_budget_us": 1.0},
-    {"max_batch_size": 2, "drafter": BLOCK, "draft_length": 20, "draft_tree": (4, 4),
-     "grammar_transport": "mailbox", "grammar_threads": 2, "grammar_budget_us": 20.0},
+    {
+        "max_batch_size": 2,
+        "drafter": BLOCK,
+        "draft_length": 20,
+        "draft_tree": (4, 4),
+        "grammar_transport": "mailbox",
+        "grammar_threads": 2,
+        "grammar_budget_us": 20.0,
+    },
 ]
 
 
-@pytest.mark.parametrize("number", [
-    pytest.param(number, id=re.sub(" at 0x[0-9a-f]+", "", str(shape)),
-                 marks=[pytest.mark.full] if number >= QUICK else [])
-    for number, shape in enumerate(SHAPES)
-])  # fmt: skip
+@pytest.mark.parametrize(
+    "number",
+    [
+        pytest.param(
+            number,
+            id=re.sub(" at 0x[0-9a-f]+", "", str(shape)),
+            marks=[pytest.mark.full] if number >= QUICK else [],
+        )
+        for number, shape in enumerate(SHAPES)
+    ],
+)
 def test_disturbed_requests_get_the_same(truth, number, monkeypatch, tmp_path):
     """Greedy and coupled, joined late, preempted, cancelled, by every kind of drafts, transport and
     batch, late rows included, whoever has a place: all tokens as if each ran alone."""
@@ -293,10 +328,13 @@ def prompts(count):
         return asked, [answer(output) for output in engine.generate(asked)]
 
 
-@pytest.mark.parametrize("cell, count", [
-    *((cell, 8) for cell in CELLS),
-    *(pytest.param(cell, 200, marks=pytest.mark.full) for cell in CELLS | OTHER_TREES),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    "cell, count",
+    [
+        *((cell, 8) for cell in CELLS),
+        *(pytest.param(cell, 200, marks=pytest.mark.full) for cell in CELLS | OTHER_TREES),
+    ],
+)
 def test_no_draft_changes_an_output(cell, count):
     """Every drafter, chains and trees, greedy and coupled, with a grammar and without: prompts of
     all four together, in any order, get what each gets alone without drafts."""
@@ -305,8 +343,11 @@ def test_no_draft_changes_an_output(cell, count):
     with settled(demo_engine(max_batch_size=5, **(CELLS | OTHER_TREES)[cell])) as engine:
         outputs = engine.generate([asked[i] for i in order])
         assert engine.stats.speculated_rounds > 0
-    differ = [(output.reason, output.error, asked[i])
-              for i, output in zip(order, outputs, strict=True) if answer(output) != expected[i]]
+    differ = [
+        (output.reason, output.error, asked[i])
+        for i, output in zip(order, outputs, strict=True)
+        if answer(output) != expected[i]
+    ]
     assert len(asked) == 4 * count and not differ, differ
 
 
@@ -328,11 +369,19 @@ def drafts_by_position(lengths, **options):
     return found
 
 
-@pytest.mark.parametrize("options", [
-    {}, {"drafter": NGram}, {"draft_tree": (3, 2)},
-    *(pytest.param({"drafter": drafter}, marks=pytest.mark.full)
-      for drafter in (Meaningless(3), TARGET, Meaningless(rank=8), UserDrafter.of(repeat))),
-], ids=["eagle3", "lookup", "tree", "mtp", "model", "block", "host"])  # fmt: skip
+@pytest.mark.parametrize(
+    "options",
+    [
+        {},
+        {"drafter": NGram},
+        {"draft_tree": (3, 2)},
+        *(
+            pytest.param({"drafter": drafter}, marks=pytest.mark.full)
+            for drafter in (Meaningless(3), TARGET, Meaningless(rank=8), UserDrafter.of(repeat))
+        ),
+    ],
+    ids=["eagle3", "lookup", "tree", "mtp", "model", "block", "host"],
+)
 def test_rounds_without_drafts_leave_no_gap(options):
     """A drafter that only took in what was committed for some rounds then drafts what it would have
     drafted in any case."""
@@ -384,11 +433,19 @@ def test_trees_that_are_drawn(drafter, mask_drafts) -> None:
     """Traversal requests get with others in their batch what they get alone, for every position is
     drawn once; greedy and coupled ones beside them what they get without drafts."""
     asked, expected = prompts(6)
-    drawn = [replace(request, verify="traversal", temperature=1.0, id=f"drawn {i}", max_tokens=16)
-             for i, request in enumerate(asked[::4])]  # fmt: skip
+    drawn = [
+        replace(request, verify="traversal", temperature=1.0, id=f"drawn {i}", max_tokens=16)
+        for i, request in enumerate(asked[::4])
+    ]
     tree = [(0,), (1,), (0, 0), (0, 1), (1, 0), (0, 0, 0)]
-    options = {"drafter": drafter, "mask_drafts": mask_drafts, "draft_tree": tree, "verify":
-               "traversal", "draft_length": 6, "grammar_budget_us": None}  # fmt: skip
+    options = {
+        "drafter": drafter,
+        "mask_drafts": mask_drafts,
+        "draft_tree": tree,
+        "verify": "traversal",
+        "draft_length": 6,
+        "grammar_budget_us": None,
+    }
     alone = []
     for batch, more in ((1, []), (5, asked[::3])):
         with settled(demo_engine(max_batch_size=batch, overlap=batch > 1, **options)) as engine:

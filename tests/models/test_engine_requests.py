@@ -35,29 +35,51 @@ def test_what_a_round_costs(engine):
 #: Values that an option of a request cannot have.
 WRONG = {
     "temperature": (-1.0, float("nan"), 10**400, -(10**5000)),
-    "top_p": (0.0, 2.0), "top_k": (-1, 10**5000), "min_p": (1.5,), "seed": (-5,),
-    "max_tokens": (0, 10**6), "verify": ("hope",), "id": (["unhashable"],),
-    "special_tokens": ("no",), "timeout_s": (0,), "priority": (0.5, "high"), "prompt": ("\ud800",),
-    "stop_ids": (list(range(MAX_STOP_IDS + 1)), [10**6]), "stop": (["}"],),  # with a grammar
+    "top_p": (0.0, 2.0),
+    "top_k": (-1, 10**5000),
+    "min_p": (1.5,),
+    "seed": (-5,),
+    "max_tokens": (0, 10**6),
+    "verify": ("hope",),
+    "id": (["unhashable"],),
+    "special_tokens": ("no",),
+    "timeout_s": (0,),
+    "priority": (0.5, "high"),
+    "prompt": ("\ud800",),
+    "stop_ids": (list(range(MAX_STOP_IDS + 1)), [10**6]),
+    "stop": (["}"],),  # with a grammar
     "tokens": ([1],),  # beside a prompt
-    "logit_bias": ({10**6: 1.0}, {"5": 1.0}, {5: float("-inf")}, 3,
-                   dict.fromkeys(range(1025), 1.0)),
-    "allowed_ids": ([-1], []), "banned_ids": ([0.5], 5, [1] * 10**6),
-    "presence_penalty": (2.5,), "frequency_penalty": (float("nan"),), "repetition_penalty": (0.0,),
-    "min_tokens": (161,), "logprobs": (21,), "logprobs_masked": (True,),
-    "n": (0, 129), "sample": (-1,),
+    "logit_bias": (
+        {10**6: 1.0},
+        {"5": 1.0},
+        {5: float("-inf")},
+        3,
+        dict.fromkeys(range(1025), 1.0),
+    ),
+    "allowed_ids": ([-1], []),
+    "banned_ids": ([0.5], 5, [1] * 10**6),
+    "presence_penalty": (2.5,),
+    "frequency_penalty": (float("nan"),),
+    "repetition_penalty": (0.0,),
+    "min_tokens": (161,),
+    "logprobs": (21,),
+    "logprobs_masked": (True,),
+    "n": (0, 129),
+    "sample": (-1,),
     "relaxed": (0.5, Relaxed(top_k=0), Relaxed(delta=1.5), Relaxed(until=10**6)),
-}  # fmt: skip
+}
 #: And such that show with others: other prompts, no grammar, nothing that is left.
 BAD = [
     *({name: value} for name, values in WRONG.items() for value in values),
     *({"prompt": None, "messages": messages} for messages in (5, [5])),
-    *({"prompt": None, "messages": [{"role": "user", "content": content}]}
-      for content in ("\udfff", 10**5000, object())),
+    *(
+        {"prompt": None, "messages": [{"role": "user", "content": content}]}
+        for content in ("\udfff", 10**5000, object())
+    ),
     *({"prompt": None, "tokens": tokens} for tokens in ([3, -1], [5] * 5000)),
     *({"grammar": None, "stop": stop} for stop in ("abc", 5)),
     {"allowed_ids": [5, 6], "banned_ids": [6, 5, 7]},
-]  # fmt: skip
+]
 
 
 @pytest.mark.parametrize("change", BAD, ids=lambda change: "-".join(change))
@@ -93,8 +115,9 @@ def test_relaxed_requests(engine):
     loose = engine.generate(relaxed)
     assert all(o.exact for o in plain) and not any(o.exact for o in loose)
     assert {o.reason for o in loose} <= {"stop", "length"}
-    shares = [sum(o.accepted for o in those) / sum(o.drafted for o in those)
-              for those in (plain, loose)]  # fmt: skip
+    shares = [
+        sum(o.accepted for o in those) / sum(o.drafted for o in those) for those in (plain, loose)
+    ]
     assert shares[0] < 0.9 < shares[1]
     assert not engine.counters()["grammar"]["desyncs"]
 

@@ -64,8 +64,12 @@ def test_finished_outputs_are_valid(shared_data, count):
 @pytest.mark.parametrize(("multiple", "holds"), [(7, True), (1_000_003, False)])
 def test_a_partial_grammar_is_generated_and_checked_afterwards(multiple, holds):
     """XGrammar knows no multipleOf: the text comes all the same, and a check tells what it is."""
-    schema = {"type": "object", "properties": {"age": {"type": "integer", "multipleOf": multiple}},
-              "required": ["age"], "additionalProperties": False}  # fmt: skip
+    schema = {
+        "type": "object",
+        "properties": {"age": {"type": "integer", "multipleOf": multiple}},
+        "required": ["age"],
+        "additionalProperties": False,
+    }
     spec = GrammarSpec.json_schema(schema, partial=True, backend="xgrammar")
     with demo_engine(max_batch_size=1) as engine:
         (output,) = engine.generate([Request(prompt="age: 42", grammar=spec, max_tokens=40)])

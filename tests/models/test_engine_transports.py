@@ -25,10 +25,18 @@ def test_no_host_node_where_another_transport_is_asked_for(device, transport):
         for one in engine.rounds.values():
             graph = one.graphs[0]
             assert int(call(cu.cuGraphExecGetFlags, one.execs[0].handle)) == honoured
-            nodes = dict(zip(map(int, call(cu.cuGraphGetNodes, graph.handle, 999)[0]), graph.nodes,
-                             strict=False))
-            assert {"request", "wait"} <= {n.kind for n in nodes.values()} <= {
-                "request", "wait", "copy", "kernel"}
+            nodes = dict(
+                zip(
+                    map(int, call(cu.cuGraphGetNodes, graph.handle, 999)[0]),
+                    graph.nodes,
+                    strict=False,
+                )
+            )
+            assert (
+                {"request", "wait"}
+                <= {n.kind for n in nodes.values()}
+                <= {"request", "wait", "copy", "kernel"}
+            )
             for handle, node in nodes.items():
                 if call(cu.cuGraphNodeGetType, handle) == kernels:
                     value = call(cu.cuGraphKernelNodeGetAttribute, handle, priority)
@@ -88,8 +96,11 @@ def test_a_step_that_is_late_ends_the_engine_with_its_name(monkeypatch):
         return late
 
     monkeypatch.setattr(GuidedDecoder, "commit_work", commit_work)
-    monkeypatch.setattr(GuidedDecoder.__init__, "__kwdefaults__",
-                        {**GuidedDecoder.__init__.__kwdefaults__, "deadline_s": 0.3})  # fmt: skip
+    monkeypatch.setattr(
+        GuidedDecoder.__init__,
+        "__kwdefaults__",
+        {**GuidedDecoder.__init__.__kwdefaults__, "deadline_s": 0.3},
+    )
     engine = demo_engine(max_batch_size=1, grammar_transport="mailbox")
     try:
         stuck.set()

@@ -149,8 +149,14 @@ def test_two_threads_at_once_are_noticed(engine, monkeypatch):
     worker = threading.Thread(target=lambda: done.append(engine.generate(asked)), name="worker")
     worker.start()
     assert inside.wait(60)
-    for call in (engine.step, engine.settle, lambda: engine.submit(FREE), engine.close,
-                 lambda: engine.generate([FREE]), lambda: engine.preempt("first")):  # fmt: skip
+    for call in (
+        engine.step,
+        engine.settle,
+        lambda: engine.submit(FREE),
+        engine.close,
+        lambda: engine.generate([FREE]),
+        lambda: engine.preempt("first"),
+    ):
         with pytest.raises(EngineUseError, match=r"'MainThread' uses .* 'worker' does"):
             call()
     assert engine.cancel("second") and engine.failure is None
@@ -174,9 +180,15 @@ def test_after_the_end_calls_are_answered_or_refused_by_name():
     assert [o.reason for o in outputs(stream).values()] == ["cancelled"]
     assert not engine.busy and not engine.cancel("a")
     engine.wake()
-    for call in (engine.counters, engine.step, engine.settle, engine.reset_stats,
-                 lambda: engine.submit(FREE), lambda: engine.preempt("a"),
-                 lambda: engine.generate([FREE])):  # fmt: skip
+    for call in (
+        engine.counters,
+        engine.step,
+        engine.settle,
+        engine.reset_stats,
+        lambda: engine.submit(FREE),
+        lambda: engine.preempt("a"),
+        lambda: engine.generate([FREE]),
+    ):
         with pytest.raises(OptionError, match="the engine is closed"):
             call()
 
@@ -200,9 +212,19 @@ def test_ctrl_c_leaves_no_frame_that_holds_the_device(monkeypatch):
 
 @pytest.mark.parametrize(
     ("call", "nth"),
-    [("kernel", 0), ("kernel", 1), ("kernel", 2), ("kernel", 5), ("copy", 0), ("copy", 1),
-     ("copy", 2), ("copy", 5), ("record_event", 0), ("record_event", 2)],
-)  # fmt: skip
+    [
+        ("kernel", 0),
+        ("kernel", 1),
+        ("kernel", 2),
+        ("kernel", 5),
+        ("copy", 0),
+        ("copy", 1),
+        ("copy", 2),
+        ("copy", 5),
+        ("record_event", 0),
+        ("record_event", 2),
+    ],
+)
 def test_a_driver_error_while_a_request_joins(call, nth, monkeypatch):
     """Wherever in joining it comes: it is the error that is raised, the engine tells of it, and
     close() gives everything back without another one."""
@@ -298,8 +320,11 @@ print("closed")
 def test_a_fault_with_rounds_in_flight():
     """A device that faults under two rounds ends them: one error, then refusals, then the end."""
     assert child(FAULT) == [
-        "unread: 1", "typed: CUDA_ERROR_ILLEGAL_ADDRESS", "then: the engine has failed", "closed",
-    ]  # fmt: skip
+        "unread: 1",
+        "typed: CUDA_ERROR_ILLEGAL_ADDRESS",
+        "then: the engine has failed",
+        "closed",
+    ]
 
 
 CHILD = """
@@ -475,12 +500,14 @@ def test_costly_requests_are_refused_by_the_limits_name():
     limits = {"prompt_bytes": 600, "stop_strings": 2, "stop_characters": 9, "grammar_bytes": 20}
     grammar = GrammarSpec.choice(["a" * 30, "b"])
     bad = {
-        "prompt_bytes": [replace(FREE, tokens=None, prompt="é" * 301),
-                         Request(messages=[{"role": "user", "content": "x" * 601}])],
+        "prompt_bytes": [
+            replace(FREE, tokens=None, prompt="é" * 301),
+            Request(messages=[{"role": "user", "content": "x" * 601}]),
+        ],
         "stop_strings": [replace(FREE, stop=["a", "b", "c"])],
         "stop_characters": [replace(FREE, stop=["abcde", "fghij"])],
         "grammar_bytes": [replace(FREE, grammar=grammar)],
-    }  # fmt: skip
+    }
     with demo_engine(max_batch_size=1, limits=Limits(**limits, waiting=3)) as engine:
         for name, requests in bad.items():
             for output in engine.generate(requests):
@@ -496,8 +523,12 @@ def test_costly_requests_are_refused_by_the_limits_name():
         assert [output.reason == "refused" for output in found] == [False, False, True, True]
         assert found[2].error_type == "QueueFullError" and "waiting_tokens" in str(found[2].error)
         assert [o.error is None for o in engine.generate([eight, three])] == [True, False]
-    for wrong in ({"waiting": "3"}, {"waiting_tokens": -1}, {"prompt_bytes": -1},
-                  {"stop_strings": None}):
+    for wrong in (
+        {"waiting": "3"},
+        {"waiting_tokens": -1},
+        {"prompt_bytes": -1},
+        {"stop_strings": None},
+    ):
         with pytest.raises(OptionError, match=f"Limits.{next(iter(wrong))}"):
             Limits(**wrong)
 

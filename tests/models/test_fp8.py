@@ -19,11 +19,20 @@ from graft.models.weights import Held
 
 CODES = np.array([code for code in range(256) if code & 127 != 127], np.uint8)
 #: What they mean (Micikevicius et al., 2022): sign, four bits of exponent, three of mantissa.
-VALUES = np.array([(-1) ** (c >> 7) * (2.0 ** ((c >> 3 & 15) - 7) * (1 + c % 8 / 8) if c >> 3 & 15
-                                       else 2.0**-6 * (c % 8) / 8) for c in CODES.tolist()])
-FORMS = [(nets.FORMS[0], 48, 200, "rounded"), ("warp", 20, 100, "rounded"),
-         ("warp", 144, 384, "rounded"), ("warp", 16, 1152, "rounded"),
-         pytest.param("warp", 144, 384, "float32", marks=pytest.mark.full)]
+VALUES = np.array(
+    [
+        (-1) ** (c >> 7)
+        * (2.0 ** ((c >> 3 & 15) - 7) * (1 + c % 8 / 8) if c >> 3 & 15 else 2.0**-6 * (c % 8) / 8)
+        for c in CODES.tolist()
+    ]
+)
+FORMS = [
+    (nets.FORMS[0], 48, 200, "rounded"),
+    ("warp", 20, 100, "rounded"),
+    ("warp", 144, 384, "rounded"),
+    ("warp", 16, 1152, "rounded"),
+    pytest.param("warp", 144, 384, "float32", marks=pytest.mark.full),
+]
 LAYER = "model.layers.0.mlp.down_proj.weight"
 
 
@@ -61,8 +70,9 @@ def test_products_have_the_bits_of_bfloat16(device, stream, form, columns, inner
     ones = nets.upload(device, np.ones((len(x), columns)))
     assert nets.same_bits(product(weight, x, residual=ones), product(same, x, residual=ones))
     scale = rng.uniform(1e-4, 2, columns).astype(np.float32)
-    np.testing.assert_array_equal(product(Held(codes, device.from_host(scale)), x),
-                                  product(codes, x) * scale)  # fmt: skip
+    np.testing.assert_array_equal(
+        product(Held(codes, device.from_host(scale)), x), product(codes, x) * scale
+    )
     if columns > 16:  # rows of a weight are a weight
         out = device.empty((2, columns - 16), "float32")
         layers.linear(lane, nets.upload(device, x[:2]), weight[16:], out)
@@ -80,21 +90,49 @@ def test_every_code_counts_with_its_value(device, stream, form, inner):
         np.testing.assert_array_equal(nets.host(stream, out)[:rows], VALUES[at].T[:rows])
 
 
-GROUP = {"num_bits": 8, "type": "float", "strategy": "channel", "symmetric": True, "dynamic": False,
-         "group_size": None, "block_structure": None, "observer": "minmax", "observer_kwargs": {}}
+GROUP = {
+    "num_bits": 8,
+    "type": "float",
+    "strategy": "channel",
+    "symmetric": True,
+    "dynamic": False,
+    "group_size": None,
+    "block_structure": None,
+    "observer": "minmax",
+    "observer_kwargs": {},
+}
 COMPRESSED = {
-    "quant_method": "compressed-tensors", "format": "float-quantized", "ignore": ["lm_head"],
-    "quantization_status": "compressed", "kv_cache_scheme": None, "config_groups": {"group_0": {
-        "targets": ["Linear"], "weights": GROUP, "output_activations": None,
-        "input_activations": {"num_bits": 8, "type": "float", "dynamic": True}}},
-}  # fmt: skip
+    "quant_method": "compressed-tensors",
+    "format": "float-quantized",
+    "ignore": ["lm_head"],
+    "quantization_status": "compressed",
+    "kv_cache_scheme": None,
+    "config_groups": {
+        "group_0": {
+            "targets": ["Linear"],
+            "weights": GROUP,
+            "output_activations": None,
+            "input_activations": {"num_bits": 8, "type": "float", "dynamic": True},
+        }
+    },
+}
 STATIC = {"quant_method": "fp8", "activation_scheme": "static", "ignored_layers": ["lm_head"]}
 #: Config, shape of the scales of so many rows, and whether inputs have a scale.
-LAYOUTS = {"channel": (COMPRESSED, lambda rows: (rows, 1), False),
-           "rows": (STATIC, lambda rows: (rows,), False),
-           "tensor": (STATIC, lambda rows: (), True), "one": (STATIC, lambda rows: (1,), True)}
-SHAPE = {"hidden_size": 128, "intermediate_size": 256, "head_dim": 16, "num_attention_heads": 8,
-         "num_hidden_layers": 1, "torch_dtype": "bfloat16", "tie_word_embeddings": False}
+LAYOUTS = {
+    "channel": (COMPRESSED, lambda rows: (rows, 1), False),
+    "rows": (STATIC, lambda rows: (rows,), False),
+    "tensor": (STATIC, lambda rows: (), True),
+    "one": (STATIC, lambda rows: (1,), True),
+}
+SHAPE = {
+    "hidden_size": 128,
+    "intermediate_size": 256,
+    "head_dim": 16,
+    "num_attention_heads": 8,
+    "num_hidden_layers": 1,
+    "torch_dtype": "bfloat16",
+    "tie_word_embeddings": False,
+}
 
 
 def write_quantised(folder, layout, change=dict):
@@ -110,8 +148,10 @@ def write_quantised(folder, layout, change=dict):
         stored[f"{name}_scale"] = np.asarray(scale)
         if inputs:
             stored[name.replace("weight", "input_scale")] = np.ones((), np.float32)
-    for where, tensors, more in ((folder, change(stored), {"quantization_config": quantisation}),
-                                 (folder / "plain", plain, {})):
+    for where, tensors, more in (
+        (folder, change(stored), {"quantization_config": quantisation}),
+        (folder / "plain", plain, {}),
+    ):
         where.mkdir(exist_ok=True)
         write_json(where / "config.json", llama_config(**SHAPE, **more))
         write_safetensors(where / "model.safetensors", tensors, "bfloat16")
@@ -155,13 +195,24 @@ def test_a_checkpoint_is_rounded_row_by_row(device, stream, tmp_path):
 
 @pytest.mark.parametrize(
     ("change", "words"),
-    [(lambda t: {**t, LAYER: t[LAYER] | 0x7F}, f"{LAYER} holds NaN"),
-     (lambda t: {n: a for n, a in t.items() if n != f"{LAYER}_scale"}, f"{LAYER}_scale is missing"),
-     (lambda t: {**t, f"{LAYER}_scale": np.ones((2, 1), np.float32)}, r"_scale has shape \[2, 1\]"),
-     (lambda t: {**t, f"{LAYER}_scale": np.full(1, np.inf, np.float32)}, "what is no scale"),
-     (lambda t: {**t, "lm_head.weight": t[LAYER][:, :128]}, "lm_head.weight has dtype float8_e4m3"),
-     (lambda t: {**t, "model.layers.0.self_attn.k_scale": np.ones(1, np.float32)}, "k_scale")],
-)  # fmt: skip
+    [
+        (lambda t: {**t, LAYER: t[LAYER] | 0x7F}, f"{LAYER} holds NaN"),
+        (
+            lambda t: {n: a for n, a in t.items() if n != f"{LAYER}_scale"},
+            f"{LAYER}_scale is missing",
+        ),
+        (
+            lambda t: {**t, f"{LAYER}_scale": np.ones((2, 1), np.float32)},
+            r"_scale has shape \[2, 1\]",
+        ),
+        (lambda t: {**t, f"{LAYER}_scale": np.full(1, np.inf, np.float32)}, "what is no scale"),
+        (
+            lambda t: {**t, "lm_head.weight": t[LAYER][:, :128]},
+            "lm_head.weight has dtype float8_e4m3",
+        ),
+        (lambda t: {**t, "model.layers.0.self_attn.k_scale": np.ones(1, np.float32)}, "k_scale"),
+    ],
+)
 def test_tensors_that_make_no_weights_are_refused_by_name(device, tmp_path, change, words):
     """NaN, scales that are missing, of another shape or no numbers, a head of 8 bits, and scales of
     a cache."""
@@ -181,21 +232,39 @@ WEIGHTS = ("config_groups", "group_0", "weights")
 
 @pytest.mark.parametrize(
     ("config", "path", "value"),
-    [(COMPRESSED, ("quant_method",), "awq"), (COMPRESSED, ("quant_method",), None),
-     (COMPRESSED, ("quant_method",), ["fp8"]), (COMPRESSED, ("format",), "int-quantized"),
-     (COMPRESSED, ("kv_cache_scheme",), {"num_bits": 8}), (COMPRESSED, ("bits",), 8),
-     (COMPRESSED, ("sparsity_config",), {"format": "sparse-24-bitmask"}),
-     (COMPRESSED, ("transform_config",), {"config_groups": {}}),
-     (COMPRESSED, ("config_groups", "group_0", "format"), "nvfp4-pack-quantized"),
-     (COMPRESSED, ("config_groups", "group_0", "output_activations"), GROUP),
-     (COMPRESSED, ("config_groups", "group_0"), [8]), (COMPRESSED, WEIGHTS, "fp8"),
-     *((COMPRESSED, (*WEIGHTS, name), value) for name, value in (
-         ("num_bits", 4), ("type", "int"), ("strategy", "group"), ("strategy", "block"),
-         ("symmetric", False), ("dynamic", True), ("group_size", 128), ("actorder", "static"),
-         ("block_structure", [128, 128]))),
-     (STATIC, ("fmt",), "e5m2"), (STATIC, ("activation_scheme",), "group"),
-     (STATIC, ("weight_block_size",), [128, 128]), (STATIC, ("kv_cache_scheme",), "static")],
-)  # fmt: skip
+    [
+        (COMPRESSED, ("quant_method",), "awq"),
+        (COMPRESSED, ("quant_method",), None),
+        (COMPRESSED, ("quant_method",), ["fp8"]),
+        (COMPRESSED, ("format",), "int-quantized"),
+        (COMPRESSED, ("kv_cache_scheme",), {"num_bits": 8}),
+        (COMPRESSED, ("bits",), 8),
+        (COMPRESSED, ("sparsity_config",), {"format": "sparse-24-bitmask"}),
+        (COMPRESSED, ("transform_config",), {"config_groups": {}}),
+        (COMPRESSED, ("config_groups", "group_0", "format"), "nvfp4-pack-quantized"),
+        (COMPRESSED, ("config_groups", "group_0", "output_activations"), GROUP),
+        (COMPRESSED, ("config_groups", "group_0"), [8]),
+        (COMPRESSED, WEIGHTS, "fp8"),
+        *(
+            (COMPRESSED, (*WEIGHTS, name), value)
+            for name, value in (
+                ("num_bits", 4),
+                ("type", "int"),
+                ("strategy", "group"),
+                ("strategy", "block"),
+                ("symmetric", False),
+                ("dynamic", True),
+                ("group_size", 128),
+                ("actorder", "static"),
+                ("block_structure", [128, 128]),
+            )
+        ),
+        (STATIC, ("fmt",), "e5m2"),
+        (STATIC, ("activation_scheme",), "group"),
+        (STATIC, ("weight_block_size",), [128, 128]),
+        (STATIC, ("kv_cache_scheme",), "static"),
+    ],
+)
 def test_other_quantisations_are_refused_by_name(config, path, value):
     """What a config says of weights, and graft does not run, raises with the field."""
     LlamaConfig.from_dict(llama_config(quantization_config=config))

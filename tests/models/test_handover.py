@@ -48,17 +48,27 @@ def moved(first, second, requests):
     return [ended[request.id] for request in requests], pages
 
 
-@pytest.mark.parametrize("options", [
-    {}, {"draft_length": 6, "draft_tree": (2, 3)},
-    pytest.param({"drafter": DEMO / "dflash", "draft_legality": "probe"}, marks=pytest.mark.full),
-    pytest.param({"drafter": NGram}, marks=pytest.mark.full),
-    pytest.param({"speculation": False}, marks=pytest.mark.full),
-], ids=str)  # fmt: skip
+@pytest.mark.parametrize(
+    "options",
+    [
+        {},
+        {"draft_length": 6, "draft_tree": (2, 3)},
+        pytest.param(
+            {"drafter": DEMO / "dflash", "draft_legality": "probe"}, marks=pytest.mark.full
+        ),
+        pytest.param({"drafter": NGram}, marks=pytest.mark.full),
+        pytest.param({"speculation": False}, marks=pytest.mark.full),
+    ],
+    ids=str,
+)
 def test_outputs_are_those_of_one_engine(options):
     """Guided and free, greedy and coupled, with penalties, stop strings and log probabilities:
     handed over at any time, a request's output is what it was, and its pages need no forward."""
-    asked = [replace(request, id=f"{request.id} {mode}", **how)
-             for mode, how in MODES.items() for request in ASKED]  # fmt: skip
+    asked = [
+        replace(request, id=f"{request.id} {mode}", **how)
+        for mode, how in MODES.items()
+        for request in ASKED
+    ]
     engines = [demo_engine(max_batch_size=4, page_size=4, **options) for _ in range(2)]
     with settled(engines[0]) as first, settled(engines[1]) as second:
         outputs, pages = moved(first, second, asked)
@@ -181,10 +191,16 @@ class Meddler(SharedMemory):
         return self.change(super().fetch(ticket).copy())
 
 
-@pytest.mark.parametrize("change", [
-    lambda d: d[:-8], lambda d: d[:0], lambda d: np.concatenate([d, d]),
-    lambda d: np.where(np.arange(len(d)) == len(d) - 12, d ^ 1, d), lambda d: d * 0,
-])  # fmt: skip
+@pytest.mark.parametrize(
+    "change",
+    [
+        lambda d: d[:-8],
+        lambda d: d[:0],
+        lambda d: np.concatenate([d, d]),
+        lambda d: np.where(np.arange(len(d)) == len(d) - 12, d ^ 1, d),
+        lambda d: d * 0,
+    ],
+)
 def test_what_was_damaged_on_its_way_is_refused(change):
     """Cut short, emptied, too long, one bit of a page changed, or nothing but zeros."""
     way = Meddler(change)

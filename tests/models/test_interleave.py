@@ -18,8 +18,7 @@ from graft.models.seating import Running, Seating
 
 
 def caught(device, seeds):
-    """The error of the first seed that finds something wrong, naming the seed; None if none does.
-    """
+    """Return the error of the first seed that fails, naming the seed, or None."""
     for seed in seeds:
         try:
             Interleaving(device, seed).run()
@@ -29,8 +28,9 @@ def caught(device, seeds):
     return None
 
 
-@pytest.mark.parametrize("seeds", [
-    range(120), pytest.param(range(10_000, 22_000), marks=pytest.mark.full)])
+@pytest.mark.parametrize(
+    "seeds", [range(120), pytest.param(range(10_000, 22_000), marks=pytest.mark.full)]
+)
 def test_every_interleaving_gives_the_sequential_output(device, seeds):
     """Schedules with joins, endings, cancels, preemptions, stalls and Ctrl-C."""
     error = caught(device, seeds)
@@ -52,64 +52,135 @@ def test_a_seed_is_one_schedule(device):
 #: What is broken on purpose: (owner, method, text of its source, text instead).
 MUTANTS = {
     "slot reused one replay too early": (
-        Seating, "reclaim", "replay <= retired", "replay <= retired + 1"),
+        Seating,
+        "reclaim",
+        "replay <= retired",
+        "replay <= retired + 1",
+    ),
     "pages given back while a replay writes them": (
-        Seating, "leave", "del self.seated[slot]",
-        "del self.seated[slot]; [cache.release(slot) for cache in self._caches]"),
+        Seating,
+        "leave",
+        "del self.seated[slot]",
+        "del self.seated[slot]; [cache.release(slot) for cache in self._caches]",
+    ),
     "rows written to the entry of another replay": (
-        Replays, "launch", 'row("slot", replay)', 'row("slot", replay + 1)'),
+        Replays,
+        "launch",
+        'row("slot", replay)',
+        'row("slot", replay + 1)',
+    ),
     "snapshot read from another entry": (
-        GuidedDecoder, "publish", "for r in snapshot", "for r in self._live.get(replay - 1, ())"),
-    "stale epoch applied by the grammar": (
-        GuidedDecoder, "publish", "r.epoch", "1"),
+        GuidedDecoder,
+        "publish",
+        "for r in snapshot",
+        "for r in self._live.get(replay - 1, ())",
+    ),
+    "stale epoch applied by the grammar": (GuidedDecoder, "publish", "r.epoch", "1"),
     "stale row applied by the host": (Seat, "stale", "return ", "return False and "),
-    "results read before they are published": (
-        Replays, "_await", "not over(POLL_S)", "False"),
+    "results read before they are published": (Replays, "_await", "not over(POLL_S)", "False"),
     "newest replay read first": (Replays, "row", "self.unread[0]", "self.unread[-1]"),
     "snapshot retired while its replay runs": (
-        Replays, "wait", "self._retire(flight.replay - 1, stats)",
-        "self._retire(flight.replay - 1, stats); self._parts.decoder.retire(flight.replay)"),
+        Replays,
+        "wait",
+        "self._retire(flight.replay - 1, stats)",
+        "self._retire(flight.replay - 1, stats); self._parts.decoder.retire(flight.replay)",
+    ),
     "launched without saying who sits where": (
-        Replays, "launch", "parts.inputs.publish(replay)", "pass"),
+        Replays,
+        "launch",
+        "parts.inputs.publish(replay)",
+        "pass",
+    ),
     "preempted request forgets its output": (
-        Running, "tokens", "[*self.prompt, *self.output.tokens]", "list(self.prompt)"),
+        Running,
+        "tokens",
+        "[*self.prompt, *self.output.tokens]",
+        "list(self.prompt)",
+    ),
     "preempted request's grammar starts anew": (
-        Running, "make_matcher", "self.output.tokens", "self.output.tokens[:0]"),
+        Running,
+        "make_matcher",
+        "self.output.tokens",
+        "self.output.tokens[:0]",
+    ),
     "preempted request gets a new budget": (
-        Seating, "_seat", "limit=running.limit", "limit=running.limit + len(running.before)"),
+        Seating,
+        "_seat",
+        "limit=running.limit",
+        "limit=running.limit + len(running.before)",
+    ),
     "pages for no launch in flight": (
-        Seating, "_needed", "running.length + self._reach",
-        "running.length + self._reach // 3"),
+        Seating,
+        "_needed",
+        "running.length + self._reach",
+        "running.length + self._reach // 3",
+    ),
     "nobody asks for more pages": (Scheduler, "_short_of_pages", "self.seating.grow", "bool"),
     "a preempted request is forgotten": (
-        Scheduler, "preempt", "self._wait(running, first)", "pass"),
+        Scheduler,
+        "preempt",
+        "self._wait(running, first)",
+        "pass",
+    ),
     "tokens after the stop string are kept": (
-        Running, "push", "return self._tell(), True",
-        "self.output.tokens.append(token); return self._tell(), True"),
+        Running,
+        "push",
+        "return self._tell(), True",
+        "self.output.tokens.append(token); return self._tell(), True",
+    ),
     "prompts prefilled in turns": (
-        Seating, "prefill", "next(iter(self._joining.values()))",
-        "list(self._joining.values())[-1]"),
+        Seating,
+        "prefill",
+        "next(iter(self._joining.values()))",
+        "list(self._joining.values())[-1]",
+    ),
     "prompts prefilled as a whole": (Seating, "_most_rows", "self._rows_left if", "99 if"),
     "pieces without end": (Seating, "prefill", "_left -= self", "_left - self"),
     "seated before its prompt is enqueued": (
-        Seating, "prefill", "if chunk is None:", "if chunk is None or not chunk.over():"),
+        Seating,
+        "prefill",
+        "if chunk is None:",
+        "if chunk is None or not chunk.over():",
+    ),
     "a page is free while somebody holds it": (PagedKV, "drop", "== 0", "<= 1"),
     "the page of the last token is shared": (
-        PrefixCache, "keys", "- max(self._lookahead, 1) + 1", "+ 1"),
+        PrefixCache,
+        "keys",
+        "- max(self._lookahead, 1) + 1",
+        "+ 1",
+    ),
     "pages that are found make room for themselves": (
-        PrefixCache, "make_room", " or held in staying", ""),
+        PrefixCache,
+        "make_room",
+        " or held in staying",
+        "",
+    ),
     "pages of a prompt that was not prefilled to its end": (
-        Seating, "leave", "self._leaving[slot] = launched",
-        "self._leaving[slot] = launched; self._prefixes.keep(slot, running.tokens)"),
+        Seating,
+        "leave",
+        "self._leaving[slot] = launched",
+        "self._leaving[slot] = launched; self._prefixes.keep(slot, running.tokens)",
+    ),
     "what is handed over lacks its last token": (
-        handover, "described", "list(output.tokens)", "output.tokens[:-1]"),
+        handover,
+        "described",
+        "list(output.tokens)",
+        "output.tokens[:-1]",
+    ),
     "the grammar of what was handed over lacks a token": (
-        Running, "make_matcher", "self.output.tokens", "self.output.tokens[:self._streamed - 1]"),
-    "what was handed over tells its text again": (
-        Running, "flush", '== "moved"', '== ""'),
+        Running,
+        "make_matcher",
+        "self.output.tokens",
+        "self.output.tokens[:self._streamed - 1]",
+    ),
+    "what was handed over tells its text again": (Running, "flush", '== "moved"', '== ""'),
     "a request that ended on the device stays": (
-        Scheduler, "_collect", "elif row.reason:", "elif row.reason == 1:"),
-}  # fmt: skip
+        Scheduler,
+        "_collect",
+        "elif row.reason:",
+        "elif row.reason == 1:",
+    ),
+}
 
 
 def mutate(monkeypatch, mutant):

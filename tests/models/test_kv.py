@@ -11,9 +11,15 @@ from graft.models.kv import PagedKV
 
 def cache(device, **changes) -> PagedKV:
     options = {
-        "layers": 1, "pages": 10, "page_size": 4, "kv_heads": 1, "head_dim": 4,
-        "dtype": "bfloat16", "slots": 3, "max_pages_per_slot": 6,
-    }  # fmt: skip
+        "layers": 1,
+        "pages": 10,
+        "page_size": 4,
+        "kv_heads": 1,
+        "head_dim": 4,
+        "dtype": "bfloat16",
+        "slots": 3,
+        "max_pages_per_slot": 6,
+    }
     return PagedKV(device, **{**options, **changes})
 
 
@@ -59,9 +65,15 @@ def test_the_devices_table_follows(device, stream):
 
 @pytest.mark.parametrize(
     "changes",
-    [{"page_size": 12}, {"page_size": 0}, {"pages": 0}, {"slots": -1}, {"dtype": "int32"},
-     {"max_pages_per_slot": 0}],
-)  # fmt: skip
+    [
+        {"page_size": 12},
+        {"page_size": 0},
+        {"pages": 0},
+        {"slots": -1},
+        {"dtype": "int32"},
+        {"max_pages_per_slot": 0},
+    ],
+)
 def test_absurd_shapes_are_refused_by_name(device, changes):
     """A size or dtype that cannot work raises, naming it."""
     with pytest.raises(OptionError, match=next(iter(changes))):

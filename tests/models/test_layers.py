@@ -38,9 +38,9 @@ def run_linear(layers, lane, x, w, **more) -> np.ndarray:
 
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize(
-    ("rows", "columns", "inner"), [(1, 1, 1), (3, 5, 31), (4, 65, 64), (18, 20, 200), (9, 7, 520),
-                                  (40, 16, 120), (40, 24, 128)]
-)  # fmt: skip
+    ("rows", "columns", "inner"),
+    [(1, 1, 1), (3, 5, 31), (4, 65, 64), (18, 20, 200), (9, 7, 520), (40, 16, 120), (40, 24, 128)],
+)
 def test_linear_is_the_matrix_product(layers, lane, dtype, rows, columns, inner):
     """out = x W^T for any sizes and every weight dtype; an odd inner or outer size, which tensor
     cores do not take, means whole activations."""
@@ -54,9 +54,13 @@ def test_linear_is_the_matrix_product(layers, lane, dtype, rows, columns, inner)
 
 @pytest.mark.parametrize(
     ("dtype", "activations", "columns", "inner"),
-    [("bfloat16", "rounded", 48, 128), ("bfloat16", "float32", 144, 384),
-     ("float16", "rounded", 16, 1152), ("float16", "float32", 32, 256)],
-)  # fmt: skip
+    [
+        ("bfloat16", "rounded", 48, 128),
+        ("bfloat16", "float32", 144, 384),
+        ("float16", "rounded", 16, 1152),
+        ("float16", "float32", 32, 256),
+    ],
+)
 def test_tensor_cores_give_a_row_the_same_bits_in_any_company(
     device, lane, monkeypatch, dtype, activations, columns, inner
 ):
@@ -88,9 +92,7 @@ def test_tensor_cores_give_a_row_the_same_bits_in_any_company(
 
 
 @pytest.mark.parametrize(("rows", "activations"), [(3, "rounded"), (20, "rounded"), (9, "float32")])
-def test_gated_products_have_the_bits_of_two_kernels(
-    device, lane, monkeypatch, rows, activations
-):
+def test_gated_products_have_the_bits_of_two_kernels(device, lane, monkeypatch, rows, activations):
     """silu(gate) * up behind the sums, few or many, whole or parted, is what silu_mul makes of
     them; rows of gates and of what they gate lie by eights."""
     layers, rng = Layers(device, "warp", activations), np.random.default_rng(rows)
@@ -107,8 +109,13 @@ def test_gated_products_have_the_bits_of_two_kernels(
     layers.linear(lane, x_there, upload(device, woven, "bfloat16"), gated, gated=True)
     assert same_bits(host(lane.stream, gated), wanted)
     with pytest.raises(ShapeError, match="gated"):
-        layers.linear(lane, x_there, upload(device, w[0], "bfloat16"),
-                      device.zeros((rows, 12), "float32"), gated=True)  # fmt: skip
+        layers.linear(
+            lane,
+            x_there,
+            upload(device, w[0], "bfloat16"),
+            device.zeros((rows, 12), "float32"),
+            gated=True,
+        )
 
 
 @pytest.mark.parametrize(("activations", "count"), [("rounded", 150), ("float32", 40)])
@@ -118,15 +125,20 @@ def test_norms_between_products_are_folded(device, lane, monkeypatch, activation
     layers, rng = Layers(device, "warp", activations), np.random.default_rng(5)
     x, start = (rng.standard_normal((count, n)).astype(np.float32) for n in (256, 128))
     weight = 1 + 0.3 * rng.standard_normal(128).astype(np.float32)
-    before, behind = (upload(device, rng.standard_normal(size) / 8, "bfloat16")
-                      for size in ((128, 256), (48, 128)))  # fmt: skip
+    before, behind = (
+        upload(device, rng.standard_normal(size) / 8, "bfloat16")
+        for size in ((128, 256), (48, 128))
+    )
 
     def run(rows):
         own = x[rows]
         stream = upload(device, start[rows])
-        norm = Norm(upload(device, weight), 1e-5,
-                    device.zeros((len(own), 128), layers.input_dtype(behind)),
-                    device.zeros((len(own), 8), "float32"))  # fmt: skip
+        norm = Norm(
+            upload(device, weight),
+            1e-5,
+            device.zeros((len(own), 128), layers.input_dtype(behind)),
+            device.zeros((len(own), 8), "float32"),
+        )
         layers.linear(lane, upload(device, own), before, stream, residual=stream, norm=norm)
         return run_linear(layers, lane, norm, behind), stream.to_host()
 
@@ -142,8 +154,9 @@ def test_norms_between_products_are_folded(device, lane, monkeypatch, activation
     assert same_bits(run(slice(0, 40))[0], whole[:40].copy())
 
 
-@pytest.mark.parametrize(("dim", "activations", "dtype"),
-                         [(64, "rounded", "bfloat16"), (32, "float32", "float32")])  # fmt: skip
+@pytest.mark.parametrize(
+    ("dim", "activations", "dtype"), [(64, "rounded", "bfloat16"), (32, "float32", "float32")]
+)
 def test_products_that_turn_heads_have_the_bits_of_two_kernels(
     device, lane, monkeypatch, dim, activations, dtype
 ):
@@ -159,16 +172,20 @@ def test_products_that_turn_heads_have_the_bits_of_two_kernels(
     for blocks, count in ((128, 8), (128, 20), (1, 20)):
         monkeypatch.setattr("graft.models.layers._MMA_BLOCKS", blocks)
         x = upload(device, np.random.default_rng(3).standard_normal((20, 128))[:count])
-        rows = replace(make_rows(device, [0] * count, slots[:count], pos[:count]),
-                       tree=device.from_host(tree[:count]))  # fmt: skip
+        rows = replace(
+            make_rows(device, [0] * count, slots[:count], pos[:count]),
+            tree=device.from_host(tree[:count]),
+        )
         for matrix in (w, woven):
             kv = make_kv(device, 1, dim, dtype)
             for slot, positions in ((1, 30), (0, 32)):
                 assert kv.allocate(slot, positions)
                 kv.set_table(lane, slot)
             turn = upload(device, Rope(theta=100.0).table(kv.positions, dim))
-            qkv, there = device.zeros((count, 4 * dim), "float32"), upload(
-                device, matrix, "bfloat16")  # fmt: skip
+            qkv, there = (
+                device.zeros((count, 4 * dim), "float32"),
+                upload(device, matrix, "bfloat16"),
+            )
             if matrix is w:
                 layers.linear(lane, x, there, qkv)
                 layers.rope_and_store(lane, qkv, turn, rows, kv, 1, 2)
@@ -185,8 +202,12 @@ def test_norms_that_nobody_folds_are_refused(layers, lane, device):
     around weights of float16, or gated."""
     half, whole = (device.zeros((16, 128), dtype) for dtype in ("float16", "float32"))
     assert not layers.folds(half, half) and not layers.folds(whole, whole)
-    norm = Norm(device.zeros((128,), "float32"), 1e-5, device.zeros((2, 128), "float32"),
-                device.zeros((2, 8), "float32"))  # fmt: skip
+    norm = Norm(
+        device.zeros((128,), "float32"),
+        1e-5,
+        device.zeros((2, 128), "float32"),
+        device.zeros((2, 8), "float32"),
+    )
     out = device.zeros((2, 16), "float32")
     with pytest.raises(ShapeError, match="fold a norm"):
         layers.linear(lane, norm, whole, out)
@@ -285,8 +306,17 @@ def test_silu_mul_over_the_whole_range(layers, lane):
 
 
 def make_kv(device, kv_heads, dim, dtype="float32") -> PagedKV:
-    return PagedKV(device, layers=2, pages=70, page_size=8, kv_heads=kv_heads, head_dim=dim,
-                   dtype=dtype, slots=3, max_pages_per_slot=30)  # fmt: skip
+    return PagedKV(
+        device,
+        layers=2,
+        pages=70,
+        page_size=8,
+        kv_heads=kv_heads,
+        head_dim=dim,
+        dtype=dtype,
+        slots=3,
+        max_pages_per_slot=30,
+    )
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
@@ -398,9 +428,17 @@ def test_eagle_input_joins_embedding_and_feature(layers, lane, stream, before, i
     stream_out = g if in_place else device.zeros((4, 50), "float32")
     x = device.zeros((4, 100), "float32")
     layers.eagle_input(
-        lane, integers(device, [8, 0, 9, 3]), upload(device, table, "bfloat16"), g,
-        upload(device, norms[0]), upload(device, norms[1]), 1e-5, before, x, stream_out,
-    )  # fmt: skip
+        lane,
+        integers(device, [8, 0, 9, 3]),
+        upload(device, table, "bfloat16"),
+        g,
+        upload(device, norms[0]),
+        upload(device, norms[1]),
+        1e-5,
+        before,
+        x,
+        stream_out,
+    )
     embedded = np.stack([table[8], table[0], np.zeros(50), table[3]]).astype(np.float64)
     left = numpy_llama.rms_norm(embedded, norms[0], 1e-5)
     right = numpy_llama.rms_norm(hidden.astype(np.float64), norms[1], 1e-5)

@@ -48,8 +48,13 @@ def test_rounded_activations_are_nearer_to_float32_than_transformers_in_bfloat16
     expected = np.load(nets.FIXTURES / "tensor_cores/bfloat16/expected.npz")
     exact, error = expected["logits"], {}
     for activations in ("rounded", "float32"):
-        model = nets.load_llama(device, nets.FIXTURES / "tensor_cores/bfloat16", form="warp",
-                                activations=activations, dtype="float32")  # fmt: skip
+        model = nets.load_llama(
+            device,
+            nets.FIXTURES / "tensor_cores/bfloat16",
+            form="warp",
+            activations=activations,
+            dtype="float32",
+        )
         nets.own(stream, model.kv, 1, 40)
         nets.own(stream, model.kv, 2, 40)
         logits = nets.forward(stream, model, expected["tokens"], 1, np.arange(40))
@@ -96,17 +101,21 @@ def _set(name, value):
 
 @pytest.mark.parametrize(
     ("change", "words"),
-    [(lambda t: t.pop("model.norm.weight"), r"model\.norm\.weight is missing"),
-     (lambda t: t.pop("model.layers.2.mlp.up_proj.weight"), "up_proj"),
-     (_set("model.norm.weight", np.ones(47, np.float32)), r"\[47\], expected \[48\]"),
-     (_set("model.layers.1.self_attn.k_proj.weight", np.ones((48, 48), np.float32)), "k_proj"),
-     (_set("model.embed_tokens.weight", np.ones((300, 48), np.float32)), r"\[300, 48\]"),
-     (_set("model.norm.weight", np.ones(48, np.int64)), "dtype int64"),
-     (_set("model.layers.0.self_attn.q_proj.bias", np.ones(48, np.float32)), r"q_proj\.bias"),
-     (_set("model.layers.3.input_layernorm.weight", np.ones(48, np.float32)), r"layers\.3"),
-     (_set("model.layers.0.self_attn.k_proj.weight", np.ones((16, 48), np.float16)),
-      r"k_proj\.weight is float16")],
-)  # fmt: skip
+    [
+        (lambda t: t.pop("model.norm.weight"), r"model\.norm\.weight is missing"),
+        (lambda t: t.pop("model.layers.2.mlp.up_proj.weight"), "up_proj"),
+        (_set("model.norm.weight", np.ones(47, np.float32)), r"\[47\], expected \[48\]"),
+        (_set("model.layers.1.self_attn.k_proj.weight", np.ones((48, 48), np.float32)), "k_proj"),
+        (_set("model.embed_tokens.weight", np.ones((300, 48), np.float32)), r"\[300, 48\]"),
+        (_set("model.norm.weight", np.ones(48, np.int64)), "dtype int64"),
+        (_set("model.layers.0.self_attn.q_proj.bias", np.ones(48, np.float32)), r"q_proj\.bias"),
+        (_set("model.layers.3.input_layernorm.weight", np.ones(48, np.float32)), r"layers\.3"),
+        (
+            _set("model.layers.0.self_attn.k_proj.weight", np.ones((16, 48), np.float16)),
+            r"k_proj\.weight is float16",
+        ),
+    ],
+)
 def test_a_checkpoint_of_another_model_is_refused(device, tmp_path, change, words):
     """Missing, misshapen, mistyped and leftover tensors raise by name; so do matrices that act
     together without sharing a dtype."""

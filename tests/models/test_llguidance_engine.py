@@ -103,12 +103,16 @@ class InPythonAlone(StockLLGuidance):
 def test_a_backend_in_python_alone_serves_requests(transport, threads, budget_us):
     """A user's backend runs on every transport, on several threads and under a budget; one whose
     matcher raises loses its own request, which says what was raised."""
-    requests = [Request(prompt="Digits.", grammar=GrammarSpec.regex(f"[0-9]{{{n}}}"))
-                for n in (1, 13, 5, 9)]  # fmt: skip
+    requests = [
+        Request(prompt="Digits.", grammar=GrammarSpec.regex(f"[0-9]{{{n}}}")) for n in (1, 13, 5, 9)
+    ]
     with demo_engine(
-        max_batch_size=4, grammar_backend=InPythonAlone, grammar_transport=transport,
-        grammar_threads=threads, grammar_budget_us=budget_us,
-    ) as engine:  # fmt: skip
+        max_batch_size=4,
+        grammar_backend=InPythonAlone,
+        grammar_transport=transport,
+        grammar_threads=threads,
+        grammar_budget_us=budget_us,
+    ) as engine:
         one, unlucky, five, nine = engine.generate(requests)
     assert unlucky.reason == "error" and unlucky.error == "LookupError: unlucky"
     for length, output in ((1, one), (5, five), (9, nine)):

@@ -30,10 +30,15 @@ def oracle(weights, of_target, tokens, features, drafts, modules):
 
 
 @pytest.mark.parametrize("form", nets.FORMS)
-@pytest.mark.parametrize("modules, own, tree", [
-    (2, False, None), (4, True, None), (1, True, (3, 4)),
-    *(pytest.param(1, own, None, marks=pytest.mark.full) for own in (False, True)),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    "modules, own, tree",
+    [
+        (2, False, None),
+        (4, True, None),
+        (1, True, (3, 4)),
+        *(pytest.param(1, own, None, marks=pytest.mark.full) for own in (False, True)),
+    ],
+)
 def test_every_level_equals_numpy(device, stream, tmp_path, form, modules, own, tree):
     """Prompts of every length in chunks, rounds that commit one to five tokens in changing rows:
     each level's logits, and those of each node of a tree, are those of the whole sequence with the
@@ -45,8 +50,13 @@ def test_every_level_equals_numpy(device, stream, tmp_path, form, modules, own, 
     assert isinstance(rounds.drafter, Mtp) and rounds.width == (5 if modules == 1 else modules + 1)
     for slot, chunks in enumerate([(0,), (0, 1), (0, 3, 4, 11)]):
         rounds.prompt(slot, chunks)
-    for batch, counts in [([0, 1, 2], [1, 1, 2]), ([2, -1, 0], [3, 0, 1]), ([0, 2, 1], [1, 2, 1]),
-                          ([1], [rounds.width]), ([2, 1, 0], [1, 2, 3])]:  # fmt: skip
+    for batch, counts in [
+        ([0, 1, 2], [1, 1, 2]),
+        ([2, -1, 0], [3, 0, 1]),
+        ([0, 2, 1], [1, 2, 1]),
+        ([1], [rounds.width]),
+        ([2, 1, 0], [1, 2, 3]),
+    ]:
         for slot, down, logits in rounds.levels(rounds.commit(batch, counts)):
             said = rounds.tokens[slot, : rounds.n[slot] + 1]
             wanted = oracle(weights, of_target, said, rounds.features[slot], down, modules)
@@ -69,14 +79,21 @@ def test_a_target_may_stand_beside_its_modules(device, stream, tmp_path):
 
 @pytest.mark.parametrize(
     ("change", "fields", "error", "words"),
-    [(lambda t: t.pop("model.layers.3.enorm.weight"), {}, CheckpointError, "3.enorm.weight is mi"),
-     (lambda t: t.update(x=np.ones(3, np.float32)), {}, CheckpointError, "first x"),
-     (lambda t: None, {"num_nextn_predict_layers": 1}, CheckpointError, "model.layers.4"),
-     (lambda t: None, {"num_nextn_predict_layers": 3}, CheckpointError, "model.layers.5"),
-     (lambda t: None, {"num_nextn_predict_layers": -1}, ConfigError, "num_nextn_predict_layers"),
-     (lambda t: None, {"vocab_size": 321}, ConfigError, "of vocab_size 321; .* is 320"),
-     (lambda t: None, {"num_hidden_layers": 4}, ConfigError, "of num_hidden_layers 4")],
-)  # fmt: skip
+    [
+        (
+            lambda t: t.pop("model.layers.3.enorm.weight"),
+            {},
+            CheckpointError,
+            "3.enorm.weight is mi",
+        ),
+        (lambda t: t.update(x=np.ones(3, np.float32)), {}, CheckpointError, "first x"),
+        (lambda t: None, {"num_nextn_predict_layers": 1}, CheckpointError, "model.layers.4"),
+        (lambda t: None, {"num_nextn_predict_layers": 3}, CheckpointError, "model.layers.5"),
+        (lambda t: None, {"num_nextn_predict_layers": -1}, ConfigError, "num_nextn_predict_layers"),
+        (lambda t: None, {"vocab_size": 321}, ConfigError, "of vocab_size 321; .* is 320"),
+        (lambda t: None, {"num_hidden_layers": 4}, ConfigError, "of num_hidden_layers 4"),
+    ],
+)
 def test_unfit_modules_are_refused(device, stream, tmp_path, change, fields, error, words):
     """Missing and leftover tensors, another count, and modules of another target, by name."""
     make_tiny_llama(tmp_path / "target")

@@ -10,15 +10,36 @@ from graft.models import Engine, Limits, Options, Request, assembly
 from graft.models.drafters.base import DraftVocab
 from graft.sampling.tree import TreePlan
 
-WRONG = (object(), b"x", [], (), {}, 1j, float("nan"), float("inf"), -1, 0, 2**70, "no", "2", True,
-         2.5)  # fmt: skip
+WRONG = (
+    object(),
+    b"x",
+    [],
+    (),
+    {},
+    1j,
+    float("nan"),
+    float("inf"),
+    -1,
+    0,
+    2**70,
+    "no",
+    "2",
+    True,
+    2.5,
+)
 #: What of these is right, by option.
 RIGHT = {
-    "mask_drafts": (True,), "forced_drafts": (True,), "overlap": (True,),
-    "programmatic": (True,), "timeline": (True,),
-    "grammar_budget_us": (2.5, 2**70), "compile_timeout_s": (2.5, 2**70, 0),
-    "grammar_cache_bytes": (0,), "prefix_cache_bytes": (0,), "ordinal": (0,),
-}  # fmt: skip
+    "mask_drafts": (True,),
+    "forced_drafts": (True,),
+    "overlap": (True,),
+    "programmatic": (True,),
+    "timeline": (True,),
+    "grammar_budget_us": (2.5, 2**70),
+    "compile_timeout_s": (2.5, 2**70, 0),
+    "grammar_cache_bytes": (0,),
+    "prefix_cache_bytes": (0,),
+    "ordinal": (0,),
+}
 NEEDED = {"max_batch_size", "page_size", "draft_length", "overlap"}  # None is no value of these
 
 
@@ -32,10 +53,24 @@ def test_values_of_a_wrong_type_or_size_are_refused_by_name(name):
             Options(**{name: value})
 
 
-@pytest.mark.parametrize("tree", [(1, 2), (17, 2), (2, 0), (2, True), (2, 2, 2), [(0,), (0,)],
-                                  [(0, 0)], [(0,), ()], [(0,), (-1,)], [(0,), (1.0,)], [(16,)],
-                                  [(0,), 1], [(n, 0)[:k] for n in range(16) for k in (1, 2)] +
-                                  [(16,)]])  # fmt: skip
+@pytest.mark.parametrize(
+    "tree",
+    [
+        (1, 2),
+        (17, 2),
+        (2, 0),
+        (2, True),
+        (2, 2, 2),
+        [(0,), (0,)],
+        [(0, 0)],
+        [(0,), ()],
+        [(0,), (-1,)],
+        [(0,), (1.0,)],
+        [(16,)],
+        [(0,), 1],
+        [(n, 0)[:k] for n in range(16) for k in (1, 2)] + [(16,)],
+    ],
+)
 def test_no_tree_but_of_branch_and_levels_or_of_paths(tree):
     """Paths are ranks, each once, with their parents, and none too wide."""
     with pytest.raises(OptionError, match=r"^draft_tree must be"):

@@ -30,8 +30,14 @@ from graft.tools.smollm import cache
 
 MPIEXEC = Path(sys.executable).with_name("mpiexec")
 CONFIG = LlamaConfig.from_dir(TARGET)
-SMOL = replace(CONFIG, hidden_size=576, intermediate_size=1536, num_attention_heads=9,
-               num_key_value_heads=3, head_dim=64)  # fmt: skip
+SMOL = replace(
+    CONFIG,
+    hidden_size=576,
+    intermediate_size=1536,
+    num_attention_heads=9,
+    num_key_value_heads=3,
+    head_dim=64,
+)
 
 
 def run_ranks(case, told="", alone=False):
@@ -47,7 +53,10 @@ def run_ranks(case, told="", alone=False):
         rank = ["sh", "-c", f"{shlex.join(rank)}; true"]
     ranks = subprocess.Popen(
         [str(MPIEXEC), *["-disable-auto-cleanup"] * alone, "-n", "2", *rank],
-        text=True, stdout=subprocess.PIPE, stderr=subprocess.PIPE, start_new_session=True,
+        text=True,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        start_new_session=True,
     )
     try:
         said, errors = ranks.communicate(timeout=240)
@@ -57,22 +66,28 @@ def run_ranks(case, told="", alone=False):
     return ranks.returncode, said, errors
 
 
-@pytest.mark.parametrize(("config", "size", "keys", "inner"), [
-    (SMOL, 2, [(0, 2), (2, 3)], [(0, 768), (768, 1536)]),
-    (SMOL, 3, [(0, 1), (1, 2), (2, 3)], [(0, 512), (512, 1024), (1024, 1536)]),
-    (CONFIG, 2, [(0, 1), (1, 2)], [(0, 256), (256, 512)]),
-    (replace(SMOL, intermediate_size=33), 2, [(0, 2), (2, 3)], [(0, 17), (17, 33)]),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("config", "size", "keys", "inner"),
+    [
+        (SMOL, 2, [(0, 2), (2, 3)], [(0, 768), (768, 1536)]),
+        (SMOL, 3, [(0, 1), (1, 2), (2, 3)], [(0, 512), (512, 1024), (1024, 1536)]),
+        (CONFIG, 2, [(0, 1), (1, 2)], [(0, 256), (256, 512)]),
+        (replace(SMOL, intermediate_size=33), 2, [(0, 2), (2, 3)], [(0, 17), (17, 33)]),
+    ],
+)
 def test_shares_of_all_ranks_are_the_whole_model(config, size, keys, inner):
     """Heads and columns are dealt out without gap or overlap, query heads with their key head."""
     shares = [Share.of(config, rank, size) for rank in range(size)]
     assert [(s.keys, s.inner) for s in shares] == list(zip(keys, inner, strict=True))
     group = config.num_attention_heads // config.num_key_value_heads
     assert all(s.own.num_attention_heads == group * s.own.num_key_value_heads for s in shares)
-    whole = {"q_proj": (config.num_attention_heads * config.head_dim, 7),
-             "v_proj": (config.num_key_value_heads * config.head_dim, 7),
-             "o_proj": (7, config.num_attention_heads * config.head_dim),
-             "up_proj": (config.intermediate_size, 7), "down_proj": (7, config.intermediate_size)}
+    whole = {
+        "q_proj": (config.num_attention_heads * config.head_dim, 7),
+        "v_proj": (config.num_key_value_heads * config.head_dim, 7),
+        "o_proj": (7, config.num_attention_heads * config.head_dim),
+        "up_proj": (config.intermediate_size, 7),
+        "down_proj": (7, config.intermediate_size),
+    }
     for name, shape in whole.items():
         matrix = np.arange(shape[0] * shape[1]).reshape(shape)
         parts = [matrix[share.slices()[name]] for share in shares]
@@ -145,8 +160,10 @@ def test_nccl_is_captured_and_joined_as_a_child_graph(device, stream, monkeypatc
             call(cu.cuMemcpyDtoDAsync, everyones.ptr, own.ptr, own.nbytes, stream)
 
     core = types.SimpleNamespace(
-        Communicator=Communicator, get_unique_id=lambda: bytes(128),
-        UniqueId=types.SimpleNamespace(from_bytes=bytes))  # fmt: skip
+        Communicator=Communicator,
+        get_unique_id=lambda: bytes(128),
+        UniqueId=types.SimpleNamespace(from_bytes=bytes),
+    )
     monkeypatch.setitem(sys.modules, "nccl", types.SimpleNamespace(core=core))
     gather = NcclGather(device, ranks, 6)
     gather.connect()

@@ -34,8 +34,12 @@ def random_slots(rng, most):
 
 def shares(slots, row_slot, places):
     """Drafts of each batch row that have a place: of all, the first by chance, number and row."""
-    every = [(-slots[s]["reach"][j - 1], j, b) for b, s in enumerate(row_slot) if s >= 0
-             for j in range(1, slots[s]["draft_len"] + 1)]  # fmt: skip
+    every = [
+        (-slots[s]["reach"][j - 1], j, b)
+        for b, s in enumerate(row_slot)
+        if s >= 0
+        for j in range(1, slots[s]["draft_len"] + 1)
+    ]
     kept = sorted(every)[:places]
     return [sum(b == row for *_, b in kept) for row in range(len(row_slot))]
 
@@ -51,8 +55,10 @@ def begin(device, stream, slots, given, count, most, replay=REPLAY):
     ring.reserve(REPLAY)
     ring.row("slot", REPLAY)[:] = given
     ring.publish(REPLAY)
-    number, row_slot = device.from_host(np.array([replay - 1], np.int32)), device.zeros(
-        (len(given),), "int32")  # fmt: skip
+    number, row_slot = (
+        device.from_host(np.array([replay - 1], np.int32)),
+        device.zeros((len(given),), "int32"),
+    )
     placed, laid = open_round(
         device, StreamLane(stream), state, exchange, number, ring, row_slot, count
     )
@@ -60,9 +66,13 @@ def begin(device, stream, slots, given, count, most, replay=REPLAY):
     assert number.to_host() == [replay]
     ring.consumed(REPLAY)
     return SimpleNamespace(
-        slots=state.to_host(), first=placed.first.to_host(), map=placed.map.to_host(),
-        row_slot=placed.slot.to_host(), rows=[a.to_host() for a in laid],
-        drafted=exchange.drafted[:, :2].copy())  # fmt: skip
+        slots=state.to_host(),
+        first=placed.first.to_host(),
+        map=placed.map.to_host(),
+        row_slot=placed.slot.to_host(),
+        rows=[a.to_host() for a in laid],
+        drafted=exchange.drafted[:, :2].copy(),
+    )
 
 
 def test_places_go_where_drafts_were_reached(device, stream):
@@ -72,8 +82,11 @@ def test_places_go_where_drafts_were_reached(device, stream):
     for _ in range(120):
         most, batch = int(rng.choice([1, 3, 7])), int(rng.integers(1, 9))
         slots = random_slots(rng, most)
-        given = np.where(rng.random(batch) < 0.85, rng.permutation(SLOTS)[:batch],
-                         rng.choice([-1, SLOTS, -7], batch))  # fmt: skip
+        given = np.where(
+            rng.random(batch) < 0.85,
+            rng.permutation(SLOTS)[:batch],
+            rng.choice([-1, SLOTS, -7], batch),
+        )
         places = int(rng.integers(0, batch * most + 1))
         seated = [s if 0 <= s < SLOTS and slots[s]["active"] else -1 for s in given]
         kept = shares(slots, seated, places)
@@ -111,7 +124,8 @@ def test_a_round_that_nobody_announced_is_padding(device, stream):
     np.testing.assert_array_equal(got.slots, slots)
     assert (got.row_slot == -1).all() and (got.rows[1] == -1).all()
     assert got.first.tolist() == [0, 1, 2, 3] and got.drafted[:, 1].tolist() == list(
-        slots["draft_len"])  # fmt: skip
+        slots["draft_len"]
+    )
 
 
 def test_no_row_is_filled_that_no_draft_has(monkeypatch, tmp_path):

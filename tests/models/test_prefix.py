@@ -18,8 +18,17 @@ SIZE = 4  # positions of a page
 
 
 def pool(device, pages=12, **changes):
-    return PagedKV(device, layers=1, pages=pages, page_size=SIZE, kv_heads=1, head_dim=4,
-                   dtype="bfloat16", slots=3, max_pages_per_slot=8)  # fmt: skip
+    return PagedKV(
+        device,
+        layers=1,
+        pages=pages,
+        page_size=SIZE,
+        kv_heads=1,
+        head_dim=4,
+        dtype="bfloat16",
+        slots=3,
+        max_pages_per_slot=8,
+    )
 
 
 def texts_of(rng, count):
@@ -44,8 +53,11 @@ def test_what_is_found_is_the_longest_prefix_that_was_kept(device, lookahead):
     rng, caches = random.Random(lookahead), [pool(device, 400), pool(device, 401)]
     prefixes, kept, found_at_all = PrefixCache(caches, lookahead, 400), {}, 0
     for tokens in texts_of(rng, 60):
-        ends = [end for end in range(SIZE, len(tokens), SIZE)
-                if tuple(tokens[: end + lookahead]) in kept]  # fmt: skip
+        ends = [
+            end
+            for end in range(SIZE, len(tokens), SIZE)
+            if tuple(tokens[: end + lookahead]) in kept
+        ]
         found = put(prefixes, caches, 0, tokens)
         assert found == [kept[tuple(tokens[: end + lookahead])] for end in ends]
         found_at_all += len(found)
@@ -105,21 +117,35 @@ def test_pages_are_given_up_by_age_and_never_in_use(device):
     assert len(caches[0].free) == len(caches[1].free) == 12
 
 
-@pytest.mark.parametrize("options", [
-    {}, {"drafter": LOOKUP_AHEAD}, {"drafter": UserDrafter.of(repeat, deadline_s=30)},
-    *(pytest.param(options, marks=pytest.mark.full) for options in (
-        {"draft_length": 6, "draft_tree": (2, 3)}, {"speculation": False}, {"drafter": NGram})),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    "options",
+    [
+        {},
+        {"drafter": LOOKUP_AHEAD},
+        {"drafter": UserDrafter.of(repeat, deadline_s=30)},
+        *(
+            pytest.param(options, marks=pytest.mark.full)
+            for options in (
+                {"draft_length": 6, "draft_tree": (2, 3)},
+                {"speculation": False},
+                {"drafter": NGram},
+            )
+        ),
+    ],
+)
 def test_no_output_and_no_draft_knows_of_it(options):
     """Requests that begin alike, many over: the same tokens, and as many drafts tested and
     accepted, so what a drafter keeps of a prefix is whole."""
     asked = mixed_requests(5, seed=3)
-    asked += [Request(prompt=r.prompt, max_tokens=30, seed=5, temperature=0.8, verify="coupled")
-              for r in asked] + asked  # fmt: skip
+    asked += [
+        Request(prompt=r.prompt, max_tokens=30, seed=5, temperature=0.8, verify="coupled")
+        for r in asked
+    ] + asked
     seen, cached = [], []
     for kept in (0, None):
-        with demo_engine(max_batch_size=2, prefix_cache_bytes=kept, page_size=8,
-                         **options) as engine:  # fmt: skip
+        with demo_engine(
+            max_batch_size=2, prefix_cache_bytes=kept, page_size=8, **options
+        ) as engine:
             outputs = engine.generate(asked)
             seen.append([(o.tokens, o.rounds, o.drafted, o.accepted) for o in outputs])
             cached.append([o.cached_tokens for o in outputs])
@@ -132,8 +158,9 @@ def test_no_output_and_no_draft_knows_of_it(options):
     assert all(8 <= n < o.prompt_tokens for n, o in zip(cached[1][10:], outputs[10:], strict=True))
 
 
-@pytest.mark.parametrize("ending", [{"max_tokens": 11}, {"max_tokens": 40, "stop_ids": [257]}],
-                         ids=str)
+@pytest.mark.parametrize(
+    "ending", [{"max_tokens": 11}, {"max_tokens": 40, "stop_ids": [257]}], ids=str
+)
 def test_a_conversation_goes_on_from_what_was_said(ending):
     """Of an answer that the device ended, what its drafter never took in is not shared: what goes
     on behind it has the drafts that it would have had."""

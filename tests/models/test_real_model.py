@@ -23,12 +23,23 @@ def asked(count):
     """A choice, an expression and a schema; or the demo's and as many of a generator's as lack,
     greedy and sampled."""
     if count == 3:
-        return [Request(prompt=p.text, grammar=p.grammar, max_tokens=48)
-                for p in (llm_prompts()[i] for i in (0, 5, 7))]  # fmt: skip
+        return [
+            Request(prompt=p.text, grammar=p.grammar, max_tokens=48)
+            for p in (llm_prompts()[i] for i in (0, 5, 7))
+        ]
     both = [(p.text, p.grammar) for p in llm_prompts()]
     both += [(task.text, task_grammar(task)) for task in held_out_tasks(count - len(both))]
-    return [Request(prompt=text, grammar=grammar, max_tokens=48, seed=i, temperature=0.8 * (i % 2),
-                    verify="coupled") for i, (text, grammar) in enumerate(both)]  # fmt: skip
+    return [
+        Request(
+            prompt=text,
+            grammar=grammar,
+            max_tokens=48,
+            seed=i,
+            temperature=0.8 * (i % 2),
+            verify="coupled",
+        )
+        for i, (text, grammar) in enumerate(both)
+    ]
 
 
 @pytest.mark.parametrize("count", [3, pytest.param(20, marks=pytest.mark.full)])

@@ -96,10 +96,14 @@ class Case:
 
 @pytest.fixture(
     scope="module",
-    params=["thread-bfloat16-8", "thread-float32-8", "warp-bfloat16-8",
-            pytest.param("warp-float32-8", marks=pytest.mark.full),
-            pytest.param("warp-float16-64", marks=pytest.mark.full)],
-)  # fmt: skip
+    params=[
+        "thread-bfloat16-8",
+        "thread-float32-8",
+        "warp-bfloat16-8",
+        pytest.param("warp-float32-8", marks=pytest.mark.full),
+        pytest.param("warp-float16-64", marks=pytest.mark.full),
+    ],
+)
 def case(device, request, tmp_path_factory):
     form, dtype, head_dim = request.param.split("-")
     folder = tmp_path_factory.mktemp("invariance")
@@ -150,12 +154,16 @@ def test_batches_of_any_size_give_the_bits_of_single_rows(clean, stream):
         seen.add(len(chosen))
         counts = np.minimum(rng.integers(1, 4, len(chosen)), LENGTH - done[chosen])
         slots = np.repeat(chosen, counts)
-        positions = np.concatenate([
-            np.arange(done[s], done[s] + c) for s, c in zip(chosen, counts, strict=True)
-        ])  # fmt: skip
+        positions = np.concatenate(
+            [np.arange(done[s], done[s] + c) for s, c in zip(chosen, counts, strict=True)]
+        )
         sequences, at = slots % len(SEQUENCES), rng.integers(0, len(slots) + 1, rng.integers(3))
-        clean.check(stream, np.insert(sequences, at, -1), np.insert(slots, at, 0),
-                    np.insert(positions, at, 0))  # fmt: skip
+        clean.check(
+            stream,
+            np.insert(sequences, at, -1),
+            np.insert(slots, at, 0),
+            np.insert(positions, at, 0),
+        )
         done[chosen] += counts
     assert seen == set(range(1, SLOTS + 1))
     for slot in range(SLOTS):
@@ -189,8 +197,11 @@ def test_rows_of_a_tree_give_the_bits_of_their_paths(clean, stream):
         sequences, positions = zip((taken, ROOT), *nodes, strict=True)
         clean.check(stream, sequences, slot, positions, [0, *paths])
 
-        wanted = [node for node in nodes if taken == node[0] or (taken == 1 and node[1] <= FORK
-                                                                 and node[0] == 2)]
+        wanted = [
+            node
+            for node in nodes
+            if taken == node[0] or (taken == 1 and node[1] <= FORK and node[0] == 2)
+        ]
         wanted.sort(key=lambda node: node[1])
         width = len(nodes) + 1
         rows = [0, *(nodes.index(node) + 1 for node in wanted)]
@@ -201,9 +212,13 @@ def test_rows_of_a_tree_give_the_bits_of_their_paths(clean, stream):
         model, device = clean.model, clean.model.device
         features = clean.forward_of(width).results[1]
         model.layers.compact(
-            StreamLane(stream), model.kv, device.from_host(np.array([slot], np.int32)),
-            device.from_host(result), features, device.zeros((1,), "int32"),
-        )  # fmt: skip
+            StreamLane(stream),
+            model.kv,
+            device.from_host(np.array([slot], np.int32)),
+            device.from_host(result),
+            features,
+            device.zeros((1,), "int32"),
+        )
         stream.synchronize()
         assert same_bits(cached(model.kv, slot, LENGTH), clean.caches[taken][0])
         kept = features.to_host()[: len(rows)]

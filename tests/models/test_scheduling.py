@@ -86,17 +86,36 @@ def test_a_piece_takes_as_long_as_a_round(fixed, each, round_s, warmed):
         assert used == rows or abs(used / whole - cost(size_of(rows)) / cost(whole)) < 1 / whole
 
 
-@pytest.mark.parametrize("options", [
-    {}, *(pytest.param(options, marks=pytest.mark.full) for options in (
-        {"draft_length": 6, "draft_tree": (2, 3)}, {"drafter": NGram}, {"drafter": TARGET},
-        {"drafter": BLOCK}, {"speculation": False})),
-], ids=str)  # fmt: skip
+@pytest.mark.parametrize(
+    "options",
+    [
+        {},
+        *(
+            pytest.param(options, marks=pytest.mark.full)
+            for options in (
+                {"draft_length": 6, "draft_tree": (2, 3)},
+                {"drafter": NGram},
+                {"drafter": TARGET},
+                {"drafter": BLOCK},
+                {"speculation": False},
+            )
+        ),
+    ],
+    ids=str,
+)
 def test_the_size_of_pieces_changes_nothing(options):
     """However prompts are cut between the rounds of others, outputs are the same, and of greedy and
     coupled ones drafts and acceptance too."""
     asked = [replace(r, prompt=r.prompt * 3) for r in mixed_requests(3, seed=5, max_tokens=12)]
-    asked += [Request(tokens=[3 + i % 250 for i in range(290)], max_tokens=9, seed=4,
-                      temperature=0.9, verify="coupled")]  # fmt: skip
+    asked += [
+        Request(
+            tokens=[3 + i % 250 for i in range(290)],
+            max_tokens=9,
+            seed=4,
+            temperature=0.9,
+            verify="coupled",
+        )
+    ]
     seen = []
     for rows in (512, 16, 100):
         with settled(demo_engine(max_batch_size=2, prefill_rows=rows, **options)) as engine:
@@ -116,25 +135,56 @@ def test_who_waits_is_served_by_priority_then_by_what_is_cached():
     short, shared = {"max_tokens": 1, "grammar": None}, list(range(50, 70))
     with settled(demo_engine(max_batch_size=1, page_size=4)) as engine:
         engine.warm(Request(tokens=shared))
-        asked = {"cold": (90, 0, 0), "half": (91, 8, 0), "most": (92, 19, 0), "late": (93, 0, 0),
-                 "low": (94, 19, -1), "urgent": (95, 0, 2), "same": (96, 19, 0)}  # fmt: skip
-        requests = [Request(tokens=[*shared[:n], *[own] * 6], priority=priority, id=name, **short)
-                    for name, (own, n, priority) in asked.items()]  # fmt: skip
+        asked = {
+            "cold": (90, 0, 0),
+            "half": (91, 8, 0),
+            "most": (92, 19, 0),
+            "late": (93, 0, 0),
+            "low": (94, 19, -1),
+            "urgent": (95, 0, 2),
+            "same": (96, 19, 0),
+        }
+        requests = [
+            Request(tokens=[*shared[:n], *[own] * 6], priority=priority, id=name, **short)
+            for name, (own, n, priority) in asked.items()
+        ]
         assert order_of(engine, requests) == [
-            "urgent", "most", "same", "half", "cold", "late", "low"]
+            "urgent",
+            "most",
+            "same",
+            "half",
+            "cold",
+            "late",
+            "low",
+        ]
         cold = Request(tokens=[97] * 9, id="cold", **short)
         warm = [Request(tokens=[*shared, 100 + i], id=str(i), **short) for i in range(20)]
         order = order_of(engine, [cold, *warm])
         assert order == [*map(str, range(16)), "cold", *map(str, range(16, 20))]
 
 
-@pytest.mark.parametrize("options", [
-    {}, {"draft_length": 6, "draft_tree": (2, 3)}, {"speculation": False, "overlap": False},
-    *(pytest.param(options, marks=pytest.mark.full) for options in (
-        {"drafter": NGram}, {"drafter": TARGET}, {"drafter": BLOCK}, {"prefix_cache_bytes": 0},
-        {"draft_length": "auto"}, {"drafter": BLOCK, "draft_length": 6, "draft_tree": (2, 3)},
-        {"composition": "two"}, {"draft_legality": "probe"})),
-], ids=str)  # fmt: skip
+@pytest.mark.parametrize(
+    "options",
+    [
+        {},
+        {"draft_length": 6, "draft_tree": (2, 3)},
+        {"speculation": False, "overlap": False},
+        *(
+            pytest.param(options, marks=pytest.mark.full)
+            for options in (
+                {"drafter": NGram},
+                {"drafter": TARGET},
+                {"drafter": BLOCK},
+                {"prefix_cache_bytes": 0},
+                {"draft_length": "auto"},
+                {"drafter": BLOCK, "draft_length": 6, "draft_tree": (2, 3)},
+                {"composition": "two"},
+                {"draft_legality": "probe"},
+            )
+        ),
+    ],
+    ids=str,
+)
 def test_pages_that_run_out_change_nothing(options):
     """Requests take pages as they grow. Where there are enough for one of them only, those of the
     lowest priority and then the youngest lose theirs, and all get what they get elsewhere; one that
@@ -145,8 +195,9 @@ def test_pages_that_run_out_change_nothing(options):
     asked = [replace(r, id=str(i), priority=int(i == 4)) for i, r in enumerate(asked)]
     with settled(demo_engine(speculation=False, max_batch_size=4)) as engine:
         expected = engine.generate(asked)
-    most = max(output.prompt_tokens + r.max_tokens
-               for output, r in zip(expected, asked, strict=True))  # fmt: skip
+    most = max(
+        output.prompt_tokens + r.max_tokens for output, r in zip(expected, asked, strict=True)
+    )
     slack = options.get("draft_tree") is not None and 6
     pages = -(-(most + slack) // 4)
     sizes = {"max_batch_size": 4, "page_size": 4, "pages": pages}
@@ -157,12 +208,24 @@ def test_pages_that_run_out_change_nothing(options):
         assert outputs[4].preempted == 0 and refused.error_type == "RequestError"
 
 
-@pytest.mark.parametrize("options", [
-    {}, {"draft_length": 6, "draft_tree": (2, 3)},
-    *(pytest.param(options, marks=pytest.mark.full) for options in (
-        {"drafter": TARGET}, {"drafter": BLOCK}, {"drafter": BLOCK, **GROWN},
-        {"drafter": Meaningless(1)}, {"drafter": LOOKUP_AHEAD})),
-], ids=str)  # fmt: skip
+@pytest.mark.parametrize(
+    "options",
+    [
+        {},
+        {"draft_length": 6, "draft_tree": (2, 3)},
+        *(
+            pytest.param(options, marks=pytest.mark.full)
+            for options in (
+                {"drafter": TARGET},
+                {"drafter": BLOCK},
+                {"drafter": BLOCK, **GROWN},
+                {"drafter": Meaningless(1)},
+                {"drafter": LOOKUP_AHEAD},
+            )
+        ),
+    ],
+    ids=str,
+)
 def test_drafts_have_pages_too(options, monkeypatch):
     """Of pages of one position, taken as a request grows, none is missed by a round in flight or by
     its drafts: they are what they are with pages for the whole request."""

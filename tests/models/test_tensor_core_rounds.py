@@ -11,9 +11,15 @@ from graft.models.layers import Layers
 from graft.models.request import Request
 from graft.sampling import sampler
 
-SIZES = {"hidden_size": 128, "intermediate_size": 256, "num_attention_heads": 2, "head_dim": 64,
-         "num_key_value_heads": 1, "num_hidden_layers": 3,
-         "tie_word_embeddings": False}  # fmt: skip
+SIZES = {
+    "hidden_size": 128,
+    "intermediate_size": 256,
+    "num_attention_heads": 2,
+    "head_dim": 64,
+    "num_key_value_heads": 1,
+    "num_hidden_layers": 3,
+    "tie_word_embeddings": False,
+}
 LAYER = ("qkv", "attention", "attention out", "gate, up", "down")
 
 
@@ -26,8 +32,13 @@ def engine(tmp_path, monkeypatch):
     make_tiny_tokenizer(tmp_path / "target")
     make_tiny_eagle3(tmp_path / "head", llama_config(**SIZES), dtype="bfloat16")
     return lambda head, **more: Engine(
-        tmp_path / "target", tmp_path / "head" if head else None, max_batch_size=2, max_length=96,
-        grammar_transport="native", **{"draft_length": 3} | more)  # fmt: skip
+        tmp_path / "target",
+        tmp_path / "head" if head else None,
+        max_batch_size=2,
+        max_length=96,
+        grammar_transport="native",
+        **{"draft_length": 3} | more,
+    )
 
 
 def test_a_round_of_32_layers_is_at_most_200_launches_and_drafts_change_no_token(
@@ -37,16 +48,22 @@ def test_a_round_of_32_layers_is_at_most_200_launches_and_drafts_change_no_token
     prompts of several lengths are those of one row at a time."""
     monkeypatch.setattr(prefill.Prefill, "warm", lambda *_: [])  # long without tensor cores
     rng = np.random.default_rng(4)
-    requests = [Request(tokens=rng.integers(2, 320, n).tolist(), max_tokens=10, banned_ids=[0])
-                for n in (3, 30)]  # fmt: skip
+    requests = [
+        Request(tokens=rng.integers(2, 320, n).tolist(), max_tokens=10, banned_ids=[0])
+        for n in (3, 30)
+    ]
     answers = []
     for head in (True, False):
         with engine(head) as one:
             answers.append([output.tokens for output in one.generate(requests)])
             if not head:
                 continue
-            names = [node.name for graph in one.rounds[1, 3].graphs for node in graph.nodes
-                     if node.kind == "kernel"]  # fmt: skip
+            names = [
+                node.name
+                for graph in one.rounds[1, 3].graphs
+                for node in graph.nodes
+                if node.kind == "kernel"
+            ]
             assert [names.count(name) for name in LAYER] == [3 + 3] * len(LAYER)
             assert "norm" not in names and len(names) + (32 - 3) * len(LAYER) <= 200
     assert answers[0] == answers[1] and len({*answers[0][0]}) > 4

@@ -60,10 +60,14 @@ def test_a_tokenizer_larger_than_the_model_is_refused(folder):
 
 @pytest.mark.parametrize(
     ("file", "name", "value", "words"),
-    [*(("generation_config", "eos_token_id", eos, "eos_token_id")
-       for eos in (300, -1, [0, 999], "0", [None])),
-     ("tokenizer_config", "eos_token", "<|end|>", r"<\|end\|>")],
-)  # fmt: skip
+    [
+        *(
+            ("generation_config", "eos_token_id", eos, "eos_token_id")
+            for eos in (300, -1, [0, 999], "0", [None])
+        ),
+        ("tokenizer_config", "eos_token", "<|end|>", r"<\|end\|>"),
+    ],
+)
 def test_stop_ids_outside_the_model_are_refused(folder, file, name, value, words):
     """An end-of-sequence id the model cannot produce, or that is no id, raises; so does an
     eos_token that the vocabulary lacks, by its name."""
@@ -135,10 +139,20 @@ def test_settings_for_training_are_switched_off(folder):
     text = "the name the value the name"
     plain = Tokenizer(folder, vocab_size=300).encode(text)
     value = json.loads((folder / "tokenizer.json").read_text())
-    value["truncation"] = {"direction": "Right", "max_length": 3, "strategy": "LongestFirst",
-                           "stride": 0}  # fmt: skip
-    value["padding"] = {"strategy": {"Fixed": 64}, "direction": "Right", "pad_to_multiple_of": None,
-                        "pad_id": 0, "pad_type_id": 0, "pad_token": "<eos>"}  # fmt: skip
+    value["truncation"] = {
+        "direction": "Right",
+        "max_length": 3,
+        "strategy": "LongestFirst",
+        "stride": 0,
+    }
+    value["padding"] = {
+        "strategy": {"Fixed": 64},
+        "direction": "Right",
+        "pad_to_multiple_of": None,
+        "pad_id": 0,
+        "pad_type_id": 0,
+        "pad_token": "<eos>",
+    }
     value["model"]["dropout"] = 0.5
     write_json(folder / "tokenizer.json", value)
     tokenizer = Tokenizer(folder, vocab_size=300)
@@ -226,12 +240,18 @@ def child():
 
 @pytest.mark.parametrize(
     "template",
-    ["{{ ''.__class__.__mro__ }}", "{{ messages.append(1) }}", "{{ messages.nothing.deeper }}",
-     "{{ 1 / 0 }}", "{{ messages[0]['content'] }}", "{{ ('x' * 2000000000) | length }}",
-     "{% macro f() %}{{ f() }}{% endmacro %}{{ f() }}",
-     "{% for i in range(99999) %}{% for j in range(99999) %}{% endfor %}{% endfor %}",
-     "{{ 'x' * 2000 }}"],
-)  # fmt: skip
+    [
+        "{{ ''.__class__.__mro__ }}",
+        "{{ messages.append(1) }}",
+        "{{ messages.nothing.deeper }}",
+        "{{ 1 / 0 }}",
+        "{{ messages[0]['content'] }}",
+        "{{ ('x' * 2000000000) | length }}",
+        "{% macro f() %}{{ f() }}{% endmacro %}{{ f() }}",
+        "{% for i in range(99999) %}{% for j in range(99999) %}{% endfor %}{% endfor %}",
+        "{{ 'x' * 2000 }}",
+    ],
+)
 def test_templates_run_in_a_sandbox(folder, template, child, monkeypatch):
     """Reaching for Python's insides, changing the messages, failing, eating memory or time, or
     making too much text raises TokenizerError; the next template is rendered."""

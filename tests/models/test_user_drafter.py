@@ -41,9 +41,12 @@ def test_it_sees_every_token_and_its_drafts_count(device):
         return found
 
     sampled = {"temperature": 0.8, "verify": "coupled", "seed": 5}
-    asked = [*mixed_requests(2), *(replace(r, **sampled) for r in mixed_requests(4)[2:]),
-             Request(tokens=[41], max_tokens=20),
-             Request(tokens=[50 + i % 40 for i in range(280)], max_tokens=9)]  # fmt: skip
+    asked = [
+        *mixed_requests(2),
+        *(replace(r, **sampled) for r in mixed_requests(4)[2:]),
+        Request(tokens=[41], max_tokens=20),
+        Request(tokens=[50 + i % 40 for i in range(280)], max_tokens=9),
+    ]
     rounds, outputs = [], []
     for drafter in (UserDrafter.of(propose, deadline_s=10), partial(NGram, **LOOK_UP)):
         outputs = run(drafter, asked)
@@ -141,13 +144,16 @@ async def later(tokens):
     """No function that could be called from a thread."""
 
 
-@pytest.mark.parametrize("drafter, words", [
-    (UserDrafter.of(7), "must be callable, not int"),
-    (UserDrafter.of(later), "would never run"),
-    (UserDrafter.of(list, deadline_s=0), "drafter list: deadline_s is 0, must be above 0"),
-    (UserDrafter.of(list, deadline_s=float("nan")), "deadline_s is nan"),
-    (UserDrafter.of(list, deadline_s="1"), "deadline_s is '1'"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    "drafter, words",
+    [
+        (UserDrafter.of(7), "must be callable, not int"),
+        (UserDrafter.of(later), "would never run"),
+        (UserDrafter.of(list, deadline_s=0), "drafter list: deadline_s is 0, must be above 0"),
+        (UserDrafter.of(list, deadline_s=float("nan")), "deadline_s is nan"),
+        (UserDrafter.of(list, deadline_s="1"), "deadline_s is '1'"),
+    ],
+)
 def test_what_could_never_draft_is_refused(device, drafter, words):
     """Before a round is built."""
     with pytest.raises(OptionError, match=words):

@@ -55,12 +55,24 @@ def edit_tensors(folder: Path, change: Callable[[dict[str, np.ndarray]], Any]) -
 def llama_config(**overrides: Any) -> dict[str, Any]:
     """config.json of a tiny Llama; an override of None removes the field."""
     config: dict[str, Any] = {
-        "architectures": ["LlamaForCausalLM"], "model_type": "llama", "torch_dtype": "float32",
-        "vocab_size": 320, "hidden_size": 48, "intermediate_size": 80, "num_hidden_layers": 3,
-        "num_attention_heads": 6, "num_key_value_heads": 2, "head_dim": 8, "rms_norm_eps": 1e-5,
-        "rope_theta": 10000.0, "max_position_embeddings": 256, "tie_word_embeddings": True,
-        "hidden_act": "silu", "eos_token_id": 0, **overrides,
-    }  # fmt: skip
+        "architectures": ["LlamaForCausalLM"],
+        "model_type": "llama",
+        "torch_dtype": "float32",
+        "vocab_size": 320,
+        "hidden_size": 48,
+        "intermediate_size": 80,
+        "num_hidden_layers": 3,
+        "num_attention_heads": 6,
+        "num_key_value_heads": 2,
+        "head_dim": 8,
+        "rms_norm_eps": 1e-5,
+        "rope_theta": 10000.0,
+        "max_position_embeddings": 256,
+        "tie_word_embeddings": True,
+        "hidden_act": "silu",
+        "eos_token_id": 0,
+        **overrides,
+    }
     return {name: value for name, value in config.items() if value is not None}
 
 
@@ -164,8 +176,14 @@ def make_tiny_eagle3(
     folder.mkdir(parents=True, exist_ok=True)
     rng = np.random.default_rng(seed)
     target_layers, vocab = target_config["num_hidden_layers"], target_config["vocab_size"]
-    shape = ("hidden_size", "intermediate_size", "num_attention_heads", "num_key_value_heads",
-             "head_dim", "rms_norm_eps")  # fmt: skip
+    shape = (
+        "hidden_size",
+        "intermediate_size",
+        "num_attention_heads",
+        "num_key_value_heads",
+        "head_dim",
+        "rms_norm_eps",
+    )
     base: dict[str, Any] = {
         "architectures": ["LlamaForCausalLMEagle3"],
         "num_hidden_layers": 1,
@@ -230,20 +248,31 @@ def make_tiny_mtp(
 
 
 def make_tiny_dflash(
-    folder: Path, target_config: dict[str, Any], *, layers: tuple[int, ...], block: int,
-    rank: int = 0, seed: int = 1,
-) -> None:  # fmt: skip
+    folder: Path,
+    target_config: dict[str, Any],
+    *,
+    layers: tuple[int, ...],
+    block: int,
+    rank: int = 0,
+    seed: int = 1,
+) -> None:
     """Write a random block drafter of two layers that reads outputs of these target's layers: a
     DFlash one, or given a rank one of DSpark."""
     folder.mkdir(parents=True, exist_ok=True)
     rng, hidden = np.random.default_rng(seed), target_config["hidden_size"]
     own = {"block_size": block, "mask_token_id": 3, "target_layer_ids": list(layers)}
-    write_json(folder / "config.json", {
-        **target_config, "model_type": "qwen3", "num_hidden_layers": 2,
-        "num_target_layers": target_config["num_hidden_layers"], "markov_rank": rank,
-        "architectures": ["Qwen3DSparkModel" if rank else "DFlashDraftModel"],
-        **(own if rank else {"dflash_config": own}),
-    })  # fmt: skip
+    write_json(
+        folder / "config.json",
+        {
+            **target_config,
+            "model_type": "qwen3",
+            "num_hidden_layers": 2,
+            "num_target_layers": target_config["num_hidden_layers"],
+            "markov_rank": rank,
+            "architectures": ["Qwen3DSparkModel" if rank else "DFlashDraftModel"],
+            **(own if rank else {"dflash_config": own}),
+        },
+    )
     tensors = {"fc.weight": matrix(rng, hidden, len(layers) * hidden)}
     tensors |= {f"{name}.weight": norm(rng, hidden) for name in ("hidden_norm", "norm")}
     for name in ("w1", "w2") if rank else ():
@@ -280,8 +309,29 @@ CHAT_TEMPLATE = (
 )
 
 
-WORDS = ['{"', '":', '",', '"}', "],", "[{", "}]", "true", "false", "null", "name", "value", " the",
-         " a", "ing", "er", "on", "10", "00", "é", "日"]  # fmt: skip
+WORDS = [
+    '{"',
+    '":',
+    '",',
+    '"}',
+    "],",
+    "[{",
+    "}]",
+    "true",
+    "false",
+    "null",
+    "name",
+    "value",
+    " the",
+    " a",
+    "ing",
+    "er",
+    "on",
+    "10",
+    "00",
+    "é",
+    "日",
+]
 
 
 def make_tiny_tokenizer(folder: Path, vocab_size: int = 300) -> None:
@@ -293,10 +343,15 @@ def make_tiny_tokenizer(folder: Path, vocab_size: int = 300) -> None:
     tokenizer = tokenizers.Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
     tokenizer.decoder = decoders.ByteLevel()
-    tokenizer.train_from_iterator(WORDS, trainers.BpeTrainer(
-        vocab_size=vocab_size, special_tokens=["<eos>", "<bos>"], show_progress=False,
-        initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
-    ))  # fmt: skip
+    tokenizer.train_from_iterator(
+        WORDS,
+        trainers.BpeTrainer(
+            vocab_size=vocab_size,
+            special_tokens=["<eos>", "<bos>"],
+            show_progress=False,
+            initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
+        ),
+    )
     tokenizer.save(str(folder / "tokenizer.json"))
     config = {"bos_token": "<bos>", "eos_token": "<eos>", "chat_template": CHAT_TEMPLATE}
     write_json(folder / "tokenizer_config.json", config)

@@ -33,18 +33,40 @@ def _timeline(device: Device) -> Any:
 
 
 def open_round(
-    device: Device, lane: Any, state: SlotState, exchange: Exchange, replay: DeviceArray,
-    ring: Ring, row_slot: DeviceArray, count: int,
-) -> tuple[RowMap, tuple[DeviceArray, ...]]:  # fmt: skip
+    device: Device,
+    lane: Any,
+    state: SlotState,
+    exchange: Exchange,
+    replay: DeviceArray,
+    ring: Ring,
+    row_slot: DeviceArray,
+    count: int,
+) -> tuple[RowMap, tuple[DeviceArray, ...]]:
     """Enqueue the kernel that begins a round of `count` rows, by whatever `ring` says; its map, and
     token, slot, position and path of each row."""
     batch = len(row_slot)
     rows = RowMap(row_slot, device.zeros((batch,), "int32"), device.zeros((count,), "int32"))
     laid = *(device.zeros((count,), "int32") for _ in range(3)), device.zeros((count,), "uint64")
     slots, stamp = ring.field("slot"), ring.stamp
-    args = [replay, slots, slots.stride, stamp, stamp.stride, ring.entries, state.array,
-            state.slots, batch, count, exchange.memory, exchange.layout, rows.slot, rows.first,
-            rows.map, *laid, *timeline_args(_timeline(device))]  # fmt: skip
+    args = [
+        replay,
+        slots,
+        slots.stride,
+        stamp,
+        stamp.stride,
+        ring.entries,
+        state.array,
+        state.slots,
+        batch,
+        count,
+        exchange.memory,
+        exchange.layout,
+        rows.slot,
+        rows.first,
+        rows.map,
+        *laid,
+        *timeline_args(_timeline(device)),
+    ]
     lane.kernel(device.load(KERNELS)["round_begin"], 1, 128, args, name="begin")
     return rows, laid
 
@@ -53,11 +75,24 @@ class TableRound:
     """Sampler and state for ``slots`` requests of ``vocab`` tokens and ``draft_length`` drafts."""
 
     def __init__(
-        self, device: Device, stream: Stream, *, slots: int, draft_length: int, vocab: int,
-        token_limit: int | None = None, d2t: np.ndarray | None = None, block: int | None = None,
-        parts: int | None = None, candidates: int = 0, branch: int = 1, fed: int = 0,
-        levels: int = 0, places: int | None = None, tables: int = 0,
-    ) -> None:  # fmt: skip
+        self,
+        device: Device,
+        stream: Stream,
+        *,
+        slots: int,
+        draft_length: int,
+        vocab: int,
+        token_limit: int | None = None,
+        d2t: np.ndarray | None = None,
+        block: int | None = None,
+        parts: int | None = None,
+        candidates: int = 0,
+        branch: int = 1,
+        fed: int = 0,
+        levels: int = 0,
+        places: int | None = None,
+        tables: int = 0,
+    ) -> None:
         self.device, self.stream, self.lane = device, stream, StreamLane(stream)
         self.slots, self.draft_length, self.vocab = slots, draft_length, vocab
         self.width = draft_length + 1
@@ -78,13 +113,19 @@ class TableRound:
         self.ring = output_ring(device, 2, slots, draft_length)
         self.replay_ptr = device.zeros((1,), "int32")
         self.sampler = Sampler(
-            device, self.state, self.exchange, self.replay_ptr, token_limit=self.token_limit,
+            device,
+            self.state,
+            self.exchange,
+            self.replay_ptr,
+            token_limit=self.token_limit,
             draft_vocab=self.draft_vocab,
             d2t=None if d2t is None else device.from_host(d2t.astype(np.int32), "int32"),
             t2d=None if t2d is None else device.from_host(t2d, "int32"),
-            max_batch=slots, block=block, tables=tables,
+            max_batch=slots,
+            block=block,
+            tables=tables,
             parts=parts or (1 if block in (None, 1) else 3),  # blocks too, where threads share
-        )  # fmt: skip
+        )
         self.replay, self.places = 0, places
         self.inputs = Ring(device, 2, {"slot": ("int32", (slots,))})
         self.row_slot = device.from_host(np.arange(slots, dtype=np.int32), "int32")
@@ -96,11 +137,23 @@ class TableRound:
     def put(self, slot: int, s: ref.Slot) -> None:
         """Join a slot and give it drafts, kinds and q tables, as an earlier round would have."""
         self.state.join(
-            self.lane, slot, position=s.n, last=s.last, epoch=s.epoch, limit=s.limit,
-            stop_ids=s.stop_ids, seed=s.seed, temperature=s.filter.temperature,
-            top_k=s.filter.top_k, top_p=s.filter.top_p, min_p=s.filter.min_p, verify=s.verify,
-            sample=s.sample, adjust=s.adjust or NOTHING, relaxed=s.relaxed or Relaxed(),
-        )  # fmt: skip
+            self.lane,
+            slot,
+            position=s.n,
+            last=s.last,
+            epoch=s.epoch,
+            limit=s.limit,
+            stop_ids=s.stop_ids,
+            seed=s.seed,
+            temperature=s.filter.temperature,
+            top_k=s.filter.top_k,
+            top_p=s.filter.top_p,
+            min_p=s.filter.min_p,
+            verify=s.verify,
+            sample=s.sample,
+            adjust=s.adjust or NOTHING,
+            relaxed=s.relaxed or Relaxed(),
+        )
         self.stream.synchronize()
         state = self.state.to_host()
         for j, (d, kind) in enumerate(zip(s.drafts, s.kinds, strict=True)):
@@ -157,14 +210,25 @@ class TableRound:
         self.inputs.row("slot", self.replay)[:] = self.row_slot.to_host()
         self.inputs.publish(self.replay)
         named = self.device.zeros(self.row_slot.shape, "int32")
-        placed, _ = open_round(self.device, self.lane, self.state, self.exchange, self.replay_ptr,
-                               self.inputs, named, count)  # fmt: skip
+        placed, _ = open_round(
+            self.device,
+            self.lane,
+            self.state,
+            self.exchange,
+            self.replay_ptr,
+            self.inputs,
+            named,
+            count,
+        )
         self.stream.synchronize()
         self.inputs.consumed(self.replay)
         return placed
 
     def play(
-        self, slots: list[ref.Slot], logits: np.ndarray, masks: list[list[ref.MaskRow]],
+        self,
+        slots: list[ref.Slot],
+        logits: np.ndarray,
+        masks: list[list[ref.MaskRow]],
         order: np.ndarray | None = None,
     ) -> dict[str, np.ndarray]:
         """A round of these slots by the kernels and by the reference, which moves them on: all that

@@ -126,9 +126,16 @@ def table_of(case: Case) -> Table:
 def run_case(device: Device, stream: Stream, case: Case, samples: int, seed: int) -> np.ndarray:
     """Tokens [requests, length] of about ``samples`` tokens; ``NOTHING`` behind a stop id."""
     table, slots = table_of(case), 1024
-    r = TableRound(device, stream, slots=slots, draft_length=case.draft_length, vocab=V,
-                   d2t=table.d2t, places=slots * case.draft_length // 8 if case.placed else None,
-                   **_asked(case))  # fmt: skip
+    r = TableRound(
+        device,
+        stream,
+        slots=slots,
+        draft_length=case.draft_length,
+        vocab=V,
+        d2t=table.d2t,
+        places=slots * case.draft_length // 8 if case.placed else None,
+        **_asked(case),
+    )
     waves = max(1, -(-samples // (case.length * slots)))
     first = range(seed * 10**6, seed * 10**6 + waves * slots, slots)
     return np.concatenate([generate(r, table, case, each) for each in first])
@@ -179,9 +186,7 @@ def generate(r: TableRound, table: Table, case: Case, first_seed: int) -> np.nda
             _draft_chain(r, table, case, state["n"], root)
 
 
-def _draft_chain(
-    r: TableRound, table: Table, case: Case, n: np.ndarray, pair: np.ndarray
-) -> None:
+def _draft_chain(r: TableRound, table: Table, case: Case, n: np.ndarray, pair: np.ndarray) -> None:
     """Drafts behind the last two tokens of every slot, one after the other."""
     proposal = np.zeros((r.slots, r.draft_length), np.int32)
     for j in range(1, r.draft_length + 1):
@@ -238,8 +243,13 @@ def _fill_rows(
         ready = exists[:, j].copy()
         if case.late and j > 0:  # a choice by the prefix alone
             ready &= (pairs[:, j].sum(axis=1) + state["n"]) % 3 != 0
-        _write_row(r, j, table.legal[pairs[:, j, 0], pairs[:, j, 1]],
-                   np.where(ready, ref.READY, ref.NOT_READY), state["n"] + depth[:, j])  # fmt: skip
+        _write_row(
+            r,
+            j,
+            table.legal[pairs[:, j, 0], pairs[:, j, 1]],
+            np.where(ready, ref.READY, ref.NOT_READY),
+            state["n"] + depth[:, j],
+        )
     return pairs
 
 
@@ -275,12 +285,20 @@ def _join_all(r: TableRound, case: Case, first_seed: int) -> None:
     """Join every slot at once: the same request but for its seed."""
     f, state = case.filter, np.zeros(r.slots, SLOT)
     for name, value in {
-        "n": FIRST, "last": START[1], "active": 1, "epoch": 3, "limit": FIRST + 1 + case.length,
+        "n": FIRST,
+        "last": START[1],
+        "active": 1,
+        "epoch": 3,
+        "limit": FIRST + 1 + case.length,
         "room": FIRST + 1 + case.length + case.draft_length,
-        "temperature": f.temperature, "top_k": f.top_k, "top_p": f.top_p, "min_p": f.min_p,
-        "verify": case.verify, "stops": len(case.stop_ids),
+        "temperature": f.temperature,
+        "top_k": f.top_k,
+        "top_p": f.top_p,
+        "min_p": f.min_p,
+        "verify": case.verify,
+        "stops": len(case.stop_ids),
         "seed": np.arange(first_seed, first_seed + r.slots, dtype=np.uint64),
-    }.items():  # fmt: skip
+    }.items():
         state[name] = value
     state["stop_ids"][:, : len(case.stop_ids)] = case.stop_ids
     r.state.copy_from(state)
@@ -297,9 +315,13 @@ def _forced(pair: np.ndarray) -> np.ndarray:
 
 
 def _write_row(
-    r: TableRound, j: int, legal: np.ndarray, state: object, position: np.ndarray,
+    r: TableRound,
+    j: int,
+    legal: np.ndarray,
+    state: object,
+    position: np.ndarray,
     more: object = 0,
-) -> None:  # fmt: skip
+) -> None:
     r.exchange.masks[:, j] = ref.pack_bits(legal)
     for i, values in enumerate((state, 3, position, more)):
         r.stamps[:, j, i] = values

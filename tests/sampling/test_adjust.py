@@ -19,12 +19,21 @@ EVERY_LAW = [
     Adjust(presence=1.5, output=(5, 5, 8)),
     Adjust(frequency=-0.7, output=(5, 5, 8)),
     Adjust(repetition=1.7, prompt=(1, 1, 2, 9), output=(5, 8)),
-    Adjust(bias={5: 2.0}, banned=(8,), presence=-2.0, frequency=0.3, repetition=0.6,
-           prompt=(5, 11), output=(5, 6, 6), earliest=13, logprobs=20),
+    Adjust(
+        bias={5: 2.0},
+        banned=(8,),
+        presence=-2.0,
+        frequency=0.3,
+        repetition=0.6,
+        prompt=(5, 11),
+        output=(5, 6, 6),
+        earliest=13,
+        logprobs=20,
+    ),
     Adjust(earliest=12, logprobs=0),
     Adjust(bias={5: 2.0}, presence=1.0, output=(5, 6), earliest=13, logprobs=9, masked=True),
     Adjust(allowed=STOPS, earliest=12),
-]  # fmt: skip
+]
 
 
 def slot_of(rng: np.random.Generator, law: Adjust, verify: int, temperature: float) -> ref.Slot:
@@ -33,10 +42,17 @@ def slot_of(rng: np.random.Generator, law: Adjust, verify: int, temperature: flo
     tables = [rng.dirichlet(np.full(VOCAB, 0.3)).astype(np.float32) for _ in drafts]
     kinds = tuple(int(q[d] == 0 or rng.random() < 0.5) for q, d in zip(tables, drafts, strict=True))
     return ref.Slot(
-        n=10, tree=ref.chain(1, *map(int, drafts)), limit=100, seed=int(rng.integers(1 << 40)),
-        filter=ref.Filter(temperature, top_k=30), verify=verify, stop_ids=STOPS, adjust=law,
-        kinds=kinds, q=tuple(tables),
-    )  # fmt: skip
+        n=10,
+        tree=ref.chain(1, *map(int, drafts)),
+        limit=100,
+        seed=int(rng.integers(1 << 40)),
+        filter=ref.Filter(temperature, top_k=30),
+        verify=verify,
+        stop_ids=STOPS,
+        adjust=law,
+        kinds=kinds,
+        q=tuple(tables),
+    )
 
 
 def masks_of(rng: np.random.Generator, slot: ref.Slot) -> list[ref.MaskRow]:
@@ -60,14 +76,16 @@ def left(r: TableRound, slot: ref.Slot, j: int, logits: np.ndarray, row: ref.Mas
     return np.where(legal, ref.adjusted(slot, j, logits, legal), -np.inf)
 
 
-@pytest.mark.parametrize("verify,temperature", [(0, 0.0), (0, 0.9), (1, 0.9)],
-                         ids=["greedy", "rejection", "coupled"])  # fmt: skip
+@pytest.mark.parametrize(
+    "verify,temperature", [(0, 0.0), (0, 0.9), (1, 0.9)], ids=["greedy", "rejection", "coupled"]
+)
 def test_every_law_in_every_mode(make_round, block, verify: int, temperature: float) -> None:
     """Rounds with drafts, under masks, bring the reference's tokens; what was committed is counted;
     log probabilities are of the logits as they were given, or as they are left, by NumPy."""
     rng = np.random.default_rng(verify + 10)
-    r: TableRound = make_round(slots=len(EVERY_LAW), draft_length=DRAFTS, vocab=VOCAB,
-                               token_limit=VOCAB - 5, block=block)  # fmt: skip
+    r: TableRound = make_round(
+        slots=len(EVERY_LAW), draft_length=DRAFTS, vocab=VOCAB, token_limit=VOCAB - 5, block=block
+    )
     accepted = 0
     for _ in range(6):
         laws = [EVERY_LAW[i] for i in rng.permutation(len(EVERY_LAW))]  # slots forget the last one
@@ -75,8 +93,10 @@ def test_every_law_in_every_mode(make_round, block, verify: int, temperature: fl
         logits = rng.normal(0, 2, (len(slots), DRAFTS + 1, VOCAB)).astype(np.float32)
         logits[:, :, 5] += 6
         masks = [masks_of(rng, slot) for slot in slots]
-        shaped = [[left(r, slot, j, logits[i, j], row) for j, row in enumerate(masks[i])]
-                  for i, slot in enumerate(slots)]  # fmt: skip
+        shaped = [
+            [left(r, slot, j, logits[i, j], row) for j, row in enumerate(masks[i])]
+            for i, slot in enumerate(slots)
+        ]
         r.ring.row("logprobs", r.replay + 1)[:] = 0
         out = r.play(slots, logits, masks)
         accepted += int(out["accepted"].sum())

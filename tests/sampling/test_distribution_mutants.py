@@ -16,65 +16,134 @@ FOREST = Case(6, PLAIN, verify=ref.TRAVERSAL, masked=False, sharp=True, tree=TRE
 #: and a case that shows it.
 MUTANTS = {
     "one random number for draft and coin": (
-        "philox.cuh", "#define PURPOSE_COIN 2u", "#define PURPOSE_COIN PURPOSE_DRAFT", CHAIN),
+        "philox.cuh",
+        "#define PURPOSE_COIN 2u",
+        "#define PURPOSE_COIN PURPOSE_DRAFT",
+        CHAIN,
+    ),
     "one random number for coin and residual": (
-        "philox.cuh", "#define PURPOSE_RESIDUAL 3u", "#define PURPOSE_RESIDUAL PURPOSE_COIN",
-        Case(3, PLAIN, verify=ref.PER_TOKEN, masked=False)),
+        "philox.cuh",
+        "#define PURPOSE_RESIDUAL 3u",
+        "#define PURPOSE_RESIDUAL PURPOSE_COIN",
+        Case(3, PLAIN, verify=ref.PER_TOKEN, masked=False),
+    ),
     "one random number for draft and residual": (
-        "philox.cuh", "#define PURPOSE_RESIDUAL 3u", "#define PURPOSE_RESIDUAL PURPOSE_DRAFT",
-        CHAIN),
+        "philox.cuh",
+        "#define PURPOSE_RESIDUAL 3u",
+        "#define PURPOSE_RESIDUAL PURPOSE_DRAFT",
+        CHAIN,
+    ),
     "random numbers by position alone, as if nothing had been looked at": (
-        "philox.cuh", "static_cast<unsigned int>(noise.turn)", "0u", SHARP),
+        "philox.cuh",
+        "static_cast<unsigned int>(noise.turn)",
+        "0u",
+        SHARP,
+    ),
     "the first draft that fails ends the chain": (
-        "verify.cu", "} else if (slot.verify == VERIFY_PER_TOKEN) {", "} else {", SHARP),
+        "verify.cu",
+        "} else if (slot.verify == VERIFY_PER_TOKEN) {",
+        "} else {",
+        SHARP,
+    ),
     "what is left of p, not of P p": (
-        "verify.cu", "const Left left = {weights[j], p,", "const Left left = {1.0f, p,", SHARP),
+        "verify.cu",
+        "const Left left = {weights[j], p,",
+        "const Left left = {1.0f, p,",
+        SHARP,
+    ),
     "end of a chain as if it went on": (
-        "verify.cu", "float win = weight;", "float win = fmul(weight, weight);", SHARP),
+        "verify.cu",
+        "float win = weight;",
+        "float win = fmul(weight, weight);",
+        SHARP,
+    ),
     "refused draft not removed from p": (
-        "verify.cu", "noise, scratch, left);", "noise, scratch, [p](int i) { return p[i]; });",
-        ALONE),
+        "verify.cu",
+        "noise, scratch, left);",
+        "noise, scratch, [p](int i) { return p[i]; });",
+        ALONE,
+    ),
     "refused point draft not removed from p": (
-        "row.cuh", " || (!q && id == draft)", "", Case(3, PLAIN, forced=True)),
+        "row.cuh",
+        " || (!q && id == draft)",
+        "",
+        Case(3, PLAIN, forced=True),
+    ),
     "illegal draft cut instead of refused": (
-        "verify.cu", "noise, scratch, left);",
+        "verify.cu",
+        "noise, scratch, left);",
         "noise, scratch, [=](int i) { return p[slot.drafts[j]] > 0.0f ? left(i) : p[i]; });",
-        ALONE),
+        ALONE,
+    ),
     "mask row off by one": (
-        "sample.cu", "mask_of(masks, layout, index, j)",
-        "mask_of(masks, layout, index, j > 0 ? j - 1 : 0)", LATE),
+        "sample.cu",
+        "mask_of(masks, layout, index, j)",
+        "mask_of(masks, layout, index, j > 0 ? j - 1 : 0)",
+        LATE,
+    ),
     "drafts drawn before the filters of their table": (
-        "sample.cu", "    if (d2t) token = d2t[token];",
+        "sample.cu",
+        "    if (d2t) token = d2t[token];",
         "    const auto flat = [table](int i) { return table[i] > 0.0f ? 1.0f : 0.0f; };\n"
-        "    if (!greedy) token = draw_column(draft_vocab, d2t, noise, scratch, flat);", LATE),
+        "    if (!greedy) token = draw_column(draft_vocab, d2t, noise, scratch, flat);",
+        LATE,
+    ),
     "bonus after a stop id": (
-        "verify.cu", "while (j > 0 && reason == REASON_NONE);",
+        "verify.cu",
+        "while (j > 0 && reason == REASON_NONE);",
         "while (j > 0 && reason != REASON_LENGTH);",
-        Case(2, NUCLEUS, masked=True, stop_ids=(3, 6))),
+        Case(2, NUCLEUS, masked=True, stop_ids=(3, 6)),
+    ),
     "what a node's children leave of its law as if it still summed up to 1": (
-        "traverse.cu", "if (sum > 0) nodes[u].whole = win;", "", FOREST),
+        "traverse.cu",
+        "if (sum > 0) nodes[u].whole = win;",
+        "",
+        FOREST,
+    ),
     "siblings tested as if none had been drawn before them": (
-        "traverse.cu", "if (column >= 0) table_of(node)[column] = 0.0f;", "", FOREST),
+        "traverse.cu",
+        "if (column >= 0) table_of(node)[column] = 0.0f;",
+        "",
+        FOREST,
+    ),
     "trees tested with random numbers by row alone": (
-        "philox.cuh", "static_cast<unsigned int>(noise.turn)", "0u", FOREST),
+        "philox.cuh",
+        "static_cast<unsigned int>(noise.turn)",
+        "0u",
+        FOREST,
+    ),
     "nodes that draw with one noise": (
-        "tree.cu", "draws ? slot.n + node + 1 : position", "slot.n + 1", FOREST),
+        "tree.cu",
+        "draws ? slot.n + node + 1 : position",
+        "slot.n + 1",
+        FOREST,
+    ),
     "a table as if all of it were legal": (
-        "traverse.cu", "const u32* mask = masked ?", "const u32* mask = masked && b < 0 ?",
-        replace(FOREST, masked=True, sharp=False)),
+        "traverse.cu",
+        "const u32* mask = masked ?",
+        "const u32* mask = masked && b < 0 ?",
+        replace(FOREST, masked=True, sharp=False),
+    ),
     "a first draft that has no place because of its own token": (
-        ROUND, UNEVEN[0], "const float reach = slot.drafts[0] & 1 ? 1.0f : 0.0f;",
-        replace(SHARP, placed=True)),
-}  # fmt: skip
+        ROUND,
+        UNEVEN[0],
+        "const float reach = slot.drafts[0] & 1 ? 1.0f : 0.0f;",
+        replace(SHARP, placed=True),
+    ),
+}
 
 
 #: Words in the names of those that others are much like, or that need many samples.
 LONG = ("residual", "row alone", "position alone", "children", "went on", "instead of refused")
 
 
-@pytest.mark.parametrize("name", [
-    pytest.param(name, marks=pytest.mark.full if any(word in name for word in LONG) else ())
-    for name in MUTANTS])
+@pytest.mark.parametrize(
+    "name",
+    [
+        pytest.param(name, marks=pytest.mark.full if any(word in name for word in LONG) else ())
+        for name in MUTANTS
+    ],
+)
 def test_a_broken_rule_is_caught(device, stream, tmp_path, monkeypatch, name):
     """The law is missed at p < .001 on both sets of seeds, in a case that the right kernels pass
     with as many samples."""

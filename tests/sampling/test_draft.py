@@ -38,8 +38,15 @@ def test_matches_the_reference(make_round, block, mapped, how):
         d2t = np.sort(rng.choice(V, 30, replace=False)).astype(np.int32)
         d2t[-1] = V + 3  # a broken map entry is illegal, never an address
     ids, limit, probed = np.arange(V) if d2t is None else d2t, V - 2, how == "probed"
-    r = make_round(slots=SLOTS, draft_length=K, vocab=V, token_limit=limit, d2t=d2t, block=block,
-                   candidates=MOST if probed else 0)  # fmt: skip
+    r = make_round(
+        slots=SLOTS,
+        draft_length=K,
+        vocab=V,
+        token_limit=limit,
+        d2t=d2t,
+        block=block,
+        candidates=MOST if probed else 0,
+    )
     seen: Counter = Counter()
 
     def probe(i: int, s: ref.Slot, j: int, logits: np.ndarray) -> tuple[int, ref.MaskRow]:
@@ -66,8 +73,12 @@ def test_matches_the_reference(make_round, block, mapped, how):
             add_drafts(rng, s, rng.normal(0, 2, (K, V)), np.isin(np.arange(V), ids))
         free = [probed and i % 4 == 0 for i in range(SLOTS)]  # without a grammar
         rows = [
-            [ref.MaskRow(ref.FREE if rng.random() < 0.9 else ref.NOT_READY, s.epoch, s.n, more=f),
-             *[ref.MaskRow(ref.NOT_READY, s.epoch, s.n)] * K]
+            [
+                ref.MaskRow(
+                    ref.FREE if rng.random() < 0.9 else ref.NOT_READY, s.epoch, s.n, more=f
+                ),
+                *[ref.MaskRow(ref.NOT_READY, s.epoch, s.n)] * K,
+            ]
             for s, f in zip(slots, free, strict=True)
         ]
         before, order = [s.n for s in slots], rng.permutation(SLOTS)
@@ -120,14 +131,24 @@ def test_candidates_of_all_levels_come_at_once(make_round, block, mapped, branch
     rng, levels, most = np.random.default_rng(5), 4, 6
     d2t = np.sort(rng.choice(V, 30, replace=False)).astype(np.int32) if mapped else None
     ids, limit = np.arange(V) if d2t is None else d2t, V - 2
-    r = make_round(slots=SLOTS, draft_length=levels, vocab=V, token_limit=limit, d2t=d2t,
-                   block=block, candidates=most, branch=branch, levels=levels)  # fmt: skip
+    r = make_round(
+        slots=SLOTS,
+        draft_length=levels,
+        vocab=V,
+        token_limit=limit,
+        d2t=d2t,
+        block=block,
+        candidates=most,
+        branch=branch,
+        levels=levels,
+    )
     seen: Counter = Counter()
     for _ in range(4):
         slots = [random_slot(rng, V, 5) for _ in range(SLOTS)]
         free = [i % 4 == 0 for i in range(SLOTS)]
-        rows = [[ref.MaskRow(ref.FREE, s.epoch, s.n, more=f)]
-                for s, f in zip(slots, free, strict=True)]  # fmt: skip
+        rows = [
+            [ref.MaskRow(ref.FREE, s.epoch, s.n, more=f)] for s, f in zip(slots, free, strict=True)
+        ]
         before, order = [s.n for s in slots], rng.permutation(SLOTS)
         r.play(slots, rng.normal(0, 2, (SLOTS, K + 1, V)).astype(np.float32), rows, order)
         logits = rng.normal(0, 2, (levels, SLOTS, r.draft_vocab)).astype(np.float32)
@@ -148,8 +169,9 @@ def test_candidates_of_all_levels_come_at_once(make_round, block, mapped, branch
             for level, shares in enumerate(told.reshape(levels, most)[:count]):
                 wanted = ref.candidates(s, level + 1, logits[level, i], ids, limit)[:most]
                 seen["broken"] += not wanted
-                assert [*offered[level], -1][: len(wanted) + 1][: most] == [*wanted, -1][:most]
+                assert [*offered[level], -1][: len(wanted) + 1][:most] == [*wanted, -1][:most]
                 race = ref.shares(s, level + 1, logits[level, i], ids, limit)
-                np.testing.assert_allclose(shares[: len(wanted)], [race[t] for t in wanted],
-                                           rtol=1e-4, atol=1e-9)  # fmt: skip
+                np.testing.assert_allclose(
+                    shares[: len(wanted)], [race[t] for t in wanted], rtol=1e-4, atol=1e-9
+                )
     assert seen["asked"] > 20 and seen["broken"] > 1

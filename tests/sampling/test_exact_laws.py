@@ -108,6 +108,7 @@ def law_of_rounds(chance: Chance, world: World, start: ref.Slot) -> tuple[dict, 
 
     def rounds(n: int, last: int) -> list:
         if (n, last) not in laws:
+
             def run() -> tuple[tuple[int, ...], int, bool]:
                 slot = replace(start, n=n, tree=ref.chain(last))
                 return (*world.round(slot), slot.active)
@@ -148,10 +149,14 @@ def law_of_target(world: World, start: ref.Slot) -> dict:
 
 
 WORLDS = {
-    "masked": {}, "blind": {"masked": False}, "late": {"late": True},
-    "mixed": {"kinds": "pdd"}, "mixed, blind": {"kinds": "dpd", "masked": False},
-    "mixed, late": {"kinds": "ddp", "masked": False, "late": True}, "points": {"kinds": "ppp"},
-}  # fmt: skip
+    "masked": {},
+    "blind": {"masked": False},
+    "late": {"late": True},
+    "mixed": {"kinds": "pdd"},
+    "mixed, blind": {"kinds": "dpd", "masked": False},
+    "mixed, late": {"kinds": "ddp", "masked": False, "late": True},
+    "points": {"kinds": "ppp"},
+}
 
 
 @pytest.mark.parametrize("stop_ids", [(), (2,)], ids=["endless", "stop"])
@@ -203,9 +208,12 @@ class TreeWorld(World):
 
 
 SHAPES = {
-    "star": ((0,), (1,), (2,)), "fork": ((0,), (0, 0), (0, 1)), "first": ((0,), (1,), (0, 0)),
-    "second": ((0,), (1,), (1, 0)), "chain": ((0,), (0, 0), (0, 0, 0)),
-}  # fmt: skip
+    "star": ((0,), (1,), (2,)),
+    "fork": ((0,), (0, 0), (0, 1)),
+    "first": ((0,), (1,), (0, 0)),
+    "second": ((0,), (1,), (1, 0)),
+    "chain": ((0,), (0, 0), (0, 0, 0)),
+}
 
 
 @pytest.mark.parametrize("stop_ids", [(), (2,)], ids=["endless", "stop"])

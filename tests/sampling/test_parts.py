@@ -11,10 +11,17 @@ from graft.sampling.adjust import Adjust
 from graft.sampling.state import Relaxed
 
 FILTERS = [
-    ref.Filter(0.0), ref.Filter(1.0), ref.Filter(0.3, top_p=0.9), ref.Filter(1.0, top_k=40),
-    ref.Filter(0.8, top_k=3000, top_p=0.999, min_p=1e-4), ref.Filter(1.0, min_p=0.02),
-    ref.Filter(3.0, top_p=0.95), ref.Filter(1.0, top_k=1), ref.Filter(0.0), ref.Filter(1.0),
-]  # fmt: skip
+    ref.Filter(0.0),
+    ref.Filter(1.0),
+    ref.Filter(0.3, top_p=0.9),
+    ref.Filter(1.0, top_k=40),
+    ref.Filter(0.8, top_k=3000, top_p=0.999, min_p=1e-4),
+    ref.Filter(1.0, min_p=0.02),
+    ref.Filter(3.0, top_p=0.95),
+    ref.Filter(1.0, top_k=1),
+    ref.Filter(0.0),
+    ref.Filter(1.0),
+]
 MODES = [0, 0, 0, ref.COUPLED, 0, ref.PER_TOKEN, 0, ref.COUPLED, ref.RELAXED, ref.RELAXED]
 SLOTS, DRAFTS = len(FILTERS), 2
 
@@ -23,11 +30,25 @@ def slot_of(rng: np.random.Generator, i: int, logits: np.ndarray, legal: np.ndar
     """Two drafts of every kind, a tree where that may be, and a law for every other request."""
     vocab = logits.shape[1]
     slot = ref.Slot(
-        n=10, tree=ref.chain(1), limit=100, seed=77 + i, filter=FILTERS[i], verify=MODES[i],
-        stop_ids=(2,), relaxed=Relaxed(5, 0.5, None) if MODES[i] == ref.RELAXED else None,
-        adjust=Adjust(bias={5: 1.5}, frequency=0.2, output=(3, 3, 6), earliest=20, logprobs=3,
-                      masked=i % 4 == 1) if i % 2 else None,
-    )  # fmt: skip
+        n=10,
+        tree=ref.chain(1),
+        limit=100,
+        seed=77 + i,
+        filter=FILTERS[i],
+        verify=MODES[i],
+        stop_ids=(2,),
+        relaxed=Relaxed(5, 0.5, None) if MODES[i] == ref.RELAXED else None,
+        adjust=Adjust(
+            bias={5: 1.5},
+            frequency=0.2,
+            output=(3, 3, 6),
+            earliest=20,
+            logprobs=3,
+            masked=i % 4 == 1,
+        )
+        if i % 2
+        else None,
+    )
     for j in range(DRAFTS):
         q = np.exp(logits[j] - logits[j].max()) * (rng.random(vocab) < 0.8)
         q = (q / q.sum()).astype(np.float32)
@@ -44,9 +65,14 @@ def all_that_is_left(make_round, vocab: int, kinds: int, block: int, parts: int)
     rng = np.random.default_rng(vocab)
     d2t = np.sort(rng.choice(vocab, vocab // 2, replace=False)).astype(np.int32)
     r: TableRound = make_round(
-        slots=kinds, draft_length=DRAFTS, vocab=vocab, d2t=d2t if vocab > 8 else None,
-        block=block, token_limit=vocab - vocab // 9, parts=parts,
-    )  # fmt: skip
+        slots=kinds,
+        draft_length=DRAFTS,
+        vocab=vocab,
+        d2t=d2t if vocab > 8 else None,
+        block=block,
+        token_limit=vocab - vocab // 9,
+        parts=parts,
+    )
     found = []
     for _ in range(2):
         logits = rng.normal(0, 2.5, (kinds, DRAFTS + 1, vocab)).astype(np.float32)
@@ -74,15 +100,18 @@ def all_that_is_left(make_round, vocab: int, kinds: int, block: int, parts: int)
     return found
 
 
-@pytest.mark.parametrize("vocab,kinds,shapes", [
-    (8, SLOTS, [(1, 2), (1, 32), (64, 8)]),
-    (2048, SLOTS, [(1, 2), (1, 8), (1, 32), (64, 1), (64, 8)]),
-    (49152, SLOTS, [(1, 8)]),
-    (128256, 4, [(1, 32), (512, 2)]),
-    pytest.param(49152, SLOTS, [(1, 2), (1, 32), (512, 8)], marks=pytest.mark.full),
-    pytest.param(128256, SLOTS, [(1, 2), (1, 8), (1, 32), (512, 32)], marks=pytest.mark.full),
-    pytest.param(151936, SLOTS, [(1, 2), (1, 8), (1, 32), (1024, 32)], marks=pytest.mark.full),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    "vocab,kinds,shapes",
+    [
+        (8, SLOTS, [(1, 2), (1, 32), (64, 8)]),
+        (2048, SLOTS, [(1, 2), (1, 8), (1, 32), (64, 1), (64, 8)]),
+        (49152, SLOTS, [(1, 8)]),
+        (128256, 4, [(1, 32), (512, 2)]),
+        pytest.param(49152, SLOTS, [(1, 2), (1, 32), (512, 8)], marks=pytest.mark.full),
+        pytest.param(128256, SLOTS, [(1, 2), (1, 8), (1, 32), (512, 32)], marks=pytest.mark.full),
+        pytest.param(151936, SLOTS, [(1, 2), (1, 8), (1, 32), (1024, 32)], marks=pytest.mark.full),
+    ],
+)
 def test_blocks_that_share_rows_give_the_same_bits(make_round, vocab, kinds, shapes):
     """Tokens, distributions, drafts, tables and log probabilities of greedy, filtered, coupled,
     tested and relaxed rows, of chains and trees."""

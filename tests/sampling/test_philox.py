@@ -24,13 +24,22 @@ extern "C" __global__ void probe_numbers(const unsigned int* x, const float* y, 
 
 # Random123 distribution, tests/kat_vectors: philox4x32, 10 rounds: counter, key, result.
 KNOWN = [
-    ("00000000 00000000 00000000 00000000", "00000000 00000000",
-     "6627e8d5 e169c58d bc57ac4c 9b00dbd8"),
-    ("ffffffff ffffffff ffffffff ffffffff", "ffffffff ffffffff",
-     "408f276d 41c83b0e a20bc7c6 6d5451fd"),
-    ("243f6a88 85a308d3 13198a2e 03707344", "a4093822 299f31d0",
-     "d16cfe09 94fdcceb 5001e420 24126ea1"),
-]  # fmt: skip
+    (
+        "00000000 00000000 00000000 00000000",
+        "00000000 00000000",
+        "6627e8d5 e169c58d bc57ac4c 9b00dbd8",
+    ),
+    (
+        "ffffffff ffffffff ffffffff ffffffff",
+        "ffffffff ffffffff",
+        "408f276d 41c83b0e a20bc7c6 6d5451fd",
+    ),
+    (
+        "243f6a88 85a308d3 13198a2e 03707344",
+        "a4093822 299f31d0",
+        "d16cfe09 94fdcceb 5001e420 24126ea1",
+    ),
+]
 
 
 def _hex(text: str) -> np.ndarray:
@@ -69,8 +78,25 @@ def test_words_are_the_generators():
 def test_uniform_and_exponential_are_accurate_and_finite_everywhere(device, stream, probe):
     """u is exact in [0, 1); E is within 4e-7 relative of its definition, at both ends too."""
     rng = np.random.default_rng(4)
-    edges = [0, 1, 2, 3, 255, 256, 257, 2**31 - 1, 2**31, 2**32 - 1, 2**32 - 128, 2**32 - 129,
-             2**32 - 256, 2**32 - 257, 1257925828, 1257925829, 1257966796]  # fmt: skip
+    edges = [
+        0,
+        1,
+        2,
+        3,
+        255,
+        256,
+        257,
+        2**31 - 1,
+        2**31,
+        2**32 - 1,
+        2**32 - 128,
+        2**32 - 129,
+        2**32 - 256,
+        2**32 - 257,
+        1257925828,
+        1257925829,
+        1257966796,
+    ]
     spread = (2.0 ** rng.uniform(0, 32, 3000)).astype(np.uint64).clip(0, 2**32 - 1)
     x = np.concatenate([np.array(edges, np.uint64), spread, 2**32 - 1 - spread]).astype(np.uint32)
     u, e, _, _ = _numbers(device, stream, probe, x, np.ones(x.size, np.float32))

@@ -27,8 +27,9 @@ def test_trees_change_no_token_of_greedy_and_coupled_requests(f, stop_ids):
     """Random trees, illegal nodes, rows that are late or another's: the tokens and the end are
     those of decoding one token a round; siblings and depths are really accepted."""
     table, rng = make_table(17), np.random.default_rng(5)
-    start = ref.Slot(n=5, tree=ref.chain(1), limit=15, filter=f, verify=ref.COUPLED,
-                     stop_ids=stop_ids)  # fmt: skip
+    start = ref.Slot(
+        n=5, tree=ref.chain(1), limit=15, filter=f, verify=ref.COUPLED, stop_ids=stop_ids
+    )
     accepted: Counter = Counter()
 
     def decode(seed: int, nodes: int) -> tuple[list[int], int]:
@@ -41,10 +42,11 @@ def test_trees_change_no_token_of_greedy_and_coupled_requests(f, stop_ids):
                 ref.MaskRow(
                     ref.NOT_READY if nodes and rng.random() < 0.1 else ref.READY,
                     slot.epoch + (nodes > 0 and rng.random() < 0.05),
-                    slot.n + len(slot.tree.path(j)), table.legal[path],
+                    slot.n + len(slot.tree.path(j)),
+                    table.legal[path],
                 )
                 for j, path in enumerate(paths)
-            ]  # fmt: skip
+            ]
             outcome = ref.verify(slot, np.stack([table.target[path] for path in paths]), rows, V)
             tokens += outcome.tokens
             accepted[outcome.accepted] += nodes

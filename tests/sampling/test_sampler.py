@@ -23,13 +23,23 @@ def small(make_round) -> TableRound:
     return make_round(slots=4, draft_length=2, vocab=40)
 
 
-@pytest.mark.parametrize("change,word", [
-    ({"slot": 4}, "slot"), ({"slot": -1}, "slot"), ({"position": -1}, "position"),
-    ({"limit": 6}, "limit"), ({"temperature": -0.1}, "temperature"),
-    ({"temperature": float("nan")}, "temperature"), ({"top_k": -1}, "top_k"),
-    ({"top_p": 1.1}, "top_p"), ({"min_p": -0.1}, "min_p"), ({"verify": 9}, "verify"),
-    ({"stop_ids": tuple(range(65))}, "64 stop ids"), ({"sample": 1 << 24}, "sample"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    "change,word",
+    [
+        ({"slot": 4}, "slot"),
+        ({"slot": -1}, "slot"),
+        ({"position": -1}, "position"),
+        ({"limit": 6}, "limit"),
+        ({"temperature": -0.1}, "temperature"),
+        ({"temperature": float("nan")}, "temperature"),
+        ({"top_k": -1}, "top_k"),
+        ({"top_p": 1.1}, "top_p"),
+        ({"min_p": -0.1}, "min_p"),
+        ({"verify": 9}, "verify"),
+        ({"stop_ids": tuple(range(65))}, "64 stop ids"),
+        ({"sample": 1 << 24}, "sample"),
+    ],
+)
 def test_a_bad_join_is_refused_and_changes_nothing(small, change, word):
     """The error names the value; the slot stays as it was."""
     values = {"slot": 0, **GOOD, **change}
@@ -43,12 +53,28 @@ def test_join_and_leave_write_the_slot_and_no_other(small):
     before = np.zeros(4, SLOT)
     before["draft_len"] = 2
     small.state.copy_from(before)
-    values = {"seed": -1, "temperature": 0.5, "top_k": 3, "top_p": 0.25, "min_p": 0.125,
-              "verify": 1, "sample": 6}  # fmt: skip
+    values = {
+        "seed": -1,
+        "temperature": 0.5,
+        "top_k": 3,
+        "top_p": 0.25,
+        "min_p": 0.125,
+        "verify": 1,
+        "sample": 6,
+    }
     small.state.join(small.lane, 2, **GOOD, stop_ids=(7, 9), **values)
     after = small.state.to_host()
-    wanted = {"n": 5, "last": 1, "epoch": 1, "limit": 20, "stops": 2, "active": 1,
-              **values, "seed": 2**64 - 1, "draft_len": 0}  # fmt: skip
+    wanted = {
+        "n": 5,
+        "last": 1,
+        "epoch": 1,
+        "limit": 20,
+        "stops": 2,
+        "active": 1,
+        **values,
+        "seed": 2**64 - 1,
+        "draft_len": 0,
+    }
     for name, value in wanted.items():
         assert after[2][name] == value, name
     np.testing.assert_array_equal(after[2]["stop_ids"][:3], [7, 9, 0])
@@ -91,8 +117,14 @@ def test_a_sampler_whose_parts_do_not_fit_is_refused(device, small):
     """Sizes of state, exchange, maps and ring must agree with the sampler's own."""
 
     def make(**change):
-        parts = {"state": small.state, "exchange": small.exchange, "replay": small.replay_ptr,
-                 "token_limit": 40, "draft_vocab": 40, "max_batch": 4}  # fmt: skip
+        parts = {
+            "state": small.state,
+            "exchange": small.exchange,
+            "replay": small.replay_ptr,
+            "token_limit": 40,
+            "draft_vocab": 40,
+            "max_batch": 4,
+        }
         return Sampler(device, **{**parts, **change})
 
     def exchange(**change):
@@ -112,8 +144,14 @@ def test_a_sampler_whose_parts_do_not_fit_is_refused(device, small):
     ):
         with pytest.raises(error, match=word):
             make(**change)
-    for sizes in ({"slots": 0}, {"drafts": -1}, {"vocab_size": 0}, {"candidates": -1},
-                  {"drafts": 65}, {"branch": 0}):
+    for sizes in (
+        {"slots": 0},
+        {"drafts": -1},
+        {"vocab_size": 0},
+        {"candidates": -1},
+        {"drafts": 65},
+        {"branch": 0},
+    ):
         with pytest.raises(OptionError, match=next(iter(sizes))):
             exchange(**sizes)
     for slots, drafts, word in ((4, 1, "words of an output row"), (3, 2, "output rows")):

@@ -8,12 +8,22 @@ import reference_round as ref
 from sampling_round import TableRound
 
 FILTERS = [
-    ref.Filter(1.0), ref.Filter(0.2), ref.Filter(5.0), ref.Filter(1.0, top_k=1),
-    ref.Filter(0.7, top_k=7), ref.Filter(1.0, top_p=0.5), ref.Filter(1.0, top_p=0.999),
-    ref.Filter(1.3, top_p=1e-6), ref.Filter(1.0, min_p=0.1), ref.Filter(1.0, min_p=1.0),
-    ref.Filter(1.1, top_k=20, top_p=0.9, min_p=0.02), ref.Filter(1.0, top_k=10**6),
-    ref.Filter(1.0, top_p=0.0), ref.Filter(2e-5), ref.Filter(0.0),
-]  # fmt: skip
+    ref.Filter(1.0),
+    ref.Filter(0.2),
+    ref.Filter(5.0),
+    ref.Filter(1.0, top_k=1),
+    ref.Filter(0.7, top_k=7),
+    ref.Filter(1.0, top_p=0.5),
+    ref.Filter(1.0, top_p=0.999),
+    ref.Filter(1.3, top_p=1e-6),
+    ref.Filter(1.0, min_p=0.1),
+    ref.Filter(1.0, min_p=1.0),
+    ref.Filter(1.1, top_k=20, top_p=0.9, min_p=0.02),
+    ref.Filter(1.0, top_k=10**6),
+    ref.Filter(1.0, top_p=0.0),
+    ref.Filter(2e-5),
+    ref.Filter(0.0),
+]
 
 
 def simple(f: ref.Filter) -> ref.Slot:
@@ -66,8 +76,7 @@ def test_a_row_without_a_legal_token_ends_the_request_and_yields_nothing(make_ro
     logits[6, 50] = np.nan  # beyond the bound
     logits[7, 7] = -np.float32(np.nan)
     for f in (ref.Filter(0.0), ref.Filter(1.0)):
-        r = make_round(slots=8, draft_length=0, vocab=vocab, token_limit=limit,
-                       block=block)  # fmt: skip
+        r = make_round(slots=8, draft_length=0, vocab=vocab, token_limit=limit, block=block)
         out, _ = run_rows(r, logits, [simple(f) for _ in range(8)], legal)
         reasons = [ref.DEAD, ref.DEAD, ref.DEAD, ref.FAULT, ref.FAULT, 0, 0, ref.FAULT]
         np.testing.assert_array_equal(out["reason"], reasons)

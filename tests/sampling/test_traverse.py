@@ -17,9 +17,12 @@ V, DRAFTS, SLOTS = 41, 9, 24
 
 
 def draw_tree(
-    rng: np.random.Generator, s: ref.Slot, logits: np.ndarray, masks: list[ref.MaskRow],
+    rng: np.random.Generator,
+    s: ref.Slot,
+    logits: np.ndarray,
+    masks: list[ref.MaskRow],
     known: np.ndarray,
-) -> None:  # fmt: skip
+) -> None:
     """A tree of any shape, up to three siblings under a node, drawn near the target's law, from
     what its mask row leaves where the slot is probed; tables hold what it does not leave, too."""
     waiting, fed = [0], 0
@@ -57,8 +60,17 @@ def test_traversal_matches_the_reference(make_round, block, probed, pruned):
     d2t = np.sort(rng.choice(V, 30, replace=False)).astype(np.int32) if pruned else None
     known = np.ones(V, bool) if d2t is None else np.isin(np.arange(V), d2t)
     known[V - 2 :] = False
-    r = make_round(slots=SLOTS, draft_length=DRAFTS, vocab=V, token_limit=V - 2, d2t=d2t,
-                   block=block, candidates=8 if probed else 0, branch=3, tables=DRAFTS + 1)
+    r = make_round(
+        slots=SLOTS,
+        draft_length=DRAFTS,
+        vocab=V,
+        token_limit=V - 2,
+        d2t=d2t,
+        block=block,
+        candidates=8 if probed else 0,
+        branch=3,
+        tables=DRAFTS + 1,
+    )
     seen: Counter = Counter()
     for _ in range(6 if block == 1 else 2):
         logits = rng.normal(0, 2, (SLOTS, DRAFTS + 1, V)).astype(np.float32)
@@ -70,8 +82,12 @@ def test_traversal_matches_the_reference(make_round, block, probed, pruned):
             if s.filter.greedy or i % 6 == 0:
                 s.verify = s.verify if s.filter.greedy else ref.COUPLED
                 s.kinds = (ref.POINT,) * len(s.drafts)
-            rows = [ref.MaskRow(row.state, 1, s.n + len(s.tree.path(j)), row.legal)
-                    if j <= len(s.drafts) else row for j, row in enumerate(rows)]  # fmt: skip
+            rows = [
+                ref.MaskRow(row.state, 1, s.n + len(s.tree.path(j)), row.legal)
+                if j <= len(s.drafts)
+                else row
+                for j, row in enumerate(rows)
+            ]
             slots.append(s)
             masks.append(rows)
         traversed = [ref.SIBLING in s.kinds for s in slots]
@@ -113,8 +129,14 @@ def test_a_round_without_row_0_leaves_tables_and_drafts(make_round, block):
 def test_trees_that_cannot_be_drawn_are_refused(make_round, tree):
     """Those of the likeliest, and those that leave siblings out; also tables for fewer nodes."""
     plan = TreePlan.of(tree)
-    r = make_round(slots=1, draft_length=4, vocab=V, branch=plan.branch, fed=9,
-                   tables=1 + (plan.levels - 1) * plan.branch)  # fmt: skip
+    r = make_round(
+        slots=1,
+        draft_length=4,
+        vocab=V,
+        branch=plan.branch,
+        fed=9,
+        tables=1 + (plan.levels - 1) * plan.branch,
+    )
     with pytest.raises(OptionError, match="'traversal' needs a draft_tree whose shape is given"):
         TreeSampler(r.sampler, *plan)
     r.sampler.tables += 1

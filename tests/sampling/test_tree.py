@@ -63,8 +63,14 @@ def fed_paths(state: np.ndarray, level: int) -> list[tuple[int, ...] | None]:
 class Forest:
     """Trees of all slots of a round: drafters and grammars that numbers decide."""
 
-    def __init__(self, r, rng: np.random.Generator, ids: np.ndarray, probed: bool,
-                 ranks: list[tuple[int, ...]]) -> None:  # fmt: skip
+    def __init__(
+        self,
+        r,
+        rng: np.random.Generator,
+        ids: np.ndarray,
+        probed: bool,
+        ranks: list[tuple[int, ...]],
+    ) -> None:
         self.r, self.ids, self.probed, self.ranks = r, ids, probed, ranks
         self.number = int(rng.integers(1 << 30))
         self.free = [i % 4 == 0 for i in range(SLOTS)]  # without a grammar
@@ -72,13 +78,16 @@ class Forest:
         for i, s in enumerate(self.slots):
             draws = r.sampler.tables > 0 and i % 3 > 0
             s.verify, s.limit = ref.TRAVERSAL if draws else ref.COUPLED, s.limit + 3
-        rows = [[ref.MaskRow(ref.FREE, s.epoch, s.n, more=f)]
-                for s, f in zip(self.slots, self.free, strict=True)]
+        rows = [
+            [ref.MaskRow(ref.FREE, s.epoch, s.n, more=f)]
+            for s, f in zip(self.slots, self.free, strict=True)
+        ]
         before, self.order = [s.n for s in self.slots], rng.permutation(SLOTS)
         logits = rng.normal(0, 2, (SLOTS, 1, V)).astype(np.float32)
         r.play(self.slots, logits, rows, self.order)
-        self.growing = [i for i, s in enumerate(self.slots)
-                        if s.n > before[i] and ref.may_grow(s, 0)]  # fmt: skip
+        self.growing = [
+            i for i, s in enumerate(self.slots) if s.n > before[i] and ref.may_grow(s, 0)
+        ]
 
     def logits(self, level: int):
         """Logits of the nodes that are fed, as the drafter would leave them."""
@@ -123,10 +132,16 @@ class Forest:
             asks = self.probed and not self.free[i]
             tables[path] = fed.get(above)
             return ref.children(
-                s, s.n + len(path) + 1, logits_of(number, path, len(self.ids)), self.ids, limit,
+                s,
+                s.n + len(path) + 1,
+                logits_of(number, path, len(self.ids)),
+                self.ids,
+                limit,
                 partial(is_legal, number, path) if asks else None,
-                TREE_CANDIDATES if self.probed else BRANCH, BRANCH, fed.get(above),
-            )  # fmt: skip
+                TREE_CANDIDATES if self.probed else BRANCH,
+                BRANCH,
+                fed.get(above),
+            )
 
         if self.ranks:
             s.tree, feeds, gap = ref.grow_given(s, self.ranks, s.limit, children_of)
@@ -145,15 +160,30 @@ class Forest:
         return feeds, gap > 1e-5
 
 
-@pytest.mark.parametrize("block, probed, pruned, ranks", [
-    pytest.param(block, probed, pruned, ranks,
-                 id=f"block{block}-{'probed' if probed else 'blind'}-{name}",
-                 marks=[] if (number + probed + turn) % 2 else pytest.mark.full)
-    for turn, block in enumerate((1, 64)) for probed in (True, False)
-    for number, (name, pruned, ranks) in enumerate((
-        ("whole", False, []), ("pruned", True, []), ("given", True, RANKS),
-        ("drawn", True, DRAWN)))
-], indirect=["block"])
+@pytest.mark.parametrize(
+    "block, probed, pruned, ranks",
+    [
+        pytest.param(
+            block,
+            probed,
+            pruned,
+            ranks,
+            id=f"block{block}-{'probed' if probed else 'blind'}-{name}",
+            marks=[] if (number + probed + turn) % 2 else pytest.mark.full,
+        )
+        for turn, block in enumerate((1, 64))
+        for probed in (True, False)
+        for number, (name, pruned, ranks) in enumerate(
+            (
+                ("whole", False, []),
+                ("pruned", True, []),
+                ("given", True, RANKS),
+                ("drawn", True, DRAWN),
+            )
+        )
+    ],
+    indirect=["block"],
+)
 def test_trees_grow_as_the_reference_says(make_round, block, probed, pruned, ranks):
     """What is asked about, fed and kept: greedy and coupled, with ties, ends and stop ids; the
     likeliest, also where fewer are wanted, or those whose ranks are given; for traversal requests
@@ -161,9 +191,18 @@ def test_trees_grow_as_the_reference_says(make_round, block, probed, pruned, ran
     rng = np.random.default_rng(5)
     d2t = np.sort(rng.choice(V, 40, replace=False)).astype(np.int32) if pruned else None
     ids, limit = np.arange(V) if d2t is None else d2t, V - 2
-    r = make_round(slots=SLOTS, draft_length=DRAFTS, vocab=V, token_limit=limit, d2t=d2t,
-                   block=block, candidates=TREE_CANDIDATES if probed else 0, branch=BRANCH,
-                   fed=FED, tables=1 + FED if ranks == DRAWN else 0)  # fmt: skip
+    r = make_round(
+        slots=SLOTS,
+        draft_length=DRAFTS,
+        vocab=V,
+        token_limit=limit,
+        d2t=d2t,
+        block=block,
+        candidates=TREE_CANDIDATES if probed else 0,
+        branch=BRANCH,
+        fed=FED,
+        tables=1 + FED if ranks == DRAWN else 0,
+    )
     paths = TreePlan.of(ranks).paths if ranks else ()
     whole, seen = TreeSampler(r.sampler, BRANCH, LEVELS, paths), Counter()
     for nodes in (DRAFTS if ranks else 2, *(DRAFTS,) * (3 if block == 1 else 2)):
@@ -228,10 +267,15 @@ def test_a_silent_grammar_leaves_no_drafts(make_round):
     assert tuple(r.exchange.drafted[0, :2]) == (r.replay, 0)
 
 
-@pytest.mark.parametrize("branch, levels, what", [
-    (1, 2, "branch must be from 2"), (3, 0, "levels must be"), (3, 5, "levels must be"),
-    (2, 3, "branch of the exchange"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    "branch, levels, what",
+    [
+        (1, 2, "branch must be from 2"),
+        (3, 0, "levels must be"),
+        (3, 5, "levels must be"),
+        (2, 3, "branch of the exchange"),
+    ],
+)
 def test_trees_that_cannot_be_are_refused(make_round, branch, levels, what):
     """Sizes are checked by name."""
     r = make_round(slots=1, draft_length=4, vocab=V, candidates=TREE_CANDIDATES, branch=3, fed=9)
@@ -284,8 +328,11 @@ def test_proposals_may_branch(make_round, kind):
             r.exchange.answer[i] = (r.replay - late[i], 0, DRAFTS)
             r.exchange.legal[i] = np.array([tokens[i], parents[i]], np.int32).view("u4").ravel()
         most = int(rng.integers(DRAFTS + 1))
-        given = {"chain": (proposal, r.row_slot), "tree": (proposal, r.row_slot, on),
-                 "answer": (None, r.row_slot)}[kind]  # fmt: skip
+        given = {
+            "chain": (proposal, r.row_slot),
+            "tree": (proposal, r.row_slot, on),
+            "answer": (None, r.row_slot),
+        }[kind]
         r.sampler.place(r.lane, *given, most=most)
         r.stream.synchronize()
         for i, s in enumerate(slots):

@@ -21,22 +21,32 @@ def random_filter(rng: np.random.Generator) -> ref.Filter:
     if rng.random() < 0.33:
         return GREEDY
     return ref.Filter(
-        float(rng.choice([0.3, 1.0, 1.7])), top_k=int(rng.choice([0, 1, 5, 60])),
-        top_p=float(rng.choice([1.0, 0.9, 0.4])), min_p=float(rng.choice([0.0, 0.05])),
-    )  # fmt: skip
+        float(rng.choice([0.3, 1.0, 1.7])),
+        top_k=int(rng.choice([0, 1, 5, 60])),
+        top_p=float(rng.choice([1.0, 0.9, 0.4])),
+        min_p=float(rng.choice([0.0, 0.05])),
+    )
 
 
 def random_slot(rng: np.random.Generator, vocab: int = V, stops: int = 8) -> ref.Slot:
     """A slot without drafts, with up to so many stop ids."""
     n = int(rng.integers(3, 200))
     return ref.Slot(
-        n=n, tree=ref.chain(int(rng.integers(vocab))), limit=n + int(rng.integers(2, 9)),
-        seed=int(rng.integers(2**63)), filter=random_filter(rng), verify=int(rng.integers(4)),
-        epoch=int(rng.integers(1, 5)), sample=int(rng.choice([0, 0, 7])),
+        n=n,
+        tree=ref.chain(int(rng.integers(vocab))),
+        limit=n + int(rng.integers(2, 9)),
+        seed=int(rng.integers(2**63)),
+        filter=random_filter(rng),
+        verify=int(rng.integers(4)),
+        epoch=int(rng.integers(1, 5)),
+        sample=int(rng.choice([0, 0, 7])),
         stop_ids=tuple(rng.choice(vocab, rng.integers(0, stops + 1), replace=False).tolist()),
-        relaxed=Relaxed(int(rng.choice([1, 2, 40])), float(rng.choice([0.0, 0.2, 1.0])),
-                        int(rng.integers(vocab))),
-    )  # fmt: skip
+        relaxed=Relaxed(
+            int(rng.choice([1, 2, 40])),
+            float(rng.choice([0.0, 0.2, 1.0])),
+            int(rng.integers(vocab)),
+        ),
+    )
 
 
 def add_drafts(rng: np.random.Generator, slot: ref.Slot, logits: np.ndarray, known: np.ndarray):
@@ -58,13 +68,18 @@ def add_drafts(rng: np.random.Generator, slot: ref.Slot, logits: np.ndarray, kno
 
 #: State, and what is added to epoch and position; `more`.
 FORGED = {
-    "older epoch": (ref.READY, -1, 0), "newer epoch": (ref.READY, 1, 0),
-    "position before": (ref.READY, 0, -1), "position behind": (ref.READY, 0, 1),
-    "row of another draft": (ref.READY, 0, 2), "late": (ref.NOT_READY, 0, 0),
-    "free, of another request": (ref.FREE, 1, 0), "free, elsewhere": (ref.FREE, 0, 1),
+    "older epoch": (ref.READY, -1, 0),
+    "newer epoch": (ref.READY, 1, 0),
+    "position before": (ref.READY, 0, -1),
+    "position behind": (ref.READY, 0, 1),
+    "row of another draft": (ref.READY, 0, 2),
+    "late": (ref.NOT_READY, 0, 0),
+    "free, of another request": (ref.FREE, 1, 0),
+    "free, elsewhere": (ref.FREE, 0, 1),
     "free for all, of another request": (ref.FREE, -1, 0, 1),
-    "dead end, elsewhere": (ref.DEAD_END, 0, -1), "unknown state": (77, 0, 0),
-}  # fmt: skip
+    "dead end, elsewhere": (ref.DEAD_END, 0, -1),
+    "unknown state": (77, 0, 0),
+}
 
 
 def forged(slot: ref.Slot, j: int, name: str, legal: np.ndarray) -> ref.MaskRow:
@@ -73,9 +88,7 @@ def forged(slot: ref.Slot, j: int, name: str, legal: np.ndarray) -> ref.MaskRow:
     return ref.MaskRow(state, slot.epoch + epoch, slot.n + j + position, legal, *more)
 
 
-def random_masks(
-    rng: np.random.Generator, slot: ref.Slot, most: int = K
-) -> list[ref.MaskRow]:
+def random_masks(rng: np.random.Generator, slot: ref.Slot, most: int = K) -> list[ref.MaskRow]:
     """Mask rows: mostly ready or free, sometimes late, dead, failed or with a wrong stamp."""
     rows = []
     for j in range(most + 1):
@@ -90,8 +103,9 @@ def random_masks(
             legal[:] = True
         more = int(rng.random() < 0.3)
         row = ref.MaskRow(state, slot.epoch, position, legal, more)
-        rows.append(forged(slot, j, str(rng.choice(list(FORGED))), legal) if rng.random() < 0.08
-                    else row)  # fmt: skip
+        rows.append(
+            forged(slot, j, str(rng.choice(list(FORGED))), legal) if rng.random() < 0.08 else row
+        )
     return rows
 
 
@@ -124,8 +138,9 @@ def test_chains_from_tables_match_the_reference(make_round, block, pruned):
     one: what is accepted, and the token behind it, are the reference's."""
     rng, most, slots = np.random.default_rng(11), 6, 32
     ids = np.sort(rng.choice(V, 29, replace=False)).astype(np.int32) if pruned else np.arange(V)
-    r = make_round(slots=slots, draft_length=most, vocab=V, d2t=ids if pruned else None,
-                   block=block)  # fmt: skip
+    r = make_round(
+        slots=slots, draft_length=most, vocab=V, d2t=ids if pruned else None, block=block
+    )
     accepted = Counter()
     for _ in range(4 if block == 1 else 2):
         logits = rng.normal(0, 2, (slots, most + 1, V)).astype(np.float32)
@@ -140,8 +155,12 @@ def test_chains_from_tables_match_the_reference(make_round, block, pruned):
                 ref.draft(s, j + 1, near, None, V, ids, V, answer=answer)
             late = int(rng.integers(1, 20))
             states.append(s)
-            masks.append([ref.MaskRow(ref.NOT_READY if j == late else ref.READY, 1, 9 + j, ALL)
-                          for j in range(most + 1)])  # fmt: skip
+            masks.append(
+                [
+                    ref.MaskRow(ref.NOT_READY if j == late else ref.READY, 1, 9 + j, ALL)
+                    for j in range(most + 1)
+                ]
+            )
         accepted.update(r.play(states, logits, masks)["accepted"].tolist())
     assert set(accepted) == set(range(most + 1))
 
@@ -157,10 +176,18 @@ FREE, LATE, DEAD, FAULT = ref.FREE, ref.NOT_READY, ref.DEAD_END, ref.ERROR
 def slot_of(f=GREEDY, drafts=(10, 11, 12), kind=ref.POINT, q=None, **more) -> ref.Slot:
     """A slot with the given drafts and nothing special."""
     tables = q if isinstance(q, tuple) else (q,) * len(drafts)
-    return ref.Slot(**{
-        "n": 20, "tree": ref.chain(1, *drafts), "limit": 100, "seed": 9, "filter": f,
-        "kinds": (kind,) * len(drafts), "q": tables, **more,
-    })  # fmt: skip
+    return ref.Slot(
+        **{
+            "n": 20,
+            "tree": ref.chain(1, *drafts),
+            "limit": 100,
+            "seed": 9,
+            "filter": f,
+            "kinds": (kind,) * len(drafts),
+            "q": tables,
+            **more,
+        }
+    )
 
 
 def rows_of(slot: ref.Slot, *states: int, legal=ALL) -> list[ref.MaskRow]:
@@ -187,7 +214,10 @@ RULES = {
     "a wrong draft ends with what comes instead": ({"drafts": (10, 30, 12)}, (), ([10, 11], 1, 0)),
     "an accepted stop id has no bonus": ({"stop_ids": (11,)}, (), ([10, 11], 2, ref.STOP)),
     "a stop id instead of a draft": (
-        {"drafts": (10, 30), "stop_ids": (3, 11)}, (), ([10, 11], 1, ref.STOP)),
+        {"drafts": (10, 30), "stop_ids": (3, 11)},
+        (),
+        ([10, 11], 1, ref.STOP),
+    ),
     "stop before length": ({"limit": 22, "stop_ids": (10,)}, (), ([10], 1, ref.STOP)),
     "room for one": ({"limit": 22}, (), ([10], 1, ref.LENGTH)),
     "room for two": ({"limit": 23}, (), ([10, 11], 2, ref.LENGTH)),
@@ -199,7 +229,7 @@ RULES = {
     "row 0 late": ({}, (LATE,), ([], 0, 0)),
     "row 0 dead": ({}, (DEAD,), ([], 0, ref.DEAD)),
     "row 0 failed": ({}, (FAULT,), ([], 0, ref.FAULT)),
-}  # fmt: skip
+}
 
 
 @both
@@ -218,9 +248,16 @@ def test_the_rules_of_the_walk(small, f, rule):
 
 @both
 @pytest.mark.parametrize("kind", [ref.DENSE, ref.POINT], ids=["dense", "point"])
-@pytest.mark.parametrize("wrong, seed", [
-    (10, 9), (V, 9), (-1, 9), (2**31 - 1, 9), (10, 1155247),  # found by search: its coin is 0
-])  # fmt: skip
+@pytest.mark.parametrize(
+    "wrong, seed",
+    [
+        (10, 9),
+        (V, 9),
+        (-1, 9),
+        (2**31 - 1, 9),
+        (10, 1155247),  # found by search: its coin is 0
+    ],
+)
 def test_an_illegal_draft_is_refused_and_replaced(small, f, kind, wrong, seed):
     """A draft outside its mask, or no token at all, never passes, however likely its logit; the
     coin can be exactly 0, and 0 * q < p stays false for p = 0."""
@@ -261,7 +298,7 @@ LIKELY = {
     "no token": (Relaxed(40, 1.0), -1, (V, 11), ([10], 0)),
     "behind the end": (Relaxed(2, 0.21, until=11), -1, (11, 11), ([11, 10], 1)),
     "exact to the end": (Relaxed(2, 0.21, until=10), -1, (10, 11), ([10, 10], 1)),
-}  # fmt: skip
+}
 
 
 @both
@@ -306,7 +343,10 @@ def test_what_is_reached_is_remembered(make_round):
                 break
             reached[node - 1] = 1
         tested, deepest = np.arange(most) < len(slot.drafts), max(deepest, reached.sum())
-        own = np.where(tested, reached + np.float32(0.8) * (before[i] - reached),
-                       before[i] + np.float32(1 / 64) * (first - before[i]))  # fmt: skip
+        own = np.where(
+            tested,
+            reached + np.float32(0.8) * (before[i] - reached),
+            before[i] + np.float32(1 / 64) * (first - before[i]),
+        )
         np.testing.assert_array_equal(got[i, :most], np.minimum.accumulate(own))
     assert deepest > 2

@@ -42,8 +42,9 @@ class Driver:
     def address(self, call: Call) -> int:
         """Address of a function; 0 when the driver has none."""
         out, (name, _, version) = ctypes.c_void_p(), call.name.partition("@")
-        self.library.cuGetProcAddress_v2(name.encode(), ctypes.byref(out), int(version or 13020),
-                                         ctypes.c_uint64(0), None)  # fmt: skip
+        self.library.cuGetProcAddress_v2(
+            name.encode(), ctypes.byref(out), int(version or 13020), ctypes.c_uint64(0), None
+        )
         return out.value or 0
 
     def call(self, call: Call, words: list[int]) -> str:
@@ -242,8 +243,9 @@ def right_and_wrong(driver: Driver, image: bytes) -> Iterator[Row]:
             yield call.name, behaviour, wanted, got
 
 
-def bare(driver: Driver, done: str, wanted: str, asked: Callable[[frozenset[str]], Any]
-         ) -> Iterator[Row]:
+def bare(
+    driver: Driver, done: str, wanted: str, asked: Callable[[frozenset[str]], Any]
+) -> Iterator[Row]:
     """Call every function whose flags are asked for, without arguments."""
     for call in calls():
         if asked(call.flags):
@@ -264,8 +266,11 @@ def without_context(driver: Driver, _: bytes) -> Iterator[Row]:
 def in_host_function(driver: Driver, _: bytes) -> Iterator[Row]:
     """Every function inside a host function."""
     soft, rows = Soft(), []
-    callback = CALLBACK(lambda _: rows.extend(
-        bare(driver, "in a host function", "NOT_PERMITTED", lambda flags: "a" not in flags)))
+    callback = CALLBACK(
+        lambda _: rows.extend(
+            bare(driver, "in a host function", "NOT_PERMITTED", lambda flags: "a" not in flags)
+        )
+    )
     soft.host(0, callback)
     soft.cuCtxSynchronize()
     return iter(rows)
@@ -284,9 +289,13 @@ def during_capture(driver: Driver, image: bytes) -> Iterator[Row]:
     soft = Soft()
     for call in calls():
         stream, event = soft.stream(), soft.cuEventCreate(2)
-        words = {"cuStreamSynchronize": [int(stream)], "cuStreamQuery": [int(stream)],
-                 "cuCtxSynchronize": [], "cuEventSynchronize": [int(event)],
-                 "cuEventQuery": [int(event)]}  # fmt: skip
+        words = {
+            "cuStreamSynchronize": [int(stream)],
+            "cuStreamQuery": [int(stream)],
+            "cuCtxSynchronize": [],
+            "cuEventSynchronize": [int(event)],
+            "cuEventQuery": [int(event)],
+        }
         if "u" not in call.flags and call.name not in words:
             continue
         of_event = call.name.startswith("cuEvent")

@@ -18,14 +18,34 @@ from dataclasses import dataclass
 
 #: What an unknown one is answered with, where that is not INVALID_HANDLE.
 DEFAULT_CODES = {
-    "dev": "INVALID_DEVICE", "dptr": "INVALID_VALUE", "pinned": "INVALID_VALUE",
-    "ctx": "INVALID_CONTEXT", "made": "INVALID_CONTEXT",
-}  # fmt: skip
+    "dev": "INVALID_DEVICE",
+    "dptr": "INVALID_VALUE",
+    "pinned": "INVALID_VALUE",
+    "ctx": "INVALID_CONTEXT",
+    "made": "INVALID_CONTEXT",
+}
 #: Kinds of handles and pointers.
-KINDS = frozenset({
-    *DEFAULT_CODES, "stream", "capturing", "event", "timed", "graph", "graph2", "exec",
-    "node", "knode", "hnode", "module", "function", "library", "kernel", "object", "held",
-})  # fmt: skip
+KINDS = frozenset(
+    {
+        *DEFAULT_CODES,
+        "stream",
+        "capturing",
+        "event",
+        "timed",
+        "graph",
+        "graph2",
+        "exec",
+        "node",
+        "knode",
+        "hnode",
+        "module",
+        "function",
+        "library",
+        "kernel",
+        "object",
+        "held",
+    }
+)
 
 TABLE = """
 cuInit [if] 0|1
@@ -166,6 +186,8 @@ def calls() -> list[Call]:
     for line in TABLE.strip().splitlines():
         call, _, expected = line.partition(" -> ")
         names, flags, *parameters = call.split()
-        out += [Call(name, frozenset(flags.strip("[]")), tuple(parameters), expected or "SUCCESS")
-                for name in names.split(",")]  # fmt: skip
+        out += [
+            Call(name, frozenset(flags.strip("[]")), tuple(parameters), expected or "SUCCESS")
+            for name in names.split(",")
+        ]
     return out

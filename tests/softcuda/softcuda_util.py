@@ -47,12 +47,16 @@ def address(function: Any) -> int:
 
 #: What ends what a call made.
 ENDS = {
-    "cuStreamCreate": "cuStreamDestroy", "cuStreamCreateWithPriority": "cuStreamDestroy",
-    "cuEventCreate": "cuEventDestroy", "cuGraphCreate": "cuGraphDestroy",
+    "cuStreamCreate": "cuStreamDestroy",
+    "cuStreamCreateWithPriority": "cuStreamDestroy",
+    "cuEventCreate": "cuEventDestroy",
+    "cuGraphCreate": "cuGraphDestroy",
     "cuStreamEndCapture": "cuGraphDestroy",
-    "cuGraphInstantiate": "cuGraphExecDestroy", "cuMemAlloc": "cuMemFree",
-    "cuMemHostAlloc": "cuMemFreeHost", "cuModuleLoadData": "cuModuleUnload",
-}  # fmt: skip
+    "cuGraphInstantiate": "cuGraphExecDestroy",
+    "cuMemAlloc": "cuMemFree",
+    "cuMemHostAlloc": "cuMemFreeHost",
+    "cuModuleLoadData": "cuModuleUnload",
+}
 
 
 #: Kernels of most tests.
@@ -165,8 +169,16 @@ class Soft:
     def kernels(self, source: str, **options: Any) -> Kernels:
         return Kernels(self, self.cuModuleLoadData(compile_kernel(source, **options)))
 
-    def results(self, shape: Any, dtype: Any, function: Any, grid: Any, block: Any, *args: Any,
-                **options: Any) -> np.ndarray:
+    def results(
+        self,
+        shape: Any,
+        dtype: Any,
+        function: Any,
+        grid: Any,
+        block: Any,
+        *args: Any,
+        **options: Any,
+    ) -> np.ndarray:
         """What a kernel leaves at the address that ``None`` stands for, before it all 0xAB."""
         out = self.put(np.full(np.empty(shape, dtype).nbytes, 0xAB, np.uint8))
         self.run(function, grid, block, *(out if a is None else a for a in args), **options)
@@ -177,8 +189,9 @@ class Soft:
         values = [np.array(a, np.uint64) if isinstance(a, int) else np.array(a) for a in args]
         return np.array([v.ctypes.data for v in values], np.uint64), values
 
-    def try_launch(self, function: Any, grid: Any, block: Any, *args: Any, stream: Any = 0,
-                   shared: int = 0) -> Any:
+    def try_launch(
+        self, function: Any, grid: Any, block: Any, *args: Any, stream: Any = 0, shared: int = 0
+    ) -> Any:
         table, _values = self.pack(*args)
         size = (*three(grid), *three(block), shared)
         return self.d.cuLaunchKernel(function, *size, stream, table.ctypes.data, 0)
@@ -362,9 +375,12 @@ class _Zygote:
 
     def __init__(self) -> None:
         self.process = subprocess.Popen(
-            [sys.executable, "-c", "import softcuda_util; softcuda_util.serve()"], text=True,
-            stdin=subprocess.PIPE, stdout=subprocess.PIPE,
-            env={**os.environ, "PYTHONPATH": os.pathsep.join([str(HERE), *sys.path])})
+            [sys.executable, "-c", "import softcuda_util; softcuda_util.serve()"],
+            text=True,
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            env={**os.environ, "PYTHONPATH": os.pathsep.join([str(HERE), *sys.path])},
+        )
         atexit.register(self.process.kill)
 
     def run(self, code: str, env: dict[str, str], limit: int) -> subprocess.CompletedProcess[str]:

@@ -26,8 +26,9 @@ def test_every_answer_is_the_documented_one(state, tmp_path):
     image.write_bytes(util.compile_kernel(TEXT))
     environment = {k: v for k, v in os.environ.items() if not k.startswith("SOFTCUDA_")}
     command = [sys.executable, str(util.HERE / "conformance_child.py"), state, str(image)]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=300, check=False,
-                          env=environment)
+    done = subprocess.run(
+        command, capture_output=True, text=True, timeout=300, check=False, env=environment
+    )
     assert done.returncode == 0, done.stderr
     rows = json.loads(done.stdout)  # function, what was done, the code wanted, the code that came
     assert [row for row in rows if row[2] != row[3]] == []

@@ -97,9 +97,11 @@ def test_kernels_from_object_code(queue, image, kernels, word, tmp_path):
     queue.sync()
     assert view[0] == 33
     foreign = image[:18] + (190).to_bytes(2, "little") + image[20:]
-    for what, name, said in ((code, "absent", "NOT_FOUND"),
-                             (ObjectCode.from_cubin("/absent"), "add", "FILE_NOT_FOUND"),
-                             (ObjectCode.from_cubin(foreign), "add", "NO_BINARY_FOR_GPU")):
+    for what, name, said in (
+        (code, "absent", "NOT_FOUND"),
+        (ObjectCode.from_cubin("/absent"), "add", "FILE_NOT_FOUND"),
+        (ObjectCode.from_cubin(foreign), "add", "NO_BINARY_FOR_GPU"),
+    ):
         with pytest.raises(CUDAError, match=f"CUDA_ERROR_{said}"):
             what.get_kernel(name)
 
@@ -160,8 +162,11 @@ def test_libraries_name_their_kernels(core, image):
     module = call(cu.cuLibraryGetModule, library)
     assert int(call(cu.cuModuleGetFunction, module, b"add")) == int(function)
     call(cu.cuLibraryUnload, library)
-    gone = (cu.cuLibraryUnload(library), cu.cuKernelGetFunction(add),
-            cu.cuLibraryGetKernelCount(library))
+    gone = (
+        cu.cuLibraryUnload(library),
+        cu.cuKernelGetFunction(add),
+        cu.cuLibraryGetKernelCount(library),
+    )
     assert {said[0] for said in gone} == {cu.CUresult.CUDA_ERROR_INVALID_HANDLE}
 
 

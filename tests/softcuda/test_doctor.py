@@ -24,15 +24,29 @@ def test_a_complete_environment_is_healthy(capsys):
     said = json.loads(capsys.readouterr().out)
     found = {finding["name"]: finding for finding in said["findings"]}
     assert said["healthy"] is True
-    for name in ("python", "packages", "native part", "compiler", "xgrammar", "llguidance",
-                 "tvm-ffi", "device"):
+    for name in (
+        "python",
+        "packages",
+        "native part",
+        "compiler",
+        "xgrammar",
+        "llguidance",
+        "tvm-ffi",
+        "device",
+    ):
         assert found[name]["status"] == "ok", found[name]
     assert "llguidance@1.9" in found["llguidance"]["detail"]
 
 
-@pytest.mark.parametrize(("package", "name", "status"), [
-    ("xgrammar", "xgrammar", "absent"), ("llguidance", "llguidance", "missing"),
-    ("apache-tvm-ffi", "tvm-ffi", "missing"), ("tokenizers", "packages", "missing")])
+@pytest.mark.parametrize(
+    ("package", "name", "status"),
+    [
+        ("xgrammar", "xgrammar", "absent"),
+        ("llguidance", "llguidance", "missing"),
+        ("apache-tvm-ffi", "tvm-ffi", "missing"),
+        ("tokenizers", "packages", "missing"),
+    ],
+)
 def test_a_missing_package_is_told_with_advice(package, name, status, monkeypatch, capsys):
     """A package that is not installed is reported with the command that installs it; graft does
     without XGrammar."""
@@ -45,13 +59,18 @@ def test_a_missing_package_is_told_with_advice(package, name, status, monkeypatc
     assert "pip install" in lines[at + 1] and package in lines[at + 1]
 
 
-@pytest.mark.parametrize(("variable", "value", "name"), [
-    ("CXX", "no-such-compiler", "compiler"), ("GRAFT_DEVICE", "abacus", "device")])
+@pytest.mark.parametrize(
+    ("variable", "value", "name"),
+    [("CXX", "no-such-compiler", "compiler"), ("GRAFT_DEVICE", "abacus", "device")],
+)
 def test_what_the_environment_names_wrongly_is_missing(variable, value, name):
     """A compiler that is none, or a device: a finding and not a traceback."""
     done = subprocess.run(
-        [sys.executable, "-m", "graft.tools.cli", "doctor", "--json"], text=True,
-        capture_output=True, env={**os.environ, "GRAFT_DEVICE": "soft", variable: value})
+        [sys.executable, "-m", "graft.tools.cli", "doctor", "--json"],
+        text=True,
+        capture_output=True,
+        env={**os.environ, "GRAFT_DEVICE": "soft", variable: value},
+    )
     assert done.returncode == 1 and done.stderr == ""
     found = {f["name"]: f for f in json.loads(done.stdout)["findings"]}
     assert found[name]["status"] == "missing" and value in found[name]["detail"]
@@ -159,17 +178,24 @@ def test_slow_work_without_the_gil_is_no_alarm(program, capfd):
 
 def test_callbacks_alone_are_no_cycle(program):
     """Python callbacks of every kind ask for the GIL; without a call that keeps it all is well."""
-    report, status = watch.watch([program("""
+    report, status = watch.watch(
+        [
+            program("""
         lane.host(a_callback)
         lane.mailbox(a_callback)
         replay(3)
         data = device.zeros((8,), "int32")
         data.to_host()
         data.close()
-    """)], LIMIT_S)
+    """)
+        ],
+        LIMIT_S,
+    )
     assert status == 0 and report.verdict == "none" and report.processes == 1
     assert {tuple(edge.holds) for edge in report.edges} == {
-        ("driver lock", "device work"), ("device work",)}
+        ("driver lock", "device work"),
+        ("device work",),
+    }
     assert all(edge.wants == ["GIL"] for edge in report.edges)
 
 
@@ -182,15 +208,26 @@ def test_a_worker_holds_the_devices_progress_and_no_lock(program):
         a_call_that_keeps_the_gil()
     """
     assert watch.watch([program(code)], LIMIT_S)[0].verdict == "none"
-    report, _ = watch.watch([program(code + """
+    report, _ = watch.watch(
+        [
+            program(
+                code
+                + """
         held.cuStreamSynchronize(ctypes.c_void_p(stream.handle))
-    """)], LIMIT_S)
+    """
+            )
+        ],
+        LIMIT_S,
+    )
     assert report.verdict == "potential" and report.cycle == ["device work"]
 
 
 def test_a_program_without_graft_is_watched_and_told_though_it_is_killed(program):
     """cuda.bindings and ctypes alone meet the soft device; edges are known even after _exit."""
-    report, status = watch.watch([program("""
+    report, status = watch.watch(
+        [
+            program(
+                """
         import ctypes, os
         from cuda.bindings import driver as cu
         cu.cuInit(0)
@@ -206,11 +243,17 @@ def test_a_program_without_graft_is_watched_and_told_though_it_is_killed(program
             ctypes.PyDLL("libcuda.so.1").cuCtxSynchronize()
         keeps_the_gil()
         os._exit(0)
-    """, prelude="")], LIMIT_S)
+    """,
+                prelude="",
+            )
+        ],
+        LIMIT_S,
+    )
     assert status == 0 and report.verdict == "potential" and report.cycle == ["device work"]
     for place, asked in (("keeps_the_gil", "device work"), ("thunk", "GIL")):
-        assert any(place in frame for edge in report.edges if asked in edge.wants
-                   for frame in edge.python)
+        assert any(
+            place in frame for edge in report.edges if asked in edge.wants for frame in edge.python
+        )
 
 
 def test_a_hang_is_told_with_both_sides(program, capfd):
@@ -232,7 +275,7 @@ def test_a_hang_is_told_with_both_sides(program, capfd):
     """)
     assert cli.main(["doctor", "--watch", "--limit", "2", path]) == watch.DEADLOCK
     said = capfd.readouterr().err
-    report = said[said.index("the watchdog ended"):]
+    report = said[said.index("the watchdog ended") :]
     assert "verdict: DEADLOCK" in report
     waiting, running = report.split("runs host function")
     assert "is in cuStreamSynchronize" in waiting and "in waits_with_the_gil" in waiting
@@ -276,11 +319,14 @@ def test_the_launcher_runs_anything_on_the_soft_device(tmp_path):
         "from cuda.bindings import driver\n"
         "def test_it():\n"
         "    assert driver.cuInit(0)[0] == 0\n"
-        "    assert driver.cuDeviceGetName(64, 0)[1].startswith(b'graft soft device')\n")
+        "    assert driver.cuDeviceGetName(64, 0)[1].startswith(b'graft soft device')\n"
+    )
     soft = [sys.executable, "-m", "graft.tools.cli", "soft"]
     tested = subprocess.run(
         [*soft, "--", "-m", "pytest", "-p", "graft.tools.pytest_device", str(tmp_path), "-q"],
-        capture_output=True, text=True)
+        capture_output=True,
+        text=True,
+    )
     assert tested.returncode == 0, tested.stdout + tested.stderr
     assert "cuda: graft's soft device, 0 kernels and 0 graphs" in tested.stdout
     said = subprocess.run([*soft, "--", "-c", "import sys; sys.exit(len(sys.argv))", "a", "b"])

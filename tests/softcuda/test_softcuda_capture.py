@@ -144,10 +144,13 @@ def test_unsafe_calls_by_mode(soft, stream) -> None:
 
     forbidden = "STREAM_CAPTURE_UNSUPPORTED"
     for captured, call, expected in (
-        (GLOBAL, here, forbidden), (GLOBAL, there, forbidden),
-        (THREAD_LOCAL, here, forbidden), (THREAD_LOCAL, there, "SUCCESS"),
-        (RELAXED, here, "SUCCESS"), (RELAXED, there, "SUCCESS"),
-    ):  # fmt: skip
+        (GLOBAL, here, forbidden),
+        (GLOBAL, there, forbidden),
+        (THREAD_LOCAL, here, forbidden),
+        (THREAD_LOCAL, there, "SUCCESS"),
+        (RELAXED, here, "SUCCESS"),
+        (RELAXED, there, "SUCCESS"),
+    ):
         soft.begin(stream, captured)
         assert call() == expected, (captured, call)
         assert ended(soft, stream) == (INVALIDATED if expected == forbidden else "SUCCESS")

@@ -27,15 +27,19 @@ def test_contexts_can_be_created(soft):
 
 
 CHILDREN = {
-    "memory ends where it is said to end": ("""
+    "memory ends where it is said to end": (
+        """
 half = s.alloc(600_000)
 assert s.cuMemGetInfo() == (400_000, 1_000_000)
 assert "600000 bytes were asked for, 400000 are free" in refused(d.cuMemAlloc(600_000), 2)
 s.cuMemFreeHost(s.cuMemHostAlloc(2_000_000, 2))
 s.cuMemFree(half)
 s.cuMemFree(s.alloc(1_000_000))
-""", {"SOFTCUDA_MEMORY": "1000000"}),
-    "freed addresses come again only when all were used": ("""
+""",
+        {"SOFTCUDA_MEMORY": "1000000"},
+    ),
+    "freed addresses come again only when all were used": (
+        """
 resource.setrlimit(resource.RLIMIT_AS, (12 << 30, 12 << 30))
 seen = []
 while len(seen) == len(set(seen)) < 100:
@@ -46,17 +50,25 @@ while len(seen) == len(set(seen)) < 100:
 assert 10 < len(seen) < 100, len(seen)
 assert "freed" in refused(d.cuMemsetD8(seen[-2], 0, 1), 1)
 assert "ulimit -v" in refused(d.cuMemAlloc(9 << 30), 2)
-""", {}),
+""",
+        {},
+    ),
     "fresh device memory reads as NaN, so missing writes show": (
-        "assert np.isnan(s.get(s.alloc(4096), 1024, np.float32)).all()", {"SOFTCUDA_POISON": "1"}),
-    "the n-th call fails on demand": ("""
+        "assert np.isnan(s.get(s.alloc(4096), 1024, np.float32)).all()",
+        {"SOFTCUDA_POISON": "1"},
+    ),
+    "the n-th call fails on demand": (
+        """
 s.cuMemFree(s.alloc(16))
 assert "SOFTCUDA_FAIL" in refused(d.cuMemAlloc(16), 2)
 s.cuMemFree(s.alloc(16))
 refused(d.cuStreamCreate(1), 999)
 s.stream()
-""", {"SOFTCUDA_FAIL": "cuMemAlloc:2,cuStreamCreate:1:999"}),
-    "a forked child is told so": ("""
+""",
+        {"SOFTCUDA_FAIL": "cuMemAlloc:2,cuStreamCreate:1:999"},
+    ),
+    "a forked child is told so": (
+        """
 import os
 child = os.fork()
 if child == 0:
@@ -65,15 +77,20 @@ if child == 0:
     os._exit(0 if codes == {3} and d.cuGetErrorName(d.CUresult(3))[1] else 1)
 assert os.waitpid(child, 0)[1] == 0
 s.alloc(16)
-""", {}),
-    "a fault is named though another library took the signal": ("""
+""",
+        {},
+    ),
+    "a fault is named though another library took the signal": (
+        """
 import signal
 signal.signal(signal.SIGSEGV, lambda *_: None)
 s.launch(add, 1, 1, s.alloc(16) + 16, np.int32(1))
 assert code(d.cuCtxSynchronize()) == "ILLEGAL_ADDRESS" and "'add'" in s.fault()
-""", {}),
+""",
+        {},
+    ),
     "kernels print": ("s.run(kernels.say, 1, 2, np.int32(4))", {}),
-}  # fmt: skip
+}
 SETUP = """
 import os, resource
 add = kernels.add
@@ -89,4 +106,5 @@ def test_settings_and_processes(name):
     code, settings = CHILDREN[name]
     said = check(SETUP + code, **settings)
     assert said.splitlines() == (
-        ["thread 4 of block", "thread 5 of block"] if name == "kernels print" else [])
+        ["thread 4 of block", "thread 5 of block"] if name == "kernels print" else []
+    )

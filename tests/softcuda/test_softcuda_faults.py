@@ -59,29 +59,55 @@ ADDRESS, FAILED = "ILLEGAL_ADDRESS", "LAUNCH_FAILED"
 WRITE = "'write_at' block (2,0,0) thread (5,0,0): illegal write"
 # launch, code, words of the text
 FAULTS = {
-    "past the end": ('f.write_at, 4, 8, p, np.int64(100)', ADDRESS, [
-        WRITE, "0 bytes past the end", "400 bytes at", "parameter 0"]),
-    "before": ('f.write_at, 4, 8, p, np.int64(-950)', ADDRESS, [
-        WRITE, "bytes before", "parameter 0"]),
-    "far past": ('f.write_at, 4, 8, p, np.int64(1100)', ADDRESS, [WRITE]),
-    "wild": ('f.read_at, 1, 1, p, np.int64(1 << 45), p', ADDRESS, ["kernel 'read_at'"]),
-    "an address from memory": ('f.follow, 1, 1, s.put([p], np.uint64), p', ADDRESS, [
-        "untranslated device address", "'follow'"]),
-    "dynamic shared memory": ('f.shared_over, 1, 1, np.int32(64), shared=256', ADDRESS, [
-        "past the end of 256 bytes of dynamic shared memory"]),
-    "jump": ('f.jump, 1, 1, p', ADDRESS, ["a jump into device allocation #"]),
-    "barrier": ('f.half_barrier, 1, 64, p', FAILED, [
-        "'half_barrier' block (0,0,0)", "divergent barrier", "32 threads at __syncthreads",
-        "32 at warp operations", "missing lanes 0x55555555"]),
-    "vote and shuffle": ('f.diverge, 1, 32, p', FAILED, [
-        "divergent barrier", "32 at warp operations"]),
-    "mask without its caller": ('f.stranger, 1, 32, p', FAILED, [
-        "__shfl_sync with mask 0x1", "thread (1,0,0)"]),
-    "division": ('f.divide, 1, 1, p', FAILED, ["by zero, or of the least integer by -1"]),
-    "trap": ('f.trap, 1, 1, p', FAILED, ["__trap"]),
-    "assert": ('f.asserting, 1, 1, p', "ASSERT", ["assertion failed: p[0] == 42"]),
-    "stack": ('f.overflow, 1, 1, p', FAILED, ["stack overflow"]),
-}  # fmt: skip
+    "past the end": (
+        "f.write_at, 4, 8, p, np.int64(100)",
+        ADDRESS,
+        [WRITE, "0 bytes past the end", "400 bytes at", "parameter 0"],
+    ),
+    "before": (
+        "f.write_at, 4, 8, p, np.int64(-950)",
+        ADDRESS,
+        [WRITE, "bytes before", "parameter 0"],
+    ),
+    "far past": ("f.write_at, 4, 8, p, np.int64(1100)", ADDRESS, [WRITE]),
+    "wild": ("f.read_at, 1, 1, p, np.int64(1 << 45), p", ADDRESS, ["kernel 'read_at'"]),
+    "an address from memory": (
+        "f.follow, 1, 1, s.put([p], np.uint64), p",
+        ADDRESS,
+        ["untranslated device address", "'follow'"],
+    ),
+    "dynamic shared memory": (
+        "f.shared_over, 1, 1, np.int32(64), shared=256",
+        ADDRESS,
+        ["past the end of 256 bytes of dynamic shared memory"],
+    ),
+    "jump": ("f.jump, 1, 1, p", ADDRESS, ["a jump into device allocation #"]),
+    "barrier": (
+        "f.half_barrier, 1, 64, p",
+        FAILED,
+        [
+            "'half_barrier' block (0,0,0)",
+            "divergent barrier",
+            "32 threads at __syncthreads",
+            "32 at warp operations",
+            "missing lanes 0x55555555",
+        ],
+    ),
+    "vote and shuffle": (
+        "f.diverge, 1, 32, p",
+        FAILED,
+        ["divergent barrier", "32 at warp operations"],
+    ),
+    "mask without its caller": (
+        "f.stranger, 1, 32, p",
+        FAILED,
+        ["__shfl_sync with mask 0x1", "thread (1,0,0)"],
+    ),
+    "division": ("f.divide, 1, 1, p", FAILED, ["by zero, or of the least integer by -1"]),
+    "trap": ("f.trap, 1, 1, p", FAILED, ["__trap"]),
+    "assert": ("f.asserting, 1, 1, p", "ASSERT", ["assertion failed: p[0] == 42"]),
+    "stack": ("f.overflow, 1, 1, p", FAILED, ["stack overflow"]),
+}
 
 
 @pytest.mark.parametrize("name", FAULTS)
@@ -120,19 +146,25 @@ assert leaked["graph"] == 0
 
 def test_misaligned_accesses_are_found_where_kernels_check_for_them():
     """With SOFTCUDA_ALIGNMENT=1 a vector load from the wrong address fails the launch by name."""
-    check("""
+    check(
+        """
 run = s.kernels('''extern "C" __global__ void quad(const float4* p, float* out) {
   const float4 v = *p; *out = v.x + v.w; }''').quad
 s.run(run, 1, 1, p, p)
 s.launch(run, 1, 1, p + 4, p)
 faulted("MISALIGNED_ADDRESS", "'quad'", "misaligned access")
-""", SOFTCUDA_ALIGNMENT="1")
+""",
+        SOFTCUDA_ALIGNMENT="1",
+    )
 
 
-@pytest.mark.parametrize(("ended", "words"), [
-    ("cuMemFree(p)", ["use after free", "'nop' parameter 0", "freed device"]),
-    ("cuModuleUnload(f.module)", ["kernel 'nop' of an unloaded module"]),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("ended", "words"),
+    [
+        ("cuMemFree(p)", ["use after free", "'nop' parameter 0", "freed device"]),
+        ("cuModuleUnload(f.module)", ["kernel 'nop' of an unloaded module"]),
+    ],
+)
 def test_a_graph_of_what_is_gone_is_found_at_the_launch(ended, words):
     """A graph that names memory freed or a module unloaded since faults instead of running."""
     check(f"""
@@ -153,7 +185,8 @@ def test_faults_of_host_code_still_kill_the_process():
 
 def test_fault_on_one_of_several_workers():
     """With several workers the first fault wins and every waiter is woken."""
-    check("""
+    check(
+        """
 stream = [s.stream() for _ in range(4)]
 nop, bad = f.nop, f.write_at
 def many():
@@ -163,7 +196,9 @@ many()
 s.try_launch(bad, 64, 32, p, np.int64(100), stream=stream[1])
 many()
 assert in_threads(lambda q: code(d.cuStreamSynchronize(q)), *stream) == ["ILLEGAL_ADDRESS"] * 4
-""", SOFTCUDA_WORKERS="4")
+""",
+        SOFTCUDA_WORKERS="4",
+    )
 
 
 def test_a_fault_completes_what_waits():
@@ -185,9 +220,14 @@ def test_a_fault_completes_what_waits():
     """)
 
 
-@pytest.mark.parametrize(("size", "index", "words"), [
-    (100, -1, "4 bytes before the start"), (100, 25, "0 bytes past the end"),
-    (7 << 18, -60000, "240000 bytes before the start")])
+@pytest.mark.parametrize(
+    ("size", "index", "words"),
+    [
+        (100, -1, "4 bytes before the start"),
+        (100, 25, "0 bytes past the end"),
+        (7 << 18, -60000, "240000 bytes before the start"),
+    ],
+)
 def test_small_overruns_are_found_when_the_memory_is_freed(size, index, words):
     """A write that misses the guard page, within the slack of its page, be it a huge one, is
     reported by the free."""

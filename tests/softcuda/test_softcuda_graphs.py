@@ -72,8 +72,16 @@ def test_programmatic_edges_are_kept_and_waited_for(soft, kernels, stream, graph
         for i in range(3):
             params = soft.node_params("KERNEL")
             given, keep = soft.kernel_params(kernels.append, 1, 1, log, np.int32(i))
-            for name in ("func", "gridDimX", "gridDimY", "gridDimZ", "blockDimX", "blockDimY",
-                         "blockDimZ", "kernelParams"):
+            for name in (
+                "func",
+                "gridDimX",
+                "gridDimY",
+                "gridDimZ",
+                "blockDimX",
+                "blockDimY",
+                "blockDimZ",
+                "kernelParams",
+            ):
                 setattr(params.kernel, name, getattr(given, name))
             last = [soft.cuGraphAddNode(one, last, data if last else None, len(last), params)]
     soft.replay(graph, stream)
@@ -88,8 +96,9 @@ def test_programmatic_edges_are_kept_and_waited_for(soft, kernels, stream, graph
     edge.from_port = 3
     assert code(d.cuGraphAddNode(graph, [first], [edge], 1, params)) == "INVALID_VALUE"
     count, nodes = ctypes.c_size_t(1), (ctypes.c_void_p * 2)()
-    lossy = soft.lib.cuGraphGetEdges_v2(ctypes.c_void_p(int(graph)), nodes, nodes, None,
-                                        ctypes.byref(count))
+    lossy = soft.lib.cuGraphGetEdges_v2(
+        ctypes.c_void_p(int(graph)), nodes, nodes, None, ctypes.byref(count)
+    )
     assert lossy == int(d.CUresult.CUDA_ERROR_LOSSY_QUERY)
     soft.cuGraphDestroyNode(last)
     assert soft.cuGraphGetEdges(graph, 8)[-1] == 0
@@ -162,8 +171,10 @@ def test_set_params_change_later_launches_only(soft, kernels, stream, graph, log
     gate.set()
     soft.cuStreamSynchronize(stream)
     assert entries(soft, log) == [1, 2, 3]
-    wrong = (soft.d.cuGraphExecKernelNodeSetParams(executable, hold, params),
-             soft.d.cuGraphNodeSetEnabled(executable, hold, 0))
+    wrong = (
+        soft.d.cuGraphExecKernelNodeSetParams(executable, hold, params),
+        soft.d.cuGraphNodeSetEnabled(executable, hold, 0),
+    )
     assert codes(*wrong) == {"INVALID_VALUE"} and keep
 
 

@@ -71,8 +71,12 @@ def shuffle_oracle(op: int, value, mask: int, arg, width: int) -> dict[int, int]
     for lane in lanes:
         first = lane // width * width
         if op <= 3:
-            source = (first + arg[lane] % width, lane - arg[lane], lane + arg[lane],
-                      lane ^ arg[lane])[op]
+            source = (
+                first + arg[lane] % width,
+                lane - arg[lane],
+                lane + arg[lane],
+                lane ^ arg[lane],
+            )[op]
             if (source < first and op == 1) or source >= first + width:
                 source = lane
             if mask >> source & 1:
@@ -84,9 +88,13 @@ def shuffle_oracle(op: int, value, mask: int, arg, width: int) -> dict[int, int]
     return out
 
 
-@pytest.mark.parametrize(("op", "width"), [
-    *((op, width) for op in range(4) for width in (32, 16, 4, 1)),
-    *((op, 32) for op in range(4, 8))])
+@pytest.mark.parametrize(
+    ("op", "width"),
+    [
+        *((op, width) for op in range(4) for width in (32, 16, 4, 1)),
+        *((op, 32) for op in range(4, 8)),
+    ],
+)
 def test_warp_operations_with_partial_masks(soft, kernels, op, width):
     """Shuffles and votes follow the CUDA guide for any mask, width and source lane."""
     warps = 24
@@ -96,8 +104,17 @@ def test_warp_operations_with_partial_masks(soft, kernels, op, width):
     arg = rng.integers(0, 32, (warps, 32), dtype=np.int32)
     pointers = [soft.put(value), soft.put(np.repeat(masks, 32)), soft.put(arg)]
     # Two warps a block: neighbours with other masks must not disturb each other.
-    got = soft.results((warps, 32), np.uint32, kernels.shuffle, warps // 2, 64, *pointers,
-                       np.int32(op), np.int32(width), None)
+    got = soft.results(
+        (warps, 32),
+        np.uint32,
+        kernels.shuffle,
+        warps // 2,
+        64,
+        *pointers,
+        np.int32(op),
+        np.int32(width),
+        None,
+    )
     checked = 0
     for w, mask in enumerate(map(int, masks)):
         expected = shuffle_oracle(op, value[w], mask, arg[w], width)
@@ -192,11 +209,15 @@ extern "C" __global__ void indices(int* out) {
 @pytest.mark.parametrize("name", ["tiles_f32", "tiles_i32"])
 def test_shared_memory_of_templates_belongs_to_one_block(name):
     """On two and more workers, shared memory declared in a template is never shared by blocks."""
-    check(f"""
+    check(
+        f"""
         bad = s.ints(0)
         s.run(kernels.{name}, 64, 256, bad, np.int32(40))
         assert s.value(bad) == 0
-        """, BLOCK, SOFTCUDA_WORKERS="4")
+        """,
+        BLOCK,
+        SOFTCUDA_WORKERS="4",
+    )
 
 
 def test_barrier_votes(soft, kernels):
@@ -219,8 +240,17 @@ def test_exited_threads_count_as_arrived(soft, kernels):
 def test_dynamic_shared_memory(soft, kernels, n):
     """Dynamic shared memory has the launch's size, up to the default 48 KiB."""
     data = rng.integers(0, 1 << 30, (5, n), dtype=np.int32)
-    got = soft.results(data.shape, np.int32, kernels.reverse, 5, 64, soft.put(data), None,
-                       np.int32(n), shared=4 * n)
+    got = soft.results(
+        data.shape,
+        np.int32,
+        kernels.reverse,
+        5,
+        64,
+        soft.put(data),
+        None,
+        np.int32(n),
+        shared=4 * n,
+    )
     assert np.array_equal(got, data[:, ::-1])
 
 
@@ -264,7 +294,8 @@ extern "C" __global__ void atomics(int* i, unsigned* u, unsigned long long* q, f
 
 def test_atomics_between_blocks_on_several_workers():
     """No update is lost between workers, for every type and operation."""
-    check("""
+    check(
+        """
         n = 200 * 128
         i = s.put(np.array([0, 1 << 30, -(1 << 30), 0], np.int32))
         u = s.put(np.array([0xFFFFFFFF, 0, 0, 0, 0, 0, 0], np.uint32))
@@ -281,26 +312,34 @@ def test_atomics_between_blocks_on_several_workers():
         assert s.get(q, 2, np.uint64).tolist() == [n << 33, 1 << 32]
         assert s.get(f, 2, np.float32).tolist() == [n / 2, n]
         assert np.array_equal(np.sort(s.get(order, n, np.uint32)), at)
-        """, ATOMICS, SOFTCUDA_WORKERS="4")
+        """,
+        ATOMICS,
+        SOFTCUDA_WORKERS="4",
+    )
 
 
 ENTRY = '\nextern "C" __global__ void f(int* p) { %s }\n'
 
 
-@pytest.mark.parametrize(("text", "words"), [
-    # A syntax error carries the kernel text's name and its own line number.
-    (ENTRY % "*p = missing;", "bad.cu:2"),
-    # Device globals, constants and statics would exist once per worker.
-    ("__device__ int state;" + ENTRY % "*p = 1;", "state"),
-    ("__constant__ float table[4];" + ENTRY % "*p = 1;", "constant_memory"),
-    ("__device__ int bump() { static int n = 0; return ++n; }" + ENTRY % "*p = 1;", "static"),
-    ("extern __shared__ float s[];" + ENTRY % "*p = 1;", "inside a function"),
-    # More than 48 KiB of declared shared memory is refused, as GPU compilers do.
-    (ENTRY % "__shared__ float s[12289]; s[p[0]] = 1; __syncthreads(); p[1] = (int)s[p[2]];",
-     "'f' declares 49156 bytes"),
-    # A text that exports no kernel is an error, not an empty module.
-    ("__device__ int f() { return 1; }", "__global__"),
-])
+@pytest.mark.parametrize(
+    ("text", "words"),
+    [
+        # A syntax error carries the kernel text's name and its own line number.
+        (ENTRY % "*p = missing;", "bad.cu:2"),
+        # Device globals, constants and statics would exist once per worker.
+        ("__device__ int state;" + ENTRY % "*p = 1;", "state"),
+        ("__constant__ float table[4];" + ENTRY % "*p = 1;", "constant_memory"),
+        ("__device__ int bump() { static int n = 0; return ++n; }" + ENTRY % "*p = 1;", "static"),
+        ("extern __shared__ float s[];" + ENTRY % "*p = 1;", "inside a function"),
+        # More than 48 KiB of declared shared memory is refused, as GPU compilers do.
+        (
+            ENTRY % "__shared__ float s[12289]; s[p[0]] = 1; __syncthreads(); p[1] = (int)s[p[2]];",
+            "'f' declares 49156 bytes",
+        ),
+        # A text that exports no kernel is an error, not an empty module.
+        ("__device__ int f() { return 1; }", "__global__"),
+    ],
+)
 def test_what_is_no_kernel_text_of_the_soft_device_is_refused(text, words):
     """The error says what and where."""
     with pytest.raises(KernelCompileError) as caught:

@@ -104,7 +104,9 @@ def test_user_objects(name, mode):
 
 def test_counters_return_to_zero():
     """After everything is closed every counter of live resources is zero and nothing leaked."""
-    check(HELPERS + """
+    check(
+        HELPERS
+        + """
 own = s.kernels('extern "C" __global__ void f(int* p) { *p += 1; }')
 p, q, event, g = s.ints(0), s.stream(), s.cuEventCreate(0), holder(1)
 host = s.cuMemHostAlloc(100, 3)
@@ -122,7 +124,8 @@ while s.live()["user_object"] and time.monotonic() < deadline:
 assert d.cuDevicePrimaryCtxRelease(0)[0] == 0
 assert set(s.live().values()) == set(s.leaked().values()) == {0}, s.live()
 assert code(d.cuDevicePrimaryCtxRelease(0)) == "INVALID_CONTEXT"
-""")
+"""
+    )
 
 
 def test_what_is_left_at_exit_is_named():
@@ -151,25 +154,44 @@ print("done")
 #: By name: how the driver is called, and how it calls itself.
 HELD = {
     "alloc": ("keeping.cuMemAlloc_v2(ctypes.byref(word()), word(16))", "cuMemAlloc"),
-    "hostfunc": ("keeping.cuLaunchHostFunc_v2(word(int(q)), word(address(USLEEP)), None, 0)",
-                 "cuLaunchHostFunc"),
-    "launch": ("keeping.cuLaunchKernel(word(int(f)), 1, 1, 1, 1, 1, 1, 0, None, "
-               "word(table.ctypes.data), None)", "cuLaunchKernel"),
+    "hostfunc": (
+        "keeping.cuLaunchHostFunc_v2(word(int(q)), word(address(USLEEP)), None, 0)",
+        "cuLaunchHostFunc",
+    ),
+    "launch": (
+        "keeping.cuLaunchKernel(word(int(f)), 1, 1, 1, 1, 1, 1, 0, None, "
+        "word(table.ctypes.data), None)",
+        "cuLaunchKernel",
+    ),
     "released": ("s.cuMemAlloc(16)", ""),
-}  # fmt: skip
+}
 
 
-@pytest.mark.parametrize(("model", "what", "stuck"), [
-    (0, "alloc", False), (0, "hostfunc", False), (0, "launch", False),
-    (1, "alloc", True), (1, "hostfunc", True), (1, "launch", True), (1, "released", False),
-    (2, "alloc", False), (2, "hostfunc", True), (2, "launch", False),
-    (4, "alloc", False), (4, "launch", True),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("model", "what", "stuck"),
+    [
+        (0, "alloc", False),
+        (0, "hostfunc", False),
+        (0, "launch", False),
+        (1, "alloc", True),
+        (1, "hostfunc", True),
+        (1, "launch", True),
+        (1, "released", False),
+        (2, "alloc", False),
+        (2, "hostfunc", True),
+        (2, "launch", False),
+        (4, "alloc", False),
+        (4, "launch", True),
+    ],
+)
 def test_lock_models_reproduce_the_gil_deadlocks(model, what, stuck):
     """Holding the GIL in a call that a lock model blocks deadlocks; the watchdog names both."""
     call, api = HELD[what]
-    done = run_child(HOSTAGE.replace("IT_CALLS", call), SOFTCUDA_LOCK_MODEL=str(model),
-                     SOFTCUDA_WATCHDOG="1" if stuck else "20")
+    done = run_child(
+        HOSTAGE.replace("IT_CALLS", call),
+        SOFTCUDA_LOCK_MODEL=str(model),
+        SOFTCUDA_WATCHDOG="1" if stuck else "20",
+    )
     if not stuck:
         assert (done.returncode, done.stdout.strip()) == (0, "done"), done.stderr
         return

@@ -32,13 +32,20 @@ def settle(soft, stream) -> None:
         assert code(soft.d.cuStreamQuery(stream)) == "NOT_READY"
 
 
-@pytest.mark.parametrize(("bits", "flags", "value", "no", "yes"), [
-    (32, 0, 5, 4, 6), (32, 0, 0xFFFFFFFE, 0xFFFFFFFD, 3),  # cyclic: 3 comes after -2
-    (32, EQ, 7, 6, 7), (32, AND, 0b0110, 0b1001, 0b0100), (32, NOR, 0xFFFFFFFE, 1, 0),
-    (64, EQ, 5 | 1 << 40, 5, 5 | 1 << 40),
-])
+@pytest.mark.parametrize(
+    ("bits", "flags", "value", "no", "yes"),
+    [
+        (32, 0, 5, 4, 6),
+        (32, 0, 0xFFFFFFFE, 0xFFFFFFFD, 3),  # cyclic: 3 comes after -2
+        (32, EQ, 7, 6, 7),
+        (32, AND, 0b0110, 0b1001, 0b0100),
+        (32, NOR, 0xFFFFFFFE, 1, 0),
+        (64, EQ, 5 | 1 << 40, 5, 5 | 1 << 40),
+    ],
+)
 def test_a_wait_holds_its_stream_until_the_documented_comparison_is_true(
-        soft, words, stream, bits, flags, value, no, yes):
+    soft, words, stream, bits, flags, value, no, yes
+):
     """GEQ is cyclic, EQ equality, AND any common bit, NOR any bit that neither has; a 64-bit wait
     looks at both halves, and a 64-bit write stores both."""
     words[0], written = no, 9 << bits - 28
@@ -53,9 +60,13 @@ def test_a_wait_holds_its_stream_until_the_documented_comparison_is_true(
 
 def test_a_batch_runs_in_array_order(soft, words, stream):
     """What stands before a wait has happened, what stands after it has not."""
-    ops = [op(soft, WRITE32, words.address(0), 1), op(soft, WAIT32, words.address(1), 1, EQ),
-           op(soft, WRITE32, words.address(1), 0), op(soft, BARRIER),
-           op(soft, WRITE32, words.address(2), 3)]
+    ops = [
+        op(soft, WRITE32, words.address(0), 1),
+        op(soft, WAIT32, words.address(1), 1, EQ),
+        op(soft, WRITE32, words.address(1), 0),
+        op(soft, BARRIER),
+        op(soft, WRITE32, words.address(2), 3),
+    ]
     soft.cuStreamBatchMemOp(stream, len(ops), ops, 0)
     settle(soft, stream)
     assert (words[0], words[2]) == (1, 0)
@@ -82,8 +93,12 @@ def test_addresses_that_hardware_cannot_watch_are_refused(soft, words, stream):
     """Host addresses, misaligned, NULL and freed ones are INVALID_VALUE, with the reason."""
     pageable, gone = np.zeros(16, np.uint64), Words(soft, 1)
     soft.cuMemFreeHost(gone.host)
-    for bad, said in ((pageable.ctypes.data, "pageable"), (words.address(0) + 2, "not aligned"),
-                      (0, "null pointer"), (gone.address(0), "freed")):
+    for bad, said in (
+        (pageable.ctypes.data, "pageable"),
+        (words.address(0) + 2, "not aligned"),
+        (0, "null pointer"),
+        (gone.address(0), "freed"),
+    ):
         assert code(soft.d.cuStreamWriteValue32(stream, bad, 1, 0)) == "INVALID_VALUE"
         assert said in soft.refusal()
     wait = soft.d.cuStreamWaitValue64
@@ -117,7 +132,8 @@ def test_each_attribute_can_be_switched_off():
 @pytest.mark.parametrize(("settings", "before"), [({}, 1), ({"SOFTCUDA_QUEUES": "1"}, 0)])
 def test_one_hardware_queue_holds_what_is_submitted_behind_a_wait(settings, before):
     """With SOFTCUDA_QUEUES=1 another stream's work waits too; by default it does not."""
-    check(f"""
+    check(
+        f"""
         w, waits, other = Words(s, 3), s.stream(), s.stream()
         w.block(waits)
         s.cuStreamWriteValue32(other, w.address(1), 1, 0)
@@ -127,7 +143,9 @@ def test_one_hardware_queue_holds_what_is_submitted_behind_a_wait(settings, befo
         s.cuStreamSynchronize(other)
         s.cuStreamSynchronize(waits)
         assert w[1] == 1
-        """, **settings)
+        """,
+        **settings,
+    )
 
 
 def test_a_worker_that_owes_an_answer_may_not_call(soft):

@@ -30,8 +30,12 @@ def test_copies_and_frees_check_bounds_and_lifetime(soft, words):
     is INVALID_VALUE and does nothing; NULL may be freed."""
     d, host, p = soft.d, np.zeros(128, np.uint8).ctypes.data, soft.alloc(64)
     assert codes(
-        d.cuMemcpyDtoH(host, p + 1, 64), d.cuMemsetD8(p + 60, 0, 5), d.cuMemsetD32(p + 2, 0, 1),
-        d.cuMemFree(p + 16), d.cuMemFree(words.host)) == {"INVALID_VALUE"}
+        d.cuMemcpyDtoH(host, p + 1, 64),
+        d.cuMemsetD8(p + 60, 0, 5),
+        d.cuMemsetD32(p + 2, 0, 1),
+        d.cuMemFree(p + 16),
+        d.cuMemFree(words.host),
+    ) == {"INVALID_VALUE"}
     assert code(d.cuMemcpyHtoD(p, host, 65)) == "INVALID_VALUE"
     assert "past the end of device allocation" in soft.refusal()
     soft.cuMemcpyHtoD(p, host, 64)
@@ -51,8 +55,11 @@ def test_kernel_pointers_are_checked_at_launch(soft, kernels):
     good, gone = soft.ints(0, 0, 0, 0), soft.alloc(16)
     soft.cuMemFree(gone)
     pageable, n = np.zeros(4, np.int32), np.int32(4)
-    for bad, word in ((gone, "freed"), (good + 100000, "no allocation"),
-                      (pageable.ctypes.data, "pageable host memory")):
+    for bad, word in (
+        (gone, "freed"),
+        (good + 100000, "no allocation"),
+        (pageable.ctypes.data, "pageable host memory"),
+    ):
         assert code(soft.try_launch(kernels.copy, 1, 4, good, bad, n)) == "INVALID_VALUE"
         assert "'copy' parameter 1" in soft.refusal() and word in soft.refusal()
     soft.run(kernels.copy, 1, 4, 0, 0, np.int32(0))  # NULL stays NULL
@@ -112,6 +119,7 @@ def test_asynchronous_copies_take_pageable_sources_at_the_call(soft, stream):
 
 def test_allocation_needs_a_current_context(soft):
     """A thread that made no context current cannot allocate; the context stack nests."""
+
     def work(_: int) -> int:
         assert codes(soft.d.cuMemAlloc(16), soft.d.cuCtxGetDevice()) == {"INVALID_CONTEXT"}
         soft.cuCtxPushCurrent(soft.context)

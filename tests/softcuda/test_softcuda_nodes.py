@@ -24,9 +24,13 @@ def word(handle):
     return np.uint64(int(handle))
 
 
-@pytest.mark.parametrize(("kind", "size", "table"), [
-    (IF, 1, {0: 0, 1: 1, 7: 1}), (IF, 2, {0: 10, 5: 1}),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("kind", "size", "table"),
+    [
+        (IF, 1, {0: 0, 1: 1, 7: 1}),
+        (IF, 2, {0: 10, 5: 1}),
+    ],
+)
 def test_if_and_else_choose_one_body(soft, kernels, stream, kind, size, table) -> None:
     """IF takes body 0 or its else."""
     for value, expected in table.items():
@@ -65,11 +69,13 @@ def test_bodies_refuse_what_the_device_cannot_run(soft, graph, event) -> None:
     pageable = np.zeros(1, np.int32)
     c = soft.copy_params(soft.ints(0), pageable.ctypes.data, 4)
     assert codes(
-        d.cuGraphAddHostNode(body, [], 0, p), d.cuGraphAddChildGraphNode(body, [], 0, child),
+        d.cuGraphAddHostNode(body, [], 0, p),
+        d.cuGraphAddChildGraphNode(body, [], 0, child),
         d.cuGraphAddMemcpyNode(body, [], 0, c, soft.context),
         d.cuGraphAddEventRecordNode(body, [], 0, event),
         d.cuGraphAddEventWaitNode(body, [], 0, event),
-        d.cuGraphAddChildGraphNode(child, [], 0, graph)) == {"NOT_SUPPORTED"}
+        d.cuGraphAddChildGraphNode(child, [], 0, graph),
+    ) == {"NOT_SUPPORTED"}
     assert soft.cuGraphGetNodes(body)[-1] == 0
 
 
@@ -109,7 +115,8 @@ def wait(soft, graph, deps, event):
 
 
 def test_a_wait_node_waits_for_what_was_recorded_before_the_launch(
-        soft, stream, other, event, graph, words) -> None:
+    soft, stream, other, event, graph, words
+) -> None:
     """Each launch waits for the work the event names then; one never recorded is complete."""
     a = soft.ints(0)
     waits = wait(soft, graph, [], event)
@@ -172,8 +179,11 @@ def test_a_moved_child_may_hold_conditionals_and_belongs_to_its_parent(soft, str
     assert move(soft, parent, parent) == "INVALID_VALUE"
     assert move(soft, parent, child) == "SUCCESS"
     assert move(soft, parent, child) == "INVALID_VALUE"
-    assert codes(d.cuGraphInstantiate(child, 0), d.cuGraphDestroy(child),
-                 d.cuGraphAddChildGraphNode(parent, [], 0, child)) == {"INVALID_VALUE"}
+    assert codes(
+        d.cuGraphInstantiate(child, 0),
+        d.cuGraphDestroy(child),
+        d.cuGraphAddChildGraphNode(parent, [], 0, child),
+    ) == {"INVALID_VALUE"}
     soft.add_fill(child, [node], a, 4)
     executable = soft.cuGraphInstantiate(parent, 0)
     assert code(d.cuGraphExecUpdate(executable, child)) == "INVALID_VALUE"

@@ -23,8 +23,9 @@ def gate():
     return opens
 
 
-def test_streams_run_beside_each_other_and_events_order_them(soft, kernels, stream, other, event,
-                                                             gate):
+def test_streams_run_beside_each_other_and_events_order_them(
+    soft, kernels, stream, other, event, gate
+):
     """A stream waits for another's event as it was recorded then, and for nothing else of it."""
     log = soft.ints(0, 0, 0)
     assert code(soft.d.cuEventQuery(event)) == "SUCCESS"  # never recorded: complete
@@ -111,8 +112,11 @@ def test_streams_read_back_and_their_handles_are_never_reused(soft, event):
     soft.cuEventDestroy(event)
     fresh, *_ = [soft.stream() for _ in range(5)]
     assert codes(
-        d.cuStreamSynchronize(stream), d.cuStreamDestroy(stream), d.cuEventRecord(event, fresh),
-        d.cuStreamWaitEvent(fresh, event, 0)) == {"INVALID_HANDLE"}
+        d.cuStreamSynchronize(stream),
+        d.cuStreamDestroy(stream),
+        d.cuEventRecord(event, fresh),
+        d.cuStreamWaitEvent(fresh, event, 0),
+    ) == {"INVALID_HANDLE"}
 
 
 def test_the_gil_record(soft):
@@ -166,8 +170,9 @@ def test_functions_and_their_attributes(soft, kernels):
     assert code(d.cuFuncSetAttribute(user, dynamic, 1 << 20)) == "INVALID_VALUE"
 
 
-@pytest.mark.parametrize(("grid", "block"), [
-    (1, (64, 32, 1)), ((1, 70000, 1), 1), (1, (1, 1, 65)), (1, 128)])
+@pytest.mark.parametrize(
+    ("grid", "block"), [(1, (64, 32, 1)), ((1, 70000, 1), 1), (1, (1, 1, 65)), (1, 128)]
+)
 def test_launch_geometry_is_checked(soft, kernels, grid, block):
     """Grids, blocks and launch bounds outside the device's limits are INVALID_VALUE."""
     assert code(soft.try_launch(kernels.bounded, grid, block, soft.ints(0))) == "INVALID_VALUE"
@@ -193,7 +198,8 @@ def test_versions_choose_the_symbol(soft):
 def test_a_running_kernel_sees_host_stores_and_does_not_keep_its_process():
     """A kernel that polls mapped pinned memory sees a host store made while it runs; a process that
     exits in the middle of device and host work ends at once."""
-    check("""
+    check(
+        """
         words, stream, seen = Words(s, 1), s.stream(), s.ints(0)
         s.launch(kernels.wait_for, 1, 1, words.device, seen, stream=stream)
         time.sleep(0.05)
@@ -204,4 +210,6 @@ def test_a_running_kernel_sees_host_stores_and_does_not_keep_its_process():
         s.launch(kernels.wait_for, 1, 1, s.ints(0), seen, stream=stream)
         s.host(s.stream(), USLEEP, 60_000_000)
         time.sleep(0.05)
-        """, SOFTCUDA_WORKERS="2")
+        """,
+        SOFTCUDA_WORKERS="2",
+    )

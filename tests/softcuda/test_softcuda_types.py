@@ -77,8 +77,17 @@ def arithmetic(soft, kernel, *operands):
     """The rows of results, and the first operands as fp32."""
     n = operands[0].size
     wide = soft.alloc(4 * n)
-    got = soft.results((6, n), np.uint16, kernel, (n + 255) // 256, 256,
-                       *map(soft.put, operands), None, wide, np.int32(n))
+    got = soft.results(
+        (6, n),
+        np.uint16,
+        kernel,
+        (n + 255) // 256,
+        256,
+        *map(soft.put, operands),
+        None,
+        wide,
+        np.int32(n),
+    )
     return got, soft.get(wide, n, np.float32)
 
 
@@ -138,8 +147,17 @@ def test_float_to_half_conversions(soft, kernels):
     x = bits.view(np.float32)
     x = np.where(np.isfinite(x) & (np.abs(x) > 1e-37), x, np.float32(1.5)).astype(np.float32)
     h = soft.alloc(2 * x.size)
-    b = soft.results(x.size, np.uint16, kernels.round_trip, (x.size + 255) // 256, 256,
-                     soft.put(x), h, None, np.int32(x.size))
+    b = soft.results(
+        x.size,
+        np.uint16,
+        kernels.round_trip,
+        (x.size + 255) // 256,
+        256,
+        soft.put(x),
+        h,
+        None,
+        np.int32(x.size),
+    )
     with np.errstate(over="ignore"):
         assert np.array_equal(soft.get(h, x.size, np.uint16), x.astype(np.float16).view(np.uint16))
     assert np.array_equal(b, round_to_bf16(x))
@@ -165,13 +183,20 @@ def test_vector_types_and_parameter_layout(soft, kernels):
     mixed = kernels.mixed
     layout = [soft.cuFuncGetParamInfo(mixed, i) for i in range(6)]
     assert [tuple(map(int, item)) for item in layout] == [
-        (0, 1), (8, 8), (16, 2), (32, 16), (48, 16), (64, 8)]  # fmt: skip
+        (0, 1),
+        (8, 8),
+        (16, 2),
+        (32, 16),
+        (48, 16),
+        (64, 8),
+    ]
     assert int(soft.cuFuncGetParamCount(mixed)) == 6
     pair = np.zeros(1, np.dtype({"names": ["a", "b"], "formats": ["i4", "f8"], "offsets": [0, 8]}))
     pair["b"] = 2.25
     four = np.array([1, 2, 3, 4], np.int32)
-    out = soft.results(5, np.float32, mixed, 1, 1, np.int8(-3), np.float64(0.5), np.int16(-7),
-                       four, pair, None)
+    out = soft.results(
+        5, np.float32, mixed, 1, 1, np.int8(-3), np.float64(0.5), np.int16(-7), four, pair, None
+    )
     assert out.tolist() == [-3.0, 0.5, -7.0, 4.0, 2.25]
 
 
@@ -179,4 +204,13 @@ def test_integer_intrinsics(soft, kernels):
     """Bit intrinsics and saturating conversions answer as CUDA documents them."""
     words = soft.put([0xF0F00001, 0x40, 0x1000, 0x80000001, 0xFFFFFFFF, 0x10], np.uint32)
     assert soft.results(9, np.uint32, kernels.bits, 1, 1, words, None).tolist() == [
-        9, 7, 19, 0x80000001, 0xF, 32, 2, 0x80000000, 0x000100F0]  # fmt: skip
+        9,
+        7,
+        19,
+        0x80000001,
+        0xF,
+        32,
+        2,
+        0x80000000,
+        0x000100F0,
+    ]

@@ -10,12 +10,21 @@ from graft.tools.demo_model import demo_model
 @pytest.fixture(scope="module")
 def engine():
     """The demo model, eight rows; servers of a module follow each other before it."""
-    with Engine(*demo_model(), max_batch_size=8, max_length=512,
-                limits=Limits(grammar_bytes=4096, waiting=100)) as made:
+    with Engine(
+        *demo_model(),
+        max_batch_size=8,
+        max_length=512,
+        limits=Limits(grammar_bytes=4096, waiting=100),
+    ) as made:
         yield made
         made.settle()
-        assert made.counters()["held"] == {"slots": 0, "leaving_slots": 0, "pages": 0,
-                                           "unread_replays": 0, "unretired_replays": 0}
+        assert made.counters()["held"] == {
+            "slots": 0,
+            "leaving_slots": 0,
+            "pages": 0,
+            "unread_replays": 0,
+            "unretired_replays": 0,
+        }
 
 
 @pytest.fixture(scope="module")

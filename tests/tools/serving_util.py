@@ -15,8 +15,12 @@ from graft.tools.serve.driver import Driver
 from graft.tools.serve.server import Server
 from graft.tools.validity import is_valid
 
-PERSON = {"type": "object", "properties": {"name": {"type": "string"}, "age": {"type": "integer"}},
-          "required": ["name", "age"], "additionalProperties": False}
+PERSON = {
+    "type": "object",
+    "properties": {"name": {"type": "string"}, "age": {"type": "integer"}},
+    "required": ["name", "age"],
+    "additionalProperties": False,
+}
 ASKED = "Extract the fields.\nname: Olga Novak; age: 42"
 
 
@@ -51,11 +55,25 @@ def form(schema):
 
 def ask(client, **fields):
     """A chat of one message; what the client does not know goes beside."""
-    extra = {key: fields.pop(key) for key in ("structured_outputs", "top_k", "guided_regex",
-                                              "min_tokens", "repetition_penalty", "priority",
-                                              "nonsense") if key in fields}  # fmt: skip
-    fields = {"model": "demo", "messages": [{"role": "user", "content": ASKED}], "temperature": 0,
-              "max_tokens": 80} | fields
+    extra = {
+        key: fields.pop(key)
+        for key in (
+            "structured_outputs",
+            "top_k",
+            "guided_regex",
+            "min_tokens",
+            "repetition_penalty",
+            "priority",
+            "nonsense",
+        )
+        if key in fields
+    }
+    fields = {
+        "model": "demo",
+        "messages": [{"role": "user", "content": ASKED}],
+        "temperature": 0,
+        "max_tokens": 80,
+    } | fields
     return client.chat.completions.create(**fields, extra_body=extra)
 
 
@@ -65,11 +83,25 @@ WRONG = [{"nonsense": 1}, {"temperature": -1}, {"response_format": form({"type":
 def crowd():
     """What a crowd asks: prompts, and the fields of their calls."""
     draw = random.Random(1)
-    return [(p, {"messages": [{"role": "user", "content": p.text}], "seed": draw.randrange(99),
-                 "temperature": draw.choice([0, 0.7, 1.3]), "max_tokens": 100,
-                 **({} if p.grammar is None else {"response_format": form(p.grammar.schema)}
-                    if p.grammar.schema else {"structured_outputs": {"regex": p.grammar.text}})})
-            for p in demo_prompts() * 4]  # fmt: skip
+    return [
+        (
+            p,
+            {
+                "messages": [{"role": "user", "content": p.text}],
+                "seed": draw.randrange(99),
+                "temperature": draw.choice([0, 0.7, 1.3]),
+                "max_tokens": 100,
+                **(
+                    {}
+                    if p.grammar is None
+                    else {"response_format": form(p.grammar.schema)}
+                    if p.grammar.schema
+                    else {"structured_outputs": {"regex": p.grammar.text}}
+                ),
+            },
+        )
+        for p in demo_prompts() * 4
+    ]
 
 
 async def one_of_crowd(client, turns, asked, number):
@@ -104,8 +136,13 @@ async def heard_by_crowd(url, asked, count, meanwhile=None):
         return heard
 
     # No connection is used twice: it may end by age just when the next call begins.
-    async with openai.AsyncOpenAI(base_url=url, api_key="-", max_retries=0, timeout=600.0,
-                                  default_headers={"connection": "close"}) as client:
+    async with openai.AsyncOpenAI(
+        base_url=url,
+        api_key="-",
+        max_retries=0,
+        timeout=600.0,
+        default_headers={"connection": "close"},
+    ) as client:
         return await asyncio.gather(*(one(client, i) for i in range(count)))
 
 

@@ -114,12 +114,21 @@ def test_training_has_neither_held_out_prompts_nor_unseen_keys(training, held_ou
 def test_all_kinds_of_schema_occur(held_out):
     """Nested objects, arrays, enums, bounds, patterns, optional fields, regexes, free text."""
     everything = " ".join(json.dumps(t.schema) for t in held_out)
-    for part in ('"enum"', '"maximum"', '"pattern"', '"boolean"', '"number"', '"format"',
-                 '"items": {"type": "object"', '"items": {"type": "string"'):
+    for part in (
+        '"enum"',
+        '"maximum"',
+        '"pattern"',
+        '"boolean"',
+        '"number"',
+        '"format"',
+        '"items": {"type": "object"',
+        '"items": {"type": "string"',
+    ):
         assert part in everything
     assert {t.kind for t in held_out} == {"record", "regex", "free"}
-    assert any(t.schema and len(t.schema["required"]) < len(t.schema["properties"])
-               for t in held_out)
+    assert any(
+        t.schema and len(t.schema["required"]) < len(t.schema["properties"]) for t in held_out
+    )
 
 
 def test_scoring_counts_leaves_and_whole_answers(held_out):
@@ -127,11 +136,14 @@ def test_scoring_counts_leaves_and_whole_answers(held_out):
     answer scores all of its fields, and no other's scores whole."""
     task = demo_tasks.Task("", {}, '{"a": 1, "b": {"c": "x", "d": [1, 2]}}')
     score = demo_tasks.score_fields
-    for text, found in (('{"a": 1, "b": {"c": "x", "d": [1, 2]}}', (3, 3, True)),
-                        ('{"a": true, "b": {"c": "x", "d": [2, 1]}}', (1, 3, False)),
-                        ('{"a": 1}', (1, 3, False)), ("[]", (0, 3, False)),
-                        ('{"a": 1, "b": {"c": "x", "d": [1, 2], "e": 0}}', (3, 3, False)),
-                        ('{"a": 1, "b"', (0, 3, False))):
+    for text, found in (
+        ('{"a": 1, "b": {"c": "x", "d": [1, 2]}}', (3, 3, True)),
+        ('{"a": true, "b": {"c": "x", "d": [2, 1]}}', (1, 3, False)),
+        ('{"a": 1}', (1, 3, False)),
+        ("[]", (0, 3, False)),
+        ('{"a": 1, "b": {"c": "x", "d": [1, 2], "e": 0}}', (3, 3, False)),
+        ('{"a": 1, "b"', (0, 3, False)),
+    ):
         assert score(text, task) == found
     assert score(" 12 ", demo_tasks.Task("", None, "12")) == (1, 1, True)
     assert score("13", demo_tasks.Task("", None, "12")) == (0, 1, False)
@@ -150,34 +162,64 @@ def template() -> jinja2.Template:
 
 
 def render(text: str, **given: Any) -> str:
-    return template().render(messages=[{"role": "user", "content": text}],
-                             add_generation_prompt=True, **given)
+    return template().render(
+        messages=[{"role": "user", "content": text}], add_generation_prompt=True, **given
+    )
 
 
 def test_the_template_names_keys_and_types():
     """A schema becomes one line of nested key names, type hints and optional marks."""
-    schema = demo_tasks.object_schema([
-        ("id", {"type": "string", "pattern": "^[A-Z]$"}), ("n", {"type": "integer"}),
-        ("who", demo_tasks.object_schema([("name", {"type": "string"})])),
-        ("tags", {"type": "array", "items": {"type": "string"}}), ("c", {"enum": ["x", "y"]}),
-        ("r", {"$ref": "#/$defs/day"})], optional=["n"])
+    schema = demo_tasks.object_schema(
+        [
+            ("id", {"type": "string", "pattern": "^[A-Z]$"}),
+            ("n", {"type": "integer"}),
+            ("who", demo_tasks.object_schema([("name", {"type": "string"})])),
+            ("tags", {"type": "array", "items": {"type": "string"}}),
+            ("c", {"enum": ["x", "y"]}),
+            ("r", {"$ref": "#/$defs/day"}),
+        ],
+        optional=["n"],
+    )
     schema["$defs"] = {"day": {"type": "string", "format": "date"}}
     assert render("Hi.", schema=schema) == (
         "<|begin|><|user|>Hi.\nSchema: {id:pat, n?:int, who:{name}, tags:[str], c:(x|y), r:date}"
-        "<|assistant|>")
+        "<|assistant|>"
+    )
     assert render("Hi.", schema=None) == render("Hi.") == "<|begin|><|user|>Hi.<|assistant|>"
 
 
-@pytest.mark.parametrize("schema", [
-    True, False, {}, [], "x", 5, {"type": 5}, {"type": []}, {"type": ["string", "null"]},
-    {"enum": {}}, {"enum": []}, {"const": None}, {"properties": 3},
-    {"properties": {"a": True}, "required": "a"}, {"items": [{}]}, {"items": True}, {"$ref": "#"},
-    {"$ref": 7}, {"anyOf": []}, {"anyOf": {}},
-    {"allOf": [{"$ref": "#/definitions/x"}],
-     "definitions": {"x": {"anyOf": [{"$ref": "#/definitions/x"}]}}},
-    {"$defs": [], "$ref": "#/$defs/a"},
-    {"properties": {"items": {}, "get": {}, "keys": {"format": 3}}},
-], ids=json.dumps)
+@pytest.mark.parametrize(
+    "schema",
+    [
+        True,
+        False,
+        {},
+        [],
+        "x",
+        5,
+        {"type": 5},
+        {"type": []},
+        {"type": ["string", "null"]},
+        {"enum": {}},
+        {"enum": []},
+        {"const": None},
+        {"properties": 3},
+        {"properties": {"a": True}, "required": "a"},
+        {"items": [{}]},
+        {"items": True},
+        {"$ref": "#"},
+        {"$ref": 7},
+        {"anyOf": []},
+        {"anyOf": {}},
+        {
+            "allOf": [{"$ref": "#/definitions/x"}],
+            "definitions": {"x": {"anyOf": [{"$ref": "#/definitions/x"}]}},
+        },
+        {"$defs": [], "$ref": "#/$defs/a"},
+        {"properties": {"items": {}, "get": {}, "keys": {"format": 3}}},
+    ],
+    ids=json.dumps,
+)
 def test_the_template_renders_any_schema(schema):
     """Odd, recursive and even invalid schemas give a prompt, never an error."""
     text = render("Hi.", schema=schema)
@@ -239,14 +281,21 @@ def test_the_real_models_prompts_have_grammars_and_say_their_schemas():
         assert kind != "json_schema" or prompt.text.endswith(json.dumps(prompt.grammar.schema))
 
 
-@pytest.mark.parametrize(("spec", "good", "bad"), [
-    (GrammarSpec.json_schema({"type": "integer", "maximum": 9}), "9", "10"),
-    (GrammarSpec.json_schema({"type": "string", "format": "date"}), '"2020-02-29"', '"2021-02-29"'),
-    (GrammarSpec.json_object(), "{}", "[]"),
-    (GrammarSpec.json_object(), '{"a": 1}', '{"a": 1'),
-    (GrammarSpec.regex("[0-9]{2}"), "12", "123"),
-    (GrammarSpec.choice(["yes", "no"]), "no", "n"),
-])
+@pytest.mark.parametrize(
+    ("spec", "good", "bad"),
+    [
+        (GrammarSpec.json_schema({"type": "integer", "maximum": 9}), "9", "10"),
+        (
+            GrammarSpec.json_schema({"type": "string", "format": "date"}),
+            '"2020-02-29"',
+            '"2021-02-29"',
+        ),
+        (GrammarSpec.json_object(), "{}", "[]"),
+        (GrammarSpec.json_object(), '{"a": 1}', '{"a": 1'),
+        (GrammarSpec.regex("[0-9]{2}"), "12", "123"),
+        (GrammarSpec.choice(["yes", "no"]), "no", "n"),
+    ],
+)
 def test_outputs_are_checked_by_other_means_than_the_grammar(spec, good, bad):
     """A right output passes and a wrong one does not, for each kind that has a second reader."""
     assert (is_valid(spec, good), is_valid(spec, bad)) == (True, False)
@@ -263,16 +312,21 @@ def test_the_demo_does_not_pass_what_is_wrong():
     prompt = next(p for p in demo_prompts() if p.shows == "pattern")
     right = Output(id="0", text=prompt.answer, reason="stop")
     assert demo.verdict(prompt, right) == (True, "valid by jsonschema; right answer")
-    for text, reason in ((prompt.answer.replace("QF-5702", "5702"), "stop"),
-                         (prompt.answer, "length"), ("", "refused")):
+    for text, reason in (
+        (prompt.answer.replace("QF-5702", "5702"), "stop"),
+        (prompt.answer, "length"),
+        ("", "refused"),
+    ):
         wrong = Output(id="0", text=text, reason=reason, error="no" * (not text))
         assert demo.verdict(prompt, wrong)[0] is False
 
 
 def result_of(tasks, texts, rounds=2):
     """An evaluation result whose outputs have these texts."""
-    outputs = [Output(id=str(i), text=text, reason="stop", tokens=[1] * len(text), rounds=rounds)
-               for i, text in enumerate(texts)]
+    outputs = [
+        Output(id=str(i), text=text, reason="stop", tokens=[1] * len(text), rounds=rounds)
+        for i, text in enumerate(texts)
+    ]
     return evaluate_demo.Result(tasks, outputs, {}, 1.0)
 
 

@@ -41,15 +41,17 @@ def engine(lines):
 
 
 def own_drafter(lines):
-    with_it, without = (re.fullmatch(r"'(.+)': (\d+) of (\d+) drafts accepted", line)
-                        for line in lines[:2])  # fmt: skip
+    with_it, without = (
+        re.fullmatch(r"'(.+)': (\d+) of (\d+) drafts accepted", line) for line in lines[:2]
+    )
     assert with_it and without and with_it[1] == without[1] and lines[2] == "same text: True"
     assert 0 < int(with_it[2]) < int(with_it[3]) and without[3] == "0"
 
 
 def host_drafter(lines):
-    with_it, without = (re.fullmatch(r"'(.+)': (\d+) drafts accepted, (\d+) rounds", line)
-                        for line in lines)  # fmt: skip
+    with_it, without = (
+        re.fullmatch(r"'(.+)': (\d+) drafts accepted, (\d+) rounds", line) for line in lines
+    )
     assert with_it and without and with_it[1] == without[1]
     assert int(with_it[2]) > 0 == int(without[2]) and int(with_it[3]) < int(without[3])
 
@@ -60,10 +62,18 @@ def prefill_apart(lines):
     assert isinstance(json.loads(texts[1][1]), dict) and len(lines) == 2
 
 
-CHECKS = {check.__name__: check for check in (
-    graph_with_host_step, mask_logits, matcher_by_hand, engine, own_drafter, host_drafter,
-    prefill_apart,
-)}  # fmt: skip
+CHECKS = {
+    check.__name__: check
+    for check in (
+        graph_with_host_step,
+        mask_logits,
+        matcher_by_hand,
+        engine,
+        own_drafter,
+        host_drafter,
+        prefill_apart,
+    )
+}
 
 
 def test_each_example_has_a_check():

@@ -1,4 +1,4 @@
-"""The house stays small, imports downwards and has no torch: budgets, rooms, readable pages."""
+"""Repository rules: imports point down, nothing imports torch, pages are readable."""
 
 from __future__ import annotations
 
@@ -15,45 +15,18 @@ from pathlib import Path
 
 import pytest
 
-from graft.tools import budget
-
 ROOT = Path(__file__).resolve().parents[2]
-#: What the way of a round may take, drafts of every shape included.
-MOST_FILES, MOST_LINES = 36, 8000
 LONGEST_PARAGRAPH = 600
 
 
-def test_lines_are_counted_by_room_and_held_against_budgets(tmp_path):
-    """Data and what git does not know count nothing; a room without a budget is over it."""
-    (tmp_path / "a" / "b").mkdir(parents=True)
-    for name, lines in (("a/b/c.py", 2), ("a/d.json", 9), ("e.md", 1)):
-        (tmp_path / name).write_text("1\n" * lines)
-    for command in (["init", "-q"], ["add", "-A"]):
-        subprocess.run(["git", *command], cwd=tmp_path, check=True)
-    (tmp_path / "a" / "new.py").write_text("1\n")
-    lines = budget.count(tmp_path)
-    assert lines == {"a": 2, ".": 1, "whole": 3}
-    assert budget.over(lines, {"a": 2, ".": 1, "whole": 3}) == []
-    assert budget.over(lines, {"a": 1, ".": 1, "whole": 3}) == ["a"]
-    assert budget.over(lines, {"a": 2, "whole": 9}) == ["."]
-
-
-def test_the_way_of_a_round_does_not_grow(device):
-    """It has its scheduler, worker and verification, and no more files and lines than now."""
-    shown = subprocess.run([sys.executable, "-m", "graft.tools.round_way"], check=True, text=True,
-                           capture_output=True, env={**os.environ, "GRAFT_DEVICE": device.kind})
-    *listed, total = shown.stdout.splitlines()
-    lines = {path: int(count) for count, path in (
-        line.split() for line in listed if line.startswith(" "))}
-    assert {"models/engine.py", "models/scheduler.py", "native/guide/worker.cpp",
-            "cudagraph/kernels/graft.cuh"} <= set(lines)
-    assert not any(name.startswith(("tools", "tests")) for name in lines)
-    assert total == f"the way of a round: {len(lines)} files, {sum(lines.values()):,} lines"
-    assert len(lines) <= MOST_FILES and sum(lines.values()) <= MOST_LINES
-
-
-@pytest.mark.parametrize("page", sorted(str(path.relative_to(ROOT)) for path in ROOT.glob(
-    "**/README.md") if not {"build", ".venv"} & set(path.relative_to(ROOT).parts)))
+@pytest.mark.parametrize(
+    "page",
+    sorted(
+        str(path.relative_to(ROOT))
+        for path in ROOT.glob("**/README.md")
+        if not {"build", ".venv"} & set(path.relative_to(ROOT).parts)
+    ),
+)
 def test_pages_can_be_read(page):
     """No paragraph, list item or cell is long, and every file that is linked is there."""
     text = (ROOT / page).read_text(encoding="utf-8")
@@ -98,8 +71,12 @@ def imports(name: str) -> Iterator[str]:
 
 def test_no_room_imports_one_above_it():
     """An arrow never points back up."""
-    above = [(name, other) for name in MODULES for other in imports(name)
-             if ROOMS.index(other.split(".")[0]) > ROOMS.index(name.split(".")[0])]  # fmt: skip
+    above = [
+        (name, other)
+        for name in MODULES
+        for other in imports(name)
+        if ROOMS.index(other.split(".")[0]) > ROOMS.index(name.split(".")[0])
+    ]
     assert above == []
 
 
@@ -138,12 +115,17 @@ print(json.dumps({"imported": imported, "findings": findings, "foreign": foreign
 
 def test_importing_all_of_graft_imports_no_torch():
     """Every module of graft and the doctor's checks leave torch, JAX and CuPy unimported."""
-    done = subprocess.run([sys.executable, "-c", IMPORT_EVERYTHING], text=True,
-                          capture_output=True, env={**os.environ, "GRAFT_DEVICE": "soft"})
+    done = subprocess.run(
+        [sys.executable, "-c", IMPORT_EVERYTHING],
+        text=True,
+        capture_output=True,
+        env={**os.environ, "GRAFT_DEVICE": "soft"},
+    )
     assert done.returncode == 0, done.stderr
     said = json.loads(done.stdout.splitlines()[-1])
     assert {"graft.models.engine", "graft.cudagraph.graph", "graft.tools.cli"} <= set(
-        said["imported"])
+        said["imported"]
+    )
     assert "device" in said["findings"]
     assert said["foreign"] == []
 

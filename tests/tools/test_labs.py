@@ -103,20 +103,40 @@ def test_what_meets_no_busy_thread_and_what_a_quantile_is():
     assert lab.held(begun, [(190, 400), (940, 2000)]).tolist() == [True, False, True, False]
     assert lab.held(begun, []).all()
     assert lab.quantiles(np.arange(1, 1001)[::-1] * 1000) == {
-        "p50": 501.0, "p99": 990.0, "max": 1000.0}
+        "p50": 501.0,
+        "p99": 990.0,
+        "max": 1000.0,
+    }
 
 
 def test_the_tool_writes_all_cells(device, tmp_path):
     """Every arm, number of steps and state of Python is told, and what waking costs."""
     path = tmp_path / "latency.json"
-    command = [sys.executable, "-m", "graft.tools.labs.callback_latency", "--samples", "20",
-               "--callbacks", "1", "2", "--json", str(path)]
-    shown = subprocess.run(command, env={**os.environ, "GRAFT_DEVICE": device.kind}, check=True,
-                           text=True, capture_output=True, timeout=240).stdout
+    command = [
+        sys.executable,
+        "-m",
+        "graft.tools.labs.callback_latency",
+        "--samples",
+        "20",
+        "--callbacks",
+        "1",
+        "2",
+        "--json",
+        str(path),
+    ]
+    shown = subprocess.run(
+        command,
+        env={**os.environ, "GRAFT_DEVICE": device.kind},
+        check=True,
+        text=True,
+        capture_output=True,
+        timeout=240,
+    ).stdout
     said = json.loads(path.read_text())
     names = [name for name in arms.ARMS if not arms.unavailable(name)]
     assert sorted((c["transport"], c["callbacks"], c["python"]) for c in said["cells"]) == sorted(
-        (t, n, p) for t in names for n in (1, 2) for p in lab.PYTHON)
+        (t, n, p) for t in names for n in (1, 2) for p in lab.PYTHON
+    )
     for cell in said["cells"]:
         assert cell["samples"] == 20
         for figures in filter(None, (cell["join_us"], cell["hop_us"])):
@@ -176,8 +196,13 @@ def test_unexpected_verdicts_fail_the_tool_and_missing_packages_do_not(monkeypat
     monkeypatch.setattr(deadlock_cell.importlib.util, "find_spec", lambda name: None)
     lacking = deadlock.play(Cell("alloc", "cuda.core", 1))
     assert lacking.as_expected and "pip install cuda-core" in deadlock.table([lacking])
-    monkeypatch.setattr(deadlock, "play_all", lambda cells, soft, jobs: [
-        deadlock.Verdict(cell, "completes", deadlock.expected(cell), 0.1, "") for cell in cells])
+    monkeypatch.setattr(
+        deadlock,
+        "play_all",
+        lambda cells, soft, jobs: [
+            deadlock.Verdict(cell, "completes", deadlock.expected(cell), 0.1, "") for cell in cells
+        ],
+    )
     assert deadlock.main(["--cell", "alloc:native:1"]) == 0
     assert deadlock.main(["--cell", "alloc:python:1"]) == 1
     assert "EXPECTED hangs" in capsys.readouterr().out

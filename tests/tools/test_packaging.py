@@ -24,8 +24,11 @@ PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())
 ROOMS = ("native", "cudagraph", "sampling", "grammar", "models", "tools")
 TABLE = PROJECT["project"]
 REQUIRED = [*TABLE["dependencies"], *PROJECT["tool"]["graft"]["no-deps"]]
-PINS = dict(line.split("==") for line in (ROOT / "constraints.txt").read_text().splitlines()
-            if not line.startswith("#"))  # fmt: skip
+PINS = dict(
+    line.split("==")
+    for line in (ROOT / "constraints.txt").read_text().splitlines()
+    if not line.startswith("#")
+)
 
 
 def test_ranges_hold_the_pins_and_end_before_the_next_release_that_may_break():
@@ -37,8 +40,14 @@ def test_ranges_hold_the_pins_and_end_before_the_next_release_that_may_break():
         assert wanted.specifier.contains(PINS[wanted.name]), text
         low, high = Version(ends[">="]), Version(ends["<"])
         assert (high.major, high.minor) in ((low.major + 1, 0), (low.major, low.minor + 1)), text
-    names = {Requirement(text).name for text in (
-        *REQUIRED, *PROJECT["build-system"]["requires"], *TABLE["optional-dependencies"]["dev"])}
+    names = {
+        Requirement(text).name
+        for text in (
+            *REQUIRED,
+            *PROJECT["build-system"]["requires"],
+            *TABLE["optional-dependencies"]["dev"],
+        )
+    }
     assert names == set(PINS)
     assert all(re.fullmatch(r"[0-9][0-9a-z.]*", pin) for pin in PINS.values())
 
@@ -56,11 +65,18 @@ def test_installed_graft_is_this_tree():
     assert Path(graft.tools.__file__).resolve() == ROOT / "tools" / "__init__.py"
 
 
-@pytest.mark.parametrize(("name", "script", "words"), [
-    ("", "", "Python 3.11 or newer"),
-    ("python3.12", "echo 'command not found in this version' >&2; exit 127", "command not found"),
-    ("python3.12", "echo 'it is Python 3.9' >&2; exit 1", "it is Python 3.9"),
-])
+@pytest.mark.parametrize(
+    ("name", "script", "words"),
+    [
+        ("", "", "Python 3.11 or newer"),
+        (
+            "python3.12",
+            "echo 'command not found in this version' >&2; exit 127",
+            "command not found",
+        ),
+        ("python3.12", "echo 'it is Python 3.9' >&2; exit 1", "it is Python 3.9"),
+    ],
+)
 def test_a_python_that_does_not_do_is_named_with_its_reason(tmp_path, name, script, words):
     """Without any Python, one sentence says what to install; a broken shim or an old Python is
     passed over, and the sentence tells why."""
@@ -71,8 +87,12 @@ def test_a_python_that_does_not_do_is_named_with_its_reason(tmp_path, name, scri
     if name:
         (tmp_path / name).write_text(f"#!/bin/sh\n{script}\n")
         (tmp_path / name).chmod(0o755)
-    done = subprocess.run(["sh", str(ROOT / "tools" / "find_python.sh")], text=True,
-                          capture_output=True, env={"PATH": str(tmp_path)})
+    done = subprocess.run(
+        ["sh", str(ROOT / "tools" / "find_python.sh")],
+        text=True,
+        capture_output=True,
+        env={"PATH": str(tmp_path)},
+    )
     assert done.returncode == 1
     assert (f"{name}: {words}" if name else words) in done.stderr
     assert name or done.stderr.count("\n") == 1
@@ -81,19 +101,35 @@ def test_a_python_that_does_not_do_is_named_with_its_reason(tmp_path, name, scri
 def test_a_usable_python_is_found():
     """The script prints an interpreter that runs and is at least 3.11."""
     base = getattr(sys, "_base_executable", sys.executable)
-    done = subprocess.run(["sh", str(ROOT / "tools" / "find_python.sh"), base], text=True,
-                          capture_output=True, check=True)
-    said = subprocess.run([done.stdout.strip(), "-c", "import sys; print(sys.version_info[:2])"],
-                          text=True, capture_output=True, check=True)
+    done = subprocess.run(
+        ["sh", str(ROOT / "tools" / "find_python.sh"), base],
+        text=True,
+        capture_output=True,
+        check=True,
+    )
+    said = subprocess.run(
+        [done.stdout.strip(), "-c", "import sys; print(sys.version_info[:2])"],
+        text=True,
+        capture_output=True,
+        check=True,
+    )
     assert said.stdout.strip() == str(sys.version_info[:2])
 
 
-@pytest.mark.parametrize(("script", "said"), [
-    ("", "graft needs a C++17 compiler and found none (CXX={}); Debian and Ubuntu: apt install "
-     "g++\n"),
-    ("echo 'unrecognized option -std=c++17' >&2; exit 1",
-     "CXX={} does not compile C++17: unrecognized option -std=c++17\n"),
-])
+@pytest.mark.parametrize(
+    ("script", "said"),
+    [
+        (
+            "",
+            "graft needs a C++17 compiler and found none (CXX={}); Debian and Ubuntu: apt install "
+            "g++\n",
+        ),
+        (
+            "echo 'unrecognized option -std=c++17' >&2; exit 1",
+            "CXX={} does not compile C++17: unrecognized option -std=c++17\n",
+        ),
+    ],
+)
 def test_a_compiler_that_does_not_do_is_told_in_one_sentence(tmp_path, script, said):
     """The environment is not begun when the compiler that it would end with is missing or old."""
     fake = tmp_path / "c++"
@@ -101,16 +137,24 @@ def test_a_compiler_that_does_not_do_is_told_in_one_sentence(tmp_path, script, s
         fake.write_text(f"#!/bin/sh\n{script}\n")
         fake.chmod(0o755)
     done = subprocess.run(
-        [sys.executable, str(ROOT / "tools" / "bootstrap.py"), str(tmp_path / "venv")], text=True,
-        capture_output=True, env={**os.environ, "CXX": str(fake)})
+        [sys.executable, str(ROOT / "tools" / "bootstrap.py"), str(tmp_path / "venv")],
+        text=True,
+        capture_output=True,
+        env={**os.environ, "CXX": str(fake)},
+    )
     assert (done.returncode, done.stderr) == (1, "graft: " + said.format(fake))
     assert not (tmp_path / "venv").exists()
 
 
 def tracked() -> list[Path]:
     """Files of the repository, and new ones that git does not ignore."""
-    listed = subprocess.run(["git", "ls-files", "-co", "--exclude-standard"], cwd=ROOT, text=True,
-                            capture_output=True, check=True)
+    listed = subprocess.run(
+        ["git", "ls-files", "-co", "--exclude-standard"],
+        cwd=ROOT,
+        text=True,
+        capture_output=True,
+        check=True,
+    )
     return [Path(name) for name in listed.stdout.splitlines() if (ROOT / name).is_file()]
 
 
@@ -120,9 +164,24 @@ def build_wheel(folder: Path, *options: str) -> Path:
         (folder / "source" / name).parent.mkdir(parents=True, exist_ok=True)
         shutil.copy2(ROOT / name, folder / "source" / name)
     path = f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"
-    subprocess.run([sys.executable, "-m", "pip", "--disable-pip-version-check", "-q", "wheel",
-                    "--no-build-isolation", "--no-deps", "-w", str(folder), *options,
-                    str(folder / "source")], check=True, env={**os.environ, "PATH": path})
+    subprocess.run(
+        [
+            sys.executable,
+            "-m",
+            "pip",
+            "--disable-pip-version-check",
+            "-q",
+            "wheel",
+            "--no-build-isolation",
+            "--no-deps",
+            "-w",
+            str(folder),
+            *options,
+            str(folder / "source"),
+        ],
+        check=True,
+        env={**os.environ, "PATH": path},
+    )
     (wheel,) = folder.glob("*.whl")
     return wheel
 
@@ -137,17 +196,29 @@ def test_a_wheel_carries_what_runs_and_nothing_else(tmp_path):
     rooms = [Path("graft", name) for name in tracked() if name.parts[0] in ROOMS]
     train = Path("graft/tools/train")
     left_out = {train, Path("graft/native/tests")}
-    needed = {name for name in rooms if not left_out & set(name.parents) and (
-        name.suffix in (".cu", ".cuh", ".json", ".safetensors")
-        or {"include", "kernels"} & set(name.parts)
-        or (name.suffix == ".py" and name.parent != Path("graft/tools")))}
+    needed = {
+        name
+        for name in rooms
+        if not left_out & set(name.parents)
+        and (
+            name.suffix in (".cu", ".cuh", ".json", ".safetensors")
+            or {"include", "kernels"} & set(name.parts)
+            or (name.suffix == ".py" and name.parent != Path("graft/tools"))
+        )
+    }
     assert len(needed) > 100 and needed <= names
-    extra = {name for name in names if left_out & set(name.parents)
-             or name.suffix in (".cpp", ".txt")
-             or (name.suffix == ".h" and not {"include", "kernels"} & set(name.parts))}
+    extra = {
+        name
+        for name in names
+        if left_out & set(name.parents)
+        or name.suffix in (".cpp", ".txt")
+        or (name.suffix == ".h" and not {"include", "kernels"} & set(name.parts))
+    }
     assert {name for name in extra if "dist-info" not in name.parts[0]} == set()
-    assert {Path("graft/tools", name) for name in (
-        "cli.py", "demo_words.json", "demo_prompts.jsonl", "llm_prompts.jsonl")} <= names
+    assert {
+        Path("graft/tools", name)
+        for name in ("cli.py", "demo_words.json", "demo_prompts.jsonl", "llm_prompts.jsonl")
+    } <= names
     assert not names & {Path("graft/tools", name) for name in ("bootstrap.py", "tree.py")}
 
 
@@ -164,17 +235,23 @@ def test_the_wheel_runs_in_an_empty_environment(tmp_path, wheel, which):
     wheel runs the demo, and says in a sentence what XGrammar and the extra serve are needed for."""
     venv.create(tmp_path / "venv", symlinks=True, with_pip=True)
     limits = tmp_path / "limits.txt"
-    limits.write_text("".join(
-        f"{wanted.name}=={end.version}\n" for wanted in map(Requirement, TABLE["dependencies"])
-        for end in wanted.specifier if which == "lower" and end.operator == ">="))
+    limits.write_text(
+        "".join(
+            f"{wanted.name}=={end.version}\n"
+            for wanted in map(Requirement, TABLE["dependencies"])
+            for end in wanted.specifier
+            if which == "lower" and end.operator == ">="
+        )
+    )
     command = tmp_path / "venv" / "bin" / "graft"
     pip = [str(command.with_name("python")), "-m", "pip", "--disable-pip-version-check", "-q"]
     subprocess.run([*pip, "install", "-c", str(limits), str(wheel)], check=True)
     env = {"PATH": os.environ["PATH"], "GRAFT_DEVICE": "soft", "HOME": str(tmp_path)}
 
     def graft(*arguments: str) -> subprocess.CompletedProcess[str]:
-        return subprocess.run([str(command), *arguments], text=True, capture_output=True,
-                              cwd=tmp_path, env=env)
+        return subprocess.run(
+            [str(command), *arguments], text=True, capture_output=True, cwd=tmp_path, env=env
+        )
 
     done = graft("demo")
     assert done.returncode == 0, done.stdout + done.stderr
@@ -216,6 +293,7 @@ def test_pins_are_installed_once_and_again_when_one_changes(tmp_path, commands, 
 
 def test_a_failed_installation_is_tried_again(tmp_path, monkeypatch):
     """Nothing is stamped as done before it is done."""
+
     def fail(command, doing, **env):
         raise bootstrap.BootstrapError("no network")
 
@@ -233,8 +311,10 @@ def test_the_native_part_is_rebuilt_when_a_source_changes(tmp_path, commands, mo
     source = tmp_path / "native" / "guide" / name
     source.parent.mkdir(parents=True)
     for path, text, force, built in (
-        (source, "one", False, 1), (source, "one", False, 1),
-        (source.parent / "guide.py", "two", False, 1), (source, "two", False, 2),
+        (source, "one", False, 1),
+        (source, "one", False, 1),
+        (source.parent / "guide.py", "two", False, 1),
+        (source, "two", False, 2),
         (source, "two", True, 3),
     ):
         path.write_text(text)
@@ -270,11 +350,28 @@ def test_tests_run_without_an_installation():
     python = Path(sys.executable).resolve()
     env = {**os.environ, "PYTHONPATH": str(Path(pytest.__file__).parents[1])}
     done = subprocess.run(
-        ["make", "-C", str(ROOT), "test-cuda", "VENV=none", f"PYTHON={python}",
-         "GRAFT_DEVICE=soft", "TESTS=tests/cudagraph/test_memory.py", "PYTEST=-q"],
-        env=env, text=True, capture_output=True)
+        [
+            "make",
+            "-C",
+            str(ROOT),
+            "test-cuda",
+            "VENV=none",
+            f"PYTHON={python}",
+            "GRAFT_DEVICE=soft",
+            "TESTS=tests/cudagraph/test_memory.py",
+            "PYTEST=-q",
+        ],
+        env=env,
+        text=True,
+        capture_output=True,
+    )
     assert done.returncode == 0, done.stdout + done.stderr
     where = "import graft.native._native as n, graft.tools as t; print(n.__file__, t.__file__)"
-    said = subprocess.run([str(python), "-c", where], text=True, capture_output=True, check=True,
-                          env={**env, "PYTHONPATH": f"{tree.TREE}:{env['PYTHONPATH']}"}).stdout
+    said = subprocess.run(
+        [str(python), "-c", where],
+        text=True,
+        capture_output=True,
+        check=True,
+        env={**env, "PYTHONPATH": f"{tree.TREE}:{env['PYTHONPATH']}"},
+    ).stdout
     assert all(Path(path).is_relative_to(tree.TREE) for path in said.split())

@@ -74,10 +74,15 @@ class Told:
         for at in range(0, most or len(tokens), self.step):
             told = tuple(tokens[at : at + self.step])
             ends = most is None and at + self.step >= len(tokens)
-            self.events.put_nowait(Event(
-                name, told, text[at : at + self.step],
-                Output(name, tokens=list(tokens), text=text, reason="length") if ends else None,
-                tuple(Logprob(-token, ()) for token in told)))
+            self.events.put_nowait(
+                Event(
+                    name,
+                    told,
+                    text[at : at + self.step],
+                    Output(name, tokens=list(tokens), text=text, reason="length") if ends else None,
+                    tuple(Logprob(-token, ()) for token in told),
+                )
+            )
 
     async def call(self, name, *given):
         if self.silent and name == "counters":
@@ -134,6 +139,7 @@ def ask(replicas, name="a", **fields):
 def test_callers_of_an_engine_that_dies_hear_on_where_they_were():
     """Nothing is said twice or left out, by the same seed, in less time; an answer that comes out
     otherwise is an error; who has left is not begun anew, and the others go on unharmed."""
+
     async def run():
         async with fakes() as (replicas, engines, ended):
             gone = ask(replicas, "gone")
@@ -163,8 +169,9 @@ def test_callers_of_an_engine_that_dies_hear_on_where_they_were():
                 assert said[3].reason == "length"
             tokens, _, _, output = await heard(calls["other"])
             assert output.error_type == "EngineError" and tokens == list(range(len(tokens)))
-            assert (await replicas.counters())[0] == {"asked": len(
-                replicas._replicas[0].actor.asked)} and not replicas.open
+            assert (await replicas.counters())[0] == {
+                "asked": len(replicas._replicas[0].actor.asked)
+            } and not replicas.open
             assert [o.id for o in ended] == ["a", "b", "other"]
 
     asyncio.run(run())
@@ -173,6 +180,7 @@ def test_callers_of_an_engine_that_dies_hear_on_where_they_were():
 def test_a_call_that_kills_its_engines_is_found_and_ends_alone():
     """It ends by an error after its third engine; all others are answered, however often they were
     beside it."""
+
     async def run():
         async with fakes() as (replicas, engines, ended):
             calls = [ask(replicas, str(i), priority=13 * (i == 2)) for i in range(6)]
@@ -194,6 +202,7 @@ def test_a_call_that_kills_its_engines_is_found_and_ends_alone():
 def test_without_any_engine_calls_wait_for_as_long_as_there_is_hope(monkeypatch):
     """While an engine comes up calls wait; when none does they end by its error; a queue that is
     full, or is left, tells so."""
+
     async def run():
         async with fakes(1) as (replicas, _, _):
             left = ask(replicas)
@@ -262,7 +271,8 @@ def test_a_worker_answers_as_its_engine_does_until_that_fails(engine, monkeypatc
         monkeypatch.setattr(engine, "step", fail)
         output = (await heard(ask(replicas)))[3]
         assert output.error == (
-            "3 engines died while they had the request, the last by: the device burns")
+            "3 engines died while they had the request, the last by: the device burns"
+        )
         await replicas.stop()
         replicas._replicas[0].actor.kill()
         await replicas._replicas[0].actor.end
@@ -291,10 +301,22 @@ def processes(mark):
 def replicas_of_demo(*options):
     """The URL of ``graft serve`` with two replicas, and the mark of its processes."""
     mark = secrets.token_hex(16)
-    command = [sys.executable, "-m", "graft.tools.cli", "serve", "--port", "0", "--replicas", "2",
-               "--name", "demo", *options]
-    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True,
-                          env=os.environ | {"GRAFT_MARK": mark}) as process:
+    command = [
+        sys.executable,
+        "-m",
+        "graft.tools.cli",
+        "serve",
+        "--port",
+        "0",
+        "--replicas",
+        "2",
+        "--name",
+        "demo",
+        *options,
+    ]
+    with subprocess.Popen(
+        command, stdout=subprocess.PIPE, text=True, env=os.environ | {"GRAFT_MARK": mark}
+    ) as process:
         try:
             yield process.stdout.readline().split(" at ")[1].strip(), mark.encode()
         finally:
@@ -321,8 +343,11 @@ def test_a_killed_replica_loses_no_call(count):
         root = url.removesuffix("/v1")
         said = asyncio.run(util.heard_by_crowd(url, asked, count, kill))
         util.wait_for(
-            lambda: httpx.get(f"{root}/health").json() == {
-                "status": "ok", "live": 2, "replicas": 2}, 120)
+            lambda: (
+                httpx.get(f"{root}/health").json() == {"status": "ok", "live": 2, "replicas": 2}
+            ),
+            120,
+        )
         lone = util.alone(url, asked)
         page = httpx.get(f"{root}/metrics").text
     util.wait_for(lambda: not processes(mark))

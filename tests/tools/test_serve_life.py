@@ -43,8 +43,10 @@ LONG = {"prompt": "a", "max_tokens": 400, "logit_bias": {"3": -1000}, "temperatu
 def test_sixty_four_at_once_are_each_what_they_are_alone(engine, server):
     """Sampled and greedy, guided and free: everybody gets what they would get alone."""
     kinds = [{"seed": i, "temperature": 1.0} for i in range(4)] + [
-        {"temperature": 0}, {"response_format": form(PERSON)},
-        {"structured_outputs": {"choice": ["red", "green"]}, "seed": 5, "temperature": 2.0}]
+        {"temperature": 0},
+        {"response_format": form(PERSON)},
+        {"structured_outputs": {"choice": ["red", "green"]}, "seed": 5, "temperature": 2.0},
+    ]
     asked = list(itertools.islice(itertools.cycle(kinds), 64))
 
     async def all_at_once():
@@ -72,6 +74,7 @@ def turns(engine, monkeypatch):
 
 def test_who_leaves_is_cancelled(server, client, turns):
     """A stream that is closed, and a call that is given up, free their rows."""
+
     def cancelled():
         page = WEB.get(f"{server.url.removesuffix('/v1')}/metrics").text
         found = re.search(r'reason="cancelled"\} (\d+)', page)
@@ -94,8 +97,10 @@ def test_who_leaves_is_cancelled(server, client, turns):
 
 def test_a_full_house_says_so_and_a_leaving_one_ends_what_runs(engine, turns):
     """One call too many gets a 429; a server that leaves takes no more, and finishes the others."""
-    with (serving(engine, waiting=-7) as server,
-          openai.OpenAI(base_url=server.url, api_key="-", max_retries=0) as client):
+    with (
+        serving(engine, waiting=-7) as server,
+        openai.OpenAI(base_url=server.url, api_key="-", max_retries=0) as client,
+    ):
         turns.release(4)
         pieces = iter(client.completions.create(model="demo", stream=True, **LONG))
         next(pieces)
@@ -112,8 +117,10 @@ def test_a_full_house_says_so_and_a_leaving_one_ends_what_runs(engine, turns):
 
 def test_who_is_not_done_when_the_server_leaves_is_told(engine, turns):
     """When the time to drain is up, a stream ends by an error."""
-    with (serving(engine, drain_s=0.0) as server,
-          openai.OpenAI(base_url=server.url, api_key="-", max_retries=0) as client):
+    with (
+        serving(engine, drain_s=0.0) as server,
+        openai.OpenAI(base_url=server.url, api_key="-", max_retries=0) as client,
+    ):
         turns.release(4)
         pieces = iter(client.completions.create(model="demo", stream=True, **LONG))
         next(pieces)
@@ -126,11 +133,14 @@ def test_who_is_not_done_when_the_server_leaves_is_told(engine, turns):
 
 def test_a_failed_engine_ends_every_call_and_is_told(engine, monkeypatch):
     """Whoever waits gets an error, whoever comes a 503, and the pages say so."""
+
     def fail():
         raise RuntimeError("the device burns")
 
-    with (serving(engine) as server,
-          openai.OpenAI(base_url=server.url, api_key="-", max_retries=0) as client):
+    with (
+        serving(engine) as server,
+        openai.OpenAI(base_url=server.url, api_key="-", max_retries=0) as client,
+    ):
         monkeypatch.setattr(engine, "step", fail)
         for _ in range(2):
             with pytest.raises(openai.InternalServerError, match="the device burns") as caught:
@@ -138,7 +148,10 @@ def test_a_failed_engine_ends_every_call_and_is_told(engine, monkeypatch):
             assert caught.value.status_code == 503
         root = server.url.removesuffix("/v1")
         assert WEB.get(f"{root}/health").json() == {
-            "status": "the device burns", "live": 0, "replicas": 1}
+            "status": "the device burns",
+            "live": 0,
+            "replicas": 1,
+        }
         assert 'graft_up{replica="0"} 0.0' in WEB.get(f"{root}/metrics").text
     monkeypatch.undo()
     while engine.busy:
@@ -154,8 +167,10 @@ def test_the_command_names_what_it_lacks(monkeypatch, capsys):
         assert cli.main(["serve", "--port", port]) == 2
     assert f"--port {port}: " in capsys.readouterr().err
     monkeypatch.setitem(sys.modules, "ray", None)
-    for options, words in (([], "the package ray: pip install 'graft-cuda[replicas]'"),
-                           (["--verify", "rejection"], "their --verify coupled")):
+    for options, words in (
+        ([], "the package ray: pip install 'graft-cuda[replicas]'"),
+        (["--verify", "rejection"], "their --verify coupled"),
+    ):
         assert cli.main(["serve", "--port", "0", "--replicas", "2", *options]) == 2
         assert words in capsys.readouterr().err
     monkeypatch.delitem(sys.modules, "graft.tools.serve.server")

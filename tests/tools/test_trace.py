@@ -60,7 +60,10 @@ def test_every_node_of_every_traced_replay_is_there_once_and_its_waits_are_expos
         part = traced.only("two lanes", replay)
         events = {e.name: e for e in part.events}
         assert {n: (e.kind, e.lane) for n, e in events.items()} == {
-            "before": ("fill", "model"), "slow": ("host", "grammar"), "after": ("copy", "model")}
+            "before": ("fill", "model"),
+            "slow": ("host", "grammar"),
+            "after": ("copy", "model"),
+        }
         before, slow, after = (events[name] for name in ("before", "slow", "after"))
         assert all(e.start_ns <= e.end_ns for e in part.events)
         assert after.start_ns >= slow.end_ns and after.start_ns >= before.end_ns
@@ -85,9 +88,14 @@ def event(lane, kind, start, end):
 
 def test_host_work_that_ends_in_time_is_not_exposed():
     """Only the part after the waiting lane's own work counts; host steps themselves never wait."""
-    ran = {0: event("model", "kernel", 0, 50), 1: event("grammar", "host", 0, 40),
-           2: event("model", "kernel", 50, 60), 3: event("grammar", "host", 50, 90),
-           4: event("model", "kernel", 90, 95), 5: event("grammar", "host", 95, 99)}
+    ran = {
+        0: event("model", "kernel", 0, 50),
+        1: event("grammar", "host", 0, 40),
+        2: event("model", "kernel", 50, 60),
+        3: event("grammar", "host", 50, 90),
+        4: event("model", "kernel", 90, 95),
+        5: event("grammar", "host", 95, 99),
+    }
     edges = [(0, 2), (1, 2), (0, 3), (1, 3), (2, 4), (3, 4), (3, 5), (4, 5)]
     (wait,) = exposed_waits(ran, edges)
     assert (wait.cause, wait.start_ns, wait.end_ns) == ("grammar 50", 60, 90)
@@ -96,9 +104,17 @@ def test_host_work_that_ends_in_time_is_not_exposed():
 def test_launches_are_told_apart_and_shared_kernels_are_not():
     """A node seen again behind what depends on it begins a launch; a worker's late share does not,
     though nothing else runs."""
-    spans = [(node, Span(1, 1, worker, 1, begin, end)) for node, worker, begin, end in (
-        (0, 0, 0, 10), (0, 1, 11, 12), (1, 0, 13, 20), (1, 1, 21, 28), (0, 0, 30, 40),
-        (1, 0, 41, 50))]
+    spans = [
+        (node, Span(1, 1, worker, 1, begin, end))
+        for node, worker, begin, end in (
+            (0, 0, 0, 10),
+            (0, 1, 11, 12),
+            (1, 0, 13, 20),
+            (1, 1, 21, 28),
+            (0, 0, 30, 40),
+            (1, 0, 41, 50),
+        )
+    ]
     assert [len(launch) for launch in split_launches(spans, [(0, 1)])] == [4, 2]
     assert [len(launch) for launch in split_launches(spans[:2], [])] == [1, 1]
 
@@ -110,13 +126,15 @@ def test_chrome_events_and_picture_hold_what_the_trace_holds(traced):
     assert len(complete) == len(traced.events) + len(traced.waits)
     slow = [row for row in complete if row["name"] == "slow"]
     assert [row["dur"] for row in slow] == [
-        pytest.approx((e.end_ns - e.start_ns) / 1000) for e in traced.events if e.name == "slow"]
+        pytest.approx((e.end_ns - e.start_ns) / 1000) for e in traced.events if e.name == "slow"
+    ]
     names = {row["args"]["name"] for row in rows if row["ph"] == "M"}
     assert {"model", "grammar", traced.device} <= names
     text = draw(traced.only("two lanes", 2), "A <picture>")
     assert traced.device in text
-    titles = [node.text for node in ElementTree.fromstring(text).iter()
-              if node.tag.endswith("title")]
+    titles = [
+        node.text for node in ElementTree.fromstring(text).iter() if node.tag.endswith("title")
+    ]
     for name in ("before", "slow", "after", "waits for slow"):
         assert sum(title.startswith(f"{name}:") for title in titles) == 1
 
@@ -149,8 +167,11 @@ def test_generate_writes_the_timeline_of_its_rounds(soft, tmp_path):
     arguments = ["generate", "--prompt", "name: Olga Novak; age: 42", "--regex", "[0-9]{4}"]
     assert cli.main([*arguments, "--trace", str(path)]) == 0
     trace = json.loads(path.read_text())
-    rounds = [row["args"]["replay"] for row in trace["traceEvents"]
-              if row["ph"] == "X" and row["name"] == "begin"]
+    rounds = [
+        row["args"]["replay"]
+        for row in trace["traceEvents"]
+        if row["ph"] == "X" and row["name"] == "begin"
+    ]
     assert rounds == list(range(1, len(rounds) + 1))
     assert trace["otherData"]["replays"] == len(rounds) > 0
     names = {row["name"] for row in trace["traceEvents"]}
@@ -160,8 +181,9 @@ def test_generate_writes_the_timeline_of_its_rounds(soft, tmp_path):
     assert soft.describe() in picture
 
 
-@pytest.mark.parametrize("name, said", [("trace.txt", "must end in .json"),
-                                        ("none/trace.json", "there is no folder")])
+@pytest.mark.parametrize(
+    "name, said", [("trace.txt", "must end in .json"), ("none/trace.json", "there is no folder")]
+)
 def test_a_trace_that_could_not_be_written_is_refused_first(tmp_path, capsys, name, said):
     """The path is checked before the model is loaded."""
     arguments = ["generate", "--prompt", "x", "--trace", str(tmp_path / name)]
@@ -186,7 +208,11 @@ def test_folded_runs_keep_every_meeting_of_the_lanes(device):
         model.fill(word, name=name)
     runs, edges = draw_round.fold(graph)
     assert [(run.name, run.lane) for run in runs] == [
-        ("a … b (2)", "model"), ("work", "grammar"), ("c", "model"), ("d … f (3)", "model")]
+        ("a … b (2)", "model"),
+        ("work", "grammar"),
+        ("c", "model"),
+        ("d … f (3)", "model"),
+    ]
     assert edges == [(0, 1), (0, 2), (1, 3), (2, 3)]
     graph.close()
 

@@ -17,13 +17,15 @@ def ticks(top: float) -> list[float]:
     if top <= 0:
         return [0.0, 1.0]
     power = math.floor(math.log10(top / TICKS))
-    step = next(s for s in (n * 10.0**p for p in (power, power + 1) for n in (1, 2, 5))
-                if top / s <= TICKS)  # fmt: skip
+    step = next(
+        s for s in (n * 10.0**p for p in (power, power + 1) for n in (1, 2, 5)) if top / s <= TICKS
+    )
     return [i * step for i in range(math.ceil(top / step - 1e-9) + 1)]
 
 
-def chart(title: str, note: str, across: str, up: str,
-          series: Mapping[str, Sequence[tuple[float, float]]]) -> str:  # fmt: skip
+def chart(
+    title: str, note: str, across: str, up: str, series: Mapping[str, Sequence[tuple[float, float]]]
+) -> str:
     """Return series of points, joined in their order, as SVG.
 
     Parameters
@@ -37,8 +39,10 @@ def chart(title: str, note: str, across: str, up: str,
     high = max(HEIGHT, TOP + BOTTOM + 20 * len(series))
 
     def place(x: float, y: float) -> tuple[float, float]:
-        return (LEFT + (WIDTH - LEFT - RIGHT) * x / axes[0][-1],
-                high - BOTTOM - (high - TOP - BOTTOM) * y / axes[1][-1])
+        return (
+            LEFT + (WIDTH - LEFT - RIGHT) * x / axes[0][-1],
+            high - BOTTOM - (high - TOP - BOTTOM) * y / axes[1][-1],
+        )
 
     def text(x: float, y: float, said: str, anchor: str = "start", more: str = "") -> str:
         return f'<text x="{x:.1f}" y="{y:.1f}" text-anchor="{anchor}"{more}>{escape(said)}</text>'
@@ -51,8 +55,13 @@ def chart(title: str, note: str, across: str, up: str,
         text(24, 28, title, more=' font-size="16" font-weight="bold"'),
         text(24, 48, note, more=' fill="#374151"'),
         text((left + right) / 2, high - 12, across, "middle"),
-        text(16, (top + bottom) / 2, up, "middle",
-             f' transform="rotate(-90 16 {(top + bottom) / 2:.1f})"'),
+        text(
+            16,
+            (top + bottom) / 2,
+            up,
+            "middle",
+            f' transform="rotate(-90 16 {(top + bottom) / 2:.1f})"',
+        ),
     ]
     parts += [text(place(x, 0)[0], bottom + 18, f"{x:g}", "middle") for x in axes[0]]
     for y in axes[1]:
@@ -64,10 +73,14 @@ def chart(title: str, note: str, across: str, up: str,
         colour, dash = COLOURS[number % len(COLOURS)], 4 * (number // len(COLOURS))
         placed = [place(*point) for point in line]
         path = " ".join(f"{x:.1f},{y:.1f}" for x, y in placed)
-        parts.append(f'<polyline points="{path}" fill="none" stroke="{colour}" '
-                     f'stroke-width="2" stroke-dasharray="{dash or "none"}"/>')
-        parts += [f'<circle cx="{x:.1f}" cy="{y:.1f}" r="3.5" fill="{colour}"><title>'
-                  f"{escape(f'{name}: {a:g}, {b:.4g}')}</title></circle>"
-                  for (x, y), (a, b) in zip(placed, line, strict=True)]
+        parts.append(
+            f'<polyline points="{path}" fill="none" stroke="{colour}" '
+            f'stroke-width="2" stroke-dasharray="{dash or "none"}"/>'
+        )
+        parts += [
+            f'<circle cx="{x:.1f}" cy="{y:.1f}" r="3.5" fill="{colour}"><title>'
+            f"{escape(f'{name}: {a:g}, {b:.4g}')}</title></circle>"
+            for (x, y), (a, b) in zip(placed, line, strict=True)
+        ]
         parts.append(text(right + 20, TOP + 20 * number, name, more=f' fill="{colour}"'))
     return "\n".join([*parts, "</svg>"]) + "\n"

@@ -16,8 +16,11 @@ from graft.cudagraph.errors import OptionError
 from graft.grammar.vocabulary import Vocabulary
 
 #: How published vocabularies call the token that ends a text.
-_ENDS = re.compile(r"</s>|\W*(eos|eot|im_end|eot_id|end\W?of\W?(text|sentence|turn)|endoftext|end)"
-                   r"\W*", re.I)
+_ENDS = re.compile(
+    r"</s>|\W*(eos|eot|im_end|eot_id|end\W?of\W?(text|sentence|turn)|endoftext|end)"
+    r"\W*",
+    re.I,
+)
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -66,7 +69,9 @@ def load_tokenizer(path: Path, stop: str | None = None) -> tuple[tokenizers.Toke
     end = tokenizer.token_to_id(named[0]) if named else None
     if end is None:
         lacks = f"no token {stop!r}" if stop is not None else "no end token that is known by name"
-        raise OptionError(f"{path.name} has {lacks}; its special tokens are "
-                          f"{', '.join(list(added)[:8]) or 'none'}: name one by --stop-token")
+        raise OptionError(
+            f"{path.name} has {lacks}; its special tokens are "
+            f"{', '.join(list(added)[:8]) or 'none'}: name one by --stop-token"
+        )
     size = tokenizer.get_vocab_size(with_added_tokens=True)
     return tokenizer, Vocabulary.from_tokenizer(tokenizer, size, [end])

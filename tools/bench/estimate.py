@@ -15,9 +15,12 @@ LEAST = 4
 def student95(freedom: int) -> float:
     """Two-sided 95 % point of Student's t (Abramowitz and Stegun 26.7.5), to 0.2 % from 3 on."""
     z = Z95
-    series = ((z**3 + z) / 4, (5 * z**5 + 16 * z**3 + 3 * z) / 96,
-              (3 * z**7 + 19 * z**5 + 17 * z**3 - 15 * z) / 384,
-              (79 * z**9 + 776 * z**7 + 1482 * z**5 - 1920 * z**3 - 945 * z) / 92160)
+    series = (
+        (z**3 + z) / 4,
+        (5 * z**5 + 16 * z**3 + 3 * z) / 96,
+        (3 * z**7 + 19 * z**5 + 17 * z**3 - 15 * z) / 384,
+        (79 * z**9 + 776 * z**7 + 1482 * z**5 - 1920 * z**3 - 945 * z) / 92160,
+    )
     return z + sum(term / freedom**power for power, term in enumerate(series, 1))
 
 

@@ -48,8 +48,9 @@ class Subject:
         It does not start.
     """
 
-    def __init__(self, name: str, tokenizer: Path, stop: str | None = None,
-                 key_order: str = "schema"):  # fmt: skip
+    def __init__(
+        self, name: str, tokenizer: Path, stop: str | None = None, key_order: str = "schema"
+    ):
         self._child = Child(MEMORY_BYTES)
         self._first = name, Question(f"{HERE}:prepare", (name, str(tokenizer), stop, key_order))
         self._child.ask(Question("builtins:bool", (), self._first))
@@ -58,7 +59,8 @@ class Subject:
         """One row's answer; ``outcome`` is "timeout" or "crash" if there is none."""
         try:
             answer: dict[str, Any] = self._child.ask(
-                Question(f"{HERE}:answer", (row,), self._first), timeout_s)
+                Question(f"{HERE}:answer", (row,), self._first), timeout_s
+            )
             return answer
         except GrammarError as error:
             how = "timeout" if isinstance(error, TooSlow) else "crash"
@@ -91,22 +93,27 @@ def summary(answers: Sequence[dict[str, Any]]) -> dict[str, Any]:
     verdicts = collections.Counter(map(verdict, answers))
     compiled = [answer for answer in answers if answer["outcome"] == "compiled"]
     plain = [answer for answer in compiled if not answer["marked"]]
-    causes = collections.Counter(answer.get("keyword") or answer["why"][:60] for answer in answers
-                                 if verdict(answer) in ("refused", "marked"))
+    causes = collections.Counter(
+        answer.get("keyword") or answer["why"][:60]
+        for answer in answers
+        if verdict(answer) in ("refused", "marked")
+    )
     fills = [np.asarray(a["fill_ns"], float) for a in compiled]
     return {
         "schemas": len(answers),
         "compiled": len(compiled),
         **{name: verdicts[name] for name in VERDICTS},
         "right_percent": round(100 * verdicts["right"] / max(1, len(answers)), 2),
-        **{f"{kind}_accepted": sum(a[kind].count(True) for a in plain)
-           for kind in ("valid", "invalid")},
+        **{
+            f"{kind}_accepted": sum(a[kind].count(True) for a in plain)
+            for kind in ("valid", "invalid")
+        },
         **{kind: sum(len(a[kind]) for a in plain) for kind in ("valid", "invalid")},
         "compile_ms": quantiles(np.asarray([a["compile_s"] for a in compiled]) * 1e3),
         "fill_us": quantiles(np.concatenate([*fills, np.zeros(0)]) / 1e3),
         "fills": sum(map(len, fills)),
         "causes": dict(causes.most_common()),
-    }  # fmt: skip
+    }
 
 
 def quantiles(values: np.ndarray) -> dict[str, float]:
@@ -118,19 +125,37 @@ def quantiles(values: np.ndarray) -> dict[str, float]:
 
 def summary_table(summaries: dict[str, dict[str, Any]]) -> str:
     """A line a subject."""
-    lines = [["subject", *VERDICTS, "valid taken", "invalid taken", "compile ms p50/p99/p99.9/max",
-              "fill us p50/p99/p99.9/max"]]  # fmt: skip
+    lines = [
+        [
+            "subject",
+            *VERDICTS,
+            "valid taken",
+            "invalid taken",
+            "compile ms p50/p99/p99.9/max",
+            "fill us p50/p99/p99.9/max",
+        ]
+    ]
     for name, s in summaries.items():
-        times = ["/".join(f"{s[kind][q]:.3g}" for q in QUANTILES) if s[kind] else "-"
-                 for kind in ("compile_ms", "fill_us")]
-        lines.append([name, f"{s['right_percent']:.2f} %", *(str(s[v]) for v in VERDICTS[1:]),
-                      f"{s['valid_accepted']}/{s['valid']}",
-                      f"{s['invalid_accepted']}/{s['invalid']}", *times])  # fmt: skip
+        times = [
+            "/".join(f"{s[kind][q]:.3g}" for q in QUANTILES) if s[kind] else "-"
+            for kind in ("compile_ms", "fill_us")
+        ]
+        lines.append(
+            [
+                name,
+                f"{s['right_percent']:.2f} %",
+                *(str(s[v]) for v in VERDICTS[1:]),
+                f"{s['valid_accepted']}/{s['valid']}",
+                f"{s['invalid_accepted']}/{s['invalid']}",
+                *times,
+            ]
+        )
     return table(lines)
 
 
-def run(rows: Sequence[dict[str, Any]], subjects: dict[str, Subject], timeout_s: float
-        ) -> dict[str, list[dict[str, Any]]]:  # fmt: skip
+def run(
+    rows: Sequence[dict[str, Any]], subjects: dict[str, Subject], timeout_s: float
+) -> dict[str, list[dict[str, Any]]]:
     """Every subject's answers, in the order of the rows; subjects take turns on each schema."""
     answers: dict[str, list[dict[str, Any]]] = {name: [] for name in subjects}
     try:
@@ -147,8 +172,9 @@ def run(rows: Sequence[dict[str, Any]], subjects: dict[str, Subject], timeout_s:
 @program
 def main(arguments: Sequence[str] | None = None) -> None:
     """Run the benchmark."""
-    parser = argparse.ArgumentParser(prog="python -m graft.tools.bench.grammar",
-                                     description=(__doc__ or "").split("\n\n")[0])
+    parser = argparse.ArgumentParser(
+        prog="python -m graft.tools.bench.grammar", description=(__doc__ or "").split("\n\n")[0]
+    )
     add_arguments(parser)
     parser.add_argument("--subjects", nargs="+", choices=SUBJECTS, default=list(SUBJECTS))
     parser.add_argument("--every", type=int, default=1, help="every k-th schema of each file")
@@ -158,21 +184,35 @@ def main(arguments: Sequence[str] | None = None) -> None:
     options = parser.parse_args(arguments)
     rows = list(rows_of(options.folder, options.every))
     load_tokenizer(options.tokenizer, options.stop_token)  # refused before anything starts
-    subjects = {name: Subject(name, options.tokenizer, options.stop_token, options.key_order)
-                for name in options.subjects}
+    subjects = {
+        name: Subject(name, options.tokenizer, options.stop_token, options.key_order)
+        for name in options.subjects
+    }
     answers = run(rows, subjects, options.timeout)
     summaries = {name: summary(found) for name, found in answers.items()}
     print(summary_table(summaries))
     if options.json:
-        not_right = [{"id": row["id"], "verdict": verdict(a), "keyword": a.get("keyword", ""),
-                      "why": a["why"][:160]}
-                     for row, a in zip(rows, answers.get("auto", ()), strict=False)
-                     if verdict(a) != "right"]  # fmt: skip
-        report = {"hardware": f"{os.cpu_count()} CPU cores, {platform.machine()}, no GPU involved",
-                  "folder": options.folder.name, "tokenizer": options.tokenizer.name,
-                  "schemas": len(rows), "every": options.every, "key_order": options.key_order,
-                  "load": os.getloadavg(), "subjects": summaries,
-                  "not_right": not_right}  # fmt: skip
+        not_right = [
+            {
+                "id": row["id"],
+                "verdict": verdict(a),
+                "keyword": a.get("keyword", ""),
+                "why": a["why"][:160],
+            }
+            for row, a in zip(rows, answers.get("auto", ()), strict=False)
+            if verdict(a) != "right"
+        ]
+        report = {
+            "hardware": f"{os.cpu_count()} CPU cores, {platform.machine()}, no GPU involved",
+            "folder": options.folder.name,
+            "tokenizer": options.tokenizer.name,
+            "schemas": len(rows),
+            "every": options.every,
+            "key_order": options.key_order,
+            "load": os.getloadavg(),
+            "subjects": summaries,
+            "not_right": not_right,
+        }
         options.json.write_text(json.dumps(report, indent=1) + "\n", encoding="utf-8")
 
 

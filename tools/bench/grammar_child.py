@@ -30,8 +30,9 @@ class LLGuidance:
 
         self._matcher = llguidance.LLMatcher
         stop = vocabulary.stop_ids[0]
-        self._tokenizer = llguidance.LLTokenizer(tokenizer.to_str(), n_vocab=vocabulary.size,
-                                                 eos_token=stop)  # fmt: skip
+        self._tokenizer = llguidance.LLTokenizer(
+            tokenizer.to_str(), n_vocab=vocabulary.size, eos_token=stop
+        )
         self._mask = np.zeros(vocabulary.words, np.int32)
 
     def compile(self, schema: Any) -> Callable[[], Any]:
@@ -67,8 +68,9 @@ class XGrammar:
     def compile(self, schema: Any) -> Callable[[], Any]:
         compiler = self._types.GrammarCompiler(self._info, 1, False, -1)
         try:
-            compiled = compiler.compile_json_schema(json.dumps(schema), False, None, None, True,
-                                                    None, False)  # fmt: skip
+            compiled = compiler.compile_json_schema(
+                json.dumps(schema), False, None, None, True, None, False
+            )
         except (RuntimeError, ValueError, TypeError) as error:
             raise Refused(str(error).strip().split("\n")[-1]) from error
         return lambda: self._types.GrammarMatcher(compiled, None, False, -1, None)
@@ -97,9 +99,15 @@ class Auto:
         found = self.found = route(schema, draft=2020, key_order=self.key_order)
         if found.backend is None:
             raise Refused(found.refusal())
-        compiled = self._backend.compile(GrammarSpec(
-            "json_schema", json.dumps(found.schema, ensure_ascii=False),
-            partial=not found.exact, backend=found.backend, rules=found.rules))  # fmt: skip
+        compiled = self._backend.compile(
+            GrammarSpec(
+                "json_schema",
+                json.dumps(found.schema, ensure_ascii=False),
+                partial=not found.exact,
+                backend=found.backend,
+                rules=found.rules,
+            )
+        )
         return lambda: compiled.matcher()
 
     def fill(self, matcher: Any) -> None:
@@ -116,8 +124,9 @@ class Auto:
 SUBJECTS: dict[str, Any] = {"llguidance": LLGuidance, "xgrammar": XGrammar, "auto": Auto}
 
 
-def try_row(subject: Any, row: dict[str, Any], encode: Callable[[str], list[int]]
-            ) -> dict[str, Any]:  # fmt: skip
+def try_row(
+    subject: Any, row: dict[str, Any], encode: Callable[[str], list[int]]
+) -> dict[str, Any]:
     """Compile one schema, walk its instances, fill masks along the valid ones.
 
     Returns
@@ -134,8 +143,11 @@ def try_row(subject: Any, row: dict[str, Any], encode: Callable[[str], list[int]
     except (Refused, GrammarError) as error:
         found = getattr(subject, "found", None)
         said = (*found.reasons, *found.narrowed) if found is not None else ()
-        return answer | {"outcome": "refused", "why": str(error)[:300],
-                         "keyword": said[0].keyword if said else ""}  # fmt: skip
+        return answer | {
+            "outcome": "refused",
+            "why": str(error)[:300],
+            "keyword": said[0].keyword if said else "",
+        }
     answer["compile_s"] = time.perf_counter() - begin
     narrowed = spelled = ()
     if isinstance(subject, Auto):
@@ -158,10 +170,17 @@ def try_row(subject: Any, row: dict[str, Any], encode: Callable[[str], list[int]
         return bool(subject.complete(matcher))
 
     valid = [fits(value, True) for value in row["valid"]]
-    told = sum(not good and bool(narrowed or (spelled and fits(_whole(value), False)))
-               for value, good in zip(row["valid"], valid, strict=True))  # fmt: skip
-    return answer | {"outcome": "compiled", "valid": valid, "narrowed": told, "fill_ns": fills,
-                     "invalid": [fits(value, False) for value in row["invalid"]]}  # fmt: skip
+    told = sum(
+        not good and bool(narrowed or (spelled and fits(_whole(value), False)))
+        for value, good in zip(row["valid"], valid, strict=True)
+    )
+    return answer | {
+        "outcome": "compiled",
+        "valid": valid,
+        "narrowed": told,
+        "fill_ns": fills,
+        "invalid": [fits(value, False) for value in row["invalid"]],
+    }
 
 
 def _whole(value: Any) -> Any:
@@ -189,5 +208,6 @@ def prepare(name: str, tokenizer: str, stop: str | None, key_order: str) -> None
 
 def answer(row: dict[str, Any]) -> dict[str, Any]:
     """In a child: `try_row` of what it has prepared."""
-    return try_row(_subject, row,
-                   lambda text: list(_tokenizer.encode(text, add_special_tokens=False).ids))
+    return try_row(
+        _subject, row, lambda text: list(_tokenizer.encode(text, add_special_tokens=False).ids)
+    )

@@ -33,13 +33,25 @@ CUPY_OPTIONS = ("--device-as-default-execution-space", "-ftz=true")
 
 #: Values that the wrappers give to the definitions which kernel texts leave open.
 STORAGE = ("float", "fp16_t", "bf16_t")
-VALUES = {"WEIGHT": (*STORAGE, "e4m3_t"), "CACHE": STORAGE, "OUT": STORAGE,
-          "HEAD_DIM": ("32", "64", "128"), "CHUNK": ("1", "64"),
-          "SAMPLE_BLOCK": ("1", "512", "1024"),
-          "NORM_THREADS": ("1", "256"), "CACHE16": STORAGE[1:], "WIDE_HEAD": ("64", "128"),
-          "WEIGHT16": ("bf16_t", "fp16_t"), "WEIGHT8": ("0", "1"), "SPLIT": ("0", "1"),
-          "TILES": ("1", "2"), "ROW_BLOCK": ("32", "64", "128"), "X16": ("0", "1"),
-          "GATED": ("0", "1"), "TURNED": ("0", "64", "128")}
+VALUES = {
+    "WEIGHT": (*STORAGE, "e4m3_t"),
+    "CACHE": STORAGE,
+    "OUT": STORAGE,
+    "HEAD_DIM": ("32", "64", "128"),
+    "CHUNK": ("1", "64"),
+    "SAMPLE_BLOCK": ("1", "512", "1024"),
+    "NORM_THREADS": ("1", "256"),
+    "CACHE16": STORAGE[1:],
+    "WIDE_HEAD": ("64", "128"),
+    "WEIGHT16": ("bf16_t", "fp16_t"),
+    "WEIGHT8": ("0", "1"),
+    "SPLIT": ("0", "1"),
+    "TILES": ("1", "2"),
+    "ROW_BLOCK": ("32", "64", "128"),
+    "X16": ("0", "1"),
+    "GATED": ("0", "1"),
+    "TURNED": ("0", "64", "128"),
+}
 #: What says how many rows a product takes at once, and what else is defined where x is rounded or
 #: weights have 8 bits.
 SIZES = ("TILES", "ROW_BLOCK")
@@ -54,11 +66,16 @@ SPILLS = re.compile(r"(\d+) bytes spill stores, (\d+) bytes spill loads")
 USED = re.compile(r"Used (\d+) registers")
 SHARED = re.compile(r"(\d+) bytes smem")
 SASS = re.compile(
-    r"^(\.L_\w+):|^\.text\.(\w+):|^\s+/\*\w+\*/\s+(?:@!?U?P\w+ )?\s*(\S+)(.*?);", re.M)
+    r"^(\.L_\w+):|^\.text\.(\w+):|^\s+/\*\w+\*/\s+(?:@!?U?P\w+ )?\s*(\S+)(.*?);", re.M
+)
 #: What main loops are counted for, and how nvdisasm spells it.
-COUNTED = {"mma": re.compile("[HQ]MMA"), "load": re.compile(r"LDG\.(.*\.)?128"),
-           "copy": re.compile(r"LDGSTS\.(.*\.)?128"), "shared load": re.compile(r"LDS\.128"),
-           "local": re.compile("LDL|STL")}
+COUNTED = {
+    "mma": re.compile("[HQ]MMA"),
+    "load": re.compile(r"LDG\.(.*\.)?128"),
+    "copy": re.compile(r"LDGSTS\.(.*\.)?128"),
+    "shared load": re.compile(r"LDS\.128"),
+    "local": re.compile("LDL|STL"),
+}
 
 
 @dataclass(frozen=True)
@@ -133,8 +150,12 @@ def file_variants(path: Path) -> list[Variant]:
 
 def all_variants(rooms: Iterable[str] = ROOMS) -> list[Variant]:
     """Every variant of every kernel file of the rooms, but those of the soft device alone."""
-    files = [path for room in rooms for path in sorted(room_folder(room).glob("**/kernels/*.cu"))
-             if not path.stem.endswith("_thread")]
+    files = [
+        path
+        for room in rooms
+        for path in sorted(room_folder(room).glob("**/kernels/*.cu"))
+        if not path.stem.endswith("_thread")
+    ]
     return [variant for path in files for variant in file_variants(path)]
 
 
@@ -159,8 +180,12 @@ def compile_variant(variant: Variant, arch: int) -> list[Usage]:
     """
     from cuda.bindings import nvrtc
 
-    options = [*nvrtc_options(variant.path, dict(variant.defines)), *CUPY_OPTIONS,
-               f"-arch=sm_{arch}", "--ptxas-options=-v"]
+    options = [
+        *nvrtc_options(variant.path, dict(variant.defines)),
+        *CUPY_OPTIONS,
+        f"-arch=sm_{arch}",
+        "--ptxas-options=-v",
+    ]
     text = variant.path.read_bytes()
     program = _value(nvrtc.nvrtcCreateProgram(text, variant.path.name.encode(), 0, [], []))
     try:
@@ -206,8 +231,9 @@ def main_loops(code: bytes) -> dict[str, Counter[str]]:
     with tempfile.NamedTemporaryFile(suffix=".cubin") as cubin:
         cubin.write(code)
         cubin.flush()
-        text = subprocess.run([program, "-c", cubin.name], capture_output=True, text=True,
-                              check=True).stdout  # fmt: skip
+        text = subprocess.run(
+            [program, "-c", cubin.name], capture_output=True, text=True, check=True
+        ).stdout
     found: dict[str, Counter[str]] = {}
     kernel, labels, steps = "", dict[str, int](), list[str]()
     for label, entry, step, rest in SASS.findall(text):
@@ -219,8 +245,12 @@ def main_loops(code: bytes) -> dict[str, Counter[str]]:
             steps.append(step)
             target = rest.partition("`(")[2].partition(")")[0]
             if step.startswith("BRA") and target in labels:
-                loop = Counter(name for step in steps[labels[target] :]
-                               for name, spelled in COUNTED.items() if spelled.match(step))
+                loop = Counter(
+                    name
+                    for step in steps[labels[target] :]
+                    for name, spelled in COUNTED.items()
+                    if spelled.match(step)
+                )
                 found[kernel] = max(found.get(kernel, Counter()), loop, key=lambda c: c["mma"])
     return found
 
@@ -234,8 +264,17 @@ def parse_log(title: str, arch: str, log: str) -> list[Usage]:
         stack = STACK.search(part)
         if spills is None or used is None:
             raise CompileError(f"{title} for {arch}: no usage of {name} in the log:\n{part}")
-        usages.append(Usage(title, name, arch, int(used[1]), int(shared[1]) if shared else 0,
-                            sum(map(int, spills.groups())), int(stack[1]) if stack else 0))
+        usages.append(
+            Usage(
+                title,
+                name,
+                arch,
+                int(used[1]),
+                int(shared[1]) if shared else 0,
+                sum(map(int, spills.groups())),
+                int(stack[1]) if stack else 0,
+            )
+        )
     return usages
 
 
@@ -246,11 +285,22 @@ def usage_table(usages: Iterable[Usage]) -> str:
         rows.setdefault((usage.variant, usage.kernel), {})[usage.arch] = usage
     arches = sorted({a for row in rows.values() for a in row}, key=lambda a: int(a[3:]))
     title = "registers / shared bytes / spilled bytes, main loop"
-    return table([(title, *arches), *(
-        (": ".join(which), *(
-            f"{u.registers}/{u.shared_bytes}/{u.spilled_bytes}"
-            + "".join(f" {count} {name}" for name, count in u.loop.items())
-            for u in (row[a] for a in arches))) for which, row in rows.items())])
+    return table(
+        [
+            (title, *arches),
+            *(
+                (
+                    ": ".join(which),
+                    *(
+                        f"{u.registers}/{u.shared_bytes}/{u.spilled_bytes}"
+                        + "".join(f" {count} {name}" for name, count in u.loop.items())
+                        for u in (row[a] for a in arches)
+                    ),
+                )
+                for which, row in rows.items()
+            ),
+        ]
+    )
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -259,8 +309,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--arch", type=int, nargs="+", default=ARCHITECTURES)
     options = parser.parse_args(arguments)
     try:
-        usages = [usage for variant in all_variants() for arch in options.arch
-                  for usage in compile_variant(variant, arch)]
+        usages = [
+            usage
+            for variant in all_variants()
+            for arch in options.arch
+            for usage in compile_variant(variant, arch)
+        ]
     except CompileError as error:
         print(error, file=sys.stderr)
         return 1

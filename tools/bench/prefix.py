@@ -37,8 +37,9 @@ def prompts(engine: Engine, tokens: int, calls: int) -> list[list[int]]:
 @program
 def main(arguments: Sequence[str] | None = None) -> None:
     """Measure and print a table."""
-    parser = argparse.ArgumentParser(prog="python -m graft.tools.bench.prefix",
-                                     description=(__doc__ or "").splitlines()[0])
+    parser = argparse.ArgumentParser(
+        prog="python -m graft.tools.bench.prefix", description=(__doc__ or "").splitlines()[0]
+    )
     parser.add_argument("--tokens", type=int, default=2048, help="shared (default %(default)s)")
     parser.add_argument("--calls", type=int, default=5, help="counted (default %(default)s)")
     parser.add_argument("--model", type=Path, help="target folder (default: SmolLM2, fetched once)")
@@ -49,9 +50,12 @@ def main(arguments: Sequence[str] | None = None) -> None:
     model, drafter = options.model or smollm(), options.draft or (None if options.model else HEAD)
     heard: dict[str, list[Output]] = {"with the cache": [], "without": []}
     with ExitStack() as stack:
-        engines = {name: stack.enter_context(Engine(
-            model, drafter, max_batch_size=1, prefix_cache_bytes=most))
-            for name, most in zip(heard, (None, 0), strict=True)}  # fmt: skip
+        engines = {
+            name: stack.enter_context(
+                Engine(model, drafter, max_batch_size=1, prefix_cache_bytes=most)
+            )
+            for name, most in zip(heard, (None, 0), strict=True)
+        }
         asked = prompts(next(iter(engines.values())), options.tokens, options.calls + 1)
         for tokens in tqdm(asked, unit="call", disable=None):
             for name, engine in engines.items():
@@ -60,17 +64,33 @@ def main(arguments: Sequence[str] | None = None) -> None:
                     raise GraftError(f"{name}: {error}")
             if len({tuple(outputs[-1].tokens) for outputs in heard.values()}) > 1:
                 raise GraftError("the cache changed an output")
-    rows, ms = [], {name: [(o.first_token_s or 0.0) * 1e3 for o in outputs]
-                    for name, outputs in heard.items()}
+    rows, ms = (
+        [],
+        {
+            name: [(o.first_token_s or 0.0) * 1e3 for o in outputs]
+            for name, outputs in heard.items()
+        },
+    )
     for name, (first, *more) in ms.items():
         found = statistics.median(output.cached_tokens for output in heard[name][1:])
-        rows.append((name, f"{found:.0f}", *(f"{value:.0f}" for value in (
-            first, statistics.median(more), min(more), max(more)))))
-    print(table([("ms to the first token", "found", "first call", "later", "least", "most"),
-                 *rows]))
+        rows.append(
+            (
+                name,
+                f"{found:.0f}",
+                *(
+                    f"{value:.0f}"
+                    for value in (first, statistics.median(more), min(more), max(more))
+                ),
+            )
+        )
+    print(
+        table([("ms to the first token", "found", "first call", "later", "least", "most"), *rows])
+    )
     ratio = [without / cached for cached, without in zip(*ms.values(), strict=True)][1:]
-    print(f"{options.tokens} shared tokens: {statistics.median(ratio):.1f} times shorter "
-          f"({min(ratio):.1f} to {max(ratio):.1f}, call by call)")
+    print(
+        f"{options.tokens} shared tokens: {statistics.median(ratio):.1f} times shorter "
+        f"({min(ratio):.1f} to {max(ratio):.1f}, call by call)"
+    )
 
 
 if __name__ == "__main__":

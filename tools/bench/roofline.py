@@ -19,8 +19,13 @@ from graft.tools.report import table
 #: operations a second of mma.sync in bfloat16, the last two taken from published measurements.
 MEMORY, CACHE, TENSOR = 4.3e12, 5.5e12, 6.0e14
 #: Outer and inner sizes of the matrices of a Llama of 8 billion weights.
-MATRICES = {"qkv": (6144, 4096), "out": (4096, 4096), "gate, up": (28672, 4096),
-            "down": (4096, 14336), "head": (128256, 4096)}
+MATRICES = {
+    "qkv": (6144, 4096),
+    "out": (4096, 4096),
+    "gate, up": (28672, 4096),
+    "down": (4096, 14336),
+    "head": (128256, 4096),
+}
 ROWS = (1, 8, 16, 64, 256)
 
 
@@ -56,8 +61,11 @@ class Product:
 
     @property
     def seconds(self) -> dict[str, float]:
-        return {"memory": self.weights / MEMORY, "cache": self.cached / CACHE,
-                "tensor": 2 * 2048 * self.steps / TENSOR}  # fmt: skip
+        return {
+            "memory": self.weights / MEMORY,
+            "cache": self.cached / CACHE,
+            "tensor": 2 * 2048 * self.steps / TENSOR,
+        }
 
     @property
     def bound(self) -> str:
@@ -68,15 +76,34 @@ class Product:
 def roofline() -> str:
     """The table; what is measured is for hardware to fill in."""
     rows: list[tuple[object, ...]] = [
-        ("matrix", "rows", "MB of weights", "MB through L2", "1,000 steps", "us, predicted",
-         "bound", "us, measured")]  # fmt: skip
+        (
+            "matrix",
+            "rows",
+            "MB of weights",
+            "MB through L2",
+            "1,000 steps",
+            "us, predicted",
+            "bound",
+            "us, measured",
+        )
+    ]
     eights = [(f"{name}, E4M3", size, 1) for name, size in MATRICES.items() if name != "head"]
     halves = [(name, size, 2) for name, size in MATRICES.items()]
     for name, (columns, inner), nbytes in halves + eights:
         for count in ROWS:
             p = Product.of(count, columns, inner, nbytes)
-            rows.append((name, count, f"{p.weights / 1e6:.0f}", f"{p.cached / 1e6:.0f}",
-                         f"{p.steps / 1e3:,.0f}", f"{p.seconds[p.bound] * 1e6:.1f}", p.bound, ""))
+            rows.append(
+                (
+                    name,
+                    count,
+                    f"{p.weights / 1e6:.0f}",
+                    f"{p.cached / 1e6:.0f}",
+                    f"{p.steps / 1e3:,.0f}",
+                    f"{p.seconds[p.bound] * 1e6:.1f}",
+                    p.bound,
+                    "",
+                )
+            )
     return table(rows)
 
 

@@ -48,12 +48,21 @@ class Heard:
 def calls(count: int, model: str, seed: int) -> list[dict[str, Any]]:
     """Bodies of calls, each a task with its schema."""
     tasks = [task for task in held_out_tasks(2 * count, seed) if task.schema is not None]
-    return [{"model": model, "stream": True, "stream_options": {"include_usage": True},
-             "temperature": 0, "max_tokens": 256,
-             "messages": [{"role": "user", "content": task.text}],
-             "response_format": {"type": "json_schema",
-                                 "json_schema": {"name": "task", "schema": task.schema}}}
-            for task in tasks[:count]]  # fmt: skip
+    return [
+        {
+            "model": model,
+            "stream": True,
+            "stream_options": {"include_usage": True},
+            "temperature": 0,
+            "max_tokens": 256,
+            "messages": [{"role": "user", "content": task.text}],
+            "response_format": {
+                "type": "json_schema",
+                "json_schema": {"name": "task", "schema": task.schema},
+            },
+        }
+        for task in tasks[:count]
+    ]
 
 
 async def hear(client: Any, body: dict[str, Any]) -> Heard:
@@ -72,8 +81,9 @@ async def hear(client: Any, body: dict[str, Any]) -> Heard:
     return Heard(first, (total - first) / max(1, tokens - 1), finish == "stop")
 
 
-async def arrivals(url: str, key: str, bodies: Sequence[dict[str, Any]], rate: float,
-                   seed: int) -> tuple[list[Heard], float]:
+async def arrivals(
+    url: str, key: str, bodies: Sequence[dict[str, Any]], rate: float, seed: int
+) -> tuple[list[Heard], float]:
     """Make calls as they arrive, so many a second; what was heard, and in how many seconds."""
     import httpx
 
@@ -90,10 +100,15 @@ async def arrivals(url: str, key: str, bodies: Sequence[dict[str, Any]], rate: f
         return heard
 
     with bar:
-        async with (httpx.AsyncClient(base_url=f"{url.rstrip('/')}/", timeout=None,
-                                      headers={"authorization": f"Bearer {key}"},
-                                      limits=httpx.Limits(max_connections=None)) as client,
-                    asyncio.TaskGroup() as group):
+        async with (
+            httpx.AsyncClient(
+                base_url=f"{url.rstrip('/')}/",
+                timeout=None,
+                headers={"authorization": f"Bearer {key}"},
+                limits=httpx.Limits(max_connections=None),
+            ) as client,
+            asyncio.TaskGroup() as group,
+        ):
             tasks = []
             for body in bodies:
                 tasks.append(group.create_task(one(client, body)))
@@ -118,8 +133,9 @@ def demo_server() -> Iterator[str]:
         raise OptionError(f"graft serve ended with status {left}")
 
 
-def figures(rate: float, heard: Sequence[Heard], seconds: float, first_s: float,
-            token_s: float) -> dict[str, Any]:
+def figures(
+    rate: float, heard: Sequence[Heard], seconds: float, first_s: float, token_s: float
+) -> dict[str, Any]:
     """What one rate brought; times are of answers that came whole."""
     whole = [one for one in heard if one.whole]
     good = [one for one in whole if one.first_s <= first_s and one.token_s <= token_s]
@@ -128,21 +144,29 @@ def figures(rate: float, heard: Sequence[Heard], seconds: float, first_s: float,
         values = sorted(asdict(one)[name] * 1e3 for one in whole) or [0.0]
         return {"p50": statistics.median(values), "p99": values[int(0.99 * (len(values) - 1))]}
 
-    return {"rate": rate, "calls": len(heard), "whole": len(whole), "seconds": seconds,
-            "first_ms": quantiles("first_s"), "token_ms": quantiles("token_s"),
-            "goodput": len(good) / seconds}
+    return {
+        "rate": rate,
+        "calls": len(heard),
+        "whole": len(whole),
+        "seconds": seconds,
+        "first_ms": quantiles("first_s"),
+        "token_ms": quantiles("token_s"),
+        "goodput": len(good) / seconds,
+    }
 
 
 @program
 def main(arguments: Sequence[str] | None = None) -> None:
     """Measure, print a table, and write figures and a plot."""
-    parser = argparse.ArgumentParser(prog="python -m graft.tools.bench.serving",
-                                     description=(__doc__ or "").splitlines()[0])
+    parser = argparse.ArgumentParser(
+        prog="python -m graft.tools.bench.serving", description=(__doc__ or "").splitlines()[0]
+    )
     parser.add_argument("--url", help="of an endpoint, with its /v1 (default: of the demo model)")
     parser.add_argument("--model", default="graft-demo", help="its name (default %(default)s)")
     parser.add_argument("--key", default="-", help="the endpoint's API key")
-    parser.add_argument("--rates", type=float, nargs="+", default=[1, 2, 4, 8],
-                        help="calls a second")
+    parser.add_argument(
+        "--rates", type=float, nargs="+", default=[1, 2, 4, 8], help="calls a second"
+    )
     parser.add_argument("--calls", type=int, default=100, help="per rate (default %(default)s)")
     parser.add_argument("--first-ms", type=float, default=1000, help="limit (default %(default)g)")
     parser.add_argument("--token-ms", type=float, default=100, help="limit (default %(default)g)")
@@ -152,25 +176,34 @@ def main(arguments: Sequence[str] | None = None) -> None:
     if min(*options.rates, options.calls) <= 0:
         parser.error("--rates and --calls must be above 0")
     found = []
-    with (demo_server() if options.url is None else nullcontext(options.url)) as url:
+    with demo_server() if options.url is None else nullcontext(options.url) as url:
         bodies = calls(options.calls, options.model, options.seed)
         asyncio.run(arrivals(url, options.key, bodies[:8], 8.0, options.seed))  # not counted
         for rate in options.rates:
             heard, took = asyncio.run(arrivals(url, options.key, bodies, rate, options.seed))
             found.append(figures(rate, heard, took, options.first_ms / 1e3, options.token_ms / 1e3))
-    rows = [(f"{f['rate']:g}", f"{f['whole']}/{f['calls']}",
-             *(f"{f[key][q]:.0f}" for key in ("first_ms", "token_ms") for q in ("p50", "p99")),
-             f"{f['goodput']:.2f}") for f in found]
+    rows = [
+        (
+            f"{f['rate']:g}",
+            f"{f['whole']}/{f['calls']}",
+            *(f"{f[key][q]:.0f}" for key in ("first_ms", "token_ms") for q in ("p50", "p99")),
+            f"{f['goodput']:.2f}",
+        )
+        for f in found
+    ]
     print(table([("rate", "whole", "first p50", "p99", "token p50", "p99", "goodput"), *rows]))
     if options.out is not None:
         options.out.mkdir(parents=True, exist_ok=True)
         (options.out / "serving.json").write_text(json.dumps(found, indent=1), encoding="utf-8")
-        lines = {"answers in time": [(f["rate"], f["goodput"]) for f in found],
-                 "all calls": [(f["rate"], f["rate"]) for f in found]}
+        lines = {
+            "answers in time": [(f["rate"], f["goodput"]) for f in found],
+            "all calls": [(f["rate"], f["rate"]) for f in found],
+        }
         note = f"first token within {options.first_ms:g} ms, others {options.token_ms:g} ms each"
         (options.out / "serving.svg").write_text(
             chart("Goodput", note, "calls a second", "answers in time a second", lines),
-            encoding="utf-8")
+            encoding="utf-8",
+        )
 
 
 if __name__ == "__main__":

@@ -126,8 +126,9 @@ def lengths(rows: Mapping[int, Sequence[Row]]) -> dict[str, Any]:
     return {
         "acceptance_length": estimate([(sum(own), len(own)) for own in tested.values()])
         | {"variance": statistics.variance(every) if len(every) > 1 else None},
-        "tokens_a_round": estimate([(sum(row.tokens for row in own), len(own))
-                                    for own in rows.values()]),
+        "tokens_a_round": estimate(
+            [(sum(row.tokens for row in own), len(own)) for own in rows.values()]
+        ),
     }
 
 
@@ -160,17 +161,22 @@ def differences(cells: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
         if masked == [True, True]:
             same.add("legality")
         apart = set(KEYS) - same
-        if not ((apart == {"legality"} and masked[0])
-                or (apart == {"tree"} and other["tree"] is None)
-                or (apart == {"drafter"} and other["drafter"] == first)
-                or (apart == {"verify"} and one["verify"] < other["verify"])):  # fmt: skip
+        if not (
+            (apart == {"legality"} and masked[0])
+            or (apart == {"tree"} and other["tree"] is None)
+            or (apart == {"drafter"} and other["drafter"] == first)
+            or (apart == {"verify"} and one["verify"] < other["verify"])
+        ):
             continue
         key, pairs = apart.pop(), zip(one["by_prompt"], other["by_prompt"], strict=True)
         of = f"{one[key]} - {other[key] or 'chain'}"
         if masked[0] and masked[1] and other["legality"] not in (None, one["legality"]):
             of += f", {other['legality']}"
-        found.append({"of": of} | {name: one[name] for name in KEYS}
-                     | estimate_mean([a - b for a, b in pairs]))
+        found.append(
+            {"of": of}
+            | {name: one[name] for name in KEYS}
+            | estimate_mean([a - b for a, b in pairs])
+        )
     return found
 
 
@@ -193,10 +199,16 @@ def costs(cells: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
         for cell in sorted(base + group, key=lambda cell: cell["length"]):
             tokens = 1 + sum(last["accepted"][: cell["length"]]) / last["rounds"]
             took = cell["round_us"]
-            told.append({"length": cell["length"], "rows": cell["batch"] * (cell["length"] + 1),
-                         "round_us": took, "tokens_a_round": tokens,
-                         "tokens_a_second": took and cell["batch"] * tokens / took * 1e6,
-                         "measured": cell["tokens_a_second"]})
+            told.append(
+                {
+                    "length": cell["length"],
+                    "rows": cell["batch"] * (cell["length"] + 1),
+                    "round_us": took,
+                    "tokens_a_round": tokens,
+                    "tokens_a_second": took and cell["batch"] * tokens / took * 1e6,
+                    "measured": cell["tokens_a_second"],
+                }
+            )
         timed = [one for one in told if one["tokens_a_second"]]
         best = max(timed, key=lambda one: one["tokens_a_second"])["length"] if timed else None
         found.append(dict(zip(rest, key, strict=True)) | {"best": best, "lengths": told})
@@ -218,8 +230,10 @@ def read_prompts(options: argparse.Namespace) -> list[tuple[str, Asked]]:
         parts = [str(one.request.id).rpartition("/") for one in asked]
         return [(kind or "all", one) for (kind, _, _), one in zip(parts, asked, strict=True)]
     if options.tasks:
-        return [(task.kind, Asked(Request(prompt=task.text, grammar=task_grammar(task))))
-                for task in held_out_tasks(options.tasks)]
+        return [
+            (task.kind, Asked(Request(prompt=task.text, grammar=task_grammar(task))))
+            for task in held_out_tasks(options.tasks)
+        ]
     shown = demo_prompts() if options.model is None else llm_prompts()
     return [(p.shows, Asked(Request(prompt=p.text, grammar=p.grammar))) for p in shown]
 
@@ -245,24 +259,37 @@ def cell(play: Play, plain: Play, kinds: Sequence[str], depth: int) -> dict[str,
     every = list(itertools.chain(*rows.values()))
     reached, accepted = by_depth(every, depth)
     rate = sum(accepted) / sum(reached) if any(reached) else 0.0
-    lasted = [(len(o.tokens) - 1, o.total_s - o.first_token_s) for o in play.outputs
-              if o.total_s is not None and o.first_token_s is not None]  # fmt: skip
+    lasted = [
+        (len(o.tokens) - 1, o.total_s - o.first_token_s)
+        for o in play.outputs
+        if o.total_s is not None and o.first_token_s is not None
+    ]
     waited = sum(seconds for _, seconds in lasted)
     predicted = [expected_length(rate, min(row.tested, depth)) for row in every if row.tested]
     return {
-        "tokens": sum(row.tokens for row in every), "rounds": len(every), "seconds": play.seconds,
-        "tokens_a_second": play.speed, "speedup": play.speed / plain.speed,
+        "tokens": sum(row.tokens for row in every),
+        "rounds": len(every),
+        "seconds": play.seconds,
+        "tokens_a_second": play.speed,
+        "speedup": play.speed / plain.speed,
         "tokens_a_second_of_one": sum(n for n, _ in lasted) / waited if waited else None,
         "round_us": statistics.median(play.round_ns) / 1e3 if play.round_ns else None,
         "drafts_a_round": statistics.mean(row.tested for row in every),
-        "outputs": len(play.outputs), "same_outputs": sum(
-            a.tokens == b.tokens for a, b in zip(play.outputs, plain.outputs, strict=True)),
-        **lengths(rows), "reached": reached, "accepted": accepted, "rate": rate,
+        "outputs": len(play.outputs),
+        "same_outputs": sum(
+            a.tokens == b.tokens for a, b in zip(play.outputs, plain.outputs, strict=True)
+        ),
+        **lengths(rows),
+        "reached": reached,
+        "accepted": accepted,
+        "rate": rate,
         "predicted_length": statistics.mean(predicted) if predicted else None,
-        "kinds": {kind: lengths({i: own for i, own in rows.items() if kinds[i] == kind})
-                  for kind in dict.fromkeys(kinds)},
+        "kinds": {
+            kind: lengths({i: own for i, own in rows.items() if kinds[i] == kind})
+            for kind in dict.fromkeys(kinds)
+        },
         "by_prompt": [sum(row.tokens for row in own) / len(own) for own in rows.values()],
-    }  # fmt: skip
+    }
 
 
 def legality_of(engine: Engine) -> str | None:
@@ -272,8 +299,13 @@ def legality_of(engine: Engine) -> str | None:
     return parts.legality.__name__.lower() if levels else None
 
 
-def measure(engine: Engine, plain: Engine, drafter: str, prompts: Sequence[tuple[str, Asked]],
-            options: argparse.Namespace) -> list[dict[str, Any]]:  # fmt: skip
+def measure(
+    engine: Engine,
+    plain: Engine,
+    drafter: str,
+    prompts: Sequence[tuple[str, Asked]],
+    options: argparse.Namespace,
+) -> list[dict[str, Any]]:
     """The cells of an engine, each played in turn with the same without speculation."""
     parts, cells = next(iter(engine.rounds.values())).parts, []
     tree = f"{parts.branch}x{parts.depth}" if parts.branch > 1 else None
@@ -282,21 +314,30 @@ def measure(engine: Engine, plain: Engine, drafter: str, prompts: Sequence[tuple
     for temperature, batch in itertools.product(options.temperatures, options.batches):
         same = "greedy" if temperature < GREEDY else "coupled" if tree else None
         modes: dict[str | None, str] = {
-            mode if mode == "relaxed" else same or mode: mode for mode in options.verify}
+            mode if mode == "relaxed" else same or mode: mode for mode in options.verify
+        }
         for label, mode in modes.items() if parts.drafter else [(None, options.verify[0])]:
             requests = [
-                replace(asked[i % len(asked)], id=str(i), seed=i, temperature=temperature,
-                        verify=mode, max_tokens=options.max_tokens)
+                replace(
+                    asked[i % len(asked)],
+                    id=str(i),
+                    seed=i,
+                    temperature=temperature,
+                    verify=mode,
+                    max_tokens=options.max_tokens,
+                )
                 for i in range(max(batch, len(asked) * options.samples))
-            ]  # fmt: skip
+            ]
             played, beside = Play(), Play()
             for _ in range(options.repeats):
                 beside.add(plain, requests, batch)
                 played.add(engine, requests, batch)
             length = "auto" if engine.options.draft_length == "auto" else parts.draft_length
             key = drafter, legality_of(engine), length, tree, label, temperature, batch
-            cells.append(dict(zip(KEYS, key, strict=True)) | cell(
-                played, beside, [kind for kind, _ in prompts], parts.depth))
+            cells.append(
+                dict(zip(KEYS, key, strict=True))
+                | cell(played, beside, [kind for kind, _ in prompts], parts.depth)
+            )
     return cells
 
 
@@ -308,17 +349,30 @@ def run(options: argparse.Namespace) -> dict[str, Any]:
     known = set[Any]()
     with Engine(model, **sizes) as plain:
         cells += measure(plain, plain, "none", prompts, options)
-        for way in tqdm(list(itertools.product(
-                options.drafters, options.lengths, (None, *options.trees), options.legality)),
-                unit="engine", disable=None):  # fmt: skip
+        for way in tqdm(
+            list(
+                itertools.product(
+                    options.drafters, options.lengths, (None, *options.trees), options.legality
+                )
+            ),
+            unit="engine",
+            disable=None,
+        ):
             drafter, length, tree, legality = way
             if (*way[:3], None) in known:
                 continue  # these drafts are no different
             blind, named = legality == "blind", [str(part) for part in way if part is not None]
             try:
-                engine = Engine(model, choose(drafter, head), draft_length=length, draft_tree=tree,
-                                mask_drafts=not blind, draft_legality="fill" if blind else legality,
-                                forced_drafts=drafter.startswith("forced"), **sizes)
+                engine = Engine(
+                    model,
+                    choose(drafter, head),
+                    draft_length=length,
+                    draft_tree=tree,
+                    mask_drafts=not blind,
+                    draft_legality="fill" if blind else legality,
+                    forced_drafts=drafter.startswith("forced"),
+                    **sizes,
+                )
             except (OptionError, ConfigError, CheckpointError, TokenizerError) as error:
                 refused[", ".join(named)] = str(error)
                 continue
@@ -328,37 +382,63 @@ def run(options: argparse.Namespace) -> dict[str, Any]:
                 known.add((*way[:3], legality_of(engine)))
         device = plain.device
     return {
-        "device": device.describe(), "times_are_a_gpus": device.kind != "soft",
-        "model": str(model), "prompts": Counter(kind for kind, _ in prompts),
-        "max_tokens": options.max_tokens, "cells": cells, "refused": refused,
-        "differences": differences(cells), "costs": costs(cells),
-    }  # fmt: skip
+        "device": device.describe(),
+        "times_are_a_gpus": device.kind != "soft",
+        "model": str(model),
+        "prompts": Counter(kind for kind, _ in prompts),
+        "max_tokens": options.max_tokens,
+        "cells": cells,
+        "refused": refused,
+        "differences": differences(cells),
+        "costs": costs(cells),
+    }
 
 
 def read_arguments(arguments: Sequence[str] | None) -> argparse.Namespace:
     """The command line. Raises OptionError."""
-    parser = argparse.ArgumentParser(prog="python -m graft.tools.bench.speculation",
-                                     description=(__doc__ or "").split("\n\n")[0])
+    parser = argparse.ArgumentParser(
+        prog="python -m graft.tools.bench.speculation", description=(__doc__ or "").split("\n\n")[0]
+    )
     model = parser.add_mutually_exclusive_group()
     model.add_argument("--model", type=Path, help="target folder (default: the demo model)")
     model.add_argument("--llm", action="store_true", help="SmolLM2-135M-Instruct, fetched once")
     prompts = parser.add_mutually_exclusive_group()
-    prompts.add_argument("--prompts", type=Path, metavar="FILE.jsonl",
-                         help="as of graft generate; an id KIND/NAME tells a prompt's kind "
-                              "(default: the prompts of the demo)")
+    prompts.add_argument(
+        "--prompts",
+        type=Path,
+        metavar="FILE.jsonl",
+        help="as of graft generate; an id KIND/NAME tells a prompt's kind "
+        "(default: the prompts of the demo)",
+    )
     prompts.add_argument("--tasks", type=int, default=0, help="so many of the demo's tasks instead")
     parser.add_argument("--drafters", nargs="+")
-    parser.add_argument("--lengths", type=generate.read_length, nargs="+", default=[2, 6],
-                        metavar="N|auto", help="drafts a round, or as many as pay")
-    parser.add_argument("--trees", type=generate.read_tree, nargs="*", default=[(2, 4)],
-                        metavar="BRANCHxLEVELS", help="with each of the lengths")
-    parser.add_argument("--legality", nargs="+", choices=(*LEGALITIES, "blind"),
-                        default=["fill", "blind"])
-    parser.add_argument("--verify", nargs="+", default=["rejection"],
-                        choices=[mode for mode in VERIFY_MODES if mode != "traversal"])
+    parser.add_argument(
+        "--lengths",
+        type=generate.read_length,
+        nargs="+",
+        default=[2, 6],
+        metavar="N|auto",
+        help="drafts a round, or as many as pay",
+    )
+    parser.add_argument(
+        "--trees",
+        type=generate.read_tree,
+        nargs="*",
+        default=[(2, 4)],
+        metavar="BRANCHxLEVELS",
+        help="with each of the lengths",
+    )
+    parser.add_argument(
+        "--legality", nargs="+", choices=(*LEGALITIES, "blind"), default=["fill", "blind"]
+    )
+    parser.add_argument(
+        "--verify",
+        nargs="+",
+        default=["rejection"],
+        choices=[mode for mode in VERIFY_MODES if mode != "traversal"],
+    )
     parser.add_argument("--temperatures", type=float, nargs="+", default=[0.0])
-    parser.add_argument("--batches", type=int, nargs="+", default=[1, 8],
-                        help="requests at a time")
+    parser.add_argument("--batches", type=int, nargs="+", default=[1, 8], help="requests at a time")
     parser.add_argument("--most", type=int, help="batches 1, 2, 4 .. MOST instead")
     parser.add_argument("--samples", type=int, default=1, help="requests of each prompt")
     parser.add_argument("--repeats", type=int, default=1, help="plays of each cell")
@@ -370,7 +450,10 @@ def read_arguments(arguments: Sequence[str] | None) -> argparse.Namespace:
     if options.most is not None:
         options.batches = [1 << i for i in range(max(options.most, 1).bit_length())]
     options.drafters = options.drafters or [
-        "forced", "ngram", "eagle" if options.model is None else "suffix"]  # fmt: skip
+        "forced",
+        "ngram",
+        "eagle" if options.model is None else "suffix",
+    ]
     if min(options.samples, options.repeats, *options.batches) < 1 or options.tasks < 0:
         raise OptionError("--batches, --samples and --repeats must be at least 1")
     return options

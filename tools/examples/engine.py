@@ -7,8 +7,12 @@ from graft.models.engine import Engine
 from graft.models.request import Request
 from graft.tools.demo_model import demo_model
 
-SCHEMA = {"type": "object", "additionalProperties": False, "required": ["name", "age"],
-          "properties": {"name": {"type": "string"}, "age": {"type": "integer"}}}
+SCHEMA = {
+    "type": "object",
+    "additionalProperties": False,
+    "required": ["name", "age"],
+    "properties": {"name": {"type": "string"}, "age": {"type": "integer"}},
+}
 PROMPT = "name: Olga Novak; age: 42\nReturn JSON."
 
 
@@ -16,15 +20,21 @@ def main() -> None:
     """Three requests in one batch, first whole, then one of them as rounds bring it."""
     target, drafter = demo_model()  # paths of your own: a Llama folder and its EAGLE-3 head
     with Engine(target, drafter, max_batch_size=4, draft_length=3) as engine:
-        outputs = engine.generate([
-            Request(prompt=PROMPT, grammar=GrammarSpec.json_schema(SCHEMA)),
-            Request(prompt="code: QF-5702\nGive only the code.",
-                    grammar=GrammarSpec.regex("[A-Z]{2}-[0-9]{4}")),
-            Request(prompt="Say yes or no.", grammar=GrammarSpec.choice(["yes", "no"])),
-        ])
+        outputs = engine.generate(
+            [
+                Request(prompt=PROMPT, grammar=GrammarSpec.json_schema(SCHEMA)),
+                Request(
+                    prompt="code: QF-5702\nGive only the code.",
+                    grammar=GrammarSpec.regex("[A-Z]{2}-[0-9]{4}"),
+                ),
+                Request(prompt="Say yes or no.", grammar=GrammarSpec.choice(["yes", "no"])),
+            ]
+        )
         for output in outputs:
-            print(output.text, f"({output.reason}, {len(output.tokens)} tokens in {output.rounds} "
-                               "rounds)")
+            print(
+                output.text,
+                f"({output.reason}, {len(output.tokens)} tokens in {output.rounds} rounds)",
+            )
         for event in engine.stream([Request(prompt=PROMPT, grammar=GrammarSpec.json_object())]):
             print(event.text, end="", flush=True)
         print(f"\n{engine.stats.tokens_per_round:.2f} tokens per round")

@@ -12,11 +12,20 @@ from graft.tools.demo_model import demo_model
 from graft.tools.examples.engine import PROMPT, SCHEMA
 
 REQUESTS = [
-    Request(prompt="code: QF-5702\nGive only the code.", id="code",
-            grammar=GrammarSpec.regex("[A-Z]{2}-[0-9]{4}")),
-    Request(prompt=PROMPT, id="json", grammar=GrammarSpec.json_schema(SCHEMA), seed=7,
-            temperature=0.8, verify="coupled"),
-]  # fmt: skip
+    Request(
+        prompt="code: QF-5702\nGive only the code.",
+        id="code",
+        grammar=GrammarSpec.regex("[A-Z]{2}-[0-9]{4}"),
+    ),
+    Request(
+        prompt=PROMPT,
+        id="json",
+        grammar=GrammarSpec.json_schema(SCHEMA),
+        seed=7,
+        temperature=0.8,
+        verify="coupled",
+    ),
+]
 
 
 def decode(tickets: Any, answers: Any) -> None:
@@ -47,8 +56,10 @@ def main() -> None:
         way.close()  # all of it was received
         for one in engine.generate(REQUESTS):
             output = apart[one.id]
-            print(f"{output.text} ({output.cached_tokens} tokens came with their pages), the same "
-                  f"as of one engine: {output.tokens == one.tokens}")  # fmt: skip
+            print(
+                f"{output.text} ({output.cached_tokens} tokens came with their pages), the same "
+                f"as of one engine: {output.tokens == one.tokens}"
+            )
     other.join()
 
 

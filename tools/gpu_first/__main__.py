@@ -36,8 +36,9 @@ def play(command: Sequence[str], lines: Path, limit_s: float) -> dict[str, Any]:
     """Run a section's process; its figures, and how it ended."""
     begun = time.monotonic()
     with tempfile.TemporaryFile("w+", errors="replace") as said:
-        child = subprocess.Popen(command, stdout=said, stderr=subprocess.STDOUT,
-                                 start_new_session=True)
+        child = subprocess.Popen(
+            command, stdout=said, stderr=subprocess.STDOUT, start_new_session=True
+        )
         try:
             status = child.wait(limit_s)
             ended = "ok" if status == 0 else f"exit status {status}"
@@ -50,9 +51,12 @@ def play(command: Sequence[str], lines: Path, limit_s: float) -> dict[str, Any]:
         said.seek(0)
         told = said.read().strip()[-2000:]
     found = lines.read_text().splitlines() if lines.exists() else []
-    return {"ended": ended, "seconds": time.monotonic() - begun,
-            "figures": [json.loads(line) for line in found],
-            "said": "" if ended == "ok" else told}
+    return {
+        "ended": ended,
+        "seconds": time.monotonic() - begun,
+        "figures": [json.loads(line) for line in found],
+        "said": "" if ended == "ok" else told,
+    }
 
 
 def figure_rows(figures: Sequence[dict[str, Any]]) -> list[tuple[str, ...]]:
@@ -61,24 +65,33 @@ def figure_rows(figures: Sequence[dict[str, Any]]) -> list[tuple[str, ...]]:
     for figure in figures:
         measured, predicted = figure["measured"], figure["predicted"]
         middle = sum(predicted) / 2 if predicted else 0.0
-        rows.append((
-            figure["what"], "" if predicted is None else "{:g} to {:g}".format(*predicted),
-            "" if measured is None else f"{measured:.4g} {figure['unit']}",
-            f"{measured / middle:.2f}" if measured is not None and middle else "",
-            figure["note"][:60],
-        ))  # fmt: skip
+        rows.append(
+            (
+                figure["what"],
+                "" if predicted is None else "{:g} to {:g}".format(*predicted),
+                "" if measured is None else f"{measured:.4g} {figure['unit']}",
+                f"{measured / middle:.2f}" if measured is not None and middle else "",
+                figure["note"][:60],
+            )
+        )
     return rows
 
 
 @program
 def main(arguments: Sequence[str] | None = None) -> None:
     """Run the sections; print their tables and write JSON."""
-    parser = argparse.ArgumentParser(prog="python -m graft.tools.gpu_first",
-                                     description=(__doc__ or "").splitlines()[0])
+    parser = argparse.ArgumentParser(
+        prog="python -m graft.tools.gpu_first", description=(__doc__ or "").splitlines()[0]
+    )
     parser.add_argument("--sections", nargs="+", choices=SECTIONS, default=list(SECTIONS))
     parser.add_argument("--minutes", type=float, default=9.5, help="for all (default 9.5)")
-    parser.add_argument("--json", type=Path, default=Path("build/gpu_first.json"), metavar="FILE",
-                        help="(default %(default)s)")
+    parser.add_argument(
+        "--json",
+        type=Path,
+        default=Path("build/gpu_first.json"),
+        metavar="FILE",
+        help="(default %(default)s)",
+    )
     parser.add_argument("--small", action="store_true", help="sizes for the soft device")
     parser.add_argument("--child", type=Path, metavar="LINES", help=argparse.SUPPRESS)
     options = parser.parse_args(arguments)
@@ -97,9 +110,20 @@ def main(arguments: Sequence[str] | None = None) -> None:
             if limit < LEAST_S:
                 done[name] = {"ended": "no time was left", "figures": [], "said": ""}
             else:
-                done[name] = play([sys.executable, "-m", "graft.tools.gpu_first", "--sections",
-                                   name, "--child", str(lines), *["--small"] * options.small],
-                                  lines, limit)
+                done[name] = play(
+                    [
+                        sys.executable,
+                        "-m",
+                        "graft.tools.gpu_first",
+                        "--sections",
+                        name,
+                        "--child",
+                        str(lines),
+                        *["--small"] * options.small,
+                    ],
+                    lines,
+                    limit,
+                )
             options.json.write_text(json.dumps(results, indent=1))
             heading = (f"{name}: {done[name]['ended']}", "predicted", "measured", "ratio", "")
             print(f"\n{table([heading, *figure_rows(done[name]['figures'])])}", flush=True)

@@ -18,10 +18,24 @@ KERNELS = Path(__file__).parent / "kernels" / "probe.cu"
 LIMIT_S = 60.0
 LAUNCHES = 7
 #: An 8B Llama, and something that a CPU can run.
-FULL = {"hidden_size": 4096, "intermediate_size": 14336, "num_attention_heads": 32,
-        "num_key_value_heads": 8, "head_dim": 128, "num_hidden_layers": 32, "vocab_size": 128256}
-SMALL = {"hidden_size": 128, "intermediate_size": 256, "num_attention_heads": 4,
-         "num_key_value_heads": 2, "head_dim": 32, "num_hidden_layers": 3, "vocab_size": 2048}
+FULL = {
+    "hidden_size": 4096,
+    "intermediate_size": 14336,
+    "num_attention_heads": 32,
+    "num_key_value_heads": 8,
+    "head_dim": 128,
+    "num_hidden_layers": 32,
+    "vocab_size": 128256,
+}
+SMALL = {
+    "hidden_size": 128,
+    "intermediate_size": 256,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 32,
+    "num_hidden_layers": 3,
+    "vocab_size": 2048,
+}
 Range = tuple[float, float] | None
 
 
@@ -56,11 +70,17 @@ class Bench:
         # Copies of what is read in turns are more than this, so that no cache holds them.
         self.cached = 0 if small else 4 * self.device.attribute("L2_CACHE_SIZE")
 
-    def add(self, what: str, measured: float | None, unit: str, predicted: Range = None,
-            note: str = "") -> None:
+    def add(
+        self, what: str, measured: float | None, unit: str, predicted: Range = None, note: str = ""
+    ) -> None:
         """Write a figure down."""
-        line = {"what": what, "measured": measured, "unit": unit, "note": note,
-                "predicted": None if self.small else predicted}
+        line = {
+            "what": what,
+            "measured": measured,
+            "unit": unit,
+            "note": note,
+            "predicted": None if self.small else predicted,
+        }
         with self._out.open("a") as file:
             file.write(json.dumps(line) + "\n")
 
@@ -119,6 +139,7 @@ def fill_random(device: Any, array: DeviceArray, scale: float) -> None:
 
     stream = device.stream("random")
     count = array.nbytes // 2
-    StreamLane(stream).kernel(device.load(KERNELS)["fill_random"], min(-(-count // 256), 4096), 256,
-                              [array, count, scale])
+    StreamLane(stream).kernel(
+        device.load(KERNELS)["fill_random"], min(-(-count // 256), 4096), 256, [array, count, scale]
+    )
     stream.synchronize(LIMIT_S)

@@ -34,9 +34,11 @@ class RandomWeights(Weights):
         return self.stacked({name: rows}, columns)
 
     def stacked(
-        self, parts: dict[str, int], columns: int,
+        self,
+        parts: dict[str, int],
+        columns: int,
         woven: Callable[[str, int, int], int] | None = None,
-    ) -> DeviceArray:  # fmt: skip
+    ) -> DeviceArray:
         """The same of several; what is random needs no order."""
         for name, rows in parts.items():
             self.read(name, (rows, columns))
@@ -54,11 +56,17 @@ def layer_tensors(shape: dict[str, int], prefix: str, width: int) -> dict[str, t
     """Shapes of one decoder layer's tensors, whose attention reads ``width`` columns."""
     hidden, inner, dim = shape["hidden_size"], shape["intermediate_size"], shape["head_dim"]
     queries, keys = (shape[f"num_{kind}_heads"] * dim for kind in ("attention", "key_value"))
-    products = {"self_attn.q_proj": (queries, width), "self_attn.k_proj": (keys, width),
-                "self_attn.v_proj": (keys, width), "self_attn.o_proj": (hidden, queries),
-                "mlp.gate_proj": (inner, hidden), "mlp.up_proj": (inner, hidden),
-                "mlp.down_proj": (hidden, inner), "input_layernorm": (hidden,),
-                "post_attention_layernorm": (hidden,)}
+    products = {
+        "self_attn.q_proj": (queries, width),
+        "self_attn.k_proj": (keys, width),
+        "self_attn.v_proj": (keys, width),
+        "self_attn.o_proj": (hidden, queries),
+        "mlp.gate_proj": (inner, hidden),
+        "mlp.up_proj": (inner, hidden),
+        "mlp.down_proj": (hidden, inner),
+        "input_layernorm": (hidden,),
+        "post_attention_layernorm": (hidden,),
+    }
     return {f"{prefix}.{name}.weight": size for name, size in products.items()}
 
 
@@ -83,31 +91,59 @@ def write_folder(folder: Path, config: dict[str, Any], tensors: dict[str, tuple[
 def random_engine(b: Bench, drafts: int, programmatic: bool) -> Iterator[Engine]:
     """An engine of the bench's shape for 8 requests, drafting by an EAGLE-3 head where asked."""
     hidden, vocab = b.shape["hidden_size"], b.shape["vocab_size"]
-    config = {"architectures": ["LlamaForCausalLM"], "model_type": "llama", "hidden_act": "silu",
-              "torch_dtype": "bfloat16", "max_position_embeddings": 1024, "eos_token_id": 3,
-              "rope_theta": 500000.0, "tie_word_embeddings": False, **b.shape}
-    tensors = {"model.embed_tokens.weight": (vocab, hidden), "lm_head.weight": (vocab, hidden),
-               "model.norm.weight": (hidden,)}
+    config = {
+        "architectures": ["LlamaForCausalLM"],
+        "model_type": "llama",
+        "hidden_act": "silu",
+        "torch_dtype": "bfloat16",
+        "max_position_embeddings": 1024,
+        "eos_token_id": 3,
+        "rope_theta": 500000.0,
+        "tie_word_embeddings": False,
+        **b.shape,
+    }
+    tensors = {
+        "model.embed_tokens.weight": (vocab, hidden),
+        "lm_head.weight": (vocab, hidden),
+        "model.norm.weight": (hidden,),
+    }
     for i in range(b.shape["num_hidden_layers"]):
         tensors |= layer_tensors(b.shape, f"model.layers.{i}", hidden)
     columns, taps = min(32000, vocab // 2), [0, 1, 2] if b.small else [2, 16, 29]
-    names = {"architectures": ["LlamaForCausalLMEagle3"], "num_hidden_layers": 1,
-             "draft_vocab_size": columns,
-             "eagle_config": {"eagle_aux_hidden_state_layer_ids": taps}}
-    head = {"fc.weight": (hidden, 3 * hidden), "midlayer.hidden_norm.weight": (hidden,),
-            "norm.weight": (hidden,), "lm_head.weight": (columns, hidden), "d2t": (columns,),
-            **layer_tensors(b.shape, "midlayer", 2 * hidden)}
+    names = {
+        "architectures": ["LlamaForCausalLMEagle3"],
+        "num_hidden_layers": 1,
+        "draft_vocab_size": columns,
+        "eagle_config": {"eagle_aux_hidden_state_layer_ids": taps},
+    }
+    head = {
+        "fc.weight": (hidden, 3 * hidden),
+        "midlayer.hidden_norm.weight": (hidden,),
+        "norm.weight": (hidden,),
+        "lm_head.weight": (columns, hidden),
+        "d2t": (columns,),
+        **layer_tensors(b.shape, "midlayer", 2 * hidden),
+    }
     # An engine wants a backend, which requests without grammars do not use.
     backend: Any = "auto" if guided() else lambda vocabulary: mock.MagicMock()
-    with (tempfile.TemporaryDirectory() as place,
-          mock.patch.object(llama, "Weights", RandomWeights),
-          mock.patch.object(eagle3, "Weights", RandomWeights)):
+    with (
+        tempfile.TemporaryDirectory() as place,
+        mock.patch.object(llama, "Weights", RandomWeights),
+        mock.patch.object(eagle3, "Weights", RandomWeights),
+    ):
         target, drafter = Path(place, "target"), Path(place, "head")
         write_folder(target, config, tensors)
         write_folder(drafter, config | names, head)
-        with Engine(target, drafter if drafts else None, max_batch_size=8, max_length=1024,
-                    draft_length=drafts or 1, programmatic=programmatic,
-                    grammar_backend=backend, timeline=True) as engine:
+        with Engine(
+            target,
+            drafter if drafts else None,
+            max_batch_size=8,
+            max_length=1024,
+            draft_length=drafts or 1,
+            programmatic=programmatic,
+            grammar_backend=backend,
+            timeline=True,
+        ) as engine:
             yield engine
 
 
@@ -120,12 +156,17 @@ def round_parts(engine: Engine, batch: int, tokens: int) -> dict[str, float]:
     """Milliseconds of a round on the device's clock, guided where a grammar's backend is installed,
     and of its parts."""
     grammar = GrammarSpec.regex("[a-z ]{400,}") if guided() else None
-    requests = [Request(tokens=[5 + i] * 100, grammar=grammar, max_tokens=tokens)
-                for i in range(batch)]
+    requests = [
+        Request(tokens=[5 + i] * 100, grammar=grammar, max_tokens=tokens) for i in range(batch)
+    ]
     engine.generate(requests)
     engine.reset_stats()
     engine.generate(requests)
     stats = engine.stats
-    return {name: ns / stats.rounds / 1e6
-            for name, ns in {"guided round" if guided() else "round": stats.round_ns,
-                             **stats.part_ns}.items()}
+    return {
+        name: ns / stats.rounds / 1e6
+        for name, ns in {
+            "guided round" if guided() else "round": stats.round_ns,
+            **stats.part_ns,
+        }.items()
+    }

@@ -35,8 +35,12 @@ ROW_READY = NUMBERS["ROW_READY"]
 ROWS = (1, 4, 8, 16, 32, 64, 128, 256)
 #: Of the read ceiling: the first kernel by rows, those planned by matrix at 8 rows or fewer.
 FIRST_LINEAR = {1: (80.0, 88.0), 8: (55.0, 65.0)}
-PLANNED_LINEAR = {"gate, up": (92.0, 100.0), "head": (92.0, 100.0), "qkv": (75.0, 85.0),
-                  "out": (75.0, 85.0)}
+PLANNED_LINEAR = {
+    "gate, up": (92.0, 100.0),
+    "head": (92.0, 100.0),
+    "qkv": (75.0, 85.0),
+    "out": (75.0, 85.0),
+}
 #: Milliseconds of a target forward by rows: with the first kernels, and as planned.
 PLANNED_FORWARD = {1: (3.7, 3.9), 4: (3.7, 3.9), 8: (3.8, 4.0), 32: (3.9, 4.3)}
 
@@ -74,8 +78,12 @@ def gaps(b: Bench) -> None:
             with b.timed(programmatic) as lane:
                 for i in range(count):
                     b.read(lane, data[i % (count // 2)], b.device.cores * 8)
-            b.add(f"8-MB nodes beyond the read, {edges} edges",
-                  (lane.seconds / count - 2 * part / ceiling) * 1e6, "us", predicted)
+            b.add(
+                f"8-MB nodes beyond the read, {edges} edges",
+                (lane.seconds / count - 2 * part / ceiling) * 1e6,
+                "us",
+                predicted,
+            )
 
 
 def hops(b: Bench) -> None:
@@ -103,17 +111,25 @@ def hops(b: Bench) -> None:
                     run.synchronize(LIMIT_S)
                     times.append(int(stamps.array[1]) - int(stamps.array[0]))
                 run.close()
-                b.add(what, statistics.median(times) / 1e3, "us",
-                      note=f"99 %: {np.quantile(times, 0.99) / 1e3:.1f}")
+                b.add(
+                    what,
+                    statistics.median(times) / 1e3,
+                    "us",
+                    note=f"99 %: {np.quantile(times, 0.99) / 1e3:.1f}",
+                )
 
 
 def matrices(b: Bench) -> dict[str, tuple[int, int]]:
     """Outputs and inputs of an 8B Llama's products."""
     hidden, inner = b.shape["hidden_size"], b.shape["intermediate_size"]
     keys = 2 * b.shape["num_key_value_heads"] * b.shape["head_dim"]
-    return {"qkv": (hidden + keys, hidden), "out": (hidden, hidden),
-            "gate, up": (2 * inner, hidden), "down": (hidden, inner),
-            "head": (b.shape["vocab_size"], hidden)}
+    return {
+        "qkv": (hidden + keys, hidden),
+        "out": (hidden, hidden),
+        "gate, up": (2 * inner, hidden),
+        "down": (hidden, inner),
+        "head": (b.shape["vocab_size"], hidden),
+    }
 
 
 def copies(
@@ -130,11 +146,13 @@ def linears(b: Bench) -> None:
     do not take."""
     read, layers = b.read_ceiling(), Layers(b.device)
     for (name, (columns, inner)), kind in itertools.product(
-            matrices(b).items(), ("bfloat16", E4M3)):  # fmt: skip
+        matrices(b).items(), ("bfloat16", E4M3)
+    ):
         weights, count = copies(b, (columns, inner), kind)
         dtype = layers.input_dtype(weights[0])
         for rows, less in itertools.product(
-                ROWS[: 2 if b.small else None], (0, 8) if kind != E4M3 else (0,)):  # fmt: skip
+            ROWS[: 2 if b.small else None], (0, 8) if kind != E4M3 else (0,)
+        ):
             y = b.device.zeros((rows, columns - less), "float32")
             x = b.device.zeros((rows, inner), "float32" if less else dtype)
             with b.attempt(f"{name} of {kind}, {rows} rows"):
@@ -142,10 +160,13 @@ def linears(b: Bench) -> None:
                     for i in range(count):
                         layers.linear(lane, x, weights[i % len(weights)][: columns - less], y)
                 planned = PLANNED_LINEAR.get(name) if rows <= 8 and kind != E4M3 else None
-                b.add(f"{name}{' less 8' * (less > 0)} of {kind}, {rows} rows, {lane.kernels}",
-                      100 * weights[0].nbytes * count / lane.seconds / read, "% of read",
-                      FIRST_LINEAR.get(rows) if lane.kernels == "linear_warp" else planned,
-                      f"{lane.seconds / count * 1e6:.1f} us")
+                b.add(
+                    f"{name}{' less 8' * (less > 0)} of {kind}, {rows} rows, {lane.kernels}",
+                    100 * weights[0].nbytes * count / lane.seconds / read,
+                    "% of read",
+                    FIRST_LINEAR.get(rows) if lane.kernels == "linear_warp" else planned,
+                    f"{lane.seconds / count * 1e6:.1f} us",
+                )
 
 
 def cublas(b: Bench) -> None:
@@ -174,16 +195,37 @@ def cublas(b: Bench) -> None:
                 with stream:
                     for i in range(count):  # 14 is bfloat16, 0 float32, 68 its arithmetic
                         cupy.cuda.cublas.gemmEx(
-                            handle, 1, 0, columns, rows, inner, one.ctypes.data,
-                            weights[i % len(weights)].ptr, 14, inner, x.ptr, 14, inner,
-                            zero.ctypes.data, y.ptr, 0, columns, 68, -1)  # fmt: skip
+                            handle,
+                            1,
+                            0,
+                            columns,
+                            rows,
+                            inner,
+                            one.ctypes.data,
+                            weights[i % len(weights)].ptr,
+                            14,
+                            inner,
+                            x.ptr,
+                            14,
+                            inner,
+                            zero.ctypes.data,
+                            y.ptr,
+                            0,
+                            columns,
+                            68,
+                            -1,
+                        )
                 end.record(b.stream)
                 go.array[0] = 1
                 end.synchronize(LIMIT_S)
                 times.append(end.elapsed_s(begin))
             took = statistics.median(times[1:]) / count
-            b.add(f"{name}, {rows} rows, gemmEx", 100 * weights[0].nbytes / took / read,
-                  "% of read", note=f"{took * 1e6:.1f} us")
+            b.add(
+                f"{name}, {rows} rows, gemmEx",
+                100 * weights[0].nbytes / took / read,
+                "% of read",
+                note=f"{took * 1e6:.1f} us",
+            )
 
 
 def attention(b: Bench) -> None:
@@ -192,19 +234,32 @@ def attention(b: Bench) -> None:
     kv_heads, layers = b.shape["num_key_value_heads"], Layers(b.device)
     count_of_layers = b.shape["num_hidden_layers"]
     for length in (32, 64) if b.small else (256, 2048, 8192):
-        kv = PagedKV(b.device, layers=count_of_layers, pages=8 * length // 16, page_size=16,
-                     kv_heads=kv_heads, head_dim=dim, dtype="bfloat16", slots=8,
-                     max_pages_per_slot=length // 16)  # fmt: skip
+        kv = PagedKV(
+            b.device,
+            layers=count_of_layers,
+            pages=8 * length // 16,
+            page_size=16,
+            kv_heads=kv_heads,
+            head_dim=dim,
+            dtype="bfloat16",
+            slots=8,
+            max_pages_per_slot=length // 16,
+        )
         kv.k, kv.v = b.random(kv.k.shape), b.random(kv.v.shape)
         for slot in range(8):
             kv.allocate(slot, length)
             kv.set_table(StreamLane(b.stream), slot)
         for count in (1, 4, 32):
             slots, steps = np.arange(count) // 4, np.arange(count) % 4
-            ids = [b.device.from_host(a.astype(np.int32))
-                   for a in (slots, slots, length - min(count, 4) + steps)]
-            qkv = b.device.from_host(np.random.default_rng(0).standard_normal(
-                (count, (heads + 2 * kv_heads) * dim)).astype(np.float32))
+            ids = [
+                b.device.from_host(a.astype(np.int32))
+                for a in (slots, slots, length - min(count, 4) + steps)
+            ]
+            qkv = b.device.from_host(
+                np.random.default_rng(0)
+                .standard_normal((count, (heads + 2 * kv_heads) * dim))
+                .astype(np.float32)
+            )
             out = b.device.zeros((count, heads * dim), "float32")
             rows = Rows(ids[0], ids[1], ids[2], run=min(count, 4))
             with b.timed() as lane:
@@ -212,8 +267,13 @@ def attention(b: Bench) -> None:
                     layers.attention(lane, qkv, rows, kv, i, heads, out)
             took = lane.seconds / count_of_layers
             used = -(-count // 4) * length * kv_heads * dim * 4
-            b.add(f"{length} positions, {count} rows, {lane.kernels}", took * 1e6, "us",
-                  None, f"{used / took / 1e9:.0f} GB/s of KV")
+            b.add(
+                f"{length} positions, {count} rows, {lane.kernels}",
+                took * 1e6,
+                "us",
+                None,
+                f"{used / took / 1e9:.0f} GB/s of KV",
+            )
 
 
 def sampling(b: Bench) -> None:
@@ -231,8 +291,9 @@ def sampling(b: Bench) -> None:
         ("top-k 50, top-p 0.9", {"temperature": 0.8, "top_k": 50, "top_p": 0.9}, (20, 25)),
     ):
         for slot in range(batch):
-            state.join(StreamLane(b.stream), slot, position=8, last=1, epoch=1, limit=1 << 20,
-                       **filters)  # type: ignore[arg-type]
+            state.join(
+                StreamLane(b.stream), slot, position=8, last=1, epoch=1, limit=1 << 20, **filters
+            )  # type: ignore[arg-type]
         b.stream.synchronize(LIMIT_S)
         chain = state.to_host()  # of drafts, which are tested against masks of ones
         chain["drafts"][:, :drafts], chain["q_kind"][:, :drafts] = 1, 1
@@ -242,17 +303,24 @@ def sampling(b: Bench) -> None:
             state.copy_from(chain)
             saved = b.device.from_host(state.array.to_host())
             slots, at = np.arange(size, dtype=np.int32), np.arange(size * width, dtype=np.int32)
-            rows = RowMap(*map(b.device.from_host, (slots, slots * width,
-                                                    at // width << 16 | at % width)))  # fmt: skip
+            rows = RowMap(
+                *map(b.device.from_host, (slots, slots * width, at // width << 16 | at % width))
+            )
             logits = b.device.from_host(
-                2 * spread.standard_normal((size * width, vocab)).astype(np.float32))
+                2 * spread.standard_normal((size * width, vocab)).astype(np.float32)
+            )
             count = 2 if b.small else 20
             with b.timed() as lane:
                 for _ in range(count):
                     sampler.target(lane, logits, rows)
             usable = int((sampler.row_ok.to_host()[: size * width] == 1).sum())
-            b.add(f"{name}, {size * width} rows, {lane.kernels}", lane.seconds / count * 1e6, "us",
-                  planned, f"{usable} rows usable")
+            b.add(
+                f"{name}, {size * width} rows, {lane.kernels}",
+                lane.seconds / count * 1e6,
+                "us",
+                planned,
+                f"{usable} rows usable",
+            )
             with b.timed() as lane:
                 for _ in range(count):
                     lane.copy(state.array, saved)
@@ -266,21 +334,43 @@ def suite(b: Bench) -> None:
     if not Path("tests/cudagraph").is_dir():
         b.add("suite", None, "", note="there is no folder tests here")
         return
-    files: Iterable[Path] = [path for room in ("cudagraph", "sampling", "models", "grammar")
-                             for path in sorted(Path("tests", room).glob("test_*.py"))]
+    files: Iterable[Path] = [
+        path
+        for room in ("cudagraph", "sampling", "models", "grammar")
+        for path in sorted(Path("tests", room).glob("test_*.py"))
+    ]
     if b.small:
         files = [Path("tests/cudagraph/test_lanes.py")]
 
     def play(path: Path) -> None:
-        command = [sys.executable, "-m", "pytest", str(path), "-q", "--tb=line", "-p",
-                   "no:cacheprovider", "-o", "faulthandler_timeout=90"]
-        done = subprocess.run(command, capture_output=True, text=True,
-                              env={**os.environ, "GRAFT_DEVICE": b.device.kind})
+        command = [
+            sys.executable,
+            "-m",
+            "pytest",
+            str(path),
+            "-q",
+            "--tb=line",
+            "-p",
+            "no:cacheprovider",
+            "-o",
+            "faulthandler_timeout=90",
+        ]
+        done = subprocess.run(
+            command,
+            capture_output=True,
+            text=True,
+            env={**os.environ, "GRAFT_DEVICE": b.device.kind},
+        )
         said = done.stdout.strip().splitlines() or [""]
         failed = sum(int(n) for n in re.findall(r"(\d+) (?:failed|error)", said[-1]))
         wrong = [line for line in said if line.startswith(("FAILED", "ERROR"))]
-        b.add(str(path), failed or float(done.returncode not in (0, 5)), "failed", (0, 0),
-              "; ".join([said[-1], *wrong])[:2000])
+        b.add(
+            str(path),
+            failed or float(done.returncode not in (0, 5)),
+            "failed",
+            (0, 0),
+            "; ".join([said[-1], *wrong])[:2000],
+        )
 
     with ThreadPoolExecutor(1 if b.small else 6) as pool:
         list(pool.map(play, files))
@@ -296,13 +386,23 @@ def rounds(b: Bench) -> None:
                 for batch in (1, 8):
                     for part, ms in round_parts(engine, batch, 8 if b.small else 48).items():
                         predicted = forward.get(batch * (drafts + 1))
-                        b.add(f"batch {batch}, {what}: {part}", ms, "ms",
-                              predicted if part == "target forward" else None)
+                        b.add(
+                            f"batch {batch}, {what}: {part}",
+                            ms,
+                            "ms",
+                            predicted if part == "target forward" else None,
+                        )
 
 
 #: By name, in order: what to run, and seconds that it may take.
 SECTIONS = {
-    "ceilings": (ceilings, 40), "gaps": (gaps, 60), "hops": (hops, 60), "linears": (linears, 90),
-    "cublas": (cublas, 60), "attention": (attention, 60), "sampling": (sampling, 60),
-    "rounds": (rounds, 200), "suite": (suite, 600),
+    "ceilings": (ceilings, 40),
+    "gaps": (gaps, 60),
+    "hops": (hops, 60),
+    "linears": (linears, 90),
+    "cublas": (cublas, 60),
+    "attention": (attention, 60),
+    "sampling": (sampling, 60),
+    "rounds": (rounds, 200),
+    "suite": (suite, 600),
 }

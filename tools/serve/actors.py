@@ -91,23 +91,34 @@ def cluster(count: int) -> Iterator[Callable[[], Actor]]:
     OptionError
         The extra ``replicas`` is not installed, or there are not so many GPUs.
     """
-    os.environ |= {"RAY_USAGE_STATS_ENABLED": "0", "RAY_AUTH_MODE": "token",
-                   "RAY_AUTH_TOKEN": secrets.token_hex(32)}
+    os.environ |= {
+        "RAY_USAGE_STATS_ENABLED": "0",
+        "RAY_AUTH_MODE": "token",
+        "RAY_AUTH_TOKEN": secrets.token_hex(32),
+    }
     try:
         import ray
     except ModuleNotFoundError as error:
         if error.name != "ray":
             raise
         raise OptionError(
-            "--replicas needs the package ray: pip install 'graft-cuda[replicas]'") from error
+            "--replicas needs the package ray: pip install 'graft-cuda[replicas]'"
+        ) from error
     device = os.environ.get("GRAFT_DEVICE") or "auto"
     gpus = int(device == "cuda" or (device == "auto" and not chooser.probe_cuda()[1]))
     with tempfile.TemporaryDirectory(prefix="graft-", ignore_cleanup_errors=True) as folder:
         try:
-            ray.init(address="local", include_dashboard=False, num_cpus=count, _temp_dir=folder,
-                     object_store_memory=1 << 27,  # what is told is small
-                     logging_level=logging.ERROR, log_to_driver=False, configure_logging=False,
-                     _system_config={"worker_niceness": 0})  # 15 of itself
+            ray.init(
+                address="local",
+                include_dashboard=False,
+                num_cpus=count,
+                _temp_dir=folder,
+                object_store_memory=1 << 27,  # what is told is small
+                logging_level=logging.ERROR,
+                log_to_driver=False,
+                configure_logging=False,
+                _system_config={"worker_niceness": 0},
+            )  # 15 of itself
         except Exception as error:  # it has no class of its own for this
             ray.shutdown()
             raise EngineError(f"Ray does not come up: {error}") from error

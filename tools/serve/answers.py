@@ -34,8 +34,9 @@ class Choice:
         delta = made.pop("delta")
         said = {"role": "assistant", "content": delta.get("content", ""), "refusal": None}
         if "tool_calls" in delta:
-            said["tool_calls"] = [{k: v for k, v in one.items() if k != "index"}
-                                  for one in delta["tool_calls"]]
+            said["tool_calls"] = [
+                {k: v for k, v in one.items() if k != "index"} for one in delta["tool_calls"]
+            ]
             said["content"] = said["content"] if said["content"].strip() else None
         return {**made, "message": said}
 
@@ -72,10 +73,14 @@ class Choice:
         if event.output is not None and event.output.finished:
             pairs = pairs[:-1]  # what ends a text is none of it
         if self._call.chat:
-            return {"refusal": None, "content": [
-                self._token(token, known.value) | {
-                    "top_logprobs": [self._token(*one) for one in known.top]}
-                for token, known in pairs]}
+            return {
+                "refusal": None,
+                "content": [
+                    self._token(token, known.value)
+                    | {"top_logprobs": [self._token(*one) for one in known.top]}
+                    for token, known in pairs
+                ],
+            }
         return self._columns(pairs)
 
     def _columns(self, pairs: Sequence[tuple[int, Logprob]]) -> dict[str, Any]:
@@ -84,26 +89,38 @@ class Choice:
         for name in names:
             offsets.append(self._offset)
             self._offset += len(name)
-        return {"tokens": names, "text_offset": offsets,
-                "token_logprobs": [max(known.value, _LEAST) for _, known in pairs],
-                "top_logprobs": [{self._name(i): max(value, _LEAST) for i, value in known.top}
-                                 for _, known in pairs]}
+        return {
+            "tokens": names,
+            "text_offset": offsets,
+            "token_logprobs": [max(known.value, _LEAST) for _, known in pairs],
+            "top_logprobs": [
+                {self._name(i): max(value, _LEAST) for i, value in known.top} for _, known in pairs
+            ],
+        }
 
     def _name(self, token: int) -> str:
         return self._front.bytes_of(token).decode("utf-8", "replace")
 
     def _token(self, token: int, value: float) -> dict[str, Any]:
-        return {"token": self._name(token), "logprob": max(value, _LEAST),
-                "bytes": list(self._front.bytes_of(token))}
+        return {
+            "token": self._name(token),
+            "logprob": max(value, _LEAST),
+            "bytes": list(self._front.bytes_of(token)),
+        }
 
 
 def usage(call: Call, outputs: Sequence[Output]) -> dict[str, Any]:
     """Tokens that an answer took; a prompt counts once, however many samples it has."""
     prompts = {o.id.split("/")[1]: o.prompt_tokens for o in outputs}
     asked, made = sum(prompts.values()), sum(len(o.tokens) for o in outputs)
-    return {"prompt_tokens": asked, "completion_tokens": made, "total_tokens": asked + made,
-            "prompt_tokens_details": {"cached_tokens": min(asked, sum(
-                o.cached_tokens for o in outputs))}}
+    return {
+        "prompt_tokens": asked,
+        "completion_tokens": made,
+        "total_tokens": asked + made,
+        "prompt_tokens_details": {
+            "cached_tokens": min(asked, sum(o.cached_tokens for o in outputs))
+        },
+    }
 
 
 def envelope(call: Call, name: str, choices: list[dict[str, Any]]) -> dict[str, Any]:
@@ -111,5 +128,10 @@ def envelope(call: Call, name: str, choices: list[dict[str, Any]]) -> dict[str, 
     kind = "text_completion"
     if call.chat:
         kind = "chat.completion.chunk" if call.stream else "chat.completion"
-    return {"id": call.id, "object": kind, "created": call.created, "model": name,
-            "choices": choices}
+    return {
+        "id": call.id,
+        "object": kind,
+        "created": call.created,
+        "model": name,
+        "choices": choices,
+    }

@@ -30,8 +30,11 @@ from graft.tools.serve.replicas import Replicas
 from graft.tools.serve.wire import Call, Front, check_fields, grammar_of, stated
 
 T = TypeVar("T")
-_START: Message = {"type": "http.response.start", "status": 200, "headers": [
-    (b"content-type", b"text/event-stream"), (b"cache-control", b"no-cache")]}
+_START: Message = {
+    "type": "http.response.start",
+    "status": 200,
+    "headers": [(b"content-type", b"text/event-stream"), (b"cache-control", b"no-cache")],
+}
 
 
 @dataclass(frozen=True)
@@ -73,13 +76,21 @@ class Service:
         # A tokenizer is one thread's; a grammar may take long, and delays none but other grammars.
         self._reading = ThreadPoolExecutor(1, "graft front")
         self._stating = ThreadPoolExecutor(2, "graft grammars")
-        errors: Any = {kind: _refuse for kind in (GraftError, HTTPException, RecursionError,
-                                                  Exception)}  # fmt: skip
-        self.app = Starlette(lifespan=self._lifespan, exception_handlers=errors, routes=[
-            Route("/v1/chat/completions", _Generate(self, True), methods=["POST"]),
-            Route("/v1/completions", _Generate(self, False), methods=["POST"]),
-            Route("/v1/models", self._models), Route("/v1/models/{name:path}", self._models),
-            Route("/health", self._health), Route("/metrics", self._metrics)])
+        errors: Any = {
+            kind: _refuse for kind in (GraftError, HTTPException, RecursionError, Exception)
+        }
+        self.app = Starlette(
+            lifespan=self._lifespan,
+            exception_handlers=errors,
+            routes=[
+                Route("/v1/chat/completions", _Generate(self, True), methods=["POST"]),
+                Route("/v1/completions", _Generate(self, False), methods=["POST"]),
+                Route("/v1/models", self._models),
+                Route("/v1/models/{name:path}", self._models),
+                Route("/health", self._health),
+                Route("/metrics", self._metrics),
+            ],
+        )
 
     @asynccontextmanager
     async def _lifespan(self, _app: Starlette) -> AsyncIterator[None]:
@@ -130,6 +141,7 @@ class Service:
 
     async def read(self, fields: dict[str, Any], chat: bool) -> Call:
         """What a call asks for."""
+
         def run(pool: ThreadPoolExecutor, work: Callable[..., T], *given: Any) -> asyncio.Future[T]:
             return asyncio.get_running_loop().run_in_executor(pool, work, *given)
 
@@ -147,8 +159,9 @@ class Service:
         one = {"id": name, "object": "model", "created": 0, "owned_by": "graft"}
         asked = request.path_params.get("name")
         if asked not in (None, name):
-            raise WireError(f"there is no model {asked!r}", 404, param="model",
-                            code="model_not_found")
+            raise WireError(
+                f"there is no model {asked!r}", 404, param="model", code="model_not_found"
+            )
         return _json(one if asked else {"object": "list", "data": [one]})
 
     async def _health(self, _request: HttpRequest) -> Response:
@@ -159,8 +172,9 @@ class Service:
     async def _metrics(self, _request: HttpRequest) -> Response:
         engines = await self.driver.counters()
         slots = sum(found["held"]["slots"] for found in engines if found is not None)
-        page = self.metrics.page(engines, calls=self.calls,
-                                 requests_waiting=max(0, self.driver.open - slots))
+        page = self.metrics.page(
+            engines, calls=self.calls, requests_waiting=max(0, self.driver.open - slots)
+        )
         return Response(page, media_type="text/plain; version=0.0.4")
 
 
@@ -203,7 +217,8 @@ class _Generate:
             call = await service.read(await service.body(request), self._chat)
             caller = Caller(service.driver, call.requests)
             work = asyncio.ensure_future(
-                (self._stream if call.stream else self._whole)(call, caller, send))
+                (self._stream if call.stream else self._whole)(call, caller, send)
+            )
             gone = asyncio.ensure_future(_gone(receive))
             try:
                 await asyncio.wait((work, gone), return_when=asyncio.FIRST_COMPLETED)
@@ -236,8 +251,13 @@ class _Generate:
 
         async def tell(what: object) -> None:
             async with asyncio.timeout(self._service.settings.patience_s):
-                await send({"type": "http.response.body", "more_body": True,
-                            "body": f"data: {what}\n\n".encode()})
+                await send(
+                    {
+                        "type": "http.response.body",
+                        "more_body": True,
+                        "body": f"data: {what}\n\n".encode(),
+                    }
+                )
 
         try:
             async for index, event in caller:
@@ -251,8 +271,9 @@ class _Generate:
                 if piece is not None:
                     await tell(json.dumps(envelope(call, front.name, [piece])))
             if call.usage:
-                await tell(json.dumps(
-                    envelope(call, front.name, []) | {"usage": usage(call, outputs)}))
+                await tell(
+                    json.dumps(envelope(call, front.name, []) | {"usage": usage(call, outputs)})
+                )
         except GraftError as error:
             if not begun:
                 raise

@@ -56,14 +56,28 @@ def grammar(functions: Sequence[dict[str, Any]], choice: str) -> tuple[str, Any]
     """Key and value of the grammar, as structured_outputs has them."""
     schemas = {f["name"]: _arguments(f) for f in functions}
     if choice == "auto":
-        tags = [{"begin": f'{BEGIN}\n{{"name": {json.dumps(name)}, "arguments": ',
-                 "schema": schema, "end": f"}}\n{END}"} for name, schema in schemas.items()]
+        tags = [
+            {
+                "begin": f'{BEGIN}\n{{"name": {json.dumps(name)}, "arguments": ',
+                "schema": schema,
+                "end": f"}}\n{END}",
+            }
+            for name, schema in schemas.items()
+        ]
         return "structural_tag", {"tags": tags, "triggers": [BEGIN]}
     one = len(schemas) == 1
-    parts = [{"type": "object", "required": ["name", "arguments"], "additionalProperties": False,
-              "properties": {"name": {"const": name}, "arguments": _moved(
-                  schema, f"{'' if one else f'/anyOf/{i}'}/properties/arguments")}}
-             for i, (name, schema) in enumerate(schemas.items())]
+    parts = [
+        {
+            "type": "object",
+            "required": ["name", "arguments"],
+            "additionalProperties": False,
+            "properties": {
+                "name": {"const": name},
+                "arguments": _moved(schema, f"{'' if one else f'/anyOf/{i}'}/properties/arguments"),
+            },
+        }
+        for i, (name, schema) in enumerate(schemas.items())
+    ]
     return "json", parts[0] if one else {"anyOf": parts}
 
 
@@ -127,8 +141,14 @@ class CallReader:
         if tail is None:
             return None
         if len(self.calls) < self._most:
-            self.calls.append({
-                "id": f"call_{secrets.token_hex(12)}", "type": "function",
-                "function": {"name": json.loads(head[1]),
-                             "arguments": self._text[head.end():over]}})
+            self.calls.append(
+                {
+                    "id": f"call_{secrets.token_hex(12)}",
+                    "type": "function",
+                    "function": {
+                        "name": json.loads(head[1]),
+                        "arguments": self._text[head.end() : over],
+                    },
+                }
+            )
         return tail.end()

@@ -47,8 +47,13 @@ class Driver:
 
     def __init__(self, engine: Engine):
         options = engine.options
-        self.facts = Facts(engine.tokenizer.path, options.limits, options.max_batch_size,
-                           options.page_size, options.sizes[1])
+        self.facts = Facts(
+            engine.tokenizer.path,
+            options.limits,
+            options.max_batch_size,
+            options.page_size,
+            options.sizes[1],
+        )
         self._engine = engine
         self._jobs: queue.SimpleQueue[Callable[[], object] | None] = queue.SimpleQueue()
         self._sinks: dict[str, asyncio.Queue[Event]] = {}

@@ -9,27 +9,40 @@ from graft.grammar.resolve import without_hint
 from graft.models.request import Output
 
 #: By the class of a request's error, and by the reason for which it ended.
-_STATUS_OF = {"QueueFullError": 429, "EngineError": 503, "refused": 400, "dead_end": 400,
-              "cancelled": 503}
-_SAID_OF = {"dead_end": "no token is left that grammar, bias and bounds allow",
-            "cancelled": "the server is leaving"}
+_STATUS_OF = {
+    "QueueFullError": 429,
+    "EngineError": 503,
+    "refused": 400,
+    "dead_end": 400,
+    "cancelled": 503,
+}
+_SAID_OF = {
+    "dead_end": "no token is left that grammar, bias and bounds allow",
+    "cancelled": "the server is leaving",
+}
 
 
 class WireError(GraftError):
     """A call cannot be answered; `status` is HTTP's, `param` the field that is to blame."""
 
-    def __init__(self, message: str, status: int = 400, *, param: str | None = None,
-                 code: str | None = None):
+    def __init__(
+        self, message: str, status: int = 400, *, param: str | None = None, code: str | None = None
+    ):
         super().__init__(message)
         self.status, self.param, self.code = status, param, code
 
     @property
     def body(self) -> dict[str, Any]:
-        kind = ("server_error" if self.status >= 500 else
-                {401: "authentication_error", 429: "rate_limit_error"}.get(
-                    self.status, "invalid_request_error"))
-        return {"error": {"message": str(self), "type": kind, "param": self.param,
-                          "code": self.code}}
+        kind = (
+            "server_error"
+            if self.status >= 500
+            else {401: "authentication_error", 429: "rate_limit_error"}.get(
+                self.status, "invalid_request_error"
+            )
+        )
+        return {
+            "error": {"message": str(self), "type": kind, "param": self.param, "code": self.code}
+        }
 
     @property
     def headers(self) -> dict[str, str]:

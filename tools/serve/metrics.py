@@ -18,8 +18,12 @@ _COUNTED = (
     ("graft_tokens", "tokens that rounds committed", "engine", "tokens"),
     ("graft_preemptions", "requests that lost their slot", "engine", "preemptions"),
     ("graft_grammar_fills", "mask rows filled", "grammar", "fills"),
-    ("graft_grammar_late_rows", "rows that sat a round out for the grammar", "grammar",
-     "late_rows"),
+    (
+        "graft_grammar_late_rows",
+        "rows that sat a round out for the grammar",
+        "grammar",
+        "late_rows",
+    ),
     ("graft_grammar_compiled", "grammars compiled", "compile", "compiled"),
     ("graft_prefix_hit_tokens", "prompt tokens found in the cache", "prefixes", "hit_tokens"),
     ("graft_prefix_evictions", "pages evicted from the cache", "prefixes", "evictions"),
@@ -42,15 +46,21 @@ class Metrics:
         self._engines: dict[str, Mapping[str, Any]] = {}
         self._up: Mapping[str, bool] = {}
         self._gauges: Mapping[str, float] = {}
-        self._ended = Counter("graft_requests", "requests ended, by the reason", ["reason"],
-                              registry=self._registry)
+        self._ended = Counter(
+            "graft_requests", "requests ended, by the reason", ["reason"], registry=self._registry
+        )
         self._prompt = Counter("graft_prompt_tokens", "tokens of prompts", registry=self._registry)
-        self._times = {name: Histogram(f"graft_{name}_seconds", said, buckets=_SECONDS,
-                                       registry=self._registry) for name, said in (
-            ("queue", "until a request got a slot"),
-            ("first_token", "until a request's first token was read"),
-            ("token", "from one token to the next, a request's mean"),
-            ("request", "until a request ended"))}  # fmt: skip
+        self._times = {
+            name: Histogram(
+                f"graft_{name}_seconds", said, buckets=_SECONDS, registry=self._registry
+            )
+            for name, said in (
+                ("queue", "until a request got a slot"),
+                ("first_token", "until a request's first token was read"),
+                ("token", "from one token to the next, a request's mean"),
+                ("request", "until a request ended"),
+            )
+        }
 
     def count(self, output: Output) -> None:
         """A request has ended."""
@@ -58,8 +68,12 @@ class Metrics:
         self._prompt.inc(output.prompt_tokens)
         first, total, more = output.first_token_s, output.total_s, len(output.tokens) - 1
         per_token = None if first is None or total is None or more < 1 else (total - first) / more
-        for name, value in (("queue", output.queue_s), ("first_token", first),
-                            ("token", per_token), ("request", total)):
+        for name, value in (
+            ("queue", output.queue_s),
+            ("first_token", first),
+            ("token", per_token),
+            ("request", total),
+        ):
             if value is not None:
                 self._times[name].observe(value)
 
@@ -74,30 +88,63 @@ class Metrics:
         """For the registry."""
         for name, value in self._gauges.items():
             yield GaugeMetricFamily(f"graft_{name}", name, value)
-        yield _family(GaugeMetricFamily, "graft_up", "whether the engine answers", (), {
-            (replica,): up for replica, up in self._up.items()})
+        yield _family(
+            GaugeMetricFamily,
+            "graft_up",
+            "whether the engine answers",
+            (),
+            {(replica,): up for replica, up in self._up.items()},
+        )
         for kind, table in ((CounterMetricFamily, _COUNTED), (GaugeMetricFamily, _HELD)):
             for name, said, part, key in table:
-                yield _family(kind, name, said, (), {
-                    (i,): engine[part].get(key, 0) for i, engine in self._engines.items()})
+                yield _family(
+                    kind,
+                    name,
+                    said,
+                    (),
+                    {(i,): engine[part].get(key, 0) for i, engine in self._engines.items()},
+                )
         for key, said in _BY_POSITION:
-            yield _family(CounterMetricFamily, f"graft_drafts_{key}", said, ("position",), {
-                (i, str(position)): value for i, engine in self._engines.items()
-                for position, value in enumerate(engine["engine"][key])})
-        yield _family(CounterMetricFamily, "graft_grammar_seconds", "the grammar's steps",
-                      ("step",), {
-            (i, step): engine["grammar"][f"{step}_ns"] / 1e9
-            for i, engine in self._engines.items() for step in ("open", "commit", "draft")})
-        exposed = {(i,): engine["engine"]["exposed_share"] * engine["engine"]["round_ns"] / 1e9
-                   for i, engine in self._engines.items()
-                   if engine["engine"]["exposed_share"] is not None}
+            yield _family(
+                CounterMetricFamily,
+                f"graft_drafts_{key}",
+                said,
+                ("position",),
+                {
+                    (i, str(position)): value
+                    for i, engine in self._engines.items()
+                    for position, value in enumerate(engine["engine"][key])
+                },
+            )
+        yield _family(
+            CounterMetricFamily,
+            "graft_grammar_seconds",
+            "the grammar's steps",
+            ("step",),
+            {
+                (i, step): engine["grammar"][f"{step}_ns"] / 1e9
+                for i, engine in self._engines.items()
+                for step in ("open", "commit", "draft")
+            },
+        )
+        exposed = {
+            (i,): engine["engine"]["exposed_share"] * engine["engine"]["round_ns"] / 1e9
+            for i, engine in self._engines.items()
+            if engine["engine"]["exposed_share"] is not None
+        }
         if exposed:
-            yield _family(CounterMetricFamily, "graft_grammar_exposed_seconds",
-                          "the model stood still for the grammar", (), exposed)
+            yield _family(
+                CounterMetricFamily,
+                "graft_grammar_exposed_seconds",
+                "the model stood still for the grammar",
+                (),
+                exposed,
+            )
 
 
-def _family(kind: Any, name: str, said: str, labels: Sequence[str],
-            values: Mapping[Any, float]) -> Any:
+def _family(
+    kind: Any, name: str, said: str, labels: Sequence[str], values: Mapping[Any, float]
+) -> Any:
     """Figures by replica, and by what else `labels` names."""
     family = kind(name, said, labels=["replica", *labels])
     for under, value in values.items():

@@ -76,8 +76,12 @@ class _Call:
         if not event.finished and not event.tokens[new:] and not text:
             return None
         told = event.logprobs
-        return replace(event, tokens=event.tokens[new:], text=text,
-                       logprobs=None if told is None else told[new:])
+        return replace(
+            event,
+            tokens=event.tokens[new:],
+            text=text,
+            logprobs=None if told is None else told[new:],
+        )
 
 
 class _Replica:
@@ -111,8 +115,9 @@ class Replicas:
     failure : why there is no engine, nor hope for one; or None.
     """
 
-    def __init__(self, launch: Callable[[], Actor], make: Callable[[], Engine], count: int,
-                 waiting: int):
+    def __init__(
+        self, launch: Callable[[], Actor], make: Callable[[], Engine], count: int, waiting: int
+    ):
         self._launch, self._make = launch, make
         self._replicas = [_Replica(number, launch()) for number in range(count)]
         self._calls: dict[str, _Call] = {}
@@ -125,8 +130,9 @@ class Replicas:
 
     async def begin(self) -> None:
         """Wait until all engines are there. Raises what making one raises."""
-        [facts, *_] = await asyncio.gather(*(
-            replica.actor.call("begin", self._make) for replica in self._replicas))
+        [facts, *_] = await asyncio.gather(
+            *(replica.actor.call("begin", self._make) for replica in self._replicas)
+        )
         self._router = Router(len(self._replicas), facts)
         self.facts = replace(facts, rows=len(self._replicas) * facts.rows)
 
@@ -164,8 +170,10 @@ class Replicas:
             request = replace(request, seed=secrets.randbits(64))
         call = self._calls[name] = _Call(request, sink, self._router.keys(request.tokens or ()))
         if self.open > self._waiting + self.facts.rows:
-            self._end(name, failed(name, f"{self._waiting} requests are waiting already",
-                                   "QueueFullError"))
+            self._end(
+                name,
+                failed(name, f"{self._waiting} requests are waiting already", "QueueFullError"),
+            )
         elif self.failure is not None:
             self._end(name, failed(name, self.failure))
         else:
@@ -186,6 +194,7 @@ class Replicas:
 
     async def counters(self) -> list[dict[str, Any] | None]:
         """`Engine.counters` of each, between two rounds; None: it does not answer."""
+
         async def ask(replica: _Replica) -> dict[str, Any] | None:
             with suppress(Exception):  # whoever listens to it is told
                 async with asyncio.timeout(ASK_S):
@@ -247,8 +256,12 @@ class Replicas:
         raise EngineError(f"no answer for {SILENT_S:g} s")
 
     def _lose(self, replica: _Replica, why: str) -> None:
-        LOG.warning("replica %d %s: %s", replica.number,
-                    "has died" if replica.up else "does not come up", why)
+        LOG.warning(
+            "replica %d %s: %s",
+            replica.number,
+            "has died" if replica.up else "does not come up",
+            why,
+        )
         replica.actor.kill()
         replica.why, replica.up = (None if replica.up else why), False
         self._router.forget(replica.number)
@@ -256,8 +269,14 @@ class Replicas:
         for name, call in calls.items():
             call.deaths += 1
             if call.deaths > SUSPECT:
-                self._end(name, failed(name, f"{call.deaths} engines died while they had the "
-                                             f"request, the last by: {why}"))
+                self._end(
+                    name,
+                    failed(
+                        name,
+                        f"{call.deaths} engines died while they had the "
+                        f"request, the last by: {why}",
+                    ),
+                )
             else:
                 self._homeless.append(call)
         if self.failure is not None:
@@ -272,8 +291,11 @@ class Replicas:
         """Give calls that have no engine to one that may take them."""
         calls, self._homeless = self._homeless, []
         for call in calls:
-            loads = {replica.number: len(replica.calls) for replica in self._replicas
-                     if replica.up and not (call.deaths >= SUSPECT and replica.suspect)}
+            loads = {
+                replica.number: len(replica.calls)
+                for replica in self._replicas
+                if replica.up and not (call.deaths >= SUSPECT and replica.suspect)
+            }
             if not loads:
                 self._homeless.append(call)
                 continue

@@ -24,9 +24,15 @@ class Server(uvicorn.Server):
     """
 
     def __init__(self, service: Service, listener: socket.socket, drain_s: float):
-        super().__init__(uvicorn.Config(
-            service.app, log_level="warning", access_log=False, server_header=False,
-            timeout_graceful_shutdown=LAST_S))
+        super().__init__(
+            uvicorn.Config(
+                service.app,
+                log_level="warning",
+                access_log=False,
+                server_header=False,
+                timeout_graceful_shutdown=LAST_S,
+            )
+        )
         self.service, self._listener, self._drain_s = service, listener, drain_s
         self._until = 0.0
         host, port = listener.getsockname()[:2]
@@ -46,9 +52,7 @@ class Server(uvicorn.Server):
 
     async def on_tick(self, counter: int) -> bool:
         """Ten times a second."""
-        if self.service.draining and (
-            not self.service.calls or time.monotonic() > self._until
-        ):
+        if self.service.draining and (not self.service.calls or time.monotonic() > self._until):
             self.should_exit = True
         if self.should_exit:
             self.service.driver.cancel_all()

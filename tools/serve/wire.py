@@ -23,16 +23,45 @@ from graft.tools.serve import calls
 from graft.tools.serve.errors import WireError
 
 #: Fields that go into the request, by its own names.
-_PASSED = {name: name for name in (
-    "temperature", "top_p", "min_p", "n", "presence_penalty", "frequency_penalty",
-    "repetition_penalty", "min_tokens", "max_tokens", "timeout_s")} | {
-    "stop_token_ids": "stop_ids", "allowed_token_ids": "allowed_ids"}  # fmt: skip
-_READ = {"model", "stream", "stream_options", "logprobs", "seed", "stop", "logit_bias", "top_k",
-         "priority", "response_format", "structured_outputs"}
+_PASSED = {
+    name: name
+    for name in (
+        "temperature",
+        "top_p",
+        "min_p",
+        "n",
+        "presence_penalty",
+        "frequency_penalty",
+        "repetition_penalty",
+        "min_tokens",
+        "max_tokens",
+        "timeout_s",
+    )
+} | {"stop_token_ids": "stop_ids", "allowed_token_ids": "allowed_ids"}
+_READ = {
+    "model",
+    "stream",
+    "stream_options",
+    "logprobs",
+    "seed",
+    "stop",
+    "logit_bias",
+    "top_k",
+    "priority",
+    "response_format",
+    "structured_outputs",
+}
 #: What vLLM before 0.12 calls the keys of structured_outputs.
 _GUIDED = {f"guided_{key}": key for key in ("json", "json_object", "regex", "choice", "grammar")}
-_OF_CHAT = {"messages", "max_completion_tokens", "top_logprobs", "tools", "tool_choice",
-            "parallel_tool_calls", "chat_template_kwargs"}
+_OF_CHAT = {
+    "messages",
+    "max_completion_tokens",
+    "top_logprobs",
+    "tools",
+    "tool_choice",
+    "parallel_tool_calls",
+    "chat_template_kwargs",
+}
 _OF_COMPLETIONS = {"prompt"}
 #: Fields that change no answer, and those that may say only this.
 _IGNORED = {"user", "metadata", "service_tier", "safety_identifier", "prompt_cache_key"}
@@ -78,8 +107,12 @@ def check_fields(fields: Mapping[str, Any], chat: bool, name: str) -> dict[str, 
         if key in _ONLY and value != _ONLY[key]:
             raise WireError(f"{key} can only be {_ONLY[key]!r}, got {shown(value)}", param=key)
     if given.get("model", name) != name:
-        raise WireError(f"there is no model {shown(given['model'])}, only {name!r}", 404,
-                        param="model", code="model_not_found")
+        raise WireError(
+            f"there is no model {shown(given['model'])}, only {name!r}",
+            404,
+            param="model",
+            code="model_not_found",
+        )
     return given
 
 
@@ -100,15 +133,24 @@ def stated(fields: Mapping[str, Any], limits: Limits) -> tuple[str, str] | None:
     elif isinstance(named, dict) and "schema" in named:
         found.append(("response_format", "json", named["schema"]))
     elif kind != "text":
-        raise WireError("response_format must be text, json_object, json_schema with a schema, or "
-                        f"structural_tag, got {shown(form)}", param="response_format")
+        raise WireError(
+            "response_format must be text, json_object, json_schema with a schema, or "
+            f"structural_tag, got {shown(form)}",
+            param="response_format",
+        )
     given = fields.get("structured_outputs")
     if given is None:
         given = {}
-    elif (not isinstance(given, dict) or not _STRUCTURED.issuperset(given)
-          or all(value is None for value in given.values())):
-        raise WireError(f"structured_outputs must have one of {', '.join(sorted(_STRUCTURED))}, "
-                        f"got {shown(given)}", param="structured_outputs")
+    elif (
+        not isinstance(given, dict)
+        or not _STRUCTURED.issuperset(given)
+        or all(value is None for value in given.values())
+    ):
+        raise WireError(
+            f"structured_outputs must have one of {', '.join(sorted(_STRUCTURED))}, "
+            f"got {shown(given)}",
+            param="structured_outputs",
+        )
     given = {key: key for key in given} | {k: v for k, v in _GUIDED.items() if k in fields}
     for name, key in given.items():
         value = fields[name] if name in _GUIDED else fields["structured_outputs"][name]
@@ -119,8 +161,10 @@ def stated(fields: Mapping[str, Any], limits: Limits) -> tuple[str, str] | None:
         check_size("tools", functions, "grammar_bytes", limits)
         found.append(("tools", *calls.grammar(functions, choice)))
     if len(found) > 1:
-        raise WireError(f"give at most one grammar, got {' and '.join(one[0] for one in found)}",
-                        param=found[1][0])
+        raise WireError(
+            f"give at most one grammar, got {' and '.join(one[0] for one in found)}",
+            param=found[1][0],
+        )
     if not found:
         return None
     [(name, key, value)] = found
@@ -165,10 +209,12 @@ class Front:
     def __init__(self, tokenizer: Tokenizer, limits: Limits, name: str):
         self._tokenizer, self.limits, self.name = tokenizer, limits, name
         vocabulary = Vocabulary.from_tokenizer(
-            tokenizer.backend, tokenizer.vocab_size, tokenizer.stop_ids)
+            tokenizer.backend, tokenizer.vocab_size, tokenizer.stop_ids
+        )
         self._bytes = vocabulary.tokens
-        self._names = {i: t.content.encode() for i, t in
-                       tokenizer.backend.get_added_tokens_decoder().items()}
+        self._names = {
+            i: t.content.encode() for i, t in tokenizer.backend.get_added_tokens_decoder().items()
+        }
 
     def bytes_of(self, token: int) -> bytes:
         """A token's bytes, or its name where it is no text."""
@@ -183,8 +229,9 @@ class Front:
         WireError, GraftError
             Naming what does not fit; the engine checks the rest when it gets the requests.
         """
-        said: dict[str, Any] = {own: fields[name] for name, own in _PASSED.items()
-                                if name in fields}
+        said: dict[str, Any] = {
+            own: fields[name] for name, own in _PASSED.items() if name in fields
+        }
         said = {"temperature": 1.0, "max_tokens": None if chat else 16} | said
         said |= self._named(fields, chat) | {"grammar": grammar}
         call_id = f"{'chatcmpl' if chat else 'cmpl'}-{secrets.token_hex(12)}"
@@ -192,16 +239,25 @@ class Front:
         count = fields.get("n", 1)
         if type(count) is int and count <= MAX_SAMPLES < count * len(prompts):
             raise WireError(f"at most {MAX_SAMPLES} answers, got {count * len(prompts)}", param="n")
-        requests = [sample for i, tokens in enumerate(prompts) for sample in Request(
-            tokens=tokens, id=f"{call_id}/{i}", **said).samples()]  # fmt: skip
+        requests = [
+            sample
+            for i, tokens in enumerate(prompts)
+            for sample in Request(tokens=tokens, id=f"{call_id}/{i}", **said).samples()
+        ]
         options = fields.get("stream_options", {})
         if not isinstance(options, dict) or set(options) - {"include_usage", "include_obfuscation"}:
             raise WireError(f"stream_options cannot be {shown(options)}", param="stream_options")
         functions, choice = calls.chosen(fields)
         several = _switch(fields, "parallel_tool_calls", True) and choice == "auto"
-        return Call(call_id, chat, requests, _switch(fields, "stream"),
-                    bool(options.get("include_usage")), choice if functions else "",
-                    128 if several else 1)
+        return Call(
+            call_id,
+            chat,
+            requests,
+            _switch(fields, "stream"),
+            bool(options.get("include_usage")),
+            choice if functions else "",
+            128 if several else 1,
+        )
 
     def _named(self, fields: Mapping[str, Any], chat: bool) -> dict[str, Any]:
         """Fields that the request has in another form."""
@@ -224,8 +280,9 @@ class Front:
             try:
                 said["logit_bias"] = {int(i): value for i, value in fields["logit_bias"].items()}
             except (AttributeError, ValueError) as error:
-                raise WireError(f"logit_bias must be numbers by token id: {error}",
-                                param="logit_bias") from error
+                raise WireError(
+                    f"logit_bias must be numbers by token id: {error}", param="logit_bias"
+                ) from error
         if not chat:
             said["logprobs"] = fields.get("logprobs")
         elif _switch(fields, "logprobs"):
@@ -243,13 +300,19 @@ class Front:
         check_size("the prompt", messages, "prompt_bytes", self.limits)
         taken = TAKEN | {"schema", "tools"}
         if not isinstance(variables, dict) or taken & set(variables):
-            raise WireError("chat_template_kwargs must be an object, without "
-                            f"{', '.join(sorted(taken))}", param="chat_template_kwargs")
+            raise WireError(
+                f"chat_template_kwargs must be an object, without {', '.join(sorted(taken))}",
+                param="chat_template_kwargs",
+            )
         if fields.get("tools") and fields.get("tool_choice") != "none":
             variables = variables | {"tools": fields["tools"]}
         return self._tokenizer.chat(
-            [_message(one) for one in messages], names=False, most_bytes=self.limits.prompt_bytes,
-            schema=None if grammar is None else grammar.schema, **variables)
+            [_message(one) for one in messages],
+            names=False,
+            most_bytes=self.limits.prompt_bytes,
+            schema=None if grammar is None else grammar.schema,
+            **variables,
+        )
 
     def _prompts(self, prompt: Any) -> list[list[int]]:
         check_size("the prompt", prompt, "prompt_bytes", self.limits)
@@ -259,8 +322,9 @@ class Front:
             raise WireError(f"at most {MAX_SAMPLES} prompts, got {len(prompts)}", param="prompt")
         for one in prompts:
             if not isinstance(one, (str, list)):
-                raise WireError(f"a prompt must be text or token ids, got {shown(one)}",
-                                param="prompt")
+                raise WireError(
+                    f"a prompt must be text or token ids, got {shown(one)}", param="prompt"
+                )
         return [self._tokenizer.encode(p) if isinstance(p, str) else p for p in prompts]
 
 
@@ -274,8 +338,9 @@ def _switch(fields: Mapping[str, Any], name: str, default: bool = False) -> bool
 def _message(message: Any) -> dict[str, Any]:
     """A message as chat templates know them: text in one piece, arguments of calls as objects."""
     if not isinstance(message, dict) or not isinstance(message.get("role"), str):
-        raise WireError(f"a message must be an object with a role, got {shown(message)}",
-                        param="messages")
+        raise WireError(
+            f"a message must be an object with a role, got {shown(message)}", param="messages"
+        )
     made = dict(message)
     parts = made.get("content") or ""
     if isinstance(parts, list):
@@ -290,9 +355,13 @@ def _message(message: Any) -> dict[str, Any]:
     if made.get("tool_calls"):
         try:
             made["tool_calls"] = [
-                one | {"function": one["function"] | {
-                    "arguments": json.loads(one["function"]["arguments"])}}
-                for one in made["tool_calls"]]
+                one
+                | {
+                    "function": one["function"]
+                    | {"arguments": json.loads(one["function"]["arguments"])}
+                }
+                for one in made["tool_calls"]
+            ]
         except (TypeError, KeyError, ValueError) as error:
             raise WireError(f"tool_calls cannot be read: {error}", param="messages") from error
     return made

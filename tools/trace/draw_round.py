@@ -1,6 +1,6 @@
 """Draw the graph of one round of guided speculation as graft itself sees it. Usage::
 
-    python -m graft.tools.trace.draw_round OUT.svg|OUT.dot [--fold]
+python -m graft.tools.trace.draw_round OUT.svg|OUT.dot [--fold]
 """
 
 from __future__ import annotations
@@ -69,14 +69,16 @@ def svg(
     x = {lane: 40 + BOX / 2 + i * (BOX + GAP) for i, lane in enumerate(lanes)}
     y = [TOP + ROW * i + HEIGHT / 2 for i in range(len(nodes))]
     width, height = 80 + len(lanes) * (BOX + GAP) - GAP, TOP + ROW * len(nodes) + 20
-    arrow = '<marker id="{0}" viewBox="0 0 8 8" refX="7" refY="4" markerWidth="7" ' \
+    arrow = (
+        '<marker id="{0}" viewBox="0 0 8 8" refX="7" refY="4" markerWidth="7" '
         'markerHeight="7" orient="auto"><path d="M0,0 L8,4 L0,8 z" fill="{1}"/></marker>'
+    )
     parts = [
         f'<svg xmlns="http://www.w3.org/2000/svg" width="{width}" height="{height}" '
         'font-family="Helvetica, Arial, sans-serif" font-size="12">',
         f"<title>{escape(name)}</title>",
         '<rect width="100%" height="100%" fill="white"/>',
-        f'<defs>{arrow.format("plain", PLAIN)}{arrow.format("cross", CROSS)}</defs>',
+        f"<defs>{arrow.format('plain', PLAIN)}{arrow.format('cross', CROSS)}</defs>",
         f'<text x="24" y="24" font-size="16" font-weight="bold">{escape(name)}</text>',
     ]
     for lane in lanes:
@@ -124,8 +126,9 @@ def main(arguments: Sequence[str] | None = None) -> None:
     if options.out.suffix not in (".svg", ".dot"):
         parser.error(f"{options.out}: the name must end in .svg or .dot")
     target, drafter = demo_model()
-    with Engine(target, drafter, max_batch_size=1, draft_length=3,
-                grammar_transport="native", timeline=True) as engine:
+    with Engine(
+        target, drafter, max_batch_size=1, draft_length=3, grammar_transport="native", timeline=True
+    ) as engine:
         graph = engine.rounds[1, 3].graphs[0]
         nodes, edges = fold(graph) if options.fold else (graph.nodes, graph.edges)
     write = dot if options.out.suffix == ".dot" else svg

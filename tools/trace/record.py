@@ -120,33 +120,57 @@ class Trace:
             "replays": len(self.replays()),
             "busy_ns": dict(busy),
             "exposed_ns": {
-                cause: {"waits": len(ns), "total": sum(ns), "largest": max(ns),
-                        "median": int(statistics.median(ns))}
+                cause: {
+                    "waits": len(ns),
+                    "total": sum(ns),
+                    "largest": max(ns),
+                    "median": int(statistics.median(ns)),
+                }
                 for cause, ns in sorted(exposed.items())
             },
             "clock_error_ns": self.clock_error_ns,
             "lost_spans": self.lost,
-        }  # fmt: skip
+        }
 
     def to_chrome(self) -> str:
         """Return JSON in Chrome's trace event format, which Perfetto opens; times in µs."""
         begin = min((event.start_ns for event in self.events), default=0)
         done = [(e.lane, e.name, e.kind, e.replay, e.start_ns, e.end_ns) for e in self.events]
         done += [
-            (f"exposed waits of {w.lane}", f"waits for {w.cause}", "exposed wait", w.replay,
-             w.start_ns, w.end_ns) for w in self.waits
-        ]  # fmt: skip
+            (
+                f"exposed waits of {w.lane}",
+                f"waits for {w.cause}",
+                "exposed wait",
+                w.replay,
+                w.start_ns,
+                w.end_ns,
+            )
+            for w in self.waits
+        ]
         rows = list(dict.fromkeys(row for row, *_ in done))
         out: list[dict[str, Any]] = [
             {"ph": "M", "name": "process_name", "pid": 1, "args": {"name": self.device}},
-            *({"ph": "M", "name": "thread_name", "pid": 1, "tid": i, "args": {"name": row}}
-              for i, row in enumerate(rows)),
-            *({"ph": "X", "name": name, "cat": kind, "pid": 1, "tid": rows.index(row),
-               "ts": (start - begin) / 1000, "dur": (end - start) / 1000,
-               "args": {"replay": replay}} for row, name, kind, replay, start, end in done),
-        ]  # fmt: skip
+            *(
+                {"ph": "M", "name": "thread_name", "pid": 1, "tid": i, "args": {"name": row}}
+                for i, row in enumerate(rows)
+            ),
+            *(
+                {
+                    "ph": "X",
+                    "name": name,
+                    "cat": kind,
+                    "pid": 1,
+                    "tid": rows.index(row),
+                    "ts": (start - begin) / 1000,
+                    "dur": (end - start) / 1000,
+                    "args": {"replay": replay},
+                }
+                for row, name, kind, replay, start, end in done
+            ),
+        ]
         return json.dumps(
-            {"traceEvents": out, "displayTimeUnit": "ns", "otherData": self.summary()})
+            {"traceEvents": out, "displayTimeUnit": "ns", "otherData": self.summary()}
+        )
 
 
 @contextmanager
@@ -232,7 +256,5 @@ def exposed_waits(ran: Mapping[int, TraceEvent], edges: Sequence[tuple[int, int]
             continue
         ready, last = max(own), max(others, key=lambda other: other.end_ns)
         if last.end_ns > ready:
-            waits.append(
-                Wait(event.lane, event.name, last.name, event.replay, ready, last.end_ns)
-            )
+            waits.append(Wait(event.lane, event.name, last.name, event.replay, ready, last.end_ns))
     return waits

@@ -48,8 +48,11 @@ def trace_rounds(engine: Engine) -> Iterator[Trace]:
     """
     engine.settle()  # rounds launched before the block do not belong to it
     if engine.device.kind == "soft":
-        watched = {exe: graph for one in engine.rounds.values()
-                   for exe, graph in zip(one.execs, one.graphs, strict=True)}
+        watched = {
+            exe: graph
+            for one in engine.rounds.values()
+            for exe, graph in zip(one.execs, one.graphs, strict=True)
+        }
         with record(engine.device, watched) as trace:
             yield trace
             engine.settle()

@@ -27,8 +27,11 @@ _compiled = jinja2.Environment(trim_blocks=True, lstrip_blocks=True).from_string
 
 def prompt(task: Task) -> str:
     """The whole prompt of a task, special tokens included."""
-    return _compiled.render(messages=[{"role": "user", "content": task.text}], schema=task.schema,
-                            add_generation_prompt=True)
+    return _compiled.render(
+        messages=[{"role": "user", "content": task.text}],
+        schema=task.schema,
+        add_generation_prompt=True,
+    )
 
 
 def train_tokenizer(texts: Iterator[str], size: int) -> Tokenizer:
@@ -38,13 +41,19 @@ def train_tokenizer(texts: Iterator[str], size: int) -> Tokenizer:
     matter of equal tokens, and the seams of JSON (`": "`, `", "`) become one token.
     """
     tokenizer = Tokenizer(models.BPE())
-    tokenizer.pre_tokenizer = pre_tokenizers.Sequence([
-        pre_tokenizers.Split(Regex(r"\p{L}+|\p{N}|[^\p{L}\p{N}]+"), "isolated"),
-        pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)])
+    tokenizer.pre_tokenizer = pre_tokenizers.Sequence(
+        [
+            pre_tokenizers.Split(Regex(r"\p{L}+|\p{N}|[^\p{L}\p{N}]+"), "isolated"),
+            pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False),
+        ]
+    )
     tokenizer.decoder = decoders.ByteLevel()
-    trainer = trainers.BpeTrainer(vocab_size=size, special_tokens=list(SPECIAL),
-                                  show_progress=False,
-                                  initial_alphabet=pre_tokenizers.ByteLevel.alphabet())
+    trainer = trainers.BpeTrainer(
+        vocab_size=size,
+        special_tokens=list(SPECIAL),
+        show_progress=False,
+        initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
+    )
     tokenizer.train_from_iterator(texts, trainer)
     if tokenizer.get_vocab_size() != size:
         raise ValueError(f"the tokenizer has {tokenizer.get_vocab_size()} entries, not {size}")

@@ -41,8 +41,11 @@ Module = TypeVar("Module", bound=nn.Module)
 ROOT = Path(__file__).resolve().parents[2]
 # Every batch has its own shape; without these glibc gives memory back to the kernel
 # after each step and half of the time goes into page faults.
-KEEP_MEMORY = {"MALLOC_MMAP_THRESHOLD_": "4000000000", "MALLOC_TRIM_THRESHOLD_": "8000000000",
-               "MALLOC_TOP_PAD_": "500000000"}
+KEEP_MEMORY = {
+    "MALLOC_MMAP_THRESHOLD_": "4000000000",
+    "MALLOC_TRIM_THRESHOLD_": "8000000000",
+    "MALLOC_TOP_PAD_": "500000000",
+}
 #: Of the target's training, and the tokens of a batch; then those of the drafter's.
 RATE, TOKENS = 4e-3, 4096
 EAGLE_TOKENS, DRAFT_VOCABULARY, UNROLLED = 3072, 1024, 3
@@ -154,8 +157,11 @@ class Optimizers:
         self.step_no += 1
 
     def state(self) -> dict[str, Any]:
-        return {"all": [o.state_dict() for o in self.all], "step": self.step_no,
-                "spent": self.spent}
+        return {
+            "all": [o.state_dict() for o in self.all],
+            "step": self.step_no,
+            "spent": self.spent,
+        }
 
     def load(self, state: dict[str, Any]) -> None:
         for o, s in zip(self.all, state["all"], strict=True):
@@ -174,9 +180,13 @@ def make_tokenizer(run: Run) -> None:
 
 
 def learn(
-    run: Run, stage: str, module: nn.Module, minutes: float,
-    draw: Callable[[Optimizers], Iterator[Tensor]], figures: Callable[[], dict[str, float]],
-) -> None:  # fmt: skip
+    run: Run,
+    stage: str,
+    module: nn.Module,
+    minutes: float,
+    draw: Callable[[Optimizers], Iterator[Tensor]],
+    figures: Callable[[], dict[str, float]],
+) -> None:
     """Go down with the losses that `draw` gives, from where the stage was left until its time is
     up; now and then log, with `figures`, and keep what is learnt."""
     opt, path = Optimizers(module, minutes), run.work / f"{stage}.pt"
@@ -189,8 +199,13 @@ def learn(
         bar.n = opt.spent
         bar.set_postfix(loss=f"{losses[-1]:.3f}")
         if opt.step_no % 200 == 0 or opt.share >= 1.0:
-            run.log(stage=stage, step=opt.step_no, minutes=opt.spent,
-                    loss=sum(losses) / len(losses), **figures())
+            run.log(
+                stage=stage,
+                step=opt.step_no,
+                minutes=opt.spent,
+                loss=sum(losses) / len(losses),
+                **figures(),
+            )
             losses = []
             torch.save({"model": module.state_dict(), "optimizers": opt.state()}, path)
         if opt.share >= 1.0:
@@ -213,8 +228,14 @@ def train_target(run: Run) -> None:
                 hidden = model(ids[:, :-1])[-1][wanted]
                 yield F.cross_entropy(model.logits(hidden), ids[:, 1:][wanted])
 
-    learn(run, "target", model, run.args.minutes, draw,
-          lambda: {"held_out": whole_right(model, probe)})
+    learn(
+        run,
+        "target",
+        model,
+        run.args.minutes,
+        draw,
+        lambda: {"held_out": whole_right(model, probe)},
+    )
 
 
 def draft_vocabulary(run: Run, tokenizer: Tokenizer) -> Tensor:
@@ -263,12 +284,19 @@ def train_eagle(run: Run) -> None:
         for ids, answer in data.batches(tokenizer, tasks, EAGLE_TOKENS, 320, rng):
             yield distil_loss(head, target, ids, answer, UNROLLED)
 
-    learn(run, "eagle", head, run.args.eagle_minutes, draw,
-          lambda: {"acceptance_length": acceptance(head, target, probe, UNROLLED)})
+    learn(
+        run,
+        "eagle",
+        head,
+        run.args.eagle_minutes,
+        draw,
+        lambda: {"acceptance_length": acceptance(head, target, probe, UNROLLED)},
+    )
 
 
-def block_loss(drafter: Block, target: Llama, ids: Tensor, answer: Tensor, width: int,
-               mask: int) -> Tensor:  # fmt: skip
+def block_loss(
+    drafter: Block, target: Llama, ids: Tensor, answer: Tensor, width: int, mask: int
+) -> Tensor:
     """Cross-entropy to the target's distribution, of blocks at random places of the answers."""
     wanted = answer[:, 1:]
     with torch.no_grad():
@@ -300,8 +328,14 @@ def train_block(run: Run) -> None:
         for ids, answer in data.batches(tokenizer, tasks, BLOCK_TOKENS, 320, rng):
             yield block_loss(drafter, target, ids, answer, rng.randint(4, WIDTH), mask)
 
-    learn(run, "block", drafter, run.args.block_minutes, draw, lambda: {
-        "acceptance_length": block_acceptance(drafter, target, probe, UNROLLED, mask)})
+    learn(
+        run,
+        "block",
+        drafter,
+        run.args.block_minutes,
+        draw,
+        lambda: {"acceptance_length": block_acceptance(drafter, target, probe, UNROLLED, mask)},
+    )
 
 
 def export(run: Run) -> None:
@@ -309,38 +343,66 @@ def export(run: Run) -> None:
     s, tokenizer = run.sizes, run.tokenizer()
     ids = {name: tokenizer.token_to_id(name) for name in data.SPECIAL}
     ends = {"bos_token_id": ids["<|begin|>"], "eos_token_id": ids["<|end|>"]}
-    shape = {**s.config(), "attention_bias": False, "mlp_bias": False, "torch_dtype": "bfloat16",
-             **ends}
+    shape = {
+        **s.config(),
+        "attention_bias": False,
+        "mlp_bias": False,
+        "torch_dtype": "bfloat16",
+        **ends,
+    }
     files: dict[str, dict[str, Any]] = {
         "target/config.json": {
-            "architectures": ["LlamaForCausalLM"], **shape, "num_hidden_layers": s.layers,
-            "tie_word_embeddings": True},
+            "architectures": ["LlamaForCausalLM"],
+            **shape,
+            "num_hidden_layers": s.layers,
+            "tie_word_embeddings": True,
+        },
         "target/tokenizer_config.json": {
-            "tokenizer_class": "PreTrainedTokenizerFast", "bos_token": "<|begin|>",
-            "eos_token": "<|end|>", "pad_token": "<|end|>", "add_bos_token": False,
-            "clean_up_tokenization_spaces": False, "model_max_length": s.positions,
-            "chat_template": data.TEMPLATE},
+            "tokenizer_class": "PreTrainedTokenizerFast",
+            "bos_token": "<|begin|>",
+            "eos_token": "<|end|>",
+            "pad_token": "<|end|>",
+            "add_bos_token": False,
+            "clean_up_tokenization_spaces": False,
+            "model_max_length": s.positions,
+            "chat_template": data.TEMPLATE,
+        },
         "target/generation_config.json": {**ends, "do_sample": False, "max_new_tokens": 256},
     }
     weights = {"target": {k: v.bfloat16() for k, v in run.target().state_dict().items()}}
     if (run.work / "eagle.pt").exists():
         head = run.eagle()
-        weights["eagle3"] = {k: v.bfloat16() if v.is_floating_point() else v
-                             for k, v in head.state_dict().items()}
+        weights["eagle3"] = {
+            k: v.bfloat16() if v.is_floating_point() else v for k, v in head.state_dict().items()
+        }
         files["eagle3/config.json"] = {
-            "architectures": ["LlamaForCausalLMEagle3"], **shape, "num_hidden_layers": 1,
-            "draft_vocab_size": len(head.d2t), "tie_word_embeddings": False,
-            "eagle_config": {"use_aux_hidden_state": True,
-                             "eagle_aux_hidden_state_layer_ids": list(AUX)}}
+            "architectures": ["LlamaForCausalLMEagle3"],
+            **shape,
+            "num_hidden_layers": 1,
+            "draft_vocab_size": len(head.d2t),
+            "tie_word_embeddings": False,
+            "eagle_config": {
+                "use_aux_hidden_state": True,
+                "eagle_aux_hidden_state_layer_ids": list(AUX),
+            },
+        }
     if (run.work / "block.pt").exists():
         drafter = run.block()
         weights["dflash"] = {k: v.bfloat16() for k, v in drafter.state_dict().items()}
         files["dflash/config.json"] = {
-            **shape, **drafter.s.config(), "model_type": "qwen3",
-            "architectures": ["DFlashDraftModel"], "num_hidden_layers": drafter.s.layers,
-            "num_target_layers": s.layers, "tie_word_embeddings": False,
-            "dflash_config": {"block_size": WIDTH, "mask_token_id": run.mask(),
-                              "target_layer_ids": list(BLOCK_AUX)}}
+            **shape,
+            **drafter.s.config(),
+            "model_type": "qwen3",
+            "architectures": ["DFlashDraftModel"],
+            "num_hidden_layers": drafter.s.layers,
+            "num_target_layers": s.layers,
+            "tie_word_embeddings": False,
+            "dflash_config": {
+                "block_size": WIDTH,
+                "mask_token_id": run.mask(),
+                "target_layer_ids": list(BLOCK_AUX),
+            },
+        }
     for name, tensors in weights.items():
         (run.out / name).mkdir(parents=True, exist_ok=True)
         path = run.out / name / "model.safetensors"
@@ -352,8 +414,13 @@ def export(run: Run) -> None:
     (run.out / "training_log.jsonl").write_text((run.work / "training_log.jsonl").read_text())
 
 
-STAGES = {"tokenizer": make_tokenizer, "target": train_target, "eagle": train_eagle,
-          "block": train_block, "export": export}
+STAGES = {
+    "tokenizer": make_tokenizer,
+    "target": train_target,
+    "eagle": train_eagle,
+    "block": train_block,
+    "export": export,
+}
 
 
 def main() -> None:
@@ -362,8 +429,9 @@ def main() -> None:
     parser.add_argument("stages", nargs="+", choices=list(STAGES))
     parser.add_argument("--work", default="build/demo", help="checkpoints, tokenizer and log")
     parser.add_argument("--out", default=str(ROOT / "models" / "demo"), help="where export writes")
-    parser.add_argument("--corpus",
-                        default=str(ROOT.parent / "shared/data/corpora/json_instances.jsonl.gz"))
+    parser.add_argument(
+        "--corpus", default=str(ROOT.parent / "shared/data/corpora/json_instances.jsonl.gz")
+    )
     parser.add_argument("--minutes", type=float, default=45.0, help="of the target's training")
     parser.add_argument("--eagle-minutes", type=float, default=12.0)
     parser.add_argument("--block-minutes", type=float, default=12.0)

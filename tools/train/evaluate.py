@@ -75,8 +75,9 @@ def blocks_of(target: Llama, ids: Tensor, start: Tensor, width: int, mask: int) 
 
 
 @torch.no_grad()
-def block_acceptance(drafter: Block, target: Llama, rows: list[tuple[list[int], int]], k: int,
-                     mask: int) -> float:  # fmt: skip
+def block_acceptance(
+    drafter: Block, target: Llama, rows: list[tuple[list[int], int]], k: int, mask: int
+) -> float:
     """The same of a block drafter."""
     rounds = tokens = 0
     for row, start in rows:

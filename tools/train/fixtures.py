@@ -33,29 +33,71 @@ import transformers
 from safetensors.torch import save_file
 
 LENGTH = 40
-LLAMA3 = {"rope_type": "llama3", "rope_theta": 500.0, "factor": 8.0, "low_freq_factor": 1.0,
-          "high_freq_factor": 4.0, "original_max_position_embeddings": 64}
+LLAMA3 = {
+    "rope_type": "llama3",
+    "rope_theta": 500.0,
+    "factor": 8.0,
+    "low_freq_factor": 1.0,
+    "high_freq_factor": 4.0,
+    "original_max_position_embeddings": 64,
+}
 SMALL: dict[str, Any] = {
-    "vocab_size": 96, "hidden_size": 32, "intermediate_size": 56, "num_hidden_layers": 2,
-    "num_attention_heads": 4, "num_key_value_heads": 4, "rms_norm_eps": 1e-5,
-    "max_position_embeddings": 128, "tie_word_embeddings": False, "initializer_range": 0.2,
-    "bos_token_id": 1, "eos_token_id": [0, 2]}
+    "vocab_size": 96,
+    "hidden_size": 32,
+    "intermediate_size": 56,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 4,
+    "rms_norm_eps": 1e-5,
+    "max_position_embeddings": 128,
+    "tie_word_embeddings": False,
+    "initializer_range": 0.2,
+    "bos_token_id": 1,
+    "eos_token_id": [0, 2],
+}
 # name -> (stored dtype, shard size, changes of SMALL)
 CASES: dict[str, tuple[str, str, dict[str, Any]]] = {
     "heads_all_float32": ("float32", "1GB", {}),
-    "grouped_llama3_bfloat16": ("bfloat16", "1GB", {
-        "hidden_size": 48, "num_attention_heads": 6, "num_key_value_heads": 2,
-        "tie_word_embeddings": True, "rope_parameters": LLAMA3, "max_position_embeddings": 512}),
-    "single_key_linear_float16": ("float16", "1GB", {
-        "num_key_value_heads": 1,
-        "rope_parameters": {"rope_type": "linear", "factor": 2.5, "rope_theta": 1000.0}}),
-    "wide_heads_sharded": ("float32", "20KB", {
-        "hidden_size": 40, "num_key_value_heads": 2, "head_dim": 16, "tie_word_embeddings": True}),
-    "eight_layers_bfloat16": ("bfloat16", "1GB", {
-        "hidden_size": 24, "num_key_value_heads": 2, "num_hidden_layers": 8, "vocab_size": 64}),
-    "qwen3_bfloat16": ("bfloat16", "1GB", {
-        "model_type": "qwen3", "num_key_value_heads": 2, "head_dim": 16,
-        "rope_parameters": {"rope_type": "default", "rope_theta": 1000.0}}),
+    "grouped_llama3_bfloat16": (
+        "bfloat16",
+        "1GB",
+        {
+            "hidden_size": 48,
+            "num_attention_heads": 6,
+            "num_key_value_heads": 2,
+            "tie_word_embeddings": True,
+            "rope_parameters": LLAMA3,
+            "max_position_embeddings": 512,
+        },
+    ),
+    "single_key_linear_float16": (
+        "float16",
+        "1GB",
+        {
+            "num_key_value_heads": 1,
+            "rope_parameters": {"rope_type": "linear", "factor": 2.5, "rope_theta": 1000.0},
+        },
+    ),
+    "wide_heads_sharded": (
+        "float32",
+        "20KB",
+        {"hidden_size": 40, "num_key_value_heads": 2, "head_dim": 16, "tie_word_embeddings": True},
+    ),
+    "eight_layers_bfloat16": (
+        "bfloat16",
+        "1GB",
+        {"hidden_size": 24, "num_key_value_heads": 2, "num_hidden_layers": 8, "vocab_size": 64},
+    ),
+    "qwen3_bfloat16": (
+        "bfloat16",
+        "1GB",
+        {
+            "model_type": "qwen3",
+            "num_key_value_heads": 2,
+            "head_dim": 16,
+            "rope_parameters": {"rope_type": "default", "rope_theta": 1000.0},
+        },
+    ),
 }
 
 
@@ -76,18 +118,34 @@ def make_llama(folder: Path, seed: int, dtype: str, shard: str, changes: dict[st
     with torch.no_grad():
         result = exact(tokens, output_hidden_states=True)
     np.savez_compressed(
-        folder / "expected.npz", tokens=tokens[0].numpy().astype(np.int32),
-        logits=result.logits[0].numpy(), inputs=torch.cat(result.hidden_states[:-1]).numpy(),
-        transformers=np.array(transformers.__version__))
+        folder / "expected.npz",
+        tokens=tokens[0].numpy().astype(np.int32),
+        logits=result.logits[0].numpy(),
+        inputs=torch.cat(result.hidden_states[:-1]).numpy(),
+        transformers=np.array(transformers.__version__),
+    )
 
 
 def make_rounded(folder: Path) -> None:
     """Save a Llama of 128 columns, and what transformers computes with it in bfloat16 too."""
-    make_llama(folder, 7, "bfloat16", "1GB", {
-        "hidden_size": 128, "intermediate_size": 128, "num_key_value_heads": 2, "vocab_size": 64,
-        "num_hidden_layers": 1, "tie_word_embeddings": True, "initializer_range": 0.1})
+    make_llama(
+        folder,
+        7,
+        "bfloat16",
+        "1GB",
+        {
+            "hidden_size": 128,
+            "intermediate_size": 128,
+            "num_key_value_heads": 2,
+            "vocab_size": 64,
+            "num_hidden_layers": 1,
+            "tie_word_embeddings": True,
+            "initializer_range": 0.1,
+        },
+    )
     model = transformers.AutoModelForCausalLM.from_pretrained(
-        folder, dtype=torch.bfloat16, attn_implementation="eager")
+        folder, dtype=torch.bfloat16, attn_implementation="eager"
+    )
     known = dict(np.load(folder / "expected.npz"))
     with torch.no_grad():
         logits = model(torch.from_numpy(known["tokens"]).long()[None]).logits[0]
@@ -121,9 +179,12 @@ def make_eagle3(folder: Path, seed: int) -> None:
             torch.testing.assert_close(own[:, j:], out[:, j:], atol=2e-5, rtol=0)
         logits = [head.lm_head(head.norm(out)) for out in outs]
     of_target = {"architectures": ["LlamaForCausalLM"], "num_hidden_layers": sizes.layers}
-    of_head = {"architectures": ["LlamaForCausalLMEagle3"], "num_hidden_layers": 1,
-               "draft_vocab_size": 40,
-               "eagle_config": {"eagle_aux_hidden_state_layer_ids": list(layers)}}
+    of_head = {
+        "architectures": ["LlamaForCausalLMEagle3"],
+        "num_hidden_layers": 1,
+        "draft_vocab_size": 40,
+        "eagle_config": {"eagle_aux_hidden_state_layer_ids": list(layers)},
+    }
     for name, module, own in (
         ("target", target, {**of_target, "tie_word_embeddings": True}),
         ("head", head, {**of_head, "tie_word_embeddings": False}),
@@ -134,12 +195,16 @@ def make_eagle3(folder: Path, seed: int) -> None:
         tensors = {k: v.contiguous() for k, v in module.state_dict().items()}
         save_file(tensors, folder / name / "model.safetensors")
     np.savez_compressed(
-        folder / "expected.npz", tokens=tokens[0].numpy().astype(np.int32),
-        outs=torch.cat(outs).numpy(), logits=torch.cat(logits).numpy())
+        folder / "expected.npz",
+        tokens=tokens[0].numpy().astype(np.int32),
+        outs=torch.cat(outs).numpy(),
+        logits=torch.cat(logits).numpy(),
+    )
 
 
-def unroll_published(head: torch.nn.Module, config: dict[str, Any], features: torch.Tensor,
-                     embedded: torch.Tensor) -> list[torch.Tensor]:
+def unroll_published(
+    head: torch.nn.Module, config: dict[str, Any], features: torch.Tensor, embedded: torch.Tensor
+) -> list[torch.Tensor]:
     """Outputs of four draft steps; the entry of step j at position i is made of step j - 1's one
     before it, and of true ones up to i - j."""
     from specforge.modeling.draft.llama3_eagle import (
@@ -152,7 +217,8 @@ def unroll_published(head: torch.nn.Module, config: dict[str, Any], features: to
     caches: list[list[torch.Tensor]] = [[], []]
     count, outs = features.shape[1], []
     mask = prepare_decoder_attention_mask(
-        torch.ones((1, count), dtype=torch.bool), (1, count), embedded, 0)
+        torch.ones((1, count), dtype=torch.bool), (1, count), embedded, 0
+    )
     hidden = model.project_hidden_states(features)
     for j in range(4):
         behind = torch.nn.functional.pad(embedded[:, j:], (0, 0, 0, j))
@@ -172,15 +238,36 @@ def make_dflash(folder: Path, target: Path, seed: int, second: bool = False) -> 
     own: dict[str, Any] = {"block_size": 5, "mask_token_id": mask, "target_layer_ids": read}
     changes: dict[str, Any] = {}
     if second:
-        own |= {"conv_kernel_size": 3, "conv_group_size": 8, "selector_rank": 6,
-                "selector_top_k": 7, "output_multiplier": 0.75, "final_logit_softcapping": 4.0,
-                "input_embedding_scale": 1.5}
-        changes = {"is_causal": False, "use_sliding_window": True, "sliding_window": LENGTH,
-                   "layer_types": ["sliding_attention"] * 2}
-    config = Qwen3Config(**{
-        **SMALL, "vocab_size": 64, "hidden_size": 24, "intermediate_size": 40, "head_dim": 8,
-        "num_key_value_heads": 2, "num_target_layers": 8, "dflash_config": own, "dtype": "bfloat16",
-        "rope_parameters": {"rope_type": "default", "rope_theta": 1000.0}, **changes})
+        own |= {
+            "conv_kernel_size": 3,
+            "conv_group_size": 8,
+            "selector_rank": 6,
+            "selector_top_k": 7,
+            "output_multiplier": 0.75,
+            "final_logit_softcapping": 4.0,
+            "input_embedding_scale": 1.5,
+        }
+        changes = {
+            "is_causal": False,
+            "use_sliding_window": True,
+            "sliding_window": LENGTH,
+            "layer_types": ["sliding_attention"] * 2,
+        }
+    config = Qwen3Config(
+        **{
+            **SMALL,
+            "vocab_size": 64,
+            "hidden_size": 24,
+            "intermediate_size": 40,
+            "head_dim": 8,
+            "num_key_value_heads": 2,
+            "num_target_layers": 8,
+            "dflash_config": own,
+            "dtype": "bfloat16",
+            "rope_parameters": {"rope_type": "default", "rope_theta": 1000.0},
+            **changes,
+        }
+    )
     model = made(config).to(torch.bfloat16)
     with torch.no_grad():
         for name, parameter in model.named_parameters():
@@ -192,23 +279,27 @@ def make_dflash(folder: Path, target: Path, seed: int, second: bool = False) -> 
                 parameter.mul_(6.0)
         model.save_pretrained(folder)
         if second:  # as published
-            tensors = {name.replace("codebook.weight", "codebook"): tensor.contiguous()
-                       for name, tensor in model.state_dict().items()}
+            tensors = {
+                name.replace("codebook.weight", "codebook"): tensor.contiguous()
+                for name, tensor in model.state_dict().items()
+            }
             save_file(tensors, folder / "model.safetensors", {"format": "pt"})
         exact = made.from_pretrained(folder, dtype=torch.float32)
         of_target = transformers.AutoModelForCausalLM.from_pretrained(target, dtype=torch.float32)
         known = np.load(target / "expected.npz")
         tokens = torch.from_numpy(known["tokens"]).long()
-        context = torch.cat([torch.from_numpy(known["inputs"][i + 1])
-                             for i in read], -1)
+        context = torch.cat([torch.from_numpy(known["inputs"][i + 1]) for i in read], -1)
         expected: dict[str, Any] = {}
         for n in (1, 2, 6, 7, 12, 20, 33, 37):
             width = min(5, LENGTH - n)
             block = torch.full((1, width), mask)
             block[0, 0] = tokens[n]
             scale = own.get("input_embedding_scale", 1.0)
-            out = exact(target_hidden=context[None, :n], position_ids=torch.arange(n + width)[None],
-                        noise_embedding=_raw_input_embeddings(of_target, block, scale))
+            out = exact(
+                target_hidden=context[None, :n],
+                position_ids=torch.arange(n + width)[None],
+                noise_embedding=_raw_input_embeddings(of_target, block, scale),
+            )
             logits = exact.compute_logits(out, of_target.lm_head)
             expected[f"logits_{n}"] = logits[0].numpy()
             if not second:
@@ -217,8 +308,12 @@ def make_dflash(folder: Path, target: Path, seed: int, second: bool = False) -> 
             path = select(out[:, 1:], logits[:, 1:], block[:, 0], 0.0)[0]
             expected[f"drafts_{n}"] = path[0].numpy()
             # Of each row, behind every token, the law of the ids that are selected from.
-            rows = [select(*(x[:, [row]].expand(64, -1, -1) for x in (out, logits)),
-                           torch.arange(64), 1.0) for row in range(1, width)]
+            rows = [
+                select(
+                    *(x[:, [row]].expand(64, -1, -1) for x in (out, logits)), torch.arange(64), 1.0
+                )
+                for row in range(1, width)
+            ]
             ids, order = torch.cat([row[1] for row in rows], 1).transpose(0, 1).sort()
             law = torch.cat([row[2] for row in rows], 1).transpose(0, 1).gather(-1, order)
             expected[f"ids_{n}"], expected[f"law_{n}"] = ids[:, 0].numpy(), law.numpy()

@@ -35,11 +35,18 @@ class Sizes:
     def config(self) -> dict[str, Any]:
         """What a Hugging Face config says of the target and of the drafter alike."""
         return {
-            "model_type": "llama", "hidden_size": self.hidden, "intermediate_size": self.inner,
-            "num_attention_heads": self.heads, "num_key_value_heads": self.kv_heads,
-            "head_dim": self.head_dim, "hidden_act": "silu", "rms_norm_eps": self.eps,
-            "rope_theta": self.theta, "max_position_embeddings": self.positions,
-            "vocab_size": self.vocab}
+            "model_type": "llama",
+            "hidden_size": self.hidden,
+            "intermediate_size": self.inner,
+            "num_attention_heads": self.heads,
+            "num_key_value_heads": self.kv_heads,
+            "head_dim": self.head_dim,
+            "hidden_act": "silu",
+            "rms_norm_eps": self.eps,
+            "rope_theta": self.theta,
+            "max_position_embeddings": self.positions,
+            "vocab_size": self.vocab,
+        }
 
 
 class RMSNorm(nn.Module):

@@ -37,8 +37,17 @@ from ..demo_tasks import with_schema
 from .evaluate import walked
 from .nets import Eagle3, Llama, Sizes, rotary, rotate
 
-SIZES = Sizes(hidden=576, layers=30, heads=9, kv_heads=3, head_dim=64, inner=1536, vocab=49152,
-              theta=100000.0, positions=8192)
+SIZES = Sizes(
+    hidden=576,
+    layers=30,
+    heads=9,
+    kv_heads=3,
+    head_dim=64,
+    inner=1536,
+    vocab=49152,
+    theta=100000.0,
+    positions=8192,
+)
 #: The head's own: as many key-value heads as heads, for they carry the embedding of the last token.
 HEAD = replace(SIZES, kv_heads=9, inner=1664, theta=1e6)
 AUX = (1, 14, 26)  # outputs of the layers that EAGLE-3 reads by default of 30
@@ -47,9 +56,12 @@ END = "<|im_end|>"
 SHARP = 1.5  # times the logits that the loss compares
 HERE, H = Path(__file__).parent, SIZES.hidden
 #: Kinds of requests by family, whose prompts are alike in length; most tokens of an answer.
-FAMILIES = {"free": (("explain", "tips"), 128), "own": (("explain", "tips"), 128),
-            "short": (("choices", "choices", "dates"), 16),
-            "json": (("calls",) * 5 + ("records", "nested") * 2, 96)}  # fmt: skip
+FAMILIES = {
+    "free": (("explain", "tips"), 128),
+    "own": (("explain", "tips"), 128),
+    "short": (("choices", "choices", "dates"), 16),
+    "json": (("calls",) * 5 + ("records", "nested") * 2, 96),
+}
 #: How requests of the family "own" begin, which the model itself makes up.
 BEGUN = (("explain", "Explain in two sentences why"), ("tips", "List three tips for"))
 
@@ -108,8 +120,12 @@ class Prompts:
 
 def closed(properties: dict[str, Any]) -> dict[str, Any]:
     """Schema of an object with exactly these properties."""
-    return {"type": "object", "properties": properties, "required": list(properties),
-            "additionalProperties": False}
+    return {
+        "type": "object",
+        "properties": properties,
+        "required": list(properties),
+        "additionalProperties": False,
+    }
 
 
 def record(text: str) -> dict[str, Any]:
@@ -117,15 +133,23 @@ def record(text: str) -> dict[str, Any]:
 
     Types: s a string, i an integer, n a number, t a time, d a date, [s] strings, a|b an enum.
     """
-    plain = {"s": {"type": "string"}, "i": {"type": "integer"}, "n": {"type": "number"},
-             "t": {"type": "string", "pattern": "^[0-2][0-9]:[0-5][0-9]$"},
-             "d": {"type": "string", "pattern": "^20[0-9]{2}-[01][0-9]-[0-3][0-9]$"}}  # fmt: skip
+    plain = {
+        "s": {"type": "string"},
+        "i": {"type": "integer"},
+        "n": {"type": "number"},
+        "t": {"type": "string", "pattern": "^[0-2][0-9]:[0-5][0-9]$"},
+        "d": {"type": "string", "pattern": "^20[0-9]{2}-[01][0-9]-[0-3][0-9]$"},
+    }
     found: dict[str, Any] = {}
     for name, inner, kind in re.findall(r"(\w+)(?:\[(.*?)\]|:(\[s\]|[\w|]+))", text):
         if inner or kind == "[s]":
             items = record(inner) if inner else plain["s"]
-            found[name] = {"type": "array", "items": items, "minItems": 1,
-                           "maxItems": 2 if inner else 3}  # fmt: skip
+            found[name] = {
+                "type": "array",
+                "items": items,
+                "minItems": 1,
+                "maxItems": 2 if inner else 3,
+            }
         else:
             found[name] = {"enum": kind.split("|")} if "|" in kind else plain[kind]
     return closed(found)
@@ -133,8 +157,9 @@ def record(text: str) -> dict[str, Any]:
 
 def prompt(text: str) -> str:
     """A request as the model's chat template writes it."""
-    return (f"<|im_start|>system\n{SYSTEM}{END}\n<|im_start|>user\n{text}{END}\n"
-            "<|im_start|>assistant\n")
+    return (
+        f"<|im_start|>system\n{SYSTEM}{END}\n<|im_start|>user\n{text}{END}\n<|im_start|>assistant\n"
+    )
 
 
 def load_target(folder: Path) -> Llama:
@@ -177,12 +202,17 @@ def answer(
         for number, layer in enumerate(model.model.layers):
             y, attend = layer.input_layernorm(x), layer.self_attn
             heads = (n, y.shape[1], s.kv_heads, s.head_dim)
-            for cache, made in ((keys, rotate(attend.k_proj(y).view(heads).transpose(1, 2), rope)),
-                                (values, attend.v_proj(y).view(heads).transpose(1, 2))):
+            for cache, made in (
+                (keys, rotate(attend.k_proj(y).view(heads).transpose(1, 2), rope)),
+                (values, attend.v_proj(y).view(heads).transpose(1, 2)),
+            ):
                 cache[number].scatter_(2, spread, made)
             mixed = F.scaled_dot_product_attention(
-                attend.q(y, rope), keys[number, :, :, :top].repeat_interleave(group, 1),
-                values[number, :, :, :top].repeat_interleave(group, 1), attn_mask=seen)
+                attend.q(y, rope),
+                keys[number, :, :, :top].repeat_interleave(group, 1),
+                values[number, :, :, :top].repeat_interleave(group, 1),
+                attn_mask=seen,
+            )
             x = x + attend.out(mixed)
             x = x + layer.mlp(layer.post_attention_layernorm(x))
             if number in AUX:
@@ -197,8 +227,13 @@ def answer(
             if guide is not None and guide.fill(mask):
                 bits = mask.view(np.uint8).copy()
                 scores[i, torch.from_numpy(unpacked(bits) == 0)] = -torch.inf
-            row.ids.append(int(torch.multinomial((scores[i] / heat).softmax(-1), 1) if heat
-                               else scores[i].argmax()))
+            row.ids.append(
+                int(
+                    torch.multinomial((scores[i] / heat).softmax(-1), 1)
+                    if heat
+                    else scores[i].argmax()
+                )
+            )
             if guide is not None:
                 guide.accept(row.ids[-1])
                 row.legal.append(bits)
@@ -221,8 +256,10 @@ def made_up(
 
     None is about what a held-out one is about.
     """
-    held = [json.loads(line)["prompt"].lower().rstrip(".")
-            for line in (HERE / "smollm_held.jsonl").read_text().splitlines()]  # fmt: skip
+    held = [
+        json.loads(line)["prompt"].lower().rstrip(".")
+        for line in (HERE / "smollm_held.jsonl").read_text().splitlines()
+    ]
     about = {text.removeprefix(begun.lower()) for text in held for _, begun in BEGUN}
     rows, begun = [], [rng.choice(BEGUN) for _ in range(count)]
     for kind, text in begun:
@@ -230,11 +267,16 @@ def made_up(
         ids = tokenizer.backend.encode(opened).ids
         rows.append(Row(ids, len(ids), kind))
     answer(model, rows, [None] * count, 18, tokenizer.stop_ids[0], heat=0.85)
-    texts = {(kind, text + tokenizer.backend.decode(row.ids[row.start :]).rstrip())
-             for row, (kind, text) in zip(rows, begun, strict=True)
-             if row.ids[-1] in tokenizer.stop_ids}  # fmt: skip
-    return sorted((kind, text) for kind, text in texts
-                  if "\n" not in text and not any(one in text.lower() for one in about))
+    texts = {
+        (kind, text + tokenizer.backend.decode(row.ids[row.start :]).rstrip())
+        for row, (kind, text) in zip(rows, begun, strict=True)
+        if row.ids[-1] in tokenizer.stop_ids
+    }
+    return sorted(
+        (kind, text)
+        for kind, text in texts
+        if "\n" not in text and not any(one in text.lower() for one in about)
+    )
 
 
 def make_rows(args: argparse.Namespace) -> None:
@@ -311,8 +353,12 @@ class Batch:
             streams[i, : len(row.streams)] = row.streams.float()
             self.at[i, : len(where)] = torch.tensor(where)
             self.real[i, : len(where)] = True
-            legal += [row.legal[t + 2 - row.start] if row.legal and t + 2 >= row.start
-                      else np.full(SIZES.vocab // 8, 255, np.uint8) for t in where]
+            legal += [
+                row.legal[t + 2 - row.start]
+                if row.legal and t + 2 >= row.start
+                else np.full(SIZES.vocab // 8, 255, np.uint8)
+                for t in where
+            ]
         self.kept = kept
         #: Of the real positions, [_, kept].
         self.illegal = torch.from_numpy(unpacked(np.stack(legal))[:, kept.numpy()] == 0)
@@ -334,8 +380,10 @@ class Trainer:
         """Logits of the draft steps at the real positions, illegal tokens out of reach."""
         embedded = F.embedding(batch.ids[:, 1:-1], self.embed)
         rows = self.embed[batch.kept]
-        return [(self.head.norm(out)[batch.real] @ rows.T).masked_fill(batch.illegal, -1e4)
-                for out in self.head.unroll(batch.features, embedded, steps, batch.at)]
+        return [
+            (self.head.norm(out)[batch.real] @ rows.T).masked_fill(batch.illegal, -1e4)
+            for out in self.head.unroll(batch.features, embedded, steps, batch.at)
+        ]
 
     def loss(self, rows: list[Row], steps: int) -> Tensor:
         """Sum over draft steps of the cross-entropy with the target's distribution.
@@ -345,9 +393,17 @@ class Trainer:
         tenth of the prompt's positions, too. The vocabulary is that of training, what the answers
         have beside, and 1,024 ids by lot.
         """
-        at = [[*sorted(self.rng.sample(range(28, row.start - 2), (row.start - 30) // 10)
-                       if steps == 1 else range(row.start - 4, row.start - 2)),
-               *range(row.start - 2, len(row.ids) - 2)] for row in rows]
+        at = [
+            [
+                *sorted(
+                    self.rng.sample(range(28, row.start - 2), (row.start - 30) // 10)
+                    if steps == 1
+                    else range(row.start - 4, row.start - 2)
+                ),
+                *range(row.start - 2, len(row.ids) - 2),
+            ]
+            for row in rows
+        ]
         said = [torch.tensor(row.ids[row.start :]) for row in rows]
         kept = torch.cat([self.kept, torch.randint(SIZES.vocab, (1024,)), *said]).unique()
         batch = Batch(rows, at, self.data.scale, kept)
@@ -379,9 +435,14 @@ class Trainer:
             guesses = [self.kept[d.argmax(-1)].split(sizes) for d in self.drafts(batch, k)]
             for j, row in enumerate(some):
                 # Draft s behind token t is the one that entry t + s - 1 predicts in step s.
-                hits = [[bool(guess[j][t + s + 3 - row.start] == row.ids[t + s + 1])
-                         for s, guess in enumerate(guesses) if t + s + 1 < len(row.ids)]
-                        for t in range(row.start, len(row.ids))]
+                hits = [
+                    [
+                        bool(guess[j][t + s + 3 - row.start] == row.ids[t + s + 1])
+                        for s, guess in enumerate(guesses)
+                        if t + s + 1 < len(row.ids)
+                    ]
+                    for t in range(row.start, len(row.ids))
+                ]
                 rounds, tokens = walked([[]] * row.start + hits, row.ids, row.start)
                 sums = found.setdefault(row.kind, [0, 0])
                 sums[:] = sums[0] + rounds, sums[1] + tokens
@@ -415,7 +476,8 @@ class Trainer:
         size, axes = torch.linalg.eigh((table - mean).T @ (table - mean) / len(table))
         white = axes[:, :-16] / size[:-16].sqrt() @ axes[:, :-16].T
         looks = torch.linalg.qr(torch.randn(H, H))[0] @ (
-            white - torch.outer(white @ mean, mean) / mean.square().sum())
+            white - torch.outer(white @ mean, mean) / mean.square().sum()
+        )
         low = torch.linalg.eigh(torch.cov(y.T))[1][:, :96]
         known = this @ looks[-96:].T
         token = torch.linalg.solve(gram[: 3 * H, : 3 * H], x.T @ known / len(x)).T
@@ -460,14 +522,23 @@ class Trainer:
             spent += (time.monotonic() - begun) / 60
             if spent - said < 2 and spent < args.minutes:
                 continue
-            said, row = spent, {"step": step, "minutes": spent, "rows": len(self.data.train),
-                                "loss": sum(losses) / len(losses),
-                                "acceptance_length": self.acceptance(self.data.held)}
+            said, row = (
+                spent,
+                {
+                    "step": step,
+                    "minutes": spent,
+                    "rows": len(self.data.train),
+                    "loss": sum(losses) / len(losses),
+                    "acceptance_length": self.acceptance(self.data.held),
+                },
+            )
             with (args.work / "training_log.jsonl").open("a") as log:
                 log.write(json.dumps(row) + "\n")
             tqdm.write(json.dumps(row))
-            torch.save({"head": head.state_dict(), "scale": self.data.scale, "kept": self.kept},
-                       args.work / "head.pt")
+            torch.save(
+                {"head": head.state_dict(), "scale": self.data.scale, "kept": self.kept},
+                args.work / "head.pt",
+            )
             if spent >= args.minutes:
                 return
             losses = []
@@ -492,34 +563,50 @@ def export(args: argparse.Namespace) -> None:
     words = Tokenizer(args.model).backend.get_vocab()
     was = torch.load(args.work / "head.pt")
     kept, head = set(was["kept"].tolist()), was["head"]
-    kept |= set([token for token in range(SIZES.vocab) if token not in kept]
-                [: args.export_vocab - len(kept)])  # fmt: skip
+    kept |= set(
+        [token for token in range(SIZES.vocab) if token not in kept][
+            : args.export_vocab - len(kept)
+        ]
+    )
     kept |= {token for text, token in words.items() if re.fullmatch("[a-z]+", text)}
     head["fc.weight"] = head["fc.weight"] / was["scale"]
-    tensors = {name: value.bfloat16().contiguous() for name, value in head.items()
-               if name not in ("d2t", "t2d")}  # fmt: skip
+    tensors = {
+        name: value.bfloat16().contiguous()
+        for name, value in head.items()
+        if name not in ("d2t", "t2d")
+    }
     tensors["d2t"] = (torch.tensor(sorted(kept)) - torch.arange(len(kept))).int()
     args.out.mkdir(parents=True, exist_ok=True)
     save_file(tensors, args.out / "model.safetensors", metadata={"format": "pt"})
     (args.out / "model.safetensors").chmod(0o644)
     config = {
-        **HEAD.config(), "architectures": ["LlamaForCausalLMEagle3"], "num_hidden_layers": 1,
-        "draft_vocab_size": len(kept), "torch_dtype": "bfloat16", "tie_word_embeddings": False,
-        "eagle_config": {"use_aux_hidden_state": True,
-                         "eagle_aux_hidden_state_layer_ids": list(AUX)},
-    }  # fmt: skip
+        **HEAD.config(),
+        "architectures": ["LlamaForCausalLMEagle3"],
+        "num_hidden_layers": 1,
+        "draft_vocab_size": len(kept),
+        "torch_dtype": "bfloat16",
+        "tie_word_embeddings": False,
+        "eagle_config": {
+            "use_aux_hidden_state": True,
+            "eagle_aux_hidden_state_layer_ids": list(AUX),
+        },
+    }
     (args.out / "config.json").write_text(json.dumps(config, indent=2) + "\n")
     (args.out / "training_log.jsonl").write_text((args.work / "training_log.jsonl").read_text())
 
 
 STAGES: dict[str, Callable[[argparse.Namespace], None]] = {
-    "rows": make_rows, "head": lambda args: Trainer(args).run(), "export": export}
+    "rows": make_rows,
+    "head": lambda args: Trainer(args).run(),
+    "export": export,
+}
 
 
 def main() -> None:
     """Parse the command line and run the stages named, in order."""
     parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("stages", nargs="+", choices=list(STAGES))
     parser.add_argument("--model", type=Path, required=True, help="folder of the target")
     parser.add_argument("--work", type=Path, required=True, help="rows, checkpoint and log")
@@ -530,10 +617,12 @@ def main() -> None:
     parser.add_argument("--minutes", type=float, default=60.0, help="of training")
     parser.add_argument("--rate", type=float, default=1.2e-3)
     parser.add_argument("--tokens", type=int, default=1500, help="a batch")
-    parser.add_argument("--draft-vocab", type=int, default=6144,
-                        help="in training, beside what a batch says")
-    parser.add_argument("--export-vocab", type=int, default=24576,
-                        help="before words that are keys")
+    parser.add_argument(
+        "--draft-vocab", type=int, default=6144, help="in training, beside what a batch says"
+    )
+    parser.add_argument(
+        "--export-vocab", type=int, default=24576, help="before words that are keys"
+    )
     args = parser.parse_args()
     args.work.mkdir(parents=True, exist_ok=True)
     torch.manual_seed(0)

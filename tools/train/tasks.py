@@ -36,9 +36,14 @@ def repeat_task(rng: random.Random) -> Task:
 
 
 MINIMAL = {
-    "": "none", "date": "2000-01-01", "date-time": "2000-01-01T00:00:00Z", "time": "00:00:00Z",
-    "uri": "http://none", "email": "none@none.com",
-    "uuid": "00000000-0000-0000-0000-000000000000"}
+    "": "none",
+    "date": "2000-01-01",
+    "date-time": "2000-01-01T00:00:00Z",
+    "time": "00:00:00Z",
+    "uri": "http://none",
+    "email": "none@none.com",
+    "uuid": "00000000-0000-0000-0000-000000000000",
+}
 
 
 def minimal(rng: random.Random, depth: int) -> tuple[Schema, Json]:
@@ -116,8 +121,14 @@ def corpus_documents(path: Path) -> list[Any]:
             if row["split"] == "train" and len(row["text"]) < 4000:
                 value = json.loads(row["text"])
                 parts = [value, *(value.values() if isinstance(value, dict) else value)]
-                found += [v for v in parts if isinstance(v, dict) and v
-                          and len(json.dumps(v)) < 300 and held.isdisjoint(keys(v))]
+                found += [
+                    v
+                    for v in parts
+                    if isinstance(v, dict)
+                    and v
+                    and len(json.dumps(v)) < 300
+                    and held.isdisjoint(keys(v))
+                ]
     return found
 
 
@@ -132,8 +143,12 @@ def _infer(rng: random.Random, value: Any) -> tuple[dict[str, Any], Any]:
         item, least = _infer(rng, value[0]) if value else ({}, {})
         filled = int(rng.random() < 0.3)
         return {"type": "array", "items": item, "minItems": filled}, [least] * filled
-    kinds = {bool: ("boolean", False), int: ("integer", 0), float: ("number", 0),
-             str: ("string", "none")}
+    kinds = {
+        bool: ("boolean", False),
+        int: ("integer", 0),
+        float: ("number", 0),
+        str: ("string", "none"),
+    }
     name, least = kinds.get(type(value), ("null", None))
     return {"type": name}, least
 

@@ -13,9 +13,17 @@ from ..options import literal
 from ..terms import Cannot
 
 __all__ = [
-    "ANY_KEY", "BITS", "PLAIN_KEY", "Pairs", "array_body", "key", "object_rules", "pattern_key",
-    "regex", "separators",
-]  # fmt: skip
+    "ANY_KEY",
+    "BITS",
+    "PLAIN_KEY",
+    "Pairs",
+    "array_body",
+    "key",
+    "object_rules",
+    "pattern_key",
+    "regex",
+    "separators",
+]
 
 BITS = 64  # of a rule's parameter
 _SHORT = {8: "b", 9: "t", 10: "n", 12: "f", 13: "r", 34: '"', 92: "\\"}

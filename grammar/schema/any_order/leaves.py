@@ -12,10 +12,14 @@ from .shape import ARRAYS, OBJECTS, Parts
 
 __all__ = ["KNOWN", "Leaves"]
 
-KNOWN = OBJECTS | ARRAYS | word_set(
-    """type enum const format pattern minLength maxLength minimum maximum exclusiveMinimum
+KNOWN = (
+    OBJECTS
+    | ARRAYS
+    | word_set(
+        """type enum const format pattern minLength maxLength minimum maximum exclusiveMinimum
     exclusiveMaximum multipleOf"""
-)  # fmt: skip
+    )
+)
 _KEPT = KNOWN | word_set("$ref anyOf allOf oneOf")
 _MAPS = ("properties", "patternProperties")
 _LISTS = ("anyOf", "allOf", "oneOf", "prefixItems", "items")
@@ -98,10 +102,11 @@ class Leaves:
         while grown:
             self._marked |= grown
             grown = {
-                mark for mark, part in self._parts.items()
+                mark
+                for mark, part in self._parts.items()
                 if mark not in self._marked
                 and any(id(inner) in self._marked for inner in self._inner(part))
-            }  # fmt: skip
+            }
 
     def of(self, parts: Parts, kinds: frozenset[str] | None = None) -> str | None:
         """What fits all the schemas, and is of these types, as ``%json``; None if nothing does."""

@@ -210,9 +210,10 @@ class _Rules:
             if kind in kinds:
                 try:
                     names.append(
-                        self._object(object_of(parts)) if kind == "object"
+                        self._object(object_of(parts))
+                        if kind == "object"
                         else self._array(array_of(parts), parts)
-                    )  # fmt: skip
+                    )
                 except Cannot as error:
                     if error.keyword == _WHOLE:
                         raise
@@ -262,10 +263,12 @@ class _Rules:
             self.narrowed.append(Cannot("patternProperties", "no keys that JSON escapes"))
         options = []
         for which, but, schemas in (
-            *((f"{one} & ", taken, schemas)
-              for one, schemas in zip(patterns, shape.patterns.values(), strict=True)),
+            *(
+                (f"{one} & ", taken, schemas)
+                for one, schemas in zip(patterns, shape.patterns.values(), strict=True)
+            ),
             ("", taken + patterns, shape.rest),
-        ):  # fmt: skip
+        ):
             rule = self.of(schemas)
             if rule is not None:
                 free = f" & ~({' | '.join(but)})" if but else ""

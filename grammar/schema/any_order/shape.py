@@ -59,9 +59,10 @@ def object_of(parts: Parts) -> Object:
     for pattern in patterned[0]["patternProperties"] if patterned else ():
         made.patterns[pattern] = tuple(
             part["patternProperties"][pattern]
-            if part.get("patternProperties") else part.get("additionalProperties", True)
+            if part.get("patternProperties")
+            else part.get("additionalProperties", True)
             for part in parts
-        )  # fmt: skip
+        )
     made.rest = tuple(p["additionalProperties"] for p in parts if "additionalProperties" in p)
     return made
 

@@ -80,8 +80,9 @@ class Disjointness:
         if values is not None and others is not None:
             return not any(
                 a == b and isinstance(a, bool) == isinstance(b, bool)
-                for a in values for b in others
-            )  # fmt: skip
+                for a in values
+                for b in others
+            )
         common = meet(kinds, meet(kinds_of(one), kinds_of(other)))
         if not common:
             return True
@@ -91,10 +92,9 @@ class Disjointness:
             for words, schema in ((values, other), (others, one)):
                 if words is not None and _refused(words, schema):
                     return True
-            return (
-                one.get("minLength", 0) > other.get("maxLength", math.inf)
-                or other.get("minLength", 0) > one.get("maxLength", math.inf)
-            )  # fmt: skip
+            return one.get("minLength", 0) > other.get("maxLength", math.inf) or other.get(
+                "minLength", 0
+            ) > one.get("maxLength", math.inf)
         return False
 
     def _conjuncts(self, schema: dict[str, Any]) -> list[Any]:

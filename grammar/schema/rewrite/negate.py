@@ -25,14 +25,36 @@ _SAYS_NOTHING = terms.word_set(
     exclusiveMaximum then else"""
 )
 _ABOUT = {
-    **dict.fromkeys(("minLength", "maxLength", "pattern", "format", "contentEncoding",
-                     "contentMediaType"), "string"),
-    **dict.fromkeys(("minItems", "maxItems", "uniqueItems", "contains", "minContains",
-                     "maxContains", "unevaluatedItems"), "array"),
-    **dict.fromkeys(("minProperties", "maxProperties", "propertyNames", "dependencies",
-                     "dependentRequired", "dependentSchemas", "unevaluatedProperties"), "object"),
+    **dict.fromkeys(
+        ("minLength", "maxLength", "pattern", "format", "contentEncoding", "contentMediaType"),
+        "string",
+    ),
+    **dict.fromkeys(
+        (
+            "minItems",
+            "maxItems",
+            "uniqueItems",
+            "contains",
+            "minContains",
+            "maxContains",
+            "unevaluatedItems",
+        ),
+        "array",
+    ),
+    **dict.fromkeys(
+        (
+            "minProperties",
+            "maxProperties",
+            "propertyNames",
+            "dependencies",
+            "dependentRequired",
+            "dependentSchemas",
+            "unevaluatedProperties",
+        ),
+        "object",
+    ),
     "multipleOf": "number",
-}  # fmt: skip
+}
 
 
 class Negation:

@@ -16,11 +16,21 @@ from ..terms import MAPS, Cannot, References, steps_of, subschemas, word_set
 __all__ = ["normal"]
 
 _SINCE = {
-    "contains": 6, "propertyNames": 6, "if": 7, "then": 7, "else": 7, "dependentRequired": 2019,
-    "dependentSchemas": 2019, "unevaluatedProperties": 2019, "unevaluatedItems": 2019,
-    "minContains": 2019, "maxContains": 2019, "$recursiveRef": 2019, "prefixItems": 2020,
+    "contains": 6,
+    "propertyNames": 6,
+    "if": 7,
+    "then": 7,
+    "else": 7,
+    "dependentRequired": 2019,
+    "dependentSchemas": 2019,
+    "unevaluatedProperties": 2019,
+    "unevaluatedItems": 2019,
+    "minContains": 2019,
+    "maxContains": 2019,
+    "$recursiveRef": 2019,
+    "prefixItems": 2020,
     "$dynamicRef": 2020,
-}  # fmt: skip
+}
 _BESIDE_REF = word_set("$schema $defs definitions title description $comment")
 _DATA = word_set("enum const default examples example")
 _HOMES = ("$defs", "definitions")
@@ -151,8 +161,9 @@ def _prune(root: dict[str, Any], references: References) -> None:
     pending: list[Any] = [{k: v for k, v in root.items() if k not in _HOMES}]
     used: set[tuple[str, str]] = set()
     while pending:
-        for target in re.findall(r'"\$(?:ref|dynamicRef|recursiveRef)": "((?:[^"\\]|\\.)*)"',
-                                 json.dumps(pending.pop())):  # fmt: skip
+        for target in re.findall(
+            r'"\$(?:ref|dynamicRef|recursiveRef)": "((?:[^"\\]|\\.)*)"', json.dumps(pending.pop())
+        ):
             pointer = references.pointer(json.loads(f'"{target}"'))
             if pointer is None:
                 return

@@ -182,7 +182,10 @@ def contains(part: Any, schema: dict[str, Any], prefix: str) -> list[Any]:
     if count > _CHOICES:
         raise Cannot("contains", f"has more than {_CHOICES} places to stand at")
     return [
-        {"type": "array", "minItems": places[-1] + 1,
-         prefix: [part if i in places else True for i in range(places[-1] + 1)]}
+        {
+            "type": "array",
+            "minItems": places[-1] + 1,
+            prefix: [part if i in places else True for i in range(places[-1] + 1)],
+        }
         for places in itertools.combinations(range(int(bound)), least)
-    ]  # fmt: skip
+    ]

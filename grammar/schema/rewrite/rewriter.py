@@ -25,9 +25,19 @@ _DRAFT_3 = frozenset(("extends", "disallow", "divisibleBy"))
 _ABOUT = {
     **dict.fromkeys(("format", "pattern"), "string"),
     **dict.fromkeys(("uniqueItems", "contains", "unevaluatedItems"), "array"),
-    **dict.fromkeys(("dependencies", "dependentRequired", "dependentSchemas", "propertyNames",
-                     "unevaluatedProperties", "minProperties", "maxProperties"), "object"),
-}  # fmt: skip
+    **dict.fromkeys(
+        (
+            "dependencies",
+            "dependentRequired",
+            "dependentSchemas",
+            "propertyNames",
+            "unevaluatedProperties",
+            "minProperties",
+            "maxProperties",
+        ),
+        "object",
+    ),
+}
 _LAST = {"oneOf": 1, "minProperties": 2, "maxProperties": 2}  # they look at what others become
 
 

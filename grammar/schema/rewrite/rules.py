@@ -17,8 +17,9 @@ _REFUSED_FORMATS = word_set(
 )
 _NARROWED_FORMATS = {
     "email": "quoted local parts and numeric domains are not produced",
-    "time": "leap seconds are not produced", "date-time": "leap seconds are not produced",
-}  # fmt: skip
+    "time": "leap seconds are not produced",
+    "date-time": "leap seconds are not produced",
+}
 _NOT_ABOUT_VALUES = word_set("oneOf $schema $id id $defs definitions")
 _PLAIN = word_set("type enum const title description default examples $comment")
 _MOST_OVERLAPS = 40
@@ -71,9 +72,13 @@ def _one_of(to: Rewriter, value: Any, site: Site) -> None:
 
 
 def _without(
-    to: Rewriter, pair: tuple[Any, Any], base: Any, kinds: Kinds, names: frozenset[str] | None,
+    to: Rewriter,
+    pair: tuple[Any, Any],
+    base: Any,
+    kinds: Kinds,
+    names: frozenset[str] | None,
     missing: list[Cannot],
-) -> Any:  # fmt: skip
+) -> Any:
     """What else to ask of the first of a pair so that the second refuses it.
 
     Values of types of which they share none need nothing more. What has no words is left out and
@@ -86,9 +91,8 @@ def _without(
         return found
 
     shared = frozenset(
-        kind for kind in kinds
-        if not to.disjoint.proved(*pair, base, frozenset((kind,)))
-    )  # fmt: skip
+        kind for kind in kinds if not to.disjoint.proved(*pair, base, frozenset((kind,)))
+    )
     if shared == kinds:
         return complement(kinds)
     options: list[Any] = [{"type": sorted(kinds - shared)}]

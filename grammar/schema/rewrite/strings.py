@@ -118,8 +118,19 @@ def _escape(pattern: str, at: int, inside: bool) -> tuple[str, int]:
 
 def _not_space(inside: bool) -> str:
     ranges, start = [], 0
-    spaces = [*range(9, 14), 32, 0xA0, 0x1680, *range(0x2000, 0x200B), 0x2028, 0x2029, 0x202F,
-              0x205F, 0x3000, 0xFEFF]  # fmt: skip
+    spaces = [
+        *range(9, 14),
+        32,
+        0xA0,
+        0x1680,
+        *range(0x2000, 0x200B),
+        0x2028,
+        0x2029,
+        0x202F,
+        0x205F,
+        0x3000,
+        0xFEFF,
+    ]
     for code in [*spaces, 0x110000]:
         if code > start:
             ranges.append(f"{code_point(start)}-{code_point(code - 1)}")

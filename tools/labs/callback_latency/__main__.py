@@ -42,7 +42,7 @@ from graft.tools.labs.callback_latency.arms import (
     Arm,
     Samples,
     unavailable,
-)  # fmt: skip
+)
 from graft.tools.report import busy_python, program
 from graft.tools.report import table as columns
 
@@ -71,8 +71,9 @@ class Cell:
         self.join.append(taken.join)
         if taken.hop is not None:
             self.hops.append(taken.hop.sum(axis=-1).ravel())
-        self.held.append(held(taken.begun, gaps) if self.python == "busy"
-                         else np.zeros(len(taken.begun), bool))
+        self.held.append(
+            held(taken.begun, gaps) if self.python == "busy" else np.zeros(len(taken.begun), bool)
+        )
 
 
 def held(begun: np.ndarray, gaps: Sequence[tuple[int, int]]) -> np.ndarray:
@@ -86,8 +87,9 @@ def held(begun: np.ndarray, gaps: Sequence[tuple[int, int]]) -> np.ndarray:
     return np.asarray(~silent.any(axis=1))
 
 
-def measure(arms: Sequence[Arm], samples: int, python: Sequence[str], limit_s: float,
-            seed: int = 0) -> list[Cell]:
+def measure(
+    arms: Sequence[Arm], samples: int, python: Sequence[str], limit_s: float, seed: int = 0
+) -> list[Cell]:
     """Take every arm's samples in every state of Python, in turns; the first turn is dropped.
 
     After ``limit_s`` seconds in a state the cells keep what they have, one turn at least.
@@ -118,25 +120,41 @@ def quantiles(nanoseconds: np.ndarray) -> dict[str, float]:
 
 def report(device: Device, cells: Sequence[Cell]) -> dict[str, Any]:
     """The figures with what a reader needs to judge them."""
-    floors = {(c.python, c.arm.callbacks): float(np.median(np.concatenate(c.join)))
-              for c in cells if c.arm.name == BASELINE}
+    floors = {
+        (c.python, c.arm.callbacks): float(np.median(np.concatenate(c.join)))
+        for c in cells
+        if c.arm.name == BASELINE
+    }
     rows = []
     for cell in cells:
         floor, joins = floors[cell.python, cell.arm.callbacks], np.concatenate(cell.join)
         met = np.concatenate(cell.held).reshape(len(joins), -1)
-        rows.append({
-            "transport": cell.arm.name, "callbacks": cell.arm.callbacks, "python": cell.python,
-            "samples": len(joins), "join_us": quantiles(joins - floor),
-            "hop_us": quantiles(np.concatenate(cell.hops)) if cell.hops else None,
-            "gil_held": float(met.mean()), "was_busy": bool(met[:, 0].mean() >= BUSY_SHARE)})
+        rows.append(
+            {
+                "transport": cell.arm.name,
+                "callbacks": cell.arm.callbacks,
+                "python": cell.python,
+                "samples": len(joins),
+                "join_us": quantiles(joins - floor),
+                "hop_us": quantiles(np.concatenate(cell.hops)) if cell.hops else None,
+                "gil_held": float(met.mean()),
+                "was_busy": bool(met[:, 0].mean() >= BUSY_SHARE),
+            }
+        )
     wake = np.array(_native.labs.wake_ups(WAKE_UPS))
-    return {"device": device.describe(), "kind": device.kind,
-            "warning": WARNING if device.kind == "soft" else "", "wake_up_us": quantiles(wake),
-            "processor": processor(), "cores": len(os.sched_getaffinity(0)),
-            "load": os.getloadavg(), "date": time.strftime("%Y-%m-%d"),
-            "python": platform.python_version(),
-            "unavailable": {name: why for name in ARMS if (why := unavailable(name))},
-            "cells": rows}
+    return {
+        "device": device.describe(),
+        "kind": device.kind,
+        "warning": WARNING if device.kind == "soft" else "",
+        "wake_up_us": quantiles(wake),
+        "processor": processor(),
+        "cores": len(os.sched_getaffinity(0)),
+        "load": os.getloadavg(),
+        "date": time.strftime("%Y-%m-%d"),
+        "python": platform.python_version(),
+        "unavailable": {name: why for name in ARMS if (why := unavailable(name))},
+        "cells": rows,
+    }
 
 
 def processor() -> str:
@@ -152,21 +170,42 @@ def processor() -> str:
 def table(result: dict[str, Any]) -> str:
     """The figures as lines of text."""
     wake = result["wake_up_us"]
-    rows: list[list[object]] = [["transport", "steps", "python", "samples",
-                                 *(f"{what} {q}" for what in ("hop", "join") for q in QUANTILES),
-                                 "GIL held", ""]]
+    rows: list[list[object]] = [
+        [
+            "transport",
+            "steps",
+            "python",
+            "samples",
+            *(f"{what} {q}" for what in ("hop", "join") for q in QUANTILES),
+            "GIL held",
+            "",
+        ]
+    ]
     for row in result["cells"]:
-        figures = ["-" if row[what] is None else f"{row[what][q]:.2f}"
-                   for what in ("hop_us", "join_us") for q in QUANTILES]
+        figures = [
+            "-" if row[what] is None else f"{row[what][q]:.2f}"
+            for what in ("hop_us", "join_us")
+            for q in QUANTILES
+        ]
         is_busy = row["python"] == "busy"
-        rows.append([row["transport"], row["callbacks"], row["python"], row["samples"], *figures,
-                     f"{row['gil_held']:.0%}" if is_busy else "",
-                     "NOT BUSY" if is_busy and not row["was_busy"] else ""])
-    lines = [f"device: {result['device']}; {result['cores']} cores of {result['processor']}",
-             f"waking a sleeping thread takes {wake['p50']:.0f} us here ({wake['p99']:.0f} at 99 "
-             "%): it is in every join of a worker that parks",
-             "microseconds: the hop there and back, the join less that of empty nodes",
-             columns(rows)]
+        rows.append(
+            [
+                row["transport"],
+                row["callbacks"],
+                row["python"],
+                row["samples"],
+                *figures,
+                f"{row['gil_held']:.0%}" if is_busy else "",
+                "NOT BUSY" if is_busy and not row["was_busy"] else "",
+            ]
+        )
+    lines = [
+        f"device: {result['device']}; {result['cores']} cores of {result['processor']}",
+        f"waking a sleeping thread takes {wake['p50']:.0f} us here ({wake['p99']:.0f} at 99 "
+        "%): it is in every join of a worker that parks",
+        "microseconds: the hop there and back, the join less that of empty nodes",
+        columns(rows),
+    ]
     lines += [f"not measured: {name}: {why}" for name, why in result["unavailable"].items()]
     return "\n".join([*lines, *filter(None, [result["warning"]])])
 
@@ -174,15 +213,27 @@ def table(result: dict[str, Any]) -> str:
 @program
 def main(arguments: Sequence[str] | None = None) -> None:
     """Measure, print the table and write JSON."""
-    parser = argparse.ArgumentParser(prog="python -m graft.tools.labs.callback_latency",
-                                     description="Latency of host work in a replayed graph.")
+    parser = argparse.ArgumentParser(
+        prog="python -m graft.tools.labs.callback_latency",
+        description="Latency of host work in a replayed graph.",
+    )
     parser.add_argument("--samples", type=int, default=1000, help="replays per cell")
-    parser.add_argument("--callbacks", type=int, nargs="+", default=(1, 8, 64), metavar="N",
-                        help=f"host steps in a graph, 1 to {MOST}")
+    parser.add_argument(
+        "--callbacks",
+        type=int,
+        nargs="+",
+        default=(1, 8, 64),
+        metavar="N",
+        help=f"host steps in a graph, 1 to {MOST}",
+    )
     parser.add_argument("--python", nargs="+", choices=PYTHON, default=PYTHON)
     parser.add_argument("--transports", nargs="+", choices=ARMS, default=ARMS)
-    parser.add_argument("--limit-s", type=float, default=300.0,
-                        help="seconds per state of Python; cells then have fewer samples")
+    parser.add_argument(
+        "--limit-s",
+        type=float,
+        default=300.0,
+        help="seconds per state of Python; cells then have fewer samples",
+    )
     parser.add_argument("--json", type=Path, help="also write the figures here")
     options = parser.parse_args(arguments)
     if options.samples < 1 or not all(1 <= n <= MOST for n in options.callbacks):
@@ -190,8 +241,11 @@ def main(arguments: Sequence[str] | None = None) -> None:
     device = open_device()
     names = [n for n in dict.fromkeys([BASELINE, *options.transports]) if not unavailable(n)]
     with ExitStack() as stack:
-        arms = [stack.enter_context(closing(Arm(device, name, n)))
-                for n in options.callbacks for name in names]
+        arms = [
+            stack.enter_context(closing(Arm(device, name, n)))
+            for n in options.callbacks
+            for name in names
+        ]
         result = report(device, measure(arms, options.samples, options.python, options.limit_s))
     print(table(result))
     if options.json:

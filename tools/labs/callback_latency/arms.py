@@ -89,9 +89,15 @@ class Arm:
         for i in range(self.callbacks):
             title, body = f"host step {i}", work or self._work(i)
             if self.name == BASELINE:
-                graph.add("empty", title, "main", lambda handle: _native.attach_keep(handle, ()),
-                          lambda handle, after, _: call(cu.cuGraphAddEmptyNode, handle, after,
-                                                        len(after)))
+                graph.add(
+                    "empty",
+                    title,
+                    "main",
+                    lambda handle: _native.attach_keep(handle, ()),
+                    lambda handle, after, _: call(
+                        cu.cuGraphAddEmptyNode, handle, after, len(after)
+                    ),
+                )
             elif self.name == "mailbox":
                 lane.mailbox(body, name=title)
             elif self.name == "spinkernel":
@@ -110,8 +116,9 @@ class Arm:
             # free(NULL) is a C function of the right type that does nothing.
             return NativeWork(_address(ctypes.CDLL(None).free), 0, name="free(NULL)")
         slot = self.written.ctypes.data + 8 * index
-        return NativeWork(_address(self._library.softcuda_stamp), slot, keep=self.written,
-                          name="stamp")
+        return NativeWork(
+            _address(self._library.softcuda_stamp), slot, keep=self.written, name="stamp"
+        )
 
     def _cuda_core(self, device: Device) -> Any:
         """cuda.core's callbacks of Python functions in an explicit graph, as documented."""
@@ -161,9 +168,16 @@ class Arm:
         hopping = self.soft and self.name in HOPPING
         native = hopping and self.name not in PYTHON
         code, launched, join, hops, said = _native.labs.replay(
-            self._native, self._handle, self.stream.handle, self.callbacks, self.stamps.host_ptr,
+            self._native,
+            self._handle,
+            self.stream.handle,
+            self.callbacks,
+            self.stamps.host_ptr,
             _address(self._library.softcuda_hops) if hopping else 0,
-            self.written.ctypes.data if native else 0, busy, count)
+            self.written.ctypes.data if native else 0,
+            busy,
+            count,
+        )
         check_code("cuGraphLaunch", code)
         if self._native is not None:
             self._executable.check()
@@ -203,10 +217,12 @@ def _object_code(device: Device) -> Any:
     if device.kind == "soft":
         from graft.native.softcuda.compile import compile_cpu
 
-        image = compile_cpu(text, KERNELS.name, include_dirs=folders,
-                            cache_dir=cache_folder() / "soft")
+        image = compile_cpu(
+            text, KERNELS.name, include_dirs=folders, cache_dir=cache_folder() / "soft"
+        )
         return ObjectCode.from_cubin(image)
     major, minor = device.compute_capability
-    options = ProgramOptions(std="c++17", arch=f"sm_{major}{minor}",
-                             include_path=[str(folder) for folder in folders])
+    options = ProgramOptions(
+        std="c++17", arch=f"sm_{major}{minor}", include_path=[str(folder) for folder in folders]
+    )
     return Program(text, "c++", options).compile("cubin")

@@ -48,11 +48,16 @@ from graft.tools.labs.gil_deadlock.cell import (
     TRANSPORTS,
     Cell,
     unavailable,
-)  # fmt: skip
+)
 from graft.tools.report import table as columns
 
 COMPLETES, POTENTIAL, HANGS, FREED, FAILED = (
-    "completes", "potential", "hangs", "released", "failed")
+    "completes",
+    "potential",
+    "hangs",
+    "released",
+    "failed",
+)
 #: A driver call or host function that lasts so long is stuck. A mailbox's own deadline comes first.
 WATCHDOG_S, MAILBOX_WATCHDOG_S = 2, 60
 #: On CUDA hardware a child that lasts so long hangs.
@@ -60,8 +65,12 @@ CUDA_LIMIT_S = 30.0
 CHILD_LIMIT_S = 200.0
 CUDA_MODEL = -1
 #: The deadlock, its two cures, and the same without a driver lock.
-SHORT = (Cell("alloc", "python", 1), Cell("alloc", "python", 1, held=False),
-         Cell("alloc", "native", 1), Cell("alloc", "python", 0))
+SHORT = (
+    Cell("alloc", "python", 1),
+    Cell("alloc", "python", 1, held=False),
+    Cell("alloc", "native", 1),
+    Cell("alloc", "python", 0),
+)
 
 
 @dataclass(frozen=True)
@@ -95,7 +104,8 @@ def expected(cell: Cell) -> str:
     mailbox = cell.transport == "mailbox-python"
     waits_for_device = cell.pattern == "copy" or (cell.pattern == "first-launch" and cell.model & 4)
     waits_for_lock = not mailbox and (
-        cell.model & 1 or (cell.pattern == "hostfunc" and cell.model & 2))
+        cell.model & 1 or (cell.pattern == "hostfunc" and cell.model & 2)
+    )
     if waits_for_device or waits_for_lock:
         return FREED if mailbox else HANGS
     # The first launch of a kernel may wait for the device, says the documentation.
@@ -105,8 +115,12 @@ def expected(cell: Cell) -> str:
 def matrix(soft: bool) -> list[Cell]:
     """Every cell."""
     models = MODELS if soft else (CUDA_MODEL,)
-    return [Cell(pattern, transport, model)
-            for model in models for pattern in PATTERNS for transport in TRANSPORTS]
+    return [
+        Cell(pattern, transport, model)
+        for model in models
+        for pattern in PATTERNS
+        for transport in TRANSPORTS
+    ]
 
 
 def play(cell: Cell, soft: bool = True) -> Verdict:
@@ -117,15 +131,27 @@ def play(cell: Cell, soft: bool = True) -> Verdict:
     begun = time.monotonic()
     with tempfile.TemporaryDirectory(prefix="graft-deadlock-") as folder:
         path = Path(folder) / "edges.jsonl"
-        env = {**os.environ, "GRAFT_DEVICE": "soft" if soft else "cuda",
-               "CUDA_MODULE_LOADING": "LAZY"}
+        env = {
+            **os.environ,
+            "GRAFT_DEVICE": "soft" if soft else "cuda",
+            "CUDA_MODULE_LOADING": "LAZY",
+        }
         if soft:
             mailbox = cell.transport.startswith("mailbox")
-            env |= {"SOFTCUDA_LOCK_MODEL": str(cell.model), "SOFTCUDA_WATCH": str(path),
-                    "SOFTCUDA_WATCHDOG": str(MAILBOX_WATCHDOG_S if mailbox else WATCHDOG_S)}
+            env |= {
+                "SOFTCUDA_LOCK_MODEL": str(cell.model),
+                "SOFTCUDA_WATCH": str(path),
+                "SOFTCUDA_WATCHDOG": str(MAILBOX_WATCHDOG_S if mailbox else WATCHDOG_S),
+            }
         command = [sys.executable, "-m", f"{__package__}.cell", cell.name]
-        child = subprocess.Popen(command, text=True, env=env, stdout=subprocess.DEVNULL,
-                                 stderr=subprocess.PIPE, start_new_session=True)
+        child = subprocess.Popen(
+            command,
+            text=True,
+            env=env,
+            stdout=subprocess.DEVNULL,
+            stderr=subprocess.PIPE,
+            start_new_session=True,
+        )
         overdue = False
         try:
             _, errors = child.communicate(timeout=CHILD_LIMIT_S if soft else CUDA_LIMIT_S)
@@ -167,8 +193,13 @@ def table(verdicts: Iterable[Verdict]) -> str:
     """The verdicts, a row per pattern and transport, a column per lock model."""
     found = {(v.cell.pattern, v.cell.transport, v.cell.model): v for v in verdicts if v.cell.held}
     models = sorted({model for _, _, model in found})
-    rows = [["driver call with the GIL", "callback by",
-             *("as it is" if model == CUDA_MODEL else f"model {model}" for model in models)]]
+    rows = [
+        [
+            "driver call with the GIL",
+            "callback by",
+            *("as it is" if model == CUDA_MODEL else f"model {model}" for model in models),
+        ]
+    ]
     for pattern, transport in itertools.product(PATTERNS, TRANSPORTS):
         row = [found.get((pattern, transport, model)) for model in models]
         if any(row):
@@ -182,8 +213,10 @@ def details(verdicts: Iterable[Verdict]) -> str:
     lines: list[str] = []
     for v in verdicts:
         mark = "" if v.as_expected else f", EXPECTED {v.expected}"
-        lines.append(f"{v.cell.name:<32} {v.outcome}{mark} ({v.seconds:.1f} s): "
-                     f"{PATTERNS[v.cell.pattern]}, GIL {'held' if v.cell.held else 'released'}")
+        lines.append(
+            f"{v.cell.name:<32} {v.outcome}{mark} ({v.seconds:.1f} s): "
+            f"{PATTERNS[v.cell.pattern]}, GIL {'held' if v.cell.held else 'released'}"
+        )
         if v.outcome != COMPLETES:
             lines += [f"    {line}" for line in v.report.splitlines()]
     return "\n".join(lines)
@@ -202,11 +235,18 @@ def parse_cell(text: str) -> Cell:
 def main(arguments: Sequence[str] | None = None) -> int:
     """Play cells; returns 0 when every verdict is the expected one."""
     parser = argparse.ArgumentParser(description="The matrix of GIL deadlocks.")
-    parser.add_argument("--cell", type=parse_cell, action="append",
-                        help="only this, with its report: "
-                             f"{{{','.join(PATTERNS)}}}:{{{','.join(TRANSPORTS)}}}:MODEL[:released]")
-    parser.add_argument("--short", action="store_true",
-                        help="only the deadlock, its two cures and the control, with reports")
+    parser.add_argument(
+        "--cell",
+        type=parse_cell,
+        action="append",
+        help="only this, with its report: "
+        f"{{{','.join(PATTERNS)}}}:{{{','.join(TRANSPORTS)}}}:MODEL[:released]",
+    )
+    parser.add_argument(
+        "--short",
+        action="store_true",
+        help="only the deadlock, its two cures and the control, with reports",
+    )
     parser.add_argument("--jobs", type=int, default=2, help="cells at a time (default %(default)s)")
     options = parser.parse_args(arguments)
     if options.jobs < 1:
@@ -216,8 +256,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
     verdicts = play_all(cells, soft, min(options.jobs, len(cells)))
     print(details(verdicts) if options.cell or options.short else table(verdicts))
     wrong = [v for v in verdicts if not v.as_expected]
-    print("\n" + details(wrong) if wrong and not (options.cell or options.short)
-          else f"{len(verdicts)} cells, {len(wrong)} unexpected")
+    print(
+        "\n" + details(wrong)
+        if wrong and not (options.cell or options.short)
+        else f"{len(verdicts)} cells, {len(wrong)} unexpected"
+    )
     return 1 if wrong else 0
 
 

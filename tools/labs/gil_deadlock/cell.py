@@ -35,14 +35,26 @@ PATTERNS = {
     "copy": "cuMemcpyDtoH behind the callback",
 }
 #: Who calls the host function. The mailbox has a native body, or a Python one.
-TRANSPORTS = ("python", "native", "mailbox", "mailbox-python", "cuda.bindings", "ctypes",
-              "cuda.core")
+TRANSPORTS = (
+    "python",
+    "native",
+    "mailbox",
+    "mailbox-python",
+    "cuda.bindings",
+    "ctypes",
+    "cuda.core",
+)
 #: Up to 13.4, cuda.bindings wrapped even a C function into one of its own that asks for the GIL.
 BINDINGS = importlib.metadata.version("cuda-bindings").split(".")
 BINDINGS_WRAP = (int(BINDINGS[0]), int(BINDINGS[1])) < (13, 5)
 #: Transports whose callback asks for the GIL.
-ASKING = ("python", "mailbox-python", "ctypes", "cuda.core",
-          *(("cuda.bindings",) if BINDINGS_WRAP else ()))
+ASKING = (
+    "python",
+    "mailbox-python",
+    "ctypes",
+    "cuda.core",
+    *(("cuda.bindings",) if BINDINGS_WRAP else ()),
+)
 #: SOFTCUDA_LOCK_MODEL.
 MODELS = (0, 1, 2, 4)
 #: Exit status of a cell whose wait was ended by the mailbox's own deadline.
@@ -117,8 +129,10 @@ def enqueue(device: Device, transport: str, queue: _Queue) -> tuple[Callable[[],
         return lambda: None, None
     if transport == "ctypes":
         thunk = ctypes.CFUNCTYPE(None, ctypes.c_void_p)(lambda data: None)
-        _check("cuLaunchHostFunc", ctypes.CDLL(SONAME).cuLaunchHostFunc(
-            ctypes.c_void_p(queue.handle), thunk, None))
+        _check(
+            "cuLaunchHostFunc",
+            ctypes.CDLL(SONAME).cuLaunchHostFunc(ctypes.c_void_p(queue.handle), thunk, None),
+        )
         return lambda: None, thunk
     from cuda.core import Device as CoreDevice
     from cuda.core import Stream as CoreStream
@@ -144,25 +158,35 @@ def pattern_call(device: Device, cell: Cell, queue: _Queue) -> tuple[Callable[[]
     stream = ctypes.c_void_p(queue.handle)
     address = ctypes.c_uint64()
     if cell.pattern == "alloc":
-        return (lambda: _check("cuMemAlloc", driver.cuMemAlloc_v2(
-            ctypes.byref(address), ctypes.c_size_t(4096)))), address
+        return (
+            lambda: _check(
+                "cuMemAlloc", driver.cuMemAlloc_v2(ctypes.byref(address), ctypes.c_size_t(4096))
+            )
+        ), address
     if cell.pattern == "hostfunc":
         nothing = ctypes.c_void_p(_function("free"))
-        return (lambda: _check("cuLaunchHostFunc", driver.cuLaunchHostFunc(
-            stream, nothing, None))), nothing
+        return (
+            lambda: _check("cuLaunchHostFunc", driver.cuLaunchHostFunc(stream, nothing, None))
+        ), nothing
     if cell.pattern == "copy":
         data, host = device.zeros((16,), "int32"), ctypes.create_string_buffer(64)
         source = ctypes.c_uint64(data.ptr)
-        return (lambda: _check("cuMemcpyDtoH", driver.cuMemcpyDtoH_v2(
-            host, source, ctypes.c_size_t(64)))), (data, host)
+        return (
+            lambda: _check(
+                "cuMemcpyDtoH", driver.cuMemcpyDtoH_v2(host, source, ctypes.c_size_t(64))
+            )
+        ), (data, host)
     module, keep = compile_text(device, KERNELS.read_text(), KERNELS.name, {}, KERNELS.parent)
     function = ctypes.c_void_p(int(call(cu.cuModuleGetFunction, module, b"stamp_ns")))
     stamps, other = device.zeros((2,), "uint64"), device.stream("other")
     values = (ctypes.c_uint64(stamps.ptr), ctypes.c_int(0))
     table = (ctypes.c_void_p * 2)(*(ctypes.addressof(value) for value in values))
     on = ctypes.c_void_p(other.handle)
-    return (lambda: _check("cuLaunchKernel", driver.cuLaunchKernel(
-        function, 1, 1, 1, 1, 1, 1, 0, on, table, None))), (keep, stamps, other, values, table)
+    return (
+        lambda: _check(
+            "cuLaunchKernel", driver.cuLaunchKernel(function, 1, 1, 1, 1, 1, 1, 0, on, table, None)
+        )
+    ), (keep, stamps, other, values, table)
 
 
 def position(device: Device, cell: Cell) -> Callable[[], None]:
@@ -179,8 +203,11 @@ def position(device: Device, cell: Cell) -> Callable[[], None]:
         begun = time.monotonic()
         while time.monotonic() - begun < POSITION_LIMIT_S:
             # A mailbox's worker is no thread of the driver's: without the GIL it just answers.
-            if (asks() if cell.transport in ASKING
-                    else cell.transport == "mailbox" or count(b"host_func")):
+            if (
+                asks()
+                if cell.transport in ASKING
+                else cell.transport == "mailbox" or count(b"host_func")
+            ):
                 return
             sleep(1000)
         raise SystemExit(f"the callback did not begin within {POSITION_LIMIT_S:g} s")
@@ -211,8 +238,20 @@ def play(cell: Cell) -> int:
     until_in_position = position(device, cell)
     device.synchronize(END_LIMIT_S)
     values = (gate.ptr, int(GATE_LIMIT_S * 1e9))
-    call(cu.cuLaunchKernel, hold.function, 1, 1, 1, 1, 1, 1, 0, queue.handle,
-         (values, (ctypes.c_void_p, ctypes.c_ulonglong)), 0)
+    call(
+        cu.cuLaunchKernel,
+        hold.function,
+        1,
+        1,
+        1,
+        1,
+        1,
+        1,
+        0,
+        queue.handle,
+        (values, (ctypes.c_void_p, ctypes.c_ulonglong)),
+        0,
+    )
     sys.setswitchinterval(NEVER_S)
     failed, callback = enqueue(device, cell.transport, queue)
     gate.array[0] = 1
