@@ -39,7 +39,8 @@ def condition(graph: Graph, default: int | None = None, *, name: str = "conditio
     with root.editing() as handle:
         made = call(cu.cuGraphConditionalHandleCreate, handle, context, default or 0, flags)
         out = Condition(int(made))
-        out.name, out.owner = name, handle
+        out.name = name
+        out.owner = handle
         root.unused_conditions[out] = name
     return out
 
@@ -71,7 +72,8 @@ class GraphBody(Graph):
     def __init__(self, root: Graph, name: str, handle: int) -> None:
         # The driver owns the body; the root owns the records of its nodes.
         self._begin(root.context, name, root.status, root.state)
-        self._root, self._body = root, handle
+        self._root = root
+        self._body = handle
 
     @property
     def root(self) -> Graph:
@@ -111,7 +113,8 @@ class GraphBody(Graph):
 def _add(
     lane: GraphLane, kind: str, condition: Condition, bodies: int, name: str
 ) -> list[GraphBody]:
-    graph, root = lane.graph, lane.graph.root
+    graph = lane.graph
+    root = lane.graph.root
     if not isinstance(condition, Condition):
         raise OptionError(f"{kind} {name!r} needs a condition made by condition()")
     if condition.owner != root.handle:

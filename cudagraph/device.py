@@ -86,7 +86,8 @@ class Device(Context):
         self.why = why
         atexit.register(_end)
         self.name = call(cu.cuDeviceGetName, 128, self._handle).split(b"\0")[0].decode()
-        major, minor = "COMPUTE_CAPABILITY_MAJOR", "COMPUTE_CAPABILITY_MINOR"
+        major = "COMPUTE_CAPABILITY_MAJOR"
+        minor = "COMPUTE_CAPABILITY_MINOR"
         self.compute_capability = (self.attribute(major), self.attribute(minor))
         self.cores = self.attribute("MULTIPROCESSOR_COUNT")
 

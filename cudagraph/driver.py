@@ -45,7 +45,8 @@ def set_context(context: Any, reopen: Callable[[], None] | None = None) -> None:
     None says that it was released; ``reopen`` then retains it again for the next call.
     """
     global _context, _reopen
-    _context, _reopen = context, reopen
+    _context = context
+    _reopen = reopen
 
 
 def is_current() -> bool:

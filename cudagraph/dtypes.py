@@ -89,7 +89,8 @@ def _to_e4m3(values: NDArray[np.float32]) -> NDArray[np.uint8]:
 
 def _e4m3_values() -> NDArray[np.float32]:
     code = np.arange(256)
-    exponent, mantissa = (code >> 3) & 15, code & 7
+    exponent = (code >> 3) & 15
+    mantissa = code & 7
     fraction = np.where(exponent > 0, 8 + mantissa, mantissa)
     values = np.where(code & 128, -1.0, 1.0) * np.ldexp(fraction, np.maximum(exponent, 1) - 10)
     return np.where(code & 127 == 127, np.nan, values).astype(np.float32)

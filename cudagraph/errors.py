@@ -18,7 +18,10 @@ class DeviceError(GraftError):
         self, message: str, *, api: str = "", code: int = 0, code_name: str = "", detail: str = ""
     ) -> None:
         super().__init__(message)
-        self.api, self.code, self.code_name, self.detail = api, code, code_name, detail
+        self.api = api
+        self.code = code
+        self.code_name = code_name
+        self.detail = detail
 
 
 class SoftImportError(DeviceError, ImportError):
@@ -49,4 +52,5 @@ class HostWorkError(GraftError):
 
     def __init__(self, message: str, *, node: str, replay: int) -> None:
         super().__init__(message)
-        self.node, self.replay = node, replay
+        self.node = node
+        self.replay = replay

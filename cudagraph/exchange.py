@@ -81,7 +81,8 @@ class Exchange:
         for name, value, low in sizes:
             if value < low:
                 raise OptionError(f"exchange: {name} is {value}, must be at least {low}")
-        rows, words = drafts + 1, -(-vocab_size // 32)
+        rows = drafts + 1
+        words = -(-vocab_size // 32)
         stamp = read_struct(HEADER, "RowStamp")
         head = {
             n: read_struct(HEADER, n).itemsize // 4
@@ -94,7 +95,8 @@ class Exchange:
             "candidate_ids": head["Candidates"] + (2 * levels or branch) * candidates,
             "answer": head["Answer"] + (2 * drafts if levels else branch if branch > 1 else 0),
         }
-        at, end = {}, 0
+        at = {}
+        end = 0
         for name, count in parts.items():
             at[name] = end
             end += -(-count // _LINE_WORDS) * _LINE_WORDS
@@ -112,7 +114,9 @@ class Exchange:
         }.items() | at.items():
             layout[name] = value
         self.layout: Any = layout[()]
-        self.slots, self.drafts, self.vocab_size = slots, drafts, vocab_size
+        self.slots = slots
+        self.drafts = drafts
+        self.vocab_size = vocab_size
         self.memory = PinnedArray(context, slots * (end + rows * words), "int32")
         whole, masks = np.split(self.memory.array, [slots * end])
         whole = whole.reshape(slots, end)
@@ -124,9 +128,11 @@ class Exchange:
         self.masks = masks.reshape(rows, slots, words).swapaxes(0, 1)
         self.near = zeros(context, (rows, slots, words), "int32")
         self.far = self.memory.part(slots * end, (rows, slots, words))
-        self.committed, self.drafted = part("committed"), part("drafted")
+        self.committed = part("committed")
+        self.drafted = part("drafted")
         self.candidates = part("candidate_ids")
-        answer, size = part("answer"), head["Answer"]
+        answer = part("answer")
+        size = head["Answer"]
         self.answer = answer[:, :size].view(read_struct(HEADER, "Answer"))[:, 0]
         self.legal = answer[:, size:].view(np.uint32)
 

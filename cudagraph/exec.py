@@ -74,7 +74,8 @@ class GraphExec:
         self._native = _native.Exec(int(handle), int(event), graph.state)
         self._closed = False
         self._definition = weakref.ref(graph)
-        self._cells, self._lent = graph.cells, graph.lent
+        self._cells = graph.cells
+        self._lent = graph.lent
         for cell in self._cells:
             cell.native.restart()  # replays of this executable count from 1
         # The driver copies a changed node's parameters and takes no ownership of what they refer
@@ -140,8 +141,11 @@ class GraphExec:
             why = why.lower().replace("_", " ")
             raise OptionError(f"{self.name!r} cannot be updated to {graph.name!r}{where}: {why}")
         self._check((code, "cuGraphExecUpdate"))
-        self._cells, self._lent = graph.cells, graph.lent
-        self._state, self.status, self.name = graph.state, graph.status, graph.name
+        self._cells = graph.cells
+        self._lent = graph.lent
+        self._state = graph.state
+        self.status = graph.status
+        self.name = graph.name
         graph.adopted_by(self)
 
     def set(self, cell: Cell, value: object) -> None:

@@ -78,7 +78,8 @@ class Graph:
         self, context: Context, name: str = "graph", *, programmatic: bool = False
     ) -> None:
         if programmatic:
-            major, cuda = context.attribute("COMPUTE_CAPABILITY_MAJOR"), call(cu.cuDriverGetVersion)
+            major = context.attribute("COMPUTE_CAPABILITY_MAJOR")
+            cuda = call(cu.cuDriverGetVersion)
             if major < PROGRAMMATIC_SINCE[0] or cuda < PROGRAMMATIC_SINCE[1]:
                 raise OptionError(
                     f"graph {name!r} cannot have programmatic edges: they need compute capability "
@@ -96,10 +97,12 @@ class Graph:
     def _begin(
         self, context: Context, name: str, status: PinnedArray, state: _native.GraphState
     ) -> None:
-        self.context, self.name = context, name
+        self.context = context
+        self.name = name
         self.nodes: list[Node] = []
         self.edges: list[tuple[int, int]] = []
-        self.status, self.state = status, state
+        self.status = status
+        self.state = state
         self.cells: list[Cell] = []
         self.lent: list[PinnedArray] = []  # status words of children
         self.unused_conditions: dict[int, str] = {}
@@ -269,7 +272,8 @@ class Graph:
             root.unused_conditions.update(child.unused_conditions)
             root.lent.extend((child.status, *child.lent))
             self.children[index] = child
-            child._resource, child._moved_into = None, self.name
+            child._resource = None
+            child._moved_into = self.name
 
     def end(self, lane: str) -> tuple[int, ...]:
         """Return what the next node of a lane will depend on, for a mark."""
@@ -413,7 +417,9 @@ class GraphLane:
 
     def fill(self, dst: Array, byte: int = 0, *, name: str | None = None) -> None:
         """Add a node that sets every byte of an array."""
-        value, address, nbytes = check_byte(byte), dst.ptr, dst.nbytes
+        value = check_byte(byte)
+        address = dst.ptr
+        nbytes = dst.nbytes
         self._add(
             "fill",
             name or "fill",
@@ -448,7 +454,8 @@ class GraphLane:
         graph = self.graph
         if cell is not None and cell.state is not graph.state:
             raise OptionError(f"{cell.name!r} is no cell of graph {graph.name!r}")
-        title, payload = name or item.title, None if cell is None else cell.native
+        title = name or item.title
+        payload = None if cell is None else cell.native
         owners = (graph.status.owner, item.keep)
         graph.add(
             "host",

@@ -20,7 +20,8 @@ from graft.cudagraph.errors import HostWorkError, OptionError
 from graft.cudagraph.stacks import describe_running
 from graft.native import _native
 
-CAPTURING, CAPTURE_INVALID = 1, 2
+CAPTURING = 1
+CAPTURE_INVALID = 2
 INVALIDATED = 901
 #: Who spins needs a core beside Python's, the device's and one to spare.
 SPIN_CORES = 4

@@ -150,7 +150,8 @@ class Kernel:
             raise self._bad(i, f"is {name} and cannot hold {_said(value)}") from None
 
     def _what(self, i: int) -> str:
-        kind, size = self._kinds[i], self.param_sizes[i]
+        kind = self._kinds[i]
+        size = self.param_sizes[i]
         if kind == OTHER:
             return f"of a type that is not built in ({size} bytes; NumPy scalars keep theirs)"
         return f"{'an' if kind == INT else 'a'} {kind} of {size} bytes"
@@ -190,7 +191,8 @@ class KernelModule:
         waiting: frozenset[str],
     ) -> None:
         self.name = name
-        self.kinds, self.waiting = kinds, waiting
+        self.kinds = kinds
+        self.waiting = waiting
         self._handle = handle
         self._keep = keep
         # Weak: a kernel holds its module, and both should go when nobody uses them.

@@ -114,7 +114,8 @@ class StreamLane:
 
     def fill(self, dst: Array, byte: int = 0, *, name: str | None = None) -> None:
         """Set every byte of an array."""
-        address, nbytes = dst.ptr, dst.nbytes
+        address = dst.ptr
+        nbytes = dst.nbytes
         keep_captured(self.stream.handle, (dst.owner,))
         call(cu.cuMemsetD8Async, address, check_byte(byte), nbytes, self.stream.handle)
 

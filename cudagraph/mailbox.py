@@ -30,7 +30,8 @@ REQUEST, ACK, GAVE_UP = range(3)
 ONE = (1, 1, 1)
 LONGEST_LIMIT_S = 86400.0
 #: A parking worker spins so long after a request, then sleeps so long between looks.
-SPIN_S, SLEEP_S = 50e-6, 50e-6
+SPIN_S = 50e-6
+SLEEP_S = 50e-6
 
 
 class MailboxWorker:
@@ -118,7 +119,9 @@ class Mailbox:
         if output is not None and not isinstance(output, PinnedArray):
             raise OptionError(f"output must be a PinnedArray, not {type(output).__name__}")
         self.item = as_work(work)
-        self._worker, self._limits, self._output = worker, limits, output
+        self._worker = worker
+        self._limits = limits
+        self._output = output
         self._spinning = spinning
         self._words = PinnedArray(context, (3, LINE_WORDS), "int32")  # a cache line each
         self._counter = zeros(context, (1,), "uint32")

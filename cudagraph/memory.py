@@ -174,7 +174,8 @@ class DeviceArray:
                 raise ShapeError(f"only the leading axis can be indexed, not {key!r}") from None
             if not -length <= index < length:
                 raise ShapeError(f"index {index} is outside of an axis of {length}")
-            start, shape = index % length, self.shape[1:]
+            start = index % length
+            shape = self.shape[1:]
         return self._view(shape, self._offset + start * row)
 
     def reshape(self, *shape: int | tuple[int, ...]) -> DeviceArray:
@@ -350,7 +351,8 @@ class PinnedArray:
     def part(self, first: int, shape: tuple[int, ...]) -> PinnedArray:
         """View the elements from `first` on, of all that there are; closing closes all."""
         seen = copy(self)
-        seen.shape, seen._offset = shape, self._offset + first * itemsize(self.dtype)
+        seen.shape = shape
+        seen._offset = self._offset + first * itemsize(self.dtype)
         seen._device_pointer += seen._offset - self._offset
         seen.array = self.array.reshape(-1)[first : first + math.prod(shape)].reshape(shape)
         return seen

@@ -38,11 +38,14 @@ class NcclGather(Gather):
         self._core: Any = core
         self._communicator: Any = None
         super().__init__(context, ranks, most)
-        self._context, self._stream = context, Stream(context, "nccl")
+        self._context = context
+        self._stream = Stream(context, "nccl")
 
     def connect(self) -> None:
         """See `Gather`."""
-        core, ranks, name = self._core, self._ranks, np.zeros(_ID_BYTES, np.uint8)
+        core = self._core
+        ranks = self._ranks
+        name = np.zeros(_ID_BYTES, np.uint8)
         if ranks.rank == 0:
             name[:] = np.frombuffer(bytes(core.get_unique_id()), np.uint8)
             ranks.send(ranks.others, name)
@@ -57,7 +60,8 @@ class NcclGather(Gather):
         if isinstance(lane, StreamLane):
             self._communicator.allgather(own, everyones, stream=lane.stream.handle)
         elif isinstance(lane, GraphLane):
-            child, stream = Graph(self._context, "sums of ranks"), self._stream.handle
+            child = Graph(self._context, "sums of ranks")
+            stream = self._stream.handle
             mode = cu.CUstreamCaptureMode.CU_STREAM_CAPTURE_MODE_THREAD_LOCAL
             call(cu.cuStreamBeginCapture, stream, mode)
             try:

@@ -46,7 +46,8 @@ def add_kernel(
     programmatic: bool = False,
 ) -> Any:
     """Add a kernel node and return its CUgraphNode; ``programmatic`` says how it depends."""
-    any_node, edges = cu.CUgraphNodeParams(), None
+    any_node = cu.CUgraphNodeParams()
+    edges = None
     any_node.type = cu.CUgraphNodeType.CU_GRAPH_NODE_TYPE_KERNEL
     fill_kernel(any_node.kernel, function, grid, block, shared, packed)
     if programmatic:
@@ -101,7 +102,8 @@ def fill_kernel(
 def add_copy(graph: int, after: list[Any], dst: Span, src: Span) -> Any:
     """Add a one-dimensional copy node and return its CUgraphNode."""
     params = cu.CUDA_MEMCPY3D()
-    host, device = cu.CUmemorytype.CU_MEMORYTYPE_HOST, cu.CUmemorytype.CU_MEMORYTYPE_DEVICE
+    host = cu.CUmemorytype.CU_MEMORYTYPE_HOST
+    device = cu.CUmemorytype.CU_MEMORYTYPE_DEVICE
     params.srcMemoryType = host if src.pinned else device
     params.dstMemoryType = host if dst.pinned else device
     if src.pinned:
@@ -182,8 +184,10 @@ def add_answer_wait(graph: int, after: list[Any], address: int) -> Any:
 
     One batch runs in the order of its array, so every replay waits for an answer of its own.
     """
-    wait, reset = cu.CUstreamBatchMemOpParams(), cu.CUstreamBatchMemOpParams()
-    kinds, flags = cu.CUstreamBatchMemOpType, cu.CUstreamWaitValue_flags
+    wait = cu.CUstreamBatchMemOpParams()
+    reset = cu.CUstreamBatchMemOpParams()
+    kinds = cu.CUstreamBatchMemOpType
+    flags = cu.CUstreamWaitValue_flags
     wait.operation = kinds.CU_STREAM_MEM_OP_WAIT_VALUE_32
     wait.waitValue.operation = kinds.CU_STREAM_MEM_OP_WAIT_VALUE_32
     wait.waitValue.address = cu.CUdeviceptr(address)

@@ -70,7 +70,9 @@ class Ranks:
                 "MPI was initialised without MPI_THREAD_MULTIPLE, which ranks need: "
                 "a host step and Python's threads call it"
             )
-        self.deadline_s, self.rank, self.size = float(deadline_s), comm.Get_rank(), comm.Get_size()
+        self.deadline_s = float(deadline_s)
+        self.rank = comm.Get_rank()
+        self.size = comm.Get_size()
         self._comm = comm.Dup()
         library = ctypes.CDLL(MPI.__file__)
         calls = (
@@ -160,7 +162,8 @@ class Ranks:
         return _native.Messages(self._mpi, given, deadline_s)
 
     def _wait(self, messages: Any, keep: object, timeout_s: float) -> None:
-        begun, done = time.monotonic(), False
+        begun = time.monotonic()
+        done = False
         while not done:
             done = messages.wait(_LOOK_S)
             if done is None or (not done and time.monotonic() - begun > timeout_s):
@@ -222,7 +225,8 @@ class MpiGather(Gather):
 
     def gather(self, lane: Lane, own: DeviceArray) -> DeviceArray:
         """See `Gather`."""
-        ranks, everyones = self._ranks, self._everyones(own)
+        ranks = self._ranks
+        everyones = self._everyones(own)
         parts = [self._staged.part(rank * own.size, own.shape) for rank in range(ranks.size)]
         lane.copy(parts[ranks.rank], own, name="own sums")
         sent = [(other, parts[ranks.rank]) for other in ranks.others]

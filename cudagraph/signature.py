@@ -9,7 +9,10 @@ from __future__ import annotations
 import re
 from collections.abc import Mapping
 
-POINTER, INT, FLOAT, OTHER = "pointer", "int", "float", "other"
+POINTER = "pointer"
+INT = "int"
+FLOAT = "float"
+OTHER = "other"
 
 _COMMENT = re.compile(r"//[^\n]*|/\*.*?\*/", re.DOTALL)
 _BOUNDS = r"(?:__launch_bounds__\s*\((?:[^()]|\([^()]*\))*\)\s*)?"
@@ -32,7 +35,8 @@ def kernel_kinds(text: str) -> Mapping[str, tuple[str, ...]]:
     """
     found: dict[str, tuple[str, ...]] = {}
     for entry in _ENTRY.finditer(_COMMENT.sub(" ", text)):
-        name, listed = entry[1], entry[2].strip()
+        name = entry[1]
+        listed = entry[2].strip()
         kinds = tuple(_kind(one) for one in listed.split(",")) if listed not in ("", "void") else ()
         before = found.get(name, kinds)
         if len(before) == len(kinds):

@@ -104,7 +104,8 @@ class Event:
     def __init__(self, name: str = "event", *, timing: bool = False) -> None:
         flags = cu.CUevent_flags
         flag = flags.CU_EVENT_DEFAULT if timing else flags.CU_EVENT_DISABLE_TIMING
-        self.name, self.timing = name, timing
+        self.name = name
+        self.timing = timing
         self._resource = _native.Resource(
             _native.ResourceKind.EVENT, int(call(cu.cuEventCreate, flag))
         )

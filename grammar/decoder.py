@@ -123,13 +123,17 @@ class GuidedDecoder:
         if transport not in STEP_TRANSPORTS:
             known = ", ".join(STEP_TRANSPORTS)
             raise OptionError(f"guided decoder: transport is {transport!r}, must be one of {known}")
-        self.slots, self.draft_length = exchange.slots, exchange.drafts
+        self.slots = exchange.slots
+        self.draft_length = exchange.drafts
         self.vocab_size = exchange.vocab_size
         self.probes = bool(exchange.layout["candidates"] > 0) and self.draft_length > 0
         if self.probes and not masked_drafts:
             raise OptionError("guided decoder: candidates are probed for masked drafts only")
-        self.masked_drafts, self.transport, self.ring = masked_drafts, transport, ring
-        self.threads, self.budget_us = threads, budget_us
+        self.masked_drafts = masked_drafts
+        self.transport = transport
+        self.ring = ring
+        self.threads = threads
+        self.budget_us = budget_us
         self._exchange = exchange  # its memory is written by steps as long as they can run
         self._published = 0
         self._late: list[GuidedRequest] = []
@@ -271,7 +275,8 @@ class GuidedDecoder:
         seen: set[int] = set()
         owners: dict[int, GuidedRequest] = {}
         for request in requests:
-            slot, matcher = request.slot, request.matcher
+            slot = request.slot
+            matcher = request.matcher
             if not 0 <= slot < self.slots or slot in seen:
                 raise GuideError(f"slot {slot} is out of range or named twice")
             seen.add(slot)

@@ -18,7 +18,8 @@ from .errors import GrammarError
 __all__ = ["CHECK_S", "SEARCH_S", "check_output", "found_in"]
 
 #: Seconds that the check of an output may take, and one search.
-CHECK_S, SEARCH_S = 5.0, 1.0
+CHECK_S = 5.0
+SEARCH_S = 1.0
 _STEPS = 1e5  # of a search that is made in this process
 _HERE = __name__ + ":"
 

@@ -99,8 +99,10 @@ class Matcher(ABC):
     """
 
     def __init__(self, compiled: CompiledGrammar, stop_ids: tuple[int, ...]):
-        self.compiled, self.stop_ids = compiled, stop_ids
-        self.size, self.words = compiled.backend.vocabulary.size, compiled.backend.vocabulary.words
+        self.compiled = compiled
+        self.stop_ids = stop_ids
+        self.size = compiled.backend.vocabulary.size
+        self.words = compiled.backend.vocabulary.words
         self.claimed = False
 
     @functools.cached_property
@@ -170,7 +172,8 @@ class NativeBackedMatcher(Matcher):
         self, compiled: CompiledGrammar, stop_ids: tuple[int, ...], native: Any, keep: Any = None
     ):
         super().__init__(compiled, stop_ids)
-        self.native, self._keep = native, keep
+        self.native = native
+        self._keep = keep
 
     @_typed
     def accept(self, token: int) -> bool:
@@ -206,7 +209,8 @@ def _native_marker(vocabulary: Vocabulary, marker: Marker) -> Any:
 
 def _marked(inner: Matcher, marker: Marker) -> Matcher:
     """The native scanner in front of a matcher."""
-    compiled, vocabulary = inner.compiled, inner.compiled.backend.vocabulary
+    compiled = inner.compiled
+    vocabulary = inner.compiled.backend.vocabulary
     if set(marker.ids(vocabulary)) & set(inner.stop_ids):
         raise GrammarError("marker: its token is one of the request's stop ids")
     native = _native.guide.MarkedMatcher(

@@ -277,7 +277,8 @@ def _document(schema: Any) -> Any:
 
 def _check_keys(value: Any) -> None:
     """Refuses what JSON would turn into other keys without a word."""
-    pending, seen = [value], set[int]()
+    pending = [value]
+    seen = set[int]()
     while pending:
         part = pending.pop()
         if isinstance(part, (dict, list, tuple)) and id(part) not in seen:

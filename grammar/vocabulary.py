@@ -160,7 +160,8 @@ def _describe(source: tokenizers.Tokenizer | str | Path) -> dict[str, Any]:
 
 def _steps(pipeline: dict[str, Any] | None) -> dict[str, dict[str, Any]]:
     """The steps of a pipeline by their types, nested sequences flattened."""
-    found, pending = {}, [pipeline] if pipeline else []
+    found = {}
+    pending = [pipeline] if pipeline else []
     while pending:
         part = pending.pop()
         found[part["type"]] = part

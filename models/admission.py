@@ -50,8 +50,10 @@ class Admission:
             )
         self._length = options.positions
         self._tokenizer = tokenizer
-        self._vocab_size, self._compiler = vocab_size, compiler
-        self._limits, self._verify = options.limits, options.verify
+        self._vocab_size = vocab_size
+        self._compiler = compiler
+        self._limits = options.limits
+        self._verify = options.verify
 
     def take(self, request: Request, output: Output, waiting: Collection[Running]) -> Running:
         """Check `request`, which would join those `waiting`, and begin compiling its grammar.

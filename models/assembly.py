@@ -110,7 +110,8 @@ def _prefixes(
 ) -> PrefixCache:
     """What is kept of requests that are over: nothing, where a drafter's entries are no use."""
     lookahead = drafter.lookahead if drafter else 0
-    pages, most = caches[0].scratch_page, options.prefix_cache_bytes
+    pages = caches[0].scratch_page
+    most = options.prefix_cache_bytes
     if most is not None:
         pages = min(pages, most // sum(cache.page_bytes for cache in caches))
     return PrefixCache(caches, lookahead or 0, 0 if lookahead is None else pages)
@@ -139,7 +140,8 @@ def _max_rows(options: Options) -> int:
 def _target(
     device: Device, options: Options, model: Path, config: LlamaConfig, ranks: Ranks | None
 ) -> LlamaModel:
-    lead, heads = None, config.num_key_value_heads
+    lead = None
+    heads = config.num_key_value_heads
     known = {"activations": options.activations, "weights": options.weights}
     if ranks is not None:
         lead = Lead(device, ranks, config, _max_rows(options))
@@ -176,11 +178,13 @@ def _drafter(
         _max_rows(options),
         lambda *shape: _cache(device, options, *shape),
     )
-    name, drafter = str(choice), make_drafter(choice, room)
+    name = str(choice)
+    drafter = make_drafter(choice, room)
     if not isinstance(getattr(drafter, "shape", None), TreeShape):
         raise OptionError(f"drafter {name}: says nothing of its shape")
     drafter.shape.check(options.most_drafts)
-    shape, asked = drafter.shape, options.draft_tree is not None
+    shape = drafter.shape
+    asked = options.draft_tree is not None
     if (shape.branch > 1) != asked and (asked or shape.levels):
         raise OptionError(
             f"drafter {name}: drafts of the shape {shape}, and draft_tree is {options.draft_tree}"
@@ -225,9 +229,12 @@ def _parts(
     tokenizer: Tokenizer,
     vocabulary: Vocabulary,
 ) -> RoundParts:
-    slots, batch = options.slots, options.max_batch_size
+    slots = options.slots
+    batch = options.max_batch_size
     shape = drafter.shape if drafter else TreeShape(0)
-    drafts, branch, levels = shape.nodes, shape.branch, len(shape.levels)
+    drafts = shape.nodes
+    branch = shape.branch
+    levels = len(shape.levels)
     vocab_size = target.config.vocab_size
     legality = _legality(options, drafter)
     walks = legality is Walk

@@ -20,11 +20,14 @@ __all__ = ["DraftBudget", "ladder"]
 
 LOG = logging.getLogger("graft")
 #: What an average keeps of its old value, and a draft's chance before any was tested.
-DECAY, FIRST = 0.8, 0.7
+DECAY = 0.8
+FIRST = 0.7
 #: Rounds of a bucket between two choices, and how much better another length must be.
-HOLD, GAIN = 8, 1.05
+HOLD = 8
+GAIN = 1.05
 #: The last PROBE rounds of every PERIOD try another length than the chosen one.
-PERIOD, PROBE = 64, 4
+PERIOD = 64
+PROBE = 4
 
 
 def ladder(most: int) -> list[int]:
@@ -67,7 +70,8 @@ class DraftBudget:
 
     def took(self, size: int, length: int, ns: int, idle: bool) -> None:
         """Take the time of a replay of bucket `size` that is over; idle: nobody sat in it."""
-        key, ns = (size, length), max(ns, 1)
+        key = (size, length)
+        ns = max(ns, 1)
         if idle:  # the first one also loads what is loaded lazily
             self._idle[key] = min(ns, self._idle.get(key, ns))
         else:
@@ -129,7 +133,8 @@ class DraftBudget:
         """Tokens per nanosecond that rounds of each length are expected to bring."""
         keys = [(size, length) for length in self.lengths]
         ran = [key for key in keys if key in self._live]
-        idle, live = sum(self._idle[key] for key in ran), sum(self._live[key] for key in ran)
+        idle = sum(self._idle[key] for key in ran)
+        live = sum(self._live[key] for key in ran)
         scale = live / idle if ran else 1.0
         chances = _known(np.stack([self._of.get(request, self._all) for request in requests]))
         survival = np.cumprod(chances, axis=2)

@@ -18,7 +18,8 @@ from graft.grammar.errors import GrammarError
 from graft.models.errors import TokenizerError
 
 #: What one rendering may take, and address space that its process may add.
-LIMIT_S, MEMORY_BYTES = 5.0, 1 << 30
+LIMIT_S = 5.0
+MEMORY_BYTES = 1 << 30
 _RENDERED = f"{__name__}:rendered"
 _READY = "chat", Question(_RENDERED, ("", "{}"))  # what is imported is not in the time
 _CHILD = Child(MEMORY_BYTES)  # for all engines of this process
@@ -44,7 +45,8 @@ class ChatTemplate:
     """
 
     def __init__(self, source: str, where: str):
-        self._source, self._where = source, where
+        self._source = source
+        self._where = where
         try:
             _parse(source)
         except (jinja2.TemplateError, RecursionError) as error:

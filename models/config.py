@@ -159,7 +159,8 @@ class Eagle3Config(LlamaConfig):
                 "this looks like a target model, not like a drafter"
             )
         layer = _decoder(decoder)
-        vocab, hidden = layer["vocab_size"], layer["hidden_size"]
+        vocab = layer["vocab_size"]
+        hidden = layer["hidden_size"]
         return cls(
             **layer,
             draft_vocab_size=fields.integer("draft_vocab_size", low=1, high=vocab, default=vocab),
@@ -234,7 +235,8 @@ class DFlashConfig(LlamaConfig):
 
     @classmethod
     def from_fields(cls, fields: Fields) -> Self:
-        spark, second = "Qwen3DSparkModel", "DFlash2DraftModel"
+        spark = "Qwen3DSparkModel"
+        second = "DFlash2DraftModel"
         _architecture(fields, dict.fromkeys(("DFlashDraftModel", second, spark), "qwen3"))
         made = (fields.get("architectures") or [None])[0]
         numbers = {
@@ -253,7 +255,8 @@ class DFlashConfig(LlamaConfig):
             if made == second
             else {}
         )
-        own, windows = fields, False
+        own = fields
+        windows = False
         if made == spark:
             fields.refuse("markov_head_type", "vanilla")
             while numbers:
@@ -321,7 +324,8 @@ def _quantization(fields: Fields) -> None:
 
 def _architecture(fields: Fields, known: Mapping[str, str]) -> str:
     """The model_type, by the architecture's name where that is given."""
-    names, kind = fields.get("architectures"), fields.get("model_type")
+    names = fields.get("architectures")
+    kind = fields.get("model_type")
     if names is None and kind is None:
         raise ConfigError(f"{fields.where}: neither architectures nor model_type is given")
     if names is None:

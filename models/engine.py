@@ -104,7 +104,8 @@ class Engine:
             raise OptionError(f"model must be a checkpoint's folder, got {shown(model)}")
         if ranks is not None and not isinstance(ranks, Ranks):
             raise OptionError(f"ranks must be Ranks, got {shown(ranks)}")
-        asked, folder = Options(**options), Path(model)
+        asked = Options(**options)
+        folder = Path(model)
         if asked.draft_tree is not None and drafter is None:
             raise OptionError(f"draft_tree {asked.draft_tree} needs a drafter")
         config = LlamaConfig.from_dir(folder)
@@ -115,7 +116,9 @@ class Engine:
         transport, self.transport_reason = choose_transport(asked.grammar_transport, self.device)
         self.options = replace(asked, grammar_transport=transport)
         built = assemble(self.device, self.options, folder, drafter, config, tokenizer, ranks)
-        self._built, self._parts, self.tokenizer = built, built.parts, tokenizer
+        self._built = built
+        self._parts = built.parts
+        self.tokenizer = tokenizer
         self._admission = Admission(self.options, tokenizer, config.vocab_size, built.compiler)
         self._replays = Replays(built.parts, built.stream, built.budget)
         self._handing = Handing(
@@ -401,7 +404,8 @@ class Engine:
         KeyboardInterrupt
             After every unfinished request was cancelled.
         """
-        asked, names = _samples(requests), list[str]()
+        asked = _samples(requests)
+        names = list[str]()
         done: dict[str, Output] = {}
         with tqdm(total=len(asked), disable=not progress, unit="request") as bar:
             for event in self._stream(asked, names):
@@ -438,8 +442,10 @@ class Engine:
         if self._closed:
             raise OptionError("the engine is closed")
         grammar = self._count_forced()
-        seating, replays = self._scheduler.seating, self._replays
-        caches, prefixes = self._built.caches, self._built.prefixes
+        seating = self._scheduler.seating
+        replays = self._replays
+        caches = self._built.caches
+        prefixes = self._built.prefixes
         used = sum(c.scratch_page - len(c.free) - prefixes.unused for c in caches)
         return {
             "engine": self.stats.as_dict(),
@@ -506,7 +512,8 @@ class Engine:
 
     def _drain(self) -> None:
         with ExitStack() as stack:  # every one of them, last first, whatever another raises
-            parts, built = self._parts, self._built
+            parts = self._parts
+            built = self._built
             stack.callback(parts.target.end)
             stack.callback(built.stream.close)
             for held in (parts.inputs, parts.outputs, parts.timeline, parts.exchange):

@@ -32,12 +32,16 @@ class RoundScratch:
         features: int,
         draft_vocab: int,
     ):
-        rows, nodes, tree = max_batch * width, max_batch * branch, branch > 1
+        rows = max_batch * width
+        nodes = max_batch * branch
+        tree = branch > 1
 
         def ints(*shape: int) -> DeviceArray:
             return device.zeros(shape, "int32")
 
-        self.row_slot, self.first, self.map = ints(max_batch), ints(max_batch), ints(rows)
+        self.row_slot = ints(max_batch)
+        self.first = ints(max_batch)
+        self.map = ints(rows)
         paths = device.zeros((rows,), "uint64") if tree else None
         self.target_rows = Rows(ints(rows), ints(rows), ints(rows), paths)
         self.committed = Rows(ints(rows), ints(rows), ints(rows))
@@ -86,14 +90,21 @@ class Feed:
         sampler: Sampler,
         scratch: RoundScratch,
     ):
-        self.device, self.batch, self.count, self.width = device, batch, count, width
-        self.state, self.sampler, self.scratch = state, sampler, scratch
-        self.row_slot, self.first = scratch.row_slot[:batch], scratch.first[:batch]
+        self.device = device
+        self.batch = batch
+        self.count = count
+        self.width = width
+        self.state = state
+        self.sampler = sampler
+        self.scratch = scratch
+        self.row_slot = scratch.row_slot[:batch]
+        self.first = scratch.first[:batch]
         self.rows = RowMap(self.row_slot, self.first, scratch.map[:count])
         self.last = scratch.last[:batch]
         self.branch = branch
         self.logits = scratch.draft_logits[: batch * branch]
-        self.origin, self.proposal = scratch.origin[: batch * branch], scratch.proposal[:batch]
+        self.origin = scratch.origin[: batch * branch]
+        self.proposal = scratch.proposal[:batch]
         self.parents = None if scratch.parents is None else scratch.parents[:batch]
         features = scratch.features
         self.features = None if features is None else features[:count]

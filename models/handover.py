@@ -38,7 +38,8 @@ from graft.sampling.state import Relaxed
 FORMAT = 1
 _HEAD = struct.Struct("<6sHQ")  # magic, format, bytes of the description
 _MAGIC = b"graft\0"
-_SAMPLES, _SAMPLE = 64, 1 << 16
+_SAMPLES = 64
+_SAMPLE = 1 << 16
 _THREADS = 128
 #: Of an output these are what the other engine finds out by itself, or is told otherwise.
 _OWN = (
@@ -101,7 +102,8 @@ class HandOver:
                 f"{FORMAT}, which this graft reads"
             )
         at = _HEAD.size + size
-        about, pages = json.loads(bytes(data[_HEAD.size : at])), []
+        about = json.loads(bytes(data[_HEAD.size : at]))
+        pages = []
         at += -size % 8
         for shape in about.pop("shapes"):
             end = at + 4 * int(np.prod(shape))
@@ -112,7 +114,8 @@ class HandOver:
 
 def described(running: Running, verify: str) -> dict[str, Any]:
     """An unfinished request and its output as plain data; `verify` where it names none."""
-    output, request = running.output, running.request
+    output = running.output
+    request = running.request
     asked = replace(
         request,
         tokens=running.prompt,
@@ -156,8 +159,10 @@ def restore(running: Running, about: Mapping[str, Any]) -> None:
     RequestError
         That output has ended.
     """
-    output, told = running.output, dict(about["output"])
-    tokens, logprobs = told.pop("tokens"), told.pop("logprobs")
+    output = running.output
+    told = dict(about["output"])
+    tokens = told.pop("tokens")
+    logprobs = told.pop("logprobs")
     for name, value in told.items():
         setattr(output, name, value)
     if logprobs is not None:
@@ -220,7 +225,10 @@ class Handing:
         prefixes: PrefixCache,
         known: Mapping[str, str | int],
     ) -> None:
-        self._device, self._lane, self._caches, self._prefixes = device, lane, caches, prefixes
+        self._device = device
+        self._lane = lane
+        self._caches = caches
+        self._prefixes = prefixes
         shapes = [f"{c.layers} x {c.kv_heads} x {c.head_dim} {c.dtype}" for c in caches]
         self._facts = {**known, "page_size": caches[0].page_size, "caches": ", ".join(shapes)}
         self._move = device.load(Path(__file__).parent / "kernels" / "pages.cu")["move_pages"]

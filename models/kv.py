@@ -77,8 +77,12 @@ class PagedKV:
         if dtype not in STORAGE:
             raise OptionError(f"PagedKV: dtype {dtype!r}, expected one of {sorted(STORAGE)}")
         self.device = device
-        self.layers, self.kv_heads, self.head_dim = layers, kv_heads, head_dim
-        self.page_size, self.dtype, self.slots = page_size, dtype, slots
+        self.layers = layers
+        self.kv_heads = kv_heads
+        self.head_dim = head_dim
+        self.page_size = page_size
+        self.dtype = dtype
+        self.slots = slots
         self.max_pages = max_pages_per_slot
         self.scratch_page = pages
         self.page_shift = page_size.bit_length() - 1

@@ -83,7 +83,9 @@ def mma_shape(rows: int, columns: int, nbytes: int = 2) -> MmaShape:
         return MmaShape("linear_few", {"TILES": _ceil(rows, 8)}, (columns // _MMA_COLUMNS, 1, 1))
     stages = _MMA_STAGES[nbytes]
     block = next((size for size in stages if rows <= size), max(stages))
-    across, down, splits = _ceil(columns, _MMA_OUTPUTS), _ceil(rows, block), 1
+    across = _ceil(columns, _MMA_OUTPUTS)
+    down = _ceil(rows, block)
+    splits = 1
     while splits < _MMA_PARTS and across * down * splits < _MMA_BLOCKS:
         splits *= 2
     partials = across * down * _MMA_PARTS * block * _MMA_OUTPUTS if splits > 1 else 0
@@ -291,10 +293,12 @@ class Layers:
         squares, x_eps = (x.squares, x.eps) if isinstance(x, Norm) else (None, 0.0)
         x = x.out if isinstance(x, Norm) else x
         rows, inner = x.shape
-        columns, scale = weight.shape[0], None
+        columns = weight.shape[0]
+        scale = None
         rounded = x.dtype == self.input_dtype(weight) != "float32"
         if isinstance(weight, Held):
-            scale, weight = weight.scale, weight.values
+            scale = weight.scale
+            weight = weight.values
         if scale is not None:
             expect(f"{name}: scale", scale, "float32", columns=columns)
         expect(f"{name}: weight", weight, weight.dtype, columns=columns, inner=inner)
@@ -343,7 +347,8 @@ class Layers:
             shape = mma_shape(rows << self._split, columns, itemsize(weight.dtype))
             self._linear_mma(lane, shape, types, (*args, squares, x_eps, *ending, *place), name)
         else:
-            grid, block = (_ceil(columns, _WARP_COLUMNS), _ceil(rows, _WARP_ROWS), 1), _WARP_BLOCK
+            grid = (_ceil(columns, _WARP_COLUMNS), _ceil(rows, _WARP_ROWS), 1)
+            block = _WARP_BLOCK
             if self._thread:
                 grid = (_ceil(columns, _THREAD_COLUMNS), _ceil(rows, _THREAD_ROWS), 1)
                 block = 1
@@ -406,7 +411,8 @@ class Layers:
         qkv : float32[R, (heads + 2 kv_heads) * head_dim]: queries, keys, values.
         turn : float32[positions, head_dim]: cosines, sines (`Rope.table`).
         """
-        dim, place = kv.head_dim, self._place(qkv, turn, rows, kv, layer, heads)
+        dim = kv.head_dim
+        place = self._place(qkv, turn, rows, kv, layer, heads)
         chunk = dim // 2 if self._thread else 1
         kernel = self._kernel(
             "rope", "rope_and_store", CACHE=STORAGE[kv.dtype], HEAD_DIM=dim, CHUNK=chunk
@@ -455,7 +461,8 @@ class Layers:
         qkv : float32[R, (heads + 2 kv_heads) * head_dim]; only the queries are read.
         out : float32[R, heads * head_dim].
         """
-        count, dim = rows.count, kv.head_dim
+        count = rows.count
+        dim = kv.head_dim
         expect("attention: qkv", qkv, "float32", R=count, heads=(heads + 2 * kv.kv_heads) * dim)
         expect("attention: out", out, "float32", R=count, heads=heads * dim)
         args = (qkv, rows.slot, rows.pos, rows.tree, kv.page_table, kv.k[layer], kv.v[layer], out)
@@ -475,12 +482,14 @@ class Layers:
             return
         kernel = self._formed("attention", CACHE=STORAGE[kv.dtype], HEAD_DIM=dim)
         own: tuple[int, ...] = ()
-        grid, block = (heads, count, 1), _WARP_BLOCK
+        grid = (heads, count, 1)
+        block = _WARP_BLOCK
         if self._thread:
             group = heads // kv.kv_heads
             queries = min(max(_ceil(count * heads, _THREAD_SHARES), group), _THREAD_QUERIES)
             own = (queries,)
-            grid, block = (_ceil(count * group, queries), kv.kv_heads, 1), 1
+            grid = (_ceil(count * group, queries), kv.kv_heads, 1)
+            block = 1
         lane.kernel(kernel, grid, block, (*args, *sizes, *own), name="attention")
 
     def attention_parts(self, rows: int, heads: int, kv: PagedKV) -> int:
@@ -516,7 +525,8 @@ class Layers:
         features : float32[R, columns], compacted alike.
         first : int32[B], the first row of each.
         """
-        batch, item = row_slot.shape[0], kv.kv_heads * kv.head_dim
+        batch = row_slot.shape[0]
+        item = kv.kv_heads * kv.head_dim
         kernel = self._kernel("compact", "compact_cache", CACHE=STORAGE[kv.dtype])
         sizes = (kv.slots, kv.max_pages, kv.page_shift, item)
         layer = (kv.scratch_page + 1) * kv.page_size * item

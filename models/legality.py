@@ -66,8 +66,14 @@ class Legality:
         draws: Sampler | TreeSampler,
         levels: int,
     ):
-        self._guide, self._model, self._grammar, self._let_wait = guide, model, grammar, wait
-        self._stamps, self._feed, self._draws, self._levels = stamps, feed, draws, levels
+        self._guide = guide
+        self._model = model
+        self._grammar = grammar
+        self._let_wait = wait
+        self._stamps = stamps
+        self._feed = feed
+        self._draws = draws
+        self._levels = levels
         self._ready: GraphMark
 
     def committed(self) -> None:
@@ -157,7 +163,9 @@ class Walk(Legality):
     def at_once(self, drafter: Drafter, most: int) -> int:
         if not self._levels:
             return 0
-        feed, sampler, row_slot = self._feed, self._feed.sampler, self._feed.row_slot
+        feed = self._feed
+        sampler = self._feed.sampler
+        row_slot = self._feed.row_slot
         logits = drafter.all_levels(feed)[: self._levels * feed.batch]
         sampler.candidates(self._model, logits, row_slot, most)
         self._stamps.end("drafter extend")

@@ -41,10 +41,12 @@ class DecoderLayer:
         weights: Weights, prefix: str, config: LlamaConfig, width: int, layers: Layers
     ) -> DecoderLayer:
         """Read one layer's tensors for `layers`; `width` is the input size of its attention."""
-        hidden, inner = config.hidden_size, config.intermediate_size
+        hidden = config.hidden_size
+        inner = config.intermediate_size
         queries = config.num_attention_heads * config.head_dim
         keys = config.num_key_value_heads * config.head_dim
-        attention, mlp = f"{prefix}.self_attn", f"{prefix}.mlp"
+        attention = f"{prefix}.self_attn"
+        mlp = f"{prefix}.mlp"
         heads = 0 if config.head_norm else config.head_dim
         return DecoderLayer(
             input_norm=weights.vector(f"{prefix}.input_layernorm.weight", hidden),
@@ -81,7 +83,9 @@ class Scratch:
     def __init__(self, layers: Layers, config: LlamaConfig, rows: int, width: int) -> None:
         queries = config.num_attention_heads * config.head_dim
         keys = config.num_key_value_heads * config.head_dim
-        self._layers, self._rows, self._eps = layers, rows, config.rms_norm_eps
+        self._layers = layers
+        self._rows = rows
+        self._eps = config.rms_norm_eps
         self._arrays = dict[tuple[str, int, str], DeviceArray]()
         self.stream = self.array("stream", config.hidden_size)
         self.normed = self.array("normed", config.hidden_size)
@@ -105,7 +109,8 @@ class Scratch:
     ) -> Norm:
         """A norm of so many rows for the product with `reader`, folded if `writer` is what makes
         them and may do so; the next one takes its place."""
-        out, squares = self.read_by(reader, "normed")[:rows], None
+        out = self.read_by(reader, "normed")[:rows]
+        squares = None
         if writer is not None and self._layers.folds(writer, reader):
             squares = self.array("squares", writer.shape[0] // GROUP)[:rows]
         return Norm(weight, self._eps, out, squares)
@@ -137,7 +142,8 @@ def run_layers(
     attending : rows attend to positions up to those of these, by default up to their own.
     ending : a norm of the stream behind the last.
     """
-    n, stream = rows.count, scratch.stream[: rows.count]
+    n = rows.count
+    stream = scratch.stream[: rows.count]
     for i, (own, after) in enumerate(zip_longest(decoder, decoder[1:])):
         post = scratch.norm(n, own.post_norm, own.gate_up, own.out)
         behind = scratch.norm(n, after.input_norm, after.qkv, own.down) if after else ending
@@ -178,8 +184,10 @@ def attend(
     norm: Norm | None = None,
 ) -> None:
     """The attention of one layer: `out` is what it makes of `x`, and `residual`; and its norm."""
-    n, heads = rows.count, config.num_attention_heads
-    qkv, mixed = scratch.qkv[:n], scratch.mixed[:n]
+    n = rows.count
+    heads = config.num_attention_heads
+    qkv = scratch.qkv[:n]
+    mixed = scratch.mixed[:n]
     layers.heads(
         lane,
         x,
@@ -209,7 +217,9 @@ def feed_forward(
     norm: Norm | None = None,
 ) -> None:
     """The MLP of one layer: `out` is what it makes of `x`, and `residual`; and its norm."""
-    n, up, down = out.shape[0], weights.gate_up, weights.down
+    n = out.shape[0]
+    up = weights.gate_up
+    down = weights.down
     gated = scratch.read_by(down, "gated")[:n]
     if layers.gates(up.dtype, *up.shape):
         layers.linear(lane, x, up, gated, gated=True, name="gate, up")
@@ -261,13 +271,18 @@ class LlamaModel:
         weights: str = "checkpoint",
         lead: Lead | None = None,
     ) -> None:
-        self._lead, self._own = lead, lead.share.own if lead else config
+        self._lead = lead
+        self._own = lead.share.own if lead else config
         check_cache(self._own, kv, config.num_hidden_layers)
         if max_rows < 1:
             raise OptionError(f"max_rows is {max_rows}, expected at least 1")
-        self.device, self.config, self.kv, self.max_rows = device, config, kv, max_rows
+        self.device = device
+        self.config = config
+        self.kv = kv
+        self.max_rows = max_rows
         self.layers = Layers(device, form, activations)
-        hidden, vocab = config.hidden_size, config.vocab_size
+        hidden = config.hidden_size
+        vocab = config.vocab_size
         tensors = (
             SharedWeights(device, checkpoint, weights, lead.share, lead.sums)
             if lead
@@ -324,7 +339,8 @@ class LlamaModel:
             float32[R, hidden], the residual stream before the final norm; a view of a buffer
             that the next forward overwrites.
         """
-        n, hidden = rows.check(self.max_rows), self.config.hidden_size
+        n = rows.check(self.max_rows)
+        hidden = self.config.hidden_size
         if features is not None:
             if not self._taps:
                 raise OptionError("features asked for, but set_feature_layers was not called")

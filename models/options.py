@@ -27,7 +27,8 @@ MAX_DRAFT_LENGTH = 63
 DEFAULT_LENGTH = 4096
 
 #: Most drafts of a chain and of a tree where nobody says how many.
-_AUTO_CHAIN, _AUTO_TREE = 7, 31
+_AUTO_CHAIN = 7
+_AUTO_TREE = 31
 
 #: Whole numbers: lowest and highest value, and what else there is.
 _WHOLE: dict[str, tuple[int, int, *tuple[str | None, ...]]] = {

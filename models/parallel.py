@@ -48,7 +48,8 @@ def follow(ranks: Ranks) -> None:
     DeviceError
         The device of this one failed.
     """
-    head, follower = np.zeros(HEAD, np.int64), None
+    head = np.zeros(HEAD, np.int64)
+    follower = None
     try:
         while True:
             ranks.receive(0, head)
@@ -67,9 +68,11 @@ def follow(ranks: Ranks) -> None:
 
 def _begin(ranks: Ranks, size: int) -> Follower | None:
     """Load what an engine asks for, and answer; None where that failed."""
-    text, answer = np.zeros(size, np.uint8), np.zeros(ANSWER, np.uint8)
+    text = np.zeros(size, np.uint8)
+    answer = np.zeros(ANSWER, np.uint8)
     ranks.receive(0, text, timeout_s=ranks.deadline_s)
-    made, said = None, b""
+    made = None
+    said = b""
     try:
         made = Follower(ranks, **json.loads(text.tobytes()))
     except GraftError as error:
@@ -116,7 +119,8 @@ class Follower:
         if str(asdict(whole)) != config:
             raise ConfigError(f"{folder}: its config is another one than rank 0's")
         self._device = open_device(device, ordinal + ranks.rank if device == "cuda" else ordinal)
-        self._ranks, hidden = ranks, whole.hidden_size
+        self._ranks = ranks
+        hidden = whole.hidden_size
         share = Share.of(whole, ranks.rank, ranks.size)
         self._config = own = share.own
         self._kv = PagedKV(self._device, **{**kv, "kv_heads": own.num_key_value_heads})
@@ -178,7 +182,8 @@ class Follower:
     def _forward(
         self, count: int, run: int, tree: int, *_: int
     ) -> tuple[list[DeviceArray], Callable[[Lane], None]]:
-        rows, stream = self._rows.first(count, run), self._scratch.stream[:count]
+        rows = self._rows.first(count, run)
+        stream = self._scratch.stream[:count]
         arrays = [rows.slot, rows.pos, self._kv.page_table, stream]
         if tree and rows.tree is not None:
             arrays.append(rows.tree)
@@ -187,7 +192,8 @@ class Follower:
         return arrays, partial(self._run_layers, rows, stream)
 
     def _run_layers(self, rows: Rows, stream: DeviceArray, lane: Lane) -> None:
-        first, layers = self._decoder[0], self._layers
+        first = self._decoder[0]
+        layers = self._layers
         x = self._scratch.norm(rows.count, first.input_norm, first.qkv)
         layers.norm(lane, stream, x.weight, x.eps, x.out)
         run_layers(

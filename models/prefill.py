@@ -33,7 +33,10 @@ SIZES = (4, 8, 16, 32, 64, 128, 256)
 CHUNK = SIZES[-1]
 #: Of what lies between two rounds, where that is not given: the most rows, and how many rounds they
 #: take. Of the times of a size: the last one's share, and what is left of one that was too long.
-MOST, ROUNDS, SHARE, FORGET = 1024, 0.8, 0.2, 0.9998
+MOST = 1024
+ROUNDS = 0.8
+SHARE = 0.2
+FORGET = 0.9998
 
 
 class Pieces:
@@ -48,7 +51,9 @@ class Pieces:
     """
 
     def __init__(self, given: int | None) -> None:
-        self._given, self._took_s = given, dict[int, float]()  # by size
+        # by size
+        self._given = given
+        self._took_s = dict[int, float]()
 
     def took(self, rows: int, seconds: float) -> None:
         """Take the time of one forward of a prompt."""
@@ -60,7 +65,9 @@ class Pieces:
         """Rows before the next round, which takes about so many seconds."""
         if self._given:
             return self._given
-        most_s, rows, needed_s = ROUNDS * round_s, SIZES[0], math.inf
+        most_s = ROUNDS * round_s
+        rows = SIZES[0]
+        needed_s = math.inf
         for size in SIZES:
             known = self._took_s.get(size, math.inf)
             needed_s = min(known, 2 * needed_s)
@@ -108,7 +115,9 @@ class Prefill:
         slots: int,
         max_length: int,
     ):
-        self._device, self._target, self._drafter = device, target, drafter
+        self._device = device
+        self._target = target
+        self._drafter = drafter
         self._staged = [device.pinned(max_length, "int32") for _ in range(slots)]
         self._tokens = device.zeros(max_length, "int32")
         # Token, next token, slot and position; and slot and position of the drafter's own rows.

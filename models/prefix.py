@@ -45,7 +45,9 @@ class PrefixCache:
     """
 
     def __init__(self, caches: Sequence[PagedKV], lookahead: int, most: int) -> None:
-        self._caches, self._lookahead, self.most = caches, lookahead, most
+        self._caches = caches
+        self._lookahead = lookahead
+        self.most = most
         self._kept: OrderedDict[bytes, Pages] = OrderedDict()  # least recently used first
         self.hits = self.evictions = 0
 
@@ -54,7 +56,8 @@ class PrefixCache:
 
     def keys(self, tokens: Sequence[int]) -> list[bytes]:
         """Keys of the pages whose entries `tokens` decide, and behind which a token is left."""
-        size, keys = self._caches[0].page_size, [b""]
+        size = self._caches[0].page_size
+        keys = [b""]
         every = np.asarray(tokens if self.most else (), np.int32)
         for end in range(size, len(every) - max(self._lookahead, 1) + 1, size):
             told = every[end - size : end + self._lookahead].tobytes()
@@ -116,8 +119,10 @@ class PrefixCache:
     def make_room(self, pages: int, stay: Collection[Pages]) -> None:
         """Give up pages that nobody uses until so many are free, least recently used first; none
         where that would not do, and none of those that are to stay."""
-        count, staying = pages - min(len(cache.free) for cache in self._caches), set(stay)
-        used, unused = list[bytes](), list[bytes]()
+        count = pages - min(len(cache.free) for cache in self._caches)
+        staying = set(stay)
+        used = list[bytes]()
+        unused = list[bytes]()
         for key, held in self._kept.items():
             if len(unused) >= count:
                 break

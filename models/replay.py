@@ -109,7 +109,9 @@ class Replays:
     """
 
     def __init__(self, parts: RoundParts, stream: Stream, budget: DraftBudget):
-        self._parts, self._stream, self._budget = parts, stream, budget
+        self._parts = parts
+        self._stream = stream
+        self._budget = budget
         self.number = 0
         self.retired = 0
         self.round_s = 0.0
@@ -198,14 +200,17 @@ class Replays:
         graph: GraphExec | None = None,
     ) -> None:
         """Wait until a replay has published its results, or one of its graphs is over."""
-        known, deadline = progress(), time.monotonic() + ROUND_DEADLINE_S
+        known = progress()
+        deadline = time.monotonic() + ROUND_DEADLINE_S
         shield.check()
         over = graph.finished if graph else partial(self._parts.outputs.stamped, replay)
         while not over(POLL_S):
             self._stream.query()  # a faulted device says so here
-            done, now = progress(), time.monotonic()
+            done = progress()
+            now = time.monotonic()
             if done != known:
-                known, deadline = done, now + ROUND_DEADLINE_S
+                known = done
+                deadline = now + ROUND_DEADLINE_S
             if now > deadline:
                 late = DeviceError(
                     f"replay {replay} published no result within {ROUND_DEADLINE_S:.0f} s"
@@ -235,8 +240,10 @@ class Replays:
 
     def row(self, b: int) -> RowResult:
         """Read row `b` of the oldest unread replay, which was waited for."""
-        outputs, flight = self._parts.outputs, self.unread[0]
-        replay, most = flight.replay, flight.seats[b].running.request.logprobs
+        outputs = self._parts.outputs
+        flight = self.unread[0]
+        replay = flight.replay
+        most = flight.seats[b].running.request.logprobs
         row = outputs.row("rows", replay)[b]
         slot, count, reason, accepted, tested, cut = row[:6].tolist()
         tokens = row[_HEAD : _HEAD + count].tolist()
@@ -301,13 +308,15 @@ class Replays:
                 graph.check()
 
     def _time_parts(self, flight: Flight, stats: EngineStats) -> None:
-        timeline, replay = self._parts.timeline, flight.replay
+        timeline = self._parts.timeline
+        replay = flight.replay
         parts = flight.graph.timed
         stamps = timeline.field("ns").array[replay % timeline.slots][: len(parts) + 1].tolist()
         if self.on_parts is not None:
             self.on_parts(flight, stamps)
         if stamps[0] > 0:
-            ns, graph = max(stamps) - stamps[0], flight.graph
+            ns = max(stamps) - stamps[0]
+            graph = flight.graph
             stats.round_ns += ns
             if flight.seats:
                 known = self.round_s or 1e-9 * ns

@@ -280,7 +280,8 @@ def check_size(what: str, value: object, limit: str, limits: Limits) -> None:
         Naming the limit.
     """
     most: int = getattr(limits, limit)
-    size, left = 0, [value]
+    size = 0
+    left = [value]
     while left and size <= most:  # an object may hold itself
         one = left.pop()
         size += 1 if not isinstance(one, str) else len(one.encode("utf-8", "surrogatepass"))
@@ -351,7 +352,8 @@ def check_request(request: Request, vocab_size: int, limits: Limits) -> None:
     _integer("priority", request.priority, -(2**31), 2**31 - 1)
     if request.timeout_s is not None:
         _real("timeout_s", request.timeout_s, 0.0, 1e9, open_low=True)
-    stops, stop_ids = request.stop or (), request.stop_ids or ()
+    stops = request.stop or ()
+    stop_ids = request.stop_ids or ()
     if len(stops) > limits.stop_strings and not isinstance(stops, str):
         raise RequestError(
             f"stop has {len(stops)} strings, more than {limits.stop_strings} (Limits.stop_strings)"
@@ -399,7 +401,8 @@ def _check_adjust(request: Request, vocab_size: int, limits: Limits) -> None:
     check_ids("logit_bias", bias, vocab_size)
     for value in bias.values():
         _real("each value of logit_bias", value, -1e6, 1e6)
-    allowed, banned = request.allowed_ids, request.banned_ids or ()
+    allowed = request.allowed_ids
+    banned = request.banned_ids or ()
     for name, ids in (("allowed_ids", allowed or ()), ("banned_ids", banned)):
         if len(ids) > vocab_size:
             raise RequestError(f"{name} has {len(ids)} ids, the vocabulary {vocab_size}")

@@ -40,7 +40,8 @@ class Rope:
 
         Where both are given they must agree: libraries differ in which of them they read.
         """
-        new, scaling = fields.section("rope_parameters"), fields.section("rope_scaling")
+        new = fields.section("rope_parameters")
+        scaling = fields.section("rope_scaling")
         if new is not None and scaling is not None and new.data != scaling.data:
             raise ConfigError(
                 f"{fields.where}: rope_parameters {new.data!r} and rope_scaling {scaling.data!r} "

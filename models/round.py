@@ -73,7 +73,8 @@ class RoundParts:
 
     def scratch(self, max_batch: int) -> RoundScratch:
         """Arrays for buckets of up to `max_batch` requests."""
-        config, drafter = self.target.config, self.drafter
+        config = self.target.config
+        drafter = self.drafter
         return RoundScratch(
             self.device,
             max_batch,
@@ -108,8 +109,12 @@ class RoundGraph:
     def __init__(
         self, parts: RoundParts, scratch: RoundScratch, batch: int, drafts: int, made: int
     ):
-        self.parts, self.batch, self.drafts, self.made = parts, batch, drafts, made
-        self._name, self.graphs = f"round of {batch}, {drafts} drafts", list[Graph]()
+        self.parts = parts
+        self.batch = batch
+        self.drafts = drafts
+        self.made = made
+        self._name = f"round of {batch}, {drafts} drafts"
+        self.graphs = list[Graph]()
         self._add_graph()
         model, grammar = self._lanes = [self.graphs[0].lane(name) for name in ("model", "grammar")]
         stamps = Stamps(parts.device, parts.timeline, parts.replay, model, parts.every_part)
@@ -147,8 +152,10 @@ class RoundGraph:
         self.graphs.append(Graph(self.parts.device, name, programmatic=self.parts.programmatic))
 
     def _begin(self, lane: GraphLane, feed: Feed) -> None:
-        p, rows = self.parts, feed.scratch.target_rows
-        ring_rows, stamp = p.inputs.field("slot"), p.inputs.stamp
+        p = self.parts
+        rows = feed.scratch.target_rows
+        ring_rows = p.inputs.field("slot")
+        stamp = p.inputs.stamp
         args = [
             p.replay,
             ring_rows,
@@ -174,7 +181,9 @@ class RoundGraph:
         lane.kernel(p.device.load(KERNELS)["round_begin"], 1, _THREADS, args, name="begin")
 
     def _target(self, lane: GraphLane, feed: Feed) -> None:
-        p, count, scratch = self.parts, feed.count, feed.scratch
+        p = self.parts
+        count = feed.count
+        scratch = feed.scratch
         rows = scratch.target_rows.first(count, self.drafts + 1)
         p.target.forward(lane, rows, feed.features, scratch.logits[:count])
 
@@ -182,7 +191,8 @@ class RoundGraph:
         self, model: GraphLane, grammar: GraphLane, stamps: Stamps, feed: Feed, drafter: Drafter
     ) -> None:
         """Commit what was accepted, and make the drafts of the next round."""
-        parts, levels = self.parts, min(len(drafter.shape.levels), self.made)
+        parts = self.parts
+        levels = min(len(drafter.shape.levels), self.made)
         draws = parts.tree.of(self.made) if parts.tree and levels else parts.sampler
         wait = model.wait
         if parts.composition == "two":

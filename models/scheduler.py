@@ -32,11 +32,13 @@ from graft.models.stats import EngineStats
 
 LOG = logging.getLogger("graft")
 #: A slot that commits nothing for so many rounds and seconds on end is stuck, not late.
-MAX_STALLS, MAX_STALL_S = 256, 30.0
+MAX_STALLS = 256
+MAX_STALL_S = 30.0
 REST_S = 0.1
 #: Of those ready so many are looked at for what the prefix cache has of them; and the first of them
 #: is passed over at most so often.
-LOOKED_AT, MOST_PASSED = 16, 16
+LOOKED_AT = 16
+MOST_PASSED = 16
 
 
 class Outbox:
@@ -121,12 +123,18 @@ class Scheduler:
         depth: int,
         verify: str = "rejection",
     ):
-        self.replays, self.seating, self.rounds, self.stats = replays, seating, rounds, stats
-        self.budget, self.depth, self._verify = budget, depth, verify
+        self.replays = replays
+        self.seating = seating
+        self.rounds = rounds
+        self.stats = stats
+        self.budget = budget
+        self.depth = depth
+        self._verify = verify
         self.unfinished: dict[str, Running] = {}
         self.waiting: dict[str, Running] = {}
         self.outbox = Outbox()
-        self._places, self._first_places = itertools.count(), itertools.count(-2, -1)
+        self._places = itertools.count()
+        self._first_places = itertools.count(-2, -1)
         self._ready: list[_Place] = []  # in order
         self._compiled: deque[tuple[int, Running]] = deque()  # filled by the compiler's threads
         self._woken = threading.Event()
@@ -146,7 +154,8 @@ class Scheduler:
             heapq.heappush(self._deadlines, (at, running.place, weakref.ref(running)))
 
     def _wait(self, running: Running, first: bool = False) -> None:
-        self.waiting[running.id], running.keys = running, None
+        self.waiting[running.id] = running
+        running.keys = None
         place = running.place = next(self._first_places if first else self._places)
         if running.grammar is None or running.grammar.done():
             self._line_up(place, running)
@@ -199,7 +208,8 @@ class Scheduler:
                 self._line_up(place, running)
         self.seating.reclaim(self.replays.retired)
         while self._ready:
-            first, chosen = self._ready[0][2], self._choose()
+            first = self._ready[0][2]
+            chosen = self._choose()
             if not self._admit(chosen):
                 break
             first.passed += chosen is not first
@@ -239,7 +249,8 @@ class Scheduler:
         return self._join(running)
 
     def _join(self, running: Running) -> bool:
-        request, output = running.request, running.output
+        request = running.request
+        output = running.output
         verify = request.verify or self._verify
         output.exact = verify != "relaxed"
         if not output.exact and request.relaxed.until in output.tokens:
@@ -325,7 +336,8 @@ class Scheduler:
 
     def _collect(self, running: Running, row: RowResult, graph: RoundGraph) -> None:
         """Take a row's tokens; ends the request when the device or a stop string says so."""
-        tokens, output = row.tokens, running.output
+        tokens = row.tokens
+        output = running.output
         self.stats.count_row(len(tokens), row.tested, row.accepted)
         if tokens or row.reason:
             running.stalls = 0
@@ -418,7 +430,8 @@ class Scheduler:
         """Post the last event of a request, with its output."""
         output.total_s = total_s
         if error is not None:
-            output.error, output.error_type = str(error), type(error).__name__
+            output.error = str(error)
+            output.error_type = type(error).__name__
             LOG.warning("request %s %s: %s", output.id, output.reason, output.error)
         self.outbox.post(_event(output, tokens, text, output))
 

@@ -157,7 +157,8 @@ class Running:
 
     def hand_out(self) -> tuple[int, ...]:
         """Tokens that nobody has been told of."""
-        first, self._streamed = self._streamed, len(self.output.tokens)
+        first = self._streamed
+        self._streamed = len(self.output.tokens)
         return tuple(self.output.tokens[first:])
 
     def flush(self) -> str:
@@ -178,7 +179,8 @@ class Running:
     def _tell(self, held: int = 0) -> str:
         """All text but the last `held` characters, as far as nobody has been told of it."""
         end = len(self._untold) - held
-        text, self._untold = self._untold[:end], self._untold[end:]
+        text = self._untold[:end]
+        self._untold = self._untold[end:]
         self._texts.append(text)
         self._told += len(text)
         return text
@@ -230,9 +232,15 @@ class Seating:
         reach: int,
         slack: int = 0,
     ):
-        self._rows, self._caches, self._lane, self.pieces = rows, caches, lane, pieces
-        self._reach, self._slack = reach, slack
-        self._prefixes, self._prompts, self._table = prefixes, prompts, table
+        self._rows = rows
+        self._caches = caches
+        self._lane = lane
+        self.pieces = pieces
+        self._reach = reach
+        self._slack = slack
+        self._prefixes = prefixes
+        self._prompts = prompts
+        self._table = table
         self.seated: dict[int, Running] = {}
         self._joining: dict[int, _Joining] = {}
         self._free = list(range(slots))
@@ -290,16 +298,19 @@ class Seating:
         """
         if not self.open:
             return False
-        slot, tokens = self._free[0], running.tokens
+        slot = self._free[0]
+        tokens = running.tokens
         if running.keys is None:
             running.keys = self._prefixes.keys(tokens)
         shared = self._prefixes.match(running.keys)
         if not self._allocate(running, slot, shared, spare=len(self._joining) + self._lacking):
             return False
         self._free.pop(0)
-        running.slot, running.epoch = slot, next(self._epochs)
+        running.slot = slot
+        running.epoch = next(self._epochs)
         running.stalls = running.drafts = 0
-        running.position, running.before = len(tokens) - 1, tuple(running.output.tokens)
+        running.position = len(tokens) - 1
+        running.before = tuple(running.output.tokens)
         cached = len(shared) * self._caches[0].page_size
         self._prefixes.hits += cached
         running.output.cached_tokens += cached
@@ -384,7 +395,9 @@ class Seating:
             del self.seated[slot]
             self._prefixes.keep(slot, running.tokens[: running.length - running.untaken])
         self._leaving[slot] = launched
-        running.slot, running.matcher, running.reserved = -1, None, 0
+        running.slot = -1
+        running.matcher = None
+        running.reserved = 0
 
     def reclaim(self, retired: int) -> None:
         """Free the slots and pages that no replay after `retired` names."""

@@ -34,7 +34,8 @@ from graft.models.weights import Held, Matrix, Weights
 #: What rank 0 says first, before numbers.
 CLOSE, END, BEGIN, FORWARD, COMPACT = range(5)
 #: Bytes of what another rank says when it has loaded its share, and seconds that it may take.
-ANSWER, LOAD_S = 512, 900.0
+ANSWER = 512
+LOAD_S = 900.0
 #: Columns of the MLP that stay together, of the first size that leaves each rank some.
 _UNITS = (128, 16, 1)
 
@@ -56,7 +57,8 @@ class Share:
     @staticmethod
     def of(config: LlamaConfig, rank: int, size: int) -> Share:
         """Of so many ranks. Raises OptionError where there are more than there is to share."""
-        keys, inner = config.num_key_value_heads, config.intermediate_size
+        keys = config.num_key_value_heads
+        inner = config.intermediate_size
         if size > min(keys, inner):
             raise OptionError(
                 f"{size} ranks are too many for a model of {keys} key heads and an MLP of {inner} "
@@ -68,7 +70,8 @@ class Share:
 
     @property
     def own(self) -> LlamaConfig:
-        config, keys = self.config, self.keys[1] - self.keys[0]
+        config = self.config
+        keys = self.keys[1] - self.keys[0]
         group = config.num_attention_heads // config.num_key_value_heads
         return replace(
             config,
@@ -79,7 +82,9 @@ class Share:
 
     def slices(self) -> dict[str, tuple[slice, slice]]:
         """Rows and columns of each matrix of a layer."""
-        dim, config, whole = self.config.head_dim, self.config, slice(None)
+        dim = self.config.head_dim
+        config = self.config
+        whole = slice(None)
         group = config.num_attention_heads // config.num_key_value_heads
         queries, keys, inner = (
             slice(*(n * size for n in ends))
@@ -110,7 +115,8 @@ class SharedWeights(Weights):
         self, device: Device, checkpoint: Checkpoint, weights: str, share: Share, sums: Gather
     ) -> None:
         super().__init__(device, checkpoint, weights)
-        self._slices, self._sums = share.slices(), sums
+        self._slices = share.slices()
+        self._sums = sums
 
     def stacked(
         self,
@@ -155,8 +161,10 @@ class Lead:
     def __init__(self, device: Device, ranks: Ranks, config: LlamaConfig, max_rows: int) -> None:
         if ranks.rank:
             raise OptionError(f"rank {ranks.rank} has no engine: it follows rank 0 by follow()")
-        self.ranks, self.share = ranks, Share.of(config, 0, ranks.size)
-        self._device, self._max_rows = device, max_rows
+        self.ranks = ranks
+        self.share = Share.of(config, 0, ranks.size)
+        self._device = device
+        self._max_rows = max_rows
         self.sums = make_sums(device, ranks, max_rows * config.hidden_size)
         self._heads = dict[tuple[int, ...], np.ndarray]()
         self._words = device.pinned((1,), "int32")

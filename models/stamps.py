@@ -66,7 +66,9 @@ class Stamps:
     ) -> None:
         self._kernel = device.load(KERNELS)["stamp_time"]
         self._timeline = timeline_args(timeline)
-        self._replay, self._lane, self._every = replay, lane, every
+        self._replay = replay
+        self._lane = lane
+        self._every = every
         self.parts: list[Part] = []
 
     def end(self, name: str, waits_for: str = "", last: bool = False) -> None:

@@ -44,7 +44,8 @@ class IncrementalDecoder:
     """
 
     def __init__(self, backend: tokenizers.Tokenizer, size: int) -> None:
-        self._backend, self._size = backend, size
+        self._backend = backend
+        self._size = size
         self._ids: list[int] = []
         self._context = 0  # start of the window that is decoded
         self._done = 0  # ids whose text was handed out
@@ -57,7 +58,8 @@ class IncrementalDecoder:
         if held and (not text or text.endswith("\ufffd")):
             return ""
         del self._ids[: self._context]
-        self._context, self._done = self._done - self._context, len(self._ids)
+        self._context = self._done - self._context
+        self._done = len(self._ids)
         return text
 
     def finish(self, *, cut: bool = False) -> str:
@@ -68,7 +70,9 @@ class IncrementalDecoder:
         cut : the sequence would have gone on: an incomplete character is left out.
         """
         text = self._pending()
-        self._ids, self._context, self._done = [], 0, 0
+        self._ids = []
+        self._context = 0
+        self._done = 0
         return text.rstrip("\ufffd") if cut else text
 
     def _pending(self) -> str:
@@ -93,7 +97,9 @@ class StopFinder:
 
     def __init__(self, strings: Iterable[str]):
         self._next: list[dict[str, int]] = [{}]
-        self._depth, self._found = [0], [0]  # of a state: its text's length, the string in its end
+        # of a state: its text's length, the string in its end
+        self._depth = [0]
+        self._found = [0]
         for string in strings:
             state = 0
             for depth, char in enumerate(string, 1):

@@ -47,7 +47,8 @@ class Transfer(ABC):
 
     def send(self, over: HandOver) -> Ticket:
         """Offer it until it is freed. Raises HandOverError where it has no room."""
-        parts, at = over.parts(), 0
+        parts = over.parts()
+        at = 0
         where, address, data, kept = self.room(-(-sum(map(len, parts)) // 8) * 8)
         data[-8:] = 0
         for part in parts:

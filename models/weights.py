@@ -16,7 +16,8 @@ from graft.models.errors import CheckpointError
 
 #: How matrices of decoder layers lie on the device: as stored, or all as E4M3.
 WEIGHTS = ("checkpoint", "fp8")
-_LARGEST, _TINY = np.float32(448), np.float32(2.0**-126)
+_LARGEST = np.float32(448)
+_TINY = np.float32(2.0**-126)
 
 
 @dataclass(frozen=True)
@@ -101,7 +102,8 @@ class Weights:
         scale = np.concatenate([scale for *_, scale in arrays])
         if woven is not None and (group := woven(first, *stack.shape)):
             order = np.arange(len(stack)).reshape(-1, 2, group // 16, 8).swapaxes(1, 2).ravel()
-            stack, scale = stack[order], scale[order]
+            stack = stack[order]
+            scale = scale[order]
         values = self.device.from_host(stack, first)
         return Held(values, self.device.from_host(scale)) if first == E4M3 else values
 

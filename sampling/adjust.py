@@ -63,7 +63,8 @@ class Adjust:
 
     def write(self, table: NDArray[np.int32]) -> None:
         """Lay out a slot's table, int32 [2, V], as kernels/adjust.cu has it."""
-        bias, counts = table[0].view(np.float32), table[1]
+        bias = table[0].view(np.float32)
+        counts = table[1]
         bias[:] = 0.0 if self.allowed is None else -np.inf
         bias[list(self.allowed or ())] = 0.0
         for token, value in self.bias.items():

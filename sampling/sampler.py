@@ -51,7 +51,8 @@ def output_ring(device: Device, entries: int, max_batch: int, draft_length: int)
 def _layout(ring: Ring, field: PinnedField) -> Any:
     """``OutputLayout`` of one of the fields."""
     layout = np.zeros((), read_struct(HEADER, "OutputLayout"))
-    layout["entries"], layout["stride"] = ring.entries, field.stride
+    layout["entries"] = ring.entries
+    layout["stride"] = field.stride
     layout["rows"], layout["row"] = field.shape
     return layout[()]
 
@@ -142,7 +143,8 @@ class Sampler:
         block: int | None = None,
         parts: int | None = None,
     ) -> None:
-        vocab_size, draft_length = exchange.vocab_size, exchange.drafts
+        vocab_size = exchange.vocab_size
+        draft_length = exchange.drafts
         check_range("vocab_size", vocab_size, 1, (1 << 24) - 1)
         check_range("token_limit", token_limit, 1, vocab_size)
         check_range("max_batch", max_batch, 1, min(state.slots, (1 << 15) - 1))  # see `RowMap.map`
@@ -161,10 +163,16 @@ class Sampler:
         else:
             check_range("draft_vocab", draft_vocab, 0, vocab_size)
         width = draft_length + 1
-        self.device, self.state, self.exchange = device, state, exchange
-        self.vocab_size, self.token_limit = vocab_size, token_limit
-        self.draft_length, self.draft_vocab = draft_length, draft_vocab
-        self.d2t, self.t2d, self.max_batch = d2t, t2d, max_batch
+        self.device = device
+        self.state = state
+        self.exchange = exchange
+        self.vocab_size = vocab_size
+        self.token_limit = token_limit
+        self.draft_length = draft_length
+        self.draft_vocab = draft_vocab
+        self.d2t = d2t
+        self.t2d = t2d
+        self.max_batch = max_batch
         rows = max_batch * width
         self.probs = device.zeros((rows, vocab_size), "float32")
         self.raw = device.zeros((rows, vocab_size), "float32")
@@ -187,16 +195,21 @@ class Sampler:
         self.block = row_block(device) if block is None else block
         self._parts = row_parts(device, vocab_size) if parts is None else parts
         self.draft_parts = row_parts(device, draft_vocab) if parts is None else parts
-        sample, verify = load(device, "sample", self.block), load(device, "verify", self.block)
-        self._target, self._draft = sample["sample_target"], sample["sample_draft"]
-        self._test, self._verify = verify["test_drafts"], verify["verify_drafts"]
+        sample = load(device, "sample", self.block)
+        verify = load(device, "verify", self.block)
+        self._target = sample["sample_target"]
+        self._draft = sample["sample_draft"]
+        self._test = verify["test_drafts"]
+        self._verify = verify["verify_drafts"]
         if tables:
             self._traverse = load(device, "traverse", self.block)["traverse_tree"]
         adjust = load(device, "adjust", self.block)
-        self._adjust, self._publish = adjust["adjust_logits"], adjust["publish_round"]
+        self._adjust = adjust["adjust_logits"]
+        self._publish = adjust["publish_round"]
         self._candidates = load(device, "candidates", self.block)["draft_candidates"]
         place = load(device, "place", _PLACE_BLOCK)
-        self._place, self._forced = place["place_drafts"], place["propose_forced"]
+        self._place = place["place_drafts"]
+        self._forced = place["propose_forced"]
 
     def target(self, lane: Lane, logits: DeviceArray, rows: RowMap) -> None:
         """Adjust, mask and filter the target's rows; decide the token of each that no test decides.
@@ -350,7 +363,8 @@ class Sampler:
         """
         if self.exchange.layout["candidates"] == 0:
             raise OptionError("the exchange was made without candidates")
-        batch, most = self._batch(row_slot), int(self.exchange.layout["levels"]) or 1
+        batch = self._batch(row_slot)
+        most = int(self.exchange.layout["levels"]) or 1
         levels = min(max(draft_logits.shape[0] // batch, 1), most)
         self._check_draft(draft_logits, row_slot, j, levels)
         args = [

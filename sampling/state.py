@@ -35,10 +35,13 @@ __all__ = [
 
 _HEADER = HEADER.with_name("slot.cuh")
 _NUMBERS = read_numbers(_HEADER)
-MAX_STOP_IDS, MAX_DRAFTS = _NUMBERS["MAX_STOP_IDS"], _NUMBERS["MAX_DRAFTS"]
+MAX_STOP_IDS = _NUMBERS["MAX_STOP_IDS"]
+MAX_DRAFTS = _NUMBERS["MAX_DRAFTS"]
 MAX_LOGPROBS = _NUMBERS["MAX_LOGPROBS"]
-REJECTION, COUPLED = _NUMBERS["VERIFY_REJECTION"], _NUMBERS["VERIFY_COUPLED"]
-PER_TOKEN, RELAXED = _NUMBERS["VERIFY_PER_TOKEN"], _NUMBERS["VERIFY_RELAXED"]
+REJECTION = _NUMBERS["VERIFY_REJECTION"]
+COUPLED = _NUMBERS["VERIFY_COUPLED"]
+PER_TOKEN = _NUMBERS["VERIFY_PER_TOKEN"]
+RELAXED = _NUMBERS["VERIFY_RELAXED"]
 TRAVERSAL = _NUMBERS["VERIFY_TRAVERSAL"]
 #: ``struct Slot`` of cudagraph/kernels/slot.cuh, where its fields are explained.
 SLOT = read_struct(_HEADER, "Slot")
@@ -81,12 +84,15 @@ class SlotState:
 
     def __init__(self, device: Device, slots: int, vocab_size: int) -> None:
         check_range("slots", slots, 1, 1 << 16)
-        self.device, self.slots, self.vocab_size = device, slots, vocab_size
+        self.device = device
+        self.slots = slots
+        self.vocab_size = vocab_size
         self.tables = device.zeros((slots, 2, vocab_size), "int32")
         self._staged: dict[int, PinnedArray] = {}  # rewritten for a slot's next owner only
         self.array = device.zeros((slots, SLOT.itemsize), "uint8")
         kernels = load(device, "slot", 1)
-        self._join, self._leave = kernels["slot_join"], kernels["slot_leave"]
+        self._join = kernels["slot_join"]
+        self._leave = kernels["slot_leave"]
 
     def to_host(self) -> NDArray:
         """A copy as SLOT [S]; waits for the device."""

@@ -140,8 +140,12 @@ class TreeSampler:
             tables = 1 + (levels - 1) * branch
             check_range("tables of the sampler", sampler.tables, tables, tables)
             TreePlan(branch, levels, paths).check_drawable()
-        device, batch, vocab = sampler.device, sampler.max_batch, sampler.draft_vocab
-        self._sampler, self._branch, self._levels = sampler, branch, levels
+        device = sampler.device
+        batch = sampler.max_batch
+        vocab = sampler.draft_vocab
+        self._sampler = sampler
+        self._branch = branch
+        self._levels = levels
         self._probes = int(sampler.exchange.layout["candidates"]) > 0
         if self._probes:
             check_range(
@@ -155,9 +159,12 @@ class TreeSampler:
             )
         most = branch + (levels - 1) * branch * branch
         seen = np.zeros((), read_struct(KERNELS / "tree.cu", "Seen"))
-        seen["branch"], seen["levels"], seen["most"] = branch, levels, most
+        seen["branch"] = branch
+        seen["levels"] = levels
+        seen["most"] = most
         seen["candidates"] = TREE_CANDIDATES if self._probes else branch
-        seen["nodes"], seen["tables"] = sampler.draft_length, sampler.tables
+        seen["nodes"] = sampler.draft_length
+        seen["tables"] = sampler.tables
         self._seen: Any = seen[()]
         plan = TreePlan(branch, levels, paths)
         self._plan = device.from_host(plan.table()) if paths else None
@@ -176,14 +183,17 @@ class TreeSampler:
             device.zeros((batch, most), "int32"),
         )
         kernels = load(device, "tree", sampler.block)
-        self._candidates, self._grow = kernels["tree_candidates"], kernels["tree_grow"]
+        self._candidates = kernels["tree_candidates"]
+        self._grow = kernels["tree_grow"]
 
     def of(self, nodes: int) -> TreeSampler:
         """The same, of at most so many drafts, hence levels; it shares its arrays."""
         check_range("nodes", nodes, 1, self._sampler.draft_length)
         fewer = copy(self)
-        fewer._levels, fewer._seen = min(self._levels, nodes), self._seen.copy()
-        fewer._seen["nodes"], fewer._seen["levels"] = nodes, fewer._levels
+        fewer._levels = min(self._levels, nodes)
+        fewer._seen = self._seen.copy()
+        fewer._seen["nodes"] = nodes
+        fewer._seen["levels"] = fewer._levels
         return fewer
 
     def candidates(

@@ -32,7 +32,8 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     """Deselect what this run does not ask for; pytest reports the number."""
-    full, soak = config.getoption("--full"), config.getoption("--soak")
+    full = config.getoption("--full")
+    soak = config.getoption("--soak")
     cuda = os.environ.get("GRAFT_DEVICE") == "cuda"
 
     def wanted(item: pytest.Item) -> bool:

@@ -28,19 +28,26 @@ from numpy.typing import NDArray
 
 F64 = NDArray[np.float64]
 Bool = NDArray[np.bool_]
-NOISE, DRAFT, COIN, RESIDUAL = 0, 1, 2, 3  # purposes of random numbers
+# purposes of random numbers
+NOISE = 0
+DRAFT = 1
+COIN = 2
+RESIDUAL = 3
 NOT_READY, FREE, READY, DEAD_END, ERROR = range(5)  # states of a mask row
 RUNNING, STOP, LENGTH, DEAD, FAULT = range(5)  # why a request ended
 REJECTION, COUPLED, PER_TOKEN, RELAXED, TRAVERSAL = range(5)  # how sampled drafts are tested
 #: What a draft was drawn from: a table q, nothing, or SIBLING + f: the table of fed node f.
-DENSE, POINT, SIBLING = 0, 1, 2
+DENSE = 0
+POINT = 1
+SIBLING = 2
 
 
 def philox4x32_10(counter: np.ndarray, key: np.ndarray) -> np.ndarray:
     """Philox4x32, ten rounds: counter uint32 [..., 4], key uint32 [..., 2] -> uint32 [..., 4]."""
     c = [counter[..., i].astype(np.uint64) for i in range(4)]
     k = [key[..., i].astype(np.uint64) for i in range(2)]
-    low, half = np.uint64(0xFFFFFFFF), np.uint64(32)
+    low = np.uint64(0xFFFFFFFF)
+    half = np.uint64(32)
     for _ in range(10):
         a = np.uint64(0xD2511F53) * c[0]
         b = np.uint64(0xCD9E8D57) * c[2]
@@ -273,7 +280,9 @@ def walk(
     """
     tree = slot.tree if tree is None else tree
     tokens: list[int] = []
-    node, accepted, reason = 0, 0, RUNNING
+    node = 0
+    accepted = 0
+    reason = RUNNING
     while slot.active:
         position = slot.n + len(tokens) + 1
         if position >= slot.limit:
@@ -303,7 +312,9 @@ def commit(slot: Slot, outcome: Outcome) -> None:
     """Move the slot on; one that got no token keeps its drafts, a stalled one is as before."""
     if outcome.tokens:
         slot.n += len(outcome.tokens)
-        slot.tree, slot.kinds, slot.q = chain(outcome.tokens[-1]), (), ()
+        slot.tree = chain(outcome.tokens[-1])
+        slot.kinds = ()
+        slot.q = ()
     slot.active = slot.active and outcome.reason == RUNNING
 
 
@@ -312,7 +323,9 @@ def adjusted(slot: Slot, node: int, logits: np.ndarray, legal: Bool) -> np.ndarr
 
     What was generated is what was known at joining and the path to the node.
     """
-    a, size, path = slot.adjust, logits.size, slot.tree.path(node)
+    a = slot.adjust
+    size = logits.size
+    path = slot.tree.path(node)
     if a is None:
         return logits
     bias = np.full(size, 0 if a.allowed is None else -np.inf, np.float32)
@@ -419,7 +432,8 @@ def block_chances(
     h[i] is the number of accepted drafts, a failure before it does not count; the token behind
     them comes from max(P[i] p[i] - q[i], 0).
     """
-    weight, chance = [1.0], []
+    weight = [1.0]
+    chance = []
     for i, d in enumerate(drafts):
         left = np.maximum(weight[i] * p[i] - q[i], 0.0).sum()
         chance.append(1.0 if weight[i] >= 1 else left / (left + 1 - weight[i]))
@@ -450,7 +464,8 @@ def _tested(slot: Slot, p: list[F64]) -> list[int]:
         accepted = max([0, *(i for i, x in enumerate(u, 1) if x < chance[i])])
     if accepted == len(p):
         return list(drafts)
-    left, position = weight[accepted] * p[accepted] - q[accepted], slot.n + accepted + 1
+    left = weight[accepted] * p[accepted] - q[accepted]
+    position = slot.n + accepted + 1
     for weights in (np.maximum(left, 0.0), p[accepted]):
         token = draw(weights, slot.seed, position, RESIDUAL, None, slot.sample, slot.n)
         if token >= 0:
@@ -467,7 +482,9 @@ def _traversed(slot: Slot, tree: Tree, rows: list[tuple[F64, Bool] | None]) -> d
 
     def under(node: int, weight: float) -> tuple[int, F64 | None] | None:
         """What is accepted at a node or under it, and the law of the token behind; or nothing."""
-        row, law, q = rows[node], None, None
+        row = rows[node]
+        law = None
+        q = None
         if row is not None and weight > 0:
             law = row[0]
             for j in (j for j, parent in enumerate(tree.parent) if parent == node):
@@ -490,7 +507,8 @@ def _traversed(slot: Slot, tree: Tree, rows: list[tuple[F64, Bool] | None]) -> d
         return (node, law) if passed else None
 
     node, law = under(0, 1.0) or (0, None)
-    position, chosen = slot.n + len(tree.path(node)) + 1, {}
+    position = slot.n + len(tree.path(node)) + 1
+    chosen = {}
     if law is not None:
         token = draw(law, slot.seed, position, RESIDUAL, None, slot.sample, slot.n)
         chosen[node] = token
@@ -538,7 +556,8 @@ def keep(
 ) -> None:
     """Append a draft under a node, or to a chain."""
     slot.tree = slot.tree.grow(len(slot.drafts) if parent is None else parent, token)
-    slot.kinds, slot.q = (*slot.kinds, kind), (*slot.q, q)
+    slot.kinds = (*slot.kinds, kind)
+    slot.q = (*slot.q, q)
 
 
 def draft(
@@ -581,7 +600,8 @@ def draft(
     coupled = slot.verify in (COUPLED, RELAXED) or (probed and not free)
     if slot.filter.greedy:
         return keep(slot, int(ids[np.argmax(np.where(legal, logits, -np.inf))]))
-    p, q = distribution(logits, legal, slot.filter), np.zeros(vocab_size)
+    p = distribution(logits, legal, slot.filter)
+    q = np.zeros(vocab_size)
     purpose = NOISE if coupled else DRAFT
     turn = 0 if coupled else slot.n
     column = draw(p, slot.seed, position, purpose, ids=ids, sample=slot.sample, turn=turn)
@@ -666,7 +686,8 @@ def children(
         noise = gumbel(words(slot.seed, *key, np.maximum(ids, 0), slot.sample, turn))
         x = x / np.float64(np.float32(slot.filter.temperature)) + noise
     value = x - x.max() - np.log(np.exp(x - x.max()).sum())
-    found, refused = [], 0.0
+    found = []
+    refused = 0.0
     for c in ranking(value)[:most]:
         if x[c] - x.max() <= np.log(1e-30) or len(found) == branch:  # less is nothing to kernels
             break
@@ -693,7 +714,8 @@ def grow(
     order; of equals the one that was seen earlier. Whatever is kept, its parent is.
     """
     seen: list[tuple[float, tuple[int, ...]]] = []
-    fed, feeds = [(0.0, ())], []
+    fed = [(0.0, ())]
+    feeds = []
     for level in range(1, levels + 1):
         first = len(seen)
         for score, path in fed:
@@ -718,7 +740,8 @@ def grow_given(
 ) -> tuple[Tree, list[int], float]:
     """As `grow`, for a tree whose shape is given: of each draft the ranks down to it."""
     found: dict[tuple[int, ...], tuple[int, ...]] = {(): ()}
-    feeds, gap = [0] * max(map(len, ranks)), 1.0
+    feeds = [0] * max(map(len, ranks))
+    gap = 1.0
     for above in sorted({r[:-1] for r in ranks}, key=lambda r: (len(r), r)):
         path = found.get(above)
         ended = path and (path[-1] in slot.stop_ids or slot.n + len(path) + 1 >= slot.limit)
@@ -756,7 +779,10 @@ def legal_tree(
     without what was refused before it. The next token of each node waits, and the likeliest is
     tested; of equals that of the earlier node.
     """
-    tree, score, left, waiting = chain(last), [1.0], [1.0], []
+    tree = chain(last)
+    score = [1.0]
+    left = [1.0]
+    waiting = []
 
     def wait(node: int, c: int) -> None:
         path = tree.path(node)
@@ -773,7 +799,9 @@ def legal_tree(
         path = tree.path(node)
         token, share = levels[len(path)][c]
         if legal(path, token):
-            tree, score, left = tree.grow(node, token), [*score, -chance], [*left, 1.0]
+            tree = tree.grow(node, token)
+            score = [*score, -chance]
+            left = [*left, 1.0]
             wait(len(tree.token) - 1, 0)
         else:
             left[node] -= share

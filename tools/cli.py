@@ -20,7 +20,9 @@ from graft.tools.demo_model import DRAFTERS
 from graft.tools.report import refuse
 from graft.tools.serve import command
 
-FAILED, INTERRUPTED, UNREAD = 1, 130, 141
+FAILED = 1
+INTERRUPTED = 130
+UNREAD = 141
 
 
 def version() -> str:

@@ -145,7 +145,8 @@ def main(llm: bool = False, drafter_name: str | None = None) -> int:
     """
     if llm and drafter_name is not None:
         raise OptionError(f"--drafter {drafter_name} is the demo model's, and --llm has a head")
-    prompts, device = llm_prompts() if llm else demo_prompts(), open_device()
+    prompts = llm_prompts() if llm else demo_prompts()
+    device = open_device()
     target, drafter = (smollm(), HEAD) if llm else demo_model(drafter_name or DRAFTERS[0])
     print(f"device: {device.describe()}")
     print(f"{len(prompts)} requests in one batch, temperature 0, {DRAFT_LENGTH} drafts a round\n")

@@ -99,12 +99,15 @@ def is_reserved(key: str) -> bool:
 
 def code(rng: random.Random) -> tuple[str, str]:
     """A random identifier and the regular expression that describes it."""
-    upper, digit, hexa = "ABCDEFGHIJKLMNOPQRSTUVWXYZ", "0123456789", "0123456789abcdef"
+    upper = "ABCDEFGHIJKLMNOPQRSTUVWXYZ"
+    digit = "0123456789"
+    hexa = "0123456789abcdef"
 
     def pick(letters: str, n: int) -> str:
         return "".join(rng.choice(letters) for _ in range(n))
 
-    a, n = rng.randint(1, 3), rng.randint(3, 5)
+    a = rng.randint(1, 3)
+    n = rng.randint(3, 5)
     form = rng.randrange(5)
     if form == 0:
         return f"{pick(upper, a)}-{pick(digit, n)}", f"[A-Z]{{{a}}}-[0-9]{{{n}}}"
@@ -142,10 +145,12 @@ def _listing(rng: random.Random, parts: Sequence[str]) -> str:
 def _scalar(rng: random.Random, kind: str) -> tuple[Schema, Json, str]:
     """Schema, value and wording of one value that is no object."""
     if kind == "integer":
-        number, bounds = integer(rng), {}
+        number = integer(rng)
+        bounds = {}
         if rng.random() < 0.3:
             top = rng.choice((9, 10, 100, 120, 999))
-            number, bounds = rng.randint(0, top), {"minimum": 0, "maximum": top}
+            number = rng.randint(0, top)
+            bounds = {"minimum": 0, "maximum": top}
         return {"type": "integer", **bounds}, number, str(number)
     if kind == "number":
         value = round(rng.randrange(10 ** rng.choice((2, 3, 4))) / 10 + 0.05 * rng.randrange(2), 2)
@@ -322,7 +327,9 @@ def _fields(
 def record_task(rng: random.Random, unseen: bool = False) -> Task:
     """Extract the fields of a described record; some optional ones, some not asked for."""
     fields = _fields(rng, unseen, 2, 6, tuple(WEIGHTS))
-    asked, told, optional = list(fields), list(fields), []
+    asked = list(fields)
+    told = list(fields)
+    optional = []
     if len(fields) > 2 and rng.random() < 0.2:
         asked.remove(rng.choice(fields))
     for field in asked:
@@ -332,7 +339,8 @@ def record_task(rng: random.Random, unseen: bool = False) -> Task:
                 told.remove(field)
     answer = {f.key: f.value for f in asked if f in told}
     schema = object_schema(((f.key, f.schema) for f in asked), optional)
-    intro, words = rng.choice(INTROS), _tell(rng, told)
+    intro = rng.choice(INTROS)
+    words = _tell(rng, told)
     words = (intro.strip() + "\n" + words).strip() if words.startswith("-") else intro + words
     ask = rng.choice(ASKS)
     text = f"{ask}\n{words}" if rng.random() < 0.5 else f"{words}\n{ask}"

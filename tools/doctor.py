@@ -188,7 +188,8 @@ def check_llguidance() -> Finding:
 
 def check_tvm_ffi() -> Finding:
     """tvm-ffi, through which XGrammar is driven."""
-    version, advice = version_of("apache-tvm-ffi"), "pip install apache-tvm-ffi==0.1.15.post2"
+    version = version_of("apache-tvm-ffi")
+    advice = "pip install apache-tvm-ffi==0.1.15.post2"
     return Finding("tvm-ffi", "ok" if version else "missing", version or "not installed", advice)
 
 

@@ -192,7 +192,8 @@ def _bias(text: str) -> tuple[int, float]:
 def open_engine(options: argparse.Namespace, batch: int, **more: Any) -> Engine:
     """The engine that the options describe, with no more slots than there are requests; `more` are
     its own."""
-    target, drafter = options.model, options.draft
+    target = options.model
+    drafter = options.draft
     if target is None:
         if drafter not in (None, *DRAFTERS):
             raise OptionError("--draft needs the --model that it was trained for")
@@ -323,7 +324,8 @@ def run(options: argparse.Namespace) -> int:
 
 def make_prompts(asked: Sequence[Asked], engine: Engine) -> tuple[list[Asked], list[Request]]:
     """Requests as the engine takes them; a row whose prompt cannot be made is refused alone."""
-    kept, requests = [], []
+    kept = []
+    requests = []
     for one in asked:
         made = [one.request]
         if one.refusal is None:

@@ -46,7 +46,9 @@ OUTER = {
 }
 ROPE_FACTORS = "rope_freqs.weight"
 #: Llama 3's scaling, of which a GGUF file keeps only the factors that come out of it.
-LOW, HIGH, ORIGINAL = 1.0, 4.0, 8192
+LOW = 1.0
+HIGH = 4.0
+ORIGINAL = 8192
 
 
 class GgufError(GraftError):
@@ -74,7 +76,8 @@ class Source:
     """
 
     def __init__(self, path: str | Path) -> None:
-        self.path, self.gguf = Path(path), package()
+        self.path = Path(path)
+        self.gguf = package()
         try:
             self._reader = self.gguf.GGUFReader(self.path)
         except (OSError, ValueError, KeyError, IndexError) as error:
@@ -123,7 +126,8 @@ def config_of(source: Source) -> dict[str, Any]:
             f"{source.path}: llama.expert_count = {experts}: a mixture of experts is "
             "not implemented"
         )
-    hidden, heads = integer("embedding_length"), integer("attention.head_count")
+    hidden = integer("embedding_length")
+    heads = integer("attention.head_count")
     head_dim = integer("attention.key_length", hidden // max(heads, 1))
     for key in ("rope.dimension_count", "attention.value_length"):
         if (found := integer(key, head_dim)) != head_dim:
@@ -227,7 +231,8 @@ def write(file: Path, source: Source, names: dict[str, str], config: dict[str, A
     end = 0
     for there, here in names.items():
         shape = shape_of(source.tensors[here])
-        begin, end = end, end + 2 * int(np.prod(shape))
+        begin = end
+        end = end + 2 * int(np.prod(shape))
         header[there] = {"dtype": "BF16", "shape": shape, "data_offsets": [begin, end]}
     text = json.dumps(header).encode()
     text += b" " * (-len(text) % 8)
@@ -260,7 +265,8 @@ def convert(file: str | Path, out: str | Path) -> Path:
     ConfigError, TokenizerError
         What came out is not what graft loads.
     """
-    source, out = Source(file), Path(out)
+    source = Source(file)
+    out = Path(out)
     if out.exists():
         raise GgufError(f"{out}: exists already")
     if "token_embd.weight" not in source.tensors:

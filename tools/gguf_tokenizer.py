@@ -12,7 +12,10 @@ from graft.cudagraph.errors import GraftError
 
 __all__ = ["GgufTokenizerError", "tokenizer_files"]
 
-NORMAL, UNKNOWN, CONTROL, USER = 1, 2, 3, 4
+NORMAL = 1
+UNKNOWN = 2
+CONTROL = 3
+USER = 4
 DIGITS = r"""(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}%s| ?[^\s\p{L}\p{N}]+""" + (
     r"""[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"""
 )
@@ -50,7 +53,8 @@ def tokenizer_files(source: Any) -> dict[str, dict[str, Any]]:
     def value(key: str, default: Any = None) -> Any:
         return source.get(f"tokenizer.ggml.{key}", default)
 
-    kind, tokens = value("model"), value("tokens")
+    kind = value("model")
+    tokens = value("tokens")
     kinds = value("token_type", [NORMAL] * len(tokens))
     makers = {"gpt2": byte_level, "llama": sentence_piece}
     if kind not in makers:

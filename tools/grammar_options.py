@@ -190,7 +190,8 @@ def _structural_tag(value: object, **chosen: Any) -> GrammarSpec:
     unknown = sorted(set(value) - {"tags", "triggers", "at_least_one", "at_once"})
     if unknown:
         raise GrammarError(f"structural tag: unknown {', '.join(unknown)}")
-    tags, triggers = value.get("tags", []), value.get("triggers", [])
+    tags = value.get("tags", [])
+    triggers = value.get("triggers", [])
     if not isinstance(tags, list) or not isinstance(triggers, list):
         raise GrammarError("structural tag: tags and triggers must be lists")
     made = []

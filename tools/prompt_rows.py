@@ -82,7 +82,8 @@ class Asked:
         TokenizerError
             If the model has no chat template, or it refuses the variables.
         """
-        request, tokenizer = self.request, engine.tokenizer
+        request = self.request
+        tokenizer = engine.tokenizer
         if self.raw and isinstance(request.prompt, str):
             return replace(request, prompt=None, tokens=tokenizer.encode(request.prompt))
         if not self.variables or request.tokens is not None:
@@ -135,7 +136,8 @@ def _with_defaults(own: dict[str, Any], grammar: dict[str, Any]) -> dict[str, An
 
 def _making(row: dict[str, Any]) -> dict[str, Any]:
     """How a row's prompt is made: fields of `Asked`."""
-    given, raw = row.get("variables") or {}, row.get("raw", False)
+    given = row.get("variables") or {}
+    raw = row.get("raw", False)
     if not isinstance(given, dict) or not isinstance(raw, bool):
         raise OptionError("variables must be an object, and raw true or false")
     if taken := TAKEN & given.keys():

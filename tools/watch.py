@@ -25,7 +25,10 @@ GIL = "GIL"
 #: The soft device's watchdog ends a process that hangs with this status.
 WATCHDOG_STATUS = 86
 #: Exit statuses of ``graft doctor --watch``; the program's own is told, never taken over.
-FAILED, UNSEEN, POTENTIAL, DEADLOCK = 1, 2, 3, 4
+FAILED = 1
+UNSEEN = 2
+POTENTIAL = 3
+DEADLOCK = 4
 VERDICTS = {
     "none": "no cycle",
     "potential": "POTENTIAL DEADLOCK",
@@ -108,7 +111,8 @@ def read(path: Path) -> Report:
     """Read what ``SOFTCUDA_WATCH`` wrote: JSON, one object a line, of any number of processes."""
     edges: dict[tuple[int, int], Edge] = {}
     pids: set[int] = set()
-    sees_gil, hang = True, []
+    sees_gil = True
+    hang = []
     text = path.read_text(errors="replace") if path.exists() else ""
     for line in text.splitlines():
         said = json.loads(line)
@@ -153,7 +157,8 @@ def watch(program: list[str], limit_s: int, *, stdout: int | None = None) -> tup
     """
     if limit_s < 1:
         raise OptionError(f"the limit must be at least 1 second, not {limit_s}")
-    command, around = command_of(program), environment()
+    command = command_of(program)
+    around = environment()
     with tempfile.TemporaryDirectory(prefix="graft-watch-") as folder:
         path = Path(folder) / "edges.jsonl"
         env = {**around, "SOFTCUDA_WATCH": str(path), "SOFTCUDA_WATCHDOG": str(limit_s)}

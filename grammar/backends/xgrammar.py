@@ -91,7 +91,9 @@ def tokenizer_info(tokens: Sequence[bytes], size: int, stops: Sequence[int]) -> 
 def _compile(info: Any, spec: Spec) -> Any:
     """XGrammar's own form of a grammar; its refusal is a ``GrammarError``."""
     spec = resolved(spec, "xgrammar")  # refuses what would be ignored
-    types, text, root = library(), spec.text, spec.root
+    types = library()
+    text = spec.text
+    root = spec.root
     compiler = types.GrammarCompiler(info, 1, False, -1)  # one thread, no cache
     try:
         if spec.kind == "json_schema":
@@ -112,7 +114,8 @@ def _compile(info: Any, spec: Spec) -> Any:
 
 def read(spec: Spec) -> str:
     """XGrammar's objection to a grammar, without compiling it; empty if it can read it."""
-    grammar, text = library().Grammar, spec.text
+    grammar = library().Grammar
+    text = spec.text
     try:
         if spec.kind == "regex":
             grammar.from_regex(text, False)
@@ -146,7 +149,8 @@ def _layout(whitespace: Whitespace, strict: bool) -> tuple[Any, ...]:
 
 def _structural_tag(text: str, whitespace: Whitespace) -> str:
     """XGrammar's form of a structural tag; of a schema in one it would take any whitespace."""
-    spec, layout = json.loads(text), _layout(whitespace, True)
+    spec = json.loads(text)
+    layout = _layout(whitespace, True)
     tags = []
     for tag in spec["tags"]:
         rules = library().Grammar.from_json_schema(

@@ -33,7 +33,8 @@ __all__ = [
 ]
 
 #: Seconds that one question may take, and bytes of address space that its process may add.
-LIMIT_S, MEMORY_BYTES = 30.0, 4 << 30
+LIMIT_S = 30.0
+MEMORY_BYTES = 4 << 30
 _START_S = 120.0  # for a process to import graft, or to learn a vocabulary
 _IDLE = 3  # processes kept for whoever asks next, as many as an engine has; half a second each
 _RUN = "import sys; from graft.grammar.compile.child import main; main(*map(int, sys.argv[1:]))"
@@ -158,7 +159,8 @@ class Child:
 
     def _reap(self, *, kill: bool) -> int | None:
         with self._guard:
-            process, self._process = self._process, None
+            process = self._process
+            self._process = None
         if process is None:
             return None
         if kill:

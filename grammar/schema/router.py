@@ -115,7 +115,8 @@ def route(
 
 def _taken(new: Rewritten) -> tuple[Any, list[Reason], bool]:
     """What LLGuidance takes: keywords that it refuses are taken out one by one, and named."""
-    schema, reasons = new.schema, list(new.lost)
+    schema = new.schema
+    reasons = list(new.lost)
     if isinstance(schema, bool):
         nothing = [] if schema else [Reason("#", "schema", "allows no output")]
         return {}, nothing or reasons, schema

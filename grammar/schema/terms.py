@@ -60,7 +60,8 @@ class Cannot(Exception):
 
     def __init__(self, keyword: str, why: str):
         super().__init__(f"{keyword}: {why}")
-        self.keyword, self.why = keyword, why
+        self.keyword = keyword
+        self.why = why
 
 
 def dialect(schema: Any, default: int) -> int:

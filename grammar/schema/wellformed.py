@@ -113,7 +113,8 @@ def check_schema(schema: Any) -> None:
         for keys, holder, what in _WRAPPED:
             if isinstance(schema.get(holder), dict) and all(key in schema for key in keys):
                 raise GrammarError(f"JSON schema: this is {what}: give what is in its {holder!r}")
-    references, parts = References(schema), subschemas(schema)
+    references = References(schema)
+    parts = subschemas(schema)
     known = {id(part) for _, part in parts}
     for pointer, part in parts:  # it grows: references may lead to where no keyword does
         for keyword in _FORM.keys() & part.keys():
@@ -179,7 +180,8 @@ def _is_endless(schema: Any, parts: list[dict[str, Any]], references: References
 
 def _needed(part: dict[str, Any]) -> list[Any]:
     """Schemas of properties and items without which nothing fits."""
-    kind, least = part.get("type"), int(part.get("minItems", 0))
+    kind = part.get("type")
+    least = int(part.get("minItems", 0))
     if kind in ("object", ["object"]):
         known = part.get("properties", {})
         return [known[name] for name in required_of(part) if name in known]

@@ -44,7 +44,8 @@ class Ahead(Drafter):
                 f"{self._then.shape.nodes} of the second"
             )
         both = (self._first, self._then)
-        self.shape, self.vocab = self._then.shape, self._then.vocab
+        self.shape = self._then.shape
+        self.vocab = self._then.vocab
         self.taps = tuple(sorted({tap for drafter in both for tap in drafter.taps}))
         if any(drafter.taps not in ((), self.taps) for drafter in both):
             raise OptionError("Ahead: the two read different layers of the target")

@@ -50,8 +50,12 @@ class DFlash(Drafter):
     lookahead = 1
 
     def __init__(self, folder: Path, room: DrafterRoom) -> None:
-        config, device, target = DFlashConfig.from_dir(folder), room.device, room.target
-        hidden, vocab, self.taps = config.hidden_size, config.vocab_size, config.target_layer_ids
+        config = DFlashConfig.from_dir(folder)
+        device = room.device
+        target = room.target
+        hidden = config.hidden_size
+        vocab = config.vocab_size
+        self.taps = config.target_layer_ids
         check_target(
             target, vocab_size=vocab, hidden_size=hidden, num_hidden_layers=config.num_target_layers
         )
@@ -60,11 +64,15 @@ class DFlash(Drafter):
                 f"{folder}: sliding_window = {config.sliding_window} is implemented for requests "
                 f"of so many positions, and max_length is {room.length}"
             )
-        self._config, self._layers, rank = config, target.layers, config.markov_rank
+        self._config = config
+        self._layers = target.layers
+        rank = config.markov_rank
         deepest = config.block_size - config.first_row
         tree = room.tree and room.tree._replace(levels=min(room.tree.levels, deepest))
         self.shape = TreeShape.by_level(room.drafts if tree else min(room.drafts, deepest), tree)
-        self.vocab, rows, nodes = DraftVocab(vocab), room.max_rows, room.slots * self.shape.branch
+        self.vocab = DraftVocab(vocab)
+        rows = room.max_rows
+        nodes = room.slots * self.shape.branch
         weights = Weights(device, Checkpoint(folder))
         self._embedding, self._head = (
             weights.matrix(name, vocab, hidden) if name in weights.checkpoint else of_target
@@ -88,12 +96,14 @@ class DFlash(Drafter):
             if rank
             else []
         )
-        levels, second = room.slots * len(self.shape.levels), config.selector_rank > 0
+        levels = room.slots * len(self.shape.levels)
+        second = config.selector_rank > 0
         self._convolutions = Convolutions(weights, config, self._layers, rows) if second else None
         self._selector = Selector(weights, config, self._layers, levels, nodes) if second else None
         self.at_once = not (rank or second)
         weights.finish(("rotary_emb.inv_freq", "confidence_head."))
-        heads, dim = config.num_key_value_heads, config.head_dim
+        heads = config.num_key_value_heads
+        dim = config.head_dim
         self._kv = room.cache(config.num_hidden_layers, heads, dim, config.dtype)
         self.caches = (self._kv,)
         self._turn = device.from_host(config.rope.table(self._kv.positions, dim))
@@ -111,8 +121,12 @@ class DFlash(Drafter):
         self._absorb(lane, feed.committed(lane), feed.features)
         if feed.width == 1:
             return None
-        config, layers, scratch, batch = self._config, self._layers, self._scratch, feed.batch
-        first, eps = config.first_row * batch, config.rms_norm_eps
+        config = self._config
+        layers = self._layers
+        scratch = self._scratch
+        batch = feed.batch
+        first = config.first_row * batch
+        eps = config.rms_norm_eps
         n = first + len(self.shape.levels) * batch
         block = token, slot, pos, last = [self._block[i][:n] for i in range(4)]
         args = [
@@ -126,8 +140,10 @@ class DFlash(Drafter):
             *block,
         ]
         lane.kernel(self._block_rows, -(-n // _BLOCK), _BLOCK, args, name="block rows")
-        stream, normed = scratch.stream[:n], scratch.normed[:n]
-        lowest, scaled = self._decoder[0], config.input_embedding_scale != 1
+        stream = scratch.stream[:n]
+        normed = scratch.normed[:n]
+        lowest = self._decoder[0]
+        scaled = config.input_embedding_scale != 1
         x = scratch.norm(n, lowest.input_norm, lowest.qkv)
         layers.gather(
             lane,
@@ -141,7 +157,8 @@ class DFlash(Drafter):
             layers.scale(lane, stream, config.input_embedding_scale)
         if scaled and not self._convolutions:
             layers.norm(lane, stream, x.weight, eps, x.out)
-        rows, attending = Rows(token, slot, pos), Rows(token, slot, last)
+        rows = Rows(token, slot, pos)
+        attending = Rows(token, slot, last)
         shape = (config, self._decoder, scratch, self._kv, self._turn, rows)
         if self._convolutions:
             self._convolutions.run_layers(batch, lane, layers, *shape, normed, attending)
@@ -151,7 +168,8 @@ class DFlash(Drafter):
         # The target's logits, of more rows, have been read: here is their place.
         logits = feed.scratch.logits[: n - first]
         layers.linear(lane, normed[first:], self._head, logits, name="draft head")
-        factor, cap = config.output_multiplier, config.final_logit_softcapping
+        factor = config.output_multiplier
+        cap = config.final_logit_softcapping
         if factor != 1 or cap:
             layers.scale(lane, logits, factor, cap)
         if self._selector:
@@ -185,9 +203,14 @@ class DFlash(Drafter):
         """Write keys and values of committed positions."""
         if features is None:
             raise DrafterError("a block drafter needs features of the target")
-        config, layers, scratch = self._config, self._layers, self._scratch
-        n, queries = rows.check(self._block.shape[1]), config.num_attention_heads * config.head_dim
-        stream, context, kv = scratch.stream[:n], scratch.normed[:n], self._context_kv[:n]
+        config = self._config
+        layers = self._layers
+        scratch = self._scratch
+        n = rows.check(self._block.shape[1])
+        queries = config.num_attention_heads * config.head_dim
+        stream = scratch.stream[:n]
+        context = scratch.normed[:n]
+        kv = self._context_kv[:n]
         layers.linear(lane, features, self._fc, stream, name="fc")
         layers.norm(lane, stream, self._context_norm, config.rms_norm_eps, context)
         for i, weights in enumerate(self._decoder):

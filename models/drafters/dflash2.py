@@ -32,7 +32,8 @@ class Convolutions:
     """Of all layers, before and behind attention and MLP; for `rows` rows of all blocks."""
 
     def __init__(self, weights: Weights, config: DFlashConfig, layers: Layers, rows: int) -> None:
-        size, hidden = config.conv_kernel_size, config.hidden_size
+        size = config.conv_kernel_size
+        hidden = config.hidden_size
         columns = 2 * size * (hidden // config.conv_group_size)
         self._sites = [
             [
@@ -64,8 +65,11 @@ class Convolutions:
         attending: Rows,
     ) -> None:
         """`llama.run_layers` of blocks whose rows are so far apart; overwrites `x`."""
-        n, eps = rows.count, config.rms_norm_eps
-        stream, dynamic, convolved = scratch.stream[:n], self._dynamic[:n], self._convolved[:n]
+        n = rows.count
+        eps = config.rms_norm_eps
+        stream = scratch.stream[:n]
+        dynamic = self._dynamic[:n]
+        convolved = self._convolved[:n]
 
         def convolve(site: tuple[DeviceArray, DeviceArray]) -> None:
             layers.linear(lane, x, site[1], dynamic, name="kernels")
@@ -108,8 +112,11 @@ class Selector:
     def __init__(
         self, weights: Weights, config: DFlashConfig, layers: Layers, rows: int, nodes: int
     ) -> None:
-        device, vocab = layers.device, config.vocab_size
-        self._rank, self._count, self._layers = config.selector_rank, config.selector_top_k, layers
+        device = layers.device
+        vocab = config.vocab_size
+        self._rank = config.selector_rank
+        self._count = config.selector_top_k
+        self._layers = layers
         self._projection, self._predecessors, self._successors = (
             weights.matrix(f"candidate_selector.{name}", size, columns)
             for name, size, columns in (
@@ -148,7 +155,9 @@ class Selector:
         """Score a level's logits in place, given the token before each of their rows, of which a
         tree has several, by turns, to one of the block."""
         nodes, vocab = logits.shape
-        first, k, predecessor = level * batch, self._count, self._predecessor[:nodes]
+        first = level * batch
+        k = self._count
+        predecessor = self._predecessor[:nodes]
         self._layers.gather(lane, self._predecessors, before, predecessor, name="predecessors")
         args = [
             logits,

@@ -69,8 +69,12 @@ class Eagle3Head:
         check_cache(config, kv, config.num_hidden_layers)
         if max_rows < 1:
             raise OptionError(f"max_rows is {max_rows}, expected at least 1")
-        self.device, self.config, self.target, self.kv = device, config, target, kv
-        self.max_rows, self.draft_vocab = max_rows, config.draft_vocab_size
+        self.device = device
+        self.config = config
+        self.target = target
+        self.kv = kv
+        self.max_rows = max_rows
+        self.draft_vocab = config.draft_vocab_size
         self.layers = target.layers
         self.feature_layers = config.resolve_feature_layers(target.config.num_hidden_layers)
         self._load(Weights(device, checkpoint))
@@ -81,8 +85,11 @@ class Eagle3Head:
         self._picked = device.empty((max_rows, hidden), "float32")
 
     def _load(self, weights: Weights) -> None:
-        config, checkpoint = self.config, weights.checkpoint
-        hidden, vocab, draft = config.hidden_size, config.vocab_size, config.draft_vocab_size
+        config = self.config
+        checkpoint = weights.checkpoint
+        hidden = config.hidden_size
+        vocab = config.vocab_size
+        draft = config.draft_vocab_size
         prefix = "midlayer" if "midlayer.hidden_norm.weight" in checkpoint else "layers.0"
         self.fc = weights.matrix("fc.weight", hidden, 3 * config.target_hidden_size)
         self.decoder = [DecoderLayer.load(weights, prefix, config, 2 * hidden, self.layers)]
@@ -102,7 +109,8 @@ class Eagle3Head:
                 f"{checkpoint.path}: embed_tokens.weight is missing, and the target's embedding "
                 f"is {self.target.config.hidden_size} wide, not {hidden}"
             )
-        maps, lent = read_draft_map(checkpoint, draft, vocab), self.target.lm_head
+        maps = read_draft_map(checkpoint, draft, vocab)
+        lent = self.target.lm_head
         if "lm_head.weight" in checkpoint:
             self.lm_head = weights.matrix("lm_head.weight", draft, hidden)
         elif shared:
@@ -192,8 +200,12 @@ class Eagle3Head:
     def _run(
         self, lane: Lane, rows: Rows, hidden: DeviceArray, ending: Norm | None = None
     ) -> DeviceArray:
-        n, scratch, config = rows.count, self.scratch, self.config
-        stream, x, first = scratch.stream[:n], scratch.wide[:n], self.decoder[0]
+        n = rows.count
+        scratch = self.scratch
+        config = self.config
+        stream = scratch.stream[:n]
+        x = scratch.wide[:n]
+        first = self.decoder[0]
         self.layers.eagle_input(
             lane,
             rows.token,
@@ -228,7 +240,8 @@ class Eagle3(Drafter):
 
     def __init__(self, head: Eagle3Head, shape: TreeShape) -> None:
         self.head = head
-        self.shape, self.taps = shape, head.feature_layers
+        self.shape = shape
+        self.taps = head.feature_layers
         self.vocab = DraftVocab(head.draft_vocab, head.d2t, head.t2d)
         self.caches = (head.kv,)
         self._hidden: DeviceArray | None = None  # of the level written last
@@ -256,7 +269,8 @@ class Eagle3(Drafter):
         return logits
 
     def step(self, lane: Lane, feed: Feed, level: int) -> DeviceArray:
-        rows, hidden = feed.drafts(lane, level), _given(self._hidden)
+        rows = feed.drafts(lane, level)
+        hidden = _given(self._hidden)
         if feed.branch > 1:
             hidden = self.head.gather(lane, hidden, feed.origin, again=True)
         logits = feed.logits[: rows.count]

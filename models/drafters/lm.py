@@ -24,8 +24,10 @@ class SmallModel(Drafter):
     lookahead = 1
 
     def __init__(self, model: LlamaModel, shape: TreeShape) -> None:
-        self.model, self.shape = model, shape
-        self.vocab, self.caches = DraftVocab(model.vocab_size), (model.kv,)
+        self.model = model
+        self.shape = shape
+        self.vocab = DraftVocab(model.vocab_size)
+        self.caches = (model.kv,)
 
     @classmethod
     def from_dir(cls, folder: Path, room: DrafterRoom) -> SmallModel:

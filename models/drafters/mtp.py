@@ -57,8 +57,11 @@ class Mtp(Drafter):
     """
 
     def __init__(self, folder: Path, room: DrafterRoom) -> None:
-        config, device, target = LlamaConfig.from_dir(folder), room.device, room.target
-        layers, hidden = config.num_hidden_layers, config.hidden_size
+        config = LlamaConfig.from_dir(folder)
+        device = room.device
+        target = room.target
+        layers = config.num_hidden_layers
+        hidden = config.hidden_size
         check_target(
             target, vocab_size=config.vocab_size, hidden_size=hidden, num_hidden_layers=layers
         )
@@ -94,11 +97,14 @@ class Mtp(Drafter):
         self.lookahead = None if self._several else 1  # the modules behind the first carry state
         drafts = min(room.drafts, len(modules)) if self._several else room.drafts
         self.shape = TreeShape.by_level(drafts, None if self._several else room.tree)
-        self.taps, self.vocab = (layers - 1,), DraftVocab(config.vocab_size)
+        self.taps = (layers - 1,)
+        self.vocab = DraftVocab(config.vocab_size)
         self._modules = modules[:drafts]
         count = len(self._modules)
         self._kv = room.cache(count, config.num_key_value_heads, config.head_dim, config.dtype)
-        self.caches, self._config, self._target = (self._kv,), config, target
+        self.caches = (self._kv,)
+        self._config = config
+        self._target = target
         self._turn = device.from_host(config.rope.table(self._kv.positions, config.head_dim))
         self._scratch = Scratch(target.layers, config, room.max_rows, 2 * hidden)
         self._hidden = device.empty((room.max_rows, hidden), "float32")
@@ -141,9 +147,12 @@ class Mtp(Drafter):
         """Feed true tokens to every module; row r of module j is entry ``rows.pos[r] - j``."""
         if features is None:
             raise DrafterError("MTP modules need features of the target's last layer")
-        target, layers, width = self._target, self._target.layers, self._config.hidden_size
+        target = self._target
+        layers = self._target.layers
+        width = self._config.hidden_size
         n = rows.check(len(self._hidden))
-        hidden, earlier = self._hidden[:n], self._earlier[:n]
+        hidden = self._hidden[:n]
+        earlier = self._earlier[:n]
         layers.norm(lane, features, target.final_norm, target.config.rms_norm_eps, hidden)
         for j in range(len(self._modules)):
             if j:
@@ -158,8 +167,11 @@ class Mtp(Drafter):
 
     def _run(self, lane: Lane, j: int, rows: Rows, hidden: DeviceArray) -> None:
         """Turn float32[R, hidden], h of the module before, into module j's."""
-        n, module, layers = rows.count, self._modules[j], self._target.layers
-        scratch, eps = self._scratch, self._config.rms_norm_eps
+        n = rows.count
+        module = self._modules[j]
+        layers = self._target.layers
+        scratch = self._scratch
+        eps = self._config.rms_norm_eps
         stream = scratch.stream[:n]
         layers.eagle_input(
             lane,

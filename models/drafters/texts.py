@@ -25,7 +25,9 @@ __all__ = ["Texts"]
 
 _KERNELS = Path(__file__).resolve().parents[1] / "kernels" / "texts.cu"
 _VOTES = read_numbers(_KERNELS)
-_MOST_KEPT, _MOST_LENGTH, _MOST_DRAFTED = 1 << 12, (1 << 26) - 1, 1e6
+_MOST_KEPT = 1 << 12
+_MOST_LENGTH = (1 << 26) - 1
+_MOST_DRAFTED = 1e6
 
 
 class Texts(Drafter):
@@ -88,7 +90,8 @@ class Texts(Drafter):
         branch, levels, paths = room.tree or TreePlan(1, room.drafts)
         if paths:
             raise OptionError(f"{type(self).__name__}: draft_tree is to be (branch, levels)")
-        self.shape, self._slots = TreeShape(room.drafts, branch=branch), room.slots
+        self.shape = TreeShape(room.drafts, branch=branch)
+        self._slots = room.slots
         self._kept = kept * public
         size = (room.slots + self._kept, room.length)
         self._texts = room.device.from_host(np.full(size, -1, np.int32))
@@ -107,7 +110,8 @@ class Texts(Drafter):
         )
         vocab = 1 if vote == "NONE" and branch == 1 else room.target.config.vocab_size
         self._votes = room.device.zeros((room.slots, vocab), "int32")
-        self._kernels, self._block = room.device.load(_KERNELS), row_block(room.device)
+        self._kernels = room.device.load(_KERNELS)
+        self._block = row_block(room.device)
 
     def prefill(self, lane: Lane, own: Rows, following: Rows, features: DeviceArray | None) -> None:
         self._note(lane, own)

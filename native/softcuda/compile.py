@@ -204,7 +204,8 @@ def _read_kept(path: Path) -> bytes | None:
         data = path.read_bytes()
     except OSError:
         return None
-    image, digest = data[:-DIGEST_BYTES], data[-DIGEST_BYTES:]
+    image = data[:-DIGEST_BYTES]
+    digest = data[-DIGEST_BYTES:]
     return image if hashlib.sha256(image).digest() == digest else None
 
 

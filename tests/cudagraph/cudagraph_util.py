@@ -114,7 +114,8 @@ def resident_kib() -> int:
 def answered(device: Device, transport: str, work: object, **options: object):
     """A graph of one mailbox whose output is copied to the device: (executable, result)."""
     graph = Graph(device, "one mailbox")
-    output, result = device.pinned((4,), "int32"), device.zeros((4,), "int32")
+    output = device.pinned((4,), "int32")
+    result = device.zeros((4,), "int32")
     lane = graph.lane("main")
     getattr(lane, transport)(work, output=output, name="answer", **options)
     lane.copy(result, output)

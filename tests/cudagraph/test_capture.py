@@ -86,7 +86,8 @@ def test_a_failing_step_stands_down_until_told(foreign: Foreign) -> None:
 def test_lanes_keep_operands_for_the_captured_graph(device: Device, foreign: Foreign) -> None:
     """Arrays and kernels used on a capturing stream outlive every Python name of theirs."""
     kernel = load_text(device, TEXT, "capture.cu")["add"]  # nobody else keeps it
-    data, out = device.zeros((8,), "int32"), device.pinned((8,), "int32")
+    data = device.zeros((8,), "int32")
+    out = device.pinned((8,), "int32")
     result = out.array
     lane = StreamLane(foreign.stream)
     foreign.begin()
@@ -104,7 +105,8 @@ def test_lanes_keep_operands_for_the_captured_graph(device: Device, foreign: For
 
 def test_a_capture_takes_events_as_nodes(device: Device, foreign: Foreign) -> None:
     """On a capturing stream lane both calls become nodes that keep their event."""
-    data, event = device.zeros((1,), "int32"), device.event("captured")
+    data = device.zeros((1,), "int32")
+    event = device.event("captured")
     lane = StreamLane(foreign.stream)
     foreign.begin()
     lane.wait_event(event)
@@ -127,7 +129,8 @@ def test_freeing_arrays_does_not_disturb_a_capture(device: Device, stream: Strea
     mode = cu.CUstreamCaptureMode.CU_STREAM_CAPTURE_MODE_GLOBAL
     array = device.zeros((1024,), "int32")
     settled()
-    failed, live = native.failed_frees(), native.live_resources()
+    failed = native.failed_frees()
+    live = native.live_resources()
     call(cu.cuStreamBeginCapture, stream.handle, mode)
     del array
     assert _native.flush(60.0) and native.live_resources() == live - 1

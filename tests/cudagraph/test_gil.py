@@ -55,7 +55,8 @@ def use_everything(device: Device) -> None:
     device.synchronize(60)
     for first in (True, False):
         graph = Graph(device, "everything")
-        one, two = graph.lane("one"), graph.lane("two")
+        one = graph.lane("one")
+        two = graph.lane("two")
         one.kernel(kernel, 1, 1, [data])
         one.copy(pinned, data)
         one.fill(data, 0)
@@ -94,7 +95,8 @@ def test_native_work_runs_while_python_keeps_the_gil(
     device: Device, stream: Stream, never_switch: None
 ) -> None:
     """A native step finishes though the launching thread never lets go of the GIL."""
-    semaphore, graph = Semaphore(), Graph(device, "native")
+    semaphore = Semaphore()
+    graph = Graph(device, "native")
     graph.lane("main").host(semaphore.work())
     executable = graph.instantiate()
     executable.launch(stream)

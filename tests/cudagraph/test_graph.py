@@ -57,7 +57,8 @@ def test_definition_lists_nodes_and_edges(device: Device, module) -> None:
     data = device.zeros((4,), "int32")
     pinned = device.pinned((4,), "int32")
     graph = Graph(device, "shape")
-    model, grammar = graph.lane("model"), graph.lane("grammar")
+    model = graph.lane("model")
+    grammar = graph.lane("grammar")
     model.fill(data, name="clear")
     model.kernel(module["add"], 1, 4, [data, 1])
     mark = model.record()
@@ -120,7 +121,9 @@ def test_launches_from_many_threads_are_serialised(device: Device, module) -> No
     """One executable launched by several threads on several streams runs every replay once, and
     begins none before the last has ended."""
     data = device.zeros((8,), "int32")
-    graph, begun, inside = Graph(device, "shared"), [], []
+    graph = Graph(device, "shared")
+    begun = []
+    inside = []
     lane = graph.lane("main")
     lane.host(lambda: begun.append(inside.append(1) or len(inside)))
     lane.kernel(module["add"], 1, 8, [data, 1])
@@ -142,7 +145,8 @@ def test_launches_from_many_threads_are_serialised(device: Device, module) -> No
 def test_waiting_ends_although_others_go_on_launching(device: Device, module) -> None:
     """synchronize() and update() wait for what was launched before, not for what follows."""
     data = device.zeros((8,), "int32")
-    graph, other = Graph(device, "busy"), Graph(device, "next")
+    graph = Graph(device, "busy")
+    other = Graph(device, "next")
     for value, made in enumerate((graph, other), start=1):
         made.lane("main").kernel(module["add"], 1, 8, [data, value])
     executable = graph.instantiate()
@@ -172,7 +176,8 @@ def test_waiting_ends_although_others_go_on_launching(device: Device, module) ->
 
 def test_instantiating_again_leaves_the_definition_unlocked(device: Device, stream: Stream) -> None:
     """While instantiate() waits for launches of an earlier executable others use the graph."""
-    gate, entered = threading.Event(), threading.Event()
+    gate = threading.Event()
+    entered = threading.Event()
     graph = Graph(device, "waits")
     graph.lane("main").host(lambda: (entered.set(), gate.wait(60)))
     first = graph.instantiate()
@@ -233,7 +238,8 @@ def test_dot_names_every_node_and_edge(device: Device) -> None:
 
 def test_nodes_change_for_later_launches(device: Device, stream: Stream, module) -> None:
     """A kernel node takes another function, grid and operands, by name or Node."""
-    a, b = device.zeros((4,), "int32"), device.from_host(np.ones(4, np.int32))
+    a = device.zeros((4,), "int32")
+    b = device.from_host(np.ones(4, np.int32))
     graph = Graph(device, "changing")
     graph.lane("main").kernel(module["add"], 1, 4, [a, 3], name="work")
     executable = graph.instantiate()
@@ -255,7 +261,8 @@ def test_changed_operands_live_until_replaced(device: Device, stream: Stream, mo
     before = native.live_resources()
     for i in range(300):
         fresh = device.pinned((4,), "int32")
-        seen, fresh.array[:] = fresh.array, i
+        seen = fresh.array
+        fresh.array[:] = i
         executable.update_kernel("work", module["add"], 1, 4, [fresh, 1])
         del fresh
         executable.launch(stream)
@@ -272,7 +279,8 @@ def test_a_closed_executable_keeps_operands_in_flight(
 ) -> None:
     """Operands of a changed node outlive everything while a launch that uses them runs."""
     gate = threading.Event()
-    data, fresh = device.zeros((4,), "int32"), device.pinned((4,), "int32")
+    data = device.zeros((4,), "int32")
+    fresh = device.pinned((4,), "int32")
     seen = fresh.array
     graph = Graph(device, "flight")
     lane = graph.lane("main")
@@ -328,7 +336,8 @@ def test_only_kernels_that_wait_follow_programmatically(
     for programmatic in (False, True):
         data = device.zeros((1,), "int32")
         graph = Graph(device, "p", programmatic=programmatic)
-        main, other = graph.lane("main"), graph.lane("other")
+        main = graph.lane("main")
+        other = graph.lane("other")
 
         def add(name: str, lane=main, data=data) -> None:
             lane.kernel(kernels[name], 1, 1, [data])
@@ -374,13 +383,15 @@ def test_only_kernels_that_wait_follow_programmatically(
 def test_wrong_changes_are_refused(device: Device, stream: Stream, module) -> None:
     """Unknown, ambiguous and foreign nodes and cells, wrong kinds and arguments change nothing."""
     data = device.zeros((1,), "int32")
-    graph, other = Graph(device, "mine"), Graph(device, "other")
+    graph = Graph(device, "mine")
+    other = Graph(device, "other")
     for _ in range(2):
         graph.lane("main").kernel(module["add"], 1, 1, [data, 1])
     other.lane("main").fill(data, name="elsewhere")
     cell = graph.cell()
     executable = graph.instantiate()
-    enable, add = executable.set_enabled, module["add"]
+    enable = executable.set_enabled
+    add = module["add"]
     refused(
         OptionError,
         {

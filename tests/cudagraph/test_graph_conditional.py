@@ -29,7 +29,8 @@ extern "C" __global__ void below(unsigned long long condition, const int* data, 
 
 def test_a_loop_runs_as_long_as_a_kernel_says(device: Device, stream: Stream, module) -> None:
     """One launch runs the body the data's number of times; every replay begins anew."""
-    data, after = device.zeros((1,), "int32"), device.zeros((1,), "int32")
+    data = device.zeros((1,), "int32")
+    after = device.zeros((1,), "int32")
     graph = Graph(device, "loop")
     lane = graph.lane("main")
     more = condition(graph, 1, name="more")
@@ -65,7 +66,8 @@ def test_if_else_takes_one_branch(
 def test_bodies_keep_what_they_use(device: Device, stream: Stream) -> None:
     """Operands, closed ones too, live as long as the executable; a body may hold a child graph."""
     own = load_text(device, TEXT + "// another image\n", "conditional_keep.cu")
-    data, result = device.zeros((1,), "int32"), device.pinned((1,), "int32")
+    data = device.zeros((1,), "int32")
+    result = device.pinned((1,), "int32")
     seen = result.array
     inner = Graph(device, "inner")
     inner.lane("x").kernel(own["add"], 1, 1, [data, 7])
@@ -87,7 +89,9 @@ def test_host_work_is_refused_in_bodies(device: Device) -> None:
     """Host steps are refused by name, also inside child graphs; nothing is added."""
     graph = Graph(device, "g")
     body = while_(graph.lane("main"), condition(graph, 0), name="loop")
-    lane, child, middle = body.lane("inside"), Graph(device, "child"), Graph(device, "middle")
+    lane = body.lane("inside")
+    child = Graph(device, "child")
+    middle = Graph(device, "middle")
     child.lane("x").host(print, name="fill")
     refused(
         OptionError,
@@ -106,8 +110,10 @@ def test_host_work_is_refused_in_bodies(device: Device) -> None:
 
 def test_conditions_steer_one_node_of_their_graph(device: Device, module) -> None:
     """A condition used twice, elsewhere, or not at all is refused by its name."""
-    first, second = Graph(device, "first"), Graph(device, "second")
-    go, lane = condition(first, 1, name="go"), first.lane("main")
+    first = Graph(device, "first")
+    second = Graph(device, "second")
+    go = condition(first, 1, name="go")
+    lane = first.lane("main")
     refused(
         OptionError,
         {

@@ -38,14 +38,16 @@ def test_a_moved_child_brings_mailboxes_and_conditionals(device: Device, stream:
         out[:] = answers[0]
 
     watch = weakref.ref(work)
-    output, result = device.pinned((4,), "int32"), device.zeros((4,), "int32")
+    output = device.pinned((4,), "int32")
+    result = device.zeros((4,), "int32")
     child = Graph(device, "child")
     lane = child.lane("grammar")
     lane.mailbox(work, output=output, worker=MailboxWorker())
     if_(lane, condition(child, 1), name="always").lane("inside").fill(result, 0)
     lane.copy(result, output)
     parent = Graph(device, "parent")
-    before, after = Step(), Step()
+    before = Step()
+    after = Step()
     parent.lane("main").host(before)
     parent.lane("main").child(child, name="moved")
     parent.lane("main").host(after)
@@ -66,7 +68,8 @@ def test_a_moved_child_brings_mailboxes_and_conditionals(device: Device, stream:
 
 def test_a_moved_child_belongs_to_its_parent(device: Device, stream: Stream) -> None:
     """Editing, instantiating or moving it again is refused by both names."""
-    child, parent = Graph(device, "small"), Graph(device, "large")
+    child = Graph(device, "small")
+    parent = Graph(device, "large")
     child.lane("x").fill(device.zeros((1,), "int32"))
     parent.lane("main").child(child)
     for attempt in (
@@ -97,7 +100,8 @@ def test_failures_and_replay_numbers_are_the_parents(
     """A step of a moved child fails the parent's replay by its number; both statuses say so."""
     kernel = module["unless"]
     good = [device.zeros((1,), "int32") for _ in range(2)]
-    fail, calls = [False], [0]
+    fail = [False]
+    calls = [0]
 
     def step(value: object) -> None:
         calls[0] += 1
@@ -137,7 +141,8 @@ def test_without_moves_a_child_is_refused(
 ) -> None:
     """An older driver: refused by what it needs; the child is still its owner's and runs."""
     step = Step()
-    child, parent = Graph(device, "child"), Graph(device, "parent")
+    child = Graph(device, "child")
+    parent = Graph(device, "parent")
     child.lane("x").host(step)
     with monkeypatch.context() as patch:
         patch.setattr(graph, "MOVES_SINCE", 1 << 30)
@@ -150,7 +155,8 @@ def test_without_moves_a_child_is_refused(
 def test_the_host_goes_on_at_a_record_node(device: Device, stream: Stream) -> None:
     """The event is there while the rest of its replay still runs, and again in every replay."""
     go = threading.Event()
-    data, result = device.zeros((4,), "int32"), device.pinned((4,), "int32")
+    data = device.zeros((4,), "int32")
+    result = device.pinned((4,), "int32")
     ready = device.event("ready")
     graph = Graph(device, "leaves early")
     lane = graph.lane("main")
@@ -173,7 +179,8 @@ def test_the_host_goes_on_at_a_record_node(device: Device, stream: Stream) -> No
 def test_two_graphs_hand_over_by_events(device: Device, stream: Stream) -> None:
     """Launches on two streams run in the order of their event nodes, round by round."""
     order: list[str] = []
-    there, back = device.event("there"), device.event("back")
+    there = device.event("there")
+    back = device.event("back")
     other = device.stream("other")
     runs = []
     for name, before, after in (("ping", back, there), ("pong", there, back)):
@@ -197,7 +204,8 @@ def test_two_graphs_hand_over_by_events(device: Device, stream: Stream) -> None:
 def test_a_wait_that_is_not_over_meets_its_deadline(device: Device, stream: Stream) -> None:
     """synchronize() of an event names it and ends in time; one never recorded is complete."""
     go = threading.Event()
-    lane, late = StreamLane(stream), device.event("late")
+    lane = StreamLane(stream)
+    late = device.event("late")
     assert late.query()
     late.synchronize(LIMIT_S)
     lane.host(lambda: go.wait(LIMIT_S))
@@ -210,7 +218,8 @@ def test_a_wait_that_is_not_over_meets_its_deadline(device: Device, stream: Stre
 
 def test_events_keep_time_where_asked(device: Device, stream: Stream) -> None:
     """Seconds between two nodes of a replay; refused by name for events without timing."""
-    begun, ended = device.event("begun", timing=True), device.event("ended", timing=True)
+    begun = device.event("begun", timing=True)
+    ended = device.event("ended", timing=True)
     data = device.zeros((1 << 20,), "uint8")
     graph = Graph(device, "timed")
     lane = graph.lane("main")

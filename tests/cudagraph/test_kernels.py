@@ -57,7 +57,8 @@ def test_kernel_runs(device: Device, stream: Stream, module) -> None:
     """A kernel with pointers, a float and an int computes what NumPy computes."""
     rng = np.random.default_rng(3)
     x, y = rng.standard_normal((2, 1000), np.float32)
-    dx, dy = device.from_host(x), device.from_host(y)
+    dx = device.from_host(x)
+    dy = device.from_host(y)
     launch(stream, module["saxpy"], 8, 128, [dy, dx, 0.5, 1000])
     assert np.allclose(dy.to_host(), np.float32(0.5) * x + y, rtol=1e-6)
     assert module["saxpy"].param_sizes == (8, 8, 4, 4)
@@ -210,7 +211,8 @@ def test_files_load_once_per_defines(device: Device, stream: Stream, tmp_path: P
         '#include "graft.cuh"\n#include "local.cuh"\n'
         'extern "C" __global__ void value(int* out) { out[0] = VALUE + OFFSET + ROW_READY; }\n'
     )
-    first, second = device.load(source, {"VALUE": 1}), device.load(source, {"VALUE": 2})
+    first = device.load(source, {"VALUE": 1})
+    second = device.load(source, {"VALUE": 2})
     assert device.load(source, {"VALUE": 1}) is first and first is not second
     out = device.zeros((1,), "int32")
     for loaded, expected in ((first, 103), (second, 104)):

@@ -40,7 +40,8 @@ def run(request, device: Device, stream: Stream) -> Callable[[Callable[[Lane, La
 def test_one_lane_runs_in_order(device: Device, run, module) -> None:
     """fill, kernel, host and copy of one lane see each other's results, in order."""
     data = device.empty((N,), "int32")
-    staged, out = device.pinned((N,), "int32"), device.pinned((N,), "int32")
+    staged = device.pinned((N,), "int32")
+    out = device.pinned((N,), "int32")
     staged.array[:] = np.arange(N)
     seen: list[int] = []
 
@@ -59,8 +60,10 @@ def test_one_lane_runs_in_order(device: Device, run, module) -> None:
 
 def test_lanes_meet_at_marks(device: Device, run, module) -> None:
     """What follows wait() sees all that came before record() on the other lane."""
-    data, other = device.zeros((N,), "int32"), device.zeros((N,), "int32")
-    first, second = device.pinned((N,), "int32"), device.pinned((N,), "int32")
+    data = device.zeros((N,), "int32")
+    other = device.zeros((N,), "int32")
+    first = device.pinned((N,), "int32")
+    second = device.pinned((N,), "int32")
     order: list[str] = []
 
     def program(a: Lane, b: Lane) -> None:
@@ -89,7 +92,8 @@ def test_copies_between_device_arrays(device: Device, run) -> None:
 
 def test_wrong_copies_are_refused(device: Device, run) -> None:
     """Copies of different sizes, of host arrays or within the host are refused."""
-    small, large = device.zeros((2,), "int32"), device.zeros((3,), "int32")
+    small = device.zeros((2,), "int32")
+    large = device.zeros((3,), "int32")
     pinned = device.pinned((2,), "int32")
 
     def program(lane: Lane, _: Lane) -> None:
@@ -108,7 +112,9 @@ def test_wrong_copies_are_refused(device: Device, run) -> None:
 
 def test_foreign_marks_are_refused(device: Device, stream: Stream) -> None:
     """A mark belongs to its graph; stream marks and graph marks do not mix."""
-    one, two, lane = Graph(device, "one"), Graph(device, "two"), StreamLane(stream)
+    one = Graph(device, "one")
+    two = Graph(device, "two")
+    lane = StreamLane(stream)
     mark = one.lane("x").record("here")
     refused(
         OptionError,

@@ -50,11 +50,13 @@ class Watched:
     def __init__(self, device: Device, everything: bool, before: Any = None):
         self.step = Step()
         self.watch = weakref.ref(self.step)
-        self.released, live = native.released_records(), native.live_records()
+        self.released = native.released_records()
+        live = native.live_records()
         self.graph = Graph(device, "watched")
         if before is not None:
             self.graph.lane("main").host(before)
-        lane, self.calls = self.graph.lane("main"), 4 if everything else 1
+        lane = self.graph.lane("main")
+        self.calls = 4 if everything else 1
         lane.host(self.step)
         if everything:
             self._add_all(device, lane)
@@ -63,7 +65,8 @@ class Watched:
     def _add_all(self, device: Device, lane: GraphLane) -> None:
         """One step more of each kind, between events and conditionals."""
         lane.host(self.step)
-        event, data = device.event("lifetime"), device.zeros((4,), "int32")
+        event = device.event("lifetime")
+        data = device.zeros((4,), "int32")
         lane.wait_event(event)
         lane.mailbox(self.step)
         if_(lane, condition(self.graph, 1), name="if").lane("inside").fill(data)
@@ -122,8 +125,10 @@ def test_definitions_outlive_their_executables(
 @everything
 def test_launches_keep_what_they_run(device: Device, everything: bool) -> None:
     """Steps behind a blocked one run after graph, executable, stream and callables went (L7)."""
-    gate, done = threading.Event(), threading.Event()
-    made, stream = Watched(device, everything, lambda: gate.wait(60)), device.stream("flight")
+    gate = threading.Event()
+    done = threading.Event()
+    made = Watched(device, everything, lambda: gate.wait(60))
+    stream = device.stream("flight")
     made.graph.lane("main").host(done.set)
     executable = made.graph.instantiate()
     executable.launch(stream)
@@ -156,7 +161,8 @@ def test_a_failed_build_leaves_nothing(
     def refuse(*_: object) -> None:
         raise DeviceError("the node was refused")
 
-    good, bad = Step(), Step()
+    good = Step()
+    bad = Step()
     watch = weakref.ref(bad)
     graph = Graph(device, "build")
     lane = graph.lane("main")
@@ -301,8 +307,11 @@ def test_a_failure_that_nobody_asked_for_is_told_at_exit() -> None:
 
 def recapture(device: Device, stream: Stream, times: int) -> int:
     """Capture, replay and drop a graph; returns how often its host step ran."""
-    data, event = device.zeros((64,), "int32"), device.event()
-    lane, step, capture = StreamLane(stream), Step(), Foreign(stream)
+    data = device.zeros((64,), "int32")
+    event = device.event()
+    lane = StreamLane(stream)
+    step = Step()
+    capture = Foreign(stream)
     for i in range(times):
         capture.begin()
         hostfunc(stream, step)
@@ -321,7 +330,9 @@ def test_recaptures_leave_nothing(device: Device, stream: Stream, times: int) ->
     """Every record of every capture is released, and none weighs on memory (L12)."""
     recapture(device, stream, 1000)
     settled()
-    resident, before, live = resident_kib(), native.released_records(), native.live_records()
+    resident = resident_kib()
+    before = native.released_records()
+    live = native.live_records()
     assert recapture(device, stream, times) == times // 10
     released(before + 3 * times)
     settled()
@@ -381,7 +392,8 @@ def test_a_fault_is_typed_and_the_process_ends(ending: str) -> None:
 
 def test_native_work_keeps_its_owner(device: Device, stream: Stream) -> None:
     """NativeWork.keep lives until the graph that uses it is gone."""
-    semaphore, owner = Semaphore(), Step()
+    semaphore = Semaphore()
+    owner = Step()
     graph = Graph(device, "native owner")
     graph.lane("main").host(semaphore.work(keep=owner))
     executable = graph.instantiate()
@@ -417,7 +429,8 @@ def test_updates_release_the_old_definition(device: Device, stream: Stream) -> N
 
 def test_eager_records_free_themselves(stream: Stream) -> None:
     """An eager callable that is dropped at once runs once a call; then all of it is gone."""
-    live, calls = native.live_records(), []
+    live = native.live_records()
+    calls = []
 
     def fn(number: int) -> None:
         calls.append(number)
@@ -449,7 +462,8 @@ def test_closing_breaks_a_cycle_through_the_driver(device: Device) -> None:
 
 def test_garbage_collection_in_a_callback_calls_no_driver(device: Device, stream: Stream) -> None:
     """Arrays, streams and graphs that die inside a host function are freed elsewhere, later."""
-    failed, resources = native.failed_frees(), native.live_resources()
+    failed = native.failed_frees()
+    resources = native.live_resources()
 
     def make_garbage() -> None:
         graph = Graph(device, "garbage")

@@ -44,7 +44,8 @@ def test_every_replay_gets_its_own_answer_after_everything_was_dropped(device, s
 def test_the_wait_descends_from_its_request_and_the_request_from_the_lane(device, transport):
     """What the lane holds before is an ancestor of the request, and the request of the wait."""
     graph = Graph(device, "shape")
-    lane, array = graph.lane("grammar"), device.zeros((4,), "int32")
+    lane = graph.lane("grammar")
+    array = device.zeros((4,), "int32")
     lane.fill(array, 1)
     getattr(lane, transport)(lambda: None, name="step")
     lane.fill(array, 2)
@@ -87,7 +88,8 @@ def test_an_updated_executable_asks_the_new_definition(device, stream, transport
         getattr(graph.lane("main"), transport)(work, name="number")
         return graph
 
-    first, second = definition("first"), definition("second")
+    first = definition("first")
+    second = definition("second")
     run = first.instantiate()
     for _ in range(2):
         run.launch(stream)
@@ -215,7 +217,8 @@ def test_native_owners_of_a_worker_hold_no_python_reference(device):
 
 def test_a_late_worker_loses_and_its_result_is_not_published(device, stream, transport):
     """The watchdog lets the device go on, names the step; late results go nowhere."""
-    go, slow = threading.Event(), [False]
+    go = threading.Event()
+    slow = [False]
 
     def work(out: np.ndarray) -> None:
         if slow[0]:
@@ -226,7 +229,8 @@ def test_a_late_worker_loses_and_its_result_is_not_published(device, stream, tra
 
     later: list[int] = []
     graph = Graph(device, "late")
-    output, result = device.pinned((4,), "int32"), device.zeros((4,), "int32")
+    output = device.pinned((4,), "int32")
+    result = device.zeros((4,), "int32")
     lane = graph.lane("main")
     getattr(lane, transport)(work, output=output, name="grammar", deadline_s=1.5)
     lane.copy(result, output)
@@ -258,7 +262,8 @@ def test_a_late_worker_loses_and_its_result_is_not_published(device, stream, tra
 
 def test_worker_and_watchdog_never_both_answer(device, stream, transport):
     """Work about as long as its deadline: published by the worker or failed, never both."""
-    number, rng = [0], np.random.default_rng(3)
+    number = [0]
+    rng = np.random.default_rng(3)
 
     def work(out: np.ndarray) -> None:
         time.sleep(0.02 + float(rng.uniform(-0.01, 0.01)))

@@ -34,7 +34,8 @@ from graft.native import _native
 def bfloat16_oracle(value: np.float32) -> int:
     """Round one float32 to bfloat16 by comparing the two neighbours in float64."""
     bits = int(np.float32(value).view(np.uint32))
-    low, high = bits & 0xFFFF0000, (bits & 0xFFFF0000) + 0x10000
+    low = bits & 0xFFFF0000
+    high = (bits & 0xFFFF0000) + 0x10000
     exact = float(value)
 
     def as_float(pattern: int) -> float:
@@ -42,7 +43,8 @@ def bfloat16_oracle(value: np.float32) -> int:
             return -(2.0**128) if pattern >> 31 else 2.0**128
         return float(np.uint32(pattern).view(np.float32))
 
-    down, up = abs(exact - as_float(low)), abs(as_float(high) - exact)
+    down = abs(exact - as_float(low))
+    up = abs(as_float(high) - exact)
     if down != up:
         return (low if down < up else high) >> 16
     return (low if (low >> 16) % 2 == 0 else high) >> 16
@@ -77,7 +79,8 @@ def test_e4m3_rounds_to_nearest_even() -> None:
     """All codes come back, and what lies between two goes to the nearer, or to the even one halfway
     between; what is nearer to 512 than to 448 is NaN, as is NaN."""
     numbers = np.arange(127)  # the format's own arithmetic: seven bits of exponent and mantissa
-    fraction, exponent = np.where(numbers < 8, numbers % 8, 8 + numbers % 8), numbers // 8
+    fraction = np.where(numbers < 8, numbers % 8, 8 + numbers % 8)
+    exponent = numbers // 8
     values = np.ldexp(fraction, np.maximum(exponent, 1) - 10).astype(np.float32)
     every = np.concatenate([values, -values])
     codes = np.concatenate([numbers, numbers + 128])

@@ -47,14 +47,17 @@ def test_replays_keep_memory_flat(device: Device, stream: Stream, module, count:
     """Two Python and two native host nodes between counting kernels, of which the last is changed
     before each replay, in flight by the dozen: resident memory does not grow, and both sides count
     the same calls."""
-    kernel, semaphores = module["count"], [Semaphore(), Semaphore()]
-    counter, seen = device.zeros((2,), "uint32"), np.zeros(2, np.int64)
+    kernel = module["count"]
+    semaphores = [Semaphore(), Semaphore()]
+    counter = device.zeros((2,), "uint32")
+    seen = np.zeros(2, np.int64)
 
     def step(which: int) -> None:
         seen[which] += 1
 
     graph = Graph(device, "soak")
-    a, b = graph.lane("a"), graph.lane("b")
+    a = graph.lane("a")
+    b = graph.lane("b")
     a.kernel(kernel, 1, 1, [counter, 0])
     b.wait(a.record())
     a.host(lambda: step(0), name="python 0")
@@ -72,7 +75,8 @@ def test_replays_keep_memory_flat(device: Device, stream: Stream, module, count:
     warm = max(count // 10, 1000)
     replay_all(executable, stream, warm, change=change)
     settled()
-    before, live = resident_kib(), (native.live_records(), native.live_resources())
+    before = resident_kib()
+    live = (native.live_records(), native.live_resources())
     replay_all(executable, stream, count, change=change)
     settled()
     grown = resident_kib() - before
@@ -134,7 +138,8 @@ def test_changes_of_a_cell_weigh_nothing(device: Device, stream: Stream, count: 
 @pytest.mark.soak
 def test_a_million_answers_of_a_mailbox(device: Device, stream: Stream) -> None:
     """A million requests are answered once each."""
-    worker, semaphore = MailboxWorker(wait="park"), Semaphore()
+    worker = MailboxWorker(wait="park")
+    semaphore = Semaphore()
     graph = Graph(device, "answers")
     graph.lane("main").mailbox(semaphore.work(), worker=worker, deadline_s=LIMIT_S)
     executable = graph.instantiate()

@@ -21,7 +21,8 @@ LIMIT_S = 120.0
 @pytest.fixture
 def stuck(device: Device, stream: Stream) -> Iterator[threading.Event]:
     """A Python host step that stands at a gate in a replay of its own; the gate."""
-    gate, entered = threading.Event(), threading.Event()
+    gate = threading.Event()
+    entered = threading.Event()
 
     def stands_at_the_gate() -> None:
         entered.set()
@@ -121,7 +122,8 @@ def test_a_released_mailbox_tells_where_its_work_stood(
     run.launch(stream)
     with pytest.raises(HostWorkError) as caught:
         run.synchronize(LIMIT_S)
-    native, notes = str(caught.value), "\n".join(caught.value.__notes__)
+    native = str(caught.value)
+    notes = "\n".join(caught.value.__notes__)
     gate.set()
     assert re.search(r"it ran in thread \d+, native stack, innermost first:\n", native)
     assert "PyThread_acquire_lock_timed" in native

@@ -56,11 +56,15 @@ class Device:
         options: dict[str, Any] | None = None,
     ):
         self.forced = forced
-        self.backend, self.k, self.masked, self.probe = backend, draft_length, masked, probe
+        self.backend = backend
+        self.k = draft_length
+        self.masked = masked
+        self.probe = probe
         self.oracle = functools.cache((oracle or backend).compile)
         self.rng = np.random.default_rng(seed)
         self.size = backend.vocabulary.size
-        self.wrong, self.kinds = wrong, kinds
+        self.wrong = wrong
+        self.kinds = kinds
         sizes = (slots, draft_length, self.size, 4 * probe)
         self.exchanges = [exchange_for(*sizes) for _ in kinds]
         options = {"masked_drafts": masked, "forced": forced, "ring": 4, **(options or {})}
@@ -181,7 +185,8 @@ class Device:
 
     def _check_row(self, truth: SlotTruth, j: int) -> None:
         """Row j is a fresh matcher's after the history and j drafts; its state says what it is."""
-        state, where = self._state(truth, j), (truth.index, j)
+        state = self._state(truth, j)
+        where = (truth.index, j)
         if truth.start is None:
             assert state == FREE
             return
@@ -205,7 +210,8 @@ class Device:
         """Verify and commit; whether there is something to draft for."""
 
         def row(node: int, position: int) -> tuple[int, np.ndarray]:
-            state, stalls = self._state(truth, node), node == 0 and self.rng.random() < 0.05
+            state = self._state(truth, node)
+            stalls = node == 0 and self.rng.random() < 0.05
             stalls = stalls and state in (FREE, READY)
             return NOT_READY if stalls else state, self._legal(truth, node)
 

@@ -27,7 +27,9 @@ from graft.grammar import CompiledGrammar, GrammarBackend, GrammarSpec, Matcher,
 from graft.grammar.decoder import GuidedDecoder, GuidedRequest
 from graft.native import _native
 
-STOP, OTHER_STOP, THINK = 256, 257, 266
+STOP = 256
+OTHER_STOP = 257
+THINK = 266
 BYTES = Vocabulary([bytes([byte]) for byte in range(256)] + [b""], 257, [STOP])
 
 
@@ -172,14 +174,18 @@ class Rig:
     def __init__(
         self, backend, kind="native", *, k=2, slots=1, candidates=0, held=False, tree=(1, 0)
     ):
-        self.backend, self.kind, self.held = backend, kind, held
-        self.clock, self.gate = np.zeros(1, np.int64), np.zeros(16, np.int32)
+        self.backend = backend
+        self.kind = kind
+        self.held = held
+        self.clock = np.zeros(1, np.int64)
+        self.gate = np.zeros(16, np.int32)
         self.exchange = exchange_for(slots, k, backend.vocabulary.size, candidates, *tree)
         options = {"masked_drafts": True, "ring": 4, "threads": 1}
         with budgets_by(self.clock) if held else contextlib.nullcontext():
             budget = BUDGET_NS / 1000 if held else None
             self.decoder = GuidedDecoder(self.exchange, budget_us=budget, **options)
-        self.open, self.commit = self.decoder.open_work(), self.decoder.commit_work()
+        self.open = self.decoder.open_work()
+        self.commit = self.decoder.commit_work()
         last = 1 if len(tree) > 2 else k - (candidates == 0)
         self.drafts = [self.decoder.draft_work(j) for j in range(1, last + 1)]
 
@@ -233,7 +239,8 @@ class Rig:
 
     def close_gate(self, call):
         """Slot 0's matcher waits in the ``call``-th call from now on."""
-        self.gate[2], self.gate[0] = 0, call
+        self.gate[2] = 0
+        self.gate[0] = call
 
     def open_gate(self):
         self.gate[0] = 0

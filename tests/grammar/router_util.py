@@ -29,7 +29,8 @@ class Grammar:
 
     def walk(self, choose: Callable[[list[int]], int], most: int) -> bytes | None:
         """A text of legal bytes, each chosen among them; None if it is longer than ``most``."""
-        matcher, out = self._compiled.matcher(), bytearray()
+        matcher = self._compiled.matcher()
+        out = bytearray()
         while len(out) < most:
             token = choose(matcher.legal().tolist())
             if token == STOP:

@@ -26,7 +26,8 @@ def stock_tokenizer(vocabulary: Vocabulary) -> Any:
     longest = max(map(len, ids))
 
     def greedy(data: bytes) -> list[int]:
-        out, at = [], 0
+        out = []
+        at = 0
         while at < len(data):
             sizes = range(min(longest, len(data) - at), 0, -1)
             found = next((data[at : at + n] for n in sizes if data[at : at + n] in ids), b"")
@@ -44,7 +45,8 @@ def stock_tokenizer(vocabulary: Vocabulary) -> Any:
                 self.tokens[token] = name.encode("utf-8")
             for token in v.stop_ids:
                 self.tokens[token] = self.tokens[token] or b"<stop%d>" % token
-            self.eos_token_id, self.bos_token_id = v.stop_ids[0], None
+            self.eos_token_id = v.stop_ids[0]
+            self.bos_token_id = None
             self.is_tokenizer_wrapper = True
 
         def __call__(self, text: bytes | str) -> list[int]:

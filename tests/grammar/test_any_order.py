@@ -150,7 +150,8 @@ def test_valid_values_and_no_others_in_any_order(count, seed):
 
 def test_no_way_ends_short_of_a_valid_value():
     """Whatever legal bytes are chosen, there is a next one, and what ends is valid, keys unlike."""
-    rng, ended = random.Random(3), 0
+    rng = random.Random(3)
+    ended = 0
 
     def unlike(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
         named = [key for key, _ in pairs if key in set("abcdefn")]

@@ -26,7 +26,8 @@ def test_forced_tokens_of_random_rows():
     text = b"abababababababababababab"
     tokens = [text[: i % 20 + 1] for i in range(90)] + [b"c", b"", b"abc"]
     vocabulary = Vocabulary(tokens, 100, [91])
-    forced, certain = ForcedText(vocabulary), ForcedText(vocabulary, certain=True)
+    forced = ForcedText(vocabulary)
+    certain = ForcedText(vocabulary, certain=True)
     rows = [[], [91], [92], [3, 91]]
     for _ in range(600):
         most = 93 if rng.random() < 0.3 else 90

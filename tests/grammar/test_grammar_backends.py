@@ -85,7 +85,8 @@ def test_no_token_carries_the_marker_and_more(backend):
 
 def test_a_matcher_may_begin_behind_tokens(backend):
     """It allows what one does that has taken them; what the grammar refuses of them is named."""
-    compiled, tokens = backend.compile(SPECS["text, then choice"]), b'so a":ab'
+    compiled = backend.compile(SPECS["text, then choice"])
+    tokens = b'so a":ab'
     other = compiled.matcher()
     assert all(map(other.accept, tokens))
     assert compiled.matcher(tokens=tokens).legal().tolist() == other.legal().tolist()

@@ -32,7 +32,8 @@ NOT = {
 
 def equal_on_the_way(one: CompiledGrammar, other: CompiledGrammar, text: bytes) -> None:
     """Both allow the same before each byte of a text, and take it."""
-    first, second = one.matcher(), other.matcher()
+    first = one.matcher()
+    second = other.matcher()
     for byte in text:
         assert first.legal().tolist() == second.legal().tolist()
         assert first.accept(byte) and second.accept(byte)
@@ -56,7 +57,9 @@ def test_equal_specs_and_services_share_futures_that_nobody_can_cancel(serve):
     """A second submit of an equal spec gets the first one's future, a second service of the process
     what the first compiled; one of other settings does not."""
     spec = GrammarSpec.regex("shared+")
-    first, second, other = serve(), serve(), serve(cache_bytes=1 << 20)
+    first = serve()
+    second = serve()
+    other = serve(cache_bytes=1 << 20)
     known = first.counters()["cache_entries"]  # of services that nobody has collected yet
     future = first.submit(spec)
     assert first.submit(GrammarSpec.regex("shared+")) is future and not future.cancel()
@@ -101,7 +104,11 @@ def test_equal_specs_and_services_share_futures_that_nobody_can_cancel(serve):
 def test_refusals_and_ignored_features_are_errors(xgrammar, serve, capfd, spec, message):
     """What XGrammar refuses, or would ignore with a printed warning, fails in one sentence without
     source files, times or backtraces, in the service as here, and prints nothing."""
-    away, here = serve(timeout_s=600).submit(spec).result, lambda: xgrammar.compile(spec)
+    away = serve(timeout_s=600).submit(spec).result
+
+    def here():
+        return xgrammar.compile(spec)
+
     for refuse in (away,) if "enforced" in message else (away, here):
         with pytest.raises(GrammarError, match=message) as caught:
             refuse()
@@ -341,7 +348,8 @@ class Vague:
     name = "vague"
 
     def __init__(self, vocabulary):
-        self.vocabulary, self._inner = vocabulary, LLGuidanceBackend(vocabulary)
+        self.vocabulary = vocabulary
+        self._inner = LLGuidanceBackend(vocabulary)
         self.matcher = self._inner.matcher
 
     def compile(self, spec):

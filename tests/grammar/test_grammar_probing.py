@@ -39,7 +39,8 @@ SYMBOLS = [
 
 def build(folder: Path, text: str) -> Path:
     """A library made from C++ text."""
-    source, library = folder / "lib.cpp", folder / "lib.so"
+    source = folder / "lib.cpp"
+    library = folder / "lib.so"
     source.write_text(text)
     command = [
         *compiler(),
@@ -194,14 +195,16 @@ def test_a_library_that_cannot_be_driven_is_refused(monkeypatch, library, releas
     room, backend, package, name, check = library
     real = importlib.metadata.version
     if release:
-        said, why = f"{name} 9.9.0 is installed, graft needs .*pip install", "9.9.0"
+        said = f"{name} 9.9.0 is installed, graft needs .*pip install"
+        why = "9.9.0"
         monkeypatch.setattr(
             importlib.metadata,
             "version",
             lambda asked: "9.9.0" if asked == package else real(asked),
         )
     else:
-        said, why = f"{name} cannot be driven natively: the ABI is another", "the ABI is another"
+        said = f"{name} cannot be driven natively: the ABI is another"
+        why = "the ABI is another"
         monkeypatch.setattr(room, "_native", type("Native", (), {"guide": Refusing()}))
     with pytest.raises(OptionError, match=said):
         backend(byte_vocabulary())

@@ -64,7 +64,9 @@ LIKELY = {key: [*b'a":<end>', 259, 261, 265, 266] for key in FREE} | {
 def stream(native, stock, rng: np.random.Generator, length: int, kind: str) -> tuple[int, int]:
     """Feed both the same tokens, some illegal, with rollbacks; returns endings and rows."""
     rows = [np.full((SIZE + 31) // 32, seed, np.int32) for seed in (-1, 0)]
-    ends, taken, started = 0, 0, 0
+    ends = 0
+    taken = 0
+    started = 0
     for _ in range(length):
         assert native.is_terminated() == stock.is_terminated()
         if native.is_terminated():
@@ -117,9 +119,11 @@ def test_native_and_stock_masks_are_equal_at_every_step(name, specs, streams, se
     """Of many streams with illegal ids, rollbacks and endings, every mask and answer is equal,
     whether or not a mask was made at the step before; the native byte scanner and a search in the
     text agree where free text ends, both ways."""
-    native, stock = BACKENDS[name](vocabulary()), STOCK[name](vocabulary())
+    native = BACKENDS[name](vocabulary())
+    stock = STOCK[name](vocabulary())
     rng = np.random.default_rng(seed)
-    ends, rows = 0, 0
+    ends = 0
+    rows = 0
     for kind, spec in specs.items():
         grammars = [native.compile(spec), stock.compile(replace(spec, marker=None))]
         for _ in range(streams // len(specs)):
@@ -128,7 +132,8 @@ def test_native_and_stock_masks_are_equal_at_every_step(name, specs, streams, se
             if spec.marker is not None:
                 pair[1] = Searched(pair[1], spec.marker)
             more = stream(pair[0].native, pair[1], rng, int(rng.integers(5, 30)), kind)
-            ends, rows = ends + more[0], rows + more[1]
+            ends = ends + more[0]
+            rows = rows + more[1]
     assert ends > least[0] and rows > least[1]
     assert capfd.readouterr().err == ""
 
@@ -138,10 +143,15 @@ class Searched(Matcher):
 
     def __init__(self, inner, marker):
         super().__init__(inner.compiled, inner.stop_ids)
-        self.inner, self.marker, self.text = inner, marker, marker.text.encode()
+        self.inner = inner
+        self.marker = marker
+        self.text = marker.text.encode()
         self.pieces = inner.compiled.backend.vocabulary.tokens
         self.ids = marker.ids(inner.compiled.backend.vocabulary)
-        self.free, self.inside, self.started, self.stopped = [], 0, False, False
+        self.free = []
+        self.inside = 0
+        self.started = False
+        self.stopped = False
 
     def tail(self):
         """The text that a marker may have begun in: a token that is no text breaks one."""
@@ -177,7 +187,8 @@ class Searched(Matcher):
     def fill(self, row):
         if self.started:
             return self.inner.fill(row)
-        legal, tail = np.zeros(len(row) * 32, bool), self.tail()
+        legal = np.zeros(len(row) * 32, bool)
+        tail = self.tail()
         legal[: self.size] = [self.found(token, tail) is not None for token in range(self.size)]
         if legal[: self.size].all() and not self.marker.required:
             return False

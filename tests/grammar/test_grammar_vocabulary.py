@@ -79,7 +79,8 @@ def byte_fallback_tokenizer() -> tokenizers.Tokenizer:
     pieces = ["<unk>", "<s>", "</s>", *(f"<0x{byte:02X}>" for byte in range(256))]
     pieces += ["▁", "a", "b", "▁a", "ab"]
     vocab = {piece: token for token, piece in enumerate(pieces)}
-    merges, known = [("▁", "a"), ("a", "b")], {"unk_token": "<unk>", "fuse_unk": True}
+    merges = [("▁", "a"), ("a", "b")]
+    known = {"unk_token": "<unk>", "fuse_unk": True}
     tokenizer = tokenizers.Tokenizer(models.BPE(vocab, merges, byte_fallback=True, **known))
     tokenizer.pre_tokenizer = pre_tokenizers.Metaspace(prepend_scheme="never")
     steps = [decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse()]

@@ -80,7 +80,9 @@ def test_a_slot_that_is_always_late_still_advances(backend):
     """Whatever it does takes longer than the budget: a token comes of every round but the first."""
     rig = Rig(backend, k=3, slots=2, held=True)
     requests = [rig.request(), rig.request(slot=1, epoch=2)]
-    text, rounds, done = b"abccc", 0, [0, 0]
+    text = b"abccc"
+    rounds = 0
+    done = [0, 0]
     while done[0] < len(text):
         rounds += 1
         rig.decoder.publish(rounds, requests)

@@ -32,10 +32,13 @@ def random_tree(rng: np.random.Generator, start, last: list[int], nodes: int) ->
 def test_each_node_has_the_row_of_its_path(backend, kind, spec):
     """Rows behind what the grammar refuses or ends are not made, the others once each; and the
     matcher goes whatever way is taken."""
-    rng, start = np.random.default_rng(1), backend.compile(SPECS[spec]).matcher
+    rng = np.random.default_rng(1)
+    start = backend.compile(SPECS[spec]).matcher
     fills = 0
     for seed in range(4):
-        rig, said, tree = Rig(backend, kind, k=NODES), [], chain(0)
+        rig = Rig(backend, kind, k=NODES)
+        said = []
+        tree = chain(0)
         request = rig.request(spec)
         rig.start(1, [request])
         for replay in range(1, 8):
@@ -59,7 +62,8 @@ def test_each_node_has_the_row_of_its_path(backend, kind, spec):
             rig.decoder.retire(replay)
             before = rig.decoder.counters()["fills"]
             rig.start(replay + 1, [request])
-            states, made = rig.states(), 0
+            states = rig.states()
+            made = 0
             for node in range(len(tree.token)):
                 path = tree.path(node)
                 row = oracle_row(start, [*said, *path])
@@ -83,9 +87,11 @@ def test_each_node_has_the_row_of_its_path(backend, kind, spec):
 def test_a_level_is_told_which_children_are_legal(backend, kind):
     """Of each node the first `branch` legal candidates; nodes that are not there have none, and the
     rows of the drafts that follow are as if nobody had asked."""
-    branch, most = 2, 8
+    branch = 2
+    most = 8
     rig, [request] = joined(backend, kind, k=5, candidates=most, tree=(branch, 4))
-    compiled, head = backend.compile(SPECS["regex"]), 3
+    compiled = backend.compile(SPECS["regex"])
+    head = 3
 
     def ask(replay, level, *nodes):
         record = rig.exchange.candidates[0]
@@ -98,10 +104,12 @@ def test_a_level_is_told_which_children_are_legal(backend, kind):
         return rig.exchange.legal[0, : len(nodes)].tolist()
 
     def wanted(path, ids):
-        found, word = 0, 0
+        found = 0
+        word = 0
         for i, token in enumerate(ids):
             legal = found < branch and oracle_after(path, token)
-            found, word = found + legal, word | legal << i
+            found = found + legal
+            word = word | legal << i
         return word
 
     def oracle_after(path, token):
@@ -144,16 +152,22 @@ def offer(rng: np.random.Generator, most: int, choices: list[int]) -> list[tuple
 def test_all_levels_are_answered_at_once(backend, kind, spec, branch):
     """One step finds the drafts that the reference finds by a matcher that starts anew, and rows
     that follow are as if nobody had asked; without a grammar every id is legal."""
-    rng, levels, most, k = np.random.default_rng(8), 5, 6, 7
+    rng = np.random.default_rng(8)
+    levels = 5
+    most = 6
+    k = 7
     rig = Rig(backend, kind, k=k, candidates=most, tree=(branch, 0, levels))
     compiled = spec and backend.compile(SPECS[spec])
     request = rig.request(spec) if spec else GuidedRequest(0, 1, None, 10)
-    said, sizes = [], set()
+    said = []
+    sizes = set()
     rig.start(1, [request])
 
     def ask(replay, wanted, offers):
-        record, room = rig.exchange.candidates[0], rig.exchange.layout["levels"] * most
-        record[:3], record[3:] = (replay, wanted, len(offers)), -1
+        record = rig.exchange.candidates[0]
+        room = rig.exchange.layout["levels"] * most
+        record[:3] = (replay, wanted, len(offers))
+        record[3:] = -1
         for level, here in enumerate(offers):
             at = 3 + level * most
             record[at : at + len(here)] = [token for token, _ in here]

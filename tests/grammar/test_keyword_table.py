@@ -16,7 +16,9 @@ from graft.grammar.schema.router import route
 pytest.importorskip("llguidance")
 
 WRITTEN = Path(__file__).resolve().parents[2] / "grammar" / "REFUSALS.md"
-INTEGER, STRING, TEXTS = {"type": "integer"}, {"type": "string"}, {"enum": ["x", "y"]}
+INTEGER = {"type": "integer"}
+STRING = {"type": "string"}
+TEXTS = {"enum": ["x", "y"]}
 PAIR = {"a": INTEGER, "b": STRING}
 REMOTE = "https://example.com/other.json"
 

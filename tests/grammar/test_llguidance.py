@@ -48,7 +48,8 @@ class Texts:
     def __init__(self, spec: GrammarSpec):
         self.native = LLGuidanceBackend(vocabulary())
         stock = StockLLGuidance(vocabulary())
-        self.grammar, oracle = self.native.compile(spec), stock.compile(spec)
+        self.grammar = self.native.compile(spec)
+        oracle = stock.compile(spec)
         begin = '{"v": ' if "v" in spec.text.partition("anyOf")[0] else ""
         self.paths = [self._spell(oracle, begin + value) for value in VALUES]
         self.masks: dict[tuple[int, ...], np.ndarray] = {}
@@ -63,7 +64,9 @@ class Texts:
 
     def _spell(self, oracle: CompiledGrammar, text: str) -> tuple[int, ...]:
         """The longest legal token each time."""
-        matcher, left, path = oracle.matcher(), text.encode(), []
+        matcher = oracle.matcher()
+        left = text.encode()
+        path = []
         tokens = vocabulary().tokens
         while left:
             fitting = [t for t in matcher.legal().tolist() if tokens[t]]
@@ -88,9 +91,12 @@ def test_masks_are_of_the_text_alone_and_not_of_another(spec):
     """Random walks: on along a text, back by some tokens, on along another with that beginning,
     with masks filled at every step, at some, or hardly ever. A matcher that ends anywhere hands on
     its lexer's states to the next, and no mask of its own text."""
-    texts, rng = Texts(spec), np.random.default_rng(2)
+    texts = Texts(spec)
+    rng = np.random.default_rng(2)
     for walk in range(120):
-        matcher, done, share = texts.grammar.matcher(), (), (1.0, 0.5, 0.1)[walk % 3]
+        matcher = texts.grammar.matcher()
+        done = ()
+        share = (1.0, 0.5, 0.1)[walk % 3]
         for _ in range(40):
             nexts = {p[: len(done) + 1] for p in texts.paths if p[: len(done)] == done} - {done}
             if nexts and rng.random() < 0.8:

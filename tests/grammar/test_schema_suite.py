@@ -70,7 +70,9 @@ def test_every_group_is_right_or_refused_by_name(shared_data: Path, key_order: A
     A valid value is produced with its keys in every order, whole numbers without fraction; in one
     order if the route says so. An invalid value must not be produced in any order.
     """
-    right, refused, wrong = 0, {}, []
+    right = 0
+    refused = {}
+    wrong = []
     for group in rows_of(shared_data / "json-schema-test-suite" / "draft7.jsonl.gz"):
         try:
             found = route(group["schema"], draft=7, key_order=key_order)

@@ -14,7 +14,8 @@ from graft.sampling.sampler import ROUND_ROW
 from graft.sampling.state import SLOT, SlotState
 from graft.sampling.tree import TreePlan
 
-SLOTS, LENGTH = 3, 40
+SLOTS = 3
+LENGTH = 40
 
 
 class Rounds:
@@ -40,9 +41,12 @@ class Rounds:
             length=LENGTH,
             tokenizer=None,
         )
-        self.device, self.stream, self.lane = device, stream, StreamLane(stream)
+        self.device = device
+        self.stream = stream
+        self.lane = StreamLane(stream)
         self.drafter = drafter = make_drafter(folder, room)
-        self.width, vocab = drafter.shape.nodes + 1, target.vocab_size
+        self.width = drafter.shape.nodes + 1
+        vocab = target.vocab_size
         self.branch = drafter.shape.branch
         rng = np.random.default_rng(0)
         self.tokens, self.drafts = (rng.integers(0, vocab, (SLOTS, n)) for n in (LENGTH, 24))
@@ -59,11 +63,13 @@ class Rounds:
             self.features[slot] = made.to_host()
         self.state = SlotState(device, SLOTS, vocab)
         self.slots = np.zeros(SLOTS, SLOT)
-        self.slots["active"], self.slots["limit"] = 1, LENGTH
+        self.slots["active"] = 1
+        self.slots["limit"] = LENGTH
         self.slots["draft_len"] = 24
         for slot in range(SLOTS):
             for j in range(24):  # in a tree, on some node of the level before
-                level, branch = j // self.branch, self.branch
+                level = j // self.branch
+                branch = self.branch
                 hangs_on = level and int((level - 1) * branch + rng.integers(branch) + 1)
                 above = int(self.slots["path"][slot, hangs_on - 1]) if hangs_on else 0
                 self.slots["parent"][slot, j] = hangs_on

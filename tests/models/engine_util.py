@@ -16,7 +16,8 @@ from graft.tools.bench.demo_evaluation import task_grammar
 from graft.tools.demo_tasks import Task, held_out_tasks, unseen_key_tasks
 
 DEMO = Path(__file__).resolve().parents[2] / "models" / "demo"
-TARGET, DRAFTER = DEMO / "target", DEMO / "eagle3"
+TARGET = DEMO / "target"
+DRAFTER = DEMO / "eagle3"
 ROUND = "models/kernels/round.cu"
 #: What `swap_text` makes of it: all drafts of one request come before another's, by position.
 UNEVEN = (
@@ -33,7 +34,8 @@ def demo_engine(*, speculation: bool = True, drafter: Any = DRAFTER, **options: 
 def swap_text(monkeypatch: pytest.MonkeyPatch, folder: Path, path: str, old: str, new: str) -> None:
     """From now on load kernels of the file `path`, or all beside a header, with a text, which it
     has once, replaced."""
-    plain, changed = Device.load, Path(path)
+    plain = Device.load
+    changed = Path(path)
 
     @functools.cache  # one text is compiled once
     def swapped(room: Path) -> Path:

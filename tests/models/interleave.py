@@ -54,21 +54,27 @@ class Interleaving:
 
     def __init__(self, device: Device, seed: int):
         rng = self.rng = random.Random(seed)
-        self.depth, self.scarce = rng.choice((1, 2, 2, 2, 3)), rng.random() < 0.4  # pages
-        self.k, self.rows = rng.randrange(4), rng.randint(1 + 2 * self.scarce, 4)
+        # pages
+        self.depth = rng.choice((1, 2, 2, 2, 3))
+        self.scarce = rng.random() < 0.4
+        self.k = rng.randrange(4)
+        self.rows = rng.randint(1 + 2 * self.scarce, 4)
         slots = self.rows + rng.randrange(self.rows + 1)
-        masked, branches = self.k > 0 and rng.random() < 0.7, rng.random() < 0.5
+        masked = self.k > 0 and rng.random() < 0.7
+        branches = rng.random() < 0.5
         slack = 0
         if self.k > 1 and branches and not masked:
             slack = self.k = self.k + 3
         toy = self.toy = ToyDevice(rng, slots, self.k, masked, slack > 0)
-        toy.most_rows, length = rng.choice((1, 2, 4, 100)), LONGEST + slack
+        toy.most_rows = rng.choice((1, 2, 4, 100))
+        length = LONGEST + slack
         pages = -(-length // PAGE) + rng.randrange(3 if self.scarce else self.rows * length // PAGE)
         toy.caches = [ToyCache(toy, slots, pages + extra, length) for extra in (0, 2)]
         self.prefixes = PrefixCache(toy.caches, rng.randrange(2), rng.choice((0, 2, pages, pages)))
         self.beginnings = [[rng.randrange(VOCAB - 2) for _ in range(9)] for _ in range(2)]
         toy.exchange = exchange_for(slots, self.k, VOCAB)
-        batch, entries = self.rows, self.depth + 1
+        batch = self.rows
+        entries = self.depth + 1
         self.rings = [
             TickingRing(device, entries, {"slot": ("int32", (batch,))}),
             TickingRing(device, entries, {"rows": ("int32", (batch, row_words(self.k)))}),
@@ -88,7 +94,8 @@ class Interleaving:
             every_part=True,
         )
         stream: Any = toy
-        k, changes = self.k, rng.random() < 0.5
+        k = self.k
+        changes = rng.random() < 0.5
         budget: Any = Given(rng.randrange(k + 1) if changes else k for _ in itertools.count())
         self.scheduler = Scheduler(
             Replays(parts, stream, budget),
@@ -131,7 +138,8 @@ class Interleaving:
         ][: rng.randrange(10)]
         own = rng.randint(1, 10 - len(shared))
         prompt = [*shared, *(rng.randrange(VOCAB - 2) for _ in range(own))]
-        grammar, stop = None, ()
+        grammar = None
+        stop = ()
         if rng.random() < 0.7:  # one that nobody has seen before
             grammar = ToyBackend().compile(rng.randrange(1 << 30))
         else:
@@ -149,7 +157,8 @@ class Interleaving:
             running.grammar = Future()
             self.compiling.append((running, grammar))
         self.truth[running.id] = sequential(running, grammar)
-        self.tokens[running.id], self.text[running.id] = [], ""
+        self.tokens[running.id] = []
+        self.text[running.id] = ""
         self.scheduler.submit(running)
 
     def _compile(self) -> None:
@@ -164,7 +173,8 @@ class Interleaving:
     # Host actions -------------------------------------------------------------------------------
 
     def _act(self) -> None:
-        s, rng = self.scheduler, self.rng
+        s = self.scheduler
+        rng = self.rng
         actions = [self.toy.tick]
         if len(s.replays.unread) < s.depth:
             actions += [s.admit, s.launch, s.launch]
@@ -214,7 +224,8 @@ class Interleaving:
 
     def run(self) -> None:
         """Submit requests, act until all have ended, and compare."""
-        requests, submitted = self.rng.randint(2, 9), 0
+        requests = self.rng.randint(2, 9)
+        submitted = 0
         for _ in range(MOST_ACTIONS):
             if submitted < requests and self.rng.random() < 0.3:
                 self._request(submitted)
@@ -232,7 +243,8 @@ class Interleaving:
     def _compare(self) -> None:
         for name, (tokens, reason) in self.truth.items():
             output = self.ended[name]
-            got, where = output.tokens, f"request {name}"
+            got = output.tokens
+            where = f"request {name}"
             if name in self.cancelled and output.reason == "cancelled":
                 assert got == tokens[: len(got)], where
             else:

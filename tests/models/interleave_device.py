@@ -54,8 +54,11 @@ class ToyCache(PagedKV):
     """The real allocator and ownership of pages; memory and page table are the toy device's."""
 
     def __init__(self, device: ToyDevice, slots: int, pages: int, length: int):
-        self.toy, self.slots, self.page_size = device, slots, PAGE
-        self.max_pages, self.scratch_page = -(-length // PAGE), pages
+        self.toy = device
+        self.slots = slots
+        self.page_size = PAGE
+        self.max_pages = -(-length // PAGE)
+        self.scratch_page = pages
         self.free = list(range(pages))
         self._references = [0] * pages
         self._owned = [[] for _ in range(slots)]
@@ -69,7 +72,8 @@ class ToyCache(PagedKV):
         super().release(slot)
 
     def set_table(self, lane: Any, slot: int) -> None:
-        told, row = self.told[slot], self._staged[slot].array
+        told = self.told[slot]
+        row = self._staged[slot].array
         if any(told[told != row] != self.scratch_page):  # it does more than grow
             self.toy.require_idle(slot, "page table")
         self.told[slot] = row
@@ -101,7 +105,10 @@ class ToyDevice:
     def __init__(
         self, rng: random.Random, slots: int, draft_length: int, masked: bool, branches: bool
     ):
-        self.rng, self.k, self.masked, self.branches = rng, draft_length, masked, branches
+        self.rng = rng
+        self.k = draft_length
+        self.masked = masked
+        self.branches = branches
         self.slots = [ref.Slot(n=0, tree=ref.chain(0), limit=0, active=False) for _ in range(slots)]
         self.prompts: list[list[int]] = [[] for _ in range(slots)]  # pinned, one per slot
         self.unread: set[int] = set()  # slots whose prompt no copy has read
@@ -112,7 +119,10 @@ class ToyDevice:
         self.replay = 0  # the device's own count
         self.completed = self.launched = 0
         self.most_rows = 0  # of prompts, between two replays that one request sits in
-        self.rows_since, self.sat, self.joined = 0, frozenset[int](), set[int]()  # the last launch
+        # the last launch
+        self.rows_since = 0
+        self.sat = frozenset[int]()
+        self.joined = set[int]()
         self.starved = 0  # active slots without a mask row that no lack of budget explains
         self.stall = rng.choice((0.0, 0.1, 0.3))
         self.eager = rng.choice((0.0, 0.3, 1.0, 4.0))  # device steps per host action, on average
@@ -140,7 +150,8 @@ class ToyDevice:
         assert not stayed or self.rows_since <= self.most_rows, (
             f"slots {set(stayed)} wait for {self.rows_since} rows of prompts"
         )
-        self.rows_since, self.sat = 0, sits
+        self.rows_since = 0
+        self.sat = sits
         self.joined.clear()
         self.queue.append(Replay(self.side_enqueued, rows, k, sits))
         self.tick()
@@ -306,7 +317,9 @@ class ToyDevice:
             )
 
     def _walk(self, replay: Replay, b: int, slot: int) -> ref.Outcome:
-        s, n, way = self.slots[slot], self.slots[slot].n, []
+        s = self.slots[slot]
+        n = self.slots[slot].n
+        way = []
         tree = s.tree.first(replay.k)
 
         def row(node: int, position: int) -> tuple[int, tuple[int, ...]]:

@@ -123,7 +123,8 @@ class ToyText:
         return text.removesuffix(self._held)
 
     def finish(self, *, cut: bool) -> str:
-        text, self._held = self._held, ""
+        text = self._held
+        self._held = ""
         return text
 
 
@@ -131,7 +132,8 @@ def sequential(running: Running, compiled: CompiledGrammar | None) -> tuple[list
     """Tokens and reason of a request decoded alone, token by token, without any engine."""
     tokens: list[int] = []
     matcher = None if compiled is None else compiled.matcher(running.stop_ids)
-    text, decoder = "", ToyText()
+    text = ""
+    decoder = ToyText()
     while True:
         legal = ALL_IDS if matcher is None else tuple(matcher.legal().tolist())
         if not legal:

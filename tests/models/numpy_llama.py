@@ -42,7 +42,8 @@ def inverse_frequencies(config: dict[str, Any], dim: int) -> np.ndarray:
 def rotate(x: np.ndarray, positions: np.ndarray, frequencies: np.ndarray) -> np.ndarray:
     """Turn pairs (i, i + d/2) of x [T, heads, d]."""
     angle = positions[:, None] * frequencies
-    c, s = np.cos(angle)[:, None], np.sin(angle)[:, None]
+    c = np.cos(angle)[:, None]
+    s = np.sin(angle)[:, None]
     a, b = np.split(x, 2, axis=-1)
     return np.concatenate([a * c - b * s, b * c + a * s], axis=-1)
 
@@ -50,7 +51,8 @@ def rotate(x: np.ndarray, positions: np.ndarray, frequencies: np.ndarray) -> np.
 def attention(q: np.ndarray, k: np.ndarray, v: np.ndarray, mask: np.ndarray) -> np.ndarray:
     """q [Q, heads, d], k and v [T, kv_heads, d], mask [Q, T] true where visible."""
     group = q.shape[1] // k.shape[1]
-    k, v = np.repeat(k, group, axis=1), np.repeat(v, group, axis=1)
+    k = np.repeat(k, group, axis=1)
+    v = np.repeat(v, group, axis=1)
     scores = np.einsum("qhd,khd->hqk", q, k) / np.sqrt(q.shape[-1])
     scores = np.where(mask, scores, -np.inf)
     p = np.exp(scores - scores.max(-1, keepdims=True))
@@ -70,7 +72,8 @@ def decoder_layer(
     heads = config["num_attention_heads"]
     kv_heads = config.get("num_key_value_heads") or heads
     dim = config.get("head_dim") or config["hidden_size"] // heads
-    frequencies, at = inverse_frequencies(config, dim), np.arange(length)
+    frequencies = inverse_frequencies(config, dim)
+    at = np.arange(length)
 
     def linear(name: str, y: np.ndarray) -> np.ndarray:
         return y @ w[f"{prefix}.{name}.weight"].astype(np.float64).T
@@ -145,7 +148,8 @@ def mtp_states(
     tokens: np.ndarray,
 ) -> np.ndarray:
     """Normed states [E, hidden] of a prediction module: entry i joins h[i] with tokens[i]."""
-    eps, embedded = config["rms_norm_eps"], embedding.astype(np.float64)[tokens]
+    eps = config["rms_norm_eps"]
+    embedded = embedding.astype(np.float64)[tokens]
     joined = [
         rms_norm(embedded, w[f"{prefix}.enorm.weight"], eps),
         rms_norm(h, w[f"{prefix}.hnorm.weight"], eps),

@@ -79,7 +79,9 @@ def real(ranks: Ranks) -> None:
 
 def disturb(case: str) -> None:
     """Let this rank's first share fail to load, or let it die or be late in the midst of a run."""
-    plain_load, plain_run, runs = parallel.Follower.__init__, parallel.Follower.run, [0]
+    plain_load = parallel.Follower.__init__
+    plain_run = parallel.Follower.run
+    runs = [0]
 
     def load(self: Any, *given: Any, **options: Any) -> None:
         parallel.Follower.__init__ = plain_load  # type: ignore[method-assign]

@@ -28,7 +28,9 @@ class Case:
     def __init__(self, device, heads=4, kv_heads=1, dim=64, dtype="bfloat16", length=600, page=16):
         rng = np.random.default_rng(length)
         pages = -(-length // page)
-        self.device, self.heads, self.length = device, heads, length
+        self.device = device
+        self.heads = heads
+        self.length = length
         self.kv = PagedKV(
             device,
             layers=2,
@@ -56,7 +58,8 @@ class Case:
     def fill(self, keys=None, values=None):
         """Put keys and values [2, length, kv_heads, dim] into layer 1."""
         at = np.arange(self.length)
-        page, inside = self.table[:, at // self.kv.page_size], at % self.kv.page_size
+        page = self.table[:, at // self.kv.page_size]
+        inside = at % self.kv.page_size
         for cache, given, own in ((self.kv.k, keys, self.key), (self.kv.v, values, self.value)):
             stored = np.zeros(cache.shape, np.float32)
             stored[1, page, inside] = own if given is None else given
@@ -64,7 +67,8 @@ class Case:
 
     def run(self, lane, slots, positions, run=1, paths=None, queries=None):
         """Attention of rows, by the array it is left in."""
-        count, dim = len(positions), self.kv.head_dim
+        count = len(positions)
+        dim = self.kv.head_dim
         slots = np.broadcast_to(slots, count)
         qkv = np.full((count, self.heads + 2 * self.kv.kv_heads, dim), 7.0, np.float32)
         taken = np.clip(positions, 0, self.length - 1)
@@ -172,7 +176,8 @@ def test_the_width_of_registers_changes_no_bit(device, stream, monkeypatch, dim,
                 )
                 yield host(stream, out)
 
-    wide, load = list(results()), type(device).load
+    wide = list(results())
+    load = type(device).load
     monkeypatch.setattr(
         type(device), "load", lambda self, path, defines: load(self, path, {**defines, "WIDE": 0})
     )
@@ -203,23 +208,29 @@ def test_rows_of_a_tree_have_the_bits_of_their_paths(device, stream, base):
     """Each row of a tree equals a chain's row of the same tokens, whatever its siblings are: here
     they are not numbers, nor is what lies behind the tree."""
     rng = np.random.default_rng(base)
-    case, parent = Case(device), [0, 0, 0]
+    case = Case(device)
+    parent = [0, 0, 0]
     while len(parent) < 24:  # parent[j] of draft j, 0 for the last token; draft 2 is poisoned
         parent.append(int(rng.choice([i for i in range(len(parent)) if i != 2])))
-    depth, paths = [0], [0]
+    depth = [0]
+    paths = [0]
     for j in range(1, len(parent)):
         depth.append(depth[parent[j]] + 1)
         paths.append(paths[parent[j]] | 1 << (j - 1))
-    keys, values = case.key.copy(), case.value.copy()
-    keys[0, base + 2], values[0, base + 2] = np.nan, np.inf
-    keys[0, base + len(parent) :], values[0, base + len(parent) :] = np.inf, np.nan
+    keys = case.key.copy()
+    values = case.value.copy()
+    keys[0, base + 2] = np.nan
+    values[0, base + 2] = np.inf
+    keys[0, base + len(parent) :] = np.inf
+    values[0, base + len(parent) :] = np.nan
     case.fill(keys, values)
     queries = case.query[0, base : base + len(parent)]
     got = case.on_stream(stream, 0, base + np.array(depth), 12, paths, queries)
     assert np.isnan(got[2]).all()
     for j in {*range(len(parent))} - {2}:
         way = [i for i in range(1, j + 1) if paths[j] >> (i - 1) & 1]
-        chain_keys, chain_values = keys.copy(), values.copy()
+        chain_keys = keys.copy()
+        chain_values = values.copy()
         for x, own in ((chain_keys, keys), (chain_values, values)):
             x[0, base + 1 : base + 1 + len(way)] = own[0, base + np.array(way, int)]
         case.fill(chain_keys, chain_values)

@@ -13,7 +13,8 @@ from graft.models.checkpoint import Checkpoint
 from graft.models.drafters import DFlash
 from graft.models.errors import CheckpointError, ConfigError
 
-FOLDER, SECOND = nets.FIXTURES / "dflash", nets.FIXTURES / "dflash2"
+FOLDER = nets.FIXTURES / "dflash"
+SECOND = nets.FIXTURES / "dflash2"
 TARGET = nets.FIXTURES / "eight_layers_bfloat16"
 
 
@@ -67,7 +68,8 @@ def make_dspark(folder, rank):
         num_anchors=512,
         enable_confidence_head=True,
     )
-    target, rng = read(TARGET), np.random.default_rng(3)
+    target = read(TARGET)
+    rng = np.random.default_rng(3)
     tensors = {
         **read(FOLDER),
         "embed_tokens.weight": target["model.embed_tokens.weight"],
@@ -123,11 +125,13 @@ def test_a_selector_chooses_as_the_published_code_does(device, stream, form, tre
                 published = expected[f"drafts_{rounds.n[slot] + count}"]
                 rounds.drafts[slot, : len(published)] = published
         for slot, down, logits in rounds.levels(rounds.commit(batch, counts)):
-            n, level = rounds.n[slot], len(down)
+            n = rounds.n[slot]
+            level = len(down)
             if level >= len(expected[f"drafts_{n}"]):
                 continue  # behind the limit
             before = [expected["tokens"][n], *down][-1]
-            ids, law = expected[f"ids_{n}"][level], expected[f"law_{n}"][level, before]
+            ids = expected[f"ids_{n}"][level]
+            law = expected[f"law_{n}"][level, before]
             others = np.setdiff1d(np.arange(64), ids)
             assert logits[others].max() < logits[ids].min() - 39.9
             weights = np.log(law / law.max())

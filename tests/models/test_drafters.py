@@ -134,9 +134,14 @@ def look_up(
         return []
     most = min(most, int(np.float32(factor) * len(suffixes[-1])))
     suffixes = suffixes[-1:] if vote == "longest" else suffixes
-    drafts, coming, path, score, only = [], [], [], np.float32(1), None
+    drafts = []
+    coming = []
+    path = []
+    score = np.float32(1)
+    only = None
     while True:
-        votes, best = Counter(), {}
+        votes = Counter()
+        best = {}
         for suffix in suffixes if len(path) < levels else ():
             for (mine, p, s), token in places(texts, own, suffix + path, path):
                 place = (mine, len(path) - p if oldest else p - len(path), s)
@@ -189,7 +194,9 @@ LOOKED_UP = [
 )
 def test_what_was_said_is_looked_up(device, stream, make, options, block):
     """Slots begin, go on and are taken by others: drafts are those of a search in plain lists."""
-    slots, length, tree = 4, 40, options.get("tree")
+    slots = 4
+    length = 40
+    tree = options.get("tree")
     most = 9 if tree else 5
     rng = np.random.default_rng(len(str(options)))
     room = SimpleNamespace(
@@ -206,7 +213,9 @@ def test_what_was_said_is_looked_up(device, stream, make, options, block):
     plain = {"threshold": 0.1, "factor": 1.0} if make is Suffix else {}
     plain |= {k: v for k, v in options.items() if k not in ("drafts", "public", "kept", "match")}
     plain["vote"] = "longest" if make is Suffix else {"all": "all"}.get(options.get("match"))
-    kept, begun, texts = options.get("kept", 16), 0, {}
+    kept = options.get("kept", 16)
+    begun = 0
+    texts = {}
 
     def rows(said, slot, begin):
         return Rows(
@@ -226,9 +235,11 @@ def test_what_was_said_is_looked_up(device, stream, make, options, block):
             begun += 1
         first = 0 if new else len(text)
         texts[slot] = [*text[:first], *said]
-        state, half = np.zeros(slots, SLOT), len(said) // 2 if new else 0
+        state = np.zeros(slots, SLOT)
+        half = len(said) // 2 if new else 0
         for s in texts.keys() & set(range(slots)):
-            state[s]["n"], state[s]["active"] = len(texts[s]) - 1, s != slot or step % 7 != 0
+            state[s]["n"] = len(texts[s]) - 1
+            state[s]["active"] = s != slot or step % 7 != 0
         row_slot = [2, 0, -1, 3, 1]
         now = rows(said[half:], slot, first + half)
         feed = SimpleNamespace(

@@ -49,7 +49,8 @@ def test_draft_steps_equal_published_code(device, stream, form):
     expected = np.load(folder / "expected.npz")
     model = nets.load_llama(device, folder / "target", form=form)
     drafter = nets.load_eagle3(device, folder / "head", model)
-    tokens, outs = expected["tokens"], expected["outs"]
+    tokens = expected["tokens"]
+    outs = expected["outs"]
     nets.own(stream, model.kv, 0, 40)
     nets.own(stream, drafter.kv, 0, 40)
     features = device.zeros((40, 3 * 32), "float32")
@@ -137,7 +138,8 @@ def test_step_accepts_what_earlier_calls_returned(device, stream, tmp_path):
 def test_the_draft_vocabulary_maps_both_ways(device, tmp_path):
     """d2t holds absolute target ids, t2d their inverse, -1 elsewhere."""
     _, drafter, _, weights = pair(device, tmp_path, draft_vocab=70)
-    d2t, t2d = drafter.d2t.to_host(), drafter.t2d.to_host()
+    d2t = drafter.d2t.to_host()
+    t2d = drafter.t2d.to_host()
     np.testing.assert_array_equal(d2t, weights["d2t"] + np.arange(70))
     np.testing.assert_array_equal(t2d[d2t], np.arange(70))
     np.testing.assert_array_equal(t2d >= 0, weights["t2d"])
@@ -221,7 +223,8 @@ def test_a_head_of_another_target_is_refused(device, tmp_path, other, options, w
 def test_operands_of_the_wrong_width_are_refused(device, stream, tmp_path):
     """Features and hidden states that do not fit raise by named dimension."""
     _, drafter, _, _ = pair(device, tmp_path, draft_vocab=70)
-    rows, lane = nets.make_rows(device, range(4), 0, range(4)), StreamLane(stream)
+    rows = nets.make_rows(device, range(4), 0, range(4))
+    lane = StreamLane(stream)
     with pytest.raises(ShapeError, match="width=144"):
         drafter.entries(lane, rows, device.zeros((4, 48), "float32"))
     with pytest.raises(ShapeError, match="width=48"):

@@ -33,7 +33,9 @@ class HeldBackend:
     name = "held"
 
     def __init__(self, vocabulary, gate, asked):
-        self.vocabulary, self.gate, self.asked = vocabulary, gate, asked
+        self.vocabulary = vocabulary
+        self.gate = gate
+        self.asked = asked
         self.inner = XGrammarBackend(vocabulary)
         self.matcher = self.inner.matcher
 
@@ -68,7 +70,8 @@ CHEAP = {f"cheap {i}": f"[A-Z]{{2}}-{i}" for i in range(6)}
 def test_compiling_delays_no_round():
     """While one grammar does not get on, others join, run and end; those who wait for it sit in no
     batch, share one compile, and can be cancelled; compiles that fail harm nobody else."""
-    gate, asked = threading.Event(), []
+    gate = threading.Event()
+    asked = []
     backend = functools.partial(HeldBackend, gate=gate, asked=asked)
     engine = demo_engine(max_batch_size=2, compile_threads=2, grammar_backend=backend)
     try:

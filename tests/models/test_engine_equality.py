@@ -86,8 +86,11 @@ def truth():
 def check_disturbed(engine, truth, mode, seed):
     """Requests that come in over time, are preempted and cancelled on the way get what they get
     alone, as far as they are let; returns how many were preempted."""
-    rng, requests = random.Random(seed), workload(**MODES[mode])
-    coming, done, preemptions = list(requests), {}, 0
+    rng = random.Random(seed)
+    requests = workload(**MODES[mode])
+    coming = list(requests)
+    done = {}
+    preemptions = 0
     rng.shuffle(coming)
     while coming or engine.busy:
         for _ in range(min(rng.choice((0, 1, 1, 3)), len(coming))):
@@ -101,7 +104,8 @@ def check_disturbed(engine, truth, mode, seed):
         if rng.random() < 0.03:
             engine.cancel(names[-1])
     for request, expected in zip(requests, truth[mode], strict=True):
-        output, where = done[request.id], (engine.options.max_batch_size, seed, request.id)
+        output = done[request.id]
+        where = (engine.options.max_batch_size, seed, request.id)
         if output.reason == "cancelled":
             assert output.tokens == expected[1][: len(output.tokens)], where
         else:
@@ -135,11 +139,14 @@ class Second:
     top_k: int = 16
 
     def __call__(self, room):
-        checkpoint, rng = Checkpoint(BLOCK), np.random.default_rng(2)
+        checkpoint = Checkpoint(BLOCK)
+        rng = np.random.default_rng(2)
         tensors = {name: to_float32(*checkpoint.get(name)) for name in checkpoint.names}
-        hidden, vocab = room.target.config.hidden_size, room.target.config.vocab_size
+        hidden = room.target.config.hidden_size
+        vocab = room.target.config.vocab_size
         for name in (f"layers.{i}.{part}_conv" for i in range(3) for part in ("attention", "mlp")):
-            base, projection = np.zeros((2, 2, hidden), "f4"), np.zeros((hidden // 4, hidden), "f4")
+            base = np.zeros((2, 2, hidden), "f4")
+            projection = np.zeros((hidden // 4, hidden), "f4")
             base[:, 0] = 1.0
             tensors |= {f"{name}.base_kernel": base, f"{name}.kernel_projection.weight": projection}
         for name, rows in (
@@ -189,7 +196,8 @@ def wandering(lengths, seed):
 
 
 AHEAD = partial(Ahead, first=NGram)
-LOOKUP_AHEAD, BLOCK = partial(AHEAD, then=DRAFTER), DEMO / "dflash"
+LOOKUP_AHEAD = partial(AHEAD, then=DRAFTER)
+BLOCK = DEMO / "dflash"
 RANKS = [(0,), (1,), (2,), (0, 0), (0, 1), (1, 0), (0, 0, 0), (0, 0, 1), (0, 0, 0, 0)]
 GROWN = {"draft_length": 5, "draft_tree": (2, 3)}
 CELLS = {
@@ -297,7 +305,9 @@ SHAPES += [
 def test_disturbed_requests_get_the_same(truth, number, monkeypatch, tmp_path):
     """Greedy and coupled, joined late, preempted, cancelled, by every kind of drafts, transport and
     batch, late rows included, whoever has a place: all tokens as if each ran alone."""
-    shape, mode, cuts = SHAPES[number], ("greedy", "coupled")[number % 2], set()
+    shape = SHAPES[number]
+    mode = ("greedy", "coupled")[number % 2]
+    cuts = set()
     if auto := shape.get("draft_length") == "auto":
         swap_text(monkeypatch, tmp_path, ROUND, *UNEVEN)
     with settled(demo_engine(**shape)) as engine:
@@ -355,7 +365,8 @@ def drafts_by_position(lengths, **options):
     """What a coupled request drafts at the end of each round: ids and parents, by position."""
     coupled = {"temperature": 0.9, "verify": "coupled", "seed": 3}
     request = Request(tokens=[300, 301, 302], max_tokens=60, min_tokens=60, **coupled)
-    found, options = {}, {"max_batch_size": 1, "overlap": False, "draft_length": "auto"} | options
+    found = {}
+    options = {"max_batch_size": 1, "overlap": False, "draft_length": "auto"} | options
     with settled(demo_engine(**options)) as engine:
         engine._scheduler.budget = Given(lengths)
         engine.submit(request)

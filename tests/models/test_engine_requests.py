@@ -20,10 +20,12 @@ def test_what_a_round_costs(engine):
     engine.generate(mixed_requests(1))
     engine.settle()
     engine.reset_stats()
-    before, begun = engine.counters(), pieces()
+    before = engine.counters()
+    begun = pieces()
     engine.generate(mixed_requests(6))
     engine.settle()
-    after, stats = engine.counters(), engine.stats
+    after = engine.counters()
+    stats = engine.stats
     assert stats.rounds > 0
     if engine.device.kind == "soft":
         launched = [c["device"]["count"]["graph_launch"] for c in (before, after)]
@@ -123,7 +125,8 @@ def test_relaxed_requests(engine):
 
     for request, output in zip(relaxed, plain, strict=True):
         engine.submit(replace(request, relaxed=Relaxed(10**6, 1.0, until=output.tokens[0])))
-    done, preempted = {}, 0
+    done = {}
+    preempted = 0
     while engine.busy:
         done |= outputs(engine.step())
         if len(done) == preempted:
@@ -159,7 +162,8 @@ def test_stop_strings_are_found_as_by_searching_the_whole_text():
     rng = random.Random(4)
     for _ in range(400):
         stops = {"".join(rng.choices("ab", k=rng.randint(1, 6))) for _ in range(rng.randint(1, 4))}
-        finder, text = StopFinder(sorted(stops)), ""
+        finder = StopFinder(sorted(stops))
+        text = ""
         for _ in range(30):
             piece = "".join(rng.choices("abc", k=rng.randint(0, 4)))
             text += piece

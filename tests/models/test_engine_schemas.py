@@ -30,7 +30,8 @@ def schemas(data, count):
 @pytest.mark.parametrize("count", [40, pytest.param(480, marks=pytest.mark.full)])
 def test_finished_outputs_are_valid(shared_data, count):
     """Forty real schemas, or over 300: no finished output breaks its schema, most finish."""
-    counts, violations = Counter(), []
+    counts = Counter()
+    violations = []
     with demo_engine(max_batch_size=8, compile_timeout_s=5.0) as engine:
         asked = []
         for row in schemas(shared_data, count):

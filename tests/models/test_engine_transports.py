@@ -81,7 +81,8 @@ def test_the_probe_tells_what_the_soft_device_was_told_to_lack(monkeypatch):
 
 def test_a_step_that_is_late_ends_the_engine_with_its_name(monkeypatch):
     """A grammar step that never answers is released; the round accepts nothing that it owed."""
-    stuck, go = threading.Event(), threading.Event()
+    stuck = threading.Event()
+    go = threading.Event()
     plain = GuidedDecoder.commit_work
 
     def commit_work(self):

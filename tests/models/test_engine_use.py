@@ -134,7 +134,8 @@ def test_a_stream_that_is_left_takes_its_requests_along(engine):
 def test_two_threads_at_once_are_noticed(engine, monkeypatch):
     """The second gets a typed error that names both, the first goes on; in turns they may, and
     cancel() is for any thread at any time."""
-    inside, go = threading.Event(), threading.Event()
+    inside = threading.Event()
+    go = threading.Event()
     plain = Scheduler.read
 
     def read(self, shield):
@@ -195,7 +196,8 @@ def test_after_the_end_calls_are_answered_or_refused_by_name():
 
 def test_ctrl_c_leaves_no_frame_that_holds_the_device(monkeypatch):
     """close() below a KeyboardInterrupt, whose traceback still has every frame, frees all."""
-    before, count = live(), itertools.count(1)
+    before = live()
+    count = itertools.count(1)
 
     def press(self):
         if next(count) == 9:
@@ -230,7 +232,8 @@ def test_a_driver_error_while_a_request_joins(call, nth, monkeypatch):
     close() gives everything back without another one."""
     before = live()
     engine = demo_engine(max_batch_size=2)
-    count, plain = itertools.count(), getattr(StreamLane, call)
+    count = itertools.count()
+    plain = getattr(StreamLane, call)
 
     def failing(self, *arguments, **options):
         if next(count) == nth:
@@ -361,7 +364,8 @@ def test_everything_is_given_back():
 def test_an_engine_that_is_dropped_gives_back_what_it_held():
     """Without close(), while it generates, in a cycle or not: no thread, memory or graph stays."""
     demo_engine(max_batch_size=1).close()
-    before, threads = live(), len(os.listdir("/proc/self/task"))
+    before = live()
+    threads = len(os.listdir("/proc/self/task"))
     for cycle in (False, True):
         engine = demo_engine(max_batch_size=1)
         next(engine.stream([LONG]))
@@ -434,7 +438,9 @@ def test_shield_passes_the_signal_on():
 
 def test_prompts_ahead_of_a_round_do_not_run_into_its_deadline(monkeypatch):
     """A round waits as long as prompts before it make progress, and no longer."""
-    prompt, over, counted = Request(tokens=[7] * 1000, max_tokens=2), [0], Seating.progress
+    prompt = Request(tokens=[7] * 1000, max_tokens=2)
+    over = [0]
+    counted = Seating.progress
 
     def progress(seating):
         over[0] = counted(seating)
@@ -553,7 +559,8 @@ def test_costs_do_not_grow(monkeypatch):
     """Of submitting and of a step with those who wait for a slot or a grammar; of a round with the
     length of the text, whose tokens and pages nobody looks at as a whole after joining."""
     looked = Counter()
-    plain, pages_of = Running.tokens.fget, PagedKV.pages_of
+    plain = Running.tokens.fget
+    pages_of = PagedKV.pages_of
 
     def tokens(self):
         looked["tokens"] += 1

@@ -47,7 +47,8 @@ def nearest(values):
 def test_products_have_the_bits_of_bfloat16(device, stream, form, columns, inner, activations):
     """Where scales are powers of two, sums are those of the same weights in bfloat16, with a
     residual and for 1 to 150 rows; any other scale is one rounding more."""
-    layers, lane = Layers(device, form, activations), StreamLane(stream)
+    layers = Layers(device, form, activations)
+    lane = StreamLane(stream)
     rng = np.random.default_rng(1)
     at = rng.integers(0, len(CODES), (columns, inner))
     x = rng.standard_normal((150 if inner == 384 else 20, inner)).astype(np.float32)
@@ -82,7 +83,8 @@ def test_products_have_the_bits_of_bfloat16(device, stream, form, columns, inner
 @pytest.mark.parametrize(("form", "inner"), [(nets.FORMS[0], 8), ("warp", 8), ("warp", 128)])
 def test_every_code_counts_with_its_value(device, stream, form, inner):
     """All 254 that are numbers, at any place of a row, in every kernel."""
-    layers, out = Layers(device, form), device.empty((inner, 256), "float32")
+    layers = Layers(device, form)
+    out = device.empty((inner, 256), "float32")
     at = (np.arange(256)[:, None] + np.arange(inner)) % len(CODES)
     for rows in (inner, 8):
         eye = nets.upload(device, np.eye(inner)[:rows])
@@ -138,7 +140,8 @@ SHAPE = {
 def write_quantised(folder, layout, change=dict):
     """A random model in such a layout, and beside it the one it stands for, in bfloat16."""
     quantisation, scales, inputs = LAYOUTS[layout]
-    rng, plain = np.random.default_rng(5), make_tiny_llama(folder, dtype="bfloat16", **SHAPE)
+    rng = np.random.default_rng(5)
+    plain = make_tiny_llama(folder, dtype="bfloat16", **SHAPE)
     stored = dict(plain)
     for name in [name for name in plain if "_proj" in name]:
         scale = np.exp2(rng.integers(-9, -5, scales(len(plain[name]))).astype(np.float32))

@@ -26,7 +26,10 @@ ASKED = [r for i in range(3) for r in workload()[i::5]]
 def moved(first, second, requests):
     """Outputs of requests that `second` goes on with: of some before they have a slot, of others
     behind their first tokens, or later. Their events must say the same."""
-    way, ended, tokens, texts = SharedMemory(), {}, defaultdict(list), defaultdict(str)
+    way = SharedMemory()
+    ended = {}
+    tokens = defaultdict(list)
+    texts = defaultdict(str)
     after = {first.submit(request): (0, 1, 9)[i % 3] for i, request in enumerate(requests)}
     pages = 0
     while first.busy or second.busy:

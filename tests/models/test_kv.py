@@ -26,10 +26,13 @@ def cache(device, **changes) -> PagedKV:
 def test_random_use_never_shares_or_loses_a_page(device):
     """After any sequence of growth and release, pages are owned once and all accounted for, a slot
     holds just enough, its pages never move, and a refusal changes nothing."""
-    kv, rng = cache(device), np.random.default_rng(0)
-    held, refused = {0: 0, 1: 0, 2: 0}, 0
+    kv = cache(device)
+    rng = np.random.default_rng(0)
+    held = {0: 0, 1: 0, 2: 0}
+    refused = 0
     for _ in range(500):
-        slot, positions = int(rng.integers(3)), int(rng.integers(0, 27))
+        slot = int(rng.integers(3))
+        positions = int(rng.integers(0, 27))
         before = kv.pages_of(slot)
         if rng.random() < 0.3:
             kv.release(slot)

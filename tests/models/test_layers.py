@@ -66,7 +66,8 @@ def test_tensor_cores_give_a_row_the_same_bits_in_any_company(
 ):
     """On tensor cores out = x W^T of rounded or whole x, with one row's bits alone, in batches
     that stream weights past, in tiles of any size and where sums are parted."""
-    layers, rng = Layers(device, "warp", activations), np.random.default_rng(inner)
+    layers = Layers(device, "warp", activations)
+    rng = np.random.default_rng(inner)
     x = rng.standard_normal((150, inner)).astype(np.float32)[: None if inner == 384 else 32]
     w = rounded(rng.standard_normal((columns, inner)).astype(np.float32), dtype)
     w_there = upload(device, w, dtype)
@@ -95,9 +96,12 @@ def test_tensor_cores_give_a_row_the_same_bits_in_any_company(
 def test_gated_products_have_the_bits_of_two_kernels(device, lane, monkeypatch, rows, activations):
     """silu(gate) * up behind the sums, few or many, whole or parted, is what silu_mul makes of
     them; rows of gates and of what they gate lie by eights."""
-    layers, rng = Layers(device, "warp", activations), np.random.default_rng(rows)
-    x, w = rng.standard_normal((rows, 256)), rng.standard_normal((2, 24, 256)) / 4
-    x_there, out = upload(device, x), device.zeros((rows, 24), "bfloat16")
+    layers = Layers(device, "warp", activations)
+    rng = np.random.default_rng(rows)
+    x = rng.standard_normal((rows, 256))
+    w = rng.standard_normal((2, 24, 256)) / 4
+    x_there = upload(device, x)
+    out = device.zeros((rows, 24), "bfloat16")
     apart = run_linear(layers, lane, x_there, upload(device, w.reshape(48, 256), "bfloat16"))
     layers.silu_mul(lane, upload(device, apart), out)
     wanted = host(lane.stream, out)
@@ -122,7 +126,8 @@ def test_gated_products_have_the_bits_of_two_kernels(device, lane, monkeypatch, 
 def test_norms_between_products_are_folded(device, lane, monkeypatch, activations, count):
     """What the second product makes of the first one's rows is that of their norms, each row with
     its bits alone among few and many, and where sums are parted."""
-    layers, rng = Layers(device, "warp", activations), np.random.default_rng(5)
+    layers = Layers(device, "warp", activations)
+    rng = np.random.default_rng(5)
     x, start = (rng.standard_normal((count, n)).astype(np.float32) for n in (256, 128))
     weight = 1 + 0.3 * rng.standard_normal(128).astype(np.float32)
     before, behind = (
@@ -162,7 +167,8 @@ def test_products_that_turn_heads_have_the_bits_of_two_kernels(
 ):
     """Queries and both caches are those of product and `rope_and_store`, of few rows and many, in
     parted sums too, with padding, a tree's rows and positions that nobody owns."""
-    layers, rng = Layers(device, "warp", activations), np.random.default_rng(dim)
+    layers = Layers(device, "warp", activations)
+    rng = np.random.default_rng(dim)
     w = rng.standard_normal((4 * dim, 128)).astype(np.float32)
     woven = w.reshape(4, 2, dim // 16, 8, 128).swapaxes(1, 2).reshape(w.shape)
     slots = [1, 0, 1, -1, 1, 2, 0, 1] + 12 * [0]
@@ -182,10 +188,8 @@ def test_products_that_turn_heads_have_the_bits_of_two_kernels(
                 assert kv.allocate(slot, positions)
                 kv.set_table(lane, slot)
             turn = upload(device, Rope(theta=100.0).table(kv.positions, dim))
-            qkv, there = (
-                device.zeros((count, 4 * dim), "float32"),
-                upload(device, matrix, "bfloat16"),
-            )
+            qkv = device.zeros((count, 4 * dim), "float32")
+            there = upload(device, matrix, "bfloat16")
             if matrix is w:
                 layers.linear(lane, x, there, qkv)
                 layers.rope_and_store(lane, qkv, turn, rows, kv, 1, 2)
@@ -221,9 +225,11 @@ def test_linear_converts_every_half_exactly(layers, lane):
     for dtype in ("float16", "bfloat16"):
         bits = np.arange(1 << 16, dtype=np.uint16)
         if dtype == "float16":
-            stored, exact = bits.view(np.float16), bits.view(np.float16).astype(np.float32)
+            stored = bits.view(np.float16)
+            exact = bits.view(np.float16).astype(np.float32)
         else:
-            stored, exact = bits, (bits.astype(np.uint32) << 16).view(np.float32)
+            stored = bits
+            exact = (bits.astype(np.uint32) << 16).view(np.float32)
         normal = np.isfinite(exact) & ((np.abs(exact) >= 2.0**-126) | (exact == 0))
         stored[~np.isfinite(exact)] = 0
         for inner in (1, 8):
@@ -238,12 +244,16 @@ def test_linear_adds_the_residual_in_place_and_taps(layers, lane, rows, inner):
     columns change."""
     rng = np.random.default_rng(0)
     device = layers.device
-    x, w = rng.integers(-8, 9, (rows, inner)) / 8, rng.integers(-8, 9, (16, inner)) / 8
+    x = rng.integers(-8, 9, (rows, inner)) / 8
+    w = rng.integers(-8, 9, (16, inner)) / 8
     start = rng.standard_normal((rows, 16)).astype(np.float32)
-    stream, wide = upload(device, start), upload(device, np.full((rows, 48), 7.0))
-    x_there, w_there = upload(device, x), upload(device, w, "bfloat16")
+    stream = upload(device, start)
+    wide = upload(device, np.full((rows, 48), 7.0))
+    x_there = upload(device, x)
+    w_there = upload(device, w, "bfloat16")
     layers.linear(lane, x_there, w_there, stream, residual=stream, tap=(wide, 16))
-    out, tapped = host(lane.stream, stream), wide.to_host()
+    out = host(lane.stream, stream)
+    tapped = wide.to_host()
     np.testing.assert_allclose(out, start + x @ w.T, atol=2e-5)
     assert same_bits(tapped[:, 16:32].copy(), out)
     assert (tapped[:, :16] == 7).all() and (tapped[:, 32:] == 7).all()
@@ -297,7 +307,8 @@ def test_silu_mul_over_the_whole_range(layers, lane):
     u[-3:] = 0.5
     out = layers.device.zeros((1, g.size), "float32")
     layers.silu_mul(lane, upload(layers.device, np.concatenate([g, u])[None]), out)
-    result, g64 = host(lane.stream, out)[0], g.astype(np.float64)
+    result = host(lane.stream, out)[0]
+    g64 = g.astype(np.float64)
     with np.errstate(over="ignore"):
         wanted = g64 / (1 + np.exp(-g64)) * u
     assert np.isfinite(result).all()
@@ -324,13 +335,15 @@ def make_kv(device, kv_heads, dim, dtype="float32") -> PagedKV:
 def test_rope_turns_and_stores(layers, lane, stream, dtype, heads, kv_heads, dim):
     """Queries turn in place, turned keys and plain values reach (slot, position) of the layer;
     padding rows, unowned positions and other layers stay untouched."""
-    device, rng = layers.device, np.random.default_rng(dim)
+    device = layers.device
+    rng = np.random.default_rng(dim)
     kv = make_kv(device, kv_heads, dim, dtype)
     for slot, positions in ((1, 20), (0, 5), (1, 30)):
         assert kv.allocate(slot, positions)
     kv.set_table(lane, 0)
     kv.set_table(lane, 1)
-    slots, pos = [1, 0, 1, -1, 1, 2, 0, 1], [17, 4, 0, 3, -1, 2, 1000, 29]
+    slots = [1, 0, 1, -1, 1, 2, 0, 1]
+    pos = [17, 4, 0, 3, -1, 2, 1000, 29]
     live = [0, 1, 2, 7]
     qkv = rng.standard_normal((8, heads + 2 * kv_heads, dim)).astype(np.float32)
     rows = make_rows(device, [0] * 8, slots, pos)
@@ -354,7 +367,8 @@ def test_rope_turns_and_stores(layers, lane, stream, dtype, heads, kv_heads, dim
 
 def fill_cache(device, kv, slot, keys, values, layer=1) -> None:
     """Place a slot's keys and values [T, kv_heads, dim] through the page table's host side."""
-    k, v = kv.k.to_host(), kv.v.to_host()
+    k = kv.k.to_host()
+    v = kv.v.to_host()
     for t in range(keys.shape[0]):
         at = layer, kv.pages_of(slot)[t // kv.page_size], t % kv.page_size
         k[at], v[at] = keys[t], values[t]
@@ -367,7 +381,8 @@ def fill_cache(device, kv, slot, keys, values, layer=1) -> None:
 )
 def test_attention_is_softmax_over_the_slots_past(layers, lane, stream, heads, kv_heads, dim):
     """Each row sees positions 0..pos of its own slot, at every tile boundary; padding gives 0."""
-    device, rng = layers.device, np.random.default_rng(dim)
+    device = layers.device
+    rng = np.random.default_rng(dim)
     kv = make_kv(device, kv_heads, dim)
     length = {0: 40, 2: 200}
     keys, values = (
@@ -399,11 +414,13 @@ def test_attention_is_softmax_over_the_slots_past(layers, lane, stream, heads, k
 
 def test_attention_survives_extreme_scores(layers, lane, stream):
     """Scores of thousands, rising or falling along the sequence, stay exact and finite."""
-    device, kv = layers.device, make_kv(layers.device, 1, 8)
+    device = layers.device
+    kv = make_kv(layers.device, 1, 8)
     assert kv.allocate(0, 100)
     kv.set_table(lane, 0)
     stream.synchronize()
-    keys, values = np.zeros((100, 1, 8), np.float32), np.random.default_rng(0).random((100, 1, 8))
+    keys = np.zeros((100, 1, 8), np.float32)
+    values = np.random.default_rng(0).random((100, 1, 8))
     for slope in (90.0, -90.0):
         keys[:, 0, 0] = slope * np.arange(100)
         fill_cache(device, kv, 0, keys, values)
@@ -420,7 +437,8 @@ def test_attention_survives_extreme_scores(layers, lane, stream):
 @pytest.mark.parametrize("in_place", [False, True])
 def test_eagle_input_joins_embedding_and_feature(layers, lane, stream, before, in_place):
     """x = [norm(embedding), norm(hidden)]; the stream is hidden or its norm, also in place."""
-    device, rng = layers.device, np.random.default_rng(4)
+    device = layers.device
+    rng = np.random.default_rng(4)
     table = rounded(rng.standard_normal((9, 50)).astype(np.float32), "bfloat16")
     hidden = rng.standard_normal((4, 50)).astype(np.float32)
     norms = rng.standard_normal((2, 50)).astype(np.float32)
@@ -449,8 +467,10 @@ def test_eagle_input_joins_embedding_and_feature(layers, lane, stream, before, i
 def test_wrong_operands_are_refused_by_named_dimension(layers, lane, device):
     """Shapes and dtypes that do not fit raise before any launch, naming the dimension; only two
     forms exist."""
-    x, w = device.zeros((4, 32), "float32"), device.zeros((8, 32), "float32")
-    good, bad = device.zeros((4, 8), "float32"), device.zeros((4, 9), "float32")
+    x = device.zeros((4, 32), "float32")
+    w = device.zeros((8, 32), "float32")
+    good = device.zeros((4, 8), "float32")
+    bad = device.zeros((4, 9), "float32")
     with pytest.raises(ShapeError, match="columns=8"):
         layers.linear(lane, x, w, bad)
     with pytest.raises(ShapeError, match="inner=32"):

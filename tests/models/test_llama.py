@@ -46,7 +46,8 @@ def test_rounded_activations_are_nearer_to_float32_than_transformers_in_bfloat16
     """On tensor cores logits, at once or in chunks, are off those of whole activations by less than
     transformers in bfloat16 is; where activations are whole too by a hundredth of it."""
     expected = np.load(nets.FIXTURES / "tensor_cores/bfloat16/expected.npz")
-    exact, error = expected["logits"], {}
+    exact = expected["logits"]
+    error = {}
     for activations in ("rounded", "float32"):
         model = nets.load_llama(
             device,
@@ -148,7 +149,8 @@ def test_forwards_that_cannot_work_are_refused(device, stream, tmp_path):
     kv = nets.make_cache(device, config, 2)
     with pytest.raises(ShapeError, match="kv_heads"):
         LlamaModel(device, config, Checkpoint(tmp_path), kv, max_rows=4)
-    model, lane = nets.load_llama(device, tmp_path, max_rows=4), StreamLane(stream)
+    model = nets.load_llama(device, tmp_path, max_rows=4)
+    lane = StreamLane(stream)
     with pytest.raises(ShapeError, match="max_rows=4"):
         model.forward(lane, nets.make_rows(device, range(5), 0, range(5)))
     rows = nets.make_rows(device, range(4), 0, range(4))

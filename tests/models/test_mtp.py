@@ -17,7 +17,8 @@ def oracle(weights, of_target, tokens, features, drafts, modules):
     """Logits [vocab] of what follows `tokens` and `drafts`, with features of all tokens but the
     last: a lone module goes on behind its own states, of several each reads the one before it."""
     said = np.concatenate([tokens, drafts]).astype(np.int64)
-    norm, table = of_target["model.norm.weight"], of_target["model.embed_tokens.weight"]
+    norm = of_target["model.norm.weight"]
+    table = of_target["model.embed_tokens.weight"]
     h = numpy_llama.rms_norm(features[: len(tokens) - 1].astype(np.float64), norm, 1e-5)
     for level in range(len(drafts) + 1):
         j = level if modules > 1 else 0

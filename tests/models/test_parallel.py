@@ -104,7 +104,8 @@ class Given:
     """Sums of three ranks in one process: what the other two have is given."""
 
     def __init__(self, device, others):
-        self.device, self.others = device, others
+        self.device = device
+        self.others = others
 
     def own(self, rows, columns):
         return self.device.zeros((rows, columns), "float32")
@@ -121,8 +122,11 @@ def test_partial_products_are_added_in_rank_order(device, stream, form):
     the whole product, and so are its tap and its norm."""
     rng = np.random.default_rng(5)
     x, weight = (rng.standard_normal(shape, np.float32) for shape in ((5, 96), (40, 96)))
-    residual, scale = rng.standard_normal((5, 40), np.float32), np.ones(40, np.float32)
-    layers, lane, products = Layers(device, form), StreamLane(stream), []
+    residual = rng.standard_normal((5, 40), np.float32)
+    scale = np.ones(40, np.float32)
+    layers = Layers(device, form)
+    lane = StreamLane(stream)
+    products = []
     for i in range(3):
         out = device.zeros((5, 40), "float32")
         part = [nets.upload(device, a[:, 32 * i : 32 * i + 32]) for a in (x, weight)]
@@ -130,8 +134,10 @@ def test_partial_products_are_added_in_rank_order(device, stream, form):
         products.append(nets.host(stream, out))
         if i == 1:
             mine = part
-    out, normed = nets.upload(device, residual), device.zeros((5, 40), "float32")
-    tap, again = device.zeros((5, 50), "float32"), device.zeros((5, 40), "float32")
+    out = nets.upload(device, residual)
+    normed = device.zeros((5, 40), "float32")
+    tap = device.zeros((5, 50), "float32")
+    again = device.zeros((5, 40), "float32")
     norm = Norm(nets.upload(device, scale), 1e-5, normed)
     of_ranks = Held(mine[1], sums=Given(device, (products[0], products[2])))
     layers.linear(lane, mine[0], of_ranks, out, residual=out, tap=(tap, 10), norm=norm)
@@ -167,8 +173,10 @@ def test_nccl_is_captured_and_joined_as_a_child_graph(device, stream, monkeypatc
     monkeypatch.setitem(sys.modules, "nccl", types.SimpleNamespace(core=core))
     gather = NcclGather(device, ranks, 6)
     gather.connect()
-    own, graph = gather.own(2, 3), Graph(device, "round")
-    replayed, values = gather.gather(graph.lane("model"), own), np.ones((2, 3), np.float32)
+    own = gather.own(2, 3)
+    graph = Graph(device, "round")
+    replayed = gather.gather(graph.lane("model"), own)
+    values = np.ones((2, 3), np.float32)
     execution = graph.instantiate()
     for run in (lambda: gather.gather(StreamLane(stream), own), lambda: execution.launch(stream)):
         own.copy_from(values := values + 1)
@@ -184,7 +192,8 @@ def test_two_ranks_give_equal_outputs_in_every_batch_and_order():
     assert code == 0, errors
     found = json.loads(said)
     assert found["refused"] == ["EngineError", "rank 1: a file is missing here"]
-    alone, first = found["alone"], found["ranks"][0]
+    alone = found["alone"]
+    first = found["ranks"][0]
     for other in found["ranks"][1:]:
         assert (other["tokens"], other["logprobs"]) == (first["tokens"], first["logprobs"])
     assert set(first["reasons"].values()) <= {"stop", "length"}

@@ -14,7 +14,8 @@ from graft.grammar.statement import GrammarSpec
 from graft.models.request import Request
 from graft.sampling.state import SLOT, SlotState
 
-SLOTS, REPLAY = 9, 5
+SLOTS = 9
+REPLAY = 5
 
 
 def random_slots(rng, most):
@@ -47,7 +48,8 @@ def shares(slots, row_slot, places):
 def begin(device, stream, slots, given, count, most, replay=REPLAY):
     """What the kernel leaves of a round of `count` rows whose input entry, of REPLAY, names these
     slots."""
-    state, exchange = SlotState(device, SLOTS, 50), Exchange(device, SLOTS, most, 50)
+    state = SlotState(device, SLOTS, 50)
+    exchange = Exchange(device, SLOTS, most, 50)
     state.copy_from(slots)
     for s in range(SLOTS):
         exchange.drafted[s, :2] = 3, slots["draft_len"][s]
@@ -55,10 +57,8 @@ def begin(device, stream, slots, given, count, most, replay=REPLAY):
     ring.reserve(REPLAY)
     ring.row("slot", REPLAY)[:] = given
     ring.publish(REPLAY)
-    number, row_slot = (
-        device.from_host(np.array([replay - 1], np.int32)),
-        device.zeros((len(given),), "int32"),
-    )
+    number = device.from_host(np.array([replay - 1], np.int32))
+    row_slot = device.zeros((len(given),), "int32")
     placed, laid = open_round(
         device, StreamLane(stream), state, exchange, number, ring, row_slot, count
     )
@@ -78,9 +78,11 @@ def begin(device, stream, slots, given, count, most, replay=REPLAY):
 def test_places_go_where_drafts_were_reached(device, stream):
     """Every last token has a row, and as many drafts as there are places for: those with the best
     chances, of equals the earlier ones; the others are cut, and the grammar is told."""
-    rng, cuts = np.random.default_rng(3), 0
+    rng = np.random.default_rng(3)
+    cuts = 0
     for _ in range(120):
-        most, batch = int(rng.choice([1, 3, 7])), int(rng.integers(1, 9))
+        most = int(rng.choice([1, 3, 7]))
+        batch = int(rng.integers(1, 9))
         slots = random_slots(rng, most)
         given = np.where(
             rng.random(batch) < 0.85,
@@ -106,7 +108,8 @@ def test_places_go_where_drafts_were_reached(device, stream):
         b = np.searchsorted(begins, row, "right") - 1
         np.testing.assert_array_equal(got.map, b << 16 | (row - begins[b]))
         for r, of in enumerate(b):
-            s, j = seated[of], r - begins[of]
+            s = seated[of]
+            j = r - begins[of]
             laid = tuple(array[r] for array in got.rows)
             if s < 0 or j > kept[of]:
                 assert laid == (0, -1, -1, 0)
@@ -135,7 +138,8 @@ def test_no_row_is_filled_that_no_draft_has(monkeypatch, tmp_path):
     words = GrammarSpec.regex("([a-z]{1,5} )+")
     requests = [Request(tokens=[300 + i], grammar=words, max_tokens=30) for i in range(2)]
     with demo_engine(draft_length="auto", max_batch_size=2, mask_drafts=False) as engine:
-        engine._scheduler.budget, rows = Given(itertools.repeat(1)), []
+        engine._scheduler.budget = Given(itertools.repeat(1))
+        rows = []
         engine._replays.on_row = lambda seat, row: rows.append(row)
         engine.generate(requests)
         grammar = engine.counters()["grammar"]

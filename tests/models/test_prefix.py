@@ -50,8 +50,11 @@ def put(prefixes, caches, slot, tokens):
 def test_what_is_found_is_the_longest_prefix_that_was_kept(device, lookahead):
     """Of random texts: whole pages that begin alike, the token behind them too where entries depend
     on it, and never the last token; each page is the one that was written for it."""
-    rng, caches = random.Random(lookahead), [pool(device, 400), pool(device, 401)]
-    prefixes, kept, found_at_all = PrefixCache(caches, lookahead, 400), {}, 0
+    rng = random.Random(lookahead)
+    caches = [pool(device, 400), pool(device, 401)]
+    prefixes = PrefixCache(caches, lookahead, 400)
+    kept = {}
+    found_at_all = 0
     for tokens in texts_of(rng, 60):
         ends = [
             end
@@ -73,8 +76,11 @@ def test_what_is_found_is_the_longest_prefix_that_was_kept(device, lookahead):
 def test_pages_are_given_up_by_age_and_never_in_use(device):
     """Whatever comes and goes: owned pages are nobody else's but by sharing, all are accounted for,
     those adopted too, the bound holds, and what was used last is there longest."""
-    rng, caches = random.Random(3), [pool(device), pool(device)]
-    prefixes, held, adopted = PrefixCache(caches, 1, 7), {}, []
+    rng = random.Random(3)
+    caches = [pool(device), pool(device)]
+    prefixes = PrefixCache(caches, 1, 7)
+    held = {}
+    adopted = []
 
     def write(pages, which):
         assert not {page for page, _ in pages} - set(caches[0].free)
@@ -105,7 +111,8 @@ def test_pages_are_given_up_by_age_and_never_in_use(device):
     before = len(prefixes)
     prefixes.make_room(13, ())
     assert len(prefixes) == before, "what would not do was given up all the same"
-    first, second = [0] * 9, [1] * 9
+    first = [0] * 9
+    second = [1] * 9
     for tokens in (first, second, first):
         put(prefixes, caches, 0, tokens)
         prefixes.keep(0, tokens)
@@ -141,7 +148,8 @@ def test_no_output_and_no_draft_knows_of_it(options):
         Request(prompt=r.prompt, max_tokens=30, seed=5, temperature=0.8, verify="coupled")
         for r in asked
     ] + asked
-    seen, cached = [], []
+    seen = []
+    cached = []
     for kept in (0, None):
         with demo_engine(
             max_batch_size=2, prefix_cache_bytes=kept, page_size=8, **options

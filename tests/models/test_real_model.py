@@ -46,7 +46,8 @@ def asked(count):
 def test_drafts_change_no_text_and_what_is_guided_is_valid(folder, count):
     """Answers with the head that travels with the package and without; those that are not cut obey
     their grammars, and drafts are accepted."""
-    requests, texts = asked(count), []
+    requests = asked(count)
+    texts = []
     for drafter in (None, HEAD):
         with Engine(folder, drafter, max_batch_size=2, max_length=512) as engine:
             outputs = engine.generate(requests)

@@ -22,7 +22,9 @@ NAMES = ("logits", "features", "draft")
 SLOTS = 8
 RUN = 5  # rows said to be of one slot, which they need not be
 SEQUENCES = np.random.default_rng(12).integers(0, 72, (4, LENGTH))
-ROOT, FORK = 26, 31  # three ways lead from one position, and two of them part later
+# three ways lead from one position, and two of them part later
+ROOT = 26
+FORK = 31
 SEQUENCES[:2, : ROOT + 1] = SEQUENCES[2, : ROOT + 1]
 SEQUENCES[1, : FORK + 1] = SEQUENCES[2, : FORK + 1]
 
@@ -31,7 +33,8 @@ class Forward:
     """A graph of one forward of so many rows, and of the drafter's entries of the same rows."""
 
     def __init__(self, model, drafter, count):
-        device, zeros = model.device, np.zeros(count, np.int32)
+        device = model.device
+        zeros = np.zeros(count, np.int32)
         tree = device.zeros((count,), "uint64")
         self.rows, self.entries = (
             replace(make_rows(device, zeros, zeros, zeros), tree=tree, run=RUN) for _ in range(2)
@@ -61,7 +64,9 @@ class Case:
         self.both = model.kv, drafter.kv
         self.model = model
         self.forward_of = functools.cache(functools.partial(Forward, model, drafter))
-        self.parts, self.caches = [], []  # by sequence: logits, features, draft outputs; two caches
+        # by sequence: logits, features, draft outputs; two caches
+        self.parts = []
+        self.caches = []
         for number in range(len(SEQUENCES)):
             self.reserve(stream, 0)
             rows = [self.feed(stream, [number], 0, [t]) for t in range(LENGTH)]
@@ -74,7 +79,8 @@ class Case:
 
     def feed(self, stream, sequences, slots, positions, tree=0):
         """One forward; logits, features and draft outputs. A row's sequence of -1 is padding."""
-        sequences, positions = np.asarray(sequences), np.asarray(positions)
+        sequences = np.asarray(sequences)
+        positions = np.asarray(positions)
         tokens = SEQUENCES[sequences, positions]
         following = SEQUENCES[sequences, (positions + 1) % LENGTH]
         slots, positions = (np.where(sequences < 0, -1, x) for x in (slots, positions))
@@ -140,7 +146,8 @@ def test_chunks_of_any_size_give_the_bits_of_single_rows(clean, stream, chunk):
 def test_batches_of_any_size_give_the_bits_of_single_rows(clean, stream):
     """One to eight slots a forward, one to three rows each, who and in which order changing every
     time, equal slots fed alone, wherever their pages lie and padding is among them."""
-    rng, done = np.random.default_rng(3), np.zeros(SLOTS, int)
+    rng = np.random.default_rng(3)
+    done = np.zeros(SLOTS, int)
     for kv in clean.both:
         kv.free[:] = rng.permutation(kv.free).tolist()
     for held in range(8, LENGTH + 8, 8):
@@ -157,7 +164,8 @@ def test_batches_of_any_size_give_the_bits_of_single_rows(clean, stream):
         positions = np.concatenate(
             [np.arange(done[s], done[s] + c) for s, c in zip(chosen, counts, strict=True)]
         )
-        sequences, at = slots % len(SEQUENCES), rng.integers(0, len(slots) + 1, rng.integers(3))
+        sequences = slots % len(SEQUENCES)
+        at = rng.integers(0, len(slots) + 1, rng.integers(3))
         clean.check(
             stream,
             np.insert(sequences, at, -1),
@@ -174,7 +182,9 @@ def random_tree(rng):
     """(sequence, position, path bits) of the nodes of the three ways, parents first."""
     ways = {(2, p) for p in range(ROOT + 1, LENGTH)} | {(0, p) for p in range(ROOT + 1, LENGTH)}
     ways |= {(1, p) for p in range(FORK + 1, LENGTH)}
-    nodes, paths, open_ways = [], {}, {0: ROOT, 2: ROOT}
+    nodes = []
+    paths = {}
+    open_ways = {0: ROOT, 2: ROOT}
     while len(nodes) < len(ways):
         s = int(rng.choice([s for s, p in open_ways.items() if p + 1 < LENGTH]))
         before = (2 if s == 1 and open_ways[s] == FORK else s, open_ways[s])
@@ -209,7 +219,8 @@ def test_rows_of_a_tree_give_the_bits_of_their_paths(clean, stream):
         head = np.array([(slot, len(rows), 0, 0, 0, 0, ROOT)], ROUND_ROW)
         result[0, : ROUND_ROW.itemsize // 4] = head.view(np.int32)
         result[0, -width:][: len(rows)] = rows
-        model, device = clean.model, clean.model.device
+        model = clean.model
+        device = clean.model.device
         features = clean.forward_of(width).results[1]
         model.layers.compact(
             StreamLane(stream),

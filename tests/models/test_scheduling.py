@@ -19,8 +19,10 @@ def test_a_prompt_comes_in_pieces_between_rounds():
     between two of them than asked; alone, it is read as a whole."""
     launched = []
     with settled(demo_engine(max_batch_size=2, prefill_rows=16)) as engine:
-        prompts, replays = engine._built.prefill, engine._replays
-        run, launch = prompts.run, replays.launch
+        prompts = engine._built.prefill
+        replays = engine._replays
+        run = prompts.run
+        launch = replays.launch
 
         def pieces_of(*args):
             for piece in run(*args):
@@ -31,13 +33,15 @@ def test_a_prompt_comes_in_pieces_between_rounds():
             launched.append({running.id for running in rows})
             launch(graph, rows)
 
-        prompts.run, replays.launch = pieces_of, round_of
+        prompts.run = pieces_of
+        replays.launch = round_of
         engine.submit(RUNS)
         engine.step()
         engine.submit(Request(tokens=[7 + i % 90 for i in range(280)], max_tokens=3, id="long"))
         while "long" in engine._scheduler.unfinished:
             engine.step()
-        pieces, rounds = [0], [one for one in launched if isinstance(one, set)]
+        pieces = [0]
+        rounds = [one for one in launched if isinstance(one, set)]
         for one in launched[launched.index({"runs"}) :]:
             if isinstance(one, set):
                 pieces.append(0)
@@ -62,7 +66,9 @@ def test_a_piece_takes_as_long_as_a_round(fixed, each, round_s, warmed):
     def cost(rows):
         return fixed * -(-rows // CHUNK) + each * max(rows, 4)
 
-    pieces, made, slow = Pieces(None), [], [100, 300]
+    pieces = Pieces(None)
+    made = []
+    slow = [100, 300]
     for size in SIZES if warmed else (CHUNK, 64):
         pieces.took(size, cost(size))
     for number in range(2000):
@@ -81,7 +87,8 @@ def test_a_piece_takes_as_long_as_a_round(fixed, each, round_s, warmed):
     for size in SIZES:
         pieces.took(size, cost(size))
     for rows, room in ((5, 64), (8, 16), (200, 256), (9, 256), (60, 512)):
-        used, whole = pieces.used(rows, room), min(room, CHUNK)
+        used = pieces.used(rows, room)
+        whole = min(room, CHUNK)
         assert rows <= used <= whole
         assert used == rows or abs(used / whole - cost(size_of(rows)) / cost(whole)) < 1 / whole
 
@@ -132,7 +139,8 @@ def order_of(engine, requests):
 def test_who_waits_is_served_by_priority_then_by_what_is_cached():
     """The highest priority first; of one priority who has most pages in the prefix cache, and of
     those the first; but who is first in line is passed over sixteen times only."""
-    short, shared = {"max_tokens": 1, "grammar": None}, list(range(50, 70))
+    short = {"max_tokens": 1, "grammar": None}
+    shared = list(range(50, 70))
     with settled(demo_engine(max_batch_size=1, page_size=4)) as engine:
         engine.warm(Request(tokens=shared))
         asked = {

@@ -73,7 +73,8 @@ def test_a_round_of_32_layers_is_at_most_200_launches_and_drafts_change_no_token
 @pytest.mark.parametrize("activations", ["float32", "rounded"])
 def test_prompts_wait_for_no_compiler(engine, monkeypatch, activations):
     """Whatever a prompt's length, its kernels were loaded before the first request, and stay."""
-    asked, load = [], Device.load
+    asked = []
+    load = Device.load
 
     def note(self, source, *defines, **more):
         asked.append((str(source), repr(defines), repr(more)))

@@ -104,7 +104,9 @@ def test_streamed_pieces_join_to_the_whole_text(tokenizer, seed):
         ids = rng.integers(0, tokenizer.vocab_size, 60).tolist()
     else:
         ids = tokenizer.encode("größe 日本語 🙂🙃 e\u0301 " * 3, special=False)
-    stream, pieces, at = tokenizer.incremental(), [], 0
+    stream = tokenizer.incremental()
+    pieces = []
+    at = 0
     while at < len(ids):
         step = int(rng.integers(1, 5))
         pieces.append(stream.push(ids[at : at + step]))
@@ -127,7 +129,8 @@ def test_an_incomplete_character_waits(tokenizer):
 def test_bytes_that_never_become_a_character_are_not_held_for_ever(tokenizer, monkeypatch):
     """Neither text nor work piles up behind ids that spell nothing."""
     stray = tokenizer.encode("🙂", special=False)[1]
-    stream, decoded = tokenizer.incremental(), []
+    stream = tokenizer.incremental()
+    decoded = []
     plain = text.decode
     monkeypatch.setattr(text, "decode", lambda *a: decoded.append(len(a[2])) or plain(*a))
     found = "".join(stream.push([i]) for i in [stray] * 100 + [0] * 100)

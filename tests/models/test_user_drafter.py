@@ -47,7 +47,8 @@ def test_it_sees_every_token_and_its_drafts_count(device):
         Request(tokens=[41], max_tokens=20),
         Request(tokens=[50 + i % 40 for i in range(280)], max_tokens=9),
     ]
-    rounds, outputs = [], []
+    rounds = []
+    outputs = []
     for drafter in (UserDrafter.of(propose, deadline_s=10), partial(NGram, **LOOK_UP)):
         outputs = run(drafter, asked)
         rounds.append([(answer(o), o.rounds, o.drafted, o.accepted) for o in outputs])
@@ -108,7 +109,8 @@ def test_who_lies_fails_its_own_row(device, tree):
 
 def test_who_never_answers_is_not_waited_for(device, caplog):
     """Rounds go on without drafts, the engine says so, and takes drafts again once they come."""
-    free_again, calls = threading.Event(), []
+    free_again = threading.Event()
+    calls = []
 
     def stuck(tokens):
         calls.append(tokens[0])

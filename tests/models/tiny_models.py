@@ -90,7 +90,8 @@ def decoder_tensors(
     config: dict[str, Any], rng: np.random.Generator, prefix: str, width: int
 ) -> dict[str, np.ndarray]:
     """Random tensors of one decoder layer whose attention reads `width` columns."""
-    hidden, inner = config["hidden_size"], config["intermediate_size"]
+    hidden = config["hidden_size"]
+    inner = config["intermediate_size"]
     heads = config["num_attention_heads"]
     dim = config.get("head_dim") or hidden // heads
     keys = (config.get("num_key_value_heads") or heads) * dim
@@ -113,7 +114,8 @@ def decoder_tensors(
 def llama_tensors(config: dict[str, Any], seed: int) -> dict[str, np.ndarray]:
     """Random float32 tensors of a Llama, by Hugging Face name."""
     rng = np.random.default_rng(seed)
-    vocab, hidden = config["vocab_size"], config["hidden_size"]
+    vocab = config["vocab_size"]
+    hidden = config["hidden_size"]
     tensors = {
         "model.embed_tokens.weight": rng.standard_normal((vocab, hidden)).astype(np.float32),
         "model.norm.weight": norm(rng, hidden),
@@ -175,7 +177,8 @@ def make_tiny_eagle3(
     """
     folder.mkdir(parents=True, exist_ok=True)
     rng = np.random.default_rng(seed)
-    target_layers, vocab = target_config["num_hidden_layers"], target_config["vocab_size"]
+    target_layers = target_config["num_hidden_layers"]
+    vocab = target_config["vocab_size"]
     shape = (
         "hidden_size",
         "intermediate_size",
@@ -231,7 +234,8 @@ def make_tiny_mtp(
     """Write random multi-token prediction modules for a target, with or without embeddings and
     heads of their own; returns their tensors."""
     folder.mkdir(parents=True, exist_ok=True)
-    rng, hidden = np.random.default_rng(seed), target_config["hidden_size"]
+    rng = np.random.default_rng(seed)
+    hidden = target_config["hidden_size"]
     shape = target_config["vocab_size"], hidden
     tensors: dict[str, np.ndarray] = {}
     for i in range(modules):
@@ -259,7 +263,8 @@ def make_tiny_dflash(
     """Write a random block drafter of two layers that reads outputs of these target's layers: a
     DFlash one, or given a rank one of DSpark."""
     folder.mkdir(parents=True, exist_ok=True)
-    rng, hidden = np.random.default_rng(seed), target_config["hidden_size"]
+    rng = np.random.default_rng(seed)
+    hidden = target_config["hidden_size"]
     own = {"block_size": block, "mask_token_id": 3, "target_layer_ids": list(layers)}
     write_json(
         folder / "config.json",

@@ -47,7 +47,8 @@ def open_round(
     batch = len(row_slot)
     rows = RowMap(row_slot, device.zeros((batch,), "int32"), device.zeros((count,), "int32"))
     laid = *(device.zeros((count,), "int32") for _ in range(3)), device.zeros((count,), "uint64")
-    slots, stamp = ring.field("slot"), ring.stamp
+    slots = ring.field("slot")
+    stamp = ring.stamp
     args = [
         replay,
         slots,
@@ -93,8 +94,12 @@ class TableRound:
         places: int | None = None,
         tables: int = 0,
     ) -> None:
-        self.device, self.stream, self.lane = device, stream, StreamLane(stream)
-        self.slots, self.draft_length, self.vocab = slots, draft_length, vocab
+        self.device = device
+        self.stream = stream
+        self.lane = StreamLane(stream)
+        self.slots = slots
+        self.draft_length = draft_length
+        self.vocab = vocab
         self.width = draft_length + 1
         self.token_limit = vocab if token_limit is None else token_limit
         self.d2t = d2t
@@ -126,7 +131,8 @@ class TableRound:
             tables=tables,
             parts=parts or (1 if block in (None, 1) else 3),  # blocks too, where threads share
         )
-        self.replay, self.places = 0, places
+        self.replay = 0
+        self.places = places
         self.inputs = Ring(device, 2, {"slot": ("int32", (slots,))})
         self.row_slot = device.from_host(np.arange(slots, dtype=np.int32), "int32")
 
@@ -157,7 +163,8 @@ class TableRound:
         self.stream.synchronize()
         state = self.state.to_host()
         for j, (d, kind) in enumerate(zip(s.drafts, s.kinds, strict=True)):
-            state["drafts"][slot, j], state["q_kind"][slot, j] = d, kind
+            state["drafts"][slot, j] = d
+            state["q_kind"][slot, j] = kind
             state["parent"][slot, j] = s.tree.parent[j + 1]
             state["path"][slot, j] = s.tree.route(j + 1)
             if kind == ref.POINT:
@@ -168,7 +175,8 @@ class TableRound:
             table[inside] = s.q[j][columns[inside]]
             at = j if kind == ref.DENSE else kind - ref.SIBLING
             self.sampler.q[slot][at : at + 1].copy_from(table[None])
-        state["draft_len"][slot], state["active"][slot] = len(s.drafts), s.active
+        state["draft_len"][slot] = len(s.drafts)
+        state["active"][slot] = s.active
         self.state.copy_from(state)
 
     def write_mask(self, slot: int, j: int, row: ref.MaskRow) -> None:
@@ -271,8 +279,10 @@ class TableRound:
         """Give the reference's slot the drafts that the kernels made."""
         state = self.state.to_host()
         count = state["draft_len"][i]
-        drafts, parents = state["drafts"][i, :count].tolist(), state["parent"][i, :count].tolist()
-        s.tree, s.q = ref.Tree((s.last, *drafts), (-1, *parents)), (None,) * count
+        drafts = state["drafts"][i, :count].tolist()
+        parents = state["parent"][i, :count].tolist()
+        s.tree = ref.Tree((s.last, *drafts), (-1, *parents))
+        s.q = (None,) * count
         s.kinds = tuple(state["q_kind"][i, :count].tolist())
 
     def results(self, replay: int) -> dict[str, np.ndarray]:

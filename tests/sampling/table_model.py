@@ -51,7 +51,8 @@ def make_table(seed: int, *, d2t: np.ndarray | None = None) -> Table:
 
 def sharp_table(seed: int) -> Table:
     """Tables of four tokens with probabilities far apart."""
-    rng, legal = np.random.default_rng(seed), np.arange(V) < 4
+    rng = np.random.default_rng(seed)
+    legal = np.arange(V) < 4
     both = np.full((2, V, V, V), -30.0, np.float32)
     both[..., legal] = np.log(rng.dirichlet([0.3] * 4, (2, V, V)))
     return Table(both[0], both[1], np.broadcast_to(legal, (V, V, V)))
@@ -125,7 +126,8 @@ def table_of(case: Case) -> Table:
 
 def run_case(device: Device, stream: Stream, case: Case, samples: int, seed: int) -> np.ndarray:
     """Tokens [requests, length] of about ``samples`` tokens; ``NOTHING`` behind a stop id."""
-    table, slots = table_of(case), 1024
+    table = table_of(case)
+    slots = 1024
     r = TableRound(
         device,
         stream,
@@ -146,13 +148,15 @@ def _asked(case: Case) -> dict[str, int]:
     if not case.tree:
         return {"candidates": PROBED if case.probe else 0}
     plan = TreePlan.of(case.tree)
-    fed, asked = (plan.levels - 1) * plan.branch, TREE_CANDIDATES if case.masked else 0
+    fed = (plan.levels - 1) * plan.branch
+    asked = TREE_CANDIDATES if case.masked else 0
     return {"branch": plan.branch, "fed": fed, "candidates": asked, "tables": 1 + fed}
 
 
 def generate(r: TableRound, table: Table, case: Case, first_seed: int) -> np.ndarray:
     """One request per slot, from prompt to its end."""
-    s, every = r.slots, np.arange(r.slots)
+    s = r.slots
+    every = np.arange(r.slots)
     tree = TreeSampler(r.sampler, *TreePlan.of(case.tree)) if case.tree else None
     _join_all(r, case, first_seed)
     history = np.full((s, case.length + 2 + r.width), NOTHING)  # the prompt's two, then the tokens
@@ -213,7 +217,8 @@ def _draft_tree(
     """Drafts of the case's shape, level by level."""
     branch, levels, _ = TreePlan.of(case.tree)
     for level in range(1, levels + 1):
-        first, fed = max((level - 2) * branch + 1, 0), branch if level > 1 else 1
+        first = max((level - 2) * branch + 1, 0)
+        fed = branch if level > 1 else 1
         pairs, _ = _pairs(r.state.to_host(), root, first + fed - 1, first + fed - 1)
         behind = pairs[:, first : first + fed]
         logits = table.drafter[behind[..., 0], behind[..., 1]].reshape(r.slots * fed, -1)
@@ -231,7 +236,8 @@ def _fill_rows(
 ) -> np.ndarray:
     """The rows of every slot's drafts, and the last two tokens at each; rows behind an illegal
     draft do not exist."""
-    every, there = np.arange(r.slots), state["draft_len"]
+    every = np.arange(r.slots)
+    there = state["draft_len"]
     pairs, depth = _pairs(state, root, r.draft_length, there)
     exists = np.ones((r.slots, r.width), bool)
     for j in range(r.width):
@@ -259,7 +265,8 @@ def _pairs(
     """The last two tokens at every row of the slots' trees [slots, rows, 2], and its depth; what
     is not there is as if it hung on the root."""
     every = np.arange(len(root))
-    pairs, depth = np.zeros((len(root), drafts + 1, 2), int), np.zeros((len(root), drafts + 1), int)
+    pairs = np.zeros((len(root), drafts + 1, 2), int)
+    depth = np.zeros((len(root), drafts + 1), int)
     pairs[:, 0] = root
     for j in range(1, drafts + 1):
         real = (np.asarray(there) >= j) & (state["drafts"][:, j - 1] >= 0)
@@ -283,7 +290,8 @@ def _answer_trees(r: TableRound, table: Table, behind: np.ndarray, level: int) -
 
 def _join_all(r: TableRound, case: Case, first_seed: int) -> None:
     """Join every slot at once: the same request but for its seed."""
-    f, state = case.filter, np.zeros(r.slots, SLOT)
+    f = case.filter
+    state = np.zeros(r.slots, SLOT)
     for name, value in {
         "n": FIRST,
         "last": START[1],
@@ -329,7 +337,8 @@ def _write_row(
 
 def _answer(r: TableRound, table: Table, pair: np.ndarray, j: int) -> None:
     """The grammar's part of a probe: the first legal candidate, or -1."""
-    records, answers = r.exchange.candidates, r.exchange.answer
+    records = r.exchange.candidates
+    answers = r.exchange.answer
     for slot in range(r.slots):
         replay, draft, count = records[slot, :3].tolist()
         if (replay, draft) == (r.replay, j):
@@ -362,7 +371,8 @@ def chi_square_p(observed: np.ndarray, law: np.ndarray) -> float:
 
     Cells that are expected fewer than five times are pooled.
     """
-    observed, law = observed.ravel(), law.ravel()
+    observed = observed.ravel()
+    law = law.ravel()
     if observed[law <= 0].any():
         return 0.0
     expected = law * observed.sum()
@@ -370,7 +380,8 @@ def chi_square_p(observed: np.ndarray, law: np.ndarray) -> float:
     seen = np.append(observed[big], observed[~big].sum())
     wanted = np.append(expected[big], expected[~big].sum())
     if wanted[-1] < 1:
-        seen, wanted = seen[:-1], wanted[:-1]
+        seen = seen[:-1]
+        wanted = wanted[:-1]
     statistic = ((seen - wanted) ** 2 / wanted).sum()
     return chi_square_tail(float(statistic), max(len(wanted) - 1, 0))
 

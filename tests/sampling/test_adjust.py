@@ -10,7 +10,9 @@ from sampling_round import TableRound, even_rows
 from graft.sampling.adjust import Adjust
 from graft.sampling.state import LOGPROBS
 
-VOCAB, DRAFTS, STOPS = 90, 4, (3, 70)
+VOCAB = 90
+DRAFTS = 4
+STOPS = (3, 70)
 EVERY_LAW = [
     Adjust(),
     Adjust(bias={4: 3.5, 7: -2.0, 70: 1e6}),
@@ -139,7 +141,8 @@ def test_the_law_is_bit_for_bit_and_else_nothing_is_touched(make_round, block) -
     given = r.device.from_host(logits.reshape(-1, VOCAB), "float32")
     r.exchange.bring(r.lane, 0, r.width)
     r.sampler.target(r.lane, given, even_rows(r.device, r.row_slot, r.width))
-    got, wanted = given.to_host().reshape(logits.shape), logits.copy()
+    got = given.to_host().reshape(logits.shape)
+    wanted = logits.copy()
     for i, slot in enumerate(slots):
         for j in range(len(slot.tree.token)):
             wanted[i, j] = ref.adjusted(slot, j, logits[i, j], everything)

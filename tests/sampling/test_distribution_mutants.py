@@ -9,8 +9,10 @@ import reference_round as ref
 from engine_util import ROUND, UNEVEN, swap_text
 from table_model import COVERING, NUCLEUS, PLAIN, TREE, Case, wrong_twice
 
-CHAIN, SHARP = Case(3, PLAIN, masked=False), Case(4, PLAIN, masked=False, sharp=True)
-ALONE, LATE = Case(1, PLAIN, masked=False), Case(2, PLAIN, masked=True, late=True)
+CHAIN = Case(3, PLAIN, masked=False)
+SHARP = Case(4, PLAIN, masked=False, sharp=True)
+ALONE = Case(1, PLAIN, masked=False)
+LATE = Case(2, PLAIN, masked=True, late=True)
 FOREST = Case(6, PLAIN, verify=ref.TRAVERSAL, masked=False, sharp=True, tree=TREE)
 #: A file of the sampling kernels or a whole path, a text that stands in it once, the text instead,
 #: and a case that shows it.

@@ -9,7 +9,10 @@ import pytest
 import reference_round as ref
 from test_verify import FORGED, add_drafts, forged, random_slot
 
-V, K, SLOTS, MOST = 45, 3, 16, 5
+V = 45
+K = 3
+SLOTS = 16
+MOST = 5
 
 
 def random_row(rng: np.random.Generator, slot: ref.Slot, j: int) -> ref.MaskRow:
@@ -37,7 +40,9 @@ def test_matches_the_reference(make_round, block, mapped, how):
     if mapped:
         d2t = np.sort(rng.choice(V, 30, replace=False)).astype(np.int32)
         d2t[-1] = V + 3  # a broken map entry is illegal, never an address
-    ids, limit, probed = np.arange(V) if d2t is None else d2t, V - 2, how == "probed"
+    ids = np.arange(V) if d2t is None else d2t
+    limit = V - 2
+    probed = how == "probed"
     r = make_round(
         slots=SLOTS,
         draft_length=K,
@@ -51,7 +56,8 @@ def test_matches_the_reference(make_round, block, mapped, how):
 
     def probe(i: int, s: ref.Slot, j: int, logits: np.ndarray) -> tuple[int, ref.MaskRow]:
         """Check what is asked about, and answer somehow: the answer and row j - 1."""
-        asked, row = r.exchange.candidates[i], random_row(rng, s, j - 1)
+        asked = r.exchange.candidates[i]
+        row = random_row(rng, s, j - 1)
         drafting = moved[i] and ref.is_drafting(s, j)
         wanted = ref.candidates(s, j, logits, ids, limit)[:MOST] if drafting else []
         assert (tuple(asked[:2]) == (r.replay, j)) == bool(wanted)
@@ -81,7 +87,8 @@ def test_matches_the_reference(make_round, block, mapped, how):
             ]
             for s, f in zip(slots, free, strict=True)
         ]
-        before, order = [s.n for s in slots], rng.permutation(SLOTS)
+        before = [s.n for s in slots]
+        order = rng.permutation(SLOTS)
         r.play(slots, rng.normal(0, 2, (SLOTS, K + 1, V)).astype(np.float32), rows, order)
         moved = [s.n > n for s, n in zip(slots, before, strict=True)]
         for j in range(1, K + 1):
@@ -91,7 +98,8 @@ def test_matches_the_reference(make_round, block, mapped, how):
             if probed:
                 r.candidates(j, logits[order])
             for i, s in enumerate(slots):
-                answer, row = -1, random_row(rng, s, j - 1)
+                answer = -1
+                row = random_row(rng, s, j - 1)
                 if free[i]:
                     row = ref.MaskRow(ref.FREE, s.epoch, 0, more=1)
                     assert tuple(r.exchange.candidates[i, :2]) != (r.replay, j)
@@ -104,7 +112,8 @@ def test_matches_the_reference(make_round, block, mapped, how):
                     seen["free"] += free[i] and len(s.drafts) == j
             r.draft(j, logits[order], how != "unmasked")
         r.compare(slots)
-        drafted, tables = r.exchange.drafted, r.sampler.q.to_host()
+        drafted = r.exchange.drafted
+        tables = r.sampler.q.to_host()
         for i, s in enumerate(slots):
             count = len(s.drafts)
             seen["stalled"] += count > 0 and not moved[i]
@@ -114,7 +123,8 @@ def test_matches_the_reference(make_round, block, mapped, how):
             for j in range(count):
                 if s.kinds[j] == ref.DENSE:
                     inside = ids < V
-                    wanted, got = s.q[j][ids[inside]], tables[i, j][inside]
+                    wanted = s.q[j][ids[inside]]
+                    got = tables[i, j][inside]
                     np.testing.assert_array_equal(got > 0, wanted > 1e-37)
                     np.testing.assert_allclose(got, wanted, rtol=2e-5, atol=1e-37)
     assert {*range(K + 1), "stalled"} <= set(+seen)
@@ -128,9 +138,12 @@ def test_matches_the_reference(make_round, block, mapped, how):
 def test_candidates_of_all_levels_come_at_once(make_round, block, mapped, branch):
     """Of each level before the limit those that would be asked about were its turn, and their
     shares in the draw to come; a broken level has none. Trees of requests without a grammar too."""
-    rng, levels, most = np.random.default_rng(5), 4, 6
+    rng = np.random.default_rng(5)
+    levels = 4
+    most = 6
     d2t = np.sort(rng.choice(V, 30, replace=False)).astype(np.int32) if mapped else None
-    ids, limit = np.arange(V) if d2t is None else d2t, V - 2
+    ids = np.arange(V) if d2t is None else d2t
+    limit = V - 2
     r = make_round(
         slots=SLOTS,
         draft_length=levels,
@@ -149,7 +162,8 @@ def test_candidates_of_all_levels_come_at_once(make_round, block, mapped, branch
         rows = [
             [ref.MaskRow(ref.FREE, s.epoch, s.n, more=f)] for s, f in zip(slots, free, strict=True)
         ]
-        before, order = [s.n for s in slots], rng.permutation(SLOTS)
+        before = [s.n for s in slots]
+        order = rng.permutation(SLOTS)
         r.play(slots, rng.normal(0, 2, (SLOTS, K + 1, V)).astype(np.float32), rows, order)
         logits = rng.normal(0, 2, (levels, SLOTS, r.draft_vocab)).astype(np.float32)
         logits[rng.random(logits.shape) < 0.05] = -np.inf

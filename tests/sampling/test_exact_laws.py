@@ -15,8 +15,11 @@ import numpy as np
 import pytest
 import reference_round as ref
 
-V, DRAFTS, LENGTH = 3, 3, 4
-PLAIN, GREEDY = ref.Filter(1.0), ref.Filter(0.0)
+V = 3
+DRAFTS = 3
+LENGTH = 4
+PLAIN = ref.Filter(1.0)
+GREEDY = ref.Filter(0.0)
 
 
 class Chance:
@@ -39,9 +42,11 @@ class Chance:
 
     def every(self, run: Callable[[], object]) -> Iterator[tuple[object, float]]:
         """Results of ``run`` and their probabilities, over all that can happen."""
-        self.path, self.left = [], []
+        self.path = []
+        self.left = []
         while True:
-            self.depth, self.probability = 0, 1.0
+            self.depth = 0
+            self.probability = 1.0
             result = run()
             yield result, self.probability
             while self.path and self.path[-1] == self.left[-1]:
@@ -135,10 +140,13 @@ def law_of_target(world: World, start: ref.Slot) -> dict:
     """What the tokens are without drafts."""
     total: dict = defaultdict(float)
     for tokens in itertools.product(range(V), repeat=LENGTH):
-        probability, last, kept = 1.0, start.last, []
+        probability = 1.0
+        last = start.last
+        kept = []
         for token in tokens:
             p = ref.distribution(world.target[last], world.legal[last], start.filter)
-            probability, last = probability * p[token], token
+            probability = probability * p[token]
+            last = token
             kept.append(token)
             if token in start.stop_ids:
                 probability /= V ** (LENGTH - len(kept))  # told once for all that might follow
@@ -195,7 +203,8 @@ class TreeWorld(World):
             node = row_of.get(above)
             if node is None or not ref.may_grow(slot, node):
                 continue
-            last, most = slot.tree.token[node], sum(path[:-1] == above for path in self.shape)
+            last = slot.tree.token[node]
+            most = sum(path[:-1] == above for path in self.shape)
             legal = self.legal[last] if self.masked else np.ones(V, bool)
             law = ref.distribution(self.drafter[last], legal, slot.filter)
             for rank, token in enumerate(ref.siblings(slot, fed, law, most)):

@@ -26,7 +26,8 @@ def masked(device, stream, block) -> Callable[..., np.ndarray]:
     apply = MaskApply(device, block=block)
 
     def run(logits, legal, dtype="float32", token_limit=None, **maps):
-        array, mask = device.from_host(logits, dtype), device.from_host(pack_bits(legal), "int32")
+        array = device.from_host(logits, dtype)
+        mask = device.from_host(pack_bits(legal), "int32")
         maps = {name: device.from_host(ids, "int32") for name, ids in maps.items()}
         apply(StreamLane(stream), array, mask, token_limit=token_limit, **maps)
         stream.synchronize()

@@ -23,7 +23,8 @@ FILTERS = [
     ref.Filter(1.0),
 ]
 MODES = [0, 0, 0, ref.COUPLED, 0, ref.PER_TOKEN, 0, ref.COUPLED, ref.RELAXED, ref.RELAXED]
-SLOTS, DRAFTS = len(FILTERS), 2
+SLOTS = len(FILTERS)
+DRAFTS = 2
 
 
 def slot_of(rng: np.random.Generator, i: int, logits: np.ndarray, legal: np.ndarray) -> ref.Slot:

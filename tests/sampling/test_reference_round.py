@@ -10,13 +10,15 @@ import pytest
 import reference_round as ref
 from table_model import MIXED, V, make_table
 
-GREEDY, PLAIN = ref.Filter(0.0), ref.Filter(1.0)
+GREEDY = ref.Filter(0.0)
+PLAIN = ref.Filter(1.0)
 
 
 def grow(rng, slot: ref.Slot, nodes: int) -> None:
     """Add up to so many nodes anywhere."""
     for _ in range(nodes):
-        node, token = int(rng.integers(len(slot.tree.token))), int(rng.integers(V))
+        node = int(rng.integers(len(slot.tree.token)))
+        token = int(rng.integers(V))
         if ref.may_grow(slot, node) and slot.tree.child(node, token) is None:
             slot.tree = slot.tree.grow(node, token)
 
@@ -26,14 +28,17 @@ def grow(rng, slot: ref.Slot, nodes: int) -> None:
 def test_trees_change_no_token_of_greedy_and_coupled_requests(f, stop_ids):
     """Random trees, illegal nodes, rows that are late or another's: the tokens and the end are
     those of decoding one token a round; siblings and depths are really accepted."""
-    table, rng = make_table(17), np.random.default_rng(5)
+    table = make_table(17)
+    rng = np.random.default_rng(5)
     start = ref.Slot(
         n=5, tree=ref.chain(1), limit=15, filter=f, verify=ref.COUPLED, stop_ids=stop_ids
     )
     accepted: Counter = Counter()
 
     def decode(seed: int, nodes: int) -> tuple[list[int], int]:
-        slot, tokens, reason = replace(start, seed=seed), [0, 1], ref.RUNNING
+        slot = replace(start, seed=seed)
+        tokens = [0, 1]
+        reason = ref.RUNNING
         while slot.active:
             slot.tree = ref.chain(slot.last)
             grow(rng, slot, nodes)
@@ -62,7 +67,9 @@ def test_trees_change_no_token_of_greedy_and_coupled_requests(f, stop_ids):
 def test_no_random_number_is_used_twice(monkeypatch, verify):
     """Tests see every draft before they choose where to stop, so that draws behind that place are
     used up too: in a whole request no name of a draw comes again."""
-    rng, k, vocab = np.random.default_rng(12), 3, 41
+    rng = np.random.default_rng(12)
+    k = 3
+    vocab = 41
     used: list[tuple] = []
     original = ref.words
 

@@ -88,8 +88,10 @@ def test_join_and_leave_write_the_slot_and_no_other(small):
 
 def test_arrays_that_do_not_fit_are_refused_by_name(device, small):
     """Logits, row maps, widths and replay numbers of the wrong shape never reach a kernel."""
-    draft, rows = small.sampler.draft, small.row_slot
-    five, long = device.zeros((5,), "int32"), device.zeros((4,), "int64")
+    draft = small.sampler.draft
+    rows = small.row_slot
+    five = device.zeros((5,), "int32")
+    long = device.zeros((4,), "int64")
 
     def target(lane, logits, row_slot, width, **change):
         small.sampler.target(lane, logits, replace(even_rows(device, row_slot, width), **change))

@@ -64,7 +64,8 @@ def test_distribution_equals_the_reference(make_round, block, vocab):
 
 def test_a_row_without_a_legal_token_ends_the_request_and_yields_nothing(make_round, block):
     """No bit, only bits beyond the bound, or only -inf logits: dead end; NaN or +inf: error."""
-    vocab, limit = 64, 40
+    vocab = 64
+    limit = 40
     logits = np.zeros((8, vocab), np.float32)
     legal = np.ones((8, vocab), bool)
     legal[0] = False
@@ -72,7 +73,9 @@ def test_a_row_without_a_legal_token_ends_the_request_and_yields_nothing(make_ro
     logits[2] = -np.inf
     logits[3, 7] = np.nan
     logits[4, 7] = np.inf
-    logits[5, 7], legal[5, 7] = np.nan, False  # not looked at
+    # not looked at
+    logits[5, 7] = np.nan
+    legal[5, 7] = False
     logits[6, 50] = np.nan  # beyond the bound
     logits[7, 7] = -np.float32(np.nan)
     for f in (ref.Filter(0.0), ref.Filter(1.0)):
@@ -86,7 +89,8 @@ def test_a_row_without_a_legal_token_ends_the_request_and_yields_nothing(make_ro
 def test_rows_that_nobody_tests_are_not_touched(make_round, block):
     """Padding, inactive slots, rows behind the drafts or without a stamp leave probs alone, and no
     state moves for them; padding and rows beyond the batch carry slot -1."""
-    vocab, width = 40, 3
+    vocab = 40
+    width = 3
     r = make_round(slots=5, draft_length=2, vocab=vocab, block=block)
     marker = np.full(r.sampler.probs.shape, 7.0, np.float32)
     slots = [simple(ref.Filter(1.0)) for _ in range(5)]

@@ -13,7 +13,9 @@ from test_verify import random_slot
 from graft.cudagraph.errors import OptionError
 from graft.sampling.tree import TreePlan, TreeSampler
 
-V, DRAFTS, SLOTS = 41, 9, 24
+V = 41
+DRAFTS = 9
+SLOTS = 24
 
 
 def draw_tree(
@@ -25,13 +27,15 @@ def draw_tree(
 ) -> None:
     """A tree of any shape, up to three siblings under a node, drawn near the target's law, from
     what its mask row leaves where the slot is probed; tables hold what it does not leave, too."""
-    waiting, fed = [0], 0
+    waiting = [0]
+    fed = 0
     while waiting and len(s.drafts) < DRAFTS:
         node = waiting.pop(int(rng.integers(len(waiting))))
         near = np.where(known, np.exp(logits[node] + rng.normal(0, 1.0, V)), 0.0)
         near[rng.random(V) < 0.2] = 0.0
         mask = masks[node].allows(V, V - 2) if s.probed else True
-        law, most = np.where(mask, near, 0.0), min(int(rng.integers(1, 4)), DRAFTS - len(s.drafts))
+        law = np.where(mask, near, 0.0)
+        most = min(int(rng.integers(1, 4)), DRAFTS - len(s.drafts))
         for token in ref.siblings(s, fed, law, most) if law.any() else []:
             ref.keep(s, token, ref.SIBLING + fed, near.astype(np.float32).astype(float), node)
             if token not in s.stop_ids and rng.random() < 0.8:
@@ -74,7 +78,8 @@ def test_traversal_matches_the_reference(make_round, block, probed, pruned):
     seen: Counter = Counter()
     for _ in range(6 if block == 1 else 2):
         logits = rng.normal(0, 2, (SLOTS, DRAFTS + 1, V)).astype(np.float32)
-        slots, masks = [], []
+        slots = []
+        masks = []
         for i in range(SLOTS):
             s = replace(random_slot(rng, V, 5), verify=ref.TRAVERSAL, epoch=1, probed=probed)
             rows = mask_rows(rng, s)

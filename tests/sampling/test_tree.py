@@ -16,7 +16,11 @@ from test_verify import random_slot
 from graft.cudagraph.errors import OptionError
 from graft.sampling.tree import TREE_CANDIDATES, TreePlan, TreeSampler
 
-V, SLOTS, BRANCH, LEVELS, DRAFTS = 61, 12, 3, 4, 7
+V = 61
+SLOTS = 12
+BRANCH = 3
+LEVELS = 4
+DRAFTS = 7
 FED = BRANCH * (LEVELS - 1)
 RANKS = [(0,), (2,), (0, 0), (0, 1), (2, 1), (0, 1, 0), (0, 1, 0, 2)]
 DRAWN = [(0,), (1,), (0, 0), (1, 0), (1, 1), (1, 1, 0), (1, 1, 0, 0)]
@@ -71,18 +75,23 @@ class Forest:
         probed: bool,
         ranks: list[tuple[int, ...]],
     ) -> None:
-        self.r, self.ids, self.probed, self.ranks = r, ids, probed, ranks
+        self.r = r
+        self.ids = ids
+        self.probed = probed
+        self.ranks = ranks
         self.number = int(rng.integers(1 << 30))
         self.free = [i % 4 == 0 for i in range(SLOTS)]  # without a grammar
         self.slots = [random_slot(rng, V, 5) for _ in range(SLOTS)]
         for i, s in enumerate(self.slots):
             draws = r.sampler.tables > 0 and i % 3 > 0
-            s.verify, s.limit = ref.TRAVERSAL if draws else ref.COUPLED, s.limit + 3
+            s.verify = ref.TRAVERSAL if draws else ref.COUPLED
+            s.limit = s.limit + 3
         rows = [
             [ref.MaskRow(ref.FREE, s.epoch, s.n, more=f)]
             for s, f in zip(self.slots, self.free, strict=True)
         ]
-        before, self.order = [s.n for s in self.slots], rng.permutation(SLOTS)
+        before = [s.n for s in self.slots]
+        self.order = rng.permutation(SLOTS)
         logits = rng.normal(0, 2, (SLOTS, 1, V)).astype(np.float32)
         r.play(self.slots, logits, rows, self.order)
         self.growing = [
@@ -102,7 +111,8 @@ class Forest:
 
     def answer(self, level: int) -> None:
         """Answer as a grammar would; who has none, or drafts nothing, is not asked."""
-        exchange, state = self.r.exchange, self.r.state.to_host()
+        exchange = self.r.exchange
+        state = self.r.state.to_host()
         for i in range(SLOTS):
             record = exchange.candidates[i]
             asked = tuple(record[:2]) == (self.r.replay, level)
@@ -123,10 +133,12 @@ class Forest:
 
     def reference(self, i: int, limit: int, nodes: int) -> tuple[list[int], bool]:
         """Gives a slot its tree; how many were fed by level, and whether rounding had no say."""
-        s, number = self.slots[i], self.number + i
+        s = self.slots[i]
+        number = self.number + i
 
         draws = s.verify == ref.TRAVERSAL and not s.filter.greedy
-        fed, tables = ref.fed_as(self.ranks, BRANCH) if draws else {}, {}
+        fed = ref.fed_as(self.ranks, BRANCH) if draws else {}
+        tables = {}
 
         def children_of(path: tuple[int, ...], above: Any = None) -> list[tuple[float, int]]:
             asks = self.probed and not self.free[i]
@@ -148,7 +160,8 @@ class Forest:
         else:
             levels = min(LEVELS, nodes)
             s.tree, feeds, gap = ref.grow(s, BRANCH, levels, nodes, s.limit, children_of)
-        s.kinds, s.q = (ref.POINT,) * len(s.drafts), (None,) * len(s.drafts)
+        s.kinds = (ref.POINT,) * len(s.drafts)
+        s.q = (None,) * len(s.drafts)
         if draws:
             parents = [s.tree.path(j) for j in s.tree.parent[1:]]
             s.kinds = tuple(ref.SIBLING + tables[path] for path in parents)
@@ -190,7 +203,8 @@ def test_trees_grow_as_the_reference_says(make_round, block, probed, pruned, ran
     those that are drawn, from tables that are kept."""
     rng = np.random.default_rng(5)
     d2t = np.sort(rng.choice(V, 40, replace=False)).astype(np.int32) if pruned else None
-    ids, limit = np.arange(V) if d2t is None else d2t, V - 2
+    ids = np.arange(V) if d2t is None else d2t
+    limit = V - 2
     r = make_round(
         slots=SLOTS,
         draft_length=DRAFTS,
@@ -204,9 +218,11 @@ def test_trees_grow_as_the_reference_says(make_round, block, probed, pruned, ran
         tables=1 + FED if ranks == DRAWN else 0,
     )
     paths = TreePlan.of(ranks).paths if ranks else ()
-    whole, seen = TreeSampler(r.sampler, BRANCH, LEVELS, paths), Counter()
+    whole = TreeSampler(r.sampler, BRANCH, LEVELS, paths)
+    seen = Counter()
     for nodes in (DRAFTS if ranks else 2, *(DRAFTS,) * (3 if block == 1 else 2)):
-        forest, tree = Forest(r, rng, ids, probed, ranks), whole if ranks else whole.of(nodes)
+        forest = Forest(r, rng, ids, probed, ranks)
+        tree = whole if ranks else whole.of(nodes)
         for level in range(1, min(LEVELS, nodes) + 1):
             logits = forest.logits(level)
             if probed:
@@ -227,7 +243,8 @@ def test_trees_grow_as_the_reference_says(make_round, block, probed, pruned, ran
             seen["narrow"] += any(b < a for a, b in pairwise(feeds))
         r.compare(forest.slots)
         for i in forest.growing:
-            s, record = forest.slots[i], r.exchange.drafted[i]
+            s = forest.slots[i]
+            record = r.exchange.drafted[i]
             count = len(s.drafts)
             assert tuple(record[: 2 + count]) == (r.replay, count, *s.drafts)
             assert tuple(record[2 + FED :][:count]) == s.tree.parent[1:]
@@ -239,21 +256,24 @@ def test_trees_grow_as_the_reference_says(make_round, block, probed, pruned, ran
 def test_of_equal_nodes_the_earlier_is_better(make_round, block):
     """Everything is alike: nodes are fed and kept in the order in which they were seen."""
     r = make_round(slots=1, draft_length=DRAFTS, vocab=8, block=block, branch=BRANCH, fed=FED)
-    tree, slot = TreeSampler(r.sampler, BRANCH, LEVELS), ref.Slot(n=4, tree=ref.chain(1), limit=50)
+    tree = TreeSampler(r.sampler, BRANCH, LEVELS)
+    slot = ref.Slot(n=4, tree=ref.chain(1), limit=50)
     slot.filter = ref.Filter(0.0)
     r.play([slot], np.zeros((1, 1, 8), np.float32), [[ref.MaskRow(ref.FREE, 1, 4, more=1)]])
     for level in range(1, LEVELS + 1):
         up = r.device.zeros((1 if level == 1 else BRANCH, 8), "float32")
         tree.draft(r.lane, up, r.row_slot, level, masked=False)
     slot.tree = ref.Tree((slot.last, 0, 1, 2, 0, 1, 2, 0), (-1, 0, 0, 0, 1, 1, 1, 2))
-    slot.kinds, slot.q = (ref.POINT,) * DRAFTS, (None,) * DRAFTS
+    slot.kinds = (ref.POINT,) * DRAFTS
+    slot.q = (None,) * DRAFTS
     r.compare([slot])
 
 
 def test_a_silent_grammar_leaves_no_drafts(make_round):
     """Without an answer of this replay and level nothing is legal."""
     r = make_round(slots=1, draft_length=3, vocab=V, candidates=TREE_CANDIDATES, branch=2, fed=2)
-    tree, slot = TreeSampler(r.sampler, 2, 2), ref.Slot(n=4, tree=ref.chain(1), limit=50)
+    tree = TreeSampler(r.sampler, 2, 2)
+    slot = ref.Slot(n=4, tree=ref.chain(1), limit=50)
     slot.filter = ref.Filter(0.0)
     r.play([slot], np.zeros((1, 1, V), np.float32), [[ref.MaskRow(ref.FREE, 1, 4)]])
     r.exchange.legal[:] = 3
@@ -312,7 +332,8 @@ def test_proposals_may_branch(make_round, kind):
         before = [s.n for s in slots]
         rows = [[ref.MaskRow(ref.FREE, s.epoch, s.n, more=1)] for s in slots]
         for s in slots:
-            s.limit, s.verify = s.n + int(rng.integers(2, 30)), ref.COUPLED
+            s.limit = s.n + int(rng.integers(2, 30))
+            s.verify = ref.COUPLED
         r.play(slots, rng.normal(0, 2, (SLOTS, 1, V)).astype(np.float32), rows)
         tokens = rng.integers(-1, 6, (SLOTS, DRAFTS))
         tokens[rng.random(tokens.shape) < 0.05] = V
@@ -341,7 +362,9 @@ def test_proposals_may_branch(make_round, kind):
                 kept = len(s.drafts)
                 # The last is at n + kept: beyond the room nothing is cached.
                 fits = min(max(s.limit - s.n - 1, 0), most)
-                s.tree, s.kinds, s.q = s.tree.first(fits), s.kinds[:fits], s.q[:fits]
+                s.tree = s.tree.first(fits)
+                s.kinds = s.kinds[:fits]
+                s.q = s.q[:fits]
                 seen[len(s.drafts)] += 1
                 seen["cut"] += kept > fits
         r.compare(slots)

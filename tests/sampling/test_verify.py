@@ -11,8 +11,10 @@ from sampling_round import TableRound
 
 from graft.sampling.state import Relaxed
 
-V, K = 41, 3
-GREEDY, SAMPLED = ref.Filter(0.0), ref.Filter(1.0)
+V = 41
+K = 3
+GREEDY = ref.Filter(0.0)
+SAMPLED = ref.Filter(1.0)
 both = pytest.mark.parametrize("f", [GREEDY, SAMPLED], ids=["greedy", "sampled"])
 
 
@@ -52,7 +54,8 @@ def random_slot(rng: np.random.Generator, vocab: int = V, stops: int = 8) -> ref
 def add_drafts(rng: np.random.Generator, slot: ref.Slot, logits: np.ndarray, known: np.ndarray):
     """As many drafts as fit or fewer, most of them likely, some illegal, with q tables near p; of
     known ids alone. Where one token per row decides, they branch, and now and then elsewhere."""
-    most, size = logits.shape[0] - 1, logits.shape[1]
+    most = logits.shape[0] - 1
+    size = logits.shape[1]
     branches = slot.filter.greedy or slot.verify == ref.COUPLED or rng.random() < 0.2
     for _ in range(int(rng.integers(0, most + 1))):
         last = len(slot.drafts)
@@ -112,7 +115,8 @@ def random_masks(rng: np.random.Generator, slot: ref.Slot, most: int = K) -> lis
 def test_matches_the_reference_on_random_rounds(make_round, block):
     """Tokens, counts, reasons, state and records equal the reference's in 400 random slots."""
     rng = np.random.default_rng(7)
-    slots, limit = 20, 39
+    slots = 20
+    limit = 39
     seen = set()
     for most, d2t in ((9, None), (K, np.sort(rng.choice(V, 29, replace=False)).astype(np.int32))):
         how = {"token_limit": limit, "d2t": d2t, "block": block}
@@ -136,7 +140,9 @@ def test_matches_the_reference_on_random_rounds(make_round, block):
 def test_chains_from_tables_match_the_reference(make_round, block, pruned):
     """Drafts drawn near the target, points and late rows among them, tested as a whole and one by
     one: what is accepted, and the token behind it, are the reference's."""
-    rng, most, slots = np.random.default_rng(11), 6, 32
+    rng = np.random.default_rng(11)
+    most = 6
+    slots = 32
     ids = np.sort(rng.choice(V, 29, replace=False)).astype(np.int32) if pruned else np.arange(V)
     r = make_round(
         slots=slots, draft_length=most, vocab=V, d2t=ids if pruned else None, block=block
@@ -144,10 +150,12 @@ def test_chains_from_tables_match_the_reference(make_round, block, pruned):
     accepted = Counter()
     for _ in range(4 if block == 1 else 2):
         logits = rng.normal(0, 2, (slots, most + 1, V)).astype(np.float32)
-        states, masks = [], []
+        states = []
+        masks = []
         for i in range(slots):
             verify = ref.PER_TOKEN if rng.random() < 0.3 else ref.REJECTION
-            f, seed = ref.Filter(1.0, int(rng.choice([0, 12]))), int(rng.integers(2**63))
+            f = ref.Filter(1.0, int(rng.choice([0, 12])))
+            seed = int(rng.integers(2**63))
             s = ref.Slot(9, ref.chain(1), 40, seed=seed, verify=verify, filter=f)
             for j in range(most):
                 near = (logits[i, j] + rng.normal(0, 0.5, V))[ids].astype(np.float32)
@@ -170,7 +178,10 @@ def test_chains_from_tables_match_the_reference(make_round, block, pruned):
 EYE = np.full((K + 1, V), -30.0, np.float32)
 EYE[np.arange(K + 1), 10 + np.arange(K + 1)] = 30.0
 ALL = np.ones(V, bool)
-FREE, LATE, DEAD, FAULT = ref.FREE, ref.NOT_READY, ref.DEAD_END, ref.ERROR
+FREE = ref.FREE
+LATE = ref.NOT_READY
+DEAD = ref.DEAD_END
+FAULT = ref.ERROR
 
 
 def slot_of(f=GREEDY, drafts=(10, 11, 12), kind=ref.POINT, q=None, **more) -> ref.Slot:
@@ -270,7 +281,8 @@ def test_an_illegal_draft_is_refused_and_replaced(small, f, kind, wrong, seed):
 def test_a_negative_draft_does_not_borrow_its_neighbours_probability(small):
     """Draft -1 of slot 1 is refused although the cell before its row, slot 0's, holds 1."""
     logits = np.stack([EYE, EYE])
-    logits[0, K], logits[0, K, V - 1] = -30.0, 30.0
+    logits[0, K] = -30.0
+    logits[0, K, V - 1] = 30.0
     slots = [slot_of(SAMPLED), slot_of(SAMPLED, (-1,))]
     out = small.play(slots, logits, [rows_of(s) for s in slots])
     assert list(out["tokens"][0]) == [10, 11, 12, V - 1]
@@ -311,7 +323,8 @@ def test_relaxed_acceptance(small, f, name):
     logits[:, 10:14] = np.log([0.5, 0.3, 0.15, 0.05])
     slot = slot_of(f, drafts, verify=ref.RELAXED, relaxed=how)
     out = small.play([slot], logits[None], [rows_of(slot, legal=np.arange(V) != illegal)])
-    tokens, accepted = out["tokens"][0, : out["count"][0]].tolist(), int(out["accepted"][0])
+    tokens = out["tokens"][0, : out["count"][0]].tolist()
+    accepted = int(out["accepted"][0])
     assert (tokens, accepted) == expected or (f is SAMPLED and accepted >= expected[1])
     ended = how.until in tokens
     assert small.state.to_host()["verify"][0] == (ref.COUPLED if ended else ref.RELAXED)
@@ -320,7 +333,9 @@ def test_relaxed_acceptance(small, f, name):
 def test_what_is_reached_is_remembered(make_round):
     """By draft an average over the rounds that test it, from 0.7 to the power of its number on; the
     others bring it back there; it is never more than that of the one before."""
-    rng, most, count = np.random.default_rng(8), 5, 60
+    rng = np.random.default_rng(8)
+    most = 5
+    count = 60
     r = make_round(slots=count, draft_length=most, vocab=V)
     logits = rng.normal(0, 3, (count, most + 1, V)).astype(np.float32)
     slots = [random_slot(rng) for _ in range(count)]
@@ -329,20 +344,25 @@ def test_what_is_reached_is_remembered(make_round):
         r.put(i, slot)
         for j in range(most + 1):
             r.write_mask(i, j, ref.MaskRow(ref.FREE, slot.epoch, 0, more=1))
-    state, first = r.state.to_host(), np.cumprod(np.full(most, 0.7, np.float32))
+    state = r.state.to_host()
+    first = np.cumprod(np.full(most, 0.7, np.float32))
     np.testing.assert_array_equal(state["reach"][:, :most], np.tile(first, (count, 1)))
     before = np.sort(rng.random((count, most), np.float32))[:, ::-1]
     state["reach"][:, :most] = before
     r.state.copy_from(state)
-    out, got, deepest = r.verify(logits), r.state.to_host()["reach"], 0
+    out = r.verify(logits)
+    got = r.state.to_host()["reach"]
+    deepest = 0
     for i, slot in enumerate(slots):
-        node, reached = 0, np.zeros(most, np.float32)
+        node = 0
+        reached = np.zeros(most, np.float32)
         for token in out["tokens"][i, : out["count"][i]]:
             node = slot.tree.child(node, int(token))
             if node is None:
                 break
             reached[node - 1] = 1
-        tested, deepest = np.arange(most) < len(slot.drafts), max(deepest, reached.sum())
+        tested = np.arange(most) < len(slot.drafts)
+        deepest = max(deepest, reached.sum())
         own = np.where(
             tested,
             reached + np.float32(0.8) * (before[i] - reached),

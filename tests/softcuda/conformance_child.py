@@ -58,7 +58,9 @@ class World:
     """Right arguments for one call, made when they are asked for."""
 
     def __init__(self, soft: Soft, image: bytes) -> None:
-        self.soft, self.d, self.image = soft, soft.d, image
+        self.soft = soft
+        self.d = soft.d
+        self.image = image
         self.made: dict[str, int] = {}
 
     def word(self, name: str) -> int:
@@ -131,7 +133,8 @@ class World:
         return self.soft.host_params(ctypes.CDLL(None).abs)
 
     def operation(self) -> Any:
-        p, kinds = self.d.CUstreamBatchMemOpParams(), self.d.CUstreamBatchMemOpType
+        p = self.d.CUstreamBatchMemOpParams()
+        kinds = self.d.CUstreamBatchMemOpType
         p.operation = p.writeValue.operation = kinds.CU_STREAM_MEM_OP_WRITE_VALUE_32
         p.writeValue.address = self.d.CUdeviceptr(self.word("dptr"))
         return p
@@ -265,7 +268,8 @@ def without_context(driver: Driver, _: bytes) -> Iterator[Row]:
 
 def in_host_function(driver: Driver, _: bytes) -> Iterator[Row]:
     """Every function inside a host function."""
-    soft, rows = Soft(), []
+    soft = Soft()
+    rows = []
     callback = CALLBACK(
         lambda _: rows.extend(
             bare(driver, "in a host function", "NOT_PERMITTED", lambda flags: "a" not in flags)
@@ -288,7 +292,8 @@ def during_capture(driver: Driver, image: bytes) -> Iterator[Row]:
     """Functions that may not be called while a stream captures, by the calling thread's mode."""
     soft = Soft()
     for call in calls():
-        stream, event = soft.stream(), soft.cuEventCreate(2)
+        stream = soft.stream()
+        event = soft.cuEventCreate(2)
         words = {
             "cuStreamSynchronize": [int(stream)],
             "cuStreamQuery": [int(stream)],

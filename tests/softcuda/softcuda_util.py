@@ -102,7 +102,8 @@ class Soft:
         self.lib = ctypes.CDLL(str(chooser.preload_soft()))
         from cuda.bindings import driver
 
-        self.d, self.mode = driver, driver.CUstreamCaptureMode
+        self.d = driver
+        self.mode = driver.CUstreamCaptureMode
         self.cuInit(0)
         self.context = self.cuDevicePrimaryCtxRetain(0)
         self.cuCtxSetCurrent(self.context)
@@ -229,7 +230,8 @@ class Soft:
     def host_params(self, function: Any, data: int = 0) -> Any:
         """Structure of a host node."""
         p = self.d.CUDA_HOST_NODE_PARAMS()
-        p.fn, p.userData = self.d.CUhostFn(address(function)), data
+        p.fn = self.d.CUhostFn(address(function))
+        p.userData = data
         return p
 
     def add_fill(self, graph: Any, deps: Sequence[Any], pointer: int, value: int) -> Any:
@@ -252,14 +254,19 @@ class Soft:
         """Structure of a copy node between addresses of any kind."""
         p = self.d.CUDA_MEMCPY3D()
         p.srcMemoryType = p.dstMemoryType = self.d.CUmemorytype.CU_MEMORYTYPE_UNIFIED
-        p.srcDevice, p.dstDevice = self.d.CUdeviceptr(src), self.d.CUdeviceptr(dst)
-        p.WidthInBytes, p.Height, p.Depth = nbytes, 1, 1
+        p.srcDevice = self.d.CUdeviceptr(src)
+        p.dstDevice = self.d.CUdeviceptr(dst)
+        p.WidthInBytes = nbytes
+        p.Height = 1
+        p.Depth = 1
         return p
 
     def fill_params(self, dst: int, value: int, kind: Any = None) -> Any:
         """Structure of a fill node of one word."""
         p = (kind or self.d.CUDA_MEMSET_NODE_PARAMS)()
-        p.dst, p.value, p.elementSize = self.d.CUdeviceptr(dst), value, 4
+        p.dst = self.d.CUdeviceptr(dst)
+        p.value = value
+        p.elementSize = 4
         p.width = p.height = 1
         return p
 
@@ -272,7 +279,8 @@ class Soft:
     def conditional(self, graph: Any, deps: Sequence[Any], handle: Any, kind: int, size: int = 1):
         """Try to add a conditional node; returns (code, node, bodies)."""
         p = self.node_params("CONDITIONAL")
-        p.conditional.handle, p.conditional.size = handle, size
+        p.conditional.handle = handle
+        p.conditional.size = size
         p.conditional.type = self.d.CUgraphConditionalNodeType(kind)
         p.conditional.ctx = self.context
         result = self.d.cuGraphAddNode(graph, list(deps), None, len(deps), p)
@@ -283,7 +291,8 @@ class Kernels:
     """A loaded module, whose functions are attributes."""
 
     def __init__(self, soft: Soft, module: Any) -> None:
-        self.soft, self.module = soft, module
+        self.soft = soft
+        self.module = module
 
     def __getattr__(self, name: str) -> Any:
         return self.soft.cuModuleGetFunction(self.module, name.encode())
@@ -385,7 +394,8 @@ class _Zygote:
 
     def run(self, code: str, env: dict[str, str], limit: int) -> subprocess.CompletedProcess[str]:
         with tempfile.TemporaryDirectory(prefix="softcuda-child-") as folder:
-            out, err = Path(folder) / "out", Path(folder) / "err"
+            out = Path(folder) / "out"
+            err = Path(folder) / "err"
             request = {"code": code, "env": env, "out": str(out), "err": str(err), "limit": limit}
             assert self.process.stdin is not None and self.process.stdout is not None
             self.process.stdin.write(json.dumps(request) + "\n")

@@ -70,7 +70,8 @@ def word(core):
 def test_device_streams_and_events(core, queue):
     """The device says what it is; events of streams order and finish."""
     assert core.name == "graft soft device" and core.compute_capability == (9, 0)
-    other, event = core.create_stream(), queue.record()
+    other = core.create_stream()
+    event = queue.record()
     other.wait(event)
     event.sync()
     other.sync()

@@ -6,7 +6,9 @@ import numpy as np
 import pytest
 from softcuda_util import code, codes, in_threads
 
-GLOBAL, THREAD_LOCAL, RELAXED = 0, 1, 2
+GLOBAL = 0
+THREAD_LOCAL = 1
+RELAXED = 2
 INVALIDATED = "STREAM_CAPTURE_INVALIDATED"
 
 
@@ -25,7 +27,9 @@ def status(soft, stream) -> int:
 
 def test_fork_and_join_through_events(soft, kernels, stream, other, event) -> None:
     """Waiting for a captured event brings a stream into the capture; joining makes the edge."""
-    a, b, back = soft.ints(0), soft.ints(0), soft.cuEventCreate(2)
+    a = soft.ints(0)
+    b = soft.ints(0)
+    back = soft.cuEventCreate(2)
     soft.begin(stream)
     soft.cuMemsetD32Async(a, 1, 1, stream)
     fork(soft, stream, other, event)
@@ -46,7 +50,8 @@ def test_fork_and_join_through_events(soft, kernels, stream, other, event) -> No
 def test_unjoined_forks_are_refused(soft, stream, other, event) -> None:
     """A fork with work of its own that never comes back ends the capture without a graph, unless
     its dependencies were taken out by hand."""
-    a, live = soft.ints(0), soft.live()
+    a = soft.ints(0)
+    live = soft.live()
     for taken_out in (False, True):
         soft.begin(stream)
         fork(soft, stream, other, event)
@@ -64,7 +69,9 @@ def test_a_joined_side_stream_may_be_destroyed_while_captured(soft, kernels) -> 
     """Fork, join, destroy: the capture goes on; unjoined, it is invalidated."""
     p = soft.ints(0)
     for joins in (True, False):
-        main, side, event = soft.stream(), soft.stream(), soft.cuEventCreate(2)
+        main = soft.stream()
+        side = soft.stream()
+        event = soft.cuEventCreate(2)
         soft.begin(main, RELAXED)
         fork(soft, main, side, event)
         soft.launch(kernels.add, 1, 1, p, np.int32(1), stream=side)
@@ -165,7 +172,9 @@ def test_unsafe_calls_by_mode(soft, stream) -> None:
 
 def test_the_legacy_stream_stays_out(soft) -> None:
     """The legacy stream cannot capture, and cannot be used beside a blocking stream that does."""
-    a, legacy, blocking = soft.ints(0), soft.d.CUstream(0), soft.cuStreamCreate(0)
+    a = soft.ints(0)
+    legacy = soft.d.CUstream(0)
+    blocking = soft.cuStreamCreate(0)
     start = soft.d.cuStreamBeginCapture
     assert code(start(legacy, soft.mode(0))) == "STREAM_CAPTURE_UNSUPPORTED"
     soft.begin(blocking, RELAXED)
@@ -177,7 +186,8 @@ def test_the_legacy_stream_stays_out(soft) -> None:
 
 def test_a_capturing_graph_is_not_touched(soft, kernels, stream) -> None:
     """The graph that a stream captures into can be used only after the end."""
-    a, d = soft.ints(3), soft.d
+    a = soft.ints(3)
+    d = soft.d
     soft.begin(stream)
     soft.launch(kernels.scale, 1, 1, a, np.int32(5), stream=stream)
     graph = soft.cuStreamGetCaptureInfo(stream)[2]
@@ -207,7 +217,8 @@ def test_a_launched_graph_becomes_a_child(soft, kernels, stream, graph) -> None:
 @pytest.mark.parametrize("kind", [0, 1])
 def test_dropping_the_stream_drops_its_capture(soft, kind) -> None:
     """A capture whose stream, blocking or not, is destroyed leaves no graph behind."""
-    live, stream = soft.live(), soft.cuStreamCreate(kind)
+    live = soft.live()
+    stream = soft.cuStreamCreate(kind)
     soft.begin(stream)
     soft.cuStreamDestroy(stream)
     assert soft.live() == live

@@ -17,7 +17,8 @@ def test_errors_have_their_public_names(soft):
 
 def test_contexts_can_be_created(soft):
     """A created context is current, shares all with the primary one, and can be destroyed."""
-    d, made = soft.d, soft.cuCtxCreate(None, 0, 0)
+    d = soft.d
+    made = soft.cuCtxCreate(None, 0, 0)
     assert int(made) == int(soft.cuCtxGetCurrent()) != int(soft.context)
     soft.cuMemFree(soft.alloc(16))
     soft.cuCtxDestroy(made)

@@ -55,7 +55,8 @@ def check(body: str, **env: str) -> None:
     util.check(f"f = s.kernels({KERNELS!r})\n{SETUP}{body}", **env)
 
 
-ADDRESS, FAILED = "ILLEGAL_ADDRESS", "LAUNCH_FAILED"
+ADDRESS = "ILLEGAL_ADDRESS"
+FAILED = "LAUNCH_FAILED"
 WRITE = "'write_at' block (2,0,0) thread (5,0,0): illegal write"
 # launch, code, words of the text
 FAULTS = {

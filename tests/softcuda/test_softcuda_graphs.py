@@ -64,9 +64,11 @@ def test_structure_reads_back(soft, kernels, graph):
 def test_programmatic_edges_are_kept_and_waited_for(soft, kernels, stream, graph, log):
     """They join kernels only, read back, order like full ones, and make another shape; they go with
     their nodes."""
-    d, full = soft.d, soft.cuGraphCreate(0)
+    d = soft.d
+    full = soft.cuGraphCreate(0)
     edge = d.CUgraphEdgeData()
-    edge.from_port, edge.type = 1, d.CUgraphDependencyType(1)
+    edge.from_port = 1
+    edge.type = d.CUgraphDependencyType(1)
     for one, data in ((graph, [edge]), (full, None)):
         last: list = []
         for i in range(3):
@@ -95,7 +97,8 @@ def test_programmatic_edges_are_kept_and_waited_for(soft, kernels, stream, graph
     assert code(d.cuGraphAddNode(graph, [first], [edge], 1, params)) == "INVALID_VALUE"
     edge.from_port = 3
     assert code(d.cuGraphAddNode(graph, [first], [edge], 1, params)) == "INVALID_VALUE"
-    count, nodes = ctypes.c_size_t(1), (ctypes.c_void_p * 2)()
+    count = ctypes.c_size_t(1)
+    nodes = (ctypes.c_void_p * 2)()
     lossy = soft.lib.cuGraphGetEdges_v2(
         ctypes.c_void_p(int(graph)), nodes, nodes, None, ctypes.byref(count)
     )
@@ -106,7 +109,8 @@ def test_programmatic_edges_are_kept_and_waited_for(soft, kernels, stream, graph
 
 def test_bad_structures_are_refused(soft, graph):
     """Foreign and duplicate dependencies and unknown node types are refused."""
-    d, elsewhere = soft.d, soft.cuGraphCreate(0)
+    d = soft.d
+    elsewhere = soft.cuGraphCreate(0)
     foreign = soft.cuGraphAddEmptyNode(elsewhere, [], 0)
     a = soft.cuGraphAddEmptyNode(graph, [], 0)
     bad = [d.cuGraphAddEmptyNode(graph, deps, len(deps)) for deps in ([foreign], [a, a])]
@@ -130,7 +134,8 @@ def test_an_executable_is_independent_of_its_definition(soft, kernels, stream, g
 
 def test_child_graphs(soft, kernels, stream, graph, log):
     """A child is copied into its parent and runs between its node's neighbours."""
-    append, child = kernels.append, soft.cuGraphCreate(0)
+    append = kernels.append
+    child = soft.cuGraphCreate(0)
     x = soft.add_kernel(child, [], append, 1, 1, log, np.int32(2))
     soft.add_kernel(child, [x], append, 1, 1, log, np.int32(3))
     a = soft.add_kernel(graph, [], append, 1, 1, log, np.int32(1))
@@ -208,7 +213,8 @@ def test_whole_graph_update(soft, kernels, stream):
 
 def test_updates_know_child_graphs_wherever_their_nodes_lie(soft, kernels, stream):
     """Definitions of one shape agree, also with several nodes in a child; new parameters count."""
-    a, executable = soft.ints(0), None
+    a = soft.ints(0)
+    executable = None
     for value in range(1, 21):
         child, graph = (soft.cuGraphCreate(0) for _ in range(2))
         last: list = []

@@ -65,7 +65,8 @@ def kernels(soft):
 def shuffle_oracle(op: int, value, mask: int, arg, width: int) -> dict[int, int]:
     """The CUDA guide's definition, lane by lane; sources outside the mask are left out."""
     out = {}
-    value, arg = [int(v) for v in value], [int(a) for a in arg]
+    value = [int(v) for v in value]
+    arg = [int(a) for a in arg]
     lanes = [lane for lane in range(32) if mask >> lane & 1]
     votes = sum(1 << lane for lane in lanes if value[lane] & 1)
     for lane in lanes:
@@ -126,7 +127,8 @@ def test_warp_operations_with_partial_masks(soft, kernels, op, width):
 
 def test_disjoint_masks_progress_independently(soft, kernels):
     """Two groups of one warp rendezvous with their own masks, however often each does."""
-    lane, rounds = np.arange(32), np.repeat([3, 5], 16)
+    lane = np.arange(32)
+    rounds = np.repeat([3, 5], 16)
     got = soft.results(32, np.uint32, kernels.groups, 1, 32, None)
     assert np.array_equal(got, (lane & 16) + ((lane & 15) + rounds) % 16)
 
@@ -223,7 +225,8 @@ def test_shared_memory_of_templates_belongs_to_one_block(name):
 def test_barrier_votes(soft, kernels):
     """__syncthreads_count, _and and _or combine the predicates of the whole kernels."""
     inputs = rng.integers(0, 2, (6, 96), dtype=np.int32)
-    inputs[0], inputs[1] = 0, 1
+    inputs[0] = 0
+    inputs[1] = 1
     source = soft.put(inputs)
     outs = [soft.alloc(24) for _ in range(3)]
     soft.run(kernels.votes, 6, 96, source, *outs)

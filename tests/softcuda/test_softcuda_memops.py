@@ -8,8 +8,16 @@ import numpy as np
 import pytest
 from softcuda_util import Words, check, code
 
-EQ, AND, NOR = 1, 2, 3
-WAIT32, WRITE32, FLUSH, WAIT64, WRITE64, BARRIER, REDUCE = 1, 2, 3, 4, 5, 6, 8
+EQ = 1
+AND = 2
+NOR = 3
+WAIT32 = 1
+WRITE32 = 2
+FLUSH = 3
+WAIT64 = 4
+WRITE64 = 5
+BARRIER = 6
+REDUCE = 8
 
 
 def op(soft, kind: int, address: int = 0, value: int = 0, flags: int = 0):
@@ -18,10 +26,12 @@ def op(soft, kind: int, address: int = 0, value: int = 0, flags: int = 0):
     p.operation = soft.d.CUstreamBatchMemOpType(kind)
     if kind in (WAIT32, WAIT64, WRITE32, WRITE64):
         part = p.waitValue if kind in (WAIT32, WAIT64) else p.writeValue
-        part.address, part.value64 = address, soft.d.cuuint64_t(value)
+        part.address = address
+        part.value64 = soft.d.cuuint64_t(value)
     else:
         part = p.memoryBarrier
-    part.operation, part.flags = p.operation, flags
+    part.operation = p.operation
+    part.flags = flags
     return p
 
 
@@ -48,7 +58,8 @@ def test_a_wait_holds_its_stream_until_the_documented_comparison_is_true(
 ):
     """GEQ is cyclic, EQ equality, AND any common bit, NOR any bit that neither has; a 64-bit wait
     looks at both halves, and a 64-bit write stores both."""
-    words[0], written = no, 9 << bits - 28
+    words[0] = no
+    written = 9 << bits - 28
     getattr(soft, f"cuStreamWaitValue{bits}")(stream, words.address(0), value, flags)
     getattr(soft, f"cuStreamWriteValue{bits}")(stream, words.address(1), written, 0)
     settle(soft, stream)
@@ -91,7 +102,8 @@ def test_a_capturing_stream_takes_memory_operations_as_nodes(soft, words, stream
 
 def test_addresses_that_hardware_cannot_watch_are_refused(soft, words, stream):
     """Host addresses, misaligned, NULL and freed ones are INVALID_VALUE, with the reason."""
-    pageable, gone = np.zeros(16, np.uint64), Words(soft, 1)
+    pageable = np.zeros(16, np.uint64)
+    gone = Words(soft, 1)
     soft.cuMemFreeHost(gone.host)
     for bad, said in (
         (pageable.ctypes.data, "pageable"),
@@ -152,7 +164,8 @@ def test_a_worker_that_owes_an_answer_may_not_call(soft):
     """softcuda_owe_answer(1) makes every call of this thread NOT_PERMITTED until (0)."""
     soft.lib.softcuda_owe_answer(1)
     try:
-        refused, said = soft.d.cuMemAlloc(64), soft.refusal()
+        refused = soft.d.cuMemAlloc(64)
+        said = soft.refusal()
     finally:
         soft.lib.softcuda_owe_answer(0)
     assert code(refused) == "NOT_PERMITTED" and "owes the device an answer" in said
@@ -167,11 +180,15 @@ def test_five_thousand_waits_end(soft, words, stream, graph, generic):
     ops = [op(soft, WAIT32, ack, 1, EQ), op(soft, WRITE32, ack, 0)]
     if generic:
         params = soft.node_params("BATCH_MEM_OP")
-        params.memOp.ctx, params.memOp.count, params.memOp.paramArray = soft.context, 2, ops
+        params.memOp.ctx = soft.context
+        params.memOp.count = 2
+        params.memOp.paramArray = ops
         soft.cuGraphAddNode(graph, None, None, 0, params)
     else:
         params = soft.d.CUDA_BATCH_MEM_OP_NODE_PARAMS()
-        params.ctx, params.count, params.paramArray = soft.context, 2, ops
+        params.ctx = soft.context
+        params.count = 2
+        params.paramArray = ops
         soft.cuGraphAddBatchMemOpNode(graph, None, 0, params)
     run = soft.cuGraphInstantiate(graph, 0)
     for i in range(5000):

@@ -28,7 +28,9 @@ def test_host_code_cannot_follow_a_device_pointer():
 def test_copies_and_frees_check_bounds_and_lifetime(soft, words):
     """Past an allocation's end, into freed memory, or a free of what is no start of device memory
     is INVALID_VALUE and does nothing; NULL may be freed."""
-    d, host, p = soft.d, np.zeros(128, np.uint8).ctypes.data, soft.alloc(64)
+    d = soft.d
+    host = np.zeros(128, np.uint8).ctypes.data
+    p = soft.alloc(64)
     assert codes(
         d.cuMemcpyDtoH(host, p + 1, 64),
         d.cuMemsetD8(p + 60, 0, 5),
@@ -49,12 +51,15 @@ def test_copies_and_frees_check_bounds_and_lifetime(soft, words):
 def test_kernel_pointers_are_checked_at_launch(soft, kernels):
     """A kernel never starts with a freed, unknown or host pointer; the parameter is named. One
     into the middle of an allocation works."""
-    a, b = soft.ints(*range(1000)), soft.alloc(4000)
+    a = soft.ints(*range(1000))
+    b = soft.alloc(4000)
     soft.run(kernels.copy, 4, 128, a + 400, b + 400, np.int32(500))
     assert soft.get(b + 400, 500, np.int32).tolist() == list(range(100, 600))
-    good, gone = soft.ints(0, 0, 0, 0), soft.alloc(16)
+    good = soft.ints(0, 0, 0, 0)
+    gone = soft.alloc(16)
     soft.cuMemFree(gone)
-    pageable, n = np.zeros(4, np.int32), np.int32(4)
+    pageable = np.zeros(4, np.int32)
+    n = np.int32(4)
     for bad, word in (
         (gone, "freed"),
         (good + 100000, "no allocation"),
@@ -73,7 +78,8 @@ def test_pinned_memory_has_its_own_device_address(soft, kernels):
     alias = int(soft.cuMemHostGetDevicePointer(host, 0))
     inside = int(soft.cuMemHostGetDevicePointer(host + 40, 0))
     assert alias != host and inside == alias + 40
-    out, n = soft.alloc(400), np.int32(100)
+    out = soft.alloc(400)
+    n = np.int32(100)
     soft.run(kernels.copy, 1, 128, alias, out, n)
     soft.run(kernels.copy, 1, 128, host, out, n)
     assert soft.get(out, 100, np.int32).tolist() == list(range(100))
@@ -96,7 +102,9 @@ def test_fills_of_every_width(soft):
 
 def test_unified_copies_take_either_side(soft):
     """cuMemcpy finds out which side is the host's."""
-    a, b, host = soft.ints(1, 2), soft.ints(0, 0), np.zeros(2, np.int32)
+    a = soft.ints(1, 2)
+    b = soft.ints(0, 0)
+    host = np.zeros(2, np.int32)
     soft.cuMemcpy(b, a, 8)
     soft.cuMemcpy(host.ctypes.data, b, 8)
     assert host.tolist() == [1, 2]
@@ -107,7 +115,8 @@ def test_unified_copies_take_either_side(soft):
 
 def test_asynchronous_copies_take_pageable_sources_at_the_call(soft, stream):
     """A pageable source may be overwritten as soon as an asynchronous copy has returned."""
-    source, p = np.full(1 << 14, 7, np.int32), soft.alloc(1 << 16)
+    source = np.full(1 << 14, 7, np.int32)
+    p = soft.alloc(1 << 16)
     soft.host(stream, USLEEP, 30000)
     soft.cuMemcpyHtoDAsync(p, source.ctypes.data, source.nbytes, stream)
     source[:] = 9
@@ -132,9 +141,12 @@ def test_allocation_needs_a_current_context(soft):
 
 def test_attributes_of_any_pointer(soft, words):
     """All at once succeed for any address, with defaults for what the device does not know."""
-    attribute, pageable = soft.d.CUpointer_attribute, np.zeros(64, np.uint8)
+    attribute = soft.d.CUpointer_attribute
+    pageable = np.zeros(64, np.uint8)
     asked = [attribute(n) for n in (1, 2, 3, 4, 7, 8, 9, 11, 12, 13)]
-    device, host, alias = soft.alloc(64), words.host, words.device
+    device = soft.alloc(64)
+    host = words.host
+    alias = words.device
     for p, wanted in (
         (device + 8, [2, device + 8, 0, 0, device, 64, True]),
         (host, [1, alias, host, 0, alias, 512, True]),

@@ -6,7 +6,9 @@ import numpy as np
 import pytest
 from softcuda_util import USLEEP, code, codes
 
-IF, WHILE, SWITCH = 0, 1, 2
+IF = 0
+WHILE = 1
+SWITCH = 2
 
 
 def condition(soft, graph, default: int | None = None):
@@ -34,7 +36,8 @@ def word(handle):
 def test_if_and_else_choose_one_body(soft, kernels, stream, kind, size, table) -> None:
     """IF takes body 0 or its else."""
     for value, expected in table.items():
-        graph, a = soft.cuGraphCreate(0), soft.ints(0)
+        graph = soft.cuGraphCreate(0)
+        a = soft.ints(0)
         handle = condition(soft, graph)
         choose = soft.add_kernel(graph, [], kernels.set, 1, 1, word(handle), np.uint32(value))
         _, bodies = add(soft, graph, [choose], handle, kind, size)
@@ -46,8 +49,10 @@ def test_if_and_else_choose_one_body(soft, kernels, stream, kind, size, table) -
 
 def test_loops_nest(soft, kernels, stream, graph) -> None:
     """A WHILE inside a WHILE: the inner condition is set again by each outer turn."""
-    a, inner_count = soft.ints(0), soft.ints(0)
-    outer, inner = condition(soft, graph, 1), condition(soft, graph)
+    a = soft.ints(0)
+    inner_count = soft.ints(0)
+    outer = condition(soft, graph, 1)
+    inner = condition(soft, graph)
     _, (body,) = add(soft, graph, [], outer, WHILE)
     reset = soft.add_fill(body, [], inner_count, 0)
     arm = soft.add_kernel(body, [reset], kernels.set, 1, 1, word(inner), np.uint32(1))
@@ -63,7 +68,9 @@ def test_loops_nest(soft, kernels, stream, graph) -> None:
 def test_bodies_refuse_what_the_device_cannot_run(soft, graph, event) -> None:
     """Host and event nodes and pageable copies are refused in a body, also in a child graph; so is
     such a graph as a child."""
-    d, child, p = soft.d, soft.cuGraphCreate(0), soft.host_params(USLEEP)
+    d = soft.d
+    child = soft.cuGraphCreate(0)
+    p = soft.host_params(USLEEP)
     _, (body,) = add(soft, graph, [], condition(soft, graph, 1), IF)
     soft.cuGraphAddHostNode(child, [], 0, p)
     pageable = np.zeros(1, np.int32)
@@ -82,7 +89,8 @@ def test_bodies_refuse_what_the_device_cannot_run(soft, graph, event) -> None:
 def test_handles_steer_one_node_each(soft, graph) -> None:
     """A handle without a node, used twice, of another graph or of other bodies is refused."""
     elsewhere = soft.cuGraphCreate(0)
-    foreign, handle = condition(soft, elsewhere, 1), condition(soft, graph, 1)
+    foreign = condition(soft, elsewhere, 1)
+    handle = condition(soft, graph, 1)
     assert soft.conditional(graph, [], foreign, IF)[0] == "INVALID_VALUE"
     assert code(soft.d.cuGraphInstantiate(elsewhere, 0)) == "INVALID_VALUE"
     assert soft.conditional(graph, [], handle, WHILE, 2)[0] == "INVALID_VALUE"
@@ -137,7 +145,8 @@ def test_a_wait_node_waits_for_what_was_recorded_before_the_launch(
 
 def test_launches_with_destroyed_events_are_refused(soft, stream, event, graph) -> None:
     """A launch says so when an event of its nodes was destroyed, stricter than hardware."""
-    marked, waits = record(soft, graph, [], event), wait(soft, graph, [], event)
+    marked = record(soft, graph, [], event)
+    waits = wait(soft, graph, [], event)
     assert [soft.cuGraphNodeGetType(n).value for n in (waits, marked)] == [6, 7]
     executable = soft.cuGraphInstantiate(graph, 0)
     soft.cuEventDestroy(event)
@@ -147,7 +156,8 @@ def test_launches_with_destroyed_events_are_refused(soft, stream, event, graph) 
 
 def test_generic_nodes_and_whole_updates_know_events(soft, stream, event) -> None:
     """cuGraphAddNode makes both kinds; cuGraphExecUpdate takes the new definition's events."""
-    new, definitions = soft.cuEventCreate(0), []
+    new = soft.cuEventCreate(0)
+    definitions = []
     for which in (event, new):
         definitions.append(soft.cuGraphCreate(0))
         for kind, field in (("EVENT_RECORD", "eventRecord"), ("WAIT_EVENT", "eventWait")):
@@ -170,8 +180,11 @@ def move(soft, parent, child, ownership: int = 1) -> str:
 
 def test_a_moved_child_may_hold_conditionals_and_belongs_to_its_parent(soft, stream) -> None:
     """It runs in the parent, is nobody else's any more, and goes with the parent."""
-    d, before = soft.d, soft.live()
-    parent, child, a = soft.cuGraphCreate(0), soft.cuGraphCreate(0), soft.ints(0)
+    d = soft.d
+    before = soft.live()
+    parent = soft.cuGraphCreate(0)
+    child = soft.cuGraphCreate(0)
+    a = soft.ints(0)
     handle = soft.cuGraphConditionalHandleCreate(child, soft.context, 1, 1)
     _, node, (body,) = soft.conditional(child, [], handle, 0)
     soft.add_fill(body, [], a, 3)

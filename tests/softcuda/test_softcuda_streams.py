@@ -46,7 +46,8 @@ def test_streams_run_beside_each_other_and_events_order_them(
 
 def test_elapsed_time(soft, stream):
     """Elapsed time covers what ran between two events; untimed or unrecorded ones are refused."""
-    timed, untimed = [soft.cuEventCreate(0) for _ in range(3)], soft.cuEventCreate(2)
+    timed = [soft.cuEventCreate(0) for _ in range(3)]
+    untimed = soft.cuEventCreate(2)
     soft.cuEventRecord(timed[0], stream)
     soft.host(stream, USLEEP, 20000)
     soft.cuEventRecord(timed[1], stream)
@@ -61,7 +62,8 @@ def test_elapsed_time(soft, stream):
 
 def test_legacy_stream_joins_blocking_streams_only(soft, other, gate):
     """The NULL stream waits for blocking streams and not for non-blocking ones."""
-    blocking, p = soft.cuStreamCreate(0), soft.ints(0)
+    blocking = soft.cuStreamCreate(0)
+    p = soft.ints(0)
     held = threading.Event()
     callback = CALLBACK(lambda _: held.wait(10) and None)
     soft.host(other, callback)
@@ -78,7 +80,8 @@ def test_legacy_stream_joins_blocking_streams_only(soft, other, gate):
 
 def test_each_thread_has_a_default_stream(soft, kernels):
     """CU_STREAM_PER_THREAD is ordered, waits for the legacy stream, captures, and ends."""
-    own, log = soft.d.CUstream(2), soft.ints(*[0] * 128)
+    own = soft.d.CUstream(2)
+    log = soft.ints(*[0] * 128)
     add = kernels.append
 
     def work(_):
@@ -138,7 +141,8 @@ def test_the_gil_record(soft):
 
 def test_module_images_are_checked(soft):
     """Text, foreign ELF machines and other kernel ABIs are refused with the documented codes."""
-    load, image = soft.d.cuModuleLoadData, util.compile_kernel(util.KERNELS)
+    load = soft.d.cuModuleLoadData
+    image = util.compile_kernel(util.KERNELS)
     assert code(load(b"not an image" + bytes(64))) == "INVALID_IMAGE"
     foreign = image[:18] + (190).to_bytes(2, "little") + image[20:]  # EM_CUDA
     assert code(load(foreign)) == "NO_BINARY_FOR_GPU"
@@ -146,7 +150,8 @@ def test_module_images_are_checked(soft):
     header = (util.SOURCE / "include" / "softcuda_abi.h").read_text()
     abi = int(re.findall(r"SOFTCUDA_ABI (\d+)u", header)[0])
     many = "".join(f'extern "C" __global__ void k{i}(int* p) {{}}\n' for i in range(77))
-    image, table = util.compile_kernel(many), struct.pack("<II", abi, 77)
+    image = util.compile_kernel(many)
+    table = struct.pack("<II", abi, 77)
     assert image.count(table) == 1
     assert code(load(image.replace(table, struct.pack("<II", 99, 77)))) == "INVALID_IMAGE"
     assert "kernel ABI 99" in soft.refusal()
@@ -154,7 +159,9 @@ def test_module_images_are_checked(soft):
 
 def test_functions_and_their_attributes(soft, kernels):
     """Functions are found by name; attributes and loading state read back."""
-    d, f, user = soft.d, kernels.bounded, kernels.shared_user
+    d = soft.d
+    f = kernels.bounded
+    user = kernels.shared_user
     assert code(d.cuModuleGetFunction(kernels.module, b"missing")) == "NOT_FOUND"
     assert soft.cuFuncGetName(f) == b"bounded"
     assert int(soft.cuFuncGetModule(f)) == int(kernels.module)
@@ -162,7 +169,8 @@ def test_functions_and_their_attributes(soft, kernels):
     assert soft.cuFuncGetAttribute(a.CU_FUNC_ATTRIBUTE_MAX_THREADS_PER_BLOCK, f) == 64
     soft.cuFuncLoad(f)
     assert int(soft.cuFuncIsLoaded(f)) == 1
-    dynamic, p = a.CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES, soft.ints(0)
+    dynamic = a.CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES
+    p = soft.ints(0)
     assert code(soft.try_launch(user, 1, 1, p, shared=60000)) == "INVALID_VALUE"
     soft.cuFuncSetAttribute(user, dynamic, 60000)
     soft.run(user, 1, 1, p, shared=60000)
@@ -184,11 +192,13 @@ def test_versions_choose_the_symbol(soft):
     ask = soft.lib.cuGetProcAddress_v2
 
     def address(name: bytes, version: int) -> tuple[int, int | None, int]:
-        pointer, status = ctypes.c_void_p(), ctypes.c_int()
+        pointer = ctypes.c_void_p()
+        status = ctypes.c_int()
         rc = ask(name, ctypes.byref(pointer), version, ctypes.c_uint64(0), ctypes.byref(status))
         return rc, pointer.value, status.value
 
-    v1, v2 = address(b"cuLaunchHostFunc", 10000), address(b"cuLaunchHostFunc", 13020)
+    v1 = address(b"cuLaunchHostFunc", 10000)
+    v2 = address(b"cuLaunchHostFunc", 13020)
     assert v1[0] == v2[0] == 0 and v1[1] != v2[1]
     assert address(b"cuLaunchHostFunc", 9000)[::2] == (500, 2)
     assert address(b"cuNothing", 13020)[::2] == (500, 1)

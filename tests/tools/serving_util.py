@@ -106,7 +106,8 @@ def crowd():
 
 async def one_of_crowd(client, turns, asked, number):
     """A call's text and end; every tenth is given up, every twentieth wrong."""
-    fields, stream = asked[number % len(asked)][1], number % 10 == 3 or number % 2 == 0
+    fields = asked[number % len(asked)][1]
+    stream = number % 10 == 3 or number % 2 == 0
     async with turns:
         if number % 20 == 7:
             try:
@@ -155,7 +156,8 @@ def alone(url, asked):
 def check_crowd(asked, lone, heard):
     """Every answer is that of its lone run, and guided ones that ended are valid."""
     for number, (text, finish) in enumerate(heard):
-        prompt, own = asked[number % len(asked)][0], lone[number % len(asked)]
+        prompt = asked[number % len(asked)][0]
+        own = lone[number % len(asked)]
         if finish == "given up":
             assert own.message.content.startswith(text)
         elif finish != "wrong":

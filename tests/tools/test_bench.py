@@ -91,7 +91,8 @@ def test_verdicts_reach_table_and_json(folder, tmp_path, capsys):
         == 0
     )
     found = json.loads(report.read_text())
-    auto, stock = found["subjects"]["auto"], found["subjects"]["llguidance"]
+    auto = found["subjects"]["auto"]
+    stock = found["subjects"]["llguidance"]
     assert found["schemas"] == 5
     assert [auto[k] for k in ("right", "marked", "refused", "missed", "wrong")] == [3, 1, 1, 0, 0]
     assert [stock[k] for k in ("right", "missed", "refused")] == [2, 1, 2]

@@ -130,7 +130,8 @@ def test_weights_and_configuration_are_those_of_the_model(tiny, tmp_path, kind, 
 def test_the_tokenizer_gives_the_same_ids(tiny, tmp_path):
     """Ids, text, special tokens, the end, and the chat template."""
     folder = convert(tiny()[0], tmp_path / "out")
-    was, now = Tokenizer(tmp_path / "hf"), Tokenizer(folder)
+    was = Tokenizer(tmp_path / "hf")
+    now = Tokenizer(folder)
     for text in ('{"name": "é 日本", "value": [10, 100]}', "the<eos> being  on\n\n"):
         assert now.encode(text) == was.encode(text) and now.decode(now.encode(text)) == was.decode(
             was.encode(text)

@@ -38,7 +38,8 @@ def test_ranges_hold_the_pins_and_end_before_the_next_release_that_may_break():
         ends = {s.operator: s.version for s in wanted.specifier}
         assert set(ends) == {">=", "<"}, text
         assert wanted.specifier.contains(PINS[wanted.name]), text
-        low, high = Version(ends[">="]), Version(ends["<"])
+        low = Version(ends[">="])
+        high = Version(ends["<"])
         assert (high.major, high.minor) in ((low.major + 1, 0), (low.major, low.minor + 1)), text
     names = {
         Requirement(text).name

@@ -31,7 +31,8 @@ def test_prompts_go_where_their_beginning_has_been_and_else_to_the_idlest():
     """Longest shared prefix first, then load; a full batch is not waited behind, and what an engine
     cannot keep any more, or lost when it died, is forgotten."""
     router = Router(2, FACTS)
-    first, other = list(range(40)), list(range(100, 140))
+    first = list(range(40))
+    other = list(range(100, 140))
     keys = router.keys(first)
     assert len(keys) == 2 and router.keys(first[:32]) == keys[:1]
     assert len(router.keys([[]] * 40)) == 2  # an engine refuses them
@@ -58,7 +59,8 @@ class Told:
     def __init__(self):
         self.asked: dict[str, Request] = {}
         self.cancelled: list[str] = []
-        self.dead, self.silent = False, 0.0
+        self.dead = False
+        self.silent = 0.0
         self.events: asyncio.Queue[Event | None] = asyncio.Queue()
         self.step = 1 + len(self.made) % 3
         self.made.append(self)
@@ -105,7 +107,8 @@ class Told:
 @asynccontextmanager
 async def fakes(count=2, waiting=100):
     """Replicas whose engines only tell, the engines (restarted ones too), and what has ended."""
-    Told.made, ended = [], []
+    Told.made = []
+    ended = []
     replicas = Replicas(Told, None, count, waiting)
     await replicas.begin()
     replicas.start(ended.append)
@@ -117,9 +120,12 @@ async def fakes(count=2, waiting=100):
 
 async def heard(exchange):
     """All tokens, texts and log probabilities of a call's one request, and its output."""
-    tokens, text, logprobs = [], "", []
+    tokens = []
+    text = ""
+    logprobs = []
     async for _, event in exchange:
-        tokens, text = [*tokens, *event.tokens], text + event.text
+        tokens = [*tokens, *event.tokens]
+        text = text + event.text
         logprobs += event.logprobs or ()
     return tokens, text, [one.value for one in logprobs], event.output
 
@@ -331,7 +337,8 @@ def replicas_of_demo(*options):
 def test_a_killed_replica_loses_no_call(count):
     """Of calls 32 at once, during which a replica gets kill -9, every one is answered as alone;
     then both are there again, nothing is held, and SIGTERM leaves no process behind."""
-    httpx, util = pytest.importorskip("httpx"), pytest.importorskip("serving_util")
+    httpx = pytest.importorskip("httpx")
+    util = pytest.importorskip("serving_util")
     asked = util.crowd()
 
     def kill(number):

@@ -202,10 +202,12 @@ def test_calls_are_read_out_of_text_in_any_pieces(size):
     text = f"so <tool{written[0]} and {written[1]} <tool_call>\n{{"
     reader = calls.CallReader("auto", 128)
     pieces = [text[at : at + size] for at in range(0, len(text), size)]
-    said, found = "", []
+    said = ""
+    found = []
     for i, piece in enumerate(pieces):
         more, new = reader.feed(piece, i == len(pieces) - 1)
-        said, found = said + more, found + new
+        said = said + more
+        found = found + new
     assert said == "so <tool and  <tool_call>\n{"
     assert [(c["function"]["name"], c["function"]["arguments"]) for c in found] == [
         ("f0", arguments[0]),
@@ -287,7 +289,8 @@ def test_doors_and_pages(engine, server, client):
     assert client.models.retrieve("demo").id == "demo"
     with pytest.raises(openai.NotFoundError):
         client.models.retrieve("other")
-    root, key = server.url.removesuffix("/v1"), {"authorization": "Bearer key"}
+    root = server.url.removesuffix("/v1")
+    key = {"authorization": "Bearer key"}
     for path, status in (("/v1/chat/completions", 405), ("/v2", 404), ("/health", 200)):
         assert WEB.get(root + path).status_code == status
     for body in ("{", "[]", "[" * 10_000, '{"messages": 1e999}'):

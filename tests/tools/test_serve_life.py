@@ -62,7 +62,8 @@ def test_sixty_four_at_once_are_each_what_they_are_alone(engine, server):
 @pytest.fixture
 def turns(engine, monkeypatch):
     """The engine takes only as many steps as are released."""
-    allowed, step = threading.Semaphore(0), engine.step
+    allowed = threading.Semaphore(0)
+    step = engine.step
 
     def wait_and_step():
         allowed.acquire(timeout=30)
@@ -80,7 +81,8 @@ def test_who_leaves_is_cancelled(server, client, turns):
         found = re.search(r'reason="cancelled"\} (\d+)', page)
         return int(found[1]) if found else 0
 
-    driver, before = server.service.driver, cancelled()
+    driver = server.service.driver
+    before = cancelled()
     turns.release(4)
     stream = client.completions.create(model="demo", stream=True, **LONG)
     next(iter(stream))

@@ -84,7 +84,8 @@ def test_what_keeps_it_away_is_said(fetching, tmp_path, pip, says):
 
 def test_the_head_that_travels_fits_the_model_and_is_small():
     """Widths and vocabulary are the model's, the output rows are lent, and 12 MiB are enough."""
-    config, file = Eagle3Config.from_dir(smollm.HEAD), smollm.HEAD / "model.safetensors"
+    config = Eagle3Config.from_dir(smollm.HEAD)
+    file = smollm.HEAD / "model.safetensors"
     assert (config.hidden_size, config.vocab_size) == (576, 49152)
     assert config.resolve_feature_layers(30) == (1, 14, 26)
     with safetensors.safe_open(file, "np") as tensors:

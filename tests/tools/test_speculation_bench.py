@@ -32,7 +32,8 @@ STUDENT = {3: 3.1824, 4: 2.7764, 6: 2.4469, 9: 2.2622, 30: 2.0423, 200: 1.9719}
 def test_intervals_cover_the_mean_as_often_as_they_say(size):
     """Of intervals over normal samples of known mean about 95 % cover it, few samples or many."""
     assert {n: student95(n) for n in STUDENT} == pytest.approx(STUDENT, rel=0.002)
-    rng, covered = random.Random(5), 0
+    rng = random.Random(5)
+    covered = 0
     for _ in range(1000):
         found = estimate_mean([rng.gauss(0.3, 2.0) for _ in range(size)])
         covered += found["low"] <= 0.3 <= found["high"]

@@ -31,9 +31,11 @@ def soft(device):
 @pytest.fixture
 def traced(soft, stream):
     """Two launches of fill - slow host step on another lane - copy, and their trace."""
-    one, two = soft.zeros((64,), "int32"), soft.zeros((64,), "int32")
+    one = soft.zeros((64,), "int32")
+    two = soft.zeros((64,), "int32")
     graph = Graph(soft, "two lanes")
-    model, grammar = graph.lane("model"), graph.lane("grammar")
+    model = graph.lane("model")
+    grammar = graph.lane("grammar")
     model.fill(one, 1, name="before")
     grammar.wait(model.record("before done"))  # however busy the machine is, slow ends later
     grammar.host(PythonWork(time.sleep, SLEEP_S), name="slow")
@@ -194,7 +196,8 @@ def test_a_trace_that_could_not_be_written_is_refused_first(tmp_path, capsys, na
 def test_folded_runs_keep_every_meeting_of_the_lanes(device):
     """Folding joins nodes between meetings only: no edge between lanes is lost or moved."""
     graph = Graph(device, "two lanes")
-    model, grammar = graph.lane("model"), graph.lane("grammar")
+    model = graph.lane("model")
+    grammar = graph.lane("grammar")
     word = device.pinned((4,), "int32")
     for name in ("a", "b"):
         model.fill(word, name=name)

@@ -6,7 +6,12 @@ import math
 from collections.abc import Mapping, Sequence
 from html import escape
 
-WIDTH, HEIGHT, LEFT, TOP, RIGHT, BOTTOM = 960, 440, 70, 70, 300, 56
+WIDTH = 960
+HEIGHT = 440
+LEFT = 70
+TOP = 70
+RIGHT = 300
+BOTTOM = 56
 COLOURS = ("#2563eb", "#dc2626", "#059669", "#d97706", "#7c3aed", "#0891b2", "#be185d", "#374151")
 #: Steps of an axis, at most.
 TICKS = 8
@@ -70,7 +75,8 @@ def chart(
         parts.append(f'<path d="M{left},{at:.1f} H{right}" stroke="#e5e7eb"/>')
     parts.append(f'<path d="M{left},{top} V{bottom} H{right}" fill="none" stroke="black"/>')
     for number, (name, line) in enumerate(series.items()):
-        colour, dash = COLOURS[number % len(COLOURS)], 4 * (number // len(COLOURS))
+        colour = COLOURS[number % len(COLOURS)]
+        dash = 4 * (number // len(COLOURS))
         placed = [place(*point) for point in line]
         path = " ".join(f"{x:.1f},{y:.1f}" for x, y in placed)
         parts.append(

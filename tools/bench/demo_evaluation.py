@@ -104,7 +104,8 @@ def speculation(result: Result) -> dict[str, Any]:
     A draft counts as tested by the grammar when all drafts before it in its round were legal; the
     share is of those. Masked drafts are legal by construction.
     """
-    stats, grammar = result.counters["engine"], result.counters["grammar"]
+    stats = result.counters["engine"]
+    grammar = result.counters["grammar"]
     refused = grammar["refused_drafts"]
     tested = grammar["accepts"] - grammar["committed_tokens"] + refused
     names = (

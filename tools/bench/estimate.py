@@ -30,7 +30,8 @@ def estimate(parts: Sequence[tuple[float, float]]) -> dict[str, Any]:
     Parts are what was drawn, such as prompts: (sum of the values in it, how many there are).
     """
     parts = [part for part in parts if part[1]]
-    n, below = len(parts), sum(b for _, b in parts)
+    n = len(parts)
+    below = sum(b for _, b in parts)
     if not n:
         return {"mean": None, "low": None, "high": None, "n": 0}
     mean = sum(a for a, _ in parts) / below

@@ -152,7 +152,8 @@ def try_row(
     narrowed = spelled = ()
     if isinstance(subject, Auto):
         found = subject.found
-        narrowed, spelled = found.narrowed, found.spelling
+        narrowed = found.narrowed
+        spelled = found.spelling
         answer |= {"marked": not found.exact, "backend": found.backend}
         if said := (*found.reasons, *narrowed, *spelled):
             answer |= {"why": said[0].why, "keyword": said[0].keyword}

@@ -235,10 +235,14 @@ def main_loops(code: bytes) -> dict[str, Counter[str]]:
             [program, "-c", cubin.name], capture_output=True, text=True, check=True
         ).stdout
     found: dict[str, Counter[str]] = {}
-    kernel, labels, steps = "", dict[str, int](), list[str]()
+    kernel = ""
+    labels = dict[str, int]()
+    steps = list[str]()
     for label, entry, step, rest in SASS.findall(text):
         if entry:
-            kernel, labels, steps = entry, {}, []
+            kernel = entry
+            labels = {}
+            steps = []
         elif label:
             labels[label] = len(steps)
         else:
@@ -260,7 +264,9 @@ def parse_log(title: str, arch: str, log: str) -> list[Usage]:
     usages = []
     for part in log.split("ptxas info    : Compiling entry function ")[1:]:
         name = part.split("'")[1]
-        spills, used, shared = SPILLS.search(part), USED.search(part), SHARED.search(part)
+        spills = SPILLS.search(part)
+        used = USED.search(part)
+        shared = SHARED.search(part)
         stack = STACK.search(part)
         if spills is None or used is None:
             raise CompileError(f"{title} for {arch}: no usage of {name} in the log:\n{part}")

@@ -47,7 +47,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
     options = parser.parse_args(arguments)
     if min(options.tokens, options.calls) < 1:
         parser.error("--tokens and --calls must be above 0")
-    model, drafter = options.model or smollm(), options.draft or (None if options.model else HEAD)
+    model = options.model or smollm()
+    drafter = options.draft or (None if options.model else HEAD)
     heard: dict[str, list[Output]] = {"with the cache": [], "without": []}
     with ExitStack() as stack:
         engines = {
@@ -64,13 +65,10 @@ def main(arguments: Sequence[str] | None = None) -> None:
                     raise GraftError(f"{name}: {error}")
             if len({tuple(outputs[-1].tokens) for outputs in heard.values()}) > 1:
                 raise GraftError("the cache changed an output")
-    rows, ms = (
-        [],
-        {
-            name: [(o.first_token_s or 0.0) * 1e3 for o in outputs]
-            for name, outputs in heard.items()
-        },
-    )
+    rows = []
+    ms = {
+        name: [(o.first_token_s or 0.0) * 1e3 for o in outputs] for name, outputs in heard.items()
+    }
     for name, (first, *more) in ms.items():
         found = statistics.median(output.cached_tokens for output in heard[name][1:])
         rows.append(

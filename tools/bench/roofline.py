@@ -17,7 +17,9 @@ from graft.tools.report import table
 
 #: Of an H200: bytes a second that kernels read of memory and of the second-level cache, and
 #: operations a second of mma.sync in bfloat16, the last two taken from published measurements.
-MEMORY, CACHE, TENSOR = 4.3e12, 5.5e12, 6.0e14
+MEMORY = 4.3e12
+CACHE = 5.5e12
+TENSOR = 6.0e14
 #: Outer and inner sizes of the matrices of a Llama of 8 billion weights.
 MATRICES = {
     "qkv": (6144, 4096),
@@ -47,7 +49,8 @@ class Product:
     @staticmethod
     def of(rows: int, columns: int, inner: int, nbytes: int = 2) -> Product:
         """The product in the shape that `Layers.linear` chooses; E4M3 has one byte, and scales."""
-        shape, weights = mma_shape(rows, columns, nbytes), nbytes * columns * inner
+        shape = mma_shape(rows, columns, nbytes)
+        weights = nbytes * columns * inner
         weights += 4 * columns * (nbytes == 1)
         if shape.kernel == "linear_few":
             padded = 8 * shape.defines["TILES"]

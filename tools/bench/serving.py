@@ -67,7 +67,10 @@ def calls(count: int, model: str, seed: int) -> list[dict[str, Any]]:
 
 async def hear(client: Any, body: dict[str, Any]) -> Heard:
     """Make a call and listen to the end."""
-    begun, first, finish, tokens = time.perf_counter(), 0.0, None, 0
+    begun = time.perf_counter()
+    first = 0.0
+    finish = None
+    tokens = 0
     async with client.stream("POST", "chat/completions", json=body) as answer:
         async for line in answer.aiter_lines():
             if not line.startswith("data: {"):
@@ -87,7 +90,8 @@ async def arrivals(
     """Make calls as they arrive, so many a second; what was heard, and in how many seconds."""
     import httpx
 
-    draw, begun = random.Random(seed), time.perf_counter()
+    draw = random.Random(seed)
+    begun = time.perf_counter()
     bar = tqdm(total=len(bodies), desc=f"{rate:g} calls a second", disable=None)
 
     async def one(client: httpx.AsyncClient, body: dict[str, Any]) -> Heard:

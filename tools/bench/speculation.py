@@ -84,7 +84,8 @@ class Play:
         """
         rows: dict[str, list[Row]] = {str(request.id): [] for request in requests}
         done: dict[str, Output] = {}
-        waiting, replays = deque(requests), engine._replays
+        waiting = deque(requests)
+        replays = engine._replays
 
         def read(seat: Seat, row: RowResult) -> None:
             if not seat.stale:
@@ -95,7 +96,8 @@ class Play:
             if len(flight.seats) == batch and stamps[0] > 0:
                 self.round_ns.append(max(stamps) - stamps[0])
 
-        replays.on_row, replays.on_parts = read, over
+        replays.on_row = read
+        replays.on_parts = over
         begun = time.perf_counter()
         while len(done) < len(requests):
             while waiting and len(requests) - len(waiting) - len(done) < batch:
@@ -137,7 +139,8 @@ def by_depth(rows: Sequence[Row], depth: int) -> tuple[list[int], list[int]]:
 
     Verification ends at the first refusal; where a tree or a chain ends, nothing is reached.
     """
-    reached, accepted = [0] * depth, [0] * depth
+    reached = [0] * depth
+    accepted = [0] * depth
     for row in rows:
         for j in range(min(row.tested, row.accepted + 1, depth)):
             reached[j] += 1
@@ -168,7 +171,8 @@ def differences(cells: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
             or (apart == {"verify"} and one["verify"] < other["verify"])
         ):
             continue
-        key, pairs = apart.pop(), zip(one["by_prompt"], other["by_prompt"], strict=True)
+        key = apart.pop()
+        pairs = zip(one["by_prompt"], other["by_prompt"], strict=True)
         of = f"{one[key]} - {other[key] or 'chain'}"
         if masked[0] and masked[1] and other["legality"] not in (None, one["legality"]):
             of += f", {other['legality']}"
@@ -307,7 +311,8 @@ def measure(
     options: argparse.Namespace,
 ) -> list[dict[str, Any]]:
     """The cells of an engine, each played in turn with the same without speculation."""
-    parts, cells = next(iter(engine.rounds.values())).parts, []
+    parts = next(iter(engine.rounds.values())).parts
+    cells = []
     tree = f"{parts.branch}x{parts.depth}" if parts.branch > 1 else None
     asked = [one.for_engine(engine) for _, one in prompts]
     engine.generate([replace(one, id=None, max_tokens=1) for one in asked])  # compiles grammars
@@ -328,7 +333,8 @@ def measure(
                 )
                 for i in range(max(batch, len(asked) * options.samples))
             ]
-            played, beside = Play(), Play()
+            played = Play()
+            beside = Play()
             for _ in range(options.repeats):
                 beside.add(plain, requests, batch)
                 played.add(engine, requests, batch)
@@ -344,7 +350,9 @@ def measure(
 def run(options: argparse.Namespace) -> dict[str, Any]:
     """Everything that is written as JSON; ways in which a drafter cannot be used are `refused`."""
     model, head = demo_model() if options.model is None else (options.model, None)
-    prompts, cells, refused = read_prompts(options), list[dict[str, Any]](), dict[str, str]()
+    prompts = read_prompts(options)
+    cells = list[dict[str, Any]]()
+    refused = dict[str, str]()
     sizes = {"max_batch_size": max(options.batches), "max_length": options.max_length}
     known = set[Any]()
     with Engine(model, **sizes) as plain:
@@ -361,7 +369,8 @@ def run(options: argparse.Namespace) -> dict[str, Any]:
             drafter, length, tree, legality = way
             if (*way[:3], None) in known:
                 continue  # these drafts are no different
-            blind, named = legality == "blind", [str(part) for part in way if part is not None]
+            blind = legality == "blind"
+            named = [str(part) for part in way if part is not None]
             try:
                 engine = Engine(
                     model,

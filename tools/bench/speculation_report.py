@@ -151,7 +151,8 @@ def tables(found: dict[str, Any]) -> str:
 
 def pictures(found: dict[str, Any]) -> dict[str, str]:
     """Charts as SVG by file name, of the first temperature and way to verify."""
-    cells, note = found["cells"], found["device"]
+    cells = found["cells"]
+    note = found["device"]
     if not found["times_are_a_gpus"]:
         note += "; none of these times is a GPU's"
     most = max(one["batch"] for one in cells)

@@ -30,7 +30,8 @@ def main() -> None:
     lane.kernel(square, 1, 32, (numbers, 8))
     lane.host(add_one)
     lane.kernel(square, 1, 32, (numbers, 8))
-    run, stream = graph.instantiate(), device.stream()
+    run = graph.instantiate()
+    stream = device.stream()
     for _ in range(3):
         run.launch(stream)
         run.synchronize(timeout_s=10)

@@ -21,7 +21,8 @@ def main() -> None:
     legal[0, [3, 5, 33]] = True
     legal[1, :4] = True
     words = np.packbits(legal, axis=1, bitorder="little").view(np.int32)
-    masks, rows = device.from_host(words), device.from_host(np.array([0, -1, 1], np.int32))
+    masks = device.from_host(words)
+    rows = device.from_host(np.array([0, -1, 1], np.int32))
     stream = device.stream()
     MaskApply(device)(StreamLane(stream), logits, masks, mask_row=rows)
     stream.synchronize()

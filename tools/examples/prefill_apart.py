@@ -30,7 +30,8 @@ REQUESTS = [
 
 def decode(tickets: Any, answers: Any) -> None:
     """Go on with what comes, while more does or any of it is unfinished."""
-    way, more = SharedMemory(), True
+    way = SharedMemory()
+    more = True
     with Engine(*demo_model()) as engine:
         while more or engine.busy:
             while more and not (engine.busy and tickets.empty()):
@@ -41,8 +42,10 @@ def decode(tickets: Any, answers: Any) -> None:
 
 def main() -> None:
     """Hand each request over behind its first tokens; then what one engine says to the same."""
-    context, way = multiprocessing.get_context("spawn"), SharedMemory()
-    tickets, answers = context.Queue(), context.Queue()
+    context = multiprocessing.get_context("spawn")
+    way = SharedMemory()
+    tickets = context.Queue()
+    answers = context.Queue()
     other = context.Process(target=decode, args=(tickets, answers))
     other.start()
     with Engine(*demo_model()) as engine:

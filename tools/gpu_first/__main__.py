@@ -63,7 +63,8 @@ def figure_rows(figures: Sequence[dict[str, Any]]) -> list[tuple[str, ...]]:
     """What, predicted, measured, ratio, note."""
     rows = list[tuple[str, ...]]()
     for figure in figures:
-        measured, predicted = figure["measured"], figure["predicted"]
+        measured = figure["measured"]
+        predicted = figure["predicted"]
         middle = sum(predicted) / 2 if predicted else 0.0
         rows.append(
             (
@@ -99,7 +100,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
         for name in options.sections:
             SECTIONS[name][0](Bench(options.child, options.small))
         return
-    end, done = time.monotonic() + 60 * options.minutes, dict[str, Any]()
+    end = time.monotonic() + 60 * options.minutes
+    done = dict[str, Any]()
     options.json.parent.mkdir(parents=True, exist_ok=True)
     results = {"device": open_device().describe(), "small": options.small, "sections": done}
     print(results["device"], flush=True)

@@ -43,7 +43,9 @@ class Timed:
     """A lane that notes which kernels are added to it, and then what its graph took."""
 
     def __init__(self, lane: Any) -> None:
-        self._lane, self._kernels, self.seconds = lane, dict[str, None](), 0.0
+        self._lane = lane
+        self._kernels = dict[str, None]()
+        self.seconds = 0.0
 
     def kernel(self, kernel: Any, *args: Any, **options: Any) -> None:
         """Add it."""
@@ -63,8 +65,11 @@ class Bench:
     """One section's device and its figures, each of which is a line of ``out`` at once."""
 
     def __init__(self, out: Path, small: bool) -> None:
-        self.device, self.small, self._out = open_device(), small, out
-        self.stream, self.shape = self.device.stream("gpu first"), SMALL if small else FULL
+        self.device = open_device()
+        self.small = small
+        self._out = out
+        self.stream = self.device.stream("gpu first")
+        self.shape = SMALL if small else FULL
         self.kernels = self.device.load(KERNELS)
         self.sink = self.device.zeros((1,), "uint32")
         # Copies of what is read in turns are more than this, so that no cache holds them.
@@ -98,7 +103,8 @@ class Bench:
         graph = Graph(self.device, "measured", programmatic=programmatic)
         lane = Timed(graph.lane("main"))
         yield lane
-        run, times = graph.instantiate(), list[float]()
+        run = graph.instantiate()
+        times = list[float]()
         run.upload(self.stream)
         begin, end = (self.device.event(name, timing=True) for name in ("begin", "end"))
         for _ in range(1 + LAUNCHES):
@@ -125,7 +131,8 @@ class Bench:
 
     def read_ceiling(self) -> float:
         """Bytes a second that kernels can read, by the best of some grids."""
-        data, best = self.random((1 << (31 - 12 * self.small),)), 0.0
+        data = self.random((1 << (31 - 12 * self.small),))
+        best = 0.0
         for blocks in (4, 8, 16):
             with self.timed() as lane:
                 self.read(lane, data, blocks * self.device.cores)

@@ -54,7 +54,9 @@ class RandomWeights(Weights):
 
 def layer_tensors(shape: dict[str, int], prefix: str, width: int) -> dict[str, tuple[int, ...]]:
     """Shapes of one decoder layer's tensors, whose attention reads ``width`` columns."""
-    hidden, inner, dim = shape["hidden_size"], shape["intermediate_size"], shape["head_dim"]
+    hidden = shape["hidden_size"]
+    inner = shape["intermediate_size"]
+    dim = shape["head_dim"]
     queries, keys = (shape[f"num_{kind}_heads"] * dim for kind in ("attention", "key_value"))
     products = {
         "self_attn.q_proj": (queries, width),
@@ -75,7 +77,8 @@ def write_folder(folder: Path, config: dict[str, Any], tensors: dict[str, tuple[
     folder.mkdir()
     (folder / "config.json").write_text(json.dumps(config))
     shutil.copy(demo_model()[0] / "tokenizer.json", folder)
-    header, at = dict[str, Any](), 0
+    header = dict[str, Any]()
+    at = 0
     for name, size in tensors.items():
         dtype, nbytes = ("I32", 4) if name == "d2t" else ("BF16", 2)
         end = at + math.prod(size) * nbytes
@@ -90,7 +93,8 @@ def write_folder(folder: Path, config: dict[str, Any], tensors: dict[str, tuple[
 @contextmanager
 def random_engine(b: Bench, drafts: int, programmatic: bool) -> Iterator[Engine]:
     """An engine of the bench's shape for 8 requests, drafting by an EAGLE-3 head where asked."""
-    hidden, vocab = b.shape["hidden_size"], b.shape["vocab_size"]
+    hidden = b.shape["hidden_size"]
+    vocab = b.shape["vocab_size"]
     config = {
         "architectures": ["LlamaForCausalLM"],
         "model_type": "llama",
@@ -109,7 +113,8 @@ def random_engine(b: Bench, drafts: int, programmatic: bool) -> Iterator[Engine]
     }
     for i in range(b.shape["num_hidden_layers"]):
         tensors |= layer_tensors(b.shape, f"model.layers.{i}", hidden)
-    columns, taps = min(32000, vocab // 2), [0, 1, 2] if b.small else [2, 16, 29]
+    columns = min(32000, vocab // 2)
+    taps = [0, 1, 2] if b.small else [2, 16, 29]
     names = {
         "architectures": ["LlamaForCausalLMEagle3"],
         "num_hidden_layers": 1,
@@ -131,7 +136,8 @@ def random_engine(b: Bench, drafts: int, programmatic: bool) -> Iterator[Engine]
         mock.patch.object(llama, "Weights", RandomWeights),
         mock.patch.object(eagle3, "Weights", RandomWeights),
     ):
-        target, drafter = Path(place, "target"), Path(place, "head")
+        target = Path(place, "target")
+        drafter = Path(place, "head")
         write_folder(target, config, tensors)
         write_folder(drafter, config | names, head)
         with Engine(

@@ -67,7 +67,8 @@ def gaps(b: Bench) -> None:
     """Between two nodes of a lane, with full and with programmatic edges."""
     count = 50 if b.small else 1000
     part = 1 << (22 - 10 * b.small)  # of 8 MB
-    data, ceiling = b.random((count // 2, part)), b.read_ceiling()
+    data = b.random((count // 2, part))
+    ceiling = b.read_ceiling()
     for programmatic, predicted in ((False, (1.0, 1.4)), (True, (0.3, 0.7))):
         edges = "programmatic" if programmatic else "full"
         with b.attempt(f"{edges} edges"):
@@ -88,9 +89,11 @@ def gaps(b: Bench) -> None:
 
 def hops(b: Bench) -> None:
     """Host work from the kernel before to the kernel behind, beside large products or alone."""
-    layers, stamp = Layers(b.device), b.device.load(CLOCK)["stamp_ns"]
+    layers = Layers(b.device)
+    stamp = b.device.load(CLOCK)["stamp_ns"]
     width, replays = (128, 3) if b.small else (8192, 200)
-    weight, stamps = b.random((4 * width, width)), b.device.pinned((2,), "uint64")
+    weight = b.random((4 * width, width))
+    stamps = b.device.pinned((2,), "uint64")
     x, y = (b.device.zeros((32, n), "float32") for n in (width, 4 * width))
     free = ctypes.cast(ctypes.CDLL(None).free, ctypes.c_void_p).value or 0
     for transport in ("host", "mailbox", "spin"):
@@ -101,11 +104,13 @@ def hops(b: Bench) -> None:
                 graph = Graph(b.device, what)
                 for _ in range(2 * beside):
                     layers.linear(graph.lane("model"), x, weight, y)
-                lane, first = graph.lane("grammar"), highest_priority()
+                lane = graph.lane("grammar")
+                first = highest_priority()
                 lane.kernel(stamp, 1, 1, (stamps, 0), priority=first)
                 getattr(lane, transport)(NativeWork(free, 0, name="free(NULL)"))
                 lane.kernel(stamp, 1, 1, (stamps, 1), priority=first)
-                run, times = graph.instantiate(priorities=priorities), list[int]()
+                run = graph.instantiate(priorities=priorities)
+                times = list[int]()
                 for _ in range(replays):
                     run.launch(b.stream)
                     run.synchronize(LIMIT_S)
@@ -121,7 +126,8 @@ def hops(b: Bench) -> None:
 
 def matrices(b: Bench) -> dict[str, tuple[int, int]]:
     """Outputs and inputs of an 8B Llama's products."""
-    hidden, inner = b.shape["hidden_size"], b.shape["intermediate_size"]
+    hidden = b.shape["hidden_size"]
+    inner = b.shape["intermediate_size"]
     keys = 2 * b.shape["num_key_value_heads"] * b.shape["head_dim"]
     return {
         "qkv": (hidden + keys, hidden),
@@ -144,7 +150,8 @@ def copies(
 def linears(b: Bench) -> None:
     """graft's products, of weights of 16 bits and of 8; and with 8 outputs less, which tensor cores
     do not take."""
-    read, layers = b.read_ceiling(), Layers(b.device)
+    read = b.read_ceiling()
+    layers = Layers(b.device)
     for (name, (columns, inner)), kind in itertools.product(
         matrices(b).items(), ("bfloat16", E4M3)
     ):
@@ -179,14 +186,19 @@ def cublas(b: Bench) -> None:
         return
     import cupy
 
-    stream, handle = cupy.cuda.ExternalStream(b.stream.handle), cupy.cuda.get_cublas_handle()
-    hold, go = b.device.load(CLOCK)["hold"], b.device.pinned((1,), "int32")
+    stream = cupy.cuda.ExternalStream(b.stream.handle)
+    handle = cupy.cuda.get_cublas_handle()
+    hold = b.device.load(CLOCK)["hold"]
+    go = b.device.pinned((1,), "int32")
     begin, end = (b.device.event(name, timing=True) for name in ("begin", "end"))
-    one, zero, read = np.ones(1, np.float32), np.zeros(1, np.float32), b.read_ceiling()
+    one = np.ones(1, np.float32)
+    zero = np.zeros(1, np.float32)
+    read = b.read_ceiling()
     for name, (columns, inner) in matrices(b).items():
         weights, count = copies(b, (columns, inner))
         for rows in ROWS:
-            x, y = b.random((rows, inner)), b.device.zeros((rows, columns), "float32")
+            x = b.random((rows, inner))
+            y = b.device.zeros((rows, columns), "float32")
             times = list[float]()
             for turn in range(1 + LAUNCHES):
                 go.array[0] = turn == 0  # what is loaded at the first call waits for the device
@@ -230,8 +242,10 @@ def cublas(b: Bench) -> None:
 
 def attention(b: Bench) -> None:
     """One layer's attention, four rows a request where there are as many."""
-    heads, dim = b.shape["num_attention_heads"], b.shape["head_dim"]
-    kv_heads, layers = b.shape["num_key_value_heads"], Layers(b.device)
+    heads = b.shape["num_attention_heads"]
+    dim = b.shape["head_dim"]
+    kv_heads = b.shape["num_key_value_heads"]
+    layers = Layers(b.device)
     count_of_layers = b.shape["num_hidden_layers"]
     for length in (32, 64) if b.small else (256, 2048, 8192):
         kv = PagedKV(
@@ -245,12 +259,14 @@ def attention(b: Bench) -> None:
             slots=8,
             max_pages_per_slot=length // 16,
         )
-        kv.k, kv.v = b.random(kv.k.shape), b.random(kv.v.shape)
+        kv.k = b.random(kv.k.shape)
+        kv.v = b.random(kv.v.shape)
         for slot in range(8):
             kv.allocate(slot, length)
             kv.set_table(StreamLane(b.stream), slot)
         for count in (1, 4, 32):
-            slots, steps = np.arange(count) // 4, np.arange(count) % 4
+            slots = np.arange(count) // 4
+            steps = np.arange(count) % 4
             ids = [
                 b.device.from_host(a.astype(np.int32))
                 for a in (slots, slots, length - min(count, 4) + steps)
@@ -278,14 +294,20 @@ def attention(b: Bench) -> None:
 
 def sampling(b: Bench) -> None:
     """A target's rows to tokens: a greedy batch, and one under top-k and top-p."""
-    vocab, batch, drafts = b.shape["vocab_size"], 8, 3
-    state, replay = SlotState(b.device, batch, vocab), b.device.zeros((1,), "int32")
+    vocab = b.shape["vocab_size"]
+    batch = 8
+    drafts = 3
+    state = SlotState(b.device, batch, vocab)
+    replay = b.device.zeros((1,), "int32")
     exchange = Exchange(b.device, batch, drafts, vocab)
-    exchange.masks[:], exchange.stamps["state"], exchange.stamps["epoch"] = -1, ROW_READY, 1
+    exchange.masks[:] = -1
+    exchange.stamps["state"] = ROW_READY
+    exchange.stamps["epoch"] = 1
     exchange.stamps["position"] = 8 + np.arange(1 + drafts)
     exchange.bring(StreamLane(b.stream), 0, 1 + drafts)
     sampler = Sampler(b.device, state, exchange, replay, token_limit=vocab, max_batch=batch)
-    ring, spread = output_ring(b.device, 2, batch, drafts), np.random.default_rng(0)
+    ring = output_ring(b.device, 2, batch, drafts)
+    spread = np.random.default_rng(0)
     for name, filters, planned in (
         ("greedy", {}, (5, 7)),
         ("top-k 50, top-p 0.9", {"temperature": 0.8, "top_k": 50, "top_p": 0.9}, (20, 25)),
@@ -296,13 +318,16 @@ def sampling(b: Bench) -> None:
             )  # type: ignore[arg-type]
         b.stream.synchronize(LIMIT_S)
         chain = state.to_host()  # of drafts, which are tested against masks of ones
-        chain["drafts"][:, :drafts], chain["q_kind"][:, :drafts] = 1, 1
-        chain["parent"][:, :drafts], chain["path"][:, :drafts] = (0, 1, 2), (1, 3, 7)
+        chain["drafts"][:, :drafts] = 1
+        chain["q_kind"][:, :drafts] = 1
+        chain["parent"][:, :drafts] = (0, 1, 2)
+        chain["path"][:, :drafts] = (1, 3, 7)
         for size, width in ((1, 1), (8, 1), (8, 4)):
             chain["draft_len"] = width - 1
             state.copy_from(chain)
             saved = b.device.from_host(state.array.to_host())
-            slots, at = np.arange(size, dtype=np.int32), np.arange(size * width, dtype=np.int32)
+            slots = np.arange(size, dtype=np.int32)
+            at = np.arange(size * width, dtype=np.int32)
             rows = RowMap(
                 *map(b.device.from_host, (slots, slots * width, at // width << 16 | at % width))
             )

@@ -67,7 +67,8 @@ class RayActor:
     """A `Worker` as an actor of Ray."""
 
     def __init__(self, ray: Any, kind: Any):
-        self._ray, self._handle = ray, kind.remote()
+        self._ray = ray
+        self._handle = kind.remote()
 
     async def call(self, name: str, *given: Any) -> Any:
         try:

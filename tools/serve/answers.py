@@ -19,7 +19,9 @@ class Choice:
     """One answer of a call, as it grows."""
 
     def __init__(self, call: Call, index: int, front: Front):
-        self._call, self._index, self._front = call, index, front
+        self._call = call
+        self._index = index
+        self._front = front
         self._reader = CallReader(call.choice, call.most_calls) if call.choice else None
         self._begun = False
         self._offset = 0
@@ -47,7 +49,8 @@ class Choice:
         return None if empty and not event.finished and made["logprobs"] is None else made
 
     def _made(self, event: Event, streamed: bool) -> dict[str, Any]:
-        output, text = event.output, event.text
+        output = event.output
+        text = event.text
         found: list[dict[str, Any]] = []
         if self._reader is not None:
             text, found = self._reader.feed(text, event.finished)
@@ -112,7 +115,8 @@ class Choice:
 def usage(call: Call, outputs: Sequence[Output]) -> dict[str, Any]:
     """Tokens that an answer took; a prompt counts once, however many samples it has."""
     prompts = {o.id.split("/")[1]: o.prompt_tokens for o in outputs}
-    asked, made = sum(prompts.values()), sum(len(o.tokens) for o in outputs)
+    asked = sum(prompts.values())
+    made = sum(len(o.tokens) for o in outputs)
     return {
         "prompt_tokens": asked,
         "completion_tokens": made,

@@ -68,10 +68,13 @@ class Service:
     """
 
     def __init__(self, driver: Driver | Replicas, settings: Settings):
-        self.settings, self.driver, facts = settings, driver, driver.facts
+        self.settings = settings
+        self.driver = driver
+        facts = driver.facts
         self.metrics = Metrics()
         self.front = Front(Tokenizer(facts.tokenizer), facts.limits, settings.name)
-        self.calls, self.draining = 0, False
+        self.calls = 0
+        self.draining = False
         self._most = settings.waiting + facts.rows
         # A tokenizer is one thread's; a grammar may take long, and delays none but other grammars.
         self._reading = ThreadPoolExecutor(1, "graft front")
@@ -122,7 +125,8 @@ class Service:
 
     async def body(self, request: HttpRequest) -> dict[str, Any]:
         """The fields of a call."""
-        most, taken = self.settings.body_bytes, bytearray()
+        most = self.settings.body_bytes
+        taken = bytearray()
         try:
             async with asyncio.timeout(self.settings.patience_s):
                 async for part in request.stream():
@@ -146,7 +150,8 @@ class Service:
             return asyncio.get_running_loop().run_in_executor(pool, work, *given)
 
         fields = check_fields(fields, chat, self.settings.name)
-        grammar, asked = None, stated(fields, self.front.limits)
+        grammar = None
+        asked = stated(fields, self.front.limits)
         if asked is not None:
             grammar = await run(self._stating, grammar_of, *asked)
         return await run(self._reading, self.front.read, fields, chat, grammar)
@@ -206,10 +211,12 @@ class _Generate:
     """Answers a call, for as long as somebody listens."""
 
     def __init__(self, service: Service, chat: bool):
-        self._service, self._chat = service, chat
+        self._service = service
+        self._chat = chat
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        service, request = self._service, HttpRequest(scope, receive)
+        service = self._service
+        request = HttpRequest(scope, receive)
         service.check_key(request)
         service.check_room()
         service.calls += 1
@@ -235,7 +242,8 @@ class _Generate:
             service.calls -= 1
 
     async def _whole(self, call: Call, caller: Caller, _send: Send) -> Response:
-        front, outputs = self._service.front, {}
+        front = self._service.front
+        outputs = {}
         async for index, event in caller:
             if event.output is not None:
                 check_output(event.output)
@@ -246,7 +254,9 @@ class _Generate:
 
     async def _stream(self, call: Call, caller: Caller, send: Send) -> None:
         """Server-sent events; before the first of them, what is refused is so by its status."""
-        front, begun, outputs = self._service.front, False, []
+        front = self._service.front
+        begun = False
+        outputs = []
         choices = [Choice(call, i, front) for i in range(len(call.requests))]
 
         async def tell(what: object) -> None:

@@ -15,7 +15,8 @@ from typing import Any
 
 from graft.tools.serve.errors import WireError
 
-BEGIN, END = "<tool_call>", "</tool_call>"
+BEGIN = "<tool_call>"
+END = "</tool_call>"
 _HEAD = re.compile(r'\s*\{\s*"name"\s*:\s*("(?:[^"\\]|\\.)*")\s*,\s*"arguments"\s*:\s*')
 _DECODER = json.JSONDecoder()
 _DATA = ("const", "enum", "default", "examples")  # what no reference stands in
@@ -29,7 +30,8 @@ def chosen(fields: Mapping[str, Any]) -> tuple[list[dict[str, Any]], str]:
     WireError
         Naming what of ``tools`` or ``tool_choice`` does not fit.
     """
-    tools, choice = fields.get("tools", []), fields.get("tool_choice", "auto")
+    tools = fields.get("tools", [])
+    choice = fields.get("tool_choice", "auto")
     functions: dict[str, dict[str, Any]] = {}
     for tool in tools if isinstance(tools, list) else [tools]:
         function = tool.get("function") if isinstance(tool, dict) else None
@@ -111,21 +113,25 @@ class CallReader:
     def __init__(self, choice: str, most: int):
         self._begin, end = (BEGIN, END) if choice == "auto" else ("", "")
         self._tail = re.compile(rf"\s*\}}\s*{end}")
-        self._most, self._text = most, ""
+        self._most = most
+        self._text = ""
         self.calls: list[dict[str, Any]] = []
 
     def feed(self, text: str, last: bool) -> tuple[str, list[dict[str, Any]]]:
         """Go on by a piece; text that is no call's, and the calls that it completes."""
         self._text += text
-        known, said = len(self.calls), ""
+        known = len(self.calls)
+        said = ""
         while (at := self._text.find(self._begin)) >= 0 and (end := self._take(at)):
-            said, self._text = said + self._text[:at], self._text[end:]
+            said = said + self._text[:at]
+            self._text = self._text[end:]
         if last:
             at = len(self._text)
         elif at < 0:  # the beginning of a tag may be the end of the text
             most = range(len(BEGIN))
             at = len(self._text) - max(n for n in most if self._text.endswith(BEGIN[:n]))
-        said, self._text = said + self._text[:at], self._text[at:]
+        said = said + self._text[:at]
+        self._text = self._text[at:]
         return said, self.calls[known:]
 
     def _take(self, at: int) -> int | None:

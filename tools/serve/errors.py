@@ -29,7 +29,9 @@ class WireError(GraftError):
         self, message: str, status: int = 400, *, param: str | None = None, code: str | None = None
     ):
         super().__init__(message)
-        self.status, self.param, self.code = status, param, code
+        self.status = status
+        self.param = param
+        self.code = code
 
     @property
     def body(self) -> dict[str, Any]:

@@ -66,7 +66,9 @@ class Metrics:
         """A request has ended."""
         self._ended.labels(output.reason).inc()
         self._prompt.inc(output.prompt_tokens)
-        first, total, more = output.first_token_s, output.total_s, len(output.tokens) - 1
+        first = output.first_token_s
+        total = output.total_s
+        more = len(output.tokens) - 1
         per_token = None if first is None or total is None or more < 1 else (total - first) / more
         for name, value in (
             ("queue", output.queue_s),

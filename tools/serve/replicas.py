@@ -58,7 +58,8 @@ class _Call:
 
     def begun(self) -> Request:
         """What to ask of the next engine."""
-        self.at, left = (0, 0), self.request.timeout_s
+        self.at = (0, 0)
+        left = self.request.timeout_s
         if left is not None:
             left = max(1e-3, left - (time.monotonic() - self.arrived))
         return replace(self.request, timeout_s=left)
@@ -69,7 +70,8 @@ class _Call:
         known = len(self.told) - at
         if known > 0 and tuple(self.told[at : at + len(event.tokens)]) != event.tokens[:known]:
             raise EngineError("begun anew, the answer is another one")
-        new, text = max(0, known), event.text[max(0, self.characters - characters) :]
+        new = max(0, known)
+        text = event.text[max(0, self.characters - characters) :]
         self.at = at + len(event.tokens), characters + len(event.text)
         self.told += event.tokens[new:]
         self.characters += len(text)
@@ -88,7 +90,8 @@ class _Replica:
     """An engine as it is known here."""
 
     def __init__(self, number: int, actor: Actor):
-        self.number, self.actor = number, actor
+        self.number = number
+        self.actor = actor
         self.up = True
         self.why: str | None = None  # it did not come up
         self.calls: dict[str, _Call] = {}
@@ -118,7 +121,8 @@ class Replicas:
     def __init__(
         self, launch: Callable[[], Actor], make: Callable[[], Engine], count: int, waiting: int
     ):
-        self._launch, self._make = launch, make
+        self._launch = launch
+        self._make = make
         self._replicas = [_Replica(number, launch()) for number in range(count)]
         self._calls: dict[str, _Call] = {}
         self._homeless: list[_Call] = []
@@ -212,7 +216,9 @@ class Replicas:
                 if not replica.up:
                     replica.actor = self._launch()
                     await replica.actor.call("begin", self._make)
-                    replica.up, replica.why, retry = True, None, RETRY_S[0]
+                    replica.up = True
+                    replica.why = None
+                    retry = RETRY_S[0]
                     self._house()
                 async with asyncio.TaskGroup() as group:
                     group.create_task(self._tell(replica))
@@ -263,9 +269,12 @@ class Replicas:
             why,
         )
         replica.actor.kill()
-        replica.why, replica.up = (None if replica.up else why), False
+        replica.why = None if replica.up else why
+        replica.up = False
         self._router.forget(replica.number)
-        calls, replica.calls, replica.jobs = replica.calls, {}, asyncio.Queue()
+        calls = replica.calls
+        replica.calls = {}
+        replica.jobs = asyncio.Queue()
         for name, call in calls.items():
             call.deaths += 1
             if call.deaths > SUSPECT:
@@ -289,7 +298,8 @@ class Replicas:
 
     def _house(self) -> None:
         """Give calls that have no engine to one that may take them."""
-        calls, self._homeless = self._homeless, []
+        calls = self._homeless
+        self._homeless = []
         for call in calls:
             loads = {
                 replica.number: len(replica.calls)

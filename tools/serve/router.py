@@ -25,7 +25,8 @@ class Router:
 
     def keys(self, tokens: Sequence[int]) -> list[int]:
         """A chain of hashes, one for each whole page behind which a token is left."""
-        size, keys = self._facts.page_size, [0]
+        size = self._facts.page_size
+        keys = [0]
         for end in range(size, len(tokens), size):
             part = repr(tokens[end - size : end])  # what is no token yet has no hash
             keys.append(hash((keys[-1], part)))

@@ -33,7 +33,9 @@ class Server(uvicorn.Server):
                 timeout_graceful_shutdown=LAST_S,
             )
         )
-        self.service, self._listener, self._drain_s = service, listener, drain_s
+        self.service = service
+        self._listener = listener
+        self._drain_s = drain_s
         self._until = 0.0
         host, port = listener.getsockname()[:2]
         self.url = f"http://{f'[{host}]' if ':' in host else host}:{port}/v1"

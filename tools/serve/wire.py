@@ -207,7 +207,9 @@ class Front:
     """
 
     def __init__(self, tokenizer: Tokenizer, limits: Limits, name: str):
-        self._tokenizer, self.limits, self.name = tokenizer, limits, name
+        self._tokenizer = tokenizer
+        self.limits = limits
+        self.name = name
         vocabulary = Vocabulary.from_tokenizer(
             tokenizer.backend, tokenizer.vocab_size, tokenizer.stop_ids
         )
@@ -294,7 +296,8 @@ class Front:
     def _chat(self, fields: Mapping[str, Any], grammar: GrammarSpec | None) -> list[int]:
         if not self._tokenizer.has_chat_template:
             raise WireError("the model has no chat template: use /v1/completions")
-        messages, variables = fields.get("messages"), fields.get("chat_template_kwargs", {})
+        messages = fields.get("messages")
+        variables = fields.get("chat_template_kwargs", {})
         if not isinstance(messages, list) or not messages:
             raise WireError("messages must be a list of at least one", param="messages")
         check_size("the prompt", messages, "prompt_bytes", self.limits)

@@ -21,8 +21,13 @@ from graft.tools.report import program
 LABEL = 34
 #: The lanes of a round, as columns.
 LANES = ("model", "grammar")
-PLAIN, CROSS = "#9ca3af", "#dc2626"
-BOX, HEIGHT, ROW, GAP, TOP = 260, 26, 40, 90, 70
+PLAIN = "#9ca3af"
+CROSS = "#dc2626"
+BOX = 260
+HEIGHT = 26
+ROW = 40
+GAP = 90
+TOP = 70
 
 
 def label(names: Sequence[str]) -> str:
@@ -44,7 +49,8 @@ def fold(graph: Graph) -> tuple[list[Node], list[tuple[int, int]]]:
     """
     nodes = graph.nodes
     crossing = [(a, b) for a, b in graph.edges if nodes[a].lane != nodes[b].lane]
-    left, entered = {a for a, _ in crossing}, {b for _, b in crossing}
+    left = {a for a, _ in crossing}
+    entered = {b for _, b in crossing}
     groups: list[list[int]] = []
     latest: dict[str, list[int]] = {}
     for i, node in enumerate(nodes):
@@ -68,7 +74,8 @@ def svg(
     """Return a graph as SVG: lanes are columns, time runs downwards, a node a row."""
     x = {lane: 40 + BOX / 2 + i * (BOX + GAP) for i, lane in enumerate(lanes)}
     y = [TOP + ROW * i + HEIGHT / 2 for i in range(len(nodes))]
-    width, height = 80 + len(lanes) * (BOX + GAP) - GAP, TOP + ROW * len(nodes) + 20
+    width = 80 + len(lanes) * (BOX + GAP) - GAP
+    height = TOP + ROW * len(nodes) + 20
     arrow = (
         '<marker id="{0}" viewBox="0 0 8 8" refX="7" refY="4" markerWidth="7" '
         'markerHeight="7" orient="auto"><path d="M0,0 L8,4 L0,8 z" fill="{1}"/></marker>'
@@ -90,7 +97,8 @@ def svg(
         (xa, xb), (ya, yb) = (x[nodes[a].lane], x[nodes[b].lane]), (y[a], y[b])
         side = (xb > xa) - (xb < xa)
         if side:  # out below, in above: they never touch
-            x1, x2 = xa + side * BOX / 2, xb - side * (BOX / 2 + 2)
+            x1 = xa + side * BOX / 2
+            x2 = xb - side * (BOX / 2 + 2)
             bend = side * GAP / 2
             path = f"M{x1},{ya + 5} C{x1 + bend},{ya + 5} {x2 - bend},{yb - 5} {x2},{yb - 5}"
         elif any(n.lane == nodes[a].lane for n in nodes[a + 1 : b]):  # around those between

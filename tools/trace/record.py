@@ -86,7 +86,8 @@ class Trace:
         events = [e for e in self.events if (e.graph, e.replay) == (graph, replay)]
         if not events:
             raise OptionError(f"the trace has no replay {replay} of graph {graph!r}")
-        begin, end = events[0].start_ns, max(e.end_ns for e in events)
+        begin = events[0].start_ns
+        end = max(e.end_ns for e in events)
         waits = [w for w in self.waits if w.replay == replay and begin <= w.start_ns <= end]
         return Trace(self.device, events, waits, self.clock_error_ns, self.lost)
 
@@ -102,7 +103,8 @@ class Trace:
             ran = {}
             for i, own in shares.items():
                 node = graph.nodes[i]
-                begin, end = min(s.begin_ns for s in own), max(s.end_ns for s in own)
+                begin = min(s.begin_ns for s in own)
+                end = max(s.end_ns for s in own)
                 ran[i] = TraceEvent(node.name, node.kind, node.lane, graph.name, replay, begin, end)
             self.events.extend(ran.values())
             self.waits.extend(exposed_waits(ran, graph.edges))
@@ -231,7 +233,8 @@ def split_launches(
         again = bool(behind[node] & seen) if behind[node] else span.begin_ns >= over
         if not launches or (node in seen - late and again):
             launches.append([])
-            seen, over = set(), 0
+            seen = set()
+            over = 0
         launches[-1].append((node, span))
         seen.add(node)
         over = max(over, span.end_ns)
@@ -254,7 +257,8 @@ def exposed_waits(ran: Mapping[int, TraceEvent], edges: Sequence[tuple[int, int]
         others = [other for other in before[i] if other.lane != event.lane and other.kind == "host"]
         if event.kind == "host" or not own or not others:
             continue
-        ready, last = max(own), max(others, key=lambda other: other.end_ns)
+        ready = max(own)
+        last = max(others, key=lambda other: other.end_ns)
         if last.end_ns > ready:
             waits.append(Wait(event.lane, event.name, last.name, event.replay, ready, last.end_ns))
     return waits

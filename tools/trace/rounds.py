@@ -25,8 +25,10 @@ def tie_clocks(device: Device) -> tuple[int, int]:
     error (Cristian's method); of several tries the closest pair counts.
     """
     kernel = device.load(CLOCK)["stamp_ns"]
-    out, stream = device.zeros((1,), "uint64"), device.stream("clock")
-    lane, found = StreamLane(stream), []
+    out = device.zeros((1,), "uint64")
+    stream = device.stream("clock")
+    lane = StreamLane(stream)
+    found = []
     for _ in range(TRIES):
         before = time.monotonic_ns()
         lane.kernel(kernel, 1, 1, [out, 0])
@@ -59,7 +61,8 @@ def trace_rounds(engine: Engine) -> Iterator[Trace]:
         return
     if not engine.options.timeline:
         raise OptionError("on CUDA rounds are traced of engines with timeline=True")
-    trace, replays = Trace(engine.device.describe()), engine._replays
+    trace = Trace(engine.device.describe())
+    replays = engine._replays
     first = replays.number
     stamped: list[tuple[Flight, list[int]]] = []
 

@@ -9,7 +9,12 @@ from graft.cudagraph.drawing import COLOURS, OTHER
 from graft.cudagraph.errors import OptionError
 from graft.tools.trace.record import Trace
 
-WIDTH, LEFT, TOP, ROW, BOX, CHAR = 1200, 90, 70, 74, 44, 6.6
+WIDTH = 1200
+LEFT = 90
+TOP = 70
+ROW = 74
+BOX = 44
+CHAR = 6.6
 WAIT = "#dc2626"
 
 
@@ -41,14 +46,17 @@ def write_trace(trace: Trace, path: Path) -> None:
 
 def draw(trace: Trace, title: str) -> str:
     """Return a replay as SVG: time runs to the right, a row per lane, exposed waits in red."""
-    begin, end = trace.events[0].start_ns, max(event.end_ns for event in trace.events)
+    begin = trace.events[0].start_ns
+    end = max(event.end_ns for event in trace.events)
     scale = (WIDTH - LEFT - 24) / max(end - begin, 1)
     lanes = list(dict.fromkeys(event.lane for event in trace.events))
     height = TOP + ROW * len(lanes) + 10
 
     def box(lane: str, start: int, stop: int, name: str, fill: str, stroke: str) -> str:
-        width, x = max((stop - start) * scale, 0.6), LEFT + (start - begin) * scale
-        y, room = TOP + ROW * lanes.index(lane), int((width - 6) / CHAR)
+        width = max((stop - start) * scale, 0.6)
+        x = LEFT + (start - begin) * scale
+        y = TOP + ROW * lanes.index(lane)
+        room = int((width - 6) / CHAR)
         told = f"{name}: {(stop - start) / 1000:.1f} µs at {(start - begin) / 1000:.1f} µs"
         label = name if len(name) <= room else f"{name[: room - 1]}…" if room > 3 else ""
         return (

@@ -47,10 +47,15 @@ KEEP_MEMORY = {
     "MALLOC_TOP_PAD_": "500000000",
 }
 #: Of the target's training, and the tokens of a batch; then those of the drafter's.
-RATE, TOKENS = 4e-3, 4096
-EAGLE_TOKENS, DRAFT_VOCABULARY, UNROLLED = 3072, 1024, 3
+RATE = 4e-3
+TOKENS = 4096
+EAGLE_TOKENS = 3072
+DRAFT_VOCABULARY = 1024
+UNROLLED = 3
 #: Of the block drafter's: tokens, blocks a sequence, rows of a block, sizes of its own.
-BLOCK_TOKENS, BLOCKS, WIDTH = 2048, 16, 8
+BLOCK_TOKENS = 2048
+BLOCKS = 16
+WIDTH = 8
 BLOCK_SIZES = {"layers": 3, "inner": 192}
 
 
@@ -58,8 +63,10 @@ class Run:
     """What the stages share: sizes, paths, the tokenizer, documents and the log."""
 
     def __init__(self, args: argparse.Namespace) -> None:
-        self.args, self.sizes = args, Sizes()
-        self.work, self.out = Path(args.work), Path(args.out)
+        self.args = args
+        self.sizes = Sizes()
+        self.work = Path(args.work)
+        self.out = Path(args.out)
         self.work.mkdir(parents=True, exist_ok=True)
         corpus = Path(args.corpus)
         self.documents = drawn.corpus_documents(corpus) if corpus.exists() else []
@@ -132,7 +139,9 @@ class Optimizers:
             Muon(inner, {"lr": RATE}),
             torch.optim.AdamW(rest, lr=RATE, betas=(0.9, 0.98), weight_decay=0.0),
         ]
-        self.minutes, self.step_no, self.spent = minutes, 0, 0.0
+        self.minutes = minutes
+        self.step_no = 0
+        self.spent = 0.0
         self.params = [*inner, *rest]
         self.clock = time.monotonic()
 
@@ -144,7 +153,8 @@ class Optimizers:
     def step(self, loss: Tensor) -> None:
         """One update, at the rate that the time since the last one asks for."""
         now = time.monotonic()
-        self.spent, self.clock = self.spent + (now - self.clock) / 60, now
+        self.spent = self.spent + (now - self.clock) / 60
+        self.clock = now
         warm = min(1.0, (self.step_no + 1) / 60)
         rate = RATE * warm * (0.02 + 0.98 * 0.5 * (1 + math.cos(math.pi * self.share)))
         loss.backward()
@@ -166,7 +176,8 @@ class Optimizers:
     def load(self, state: dict[str, Any]) -> None:
         for o, s in zip(self.all, state["all"], strict=True):
             o.load_state_dict(s)
-        self.step_no, self.spent = state["step"], state["spent"]
+        self.step_no = state["step"]
+        self.spent = state["spent"]
 
 
 def make_tokenizer(run: Run) -> None:
@@ -189,10 +200,12 @@ def learn(
 ) -> None:
     """Go down with the losses that `draw` gives, from where the stage was left until its time is
     up; now and then log, with `figures`, and keep what is learnt."""
-    opt, path = Optimizers(module, minutes), run.work / f"{stage}.pt"
+    opt = Optimizers(module, minutes)
+    path = run.work / f"{stage}.pt"
     if path.exists():
         opt.load(torch.load(path)["optimizers"])
-    bar, losses = tqdm(total=minutes, unit="min", initial=opt.spent), []
+    bar = tqdm(total=minutes, unit="min", initial=opt.spent)
+    losses = []
     for loss in draw(opt):
         opt.step(loss)
         losses.append(loss.item())
@@ -214,7 +227,8 @@ def learn(
 
 def train_target(run: Run) -> None:
     """Next-token loss on the answers; copying and short sequences first."""
-    model, tokenizer = run.target(), run.tokenizer()
+    model = run.target()
+    tokenizer = run.tokenizer()
     probe = data.encode(tokenizer, demo.held_out_tasks(128, seed=99))
 
     def draw(opt: Optimizers) -> Iterator[Tensor]:
@@ -275,7 +289,9 @@ def distil_loss(head: Eagle3, target: Llama, ids: Tensor, answer: Tensor, steps:
 
 def train_eagle(run: Run) -> None:
     """Distil the target into the drafter with its own features fed back."""
-    target, tokenizer, head = run.target(), run.tokenizer(), run.eagle()
+    target = run.target()
+    tokenizer = run.tokenizer()
+    head = run.eagle()
     probe = data.encode(tokenizer, demo.held_out_tasks(64, seed=99))
 
     def draw(opt: Optimizers) -> Iterator[Tensor]:
@@ -319,7 +335,10 @@ def block_loss(
 
 def train_block(run: Run) -> None:
     """Distil the target into the block drafter, with blocks of several widths."""
-    target, tokenizer, drafter, mask = run.target(), run.tokenizer(), run.block(), run.mask()
+    target = run.target()
+    tokenizer = run.tokenizer()
+    drafter = run.block()
+    mask = run.mask()
     probe = data.encode(tokenizer, demo.held_out_tasks(64, seed=99))
 
     def draw(opt: Optimizers) -> Iterator[Tensor]:
@@ -340,7 +359,8 @@ def train_block(run: Run) -> None:
 
 def export(run: Run) -> None:
     """Write the checkpoints in the form of the Hugging Face and EAGLE-3 loaders, in bf16."""
-    s, tokenizer = run.sizes, run.tokenizer()
+    s = run.sizes
+    tokenizer = run.tokenizer()
     ids = {name: tokenizer.token_to_id(name) for name in data.SPECIAL}
     ends = {"bos_token_id": ids["<|begin|>"], "eos_token_id": ids["<|end|>"]}
     shape = {

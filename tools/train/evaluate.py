@@ -34,12 +34,14 @@ def whole_right(model: Llama, rows: list[tuple[list[int], int]]) -> float:
 
 def walked(hits: list[list[bool]], row: list[int], start: int) -> tuple[int, int]:
     """Rounds and tokens of speculation along a row; ``hits[i][j]`` of draft j behind token i."""
-    rounds, at = 0, start
+    rounds = 0
+    at = start
     while at < len(row) - 1:
         m = 0
         while at + 1 + m < len(row) and m < len(hits[at]) and hits[at][m]:
             m += 1
-        rounds, at = rounds + 1, at + min(m + 1, len(row) - 1 - at)
+        rounds = rounds + 1
+        at = at + min(m + 1, len(row) - 1 - at)
     return rounds, at - start
 
 
@@ -63,7 +65,8 @@ def acceptance(head: Eagle3, target: Llama, rows: list[tuple[list[int], int]], k
         every_hit = torch.stack(hits, -1).tolist()
         for (row, start), hit in zip(rows[i : i + 32], every_hit, strict=True):
             some = walked(hit, row, start)
-            rounds, tokens = rounds + some[0], tokens + some[1]
+            rounds = rounds + some[0]
+            tokens = tokens + some[1]
     return tokens / rounds
 
 
@@ -88,5 +91,6 @@ def block_acceptance(
         drafts = F.linear(out, target.model.embed_tokens.weight).argmax(-1)
         wanted = F.pad(ids[0], (0, k), value=-1).unfold(0, k, 1)[start + 1 : len(row) + 1]
         some = walked([[]] * start + (drafts == wanted).tolist(), row, start)
-        rounds, tokens = rounds + some[0], tokens + some[1]
+        rounds = rounds + some[0]
+        tokens = tokens + some[1]
     return tokens / rounds

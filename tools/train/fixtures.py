@@ -159,7 +159,8 @@ def make_eagle3(folder: Path, seed: int) -> None:
 
     torch.manual_seed(seed)
     sizes = Sizes(hidden=32, layers=4, heads=4, kv_heads=2, head_dim=8, inner=48, vocab=96)
-    target, head = Llama(sizes), Eagle3(sizes, torch.randperm(96)[:40])
+    target = Llama(sizes)
+    head = Eagle3(sizes, torch.randperm(96)[:40])
     with torch.no_grad():
         for name, parameter in (*target.named_parameters(), *head.named_parameters()):
             if "norm" in name:
@@ -215,7 +216,8 @@ def unroll_published(
     model = LlamaForCausalLMEagle3(transformers.LlamaConfig(**config))
     model.load_state_dict(head.state_dict(), strict=False)
     caches: list[list[torch.Tensor]] = [[], []]
-    count, outs = features.shape[1], []
+    count = features.shape[1]
+    outs = []
     mask = prepare_decoder_attention_mask(
         torch.ones((1, count), dtype=torch.bool), (1, count), embedded, 0
     )
@@ -234,7 +236,9 @@ def make_dflash(folder: Path, target: Path, seed: int, second: bool = False) -> 
     from transformers import Qwen3Config
 
     torch.manual_seed(seed)
-    made, mask, read = DFlash2DraftModel if second else DFlashDraftModel, 63, [1, 3, 6]
+    made = DFlash2DraftModel if second else DFlashDraftModel
+    mask = 63
+    read = [1, 3, 6]
     own: dict[str, Any] = {"block_size": 5, "mask_token_id": mask, "target_layer_ids": read}
     changes: dict[str, Any] = {}
     if second:

@@ -52,7 +52,8 @@ class Sizes:
 class RMSNorm(nn.Module):
     def __init__(self, size: int, eps: float) -> None:
         super().__init__()
-        self.weight, self.eps = nn.Parameter(torch.ones(size)), eps
+        self.weight = nn.Parameter(torch.ones(size))
+        self.eps = eps
 
     def forward(self, x: Tensor) -> Tensor:
         return F.rms_norm(x, self.weight.shape, self.weight, self.eps)
@@ -142,7 +143,8 @@ class Llama(nn.Module):
 
     def __init__(self, s: Sizes) -> None:
         super().__init__()
-        self.s, self.model = s, Backbone(s)
+        self.s = s
+        self.model = Backbone(s)
         for name, p in self.named_parameters():
             if p.ndim == 2:
                 deep = name.endswith(("o_proj.weight", "down_proj.weight"))
@@ -150,7 +152,8 @@ class Llama(nn.Module):
 
     def forward(self, ids: Tensor) -> list[Tensor]:
         """Residual streams after each layer, (batch, length, hidden), before any final norm."""
-        x, rope = self.model.embed_tokens(ids), rotary(self.s, torch.arange(ids.shape[1]))
+        x = self.model.embed_tokens(ids)
+        rope = rotary(self.s, torch.arange(ids.shape[1]))
         streams = []
         for layer in self.model.layers:
             x = layer(x, rope)
@@ -181,7 +184,8 @@ class Eagle3(nn.Module):
         super().__init__()
         self.s = s
         self.fc = nn.Linear(3 * s.hidden, s.hidden, bias=False)
-        self.midlayer, self.norm = MidLayer(s), RMSNorm(s.hidden, s.eps)
+        self.midlayer = MidLayer(s)
+        self.norm = RMSNorm(s.hidden, s.eps)
         self.lm_head = nn.Linear(s.hidden, len(kept), bias=False)
         for p in self.parameters():
             if p.ndim == 2:
@@ -223,13 +227,18 @@ class Eagle3(nn.Module):
         to i-j (keys of step 0), then the entries i-j+1..i that the draft itself made,
         where i-j+t was made in step t. (Training-time test, EAGLE-3.)
         """
-        n, mid, scale = features.shape[1], self.midlayer, self.s.head_dim**-0.5
-        at, attend = torch.arange(n), mid.self_attn
+        n = features.shape[1]
+        mid = self.midlayer
+        scale = self.s.head_dim**-0.5
+        at = torch.arange(n)
+        attend = mid.self_attn
         cos, sin = rotary(self.s, at)
-        emb, g = mid.input_layernorm(embedded), self.fc(features)
+        emb = mid.input_layernorm(embedded)
+        g = self.fc(features)
         k0, v0 = attend.kv(torch.cat((emb, mid.hidden_norm(g)), -1), (cos, sin))
         pick = rows[..., None].expand(-1, -1, self.s.hidden)
-        emb, g = emb.gather(1, pick), g.gather(1, pick)
+        emb = emb.gather(1, pick)
+        g = g.gather(1, pick)
         rope = cos[rows][:, None], sin[rows][:, None]
         drafted: list[tuple[Tensor, Tensor]] = []
         outs = []
@@ -260,7 +269,8 @@ class Block(nn.Module):
         super().__init__()
         self.s = s
         self.fc = nn.Linear(taps * s.hidden, s.hidden, bias=False)
-        self.hidden_norm, self.norm = RMSNorm(s.hidden, s.eps), RMSNorm(s.hidden, s.eps)
+        self.hidden_norm = RMSNorm(s.hidden, s.eps)
+        self.norm = RMSNorm(s.hidden, s.eps)
         self.layers = nn.ModuleList(Layer(s, head_norm=True) for _ in range(s.layers))
         for p in self.parameters():
             if p.ndim == 2:
@@ -290,10 +300,13 @@ class Block(nn.Module):
         before = torch.arange(n) < start.repeat_interleave(width, 1)[..., None]
         seen = torch.cat((before, (own == own[:, None]).expand(batch, -1, -1)), -1)[:, None]
         cos, sin = rotary(self.s, torch.arange(n + width))
-        rope, behind = (cos[at][:, None], sin[at][:, None]), (cos[:n], sin[:n])
-        context, x = self.hidden_norm(self.fc(features)), embedded.flatten(1, 2)
+        rope = (cos[at][:, None], sin[at][:, None])
+        behind = (cos[:n], sin[:n])
+        context = self.hidden_norm(self.fc(features))
+        x = embedded.flatten(1, 2)
         for layer in self.layers:
-            y, attend = layer.input_layernorm(x), layer.self_attn
+            y = layer.input_layernorm(x)
+            attend = layer.self_attn
             pairs = zip(attend.kv(context, behind), attend.kv(y, rope), strict=True)
             k, v = (torch.cat(pair, 2) for pair in pairs)
             q = attend.q(y, rope)

@@ -54,7 +54,8 @@ AUX = (1, 14, 26)  # outputs of the layers that EAGLE-3 reads by default of 30
 SYSTEM = "You are a helpful AI assistant named SmolLM, trained by Hugging Face"
 END = "<|im_end|>"
 SHARP = 1.5  # times the logits that the loss compares
-HERE, H = Path(__file__).parent, SIZES.hidden
+HERE = Path(__file__).parent
+H = SIZES.hidden
 #: Kinds of requests by family, whose prompts are alike in length; most tokens of an answer.
 FAMILIES = {
     "free": (("explain", "tips"), 128),
@@ -183,24 +184,34 @@ def answer(
 
     Greedily, or with `heat` as temperature.
     """
-    s, count, width = SIZES, len(rows), max(len(row.ids) for row in rows) + most
+    s = SIZES
+    count = len(rows)
+    width = max(len(row.ids) for row in rows) + most
     keys = torch.zeros(s.layers, count, s.kv_heads, width, s.head_dim)
-    values, group, slots = torch.zeros_like(keys), s.heads // s.kv_heads, torch.arange(width)
+    values = torch.zeros_like(keys)
+    group = s.heads // s.kv_heads
+    slots = torch.arange(width)
     last = torch.tensor([row.start - 1 for row in rows])
     ids = torch.zeros(count, int(last.max()) + 1, dtype=torch.long)
     for i, row in enumerate(rows):
         ids[i, : row.start] = torch.tensor(row.ids)
-    at, alive, mask = slots[: ids.shape[1]].expand(count, -1), rows, np.zeros(s.vocab // 32, "i4")
-    waiting, streams = guides, {id(row): list[Tensor]() for row in rows}
+    at = slots[: ids.shape[1]].expand(count, -1)
+    alive = rows
+    mask = np.zeros(s.vocab // 32, "i4")
+    waiting = guides
+    streams = {id(row): list[Tensor]() for row in rows}
     for step in range(most):
         n = len(alive)
-        x, top, kept = model.model.embed_tokens(ids), int(at.max()) + 1, []
+        x = model.model.embed_tokens(ids)
+        top = int(at.max()) + 1
+        kept = []
         cos, sin = rotary(s, at.reshape(-1))
         rope = cos.view(n, 1, -1, s.head_dim), sin.view(n, 1, -1, s.head_dim)
         seen = (slots[:top] <= at[..., None])[:, None]
         spread = at[:, None, :, None].expand(-1, s.kv_heads, -1, s.head_dim)
         for number, layer in enumerate(model.model.layers):
-            y, attend = layer.input_layernorm(x), layer.self_attn
+            y = layer.input_layernorm(x)
+            attend = layer.self_attn
             heads = (n, y.shape[1], s.kv_heads, s.head_dim)
             for cache, made in (
                 (keys, rotate(attend.k_proj(y).view(heads).transpose(1, 2), rope)),
@@ -241,9 +252,12 @@ def answer(
                 going.append(i)
         if not going:
             break
-        at, last = (at[:, 0] if step else last)[going, None] + 1, torch.zeros_like(last[going])
-        keys, values = keys[:, going], values[:, going]
-        alive, waiting = [alive[i] for i in going], [waiting[i] for i in going]
+        at = (at[:, 0] if step else last)[going, None] + 1
+        last = torch.zeros_like(last[going])
+        keys = keys[:, going]
+        values = values[:, going]
+        alive = [alive[i] for i in going]
+        waiting = [waiting[i] for i in going]
         ids = torch.tensor([row.ids[-1:] for row in alive])
     for row in rows:
         row.streams = torch.cat(streams[id(row)])
@@ -261,7 +275,8 @@ def made_up(
         for line in (HERE / "smollm_held.jsonl").read_text().splitlines()
     ]
     about = {text.removeprefix(begun.lower()) for text in held for _, begun in BEGUN}
-    rows, begun = [], [rng.choice(BEGUN) for _ in range(count)]
+    rows = []
+    begun = [rng.choice(BEGUN) for _ in range(count)]
     for kind, text in begun:
         opened = prompt(text).removesuffix(f"{END}\n<|im_start|>assistant\n")
         ids = tokenizer.backend.encode(opened).ids
@@ -281,13 +296,17 @@ def made_up(
 
 def make_rows(args: argparse.Namespace) -> None:
     """``rows/*.pt``, 32 rows each, by families in turn."""
-    tokenizer, model, prompts = Tokenizer(args.model), load_target(args.model), Prompts(args.seed)
+    tokenizer = Tokenizer(args.model)
+    model = load_target(args.model)
+    prompts = Prompts(args.seed)
     vocabulary = Vocabulary.from_tokenizer(tokenizer.backend, SIZES.vocab, tokenizer.stop_ids)
-    backend, rng = make_backend("llguidance", vocabulary), random.Random(args.seed)
+    backend = make_backend("llguidance", vocabulary)
+    rng = random.Random(args.seed)
     (args.work / "rows").mkdir(exist_ok=True)
     for number, family in zip(tqdm(range(args.batches), "rows"), itertools.cycle(args.families)):
         kinds, most = FAMILIES[family]
-        rows, guides = [], []
+        rows = []
+        guides = []
         own = made_up(model, tokenizer, rng, 64) if family == "own" else []
         for _ in range(32):
             kind = rng.choice(kinds)
@@ -311,7 +330,8 @@ class Data:
     def __init__(self, folder: Path) -> None:
         self.train: list[Row] = []
         self.held: list[Row] = []
-        self._folder, self._known = folder, set[Path]()
+        self._folder = folder
+        self._known = set[Path]()
         self.look()
         # A few columns of the streams are a thousand times the others: the head learns on what is
         # left once each is divided by its size, and `export` takes that into `fc`.
@@ -342,7 +362,9 @@ class Batch:
     """Padded rows, and the positions of theirs that are drafted from, for tokens two behind."""
 
     def __init__(self, rows: list[Row], at: list[list[int]], scale: Tensor, kept: Tensor) -> None:
-        b, n, r = len(rows), max(len(row.ids) for row in rows), max(map(len, at))
+        b = len(rows)
+        n = max(len(row.ids) for row in rows)
+        r = max(map(len, at))
         self.ids = torch.zeros(b, n, dtype=torch.long)
         streams = torch.zeros(b, n, 4 * H)
         self.at = torch.full((b, r), n - 3)
@@ -362,15 +384,19 @@ class Batch:
         self.kept = kept
         #: Of the real positions, [_, kept].
         self.illegal = torch.from_numpy(unpacked(np.stack(legal))[:, kept.numpy()] == 0)
-        self.features, self.final = streams[:, :-2, : 3 * H] / scale, streams[..., 3 * H :]
+        self.features = streams[:, :-2, : 3 * H] / scale
+        self.final = streams[..., 3 * H :]
 
 
 class Trainer:
     """A head without output rows of its own: those of the target stand, for a draft vocabulary."""
 
     def __init__(self, args: argparse.Namespace) -> None:
-        self.args, self.data, target = args, Data(args.work / "rows"), load_target(args.model).model
-        self.embed, self.norm = target.embed_tokens.weight.detach(), target.norm.weight.detach()
+        self.args = args
+        self.data = Data(args.work / "rows")
+        target = load_target(args.model).model
+        self.embed = target.embed_tokens.weight.detach()
+        self.norm = target.norm.weight.detach()
         self.kept = draft_vocabulary(self.data.train, args.draft_vocab)
         self.head = Eagle3(HEAD, self.kept)
         del self.head.lm_head
@@ -410,8 +436,11 @@ class Trainer:
         batch.features += torch.empty_like(batch.features).uniform_(-0.1, 0.1)
         final = batch.final.gather(1, (batch.at + 1)[..., None].expand(-1, -1, H))[batch.real]
         scores = (SHARP * (final @ self.embed[kept].T)).masked_fill(batch.illegal, -1e4)
-        aim, right = scores.softmax(-1), batch.ids.gather(1, batch.at + 2)[batch.real]
-        loss, known, hit = torch.zeros(()), ~batch.illegal.all(-1), torch.ones(batch.at.shape)
+        aim = scores.softmax(-1)
+        right = batch.ids.gather(1, batch.at + 2)[batch.real]
+        loss = torch.zeros(())
+        known = ~batch.illegal.all(-1)
+        hit = torch.ones(batch.at.shape)
         order = torch.arange(batch.at.shape[1]).expand_as(batch.at)
         for step, logits in enumerate(self.drafts(batch, steps)):
             made = (order >= step)[batch.real] & known
@@ -459,7 +488,9 @@ class Trainer:
         embeddings, and pass on what the regression says of the last token's embedding. Three look
         for places where the last token stood before and pass on what came behind it.
         """
-        head, d, own = self.head, HEAD.head_dim, 6 * HEAD.head_dim
+        head = self.head
+        d = HEAD.head_dim
+        own = 6 * HEAD.head_dim
         attend = head.midlayer.self_attn
         q, k, v, o = (getattr(attend, f"{n}_proj").weight for n in "qkvo")
         some = self.data.train[::3]
@@ -495,22 +526,29 @@ class Trainer:
         slow = torch.cat([torch.arange(16, 32), torch.arange(48, 64)])  # hardly rotated
         copied = torch.linalg.qr(torch.randn(H, 3 * d))[0]
         for i in range(3):
-            at, which = own + i * d + slow, slice(32 * i, 32 * i + 32)
+            at = own + i * d + slow
+            which = slice(32 * i, 32 * i + 32)
             k[at] = 0
             q[at, :H] = 2.5**0.5 * looks[-96:][which]
             k[at, H:] = 2.5**0.5 * low[:, which].T * size / share
-        v[own:, :H], o[:, own:] = copied.T, 0.3 * copied
+        v[own:, :H] = copied.T
+        o[:, own:] = 0.3 * copied
         head.midlayer.mlp.down_proj.weight.mul_(0.1)
         head.norm.weight.copy_(0.8 * self.norm)
 
     def run(self) -> None:
         """AdamW, the rate falling to nothing with the minutes; of one step or of three, by lot."""
-        args, head = self.args, self.head
+        args = self.args
+        head = self.head
         self.warm()
         optimizer = torch.optim.AdamW(head.parameters(), betas=(0.9, 0.98), weight_decay=0.01)
-        batches, spent, said, losses = self.data.batches(args.tokens, self.rng), 0.0, 0.0, []
+        batches = self.data.batches(args.tokens, self.rng)
+        spent = 0.0
+        said = 0.0
+        losses = []
         for step in itertools.count(1):
-            begun, share = time.monotonic(), spent / args.minutes
+            begun = time.monotonic()
+            share = spent / args.minutes
             loss = self.loss(next(batches), 3 if self.rng.random() < 0.6 else 1)
             loss.backward()
             torch.nn.utils.clip_grad_norm_(head.parameters(), 1.0)
@@ -522,16 +560,14 @@ class Trainer:
             spent += (time.monotonic() - begun) / 60
             if spent - said < 2 and spent < args.minutes:
                 continue
-            said, row = (
-                spent,
-                {
-                    "step": step,
-                    "minutes": spent,
-                    "rows": len(self.data.train),
-                    "loss": sum(losses) / len(losses),
-                    "acceptance_length": self.acceptance(self.data.held),
-                },
-            )
+            said = spent
+            row = {
+                "step": step,
+                "minutes": spent,
+                "rows": len(self.data.train),
+                "loss": sum(losses) / len(losses),
+                "acceptance_length": self.acceptance(self.data.held),
+            }
             with (args.work / "training_log.jsonl").open("a") as log:
                 log.write(json.dumps(row) + "\n")
             tqdm.write(json.dumps(row))
@@ -562,7 +598,8 @@ def export(args: argparse.Namespace) -> None:
     """
     words = Tokenizer(args.model).backend.get_vocab()
     was = torch.load(args.work / "head.pt")
-    kept, head = set(was["kept"].tolist()), was["head"]
+    kept = set(was["kept"].tolist())
+    head = was["head"]
     kept |= set(
         [token for token in range(SIZES.vocab) if token not in kept][
             : args.export_vocab - len(kept)

@@ -33,7 +33,8 @@ _PIECE = re.compile(r"\\.|\[(?:\\.|[^\]\\])*\]|.", re.DOTALL)
 _ANY = r"(?s:.)*"
 
 #: Any key, and any that needs no escape.
-ANY_KEY, PLAIN_KEY = f'"(?:{_PLAIN}|{_ESCAPED})*"', f'"{_PLAIN}*"'
+ANY_KEY = f'"(?:{_PLAIN}|{_ESCAPED})*"'
+PLAIN_KEY = f'"{_PLAIN}*"'
 
 
 def key(name: str) -> str:
@@ -53,7 +54,8 @@ def pattern_key(pattern: str) -> str:
 
     `Cannot` if the pattern has anchors elsewhere than at the ends of its alternatives.
     """
-    options, depth = [""], 0
+    options = [""]
+    depth = 0
     for piece in _PIECE.findall(pattern):
         depth += (piece == "(") - (piece == ")")
         if piece == "|" and depth == 0:
@@ -65,7 +67,8 @@ def pattern_key(pattern: str) -> str:
 
 def _found(option: str, pattern: str) -> str:
     pieces = _PIECE.findall(option)
-    start, end = pieces[:1] == ["^"], pieces[-1:] == ["$"]
+    start = pieces[:1] == ["^"]
+    end = pieces[-1:] == ["$"]
     inner = pieces[start : len(pieces) - end]
     if "^" in inner or "$" in inner:
         raise Cannot("patternProperties", f"pattern {pattern[:40]!r} has anchors inside")
@@ -111,7 +114,9 @@ def object_rules(name: str, pairs: Pairs) -> dict[str, str]:
     way. The brace ends the rule of what follows a pair, and not that of the object, so that the
     parser has nothing to complete at the end of each pair.
     """
-    count, needed, others = len(pairs.names), pairs.needed, pairs.others
+    count = len(pairs.names)
+    needed = pairs.needed
+    others = pairs.others
     if not pairs.names:
         return {name: f'"{{" ({others} (COMMA {others})*)? "}}"' if others else '"{" "}"'}
     end = '"}"' + (f" %if is_ones([0:{needed}])" if needed else "")

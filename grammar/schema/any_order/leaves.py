@@ -30,7 +30,9 @@ class Leaves:
     """Leaves of one schema document; if careful, LLGuidance is asked whether anything fits them."""
 
     def __init__(self, root: Any, options: dict[str, Any], careful: bool):
-        self._root, self._options, self._careful = root, options, careful
+        self._root = root
+        self._options = options
+        self._careful = careful
         self._references = References(root)
         self._references.nested &= _bases_matter(root)
         self._made: dict[tuple[int, tuple[str, ...]], tuple[Any, Any]] = {}  # with what it is of

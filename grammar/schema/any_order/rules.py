@@ -180,7 +180,8 @@ class _Rules:
         together = self._leaves.conjuncts(rest)
         if together is None:
             return None
-        small, names = [], []
+        small = []
+        names = []
         for option in options:
             if any(map(self._leaves.has_objects, (option, *together))):
                 names.append(self.of((option, *together)))

@@ -76,7 +76,8 @@ class Disjointness:
                     self._apart(part, second, kinds, depth - 1) for part in first[keyword]
                 ):
                     return True
-        values, others = values_of(one), values_of(other)
+        values = values_of(one)
+        others = values_of(other)
         if values is not None and others is not None:
             return not any(
                 a == b and isinstance(a, bool) == isinstance(b, bool)
@@ -124,7 +125,8 @@ def _property(schema: dict[str, Any], name: str) -> Any:
 
 def _refused(words: list[Any], schema: dict[str, Any]) -> bool:
     """Whether a schema's own string keywords refuse every one of the words."""
-    low, high = schema.get("minLength", 0), schema.get("maxLength", math.inf)
+    low = schema.get("minLength", 0)
+    high = schema.get("maxLength", math.inf)
     found = None
     with contextlib.suppress(re.error, KeyError):
         re.compile(schema["pattern"])

@@ -77,7 +77,8 @@ class Negation:
         """
         self._missing = []
         try:
-            found, missing = self.of(schema, kinds, names), self._missing
+            found = self.of(schema, kinds, names)
+            missing = self._missing
         finally:
             self._missing = None
         if found is False and missing:
@@ -209,7 +210,8 @@ class Negation:
         return {"type": "array", "minItems": index + 1, prefix: [True] * index + [schema]}
 
     def _arrays(self, schema: dict[str, Any]) -> Any:
-        items, prefix = schema.get("items"), schema.get("prefixItems", [])
+        items = schema.get("items")
+        prefix = schema.get("prefixItems", [])
         rest = items if not isinstance(items, list) else schema.get("additionalItems", True)
         prefix = items if isinstance(items, list) else prefix if self._draft >= 2020 else []
         for index, part in enumerate(prefix):

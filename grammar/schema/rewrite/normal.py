@@ -73,7 +73,8 @@ def _in_force(part: Any, draft: int, names: bool) -> Any:
             draft < _SINCE.get(key, 0) or (alone and key != "$ref" and key not in _BESIDE_REF)
         ):
             continue
-        data, maps = not names and key in _DATA, not names and key in MAPS
+        data = not names and key in _DATA
+        maps = not names and key in MAPS
         kept[key] = value if data else _in_force(value, draft, maps)
     return kept
 
@@ -128,7 +129,8 @@ def _evaluated(
         found = _evaluated(one, references, (), [*above, part])
         if found is None:
             return None
-        names, patterns = names | found[0], patterns | found[1]
+        names = names | found[0]
+        patterns = patterns | found[1]
     for keyword in _IN_PLACE:
         value = part.get(keyword, [])
         if not isinstance(value, list):

@@ -90,7 +90,8 @@ def _name_pattern(names: Any) -> str:
         texts = [re.sub(r"([^A-Za-z0-9 _-])", r"\\\1", w) for w in words if isinstance(w, str)]
         return f"^(?:{'|'.join(texts)})$"
     if set(said) <= {"minLength", "maxLength"}:
-        low, high = said.get("minLength", 0), said.get("maxLength", "")
+        low = said.get("minLength", 0)
+        high = said.get("maxLength", "")
         return f"^[\\s\\S]{{{low},{high}}}$"
     raise Cannot("propertyNames", f"with {', '.join(sorted(said))} cannot be enforced")
 
@@ -102,7 +103,8 @@ def property_count(schema: dict[str, Any]) -> list[Any] | None:
     """
     low = int(schema.get("minProperties", 0))
     high = schema.get("maxProperties")
-    properties, required = schema.get("properties", {}), set(required_of(schema))
+    properties = schema.get("properties", {})
+    required = set(required_of(schema))
     optional = [n for n, part in properties.items() if part is not False and n not in required]
     closed = schema.get("additionalProperties") is False and not schema.get("patternProperties")
     if not optional:
@@ -171,7 +173,8 @@ def contains(part: Any, schema: dict[str, Any], prefix: str) -> list[Any]:
 
     ``prefix`` is the keyword for first items: ``"prefixItems"`` or ``"items"``.
     """
-    least, bound = int(schema.get("minContains", 1)), schema.get("maxItems")
+    least = int(schema.get("minContains", 1))
+    bound = schema.get("maxItems")
     if "maxContains" in schema:
         raise Cannot("contains", "with maxContains cannot be enforced")
     if part is True or part == {}:

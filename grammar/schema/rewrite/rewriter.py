@@ -60,7 +60,8 @@ class Rewriter:
     ):
         self.lost: list[Reason] = []  # has no exact form
         self.narrowed: list[Reason] = []
-        self.draft, self.assert_formats = draft, assert_formats
+        self.draft = draft
+        self.assert_formats = assert_formats
         self._rules = rules
         self.references = References(root)
         self.negation = Negation(self.references, draft)
@@ -96,7 +97,8 @@ class Rewriter:
         self._keyword(keyword, value, site)
 
     def _keyword(self, keyword: str, value: Any, site: Site) -> None:
-        here, out = f"{site.at}/{escape(keyword)}", site.out
+        here = f"{site.at}/{escape(keyword)}"
+        out = site.out
         relevant = _ABOUT.get(keyword) in (None, *site.kinds)
         if keyword in self._rules:
             if relevant:
@@ -169,7 +171,8 @@ Rule = Callable[[Rewriter, Any, Site], None]
 
 def _fold(out: dict[str, Any]) -> None:
     """Patterns of listed names only go into ``properties``: LLGuidance would begin another key."""
-    listed, patterns = out.get("properties", {}), out.get("patternProperties", {})
+    listed = out.get("properties", {})
+    patterns = out.get("patternProperties", {})
     for pattern in list(patterns):
         words = literals(pattern)
         if words and listed.keys() >= set(words):

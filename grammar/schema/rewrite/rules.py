@@ -45,7 +45,8 @@ def _one_of(to: Rewriter, value: Any, site: Site) -> None:
     try:
         if sum(map(len, overlaps.values())) > _MOST_OVERLAPS:
             raise Cannot("oneOf", f"with {len(value)} options too much is to be excluded")
-        options, narrowed = [], []
+        options = []
+        narrowed = []
         for i, part in enumerate(made):
             kinds = meet(site.kinds, kinds_of(value[i]))
             names = _closed_names(to, value[i])
@@ -104,7 +105,8 @@ def _without(
 
 def _share_only_empty(to: Rewriter, one: Any, other: Any) -> dict[str, Any] | None:
     """What else to ask of the first, if nothing but ``[]`` or ``{}`` fits both."""
-    one, other = to.references.behind(one), to.references.behind(other)
+    one = to.references.behind(one)
+    other = to.references.behind(other)
     if not isinstance(one, dict) or not isinstance(other, dict):
         return None
     kind = one.get("type")
@@ -124,7 +126,8 @@ def _not(to: Rewriter, value: Any, site: Site) -> None:
 
 
 def _if(to: Rewriter, value: Any, site: Site) -> None:
-    then, other = site.schema.get("then", True), site.schema.get("else", True)
+    then = site.schema.get("then", True)
+    other = site.schema.get("else", True)
     if then is True and other is True:
         return
     if then is True:

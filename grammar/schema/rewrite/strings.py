@@ -35,9 +35,12 @@ def ecma_pattern(pattern: str) -> str:
     look-around and back-references, which describe no regular language here.
     """
     out: list[str] = []
-    at, inside, start = 0, False, 0
+    at = 0
+    inside = False
+    start = 0
     while at < len(pattern):
-        char, pair = pattern[at], pattern[at : at + 2]
+        char = pattern[at]
+        pair = pattern[at : at + 2]
         if char == "\\":
             piece, step = _escape(pattern, at, inside)
             out.append(piece)
@@ -54,7 +57,8 @@ def ecma_pattern(pattern: str) -> str:
             elif pair in ("&&", "--", "~~"):
                 char = "\\" + char
         elif char == "[":
-            inside, start = True, len(out)
+            inside = True
+            start = len(out)
             if pattern.startswith(("[]", "[^]"), at):
                 raise Cannot("pattern", f"the empty class in {pattern!r} is not supported")
         elif pattern.startswith(("(?=", "(?!", "(?<=", "(?<!"), at):
@@ -106,7 +110,8 @@ def _escape(pattern: str, at: int, inside: bool) -> tuple[str, int]:
     digits = "[0-9A-Fa-f]{2}"
     surrogates = re.match(rf"\\u([Dd][89ABab]{digits})\\u([Dd][C-Fc-f]{digits})", pattern[at:])
     if surrogates:
-        high, low = int(surrogates[1], 16), int(surrogates[2], 16)
+        high = int(surrogates[1], 16)
+        low = int(surrogates[2], 16)
         return code_point(0x10000 + ((high - 0xD800) << 10) + (low - 0xDC00)), 12
     braced = re.match(r"\\[uxpP]\{[^}]*\}", pattern[at:])
     if braced:
@@ -117,7 +122,8 @@ def _escape(pattern: str, at: int, inside: bool) -> tuple[str, int]:
 
 
 def _not_space(inside: bool) -> str:
-    ranges, start = [], 0
+    ranges = []
+    start = 0
     spaces = [
         *range(9, 14),
         32,
@@ -199,11 +205,14 @@ def _formats() -> dict[str, str]:
 
 def _uri_reference(v4: str, v6: str) -> str:
     """RFC 3986."""
-    free, pct = r"A-Za-z0-9._~!$&'()*+,;=\-", "%[0-9A-Fa-f]{2}"
-    char, no_colon = f"(?:[{free}:@]|{pct})", f"(?:[{free}@]|{pct})+"
+    free = r"A-Za-z0-9._~!$&'()*+,;=\-"
+    pct = "%[0-9A-Fa-f]{2}"
+    char = f"(?:[{free}:@]|{pct})"
+    no_colon = f"(?:[{free}@]|{pct})+"
     host = rf"(?:\[(?:{v6}|[vV][0-9A-Fa-f]+\.[{free}:]+)\]|(?:[{free}]|{pct})*)"
     net = f"//(?:(?:[{free}:]|{pct})*@)?{host}(?::[0-9]*)?(?:/{char}*)*"
-    rooted, more = f"/(?:{char}+(?:/{char}*)*)?", f"(?:/{char}*)*"
+    rooted = f"/(?:{char}+(?:/{char}*)*)?"
+    more = f"(?:/{char}*)*"
     tail = rf"(?:\?(?:{char}|[/?])*)?(?:#(?:{char}|[/?])*)?"
     absolute = rf"[A-Za-z][A-Za-z0-9+.\-]*:(?:{net}|{rooted}|{char}+{more}|){tail}"
     return f"^(?:{absolute}|(?:{net}|{rooted}|{no_colon}{more}|){tail})$"

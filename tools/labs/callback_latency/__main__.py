@@ -94,7 +94,8 @@ def measure(
 
     After ``limit_s`` seconds in a state the cells keep what they have, one turn at least.
     """
-    rng, done = random.Random(seed), []
+    rng = random.Random(seed)
+    done = []
     for state in python:
         cells = [Cell(arm, state) for arm in arms]
         turns = range(1 + -(-samples // BATCH))
@@ -114,7 +115,8 @@ def measure(
 
 def quantiles(nanoseconds: np.ndarray) -> dict[str, float]:
     """Order statistics in microseconds; none is interpolated."""
-    ordered, last = np.sort(nanoseconds) / 1000.0, len(nanoseconds) - 1
+    ordered = np.sort(nanoseconds) / 1000.0
+    last = len(nanoseconds) - 1
     return {name: float(ordered[round(q * last)]) for name, q in QUANTILES.items()}
 
 
@@ -127,7 +129,8 @@ def report(device: Device, cells: Sequence[Cell]) -> dict[str, Any]:
     }
     rows = []
     for cell in cells:
-        floor, joins = floors[cell.python, cell.arm.callbacks], np.concatenate(cell.join)
+        floor = floors[cell.python, cell.arm.callbacks]
+        joins = np.concatenate(cell.join)
         met = np.concatenate(cell.held).reshape(len(joins), -1)
         rows.append(
             {

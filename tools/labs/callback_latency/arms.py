@@ -27,7 +27,8 @@ from graft.native import _native
 KERNELS = Path(__file__).parents[2] / "kernels" / "clock.cu"
 #: The floor, graft's transports, and the peer.
 ARMS = ("empty", "native", "native spin", "mailbox", "spinkernel", "python", "cuda.core")
-BASELINE, PEER = "empty", "cuda.core"
+BASELINE = "empty"
+PEER = "cuda.core"
 #: Arms whose body runs in a function that the driver's thread calls: they have a hop.
 HOPPING = ("native", "native spin", "python", PEER)
 PYTHON = ("python", PEER)
@@ -66,7 +67,9 @@ class Arm:
     """A graph with two stamping kernels around ``callbacks`` host steps, replayed one at a time."""
 
     def __init__(self, device: Device, name: str, callbacks: int, work: Any = None) -> None:
-        self.name, self.callbacks, self.soft = name, callbacks, device.kind == "soft"
+        self.name = name
+        self.callbacks = callbacks
+        self.soft = device.kind == "soft"
         self.stream = device.stream(f"latency {name}")
         self.stamps = device.pinned((2,), "uint64")
         self.called: list[int] = []
@@ -80,14 +83,17 @@ class Arm:
             self._handle = int(self._executable.handle)
         else:
             self._executable = self._graft(device, work)
-            self._native, self._handle = self._executable._native, 0
+            self._native = self._executable._native
+            self._handle = 0
 
     def _graft(self, device: Device, work: Any) -> Any:
         graph = self._graph = Graph(device, f"latency {self.name}")
-        stamp, lane = device.load(KERNELS)["stamp_ns"], graph.lane("main")
+        stamp = device.load(KERNELS)["stamp_ns"]
+        lane = graph.lane("main")
         lane.kernel(stamp, 1, 1, (self.stamps, 0), name="before")
         for i in range(self.callbacks):
-            title, body = f"host step {i}", work or self._work(i)
+            title = f"host step {i}"
+            body = work or self._work(i)
             if self.name == BASELINE:
                 graph.add(
                     "empty",
@@ -127,8 +133,11 @@ class Arm:
         from cuda.core.graph import GraphDefinition, GraphNode
 
         CoreDevice(device.ordinal).set_current()
-        code, definition, one = _object_code(device), GraphDefinition(), LaunchConfig(1, block=1)
-        stamp, where = code.get_kernel("stamp_ns"), np.uint64(self.stamps.ptr)
+        code = _object_code(device)
+        definition = GraphDefinition()
+        one = LaunchConfig(1, block=1)
+        stamp = code.get_kernel("stamp_ns")
+        where = np.uint64(self.stamps.ptr)
         node = definition.launch(one, stamp, where, np.int32(0))
         for _ in range(self.callbacks):
             # A callback node's own attribute "callback" is its function.
@@ -139,7 +148,8 @@ class Arm:
 
     def body(self) -> Any:
         """Return the Python body: it says when it ran, and nothing else."""
-        append, clock = self.called.append, time.monotonic_ns
+        append = self.called.append
+        clock = time.monotonic_ns
         return lambda: append(clock())
 
     def prepare(self) -> None:
@@ -213,7 +223,8 @@ def _object_code(device: Device) -> Any:
     """Return the stamping kernels as cuda.core's ObjectCode."""
     from cuda.core import ObjectCode, Program, ProgramOptions
 
-    text, folders = KERNELS.read_text(), include_folders(KERNELS.parent)
+    text = KERNELS.read_text()
+    folders = include_folders(KERNELS.parent)
     if device.kind == "soft":
         from graft.native.softcuda.compile import compile_cpu
 

@@ -51,15 +51,14 @@ from graft.tools.labs.gil_deadlock.cell import (
 )
 from graft.tools.report import table as columns
 
-COMPLETES, POTENTIAL, HANGS, FREED, FAILED = (
-    "completes",
-    "potential",
-    "hangs",
-    "released",
-    "failed",
-)
+COMPLETES = "completes"
+POTENTIAL = "potential"
+HANGS = "hangs"
+FREED = "released"
+FAILED = "failed"
 #: A driver call or host function that lasts so long is stuck. A mailbox's own deadline comes first.
-WATCHDOG_S, MAILBOX_WATCHDOG_S = 2, 60
+WATCHDOG_S = 2
+MAILBOX_WATCHDOG_S = 60
 #: On CUDA hardware a child that lasts so long hangs.
 CUDA_LIMIT_S = 30.0
 CHILD_LIMIT_S = 200.0
@@ -161,7 +160,8 @@ def play(cell: Cell, soft: bool = True) -> Verdict:
             _, errors = child.communicate()
         seen = watch.read(path)
     seconds = time.monotonic() - begun
-    outcome, report = FAILED, errors.strip()
+    outcome = FAILED
+    report = errors.strip()
     if child.returncode == watch.WATCHDOG_STATUS or (overdue and not soft):
         outcome = HANGS
     elif child.returncode == RELEASED:

@@ -169,7 +169,8 @@ def pattern_call(device: Device, cell: Cell, queue: _Queue) -> tuple[Callable[[]
             lambda: _check("cuLaunchHostFunc", driver.cuLaunchHostFunc(stream, nothing, None))
         ), nothing
     if cell.pattern == "copy":
-        data, host = device.zeros((16,), "int32"), ctypes.create_string_buffer(64)
+        data = device.zeros((16,), "int32")
+        host = ctypes.create_string_buffer(64)
         source = ctypes.c_uint64(data.ptr)
         return (
             lambda: _check(
@@ -178,7 +179,8 @@ def pattern_call(device: Device, cell: Cell, queue: _Queue) -> tuple[Callable[[]
         ), (data, host)
     module, keep = compile_text(device, KERNELS.read_text(), KERNELS.name, {}, KERNELS.parent)
     function = ctypes.c_void_p(int(call(cu.cuModuleGetFunction, module, b"stamp_ns")))
-    stamps, other = device.zeros((2,), "uint64"), device.stream("other")
+    stamps = device.zeros((2,), "uint64")
+    other = device.stream("other")
     values = (ctypes.c_uint64(stamps.ptr), ctypes.c_int(0))
     table = (ctypes.c_void_p * 2)(*(ctypes.addressof(value) for value in values))
     on = ctypes.c_void_p(other.handle)
@@ -196,7 +198,8 @@ def position(device: Device, cell: Cell) -> Callable[[], None]:
     if device.kind != "soft":
         return lambda: sleep(int(POSITION_CUDA_S * 1e6))
     soft = ctypes.PyDLL(SONAME)
-    count, asks = soft.softcuda_count, soft.softcuda_watch_asks
+    count = soft.softcuda_count
+    asks = soft.softcuda_watch_asks
     count.restype = asks.restype = ctypes.c_int64
 
     def wait() -> None:
