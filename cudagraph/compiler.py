@@ -20,9 +20,12 @@ from graft.cudagraph.context import Context
 from graft.cudagraph.driver import call, cu
 from graft.cudagraph.errors import KernelError
 from graft.native import _native
-from graft.native.softcuda.compile import KernelCompileError, compile_cpu
+from graft.native.softcuda.compile import KernelCompileError, compile_cpu, included_files
 
-KERNELS = Path(__file__).parent / "kernels"
+KERNELS = Path(__file__).resolve().parent / "kernels"
+#: Folder that holds graft's packages. Kernels include headers of other packages relative to it:
+#: ``#include "sampling/kernels/slot.cuh"``.
+INCLUDE_ROOT = KERNELS.parents[1]
 
 
 def cache_folder() -> Path:
@@ -75,8 +78,8 @@ def nvrtc_options(
 
 
 def include_folders(folder: Path | None) -> list[Path]:
-    """Return where includes are looked for: graft's kernels, then the text's own folder."""
-    folders = [KERNELS.resolve()]
+    """Return the include folders: graft's root, `cudagraph/kernels` and the folder of the text."""
+    folders = [INCLUDE_ROOT, KERNELS]
     if folder is not None and folder.resolve() not in folders:
         folders.append(folder.resolve())
     return folders
@@ -119,11 +122,10 @@ def _compile_cuda(
         raise KernelError(
             f"{name}: compiling for CUDA needs CuPy (pip install graft-cuda[cuda13])"
         ) from error
-    # CuPy's cache key does not see included files, so their digest becomes part of the text.
+    # CuPy's cache key does not cover included files, so their digest becomes part of the text.
     digest = hashlib.sha256()
-    for place in include_folders(folder):
-        for header in sorted((*place.glob("*.cuh"), *place.glob("*.h"))):
-            digest.update(header.read_bytes())
+    for path, header in sorted(included_files(text, include_folders(folder)).items()):
+        digest.update(f"{path}\0{header}\0".encode())
     stamped = f'// includes: {digest.hexdigest()}\n#line 1 "{name}"\n{text}'
     path = None if folder is None else folder / name
     options = tuple(nvrtc_options(path, defines))

@@ -1,19 +1,19 @@
 """Grammars, matchers and the guided decoder."""
 
-from .backends.llguidance import LLGuidanceBackend
-from .backends.registry import BACKENDS, make_backend
-from .backends.xgrammar import XGrammarBackend
-from .compile.service import GrammarService
-from .decoder import GuidedDecoder, GuidedRequest
-from .errors import GrammarError, GuideError
-from .judge import check_output
-from .matcher import CompiledGrammar, GrammarBackend, Matcher
-from .resolve import resolved
-from .schema.router import Route, route
-from .schema.terms import Reason
-from .spec import Marker, Spec
-from .statement import GrammarSpec, StructuralTag
-from .vocabulary import Vocabulary
+from graft.grammar.backends.llguidance import LLGuidanceBackend
+from graft.grammar.backends.registry import BACKENDS, make_backend
+from graft.grammar.backends.xgrammar import XGrammarBackend
+from graft.grammar.compile.service import GrammarService
+from graft.grammar.decoder import GuidedDecoder, GuidedRequest
+from graft.grammar.errors import GrammarError, GuideError
+from graft.grammar.matcher import CompiledGrammar, GrammarBackend, Matcher
+from graft.grammar.resolve import resolved
+from graft.grammar.schema.router import Route, route
+from graft.grammar.schema.terms import Reason
+from graft.grammar.spec import Marker, Spec
+from graft.grammar.statement import GrammarSpec, StructuralTag
+from graft.grammar.validate import check_output
+from graft.grammar.vocabulary import Vocabulary
 
 __all__ = [
     "BACKENDS",

@@ -12,15 +12,14 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 from graft.cudagraph.errors import OptionError
-from graft.cudagraph.exchange import Exchange
 from graft.cudagraph.graph import GraphLane
 from graft.cudagraph.hostwork import NativeWork
 from graft.cudagraph.mailbox import MailboxWorker
+from graft.grammar.errors import GuideError
+from graft.grammar.forced import ForcedText
+from graft.grammar.matcher import Matcher
 from graft.native import _native
-
-from .errors import GuideError
-from .forced import ForcedText
-from .matcher import Matcher
+from graft.sampling.exchange import Exchange
 
 __all__ = ["GuidedDecoder", "GuidedRequest", "Span"]
 

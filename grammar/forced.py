@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import numpy as np
 
+from graft.grammar.vocabulary import Vocabulary
 from graft.native import _native
-
-from .vocabulary import Vocabulary
 
 __all__ = ["ForcedText"]
 

@@ -12,11 +12,10 @@ from typing import Any, Protocol, runtime_checkable
 
 import numpy as np
 
+from graft.grammar.errors import GrammarError, clean_message
+from graft.grammar.spec import Marker, Spec
+from graft.grammar.vocabulary import Vocabulary
 from graft.native import _native
-
-from .errors import GrammarError, clean_message
-from .spec import Marker, Spec
-from .vocabulary import Vocabulary
 
 __all__ = ["CompiledGrammar", "GrammarBackend", "Matcher", "NativeBackedMatcher"]
 

@@ -7,12 +7,12 @@ import json
 from dataclasses import replace
 from typing import Any, TypeVar
 
-from .errors import GrammarError
-from .schema.enforcement import BACKENDS, available_backends, ignored
-from .schema.router import refusal, route
-from .schema.terms import word_set
-from .schema.wellformed import check_schema
-from .spec import Spec, check_text, parsed
+from graft.grammar.errors import GrammarError
+from graft.grammar.schema.enforcement import BACKENDS, available_backends, ignored
+from graft.grammar.schema.router import refusal, route
+from graft.grammar.schema.terms import word_set
+from graft.grammar.schema.wellformed import check_schema
+from graft.grammar.spec import Spec, check_text, parsed
 
 __all__ = ["json_text", "resolved", "without_hint"]
 

@@ -6,9 +6,9 @@ import json
 from dataclasses import dataclass
 from typing import Any, Literal, get_args
 
-from .errors import GrammarError
-from .schema.options import KeyOrder, Whitespace, check_options
-from .vocabulary import Vocabulary
+from graft.grammar.errors import GrammarError
+from graft.grammar.schema.options import KeyOrder, Whitespace, check_options
+from graft.grammar.vocabulary import Vocabulary
 
 __all__ = ["Marker", "Spec", "check_text", "parsed"]
 

@@ -9,12 +9,12 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from .compile.process import ChildLost, Question, ask
-from .errors import GrammarError
-from .resolve import json_text, without_hint
-from .schema.options import KeyOrder, Whitespace
-from .schema.wellformed import check_schema
-from .spec import Marker, Spec, check_text, parsed
+from graft.grammar.errors import GrammarError
+from graft.grammar.resolve import json_text, without_hint
+from graft.grammar.schema.options import KeyOrder, Whitespace
+from graft.grammar.schema.wellformed import check_schema
+from graft.grammar.spec import Marker, Spec, check_text, parsed
+from graft.native.children.process import ChildLost, Question, ask
 
 __all__ = ["GrammarSpec", "StructuralTag"]
 

@@ -12,7 +12,7 @@ from typing import Any
 
 import tokenizers
 
-from .errors import GrammarError
+from graft.grammar.errors import GrammarError
 
 __all__ = ["Vocabulary"]
 

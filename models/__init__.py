@@ -8,7 +8,9 @@ from graft.models.drafters import (
     Feed,
     TreeShape,
 )
-from graft.models.engine import Engine
+from graft.models.engine.engine import Engine
+from graft.models.engine.migrate import HandOver
+from graft.models.engine.options import Options
 from graft.models.errors import (
     CheckpointError,
     ConfigError,
@@ -20,8 +22,6 @@ from graft.models.errors import (
     RequestError,
     TokenizerError,
 )
-from graft.models.handover import HandOver
-from graft.models.options import Options
 from graft.models.request import Event, Limits, Logprob, Output, Relaxed, Request
 
 __all__ = [

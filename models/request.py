@@ -9,9 +9,9 @@ from dataclasses import dataclass, field, replace
 from typing import NamedTuple
 
 from graft.cudagraph.errors import OptionError
-from graft.cudagraph.exchange import NUMBERS
 from graft.grammar.statement import GrammarSpec
 from graft.models.errors import RequestError
+from graft.sampling.exchange import NUMBERS
 from graft.sampling.state import MAX_LOGPROBS, MAX_STOP_IDS, Relaxed
 
 #: Finish reasons by the device's codes for them.
@@ -20,7 +20,7 @@ DEVICE_REASONS = {
     for name, code in NUMBERS.items()
     if name.startswith("REASON_")
 }
-#: By their numbers, VERIFY_* of cudagraph/kernels/slot.cuh.
+#: By their numbers, VERIFY_* of sampling/kernels/slot.cuh.
 VERIFY_MODES = ("rejection", "coupled", "per_token", "relaxed", "traversal")
 MAX_SAMPLES = 128
 

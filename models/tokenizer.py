@@ -10,10 +10,10 @@ from typing import Any
 
 import tokenizers
 
-from graft.models.chat import ChatTemplate
 from graft.models.errors import ConfigError, TokenizerError
-from graft.models.fields import Fields
-from graft.models.text import IncrementalDecoder, decode, safely
+from graft.models.json_fields import Fields
+from graft.models.text.chat import ChatTemplate
+from graft.models.text.stream import IncrementalDecoder, decode, safely
 
 #: What no variable of a chat template can be called: arguments of `Tokenizer.chat` are.
 TAKEN = frozenset({"self", "messages", "names", "most_bytes"})

@@ -16,8 +16,8 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from graft.cudagraph.errors import OptionError
+from graft.models.engine.migrate import HandOver
 from graft.models.errors import HandOverError
-from graft.models.handover import HandOver
 
 
 class Ticket(NamedTuple):

@@ -10,17 +10,17 @@ import numpy as np
 from graft.cudagraph.cstruct import read_struct
 from graft.cudagraph.device import Device
 from graft.cudagraph.errors import OptionError
-from graft.cudagraph.exchange import HEADER, Exchange
 from graft.cudagraph.lanes import Lane
 from graft.cudagraph.memory import DeviceArray
 from graft.cudagraph.pinned import PinnedField, Ring
 from graft.sampling.checks import check_range, expect
+from graft.sampling.exchange import HEADER, Exchange
 from graft.sampling.loading import KERNELS, load, row_block, row_parts
 from graft.sampling.state import LOGPROBS, MAX_DRAFTS, SlotState
 
 __all__ = ["ROUND_ROW", "RowMap", "Sampler", "output_ring", "row_words"]
 
-#: ``struct RoundRow`` of cudagraph/kernels/exchange.h, where its fields are explained.
+#: ``struct RoundRow`` of native/records/exchange.h, where its fields are explained.
 ROUND_ROW = read_struct(HEADER, "RoundRow")
 _HEAD = ROUND_ROW.itemsize // 4
 _PLACE_BLOCK = 64

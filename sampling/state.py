@@ -11,12 +11,11 @@ from numpy.typing import NDArray
 from graft.cudagraph.cstruct import read_numbers, read_struct
 from graft.cudagraph.device import Device
 from graft.cudagraph.errors import OptionError
-from graft.cudagraph.exchange import HEADER
 from graft.cudagraph.lanes import Lane
 from graft.cudagraph.memory import PinnedArray
 from graft.sampling.adjust import NOTHING, Adjust
 from graft.sampling.checks import check_range
-from graft.sampling.loading import load
+from graft.sampling.loading import KERNELS, load
 
 __all__ = [
     "COUPLED",
@@ -33,7 +32,7 @@ __all__ = [
     "TRAVERSAL",
 ]
 
-_HEADER = HEADER.with_name("slot.cuh")
+_HEADER = KERNELS / "slot.cuh"
 _NUMBERS = read_numbers(_HEADER)
 MAX_STOP_IDS = _NUMBERS["MAX_STOP_IDS"]
 MAX_DRAFTS = _NUMBERS["MAX_DRAFTS"]
@@ -43,7 +42,7 @@ COUPLED = _NUMBERS["VERIFY_COUPLED"]
 PER_TOKEN = _NUMBERS["VERIFY_PER_TOKEN"]
 RELAXED = _NUMBERS["VERIFY_RELAXED"]
 TRAVERSAL = _NUMBERS["VERIFY_TRAVERSAL"]
-#: ``struct Slot`` of cudagraph/kernels/slot.cuh, where its fields are explained.
+#: ``struct Slot`` of sampling/kernels/slot.cuh, where its fields are explained.
 SLOT = read_struct(_HEADER, "Slot")
 #: ``struct Logprobs`` of the same.
 LOGPROBS = read_struct(_HEADER, "Logprobs")

@@ -14,7 +14,7 @@ from pathlib import Path
 
 from graft.cudagraph.errors import GraftError
 from graft.cudagraph.ranks import Ranks
-from graft.models.parallel import follow
+from graft.models.llm.worker_rank import follow
 from graft.tools import demo, doctor, generate, gguf_import, soft
 from graft.tools.demo_model import DRAFTERS
 from graft.tools.report import refuse

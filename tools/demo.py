@@ -14,9 +14,9 @@ from pathlib import Path
 from graft.cudagraph.device import open_device
 from graft.cudagraph.errors import OptionError
 from graft.models.drafters import DrafterChoice
-from graft.models.engine import Engine
+from graft.models.engine.engine import Engine
+from graft.models.engine.stats import EngineStats
 from graft.models.request import Output, Request
-from graft.models.stats import EngineStats
 from graft.tools.demo_model import DRAFTERS, demo_model
 from graft.tools.demo_prompts import DemoPrompt, demo_prompts, llm_prompts
 from graft.tools.report import table

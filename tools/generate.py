@@ -14,9 +14,9 @@ from typing import Any
 
 from graft.cudagraph.errors import GraftError, OptionError
 from graft.grammar.resolve import resolved
-from graft.models.engine import Engine
+from graft.models.engine.engine import Engine
+from graft.models.llm.weights import WEIGHTS
 from graft.models.request import VERIFY_MODES, Output, Request
-from graft.models.weights import WEIGHTS
 from graft.tools.demo_model import DRAFTERS, demo_model
 from graft.tools.grammar_options import add_grammar_arguments
 from graft.tools.prompt_rows import Asked, read_requests

@@ -21,8 +21,8 @@ from tqdm import tqdm
 
 from graft.cudagraph.dtypes import from_float32
 from graft.cudagraph.errors import GraftError
-from graft.models.config import LlamaConfig
-from graft.models.rope import Rope
+from graft.models.llm.config import LlamaConfig
+from graft.models.llm.rope import Rope
 from graft.models.tokenizer import Tokenizer
 from graft.tools.gguf_tokenizer import tokenizer_files
 

@@ -12,7 +12,7 @@ from typing import Any
 
 from graft.cudagraph.errors import OptionError
 from graft.grammar.errors import GrammarError
-from graft.models.engine import Engine
+from graft.models.engine.engine import Engine
 from graft.models.request import Request
 from graft.models.tokenizer import TAKEN
 from graft.tools import grammar_options as grammars

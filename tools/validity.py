@@ -6,8 +6,8 @@ import json
 import re
 
 from graft.grammar.errors import GrammarError
-from graft.grammar.judge import check_output, found_in
 from graft.grammar.statement import GrammarSpec
+from graft.grammar.validate import check_output, found_in
 
 
 def is_valid(spec: GrammarSpec | None, text: str) -> bool | None:

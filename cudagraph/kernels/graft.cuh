@@ -5,8 +5,6 @@
 // on the block count or on occupancy, so a row's bits depend on the row alone.
 #pragma once
 
-#include "exchange.h"
-
 #define FULL_WARP 0xffffffffu
 
 // Storage types of 16-bit floats and of 8-bit ones (E4M3): bits only, converted explicitly.

@@ -7,11 +7,10 @@ from collections.abc import Iterable
 from typing import Any, Protocol, runtime_checkable
 
 from graft.cudagraph.errors import OptionError
-
-from ..compile.process import Question
-from ..errors import GrammarError
-from ..matcher import CompiledGrammar, GrammarBackend
-from ..spec import Spec
+from graft.grammar.errors import GrammarError
+from graft.grammar.matcher import CompiledGrammar, GrammarBackend
+from graft.grammar.spec import Spec
+from graft.native.children.process import Question
 
 __all__ = ["BoundedBackend", "ending_ids", "require_release"]
 

@@ -6,13 +6,12 @@ import importlib.util
 from collections.abc import Callable
 
 from graft.cudagraph.errors import OptionError
-
-from ..errors import GrammarError
-from ..matcher import GrammarBackend
-from ..resolve import resolved
-from ..spec import Spec
-from ..vocabulary import Vocabulary
-from . import llguidance, xgrammar
+from graft.grammar.backends import llguidance, xgrammar
+from graft.grammar.errors import GrammarError
+from graft.grammar.matcher import GrammarBackend
+from graft.grammar.resolve import resolved
+from graft.grammar.spec import Spec
+from graft.grammar.vocabulary import Vocabulary
 
 __all__ = ["BACKENDS", "check_syntax", "make_backend"]
 

@@ -15,16 +15,15 @@ from typing import Any
 import numpy as np
 
 from graft.cudagraph.errors import OptionError
+from graft.grammar.backends.base import ending_ids, require_release
+from graft.grammar.errors import GrammarError, clean_message
+from graft.grammar.matcher import CompiledGrammar, Matcher, NativeBackedMatcher
+from graft.grammar.resolve import resolved
+from graft.grammar.schema.options import Whitespace
+from graft.grammar.spec import Spec
+from graft.grammar.vocabulary import Vocabulary
 from graft.native import _native
-
-from ..compile.process import Question
-from ..errors import GrammarError, clean_message
-from ..matcher import CompiledGrammar, Matcher, NativeBackedMatcher
-from ..resolve import resolved
-from ..schema.options import Whitespace
-from ..spec import Spec
-from ..vocabulary import Vocabulary
-from .base import ending_ids, require_release
+from graft.native.children.process import Question
 
 __all__ = ["XGrammarBackend", "library", "probe", "read", "tokenizer_info"]
 

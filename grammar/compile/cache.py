@@ -7,9 +7,8 @@ from collections import OrderedDict
 from concurrent.futures import Future
 
 from graft.cudagraph.errors import OptionError
-
-from ..matcher import CompiledGrammar
-from ..spec import Spec
+from graft.grammar.matcher import CompiledGrammar
+from graft.grammar.spec import Spec
 
 __all__ = ["CACHE_BYTES", "GrammarCache"]
 

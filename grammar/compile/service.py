@@ -16,16 +16,24 @@ from typing import NamedTuple
 import numpy as np
 
 from graft.cudagraph.errors import OptionError
-
-from ..backends.base import BoundedBackend
-from ..backends.registry import make_backend
-from ..errors import GrammarError, clean_message
-from ..matcher import CompiledGrammar, GrammarBackend
-from ..schema.enforcement import available_backends
-from ..spec import Spec
-from ..vocabulary import Vocabulary
-from .cache import CACHE_BYTES, GrammarCache
-from .process import LIMIT_S, MEMORY_BYTES, Child, ChildLost, Question, TooSlow, leave, take
+from graft.grammar.backends.base import BoundedBackend
+from graft.grammar.backends.registry import make_backend
+from graft.grammar.compile.cache import CACHE_BYTES, GrammarCache
+from graft.grammar.errors import GrammarError, clean_message
+from graft.grammar.matcher import CompiledGrammar, GrammarBackend
+from graft.grammar.schema.enforcement import available_backends
+from graft.grammar.spec import Spec
+from graft.grammar.vocabulary import Vocabulary
+from graft.native.children.process import (
+    LIMIT_S,
+    MEMORY_BYTES,
+    Child,
+    ChildLost,
+    Question,
+    TooSlow,
+    leave,
+    take,
+)
 
 __all__ = ["GrammarService"]
 

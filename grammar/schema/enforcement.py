@@ -12,8 +12,16 @@ import re
 from collections.abc import Iterator
 from typing import Any
 
-from ..judge import found_in
-from .terms import Reason, kinds_of, meet, required_of, subschemas, values_of, word_set
+from graft.grammar.schema.terms import (
+    Reason,
+    kinds_of,
+    meet,
+    required_of,
+    subschemas,
+    values_of,
+    word_set,
+)
+from graft.grammar.validate import found_in
 
 __all__ = ["BACKENDS", "KEYWORDS", "available_backends", "ignored"]
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from typing import Any, Literal, get_args
 
-from ..errors import GrammarError
+from graft.grammar.errors import GrammarError
 
 __all__ = ["KEY_ORDERS", "KeyOrder", "Whitespace", "check_options", "json_options", "literal"]
 

@@ -8,12 +8,12 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from .any_order.rules import in_any_order
-from .options import KeyOrder, Whitespace, check_options
-from .rewrite import Rewritten, rewrite
-from .terms import Reason, has_orders, subschemas, word_set
-from .trial import objections
-from .wellformed import check_schema
+from graft.grammar.schema.any_order.rules import in_any_order
+from graft.grammar.schema.options import KeyOrder, Whitespace, check_options
+from graft.grammar.schema.rewrite import Rewritten, rewrite
+from graft.grammar.schema.terms import Reason, has_orders, subschemas, word_set
+from graft.grammar.schema.trial import objections
+from graft.grammar.schema.wellformed import check_schema
 
 __all__ = ["Route", "refusal", "route"]
 

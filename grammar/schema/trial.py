@@ -6,7 +6,7 @@ import json
 import re
 from typing import Any
 
-from .terms import Reason, subschemas
+from graft.grammar.schema.terms import Reason, subschemas
 
 __all__ = ["objections", "trial", "trial_lark", "unsatisfiable", "validate"]
 

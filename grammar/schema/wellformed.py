@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-from ..errors import GrammarError
-from .terms import Cannot, References, required_of, subschemas, word_set
+from graft.grammar.errors import GrammarError
+from graft.grammar.schema.terms import Cannot, References, required_of, subschemas, word_set
 
 __all__ = ["check_schema"]
 

@@ -15,11 +15,11 @@ from graft.cudagraph.device import Device
 from graft.cudagraph.errors import OptionError
 from graft.cudagraph.lanes import Lane
 from graft.cudagraph.memory import DeviceArray
+from graft.models.cache.kv import PagedKV
+from graft.models.drafters.feed import Feed
 from graft.models.errors import ConfigError, DrafterError
-from graft.models.feed import Feed
-from graft.models.kv import PagedKV
-from graft.models.llama import LlamaModel
-from graft.models.rows import Rows
+from graft.models.llm.llama import LlamaModel
+from graft.models.llm.rows import Rows
 from graft.models.tokenizer import Tokenizer
 from graft.sampling.state import MAX_DRAFTS
 from graft.sampling.tree import TreePlan

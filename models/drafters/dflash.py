@@ -15,19 +15,19 @@ import numpy as np
 
 from graft.cudagraph.lanes import Lane
 from graft.cudagraph.memory import DeviceArray
-from graft.models.checkpoint import Checkpoint
-from graft.models.config import DFlashConfig
 from graft.models.drafters.base import Drafter, DrafterRoom, DraftVocab, TreeShape, check_target
 from graft.models.drafters.dflash2 import Convolutions, Selector
+from graft.models.drafters.feed import Feed
 from graft.models.errors import ConfigError, DrafterError
-from graft.models.feed import Feed
-from graft.models.llama import DecoderLayer, Scratch, run_layers
-from graft.models.rows import Rows
-from graft.models.weights import Weights
+from graft.models.llm.checkpoint import Checkpoint
+from graft.models.llm.config import DFlashConfig
+from graft.models.llm.llama import DecoderLayer, Scratch, run_layers
+from graft.models.llm.rows import Rows
+from graft.models.llm.weights import Weights
 
 __all__ = ["DFlash"]
 
-KERNELS = Path(__file__).resolve().parents[1] / "kernels" / "dflash.cu"
+KERNELS = Path(__file__).resolve().parent / "kernels" / "dflash.cu"
 _BLOCK = 64
 
 

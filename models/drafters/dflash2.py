@@ -17,12 +17,12 @@ from collections.abc import Sequence
 
 from graft.cudagraph.lanes import Lane
 from graft.cudagraph.memory import DeviceArray
-from graft.models.config import DFlashConfig, LlamaConfig
-from graft.models.kv import PagedKV
-from graft.models.layers import Layers
-from graft.models.llama import DecoderLayer, Scratch, attend, feed_forward
-from graft.models.rows import Rows
-from graft.models.weights import Weights
+from graft.models.cache.kv import PagedKV
+from graft.models.llm.config import DFlashConfig, LlamaConfig
+from graft.models.llm.layers import Layers
+from graft.models.llm.llama import DecoderLayer, Scratch, attend, feed_forward
+from graft.models.llm.rows import Rows
+from graft.models.llm.weights import Weights
 from graft.sampling.loading import load, row_block
 
 __all__ = ["Convolutions", "Selector"]

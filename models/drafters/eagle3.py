@@ -14,16 +14,16 @@ from graft.cudagraph.device import Device
 from graft.cudagraph.errors import OptionError
 from graft.cudagraph.lanes import Lane
 from graft.cudagraph.memory import DeviceArray
-from graft.models.checkpoint import Checkpoint
-from graft.models.config import Eagle3Config
+from graft.models.cache.kv import PagedKV
 from graft.models.drafters.base import Drafter, DrafterRoom, DraftVocab, TreeShape, check_target
+from graft.models.drafters.feed import Feed
 from graft.models.errors import CheckpointError
-from graft.models.feed import Feed
-from graft.models.kv import PagedKV
-from graft.models.layers import Norm
-from graft.models.llama import DecoderLayer, LlamaModel, Scratch, check_cache, run_layers
-from graft.models.rows import Rows
-from graft.models.weights import Matrix, Weights
+from graft.models.llm.checkpoint import Checkpoint
+from graft.models.llm.config import Eagle3Config
+from graft.models.llm.layers import Norm
+from graft.models.llm.llama import DecoderLayer, LlamaModel, Scratch, check_cache, run_layers
+from graft.models.llm.rows import Rows
+from graft.models.llm.weights import Matrix, Weights
 from graft.sampling.checks import expect
 
 # Needed by training only.

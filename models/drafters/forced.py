@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from graft.cudagraph.lanes import Lane
 from graft.models.drafters.base import Drafter, TreeShape
-from graft.models.feed import Feed
+from graft.models.drafters.feed import Feed
 
 
 class Forced(Drafter):

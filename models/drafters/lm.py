@@ -7,12 +7,12 @@ from pathlib import Path
 from graft.cudagraph.errors import OptionError
 from graft.cudagraph.lanes import Lane
 from graft.cudagraph.memory import DeviceArray
-from graft.models.checkpoint import Checkpoint
-from graft.models.config import LlamaConfig
 from graft.models.drafters.base import Drafter, DrafterRoom, DraftVocab, TreeShape
-from graft.models.feed import Feed
-from graft.models.llama import LlamaModel
-from graft.models.rows import Rows
+from graft.models.drafters.feed import Feed
+from graft.models.llm.checkpoint import Checkpoint
+from graft.models.llm.config import LlamaConfig
+from graft.models.llm.llama import LlamaModel
+from graft.models.llm.rows import Rows
 from graft.models.tokenizer import Tokenizer
 
 __all__ = ["SmallModel"]

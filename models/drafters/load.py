@@ -6,13 +6,13 @@ import importlib
 from pathlib import Path
 
 from graft.cudagraph.errors import GraftError, OptionError
-from graft.models.checkpoint import Checkpoint
-from graft.models.config import Eagle3Config
 from graft.models.drafters.base import Drafter, DrafterChoice, DrafterRoom
 from graft.models.drafters.dflash import DFlash
 from graft.models.drafters.eagle3 import Eagle3
 from graft.models.drafters.lm import SmallModel
 from graft.models.drafters.mtp import Mtp
+from graft.models.llm.checkpoint import Checkpoint
+from graft.models.llm.config import Eagle3Config
 
 __all__ = ["make_drafter"]
 

@@ -13,18 +13,18 @@ from pathlib import Path
 
 from graft.cudagraph.lanes import Lane
 from graft.cudagraph.memory import DeviceArray
-from graft.models.checkpoint import Checkpoint
-from graft.models.config import LlamaConfig
 from graft.models.drafters.base import Drafter, DrafterRoom, DraftVocab, TreeShape, check_target
+from graft.models.drafters.feed import Feed
 from graft.models.errors import DrafterError
-from graft.models.feed import Feed
-from graft.models.llama import DecoderLayer, Scratch, run_layers
-from graft.models.rows import Rows
-from graft.models.weights import Weights
+from graft.models.llm.checkpoint import Checkpoint
+from graft.models.llm.config import LlamaConfig
+from graft.models.llm.llama import DecoderLayer, Scratch, run_layers
+from graft.models.llm.rows import Rows
+from graft.models.llm.weights import Weights
 
 __all__ = ["Mtp"]
 
-KERNELS = Path(__file__).resolve().parents[1] / "kernels" / "mtp.cu"
+KERNELS = Path(__file__).resolve().parent / "kernels" / "mtp.cu"
 _BLOCK = 64
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from graft.cudagraph.errors import OptionError
 from graft.models.drafters.base import DrafterRoom
-from graft.models.drafters.texts import Texts
+from graft.models.drafters.lookup import Texts
 
 __all__ = ["NGram"]
 

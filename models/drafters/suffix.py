@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from graft.models.drafters.base import DrafterRoom
-from graft.models.drafters.texts import Texts
+from graft.models.drafters.lookup import Texts
 
 __all__ = ["Suffix"]
 

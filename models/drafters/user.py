@@ -22,14 +22,14 @@ from graft.cudagraph.hostwork import PythonWork
 from graft.cudagraph.lanes import Lane
 from graft.cudagraph.memory import DeviceArray, PinnedArray
 from graft.models.drafters.base import Drafter, DrafterRoom, MakeDrafter, TreeShape
+from graft.models.drafters.feed import Feed
 from graft.models.errors import DrafterError
-from graft.models.feed import Feed
-from graft.models.rows import Rows
+from graft.models.llm.rows import Rows
 
 __all__ = ["UserDrafter"]
 
 LOG = logging.getLogger("graft")
-_KERNELS = Path(__file__).resolve().parents[1] / "kernels" / "user.cu"
+_KERNELS = Path(__file__).resolve().parent / "kernels" / "user.cu"
 _FAILED = read_numbers(_KERNELS)["FAILED"]
 _THREADS = 128
 _LONGEST_DEADLINE_S = 60.0

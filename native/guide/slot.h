@@ -13,7 +13,7 @@
 #include <string>
 #include <vector>
 
-#include "../../cudagraph/kernels/exchange.h"
+#include "records/exchange.h"
 #include "matcher.h"
 
 namespace graft::guide {

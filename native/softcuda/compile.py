@@ -144,6 +144,13 @@ def _includes(names: Sequence[str], folders: Sequence[str], seen: dict[str, str]
                 break
 
 
+def included_files(text: str, folders: Sequence[Path]) -> dict[str, str]:
+    """Return the text of every file below `folders` that `text` includes, by path, recursively."""
+    found: dict[str, str] = {}
+    _includes(_INCLUDE_LINE.findall(text), [str(folder) for folder in folders], found)
+    return found
+
+
 def compile_cpu(
     source: str,
     name: str,

@@ -209,7 +209,7 @@ def test_files_load_once_per_defines(device: Device, stream: Stream, tmp_path: P
     (tmp_path / "local.cuh").write_text("#define OFFSET 100\n")
     source.write_text(
         '#include "graft.cuh"\n#include "local.cuh"\n'
-        'extern "C" __global__ void value(int* out) { out[0] = VALUE + OFFSET + ROW_READY; }\n'
+        'extern "C" __global__ void value(int* out) { out[0] = VALUE + OFFSET + sizeof(bf16_t); }\n'
     )
     first = device.load(source, {"VALUE": 1})
     second = device.load(source, {"VALUE": 2})

@@ -6,7 +6,7 @@ import itertools
 
 import pytest
 
-from graft.models.layers import mma_shape
+from graft.models.llm.layers import mma_shape
 from graft.tools.bench import kernel_report, roofline
 from graft.tools.bench.kernel_report import ARCHITECTURES, Variant
 

@@ -12,7 +12,7 @@ import pytest
 
 from graft.cudagraph import Device, Graph, Ring, Stream
 from graft.cudagraph.errors import DeadlineError, DeviceError, GraftError, HostWorkError
-from graft.models import replay
+from graft.models.engine import replay
 from graft.native import _native
 
 LIMIT_S = 120.0

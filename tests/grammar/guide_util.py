@@ -22,10 +22,10 @@ import reference_round as ref
 from reference_round import FREE, NOT_READY, READY
 
 from graft.cudagraph.device import open_device
-from graft.cudagraph.exchange import Exchange
 from graft.grammar import CompiledGrammar, GrammarBackend, GrammarSpec, Matcher, Vocabulary
 from graft.grammar.decoder import GuidedDecoder, GuidedRequest
 from graft.native import _native
+from graft.sampling.exchange import Exchange
 
 STOP = 256
 OTHER_STOP = 257

@@ -17,9 +17,9 @@ from graft.cudagraph.errors import OptionError
 from graft.grammar import CompiledGrammar, GrammarError, GrammarService, GrammarSpec, Vocabulary
 from graft.grammar.backends.llguidance import LLGuidanceBackend
 from graft.grammar.backends.xgrammar import XGrammarBackend
-from graft.grammar.compile import process
 from graft.grammar.compile import service as service_module
-from graft.grammar.compile.process import Question
+from graft.native.children import process
+from graft.native.children.process import Question
 
 ENDLESS = GrammarSpec("json_schema", '{"items": ' * 500 + "{}" + "}" * 500)  # takes minutes
 NOT = {

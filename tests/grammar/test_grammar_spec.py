@@ -12,7 +12,7 @@ import pytest
 from guide_util import byte_vocabulary, fits
 
 from graft.grammar import GrammarError, GrammarSpec, StructuralTag, XGrammarBackend, resolved
-from graft.grammar.compile import process
+from graft.native.children import process
 
 ANYTHING: Any = 3  # what a type checker would not let pass
 TAG = StructuralTag.of("<f>", {"type": "integer"}, "</f>")

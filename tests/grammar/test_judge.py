@@ -6,8 +6,9 @@ import json
 
 import pytest
 
-from graft.grammar import GrammarError, GrammarSpec, check_output, judge
-from graft.grammar.judge import found_in
+from graft.grammar import GrammarError, GrammarSpec, check_output
+from graft.grammar import validate as judge
+from graft.grammar.validate import found_in
 
 ENDLESS = "^(a+)+$"
 HOPELESS = "a" * 400 + "!"

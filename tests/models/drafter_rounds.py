@@ -8,8 +8,8 @@ import nets_util as nets
 import numpy as np
 
 from graft.cudagraph.lanes import StreamLane
+from graft.models.drafters.feed import Feed, RoundScratch
 from graft.models.drafters.load import make_drafter
-from graft.models.feed import Feed, RoundScratch
 from graft.sampling.sampler import ROUND_ROW
 from graft.sampling.state import SLOT, SlotState
 from graft.sampling.tree import TreePlan

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from graft.cudagraph.device import Device
-from graft.models.engine import Engine
+from graft.models.engine.engine import Engine
 from graft.models.request import Event, Output, Request
 from graft.tools.bench.demo_evaluation import task_grammar
 from graft.tools.demo_tasks import Task, held_out_tasks, unseen_key_tasks
@@ -18,7 +18,7 @@ from graft.tools.demo_tasks import Task, held_out_tasks, unseen_key_tasks
 DEMO = Path(__file__).resolve().parents[2] / "models" / "demo"
 TARGET = DEMO / "target"
 DRAFTER = DEMO / "eagle3"
-ROUND = "models/kernels/round.cu"
+ROUND = "models/round/kernels/round.cu"
 #: What `swap_text` makes of it: all drafts of one request come before another's, by position.
 UNEVEN = (
     "const float reach = slot.reach[j - 1];",

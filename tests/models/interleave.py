@@ -21,14 +21,14 @@ from interleave_language import STOPS, TOY, VOCAB, ToyBackend, ToyText, sequenti
 from graft.cudagraph.device import Device
 from graft.grammar.errors import GrammarError
 from graft.grammar.matcher import CompiledGrammar
-from graft.models import handover
-from graft.models.prefill import Pieces
-from graft.models.prefix import PrefixCache
-from graft.models.replay import Replays
+from graft.models.cache.prefix import PrefixCache
+from graft.models.engine import migrate as handover
+from graft.models.engine.replay import Replays
+from graft.models.engine.scheduler import Scheduler
+from graft.models.engine.slots import Running, Seating
+from graft.models.engine.stats import EngineStats
 from graft.models.request import Output, Request
-from graft.models.scheduler import Scheduler
-from graft.models.seating import Running, Seating
-from graft.models.stats import EngineStats
+from graft.models.round.prefill import Pieces
 from graft.sampling.sampler import row_words
 
 MOST_ACTIONS = 4000

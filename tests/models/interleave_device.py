@@ -24,8 +24,8 @@ from reference_round import FREE, NOT_READY, READY
 
 from graft.cudagraph.pinned import Ring
 from graft.grammar.decoder import GuidedDecoder
-from graft.models.kv import PagedKV
-from graft.models.prefill import Piece
+from graft.models.cache.kv import PagedKV
+from graft.models.round.prefill import Piece
 
 PAGE = 4
 HOST_STEPS = {"open": "open_work", "commit": "commit_work", "fill": "draft_work"}

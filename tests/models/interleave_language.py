@@ -15,7 +15,7 @@ from reference_round import bits, pack_bits
 from graft.grammar.matcher import CompiledGrammar, Matcher
 from graft.grammar.statement import GrammarSpec
 from graft.grammar.vocabulary import Vocabulary
-from graft.models.seating import Running
+from graft.models.engine.slots import Running
 
 VOCAB = 40  # no multiple of 32
 STOPS = (38, 39)

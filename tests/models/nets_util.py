@@ -8,13 +8,13 @@ from typing import Any
 import numpy as np
 
 from graft.cudagraph.lanes import StreamLane
-from graft.models import layers
-from graft.models.checkpoint import Checkpoint
-from graft.models.config import Eagle3Config, LlamaConfig
+from graft.models.cache.kv import PagedKV
 from graft.models.drafters.eagle3 import Eagle3Head
-from graft.models.kv import PagedKV
-from graft.models.llama import LlamaModel
-from graft.models.rows import Rows
+from graft.models.llm import layers
+from graft.models.llm.checkpoint import Checkpoint
+from graft.models.llm.config import Eagle3Config, LlamaConfig
+from graft.models.llm.llama import LlamaModel
+from graft.models.llm.rows import Rows
 
 FORMS = layers.FORMS["cuda" if os.environ.get("GRAFT_DEVICE") == "cuda" else "soft"]
 FIXTURES = Path(__file__).resolve().parents[1] / "fixtures"

@@ -14,7 +14,8 @@ from engine_util import DRAFTER, TARGET, mixed_requests
 from graft.cudagraph.errors import GraftError
 from graft.cudagraph.ranks import Ranks
 from graft.grammar.decoder import GuidedDecoder
-from graft.models import CheckpointError, Engine, Request, parallel
+from graft.models import CheckpointError, Engine, Request
+from graft.models.llm import worker_rank as parallel
 from graft.tools import cli
 from graft.tools.smollm import HEAD, cache
 

@@ -13,9 +13,9 @@ from tiny_models import rounded
 
 from graft.cudagraph.graph import Graph
 from graft.cudagraph.lanes import StreamLane
-from graft.models import layers as layers_module
-from graft.models.kv import PagedKV
-from graft.models.layers import FOLDER, Layers
+from graft.models.cache.kv import PagedKV
+from graft.models.llm import layers as layers_module
+from graft.models.llm.layers import FOLDER, Layers
 from graft.tools.bench.kernel_report import Variant, compile_variant
 
 CPU = Path("/proc/cpuinfo").read_text()

@@ -7,9 +7,9 @@ from operator import mul
 import pytest
 from engine_util import TARGET, demo_engine
 
-from graft.models.budget import DECAY, FIRST, GAIN, HOLD, PERIOD, PROBE, DraftBudget, ladder
 from graft.models.drafters import UserDrafter
 from graft.models.request import Request
+from graft.models.round.budget import DECAY, FIRST, GAIN, HOLD, PERIOD, PROBE, DraftBudget, ladder
 
 
 class Anyone:

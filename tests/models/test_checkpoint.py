@@ -8,8 +8,8 @@ from safetensors.numpy import save_file
 from tiny_models import make_tiny_llama
 
 from graft.cudagraph.dtypes import to_float32
-from graft.models.checkpoint import Checkpoint
 from graft.models.errors import CheckpointError
+from graft.models.llm.checkpoint import Checkpoint
 
 
 @pytest.mark.parametrize("dtype", ["float32", "float16", "bfloat16"])

@@ -9,9 +9,9 @@ import numpy_llama
 import pytest
 from tiny_models import llama_config, make_tiny_eagle3, make_tiny_llama
 
-from graft.models import fields
-from graft.models.config import Eagle3Config, LlamaConfig
+from graft.models import json_fields as fields
 from graft.models.errors import ConfigError
+from graft.models.llm.config import Eagle3Config, LlamaConfig
 
 LLAMA3 = {
     "rope_type": "llama3",

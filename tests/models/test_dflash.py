@@ -9,9 +9,9 @@ from drafter_rounds import Rounds
 from tiny_models import edit_json, write_safetensors
 
 from graft.cudagraph.dtypes import to_float32
-from graft.models.checkpoint import Checkpoint
 from graft.models.drafters import DFlash
 from graft.models.errors import CheckpointError, ConfigError
+from graft.models.llm.checkpoint import Checkpoint
 
 FOLDER = nets.FIXTURES / "dflash"
 SECOND = nets.FIXTURES / "dflash2"

@@ -16,7 +16,7 @@ from graft.cudagraph.lanes import StreamLane
 from graft.grammar import GrammarSpec
 from graft.models import Drafter, DrafterError, DraftVocab, Engine, Request, TreeShape
 from graft.models.drafters import Ahead, NGram, Suffix
-from graft.models.rows import Rows
+from graft.models.llm.rows import Rows
 from graft.sampling.state import SLOT
 from graft.sampling.tree import TreePlan
 from graft.tools.demo_prompts import demo_prompts

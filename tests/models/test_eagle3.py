@@ -10,9 +10,9 @@ from tiny_models import edit_tensors, llama_config, make_tiny_eagle3, make_tiny_
 
 from graft.cudagraph.errors import ShapeError
 from graft.cudagraph.lanes import StreamLane
-from graft.models.checkpoint import Checkpoint
 from graft.models.drafters.eagle3 import Eagle3Head
 from graft.models.errors import CheckpointError, ConfigError
+from graft.models.llm.checkpoint import Checkpoint
 
 TARGET = llama_config()
 

@@ -9,7 +9,7 @@ from numpy_llama import llama_logits
 from tiny_models import llama_config, make_tiny_llama, make_tiny_tokenizer
 
 from graft.grammar.statement import GrammarSpec
-from graft.models.engine import Engine
+from graft.models.engine.engine import Engine
 from graft.models.request import Request
 
 FREE = Request(tokens=[300, 301, 302], max_tokens=30)

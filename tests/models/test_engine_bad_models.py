@@ -8,7 +8,7 @@ from engine_util import DRAFTER, TARGET, mixed_requests
 from tiny_models import edit_json
 
 from graft.grammar.vocabulary import Vocabulary
-from graft.models.engine import Engine
+from graft.models.engine.engine import Engine
 from graft.models.errors import CheckpointError, ConfigError, TokenizerError
 from graft.models.request import Request
 

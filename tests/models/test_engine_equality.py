@@ -27,9 +27,9 @@ from engine_util import (
 from tiny_models import make_tiny_dflash, make_tiny_mtp, matrix, write_json, write_safetensors
 
 from graft.cudagraph.dtypes import to_float32
-from graft.models.checkpoint import Checkpoint
 from graft.models.drafters import Ahead, NGram, Suffix, UserDrafter
 from graft.models.drafters.load import make_drafter
+from graft.models.llm.checkpoint import Checkpoint
 from graft.models.request import Request
 from graft.tools.bench.demo_evaluation import task_grammar
 from graft.tools.demo_tasks import held_out_tasks

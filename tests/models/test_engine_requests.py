@@ -9,7 +9,7 @@ from engine_util import mixed_requests, outputs
 
 from graft.models.errors import HandOverError, RequestError
 from graft.models.request import Relaxed, Request
-from graft.models.text import StopFinder
+from graft.models.text.stream import StopFinder
 from graft.sampling.state import MAX_STOP_IDS
 
 

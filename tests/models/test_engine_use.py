@@ -27,13 +27,13 @@ from graft.cudagraph.lanes import StreamLane
 from graft.grammar.compile.service import GrammarService
 from graft.grammar.decoder import GuidedDecoder
 from graft.grammar.statement import GrammarSpec
-from graft.models import replay
+from graft.models.cache.kv import PagedKV
+from graft.models.engine import replay
+from graft.models.engine.interrupt import Shield
+from graft.models.engine.scheduler import Scheduler
+from graft.models.engine.slots import Running, Seating
 from graft.models.errors import EngineError, EngineUseError, RequestError
-from graft.models.interrupt import Shield
-from graft.models.kv import PagedKV
 from graft.models.request import Limits, Request
-from graft.models.scheduler import Scheduler
-from graft.models.seating import Running, Seating
 
 FREE = Request(tokens=[300, 301, 302], max_tokens=40)
 #: Runs to its end: nothing stops it.

@@ -11,11 +11,11 @@ from tiny_models import llama_config, make_tiny_llama, write_json, write_safeten
 from graft.cudagraph.dtypes import E4M3
 from graft.cudagraph.errors import OptionError
 from graft.cudagraph.lanes import StreamLane
-from graft.models.config import LlamaConfig
+from graft.models.engine.options import Options
 from graft.models.errors import CheckpointError, ConfigError
-from graft.models.layers import Layers
-from graft.models.options import Options
-from graft.models.weights import Held
+from graft.models.llm.config import LlamaConfig
+from graft.models.llm.layers import Layers
+from graft.models.llm.weights import Held
 
 CODES = np.array([code for code in range(256) if code & 127 != 127], np.uint8)
 #: What they mean (Micikevicius et al., 2022): sign, four bits of exponent, three of mantissa.

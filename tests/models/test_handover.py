@@ -13,10 +13,10 @@ from test_engine_equality import MODES, answer, settled, workload
 
 from graft.cudagraph.errors import OptionError
 from graft.models import Request, RequestError
-from graft.models import handover as handing
 from graft.models.drafters import NGram
+from graft.models.engine import migrate as handing
+from graft.models.engine.migrate import HandOver
 from graft.models.errors import HandOverError
-from graft.models.handover import HandOver
 from graft.models.transfer import Mooncake, SharedMemory
 
 FREE = Request(tokens=[300, 301, 302] * 7, min_tokens=20, max_tokens=30, id="free")

@@ -9,12 +9,12 @@ from interleave_device import TickingDecoder, TickingRing
 
 from graft.cudagraph.pinned import Ring
 from graft.grammar.decoder import GuidedDecoder
-from graft.models import handover
-from graft.models.kv import PagedKV
-from graft.models.prefix import PrefixCache
-from graft.models.replay import Replays, Seat
-from graft.models.scheduler import Scheduler
-from graft.models.seating import Running, Seating
+from graft.models.cache.kv import PagedKV
+from graft.models.cache.prefix import PrefixCache
+from graft.models.engine import migrate as handover
+from graft.models.engine.replay import Replays, Seat
+from graft.models.engine.scheduler import Scheduler
+from graft.models.engine.slots import Running, Seating
 
 
 def caught(device, seeds):

@@ -6,7 +6,7 @@ from nets_util import own
 
 from graft.cudagraph.errors import OptionError
 from graft.cudagraph.lanes import StreamLane
-from graft.models.kv import PagedKV
+from graft.models.cache.kv import PagedKV
 
 
 def cache(device, **changes) -> PagedKV:

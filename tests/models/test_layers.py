@@ -12,9 +12,9 @@ from tiny_models import rounded
 from graft.cudagraph.dtypes import to_float32
 from graft.cudagraph.errors import GraftError, OptionError, ShapeError
 from graft.cudagraph.lanes import StreamLane
-from graft.models.kv import PagedKV
-from graft.models.layers import Layers, Norm
-from graft.models.rope import Rope
+from graft.models.cache.kv import PagedKV
+from graft.models.llm.layers import Layers, Norm
+from graft.models.llm.rope import Rope
 
 DTYPES = ("float32", "float16", "bfloat16")
 
@@ -78,7 +78,7 @@ def test_tensor_cores_give_a_row_the_same_bits_in_any_company(
     np.testing.assert_allclose(whole, wanted, atol=12e-6 * np.sqrt(inner) * (1 + 1e5 * kept))
     sizes = [(7, 1), (3, 2), (0, 4), (20, 8), (2, 9), (13, 16), (9, 17)]
     for blocks in (1, 2, 4):
-        monkeypatch.setattr("graft.models.layers._MMA_BLOCKS", blocks)
+        monkeypatch.setattr("graft.models.llm.layers._MMA_BLOCKS", blocks)
         out = run_linear(layers, lane, upload(device, x[:29]), w_there)
         assert same_bits(out, whole[:29].copy()), f"sums parted for {blocks} blocks"
     monkeypatch.undo()
@@ -109,7 +109,7 @@ def test_gated_products_have_the_bits_of_two_kernels(device, lane, monkeypatch, 
     gated = device.zeros((rows, 24), "bfloat16")
     layers.linear(lane, x_there, upload(device, woven, "bfloat16"), gated, gated=True)
     assert same_bits(host(lane.stream, gated), wanted)
-    monkeypatch.setattr("graft.models.layers._MMA_BLOCKS", 1)
+    monkeypatch.setattr("graft.models.llm.layers._MMA_BLOCKS", 1)
     layers.linear(lane, x_there, upload(device, woven, "bfloat16"), gated, gated=True)
     assert same_bits(host(lane.stream, gated), wanted)
     with pytest.raises(ShapeError, match="gated"):
@@ -155,7 +155,7 @@ def test_norms_between_products_are_folded(device, lane, monkeypatch, activation
     np.testing.assert_allclose(whole, wanted, atol=5e-5)
     for rows in map(slice, (0, count - 1, 3, 20, 1), (1, count, 12, 37, 66)):
         assert same_bits(run(rows)[0], whole[rows].copy())
-    monkeypatch.setattr("graft.models.layers._MMA_BLOCKS", 4)
+    monkeypatch.setattr("graft.models.llm.layers._MMA_BLOCKS", 4)
     assert same_bits(run(slice(0, 40))[0], whole[:40].copy())
 
 
@@ -176,7 +176,7 @@ def test_products_that_turn_heads_have_the_bits_of_two_kernels(
     tree = np.array([0, 0, 5, *17 * [0]], np.uint64)
     found = []
     for blocks, count in ((128, 8), (128, 20), (1, 20)):
-        monkeypatch.setattr("graft.models.layers._MMA_BLOCKS", blocks)
+        monkeypatch.setattr("graft.models.llm.layers._MMA_BLOCKS", blocks)
         x = upload(device, np.random.default_rng(3).standard_normal((20, 128))[:count])
         rows = replace(
             make_rows(device, [0] * count, slots[:count], pos[:count]),

@@ -10,10 +10,10 @@ from tiny_models import edit_tensors, llama_config, make_tiny_llama
 
 from graft.cudagraph.errors import OptionError, ShapeError
 from graft.cudagraph.lanes import StreamLane
-from graft.models.checkpoint import Checkpoint
-from graft.models.config import LlamaConfig
 from graft.models.errors import CheckpointError
-from graft.models.llama import LlamaModel
+from graft.models.llm.checkpoint import Checkpoint
+from graft.models.llm.config import LlamaConfig
+from graft.models.llm.llama import LlamaModel
 
 CASES = sorted(p.parent.name for p in nets.FIXTURES.glob("*/generation_config.json"))
 

@@ -6,8 +6,9 @@ import pytest
 from engine_util import TARGET
 
 from graft.cudagraph import OptionError
-from graft.models import Engine, Limits, Options, Request, assembly
+from graft.models import Engine, Limits, Options, Request
 from graft.models.drafters.base import DraftVocab
+from graft.models.engine import assembly
 from graft.sampling.tree import TreePlan
 
 WRONG = (

@@ -22,10 +22,10 @@ from graft.cudagraph.errors import OptionError
 from graft.cudagraph.graph import Graph
 from graft.cudagraph.lanes import StreamLane
 from graft.cudagraph.nccl import NcclGather
-from graft.models.config import LlamaConfig
-from graft.models.layers import Layers, Norm
-from graft.models.shares import Share
-from graft.models.weights import Held
+from graft.models.llm.config import LlamaConfig
+from graft.models.llm.layers import Layers, Norm
+from graft.models.llm.sharding import Share
+from graft.models.llm.weights import Held
 from graft.tools.smollm import cache
 
 MPIEXEC = Path(sys.executable).with_name("mpiexec")

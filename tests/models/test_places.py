@@ -7,11 +7,11 @@ import numpy as np
 from engine_util import ROUND, UNEVEN, Given, demo_engine, swap_text
 from sampling_round import open_round
 
-from graft.cudagraph.exchange import Exchange
 from graft.cudagraph.lanes import StreamLane
 from graft.cudagraph.pinned import Ring
 from graft.grammar.statement import GrammarSpec
 from graft.models.request import Request
+from graft.sampling.exchange import Exchange
 from graft.sampling.state import SLOT, SlotState
 
 SLOTS = 9

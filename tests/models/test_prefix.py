@@ -8,10 +8,10 @@ from engine_util import TARGET, demo_engine, mixed_requests
 from test_engine_equality import LOOKUP_AHEAD, repeat
 from tiny_models import make_tiny_mtp
 
+from graft.models.cache.kv import PagedKV
+from graft.models.cache.prefix import PrefixCache
 from graft.models.drafters import NGram, UserDrafter
 from graft.models.errors import RequestError
-from graft.models.kv import PagedKV
-from graft.models.prefix import PrefixCache
 from graft.models.request import Request
 
 SIZE = 4  # positions of a page

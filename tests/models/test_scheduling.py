@@ -7,9 +7,9 @@ from engine_util import demo_engine, mixed_requests
 from test_engine_equality import BLOCK, GROWN, LOOKUP_AHEAD, TARGET, Meaningless, answer, settled
 
 from graft.models.drafters import NGram
-from graft.models.prefill import CHUNK, MOST, SIZES, Pieces, size_of
+from graft.models.engine.slots import Seating
 from graft.models.request import Request
-from graft.models.seating import Seating
+from graft.models.round.prefill import CHUNK, MOST, SIZES, Pieces, size_of
 
 RUNS = Request(tokens=[300, 301, 302], max_tokens=120, min_tokens=120, id="runs")
 

@@ -5,10 +5,11 @@ import pytest
 from tiny_models import llama_config, make_tiny_eagle3, make_tiny_llama, make_tiny_tokenizer
 
 from graft.cudagraph.device import Device
-from graft.models import llama, prefill
-from graft.models.engine import Engine
-from graft.models.layers import Layers
+from graft.models.engine.engine import Engine
+from graft.models.llm import llama
+from graft.models.llm.layers import Layers
 from graft.models.request import Request
+from graft.models.round import prefill
 from graft.sampling import sampler
 
 SIZES = {

@@ -7,8 +7,9 @@ import pytest
 import tokenizers
 from tiny_models import edit_json, make_tiny_tokenizer, write_json
 
-from graft.models import chat, text
 from graft.models.errors import TokenizerError
+from graft.models.text import chat
+from graft.models.text import stream as text
 from graft.models.tokenizer import Tokenizer
 
 

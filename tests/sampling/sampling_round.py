@@ -10,12 +10,13 @@ import numpy as np
 import reference_round as ref
 
 from graft.cudagraph.device import Device, Stream
-from graft.cudagraph.exchange import Exchange
 from graft.cudagraph.lanes import StreamLane
 from graft.cudagraph.memory import DeviceArray
 from graft.cudagraph.pinned import Ring
-from graft.models.stamps import KERNELS, make_timeline, timeline_args
+from graft.models.round.round import ROUND_KERNELS
+from graft.models.round.timing import make_timeline, timeline_args
 from graft.sampling.adjust import NOTHING
+from graft.sampling.exchange import Exchange
 from graft.sampling.sampler import ROUND_ROW, RowMap, Sampler, output_ring
 from graft.sampling.state import Relaxed, SlotState
 
@@ -68,7 +69,7 @@ def open_round(
         *laid,
         *timeline_args(_timeline(device)),
     ]
-    lane.kernel(device.load(KERNELS)["round_begin"], 1, 128, args, name="begin")
+    lane.kernel(device.load(ROUND_KERNELS)["round_begin"], 1, 128, args, name="begin")
     return rows, laid
 
 

@@ -10,7 +10,7 @@ import pytest
 from sampling_round import TableRound, even_rows
 
 from graft.cudagraph.errors import OptionError, ShapeError
-from graft.cudagraph.exchange import Exchange
+from graft.sampling.exchange import Exchange
 from graft.sampling.sampler import Sampler, output_ring
 from graft.sampling.state import SLOT
 

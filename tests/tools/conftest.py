@@ -2,7 +2,7 @@
 
 import pytest
 
-from graft.models.engine import Engine
+from graft.models.engine.engine import Engine
 from graft.models.request import Limits
 from graft.tools.demo_model import demo_model
 

@@ -10,9 +10,9 @@ import pytest
 from tiny_models import llama_config, llama_tensors, make_tiny_tokenizer
 
 from graft.cudagraph.dtypes import from_float32
-from graft.models.checkpoint import Checkpoint
-from graft.models.config import LlamaConfig
 from graft.models.errors import ConfigError
+from graft.models.llm.checkpoint import Checkpoint
+from graft.models.llm.config import LlamaConfig
 from graft.models.tokenizer import Tokenizer
 from graft.tools import gguf_import
 from graft.tools.gguf_import import GgufError, convert

@@ -203,7 +203,7 @@ def test_a_wheel_carries_what_runs_and_nothing_else(tmp_path):
         if not left_out & set(name.parents)
         and (
             name.suffix in (".cu", ".cuh", ".json", ".safetensors")
-            or {"include", "kernels"} & set(name.parts)
+            or {"include", "kernels", "records"} & set(name.parts)
             or (name.suffix == ".py" and name.parent != Path("graft/tools"))
         )
     }
@@ -213,7 +213,7 @@ def test_a_wheel_carries_what_runs_and_nothing_else(tmp_path):
         for name in names
         if left_out & set(name.parents)
         or name.suffix in (".cpp", ".txt")
-        or (name.suffix == ".h" and not {"include", "kernels"} & set(name.parts))
+        or (name.suffix == ".h" and not {"include", "kernels", "records"} & set(name.parts))
     }
     assert {name for name in extra if "dist-info" not in name.parts[0]} == set()
     assert {

@@ -10,7 +10,7 @@ from types import SimpleNamespace
 import pytest
 import safetensors
 
-from graft.models.config import Eagle3Config
+from graft.models.llm.config import Eagle3Config
 from graft.tools import smollm
 
 

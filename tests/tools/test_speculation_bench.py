@@ -15,9 +15,9 @@ import numpy as np
 import pytest
 
 from graft.grammar.statement import GrammarSpec
-from graft.models.engine import Engine
+from graft.models.engine.engine import Engine
+from graft.models.engine.stats import EngineStats
 from graft.models.request import Request
-from graft.models.stats import EngineStats
 from graft.tools.bench import speculation
 from graft.tools.bench.chart import chart, ticks
 from graft.tools.bench.estimate import estimate, estimate_mean, student95

@@ -18,7 +18,7 @@ from statistics import mean
 from typing import Any
 
 from graft.grammar.statement import GrammarSpec
-from graft.models.engine import Engine
+from graft.models.engine.engine import Engine
 from graft.models.request import Output, Request
 from graft.tools.bench.estimate import estimate_mean
 from graft.tools.demo_model import demo_model

@@ -28,8 +28,8 @@ from typing import Any
 import numpy as np
 from tqdm import tqdm
 
-from graft.grammar.compile.process import Child, Question, TooSlow
 from graft.grammar.errors import GrammarError
+from graft.native.children.process import Child, Question, TooSlow
 from graft.tools.bench.data import add_arguments, load_tokenizer, rows_of
 from graft.tools.bench.grammar_child import SUBJECTS
 from graft.tools.report import program, table

@@ -20,7 +20,7 @@ from pathlib import Path
 from tqdm import tqdm
 
 from graft.cudagraph.errors import GraftError
-from graft.models.engine import Engine
+from graft.models.engine.engine import Engine
 from graft.models.request import Output, Request
 from graft.tools.demo_tasks import held_out_tasks
 from graft.tools.report import program, table

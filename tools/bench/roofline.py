@@ -12,7 +12,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from graft.models.layers import mma_shape
+from graft.models.llm.layers import mma_shape
 from graft.tools.report import table
 
 #: Of an H200: bytes a second that kernels read of memory and of the second-level cache, and

@@ -30,9 +30,9 @@ from tqdm import tqdm
 from graft.cudagraph.errors import OptionError
 from graft.models import CheckpointError, ConfigError, TokenizerError
 from graft.models.drafters import Ahead, DrafterChoice, NGram, Suffix
-from graft.models.engine import Engine
-from graft.models.options import LEGALITIES
-from graft.models.replay import Flight, RowResult, Seat
+from graft.models.engine.engine import Engine
+from graft.models.engine.options import LEGALITIES
+from graft.models.engine.replay import Flight, RowResult, Seat
 from graft.models.request import VERIFY_MODES, Output, Request
 from graft.tools import generate
 from graft.tools.bench import speculation_report as report

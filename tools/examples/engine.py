@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from graft.grammar import GrammarSpec
-from graft.models.engine import Engine
+from graft.models.engine.engine import Engine
 from graft.models.request import Request
 from graft.tools.demo_model import demo_model
 

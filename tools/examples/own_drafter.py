@@ -7,7 +7,7 @@ from graft.models import Drafter, DrafterRoom, Engine, Feed, Request, TreeShape
 from graft.tools.demo_model import demo_model
 
 TEXT = """
-#include "slot.cuh"
+#include "sampling/kernels/slot.cuh"
 extern "C" __global__ void propose_last(int batch, const int* row_slot, const Slot* slots,
                                         int drafts, int* proposal) {
   const int b = blockIdx.x;

@@ -17,11 +17,11 @@ import numpy as np
 
 from graft.cudagraph.memory import DeviceArray
 from graft.grammar.statement import GrammarSpec
-from graft.models import llama
 from graft.models.drafters import eagle3
-from graft.models.engine import Engine
+from graft.models.engine.engine import Engine
+from graft.models.llm import llama
+from graft.models.llm.weights import Weights
 from graft.models.request import Request
-from graft.models.weights import Weights
 from graft.tools.demo_model import demo_model
 from graft.tools.gpu_first.bench import Bench, fill_random
 

@@ -16,15 +16,15 @@ from pathlib import Path
 import numpy as np
 
 from graft.cudagraph.dtypes import E4M3, itemsize
-from graft.cudagraph.exchange import NUMBERS, Exchange
 from graft.cudagraph.graph import Graph
 from graft.cudagraph.hostwork import NativeWork
 from graft.cudagraph.lanes import StreamLane
 from graft.cudagraph.memory import DeviceArray
 from graft.cudagraph.nodes import highest_priority
-from graft.models.kv import PagedKV
-from graft.models.layers import Layers
-from graft.models.rows import Rows
+from graft.models.cache.kv import PagedKV
+from graft.models.llm.layers import Layers
+from graft.models.llm.rows import Rows
+from graft.sampling.exchange import NUMBERS, Exchange
 from graft.sampling.sampler import RowMap, Sampler, output_ring
 from graft.sampling.state import SlotState
 from graft.tools.gpu_first.bench import LAUNCHES, LIMIT_S, Bench

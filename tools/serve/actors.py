@@ -14,7 +14,7 @@ from typing import Any
 
 from graft.cudagraph import chooser
 from graft.cudagraph.errors import OptionError
-from graft.models.engine import Engine
+from graft.models.engine.engine import Engine
 from graft.models.errors import EngineError
 from graft.models.request import Event, Request
 from graft.tools.serve.driver import Driver, Facts, all_of

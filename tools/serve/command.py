@@ -13,7 +13,7 @@ from functools import partial
 from typing import TYPE_CHECKING
 
 from graft.cudagraph.errors import OptionError
-from graft.models.engine import Engine
+from graft.models.engine.engine import Engine
 from graft.models.request import VERIFY_MODES, Limits
 from graft.tools import generate
 from graft.tools.grammar_options import BACKEND_CHOICES

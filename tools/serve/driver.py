@@ -13,7 +13,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
 
-from graft.models.engine import Engine
+from graft.models.engine.engine import Engine
 from graft.models.errors import EngineError
 from graft.models.request import Event, Limits, Output, Request
 

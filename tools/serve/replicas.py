@@ -19,7 +19,7 @@ from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from typing import Any, Protocol
 
-from graft.models.engine import Engine
+from graft.models.engine.engine import Engine
 from graft.models.errors import EngineError
 from graft.models.request import Event, Output, Request
 from graft.tools.serve.driver import ASK_S, Facts, all_of, failed

@@ -13,7 +13,7 @@ from pathlib import Path
 
 from graft.cudagraph.drawing import COLOURS, OTHER, dot
 from graft.cudagraph.graph import Graph, Node
-from graft.models.engine import Engine
+from graft.models.engine.engine import Engine
 from graft.tools.demo_model import demo_model
 from graft.tools.report import program
 

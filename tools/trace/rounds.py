@@ -10,8 +10,8 @@ from pathlib import Path
 from graft.cudagraph.device import Device
 from graft.cudagraph.errors import OptionError
 from graft.cudagraph.lanes import StreamLane
-from graft.models.engine import Engine
-from graft.models.replay import Flight
+from graft.models.engine.engine import Engine
+from graft.models.engine.replay import Flight
 from graft.tools.trace.record import Trace, TraceEvent, Wait, record
 
 CLOCK = Path(__file__).parents[1] / "kernels" / "clock.cu"

@@ -9,8 +9,8 @@ from __future__ import annotations
 import re
 from typing import Any, NamedTuple
 
-from ..options import literal
-from ..terms import Cannot
+from graft.grammar.schema.options import literal
+from graft.grammar.schema.terms import Cannot
 
 __all__ = [
     "ANY_KEY",

@@ -6,9 +6,9 @@ import json
 from collections.abc import Iterator
 from typing import Any
 
-from ..terms import References, has_orders, word_set
-from ..trial import trial
-from .shape import ARRAYS, OBJECTS, Parts
+from graft.grammar.schema.any_order.shape import ARRAYS, OBJECTS, Parts
+from graft.grammar.schema.terms import References, has_orders, word_set
+from graft.grammar.schema.trial import trial
 
 __all__ = ["KNOWN", "Leaves"]
 

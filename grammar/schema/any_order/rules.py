@@ -13,12 +13,12 @@ from __future__ import annotations
 
 from typing import Any
 
-from ..options import Whitespace, json_options, literal
-from ..terms import KINDS, Cannot, Reason, has_orders, kinds_of, meet, subschemas
-from ..trial import trial_lark
-from . import lark
-from .leaves import KNOWN, Leaves
-from .shape import Array, Object, Parts, array_of, object_of
+from graft.grammar.schema.any_order import lark
+from graft.grammar.schema.any_order.leaves import KNOWN, Leaves
+from graft.grammar.schema.any_order.shape import Array, Object, Parts, array_of, object_of
+from graft.grammar.schema.options import Whitespace, json_options, literal
+from graft.grammar.schema.terms import KINDS, Cannot, Reason, has_orders, kinds_of, meet, subschemas
+from graft.grammar.schema.trial import trial_lark
 
 __all__ = ["in_any_order"]
 

@@ -6,9 +6,9 @@ import re
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
-from ...errors import GrammarError
-from ...judge import found_in
-from ..terms import Cannot, required_of, word_set
+from graft.grammar.errors import GrammarError
+from graft.grammar.schema.terms import Cannot, required_of, word_set
+from graft.grammar.validate import found_in
 
 __all__ = ["ARRAYS", "OBJECTS", "Array", "Object", "Parts", "array_of", "object_of"]
 

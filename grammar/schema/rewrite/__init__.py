@@ -11,10 +11,10 @@ from __future__ import annotations
 
 from typing import Any, NamedTuple
 
-from ..terms import Reason, dialect
-from .normal import normal
-from .rewriter import Rewriter
-from .rules import RULES
+from graft.grammar.schema.rewrite.normal import normal
+from graft.grammar.schema.rewrite.rewriter import Rewriter
+from graft.grammar.schema.rewrite.rules import RULES
+from graft.grammar.schema.terms import Reason, dialect
 
 __all__ = ["Rewritten", "rewrite"]
 

@@ -9,9 +9,18 @@ import math
 import re
 from typing import Any
 
-from ...judge import found_in
-from ..terms import KINDS, Cannot, Kinds, References, kinds_of, meet, required_of, values_of
-from ..trial import unsatisfiable
+from graft.grammar.schema.terms import (
+    KINDS,
+    Cannot,
+    Kinds,
+    References,
+    kinds_of,
+    meet,
+    required_of,
+    values_of,
+)
+from graft.grammar.schema.trial import unsatisfiable
+from graft.grammar.validate import found_in
 
 __all__ = ["Disjointness"]
 

@@ -5,10 +5,10 @@ from __future__ import annotations
 import itertools
 from typing import Any
 
-from ...judge import found_in
-from .. import terms
-from ..terms import KINDS, Cannot, Kinds, References, any_of, kinds_of, meet
-from .strings import literals, none_of
+from graft.grammar.schema import terms
+from graft.grammar.schema.rewrite.strings import literals, none_of
+from graft.grammar.schema.terms import KINDS, Cannot, Kinds, References, any_of, kinds_of, meet
+from graft.grammar.validate import found_in
 
 __all__ = ["Negation"]
 

@@ -11,7 +11,7 @@ import json
 import re
 from typing import Any
 
-from ..terms import MAPS, Cannot, References, steps_of, subschemas, word_set
+from graft.grammar.schema.terms import MAPS, Cannot, References, steps_of, subschemas, word_set
 
 __all__ = ["normal"]
 

@@ -7,8 +7,8 @@ import math
 import re
 from typing import Any
 
-from ...judge import found_in
-from ..terms import Cannot, required_of, word_set
+from graft.grammar.schema.terms import Cannot, required_of, word_set
+from graft.grammar.validate import found_in
 
 __all__ = ["contains", "dependencies", "distinct", "property_count", "property_names"]
 

@@ -6,10 +6,20 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from ..terms import KINDS, Cannot, Kinds, Reason, References, escape, kinds_of, meet, word_set
-from .disjoint import Disjointness
-from .negate import Negation
-from .strings import ecma_pattern, literals
+from graft.grammar.schema.rewrite.disjoint import Disjointness
+from graft.grammar.schema.rewrite.negate import Negation
+from graft.grammar.schema.rewrite.strings import ecma_pattern, literals
+from graft.grammar.schema.terms import (
+    KINDS,
+    Cannot,
+    Kinds,
+    Reason,
+    References,
+    escape,
+    kinds_of,
+    meet,
+    word_set,
+)
 
 __all__ = ["Rewriter", "Rule", "Site"]
 

@@ -4,10 +4,26 @@ from __future__ import annotations
 
 from typing import Any
 
-from ..terms import KINDS, Cannot, Kinds, Reason, any_of, kinds_of, meet, required_of, word_set
-from .objects import contains, dependencies, distinct, property_count, property_names
-from .rewriter import Rewriter, Rule, Site
-from .strings import FORMATS, HOSTNAME, ecma_pattern
+from graft.grammar.schema.rewrite.objects import (
+    contains,
+    dependencies,
+    distinct,
+    property_count,
+    property_names,
+)
+from graft.grammar.schema.rewrite.rewriter import Rewriter, Rule, Site
+from graft.grammar.schema.rewrite.strings import FORMATS, HOSTNAME, ecma_pattern
+from graft.grammar.schema.terms import (
+    KINDS,
+    Cannot,
+    Kinds,
+    Reason,
+    any_of,
+    kinds_of,
+    meet,
+    required_of,
+    word_set,
+)
 
 __all__ = ["RULES"]
 

@@ -7,7 +7,7 @@ import functools
 import re
 from collections.abc import Iterable
 
-from ..terms import Cannot
+from graft.grammar.schema.terms import Cannot
 
 __all__ = ["FORMATS", "HOSTNAME", "ecma_pattern", "literals", "none_of", "quote"]
 

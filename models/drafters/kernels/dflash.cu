@@ -1,0 +1,21 @@
+// The rows of a block drafter's forward, level after level, so that a level's logits lie together.
+#include "sampling/kernels/slot.cuh"
+
+// Row i * batch + b holds the last token (i = 0) or a mask at position n + i of batch row b, as far
+// as tokens may be produced; it attends to positions 0 to `last`, the block's last one.
+extern "C" __global__ void block_rows(const int* row_slot, const Slot* slots, const RoundRow* rows,
+                                      int row_words, int batch, int width, int mask, int* token,
+                                      int* slot, int* pos, int* last) {
+  const int r = static_cast<int>(blockIdx.x * blockDim.x + threadIdx.x);
+  if (r >= batch * width) return;
+  const int b = r % batch;
+  const int i = r / batch;
+  const int s = row_slot[b];
+  const bool used = s >= 0 && round_row(rows, row_words, b)->count > 0 && slots[s].active &&
+                    slots[s].n + i < slots[s].limit;
+  const int end = used ? slots[s].n + width : 0;
+  token[r] = !used ? 0 : i == 0 ? slots[s].last : mask;
+  slot[r] = used ? s : -1;
+  pos[r] = used ? slots[s].n + i : -1;
+  last[r] = used && end > slots[s].limit ? slots[s].limit - 1 : end - 1;
+}

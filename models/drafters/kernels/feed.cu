@@ -1,0 +1,59 @@
+// Assigns token, slot and position to each row of a drafter's forward passes. A row without work has
+// slot -1 and position -1.
+#include "sampling/kernels/slot.cuh"
+
+// Lays out the tokens that verification committed: row i of a batch row is its token i, at position
+// old_n + shift + i. `last[b]` is the row of the last of them.
+extern "C" __global__ void committed_rows(const int* row_slot, const Slot* slots,
+                                          const RoundRow* rows, int row_words, const int* map,
+                                          int count, int shift, int* token, int* slot, int* pos,
+                                          int* last) {
+  for (int r = threadIdx.x; r < count; r += blockDim.x) {
+    const int b = batch_row(map[r]);
+    const int i = draft_row(map[r]);
+    const int s = row_slot[b];
+    const RoundRow* row = round_row(rows, row_words, b);
+    const bool used = s >= 0 && i < row->count && slots[s].active;
+    token[r] = used ? reinterpret_cast<const int*>(row + 1)[i] : 0;
+    slot[r] = used ? s : -1;
+    pos[r] = used ? row->old_n + shift + i : -1;
+    if (i == 0) last[b] = r + (row->count > 0 ? row->count - 1 : 0);
+  }
+}
+
+// Lays out draft `j` of every slot that is still drafting, at position n + shift + j - 1.
+extern "C" __global__ void draft_rows(const int* row_slot, const Slot* slots, const RoundRow* rows,
+                                      int row_words, int batch, int j, int shift, int* token,
+                                      int* slot, int* pos) {
+  for (int b = threadIdx.x; b < batch; b += blockDim.x) {
+    const int s = row_slot[b];
+    const int position = s < 0 ? 0 : slots[s].n + shift + j - 1;
+    const bool used = s >= 0 && round_row(rows, row_words, b)->count > 0 && slots[s].active &&
+                      slots[s].draft_len >= j && position < slots[s].limit;
+    token[b] = used ? slots[s].drafts[j - 1] : 0;
+    slot[b] = used ? s : -1;
+    pos[b] = used ? position : -1;
+  }
+}
+
+// Lays out the nodes of a tree that its drafter is fed at `level`, from 2 on: row b * branch + f is
+// node f, at position n + shift + level - 2. `origin` is the row of the level before that it hangs
+// on.
+extern "C" __global__ void node_rows(const int* row_slot, const Slot* slots, const RoundRow* rows,
+                                     int row_words, int batch, int branch, int level, int shift,
+                                     int* token, int* slot, int* pos, unsigned long long* tree,
+                                     int* origin) {
+  for (int r = threadIdx.x; r < batch * branch; r += blockDim.x) {
+    const int b = r / branch;
+    const int s = row_slot[b];
+    const int j = (level - 2) * branch + r % branch + 1;
+    const int position = s < 0 ? 0 : slots[s].n + shift + level - 2;
+    const bool used = s >= 0 && round_row(rows, row_words, b)->count > 0 && slots[s].active &&
+                      slots[s].drafts[j - 1] >= 0 && position < slots[s].limit;
+    token[r] = used ? slots[s].drafts[j - 1] : 0;
+    slot[r] = used ? s : -1;
+    pos[r] = used ? position : -1;
+    tree[r] = used ? slots[s].path[j - 1] : 0;
+    origin[r] = !used ? 0 : level == 2 ? b : b * branch + (slots[s].parent[j - 1] - 1) % branch;
+  }
+}

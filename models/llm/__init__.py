@@ -1,0 +1,1 @@
+"""Transformer language models: configuration, weights, layers, tensor parallelism."""

@@ -1,0 +1,185 @@
+"""Reading safetensors checkpoints, one file or sharded, without copying until asked.
+
+The format (safetensors): an 8-byte little-endian header length, a JSON header of
+``name -> {dtype, shape, data_offsets}``, then the tensors' bytes. NumPy has no bfloat16, so the
+bits are handed out as stored.
+"""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from safetensors import SafetensorError, safe_open
+
+from graft.cudagraph.dtypes import E4M3
+from graft.models.errors import CheckpointError, ConfigError
+from graft.models.json_fields import read_json
+
+FLOATS = ("float32", "float16", "bfloat16")
+# safetensors' dtype -> (graft's name, NumPy storage).
+_DTYPES = {
+    "F32": ("float32", "<f4"),
+    "F16": ("float16", "<f2"),
+    "BF16": ("bfloat16", "<u2"),
+    "F8_E4M3": (E4M3, "u1"),
+    "I64": ("int64", "<i8"),
+    "I32": ("int32", "<i4"),
+    "U64": ("uint64", "<u8"),
+    "U32": ("uint32", "<u4"),
+    "U8": ("uint8", "u1"),
+    "BOOL": ("uint8", "u1"),
+}
+
+
+@dataclass(frozen=True)
+class _Entry:
+    """Where one tensor lies."""
+
+    file: Path
+    kind: str
+    shape: tuple[int, ...]
+    begin: int
+    end: int
+
+
+class Checkpoint:
+    """Tensors of a model folder (or of one ``.safetensors`` file), by name.
+
+    Parameters
+    ----------
+    path : a folder with ``model.safetensors``, or with ``model.safetensors.index.json`` and the
+        shards it lists; or one safetensors file.
+
+    Raises
+    ------
+    CheckpointError
+        Files missing, truncated or inconsistent. Opening reads and checks every header, so a
+        damaged checkpoint is refused before any tensor is read.
+    """
+
+    def __init__(self, path: str | Path) -> None:
+        self.path = Path(path)
+        self._entries: dict[str, _Entry] = {}
+        self._maps: dict[Path, np.memmap[Any, Any]] = {}
+        if self.path.is_file():
+            self._entries = _read_header(self.path)
+            return
+        single = self.path / "model.safetensors"
+        index = self.path / "model.safetensors.index.json"
+        if single.is_file():
+            self._entries = _read_header(single)
+        elif index.is_file():
+            self._entries = _read_shards(index)
+        elif any(self.path.glob("*.bin")):
+            raise CheckpointError(
+                f"{self.path}: only pickled weights (.bin) found, which graft does not read; "
+                "convert them once with safetensors.torch.save_file(torch.load(file, "
+                "weights_only=True), 'model.safetensors')"
+            )
+        else:
+            raise CheckpointError(
+                f"{self.path}: no model.safetensors and no model.safetensors.index.json"
+            )
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        """Names of all tensors, sorted."""
+        return tuple(sorted(self._entries))
+
+    def __contains__(self, name: str) -> bool:
+        return name in self._entries
+
+    def get(
+        self,
+        name: str,
+        shape: tuple[int, ...] | None = None,
+        dtypes: tuple[str, ...] = FLOATS,
+    ) -> tuple[np.ndarray, str]:
+        """One tensor, as stored.
+
+        Parameters
+        ----------
+        name : its name in the checkpoint.
+        shape : the shape it must have.
+        dtypes : the dtypes it may have.
+
+        Returns
+        -------
+        array : np.ndarray
+            Read-only view of the mapped file; bfloat16 and E4M3 as their bits, booleans as uint8.
+        dtype : str
+            Name of its dtype.
+        """
+        entry = self._entry(name)
+        if entry.kind not in _DTYPES:
+            raise CheckpointError(
+                f"{entry.file}: {name} has dtype {entry.kind}, which graft does not read"
+            )
+        dtype, storage = _DTYPES[entry.kind]
+        if dtype not in dtypes:
+            raise CheckpointError(
+                f"{entry.file}: {name} has dtype {dtype}, expected {' or '.join(dtypes)}"
+            )
+        if shape is not None and entry.shape != tuple(shape):
+            raise CheckpointError(
+                f"{entry.file}: {name} has shape {list(entry.shape)}, expected {list(shape)}"
+            )
+        raw = self._map(entry.file)[entry.begin : entry.end]
+        return raw.view(storage).reshape(entry.shape), dtype
+
+    def _entry(self, name: str) -> _Entry:
+        try:
+            return self._entries[name]
+        except KeyError:
+            raise CheckpointError(f"{self.path}: tensor {name} is missing") from None
+
+    def _map(self, file: Path) -> np.memmap[Any, Any]:
+        if file not in self._maps:
+            try:
+                self._maps[file] = np.memmap(file, dtype=np.uint8, mode="r")
+            except (OSError, ValueError) as error:
+                raise CheckpointError(f"{file}: cannot be mapped ({error})") from error
+        return self._maps[file]
+
+
+def _read_shards(index: Path) -> dict[str, _Entry]:
+    try:
+        weight_map = read_json(index)["weight_map"]
+        pairs = [(str(name), str(file)) for name, file in weight_map.items()]
+    except ConfigError as error:
+        raise CheckpointError(f"{error}") from error
+    except (KeyError, TypeError, AttributeError) as error:
+        raise CheckpointError(f"{index}: is not a shard index ({error!r})") from error
+    shards: dict[str, dict[str, _Entry]] = {}
+    entries: dict[str, _Entry] = {}
+    for name, file in pairs:
+        if Path(file).name != file or len(file) > 255 or "\0" in file:
+            raise CheckpointError(f"{index}: shard name {file[:80]!r} is not a plain file name")
+        if file not in shards:
+            if not (index.parent / file).is_file():
+                raise CheckpointError(f"{index.parent}: shard {file} is missing")
+            shards[file] = _read_header(index.parent / file)
+        if name not in shards[file]:
+            raise CheckpointError(f"{index}: tensor {name} is not in shard {file}")
+        entries[name] = shards[file][name]
+    return entries
+
+
+def _read_header(file: Path) -> dict[str, _Entry]:
+    """One file's header, of which safetensors says that every tensor fills a place of its own."""
+    try:
+        with safe_open(file, "numpy"), file.open("rb") as stream:
+            length = int.from_bytes(stream.read(8), "little")
+            header: dict[str, Any] = json.loads(stream.read(length))
+    except (OSError, SafetensorError) as error:
+        raise CheckpointError(f"{file}: cannot be read ({error})") from error
+    header.pop("__metadata__", None)
+    entries = {}
+    for name, spec in header.items():
+        begin, end = (8 + length + offset for offset in spec["data_offsets"])
+        entries[name] = _Entry(file, spec["dtype"], tuple(spec["shape"]), begin, end)
+    return entries

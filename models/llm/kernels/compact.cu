@@ -1,0 +1,51 @@
+// Behind the verification of a tree: what the accepted drafts left goes where a chain would have
+// it. Token i of a batch row was decided by row from[i] of the tree, whose keys and values are
+// cached from[i] positions behind row 0 and belong i behind it. Rows grow along a path and from[i]
+// >= i, so taken in order nothing is overwritten that is still to be read.
+#ifndef CACHE
+#define CACHE bf16_t
+#endif
+#include "model.cuh"
+#include "sampling/kernels/slot.cuh"
+
+// Grid (batch, layers); `layer` elements lie between layers, `item` = kv_heads * head_dim.
+extern "C" __global__ void compact_cache(CACHE* keys, CACHE* values, long long layer,
+                                         const int* row_slot, const RoundRow* rows, int row_words,
+                                         const int* page_table, int slots, int max_pages,
+                                         int page_shift, int item) {
+  const int b = static_cast<int>(blockIdx.x);
+  const int s = row_slot[b];
+  if (s < 0) return;
+  const RoundRow* row = round_row(rows, row_words, b);
+  const int* from = reinterpret_cast<const int*>(row + 1) + row_width(row_words);
+  const Pages pages = {page_table, slots, max_pages, page_shift, 1, item};
+  const long long at = static_cast<long long>(blockIdx.y) * layer;
+  for (int i = 1; i < row->count; ++i) {
+    if (from[i] == i) continue;
+    const int source = row->old_n + from[i];
+    const int target = row->old_n + i;
+    const long long of = at + element_of(pages, page_of(pages, s, source), source, 0);
+    const long long to = at + element_of(pages, page_of(pages, s, target), target, 0);
+    for (int e = static_cast<int>(threadIdx.x); e < item; e += static_cast<int>(blockDim.x)) {
+      keys[to + e] = keys[of + e];
+      values[to + e] = values[of + e];
+    }
+  }
+}
+
+// The same for an array of rows of `columns`, a batch row's from first_row[b] on. Grid (batch).
+extern "C" __global__ void compact_rows(float* array, const int* first_row, int columns,
+                                        const int* row_slot, const RoundRow* rows, int row_words) {
+  const int b = static_cast<int>(blockIdx.x);
+  if (row_slot[b] < 0) return;
+  const RoundRow* row = round_row(rows, row_words, b);
+  const int* from = reinterpret_cast<const int*>(row + 1) + row_width(row_words);
+  for (int i = 1; i < row->count; ++i) {
+    if (from[i] == i) continue;
+    float* to = array + static_cast<long long>(first_row[b] + i) * columns;
+    const float* of = array + static_cast<long long>(first_row[b] + from[i]) * columns;
+    for (int e = static_cast<int>(threadIdx.x); e < columns; e += static_cast<int>(blockDim.x)) {
+      to[e] = of[e];
+    }
+  }
+}

@@ -1,0 +1,100 @@
+"""Rotary position embedding: frequencies, llama3 scaling, and the table that kernels read."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from graft.models.errors import ConfigError
+from graft.models.json_fields import Fields
+
+KINDS = ("default", "linear", "llama3")
+
+
+@dataclass(frozen=True)
+class Rope:
+    """Rotary embedding of a model (half-split pairs: dimension i turns with i + head_dim/2).
+
+    Attributes
+    ----------
+    theta : base of the frequencies, ``theta ** (-2 i / head_dim)``.
+    kind : ``default``, ``linear`` (every frequency divided by `factor`) or ``llama3``.
+    factor, low, high, original : scaling of ``linear`` (factor only) and ``llama3``: wavelengths
+        under ``original / high`` stay, those over ``original / low`` are stretched by `factor`,
+        those between are interpolated.
+    """
+
+    theta: float = 10000.0
+    kind: str = "default"
+    factor: float = 1.0
+    low: float = 1.0
+    high: float = 4.0
+    original: int = 8192
+
+    @staticmethod
+    def from_fields(fields: Fields) -> Rope:
+        """Read ``rope_parameters``, or the older ``rope_theta`` with ``rope_scaling``.
+
+        Where both are given they must agree: libraries differ in which of them they read.
+        """
+        new = fields.section("rope_parameters")
+        scaling = fields.section("rope_scaling")
+        if new is not None and scaling is not None and new.data != scaling.data:
+            raise ConfigError(
+                f"{fields.where}: rope_parameters {new.data!r} and rope_scaling {scaling.data!r} "
+                "differ; leave one of them out"
+            )
+        scaling = new or scaling
+        theta = fields.number("rope_theta", default=10000.0, low=1.0)
+        if scaling is None:
+            return Rope(theta=theta)
+        theta = scaling.number("rope_theta", default=theta, low=1.0)
+        kind: Any = scaling.get("rope_type", scaling.get("type", "default"))
+        if kind not in KINDS:
+            raise ConfigError(f"{scaling.where}: rope_type {kind!r} is not implemented ({KINDS})")
+        if scaling.number("partial_rotary_factor", default=1.0) != 1.0:
+            raise ConfigError(
+                f"{scaling.where}: partial_rotary_factor "
+                f"{scaling.get('partial_rotary_factor')!r} is not implemented (1.0 only)"
+            )
+        if kind == "default":
+            return Rope(theta=theta)
+        factor = scaling.number("factor", low=1.0)
+        if kind == "linear":
+            return Rope(theta=theta, kind=kind, factor=factor)
+        low = scaling.number("low_freq_factor", low=1e-6)
+        high = scaling.number("high_freq_factor", low=1e-6)
+        if high <= low:
+            raise ConfigError(
+                f"{scaling.where}: high_freq_factor {high} must exceed low_freq_factor {low}"
+            )
+        original = scaling.integer("original_max_position_embeddings", low=1, high=1 << 24)
+        return Rope(theta, kind, factor, low, high, original)
+
+    def frequencies(self, head_dim: int) -> np.ndarray:
+        """Inverse frequencies, float32 [head_dim // 2]."""
+        exponent = np.arange(0, head_dim, 2, dtype=np.float64) / head_dim
+        inverse = self.theta**-exponent
+        if self.kind == "linear":
+            inverse = inverse / self.factor
+        elif self.kind == "llama3":
+            wavelength = 2.0 * math.pi / inverse
+            # 0 where a wavelength is long (stretch it), 1 where it is short (keep it).
+            keep = (self.original / wavelength - self.low) / (self.high - self.low)
+            keep = np.clip(keep, 0.0, 1.0)
+            inverse = (1.0 - keep) * inverse / self.factor + keep * inverse
+        return inverse.astype(np.float32)
+
+    def table(self, positions: int, head_dim: int) -> np.ndarray:
+        """Cosines then sines of every position, float32 [positions, head_dim].
+
+        The angle is the float32 product of position and frequency, as models were trained
+        with; cosine and sine are then taken in float64 on the host, so that both devices
+        read the same bits.
+        """
+        position = np.arange(positions, dtype=np.float32)
+        angle = (position[:, None] * self.frequencies(head_dim)[None, :]).astype(np.float64)
+        return np.concatenate([np.cos(angle), np.sin(angle)], axis=1).astype(np.float32)

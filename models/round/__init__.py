@@ -1,0 +1,1 @@
+"""One round of speculative decoding as a CUDA graph."""

@@ -1,0 +1,1 @@
+"""Chat templates and streaming text decoding."""

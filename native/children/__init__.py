@@ -1,0 +1,1 @@
+"""Killable child processes for work that may hang, crash or exhaust memory."""
