@@ -2,14 +2,14 @@
 
 from graft.models.drafters import (
     Drafter,
-    DrafterRoom,
+    DrafterContext,
     DraftVocab,
     Eagle3,
     Feed,
     TreeShape,
 )
 from graft.models.engine.engine import Engine
-from graft.models.engine.migrate import HandOver
+from graft.models.engine.migrate import MigratedRequest
 from graft.models.engine.options import Options
 from graft.models.errors import (
     CheckpointError,
@@ -17,7 +17,7 @@ from graft.models.errors import (
     DrafterError,
     EngineError,
     EngineUseError,
-    HandOverError,
+    MigrationError,
     QueueFullError,
     RequestError,
     TokenizerError,
@@ -30,15 +30,15 @@ __all__ = [
     "DraftVocab",
     "Drafter",
     "DrafterError",
-    "DrafterRoom",
+    "DrafterContext",
     "Eagle3",
     "Engine",
     "EngineError",
     "EngineUseError",
     "Event",
     "Feed",
-    "HandOver",
-    "HandOverError",
+    "MigratedRequest",
+    "MigrationError",
     "Limits",
     "Logprob",
     "Options",

@@ -21,7 +21,7 @@ class RequestError(GraftError):
     """A request cannot be served as asked; it fails alone."""
 
 
-class HandOverError(RequestError):
+class MigrationError(RequestError):
     """A request cannot go from one engine to the other, or was damaged on its way."""
 
 

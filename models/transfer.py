@@ -16,8 +16,8 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from graft.cudagraph.errors import OptionError
-from graft.models.engine.migrate import HandOver
-from graft.models.errors import HandOverError
+from graft.models.engine.migrate import MigratedRequest
+from graft.models.errors import MigrationError
 
 
 class Ticket(NamedTuple):
@@ -45,7 +45,7 @@ class Transfer(ABC):
     def __init__(self) -> None:
         self.sent: dict[Ticket, Any] = {}
 
-    def send(self, over: HandOver) -> Ticket:
+    def send(self, over: MigratedRequest) -> Ticket:
         """Offer it until it is freed. Raises HandOverError where it has no room."""
         parts = over.parts()
         at = 0
@@ -58,7 +58,7 @@ class Transfer(ABC):
         self.sent[ticket] = kept
         return ticket
 
-    def receive(self, ticket: Sequence[Any]) -> HandOver:
+    def receive(self, ticket: Sequence[Any]) -> MigratedRequest:
         """Fetch what was sent.
 
         Raises
@@ -69,8 +69,8 @@ class Transfer(ABC):
         ticket = Ticket(*ticket)
         data = self.fetch(ticket)
         if len(data) != ticket.nbytes or _total(data) != ticket.total:
-            raise HandOverError(f"{ticket}: {len(data)} bytes are there, not those that were sent")
-        return HandOver.read(data)
+            raise MigrationError(f"{ticket}: {len(data)} bytes are there, not those that were sent")
+        return MigratedRequest.read(data)
 
     def free(self, ticket: Sequence[Any]) -> None:
         """Let go of what was sent, fetched or not; nothing where that was done."""
@@ -111,7 +111,7 @@ class SharedMemory(Transfer):
             data = np.frombuffer(mmap.mmap(file, nbytes), np.uint8)
         except OSError as error:
             os.close(file)
-            raise HandOverError(f"no room for {nbytes} bytes of shared memory: {error}") from error
+            raise MigrationError(f"no room for {nbytes} bytes of shared memory: {error}") from error
         return str(os.getpid()), file, data, None
 
     def fetch(self, ticket: Ticket) -> np.ndarray:
@@ -121,7 +121,7 @@ class SharedMemory(Transfer):
             with open(path, "rb", opener=lambda p, _: os.open(p, os.O_RDONLY | os.O_NONBLOCK)) as f:
                 seen = mmap.mmap(f.fileno(), 0, prot=mmap.PROT_READ)
         except (OSError, ValueError) as error:
-            raise HandOverError(f"{ticket}: nothing is there ({error})") from error
+            raise MigrationError(f"{ticket}: nothing is there ({error})") from error
         return np.frombuffer(seen, np.uint8)
 
     def drop(self, address: int, kept: Any) -> None:
@@ -186,4 +186,4 @@ class Mooncake(Transfer):
 
     def _done(self, code: int, otherwise: str) -> None:
         if code:
-            raise HandOverError(f"{otherwise} (code {code})")
+            raise MigrationError(f"{otherwise} (code {code})")

@@ -126,8 +126,8 @@ class Exchange:
 
         self.stamps = part("stamps").view(stamp)
         self.masks = masks.reshape(rows, slots, words).swapaxes(0, 1)
-        self.near = zeros(context, (rows, slots, words), "int32")
-        self.far = self.memory.part(slots * end, (rows, slots, words))
+        self.device_masks = zeros(context, (rows, slots, words), "int32")
+        self.host_masks = self.memory.view(slots * end, (rows, slots, words))
         self.committed = part("committed")
         self.drafted = part("drafted")
         self.candidates = part("candidate_ids")
@@ -141,11 +141,11 @@ class Exchange:
         """Host address of slot 0's first word."""
         return self.memory.host_ptr
 
-    def bring(self, lane: Lane, first: int, end: int) -> None:
+    def copy_masks_to_device(self, lane: Lane, first: int, end: int) -> None:
         """Copy mask rows `first` to `end` of all slots to the device, behind who writes them."""
-        _, slots, words = self.far.shape
-        far = self.far.part(first * slots * words, (end - first, slots, words))
-        lane.copy(self.near[first:end], far, name=f"mask rows {first} to {end - 1}")
+        _, slots, words = self.host_masks.shape
+        host_masks = self.host_masks.view(first * slots * words, (end - first, slots, words))
+        lane.copy(self.device_masks[first:end], host_masks, name=f"mask rows {first} to {end - 1}")
 
     def close(self) -> None:
         """Drop the memory; nobody may use the views any more."""

@@ -226,7 +226,7 @@ class Sampler:
             rows.slot,
             rows.map,
             self.state.array,
-            self.exchange.near,
+            self.exchange.device_masks,
             self.exchange.layout,
         ]
         args = [
@@ -280,7 +280,7 @@ class Sampler:
                 rows.first,
                 *reads[:5],
                 self._state,
-                self.exchange.near,
+                self.exchange.device_masks,
                 self.exchange.layout,
                 *reads[5:8],
                 self.target_tok,
@@ -336,7 +336,7 @@ class Sampler:
         batch = self._check_draft(draft_logits, row_slot, j)
         probed = masked and self.exchange.layout["candidates"] > 0
         # A probe that found nothing has filled a row, now and then: it is not worth a copy.
-        masks = self.exchange.far if probed else self.exchange.near
+        masks = self.exchange.host_masks if probed else self.exchange.device_masks
         args = [
             draft_logits,
             self.draft_vocab,

@@ -13,7 +13,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from graft.cudagraph.errors import GraftError
-from graft.cudagraph.ranks import Ranks
+from graft.cudagraph.ranks import RankGroup
 from graft.models.llm.worker_rank import follow
 from graft.tools import demo, doctor, generate, gguf_import, soft
 from graft.tools.demo_model import DRAFTERS
@@ -85,7 +85,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     try:
         options = parser().parse_args(arguments)
         if getattr(options, "parallel", False):
-            options.ranks = Ranks.mpi()
+            options.ranks = RankGroup.from_mpi()
             if options.ranks.rank:
                 signal.signal(signal.SIGINT, signal.SIG_IGN)  # rank 0 ends what is to end
                 follow(options.ranks)

@@ -68,7 +68,7 @@ def add_model_arguments(parser: argparse.ArgumentParser) -> None:
         help="let drafts branch, e.g. 4x5 or 0,1,0.0 (default: a chain)",
     )
     models.add_argument(
-        "--draft-legality",
+        "--draft-masking",
         choices=("fill", "probe"),
         default="fill",
         help="draw drafts under filled mask rows, or have the grammar test the "
@@ -211,7 +211,7 @@ def open_engine(options: argparse.Namespace, batch: int, **more: Any) -> Engine:
         draft_tree=options.draft_tree,
         mask_drafts=not options.no_draft_mask,
         grammar_backend=options.backend,
-        draft_legality=options.draft_legality,
+        draft_masking=options.draft_masking,
         forced_drafts=options.forced_drafts,
         verify=options.verify,
         overlap=options.overlap,
@@ -268,7 +268,7 @@ def report(
             "draft_length": engine.options.draft_length,
             "draft_tree": engine.options.draft_tree,
             "mask_drafts": engine.options.mask_drafts,
-            "draft_legality": engine.options.draft_legality,
+            "draft_masking": engine.options.draft_masking,
             "verify": engine.options.verify,
             "overlap": engine.options.overlap,
             "composition": engine.options.composition,

@@ -7,7 +7,7 @@ import re
 
 from graft.grammar.errors import GrammarError
 from graft.grammar.statement import GrammarSpec
-from graft.grammar.validate import check_output, found_in
+from graft.grammar.validate import check_output, search_pattern
 
 
 def is_valid(spec: GrammarSpec | None, text: str) -> bool | None:
@@ -22,7 +22,7 @@ def is_valid(spec: GrammarSpec | None, text: str) -> bool | None:
         if spec is not None and spec.kind == "choice":
             return text in json.loads(spec.text)
         if spec is not None and spec.kind == "regex":
-            return found_in(rf"\A(?:{spec.text})\Z", text)
+            return search_pattern(rf"\A(?:{spec.text})\Z", text)
     except (re.error, GrammarError):  # of another dialect, or endless
         pass
     return None

@@ -1,7 +1,7 @@
 """What drafts, one file each, behind one protocol."""
 
-from graft.models.drafters.base import Drafter, DrafterChoice, DrafterRoom, DraftVocab, TreeShape
-from graft.models.drafters.cascade import Ahead
+from graft.models.drafters.base import Drafter, DrafterChoice, DrafterContext, DraftVocab, TreeShape
+from graft.models.drafters.cascade import CascadeDrafter
 from graft.models.drafters.dflash import DFlash
 from graft.models.drafters.eagle3 import Eagle3
 from graft.models.drafters.feed import Feed
@@ -13,12 +13,12 @@ from graft.models.drafters.suffix import Suffix
 from graft.models.drafters.user import UserDrafter
 
 __all__ = [
-    "Ahead",
+    "CascadeDrafter",
     "DFlash",
     "DraftVocab",
     "Drafter",
     "DrafterChoice",
-    "DrafterRoom",
+    "DrafterContext",
     "Eagle3",
     "Feed",
     "Forced",

@@ -24,7 +24,7 @@ from graft.models.tokenizer import Tokenizer
 from graft.sampling.state import MAX_DRAFTS
 from graft.sampling.tree import TreePlan
 
-__all__ = ["DraftVocab", "Drafter", "DrafterRoom", "MakeDrafter", "TreeShape"]
+__all__ = ["DraftVocab", "Drafter", "DrafterContext", "MakeDrafter", "TreeShape"]
 
 
 @dataclass(frozen=True)
@@ -157,7 +157,7 @@ class Drafter:
 
 
 @dataclass(frozen=True)
-class DrafterRoom:
+class DrafterContext:
     """What a drafter is made from.
 
     Attributes
@@ -191,6 +191,6 @@ def check_target(target: LlamaModel, **made_for: int) -> None:
 
 
 #: A drafter's class, or any callable; an engine calls it once.
-MakeDrafter = Callable[[DrafterRoom], Drafter]
+MakeDrafter = Callable[[DrafterContext], Drafter]
 #: A folder with a checkpoint, ``module:name`` of a `MakeDrafter`, or one itself.
 DrafterChoice = str | Path | MakeDrafter

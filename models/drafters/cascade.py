@@ -5,16 +5,16 @@ from __future__ import annotations
 from graft.cudagraph.errors import OptionError
 from graft.cudagraph.lanes import Lane
 from graft.cudagraph.memory import DeviceArray
-from graft.models.drafters.base import Drafter, DrafterChoice, DrafterRoom
+from graft.models.drafters.base import Drafter, DrafterChoice, DrafterContext
 from graft.models.drafters.feed import Feed
 from graft.models.drafters.load import make_drafter
 from graft.models.errors import DrafterError
 from graft.models.llm.rows import Rows
 
-__all__ = ["Ahead"]
+__all__ = ["CascadeDrafter"]
 
 
-class Ahead(Drafter):
+class CascadeDrafter(Drafter):
     """Drafts what `first` proposes; where that ends, `then` goes on, level by level.
 
     Parameters
@@ -28,7 +28,7 @@ class Ahead(Drafter):
         Unless they do, chains and as many of either; or they read different layers of the target.
     """
 
-    def __init__(self, room: DrafterRoom, first: DrafterChoice, then: DrafterChoice):
+    def __init__(self, room: DrafterContext, first: DrafterChoice, then: DrafterChoice):
         self._first, self._then = (make_drafter(choice, room) for choice in (first, then))
         if self._first.shape.levels or not self._then.shape.levels:
             raise OptionError(

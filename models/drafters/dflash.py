@@ -15,7 +15,7 @@ import numpy as np
 
 from graft.cudagraph.lanes import Lane
 from graft.cudagraph.memory import DeviceArray
-from graft.models.drafters.base import Drafter, DrafterRoom, DraftVocab, TreeShape, check_target
+from graft.models.drafters.base import Drafter, DrafterContext, DraftVocab, TreeShape, check_target
 from graft.models.drafters.dflash2 import Convolutions, Selector
 from graft.models.drafters.feed import Feed
 from graft.models.errors import ConfigError, DrafterError
@@ -49,7 +49,7 @@ class DFlash(Drafter):
 
     lookahead = 1
 
-    def __init__(self, folder: Path, room: DrafterRoom) -> None:
+    def __init__(self, folder: Path, room: DrafterContext) -> None:
         config = DFlashConfig.from_dir(folder)
         device = room.device
         target = room.target

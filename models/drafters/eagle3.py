@@ -15,7 +15,7 @@ from graft.cudagraph.errors import OptionError
 from graft.cudagraph.lanes import Lane
 from graft.cudagraph.memory import DeviceArray
 from graft.models.cache.kv import PagedKV
-from graft.models.drafters.base import Drafter, DrafterRoom, DraftVocab, TreeShape, check_target
+from graft.models.drafters.base import Drafter, DrafterContext, DraftVocab, TreeShape, check_target
 from graft.models.drafters.feed import Feed
 from graft.models.errors import CheckpointError
 from graft.models.llm.checkpoint import Checkpoint
@@ -247,7 +247,7 @@ class Eagle3(Drafter):
         self._hidden: DeviceArray | None = None  # of the level written last
 
     @classmethod
-    def from_dir(cls, folder: Path, config: Eagle3Config, room: DrafterRoom) -> Eagle3:
+    def from_dir(cls, folder: Path, config: Eagle3Config, room: DrafterContext) -> Eagle3:
         """Load a checkpoint's head; raises as `Eagle3Head`."""
         cache = room.cache(
             config.num_hidden_layers, config.num_key_value_heads, config.head_dim, config.dtype

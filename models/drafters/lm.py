@@ -7,7 +7,7 @@ from pathlib import Path
 from graft.cudagraph.errors import OptionError
 from graft.cudagraph.lanes import Lane
 from graft.cudagraph.memory import DeviceArray
-from graft.models.drafters.base import Drafter, DrafterRoom, DraftVocab, TreeShape
+from graft.models.drafters.base import Drafter, DrafterContext, DraftVocab, TreeShape
 from graft.models.drafters.feed import Feed
 from graft.models.llm.checkpoint import Checkpoint
 from graft.models.llm.config import LlamaConfig
@@ -30,7 +30,7 @@ class SmallModel(Drafter):
         self.caches = (model.kv,)
 
     @classmethod
-    def from_dir(cls, folder: Path, room: DrafterRoom) -> SmallModel:
+    def from_dir(cls, folder: Path, room: DrafterContext) -> SmallModel:
         """Load a model's folder.
 
         Raises

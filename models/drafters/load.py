@@ -6,7 +6,7 @@ import importlib
 from pathlib import Path
 
 from graft.cudagraph.errors import GraftError, OptionError
-from graft.models.drafters.base import Drafter, DrafterChoice, DrafterRoom
+from graft.models.drafters.base import Drafter, DrafterChoice, DrafterContext
 from graft.models.drafters.dflash import DFlash
 from graft.models.drafters.eagle3 import Eagle3
 from graft.models.drafters.lm import SmallModel
@@ -17,7 +17,7 @@ from graft.models.llm.config import Eagle3Config
 __all__ = ["make_drafter"]
 
 
-def make_drafter(choice: DrafterChoice, room: DrafterRoom) -> Drafter:
+def make_drafter(choice: DrafterChoice, room: DrafterContext) -> Drafter:
     """Load a checkpoint's drafter, or call what makes one.
 
     Raises
@@ -44,7 +44,7 @@ def make_drafter(choice: DrafterChoice, room: DrafterRoom) -> Drafter:
     return made
 
 
-def _from_folder(folder: Path, room: DrafterRoom) -> Drafter:
+def _from_folder(folder: Path, room: DrafterContext) -> Drafter:
     """What a checkpoint's tensors say it is."""
     names = Checkpoint(folder).names if (folder / "config.json").is_file() else ()
     if any(name.endswith(".eh_proj.weight") for name in names):

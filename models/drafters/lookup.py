@@ -15,13 +15,13 @@ from graft.cudagraph.cstruct import read_numbers
 from graft.cudagraph.errors import OptionError
 from graft.cudagraph.lanes import Lane
 from graft.cudagraph.memory import DeviceArray
-from graft.models.drafters.base import Drafter, DrafterRoom, TreeShape
+from graft.models.drafters.base import Drafter, DrafterContext, TreeShape
 from graft.models.drafters.feed import Feed
 from graft.models.llm.rows import Rows
 from graft.sampling.loading import row_block
 from graft.sampling.tree import TreePlan
 
-__all__ = ["Texts"]
+__all__ = ["PromptLookup"]
 
 _KERNELS = Path(__file__).resolve().parent / "kernels" / "lookup.cu"
 _VOTES = read_numbers(_KERNELS)
@@ -30,7 +30,7 @@ _MOST_LENGTH = (1 << 26) - 1
 _MOST_DRAFTED = 1e6
 
 
-class Texts(Drafter):
+class PromptLookup(Drafter):
     """Base of `NGram` and `Suffix`: keeps what every slot said, and looks suffixes up in it.
 
     Of a tree every node is looked up, with the drafts down to it behind the suffix. Where places
@@ -61,7 +61,7 @@ class Texts(Drafter):
 
     def __init__(
         self,
-        room: DrafterRoom,
+        room: DrafterContext,
         *,
         longest: int,
         shortest: int,

@@ -13,7 +13,7 @@ from pathlib import Path
 
 from graft.cudagraph.lanes import Lane
 from graft.cudagraph.memory import DeviceArray
-from graft.models.drafters.base import Drafter, DrafterRoom, DraftVocab, TreeShape, check_target
+from graft.models.drafters.base import Drafter, DrafterContext, DraftVocab, TreeShape, check_target
 from graft.models.drafters.feed import Feed
 from graft.models.errors import DrafterError
 from graft.models.llm.checkpoint import Checkpoint
@@ -56,7 +56,7 @@ class Mtp(Drafter):
         Also when the modules were made for another target.
     """
 
-    def __init__(self, folder: Path, room: DrafterRoom) -> None:
+    def __init__(self, folder: Path, room: DrafterContext) -> None:
         config = LlamaConfig.from_dir(folder)
         device = room.device
         target = room.target

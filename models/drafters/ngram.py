@@ -3,15 +3,15 @@
 from __future__ import annotations
 
 from graft.cudagraph.errors import OptionError
-from graft.models.drafters.base import DrafterRoom
-from graft.models.drafters.lookup import Texts
+from graft.models.drafters.base import DrafterContext
+from graft.models.drafters.lookup import PromptLookup
 
 __all__ = ["NGram"]
 
 _VOTES = {"longest": "NONE", "all": "ALL"}
 
 
-class NGram(Texts):
+class NGram(PromptLookup):
     """Drafts what followed the last tokens where they stood before.
 
     Parameters
@@ -28,7 +28,7 @@ class NGram(Texts):
 
     def __init__(
         self,
-        room: DrafterRoom,
+        room: DrafterContext,
         *,
         longest: int = 4,
         shortest: int = 1,

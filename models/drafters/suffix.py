@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from graft.models.drafters.base import DrafterRoom
-from graft.models.drafters.lookup import Texts
+from graft.models.drafters.base import DrafterContext
+from graft.models.drafters.lookup import PromptLookup
 
 __all__ = ["Suffix"]
 
 
-class Suffix(Texts):
+class Suffix(PromptLookup):
     """Drafts what mostly followed the longest suffix that stood before, the longer the more.
 
     Parameters
@@ -26,7 +26,7 @@ class Suffix(Texts):
 
     def __init__(
         self,
-        room: DrafterRoom,
+        room: DrafterContext,
         *,
         longest: int = 24,
         shortest: int = 1,

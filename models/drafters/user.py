@@ -21,7 +21,7 @@ from graft.cudagraph.errors import OptionError
 from graft.cudagraph.hostwork import PythonWork
 from graft.cudagraph.lanes import Lane
 from graft.cudagraph.memory import DeviceArray, PinnedArray
-from graft.models.drafters.base import Drafter, DrafterRoom, MakeDrafter, TreeShape
+from graft.models.drafters.base import Drafter, DrafterContext, MakeDrafter, TreeShape
 from graft.models.drafters.feed import Feed
 from graft.models.errors import DrafterError
 from graft.models.llm.rows import Rows
@@ -73,7 +73,7 @@ class UserDrafter(Drafter):
 
     def __init__(
         self,
-        room: DrafterRoom,
+        room: DrafterContext,
         *,
         propose: Callable[[list[int]], Any],
         deadline_s: float = 1.0,

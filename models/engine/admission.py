@@ -9,7 +9,7 @@ from concurrent.futures import Future
 from graft.grammar.compile.service import GrammarService
 from graft.grammar.matcher import CompiledGrammar
 from graft.models.engine.options import Options
-from graft.models.engine.slots import Running
+from graft.models.engine.slots import RequestState
 from graft.models.errors import QueueFullError, RequestError, TokenizerError
 from graft.models.request import (
     Output,
@@ -55,7 +55,9 @@ class Admission:
         self._limits = options.limits
         self._verify = options.verify
 
-    def take(self, request: Request, output: Output, waiting: Collection[Running]) -> Running:
+    def take(
+        self, request: Request, output: Output, waiting: Collection[RequestState]
+    ) -> RequestState:
         """Check `request`, which would join those `waiting`, and begin compiling its grammar.
 
         Raises
@@ -91,7 +93,7 @@ class Admission:
         grammar: Future[CompiledGrammar] | None = None
         if request.grammar is not None:
             grammar = self._compiler.submit(request.grammar)
-        return Running(
+        return RequestState(
             request=request,
             output=output,
             prompt=prompt,

@@ -9,7 +9,7 @@ from pathlib import Path
 from graft.cudagraph.device import Device, Stream
 from graft.cudagraph.errors import OptionError
 from graft.cudagraph.pinned import Ring
-from graft.cudagraph.ranks import Ranks
+from graft.cudagraph.ranks import RankGroup
 from graft.grammar.compile.service import GrammarService
 from graft.grammar.decoder import CANDIDATES, GuidedDecoder, default_threads
 from graft.grammar.forced import ForcedText
@@ -17,15 +17,21 @@ from graft.grammar.vocabulary import Vocabulary
 from graft.models.cache.kv import PagedKV
 from graft.models.cache.prefix import PrefixCache
 from graft.models.drafters import DrafterChoice, Forced
-from graft.models.drafters.base import Drafter, DrafterRoom, DraftVocab, TreeShape
+from graft.models.drafters.base import Drafter, DrafterContext, DraftVocab, TreeShape
 from graft.models.drafters.load import make_drafter
 from graft.models.engine.options import Options
 from graft.models.llm.checkpoint import Checkpoint
 from graft.models.llm.config import LlamaConfig
 from graft.models.llm.llama import LlamaModel
-from graft.models.llm.sharding import Lead
+from graft.models.llm.sharding import TensorParallelLeader
 from graft.models.round.budget import DraftBudget, ladder
-from graft.models.round.masking import Blind, Fill, Legality, Probe, Walk
+from graft.models.round.masking import (
+    DraftMasking,
+    FillMasking,
+    LatticeProbeMasking,
+    NoMasking,
+    ProbeMasking,
+)
 from graft.models.round.prefill import CHUNK, Prefill
 from graft.models.round.round import RoundParts
 from graft.models.round.timing import make_timeline
@@ -61,7 +67,7 @@ def assemble(
     drafter: DrafterChoice | None,
     config: LlamaConfig,
     tokenizer: Tokenizer,
-    ranks: Ranks | None = None,
+    ranks: RankGroup | None = None,
 ) -> Assembly:
     """Load the models and lay out everything a round needs.
 
@@ -138,13 +144,13 @@ def _max_rows(options: Options) -> int:
 
 
 def _target(
-    device: Device, options: Options, model: Path, config: LlamaConfig, ranks: Ranks | None
+    device: Device, options: Options, model: Path, config: LlamaConfig, ranks: RankGroup | None
 ) -> LlamaModel:
     lead = None
     heads = config.num_key_value_heads
     known = {"activations": options.activations, "weights": options.weights}
     if ranks is not None:
-        lead = Lead(device, ranks, config, _max_rows(options))
+        lead = TensorParallelLeader(device, ranks, config, _max_rows(options))
         heads = lead.share.own.num_key_value_heads
     cache = _cache(device, options, config.num_hidden_layers, heads, config.head_dim, config.dtype)
     if lead is not None:
@@ -167,7 +173,7 @@ def _drafter(
     """What drafts, told to the target; None decodes without speculation."""
     if choice is None:
         return Forced(options.most_drafts) if options.forced_drafts else None
-    room = DrafterRoom(
+    room = DrafterContext(
         device,
         target,
         tokenizer,
@@ -196,14 +202,14 @@ def _drafter(
     return drafter
 
 
-def _legality(options: Options, drafter: Drafter | None) -> type[Legality]:
+def _legality(options: Options, drafter: Drafter | None) -> type[DraftMasking]:
     """How this drafter's drafts come to be legal."""
     if drafter is None or not drafter.shape.levels or not options.mask_drafts:
-        return Blind
-    probes = options.draft_legality == "probe" or drafter.shape.branch > 1
+        return NoMasking
+    probes = options.draft_masking == "probe" or drafter.shape.branch > 1
     if not probes:
-        return Fill
-    return Walk if drafter.at_once and not drafter.shape.paths else Probe
+        return FillMasking
+    return LatticeProbeMasking if drafter.at_once and not drafter.shape.paths else ProbeMasking
 
 
 def _tables(options: Options, nodes: int, vocab: DraftVocab | None) -> int:
@@ -236,20 +242,24 @@ def _parts(
     branch = shape.branch
     levels = len(shape.levels)
     vocab_size = target.config.vocab_size
-    legality = _legality(options, drafter)
-    walks = legality is Walk
+    masking = _legality(options, drafter)
+    walks = masking is LatticeProbeMasking
     grows = branch > 1 and levels > 0 and not walks
     vocab = drafter.vocab if drafter else None
     alone = isinstance(drafter, Forced)
-    if options.forced_drafts and not (alone or legality.masked):
+    if options.forced_drafts and not (alone or masking.masked):
         raise OptionError(
             "forced_drafts needs mask_drafts, and a drafter whose drafts come level by level: "
             "others fill no mask rows while they draft"
         )
-    candidates = min(CANDIDATES, vocab.size) if legality in (Probe, Walk) and vocab else 0
+    candidates = (
+        min(CANDIDATES, vocab.size)
+        if masking in (ProbeMasking, LatticeProbeMasking) and vocab
+        else 0
+    )
     if grows:
         fed = (levels - 1) * branch
-        asked = TREE_CANDIDATES if legality is Probe else 0
+        asked = TREE_CANDIDATES if masking is ProbeMasking else 0
         exchange = Exchange(device, slots, drafts, vocab_size, asked, branch, fed)
     else:
         branch, levels = (branch, levels) if walks else (1, 0)
@@ -273,7 +283,7 @@ def _parts(
     )
     decoder = GuidedDecoder(
         exchange,
-        masked_drafts=legality.masked or drafter is None,
+        masked_drafts=masking.masked or drafter is None,
         forced=ForcedText(vocabulary, certain=not alone) if options.forced_drafts else None,
         threads=options.grammar_threads or default_threads(batch),
         budget_us=options.grammar_budget_us,
@@ -284,7 +294,7 @@ def _parts(
         device=device,
         target=target,
         drafter=drafter,
-        legality=legality,
+        masking=masking,
         sampler=sampler,
         tree=TreeSampler(sampler, branch, levels, shape.paths) if grows else None,
         state=state,

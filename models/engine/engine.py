@@ -23,25 +23,25 @@ from typing import Any
 from tqdm import tqdm
 
 from graft.cudagraph.device import Device, open_device
-from graft.cudagraph.driver import enter
+from graft.cudagraph.driver import prepare_driver_call
 from graft.cudagraph.errors import DeviceError, GraftError, HostWorkError, OptionError
 from graft.cudagraph.lanes import StreamLane
-from graft.cudagraph.ranks import Ranks
+from graft.cudagraph.ranks import RankGroup
 from graft.cudagraph.transports import choose_transport
 from graft.models.drafters import DrafterChoice
 from graft.models.engine.admission import Admission
 from graft.models.engine.assembly import assemble
-from graft.models.engine.interrupt import OneUser, Shield
-from graft.models.engine.migrate import Handing, HandOver, facts, requested, restore
+from graft.models.engine.interrupt import ReentrancyGuard, Shield
+from graft.models.engine.migrate import MigratedRequest, Migrator, facts, requested, restore
 from graft.models.engine.options import Options
 from graft.models.engine.replay import Replays
 from graft.models.engine.scheduler import Scheduler
-from graft.models.engine.slots import Seating
+from graft.models.engine.slots import SlotManager
 from graft.models.engine.stats import EngineStats
 from graft.models.errors import EngineError, EngineUseError, RequestError
 from graft.models.llm.config import LlamaConfig
 from graft.models.request import Event, Output, Request, shown
-from graft.models.round.prefill import Pieces
+from graft.models.round.prefill import PrefillScheduler
 from graft.models.round.round import RoundGraph
 from graft.models.tokenizer import Tokenizer
 
@@ -94,7 +94,7 @@ class Engine:
         model: str | Path,
         drafter: DrafterChoice | None = None,
         *,
-        ranks: Ranks | None = None,
+        ranks: RankGroup | None = None,
         **options: Any,
     ):
         known = {field.name for field in fields(Options)}
@@ -103,8 +103,8 @@ class Engine:
                 raise OptionError(f"no option {name}; there are {', '.join(sorted(known))}")
         if not isinstance(model, (str, os.PathLike)):
             raise OptionError(f"model must be a checkpoint's folder, got {shown(model)}")
-        if ranks is not None and not isinstance(ranks, Ranks):
-            raise OptionError(f"ranks must be Ranks, got {shown(ranks)}")
+        if ranks is not None and not isinstance(ranks, RankGroup):
+            raise OptionError(f"ranks must be RankGroup, got {shown(ranks)}")
         asked = Options(**options)
         folder = Path(model)
         if asked.draft_tree is not None and drafter is None:
@@ -122,7 +122,7 @@ class Engine:
         self.tokenizer = tokenizer
         self._admission = Admission(self.options, tokenizer, config.vocab_size, built.compiler)
         self._replays = Replays(built.parts, built.stream, built.budget)
-        self._handing = Handing(
+        self._handing = Migrator(
             self.device,
             StreamLane(built.stream),
             built.caches,
@@ -135,7 +135,7 @@ class Engine:
         depth = 2 if self.options.overlap and self.options.composition == "one" else 1
         self._scheduler = Scheduler(
             self._replays,
-            Seating(
+            SlotManager(
                 self.options.slots,
                 self.options.max_batch_size,
                 built.caches,
@@ -143,7 +143,7 @@ class Engine:
                 built.prefill,
                 built.parts.state,
                 StreamLane(built.stream),
-                Pieces(None if asked.prefill_rows == "auto" else int(asked.prefill_rows)),
+                PrefillScheduler(None if asked.prefill_rows == "auto" else int(asked.prefill_rows)),
                 (depth + 1) * built.parts.width,
                 self.options.slack,
             ),
@@ -154,7 +154,7 @@ class Engine:
             verify=self.options.verify,
         )
         self._ids = itertools.count()
-        self._use = OneUser()
+        self._use = ReentrancyGuard()
         self._left: deque[tuple[Sequence[str], set[str]]] = deque()  # claims, and what to cancel
         self.failure: str | None = None
         self._faulted = False
@@ -201,7 +201,7 @@ class Engine:
                 raise RequestError(f"a request with id {request.id!r} is running already")
             return self._submit(request, ())
 
-    def hand_over(self, request_id: str) -> HandOver:
+    def migrate_out(self, request_id: str) -> MigratedRequest:
         """Take an unfinished request away, for another engine to go on with it (`take_over`).
 
         It may wait, or have been prefilled and have an output. Here it ends, with the reason
@@ -224,7 +224,7 @@ class Engine:
             self._scheduler.end(running, "moved")
             return over
 
-    def take_over(self, over: HandOver) -> str:
+    def migrate_in(self, over: MigratedRequest) -> str:
         """Go on with a request of another engine; returns its id, which it brings along.
 
         Events tell of what follows, the output at the end of all. What the caches have no room for
@@ -246,7 +246,9 @@ class Engine:
                 raise RequestError(f"a request with id {request.id!r} is running already")
             return self._submit(request, (), over)
 
-    def _submit(self, request: Request, names: Container[str], over: HandOver | None = None) -> str:
+    def _submit(
+        self, request: Request, names: Container[str], over: MigratedRequest | None = None
+    ) -> str:
         """Take a request; one without a name gets one that is nobody's, and not of `names`."""
         scheduler = self._scheduler
         if _has_name(request):
@@ -534,7 +536,7 @@ class Engine:
         if getattr(self, "_closed", True) or sys.is_finalizing():
             return
         try:
-            enter("Engine.close")
+            prepare_driver_call("Engine.close")
         except DeviceError:
             return  # collected in a host function or a fork, neither of which may call the driver
         self.close()
@@ -549,7 +551,7 @@ class Engine:
 def _rest(device: Device) -> None:
     """Wait while what was dropped gets less; another engine's things stay."""
     left = math.inf
-    while not device.rest(REST_S):
+    while not device.release_unused(REST_S):
         live = device.stats()["live"]
         now = sum(live.values()) if isinstance(live, dict) else live
         if now >= left:

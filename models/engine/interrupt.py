@@ -58,7 +58,7 @@ class Shield:
                 signal.raise_signal(signal.SIGINT)
 
 
-class OneUser:
+class ReentrancyGuard:
     """Lets one call at a time into an engine; a second is refused, whoever makes it.
 
     Nothing is waited for: a call from within another one, by a signal's handler or a finalizer,

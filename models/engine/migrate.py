@@ -29,8 +29,8 @@ from graft.models.cache.kv import PagedKV
 from graft.models.cache.prefix import Pages, PrefixCache
 from graft.models.drafters import Drafter, DrafterChoice
 from graft.models.engine.options import Options
-from graft.models.engine.slots import Running
-from graft.models.errors import HandOverError, RequestError
+from graft.models.engine.slots import RequestState
+from graft.models.errors import MigrationError, RequestError
 from graft.models.request import Logprob, Request, shown
 from graft.sampling.state import Relaxed
 
@@ -58,7 +58,7 @@ _OWN = (
 
 
 @dataclass(frozen=True, eq=False)
-class HandOver:
+class MigratedRequest:
     """A request on its way to another engine.
 
     Attributes
@@ -88,7 +88,7 @@ class HandOver:
         return [memoryview(head), *(array.reshape(-1).data.cast("B") for array in self.pages)]
 
     @classmethod
-    def read(cls, data: np.ndarray) -> HandOver:
+    def read(cls, data: np.ndarray) -> MigratedRequest:
         """Of its bytes, uint8; the pages are views of them.
 
         Raises
@@ -98,7 +98,7 @@ class HandOver:
         """
         magic, form, size = _HEAD.unpack(bytes(data[: _HEAD.size]).ljust(_HEAD.size))
         if magic != _MAGIC or form != FORMAT:
-            raise HandOverError(
+            raise MigrationError(
                 f"what begins with {bytes(data[:8])!r} is no hand-over of format "
                 f"{FORMAT}, which this graft reads"
             )
@@ -113,7 +113,7 @@ class HandOver:
         return cls(about, tuple(pages))
 
 
-def described(running: Running, verify: str) -> dict[str, Any]:
+def described(running: RequestState, verify: str) -> dict[str, Any]:
     """An unfinished request and its output as plain data; `verify` where it names none."""
     output = running.output
     request = running.request
@@ -152,7 +152,7 @@ def requested(about: Mapping[str, Any]) -> Request:
     )
 
 
-def restore(running: Running, about: Mapping[str, Any]) -> None:
+def restore(running: RequestState, about: Mapping[str, Any]) -> None:
     """Let a request that was just made go on from an output that somebody has been told of.
 
     Raises
@@ -208,7 +208,7 @@ def facts(
     }
 
 
-class Handing:
+class Migrator:
     """An engine's end of it: pages out of its caches, and others' into them.
 
     Parameters
@@ -234,32 +234,32 @@ class Handing:
         self._facts = {**known, "page_size": caches[0].page_size, "caches": ", ".join(shapes)}
         self._move = device.load(_KERNELS)["move_pages"]
 
-    def pack(self, running: Running, verify: str) -> HandOver:
+    def pack(self, running: RequestState, verify: str) -> MigratedRequest:
         """A request and the pages that are kept of its tokens, once the device has copied them."""
         pages = self._prefixes.match(self._prefixes.keys(running.tokens))
         packed = self._enqueue(pages, ()) if pages else []
         self._lane.record("pages").synchronize()
         about = {"engine": self._facts, **described(running, verify)}
-        return HandOver(about, tuple(array.array for array in packed))
+        return MigratedRequest(about, tuple(array.array for array in packed))
 
-    def check(self, over: HandOver) -> None:
+    def check(self, over: MigratedRequest) -> None:
         """Refuse what this engine cannot go on with. Raises HandOverError naming what differs."""
-        if not isinstance(over, HandOver):
-            raise HandOverError(f"what is handed over must be a HandOver, got {shown(over)}")
+        if not isinstance(over, MigratedRequest):
+            raise MigrationError(f"what is handed over must be a HandOver, got {shown(over)}")
         theirs = over.about["engine"]
         for name, ours in self._facts.items():
             if theirs.get(name) != ours:
-                raise HandOverError(
+                raise MigrationError(
                     f"the engine that hands over has {name} {theirs.get(name)}, this one {ours}"
                 )
         if over.cached > self._prefixes.most:
-            raise HandOverError(
+            raise MigrationError(
                 f"{over.cached} pages are handed over, and the prefix cache here keeps "
                 f"{self._prefixes.most} at most (prefix_cache_bytes, and no drafter that shares "
                 "nothing)"
             )
 
-    def adopt(self, over: HandOver) -> None:
+    def adopt(self, over: MigratedRequest) -> None:
         """Keep the pages that come with a request, as far as others leave room for them."""
         keys = self._prefixes.keys(over.tokens)[: over.cached]
         self._prefixes.adopt(
@@ -277,7 +277,7 @@ class Handing:
                 packed.array[:] = given[i]
             ids = self._device.from_host(np.array([every[i] for every in pages], np.int32))
             for kind, array in enumerate((cache.k, cache.v)):
-                half = packed.part(kind * packed.array[0].size, packed.shape[1:])
+                half = packed.view(kind * packed.array[0].size, packed.shape[1:])
                 args = (array, half, ids, cache.scratch_page + 1, words, int(not given))
                 self._lane.kernel(
                     self._move, (len(pages), cache.layers, 1), _THREADS, args, name="move pages"

@@ -19,9 +19,9 @@ from graft.models.request import VERIFY_MODES, Limits
 from graft.sampling.state import MAX_DRAFTS
 from graft.sampling.tree import TreePlan
 
-__all__ = ["LEGALITIES", "MAX_DRAFT_LENGTH", "Options"]
+__all__ = ["DRAFT_MASKINGS", "MAX_DRAFT_LENGTH", "Options"]
 
-LEGALITIES = ("fill", "probe")
+DRAFT_MASKINGS = ("fill", "probe")
 MAX_DRAFT_LENGTH = 63
 #: Positions per request unless the user asks for more: caches are reserved for every slot.
 DEFAULT_LENGTH = 4096
@@ -46,7 +46,7 @@ _WHOLE: dict[str, tuple[int, int, *tuple[str | None, ...]]] = {
 }
 _SWITCHES = ("mask_drafts", "forced_drafts", "overlap", "programmatic", "timeline")
 _CHOICES: dict[str, tuple[object, ...]] = {
-    "draft_legality": LEGALITIES,
+    "draft_masking": DRAFT_MASKINGS,
     "verify": VERIFY_MODES,
     "composition": ("one", "two"),
     "grammar_transport": TRANSPORTS,
@@ -70,7 +70,7 @@ class Options:
         equal lengths, hence not with "auto".
     draft_tree : (branch, levels) lets drafts branch: a drafter keeps up to `branch` under a token,
         2 to 16, and `levels` of them, and the likeliest `draft_length` of all are verified. Those
-        that come level by level are then probed, whatever `draft_legality` says. Or the paths of a
+        that come level by level are then probed, whatever `draft_masking` says. Or the paths of a
         tree whose shape is given: (0,) and (2,) are the likeliest draft and the third, (0, 1) what
         is second behind the first. None: a chain.
     max_length : positions per request, prompt and output; default what the target allows, at
@@ -84,7 +84,7 @@ class Options:
         generating, so how late a round is for others' prompts. "auto": as many as take about as
         long as a round, see `Pieces`. Outputs are the same.
     mask_drafts : draft under the grammar's masks; False drafts blindly and verifies all the same.
-    draft_legality : how masked drafts are: "fill" draws each under its mask row; "probe" has the
+    draft_masking : how masked drafts are: "fill" draws each under its mask row; "probe" has the
         grammar test the drafter's best candidates, which is cheaper, and fills all rows beside the
         next target forward. Probed drafts are verified as coupled. Where a drafter's logits are all
         there at once, as those of DFlash are, one step tests the candidates of all levels.
@@ -151,7 +151,7 @@ class Options:
     prefix_cache_bytes: int | None = None
     prefill_rows: int | str = "auto"
     mask_drafts: bool = True
-    draft_legality: str = "fill"
+    draft_masking: str = "fill"
     forced_drafts: bool = False
     verify: str = "rejection"
     grammar_backend: str | Callable[[Vocabulary], GrammarBackend] = "auto"
@@ -197,8 +197,8 @@ class Options:
         if not callable(self.grammar_backend) and self.grammar_backend not in backends:
             wanted = f"one of {', '.join(backends)} or make a GrammarBackend"
             raise _bad("grammar_backend", wanted, self.grammar_backend)
-        if self.draft_legality == "probe" and not self.mask_drafts:
-            raise OptionError("draft_legality 'probe' needs mask_drafts: blind ones are not probed")
+        if self.draft_masking == "probe" and not self.mask_drafts:
+            raise OptionError("draft_masking 'probe' needs mask_drafts: blind ones are not probed")
         if self.verify == "traversal":
             if self.tree is None:
                 raise OptionError(

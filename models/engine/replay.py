@@ -21,7 +21,7 @@ from graft.cudagraph.exec import GraphExec
 from graft.cudagraph.stacks import describe_running
 from graft.grammar.decoder import GuidedRequest
 from graft.models.engine.interrupt import Shield
-from graft.models.engine.slots import Running
+from graft.models.engine.slots import RequestState
 from graft.models.engine.stats import EngineStats
 from graft.models.request import Logprob
 from graft.models.round.budget import DraftBudget
@@ -37,14 +37,14 @@ _HEAD = ROUND_ROW.itemsize // 4
 
 
 @dataclass(frozen=True)
-class Seat:
+class RowAssignment:
     """Who sat in a row when its replay was launched.
 
     The request may have left since, by a stop string, a cancel or a preemption, and may even be
     back under another epoch: then the seat is stale, and what its row brought is nobody's.
     """
 
-    running: Running
+    running: RequestState
     slot: int
     epoch: int
 
@@ -54,13 +54,13 @@ class Seat:
 
 
 @dataclass(frozen=True)
-class Flight:
+class ReplayInFlight:
     """One launched replay: its number, and its own number among its graph's."""
 
     replay: int
     graph: RoundGraph
     own: int
-    seats: tuple[Seat, ...]
+    seats: tuple[RowAssignment, ...]
 
 
 @dataclass(frozen=True)
@@ -115,14 +115,14 @@ class Replays:
         self.number = 0
         self.retired = 0
         self.round_s = 0.0
-        self.unread: deque[Flight] = deque()
-        self._tails: deque[Flight] = deque()  # read, not retired
+        self.unread: deque[ReplayInFlight] = deque()
+        self._tails: deque[ReplayInFlight] = deque()  # read, not retired
         self._behind: deque[GraphExec] = deque()  # graphs of the last round, yet to be launched
         self._launches: Counter[int] = Counter()  # by the id() of a graph
-        self.on_parts: Callable[[Flight, list[int]], None] | None = None
-        self.on_row: Callable[[Seat, RowResult], None] | None = None
+        self.on_parts: Callable[[ReplayInFlight, list[int]], None] | None = None
+        self.on_row: Callable[[RowAssignment, RowResult], None] | None = None
 
-    def launch(self, graph: RoundGraph, rows: Sequence[Running]) -> None:
+    def launch(self, graph: RoundGraph, rows: Sequence[RequestState]) -> None:
         """Publish who sits in which row, and launch one replay.
 
         The input entry, the matchers' snapshot and the output entry carry the replay's number: a
@@ -142,9 +142,9 @@ class Replays:
         )
         parts.inputs.publish(replay)
         self.number = replay
-        seats = tuple(Seat(r, r.slot, r.epoch) for r in rows)
+        seats = tuple(RowAssignment(r, r.slot, r.epoch) for r in rows)
         self._launches[id(graph)] += 1
-        flight = Flight(replay, graph, self._launches[id(graph)], seats)
+        flight = ReplayInFlight(replay, graph, self._launches[id(graph)], seats)
         self.unread.append(flight)
         with self._numbered(flight):
             graph.execs[0].launch(self._stream)
@@ -152,7 +152,7 @@ class Replays:
 
     def wait(
         self, stats: EngineStats, shield: Shield, progress: Callable[[], int] = lambda: 0
-    ) -> Flight:
+    ) -> ReplayInFlight:
         """Wait until the oldest unread replay's results are published, and return it.
 
         Of a round in several graphs the others are launched then, each when the one before is over.
@@ -187,7 +187,7 @@ class Replays:
         """What the grammar backend said when a slot's request failed, or empty."""
         return self._parts.decoder.error(slot)
 
-    def drafter_error(self, seat: Seat) -> GraftError | None:
+    def drafter_error(self, seat: RowAssignment) -> GraftError | None:
         """Why the drafter has ended who sits there, if it has."""
         drafter = self._parts.drafter
         return None if drafter is None else drafter.failure(seat.slot, seat.epoch)
@@ -203,7 +203,7 @@ class Replays:
         known = progress()
         deadline = time.monotonic() + ROUND_DEADLINE_S
         shield.check()
-        over = graph.finished if graph else partial(self._parts.outputs.stamped, replay)
+        over = graph.wait if graph else partial(self._parts.outputs.wait, replay)
         while not over(POLL_S):
             self._stream.query()  # a faulted device says so here
             done = progress()
@@ -220,7 +220,7 @@ class Replays:
             shield.check()
 
     @contextmanager
-    def _numbered(self, flight: Flight) -> Iterator[None]:
+    def _numbered(self, flight: ReplayInFlight) -> Iterator[None]:
         """Errors of a graph's host steps count that graph's replays: name the engine's instead."""
         try:
             yield
@@ -261,8 +261,8 @@ class Replays:
     def finish(self) -> None:
         """The oldest unread replay was read: its entries may be used again."""
         flight = self.unread.popleft()
-        self._parts.inputs.consumed(flight.replay)
-        self._parts.outputs.consumed(flight.replay)
+        self._parts.inputs.release(flight.replay)
+        self._parts.outputs.release(flight.replay)
         self._tails.append(flight)
 
     def settle(self, stats: EngineStats) -> None:
@@ -301,13 +301,13 @@ class Replays:
             self._time_parts(flight, stats)
             self._check(flight)
 
-    def _check(self, flight: Flight) -> None:
+    def _check(self, flight: ReplayInFlight) -> None:
         """Raise what a host step of its graphs raised, in this replay or one before."""
         with self._numbered(flight):
             for graph in flight.graph.execs:
                 graph.check()
 
-    def _time_parts(self, flight: Flight, stats: EngineStats) -> None:
+    def _time_parts(self, flight: ReplayInFlight, stats: EngineStats) -> None:
         timeline = self._parts.timeline
         replay = flight.replay
         parts = flight.graph.timed

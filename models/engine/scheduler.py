@@ -23,7 +23,7 @@ from typing import Any
 from graft.cudagraph.errors import GraftError
 from graft.models.engine.interrupt import Shield
 from graft.models.engine.replay import Replays, RowResult
-from graft.models.engine.slots import Running, Seating
+from graft.models.engine.slots import RequestState, SlotManager
 from graft.models.engine.stats import EngineStats
 from graft.models.errors import RequestTimeoutError
 from graft.models.request import DEVICE_REASONS, VERIFY_MODES, Event, Output
@@ -88,7 +88,7 @@ class Outbox:
 
 
 #: Someone's place in line: priority, negative; number; and who.
-_Place = tuple[int, int, Running]
+_Place = tuple[int, int, RequestState]
 
 
 class Scheduler:
@@ -115,7 +115,7 @@ class Scheduler:
     def __init__(
         self,
         replays: Replays,
-        seating: Seating,
+        seating: SlotManager,
         rounds: Mapping[tuple[int, int], RoundGraph],
         stats: EngineStats,
         budget: DraftBudget,
@@ -130,22 +130,24 @@ class Scheduler:
         self.budget = budget
         self.depth = depth
         self._verify = verify
-        self.unfinished: dict[str, Running] = {}
-        self.waiting: dict[str, Running] = {}
+        self.unfinished: dict[str, RequestState] = {}
+        self.waiting: dict[str, RequestState] = {}
         self.outbox = Outbox()
         self._places = itertools.count()
         self._first_places = itertools.count(-2, -1)
         self._ready: list[_Place] = []  # in order
-        self._compiled: deque[tuple[int, Running]] = deque()  # filled by the compiler's threads
+        self._compiled: deque[tuple[int, RequestState]] = (
+            deque()
+        )  # filled by the compiler's threads
         self._woken = threading.Event()
-        self._deadlines: list[tuple[float, int, weakref.ref[Running]]] = []  # a heap
+        self._deadlines: list[tuple[float, int, weakref.ref[RequestState]]] = []  # a heap
 
     @property
     def busy(self) -> bool:
         """Whether any request is unfinished or has an event for whoever asks."""
         return bool(self.unfinished) or self.outbox.pending
 
-    def submit(self, running: Running) -> None:
+    def submit(self, running: RequestState) -> None:
         """Let a request wait for its grammar and a slot."""
         self.unfinished[running.id] = running
         self._wait(running)
@@ -153,7 +155,7 @@ class Scheduler:
             at = running.submitted + running.request.timeout_s
             heapq.heappush(self._deadlines, (at, running.place, weakref.ref(running)))
 
-    def _wait(self, running: Running, first: bool = False) -> None:
+    def _wait(self, running: RequestState, first: bool = False) -> None:
         self.waiting[running.id] = running
         running.keys = None
         place = running.place = next(self._first_places if first else self._places)
@@ -167,7 +169,7 @@ class Scheduler:
 
         running.grammar.add_done_callback(compiled)
 
-    def _line_up(self, place: int, running: Running) -> None:
+    def _line_up(self, place: int, running: RequestState) -> None:
         bisect.insort(self._ready, (-running.request.priority, place, running))
 
     # Phases of a step ---------------------------------------------------------------------------
@@ -214,7 +216,7 @@ class Scheduler:
                 break
             first.passed += chosen is not first
 
-    def _choose(self) -> Running:
+    def _choose(self) -> RequestState:
         """Who gets the next slot of those who are ready."""
         priority, place, first = self._ready[0]
         if place < 0 or first.passed >= MOST_PASSED or not self.seating.open:
@@ -222,7 +224,7 @@ class Scheduler:
         near = (one[2] for one in self._ready[:LOOKED_AT] if one[0] == priority)
         return max(near, key=self.seating.cached)  # of equals the first
 
-    def _step_out(self, running: Running) -> None:
+    def _step_out(self, running: RequestState) -> None:
         """Let it wait no more, if it does."""
         self.waiting.pop(running.id, None)
         place = -running.request.priority, running.place
@@ -231,7 +233,7 @@ class Scheduler:
             del self._ready[at]
         running.place = -1
 
-    def _admit(self, running: Running) -> bool:
+    def _admit(self, running: RequestState) -> bool:
         """Give one a slot, or refuse it; False when there is none for it yet."""
         try:
             if running.matcher is None:
@@ -248,7 +250,7 @@ class Scheduler:
         self.seating.reclaim_idle()
         return self._join(running)
 
-    def _join(self, running: Running) -> bool:
+    def _join(self, running: RequestState) -> bool:
         request = running.request
         output = running.output
         verify = request.verify or self._verify
@@ -294,7 +296,7 @@ class Scheduler:
         self.replays.launch(self.rounds[size, drafts], rows)
         return True
 
-    def _short_of_pages(self) -> list[Running]:
+    def _short_of_pages(self) -> list[RequestState]:
         """Who is seated and sits the next round out, for want of pages.
 
         While nobody's are on their way back, the last in rank loses its own, so that the others can
@@ -334,7 +336,7 @@ class Scheduler:
             self._collect(seat.running, row, flight.graph)
         self.replays.finish()
 
-    def _collect(self, running: Running, row: RowResult, graph: RoundGraph) -> None:
+    def _collect(self, running: RequestState, row: RowResult, graph: RoundGraph) -> None:
         """Take a row's tokens; ends the request when the device or a stop string says so."""
         tokens = row.tokens
         output = running.output
@@ -388,7 +390,7 @@ class Scheduler:
 
     # Leaving ------------------------------------------------------------------------------------
 
-    def preempt(self, running: Running, first: bool = False) -> None:
+    def preempt(self, running: RequestState, first: bool = False) -> None:
         """Take a request's slot and pages away; it waits behind those of its priority, or is first.
 
         What replays in flight bring for it is discarded. It joins again with its tokens so far as
@@ -402,7 +404,7 @@ class Scheduler:
 
     def end(
         self,
-        running: Running,
+        running: RequestState,
         reason: str,
         error: Exception | None = None,
         *,
@@ -435,7 +437,7 @@ class Scheduler:
             LOG.warning("request %s %s: %s", output.id, output.reason, output.error)
         self.outbox.post(_event(output, tokens, text, output))
 
-    def _cause(self, running: Running) -> GraftError:
+    def _cause(self, running: RequestState) -> GraftError:
         """Why the device ended a request with an error."""
         logits = "the model's logits are NaN or infinite"
         if running.matcher is None:

@@ -32,7 +32,7 @@ from graft.grammar.matcher import CompiledGrammar, Matcher
 from graft.models.cache.kv import PagedKV
 from graft.models.cache.prefix import Pages, PrefixCache
 from graft.models.request import Output, Request
-from graft.models.round.prefill import Piece, Pieces, Prefill
+from graft.models.round.prefill import Prefill, PrefillChunk, PrefillScheduler
 from graft.models.text.stream import IncrementalDecoder, StopFinder
 from graft.sampling.adjust import NOTHING, Adjust
 from graft.sampling.state import SlotState
@@ -42,7 +42,7 @@ STRIDE = 4
 
 
 @dataclass(eq=False)
-class Running:
+class RequestState:
     """Everything the engine knows about one unfinished request.
 
     Attributes
@@ -190,13 +190,13 @@ class Running:
 class _Joining:
     """Who has a slot, the rest of its prefill, and how it samples."""
 
-    running: Running
-    chunks: Iterator[Piece]
+    running: RequestState
+    chunks: Iterator[PrefillChunk]
     last: int
     sampling: dict[str, Any]
 
 
-class Seating:
+class SlotManager:
     """Gives slots and pages to requests, and takes them back when nothing can touch them.
 
     Parameters
@@ -228,7 +228,7 @@ class Seating:
         prompts: Prefill,
         table: SlotState,
         lane: StreamLane,
-        pieces: Pieces,
+        pieces: PrefillScheduler,
         reach: int,
         slack: int = 0,
     ):
@@ -241,13 +241,13 @@ class Seating:
         self._prefixes = prefixes
         self._prompts = prompts
         self._table = table
-        self.seated: dict[int, Running] = {}
+        self.seated: dict[int, RequestState] = {}
         self._joining: dict[int, _Joining] = {}
         self._free = list(range(slots))
         self._leaving: dict[int, int] = {}  # slot: replay that must have retired
         self._epochs = itertools.count(1)
         self._rows_left = 0  # of prompts, before the next replay
-        self._chunks: deque[Piece] = deque()  # enqueued, and not known to be over
+        self._chunks: deque[PrefillChunk] = deque()  # enqueued, and not known to be over
         self._chunks_over = 0
 
     @property
@@ -256,7 +256,7 @@ class Seating:
         return len(self.seated) + len(self._joining)
 
     @property
-    def last(self) -> Running:
+    def last(self) -> RequestState:
         """Who has a slot and is the first to lose it."""
         joining = (joining.running for joining in self._joining.values())
         return max(itertools.chain(self.seated.values(), joining), key=lambda one: one.rank)
@@ -266,7 +266,7 @@ class Seating:
         """Whether there is a slot for one more, given pages."""
         return self.taken < self._rows and bool(self._free)
 
-    def cached(self, running: Running) -> int:
+    def cached(self, running: RequestState) -> int:
         """How many pages a waiting request would find in the prefix cache."""
         if not len(self._prefixes):
             return 0
@@ -279,7 +279,7 @@ class Seating:
         """Slots that left the batch and cannot be given to anybody yet."""
         return len(self._leaving)
 
-    def join(self, running: Running, **sampling: Any) -> bool:
+    def join(self, running: RequestState, **sampling: Any) -> bool:
         """Give a request a slot, and pages for its first rounds; `prefill` then seats it.
 
         What the others lack must be left, at least a page for each, or the one who joins would be
@@ -320,7 +320,7 @@ class Seating:
             cache.set_table(self._lane, slot)
         return True
 
-    def grow(self, running: Running) -> bool:
+    def grow(self, running: RequestState) -> bool:
         """Have pages for another round of who is seated; False, with nothing changed, where there
         are none."""
         if self._needed(running) > running.reserved:
@@ -381,7 +381,7 @@ class Seating:
             **joining.sampling,
         )
 
-    def leave(self, running: Running, launched: int, *, told: bool) -> None:
+    def leave(self, running: RequestState, launched: int, *, told: bool) -> None:
         """Take a request off its slot; the slot is free once what was launched has retired.
 
         Parameters
@@ -416,7 +416,7 @@ class Seating:
         self._joining.clear()
         del self._caches, self._prefixes, self._prompts, self._table, self._lane
 
-    def _needed(self, running: Running) -> int:
+    def _needed(self, running: RequestState) -> int:
         """Positions for which it must have pages when a replay with it is launched."""
         return min(running.length + self._reach, running.limit) + self._slack
 
@@ -429,7 +429,7 @@ class Seating:
         )
 
     def _allocate(
-        self, running: Running, slot: int, shared: Sequence[Pages] = (), spare: int = 0
+        self, running: RequestState, slot: int, shared: Sequence[Pages] = (), spare: int = 0
     ) -> bool:
         """Own pages in all caches, of which the first are shared, and leave so many; or none."""
         size = self._caches[0].page_size

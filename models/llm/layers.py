@@ -28,7 +28,7 @@ from graft.cudagraph.lanes import Lane
 from graft.cudagraph.memory import DeviceArray
 from graft.models.cache.kv import STORAGE, PagedKV
 from graft.models.llm.rows import Rows
-from graft.models.llm.weights import Held, Matrix
+from graft.models.llm.weights import Matrix, ScaledMatrix
 from graft.sampling.checks import expect
 
 FOLDER = Path(__file__).resolve().parent / "kernels"
@@ -283,10 +283,10 @@ class Layers:
             `gates` and was woven (`Weights.stacked`).
         turned : what `heads` asks for.
         """
-        if isinstance(weight, Held) and weight.sums is not None:
-            own = weight.sums.own(*out.shape)
-            self.linear(lane, x, Held(weight.values, weight.scale), own, name=name)
-            self._add_parts(lane, weight.sums.gather(lane, own), residual, out, tap)
+        if isinstance(weight, ScaledMatrix) and weight.sums is not None:
+            own = weight.sums.local_buffer(*out.shape)
+            self.linear(lane, x, ScaledMatrix(weight.values, weight.scale), own, name=name)
+            self._add_parts(lane, weight.sums.all_gather(lane, own), residual, out, tap)
             if norm is not None:
                 self.norm(lane, out, norm.weight, norm.eps, norm.out)
             return
@@ -296,7 +296,7 @@ class Layers:
         columns = weight.shape[0]
         scale = None
         rounded = x.dtype == self.input_dtype(weight) != "float32"
-        if isinstance(weight, Held):
+        if isinstance(weight, ScaledMatrix):
             scale = weight.scale
             weight = weight.values
         if scale is not None:

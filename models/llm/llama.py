@@ -19,7 +19,7 @@ from graft.models.llm.checkpoint import Checkpoint
 from graft.models.llm.config import LlamaConfig
 from graft.models.llm.layers import GROUP, Layers, Norm
 from graft.models.llm.rows import Rows
-from graft.models.llm.sharding import Lead, SharedWeights
+from graft.models.llm.sharding import ShardedWeights, TensorParallelLeader
 from graft.models.llm.weights import Matrix, Weights
 from graft.sampling.checks import expect
 
@@ -269,7 +269,7 @@ class LlamaModel:
         form: str | None = None,
         activations: str = "rounded",
         weights: str = "checkpoint",
-        lead: Lead | None = None,
+        lead: TensorParallelLeader | None = None,
     ) -> None:
         self._lead = lead
         self._own = lead.share.own if lead else config
@@ -284,7 +284,7 @@ class LlamaModel:
         hidden = config.hidden_size
         vocab = config.vocab_size
         tensors = (
-            SharedWeights(device, checkpoint, weights, lead.share, lead.sums)
+            ShardedWeights(device, checkpoint, weights, lead.share, lead.sums)
             if lead
             else Weights(device, checkpoint, weights)
         )

@@ -22,14 +22,14 @@ from graft.cudagraph.errors import OptionError
 from graft.cudagraph.graph import GraphLane
 from graft.cudagraph.lanes import Lane
 from graft.cudagraph.memory import DeviceArray, PinnedArray
-from graft.cudagraph.nccl import NcclGather
-from graft.cudagraph.ranks import HEAD, Gather, MpiGather, Ranks
+from graft.cudagraph.nccl import NcclAllGather
+from graft.cudagraph.ranks import HEADER_WORDS, AllGather, MpiAllGather, RankGroup
 from graft.models.cache.kv import PagedKV
 from graft.models.errors import EngineError
 from graft.models.llm.checkpoint import Checkpoint
 from graft.models.llm.config import LlamaConfig
 from graft.models.llm.rows import Rows
-from graft.models.llm.weights import Held, Matrix, Weights
+from graft.models.llm.weights import Matrix, ScaledMatrix, Weights
 
 #: What rank 0 says first, before numbers.
 CLOSE, END, BEGIN, FORWARD, COMPACT = range(5)
@@ -41,7 +41,7 @@ _UNITS = (128, 16, 1)
 
 
 @dataclass(frozen=True)
-class Share:
+class Shard:
     """What a rank holds of every layer: some key heads with their query heads, and some columns of
     the MLP, each from the first to behind the last.
 
@@ -55,7 +55,7 @@ class Share:
     inner: tuple[int, int]
 
     @staticmethod
-    def of(config: LlamaConfig, rank: int, size: int) -> Share:
+    def of(config: LlamaConfig, rank: int, size: int) -> Shard:
         """Of so many ranks. Raises OptionError where there are more than there is to share."""
         keys = config.num_key_value_heads
         inner = config.intermediate_size
@@ -66,7 +66,7 @@ class Share:
             )
         unit = next(u for u in _UNITS if inner % u == 0 and inner // u >= size)
         first, last = _cut(inner // unit, rank, size)
-        return Share(config, _cut(keys, rank, size), (first * unit, last * unit))
+        return Shard(config, _cut(keys, rank, size), (first * unit, last * unit))
 
     @property
     def own(self) -> LlamaConfig:
@@ -108,11 +108,11 @@ def _cut(count: int, rank: int, size: int) -> tuple[int, int]:
     return first, first + each + (rank < more)
 
 
-class SharedWeights(Weights):
+class ShardedWeights(Weights):
     """The matrices of layers by `Share`, everything else whole."""
 
     def __init__(
-        self, device: Device, checkpoint: Checkpoint, weights: str, share: Share, sums: Gather
+        self, device: Device, checkpoint: Checkpoint, weights: str, share: Shard, sums: AllGather
     ) -> None:
         super().__init__(device, checkpoint, weights)
         self._slices = share.slices()
@@ -127,7 +127,9 @@ class SharedWeights(Weights):
         made = super().stacked(parts, columns, woven)
         halved = any(name.endswith(("o_proj.weight", "down_proj.weight")) for name in parts)
         if halved:
-            made = replace(made if isinstance(made, Held) else Held(made), sums=self._sums)
+            made = replace(
+                made if isinstance(made, ScaledMatrix) else ScaledMatrix(made), sums=self._sums
+            )
         return made
 
     def _rows(self, name: str, rows: int, columns: int) -> tuple[np.ndarray, str, np.ndarray]:
@@ -136,20 +138,20 @@ class SharedWeights(Weights):
         return array[own, across], dtype, scale[own]
 
 
-def make_sums(device: Device, ranks: Ranks, most: int) -> Gather:
+def make_sums(device: Device, ranks: RankGroup, most: int) -> AllGather:
     """How partial products of at most so many elements come to all ranks. Raises OptionError where
     the device is CUDA's and nccl4py is missing."""
-    kind = NcclGather if device.kind == "cuda" else MpiGather
+    kind = NcclAllGather if device.kind == "cuda" else MpiAllGather
     return kind(device, ranks, most)
 
 
 def split(words: PinnedArray, arrays: Sequence[DeviceArray]) -> list[PinnedArray]:
     """Where each array stands in the int32 words that follow a head."""
     ends = list(accumulate((array.nbytes // 4 for array in arrays), initial=0))
-    return [words.part(begin, (end - begin,)) for begin, end in pairwise(ends)]
+    return [words.view(begin, (end - begin,)) for begin, end in pairwise(ends)]
 
 
-class Lead:
+class TensorParallelLeader:
     """Rank 0 of several, for one engine.
 
     Raises
@@ -158,11 +160,13 @@ class Lead:
         The model cannot be shared by so many ranks, or this is not rank 0.
     """
 
-    def __init__(self, device: Device, ranks: Ranks, config: LlamaConfig, max_rows: int) -> None:
+    def __init__(
+        self, device: Device, ranks: RankGroup, config: LlamaConfig, max_rows: int
+    ) -> None:
         if ranks.rank:
             raise OptionError(f"rank {ranks.rank} has no engine: it follows rank 0 by follow()")
         self.ranks = ranks
-        self.share = Share.of(config, 0, ranks.size)
+        self.share = Shard.of(config, 0, ranks.size)
         self._device = device
         self._max_rows = max_rows
         self.sums = make_sums(device, ranks, max_rows * config.hidden_size)
@@ -190,11 +194,11 @@ class Lead:
             **options,
         }
         text = np.frombuffer(json.dumps(said).encode(), np.uint8)
-        self.ranks.send(self.ranks.others, self._head(BEGIN, len(text)), text)
+        self.ranks.send(self.ranks.peers, self._head(BEGIN, len(text)), text)
 
     def wait(self) -> None:
         """Wait until every rank has loaded its share. Raises EngineError with what one says."""
-        for rank in self.ranks.others:
+        for rank in self.ranks.peers:
             answer = np.zeros(ANSWER, np.uint8)
             self.ranks.receive(rank, answer, timeout_s=LOAD_S)
             if said := answer.tobytes().rstrip(b"\0").decode(errors="replace"):
@@ -221,26 +225,28 @@ class Lead:
     def end(self) -> None:
         """Let the others drop their shares, unless they have failed."""
         if self.ranks.failure is None:
-            self.ranks.send(self.ranks.others, self._head(END))
-            self.ranks.release()
+            self.ranks.send(self.ranks.peers, self._head(END))
+            self.ranks.release_buffers()
 
     def _say(self, lane: Lane, head: tuple[int, ...], *arrays: DeviceArray) -> None:
         """Send a head, whether the others will be told the same again, and arrays."""
         count = sum(array.nbytes for array in arrays) // 4
         if count > self._words.shape[0]:
             self._words = self._device.pinned((count,), "int32")
-            self.ranks.keep(self._words)
-        words = self._words.part(0, (count,))
+            self.ranks.keep_alive(self._words)
+        words = self._words.view(0, (count,))
         for part, array in zip(split(words, arrays), arrays, strict=True):
             lane.copy(part, array, name="rows")
-        first = self._head(*head, *(0,) * (HEAD - 1 - len(head)), isinstance(lane, GraphLane))
-        sent = [(rank, buffer) for rank in self.ranks.others for buffer in (first, words)]
+        first = self._head(
+            *head, *(0,) * (HEADER_WORDS - 1 - len(head)), isinstance(lane, GraphLane)
+        )
+        sent = [(rank, buffer) for rank in self.ranks.peers for buffer in (first, words)]
         self.ranks.exchange(lane, sent, name="rows to ranks")
 
     def _head(self, *numbers: int) -> np.ndarray:
         """The same array for the same numbers: a message may still be sent from it."""
         if numbers not in self._heads:
-            padded = (*numbers, *(0,) * (HEAD - len(numbers)))
+            padded = (*numbers, *(0,) * (HEADER_WORDS - len(numbers)))
             self._heads[numbers] = np.array(padded, np.int64)
-            self.ranks.keep(self._heads[numbers])
+            self.ranks.keep_alive(self._heads[numbers])
         return self._heads[numbers]

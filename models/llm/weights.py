@@ -10,7 +10,7 @@ import numpy as np
 from graft.cudagraph.device import Device
 from graft.cudagraph.dtypes import E4M3, from_float32, to_float32
 from graft.cudagraph.memory import DeviceArray
-from graft.cudagraph.ranks import Gather
+from graft.cudagraph.ranks import AllGather
 from graft.models.errors import CheckpointError
 from graft.models.llm.checkpoint import FLOATS, Checkpoint
 
@@ -21,7 +21,7 @@ _TINY = np.float32(2.0**-126)
 
 
 @dataclass(frozen=True)
-class Held:
+class ScaledMatrix:
     """A matrix [rows, columns], and what goes with it.
 
     Attributes
@@ -32,7 +32,7 @@ class Held:
 
     values: DeviceArray
     scale: DeviceArray | None = None
-    sums: Gather | None = None
+    sums: AllGather | None = None
 
     @property
     def dtype(self) -> str:
@@ -42,12 +42,12 @@ class Held:
     def shape(self) -> tuple[int, ...]:
         return self.values.shape
 
-    def __getitem__(self, rows: slice) -> Held:
+    def __getitem__(self, rows: slice) -> ScaledMatrix:
         scale = None if self.scale is None else self.scale[rows]
-        return Held(self.values[rows], scale, self.sums)
+        return ScaledMatrix(self.values[rows], scale, self.sums)
 
 
-Matrix = DeviceArray | Held
+Matrix = DeviceArray | ScaledMatrix
 
 
 class Weights:
@@ -105,7 +105,7 @@ class Weights:
             stack = stack[order]
             scale = scale[order]
         values = self.device.from_host(stack, first)
-        return Held(values, self.device.from_host(scale)) if first == E4M3 else values
+        return ScaledMatrix(values, self.device.from_host(scale)) if first == E4M3 else values
 
     def _rows(self, name: str, rows: int, columns: int) -> tuple[np.ndarray, str, np.ndarray]:
         """A matrix, its dtype, and the float32 scales of its rows, of 1 where it has none."""

@@ -17,7 +17,7 @@ from graft.cudagraph.exec import GraphExec
 from graft.cudagraph.graph import Graph
 from graft.cudagraph.lanes import Lane, StreamLane
 from graft.cudagraph.memory import DeviceArray, PinnedArray
-from graft.cudagraph.ranks import HEAD, Ranks
+from graft.cudagraph.ranks import HEADER_WORDS, RankGroup
 from graft.models.cache.kv import PagedKV
 from graft.models.errors import ConfigError
 from graft.models.llm.checkpoint import Checkpoint
@@ -31,14 +31,14 @@ from graft.models.llm.sharding import (
     CLOSE,
     COMPACT,
     END,
-    Share,
-    SharedWeights,
+    Shard,
+    ShardedWeights,
     make_sums,
     split,
 )
 
 
-def follow(ranks: Ranks) -> None:
+def follow(ranks: RankGroup) -> None:
     """Follow the engines of rank 0, one after another, until rank 0 is over.
 
     Raises
@@ -48,7 +48,7 @@ def follow(ranks: Ranks) -> None:
     DeviceError
         The device of this one failed.
     """
-    head = np.zeros(HEAD, np.int64)
+    head = np.zeros(HEADER_WORDS, np.int64)
     follower = None
     try:
         while True:
@@ -62,11 +62,11 @@ def follow(ranks: Ranks) -> None:
             elif follower is not None:
                 follower.run(tuple(int(n) for n in head))
     except BaseException:
-        ranks.give_up()
+        ranks.abort_on_close()
         raise
 
 
-def _begin(ranks: Ranks, size: int) -> Follower | None:
+def _begin(ranks: RankGroup, size: int) -> TensorParallelWorker | None:
     """Load what an engine asks for, and answer; None where that failed."""
     text = np.zeros(size, np.uint8)
     answer = np.zeros(ANSWER, np.uint8)
@@ -74,7 +74,7 @@ def _begin(ranks: Ranks, size: int) -> Follower | None:
     made = None
     said = b""
     try:
-        made = Follower(ranks, **json.loads(text.tobytes()))
+        made = TensorParallelWorker(ranks, **json.loads(text.tobytes()))
     except GraftError as error:
         said = str(error).encode()[:ANSWER]
     answer[: len(said)] = np.frombuffer(said, np.uint8)
@@ -84,7 +84,7 @@ def _begin(ranks: Ranks, size: int) -> Follower | None:
     return made
 
 
-class Follower:
+class TensorParallelWorker:
     """A rank's share of one engine's target.
 
     Parameters
@@ -103,7 +103,7 @@ class Follower:
 
     def __init__(
         self,
-        ranks: Ranks,
+        ranks: RankGroup,
         *,
         model: str,
         config: str,
@@ -121,12 +121,12 @@ class Follower:
         self._device = open_device(device, ordinal + ranks.rank if device == "cuda" else ordinal)
         self._ranks = ranks
         hidden = whole.hidden_size
-        share = Share.of(whole, ranks.rank, ranks.size)
+        share = Shard.of(whole, ranks.rank, ranks.size)
         self._config = own = share.own
         self._kv = PagedKV(self._device, **{**kv, "kv_heads": own.num_key_value_heads})
         self._layers = Layers(self._device, activations=activations)
         self.sums = sums = make_sums(self._device, ranks, max_rows * hidden)
-        tensors = SharedWeights(self._device, Checkpoint(folder), weights, share, sums)
+        tensors = ShardedWeights(self._device, Checkpoint(folder), weights, share, sums)
         self._decoder = [
             DecoderLayer.load(tensors, f"model.layers.{i}", whole, hidden, self._layers)
             for i in range(whole.num_hidden_layers)
@@ -157,7 +157,7 @@ class Follower:
             else:
                 if count > self._words.shape[0]:
                     self._words = self._pinned(count)
-                words = self._words.part(0, (count,))
+                words = self._words.view(0, (count,))
         self._ranks.receive(0, words, timeout_s=self._ranks.deadline_s)
         if again:
             graph.launch(self._stream)
@@ -168,7 +168,7 @@ class Follower:
 
     def _pinned(self, count: int) -> PinnedArray:
         words = self._device.pinned((count,), "int32")
-        self._ranks.keep(words)
+        self._ranks.keep_alive(words)
         return words
 
     @staticmethod

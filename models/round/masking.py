@@ -34,10 +34,10 @@ from graft.models.round.timing import Stamps
 from graft.sampling.sampler import Sampler
 from graft.sampling.tree import TreeSampler
 
-__all__ = ["Blind", "Fill", "Legality", "Probe", "Walk"]
+__all__ = ["NoMasking", "FillMasking", "DraftMasking", "ProbeMasking", "LatticeProbeMasking"]
 
 
-class Legality:
+class DraftMasking:
     """Base of the four: the commit, and no more.
 
     Parameters
@@ -51,6 +51,7 @@ class Legality:
     levels : how many levels are drafted.
     """
 
+    name = "none"
     masked = False
     commit = "commit, fill row 0"
     committed_row: int | None = None  # that drafts are drawn under
@@ -103,7 +104,7 @@ class Legality:
         self._grammar.wait(self._model.record(f"{mark}: asked"))
         self._guide.add(self._grammar, work, name=name)
         if row is not None:
-            self._feed.sampler.exchange.bring(self._grammar, row, row + 1)
+            self._feed.sampler.exchange.copy_masks_to_device(self._grammar, row, row + 1)
         return self._grammar.record(f"{mark}: done")
 
     def _wait(self, part: str, step: str) -> None:
@@ -114,7 +115,7 @@ class Legality:
         self._stamps.end("drafter extend" if level == 1 else "drafting")
 
 
-class Blind(Legality):
+class NoMasking(DraftMasking):
     """Drafts are made without a look at the grammar."""
 
     def before(self, level: int, logits: DeviceArray) -> None:
@@ -122,9 +123,10 @@ class Blind(Legality):
             self._stamps.end("drafter extend")
 
 
-class Fill(Legality):
+class FillMasking(DraftMasking):
     """Draft j is drawn under mask row j - 1."""
 
+    name = "fill"
     masked = True
     committed_row = 0
 
@@ -139,9 +141,10 @@ class Fill(Legality):
             self._ready = self._ask(name, self._guide.draft_work(level), name, row=level)
 
 
-class Probe(Legality):
+class ProbeMasking(DraftMasking):
     """Drafts are the first of the drafter's candidates that the grammar takes."""
 
+    name = "probe"
     masked = True
     commit = "commit"
 
@@ -153,10 +156,11 @@ class Probe(Legality):
         self._wait(f"wait for row {level - 1}", name)
 
 
-class Walk(Legality):
+class LatticeProbeMasking(DraftMasking):
     """Drafts are legal paths through the candidates of all levels; of a chain, those of requests
     without a grammar are left to be drawn."""
 
+    name = "lattice-probe"
     masked = True
     commit = "commit"
 

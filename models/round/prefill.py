@@ -20,7 +20,7 @@ _THREADS = 128
 _KERNELS = Path(__file__).parent / "kernels" / "prefill.cu"
 
 
-class Piece(NamedTuple):
+class PrefillChunk(NamedTuple):
     """Rows of a prompt that were enqueued, and what tells whether the device is over them, and then
     how many seconds it had them."""
 
@@ -40,7 +40,7 @@ SHARE = 0.2
 FORGET = 0.9998
 
 
-class Pieces:
+class PrefillScheduler:
     """How many rows of prompts lie between two rounds: so many as are given, or the most, from 4 to
     1024, that take no longer than 0.8 of a round.
 
@@ -131,21 +131,21 @@ class Prefill:
         self._graphs: dict[int, tuple[Graph, GraphExec]] = {}
         self._lay = device.load(_KERNELS)["prompt_rows"]
 
-    def warm(self, lane: StreamLane) -> list[Piece]:
+    def warm(self, lane: StreamLane) -> list[PrefillChunk]:
         """Run padding in every size where sizes have kernels of their own, lest the first prompts
         wait for a compiler between rounds; and again, to know how long that takes."""
         self._lay_out(lane, 0, 0, 0, 0)
         sizes = () if self._target.layers.form == "thread" else SIZES
         return [self._launch(lane, size) for size in sizes for _ in range(2)][1::2]
 
-    def _launch(self, lane: StreamLane, rows: int) -> Piece:
+    def _launch(self, lane: StreamLane, rows: int) -> PrefillChunk:
         """Enqueue the forward of so many rows, once they are laid out."""
         graph = self._graph(size_of(rows))
         begun, over = (self._device.event("prefill", timing=True) for _ in range(2))
         lane.record_event(begun)
         graph.launch(lane.stream)
         lane.record_event(over)
-        return Piece(rows, over.query, partial(over.elapsed_s, begun))
+        return PrefillChunk(rows, over.query, partial(over.elapsed_s, begun))
 
     def _graph(self, size: int) -> GraphExec:
         """A forward of so many rows, made when it is first needed."""
@@ -174,7 +174,7 @@ class Prefill:
         tokens: Sequence[int],
         cached: int,
         most: Callable[[], int],
-    ) -> Iterator[Piece]:
+    ) -> Iterator[PrefillChunk]:
         """Enqueue the prefill of `tokens` for `slot`; the slot's page tables are set already.
 
         An earlier prompt of the same slot must have been prefilled by now: its staging area is

@@ -29,7 +29,7 @@ from graft.models.drafters.base import Drafter
 from graft.models.drafters.feed import Feed, RoundScratch
 from graft.models.errors import DrafterError
 from graft.models.llm.llama import LlamaModel
-from graft.models.round.masking import Legality
+from graft.models.round.masking import DraftMasking
 from graft.models.round.timing import Part, Stamps, timeline_args
 from graft.sampling.exchange import Exchange
 from graft.sampling.sampler import Sampler
@@ -47,7 +47,7 @@ class RoundParts:
     device: Device
     target: LlamaModel
     drafter: Drafter | None
-    legality: type[Legality]
+    masking: type[DraftMasking]
     sampler: Sampler
     tree: TreeSampler | None
     state: SlotState
@@ -129,7 +129,7 @@ class RoundGraph:
             grammar.wait(model.record("places are given"))
         opening = "open: missing rows"
         parts.decoder.add(grammar, parts.decoder.open_work(), name=opening)
-        parts.exchange.bring(grammar, 0, min(parts.width, rows - batch + 1))
+        parts.exchange.copy_masks_to_device(grammar, 0, min(parts.width, rows - batch + 1))
         masks_ready = grammar.record("masks ready")
         self._target(model, feed)
         stamps.end("target forward")
@@ -201,21 +201,21 @@ class RoundGraph:
             wait = self._cut
             self._cut()
             stamps.end("host")
-        legality = parts.legality(parts.decoder, model, grammar, wait, stamps, feed, draws, levels)
-        legality.committed()
+        masking = parts.masking(parts.decoder, model, grammar, wait, stamps, feed, draws, levels)
+        masking.committed()
         if drafter.reads_rows and self.made:
-            legality.wait_rows()
+            masking.wait_rows()
         logits = drafter.start(model, feed)
         if drafter.proposes and self.made:
             parts.sampler.place(model, feed.proposal, feed.row_slot, feed.parents, self.made)
-        for level in range(1, legality.at_once(drafter, self.made) + 1):
+        for level in range(1, masking.at_once(drafter, self.made) + 1):
             if level > 1:
                 logits = drafter.step(model, feed, level - 1)
             if logits is None:
                 raise DrafterError(f"{type(drafter).__name__}: level {level - 1} has no logits")
-            legality.before(level, logits)
-            draws.draft(model, logits, feed.row_slot, level, legality.masked)
-            legality.after(level)
+            masking.before(level, logits)
+            draws.draft(model, logits, feed.row_slot, level, masking.masked)
+            masking.after(level)
         stamps.end("drafting", last=True)
 
     def _cut(self, mark: object = None) -> None:

@@ -13,16 +13,17 @@ import jinja2
 from jinja2.ext import loopcontrols
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
-from graft.grammar.errors import GrammarError
 from graft.models.errors import TokenizerError
-from graft.native.children.process import Child, Question
+from graft.native.children.errors import ChildLost, Refusal
+from graft.native.children.process import Call, ChildProcess, Setup
 
 #: What one rendering may take, and address space that its process may add.
 LIMIT_S = 5.0
 MEMORY_BYTES = 1 << 30
 _RENDERED = f"{__name__}:rendered"
-_READY = "chat", Question(_RENDERED, ("", "{}"))  # what is imported is not in the time
-_CHILD = Child(MEMORY_BYTES)  # for all engines of this process
+# Imports what rendering needs, outside the time limit.
+_SETUP = Setup("chat", _RENDERED, ("", "{}"))
+_CHILD = ChildProcess(MEMORY_BYTES)  # for all engines of this process
 
 
 @functools.lru_cache(maxsize=8)
@@ -51,7 +52,7 @@ class ChatTemplate:
             _parse(source)
         except (jinja2.TemplateError, RecursionError) as error:
             raise TokenizerError(f"{where}: chat template does not parse: {error}") from error
-        _CHILD.warm()
+        _CHILD.start()
 
     def render(self, variables: Mapping[str, Any]) -> str:
         """The text of a conversation.
@@ -67,8 +68,8 @@ class ChatTemplate:
         except (TypeError, ValueError, RecursionError) as error:
             raise TokenizerError(f"{self._where}: the chat's messages: {error}") from error
         try:
-            return str(_CHILD.ask(Question(_RENDERED, (self._source, text), _READY), LIMIT_S))
-        except GrammarError as error:
+            return str(_CHILD.call(Call(_RENDERED, (self._source, text), _SETUP), LIMIT_S))
+        except (Refusal, ChildLost) as error:
             raise TokenizerError(f"{self._where}: the chat template failed: {error}") from error
 
 
@@ -79,7 +80,7 @@ def rendered(source: str, variables: str) -> str:
     except MemoryError:
         raise
     except Exception as error:  # whatever a template does
-        raise GrammarError(str(error) or type(error).__name__) from error
+        raise Refusal(str(error) or type(error).__name__) from error
 
 
 @functools.lru_cache(16)

@@ -25,10 +25,10 @@ from graft.models.cache.prefix import PrefixCache
 from graft.models.engine import migrate as handover
 from graft.models.engine.replay import Replays
 from graft.models.engine.scheduler import Scheduler
-from graft.models.engine.slots import Running, Seating
+from graft.models.engine.slots import RequestState, SlotManager
 from graft.models.engine.stats import EngineStats
 from graft.models.request import Output, Request
-from graft.models.round.prefill import Pieces
+from graft.models.round.prefill import PrefillScheduler
 from graft.sampling.sampler import row_words
 
 MOST_ACTIONS = 4000
@@ -99,7 +99,7 @@ class Interleaving:
         budget: Any = Given(rng.randrange(k + 1) if changes else k for _ in itertools.count())
         self.scheduler = Scheduler(
             Replays(parts, stream, budget),
-            Seating(
+            SlotManager(
                 slots,
                 self.rows,
                 toy.caches,
@@ -107,7 +107,7 @@ class Interleaving:
                 toy,
                 toy,
                 None,
-                Pieces(toy.most_rows),
+                PrefillScheduler(toy.most_rows),
                 (self.depth + 1) * (self.k + 1),
                 slack,
             ),
@@ -120,7 +120,7 @@ class Interleaving:
         self.tokens: dict[str, list[int]] = {}
         self.text: dict[str, str] = {}
         self.ended: dict[str, Output] = {}
-        self.compiling: list[tuple[Running, CompiledGrammar]] = []
+        self.compiling: list[tuple[RequestState, CompiledGrammar]] = []
         self.cancelled: set[str] = set()
         self.cancels = rng.choice((0.0, 0.0, 0.02))  # per action
         self.preempts = rng.choice((0.0, 0.03, 0.1))
@@ -145,7 +145,7 @@ class Interleaving:
         else:
             ids = [rng.randrange(STOPS[0]) for _ in range(rng.choice((0, 2, 4)))]
             stop = tuple(TOY.tokens[i].decode() for i in ids)
-        running = Running(
+        running = RequestState(
             request=Request(tokens=prompt, stop=stop, priority=rng.choice((0, 0, 1))),
             output=Output(id=str(number), seed=rng.randrange(1 << 62)),
             prompt=prompt,
@@ -193,11 +193,11 @@ class Interleaving:
         elif rng.random() < self.moves:
             self._move(running)
 
-    def _move(self, running: Running) -> None:
+    def _move(self, running: RequestState) -> None:
         """Hand a request over, to an engine that happens to be this one."""
         about = handover.described(running, "coupled")
         self.scheduler.end(running, "moved")
-        there = Running(
+        there = RequestState(
             request=handover.requested(about),
             output=Output(running.id, seed=running.output.seed),
             prompt=running.prompt,

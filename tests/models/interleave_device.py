@@ -25,7 +25,7 @@ from reference_round import FREE, NOT_READY, READY
 from graft.cudagraph.pinned import Ring
 from graft.grammar.decoder import GuidedDecoder
 from graft.models.cache.kv import PagedKV
-from graft.models.round.prefill import Piece
+from graft.models.round.prefill import PrefillChunk
 
 PAGE = 4
 HOST_STEPS = {"open": "open_work", "commit": "commit_work", "fill": "draft_work"}
@@ -170,7 +170,7 @@ class ToyDevice:
 
     def run(
         self, lane: Any, slot: int, tokens: Sequence[int], cached: int, most: Callable[[], int]
-    ) -> Iterator[Piece]:
+    ) -> Iterator[PrefillChunk]:
         """Prefill: the prompt is read from the slot's staging area when the copy runs, and chunk
         after chunk from where the copy has put it."""
         self.require_idle(slot, "prompt")
@@ -193,7 +193,7 @@ class ToyDevice:
             end = min(begin + min(PAGE - 1, most()), len(tokens) - 1)
             self.rows_since += end - begin
             self.enqueue(functools.partial(chunk, begin, end))
-            yield Piece(end - begin, self.query, lambda: 1.0)
+            yield PrefillChunk(end - begin, self.query, lambda: 1.0)
             begin = end
 
     def join(self, lane: Any, slot: int, **values: Any) -> None:
@@ -392,15 +392,15 @@ class TickingRing(Ring):
         super().publish(replay)
         self.toy.tick()
 
-    def consumed(self, replay: int) -> None:
-        super().consumed(replay)
+    def release(self, replay: int) -> None:
+        super().release(replay)
         self.toy.tick()
 
     def row(self, name: str, replay: int) -> Any:
         self.toy.tick()
         return super().row(name, replay)
 
-    def stamped(self, replay: int, timeout_s: float | None = None) -> bool:
+    def wait(self, replay: int, timeout_s: float | None = None) -> bool:
         while int(self.stamp.array[replay % self.entries, 0]) != replay:
             if not self.toy.advance():
                 raise Hang(f"replay {replay} never published")

@@ -15,7 +15,7 @@ from reference_round import bits, pack_bits
 from graft.grammar.matcher import CompiledGrammar, Matcher
 from graft.grammar.statement import GrammarSpec
 from graft.grammar.vocabulary import Vocabulary
-from graft.models.engine.slots import Running
+from graft.models.engine.slots import RequestState
 
 VOCAB = 40  # no multiple of 32
 STOPS = (38, 39)
@@ -128,7 +128,7 @@ class ToyText:
         return text
 
 
-def sequential(running: Running, compiled: CompiledGrammar | None) -> tuple[list[int], str]:
+def sequential(running: RequestState, compiled: CompiledGrammar | None) -> tuple[list[int], str]:
     """Tokens and reason of a request decoded alone, token by token, without any engine."""
     tokens: list[int] = []
     matcher = None if compiled is None else compiled.matcher(running.stop_ids)

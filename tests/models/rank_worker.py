@@ -12,7 +12,7 @@ from typing import Any
 from engine_util import DRAFTER, TARGET, mixed_requests
 
 from graft.cudagraph.errors import GraftError
-from graft.cudagraph.ranks import Ranks
+from graft.cudagraph.ranks import RankGroup
 from graft.grammar.decoder import GuidedDecoder
 from graft.models import CheckpointError, Engine, Request
 from graft.models.llm import worker_rank as parallel
@@ -32,7 +32,11 @@ def workload() -> list[Request]:
 
 
 def answers(
-    ranks: Ranks | None, order: int, model: Path = TARGET, drafter: Path = DRAFTER, **options: Any
+    ranks: RankGroup | None,
+    order: int,
+    model: Path = TARGET,
+    drafter: Path = DRAFTER,
+    **options: Any,
 ) -> dict[str, Any]:
     """Tokens and log probabilities by request, and how many mask rows were filled."""
     with Engine(model, drafter, max_length=512, ranks=ranks, **options) as engine:
@@ -47,7 +51,7 @@ def answers(
     }
 
 
-def equal(ranks: Ranks) -> None:
+def equal(ranks: RankGroup) -> None:
     """The same requests alone and on all ranks, in several batches and orders."""
     found: dict[str, Any] = {}
     try:
@@ -66,7 +70,7 @@ def equal(ranks: Ranks) -> None:
     print(json.dumps(found))
 
 
-def real(ranks: Ranks) -> None:
+def real(ranks: RankGroup) -> None:
     """Three of them of a language model that people know."""
     print(
         json.dumps(
@@ -80,12 +84,12 @@ def real(ranks: Ranks) -> None:
 
 def disturb(case: str) -> None:
     """Let this rank's first share fail to load, or let it die or be late in the midst of a run."""
-    plain_load = parallel.Follower.__init__
-    plain_run = parallel.Follower.run
+    plain_load = parallel.TensorParallelWorker.__init__
+    plain_run = parallel.TensorParallelWorker.run
     runs = [0]
 
     def load(self: Any, *given: Any, **options: Any) -> None:
-        parallel.Follower.__init__ = plain_load  # type: ignore[method-assign]
+        parallel.TensorParallelWorker.__init__ = plain_load  # type: ignore[method-assign]
         raise CheckpointError("a file is missing here")
 
     def run(self: Any, head: tuple[int, ...]) -> None:
@@ -100,14 +104,14 @@ def disturb(case: str) -> None:
         raise RuntimeError("rank 0 alone computes masks")
 
     if case == "equal":
-        parallel.Follower.__init__ = load  # type: ignore[assignment, method-assign]
+        parallel.TensorParallelWorker.__init__ = load  # type: ignore[assignment, method-assign]
         GuidedDecoder.__init__ = no_masks  # type: ignore[assignment, method-assign]
     else:
-        parallel.Follower.run = run  # type: ignore[method-assign]
+        parallel.TensorParallelWorker.run = run  # type: ignore[method-assign]
 
 
 def main(case: str, told: str) -> int:
-    ranks = Ranks.mpi(120.0 if case in ("equal", "real") else 4.0)
+    ranks = RankGroup.from_mpi(120.0 if case in ("equal", "real") else 4.0)
     if ranks.rank and case != "real":
         disturb(case)
     elif case == "killed":  # its launcher may be gone before it
@@ -116,7 +120,7 @@ def main(case: str, told: str) -> int:
         told_by = {"equal": equal, "real": real}[case]
         parallel.follow(ranks) if ranks.rank else told_by(ranks)
         return 0
-    Ranks.mpi = lambda: ranks  # type: ignore[assignment, method-assign]
+    RankGroup.from_mpi = lambda: ranks  # type: ignore[assignment, method-assign]
     return cli.main(
         [
             "generate",

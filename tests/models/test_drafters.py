@@ -15,7 +15,7 @@ from graft.cudagraph import OptionError
 from graft.cudagraph.lanes import StreamLane
 from graft.grammar import GrammarSpec
 from graft.models import Drafter, DrafterError, DraftVocab, Engine, Request, TreeShape
-from graft.models.drafters import Ahead, NGram, Suffix
+from graft.models.drafters import CascadeDrafter, NGram, Suffix
 from graft.models.llm.rows import Rows
 from graft.sampling.state import SLOT
 from graft.sampling.tree import TreePlan
@@ -60,20 +60,32 @@ def wrong(**attributes):
         (wrong(shape=TreeShape.by_level(2), vocab=DraftVocab(8)), DrafterError, "level 0 has no"),
         (wrong(taps=(1, 0)), OptionError, "feature layers"),
         (lambda room: object(), OptionError, "is no Drafter"),
-        (partial(Ahead, first=NGram, then=NGram), OptionError, "of the second level by level"),
-        (partial(Ahead, first=TARGET, then=TARGET), OptionError, "must come all at once"),
-        (partial(Ahead, first=wrong(shape=TreeShape(1)), then=TARGET), OptionError, "1 drafts of"),
         (
-            partial(Ahead, first=wrong(shape=TreeShape(2, branch=2)), then=TARGET),
+            partial(CascadeDrafter, first=NGram, then=NGram),
+            OptionError,
+            "of the second level by level",
+        ),
+        (partial(CascadeDrafter, first=TARGET, then=TARGET), OptionError, "must come all at once"),
+        (
+            partial(CascadeDrafter, first=wrong(shape=TreeShape(1)), then=TARGET),
+            OptionError,
+            "1 drafts of",
+        ),
+        (
+            partial(CascadeDrafter, first=wrong(shape=TreeShape(2, branch=2)), then=TARGET),
             OptionError,
             "both must be chains",
         ),
         (
-            partial(Ahead, first=NGram, then=wrong(shape=TreeShape(2, (1, 2), 2))),
+            partial(CascadeDrafter, first=NGram, then=wrong(shape=TreeShape(2, (1, 2), 2))),
             OptionError,
             "both must be chains",
         ),
-        (partial(Ahead, first=wrong(reads_rows=True), then=TARGET), OptionError, "mask rows"),
+        (
+            partial(CascadeDrafter, first=wrong(reads_rows=True), then=TARGET),
+            OptionError,
+            "mask rows",
+        ),
         ("graft.tools.examples.own_drafter:Missing", OptionError, "Missing"),
         ("graft.no_such_module:LastToken", OptionError, "no_such_module"),
     ],
@@ -88,7 +100,11 @@ def test_a_drafter_that_cannot_be_is_refused(device, drafter, error, words):
     "drafter, options, words",
     [
         (Suffix, {"draft_tree": [(0,), (1,)]}, r"Suffix: draft_tree is to be \(branch, levels\)"),
-        (partial(Ahead, first=NGram, then=TARGET), {"draft_tree": (2, 2)}, "must be chains"),
+        (
+            partial(CascadeDrafter, first=NGram, then=TARGET),
+            {"draft_tree": (2, 2)},
+            "must be chains",
+        ),
         (wrong(), {"forced_drafts": True}, "forced_drafts needs mask_drafts"),
         (DRAFTER, {"forced_drafts": True, "mask_drafts": False}, "forced_drafts needs mask_drafts"),
     ],

@@ -27,7 +27,7 @@ from engine_util import (
 from tiny_models import make_tiny_dflash, make_tiny_mtp, matrix, write_json, write_safetensors
 
 from graft.cudagraph.dtypes import to_float32
-from graft.models.drafters import Ahead, NGram, Suffix, UserDrafter
+from graft.models.drafters import CascadeDrafter, NGram, Suffix, UserDrafter
 from graft.models.drafters.load import make_drafter
 from graft.models.llm.checkpoint import Checkpoint
 from graft.models.request import Request
@@ -195,7 +195,7 @@ def wandering(lengths, seed):
         yield from [0] * rng.choice((0, 0, 0, 5))
 
 
-AHEAD = partial(Ahead, first=NGram)
+AHEAD = partial(CascadeDrafter, first=NGram)
 LOOKUP_AHEAD = partial(AHEAD, then=DRAFTER)
 BLOCK = DEMO / "dflash"
 RANKS = [(0,), (1,), (2,), (0, 0), (0, 1), (1, 0), (0, 0, 0), (0, 0, 1), (0, 0, 0, 0)]
@@ -205,7 +205,7 @@ CELLS = {
     "eagle3, tree": GROWN,
     "dflash": {"drafter": BLOCK},
     "dflash, tree": {"drafter": BLOCK, **GROWN},
-    "dflash, walked": {"drafter": BLOCK, "draft_length": 6, "draft_legality": "probe"},
+    "dflash, walked": {"drafter": BLOCK, "draft_length": 6, "draft_masking": "probe"},
     "dspark": {"drafter": Meaningless(rank=8)},
     "dflash2": {"drafter": Second()},
     "dflash2, tree": {"drafter": Second(), **GROWN},
@@ -235,13 +235,13 @@ SHAPES = [
     {"max_batch_size": 8, "grammar_transport": "mailbox", "programmatic": True},
     {"max_batch_size": 3, "composition": "two"},
     {"max_batch_size": 3, "draft_length": "auto"},
-    {"max_batch_size": 3, "drafter": BLOCK, "draft_legality": "probe", "forced_drafts": True},
+    {"max_batch_size": 3, "drafter": BLOCK, "draft_masking": "probe", "forced_drafts": True},
 ]
 QUICK = len(SHAPES)
 SHAPES += [{"max_batch_size": 3, **cell} for cell in (CELLS | OTHER_TREES).values()]
 SHAPES += [{"max_batch_size": 2, **cell, "draft_length": "auto"} for cell in CELLS.values()]
 SHAPES += [
-    {"max_batch_size": 4, "draft_legality": "probe"},
+    {"max_batch_size": 4, "draft_masking": "probe"},
     {"max_batch_size": 3, "speculation": False},
     {"max_batch_size": 6, "grammar_transport": "spinkernel", "draft_length": 2},
     {"max_batch_size": 3, "drafter": partial(Suffix, public=True), "draft_length": 5},
@@ -251,34 +251,37 @@ SHAPES += [
     {"max_batch_size": 3, "draft_length": 9, "draft_tree": RANKS},
     {"max_batch_size": 2, "drafter": partial(NGram, longest=2, public=True, oldest=True)},
     {"max_batch_size": 2, "drafter": partial(NGram, match="all", drafts=2)},
-    {"max_batch_size": 3, "drafter": partial(Ahead, first=Suffix, then=DRAFTER)},
+    {"max_batch_size": 3, "drafter": partial(CascadeDrafter, first=Suffix, then=DRAFTER)},
     {"max_batch_size": 2, "drafter": BLOCK, "draft_length": 9, "draft_tree": RANKS},
     {"max_batch_size": 3, "draft_length": 9, "draft_tree": RANKS, "mask_drafts": False},
     {"max_batch_size": 3, "composition": "two", "mask_drafts": False},
-    {"max_batch_size": 4, "composition": "two", "draft_legality": "probe", "draft_length": 5},
+    {"max_batch_size": 4, "composition": "two", "draft_masking": "probe", "draft_length": 5},
     {"max_batch_size": 2, "composition": "two", "grammar_transport": "mailbox"},
     {"max_batch_size": 3, "composition": "two", "draft_length": 7, "draft_tree": (3, 3)},
     {"max_batch_size": 3, "composition": "two", "speculation": False, "forced_drafts": True},
     {"max_batch_size": 3, "composition": "two", "drafter": LOOKUP_AHEAD, "draft_length": 4},
-    {"max_batch_size": 4, "drafter": partial(Ahead, first=UserDrafter.of(repeat), then=DRAFTER)},
+    {
+        "max_batch_size": 4,
+        "drafter": partial(CascadeDrafter, first=UserDrafter.of(repeat), then=DRAFTER),
+    },
     {"max_batch_size": 2, "drafter": LOOKUP_AHEAD, "mask_drafts": False},
-    {"max_batch_size": 3, "drafter": LOOKUP_AHEAD, "draft_legality": "probe"},
-    {"max_batch_size": 3, "drafter": TARGET, "draft_legality": "probe"},
+    {"max_batch_size": 3, "drafter": LOOKUP_AHEAD, "draft_masking": "probe"},
+    {"max_batch_size": 3, "drafter": TARGET, "draft_masking": "probe"},
     {"max_batch_size": 2, "draft_length": 63, "draft_tree": (8, 8), "grammar_budget_us": 1.0},
-    {"max_batch_size": 2, "drafter": Meaningless(1), "draft_length": 2, "draft_legality": "probe"},
+    {"max_batch_size": 2, "drafter": Meaningless(1), "draft_length": 2, "draft_masking": "probe"},
     {"max_batch_size": 3, "drafter": partial(AHEAD, then=BLOCK), "mask_drafts": False},
     {"max_batch_size": 3, "drafter": partial(AHEAD, then=Meaningless(rank=8))},
-    {"max_batch_size": 4, "drafter": Second(), "draft_legality": "probe", "forced_drafts": True},
+    {"max_batch_size": 4, "drafter": Second(), "draft_masking": "probe", "forced_drafts": True},
     {"max_batch_size": 3, "drafter": Second(40), "draft_length": 9, "draft_tree": (3, 4)},
     {"max_batch_size": 2, "drafter": partial(AHEAD, then=Second()), "mask_drafts": False},
     {"max_batch_size": 2, "drafter": Second(), "draft_length": "auto", "composition": "two"},
     {"max_batch_size": 2, "drafter": partial(AHEAD, then=Meaningless(1)), "draft_length": 4},
-    {"max_batch_size": 3, "draft_length": "auto", "draft_legality": "probe"},
+    {"max_batch_size": 3, "draft_length": "auto", "draft_masking": "probe"},
     {"max_batch_size": 3, "draft_length": "auto", "mask_drafts": False, "overlap": False},
     {"max_batch_size": 2, "draft_length": "auto", "drafter": Meaningless(3)},
     {"max_batch_size": 2, "draft_length": "auto", "composition": "two"},
     {"max_batch_size": 2, "draft_length": "auto", "forced_drafts": True, "grammar_budget_us": 1.0},
-    {"max_batch_size": 3, "drafter": BLOCK, "draft_legality": "probe", "grammar_budget_us": 1.0},
+    {"max_batch_size": 3, "drafter": BLOCK, "draft_masking": "probe", "grammar_budget_us": 1.0},
     {
         "max_batch_size": 2,
         "drafter": BLOCK,
@@ -320,7 +323,7 @@ def test_disturbed_requests_get_the_same(truth, number, monkeypatch, tmp_path):
         drafts = shape.get("speculation", True) or shape.get("forced_drafts", False)
         assert (engine.stats.speculated_rounds > 0) == drafts
         probes = engine.counters()["grammar"]["probes"]
-        probed = shape.get("draft_legality") == "probe" or engine._parts.decoder.probes
+        probed = shape.get("draft_masking") == "probe" or engine._parts.decoder.probes
         assert (probes > 0) == (probed and shape.get("mask_drafts", True))
 
 
@@ -424,14 +427,14 @@ def test_probed_drafts(mode: str) -> None:
     options = {} if mode == "greedy" else {"temperature": 0.8, "verify": mode}
     requests = [replace(r, seed=1000 + i, **options) for i, r in enumerate(mixed_requests(3))]
     rounds = {}
-    for legality in ("fill", "probe"):
-        with settled(demo_engine(max_batch_size=4, draft_legality=legality)) as engine:
+    for masking in ("fill", "probe"):
+        with settled(demo_engine(max_batch_size=4, draft_masking=masking)) as engine:
             outputs = engine.generate(requests)
             assert {o.reason for o in outputs} <= {"stop", "length"}
-            rounds[legality] = [(answer(o), o.accepted, o.rounds) for o in outputs]
+            rounds[masking] = [(answer(o), o.accepted, o.rounds) for o in outputs]
             assert not engine._parts.sampler.faults.to_host().any()
             grammar = engine.counters()["grammar"]
-        assert sum(accepted for _, accepted, _ in rounds[legality]) > 0
+        assert sum(accepted for _, accepted, _ in rounds[masking]) > 0
     if mode != "rejection":
         assert rounds["probe"] == rounds["fill"]
     assert grammar["probes"] > 0 and grammar["refused_drafts"] == 0
@@ -486,7 +489,7 @@ def test_what_a_selector_leaves_out_is_drafted_if_nothing_else_is_legal() -> Non
 def test_the_grammar_joins_once_a_round(tree) -> None:
     """Whatever a block drafter's levels are, it is asked once, and drafts nothing illegal; the
     demo's own is right far more often than one that has learnt nothing."""
-    options = {"draft_length": 4, "draft_legality": "probe", "draft_tree": tree}
+    options = {"draft_length": 4, "draft_masking": "probe", "draft_tree": tree}
     brought = []
     for drafter in (Meaningless(), BLOCK):
         with settled(demo_engine(max_batch_size=3, drafter=drafter, **options)) as engine:

@@ -7,7 +7,7 @@ from dataclasses import replace
 import pytest
 from engine_util import mixed_requests, outputs
 
-from graft.models.errors import HandOverError, RequestError
+from graft.models.errors import MigrationError, RequestError
 from graft.models.request import Relaxed, Request
 from graft.models.text.stream import StopFinder
 from graft.sampling.state import MAX_STOP_IDS
@@ -99,8 +99,8 @@ def test_what_is_no_request_is_refused_and_none_is_nothing(engine):
     good = replace(mixed_requests(1)[0], stop=None, stop_ids=None)
     with pytest.raises(RequestError, match="must be a Request, got 5"):
         engine.warm(5)
-    with pytest.raises(HandOverError, match="must be a HandOver, got 5"):
-        engine.take_over(5)
+    with pytest.raises(MigrationError, match="must be a HandOver, got 5"):
+        engine.migrate_in(5)
     refused, served = engine.generate([{"prompt": "x"}, good])
     assert "must be a Request" in (refused.error or "") and served.reason == "stop"
 

@@ -31,7 +31,7 @@ from graft.models.cache.kv import PagedKV
 from graft.models.engine import replay
 from graft.models.engine.interrupt import Shield
 from graft.models.engine.scheduler import Scheduler
-from graft.models.engine.slots import Running, Seating
+from graft.models.engine.slots import RequestState, SlotManager
 from graft.models.errors import EngineError, EngineUseError, RequestError
 from graft.models.request import Limits, Request
 
@@ -440,7 +440,7 @@ def test_prompts_ahead_of_a_round_do_not_run_into_its_deadline(monkeypatch):
     """A round waits as long as prompts before it make progress, and no longer."""
     prompt = Request(tokens=[7] * 1000, max_tokens=2)
     over = [0]
-    counted = Seating.progress
+    counted = SlotManager.progress
 
     def progress(seating):
         over[0] = counted(seating)
@@ -454,9 +454,9 @@ def test_prompts_ahead_of_a_round_do_not_run_into_its_deadline(monkeypatch):
     monkeypatch.setattr(replay, "ROUND_DEADLINE_S", 1.5)  # a chunk of a prompt takes a second
     monkeypatch.setattr(replay, "time", SimpleNamespace(monotonic=lambda: float(over[0])))
     with demo_engine(max_batch_size=1, prefix_cache_bytes=0) as engine:
-        monkeypatch.setattr(Seating, "progress", progress)
+        monkeypatch.setattr(SlotManager, "progress", progress)
         assert engine.generate([prompt])[0].reason == "length" and over[0] >= 3
-        monkeypatch.setattr(Seating, "progress", told_nothing)
+        monkeypatch.setattr(SlotManager, "progress", told_nothing)
         with pytest.raises(DeviceError, match="published no result") as caught:
             engine.generate([prompt])
         assert "\n" not in str(caught.value) and "the waiting side" in caught.value.__notes__[0]
@@ -559,7 +559,7 @@ def test_costs_do_not_grow(monkeypatch):
     """Of submitting and of a step with those who wait for a slot or a grammar; of a round with the
     length of the text, whose tokens and pages nobody looks at as a whole after joining."""
     looked = Counter()
-    plain = Running.tokens.fget
+    plain = RequestState.tokens.fget
     pages_of = PagedKV.pages_of
 
     def tokens(self):
@@ -570,7 +570,7 @@ def test_costs_do_not_grow(monkeypatch):
         looked["pages"] += 1
         return pages_of(self, slot)
 
-    monkeypatch.setattr(Running, "tokens", property(tokens))
+    monkeypatch.setattr(RequestState, "tokens", property(tokens))
     monkeypatch.setattr(PagedKV, "pages_of", pages)
     monkeypatch.setattr(GrammarService, "submit", lambda self, spec: Future())
     with demo_engine(max_batch_size=1) as engine:

@@ -15,7 +15,7 @@ from graft.models.engine.options import Options
 from graft.models.errors import CheckpointError, ConfigError
 from graft.models.llm.config import LlamaConfig
 from graft.models.llm.layers import Layers
-from graft.models.llm.weights import Held
+from graft.models.llm.weights import ScaledMatrix
 
 CODES = np.array([code for code in range(256) if code & 127 != 127], np.uint8)
 #: What they mean (Micikevicius et al., 2022): sign, four bits of exponent, three of mantissa.
@@ -54,7 +54,7 @@ def test_products_have_the_bits_of_bfloat16(device, stream, form, columns, inner
     x = rng.standard_normal((150 if inner == 384 else 20, inner)).astype(np.float32)
     powers = np.exp2(rng.integers(-12, 4, columns)).astype(np.float32)
     codes = device.from_host(CODES[at], E4M3)
-    weight = Held(codes, device.from_host(powers))
+    weight = ScaledMatrix(codes, device.from_host(powers))
     same = nets.upload(device, VALUES[at] * powers[:, None], "bfloat16")
 
     def product(weight, rows, **more):
@@ -72,7 +72,7 @@ def test_products_have_the_bits_of_bfloat16(device, stream, form, columns, inner
     assert nets.same_bits(product(weight, x, residual=ones), product(same, x, residual=ones))
     scale = rng.uniform(1e-4, 2, columns).astype(np.float32)
     np.testing.assert_array_equal(
-        product(Held(codes, device.from_host(scale)), x), product(codes, x) * scale
+        product(ScaledMatrix(codes, device.from_host(scale)), x), product(codes, x) * scale
     )
     if columns > 16:  # rows of a weight are a weight
         out = device.empty((2, columns - 16), "float32")

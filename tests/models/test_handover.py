@@ -15,8 +15,8 @@ from graft.cudagraph.errors import OptionError
 from graft.models import Request, RequestError
 from graft.models.drafters import NGram
 from graft.models.engine import migrate as handing
-from graft.models.engine.migrate import HandOver
-from graft.models.errors import HandOverError
+from graft.models.engine.migrate import MigratedRequest
+from graft.models.errors import MigrationError
 from graft.models.transfer import Mooncake, SharedMemory
 
 FREE = Request(tokens=[300, 301, 302] * 7, min_tokens=20, max_tokens=30, id="free")
@@ -34,10 +34,10 @@ def moved(first, second, requests):
     pages = 0
     while first.busy or second.busy:
         for name in [name for name, least in after.items() if len(tokens[name]) >= least]:
-            ticket = way.send(first.hand_over(name))
+            ticket = way.send(first.migrate_out(name))
             over = way.receive(tuple(ticket))
             way.free(ticket)
-            assert second.take_over(over) == name
+            assert second.migrate_in(over) == name
             pages += over.cached
             del after[name]
         for engine in (first, second):
@@ -57,7 +57,7 @@ def moved(first, second, requests):
         {},
         {"draft_length": 6, "draft_tree": (2, 3)},
         pytest.param(
-            {"drafter": DEMO / "dflash", "draft_legality": "probe"}, marks=pytest.mark.full
+            {"drafter": DEMO / "dflash", "draft_masking": "probe"}, marks=pytest.mark.full
         ),
         pytest.param({"drafter": NGram}, marks=pytest.mark.full),
         pytest.param({"speculation": False}, marks=pytest.mark.full),
@@ -92,7 +92,7 @@ def over_of(engine, request=FREE):
     engine.submit(request)
     while not (events := engine.step()):
         pass
-    return engine.hand_over(request.id), list(events[0].tokens)
+    return engine.migrate_out(request.id), list(events[0].tokens)
 
 
 def test_what_is_moved_has_ended_here_and_keeps_its_time(pair):
@@ -102,12 +102,12 @@ def test_what_is_moved_has_ended_here_and_keeps_its_time(pair):
     over, tokens = over_of(first, replace(FREE, timeout_s=1000.0))
     output = drain(first)["free"]
     assert (output.reason, output.tokens) == ("moved", tokens) and over.cached == 1
-    second.take_over(HandOver({**over.about, "age_s": 990.0}, over.pages))
+    second.migrate_in(MigratedRequest({**over.about, "age_s": 990.0}, over.pages))
     done = drain(second)["free"]
     assert done.finished or done.reason == "length"
     assert done.total_s > 990 and done.tokens[: len(tokens)] == tokens
     assert done.rounds > output.rounds > 0 and done.first_token_s == output.first_token_s
-    second.take_over(HandOver({**over.about, "age_s": 1001.0}, over.pages))
+    second.migrate_in(MigratedRequest({**over.about, "age_s": 1001.0}, over.pages))
     assert drain(second)["free"].reason == "timeout"
 
 
@@ -116,13 +116,13 @@ def test_what_cannot_go_on_is_refused_before_anything_is_touched(pair):
     and an output that has ended."""
     first, second = pair
     with pytest.raises(RequestError, match="'nobody'"):
-        first.hand_over("nobody")
+        first.migrate_out("nobody")
     over, _ = over_of(first)
     second.submit(FREE)
     with pytest.raises(RequestError, match="'free' is running"):
-        second.take_over(over)
+        second.migrate_in(over)
     ended = {**over.about["request"], "max_tokens": 1, "min_tokens": 0, "id": "late"}
-    second.take_over(HandOver({**over.about, "request": ended}, over.pages))
+    second.migrate_in(MigratedRequest({**over.about, "request": ended}, over.pages))
     assert "'late' was handed over when its output had ended" in drain(second)["late"].error
     for told, options in {
         "page_size 16, this one 8": {"speculation": False, "page_size": 8},
@@ -131,19 +131,19 @@ def test_what_cannot_go_on_is_refused_before_anything_is_touched(pair):
         "keeps 0 at most .prefix_cache": {"speculation": False, "prefix_cache_bytes": 0},
     }.items():
         with demo_engine(**options) as other:
-            with pytest.raises(HandOverError, match=told):
-                other.take_over(over)
+            with pytest.raises(MigrationError, match=told):
+                other.migrate_in(over)
             assert not other.busy and other.counters()["prefixes"]["pages"] == 0
             if "keeps 0" in told:
                 bare, _ = over_of(other)
-                assert bare.cached == 0 and first.take_over(bare) == "free"
+                assert bare.cached == 0 and first.migrate_in(bare) == "free"
                 assert drain(first)["free"].reason in ("stop", "length")
 
 
 def some():
     """A hand-over of pages that nobody wrote."""
     about = {"request": {"tokens": [1, 2, 3]}, "output": {"tokens": [4]}}
-    return HandOver(about, tuple(np.full((2, 1, 1, n), -n, np.int32) for n in (3, 8)))
+    return MigratedRequest(about, tuple(np.full((2, 1, 1, n), -n, np.int32) for n in (3, 8)))
 
 
 def same(one, other):
@@ -174,12 +174,12 @@ def test_a_sender_may_die_and_a_receiver_too(make):
     assert all(same(way.receive(ticket), some()) for _ in range(2))
     sender.kill()
     sender.join()
-    with pytest.raises(HandOverError, match="Ticket"):
+    with pytest.raises(MigrationError, match="Ticket"):
         way.receive(ticket)
     own = way.send(some())
     way.free(own)
     way.free(own)
-    with pytest.raises(HandOverError, match="Ticket"):
+    with pytest.raises(MigrationError, match="Ticket"):
         way.receive(own)
 
 
@@ -207,7 +207,7 @@ class Meddler(SharedMemory):
 def test_what_was_damaged_on_its_way_is_refused(change):
     """Cut short, emptied, too long, one bit of a page changed, or nothing but zeros."""
     way = Meddler(change)
-    with pytest.raises(HandOverError, match="not those that were sent"):
+    with pytest.raises(MigrationError, match="not those that were sent"):
         way.receive(way.send(some()))
     way.close()
     assert not way.sent
@@ -216,8 +216,8 @@ def test_what_was_damaged_on_its_way_is_refused(change):
 def test_another_format_is_refused(monkeypatch):
     """Whoever wrote it: a graft of another format, or nobody that graft knows."""
     whole = np.frombuffer(b"".join(some().parts()), np.uint8)
-    assert same(HandOver.read(whole), some())
+    assert same(MigratedRequest.read(whole), some())
     monkeypatch.setattr(handing, "FORMAT", 2)
     for data in (whole, whole[:0], np.zeros(99, np.uint8)):
-        with pytest.raises(HandOverError, match="no hand-over of format 2"):
-            HandOver.read(data)
+        with pytest.raises(MigrationError, match="no hand-over of format 2"):
+            MigratedRequest.read(data)

@@ -12,9 +12,9 @@ from graft.grammar.decoder import GuidedDecoder
 from graft.models.cache.kv import PagedKV
 from graft.models.cache.prefix import PrefixCache
 from graft.models.engine import migrate as handover
-from graft.models.engine.replay import Replays, Seat
+from graft.models.engine.replay import Replays, RowAssignment
 from graft.models.engine.scheduler import Scheduler
-from graft.models.engine.slots import Running, Seating
+from graft.models.engine.slots import RequestState, SlotManager
 
 
 def caught(device, seeds):
@@ -52,13 +52,13 @@ def test_a_seed_is_one_schedule(device):
 #: What is broken on purpose: (owner, method, text of its source, text instead).
 MUTANTS = {
     "slot reused one replay too early": (
-        Seating,
+        SlotManager,
         "reclaim",
         "replay <= retired",
         "replay <= retired + 1",
     ),
     "pages given back while a replay writes them": (
-        Seating,
+        SlotManager,
         "leave",
         "del self.seated[slot]",
         "del self.seated[slot]; [cache.release(slot) for cache in self._caches]",
@@ -76,7 +76,7 @@ MUTANTS = {
         "for r in self._live.get(replay - 1, ())",
     ),
     "stale epoch applied by the grammar": (GuidedDecoder, "publish", "r.epoch", "1"),
-    "stale row applied by the host": (Seat, "stale", "return ", "return False and "),
+    "stale row applied by the host": (RowAssignment, "stale", "return ", "return False and "),
     "results read before they are published": (Replays, "_await", "not over(POLL_S)", "False"),
     "newest replay read first": (Replays, "row", "self.unread[0]", "self.unread[-1]"),
     "snapshot retired while its replay runs": (
@@ -92,25 +92,25 @@ MUTANTS = {
         "pass",
     ),
     "preempted request forgets its output": (
-        Running,
+        RequestState,
         "tokens",
         "[*self.prompt, *self.output.tokens]",
         "list(self.prompt)",
     ),
     "preempted request's grammar starts anew": (
-        Running,
+        RequestState,
         "make_matcher",
         "self.output.tokens",
         "self.output.tokens[:0]",
     ),
     "preempted request gets a new budget": (
-        Seating,
+        SlotManager,
         "_seat",
         "limit=running.limit",
         "limit=running.limit + len(running.before)",
     ),
     "pages for no launch in flight": (
-        Seating,
+        SlotManager,
         "_needed",
         "running.length + self._reach",
         "running.length + self._reach // 3",
@@ -123,21 +123,21 @@ MUTANTS = {
         "pass",
     ),
     "tokens after the stop string are kept": (
-        Running,
+        RequestState,
         "push",
         "return self._tell(), True",
         "self.output.tokens.append(token); return self._tell(), True",
     ),
     "prompts prefilled in turns": (
-        Seating,
+        SlotManager,
         "prefill",
         "next(iter(self._joining.values()))",
         "list(self._joining.values())[-1]",
     ),
-    "prompts prefilled as a whole": (Seating, "_most_rows", "self._rows_left if", "99 if"),
-    "pieces without end": (Seating, "prefill", "_left -= self", "_left - self"),
+    "prompts prefilled as a whole": (SlotManager, "_most_rows", "self._rows_left if", "99 if"),
+    "pieces without end": (SlotManager, "prefill", "_left -= self", "_left - self"),
     "seated before its prompt is enqueued": (
-        Seating,
+        SlotManager,
         "prefill",
         "if chunk is None:",
         "if chunk is None or not chunk.over():",
@@ -156,7 +156,7 @@ MUTANTS = {
         "",
     ),
     "pages of a prompt that was not prefilled to its end": (
-        Seating,
+        SlotManager,
         "leave",
         "self._leaving[slot] = launched",
         "self._leaving[slot] = launched; self._prefixes.keep(slot, running.tokens)",
@@ -168,12 +168,12 @@ MUTANTS = {
         "output.tokens[:-1]",
     ),
     "the grammar of what was handed over lacks a token": (
-        Running,
+        RequestState,
         "make_matcher",
         "self.output.tokens",
         "self.output.tokens[:self._streamed - 1]",
     ),
-    "what was handed over tells its text again": (Running, "flush", '== "moved"', '== ""'),
+    "what was handed over tells its text again": (RequestState, "flush", '== "moved"', '== ""'),
     "a request that ended on the device stays": (
         Scheduler,
         "_collect",
@@ -213,5 +213,5 @@ def test_the_harness_catches_an_overwritten_entry(device, monkeypatch):
     monkeypatch.setattr(TickingRing, "__init__", smaller)
     assert "would overwrite" in str(caught(device, range(400))), "the ring itself refuses"
     monkeypatch.setattr(Ring, "reserve", lambda self, replay: replay % self.entries)
-    monkeypatch.setattr(Ring, "consumed", lambda self, replay: None)
+    monkeypatch.setattr(Ring, "release", lambda self, replay: None)
     assert caught(device, range(400))

@@ -115,12 +115,12 @@ def test_an_engine_takes_the_fields_of_options_and_no_others(device):
         Engine("no such folder", max_batch_size="2")
     with pytest.raises(OptionError, match="model must be a checkpoint's folder, got 5"):
         Engine(5)
-    with pytest.raises(OptionError, match="ranks must be Ranks, got 5"):
+    with pytest.raises(OptionError, match="ranks must be RankGroup, got 5"):
         Engine("no such folder", ranks=5)
     with pytest.raises(OptionError, match=r"draft_tree .2, 2. needs a drafter"):
         Engine("no such folder", draft_tree=(2, 2), draft_length=4)
-    with pytest.raises(OptionError, match="draft_legality 'probe' needs mask_drafts"):
-        Options(draft_legality="probe", mask_drafts=False)
+    with pytest.raises(OptionError, match="draft_masking 'probe' needs mask_drafts"):
+        Options(draft_masking="probe", mask_drafts=False)
     with Engine(TARGET, max_batch_size=2, limits=Limits(waiting=1)) as engine:
         assert engine.options.max_batch_size == 2 and engine.options.positions == 1024
 

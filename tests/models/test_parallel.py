@@ -21,11 +21,11 @@ from graft.cudagraph.driver import call, cu
 from graft.cudagraph.errors import OptionError
 from graft.cudagraph.graph import Graph
 from graft.cudagraph.lanes import StreamLane
-from graft.cudagraph.nccl import NcclGather
+from graft.cudagraph.nccl import NcclAllGather
 from graft.models.llm.config import LlamaConfig
 from graft.models.llm.layers import Layers, Norm
-from graft.models.llm.sharding import Share
-from graft.models.llm.weights import Held
+from graft.models.llm.sharding import Shard
+from graft.models.llm.weights import ScaledMatrix
 from graft.tools.smollm import cache
 
 MPIEXEC = Path(sys.executable).with_name("mpiexec")
@@ -77,7 +77,7 @@ def run_ranks(case, told="", alone=False):
 )
 def test_shares_of_all_ranks_are_the_whole_model(config, size, keys, inner):
     """Heads and columns are dealt out without gap or overlap, query heads with their key head."""
-    shares = [Share.of(config, rank, size) for rank in range(size)]
+    shares = [Shard.of(config, rank, size) for rank in range(size)]
     assert [(s.keys, s.inner) for s in shares] == list(zip(keys, inner, strict=True))
     group = config.num_attention_heads // config.num_key_value_heads
     assert all(s.own.num_attention_heads == group * s.own.num_key_value_heads for s in shares)
@@ -97,7 +97,7 @@ def test_shares_of_all_ranks_are_the_whole_model(config, size, keys, inner):
 def test_more_ranks_than_key_heads_are_refused():
     """A degree that does not fit is refused by its number and the model's."""
     with pytest.raises(OptionError, match="4 ranks are too many for a model of 3 key heads"):
-        Share.of(SMOL, 0, 4)
+        Shard.of(SMOL, 0, 4)
 
 
 class Given:
@@ -107,10 +107,10 @@ class Given:
         self.device = device
         self.others = others
 
-    def own(self, rows, columns):
+    def local_buffer(self, rows, columns):
         return self.device.zeros((rows, columns), "float32")
 
-    def gather(self, lane, own):
+    def all_gather(self, lane, own):
         lane.stream.synchronize()
         parts = [self.others[0], own.to_host(), self.others[1]]
         return self.device.from_host(np.stack(parts))
@@ -139,7 +139,7 @@ def test_partial_products_are_added_in_rank_order(device, stream, form):
     tap = device.zeros((5, 50), "float32")
     again = device.zeros((5, 40), "float32")
     norm = Norm(nets.upload(device, scale), 1e-5, normed)
-    of_ranks = Held(mine[1], sums=Given(device, (products[0], products[2])))
+    of_ranks = ScaledMatrix(mine[1], sums=Given(device, (products[0], products[2])))
     layers.linear(lane, mine[0], of_ranks, out, residual=out, tap=(tap, 10), norm=norm)
     expected = ((products[0] + products[1]) + products[2]) + residual
     assert nets.same_bits(nets.host(stream, out), expected)
@@ -152,10 +152,10 @@ def test_partial_products_are_added_in_rank_order(device, stream, form):
 def test_nccl_is_captured_and_joined_as_a_child_graph(device, stream, monkeypatch):
     """What a communicator enqueues on the stream it is given runs on streams, and in every replay;
     without nccl4py the device is refused by the package's name."""
-    ranks = types.SimpleNamespace(rank=0, size=1, others=(), send=lambda *_: None)
+    ranks = types.SimpleNamespace(rank=0, size=1, peers=(), send=lambda *_: None)
     monkeypatch.setitem(sys.modules, "nccl", None)
     with pytest.raises(OptionError, match="need nccl4py"):
-        NcclGather(device, ranks, 6)
+        NcclAllGather(device, ranks, 6)
 
     class Communicator:
         @staticmethod
@@ -171,14 +171,17 @@ def test_nccl_is_captured_and_joined_as_a_child_graph(device, stream, monkeypatc
         UniqueId=types.SimpleNamespace(from_bytes=bytes),
     )
     monkeypatch.setitem(sys.modules, "nccl", types.SimpleNamespace(core=core))
-    gather = NcclGather(device, ranks, 6)
+    gather = NcclAllGather(device, ranks, 6)
     gather.connect()
-    own = gather.own(2, 3)
+    own = gather.local_buffer(2, 3)
     graph = Graph(device, "round")
-    replayed = gather.gather(graph.lane("model"), own)
+    replayed = gather.all_gather(graph.lane("model"), own)
     values = np.ones((2, 3), np.float32)
     execution = graph.instantiate()
-    for run in (lambda: gather.gather(StreamLane(stream), own), lambda: execution.launch(stream)):
+    for run in (
+        lambda: gather.all_gather(StreamLane(stream), own),
+        lambda: execution.launch(stream),
+    ):
         own.copy_from(values := values + 1)
         run()
         np.testing.assert_array_equal(nets.host(stream, replayed)[0], values)

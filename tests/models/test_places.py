@@ -64,7 +64,7 @@ def begin(device, stream, slots, given, count, most, replay=REPLAY):
     )
     stream.synchronize()
     assert number.to_host() == [replay]
-    ring.consumed(REPLAY)
+    ring.release(REPLAY)
     return SimpleNamespace(
         slots=state.to_host(),
         first=placed.first.to_host(),

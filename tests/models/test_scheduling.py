@@ -7,9 +7,9 @@ from engine_util import demo_engine, mixed_requests
 from test_engine_equality import BLOCK, GROWN, LOOKUP_AHEAD, TARGET, Meaningless, answer, settled
 
 from graft.models.drafters import NGram
-from graft.models.engine.slots import Seating
+from graft.models.engine.slots import SlotManager
 from graft.models.request import Request
-from graft.models.round.prefill import CHUNK, MOST, SIZES, Pieces, size_of
+from graft.models.round.prefill import CHUNK, MOST, SIZES, PrefillScheduler, size_of
 
 RUNS = Request(tokens=[300, 301, 302], max_tokens=120, min_tokens=120, id="runs")
 
@@ -66,7 +66,7 @@ def test_a_piece_takes_as_long_as_a_round(fixed, each, round_s, warmed):
     def cost(rows):
         return fixed * -(-rows // CHUNK) + each * max(rows, 4)
 
-    pieces = Pieces(None)
+    pieces = PrefillScheduler(None)
     made = []
     slow = [100, 300]
     for size in SIZES if warmed else (CHUNK, 64):
@@ -82,8 +82,8 @@ def test_a_piece_takes_as_long_as_a_round(fixed, each, round_s, warmed):
     assert set(made) <= {*sizes} and len(late) <= 3
     halves = [rows for rows in fits if 2 * cost(rows // 2) <= 0.8 * round_s] or [4]
     assert made[-1] == fits[-1] if warmed else halves[-1] <= made[-1] <= fits[-1]
-    assert Pieces(77).rows(round_s) == 77 and Pieces(77).used(5, 77) == 5
-    pieces = Pieces(None)
+    assert PrefillScheduler(77).rows(round_s) == 77 and PrefillScheduler(77).used(5, 77) == 5
+    pieces = PrefillScheduler(None)
     for size in SIZES:
         pieces.took(size, cost(size))
     for rows, room in ((5, 64), (8, 16), (200, 256), (9, 256), (60, 512)):
@@ -187,7 +187,7 @@ def test_who_waits_is_served_by_priority_then_by_what_is_cached():
                 {"draft_length": "auto"},
                 {"drafter": BLOCK, "draft_length": 6, "draft_tree": (2, 3)},
                 {"composition": "two"},
-                {"draft_legality": "probe"},
+                {"draft_masking": "probe"},
             )
         ),
     ],
@@ -243,5 +243,5 @@ def test_drafts_have_pages_too(options, monkeypatch):
         with settled(demo_engine(max_batch_size=2, page_size=1, **options)) as engine:
             outputs = engine.generate(asked)
             seen.append([(o.tokens, o.rounds, o.drafted, o.accepted) for o in outputs])
-        monkeypatch.setattr(Seating, "_needed", lambda self, one: one.limit + self._slack)
+        monkeypatch.setattr(SlotManager, "_needed", lambda self, one: one.limit + self._slack)
     assert seen[0] == seen[1]

@@ -204,12 +204,12 @@ class TableRound:
             placed = self._begin(batch + self.places)
             b, j = np.divmod(placed.map.to_host(), 1 << 16)
         chosen = logits[b.ravel(), np.minimum(j, width - 1).ravel()]
-        self.exchange.bring(self.lane, 0, width)
+        self.exchange.copy_masks_to_device(self.lane, 0, width)
         self.sampler.target(self.lane, self._up(chosen), placed)
         self.sampler.verify(self.lane, placed, self.ring)
-        self.ring.poll(self.replay, 30.0)
+        self.ring.synchronize(self.replay, 30.0)
         out = self.results(self.replay)
-        self.ring.consumed(self.replay)
+        self.ring.release(self.replay)
         return out
 
     def _begin(self, count: int) -> RowMap:
@@ -230,7 +230,7 @@ class TableRound:
             count,
         )
         self.stream.synchronize()
-        self.inputs.consumed(self.replay)
+        self.inputs.release(self.replay)
         return placed
 
     def play(
@@ -296,7 +296,7 @@ class TableRound:
 
     def draft(self, j: int, logits: np.ndarray, masked: bool) -> None:
         """Draw draft j from logits [B, Vd]."""
-        self.exchange.bring(self.lane, j - 1, j)
+        self.exchange.copy_masks_to_device(self.lane, j - 1, j)
         self.sampler.draft(self.lane, self._up(logits), self.row_slot, j, masked)
         self.stream.synchronize()
 

@@ -139,7 +139,7 @@ def test_the_law_is_bit_for_bit_and_else_nothing_is_touched(make_round, block) -
         for j in range(DRAFTS + 1):
             r.write_mask(i, j, ref.MaskRow(ref.READY, slot.epoch, slot.n + j, everything))
     given = r.device.from_host(logits.reshape(-1, VOCAB), "float32")
-    r.exchange.bring(r.lane, 0, r.width)
+    r.exchange.copy_masks_to_device(r.lane, 0, r.width)
     r.sampler.target(r.lane, given, even_rows(r.device, r.row_slot, r.width))
     got = given.to_host().reshape(logits.shape)
     wanted = logits.copy()

@@ -90,7 +90,7 @@ def cell(**told: Any) -> dict[str, Any]:
     """A cell with nothing but what is told."""
     return {
         "drafter": "d",
-        "legality": "fill",
+        "masking": "fill",
         "length": 4,
         "tree": None,
         "verify": "greedy",
@@ -107,12 +107,12 @@ def test_differences_are_of_cells_that_differ_in_one_thing():
     cells = [
         cell(),
         cell(length="auto"),
-        cell(length="auto", legality="blind"),
-        cell(legality="blind", by_prompt=[1.0, 2.5]),
+        cell(length="auto", masking="none"),
+        cell(masking="none", by_prompt=[1.0, 2.5]),
         cell(length=2),
-        cell(legality="probe", tree="2x3", by_prompt=[4.0, 3.5]),
-        cell(drafter="e", legality=None, by_prompt=[2.0, 3.5]),
-        cell(drafter="f", legality="walk", by_prompt=[2.0, 5.0]),
+        cell(masking="probe", tree="2x3", by_prompt=[4.0, 3.5]),
+        cell(drafter="e", masking=None, by_prompt=[2.0, 3.5]),
+        cell(drafter="f", masking="lattice-probe", by_prompt=[2.0, 5.0]),
         cell(verify="coupled", temperature=1.0),
         cell(verify="rejection", temperature=1.0),
     ]
@@ -134,7 +134,7 @@ def test_costs_weigh_tokens_by_survival_against_the_time_of_rows():
     cells = [
         cell(
             drafter="none",
-            legality=None,
+            masking=None,
             verify=None,
             length=0,
             round_us=100.0,
@@ -182,7 +182,7 @@ def test_figures_are_those_of_the_engine(tmp_path, capsys, device):
                 *asked,
                 "--drafters",
                 "eagle",
-                "--legality",
+                "--masking",
                 "fill",
                 "--trees",
                 "2x2",
@@ -197,7 +197,7 @@ def test_figures_are_those_of_the_engine(tmp_path, capsys, device):
     found = json.loads((tmp_path / "speculation.json").read_text())
     cells = {(one["drafter"], one["length"], one["tree"]): one for one in found["cells"]}
     assert list(cells) == [("none", 0, None), ("eagle", 3, None), ("eagle", 3, "2x2")]
-    assert [one["legality"] for one in cells.values()] == [None, "fill", "probe"]
+    assert [one["masking"] for one in cells.values()] == [None, "fill", "probe"]
     assert "draft_tree (4, 9) has no place" in found["refused"]["eagle, 3, (4, 9), fill"]
     target, head = demo_model()
     prompts = speculation.read_prompts(speculation.read_arguments(asked))

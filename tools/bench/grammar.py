@@ -28,8 +28,8 @@ from typing import Any
 import numpy as np
 from tqdm import tqdm
 
-from graft.grammar.errors import GrammarError
-from graft.native.children.process import Child, Question, TooSlow
+from graft.native.children.errors import ChildLost, ChildTimeout, Refusal
+from graft.native.children.process import Call, ChildProcess, Setup
 from graft.tools.bench.data import add_arguments, load_tokenizer, rows_of
 from graft.tools.bench.grammar_child import SUBJECTS
 from graft.tools.report import program, table
@@ -44,26 +44,26 @@ class Subject:
 
     Raises
     ------
-    GrammarError
-        It does not start.
+    Refusal, ChildLost
+        The process does not start, or cannot prepare the subject.
     """
 
     def __init__(
         self, name: str, tokenizer: Path, stop: str | None = None, key_order: str = "schema"
     ):
-        self._child = Child(MEMORY_BYTES)
-        self._first = name, Question(f"{HERE}:prepare", (name, str(tokenizer), stop, key_order))
-        self._child.ask(Question("builtins:bool", (), self._first))
+        self._child = ChildProcess(MEMORY_BYTES)
+        self._setup = Setup(name, f"{HERE}:prepare", (name, str(tokenizer), stop, key_order))
+        self._child.call(Call("builtins:bool", (), self._setup))
 
     def ask(self, row: dict[str, Any], timeout_s: float) -> dict[str, Any]:
         """One row's answer; ``outcome`` is "timeout" or "crash" if there is none."""
         try:
-            answer: dict[str, Any] = self._child.ask(
-                Question(f"{HERE}:answer", (row,), self._first), timeout_s
+            answer: dict[str, Any] = self._child.call(
+                Call(f"{HERE}:answer", (row,), self._setup), timeout_s
             )
             return answer
-        except GrammarError as error:
-            how = "timeout" if isinstance(error, TooSlow) else "crash"
+        except (Refusal, ChildLost) as error:
+            how = "timeout" if isinstance(error, ChildTimeout) else "crash"
             return {"outcome": how, "why": str(error)[:300]}
 
     def close(self) -> None:

@@ -1,7 +1,7 @@
 """What speculation brings: drafters, their lengths and trees, masked and blind, by temperature.
 
     python -m graft.tools.bench.speculation [--drafters forced ngram eagle] [--lengths 2 6]
-        [--trees 2x4] [--legality fill blind] [--temperatures 0] [--batches 1 8] [--out FOLDER]
+        [--trees 2x4] [--masking fill none] [--temperatures 0] [--batches 1 8] [--out FOLDER]
 
 Writes ``speculation.json``, a row a cell and kind of prompt as ``speculation.csv``, and pictures.
 A drafter is ``forced``, ``ngram``, ``suffix``, ``eagle`` or ``dflash`` (the demo model's own), a
@@ -29,10 +29,10 @@ from tqdm import tqdm
 
 from graft.cudagraph.errors import OptionError
 from graft.models import CheckpointError, ConfigError, TokenizerError
-from graft.models.drafters import Ahead, DrafterChoice, NGram, Suffix
+from graft.models.drafters import CascadeDrafter, DrafterChoice, NGram, Suffix
 from graft.models.engine.engine import Engine
-from graft.models.engine.options import LEGALITIES
-from graft.models.engine.replay import Flight, RowResult, Seat
+from graft.models.engine.options import DRAFT_MASKINGS
+from graft.models.engine.replay import ReplayInFlight, RowAssignment, RowResult
 from graft.models.request import VERIFY_MODES, Output, Request
 from graft.tools import generate
 from graft.tools.bench import speculation_report as report
@@ -87,12 +87,12 @@ class Play:
         waiting = deque(requests)
         replays = engine._replays
 
-        def read(seat: Seat, row: RowResult) -> None:
+        def read(seat: RowAssignment, row: RowResult) -> None:
             if not seat.stale:
                 tested = row.tested if row.tokens else 0  # a row that waits for its masks
                 rows[seat.running.id].append(Row(len(row.tokens), tested, row.accepted))
 
-        def over(flight: Flight, stamps: list[int]) -> None:
+        def over(flight: ReplayInFlight, stamps: list[int]) -> None:
             if len(flight.seats) == batch and stamps[0] > 0:
                 self.round_ns.append(max(stamps) - stamps[0])
 
@@ -160,12 +160,12 @@ def differences(cells: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
     chosen = [cell for cell in cells if cell["length"] != "auto"]  # else by the clock
     for one, other in itertools.permutations(chosen, 2):
         same = {key for key in KEYS if one[key] == other[key]}
-        masked = [cell["legality"] != "blind" for cell in (one, other)]
+        masked = [cell["masking"] != "none" for cell in (one, other)]
         if masked == [True, True]:
-            same.add("legality")
+            same.add("masking")
         apart = set(KEYS) - same
         if not (
-            (apart == {"legality"} and masked[0])
+            (apart == {"masking"} and masked[0])
             or (apart == {"tree"} and other["tree"] is None)
             or (apart == {"drafter"} and other["drafter"] == first)
             or (apart == {"verify"} and one["verify"] < other["verify"])
@@ -174,8 +174,8 @@ def differences(cells: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
         key = apart.pop()
         pairs = zip(one["by_prompt"], other["by_prompt"], strict=True)
         of = f"{one[key]} - {other[key] or 'chain'}"
-        if masked[0] and masked[1] and other["legality"] not in (None, one["legality"]):
-            of += f", {other['legality']}"
+        if masked[0] and masked[1] and other["masking"] not in (None, one["masking"]):
+            of += f", {other['masking']}"
         found.append(
             {"of": of}
             | {name: one[name] for name in KEYS}
@@ -246,7 +246,7 @@ def choose(name: str, head: Path | None) -> DrafterChoice | None:
     """The drafter of a name; what is forced is no drafter of its own. Raises OptionError."""
     first, plus, then = name.partition("+")
     if plus and first in AT_ONCE:
-        return partial(Ahead, first=AT_ONCE[first], then=choose(then, head) or then)
+        return partial(CascadeDrafter, first=AT_ONCE[first], then=choose(then, head) or then)
     if plus and first == "forced":
         return choose(then, head)
     if name in OWN and head is None:
@@ -296,11 +296,11 @@ def cell(play: Play, plain: Play, kinds: Sequence[str], depth: int) -> dict[str,
     }
 
 
-def legality_of(engine: Engine) -> str | None:
+def masking_of(engine: Engine) -> str | None:
     """How the drafts of an engine come to be legal, where a drafter's logits are what is masked."""
     parts = next(iter(engine.rounds.values())).parts
     levels = parts.drafter is not None and parts.drafter.shape.levels
-    return parts.legality.__name__.lower() if levels else None
+    return parts.masking.name if levels else None
 
 
 def measure(
@@ -339,7 +339,7 @@ def measure(
                 beside.add(plain, requests, batch)
                 played.add(engine, requests, batch)
             length = "auto" if engine.options.draft_length == "auto" else parts.draft_length
-            key = drafter, legality_of(engine), length, tree, label, temperature, batch
+            key = drafter, masking_of(engine), length, tree, label, temperature, batch
             cells.append(
                 dict(zip(KEYS, key, strict=True))
                 | cell(played, beside, [kind for kind, _ in prompts], parts.depth)
@@ -360,16 +360,16 @@ def run(options: argparse.Namespace) -> dict[str, Any]:
         for way in tqdm(
             list(
                 itertools.product(
-                    options.drafters, options.lengths, (None, *options.trees), options.legality
+                    options.drafters, options.lengths, (None, *options.trees), options.masking
                 )
             ),
             unit="engine",
             disable=None,
         ):
-            drafter, length, tree, legality = way
+            drafter, length, tree, masking = way
             if (*way[:3], None) in known:
                 continue  # these drafts are no different
-            blind = legality == "blind"
+            blind = masking == "none"
             named = [str(part) for part in way if part is not None]
             try:
                 engine = Engine(
@@ -378,7 +378,7 @@ def run(options: argparse.Namespace) -> dict[str, Any]:
                     draft_length=length,
                     draft_tree=tree,
                     mask_drafts=not blind,
-                    draft_legality="fill" if blind else legality,
+                    draft_masking="fill" if blind else masking,
                     forced_drafts=drafter.startswith("forced"),
                     **sizes,
                 )
@@ -386,9 +386,9 @@ def run(options: argparse.Namespace) -> dict[str, Any]:
                 refused[", ".join(named)] = str(error)
                 continue
             with engine:
-                if (*way[:3], legality_of(engine)) not in known:
+                if (*way[:3], masking_of(engine)) not in known:
                     cells += measure(engine, plain, drafter, prompts, options)
-                known.add((*way[:3], legality_of(engine)))
+                known.add((*way[:3], masking_of(engine)))
         device = plain.device
     return {
         "device": device.describe(),
@@ -438,7 +438,7 @@ def read_arguments(arguments: Sequence[str] | None) -> argparse.Namespace:
         help="with each of the lengths",
     )
     parser.add_argument(
-        "--legality", nargs="+", choices=(*LEGALITIES, "blind"), default=["fill", "blind"]
+        "--masking", nargs="+", choices=(*DRAFT_MASKINGS, "none"), default=["fill", "none"]
     )
     parser.add_argument(
         "--verify",

@@ -12,7 +12,7 @@ from graft.tools.demo import SOFT_NOTE
 from graft.tools.report import table
 
 #: What tells one cell from another.
-KEYS = ("drafter", "legality", "length", "tree", "verify", "temperature", "batch")
+KEYS = ("drafter", "masking", "length", "tree", "verify", "temperature", "batch")
 
 
 #: Of a cell as a whole, beside what each kind of prompt has.
@@ -43,9 +43,9 @@ def interval(of: dict[str, Any], form: str = ".2f") -> str:
 
 
 def label(one: dict[str, Any], *, drafts: bool = True) -> str:
-    """Drafter, legality and shape of a cell."""
+    """Drafter, masking and shape of a cell."""
     shape = f"{one['length']} drafts" if drafts and one["length"] else None
-    return " ".join(filter(None, (one["drafter"], one["legality"], shape, one.get("tree"))))
+    return " ".join(filter(None, (one["drafter"], one["masking"], shape, one.get("tree"))))
 
 
 def shares(one: dict[str, Any]) -> list[float]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from graft.cudagraph import load_text
-from graft.models import Drafter, DrafterRoom, Engine, Feed, Request, TreeShape
+from graft.models import Drafter, DrafterContext, Engine, Feed, Request, TreeShape
 from graft.tools.demo_model import demo_model
 
 TEXT = """
@@ -20,7 +20,7 @@ extern "C" __global__ void propose_last(int batch, const int* row_slot, const Sl
 class LastToken(Drafter):
     """Its drafts come all at once; the engine makes it, checks what it proposes and verifies it."""
 
-    def __init__(self, room: DrafterRoom):
+    def __init__(self, room: DrafterContext):
         self.shape = TreeShape(room.drafts)
         self._kernel = load_text(room.device, TEXT, "last_token.cu")["propose_last"]
 

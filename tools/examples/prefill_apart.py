@@ -36,7 +36,7 @@ def decode(tickets: Any, answers: Any) -> None:
         while more or engine.busy:
             while more and not (engine.busy and tickets.empty()):
                 if more := (ticket := tickets.get()) is not None:
-                    engine.take_over(way.receive(ticket))
+                    engine.migrate_in(way.receive(ticket))
             answers.put([event for event in engine.step() if event.finished])
 
 
@@ -51,7 +51,7 @@ def main() -> None:
     with Engine(*demo_model()) as engine:
         for event in engine.stream(REQUESTS):
             if not event.finished:
-                tickets.put(way.send(engine.hand_over(event.id)))
+                tickets.put(way.send(engine.migrate_out(event.id)))
         tickets.put(None)
         apart: dict[str, Any] = {}
         while len(apart) < len(REQUESTS):

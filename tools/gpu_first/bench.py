@@ -135,7 +135,7 @@ class Bench:
         best = 0.0
         for blocks in (4, 8, 16):
             with self.timed() as lane:
-                self.read(lane, data, blocks * self.device.cores)
+                self.read(lane, data, blocks * self.device.multiprocessor_count)
             best = max(best, data.nbytes / lane.seconds)
         return best
 

@@ -54,7 +54,7 @@ def ceilings(b: Bench) -> None:
     b.add("copy, bytes read and written", halves.nbytes / lane.seconds / 1e9, "GB/s", (4200, 4400))
     far = b.device.pinned((1 << (27 - 12 * b.small),), "uint8")
     with b.timed() as lane:
-        b.read(lane, far, b.device.cores * 8)
+        b.read(lane, far, b.device.multiprocessor_count * 8)
     b.add("pinned memory read by a kernel", far.nbytes / lane.seconds / 1e9, "GB/s")
     masks = b.device.pinned((128, 4096), "int32")
     with b.timed() as lane:
@@ -78,7 +78,7 @@ def gaps(b: Bench) -> None:
             b.add(f"empty nodes, {edges} edges", lane.seconds / count * 1e6, "us", predicted)
             with b.timed(programmatic) as lane:
                 for i in range(count):
-                    b.read(lane, data[i % (count // 2)], b.device.cores * 8)
+                    b.read(lane, data[i % (count // 2)], b.device.multiprocessor_count * 8)
             b.add(
                 f"8-MB nodes beyond the read, {edges} edges",
                 (lane.seconds / count - 2 * part / ceiling) * 1e6,
@@ -96,7 +96,7 @@ def hops(b: Bench) -> None:
     stamps = b.device.pinned((2,), "uint64")
     x, y = (b.device.zeros((32, n), "float32") for n in (width, 4 * width))
     free = ctypes.cast(ctypes.CDLL(None).free, ctypes.c_void_p).value or 0
-    for transport in ("host", "mailbox", "spin"):
+    for transport in ("host", "mailbox", "spinkernel"):
         for beside, priorities in ((False, True), (True, False), (True, True)):
             what = transport + (", beside products" if beside else ", alone")
             what += ", priorities" if beside and priorities else ""
@@ -304,7 +304,7 @@ def sampling(b: Bench) -> None:
     exchange.stamps["state"] = ROW_READY
     exchange.stamps["epoch"] = 1
     exchange.stamps["position"] = 8 + np.arange(1 + drafts)
-    exchange.bring(StreamLane(b.stream), 0, 1 + drafts)
+    exchange.copy_masks_to_device(StreamLane(b.stream), 0, 1 + drafts)
     sampler = Sampler(b.device, state, exchange, replay, token_limit=vocab, max_batch=batch)
     ring = output_ring(b.device, 2, batch, drafts)
     spread = np.random.default_rng(0)

@@ -11,7 +11,7 @@ from graft.cudagraph.device import Device
 from graft.cudagraph.errors import OptionError
 from graft.cudagraph.lanes import StreamLane
 from graft.models.engine.engine import Engine
-from graft.models.engine.replay import Flight
+from graft.models.engine.replay import ReplayInFlight
 from graft.tools.trace.record import Trace, TraceEvent, Wait, record
 
 CLOCK = Path(__file__).parents[1] / "kernels" / "clock.cu"
@@ -64,9 +64,9 @@ def trace_rounds(engine: Engine) -> Iterator[Trace]:
     trace = Trace(engine.device.describe())
     replays = engine._replays
     first = replays.number
-    stamped: list[tuple[Flight, list[int]]] = []
+    stamped: list[tuple[ReplayInFlight, list[int]]] = []
 
-    def collect(flight: Flight, stamps: list[int]) -> None:
+    def collect(flight: ReplayInFlight, stamps: list[int]) -> None:
         stamped.append((flight, stamps))
 
     replays.on_parts = collect

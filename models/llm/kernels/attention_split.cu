@@ -121,7 +121,7 @@ extern "C" __global__ void __launch_bounds__(WARPS * 32, 2)
                     const CACHE16* values, float* out, int rows, int heads, int kv_heads, int slots,
                     int max_pages, int page_shift, float scale, int run, int tile_heads,
                     float* parts, int* arrived) {
-  wait_for_kernel_before();
+  wait_for_previous_kernel();
   __shared__ Pack16 query[CHUNKS][2][32][2];  // high and low parts, as lanes need them
   __shared__ TileRow tile[16];
   __shared__ Tile all;

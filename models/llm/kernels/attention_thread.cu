@@ -181,7 +181,7 @@ extern "C" __global__ void attention_thread(const float* qkv, const int* slot, c
                                             int rows, int heads, int kv_heads, int slots,
                                             int max_pages, int page_shift, float scale,
                                             int queries) {
-  wait_for_kernel_before();
+  wait_for_previous_kernel();
   const Pages pages = {page_table, slots, max_pages, page_shift, kv_heads, HEAD_DIM};
   const int kv_head = blockIdx.y;
   const int group = heads / kv_heads;

@@ -41,7 +41,7 @@ extern "C" __global__ void attention_warp(const float* qkv, const int* slot, con
                                           const CACHE* keys, const CACHE* values, float* out,
                                           int rows, int heads, int kv_heads, int slots,
                                           int max_pages, int page_shift, float scale) {
-  wait_for_kernel_before();
+  wait_for_previous_kernel();
   __shared__ float query[HEAD_DIM];
   __shared__ float part_top[WARPS];
   __shared__ float part_mass[WARPS];

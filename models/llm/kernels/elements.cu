@@ -27,7 +27,7 @@ __device__ __forceinline__ Part part_of_thread(int width) {
 // out[r] = x[index[r]] as float; an index out of range gives zeros. An embedding is one of these.
 extern "C" __global__ void gather_rows(const WEIGHT* x, const int* index, float* out, int count,
                                        int rows, int width) {
-  wait_for_kernel_before();
+  wait_for_previous_kernel();
   const Part part = part_of_thread(width);
   if (part.row >= count) return;
   const int row = index[part.row];
@@ -39,7 +39,7 @@ extern "C" __global__ void gather_rows(const WEIGHT* x, const int* index, float*
 
 // out = silu(gate) * up, with gate and up side by side in a row.
 extern "C" __global__ void silu_mul(const float* gate_up, OUT* out, int rows, int width) {
-  wait_for_kernel_before();
+  wait_for_previous_kernel();
   const Part part = part_of_thread(width);
   if (part.row >= rows) return;
   const float* gate = gate_up + static_cast<long long>(part.row) * 2 * width;
@@ -53,7 +53,7 @@ extern "C" __global__ void silu_mul(const float* gate_up, OUT* out, int rows, in
 extern "C" __global__ void add_parts(const float* parts, const float* residual, float* out,
                                      float* tap, int ranks, int rows, int width, int offset,
                                      int stride) {
-  wait_for_kernel_before();
+  wait_for_previous_kernel();
   const Part part = part_of_thread(width);
   if (part.row >= rows) return;
   const long long at = static_cast<long long>(part.row) * width;
@@ -70,7 +70,7 @@ extern "C" __global__ void add_parts(const float* parts, const float* residual, 
 
 // x = factor * x, softly capped: cap * tanh(x / cap); 0: not capped.
 extern "C" __global__ void scale_rows(float* x, int rows, int width, float factor, float cap) {
-  wait_for_kernel_before();
+  wait_for_previous_kernel();
   const Part part = part_of_thread(width);
   if (part.row >= rows) return;
   float* of = x + static_cast<long long>(part.row) * width;
@@ -88,7 +88,7 @@ extern "C" __global__ void scale_rows(float* x, int rows, int width, float facto
 extern "C" __global__ void convolve_rows(const float* x, const float* base, const float* dynamic,
                                          const float* residual, float* out, int rows, int width,
                                          int size, int groups, int which, int apart) {
-  wait_for_kernel_before();
+  wait_for_previous_kernel();
   const Part part = part_of_thread(width);
   if (part.row >= rows) return;
   const long long at = static_cast<long long>(part.row) * width;

@@ -35,7 +35,7 @@ extern "C" __global__ void __launch_bounds__(WARPS * 32, 2)
                const unsigned long long* tree, const int* page_table, CACHE* keys, CACHE* values,
                int heads, int kv_heads, int slots, int max_pages, int page_shift,
                int scratch_page) {
-  wait_for_kernel_before();
+  wait_for_previous_kernel();
   __shared__ float part[WARPS][16][TILES * 8];
   __shared__ float scale[TILES * 8 >> SPLIT];
   const int lane = threadIdx.x % 32, warp = threadIdx.x / 32, g = lane / 4, t = lane % 4;

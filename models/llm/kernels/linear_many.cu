@@ -62,7 +62,7 @@ extern "C" __global__ void __launch_bounds__(WARPS * 32, 1)
                 const unsigned long long* tree, const int* page_table, CACHE* keys, CACHE* values,
                 int heads, int kv_heads, int slots, int max_pages, int page_shift, int scratch_page,
                 float* partials, int* arrived) {
-  wait_for_kernel_before();
+  wait_for_previous_kernel();
   extern __shared__ Pack16 staged[];
   __shared__ int last;
   __shared__ float scale[ROW_BLOCK >> SPLIT];

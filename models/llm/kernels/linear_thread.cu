@@ -115,7 +115,7 @@ extern "C" __global__ void linear_thread(const WEIGHT* weight, const float* weig
                                          const float* x, const float* residual, float* out,
                                          float* tap, int rows, int columns, int inner,
                                          int tap_offset, int tap_stride) {
-  wait_for_kernel_before();
+  wait_for_previous_kernel();
   int column = (blockIdx.x * blockDim.x + threadIdx.x) * COLUMNS;
   const int last = column + COLUMNS < columns ? column + COLUMNS : columns;
   const Product y = {weight,   weight_scale, x,

@@ -126,7 +126,7 @@ extern "C" __global__ void linear_warp(const WEIGHT* weight, const float* weight
                                        const float* x, const float* residual, float* out,
                                        float* tap, int rows, int columns, int inner, int tap_offset,
                                        int tap_stride) {
-  wait_for_kernel_before();
+  wait_for_previous_kernel();
   const int warp = (blockIdx.x * blockDim.x + threadIdx.x) / 32;
   const int column = warp * COLUMNS;
   if (column >= columns) return;

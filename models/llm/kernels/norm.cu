@@ -68,7 +68,7 @@ __device__ __forceinline__ void norm_row(const T* x, const float* weight, Y* y, 
 
 extern "C" __global__ void norm_rows(const float* x, const float* weight, OUT* y, int rows,
                                      int width, float eps) {
-  wait_for_kernel_before();
+  wait_for_previous_kernel();
   const int row = blockIdx.x;
   const long long at = static_cast<long long>(row) * width;
   if (row < rows) norm_row(x + at, weight, y + at, width, eps);
@@ -78,7 +78,7 @@ extern "C" __global__ void norm_rows(const float* x, const float* weight, OUT* y
 extern "C" __global__ void gather_norm(const WEIGHT* x, const int* index, float* out,
                                        const float* weight, OUT* y, int rows, int width,
                                        float eps) {
-  wait_for_kernel_before();
+  wait_for_previous_kernel();
   const int from = index[blockIdx.x];
   const bool known = from >= 0 && from < rows;
   const WEIGHT* row = x + static_cast<long long>(known ? from : 0) * width;
@@ -92,7 +92,7 @@ extern "C" __global__ void gather_norm(const WEIGHT* x, const int* index, float*
 // Every query and key of the rows of `qkv` in place, by one block each.
 extern "C" __global__ void head_norm(float* qkv, const float* query_weight, const float* key_weight,
                                      int rows, int heads, int kv_heads, int head_dim, float eps) {
-  wait_for_kernel_before();
+  wait_for_previous_kernel();
   const int row = blockIdx.x / (heads + kv_heads);
   const int head = blockIdx.x % (heads + kv_heads);
   if (row >= rows) return;
@@ -106,7 +106,7 @@ extern "C" __global__ void eagle_input(const WEIGHT* table, const int* token, co
                                        const float* embedding_norm, const float* hidden_norm,
                                        float* x, float* stream, int rows, int vocab, int width,
                                        float eps, int norm_before_residual) {
-  wait_for_kernel_before();
+  wait_for_previous_kernel();
   const int row = blockIdx.x;
   if (row >= rows) return;
   const int id = token[row];

@@ -20,7 +20,7 @@ extern "C" __global__ void rope_and_store(float* qkv, int rows, const float* tur
                                           const int* page_table, CACHE* keys, CACHE* values,
                                           int heads, int kv_heads, int slots, int max_pages,
                                           int page_shift, int scratch_page) {
-  wait_for_kernel_before();
+  wait_for_previous_kernel();
   const int chunks = (HALF + CHUNK - 1) / CHUNK;
   const int all_heads = heads + 2 * kv_heads;
   const int index = blockIdx.x * blockDim.x + threadIdx.x;

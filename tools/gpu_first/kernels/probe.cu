@@ -6,11 +6,11 @@ struct alignas(16) Words {
 };
 
 // Does nothing, behind the kernel before it.
-extern "C" __global__ void nothing() { wait_for_kernel_before(); }
+extern "C" __global__ void nothing() { wait_for_previous_kernel(); }
 
 // Reads `count` times 16 bytes; writes only to keep the reads.
 extern "C" __global__ void read_words(const Words* data, long long count, unsigned int* sink) {
-  wait_for_kernel_before();
+  wait_for_previous_kernel();
   const long long step = static_cast<long long>(gridDim.x) * blockDim.x;
   unsigned int sum = 0u;
 #pragma unroll 8

@@ -107,7 +107,7 @@ class Arm:
             elif self.name == "mailbox":
                 lane.mailbox(body, name=title)
             elif self.name == "spinkernel":
-                lane.spin(body, name=title)
+                lane.spinkernel(body, name=title)
             else:
                 lane.host(body, spin="force" if self.name == "native spin" else False, name=title)
         lane.kernel(stamp, 1, 1, (self.stamps, 1), name="after")
