@@ -9,7 +9,7 @@ from dataclasses import dataclass, field, replace
 from typing import NamedTuple
 
 from graft.cudagraph.errors import OptionError
-from graft.grammar.statement import GrammarSpec
+from graft.grammar.grammar_spec import GrammarSpec
 from graft.models.errors import RequestError
 from graft.sampling.exchange import NUMBERS
 from graft.sampling.state import MAX_LOGPROBS, MAX_STOP_IDS, Relaxed
@@ -21,7 +21,7 @@ DEVICE_REASONS = {
     if name.startswith("REASON_")
 }
 #: By their numbers, VERIFY_* of sampling/kernels/slot.cuh.
-VERIFY_MODES = ("rejection", "coupled", "per_token", "relaxed", "traversal")
+VERIFY_MODES = ("rejection", "coupled", "per_token", "relaxed")
 MAX_SAMPLES = 128
 
 
@@ -88,8 +88,7 @@ class Request:
     logprobs : up to 20: have the log probability of every token, and of so many best ids.
     logprobs_masked : of what bias, penalties and the grammar leave, before temperature and filters;
         else of the model's own distribution.
-    verify : one of `Options.verify`, "traversal" only of an engine that was made for it; None takes
-        the engine's.
+    verify : one of `Options.verify`; None takes the engine's.
     relaxed : when verification by "relaxed" accepts a draft.
     stop : strings that end the output (and are cut from it); not with a grammar, whose output a
         cut would break.

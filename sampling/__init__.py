@@ -8,7 +8,6 @@ from graft.sampling.state import (
     PER_TOKEN,
     REJECTION,
     RELAXED,
-    TRAVERSAL,
     Relaxed,
     SlotState,
 )
@@ -24,6 +23,5 @@ __all__ = [
     "RowMap",
     "Sampler",
     "SlotState",
-    "TRAVERSAL",
     "output_ring",
 ]

@@ -105,8 +105,6 @@ class Sampler:
     draft_vocab : Vd, columns of the drafter's logits; 0 if it has none.
     d2t : int32 [Vd], target id of each drafter column; None when they are the same.
     t2d : int32 [V], drafter column of each target id or -1. Given exactly when ``d2t`` is.
-    tables : of a slot whose trees are drawn and tested by traversal: as many as a `TreeSampler`
-        feeds nodes, the last token among them. 0: trees are not drawn.
     max_batch : most batch rows of a call.
     block : threads per row; 1 or a multiple of 32 up to 1024. Default: what suits the device.
         Results do not depend on it.
@@ -115,14 +113,14 @@ class Sampler:
     Attributes
     ----------
     probs : float32 [max_batch * (K+1), V], filtered distribution of the sampled rows (those with
-        temperature >= 1e-5) of the last call; `verify` takes away what it tests by traversal.
+        temperature >= 1e-5) of the last call.
     raw : float32 [max_batch * (K+1), V], the logits of rows whose request asks for log
         probabilities, as the model gave them or as adjustments and mask leave them.
     target_tok, row_ok : int32 [max_batch * (K+1)], the token of each row, -1 where `verify` is to
         find it by tests; 1 usable, 0 not ready, 2 no legal token, 3 error.
     rows : int32 [max_batch, row words], result of each batch row, see `row_words`.
     q : float32 [S, max(K, 1), max(Vd, 1)], the table that each dense draft was drawn from
-        (draft-vocabulary columns); of a tree [S, max(tables, 1), max(Vd, 1)].
+        (draft-vocabulary columns); of a tree [S, 1, max(Vd, 1)].
     faults : int32 [1], drafts whose own table gave them probability zero; always 0 unless something
         is broken.
     """
@@ -139,7 +137,6 @@ class Sampler:
         draft_vocab: int = 0,
         d2t: DeviceArray | None = None,
         t2d: DeviceArray | None = None,
-        tables: int = 0,
         block: int | None = None,
         parts: int | None = None,
     ) -> None:
@@ -151,7 +148,6 @@ class Sampler:
         check_range("parts", 1 if parts is None else parts, 1, 32)
         check_range("draft_length", draft_length, 0, MAX_DRAFTS)
         check_range("candidates", int(exchange.layout["candidates"]), 0, 64)
-        check_range("tables", tables, 0, MAX_DRAFTS + 1)
         check_range("exchange slots", exchange.slots, state.slots, state.slots)
         check_range("vocab_size of the state", state.vocab_size, vocab_size, vocab_size)
         expect("replay", replay, "int32", N=1)
@@ -181,8 +177,7 @@ class Sampler:
         self.row_words = row_words(draft_length)
         self.rows = device.zeros((max_batch, self.row_words), "int32")
         dense = 1 if exchange.layout["branch"] > 1 else max(draft_length, 1)
-        dense = tables or exchange.layout["levels"] or dense
-        self.tables = tables
+        dense = exchange.layout["levels"] or dense
         self.q = device.zeros((state.slots, dense, max(draft_vocab, 1)), "float32")
         self.faults = device.zeros((1,), "int32")
         self._weights = device.zeros((rows,), "float32")
@@ -201,8 +196,6 @@ class Sampler:
         self._draft = sample["sample_draft"]
         self._test = verify["test_drafts"]
         self._verify = verify["verify_drafts"]
-        if tables:
-            self._traverse = load(device, "traverse", self.block)["traverse_tree"]
         adjust = load(device, "adjust", self.block)
         self._adjust = adjust["adjust_logits"]
         self._publish = adjust["publish_round"]
@@ -274,20 +267,7 @@ class Sampler:
             self._weights,
             self._passed,
         ]
-        if self.tables > 0 and rows.count > batch:
-            args = [
-                rows.slot,
-                rows.first,
-                *reads[:5],
-                self._state,
-                self.exchange.device_masks,
-                self.exchange.layout,
-                *reads[5:8],
-                self.target_tok,
-                self.faults,
-            ]
-            lane.kernel(self._traverse, batch, self.block, args, name="traverse trees")
-        elif self.draft_vocab > 0 and rows.count > batch:
+        if self.draft_vocab > 0 and rows.count > batch:
             args = [rows.slot, rows.map, *reads, self.meetings, self.faults]
             lane.kernel(
                 self._test, (rows.count, self._parts, 1), self.block, args, name="test drafts"

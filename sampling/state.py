@@ -29,7 +29,6 @@ __all__ = [
     "Relaxed",
     "SLOT",
     "SlotState",
-    "TRAVERSAL",
 ]
 
 _HEADER = KERNELS / "slot.cuh"
@@ -41,7 +40,6 @@ REJECTION = _NUMBERS["VERIFY_REJECTION"]
 COUPLED = _NUMBERS["VERIFY_COUPLED"]
 PER_TOKEN = _NUMBERS["VERIFY_PER_TOKEN"]
 RELAXED = _NUMBERS["VERIFY_RELAXED"]
-TRAVERSAL = _NUMBERS["VERIFY_TRAVERSAL"]
 #: ``struct Slot`` of sampling/kernels/slot.cuh, where its fields are explained.
 SLOT = read_struct(_HEADER, "Slot")
 #: ``struct Logprobs`` of the same.
@@ -139,7 +137,7 @@ class SlotState:
         seed : 64 bits; any int, taken modulo 2**64.
         temperature, top_k, top_p, min_p : filters; below 1e-5 the temperature means greedy. Off:
             top_k 0, top_p 1, min_p 0.
-        verify : ``REJECTION``, ``COUPLED``, ``PER_TOKEN``, ``RELAXED`` or ``TRAVERSAL``.
+        verify : ``REJECTION``, ``COUPLED``, ``PER_TOKEN`` or ``RELAXED``.
         sample : index among the samples drawn with this seed, 0 <= sample < 2**24.
         relaxed : of a ``RELAXED`` request.
         adjust : bias, penalties and log probabilities; its table follows in pinned memory that this
@@ -159,7 +157,7 @@ class SlotState:
         check_range("top_k", top_k, 0, 2**31 - 1)
         check_range("top_p", top_p, 0.0, 1.0)
         check_range("min_p", min_p, 0.0, 1.0)
-        check_range("verify", verify, REJECTION, TRAVERSAL)
+        check_range("verify", verify, REJECTION, RELAXED)
         check_range("sample", sample, 0, 2**24 - 1)
         check_range("relaxed.top_k", relaxed.top_k, 1, 2**31 - 1)
         check_range("relaxed.delta", relaxed.delta, 0.0, 1.0)

@@ -61,23 +61,6 @@ class TreePlan(NamedTuple):
             )
         return plan
 
-    def check_drawable(self) -> None:
-        """Raise OptionError unless its drafts may be tested by traversal.
-
-        Which drafts there are may depend on what was drawn above and before them alone: not on how
-        likely others are, nor on siblings that were drawn and are no drafts.
-        """
-        whole = all(
-            path[-1] == 0 or (*path[:-1], path[-1] - 1) in self.paths for path in self.paths
-        )
-        if not (self.paths and whole):
-            raise OptionError(
-                "verify 'traversal' needs a draft_tree whose shape is given, as paths like (0,), "
-                "(1,), (0, 0) that leave no rank out: trees of the likeliest drafts are tested "
-                "best by one token of the target for each node, as 'coupled' and 'rejection' do, "
-                f"got {self.paths or (self.branch, self.levels)!r}"
-            )
-
     def table(self) -> NDArray:
         """Of each child that is seen which node of the next level it is, see ``tree_grow``."""
         branch = self.branch
@@ -108,8 +91,7 @@ class TreeSampler:
     better. Coupled requests rank by the race that the target's draw will run with its noise.
 
     With `paths` neither is so: a node's child of rank c is the c-th of its likeliest, and those
-    that are there of the ones in `TreePlan` are the drafts, in its order. Where the sampler has
-    tables, that of a traversal request is the c-th that was drawn, none twice.
+    that are there of the ones in `TreePlan` are the drafts, in its order.
 
     A log probability is that among all ids but those that the grammar was asked about and refused:
     where it leaves one, that one is certain. A node without a legal one among its first 32 has no
@@ -125,9 +107,7 @@ class TreeSampler:
     Raises
     ------
     OptionError
-        When more nodes are fed than have a bit each, or none is left to be verified; when the
-        sampler has tables, but not one for each node that is fed, or for `paths` that
-        `TreePlan.check_drawable` refuses.
+        When more nodes are fed than have a bit each, or none is left to be verified.
     """
 
     def __init__(
@@ -136,10 +116,6 @@ class TreeSampler:
         check_range("branch", branch, 2, TREE_CANDIDATES)
         check_range("levels", levels, 1, sampler.draft_length)
         check_range("nodes that are fed", (levels - 1) * branch, 0, MAX_DRAFTS)
-        if sampler.tables:
-            tables = 1 + (levels - 1) * branch
-            check_range("tables of the sampler", sampler.tables, tables, tables)
-            TreePlan(branch, levels, paths).check_drawable()
         device = sampler.device
         batch = sampler.max_batch
         vocab = sampler.draft_vocab
@@ -164,7 +140,6 @@ class TreeSampler:
         seen["most"] = most
         seen["candidates"] = TREE_CANDIDATES if self._probes else branch
         seen["nodes"] = sampler.draft_length
-        seen["tables"] = sampler.tables
         self._seen: Any = seen[()]
         plan = TreePlan(branch, levels, paths)
         self._plan = device.from_host(plan.table()) if paths else None
@@ -252,7 +227,6 @@ class TreeSampler:
             s.rows,
             s.row_words,
             self._work,
-            s.q,
             *self._best,
             *s.shared,
         ]

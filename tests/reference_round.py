@@ -35,11 +35,10 @@ COIN = 2
 RESIDUAL = 3
 NOT_READY, FREE, READY, DEAD_END, ERROR = range(5)  # states of a mask row
 RUNNING, STOP, LENGTH, DEAD, FAULT = range(5)  # why a request ended
-REJECTION, COUPLED, PER_TOKEN, RELAXED, TRAVERSAL = range(5)  # how sampled drafts are tested
-#: What a draft was drawn from: a table q, nothing, or SIBLING + f: the table of fed node f.
+REJECTION, COUPLED, PER_TOKEN, RELAXED = range(4)  # how sampled drafts are tested
+#: What a draft was drawn from: a table q, or nothing.
 DENSE = 0
 POINT = 1
-SIBLING = 2
 
 
 def philox4x32_10(counter: np.ndarray, key: np.ndarray) -> np.ndarray:
@@ -204,7 +203,6 @@ class Slot:
     stop_ids: tuple[int, ...] = ()
     kinds: tuple[int, ...] = ()  # of the drafts
     q: tuple[Any, ...] = field(default=(), repr=False)  # of the drafts, over target ids
-    probed: bool = False  # whether drawn siblings are those that the grammar took
     adjust: Any = None  # fields of graft.sampling.Adjust
     relaxed: Any = None  # fields of graft.sampling.Relaxed
 
@@ -353,7 +351,7 @@ def verify(slot: Slot, logits: np.ndarray, masks: Sequence[MaskRow], token_limit
     Every node wants a token and the walk goes where it leads: of greedy and coupled requests one
     drawn with the noise of its position, exact on any tree. So do all others whose drafts are
     points, for a test against p(d) is no better. Where a draft of a chain was drawn from a table,
-    they test the chain, and where those of a tree were the tree.
+    they test the chain.
     """
     tree = slot.tree.first(len(logits) - 1)
     most = len(tree.token) - 1
@@ -374,24 +372,12 @@ def verify(slot: Slot, logits: np.ndarray, masks: Sequence[MaskRow], token_limit
         usable = itertools.takewhile(lambda row: row[0] in (FREE, READY), rows)
         laws = [distribution(*row[1], slot.filter) for row in usable]
         chosen = dict(enumerate(_tested(slot, laws)))
-    if traversing := any(kind >= SIBLING for kind in slot.kinds[:most]):
-        rows = [row(j, slot.n + len(tree.path(j))) for j in range(most + 1)]
-        chosen = _traversed(
-            slot,
-            tree,
-            [
-                (distribution(*row[1], slot.filter), masks[j].allows(logits.shape[1], token_limit))
-                if row[0] in (FREE, READY)
-                else None
-                for j, row in enumerate(rows)
-            ],
-        )
 
     def decide(node: int, position: int, row: tuple[Any, Bool]) -> tuple[int, int | None]:
         x, legal = row
         if slot.filter.greedy:
             token = int(np.argmax(np.where(legal, x, -np.inf)))
-        elif not traversing and (not testing or node == most):
+        elif not testing or node == most:
             p = distribution(x, legal, slot.filter)
             token = draw(p, slot.seed, position, NOISE, sample=slot.sample)
         else:
@@ -471,73 +457,6 @@ def _tested(slot: Slot, p: list[F64]) -> list[int]:
         if token >= 0:
             break
     return [*drafts[:accepted], token]
-
-
-def _traversed(slot: Slot, tree: Tree, rows: list[tuple[F64, Bool] | None]) -> dict[int, int]:
-    """The token behind each node that a tree's tests accept; law and legality by node, or None.
-
-    Traversal verification (arXiv 2505.12398), by recursion: a node passes with its weight once all
-    that is under it was refused. Whatever is refused is taken out of p, as out of q.
-    """
-
-    def under(node: int, weight: float) -> tuple[int, F64 | None] | None:
-        """What is accepted at a node or under it, and the law of the token behind; or nothing."""
-        row = rows[node]
-        law = None
-        q = None
-        if row is not None and weight > 0:
-            law = row[0]
-            for j in (j for j, parent in enumerate(tree.parent) if parent == node):
-                if q is None:
-                    q = np.where(row[1] | (not slot.probed), slot.q[j - 1], 0.0)
-                    q = q / q.sum()
-                token = tree.token[j]
-                found = under(j, min(1.0, weight * law[token] / q[token]))
-                if found:
-                    return found
-                left = np.maximum(weight * law - q, 0.0)
-                if left.sum() > 0:
-                    law = left / left.sum()
-                weight = left.sum() / (left.sum() + 1 - weight) if weight < 1 else 1.0
-                q = np.where(np.arange(q.size) == token, 0.0, q)
-                if not q.any():
-                    break
-                q = q / q.sum()
-        passed = node == 0 or coin(slot.seed, slot.n + node, slot.sample, slot.n) < weight
-        return (node, law) if passed else None
-
-    node, law = under(0, 1.0) or (0, None)
-    position = slot.n + len(tree.path(node)) + 1
-    chosen = {}
-    if law is not None:
-        token = draw(law, slot.seed, position, RESIDUAL, None, slot.sample, slot.n)
-        chosen[node] = token
-    while node:
-        chosen[tree.parent[node]] = tree.token[node]
-        node = tree.parent[node]
-    return chosen
-
-
-def siblings(slot: Slot, fed: int, law: F64, most: int) -> list[int]:
-    """Ids that are drawn from a law, none twice, as drafts under the node that is fed as `fed`."""
-    found: list[int] = []
-    for _ in range(most):
-        left = np.where(np.isin(np.arange(law.size), found), 0.0, law)
-        position = slot.n + fed + 1
-        token = draw(left, slot.seed, position, DRAFT, None, slot.sample, slot.n)
-        if token < 0:
-            break
-        found.append(token)
-    return found
-
-
-def fed_as(ranks: Collection[tuple[int, ...]], branch: int) -> dict[tuple[int, ...], int]:
-    """By ranks, the nodes of a given shape that are fed: the root is 0, a level has `branch`."""
-    fed = {(): 0}
-    for level in range(1, max(map(len, ranks))):
-        above = sorted({r[:-1] for r in ranks if len(r) == level + 1})
-        fed |= {path: (level - 1) * branch + f for f, path in enumerate(above, 1)}
-    return fed
 
 
 def may_grow(slot: Slot, node: int) -> bool:
@@ -668,22 +587,18 @@ def children(
     legal: Callable[[int], bool] | None,
     most: int,
     branch: int,
-    fed: int | None = None,
 ) -> list[tuple[float, int]]:
     """(log probability, id) of the children of a tree's node, best first.
 
     Of its best `most` ids those that the grammar takes, `branch` at most; their probabilities are
-    those without what was refused on the way. Coupled requests race with the position's noise;
-    with that of the fed node the race draws siblings.
+    those without what was refused on the way. Sampled requests race with the position's noise.
     """
     known = (ids >= 0) & (ids < token_limit)
     if broken(logits, known):
         return []
     x = np.where(known & (logits > -np.inf), logits.astype(np.float64), -np.inf)
     if not slot.filter.greedy:
-        key = (position, NOISE) if fed is None else (slot.n + fed + 1, DRAFT)
-        turn = 0 if fed is None else slot.n
-        noise = gumbel(words(slot.seed, *key, np.maximum(ids, 0), slot.sample, turn))
+        noise = gumbel(words(slot.seed, position, NOISE, np.maximum(ids, 0), slot.sample))
         x = x / np.float64(np.float32(slot.filter.temperature)) + noise
     value = x - x.max() - np.log(np.exp(x - x.max()).sum())
     found = []

@@ -53,7 +53,6 @@ class Admission:
         self._vocab_size = vocab_size
         self._compiler = compiler
         self._limits = options.limits
-        self._verify = options.verify
 
     def take(
         self, request: Request, output: Output, waiting: Collection[RequestState]
@@ -69,11 +68,6 @@ class Admission:
         if limits.waiting is not None and len(waiting) >= limits.waiting:
             raise QueueFullError(f"{limits.waiting} requests are waiting already (Limits.waiting)")
         check_request(request, self._vocab_size, limits)
-        if request.verify == "traversal" and self._verify != "traversal":
-            raise RequestError(
-                "verify 'traversal' needs an engine made with it, for it keeps tables of its own; "
-                f"this one's is {self._verify!r}"
-            )
         prompt = self._tokens(request)
         if limits.waiting_tokens is not None:
             before = sum(running.length for running in waiting)

@@ -17,7 +17,7 @@ from graft.grammar.vocabulary import Vocabulary
 from graft.models.cache.kv import PagedKV
 from graft.models.cache.prefix import PrefixCache
 from graft.models.drafters import DrafterChoice, Forced
-from graft.models.drafters.base import Drafter, DrafterContext, DraftVocab, TreeShape
+from graft.models.drafters.base import Drafter, DrafterContext, TreeShape
 from graft.models.drafters.load import make_drafter
 from graft.models.engine.options import Options
 from graft.models.llm.checkpoint import Checkpoint
@@ -43,8 +43,6 @@ from graft.sampling.tree import TREE_CANDIDATES, TreeSampler
 
 #: Entries of the rings: two replays unread, one whose tail still runs, and one to spare.
 RING_ENTRIES = 4
-#: Most bytes of the tables that drafts are drawn from.
-_TABLE_BYTES = 8 << 30
 
 
 @dataclass(frozen=True)
@@ -212,21 +210,6 @@ def _legality(options: Options, drafter: Drafter | None) -> type[DraftMasking]:
     return LatticeProbeMasking if drafter.at_once and not drafter.shape.paths else ProbeMasking
 
 
-def _tables(options: Options, nodes: int, vocab: DraftVocab | None) -> int:
-    """Tables per slot of trees that are drawn; refuses what draws none, or needs too many."""
-    if vocab is None or nodes == 0:
-        raise OptionError(
-            "verify 'traversal' is of drafts that are drawn from a drafter's logits, "
-            "level by level: others are tested as well by 'rejection'"
-        )
-    if (size := options.slots * nodes * vocab.size * 4) > _TABLE_BYTES:
-        raise OptionError(
-            f"verify 'traversal' with draft_tree {options.draft_tree} and max_batch_size "
-            f"{options.max_batch_size} keeps tables of {size} bytes, more than {_TABLE_BYTES}"
-        )
-    return nodes
-
-
 def _parts(
     device: Device,
     options: Options,
@@ -264,9 +247,6 @@ def _parts(
     else:
         branch, levels = (branch, levels) if walks else (1, 0)
         exchange = Exchange(device, slots, drafts, vocab_size, candidates, branch, 0, levels)
-    tables = 0
-    if options.verify == "traversal":
-        tables = _tables(options, 1 + (levels - 1) * branch if grows else 0, vocab)
     state = SlotState(device, slots, vocab_size)
     replay = device.zeros((1,), "int32")
     sampler = Sampler(
@@ -279,7 +259,6 @@ def _parts(
         draft_vocab=vocab.size if vocab else 0,
         d2t=vocab.d2t if vocab else None,
         t2d=vocab.t2d if vocab else None,
-        tables=tables,
     )
     decoder = GuidedDecoder(
         exchange,

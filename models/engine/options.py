@@ -99,10 +99,7 @@ class Options:
         together ("block verification"), which accepts more and keeps the distribution; elsewhere as
         coupled. "per_token": the same, but one draft after the other, as it was first published.
         "relaxed": as coupled, but drafts that are likely enough pass (`Request.relaxed`), so that
-        outputs are those of no model (`Output.exact`). "traversal", for a `draft_tree` given as
-        paths without a rank left out, and a drafter that comes level by level: siblings are drawn
-        from its distribution, none twice, and tested leaf by leaf ("traversal verification"), which
-        keeps the distribution too. A table is kept for every slot and node that is fed.
+        outputs are those of no model (`Output.exact`).
     grammar_backend : "auto", "xgrammar", "llguidance", or a callable that makes a `GrammarBackend`
         for a `Vocabulary`; for grammars that do not name their backend themselves. "auto" gives
         every JSON schema to a backend that enforces all of it, rewritten if need be, or refuses it.
@@ -199,13 +196,6 @@ class Options:
             raise _bad("grammar_backend", wanted, self.grammar_backend)
         if self.draft_masking == "probe" and not self.mask_drafts:
             raise OptionError("draft_masking 'probe' needs mask_drafts: blind ones are not probed")
-        if self.verify == "traversal":
-            if self.tree is None:
-                raise OptionError(
-                    "verify 'traversal' is of trees: without a draft_tree 'rejection' tests all "
-                    "drafts of a round together"
-                )
-            self.tree.check_drawable()
 
     def _check_tree(self, tree: TreePlan) -> None:
         most = max(tree.levels, len(tree.paths))

@@ -76,7 +76,7 @@ extern "C" __global__ void __launch_bounds__(BLOCK, 1)
                                : Filter{slot.temperature, slot.top_k, slot.top_p, slot.min_p};
   const Noise noise = {slot.seed, slot.n + depth_of(slot, j) + 1,
                        PURPOSE_NOISE | static_cast<u32>(slot.sample) << 8};
-  const bool tested = is_traversed(slot) || (!greedy && j < most && is_testing(slot, most));
+  const bool tested = !greedy && j < most && is_testing(slot, most);
   const bool filtered = !greedy || relaxed;
   const int status = row_sample(row, filtered, filter, !greedy && !tested, noise,
                                 filtered ? work : nullptr, meetings[r], from, to, scratch, &token);

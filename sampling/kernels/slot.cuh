@@ -9,10 +9,8 @@
 #define VERIFY_COUPLED 1
 #define VERIFY_PER_TOKEN 2
 #define VERIFY_RELAXED 3
-#define VERIFY_TRAVERSAL 4
-#define DRAFT_DENSE 0    // drawn from the stored table q
-#define DRAFT_POINT 1    // point mass: argmax, forced, n-gram
-#define DRAFT_SIBLING 2  // or more: drawn beside its siblings, none twice, from table kind - 2
+#define DRAFT_DENSE 0  // drawn from the stored table q
+#define DRAFT_POINT 1  // point mass: argmax, forced, n-gram
 #define GREEDY_TEMPERATURE 1e-5f
 #define MAX_STOP_IDS 64
 #define MAX_DRAFTS 64
@@ -154,11 +152,6 @@ __device__ __forceinline__ bool is_testing(const Slot& slot, int count) {
     drawn = drawn || slot.q_kind[j] == DRAFT_DENSE;
   }
   return chain && drawn;
-}
-
-// Whether the drafts are a tree that was drawn from tables. Then all of them were.
-__device__ __forceinline__ bool is_traversed(const Slot& slot) {
-  return slot.draft_len > 0 && slot.q_kind[0] >= DRAFT_SIBLING;
 }
 
 // Whether draft j (from 1) is to be made: decided by the prefix, never by what would be drawn.

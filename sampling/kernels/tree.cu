@@ -17,7 +17,6 @@ struct Seen {
   int most;        // branch + (levels - 1) * branch^2
   int candidates;  // of a node, whose legality may be asked for
   int nodes;       // drafts to verify, at most
-  int tables;      // of a slot, one for each node that is fed; 0: nothing is drawn from a table
 };
 
 __device__ __forceinline__ int seen_before(const Seen& seen, int level) {
@@ -27,13 +26,6 @@ __device__ __forceinline__ int seen_before(const Seen& seen, int level) {
 // The row that node f of a level was fed as; 0: the slot's last token, whose children are level 1.
 __device__ __forceinline__ int fed_row(const Seen& seen, int level, int f) {
   return level == 1 ? 0 : (level - 2) * seen.branch + f + 1;
-}
-
-// Whether children are drawn from their node's table, one after the other and none twice, which the
-// race does that it keeps for itself; else they are the likeliest, or for the target's own race.
-__device__ __forceinline__ bool is_drawing(const Seen& seen, const Slot& slot) {
-  return seen.tables > 0 && slot.verify == VERIFY_TRAVERSAL &&
-         slot.temperature >= GREEDY_TEMPERATURE;
 }
 
 // Whether the grammar is asked about a slot's nodes; all threads, by way of a shared word, for host
@@ -55,7 +47,7 @@ __device__ __forceinline__ bool is_asked(int probed, const int* exchange,
 extern "C" __global__ void __launch_bounds__(BLOCK, 1)
     tree_candidates(const float* logits, int draft_vocab, int token_limit, const int* d2t,
                     const int* row_slot, int level, int probed, const Seen seen, Meeting* meetings,
-                    const Slot* slots, const RoundRow* rows, int row_words, float* work, float* q,
+                    const Slot* slots, const RoundRow* rows, int row_words, float* work,
                     int* top_id, float* top_value, float* others, int* exchange,
                     const ExchangeLayout layout, const int* replay_number) {
   __shared__ Scratch scratch;
@@ -93,19 +85,13 @@ extern "C" __global__ void __launch_bounds__(BLOCK, 1)
   block_sync();
   const bool sampled = slot.temperature >= GREEDY_TEMPERATURE;
   const float inverse_temperature = sampled ? fdiv(1.0f, slot.temperature) : 1.0f;
-  const bool draws = is_drawing(seen, slot);
-  float* table = q + (static_cast<long long>(index) * seen.tables + node) * draft_vocab;
-  const u32 purpose = draws ? PURPOSE_DRAFT : PURPOSE_NOISE;
-  const Noise noise = {slot.seed, draws ? slot.n + node + 1 : position,
-                       purpose | static_cast<u32>(slot.sample) << 8, draws ? slot.n : 0};
+  const Noise noise = {slot.seed, position, PURPOSE_NOISE | static_cast<u32>(slot.sample) << 8};
   const float minus_infinity = __uint_as_float(0xff800000u);
   u64 top = 0;  // positive floats are ordered as their bits
   for (int i = tid; i < draft_vocab; i += BLOCK) {
-    if (draws) table[i] = 0.0f;
     if (!(score[i] > minus_infinity)) continue;
     float weight = exp_nonpositive(fmul(fadd(score[i], -best_logit), inverse_temperature));
     const int id = d2t ? d2t[i] : i;
-    if (draws) table[i] = weight;
     if (sampled) {
       weight = fdiv(weight, exponential(noise_word(noise, static_cast<u32>(id))));
     }
@@ -269,8 +255,7 @@ extern "C" __global__ void __launch_bounds__(BLOCK, 1)
     if (i < 0 || slot.n + kept + 1 >= slot.room) continue;
     const int on = parent[i] == 0 ? 0 : row_of[fed[parent[i] - 1]];
     row_of[i] = ++kept;
-    const int kind = is_drawing(seen, slot) ? DRAFT_SIBLING + parent[i] : DRAFT_POINT;
-    keep_draft(slot, kept, on, token[i], kind, *replay_number, exchange, layout, index);
+    keep_draft(slot, kept, on, token[i], DRAFT_POINT, *replay_number, exchange, layout, index);
   }
   if (kept == 0) {
     int* head = record_of(exchange, layout, index, layout.drafted);

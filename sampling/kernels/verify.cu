@@ -3,7 +3,7 @@
 // The last block of a batch row walks, its thread 0: where a child holds the token of its row the
 // walk goes there, else that token is the last. With a token drawn for each row that is exact on
 // any tree, and on one that was made without chance no other rule accepts more. Where the drafts of
-// a chain (below) or a tree (traverse.cu) are tested, their tests say what the tokens are. The walk
+// a chain are tested (below), their tests say what the tokens are. The walk
 // may also end AFTER an accepted token (row not ready, stop id, limit), then without a bonus.
 #include "row.cuh"
 #include "slot.cuh"

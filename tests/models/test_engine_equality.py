@@ -441,38 +441,6 @@ def test_probed_drafts(mode: str) -> None:
     assert grammar["fills"] <= 4 * (grammar["commits"] + len(requests))
 
 
-@pytest.mark.parametrize("mask_drafts", [True, False], ids=["probed", "blind"])
-@pytest.mark.parametrize("drafter", [DRAFTER, BLOCK], ids=["eagle3", "dflash"])
-def test_trees_that_are_drawn(drafter, mask_drafts) -> None:
-    """Traversal requests get with others in their batch what they get alone, for every position is
-    drawn once; greedy and coupled ones beside them what they get without drafts."""
-    asked, expected = prompts(6)
-    drawn = [
-        replace(request, verify="traversal", temperature=1.0, id=f"drawn {i}", max_tokens=16)
-        for i, request in enumerate(asked[::4])
-    ]
-    tree = [(0,), (1,), (0, 0), (0, 1), (1, 0), (0, 0, 0)]
-    options = {
-        "drafter": drafter,
-        "mask_drafts": mask_drafts,
-        "draft_tree": tree,
-        "verify": "traversal",
-        "draft_length": 6,
-        "grammar_budget_us": None,
-    }
-    alone = []
-    for batch, more in ((1, []), (5, asked[::3])):
-        with settled(demo_engine(max_batch_size=batch, overlap=batch > 1, **options)) as engine:
-            outputs = engine.generate([*drawn, *more])
-            assert not engine._parts.sampler.faults.to_host().any()
-            grammar = engine.counters()["grammar"]
-        alone.append([(answer(o), o.accepted, o.rounds) for o in outputs[: len(drawn)]])
-        assert [answer(o) for o in outputs[len(drawn) :]] == expected[::3][: len(more)]
-        assert sum(accepted for _, accepted, _ in alone[-1]) > 0
-        assert (grammar["refused_drafts"] == 0) == mask_drafts
-    assert alone[0] == alone[1]
-
-
 def test_what_a_selector_leaves_out_is_drafted_if_nothing_else_is_legal() -> None:
     """One that selects from one id is of no effect, and under a grammar drafts what comes next, so
     that rounds and acceptance are those of a block drafter without."""

@@ -6,9 +6,7 @@ import pytest
 from engine_util import TARGET
 
 from graft.cudagraph import OptionError
-from graft.models import Engine, Limits, Options, Request
-from graft.models.drafters.base import DraftVocab
-from graft.models.engine import assembly
+from graft.models import Engine, Limits, Options
 from graft.sampling.tree import TreePlan
 
 WRONG = (
@@ -76,24 +74,6 @@ def test_no_tree_but_of_branch_and_levels_or_of_paths(tree):
     """Paths are ranks, each once, with their parents, and none too wide."""
     with pytest.raises(OptionError, match=r"^draft_tree must be"):
         Options(draft_tree=tree, draft_length=40)
-
-
-def test_traversal_is_of_trees_whose_shape_is_given(device):
-    """Elsewhere, and of drafts that are not drawn, it is refused, with what does as well; so is a
-    request that wants it of an engine without tables, and a tree that wants too many."""
-    with pytest.raises(OptionError, match="without a draft_tree 'rejection'"):
-        Options(verify="traversal")
-    for tree in ((2, 2), [(1,)], [(0,), (1,), (1, 2)]):
-        with pytest.raises(OptionError, match="'traversal' needs a draft_tree whose shape"):
-            Options(verify="traversal", draft_tree=tree, draft_length=9)
-    options = {"verify": "traversal", "draft_tree": [(0,), (1,)], "draft_length": 2}
-    with pytest.raises(OptionError, match="'traversal' is of drafts that are drawn from"):
-        assembly._tables(Options(**options), 3, None)
-    with pytest.raises(OptionError, match=r"max_batch_size 8 keeps tables of \d+ bytes"):
-        assembly._tables(Options(**options), 3, DraftVocab(1 << 28))
-    with Engine(TARGET, max_batch_size=1) as engine:
-        output = engine.generate([Request(tokens=[5], verify="traversal")])[0]
-    assert output.error_type == "RequestError" and "this one's is 'rejection'" in output.error
 
 
 def test_paths_are_put_in_order():

@@ -93,7 +93,6 @@ class TableRound:
         fed: int = 0,
         levels: int = 0,
         places: int | None = None,
-        tables: int = 0,
     ) -> None:
         self.device = device
         self.stream = stream
@@ -129,7 +128,6 @@ class TableRound:
             t2d=None if t2d is None else device.from_host(t2d, "int32"),
             max_batch=slots,
             block=block,
-            tables=tables,
             parts=parts or (1 if block in (None, 1) else 3),  # blocks too, where threads share
         )
         self.replay = 0
@@ -174,8 +172,7 @@ class TableRound:
             inside = (columns >= 0) & (columns < self.vocab)
             table = np.zeros(self.draft_vocab, np.float32)
             table[inside] = s.q[j][columns[inside]]
-            at = j if kind == ref.DENSE else kind - ref.SIBLING
-            self.sampler.q[slot][at : at + 1].copy_from(table[None])
+            self.sampler.q[slot][j : j + 1].copy_from(table[None])
         state["draft_len"][slot] = len(s.drafts)
         state["active"][slot] = s.active
         self.state.copy_from(state)

@@ -108,10 +108,10 @@ COVERING = [
     Case(4, PLAIN, masked=False, sharp=True, short=True),
     Case(4, PLAIN, masked=False, sharp=True, placed=True),
     Case(3, PLAIN, stop_ids=(3, 6), placed=True),
-    Case(6, PLAIN, verify=ref.TRAVERSAL, masked=False, sharp=True, tree=TREE),
-    Case(6, MIXED, verify=ref.TRAVERSAL, pruned=True, late=True, stop_ids=(6,), tree=TREE),
-    Case(6, PLAIN, verify=ref.TRAVERSAL, tree=TREE),
-    Case(6, PLAIN, verify=ref.TRAVERSAL, tree=TREE, peaked=True),
+    Case(6, PLAIN, masked=False, sharp=True, tree=TREE),
+    Case(6, MIXED, verify=ref.COUPLED, pruned=True, late=True, stop_ids=(6,), tree=TREE),
+    Case(6, PLAIN, verify=ref.COUPLED, tree=TREE),
+    Case(6, PLAIN, tree=TREE, peaked=True),
 ]
 
 PROBED = 2  # candidates: few enough that often none of them is legal
@@ -150,7 +150,7 @@ def _asked(case: Case) -> dict[str, int]:
     plan = TreePlan.of(case.tree)
     fed = (plan.levels - 1) * plan.branch
     asked = TREE_CANDIDATES if case.masked else 0
-    return {"branch": plan.branch, "fed": fed, "candidates": asked, "tables": 1 + fed}
+    return {"branch": plan.branch, "fed": fed, "candidates": asked}
 
 
 def generate(r: TableRound, table: Table, case: Case, first_seed: int) -> np.ndarray:

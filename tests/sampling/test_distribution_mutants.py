@@ -7,13 +7,12 @@ from dataclasses import replace
 import pytest
 import reference_round as ref
 from engine_util import ROUND, UNEVEN, swap_text
-from table_model import COVERING, NUCLEUS, PLAIN, TREE, Case, wrong_twice
+from table_model import COVERING, NUCLEUS, PLAIN, Case, wrong_twice
 
 CHAIN = Case(3, PLAIN, masked=False)
 SHARP = Case(4, PLAIN, masked=False, sharp=True)
 ALONE = Case(1, PLAIN, masked=False)
 LATE = Case(2, PLAIN, masked=True, late=True)
-FOREST = Case(6, PLAIN, verify=ref.TRAVERSAL, masked=False, sharp=True, tree=TREE)
 #: A file of the sampling kernels or a whole path, a text that stands in it once, the text instead,
 #: and a case that shows it.
 MUTANTS = {
@@ -95,36 +94,6 @@ MUTANTS = {
         "while (j > 0 && reason == REASON_NONE);",
         "while (j > 0 && reason != REASON_LENGTH);",
         Case(2, NUCLEUS, masked=True, stop_ids=(3, 6)),
-    ),
-    "what a node's children leave of its law as if it still summed up to 1": (
-        "traverse.cu",
-        "if (sum > 0) nodes[u].whole = win;",
-        "",
-        FOREST,
-    ),
-    "siblings tested as if none had been drawn before them": (
-        "traverse.cu",
-        "if (column >= 0) table_of(node)[column] = 0.0f;",
-        "",
-        FOREST,
-    ),
-    "trees tested with random numbers by row alone": (
-        "philox.cuh",
-        "static_cast<unsigned int>(noise.turn)",
-        "0u",
-        FOREST,
-    ),
-    "nodes that draw with one noise": (
-        "tree.cu",
-        "draws ? slot.n + node + 1 : position",
-        "slot.n + 1",
-        FOREST,
-    ),
-    "a table as if all of it were legal": (
-        "traverse.cu",
-        "const u32* mask = masked ?",
-        "const u32* mask = masked && b < 0 ?",
-        replace(FOREST, masked=True, sharp=False),
     ),
     "a first draft that has no place because of its own token": (
         ROUND,

@@ -23,7 +23,6 @@ LEVELS = 4
 DRAFTS = 7
 FED = BRANCH * (LEVELS - 1)
 RANKS = [(0,), (2,), (0, 0), (0, 1), (2, 1), (0, 1, 0), (0, 1, 0, 2)]
-DRAWN = [(0,), (1,), (0, 0), (1, 0), (1, 1), (1, 1, 0), (1, 1, 0, 0)]
 
 
 def noise_of(*key: object) -> np.random.Generator:
@@ -82,9 +81,8 @@ class Forest:
         self.number = int(rng.integers(1 << 30))
         self.free = [i % 4 == 0 for i in range(SLOTS)]  # without a grammar
         self.slots = [random_slot(rng, V, 5) for _ in range(SLOTS)]
-        for i, s in enumerate(self.slots):
-            draws = r.sampler.tables > 0 and i % 3 > 0
-            s.verify = ref.TRAVERSAL if draws else ref.COUPLED
+        for s in self.slots:
+            s.verify = ref.COUPLED
             s.limit = s.limit + 3
         rows = [
             [ref.MaskRow(ref.FREE, s.epoch, s.n, more=f)]
@@ -136,13 +134,8 @@ class Forest:
         s = self.slots[i]
         number = self.number + i
 
-        draws = s.verify == ref.TRAVERSAL and not s.filter.greedy
-        fed = ref.fed_as(self.ranks, BRANCH) if draws else {}
-        tables = {}
-
         def children_of(path: tuple[int, ...], above: Any = None) -> list[tuple[float, int]]:
             asks = self.probed and not self.free[i]
-            tables[path] = fed.get(above)
             return ref.children(
                 s,
                 s.n + len(path) + 1,
@@ -152,7 +145,6 @@ class Forest:
                 partial(is_legal, number, path) if asks else None,
                 TREE_CANDIDATES if self.probed else BRANCH,
                 BRANCH,
-                fed.get(above),
             )
 
         if self.ranks:
@@ -162,14 +154,6 @@ class Forest:
             s.tree, feeds, gap = ref.grow(s, BRANCH, levels, nodes, s.limit, children_of)
         s.kinds = (ref.POINT,) * len(s.drafts)
         s.q = (None,) * len(s.drafts)
-        if draws:
-            parents = [s.tree.path(j) for j in s.tree.parent[1:]]
-            s.kinds = tuple(ref.SIBLING + tables[path] for path in parents)
-            for path in set(parents):
-                x = logits_of(number, path, len(self.ids)) / np.float32(s.filter.temperature)
-                x[self.ids >= limit] = -np.inf
-                table = self.r.sampler.q[i].to_host()[tables[path]]
-                np.testing.assert_allclose(table, np.exp(x - x.max()), rtol=1e-5, atol=1e-30)
         return feeds, gap > 1e-5
 
 
@@ -191,7 +175,6 @@ class Forest:
                 ("whole", False, []),
                 ("pruned", True, []),
                 ("given", True, RANKS),
-                ("drawn", True, DRAWN),
             )
         )
     ],
@@ -199,8 +182,7 @@ class Forest:
 )
 def test_trees_grow_as_the_reference_says(make_round, block, probed, pruned, ranks):
     """What is asked about, fed and kept: greedy and coupled, with ties, ends and stop ids; the
-    likeliest, also where fewer are wanted, or those whose ranks are given; for traversal requests
-    those that are drawn, from tables that are kept."""
+    likeliest, also where fewer are wanted, or those whose ranks are given."""
     rng = np.random.default_rng(5)
     d2t = np.sort(rng.choice(V, 40, replace=False)).astype(np.int32) if pruned else None
     ids = np.arange(V) if d2t is None else d2t
@@ -215,7 +197,6 @@ def test_trees_grow_as_the_reference_says(make_round, block, probed, pruned, ran
         candidates=TREE_CANDIDATES if probed else 0,
         branch=BRANCH,
         fed=FED,
-        tables=1 + FED if ranks == DRAWN else 0,
     )
     paths = TreePlan.of(ranks).paths if ranks else ()
     whole = TreeSampler(r.sampler, BRANCH, LEVELS, paths)

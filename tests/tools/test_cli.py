@@ -13,7 +13,7 @@ from types import SimpleNamespace
 import pytest
 
 from graft.cudagraph.errors import OptionError
-from graft.grammar.statement import GrammarSpec, StructuralTag
+from graft.grammar.grammar_spec import GrammarSpec, StructuralTag
 from graft.models.request import Output, Request
 from graft.tools import cli, generate
 from graft.tools.demo_model import demo_model
@@ -458,7 +458,7 @@ CODE = ["--prompt", "code: QF-5702\nGive only the code.", "--regex", "[A-Z]{2}-[
         "--no-speculation",
         "--no-draft-mask",
         "--draft dflash",
-        "--draft-tree 0,1,0.0 --verify traversal",
+        "--draft-tree 0,1,0.0",
     ],
 )
 def test_how_drafts_are_made_does_not_change_greedy_output(options, capsys):

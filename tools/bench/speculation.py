@@ -444,7 +444,7 @@ def read_arguments(arguments: Sequence[str] | None) -> argparse.Namespace:
         "--verify",
         nargs="+",
         default=["rejection"],
-        choices=[mode for mode in VERIFY_MODES if mode != "traversal"],
+        choices=VERIFY_MODES,
     )
     parser.add_argument("--temperatures", type=float, nargs="+", default=[0.0])
     parser.add_argument("--batches", type=int, nargs="+", default=[1, 8], help="requests at a time")
