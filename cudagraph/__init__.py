@@ -1,11 +1,10 @@
-"""CUDA graphs with host work in them: devices, memory, kernels, lanes, graphs. See README.md.
+"""CUDA graphs with host work: devices, memory, kernels, streams, lanes and graphs.
 
-Importing this package loads no driver; :func:`open_device` does.
+See README.md for an introduction. Importing this package loads no driver; :func:`open_device` does.
 """
 
 from graft.cudagraph.conditional import (
     Condition,
-    GraphBody,
     condition,
     if_,
     if_else,
@@ -21,11 +20,12 @@ from graft.cudagraph.errors import (
     OptionError,
     ShapeError,
 )
-from graft.cudagraph.graph import Graph, GraphExec, GraphLane
+from graft.cudagraph.graph import Graph, GraphBody, GraphExec, GraphLane
 from graft.cudagraph.hostwork import NativeWork, PythonWork, check_captured, hostfunc
 from graft.cudagraph.kernels import Kernel, KernelModule, load_text
 from graft.cudagraph.lanes import Lane, StreamLane
 from graft.cudagraph.mailbox import MailboxWorker
 from graft.cudagraph.memory import DeviceArray, PinnedArray
+from graft.cudagraph.payload import Payload
 from graft.cudagraph.pinned import PinnedField, PinnedSlots, Ring
 from graft.cudagraph.streams import Event, Stream

@@ -1,7 +1,8 @@
-"""Which libcuda.so.1 this process uses: NVIDIA's driver or the soft device.
+"""Selection of ``libcuda.so.1`` for this process: NVIDIA's driver or the soft device.
 
-The first library loaded under a SONAME answers for it in the whole process. So the real driver is
-probed in a child process only, and the soft device is loaded before anything looks for the driver.
+The dynamic loader uses the first library loaded under a SONAME for the whole process. NVIDIA's
+driver is therefore probed in a child process only, and the soft device is loaded before anything
+else can load the driver.
 """
 
 from __future__ import annotations
@@ -22,13 +23,13 @@ from graft.native import _native
 
 KINDS = ("auto", "cuda", "soft")
 SONAME = "libcuda.so.1"
-#: The first cuInit of a machine can take many seconds.
+#: Time limit of the probe. The first cuInit after boot can take many seconds.
 PROBE_LIMIT_S = 30.0
-#: Packages that talk to NVIDIA's driver on their own and cannot run on the soft device.
+#: Packages that call NVIDIA's driver directly and cannot run on the soft device.
 GUARDED = ("cupy", "torch.cuda")
 
-#: Asks NVIDIA's driver; a driver that was once loaded in this process would answer for the soft
-#: device too.
+#: Program of the probe. It runs in a child process, because a driver that is loaded here would
+#: take the place of the soft device.
 PROBE = """
 import ctypes, json
 cuda = ctypes.CDLL("libcuda.so.1")
@@ -50,12 +51,27 @@ def soft_library() -> Path:
     return Path(_native.__file__).absolute().parent / "soft" / SONAME
 
 
-def ask_child(
+def run_python_child(
     *command: str, limit_s: float, environment: Mapping[str, str] | None = None
 ) -> tuple[str, str]:
-    """Run Python in a child process; returns what it printed, or "" and why nothing."""
+    """Run Python in a child process.
+
+    Parameters
+    ----------
+    *command
+        Arguments of the interpreter.
+    limit_s
+        Time limit in seconds.
+    environment
+        Environment of the child. Default: that of this process.
+
+    Returns
+    -------
+    (str, str)
+        Standard output and "", or "" and the reason why the child failed.
+    """
     try:
-        done = subprocess.run(
+        child = subprocess.run(
             [sys.executable, *command],
             capture_output=True,
             text=True,
@@ -65,77 +81,98 @@ def ask_child(
     except subprocess.TimeoutExpired:
         return "", f"no answer within {limit_s:g} s"
     except OSError as error:
-        return "", f"the probe could not run: {error}"
-    if done.returncode:
-        return "", (done.stderr.strip().splitlines() or ["the probe died"])[-1]
-    return done.stdout.strip(), ""
+        return "", f"the probe process could not be started: {error}"
+    if child.returncode:
+        error_lines = child.stderr.strip().splitlines() or ["the probe process crashed"]
+        return "", error_lines[-1]
+    return child.stdout.strip(), ""
 
 
 def probe_cuda() -> tuple[dict[str, Any], str]:
-    """Ask NVIDIA's driver in a child process.
+    """Query NVIDIA's driver in a child process.
 
     Returns
     -------
     (dict, str)
-        Its ``version`` and the names of its ``devices``, where it was found; and "" when a device
-        answers, else why not.
+        The driver's ``status`` (of cuInit), ``version`` and names of its ``devices``, empty if no
+        driver was found; and "" if a device is available, otherwise the reason why none is.
     """
-    said, why = ask_child("-I", "-S", "-c", PROBE, limit_s=PROBE_LIMIT_S)
-    if why:
-        return {}, why
-    found = json.loads(said)
+    output, reason = run_python_child("-I", "-S", "-c", PROBE, limit_s=PROBE_LIMIT_S)
+    if reason:
+        return {}, reason
+    found = json.loads(output)
     if found["status"]:
-        return found, f"cuInit answered {found['status']}"
-    return found, "" if found["devices"] else "the driver has no device"
+        reason = f"cuInit returned {found['status']}"
+    elif not found["devices"]:
+        reason = "the driver has no device"
+    return found, reason
 
 
 def choose(kind: str) -> tuple[str, str]:
-    """Turn "auto", "cuda" or "soft" into "cuda" or "soft", and say why "auto" did not take CUDA.
+    """Resolve a device kind.
 
-    OptionError for anything else.
+    Parameters
+    ----------
+    kind
+        "auto", "cuda" or "soft".
+
+    Returns
+    -------
+    (str, str)
+        "cuda" or "soft", and the reason why "auto" did not select CUDA ("" otherwise).
+
+    Raises
+    ------
+    OptionError
+        The kind is unknown.
     """
     if kind not in KINDS:
         raise OptionError(f"device kind {kind!r} is not one of {', '.join(KINDS)} (GRAFT_DEVICE)")
     if kind != "auto":
         return kind, ""
-    why = probe_cuda()[1]
-    return "soft" if why else "cuda", why
+    _, reason = probe_cuda()
+    return ("soft" if reason else "cuda"), reason
 
 
 def preload_soft() -> Path:
-    """Load the soft device as this process's driver and guard the imports that cannot use it.
+    """Load the soft device as this process's driver and block imports that cannot use it.
+
+    Returns
+    -------
+    Path
+        The library that was loaded.
 
     Raises
     ------
     DeviceError
-        The library is missing, or another libcuda.so.1 is loaded already.
+        The library does not exist, or another libcuda.so.1 is already loaded.
     """
     path = soft_library()
     if not path.is_file():
         raise DeviceError(f"the soft device is not built: {path} does not exist (make native)")
-    _refuse_other(path)
+    _check_no_other_driver(path)
     try:
         ctypes.CDLL(str(path), mode=ctypes.RTLD_GLOBAL)
     except OSError as error:
         raise DeviceError(f"the soft device cannot be loaded: {error}") from error
-    _refuse_other(path)
+    _check_no_other_driver(path)
     if not any(isinstance(finder, _ImportGuard) for finder in sys.meta_path):
         sys.meta_path.insert(0, _ImportGuard())
     return path
 
 
-def _refuse_other(path: Path) -> None:
+def _check_no_other_driver(path: Path) -> None:
     loaded = _native.loaded_library(SONAME)
     if loaded and Path(loaded).resolve() != path.resolve():
         raise DeviceError(
-            f"the soft device was asked for, but {loaded} already answers for {SONAME} in this "
+            f"the soft device was requested, but {loaded} is already loaded as {SONAME} in this "
             "process: open the soft device before importing anything that loads the driver "
-            "(cupy, torch with CUDA, cuda.core), or choose GRAFT_DEVICE=cuda"
+            "(cupy, torch with CUDA, cuda.core), or select GRAFT_DEVICE=cuda"
         )
 
 
 class _ImportGuard(importlib.abc.MetaPathFinder):
-    """Refuses imports that would run into the soft device in odd ways."""
+    """Raise a clear error for imports that would otherwise fail in the soft device."""
 
     def find_spec(
         self, fullname: str, path: Sequence[str] | None, target: ModuleType | None = None

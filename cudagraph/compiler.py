@@ -1,6 +1,6 @@
-"""Kernel text to loaded module: NVRTC through CuPy on CUDA, the C++ compiler on the soft device.
+"""Compilation of kernel source: NVRTC through CuPy on CUDA, the C++ compiler on the soft device.
 
-This is the one place where the two devices differ above the driver.
+Above the driver API, this module is the only code that distinguishes the two devices.
 """
 
 from __future__ import annotations
@@ -23,24 +23,24 @@ from graft.native import _native
 from graft.native.softcuda.compile import KernelCompileError, compile_cpu, included_files
 
 KERNELS = Path(__file__).resolve().parent / "kernels"
-#: Folder that holds graft's packages. Kernels include headers of other packages relative to it:
+#: Folder that contains graft's packages. Kernels include headers of other packages relative to it:
 #: ``#include "sampling/kernels/slot.cuh"``.
 INCLUDE_ROOT = KERNELS.parents[1]
 
 
 def cache_folder() -> Path:
-    """Return where compiled kernels are kept: $GRAFT_CACHE, else ~/.cache/graft.
+    """Return the folder for compiled kernels: $GRAFT_CACHE, otherwise ~/.cache/graft.
 
-    What lies there is loaded and run. So a folder of somebody else's, one that others may write to
-    or one that cannot be written is not used: a private one takes its place until the process ends,
-    and a warning says so.
+    Files in this folder are loaded and executed. A folder that belongs to another user, is
+    writable for others, or cannot be written is therefore replaced by a private temporary folder,
+    with a warning.
     """
-    named = os.environ.get("GRAFT_CACHE")
-    return _usable(Path(named) if named else Path(os.path.expanduser("~/.cache/graft")))
+    configured = os.environ.get("GRAFT_CACHE") or os.path.expanduser("~/.cache/graft")
+    return _usable_folder(Path(configured))
 
 
 @functools.cache
-def _usable(folder: Path) -> Path:
+def _usable_folder(folder: Path) -> Path:
     try:
         folder.mkdir(mode=0o700, parents=True, exist_ok=True)
         state = folder.stat()
@@ -53,7 +53,8 @@ def _usable(folder: Path) -> Path:
             return folder
     except OSError as error:
         warnings.warn(
-            f"compiled kernels are not kept, as {folder} cannot be used: {error}", stacklevel=4
+            f"compiled kernels are not cached, because {folder} cannot be used: {error}",
+            stacklevel=4,
         )
         private = tempfile.mkdtemp(prefix="graft-kernels-")
         atexit.register(shutil.rmtree, private, ignore_errors=True)
@@ -63,13 +64,13 @@ def _usable(folder: Path) -> Path:
 def nvrtc_options(
     path: Path | None = None, defines: Mapping[str, object] | None = None
 ) -> list[str]:
-    """Return the options that a kernel text is compiled with on CUDA.
+    """Return the NVRTC options for a kernel source.
 
     Parameters
     ----------
-    path : Path, optional
-        The text's file; its folder is searched for includes.
-    defines : mapping, optional
+    path
+        Source file; its folder is added to the include path.
+    defines
         Macros.
     """
     folders = include_folders(None if path is None else Path(path).parent)
@@ -78,7 +79,7 @@ def nvrtc_options(
 
 
 def include_folders(folder: Path | None) -> list[Path]:
-    """Return the include folders: graft's root, `cudagraph/kernels` and the folder of the text."""
+    """Return the include path: graft's root, `cudagraph/kernels` and the folder of the source."""
     folders = [INCLUDE_ROOT, KERNELS]
     if folder is not None and folder.resolve() not in folders:
         folders.append(folder.resolve())
@@ -88,7 +89,31 @@ def include_folders(folder: Path | None) -> list[Path]:
 def compile_text(
     context: Context, text: str, name: str, defines: Mapping[str, str], folder: Path | None
 ) -> tuple[Any, object]:
-    """Compile and load; returns the CUmodule and what keeps it loaded."""
+    """Compile kernel source and load the module.
+
+    Parameters
+    ----------
+    context
+        Device to compile for.
+    text
+        CUDA C++ source.
+    name
+        Source name in compiler messages.
+    defines
+        Macros.
+    folder
+        Additional include folder.
+
+    Returns
+    -------
+    (CUmodule, object)
+        The module and the owner that keeps it loaded.
+
+    Raises
+    ------
+    KernelError
+        The source does not compile, or CuPy is missing on CUDA.
+    """
     if context.kind == "soft":
         return _compile_soft(text, name, defines, folder)
     return _compile_cuda(context, text, name, defines, folder)
@@ -122,17 +147,17 @@ def _compile_cuda(
         raise KernelError(
             f"{name}: compiling for CUDA needs CuPy (pip install graft-cuda[cuda13])"
         ) from error
-    # CuPy's cache key does not cover included files, so their digest becomes part of the text.
+    # CuPy's cache key does not cover included files: put their digest into the source.
     digest = hashlib.sha256()
     for path, header in sorted(included_files(text, include_folders(folder)).items()):
         digest.update(f"{path}\0{header}\0".encode())
-    stamped = f'// includes: {digest.hexdigest()}\n#line 1 "{name}"\n{text}'
+    source = f'// includes: {digest.hexdigest()}\n#line 1 "{name}"\n{text}'
     path = None if folder is None else folder / name
     options = tuple(nvrtc_options(path, defines))
     try:
         with cupy.cuda.Device(context.ordinal):
-            # Keep the Module itself: RawModule only finds it in a cache that can be emptied.
-            module = cupy.RawModule(code=stamped, options=options, backend="nvrtc").module
+            # Keep the Module itself: RawModule holds it only in a cache that may be cleared.
+            module = cupy.RawModule(code=source, options=options, backend="nvrtc").module
     except cupy.cuda.compiler.CompileException as error:
-        raise KernelError(f"kernel text {name!r} does not compile:\n{error}") from error
+        raise KernelError(f"kernel source {name!r} does not compile:\n{error}") from error
     return cu.CUmodule(module.ptr), module

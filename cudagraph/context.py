@@ -1,4 +1,4 @@
-"""The process's one primary context: what memory, streams, events, kernels and graphs stand on."""
+"""The primary context of the process, in which all memory, streams, kernels and graphs live."""
 
 from __future__ import annotations
 
@@ -14,14 +14,16 @@ from graft.cudagraph.driver import (
     check,
     check_code,
     cu,
-    enter,
     is_current,
+    prepare_driver_call,
     set_context,
-    set_fault_text,
+    set_error_detail_source,
 )
 from graft.cudagraph.errors import DeadlineError, DeviceError
 from graft.cudagraph.stacks import describe_running
 from graft.native import _native
+
+RELEASE_POLL_S = 0.002
 
 
 class Context:
@@ -30,11 +32,13 @@ class Context:
     Parameters
     ----------
     kind : {"cuda", "soft"}
+        Driver to use.
     ordinal : int
+        Index of the device.
 
     Attributes
     ----------
-    streams : WeakSet
+    streams : WeakSet of Stream
         Streams that :meth:`synchronize` waits for.
     """
 
@@ -43,10 +47,10 @@ class Context:
         self.ordinal = ordinal
         if kind == "soft":
             chooser.preload_soft()
-            set_fault_text(softstats.explain)
+            set_error_detail_source(softstats.error_detail)
         try:
             results = cu.cuInit(0)
-        except Exception as error:  # the bindings raise what they like when there is no library
+        except Exception as error:  # the bindings raise various types if there is no library
             raise DeviceError(f"NVIDIA's driver cannot be loaded: {error}") from error
         check("cuInit", results)
         count = check("cuDeviceGetCount", cu.cuDeviceGetCount())
@@ -57,36 +61,44 @@ class Context:
         _native.bind_driver(_native.loaded_library(chooser.SONAME), 0)
         self._retain()
         self.streams: weakref.WeakSet[Any] = weakref.WeakSet()
-        self._transfers: _native.Resource | None = None
-        self._abandoned: list[tuple[object, ...]] = []
+        self._transfer_stream: _native.Resource | None = None
+        self._interrupted_transfers: list[tuple[object, ...]] = []
 
     def _retain(self) -> None:
-        """Retain the primary context: the one CuPy and torch use, which is never reset."""
+        """Retain the primary context, which CuPy and torch use as well."""
         with self._lock:
             context = check("cuDevicePrimaryCtxRetain", cu.cuDevicePrimaryCtxRetain(self._handle))
             _native.set_primary_context(int(context))
             set_context(context)
 
     def attribute(self, name: str) -> int:
-        """Return a device attribute by the driver's name."""
-        which = getattr(cu.CUdevice_attribute, f"CU_DEVICE_ATTRIBUTE_{name}")
-        return int(call(cu.cuDeviceGetAttribute, which, self._handle))
+        """Return a device attribute by its name in the driver, without CU_DEVICE_ATTRIBUTE_."""
+        attribute = getattr(cu.CUdevice_attribute, f"CU_DEVICE_ATTRIBUTE_{name}")
+        return int(call(cu.cuDeviceGetAttribute, attribute, self._handle))
 
-    def rest(self, timeout_s: float = 5.0) -> bool:
-        """Give everything back that nobody uses any more, the context last.
+    def release_unused(self, timeout_s: float = 5.0) -> bool:
+        """Free all unused resources, then release the primary context.
 
-        The device stays open: the next call that needs the context retains it again. Waits up to
-        ``timeout_s`` seconds for what was dropped and is still being freed. Returns False where
-        somebody still holds arrays, streams or graphs; they go on working.
+        The device stays open: the next call that needs the context retains it again.
+
+        Parameters
+        ----------
+        timeout_s
+            Maximum seconds to wait for dropped objects that are still being freed.
+
+        Returns
+        -------
+        bool
+            False if arrays, streams or graphs are still in use. They continue to work.
         """
         with self._lock:
-            self._transfers = None
+            self._transfer_stream = None
         deadline = time.monotonic() + timeout_s
         while _native.live_resources() or _native.live_records():
             if time.monotonic() > deadline:
                 return False
             _native.flush(timeout_s)
-            time.sleep(0.002)
+            time.sleep(RELEASE_POLL_S)
         with self._lock:
             if _native.live_resources() == 0 and is_current():
                 set_context(None, self._retain)
@@ -95,29 +107,38 @@ class Context:
         return True
 
     def transfer(self, enqueue: Callable[[int], object], buffers: tuple[object, ...] = ()) -> None:
-        """Let ``enqueue(stream)`` start a copy or fill and wait until it is done.
+        """Enqueue a copy or fill and wait until it has finished.
 
-        A stream of its own is used: the legacy NULL stream is not ordered with non-blocking ones,
-        and a pageable copy on it may return before it has arrived. ``buffers`` is the memory that
-        the copy uses.
+        It runs on a dedicated stream. The legacy NULL stream is not ordered with non-blocking
+        streams, and a pageable copy on it may return before the data has arrived.
+
+        Parameters
+        ----------
+        enqueue
+            Called with the stream; starts the copy or fill.
+        buffers
+            Memory that the operation uses. It is kept alive if the wait is interrupted.
         """
         with self._lock:
-            if self._transfers is None:
-                made = int(call(cu.cuStreamCreate, cu.CUstream_flags.CU_STREAM_NON_BLOCKING))
-                self._transfers = _native.Resource(_native.ResourceKind.STREAM, made)
-            stream = self._transfers
+            if self._transfer_stream is None:
+                handle = int(call(cu.cuStreamCreate, cu.CUstream_flags.CU_STREAM_NON_BLOCKING))
+                self._transfer_stream = _native.Resource(_native.ResourceKind.STREAM, handle)
+            stream = self._transfer_stream
         enqueue(stream.handle)
         try:
             wait_streams([stream.handle], None, "transfers")
         except BaseException:
-            # Ctrl-C left the wait, not the copy: its memory must not be used for anything else.
-            self._abandoned.append(buffers)
+            # Ctrl-C ends the wait, not the copy: its memory must not be reused.
+            self._interrupted_transfers.append(buffers)
             raise
 
     def synchronize(self, timeout_s: float | None = None) -> None:
-        """Wait until the device is idle, other libraries' streams in this context included.
+        """Wait until the device is idle, including streams of other libraries in this context.
 
-        DeadlineError after ``timeout_s`` seconds says that graft's own streams are still busy.
+        Raises
+        ------
+        DeadlineError
+            Streams of graft are still busy after ``timeout_s`` seconds.
         """
         with self._lock:
             streams = list(self.streams)
@@ -126,10 +147,20 @@ class Context:
         call(cu.cuCtxSynchronize)
 
 
-def wait_streams(handles: list[int], timeout_s: float | None, what: str) -> None:
-    """Poll until each stream was seen idle once."""
-    enter("cuStreamQuery")
+def wait_streams(handles: list[int], timeout_s: float | None, subject: str) -> None:
+    """Poll until every stream has been idle once.
+
+    Parameters
+    ----------
+    handles
+        CUstreams.
+    timeout_s
+        Time limit in seconds; None: no limit.
+    subject
+        Subject of the error message.
+    """
+    prepare_driver_call("cuStreamQuery")
     finished, code = _native.wait_streams(handles, timeout_s)
     if not finished:
-        raise DeadlineError(f"{what} was busy for {timeout_s:g} s{describe_running()}")
+        raise DeadlineError(f"{subject} was busy for {timeout_s:g} s{describe_running()}")
     check_code("cuStreamQuery", code)

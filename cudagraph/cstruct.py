@@ -1,13 +1,14 @@
-"""Structs and numbers of a C header, read from its text: what kernels and host share is said once.
+"""Structs and constants of a C header, parsed from its text.
 
-Understood are ``#define NAME 3`` and structs of 32- and 64-bit scalars and arrays of them, which is
-all that a header shared with kernels may hold.
+Records that kernels and host share are thus declared once, in the header. The parser supports
+``#define NAME 3`` and structs of 32- and 64-bit scalars and arrays of them.
 """
 
 from __future__ import annotations
 
 import functools
 import re
+from collections.abc import Mapping
 from pathlib import Path
 
 import numpy as np
@@ -24,35 +25,47 @@ _TYPES = {
 _NUMBER = re.compile(r"^#define\s+(\w+)\s+(-?\d+)u?\s*(?://.*)?$", re.MULTILINE)
 _STRUCT = re.compile(r"^struct\s+(\w+)\s*\{(.*?)^\};", re.MULTILINE | re.DOTALL)
 _FIELD = re.compile(r"^([\w ]+?)\s+(\w+)(?:\[(\w+)\])?$")
+_COMMENT = re.compile(r"//[^\n]*")
 
 
 @functools.cache
 def read_numbers(path: Path) -> dict[str, int]:
-    """Every ``#define`` of a whole number, by name."""
+    """Return the value of every ``#define`` of an integer by name."""
     return {name: int(value) for name, value in _NUMBER.findall(path.read_text())}
 
 
 @functools.cache
 def read_struct(path: Path, name: str) -> np.dtype:
-    """The NumPy dtype of a struct, aligned as C aligns it.
+    """Return the NumPy dtype of a struct, with the alignment of C.
 
     Raises
     ------
     KernelError
-        If the header has no such struct, or one with a field that is not understood.
+        The header has no such struct, or a field of it is not supported.
     """
     numbers = read_numbers(path)
     body = dict(_STRUCT.findall(path.read_text())).get(name)
     if body is None:
         raise KernelError(f"{path.name} has no struct {name}")
     fields: list[tuple[object, ...]] = []
-    for statement in re.sub(r"//[^\n]*", "", body).split(";"):
+    for statement in _COMMENT.sub("", body).split(";"):
         text = " ".join(statement.split())
         if not text:
             continue
-        found = _FIELD.match(text)
-        if found is None or found[1] not in _TYPES:
-            raise KernelError(f"{path.name}: struct {name}: {text!r} is not understood")
-        count = found[3] and (numbers[found[3]] if found[3] in numbers else int(found[3]))
-        fields.append((found[2], _TYPES[found[1]], *([(count,)] if count else [])))
+        field = _read_field(text, numbers)
+        if field is None:
+            raise KernelError(f"{path.name}: struct {name}: field {text!r} is not supported")
+        fields.append(field)
     return np.dtype(fields, align=True)
+
+
+def _read_field(text: str, numbers: Mapping[str, int]) -> tuple[object, ...] | None:
+    """Return a field as (name, type) or (name, type, shape); None if it is not supported."""
+    match = _FIELD.match(text)
+    if match is None or match[1] not in _TYPES:
+        return None
+    type_name, name, length = match.groups()
+    if not length:
+        return name, _TYPES[type_name]
+    count = numbers[length] if length in numbers else int(length)
+    return (name, _TYPES[type_name], (count,)) if count else (name, _TYPES[type_name])

@@ -1,4 +1,7 @@
-"""The process's one device: how a user gets memory, streams, kernels. Nothing here imports it."""
+"""The device of the process, through which users create memory, streams and kernels.
+
+No other module of this package imports this one.
+"""
 
 from __future__ import annotations
 
@@ -21,90 +24,96 @@ from graft.cudagraph.memory import DeviceArray, PinnedArray, check_shape, from_h
 from graft.cudagraph.streams import Event, Stream
 from graft.native import _native
 
-#: Host work that is still in Python when the interpreter ends is waited for so long.
+#: Seconds to wait at exit for host work that is still running Python code.
 EXIT_LIMIT_S = 5.0
-#: Failures told at exit, of those that nobody asked for.
-MOST_TOLD = 8
+#: Maximum number of unreported failures that are printed at exit.
+MAX_PRINTED_FAILURES = 8
 
 _lock = threading.Lock()
 _device: Device | None = None
 
 
 def open_device(kind: str | None = None, ordinal: int | None = None) -> Device:
-    """Open the device of this process, or return it when it is open.
+    """Open the device of this process, or return it if it is already open.
 
     Parameters
     ----------
     kind : {"auto", "cuda", "soft"}, optional
-        NVIDIA's driver or the soft device; "auto" takes CUDA where a device answers. Default: the
-        environment variable GRAFT_DEVICE, else "auto".
+        NVIDIA's driver or the soft device. "auto" selects CUDA if a device is available. Default:
+        the environment variable GRAFT_DEVICE, otherwise "auto".
     ordinal : int, optional
-        Which CUDA device; default 0.
+        Index of the CUDA device. Default: 0.
 
     Raises
     ------
     OptionError
-        The kind is unknown, or another device is open: a process has one.
+        The kind is unknown, or a different device is already open: a process has only one.
     DeviceError
         The device cannot be opened.
     """
     global _device
-    wanted = kind or os.environ.get("GRAFT_DEVICE") or "auto"
+    requested = kind or os.environ.get("GRAFT_DEVICE") or "auto"
     with _lock:
-        if _device is not None:
-            if wanted not in chooser.KINDS:
-                chooser.choose(wanted)
-            other_kind = kind not in (None, "auto", _device.kind)
-            if other_kind or ordinal not in (None, _device.ordinal):
-                raise OptionError(
-                    f"device {kind or _device.kind}:{ordinal or 0} was asked for, but this process "
-                    f"runs on {_device.kind}:{_device.ordinal}"
-                )
+        if _device is None:
+            selected, reason = chooser.choose(requested)
+            _device = Device(selected, ordinal or 0, reason)
             return _device
-        kind, why = chooser.choose(wanted)
-        _device = Device(kind, ordinal or 0, why)
+        if requested not in chooser.KINDS:
+            chooser.choose(requested)  # raises
+        same_kind = kind in (None, "auto", _device.kind)
+        if not same_kind or ordinal not in (None, _device.ordinal):
+            raise OptionError(
+                f"device {kind or _device.kind}:{ordinal or 0} was requested, but this process "
+                f"runs on {_device.kind}:{_device.ordinal}"
+            )
         return _device
 
 
 class Device(Context):
-    """A GPU under NVIDIA's driver, or the soft device. Made by :func:`open_device`.
+    """A GPU under NVIDIA's driver, or the soft device. Created by :func:`open_device`.
 
     Attributes
     ----------
     kind : {"cuda", "soft"}
     name : str
+        Name of the device.
     ordinal : int
+        Index of the device.
     compute_capability : tuple of int
-    cores : int
-        Multiprocessors, or worker threads of the soft device.
-    why : str
-        Why "auto" took the soft device; else empty.
+        Major and minor version.
+    multiprocessor_count : int
+        Number of multiprocessors; for the soft device, of worker threads.
+    fallback_reason : str
+        Reason why "auto" selected the soft device; "" otherwise.
     """
 
-    def __init__(self, kind: str, ordinal: int, why: str = "") -> None:
+    def __init__(self, kind: str, ordinal: int, fallback_reason: str = "") -> None:
         super().__init__(kind, ordinal)
-        self.why = why
-        atexit.register(_end)
+        self.fallback_reason = fallback_reason
+        atexit.register(_at_exit)
         self.name = call(cu.cuDeviceGetName, 128, self._handle).split(b"\0")[0].decode()
-        major = "COMPUTE_CAPABILITY_MAJOR"
-        minor = "COMPUTE_CAPABILITY_MINOR"
-        self.compute_capability = (self.attribute(major), self.attribute(minor))
-        self.cores = self.attribute("MULTIPROCESSOR_COUNT")
+        major = self.attribute("COMPUTE_CAPABILITY_MAJOR")
+        minor = self.attribute("COMPUTE_CAPABILITY_MINOR")
+        self.compute_capability = (major, minor)
+        self.multiprocessor_count = self.attribute("MULTIPROCESSOR_COUNT")
 
     def describe(self) -> str:
-        """Return one line about the device, and why it is not CUDA where nobody asked for that."""
-        major, minor = self.compute_capability
+        """Return one line about the device and, after a fallback, why it is not CUDA."""
+        count = self.multiprocessor_count
         if self.kind == "soft":
-            said = f"soft device on {self.cores} CPU workers (no GPU; timings say nothing of one)"
-            return f"{said}, as CUDA did not answer: {self.why}" if self.why else said
-        return f"cuda:{self.ordinal} {self.name}, {self.cores} SMs, compute {major}.{minor}"
+            line = f"soft device on {count} CPU workers (no GPU; its timings are not GPU timings)"
+            if self.fallback_reason:
+                line += f", because CUDA is not available: {self.fallback_reason}"
+            return line
+        major, minor = self.compute_capability
+        return f"cuda:{self.ordinal} {self.name}, {count} SMs, compute {major}.{minor}"
 
     def stream(self, name: str = "") -> Stream:
-        """Make a non-blocking stream."""
+        """Create a non-blocking stream."""
         return Stream(self, name)
 
     def event(self, name: str = "event", *, timing: bool = False) -> Event:
-        """Make an event, for what leaves a graph or meets outside of one."""
+        """Create an event, for synchronization between graphs, streams and the host."""
         return Event(name, timing=timing)
 
     def empty(self, shape: int | tuple[int, ...], dtype: str) -> DeviceArray:
@@ -121,10 +130,10 @@ class Device(Context):
 
         Parameters
         ----------
-        array : ndarray
-            Values in the storage dtype, or float32 values to be rounded to a 16-bit float.
-        dtype : str, optional
-            Element type; default the array's own.
+        array
+            Values in the storage dtype, or float32 values to be rounded to an 8- or 16-bit float.
+        dtype
+            Element type. Default: that of the array.
         """
         return from_host(self, array, dtype)
 
@@ -134,11 +143,11 @@ class Device(Context):
         return PinnedArray(self, shape, dtype)
 
     def load(self, path: str | Path, defines: Mapping[str, object] | None = None) -> KernelModule:
-        """Compile and load a kernel text, once per path and defines in this process."""
+        """Compile and load a kernel source file, once per path and macros in this process."""
         return load(self, path, defines)
 
     def stats(self) -> dict[str, int | dict[str, int]]:
-        """Return the soft device's counters; {} on CUDA."""
+        """Return the counters of the soft device; {} on CUDA."""
         if self.kind != "soft":
             return {}
         return softstats.snapshot()
@@ -147,13 +156,18 @@ class Device(Context):
         return f"<Device {self.describe()}>"
 
 
-def _end() -> None:
-    """Let no thread enter Python any more, then tell what failed and nobody asked for."""
+def _at_exit() -> None:
+    """Prevent further threads from entering Python, then print unreported failures."""
     _native.close_gate(EXIT_LIMIT_S)
-    untold = _native.take_untold()
-    for node, replay, exception, message in untold[:MOST_TOLD]:
+    failures = _native.take_unreported_failures()
+    for node, replay, exception, message in failures[:MAX_PRINTED_FAILURES]:
         when = f" in replay {replay}" if replay else ""
-        said = f"{type(exception).__name__}: {exception}" if exception is not None else message
-        print(f"graft: host step {node!r} failed{when}, and nobody asked: {said}", file=sys.stderr)
-    if len(untold) > MOST_TOLD:
-        print(f"graft: {len(untold) - MOST_TOLD} more failures were not told", file=sys.stderr)
+        if exception is not None:
+            message = f"{type(exception).__name__}: {exception}"
+        print(
+            f"graft: host step {node!r} failed{when}; the error was not raised: {message}",
+            file=sys.stderr,
+        )
+    omitted = len(failures) - MAX_PRINTED_FAILURES
+    if omitted > 0:
+        print(f"graft: {omitted} more failures are not shown", file=sys.stderr)

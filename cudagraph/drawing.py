@@ -1,4 +1,4 @@
-"""A graph as DOT text for Graphviz. Edges between lanes stand out: they are where lanes meet."""
+"""Conversion of a graph to DOT for Graphviz. Edges between lanes are highlighted."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 
 from graft.cudagraph.nodes import Node
 
-#: Node kind -> (fill, stroke).
+#: By kind of node: fill and stroke colour.
 COLOURS: Mapping[str, tuple[str, str]] = {
     "kernel": ("#dbeafe", "#2563eb"),
     "copy": ("#dcfce7", "#16a34a"),
@@ -18,21 +18,33 @@ COLOURS: Mapping[str, tuple[str, str]] = {
     "request": ("#ffe4e6", "#e11d48"),
     "wait": ("#fce7f3", "#be185d"),
 }
-OTHER = ("#ffffff", "#374151")
-_CROSS = "#dc2626"
+OTHER_COLOURS = ("#ffffff", "#374151")
+_LANE_CROSSING = "#dc2626"
 
 
 def dot(
     name: str, lanes: Sequence[str], nodes: Sequence[Node], edges: Sequence[tuple[int, int]]
 ) -> str:
-    """Return the graph as DOT text; node ids are ``n<index>``, lanes are clusters."""
+    """Return a graph as DOT.
+
+    Parameters
+    ----------
+    name
+        Name of the graph.
+    lanes
+        Names of the lanes; each one becomes a cluster.
+    nodes
+        Nodes; their ids in DOT are ``n<index>``.
+    edges
+        Indices of the nodes: from, to.
+    """
     lines = [f"digraph {_quoted(name)} {{", '  node [shape=box, style="filled,rounded"];']
     for i, lane in enumerate(lanes):
         lines.append(f"  subgraph cluster_{i} {{")
         lines.append(f"    label={_quoted(lane)};")
         for node in nodes:
             if node.lane == lane:
-                fill, stroke = COLOURS.get(node.kind, OTHER)
+                fill, stroke = COLOURS.get(node.kind, OTHER_COLOURS)
                 lines.append(
                     f"    n{node.index} [label={_quoted(node.name)}, tooltip={_quoted(node.kind)}, "
                     f'fillcolor="{fill}", color="{stroke}"];'
@@ -40,7 +52,7 @@ def dot(
         lines.append("  }")
     for start, end in edges:
         crosses = nodes[start].lane != nodes[end].lane
-        style = f' [color="{_CROSS}", penwidth=2]' if crosses else ""
+        style = f' [color="{_LANE_CROSSING}", penwidth=2]' if crosses else ""
         lines.append(f"  n{start} -> n{end}{style};")
     lines.append("}")
     return "\n".join(lines) + "\n"

@@ -1,7 +1,7 @@
 """Checked driver calls.
 
-Every driver call of graft's Python goes through :func:`call`. It makes sure that the thread has
-the primary context, refuses calls from inside host functions, and turns result codes into
+All driver calls of graft's Python code go through :func:`call`. It sets the primary context of the
+thread, refuses calls from inside host functions, and converts result codes to
 :class:`DeviceError`. ``cuda.bindings`` releases the GIL in every call.
 """
 
@@ -17,20 +17,20 @@ from cuda.bindings import driver as cu
 from graft.cudagraph.errors import DeviceError
 from graft.native import _native
 
-#: What cuStreamQuery and cuEventQuery answer while work is enqueued.
+#: Result of cuStreamQuery and cuEventQuery while work is pending.
 NOT_READY = 600
-#: Codes after which the context is lost and host functions are not called any more.
+#: Results after which the context is lost and the driver calls no host function any more.
 FAULTS = frozenset({700, 702, 704, 710, 714, 715, 716, 717, 718, 719, 720, 721})
 
 _context: Any = None
 _forked = False
 _reopen: Callable[[], None] | None = None
-_fault_text: Callable[[bool], str] | None = None
+_error_detail: Callable[[bool], str] | None = None
 _local = threading.local()
 
 
 def _after_fork() -> None:
-    """In the child of a fork: refuse driver calls; its reaper does not exist, so nothing waits."""
+    """Refuse driver calls in a forked child. Its reaper thread does not exist: wait for nothing."""
     global _forked
     _forked = True
     _native.close_gate(0.0)
@@ -40,9 +40,14 @@ os.register_at_fork(after_in_child=_after_fork)
 
 
 def set_context(context: Any, reopen: Callable[[], None] | None = None) -> None:
-    """Name the primary context that every thread of graft uses.
+    """Set the primary context that all threads of graft use.
 
-    None says that it was released; ``reopen`` then retains it again for the next call.
+    Parameters
+    ----------
+    context
+        The CUcontext; None after it was released.
+    reopen
+        Called before the next driver call after a release, to retain the context again.
     """
     global _context, _reopen
     _context = context
@@ -50,24 +55,38 @@ def set_context(context: Any, reopen: Callable[[], None] | None = None) -> None:
 
 
 def is_current() -> bool:
-    """Whether the primary context is retained now."""
+    """Return whether the primary context is retained."""
     return _context is not None
 
 
-def set_fault_text(source: Callable[[bool], str]) -> None:
-    """Name the function that tells why the soft device faulted (True) or refused last (False)."""
-    global _fault_text
-    _fault_text = source
+def set_error_detail_source(source: Callable[[bool], str]) -> None:
+    """Set the function that returns the soft device's details on an error.
+
+    It is called with True after a fault, and with False after any other failed call.
+    """
+    global _error_detail
+    _error_detail = source
 
 
-def enter(api: str) -> None:
-    """Prepare this thread for a driver call, or raise because it must not make one."""
+def prepare_driver_call(api: str) -> None:
+    """Set the primary context of this thread, or raise if the thread must not call the driver.
+
+    Parameters
+    ----------
+    api
+        Name of the driver function, for error messages.
+
+    Raises
+    ------
+    DeviceError
+        The thread is in a host function, the process was forked, or no device is open.
+    """
     if _native.in_host_work():
         raise DeviceError(f"{api}: a host function must not call the driver", api=api)
     if _forked:
         raise DeviceError(
-            f"{api}: this process was forked from one with an open device, and drivers do not "
-            "survive that; start it with the multiprocessing method 'spawn'",
+            f"{api}: this process was forked from one with an open device, and a driver does not "
+            "survive a fork; start it with the multiprocessing method 'spawn'",
             api=api,
         )
     if _context is None and _reopen is not None:
@@ -80,46 +99,59 @@ def enter(api: str) -> None:
 
 
 def call(function: Callable[..., tuple], *args: Any) -> Any:
-    """Call ``cuda.bindings.driver.<function>`` and return its values without the result code.
+    """Call a function of ``cuda.bindings.driver`` and return its values without the result code.
 
     Raises
     ------
     DeviceError
-        When the driver reports an error, no device is open, or the thread is in a host function.
+        The driver returned an error, no device is open, or the thread is in a host function.
     """
     name = function.__name__
-    enter(name)
+    prepare_driver_call(name)
     return check(name, function(*args))
 
 
 def check(api: str, results: tuple) -> Any:
-    """Return the values behind a result code: None, the one value, or a tuple of several."""
+    """Check the result code of a call and return its values.
+
+    Returns
+    -------
+    object
+        None without values, the value itself if there is one, otherwise a tuple.
+    """
     check_code(api, int(results[0]))
-    if len(results) <= 2:
-        return results[1] if len(results) == 2 else None
-    return results[1:]
+    values = results[1:]
+    if not values:
+        return None
+    return values[0] if len(values) == 1 else values
 
 
 def check_code(api: str, code: int) -> None:
     """Raise DeviceError unless ``code`` is CUDA_SUCCESS."""
     if code == 0:
         return
-    name = _text(cu.cuGetErrorName(cu.CUresult(code))) if code in _CODES else f"code {code}"
-    detail = _text(cu.cuGetErrorString(cu.CUresult(code))) if code in _CODES else ""
+    name = f"code {code}"
+    detail = ""
+    if code in _CODES:
+        name = _text(cu.cuGetErrorName(cu.CUresult(code)))
+        detail = _text(cu.cuGetErrorString(cu.CUresult(code)))
     if code in FAULTS:
         _native.abandon_eager()
         _native.abandon_mailboxes()
-    if _fault_text is not None and (said := _fault_text(code in FAULTS)):
-        detail = f"{detail}: {said}" if detail else said
-    message = f"{api} failed with {name}" + (f" ({detail})" if detail else "")
+    if _error_detail is not None:
+        detail = ": ".join(filter(None, (detail, _error_detail(code in FAULTS))))
+    message = f"{api} failed with {name}"
+    if detail:
+        message += f" ({detail})"
     raise DeviceError(message, api=api, code=code, code_name=name, detail=detail)
 
 
 def is_ready(api: str, code: int) -> bool:
-    """Whether a query's answer is that everything has finished; raises for errors."""
-    if code != NOT_READY:
-        check_code(api, code)
-    return code != NOT_READY
+    """Return whether a query reports that all work has finished; raise for errors."""
+    if code == NOT_READY:
+        return False
+    check_code(api, code)
+    return True
 
 
 _CODES = frozenset(int(code) for code in cu.CUresult)

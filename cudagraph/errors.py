@@ -1,17 +1,25 @@
-"""Errors that graft raises. Each names the thing and the value, before any work starts."""
+"""Exceptions of graft. Every message names the object and the value that caused it."""
 
 from __future__ import annotations
 
 
 class GraftError(Exception):
-    """Base of every error that graft raises on purpose."""
+    """Base class of all errors that graft raises deliberately."""
 
 
 class DeviceError(GraftError):
-    """A driver call failed, or the device cannot be opened or used that way.
+    """A driver call failed, or the device cannot be opened or used this way.
 
-    ``api`` is the driver call, ``code`` its result, ``code_name`` the result's name, such as
-    ``CUDA_ERROR_OUT_OF_MEMORY``, ``detail`` what the driver says; "" and 0 where none was made.
+    Attributes
+    ----------
+    api : str
+        Name of the driver function; "" if no call was made.
+    code : int
+        Result of the call, 0 if no call was made.
+    code_name : str
+        Name of the result, such as ``CUDA_ERROR_OUT_OF_MEMORY``.
+    detail : str
+        Description by the driver.
     """
 
     def __init__(
@@ -29,7 +37,7 @@ class SoftImportError(DeviceError, ImportError):
 
 
 class KernelError(GraftError):
-    """A kernel does not compile, does not exist, or was given wrong arguments."""
+    """A kernel does not compile, does not exist, or received invalid arguments."""
 
 
 class ShapeError(GraftError):
@@ -37,17 +45,22 @@ class ShapeError(GraftError):
 
 
 class OptionError(GraftError):
-    """An option has a value that graft does not accept, or calls do not fit together."""
+    """An option has an invalid value, or calls cannot be combined."""
 
 
 class DeadlineError(GraftError):
-    """A wait passed its deadline."""
+    """A wait exceeded its time limit."""
 
 
 class HostWorkError(GraftError):
-    """The host step ``node`` failed; its exception, if it was Python, is the cause.
+    """A host step failed. If it raised a Python exception, that is the ``__cause__``.
 
-    ``replay`` is the number of the replay, from 1; 0 for work enqueued on a stream.
+    Attributes
+    ----------
+    node : str
+        Name of the host step.
+    replay : int
+        Number of the replay, from 1; 0 for work enqueued on a stream.
     """
 
     def __init__(self, message: str, *, node: str, replay: int) -> None:

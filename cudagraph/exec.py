@@ -1,4 +1,4 @@
-"""Executable graphs: upload, launch, update, wait, and the errors of their host steps."""
+"""Executable graphs: upload, launch, update, synchronization and errors of host steps."""
 
 from __future__ import annotations
 
@@ -8,34 +8,44 @@ from collections.abc import Iterable
 from contextlib import AbstractContextManager
 from typing import Protocol, runtime_checkable
 
-from graft.cudagraph.cells import Cell, address_of
-from graft.cudagraph.driver import NOT_READY, call, check_code, cu, enter
+from graft.cudagraph.driver import NOT_READY, call, check_code, cu, prepare_driver_call
 from graft.cudagraph.errors import DeadlineError, DeviceError, OptionError
 from graft.cudagraph.hostwork import raise_failure
 from graft.cudagraph.kernels import Kernel
 from graft.cudagraph.lanes import Dims, check_launch
 from graft.cudagraph.memory import PinnedArray
-from graft.cudagraph.nodes import Node, kernel_params
+from graft.cudagraph.nodes import KernelLaunch, Node, kernel_params
+from graft.cudagraph.payload import Payload, native_address
 from graft.cudagraph.stacks import describe_running
 from graft.cudagraph.streams import Stream
 from graft.native import _native
 
+#: Code that the native executable returns after it was closed.
 CLOSED = -1
-#: Replaced operand sets that may wait for launches in flight before an update waits for these.
-MOST_REPLACED = 256
+#: Maximum number of replaced operand sets that are kept for launches in flight. Beyond it,
+#: `update_kernel` waits for these launches.
+MAX_REPLACED = 256
 UPDATE_FAILURE = 910
+OVERRUN_POLL_S = 0.001
+
+
+class NodeTable(Protocol):
+    """A graph or a conditional body whose nodes can be changed in an executable."""
+
+    name: str
+
+    def find(self, node: Node | str, action: str, kind: str) -> int: ...
 
 
 @runtime_checkable
-class Definition(Protocol):
-    """What an executable needs of a graph."""
+class Definition(NodeTable, Protocol):
+    """What an executable uses of its graph definition."""
 
-    name: str
     nodes: list[Node]
     status: PinnedArray
     state: _native.GraphState
-    cells: list[Cell]
-    lent: list[PinnedArray]
+    payloads: list[Payload]
+    child_status: list[PinnedArray]
 
     @property
     def handle(self) -> int: ...
@@ -43,27 +53,25 @@ class Definition(Protocol):
     def executable(self) -> GraphExec | None: ...
     def editing(self) -> AbstractContextManager[int]: ...
     def node_index(self, handle: int) -> int | None: ...
-    def find(self, node: Node | str, what: str, kind: str) -> int: ...
-    def adopted_by(self, executable: GraphExec) -> None: ...
+    def set_executable(self, executable: GraphExec) -> None: ...
 
 
 class GraphExec:
-    """What is launched. Made by :meth:`Graph.instantiate`; it may outlive the Graph object.
+    """An executable graph. Created by :meth:`Graph.instantiate`; it may outlive the Graph object.
 
     Launches of one executable run one after another, on whichever streams they are enqueued.
-    After a host step failed, later replays stand down (their host steps do nothing, and the
-    graph's ``status`` says so to kernels) until :meth:`clear`.
+    After a host step has failed, later replays skip their host steps and report the failure to
+    kernels through the graph's ``status``, until :meth:`clear` is called.
 
     Attributes
     ----------
+    name : str
+        Name of the definition that the executable runs now.
     status : PinnedArray
-        The status words of the definition that runs now; see :class:`Graph`.
+        Status words of that definition; see :class:`Graph`.
     """
 
     def __init__(self, graph: Definition, priorities: bool = False) -> None:
-        self.name = graph.name
-        self._state = graph.state
-        self.status = graph.status
         flag = cu.CUgraphInstantiate_flags.CUDA_GRAPH_INSTANTIATE_FLAG_USE_NODE_PRIORITY
         handle = call(cu.cuGraphInstantiate, graph.handle, int(flag) if priorities else 0)
         try:
@@ -74,86 +82,108 @@ class GraphExec:
         self._native = _native.Exec(int(handle), int(event), graph.state)
         self._closed = False
         self._definition = weakref.ref(graph)
-        self._cells = graph.cells
-        self._lent = graph.lent
-        for cell in self._cells:
-            cell.native.restart()  # replays of this executable count from 1
-        # The driver copies a changed node's parameters and takes no ownership of what they refer
-        # to: the present operands by node, and those that were replaced, until it is seen idle.
-        self._operands: tuple[dict[int, object], list[object]] = ({}, [])
-        self._native.keep(self._operands)
+        self._use_definition(graph)
+        for payload in self._payloads:
+            payload.native.restart()  # replays of this executable are numbered from 1
+        # The driver copies a changed node's parameters and does not own what they refer to. The
+        # executable therefore holds the current operands by node, and the replaced operands until
+        # no launch is in flight.
+        self._operands: dict[int, object] = {}
+        self._replaced_operands: list[object] = []
+        self._native.keep((self._operands, self._replaced_operands))
 
-    def runs(self, state: _native.GraphState) -> bool:
-        """Is it open and running the definition that has this state?"""
+    def _use_definition(self, graph: Definition) -> None:
+        """Hold what launches use of the definition that runs from now on."""
+        self.name = graph.name
+        self.status = graph.status
+        self._state = graph.state
+        self._payloads = graph.payloads
+        self._child_status = graph.child_status
+
+    def is_running(self, state: _native.GraphState) -> bool:
+        """Return whether the executable is open and runs the definition with this state."""
         return not self._closed and self._state is state
 
     @property
     def handle(self) -> int:
         """The CUgraphExec as an integer."""
-        self._require_open()
+        self._check_open()
         return self._native.handle
 
     @property
     def launches(self) -> int:
-        """Launches so far; replay i is the i-th, from 1."""
+        """Number of launches so far. Replay i is launch i, counted from 1."""
         return self._native.launches
 
     def upload(self, stream: Stream) -> None:
-        """Prepare the device, so that the first launch costs what later ones do."""
-        self._require_open()
-        enter("cuGraphUpload")
-        self._check(self._native.upload(stream.handle))
+        """Upload the graph to the device, so that the first launch is as fast as later ones."""
+        self._check_open()
+        prepare_driver_call("cuGraphUpload")
+        self._check_outcome(self._native.upload(stream.handle))
 
     def launch(self, stream: Stream) -> None:
-        """Enqueue one replay; raises HostWorkError instead where a host step of an earlier one
-        failed."""
+        """Enqueue one replay.
+
+        Raises
+        ------
+        HostWorkError
+            A host step of an earlier replay has failed; nothing was launched.
+        DeviceError
+            The driver call failed.
+        """
         self.check()
-        self._require_open()
-        enter("cuGraphLaunch")
-        self._check(self._native.launch(stream.handle))
+        self._check_open()
+        prepare_driver_call("cuGraphLaunch")
+        self._check_outcome(self._native.launch(stream.handle))
 
     def update(self, graph: Definition, timeout_s: float | None = None) -> None:
-        """Let this executable run another definition of the same topology.
+        """Update this executable to another definition of the same topology.
 
-        Waits for what was launched before, since records of both definitions are numbered by
-        replay. The old definition's records are released, and ``graph`` counts as instantiated.
+        Waits for earlier launches first, because both definitions number their replays by the same
+        counter. The old definition's records are released, and ``graph`` counts as instantiated.
+
+        Parameters
+        ----------
+        graph
+            New definition.
+        timeout_s
+            Maximum seconds to wait for earlier launches; None: no limit.
 
         Raises
         ------
         OptionError
-            The definition runs in another executable, or cannot be updated to; names the node.
+            The definition has another open executable, or its topology differs; the message names
+            the node.
         DeadlineError
-            After ``timeout_s`` seconds; nothing is updated.
+            The earlier launches did not finish in time; nothing was updated.
         """
-        self._require_open()
+        self._check_open()
         if not isinstance(graph, Definition):
-            raise OptionError(f"executable {self.name!r} is updated to a Graph, not {graph!r}")
+            raise OptionError(
+                f"executable {self.name!r} can only be updated to a Graph, not {graph!r}"
+            )
         if graph.executable not in (None, self):
             raise OptionError(f"graph {graph.name!r} has an open executable of its own")
         self.synchronize(timeout_s)
-        enter("cuGraphExecUpdate")
+        prepare_driver_call("cuGraphExecUpdate")
         with graph.editing() as handle:
             code, result, node = self._native.update(handle, graph.state)
         if code == UPDATE_FAILURE:
             index = graph.node_index(node)
             where = "" if index is None else f" at node {index} {graph.nodes[index].name!r}"
-            why = cu.CUgraphExecUpdateResult(result).name.rpartition("ERROR_")[2]
-            why = why.lower().replace("_", " ")
-            raise OptionError(f"{self.name!r} cannot be updated to {graph.name!r}{where}: {why}")
-        self._check((code, "cuGraphExecUpdate"))
-        self._cells = graph.cells
-        self._lent = graph.lent
-        self._state = graph.state
-        self.status = graph.status
-        self.name = graph.name
-        graph.adopted_by(self)
+            reason = cu.CUgraphExecUpdateResult(result).name.rpartition("ERROR_")[2]
+            reason = reason.lower().replace("_", " ")
+            raise OptionError(f"{self.name!r} cannot be updated to {graph.name!r}{where}: {reason}")
+        self._check_outcome((code, "cuGraphExecUpdate"))
+        self._use_definition(graph)
+        graph.set_executable(self)
 
-    def set(self, cell: Cell, value: object) -> None:
-        """Give a cell of this graph another value, for the launches from now on."""
-        self._require_open()
-        if cell not in self._cells:
-            raise OptionError(f"{cell.name!r} is no cell of graph {self.name!r}")
-        self._native.set_payload(cell.native, value, address_of(value))
+    def set_payload(self, payload: Payload, value: object) -> None:
+        """Set the value of a payload of this graph for all later launches."""
+        self._check_open()
+        if payload not in self._payloads:
+            raise OptionError(f"payload {payload.name!r} does not belong to graph {self.name!r}")
+        self._native.set_payload(payload.native, value, native_address(value))
 
     def update_kernel(
         self,
@@ -164,132 +194,167 @@ class GraphExec:
         args: Iterable[object],
         *,
         shared: int = 0,
-        within: Definition | None = None,
+        within: NodeTable | None = None,
     ) -> None:
-        """Change a kernel node of the definition (or of a body, ``within``) for later launches."""
-        handle = self._find(node, within)
+        """Change a kernel node for later launches.
+
+        Parameters
+        ----------
+        node
+            Node of the definition, or its name.
+        kernel, grid, block, args, shared
+            New parameters, as for :meth:`GraphLane.kernel`.
+        within
+            Conditional body that contains the node. Default: the definition itself.
+        """
+        handle = self._find_kernel_node(node, within)
         dims = check_launch(kernel, grid, block, shared)
         packed = kernel.pack(args)
         kernel.allow_shared(shared)
-        params = kernel_params(kernel.function, *dims, shared, packed)
-        # Held before the change is made, so that a launch from another thread is safe.
-        self._hold(handle, packed.owners)
-        enter("cuGraphExecKernelNodeSetParams")
-        self._check(self._native.set_kernel(handle, params.getPtr()))
-        del packed, params  # not before the call has returned
-        self._let_go()
+        params = kernel_params(KernelLaunch(kernel.function, *dims, shared, packed))
+        # Held before the change is made, so that a concurrent launch is safe.
+        self._hold_operands(handle, packed.owners)
+        prepare_driver_call("cuGraphExecKernelNodeSetParams")
+        self._check_outcome(self._native.set_kernel(handle, params.getPtr()))
+        del packed, params  # must live until the call has returned
+        self._release_replaced_operands()
 
     def set_enabled(
-        self, node: Node | str, enabled: bool, *, within: Definition | None = None
+        self, node: Node | str, enabled: bool, *, within: NodeTable | None = None
     ) -> None:
-        """Let a kernel node do its work in later launches, or nothing.
+        """Enable or disable a kernel node for later launches.
 
-        The driver knows no such switch for host steps: one that should rest reads a flag in its
-        cell.
+        The driver cannot disable host nodes. A host step that should do nothing in some replays
+        reads a flag in its payload.
+
+        Parameters
+        ----------
+        node
+            Node of the definition, or its name.
+        enabled
+            Whether the kernel runs. A disabled node does nothing.
+        within
+            Conditional body that contains the node. Default: the definition itself.
         """
-        handle = self._find(node, within)
-        enter("cuGraphNodeSetEnabled")
-        self._check(self._native.set_enabled(handle, enabled))
+        handle = self._find_kernel_node(node, within)
+        prepare_driver_call("cuGraphNodeSetEnabled")
+        self._check_outcome(self._native.set_enabled(handle, enabled))
 
-    def _find(self, node: Node | str, within: Definition | None) -> int:
-        self._require_open()
-        graph = within or self._definition()
-        if graph is None:
+    def _find_kernel_node(self, node: Node | str, within: NodeTable | None) -> int:
+        self._check_open()
+        table = within or self._definition()
+        if table is None:
             raise OptionError(
-                f"cannot change a node of {self.name!r}: the definition, which names it, is gone"
+                f"cannot change a node of {self.name!r}: its definition no longer exists"
             )
-        return graph.find(node, "change the", "kernel")
+        return table.find(node, "change the", "kernel")
 
-    def _hold(self, node: int, owners: object) -> None:
-        present, replaced = self._operands
-        if node in present:
-            replaced.append(present[node])
-        present[node] = owners
+    def _hold_operands(self, node: int, owners: object) -> None:
+        if node in self._operands:
+            self._replaced_operands.append(self._operands[node])
+        self._operands[node] = owners
 
-    def _let_go(self) -> None:
-        """Drop replaced operands that no launch uses any more: later ones have the new."""
-        _, replaced = self._operands
-        if len(replaced) > MOST_REPLACED:
-            self._wait(None)
+    def _release_replaced_operands(self) -> None:
+        """Release replaced operands if no launch can use them any more."""
+        replaced = self._replaced_operands
+        if len(replaced) > MAX_REPLACED:
+            self._wait_or_raise(None)
             replaced.clear()
         elif replaced and self.query():
             replaced.clear()
 
     def query(self) -> bool:
         """Return whether every launch has finished."""
-        self._require_open()
-        enter("cuEventQuery")
+        self._check_open()
+        prepare_driver_call("cuEventQuery")
         code, api = self._native.query()
-        if code != NOT_READY:
-            self._check((code, api))
-        return bool(code != NOT_READY)
+        if code == NOT_READY:
+            return False
+        self._check_outcome((code, api))
+        return True
 
-    def finished(self, timeout_s: float | None = None) -> bool:
-        """Wait for what was launched before the call; False where it takes longer."""
-        self._require_open()
-        enter("cuEventQuery")
+    def wait(self, timeout_s: float | None = None) -> bool:
+        """Wait for the launches made before this call.
+
+        Unlike :meth:`synchronize` it does not raise errors of host steps.
+
+        Parameters
+        ----------
+        timeout_s
+            Maximum seconds to wait; None: no limit.
+
+        Returns
+        -------
+        bool
+            False if the launches did not finish in time.
+        """
+        self._check_open()
+        prepare_driver_call("cuEventQuery")
         finished, code = self._native.wait(timeout_s)
         if finished:
-            self._check((code, "cuEventQuery"))
+            self._check_outcome((code, "cuEventQuery"))
         return bool(finished)
 
     def synchronize(self, timeout_s: float | None = None) -> None:
-        """Wait for what was launched before the call, and raise what host steps raised.
+        """Wait for the launches made before this call and raise the error of a failed host step.
 
         Raises
         ------
         DeadlineError
-            After ``timeout_s`` seconds; names the host steps that are running. The replay goes
-            on: a running graph cannot be stopped.
+            The launches did not finish within ``timeout_s`` seconds. The message names the host
+            steps that are running. The replay continues: a running graph cannot be stopped.
         HostWorkError
             A host step failed.
         DeviceError
             The device failed.
         """
-        self._wait(timeout_s)
+        self._wait_or_raise(timeout_s)
         self.check()
 
     def check(self) -> None:
-        """Raise HostWorkError when a host step of an earlier replay failed."""
+        """Raise HostWorkError if a host step of an earlier replay has failed."""
         failure = self._state.pending() if self._state.failed else None
         if failure is not None:
             raise_failure(failure, f"of graph {self.name!r}")
 
     def clear(self, timeout_s: float | None = None) -> None:
-        """Wait until every launch has finished, forget the failure and let replays run again.
+        """Wait until every launch has finished, then discard the failure and enable replays again.
 
-        DeadlineError when a launch has not finished, or work whose mailbox was released is still
-        running: it may write into what the next replay reads.
+        Raises
+        ------
+        DeadlineError
+            A launch has not finished within ``timeout_s`` seconds, or mailbox work that missed its
+            deadline is still running: it may write to what the next replay reads.
         """
-        begun = time.monotonic()
-        self._wait(timeout_s)
+        start = time.monotonic()
+        self._wait_or_raise(timeout_s)
         while self._state.overrun:
-            if timeout_s is not None and time.monotonic() - begun > timeout_s:
+            if timeout_s is not None and time.monotonic() - start > timeout_s:
                 raise DeadlineError(
-                    f"work of graph {self.name!r} that was given up is still "
+                    f"work of graph {self.name!r} that missed its deadline is still "
                     f"running{describe_running()}"
                 )
-            time.sleep(0.001)
+            time.sleep(OVERRUN_POLL_S)
         self._state.clear()
 
     def close(self) -> None:
-        """Drop the executable; launches in flight finish."""
+        """Release the executable. Launches in flight finish."""
         if not self._closed:
             self._closed = True
             self._native.close()
             _native.flush(1.0)
 
-    def _wait(self, timeout_s: float | None) -> None:
-        if not self.finished(timeout_s):
+    def _wait_or_raise(self, timeout_s: float | None) -> None:
+        if not self.wait(timeout_s):
             raise DeadlineError(
                 f"graph {self.name!r} was busy for {timeout_s:g} s{describe_running()}"
             )
 
-    def _require_open(self) -> None:
+    def _check_open(self) -> None:
         if self._closed:
             raise OptionError(f"the executable of graph {self.name!r} is closed")
 
-    def _check(self, outcome: tuple[int, str]) -> None:
+    def _check_outcome(self, outcome: tuple[int, str]) -> None:
         code, api = outcome
         if code == CLOSED:
             raise OptionError(f"the executable of graph {self.name!r} is closed")

@@ -1,8 +1,8 @@
 """Host work: Python callables and native functions that run in stream or graph order.
 
-Both kinds are called through graft's own trampolines (``native/hostwork``), which own their
-records, count runs, and let no exception escape into the driver. A host function must not call
-the driver, and must not wait for another host function.
+The driver calls both kinds through graft's trampolines (``native/hostwork``). A trampoline owns its
+record, counts its runs and lets no exception propagate into the driver. A host function must not
+call the driver and must not wait for another host function.
 """
 
 from __future__ import annotations
@@ -15,26 +15,45 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Literal, Protocol
 
-from graft.cudagraph.driver import check_code, enter
+from graft.cudagraph.driver import check_code, prepare_driver_call
 from graft.cudagraph.errors import HostWorkError, OptionError
 from graft.cudagraph.stacks import describe_running
 from graft.native import _native
 
+#: Values of CUstreamCaptureStatus, and CUDA_ERROR_STREAM_CAPTURE_INVALIDATED.
 CAPTURING = 1
 CAPTURE_INVALID = 2
 INVALIDATED = 901
-#: Who spins needs a core beside Python's, the device's and one to spare.
-SPIN_CORES = 4
+#: Usable cores from which spinning is the default: one each for Python, the device, the spinning
+#: thread, and one spare.
+MIN_SPIN_CORES = 4
+MAX_ADDRESS = 1 << 64
 
-#: How the driver's thread waits for a host step: blocked (False), or spinning.
+#: How the driver's thread waits for a host step's turn: blocked (False) or spinning (True; "force"
+#: also with few cores).
 Spin = bool | Literal["force"]
+#: A piece of work for the native side: callable or None, arguments, function address, data address.
+NativeTuple = tuple[object, tuple[object, ...], int, int]
 
 
 class PythonWork:
-    """A Python callable with its arguments; it runs on a driver thread and takes the GIL there.
+    """A Python callable with its arguments. It runs on a driver thread, which acquires the GIL.
 
-    It should close over NumPy views, not over device objects. Whatever it raises stops the later
-    host steps of its replay and is raised by the next launch, check or synchronize.
+    The callable should close over NumPy views, not over device objects. An exception that it raises
+    makes later host steps of its replay be skipped, and is raised by the next launch, check or
+    synchronize.
+
+    Parameters
+    ----------
+    fn
+        Callable.
+    *args
+        Its arguments.
+
+    Raises
+    ------
+    OptionError
+        ``fn`` is not callable, or is a coroutine or generator function.
     """
 
     __slots__ = ("args", "fn", "title")
@@ -43,32 +62,32 @@ class PythonWork:
     def __init__(self, fn: Callable[..., object], *args: object) -> None:
         if not callable(fn):
             raise OptionError(f"host work must be callable, not {type(fn).__name__}")
-        if _only_begins(fn):
+        if _is_coroutine_or_generator(fn):
             raise OptionError(
                 f"host work {fn!r} would never run: calling a coroutine or generator function only "
-                "makes an object that somebody must drive"
+                "creates an object"
             )
         self.fn = fn
         self.args = args
         self.title = getattr(fn, "__qualname__", None) or type(fn).__qualname__
 
     @property
-    def native(self) -> tuple[object, tuple[object, ...], int, int]:
-        """The work as the native side takes it."""
+    def native(self) -> NativeTuple:
+        """The work as the native side expects it."""
         return (self.fn, self.args, 0, 0)
 
 
-def _only_begins(fn: object) -> bool:
-    """Does calling it run none of its body?"""
+def _is_coroutine_or_generator(fn: object) -> bool:
+    """Return whether a call creates a coroutine or generator instead of running the body."""
     while isinstance(fn, functools.partial):
         fn = fn.func
-    kinds = (inspect.iscoroutinefunction, inspect.isgeneratorfunction, inspect.isasyncgenfunction)
-    called = type(fn).__dict__.get("__call__")
-    return any(kind(one) for kind in kinds for one in (fn, called))
+    call_method = type(fn).__dict__.get("__call__")
+    tests = (inspect.iscoroutinefunction, inspect.isgeneratorfunction, inspect.isasyncgenfunction)
+    return any(test(candidate) for test in tests for candidate in (fn, call_method))
 
 
 class StreamLike(Protocol):
-    """A stream: graft's own, or anything that has a CUstream as ``handle``."""
+    """A stream of graft, or any object with a CUstream as ``handle``."""
 
     @property
     def handle(self) -> int:
@@ -77,18 +96,18 @@ class StreamLike(Protocol):
 
 @dataclass(frozen=True)
 class NativeWork:
-    """A C function ``void fn(void* data)`` that never takes the GIL.
+    """A C function ``void fn(void* data)``. It never acquires the GIL.
 
     Parameters
     ----------
-    address : int
+    address
         Address of the function.
-    data : int
-        The pointer it is given, or 0.
-    keep : object
-        Anything that must live as long as the work can run (owner of ``data``).
-    name : str
-        Name for errors and drawings.
+    data
+        Argument of the function.
+    keep
+        Owner of ``data``; it lives as long as the work can run.
+    name
+        Name for error messages and drawings.
     """
 
     address: int
@@ -98,19 +117,19 @@ class NativeWork:
 
     def __post_init__(self) -> None:
         for label, value in (("address", self.address), ("data", self.data)):
-            if not isinstance(value, int) or not 0 <= value < 1 << 64:
+            if not isinstance(value, int) or not 0 <= value < MAX_ADDRESS:
                 raise OptionError(f"NativeWork {label} must be an address, not {value!r}")
         if self.address == 0:
             raise OptionError("NativeWork address is NULL")
 
     @property
     def title(self) -> str:
-        """The name, or the address."""
+        """The name, or the address if there is none."""
         return self.name or f"native {self.address:#x}"
 
     @property
-    def native(self) -> tuple[object, tuple[object, ...], int, int]:
-        """The work as the native side takes it."""
+    def native(self) -> NativeTuple:
+        """The work as the native side expects it."""
         return (None, (), self.address, self.data)
 
 
@@ -118,61 +137,73 @@ HostWork = PythonWork | NativeWork | Callable[..., object]
 
 
 def as_work(work: HostWork, *args: object) -> PythonWork | NativeWork:
-    """Return ``work`` as one of the two kinds; a callable takes ``args``."""
+    """Convert ``work`` to PythonWork or NativeWork; ``args`` are the arguments of a callable."""
     if isinstance(work, PythonWork | NativeWork):
         if args:
-            raise OptionError(f"{type(work).__name__} carries its own arguments; got {args!r} too")
+            raise OptionError(f"{type(work).__name__} already has its arguments; got {args!r} too")
         return work
     return PythonWork(work, *args)
 
 
 def hostfunc(stream: StreamLike | int, work: HostWork, *args: object, spin: Spin = False) -> None:
-    """Enqueue host work on a stream, to run once after what is enqueued there already.
+    """Enqueue host work on a stream, to run once after the work enqueued before it.
 
-    On a stream that captures a graph, whoever began the capture, the work becomes a host node of
-    that graph: it lives as long as the graph, its executables and their launches, and runs in each
-    replay. After it failed, the graph's host steps stand down until the failure was raised by
-    :func:`check_captured`, by ``Stream.synchronize()`` or by the next ``hostfunc()``.
+    On a stream that is capturing a graph, also one of CuPy or torch, the work becomes a host node
+    of the captured graph. It then lives as long as the graph, its executables and their launches,
+    and runs in every replay. After it has failed, the graph's host steps are skipped until the
+    failure has been raised by :func:`check_captured`, ``Stream.synchronize()`` or the next
+    ``hostfunc()``.
 
     Parameters
     ----------
-    stream : Stream or int
-        The stream, or a CUstream handle of somebody else's.
-    work : callable, PythonWork or NativeWork
-        What runs.
+    stream
+        Stream, or a CUstream handle of another library.
+    work
+        Callable, PythonWork or NativeWork.
     *args
         Arguments of a callable.
     spin : bool or "force"
-        Let the driver's thread spin while it waits for host work: less latency, one core burnt for
-        as long as the driver likes. Needs CUDA 13.2 (else it blocks, said once) and 4 usable cores
-        unless forced.
+        Whether the driver's thread spins while it waits for the work's turn. This lowers latency
+        and occupies a core for as long as the driver decides. Requires CUDA 13.2 (otherwise the
+        thread blocks, with a warning) and 4 usable cores, unless forced.
 
     Raises
     ------
     HostWorkError
-        Earlier host work on this stream, or in a captured graph, failed and nobody was told yet.
+        Earlier host work on this stream, or in a captured graph, failed and was not reported yet.
     OptionError
-        ``spin`` with too few cores, or no stream was given.
+        There are too few cores for ``spin``, or ``stream`` is not a stream.
     DeviceError
-        The driver refused, or the capture was invalidated; the work will not run.
+        The driver call failed, or the capture was invalidated. The work will not run.
     """
     handle = getattr(stream, "handle", stream)
-    if not isinstance(handle, int) or not 0 <= handle < 1 << 64:
+    if not isinstance(handle, int) or not 0 <= handle < MAX_ADDRESS:
         raise OptionError(f"hostfunc() needs a Stream or a CUstream handle, not {stream!r}")
-    enqueue(handle, as_work(work, *args), None, use_spin(spin))
+    enqueue(handle, as_work(work, *args), None, resolve_spin(spin))
 
 
 def enqueue(
     handle: int, item: PythonWork | NativeWork, name: str | None, spin: bool = False
 ) -> None:
-    """Do what :func:`hostfunc` says; ``name`` is for errors."""
-    enter("cuLaunchHostFunc")
+    """Enqueue host work on a CUstream; see :func:`hostfunc`.
+
+    Parameters
+    ----------
+    handle
+        CUstream.
+    item
+        Work to run.
+    name
+        Name for error messages. Default: that of the work.
+    spin
+        Whether the driver's thread spins.
+    """
+    api = "cuLaunchHostFunc"
+    prepare_driver_call(api)
     raise_eager_failure(handle)
     check_captured()
-    title = name or item.title
-    api = "cuLaunchHostFunc"
     capture = capture_of(handle)
-    work = (title, item.native, item.keep, spin)
+    work = (name or item.title, item.native, item.keep, spin)
     if capture is not None:
         code, api = _native.captured_host(handle, *capture, *work)
     else:
@@ -181,7 +212,7 @@ def enqueue(
 
 
 def capture_of(handle: int) -> tuple[int, int] | None:
-    """Return (capture id, CUgraph) of the capture a stream is in, or None."""
+    """Return (capture id, CUgraph) of the capture that a stream takes part in, or None."""
     code, status, capture, graph = _native.capture_info(handle)
     check_code("cuStreamGetCaptureInfo", code)
     if status == CAPTURE_INVALID:
@@ -190,21 +221,28 @@ def capture_of(handle: int) -> tuple[int, int] | None:
 
 
 def keep_captured(handle: int, owners: tuple[object, ...]) -> bool:
-    """Keep objects alive as long as the graph that a stream captures; False when it does not.
+    """Keep objects alive as long as the graph that a stream is capturing.
 
-    Called before the work that uses them is enqueued.
+    Call it before the operation that uses the objects is enqueued.
+
+    Returns
+    -------
+    bool
+        Whether the stream is capturing. If not, nothing is kept.
     """
     capture = capture_of(handle)
-    if capture is not None:
-        code, api, _ = _native.attach_keep(capture[1], owners)
-        check_code(api, code)
-    return capture is not None
+    if capture is None:
+        return False
+    _, graph = capture
+    code, api, _ = _native.attach_keep(graph, owners)
+    check_code(api, code)
+    return True
 
 
 def check_captured() -> None:
-    """Raise the oldest failure of host work in a captured graph that nobody was told of yet.
+    """Raise the oldest unreported failure of host work in a captured graph.
 
-    The graph's host steps, which stood down since the failure, run again afterwards.
+    The graph's host steps, which were skipped since the failure, run again afterwards.
     """
     failure = _native.take_captured_failure()
     if failure is not None:
@@ -212,45 +250,56 @@ def check_captured() -> None:
 
 
 def usable_cores() -> int:
-    """Cores this process may run on."""
+    """Return the number of cores that this process may run on."""
     return len(os.sched_getaffinity(0))
 
 
-def use_spin(spin: Spin) -> bool:
-    """Decide whether a host step spins; see :func:`hostfunc`."""
+def resolve_spin(spin: Spin) -> bool:
+    """Return whether a host step spins, given the option ``spin`` of :func:`hostfunc`."""
     if spin is False:
         return False
     if spin not in (True, "force"):
         raise OptionError(f"spin must be False, True or 'force', not {spin!r}")
     cores = usable_cores()
-    if spin != "force" and cores < SPIN_CORES:
+    if spin != "force" and cores < MIN_SPIN_CORES:
         raise OptionError(
-            f"spin burns one core while the driver's thread waits, and this process has {cores} of "
-            f"the {SPIN_CORES} it should have; spin='force' insists"
+            f"spin=True occupies a core while the driver's thread waits and needs {MIN_SPIN_CORES} "
+            f"usable cores; this process has {cores}. Use spin='force' to spin anyway"
         )
     if _native.spin_supported():
         return True
     warnings.warn(
-        "the driver has no spinning host steps (CUDA 13.2); they block instead", stacklevel=4
+        "the driver does not support spinning host functions (CUDA 13.2); they block instead",
+        stacklevel=4,
     )
     return False
 
 
 def raise_eager_failure(handle: int) -> None:
-    """Raise the oldest failure of eager host work on a stream that nobody was told of yet."""
+    """Raise the oldest unreported failure of host work that was enqueued on a stream."""
     failure = _native.take_eager_failure(handle)
     if failure is not None:
         raise_failure(failure, "of the stream")
 
 
 def raise_failure(failure: tuple[str, int, BaseException | None, str], where: str) -> None:
-    """Raise HostWorkError from (node, replay, exception, message)."""
+    """Raise HostWorkError.
+
+    Parameters
+    ----------
+    failure
+        Name of the host step, replay number or 0, exception or None, message.
+    where
+        What the host step belongs to, for the error message.
+    """
     node, replay, exception, message = failure
-    said = f"{type(exception).__name__}: {exception}" if exception is not None else message
-    number = f" in replay {replay}" if replay else ""
+    if exception is not None:
+        message = f"{type(exception).__name__}: {exception}"
+    when = f" in replay {replay}" if replay else ""
     error = HostWorkError(
-        f"host step {node!r} {where} failed{number}: {said}", node=node, replay=replay
+        f"host step {node!r} {where} failed{when}: {message}", node=node, replay=replay
     )
     if exception is None and any(step[0] == node for step in _native.running_host_work()):
-        error.add_note(describe_running().lstrip())  # it passed its deadline and is still there
+        # The step missed its deadline and is still running.
+        error.add_note(describe_running().lstrip())
     raise error from exception

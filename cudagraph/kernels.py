@@ -1,4 +1,4 @@
-"""Kernels: text to module, and Python arguments to the bytes a launch needs."""
+"""Kernels: loading of compiled source, and conversion of Python arguments to kernel parameters."""
 
 from __future__ import annotations
 
@@ -15,22 +15,32 @@ import numpy as np
 
 from graft.cudagraph.compiler import compile_text
 from graft.cudagraph.context import Context
-from graft.cudagraph.driver import call, check, cu, enter
+from graft.cudagraph.driver import call, check, cu, prepare_driver_call
 from graft.cudagraph.errors import DeviceError, KernelError
 from graft.cudagraph.memory import DeviceArray, PinnedArray
 from graft.cudagraph.pinned import PinnedField
-from graft.cudagraph.signature import FLOAT, INT, OTHER, POINTER, kernel_kinds, waiting_kernels
+from graft.cudagraph.signature import (
+    FLOAT,
+    INT,
+    OTHER,
+    POINTER,
+    parameter_kinds,
+    waiting_kernels,
+)
 
 INVALID_VALUE = 1
 NOT_FOUND = 500
-#: Dynamic shared memory that every kernel may use without asking.
-SHARED_LIMIT = 48 * 1024
-_POINTERS = (DeviceArray, PinnedArray, PinnedField)
+#: Dynamic shared memory, in bytes, that every kernel may use without an attribute.
+DEFAULT_SHARED_LIMIT = 48 * 1024
+#: Integers with more bits are described by their size in error messages.
+MAX_PRINTED_BITS = 128
+_POINTER_TYPES = (DeviceArray, PinnedArray, PinnedField)
 _ADDRESS = struct.Struct("<Q")
+#: By size in bytes: name and layout of a float.
 _FLOATS = {4: ("float32", struct.Struct("<f")), 8: ("float64", struct.Struct("<d"))}
-#: Kinds of NumPy dtypes that each kind of parameter takes.
-_NUMPY = {INT: "biu", FLOAT: "f", POINTER: "u", OTHER: "biufV"}
-#: Bytes -> layouts of an int that is not negative, and of a negative one.
+#: By kind of the parameter: kinds of NumPy dtypes that it accepts.
+_NUMPY_KINDS = {INT: "biu", FLOAT: "f", POINTER: "u", OTHER: "biufV"}
+#: By size in bytes: layouts of a non-negative int and of a negative one.
 _INTS = {
     size: (struct.Struct(f"<{unsigned}"), struct.Struct(f"<{signed}"))
     for size, unsigned, signed in ((1, "B", "b"), (2, "H", "h"), (4, "I", "i"), (8, "Q", "q"))
@@ -38,10 +48,14 @@ _INTS = {
 
 
 class PackedArgs:
-    """Arguments in the layout of one kernel, and what must live while the addresses are used.
+    """Arguments in the memory layout of one kernel.
 
     The driver copies the values during a launch or node call; this object must live until then.
-    ``owners`` must live for as long as the kernel can run.
+
+    Attributes
+    ----------
+    owners : tuple
+        Objects that must live as long as the kernel can run: the module and the arrays.
     """
 
     __slots__ = ("_pointers", "_values", "owners")
@@ -49,137 +63,178 @@ class PackedArgs:
     def __init__(self, data: bytes, offsets: Sequence[int], owners: tuple[object, ...]) -> None:
         self._values = ctypes.create_string_buffer(data, max(len(data), 1))
         base = ctypes.addressof(self._values)
-        self._pointers = (ctypes.c_void_p * max(len(offsets), 1))(*(base + o for o in offsets))
+        pointers = (base + offset for offset in offsets)
+        self._pointers = (ctypes.c_void_p * max(len(offsets), 1))(*pointers)
         self.owners = owners
 
     @property
     def address(self) -> int:
-        """Address of the ``void**`` that the driver wants."""
+        """Address of the ``void**`` that the driver expects."""
         return ctypes.addressof(self._pointers)
 
 
 class Kernel:
-    """One entry of a module, loaded; ``param_sizes`` are the bytes of its parameters.
+    """A loaded ``extern "C" __global__`` function of a module.
 
-    ``waits`` says that its text calls ``wait_for_kernel_before()``.
+    Attributes
+    ----------
+    name : str
+    module : KernelModule
+    function : CUfunction
+    param_sizes : tuple of int
+        Sizes of the parameters in bytes.
+    waits_for_previous : bool
+        Whether the source calls ``wait_for_previous_kernel()``.
     """
 
     def __init__(self, module: KernelModule, name: str, function: Any) -> None:
         self.module = module
         self.name = name
         self.function = function
-        self._layout = _parameters(function)
+        self._layout = _parameter_layout(function)
         self.param_sizes = tuple(size for _, size in self._layout)
-        self.waits = name in module.waiting
+        self.waits_for_previous = name in module.waiting
         kinds = module.kinds.get(name, ())
-        self._kinds = kinds if len(kinds) == len(self._layout) else (OTHER,) * len(self._layout)
+        if len(kinds) != len(self._layout):
+            kinds = (OTHER,) * len(self._layout)
+        self._kinds = kinds
         self._offsets = tuple(offset for offset, _ in self._layout)
-        self._bytes = max((offset + size for offset, size in self._layout), default=0)
-        self._shared = SHARED_LIMIT
+        self._nbytes = max((offset + size for offset, size in self._layout), default=0)
+        self._shared_limit = DEFAULT_SHARED_LIMIT
 
     def pack(self, args: Iterable[object]) -> PackedArgs:
         """Check arguments against the kernel's parameters and pack them.
 
         Parameters
         ----------
-        args : iterable
-            Arrays and pinned fields become device pointers, None the NULL pointer. A Python int or
-            float becomes what the parameter is, int for float too. NumPy scalars keep their dtype,
-            which must be of the parameter's kind. A struct passed by value is given as bytes, a
-            structured NumPy scalar or a ctypes.Structure of exactly its size; the soft device
-            translates no pointers in it.
+        args
+            One value per parameter. Arrays and pinned fields become device pointers, None becomes
+            NULL. A Python int or float is converted to the parameter's type; an int is accepted
+            for a float. A NumPy scalar keeps its dtype, which must be of the parameter's kind. A
+            struct passed by value is given as bytes, a structured NumPy scalar or a
+            ctypes.Structure of exactly its size; the soft device translates no pointers in it.
 
         Raises
         ------
         KernelError
-            Wrong count, size, kind or range, by kernel and parameter number.
+            Wrong number of arguments, or an argument of the wrong size, kind or range.
         """
         values = tuple(args)
         if len(values) != len(self.param_sizes):
             raise KernelError(
                 f"kernel {self.name!r} takes {len(self.param_sizes)} arguments, not {len(values)}"
             )
-        data = bytearray(self._bytes)
+        data = bytearray(self._nbytes)
         owners: list[object] = [self.module]
         for i, (value, (offset, size)) in enumerate(zip(values, self._layout, strict=True)):
-            if isinstance(value, _POINTERS):
+            if isinstance(value, _POINTER_TYPES):
                 if size != 8 or self._kinds[i] not in (POINTER, OTHER):
-                    raise self._bad(i, f"is {self._what(i)}, but a pointer was given")
+                    raise self._error(i, f"is {self._describe(i)}, but a pointer was given")
                 address, owner = value.argument()
                 owners.append(owner)
                 _ADDRESS.pack_into(data, offset, address)
             else:
-                data[offset : offset + size] = self._encode(i, value, size, self._kinds[i])
+                data[offset : offset + size] = self._encode(i, value)
         return PackedArgs(bytes(data), self._offsets, tuple(owners))
 
-    def _encode(self, i: int, value: object, size: int, kind: str) -> bytes:
-        """Encode anything but an array."""
+    def _encode(self, i: int, value: object) -> bytes:
+        """Encode an argument that is not an array."""
+        size = self.param_sizes[i]
+        kind = self._kinds[i]
         if isinstance(value, int):
-            if kind == FLOAT:
-                return self._encode_float(i, value, size)
-            if kind == OTHER or size not in _INTS:
-                raise self._bad(i, f"is {self._what(i)} and takes no int")
-            try:
-                return _INTS[size][value < 0].pack(value)
-            except struct.error:
-                raise self._bad(i, f"is {self._what(i)} and cannot hold {_said(value)}") from None
+            return self._encode_int(i, value)
         if isinstance(value, np.generic):
-            if value.itemsize != size or value.dtype.kind not in _NUMPY[kind]:
-                raise self._bad(i, f"is {self._what(i)}, but {value.dtype} was given")
+            if value.itemsize != size or value.dtype.kind not in _NUMPY_KINDS[kind]:
+                raise self._error(i, f"is {self._describe(i)}, but {value.dtype} was given")
             return value.tobytes()
         if isinstance(value, float):
             if kind != FLOAT:
-                raise self._bad(i, f"is {self._what(i)} and takes no float")
-            return self._encode_float(i, value, size)
+                raise self._error(i, f"is {self._describe(i)}, but a float was given")
+            return self._encode_float(i, value)
         if value is None:
             if size != 8 or kind not in (POINTER, OTHER):
-                raise self._bad(i, f"is {self._what(i)}, but a pointer was given")
+                raise self._error(i, f"is {self._describe(i)}, but a pointer was given")
             return bytes(8)
         if isinstance(value, bytes | ctypes.Structure):
-            given = bytes(value)
-            if kind != OTHER or len(given) != size:
-                raise self._bad(i, f"is {self._what(i)}, but {len(given)} plain bytes were given")
-            return given
-        raise self._bad(i, f"cannot be a {type(value).__name__}")
+            data = bytes(value)
+            if kind != OTHER or len(data) != size:
+                raise self._error(
+                    i, f"is {self._describe(i)}, but {len(data)} plain bytes were given"
+                )
+            return data
+        raise self._error(i, f"cannot be a {type(value).__name__}")
 
-    def _encode_float(self, i: int, value: float, size: int) -> bytes:
-        name, layout = _FLOATS[size]
+    def _encode_int(self, i: int, value: int) -> bytes:
+        size = self.param_sizes[i]
+        kind = self._kinds[i]
+        if kind == FLOAT:
+            return self._encode_float(i, value)
+        if kind == OTHER or size not in _INTS:
+            raise self._error(i, f"is {self._describe(i)}, but an int was given")
+        unsigned, signed = _INTS[size]
+        layout = signed if value < 0 else unsigned
+        try:
+            return layout.pack(value)
+        except struct.error:
+            raise self._error(
+                i, f"is {self._describe(i)} and cannot hold {_describe_number(value)}"
+            ) from None
+
+    def _encode_float(self, i: int, value: float) -> bytes:
+        name, layout = _FLOATS[self.param_sizes[i]]
         try:
             return layout.pack(float(value))
         except OverflowError:
-            raise self._bad(i, f"is {name} and cannot hold {_said(value)}") from None
+            raise self._error(i, f"is {name} and cannot hold {_describe_number(value)}") from None
 
-    def _what(self, i: int) -> str:
+    def _describe(self, i: int) -> str:
         kind = self._kinds[i]
         size = self.param_sizes[i]
         if kind == OTHER:
-            return f"of a type that is not built in ({size} bytes; NumPy scalars keep theirs)"
-        return f"{'an' if kind == INT else 'a'} {kind} of {size} bytes"
+            return (
+                f"of a type that is not built in ({size} bytes; pass bytes, a NumPy scalar or a "
+                "ctypes.Structure)"
+            )
+        article = "an" if kind == INT else "a"
+        return f"{article} {kind} of {size} bytes"
 
-    def _bad(self, i: int, what: str) -> KernelError:
-        return KernelError(f"kernel {self.name!r}: argument {i} {what}")
+    def _error(self, i: int, problem: str) -> KernelError:
+        return KernelError(f"kernel {self.name!r}: argument {i} {problem}")
 
     def allow_shared(self, nbytes: int) -> None:
-        """Ask for more dynamic shared memory than every kernel gets, when that is needed."""
-        if nbytes > self._shared:
-            which = cu.CUfunction_attribute.CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES
-            call(cu.cuFuncSetAttribute, self.function, which, nbytes)
-            self._shared = nbytes
+        """Raise the kernel's limit of dynamic shared memory to ``nbytes`` if necessary."""
+        if nbytes > self._shared_limit:
+            attribute = cu.CUfunction_attribute.CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES
+            call(cu.cuFuncSetAttribute, self.function, attribute, nbytes)
+            self._shared_limit = nbytes
 
     def __repr__(self) -> str:
         return f"<Kernel {self.name!r}, {len(self.param_sizes)} parameters>"
 
 
-def _said(value: float) -> str:
-    if isinstance(value, int) and value.bit_length() > 128:
+def _describe_number(value: float) -> str:
+    if isinstance(value, int) and value.bit_length() > MAX_PRINTED_BITS:
         return f"an int of {value.bit_length()} bits"
     return str(value)
 
 
 class KernelModule:
-    """A loaded kernel text; ``module[name]`` gives an ``extern "C" __global__`` entry.
+    """A loaded kernel source; ``module[name]`` returns an ``extern "C" __global__`` function.
 
-    A module stays loaded for as long as one of its kernels is held, by Python or by a graph.
+    A module stays loaded as long as Python or a graph holds one of its kernels.
+
+    Parameters
+    ----------
+    name
+        Name of the source in error messages.
+    handle
+        CUmodule.
+    keep
+        Owner that keeps the module loaded.
+    kinds
+        Kinds of the parameters by kernel name, see :mod:`graft.cudagraph.signature`.
+    waiting
+        Names of the kernels that call ``wait_for_previous_kernel()``.
     """
 
     def __init__(
@@ -195,14 +250,15 @@ class KernelModule:
         self.waiting = waiting
         self._handle = handle
         self._keep = keep
-        # Weak: a kernel holds its module, and both should go when nobody uses them.
+        # Weak: a kernel holds its module, and both are released when they are no longer used.
         self._kernels: weakref.WeakValueDictionary[str, Kernel] = weakref.WeakValueDictionary()
 
     def __getitem__(self, name: str) -> Kernel:
-        found = self._kernels.get(name)
-        if found is None:
-            found = self._kernels[name] = Kernel(self, name, self._function(name))
-        return found
+        kernel = self._kernels.get(name)
+        if kernel is None:
+            kernel = Kernel(self, name, self._function(name))
+            self._kernels[name] = kernel
+        return kernel
 
     def _function(self, name: str) -> Any:
         try:
@@ -211,11 +267,11 @@ class KernelModule:
             if error.code != NOT_FOUND:
                 raise
             raise KernelError(f'{self.name} has no extern "C" kernel {name!r}') from error
-        # A CUfunction is no proof of loading, and lazy loading may wait for the whole device in
-        # the middle of a replay.
+        # With lazy loading a CUfunction may not be loaded yet, and loading it in the middle of a
+        # replay could wait for the whole device.
         call(cu.cuFuncLoad, function)
-        loaded = call(cu.cuFuncIsLoaded, function)
-        if loaded != cu.CUfunctionLoadingState.CU_FUNCTION_LOADING_STATE_LOADED:
+        state = call(cu.cuFuncIsLoaded, function)
+        if state != cu.CUfunctionLoadingState.CU_FUNCTION_LOADING_STATE_LOADED:
             raise KernelError(f"kernel {name!r} of {self.name} is not loaded after cuFuncLoad")
         return function
 
@@ -223,7 +279,7 @@ class KernelModule:
         return f"<KernelModule {self.name!r}>"
 
 
-# Weak: what nobody's kernels use is unloaded. A process has one device.
+# Weak: modules whose kernels are no longer used are unloaded. A process has one device.
 _modules: weakref.WeakValueDictionary[tuple, KernelModule] = weakref.WeakValueDictionary()
 _modules_lock = threading.Lock()
 
@@ -231,20 +287,30 @@ _modules_lock = threading.Lock()
 def load(
     context: Context, path: str | Path, defines: Mapping[str, object] | None = None
 ) -> KernelModule:
-    """Compile and load a kernel text, once per path and defines in this process."""
+    """Compile and load a kernel source file, once per path and macros in this process.
+
+    Parameters
+    ----------
+    context
+        Device.
+    path
+        Source file.
+    defines
+        Macros.
+    """
     macros = tuple(sorted((key, str(value)) for key, value in (defines or {}).items()))
-    # Not resolved: that takes longer than a launch.
+    # Not Path.resolve(), which takes longer than a launch.
     source = Path(os.path.abspath(path))
     with _modules_lock:
-        found = _modules.get((source, macros))
-    if found is None:
+        module = _modules.get((source, macros))
+    if module is None:
         try:
             text = source.read_text()
         except OSError as error:
-            raise KernelError(f"kernel text {source} cannot be read: {error}") from error
-        found = load_text(context, text, source.name, dict(macros), source.parent)
+            raise KernelError(f"kernel source {source} cannot be read: {error}") from error
+        module = load_text(context, text, source.name, dict(macros), source.parent)
     with _modules_lock:
-        return _modules.setdefault((source, macros), found)
+        return _modules.setdefault((source, macros), module)
 
 
 def load_text(
@@ -254,37 +320,37 @@ def load_text(
     defines: Mapping[str, str] | None = None,
     folder: Path | None = None,
 ) -> KernelModule:
-    """Compile and load kernel text.
+    """Compile and load kernel source.
 
     Parameters
     ----------
-    context : Context
-        The device.
-    text : str
-        CUDA C++ with ``extern "C" __global__`` entries; it includes no CUDA header.
-    name : str
-        Names the text in errors.
-    defines : mapping, optional
+    context
+        Device.
+    text
+        CUDA C++ with ``extern "C" __global__`` functions; it includes no CUDA header.
+    name
+        Name of the source in error messages.
+    defines
         Macros.
-    folder : Path, optional
-        Where ``#include "..."`` looks besides graft's own kernels.
+    folder
+        Folder for ``#include "..."``, in addition to graft's own kernels.
 
     Raises
     ------
     KernelError
-        The text does not compile; the compiler's words follow.
+        The source does not compile; the message contains the compiler's output.
     """
-    enter("cuModuleLoadData")
+    prepare_driver_call("cuModuleLoadData")
     handle, keep = compile_text(context, text, name, defines or {}, folder)
-    return KernelModule(name, handle, keep, kernel_kinds(text), waiting_kernels(text))
+    return KernelModule(name, handle, keep, parameter_kinds(text), waiting_kernels(text))
 
 
-def _parameters(function: Any) -> list[tuple[int, int]]:
-    """Return (offset, size) of each parameter."""
-    out: list[tuple[int, int]] = []
+def _parameter_layout(function: Any) -> list[tuple[int, int]]:
+    """Return (offset, size) in bytes of each parameter of a CUfunction."""
+    layout: list[tuple[int, int]] = []
     while True:
-        results = cu.cuFuncGetParamInfo(function, len(out))
+        results = cu.cuFuncGetParamInfo(function, len(layout))
         if int(results[0]) == INVALID_VALUE:
-            return out
+            return layout
         offset, size = check("cuFuncGetParamInfo", results)
-        out.append((int(offset), int(size)))
+        layout.append((int(offset), int(size)))

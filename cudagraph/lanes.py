@@ -1,7 +1,7 @@
-"""Lanes: one way to write device work, for running it at once and for building graphs.
+"""Lanes: one interface for running device work on a stream and for building graphs.
 
-Model, sampling and grammar code is written once against :class:`Lane`. :class:`StreamLane` runs on
-a stream; :class:`graft.cudagraph.graph.GraphLane` adds nodes to a graph.
+Model, sampling and grammar code is written against :class:`Lane`. :class:`StreamLane` enqueues the
+work on a stream at once. :class:`graft.cudagraph.graph.GraphLane` adds it to a graph as nodes.
 """
 
 from __future__ import annotations
@@ -13,15 +13,24 @@ import numpy as np
 
 from graft.cudagraph.driver import call, cu
 from graft.cudagraph.errors import KernelError, OptionError, ShapeError
-from graft.cudagraph.hostwork import HostWork, Spin, as_work, enqueue, keep_captured, use_spin
+from graft.cudagraph.hostwork import (
+    HostWork,
+    Spin,
+    as_work,
+    enqueue,
+    keep_captured,
+    resolve_spin,
+)
 from graft.cudagraph.kernels import Kernel
 from graft.cudagraph.memory import DeviceArray, PinnedArray, Span, check_byte
 from graft.cudagraph.streams import Event, Stream
 
 Dims = int | tuple[int, int, int]
+Triple = tuple[int, int, int]
 Array = DeviceArray | PinnedArray
 
 MAX_THREADS = 1024
+MAX_DIMENSION = 1 << 31
 
 
 class Mark(Protocol):
@@ -29,7 +38,7 @@ class Mark(Protocol):
 
     @property
     def name(self) -> str:
-        """Name for errors and drawings."""
+        """Name for error messages and drawings."""
 
 
 class Lane(Protocol):
@@ -45,7 +54,7 @@ class Lane(Protocol):
         shared: int = 0,
         name: str | None = None,
     ) -> None:
-        """Run a kernel; `shared` is dynamic shared memory in bytes."""
+        """Run a kernel with `shared` bytes of dynamic shared memory."""
 
     def copy(self, dst: Array, src: Array, *, name: str | None = None) -> None:
         """Copy between device and pinned arrays of the same size in bytes."""
@@ -54,20 +63,20 @@ class Lane(Protocol):
         """Set every byte of an array."""
 
     def host(self, work: HostWork, *, name: str | None = None, spin: Spin = False) -> None:
-        """Run host work: a callable, PythonWork or NativeWork; `spin` as for hostfunc()."""
+        """Run a callable, PythonWork or NativeWork; `spin` as for hostfunc()."""
 
     def record(self, name: str | None = None) -> Mark:
         """Mark this point of the lane."""
 
     def wait(self, mark: Any) -> None:
-        """Let what follows on this lane run after a mark of another lane."""
+        """Make later work on this lane wait for a mark of another lane."""
 
 
 class StreamLane:
-    """A lane that enqueues on a stream at once.
+    """A lane that enqueues its work on a stream at once.
 
-    Arrays may be dropped as soon as they are enqueued: freeing them waits for work in flight. On a
-    stream that captures a graph, the graph keeps them.
+    Arrays may be dropped as soon as the work is enqueued: they are freed after the work in flight.
+    On a stream that is capturing a graph, the graph keeps them alive.
     """
 
     def __init__(self, stream: Stream) -> None:
@@ -88,7 +97,7 @@ class StreamLane:
         packed = kernel.pack(args)
         kernel.allow_shared(shared)
         keep_captured(self.stream.handle, packed.owners)
-        # `packed` holds the values until the driver has copied them.
+        # `packed` must live until the driver has copied the values.
         call(
             cu.cuLaunchKernel,
             kernel.function,
@@ -120,56 +129,73 @@ class StreamLane:
         call(cu.cuMemsetD8Async, address, check_byte(byte), nbytes, self.stream.handle)
 
     def host(self, work: HostWork, *, name: str | None = None, spin: Spin = False) -> None:
-        """Enqueue host work; what it raises is raised by the stream's synchronize()."""
-        enqueue(self.stream.handle, as_work(work), name, use_spin(spin))
+        """Enqueue host work. Its exceptions are raised by the stream's synchronize()."""
+        enqueue(self.stream.handle, as_work(work), name, resolve_spin(spin))
 
     def record_event(self, event: Event) -> None:
-        """Record an event; in a capture as a node that records it in every replay."""
+        """Record an event; in a capture, add a node that records it in every replay."""
         event.record(self.stream)
 
     def wait_event(self, event: Event) -> None:
-        """Let what follows wait for an event; in a capture as a node that does in every replay."""
+        """Make later work wait for an event; in a capture, add a node that waits."""
         event.wait(self.stream)
 
     def record(self, name: str | None = None) -> Event:
-        """Record an event; in a capture a fork that other captured streams join."""
+        """Record a new event. In a capture, other streams join the capture by waiting for it."""
         event = Event(name or f"mark on {self.stream.name}")
         call(cu.cuEventRecord, event.handle, self.stream.handle)
         return event
 
     def wait(self, mark: Any) -> None:
-        """Let the stream wait for an event of another stream lane."""
+        """Make the stream wait for a mark of another stream lane."""
         if not isinstance(mark, Event):
-            raise OptionError(f"a stream lane cannot wait for {mark!r}")
+            raise OptionError(f"a stream lane can only wait for an Event, not {mark!r}")
         call(cu.cuStreamWaitEvent, self.stream.handle, mark.handle, 0)
 
 
-def check_launch(
-    kernel: Kernel, grid: Dims, block: Dims, shared: int
-) -> tuple[tuple[int, int, int], tuple[int, int, int]]:
-    """Return grid and block as triples, or raise KernelError."""
-    dims = []
-    for label, value in (("grid", grid), ("block", block)):
-        triple = value if isinstance(value, tuple) else (value, 1, 1)
-        if len(triple) != 3 or not all(
-            isinstance(n, int | np.integer) and 1 <= n < 1 << 31 for n in triple
-        ):
-            raise KernelError(
-                f"kernel {kernel.name!r}: {label} must be a positive int or three, not {value!r}"
-            )
-        dims.append((int(triple[0]), int(triple[1]), int(triple[2])))
-    threads = dims[1][0] * dims[1][1] * dims[1][2]
+def check_launch(kernel: Kernel, grid: Dims, block: Dims, shared: int) -> tuple[Triple, Triple]:
+    """Return grid and block as triples.
+
+    Raises
+    ------
+    KernelError
+        A dimension is not a positive int, the block has too many threads, or ``shared`` is
+        negative.
+    """
+    grid = _triple(kernel, "grid", grid)
+    block = _triple(kernel, "block", block)
+    threads = block[0] * block[1] * block[2]
     if threads > MAX_THREADS:
         raise KernelError(
-            f"kernel {kernel.name!r}: block {block} has {threads} threads of {MAX_THREADS}"
+            f"kernel {kernel.name!r}: block {block} has {threads} threads; at most {MAX_THREADS} "
+            "are allowed"
         )
     if shared < 0:
-        raise KernelError(f"kernel {kernel.name!r}: shared memory of {shared} bytes")
-    return dims[0], dims[1]
+        raise KernelError(f"kernel {kernel.name!r}: shared memory of {shared} bytes is negative")
+    return grid, block
+
+
+def _triple(kernel: Kernel, label: str, dims: Dims) -> Triple:
+    triple = dims if isinstance(dims, tuple) else (dims, 1, 1)
+    valid = len(triple) == 3
+    for size in triple:
+        valid = valid and isinstance(size, int | np.integer) and 1 <= size < MAX_DIMENSION
+    if not valid:
+        raise KernelError(
+            f"kernel {kernel.name!r}: {label} must be a positive int or a triple of them, not "
+            f"{dims!r}"
+        )
+    return int(triple[0]), int(triple[1]), int(triple[2])
 
 
 def check_copy(dst: Array, src: Array) -> tuple[Span, Span]:
-    """Return both spans, or raise ShapeError unless they have the same size."""
+    """Return the memory of destination and source of a copy.
+
+    Raises
+    ------
+    ShapeError
+        An argument is not an array of graft, the sizes in bytes differ, or both are host memory.
+    """
     for label, array in (("destination", dst), ("source", src)):
         if not isinstance(array, DeviceArray | PinnedArray):
             raise ShapeError(
@@ -177,7 +203,10 @@ def check_copy(dst: Array, src: Array) -> tuple[Span, Span]:
             )
     if dst.nbytes != src.nbytes:
         raise ShapeError(f"copy of {src.nbytes} bytes ({src!r}) to {dst.nbytes} bytes ({dst!r})")
-    spans = dst.span(), src.span()
-    if spans[0].pinned and spans[1].pinned:
-        raise ShapeError(f"{src!r} and {dst!r} are both on the host: copying them is host work")
-    return spans
+    to = dst.span()
+    source = src.span()
+    if to.pinned and source.pinned:
+        raise ShapeError(
+            f"{src!r} and {dst!r} are both in host memory: copy them in a host step instead"
+        )
+    return to, source

@@ -1,8 +1,8 @@
-"""Mailboxes: the device posts a request, a persistent thread of ours answers, the device goes on.
+"""Mailboxes: the device posts a request, a persistent host thread runs the work and answers.
 
-No thread of the driver's takes part, so host work is neither serialised with other host functions
-nor woken through the driver; and a wait that nobody answers is released at a deadline. The rules
-stand in ``native/hostwork/INVARIANTS.md`` (M1 to M10).
+No driver thread is involved. The work is therefore not serialized with other host functions and
+its completion is not signalled through the driver. A wait without an answer is released at its
+deadline. ``native/hostwork/INVARIANTS.md`` states the rules (M1 to M10).
 """
 
 from __future__ import annotations
@@ -19,34 +19,46 @@ import numpy as np
 from graft.cudagraph import nodes
 from graft.cudagraph.context import Context
 from graft.cudagraph.errors import OptionError
-from graft.cudagraph.hostwork import SPIN_CORES, HostWork, as_work
-from graft.cudagraph.kernels import load
+from graft.cudagraph.hostwork import MIN_SPIN_CORES, HostWork, as_work
+from graft.cudagraph.kernels import Kernel, load
 from graft.cudagraph.memory import PinnedArray, zeros
 from graft.native import _native
 
 KERNELS = Path(__file__).parent / "kernels" / "mailbox.cu"
+#: 32-bit words per cache line.
 LINE_WORDS = 16
-REQUEST, ACK, GAVE_UP = range(3)
-ONE = (1, 1, 1)
-LONGEST_LIMIT_S = 86400.0
-#: A parking worker spins so long after a request, then sleeps so long between looks.
+#: Index of the cache line of each word.
+REQUEST, ACK, TIMED_OUT = range(3)
+ONE_THREAD = (1, 1, 1)
+MAX_DEADLINE_S = 86400.0
+#: A parking worker spins for SPIN_S after a request, then polls every SLEEP_S.
 SPIN_S = 50e-6
 SLEEP_S = 50e-6
 
 
 class MailboxWorker:
-    """A thread that answers mailboxes, and how it waits.
+    """A thread that runs the work of mailboxes.
 
     Parameters
     ----------
-    cpus : iterable of int, optional
-        Cores the thread may run on; default any.
+    cpus
+        Cores the thread may run on. Default: those of the process.
     wait : {"auto", "spin", "park"}
-        While a replay is in flight: "spin" burns a core; "park" spins for 50 us and then sleeps
-        50 us between looks. "auto" spins where 4 cores or more are usable. With no replay in flight
-        the thread sleeps either way.
-    name : str
-        The thread's name.
+        How the thread waits while a replay is in flight. "spin" polls continuously and occupies a
+        core. "park" polls continuously for 50 us and then every 50 us. "auto" selects "spin" if at
+        least 4 cores are usable. With no replay in flight the thread sleeps in either mode.
+    name
+        Name of the thread.
+
+    Attributes
+    ----------
+    cpus : tuple of int
+        Cores that were requested; empty for all cores of the process.
+    wait : {"spin", "park"}
+        Mode in use.
+    native
+        Native thread. Its properties ``parked`` and ``stuck`` tell whether it sleeps until the next
+        launch, and whether it is still in work that missed its deadline.
     """
 
     def __init__(
@@ -56,22 +68,23 @@ class MailboxWorker:
         wait: Literal["auto", "spin", "park"] = "auto",
         name: str = "mailbox",
     ) -> None:
-        allowed = os.sched_getaffinity(0)
-        places = sorted(allowed if cpus is None else set(cpus))
-        if not places or not set(places) <= allowed:
-            raise OptionError(f"cpus {places} are not all usable: this process has {allowed}")
+        usable = os.sched_getaffinity(0)
+        selected = sorted(usable if cpus is None else set(cpus))
+        if not selected or not set(selected) <= usable:
+            raise OptionError(f"cpus {selected} are not all usable: this process has {usable}")
         if wait not in ("auto", "spin", "park"):
             raise OptionError(f"wait must be 'auto', 'spin' or 'park', not {wait!r}")
-        self.cpus = tuple(places) if cpus is not None else ()
-        self.wait = wait if wait != "auto" else "spin" if len(places) >= SPIN_CORES else "park"
-        #: Tells also whether the thread is ``parked``, or ``stuck`` in work that was given up.
+        if wait == "auto":
+            wait = "spin" if len(selected) >= MIN_SPIN_CORES else "park"
+        self.cpus = () if cpus is None else tuple(selected)
+        self.wait = wait
         self.native = _native.MailboxThread(
             list(self.cpus), self.wait == "spin", SPIN_S, SLEEP_S, name
         )
 
     @property
     def served(self) -> int:
-        """Requests that were answered or attempted."""
+        """Number of requests whose work was run, in time or not."""
         return int(self.native.served)
 
     def __repr__(self) -> str:
@@ -80,7 +93,17 @@ class MailboxWorker:
 
 @dataclass(frozen=True)
 class Limits:
-    """Deadlines of a mailbox, in seconds."""
+    """Deadlines of a mailbox in seconds.
+
+    Attributes
+    ----------
+    answer_s
+        From the request to the end of the work.
+    replay_s
+        From the launch to the request; None: no limit.
+    device_s
+        Of the waiting kernel, by the device's clock.
+    """
 
     answer_s: float
     replay_s: float | None
@@ -92,16 +115,33 @@ class Limits:
             ("replay_deadline_s", self.replay_s),
             ("device_deadline_s", self.device_s),
         ):
-            if value is not None and not (math.isfinite(value) and 0.0 < value <= LONGEST_LIMIT_S):
-                raise OptionError(f"{label} must be 0 to {LONGEST_LIMIT_S:g} s, not {value!r}")
+            if value is not None and not (math.isfinite(value) and 0.0 < value <= MAX_DEADLINE_S):
+                raise OptionError(f"{label} must be 0 to {MAX_DEADLINE_S:g} s, not {value!r}")
 
 
 class Mailbox:
-    """One mailbox of a graph: its words, its work, its two nodes. Made by lanes.
+    """One mailbox of a graph: its words in pinned memory, its work and its two nodes.
 
-    The wait descends from its request, and the request from everything that is on the lane before:
-    a worker can then never be asked for something that stands behind its own answer. In executables
-    made with ``priorities`` their kernels do not queue behind the blocks of a large one.
+    Created by :meth:`GraphLane.mailbox` and :meth:`GraphLane.spinkernel`. The wait node depends on
+    the request node, and the request node on everything earlier on the lane. A worker is therefore
+    never asked for work that depends on its own answer. In executables instantiated with
+    ``priorities=True`` both kernels have the highest priority, so that they do not queue after the
+    blocks of a large kernel.
+
+    Parameters
+    ----------
+    context
+        Device.
+    work
+        Callable, PythonWork or NativeWork.
+    worker
+        Thread that runs the work.
+    limits
+        Deadlines.
+    output
+        Array for the results, or None; see :meth:`GraphLane.mailbox`.
+    spinkernel
+        Whether a spinning kernel waits, instead of a batch memory operation.
     """
 
     def __init__(
@@ -112,7 +152,7 @@ class Mailbox:
         limits: Limits,
         output: PinnedArray | None,
         *,
-        spinning: bool,
+        spinkernel: bool,
     ) -> None:
         if not isinstance(worker, MailboxWorker):
             raise OptionError(f"worker must be a MailboxWorker, not {type(worker).__name__}")
@@ -122,48 +162,62 @@ class Mailbox:
         self._worker = worker
         self._limits = limits
         self._output = output
-        self._spinning = spinning
-        self._words = PinnedArray(context, (3, LINE_WORDS), "int32")  # a cache line each
+        self._spinkernel = spinkernel
+        self._words = PinnedArray(context, (3, LINE_WORDS), "int32")
         self._counter = zeros(context, (1,), "uint32")
         self._kernels = load(context, KERNELS)
         self._scratch = None if output is None else np.zeros(output.shape, output.array.dtype)
 
     @property
     def owners(self) -> tuple[object, ...]:
-        """What must live as long as the graph can run."""
+        """Objects that must live as long as the graph can run."""
         output = None if self._output is None else self._output.owner
         arrays = (self._words.owner, self._counter.owner)
         return (*arrays, self._kernels, self._scratch, output, self.item.keep)
 
-    def request(self, graph: int, after: list[Any], _: tuple) -> Any:
-        """Add the node that posts a request."""
-        asks = self._kernels["mailbox_request"]
-        packed = asks.pack((self._counter, self._device_address(REQUEST)))
-        return nodes.add_kernel(
-            graph, after, asks.function, ONE, ONE, 0, packed, nodes.highest_priority()
-        )
+    def add_request(self, graph: int, dependencies: list[Any], _: object) -> Any:
+        """Add the node that posts a request and return its CUgraphNode."""
+        args = (self._counter, self._device_address(REQUEST))
+        return self._add_kernel(graph, dependencies, self._kernels["mailbox_request"], args)
 
-    def wait(self, graph: int, after: list[Any], _: tuple) -> Any:
-        """Add the node that waits for its answer."""
-        if not self._spinning:
-            return nodes.add_answer_wait(graph, after, self._device_address(ACK))
-        waits = self._kernels["mailbox_wait"]
-        words = (self._device_address(ACK), self._device_address(GAVE_UP))
-        packed = waits.pack((self._counter, *words, int(self._limits.device_s * 1e9)))
-        return nodes.add_kernel(
-            graph, after, waits.function, ONE, ONE, 0, packed, nodes.highest_priority()
+    def add_wait(self, graph: int, dependencies: list[Any], _: object) -> Any:
+        """Add the node that waits for the answer and return its CUgraphNode."""
+        if not self._spinkernel:
+            return nodes.add_mailbox_wait(graph, dependencies, self._device_address(ACK))
+        args = (
+            self._counter,
+            self._device_address(ACK),
+            self._device_address(TIMED_OUT),
+            int(self._limits.device_s * 1e9),
         )
+        return self._add_kernel(graph, dependencies, self._kernels["mailbox_wait"], args)
 
-    def port(self, state: Any, title: str, keep: object) -> Callable[[int], tuple]:
-        """Return what hands the host's side to a graph: (code, api, user object)."""
+    def _add_kernel(
+        self, graph: int, dependencies: list[Any], kernel: Kernel, args: tuple[object, ...]
+    ) -> Any:
+        launch = nodes.KernelLaunch(kernel.function, ONE_THREAD, ONE_THREAD, 0, kernel.pack(args))
+        return nodes.add_kernel(graph, dependencies, launch, nodes.highest_priority())
+
+    def attach_port(self, state: Any, title: str, keep: object) -> Callable[[int], tuple]:
+        """Return the function that attaches the host side of the mailbox to a graph.
+
+        Parameters
+        ----------
+        state
+            Native state of the graph.
+        title
+            Name of the step in error messages.
+        keep
+            Objects that live as long as the graph can run.
+        """
         work = self.item.native
-        if self._scratch is not None:
-            work = (work[0], (*work[1], self._scratch), *work[2:])
         results = (0, 0, 0)
         if self._scratch is not None and self._output is not None:
+            callable_, args, *native = work
+            work = (callable_, (*args, self._scratch), *native)
             results = (self._scratch.ctypes.data, self._output.host_ptr, self._output.nbytes)
-        gave_up = self._host_address(GAVE_UP) if self._spinning else 0
-        words = (self._host_address(REQUEST), self._host_address(ACK), gave_up)
+        timed_out = self._host_address(TIMED_OUT) if self._spinkernel else 0
+        words = (self._host_address(REQUEST), self._host_address(ACK), timed_out)
         limits = (self._limits.answer_s, self._limits.replay_s or 0.0)
 
         return lambda graph: _native.attach_mailbox(

@@ -1,8 +1,8 @@
-"""Device arrays and pinned host arrays: contiguous, typed, owned.
+"""Device arrays and pinned host arrays: contiguous, typed, reference-counted.
 
-Memory is freed when its last user goes: the array, its views, the graphs whose nodes carry its
-address. Finalisers only hand the memory to a reaper thread, because garbage collection may run in
-a host function, where the driver must not be called.
+Memory is freed when its last user is released: the array, its views, and the graphs whose nodes
+use its address. Finalizers only pass the memory to a reaper thread, because garbage collection may
+run in a host function, where the driver must not be called.
 """
 
 from __future__ import annotations
@@ -24,12 +24,24 @@ from graft.native import _native
 
 CLOSE_LIMIT_S = 10.0
 OUT_OF_MEMORY = 2
-#: Bytes of an array that no driver can be asked for.
-MOST_BYTES = 1 << 63
+#: Arrays must have fewer bytes than this.
+MAX_BYTES = 1 << 63
 
 
 class Span(NamedTuple):
-    """A contiguous run of bytes that a copy or fill may name."""
+    """A contiguous range of memory, as an operand of a copy or fill.
+
+    Attributes
+    ----------
+    pinned
+        Whether it is pinned host memory; otherwise device memory.
+    address
+        Host address of pinned memory, device address of device memory.
+    nbytes
+        Size in bytes.
+    owner
+        Object that keeps the memory alive.
+    """
 
     pinned: bool
     address: int
@@ -37,68 +49,103 @@ class Span(NamedTuple):
     owner: object
 
 
-def check_shape(shape: int | tuple[int, ...], what: str) -> tuple[int, ...]:
-    """Return a shape as a tuple of positive ints, or raise ShapeError."""
+def check_shape(shape: int | tuple[int, ...], subject: str) -> tuple[int, ...]:
+    """Return a shape as a tuple of positive ints.
+
+    Parameters
+    ----------
+    shape
+        Size of the only axis, or sizes of all axes.
+    subject
+        Subject of the error message.
+
+    Raises
+    ------
+    ShapeError
+        A size is not a positive integer.
+    """
     dims = (shape,) if isinstance(shape, int | np.integer) else tuple(shape)
     for axis, size in enumerate(dims):
         if not isinstance(size, int | np.integer) or size < 1:
-            raise ShapeError(f"{what}: dimension {axis} of shape {dims} must be a positive integer")
+            raise ShapeError(
+                f"{subject}: dimension {axis} of shape {dims} must be a positive integer"
+            )
     return tuple(int(size) for size in dims)
 
 
-def _nbytes(shape: tuple[int, ...], dtype: str, what: str) -> int:
+def _checked_nbytes(shape: tuple[int, ...], dtype: str, subject: str) -> int:
     nbytes = math.prod(shape) * itemsize(dtype)
-    if nbytes >= MOST_BYTES:
-        raise ShapeError(f"{what} {shape} of {dtype} has {nbytes} bytes, more than any device")
+    if nbytes >= MAX_BYTES:
+        raise ShapeError(f"{subject} {shape} of {dtype} has {nbytes} bytes, more than any device")
     return nbytes
 
 
 class Allocation:
-    """One allocation of the driver and whether its maker closed it."""
+    """One allocation of the driver, until it is closed.
 
-    __slots__ = ("_resource", "address", "nbytes", "what")
+    Parameters
+    ----------
+    kind
+        DEVICE_MEMORY or PINNED_MEMORY.
+    nbytes
+        Size in bytes.
+    description
+        Subject of error messages.
 
-    def __init__(self, kind: _native.ResourceKind, nbytes: int, what: str) -> None:
-        pinned = kind == _native.ResourceKind.PINNED_MEMORY
-        flags = cu.CU_MEMHOSTALLOC_PORTABLE | cu.CU_MEMHOSTALLOC_DEVICEMAP
+    Attributes
+    ----------
+    address : int
+        Address that the driver returned.
+    """
 
-        allocate = (cu.cuMemHostAlloc, nbytes, flags) if pinned else (cu.cuMemAlloc, nbytes)
+    __slots__ = ("_resource", "address", "description", "nbytes")
+
+    def __init__(self, kind: _native.ResourceKind, nbytes: int, description: str) -> None:
         try:
-            address = int(call(*allocate))
+            address = _allocate(kind, nbytes)
         except DeviceError as error:
-            # Memory that was dropped may still wait for the reaper.
+            # Dropped memory may not have been freed by the reaper yet: wait for it and retry.
             if error.code != OUT_OF_MEMORY or not _native.flush(CLOSE_LIMIT_S):
                 raise
-            address = int(call(*allocate))
+            address = _allocate(kind, nbytes)
         self._resource: _native.Resource | None = _native.Resource(kind, address)
         self.address = address
         self.nbytes = nbytes
-        self.what = what
+        self.description = description
 
     @property
     def resource(self) -> _native.Resource:
-        """The owner to keep for as long as the address is in use."""
+        """Owner to keep as long as the address is in use."""
         if self._resource is None:
-            raise DeviceError(f"{self.what} is closed")
+            raise DeviceError(f"{self.description} is closed")
         return self._resource
 
     def close(self) -> None:
-        """Drop this reference; the memory is free on return unless a graph still carries it."""
+        """Drop this reference. The memory is freed on return unless a graph still uses it."""
         self._resource = None
         _native.flush(CLOSE_LIMIT_S)
+
+
+def _allocate(kind: _native.ResourceKind, nbytes: int) -> int:
+    if kind == _native.ResourceKind.PINNED_MEMORY:
+        flags = cu.CU_MEMHOSTALLOC_PORTABLE | cu.CU_MEMHOSTALLOC_DEVICEMAP
+        return int(call(cu.cuMemHostAlloc, nbytes, flags))
+    return int(call(cu.cuMemAlloc, nbytes))
 
 
 class DeviceArray:
     """A C-contiguous array in device memory.
 
-    Made by :meth:`Device.empty`, :meth:`Device.zeros` and :meth:`Device.from_host`. Indexing and
-    slicing the leading axis and :meth:`reshape` give views that share the memory.
+    Created by :meth:`Device.empty`, :meth:`Device.zeros` and :meth:`Device.from_host`. Indexing and
+    slicing the leading axis and :meth:`reshape` return views that share the memory.
 
     Attributes
     ----------
     shape : tuple of int
     dtype : str
+        Name of the element type, see :mod:`graft.cudagraph.dtypes`.
     context : Context
+        Device that the array was allocated on.
     """
 
     __slots__ = ("__weakref__", "_allocation", "_is_base", "_offset", "context", "dtype", "shape")
@@ -114,7 +161,7 @@ class DeviceArray:
         self.shape = check_shape(shape, "DeviceArray")
         self.dtype = dtype
         self.context = context
-        nbytes = _nbytes(self.shape, dtype, "DeviceArray")
+        nbytes = _checked_nbytes(self.shape, dtype, "DeviceArray")
         self._is_base = allocation is None
         self._allocation = allocation or Allocation(
             _native.ResourceKind.DEVICE_MEMORY, nbytes, f"DeviceArray {self.shape} {dtype}"
@@ -128,11 +175,11 @@ class DeviceArray:
 
     @property
     def owner(self) -> object:
-        """What must be kept alive while the address is in use."""
+        """Object to keep alive while the address is in use."""
         return self._allocation.resource
 
     def argument(self) -> tuple[int, object]:
-        """Return address and owner, for a kernel's pointer parameter."""
+        """Return device address and owner, for a pointer parameter of a kernel."""
         resource = self._allocation.resource
         return resource.handle + self._offset, resource
 
@@ -147,53 +194,59 @@ class DeviceArray:
         return self.size * itemsize(self.dtype)
 
     def span(self) -> Span:
-        """Return the bytes of this array, for copies and fills."""
+        """Return the memory of this array, as an operand of a copy or fill."""
         return Span(False, self.ptr, self.nbytes, self.owner)
 
     def __len__(self) -> int:
         if not self.shape:
-            raise ShapeError("an array without axes has no length")
+            raise ShapeError("a DeviceArray without axes has no length")
         return self.shape[0]
 
     def __iter__(self) -> Iterator[DeviceArray]:
         return (self[i] for i in range(len(self)))
 
     def __getitem__(self, key: int | slice) -> DeviceArray:
-        """View one entry or a step-1 range of the leading axis."""
+        """Return a view of one entry, or of a range with step 1, of the leading axis."""
         length = len(self)
         row = self.nbytes // length
         if isinstance(key, slice):
             start, stop, step = key.indices(length)
             if step != 1 or stop <= start:
-                raise ShapeError(f"slice {key} of an axis of {length} is empty or has a step")
+                raise ShapeError(
+                    f"slice {key} of an axis of {length} is empty or its step is not 1"
+                )
             shape = (stop - start, *self.shape[1:])
         else:
             try:
                 index = operator.index(key)
             except TypeError:
-                raise ShapeError(f"only the leading axis can be indexed, not {key!r}") from None
+                raise ShapeError(
+                    f"index {key!r} is not an int or a slice: only the leading axis can be indexed"
+                ) from None
             if not -length <= index < length:
-                raise ShapeError(f"index {index} is outside of an axis of {length}")
+                raise ShapeError(f"index {index} is out of range for an axis of {length}")
             start = index % length
             shape = self.shape[1:]
         return self._view(shape, self._offset + start * row)
 
     def reshape(self, *shape: int | tuple[int, ...]) -> DeviceArray:
-        """View the same elements in another shape; one dimension may be -1."""
-        wanted = shape[0] if len(shape) == 1 and isinstance(shape[0], tuple) else shape
-        dims = [operator.index(size) for size in wanted]  # type: ignore[arg-type]
+        """Return a view with another shape; one dimension may be -1."""
+        requested = shape[0] if len(shape) == 1 and isinstance(shape[0], tuple) else shape
+        dims = [operator.index(size) for size in requested]  # type: ignore[arg-type]
         if dims.count(-1) == 1:
             known = math.prod(size for size in dims if size != -1)
             dims[dims.index(-1)] = self.size // known if known > 0 else 0
         if math.prod(dims) != self.size or any(size < 1 for size in dims):
-            raise ShapeError(f"{self.size} elements of shape {self.shape} cannot take {wanted}")
+            raise ShapeError(
+                f"{self.size} elements of shape {self.shape} cannot be reshaped to {requested}"
+            )
         return self._view(tuple(dims), self._offset)
 
     def _view(self, shape: tuple[int, ...], offset: int) -> DeviceArray:
         return DeviceArray(self.context, shape, self.dtype, self._allocation, offset)
 
     def to_host(self) -> NDArray:
-        """Wait until the device is idle and return a copy in the storage dtype."""
+        """Wait until the device is idle, then return a copy in the storage type."""
         out = np.empty(self.shape, numpy_dtype(self.dtype))
         self.context.synchronize()
         pointer = self.ptr
@@ -204,12 +257,15 @@ class DeviceArray:
         return out
 
     def copy_from(self, array: NDArray) -> None:
-        """Wait until the device is idle and overwrite this array with a host array.
+        """Wait until the device is idle, then overwrite this array with a host array.
 
-        The host array must have this shape and either the storage dtype, or float32 when this is
-        a 16-bit float (it is then rounded to nearest even).
+        Parameters
+        ----------
+        array
+            Values of this shape, in the storage type. float32 values are rounded to nearest even
+            if this is an 8- or 16-bit float.
         """
-        source = _stored(array, self.dtype)
+        source = _to_storage(array, self.dtype)
         if source.shape != self.shape:
             raise ShapeError(f"host array has shape {source.shape}, device array {self.shape}")
         self.context.synchronize()
@@ -223,7 +279,7 @@ class DeviceArray:
         )
 
     def fill(self, byte: int = 0) -> None:
-        """Wait until the device is idle and set every byte."""
+        """Wait until the device is idle, then set every byte."""
         value = check_byte(byte)
         self.context.synchronize()
         self._set(value)
@@ -236,7 +292,7 @@ class DeviceArray:
 
     @property
     def __cuda_array_interface__(self) -> dict[str, Any]:
-        """The array for CuPy, Numba and torch; what NumPy lacks appears as its bits."""
+        """The array for CuPy, Numba and torch. Types that NumPy lacks appear as integers."""
         return {
             "shape": self.shape,
             "typestr": numpy_dtype(self.dtype).str,
@@ -250,8 +306,15 @@ class DeviceArray:
         return (2, self.context.ordinal)
 
     def __dlpack__(self, **options: Any) -> object:
-        """Export by CuPy, without a copy; the device is idle on return. What NumPy lacks appears as
-        its bits. BufferError on the soft device."""
+        """Export the array through CuPy without a copy; the device is idle on return.
+
+        Types that NumPy lacks appear as integers.
+
+        Raises
+        ------
+        BufferError
+            The array is in memory of the soft device.
+        """
         if self.context.kind == "soft":
             raise BufferError("soft-device memory cannot be exported: use DeviceArray.to_host()")
         import cupy
@@ -260,12 +323,13 @@ class DeviceArray:
         return cupy.asarray(self).__dlpack__(**options)
 
     def close(self) -> None:
-        """Free the memory now, for all views; memory that a graph carries goes with the graph.
+        """Close the array and its views, and free the memory.
 
-        Only the array that allocated it may do so.
+        Memory that a graph uses is freed with the graph. Only the array that allocated the memory
+        can close it.
         """
         if not self._is_base:
-            raise ShapeError("a view cannot close the array it shares memory with")
+            raise ShapeError("a view cannot close the array that it shares memory with")
         self._allocation.close()
 
     def __repr__(self) -> str:
@@ -275,22 +339,22 @@ class DeviceArray:
 def zeros(context: Context, shape: int | tuple[int, ...], dtype: str) -> DeviceArray:
     """Allocate an array of zeros."""
     numpy_dtype(dtype)
-    made = DeviceArray(context, check_shape(shape, "zeros"), dtype)
-    made._set(0)
-    return made
+    array = DeviceArray(context, check_shape(shape, "zeros"), dtype)
+    array._set(0)
+    return array
 
 
 def from_host(context: Context, array: NDArray, dtype: str | None = None) -> DeviceArray:
     """Copy a host array to the device; see :meth:`Device.from_host`."""
     name = dtype or dtype_name(np.asarray(array).dtype)
-    source = _stored(array, name)
-    made = DeviceArray(context, check_shape(source.shape, "from_host"), name)
-    made._write(source)
-    return made
+    source = _to_storage(array, name)
+    out = DeviceArray(context, check_shape(source.shape, "from_host"), name)
+    out._write(source)
+    return out
 
 
-def _stored(array: NDArray, dtype: str) -> NDArray:
-    """A host array in the storage of a dtype, contiguous; float32 is rounded to smaller floats."""
+def _to_storage(array: NDArray, dtype: str) -> NDArray:
+    """Return a contiguous host array in the storage type; float32 is rounded to smaller floats."""
     source = np.asarray(array)
     if source.dtype == np.float32 and dtype in ("float16", "bfloat16", E4M3):
         source = from_float32(source, dtype)
@@ -300,7 +364,7 @@ def _stored(array: NDArray, dtype: str) -> NDArray:
 
 
 class _HostView:
-    """Lets NumPy see pinned memory and keeps the owner alive for as long as NumPy does."""
+    """Array interface of pinned memory; it keeps the owner alive as long as NumPy uses it."""
 
     def __init__(self, address: int, shape: tuple[int, ...], dtype: str, owner: object) -> None:
         self.owner = owner
@@ -313,14 +377,15 @@ class _HostView:
 
 
 class PinnedArray:
-    """Page-locked host memory that the device reads and writes at a fixed address.
+    """Page-locked host memory that the device can read and write; zeroed when allocated.
 
     Attributes
     ----------
     array : ndarray
-        NumPy view, zeroed at first. It keeps the memory alive, also after :meth:`close`.
+        NumPy view. It keeps the memory alive, also after :meth:`close`.
     shape : tuple of int
     dtype : str
+        Name of the element type, see :mod:`graft.cudagraph.dtypes`.
     """
 
     __slots__ = (
@@ -338,7 +403,7 @@ class PinnedArray:
         self.context = context
         self.shape = check_shape(shape, "PinnedArray")
         self.dtype = dtype
-        nbytes = _nbytes(self.shape, dtype, "PinnedArray")
+        nbytes = _checked_nbytes(self.shape, dtype, "PinnedArray")
         self._allocation = Allocation(
             _native.ResourceKind.PINNED_MEMORY, nbytes, f"PinnedArray {self.shape} {dtype}"
         )
@@ -348,33 +413,37 @@ class PinnedArray:
         self.array = np.asarray(_HostView(host, self.shape, dtype, self._allocation.resource))
         self.array.fill(0)
 
-    def part(self, first: int, shape: tuple[int, ...]) -> PinnedArray:
-        """View the elements from `first` on, of all that there are; closing closes all."""
-        seen = copy(self)
-        seen.shape = shape
-        seen._offset = self._offset + first * itemsize(self.dtype)
-        seen._device_pointer += seen._offset - self._offset
-        seen.array = self.array.reshape(-1)[first : first + math.prod(shape)].reshape(shape)
-        return seen
+    def view(self, first: int, shape: tuple[int, ...]) -> PinnedArray:
+        """Return a view of the elements from index `first` of the flattened array.
+
+        Closing a view closes the whole array.
+        """
+        view = copy(self)
+        offset = first * itemsize(self.dtype)
+        view.shape = shape
+        view._offset += offset
+        view._device_pointer += offset
+        view.array = self.array.reshape(-1)[first : first + math.prod(shape)].reshape(shape)
+        return view
 
     @property
     def host_ptr(self) -> int:
-        """Host address."""
+        """Host address of the first element."""
         return self._allocation.resource.handle + self._offset
 
     @property
     def ptr(self) -> int:
-        """Device address of the same memory."""
+        """Device address of the first element."""
         _ = self._allocation.resource
         return self._device_pointer
 
     @property
     def owner(self) -> object:
-        """What must be kept alive while the address is in use."""
+        """Object to keep alive while the address is in use."""
         return self._allocation.resource
 
     def argument(self) -> tuple[int, object]:
-        """Return device address and owner, for a kernel's pointer parameter."""
+        """Return device address and owner, for a pointer parameter of a kernel."""
         return self._device_pointer, self._allocation.resource
 
     @property
@@ -383,11 +452,11 @@ class PinnedArray:
         return math.prod(self.shape) * itemsize(self.dtype)
 
     def span(self) -> Span:
-        """Return the bytes of this array, for copies and fills."""
+        """Return the memory of this array, as an operand of a copy or fill."""
         return Span(True, self.host_ptr, self.nbytes, self.owner)
 
     def close(self) -> None:
-        """Drop the memory; it is freed once no NumPy view and no graph uses it."""
+        """Release the memory. It is freed once no NumPy view and no graph uses it."""
         self.array = np.empty(0, numpy_dtype(self.dtype))
         self._allocation.close()
 
@@ -396,7 +465,7 @@ class PinnedArray:
 
 
 def check_byte(byte: int) -> int:
-    """Return a fill value as an int in 0..255, or raise ShapeError."""
+    """Return a fill value as an int; raise ShapeError unless it is 0 to 255."""
     if not isinstance(byte, int | np.integer) or not 0 <= byte <= 255:
-        raise ShapeError(f"a fill value is one byte, 0 to 255, not {byte!r}")
+        raise ShapeError(f"a fill value must be one byte, 0 to 255, not {byte!r}")
     return int(byte)

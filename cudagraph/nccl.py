@@ -1,4 +1,4 @@
-"""Gathers over NCCL, by nccl4py: enqueued on streams, and captured as child graphs of graphs."""
+"""All-gather over NCCL (nccl4py), on streams and as child graphs that are captured from NCCL."""
 
 from __future__ import annotations
 
@@ -12,63 +12,70 @@ from graft.cudagraph.errors import OptionError
 from graft.cudagraph.graph import Graph, GraphLane
 from graft.cudagraph.lanes import Lane, StreamLane
 from graft.cudagraph.memory import DeviceArray
-from graft.cudagraph.ranks import Gather, Ranks
+from graft.cudagraph.ranks import AllGather, RankGroup
 from graft.cudagraph.streams import Stream
 
-_ID_BYTES = 128
+_UNIQUE_ID_BYTES = 128
 
 
-class NcclGather(Gather):
-    """NCCL only moves: a kernel adds up, in rank order.
+class NcclAllGather(AllGather):
+    """All-gather by NCCL.
+
+    NCCL only moves data. A kernel adds partial sums in rank order, so that results are
+    bit-identical.
 
     Raises
     ------
     OptionError
-        nccl4py is missing.
+        nccl4py is not installed.
     """
 
-    def __init__(self, context: Context, ranks: Ranks, most: int) -> None:
+    def __init__(self, context: Context, ranks: RankGroup, max_elements: int) -> None:
         try:
             from nccl import core
         except ImportError as error:
             raise OptionError(
-                "several ranks on CUDA devices need nccl4py: pip install "
+                "tensor parallelism on CUDA devices needs nccl4py: pip install "
                 f"'graft-cuda[nccl]' ({error})"
             ) from error
         self._core: Any = core
         self._communicator: Any = None
-        super().__init__(context, ranks, most)
+        super().__init__(context, ranks, max_elements)
         self._context = context
         self._stream = Stream(context, "nccl")
 
     def connect(self) -> None:
-        """See `Gather`."""
+        """Create the communicator; rank 0 sends the other ranks its unique id."""
         core = self._core
         ranks = self._ranks
-        name = np.zeros(_ID_BYTES, np.uint8)
+        data = np.zeros(_UNIQUE_ID_BYTES, np.uint8)
         if ranks.rank == 0:
-            name[:] = np.frombuffer(bytes(core.get_unique_id()), np.uint8)
-            ranks.send(ranks.others, name)
+            data[:] = np.frombuffer(bytes(core.get_unique_id()), np.uint8)
+            ranks.send(ranks.peers, data)
         else:
-            ranks.receive(0, name, timeout_s=ranks.deadline_s)
-        met = core.UniqueId.from_bytes(name.tobytes())
-        self._communicator = core.Communicator.init(ranks.size, ranks.rank, met)
+            ranks.receive(0, data, timeout_s=ranks.deadline_s)
+        unique_id = core.UniqueId.from_bytes(data.tobytes())
+        self._communicator = core.Communicator.init(ranks.size, ranks.rank, unique_id)
 
-    def gather(self, lane: Lane, own: DeviceArray) -> DeviceArray:
-        """See `Gather`."""
-        everyones = self._everyones(own)
+    def all_gather(self, lane: Lane, local: DeviceArray) -> DeviceArray:
+        """Add an all-gather to a lane; see `AllGather`."""
+        gathered = self._gathered_like(local)
         if isinstance(lane, StreamLane):
-            self._communicator.allgather(own, everyones, stream=lane.stream.handle)
+            self._communicator.allgather(local, gathered, stream=lane.stream.handle)
         elif isinstance(lane, GraphLane):
-            child = Graph(self._context, "sums of ranks")
-            stream = self._stream.handle
-            mode = cu.CUstreamCaptureMode.CU_STREAM_CAPTURE_MODE_THREAD_LOCAL
-            call(cu.cuStreamBeginCapture, stream, mode)
-            try:
-                self._communicator.allgather(own, everyones, stream=stream)
-            finally:
-                child.become(int(call(cu.cuStreamEndCapture, stream)))
-            lane.child(child)
+            lane.child(self._capture(local, gathered))
         else:
-            raise OptionError(f"NCCL gathers on streams and in graphs, not on {lane!r}")
-        return everyones
+            raise OptionError(f"NCCL needs a StreamLane or a GraphLane, not {lane!r}")
+        return gathered
+
+    def _capture(self, local: DeviceArray, gathered: DeviceArray) -> Graph:
+        """Return the graph that NCCL enqueues for an all-gather."""
+        graph = Graph(self._context, "all-gather")
+        stream = self._stream.handle
+        mode = cu.CUstreamCaptureMode.CU_STREAM_CAPTURE_MODE_THREAD_LOCAL
+        call(cu.cuStreamBeginCapture, stream, mode)
+        try:
+            self._communicator.allgather(local, gathered, stream=stream)
+        finally:
+            graph.adopt_handle(int(call(cu.cuStreamEndCapture, stream)))
+        return graph

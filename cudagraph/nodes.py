@@ -1,14 +1,14 @@
-"""The driver's node structures, each built where it is used.
+"""The driver's node parameter structures, built for one call each.
 
-The bindings' structures copy raw pointers and keep nothing alive. So each function here holds the
-structure, what it points to and the values until the driver call has returned; the driver copies
-during the call.
+The structures of ``cuda.bindings`` copy raw pointers and keep nothing alive. Each function here
+therefore holds the structure, its arrays and the values until the driver call has returned; the
+driver copies them during the call.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 from graft.cudagraph.driver import call, cu
 from graft.cudagraph.kernels import PackedArgs
@@ -24,6 +24,7 @@ class Node:
     name : str
     kind : {"kernel", "copy", "fill", "host", "child", "if", "event wait", ...}
     lane : str
+        Name of the lane that the node was added on.
     index : int
         Position in ``Graph.nodes``.
     """
@@ -34,95 +35,117 @@ class Node:
     index: int
 
 
+class KernelLaunch(NamedTuple):
+    """Parameters of a kernel node.
+
+    Attributes
+    ----------
+    function
+        CUfunction.
+    grid, block
+        Dimensions.
+    shared
+        Bytes of dynamic shared memory.
+    packed
+        Arguments. They must live until the driver has read them.
+    """
+
+    function: Any
+    grid: tuple[int, int, int]
+    block: tuple[int, int, int]
+    shared: int
+    packed: PackedArgs
+
+
 def add_kernel(
     graph: int,
-    after: list[Any],
-    function: Any,
-    grid: tuple[int, int, int],
-    block: tuple[int, int, int],
-    shared: int,
-    packed: PackedArgs,
+    dependencies: list[Any],
+    launch: KernelLaunch,
     priority: int | None = None,
     programmatic: bool = False,
 ) -> Any:
-    """Add a kernel node and return its CUgraphNode; ``programmatic`` says how it depends."""
-    any_node = cu.CUgraphNodeParams()
-    edges = None
-    any_node.type = cu.CUgraphNodeType.CU_GRAPH_NODE_TYPE_KERNEL
-    fill_kernel(any_node.kernel, function, grid, block, shared, packed)
-    if programmatic:
-        edges = [cu.CUgraphEdgeData() for _ in after]
-        for edge in edges:
-            edge.from_port = int(cu.CU_GRAPH_KERNEL_NODE_PORT_PROGRAMMATIC)
-            edge.type = cu.CUgraphDependencyType.CU_GRAPH_DEPENDENCY_TYPE_PROGRAMMATIC
-    node = call(cu.cuGraphAddNode, graph, after, edges, len(after), any_node)
-    del packed, any_node  # not before the call has returned
+    """Add a kernel node and return its CUgraphNode.
+
+    Parameters
+    ----------
+    graph
+        CUgraph.
+    dependencies
+        CUgraphNodes that the node depends on.
+    launch
+        Parameters of the launch.
+    priority
+        Launch priority. None: that of the stream.
+    programmatic
+        Whether the edges are programmatic.
+    """
+    params = cu.CUgraphNodeParams()
+    params.type = cu.CUgraphNodeType.CU_GRAPH_NODE_TYPE_KERNEL
+    _set_launch(params.kernel, launch)
+    edges = [_programmatic_edge() for _ in dependencies] if programmatic else None
+    node = call(cu.cuGraphAddNode, graph, dependencies, edges, len(dependencies), params)
+    del launch, params  # must live until the call has returned
     if priority is not None:
         value = cu.CUkernelNodeAttrValue()
         value.priority = priority
-        which = cu.CUkernelNodeAttrID.CU_LAUNCH_ATTRIBUTE_PRIORITY
-        call(cu.cuGraphKernelNodeSetAttribute, node, which, value)
+        attribute = cu.CUkernelNodeAttrID.CU_LAUNCH_ATTRIBUTE_PRIORITY
+        call(cu.cuGraphKernelNodeSetAttribute, node, attribute, value)
     return node
 
 
+def _programmatic_edge() -> Any:
+    edge = cu.CUgraphEdgeData()
+    edge.from_port = int(cu.CU_GRAPH_KERNEL_NODE_PORT_PROGRAMMATIC)
+    edge.type = cu.CUgraphDependencyType.CU_GRAPH_DEPENDENCY_TYPE_PROGRAMMATIC
+    return edge
+
+
 def highest_priority() -> int:
-    """Return the number of the priority that runs first."""
+    """Return the launch priority that runs first."""
     return int(call(cu.cuCtxGetStreamPriorityRange)[1])
 
 
-def kernel_params(
-    function: Any,
-    grid: tuple[int, int, int],
-    block: tuple[int, int, int],
-    shared: int,
-    packed: PackedArgs,
-) -> Any:
-    """Return a kernel's structure; ``packed`` must live until the driver has read it."""
+def kernel_params(launch: KernelLaunch) -> Any:
+    """Return the CUDA_KERNEL_NODE_PARAMS of a launch."""
     params = cu.CUDA_KERNEL_NODE_PARAMS()
-    fill_kernel(params, function, grid, block, shared, packed)
+    _set_launch(params, launch)
     return params
 
 
-def fill_kernel(
-    params: Any,
-    function: Any,
-    grid: tuple[int, int, int],
-    block: tuple[int, int, int],
-    shared: int,
-    packed: PackedArgs,
-) -> None:
-    """Fill a kernel's structure, or that of a node of any kind."""
-    params.func = function
-    params.gridDimX, params.gridDimY, params.gridDimZ = grid
-    params.blockDimX, params.blockDimY, params.blockDimZ = block
-    params.sharedMemBytes = shared
-    params.kernelParams = packed.address
+def _set_launch(params: Any, launch: KernelLaunch) -> None:
+    params.func = launch.function
+    params.gridDimX, params.gridDimY, params.gridDimZ = launch.grid
+    params.blockDimX, params.blockDimY, params.blockDimZ = launch.block
+    params.sharedMemBytes = launch.shared
+    params.kernelParams = launch.packed.address
 
 
-def add_copy(graph: int, after: list[Any], dst: Span, src: Span) -> Any:
+def add_copy(graph: int, dependencies: list[Any], dst: Span, src: Span) -> Any:
     """Add a one-dimensional copy node and return its CUgraphNode."""
     params = cu.CUDA_MEMCPY3D()
     host = cu.CUmemorytype.CU_MEMORYTYPE_HOST
     device = cu.CUmemorytype.CU_MEMORYTYPE_DEVICE
-    params.srcMemoryType = host if src.pinned else device
-    params.dstMemoryType = host if dst.pinned else device
     if src.pinned:
+        params.srcMemoryType = host
         params.srcHost = src.address
     else:
+        params.srcMemoryType = device
         params.srcDevice = cu.CUdeviceptr(src.address)
     if dst.pinned:
+        params.dstMemoryType = host
         params.dstHost = dst.address
     else:
+        params.dstMemoryType = device
         params.dstDevice = cu.CUdeviceptr(dst.address)
     params.WidthInBytes = dst.nbytes
     params.Height = 1
     params.Depth = 1
     context = call(cu.cuCtxGetCurrent)
-    return call(cu.cuGraphAddMemcpyNode, graph, after, len(after), params, context)
+    return call(cu.cuGraphAddMemcpyNode, graph, dependencies, len(dependencies), params, context)
 
 
-def add_fill(graph: int, after: list[Any], address: int, byte: int, nbytes: int) -> Any:
-    """Add a node that sets bytes and return its CUgraphNode."""
+def add_fill(graph: int, dependencies: list[Any], address: int, byte: int, nbytes: int) -> Any:
+    """Add a memset node of single bytes and return its CUgraphNode."""
     params = cu.CUDA_MEMSET_NODE_PARAMS()
     params.dst = cu.CUdeviceptr(address)
     params.value = byte
@@ -130,59 +153,90 @@ def add_fill(graph: int, after: list[Any], address: int, byte: int, nbytes: int)
     params.width = nbytes
     params.height = 1
     context = call(cu.cuCtxGetCurrent)
-    return call(cu.cuGraphAddMemsetNode, graph, after, len(after), params, context)
+    return call(cu.cuGraphAddMemsetNode, graph, dependencies, len(dependencies), params, context)
 
 
-def move_child(graph: int, after: list[Any], child: int) -> Any:
-    """Add another graph itself as one node, which owns it then; return its CUgraphNode."""
-    any_node = cu.CUgraphNodeParams()
-    any_node.type = cu.CUgraphNodeType.CU_GRAPH_NODE_TYPE_GRAPH
-    any_node.graph.graph = cu.CUgraph(child)
-    any_node.graph.ownership = cu.CUgraphChildGraphNodeOwnership.CU_GRAPH_CHILD_GRAPH_OWNERSHIP_MOVE
-    return call(cu.cuGraphAddNode, graph, after, None, len(after), any_node)
+def move_child(graph: int, dependencies: list[Any], child: int) -> Any:
+    """Move another graph into `graph`, which owns it from now on; return its CUgraphNode."""
+    params = cu.CUgraphNodeParams()
+    params.type = cu.CUgraphNodeType.CU_GRAPH_NODE_TYPE_GRAPH
+    params.graph.graph = cu.CUgraph(child)
+    params.graph.ownership = cu.CUgraphChildGraphNodeOwnership.CU_GRAPH_CHILD_GRAPH_OWNERSHIP_MOVE
+    return call(cu.cuGraphAddNode, graph, dependencies, None, len(dependencies), params)
 
 
-def add_event(function: Any, graph: int, after: list[Any], event: int) -> Any:
-    """Add a node that records an event or waits for one, by the driver's function for it."""
-    return call(function, graph, after, len(after), event)
+def add_event(function: Any, graph: int, dependencies: list[Any], event: int) -> Any:
+    """Add an event record or event wait node with the driver's `function` for it."""
+    return call(function, graph, dependencies, len(dependencies), event)
 
 
 def add_conditional(
-    graph: int, after: list[Any], condition: int, kind: str, bodies: int
+    graph: int, dependencies: list[Any], condition: int, kind: str, bodies: int
 ) -> tuple[Any, list[int]]:
-    """Add an "if" or "while" node; return its CUgraphNode and its bodies' CUgraphs."""
-    any_node = cu.CUgraphNodeParams()
-    any_node.type = cu.CUgraphNodeType.CU_GRAPH_NODE_TYPE_CONDITIONAL
+    """Add a conditional node.
+
+    Parameters
+    ----------
+    graph
+        CUgraph.
+    dependencies
+        CUgraphNodes that the node depends on.
+    condition
+        Handle of the condition.
+    kind
+        "if" or "while".
+    bodies
+        Number of bodies.
+
+    Returns
+    -------
+    (CUgraphNode, list of int)
+        The node and the CUgraphs of its bodies.
+    """
+    params = cu.CUgraphNodeParams()
+    params.type = cu.CUgraphNodeType.CU_GRAPH_NODE_TYPE_CONDITIONAL
     types = cu.CUgraphConditionalNodeType
-    any_node.conditional.handle = cu.CUgraphConditionalHandle(condition)
-    any_node.conditional.type = getattr(types, f"CU_GRAPH_COND_TYPE_{kind.upper()}")
-    any_node.conditional.size = bodies
-    any_node.conditional.ctx = call(cu.cuCtxGetCurrent)
-    node = call(cu.cuGraphAddNode, graph, after, None, len(after), any_node)
-    return node, [int(body) for body in any_node.conditional.phGraph_out]
+    params.conditional.handle = cu.CUgraphConditionalHandle(condition)
+    params.conditional.type = getattr(types, f"CU_GRAPH_COND_TYPE_{kind.upper()}")
+    params.conditional.size = bodies
+    params.conditional.ctx = call(cu.cuCtxGetCurrent)
+    node = call(cu.cuGraphAddNode, graph, dependencies, None, len(dependencies), params)
+    return node, [int(body) for body in params.conditional.phGraph_out]
 
 
-def add_host(graph: int, after: list[Any], function: int, data: int, spin: bool = False) -> Any:
-    """Add a host node and return its CUgraphNode."""
-    if spin:  # only the generic call knows how a host step waits
-        any_node = cu.CUgraphNodeParams()
-        any_node.type = cu.CUgraphNodeType.CU_GRAPH_NODE_TYPE_HOST
-        any_node.host.fn = cu.CUhostFn(function)
-        any_node.host.userData = data
-        any_node.host.syncMode = int(cu.CUhostTaskSyncMode.CU_HOST_TASK_SPINWAIT)
-        return call(cu.cuGraphAddNode, graph, after, None, len(after), any_node)
+def add_host(
+    graph: int, dependencies: list[Any], function: int, data: int, spin: bool = False
+) -> Any:
+    """Add a host node and return its CUgraphNode.
+
+    Parameters
+    ----------
+    graph
+        CUgraph.
+    dependencies
+        CUgraphNodes that the node depends on.
+    function, data
+        Address of the C function and its argument.
+    spin
+        Whether the driver thread spins while it waits for the node's turn.
+    """
+    if spin:  # only the generic call has the synchronization mode
+        params = cu.CUgraphNodeParams()
+        params.type = cu.CUgraphNodeType.CU_GRAPH_NODE_TYPE_HOST
+        params.host.fn = cu.CUhostFn(function)
+        params.host.userData = data
+        params.host.syncMode = int(cu.CUhostTaskSyncMode.CU_HOST_TASK_SPINWAIT)
+        return call(cu.cuGraphAddNode, graph, dependencies, None, len(dependencies), params)
     params = cu.CUDA_HOST_NODE_PARAMS()
     params.fn = cu.CUhostFn(function)
     params.userData = data
-    node = call(cu.cuGraphAddHostNode, graph, after, len(after), params)
-    del params
-    return node
+    return call(cu.cuGraphAddHostNode, graph, dependencies, len(dependencies), params)
 
 
-def add_answer_wait(graph: int, after: list[Any], address: int) -> Any:
-    """Add a node that waits until a word is 1 and sets it to 0; return its CUgraphNode.
+def add_mailbox_wait(graph: int, dependencies: list[Any], address: int) -> Any:
+    """Add a batch memory operation that waits until a 32-bit word is 1, then resets it to 0.
 
-    One batch runs in the order of its array, so every replay waits for an answer of its own.
+    The operations of one batch run in order, so every replay waits for its own answer.
     """
     wait = cu.CUstreamBatchMemOpParams()
     reset = cu.CUstreamBatchMemOpParams()
@@ -203,6 +257,6 @@ def add_answer_wait(graph: int, after: list[Any], address: int) -> Any:
     params.count = 2
     params.paramArray = [wait, reset]
     params.flags = 0
-    node = call(cu.cuGraphAddBatchMemOpNode, graph, after, len(after), params)
-    del params, wait, reset
+    node = call(cu.cuGraphAddBatchMemOpNode, graph, dependencies, len(dependencies), params)
+    del params, wait, reset  # must live until the call has returned
     return node

@@ -1,7 +1,7 @@
-"""Pinned memory by slot and by replay: what host and device exchange at fixed addresses.
+"""Pinned memory by slot or by replay, for data that host and device exchange in every replay.
 
-Every row of a field starts on a cache line of its own, so that two slots written by different
-threads, or a stamp beside its data, never share one.
+Every row of a field starts on its own cache line, so that neither two slots that different threads
+write nor a stamp and its data share a line.
 """
 
 from __future__ import annotations
@@ -21,13 +21,24 @@ from graft.native import _native
 
 LINE_BYTES = 64
 STAMP = "stamp"
+MAX_REPLAY = 1 << 31
 
 
 class PinnedField:
-    """One named field of all slots.
+    """One field of all slots.
 
-    ``array`` is the NumPy view [slots, *shape], its rows ``stride`` elements apart; ``ptr`` and
-    ``host_ptr`` are the addresses of slot 0's row.
+    Attributes
+    ----------
+    array : ndarray [slots, *shape]
+        NumPy view.
+    dtype : str
+        Name of the element type.
+    shape : tuple of int
+        Shape of one row.
+    stride : int
+        Distance between two rows in elements.
+    ptr, host_ptr : int
+        Device and host address of row 0.
     """
 
     __slots__ = ("_memory", "array", "dtype", "host_ptr", "ptr", "shape", "stride")
@@ -45,15 +56,15 @@ class PinnedField:
 
     @property
     def owner(self) -> object:
-        """What must be kept alive while the address is in use."""
+        """Object to keep alive while the address is in use."""
         return self._memory.owner
 
     def argument(self) -> tuple[int, object]:
-        """Return device address and owner, for a kernel's pointer parameter."""
+        """Return device address and owner, for a pointer parameter of a kernel."""
         return self._memory.argument()
 
     def close(self) -> None:
-        """Drop the memory."""
+        """Release the memory."""
         self.array = np.empty(0, numpy_dtype(self.dtype))
         self._memory.close()
 
@@ -62,9 +73,16 @@ class PinnedField:
 
 
 class PinnedSlots:
-    """Named fields of pinned memory, one row per slot, at fixed addresses.
+    """Named fields of pinned memory with one row per slot, at fixed addresses.
 
-    ``fields`` gives (dtype, shape) of one slot's row by name.
+    Parameters
+    ----------
+    context
+        Device.
+    slots
+        Number of slots.
+    fields
+        By name: dtype and shape of one row.
     """
 
     def __init__(
@@ -79,26 +97,38 @@ class PinnedSlots:
         }
 
     def field(self, name: str) -> PinnedField:
-        """Return a field; OptionError when there is none of that name."""
+        """Return a field; raise OptionError if there is none with this name."""
         try:
             return self._fields[name]
         except KeyError:
-            raise OptionError(f"no field {name!r}; there are {', '.join(self._fields)}") from None
+            raise OptionError(
+                f"there is no field {name!r}; the fields are {', '.join(self._fields)}"
+            ) from None
 
     def close(self) -> None:
-        """Drop the memory of all fields."""
+        """Release the memory of all fields."""
         for field in self._fields.values():
             field.close()
 
 
 class Ring(PinnedSlots):
-    """Pinned fields by replay: entry ``replay % entries``, with a stamp that says which replay.
+    """Pinned fields by replay: replay n uses entry ``n % entries``.
 
-    Whoever fills an entry writes the stamp last (release); whoever reads it polls the stamp first
-    (acquire). The stamp is the replay number, from 1; 0 is an entry never written.
+    A stamp in each entry identifies the replay. The writer of an entry stores the stamp last, with
+    release order. The reader polls the stamp first, with acquire order. A stamp is a replay number,
+    from 1; 0 is an entry that was never written.
 
-    An entry is live from :meth:`publish` or :meth:`reserve` to :meth:`consumed`. Filling a live
-    entry for another replay is refused: the host never laps.
+    An entry is in use from :meth:`publish` or :meth:`reserve` until :meth:`release`. Using an entry
+    for another replay in between raises an error, so the host cannot overwrite unread data.
+
+    Parameters
+    ----------
+    context
+        Device.
+    entries
+        Number of entries.
+    fields
+        By name: dtype and shape of one row. The name "stamp" is reserved.
     """
 
     def __init__(
@@ -108,9 +138,9 @@ class Ring(PinnedSlots):
         fields: Mapping[str, tuple[str, int | tuple[int, ...]]],
     ) -> None:
         if STAMP in fields:
-            raise OptionError(f"the field name {STAMP!r} is taken by the ring")
+            raise OptionError(f"the field name {STAMP!r} is reserved by the ring")
         super().__init__(context, entries, {**fields, STAMP: ("int32", (1,))})
-        self._live = [0] * entries
+        self._in_use = [0] * entries  # replay number of each entry; 0: free
 
     @property
     def entries(self) -> int:
@@ -119,58 +149,63 @@ class Ring(PinnedSlots):
 
     @property
     def stamp(self) -> PinnedField:
-        """The stamp words, int32 [entries, 1], one cache line each."""
+        """Stamps, int32 [entries, 1], one per cache line."""
         return self._fields[STAMP]
 
     def reserve(self, replay: int) -> int:
-        """Claim the entry of a replay and return its index, before the device may fill it."""
+        """Reserve the entry of a replay and return its index, before the device may fill it."""
         entry = self._entry(replay)
-        if self._live[entry] not in (0, replay):
+        if self._in_use[entry] not in (0, replay):
             raise OptionError(
-                f"replay {replay} would overwrite entry {entry}, which replay {self._live[entry]} "
-                f"holds and nobody consumed (the ring has {self.entries} entries)"
+                f"replay {replay} would overwrite entry {entry}, which is in use by replay "
+                f"{self._in_use[entry]} (the ring has {self.entries} entries)"
             )
-        self._live[entry] = replay
+        self._in_use[entry] = replay
         return entry
 
     def publish(self, replay: int) -> None:
-        """Stamp an entry that the host has filled; later readers see its data."""
+        """Stamp the entry of a replay after the host has filled it."""
         entry = self.reserve(replay)
         _native.store_release_i32(self._stamp_address(entry), replay)
 
-    def poll(self, replay: int, timeout_s: float | None = None) -> None:
-        """Wait until the entry carries the stamp of ``replay``; its data may be read then.
+    def synchronize(self, replay: int, timeout_s: float | None = None) -> None:
+        """Wait until the entry of a replay is stamped. Its data may then be read.
 
-        DeadlineError after ``timeout_s`` seconds names the host steps that are running.
+        Raises
+        ------
+        DeadlineError
+            The entry was not stamped within ``timeout_s`` seconds. The message names the host steps
+            that are running.
         """
-        if not self.stamped(replay, timeout_s):
+        if not self.wait(replay, timeout_s):
             stamp = _native.load_acquire_i32(self._stamp_address(self._entry(replay)))
             raise DeadlineError(
-                f"replay {replay} was not stamped within {timeout_s:g} s (the entry has {stamp})"
+                f"replay {replay} was not stamped within {timeout_s:g} s (the stamp is {stamp})"
                 f"{describe_running()}"
             )
 
-    def stamped(self, replay: int, timeout_s: float | None = None) -> bool:
-        """Do what :meth:`poll` does, but return False after ``timeout_s`` seconds."""
+    def wait(self, replay: int, timeout_s: float | None = None) -> bool:
+        """Wait like :meth:`synchronize`, but return False after ``timeout_s`` seconds."""
         entry = self._entry(replay)
         return bool(_native.poll_i32_eq(self._stamp_address(entry), replay, timeout_s))
 
-    def consumed(self, replay: int) -> None:
-        """Give an entry free for a later replay."""
+    def release(self, replay: int) -> None:
+        """Make the entry of a replay available to a later replay."""
         entry = self._entry(replay)
-        if self._live[entry] not in (0, replay):
+        if self._in_use[entry] not in (0, replay):
             raise OptionError(
-                f"replay {replay} cannot be consumed: its entry holds replay {self._live[entry]}"
+                f"replay {replay} cannot be released: its entry is in use by replay "
+                f"{self._in_use[entry]}"
             )
-        self._live[entry] = 0
+        self._in_use[entry] = 0
 
     def row(self, name: str, replay: int) -> NDArray:
-        """Return the NumPy view of a field's row for a replay."""
+        """Return a NumPy view of the row of a field for a replay."""
         return self.field(name).array[self._entry(replay)]
 
     def _entry(self, replay: int) -> int:
-        if not 1 <= replay < 1 << 31:
-            raise OptionError(f"replay numbers are 1 to 2**31 - 1, not {replay}")
+        if not 1 <= replay < MAX_REPLAY:
+            raise OptionError(f"replay numbers must be 1 to 2**31 - 1, not {replay}")
         return replay % self.entries
 
     def _stamp_address(self, entry: int) -> int:

@@ -1,7 +1,10 @@
-"""Processes that hold one model together: how bytes go between them, on lanes and beside them.
+"""Communication between the ranks of a tensor-parallel model: point-to-point and all-gather.
 
-On the soft device, and wherever one asks for it, host steps send and receive through MPI
-(``native/hostwork/ranks.cpp``, rules T1 to T4); `graft.cudagraph.nccl` gathers on CUDA devices.
+An all-reduce of partial sums is an all-gather followed by a kernel that adds the ranks' parts in
+rank order, so that the result is bit-identical on all ranks and in every run.
+
+On the soft device host steps send and receive through MPI (``native/hostwork/ranks.cpp``, rules T1
+to T4). On CUDA devices :mod:`graft.cudagraph.nccl` gathers.
 """
 
 from __future__ import annotations
@@ -26,38 +29,44 @@ from graft.cudagraph.lanes import Lane
 from graft.cudagraph.memory import DeviceArray, PinnedArray
 from graft.native import _native
 
-#: Seconds that a rank may be late by unless one says otherwise.
+#: Default seconds to wait for another rank.
 DEADLINE_S = 60.0
-#: How long a wait on Python's side stays out of Ctrl-C's reach.
-_LOOK_S = 0.2
+#: Interval at which waits in Python check for Ctrl-C.
+_INTERRUPT_CHECK_S = 0.2
 _INT_MAX = 2**31 - 1
-#: 64-bit words of what rank 0 says first; all zero: nothing will be said any more.
-HEAD = 8
+#: Length of the header that precedes each request of rank 0, in 64-bit words. An all-zero header
+#: ends the communication.
+HEADER_WORDS = 8
 
 Buffer = PinnedArray | NDArray[Any]
 
 
-class Ranks:
-    """This process among those that one launcher started.
+class RankGroup:
+    """The processes of a tensor-parallel model, seen from this one.
 
-    Calls that belong together are made by all ranks in the same order, and the device work that
-    they add is ordered: on one stream, or by marks.
+    All ranks must make matching calls in the same order. The device work that the calls add must be
+    ordered as well: on one stream, or by marks.
 
     Parameters
     ----------
-    comm : a communicator of mpi4py's; a duplicate of it is used, so nobody else's messages count.
-    deadline_s : seconds that another rank may be late by, once a forward has begun.
+    comm : mpi4py.MPI.Comm
+        Communicator. A duplicate is used, so that other messages do not interfere.
+    deadline_s : float
+        Maximum seconds to wait for another rank within a forward pass.
 
     Raises
     ------
     OptionError
-        The deadline is no positive number, MPI was not initialised for several threads, or mpi4py
-        is missing (`mpi`).
+        The deadline is not a positive number, or MPI was initialized without support for multiple
+        threads.
 
     Attributes
     ----------
-    rank, size : int
-    messages : how many this process has sent from Python, and told lanes to send in each replay.
+    rank : int
+        Index of this process.
+    size : int
+        Number of processes.
+    deadline_s : float
     """
 
     def __init__(self, comm: Any, deadline_s: float = DEADLINE_S) -> None:
@@ -67,44 +76,53 @@ class Ranks:
             raise OptionError(f"deadline_s must be a positive number, got {deadline_s!r}")
         if MPI.Query_thread() < MPI.THREAD_MULTIPLE:  # T1
             raise OptionError(
-                "MPI was initialised without MPI_THREAD_MULTIPLE, which ranks need: "
-                "a host step and Python's threads call it"
+                "MPI was initialized without MPI_THREAD_MULTIPLE, which tensor parallelism needs: "
+                "host steps and Python threads call MPI concurrently"
             )
         self.deadline_s = float(deadline_s)
         self.rank = comm.Get_rank()
         self.size = comm.Get_size()
         self._comm = comm.Dup()
         library = ctypes.CDLL(MPI.__file__)
-        calls = (
+        functions = (
             ctypes.cast(getattr(library, name), ctypes.c_void_p).value
             for name in ("MPI_Isend", "MPI_Irecv", "MPI_Test")
         )
         wide = MPI._sizeof(MPI.Comm) == ctypes.sizeof(ctypes.c_void_p)
-        self._mpi = _native.Mpi(*calls, wide, MPI._handleof(self._comm), MPI._handleof(MPI.BYTE))
-        self._kept: list[object] = []  # what MPI may write to once messages were given up
-        self._given_up = False
+        self._mpi = _native.Mpi(
+            *functions, wide, MPI._handleof(self._comm), MPI._handleof(MPI.BYTE)
+        )
+        # Buffers that MPI may still access after messages were abandoned (T4).
+        self._kept_buffers: list[object] = []
+        self._abort = False
         atexit.register(self._end)
 
     @staticmethod
-    def mpi(deadline_s: float = DEADLINE_S) -> Ranks:
-        """All processes that ``mpiexec`` started."""
+    def from_mpi(deadline_s: float = DEADLINE_S) -> RankGroup:
+        """Return the group of all processes that ``mpiexec`` started.
+
+        Raises
+        ------
+        OptionError
+            mpi4py is not installed.
+        """
         try:
             from mpi4py import MPI
         except ImportError as error:
             raise OptionError(
-                "several ranks need mpi4py and an MPI: pip install "
+                "tensor parallelism needs mpi4py and an MPI library: pip install "
                 f"'graft-cuda[parallel]' ({error})"
             ) from error
-        return Ranks(MPI.COMM_WORLD, deadline_s)
+        return RankGroup(MPI.COMM_WORLD, deadline_s)
 
     @property
-    def others(self) -> tuple[int, ...]:
-        """Every rank but this one."""
-        return tuple(r for r in range(self.size) if r != self.rank)
+    def peers(self) -> tuple[int, ...]:
+        """All ranks except this one."""
+        return tuple(rank for rank in range(self.size) if rank != self.rank)
 
     @property
     def failure(self) -> str | None:
-        """Why messages were given up, after which none goes any more; None while they go."""
+        """Reason why the communication was abandoned; None while it works."""
         return self._mpi.failure
 
     def exchange(
@@ -114,34 +132,58 @@ class Ranks:
         received: Sequence[tuple[int, Buffer]] = (),
         name: str = "ranks",
     ) -> None:
-        """Add a host step that sends to and receives from ranks, all at once.
+        """Add a host step that sends to and receives from other ranks concurrently.
 
-        A rank that does not answer within `deadline_s` fails the step, and every later one.
+        If a rank does not answer within `deadline_s`, this step and all later ones fail.
+
+        Parameters
+        ----------
+        lane
+            Lane to add the step to.
+        sent, received
+            Ranks and buffers of the messages.
+        name
+            Name of the step.
         """
-        made = self._messages(sent, received, self.deadline_s)
-        address, data = made.work
-        lane.host(NativeWork(address, data, (made, sent, received), name), name=name)
+        messages = self._messages(sent, received, self.deadline_s)
+        address, data = messages.work
+        keep = (messages, sent, received)
+        lane.host(NativeWork(address, data, keep, name), name=name)
 
-    def keep(self, buffer: object) -> None:
-        """Keep what messages on lanes are sent from or received in: MPI may still use it after they
-        were given up (T4)."""
-        self._kept.append(buffer)
+    def keep_alive(self, buffer: object) -> None:
+        """Keep a buffer of messages on lanes alive.
 
-    def release(self) -> None:
-        """Keep nothing: no message is on its way."""
-        self._kept.clear()
+        MPI may access it even after the message was abandoned (T4).
+        """
+        self._kept_buffers.append(buffer)
 
-    def give_up(self) -> None:
-        """End the processes of all ranks with this one."""
-        self._given_up = True
+    def release_buffers(self) -> None:
+        """Release all kept buffers. No message may be in flight."""
+        self._kept_buffers.clear()
+
+    def abort_on_close(self) -> None:
+        """Make :meth:`close` end the processes of all ranks."""
+        self._abort = True
 
     def send(self, peers: Sequence[int], *buffers: Buffer) -> None:
-        """Send to ranks now. Raises DeadlineError."""
+        """Send buffers to ranks now.
+
+        Raises
+        ------
+        DeadlineError
+            A rank did not receive them within `deadline_s`.
+        """
         sent = [(peer, buffer) for peer in peers for buffer in buffers]
         self._wait(self._messages(sent, (), self.deadline_s), sent, self.deadline_s)
 
     def receive(self, peer: int, *buffers: Buffer, timeout_s: float = math.inf) -> None:
-        """Receive from a rank now. Raises DeadlineError when it says nothing for so long."""
+        """Receive buffers from a rank now.
+
+        Raises
+        ------
+        DeadlineError
+            The rank did not send them within ``timeout_s`` seconds.
+        """
         received = [(peer, buffer) for buffer in buffers]
         self._wait(self._messages((), received, timeout_s), received, timeout_s)
 
@@ -151,86 +193,115 @@ class Ranks:
         received: Sequence[tuple[int, Buffer]],
         deadline_s: float,
     ) -> Any:
-        given = []
+        messages = []
         for is_sent, pairs in ((False, received), (True, sent)):
             for peer, buffer in pairs:
                 if buffer.nbytes > _INT_MAX:
-                    raise OptionError(f"a message of {buffer.nbytes} bytes is more than MPI takes")
+                    raise OptionError(
+                        f"a message has {buffer.nbytes} bytes; MPI allows at most {_INT_MAX}"
+                    )
                 array = buffer.array if isinstance(buffer, PinnedArray) else buffer
-                address = array.ctypes.data
-                given.append((peer, is_sent, address, buffer.nbytes))
-        return _native.Messages(self._mpi, given, deadline_s)
+                messages.append((peer, is_sent, array.ctypes.data, buffer.nbytes))
+        return _native.Messages(self._mpi, messages, deadline_s)
 
     def _wait(self, messages: Any, keep: object, timeout_s: float) -> None:
-        begun = time.monotonic()
+        start = time.monotonic()
         done = False
         while not done:
-            done = messages.wait(_LOOK_S)
-            if done is None or (not done and time.monotonic() - begun > timeout_s):
-                messages.give_up()
-                self.keep(keep)
+            done = messages.wait(_INTERRUPT_CHECK_S)
+            expired = not done and time.monotonic() - start > timeout_s
+            if done is None or expired:
+                messages.abandon()
+                self.keep_alive(keep)
                 raise DeadlineError(f"rank {self.rank}: {self.failure}")
 
     def close(self) -> None:
-        """Rank 0 tells the others that it is over; after a failure all processes are ended."""
+        """End the communication.
+
+        Rank 0 sends the other ranks an all-zero header. After a failure, the processes of all ranks
+        are ended instead.
+        """
         atexit.unregister(self._end)
         self._end()
 
     def _end(self) -> None:
-        if self.failure is not None or self._given_up:
+        if self.failure is not None or self._abort:
             sys.stdout.flush()
             sys.stderr.flush()
-            os.dup2(os.open(os.devnull, os.O_WRONLY), 2)  # MPI's own words would come behind
+            # MPI's own message would follow the error that was already printed.
+            os.dup2(os.open(os.devnull, os.O_WRONLY), 2)
             self._comm.Abort(1)
         elif self.rank == 0:
-            self.send(self.others, np.zeros(HEAD, np.int64))
+            self.send(self.peers, np.zeros(HEADER_WORDS, np.int64))
 
 
-class Gather(ABC):
-    """Brings what every rank has to all of them.
+class AllGather(ABC):
+    """All-gather of float32 arrays.
 
     Parameters
     ----------
-    most : elements of the largest array that one rank has.
+    context
+        Device.
+    ranks
+        Ranks that take part.
+    max_elements
+        Maximum number of elements per rank.
     """
 
-    def __init__(self, context: Context, ranks: Ranks, most: int) -> None:
+    def __init__(self, context: Context, ranks: RankGroup, max_elements: int) -> None:
         self._ranks = ranks
-        self._own = DeviceArray(context, (most,), "float32")
-        self._all = DeviceArray(context, (ranks.size * most,), "float32")
+        self._local = DeviceArray(context, (max_elements,), "float32")
+        self._gathered = DeviceArray(context, (ranks.size * max_elements,), "float32")
 
     def connect(self) -> None:  # noqa: B027
-        """Meet the other ranks, who all call this, before the first gather."""
+        """Set up the connection before the first all-gather. All ranks must call this."""
 
-    def own(self, rows: int, columns: int) -> DeviceArray:
-        """Where this rank leaves its float32[rows, columns]; the next one takes its place."""
-        return self._own[: rows * columns].reshape(rows, columns)
+    def local_buffer(self, rows: int, columns: int) -> DeviceArray:
+        """Return the float32 [rows, columns] buffer for this rank's part.
+
+        The next call returns the same memory.
+        """
+        return self._local[: rows * columns].reshape(rows, columns)
 
     @abstractmethod
-    def gather(self, lane: Lane, own: DeviceArray) -> DeviceArray:
-        """float32[ranks, rows, columns] of all ranks' `own`, until the next call."""
+    def all_gather(self, lane: Lane, local: DeviceArray) -> DeviceArray:
+        """Add an all-gather to a lane.
 
-    def _everyones(self, own: DeviceArray) -> DeviceArray:
-        ranks = self._ranks.size
-        return self._all[: ranks * own.size].reshape(ranks, *own.shape)
+        Parameters
+        ----------
+        lane
+            Lane of the operation.
+        local
+            Part of this rank, from :meth:`local_buffer`.
+
+        Returns
+        -------
+        DeviceArray
+            float32 [ranks, rows, columns]: the parts of all ranks. The next all-gather overwrites
+            it.
+        """
+
+    def _gathered_like(self, local: DeviceArray) -> DeviceArray:
+        size = self._ranks.size
+        return self._gathered[: size * local.size].reshape(size, *local.shape)
 
 
-class MpiGather(Gather):
-    """By host steps."""
+class MpiAllGather(AllGather):
+    """All-gather by host steps that call MPI, through pinned memory."""
 
-    def __init__(self, context: Context, ranks: Ranks, most: int) -> None:
-        super().__init__(context, ranks, most)
-        self._staged = PinnedArray(context, (ranks.size * most,), "float32")
-        ranks.keep(self._staged)
+    def __init__(self, context: Context, ranks: RankGroup, max_elements: int) -> None:
+        super().__init__(context, ranks, max_elements)
+        self._staging = PinnedArray(context, (ranks.size * max_elements,), "float32")
+        ranks.keep_alive(self._staging)
 
-    def gather(self, lane: Lane, own: DeviceArray) -> DeviceArray:
-        """See `Gather`."""
+    def all_gather(self, lane: Lane, local: DeviceArray) -> DeviceArray:
+        """Add an all-gather to a lane; see `AllGather`."""
         ranks = self._ranks
-        everyones = self._everyones(own)
-        parts = [self._staged.part(rank * own.size, own.shape) for rank in range(ranks.size)]
-        lane.copy(parts[ranks.rank], own, name="own sums")
-        sent = [(other, parts[ranks.rank]) for other in ranks.others]
-        received = [(other, parts[other]) for other in ranks.others]
-        ranks.exchange(lane, sent, received, "sums of ranks")
-        lane.copy(everyones, self._staged.part(0, everyones.shape), name="all sums")
-        return everyones
+        gathered = self._gathered_like(local)
+        parts = [self._staging.view(rank * local.size, local.shape) for rank in range(ranks.size)]
+        lane.copy(parts[ranks.rank], local, name="copy local part to host")
+        sent = [(peer, parts[ranks.rank]) for peer in ranks.peers]
+        received = [(peer, parts[peer]) for peer in ranks.peers]
+        ranks.exchange(lane, sent, received, "all-gather")
+        lane.copy(gathered, self._staging.view(0, gathered.shape), name="copy all parts to device")
+        return gathered

@@ -1,6 +1,6 @@
-"""The soft device's counters and its words about what went wrong.
+"""Counters and error descriptions of the soft device.
 
-Usable once the soft device is open; each function asks the loaded library.
+Usable after the soft device has been opened; every function queries the loaded library.
 """
 
 from __future__ import annotations
@@ -12,6 +12,9 @@ from collections import Counter, defaultdict
 from graft.cudagraph.chooser import soft_library
 
 TEXT_BYTES = 1 << 16
+#: Groups of counters that are reported by name, and groups of which only the total is.
+BY_NAME = ("live", "leaked", "count")
+TOTALS = ("calls", "gil_held")
 
 
 @functools.cache
@@ -20,23 +23,28 @@ def _library() -> ctypes.CDLL:
 
 
 def counters() -> dict[str, Counter[str]]:
-    """Return all counters by name: "live" and "leaked", resources that exist now or were given up,
-    by kind; "count", how often what happened; "calls" and "gil_held", driver calls, and those by a
-    thread that held the GIL, by function."""
-    found: dict[str, Counter[str]] = defaultdict(Counter)
+    """Return all counters.
+
+    Returns
+    -------
+    dict of str to Counter
+        By group: "live" and "leaked" resources by kind, "count" of events by name, "calls" of
+        driver functions by name, and "gil_held": calls by a thread that held the GIL.
+    """
+    groups: dict[str, Counter[str]] = defaultdict(Counter)
     for line in _text("counters").splitlines():
-        which, name, number = line.split()
-        found[which][name] += int(number)
-    return found
+        group, name, number = line.split()
+        groups[group][name] += int(number)
+    return groups
 
 
 def snapshot() -> dict[str, int | dict[str, int]]:
-    """Return all counters, of calls the sums."""
-    found = counters()
-    return {
-        **{which: dict(found[which]) for which in ("live", "leaked", "count")},
-        **{which: found[which].total() for which in ("calls", "gil_held")},
-    }
+    """Return all counters, with the total number of "calls" and "gil_held"."""
+    groups = counters()
+    result: dict[str, int | dict[str, int]] = {name: dict(groups[name]) for name in BY_NAME}
+    for name in TOTALS:
+        result[name] = groups[name].total()
+    return result
 
 
 def describe() -> str:
@@ -44,8 +52,14 @@ def describe() -> str:
     return _text("describe")
 
 
-def explain(fault: bool) -> str:
-    """Return what the fault that lost the context was, or why the last refused call was refused."""
+def error_detail(fault: bool) -> str:
+    """Return the cause of the last error.
+
+    Parameters
+    ----------
+    fault
+        True: the fault that lost the context. False: why the last rejected call was rejected.
+    """
     return _text("last_fault" if fault else "last_refusal")
 
 

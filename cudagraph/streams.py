@@ -1,8 +1,8 @@
-"""Streams and events, and waiting for them without blocking in the driver.
+"""Streams and events, with waits that do not block in the driver.
 
-Inside one graph lanes meet at marks. An :class:`Event` is for what leaves it: a node of a graph
-records it in every replay, and another stream, another graph or the host goes on from there while
-the rest of the replay still runs.
+Lanes of one graph synchronize at marks. An :class:`Event` synchronizes a graph with the outside: a
+node of the graph records it in every replay, and another stream, another graph or the host
+continues from there while the rest of the replay still runs.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ from __future__ import annotations
 import warnings
 
 from graft.cudagraph.context import Context, wait_streams
-from graft.cudagraph.driver import call, check_code, cu, enter, is_ready
+from graft.cudagraph.driver import call, check_code, cu, is_ready, prepare_driver_call
 from graft.cudagraph.errors import DeadlineError, OptionError
 from graft.cudagraph.hostwork import check_captured, keep_captured, raise_eager_failure
 from graft.cudagraph.stacks import describe_running
@@ -18,9 +18,9 @@ from graft.native import _native
 
 
 class Stream:
-    """An in-order queue of device work that never synchronises with the legacy NULL stream.
+    """An in-order queue of device work that does not synchronize with the legacy NULL stream.
 
-    Made by :meth:`Device.stream`. Dropping it lets enqueued work finish.
+    Created by :meth:`Device.stream`. A stream that is dropped finishes its enqueued work.
     """
 
     def __init__(self, context: Context, name: str = "") -> None:
@@ -30,9 +30,10 @@ class Stream:
             _native.ResourceKind.STREAM, handle
         )
         context.streams.add(self)
-        stale = _native.take_eager_failure(handle)
-        if stale is not None:  # the driver may use a handle again
-            warnings.warn(f"host step {stale[0]!r} failed on a dropped stream", stacklevel=3)
+        # The driver may reuse the handle of a dropped stream: report that stream's failure.
+        failure = _native.take_eager_failure(handle)
+        if failure is not None:
+            warnings.warn(f"host step {failure[0]!r} failed on a dropped stream", stacklevel=3)
         self.name = name or f"stream {handle:#x}"
 
     @property
@@ -44,25 +45,26 @@ class Stream:
 
     @property
     def closed(self) -> bool:
-        """Was the stream closed?"""
+        """Whether the stream was closed."""
         return self._resource is None
 
     def query(self) -> bool:
-        """Return whether all enqueued work has finished; DeviceError after a fault."""
+        """Return whether all enqueued work has finished; raise DeviceError after a fault."""
         handle = self.handle
-        enter("cuStreamQuery")
+        prepare_driver_call("cuStreamQuery")
         return is_ready("cuStreamQuery", _native.query_stream(handle))
 
     def synchronize(self, timeout_s: float | None = None) -> None:
-        """Wait until all enqueued work has finished. Ctrl-C is honoured.
+        """Wait until all enqueued work has finished. Ctrl-C interrupts the wait.
 
         Raises
         ------
         DeadlineError
-            After ``timeout_s`` seconds; names the host steps that run, and the work goes on.
+            The work did not finish within ``timeout_s`` seconds; it continues. The message names
+            the host steps that are running.
         HostWorkError
-            A host function enqueued on this stream, or in a captured graph, raised; each failure
-            is raised once.
+            Host work enqueued on this stream, or in a captured graph, failed. Each failure is
+            raised once.
         DeviceError
             The device failed.
         """
@@ -71,9 +73,12 @@ class Stream:
         check_captured()
 
     def close(self) -> None:
-        """Give the stream back to the driver; work that is enqueued still finishes.
+        """Close the stream. Enqueued work still finishes.
 
-        HostWorkError of a host function that nobody was told of is raised when it is closed.
+        Raises
+        ------
+        HostWorkError
+            Host work failed and was not reported yet; the stream is closed nevertheless.
         """
         if self._resource is None:
             return
@@ -87,18 +92,17 @@ class Stream:
 
 
 class Event:
-    """An event of the driver's; it lives as long as any graph that names it.
+    """A CUDA event. It lives at least as long as the graphs that use it.
 
-    What a launch of a graph means by its events is settled when it is launched: its wait nodes wait
-    for what was recorded before, and who waits for an event from then on waits for the node that
-    records it.
+    The events of a replay are resolved when it is launched: its wait nodes wait for the last record
+    before the launch, and later waits for an event wait for the node of the replay that records it.
 
     Parameters
     ----------
-    name : str
-        Name for errors and drawings.
-    timing : bool
-        Whether :meth:`elapsed_s` can be asked; costs a little at each record.
+    name
+        Name for error messages and drawings.
+    timing
+        Whether :meth:`elapsed_s` can be used; adds a small cost to every record.
     """
 
     def __init__(self, name: str = "event", *, timing: bool = False) -> None:
@@ -117,27 +121,35 @@ class Event:
 
     @property
     def owner(self) -> object:
-        """What must be kept alive while a graph names the event."""
+        """Object to keep alive while a graph uses the event."""
         return self._resource
 
     def record(self, stream: Stream) -> None:
-        """Record what is enqueued on a stream; in a capture add a node that records it."""
+        """Record the event on a stream; in a capture, add a node that records it."""
         external = keep_captured(stream.handle, (self.owner,))
         call(cu.cuEventRecordWithFlags, self.handle, stream.handle, int(external))
 
     def wait(self, stream: Stream) -> None:
-        """Let a stream wait for the event; in a capture add a node that waits."""
+        """Make a stream wait for the event; in a capture, add a node that waits."""
         external = keep_captured(stream.handle, (self.owner,))
         call(cu.cuStreamWaitEvent, stream.handle, self.handle, int(external))
 
     def query(self) -> bool:
-        """Return whether what was recorded last has finished; True when nothing was."""
-        enter("cuEventQuery")
+        """Return whether the work before the last record has finished; True without a record."""
+        prepare_driver_call("cuEventQuery")
         return is_ready("cuEventQuery", _native.query_event(self.handle))
 
     def synchronize(self, timeout_s: float | None = None) -> None:
-        """Wait until what was recorded last has finished; see :meth:`Stream.synchronize`."""
-        enter("cuEventQuery")
+        """Wait until the work before the last record has finished.
+
+        Raises
+        ------
+        DeadlineError
+            The event was not reached within ``timeout_s`` seconds.
+        DeviceError
+            The device failed.
+        """
+        prepare_driver_call("cuEventQuery")
         finished, code = _native.wait_event(self.handle, timeout_s)
         if not finished:
             raise DeadlineError(
@@ -146,11 +158,16 @@ class Event:
         check_code("cuEventQuery", code)
 
     def elapsed_s(self, since: Event) -> float:
-        """Return seconds of the device's clock since another event; both were made with ``timing``,
-        were recorded and have finished."""
+        """Return the seconds of device time from the event ``since`` to this one.
+
+        Both events must have been created with ``timing=True`` and recorded, and must have
+        finished.
+        """
         for event in (self, since):
             if not event.timing:
-                raise OptionError(f"event {event.name!r} keeps no time: make it with timing=True")
+                raise OptionError(
+                    f"event {event.name!r} records no time: create it with timing=True"
+                )
         return float(call(cu.cuEventElapsedTime, since.handle, self.handle)) * 1e-3
 
     def __repr__(self) -> str:

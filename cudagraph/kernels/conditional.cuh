@@ -1,8 +1,8 @@
-// Setting the condition of an IF or WHILE node from a kernel: cudaGraphSetConditional(handle,
-// value) with the handle that Graph.condition() gave, passed as an unsigned long long parameter.
+// Declares cudaGraphSetConditional(handle, value), which sets the condition of an IF or WHILE node.
+// The handle is that of graft.cudagraph.condition(), passed as an unsigned long long argument.
 //
-// On CUDA the function is the device runtime's, which the driver provides when the module is
-// loaded; declaring it is all that a text without CUDA headers needs.
+// On CUDA the function belongs to the device runtime, which the driver links when the module is
+// loaded. Source without CUDA headers only needs the declaration.
 #pragma once
 
 #ifndef __SOFTCUDA__

@@ -1,13 +1,14 @@
-// Device helpers every graft kernel may use. The same text is compiled by NVRTC for a GPU and by
-// the C++ compiler for the soft device, so it includes no CUDA header.
+// Device helpers for all kernels of graft. NVRTC compiles this file for GPUs and the C++ compiler
+// compiles it for the soft device, so it includes no CUDA header.
 //
-// Floating point: multiply-add is written out (fmaf); nothing here depends on the number of rows,
-// on the block count or on occupancy, so a row's bits depend on the row alone.
+// Floating point: a fused multiply-add is always an explicit fmaf. Nothing here depends on the
+// number of rows, the number of blocks or the occupancy, so the result of a row is bit-identical
+// for every batch.
 #pragma once
 
 #define FULL_WARP 0xffffffffu
 
-// Storage types of 16-bit floats and of 8-bit ones (E4M3): bits only, converted explicitly.
+// Storage types of 16-bit and 8-bit (E4M3) floats. They hold bits and are converted explicitly.
 struct bf16_t {
   unsigned short bits;
 };
@@ -43,7 +44,7 @@ __device__ __forceinline__ float to_float(fp16_t x) {
 #endif
 }
 
-// Of any code but NaN. Subnormals are multiples of 2^-9.
+// Converts any code except NaN. Subnormals are multiples of 2^-9.
 __device__ __forceinline__ float to_float(e4m3_t x) {
   const unsigned int magnitude = x.bits & 0x7fu;
   const float subnormal = static_cast<float>(static_cast<int>(magnitude)) * 0.001953125f;
@@ -52,7 +53,7 @@ __device__ __forceinline__ float to_float(e4m3_t x) {
   return __uint_as_float(bits | (x.bits & 0x80u) << 24);
 }
 
-// Round to nearest even; NaN stays NaN.
+// Rounds to nearest even; NaN stays NaN.
 __device__ __forceinline__ void from_float(float f, float* out) { *out = f; }
 
 __device__ __forceinline__ void from_float(float f, bf16_t* out) {
@@ -80,7 +81,7 @@ __device__ __forceinline__ void from_float(float f, fp16_t* out) {
   } else if (magnitude >= 0x477ff000u) {
     half = 0x7c00u;  // rounds to infinity
   } else if (magnitude < 0x38800000u) {
-    // Subnormal or zero: adding 0.5 aligns the mantissa so that the hardware rounds for us.
+    // Subnormal or zero: adding 0.5 aligns the mantissa so that the hardware rounds.
     const float aligned = __uint_as_float(magnitude) + 0.5f;
     half = __float_as_uint(aligned) - 0x3f000000u;
   } else {
@@ -90,17 +91,17 @@ __device__ __forceinline__ void from_float(float f, fp16_t* out) {
 #endif
 }
 
-// What the kernel before on the lane wrote can be read and what it read can be written from here
-// on, and the kernel behind may come up, to wait here in its turn. Every thread calls it, at the
-// top of the kernel's body: before, only what no kernel of the graph writes may be read. A graph
-// with programmatic edges needs it (programmatic dependent launch); elsewhere it does nothing.
-__device__ __forceinline__ void wait_for_kernel_before() {
+// Waits until the previous kernel of the lane has completed and its writes are visible, and allows
+// the next kernel to be launched (programmatic dependent launch). Every thread calls it at the top
+// of the kernel: before the call it may only read memory that no kernel of the graph writes. It is
+// required in graphs with programmatic edges and has no effect elsewhere.
+__device__ __forceinline__ void wait_for_previous_kernel() {
 #if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 900
   asm volatile("griddepcontrol.wait;\n\tgriddepcontrol.launch_dependents;" ::: "memory");
 #endif
 }
 
-// Sum over a full warp; every lane receives the same bits (xor butterfly, fixed order).
+// Sums over a full warp. Every lane receives the same bits (xor butterfly, fixed order).
 __device__ __forceinline__ float warp_sum(float x) {
   for (int offset = 16; offset > 0; offset >>= 1) x += __shfl_xor_sync(FULL_WARP, x, offset);
   return x;
@@ -114,8 +115,8 @@ __device__ __forceinline__ float warp_max(float x) {
   return x;
 }
 
-// Publish `value` to the host after all earlier writes of this thread: host memory is mapped, and
-// the host reads the word with an acquire load before it reads anything else.
+// Publishes `value` to the host after all earlier writes of this thread. The word is in mapped host
+// memory; the host reads it with an acquire load before it reads other data.
 __device__ __forceinline__ void store_release_system(int* word, int value) {
 #ifdef __CUDA_ARCH__
   asm volatile("st.release.sys.global.s32 [%0], %1;" ::"l"(word), "r"(value) : "memory");
@@ -124,7 +125,7 @@ __device__ __forceinline__ void store_release_system(int* word, int value) {
 #endif
 }
 
-// Nanoseconds of the device's global timer; resolution is the device's (about 1 us on GPUs).
+// Returns the device's global timer in nanoseconds. Its resolution is about 1 us on GPUs.
 __device__ __forceinline__ unsigned long long global_timer_ns() {
 #ifdef __CUDA_ARCH__
   unsigned long long t;

@@ -1,7 +1,7 @@
-// The device's side of a mailbox: post a request, and wait for its answer by spinning.
+// Device side of a mailbox: post a request, and spin until it is answered.
 //
-// The words are pinned host memory, a cache line each. Requests number themselves in every replay
-// by a counter that only the device writes: 1, 2, ... (0 means "none").
+// The words are pinned host memory, one cache line each. Requests are numbered 1, 2, ... by a
+// counter that only the device writes. 0 means "no request".
 #include "graft.cuh"
 
 __device__ __forceinline__ int load_acquire_system(const int* word) {
@@ -14,14 +14,15 @@ __device__ __forceinline__ int load_acquire_system(const int* word) {
 #endif
 }
 
-// Leaves the memory system, or the core of the soft device, to whoever writes the answer.
+// Pauses between two loads, to leave the memory system, or the soft device's core, to the thread
+// that writes the answer.
 #ifndef __CUDA_ARCH__
 extern "C" int sched_yield(void) noexcept;
-__device__ __forceinline__ void rest() { sched_yield(); }
+__device__ __forceinline__ void pause_polling() { sched_yield(); }
 #elif __CUDA_ARCH__ >= 700
-__device__ __forceinline__ void rest() { __nanosleep(200); }
+__device__ __forceinline__ void pause_polling() { __nanosleep(200); }
 #else
-__device__ __forceinline__ void rest() {}
+__device__ __forceinline__ void pause_polling() {}
 #endif
 
 __device__ __forceinline__ int next_number(unsigned int* counter) {
@@ -32,26 +33,28 @@ __device__ __forceinline__ int next_number(unsigned int* counter) {
   return static_cast<int>(number);
 }
 
-// False when deadline_ns have passed on the device's own clock before `ack` carries the number.
+// Polls `ack` until it equals the number. Returns false if deadline_ns of the device's clock have
+// passed first.
 __device__ __forceinline__ bool wait_for(const int* ack, int number,
                                          unsigned long long deadline_ns) {
   const unsigned long long begin = global_timer_ns();
   while (load_acquire_system(ack) != number) {
     if (global_timer_ns() - begin > deadline_ns) return false;
-    rest();
+    pause_polling();
   }
   return true;
 }
 
-// One thread. Everything that earlier nodes wrote is visible to the host before the request is.
+// Posts a request. One thread. Everything that earlier nodes wrote is visible to the host before
+// the request is.
 extern "C" __global__ void mailbox_request(unsigned int* counter, int* request) {
   store_release_system(request, next_number(counter));
 }
 
-// One thread. Waits until `ack` carries the number of the present request, at most deadline_ns;
-// then says in `gave_up` that nobody waits for this answer any more.
-extern "C" __global__ void mailbox_wait(const unsigned int* counter, const int* ack, int* gave_up,
+// Waits for the answer to the current request. One thread. After deadline_ns it stores the number
+// in `timed_out` and ends: the device no longer waits for this answer.
+extern "C" __global__ void mailbox_wait(const unsigned int* counter, const int* ack, int* timed_out,
                                         unsigned long long deadline_ns) {
   const int number = static_cast<int>(*counter);
-  if (!wait_for(ack, number, deadline_ns)) store_release_system(gave_up, number);
+  if (!wait_for(ack, number, deadline_ns)) store_release_system(timed_out, number);
 }

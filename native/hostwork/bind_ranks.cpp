@@ -48,7 +48,7 @@ void bind_ranks(nb::module_& m) {
                        : nb::cast(outcome == Messages::Outcome::kDone);
           },
           "Whether they went; None where they failed.")
-      .def("give_up", &Messages::give_up)
+      .def("abandon", &Messages::abandon)
       .def_prop_ro(
           "work",
           [](Messages& self) {

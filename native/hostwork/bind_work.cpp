@@ -161,10 +161,10 @@ void bind_streams(nb::module_& m) {
     return take_captured_failure(&failure) ? failure_tuple(failure) : nb::none();
   });
   m.def(
-      "take_untold",
+      "take_unreported_failures",
       [] {
         nb::list out;
-        for (const Failure& failure : take_untold()) out.append(failure_tuple(failure));
+        for (const Failure& failure : take_unreported_failures()) out.append(failure_tuple(failure));
         for (const Failure& failure : take_eager_failures()) out.append(failure_tuple(failure));
         return out;
       },

@@ -79,7 +79,7 @@ Messages::Outcome Messages::wait(double seconds) {
   if (mpi_->failed) return Outcome::kFailed;
   const auto begun = Clock::now();
   if (!posted_ && !post_all()) {
-    give_up();
+    abandon();
     return Outcome::kFailed;
   }
   for (;;) {
@@ -89,7 +89,7 @@ Messages::Outcome Messages::wait(double seconds) {
       int done = 0;
       code_ = mpi_->wide ? test<void*>(&requests_[i], &done) : test<int>(&requests_[i], &done);
       if (code_ != 0) {
-        give_up();
+        abandon();
         return Outcome::kFailed;
       }
       open_[i] = !done;
@@ -105,7 +105,7 @@ Messages::Outcome Messages::wait(double seconds) {
   }
 }
 
-void Messages::give_up() noexcept {
+void Messages::abandon() noexcept {
   if (mpi_->failing.exchange(true)) {
     while (!mpi_->failed) sched_yield();  // another thread is writing the reason
     return;
@@ -123,7 +123,7 @@ void Messages::give_up() noexcept {
 void Messages::step(void* data) {
   auto* self = static_cast<Messages*>(data);
   if (self->wait(self->deadline_s_) == Outcome::kDone) return;
-  self->give_up();
+  self->abandon();
   fail_current(self->mpi_->why);
 }
 

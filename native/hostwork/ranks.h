@@ -43,7 +43,7 @@ class Messages {
   // Posts the messages unless they are, and waits for so long.
   Outcome wait(double seconds);
   // Gives up these, and every later message of the communicator: who did not come is told.
-  void give_up() noexcept;
+  void abandon() noexcept;
 
   // A host step; `data` is the Messages.
   static void step(void* data);

@@ -11,15 +11,15 @@ std::atomic<std::uint64_t> states{0};
 
 // Failures that may outlive their states, so that they can be told at exit. Leaked on purpose:
 // driver threads may still use it while static objects are being destroyed.
-struct Untold {
+struct UnreportedFailures {
   std::mutex mutex;  // never held while taking the GIL
   std::map<std::uint64_t, Failure> failures;
 };
-Untold& untold = *new Untold;
+UnreportedFailures& unreported = *new UnreportedFailures;
 
 void tell(std::uint64_t state) {
-  const std::lock_guard<std::mutex> lock(untold.mutex);
-  untold.failures.erase(state);
+  const std::lock_guard<std::mutex> lock(unreported.mutex);
+  unreported.failures.erase(state);
 }
 
 void store_release(std::int32_t* word, std::int32_t value) {
@@ -28,11 +28,11 @@ void store_release(std::int32_t* word, std::int32_t value) {
 
 }  // namespace
 
-std::vector<Failure> take_untold() {
+std::vector<Failure> take_unreported_failures() {
   std::vector<Failure> out;
-  const std::lock_guard<std::mutex> lock(untold.mutex);
-  for (auto& [state, failure] : untold.failures) out.push_back(std::move(failure));
-  untold.failures.clear();
+  const std::lock_guard<std::mutex> lock(unreported.mutex);
+  for (auto& [state, failure] : unreported.failures) out.push_back(std::move(failure));
+  unreported.failures.clear();
   return out;
 }
 
@@ -138,8 +138,8 @@ bool GraphState::note(StatusCode code, Failure failure) noexcept {
   }
   store_status(code, failure.replay);
   {
-    const std::lock_guard<std::mutex> untold_lock(untold.mutex);
-    untold.failures[id_] = Failure{failure.node, failure.replay, nullptr, failure.message};
+    const std::lock_guard<std::mutex> untold_lock(unreported.mutex);
+    unreported.failures[id_] = Failure{failure.node, failure.replay, nullptr, failure.message};
   }
   first_ = std::move(failure);
   failed_.store(true, std::memory_order_release);

@@ -139,6 +139,6 @@ class PayloadCell : public std::enable_shared_from_this<PayloadCell> {
 };
 
 // First failures that no pending() gave out yet, without their exceptions; empties the list.
-std::vector<Failure> take_untold();
+std::vector<Failure> take_unreported_failures();
 
 }  // namespace graft::hostwork

@@ -13,7 +13,7 @@ def module(device: Device, request: pytest.FixtureRequest) -> KernelModule:
     return load_text(device, request.module.TEXT, request.path.with_suffix(".cu").name)
 
 
-@pytest.fixture(params=["mailbox", "spin"])
+@pytest.fixture(params=["mailbox", "spinkernel"])
 def transport(request: pytest.FixtureRequest) -> str:
     """How a request is waited for: the name of the lane's method."""
     return str(request.param)

@@ -46,7 +46,7 @@ def test_device_describes_itself_in_one_line(device: Device) -> None:
     """The description is one line that names the kind of device."""
     text = device.describe()
     assert "\n" not in text and device.kind in text
-    assert device.cores >= 1 and device.compute_capability[0] >= 5
+    assert device.multiprocessor_count >= 1 and device.compute_capability[0] >= 5
 
 
 def test_importing_graft_loads_no_driver() -> None:
@@ -75,7 +75,7 @@ def test_auto_takes_soft_where_no_cuda_device_answers() -> None:
 from graft.cudagraph import chooser, open_device
 _, why = chooser.probe_cuda()
 device = open_device()
-print(device.kind, bool(why), device.why == why and device.describe().endswith(why))
+print(device.kind, bool(why), device.fallback_reason == why and device.describe().endswith(why))
 """,
         GRAFT_DEVICE="auto",
     )

@@ -1,4 +1,4 @@
-"""Graphs: definition, launches, updates of graphs and of nodes, payload cells."""
+"""Graphs: definition, launches, updates of graphs and of nodes, payload values."""
 
 from __future__ import annotations
 
@@ -34,19 +34,19 @@ extern "C" __global__ void scale(int* data, int value) { data[threadIdx.x] *= va
 """
 WAITING = """
 #include "graft.cuh"
-extern "C" __global__ void plain(int* data) { *data += 1; /* wait_for_kernel_before(); */ }
+extern "C" __global__ void plain(int* data) { *data += 1; /* wait_for_previous_kernel(); */ }
 extern "C" __global__ void wait(int* data) {
   const int one = 1;
-  wait_for_kernel_before();
+  wait_for_previous_kernel();
   *data += one;
 }
 extern "C" __global__ void late(int* data) {
   if (data == nullptr) return;
-  wait_for_kernel_before();
+  wait_for_previous_kernel();
   *data += 1;
 }
 extern "C" __global__ void inner(int* data) {
-  if (data != nullptr) wait_for_kernel_before();
+  if (data != nullptr) wait_for_previous_kernel();
   *data += 1;
 }
 """
@@ -113,7 +113,7 @@ def test_update_to_another_topology_is_refused(device: Device, module) -> None:
     executable.update(twin)
     with pytest.raises(OptionError, match="'twin'"):
         twin.instantiate()
-    with pytest.raises(OptionError, match="is updated to a Graph, not None"):
+    with pytest.raises(OptionError, match="can only be updated to a Graph, not None"):
         executable.update(None)  # type: ignore[arg-type]
 
 
@@ -325,13 +325,15 @@ def test_only_kernels_that_wait_follow_programmatically(
     """Edges are programmatic from one kernel of a lane to the next that waits at its top, never at
     a mark, another node or a body; such nodes are not changed; where no driver has such edges, a
     graph of them is refused."""
-    monkeypatch.setattr(graph_module, "PROGRAMMATIC_SINCE", (9, 10**9))
+    monkeypatch.setattr(graph_module, "PROGRAMMATIC_MIN_CUDA", 10**9)
     refused(OptionError, {"'p'.*9.0": lambda: Graph(device, "p", programmatic=True)})
     monkeypatch.undo()
     if device.compute_capability < (9, 0):
         pytest.skip("programmatic edges need compute capability 9.0")
     kernels = load_text(device, WAITING, "waiting.cu")
-    assert {n for n in ("plain", "wait", "late", "inner") if kernels[n].waits} == {"wait"}
+    assert {n for n in ("plain", "wait", "late", "inner") if kernels[n].waits_for_previous} == {
+        "wait"
+    }
     totals = []
     for programmatic in (False, True):
         data = device.zeros((1,), "int32")
@@ -381,24 +383,24 @@ def test_only_kernels_that_wait_follow_programmatically(
 
 
 def test_wrong_changes_are_refused(device: Device, stream: Stream, module) -> None:
-    """Unknown, ambiguous and foreign nodes and cells, wrong kinds and arguments change nothing."""
+    """Invalid changes of nodes and payloads raise and change nothing."""
     data = device.zeros((1,), "int32")
     graph = Graph(device, "mine")
     other = Graph(device, "other")
     for _ in range(2):
         graph.lane("main").kernel(module["add"], 1, 1, [data, 1])
     other.lane("main").fill(data, name="elsewhere")
-    cell = graph.cell()
+    payload = graph.payload()
     executable = graph.instantiate()
     enable = executable.set_enabled
     add = module["add"]
     refused(
         OptionError,
         {
-            "2 nodes called 'add'": lambda: executable.update_kernel("add", add, 1, 1, [data, 5]),
-            "0 nodes called": lambda: enable("nothing", False),
-            "no node of graph 'mine'": lambda: enable(other.nodes[0], False),
-            "'cell'.*'other'": lambda: other.lane("main").host(print, cell=cell),
+            "2 nodes named 'add'": lambda: executable.update_kernel("add", add, 1, 1, [data, 5]),
+            "0 nodes named": lambda: enable("nothing", False),
+            "not a node of graph 'mine'": lambda: enable(other.nodes[0], False),
+            "'payload'.*'other'": lambda: other.lane("main").host(print, payload=payload),
             "fill node 'elsewhere'.*only kernel": lambda: enable("elsewhere", False, within=other),
         },
     )
@@ -408,58 +410,61 @@ def test_wrong_changes_are_refused(device: Device, stream: Stream, module) -> No
     assert data.to_host()[0] == 2
 
 
-def test_cells_give_each_replay_its_value(device: Device, stream: Stream) -> None:
+def test_payload_is_the_value_of_each_replay(device: Device, stream: Stream) -> None:
     """A replay sees what was set before its launch, however late it runs."""
     gate = threading.Event()
     seen: list[tuple[object, str]] = []
-    graph = Graph(device, "cells")
-    cell = graph.cell("first", name="payload")
+    graph = Graph(device, "payloads")
+    payload = graph.payload("first", name="payload")
     lane = graph.lane("main")
     lane.host(lambda: gate.wait(30))
-    lane.host(PythonWork(lambda value, tag: seen.append((value, tag)), "x"), cell=cell)
-    lane.host(lambda value: seen.append((value, "y")), cell=cell)
+    lane.host(PythonWork(lambda value, tag: seen.append((value, tag)), "x"), payload=payload)
+    lane.host(lambda value: seen.append((value, "y")), payload=payload)
     executable = graph.instantiate()
     executable.launch(stream)
     for value in ("second", "third"):
-        executable.set(cell, value)
+        executable.set_payload(payload, value)
         executable.launch(stream)
     executable.launch(stream)
-    assert cell.held == 3
+    assert payload.live_values == 3
     gate.set()
     executable.synchronize(60)
     assert [v for v, tag in seen if tag == "x"] == ["first", "second", "third", "third"]
     assert [v for v, tag in seen if tag == "y"] == ["first", "second", "third", "third"]
-    assert cell.held == 1
+    assert payload.live_values == 1
     executable.close()
     seen.clear()
     gate.clear()
     again = graph.instantiate()  # counts its replays anew
     again.launch(stream)
-    again.set(cell, "fourth")
+    again.set_payload(payload, "fourth")
     again.launch(stream)
     gate.set()
     again.synchronize(60)
     assert [v for v, tag in seen if tag == "x"] == ["third", "fourth"]
 
 
-def test_an_update_brings_the_cells_of_its_definition(device: Device, stream: Stream) -> None:
+def test_update_uses_payloads_of_new_definition(device: Device, stream: Stream) -> None:
     """Their values are those of later replays; the old definition's are no longer taken."""
     seen: list[object] = []
     graphs = [Graph(device, name) for name in ("old", "new")]
-    cells = [graph.cell(f"{graph.name} first") for graph in graphs]
-    for graph, cell in zip(graphs, cells, strict=True):
-        graph.lane("main").host(seen.append, cell=cell)
+    payloads = [graph.payload(f"{graph.name} first") for graph in graphs]
+    for graph, payload in zip(graphs, payloads, strict=True):
+        graph.lane("main").host(seen.append, payload=payload)
     run = replay(graphs[0], stream)
     run.update(graphs[1])
     replay(run, stream)
-    run.set(cells[1], "new second")
+    run.set_payload(payloads[1], "new second")
     replay(run, stream)
     assert seen == ["old first", "new first", "new second"]
-    refused(OptionError, {"'cell' is no cell of graph 'new'": lambda: run.set(cells[0], "old")})
+    refused(
+        OptionError,
+        {"'payload' does not belong to graph 'new'": lambda: run.set_payload(payloads[0], "old")},
+    )
 
 
-def test_native_work_gets_the_cells_address(device: Device, stream: Stream) -> None:
-    """Native work is called with the address of the cell's pinned memory."""
+def test_native_work_receives_payload_address(device: Device, stream: Stream) -> None:
+    """Native work is called with the address of the payload's pinned memory."""
     seen: list[int] = []
     fn = ctypes.CFUNCTYPE(None, ctypes.c_void_p)(
         lambda p: seen.append(ctypes.c_int.from_address(p).value)
@@ -470,11 +475,11 @@ def test_native_work_gets_the_cells_address(device: Device, stream: Stream) -> N
     for i, pinned in enumerate(values):
         pinned.array[0] = 10 * i
     graph = Graph(device, "native")
-    cell = graph.cell(values[0])
-    graph.lane("main").host(NativeWork(address, keep=fn), cell=cell)
+    payload = graph.payload(values[0])
+    graph.lane("main").host(NativeWork(address, keep=fn), payload=payload)
     executable = graph.instantiate()
     for pinned in values:
-        executable.set(cell, pinned)
+        executable.set_payload(payload, pinned)
         executable.launch(stream)
     executable.synchronize(60)
     assert seen == [0, 10, 20]

@@ -1,4 +1,4 @@
-"""Child graphs, which are moved: mailboxes, cells and all; event nodes, which lead out."""
+"""Child graphs, which are moved: mailboxes, payloads and all; event nodes, which lead out."""
 
 from __future__ import annotations
 
@@ -86,9 +86,9 @@ def test_a_moved_child_belongs_to_its_parent(device: Device, stream: Stream) -> 
     refused(
         OptionError,
         {
-            r"'large'.*holds that graph": lambda: parent.lane("main").child(parent),
+            r"'large'.*is the same graph": lambda: parent.lane("main").child(parent),
             r"'busy'.*open executable": lambda: parent.lane("main").child(busy),
-            "'nonsense' is no Graph": lambda: parent.lane("main").child("nonsense"),  # type: ignore
+            "'nonsense' is not a Graph": lambda: parent.lane("main").child("nonsense"),  # type: ignore
         },
     )
     run.close()
@@ -106,11 +106,11 @@ def test_failures_and_replay_numbers_are_the_parents(
     def step(value: object) -> None:
         calls[0] += 1
         if fail[0]:
-            raise ValueError(f"cell {value}")
+            raise ValueError(f"payload {value}")
 
     child = Graph(device, "child")
-    cell = child.cell("first", name="payload")
-    child.lane("x").host(step, name="inner", cell=cell)
+    payload = child.payload("first", name="payload")
+    child.lane("x").host(step, name="inner", payload=payload)
     early = child.instantiate()  # it ran alone before: its records have counted
     replay(early, stream, 3)
     early.close()
@@ -122,9 +122,9 @@ def test_failures_and_replay_numbers_are_the_parents(
     run.launch(stream)
     replay(run, stream)
     fail[0] = True
-    run.set(cell, "second")
+    run.set_payload(payload, "second")
     run.launch(stream)
-    with pytest.raises(HostWorkError, match="cell second") as failed:
+    with pytest.raises(HostWorkError, match="payload second") as failed:
         run.synchronize(LIMIT_S)
     assert (failed.value.node, failed.value.replay) == ("inner", 3)
     assert child.status.array[0] == parent.status.array[0] == 1
@@ -145,7 +145,7 @@ def test_without_moves_a_child_is_refused(
     parent = Graph(device, "parent")
     child.lane("x").host(step)
     with monkeypatch.context() as patch:
-        patch.setattr(graph, "MOVES_SINCE", 1 << 30)
+        patch.setattr(graph, "CHILD_MOVE_MIN_CUDA", 1 << 30)
         with pytest.raises(OptionError, match=r"'child' cannot be moved into 'parent'.*CUDA 12\.9"):
             parent.lane("main").child(child)
     replay(child, stream)
@@ -228,7 +228,7 @@ def test_events_keep_time_where_asked(device: Device, stream: Stream) -> None:
     lane.record_event(ended)
     replay(graph, stream)
     assert ended.elapsed_s(begun) >= 0 >= begun.elapsed_s(ended)
-    with pytest.raises(OptionError, match="'silent' keeps no time"):
+    with pytest.raises(OptionError, match="'silent' records no time"):
         ended.elapsed_s(device.event("silent"))
 
 

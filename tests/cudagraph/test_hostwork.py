@@ -81,7 +81,7 @@ def test_what_is_no_work_is_refused(stream: Stream) -> None:
     refused(
         OptionError,
         {
-            "own arguments": lambda: hostfunc(stream, PythonWork(print), 1),
+            "already has its arguments": lambda: hostfunc(stream, PythonWork(print), 1),
             "callable": lambda: hostfunc(stream, 7),  # type: ignore[arg-type]
             "NULL": lambda: NativeWork(0),
             "data": lambda: NativeWork(1, data="x"),  # type: ignore[arg-type]
@@ -317,7 +317,7 @@ def test_spinning_steps_run_like_others(device: Device, stream: Stream) -> None:
 def test_spin_needs_cores(stream: Stream, monkeypatch: pytest.MonkeyPatch) -> None:
     """With fewer than 4 usable cores spin is refused, naming the cost; "force" insists."""
     monkeypatch.setattr(os, "sched_getaffinity", lambda _: {0, 1})
-    with pytest.raises(OptionError, match=r"burns one core.*2 of the 4"):
+    with pytest.raises(OptionError, match=r"occupies a core.*4 usable cores; this process has 2"):
         hostfunc(stream, list, spin=True)
     with pytest.raises(OptionError, match="spin must be"):
         hostfunc(stream, list, spin="yes")  # type: ignore[arg-type]

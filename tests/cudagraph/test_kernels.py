@@ -13,7 +13,7 @@ from cudagraph_util import refused, run_program
 
 from graft.cudagraph import Device, DeviceError, Kernel, KernelError, Stream, StreamLane, load_text
 from graft.cudagraph.pinned import PinnedSlots
-from graft.cudagraph.signature import kernel_kinds
+from graft.cudagraph.signature import parameter_kinds
 
 TEXT = """
 extern "C" __global__ void saxpy(float* y, const float* x, float a, int n) {
@@ -134,7 +134,7 @@ def test_dynamic_shared_memory(device: Device, stream: Stream, module) -> None:
         ([None, None, "1", 1], "str"),
         ([None, None, 10**400, 1], "argument 2"),
         ([None, None, np.int32(1), 1], "a float of 4 bytes, but int32"),
-        ([None, None, 1.0, 1.5], "an int of 4 bytes and takes no float"),
+        ([None, None, 1.0, 1.5], "an int of 4 bytes, but a float was given"),
         ([None, None, 1.0, np.float32(1)], "an int of 4 bytes, but float32"),
         ([None, np.float64(1), 1.0, 1], "a pointer of 8 bytes, but float64"),
         ([None, None, bytes(4), 1], "a float of 4 bytes, but 4 plain bytes"),
@@ -168,7 +168,7 @@ def test_kinds_are_read_from_the_text() -> None:
     extern "C" __global__ void more(const float* const __restrict__ a, /* b */ const volatile
         size_t b, Pair c, uint8_t d, const double e, bool, signed char) {}
     """
-    assert kernel_kinds(text) == {
+    assert parameter_kinds(text) == {
         "twice": ("other", "int"),
         "none": (),
         "more": ("pointer", "int", "other", "int", "float", "int", "int"),
@@ -290,5 +290,5 @@ def test_an_unusable_cache_is_replaced_and_said(tmp_path: Path, why: str) -> Non
             pytest.skip("only root can give a folder away")
         os.chown(folder, 12345, -1)
     told = run_cached(folder)
-    assert told.count(f"compiled kernels are not kept, as {folder} cannot be used") == 1
+    assert told.count(f"compiled kernels are not cached, because {folder} cannot be used") == 1
     assert not folder.is_dir() or not list(folder.iterdir())

@@ -102,7 +102,7 @@ def test_wrong_copies_are_refused(device: Device, run) -> None:
             {
                 "12 bytes": lambda: lane.copy(small, large),
                 "ndarray": lambda: lane.copy(small, np.zeros(2, np.int32)),  # type: ignore[arg-type]
-                "host work": lambda: lane.copy(pinned, pinned),
+                "host step": lambda: lane.copy(pinned, pinned),
                 "-1": lambda: lane.fill(small, -1),
             },
         )

@@ -71,7 +71,7 @@ class Watched:
         lane.mailbox(self.step)
         if_(lane, condition(self.graph, 1), name="if").lane("inside").fill(data)
         lane.record_event(event)
-        lane.spin(self.step)
+        lane.spinkernel(self.step)
         bodies = if_else(lane, condition(self.graph, 0), name="branch")
         bodies[1].lane("inside").fill(data, 1)
 
@@ -147,8 +147,8 @@ def test_launches_keep_what_they_run(device: Device, everything: bool) -> None:
     ("refused", "kind"),
     [
         ("add_host", "host"),
-        ("add_answer_wait", "mailbox"),
-        ("add_kernel", "spin"),
+        ("add_mailbox_wait", "mailbox"),
+        ("add_kernel", "spinkernel"),
         ("add_event", "event"),
         ("add_conditional", "if"),
     ],
@@ -301,8 +301,11 @@ def test_a_failure_that_nobody_asked_for_is_told_at_exit() -> None:
     done = run_program(UNTOLD)
     lines = sorted(done.stderr.splitlines())
     assert done.returncode == 0 and len(lines) == 2, done.stderr
-    assert "'<lambda>' failed, and nobody asked: ZeroDivisionError" in lines[0]
-    assert "'dropped' failed in replay 1, and nobody asked: ValueError: about dropped" in lines[1]
+    assert "'<lambda>' failed; the error was not raised: ZeroDivisionError" in lines[0]
+    assert (
+        "'dropped' failed in replay 1; the error was not raised: ValueError: about dropped"
+        in lines[1]
+    )
 
 
 def recapture(device: Device, stream: Stream, times: int) -> int:

@@ -112,7 +112,7 @@ def test_deadlines_and_operands_out_of_range_are_refused(device):
         with pytest.raises(OptionError):
             lane.mailbox(lambda: None, **options)  # type: ignore[arg-type]
     with pytest.raises(OptionError, match=r"device_deadline_s must be .* not 0\.0"):
-        lane.spin(lambda: None, device_deadline_s=0.0)
+        lane.spinkernel(lambda: None, device_deadline_s=0.0)
     assert graph.nodes == []
 
 
@@ -154,7 +154,7 @@ def test_without_memory_operations_a_mailbox_is_refused_and_spinning_works():
     """The refused pair leaves no node behind; every other attribute may be 0."""
     code, rest = child("mailbox", SOFTCUDA_MEMOPS="0")
     assert (code, rest) == ("CUDA_ERROR_NOT_SUPPORTED", "['fill'] []")
-    assert child("spin", SOFTCUDA_MEMOPS="0") == ["120"]
+    assert child("spinkernel", SOFTCUDA_MEMOPS="0") == ["120"]
     off = {f"SOFTCUDA_ATTRIBUTE_{n}": "0" for n in (92, 93, 94, 98, 122, 123)}
     assert child("mailbox", **off) == ["120"]
 
@@ -247,7 +247,7 @@ def test_a_late_worker_loses_and_its_result_is_not_published(device, stream, tra
     assert graph.status.array[0] == 4 and graph.status.array[1] == before + 1
     with pytest.raises(HostWorkError):
         run.launch(stream)
-    with pytest.raises(DeadlineError, match="given up is still running"):
+    with pytest.raises(DeadlineError, match="missed its deadline is still running"):
         run.clear(timeout_s=0.05)
     assert graph.worker.native.stuck
     go.set()
@@ -290,7 +290,7 @@ def test_a_spinning_kernel_gives_up_on_the_device_clock(device, stream):
         go.wait(LIMIT_S)
         out[:] = 1
 
-    run, result = answered(device, "spin", work, deadline_s=LIMIT_S, device_deadline_s=1.5)
+    run, result = answered(device, "spinkernel", work, deadline_s=LIMIT_S, device_deadline_s=1.5)
     begun = time.monotonic()
     run.launch(stream)
     with pytest.raises(HostWorkError, match="gave up"):

@@ -283,14 +283,14 @@ def test_ring_never_laps(device: Device) -> None:
         ring.publish(replay)
     refused(OptionError, {"replay 1 ": lambda: ring.publish(4)})
     assert ring.row("token", 1).tolist() == [1] * 4
-    ring.poll(1, timeout_s=1)
-    ring.consumed(1)
+    ring.synchronize(1, timeout_s=1)
+    ring.release(1)
     ring.publish(4)
-    ring.poll(4, timeout_s=1)
+    ring.synchronize(4, timeout_s=1)
     refused(
         OptionError,
         {
-            "replay 4": lambda: ring.consumed(1),
+            "replay 4": lambda: ring.release(1),
             r"2\*\*31": lambda: ring.publish(0),
         },
     )
@@ -300,9 +300,9 @@ def test_poll_waits_for_the_stamp(device: Device) -> None:
     """poll() returns once another thread stamps the entry, and not by an older stamp."""
     ring = Ring(device, 2, {"token": ("int32", (1,))})
     ring.publish(1)
-    ring.consumed(1)
-    with pytest.raises(DeadlineError, match="entry has 1"):
-        ring.poll(3, timeout_s=0.02)
+    ring.release(1)
+    with pytest.raises(DeadlineError, match="stamp is 1"):
+        ring.synchronize(3, timeout_s=0.02)
 
     def write() -> None:
         time.sleep(0.05)
@@ -311,6 +311,6 @@ def test_poll_waits_for_the_stamp(device: Device) -> None:
 
     writer = threading.Thread(target=write)
     writer.start()
-    ring.poll(3, timeout_s=30)
+    ring.synchronize(3, timeout_s=30)
     assert ring.row("token", 3)[0] == 33
     writer.join()

@@ -121,7 +121,7 @@ def execute(
 def graphs(
     kind: str, seed: int, count: int, threads: int, timeout_s: float = 60, **settings: str
 ) -> None:
-    """Run random graphs; the program checks cells, failures, and that nothing is left."""
+    """Run random graphs; the program checks payloads, failures, and that nothing is left."""
     said = run(kind, "graphs", image(), seed, count, threads, timeout_s=timeout_s, **settings)
     assert re.match(rf"{count} graphs on {threads} threads; ", said)
 

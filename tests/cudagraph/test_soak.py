@@ -100,14 +100,14 @@ def test_changes_of_a_cell_weigh_nothing(device: Device, stream: Stream, count: 
             self.number = number
 
     graph = Graph(device, "payloads")
-    cell = graph.cell(Value(-1))
-    graph.lane("main").host(lambda value: seen.append(value.number), cell=cell)
+    payload = graph.payload(Value(-1))
+    graph.lane("main").host(lambda value: seen.append(value.number), payload=payload)
     executable = graph.instantiate()
 
     def change(times: int) -> list[int]:
         used = []
         for i in range(times):
-            executable.set(cell, Value(i))
+            executable.set_payload(payload, Value(i))
             if i % 1000 == 0:
                 executable.launch(stream)
                 used.append(i)
@@ -118,14 +118,14 @@ def test_changes_of_a_cell_weigh_nothing(device: Device, stream: Stream, count: 
     settled()
     before = resident_kib()
     watch = weakref.ref(value := Value(-2))
-    executable.set(cell, value)
+    executable.set_payload(payload, value)
     del value
     expected += change(count)
     replay(executable, stream)
     expected.append(count - 1)
     settled()
     assert seen == expected
-    assert cell.held == 1 and watch() is None
+    assert payload.live_values == 1 and watch() is None
     assert sum(isinstance(o, Value) for o in gc.get_objects()) == 1
     grown = [resident_kib() - before]
     while grown[-1] >= MOST_KIB and len(grown) < 3:  # what other tests left may move meanwhile

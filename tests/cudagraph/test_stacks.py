@@ -53,13 +53,13 @@ def said_by(error: type[GraftError], wait: Callable[[], object]) -> str:
 
 def check_both_sides(message: str) -> None:
     """The waiter's Python and native stack, then the host step's."""
-    waiting, running = message.split("the other side: ")
-    assert "the waiting side: thread 'MainThread'" in waiting
+    waiting, running = message.split("running: ")
+    assert "waiting: thread 'MainThread'" in waiting
     assert "in a_function_that_waits" in waiting
-    assert re.search(r"native, innermost first:\n    \S+\+0x", waiting)
+    assert re.search(r"native stack, innermost frame first:\n    \S+\+0x", waiting)
     assert running.startswith("host step 'row 3' (replay 1) has been running for")
     assert "in stands_at_the_gate" in running
-    native = running[running.index("native, innermost first:") :]
+    native = running[running.index("native stack, innermost frame first:") :]
     assert "PyThread_acquire_lock_timed" in native, "the thread waits for the gate's lock"
 
 
@@ -74,13 +74,13 @@ def test_waits_for_graphs_streams_and_devices(
         said = said_by(DeadlineError, lambda wait=wait: wait(timeout_s=0.02))
         check_both_sides(said)
     if device.kind == "soft":
-        assert "the soft device says:\n  thread" in said and "runs host function" in said
+        assert "soft device:\n  thread" in said and "runs host function" in said
 
 
 def test_a_wait_for_a_ring(stuck: threading.Event, device: Device) -> None:
     """A ring whose entry nobody stamps."""
     ring = Ring(device, 2, {"token": ("int32", (1,))})
-    check_both_sides(said_by(DeadlineError, lambda: ring.poll(1, timeout_s=0.02)))
+    check_both_sides(said_by(DeadlineError, lambda: ring.synchronize(1, timeout_s=0.02)))
 
 
 def test_a_wait_for_a_round(stuck: threading.Event, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -90,7 +90,7 @@ def test_a_wait_for_a_round(stuck: threading.Event, monkeypatch: pytest.MonkeyPa
     rounds = SimpleNamespace(
         _stream=SimpleNamespace(query=lambda: False),
         _parts=SimpleNamespace(
-            outputs=SimpleNamespace(stamped=lambda number, timeout_s: time.sleep(timeout_s))
+            outputs=SimpleNamespace(wait=lambda number, timeout_s: time.sleep(timeout_s))
         ),
     )
     shield = SimpleNamespace(check=lambda: None)
@@ -102,8 +102,8 @@ def test_a_wait_for_a_round(stuck: threading.Event, monkeypatch: pytest.MonkeyPa
 def test_nothing_running_is_said(device: Device) -> None:
     """A ring that waits for nobody's work says so, instead of nothing."""
     ring = Ring(device, 2, {"token": ("int32", (1,))})
-    said = said_by(DeadlineError, lambda: ring.poll(1, timeout_s=0.01))
-    assert "the other side: no host step of graft's is running" in said
+    said = said_by(DeadlineError, lambda: ring.synchronize(1, timeout_s=0.01))
+    assert "running: no host step of graft" in said
 
 
 def test_a_released_mailbox_tells_where_its_work_stood(

@@ -26,7 +26,7 @@ from graft.cudagraph.hostwork import PythonWork
 from graft.cudagraph.lanes import StreamLane
 from graft.grammar.compile.service import GrammarService
 from graft.grammar.decoder import GuidedDecoder
-from graft.grammar.statement import GrammarSpec
+from graft.grammar.grammar_spec import GrammarSpec
 from graft.models.cache.kv import PagedKV
 from graft.models.engine import replay
 from graft.models.engine.interrupt import Shield
@@ -459,7 +459,7 @@ def test_prompts_ahead_of_a_round_do_not_run_into_its_deadline(monkeypatch):
         monkeypatch.setattr(SlotManager, "progress", told_nothing)
         with pytest.raises(DeviceError, match="published no result") as caught:
             engine.generate([prompt])
-        assert "\n" not in str(caught.value) and "the waiting side" in caught.value.__notes__[0]
+        assert "\n" not in str(caught.value) and "waiting: thread" in caught.value.__notes__[0]
 
 
 def test_nobody_waits_for_all_prompts(engine):

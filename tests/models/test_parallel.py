@@ -154,7 +154,7 @@ def test_nccl_is_captured_and_joined_as_a_child_graph(device, stream, monkeypatc
     without nccl4py the device is refused by the package's name."""
     ranks = types.SimpleNamespace(rank=0, size=1, peers=(), send=lambda *_: None)
     monkeypatch.setitem(sys.modules, "nccl", None)
-    with pytest.raises(OptionError, match="need nccl4py"):
+    with pytest.raises(OptionError, match="needs nccl4py"):
         NcclAllGather(device, ranks, 6)
 
     class Communicator:

@@ -92,8 +92,8 @@ class Soft:
     returns what the bindings do. What was made by the former is freed by ``close()``.
     """
 
-    fault = staticmethod(functools.partial(softstats.explain, True))
-    refusal = staticmethod(functools.partial(softstats.explain, False))
+    fault = staticmethod(functools.partial(softstats.error_detail, True))
+    refusal = staticmethod(functools.partial(softstats.error_detail, False))
     describe = staticmethod(softstats.describe)
     count = staticmethod(lambda what: softstats.counters()["count"][what])
 

@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from html import escape
 from pathlib import Path
 
-from graft.cudagraph.drawing import COLOURS, OTHER, dot
+from graft.cudagraph.drawing import COLOURS, OTHER_COLOURS, dot
 from graft.cudagraph.graph import Graph, Node
 from graft.models.engine.engine import Engine
 from graft.tools.demo_model import demo_model
@@ -112,7 +112,7 @@ def svg(
             f'marker-end="url(#{style})"/>'
         )
     for node in nodes:
-        fill, stroke = COLOURS.get(node.kind, OTHER)
+        fill, stroke = COLOURS.get(node.kind, OTHER_COLOURS)
         text = node.name if len(node.name) <= LABEL else node.name[: LABEL - 1] + "…"
         parts.append(
             f"<g><title>{escape(f'{node.index}: {node.kind} {node.name}')}</title>"

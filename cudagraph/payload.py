@@ -1,0 +1,59 @@
+"""Values that change between replays without an update of the graph.
+
+The parameters of a node are fixed when the graph is instantiated. A value that changes from replay
+to replay is stored in a :class:`Payload` instead. ``GraphExec.set_payload`` sets the value for all
+later launches; launches in flight keep the value that they were launched with. A value is released
+as soon as no replay can read it, so the number of changes does not matter.
+"""
+
+from __future__ import annotations
+
+from graft.cudagraph.errors import OptionError
+from graft.native import _native
+
+
+class Payload:
+    """A per-replay value that is passed to host steps of one graph.
+
+    Created by :meth:`Graph.payload` and changed by :meth:`GraphExec.set_payload`. Python work
+    receives the value as its first argument. Native work receives it in place of ``data``: the
+    value must then be an int, or an object with a ``host_ptr`` such as a pinned array.
+
+    Attributes
+    ----------
+    name
+        Name for error messages.
+    state
+        Native state of the graph that the payload belongs to.
+    native
+        Native storage of the values, ordered by replay.
+    """
+
+    def __init__(self, state: _native.GraphState, value: object, name: str) -> None:
+        self.name = name
+        self.state = state
+        self.native = _native.PayloadCell(value, native_address(value))
+
+    @property
+    def live_values(self) -> int:
+        """Number of values held: the current one and those that launches in flight may read."""
+        return self.native.size
+
+    def __repr__(self) -> str:
+        return f"<Payload {self.name!r}, {self.live_values} live values>"
+
+
+def native_address(value: object) -> int:
+    """Return the address that native work receives for a value; 0 if it is a Python object only.
+
+    Raises
+    ------
+    OptionError
+        The value, or its ``host_ptr``, is an int that is not a 64-bit address.
+    """
+    address = value if isinstance(value, int) else getattr(value, "host_ptr", 0)
+    if not isinstance(address, int) or not -(1 << 63) <= address < 1 << 64:
+        raise OptionError(
+            f"payload value {value!r} is not a 64-bit address that native work can receive"
+        )
+    return address % (1 << 64)
