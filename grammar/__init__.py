@@ -6,12 +6,12 @@ from graft.grammar.backends.xgrammar import XGrammarBackend
 from graft.grammar.compile.service import GrammarService
 from graft.grammar.decoder import GuidedDecoder, GuidedRequest
 from graft.grammar.errors import GrammarError, GuideError
+from graft.grammar.grammar_spec import GrammarSpec, StructuralTag
 from graft.grammar.matcher import CompiledGrammar, GrammarBackend, Matcher
-from graft.grammar.resolve import resolved
+from graft.grammar.resolve import resolve_spec
 from graft.grammar.schema.router import Route, route
 from graft.grammar.schema.terms import Reason
 from graft.grammar.spec import Marker, Spec
-from graft.grammar.statement import GrammarSpec, StructuralTag
 from graft.grammar.validate import check_output
 from graft.grammar.vocabulary import Vocabulary
 
@@ -36,6 +36,6 @@ __all__ = [
     "XGrammarBackend",
     "check_output",
     "make_backend",
-    "resolved",
+    "resolve_spec",
     "route",
 ]

@@ -195,7 +195,7 @@ class GuidedDecoder:
         if self.transport == "mailbox":
             lane.mailbox(work, worker=self._answers, deadline_s=self._deadline_s, name=name)
         elif self.transport == "spinkernel":
-            lane.spin(work, worker=self._answers, deadline_s=self._deadline_s, name=name)
+            lane.spinkernel(work, worker=self._answers, deadline_s=self._deadline_s, name=name)
         else:
             lane.host(work, name=name)
 

@@ -1,26 +1,39 @@
-"""Errors of the grammar room."""
+"""Exceptions of the grammar package."""
 
 from __future__ import annotations
 
 import re
 
 from graft.cudagraph.errors import GraftError
+from graft.native.children.errors import Refusal
 
 __all__ = ["GrammarError", "GuideError", "clean_message"]
 
 
-class GrammarError(GraftError):
-    """A grammar, or the vocabulary it is compiled for, was refused; the request fails alone."""
+class GrammarError(GraftError, Refusal):
+    """A grammar or a vocabulary is not valid or not supported.
+
+    In an engine it fails only the request that the grammar belongs to. A child process passes it on
+    to its caller (see `Refusal`).
+    """
 
 
 class GuideError(GraftError):
-    """The guided decoder was used against its protocol (lapping, a foreign matcher, closed)."""
+    """The guided decoder was used against its protocol.
+
+    For example, replays were published out of order, one matcher was used for two requests, or the
+    decoder is closed.
+    """
 
 
 def clean_message(error: BaseException | str) -> str:
-    """A backend's sentence without time, source file, check, parser state and backtrace."""
+    """Return a backend's error message as one line of at most 500 characters.
+
+    Times, source files, failed checks, parser states and backtraces are removed.
+    """
     lines = str(error).strip().splitlines()
-    text = lines[-1] if lines and lines[0].startswith("Traceback") else " ".join(lines)
+    traceback = bool(lines) and re.match(r"(\w+: )?Traceback", lines[0]) is not None
+    text = lines[-1] if traceback else " ".join(lines)
     text = re.sub(r"\[\d\d:\d\d:\d\d\] \S+:\d+: (Warning: )?", "", text)
     text = re.sub(r"Check failed: \(.*?\) is false: ", "", text)
     text = re.sub(r"<(state|backtrace)>.*", "", text, flags=re.DOTALL)

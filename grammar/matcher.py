@@ -1,6 +1,7 @@
-"""What a grammar backend is, what it compiles, and the matchers that it makes.
+"""Interfaces of grammar backends, compiled grammars and matchers.
 
-A matcher is one request's place in its grammar, whichever backend stands behind it.
+A matcher holds the state of one request in its grammar. It accepts tokens, rolls them back and
+fills token bitmasks, with the same interface for every backend.
 """
 
 from __future__ import annotations
@@ -22,40 +23,59 @@ __all__ = ["CompiledGrammar", "GrammarBackend", "Matcher", "NativeBackedMatcher"
 
 @runtime_checkable
 class GrammarBackend(Protocol):
-    """Compiles grammars for one vocabulary and makes matchers.
+    """Compiles grammars for one vocabulary and creates matchers.
 
-    A backend may be written in Python alone: see `Matcher`. A JSON schema that names no backend
-    comes as it stands (unless `resolved` knows the backend): enforce all of it, or
-    refuse it.
+    A backend may be written in pure Python; see `Matcher`. Backends other than the built-in ones
+    receive a JSON schema unchanged if it names no backend. They must enforce all of it or refuse
+    it.
 
-    ``name`` is for messages.
+    Attributes
+    ----------
+    name
+        Name of the backend in messages.
+    vocabulary
+        Vocabulary of the grammars and matchers.
     """
 
     name: str
     vocabulary: Vocabulary
 
     def compile(self, spec: Spec) -> CompiledGrammar:
-        """Compile on the calling thread; ``GrammarError`` with the reason if it is refused."""
+        """Compile a grammar on the calling thread; raise `GrammarError` if it is refused."""
 
     def matcher(self, compiled: CompiledGrammar, stop_ids: Iterable[int] | None = None) -> Matcher:
-        """A new matcher at the start; ``stop_ids`` end it, the vocabulary's if absent.
+        """Return a new matcher at the start of a grammar.
 
-        It is independent of every other: matchers of one grammar run on different threads. Free
-        text before the grammar is no business of it, see `CompiledGrammar.matcher`.
+        It must share no mutable state with other matchers, because matchers of one grammar run on
+        different threads. Markers are handled by `CompiledGrammar.matcher`.
+
+        Parameters
+        ----------
+        compiled
+            A grammar that this backend compiled.
+        stop_ids
+            Ids that terminate the matcher; None for those of the vocabulary.
         """
 
 
 class CompiledGrammar:
-    """A grammar compiled for one vocabulary; shared by any number of matchers, read-only.
+    """A grammar compiled for one vocabulary. Immutable, shared by all its matchers.
 
     Parameters
     ----------
-    backend, spec
-        Whose grammar it is, and what it was compiled from.
+    backend
+        Backend that compiled the grammar.
+    spec
+        Specification that it was compiled from.
     native
-        The backend's own form of it.
+        The backend's own form of the grammar.
     nbytes
-        Memory it takes, in bytes, as far as the backend tells.
+        Memory that the grammar occupies, in bytes, as reported by the backend.
+
+    Attributes
+    ----------
+    pace
+        Speed of the grammar's matchers, as measured by the native worker.
     """
 
     def __init__(self, backend: GrammarBackend, spec: Spec, native: Any, nbytes: int):
@@ -63,38 +83,53 @@ class CompiledGrammar:
         self.spec = spec
         self.native = native
         self.nbytes = nbytes
-        self.pace = _native.guide.Pace()  # what the native worker knows of its matchers' speed
+        self.pace = _native.guide.Pace()
 
     def matcher(self, stop_ids: Iterable[int] | None = None, tokens: Iterable[int] = ()) -> Matcher:
-        """A new matcher that has taken some tokens, behind free text where the spec says so.
+        """Return a new matcher that has accepted some tokens.
 
-        ``stop_ids`` end it, the vocabulary's if absent. ``GrammarError`` if the grammar refuses a
-        token, or a stop id is the marker too.
+        If the specification has a marker, the matcher starts in the free text before it.
+
+        Parameters
+        ----------
+        stop_ids
+            Ids that terminate the matcher; None for those of the vocabulary.
+        tokens
+            Tokens to accept.
+
+        Raises
+        ------
+        GrammarError
+            A token is illegal, or the marker is one of the stop ids.
         """
         matcher = self.backend.matcher(self, stop_ids)
         if self.spec.marker is not None:
-            matcher = _marked(matcher, self.spec.marker)
+            matcher = _with_marker(matcher, self.spec.marker)
         for index, token in enumerate(tokens):
             if not matcher.accept(token):
-                raise GrammarError(f"matcher: the grammar refuses token {token}, number {index}")
+                raise GrammarError(f"matcher: token {token} at index {index} is illegal")
         return matcher
 
 
 class Matcher(ABC):
-    """Which tokens may follow the ones accepted so far.
+    """State of one request in its grammar: determines which tokens may come next.
 
-    One matcher is used by one thread at a time; the guided decoder owns it while replays that name
-    it are in flight. A backend in Python alone implements the abstract methods; the native worker
-    calls them, on its own threads, with the GIL held.
+    At most one thread may use a matcher at a time. The guided decoder owns it while replays that
+    refer to it are in flight. A backend in pure Python implements the abstract methods; the native
+    worker calls them on its threads with the GIL held.
 
     Attributes
     ----------
-    compiled, stop_ids
-        The grammar, and the ids that end it once it is complete.
-    size, words
-        Logit columns of the vocabulary, and int32 words of a mask row.
+    compiled
+        The grammar.
+    stop_ids
+        Ids that terminate the matcher once the grammar is complete.
+    size
+        Number of logit columns of the vocabulary.
+    words
+        Number of int32 words of a mask row, ``ceil(size / 32)``.
     claimed
-        Taken by a request of a guided decoder: its state is not the caller's any more.
+        Whether a request of a guided decoder uses the matcher; the caller must not use it then.
     """
 
     def __init__(self, compiled: CompiledGrammar, stop_ids: tuple[int, ...]):
@@ -106,44 +141,63 @@ class Matcher(ABC):
 
     @functools.cached_property
     def native(self) -> Any:
-        """The matcher as the native worker drives it, sharing this one's state."""
+        """Native matcher that the worker uses; it shares the state of this object."""
         return _native.guide.PythonMatcher(self, np.zeros(self.words, np.int32), self.size)
 
     @abstractmethod
     def accept(self, token: int) -> bool:
-        """Take one more token. False, and no change, if it is illegal, out of range or too late."""
+        """Advance by one token.
+
+        Returns
+        -------
+        bool
+            False, without a change of state, if the token is illegal, outside the vocabulary, or
+            follows a stop id.
+        """
 
     @abstractmethod
     def fill(self, row: np.ndarray) -> bool:
-        """Write the legal tokens as bits of ``row``, contiguous int32 ``[ceil(size / 32)]``.
+        """Write the token bitmask of the legal next tokens.
 
-        False where nothing is constrained: the row is then left as it was. ``GrammarError`` after
-        termination: there is no next token.
+        Parameters
+        ----------
+        row
+            Contiguous int32 array ``[words]``. Bit ``i`` of the row is set if token ``i`` is legal.
+
+        Returns
+        -------
+        bool
+            False if no token is constrained; the row is not written then.
+
+        Raises
+        ------
+        GrammarError
+            The matcher has terminated.
         """
 
     @abstractmethod
     def rollback(self, tokens: int) -> None:
-        """Undo the last ``tokens`` accepted tokens; a stop token counts as one."""
+        """Undo the last `tokens` accepted tokens. A stop id counts as one."""
 
     @abstractmethod
     def is_terminated(self) -> bool:
-        """Whether a stop token was accepted."""
+        """Return whether a stop id was accepted."""
 
     def legal(self) -> np.ndarray:
-        """The legal token ids, ascending, int64."""
+        """Return the legal token ids, ascending, as int64."""
         row = np.zeros(self.words, np.int32)
         if not self.fill(row):
             return np.arange(self.size)
         return np.flatnonzero(np.unpackbits(row.view(np.uint8), bitorder="little"))
 
-    def _require_running(self) -> None:
+    def _require_not_terminated(self) -> None:
         if self.is_terminated():
             raise GrammarError("matcher: cannot fill a mask after the grammar has terminated")
 
-    def _require_row(self, row: np.ndarray) -> None:
+    def _require_mask_row(self, row: np.ndarray) -> None:
         if not isinstance(row, np.ndarray):
             raise GrammarError(f"mask row: must be an int32 array, got {row!r}")
-        # The libraries look at the address alone: strides and other types would be written over.
+        # The libraries only use the address: another layout would corrupt memory.
         if row.dtype != np.int32 or row.shape != (self.words,) or not row.flags.c_contiguous:
             raise GrammarError(
                 f"mask row: is {row.dtype} {list(row.shape)}, "
@@ -151,21 +205,31 @@ class Matcher(ABC):
             )
 
 
-def _typed(method: Callable[..., Any]) -> Callable[..., Any]:
-    """A failure inside a backend is a GrammarError, with the backend's words."""
+def _raises_grammar_error(method: Callable[..., Any]) -> Callable[..., Any]:
+    """Convert a backend's RuntimeError into a `GrammarError` with the same message."""
 
     @functools.wraps(method)
-    def call(*arguments: Any) -> Any:
+    def wrapped(*arguments: Any) -> Any:
         try:
             return method(*arguments)
         except RuntimeError as error:
             raise GrammarError(f"matcher: {clean_message(error)}") from None
 
-    return call
+    return wrapped
 
 
 class NativeBackedMatcher(Matcher):
-    """A matcher whose Python methods call the native one, which borrows what is kept."""
+    """A matcher whose methods call a native matcher.
+
+    Parameters
+    ----------
+    compiled, stop_ids
+        As in `Matcher`.
+    native
+        The native matcher.
+    keep
+        Objects that the native matcher refers to, kept alive with this object.
+    """
 
     def __init__(
         self, compiled: CompiledGrammar, stop_ids: tuple[int, ...], native: Any, keep: Any = None
@@ -174,23 +238,23 @@ class NativeBackedMatcher(Matcher):
         self.native = native
         self._keep = keep
 
-    @_typed
+    @_raises_grammar_error
     def accept(self, token: int) -> bool:
         return -(2**31) <= token < 2**31 and bool(self.native.accept(int(token)))
 
-    @_typed
+    @_raises_grammar_error
     def fill(self, row: np.ndarray) -> bool:
-        self._require_running()
-        self._require_row(row)
+        self._require_not_terminated()
+        self._require_mask_row(row)
         return bool(self.native.fill(row))
 
-    @_typed
+    @_raises_grammar_error
     def rollback(self, tokens: int) -> None:
         if not isinstance(tokens, (int, np.integer)) or not 0 <= tokens < 2**31:
             raise GrammarError(f"rollback: takes a number of tokens, got {tokens!r}")
         self.native.rollback(int(tokens))
 
-    @_typed
+    @_raises_grammar_error
     def is_terminated(self) -> bool:
         return bool(self.native.is_terminated())
 
@@ -206,10 +270,10 @@ def _native_marker(vocabulary: Vocabulary, marker: Marker) -> Any:
     )
 
 
-def _marked(inner: Matcher, marker: Marker) -> Matcher:
-    """The native scanner in front of a matcher."""
+def _with_marker(inner: Matcher, marker: Marker) -> Matcher:
+    """Return a matcher of free text, the marker, and the grammar of `inner`."""
     compiled = inner.compiled
-    vocabulary = inner.compiled.backend.vocabulary
+    vocabulary = compiled.backend.vocabulary
     if set(marker.ids(vocabulary)) & set(inner.stop_ids):
         raise GrammarError("marker: its token is one of the request's stop ids")
     native = _native.guide.MarkedMatcher(

@@ -1,4 +1,4 @@
-"""A stated grammar as one backend is to compile it: schemas routed, tags each by itself."""
+"""Choice of the backend of a grammar, and the form in which that backend compiles it."""
 
 from __future__ import annotations
 
@@ -8,49 +8,65 @@ from dataclasses import replace
 from typing import Any, TypeVar
 
 from graft.grammar.errors import GrammarError
-from graft.grammar.schema.enforcement import BACKENDS, available_backends, ignored
+from graft.grammar.schema.enforcement import BACKENDS, available_backends, ignored_keywords
 from graft.grammar.schema.router import refusal, route
 from graft.grammar.schema.terms import word_set
 from graft.grammar.schema.wellformed import check_schema
-from graft.grammar.spec import Spec, check_text, parsed
+from graft.grammar.spec import Spec, check_text, parse_json
 
-__all__ = ["json_text", "resolved", "without_hint"]
+__all__ = ["check_backend", "json_text", "resolve_spec", "without_partial_hint"]
 
-Stated = TypeVar("Stated", bound=Spec)
-_HINT = " (partial=True takes the schema all the same)"
+AnySpec = TypeVar("AnySpec", bound=Spec)
+_PARTIAL_HINT = " (pass partial=True to enforce the rest of the schema)"
 
 
-def resolved(spec: Stated, backend: str) -> Stated:
-    """A grammar as an engine compiles it whose own backend has this name.
+def resolve_spec(spec: AnySpec, backend: str) -> AnySpec:
+    """Return the specification in the form that an engine with this backend compiles.
 
-    A JSON schema that names no backend is routed to LLGuidance for ``"llguidance"``, and for
-    ``"auto"`` where that is installed. XGrammar gets it as it stands, if it ignores nothing. So it
-    is with the schemas of a structural tag, by the backend that is to compile it. Other grammars
-    stay as they are. The last answers are kept.
+    A JSON schema is routed to LLGuidance if the backend is ``"llguidance"``, or ``"auto"`` and
+    LLGuidance is installed: it is rewritten into an equivalent schema where necessary. XGrammar
+    compiles the schema unchanged, provided that it ignores no keyword of it. The `backend` of the
+    specification takes precedence over the argument. The schemas of a structural tag are resolved
+    likewise. Grammars of other kinds and schemas that have been routed are returned unchanged.
+
+    The cost depends on the schema and has no bound: call it in a child process for untrusted
+    input. The most recent results are cached.
+
+    Parameters
+    ----------
+    spec
+        The grammar.
+    backend
+        Backend of the engine: ``"auto"``, ``"llguidance"`` or ``"xgrammar"``.
 
     Raises
     ------
     GrammarError
-        If that backend cannot enforce the schema, unless this grammar is ``partial``.
+        The backend is unknown or not installed, or cannot enforce the schema and the
+        specification is not `partial`.
     """
     if not isinstance(spec, Spec):
         raise GrammarError(f"a grammar must be a GrammarSpec, got {spec!r:.80}")
     if spec.kind == "structural_tag" and backend in BACKENDS:
-        found = _tags(replace(spec, marker=None), backend)
-    elif spec.kind == "json_schema" and not spec.backend:
-        found = _schema(replace(spec, marker=None), backend)
+        resolved = _resolve_tags(replace(spec, marker=None), backend)
+    elif spec.kind == "json_schema" and not spec.source:
+        plain = replace(spec, marker=None, backend="")
+        resolved = _resolve_schema(plain, spec.backend or backend)
     else:
         return spec
-    return replace(found, marker=spec.marker)
+    return replace(resolved, marker=spec.marker)
 
 
-def without_hint(said: str) -> str:
-    """A schema's refusal where none is taken in part: in a tag, or by HTTP."""
-    return said.removesuffix(_HINT)
+def without_partial_hint(message: str) -> str:
+    """Return an error message without the hint at ``partial=True``.
+
+    For places that do not offer that option, such as tags and the HTTP API.
+    """
+    return message.removesuffix(_PARTIAL_HINT)
 
 
 def json_text(schema: Any) -> str:
-    """A schema as JSON text."""
+    """Return a schema as JSON text."""
     try:
         text = json.dumps(schema, ensure_ascii=False, allow_nan=False)
     except RecursionError:
@@ -61,15 +77,25 @@ def json_text(schema: Any) -> str:
     return text
 
 
+def check_backend(backend: str) -> None:
+    """Raise `GrammarError` unless the name is ``"auto"`` or that of a backend."""
+    if backend != "auto" and backend not in BACKENDS:
+        raise GrammarError(
+            f"grammar backend {backend!r} is unknown; use auto, {', '.join(BACKENDS)}"
+        )
+
+
 @functools.lru_cache(maxsize=256)
-def _schema(spec: Stated, backend: str) -> Stated:
-    value = parsed("JSON schema", spec.text)
+def _resolve_schema(spec: AnySpec, backend: str) -> AnySpec:
+    """Resolve a JSON schema that names no backend."""
+    value = parse_json("JSON schema", spec.text)
     try:
-        if _named(backend) == "xgrammar":
+        if _installed_backend(backend) == "xgrammar":
             check_schema(value)
-            return _for_xgrammar(spec, value)
-        if spec.strict and '"allOf"' not in json.dumps(value):  # closing one would forbid another
-            value = _closed(value)
+            return _resolve_for_xgrammar(spec, value)
+        # with allOf, closing one schema would forbid the properties of another
+        if spec.strict and '"allOf"' not in json.dumps(value):
+            value = _close_objects(value)
         found = route(
             value,
             key_order=spec.key_order,
@@ -79,9 +105,10 @@ def _schema(spec: Stated, backend: str) -> Stated:
         text = json_text(found.schema)
     except RecursionError:
         raise GrammarError("JSON schema: is nested too deeply") from None
-    if found.backend is None or not (found.exact or spec.partial):
-        hint = "" if found.backend is None else _HINT
-        raise GrammarError(f"JSON schema: {found.refusal()}{hint}")
+    if found.backend is None:
+        raise GrammarError(f"JSON schema: {found.refusal()}")
+    if not found.exact and not spec.partial:
+        raise GrammarError(f"JSON schema: {found.refusal()}{_PARTIAL_HINT}")
     if spec.key_order == "any" and found.ordered:
         raise GrammarError(f"JSON schema: {found.ordered[0]}")
     return replace(
@@ -94,72 +121,76 @@ def _schema(spec: Stated, backend: str) -> Stated:
     )
 
 
-_OPEN = word_set(
+_COMBINING_KEYWORDS = word_set(
     """additionalProperties patternProperties unevaluatedProperties allOf anyOf oneOf not if then
     else $ref dependentSchemas"""
 )
 
 
-def _closed(schema: Any) -> Any:
-    """The schema with ``additionalProperties: false`` where an object merely lists properties."""
+def _close_objects(schema: Any) -> Any:
+    """Return the schema with ``additionalProperties: false`` added to plain object schemas.
+
+    An object schema is plain if it lists properties and has no keyword of `_COMBINING_KEYWORDS`.
+    """
     if not isinstance(schema, dict):
         return schema
     out = dict(schema)
-    for key in ("properties", "patternProperties", "$defs", "definitions"):
-        if isinstance(out.get(key), dict):
-            out[key] = {name: _closed(value) for name, value in out[key].items()}
-    for key in ("items", "additionalProperties", "contains"):
-        if key in out:
-            out[key] = _closed(out[key])
-    for key in ("prefixItems", "items", "anyOf", "oneOf"):
-        combined = key in ("anyOf", "oneOf") and "properties" in out
-        if isinstance(out.get(key), list) and not combined:
-            out[key] = [_closed(value) for value in out[key]]
-    if "properties" in out and not out.keys() & _OPEN:
+    for keyword in ("properties", "patternProperties", "$defs", "definitions"):
+        if isinstance(out.get(keyword), dict):
+            out[keyword] = {name: _close_objects(part) for name, part in out[keyword].items()}
+    for keyword in ("items", "additionalProperties", "contains"):
+        if keyword in out:
+            out[keyword] = _close_objects(out[keyword])
+    for keyword in ("prefixItems", "items", "anyOf", "oneOf"):
+        extends_properties = keyword in ("anyOf", "oneOf") and "properties" in out
+        if isinstance(out.get(keyword), list) and not extends_properties:
+            out[keyword] = [_close_objects(part) for part in out[keyword]]
+    if "properties" in out and not out.keys() & _COMBINING_KEYWORDS:
         out["additionalProperties"] = False
     return out
 
 
-def _named(backend: str) -> str:
-    """The backend that a name stands for, which is installed."""
+def _installed_backend(backend: str) -> str:
+    """Return the name of the installed backend that a name, or ``"auto"``, stands for."""
+    check_backend(backend)
     available = available_backends()
     if backend == "auto" and available:
         return available[0]
-    if backend != "auto" and backend not in BACKENDS:
-        raise GrammarError(
-            f"grammar backend {backend!r} is unknown; use auto, {', '.join(BACKENDS)}"
-        )
     if backend not in available:
-        raise GrammarError(f"grammar backend {backend!r} is not available here")
+        raise GrammarError(f"grammar backend {backend!r} is not installed")
     return backend
 
 
-def _for_xgrammar(spec: Stated, value: Any) -> Stated:
-    """For XGrammar unrouted: the schema as it stands."""
+def _resolve_for_xgrammar(spec: AnySpec, value: Any) -> AnySpec:
+    """Resolve a JSON schema that XGrammar compiles unchanged."""
     if spec.key_order == "any":
         raise GrammarError("JSON schema: XGrammar writes keys in the schema's order only")
     if spec.whitespace == "compact":
-        raise GrammarError("JSON schema: XGrammar writes spaces where the value is left free")
-    if not spec.partial and (found := ignored(value)):
-        raise GrammarError(f"JSON schema: {refusal(found)}{_HINT}")
+        raise GrammarError(
+            "JSON schema: whitespace 'compact' is not supported by XGrammar, which writes spaces "
+            "in values that the schema does not constrain"
+        )
+    ignored = [] if spec.partial else ignored_keywords(value)
+    if ignored:
+        raise GrammarError(f"JSON schema: {refusal(ignored)}{_PARTIAL_HINT}")
     return replace(spec, backend="xgrammar", strict=spec.strict is not False)
 
 
 @functools.lru_cache(maxsize=256)
-def _tags(spec: Stated, backend: str) -> Stated:
-    """A structural tag whose tags' schemas are what ``backend`` is to compile.
+def _resolve_tags(spec: AnySpec, backend: str) -> AnySpec:
+    """Resolve the schemas of a structural tag for a backend.
 
-    Objects in them are closed as with ``strict``; XGrammar, which gets them as they stand, does so
-    itself.
+    Their objects are closed as with ``strict``. XGrammar, which compiles the schemas unchanged,
+    closes them itself.
     """
-    parts = json.loads(spec.text)
-    for tag in parts["tags"]:
+    structural_tag = json.loads(spec.text)
+    for tag in structural_tag["tags"]:
         try:
-            one = Spec(
+            content = Spec(
                 "json_schema", json_text(tag["schema"]), strict=True, whitespace=spec.whitespace
             )
-            tag["schema"] = json.loads(_schema(one, backend).text)
+            tag["schema"] = json.loads(_resolve_schema(content, backend).text)
         except GrammarError as error:
-            said = f"structural tag {tag['begin']!r}: {without_hint(str(error))}"
-            raise GrammarError(said) from error
-    return replace(spec, text=json.dumps(parts, ensure_ascii=False))
+            reason = without_partial_hint(str(error))
+            raise GrammarError(f"structural_tag: {tag['begin']!r}: {reason}") from error
+    return replace(spec, text=json.dumps(structural_tag, ensure_ascii=False))

@@ -1,4 +1,4 @@
-"""What a request asks its output to be, as data. `GrammarSpec` states one; backends read it."""
+"""Grammar specifications as plain data. `GrammarSpec` builds them; backends compile them."""
 
 from __future__ import annotations
 
@@ -10,29 +10,29 @@ from graft.grammar.errors import GrammarError
 from graft.grammar.schema.options import KeyOrder, Whitespace, check_options
 from graft.grammar.vocabulary import Vocabulary
 
-__all__ = ["Marker", "Spec", "check_text", "parsed"]
+__all__ = ["Marker", "Spec", "check_text", "parse_json"]
 
 Kind = Literal["json_schema", "regex", "ebnf", "choice", "lark", "structural_tag"]
 
 
 @dataclass(frozen=True)
 class Marker:
-    """Where free text ends and the grammar begins, for models that reason before they answer.
+    """The end of free text, after which the grammar applies. For models that reason first.
 
-    Before the marker nothing is constrained. The grammar begins with the token after the one that
-    completes it; a token that would carry the marker's end *and* more text is illegal, so that no
-    byte of the answer escapes the grammar.
+    Text before the marker is unconstrained. The grammar starts with the token after the one that
+    completes the marker. A token that contains the end of the marker and further text is illegal,
+    so every byte of the answer is subject to the grammar.
 
     Attributes
     ----------
     text
-        The marker as text, or empty; it may be spread over tokens. Where an added token of the
-        tokenizer has this very text, its id is the marker too.
+        Text of the marker, which may span several tokens; empty if there is none. If an added
+        token of the tokenizer has exactly this text, its id also counts as the marker.
     token
-        The marker as a token id, or None.
+        Token id of the marker, or None.
     required
-        ``False``: a stop id in the free text ends the output, without the grammar ever having
-        begun. ``True``: stop ids are illegal until the marker has come.
+        Whether stop ids are illegal before the marker. If False, a stop id in the free text ends
+        the output and the grammar never applies.
     """
 
     text: str = ""
@@ -40,7 +40,13 @@ class Marker:
     required: bool = False
 
     def ids(self, vocabulary: Vocabulary) -> tuple[int, ...]:
-        """Tokens that are the marker by themselves; refused if out of range or a stop id."""
+        """Return the token ids that are the marker by themselves.
+
+        Raises
+        ------
+        GrammarError
+            An id is outside the vocabulary or is a stop id.
+        """
         ids = [] if self.token is None else [self.token]
         if self.text in vocabulary.names:
             ids.append(vocabulary.names[self.text])
@@ -54,43 +60,48 @@ class Marker:
 
 @dataclass(frozen=True)
 class Spec:
-    """A grammar's text and what goes with it; hashable.
+    """Text and options of a grammar. Hashable.
 
     Attributes
     ----------
     kind
-        See `Kind`.
+        Notation of `text`; see `Kind`.
     text
-        The schema as JSON text, the regex, the EBNF, the Lark grammar, the choices as a JSON list,
-        or ``{"triggers", "tags": [{"begin", "schema", "end"}, ...], "at_least_one", "at_once"}``.
+        The JSON schema as JSON text, the regular expression, the EBNF or Lark grammar, the choices
+        as a JSON list, or the structural tag as JSON:
+        ``{"triggers", "tags": [{"begin", "schema", "end"}, ...], "at_least_one", "at_once"}``.
     root
-        Start rule of an EBNF.
+        Start rule of an EBNF grammar.
     whitespace
-        Between JSON's tokens. ``"line"``: one line with the separators ``", "`` and ``": "``, which
-        small models follow best; ``"compact"``: none; ``"any"``; or a number: any, but at most so
-        many characters in a row.
+        White space between JSON tokens. ``"line"``: a single line with the separators ``", "`` and
+        ``": "``, which small models follow best. ``"compact"``: none. ``"any"``: any. A number: at
+        most this many characters in a row.
     strict
-        JSON schema only. ``True``: an object schema with properties allows no others unless it says
-        so. Such output satisfies the schema whatever it says about further properties. ``None``:
-        what the standard says, but ``True`` with XGrammar unrouted, which is loose otherwise.
+        JSON schema only. True: an object schema with properties allows no additional properties
+        unless it says so; such output also satisfies the original schema. False: additional
+        properties are allowed as in the JSON Schema standard. None: as False, but as True when
+        XGrammar compiles a schema that was not rewritten, because it would otherwise enforce less.
     partial
-        ``False``: a grammar of which a part cannot be enforced is refused. ``True``: it is taken,
-        and the output may violate that part.
+        Whether a grammar may be enforced in part. False: refuse a grammar that contains a part
+        which cannot be enforced. True: accept it; outputs may violate that part.
     backend
-        The backend that compiles it; empty: the engine's own (see `resolved`).
+        Name of the backend that compiles the grammar; empty for the engine's backend. ``"auto"``
+        is allowed for a JSON schema (see `resolve_spec`).
     key_order
-        JSON schema only. ``"schema"``: the keys of an object come as the schema lists them, so that
-        reasoning precedes answers and more text is forced. ``"any"``: in any order.
+        JSON schema only. ``"schema"``: object keys in the order of the schema, so that reasoning
+        fields precede answers and more text is forced. ``"any"``: keys in any order.
     assert_formats
-        JSON schema only. Whether ``format`` is enforced; None: as the draft says, so not in schemas
-        that declare 2019-09 or 2020-12, to which it is an annotation.
+        JSON schema only. Whether ``format`` is enforced. None: as specified by the schema's draft,
+        that is, not in schemas that declare 2019-09 or 2020-12, where it is an annotation.
     source
-        The user's schema where the router has rewritten it; ``text`` is what is compiled. With
-        ``partial``, finished outputs are to be checked against it (`graft.grammar.check_output`).
+        Original schema if `text` is the form that the router made of it; empty if the schema has
+        not been routed to LLGuidance. Outputs of a `partial` grammar are checked against it (see
+        `graft.grammar.check_output`).
     rules
-        The schema as a Lark grammar, where ``%json`` does not do: keys in any order.
+        Lark grammar that replaces `text` where LLGuidance's ``%json`` cannot express the schema
+        (keys in any order).
     marker
-        Free text until this marker, then the grammar; None: the grammar from the start.
+        End of the free text before the grammar; None if the grammar applies from the start.
     """
 
     kind: Kind
@@ -110,39 +121,41 @@ class Spec:
         if self.kind not in get_args(Kind):
             kinds = ", ".join(get_args(Kind))
             raise GrammarError(f"grammar: kind is {self.kind!r}, must be one of {kinds}")
-        for name, text in (("text", self.text), ("root", self.root)):
-            check_text(f"{self.kind} {name}", text)
-        if not isinstance(self.backend, str) or not isinstance(self.source, str):
+        check_text(f"{self.kind} text", self.text)
+        check_text(f"{self.kind} root", self.root)
+        if not isinstance(self.backend, str):
             raise GrammarError(f"{self.kind}: backend is {self.backend!r}, must be a string")
+        if not isinstance(self.source, str):
+            raise GrammarError(f"{self.kind}: source is {self.source!r}, must be a string")
         check_options(self.key_order, self.whitespace, self.assert_formats)
 
     @property
     def schema(self) -> Any:
-        """The user's JSON schema, parsed, or None where the grammar is not one."""
+        """The user's JSON schema, parsed; None if the grammar is of another kind."""
         if self.kind != "json_schema":
             return None
-        return parsed("JSON schema", self.source or self.text)
+        return parse_json("JSON schema", self.source or self.text)
 
 
-def parsed(what: str, text: object) -> Any:
-    """The value of a JSON text."""
+def parse_json(subject: str, text: object) -> Any:
+    """Return the value of a JSON text; raise `GrammarError` naming `subject` if it is not JSON."""
     if not isinstance(text, str):
-        raise GrammarError(f"{what}: must be JSON text, not {type(text).__name__}")
+        raise GrammarError(f"{subject}: must be JSON text, not {type(text).__name__}")
     try:
         return json.loads(text)
     except RecursionError:
-        raise GrammarError(f"{what}: is nested too deeply") from None
+        raise GrammarError(f"{subject}: is nested too deeply") from None
     except ValueError as error:
-        raise GrammarError(f"{what}: the text is not JSON: {error}") from error
+        raise GrammarError(f"{subject}: the text is not JSON: {error}") from error
 
 
-def check_text(what: str, text: object) -> None:
-    """Refuses what is no text, empty, or cannot be written as UTF-8."""
+def check_text(subject: str, text: object) -> None:
+    """Raise `GrammarError` unless `text` is a non-empty string that UTF-8 can encode."""
     if not isinstance(text, str):
-        raise GrammarError(f"{what}: must be a string, not {type(text).__name__}")
+        raise GrammarError(f"{subject}: must be a string, not {type(text).__name__}")
     if not text:
-        raise GrammarError(f"{what}: is empty")
+        raise GrammarError(f"{subject}: is empty")
     try:
         text.encode("utf-8")
     except UnicodeEncodeError as error:
-        raise GrammarError(f"{what}: is not Unicode text: {error}") from error
+        raise GrammarError(f"{subject}: is not Unicode text: {error}") from error

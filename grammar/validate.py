@@ -1,7 +1,7 @@
-"""Whether texts fit schemas and patterns, asked of a process that can be killed.
+"""Checks of finished texts against JSON schemas and of texts against patterns.
 
-Python's ``re`` takes exponential time for some patterns, and holds the GIL all the while: in this
-process nothing else would run, no round either.
+Python's ``re`` takes exponential time for some patterns and holds the GIL while it searches. A
+search that could take long therefore runs in a child process that can be killed.
 """
 
 from __future__ import annotations
@@ -12,61 +12,75 @@ import re
 import sys
 from typing import Any
 
-from graft.grammar.errors import GrammarError
-from graft.native.children.process import Question, ask
+from graft.grammar.errors import GrammarError, clean_message
+from graft.grammar.processes import POOL
+from graft.native.children.errors import ChildLost
+from graft.native.children.process import Call, Setup
 
-__all__ = ["CHECK_S", "SEARCH_S", "check_output", "found_in"]
+__all__ = ["CHECK_TIMEOUT_S", "SEARCH_TIMEOUT_S", "check_output", "search_pattern"]
 
-#: Seconds that the check of an output may take, and one search.
-CHECK_S = 5.0
-SEARCH_S = 1.0
-_STEPS = 1e5  # of a search that is made in this process
-_HERE = __name__ + ":"
+#: Time limits of one `check_output` and one `search_pattern`, in seconds.
+CHECK_TIMEOUT_S = 5.0
+SEARCH_TIMEOUT_S = 1.0
+_MAX_STEPS = 1e5  # of a search in this process
+_MODULE = __name__ + ":"
 
 
 def check_output(schema: Any, text: str) -> bool:
-    """Whether a finished text is JSON that satisfies the schema, formats included.
+    """Return whether a finished text is JSON that satisfies the schema, formats included.
 
-    Used to mark the outputs of inexact routes. Nothing is fetched for it: a schema that refers to
-    elsewhere cannot be judged. Needs the package ``jsonschema``.
+    The engine marks outputs of partially enforced schemas with the result. Requires the package
+    ``jsonschema``. References to other documents are never fetched.
 
     Raises
     ------
     GrammarError
-        If ``jsonschema`` is not installed, it cannot judge the schema, or it takes longer than
-        `CHECK_S` seconds.
+        ``jsonschema`` is not installed, it raised an exception (for example because of a reference
+        to another document), or the check took longer than `CHECK_TIMEOUT_S`.
     """
-    # importing jsonschema takes a second that no question is charged with
-    ready = ("jsonschema", Question(_HERE + "learn", ()))
-    question = Question(_HERE + "satisfies", (json.dumps(schema), text), ready)
-    return _asked("JSON schema: an output", question, CHECK_S)
+    # importing jsonschema takes a second, which is not charged to the check
+    setup = Setup("jsonschema", _MODULE + "import_jsonschema", ())
+    request = Call(_MODULE + "satisfies_schema", (json.dumps(schema), text), setup)
+    return _call_bounded("JSON schema: an output", request, CHECK_TIMEOUT_S)
 
 
-def found_in(pattern: str, text: str) -> bool:
-    """``re.search`` of a user's pattern: in this process where it cannot take long.
+def search_pattern(pattern: str, text: str) -> bool:
+    """Return whether ``re.search`` finds a user's pattern in the text.
 
-    It cannot where no group is repeated or referred to: at each place of the text, each of the
-    ``n`` signs of repetition or choice then stands for at most ``len(text) + 1`` ways to go on.
-    Elsewhere a ``GrammarError`` says that it takes longer than `SEARCH_S` seconds.
+    The search runs in this process if its number of steps is bounded. It is bounded if no group is
+    repeated and there is no back-reference: at each position of the text, each of the ``n``
+    repetition and alternation operators then has at most ``len(text) + 1`` continuations. All
+    other searches run in a child process.
+
+    Raises
+    ------
+    GrammarError
+        The search took longer than `SEARCH_TIMEOUT_S`.
+    re.error
+        The pattern is not valid for ``re``.
     """
-    signs = len(re.findall(r"[*+?{|]", pattern))
+    operators = len(re.findall(r"[*+?{|]", pattern))
     nested = re.search(r"\)[*+{]|\\[1-9]|\(\?P=", pattern)
-    if nested is None and (signs + 1) * math.log(len(text) + 2) <= math.log(_STEPS):
+    log_steps = (operators + 1) * math.log(len(text) + 2)
+    if nested is None and log_steps <= math.log(_MAX_STEPS):
         return re.search(pattern, text) is not None
     re.compile(pattern)
-    question = Question(_HERE + "searched", (pattern, text))
-    return _asked(f"pattern {pattern[:60]!r}", question, SEARCH_S)
+    request = Call(_MODULE + "search", (pattern, text))
+    return _call_bounded(f"pattern {pattern[:60]!r}", request, SEARCH_TIMEOUT_S)
 
 
-def _asked(what: str, question: Question, limit_s: float) -> bool:
+def _call_bounded(subject: str, request: Call, timeout_s: float) -> bool:
     try:
-        return bool(ask(question, limit_s))
-    except GrammarError as error:
-        raise GrammarError(f"{what} cannot be checked: {error}") from error
+        return bool(POOL.call(request, timeout_s))
+    except (GrammarError, ChildLost) as error:
+        raise GrammarError(f"{subject} cannot be checked: {clean_message(error)}") from error
 
 
-def learn() -> None:
-    """In a checking process: have ready what every check needs."""
+# Functions that run in a child process.
+
+
+def import_jsonschema() -> None:
+    """Import what every check needs."""
     sys.set_int_max_str_digits(0)
     try:
         import jsonschema  # noqa: F401
@@ -74,32 +88,32 @@ def learn() -> None:
         raise GrammarError(str(error)) from error
 
 
-def satisfies(schema: str, text: str) -> bool:
-    """In a checking process: whether a text is JSON that satisfies a schema; nothing is fetched."""
+def satisfies_schema(schema: str, text: str) -> bool:
+    """Return whether a text is JSON that satisfies a schema, given as JSON text."""
     import jsonschema
-    from jsonschema_specifications import REGISTRY  # without it, a $ref is fetched by network
+    from jsonschema_specifications import REGISTRY  # without it, jsonschema fetches references
 
     try:
-        value = json.loads(text, parse_constant=_no_number)
+        value = json.loads(text, parse_constant=_reject_constant)
     except (ValueError, RecursionError):
         return False
     try:
         document = json.loads(schema)
         latest = jsonschema.validators.Draft202012Validator
-        judge = jsonschema.validators.validator_for(document, default=latest)
-        checker = judge(document, registry=REGISTRY, format_checker=judge.FORMAT_CHECKER)
+        validator = jsonschema.validators.validator_for(document, default=latest)
+        checker = validator(document, registry=REGISTRY, format_checker=validator.FORMAT_CHECKER)
         return bool(checker.is_valid(value))
     except MemoryError:
         raise
-    except Exception as error:  # whatever comes is not the output's fault
+    except Exception as error:  # of the schema: jsonschema raises many types
         raise GrammarError(str(error)) from error
 
 
-def _no_number(name: str) -> None:
-    """Python's reader takes NaN and Infinity, which JSON does not know."""
+def _reject_constant(name: str) -> None:
+    """Refuse NaN and Infinity, which Python's JSON reader accepts."""
     raise ValueError(name)
 
 
-def searched(pattern: str, text: str) -> bool:
-    """In a checking process: what `found_in` says."""
+def search(pattern: str, text: str) -> bool:
+    """Return whether ``re.search`` finds the pattern."""
     return re.search(pattern, text) is not None

@@ -166,7 +166,7 @@ def check_backend(name: str, advice: str, without: str = "") -> Finding:
         status = "absent" if without else "missing"
         return Finding(name, status, f"not installed{without}", f"pip install {advice}")
     try:
-        said = importlib.import_module(f"graft.grammar.backends.{name}").probe()
+        said = importlib.import_module(f"graft.grammar.backends.{name}").load_native()
     except GraftError as error:
         return Finding(name, "missing", f"{version}: {error}", f"pip install {advice}")
     return Finding(name, "ok", f"{version}{f' ({said})' if said else ''}, symbols as known")

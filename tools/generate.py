@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from graft.cudagraph.errors import GraftError, OptionError
-from graft.grammar.resolve import resolved
+from graft.grammar.resolve import resolve_spec
 from graft.models.engine.engine import Engine
 from graft.models.llm.weights import WEIGHTS
 from graft.models.request import VERIFY_MODES, Output, Request
@@ -355,7 +355,7 @@ def show(
             grammar is not None
             and grammar.partial
             and not output.error
-            and resolved(grammar, figures["options"]["grammar_backend"]).partial
+            and resolve_spec(grammar, figures["options"]["grammar_backend"]).partial
         ):
             said = "satisfies" if row["valid"] else "DOES NOT satisfy"
             print(

@@ -11,9 +11,9 @@ from typing import Any
 
 from graft.cudagraph.errors import OptionError
 from graft.grammar.errors import GrammarError
+from graft.grammar.grammar_spec import GrammarSpec, StructuralTag
 from graft.grammar.schema.options import KEY_ORDERS
-from graft.grammar.spec import parsed
-from graft.grammar.statement import GrammarSpec, StructuralTag
+from graft.grammar.spec import parse_json
 
 #: Keys that state a grammar, of which a request has at most one; those that go with some of them,
 #: and those that go with all.
@@ -168,6 +168,7 @@ def make_grammar(given: Mapping[str, Any], partial: bool) -> GrammarSpec | None:
         "structural_tag": functools.partial(_structural_tag, **chosen),
     }
     spec = makers[key](given[key])
+    spec.check()
     if backend in ("xgrammar", "llguidance"):
         spec = replace(spec, backend=backend)
     return spec if marker is None else spec.after(marker)
@@ -184,7 +185,7 @@ def _choices(value: object) -> list[str]:
 def _structural_tag(value: object, **chosen: Any) -> GrammarSpec:
     """From JSON text or the object it parses to."""
     if isinstance(value, str):
-        value = parsed("structural tag", value)
+        value = parse_json("structural tag", value)
     if not isinstance(value, dict):
         raise GrammarError(f"structural tag: must be an object, not {type(value).__name__}")
     unknown = sorted(set(value) - {"tags", "triggers", "at_least_one", "at_once"})
@@ -198,7 +199,9 @@ def _structural_tag(value: object, **chosen: Any) -> GrammarSpec:
     for tag in tags:
         if not isinstance(tag, dict) or set(tag) != {"begin", "schema", "end"}:
             raise GrammarError(f"structural tag: a tag is {tag!r}, needs begin, schema and end")
-        made.append(StructuralTag.of(tag["begin"], tag["schema"], tag["end"]))
+        structural_tag = StructuralTag.of(tag["begin"], tag["schema"], tag["end"])
+        structural_tag.check()
+        made.append(structural_tag)
     return GrammarSpec.structural_tag(
         made,
         triggers,

@@ -6,7 +6,7 @@ import json
 import re
 
 from graft.grammar.errors import GrammarError
-from graft.grammar.statement import GrammarSpec
+from graft.grammar.grammar_spec import GrammarSpec
 from graft.grammar.validate import check_output, search_pattern
 
 

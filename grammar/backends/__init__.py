@@ -1,1 +1,1 @@
-"""Grammar backends: what one is, XGrammar, LLGuidance, and the names under which they are had."""
+"""Grammar backends: LLGuidance, XGrammar and their registry."""

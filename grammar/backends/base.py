@@ -1,4 +1,4 @@
-"""What the backends that graft brings have in common."""
+"""Interface and helpers shared by the built-in backends."""
 
 from __future__ import annotations
 
@@ -10,24 +10,48 @@ from graft.cudagraph.errors import OptionError
 from graft.grammar.errors import GrammarError
 from graft.grammar.matcher import CompiledGrammar, GrammarBackend
 from graft.grammar.spec import Spec
-from graft.native.children.process import Question
+from graft.native.children.process import Call
 
 __all__ = ["BoundedBackend", "ending_ids", "require_release"]
 
 
 @runtime_checkable
 class BoundedBackend(GrammarBackend, Protocol):
-    """A backend that does what may run away in another process, which can be killed."""
+    """A backend whose unbounded work runs in a child process with limits of time and memory."""
 
-    def question(self, spec: Spec, routed: bool) -> Question:
-        """What that process is asked for a grammar; ``routed``: which it has just routed itself."""
+    def compile_call(self, spec: Spec, routed: bool) -> Call:
+        """Return the call that compiles a grammar in a child process.
 
-    def load(self, spec: Spec, answer: Any) -> CompiledGrammar:
-        """The grammar from the answer, for an equal vocabulary."""
+        Parameters
+        ----------
+        spec
+            The grammar.
+        routed
+            Whether the same child process has just routed this schema, so that LLGuidance is known
+            to accept it.
+        """
+
+    def load(self, spec: Spec, result: Any) -> CompiledGrammar:
+        """Return the compiled grammar, given the result of `compile_call`.
+
+        The child process used an equal vocabulary.
+        """
 
 
 def require_release(name: str, package: str, release: str, install: str) -> None:
-    """Refuse a library that is not installed, or of which graft knows another release."""
+    """Raise `OptionError` unless a supported release of a library is installed.
+
+    Parameters
+    ----------
+    name
+        Name of the library in messages.
+    package
+        Name of its distribution.
+    release
+        Prefix of the supported versions, such as ``"1.9."``.
+    install
+        Arguments of ``pip install`` for a supported version.
+    """
     try:
         found = importlib.metadata.version(package)
     except importlib.metadata.PackageNotFoundError as error:
@@ -44,10 +68,16 @@ def require_release(name: str, package: str, release: str, install: str) -> None
 def ending_ids(
     backend: GrammarBackend, compiled: CompiledGrammar, stop_ids: Iterable[int] | None
 ) -> tuple[int, ...]:
-    """The stop ids that can end a grammar of this backend: those that are no text.
+    """Return the stop ids that terminate a matcher: those that are not text.
 
-    Ids that are text stay text to the grammar: whether they end the request is for the device to
-    decide. A backend that took a textual stop id out of the text could find no way to go on.
+    Stop ids with text remain text for the grammar, and the device decides whether they end the
+    request. Without them the grammar could reach a state in which no token is legal.
+
+    Raises
+    ------
+    GrammarError
+        The grammar belongs to another backend, a stop id is outside the vocabulary, or all stop
+        ids are text.
     """
     if compiled.backend is not backend:
         raise GrammarError("matcher: the grammar was compiled for another vocabulary")

@@ -1,4 +1,4 @@
-"""LLGuidance through its C ABI."""
+"""The LLGuidance backend, driven through LLGuidance's C interface."""
 
 from __future__ import annotations
 
@@ -13,22 +13,35 @@ from graft.cudagraph.errors import OptionError
 from graft.grammar.backends.base import ending_ids, require_release
 from graft.grammar.errors import GrammarError, clean_message
 from graft.grammar.matcher import CompiledGrammar, Matcher, NativeBackedMatcher
-from graft.grammar.resolve import resolved
+from graft.grammar.resolve import resolve_spec
 from graft.grammar.schema.options import Whitespace, json_options, literal
 from graft.grammar.schema.trial import validate
 from graft.grammar.spec import Spec
 from graft.grammar.vocabulary import Vocabulary
 from graft.native import _native
-from graft.native.children.process import Question
+from graft.native.children.process import Call
 
-__all__ = ["LLGuidanceBackend", "grammar_text", "probe", "read", "readable_text"]
+__all__ = [
+    "LLGuidanceBackend",
+    "grammar_text",
+    "load_native",
+    "syntax_error",
+    "validated_grammar_text",
+]
 
-_MATCHER_BYTES = 80 << 10  # LLGuidance does not tell: measured for a schema and 129k tokens
+# LLGuidance does not report the size of a grammar: measured for a schema and 129k tokens.
+_MATCHER_BYTES = 80 << 10
 
 
 @functools.cache
-def probe() -> str:
-    """Hand LLGuidance's C symbols to the native worker, which checks them; returns the release."""
+def load_native() -> str:
+    """Hand LLGuidance's C functions to the native worker and return LLGuidance's version.
+
+    Raises
+    ------
+    OptionError
+        LLGuidance is not installed, or the native worker does not support this release.
+    """
     require_release("LLGuidance", "llguidance", "1.9.", "llguidance==1.9.1")
     try:
         import llguidance
@@ -41,28 +54,63 @@ def probe() -> str:
 
 
 def grammar_text(spec: Spec) -> str:
-    """LLGuidance's JSON form of a grammar, in which any spelling of a text in tokens is legal."""
+    """Return a grammar in LLGuidance's JSON form.
+
+    Every tokenization of a legal text is legal under it.
+    """
     return json.dumps({"grammars": [_grammar(spec)]})
 
 
+def validated_grammar_text(spec: Spec) -> str:
+    """Return `grammar_text` after LLGuidance has accepted the grammar.
+
+    Raises
+    ------
+    GrammarError
+        LLGuidance refuses the grammar, or it warns about a part and the grammar is not `partial`.
+    """
+    grammar = _grammar(spec)
+    refused, lines = validate(grammar)
+    # Special tokens are resolved with the vocabulary: `load` refuses an unknown one.
+    lines = [line for line in lines if not line.startswith("no tokenizer")]
+    message = _error_message("\n".join(lines), spec.kind)
+    if refused:
+        raise GrammarError(f"{spec.kind}: {message or 'is refused'}")
+    if message and not spec.partial:
+        raise GrammarError(f"{spec.kind}: cannot be enforced as a whole: {message}")
+    return json.dumps({"grammars": [grammar]})
+
+
+def syntax_error(spec: Spec) -> str:
+    """Return LLGuidance's error for a grammar; empty if it can read it. Compiles nothing."""
+    try:
+        validated_grammar_text(replace(spec, partial=True))
+    except GrammarError as error:
+        return str(error).removeprefix(f"{spec.kind}: ")
+    return ""
+
+
 def _grammar(spec: Spec) -> dict[str, Any]:
-    spec = resolved(spec, "llguidance")
-    if spec.kind == "json_schema" and not spec.rules:  # reading Lark takes a millisecond
-        return {"json_schema": _document(json.loads(spec.text), spec.whitespace)}
-    head = '%llguidance {"no_forcing": true}'
-    return {"lark_grammar": f"{head}\n{spec.rules or _lark(spec)}"}
+    """Return a grammar as one element of LLGuidance's ``grammars`` list."""
+    spec = resolve_spec(spec, "llguidance")
+    if spec.kind == "json_schema" and not spec.rules:  # faster than Lark, which takes 1 ms to read
+        return {"json_schema": _schema_with_options(json.loads(spec.text), spec.whitespace)}
+    header = '%llguidance {"no_forcing": true}'
+    return {"lark_grammar": f"{header}\n{spec.rules or _lark_text(spec)}"}
 
 
-def _lark(spec: Spec) -> str:
+def _lark_text(spec: Spec) -> str:
+    """Return a grammar other than a JSON schema in LLGuidance's Lark dialect."""
     if spec.kind == "regex":
-        # slashes end a regex in Lark unless they are escaped, and so do newlines
+        # in Lark, unescaped slashes and newlines end a regular expression
         pattern = re.sub(r"(\\.)|/", lambda m: m[1] or r"\/", spec.text, flags=re.DOTALL)
         return "start: /" + pattern.replace("\n", r"\n") + "/"
     if spec.kind == "lark":
         return spec.text
     if spec.kind == "choice":
         options = (literal(option) for option in json.loads(spec.text))
-        # one lexeme: as a rule of so many parts it would be slow, and too long for a row of items
+        # One lexeme: a rule with one alternative per option is slow and can exceed the parser's
+        # limit of items.
         return "start: CHOICE\nCHOICE: " + " | ".join(options)
     if spec.kind == "structural_tag":
         return _structural_tag(json.loads(spec.text), spec.whitespace)
@@ -72,90 +120,86 @@ def _lark(spec: Spec) -> str:
 
     try:
         return any_to_lark(spec.text)
-    except Exception as error:  # the converter raises whatever comes, Exception itself too
+    except Exception as error:  # the converter raises any type, including Exception itself
         raise GrammarError(f"ebnf: {clean_message(error)}") from error
 
 
-def read(spec: Spec) -> str:
-    """LLGuidance's objection to a grammar, without compiling it; empty if it can read it."""
-    try:
-        readable_text(replace(spec, partial=True))
-    except GrammarError as error:
-        return str(error).removeprefix(f"{spec.kind}: ").removeprefix("structural tag ")
-    return ""
+def _structural_tag(document: dict[str, Any], whitespace: Whitespace) -> str:
+    """Return a structural tag in the Lark dialect.
 
-
-def readable_text(spec: Spec) -> str:
-    """`grammar_text` of a grammar that LLGuidance takes, without warnings unless ``partial``."""
-    grammar = _grammar(spec)
-    refused, lines = validate(grammar)
-    # special tokens are known with the vocabulary: an unknown one is refused by `load`
-    heard = [line for line in lines if not line.startswith("no tokenizer")]
-    said = _objection("\n".join(heard), spec.kind)
-    if refused:
-        raise GrammarError(f"{spec.kind}: {said or 'is refused'}")
-    if said and not spec.partial:
-        raise GrammarError(f"{spec.kind}: cannot be enforced as a whole: {said}")
-    return json.dumps({"grammars": [grammar]})
-
-
-def _is_read(spec: Spec) -> bool:
-    """Whether LLGuidance has taken this very schema when it was routed."""
-    return bool(spec.source) and not spec.partial
-
-
-def _objection(message: str, kind: str) -> str:
-    """LLGuidance's reason in one sentence, with the place only where it is one of the user's."""
-    lines = message.strip().split("\n")
-    reasons = [line[len("error: ") :] for line in lines if line.startswith("error: ")]
-    text = re.split(r"\s\d+ \| ", clean_message(message))[0]
-    if reasons:  # of a regex: an excerpt stands before it
-        text = re.split(r" \(in regex\)|: regex parse error", text)[0] + f": {reasons[0]}"
-    place = re.match(r"(?:at )?(\d+)\((\d+)\): ", text)
-    if place:  # graft's own first line is not the user's
-        where = f"line {int(place[1]) - 1}, column {place[2]}: " if kind == "lark" else ""
-        text = where + text[place.end() :]
-    return text
-
-
-def _document(schema: Any, whitespace: Whitespace) -> dict[str, Any]:
-    document = schema if isinstance(schema, dict) else {}
-    return {**document, "x-guidance": json_options(whitespace)}
-
-
-def _structural_tag(parts: dict[str, Any], whitespace: Whitespace) -> str:
-    """Free text is a lazy lexeme that ends at a trigger; what follows is forced."""
-    tags = range(len(parts["tags"]))
-    more = f"({' | '.join(f'free_{i}' for i in tags)})"
-    start = f"({' | '.join(f'tag_{i}' for i in tags)}) {more}*" if parts["at_once"] else more
-    count = "" if parts["at_once"] else "+" if parts["at_least_one"] else "*"
-    rules = [f"start: {start}{count} FREE", r"FREE: /(.|\n)*/"]
-    for i, tag in enumerate(parts["tags"]):
-        trigger = next(t for t in parts["triggers"] if tag["begin"].startswith(t))
-        after = literal(tag["begin"][len(trigger) :]) if tag["begin"] != trigger else ""
+    Free text is a lazy lexeme that ends at a trigger. The rest of the tag's begin text, its content
+    and its end follow.
+    """
+    tags = document["tags"]
+    free_tag = f"({' | '.join(f'free_{i}' for i in range(len(tags)))})"
+    first_tag = f"({' | '.join(f'tag_{i}' for i in range(len(tags)))})"
+    if document["at_once"]:
+        body = f"{first_tag} {free_tag}*"
+    elif document["at_least_one"]:
+        body = f"{free_tag}+"
+    else:
+        body = f"{free_tag}*"
+    rules = [f"start: {body} FREE", r"FREE: /(.|\n)*/"]
+    for i, tag in enumerate(tags):
+        begin = tag["begin"]
+        trigger = next(t for t in document["triggers"] if begin.startswith(t))
+        rest_of_begin = literal(begin[len(trigger) :]) if begin != trigger else ""
         end = literal(tag["end"]) if tag["end"] else ""
         rules.append(f"open_{i}[lazy]: FREE {literal(trigger)}")
-        schema = json.dumps(_document(tag["schema"], whitespace))
+        schema = json.dumps(_schema_with_options(tag["schema"], whitespace))
         rules.append(f"body_{i}: %json {schema} {end}")
-        rules.append(f"free_{i}: open_{i} {after} body_{i}")
-        if parts["at_once"]:
-            rules.append(f"tag_{i}: {literal(tag['begin'])} body_{i}")
+        rules.append(f"free_{i}: open_{i} {rest_of_begin} body_{i}")
+        if document["at_once"]:
+            rules.append(f"tag_{i}: {literal(begin)} body_{i}")
     return "\n".join(rules)
 
 
-class LLGuidanceBackend:
-    """Compiles grammars for one vocabulary and makes matchers.
+def _schema_with_options(schema: Any, whitespace: Whitespace) -> dict[str, Any]:
+    keywords = schema if isinstance(schema, dict) else {}
+    return {**keywords, "x-guidance": json_options(whitespace)}
 
-    Construction sorts the vocabulary, about 0.6 s for 128k tokens. Matchers share nothing, no lock
-    either: each is a deep copy, made in microseconds, of one that stands at the start.
-    Every spelling of a text in tokens is legal.
+
+def _was_validated(spec: Spec) -> bool:
+    """Whether LLGuidance accepted exactly this schema while it was routed."""
+    return bool(spec.source) and not spec.partial
+
+
+def _error_message(message: str, kind: str) -> str:
+    """Return LLGuidance's error as one sentence.
+
+    Line and column are kept only for Lark grammars, where they refer to the user's text.
+    """
+    lines = message.strip().split("\n")
+    reasons = [line[len("error: ") :] for line in lines if line.startswith("error: ")]
+    text = re.split(r"\s\d+ \| ", clean_message(message))[0]
+    if reasons:  # of a regular expression: an excerpt of it precedes the reason
+        text = re.split(r" \(in regex\)|: regex parse error", text)[0] + f": {reasons[0]}"
+    position = re.match(r"(?:at )?(\d+)\((\d+)\): ", text)
+    if position:
+        line = int(position[1]) - 1  # without graft's header line
+        where = f"line {line}, column {position[2]}: " if kind == "lark" else ""
+        text = where + text[position.end() :]
+    return text
+
+
+class LLGuidanceBackend:
+    """Compiles grammars with LLGuidance and creates matchers.
+
+    Construction sorts the vocabulary, which takes about 0.6 s for 128k tokens. A matcher is a deep
+    copy of a matcher at the start, made in microseconds; matchers share no state and no lock. Every
+    tokenization of a legal text is legal.
+
+    Parameters
+    ----------
+    vocabulary
+        Vocabulary of the grammars and matchers.
     """
 
     name = "LLGuidance"
 
     def __init__(self, vocabulary: Vocabulary):
         self.vocabulary = vocabulary
-        probe()
+        load_native()
         tokens = [*vocabulary.tokens, *[b""] * (vocabulary.size - len(vocabulary.tokens))]
         for name, token in vocabulary.names.items():
             tokens[token] = b"\xff" + name.encode("utf-8")
@@ -167,28 +211,31 @@ class LLGuidanceBackend:
             raise GrammarError(f"LLGuidance refuses the vocabulary: {error}") from error
 
     def compile(self, spec: Spec) -> CompiledGrammar:
-        """Compile on the calling thread; LLGuidance's limits of grammar and lexer size bound it."""
-        found = resolved(spec, "llguidance")
-        return self.load(spec, grammar_text(found) if _is_read(found) else readable_text(found))
+        """Compile on the calling thread. LLGuidance limits the size of grammar and lexer."""
+        resolved = resolve_spec(spec, "llguidance")
+        if _was_validated(resolved):
+            return self.load(spec, grammar_text(resolved))
+        return self.load(spec, validated_grammar_text(resolved))
 
-    def question(self, spec: Spec, routed: bool) -> Question:
+    def compile_call(self, spec: Spec, routed: bool) -> Call:
         """See `BoundedBackend`."""
-        name = "grammar_text" if routed and _is_read(spec) else "readable_text"
-        return Question(f"{__name__}:{name}", (spec,))
+        validated = routed and _was_validated(spec)
+        function = "grammar_text" if validated else "validated_grammar_text"
+        return Call(f"{__name__}:{function}", (spec,))
 
-    def load(self, spec: Spec, answer: str) -> CompiledGrammar:
-        """The grammar from its text as LLGuidance reads it, without the GIL."""
+    def load(self, spec: Spec, result: str) -> CompiledGrammar:
+        """Return the compiled grammar of a grammar text. Releases the GIL."""
         try:
-            native = _native.guide.LLGuidanceGrammar(self._tokenizer, answer)
+            native = _native.guide.LLGuidanceGrammar(self._tokenizer, result)
         except RuntimeError as error:
-            said = _objection(str(error), spec.kind)
-            if "removal index" in said:  # a panic that this alone causes
-                said = "names a special token that the vocabulary does not have"
-            raise GrammarError(f"{spec.kind}: {said}") from None
-        return CompiledGrammar(self, spec, native, _MATCHER_BYTES + len(answer))
+            message = _error_message(str(error), spec.kind)
+            if "removal index" in message:  # the panic that an unknown special token causes
+                message = "names a special token that the vocabulary does not have"
+            raise GrammarError(f"{spec.kind}: {message}") from None
+        return CompiledGrammar(self, spec, native, _MATCHER_BYTES + len(result))
 
     def matcher(self, compiled: CompiledGrammar, stop_ids: Iterable[int] | None = None) -> Matcher:
-        """A new matcher at the start; once complete, each of its `ending_ids` terminates it."""
+        """Return a new matcher at the start; each of its `ending_ids` terminates it."""
         ending = ending_ids(self, compiled, stop_ids)
         handle = _native.guide.LLGuidanceMatcher(compiled.native, ending)
         return NativeBackedMatcher(compiled, ending, handle)

@@ -1,4 +1,4 @@
-"""Grammar backends by name, and what those that are installed say of a grammar."""
+"""Backends by name, and the syntax check by the installed backends."""
 
 from __future__ import annotations
 
@@ -9,13 +9,13 @@ from graft.cudagraph.errors import OptionError
 from graft.grammar.backends import llguidance, xgrammar
 from graft.grammar.errors import GrammarError
 from graft.grammar.matcher import GrammarBackend
-from graft.grammar.resolve import resolved
+from graft.grammar.resolve import resolve_spec
 from graft.grammar.spec import Spec
 from graft.grammar.vocabulary import Vocabulary
 
 __all__ = ["BACKENDS", "check_syntax", "make_backend"]
 
-#: Backends by name.
+#: Backend classes by name.
 BACKENDS: dict[str, Callable[[Vocabulary], GrammarBackend]] = {
     "xgrammar": xgrammar.XGrammarBackend,
     "llguidance": llguidance.LLGuidanceBackend,
@@ -25,35 +25,51 @@ BACKENDS: dict[str, Callable[[Vocabulary], GrammarBackend]] = {
 def make_backend(
     choice: str | Callable[[Vocabulary], GrammarBackend], vocabulary: Vocabulary
 ) -> GrammarBackend:
-    """The backend of a name, or the one that a factory of the user's makes.
+    """Return a backend for a vocabulary.
+
+    Parameters
+    ----------
+    choice
+        Name of a backend, or a factory.
+    vocabulary
+        Vocabulary of the backend.
 
     Raises
     ------
     OptionError
-        If the name is unknown, its library is missing or not the known one, or the factory makes
-        something else.
+        The name is unknown, its library is missing or of an unsupported release, or the factory
+        did not return a `GrammarBackend`.
     """
     if callable(choice):
-        made = choice(vocabulary)
-        if not isinstance(made, GrammarBackend):
-            raise OptionError(f"grammar_backend: made a {type(made).__name__}, no GrammarBackend")
-        return made
+        backend = choice(vocabulary)
+        if not isinstance(backend, GrammarBackend):
+            raise OptionError(
+                f"grammar_backend: the factory returned {type(backend).__name__}, which is not a "
+                "GrammarBackend"
+            )
+        return backend
     if choice not in BACKENDS:
         raise OptionError(f"grammar_backend must be one of {tuple(BACKENDS)}, got {choice!r}")
     return BACKENDS[choice](vocabulary)
 
 
 def check_syntax(spec: Spec) -> None:
-    """Refuses a grammar that no installed backend can read, without a vocabulary."""
-    asked = {"llguidance": llguidance.read, "xgrammar": _read_by_xgrammar}
-    order = sorted(asked, reverse=spec.kind == "ebnf")  # which is XGrammar's notation
-    said = [asked[name](spec) for name in order if importlib.util.find_spec(name)]
-    if said and all(said):
-        raise GrammarError(f"{spec.kind}: {said[0]}")
+    """Raise `GrammarError` if no installed backend can read a grammar.
+
+    Needs no vocabulary. The cost depends on the grammar and has no bound: for child processes.
+    """
+    readers = {"llguidance": llguidance.syntax_error, "xgrammar": _xgrammar_syntax_error}
+    names = ["llguidance", "xgrammar"]
+    if spec.kind == "ebnf":  # XGrammar's notation: its error is the one to report
+        names.reverse()
+    errors = [readers[name](spec) for name in names if importlib.util.find_spec(name)]
+    if errors and all(errors):
+        raise GrammarError(f"{spec.kind}: {errors[0]}")
 
 
-def _read_by_xgrammar(spec: Spec) -> str:
+def _xgrammar_syntax_error(spec: Spec) -> str:
+    """Return XGrammar's error for a grammar; empty if it can read it."""
     try:
-        return xgrammar.read(resolved(spec, "xgrammar"))
+        return xgrammar.syntax_error(resolve_spec(spec, "xgrammar"))
     except GrammarError as error:
-        return str(error).removeprefix("structural tag ")
+        return str(error).removeprefix("structural_tag: ")

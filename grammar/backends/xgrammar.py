@@ -1,4 +1,8 @@
-"""XGrammar through TVM-FFI: the wheel's library alone, without importing ``xgrammar`` or torch."""
+"""The XGrammar backend, driven through TVM-FFI.
+
+Loads only the shared library of XGrammar's wheel: neither the Python package ``xgrammar`` nor torch
+is imported.
+"""
 
 from __future__ import annotations
 
@@ -18,29 +22,35 @@ from graft.cudagraph.errors import OptionError
 from graft.grammar.backends.base import ending_ids, require_release
 from graft.grammar.errors import GrammarError, clean_message
 from graft.grammar.matcher import CompiledGrammar, Matcher, NativeBackedMatcher
-from graft.grammar.resolve import resolved
+from graft.grammar.resolve import resolve_spec
 from graft.grammar.schema.options import Whitespace
 from graft.grammar.spec import Spec
 from graft.grammar.vocabulary import Vocabulary
 from graft.native import _native
-from graft.native.children.process import Question
+from graft.native.children.process import Call, Setup
 
-__all__ = ["XGrammarBackend", "library", "probe", "read", "tokenizer_info"]
+__all__ = ["XGrammarBackend", "library", "load_native", "syntax_error", "tokenizer_info"]
 
 _TYPES = ("TokenizerInfo", "Grammar", "GrammarCompiler", "CompiledGrammar", "GrammarMatcher")
-_RAW = 0  # XGrammar's vocabulary type: tokens are given as bytes
-_HERE = __name__ + ":"
-_LARGE = 1 << 19  # bytes of a grammar's text from which on it leaves holes in memory
-_REFUSED = (RuntimeError, ValueError, TypeError)
+_RAW = 0  # XGrammar's vocabulary type for tokens given as bytes
+_MODULE = __name__ + ":"
+_TRIM_BYTES = 1 << 19  # serialized size from which on reading a grammar fragments the heap
+_XGRAMMAR_ERRORS = (RuntimeError, ValueError, TypeError)
 _libc = ctypes.CDLL(None)
 
 
 @functools.cache
 def library() -> Any:
-    """XGrammar's types, from its library, loaded once."""
+    """Load XGrammar's library once and return its types.
+
+    Raises
+    ------
+    OptionError
+        XGrammar is not installed, of an unsupported release, or cannot be loaded.
+    """
     require_release("XGrammar", "xgrammar", "0.2.", "--no-deps xgrammar==0.2.8")
     try:
-        with _own_handler(signal.SIGSEGV):
+        with _keep_signal_handler(signal.SIGSEGV):
             return _register_types()
     except (ImportError, OSError, RuntimeError, ValueError, AttributeError) as error:
         raise OptionError(f"grammar_backend: XGrammar cannot be used: {error}") from error
@@ -58,19 +68,25 @@ def _register_types() -> SimpleNamespace:
 
 
 @contextlib.contextmanager
-def _own_handler(number: int) -> Iterator[None]:
-    """Keep a signal's handler: TVM-FFI sets one of its own, over the soft device's."""
-    kept = ctypes.create_string_buffer(512)  # a struct sigaction and more
-    _libc.sigaction(number, None, kept)
+def _keep_signal_handler(number: int) -> Iterator[None]:
+    """Restore a signal's handler on exit: TVM-FFI would replace the soft device's."""
+    handler = ctypes.create_string_buffer(512)  # larger than struct sigaction
+    _libc.sigaction(number, None, handler)
     try:
         yield
     finally:
-        _libc.sigaction(number, kept, None)
+        _libc.sigaction(number, handler, None)
 
 
 @functools.cache
-def probe() -> None:
-    """Hand XGrammar's methods to the native worker, which checks version and signatures."""
+def load_native() -> None:
+    """Hand XGrammar's methods to the native worker, which checks version and signatures.
+
+    Raises
+    ------
+    OptionError
+        XGrammar cannot be loaded, or the native worker does not support this release.
+    """
     library()
     from tvm_ffi import libinfo
 
@@ -83,13 +99,13 @@ def probe() -> None:
 
 
 def tokenizer_info(tokens: Sequence[bytes], size: int, stops: Sequence[int]) -> Any:
-    """XGrammar's view of a vocabulary; sorts it, about 0.1 s for 128k tokens."""
+    """Return XGrammar's form of a vocabulary. Sorting it takes about 0.1 s for 128k tokens."""
     return library().TokenizerInfo(list(tokens), _RAW, size, list(stops), False)
 
 
 def _compile(info: Any, spec: Spec) -> Any:
-    """XGrammar's own form of a grammar; its refusal is a ``GrammarError``."""
-    spec = resolved(spec, "xgrammar")  # refuses what would be ignored
+    """Return XGrammar's compiled form of a grammar; raise `GrammarError` if it is refused."""
+    spec = resolve_spec(spec, "xgrammar")  # refuses schemas with keywords that XGrammar ignores
     types = library()
     text = spec.text
     root = spec.root
@@ -107,12 +123,12 @@ def _compile(info: Any, spec: Spec) -> Any:
         if spec.kind == "choice":
             text = f"{root} ::= " + " | ".join(_quote(option) for option in json.loads(text))
         return compiler.compile_grammar_from_strings(text, root)
-    except _REFUSED as error:
+    except _XGRAMMAR_ERRORS as error:
         raise GrammarError(f"{spec.kind}: {clean_message(error)}") from None
 
 
-def read(spec: Spec) -> str:
-    """XGrammar's objection to a grammar, without compiling it; empty if it can read it."""
+def syntax_error(spec: Spec) -> str:
+    """Return XGrammar's error for a grammar; empty if it can read it. Compiles nothing."""
     grammar = library().Grammar
     text = spec.text
     try:
@@ -124,13 +140,13 @@ def read(spec: Spec) -> str:
             grammar.from_ebnf(text, spec.root)
         elif spec.kind == "structural_tag":
             grammar.from_structural_tag(_structural_tag(text, spec.whitespace))
-    except _REFUSED as error:
+    except _XGRAMMAR_ERRORS as error:
         return clean_message(error) or "is refused"
     return ""
 
 
 def _quote(text: str) -> str:
-    """An EBNF string literal: everything but ASCII letters and digits by code point."""
+    """Return an EBNF string literal. All but ASCII letters and digits are escaped."""
     return '"' + "".join(_escape(c) for c in text) + '"'
 
 
@@ -141,47 +157,75 @@ def _escape(char: str) -> str:
 
 
 def _layout(whitespace: Whitespace, strict: bool) -> tuple[Any, ...]:
-    """XGrammar's arguments: any whitespace, indent, separators, strict, most of it, any order."""
-    most = whitespace if isinstance(whitespace, int) else None
-    return whitespace != "line", None, None, strict, most, False
+    """Return the arguments of ``compile_json_schema`` after the schema.
+
+    They are: any white space, indentation, separators, strict mode, maximum number of white-space
+    characters, and keys in any order.
+    """
+    any_whitespace = whitespace != "line"
+    max_whitespace = whitespace if isinstance(whitespace, int) else None
+    return any_whitespace, None, None, strict, max_whitespace, False
 
 
 def _structural_tag(text: str, whitespace: Whitespace) -> str:
-    """XGrammar's form of a structural tag; of a schema in one it would take any whitespace."""
-    spec = json.loads(text)
-    layout = _layout(whitespace, True)
+    """Return a structural tag in XGrammar's JSON form.
+
+    The content of a tag is given as EBNF rules, because XGrammar would allow any white space in a
+    schema.
+    """
+    document = json.loads(text)
+    any_whitespace, indent, separators, strict, max_whitespace, any_order = _layout(
+        whitespace, True
+    )
     tags = []
-    for tag in spec["tags"]:
+    for tag in document["tags"]:
         rules = library().Grammar.from_json_schema(
-            json.dumps(tag["schema"]), *layout[:-1], False, layout[-1]
+            json.dumps(tag["schema"]),
+            any_whitespace,
+            indent,
+            separators,
+            strict,
+            max_whitespace,
+            False,
+            any_order,
         )
         content = {"type": "grammar", "grammar": rules.to_string()}
         tags.append({"type": "tag", "begin": tag["begin"], "content": content, "end": tag["end"]})
     form = {
         "type": "triggered_tags",
-        "triggers": spec["triggers"],
+        "triggers": document["triggers"],
         "tags": tags,
-        "at_least_one": spec["at_least_one"] or spec["at_once"],
+        "at_least_one": document["at_least_one"] or document["at_once"],
         "stop_after_first": False,
     }
-    if spec["at_least_one"] and not spec["at_once"]:  # which XGrammar takes for "at once"
-        text_first = {"type": "any_text", "excludes": spec["triggers"]}
-        form = {"type": "sequence", "elements": [text_first, form]}
+    if document["at_least_one"] and not document["at_once"]:
+        # XGrammar's at_least_one means at_once: allow free text before the first tag
+        free_text = {"type": "any_text", "excludes": document["triggers"]}
+        form = {"type": "sequence", "elements": [free_text, form]}
     return json.dumps({"type": "structural_tag", "format": form})
 
 
-_learnt: dict[str, Any] = {}  # in a compiling process: vocabularies by fingerprint
+# Functions that run in a child process.
+
+_vocabularies: dict[str, Any] = {}  # XGrammar's form of each vocabulary, by fingerprint
 
 
-def learn(fingerprint: str, *vocabulary: Any) -> None:
-    """In a compiling process: what to compile for, from now on."""
-    _learnt[fingerprint] = tokenizer_info(*vocabulary)
+def add_vocabulary(fingerprint: str, *vocabulary: Any) -> None:
+    """Keep a vocabulary for later calls of `compiled_text`."""
+    _vocabularies[fingerprint] = tokenizer_info(*vocabulary)
 
 
 def compiled_text(fingerprint: str, spec: Spec) -> str:
-    """In a compiling process: a compiled grammar as JSON text, several times its size in memory."""
-    text = str(_compile(_learnt[fingerprint], spec).serialize_json())
-    # that it would enforce a grammar in part only, it says by printing
+    """Compile a grammar and return it as JSON text, which is several times its size in memory.
+
+    Raises
+    ------
+    GrammarError
+        XGrammar refuses the grammar, or would enforce it in part and it is not `partial`.
+    """
+    text = str(_compile(_vocabularies[fingerprint], spec).serialize_json())
+    # XGrammar prints a warning about each part that it ignores. The child process redirects file
+    # descriptor 1 to a file that is empty when a call begins.
     printed = os.pread(1, 1 << 20, 0).decode("utf-8", "replace")
     ignored = list(dict.fromkeys(clean_message(line) for line in printed.splitlines()))
     if ignored and not spec.partial:
@@ -190,10 +234,15 @@ def compiled_text(fingerprint: str, spec: Spec) -> str:
 
 
 class XGrammarBackend:
-    """Compiles grammars for one vocabulary and makes matchers.
+    """Compiles grammars with XGrammar and creates matchers.
 
-    Construction sorts the vocabulary (about 0.1 s for 128k tokens) and holds the GIL; do it at
-    start-up. ``compile`` releases the GIL.
+    Construction sorts the vocabulary (about 0.1 s for 128k tokens) and holds the GIL: create the
+    backend at start-up. `compile` releases the GIL.
+
+    Parameters
+    ----------
+    vocabulary
+        Vocabulary of the grammars and matchers.
     """
 
     name = "XGrammar"
@@ -201,34 +250,30 @@ class XGrammarBackend:
     def __init__(self, vocabulary: Vocabulary):
         self.vocabulary = vocabulary
         self._types = library()
-        probe()
+        load_native()
         self._info = tokenizer_info(vocabulary.tokens, vocabulary.size, vocabulary.stop_ids)
         self._acceptable_by_stops: dict[tuple[int, ...], np.ndarray] = {}
 
     def compile(self, spec: Spec) -> CompiledGrammar:
         """Compile on the calling thread, in this process."""
-        return self._grammar(spec, _compile(self._info, spec))
+        return self._compiled_grammar(spec, _compile(self._info, spec))
 
-    def question(self, spec: Spec, routed: bool) -> Question:
+    def compile_call(self, spec: Spec, routed: bool) -> Call:
         """See `BoundedBackend`."""
         v = self.vocabulary
-        learn = Question(_HERE + "learn", (v.fingerprint, v.tokens, v.size, v.stop_ids))
-        return Question(
-            _HERE + "compiled_text", (v.fingerprint, spec), (f"xgrammar {v.fingerprint}", learn)
-        )
+        arguments = (v.fingerprint, v.tokens, v.size, v.stop_ids)
+        setup = Setup(f"xgrammar {v.fingerprint}", _MODULE + "add_vocabulary", arguments)
+        return Call(_MODULE + "compiled_text", (v.fingerprint, spec), setup)
 
-    def load(self, spec: Spec, answer: str) -> CompiledGrammar:
-        """A grammar that another process compiled for an equal vocabulary, from its JSON text."""
-        native = self._types.CompiledGrammar.deserialize_json(answer, self._info)
-        if len(answer) > _LARGE:
-            _libc.malloc_trim(0)  # what reading it took would stay with this process for good
-        return self._grammar(spec, native)
-
-    def _grammar(self, spec: Spec, native: Any) -> CompiledGrammar:
-        return CompiledGrammar(self, spec, native, int(native.memory_size_bytes()))
+    def load(self, spec: Spec, result: str) -> CompiledGrammar:
+        """Return the compiled grammar of a JSON text that a child process serialized."""
+        native = self._types.CompiledGrammar.deserialize_json(result, self._info)
+        if len(result) > _TRIM_BYTES:
+            _libc.malloc_trim(0)  # otherwise the memory of reading it is never returned
+        return self._compiled_grammar(spec, native)
 
     def matcher(self, compiled: CompiledGrammar, stop_ids: Iterable[int] | None = None) -> Matcher:
-        """A new matcher at the start; once complete, each of its `ending_ids` terminates it."""
+        """Return a new matcher at the start; each of its `ending_ids` terminates it."""
         ending = ending_ids(self, compiled, stop_ids)
         override = None if ending == self.vocabulary.stop_ids else list(ending)
         handle = self._types.GrammarMatcher(compiled.native, override, False, -1, None)
@@ -238,8 +283,11 @@ class XGrammarBackend:
         )
         return NativeBackedMatcher(compiled, ending, native, keep=(handle, acceptable))
 
+    def _compiled_grammar(self, spec: Spec, native: Any) -> CompiledGrammar:
+        return CompiledGrammar(self, spec, native, int(native.memory_size_bytes()))
+
     def _acceptable(self, stops: tuple[int, ...]) -> np.ndarray:
-        """A bit per id that XGrammar may be handed: text, or a stop id."""
+        """Return a bitmask of the ids that XGrammar can accept: text, or a stop id."""
         if stops not in self._acceptable_by_stops:
             flags = np.zeros(self.vocabulary.words * 32, bool)
             flags[: len(self.vocabulary.tokens)] = [bool(text) for text in self.vocabulary.tokens]

@@ -1,1 +1,1 @@
-"""From a grammar's statement to its compiled form, off the path of every round."""
+"""Grammar compilation outside the decoding loop."""

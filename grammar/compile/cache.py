@@ -1,4 +1,4 @@
-"""Compiled grammars kept in memory, least recently used first out, bounded in bytes."""
+"""LRU cache of compiled grammars, limited in bytes."""
 
 from __future__ import annotations
 
@@ -12,15 +12,22 @@ from graft.grammar.spec import Spec
 
 __all__ = ["CACHE_BYTES", "GrammarCache"]
 
+#: Default size limit in bytes.
 CACHE_BYTES = 1 << 29
-_ENTRY_BYTES = 1024  # of an entry beside its texts and its grammar
+_ENTRY_BYTES = 1024  # overhead of an entry in addition to its texts and its grammar
 
 
 class GrammarCache:
-    """Compiled grammars and refusals by specification, for one backend; any thread may use it.
+    """Compiled grammars and refusals of one backend, by specification. Thread-safe.
 
-    An entry counts with what `CompiledGrammar.nbytes` says, its specification and 1 KiB; one larger
-    than the bound is not kept. Matchers keep their grammar themselves.
+    The size of an entry is `CompiledGrammar.nbytes` plus its specification plus 1 KiB. The least
+    recently used entries are evicted first. An entry larger than the limit is not stored. Eviction
+    does not affect matchers, which hold a reference to their grammar.
+
+    Parameters
+    ----------
+    limit_bytes
+        Maximum total size in bytes.
     """
 
     def __init__(self, limit_bytes: int = CACHE_BYTES):
@@ -32,28 +39,29 @@ class GrammarCache:
         self._nbytes = 0
 
     def get(self, spec: Spec) -> Future[CompiledGrammar] | None:
-        """The finished future of an equal specification, or None."""
+        """Return the completed future of an equal specification, or None."""
         with self._lock:
             if spec not in self._entries:
                 return None
             self._entries.move_to_end(spec)
-            return self._entries[spec][0]
+            future, _ = self._entries[spec]
+            return future
 
     def put(self, spec: Spec, future: Future[CompiledGrammar]) -> None:
-        """Keep a finished future, and drop the least recently used until the bound holds."""
-        grammar = 0 if future.exception() else future.result().nbytes
-        size = grammar + len(spec.text) + len(spec.source) + _ENTRY_BYTES
+        """Store a completed future, and evict the least recently used until the limit holds."""
+        grammar_bytes = 0 if future.exception() else future.result().nbytes
+        size = grammar_bytes + len(spec.text) + len(spec.source) + _ENTRY_BYTES
         if size > self._limit_bytes:
             return
         with self._lock:
-            _, before = self._entries.pop(spec, (None, 0))
+            _, previous_size = self._entries.pop(spec, (None, 0))
             self._entries[spec] = (future, size)
-            self._nbytes += size - before
+            self._nbytes += size - previous_size
             while self._nbytes > self._limit_bytes:
-                _, (_, gone) = self._entries.popitem(last=False)
-                self._nbytes -= gone
+                _, (_, evicted_size) = self._entries.popitem(last=False)
+                self._nbytes -= evicted_size
 
     def counters(self) -> dict[str, int]:
-        """Entries, and their bytes."""
+        """Return the number of entries and their total size in bytes."""
         with self._lock:
             return {"cache_entries": len(self._entries), "cache_bytes": self._nbytes}

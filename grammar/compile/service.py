@@ -1,4 +1,4 @@
-"""Compiles the grammars of one engine off the path of its rounds, each within one bound."""
+"""Compilation of an engine's grammars in child processes, outside its decoding loop."""
 
 from __future__ import annotations
 
@@ -21,27 +21,20 @@ from graft.grammar.backends.registry import make_backend
 from graft.grammar.compile.cache import CACHE_BYTES, GrammarCache
 from graft.grammar.errors import GrammarError, clean_message
 from graft.grammar.matcher import CompiledGrammar, GrammarBackend
+from graft.grammar.processes import POOL
 from graft.grammar.schema.enforcement import available_backends
 from graft.grammar.spec import Spec
 from graft.grammar.vocabulary import Vocabulary
-from graft.native.children.process import (
-    LIMIT_S,
-    MEMORY_BYTES,
-    Child,
-    ChildLost,
-    Question,
-    TooSlow,
-    leave,
-    take,
-)
+from graft.native.children.errors import ChildLost, ChildTimeout
+from graft.native.children.process import MEMORY_BYTES, TIMEOUT_S, Call, ChildProcess
 
 __all__ = ["GrammarService"]
 
-_PATIENCE_S = 1.0  # of the lane that everybody passes
+_FAST_LANE_TIMEOUT_S = 1.0
 _log = logging.getLogger("graft.grammar")
 
 
-Choice = str | Callable[[Vocabulary], GrammarBackend]
+BackendChoice = str | Callable[[Vocabulary], GrammarBackend]
 
 
 class _Job(NamedTuple):
@@ -49,130 +42,168 @@ class _Job(NamedTuple):
     future: Future[CompiledGrammar]
 
 
-class _Shared:
-    """Backends by name and their compiled grammars, for every service of the same settings."""
+class _Lane:
+    """A queue of jobs, and the time limit of each.
 
-    def __init__(self, vocabulary: Vocabulary, choice: Choice, cache_bytes: int):
+    Parameters
+    ----------
+    timeout_s
+        Time limit of one compilation, in seconds.
+    """
+
+    def __init__(self, timeout_s: float):
+        self.timeout_s = timeout_s
+        self.jobs: queue.SimpleQueue[_Job | None] = queue.SimpleQueue()
+        self.threads: list[threading.Thread] = []
+
+
+class _SharedBackends:
+    """Backends and compiled grammars that services with equal settings share.
+
+    Parameters
+    ----------
+    vocabulary
+        Vocabulary of the backends.
+    choice
+        Default backend: a name, ``"auto"`` or a factory.
+    cache_bytes
+        Size limit of the grammar cache, in bytes.
+
+    Attributes
+    ----------
+    cache
+        Compiled grammars by specification.
+    default
+        Backend of grammars that name none.
+    """
+
+    def __init__(self, vocabulary: Vocabulary, choice: BackendChoice, cache_bytes: int):
         self._vocabulary = vocabulary
         self._lock = threading.Lock()
         self._backends: dict[str, GrammarBackend] = {}
         self.cache = GrammarCache(cache_bytes)
         if isinstance(choice, str):
-            self.default = self.named(available_backends()[0] if choice == "auto" else choice)
+            self.default = self.backend(available_backends()[0] if choice == "auto" else choice)
         else:
             self.default = make_backend(choice, vocabulary)
 
-    def named(self, name: str) -> GrammarBackend:
+    def backend(self, name: str) -> GrammarBackend:
+        """Return the backend of a name; create it on first use."""
         with self._lock:
             if name not in self._backends:
                 self._backends[name] = make_backend(name, self._vocabulary)
             return self._backends[name]
 
 
-_shared: weakref.WeakValueDictionary[tuple[object, ...], _Shared] = weakref.WeakValueDictionary()
-_shared_lock = threading.Lock()
+_shared_backends: weakref.WeakValueDictionary[tuple[object, ...], _SharedBackends] = (
+    weakref.WeakValueDictionary()
+)
+_shared_backends_lock = threading.Lock()
 
 
-def _share(vocabulary: Vocabulary, choice: Choice, cache_bytes: int) -> _Shared:
+def _get_shared_backends(
+    vocabulary: Vocabulary, choice: BackendChoice, cache_bytes: int
+) -> _SharedBackends:
+    """Return the shared backends of equal settings. A factory's backends are not shared."""
     if not isinstance(choice, str):
-        return _Shared(vocabulary, choice, cache_bytes)
+        return _SharedBackends(vocabulary, choice, cache_bytes)
     key = (choice, vocabulary.fingerprint, cache_bytes)
-    with _shared_lock:
-        found = _shared.get(key)
-        if found is None:
-            found = _shared[key] = _Shared(vocabulary, choice, cache_bytes)
-        return found
+    with _shared_backends_lock:
+        shared = _shared_backends.get(key)
+        if shared is None:
+            shared = _SharedBackends(vocabulary, choice, cache_bytes)
+            _shared_backends[key] = shared
+        return shared
 
 
 class GrammarService:
-    """Compiles each grammar with the backend it names, or with the engine's own.
+    """Compiles each grammar with the backend that it names, or with the engine's backend.
 
-    Everything that a grammar's text decides the cost of (routing a schema, rewriting it, reading a
-    grammar, compiling it) is done in processes with limits of time and memory, so that a grammar
-    which takes too long, or crashes a library, fails alone. Every grammar has a second in the first
-    lane; what takes longer begins anew in the second one, where it has ``timeout_s`` and keeps
-    nobody waiting but its like.
+    All work whose cost depends on the text of a grammar (routing and rewriting a schema, reading
+    and compiling a grammar) runs in child processes with limits of time and memory. A grammar that
+    takes too long or crashes a library fails alone.
 
-    Matchers of different backends may sit in one batch: the guided worker is the same for all.
-    Services of one process with an equal vocabulary and equal settings share their backends and
-    compiled grammars for as long as one of them lives, unless a callable makes the backend.
+    There are two lanes of threads. Each grammar starts in the fast lane with a time limit of one
+    second. If it exceeds the limit, it starts again in the slow lane with the limit `timeout_s`, so
+    that slow grammars only delay each other.
+
+    Matchers of different backends may be used in one batch. Services of a process with equal
+    vocabularies and settings share their backends and compiled grammars while at least one of them
+    exists, unless a factory creates the backend.
 
     Parameters
     ----------
     vocabulary
-        What the grammars are compiled for.
+        Vocabulary that the grammars are compiled for.
     choice
-        Default backend: a name, or a callable that makes one for the vocabulary; the grammars of
-        one that is no `BoundedBackend` compile in this process, without any bound. ``"auto"``
-        routes JSON schemas (`resolved`), gives EBNF to XGrammar, whose notation it is, and the rest
-        to the first backend installed.
+        Backend of grammars that name none: a name, ``"auto"``, or a factory that is called with the
+        vocabulary. ``"auto"`` routes JSON schemas (see `resolve_spec`), compiles EBNF with
+        XGrammar, whose notation it is, and other grammars with the first installed backend. A
+        backend that is not a `BoundedBackend` compiles in this process without limits.
     threads
-        Grammars compiled at once, in each lane.
-    timeout_s, memory_bytes
-        Seconds that one grammar may take once it is taken up, and address space that its process
-        may take.
+        Number of concurrent compilations per lane.
+    timeout_s
+        Maximum time of one compilation in seconds, not including the time in the queue.
+    memory_bytes
+        Address space that the compilations of one process may add, in bytes.
     cache_bytes
-        Bound of the compiled grammars kept in memory.
+        Size limit of the compiled grammars that are kept, in bytes.
 
     Attributes
     ----------
     backend
-        The default one.
+        Backend of grammars that name none.
     """
 
     def __init__(
         self,
         vocabulary: Vocabulary,
-        choice: Choice = "xgrammar",
+        choice: BackendChoice = "xgrammar",
         *,
         threads: int = 1,
-        timeout_s: float = LIMIT_S,
+        timeout_s: float = TIMEOUT_S,
         memory_bytes: int = MEMORY_BYTES,
         cache_bytes: int = CACHE_BYTES,
     ):
-        for name, value in (
-            ("threads", threads),
-            ("timeout_s", timeout_s),
-            ("memory_bytes", memory_bytes),
-        ):
+        limits = {"threads": threads, "timeout_s": timeout_s, "memory_bytes": memory_bytes}
+        for name, value in limits.items():
             if not value > 0:
                 raise OptionError(f"compile service: {name} is {value}, must be positive")
         installed = available_backends()
         if choice == "auto" and not installed:
             raise OptionError("grammar_backend: auto needs llguidance or xgrammar installed")
         self._choice = choice if isinstance(choice, str) else ""
-        self._ebnf = choice == "auto" and "xgrammar" in installed
-        self._shared = _share(vocabulary, choice, cache_bytes)
+        self._ebnf_by_xgrammar = choice == "auto" and "xgrammar" in installed
+        self._shared = _get_shared_backends(vocabulary, choice, cache_bytes)
         self.backend = self._shared.default
         self._timeout_s = timeout_s
-        self._lock = threading.Lock()  # guards the three below
+        self._lock = threading.Lock()  # guards the three fields below
         self._pending: dict[Spec, Future[CompiledGrammar]] = {}
         self._counts: Counter[str] = Counter()
         self._closed = False
-        self._first: queue.SimpleQueue[_Job | None] = queue.SimpleQueue()
-        self._second: queue.SimpleQueue[_Job | None] = queue.SimpleQueue()
-        self._children: list[Child] = []
-        self._threads: list[threading.Thread] = []
-        lanes = ((self._first, min(_PATIENCE_S, timeout_s)), (self._second, timeout_s))
-        for lane, limit_s in lanes:
-            for _ in range(threads):
-                child = take(memory_bytes) if lane is self._first else Child(memory_bytes)
-                thread = threading.Thread(
-                    target=self._serve,
-                    args=(lane, child, limit_s),
-                    name="graft-compile",
-                    daemon=True,
-                )
-                self._children.append(child)
-                self._threads.append(thread)
-                thread.start()
+        self._fast_lane = _Lane(min(_FAST_LANE_TIMEOUT_S, timeout_s))
+        self._slow_lane = _Lane(timeout_s)
+        self._children: list[ChildProcess] = []
+        for _ in range(threads):
+            self._start_thread(self._fast_lane, POOL.acquire(memory_bytes))
+        for _ in range(threads):
+            self._start_thread(self._slow_lane, POOL.new(memory_bytes))
 
     def submit(self, spec: Spec) -> Future[CompiledGrammar]:
-        """A future of the compiled grammar, shared by all who ask for an equal ``spec``.
+        """Start compiling a grammar.
 
-        The future raises ``GrammarError``, in one sentence, if no backend can be had or it refuses
-        the grammar, cannot enforce part of it, takes longer than ``timeout_s`` or dies of it. It
-        cannot be cancelled.
+        Returns
+        -------
+        Future
+            Result of the compilation, shared by all submissions of an equal `spec`. It cannot be
+            cancelled. It raises `GrammarError` with one sentence if the backend is not available,
+            refuses the grammar or cannot enforce a part of it, or if the compilation exceeds its
+            limit of time or memory or crashes.
+
+        Raises
+        ------
+        GrammarError
+            The service is closed.
         """
         with self._lock:
             if self._closed:
@@ -181,91 +212,115 @@ class GrammarService:
             if future is not None:
                 return future
             future = Future()
-            future.set_running_or_notify_cancel()  # others may wait for it: nobody cancels it
+            future.set_running_or_notify_cancel()  # several requests may wait: no cancellation
             self._pending[spec] = future
-        self._first.put(_Job(spec, future))
+        self._fast_lane.jobs.put(_Job(spec, future))
         return future
 
     def counters(self) -> dict[str, int]:
-        """What was compiled, what failed why, and the cache's counters."""
+        """Return the number of grammars by outcome, and the counters of the cache."""
         with self._lock:
             return {**self._counts, **self._shared.cache.counters()}
 
     def close(self) -> None:
-        """Kill the processes; what has not been compiled fails with ``GrammarError``.
+        """Kill the child processes. Unfinished compilations fail with `GrammarError`.
 
-        Waits for what each thread does outside a process: the grammars of unbounded backends, and
-        reading what a process has compiled. A second call does nothing.
+        Waits for work that threads do in this process: compilations of unbounded backends, and
+        loading the result of a child process. A second call has no effect.
         """
         with self._lock:
-            if self._closed:  # a process that is left twice would serve two at once
+            if self._closed:  # a process must not be released twice
                 return
             self._closed = True
         for child in self._children:
-            leave(child)
-        half = len(self._threads) // 2
-        # the first lane passes work on to the second, which therefore ends last
-        for lane, threads in (
-            (self._first, self._threads[:half]),
-            (self._second, self._threads[half:]),
-        ):
-            for _ in threads:
-                lane.put(None)
-            for thread in threads:
+            POOL.release(child)
+        # The slow lane ends last, because the fast lane passes jobs on to it.
+        for lane in (self._fast_lane, self._slow_lane):
+            for _ in lane.threads:
+                lane.jobs.put(None)
+            for thread in lane.threads:
                 thread.join()
 
-    def _serve(self, lane: queue.SimpleQueue[_Job | None], child: Child, limit_s: float) -> None:
-        if lane is self._first and isinstance(self.backend, BoundedBackend):
-            child.warm()  # while the engine loads its models
-        while (job := lane.get()) is not None:
+    def _start_thread(self, lane: _Lane, child: ChildProcess) -> None:
+        thread = threading.Thread(
+            target=self._run, args=(lane, child), name="graft-compile", daemon=True
+        )
+        self._children.append(child)
+        lane.threads.append(thread)
+        thread.start()
+
+    def _run(self, lane: _Lane, child: ChildProcess) -> None:
+        """Compile the jobs of a lane until the service is closed. Runs on a thread of the lane."""
+        if lane is self._fast_lane and isinstance(self.backend, BoundedBackend):
+            child.start()  # while the engine loads its models
+        while (job := lane.jobs.get()) is not None:
             kind = job.spec.kind
             try:
                 if self._closed:
-                    raise ChildLost("it is too late")
-                compiled = self._compile(job.spec, child, limit_s)
+                    raise ChildLost("the compile service was closed")
+                compiled = self._compile(job.spec, child, lane.timeout_s)
                 _require_output(compiled)
             except ChildLost as error:
-                if isinstance(error, TooSlow) and limit_s < self._timeout_s and not self._closed:
-                    self._second.put(job)
-                    continue
-                # another attempt may have more luck
-                why = str(error)
-                if isinstance(error, TooSlow):
-                    why = f"took longer than {limit_s:g} s to compile"
-                if self._closed:
-                    why = "the compile service was closed"
-                self._finish(job, GrammarError(f"{kind}: {why}"), "killed_or_crashed", keep=False)
+                self._handle_lost_child(job, lane, error)
             except GrammarError as error:
                 self._finish(job, error, "refused")
             except OptionError as error:
                 self._finish(job, GrammarError(f"{kind}: {error}"), "refused", keep=False)
-            except BaseException as error:  # whoever waits must hear of it
-                said = GrammarError(f"{kind}: {type(error).__name__}: {clean_message(error)}")
-                said.__cause__ = error
-                self._finish(job, said, "failed", keep=False)
+            except BaseException as error:  # requests wait for the future: it must be completed
+                failure = GrammarError(f"{kind}: {type(error).__name__}: {clean_message(error)}")
+                failure.__cause__ = error
+                self._finish(job, failure, "failed", keep=False)
             else:
                 self._finish(job, compiled, "compiled")
 
-    def _compile(self, spec: Spec, child: Child, limit_s: float) -> CompiledGrammar:
-        deadline = time.monotonic() + limit_s
-        routed = spec.kind == "json_schema" and not spec.backend and bool(self._choice)
+    def _handle_lost_child(self, job: _Job, lane: _Lane, error: ChildLost) -> None:
+        """Pass a job that timed out in the fast lane on to the slow lane, or fail it."""
+        timed_out = isinstance(error, ChildTimeout)
+        if timed_out and lane.timeout_s < self._timeout_s and not self._closed:
+            self._slow_lane.jobs.put(job)
+            return
+        if self._closed:
+            reason = "the compile service was closed"
+        elif timed_out:
+            reason = f"took longer than {lane.timeout_s:g} s to compile"
+        else:
+            reason = clean_message(error)
+        failure = GrammarError(f"{job.spec.kind}: {reason}")
+        self._finish(job, failure, "killed_or_crashed", keep=False)
+
+    def _compile(self, spec: Spec, child: ChildProcess, timeout_s: float) -> CompiledGrammar:
+        deadline = time.monotonic() + timeout_s
+        router = spec.backend or self._choice
+        routed = spec.kind == "json_schema" and not spec.source and bool(router)
         if routed:
-            question = Question("graft.grammar.resolve:resolved", (spec, self._choice))
-            spec = child.ask(question, limit_s)
-        elif spec.kind == "ebnf" and not spec.backend and self._ebnf:
+            request = Call("graft.grammar.resolve:resolve_spec", (spec, router))
+            spec = child.call(request, timeout_s)
+        elif spec.kind == "ebnf" and not spec.backend and self._ebnf_by_xgrammar:
             spec = replace(spec, backend="xgrammar")
-        backend = self._shared.named(spec.backend) if spec.backend else self.backend
+        backend = self._shared.backend(spec.backend) if spec.backend else self.backend
         if not isinstance(backend, BoundedBackend):
             return backend.compile(spec)
-        left_s = max(0.0, deadline - time.monotonic())
-        return backend.load(spec, child.ask(backend.question(spec, routed), left_s))
+        remaining_s = max(0.0, deadline - time.monotonic())
+        return backend.load(spec, child.call(backend.compile_call(spec, routed), remaining_s))
 
     def _finish(
-        self, job: _Job, result: CompiledGrammar | GrammarError, how: str, *, keep: bool = True
+        self, job: _Job, result: CompiledGrammar | GrammarError, outcome: str, *, keep: bool = True
     ) -> None:
-        """Settle a future; what may go better another time is not kept."""
+        """Complete the future of a job.
+
+        Parameters
+        ----------
+        job
+            The finished job.
+        result
+            The compiled grammar, or the exception of the future.
+        outcome
+            Counter to increment.
+        keep
+            Whether to cache the result. False if another attempt may have another result.
+        """
         with self._lock:
-            self._counts[how] += 1
+            self._counts[outcome] += 1
             if not keep:
                 del self._pending[job.spec]
         if isinstance(result, GrammarError):
@@ -276,14 +331,18 @@ class GrammarService:
             return
         try:
             self._shared.cache.put(job.spec, job.future)
-        except Exception as error:  # of a backend that cannot tell how large its grammar is
+        except Exception as error:  # of a user's backend whose nbytes is not a number
             _log.warning("compiled grammar not kept: %s: %s", type(error).__name__, error)
         with self._lock:
             del self._pending[job.spec]
 
 
 def _require_output(compiled: CompiledGrammar) -> None:
-    """Refuse a grammar of no text at all; where a vocabulary merely cannot spell one, it runs."""
+    """Raise `GrammarError` if the grammar allows no text at all.
+
+    If the vocabulary cannot spell every text, the vocabulary may be the cause; such a grammar is
+    accepted and its request ends in a dead end.
+    """
     vocabulary = compiled.backend.vocabulary
     if not (vocabulary.spells_everything and vocabulary.stop_ids):
         return

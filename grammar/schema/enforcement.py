@@ -21,9 +21,9 @@ from graft.grammar.schema.terms import (
     values_of,
     word_set,
 )
-from graft.grammar.validate import found_in
+from graft.grammar.validate import search_pattern
 
-__all__ = ["BACKENDS", "KEYWORDS", "available_backends", "ignored"]
+__all__ = ["BACKENDS", "KEYWORDS", "available_backends", "ignored_keywords"]
 
 #: Backends in order of preference: LLGuidance compiles in a millisecond and refuses what it does
 #: not know; XGrammar precompiles masks, which string and array bounds can make very slow.
@@ -79,7 +79,7 @@ def available_backends() -> tuple[str, ...]:
     return tuple(name for name in BACKENDS if importlib.util.find_spec(name))
 
 
-def ignored(schema: Any) -> list[Reason]:
+def ignored_keywords(schema: Any) -> list[Reason]:
     """Keywords that XGrammar would drop without a word, as far as is known."""
     old = isinstance(schema, dict) and bool(_OLD_DRAFT.search(str(schema.get("$schema", ""))))
     dropped: list[str] = []
@@ -90,12 +90,12 @@ def ignored(schema: Any) -> list[Reason]:
         dropped += [f"{pointer}/{keyword}" for keyword in _DROPPED & part.keys()]
         found += [
             Reason(pointer, what.split(" ")[0], f"XGrammar ignores {what}")
-            for what in _ignored(part, old)
+            for what in _ignored_keywords(part, old)
         ]
     return found
 
 
-def _ignored(schema: dict[str, Any], old_draft: bool) -> Iterator[str]:
+def _ignored_keywords(schema: dict[str, Any], old_draft: bool) -> Iterator[str]:
     yield from sorted(_DROPPED & schema.keys())
     if schema.get("uniqueItems") is True:
         yield "uniqueItems"
@@ -143,7 +143,7 @@ def _ignored_of_object(schema: dict[str, Any]) -> Iterator[str]:
         yield "propertyNames beside properties"
     for pattern in schema.get("patternProperties", ()):
         try:
-            matched = sorted(name for name in names if found_in(pattern, name))
+            matched = sorted(name for name in names if search_pattern(pattern, name))
         except re.error:
             matched = sorted(names)
         if matched:

@@ -23,7 +23,7 @@ MEMORY_BYTES = 1 << 30
 _RENDERED = f"{__name__}:rendered"
 # Imports what rendering needs, outside the time limit.
 _SETUP = Setup("chat", _RENDERED, ("", "{}"))
-_CHILD = ChildProcess(MEMORY_BYTES)  # for all engines of this process
+_CHILD = ChildProcess(MEMORY_BYTES, preload=(__name__,))  # for all engines of this process
 
 
 @functools.lru_cache(maxsize=8)

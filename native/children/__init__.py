@@ -1,1 +1,1 @@
-"""Killable child processes for work that may hang, crash or exhaust memory."""
+"""Child processes that can be killed, for work that may hang, crash or exhaust memory."""

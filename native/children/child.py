@@ -1,9 +1,19 @@
-"""The process that answers questions which may run away, crash, or take all memory.
+"""Main loop of a child process.
 
-The parent (`process.Child`) sends questions through a pipe: the name of a function
-(``"package.module:function"``) and its arguments. Answers are ``("value", result)``,
-``("refused", message)`` of a ``GrammarError``, ``("memory", message)`` and ``("failed", message)``.
-What a library prints lands in file 1, a file in memory that is empty when a question begins.
+The parent (`process.ChildProcess`) sends ``(function, arguments)`` through a pipe, where
+``function`` is ``"package.module:function"``. The child replies with a pair:
+
+``("value", result)``
+    The function returned.
+``("refused", (type, message))``
+    The function raised a `Refusal`.
+``("memory", "")``
+    The function ran out of memory.
+``("failed", "Type: message")``
+    The function raised another exception.
+
+File descriptors 1 and 2 refer to one file in memory, which is truncated before each call: a
+function can read there what a library printed during the call.
 """
 
 from __future__ import annotations
@@ -13,54 +23,72 @@ import importlib
 import os
 import resource
 import signal
+from collections.abc import Sequence
 from multiprocessing.connection import Connection
 from typing import Any
 
-from graft.grammar.errors import GrammarError, clean_message
+from graft.native.children.errors import Refusal
 
 __all__ = ["main"]
 
 _PR_SET_PDEATHSIG = 1
+_MAX_MESSAGE = 10_000  # characters of an unexpected exception that are sent to the parent
 
 
-def _answer(function: str, arguments: tuple[Any, ...]) -> tuple[str, Any]:
+def _run(function: str, arguments: tuple[Any, ...]) -> tuple[str, Any]:
+    """Call a function by name and return the reply."""
     module, _, name = function.partition(":")
     os.ftruncate(1, 0)
     os.lseek(1, 0, os.SEEK_SET)
     try:
         return "value", getattr(importlib.import_module(module), name)(*arguments)
-    except GrammarError as error:
-        return "refused", str(error)
-    except BaseException as error:  # a panic of LLGuidance is no Exception
+    except Refusal as error:
+        return "refused", (type(error), str(error))
+    except BaseException as error:  # a Rust panic in LLGuidance is not an Exception
         if isinstance(error, MemoryError) or "bad_alloc" in str(error):
             return "memory", ""
-        return "failed", f"{type(error).__name__}: {clean_message(error)}"
+        return "failed", f"{type(error).__name__}: {error}"[:_MAX_MESSAGE]
 
 
-def _limit_memory(more: int) -> None:
-    """Let this process map so many bytes beyond what it has; a limit it came with stays one."""
+def _limit_memory(additional_bytes: int) -> None:
+    """Limit the address space to the present size plus `additional_bytes`.
+
+    A hard limit that the process inherited is kept if it is lower.
+    """
     with open("/proc/self/statm", encoding="ascii") as statm:
         mapped = int(statm.read().split()[0]) * resource.getpagesize()
-    _, hard = resource.getrlimit(resource.RLIMIT_AS)
-    most = mapped + more if hard == resource.RLIM_INFINITY else min(mapped + more, hard)
-    resource.setrlimit(resource.RLIMIT_AS, (most, hard))
+    limit = mapped + additional_bytes
+    _, hard_limit = resource.getrlimit(resource.RLIMIT_AS)
+    if hard_limit != resource.RLIM_INFINITY:
+        limit = min(limit, hard_limit)
+    resource.setrlimit(resource.RLIMIT_AS, (limit, hard_limit))
 
 
-def main(parent: int, memory_bytes: int, file: int) -> None:
-    """Serve until the parent closes the pipe, which is this file, or dies."""
+def main(arguments: Sequence[str]) -> None:
+    """Serve calls until the parent closes the pipe or dies.
+
+    Parameters
+    ----------
+    arguments
+        Process id of the parent; address space that the calls may add, in bytes; file descriptor
+        of this end of the pipe; names of modules to import before the address space is limited.
+    """
+    parent, memory_bytes, pipe_fd = map(int, arguments[:3])
     ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
     if os.getppid() != parent:
         return
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is the parent's to handle
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent handles Ctrl-C
     printed = os.memfd_create("printed")
     os.dup2(printed, 1)
     os.dup2(printed, 2)
+    for module in arguments[3:]:
+        importlib.import_module(module)
     _limit_memory(memory_bytes)
-    pipe = Connection(file)
+    pipe = Connection(pipe_fd)
     pipe.send("ready")
     while True:
         try:
-            question = pipe.recv()
+            function, arguments = pipe.recv()
         except EOFError:
             return
-        pipe.send(_answer(*question))
+        pipe.send(_run(function, arguments))

@@ -1,8 +1,9 @@
-"""Questions asked of processes that can be killed: started when first needed, again after a loss.
+"""Calls in child processes that can be killed.
 
-One bound of time and memory holds for whatever a user's grammar is read, routed, compiled or judged
-with, and for chat templates, since neither Python's ``re``, a grammar library nor a template can be
-stopped from within.
+Neither Python's ``re``, a grammar library nor a chat template can be interrupted from within. Work
+whose cost depends on a user's input (reading, routing, compiling and checking grammars, rendering
+chat templates) therefore runs in a child process with a limit of time and memory. A process is
+started on first use, reused for later calls, and replaced after it was lost.
 """
 
 from __future__ import annotations
@@ -18,147 +19,192 @@ from concurrent.futures import ThreadPoolExecutor
 from multiprocessing.connection import Connection, Pipe
 from typing import Any, NamedTuple
 
-from graft.grammar.errors import GrammarError
+from graft.native.children.errors import ChildLost, ChildTimeout, Refusal
 
 __all__ = [
-    "LIMIT_S",
     "MEMORY_BYTES",
-    "Child",
-    "ChildLost",
-    "Question",
-    "TooSlow",
-    "ask",
-    "leave",
-    "take",
+    "TIMEOUT_S",
+    "Call",
+    "ChildProcess",
+    "ProcessPool",
+    "Setup",
 ]
 
-#: Seconds that one question may take, and bytes of address space that its process may add.
-LIMIT_S = 30.0
+#: Default time limit of one call, in seconds.
+TIMEOUT_S = 30.0
+#: Default address space that the calls of one process may add, in bytes.
 MEMORY_BYTES = 4 << 30
-_START_S = 120.0  # for a process to import graft, or to learn a vocabulary
-_IDLE = 3  # processes kept for whoever asks next, as many as an engine has; half a second each
-_RUN = "import sys; from graft.native.children.child import main; main(*map(int, sys.argv[1:]))"
+_START_TIMEOUT_S = 120.0  # of starting Python and importing graft; also of a call's setup
+_MAX_IDLE = 3  # processes kept for reuse: as many as an engine uses; starting one takes 0.5 s
+_COMMAND = "import sys; from graft.native.children.child import main; main(sys.argv[1:])"
 
 
-class ChildLost(GrammarError):
-    """There is no answer, but another attempt may have one; the text says why, without a name."""
+class Setup(NamedTuple):
+    """A call that each process must have made before another one.
+
+    Attributes
+    ----------
+    key
+        Identifies the setup. A process runs the setup of a key once.
+    function, arguments
+        As of `Call`.
+    """
+
+    key: str
+    function: str
+    arguments: tuple[Any, ...]
 
 
-class TooSlow(ChildLost):
-    """The time was up, and the process has been killed."""
+class Call(NamedTuple):
+    """A function of graft and its arguments.
 
-
-class Question(NamedTuple):
-    """A function of graft by name (``"package.module:function"``) and its arguments, picklable."""
+    Attributes
+    ----------
+    function
+        Name in the form ``"package.module:function"``.
+    arguments
+        Positional arguments; they and the result must be picklable.
+    setup
+        Call that the process makes first, once, outside the time limit of this call.
+    """
 
     function: str
     arguments: tuple[Any, ...]
-    #: A name and a question: asked once of each process before this one, outside its time.
-    first: tuple[str, Question] | None = None
+    setup: Setup | None = None
 
 
-class Child:
-    """One process at a time, which answers one question after the other; any thread may ask.
+class ChildProcess:
+    """A process that runs one call after the other. Thread-safe.
 
-    Beyond what it has at its start it may take ``memory_bytes`` of address space.
+    Parameters
+    ----------
+    memory_bytes
+        Address space that calls may add to the size of the process after its imports, in bytes.
+    preload
+        Modules that the process imports at start, outside the limits of time and memory of calls.
     """
 
-    def __init__(self, memory_bytes: int = MEMORY_BYTES):
+    def __init__(self, memory_bytes: int = MEMORY_BYTES, preload: tuple[str, ...] = ()):
         self.memory_bytes = memory_bytes
-        self._turn = threading.Lock()
-        self._guard = threading.Lock()  # guards the three below
+        self.preload = preload
+        self._call_lock = threading.Lock()  # held during a call
+        self._lock = threading.Lock()  # guards the fields below
         self._process: subprocess.Popen[bytes] | None = None
         self._pipe: Connection
-        self._ready = False  # whether the process has said that it reads
+        self._ready = False  # whether the process has reported that it reads the pipe
         self._closed = False
-        self._knows: set[str] = set()
+        self._finished_setups: set[str] = set()
         _children.add(self)
 
-    def ask(self, question: Question, limit_s: float = LIMIT_S) -> Any:
-        """The function's result, or the ``GrammarError`` that it raised.
+    def call(self, call: Call, timeout_s: float = TIMEOUT_S) -> Any:
+        """Run a call in the process and return its result.
 
-        `ChildLost` if the process was killed, died, ran out of memory, or the function raised what
-        it should not; `TooSlow` if it took longer than ``limit_s``.
+        Starts the process if there is none. Waits for the calls of other threads first.
+
+        Raises
+        ------
+        Refusal
+            The function raised this subclass of `Refusal`.
+        ChildTimeout
+            The call took longer than `timeout_s`; the process was killed.
+        ChildLost
+            The process was killed, died or ran out of memory, or the function raised an exception
+            that is not a `Refusal`.
         """
-        with self._turn:
+        with self._call_lock:
             try:
-                if self._process is None:
-                    self._start()
-                if not self._ready:
-                    self._read(_START_S)
-                    self._ready = True
-                if question.first is not None and question.first[0] not in self._knows:
-                    self._answer(question.first[1], _START_S)
-                    self._knows.add(question.first[0])
-                return self._answer(question, limit_s)
+                return self._call(call, timeout_s)
             except (TimeoutError, EOFError, OSError) as error:
-                raise self._lost(error, limit_s) from error
-            except GrammarError:
-                raise
-            except BaseException:  # Ctrl-C: the next question is not to get this one's answer
-                self._reap(kill=True)
-                raise
+                raise self._lost(error, timeout_s) from error
 
-    def warm(self) -> None:
-        """Start the process, if it is not there, and do not wait for it; one that will not start
-        says so when asked."""
-        with self._turn, contextlib.suppress(ChildLost, EOFError, OSError):
+    def start(self) -> None:
+        """Start the process if it does not run, without waiting until it is ready.
+
+        A failure to start is reported by the next `call`.
+        """
+        with self._call_lock, contextlib.suppress(ChildLost, EOFError, OSError):
             if self._process is None:
-                self._start()
+                self._spawn()
 
     @property
-    def resting(self) -> bool:
-        """Whether it has a process that nobody is asking."""
-        if not self._turn.acquire(blocking=False):
+    def idle(self) -> bool:
+        """Whether the process runs and serves no call."""
+        if not self._call_lock.acquire(blocking=False):
             return False
-        self._turn.release()
+        self._call_lock.release()
         return self._process is not None and self._process.poll() is None
 
     def close(self) -> None:
-        """Kill the process, from any thread; whoever waits for its answer gets `ChildLost`."""
-        with self._guard:
+        """Kill the process. A call under way in another thread raises `ChildLost`."""
+        with self._lock:
             self._closed = True
             if self._process is not None:
                 self._process.kill()
-        with self._turn:
+        with self._call_lock:
             self._reap(kill=True)
 
-    def _start(self) -> None:
-        with self._guard:
-            if self._closed:
-                raise EOFError
-            self._process, self._pipe = _spawn(self.memory_bytes)
-        self._knows.clear()
-        self._ready = False
+    def _call(self, call: Call, timeout_s: float) -> Any:
+        if self._process is None:
+            self._spawn()
+        try:
+            if not self._ready:
+                self._read(_START_TIMEOUT_S)
+                self._ready = True
+            setup = call.setup
+            if setup is not None and setup.key not in self._finished_setups:
+                self._exchange(setup.function, setup.arguments, _START_TIMEOUT_S)
+                self._finished_setups.add(setup.key)
+            return self._exchange(call.function, call.arguments, timeout_s)
+        except (Refusal, ChildLost, EOFError, OSError):  # TimeoutError is an OSError
+            raise
+        except BaseException:  # as Ctrl-C: the next call must not receive the reply to this one
+            self._reap(kill=True)
+            raise
 
-    def _answer(self, question: Question, limit_s: float) -> Any:
-        self._pipe.send(question[:2])  # it is not at work, so it reads
-        outcome, value = self._read(limit_s)
+    def _exchange(self, function: str, arguments: tuple[Any, ...], timeout_s: float) -> Any:
+        """Send a call and return the result of its reply, or raise its exception."""
+        self._pipe.send((function, arguments))  # does not block: the process reads the pipe
+        outcome, value = self._read(timeout_s)
         if outcome == "value":
             return value
         if outcome == "refused":
-            raise GrammarError(value)
-        raise ChildLost(value or f"needs more than {self._limit()}")
+            refusal_type, message = value
+            raise refusal_type(message)
+        if outcome == "memory":
+            raise ChildLost(f"needs more than {self._memory_limit()}")
+        raise ChildLost(value)
 
-    def _read(self, limit_s: float) -> Any:
-        if not self._pipe.poll(limit_s):
+    def _read(self, timeout_s: float) -> Any:
+        if not self._pipe.poll(timeout_s):
             raise TimeoutError
         return self._pipe.recv()
 
-    def _limit(self) -> str:
+    def _memory_limit(self) -> str:
         return f"{self.memory_bytes / (1 << 30):.3g} GiB of memory"
 
-    def _lost(self, error: Exception, limit_s: float) -> ChildLost:
-        late = isinstance(error, TimeoutError)
-        code = self._reap(kill=late or self._closed)
-        if late:
-            return TooSlow(f"took longer than {limit_s:g} s")
+    def _lost(self, error: Exception, timeout_s: float) -> ChildLost:
+        """Reap the process after a failed exchange and return the exception to raise."""
+        timed_out = isinstance(error, TimeoutError)
+        status = self._reap(kill=timed_out or self._closed)
+        if timed_out:
+            return ChildTimeout(f"took longer than {timeout_s:g} s")
         if self._closed:
             return ChildLost("the process was stopped")
-        return ChildLost(f"the process, limited to {self._limit()}, ended with status {code}")
+        return ChildLost(
+            f"the process, limited to {self._memory_limit()}, ended with status {status}"
+        )
+
+    def _spawn(self) -> None:
+        with self._lock:
+            if self._closed:
+                raise EOFError
+            self._process, self._pipe = _spawn(self.memory_bytes, self.preload)
+        self._finished_setups.clear()
+        self._ready = False
 
     def _reap(self, *, kill: bool) -> int | None:
-        with self._guard:
+        """Wait for the process to end and return its exit status; None if there is none."""
+        with self._lock:
             process = self._process
             self._process = None
         if process is None:
@@ -169,72 +215,106 @@ class Child:
         return process.wait()
 
 
-# A process is told to die with the thread that started it, so a thread that stays starts them all.
+# PR_SET_PDEATHSIG kills a child when the thread that started it ends, not the process. One thread
+# that lives as long as Python therefore starts all children.
 _starter = ThreadPoolExecutor(1, thread_name_prefix="graft-children")
-_children: weakref.WeakSet[Child] = weakref.WeakSet()
-_idle: list[Child] = []
+_children: weakref.WeakSet[ChildProcess] = weakref.WeakSet()
 
 
-def _spawn(memory_bytes: int) -> tuple[subprocess.Popen[bytes], Connection]:
+def _spawn(
+    memory_bytes: int, preload: tuple[str, ...]
+) -> tuple[subprocess.Popen[bytes], Connection]:
+    """Start a child and return it with the parent's end of its pipe."""
     path = os.pathsep.join(entry or os.getcwd() for entry in sys.path)
-    ours, theirs = Pipe()
-    file = theirs.fileno()
-    command = [sys.executable, "-P", "-c", _RUN, *map(str, (os.getpid(), memory_bytes, file))]
-    # binding symbols lazily would end the child when its memory is used up
+    parent_end, child_end = Pipe()
+    pipe_fd = child_end.fileno()
+    numbers = map(str, (os.getpid(), memory_bytes, pipe_fd))
+    command = [sys.executable, "-P", "-c", _COMMAND, *numbers, *preload]
+    # With lazy binding, resolving a symbol after memory is exhausted would end the process.
     environment = {**os.environ, "PYTHONPATH": path, "LD_BIND_NOW": "1"}
 
     def start() -> subprocess.Popen[bytes]:
-        none = subprocess.DEVNULL
+        null = subprocess.DEVNULL
         return subprocess.Popen(
-            command, env=environment, stdin=none, stdout=none, stderr=none, pass_fds=[file]
+            command, env=environment, stdin=null, stdout=null, stderr=null, pass_fds=[pipe_fd]
         )
 
-    with theirs:
+    with child_end:
         try:
-            return _starter.submit(start).result(), ours
+            return _starter.submit(start).result(), parent_end
         except RuntimeError:
-            raise ChildLost("it is too late: Python ends") from None
+            raise ChildLost("no process can be started while Python shuts down") from None
 
 
-def take(memory_bytes: int = MEMORY_BYTES) -> Child:
-    """A process that somebody has left, or a new one."""
-    if memory_bytes == MEMORY_BYTES:
-        with contextlib.suppress(IndexError):
-            return _idle.pop()
-    return Child(memory_bytes)
+class ProcessPool:
+    """Child processes that are reused. Thread-safe.
+
+    Parameters
+    ----------
+    preload
+        As of `ChildProcess`.
+    """
+
+    def __init__(self, preload: tuple[str, ...] = ()):
+        self._preload = preload
+        self._idle: list[ChildProcess] = []
+
+    def new(self, memory_bytes: int = MEMORY_BYTES) -> ChildProcess:
+        """Return a process that has not been started. Return it with `release`."""
+        return ChildProcess(memory_bytes, self._preload)
+
+    def acquire(self, memory_bytes: int = MEMORY_BYTES) -> ChildProcess:
+        """Return an idle process if there is one, else a new one. Return it with `release`."""
+        if memory_bytes == MEMORY_BYTES:
+            with contextlib.suppress(IndexError):
+                return self._idle.pop()
+        return self.new(memory_bytes)
+
+    def release(self, child: ChildProcess) -> None:
+        """Keep a process for reuse. It is killed if it serves a call or enough are kept."""
+        reusable = child.memory_bytes == MEMORY_BYTES and child.idle
+        if reusable and len(self._idle) < _MAX_IDLE:
+            self._idle.append(child)
+        else:
+            child.close()
+
+    def call(self, call: Call, timeout_s: float | None = None) -> Any:
+        """Run a call in a process of the pool and return its result.
+
+        Concurrent calls use different processes.
+
+        Parameters
+        ----------
+        call
+            The function and its arguments.
+        timeout_s
+            Time limit in seconds; None for `TIMEOUT_S`.
+
+        Raises
+        ------
+        Refusal, ChildTimeout, ChildLost
+            As `ChildProcess.call`.
+        """
+        child = self.acquire()
+        try:
+            return child.call(call, TIMEOUT_S if timeout_s is None else timeout_s)
+        finally:
+            self.release(child)
 
 
-def leave(child: Child) -> None:
-    """Keep a process for the next one; what it is doing ends with it."""
-    if len(_idle) < _IDLE and child.resting and child.memory_bytes == MEMORY_BYTES:
-        _idle.append(child)
-    else:
-        child.close()
-
-
-def ask(question: Question, limit_s: float | None = None) -> Any:
-    """`Child.ask` of a process shared by all who ask so: nobody waits for another's answer."""
-    child = take()
-    try:
-        return child.ask(question, LIMIT_S if limit_s is None else limit_s)
-    finally:
-        leave(child)
-
-
-def _forget() -> None:
-    """In a forked process, which has its parent's thread and pipes not, or not to itself."""
+def _reset_after_fork() -> None:
+    """Forget all processes: after fork, the starter thread is gone and the pipes are shared."""
     global _starter
     _starter = ThreadPoolExecutor(1, thread_name_prefix="graft-children")
-    _idle.clear()
     for child in list(_children):
-        child.__init__(child.memory_bytes)  # type: ignore[misc]
+        child.__init__(child.memory_bytes, child.preload)  # type: ignore[misc]
 
 
-os.register_at_fork(after_in_child=_forget)
+os.register_at_fork(after_in_child=_reset_after_fork)
 
 
 @atexit.register
 def _close_all() -> None:
-    """Leave no process behind, of engines that nobody closed either."""
+    """Kill all processes, including those of engines that were not closed."""
     for child in list(_children):
         child.close()

@@ -19,8 +19,10 @@ class Grammar:
 
     def __init__(self, schema: Any = None, rules: str = "", spec: GrammarSpec | None = None):
         text = json.dumps(schema)
-        plain = GrammarSpec("json_schema", text, backend="llguidance", partial=True, rules=rules)
-        self._compiled = _backend().compile(spec or plain)
+        unchanged = GrammarSpec(
+            "json_schema", text, backend="llguidance", partial=True, source=text, rules=rules
+        )
+        self._compiled = _backend().compile(spec or unchanged)
 
     @classmethod
     def routed(cls, found: Route) -> Grammar:

@@ -106,8 +106,8 @@ class LLGuidanceMatcher(Matcher):
         return True
 
     def fill(self, row: np.ndarray) -> bool:
-        self._require_running()
-        self._require_row(row)
+        self._require_not_terminated()
+        self._require_mask_row(row)
         if not self._dead:
             try:
                 self._handle.unsafe_compute_mask_ptr(row.ctypes.data, row.nbytes)
@@ -168,7 +168,7 @@ class XGrammarMatcher(Matcher):
         return bool(self._handle.accept_token(int(token), False))
 
     def fill(self, row: np.ndarray) -> bool:
-        self._require_running()
+        self._require_not_terminated()
         self._handle.fill_next_token_bitmask(row, 0, False)
         row &= np.packbits(self._known, bitorder="little").view(np.int32)
         return True

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 from router_util import STOP, Grammar
 
-from graft.grammar import GrammarError, GrammarSpec, resolved
+from graft.grammar import GrammarError, GrammarSpec, resolve_spec
 from graft.grammar.schema.router import route
 
 jsonschema = pytest.importorskip("jsonschema")
@@ -240,10 +240,10 @@ def test_the_order_is_the_users_choice():
         assert grammar.accepts('{"why": 1, "what": 2}')
         assert grammar.accepts('{"what": 2, "why": 1}') == accepted
     asked = GrammarSpec.json_schema(schema, key_order="any")
-    assert resolved(asked, "auto") == free
+    assert resolve_spec(asked, "auto") == resolve_spec(free, "auto")
     for spec in (
-        lambda: resolved(asked, "xgrammar"),
-        lambda: GrammarSpec.json_schema(schema, backend="xgrammar", key_order="any"),
+        lambda: resolve_spec(asked, "xgrammar"),
+        lambda: GrammarSpec.json_schema(schema, backend="xgrammar", key_order="any").check(),
     ):
         with pytest.raises(GrammarError, match="XGrammar writes keys in the schema's order only"):
             spec()
@@ -263,7 +263,7 @@ def test_what_has_no_such_form_keeps_one_order_and_says_so():
     assert grammar.takes({"b": {"k0": 1, "k64": 1}, "a": 1})
     assert not grammar.takes({"a": 1, "b": {"k64": 1, "k0": 1}})
     with pytest.raises(GrammarError, match="65 of them"):
-        GrammarSpec.json_schema(schema, key_order="any")
+        GrammarSpec.json_schema(schema, key_order="any").check()
     del wide["properties"]["k64"]
     assert route(schema, key_order="any").narrowed == ()
     pair = {"type": "object", "properties": {"a": {"type": "null"}, "b": {}}}

@@ -23,17 +23,17 @@ def without(spelt: Callable[[int, bytes], bool]) -> Callable[[Vocabulary], XGram
     return make
 
 
-def without_and_with_drafts(requests: list[Request], legality: str, **options: Any) -> list:
+def without_and_with_drafts(requests: list[Request], masking: str, **options: Any) -> list:
     """What is generated for the requests without a drafter, and with one."""
     outputs = []
-    for more in ({"speculation": False}, {"draft_legality": legality}):
+    for more in ({"speculation": False}, {"draft_masking": masking}):
         with demo_engine(**more, **options) as engine:
             outputs.append(engine.generate(requests))
     return outputs
 
 
 @pytest.mark.parametrize("legality", ["fill", "probe"])
-def test_a_dead_end_ends_its_request_alone(legality: str) -> None:
+def test_a_dead_end_ends_its_request_alone(masking: str) -> None:
     """Where the grammar wants what no token spells, the reason is dead_end; the others of the
     batch have the tokens that they have without it."""
     backend = without(lambda id, text: b"~" in text)
@@ -43,7 +43,7 @@ def test_a_dead_end_ends_its_request_alone(legality: str) -> None:
     ]
     late = Request(prompt="Say.", grammar=GrammarSpec.ebnf('root ::= "abc" [0-9]{3} "~"'))
     now = Request(prompt="Say.", grammar=GrammarSpec.ebnf('root ::= "~"'))
-    options = {"grammar_backend": backend, "draft_legality": legality, "max_batch_size": 4}
+    options = {"grammar_backend": backend, "draft_masking": masking, "max_batch_size": 4}
     with demo_engine(**options) as engine:
         alone = [(o.reason, o.tokens) for o in engine.generate(others)]
         mixed = engine.generate([late, others[0], now, others[1]])
@@ -55,7 +55,7 @@ def test_a_dead_end_ends_its_request_alone(legality: str) -> None:
 
 
 @pytest.mark.parametrize("legality", ["fill", "probe"])
-def test_a_grammar_outside_the_drafters_vocabulary_is_decoded_without_drafts(legality: str) -> None:
+def test_a_grammar_outside_the_drafters_vocabulary_is_decoded_without_drafts(masking: str) -> None:
     """No draft is offered, no candidate is legal; tokens and reasons are those of the target."""
     with demo_engine() as engine:
         d2t = engine._parts.drafter.vocab.d2t.to_host()
@@ -65,14 +65,14 @@ def test_a_grammar_outside_the_drafters_vocabulary_is_decoded_without_drafts(leg
     words = GrammarSpec.regex("[ -~]{20}")
     requests = [Request(prompt=r.prompt, grammar=words, max_tokens=24) for r in mixed_requests(3)]
     options = {"grammar_backend": backend, "max_batch_size": 4}
-    plain, drafted = without_and_with_drafts(requests, legality, **options)
+    plain, drafted = without_and_with_drafts(requests, masking, **options)
     assert [(o.reason, o.tokens) for o in drafted] == [(o.reason, o.tokens) for o in plain]
     assert all(o.drafted <= 1 for o in drafted)  # of all legal ids it knows the last, a stop id
     assert all(len(o.tokens) > 1 and not known[o.tokens[:-1]].any() for o in drafted)
 
 
 @pytest.mark.parametrize("legality", ["fill", "probe"])
-def test_a_drafter_stops_where_its_vocabulary_does(legality: str) -> None:
+def test_a_drafter_stops_where_its_vocabulary_does(masking: str) -> None:
     """Every other token is one that the drafter does not have: its chain ends before that, the
     draft before it is tested all the same, and the target goes on as without a drafter."""
     with demo_engine() as engine:
@@ -84,6 +84,6 @@ def test_a_drafter_stops_where_its_vocabulary_does(legality: str) -> None:
     both = (tokens[has] + tokens[lacks]).decode()
     request = Request(prompt="Say.", grammar=GrammarSpec.regex(f"(?:{both}){{4}}"), max_tokens=20)
     backend = without(lambda id, text: id not in (has, lacks))
-    [plain], [drafted] = without_and_with_drafts([request], legality, grammar_backend=backend)
+    [plain], [drafted] = without_and_with_drafts([request], masking, grammar_backend=backend)
     assert drafted.tokens == plain.tokens and plain.tokens[:-1] == [has, lacks] * 4
     assert drafted.reason == "stop" and 0 < drafted.accepted == drafted.drafted <= 5

@@ -105,8 +105,8 @@ def test_outputs_are_the_same_with_and_without_forced_drafts(pytestconfig, sampl
     assert plain.forced_tokens == 0
     ways = [
         {"speculation": True},
-        {"speculation": True, "draft_legality": "probe"},
-        {"speculation": False, "draft_legality": "probe"},
+        {"speculation": True, "draft_masking": "probe"},
+        {"speculation": False, "draft_masking": "probe"},
         {"speculation": False, "draft_length": 5},
     ]
     for options in ways[:: 3 if sampled and not pytestconfig.getoption("--full") else 1]:

@@ -18,8 +18,9 @@ from graft.grammar import CompiledGrammar, GrammarError, GrammarService, Grammar
 from graft.grammar.backends.llguidance import LLGuidanceBackend
 from graft.grammar.backends.xgrammar import XGrammarBackend
 from graft.grammar.compile import service as service_module
+from graft.grammar.processes import POOL
 from graft.native.children import process
-from graft.native.children.process import Question
+from graft.native.children.process import Call
 
 ENDLESS = GrammarSpec("json_schema", '{"items": ' * 500 + "{}" + "}" * 500)  # takes minutes
 NOT = {
@@ -120,10 +121,10 @@ def test_refusals_and_ignored_features_are_errors(xgrammar, serve, capfd, spec, 
 class Slow(LLGuidanceBackend):
     """What a compiling process is asked sleeps as long as a pattern says."""
 
-    def question(self, spec, routed):
+    def compile_call(self, spec, routed):
         if spec.text.startswith("sleep"):
-            return Question("time:sleep", (float(spec.text[5:]),))
-        return super().question(spec, routed)
+            return Call("time:sleep", (float(spec.text[5:]),))
+        return super().compile_call(spec, routed)
 
 
 def sleeping(seconds: float) -> GrammarSpec:
@@ -179,7 +180,7 @@ def test_refusals_for_lack_of_time_are_not_kept(serve, spec, kept):
 def working(service: GrammarService) -> int:
     """Id of the process of the second lane, where a slow grammar has gone."""
     child = service._children[1]
-    wait_until(lambda: child._process is not None and not child.resting)
+    wait_until(lambda: child._process is not None and not child.idle)
     return child._process.pid
 
 
@@ -201,13 +202,15 @@ def test_close_stops_at_once_and_fails_what_is_left(serve):
     pid = working(service)
     service.close()
     service.close()
-    assert len(process._idle) == len({id(child) for child in process._idle})
+    assert len(POOL._idle) == len({id(child) for child in POOL._idle})
     for future in futures:
         with pytest.raises(GrammarError, match="closed"):
             future.result(timeout=0)
     with pytest.raises(GrammarError, match="is closed"):
         service.submit(GrammarSpec.regex("b+"))
-    assert not any(thread.is_alive() for thread in service._threads)
+    assert not any(
+        thread.is_alive() for thread in (*service._fast_lane.threads, *service._slow_lane.threads)
+    )
     assert not os.path.exists(f"/proc/{pid}")
 
 
@@ -241,7 +244,7 @@ from graft.grammar import GrammarSpec
 from graft.models.tokenizer import Tokenizer
 from graft.tools.demo_model import demo_model
 def ask():
-    GrammarSpec.json_schema({"type": "null"})
+    GrammarSpec.json_schema({"type": "null"}).check()
     tokenizer.chat([{"role": "user", "content": "a"}])
 tokenizer = Tokenizer(demo_model()[0])
 ask()
@@ -294,12 +297,12 @@ def test_no_question_gets_the_answer_of_an_interrupted_one(monkeypatch):
     def interrupted(*_):
         raise KeyboardInterrupt
 
-    child = process.Child()
-    child.warm()
+    child = process.ChildProcess()
+    child.start()
     with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
-        patch.setattr(process.Child, "_read", interrupted)
-        child.ask(Question("math:sqrt", (4.0,)))
-    assert child.ask(Question("math:sqrt", (9.0,))) == 3.0
+        patch.setattr(process.ChildProcess, "_read", interrupted)
+        child.call(Call("math:sqrt", (4.0,)))
+    assert child.call(Call("math:sqrt", (9.0,))) == 3.0
     child.close()
 
 

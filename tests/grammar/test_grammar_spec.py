@@ -1,4 +1,4 @@
-"""What a grammar specification accepts and refuses."""
+"""GrammarSpec: constructors, check(), equality, and what each kind of grammar accepts."""
 
 from __future__ import annotations
 
@@ -11,10 +11,10 @@ import jsonschema
 import pytest
 from guide_util import byte_vocabulary, fits
 
-from graft.grammar import GrammarError, GrammarSpec, StructuralTag, XGrammarBackend, resolved
+from graft.grammar import GrammarError, GrammarSpec, StructuralTag, XGrammarBackend, resolve_spec
 from graft.native.children import process
 
-ANYTHING: Any = 3  # what a type checker would not let pass
+ANYTHING: Any = 3  # an argument of the wrong type
 TAG = StructuralTag.of("<f>", {"type": "integer"}, "</f>")
 ENDLESS: dict = {"type": "array"}
 ENDLESS["items"] = ENDLESS
@@ -23,7 +23,7 @@ ANY_CONTENT = StructuralTag("<f>", '{"minLength": 5, "maxLength": 3, "type": "st
 
 
 def nested(levels: int) -> dict[str, Any]:
-    """A schema of arrays of arrays."""
+    """Return a schema of nested arrays."""
     schema: dict[str, Any] = {}
     for _ in range(levels):
         schema = {"items": schema}
@@ -31,11 +31,28 @@ def nested(levels: int) -> dict[str, Any]:
 
 
 class Raises:
-    """What makes no schema."""
+    """A model whose schema cannot be made."""
 
     @classmethod
     def model_json_schema(cls) -> Any:
         raise TypeError("no such thing")
+
+
+@pytest.fixture
+def no_child_process(monkeypatch):
+    """Fail the test if a child process is started or called."""
+
+    def fail(*_):
+        pytest.fail("a child process was used")
+
+    monkeypatch.setattr(process, "_spawn", fail)
+    monkeypatch.setattr(process.ChildProcess, "call", fail)
+    monkeypatch.setattr(process.ChildProcess, "start", fail)
+
+
+def assert_one_sentence(error: BaseException) -> None:
+    assert len(str(error)) < 300 and "\n" not in str(error)
+    assert "no_forcing" not in str(error)  # part of a line that graft adds to Lark grammars
 
 
 @pytest.mark.parametrize(
@@ -58,7 +75,6 @@ class Raises:
         (lambda: GrammarSpec.json_schema({"enum": [object()]}), "cannot be read"),
         (lambda: GrammarSpec.json_schema('{"items":' * 5000 + "{}" + "}" * 5000), "too deeply"),
         (lambda: GrammarSpec.json_schema(nested(5000)), "too deeply"),
-        (lambda: GrammarSpec.json_schema(nested(600), backend="auto"), "too deeply"),
         (lambda: GrammarSpec.json_schema({"properties": {1.5: {}}}), "key 1.5 is a float"),
         (lambda: GrammarSpec.json_schema({"const": [{None: 1}]}, backend="auto"), "key None"),
         (lambda: GrammarSpec.json_schema({(1, 2): 1}), "key .1, 2. is a tuple"),
@@ -69,13 +85,12 @@ class Raises:
         (lambda: GrammarSpec("regex", None), "regex text: must be a string, not NoneType"),
         (lambda: GrammarSpec("regex", "a", backend=3), "backend is 3"),
         (lambda: GrammarSpec("json_schema", "{bad").schema, "not JSON"),
-        (lambda: resolved(GrammarSpec("json_schema", "{bad"), "auto"), "not JSON"),
+        (lambda: resolve_spec(GrammarSpec("json_schema", "{bad"), "auto"), "not JSON"),
         (lambda: GrammarSpec.json_schema({"minimum": "5"}), "#: minimum: must be a number"),
         (lambda: GrammarSpec.json_schema({"items": {"type": "foo"}}), "#/items: type: must be"),
         (lambda: GrammarSpec.json_schema({"required": "a"}), "#: required: must be a list"),
         (lambda: GrammarSpec.json_schema({"properties": [1]}), "must be a map of schemas, not"),
         (lambda: GrammarSpec.json_schema({"$ref": "#/nowhere"}), "#: \\$ref: .*nowhere"),
-        (lambda: GrammarSpec.json_schema({"type": "string", "pattern": "(a"}), "pattern: .*group"),
         (lambda: GrammarSpec.json_schema({}, whitespace=0), "whitespace 0 is unknown"),
         (lambda: GrammarSpec.json_schema({}, whitespace="tight"), "whitespace 'tight'"),
         (lambda: GrammarSpec.json_schema({}, whitespace=True), "whitespace True"),
@@ -106,33 +121,61 @@ class Raises:
         (lambda: GrammarSpec.regex("a").after(""), "marker: is empty"),
         (lambda: GrammarSpec.regex("a").after(-1), "token -1 is negative"),
         (lambda: GrammarSpec.regex("a").after(True), "not bool"),
-        (lambda: GrammarSpec.regex("a(b"), "regex: .*unclosed group"),
-        (lambda: GrammarSpec.regex("[z-a]"), "regex: .*the start must be <= the end"),
-        (lambda: GrammarSpec.regex("a(?=b)"), "regex: .*look-around"),
-        (lambda: GrammarSpec.regex(r"(a)\1"), "regex: .*backreferences"),
-        (lambda: GrammarSpec.ebnf("root ::= x"), 'ebnf: .*"x" is not defined'),
-        (lambda: GrammarSpec.ebnf('root ::= "x'), "ebnf: .*string literal"),
-        (lambda: GrammarSpec.ebnf('root ::= "x"', root="r"), 'ebnf: .*"r" is not found'),
-        (lambda: GrammarSpec.lark("start: x"), 'lark: line 1, column 8: unknown name: "x"'),
-        (lambda: GrammarSpec.lark('a: "b"'), "lark: no start rule found"),
-        (lambda: GrammarSpec.lark('start: a\na: "b'), "lark: line 2, column 6: lexer error"),
-        (lambda: GrammarSpec.lark("start: " + "(" * 50000), "lark: .*too deeply nested"),
-        (lambda: GrammarSpec.structural_tag([NO_TAG], ["<f"]), "<f>.*unclosed group"),
-        (lambda: GrammarSpec.structural_tag([ANY_CONTENT], ["<f"]), "minLength .5. is greater"),
     ],
 )
-def test_bad_specs_are_refused_when_made(make, message, capfd):
-    """What is no grammar raises GrammarError at once, and says why in one sentence; so does one
-    with an error of syntax, without a vocabulary or a model."""
+def test_grammar_constructor_rejects_invalid_arguments(no_child_process, make, message):
     with pytest.raises(GrammarError, match=message) as caught:
         make()
-    assert len(str(caught.value)) < 300 and "\n" not in str(caught.value)
-    assert "no_forcing" not in str(caught.value)
+    assert_one_sentence(caught.value)
+
+
+@pytest.mark.parametrize(
+    "spec, message",
+    [
+        (GrammarSpec.json_schema(nested(600), backend="auto"), "too deeply"),
+        (GrammarSpec.json_schema({"type": "string", "pattern": "(a"}), "pattern: .*group"),
+        (GrammarSpec.regex("a(b"), "regex: .*unclosed group"),
+        (GrammarSpec.regex("[z-a]"), "regex: .*the start must be <= the end"),
+        (GrammarSpec.regex("a(?=b)"), "regex: .*look-around"),
+        (GrammarSpec.regex(r"(a)\1"), "regex: .*backreferences"),
+        (GrammarSpec.ebnf("root ::= x"), 'ebnf: .*"x" is not defined'),
+        (GrammarSpec.ebnf('root ::= "x'), "ebnf: .*string literal"),
+        (GrammarSpec.ebnf('root ::= "x"', root="r"), 'ebnf: .*"r" is not found'),
+        (GrammarSpec.lark("start: x"), 'lark: line 1, column 8: unknown name: "x"'),
+        (GrammarSpec.lark('a: "b"'), "lark: no start rule found"),
+        (GrammarSpec.lark('start: a\na: "b'), "lark: line 2, column 6: lexer error"),
+        (GrammarSpec.lark("start: " + "(" * 50000), "lark: .*too deeply nested"),
+        (GrammarSpec.structural_tag([NO_TAG], ["<f"]), "<f>.*unclosed group"),
+        (GrammarSpec.structural_tag([ANY_CONTENT], ["<f"]), "minLength .5. is greater"),
+    ],
+)
+def test_grammar_check_reports_syntax_errors(spec, message, capfd):
+    """No vocabulary and no model is needed, and nothing is printed."""
+    with pytest.raises(GrammarError, match=message) as caught:
+        spec.check()
+    assert_one_sentence(caught.value)
     assert capfd.readouterr().err == ""
 
 
-def test_grammars_may_come_from_what_states_them():
-    """Generators, numbers and enums make choices; models, schemas; compiled patterns, regexes."""
+def test_grammar_constructors_start_no_child_process(no_child_process):
+    """Not even for grammars whose check would fail or not end."""
+    specs = [
+        GrammarSpec.regex("(" * 100_000),
+        GrammarSpec.regex("(a|a)*" * 1000),
+        GrammarSpec.ebnf("root ::= " + "(" * 5000),
+        GrammarSpec.lark("start: x"),
+        GrammarSpec.choice(["a"]),
+        GrammarSpec.json_object(),
+        GrammarSpec.json_schema({"not": {"pattern": "a+"}}),
+        GrammarSpec.json_schema({"not": {"pattern": "a+"}}, backend="llguidance", strict=True),
+        GrammarSpec.json_schema({"uniqueItems": True}, backend="xgrammar"),
+        GrammarSpec.structural_tag([NO_TAG], ["<f"], at_once=True).after("</think>"),
+    ]
+    assert len({hash(spec) for spec in specs}) == len(specs)
+    GrammarSpec.choice(["a"]).check()  # accepted by every backend
+
+
+def test_grammar_constructors_accept_models_enums_and_patterns():
     assert GrammarSpec.choice(c for c in "aba") == GrammarSpec.choice(["a", "b"])
     assert json.loads(GrammarSpec.choice([1, 2.5, "x"]).text) == ["1", "2.5", "x"]
     colours = enum.Enum("colours", {"RED": "r", "TWO": 2})
@@ -140,8 +183,8 @@ def test_grammars_may_come_from_what_states_them():
     schema = {"type": "object", "properties": {"a": {"type": "integer"}}, "required": ["a"]}
     model = type("Model", (), {"model_json_schema": classmethod(lambda cls: schema)})
     plain = type("Plain", (), {"__json_schema__": schema})
-    for maker in (model, model(), plain):
-        assert GrammarSpec.json_schema(maker) == GrammarSpec.json_schema(schema)
+    for provider in (model, model(), plain):
+        assert GrammarSpec.json_schema(provider) == GrammarSpec.json_schema(schema)
     assert GrammarSpec.regex(re.compile("a+")) == GrammarSpec.regex("a+")
     assert GrammarSpec.regex(re.compile("a.", re.I | re.S)).text == "(?is)a."
 
@@ -156,38 +199,37 @@ def test_grammars_may_come_from_what_states_them():
         ({"name": "n", "parameters": {"type": "object"}}, "function of OpenAI's.*'parameters'"),
     ],
 )
-def test_descriptions_of_tools_are_not_taken_for_any_json(wrapped, what):
-    """What holds a schema, and says nothing else that a schema says, is refused by its name."""
+def test_json_schema_rejects_tool_descriptions(wrapped, what):
+    """A document that contains a schema, but is none itself, must not mean any JSON."""
     with pytest.raises(GrammarError, match=what):
         GrammarSpec.json_schema(wrapped)
     GrammarSpec.json_schema({**wrapped, "type": "object", "properties": {}})
 
 
-def test_a_grammar_that_one_backend_reads_is_taken():
-    """Notation that only one backend knows is no error; which one compiles it is known later."""
+def test_grammar_check_accepts_notation_of_any_backend():
+    """Syntax that only one of the installed backends supports is valid."""
     for pattern in (r"\p{L}+", "(?i)abc"):
-        assert GrammarSpec.regex(pattern).text == pattern
-    assert GrammarSpec.lark('start: "a" /[0-9]+/').kind == "lark"
+        GrammarSpec.regex(pattern).check()
+    GrammarSpec.lark('start: "a" /[0-9]+/').check()
 
 
-def test_reading_a_huge_grammar_harms_nobody(monkeypatch):
-    """Nesting and repetition that exhaust a backend's stack or time are read in another process,
-    and no longer than a grammar may take."""
+def test_grammar_check_is_limited_in_time_and_stack(monkeypatch):
+    """Nesting and repetition that exhaust a backend's stack or time end a child process."""
     with pytest.raises(GrammarError, match="ebnf: "):
-        GrammarSpec.ebnf("root ::= " + "(" * 5000)
-    assert GrammarSpec.regex("a{1,100000}" * 30).kind == "regex"
-    monkeypatch.setattr(process, "LIMIT_S", 0.5)
+        GrammarSpec.ebnf("root ::= " + "(" * 5000).check()
+    GrammarSpec.regex("a{1,100000}" * 30).check()
+    monkeypatch.setattr(process, "TIMEOUT_S", 0.5)
     with pytest.raises(GrammarError, match="regex: "):
-        GrammarSpec.regex("(" * 100_000)
-    monkeypatch.setattr(process, "LIMIT_S", 0.0)
-    wide = {"properties": {str(i): nested(100) for i in range(300)}}  # not answered at once
-    for state in (lambda: GrammarSpec.json_schema(wide), lambda: GrammarSpec.regex("a" * 300_000)):
+        GrammarSpec.regex("(" * 100_000).check()
+    monkeypatch.setattr(process, "TIMEOUT_S", 0.0)
+    wide = {"properties": {str(i): nested(100) for i in range(300)}}  # takes some time
+    for spec in (GrammarSpec.json_schema(wide), GrammarSpec.regex("a" * 300_000)):
         with pytest.raises(GrammarError, match=r"(JSON schema|regex): took longer than 0 s"):
-            state()
+            spec.check()
 
 
-def test_specs_are_equal_by_content_and_keep_property_order():
-    """Equal specs hash alike; the order of properties is part of a schema's text."""
+def test_grammar_specs_are_equal_by_content():
+    """The order of properties is part of a schema's text."""
     a = GrammarSpec.json_schema({"properties": {"x": {}, "y": {}}, "type": "object"})
     b = GrammarSpec.json_schema('{"properties": {"x": {}, "y": {}}, "type": "object"}')
     c = GrammarSpec.json_schema({"properties": {"y": {}, "x": {}}, "type": "object"})
@@ -199,7 +241,7 @@ TEXTS = ['{"a": [1, 2]}', '{"a":[1,2]}', '{"a":  [1,\n 2]}', '{\n   "a" : [1,\n2
 
 
 @pytest.mark.parametrize(
-    "whitespace, taken",
+    "whitespace, accepted",
     [
         ("line", [True, False, False, False]),
         ("compact", [False, True, False, False]),
@@ -207,36 +249,35 @@ TEXTS = ['{"a": [1, 2]}', '{"a":[1,2]}', '{"a":  [1,\n 2]}', '{\n   "a" : [1,\n2
         ("any", [True, True, True, True]),
     ],
 )
-def test_white_space_is_the_users_choice(backend, whitespace, taken):
-    """One line, none, at most so many characters, any: with both backends, and in tags."""
+def test_json_schema_whitespace_option(backend, whitespace, accepted):
+    """The option applies to schemas and to the content of tags."""
     schema = {"type": "object", "properties": {"a": {"type": "array"}}, "required": ["a"]}
     spec = GrammarSpec.json_schema(schema, whitespace=whitespace)
     if (backend.name, whitespace) == ("XGrammar", "compact"):
-        with pytest.raises(GrammarError, match="XGrammar writes spaces"):
+        with pytest.raises(GrammarError, match="'compact' is not supported by XGrammar"):
             backend.compile(spec)
         return
-    assert [fits(backend, spec, text) for text in TEXTS] == taken
+    assert [fits(backend, spec, text) for text in TEXTS] == accepted
     tag = StructuralTag.of("<t>", schema, "</t>")
     tagged = GrammarSpec.structural_tag([tag], ["<t>"], whitespace=whitespace)
-    assert [fits(backend, tagged, f"x<t>{text}</t>") for text in TEXTS] == taken
+    assert [fits(backend, tagged, f"x<t>{text}</t>") for text in TEXTS] == accepted
 
 
-def test_a_dot_in_gbnf_is_any_character(backend):
-    """Outside strings and classes, with both backends."""
+def test_ebnf_dot_is_any_character(backend):
+    """Only outside strings, character classes and comments."""
     spec = GrammarSpec.ebnf('root ::= . "." [.] # a comment.')
-    for text, taken in (("\n..", True), ("\u65e5..", True), ("x.x", False), ("xx.", False)):
-        assert fits(backend, spec, text) == taken
+    for text, accepted in (("\n..", True), ("\u65e5..", True), ("x.x", False), ("xx.", False)):
+        assert fits(backend, spec, text) == accepted
 
 
-def test_json_object_is_any_object_and_nothing_else(xgrammar):
-    """json_object takes nested values of any kind, and no array or number at the top."""
+def test_json_object_accepts_exactly_json_objects(xgrammar):
     value = {"a": [1, 2.5, None, True, {"b": "\u00e9"}], "": {}}
     assert fits(xgrammar, GrammarSpec.json_object(), json.dumps(value, ensure_ascii=False))
     for other in ("[1]", "1", '"a"', "null"):
         assert not fits(xgrammar, GrammarSpec.json_object(), other)
 
 
-# Schemas with an instance that violates a part XGrammar ignores without a word.
+# Schemas, and an instance that violates a part that XGrammar silently ignores.
 UNENFORCED = [
     ({"not": {"type": "string"}}, "x"),
     (
@@ -277,21 +318,21 @@ UNENFORCED = [
 
 
 @pytest.mark.parametrize("schema, instance", UNENFORCED)
-def test_what_cannot_be_enforced_is_refused_unless_partial(xgrammar, schema, instance):
-    """Each of these lets an invalid instance through XGrammar: refused by name and place."""
+def test_xgrammar_schema_with_ignored_keyword_is_refused_unless_partial(xgrammar, schema, instance):
+    """The error names keyword and JSON pointer."""
     assert not jsonschema.Draft202012Validator(schema).is_valid(instance)
     partial = GrammarSpec.json_schema(schema, partial=True, backend="xgrammar")
     assert fits(xgrammar, partial, json.dumps(instance))  # the reason for the refusal
     with pytest.raises(GrammarError, match=r"cannot be enforced: #: \w+: XGrammar ignores"):
-        GrammarSpec.json_schema(schema, backend="xgrammar")
+        GrammarSpec.json_schema(schema, backend="xgrammar").check()
     nested = {"type": "object", "properties": {"p": {"type": "array", "items": schema}}}
     if "$ref" not in schema:
         with pytest.raises(GrammarError, match="#/properties/p/items: "):
-            GrammarSpec.json_schema(nested, backend="xgrammar")
+            GrammarSpec.json_schema(nested, backend="xgrammar").check()
 
 
-def test_harmless_neighbours_are_not_refused():
-    """A type that agrees with its enum or branches, and annotations, change nothing."""
+def test_grammar_check_accepts_redundant_keywords_and_annotations():
+    """For example a type that agrees with its enum."""
     for schema in (
         {"type": "string", "enum": ["a", "b"], "title": "t", "description": "d", "default": "a"},
         {"type": ["integer", "null"], "const": None},
@@ -306,12 +347,11 @@ def test_harmless_neighbours_are_not_refused():
         {"type": "object", "properties": {"not": {"type": "string"}, "if": {}}, "required": ["if"]},
         {"enum": [{"not": 1}]},
     ):
-        GrammarSpec.json_schema(schema)
+        GrammarSpec.json_schema(schema).check()
 
 
-def test_stop_ids_that_are_text_stay_text(xgrammar):
-    """A textual stop id is legal where the grammar has it as text; it cannot end the grammar, of
-    which no backend but its own makes a matcher."""
+def test_matcher_treats_textual_stop_ids_as_text(xgrammar):
+    """A stop id with text does not terminate the grammar. Also: a matcher needs its own backend."""
     compiled = xgrammar.compile(GrammarSpec.regex("abc"))
     matcher = compiled.matcher([257, ord("b")])
     assert matcher.stop_ids == (257,)
@@ -327,8 +367,8 @@ def test_stop_ids_that_are_text_stay_text(xgrammar):
 
 
 @pytest.mark.parametrize("size", [266, 287, 288, 289, 320])
-def test_legal_ids_are_text_or_stop_ids_whatever_the_size(size):
-    """No bit is set for special ids, holes, or columns beyond the tokens or the vocabulary."""
+def test_bitmask_sets_only_text_and_stop_ids(size):
+    """No bit is set for special ids, unused ids, or columns beyond the vocabulary."""
     backend = XGrammarBackend(byte_vocabulary(size))
     vocabulary = backend.vocabulary
     for spec in (GrammarSpec.json_object(), GrammarSpec.regex("(.|\\n)*")):

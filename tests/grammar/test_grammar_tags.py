@@ -1,4 +1,4 @@
-"""Schemas in structural tags: enforced exactly by whoever compiles them, or refused by name."""
+"""Structural tags: the schemas of tags are enforced exactly or refused."""
 
 from __future__ import annotations
 
@@ -14,21 +14,22 @@ pytest.importorskip("llguidance")
 
 @pytest.fixture(scope="module", params=["auto", "xgrammar", "llguidance"])
 def service(request):
-    made = GrammarService(byte_vocabulary(), request.param)
-    yield made
-    made.close()
+    service = GrammarService(byte_vocabulary(), request.param)
+    yield service
+    service.close()
 
 
 def tagged(schema: Any, begin: str = "<t>") -> GrammarSpec:
     return GrammarSpec.structural_tag([StructuralTag.of(begin, schema, "</t>")], ["<t"])
 
 
-def takes(compiled: Any, content: str) -> bool:
-    """Whether a text with a tag of this content is one of the grammar's."""
+def accepts_content(compiled: Any, content: str) -> bool:
+    """Return whether a text with a tag of this content is accepted."""
     return accepts(compiled, f"say <t>{content}</t> so")
 
 
-def thing(**properties: Any) -> dict[str, Any]:
+def closed_object(**properties: Any) -> dict[str, Any]:
+    """Return the schema of an object with the required property a."""
     return {
         "type": "object",
         "properties": properties,
@@ -43,7 +44,7 @@ SCHEMAS: dict[str, tuple[Any, str, str, bool]] = {
     "multipleOf": ({"type": "integer", "multipleOf": 7}, "42", "41", True),
     "reference": (
         {
-            "$defs": {"n": thing(a={"type": "integer"}, b={"$ref": "#/$defs/n"})},
+            "$defs": {"n": closed_object(a={"type": "integer"}, b={"$ref": "#/$defs/n"})},
             "$ref": "#/$defs/n",
         },
         '{"a": 1, "b": {"a": 2}}',
@@ -57,7 +58,7 @@ SCHEMAS: dict[str, tuple[Any, str, str, bool]] = {
         True,
     ),
     "not": (
-        thing(a={"type": ["string", "null"], "not": {"const": "x"}}),
+        closed_object(a={"type": ["string", "null"], "not": {"const": "x"}}),
         '{"a": "y"}',
         '{"a": "x"}',
         False,
@@ -67,8 +68,8 @@ SCHEMAS: dict[str, tuple[Any, str, str, bool]] = {
 
 
 @pytest.mark.parametrize("schema, good, bad, plain", SCHEMAS.values(), ids=SCHEMAS)
-def test_a_tags_schema_is_exact_or_refused(service, schema, good, bad, plain):
-    """The router serves tags like whole outputs; XGrammar by name refuses what it would ignore."""
+def test_structural_tag_schema_is_enforced_or_refused(service, schema, good, bad, plain):
+    """Tags are routed like whole outputs. XGrammar refuses schemas with ignored keywords."""
     future = service.submit(tagged(schema))
     if service.backend.name == "XGrammar" and not plain:
         refusal = str(future.exception(timeout=300))
@@ -76,28 +77,28 @@ def test_a_tags_schema_is_exact_or_refused(service, schema, good, bad, plain):
         return
     compiled = future.result(timeout=300)
     assert not compiled.spec.partial and compiled.spec.schema is None
-    assert takes(compiled, good) and not takes(compiled, bad)
+    assert accepts_content(compiled, good) and not accepts_content(compiled, bad)
 
 
-def test_a_tag_that_nobody_enforces_is_refused_by_its_name_and_place(service):
-    """At once where no backend could; else when it is compiled, before a token is made."""
+def test_structural_tag_error_names_tag_and_pointer(service):
+    """check() refuses what no backend enforces; compilation, what the engine's does not."""
     unique = {"type": "object", "properties": {"a": {"type": "array", "uniqueItems": True}}}
     with pytest.raises(GrammarError, match=r"^tag schema: .*#/properties/a: uniqueItems: items"):
-        StructuralTag.of("<t>", unique, "</t>")
-    made = StructuralTag("<tool=b>", GrammarSpec.json_schema(unique, partial=True).text, "</t>")
+        StructuralTag.of("<t>", unique, "</t>").check()
+    tag = StructuralTag("<tool=b>", GrammarSpec.json_schema(unique, partial=True).text, "</t>")
     with pytest.raises(GrammarError, match=r"<tool=b>.*#/properties/a: uniqueItems"):
-        GrammarSpec.structural_tag([StructuralTag.of("<tool=a>", True, ""), made], ["<tool"])
-    negated = thing(a={"type": ["string", "null"], "not": {"const": "x"}})
+        GrammarSpec.structural_tag([StructuralTag.of("<tool=a>", True, ""), tag], ["<tool"]).check()
+    negated = closed_object(a={"type": ["string", "null"], "not": {"const": "x"}})
     spec = tagged(negated, "<t=f>")
     if service.backend.name == "XGrammar":
         refusal = str(service.submit(spec).exception(timeout=300))
-        assert "structural tag '<t=f>': " in refusal and "#/properties/a: not" in refusal
+        assert "structural_tag: '<t=f>': " in refusal and "#/properties/a: not" in refusal
     else:
         assert service.submit(spec).result(timeout=300) is not None
 
 
-def test_tags_of_several_schemas_are_rewritten_each_by_itself(service):
-    """What one tag may hold the other may not; the marker before them stays."""
+def test_structural_tag_schemas_are_independent(service):
+    """Each tag accepts only its own content, also after a marker."""
     tags = [
         StructuralTag.of("<t=n>", {"type": "integer", "minimum": 5}, "</t>"),
         StructuralTag.of("<t=s>", {"enum": ["a", "b"]}, "</t>"),
@@ -124,8 +125,8 @@ def test_tags_of_several_schemas_are_rewritten_each_by_itself(service):
         ({"at_least_one": True, "at_once": True}, [False, False, True, True]),
     ],
 )
-def test_a_tag_that_must_come_means_the_same_everywhere(service, flags, fits):
-    """At least one tag may come after text, one at once begins the output; more may follow."""
+def test_structural_tag_at_least_one_and_at_once(service, flags, fits):
+    """at_least_one allows text before the first tag, at_once does not; more tags may follow."""
     tag = StructuralTag.of("<t>", {"type": "integer"}, "</t>")
     compiled = service.submit(GrammarSpec.structural_tag([tag], ["<t"], **flags)).result(300)
     texts = ["none", "so <<t>1</t>", "<t>1</t>", "<t>1</t> and <t>2</t>."]

@@ -42,7 +42,7 @@ def vocabulary() -> Vocabulary:
     return Vocabulary.from_tokenizer(TARGET / "tokenizer.json", 2050, [0, 3])
 
 
-class Texts:
+class PromptLookup:
     """The values as tokens a grammar takes, and the stock matcher's mask after each of them."""
 
     def __init__(self, spec: GrammarSpec):
@@ -91,7 +91,7 @@ def test_masks_are_of_the_text_alone_and_not_of_another(spec):
     """Random walks: on along a text, back by some tokens, on along another with that beginning,
     with masks filled at every step, at some, or hardly ever. A matcher that ends anywhere hands on
     its lexer's states to the next, and no mask of its own text."""
-    texts = Texts(spec)
+    texts = PromptLookup(spec)
     rng = np.random.default_rng(2)
     for walk in range(120):
         matcher = texts.grammar.matcher()

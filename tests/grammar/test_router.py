@@ -10,7 +10,14 @@ import pytest
 from guide_util import BYTES, accepts
 from router_util import Grammar
 
-from graft.grammar import GrammarError, GrammarSpec, StructuralTag, make_backend, resolve
+from graft.grammar import (
+    GrammarError,
+    GrammarSpec,
+    StructuralTag,
+    make_backend,
+    resolve,
+    resolve_spec,
+)
 from graft.grammar.schema.enforcement import KEYWORDS
 from graft.grammar.schema.router import route
 from graft.grammar.schema.trial import trial
@@ -87,9 +94,9 @@ def test_what_cannot_be_enforced_is_named(schema, pointer, keyword, value):
     if found.backend == "llguidance":
         assert Grammar(found.schema).takes(value)
     with pytest.raises(GrammarError, match="cannot be enforced") as caught:
-        GrammarSpec.json_schema(schema, backend="auto")
+        GrammarSpec.json_schema(schema, backend="auto").check()
     assert pointer in str(caught.value) and keyword in str(caught.value)
-    loose = GrammarSpec.json_schema(schema, backend="auto", partial=True)
+    loose = resolve_spec(GrammarSpec.json_schema(schema, partial=True), "auto")
     assert loose.partial and loose.schema == schema
     assert "uniqueItems" not in loose.text
 
@@ -108,7 +115,7 @@ def test_a_schema_without_outputs_is_refused(schema):
     """What nothing satisfies has no backend, and partial=True is not said to help."""
     for partial in (False, True):
         with pytest.raises(GrammarError, match="allows no output") as caught:
-            GrammarSpec.json_schema(schema, partial=partial)
+            GrammarSpec.json_schema(schema, partial=partial).check()
         assert "partial" not in str(caught.value)
 
 
@@ -119,11 +126,11 @@ def test_unknown_backends_are_refused(monkeypatch):
     monkeypatch.setattr(resolve, "available_backends", lambda: ("xgrammar",))
     texts = ("{}", '{"not": {"type": "null"}}')
     plain, negated = (GrammarSpec("json_schema", text) for text in texts)
-    assert resolve.resolved(plain, "auto").backend == "xgrammar"
+    assert resolve.resolve_spec(plain, "auto").backend == "xgrammar"
     with pytest.raises(GrammarError, match="XGrammar ignores not"):
-        resolve.resolved(negated, "auto")
-    with pytest.raises(GrammarError, match="'llguidance' is not available"):
-        resolve.resolved(plain, "llguidance")
+        resolve.resolve_spec(negated, "auto")
+    with pytest.raises(GrammarError, match="'llguidance' is not installed"):
+        resolve.resolve_spec(plain, "llguidance")
 
 
 @pytest.mark.parametrize(
@@ -155,7 +162,7 @@ def test_a_refusal_names_true_reasons_only():
     }
     for backend in ("", "auto", "llguidance"):
         with pytest.raises(GrammarError, match="#/properties/c: uniqueItems: ") as caught:
-            GrammarSpec.json_schema(schema, backend=backend)
+            GrammarSpec.json_schema(schema, backend=backend).check()
         assert "/a" not in str(caught.value) and "/b" not in str(caught.value)
 
 
@@ -194,7 +201,7 @@ def test_hostile_schemas_are_refused_in_a_sentence():
     ]
     for schema in nonsense:
         with pytest.raises(GrammarError, match="JSON schema: ") as caught:
-            GrammarSpec.json_schema(schema)
+            GrammarSpec.json_schema(schema).check()
         assert len(str(caught.value)) < 400
 
 
@@ -285,7 +292,7 @@ def test_what_says_nothing_or_can_be_spelled_out_is_exact(schema, good, bad):
     found = route(schema)
     assert found.exact, found.refusal()
     assert found == route(schema) and json.dumps(schema) == before
-    assert not GrammarSpec.json_schema(schema, backend="auto", partial=True).partial
+    assert not resolve_spec(GrammarSpec.json_schema(schema, partial=True), "auto").partial
     grammar = Grammar.routed(found)
     for value in (*good, *bad):
         assert grammar.takes(value) == judge.is_valid(value) == (value in good), value
@@ -340,6 +347,8 @@ def test_a_routed_spec_means_what_the_standard_says():
     texts = ['{"a": 1, "b": 2}', "{}", '{"b": 2}', '{"a": 1}', '{"a": "x", "b": 2}', '{"c": 3}']
     for strict, open_end in ((None, True), (True, False)):
         spec = GrammarSpec.json_schema(schema, backend="auto", strict=strict)
+        spec.check()
+        spec = resolve_spec(spec, "xgrammar")  # its own backend takes precedence
         assert spec.backend == "llguidance" and not spec.partial and spec.schema == schema
         compiled = make_backend(spec.backend, BYTES).compile(spec)
         taken = [accepts(compiled, text) for text in texts]

@@ -13,7 +13,7 @@ from guide_util import mix
 from reference_round import bits, pack_bits
 
 from graft.grammar.matcher import CompiledGrammar, Matcher
-from graft.grammar.statement import GrammarSpec
+from graft.grammar.grammar_spec import GrammarSpec
 from graft.grammar.vocabulary import Vocabulary
 from graft.models.engine.slots import RequestState
 
@@ -77,7 +77,7 @@ class ToyMatcher(Matcher):
         return True
 
     def fill(self, row: np.ndarray) -> bool:
-        self._require_running()
+        self._require_not_terminated()
         legal = legal_ids(self._grammar, self._states[-1])
         if legal == ALL_IDS:
             return False

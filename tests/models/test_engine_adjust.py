@@ -8,7 +8,7 @@ import pytest
 from numpy_llama import llama_logits
 from tiny_models import llama_config, make_tiny_llama, make_tiny_tokenizer
 
-from graft.grammar.statement import GrammarSpec
+from graft.grammar.grammar_spec import GrammarSpec
 from graft.models.engine.engine import Engine
 from graft.models.request import Request
 

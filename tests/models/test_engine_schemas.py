@@ -10,7 +10,7 @@ from engine_util import demo_engine
 
 from graft.grammar import check_output
 from graft.grammar.errors import GrammarError
-from graft.grammar.statement import GrammarSpec
+from graft.grammar.grammar_spec import GrammarSpec
 from graft.models.request import Request
 
 

@@ -9,7 +9,7 @@ from sampling_round import open_round
 
 from graft.cudagraph.lanes import StreamLane
 from graft.cudagraph.pinned import Ring
-from graft.grammar.statement import GrammarSpec
+from graft.grammar.grammar_spec import GrammarSpec
 from graft.models.request import Request
 from graft.sampling.exchange import Exchange
 from graft.sampling.state import SLOT, SlotState

@@ -18,7 +18,7 @@ import safetensors
 import tokenizers
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
-from graft.grammar.statement import GrammarSpec
+from graft.grammar.grammar_spec import GrammarSpec
 from graft.models.request import Output
 from graft.tools import demo, demo_tasks
 from graft.tools.bench import demo_evaluation as evaluate_demo

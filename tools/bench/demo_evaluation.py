@@ -17,7 +17,7 @@ from pathlib import Path
 from statistics import mean
 from typing import Any
 
-from graft.grammar.statement import GrammarSpec
+from graft.grammar.grammar_spec import GrammarSpec
 from graft.models.engine.engine import Engine
 from graft.models.request import Output, Request
 from graft.tools.bench.estimate import estimate_mean

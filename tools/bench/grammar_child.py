@@ -105,6 +105,7 @@ class Auto:
                 json.dumps(found.schema, ensure_ascii=False),
                 partial=not found.exact,
                 backend=found.backend,
+                source=json.dumps(schema),
                 rules=found.rules,
             )
         )

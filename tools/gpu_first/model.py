@@ -16,7 +16,7 @@ from unittest import mock
 import numpy as np
 
 from graft.cudagraph.memory import DeviceArray
-from graft.grammar.statement import GrammarSpec
+from graft.grammar.grammar_spec import GrammarSpec
 from graft.models.drafters import eagle3
 from graft.models.engine.engine import Engine
 from graft.models.llm import llama

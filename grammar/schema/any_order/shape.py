@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 
 from graft.grammar.errors import GrammarError
 from graft.grammar.schema.terms import Cannot, required_of, word_set
-from graft.grammar.validate import found_in
+from graft.grammar.validate import search_pattern
 
 __all__ = ["ARRAYS", "OBJECTS", "Array", "Object", "Parts", "array_of", "object_of"]
 
@@ -80,7 +80,7 @@ def _found(pattern: str, name: str) -> bool:
     try:
         if _NO_CHARACTERS.search(pattern):
             raise Cannot("patternProperties", f"pattern {pattern!r} cannot be compared with a name")
-        return found_in(pattern if name.isascii() else f"(?a){pattern}", name)
+        return search_pattern(pattern if name.isascii() else f"(?a){pattern}", name)
     except (re.error, GrammarError) as error:
         raise Cannot("patternProperties", f"pattern {pattern!r}: {error}") from None
 

@@ -20,7 +20,7 @@ from graft.grammar.schema.terms import (
     values_of,
 )
 from graft.grammar.schema.trial import unsatisfiable
-from graft.grammar.validate import found_in
+from graft.grammar.validate import search_pattern
 
 __all__ = ["Disjointness"]
 
@@ -139,7 +139,7 @@ def _refused(words: list[Any], schema: dict[str, Any]) -> bool:
     found = None
     with contextlib.suppress(re.error, KeyError):
         re.compile(schema["pattern"])
-        found = functools.partial(found_in, schema["pattern"])
+        found = functools.partial(search_pattern, schema["pattern"])
     return all(
         not isinstance(word, str)
         or not low <= len(word) <= high

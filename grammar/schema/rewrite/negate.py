@@ -8,7 +8,7 @@ from typing import Any
 from graft.grammar.schema import terms
 from graft.grammar.schema.rewrite.strings import literals, none_of
 from graft.grammar.schema.terms import KINDS, Cannot, Kinds, References, any_of, kinds_of, meet
-from graft.grammar.validate import found_in
+from graft.grammar.validate import search_pattern
 
 __all__ = ["Negation"]
 
@@ -242,7 +242,7 @@ class Negation:
         if names is not None:
             complement = self.of(rest)
             for name in sorted(names - properties.keys()):
-                if not any(found_in(pattern, name) for pattern in patterns):
+                if not any(search_pattern(pattern, name) for pattern in patterns):
                     yield _property(name, complement)
         elif rest is False and not patterns and len(properties) <= 5:
             listed = tuple(properties)

@@ -8,7 +8,7 @@ import re
 from typing import Any
 
 from graft.grammar.schema.terms import Cannot, required_of, word_set
-from graft.grammar.validate import found_in
+from graft.grammar.validate import search_pattern
 
 __all__ = ["contains", "dependencies", "distinct", "property_count", "property_names"]
 
@@ -64,12 +64,12 @@ def property_names(names: Any, schema: dict[str, Any]) -> dict[str, Any]:
     listed = dict(schema.get("properties", {}))
     try:
         for name in listed:
-            if not found_in(pattern, name):
+            if not search_pattern(pattern, name):
                 listed[name] = False
     except re.error as error:
         raise Cannot("propertyNames", f"pattern {pattern!r}: {error}") from None
     for name in required_of(schema):
-        if name not in listed and not found_in(pattern, name):
+        if name not in listed and not search_pattern(pattern, name):
             listed[name] = False
     rest = schema.get("additionalProperties", True)
     made: dict[str, Any] = {"additionalProperties": False}

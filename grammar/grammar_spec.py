@@ -1,0 +1,343 @@
+"""Constructors of grammar specifications.
+
+The constructors parse their arguments and check types; they start no process and take at most a few
+milliseconds. Reading a pattern or routing a schema can take unbounded time. It happens in child
+processes: when an engine compiles the grammar of a submitted request, and in `GrammarSpec.check`.
+"""
+
+from __future__ import annotations
+
+import enum
+import json
+import re
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+from graft.grammar.errors import GrammarError, clean_message
+from graft.grammar.processes import POOL
+from graft.grammar.resolve import check_backend, json_text, without_partial_hint
+from graft.grammar.schema.options import KeyOrder, Whitespace
+from graft.grammar.schema.wellformed import check_schema
+from graft.grammar.spec import Marker, Spec, check_text, parse_json
+from graft.native.children.errors import ChildLost
+from graft.native.children.process import Call
+
+__all__ = ["GrammarSpec", "StructuralTag"]
+
+
+@dataclass(frozen=True)
+class StructuralTag:
+    """A tagged part of free text, such as a tool call.
+
+    Attributes
+    ----------
+    begin, end
+        Text before and after the content. `begin` starts with one of the triggers; `end` may be
+        empty.
+    schema
+        JSON schema of the content, as JSON text. Object keys are written in its order.
+    """
+
+    begin: str
+    schema: str
+    end: str
+
+    def __post_init__(self) -> None:
+        check_text("tag begin", self.begin)
+        if self.end != "":
+            check_text("tag end", self.end)
+        if not isinstance(parse_json("tag schema", self.schema), (dict, bool)):
+            raise GrammarError(f"tag schema: must be an object or a boolean: {self.schema[:60]}")
+
+    @classmethod
+    def of(cls, begin: str, schema: Any, end: str) -> StructuralTag:
+        """Return a tag whose schema has any of the forms that `GrammarSpec.json_schema` accepts."""
+        try:
+            text = GrammarSpec.json_schema(schema).text
+        except GrammarError as error:
+            raise GrammarError(f"tag schema: {error}") from error
+        return cls(begin, text, end)
+
+    def check(self) -> None:
+        """Raise `GrammarError` if the schema cannot be enforced; see `GrammarSpec.check`."""
+        try:
+            GrammarSpec("json_schema", self.schema).check()
+        except GrammarError as error:
+            raise GrammarError(f"tag schema: {without_partial_hint(str(error))}") from error
+
+
+class GrammarSpec(Spec):
+    """An immutable, hashable grammar specification. Create it with the class methods.
+
+    The class methods raise `GrammarError` for arguments of the wrong type or form. Errors that only
+    a backend can find, such as the syntax error of a pattern or a schema keyword that cannot be
+    enforced, are raised by `check`. An engine finds them when it compiles the grammar of a
+    submitted request, and finishes that request with the reason ``"refused"``.
+
+    The attributes are those of `Spec`.
+    """
+
+    @classmethod
+    def json_schema(
+        cls,
+        schema: Any,
+        *,
+        whitespace: Whitespace = "line",
+        strict: bool | None = None,
+        partial: bool = False,
+        backend: str = "",
+        key_order: KeyOrder = "schema",
+        assert_formats: bool | None = None,
+    ) -> GrammarSpec:
+        """Return the grammar of a JSON schema.
+
+        Parameters
+        ----------
+        schema
+            JSON text, the parsed schema, or an object that provides one: with the method
+            ``model_json_schema`` (a pydantic model) or the method or attribute
+            ``__json_schema__``.
+        backend
+            ``"llguidance"``: rewrite the schema where an equivalent one can be enforced.
+            ``"auto"``: the same if LLGuidance is installed. ``"xgrammar"``: compile the schema
+            unchanged. Empty: the engine's backend.
+        whitespace, strict, partial, key_order, assert_formats
+            As in `Spec`. ``key_order="any"`` is not supported by XGrammar, nor for objects with
+            more than 64 named properties.
+
+        Raises
+        ------
+        GrammarError
+            The argument is not a JSON schema, the schema is obviously unsatisfiable, or an option
+            is unknown.
+        """
+        document = _schema_document(schema)
+        text = json_text(document)  # detects circular references
+        check_schema(document)
+        if isinstance(backend, str) and backend:
+            check_backend(backend)
+        return cls(
+            "json_schema",
+            text,
+            whitespace=whitespace,
+            strict=strict,
+            partial=partial,
+            backend=backend,
+            key_order=key_order,
+            assert_formats=assert_formats,
+        )
+
+    @classmethod
+    def json_object(cls, *, whitespace: Whitespace = "line") -> GrammarSpec:
+        """Return the grammar of any JSON object."""
+        return cls.json_schema({"type": "object"}, whitespace=whitespace)
+
+    @classmethod
+    def regex(cls, pattern: str | re.Pattern[str]) -> GrammarSpec:
+        """Return the grammar of a regular expression that the whole output must match.
+
+        The supported syntax depends on the backend; see grammar/README.md.
+        """
+        if isinstance(pattern, re.Pattern):
+            flags = "".join(c for c in "imsx" if pattern.flags & re.RegexFlag[c.upper()])
+            pattern = f"(?{flags}){pattern.pattern}" if flags else pattern.pattern
+        return cls("regex", pattern)
+
+    @classmethod
+    def ebnf(cls, text: str, root: str = "root") -> GrammarSpec:
+        """Return a grammar in XGrammar's EBNF notation (GBNF) that starts at the rule `root`."""
+        check_text("EBNF", text)
+        return cls("ebnf", _DOT.sub(lambda m: m[1] or _ANY_CHARACTER, text), root=root)
+
+    @classmethod
+    def choice(cls, options: Iterable[str | int | float] | type[enum.Enum]) -> GrammarSpec:
+        """Return the grammar of exactly one of some strings, numbers or values of an ``Enum``."""
+        if isinstance(options, (str, bytes, Mapping)) or not isinstance(options, Iterable):
+            raise GrammarError(f"choice: must be a list of strings, not {type(options).__name__}")
+        texts = dict.fromkeys(map(_choice_text, options))
+        if not texts:
+            raise GrammarError("choice: needs a list of at least one string")
+        return cls("choice", json.dumps(list(texts), ensure_ascii=False))
+
+    @classmethod
+    def lark(cls, text: str) -> GrammarSpec:
+        """Return a grammar in the backend's Lark dialect that starts at the rule ``start``."""
+        return cls("lark", text)
+
+    @classmethod
+    def structural_tag(
+        cls,
+        tags: Sequence[StructuralTag],
+        triggers: Sequence[str],
+        *,
+        at_least_one: bool = False,
+        at_once: bool = False,
+        whitespace: Whitespace = "line",
+    ) -> GrammarSpec:
+        """Return the grammar of free text with tags whose content is constrained.
+
+        Parameters
+        ----------
+        tags
+            Tags that may occur in the text, for example tool calls.
+        triggers
+            Texts that start a tag and never occur in the free text. Each tag begins with exactly
+            one of them.
+        at_least_one
+            Whether the output must contain a tag. Free text may precede it.
+        at_once
+            Whether the output must start with a tag, as for a forced tool call.
+        whitespace
+            As for JSON schemas.
+
+        Raises
+        ------
+        GrammarError
+            There is no tag or no trigger, a tag begins with none or several of the triggers, or no
+            tag begins with one of them.
+        """
+        _check_tags(tags, triggers)
+        for name, flag in (("at_least_one", at_least_one), ("at_once", at_once)):
+            if not isinstance(flag, bool):
+                raise GrammarError(f"structural tag: {name} must be a bool, not {flag!r}")
+        document = {
+            "triggers": list(dict.fromkeys(triggers)),
+            "tags": [
+                {"begin": tag.begin, "schema": json.loads(tag.schema), "end": tag.end}
+                for tag in tags
+            ],
+            "at_least_one": at_least_one,
+            "at_once": at_once,
+        }
+        text = json.dumps(document, ensure_ascii=False)
+        return cls("structural_tag", text, whitespace=whitespace)
+
+    def after(self, marker: str | int, *, required: bool = False) -> GrammarSpec:
+        """Return this grammar preceded by free text that ends with `marker`.
+
+        For reasoning models, whose answer follows a marker such as ``</think>``.
+
+        Parameters
+        ----------
+        marker
+            Text, which may span several tokens, or a token id.
+        required
+            Whether stop ids are illegal before the marker. If False, a stop id in the free text
+            ends the output and the grammar never applies.
+        """
+        if isinstance(marker, (str, bool)):
+            check_text("marker", marker)
+            return replace(self, marker=Marker(text=str(marker), required=bool(required)))
+        if not isinstance(marker, int) or marker < 0:
+            raise GrammarError(f"marker: token {marker!r} is negative or not an integer")
+        return replace(self, marker=Marker(token=marker, required=bool(required)))
+
+    def check(self) -> None:
+        """Check in a child process whether the installed backends accept the grammar.
+
+        A JSON schema is routed as its `backend` does, or as ``"auto"`` does if it names none. A
+        grammar of another kind is accepted if at least one installed backend can read it. No
+        vocabulary is needed, and nothing is compiled.
+
+        The call blocks until the result is known, at most for the time limit of a child process
+        (30 s). Submitting a request does not require it: an engine finds the same errors while it
+        compiles the grammar, outside its decoding loop.
+
+        Raises
+        ------
+        GrammarError
+            No backend can read or enforce the grammar, or the check exceeded its limit of time or
+            memory.
+        """
+        if self.kind == "choice":  # every backend accepts a list of strings
+            return
+        if self.kind == "json_schema":
+            subject = "JSON schema"
+            arguments: tuple[object, ...] = (self, self.backend or "auto")
+            request = Call("graft.grammar.resolve:resolve_spec", arguments)
+        else:
+            subject = self.kind
+            request = Call("graft.grammar.backends.registry:check_syntax", (self,))
+        try:
+            POOL.call(request)
+        except ChildLost as error:
+            raise GrammarError(f"{subject}: {clean_message(error)}") from error
+
+
+# In GBNF, "." is any character; XGrammar does not support it. Strings, character classes and
+# comments (group 1) are left unchanged.
+_DOT = re.compile(r'("(?:\\.|[^"\\\n])*"|\[(?:\\.|[^\]\\\n])*\]|#[^\n]*)|\.')
+_ANY_CHARACTER = "([^a] | [a])"
+
+
+def _check_tags(tags: Sequence[StructuralTag], triggers: Sequence[str]) -> None:
+    """Raise `GrammarError` unless each tag has one trigger and each trigger a tag."""
+    are_lists = isinstance(tags, Sequence) and isinstance(triggers, Sequence)
+    if not are_lists or isinstance(triggers, str) or not tags or not triggers:
+        raise GrammarError("structural tag: needs lists of at least one tag and one trigger")
+    for trigger in triggers:
+        check_text("structural tag trigger", trigger)
+    for tag in tags:
+        if not isinstance(tag, StructuralTag):
+            raise GrammarError(
+                f"structural tag: a tag is a {type(tag).__name__}, expected StructuralTag"
+            )
+        count = sum(map(tag.begin.startswith, triggers))
+        if count != 1:
+            raise GrammarError(f"structural tag: {tag.begin!r} begins with {count} of the triggers")
+    for trigger in triggers:
+        if not any(tag.begin.startswith(trigger) for tag in tags):
+            raise GrammarError(f"structural tag: no tag begins with the trigger {trigger!r}")
+
+
+def _choice_text(option: Any) -> str:
+    """Return the text of one option of `GrammarSpec.choice`."""
+    if isinstance(option, enum.Enum):
+        option = option.value
+    if isinstance(option, (int, float)) and not isinstance(option, bool):
+        option = json.dumps(option)
+    check_text("choice option", option)
+    return str(option)
+
+
+def _schema_document(schema: Any) -> Any:
+    """Return the parsed schema of an argument of `GrammarSpec.json_schema`."""
+    for name in ("model_json_schema", "__json_schema__"):
+        provider = getattr(schema, name, None)
+        if provider is None:
+            continue
+        try:
+            schema = provider() if callable(provider) else provider
+        except Exception as error:  # user code may raise any type
+            raise GrammarError(f"JSON schema: {name}: {error}") from error
+        break
+    if isinstance(schema, type):
+        raise GrammarError(
+            f"JSON schema: the class {schema.__name__} has neither model_json_schema nor "
+            "__json_schema__; use pydantic.TypeAdapter for dataclasses and TypedDicts"
+        )
+    if isinstance(schema, str):
+        return parse_json("JSON schema", schema)
+    _check_keys(schema)
+    return schema
+
+
+def _check_keys(value: Any) -> None:
+    """Raise `GrammarError` for a key that is not a string; ``json.dumps`` would convert it."""
+    pending = [value]
+    seen: set[int] = set()
+    while pending:
+        part = pending.pop()
+        if not isinstance(part, (dict, list, tuple)) or id(part) in seen:
+            continue
+        seen.add(id(part))
+        if not isinstance(part, dict):
+            pending.extend(part)
+            continue
+        pending.extend(part.values())
+        for key in part:
+            if not isinstance(key, str):
+                raise GrammarError(
+                    f"JSON schema: the key {key!r} is a {type(key).__name__}, not text"
+                )

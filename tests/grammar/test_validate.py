@@ -1,0 +1,51 @@
+"""Bounded checks of outputs against schemas, and of texts against patterns."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+
+from graft.grammar import GrammarError, GrammarSpec, check_output, validate
+from graft.grammar.validate import search_pattern
+
+EXPONENTIAL = "^(a+)+$"
+LONG_TEXT = "a" * 400 + "!"
+
+
+def test_check_output_times_out_on_catastrophic_backtracking(monkeypatch: pytest.MonkeyPatch):
+    """The process is killed, and the next check uses another one."""
+    schema = {"pattern": EXPONENTIAL}
+    monkeypatch.setattr(validate, "CHECK_TIMEOUT_S", 600)
+    assert check_output(schema, '"aa"')
+    monkeypatch.setattr(validate, "CHECK_TIMEOUT_S", 0.2)
+    with pytest.raises(GrammarError, match=r"output cannot be checked: took longer than 0.2 s"):
+        check_output(schema, json.dumps(LONG_TEXT))
+    monkeypatch.setattr(validate, "CHECK_TIMEOUT_S", 600)
+    assert not check_output(schema, '"ab"')
+
+
+def test_check_output_fetches_no_reference():
+    with pytest.raises(GrammarError, match=r"output cannot be checked: .*nowhere"):
+        check_output({"$ref": "https://example.com/nowhere"}, "1")
+
+
+def test_router_refuses_pattern_with_catastrophic_backtracking():
+    """A search that could take long runs in a child process with a time limit."""
+    schema = {
+        "type": "object",
+        "properties": {LONG_TEXT: {"type": "integer"}},
+        "patternProperties": {EXPONENTIAL: {"minimum": 1}},
+    }
+    assert search_pattern("^(ab?)+$", "aab") and not search_pattern("^(ab?)+$", "b")
+    with pytest.raises(GrammarError, match=r"pattern '\^\(a\+\)\+\$' cannot be checked: took"):
+        GrammarSpec.json_schema(schema, key_order="any").check()
+
+
+def test_check_output_applies_formats_and_rejects_non_json_numbers():
+    schema = {"type": "array", "uniqueItems": True, "items": {"format": "date"}}
+    assert check_output(schema, '["2024-02-29"]') and check_output({"type": "number"}, "1.5")
+    for text in ('["2024-02-29", "2024-02-29"]', '["2023-02-29"]', '["2024-02-29"'):
+        assert not check_output(schema, text)
+    for text in ("NaN", "-Infinity"):
+        assert not check_output({"type": "number"}, text)
