@@ -1,27 +1,17 @@
-"""Mask apply, sampling and chain verification on the device."""
+"""Token masks, sampling, and verification of drafts on the device."""
 
-from graft.sampling.adjust import Adjust
 from graft.sampling.mask import MaskApply
+from graft.sampling.params import VERIFY_MODES, Relaxed, SamplingParams
 from graft.sampling.sampler import RowMap, Sampler, output_ring
-from graft.sampling.state import (
-    COUPLED,
-    PER_TOKEN,
-    REJECTION,
-    RELAXED,
-    Relaxed,
-    SlotState,
-)
+from graft.sampling.state import SlotState
 
 __all__ = [
-    "COUPLED",
-    "Adjust",
     "MaskApply",
-    "PER_TOKEN",
-    "REJECTION",
-    "RELAXED",
     "Relaxed",
     "RowMap",
     "Sampler",
+    "SamplingParams",
     "SlotState",
+    "VERIFY_MODES",
     "output_ring",
 ]

@@ -5,11 +5,15 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
+from graft.cudagraph.cstruct import read_numbers
 from graft.cudagraph.device import Device
 
-__all__ = ["KERNELS", "load", "row_block", "row_parts"]
+__all__ = ["KERNELS", "MAX_SELECTED", "load", "row_block", "row_parts"]
 
 KERNELS = Path(__file__).parent / "kernels"
+
+#: Maximum number of candidates per row of the draft selector (kernels/selector.cu).
+MAX_SELECTED: int = read_numbers(KERNELS / "selector.cu")["MAX_SELECTED"]
 
 #: Threads of a block that works on one row. Results do not depend on it. On the soft device one
 #: thread runs the row as plain vectorised loops, with no barrier anywhere.

@@ -1,82 +1,51 @@
-"""What the device keeps per slot from one replay to the next."""
+"""Device memory of the request slots: the state that is kept from one round to the next."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
 from graft.cudagraph.cstruct import read_numbers, read_struct
 from graft.cudagraph.device import Device
-from graft.cudagraph.errors import OptionError
 from graft.cudagraph.lanes import Lane
 from graft.cudagraph.memory import PinnedArray
-from graft.sampling.adjust import NOTHING, Adjust
 from graft.sampling.checks import check_range
 from graft.sampling.loading import KERNELS, load
+from graft.sampling.params import VERIFY_MODES, SamplingParams
 
-__all__ = [
-    "COUPLED",
-    "LOGPROBS",
-    "MAX_DRAFTS",
-    "MAX_LOGPROBS",
-    "MAX_STOP_IDS",
-    "PER_TOKEN",
-    "REJECTION",
-    "RELAXED",
-    "Relaxed",
-    "SLOT",
-    "SlotState",
-]
+__all__ = ["LOGPROBS", "MAX_DRAFTS", "SLOT", "SlotState"]
 
 _HEADER = KERNELS / "slot.cuh"
 _NUMBERS = read_numbers(_HEADER)
-MAX_STOP_IDS = _NUMBERS["MAX_STOP_IDS"]
 MAX_DRAFTS = _NUMBERS["MAX_DRAFTS"]
-MAX_LOGPROBS = _NUMBERS["MAX_LOGPROBS"]
-REJECTION = _NUMBERS["VERIFY_REJECTION"]
-COUPLED = _NUMBERS["VERIFY_COUPLED"]
-PER_TOKEN = _NUMBERS["VERIFY_PER_TOKEN"]
-RELAXED = _NUMBERS["VERIFY_RELAXED"]
-#: ``struct Slot`` of sampling/kernels/slot.cuh, where its fields are explained.
+#: dtype of ``struct Slot`` in kernels/slot.cuh, which documents its fields.
 SLOT = read_struct(_HEADER, "Slot")
-#: ``struct Logprobs`` of the same.
+#: dtype of ``struct Logprobs`` in kernels/slot.cuh.
 LOGPROBS = read_struct(_HEADER, "Logprobs")
 
 
-@dataclass(frozen=True)
-class Relaxed:
-    """When a draft is accepted that is not the target's own token. The output is then not exact.
-
-    Probabilities are the target's, masked and filtered; for greedy requests masked, at temperature
-    1. Drafts are accepted among the ids that a grammar allows and no others.
-
-    Parameters
-    ----------
-    top_k : it is among so many best ids.
-    delta : its probability is at most so far below the best id's.
-    until : id behind which nothing is relaxed, such as the end of a reasoning section.
-    """
-
-    top_k: int = 10
-    delta: float = 0.6
-    until: int | None = None
-
-
 class SlotState:
-    """One ``Slot`` per request, in device memory.
+    """Device array with one ``struct Slot`` per request slot.
 
     Parameters
     ----------
-    slots : S, the largest number of requests at once.
-    vocab_size : V, ids of the target.
+    device
+        Device that holds the state.
+    slots
+        Number of slots S.
+    vocab_size
+        Number of token ids V of the target.
 
     Attributes
     ----------
-    array : uint8 [S, SLOT.itemsize], as kernels take it.
-    tables : int32 [S, 2, V], bias and counts, see kernels/adjust.cu; of requests that have any.
+    array
+        uint8 [S, SLOT.itemsize]; kernels take it as ``Slot*``.
+    tables
+        int32 [S, 2, V], logit bias and token counts; see kernels/adjust.cu. Undefined for requests
+        without bias and penalties.
     """
 
     def __init__(self, device: Device, slots: int, vocab_size: int) -> None:
@@ -85,132 +54,143 @@ class SlotState:
         self.slots = slots
         self.vocab_size = vocab_size
         self.tables = device.zeros((slots, 2, vocab_size), "int32")
-        self._staged: dict[int, PinnedArray] = {}  # rewritten for a slot's next owner only
+        self._staged: dict[int, PinnedArray] = {}  # host copy of a slot's table
         self.array = device.zeros((slots, SLOT.itemsize), "uint8")
         kernels = load(device, "slot", 1)
         self._join = kernels["slot_join"]
         self._leave = kernels["slot_leave"]
 
     def to_host(self) -> NDArray:
-        """A copy as SLOT [S]; waits for the device."""
+        """Synchronize and return a host copy, SLOT [S]."""
         return self.array.to_host().view(SLOT)[:, 0]
 
     def copy_from(self, slots: NDArray) -> None:
-        """Set every slot from SLOT [S]; waits for the device."""
+        """Overwrite all slots from a host array, SLOT [S], and synchronize."""
         self.array.copy_from(np.ascontiguousarray(slots)[:, None].view(np.uint8))
 
     def join(
         self,
         lane: Lane,
         slot: int,
+        params: SamplingParams,
         *,
         position: int,
         last: int,
         epoch: int,
         limit: int,
         room: int | None = None,
-        stop_ids: Sequence[int] = (),
-        seed: int = 0,
-        temperature: float = 0.0,
-        top_k: int = 0,
-        top_p: float = 1.0,
-        min_p: float = 0.0,
-        verify: int = REJECTION,
-        sample: int = 0,
-        relaxed: Relaxed = Relaxed(),
-        adjust: Adjust = NOTHING,
+        prompt: Sequence[int] = (),
+        output: Sequence[int] = (),
     ) -> None:
-        """Give a slot to a request: active, without drafts.
+        """Assign a slot to a request: mark it active, without drafts.
 
-        The values travel as a kernel argument: a later call cannot change an earlier launch. The
-        caller has computed the target's KV below ``position``; the next round feeds ``last`` at
-        ``position`` and samples the token after it.
+        The target's KV cache must have the entries of all positions below `position`. The next
+        round feeds `last` at `position` and samples the token at ``position + 1``.
+
+        All values are passed to the kernel by value, so a later call does not affect this one. The
+        exception is the table of logit bias and counts, which is copied from pinned memory owned by
+        the slot: do not call `join` again for a slot before its previous `join` has completed on
+        the device.
 
         Parameters
         ----------
-        position, last : position of the last prompt token, and that token.
-        epoch : generation of the slot; mask rows carry it.
-        limit : exclusive end position of the request.
-        room : positions that it may have pages for, where drafts that branch need more than
-            `limit`.
-        stop_ids : up to 64 ids that end the request.
-        seed : 64 bits; any int, taken modulo 2**64.
-        temperature, top_k, top_p, min_p : filters; below 1e-5 the temperature means greedy. Off:
-            top_k 0, top_p 1, min_p 0.
-        verify : ``REJECTION``, ``COUPLED``, ``PER_TOKEN`` or ``RELAXED``.
-        sample : index among the samples drawn with this seed, 0 <= sample < 2**24.
-        relaxed : of a ``RELAXED`` request.
-        adjust : bias, penalties and log probabilities; its table follows in pinned memory that this
-            slot keeps, so a slot is joined again only when an earlier join is over.
+        lane
+            Lane that the kernel is added to.
+        slot
+            Index of the slot.
+        params
+            Sampling parameters.
+        position
+            Position of the last known token, which is the last one of `prompt` and `output`.
+        last
+            Id of that token.
+        epoch
+            Number of the slot assignment. Mask rows carry it.
+        limit
+            Exclusive upper bound of the request's positions.
+        room
+            Exclusive upper bound of the positions with pages. Drafts of a tree may need more
+            positions than `limit`, which is the default.
+        prompt, output
+            Token ids of the prompt and of the output so far, for penalties and `min_tokens`.
 
         Raises
         ------
         OptionError
-            Naming the value that is out of range.
+            If an argument is out of range, with its name and value.
         """
+        room = limit if room is None else room
         check_range("slot", slot, 0, self.slots - 1)
         check_range("position", position, 0, 2**31 - 2)
         check_range("limit", limit, position + 2, 2**31 - 1)
-        room = limit if room is None else room
         check_range("room", room, limit, 2**31 - 1)
-        check_range("temperature", temperature, 0.0, 1e6)
-        check_range("top_k", top_k, 0, 2**31 - 1)
-        check_range("top_p", top_p, 0.0, 1.0)
-        check_range("min_p", min_p, 0.0, 1.0)
-        check_range("verify", verify, REJECTION, RELAXED)
-        check_range("sample", sample, 0, 2**24 - 1)
-        check_range("relaxed.top_k", relaxed.top_k, 1, 2**31 - 1)
-        check_range("relaxed.delta", relaxed.delta, 0.0, 1.0)
-        check_range("logprobs", adjust.logprobs or 0, 0, min(MAX_LOGPROBS, self.vocab_size))
-        if len(stop_ids) > MAX_STOP_IDS:
-            raise OptionError(f"at most {MAX_STOP_IDS} stop ids, got {len(stop_ids)}")
-        request = np.zeros((), SLOT)
-        for name, value in {
-            "n": position,
-            "last": last,
-            "active": 1,
-            "epoch": epoch,
-            "limit": limit,
-            "room": room,
-            "verify": verify,
-            "sample": sample,
-            "seed": seed % 2**64,
-            "temperature": temperature,
-            "top_p": top_p,
-            "min_p": min_p,
-            "top_k": top_k,
-            "stops": len(stop_ids),
-            "adjust": _NUMBERS["ADJUST_BIAS"] * adjust.biased
-            | _NUMBERS["ADJUST_COUNTS"] * adjust.counted
-            | _NUMBERS["ADJUST_STOPS"] * (adjust.earliest > 0)
-            | _NUMBERS["ADJUST_LOGPROBS"] * (adjust.logprobs is not None)
-            | _NUMBERS["ADJUST_MASKED"] * (adjust.logprobs is not None and adjust.masked),
-            "earliest": adjust.earliest,
-            "logprobs": adjust.logprobs or 0,
-            "presence": adjust.presence,
-            "frequency": adjust.frequency,
-            "repetition": adjust.repetition,
-            "relaxed_k": relaxed.top_k,
-            "relaxed_delta": relaxed.delta,
-            "relaxed_until": -1 if relaxed.until is None else relaxed.until,
-        }.items():
-            request[name] = value
-        request["stop_ids"][: len(stop_ids)] = stop_ids
-        if adjust.biased or adjust.counted:
+        params.check_values(self.vocab_size)
+        record = slot_record(params)
+        record["n"] = position
+        record["last"] = last
+        record["active"] = 1
+        record["epoch"] = epoch
+        record["limit"] = limit
+        record["room"] = room
+        if params.min_tokens > 0:
+            num_prompt = position + 1 - len(output)
+            record["earliest"] = min(num_prompt + params.min_tokens, limit)
+        if params.has_bias or params.has_penalties:
             if slot not in self._staged:
                 self._staged[slot] = self.device.pinned((2, self.vocab_size), "int32")
-            adjust.write(self._staged[slot].array)
+            params.write_logit_table(self._staged[slot].array, prompt, output)
             lane.copy(self.tables[slot], self._staged[slot], name=f"table of slot {slot}")
-        args = [self.array, slot, request[()]]
+        args = [self.array, slot, record[()]]
         lane.kernel(self._join, 1, 1, args, name=f"join slot {slot}")
 
     def leave(self, lane: Lane, slot: int) -> None:
-        """Make a slot inactive; later rounds neither read nor write it.
+        """Deactivate a slot: later rounds neither read nor write it.
 
         Raises
         ------
         OptionError
-            When there is no such slot.
+            If `slot` is out of range.
         """
         check_range("slot", slot, 0, self.slots - 1)
         lane.kernel(self._leave, 1, 1, [self.array, slot], name=f"leave slot {slot}")
+
+
+def slot_record(params: SamplingParams) -> Any:
+    """Return a ``Slot``, SLOT [], with the sampling parameters and zeros elsewhere."""
+    record = np.zeros((), SLOT)
+    stop_ids = params.stop_ids or ()
+    values = {
+        "verify": VERIFY_MODES.index(params.verify or "rejection"),
+        "sample": params.sample,
+        "seed": params.seed or 0,
+        "temperature": params.temperature,
+        "top_p": params.top_p,
+        "min_p": params.min_p,
+        "top_k": params.top_k,
+        "stops": len(stop_ids),
+        "adjust": _adjust_flags(params),
+        "logprobs": params.logprobs or 0,
+        "presence": params.presence_penalty,
+        "frequency": params.frequency_penalty,
+        "repetition": params.repetition_penalty,
+        "relaxed_k": params.relaxed.top_k,
+        "relaxed_delta": params.relaxed.delta,
+        "relaxed_until": -1 if params.relaxed.until is None else params.relaxed.until,
+    }
+    for name, value in values.items():
+        record[name] = value
+    record["stop_ids"][: len(stop_ids)] = stop_ids
+    return record
+
+
+def _adjust_flags(params: SamplingParams) -> int:
+    """Return the ``ADJUST_*`` bits of ``Slot.adjust``."""
+    wants_logprobs = params.logprobs is not None
+    flags = {
+        "ADJUST_BIAS": params.has_bias,
+        "ADJUST_COUNTS": params.has_penalties,
+        "ADJUST_STOPS": params.min_tokens > 0,
+        "ADJUST_LOGPROBS": wants_logprobs,
+        "ADJUST_MASKED": wants_logprobs and params.logprobs_masked,
+    }
+    return sum(_NUMBERS[name] for name, is_set in flags.items() if is_set)

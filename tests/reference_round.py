@@ -26,6 +26,8 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from graft.sampling.params import Relaxed, SamplingParams
+
 F64 = NDArray[np.float64]
 Bool = NDArray[np.bool_]
 # purposes of random numbers
@@ -187,6 +189,15 @@ def chain(last: int, *drafts: int) -> Tree:
     return Tree((last, *drafts), tuple(range(-1, len(drafts))))
 
 
+@dataclass(frozen=True)
+class Adjustment:
+    """Logit adjustments of a request, and its tokens when it joined its slot."""
+
+    params: SamplingParams
+    prompt: tuple[int, ...] = ()
+    output: tuple[int, ...] = ()
+
+
 @dataclass
 class Slot:
     """A request between two rounds."""
@@ -203,8 +214,8 @@ class Slot:
     stop_ids: tuple[int, ...] = ()
     kinds: tuple[int, ...] = ()  # of the drafts
     q: tuple[Any, ...] = field(default=(), repr=False)  # of the drafts, over target ids
-    adjust: Any = None  # fields of graft.sampling.Adjust
-    relaxed: Any = None  # fields of graft.sampling.Relaxed
+    adjust: Adjustment | None = None
+    relaxed: Relaxed = field(default_factory=Relaxed)
 
     @property
     def last(self) -> int:
@@ -326,20 +337,22 @@ def adjusted(slot: Slot, node: int, logits: np.ndarray, legal: Bool) -> np.ndarr
     path = slot.tree.path(node)
     if a is None:
         return logits
-    bias = np.full(size, 0 if a.allowed is None else -np.inf, np.float32)
-    bias[list(a.allowed or [])] = 0
-    for token, value in a.bias.items():
+    p = a.params
+    bias = np.full(size, 0 if p.allowed_ids is None else -np.inf, np.float32)
+    bias[list(p.allowed_ids or [])] = 0
+    for token, value in (p.logit_bias or {}).items():
         bias[token] += np.float32(value)
-    bias[list(a.banned)] = -np.inf
+    bias[list(p.banned_ids or [])] = -np.inf
     x = np.where(bias == -np.inf, bias, logits + bias)
     counts = np.bincount([*a.output, *path], minlength=size).astype(np.float32)
     seen = (counts > 0) | np.isin(np.arange(size), a.prompt)
-    repetition = np.float32(a.repetition)
+    repetition = np.float32(p.repetition_penalty)
     x = np.where(seen, np.where(x > 0, x / repetition, x * repetition), x)
-    x = x - np.float32(a.frequency) * counts
-    x = np.where(counts > 0, x - np.float32(a.presence), x)
+    x = x - np.float32(p.frequency_penalty) * counts
+    x = np.where(counts > 0, x - np.float32(p.presence_penalty), x)
     stops = np.isin(np.arange(size), slot.stop_ids)
-    early = slot.n + len(path) + 1 < a.earliest
+    num_output = len(a.output) + len(path)
+    early = num_output < p.min_tokens
     if early and (legal & ~stops & (x > -np.inf)).any():
         x[stops] = -np.inf
     return x

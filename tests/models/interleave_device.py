@@ -26,6 +26,7 @@ from graft.cudagraph.pinned import Ring
 from graft.grammar.decoder import GuidedDecoder
 from graft.models.cache.kv import PagedKV
 from graft.models.round.prefill import PrefillChunk
+from graft.sampling.params import SamplingParams
 
 PAGE = 4
 HOST_STEPS = {"open": "open_work", "commit": "commit_work", "fill": "draft_work"}
@@ -196,7 +197,7 @@ class ToyDevice:
             yield PrefillChunk(end - begin, self.query, lambda: 1.0)
             begin = end
 
-    def join(self, lane: Any, slot: int, **values: Any) -> None:
+    def join(self, lane: Any, slot: int, params: SamplingParams, **values: Any) -> None:
         self.joined.add(slot)
 
         def joined() -> None:
@@ -205,8 +206,8 @@ class ToyDevice:
                 tree=ref.chain(values["last"]),
                 epoch=values["epoch"],
                 limit=values["limit"],
-                stop_ids=tuple(values["stop_ids"]),
-                seed=values["seed"],
+                stop_ids=tuple(params.stop_ids or ()),
+                seed=params.seed or 0,
             )
 
         self.enqueue(joined)

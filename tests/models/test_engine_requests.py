@@ -9,8 +9,8 @@ from engine_util import mixed_requests, outputs
 
 from graft.models.errors import MigrationError, RequestError
 from graft.models.request import Relaxed, Request
-from graft.models.text.stream import StopFinder
-from graft.sampling.state import MAX_STOP_IDS
+from graft.models.text.stop import StopFinder
+from graft.sampling.params import MAX_STOP_IDS
 
 
 def test_what_a_round_costs(engine):
@@ -18,12 +18,12 @@ def test_what_a_round_costs(engine):
     at most K+1 mask rows a request."""
     pieces = engine._scheduler.seating.progress
     engine.generate(mixed_requests(1))
-    engine.settle()
+    engine.synchronize()
     engine.reset_stats()
     before = engine.counters()
     begun = pieces()
     engine.generate(mixed_requests(6))
-    engine.settle()
+    engine.synchronize()
     after = engine.counters()
     stats = engine.stats
     assert stats.rounds > 0

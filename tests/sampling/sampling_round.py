@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -15,10 +16,10 @@ from graft.cudagraph.memory import DeviceArray
 from graft.cudagraph.pinned import Ring
 from graft.models.round.round import ROUND_KERNELS
 from graft.models.round.timing import make_timeline, timeline_args
-from graft.sampling.adjust import NOTHING
 from graft.sampling.exchange import Exchange
+from graft.sampling.params import VERIFY_MODES, SamplingParams
 from graft.sampling.sampler import ROUND_ROW, RowMap, Sampler, output_ring
-from graft.sampling.state import Relaxed, SlotState
+from graft.sampling.state import SlotState
 
 
 def even_rows(device: Device, row_slot: DeviceArray, width: int) -> RowMap:
@@ -141,23 +142,29 @@ class TableRound:
 
     def put(self, slot: int, s: ref.Slot) -> None:
         """Join a slot and give it drafts, kinds and q tables, as an earlier round would have."""
-        self.state.join(
-            self.lane,
-            slot,
-            position=s.n,
-            last=s.last,
-            epoch=s.epoch,
-            limit=s.limit,
+        adjust = s.adjust or ref.Adjustment(SamplingParams())
+        params = replace(
+            adjust.params,
             stop_ids=s.stop_ids,
             seed=s.seed,
             temperature=s.filter.temperature,
             top_k=s.filter.top_k,
             top_p=s.filter.top_p,
             min_p=s.filter.min_p,
-            verify=s.verify,
+            verify=VERIFY_MODES[s.verify],
             sample=s.sample,
-            adjust=s.adjust or NOTHING,
-            relaxed=s.relaxed or Relaxed(),
+            relaxed=s.relaxed,
+        )
+        self.state.join(
+            self.lane,
+            slot,
+            params,
+            position=s.n,
+            last=s.last,
+            epoch=s.epoch,
+            limit=s.limit,
+            prompt=adjust.prompt,
+            output=adjust.output,
         )
         self.stream.synchronize()
         state = self.state.to_host()

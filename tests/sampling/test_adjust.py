@@ -7,38 +7,51 @@ import pytest
 import reference_round as ref
 from sampling_round import TableRound, even_rows
 
-from graft.sampling.adjust import Adjust
+from graft.sampling.params import SamplingParams
 from graft.sampling.state import LOGPROBS
 
 VOCAB = 90
 DRAFTS = 4
 STOPS = (3, 70)
 EVERY_LAW = [
-    Adjust(),
-    Adjust(bias={4: 3.5, 7: -2.0, 70: 1e6}),
-    Adjust(allowed=(1, 3, 5, 40, 70), bias={5: 9.0}),
-    Adjust(banned=tuple(range(0, 90, 2))),
-    Adjust(presence=1.5, output=(5, 5, 8)),
-    Adjust(frequency=-0.7, output=(5, 5, 8)),
-    Adjust(repetition=1.7, prompt=(1, 1, 2, 9), output=(5, 8)),
-    Adjust(
-        bias={5: 2.0},
-        banned=(8,),
-        presence=-2.0,
-        frequency=0.3,
-        repetition=0.6,
+    ref.Adjustment(SamplingParams()),
+    ref.Adjustment(SamplingParams(logit_bias={4: 3.5, 7: -2.0, 70: 1e6})),
+    ref.Adjustment(SamplingParams(allowed_ids=(1, 3, 5, 40, 70), logit_bias={5: 9.0})),
+    ref.Adjustment(SamplingParams(banned_ids=tuple(range(0, 90, 2)))),
+    ref.Adjustment(SamplingParams(presence_penalty=1.5), output=(5, 5, 8)),
+    ref.Adjustment(SamplingParams(frequency_penalty=-0.7), output=(5, 5, 8)),
+    ref.Adjustment(SamplingParams(repetition_penalty=1.7), prompt=(1, 1, 2, 9), output=(5, 8)),
+    ref.Adjustment(
+        SamplingParams(
+            logit_bias={5: 2.0},
+            banned_ids=(8,),
+            presence_penalty=-2.0,
+            frequency_penalty=0.3,
+            repetition_penalty=0.6,
+            min_tokens=5,
+            logprobs=20,
+        ),
         prompt=(5, 11),
         output=(5, 6, 6),
-        earliest=13,
-        logprobs=20,
     ),
-    Adjust(earliest=12, logprobs=0),
-    Adjust(bias={5: 2.0}, presence=1.0, output=(5, 6), earliest=13, logprobs=9, masked=True),
-    Adjust(allowed=STOPS, earliest=12),
+    ref.Adjustment(SamplingParams(min_tokens=1, logprobs=0)),
+    ref.Adjustment(
+        SamplingParams(
+            logit_bias={5: 2.0},
+            presence_penalty=1.0,
+            min_tokens=4,
+            logprobs=9,
+            logprobs_masked=True,
+        ),
+        output=(5, 6),
+    ),
+    ref.Adjustment(SamplingParams(allowed_ids=STOPS, min_tokens=1)),
 ]
 
 
-def slot_of(rng: np.random.Generator, law: Adjust, verify: int, temperature: float) -> ref.Slot:
+def slot_of(
+    rng: np.random.Generator, law: ref.Adjustment, verify: int, temperature: float
+) -> ref.Slot:
     """Drafts that repeat, of both kinds, as a request with this law may have them."""
     drafts = rng.choice([5, 5, 8, 40], rng.integers(0, DRAFTS + 1))
     tables = [rng.dirichlet(np.full(VOCAB, 0.3)).astype(np.float32) for _ in drafts]
@@ -106,21 +119,21 @@ def test_every_law_in_every_mode(make_round, block, verify: int, temperature: fl
         told = r.ring.row("logprobs", r.replay).view(LOGPROBS)
         for i, law in enumerate(laws):
             tokens = out["tokens"][i, : out["count"][i]]
-            if law.counted:
+            if law.params.has_penalties:
                 wanted = 2 * np.bincount([*law.output, *tokens], minlength=VOCAB)
                 wanted[list(law.prompt)] += 1
                 np.testing.assert_array_equal(tables[i, 1], wanted)
-            if law.logprobs is None:
+            if law.params.logprobs is None:
                 assert not told[i].view(np.int32).any()
                 continue
-            x = np.array(shaped[i] if law.masked else logits[i]).astype(np.float64)
+            x = np.array(shaped[i] if law.params.logprobs_masked else logits[i]).astype(np.float64)
             x -= np.log(np.exp(x).sum(-1, keepdims=True))
             for j, token in enumerate(tokens):
-                best = np.argsort(-x[j], kind="stable")[: law.logprobs]
+                best = np.argsort(-x[j], kind="stable")[: law.params.logprobs]
                 np.testing.assert_allclose(told[i, j]["logprob"], x[j, token], atol=2e-6)
-                np.testing.assert_array_equal(told[i, j]["ids"][: law.logprobs], best)
+                np.testing.assert_array_equal(told[i, j]["ids"][: law.params.logprobs], best)
                 np.testing.assert_allclose(
-                    told[i, j]["logprobs"][: law.logprobs], x[j, best], atol=2e-6
+                    told[i, j]["logprobs"][: law.params.logprobs], x[j, best], atol=2e-6
                 )
     assert accepted > 8
 

@@ -7,8 +7,7 @@ import pytest
 import reference_round as ref
 from sampling_round import TableRound
 
-from graft.sampling.adjust import Adjust
-from graft.sampling.state import Relaxed
+from graft.sampling.params import Relaxed, SamplingParams
 
 FILTERS = [
     ref.Filter(0.0),
@@ -38,17 +37,8 @@ def slot_of(rng: np.random.Generator, i: int, logits: np.ndarray, legal: np.ndar
         filter=FILTERS[i],
         verify=MODES[i],
         stop_ids=(2,),
-        relaxed=Relaxed(5, 0.5, None) if MODES[i] == ref.RELAXED else None,
-        adjust=Adjust(
-            bias={5: 1.5},
-            frequency=0.2,
-            output=(3, 3, 6),
-            earliest=20,
-            logprobs=3,
-            masked=i % 4 == 1,
-        )
-        if i % 2
-        else None,
+        relaxed=Relaxed(5, 0.5, None),
+        adjust=_adjustment(masked=i % 4 == 1) if i % 2 else None,
     )
     for j in range(DRAFTS):
         q = np.exp(logits[j] - logits[j].max()) * (rng.random(vocab) < 0.8)
@@ -59,6 +49,17 @@ def slot_of(rng: np.random.Generator, i: int, logits: np.ndarray, legal: np.ndar
         if slot.tree.child(parent, d) is None:
             ref.keep(slot, d, int(i == 4 or branches or q[d] == 0), q.astype(np.float64), parent)
     return slot
+
+
+def _adjustment(masked: bool) -> ref.Adjustment:
+    params = SamplingParams(
+        logit_bias={5: 1.5},
+        frequency_penalty=0.2,
+        min_tokens=12,
+        logprobs=3,
+        logprobs_masked=masked,
+    )
+    return ref.Adjustment(params, output=(3, 3, 6))
 
 
 def all_that_is_left(make_round, vocab: int, kinds: int, block: int, parts: int) -> list[bytes]:

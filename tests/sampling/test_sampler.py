@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
+from dataclasses import fields, replace
 from functools import partial
 
 import numpy as np
@@ -11,6 +11,7 @@ from sampling_round import TableRound, even_rows
 
 from graft.cudagraph.errors import OptionError, ShapeError
 from graft.sampling.exchange import Exchange
+from graft.sampling.params import VERIFY_MODES, SamplingParams
 from graft.sampling.sampler import Sampler, output_ring
 from graft.sampling.state import SLOT
 
@@ -35,7 +36,7 @@ def small(make_round) -> TableRound:
         ({"top_k": -1}, "top_k"),
         ({"top_p": 1.1}, "top_p"),
         ({"min_p": -0.1}, "min_p"),
-        ({"verify": 9}, "verify"),
+        ({"verify": "traversal"}, "verify"),
         ({"stop_ids": tuple(range(65))}, "64 stop ids"),
         ({"sample": 1 << 24}, "sample"),
     ],
@@ -43,8 +44,10 @@ def small(make_round) -> TableRound:
 def test_a_bad_join_is_refused_and_changes_nothing(small, change, word):
     """The error names the value; the slot stays as it was."""
     values = {"slot": 0, **GOOD, **change}
+    names = [f.name for f in fields(SamplingParams) if f.name in values]
+    params = SamplingParams(**{name: values.pop(name) for name in names})
     with pytest.raises(OptionError, match=word):
-        small.state.join(small.lane, values.pop("slot"), **values)
+        small.state.join(small.lane, values.pop("slot"), params, **values)
     assert not small.state.to_host()["active"].any()
 
 
@@ -54,15 +57,15 @@ def test_join_and_leave_write_the_slot_and_no_other(small):
     before["draft_len"] = 2
     small.state.copy_from(before)
     values = {
-        "seed": -1,
+        "seed": 2**64 - 1,
         "temperature": 0.5,
         "top_k": 3,
         "top_p": 0.25,
         "min_p": 0.125,
-        "verify": 1,
         "sample": 6,
     }
-    small.state.join(small.lane, 2, **GOOD, stop_ids=(7, 9), **values)
+    params = SamplingParams(stop_ids=(7, 9), verify="coupled", **values)
+    small.state.join(small.lane, 2, params, **GOOD)
     after = small.state.to_host()
     wanted = {
         "n": 5,
@@ -72,7 +75,7 @@ def test_join_and_leave_write_the_slot_and_no_other(small):
         "stops": 2,
         "active": 1,
         **values,
-        "seed": 2**64 - 1,
+        "verify": VERIFY_MODES.index("coupled"),
         "draft_len": 0,
     }
     for name, value in wanted.items():

@@ -20,7 +20,7 @@ FILTERS = [
     ref.Filter(1.0, min_p=1.0),
     ref.Filter(1.1, top_k=20, top_p=0.9, min_p=0.02),
     ref.Filter(1.0, top_k=10**6),
-    ref.Filter(1.0, top_p=0.0),
+    ref.Filter(1.0, top_p=1e-6),
     ref.Filter(2e-5),
     ref.Filter(0.0),
 ]

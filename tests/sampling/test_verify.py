@@ -9,7 +9,7 @@ import pytest
 import reference_round as ref
 from sampling_round import TableRound
 
-from graft.sampling.state import Relaxed
+from graft.sampling.params import Relaxed
 
 V = 41
 K = 3

@@ -22,9 +22,10 @@ from graft.cudagraph.lanes import StreamLane
 from graft.cudagraph.memory import DeviceArray
 from graft.cudagraph.nodes import highest_priority
 from graft.models.cache.kv import PagedKV
-from graft.models.llm.layers import Layers
+from graft.models.llm.kernel_library import ModelKernels
 from graft.models.llm.rows import Rows
 from graft.sampling.exchange import NUMBERS, Exchange
+from graft.sampling.params import SamplingParams
 from graft.sampling.sampler import RowMap, Sampler, output_ring
 from graft.sampling.state import SlotState
 from graft.tools.gpu_first.bench import LAUNCHES, LIMIT_S, Bench
@@ -89,7 +90,7 @@ def gaps(b: Bench) -> None:
 
 def hops(b: Bench) -> None:
     """Host work from the kernel before to the kernel behind, beside large products or alone."""
-    layers = Layers(b.device)
+    kernels = ModelKernels(b.device)
     stamp = b.device.load(CLOCK)["stamp_ns"]
     width, replays = (128, 3) if b.small else (8192, 200)
     weight = b.random((4 * width, width))
@@ -103,7 +104,7 @@ def hops(b: Bench) -> None:
             with b.attempt(what):
                 graph = Graph(b.device, what)
                 for _ in range(2 * beside):
-                    layers.linear(graph.lane("model"), x, weight, y)
+                    kernels.linear(graph.lane("model"), x, weight, y)
                 lane = graph.lane("grammar")
                 first = highest_priority()
                 lane.kernel(stamp, 1, 1, (stamps, 0), priority=first)
@@ -151,12 +152,12 @@ def linears(b: Bench) -> None:
     """graft's products, of weights of 16 bits and of 8; and with 8 outputs less, which tensor cores
     do not take."""
     read = b.read_ceiling()
-    layers = Layers(b.device)
+    kernels = ModelKernels(b.device)
     for (name, (columns, inner)), kind in itertools.product(
         matrices(b).items(), ("bfloat16", E4M3)
     ):
         weights, count = copies(b, (columns, inner), kind)
-        dtype = layers.input_dtype(weights[0])
+        dtype = kernels.input_dtype(weights[0])
         for rows, less in itertools.product(
             ROWS[: 2 if b.small else None], (0, 8) if kind != E4M3 else (0,)
         ):
@@ -165,7 +166,7 @@ def linears(b: Bench) -> None:
             with b.attempt(f"{name} of {kind}, {rows} rows"):
                 with b.timed() as lane:
                     for i in range(count):
-                        layers.linear(lane, x, weights[i % len(weights)][: columns - less], y)
+                        kernels.linear(lane, x, weights[i % len(weights)][: columns - less], y)
                 planned = PLANNED_LINEAR.get(name) if rows <= 8 and kind != E4M3 else None
                 b.add(
                     f"{name}{' less 8' * (less > 0)} of {kind}, {rows} rows, {lane.kernels}",
@@ -245,7 +246,7 @@ def attention(b: Bench) -> None:
     heads = b.shape["num_attention_heads"]
     dim = b.shape["head_dim"]
     kv_heads = b.shape["num_key_value_heads"]
-    layers = Layers(b.device)
+    kernels = ModelKernels(b.device)
     count_of_layers = b.shape["num_hidden_layers"]
     for length in (32, 64) if b.small else (256, 2048, 8192):
         kv = PagedKV(
@@ -277,10 +278,10 @@ def attention(b: Bench) -> None:
                 .astype(np.float32)
             )
             out = b.device.zeros((count, heads * dim), "float32")
-            rows = Rows(ids[0], ids[1], ids[2], run=min(count, 4))
+            rows = Rows(ids[0], ids[1], ids[2], rows_per_slot=min(count, 4))
             with b.timed() as lane:
                 for i in range(count_of_layers):
-                    layers.attention(lane, qkv, rows, kv, i, heads, out)
+                    kernels.attention(lane, qkv, rows, kv, i, heads, out)
             took = lane.seconds / count_of_layers
             used = -(-count // 4) * length * kv_heads * dim * 4
             b.add(
@@ -308,14 +309,18 @@ def sampling(b: Bench) -> None:
     sampler = Sampler(b.device, state, exchange, replay, token_limit=vocab, max_batch=batch)
     ring = output_ring(b.device, 2, batch, drafts)
     spread = np.random.default_rng(0)
-    for name, filters, planned in (
-        ("greedy", {}, (5, 7)),
-        ("top-k 50, top-p 0.9", {"temperature": 0.8, "top_k": 50, "top_p": 0.9}, (20, 25)),
+    for name, params, planned in (
+        ("greedy", SamplingParams(), (5, 7)),
+        (
+            "top-k 50, top-p 0.9",
+            SamplingParams(temperature=0.8, top_k=50, top_p=0.9),
+            (20, 25),
+        ),
     ):
         for slot in range(batch):
             state.join(
-                StreamLane(b.stream), slot, position=8, last=1, epoch=1, limit=1 << 20, **filters
-            )  # type: ignore[arg-type]
+                StreamLane(b.stream), slot, params, position=8, last=1, epoch=1, limit=1 << 20
+            )
         b.stream.synchronize(LIMIT_S)
         chain = state.to_host()  # of drafts, which are tested against masks of ones
         chain["drafts"][:, :drafts] = 1
