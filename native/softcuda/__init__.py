@@ -1,4 +1,5 @@
-"""The soft device: a libcuda.so.1 that runs on the CPU, and its kernel compiler.
+"""The soft device, a ``libcuda.so.1`` that runs on the CPU, and its kernel compiler.
 
-Use, settings and limits: ``README.md`` beside this. Its rules: ``INVARIANTS.md``.
+``README.md`` in this folder describes its use, settings and limits; ``INVARIANTS.md`` lists the
+rules of its implementation.
 """

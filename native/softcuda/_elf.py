@@ -1,50 +1,78 @@
-"""The few facts of a 64-bit little-endian ELF file that the build step checks."""
+"""Read symbols of 64-bit little-endian ELF images, for the checks after compilation."""
 
 from __future__ import annotations
 
 import re
 import struct
+from typing import NamedTuple
 
 _SHT_SYMTAB = 2
 _STT_OBJECT = 1
 _STT_TLS = 6
+_WRITABLE_SECTIONS = (".data", ".bss", ".tdata", ".tbss")
+_READ_ONLY_AFTER_RELOCATION = ".data.rel.ro"
+
+#: Names of objects that an image may contain: statics of functions, which are block-shared, their
+#: guard variables, and the variables of the shim and of the C runtime.
 _ALLOWED = re.compile(r"_ZZ|_ZGVZZ|_ZL\d+softcuda_|softcuda_|completed\.")
+#: Mangled name of a static in an extern "C" function: length and name of the function.
+_FUNCTION_STATIC = re.compile(r"_ZZ(\d+)(\w+)")
 
 
-_SHARED = re.compile(r"_ZZ(\d+)(\w+)")
+class _Section(NamedTuple):
+    """An ELF section header, in the order of its fields."""
+
+    name: int
+    type: int
+    flags: int
+    address: int
+    offset: int
+    size: int
+    link: int
+    info: int
+    alignment: int
+    entry_size: int
+
+
+def _sections(image: bytes) -> tuple[list[_Section], list[str]]:
+    """Return the section headers and their names."""
+    (table,) = struct.unpack_from("<Q", image, 0x28)
+    entry_size, count, names_index = struct.unpack_from("<HHH", image, 0x3A)
+    sections = []
+    for index in range(count):
+        fields = struct.unpack_from("<IIQQQQIIQQ", image, table + index * entry_size)
+        sections.append(_Section(*fields))
+    strings = sections[names_index].offset
+    names = [_string(image, strings + section.name) for section in sections]
+    return sections, names
+
+
+def _is_writable(section_name: str) -> bool:
+    if section_name.startswith(_READ_ONLY_AFTER_RELOCATION):
+        return False
+    return section_name.startswith(_WRITABLE_SECTIONS)
 
 
 def _writable_objects(image: bytes) -> list[tuple[str, int]]:
     """Return (symbol name, size in bytes) of every object in a writable section."""
-    (section_offset,) = struct.unpack_from("<Q", image, 0x28)
-    entry_size, count, _ = struct.unpack_from("<HHH", image, 0x3A)
-    # name, type, flags, address, offset, size, link, info, alignment, entry size
-    sections = [
-        struct.unpack_from("<IIQQQQIIQQ", image, section_offset + index * entry_size)
-        for index in range(count)
-    ]
-    names_at = sections[struct.unpack_from("<H", image, 0x3E)[0]][4]
-    titles = [_text(image, names_at + section[0]) for section in sections]
-    writable = {
-        index
-        for index, title in enumerate(titles)
-        if title.startswith((".data", ".bss", ".tdata", ".tbss"))
-        and not title.startswith(".data.rel.ro")
-    }
-    found = []
+    sections, names = _sections(image)
+    writable = {index for index, name in enumerate(names) if _is_writable(name)}
+    objects = []
     for section in sections:
-        if section[1] != _SHT_SYMTAB:
+        if section.type != _SHT_SYMTAB:
             continue
-        strings = sections[section[6]][4]
-        for at in range(section[4], section[4] + section[5], section[9]):
-            name_at, info, _, index, _, size = struct.unpack_from("<IBBHQQ", image, at)
-            if index in writable and size > 0 and info & 15 in (_STT_OBJECT, _STT_TLS):
-                found.append((_text(image, strings + name_at), size))
-    return found
+        strings = sections[section.link].offset
+        end = section.offset + section.size
+        for symbol in range(section.offset, end, section.entry_size):
+            name, info, _, index, _, size = struct.unpack_from("<IBBHQQ", image, symbol)
+            is_object = info & 15 in (_STT_OBJECT, _STT_TLS)
+            if index in writable and size > 0 and is_object:
+                objects.append((_string(image, strings + name), size))
+    return objects
 
 
 def writable_globals(image: bytes) -> list[str]:
-    """Return the names of writable objects that are neither block-shared nor the shim's own.
+    """Return the names of writable objects that are neither block-shared nor part of the shim.
 
     Block-shared variables are function-local statics, whose mangled names start with ``_ZZ``.
     """
@@ -52,14 +80,17 @@ def writable_globals(image: bytes) -> list[str]:
 
 
 def shared_bytes(image: bytes) -> dict[str, int]:
-    """Return the bytes of block-shared variables each ``extern "C"`` function declares itself."""
+    """Return the bytes of block-shared variables that each ``extern "C"`` function declares."""
     total: dict[str, int] = {}
     for name, size in _writable_objects(image):
-        if found := _SHARED.match(name):
-            function = found[2][: int(found[1])]
-            total[function] = total.get(function, 0) + size
+        match = _FUNCTION_STATIC.match(name)
+        if match is None:
+            continue
+        function = match[2][: int(match[1])]
+        total[function] = total.get(function, 0) + size
     return total
 
 
-def _text(image: bytes, at: int) -> str:
-    return image[at : image.index(b"\0", at)].decode()
+def _string(image: bytes, offset: int) -> str:
+    """Return the null-terminated string at an offset."""
+    return image[offset : image.index(b"\0", offset)].decode()

@@ -1,8 +1,8 @@
-"""Compile kernel text for the soft device with the system's C++ compiler.
+"""Compile CUDA C++ kernels for the soft device with the system's C++ compiler.
 
-The text is preprocessed, its ``extern "C" __global__`` entries are found, dynamic shared memory is
-rewritten, and the result is built with the shim header into one ELF image for ``cuModuleLoadData``.
-Images are kept in a cache directory that several processes may share.
+The source is preprocessed, its ``extern "C" __global__`` functions are located, declarations of
+dynamic shared memory are rewritten, and the result is compiled together with the shim header into
+an ELF image for ``cuModuleLoadData``. Images are cached in a directory that processes may share.
 """
 
 from __future__ import annotations
@@ -23,13 +23,14 @@ from ._elf import shared_bytes, writable_globals
 
 __all__ = ["KernelCompileError", "compile_cpu", "compiler"]
 
-#: Bytes of statically declared shared memory a block may have on any GPU.
+#: Bytes of statically declared shared memory that a block may have on every GPU.
 MAX_STATIC_SHARED = 48 * 1024
-#: An image is kept with its SHA-256 behind it.
+#: Size of the SHA-256 digest that follows a cached image.
 DIGEST_BYTES = 32
 INCLUDE = Path(__file__).resolve().parent / "include"
 
-# No -ffast-math: a multiply-add is what the text writes as fmaf, and nothing is reassociated.
+# No -ffast-math: products and sums are contracted only where the source calls fmaf, and nothing is
+# reassociated.
 FLAGS = (
     "-std=c++17",
     "-O3",
@@ -39,7 +40,7 @@ FLAGS = (
     "-fno-math-errno",
     "-fno-trapping-math",
     "-fno-strict-aliasing",
-    "-fno-builtin-printf",  # the device's own, not puts
+    "-fno-builtin-printf",  # calls the device's printf, never puts
     "-fno-exceptions",
     "-fno-rtti",
     "-fno-threadsafe-statics",
@@ -48,51 +49,54 @@ FLAGS = (
     "-fvisibility=hidden",
     "-Wl,-z,now",
 )
-#: With ``SOFTCUDA_ALIGNMENT=1`` in the environment: a misaligned access ends the kernel.
+#: Added if ``SOFTCUDA_ALIGNMENT=1`` is in the environment: a misaligned access ends the kernel.
 ALIGNMENT = (
     "-fsanitize=alignment",
     "-fsanitize-undefined-trap-on-error",
     "-DSOFTCUDA_ALIGNMENT=1",
 )
-#: For a text that says ``#pragma softcuda quick``: long, and with loops that need little more.
+#: Added for a source that contains ``#pragma softcuda quick``: long sources whose loops gain little
+#: from -O3.
 QUICK = ("-O1", "-ftree-vectorize")
-# Statics of templates would otherwise be shared between the workers' copies of an image.
+# Without unique symbols: they would be shared between the workers' copies of an image.
 GCC_ONLY = ("-fno-gnu-unique", "-fmax-errors=8", "-fvect-cost-model=dynamic")
 
 
 class KernelCompileError(Exception):
-    """A kernel text could not be built for the soft device.
+    """A kernel source cannot be compiled for the soft device.
 
     Attributes
     ----------
     name : str
-        The kernel text's name.
+        Name of the source.
     log : str
-        What the compiler (or the check that refused) said.
+        Output of the compiler, or the reason of a failed check.
     """
 
     def __init__(self, name: str, log: str) -> None:
-        super().__init__(f"kernel text {name!r} does not compile for the soft device:\n{log}")
+        super().__init__(f"kernel source {name!r} does not compile for the soft device:\n{log}")
         self.name = name
         self.log = log
 
 
 @functools.cache
 def compiler() -> tuple[str, ...]:
-    """Return the C++ compiler's command: ``$CXX``, else g++, c++ or clang++ from the path.
+    """Return the command of the C++ compiler: ``$CXX``, or the first of g++, c++ and clang++.
 
     Raises
     ------
     KernelCompileError
-        When there is none.
+        No compiler is found.
     """
-    wanted = os.environ.get("CXX")
-    for candidate in (wanted,) if wanted else ("g++", "c++", "clang++"):
+    configured = os.environ.get("CXX")
+    candidates = (configured,) if configured else ("g++", "c++", "clang++")
+    for candidate in candidates:
         words = candidate.split()
         if words and shutil.which(words[0]):
             return tuple(words)
     raise KernelCompileError(
-        "<any>", f"no C++ compiler found ($CXX is {wanted!r}); the soft device needs g++ or clang++"
+        "<any>",
+        f"no C++ compiler was found (CXX={configured!r}); the soft device needs g++ or clang++",
     )
 
 
@@ -105,49 +109,54 @@ def _toolchain() -> tuple[tuple[str, ...], str]:
     flags: tuple[str, ...] = () if "clang" in version else GCC_ONLY
     flags += ("-march=native",) if platform.machine() == "x86_64" else ("-mcpu=native",)
     identity = [version, platform.machine(), _cpu_flags(), *FLAGS, *flags]
-    for part in sorted(INCLUDE.glob("*.h")):
-        identity += [part.name, part.read_text()]
+    for header in sorted(INCLUDE.glob("*.h")):
+        identity += [header.name, header.read_text()]
     identity.append(Path(__file__).read_text())
-    return flags, hashlib.sha256("\0".join(identity).encode()).hexdigest()
+    return flags, _digest(identity)
+
+
+def _digest(parts: Sequence[str]) -> str:
+    return hashlib.sha256("\0".join(parts).encode()).hexdigest()
 
 
 def _cpu_flags() -> str:
+    """Return the lines of /proc/cpuinfo that describe the instruction set."""
     try:
         info = Path("/proc/cpuinfo").read_text()
     except OSError:
         return ""
-    wanted = ("flags", "Features", "model", "cpu family", "CPU part")
-    return "\n".join(sorted({line for line in info.splitlines() if line.startswith(wanted)}))
+    keys = ("flags", "Features", "model", "cpu family", "CPU part")
+    return "\n".join(sorted({line for line in info.splitlines() if line.startswith(keys)}))
 
 
 _INCLUDE_LINE = re.compile(r'^[ \t]*#[ \t]*include[ \t]*["<]([^">]+)[">]', re.MULTILINE)
 
 
 @functools.lru_cache(maxsize=256)
-def _file(path: str, _changed_ns: int, _size: int) -> tuple[str, list[str]]:
-    """Return a file's text and what it includes, read once until the file changes."""
+def _file(path: str, _modified_ns: int, _size: int) -> tuple[str, list[str]]:
+    """Return a file's text and the names it includes. Cached until the file changes."""
     text = Path(path).read_text()
     return text, _INCLUDE_LINE.findall(text)
 
 
-def _includes(names: Sequence[str], folders: Sequence[str], seen: dict[str, str]) -> None:
-    """Collect every file of ``folders`` that is included by one of ``names``, recursively."""
+def _collect_includes(names: Sequence[str], folders: Sequence[str], found: dict[str, str]) -> None:
+    """Add the text of every file in `folders` that `names` include, recursively, to `found`."""
     for name in names:
         for folder in folders:
             path = os.path.normpath(os.path.join(folder, name))
-            if path in seen:
+            if path in found:
                 break
             if os.path.isfile(path):
-                state = os.stat(path)
-                seen[path], inner = _file(path, state.st_mtime_ns, state.st_size)
-                _includes(inner, [os.path.dirname(path), *folders], seen)
+                status = os.stat(path)
+                found[path], included = _file(path, status.st_mtime_ns, status.st_size)
+                _collect_includes(included, [os.path.dirname(path), *folders], found)
                 break
 
 
 def included_files(text: str, folders: Sequence[Path]) -> dict[str, str]:
-    """Return the text of every file below `folders` that `text` includes, by path, recursively."""
+    """Return the text of every file in `folders` that `text` includes, recursively, by path."""
     found: dict[str, str] = {}
-    _includes(_INCLUDE_LINE.findall(text), [str(folder) for folder in folders], found)
+    _collect_includes(_INCLUDE_LINE.findall(text), [str(folder) for folder in folders], found)
     return found
 
 
@@ -159,54 +168,52 @@ def compile_cpu(
     include_dirs: Sequence[Path] = (),
     cache_dir: Path,
 ) -> bytes:
-    """Build one kernel text into an ELF image for the soft device.
+    """Compile a kernel source to an ELF image for the soft device.
 
     Parameters
     ----------
     source : str
-        CUDA C++ text with at least one ``extern "C" __global__`` function.
+        CUDA C++ source with at least one ``extern "C" __global__`` function.
     name : str
-        Names the text in error messages (usually the file's name).
+        Name of the source in error messages, usually a file name.
     defines : mapping of str to str, optional
-        Macros, as ``-D`` would define them.
+        Macro definitions, like those of ``-D``.
     include_dirs : sequence of Path
-        Where ``#include "x.cuh"`` looks.
+        Search path of ``#include "x.cuh"``.
     cache_dir : Path
-        Folder of built images; created when missing, safe for concurrent processes.
+        Directory of compiled images. It is created if it does not exist; concurrent processes may
+        share it.
 
     Returns
     -------
     bytes
-        The image, to be given to ``cuModuleLoadData``.
+        Image for ``cuModuleLoadData``.
 
     Raises
     ------
     KernelCompileError
-        The text does not compile, has no entry, or keeps state outside parameters and shared
-        memory (which would exist once per worker thread).
+        The source does not compile, defines no kernel, or has writable state outside of parameters
+        and shared memory, which would exist once per worker thread.
     """
     folders = [Path(folder).resolve() for folder in include_dirs]
     macros = [f"-D{key}={value}" for key, value in sorted((defines or {}).items())]
     flags, identity = _toolchain()
     if os.environ.get("SOFTCUDA_ALIGNMENT") == "1":
         flags += ALIGNMENT
-    included: dict[str, str] = {}
-    _includes(_INCLUDE_LINE.findall(source), [str(folder) for folder in folders], included)
     parts = [identity, name, source, *flags, *macros]
-    for path, text in sorted(included.items()):
+    for path, text in sorted(included_files(source, folders).items()):
         parts += [path, text]
-    key = hashlib.sha256("\0".join(parts).encode()).hexdigest()[:40]
-    kept = Path(cache_dir) / f"{key}.so"
-    image = _read_kept(kept)
+    cached = Path(cache_dir) / f"{_digest(parts)[:40]}.so"
+    image = _read_cached(cached)
     if image is None:
-        with tempfile.TemporaryDirectory(prefix="graft-build-") as scratch:
+        with tempfile.TemporaryDirectory(prefix="softcuda-build-") as scratch:
             image = _build(source, name, macros, folders, flags, Path(scratch)).read_bytes()
-        _keep(kept, image)
+        _write_cached(cached, image)
     return image
 
 
-def _read_kept(path: Path) -> bytes | None:
-    """Return a kept image; None when there is none, or not all of it."""
+def _read_cached(path: Path) -> bytes | None:
+    """Return a cached image, or None if it does not exist or its digest does not match."""
     try:
         data = path.read_bytes()
     except OSError:
@@ -216,8 +223,8 @@ def _read_kept(path: Path) -> bytes | None:
     return image if hashlib.sha256(image).digest() == digest else None
 
 
-def _keep(path: Path, image: bytes) -> None:
-    """Keep an image with its digest: another process, and the next start, see all of it or none."""
+def _write_cached(path: Path, image: bytes) -> None:
+    """Write an image and its digest atomically, so that other processes never see a part of it."""
     try:
         path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
         handle, scratch = tempfile.mkstemp(prefix="keep-", dir=path.parent)
@@ -231,7 +238,10 @@ def _keep(path: Path, image: bytes) -> None:
             os.unlink(scratch)
             raise
     except OSError as error:
-        warnings.warn(f"a compiled kernel cannot be kept in {path.parent}: {error}", stacklevel=3)
+        warnings.warn(
+            f"the compiled kernel cannot be written to the cache {path.parent}: {error}",
+            stacklevel=3,
+        )
 
 
 def _build(
@@ -242,41 +252,49 @@ def _build(
     flags: Sequence[str],
     scratch: Path,
 ) -> Path:
-    text = f'#line 1 "{name}"\n{source}'
-    search = [f"-I{folder}" for folder in (*folders, INCLUDE)]
+    """Preprocess, rewrite, compile and check a source; return the path of the image."""
     macros = ["-D__SOFTCUDA__=1", *macros]
-    (scratch / "source.cu").write_text(text)
-    expanded = _run(
-        name,
-        ["-E", "-std=c++17", *flags, *macros, *search, "-x", "c++", str(scratch / "source.cu")],
-    )
-    unit = rewrite(expanded, name)
-    (scratch / "unit.cc").write_text(unit)
-    built = scratch / "image.so"
-    shim = ["-D__SOFTCUDA__=1", f"-I{INCLUDE}", "-include", str(INCLUDE / "softcuda_shim.h")]
+    search = [f"-I{folder}" for folder in (*folders, INCLUDE)]
+    source_path = scratch / "source.cu"
+    source_path.write_text(f'#line 1 "{name}"\n{source}')
+    preprocess = ["-E", "-std=c++17", *flags, *macros, *search, "-x", "c++", str(source_path)]
+    expanded = _run(name, preprocess)
+    unit_path = scratch / "unit.cc"
+    unit_path.write_text(rewrite(expanded, name))
+    image_path = scratch / "image.so"
     if "\n#pragma softcuda quick" in expanded:
         flags = [*QUICK, *flags]
-    command = [*FLAGS, *flags, *shim, "-x", "c++", str(scratch / "unit.cc"), "-o", str(built)]
-    _run(name, [*command, "-lm"])
-    if state := writable_globals(built.read_bytes()):
+    shim = ["-D__SOFTCUDA__=1", f"-I{INCLUDE}", "-include", str(INCLUDE / "softcuda_shim.h")]
+    files = ["-x", "c++", str(unit_path), "-o", str(image_path), "-lm"]
+    _run(name, [*FLAGS, *flags, *shim, *files])
+    _check_image(name, image_path.read_bytes())
+    return image_path
+
+
+def _check_image(name: str, image: bytes) -> None:
+    """Reject writable state outside of shared memory, and too much shared memory."""
+    state = writable_globals(image)
+    if state:
         raise KernelCompileError(
             name,
-            "writable state outside parameters and __shared__ memory: " + ", ".join(state),
+            "writable state outside of parameters and __shared__ memory is not supported: "
+            + ", ".join(state),
         )
-    for function, size in shared_bytes(built.read_bytes()).items():
+    for function, size in shared_bytes(image).items():
         if size > MAX_STATIC_SHARED:
             raise KernelCompileError(
                 name,
                 f"kernel {function!r} declares {size} bytes of __shared__ memory; at most "
-                f"{MAX_STATIC_SHARED} are possible (dynamic shared memory goes further)",
+                f"{MAX_STATIC_SHARED} are allowed. Dynamic shared memory may be larger",
             )
-    return built
 
 
 def _run(name: str, arguments: Sequence[str]) -> str:
+    """Run the compiler and return its output."""
     done = subprocess.run([*compiler(), *arguments], capture_output=True, text=True, check=False)
     if done.returncode != 0:
-        raise KernelCompileError(name, done.stderr or f"the compiler exited {done.returncode}")
+        log = done.stderr or f"the compiler ended with exit status {done.returncode}"
+        raise KernelCompileError(name, log)
     return done.stdout
 
 
@@ -285,7 +303,7 @@ _ENTRY = re.compile(
     r'extern\s+"C"\s+(?:__forceinline__\s+)?__global__\s+'
     rf"(?:{_BOUNDS}\s*)?void\s+(?:{_BOUNDS}\s*)?(\w+)\s*\("
 )
-_SHARED = re.compile(
+_DYNAMIC_SHARED = re.compile(
     r"extern\s+__shared__\s+((?:__align__|alignas)\s*\([^)]*\)\s*)?"
     r"((?:\w|::|\s|<|>|,)+?)\s+((?:__align__|alignas)\s*\([^)]*\)\s*)?(\w+)\s*\[\s*\]\s*;"
 )
@@ -293,33 +311,51 @@ _STATIC = re.compile(
     r"(?<![\w\"])static\s+(?!const\b|constexpr\b|inline\b|__device__|__forceinline__|__host__|"
     r"__noinline__|__shared__)[\w:<>\s*&]+?\b\w+\s*(?:\[[^\]]*\]\s*)*[=;]"
 )
-_STRING_OR_COMMENT = re.compile(r'"(?:\\.|[^"\\\n])*"|\'(?:\\.|[^\'\\\n])+\'')
+_STRING_OR_CHARACTER = re.compile(r'"(?:\\.|[^"\\\n])*"|\'(?:\\.|[^\'\\\n])+\'')
 
 
 def rewrite(unit: str, name: str) -> str:
-    """Rewrite a preprocessed kernel text for the shim; see the module's docstring."""
-    for found in _SHARED.finditer(unit):
-        plain = _STRING_OR_COMMENT.sub("", unit[: found.start()])
-        if plain.count("{") <= plain.count("}"):
-            raise KernelCompileError(
-                name, f"dynamic shared memory {found[4]!r} must be declared inside a function"
-            )
-    for bad in _STATIC.finditer(unit):
-        if not re.search(r"\bconst(?:expr)?\s+$", unit[: bad.start()]):
-            raise KernelCompileError(
-                name, f"writable static state is not supported: {bad[0].strip()}"
-            )
-    unit = _SHARED.sub(
-        lambda found: (
-            f"{found[2].strip()}* const {found[4]} = "
-            f"static_cast<{found[2].strip()}*>(softcuda_self.dynamic_shared);"
-        ),
-        unit,
-    )
-    entries = [(found[3], found[1] or found[2] or "0") for found in _ENTRY.finditer(unit)]
-    bounds = {entry: bound.split(",")[0] for entry, bound in entries}
+    """Rewrite a preprocessed kernel source for the shim.
+
+    Declarations of dynamic shared memory become pointers to the block's memory, and the kernel
+    table is appended.
+
+    Raises
+    ------
+    KernelCompileError
+        There is no kernel, a writable static, or dynamic shared memory outside of a function.
+    """
+    _check_declarations(unit, name)
+    unit = _DYNAMIC_SHARED.sub(_dynamic_shared_pointer, unit)
+    bounds: dict[str, str] = {}
+    for match in _ENTRY.finditer(unit):
+        arguments = match[1] or match[2] or "0"
+        bounds[match[3]] = arguments.split(",")[0]
     if not bounds:
         raise KernelCompileError(name, 'there is no extern "C" __global__ function')
     lines = [f"SOFTCUDA_ENTRY({entry}, ({bound}))" for entry, bound in bounds.items()]
-    lines.append(f"SOFTCUDA_IMAGE({', '.join(f'&softcuda_entry_{e}' for e in bounds)})")
+    entries = ", ".join(f"&softcuda_entry_{entry}" for entry in bounds)
+    lines.append(f"SOFTCUDA_IMAGE({entries})")
     return unit + '\n# 1 "softcuda-entries"\n' + "\n".join(lines) + "\n"
+
+
+def _check_declarations(unit: str, name: str) -> None:
+    """Reject declarations that the shim cannot express."""
+    for match in _DYNAMIC_SHARED.finditer(unit):
+        preceding = _STRING_OR_CHARACTER.sub("", unit[: match.start()])
+        if preceding.count("{") <= preceding.count("}"):
+            raise KernelCompileError(
+                name, f"dynamic shared memory {match[4]!r} must be declared inside a function"
+            )
+    for match in _STATIC.finditer(unit):
+        if not re.search(r"\bconst(?:expr)?\s+$", unit[: match.start()]):
+            raise KernelCompileError(
+                name, f"writable static state is not supported: {match[0].strip()}"
+            )
+
+
+def _dynamic_shared_pointer(match: re.Match[str]) -> str:
+    """Return the pointer that replaces a declaration of dynamic shared memory."""
+    element = match[2].strip()
+    variable = match[4]
+    return f"{element}* const {variable} = static_cast<{element}*>(softcuda_self.dynamic_shared);"

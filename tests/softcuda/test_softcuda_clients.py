@@ -32,7 +32,7 @@ CHILDREN = {
         """
 half = s.alloc(600_000)
 assert s.cuMemGetInfo() == (400_000, 1_000_000)
-assert "600000 bytes were asked for, 400000 are free" in refused(d.cuMemAlloc(600_000), 2)
+assert "600000 bytes were requested, 400000 are free" in refused(d.cuMemAlloc(600_000), 2)
 s.cuMemFreeHost(s.cuMemHostAlloc(2_000_000, 2))
 s.cuMemFree(half)
 s.cuMemFree(s.alloc(1_000_000))

@@ -104,7 +104,7 @@ FAULTS = {
         FAILED,
         ["__shfl_sync with mask 0x1", "thread (1,0,0)"],
     ),
-    "division": ("f.divide, 1, 1, p", FAILED, ["by zero, or of the least integer by -1"]),
+    "division": ("f.divide, 1, 1, p", FAILED, ["by zero, or of the smallest integer by -1"]),
     "trap": ("f.trap, 1, 1, p", FAILED, ["__trap"]),
     "assert": ("f.asserting, 1, 1, p", "ASSERT", ["assertion failed: p[0] == 42"]),
     "stack": ("f.overflow, 1, 1, p", FAILED, ["stack overflow"]),
@@ -163,7 +163,7 @@ faulted("MISALIGNED_ADDRESS", "'quad'", "misaligned access")
     ("ended", "words"),
     [
         ("cuMemFree(p)", ["use after free", "'nop' parameter 0", "freed device"]),
-        ("cuModuleUnload(f.module)", ["kernel 'nop' of an unloaded module"]),
+        ("cuModuleUnload(f.module)", ["launched after its module had been unloaded"]),
     ],
 )
 def test_a_graph_of_what_is_gone_is_found_at_the_launch(ended, words):

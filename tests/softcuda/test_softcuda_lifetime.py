@@ -131,7 +131,7 @@ assert code(d.cuDevicePrimaryCtxRelease(0)) == "INVALID_CONTEXT"
 def test_what_is_left_at_exit_is_named():
     """With the log on, a process that closes nothing says at its end what it left."""
     done = run_child("s.alloc(64); s.alloc(64); s.stream()", SOFTCUDA_LOG="1")
-    said = "softcuda: left at exit: device_memory 2, stream 1"
+    said = "softcuda: not freed at exit: device_memory 2, stream 1"
     assert done.returncode == 0 and said in done.stderr
 
 

@@ -161,14 +161,14 @@ def test_one_hardware_queue_holds_what_is_submitted_behind_a_wait(settings, befo
 
 
 def test_a_worker_that_owes_an_answer_may_not_call(soft):
-    """softcuda_owe_answer(1) makes every call of this thread NOT_PERMITTED until (0)."""
-    soft.lib.softcuda_owe_answer(1)
+    """softcuda_set_device_waits(1) makes every call of this thread NOT_PERMITTED until (0)."""
+    soft.lib.softcuda_set_device_waits(1)
     try:
         refused = soft.d.cuMemAlloc(64)
         said = soft.refusal()
     finally:
-        soft.lib.softcuda_owe_answer(0)
-    assert code(refused) == "NOT_PERMITTED" and "owes the device an answer" in said
+        soft.lib.softcuda_set_device_waits(0)
+    assert code(refused) == "NOT_PERMITTED" and "that the device waits for" in said
     soft.ints(1)
 
 

@@ -22,7 +22,7 @@ def test_addresses_are_aligned_and_never_reused(soft):
 def test_host_code_cannot_follow_a_device_pointer():
     """Dereferencing a device address on the host ends the process, saying what happened."""
     done = run_child("ctypes.string_at(s.ints(1), 4)")
-    assert done.returncode < 0 and "host code touched device address" in done.stderr
+    assert done.returncode < 0 and "host code accessed device address" in done.stderr
 
 
 def test_copies_and_frees_check_bounds_and_lifetime(soft, words):

@@ -1,4 +1,4 @@
-// The shim's assert fails the launch; the system's would end the process.
+// Hides the system header: the shim's assert fails the launch instead of ending the process.
 #ifdef NDEBUG
 #undef assert
 #define assert(condition) ((void)0)

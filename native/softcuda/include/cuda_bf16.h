@@ -1,4 +1,5 @@
-// __nv_bfloat16 and __nv_bfloat162 for the soft device: the commonly used part of CUDA's header.
+// __nv_bfloat16 and __nv_bfloat162 for the soft device: the commonly used part of CUDA's header of
+// this name.
 #pragma once
 
 #ifdef __SOFTCUDA__

@@ -1,5 +1,6 @@
-// What a kernel image and the soft device agree on. Included by the shim (kernel side) and by the
-// device; plain C layouts, no standard header. Raise SOFTCUDA_ABI with every change of layout.
+// The ABI between kernel images and the soft device. Included by both sides: by the shim, which is
+// compiled into images, and by the device. Plain C layouts without standard headers. Increment
+// SOFTCUDA_ABI with every change of a layout.
 #pragma once
 
 #define SOFTCUDA_ABI 4u
@@ -10,8 +11,8 @@ struct softcuda_dim3 {
   unsigned x, y, z;
 };
 
-// The running thread's view of its block. One per image copy, and one image copy per worker, so
-// these are plain variables: no thread-local storage, no lock.
+// State of the block that runs, and of its running thread. There is one per image copy and one
+// image copy per worker, so access needs neither thread-local storage nor a lock.
 struct softcuda_block {
   softcuda_dim3 thread_idx;
   softcuda_dim3 block_idx;
@@ -22,10 +23,10 @@ struct softcuda_block {
   unsigned count;    // threads in the block
   unsigned current;  // linear index of the running thread
   unsigned exited;   // threads that have returned
-  unsigned tracked;  // nonzero once a thread of this block has been suspended
+  unsigned tracked;  // nonzero after the first suspension of a thread of this block
   void* dynamic_shared;
   unsigned dynamic_bytes;
-  void* executor;  // the device's own
+  void* executor;  // softcuda::Executor
 };
 
 enum softcuda_warp_op : unsigned {
@@ -49,9 +50,10 @@ enum softcuda_barrier_op : unsigned {
   SOFTCUDA_BARRIER_OR,
 };
 
+// Functions of the device that kernels call.
 struct softcuda_hooks {
   int (*barrier)(softcuda_block*, unsigned op, int predicate);
-  // `arg` is the source lane, delta or lane mask; `width` the sub-warp of a shuffle.
+  // `arg` is the source lane, delta or lane mask of a shuffle; `width` is its number of lanes.
   unsigned long long (*warp)(softcuda_block*, unsigned op, unsigned mask, unsigned long long value,
                              unsigned arg, unsigned width);
   unsigned (*active_mask)(softcuda_block*);
@@ -60,23 +62,25 @@ struct softcuda_hooks {
   unsigned long long (*globaltimer)();
 };
 
+// One kernel of an image.
 struct softcuda_entry {
   const char* name;
-  void (*run)(softcuda_block*, void** params);  // starts threads until none is left
+  void (*run)(softcuda_block*, void** params);  // runs threads until all have been started
   unsigned nparams;
-  unsigned max_threads;  // __launch_bounds__, 0 = unbounded
+  unsigned max_threads;  // from __launch_bounds__; 0 without it
   const unsigned* sizes;
   const unsigned* offsets;
   const unsigned char* is_pointer;
 };
 
+// The kernel table, which an image exports as `softcuda_image_v`.
 struct softcuda_image {
   unsigned abi;
   unsigned nentries;
   const softcuda_entry* const* entries;
   softcuda_block* block;
   const softcuda_hooks** hooks;
-  unsigned checks_alignment;  // an illegal instruction is a misaligned access
+  unsigned checks_alignment;  // nonzero: an illegal instruction reports a misaligned access
 };
 
 }  // extern "C"

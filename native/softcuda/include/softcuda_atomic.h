@@ -1,5 +1,5 @@
-// Atomics and fences. Workers are real threads, so blocks really race; inside a block threads take
-// turns. Every scope (block, device, system) is the same here.
+// Atomic functions and memory fences. Blocks run concurrently on the workers, threads of one block
+// one after another. Block, device and system scope are the same here.
 #pragma once
 
 #define SOFTCUDA_SCOPES(name, ret, params, args)              \
@@ -59,7 +59,7 @@ static inline unsigned atomicInc(unsigned* p, unsigned limit) {
   return old;
 }
 
-// Floating adds go through the bits: compare-exchange until nobody else came between.
+// Floating-point addition by compare-and-swap on the bits.
 template <class F, class Bits>
 static inline F softcuda_atomic_add_bits(F* p, F v) {
   Bits* word = reinterpret_cast<Bits*>(p);

@@ -1,8 +1,8 @@
-// The condition of a graph's IF or WHILE node, which kernels set. A handle is the address
-// of such a cell; cells are never freed, so that a stale handle is harmless.
+// The condition of an IF or WHILE node, which kernels set. A conditional handle is the address of
+// such a cell. Cells are never freed, so that a stale handle is harmless.
 #pragma once
 
-// A kernel text that includes this gets it from the shim, which stands before the text.
+// In a kernel source the shim has already declared this.
 #if !defined(__SOFTCUDA__) || defined(SOFTCUDA_SHIM)
 struct softcuda_condition {
   unsigned magic;
@@ -15,7 +15,8 @@ typedef unsigned long long cudaGraphConditionalHandle;
 static inline void cudaGraphSetConditional(unsigned long long handle, unsigned int value) {
   softcuda_condition* cell = reinterpret_cast<softcuda_condition*>(handle);
   if (cell == nullptr || cell->magic != SOFTCUDA_CONDITION_MAGIC) {
-    softcuda_hook->trap(&softcuda_self, 719, "cudaGraphSetConditional: no conditional handle");
+    softcuda_hook->trap(&softcuda_self, 719,
+                        "cudaGraphSetConditional: the value is not a conditional handle");
     return;
   }
   __atomic_store_n(&cell->value, value, __ATOMIC_RELEASE);

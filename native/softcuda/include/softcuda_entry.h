@@ -1,5 +1,6 @@
-// Kernel entries: SOFTCUDA_ENTRY(name, bounds), appended by the build step for every extern "C"
-// __global__ function, derives sizes, offsets and pointer parameters from the function's type.
+// Kernel entries. compile.py appends SOFTCUDA_ENTRY(name, bounds) for each extern "C" __global__
+// function. It derives the parameters' sizes and offsets, and which are pointers, from the type of
+// the function.
 #pragma once
 
 template <class T>
@@ -55,8 +56,8 @@ struct softcuda_kernel<Kernel, void(A...)> {
     Kernel(*static_cast<A*>(params[I])...);
   }
 
-  // Runs threads one after another on this stack. A thread that waits keeps the stack; the device
-  // then calls run() again on another one for the threads that have not started.
+  // Runs threads one after another on this stack. A thread that waits keeps the stack, and the
+  // device calls run() on another one for the threads that have not started (X1).
   static void run(softcuda_block* block, void** params) {
     while (block->next < block->count) {
       block->current = block->next++;

@@ -1,6 +1,6 @@
-// 16-bit floats by their bits. Arithmetic is done in fp32 and rounded once: fp32 has more than
-// 2p + 2 bits for both formats, so +, -, *, / and sqrt round as if computed exactly. A fused
-// multiply-add has no such margin and goes through a sum rounded to odd.
+// 16-bit floating-point types. Arithmetic is done in fp32 and rounded once: fp32 has more than
+// 2p + 2 bits for both formats, so +, -, *, / and sqrt are rounded correctly. A fused multiply-add
+// has no such margin; it computes a sum that is rounded to odd.
 #pragma once
 
 static inline float softcuda_half_to_float(unsigned short bits) {
@@ -9,7 +9,7 @@ static inline float softcuda_half_to_float(unsigned short bits) {
   const unsigned exponent = magnitude & 0x7c00u;
   const unsigned normal = (magnitude << 13) + 0x38000000u;
   const unsigned special = (magnitude << 13) | 0x7f800000u;
-  // Subnormal halves are normal floats: exact, and untouched by flushing.
+  // Subnormal halves are normal floats, so this is exact and denormal flushing does not affect it.
   const unsigned small =
       __float_as_uint(static_cast<float>(static_cast<int>(magnitude)) * 5.9604644775390625e-08f);
   const unsigned finite = exponent == 0 ? small : normal;
@@ -22,11 +22,12 @@ static inline unsigned short softcuda_float_to_half(float f) {
   const unsigned magnitude = bits & 0x7fffffffu;
   unsigned half;
   if (magnitude > 0x7f800000u) {
-    half = 0x7fffu;  // the NaN a GPU converts to
+    half = 0x7fffu;  // the NaN that GPUs convert to
   } else if (magnitude >= 0x477ff000u) {
     half = 0x7c00u;
   } else if (magnitude < 0x38800000u) {
-    // Adding 0.5 aligns the mantissa at the half's last place; the processor rounds to even.
+    // Adding 0.5 aligns the mantissa with the last bit of a subnormal half; the processor rounds to
+    // nearest even.
     half = __float_as_uint(__uint_as_float(magnitude) + 0.5f) - 0x3f000000u;
   } else {
     half = (magnitude + 0xfffu + ((magnitude >> 13) & 1u) - 0x38000000u) >> 13;
@@ -44,8 +45,9 @@ static inline unsigned short softcuda_float_to_bfloat(float f) {
   return static_cast<unsigned short>((bits + 0x7fffu + ((bits >> 16) & 1u)) >> 16);
 }
 
-// Nudges a rounded value towards its lost remainder until its last bit is odd: rounding it again
-// to at most 22 bits then gives what rounding the exact value would (Boldo and Melquiond, 2008).
+// Rounds to odd: if `value` is inexact (`lost` is the rounding error) and its last bit is even,
+// moves it by one bit towards the exact value. Rounding the result again to at most 22 bits is the
+// same as rounding the exact value once (Boldo and Melquiond, 2008).
 static inline double softcuda_to_odd(double value, double lost) {
   long long bits = __double_as_longlong(value);
   if (lost == 0.0 || (bits & 1) != 0) return value;
@@ -62,8 +64,8 @@ static inline float softcuda_odd_float(double value) {
   }
   return __uint_as_float(bits);
 }
-// a * b + c as a float that rounds correctly to either 16-bit format; operands are 16-bit values,
-// so the product is exact in double.
+// Returns a * b + c as a float that rounds correctly to either 16-bit format. The operands are
+// 16-bit values, so the product is exact in double.
 static inline float softcuda_fma16(float a, float b, float c) {
   const double p = static_cast<double>(a) * b;
   const double s = p + c;
@@ -74,7 +76,7 @@ static inline float softcuda_fma16(float a, float b, float c) {
   return softcuda_odd_float(softcuda_to_odd(s, lost));
 }
 
-// One 16-bit type and its pair, with the operators and intrinsics of CUDA's headers.
+// Defines a 16-bit type and its vector of two, with the operators and intrinsics of CUDA's headers.
 #define SOFTCUDA_16BIT(type, pair, to_float, to_bits)                                         \
   struct type {                                                                               \
     unsigned short bits;                                                                      \

@@ -1,5 +1,5 @@
-// Scalar functions and intrinsics. libm provides the float functions; fast-math intrinsics are the
-// accurate functions, which is at least as good as what a GPU answers.
+// Math functions and intrinsics. libm provides the functions. Fast intrinsics such as __expf are
+// the accurate functions, so their error is at most that of a GPU.
 #pragma once
 
 #define SOFTCUDA_LIBM1(name)                \
@@ -86,7 +86,7 @@ static inline double __fma_rn(double a, double b, double c) { return fma(a, b, c
 static inline float __saturatef(float x) { return x > 0.0f ? (x < 1.0f ? x : 1.0f) : 0.0f; }
 static inline float fdividef(float a, float b) { return a / b; }
 
-// isnan and friends as functions on bits: the compiler may assume nothing about them.
+// isnan, isinf and isfinite test the bits, so that no compiler assumption about NaN applies.
 template <class To, class From>
 static inline To softcuda_bit_cast(From from) {
   static_assert(sizeof(To) == sizeof(From), "same size");
@@ -105,7 +105,7 @@ static inline bool isinf(float x) { return (__float_as_uint(x) & 0x7fffffffu) ==
 static inline bool isfinite(float x) { return (__float_as_uint(x) & 0x7fffffffu) < 0x7f800000u; }
 static inline bool isnan(double x) { return x != x; }
 
-// Conversions saturate and send NaN to 0, as the GPU's do; a plain C++ cast would be undefined.
+// Conversions saturate and convert NaN to 0, as on a GPU. A C++ cast would be undefined there.
 static inline int softcuda_to_int(float x) {
   if (isnan(x)) return 0;
   if (x >= 2147483648.0f) return 2147483647;
@@ -193,7 +193,7 @@ static inline unsigned min(int a, unsigned b) { return min(static_cast<unsigned>
 static inline unsigned min(unsigned a, int b) { return min(a, static_cast<unsigned>(b)); }
 static inline unsigned max(int a, unsigned b) { return max(static_cast<unsigned>(a), b); }
 static inline unsigned max(unsigned a, int b) { return max(a, static_cast<unsigned>(b)); }
-// Floats: a NaN operand gives the other one, as fminf and fmaxf do.
+// If one operand is NaN the result is the other one, as with fminf and fmaxf.
 static inline float min(float a, float b) { return fminf(a, b); }
 static inline float max(float a, float b) { return fmaxf(a, b); }
 static inline double min(double a, double b) { return fmin(a, b); }

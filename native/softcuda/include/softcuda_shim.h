@@ -1,12 +1,13 @@
-// Force-included before a kernel text when it is compiled for the soft device: gives C++ the CUDA
-// words the text uses. Includes no standard header, so that a kernel compiles in well under 1 s.
+// Included before each kernel source that is compiled for the soft device. Declares the CUDA C++
+// keywords, types and functions that kernels use. Includes no standard header, so that a kernel
+// compiles in well under 1 s.
 #pragma once
 
 #define SOFTCUDA_SHIM 1
 #include "softcuda_abi.h"
 
 #ifndef __SOFTCUDA__
-#error "compile kernel texts through softcuda/compile.py, which defines __SOFTCUDA__"
+#error "compile kernels with softcuda/compile.py, which defines __SOFTCUDA__"
 #endif
 
 #define __global__ __attribute__((visibility("hidden")))
@@ -14,12 +15,13 @@
 #define __host__
 #define __forceinline__ inline __attribute__((always_inline))
 #define __noinline__ __attribute__((noinline))
-// One image copy per worker and one running thread per worker: a plain static is block-shared.
+// Each worker has its own copy of the image and runs one block at a time, so a static variable is
+// shared by exactly the threads of a block (K1).
 #define __shared__ static
 #define __align__(n) alignas(n)
 #define __grid_constant__
 #define __launch_bounds__(...)
-// State outside parameters and shared memory would exist once per worker. Refused.
+// Unsupported: other writable state would exist once per worker (K4).
 #define __constant__ SOFTCUDA_ERROR_constant_memory_is_not_supported_pass_it_as_a_parameter
 #define __managed__ SOFTCUDA_ERROR_managed_memory_is_not_supported
 
@@ -34,7 +36,7 @@ static const softcuda_hooks* softcuda_hook;
 
 typedef decltype(sizeof(0)) size_t;
 
-// Each part uses the ones before it.
+// The order matters: each header uses the ones before it.
 // clang-format off
 #include "softcuda_vector.h"
 #include "softcuda_math.h"

@@ -1,5 +1,5 @@
-// Barriers, warp operations and the clocks. Each call may suspend the running thread and let
-// another of the block run, so the hooks are opaque calls and every one is a compiler fence.
+// Barriers, warp operations, clocks, assert and printf. A call may suspend the running thread and
+// run another thread of the block, so each one is an opaque call and a compiler fence.
 #pragma once
 
 #define SOFTCUDA_FENCE() asm volatile("" ::: "memory")
@@ -78,8 +78,8 @@ static inline T __shfl_xor_sync(unsigned mask, T value, int lane_mask, int width
                                              static_cast<unsigned>(lane_mask), width));
 }
 
-// Soft-device extensions: a whole xor butterfly in one rendezvous, bit-identical to five
-// __shfl_xor_sync steps (offsets 16, 8, 4, 2, 1) over a full warp.
+// Extensions of the soft device: the butterfly reduction of a full warp in one operation. The
+// result has the same bits as five __shfl_xor_sync steps with lane masks 16, 8, 4, 2 and 1.
 static inline float softcuda_warp_sum(float x) {
   return softcuda_from_word<float>(
       softcuda_warp(SOFTCUDA_WARP_SUM, 0xffffffffu, softcuda_to_word(x), 0, 32));
@@ -102,5 +102,5 @@ static inline void __trap() { softcuda_hook->trap(&softcuda_self, 719, "__trap()
   ((condition) ? (void)0  \
                : softcuda_hook->trap(&softcuda_self, 710, "assertion failed: " #condition))
 #endif
-// Under the device's name even where <stdio.h> declares it again.
+// The symbol is the device's even if a kernel also includes <stdio.h>.
 extern "C" int printf(const char* format, ...) __asm__("softcuda_printf");

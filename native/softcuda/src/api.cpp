@@ -1,5 +1,5 @@
-// What happens at the entry of every call: the GIL record, refusals, the modelled context lock, and
-// the list of calls in progress (invariants A1-A4). Also the counters.
+// The frame of every driver call: GIL bookkeeping, preconditions, the modelled context lock and the
+// records of calls in progress (invariants A1-A4). Also the counters and cuGetProcAddress.
 #include <sys/syscall.h>
 #include <unistd.h>
 
@@ -20,50 +20,51 @@ namespace softcuda {
 bool initialised();
 bool forked();
 CUcontext current_context();
-thread_local const char* t_forbidden = nullptr;
-static const char* const kOwes = "worker that owes the device an answer";
+thread_local const char* t_restricted_scope = nullptr;
+static const char* const kDeviceWaits = "worker thread that the device waits for";
 
 namespace {
 
-constexpr size_t kKinds = static_cast<size_t>(Kind::count_);
-constexpr size_t kWhats = static_cast<size_t>(What::count_);
-const char* const kKindNames[kKinds] = {"device_memory", "pinned_memory", "stream",
-                                        "event",         "module",        "graph",
-                                        "graph_exec",    "user_object",   "context"};
-const char* const kWhatNames[kWhats] = {"graph_launch", "kernel_launch", "host_func", "node"};
-std::atomic<long> g_live[kKinds], g_leaked[kKinds], g_count[kWhats];
+constexpr size_t kResources = static_cast<size_t>(Resource::count_);
+constexpr size_t kCounters = static_cast<size_t>(Counter::count_);
+const char* const kResourceNames[kResources] = {"device_memory", "pinned_memory", "stream",
+                                                "event",         "module",        "graph",
+                                                "graph_exec",    "user_object",   "context"};
+const char* const kCounterNames[kCounters] = {"graph_launch", "kernel_launch", "host_func", "node"};
+std::atomic<long> g_live[kResources], g_leaked[kResources], g_count[kCounters];
 std::atomic<bool> g_frozen{false};
-std::atomic<ApiSite*> g_sites{nullptr};
+std::atomic<EntryPoint*> g_entry_points{nullptr};
 
 std::atomic<ThreadRecord*> g_threads{nullptr};
 
-ThreadRecord* free_record() {
-  for (ThreadRecord* r = g_threads.load(); r != nullptr; r = r->next) {
-    bool free = false;
-    if (r->used.compare_exchange_strong(free, true)) return r;
+ThreadRecord* acquire_record() {
+  for (ThreadRecord* record = g_threads.load(); record != nullptr; record = record->next) {
+    bool used = false;
+    if (record->used.compare_exchange_strong(used, true)) return record;
   }
-  auto* made = new ThreadRecord;
-  made->used = true;
-  made->next = g_threads.load();
-  while (!g_threads.compare_exchange_weak(made->next, made)) {
+  auto* record = new ThreadRecord;
+  record->used = true;
+  record->next = g_threads.load();
+  while (!g_threads.compare_exchange_weak(record->next, record)) {
   }
-  return made;
+  return record;
 }
 
 struct RecordOwner {
   RecordOwner() {
     record.tid = syscall(SYS_gettid);
     record.pthread = static_cast<uint64_t>(pthread_self());
-    record.owes = false;
-    record.site = nullptr;
+    record.device_waits = false;
+    record.entry_point = nullptr;
     record.waiting = nullptr;
   }
   ~RecordOwner() { record.used.store(false); }
-  ThreadRecord& record = *free_record();
+  ThreadRecord& record = *acquire_record();
 };
 
-// Lock model bit 1: a lock that is held for as long as a host function runs.
+// Lock model 1: held while a host function runs.
 std::mutex& g_context_lock = *new std::mutex;
+
 template <size_t N>
 int index_of(const char* const (&names)[N], const char* name) {
   for (size_t i = 0; name != nullptr && i < N; ++i) {
@@ -80,93 +81,100 @@ ThreadRecord& this_thread() {
   return owner.record;
 }
 
-void live_add(Kind kind, long delta) {
-  // After a fault nothing is freed any more: it was counted as leaked (E3).
+void live_add(Resource kind, long delta) {
+  // After a fault all live resources have been counted as leaked (E3).
   if (!g_frozen.load(std::memory_order_acquire)) g_live[static_cast<size_t>(kind)] += delta;
 }
-void count_add(What what, long delta) {
+void count_add(Counter what, long delta) {
   g_count[static_cast<size_t>(what)].fetch_add(delta, std::memory_order_relaxed);
 }
-void leak_everything() {
+void count_live_as_leaked() {
   g_frozen.store(true, std::memory_order_release);
-  for (size_t i = 0; i < kKinds; ++i) g_leaked[i] += g_live[i].exchange(0);
+  for (size_t i = 0; i < kResources; ++i) g_leaked[i] += g_live[i].exchange(0);
 }
 
-ApiSite::ApiSite(const char* symbol, int version, unsigned given, void* function)
-    : from(version), flags(given), address(function), next(g_sites.load()) {
+EntryPoint::EntryPoint(const char* symbol, int abi_version, unsigned call_flags, void* function)
+    : version(abi_version), flags(call_flags), address(function), next(g_entry_points.load()) {
   std::snprintf(name, sizeof name, "%s", symbol);
   char* suffix = name + std::strlen(name) - 3;
   if (std::strncmp(suffix, "_v", 2) == 0) *suffix = '\0';
-  const char* planned = std::getenv("SOFTCUDA_FAIL");
-  std::istringstream items(planned == nullptr ? "" : planned);
+  const char* failures = std::getenv("SOFTCUDA_FAIL");
+  std::istringstream items(failures == nullptr ? "" : failures);
   for (std::string item; std::getline(items, item, ',');) {
     char function[64] = "";
     long nth = 0;
     int code = CUDA_ERROR_OUT_OF_MEMORY;
     if (std::sscanf(item.c_str(), "%63[^:]:%ld:%d", function, &nth, &code) < 2) continue;
-    if (std::strcmp(function, name) == 0) fails_at = nth, fails_with = code;
+    if (std::strcmp(function, name) == 0) {
+      fails_at = nth;
+      fails_with = code;
+    }
   }
-  while (!g_sites.compare_exchange_weak(next, this)) {
+  while (!g_entry_points.compare_exchange_weak(next, this)) {
   }
 }
 
-ApiCall::ApiCall(ApiSite& site)
-    : site_(site),
-      number_(site.calls.fetch_add(1, std::memory_order_relaxed) + 1),
+ApiCall::ApiCall(EntryPoint& entry_point)
+    : entry_point_(entry_point),
+      number_(entry_point.calls.fetch_add(1, std::memory_order_relaxed) + 1),
       gil_(gil_held()) {
-  ThreadRecord& me = this_thread();
-  if (gil_) site.gil_held.fetch_add(1, std::memory_order_relaxed);
-  outer_ = me.site.load(std::memory_order_relaxed);
+  ThreadRecord& thread = this_thread();
+  if (gil_) entry_point.gil_held.fetch_add(1, std::memory_order_relaxed);
+  outer_ = thread.entry_point.load(std::memory_order_relaxed);
   if (outer_ == nullptr) {
-    me.gil = gil_;
-    me.since.store(now_ns(), std::memory_order_relaxed);
+    thread.gil = gil_;
+    thread.since.store(now_ns(), std::memory_order_relaxed);
   }
-  me.site.store(&site, std::memory_order_release);
+  thread.entry_point.store(&entry_point, std::memory_order_release);
 }
 
-void ApiCall::admit() {
-  const unsigned flags = site_.flags;
+void ApiCall::check_preconditions() {
+  const unsigned flags = entry_point_.flags;
   if ((flags & kAlways) != 0) return;
-  if (t_forbidden != nullptr) {
-    refuse(CUDA_ERROR_NOT_PERMITTED, std::string(site_.name) + " was called from a " + t_forbidden);
+  if (t_restricted_scope != nullptr) {
+    refuse(CUDA_ERROR_NOT_PERMITTED, std::string(entry_point_.name) + " was called from a " +
+                                         t_restricted_scope + ", which may not call the driver");
   }
-  // A forked process's threads stayed behind, maybe with our locks (A6).
-  need(!forked(), CUDA_ERROR_NOT_INITIALIZED,
-       "the process was forked from one that uses the device");
-  need((flags & kNoInit) != 0 || initialised(), CUDA_ERROR_NOT_INITIALIZED);
-  if ((flags & kAfterFault) == 0) need(sticky() == CUDA_SUCCESS, sticky());
+  // fork() copies no threads, and it may copy locks that another thread held (A6).
+  require(!forked(), CUDA_ERROR_NOT_INITIALIZED,
+          "this process was forked after cuInit; use the spawn start method for processes that use "
+          "the device");
+  require((flags & kNoInit) != 0 || initialised(), CUDA_ERROR_NOT_INITIALIZED);
+  if ((flags & kAfterFault) == 0) require(sticky() == CUDA_SUCCESS, sticky());
   if ((flags & kContext) != 0 && current_context() == nullptr) {
     refuse(CUDA_ERROR_INVALID_CONTEXT,
-           std::string(site_.name) + ": no context is current on this thread");
+           std::string(entry_point_.name) + ": no context is current on this thread");
   }
-  if (number_ == site_.fails_at) {
-    refuse(static_cast<CUresult>(site_.fails_with),
-           std::string(site_.name) + " fails as SOFTCUDA_FAIL says");
+  if (number_ == entry_point_.fails_at) {
+    refuse(static_cast<CUresult>(entry_point_.fails_with),
+           std::string(entry_point_.name) + " fails because SOFTCUDA_FAIL is set to fail call " +
+               std::to_string(number_));
   }
-  if ((flags & kUnsafe) != 0) capture_forbids_unsafe(site_.name);
+  if ((flags & kUnsafe) != 0) capture_reject_unsafe(entry_point_.name);
   if ((flags & kNoLock) != 0) return;
   if (gil_ && watching()) {
-    note_held_gil(site_.name, Wanted::driver_lock, "it may take a lock of the driver");
+    record_held_gil(entry_point_.name, WaitsFor::driver_lock, "it may take a lock of the driver");
   }
   if ((settings().lock_model & 1) != 0) {
-    Waiting waiting("the context lock, held while a host function runs (lock model 1)");
+    WaitScope waiting("the context lock, held while a host function runs (lock model 1)");
     std::lock_guard<std::mutex> lock(g_context_lock);
   }
 }
 
-ApiCall::~ApiCall() { this_thread().site.store(outer_, std::memory_order_release); }
+ApiCall::~ApiCall() { this_thread().entry_point.store(outer_, std::memory_order_release); }
 
-Waiting::Waiting(const char* what) : outer_(this_thread().waiting.exchange(what)) {}
-Waiting::~Waiting() { this_thread().waiting.store(outer_); }
+WaitScope::WaitScope(const char* description)
+    : outer_(this_thread().waiting.exchange(description)) {}
+WaitScope::~WaitScope() { this_thread().waiting.store(outer_); }
 
-void may_wait_for_device(const char* why) {
-  const ThreadRecord& me = this_thread();
-  const ApiSite* site = me.site.load(std::memory_order_relaxed);
-  if (!watching() || site == nullptr || !me.gil) return;
-  note_held_gil(site->name, Wanted::device_work, why);
+void may_wait_for_device(const char* reason) {
+  const ThreadRecord& thread = this_thread();
+  const EntryPoint* entry_point = thread.entry_point.load(std::memory_order_relaxed);
+  if (!watching() || entry_point == nullptr || !thread.gil) return;
+  record_held_gil(entry_point->name, WaitsFor::device_work, reason);
 }
 
-// When the last host functions were entered and when they returned, for softcuda_hops.
+// Entry and return times of the most recent host functions, for softcuda_hops.
 constexpr size_t kHops = 128;
 static std::mutex& g_hops_mutex = *new std::mutex;
 static uint64_t g_hops[kHops][2];
@@ -187,28 +195,27 @@ void run_host_function(CUhostFn fn, void* data) {
   host.pthread = static_cast<uint64_t>(pthread_self());
   host.since = now_ns();
   host.fn = reinterpret_cast<void*>(fn);
-  watch_scope_begins(reinterpret_cast<void*>(fn));
-  t_forbidden = "host function";
+  watch_restricted_scope(reinterpret_cast<void*>(fn));
+  t_restricted_scope = "host function";
   const uint64_t entered = now_ns();
   fn(data);
   record_hop(entered, now_ns());
-  t_forbidden = nullptr;
+  t_restricted_scope = nullptr;
   host.fn = nullptr;
 }
 
 namespace {
-// What is still alive when the process ends was left on purpose (or forgotten): counted as leaked,
-// and named where the log is on.
-__attribute__((destructor)) void report_rest() {
-  std::string rest;
-  for (size_t i = 0; i < kKinds; ++i) {
+// Counts the resources that still exist at exit as leaked and logs them.
+__attribute__((destructor)) void report_leaks() {
+  std::string leaks;
+  for (size_t i = 0; i < kResources; ++i) {
     const long n = g_live[i].exchange(0);
     g_leaked[i] += n;
-    if (n != 0 && i != static_cast<size_t>(Kind::context)) {
-      rest += std::string(rest.empty() ? "" : ", ") + kKindNames[i] + " " + std::to_string(n);
+    if (n != 0 && i != static_cast<size_t>(Resource::context)) {
+      leaks += std::string(leaks.empty() ? "" : ", ") + kResourceNames[i] + " " + std::to_string(n);
     }
   }
-  if (settings().log && !rest.empty()) log_line("softcuda: left at exit: " + rest);
+  if (settings().log && !leaks.empty()) log_line("softcuda: not freed at exit: " + leaks);
 }
 }  // namespace
 
@@ -216,52 +223,56 @@ __attribute__((destructor)) void report_rest() {
 
 using namespace softcuda;
 
-// A worker that owes the device an answer must not call the driver: it says so while it does (W6).
-SC_EXPORT void softcuda_owe_answer(int owes) {
-  if (t_forbidden != nullptr && t_forbidden != kOwes) return;
-  t_forbidden = owes != 0 ? kOwes : nullptr;
-  ThreadRecord& me = this_thread();
-  me.since.store(now_ns(), std::memory_order_relaxed);
-  me.owes = owes != 0;
-  if (owes != 0) watch_scope_begins(nullptr);
+// Declares that the device waits for an answer of the calling thread (1) or no longer does (0).
+// Until then driver calls of this thread return NOT_PERMITTED (W6).
+SC_EXPORT void softcuda_set_device_waits(int waits) {
+  if (t_restricted_scope != nullptr && t_restricted_scope != kDeviceWaits) return;
+  t_restricted_scope = waits != 0 ? kDeviceWaits : nullptr;
+  ThreadRecord& thread = this_thread();
+  thread.since.store(now_ns(), std::memory_order_relaxed);
+  thread.device_waits = waits != 0;
+  if (waits != 0) watch_restricted_scope(nullptr);
 }
 
+// Number of live resources of a kind ("stream", "graph_exec", ...); -1 for an unknown kind.
+
 SC_EXPORT int64_t softcuda_live(const char* kind) {
-  const int i = index_of(kKindNames, kind);
+  const int i = index_of(kResourceNames, kind);
   return i < 0 ? -1 : g_live[i].load();
 }
 
+// Number of events of a kind ("kernel_launch", "node", ...); -1 for an unknown kind.
 SC_EXPORT int64_t softcuda_count(const char* what) {
-  const int i = index_of(kWhatNames, what);
+  const int i = index_of(kCounterNames, what);
   return i < 0 ? -1 : g_count[i].load();
 }
 
-// All counters, a line "which name number" each; of calls by function, and of those that had the
-// GIL.
+// All counters, one line "GROUP NAME NUMBER" each. Groups are live, leaked, count, calls (driver
+// calls by function) and gil_held (calls whose thread held the GIL).
 SC_EXPORT size_t softcuda_counters(char* buffer, size_t size) {
   std::string out;
-  const auto add = [&](const char* which, const char* name, long n) {
-    out += std::string(which) + " " + name + " " + std::to_string(n) + "\n";
+  const auto add = [&](const char* group, const char* name, long n) {
+    out += std::string(group) + " " + name + " " + std::to_string(n) + "\n";
   };
-  for (size_t i = 0; i < kKinds; ++i) {
-    add("live", kKindNames[i], g_live[i]);
-    add("leaked", kKindNames[i], g_leaked[i]);
+  for (size_t i = 0; i < kResources; ++i) {
+    add("live", kResourceNames[i], g_live[i]);
+    add("leaked", kResourceNames[i], g_leaked[i]);
   }
-  for (size_t i = 0; i < kWhats; ++i) add("count", kWhatNames[i], g_count[i]);
-  for (const ApiSite* site = g_sites.load(); site != nullptr; site = site->next) {
-    add("calls", site->name, site->calls);
-    add("gil_held", site->name, site->gil_held);
+  for (size_t i = 0; i < kCounters; ++i) add("count", kCounterNames[i], g_count[i]);
+  for (const EntryPoint* entry = g_entry_points.load(); entry != nullptr; entry = entry->next) {
+    add("calls", entry->name, entry->calls);
+    add("gil_held", entry->name, entry->gil_held);
   }
-  return give(out, buffer, size);
+  return copy_text(out, buffer, size);
 }
 
-// Calls in progress, the running host function and the running kernels, one line each.
+// One line for each call in progress, the running host function and each running kernel.
 SC_EXPORT size_t softcuda_describe(char* buffer, size_t size) {
-  return give(describe(), buffer, size);
+  return copy_text(describe(), buffer, size);
 }
 
-// Copies (entered, returned) of the last `n` host functions, oldest first, in nanoseconds of
-// CLOCK_MONOTONIC; returns how many there were. At most 128 are kept.
+// Copies the entry and return times of the last `n` host functions, oldest first, in nanoseconds of
+// CLOCK_MONOTONIC, and returns how many were copied. At most 128 are kept.
 SC_EXPORT size_t softcuda_hops(uint64_t* out, size_t n) {
   std::lock_guard<std::mutex> lock(g_hops_mutex);
   n = std::min({n, g_recorded, kHops});
@@ -271,26 +282,31 @@ SC_EXPORT size_t softcuda_hops(uint64_t* out, size_t n) {
   return n;
 }
 
-// A host function: writes the time to the uint64 that `data` points at.
+// A host function that writes the current time to the uint64 at `data`.
 SC_EXPORT void softcuda_stamp(void* data) { *static_cast<uint64_t*>(data) = now_ns(); }
 
 SC_API(cuGetProcAddress_v2, 12000, kAlways, const char*, name, void**, out, int, version, uint64_t,
        flags, int*, status) {
-  need(name != nullptr && out != nullptr);
-  const ApiSite* newest = nullptr;
+  require(name != nullptr && out != nullptr);
+  const EntryPoint* newest = nullptr;
   bool known = false;
-  // The only symbol whose name is not that of the function.
+  // The only name that differs from the exported symbol in more than a version suffix.
   if (std::strcmp(name, "cuGraphInstantiate") == 0) name = "cuGraphInstantiateWithFlags";
-  for (const ApiSite* site = g_sites.load(); site != nullptr; site = site->next) {
-    if (std::strcmp(site->name, name) != 0) continue;
+  for (const EntryPoint* entry = g_entry_points.load(); entry != nullptr; entry = entry->next) {
+    if (std::strcmp(entry->name, name) != 0) continue;
     known = true;
-    if (site->from > version || (newest != nullptr && newest->from > site->from)) continue;
-    newest = site;
+    if (entry->version > version) continue;
+    if (newest == nullptr || newest->version <= entry->version) newest = entry;
   }
   *out = newest != nullptr ? newest->address : nullptr;
-  // SUCCESS, VERSION_NOT_SUFFICIENT, SYMBOL_NOT_FOUND
-  if (status != nullptr) *status = newest != nullptr ? 0 : known ? 2 : 1;
-  need(newest != nullptr, CUDA_ERROR_NOT_FOUND);
+  if (status != nullptr) {
+    constexpr int kFound = 0;
+    constexpr int kSymbolNotFound = 1;
+    constexpr int kVersionNotSufficient = 2;
+    *status = known ? kVersionNotSufficient : kSymbolNotFound;
+    if (newest != nullptr) *status = kFound;
+  }
+  require(newest != nullptr, CUDA_ERROR_NOT_FOUND);
 }
 
 SC_API_CODE(cuGetProcAddress, 11030, kAlways, const char*, name, void**, out, int, version,
@@ -298,7 +314,7 @@ SC_API_CODE(cuGetProcAddress, 11030, kAlways, const char*, name, void**, out, in
   return cuGetProcAddress_v2(name, out, version, flags, nullptr);
 }
 
-// Undocumented tables: there are none.
+// The export tables are undocumented; the soft device has none.
 SC_API(cuGetExportTable, 3000, kAlways, const void**, out, const void*, id) {
-  need(false, CUDA_ERROR_NOT_FOUND);
+  require(false, CUDA_ERROR_NOT_FOUND);
 }

@@ -1,12 +1,4 @@
-// Stream capture (invariants T1-T6).
-//
-// T1 A stream belongs to at most one capture; its next node depends on the nodes in `ends`.
-// T2 A captured event carries a capture and nodes; waiting for it brings a stream into the capture.
-// T3 An error that capture forbids invalidates the captures concerned: until cuStreamEndCapture
-//    every call on their streams answers STREAM_CAPTURE_INVALIDATED.
-// T4 cuStreamEndCapture takes all streams of the capture out of it, whatever it answers.
-// T5 Dependencies never cross the border between captured and enqueued work.
-// T6 The graph belongs to the capture until it ends well; then to the caller.
+// Stream capture (invariants R1-R6).
 #include "capture.h"
 
 #include <pthread.h>
@@ -29,11 +21,12 @@ struct Capture {
   bool invalid = false;
   bool ended = false;
 };
-using Ends = std::vector<CUgraphNode>;
+using Dependencies = std::vector<CUgraphNode>;
+// A capturing stream or a captured event.
 struct Member {
   std::shared_ptr<Capture> capture;
-  Ends ends;
-  std::vector<CUgraphEdgeData> edges;  // all zero; as long as `ends` when it was asked for
+  Dependencies dependencies;           // nodes on which the next captured node depends
+  std::vector<CUgraphEdgeData> edges;  // full edges, for cuStreamGetCaptureInfo
 };
 
 struct State {
@@ -48,13 +41,13 @@ struct State {
     return it == streams.end() ? nullptr : &it->second;
   }
 };
-State& g_state = *new State;  // leaked on purpose, as all state that detached threads may use
-// Members of both maps: 0 means that no hook has anything to do.
+State& g_state = *new State;  // never destroyed, because detached threads may use it
+// Size of both maps together. While it is 0, calls skip all checks.
 std::atomic<int> g_members{0};
 thread_local int t_mode = kGlobal;
 
-bool idle() { return g_members.load(std::memory_order_acquire) == 0; }
-void settle() {
+bool nothing_captured() { return g_members.load(std::memory_order_acquire) == 0; }
+void update_member_count() {
   g_members.store(static_cast<int>(g_state.streams.size() + g_state.events.size()),
                   std::memory_order_release);
 }
@@ -64,79 +57,84 @@ void settle() {
   refuse(code, why + "; the capture is invalidated");
 }
 
-void need_valid(const Capture& capture) {
-  need(!capture.invalid, CUDA_ERROR_STREAM_CAPTURE_INVALIDATED,
-       "the capture was invalidated before");
+void require_valid(const Capture& capture) {
+  require(!capture.invalid, CUDA_ERROR_STREAM_CAPTURE_INVALIDATED,
+          "the capture was invalidated by an earlier error");
 }
 
-// The handle under which a stream is kept: CU_STREAM_PER_THREAD names the calling thread's own.
-CUstream own_handle(CUstream handle) {
+// Returns the key of a stream in State::streams; for CU_STREAM_PER_THREAD the handle of the calling
+// thread's stream.
+CUstream stream_key(CUstream handle) {
   if (handle != kPerThread) return handle;
   return static_cast<CUstream>(find_stream(handle)->handle);
 }
 
 bool is_legacy(CUstream stream) { return reinterpret_cast<uint64_t>(stream) <= 1; }
 
-// Whether the legacy stream waits for the stream, which must then not capture beside its use.
-bool blocks(CUstream handle) {
+// Whether the stream synchronizes with the legacy stream, which is then unusable while it captures.
+bool is_blocking(CUstream handle) {
   const auto stream = streams.get(handle);
   return stream && (stream->flags & CU_STREAM_NON_BLOCKING) == 0;
 }
 
-void forbid_legacy() {
+void invalidate_for_legacy_stream() {
   bool forbidden = false;
   for (auto& item : g_state.streams) {
-    if (blocks(item.first)) item.second.capture->invalid = forbidden = true;
+    if (!is_blocking(item.first)) continue;
+    item.second.capture->invalid = true;
+    forbidden = true;
   }
-  need(!forbidden, CUDA_ERROR_STREAM_CAPTURE_IMPLICIT,
-       "the legacy stream would wait for a capturing stream; the capture is invalidated");
+  require(!forbidden, CUDA_ERROR_STREAM_CAPTURE_IMPLICIT,
+          "the legacy stream cannot be used while a blocking stream is capturing, because it "
+          "synchronizes with that stream; the capture is invalidated");
 }
 
-void join(Ends* ends, const Ends& more) {
-  for (CUgraphNode node : more) {
-    if (std::find(ends->begin(), ends->end(), node) == ends->end()) ends->push_back(node);
+// Adds the nodes that are not in the list yet.
+void merge(Dependencies* list, const Dependencies& nodes) {
+  for (CUgraphNode node : nodes) {
+    if (std::find(list->begin(), list->end(), node) == list->end()) list->push_back(node);
   }
 }
 
-// Dependencies given by the caller, which must be nodes of the graph.
-Ends ends_of(const CUgraphNode* nodes, size_t count, const Graph* graph) {
-  need(count == 0 || nodes != nullptr);
+// Returns dependencies that the caller passed. They must be nodes of the graph.
+Dependencies checked_dependencies(const CUgraphNode* nodes, size_t count, const Graph* graph) {
+  require(count == 0 || nodes != nullptr);
   for (size_t i = 0; i < count; ++i) {
     const auto node = graph_nodes.get(nodes[i]);
-    need(node && node->graph == graph, CUDA_ERROR_INVALID_VALUE,
-         "a dependency is not a node of the graph");
+    require(node && node->graph == graph, CUDA_ERROR_INVALID_VALUE,
+            "a dependency is not a node of the graph");
   }
-  return Ends(nodes, nodes + count);
+  return Dependencies(nodes, nodes + count);
 }
 
-// Makes the node with `make` when the stream captures.
-template <class Make>
-bool put(CUstream stream, const Make& make) {
-  if (idle()) return false;
-  stream = own_handle(stream);
+// If the stream is capturing, adds a node that `initialize` fills in and returns true.
+template <class Initialize>
+bool capture_node(CUstream stream, const Initialize& initialize) {
+  if (nothing_captured()) return false;
+  stream = stream_key(stream);
   std::lock_guard<std::mutex> lock(g_state.mutex);
-  if (is_legacy(stream)) return forbid_legacy(), false;
+  if (is_legacy(stream)) return invalidate_for_legacy_stream(), false;
   Member* const member = g_state.member(stream);
   if (member == nullptr) return false;
-  need_valid(*member->capture);
+  require_valid(*member->capture);
   auto node = std::make_shared<Node>();
-  make(*node);
+  initialize(*node);
   CUgraphNode added = nullptr;
-  add_node(&added, static_cast<CUgraph>(member->capture->graph->handle), member->ends.data(),
-           member->ends.size(), node);
+  add_node(&added, static_cast<CUgraph>(member->capture->graph->handle),
+           member->dependencies.data(), member->dependencies.size(), node);
   if (node->child) node->child->handle = graphs.add(node->child);
-  member->ends.assign(1, added);
+  member->dependencies.assign(1, added);
   return true;
 }
 
 void begin(CUstream handle, int mode) {
-  need(mode >= kGlobal && mode <= kRelaxed);
-  need(!is_legacy(handle), CUDA_ERROR_STREAM_CAPTURE_UNSUPPORTED,
-       "the legacy stream cannot be captured");
+  require(mode >= kGlobal && mode <= kRelaxed);
+  require(!is_legacy(handle), CUDA_ERROR_STREAM_CAPTURE_UNSUPPORTED,
+          "the legacy stream cannot be captured");
   handle = static_cast<CUstream>(find_stream(handle)->handle);
   std::lock_guard<std::mutex> lock(g_state.mutex);
-  need(g_state.member(handle) == nullptr, CUDA_ERROR_ILLEGAL_STATE,
-       "the stream is capturing already");
+  require(g_state.member(handle) == nullptr, CUDA_ERROR_ILLEGAL_STATE,
+          "the stream is already capturing");
   auto capture = std::make_shared<Capture>();
   capture->id = ++g_state.next_id;
   capture->graph = std::make_shared<Graph>();
@@ -147,10 +145,10 @@ void begin(CUstream handle, int mode) {
   capture->origin = handle;
   g_state.active.insert(capture);
   g_state.streams[handle] = Member{std::move(capture), {}, {}};
-  settle();
+  update_member_count();
 }
 
-// Whether every node that the capture's streams, or one of them, stand at leads to the origin.
+// Whether the origin stream has joined the work of all streams of the capture, or of `only`.
 bool joined(const std::shared_ptr<Capture>& capture, CUstream only = nullptr) {
   std::lock_guard<std::mutex> lock(graph_mutex);
   std::set<const void*> seen;
@@ -158,7 +156,9 @@ bool joined(const std::shared_ptr<Capture>& capture, CUstream only = nullptr) {
   const auto visit = [&](Node* node) {
     if (node != nullptr && seen.insert(node->handle).second) todo.push_back(node);
   };
-  for (CUgraphNode end : g_state.streams[capture->origin].ends) visit(graph_nodes.get(end).get());
+  for (CUgraphNode node : g_state.streams[capture->origin].dependencies) {
+    visit(graph_nodes.get(node).get());
+  }
   while (!todo.empty()) {
     Node* node = todo.back();
     todo.pop_back();
@@ -166,47 +166,48 @@ bool joined(const std::shared_ptr<Capture>& capture, CUstream only = nullptr) {
   }
   for (auto& item : g_state.streams) {
     if (item.second.capture != capture || (only != nullptr && item.first != only)) continue;
-    for (CUgraphNode end : item.second.ends) {
-      if (seen.count(end) == 0) return false;
+    for (CUgraphNode node : item.second.dependencies) {
+      if (seen.count(node) == 0) return false;
     }
   }
   return true;
 }
 
-// Takes the capture's streams out of it (T4); events keep naming the ended capture. Returns the
-// graph that nobody gets, to be destroyed without the mutex.
-std::shared_ptr<Graph> leave(const std::shared_ptr<Capture>& capture, bool keep_graph) {
+// Ends the capture of all its streams (R4). Captured events still refer to the ended capture.
+// Without `keep_graph`, returns the graph, which the caller destroys after it has released the
+// mutex.
+std::shared_ptr<Graph> end_capture(const std::shared_ptr<Capture>& capture, bool keep_graph) {
   for (auto it = g_state.streams.begin(); it != g_state.streams.end();) {
     it = it->second.capture == capture ? g_state.streams.erase(it) : std::next(it);
   }
   for (auto& item : g_state.events) {
-    if (item.second.capture == capture) item.second.ends.clear();
+    if (item.second.capture == capture) item.second.dependencies.clear();
   }
   capture->ended = true;
   capture->graph->captures.fetch_sub(1);
   std::shared_ptr<Graph> graph = std::move(capture->graph);
   g_state.active.erase(capture);
-  settle();
+  update_member_count();
   if (keep_graph) return nullptr;
-  return take_graph(static_cast<CUgraph>(graph->handle));
+  return remove_graph(static_cast<CUgraph>(graph->handle));
 }
 
 void info(CUstream handle, int* status, uint64_t* id, CUgraph* graph,
           const CUgraphNode** dependencies, size_t* count, const CUgraphEdgeData** edges) {
   find_stream(handle);
-  need(status != nullptr && (edges == nullptr || dependencies != nullptr));
+  require(status != nullptr && (edges == nullptr || dependencies != nullptr));
   *status = kNone;
   if (id != nullptr) *id = 0;
   if (graph != nullptr) *graph = nullptr;
   if (dependencies != nullptr) *dependencies = nullptr;
   if (edges != nullptr) *edges = nullptr;
   if (count != nullptr) *count = 0;
-  if (idle()) return;
-  handle = own_handle(handle);
+  if (nothing_captured()) return;
+  handle = stream_key(handle);
   std::lock_guard<std::mutex> lock(g_state.mutex);
   if (is_legacy(handle)) {
     for (auto& item : g_state.streams)
-      need(!blocks(item.first), CUDA_ERROR_STREAM_CAPTURE_IMPLICIT);
+      require(!is_blocking(item.first), CUDA_ERROR_STREAM_CAPTURE_IMPLICIT);
   }
   Member* const member = g_state.member(handle);
   if (member == nullptr) return;
@@ -215,27 +216,27 @@ void info(CUstream handle, int* status, uint64_t* id, CUgraph* graph,
   if (capture.invalid) return;
   if (id != nullptr) *id = capture.id;
   if (graph != nullptr) *graph = static_cast<CUgraph>(capture.graph->handle);
-  if (dependencies != nullptr) *dependencies = member->ends.data();
-  if (count != nullptr) *count = member->ends.size();
-  member->edges.resize(member->ends.size());
+  if (dependencies != nullptr) *dependencies = member->dependencies.data();
+  if (count != nullptr) *count = member->dependencies.size();
+  member->edges.resize(member->dependencies.size());
   if (edges != nullptr) *edges = member->edges.data();
 }
 
 }  // namespace
 
 bool capture_work(CUstream stream, const Work& work) {
-  return put(stream, [&](Node& node) {
+  return capture_node(stream, [&](Node& node) {
     node.type = type_of(work.kind);
     node.work = work;
   });
 }
 
-// A graph launched on a capturing stream becomes a child graph, with the executable's parameters.
+// A graph launch becomes a child graph node with the current parameters of the executable graph.
 bool capture_launch(CUstream stream, const Exec& exec) {
-  return put(stream, [&](Node& node) {
+  return capture_node(stream, [&](Node& node) {
     for (const FlatNode& flat : exec.flat) {
-      need(!flat.condition, CUDA_ERROR_NOT_SUPPORTED,
-           "a graph with conditional nodes cannot become a child of the captured one");
+      require(!flat.condition, CUDA_ERROR_NOT_SUPPORTED,
+              "a graph with conditional nodes cannot be launched on a capturing stream");
     }
     node.type = CU_GRAPH_NODE_TYPE_GRAPH;
     std::lock_guard<std::mutex> lock(graph_mutex);
@@ -244,114 +245,118 @@ bool capture_launch(CUstream stream, const Exec& exec) {
 }
 
 bool capture_record(CUstream stream, CUevent event) {
-  if (idle()) return false;
-  stream = own_handle(stream);
+  if (nothing_captured()) return false;
+  stream = stream_key(stream);
   std::lock_guard<std::mutex> lock(g_state.mutex);
-  if (is_legacy(stream)) return forbid_legacy(), false;
+  if (is_legacy(stream)) return invalidate_for_legacy_stream(), false;
   Member* const member = g_state.member(stream);
   if (member == nullptr) {
-    g_state.events.erase(event);  // recorded outside of any capture from now on
+    g_state.events.erase(event);  // the event's last record is now outside of captures
   } else {
-    need_valid(*member->capture);
+    require_valid(*member->capture);
     g_state.events[event] = *member;
   }
-  settle();
+  update_member_count();
   return member != nullptr;
 }
 
 bool capture_wait(CUstream stream, CUevent event) {
-  if (idle()) return false;
-  stream = own_handle(stream);
+  if (nothing_captured()) return false;
+  stream = stream_key(stream);
   std::lock_guard<std::mutex> lock(g_state.mutex);
-  auto of_event = g_state.events.find(event);
-  Member* const mine = g_state.member(stream);
-  if (of_event == g_state.events.end()) {
-    if (is_legacy(stream)) return forbid_legacy(), false;
-    if (mine == nullptr) return false;
-    need_valid(*mine->capture);
-    invalidate(*mine->capture, CUDA_ERROR_STREAM_CAPTURE_ISOLATION,
-               "a captured stream waits for an event recorded outside of the capture");
+  auto captured_event = g_state.events.find(event);
+  Member* const member = g_state.member(stream);
+  if (captured_event == g_state.events.end()) {
+    if (is_legacy(stream)) return invalidate_for_legacy_stream(), false;
+    if (member == nullptr) return false;
+    require_valid(*member->capture);
+    invalidate(*member->capture, CUDA_ERROR_STREAM_CAPTURE_ISOLATION,
+               "a capturing stream cannot wait for an event that was recorded outside of the "
+               "capture");
   }
-  const std::shared_ptr<Capture>& theirs = of_event->second.capture;
-  if (theirs->ended) {
-    if (mine != nullptr) mine->capture->invalid = true;
-    refuse(CUDA_ERROR_CAPTURED_EVENT, "the event was last recorded in an ended capture");
+  const std::shared_ptr<Capture>& event_capture = captured_event->second.capture;
+  if (event_capture->ended) {
+    if (member != nullptr) member->capture->invalid = true;
+    refuse(CUDA_ERROR_CAPTURED_EVENT,
+           "the event was last recorded in a capture that has ended; record it again");
   }
-  need_valid(*theirs);
+  require_valid(*event_capture);
   if (is_legacy(stream)) {
-    invalidate(*theirs, CUDA_ERROR_STREAM_CAPTURE_IMPLICIT, "the legacy stream cannot be captured");
+    invalidate(*event_capture, CUDA_ERROR_STREAM_CAPTURE_IMPLICIT,
+               "the legacy stream cannot join a capture");
   }
-  if (mine == nullptr) {
-    g_state.streams[stream] = of_event->second;  // a fork
-    settle();
+  if (member == nullptr) {
+    g_state.streams[stream] = captured_event->second;  // a fork
+    update_member_count();
     return true;
   }
-  need_valid(*mine->capture);
-  if (mine->capture != theirs) {
-    theirs->invalid = true;
-    invalidate(*mine->capture, CUDA_ERROR_STREAM_CAPTURE_MERGE,
-               "the event belongs to another capture");
+  require_valid(*member->capture);
+  if (member->capture != event_capture) {
+    event_capture->invalid = true;
+    invalidate(*member->capture, CUDA_ERROR_STREAM_CAPTURE_MERGE,
+               "the event was recorded in another capture");
   }
-  join(&mine->ends, of_event->second.ends);
+  merge(&member->dependencies, captured_event->second.dependencies);
   return true;
 }
 
-void capture_forget_event(CUevent event) {
-  if (idle()) return;
+void capture_event_destroyed(CUevent event) {
+  if (nothing_captured()) return;
   std::lock_guard<std::mutex> lock(g_state.mutex);
   g_state.events.erase(event);
-  settle();
+  update_member_count();
 }
 
-void capture_forget_stream(CUstream stream) {
-  if (idle()) return;
-  std::shared_ptr<Graph> dead;
+void capture_stream_destroyed(CUstream stream) {
+  if (nothing_captured()) return;
+  std::shared_ptr<Graph> discarded;  // destroyed after the mutex is released
   std::lock_guard<std::mutex> lock(g_state.mutex);
   Member* const member = g_state.member(stream);
   if (member == nullptr) return;
   const std::shared_ptr<Capture> capture = member->capture;
-  // A stream whose work the origin has joined may go (T2).
   if (capture->origin == stream || !joined(capture, stream)) capture->invalid = true;
   if (capture->origin == stream) {
-    dead = leave(capture, false);
+    discarded = end_capture(capture, false);
   } else {
     g_state.streams.erase(stream);
-    settle();
+    update_member_count();
   }
 }
 
-void capture_forbids_stream(CUstream stream) {
-  if (idle()) return;
-  stream = own_handle(stream);
+void capture_reject_stream_sync(CUstream stream) {
+  if (nothing_captured()) return;
+  stream = stream_key(stream);
   std::lock_guard<std::mutex> lock(g_state.mutex);
-  if (is_legacy(stream)) return forbid_legacy();
+  if (is_legacy(stream)) return invalidate_for_legacy_stream();
   Member* const member = g_state.member(stream);
   if (member == nullptr) return;
-  need_valid(*member->capture);
+  require_valid(*member->capture);
   invalidate(*member->capture, CUDA_ERROR_STREAM_CAPTURE_UNSUPPORTED,
-             "a capturing stream cannot be waited for or queried");
+             "a capturing stream cannot be synchronized or queried");
 }
 
-void capture_forbids_event(CUevent event) {
-  if (idle()) return;
+void capture_reject_event_sync(CUevent event) {
+  if (nothing_captured()) return;
   std::lock_guard<std::mutex> lock(g_state.mutex);
   auto it = g_state.events.find(event);
   if (it == g_state.events.end()) return;
   it->second.capture->invalid = true;
-  refuse(CUDA_ERROR_CAPTURED_EVENT, "the event was last recorded in a capturing stream");
+  refuse(CUDA_ERROR_CAPTURED_EVENT,
+         "an event that was last recorded in a capture cannot be synchronized or queried");
 }
 
-void capture_forbids_device() {
-  if (idle()) return;
+void capture_reject_device_sync() {
+  if (nothing_captured()) return;
   std::lock_guard<std::mutex> lock(g_state.mutex);
   for (auto& capture : g_state.active) capture->invalid = true;
-  need(g_state.active.empty(), CUDA_ERROR_STREAM_CAPTURE_UNSUPPORTED,
-       "waiting for the device while a stream captures; the capture is invalidated");
+  require(
+      g_state.active.empty(), CUDA_ERROR_STREAM_CAPTURE_UNSUPPORTED,
+      "cuCtxSynchronize is not allowed while a stream is capturing; the capture is invalidated");
 }
 
-// Potentially unsafe calls, by the thread's mode and the modes of the captures there are.
-void capture_forbids_unsafe(const char* api) {
-  if (idle() || t_mode == kRelaxed) return;
+// Rejects a potentially unsafe call, by the thread's capture mode and those of the active captures.
+void capture_reject_unsafe(const char* api) {
+  if (nothing_captured() || t_mode == kRelaxed) return;
   std::lock_guard<std::mutex> lock(g_state.mutex);
   bool forbidden = false;
   for (auto& capture : g_state.active) {
@@ -363,7 +368,8 @@ void capture_forbids_unsafe(const char* api) {
   if (!forbidden) return;
   refuse(CUDA_ERROR_STREAM_CAPTURE_UNSUPPORTED,
          std::string(api) +
-             " is not allowed while a stream captures in this mode; the capture is invalidated");
+             " is not allowed while a stream is capturing in this mode; the capture is "
+             "invalidated");
 }
 
 }  // namespace softcuda
@@ -375,26 +381,28 @@ SC_API(cuStreamBeginCapture_v2, 10010, kNoLock, CUstream, stream, int, mode) {
 }
 
 SC_API(cuStreamEndCapture, 10000, kNoLock, CUstream, stream, CUgraph*, out) {
-  ApiThread here;
-  need(out != nullptr);
+  InlineDestructorScope inline_destructors;
+  require(out != nullptr);
   *out = nullptr;
-  stream = own_handle(stream);
-  std::shared_ptr<Graph> dead;
+  stream = stream_key(stream);
+  std::shared_ptr<Graph> discarded;  // destroyed after the mutex is released
   std::lock_guard<std::mutex> lock(g_state.mutex);
   Member* const member = g_state.member(stream);
-  need(member != nullptr, CUDA_ERROR_ILLEGAL_STATE, "the stream is not capturing");
+  require(member != nullptr, CUDA_ERROR_ILLEGAL_STATE, "the stream is not capturing");
   const std::shared_ptr<Capture> capture = member->capture;
   if (capture->origin != stream) {
     invalidate(*capture, CUDA_ERROR_STREAM_CAPTURE_UNMATCHED,
-               "the capture began on another stream");
+               "the capture must be ended on the stream on which it began");
   }
-  need(capture->mode == kRelaxed || pthread_equal(capture->thread, pthread_self()) != 0,
-       CUDA_ERROR_STREAM_CAPTURE_WRONG_THREAD, "the capture began on another thread");
-  const bool whole = !capture->invalid && joined(capture);
+  require(capture->mode == kRelaxed || pthread_equal(capture->thread, pthread_self()) != 0,
+          CUDA_ERROR_STREAM_CAPTURE_WRONG_THREAD,
+          "a capture must be ended by the thread that began it, unless its mode is relaxed");
+  const bool success = !capture->invalid && joined(capture);
   const auto graph = static_cast<CUgraph>(capture->graph->handle);
-  dead = leave(capture, whole);
-  need_valid(*capture);
-  need(whole, CUDA_ERROR_STREAM_CAPTURE_UNJOINED, "a forked stream was not joined again");
+  discarded = end_capture(capture, success);
+  require_valid(*capture);
+  require(success, CUDA_ERROR_STREAM_CAPTURE_UNJOINED,
+          "a stream that was forked from the capture has not been joined to the origin stream");
   *out = graph;
 }
 
@@ -410,18 +418,19 @@ SC_API(cuStreamGetCaptureInfo_v3, 12030, kNoLock, CUstream, stream, int*, status
 
 SC_API(cuStreamUpdateCaptureDependencies_v2, 12030, kNoLock, CUstream, stream, const CUgraphNode*,
        dependencies, const CUgraphEdgeData*, data, size_t, count, unsigned, flags) {
-  need(flags <= 1);
-  stream = own_handle(stream);
+  require(flags <= 1);
+  stream = stream_key(stream);
   std::lock_guard<std::mutex> lock(g_state.mutex);
   Member* const member = g_state.member(stream);
-  need(member != nullptr, CUDA_ERROR_ILLEGAL_STATE, "the stream is not capturing");
-  need_valid(*member->capture);
-  const Ends given = ends_of(dependencies, count, member->capture->graph.get());
-  if (flags == 1) member->ends.clear();
-  join(&member->ends, given);
+  require(member != nullptr, CUDA_ERROR_ILLEGAL_STATE, "the stream is not capturing");
+  require_valid(*member->capture);
+  const Dependencies nodes =
+      checked_dependencies(dependencies, count, member->capture->graph.get());
+  if (flags == 1) member->dependencies.clear();
+  merge(&member->dependencies, nodes);
 }
 
 SC_API(cuThreadExchangeStreamCaptureMode, 10010, kNoLock, int*, mode) {
-  need(mode != nullptr && *mode >= kGlobal && *mode <= kRelaxed);
+  require(mode != nullptr && *mode >= kGlobal && *mode <= kRelaxed);
   std::swap(*mode, t_mode);
 }

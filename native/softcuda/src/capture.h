@@ -1,25 +1,28 @@
-// Stream capture: calls on a capturing stream become graph nodes (invariants T1-T6).
+// Stream capture: calls on a capturing stream become graph nodes (invariants R1-R6).
 #pragma once
 
 #include "graphs.h"
 
 namespace softcuda {
 
-// What a call on `stream` does about capture: false, it enqueues its work; true, the work was put
-// into the capture's graph. What capture forbids is refused. Every hook costs one load while
-// nothing is captured anywhere.
+// Called by functions that enqueue work. Return true if the stream is capturing, in which case the
+// work was added to the capture's graph, and false if the caller has to enqueue it. A call that is
+// illegal during capture ends with an error. While nothing is captured, each costs one load.
 bool capture_work(CUstream stream, const Work& work);
 bool capture_launch(CUstream stream, const Exec& exec);
-
-// Event record and wait: fork and join.
+// Same for cuEventRecord and cuStreamWaitEvent, which fork and join captures.
 bool capture_record(CUstream stream, CUevent event);
 bool capture_wait(CUstream stream, CUevent event);
-void capture_forget_event(CUevent event);     // destroyed
-void capture_forget_stream(CUstream stream);  // destroyed: its capture is void
 
-// Calls that cannot be captured; the captures concerned are invalidated.
-void capture_forbids_stream(CUstream stream);  // querying or waiting for a capturing stream
-void capture_forbids_event(CUevent event);     // the same for an event recorded in a capture
-void capture_forbids_device();                 // waiting for everything
+void capture_event_destroyed(CUevent event);
+// Invalidates the capture unless its origin has joined the stream's work.
+void capture_stream_destroyed(CUstream stream);
+
+// Reject calls that are illegal during capture, and invalidate the affected captures (R3):
+// synchronization with or a query of a capturing stream or a captured event, and synchronization
+// with the device.
+void capture_reject_stream_sync(CUstream stream);
+void capture_reject_event_sync(CUevent event);
+void capture_reject_device_sync();
 
 }  // namespace softcuda

@@ -1,4 +1,4 @@
-// Conditional nodes and their handles (invariants N1-N4 of conditionals.h).
+// Conditional nodes and their handles (invariants N1-N4).
 #include "conditionals.h"
 
 #include <deque>
@@ -6,7 +6,8 @@
 namespace softcuda {
 namespace {
 
-// A condition steers a node of its own graph or of a body below it.
+// Returns the condition of a handle that a node of `graph` may use: one created for `graph` or for
+// a graph that contains it as a body (N1).
 std::shared_ptr<Condition> find_condition(const Graph* graph, uint64_t handle) {
   std::lock_guard<std::mutex> lock(graph_mutex);
   for (; graph != nullptr; graph = graph->body_of) {
@@ -24,10 +25,13 @@ bool allowed_in_body(CUgraphNodeType type) {
 }
 
 void check_in_body(const Node& node) {
-  need(allowed_in_body(node.type), CUDA_ERROR_NOT_SUPPORTED,
-       "a conditional body holds kernel, copy, fill, empty, child and conditional nodes only");
-  need(node.work.kind != WorkKind::copy || (node.work.copy->src.owner && node.work.copy->dst.owner),
-       CUDA_ERROR_NOT_SUPPORTED, "a copy in a conditional body touches pageable memory");
+  require(allowed_in_body(node.type), CUDA_ERROR_NOT_SUPPORTED,
+          "a conditional body may contain only kernel, memcpy, memset, empty, child graph and "
+          "conditional nodes");
+  require(
+      node.work.kind != WorkKind::copy || (node.work.copy->src.owner && node.work.copy->dst.owner),
+      CUDA_ERROR_NOT_SUPPORTED,
+      "a memcpy node in a conditional body may not access pageable host memory");
   if (!node.child) return;
   for (auto& inner : node.child->nodes) check_in_body(*inner);
 }
@@ -42,13 +46,14 @@ bool has_conditional(const Graph& graph) {
   return false;
 }
 
-void check_body(const Graph& where, const Node& node) {
-  if (where.body_of != nullptr) check_in_body(node);
+void check_body(const Graph& graph, const Node& node) {
+  if (graph.body_of != nullptr) check_in_body(node);
 }
 
 void check_conditions(const Graph& graph, bool in_body) {
   for (auto& condition : graph.conditions) {
-    need(condition->used, CUDA_ERROR_INVALID_VALUE, "a conditional handle belongs to no node");
+    require(condition->used, CUDA_ERROR_INVALID_VALUE,
+            "a conditional handle of the graph is not used by any node");
   }
   for (auto& node : graph.nodes) {
     if (in_body) check_in_body(*node);
@@ -61,14 +66,16 @@ void add_conditional(CUgraphNode* out, CUgraph handle, const CUgraphNode* deps, 
                      CUDA_CONDITIONAL_NODE_PARAMS* p) {
   const auto graph = graphs.find(handle);
   const auto condition = find_condition(graph.get(), p->handle);
-  need(condition && !condition->used, CUDA_ERROR_INVALID_VALUE,
-       "the conditional handle is unknown, of another graph, or steers a node already");
-  need(p->type == CU_GRAPH_COND_TYPE_IF || p->type == CU_GRAPH_COND_TYPE_WHILE,
-       CUDA_ERROR_NOT_SUPPORTED, "conditionals other than IF and WHILE are not implemented");
-  need(p->size == 1 || (p->size == 2 && p->type == CU_GRAPH_COND_TYPE_IF), CUDA_ERROR_INVALID_VALUE,
-       "the conditional's type and number of bodies disagree");
-  need(p->ctx == nullptr || p->ctx == primary_context(), CUDA_ERROR_INVALID_CONTEXT,
-       "the conditional is of another context");
+  require(
+      condition && !condition->used, CUDA_ERROR_INVALID_VALUE,
+      "the conditional handle is unknown, belongs to another graph, or is already used by a node");
+  require(p->type == CU_GRAPH_COND_TYPE_IF || p->type == CU_GRAPH_COND_TYPE_WHILE,
+          CUDA_ERROR_NOT_SUPPORTED,
+          "conditional nodes other than IF and WHILE are not implemented");
+  require(p->size == 1 || (p->size == 2 && p->type == CU_GRAPH_COND_TYPE_IF),
+          CUDA_ERROR_INVALID_VALUE, "a WHILE node needs 1 body, an IF node 1 or 2");
+  require(p->ctx == nullptr || p->ctx == primary_context(), CUDA_ERROR_INVALID_CONTEXT,
+          "the context of the conditional node is not the primary context");
   auto node = std::make_shared<Node>();
   node->type = CU_GRAPH_NODE_TYPE_CONDITIONAL;
   node->condition = condition;
@@ -91,13 +98,16 @@ Program* next_body(const ConditionalWork& work, bool first) {
   const unsigned value = __atomic_load_n(&work.cell->value, __ATOMIC_ACQUIRE);
   const bool loops = work.type == CU_GRAPH_COND_TYPE_WHILE;
   if (sticky() != CUDA_SUCCESS || (!first && !loops)) return nullptr;
-  const size_t which = value != 0 ? 0 : loops ? work.bodies.size() : 1;
-  if (which >= work.bodies.size()) return nullptr;
+  if (loops && value == 0) return nullptr;
+  const size_t index = value != 0 ? 0 : 1;  // IF: body 1, if there is one, is the else branch
+  if (index >= work.bodies.size()) return nullptr;
   if (loops && work.endless) {
-    fault(CUDA_ERROR_LAUNCH_FAILED, "a WHILE node whose body holds no kernel never ends");
+    fault(CUDA_ERROR_LAUNCH_FAILED,
+          "infinite loop: the body of a WHILE node contains no kernel, so nothing can clear its "
+          "condition");
     return nullptr;
   }
-  Program* body = work.bodies[which].get();
+  Program* body = work.bodies[index].get();
   return body->nodes.empty() ? nullptr : body;
 }
 
@@ -108,9 +118,9 @@ using namespace softcuda;
 SC_API(cuGraphConditionalHandleCreate, 12030, 0, uint64_t*, out, CUgraph, handle, CUcontext,
        context, unsigned, initial, unsigned, flags) {
   const auto graph = graphs.find(handle);
-  need(out != nullptr && flags <= 1);
-  need(context == nullptr || context == primary_context(), CUDA_ERROR_INVALID_CONTEXT);
-  // Cells are never freed, so that a stale handle is harmless.
+  require(out != nullptr && flags <= 1);
+  require(context == nullptr || context == primary_context(), CUDA_ERROR_INVALID_CONTEXT);
+  // Never freed, so that a kernel with a stale handle writes to valid memory.
   static auto& cells = *new std::deque<softcuda_condition>;
   auto condition = std::make_shared<Condition>();
   condition->initial = initial;

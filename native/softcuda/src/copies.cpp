@@ -1,4 +1,5 @@
-// Copies and fills: building the work, running it, and the entry points (invariant C1, C2).
+// Copies and fills (memcpy and memset): parameter checks, execution and entry points (invariants
+// C1, C2).
 #include <cstring>
 
 #include "capture.h"
@@ -7,25 +8,26 @@
 namespace softcuda {
 namespace {
 
-// One end of a copy: its bounds are checked here (C2).
-void resolve_end(const CopyEnd& end, size_t bytes, Target* target, const char* who) {
+// Resolves one side of a copy ("source" or "destination") and checks its bounds (C2).
+void resolve_end(const CopyEnd& end, size_t bytes, Target* target, const char* side) {
   const bool host = end.type == CU_MEMORYTYPE_HOST;
   const auto base = host ? reinterpret_cast<unsigned long long>(end.host) : end.device;
   const unsigned long long from = base + end.x_in_bytes;
   std::string why;
   if (end.type == CU_MEMORYTYPE_DEVICE && !is_alias(from))
-    why = hex(from) + " is no device address";
+    why = hex(from) + " is not a device address";
   if (host && is_alias(from)) why = hex(from) + " is a device address";
   if (why.empty() && resolve(from, bytes, target, &why)) return;
-  refuse(CUDA_ERROR_INVALID_VALUE, std::string("copy ") + who + ": " + why);
+  refuse(CUDA_ERROR_INVALID_VALUE, std::string("copy ") + side + ": " + why);
 }
 
 }  // namespace
 
 std::shared_ptr<CopyWork> make_copy(const CUDA_MEMCPY3D& p) {
-  need(p.src.type != CU_MEMORYTYPE_ARRAY && p.dst.type != CU_MEMORYTYPE_ARRAY && p.Height <= 1 &&
-           p.Depth <= 1 && (p.src.y | p.src.z | p.dst.y | p.dst.z) == 0,
-       CUDA_ERROR_NOT_SUPPORTED, "copies of arrays or of several rows are not implemented");
+  require(p.src.type != CU_MEMORYTYPE_ARRAY && p.dst.type != CU_MEMORYTYPE_ARRAY && p.Height <= 1 &&
+              p.Depth <= 1 && (p.src.y | p.src.z | p.dst.y | p.dst.z) == 0,
+          CUDA_ERROR_NOT_SUPPORTED,
+          "copies of arrays and of more than one row are not implemented");
   auto c = std::make_shared<CopyWork>();
   c->bytes = p.WidthInBytes;
   resolve_end(p.src, c->bytes, &c->src, "source");
@@ -36,19 +38,20 @@ std::shared_ptr<CopyWork> make_copy(const CUDA_MEMCPY3D& p) {
 std::shared_ptr<FillWork> make_fill(const CUDA_MEMSET_NODE_PARAMS& p) {
   if (p.elementSize != 1 && p.elementSize != 2 && p.elementSize != 4) {
     refuse(CUDA_ERROR_INVALID_VALUE,
-           "fill element size " + std::to_string(p.elementSize) + " is not 1, 2 or 4");
+           "memset element size " + std::to_string(p.elementSize) + " is not 1, 2 or 4");
   }
-  need(p.height <= 1, CUDA_ERROR_NOT_SUPPORTED, "fills of several rows are not implemented");
+  require(p.height <= 1, CUDA_ERROR_NOT_SUPPORTED,
+          "memset of more than one row is not implemented");
   auto f = std::make_shared<FillWork>();
   f->value = p.value;
   f->element = p.elementSize;
   f->bytes = p.width * p.elementSize;
-  need(p.dst % p.elementSize == 0, CUDA_ERROR_INVALID_VALUE,
-       "fill destination is not aligned to its element");
+  require(p.dst % p.elementSize == 0, CUDA_ERROR_INVALID_VALUE,
+          "the memset destination is not aligned to its element size");
   std::string why;
   if (!resolve(p.dst, f->bytes, &f->dst, &why) || (f->bytes > 0 && !f->dst.owner)) {
     refuse(CUDA_ERROR_INVALID_VALUE,
-           "fill destination: " + (why.empty() ? hex(p.dst) + " is pageable memory" : why));
+           "memset destination: " + (why.empty() ? hex(p.dst) + " is pageable host memory" : why));
   }
   return f;
 }
@@ -57,7 +60,7 @@ bool run_copy(Executor* executor, const CopyWork& c) {
   for (const Target* target : {&c.src, &c.dst}) {
     if (target->live()) continue;
     fault(CUDA_ERROR_ILLEGAL_ADDRESS,
-          "use after free: a copy touches " + target->owner->describe());
+          "use after free: a copy accesses " + target->owner->describe());
     return false;
   }
   const char* from = c.staged.empty() ? c.src.address : c.staged.data();
@@ -66,10 +69,11 @@ bool run_copy(Executor* executor, const CopyWork& c) {
 
 bool run_fill(Executor* executor, const FillWork& f) {
   if (!f.dst.live()) {
-    fault(CUDA_ERROR_ILLEGAL_ADDRESS, "use after free: a fill touches " + f.dst.owner->describe());
+    fault(CUDA_ERROR_ILLEGAL_ADDRESS,
+          "use after free: a memset accesses " + f.dst.owner->describe());
     return false;
   }
-  return executor->guarded("fill", [&] {
+  return executor->guarded("memset", [&] {
     if (f.element == 1) {
       std::memset(f.dst.address, static_cast<int>(f.value), f.bytes);
       return;
@@ -82,8 +86,9 @@ bool run_fill(Executor* executor, const FillWork& f) {
 
 namespace {
 
-// Pageable memory (C1): an asynchronous copy takes its source at the call, and waits for its end
-// when the destination is pageable, as the API synchronisation rules of the driver say.
+// Pageable memory follows the driver's API synchronization rules (C1): an asynchronous copy reads a
+// pageable source before it returns, and completes before it returns if the destination is
+// pageable.
 CUresult copy(CopyEnd dst, CopyEnd src, size_t bytes, CUstream handle, bool wait) {
   const auto stream = find_stream(handle);
   const auto c = make_copy(CUDA_MEMCPY3D{src, dst, bytes, 1, 1});
@@ -102,7 +107,7 @@ CUresult fill(CUdeviceptr dst, unsigned value, unsigned element, size_t count, C
   const auto f = make_fill(CUDA_MEMSET_NODE_PARAMS{dst, 0, value, element, count, 1});
   if (count == 0 || capture_work(handle, Work(f))) return CUDA_SUCCESS;
   const OpRef op = enqueue(*stream, Work(f));
-  return wait ? wait_op(op, "a fill to finish") : CUDA_SUCCESS;
+  return wait ? wait_op(op, "a memset to finish") : CUDA_SUCCESS;
 }
 
 CopyEnd end_of(CUmemorytype type, const void* host, CUdeviceptr device) {

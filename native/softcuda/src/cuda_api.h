@@ -1,5 +1,5 @@
-// The part of the public CUDA driver ABI that the soft device answers: types, codes and layouts.
-// Facts only, written from the public documentation; nothing here is needed from a CUDA toolkit.
+// The part of the public CUDA driver ABI that the soft device implements: types, codes and layouts.
+// Written from the public documentation, so that no CUDA toolkit is needed.
 #pragma once
 
 #include <cstddef>
@@ -120,7 +120,8 @@ struct CUDA_CONDITIONAL_NODE_PARAMS {
 };
 static_assert(sizeof(CUDA_CONDITIONAL_NODE_PARAMS) == 32, "driver ABI");
 
-struct CopyEnd {  // the fields of CUDA_MEMCPY3D that begin with src, or with dst
+// The fields of CUDA_MEMCPY3D that begin with "src", or those that begin with "dst".
+struct CopyEnd {
   size_t x_in_bytes, y, z, lod;
   CUmemorytype type;
   const void* host;
@@ -182,7 +183,7 @@ union CUstreamBatchMemOpParams {
   CUstreamBatchMemOpType operation;
   CUstreamMemOpWaitValueParams waitValue;
   CUstreamMemOpWaitValueParams writeValue;
-  CUstreamMemOpMemoryBarrierParams memoryBarrier;  // also flushRemoteWrites
+  CUstreamMemOpMemoryBarrierParams memoryBarrier;  // same layout as flushRemoteWrites
   uint64_t pad[6];
 };
 static_assert(sizeof(CUstreamBatchMemOpParams) == 48, "driver ABI");
@@ -206,7 +207,7 @@ struct CUgraphNodeParams {
     CUDA_BATCH_MEM_OP_NODE_PARAMS memOp;
     CUDA_HOST_NODE_PARAMS_v2 host;
     CUDA_CHILD_GRAPH_NODE_PARAMS graph;
-    CUevent event;  // of a record or wait node
+    CUevent event;  // for an event record or event wait node
     CUDA_CONDITIONAL_NODE_PARAMS conditional;
   };
   long long reserved2;

@@ -1,4 +1,4 @@
-// Initialisation, the one device and its primary context.
+// Initialization, settings, the device and its contexts.
 #include <pthread.h>
 #include <sched.h>
 
@@ -17,9 +17,9 @@ namespace {
 std::atomic<bool> g_initialised{false}, g_forked{false};
 std::mutex& g_context_mutex = *new std::mutex;
 unsigned g_retains = 0;
-thread_local std::vector<CUcontext> t_stack;  // the top is current
-// The primary context's handle; never dereferenced. Others are further names for the same device:
-// memory, streams and modules are common to all.
+thread_local std::vector<CUcontext> t_stack;  // context stack; the last element is current
+// Handle of the primary context; never dereferenced. Memory, streams and modules belong to the
+// device, so all contexts share them.
 const CUcontext kPrimary = reinterpret_cast<CUcontext>(0x50000000000010);
 std::set<CUcontext>& g_created = *new std::set<CUcontext>;
 
@@ -28,7 +28,8 @@ bool is_context(CUcontext context) {
   return context == kPrimary || g_created.count(context) != 0;
 }
 
-unsigned long number(const char* name, unsigned long fallback) {
+// Returns a numeric environment variable.
+unsigned long number_setting(const char* name, unsigned long fallback) {
   const char* text = std::getenv(name);
   if (text == nullptr || *text == '\0') return fallback;
   char* end = nullptr;
@@ -56,16 +57,17 @@ const Settings& settings() {
   static const Settings& s = *[] {
     auto* out = new Settings{};
     const unsigned cores = usable_cores();
-    out->workers = static_cast<unsigned>(number("SOFTCUDA_WORKERS", cores < 16 ? cores : 16));
+    out->workers =
+        static_cast<unsigned>(number_setting("SOFTCUDA_WORKERS", cores < 16 ? cores : 16));
     if (out->workers == 0) out->workers = 1;
     if (out->workers > 256) out->workers = 256;
-    out->log = number("SOFTCUDA_LOG", 0) != 0;
-    out->lock_model = static_cast<unsigned>(number("SOFTCUDA_LOCK_MODEL", 0));
-    out->watchdog_seconds = static_cast<unsigned>(number("SOFTCUDA_WATCHDOG", 0));
-    out->poison = number("SOFTCUDA_POISON", 0) != 0;
-    out->memory = number("SOFTCUDA_MEMORY", 0);
-    out->memops = number("SOFTCUDA_MEMOPS", 1) != 0;
-    out->queues = static_cast<unsigned>(number("SOFTCUDA_QUEUES", 0));
+    out->log = number_setting("SOFTCUDA_LOG", 0) != 0;
+    out->lock_model = static_cast<unsigned>(number_setting("SOFTCUDA_LOCK_MODEL", 0));
+    out->watchdog_seconds = static_cast<unsigned>(number_setting("SOFTCUDA_WATCHDOG", 0));
+    out->poison = number_setting("SOFTCUDA_POISON", 0) != 0;
+    out->memory = number_setting("SOFTCUDA_MEMORY", 0);
+    out->memops = number_setting("SOFTCUDA_MEMOPS", 1) != 0;
+    out->queues = static_cast<unsigned>(number_setting("SOFTCUDA_QUEUES", 0));
     const char* loading = std::getenv("CUDA_MODULE_LOADING");
     out->lazy_loading = loading == nullptr || std::strcmp(loading, "EAGER") != 0;
     const char* mode = std::getenv("SOFTCUDA_DESTRUCTORS");
@@ -75,7 +77,8 @@ const Settings& settings() {
   return s;
 }
 
-// Attributes not listed answer 0: the feature is absent. SOFTCUDA_ATTRIBUTE_<n>=0 makes one absent.
+// Attributes that are not listed are 0, which means that the device lacks the feature.
+// SOFTCUDA_ATTRIBUTE_<n>=0 sets one to 0.
 int device_attribute(int attribute) {
   static const std::map<int, int>& known = *[] {
     auto* table = new std::map<int, int>{
@@ -90,7 +93,7 @@ int device_attribute(int attribute) {
     };
     for (int n : {92, 93, 94, 98, 122, 123}) {
       const std::string name = "SOFTCUDA_ATTRIBUTE_" + std::to_string(n);
-      if (number(name.c_str(), 1) == 0) (*table)[n] = 0;
+      if (number_setting(name.c_str(), 1) == 0) (*table)[n] = 0;
     }
     return table;
   }();
@@ -103,61 +106,61 @@ int device_attribute(int attribute) {
 using namespace softcuda;
 
 SC_API(cuInit, 2000, kNoInit | kNoLock | kAfterFault, unsigned, flags) {
-  need(flags == 0);
+  require(flags == 0);
   static std::once_flag once;
   std::call_once(once, [] { pthread_atfork(nullptr, nullptr, [] { g_forked = true; }); });
   g_initialised.store(true, std::memory_order_release);
 }
 
 SC_API(cuDriverGetVersion, 2020, kAlways, int*, version) {
-  need(version != nullptr);
+  require(version != nullptr);
   *version = 13020;
 }
 
 SC_API(cuDeviceGetCount, 2000, kNoLock | kAfterFault, int*, count) {
-  need(count != nullptr);
+  require(count != nullptr);
   *count = 1;
 }
 
 SC_API(cuDeviceGet, 2000, kNoLock | kAfterFault, CUdevice*, device, int, ordinal) {
-  need(device != nullptr);
-  need(ordinal == 0, CUDA_ERROR_INVALID_DEVICE, "there is one soft device, ordinal 0");
+  require(device != nullptr);
+  require(ordinal == 0, CUDA_ERROR_INVALID_DEVICE, "the only soft device has ordinal 0");
   *device = 0;
 }
 
 SC_API(cuDeviceGetName, 2000, kNoLock | kAfterFault, char*, name, int, size, CUdevice, device) {
-  need(device == 0, CUDA_ERROR_INVALID_DEVICE);
-  need(name != nullptr && size > 0);
+  require(device == 0, CUDA_ERROR_INVALID_DEVICE);
+  require(name != nullptr && size > 0);
   std::strncpy(name, "graft soft device", static_cast<size_t>(size));
   name[size - 1] = '\0';
 }
 
 SC_API(cuDeviceGetUuid_v2, 11040, kNoLock | kAfterFault, unsigned char*, uuid, CUdevice, device) {
-  need(device == 0, CUDA_ERROR_INVALID_DEVICE);
-  need(uuid != nullptr);
+  require(device == 0, CUDA_ERROR_INVALID_DEVICE);
+  require(uuid != nullptr);
   std::memcpy(uuid, "graft-softdevice", 16);
 }
 
 SC_API(cuDeviceTotalMem_v2, 3020, kNoLock | kAfterFault, size_t*, bytes, CUdevice, device) {
-  need(device == 0, CUDA_ERROR_INVALID_DEVICE);
-  need(bytes != nullptr);
+  require(device == 0, CUDA_ERROR_INVALID_DEVICE);
+  require(bytes != nullptr);
   *bytes = total_memory();
 }
 
 SC_API(cuDeviceGetAttribute, 2000, kNoLock | kAfterFault, int*, value, int, attribute, CUdevice,
        device) {
-  need(device == 0, CUDA_ERROR_INVALID_DEVICE);
-  need(value != nullptr);
+  require(device == 0, CUDA_ERROR_INVALID_DEVICE);
+  require(value != nullptr);
   if (attribute < 1 || attribute > 161) {
-    refuse(CUDA_ERROR_INVALID_VALUE, "no device attribute " + std::to_string(attribute));
+    refuse(CUDA_ERROR_INVALID_VALUE, "unknown device attribute " + std::to_string(attribute));
   }
   *value = device_attribute(attribute);
 }
 
 SC_API(cuDeviceComputeCapability, 2000, kNoLock | kAfterFault, int*, major, int*, minor, CUdevice,
        device) {
-  need(device == 0, CUDA_ERROR_INVALID_DEVICE);
-  need(major != nullptr && minor != nullptr);
+  require(device == 0, CUDA_ERROR_INVALID_DEVICE);
+  require(major != nullptr && minor != nullptr);
   *major = 9;
   *minor = 0;
 }
@@ -171,79 +174,80 @@ static void start_device() {
 
 SC_API(cuCtxCreate_v4, 12050, 0, CUcontext*, out, const void*, params, unsigned, flags, CUdevice,
        device) {
-  need(device == 0, CUDA_ERROR_INVALID_DEVICE);
-  need(out != nullptr && (flags & ~0x1fu) == 0);
-  // Two pointers and a count: execution affinity, or memory of a client.
-  static const char none[24] = {};
-  need(params == nullptr || std::memcmp(params, none, sizeof none) == 0, CUDA_ERROR_NOT_SUPPORTED,
-       "contexts with special parameters");
+  require(device == 0, CUDA_ERROR_INVALID_DEVICE);
+  require(out != nullptr && (flags & ~0x1fu) == 0);
+  // CUctxCreateParams: two pointers and a count.
+  static const char zeros[24] = {};
+  require(params == nullptr || std::memcmp(params, zeros, sizeof zeros) == 0,
+          CUDA_ERROR_NOT_SUPPORTED,
+          "contexts with execution affinity or CIG parameters are not implemented");
   static auto next = reinterpret_cast<uintptr_t>(kPrimary);
   std::lock_guard<std::mutex> lock(g_context_mutex);
   start_device();
   *out = reinterpret_cast<CUcontext>(next += 16);
   g_created.insert(*out);
   t_stack.push_back(*out);
-  live_add(Kind::context, 1);
+  live_add(Resource::context, 1);
 }
 
 SC_API(cuCtxDestroy_v2, 4000, kAfterFault, CUcontext, context) {
-  need(context != kPrimary && is_context(context), CUDA_ERROR_INVALID_CONTEXT);
-  if (sticky() == CUDA_SUCCESS) wait_idle("destroying the context: all work to finish");
+  require(context != kPrimary && is_context(context), CUDA_ERROR_INVALID_CONTEXT);
+  if (sticky() == CUDA_SUCCESS) wait_idle("cuCtxDestroy: all work to finish");
   std::lock_guard<std::mutex> lock(g_context_mutex);
-  need(g_created.erase(context) != 0, CUDA_ERROR_INVALID_CONTEXT);
-  live_add(Kind::context, -1);
+  require(g_created.erase(context) != 0, CUDA_ERROR_INVALID_CONTEXT);
+  live_add(Resource::context, -1);
   if (current_context() == context) t_stack.pop_back();
 }
 
 SC_API(cuDevicePrimaryCtxRetain, 7000, 0, CUcontext*, context, CUdevice, device) {
-  need(device == 0, CUDA_ERROR_INVALID_DEVICE);
-  need(context != nullptr);
+  require(device == 0, CUDA_ERROR_INVALID_DEVICE);
+  require(context != nullptr);
   std::lock_guard<std::mutex> lock(g_context_mutex);
-  if (g_retains++ == 0) live_add(Kind::context, 1);
+  if (g_retains++ == 0) live_add(Resource::context, 1);
   start_device();
   *context = kPrimary;
 }
 
 SC_API(cuDevicePrimaryCtxRelease_v2, 11000, kAfterFault, CUdevice, device) {
-  need(device == 0, CUDA_ERROR_INVALID_DEVICE);
-  if (sticky() == CUDA_SUCCESS) wait_idle("releasing the context: all work to finish");
+  require(device == 0, CUDA_ERROR_INVALID_DEVICE);
+  if (sticky() == CUDA_SUCCESS) wait_idle("cuDevicePrimaryCtxRelease: all work to finish");
   std::lock_guard<std::mutex> lock(g_context_mutex);
-  need(g_retains > 0, CUDA_ERROR_INVALID_CONTEXT,
-       "the primary context is released more than retained");
-  if (--g_retains == 0) live_add(Kind::context, -1);
+  require(g_retains > 0, CUDA_ERROR_INVALID_CONTEXT,
+          "the primary context was released more often than retained");
+  if (--g_retains == 0) live_add(Resource::context, -1);
 }
 
 SC_API(cuCtxSetCurrent, 4000, kNoLock, CUcontext, context) {
-  need(context == nullptr || is_context(context), CUDA_ERROR_INVALID_CONTEXT);
+  require(context == nullptr || is_context(context), CUDA_ERROR_INVALID_CONTEXT);
   if (!t_stack.empty()) t_stack.pop_back();
   if (context != nullptr) t_stack.push_back(context);
 }
 
 SC_API(cuCtxGetCurrent, 4000, kNoLock | kAfterFault, CUcontext*, context) {
-  need(context != nullptr);
+  require(context != nullptr);
   *context = current_context();
 }
 
 SC_API(cuCtxPushCurrent_v2, 4000, kNoLock, CUcontext, context) {
-  need(is_context(context), CUDA_ERROR_INVALID_CONTEXT);
+  require(is_context(context), CUDA_ERROR_INVALID_CONTEXT);
   t_stack.push_back(context);
 }
 
 SC_API(cuCtxPopCurrent_v2, 4000, kNoLock, CUcontext*, context) {
-  need(!t_stack.empty(), CUDA_ERROR_INVALID_CONTEXT);
+  require(!t_stack.empty(), CUDA_ERROR_INVALID_CONTEXT);
   if (context != nullptr) *context = t_stack.back();
   t_stack.pop_back();
 }
 
 SC_API(cuCtxGetDevice, 2000, kNoLock, CUdevice*, device) {
-  need(device != nullptr);
-  need(current_context() != nullptr, CUDA_ERROR_INVALID_CONTEXT);
+  require(device != nullptr);
+  require(current_context() != nullptr, CUDA_ERROR_INVALID_CONTEXT);
   *device = 0;
 }
 
 SC_API_CODE(cuCtxSynchronize, 2000, kNoLock) {
-  capture_forbids_device();
-  need(current_context() != nullptr, CUDA_ERROR_INVALID_CONTEXT);
+  capture_reject_device_sync();
+  require(current_context() != nullptr, CUDA_ERROR_INVALID_CONTEXT);
   return wait_idle("cuCtxSynchronize: all work to finish");
 }
 

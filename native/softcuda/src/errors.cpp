@@ -1,4 +1,4 @@
-// Error names, the sticky error and its text (invariants E1-E3).
+// Error names, the sticky error and the texts of faults and refused calls (invariants E1-E3).
 #include <cctype>
 #include <cstdio>
 #include <cstring>
@@ -8,20 +8,20 @@
 namespace softcuda {
 namespace {
 
-struct Named {
+struct ErrorName {
   CUresult code;
   const char* name;
-  std::string text;  // the name in plain words
+  std::string text;  // the name in lower case without prefix and underscores
 };
 
-Named named(CUresult code, const char* name) {
+ErrorName error_name(CUresult code, const char* name) {
   std::string text = std::strncmp(name, "CUDA_ERROR_", 11) == 0 ? name + 11 : "no error";
   for (char& c : text) c = c == '_' ? ' ' : static_cast<char>(std::tolower(c));
   return {code, name, text};
 }
 
-const auto& errors = *new std::vector<Named>{
-#define E(code, name) named(code, #name),
+const auto& errors = *new std::vector<ErrorName>{
+#define E(code, name) error_name(code, #name),
 #include "cuda_errors.inc"
 #undef E
 };
@@ -31,16 +31,21 @@ std::mutex& g_text_mutex = *new std::mutex;
 std::string& g_fault_text = *new std::string;
 thread_local std::string t_refusal_text;
 
-const Named* find(CUresult code) {
-  for (const Named& e : errors) {
-    if (e.code == code) return &e;
+const ErrorName* find_error(CUresult code) {
+  for (const ErrorName& error : errors) {
+    if (error.code == code) return &error;
   }
   return nullptr;
 }
 
+std::string name_or_number(CUresult code) {
+  const ErrorName* error = find_error(code);
+  return error != nullptr ? error->name : "error " + std::to_string(code);
+}
+
 }  // namespace
 
-size_t give(const std::string& text, char* buffer, size_t size) {
+size_t copy_text(const std::string& text, char* buffer, size_t size) {
   if (buffer != nullptr && size > 0) {
     const size_t n = text.size() < size - 1 ? text.size() : size - 1;
     std::memcpy(buffer, text.data(), n);
@@ -62,19 +67,18 @@ std::string hex(unsigned long long value) {
 void fault(CUresult code, const std::string& text) {
   {
     std::lock_guard<std::mutex> lock(g_text_mutex);
-    if (g_sticky.load() != CUDA_SUCCESS) return;  // the first fault is the one that counts
+    if (g_sticky.load() != CUDA_SUCCESS) return;  // only the first fault is recorded (E1)
     g_fault_text = text;
-    leak_everything();
+    count_live_as_leaked();
     g_sticky.store(code, std::memory_order_release);
   }
-  if (settings().log) log_line(std::string("softcuda: ") + find(code)->name + ": " + text);
+  if (settings().log) log_line("softcuda: " + name_or_number(code) + ": " + text);
 }
 
 void refuse(CUresult code, const std::string& text) {
   t_refusal_text = text;
   if (settings().log) {
-    const Named* e = find(code);
-    log_line(std::string("softcuda: refused with ") + (e ? e->name : "?") + ": " + text);
+    log_line("softcuda: refused with " + name_or_number(code) + ": " + text);
   }
   throw Refused{code};
 }
@@ -85,21 +89,21 @@ using namespace softcuda;
 
 #define GET_ERROR(symbol, field)                                     \
   SC_API(symbol, 6000, kAlways, CUresult, code, const char**, out) { \
-    need(out != nullptr);                                            \
-    const Named* e = find(code);                                     \
-    *out = e != nullptr ? e->field : nullptr;                        \
-    need(e != nullptr);                                              \
+    require(out != nullptr);                                         \
+    const ErrorName* error = find_error(code);                       \
+    *out = error != nullptr ? error->field : nullptr;                \
+    require(error != nullptr);                                       \
   }
 GET_ERROR(cuGetErrorName, name)
 GET_ERROR(cuGetErrorString, text.c_str())
 
-// The text of the sticky error ("" when there is none); returns its length.
+// Copies the text of the sticky error, "" if there is none, and returns its length.
 SC_EXPORT size_t softcuda_last_fault(char* buffer, size_t size) {
   std::lock_guard<std::mutex> lock(g_text_mutex);
-  return give(g_fault_text, buffer, size);
+  return copy_text(g_fault_text, buffer, size);
 }
 
-// Why the calling thread's most recently refused call was refused.
+// Copies the text of the error that the calling thread's last refused call returned.
 SC_EXPORT size_t softcuda_last_refusal(char* buffer, size_t size) {
-  return give(t_refusal_text, buffer, size);
+  return copy_text(t_refusal_text, buffer, size);
 }

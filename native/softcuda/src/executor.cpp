@@ -15,14 +15,14 @@
 
 namespace softcuda {
 
-// initial-exec: the signal handler reads it, and lazily allocated storage would call malloc there.
+// initial-exec, because the signal handler reads it: lazily allocated storage would call malloc.
 __attribute__((tls_model("initial-exec"))) thread_local Executor* t_executor = nullptr;
 
 namespace {
 
 constexpr size_t kSharedMax = 256 << 10;
 
-// Denormals are flushed on both devices, so rows have the same bits on every worker.
+// Flushes denormals, so that every worker computes the same bits (X10).
 void flush_denormals() {
 #if defined(__x86_64__)
   _mm_setcsr(_mm_getcsr() | 0x8040);
@@ -34,7 +34,7 @@ void flush_denormals() {
 }
 
 void fiber_entry() {
-  entered_stack();
+  announce_new_stack();
   t_executor->fiber_loop();
 }
 
@@ -47,7 +47,7 @@ std::string triple(const softcuda_dim3& v) {
 Executor::Executor(unsigned worker) : worker_(worker), fibers_(fiber_entry) {
   t_executor = this;
   flush_denormals();
-  // Faults on an overflowing fiber stack need another stack for the handler.
+  // The handler of a stack overflow needs a stack of its own.
   constexpr size_t kHandlerStack = 64 << 10;
   stack_t alternate{};
   alternate.ss_sp =
@@ -69,7 +69,8 @@ bool run_blocks(Executor* executor, const KernelWork& work, uint64_t first, uint
 bool Executor::run_blocks(const KernelWork& work, uint64_t first, uint64_t last) {
   Function& function = *work.function;
   if (!function.module->live) {
-    fault(CUDA_ERROR_ILLEGAL_ADDRESS, "kernel '" + function.name + "' of an unloaded module ran");
+    fault(CUDA_ERROR_ILLEGAL_ADDRESS,
+          "kernel '" + function.name + "' was launched after its module had been unloaded");
     return false;
   }
   for (auto& pointer : work.pointers) {
@@ -94,7 +95,7 @@ bool Executor::run_blocks(const KernelWork& work, uint64_t first, uint64_t last)
                    static_cast<unsigned>(first / work.grid.x / work.grid.y)};
   running_kernel_.store(function.name.c_str(), std::memory_order_relaxed);
   if (sigsetjmp(recover_, 0) != 0) {
-    jumped_to(&main_);
+    announce_jump(&main_);
     report_fault("kernel '" + work.function->name + "'", &work);
     return false;
   }
@@ -118,14 +119,15 @@ bool Executor::run_blocks(const KernelWork& work, uint64_t first, uint64_t last)
   return !failed_;
 }
 
-// A stack's life: run threads that have not started; when none is left, lend itself again.
+// Main loop of a fiber: runs threads that have not started. When none is left, returns the stack to
+// the pool and switches to a ready thread or to the worker.
 void Executor::fiber_loop() {
   for (;;) {
     entry_->run(block_, params_);
     Fiber* self = running_;
     Fiber* next = block_->tracked != 0 ? next_ready(0) : nullptr;
     if (next == nullptr && block_->exited != block_->count) deadlock();
-    fibers_.put(self);  // safe before the switch: only this thread takes stacks
+    fibers_.put(self);  // safe before the switch, because only this worker takes stacks
     if (next == nullptr) {
       switch_context(&self->context, &main_);
     } else {
@@ -135,7 +137,8 @@ void Executor::fiber_loop() {
   }
 }
 
-// Before the first suspension of a block every earlier thread has run to its end (X2).
+// Initializes the thread states at the block's first suspension: all earlier threads have exited
+// (X2).
 void Executor::begin_tracking() {
   block_->tracked = 1;
   std::memset(ready_, 0, sizeof ready_);
@@ -161,12 +164,12 @@ inline __attribute__((always_inline)) int Executor::barrier(unsigned op, int pre
   count_ += predicate != 0;
   const unsigned thread = block_->current;
   if (++arrived_ == block_->count - block_->exited) {
-    release_barrier();  // the last to arrive goes on without a switch
+    release_barrier();  // the last thread to arrive continues without a switch (X4)
   } else {
     at_barrier_[thread / 32] |= 1u << (thread % 32);
     suspend();
   }
-  // Nobody can complete the next barrier before this thread has read these (X3).
+  // The next barrier cannot complete before this thread has read these values (X3).
   switch (op) {
     case SOFTCUDA_BARRIER_COUNT:
       return static_cast<int>(last_count_);
@@ -179,7 +182,7 @@ inline __attribute__((always_inline)) int Executor::barrier(unsigned op, int pre
   }
 }
 
-// An exited thread counts as arrived everywhere.
+// An exited thread counts as arrived at every barrier and warp operation.
 void Executor::thread_exit() {
   const unsigned thread = block_->current;
   exited_[thread / 32] |= 1u << (thread % 32);
@@ -191,19 +194,19 @@ void Executor::thread_exit() {
   }
 }
 
-std::string Executor::where() const {
+std::string Executor::location() const {
   return std::string("kernel '") + entry_->name + "' block " + triple(block_->block_idx);
 }
 
 void Executor::fail(CUresult code, const std::string& text) {
-  fault(code, where() + " thread " + triple(block_->thread_idx) + ": " + text);
-  abandon();
+  fault(code, location() + " thread " + triple(block_->thread_idx) + ": " + text);
+  abort_block();
 }
 
-void Executor::abandon() {
+void Executor::abort_block() {
   failed_ = true;
-  Context lost;  // as this block's stacks are; nothing runs after a fault
-  switch_context(&lost, &main_);
+  Context discarded;  // the block's stacks are lost; nothing runs after a fault
+  switch_context(&discarded, &main_);
   __builtin_unreachable();
 }
 
@@ -219,14 +222,14 @@ void Executor::deadlock() {
     detail = "; warp " + std::to_string(w) + " lane " + std::to_string(lane) + " waits with mask " +
              hex(lanes_[w * 32 + lane].mask) + ", missing lanes " + hex(missing);
   }
-  fault(CUDA_ERROR_LAUNCH_FAILED, where() + ": divergent barrier: " + std::to_string(barrier) +
+  fault(CUDA_ERROR_LAUNCH_FAILED, location() + ": divergent barrier: " + std::to_string(barrier) +
                                       " threads at __syncthreads, " + std::to_string(warp) +
                                       " at warp operations, " + std::to_string(block_->exited) +
                                       " exited" + detail);
-  abandon();
+  abort_block();
 }
 
-void Executor::caught(int signal, unsigned long long address, bool known, bool write) {
+void Executor::handle_signal(int signal, unsigned long long address, bool known, bool write) {
   if (!armed_) return;
   armed_ = false;
   fault_signal_ = signal;
@@ -236,15 +239,44 @@ void Executor::caught(int signal, unsigned long long address, bool known, bool w
   siglongjmp(recover_, 1);
 }
 
-void Executor::report_fault(const std::string& what, const KernelWork* work) {
-  std::string text = what;
+// Describes the faulting address relative to the nearest allocation or to shared memory.
+std::string Executor::describe_address(const KernelWork* work) const {
+  const auto shared = reinterpret_cast<unsigned long long>(shared_end_);
+  const std::shared_ptr<Allocation> nearest = find_for_fault(fault_address_);
+  if (nearest == nullptr) {
+    if (fault_address_ < shared || fault_address_ >= shared + kSharedMax) return "";
+    return ", past the end of " + std::to_string(block_->dynamic_bytes) +
+           " bytes of dynamic shared memory";
+  }
+  std::string text;
+  const auto storage = reinterpret_cast<unsigned long long>(nearest->storage);
+  if (is_alias(fault_address_)) {
+    text = ", an untranslated device address inside " + nearest->describe() +
+           " (device pointers must be kernel parameters)";
+  } else if (fault_address_ >= storage && fault_address_ < storage + nearest->size) {
+    text = ", a jump into " + nearest->describe();
+  } else if (fault_address_ >= storage) {
+    text = ", " + std::to_string(fault_address_ - storage - nearest->size) +
+           " bytes past the end of " + nearest->describe();
+  } else {
+    text = ", " + std::to_string(storage - fault_address_) + " bytes before " + nearest->describe();
+  }
+  if (work == nullptr) return text;
+  for (auto& pointer : work->pointers) {
+    if (pointer.second == nearest) return text + ", parameter " + std::to_string(pointer.first);
+  }
+  return text;
+}
+
+void Executor::report_fault(const std::string& operation, const KernelWork* work) {
+  std::string text = operation;
   if (work != nullptr) {
     text += " block " + triple(block_->block_idx) + " thread " + triple(block_->thread_idx);
   }
   CUresult code = CUDA_ERROR_ILLEGAL_ADDRESS;
   if (fault_signal_ == SIGFPE) {
     code = CUDA_ERROR_LAUNCH_FAILED;
-    text += ": integer division by zero, or of the least integer by -1";
+    text += ": integer division by zero, or of the smallest integer by -1";
   } else if (fault_signal_ == SIGILL) {
     const bool checked = work != nullptr && work->function->images[worker_]->checks_alignment != 0;
     code = checked ? CUDA_ERROR_MISALIGNED_ADDRESS : CUDA_ERROR_LAUNCH_FAILED;
@@ -253,36 +285,10 @@ void Executor::report_fault(const std::string& what, const KernelWork* work) {
     code = CUDA_ERROR_LAUNCH_FAILED;
     text += ": stack overflow (a thread's local arrays exceed 512 KiB)";
   } else if (!fault_known_) {
-    text += ": illegal memory access at an address the processor does not tell";
+    text += ": illegal memory access at an address that the processor does not report";
   } else {
     text += std::string(": illegal ") + (fault_write_ ? "write" : "read") + " at " +
-            hex(fault_address_);
-    const auto shared = reinterpret_cast<unsigned long long>(shared_end_);
-    if (auto near = find_for_fault(fault_address_)) {
-      const auto storage = reinterpret_cast<unsigned long long>(near->storage);
-      if (is_alias(fault_address_)) {
-        text += ", an untranslated device address inside " + near->describe() +
-                " (pointers must be kernel parameters)";
-      } else if (fault_address_ >= storage && fault_address_ < storage + near->size) {
-        text += ", a jump into " + near->describe();
-      } else if (fault_address_ >= storage) {
-        text += ", " + std::to_string(fault_address_ - storage - near->size) +
-                " bytes past the end of " + near->describe();
-      } else {
-        text +=
-            ", " + std::to_string(storage - fault_address_) + " bytes before " + near->describe();
-      }
-      if (work != nullptr) {
-        for (auto& pointer : work->pointers) {
-          if (pointer.second != near) continue;
-          text += ", parameter " + std::to_string(pointer.first);
-          break;
-        }
-      }
-    } else if (fault_address_ >= shared && fault_address_ < shared + kSharedMax) {
-      text += ", past the end of " + std::to_string(block_->dynamic_bytes) +
-              " bytes of dynamic shared memory";
-    }
+            hex(fault_address_) + describe_address(work);
   }
   failed_ = true;
   running_kernel_.store(nullptr, std::memory_order_relaxed);
@@ -291,15 +297,17 @@ void Executor::report_fault(const std::string& what, const KernelWork* work) {
 
 // ---- hooks ------------------------------------------------------------------------------------
 namespace {
-Executor& of(softcuda_block* block) { return *static_cast<Executor*>(block->executor); }
+Executor& executor_of(softcuda_block* block) { return *static_cast<Executor*>(block->executor); }
 
 int hook_barrier(softcuda_block* block, unsigned op, int predicate) {
-  return of(block).barrier(op, predicate);
+  return executor_of(block).barrier(op, predicate);
 }
-// Threads run one at a time, so a lane only ever finds itself converged with nobody.
+// Threads run one at a time, so the calling lane is never converged with another one.
 unsigned hook_active(softcuda_block* block) { return 1u << (block->current % 32); }
-void hook_exit(softcuda_block* block) { of(block).thread_exit(); }
-void hook_trap(softcuda_block* block, int code, const char* text) { of(block).fail(code, text); }
+void hook_exit(softcuda_block* block) { executor_of(block).thread_exit(); }
+void hook_trap(softcuda_block* block, int code, const char* text) {
+  executor_of(block).fail(code, text);
+}
 unsigned long long hook_timer() { return now_ns(); }
 }  // namespace
 
@@ -308,7 +316,8 @@ const softcuda_hooks kHooks = {hook_barrier, hook_warp, hook_active,
 
 }  // namespace softcuda
 
-// printf of device code, on the kernel's stack; written at once and flushed by every wait.
+// printf of device code. Runs on the kernel's stack, writes to stdout, and is flushed when the host
+// waits for the device.
 SC_EXPORT int softcuda_printf(const char* format, ...) {
   char text[1024];
   va_list values;

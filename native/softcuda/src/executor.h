@@ -1,4 +1,5 @@
-// One worker's block executor: runs the threads of a block as lazy fibers (invariants X1-X10).
+// Runs the blocks of a kernel on one worker. The threads of a block run one after another; a thread
+// gets a stack of its own (a fiber) only when it waits (invariants X1-X10).
 #pragma once
 
 #include <csetjmp>
@@ -16,11 +17,12 @@ class Executor {
   explicit Executor(unsigned worker);
 
   bool run_blocks(const KernelWork& work, uint64_t first, uint64_t last);
-  // Runs `body` so that a memory fault in it is reported as `what`; false after a fault.
+  // Runs `body` and reports a memory fault in it as one of `operation`. Returns false after a
+  // fault.
   template <class Body>
-  bool guarded(const std::string& what, const Body& body) {
+  bool guarded(const std::string& operation, const Body& body) {
     if (sigsetjmp(recover_, 0) != 0) {
-      report_fault(what, nullptr);
+      report_fault(operation, nullptr);
       return false;
     }
     armed_ = true;
@@ -28,10 +30,10 @@ class Executor {
     armed_ = false;
     return true;
   }
-  // From the signal handler: does not return when the fault is the device's.
-  void caught(int signal, unsigned long long address, bool known, bool write);
+  // Called by the signal handler. Does not return if device work caused the fault.
+  void handle_signal(int signal, unsigned long long address, bool known, bool write);
 
-  // Hooks of the kernel image.
+  // Implementation of the hooks that kernel images call.
   inline __attribute__((always_inline)) int barrier(unsigned op, int predicate);
   inline __attribute__((always_inline)) unsigned long long warp(unsigned op, unsigned mask,
                                                                 unsigned long long value,
@@ -52,9 +54,10 @@ class Executor {
   void release_barrier();
   bool try_release_warp(unsigned warp, unsigned mask);
   [[noreturn]] void deadlock();
-  [[noreturn]] void abandon();  // the block, after a fault
-  std::string where() const;
-  void report_fault(const std::string& what, const KernelWork* work);
+  [[noreturn]] void abort_block();  // after a fault
+  std::string location() const;     // "kernel 'name' block (x,y,z)"
+  void report_fault(const std::string& operation, const KernelWork* work);
+  std::string describe_address(const KernelWork* work) const;
 
   unsigned worker_;
   FiberPool fibers_;
@@ -63,17 +66,17 @@ class Executor {
   softcuda_block* block_ = nullptr;
   const softcuda_entry* entry_ = nullptr;
   void** params_ = nullptr;
-  char* shared_end_ = nullptr;  // dynamic shared memory ends here, at a guard page
+  char* shared_end_ = nullptr;  // end of dynamic shared memory; a guard page follows
   bool failed_ = false;
   std::atomic<const char*> running_kernel_{nullptr};
 
-  // Valid while block_->tracked: who waits where, as one bit per lane of each warp.
+  // Valid while block_->tracked: the state of each thread, as one bit per lane of each warp.
   Fiber* suspended_[1024];
   Lane lanes_[1024];
   unsigned ready_[32], at_barrier_[32], at_warp_[32], exited_[32];
   unsigned arrived_ = 0;
-  unsigned count_ = 0;                          // predicates true at the barrier being gathered
-  unsigned last_count_ = 0, last_arrived_ = 0;  // of the barrier last released
+  unsigned count_ = 0;                          // true predicates at the current barrier
+  unsigned last_count_ = 0, last_arrived_ = 0;  // values of the barrier released last
 
   sigjmp_buf recover_;
   volatile bool armed_ = false;
@@ -82,7 +85,7 @@ class Executor {
   bool fault_known_ = false, fault_write_ = false;
 };
 
-// Next ready thread in warp order from `warp` on.
+// Returns the next ready thread in warp order, starting with `warp`.
 inline __attribute__((always_inline)) Fiber* Executor::next_ready(unsigned warp) {
   const unsigned warps = (block_->count + 31) / 32;
   for (unsigned i = 0; i < warps; ++i, warp = warp + 1 == warps ? 0 : warp + 1) {
@@ -94,8 +97,8 @@ inline __attribute__((always_inline)) Fiber* Executor::next_ready(unsigned warp)
   return nullptr;
 }
 
-// Gives the stack to the running thread and continues with a ready thread, else with one that has
-// not started; with neither, nobody can ever release anybody.
+// Suspends the running thread, which keeps its stack, and continues with a ready thread, or else
+// with threads that have not started. If there are neither, the block is deadlocked (X5).
 inline __attribute__((always_inline)) void Executor::suspend() {
   Fiber* self = running_;
   self->thread = block_->current;

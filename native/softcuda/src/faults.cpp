@@ -1,4 +1,5 @@
-// Memory and arithmetic faults of device code (invariant E4); everybody else's go on as before.
+// Signal handlers that turn memory and arithmetic faults of device code into sticky errors
+// (invariant E4). All other faults are passed to the previous handler.
 #include <signal.h>
 #include <ucontext.h>
 #include <unistd.h>
@@ -21,10 +22,10 @@ __attribute__((tls_model("initial-exec"))) thread_local bool t_chaining = false;
 void chain(int signal, siginfo_t* info, void* context, int index) {
   const struct sigaction& before = g_previous[index];
   if (t_chaining || before.sa_handler == SIG_DFL || before.sa_handler == SIG_IGN) {
-    // Back to the default: the instruction faults again and the process dies as it should.
-    struct sigaction standard{};
-    standard.sa_handler = SIG_DFL;
-    sigaction(signal, &standard, nullptr);
+    // Restore the default action: the instruction faults again and ends the process.
+    struct sigaction default_action{};
+    default_action.sa_handler = SIG_DFL;
+    sigaction(signal, &default_action, nullptr);
     return;
   }
   t_chaining = true;
@@ -36,11 +37,12 @@ void chain(int signal, siginfo_t* info, void* context, int index) {
   t_chaining = false;
 }
 
-void say_host_access(unsigned long long address) {
+// Prints a message for host code that dereferences a device address.
+void report_host_access(unsigned long long address) {
   char text[160];
   const int n = std::snprintf(text, sizeof text,
-                              "softcuda: host code touched device address 0x%llx; copy it, or read "
-                              "it in a kernel\n",
+                              "softcuda: host code accessed device address 0x%llx; copy the data "
+                              "to the host first\n",
                               address);
   if (n > 0 && write(STDERR_FILENO, text, static_cast<size_t>(n)) < 0) return;
 }
@@ -49,20 +51,20 @@ void on_fault(int signal, siginfo_t* info, void* raw) {
   int index = 0;
   while (kSignals[index] != signal) ++index;
   const auto address = reinterpret_cast<unsigned long long>(info->si_addr);
-  // A raised signal or a non-canonical address carries no address.
+  // A signal sent by kill() or a non-canonical address provides no address.
   const bool known = info->si_code > 0 && info->si_code != SI_KERNEL;
   bool written = false;
 #if defined(__x86_64__)
   written = (static_cast<ucontext_t*>(raw)->uc_mcontext.gregs[REG_ERR] & 2) != 0;
 #endif
-  if (t_executor != nullptr) t_executor->caught(signal, known ? address : 0, known, written);
-  if (signal == SIGSEGV && known && is_alias(address)) say_host_access(address);
+  if (t_executor != nullptr) t_executor->handle_signal(signal, known ? address : 0, known, written);
+  if (signal == SIGSEGV && known && is_alias(address)) report_host_access(address);
   chain(signal, info, raw, index);
 }
 
 }  // namespace
 
-void keep_fault_handlers() {
+void restore_fault_handlers() {
   struct sigaction now{};
   sigaction(SIGSEGV, nullptr, &now);
   if ((now.sa_flags & SA_SIGINFO) == 0 || now.sa_sigaction != on_fault) install_fault_handlers();
@@ -78,7 +80,7 @@ void install_fault_handlers() {
     g_previous[i] = now;
     struct sigaction ours{};
     ours.sa_sigaction = on_fault;
-    // NODEFER: the handler leaves by a jump, which must not keep the signal blocked.
+    // SA_NODEFER, because the handler leaves by a jump, after which the signal must not be blocked.
     ours.sa_flags = SA_SIGINFO | SA_ONSTACK | SA_NODEFER;
     sigemptyset(&ours.sa_mask);
     sigaction(kSignals[i], &ours, nullptr);

@@ -1,4 +1,5 @@
-// Fiber stacks and the context switch: own assembly on x86-64 (fibers.h), ucontext elsewhere.
+// Fiber stacks and the context switch, which is assembly on x86-64 (fibers.h) and ucontext
+// elsewhere.
 #include "fibers.h"
 
 #include <sys/mman.h>
@@ -15,15 +16,15 @@
 
 namespace softcuda {
 namespace {
-constexpr size_t kStack = 512 << 10;  // touched lazily; CUDA's own limit of local memory a thread
+constexpr size_t kStack = 512 << 10;  // CUDA's limit of local memory per thread; committed lazily
 constexpr size_t kGuard = 64 << 10;
-constexpr size_t kSlab = 32;  // stacks mapped at once
-constexpr size_t kColour = 192;
+constexpr size_t kSlab = 32;      // stacks mapped at once
+constexpr size_t kStagger = 192;  // bytes by which the tops of successive stacks differ
 }  // namespace
 
 #ifdef SOFTCUDA_OWN_SWITCH
 static void prepare(Context* context, char* stack, size_t size, void (*entry)()) {
-  // The first switch jumps to entry, with the stack alignment that a call would leave.
+  // The first switch jumps to `entry` with the stack alignment of a call.
   char* top = stack + size - 16;
   std::memcpy(top, &entry, sizeof entry);
   context->stack_pointer = top;
@@ -42,11 +43,11 @@ static void prepare(Context* context, char* stack, size_t size, void (*entry)())
 
 #if defined(SOFTCUDA_ASAN_FIBERS)
 namespace {
-// The context that the running stack was entered from. Only the worker's own stack has bounds that
-// are unknown until it is left.
+// The context from which the running stack was entered. The bounds of the worker's own stack are
+// unknown until it is left for the first time.
 thread_local Context* t_left = nullptr;
 
-void learn_bounds(void* fake_stack) {
+void finish_switch(void* fake_stack) {
   const void* bottom = nullptr;
   size_t size = 0;
   __sanitizer_finish_switch_fiber(fake_stack, &bottom, &size);
@@ -61,15 +62,15 @@ __attribute__((noinline, no_sanitize_address)) void switch_context(Context* from
   t_left = from;
   __sanitizer_start_switch_fiber(&from->fake_stack, to->bottom, to->size);
   switch_stacks(from, to);
-  learn_bounds(from->fake_stack);
+  finish_switch(from->fake_stack);
 }
 
-void entered_stack() { learn_bounds(nullptr); }
+void announce_new_stack() { finish_switch(nullptr); }
 
-void jumped_to(Context* main) {
+void announce_jump(Context* main) {
   if (main->bottom == nullptr) return;
-  void* lost = nullptr;
-  __sanitizer_start_switch_fiber(&lost, main->bottom, main->size);
+  void* discarded = nullptr;
+  __sanitizer_start_switch_fiber(&discarded, main->bottom, main->size);
   __sanitizer_finish_switch_fiber(main->fake_stack, nullptr, nullptr);
 }
 #elif defined(SOFTCUDA_TSAN_FIBERS)
@@ -79,8 +80,8 @@ __attribute__((noinline, no_sanitize_thread)) void switch_context(Context* from,
   switch_stacks(from, to);
 }
 
-void entered_stack() {}
-void jumped_to(Context* main) { __tsan_switch_to_fiber(main->fiber, 0); }
+void announce_new_stack() {}
+void announce_jump(Context* main) { __tsan_switch_to_fiber(main->fiber, 0); }
 #endif
 
 void FiberPool::grow() {
@@ -99,8 +100,9 @@ void FiberPool::grow() {
       std::abort();
     }
     auto* fiber = new Fiber;
-    // Tops at different cache sets: equal offsets would make every switch miss the first cache.
-    prepare(&fiber->context, stack, kStack - (i + 1) * kColour, entry_);
+    // The stack tops lie in different cache sets. With equal offsets every switch would miss the
+    // first-level cache.
+    prepare(&fiber->context, stack, kStack - (i + 1) * kStagger, entry_);
 #if defined(SOFTCUDA_ASAN_FIBERS)
     fiber->context.bottom = stack;
     fiber->context.size = kStack;

@@ -1,4 +1,4 @@
-// Stacks that suspended threads of a block keep, and the switch between them.
+// Fibers: stacks for the suspended threads of a block, and the switch between them.
 #pragma once
 
 #include <cstddef>
@@ -12,12 +12,12 @@
 #include <ucontext.h>
 #endif
 
-// SOFTCUDA_ASAN_FIBERS and SOFTCUDA_TSAN_FIBERS: built with a sanitizer that follows stacks, so
-// each switch is announced to it (native/tests/CMakeLists.txt).
+// SOFTCUDA_ASAN_FIBERS and SOFTCUDA_TSAN_FIBERS are defined in builds with a sanitizer, to which
+// every switch must be announced (X9).
 
 namespace softcuda {
 
-// A suspended point of execution.
+// A suspended context of execution.
 struct Context {
 #ifdef SOFTCUDA_OWN_SWITCH
   void* stack_pointer = nullptr;
@@ -25,7 +25,7 @@ struct Context {
   ucontext_t machine;
 #endif
 #if defined(SOFTCUDA_ASAN_FIBERS)
-  const void* bottom = nullptr;  // of the stack; of a worker's own stack once it was left
+  const void* bottom = nullptr;  // of the stack; for a worker's own stack set when it is first left
   size_t size = 0;
   void* fake_stack = nullptr;
 #elif defined(SOFTCUDA_TSAN_FIBERS)
@@ -35,17 +35,18 @@ struct Context {
 
 struct Fiber {
   Context context;
-  softcuda_dim3 thread_idx{};  // of the suspended thread that owns this stack
+  softcuda_dim3 thread_idx{};  // threadIdx of the suspended thread
   unsigned thread = 0;
 };
 
-// Stacks with a guard page below each; never returned to the system, reused by later blocks.
+// Pool of stacks with a guard page below each. They are reused by later blocks and never returned
+// to the system.
 class FiberPool {
  public:
   explicit FiberPool(void (*entry)()) : entry_(entry) {}
   Fiber* get();
   void put(Fiber* fiber) { free_.push_back(fiber); }
-  // Whether `address` lies in a guard page: a kernel's stack overflowed.
+  // Whether `address` lies in a guard page, which means that a kernel's stack overflowed.
   bool in_guard(unsigned long long address) const;
 
  private:
@@ -57,19 +58,19 @@ class FiberPool {
 
 #if defined(SOFTCUDA_ASAN_FIBERS) || defined(SOFTCUDA_TSAN_FIBERS)
 void switch_context(Context* from, Context* to);
-// First thing on a stack that was never left before.
-void entered_stack();
-// A fault's handler jumped to the worker's own stack.
-void jumped_to(Context* main);
+// Call first on a new stack.
+void announce_new_stack();
+// Call after a signal handler has jumped to the worker's own stack.
+void announce_jump(Context* main);
 #else
-inline void entered_stack() {}
-inline void jumped_to(Context*) {}
+inline void announce_new_stack() {}
+inline void announce_jump(Context*) {}
 #endif
 
 #ifdef SOFTCUDA_OWN_SWITCH
-// Inline, so that one return address is mispredicted per switch instead of one per call level.
-// Everything a call would preserve is either saved here or named as clobbered; the 128 bytes below
-// the stack pointer (the red zone) are stepped over.
+// Inlined, so that each switch mispredicts one return address and not one per call level. All
+// registers that a call preserves are either saved here or listed as clobbered. The first
+// instruction skips the red zone, the 128 bytes below the stack pointer.
 inline __attribute__((always_inline)) void switch_stacks(Context* from, Context* to) {
   void** save = &from->stack_pointer;
   void* load = to->stack_pointer;

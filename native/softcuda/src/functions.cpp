@@ -1,6 +1,6 @@
-// Modules, libraries, and the kernels in them. Libraries are modules that are loaded before anybody
-// says for which context. Here there is one context, so a library is a module, loaded at once, and
-// a kernel is its function: both names of either are one handle.
+// Entry points of modules, libraries, functions and kernels. A library is a module that is not
+// bound to a context. All contexts share one device here, so a CUlibrary is the same handle as its
+// CUmodule, and a CUkernel the same as its CUfunction.
 #include <algorithm>
 #include <fstream>
 #include <iterator>
@@ -9,18 +9,19 @@
 
 using namespace softcuda;
 
-// What the calls of modules and of libraries have in common; so below of functions and kernels.
-static void* named(void* module, const char* name) {
-  need(name != nullptr);
+// Returns the handle of a kernel by name, for modules and libraries.
+static void* find_kernel(void* module, const char* name) {
+  require(name != nullptr);
   for (auto& function : modules.find(module)->functions) {
     if (function->name == name) return function->handle;
   }
   refuse(CUDA_ERROR_NOT_FOUND, "the module has no kernel '" + std::string(name) + "'");
 }
 
-static std::shared_ptr<Function> described(void* function) {
+// Returns the function; an unknown handle is INVALID_VALUE, as documented for some queries.
+static std::shared_ptr<Function> find_for_query(void* function) {
   const auto found = functions.get(function);
-  need(found != nullptr);
+  require(found != nullptr);
   return found;
 }
 
@@ -58,30 +59,30 @@ static void set_attribute(Function& function, int attribute, int value) {
 
 // ---- modules and libraries -------------------------------------------------------------------
 SC_API(cuModuleLoadData, 2000, kContext | kUnsafe, CUmodule*, out, const void*, image) {
-  need(out != nullptr);
+  require(out != nullptr);
   *out = load_module(image);
 }
 
-// Options of the compiler and of lazy loading have nothing to act on.
+// JIT options have no effect, because images contain no PTX.
 SC_API(cuModuleLoadDataEx, 2010, kContext | kUnsafe, CUmodule*, out, const void*, image, unsigned,
        n, int*, options, void**, values) {
-  need(out != nullptr);
+  require(out != nullptr);
   *out = load_module(image);
 }
 
 SC_API(cuLibraryLoadData, 12000, kUnsafe, CUmodule*, out, const void*, image, int*, options, void**,
        values, unsigned, n, int*, library_options, void**, library_values, unsigned, m) {
-  need(out != nullptr);
+  require(out != nullptr);
   *out = load_module(image);
 }
 
 SC_API(cuLibraryLoadFromFile, 12000, kUnsafe, CUmodule*, out, const char*, path, int*, options,
        void**, values, unsigned, n, int*, library_options, void**, library_values, unsigned, m) {
-  need(out != nullptr && path != nullptr);
+  require(out != nullptr && path != nullptr);
   std::ifstream file(path, std::ios::binary);
   if (!file) refuse(CUDA_ERROR_FILE_NOT_FOUND, std::string("cannot read ") + path);
   std::vector<char> image((std::istreambuf_iterator<char>(file)), std::istreambuf_iterator<char>());
-  image.resize(image.size() + 64);  // a header can be read of however short a file
+  image.resize(image.size() + 64);  // so that an ELF header can be read from a shorter file
   *out = load_module(image.data());
 }
 
@@ -94,35 +95,35 @@ SC_API(cuLibraryUnload, 12000, kUnsafe, CUmodule, library) {
 }
 
 SC_API(cuModuleGetLoadingMode, 11070, 0, int*, mode) {
-  need(mode != nullptr);
+  require(mode != nullptr);
   *mode = settings().lazy_loading ? 2 : 1;  // CU_MODULE_LAZY_LOADING, CU_MODULE_EAGER_LOADING
 }
 
 SC_API(cuLibraryGetModule, 12000, 0, CUmodule*, out, CUmodule, library) {
-  need(out != nullptr);
+  require(out != nullptr);
   modules.find(library);
   *out = library;
 }
 
 SC_API(cuModuleGetFunction, 2000, 0, void**, out, void*, module, const char*, name) {
-  need(out != nullptr);
-  *out = named(module, name);
+  require(out != nullptr);
+  *out = find_kernel(module, name);
 }
 
 SC_API(cuLibraryGetKernel, 12000, 0, void**, out, void*, library, const char*, name) {
-  need(out != nullptr);
-  *out = named(library, name);
+  require(out != nullptr);
+  *out = find_kernel(library, name);
 }
 
 SC_API(cuLibraryGetKernelCount, 12040, 0, unsigned*, n, void*, library) {
   const auto found = modules.find(library);
-  need(n != nullptr);
+  require(n != nullptr);
   *n = static_cast<unsigned>(found->functions.size());
 }
 
 SC_API(cuLibraryEnumerateKernels, 12040, 0, void**, out, unsigned, n, void*, library) {
   const auto found = modules.find(library);
-  need(out != nullptr);
+  require(out != nullptr);
   for (unsigned i = 0; i < n && i < found->functions.size(); ++i) {
     out[i] = found->functions[i]->handle;
   }
@@ -131,17 +132,17 @@ SC_API(cuLibraryEnumerateKernels, 12040, 0, void**, out, unsigned, n, void*, lib
 // ---- functions and kernels -------------------------------------------------------------------
 #define OF_FUNCTION(kind, flags)                                                                \
   SC_API(cu##kind##GetName, 12030, 0, const char**, out, void*, function) {                     \
-    need(out != nullptr);                                                                       \
-    *out = described(function)->name.c_str();                                                   \
+    require(out != nullptr);                                                                    \
+    *out = find_for_query(function)->name.c_str();                                              \
   }                                                                                             \
   SC_API(cu##kind##GetParamCount, 13020, 0, void*, function, size_t*, count) {                  \
-    need(count != nullptr);                                                                     \
-    *count = described(function)->entry().nparams;                                              \
+    require(count != nullptr);                                                                  \
+    *count = find_for_query(function)->entry().nparams;                                         \
   }                                                                                             \
   SC_API(cu##kind##GetParamInfo, 12040, flags, void*, function, size_t, index, size_t*, offset, \
          size_t*, size) {                                                                       \
-    const auto found = described(function);                                                     \
-    need(offset != nullptr && index < found->entry().nparams);                                  \
+    const auto found = find_for_query(function);                                                \
+    require(offset != nullptr && index < found->entry().nparams);                               \
     *offset = found->entry().offsets[index];                                                    \
     if (size != nullptr) *size = found->entry().sizes[index];                                   \
   }
@@ -151,7 +152,7 @@ OF_FUNCTION(Kernel, kContext)
 #define MODULE_OF(symbol, from)                           \
   SC_API(symbol, from, 0, void**, out, void*, function) { \
     const auto found = functions.find(function);          \
-    need(out != nullptr);                                 \
+    require(out != nullptr);                              \
     *out = found->module->handle;                         \
   }
 MODULE_OF(cuFuncGetModule, 11000)
@@ -159,21 +160,21 @@ MODULE_OF(cuKernelGetLibrary, 12050)
 
 SC_API(cuKernelGetFunction, 12000, 0, void**, out, void*, kernel) {
   functions.find(kernel);
-  need(out != nullptr);
+  require(out != nullptr);
   *out = kernel;
 }
 
 SC_API(cuFuncGetAttribute, 2020, 0, int*, out, int, attribute, CUfunction, function) {
   const auto found = functions.find(function);
-  need(out != nullptr);
+  require(out != nullptr);
   *out = attribute_of(*found, attribute);
 }
 
 SC_API(cuKernelGetAttribute, 12000, 0, int*, out, int, attribute, CUkernel, kernel, CUdevice,
        device) {
-  need(device == 0, CUDA_ERROR_INVALID_DEVICE);
+  require(device == 0, CUDA_ERROR_INVALID_DEVICE);
   const auto found = functions.find(kernel);
-  need(out != nullptr);
+  require(out != nullptr);
   *out = attribute_of(*found, attribute);
 }
 
@@ -183,7 +184,7 @@ SC_API(cuFuncSetAttribute, 9000, 0, CUfunction, function, int, attribute, int, v
 
 SC_API(cuKernelSetAttribute, 12000, 0, int, attribute, int, value, CUkernel, kernel, CUdevice,
        device) {
-  need(device == 0, CUDA_ERROR_INVALID_DEVICE);
+  require(device == 0, CUDA_ERROR_INVALID_DEVICE);
   set_attribute(*functions.find(kernel), attribute, value);
 }
 
@@ -191,6 +192,6 @@ SC_API(cuFuncLoad, 12040, 0, CUfunction, function) { functions.find(function)->l
 
 SC_API(cuFuncIsLoaded, 12040, 0, int*, state, CUfunction, function) {
   const auto found = functions.find(function);
-  need(state != nullptr);
+  require(state != nullptr);
   *state = found->loaded ? 1 : 0;
 }

@@ -1,3 +1,4 @@
+// Observation of the GIL and of Python stacks (invariants L1-L5).
 #include "gil.h"
 
 #include <dlfcn.h>
@@ -31,7 +32,7 @@ void release(Object* object) {
   if (object != nullptr) decref(object);
 }
 
-// "file:line in name" of a frame.
+// Returns "file:line in name" of a frame.
 std::string describe_frame(Object* frame) {
   static const auto code_of = python<Object* (*)(Object*)>("PyFrame_GetCode");
   static const auto line_of = python<int (*)(Object*)>("PyFrame_GetLineNumber");
@@ -53,11 +54,11 @@ std::string describe_frame(Object* frame) {
 std::string stack_from(Object* frame) {
   static const auto back_of = python<Object* (*)(Object*)>("PyFrame_GetBack");
   static const auto incref = python<void (*)(Object*)>("Py_IncRef");
-  constexpr int kMost = 64;
+  constexpr int kMaxFrames = 64;
   std::string out;
   if (frame == nullptr || back_of == nullptr) return out;
   incref(frame);
-  for (int depth = 0; frame != nullptr && depth < kMost; ++depth) {
+  for (int depth = 0; frame != nullptr && depth < kMaxFrames; ++depth) {
     out += describe_frame(frame);
     Object* outer = back_of(frame);
     release(frame);
@@ -67,21 +68,23 @@ std::string stack_from(Object* frame) {
   return out;
 }
 
-// ---- seeing who asks for the GIL --------------------------------------------------------------
-// The interpreter guards the GIL's state by one mutex, which a thread locks first of all when it
-// asks. Whose it is, is learnt by a thread of ours asking once (L2).
+// ---- requests for the GIL ---------------------------------------------------------------------
+// The interpreter guards the state of the GIL by one mutex, which is the first mutex that a thread
+// locks when it requests the GIL. A helper thread requests the GIL once to find that mutex (L2).
 std::atomic<void*> g_gil_mutex{nullptr};
-thread_local bool t_learning = false;
-constexpr int kLearnTicks = 20000, kLearnTickUs = 100;
-void (*g_asked)() = nullptr;
-void (*g_entered)(const std::string&) = nullptr;
+thread_local bool t_finding_mutex = false;
+constexpr int kFindTicks = 20000;
+constexpr int kFindTickUs = 100;
+void (*g_on_request)() = nullptr;
+void (*g_on_python_call)(const std::string&) = nullptr;
 
-int seen_mutex_lock(pthread_mutex_t* mutex) {
-  if (t_learning) {
-    t_learning = false;
+// Replaces the interpreter's calls of pthread_mutex_lock.
+int intercepted_mutex_lock(pthread_mutex_t* mutex) {
+  if (t_finding_mutex) {
+    t_finding_mutex = false;
     g_gil_mutex.store(mutex);
   } else if (mutex == g_gil_mutex.load(std::memory_order_relaxed)) {
-    g_asked();
+    g_on_request();
   }
   return pthread_mutex_lock(mutex);
 }
@@ -89,37 +92,38 @@ int seen_mutex_lock(pthread_mutex_t* mutex) {
 using Ensure = int (*)();
 Ensure g_ensure = nullptr;
 
-int first_python_call(Object*, Object* frame, int what, Object*) {
+// Profile function that reports the first Python call of the thread and removes itself.
+int first_python_call(Object*, Object* frame, int event, Object*) {
   static const auto set_profile = python<void (*)(TraceFunction, Object*)>("PyEval_SetProfile");
-  if (what != kCall) return 0;
+  if (event != kCall) return 0;
   set_profile(nullptr, nullptr);
-  g_entered(stack_from(frame));
+  g_on_python_call(stack_from(frame));
   return 0;
 }
 
-thread_local bool t_name_first_call = false;
+thread_local bool t_report_first_call = false;
 
-// The GIL is held when PyGILState_Ensure returns: from here on this thread's first Python function
-// can be named, by a profile function that takes itself away.
-int seen_ensure() {
+// Replaces calls of PyGILState_Ensure from other libraries. The thread holds the GIL when the
+// original returns, so the profile function can be installed.
+int intercepted_ensure() {
   static const auto set_profile = python<void (*)(TraceFunction, Object*)>("PyEval_SetProfile");
   const int state = g_ensure();
-  if (t_name_first_call && set_profile != nullptr) {
-    t_name_first_call = false;
+  if (t_report_first_call && set_profile != nullptr) {
+    t_report_first_call = false;
     set_profile(first_python_call, nullptr);
   }
   return state;
 }
 
-void learn() {
-  const auto leave = python<void (*)(int)>("PyGILState_Release");
-  t_learning = true;
+void find_gil_mutex() {
+  const auto release_gil = python<void (*)(int)>("PyGILState_Release");
+  t_finding_mutex = true;
   const int state = g_ensure();
-  t_learning = false;
-  leave(state);
+  t_finding_mutex = false;
+  release_gil(state);
 }
 
-// ---- Python's stacks without the GIL ----------------------------------------------------------
+// ---- Python stacks without the GIL ------------------------------------------------------------
 int g_stack_file = -1, g_stack_signal = 0;
 
 int register_handler(void*) {
@@ -138,7 +142,7 @@ bool gil_held() {
   static std::atomic<int (*)()> check{nullptr}, alive{nullptr};
   if (check.load(std::memory_order_relaxed) == nullptr) {
     static std::atomic<unsigned> attempts{0};
-    // Looking the symbols up costs microseconds: give up looking, not checking, for most calls.
+    // A failing lookup costs microseconds, so only one call in 64 repeats it.
     if ((attempts++ & 63) != 0) return false;
     alive = python<int (*)()>("Py_IsInitialized");
     check = python<int (*)()>("PyGILState_Check");
@@ -153,45 +157,47 @@ std::string python_stack() {
   return current == nullptr ? "" : stack_from(current());
 }
 
-void watch_gil(void (*asked)(), void (*entered)(const std::string& stack)) {
-  g_asked = asked;
-  g_entered = entered;
+void watch_gil(void (*on_request)(), void (*on_python_call)(const std::string& stack)) {
+  g_on_request = on_request;
+  g_on_python_call = on_python_call;
   g_ensure = python<Ensure>("PyGILState_Ensure");
-  if (g_ensure == nullptr) return;  // no interpreter: nobody can ask
-  patch_calls(reinterpret_cast<void*>(g_ensure), Where::inside, "pthread_mutex_lock",
-              reinterpret_cast<void*>(seen_mutex_lock));
+  if (g_ensure == nullptr) return;  // no interpreter in this process
+  patch_calls(reinterpret_cast<void*>(g_ensure), Callers::inside, "pthread_mutex_lock",
+              reinterpret_cast<void*>(intercepted_mutex_lock));
   watch_new_libraries();
-  std::thread(learn).detach();
-  // It asks at once, though it may get the GIL much later: what follows is seen from the start.
-  for (int i = 0; i < kLearnTicks && !gil_watched(); ++i) usleep(kLearnTickUs);
+  std::thread(find_gil_mutex).detach();
+  // The helper locks the mutex immediately, even if it gets the GIL much later. Waiting for that
+  // ensures that no later request is missed.
+  for (int i = 0; i < kFindTicks && !gil_watched(); ++i) usleep(kFindTickUs);
 }
 
 void watch_new_libraries() {
   static std::atomic<unsigned long long> known{0};
   const unsigned long long loaded = libraries_loaded();
   if (g_ensure == nullptr || known.exchange(loaded) == loaded) return;
-  patch_calls(reinterpret_cast<void*>(g_ensure), Where::outside, "PyGILState_Ensure",
-              reinterpret_cast<void*>(seen_ensure));
+  patch_calls(reinterpret_cast<void*>(g_ensure), Callers::outside, "PyGILState_Ensure",
+              reinterpret_cast<void*>(intercepted_ensure));
 }
 
 bool gil_watched() { return g_gil_mutex.load() != nullptr; }
 
 void prepare_python_stacks() {
-  const auto later = python<int (*)(int (*)(void*), void*)>("Py_AddPendingCall");
-  if (later == nullptr || g_stack_file >= 0) return;
+  const auto add_pending_call = python<int (*)(int (*)(void*), void*)>("Py_AddPendingCall");
+  if (add_pending_call == nullptr || g_stack_file >= 0) return;
   g_stack_file = memfd_create("softcuda-python-stacks", MFD_CLOEXEC);
   g_stack_signal = stacks::free_signal();
-  if (g_stack_file >= 0 && g_stack_signal != 0) later(register_handler, nullptr);
+  if (g_stack_file >= 0 && g_stack_signal != 0) add_pending_call(register_handler, nullptr);
 }
 
 std::string all_python_stacks() {
   struct sigaction now{};
   if (g_stack_signal == 0 || sigaction(g_stack_signal, nullptr, &now) != 0 ||
       ((now.sa_flags & SA_SIGINFO) == 0 && now.sa_handler == SIG_DFL)) {
-    return "";  // not registered (yet)
+    return "";  // the pending call has not run yet
   }
   const off_t from = lseek(g_stack_file, 0, SEEK_CUR);
-  syscall(SYS_tgkill, getpid(), syscall(SYS_gettid), g_stack_signal);  // handled before it returns
+  // A signal to the calling thread is handled before the system call returns.
+  syscall(SYS_tgkill, getpid(), syscall(SYS_gettid), g_stack_signal);
   std::string out;
   char part[4096];
   for (off_t at = from;;) {
@@ -202,6 +208,6 @@ std::string all_python_stacks() {
   }
 }
 
-void name_first_python_call(bool wanted) { t_name_first_call = wanted; }
+void report_first_python_call(bool enabled) { t_report_first_call = enabled; }
 
 }  // namespace softcuda

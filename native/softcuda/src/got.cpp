@@ -1,3 +1,4 @@
+// Interposition by global offset tables: patches the GOT entries of loaded libraries.
 #include <elf.h>
 #include <link.h>
 #include <sys/mman.h>
@@ -13,12 +14,12 @@ namespace {
 
 struct Patch {
   uintptr_t code;
-  Where where;
+  Callers callers;
   const char* symbol;
   void* replacement;
 };
 
-// The slots of tables that are made read-only after relocation have to be opened for the write.
+// A GOT may be read-only after relocation (RELRO), so its page is made writable first.
 void write_slot(void** slot, void* value) {
   if (__atomic_load_n(slot, __ATOMIC_RELAXED) == value) return;
   const auto page = static_cast<uintptr_t>(getpagesize());
@@ -58,7 +59,7 @@ int patch_object(dl_phdr_info* object, size_t, void* data) {
     inside = inside ||
              (part.p_type == PT_LOAD && patch.code >= begin && patch.code < begin + part.p_memsz);
   }
-  if (dynamic == nullptr || inside != (patch.where == Where::inside)) return 0;
+  if (dynamic == nullptr || inside != (patch.callers == Callers::inside)) return 0;
   uintptr_t calls = 0, data_table = 0, symbols = 0, names = 0;
   size_t call_bytes = 0, data_bytes = 0;
   for (; dynamic->d_tag != DT_NULL; ++dynamic) {
@@ -70,7 +71,7 @@ int patch_object(dl_phdr_info* object, size_t, void* data) {
     if (dynamic->d_tag == DT_SYMTAB) symbols = value;
     if (dynamic->d_tag == DT_STRTAB) names = value;
   }
-  // An object whose addresses the loader left relative (the kernel's) calls nobody.
+  // The kernel's vDSO keeps relative addresses here and imports nothing.
   if (symbols < object->dlpi_addr || names == 0) return 0;
   const auto* table = reinterpret_cast<const ElfW(Sym)*>(symbols);
   const auto* text = reinterpret_cast<const char*>(names);
@@ -87,8 +88,8 @@ int read_loaded(dl_phdr_info* object, size_t, void* data) {
 
 }  // namespace
 
-void patch_calls(const void* code, Where where, const char* symbol, void* replacement) {
-  Patch patch{reinterpret_cast<uintptr_t>(code), where, symbol, replacement};
+void patch_calls(const void* code, Callers callers, const char* symbol, void* replacement) {
+  Patch patch{reinterpret_cast<uintptr_t>(code), callers, symbol, replacement};
   dl_iterate_phdr(patch_object, &patch);
 }
 

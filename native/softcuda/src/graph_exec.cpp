@@ -1,4 +1,4 @@
-// Executables: flattening, launching, updating (invariants G3-G6).
+// Executable graphs: instantiation, launch and update (invariants G3-G8).
 #include <algorithm>
 #include <functional>
 
@@ -10,15 +10,17 @@
 
 namespace softcuda {
 
-Exec::Exec() { live_add(Kind::graph_exec, 1); }
-Exec::~Exec() { live_add(Kind::graph_exec, -1); }
+Exec::Exec() { live_add(Resource::graph_exec, 1); }
+Exec::~Exec() { live_add(Resource::graph_exec, -1); }
 
 namespace {
 
-// A child's nodes are placed between two empty ones, which carry its dependencies. Nodes depend on
-// earlier ones, so there is no cycle.
-void place(const Graph& graph, const std::vector<unsigned>& before, std::vector<FlatNode>* out,
-           References* references, std::map<const Node*, unsigned>* tail) {
+// Appends the nodes of a graph to a flat list. The nodes of a child graph lie between two empty
+// nodes, which have the child's incoming and outgoing edges (G4). Root nodes depend on `before`.
+// `tail` receives the flat index on which successors of each node depend.
+void append_flat(const Graph& graph, const std::vector<unsigned>& before,
+                 std::vector<FlatNode>* out, References* references,
+                 std::map<const Node*, unsigned>* tail) {
   references->merge(*graph.references);
   for (auto& node : graph.nodes) {
     FlatNode flat{node->type, node->work, true, node->handle, {}};
@@ -27,21 +29,22 @@ void place(const Graph& graph, const std::vector<unsigned>& before, std::vector<
     for (auto& body : node->bodies) {
       std::map<const Node*, unsigned> inner;
       flat.bodies.emplace_back();
-      place(*body, {}, &flat.bodies.back(), references, &inner);
+      append_flat(*body, {}, &flat.bodies.back(), references, &inner);
     }
     if (node->dependencies.empty()) flat.dependencies = before;
     for (Node* dependency : node->dependencies) {
       flat.dependencies.push_back(tail->at(dependency));
       flat.ports.push_back(node->port(dependency));
     }
-    const unsigned entry = (*tail)[node.get()] = static_cast<unsigned>(out->size());
+    const auto entry = static_cast<unsigned>(out->size());
+    (*tail)[node.get()] = entry;
     out->push_back(std::move(flat));
     if (!node->child) continue;
     std::map<const Node*, unsigned> inner;
-    place(*node->child, {entry}, out, references, &inner);
+    append_flat(*node->child, {entry}, out, references, &inner);
     FlatNode join{CU_GRAPH_NODE_TYPE_EMPTY, Work(), true, nullptr, {entry}};
     for (auto& item : inner) join.dependencies.push_back(item.second);
-    // The map is ordered by address; two definitions of one shape must come out the same.
+    // The map is ordered by address. Sorting makes the result of equal definitions equal.
     std::sort(join.dependencies.begin(), join.dependencies.end());
     (*tail)[node.get()] = static_cast<unsigned>(out->size());
     out->push_back(std::move(join));
@@ -58,25 +61,28 @@ bool has_kernel(const std::vector<FlatNode>& flat) {
   return false;
 }
 
-// What a conditional node does; its bodies' conditions get their defaults from `top`.
+// Creates the work of a conditional node. The default of its handle is stored when a launch of
+// `top` begins (N3).
 Work conditional_work(const FlatNode& node, Program* top) {
-  auto made = std::make_shared<ConditionalWork>();
-  made->type = node.condition_type;
-  made->cell = node.condition->cell;
-  made->endless = node.condition_type == CU_GRAPH_COND_TYPE_WHILE && !has_kernel(node.bodies[0]);
+  auto work = std::make_shared<ConditionalWork>();
+  work->type = node.condition_type;
+  work->cell = node.condition->cell;
+  work->endless = node.condition_type == CU_GRAPH_COND_TYPE_WHILE && !has_kernel(node.bodies[0]);
   if (node.condition->assign) {
     top->defaults.emplace_back(&node.condition->cell->value, node.condition->initial);
   }
-  for (const auto& body : node.bodies) made->bodies.push_back(make_program(body, nullptr, top));
-  return Work(std::shared_ptr<const ConditionalWork>(std::move(made)));
+  for (const auto& body : node.bodies) work->bodies.push_back(make_program(body, nullptr, top));
+  return Work(std::shared_ptr<const ConditionalWork>(std::move(work)));
 }
 
-// Whether an executable of `now` can take over what `after` does, and which node is to blame.
-int same_shape(const std::vector<FlatNode>& after, const std::vector<FlatNode>& now, void** blame) {
-  *blame = nullptr;
+// Returns whether an executable with the nodes `now` can be updated to `after`, as a
+// CUgraphExecUpdateResult. Otherwise sets `error_node` to the first node that differs.
+int compare_topology(const std::vector<FlatNode>& after, const std::vector<FlatNode>& now,
+                     void** error_node) {
+  *error_node = nullptr;
   if (after.size() != now.size()) return CU_GRAPH_EXEC_UPDATE_ERROR_TOPOLOGY_CHANGED;
   for (size_t i = 0; i < after.size(); ++i) {
-    *blame = after[i].source;
+    *error_node = after[i].source;
     if (after[i].dependencies != now[i].dependencies || after[i].ports != now[i].ports) {
       return CU_GRAPH_EXEC_UPDATE_ERROR_TOPOLOGY_CHANGED;
     }
@@ -86,20 +92,20 @@ int same_shape(const std::vector<FlatNode>& after, const std::vector<FlatNode>& 
       return CU_GRAPH_EXEC_UPDATE_ERROR_NOT_SUPPORTED;
     }
     for (size_t b = 0; b < after[i].bodies.size(); ++b) {
-      const int r = same_shape(after[i].bodies[b], now[i].bodies[b], blame);
+      const int r = compare_topology(after[i].bodies[b], now[i].bodies[b], error_node);
       if (r != CU_GRAPH_EXEC_UPDATE_SUCCESS) return r;
     }
   }
   return CU_GRAPH_EXEC_UPDATE_SUCCESS;
 }
 
-// Enabled states and node identities stay.
-void take_work(std::vector<FlatNode>* now, std::vector<FlatNode>* after) {
+// Replaces the work of all nodes. Whether a node is enabled and its source handle do not change.
+void move_work(std::vector<FlatNode>* now, std::vector<FlatNode>* after) {
   for (size_t i = 0; i < now->size(); ++i) {
     (*now)[i].work = std::move((*after)[i].work);
     (*now)[i].condition = std::move((*after)[i].condition);
     for (size_t b = 0; b < (*now)[i].bodies.size(); ++b) {
-      take_work(&(*now)[i].bodies[b], &(*after)[i].bodies[b]);
+      move_work(&(*now)[i].bodies[b], &(*after)[i].bodies[b]);
     }
   }
 }
@@ -108,7 +114,7 @@ std::vector<FlatNode> flatten(const Graph& graph, References* references) {
   check_conditions(graph, false);
   std::vector<FlatNode> flat;
   std::map<const Node*, unsigned> tail;
-  place(graph, {}, &flat, references, &tail);
+  append_flat(graph, {}, &flat, references, &tail);
   return flat;
 }
 
@@ -117,7 +123,7 @@ std::vector<FlatNode> flatten(const Graph& graph, References* references) {
 std::shared_ptr<Program> make_program(const std::vector<FlatNode>& flat,
                                       const std::shared_ptr<References>& references, Program* top) {
   auto program = std::make_shared<Program>();
-  program->keep = references;
+  program->references = references;
   if (top == nullptr) top = program.get();
   program->nodes.reserve(flat.size());
   for (const FlatNode& node : flat) {
@@ -163,11 +169,10 @@ std::shared_ptr<Graph> graph_of(const Exec& exec) {
 
 static void instantiate(CUgraphExec* out, CUgraph handle, uint64_t flags) {
   const auto graph = graphs.find(handle);
-  need(out != nullptr && flags <= 15);
-  need_uncaptured(*graph);
-  need_own(*graph);
-  need((flags & 4) == 0, CUDA_ERROR_NOT_SUPPORTED,
-       "graphs launched from the device are not implemented");
+  require(out != nullptr && flags <= 15);
+  require_not_capturing(*graph);
+  require_standalone(*graph);
+  require((flags & 4) == 0, CUDA_ERROR_NOT_SUPPORTED, "device graph launch is not implemented");
   auto exec = std::make_shared<Exec>();
   exec->flags = flags;
   exec->references = std::make_shared<References>();
@@ -178,13 +183,13 @@ static void instantiate(CUgraphExec* out, CUgraph handle, uint64_t flags) {
   *out = static_cast<CUgraphExec>(exec->handle);
 }
 
-// Launches already queued keep the plan they were queued with (G5): while one does, an update
-// makes a new plan; otherwise the node is changed in place.
+// Applies a changed node. Queued launches keep their program (G5): while there are any, a new
+// program is created; otherwise the node is changed in place.
 static void replace_work(Exec& exec, const FlatNode& changed) {
   const std::less<const FlatNode*> before;
   const FlatNode* const first = exec.flat.data();
   const bool nested = before(&changed, first) || !before(&changed, first + exec.flat.size());
-  if (nested || exec.program->flights.load(std::memory_order_acquire) != 0) {
+  if (nested || exec.program->launches_in_flight.load(std::memory_order_acquire) != 0) {
     exec.program = make_program(exec.flat, exec.references);
     return;
   }
@@ -202,11 +207,11 @@ static FlatNode* find_source(std::vector<FlatNode>* flat, const void* source) {
   return nullptr;
 }
 
-// The executable's copy of a definition's node.
+// Returns the executable's copy of a definition's node.
 static FlatNode* find_flat(Exec& exec, CUgraphNode node) {
   FlatNode* const flat = node == nullptr ? nullptr : find_source(&exec.flat, node);
-  need(flat != nullptr, CUDA_ERROR_INVALID_VALUE,
-       "the executable was not made from this node's graph");
+  require(flat != nullptr, CUDA_ERROR_INVALID_VALUE,
+          "the executable graph was not instantiated from this node's graph");
   return flat;
 }
 
@@ -221,24 +226,24 @@ SC_API(cuGraphInstantiateWithFlags, 11040, 0, CUgraphExec*, out, CUgraph, graph,
 
 SC_API(cuGraphInstantiateWithParams, 12000, 0, CUgraphExec*, out, CUgraph, graph,
        CUDA_GRAPH_INSTANTIATE_PARAMS*, params) {
-  need(params != nullptr);
+  require(params != nullptr);
   params->hErrNode_out = nullptr;
-  params->result_out = 1;  // an error, until it is none
+  params->result_out = 1;  // CUDA_GRAPH_INSTANTIATE_ERROR, for the case that the call fails
   instantiate(out, graph, params->flags);
   params->result_out = 0;
 }
 
 SC_API(cuGraphExecGetFlags, 12000, 0, CUgraphExec, handle, uint64_t*, flags) {
   const auto exec = graph_execs.find(handle);
-  need(flags != nullptr);
+  require(flags != nullptr);
   *flags = exec->flags;
 }
 
-// Uploading is ordered after the executable's earlier launches and costs nothing here.
+// Uploading does no work here. It is ordered after earlier launches of the executable.
 SC_API(cuGraphUpload, 11010, 0, CUgraphExec, handle, CUstream, stream_handle) {
   const auto exec = graph_execs.find(handle);
   const auto stream = find_stream(stream_handle);
-  capture_forbids_stream(stream_handle);
+  capture_reject_stream_sync(stream_handle);
   enqueue(*stream, Work(), OpRef(), &exec->last);
 }
 
@@ -252,19 +257,19 @@ static bool calls_host(const Program& program) {
 SC_API(cuGraphLaunch, 10000, 0, CUgraphExec, handle, CUstream, stream_handle) {
   const auto exec = graph_execs.find(handle);
   const auto stream = find_stream(stream_handle);
-  keep_fault_handlers();
+  restore_fault_handlers();
   Work work;
   work.kind = WorkKind::graph;
   {
     std::lock_guard<std::mutex> lock(graph_mutex);
-    work.program = in_flight(exec->program);
+    work.program = launch_reference(exec->program);
   }
   if (capture_launch(stream_handle, *exec)) return;
   for (const Op* node : work.program->event_nodes) {
-    need(!node->work.event->destroyed.load(), CUDA_ERROR_INVALID_HANDLE,
-         "an event that the graph uses was destroyed");
+    require(!node->work.event->destroyed.load(), CUDA_ERROR_INVALID_HANDLE,
+            "an event of the graph's event nodes was destroyed");
   }
-  count_add(What::graph_launch);
+  count_add(Counter::graph_launch);
   work.events = launch_events(*work.program);
   const bool host = (settings().lock_model & 2) != 0 && calls_host(*work.program);
   const OpRef launch = enqueue(*stream, std::move(work), OpRef(), &exec->last);
@@ -272,19 +277,19 @@ SC_API(cuGraphLaunch, 10000, 0, CUgraphExec, handle, CUstream, stream_handle) {
 }
 
 SC_API(cuGraphExecDestroy, 10000, 0, CUgraphExec, handle) {
-  ApiThread here;
+  InlineDestructorScope inline_destructors;
   graph_execs.remove(handle);
 }
 
-// Takes parameters and references of another definition with the same topology. References of the
-// old one live until the launches queued with them have ended.
+// Takes over parameters and user-object references of a definition with the same topology. The old
+// references are released after the launches that were queued with them.
 SC_API(cuGraphExecUpdate_v2, 12000, 0, CUgraphExec, handle, CUgraph, graph_handle,
        CUgraphExecUpdateResultInfo*, info) {
-  ApiThread here;
+  InlineDestructorScope inline_destructors;
   const auto exec = graph_execs.find(handle);
   const auto graph = graphs.find(graph_handle);
-  need(info != nullptr);
-  need_own(*graph);
+  require(info != nullptr);
+  require_standalone(*graph);
   *info = CUgraphExecUpdateResultInfo{CU_GRAPH_EXEC_UPDATE_SUCCESS, nullptr, nullptr};
   auto references = std::make_shared<References>();
   std::vector<FlatNode> flat;
@@ -292,18 +297,19 @@ SC_API(cuGraphExecUpdate_v2, 12000, 0, CUgraphExec, handle, CUgraph, graph_handl
   std::shared_ptr<References> old_references;
   std::lock_guard<std::mutex> lock(graph_mutex);
   flat = flatten(*graph, references.get());
-  void* blame = nullptr;
-  info->result = same_shape(flat, exec->flat, &blame);
+  void* error_node = nullptr;
+  info->result = compare_topology(flat, exec->flat, &error_node);
   if (info->result != CU_GRAPH_EXEC_UPDATE_SUCCESS) {
-    info->errorNode = static_cast<CUgraphNode>(blame);
-    refuse(CUDA_ERROR_GRAPH_EXEC_UPDATE_FAILURE,
-           info->result == CU_GRAPH_EXEC_UPDATE_ERROR_TOPOLOGY_CHANGED
-               ? "the number of nodes or an edge changed"
-           : info->result == CU_GRAPH_EXEC_UPDATE_ERROR_NODE_TYPE_CHANGED
-               ? "a node's type changed"
-               : "a conditional's type or number of bodies changed");
+    info->errorNode = static_cast<CUgraphNode>(error_node);
+    const char* reason = "the type or the number of bodies of a conditional node changed";
+    if (info->result == CU_GRAPH_EXEC_UPDATE_ERROR_TOPOLOGY_CHANGED) {
+      reason = "the number of nodes or an edge changed";
+    } else if (info->result == CU_GRAPH_EXEC_UPDATE_ERROR_NODE_TYPE_CHANGED) {
+      reason = "the type of a node changed";
+    }
+    refuse(CUDA_ERROR_GRAPH_EXEC_UPDATE_FAILURE, reason);
   }
-  take_work(&exec->flat, &flat);
+  move_work(&exec->flat, &flat);
   old = std::move(exec->program);
   old_references = std::move(exec->references);
   exec->references = references;
@@ -312,13 +318,13 @@ SC_API(cuGraphExecUpdate_v2, 12000, 0, CUgraphExec, handle, CUgraph, graph_handl
 
 SC_API(cuGraphExecKernelNodeSetParams_v2, 12000, 0, CUgraphExec, handle, CUgraphNode, node,
        const CUDA_KERNEL_NODE_PARAMS*, p) {
-  need(p != nullptr);
+  require(p != nullptr);
   Work work(make_kernel(*p));
   const auto exec = graph_execs.find(handle);
   std::lock_guard<std::mutex> lock(graph_mutex);
   FlatNode* const flat = find_flat(*exec, node);
-  need(flat->type == CU_GRAPH_NODE_TYPE_KERNEL, CUDA_ERROR_INVALID_VALUE,
-       "the node is no kernel node");
+  require(flat->type == CU_GRAPH_NODE_TYPE_KERNEL, CUDA_ERROR_INVALID_VALUE,
+          "the node is not a kernel node");
   flat->work = std::move(work);
   replace_work(*exec, *flat);
 }
@@ -328,8 +334,8 @@ SC_API(cuGraphNodeSetEnabled, 11060, 0, CUgraphExec, handle, CUgraphNode, node, 
   const auto exec = graph_execs.find(handle);
   std::lock_guard<std::mutex> lock(graph_mutex);
   FlatNode* const flat = find_flat(*exec, node);
-  need(flat->type <= CU_GRAPH_NODE_TYPE_MEMSET, CUDA_ERROR_INVALID_VALUE,
-       "only kernel, memcpy and memset nodes can be disabled");
+  require(flat->type <= CU_GRAPH_NODE_TYPE_MEMSET, CUDA_ERROR_INVALID_VALUE,
+          "only kernel, memcpy and memset nodes can be disabled");
   flat->enabled = enabled != 0;
   replace_work(*exec, *flat);
 }
@@ -337,7 +343,7 @@ SC_API(cuGraphNodeSetEnabled, 11060, 0, CUgraphExec, handle, CUgraphNode, node, 
 SC_API(cuGraphNodeGetEnabled, 11060, 0, CUgraphExec, handle, CUgraphNode, node, unsigned*,
        enabled) {
   const auto exec = graph_execs.find(handle);
-  need(enabled != nullptr);
+  require(enabled != nullptr);
   std::lock_guard<std::mutex> lock(graph_mutex);
   *enabled = find_flat(*exec, node)->enabled;
 }

@@ -1,5 +1,5 @@
-// Nodes by their parameters: adding and reading them. Every call builds the one structure for all
-// types, which build() turns into what the node does (G1).
+// Adding graph nodes and reading their parameters. All functions convert their parameters to
+// CUgraphNodeParams, from which build() creates the work of the node (G1).
 #include "conditionals.h"
 #include "graphs.h"
 #include "memops.h"
@@ -58,14 +58,15 @@ Work build(const Params& p) {
     case kKernel:
       return Work(make_kernel(p.kernel));
     case kCopy:
-      need(p.memcpy.copyParams.WidthInBytes > 0, CUDA_ERROR_INVALID_VALUE,
-           "a copy node of 0 bytes");
+      require(p.memcpy.copyParams.WidthInBytes > 0, CUDA_ERROR_INVALID_VALUE,
+              "a memcpy node must copy at least 1 byte");
       return Work(make_copy(p.memcpy.copyParams));
     case kFill:
-      need(p.memset.width > 0, CUDA_ERROR_INVALID_VALUE, "a fill node of 0 bytes");
+      require(p.memset.width > 0, CUDA_ERROR_INVALID_VALUE,
+              "a memset node must set at least 1 element");
       return Work(make_fill(p.memset));
     case kHost:
-      need(p.host.fn != nullptr && p.host.syncMode <= 1);
+      require(p.host.fn != nullptr && p.host.syncMode <= 1);
       return Work(HostWork{p.host.fn, p.host.userData});
     case kWait:
       return Work(WorkKind::event_wait, events.find(p.event));
@@ -74,16 +75,17 @@ Work build(const Params& p) {
     case kMemops:
       return Work(make_memops(p.memOp));
     default:
-      refuse(CUDA_ERROR_NOT_SUPPORTED, "not implemented for graph nodes of type " +
-                                           std::to_string(p.type) + " (" + type_name(p.type) + ")");
+      refuse(CUDA_ERROR_NOT_SUPPORTED, "graph nodes of type " + std::to_string(p.type) + " (" +
+                                           type_name(p.type) + ") are not implemented");
   }
 }
 
-std::shared_ptr<Node> typed(CUgraphNode handle, CUgraphNodeType type) {
+// Returns the node; one of another type ends the call.
+std::shared_ptr<Node> find_node(CUgraphNode handle, CUgraphNodeType type) {
   auto node = graph_nodes.find(handle);
   if (node->type == type) return node;
-  refuse(CUDA_ERROR_INVALID_VALUE, std::string("the node is a ") + type_name(node->type) +
-                                       " node, not a " + type_name(type) + " node");
+  refuse(CUDA_ERROR_INVALID_VALUE, std::string("expected a node of type ") + type_name(type) +
+                                       ", but its type is " + type_name(node->type));
 }
 
 }  // namespace
@@ -96,7 +98,8 @@ const char* type_name(CUgraphNodeType type) {
 }
 
 CUgraphNodeType type_of(WorkKind kind) {
-  // In the order of WorkKind; a launched graph is a child, a conditional node no work of a stream.
+  // In the order of WorkKind. A graph launch becomes a child graph. Conditional work, which is
+  // never enqueued on a stream, has the placeholder kEmpty.
   static constexpr CUgraphNodeType types[] = {kEmpty, kKernel, kCopy,  kFill,   kHost,
                                               kGraph, kMemops, kEmpty, kRecord, kWait};
   return types[static_cast<size_t>(kind)];
@@ -117,7 +120,7 @@ using namespace softcuda;
 #define ADD(symbol, from, ...)                                                                    \
   SC_API(symbol, from, 0, CUgraphNode*, out, CUgraph, graph, const CUgraphNode*, deps, size_t, n, \
          __VA_ARGS__) {                                                                           \
-    need(p != nullptr);                                                                           \
+    require(p != nullptr);                                                                        \
     add_params(out, graph, deps, n, of(*p));                                                      \
   }
 ADD(cuGraphAddKernelNode_v2, 12000, const CUDA_KERNEL_NODE_PARAMS*, p)
@@ -131,11 +134,11 @@ SC_API(cuGraphAddEmptyNode, 10000, 0, CUgraphNode*, out, CUgraph, graph, const C
   add_params(out, graph, deps, n, of_type(kEmpty));
 }
 
-// Pointers in what is given stay valid as long as the node and its parameters.
+// The returned pointers are valid until the node is destroyed or its parameters change.
 SC_API(cuGraphKernelNodeGetParams_v2, 12000, 0, CUgraphNode, handle, CUDA_KERNEL_NODE_PARAMS*,
        out) {
-  const auto node = typed(handle, kKernel);
-  need(out != nullptr);
+  const auto node = find_node(handle, kKernel);
+  require(out != nullptr);
   std::lock_guard<std::mutex> lock(graph_mutex);
   const KernelWork& k = *node->work.kernel;
   const softcuda_entry& entry = k.function->entry();
@@ -148,8 +151,8 @@ SC_API(cuGraphKernelNodeGetParams_v2, 12000, 0, CUgraphNode, handle, CUDA_KERNEL
 }
 
 SC_API(cuGraphHostNodeGetParams, 10000, 0, CUgraphNode, handle, CUDA_HOST_NODE_PARAMS*, out) {
-  const auto node = typed(handle, kHost);
-  need(out != nullptr);
+  const auto node = find_node(handle, kHost);
+  require(out != nullptr);
   *out = {node->work.host.fn, node->work.host.data};
 }
 

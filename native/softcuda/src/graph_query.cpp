@@ -1,13 +1,14 @@
-// Reading graph definitions: nodes and edges.
+// Queries of graph definitions: nodes, edges and node types.
 #include <algorithm>
 
 #include "graphs.h"
 
 using namespace softcuda;
 
-// The two-call protocol: null asks for the count, an array takes at most *n and the rest is null.
-static void give_list(CUgraphNode* out, size_t* n, const std::vector<void*>& list) {
-  need(n != nullptr);
+// Returns a list as the driver does: with a null array the count, else up to *n handles, followed
+// by null.
+static void copy_handles(CUgraphNode* out, size_t* n, const std::vector<void*>& list) {
+  require(n != nullptr);
   for (size_t i = 0; out != nullptr && i < *n; ++i) {
     out[i] = i < list.size() ? static_cast<CUgraphNode>(list[i]) : nullptr;
   }
@@ -19,13 +20,13 @@ SC_API(cuGraphGetNodes, 10000, 0, CUgraph, handle, CUgraphNode*, out, size_t*, n
   std::lock_guard<std::mutex> lock(graph_mutex);
   std::vector<void*> nodes;
   for (auto& node : graph->nodes) nodes.push_back(node->handle);
-  give_list(out, n, nodes);
+  copy_handles(out, n, nodes);
 }
 
 SC_API(cuGraphGetEdges_v2, 12030, 0, CUgraph, handle, CUgraphNode*, from, CUgraphNode*, to,
        CUgraphEdgeData*, data, size_t*, n) {
   const auto graph = graphs.find(handle);
-  need(n != nullptr && (from == nullptr) == (to == nullptr));
+  require(n != nullptr && (from == nullptr) == (to == nullptr));
   std::lock_guard<std::mutex> lock(graph_mutex);
   std::vector<void*> sources, targets;
   std::vector<unsigned char> ports;
@@ -37,10 +38,11 @@ SC_API(cuGraphGetEdges_v2, 12030, 0, CUgraph, handle, CUgraphNode*, from, CUgrap
     }
   }
   size_t limit = *n;
-  give_list(from, n, sources);
-  give_list(to, &limit, targets);
+  copy_handles(from, n, sources);
+  copy_handles(to, &limit, targets);
   for (size_t i = 0; from != nullptr && i < *n; ++i) {
-    need(data != nullptr || ports[i] == 0, CUDA_ERROR_LOSSY_QUERY, "an edge is programmatic");
+    require(data != nullptr || ports[i] == 0, CUDA_ERROR_LOSSY_QUERY,
+            "an edge is programmatic; pass an array for the edge data");
     const unsigned char type = ports[i] != 0;
     if (data != nullptr) data[i] = CUgraphEdgeData{ports[i], 0, type, {}};
   }
@@ -48,6 +50,6 @@ SC_API(cuGraphGetEdges_v2, 12030, 0, CUgraph, handle, CUgraphNode*, from, CUgrap
 
 SC_API(cuGraphNodeGetType, 10000, 0, CUgraphNode, handle, int*, out) {
   const auto node = graph_nodes.find(handle);
-  need(out != nullptr);
+  require(out != nullptr);
   *out = node->type;
 }

@@ -1,4 +1,4 @@
-// Graph definitions: nodes, dependencies, children (invariants G1, G2).
+// Graph definitions: nodes, dependencies and child graphs (invariants G1, G2, G7, G9).
 #include "graphs.h"
 
 #include <algorithm>
@@ -7,16 +7,16 @@
 
 namespace softcuda {
 
-Graph::Graph() { live_add(Kind::graph, 1); }
+Graph::Graph() { live_add(Resource::graph, 1); }
 Graph::~Graph() {
   for (auto& node : nodes) graph_nodes.take(node->handle);
-  live_add(Kind::graph, -1);
+  live_add(Resource::graph, -1);
 }
 
 std::shared_ptr<Graph> clone_graph(const Graph& graph) {
   auto clone = std::make_shared<Graph>();
   clone->references = std::make_shared<References>(*graph.references);
-  std::map<const Node*, Node*> made;
+  std::map<const Node*, Node*> copies;
   for (auto& node : graph.nodes) {
     auto copy = std::make_shared<Node>(*node);
     copy->graph = clone.get();
@@ -26,51 +26,51 @@ std::shared_ptr<Graph> clone_graph(const Graph& graph) {
       copy->child->handle = graphs.add(copy->child);
     }
     copy->handle = graph_nodes.add(copy);
-    made[node.get()] = copy.get();
+    copies[node.get()] = copy.get();
     clone->nodes.push_back(std::move(copy));
   }
   for (auto& node : clone->nodes) {
-    for (Node*& dependency : node->dependencies) dependency = made[dependency];
+    for (Node*& dependency : node->dependencies) dependency = copies[dependency];
     std::map<const Node*, unsigned char> ports;
-    for (auto& item : node->ports) ports[made[item.first]] = item.second;
+    for (auto& item : node->ports) ports[copies[item.first]] = item.second;
     node->ports = std::move(ports);
   }
   return clone;
 }
 
-// Child graphs are reachable through handles of their own; forget those first.
-static void forget_children(Node& node) {
+// Removes the handles of a node's child graph and conditional bodies.
+static void remove_child_handles(Node& node) {
   for (auto& body : node.bodies) {
-    for (auto& inner : body->nodes) forget_children(*inner);
+    for (auto& inner : body->nodes) remove_child_handles(*inner);
     graphs.take(body->handle);
   }
   if (!node.child) return;
-  for (auto& inner : node.child->nodes) forget_children(*inner);
+  for (auto& inner : node.child->nodes) remove_child_handles(*inner);
   graphs.take(node.child->handle);
 }
 
-std::shared_ptr<Graph> take_graph(CUgraph handle) {
+std::shared_ptr<Graph> remove_graph(CUgraph handle) {
   std::shared_ptr<Graph> graph = graphs.take(handle);
   if (!graph) return graph;
-  for (auto& node : graph->nodes) forget_children(*node);
+  for (auto& node : graph->nodes) remove_child_handles(*node);
   return graph;
 }
 
 void add_node(CUgraphNode* out, CUgraph handle, const CUgraphNode* dependencies, size_t n,
               std::shared_ptr<Node> node) {
   const auto graph = graphs.find(handle);
-  need(out != nullptr && (dependencies != nullptr || n == 0));
+  require(out != nullptr && (dependencies != nullptr || n == 0));
   std::lock_guard<std::mutex> lock(graph_mutex);
   for (size_t i = 0; i < n; ++i) {
     std::shared_ptr<Node> dependency = graph_nodes.get(dependencies[i]);
-    auto& known = node->dependencies;
+    auto& list = node->dependencies;
     const bool foreign = !dependency || dependency->graph != graph.get();
-    if (foreign || std::find(known.begin(), known.end(), dependency.get()) != known.end()) {
+    if (foreign || std::find(list.begin(), list.end(), dependency.get()) != list.end()) {
       refuse(CUDA_ERROR_INVALID_VALUE,
              "dependency " + std::to_string(i) +
                  (foreign ? " is not a node of this graph" : " is a duplicate"));
     }
-    known.push_back(dependency.get());
+    list.push_back(dependency.get());
   }
   check_body(*graph, *node);
   node->graph = graph.get();
@@ -79,14 +79,14 @@ void add_node(CUgraphNode* out, CUgraph handle, const CUgraphNode* dependencies,
   graph->nodes.push_back(std::move(node));
 }
 
-void need_uncaptured(const Graph& graph) {
-  need(graph.captures.load() == 0, CUDA_ERROR_ILLEGAL_STATE,
-       "a stream is capturing into the graph");
+void require_not_capturing(const Graph& graph) {
+  require(graph.captures.load() == 0, CUDA_ERROR_ILLEGAL_STATE,
+          "a stream is capturing into this graph");
 }
 
-void need_own(const Graph& graph) {
-  need(!graph.moved && graph.body_of == nullptr, CUDA_ERROR_INVALID_VALUE,
-       "the graph belongs to a node of another graph");
+void require_standalone(const Graph& graph) {
+  require(!graph.moved && graph.body_of == nullptr, CUDA_ERROR_INVALID_VALUE,
+          "the graph is a child or a conditional body of another graph");
 }
 
 }  // namespace softcuda
@@ -94,37 +94,38 @@ void need_own(const Graph& graph) {
 using namespace softcuda;
 
 SC_API(cuGraphCreate, 10000, 0, CUgraph*, out, unsigned, flags) {
-  need(out != nullptr && flags == 0);
+  require(out != nullptr && flags == 0);
   auto graph = std::make_shared<Graph>();
   graph->handle = graphs.add(graph);
   *out = static_cast<CUgraph>(graph->handle);
 }
 
 SC_API(cuGraphDestroy, 10000, 0, CUgraph, handle) {
-  ApiThread here;
+  InlineDestructorScope inline_destructors;
   const auto graph = graphs.find(handle);
-  need_uncaptured(*graph);
-  need_own(*graph);
-  take_graph(handle);
+  require_not_capturing(*graph);
+  require_standalone(*graph);
+  remove_graph(handle);
 }
 
-// The child is cloned into the node, with the references it holds at this moment.
+// Adds a child graph node that contains a clone of `child` and of its current references.
 static CUgraph add_clone(CUgraphNode* out, CUgraph graph, const CUgraphNode* deps, size_t n,
                          CUgraph child) {
   const auto original = graphs.find(child);
-  need(!original->moved, CUDA_ERROR_INVALID_VALUE, "the child was moved into another graph");
+  require(!original->moved, CUDA_ERROR_INVALID_VALUE,
+          "the child graph was moved into another graph");
   auto node = std::make_shared<Node>();
   node->type = CU_GRAPH_NODE_TYPE_GRAPH;
   {
     std::lock_guard<std::mutex> lock(graph_mutex);
-    need(!has_conditional(*original), CUDA_ERROR_NOT_SUPPORTED,
-         "a graph with conditional nodes cannot be added as a cloned child");
+    require(!has_conditional(*original), CUDA_ERROR_NOT_SUPPORTED,
+            "a graph with conditional nodes cannot be cloned as a child graph; move it instead");
     node->child = clone_graph(*original);
   }
-  std::shared_ptr<Graph> made = node->child;
+  std::shared_ptr<Graph> clone = node->child;
   add_node(out, graph, deps, n, std::move(node));
-  made->handle = graphs.add(made);
-  return static_cast<CUgraph>(made->handle);
+  clone->handle = graphs.add(clone);
+  return static_cast<CUgraph>(clone->handle);
 }
 
 SC_API(cuGraphAddChildGraphNode, 10000, 0, CUgraphNode*, out, CUgraph, graph, const CUgraphNode*,
@@ -143,13 +144,17 @@ static bool contains(const Graph& top, const Graph* wanted) {
   return false;
 }
 
-// The child itself becomes the node's, with its references and its handle (G7).
+// Adds a child graph node that takes ownership of `child`, which keeps its handle and references
+// (G7).
 static void move_child(CUgraphNode* out, CUgraph graph, const CUgraphNode* deps, size_t n,
                        CUgraph child) {
   const auto moving = graphs.find(child), into = graphs.find(graph);
-  need(!moving->moved && moving->body_of == nullptr && moving->captures.load() == 0 &&
-           !contains(*moving, into.get()),
-       CUDA_ERROR_INVALID_VALUE, "the child belongs to another graph or is captured to");
+  require(
+      !moving->moved && moving->body_of == nullptr && moving->captures.load() == 0 &&
+          !contains(*moving, into.get()),
+      CUDA_ERROR_INVALID_VALUE,
+      "the child graph cannot be moved: it belongs to or contains the other graph, or a stream is "
+      "capturing into it");
   auto node = std::make_shared<Node>();
   node->type = CU_GRAPH_NODE_TYPE_GRAPH;
   node->child = moving;
@@ -157,20 +162,21 @@ static void move_child(CUgraphNode* out, CUgraph graph, const CUgraphNode* deps,
   moving->moved = true;
 }
 
-// The port of a programmatic edge, which is taken as a full one (G9); 0 for a full one.
+// Checks an edge and returns its from_port, which is 0 for a full dependency (G9).
 static unsigned char port_of(const CUgraphEdgeData& edge, CUgraphNodeType from,
                              CUgraphNodeType to) {
   constexpr auto kernel = CU_GRAPH_NODE_TYPE_KERNEL;
   const bool full = edge.from_port == 0 && edge.type == 0;
   const bool programmatic = (edge.from_port == 1 || edge.from_port == 2) && edge.type == 1;
-  need(edge.to_port == 0 && (full || (programmatic && from == kernel && to == kernel)),
-       CUDA_ERROR_INVALID_VALUE, "programmatic edges lead from port 1 or 2 of kernels to kernels");
+  require(edge.to_port == 0 && (full || (programmatic && from == kernel && to == kernel)),
+          CUDA_ERROR_INVALID_VALUE,
+          "a programmatic edge must connect port 1 or 2 of a kernel node to a kernel node");
   return edge.from_port;
 }
 
 SC_API(cuGraphAddNode_v2, 12030, 0, CUgraphNode*, out, CUgraph, graph, const CUgraphNode*, deps,
        const CUgraphEdgeData*, edges, size_t, n, CUgraphNodeParams*, params) {
-  need(params != nullptr && (deps != nullptr || n == 0));
+  require(params != nullptr && (deps != nullptr || n == 0));
   std::map<const Node*, unsigned char> ports;
   for (size_t i = 0; edges != nullptr && i < n; ++i) {
     const auto from = graph_nodes.find(deps[i]);
@@ -185,8 +191,8 @@ SC_API(cuGraphAddNode_v2, 12030, 0, CUgraphNode*, out, CUgraph, graph, const CUg
   } else if (child.ownership == CU_GRAPH_CHILD_GRAPH_OWNERSHIP_MOVE) {
     move_child(out, graph, deps, n, child.graph);
   } else {
-    need(child.ownership == CU_GRAPH_CHILD_GRAPH_OWNERSHIP_CLONE, CUDA_ERROR_INVALID_VALUE,
-         "no such ownership of a child graph");
+    require(child.ownership == CU_GRAPH_CHILD_GRAPH_OWNERSHIP_CLONE, CUDA_ERROR_INVALID_VALUE,
+            "unknown ownership of a child graph");
     child.graph = add_clone(out, graph, deps, n, child.graph);
   }
   std::lock_guard<std::mutex> lock(graph_mutex);
@@ -194,12 +200,12 @@ SC_API(cuGraphAddNode_v2, 12030, 0, CUgraphNode*, out, CUgraph, graph, const CUg
 }
 
 SC_API(cuGraphDestroyNode, 10000, 0, CUgraphNode, handle) {
-  ApiThread here;
+  InlineDestructorScope inline_destructors;
   const auto node = graph_nodes.find(handle);
   std::lock_guard<std::mutex> lock(graph_mutex);
-  need_uncaptured(*node->graph);
+  require_not_capturing(*node->graph);
   graph_nodes.take(handle);
-  forget_children(*node);
+  remove_child_handles(*node);
   auto& nodes = node->graph->nodes;
   for (auto& other : nodes) {
     auto& list = other->dependencies;

@@ -1,4 +1,4 @@
-// Graph definitions, executables and user objects.
+// Graph definitions (CUgraph), executable graphs (CUgraphExec) and user objects.
 #pragma once
 
 #include <array>
@@ -16,14 +16,16 @@ struct UserObject {
   std::atomic<unsigned> refs{0};
 };
 
-// References that one graph or executable holds; released together.
+// User-object references of one graph or executable graph. All are released by the destructor.
 class References {
  public:
   References() = default;
-  References(const References& other);  // takes its own references, same multiplicity
+  References(const References& other);  // acquires as many references as `other` holds
   References& operator=(const References&) = delete;
   ~References();
-  void add(const std::shared_ptr<UserObject>& object, unsigned count, bool take_new);
+  // Adds references: new ones with `acquire`, else references that the caller gives up.
+  void add(const std::shared_ptr<UserObject>& object, unsigned count, bool acquire);
+  // Returns false if fewer than `count` references are held.
   bool release(const std::shared_ptr<UserObject>& object, unsigned count);
   void merge(const References& other);
 
@@ -31,17 +33,17 @@ class References {
   std::map<std::shared_ptr<UserObject>, unsigned> held_;
 };
 
-// Marks a call during which inline destructors may run (mode SOFTCUDA_DESTRUCTORS=inline).
-class ApiThread {
+// Marks a call during which destructors run inline with SOFTCUDA_DESTRUCTORS=inline (U3).
+class InlineDestructorScope {
  public:
-  ApiThread();
-  ~ApiThread();
+  InlineDestructorScope();
+  ~InlineDestructorScope();
 
  private:
   bool outer_;
 };
 
-// ---- graphs (invariants G1-G6) ----------------------------------------------------------------
+// ---- graphs (invariants G1-G9) ----------------------------------------------------------------
 struct Graph;
 struct Condition;
 
@@ -52,16 +54,16 @@ struct Node {
   Graph* graph = nullptr;
   CUgraphNodeType type = CU_GRAPH_NODE_TYPE_EMPTY;
   Work work;
-  std::vector<void*> param_pointers;  // what cuGraphKernelNodeGetParams hands out
-  std::map<int, std::array<char, kAttributeBytes>> attributes;  // of a kernel node
+  std::vector<void*> param_pointers;  // kernelParams that cuGraphKernelNodeGetParams returned
+  std::map<int, std::array<char, kAttributeBytes>> attributes;  // for a kernel node
   std::shared_ptr<Graph> child;
-  // Of a conditional node.
+  // For a conditional node.
   std::shared_ptr<Condition> condition;
   int condition_type = 0;
   std::vector<std::shared_ptr<Graph>> bodies;
   std::vector<CUgraph> body_handles;
   std::vector<Node*> dependencies;
-  std::map<const Node*, unsigned char> ports;  // of programmatic edges, by where they come from
+  std::map<const Node*, unsigned char> ports;  // from_port of programmatic edges, by source node
   unsigned char port(const Node* from) const { return ports.count(from) ? ports.at(from) : 0; }
 };
 
@@ -71,21 +73,21 @@ struct Graph {
   void* handle = nullptr;
   std::vector<std::shared_ptr<Node>> nodes;
   std::shared_ptr<References> references = std::make_shared<References>();
-  Graph* body_of = nullptr;  // of a conditional's body: the graph the conditional is in
-  bool moved = false;        // into a parent, which owns it (G7)
+  Graph* body_of = nullptr;  // for a conditional body: the graph that contains the conditional
+  bool moved = false;        // moved into a parent graph, which owns it (G7)
   std::vector<std::shared_ptr<Condition>> conditions;
-  std::atomic<int> captures{0};  // stream captures that go on into this graph
+  std::atomic<int> captures{0};  // active stream captures into this graph
 };
 
-// One node of a flattened graph: children expanded, dependencies as indices.
+// One node of a flattened graph, in which child graphs are expanded and dependencies are indices.
 struct FlatNode {
   CUgraphNodeType type;
   Work work;
   bool enabled = true;
-  void* source = nullptr;  // handle of the definition's node, for SetParams
+  void* source = nullptr;  // handle of the definition's node, by which callers address this one
   std::vector<unsigned> dependencies;
-  std::vector<unsigned char> ports{};  // of programmatic edges; 0: a full one
-  // Of a conditional node.
+  std::vector<unsigned char> ports{};  // from_port of each edge; 0 for a full dependency
+  // For a conditional node.
   std::shared_ptr<Condition> condition{};
   int condition_type = 0;
   std::vector<std::vector<FlatNode>> bodies{};
@@ -99,30 +101,36 @@ struct Exec {
   std::vector<FlatNode> flat;
   std::shared_ptr<Program> program;
   std::shared_ptr<References> references;
-  OpRef last;  // launches of one executable are serialised; guarded by the scheduler's mutex
+  OpRef last;  // the last launch; the next one depends on it. Guarded by the scheduler's mutex
 };
 
-// Guards definitions and executables. The driver leaves that to callers; we do not crash.
+// Guards definitions and executables. The driver requires callers to serialize such accesses; the
+// soft device does not crash if they do not.
 inline std::mutex& graph_mutex = *new std::mutex;
-inline Handles<Graph>& graphs = *new Handles<Graph>(0x55000000000000, "not a graph");
-inline Handles<Node>& graph_nodes = *new Handles<Node>(0x56000000000000, "not a graph node");
-inline Handles<Exec>& graph_execs = *new Handles<Exec>(0x57000000000000, "not an executable graph");
+inline Handles<Graph>& graphs =
+    *new Handles<Graph>(0x55000000000000, "the graph handle is unknown or was destroyed");
+inline Handles<Node>& graph_nodes =
+    *new Handles<Node>(0x56000000000000, "the graph node handle is unknown or was destroyed");
+inline Handles<Exec>& graph_execs =
+    *new Handles<Exec>(0x57000000000000, "the executable graph handle is unknown or was destroyed");
 
-// Adds a node of any type but child graphs and conditionals.
+// Adds a node of any type except child graph and conditional.
 void add_params(CUgraphNode* out, CUgraph graph, const CUgraphNode* deps, size_t n,
                 const CUgraphNodeParams& params);
 CUgraphNodeType type_of(WorkKind kind);
 const char* type_name(CUgraphNodeType type);
-void need_uncaptured(const Graph& graph);
-void need_own(const Graph& graph);  // no child that was moved, no body
+void require_not_capturing(const Graph& graph);
+// Rejects a conditional body and a child graph that was moved into a parent.
+void require_standalone(const Graph& graph);
 std::shared_ptr<Graph> clone_graph(const Graph& graph);
-// The executable's graph as a definition, with its present parameters.
+// Returns a definition with the nodes of an executable graph and their current parameters.
 std::shared_ptr<Graph> graph_of(const Exec& exec);
-// Takes a definition and the handles of its child graphs away from callers; null if unknown.
-std::shared_ptr<Graph> take_graph(CUgraph handle);
-// Adds a node whose work is complete; nothing is added on failure.
+// Removes the handles of a definition and of its child graphs. Returns null for an unknown handle.
+std::shared_ptr<Graph> remove_graph(CUgraph handle);
+// Adds a node that is fully initialized. On failure the graph is unchanged.
 void add_node(CUgraphNode* out, CUgraph handle, const CUgraphNode* dependencies, size_t n,
               std::shared_ptr<Node> node);
+// Creates the program of an executable graph, or of a conditional body of the program `top`.
 std::shared_ptr<Program> make_program(const std::vector<FlatNode>& flat,
                                       const std::shared_ptr<References>& references,
                                       Program* top = nullptr);

@@ -1,4 +1,5 @@
-// Kernel launches: geometry checks and parameter translation (invariants K5, K6).
+// Kernel and host-function launches: checks of the launch configuration and translation of kernel
+// parameters (invariants K5, K6).
 #include <cstring>
 
 #include "capture.h"
@@ -7,8 +8,9 @@
 namespace softcuda {
 namespace {
 
-[[noreturn]] void refuse_launch(const Function& f, const std::string& why) {
-  refuse(CUDA_ERROR_INVALID_VALUE, "kernel '" + f.name + "'" + why);
+// Rejects the launch; `reason` follows the kernel's name.
+[[noreturn]] void refuse_launch(const Function& f, const std::string& reason) {
+  refuse(CUDA_ERROR_INVALID_VALUE, "kernel '" + f.name + "'" + reason);
 }
 
 void check_geometry(const Function& f, softcuda_dim3 grid, softcuda_dim3 block,
@@ -21,13 +23,15 @@ void check_geometry(const Function& f, softcuda_dim3 grid, softcuda_dim3 block,
     refuse_launch(f, ": the grid exceeds 2147483647 x 65535 x 65535");
   }
   if (block.x > 1024 || block.y > 1024 || block.z > 64 || threads > 1024) {
-    refuse_launch(f, ": " + std::to_string(threads) + " threads a block exceed 1024");
+    refuse_launch(f, ": a block of " + std::to_string(block.x) + " x " + std::to_string(block.y) +
+                         " x " + std::to_string(block.z) +
+                         " threads exceeds 1024 x 1024 x 64 or 1024 threads");
   }
   const unsigned bound = f.entry().max_threads;
   if (bound != 0 && threads > bound) {
     refuse_launch(f, ": " + std::to_string(threads) +
-                         " threads a block exceed its __launch_bounds__(" + std::to_string(bound) +
-                         ")");
+                         " threads per block exceed its __launch_bounds__(" +
+                         std::to_string(bound) + ")");
   }
   const int limit = f.max_dynamic_shared.load();
   if (shared_bytes > static_cast<unsigned>(limit)) {
@@ -37,13 +41,14 @@ void check_geometry(const Function& f, softcuda_dim3 grid, softcuda_dim3 block,
   }
 }
 
+// Copies the parameters into one buffer with the layout of the kernel's parameter list.
 std::vector<char> gather(const Function& f, void* const* params, void* const* extra) {
   const softcuda_entry& entry = f.entry();
   const unsigned n = entry.nparams;
   std::vector<char> bytes(n == 0 ? 0 : entry.offsets[n - 1] + entry.sizes[n - 1]);
   if (n == 0) return bytes;
   if (params == nullptr || extra != nullptr) {
-    refuse_launch(f, ": parameters are taken from kernelParams, not from extra");
+    refuse_launch(f, ": parameters must be passed in kernelParams; extra is not supported");
   }
   for (unsigned i = 0; i < n; ++i) {
     if (params[i] == nullptr) {
@@ -58,7 +63,8 @@ std::vector<char> gather(const Function& f, void* const* params, void* const* ex
 
 std::shared_ptr<const KernelWork> make_kernel(const CUDA_KERNEL_NODE_PARAMS& p) {
   auto work = std::make_shared<KernelWork>();
-  // A kernel of a library is named by the other field; both hold one handle (functions.cpp).
+  // The kernel of a library is in the other field. CUkernel and CUfunction are the same handle here
+  // (functions.cpp).
   work->function = functions.find(p.func != nullptr ? static_cast<void*>(p.func) : p.kern);
   const Function& function = *work->function;
   const softcuda_entry& entry = function.entry();
@@ -94,13 +100,13 @@ std::shared_ptr<const KernelWork> make_kernel(const CUDA_KERNEL_NODE_PARAMS& p) 
 
 static void launch(const CUDA_KERNEL_NODE_PARAMS& p, CUstream handle) {
   const auto stream = find_stream(handle);
-  keep_fault_handlers();
+  restore_fault_handlers();
   Work work(make_kernel(p));
   if (capture_work(handle, work)) return;
   if (!work.kernel->function->loaded.exchange(true)) {
-    may_wait_for_device("the first launch of a kernel loads it, which may synchronise the context");
+    may_wait_for_device("the first launch of a kernel loads it, which may synchronize the context");
     if ((settings().lock_model & 4) != 0) {
-      wait_idle("first launch of a kernel: loading synchronises the context (lock model 4)");
+      wait_idle("first launch of a kernel: loading synchronizes the context (lock model 4)");
     }
   }
   enqueue(*stream, std::move(work));
@@ -118,10 +124,11 @@ SC_API(cuLaunchKernel, 4000, kContext, CUfunction, f, unsigned, gx, unsigned, gy
 
 SC_API(cuLaunchKernelEx, 11060, kContext, const CUlaunchConfig*, c, CUfunction, f, void**, params,
        void**, extra) {
-  need(c != nullptr);
+  require(c != nullptr);
   for (unsigned i = 0; i < c->numAttrs; ++i) {
     const int id = c->attrs[i].id;
     // IGNORE, ACCESS_POLICY_WINDOW, PRIORITY, MEM_SYNC_DOMAIN(_MAP), CARVEOUT: hints.
+    // They do not change results.
     if (id == 0 || id == 1 || id == 8 || id == 9 || id == 10 || id == 14) continue;
     refuse(CUDA_ERROR_NOT_SUPPORTED,
            "launch attribute " + std::to_string(id) + " is not implemented");
@@ -132,7 +139,7 @@ SC_API(cuLaunchKernelEx, 11060, kContext, const CUlaunchConfig*, c, CUfunction, 
 }
 
 static void launch_host(CUstream handle, CUhostFn fn, void* data) {
-  need(fn != nullptr);
+  require(fn != nullptr);
   const auto stream = find_stream(handle);
   Work work(HostWork{fn, data});
   if (capture_work(handle, work)) return;
@@ -148,6 +155,6 @@ SC_API(cuLaunchHostFunc, 10000, 0, CUstream, stream, CUhostFn, fn, void*, data) 
 }
 
 SC_API(cuLaunchHostFunc_v2, 13020, 0, CUstream, stream, CUhostFn, fn, void*, data, unsigned, mode) {
-  need(mode <= 1);  // BLOCKING or SPINWAIT; one thread serves both
+  require(mode <= 1);  // BLOCKING or SPINWAIT; the same thread runs both kinds
   launch_host(stream, fn, data);
 }

@@ -1,29 +1,31 @@
-// Checking memory operations, and their entry points (W5).
+// Parameter checks and entry points of stream memory operations (W5).
 #include "capture.h"
 #include "memops.h"
 
 namespace softcuda {
 namespace {
 
-constexpr unsigned kMostOps = 255;  // "must be less than 256"
+constexpr unsigned kMaxOps = 255;  // the documentation requires fewer than 256
 
-// Checks the operation at one place of a batch.
+// Checks the operation at index `index` of a batch.
 struct Check {
-  unsigned place;
+  unsigned index;
 
-  void that(bool good, const char* why, CUresult code = CUDA_ERROR_INVALID_VALUE) const {
-    if (!good) fail(code, why);
+  void that(bool condition, const char* reason, CUresult code = CUDA_ERROR_INVALID_VALUE) const {
+    if (!condition) fail(code, reason);
   }
-  void attribute(bool wanted, int number, const char* what) const {
-    if (!wanted || device_attribute(number) != 0) return;
-    fail(CUDA_ERROR_NOT_SUPPORTED,
-         std::string(what) + " (attribute " + std::to_string(number) + " is 0)");
+  // Fails if the operation needs a feature whose device attribute is 0.
+  void attribute(bool needed, int number, const char* feature) const {
+    if (!needed || device_attribute(number) != 0) return;
+    fail(CUDA_ERROR_NOT_SUPPORTED, std::string(feature) + " is not supported (device attribute " +
+                                       std::to_string(number) + " is 0)");
   }
-  [[noreturn]] void fail(CUresult code, const std::string& why) const {
-    refuse(code, "memory operation " + std::to_string(place) + ": " + why);
+  [[noreturn]] void fail(CUresult code, const std::string& reason) const {
+    refuse(code, "memory operation " + std::to_string(index) + ": " + reason);
   }
 
-  // The word of an operation: what the device may follow, aligned to its size.
+  // Resolves the memory location of an operation: device memory or pinned memory that is not
+  // write-combined, aligned to the operation's size.
   void word(CUdeviceptr address, Memop* out) const {
     const size_t bytes = out->wide ? 8 : 4;
     std::string why;
@@ -32,7 +34,7 @@ struct Check {
     } else if (resolve_for_device(address, bytes, &out->word, &why)) {
       const Allocation* owner = out->word.owner.get();
       that(!owner || !owner->host || (owner->flags & CU_MEMHOSTALLOC_WRITECOMBINED) == 0,
-           "the word is in write-combined memory");
+           "the memory location is in write-combined memory");
       return;
     }
     fail(CUDA_ERROR_INVALID_VALUE, why);
@@ -55,11 +57,13 @@ struct Check {
       case CU_STREAM_MEM_OP_WRITE_VALUE_32:
       case CU_STREAM_MEM_OP_WRITE_VALUE_64:
         that(p.writeValue.flags != CU_STREAM_WRITE_VALUE_NO_MEMORY_BARRIER,
-             "NO_MEMORY_BARRIER belongs to the old API", CUDA_ERROR_NOT_SUPPORTED);
+             "the flag NO_MEMORY_BARRIER is not supported by the _v2 functions",
+             CUDA_ERROR_NOT_SUPPORTED);
         that(p.writeValue.flags == 0, "unknown write flags");
         break;
       case CU_STREAM_MEM_OP_ATOMIC_REDUCTION:
-        fail(CUDA_ERROR_NOT_SUPPORTED, "atomic reductions (attribute 148 is 0)");
+        fail(CUDA_ERROR_NOT_SUPPORTED,
+             "an atomic reduction is not supported (device attribute 148 is 0)");
       case CU_STREAM_MEM_OP_FLUSH_REMOTE_WRITES:
       case CU_STREAM_MEM_OP_BARRIER: {
         const bool flush = p.operation == CU_STREAM_MEM_OP_FLUSH_REMOTE_WRITES;
@@ -85,10 +89,11 @@ void enqueue_ops(CUstream handle, unsigned count, CUstreamBatchMemOpParams* ops,
 }  // namespace
 
 std::shared_ptr<const MemopWork> make_memops(const CUDA_BATCH_MEM_OP_NODE_PARAMS& p) {
-  need(settings().memops, CUDA_ERROR_NOT_SUPPORTED,
-       "memory operations are switched off (SOFTCUDA_MEMOPS)");
-  need(p.flags == 0 && p.count != 0 && p.paramArray != nullptr);
-  need(p.count <= kMostOps, CUDA_ERROR_INVALID_VALUE, "a batch has less than 256 operations");
+  require(settings().memops, CUDA_ERROR_NOT_SUPPORTED,
+          "stream memory operations are disabled (SOFTCUDA_MEMOPS=0)");
+  require(p.flags == 0 && p.count != 0 && p.paramArray != nullptr);
+  require(p.count <= kMaxOps, CUDA_ERROR_INVALID_VALUE,
+          "a batch must have fewer than 256 operations");
   auto work = std::make_shared<MemopWork>();
   for (unsigned i = 0; i < p.count; ++i) work->ops.push_back(Check{i}.operation(p.paramArray[i]));
   return work;

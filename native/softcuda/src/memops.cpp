@@ -1,4 +1,4 @@
-// Running memory operations, and the one thread that looks at words waited for (W2-W4).
+// Execution of stream memory operations, and the poller thread that watches pending waits (W2-W4).
 #include "memops.h"
 
 #include <sys/prctl.h>
@@ -9,25 +9,25 @@
 #include <deque>
 #include <thread>
 
-#include "../../threads.h"
+#include "time_slice.h"
 
 namespace softcuda {
 namespace {
 
-constexpr uint64_t kSpinNs = 50000;  // spins so long after anything happened,
-constexpr long kSleepNs = 50000;     // then sleeps so long between looks
+constexpr uint64_t kSpinNs = 50000;  // the poller spins this long after the last completed wait
+constexpr long kSleepNs = 50000;     // and then sleeps this long between two polls
 
 struct Pending {
   Op* op;
-  size_t next;  // index of the operation that waits
+  size_t next;  // index of the unsatisfied wait
 };
 
-// Leaked on purpose: the poller is a detached thread.
+// Never destroyed: the poller is a detached thread.
 struct Poller {
   std::mutex mutex;
   std::condition_variable wake;
   std::vector<Pending> pending;
-  std::deque<Op*> kept;  // single queue: ready, but behind a wait
+  std::deque<Op*> held;  // operations that hold_behind_wait() holds back
   bool started = false;
 };
 Poller& g_poller = *new Poller;
@@ -48,30 +48,32 @@ void store(const Memop& op) {
   }
 }
 
-// Comparisons of the documentation; GEQ is cyclic.
+// Evaluates the documented comparison of a wait; GEQ is cyclic.
 bool satisfied(const Memop& op) {
-  const uint64_t seen = load(op);
+  const uint64_t current = load(op);
   switch (op.flags & 3u) {
     case CU_STREAM_WAIT_VALUE_GEQ:
-      return op.wide ? static_cast<int64_t>(seen - op.value) >= 0
-                     : static_cast<int32_t>(static_cast<uint32_t>(seen - op.value)) >= 0;
+      if (op.wide) return static_cast<int64_t>(current - op.value) >= 0;
+      return static_cast<int32_t>(static_cast<uint32_t>(current - op.value)) >= 0;
     case CU_STREAM_WAIT_VALUE_EQ:
-      return seen == op.value;
+      return current == op.value;
     case CU_STREAM_WAIT_VALUE_AND:
-      return (seen & op.value) != 0;
-    default:
-      return op.wide ? ~(seen | op.value) != 0 : static_cast<uint32_t>(~(seen | op.value)) != 0;
+      return (current & op.value) != 0;
+    default:  // NOR
+      if (op.wide) return ~(current | op.value) != 0;
+      return static_cast<uint32_t>(~(current | op.value)) != 0;
   }
 }
 
-// Runs operations in array order (W1). Returns the index of the one that waits, or the count.
+// Runs operations in array order from `next` on (W1). Returns the index of the first unsatisfied
+// wait, or the number of operations if the batch is complete.
 size_t advance(const MemopWork& work, size_t next) {
   for (; next < work.ops.size(); ++next) {
     const Memop& op = work.ops[next];
     if (sticky() != CUDA_SUCCESS) return work.ops.size();
     if (!op.word.live()) {
       fault(CUDA_ERROR_ILLEGAL_ADDRESS,
-            "use after free: a memory operation touches " + op.word.owner->describe());
+            "use after free: a memory operation accesses " + op.word.owner->describe());
       return work.ops.size();
     }
     switch (op.operation) {
@@ -90,26 +92,26 @@ size_t advance(const MemopWork& work, size_t next) {
   return next;
 }
 
-// Looks at every pending wait once; finished batches go to `done`.
-void look(std::vector<Op*>* done) {
-  auto over = [&](Pending& item) {
+// Polls every pending wait once and appends completed batches to `done`.
+void poll_pending(std::vector<Op*>* done) {
+  auto completed = [&](Pending& item) {
     const MemopWork& work = *item.op->work.memop;
     item.next = advance(work, item.next);
     if (item.next < work.ops.size()) return false;
     done->push_back(item.op);
     return true;
   };
-  auto end = std::remove_if(g_poller.pending.begin(), g_poller.pending.end(), over);
+  auto end = std::remove_if(g_poller.pending.begin(), g_poller.pending.end(), completed);
   g_poller.pending.erase(end, g_poller.pending.end());
 }
 
 void poll_main() {
   pthread_setname_np(pthread_self(), "softcuda-poll");
-  graft::ask_for_short_slice();
-  prctl(PR_SET_TIMERSLACK, 1000UL);  // the default of 50 us would double the sleep
+  request_short_time_slice();
+  prctl(PR_SET_TIMERSLACK, 1000UL);  // the default of 50 us would double the sleep time
   uint64_t active = now_ns();
   std::vector<Op*> done;
-  std::deque<Op*> kept;
+  std::deque<Op*> held;
   for (;;) {
     {
       std::unique_lock<std::mutex> lock(g_poller.mutex);
@@ -117,15 +119,15 @@ void poll_main() {
         g_poller.wake.wait(lock, [&] { return !g_poller.pending.empty(); });
         active = now_ns();
       }
-      look(&done);
-      if (g_poller.pending.empty()) kept.swap(g_poller.kept);
+      poll_pending(&done);
+      if (g_poller.pending.empty()) held.swap(g_poller.held);
     }
-    // What a batch lets go on is run by the workers: this thread only looks at words.
+    // The workers run the operations that become ready; this thread only polls.
     for (Op* op : done) complete(op, false);
-    for (Op* op : kept) dispatch(op, false);
+    for (Op* op : held) dispatch(op, false);
     if (!done.empty()) active = now_ns();
     done.clear();
-    kept.clear();
+    held.clear();
     if (now_ns() - active > kSpinNs) {
       const timespec pause{0, kSleepNs};
       nanosleep(&pause, nullptr);
@@ -149,11 +151,11 @@ bool start_memops(Op* op) {
   return false;
 }
 
-bool queue_blocked(Op* op) {
+bool hold_behind_wait(Op* op) {
   if (settings().queues != 1) return false;
   std::lock_guard<std::mutex> lock(g_poller.mutex);
   if (g_poller.pending.empty()) return false;
-  g_poller.kept.push_back(op);
+  g_poller.held.push_back(op);
   return true;
 }
 

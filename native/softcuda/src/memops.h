@@ -1,4 +1,5 @@
-// Batches of memory operations: wait for a word, write a word, barriers (invariants W1-W5).
+// Stream memory operations: batches of waits on a memory location, writes to one, and barriers
+// (invariants W1-W6).
 #pragma once
 
 #include <vector>
@@ -7,7 +8,7 @@
 
 namespace softcuda {
 
-// One checked operation; the word's allocation is held by `word`.
+// One checked operation. `word` holds a reference to the allocation of the memory location.
 struct Memop {
   CUstreamBatchMemOpType operation;
   Target word;
@@ -16,19 +17,19 @@ struct Memop {
   bool wide = false;
 };
 
-// Immutable; shared by definitions and executables.
+// A batch. Immutable; shared by graph definitions and executables.
 struct MemopWork {
   std::vector<Memop> ops;
 };
 
 std::shared_ptr<const MemopWork> make_memops(const CUDA_BATCH_MEM_OP_NODE_PARAMS& params);
 
-// Runs a batch from its first operation. True: it is finished. False: it waits for a word, and the
-// poller completes `op` later.
+// Starts a batch. Returns true if it is complete, and false if it reached an unsatisfied wait; the
+// poller then completes `op` later.
 bool start_memops(Op* op);
 
-// With SOFTCUDA_QUEUES=1 everything that becomes ready while a wait is pending is kept back until
-// the wait is over, as behind a wait in a single hardware queue. True: `op` was kept.
-bool queue_blocked(Op* op);
+// With SOFTCUDA_QUEUES=1 holds back an operation that becomes ready while a wait is pending, like a
+// wait at the head of a single hardware queue (W4). Returns whether `op` was held back.
+bool hold_behind_wait(Op* op);
 
 }  // namespace softcuda

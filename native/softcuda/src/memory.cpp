@@ -13,9 +13,9 @@
 namespace softcuda {
 namespace {
 
-constexpr size_t kAliasStep = 1 << 16;  // a gap follows every alias, so overruns stay recognisable
+constexpr size_t kAliasStep = 1 << 16;  // minimum gap between aliases, so that overruns hit none
 constexpr size_t kHugePage = 2 << 20;
-constexpr size_t kAlign = 16;  // end alignment: an overrun of a word meets the guard page
+constexpr size_t kAlign = 16;  // alignment of the storage's end; the guard page follows
 
 struct Table {
   std::mutex mutex;
@@ -24,12 +24,13 @@ struct Table {
   size_t used = 0;  // bytes of device memory
   std::map<CUdeviceptr, std::shared_ptr<Allocation>> by_alias;
   std::map<unsigned long long, std::shared_ptr<Allocation>> by_host;
-  std::map<CUdeviceptr, std::shared_ptr<Allocation>> dead;  // recent ones, for messages
+  std::map<CUdeviceptr, std::shared_ptr<Allocation>> freed;  // recent ones, for error texts
 };
 Table& g_table = *new Table;
 
 size_t round_up(size_t n, size_t to) { return (n + to - 1) / to * to; }
 
+// Reserves the address range of all aliases.
 bool reserve() {
   if (g_table.base != 0) return true;
   for (size_t bytes = size_t{1} << 44; bytes >= size_t{1} << 32; bytes >>= 2) {
@@ -44,8 +45,8 @@ bool reserve() {
   return false;
 }
 
-// The address range outside which an allocation's accesses fault: its mapping, guards included.
-bool holds(const Allocation& a, unsigned long long address) {
+// Whether `address` lies in the allocation's mapping, including the guard pages.
+bool contains(const Allocation& a, unsigned long long address) {
   const auto from = reinterpret_cast<unsigned long long>(a.mapping);
   return a.mapping != nullptr && address >= from && address < from + a.mapping_bytes;
 }
@@ -56,64 +57,71 @@ std::shared_ptr<Allocation> floor_entry(const Map& map, unsigned long long key) 
   return it == map.begin() ? nullptr : std::prev(it)->second;
 }
 
-// "" or what limits the process's addresses.
+// Returns a hint for error texts if the process's address space is limited, else "".
 std::string address_limit() {
   rlimit limit{};
   if (getrlimit(RLIMIT_AS, &limit) != 0 || limit.rlim_cur == RLIM_INFINITY) return "";
-  return ": the process may have " + std::to_string(limit.rlim_cur) +
-         " bytes of addresses (ulimit -v)";
+  return ": the address space of the process is limited to " + std::to_string(limit.rlim_cur) +
+         " bytes (ulimit -v)";
 }
 
-size_t span_of(size_t size) { return round_up(size + kAliasStep, kAliasStep); }
+// Bytes of the alias range that an allocation occupies, including the gap.
+size_t alias_bytes(size_t size) { return round_up(size + kAliasStep, kAliasStep); }
 
-// The next free addresses, going up; from the lowest on again once the end is reached (M1).
+// Returns the next free address range of `span` bytes, in ascending order. The search starts again
+// at the lowest address when it reaches the end (M1). Returns 0 if no range is free.
 CUdeviceptr next_free(size_t span) {
   CUdeviceptr at = g_table.next;
-  for (bool again = false;;) {
+  for (bool wrapped = false;;) {
     if (g_table.end - at < span) {
-      if (again) return 0;
-      again = true;
+      if (wrapped) return 0;
+      wrapped = true;
       at = g_table.base;
     }
     auto after = g_table.by_alias.lower_bound(at);
     if (after != g_table.by_alias.begin()) {
       const Allocation& below = *std::prev(after)->second;
-      if (below.alias + span_of(below.size) > at) {
-        at = below.alias + span_of(below.size);
+      if (below.alias + alias_bytes(below.size) > at) {
+        at = below.alias + alias_bytes(below.size);
         continue;
       }
     }
     if (after == g_table.by_alias.end() || after->first - at >= span) return at;
-    at = after->first + span_of(after->second->size);
+    at = after->first + alias_bytes(after->second->size);
   }
 }
 
-void give_alias(const std::shared_ptr<Allocation>& a) {
-  const size_t span = span_of(a->size);
+void assign_alias(const std::shared_ptr<Allocation>& a) {
+  const size_t span = alias_bytes(a->size);
   if (!reserve()) {
     refuse(CUDA_ERROR_OUT_OF_MEMORY, "cannot reserve device addresses" + address_limit());
   }
   a->alias = next_free(span);
   if (a->alias == 0) {
-    refuse(CUDA_ERROR_OUT_OF_MEMORY, "no device addresses are free" + address_limit());
+    refuse(CUDA_ERROR_OUT_OF_MEMORY, "all device addresses are in use" + address_limit());
   }
   g_table.next = a->alias + span;
-  auto dead = g_table.dead.lower_bound(a->alias);
-  if (dead != g_table.dead.begin()) --dead;
-  while (dead != g_table.dead.end() && dead->first < g_table.next) {
-    dead = dead->first + dead->second->size < a->alias ? std::next(dead) : g_table.dead.erase(dead);
+  // Forget freed allocations that the new range overlaps.
+  auto freed = g_table.freed.lower_bound(a->alias);
+  if (freed != g_table.freed.begin()) --freed;
+  while (freed != g_table.freed.end() && freed->first < g_table.next) {
+    if (freed->first + freed->second->size < a->alias) {
+      ++freed;
+    } else {
+      freed = g_table.freed.erase(freed);
+    }
   }
   a->id = ++g_table.ids;
   g_table.by_alias.emplace(a->alias, a);
   if (a->host) g_table.by_host.emplace(reinterpret_cast<unsigned long long>(a->storage), a);
 }
 
-// The bytes between the storage and its pages' ends: too few for a guard page, so they carry a
-// pattern that is checked when the allocation is freed (M6).
-constexpr unsigned char kSlack = 0xc5;
+// The bytes between the storage and the ends of its pages are filled with this value. They are
+// checked when the allocation is freed (M6), because guard pages do not cover them.
+constexpr unsigned char kPadding = 0xc5;
 
 template <class Visit>
-void visit_slack(const Allocation& a, const Visit& visit) {
+void visit_padding(const Allocation& a, const Visit& visit) {
   const size_t page = static_cast<size_t>(sysconf(_SC_PAGESIZE));
   char* from = static_cast<char*>(a.mapping) + page;
   char* to = static_cast<char*>(a.mapping) + a.mapping_bytes - page;
@@ -121,26 +129,27 @@ void visit_slack(const Allocation& a, const Visit& visit) {
   visit(a.storage + a.size, to);
 }
 
-// An overrun that stayed within the slack is found late, but it is found.
-void check_slack(const Allocation& a) {
+// Reports writes to the padding as a fault.
+void check_padding(const Allocation& a) {
   if (a.mapping == nullptr) return;
   std::string where;
-  visit_slack(a, [&](const char* from, const char* to) {
+  visit_padding(a, [&](const char* from, const char* to) {
     for (const char* at = from; at < to && where.empty(); ++at) {
-      if (static_cast<unsigned char>(*at) == kSlack) continue;
+      if (static_cast<unsigned char>(*at) == kPadding) continue;
       where = at < a.storage ? std::to_string(a.storage - at) + " bytes before the start"
                              : std::to_string(at - a.storage - a.size) + " bytes past the end";
     }
   });
   if (where.empty()) return;
-  fault(CUDA_ERROR_ILLEGAL_ADDRESS,
-        "when it was freed, " + a.describe() + " was found overwritten " + where);
-  need(false, sticky());
+  fault(CUDA_ERROR_ILLEGAL_ADDRESS, "out-of-bounds write: when " + a.describe() +
+                                        " was freed, the memory " + where +
+                                        " had been overwritten");
+  require(false, sticky());
 }
 
 bool map_storage(Allocation* a) {
   const size_t page = static_cast<size_t>(sysconf(_SC_PAGESIZE));
-  // Whole huge pages where they hold little else: a processor knows few addresses of small ones.
+  // Whole huge pages where they waste at most a quarter (M2): they save TLB misses.
   const bool huge = round_up(a->size, kHugePage) - a->size <= a->size / 4;
   const size_t unit = huge ? kHugePage : page, body = round_up(a->size, unit);
   const size_t bytes = body + unit + page;
@@ -154,11 +163,12 @@ bool map_storage(Allocation* a) {
   munmap(start + body + page, from + bytes - (at + body + page));
   if (mprotect(start, body, PROT_READ | PROT_WRITE) != 0) return false;
   if (huge) madvise(start, body, MADV_HUGEPAGE);
-  // Pinned memory starts on its page, as NumPy views and cache-line layouts expect.
+  // Pinned memory starts at a page boundary, as NumPy views and cache-line layouts expect.
   a->storage = a->host ? start : start + body - round_up(a->size, kAlign);
   if (settings().poison && !a->host) std::memset(start, 0xff, body);
-  visit_slack(
-      *a, [](char* from, char* to) { std::memset(from, kSlack, static_cast<size_t>(to - from)); });
+  visit_padding(*a, [](char* from, char* to) {
+    std::memset(from, kPadding, static_cast<size_t>(to - from));
+  });
   return true;
 }
 
@@ -169,7 +179,7 @@ size_t physical_memory() {
 }
 
 std::shared_ptr<Allocation> allocate(size_t size, bool host, unsigned flags) {
-  need(size > 0, CUDA_ERROR_INVALID_VALUE, "an allocation of 0 bytes");
+  require(size > 0, CUDA_ERROR_INVALID_VALUE, "an allocation of 0 bytes");
   auto a = std::make_shared<Allocation>();
   a->size = size;
   a->host = host;
@@ -178,19 +188,20 @@ std::shared_ptr<Allocation> allocate(size_t size, bool host, unsigned flags) {
   const size_t left = host ? physical_memory() : total_memory() - g_table.used;
   if (size > left) {
     refuse(CUDA_ERROR_OUT_OF_MEMORY,
-           std::to_string(size) + " bytes were asked for, " + std::to_string(left) + " are free");
+           std::to_string(size) + " bytes were requested, " + std::to_string(left) + " are free");
   }
   if (!map_storage(a.get())) {
     refuse(CUDA_ERROR_OUT_OF_MEMORY,
            "cannot map " + std::to_string(size) + " bytes" + address_limit());
   }
-  give_alias(a);
+  assign_alias(a);
   if (!host) g_table.used += size;
-  live_add(host ? Kind::pinned_memory : Kind::device_memory, 1);
+  live_add(host ? Resource::pinned_memory : Resource::device_memory, 1);
   return a;
 }
 
-// Unreachable for callers at once; the pages go now, the mapping with the last reference (M4).
+// Frees an allocation: callers can no longer use it, and its pages return to the system. The
+// mapping remains reserved until the last reference is released (M4).
 void retire(const std::shared_ptr<Allocation>& a) {
   a->live.store(false, std::memory_order_release);
   g_table.by_alias.erase(a->alias);
@@ -199,15 +210,15 @@ void retire(const std::shared_ptr<Allocation>& a) {
     mprotect(a->mapping, a->mapping_bytes, PROT_NONE);
     madvise(a->mapping, a->mapping_bytes, MADV_DONTNEED);
   }
-  auto note = std::make_shared<Allocation>();
-  note->alias = a->alias;
-  note->size = a->size;
-  note->id = a->id;
-  note->host = a->host;
-  note->live.store(false);
-  g_table.dead.emplace(a->alias, std::move(note));
-  if (g_table.dead.size() > 4096) g_table.dead.erase(g_table.dead.begin());
-  live_add(a->host ? Kind::pinned_memory : Kind::device_memory, -1);
+  auto record = std::make_shared<Allocation>();
+  record->alias = a->alias;
+  record->size = a->size;
+  record->id = a->id;
+  record->host = a->host;
+  record->live.store(false);
+  g_table.freed.emplace(a->alias, std::move(record));
+  if (g_table.freed.size() > 4096) g_table.freed.erase(g_table.freed.begin());
+  live_add(a->host ? Resource::pinned_memory : Resource::device_memory, -1);
 }
 
 }  // namespace
@@ -235,8 +246,8 @@ bool resolve(unsigned long long p, size_t bytes, Target* out, std::string* why) 
     out->owner = a && at < a->size ? a : nullptr;
     out->address = reinterpret_cast<char*>(p);
     if (out->owner && bytes > a->size - at) {
-      *why = "host range [" + hex(p) + ", +" + std::to_string(bytes) + ") runs past the end of " +
-             a->describe();
+      *why = "host range [" + hex(p) + ", +" + std::to_string(bytes) +
+             ") extends past the end of " + a->describe();
       return false;
     }
     if (p == 0 && bytes > 0) *why = "a null pointer";
@@ -244,18 +255,20 @@ bool resolve(unsigned long long p, size_t bytes, Target* out, std::string* why) 
   }
   std::shared_ptr<Allocation> a = floor_entry(g_table.by_alias, p);
   if (a == nullptr || p > a->alias + a->size) {
-    std::shared_ptr<Allocation> gone = floor_entry(g_table.dead, p);
-    const bool known = gone != nullptr && p <= gone->alias + gone->size;
-    *why = "device address " + hex(p) +
-           (known ? " lies in " + gone->describe()
-                  : std::string(" lies in no allocation") +
-                        (a ? "; the nearest below is " + a->describe() : ""));
+    std::shared_ptr<Allocation> freed = floor_entry(g_table.freed, p);
+    *why = "device address " + hex(p);
+    if (freed != nullptr && p <= freed->alias + freed->size) {
+      *why += " is inside " + freed->describe();
+    } else {
+      *why += " is in no allocation";
+      if (a) *why += "; the nearest one below is " + a->describe();
+    }
     return false;
   }
   const size_t offset = p - a->alias;
   if (bytes > a->size - offset) {
-    *why = "device range [" + hex(p) + ", +" + std::to_string(bytes) + ") runs past the end of " +
-           a->describe();
+    *why = "device range [" + hex(p) + ", +" + std::to_string(bytes) +
+           ") extends past the end of " + a->describe();
     return false;
   }
   out->address = a->storage + offset;
@@ -271,16 +284,16 @@ bool resolve_for_device(unsigned long long p, size_t bytes, Target* out, std::st
 }
 
 std::shared_ptr<Allocation> find_for_fault(unsigned long long address) {
-  // Called while a worker reports a fault: it held no lock of ours when it faulted in a kernel.
+  // Called while a worker reports a fault. Taking the lock is safe: kernels run without locks.
   std::lock_guard<std::mutex> lock(g_table.mutex);
   if (is_alias(address)) {
     auto a = floor_entry(g_table.by_alias, address);
     if (a && address < a->alias + a->size + kAliasStep) return a;
-    a = floor_entry(g_table.dead, address);
+    a = floor_entry(g_table.freed, address);
     return a && address < a->alias + a->size + kAliasStep ? a : nullptr;
   }
   for (auto& item : g_table.by_alias) {
-    if (holds(*item.second, address)) return item.second;
+    if (contains(*item.second, address)) return item.second;
   }
   return nullptr;
 }
@@ -290,15 +303,15 @@ std::shared_ptr<Allocation> find_for_fault(unsigned long long address) {
 using namespace softcuda;
 
 SC_API(cuMemAlloc_v2, 3020, kContext | kUnsafe, CUdeviceptr*, out, size_t, size) {
-  need(out != nullptr);
+  require(out != nullptr);
   *out = allocate(size, false, 0)->alias;
 }
 
 SC_API(cuMemFree_v2, 3020, kContext | kUnsafe, CUdeviceptr, p) {
   if (p == 0) return;
-  // The documented "may perform implicit synchronization" always happens (M5).
+  // The documentation allows implicit synchronization; here it always happens (M5).
   wait_idle("cuMemFree: all work to finish");
-  need(sticky() == CUDA_SUCCESS, sticky());
+  require(sticky() == CUDA_SUCCESS, sticky());
   std::lock_guard<std::mutex> lock(g_table.mutex);
   auto it = g_table.by_alias.find(p);
   if (it == g_table.by_alias.end() || it->second->host) {
@@ -306,24 +319,24 @@ SC_API(cuMemFree_v2, 3020, kContext | kUnsafe, CUdeviceptr, p) {
            "cuMemFree of " + hex(p) + ", which is not the start of a device allocation");
   }
   std::shared_ptr<Allocation> a = it->second;
-  check_slack(*a);
+  check_padding(*a);
   g_table.used -= a->size;
   retire(a);
 }
 
 SC_API(cuMemHostAlloc, 2020, kContext | kUnsafe, void**, out, size_t, size, unsigned, flags) {
-  need(out != nullptr && (flags & ~7u) == 0);
+  require(out != nullptr && (flags & ~7u) == 0);
   *out = allocate(size, true, flags)->storage;
 }
 
 SC_API(cuMemAllocHost_v2, 3020, kContext | kUnsafe, void**, out, size_t, size) {
-  need(out != nullptr);
+  require(out != nullptr);
   *out = allocate(size, true, CU_MEMHOSTALLOC_DEVICEMAP)->storage;
 }
 
 SC_API(cuMemFreeHost, 2000, kContext | kUnsafe, void*, p) {
-  wait_idle("freeing pinned memory: all work to finish");
-  need(sticky() == CUDA_SUCCESS, sticky());
+  wait_idle("cuMemFreeHost: all work to finish");
+  require(sticky() == CUDA_SUCCESS, sticky());
   std::lock_guard<std::mutex> lock(g_table.mutex);
   auto it = g_table.by_host.find(reinterpret_cast<unsigned long long>(p));
   if (it == g_table.by_host.end()) {
@@ -331,12 +344,12 @@ SC_API(cuMemFreeHost, 2000, kContext | kUnsafe, void*, p) {
                                          " is not the start of a pinned allocation");
   }
   std::shared_ptr<Allocation> a = it->second;
-  check_slack(*a);
+  check_padding(*a);
   retire(a);
 }
 
 SC_API(cuMemGetInfo_v2, 3020, kContext, size_t*, free_bytes, size_t*, total) {
-  need(free_bytes != nullptr && total != nullptr);
+  require(free_bytes != nullptr && total != nullptr);
   std::lock_guard<std::mutex> lock(g_table.mutex);
   *total = total_memory();
   *free_bytes = *total - g_table.used;

@@ -1,4 +1,4 @@
-// Device and pinned memory: aliases that only the device can follow, and the storage behind them.
+// Device memory and pinned host memory: device addresses (aliases) and the storage behind them.
 #pragma once
 
 #include <memory>
@@ -7,9 +7,10 @@
 
 namespace softcuda {
 
-// One allocation. `alias` is what callers hold: an address inside a reserved PROT_NONE range, never
-// handed out twice. `storage` is what kernels and copies touch: its own mapping between guard
-// pages, ending at the upper one. The mapping lives until the last operation that names it is gone.
+// One allocation. Callers hold `alias`, an address inside a reserved PROT_NONE range, so host code
+// that dereferences it faults (M1). Kernels and copies access `storage`, a separate mapping that
+// lies between two guard pages and ends at the upper one (M2). The mapping lives until the last
+// operation that refers to the allocation is destroyed.
 struct Allocation {
   ~Allocation();
   CUdeviceptr alias = 0;
@@ -17,7 +18,7 @@ struct Allocation {
   char* storage = nullptr;
   void* mapping = nullptr;
   size_t mapping_bytes = 0;
-  bool host = false;  // pinned: `storage` is also the host pointer
+  bool host = false;  // pinned host memory: `storage` is also the host pointer
   unsigned flags = 0;
   uint64_t id = 0;
   std::atomic<bool> live{true};
@@ -32,13 +33,13 @@ struct Target {
 };
 
 bool is_alias(unsigned long long address);
-// Resolves [p, p + bytes). Aliases are checked for bounds and lifetime; anything else is a host
-// address. On failure `why` says what is wrong with the address.
+// Resolves the range [p, p + bytes). Bounds and lifetime of aliases are checked; every other
+// address is a host address. On failure returns false and sets `why` to the reason.
 bool resolve(unsigned long long p, size_t bytes, Target* out, std::string* why);
-// The same for what device code may follow: an alias or, as unified addressing is reported, pinned
-// memory that the driver allocated (K6).
+// Same for an address that device code accesses: an alias or, because unified addressing is
+// reported, a host address of pinned memory (K6). Pageable memory fails.
 bool resolve_for_device(unsigned long long p, size_t bytes, Target* out, std::string* why);
-// Allocation whose alias range or storage (guards included) holds `address`, for fault messages.
+// Returns the allocation whose alias range or mapping, including guard pages, contains `address`.
 std::shared_ptr<Allocation> find_for_fault(unsigned long long address);
 
 }  // namespace softcuda

@@ -1,4 +1,5 @@
-// Kernel images: ELF shared objects, one private copy per worker (invariants K1-K4).
+// Loading of kernel images: ELF shared objects, of which each worker has a private copy (invariants
+// K1-K4).
 #include "modules.h"
 
 #include <dlfcn.h>
@@ -13,26 +14,31 @@ namespace softcuda {
 
 namespace {
 
-// cuModuleLoadData is given no length: an ELF file ends with its section header table.
+// Returns the size of an image, which cuModuleLoadData does not get: an ELF file ends with its
+// section header table.
 size_t image_size(const void* image) {
   Elf64_Ehdr header;
   std::memcpy(&header, image, sizeof header);
-  need(std::memcmp(header.e_ident, ELFMAG, SELFMAG) == 0 && header.e_ident[EI_CLASS] == ELFCLASS64,
-       CUDA_ERROR_INVALID_IMAGE,
-       "not an ELF image; the soft device loads what softcuda/compile.py builds");
+  require(
+      std::memcmp(header.e_ident, ELFMAG, SELFMAG) == 0 && header.e_ident[EI_CLASS] == ELFCLASS64,
+      CUDA_ERROR_INVALID_IMAGE,
+      "the image is not a 64-bit ELF file; compile kernels for the soft device with compile_cpu()");
+  constexpr unsigned kEmCuda = 190;
 #if defined(__x86_64__)
   constexpr unsigned kMachine = EM_X86_64;
 #else
   constexpr unsigned kMachine = EM_AARCH64;
 #endif
-  need(header.e_machine == kMachine, CUDA_ERROR_NO_BINARY_FOR_GPU,
-       header.e_machine == 190 ? "the image holds NVIDIA GPU code"
-                               : "the image is for another processor");
+  require(header.e_machine == kMachine, CUDA_ERROR_NO_BINARY_FOR_GPU,
+          header.e_machine == kEmCuda
+              ? "the image contains NVIDIA GPU code, which the soft device cannot run"
+              : "the image was compiled for another processor");
   return header.e_shoff + static_cast<size_t>(header.e_shentsize) * header.e_shnum;
 }
 
-// The loader returns an already loaded object for an equal path, and descriptor numbers recur.
-// Spelling each path differently ("/./" or "//" per bit of a counter) keeps copies apart.
+// Returns a path of the descriptor that was not used before. dlopen returns the loaded object if
+// the path is the same, and descriptor numbers are reused. So each bit of a counter is spelled as
+// "/./" or "//" in the path.
 std::string unique_path(int descriptor) {
   static std::atomic<unsigned> counter{1};
   std::string path = "/proc/self/fd/";
@@ -42,7 +48,7 @@ std::string unique_path(int descriptor) {
 
 void* load_copy(const void* image, size_t size) {
   const int descriptor = memfd_create("softcuda-kernel", MFD_CLOEXEC);
-  need(descriptor >= 0, CUDA_ERROR_INVALID_IMAGE, "memfd_create failed");
+  require(descriptor >= 0, CUDA_ERROR_INVALID_IMAGE, "memfd_create failed");
   const char* from = static_cast<const char*>(image);
   for (size_t written = 0; written < size;) {
     const ssize_t n = write(descriptor, from + written, size - written);
@@ -58,7 +64,7 @@ void* load_copy(const void* image, size_t size) {
 }  // namespace
 
 CUmodule load_module(const void* image) {
-  need(image != nullptr);
+  require(image != nullptr);
   const size_t size = image_size(image);
   install_fault_handlers();
   auto module = std::make_shared<Module>();
@@ -66,11 +72,12 @@ CUmodule load_module(const void* image) {
     void* library = load_copy(image, size);
     module->libraries.push_back(library);
     auto* table = static_cast<const softcuda_image*>(dlsym(library, "softcuda_image_v"));
-    need(table != nullptr, CUDA_ERROR_INVALID_IMAGE, "the image has no kernel table");
+    require(table != nullptr, CUDA_ERROR_INVALID_IMAGE,
+            "the image was not compiled by compile_cpu(): it has no kernel table");
     if (table->abi != SOFTCUDA_ABI) {
       refuse(CUDA_ERROR_INVALID_IMAGE, "the image was built for kernel ABI " +
-                                           std::to_string(table->abi) + ", this device speaks " +
-                                           std::to_string(SOFTCUDA_ABI));
+                                           std::to_string(table->abi) + ", but this device uses " +
+                                           std::to_string(SOFTCUDA_ABI) + "; compile it again");
     }
     *table->hooks = &kHooks;
     for (unsigned i = 0; i < table->nentries; ++i) {
@@ -85,18 +92,18 @@ CUmodule load_module(const void* image) {
   }
   for (auto& function : module->functions) function->handle = functions.add(function);
   module->handle = modules.add(module);
-  live_add(Kind::module, 1);
+  live_add(Resource::module, 1);
   return static_cast<CUmodule>(module->handle);
 }
 
-void unload_module(void* handle, const char* waiting) {
-  wait_idle(waiting);
-  need(sticky() == CUDA_SUCCESS, sticky());
+void unload_module(void* handle, const char* description) {
+  wait_idle(description);
+  require(sticky() == CUDA_SUCCESS, sticky());
   const auto module = modules.remove(handle);
   module->live = false;
   for (auto& function : module->functions) functions.take(function->handle);
-  module->functions.clear();  // a function keeps its module: break the circle
-  live_add(Kind::module, -1);
+  module->functions.clear();  // breaks the reference cycle between module and functions
+  live_add(Resource::module, -1);
 }
 
 Module::~Module() {

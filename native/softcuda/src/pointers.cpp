@@ -1,11 +1,11 @@
-// Questions about addresses: aliases of pinned memory, ranges, attributes.
+// Queries of addresses: device pointers of pinned memory and pointer attributes.
 #include "memory.h"
 #include "scheduler.h"
 
 using namespace softcuda;
 
-// Memory that the device knows; none is no failure.
-static Target known(unsigned long long p) {
+// Returns the allocation of an address. `owner` is null if the device did not allocate it.
+static Target find_allocation(unsigned long long p) {
   Target target;
   std::string why;
   if (!resolve(p, 1, &target, &why)) target.owner = nullptr;
@@ -14,13 +14,13 @@ static Target known(unsigned long long p) {
 
 static std::shared_ptr<Allocation> find_pinned(void* p) {
   const auto address = reinterpret_cast<unsigned long long>(p);
-  const Target target = known(address);
+  const Target target = find_allocation(address);
   if (target.owner && target.owner->host) return target.owner;
   refuse(CUDA_ERROR_INVALID_VALUE, hex(address) + " is not pinned host memory");
 }
 
 SC_API(cuMemHostGetDevicePointer_v2, 3020, kNoLock, CUdeviceptr*, out, void*, p, unsigned, flags) {
-  need(out != nullptr && flags == 0);
+  require(out != nullptr && flags == 0);
   const auto pinned = find_pinned(p);
   *out = pinned->alias + static_cast<size_t>(static_cast<char*>(p) - pinned->storage);
 }
@@ -29,44 +29,43 @@ namespace {
 constexpr int kNoDevice = -2;  // CU_DEVICE_INVALID
 
 template <class T>
-void tell(void* out, T value) {
+void write_value(void* out, T value) {
   *static_cast<T*>(out) = value;
 }
 
-// `a` is null for memory that the device does not know: the values that stand for nothing.
+// Writes a pointer attribute. Memory that the device did not allocate has the documented defaults.
 void pointer_attribute(void* out, int attribute, const Target& target) {
   const Allocation* a = target.owner.get();
   switch (attribute) {
     case 1:  // CONTEXT
-      return tell<CUcontext>(out, a ? primary_context() : nullptr);
+      return write_value<CUcontext>(out, a ? primary_context() : nullptr);
     case 2:  // MEMORY_TYPE
-      return tell<unsigned>(out, !a        ? 0u
-                                 : a->host ? 0u + CU_MEMORYTYPE_HOST
-                                           : 0u + CU_MEMORYTYPE_DEVICE);
+      if (!a) return write_value<unsigned>(out, 0);
+      return write_value<unsigned>(out, a->host ? CU_MEMORYTYPE_HOST : CU_MEMORYTYPE_DEVICE);
     case 3:  // DEVICE_POINTER
-      return tell<CUdeviceptr>(out,
-                               a ? a->alias + static_cast<size_t>(target.address - a->storage) : 0);
+      return write_value<CUdeviceptr>(
+          out, a ? a->alias + static_cast<size_t>(target.address - a->storage) : 0);
     case 4:  // HOST_POINTER
-      return tell<void*>(out, a && a->host ? target.address : nullptr);
+      return write_value<void*>(out, a && a->host ? target.address : nullptr);
     case 7:  // BUFFER_ID
-      return tell<unsigned long long>(out, a ? a->id : 0);
+      return write_value<unsigned long long>(out, a ? a->id : 0);
     case 9:  // DEVICE_ORDINAL
-      return tell<int>(out, a ? 0 : kNoDevice);
+      return write_value<int>(out, a ? 0 : kNoDevice);
     case 11:  // RANGE_START_ADDR
-      return tell<CUdeviceptr>(out, a ? a->alias : 0);
+      return write_value<CUdeviceptr>(out, a ? a->alias : 0);
     case 12:  // RANGE_SIZE
-      return tell<size_t>(out, a ? a->size : 0);
+      return write_value<size_t>(out, a ? a->size : 0);
     case 13:  // MAPPED
-      return tell<bool>(out, a != nullptr);
+      return write_value<bool>(out, a != nullptr);
     case 6:   // SYNC_MEMOPS
     case 8:   // IS_MANAGED
     case 10:  // IS_LEGACY_CUDA_IPC_CAPABLE
     case 15:  // IS_GPU_DIRECT_RDMA_CAPABLE
-      return tell<bool>(out, false);
+      return write_value<bool>(out, false);
     case 14:  // ALLOWED_HANDLE_TYPES
-      return tell<unsigned long long>(out, 0);
+      return write_value<unsigned long long>(out, 0);
     case 17:  // MEMPOOL_HANDLE
-      return tell<void*>(out, nullptr);
+      return write_value<void*>(out, nullptr);
     default:
       refuse(CUDA_ERROR_NOT_SUPPORTED,
              "pointer attribute " + std::to_string(attribute) + " is not implemented");
@@ -75,20 +74,21 @@ void pointer_attribute(void* out, int attribute, const Target& target) {
 }  // namespace
 
 SC_API(cuPointerGetAttribute, 4000, kNoLock, void*, out, int, attribute, CUdeviceptr, p) {
-  constexpr int kHostPointer = 4, kMapped = 13;
-  need(out != nullptr);
-  const Target target = known(p);
+  constexpr int kHostPointer = 4;
+  constexpr int kMapped = 13;
+  require(out != nullptr);
+  const Target target = find_allocation(p);
   if (!target.owner && attribute != kMapped) {
     refuse(CUDA_ERROR_INVALID_VALUE, hex(p) + " was not allocated by the device");
   }
-  need(attribute != kHostPointer || target.owner->host);
+  require(attribute != kHostPointer || target.owner->host);
   pointer_attribute(out, attribute, target);
 }
 
-// Succeeds for any address.
+// Succeeds for every address, unlike cuPointerGetAttribute.
 SC_API(cuPointerGetAttributes, 7000, kNoLock, unsigned, n, int*, attributes, void**, out,
        CUdeviceptr, p) {
-  need(n != 0 && attributes != nullptr && out != nullptr);
-  const Target target = known(p);
+  require(n != 0 && attributes != nullptr && out != nullptr);
+  const Target target = find_allocation(p);
   for (unsigned i = 0; i < n; ++i) pointer_attribute(out[i], attributes[i], target);
 }

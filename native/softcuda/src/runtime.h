@@ -1,4 +1,6 @@
-// Internal declarations of the soft device. The rules they keep are numbered in INVARIANTS.md.
+// Declarations that all files of the soft device share: settings, errors, counters, the frame of an
+// entry point, and handles. Invariants are numbered in INVARIANTS.md and cited by letter and
+// number.
 #pragma once
 
 #include <atomic>
@@ -18,7 +20,8 @@
 
 namespace softcuda {
 
-// ---- settings (environment, read once) -------------------------------------------------------
+// ---- settings --------------------------------------------------------------------------------
+// Values of the environment variables that README.md lists, read once.
 struct Settings {
   unsigned workers;
   bool inline_destructors;
@@ -26,37 +29,39 @@ struct Settings {
   unsigned lock_model;
   unsigned watchdog_seconds;
   bool poison;
-  size_t memory;  // bytes of device memory; 0: what the machine has
-  bool memops;    // false: every memory operation is NOT_SUPPORTED
+  size_t memory;  // bytes of device memory; 0 means the physical memory of the machine
+  bool memops;    // false: every stream memory operation returns NOT_SUPPORTED
   bool lazy_loading;
-  unsigned queues;  // 1: one hardware queue; anything else: as many as are needed
+  unsigned queues;  // 1 models a single hardware queue; any other value means unlimited queues
 };
 const Settings& settings();
-int device_attribute(int attribute);  // as cuDeviceGetAttribute answers; 0 for unknown ones
+// Value of a device attribute as cuDeviceGetAttribute returns it; 0 for unknown attributes.
+int device_attribute(int attribute);
 
 // ---- errors ----------------------------------------------------------------------------------
-// A sticky error: every later call answers it. Set once; the first text stays.
+// The sticky error, which every later call returns; CUDA_SUCCESS before the first fault.
 CUresult sticky();
+// Records a fault of device code. Only the first one becomes the sticky error and keeps its text.
 void fault(CUresult code, const std::string& text);
-// What an entry point answers instead of doing its work; enter() makes it the call's code.
+// Thrown by an entry point to return an error code. enter() catches it.
 struct Refused {
   CUresult code;
 };
-// Ends the call; the reason is for softcuda_last_refusal (and the log).
+// Ends the call with `code`. softcuda_last_refusal() returns `text`, and the log prints it.
 [[noreturn]] void refuse(CUresult code, const std::string& text);
-inline void need(bool good, CUresult code = CUDA_ERROR_INVALID_VALUE) {
-  if (!good) throw Refused{code};
+inline void require(bool condition, CUresult code = CUDA_ERROR_INVALID_VALUE) {
+  if (!condition) throw Refused{code};
 }
-inline void need(bool good, CUresult code, const char* why) {
-  if (!good) refuse(code, why);
+inline void require(bool condition, CUresult code, const char* text) {
+  if (!condition) refuse(code, text);
 }
-// Copies as much as fits, with a 0 at the end; returns the whole length.
-size_t give(const std::string& text, char* buffer, size_t size);
+// Copies as much of `text` as fits and terminates it with a null byte. Returns the full length.
+size_t copy_text(const std::string& text, char* buffer, size_t size);
 void log_line(const std::string& text);
 std::string hex(unsigned long long value);
 
 // ---- counters --------------------------------------------------------------------------------
-enum class Kind {
+enum class Resource {
   device_memory,
   pinned_memory,
   stream,
@@ -68,56 +73,58 @@ enum class Kind {
   context,
   count_
 };
-enum class What { graph_launch, kernel_launch, host_func, node, count_ };
-void live_add(Kind kind, long delta);
-void count_add(What what, long delta = 1);
-void leak_everything();  // after a fault: what lives now is counted as leaked from here on
+enum class Counter { graph_launch, kernel_launch, host_func, node, count_ };
+void live_add(Resource resource, long delta);
+void count_add(Counter counter, long delta = 1);
+// Moves the counts of live resources to the counts of leaked ones and freezes them at zero (E3).
+void count_live_as_leaked();
 
-// ---- API calls -------------------------------------------------------------------------------
-// One per entry point, in a list: what cuGetProcAddress knows, and the counters. Never destroyed.
-struct ApiSite {
-  ApiSite(const char* symbol, int from, unsigned flags, void* address);
-  char name[40];  // the symbol without its version
-  int from;       // the CUDA version whose ABI the symbol has
+// ---- entry points ----------------------------------------------------------------------------
+// One per exported function of the driver API, in a linked list that cuGetProcAddress searches.
+// Also holds the function's call counters. Never destroyed.
+struct EntryPoint {
+  EntryPoint(const char* symbol, int version, unsigned flags, void* address);
+  char name[40];  // the symbol without its version suffix
+  int version;    // CUDA version that introduced this ABI of the function
   unsigned flags;
   void* address;
-  long fails_at = 0;  // the call of that number fails, as SOFTCUDA_FAIL says
+  long fails_at = 0;  // number of the call that fails, from SOFTCUDA_FAIL; 0 if none does
   int fails_with = CUDA_ERROR_OUT_OF_MEMORY;
   std::atomic<long> calls{0};
   std::atomic<long> gil_held{0};
-  ApiSite* next;
+  EntryPoint* next;
 };
 enum : unsigned {
-  kAlways = 1,      // answers after a fault and before cuInit, from every thread
-  kNoInit = 2,      // needs no cuInit
+  kAlways = 1,      // allowed after a fault, before cuInit and in host functions
+  kNoInit = 2,      // allowed before cuInit
   kNoLock = 4,      // never waits for the modelled context lock
-  kAfterFault = 8,  // still works after a fault
-  kContext = 16,    // needs a current context on the calling thread
-  kUnsafe = 32,     // may be forbidden while a stream captures (cuThreadExchangeStreamCaptureMode)
+  kAfterFault = 8,  // allowed after a fault
+  kContext = 16,    // requires a current context on the calling thread
+  kUnsafe = 32,     // potentially unsafe during capture (cuThreadExchangeStreamCaptureMode)
 };
-void capture_forbids_unsafe(const char* api);
+void capture_reject_unsafe(const char* api);
 
-// Guards one call: bookkeeping of the GIL and of the calls in progress.
+// Bookkeeping of one driver call: the counters and the calling thread's ThreadRecord.
 class ApiCall {
  public:
-  explicit ApiCall(ApiSite& site);
+  explicit ApiCall(EntryPoint& entry_point);
   ~ApiCall();
   ApiCall(const ApiCall&) = delete;
   ApiCall& operator=(const ApiCall&) = delete;
-  // Refuses calls from host functions and destructors and sticky errors; takes the modelled lock.
-  void admit();
+  // Applies the checks of the entry point's flags and waits for the modelled context lock.
+  void check_preconditions();
 
  private:
-  ApiSite& site_;
+  EntryPoint& entry_point_;
   const long number_;
   const bool gil_;
-  const ApiSite* outer_;
+  const EntryPoint* outer_;
 };
 template <class Body>
-CUresult enter(ApiSite& site, const Body& body) {
-  ApiCall call(site);
+CUresult enter(EntryPoint& entry_point, const Body& body) {
+  ApiCall call(entry_point);
   try {
-    call.admit();
+    call.check_preconditions();
     if constexpr (std::is_void_v<decltype(body())>) {
       body();
       return CUDA_SUCCESS;
@@ -128,41 +135,43 @@ CUresult enter(ApiSite& site, const Body& body) {
     return refused.code;
   }
 }
-// Marks what the calling thread waits for, for softcuda_describe.
-class Waiting {
+// Sets what the calling thread waits for in the output of softcuda_describe().
+class WaitScope {
  public:
-  explicit Waiting(const char* what);
-  ~Waiting();
+  explicit WaitScope(const char* description);
+  ~WaitScope();
 
  private:
   const char* outer_;
 };
-// The call is going to wait for device work, or may: noted where the caller holds the GIL.
-void may_wait_for_device(const char* why);
-// Set while the thread runs a user's host function or destructor.
-extern thread_local const char* t_forbidden;
-// Runs a user's host function, visible to softcuda_describe; honours lock model bit 1.
+// Records for the lock-order watch that the current call may wait for device work. Does nothing
+// unless the caller holds the GIL.
+void may_wait_for_device(const char* reason);
+// Description of the scope in which the thread may not call the driver: a host function, a
+// user-object destructor, or a worker thread that the device waits for. Null outside of them.
+extern thread_local const char* t_restricted_scope;
+// Runs a host function, so that softcuda_describe() lists it. Implements lock model 1.
 void run_host_function(CUhostFn fn, void* data);
 void describe_workers(std::string* out);
 
-// An entry point: SC_API(symbol, CUDA version of its ABI, flags, type, parameter, ...) { body }.
-// The body refuses by refuse() and need(); that of SC_API_CODE returns a code.
-#define SC_API(symbol, from, ...) SC_DEFINE(void, symbol, from, __VA_ARGS__)
-#define SC_API_CODE(symbol, from, ...) SC_DEFINE(CUresult, symbol, from, __VA_ARGS__)
-#define SC_DEFINE(Result, symbol, from, ...)                                              \
+// Defines an entry point: SC_API(symbol, CUDA version of its ABI, flags, type, parameter, ...) {}.
+// The body reports errors by refuse() and require(). That of SC_API_CODE returns a CUresult.
+#define SC_API(symbol, version, ...) SC_DEFINE(void, symbol, version, __VA_ARGS__)
+#define SC_API_CODE(symbol, version, ...) SC_DEFINE(CUresult, symbol, version, __VA_ARGS__)
+#define SC_DEFINE(Result, symbol, version, ...)                                           \
   static Result symbol##_body(SC_EACH(SC_DECLARE, __VA_ARGS__));                          \
   SC_EXPORT CUresult symbol(SC_EACH(SC_DECLARE, __VA_ARGS__));                            \
-  static softcuda::ApiSite symbol##_site{#symbol, from, SC_FIRST(__VA_ARGS__, 0),         \
-                                         reinterpret_cast<void*>(symbol)};                \
+  static softcuda::EntryPoint symbol##_entry{#symbol, version, SC_FIRST(__VA_ARGS__, 0),  \
+                                             reinterpret_cast<void*>(symbol)};            \
   SC_EXPORT CUresult symbol(SC_EACH(SC_DECLARE, __VA_ARGS__)) {                           \
-    return softcuda::enter(symbol##_site,                                                 \
+    return softcuda::enter(symbol##_entry,                                                \
                            [&] { return symbol##_body(SC_EACH(SC_PASS, __VA_ARGS__)); }); \
   }                                                                                       \
   static Result symbol##_body(SC_EACH(SC_DECLARE, __VA_ARGS__))
 #define SC_FIRST(first, ...) first
 #define SC_DECLARE(type, name) [[maybe_unused]] type name
 #define SC_PASS(type, name) name
-// Applies `f` to each pair behind the flags.
+// Applies `f` to each (type, parameter) pair after the flags.
 #define SC_EACH(f, ...)                                                                          \
   SC_PICK(__VA_ARGS__, SC_P11, , SC_P10, , SC_P9, , SC_P8, , SC_P7, , SC_P6, , SC_P5, , SC_P4, , \
           SC_P3, , SC_P2, , SC_P1, , SC_P0, )                                                    \
@@ -183,28 +192,31 @@ void describe_workers(std::string* out);
 #define SC_P11(f, flags, t, n, ...) f(t, n), SC_P10(f, flags, __VA_ARGS__)
 
 // ---- handles ---------------------------------------------------------------------------------
-// Handles are numbers that are never reused, so a stale one is always INVALID_HANDLE.
+// Maps handles to objects. Handles are numbers that are never reused (A5).
 template <class T>
 class Handles {
  public:
-  // `unknown` is the reason when find() knows no such handle.
-  Handles(uint64_t base, const char* unknown) : next_(base), unknown_(unknown) {}
+  // `unknown_text` is the error text of find() and remove() for an unknown handle.
+  Handles(uint64_t base, const char* unknown_text) : next_(base), unknown_text_(unknown_text) {}
   void* add(std::shared_ptr<T> object) {
     std::lock_guard<std::mutex> lock(mutex_);
     next_ += 16;
     map_.emplace(next_, std::move(object));
     return reinterpret_cast<void*>(next_);
   }
+  // Returns the object, or null if the handle is unknown.
   std::shared_ptr<T> get(const void* handle) const {
     std::lock_guard<std::mutex> lock(mutex_);
     auto it = map_.find(reinterpret_cast<uint64_t>(handle));
     return it == map_.end() ? nullptr : it->second;
   }
+  // Returns the object; an unknown handle ends the call with INVALID_HANDLE.
   std::shared_ptr<T> find(const void* handle) const {
     std::shared_ptr<T> object = get(handle);
-    need(object != nullptr, CUDA_ERROR_INVALID_HANDLE, unknown_);
+    require(object != nullptr, CUDA_ERROR_INVALID_HANDLE, unknown_text_);
     return object;
   }
+  // Removes the handle and returns the object, or null if the handle is unknown.
   std::shared_ptr<T> take(const void* handle) {
     std::lock_guard<std::mutex> lock(mutex_);
     auto it = map_.find(reinterpret_cast<uint64_t>(handle));
@@ -213,10 +225,10 @@ class Handles {
     map_.erase(it);
     return object;
   }
-  // The same of an object that must be there.
+  // Removes the handle and returns the object; an unknown handle ends the call.
   std::shared_ptr<T> remove(const void* handle) {
     std::shared_ptr<T> object = take(handle);
-    need(object != nullptr, CUDA_ERROR_INVALID_HANDLE, unknown_);
+    require(object != nullptr, CUDA_ERROR_INVALID_HANDLE, unknown_text_);
     return object;
   }
   std::vector<std::shared_ptr<T>> all() const {
@@ -229,7 +241,7 @@ class Handles {
  private:
   mutable std::mutex mutex_;
   uint64_t next_;
-  const char* unknown_;
+  const char* unknown_text_;
   std::unordered_map<uint64_t, std::shared_ptr<T>> map_;
 };
 

@@ -1,4 +1,4 @@
-// Dependencies between ops: streams, events, graph launches (invariants S1-S6).
+// Dependencies between operations: streams, events and graph launches (invariants S1-S6, V1-V3).
 #include "scheduler.h"
 
 #include <time.h>
@@ -13,22 +13,22 @@
 namespace softcuda {
 namespace {
 
-// Leaked on purpose: destroying a condition variable that a detached worker waits on hangs exit().
+// Never destroyed: destroying a condition variable that a detached worker waits on hangs exit().
 std::mutex& g_mutex = *new std::mutex;
 std::condition_variable& g_done = *new std::condition_variable;
 int g_waiters = 0;
 Stream& g_legacy = *new Stream;
 std::shared_ptr<Stream>& g_legacy_ref = *new std::shared_ptr<Stream>(&g_legacy, [](Stream*) {});
 
-// Last work of destroyed streams: still to be waited for by whoever waits for everything.
-std::vector<OpRef>& g_orphans = *new std::vector<OpRef>;
+// Last operations of destroyed streams, which wait_idle() still waits for.
+std::vector<OpRef>& g_detached_tails = *new std::vector<OpRef>;
 
 void unref(Op* op) {
   if (op->refs.fetch_sub(1, std::memory_order_acq_rel) == 1) delete op;
 }
 
-void depend(Op* op, const OpRef& on) {
-  Op* before = on.get();
+void add_dependency(Op* op, const OpRef& dependency) {
+  Op* before = dependency.get();
   if (before == nullptr || before->done || before == op) return;
   before->successors.push_back(op);
   op->pending.fetch_add(1, std::memory_order_relaxed);
@@ -57,12 +57,12 @@ std::shared_ptr<Stream> new_stream(unsigned flags, int priority) {
 }
 
 namespace {
-// A thread's default stream: a blocking one that goes with the thread.
+// A thread's default stream: a blocking stream that is destroyed with the thread.
 struct ThreadStream {
   ThreadStream() : stream(new_stream(0, 0)) {}
   ~ThreadStream() {
     streams.take(stream->handle);
-    abandon(*stream);
+    detach(*stream);
   }
   std::shared_ptr<Stream> stream;
 };
@@ -72,8 +72,8 @@ std::shared_ptr<Stream> find_stream(CUstream handle) {
   const auto value = reinterpret_cast<uint64_t>(handle);
   if (value <= 1) return g_legacy_ref;  // NULL and CU_STREAM_LEGACY
   if (handle == kPerThread) {
-    thread_local ThreadStream own;
-    return own.stream;
+    thread_local ThreadStream thread_stream;
+    return thread_stream.stream;
   }
   return streams.find(handle);
 }
@@ -87,18 +87,18 @@ OpRef enqueue(Stream& stream, Work work, const OpRef& after, OpRef* serial) {
   if (legacy) others = streams.all();
   {
     std::lock_guard<std::mutex> lock(g_mutex);
-    depend(op, stream.tail);
+    add_dependency(op, stream.tail);
     // The legacy stream and every blocking stream wait for each other (S4).
     if (legacy) {
       for (auto& other : others) {
-        if ((other->flags & CU_STREAM_NON_BLOCKING) == 0) depend(op, other->tail);
+        if ((other->flags & CU_STREAM_NON_BLOCKING) == 0) add_dependency(op, other->tail);
       }
     } else if ((stream.flags & CU_STREAM_NON_BLOCKING) == 0) {
-      depend(op, g_legacy.tail);
+      add_dependency(op, g_legacy.tail);
     }
-    depend(op, after);
+    add_dependency(op, after);
     if (serial != nullptr) {
-      depend(op, *serial);
+      add_dependency(op, *serial);
       *serial = ref;
     }
     stream.tail = ref;
@@ -129,29 +129,33 @@ uint64_t finished_ns(const OpRef& op) {
 
 std::shared_ptr<const LaunchEvents> launch_events(const Program& program) {
   if (program.event_nodes.empty()) return nullptr;
-  auto made = std::make_shared<LaunchEvents>(program.event_nodes.size());
+  auto resolved = std::make_shared<LaunchEvents>(program.event_nodes.size());
   std::lock_guard<std::mutex> lock(g_mutex);
   for (const Op* node : program.event_nodes) {
-    if (node->work.kind == WorkKind::event_wait) (*made)[node->event_slot] = node->work.event->op;
+    if (node->work.kind != WorkKind::event_wait) continue;
+    (*resolved)[node->event_slot] = node->work.event->op;
   }
   for (const Op* node : program.event_nodes) {
     if (node->work.kind != WorkKind::event_record) continue;
-    // Its first reference is dropped by finish(), as that of any operation (S3).
-    (*made)[node->event_slot] = node->work.event->op = OpRef(new Op);
+    // finish() drops the first reference, as that of any operation (S3).
+    const OpRef signal(new Op);
+    node->work.event->op = signal;
+    (*resolved)[node->event_slot] = signal;
   }
-  return made;
+  return resolved;
 }
 
-std::shared_ptr<Program> in_flight(const std::shared_ptr<Program>& plan) {
-  plan->flights.fetch_add(1, std::memory_order_relaxed);
-  return {plan.get(),
-          [keep = plan](Program* p) { p->flights.fetch_sub(1, std::memory_order_release); }};
+std::shared_ptr<Program> launch_reference(const std::shared_ptr<Program>& program) {
+  program->launches_in_flight.fetch_add(1, std::memory_order_relaxed);
+  return {program.get(), [owner = program](Program* p) {
+            p->launches_in_flight.fetch_sub(1, std::memory_order_release);
+          }};
 }
 
 namespace {
-CUresult wait_done(const OpRef& op, const char* what) {
+CUresult wait_done(const OpRef& op, const char* description) {
   if (!op) return sticky();
-  Waiting waiting(what);
+  WaitScope waiting(description);
   std::unique_lock<std::mutex> lock(g_mutex);
   ++g_waiters;
   g_done.wait(lock, [&] { return op.get()->done; });
@@ -161,38 +165,38 @@ CUresult wait_done(const OpRef& op, const char* what) {
 }
 }  // namespace
 
-CUresult wait_op(const OpRef& op, const char* what) {
-  may_wait_for_device(what);
-  const CUresult r = wait_done(op, what);
-  std::fflush(stdout);  // what kernels printed
+CUresult wait_op(const OpRef& op, const char* description) {
+  may_wait_for_device(description);
+  const CUresult r = wait_done(op, description);
+  std::fflush(stdout);  // output of printf in kernels
   return r;
 }
 
-void abandon(Stream& stream) {
+void detach(Stream& stream) {
   std::lock_guard<std::mutex> lock(g_mutex);
-  g_orphans.erase(std::remove_if(g_orphans.begin(), g_orphans.end(),
-                                 [](const OpRef& op) { return op.get()->done; }),
-                  g_orphans.end());
-  if (stream.tail && !stream.tail.get()->done) g_orphans.push_back(stream.tail);
+  g_detached_tails.erase(std::remove_if(g_detached_tails.begin(), g_detached_tails.end(),
+                                        [](const OpRef& op) { return op.get()->done; }),
+                         g_detached_tails.end());
+  if (stream.tail && !stream.tail.get()->done) g_detached_tails.push_back(stream.tail);
 }
 
-CUresult wait_idle(const char* what) {
-  may_wait_for_device(what);
+CUresult wait_idle(const char* description) {
+  may_wait_for_device(description);
   std::vector<OpRef> tails;
   {
     std::lock_guard<std::mutex> lock(g_mutex);
-    tails = g_orphans;
+    tails = g_detached_tails;
     tails.push_back(g_legacy.tail);
   }
   for (auto& stream : streams.all()) tails.push_back(load(stream->tail));
-  for (auto& tail : tails) wait_done(tail, what);
+  for (auto& tail : tails) wait_done(tail, description);
   std::fflush(stdout);
   return sticky();
 }
 
 namespace {
 
-// Makes the first nodes of a program ready; `op` is finished when all of them are.
+// Makes the root nodes of a program ready. `op` is complete when all nodes are.
 void begin_program(Program& program, Op* op, std::vector<Op*>* ready) {
   program.launch = op;
   program.remaining.store(static_cast<int>(program.nodes.size()), std::memory_order_relaxed);
@@ -200,7 +204,7 @@ void begin_program(Program& program, Op* op, std::vector<Op*>* ready) {
   for (unsigned root : program.roots) ready->push_back(program.nodes[root].get());
 }
 
-// Runs a conditional node's body; false when the node is finished.
+// Starts the next body of a conditional node. Returns false if the node is complete.
 bool begin_body(Op* op, std::vector<Op*>* ready, bool first) {
   Program* body = next_body(*op->work.conditional, first);
   if (body == nullptr) return false;
@@ -208,7 +212,7 @@ bool begin_body(Op* op, std::vector<Op*>* ready, bool first) {
   return true;
 }
 
-// Completes one op; what became ready goes to `ready`.
+// Completes an operation and appends the operations that become ready to `ready`.
 void finish(Op* op, std::vector<Op*>* ready) {
   while (op->program != nullptr) {
     Program* program = op->program;
@@ -218,15 +222,15 @@ void finish(Op* op, std::vector<Op*>* ready) {
         ready->push_back(successor);
       }
     }
-    count_add(What::node);
+    count_add(Counter::node);
     Op* launch = program->launch;
     // After this decrement another worker may finish the launch and free the program.
     if (program->remaining.fetch_sub(1, std::memory_order_acq_rel) != 1) return;
     op = launch;
     if (op->work.kind == WorkKind::conditional && begin_body(op, ready, false)) return;
   }
-  // Operands are released before anybody can see the op done, so that counters read after a
-  // synchronise are settled (S5).
+  // Operands are released before `done` is set, so that counters read after a synchronization are
+  // final (S5).
   op->work = Work();
   std::vector<Op*> successors;
   {
@@ -247,7 +251,8 @@ const OpRef& event_of(const Op& node) {
   return (*node.program->launch->work.events)[node.event_slot];
 }
 
-// False: what the node waits for is not done yet, and wakes it (V2).
+// Starts an event wait node. Returns false if the operation it waits for is not done; that
+// operation then makes the node ready (V2).
 bool begin_wait(Op* op) {
   Op* before = event_of(*op).get();
   if (before == nullptr) return true;
@@ -261,7 +266,8 @@ bool begin_wait(Op* op) {
 void begin_launch(Op* op, std::vector<Op*>* ready) {
   Program& program = *op->work.program;
   if (program.nodes.empty() || sticky() != CUDA_SUCCESS) {
-    for (const Op* node : program.event_nodes) {  // who waits for them wakes all the same
+    // Complete the record nodes' operations, so that those that wait for the events proceed (V3).
+    for (const Op* node : program.event_nodes) {
       if (node->work.kind != WorkKind::event_record) continue;
       const OpRef signal = (*op->work.events)[node->event_slot];
       finish(signal.get(), ready);
@@ -280,12 +286,14 @@ void begin_launch(Op* op, std::vector<Op*>* ready) {
 void push_host(Op* op);
 void push_device(Op* op);
 
-Op* dispatch_all(std::vector<Op*>* ready, bool keep_one) {
-  Op* mine = nullptr;
+// Starts all ready operations, including those that become ready meanwhile. With `keep_one` returns
+// one device operation instead of queueing it.
+static Op* dispatch_all(std::vector<Op*>* ready, bool keep_one) {
+  Op* kept = nullptr;
   for (size_t i = 0; i < ready->size(); ++i) {
     Op* op = (*ready)[i];
     const bool event = op->work.kind >= WorkKind::event_record;
-    if (op->work.kind != WorkKind::none && !event && queue_blocked(op)) continue;
+    if (op->work.kind != WorkKind::none && !event && hold_behind_wait(op)) continue;
     switch (op->work.kind) {
       case WorkKind::none:
         finish(op, ready);
@@ -310,27 +318,27 @@ Op* dispatch_all(std::vector<Op*>* ready, bool keep_one) {
         if (start_memops(op)) finish(op, ready);
         break;
       default:
-        if (keep_one && mine == nullptr) {
-          mine = op;
+        if (keep_one && kept == nullptr) {
+          kept = op;
         } else {
           push_device(op);
         }
     }
   }
   ready->clear();
-  return mine;
+  return kept;
 }
 
 template <class Begin>
 static Op* dispatch_from(const Begin& begin, bool keep_one) {
-  // Reused between calls: no allocation per op in the steady state.
+  // The vector is reused, so that dispatching allocates nothing in the steady state.
   thread_local std::vector<Op*> scratch;
   std::vector<Op*> ready = std::move(scratch);
   ready.clear();
   begin(&ready);
-  Op* mine = dispatch_all(&ready, keep_one);
+  Op* kept = dispatch_all(&ready, keep_one);
   scratch = std::move(ready);
-  return mine;
+  return kept;
 }
 
 Op* dispatch(Op* first, bool keep_one) {

@@ -1,12 +1,12 @@
-// Streams and events.
+// Entry points of streams and events.
 #include "capture.h"
 
 namespace softcuda {
 
-// Of an event that is used as an external one: the node a capture gets.
+// Adds an event node to the capture for CU_EVENT_RECORD_EXTERNAL and CU_EVENT_WAIT_EXTERNAL.
 static void capture_external(CUstream stream, WorkKind kind, std::shared_ptr<Event> event) {
-  need(capture_work(stream, Work(kind, std::move(event))), CUDA_ERROR_INVALID_VALUE,
-       "the external flag is for capturing streams");
+  require(capture_work(stream, Work(kind, std::move(event))), CUDA_ERROR_INVALID_VALUE,
+          "the EXTERNAL flag is only valid for a capturing stream");
 }
 
 static CUresult readiness(const OpRef& op) {
@@ -19,10 +19,10 @@ static CUresult readiness(const OpRef& op) {
 using namespace softcuda;
 
 static void create_stream(CUstream* out, unsigned flags, int priority) {
-  need(out != nullptr && (flags & ~CU_STREAM_NON_BLOCKING) == 0);
+  require(out != nullptr && (flags & ~CU_STREAM_NON_BLOCKING) == 0);
   // Out-of-range priorities are clamped, as documented.
   auto stream = new_stream(flags, priority > 0 ? 0 : priority < -5 ? -5 : priority);
-  live_add(Kind::stream, 1);
+  live_add(Resource::stream, 1);
   *out = static_cast<CUstream>(stream->handle);
 }
 
@@ -34,39 +34,39 @@ SC_API(cuStreamCreateWithPriority, 5050, kContext, CUstream*, out, unsigned, fla
   create_stream(out, flags, priority);
 }
 
-// Returns at once; what is queued still runs.
+// Returns immediately; queued work still runs.
 SC_API(cuStreamDestroy_v2, 4000, 0, CUstream, handle) {
   const auto stream = streams.remove(handle);
-  live_add(Kind::stream, -1);
-  capture_forget_stream(handle);
-  abandon(*stream);
+  live_add(Resource::stream, -1);
+  capture_stream_destroyed(handle);
+  detach(*stream);
 }
 
 SC_API_CODE(cuStreamSynchronize, 2000, kNoLock, CUstream, handle) {
   const auto stream = find_stream(handle);
-  capture_forbids_stream(handle);
+  capture_reject_stream_sync(handle);
   return wait_op(load(stream->tail), "cuStreamSynchronize: the stream's work");
 }
 
 SC_API_CODE(cuStreamQuery, 2000, kNoLock, CUstream, handle) {
   const auto stream = find_stream(handle);
-  capture_forbids_stream(handle);
+  capture_reject_stream_sync(handle);
   return readiness(load(stream->tail));
 }
 
 SC_API(cuStreamWaitEvent, 3020, 0, CUstream, handle, CUevent, event_handle, unsigned, flags) {
   const auto stream = find_stream(handle);
   const auto event = events.find(event_handle);
-  need(flags <= 1);
+  require(flags <= 1);
   if (flags == 1) return capture_external(handle, WorkKind::event_wait, event);
   if (capture_wait(handle, event_handle)) return;
   OpRef op = load(event->op);
-  if (op) enqueue(*stream, Work(), op);  // an event never recorded is complete
+  if (op) enqueue(*stream, Work(), op);  // an event that was never recorded is complete
 }
 
 SC_API(cuStreamGetCtx_v2, 12050, kNoLock, CUstream, handle, CUcontext*, out, void**, green) {
   find_stream(handle);
-  need(out != nullptr && green != nullptr);
+  require(out != nullptr && green != nullptr);
   *out = primary_context();
   *green = nullptr;
 }
@@ -74,7 +74,7 @@ SC_API(cuStreamGetCtx_v2, 12050, kNoLock, CUstream, handle, CUcontext*, out, voi
 #define STREAM_GET(symbol, from, T, value)                    \
   SC_API(symbol, from, kNoLock, CUstream, handle, T*, out) {  \
     [[maybe_unused]] const auto stream = find_stream(handle); \
-    need(out != nullptr);                                     \
+    require(out != nullptr);                                  \
     *out = value;                                             \
   }
 STREAM_GET(cuStreamGetCtx, 9020, CUcontext, primary_context())
@@ -84,21 +84,21 @@ STREAM_GET(cuStreamGetId, 12000, unsigned long long, stream->id)
 STREAM_GET(cuStreamGetDevice, 12080, CUdevice, 0)
 
 SC_API(cuEventCreate, 2000, kContext, CUevent*, out, unsigned, flags) {
-  need(out != nullptr && flags <= 7);
-  need((flags & CU_EVENT_INTERPROCESS) == 0, CUDA_ERROR_NOT_SUPPORTED,
-       "interprocess events are not implemented");
+  require(out != nullptr && flags <= 7);
+  require((flags & CU_EVENT_INTERPROCESS) == 0, CUDA_ERROR_NOT_SUPPORTED,
+          "interprocess events are not implemented");
   auto event = std::make_shared<Event>();
   event->flags = flags;
   event->handle = events.add(event);
   *out = static_cast<CUevent>(event->handle);
-  live_add(Kind::event, 1);
+  live_add(Resource::event, 1);
 }
 
 SC_API(cuEventDestroy_v2, 4000, 0, CUevent, handle) {
   const auto event = events.remove(handle);
   event->destroyed.store(true);
-  live_add(Kind::event, -1);
-  capture_forget_event(handle);
+  live_add(Resource::event, -1);
+  capture_event_destroyed(handle);
 }
 
 static void record(CUevent event_handle, CUstream handle, bool external) {
@@ -112,30 +112,31 @@ static void record(CUevent event_handle, CUstream handle, bool external) {
 SC_API(cuEventRecord, 2000, 0, CUevent, event, CUstream, stream) { record(event, stream, false); }
 
 SC_API(cuEventRecordWithFlags, 11010, 0, CUevent, event, CUstream, stream, unsigned, flags) {
-  need(flags <= 1);
+  require(flags <= 1);
   record(event, stream, flags == 1);
 }
 
 SC_API_CODE(cuEventQuery, 2000, kNoLock, CUevent, handle) {
   const auto event = events.find(handle);
-  capture_forbids_event(handle);
+  capture_reject_event_sync(handle);
   return readiness(load(event->op));
 }
 
 SC_API_CODE(cuEventSynchronize, 2000, kNoLock, CUevent, handle) {
   const auto event = events.find(handle);
-  capture_forbids_event(handle);
+  capture_reject_event_sync(handle);
   return wait_op(load(event->op), "cuEventSynchronize: the event");
 }
 
 SC_API_CODE(cuEventElapsedTime_v2, 2000, kNoLock, float*, ms, CUevent, start_handle, CUevent,
             end_handle) {
   const auto start = events.find(start_handle), end = events.find(end_handle);
-  need(ms != nullptr);
-  for (CUevent event : {start_handle, end_handle}) capture_forbids_event(event);
+  require(ms != nullptr);
+  for (CUevent event : {start_handle, end_handle}) capture_reject_event_sync(event);
   const OpRef a = load(start->op), b = load(end->op);
-  need(a && b && ((start->flags | end->flags) & CU_EVENT_DISABLE_TIMING) == 0,
-       CUDA_ERROR_INVALID_HANDLE, "an event without timing, or never recorded");
+  require(a && b && ((start->flags | end->flags) & CU_EVENT_DISABLE_TIMING) == 0,
+          CUDA_ERROR_INVALID_HANDLE,
+          "an event was created with CU_EVENT_DISABLE_TIMING or was never recorded");
   if (!is_done(a) || !is_done(b)) return CUDA_ERROR_NOT_READY;
   const auto elapsed = static_cast<int64_t>(finished_ns(b)) - static_cast<int64_t>(finished_ns(a));
   *ms = static_cast<float>(static_cast<double>(elapsed) * 1e-6);

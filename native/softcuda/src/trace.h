@@ -1,4 +1,4 @@
-// Begin and end of device and host work, recorded while a trace is on (invariant T1).
+// Tracing: start and end times of device and host work (invariants T1-T3).
 #pragma once
 
 #include "scheduler.h"
@@ -8,7 +8,8 @@ namespace softcuda {
 extern std::atomic<bool> g_tracing;
 constexpr unsigned kHostWorker = 0xffffffffu;
 
-// One worker's share of one op. Made before the op runs: afterwards the op may be gone.
+// One worker's part of one operation. Construct it before the operation runs; after that the
+// operation may have been destroyed.
 class TraceSpan {
  public:
   explicit TraceSpan(const Op* op) {

@@ -1,4 +1,4 @@
-// Warp operations (invariants X6-X8): one rendezvous each, resolved by the last lane to arrive.
+// Warp operations (invariants X6-X8). The last lane that arrives computes the results of all lanes.
 #include <cstring>
 
 #include "executor.h"
@@ -6,7 +6,7 @@
 namespace softcuda {
 namespace {
 
-constexpr unsigned long long kPoison = ~0ull;  // what reading an absent lane gives: NaN, or -1
+constexpr unsigned long long kAbsentLane = ~0ull;  // value read from an absent lane: NaN or -1 (X8)
 
 float as_float(unsigned long long word) {
   float value;
@@ -20,8 +20,9 @@ unsigned long long as_word(float value) {
   return word;
 }
 
-// Source lane of a shuffle as the CUDA guide defines it: sub-warps of `width` lanes; a source
-// outside the sub-warp's reach gives the lane its own value.
+// Returns the source lane of a shuffle as the CUDA programming guide defines it. The warp is
+// divided into segments of `width` lanes; with a source outside its segment a lane reads its own
+// value.
 unsigned source_lane(unsigned op, unsigned lane, unsigned arg, unsigned width) {
   const unsigned first = lane & ~(width - 1);
   switch (op) {
@@ -46,7 +47,8 @@ const char* op_name(unsigned op) {
   return op < sizeof names / sizeof names[0] ? names[op] : "a warp operation";
 }
 
-// The xor butterfly of five shuffles, all lanes at once; same operands and order per lane.
+// Computes the butterfly reduction of five xor shuffles for all lanes at once, with the same
+// operands in the same order.
 template <class Combine>
 void butterfly(float (&x)[32], const Combine& combine) {
   for (unsigned offset = 16; offset > 0; offset >>= 1) {
@@ -67,7 +69,7 @@ inline __attribute__((always_inline)) unsigned long long Executor::warp(unsigned
   const unsigned w = thread / 32, bit = 1u << (thread % 32);
   if ((mask & bit) == 0) {
     fail(CUDA_ERROR_LAUNCH_FAILED, std::string(op_name(op)) + " with mask " + hex(mask) +
-                                       ", which does not name the calling lane");
+                                       ", which does not contain the calling lane");
   }
   if (width == 0 || width > 32 || (width & (width - 1)) != 0) {
     fail(CUDA_ERROR_LAUNCH_FAILED, std::string(op_name(op)) + " with width " +
@@ -76,7 +78,7 @@ inline __attribute__((always_inline)) unsigned long long Executor::warp(unsigned
   lanes_[thread] = Lane{op, mask, arg, width, value, 0};
   at_warp_[w] |= bit;
   if (try_release_warp(w, mask)) {
-    ready_[w] &= ~bit;  // released with the others; it is running already
+    ready_[w] &= ~bit;  // the calling lane is released too, but it is already running
   } else {
     suspend();
   }
@@ -88,23 +90,24 @@ unsigned long long hook_warp(softcuda_block* block, unsigned op, unsigned mask,
   return static_cast<Executor*>(block->executor)->warp(op, mask, value, arg, width);
 }
 
-// Releases the lanes of `mask` when every one that has not exited waits with this mask at the same
-// operation. Groups with other masks in the same warp are untouched.
+// Releases the lanes of `mask` if all of them that have not exited wait at the same operation with
+// this mask (X6). Lanes of the same warp that wait with other masks are not affected.
 bool Executor::try_release_warp(unsigned w, unsigned mask) {
   const unsigned in_block = block_->count - w * 32;
   const unsigned exists = in_block >= 32 ? 0xffffffffu : (1u << in_block) - 1;
   const unsigned group = mask & exists & ~exited_[w];
   if (group == 0 || (at_warp_[w] & group) != group) return false;
   Lane* lanes = &lanes_[w * 32];
-  const Lane& model = lanes[__builtin_ctz(group)];
+  const Lane& first = lanes[__builtin_ctz(group)];
   for (unsigned left = group; left != 0; left &= left - 1) {
     const Lane& lane = lanes[__builtin_ctz(left)];
-    if (lane.mask != mask || lane.op != model.op) return false;
+    if (lane.mask != mask || lane.op != first.op) return false;
   }
-  if (model.op == SOFTCUDA_WARP_SUM || model.op == SOFTCUDA_WARP_MAX) {
+  if (first.op == SOFTCUDA_WARP_SUM || first.op == SOFTCUDA_WARP_MAX) {
     float x[32];
-    for (unsigned i = 0; i < 32; ++i) x[i] = as_float(group >> i & 1 ? lanes[i].value : kPoison);
-    if (model.op == SOFTCUDA_WARP_SUM) {
+    for (unsigned i = 0; i < 32; ++i)
+      x[i] = as_float(group >> i & 1 ? lanes[i].value : kAbsentLane);
+    if (first.op == SOFTCUDA_WARP_SUM) {
       butterfly(x, [](float a, float b) { return a + b; });
     } else {
       butterfly(x, [](float a, float b) { return b > a ? b : a; });
@@ -142,7 +145,7 @@ bool Executor::try_release_warp(unsigned w, unsigned mask) {
         }
         default: {
           const unsigned source = source_lane(lane.op, i, lane.arg, lane.width);
-          lane.result = group >> source & 1 ? lanes[source].value : kPoison;
+          lane.result = group >> source & 1 ? lanes[source].value : kAbsentLane;
         }
       }
     }

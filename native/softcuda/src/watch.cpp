@@ -1,3 +1,4 @@
+// The lock-order watch. An edge says that a thread held one resource while it requested another.
 #include "watch.h"
 
 #include <fcntl.h>
@@ -20,11 +21,11 @@ namespace {
 struct Edge {
   int number = 0;
   long count = 0;
-  std::string text;  // its fields in JSON, without the Python stack
+  std::string text;  // JSON fields without the Python stack
   std::string python;
 };
 
-// Leaked on purpose: threads of the driver end after static objects.
+// Never destroyed: the driver's threads outlive static objects.
 struct Watch {
   std::mutex mutex;
   std::string path;
@@ -35,11 +36,12 @@ struct Watch {
 Watch& g_watch = *new Watch;
 
 std::atomic<bool> g_on{false};
-std::atomic<long> g_asks{0};
-thread_local bool t_asked = false;        // once per scope
-thread_local void* t_function = nullptr;  // what the driver called
-thread_local std::string* t_edge =
-    nullptr;  // key of the edge whose Python function has no name yet
+std::atomic<long> g_gil_requests{0};
+// State of the restricted scope that the thread is in.
+thread_local bool t_requested_gil = false;  // only the first request of a scope is recorded
+thread_local void* t_function = nullptr;    // the function that the driver called
+// Key of the edge whose first Python function has not been entered yet.
+thread_local std::string* t_edge = nullptr;
 
 std::string quoted(const std::string& text) {
   std::string out = "\"";
@@ -58,7 +60,7 @@ std::string quoted(const std::string& text) {
   return out + "\"";
 }
 
-// A text of lines as a JSON array.
+// Returns the lines of `text` as a JSON array.
 std::string lines(const std::string& text) {
   std::string out;
   for (size_t at = 0; at < text.size();) {
@@ -69,7 +71,7 @@ std::string lines(const std::string& text) {
   return "[" + out + "]";
 }
 
-// One line, one write: several processes may share the file.
+// Writes one line by a single write, because several processes may share the file.
 void append(const std::string& fields) {
   const int file = open(g_watch.path.c_str(), O_WRONLY | O_APPEND | O_CREAT | O_CLOEXEC, 0666);
   if (file < 0) return;
@@ -81,14 +83,14 @@ void append(const std::string& fields) {
   close(file);
 }
 
-void tell(const Edge& edge) {
+void write_edge(const Edge& edge) {
   append("\"edge\": " + std::to_string(edge.number) + ", " + edge.text +
          ", \"python\": " + lines(edge.python));
 }
 
-// Counts an edge; a new one is written at once, so that it is known whatever becomes of the
-// process.
-void note(const std::string& key, const std::string& text, const std::string& python) {
+// Counts an edge. A new one is written immediately, so that it is recorded even if the process is
+// killed.
+void count_edge(const std::string& key, const std::string& text, const std::string& python) {
   const std::lock_guard<std::mutex> lock(g_watch.mutex);
   if (g_watch.ended) return;
   Edge& edge = g_watch.edges[key];
@@ -96,11 +98,11 @@ void note(const std::string& key, const std::string& text, const std::string& py
   edge.number = static_cast<int>(g_watch.edges.size());
   edge.text = text;
   edge.python = python;
-  tell(edge);
+  write_edge(edge);
 }
 
-// What tells one way through the code from another: frames without the offsets of named functions.
-std::string path_of(const std::string& native) {
+// Returns a key for a native stack: its frames without the offsets inside named functions.
+std::string stack_key(const std::string& native) {
   std::string out;
   for (size_t at = 0; at < native.size();) {
     const size_t end = std::min(native.find('\n', at), native.size());
@@ -118,32 +120,37 @@ std::string thread_name() {
   return name;
 }
 
-// On the thread that asks, before it may have to wait.
-void asked() {
-  if (t_forbidden == nullptr || t_asked) return;
-  t_asked = true;
-  g_asks.fetch_add(1);
-  const std::string native = stacks::format(stacks::of_this_thread(2), "");
-  const bool host = std::strcmp(t_forbidden, "host function") == 0;
-  const bool owes = std::strncmp(t_forbidden, "worker", 6) == 0;
-  const std::string what =
-      std::string(t_forbidden) + (t_function != nullptr ? " " + stacks::name_of(t_function) : "");
-  const std::string key = "asks " + what + path_of(native);
-  // What waits for it: the device always; a lock, where the driver holds one meanwhile.
-  const char* held = host   ? "[\"driver lock\", \"device work\"]"
-                     : owes ? "[\"device work\"]"
-                            : "[\"driver lock\"]";
-  note(key,
-       "\"holds\": " + std::string(held) + ", \"wants\": [\"GIL\"], \"at\": " + quoted(what) +
-           ", \"thread\": " + quoted(thread_name()) + ", \"native\": " + lines(native),
-       "");
-  delete t_edge;
-  t_edge = new std::string(key);
-  name_first_python_call(true);
+// Returns the resources that the thread's restricted scope holds, as a JSON array (L3).
+const char* held_resources() {
+  if (std::strcmp(t_restricted_scope, "host function") == 0) {
+    return "[\"driver lock\", \"device work\"]";
+  }
+  if (std::strncmp(t_restricted_scope, "worker", 6) == 0) return "[\"device work\"]";
+  return "[\"driver lock\"]";  // a user-object destructor
 }
 
-void entered(const std::string& stack) {
-  if (t_edge == nullptr || t_forbidden == nullptr) return;
+// Called on the thread that requests the GIL, before it may have to wait.
+void on_gil_request() {
+  if (t_restricted_scope == nullptr || t_requested_gil) return;
+  t_requested_gil = true;
+  g_gil_requests.fetch_add(1);
+  const std::string native = stacks::format(stacks::of_this_thread(2), "");
+  std::string scope = t_restricted_scope;
+  if (t_function != nullptr) scope += " " + stacks::name_of(t_function);
+  const std::string key = "requests GIL: " + scope + stack_key(native);
+  count_edge(key,
+             "\"holds\": " + std::string(held_resources()) +
+                 ", \"wants\": [\"GIL\"], \"at\": " + quoted(scope) +
+                 ", \"thread\": " + quoted(thread_name()) + ", \"native\": " + lines(native),
+             "");
+  delete t_edge;
+  t_edge = new std::string(key);
+  report_first_python_call(true);
+}
+
+// Called with the stack of the first Python function that the thread enters with the GIL.
+void on_first_python_call(const std::string& stack) {
+  if (t_edge == nullptr || t_restricted_scope == nullptr) return;
   std::string text;
   {
     const std::lock_guard<std::mutex> lock(g_watch.mutex);
@@ -151,13 +158,13 @@ void entered(const std::string& stack) {
     if (g_watch.ended || edge.python == stack) return;
     if (edge.python.empty()) {
       edge.python = stack;
-      tell(edge);
+      write_edge(edge);
       return;
     }
-    --edge.count;  // the same way, to another Python function: an edge of its own
+    --edge.count;  // same native stack but another Python function: counted as a separate edge
     text = edge.text;
   }
-  note(*t_edge + stack, text, stack);
+  count_edge(*t_edge + stack, text, stack);
 }
 
 __attribute__((destructor)) void at_exit() { end_watch(""); }
@@ -174,27 +181,27 @@ void start_watch() {
     g_watch.path = path;
     g_watch.pid = getpid();
     append("\"watch\": 1");
-    watch_gil(asked, entered);
+    watch_gil(on_gil_request, on_first_python_call);
     g_on.store(true);
   });
 }
 
-void note_held_gil(const char* api, Wanted wanted, const char* why) {
+void record_held_gil(const char* api, WaitsFor resource, const char* reason) {
   const std::string native = stacks::format(stacks::of_this_thread(1), "");
   const std::string python = python_stack();
-  const char* resource = wanted == Wanted::driver_lock ? "driver lock" : "device work";
-  note(std::string("holds ") + resource + api + path_of(native) + python,
-       "\"holds\": [\"GIL\"], \"wants\": [" + quoted(resource) + "], \"at\": " + quoted(api) +
-           ", \"why\": " + quoted(why) + ", \"thread\": " + quoted(thread_name()) +
-           ", \"native\": " + lines(native),
-       python);
+  const char* name = resource == WaitsFor::driver_lock ? "driver lock" : "device work";
+  count_edge(std::string("holds GIL: ") + name + api + stack_key(native) + python,
+             "\"holds\": [\"GIL\"], \"wants\": [" + quoted(name) + "], \"at\": " + quoted(api) +
+                 ", \"why\": " + quoted(reason) + ", \"thread\": " + quoted(thread_name()) +
+                 ", \"native\": " + lines(native),
+             python);
 }
 
-void watch_scope_begins(void* function) {
+void watch_restricted_scope(void* function) {
   if (!watching()) return;
-  t_asked = false;
+  t_requested_gil = false;
   t_function = function;
-  name_first_python_call(false);
+  report_first_python_call(false);
   watch_new_libraries();
 }
 
@@ -215,7 +222,8 @@ void end_watch(const std::string& hang) {
 
 using namespace softcuda;
 
-// Functions run for the driver that asked for the GIL so far; counted before they get it.
-SC_EXPORT int64_t softcuda_watch_asks() { return g_asks.load(); }
-// 1 when requests for the GIL are seen.
+// Number of host functions, destructors and awaited workers that have requested the GIL so far. A
+// request is counted before the thread gets the GIL.
+SC_EXPORT int64_t softcuda_watch_asks() { return g_gil_requests.load(); }
+// 1 if requests for the GIL are observed, else 0.
 SC_EXPORT int softcuda_watch_ready() { return watching() && gil_watched() ? 1 : 0; }

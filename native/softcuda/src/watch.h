@@ -1,4 +1,5 @@
-// The lock-order watch (SOFTCUDA_WATCH=FILE): who held what and asked for what (invariants L1-L5).
+// Lock-order watch (SOFTCUDA_WATCH=FILE): records which locks each thread holds while it requests
+// another one (invariants L1-L5). `graft doctor --watch` searches the record for cycles.
 #pragma once
 
 #include <string>
@@ -8,12 +9,13 @@ namespace softcuda {
 bool watching();
 void start_watch();
 
-// What a driver call is going to wait for, or may, while its thread holds the GIL.
-enum class Wanted { driver_lock, device_work };
-void note_held_gil(const char* api, Wanted wanted, const char* why);
-// The calling thread begins to run a user's function for the driver, or to owe an answer.
-void watch_scope_begins(void* function);
-// The end of the watch's file: how often each edge was seen, and the report of a hang, if any.
+// What a driver call waits for, or may wait for, while its thread holds the GIL.
+enum class WaitsFor { driver_lock, device_work };
+void record_held_gil(const char* api, WaitsFor resource, const char* reason);
+// Call when the thread enters a restricted scope: a host function or destructor (`function`), or a
+// worker that the device waits for (null).
+void watch_restricted_scope(void* function);
+// Ends the record: writes the count of each edge and the watchdog's report, "" if there is none.
 void end_watch(const std::string& hang);
 
 }  // namespace softcuda

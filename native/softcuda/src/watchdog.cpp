@@ -1,4 +1,5 @@
-// What every thread is in, with its stacks, and the watchdog that tells it (invariants A1, L4).
+// Reports of what each thread is doing in the driver, and the watchdog that prints them for a
+// process that hangs (invariants A1, L4-L6).
 #include <unistd.h>
 
 #include <algorithm>
@@ -16,9 +17,10 @@
 namespace softcuda {
 namespace {
 
-constexpr double kAnswerLimitS = 5.0;
+// Time that a thread has to write down its native stack.
+constexpr double kStackLimitS = 5.0;
 
-struct Side {
+struct ThreadState {
   long tid;
   uint64_t pthread;
   std::string text;
@@ -28,19 +30,20 @@ std::string milliseconds(uint64_t since) {
   return std::to_string((now_ns() - since) / 1000000) + " ms";
 }
 
-// Threads inside a driver call, in a host function, or owing an answer.
-std::vector<Side> sides() {
-  std::vector<Side> out;
+// Returns the threads that are inside a driver call or a host function, and those that the device
+// waits for.
+std::vector<ThreadState> active_threads() {
+  std::vector<ThreadState> out;
   for (ThreadRecord* r = first_thread(); r != nullptr; r = r->next) {
-    const ApiSite* site = r->site.load();
-    if (!r->used || (site == nullptr && !r->owes)) continue;
+    const EntryPoint* entry_point = r->entry_point.load();
+    if (!r->used || (entry_point == nullptr && !r->device_waits)) continue;
     const char* waiting = r->waiting.load();
     std::string text = "thread " + std::to_string(r->tid);
-    if (site == nullptr) {
-      text += " owes the device an answer since " + milliseconds(r->since);
+    if (entry_point == nullptr) {
+      text += " has kept the device waiting for " + milliseconds(r->since);
     } else {
-      text += std::string(" is in ") + site->name + " for " + milliseconds(r->since) + ", GIL " +
-              (r->gil ? "HELD" : "not held") +
+      text += std::string(" is in ") + entry_point->name + " for " + milliseconds(r->since) +
+              ", GIL " + (r->gil ? "HELD" : "not held") +
               (waiting ? std::string(", waiting for ") + waiting : std::string());
     }
     out.push_back({r->tid, r->pthread, text + "\n"});
@@ -56,9 +59,8 @@ std::vector<Side> sides() {
   return out;
 }
 
-// Takes the part that speaks of one thread out of the fault handler's output; "" when there is
-// none.
-std::string take_block(std::string* stacks, uint64_t pthread) {
+// Removes the stack of one thread from faulthandler's output and returns it; "" if there is none.
+std::string extract_stack(std::string* stacks, uint64_t pthread) {
   char id[32];
   std::snprintf(id, sizeof id, "0x%016llx", static_cast<unsigned long long>(pthread));
   const size_t at = stacks->find(id);
@@ -72,34 +74,36 @@ std::string take_block(std::string* stacks, uint64_t pthread) {
   return block + (block.empty() || block.back() == '\n' ? "" : "\n");
 }
 
-// The watchdog's own clock stands still while the process does (stopped, or starved of processors),
-// so that only a call that had its time counts as stuck.
+// The watchdog counts its own ticks instead of reading a clock. Its time stops with the process, so
+// a process that was stopped or got no processor time does not count as stuck (L6).
 constexpr uint64_t kTickNs = 50000000;
 
-// What one thread was seen in, since when by that clock.
-struct Seen {
-  uint64_t since = 0, first = 0;
-  bool stuck(bool busy, uint64_t began, uint64_t now, uint64_t limit) {
-    if (!busy || began != since) first = now;
-    since = began;
-    return busy && now > first + limit;
+// The call that a thread was last observed in, identified by its start time.
+struct Observation {
+  uint64_t call_start = 0;      // CLOCK_MONOTONIC
+  uint64_t first_observed = 0;  // watchdog time
+  bool is_stuck(bool busy, uint64_t start, uint64_t now, uint64_t limit) {
+    if (!busy || start != call_start) first_observed = now;
+    call_start = start;
+    return busy && now > first_observed + limit;
   }
 };
 
-bool stuck(std::map<const void*, Seen>* seen, uint64_t now, uint64_t limit) {
+bool any_stuck(std::map<const void*, Observation>* observed, uint64_t now, uint64_t limit) {
   const RunningHost& host = g_running_host;
-  bool any = (*seen)[&host].stuck(host.fn.load() != nullptr, host.since, now, limit);
+  bool any = (*observed)[&host].is_stuck(host.fn.load() != nullptr, host.since, now, limit);
   for (ThreadRecord* r = first_thread(); r != nullptr; r = r->next) {
-    any = (*seen)[r].stuck(r->used && r->site.load() != nullptr, r->since, now, limit) || any;
+    const bool busy = r->used && r->entry_point.load() != nullptr;
+    if ((*observed)[r].is_stuck(busy, r->since, now, limit)) any = true;
   }
   return any;
 }
 
 [[noreturn]] void watch_forever() {
   const unsigned seconds = settings().watchdog_seconds;
-  std::map<const void*, Seen> seen;
+  std::map<const void*, Observation> observed;
   uint64_t now = 0;
-  while (!stuck(&seen, now, uint64_t{seconds} * 1000000000u)) {
+  while (!any_stuck(&observed, now, uint64_t{seconds} * 1000000000u)) {
     usleep(kTickNs / 1000);
     now += kTickNs;
   }
@@ -114,7 +118,7 @@ bool stuck(std::map<const void*, Seen>* seen, uint64_t now, uint64_t limit) {
 
 std::string describe() {
   std::string out;
-  for (const Side& side : sides()) out += side.text;
+  for (const ThreadState& thread : active_threads()) out += thread.text;
   describe_workers(&out);
   return out;
 }
@@ -122,13 +126,13 @@ std::string describe() {
 std::string describe_with_stacks() {
   std::string python = all_python_stacks();
   std::string out;
-  for (const Side& side : sides()) {
-    out += side.text;
+  for (const ThreadState& thread : active_threads()) {
+    out += thread.text;
     const std::string native =
-        stacks::format(stacks::of_thread(static_cast<pid_t>(side.tid), kAnswerLimitS), "    ");
-    out += "  native, innermost first:\n" + (native.empty() ? "    it did not answer\n" : native);
-    const std::string own = take_block(&python, side.pthread);
-    out += own.empty() ? "  in no Python function\n" : "  Python, innermost first:\n" + own;
+        stacks::format(stacks::of_thread(static_cast<pid_t>(thread.tid), kStackLimitS), "    ");
+    out += "  native stack, innermost first:\n" + (native.empty() ? "    not available\n" : native);
+    const std::string own = extract_stack(&python, thread.pthread);
+    out += own.empty() ? "  no Python function\n" : "  Python stack, innermost first:\n" + own;
   }
   describe_workers(&out);
   return out + (python.empty() ? "" : "other Python threads:\n" + python);

@@ -1,4 +1,5 @@
-// The threads: N device workers and one host-function thread (invariants S7-S9).
+// The device's threads: N workers, which model the SMs, and the host-function thread (invariants
+// S7-S9).
 #include <pthread.h>
 #include <sched.h>
 
@@ -11,8 +12,8 @@
 #include <immintrin.h>
 #endif
 
-#include "../../threads.h"
 #include "executor.h"
+#include "time_slice.h"
 #include "trace.h"
 
 namespace softcuda {
@@ -22,8 +23,8 @@ struct Pool {
   std::mutex mutex;
   std::condition_variable wake;
   std::deque<Op*> ready;
-  std::vector<Op*> shared;        // kernels with blocks left that other workers may join
-  std::atomic<int> available{0};  // entries of both lists, read by spinning workers
+  std::vector<Op*> shared;        // kernels whose remaining blocks other workers may run
+  std::atomic<int> available{0};  // size of both lists together, read by spinning workers
   std::atomic<int> working{0};    // workers that have an operation
   int sleeping = 0;
   unsigned workers = 0;
@@ -38,9 +39,9 @@ struct HostQueue {
 };
 HostQueue& g_hosts = *new HostQueue;
 
-constexpr double kShareNs = 20000;  // a kernel shorter than this is not worth waking anybody for
-constexpr double kChunkNs = 10000;
-constexpr uint64_t kLookOnNs = 100000;  // while others work, who may soon have something to share
+constexpr double kMinSharedNs = 20000;    // shorter kernels do not repay waking a worker
+constexpr double kChunkNs = 10000;        // target run time of the blocks taken at once
+constexpr uint64_t kIdleSpinNs = 100000;  // spin time before sleeping while other workers are busy
 
 void relax() {
 #if defined(__x86_64__)
@@ -52,14 +53,14 @@ void wake_one() {
   if (g_pool.sleeping > 0) g_pool.wake.notify_one();
 }
 
-// Next thing to run: a ready op, or a kernel to help with (`*helping`).
+// Waits for the next operation. Sets `helping` if it is a kernel that another worker has started.
 Op* take(bool* helping) {
-  const uint64_t until = now_ns() + kLookOnNs;
+  const uint64_t spin_end = now_ns() + kIdleSpinNs;
   for (int spin = 0; g_pool.available.load(std::memory_order_relaxed) == 0; ++spin) {
-    const bool others = g_pool.working.load(std::memory_order_relaxed) > 0;
-    if (spin >= 200 && !(others && now_ns() < until)) break;
+    const bool others_busy = g_pool.working.load(std::memory_order_relaxed) > 0;
+    if (spin >= 200 && !(others_busy && now_ns() < spin_end)) break;
     relax();
-    if (spin % 32 == 31) sched_yield();  // to the one that works, should it have this processor
+    if (spin % 32 == 31) sched_yield();  // a busy worker may need this processor
   }
   std::unique_lock<std::mutex> lock(g_pool.mutex);
   for (;;) {
@@ -94,35 +95,38 @@ uint64_t blocks_of(const KernelWork& work) {
   return static_cast<uint64_t>(work.grid.x) * work.grid.y * work.grid.z;
 }
 
-// Runs this worker's share of a kernel; true when it was the last to leave, so the op is finished.
+// Runs blocks of a kernel until none is left. Returns true if this worker was the last one to
+// leave, so that the operation is complete (S8).
 bool run_kernel(Executor* executor, Op* op, bool helping) {
   const KernelWork& work = *op->work.kernel;
   const uint64_t blocks = blocks_of(work);
   const double threads = static_cast<double>(work.block.x) * work.block.y * work.block.z;
   Function& function = *work.function;
-  const double known = function.ns_per_thread.load(std::memory_order_relaxed);
-  const double block_ns = (known > 0 ? known : 20) * threads;
-  bool offered = false;
+  constexpr double kInitialNsPerThread = 20;
+  const double estimate = function.ns_per_thread.load(std::memory_order_relaxed);
+  const double block_ns = (estimate > 0 ? estimate : kInitialNsPerThread) * threads;
+  bool shared = false;
   if (!helping) {
     op->next_block.store(0, std::memory_order_relaxed);
     op->users.store(1, std::memory_order_relaxed);
-    if (blocks > 1 && g_pool.workers > 1 && block_ns * static_cast<double>(blocks) > kShareNs) {
+    if (blocks > 1 && g_pool.workers > 1 && block_ns * static_cast<double>(blocks) > kMinSharedNs) {
       std::lock_guard<std::mutex> lock(g_pool.mutex);
       g_pool.shared.push_back(op);
       g_pool.available.fetch_add(1, std::memory_order_relaxed);
-      offered = true;
+      shared = true;
       wake_one();
     }
   } else {
     std::lock_guard<std::mutex> lock(g_pool.mutex);
-    wake_one();  // one wakes the next, so the first worker does not pay for all
+    wake_one();  // each worker wakes the next one, so that the first does not pay for all
   }
-  const uint64_t share = std::max<uint64_t>(1, blocks / (uint64_t{g_pool.workers} * 8));
-  const auto fitting = static_cast<uint64_t>(kChunkNs / block_ns);
-  const uint64_t chunk = g_pool.workers == 1 || (!offered && !helping)
-                             ? blocks
-                             : std::clamp<uint64_t>(fitting, 1, share);
-  const uint64_t began = now_ns();
+  const bool alone = g_pool.workers == 1 || (!shared && !helping);
+  uint64_t chunk = blocks;
+  if (!alone) {
+    const uint64_t max_chunk = std::max<uint64_t>(1, blocks / (uint64_t{g_pool.workers} * 8));
+    chunk = std::clamp<uint64_t>(static_cast<uint64_t>(kChunkNs / block_ns), 1, max_chunk);
+  }
+  const uint64_t start = now_ns();
   uint64_t ran = 0;
   for (;;) {
     const uint64_t first = op->next_block.fetch_add(chunk, std::memory_order_relaxed);
@@ -132,18 +136,18 @@ bool run_kernel(Executor* executor, Op* op, bool helping) {
     ran += last - first;
   }
   if (ran > 0) {
-    const double seen =
-        static_cast<double>(now_ns() - began) / (static_cast<double>(ran) * threads);
-    const double mixed = known > 0 ? 0.75 * known + 0.25 * seen : seen;
-    function.ns_per_thread.store(static_cast<float>(mixed), std::memory_order_relaxed);
+    const double measured =
+        static_cast<double>(now_ns() - start) / (static_cast<double>(ran) * threads);
+    const double updated = estimate > 0 ? 0.75 * estimate + 0.25 * measured : measured;
+    function.ns_per_thread.store(static_cast<float>(updated), std::memory_order_relaxed);
   }
-  if (offered || helping) unshare(op);
+  if (shared || helping) unshare(op);
   return op->users.fetch_sub(1, std::memory_order_acq_rel) == 1;
 }
 
 void worker_main(unsigned index) {
   pthread_setname_np(pthread_self(), ("softcuda-sm" + std::to_string(index)).c_str());
-  graft::ask_for_short_slice();
+  request_short_time_slice();
   Executor* executor = make_executor(index);
   g_pool.executors[index] = executor;
   Op* op = nullptr;
@@ -155,11 +159,11 @@ void worker_main(unsigned index) {
       g_pool.working.fetch_add(1, std::memory_order_relaxed);
     }
     bool finished = true;
-    const bool run = sticky() == CUDA_SUCCESS;
+    const bool run = sticky() == CUDA_SUCCESS;  // after a fault operations complete without running
     TraceSpan span(op);
     switch (op->work.kind) {
       case WorkKind::kernel:
-        if (!helping && run) count_add(What::kernel_launch);
+        if (!helping && run) count_add(Counter::kernel_launch);
         finished = run || helping ? run_kernel(executor, op, helping) : true;
         break;
       case WorkKind::copy:
@@ -178,7 +182,7 @@ void worker_main(unsigned index) {
 
 void host_main() {
   pthread_setname_np(pthread_self(), "softcuda-host");
-  graft::ask_for_short_slice();
+  request_short_time_slice();
   for (;;) {
     Op* op = nullptr;
     {
@@ -189,7 +193,7 @@ void host_main() {
     }
     // Host functions are not called after a fault (E2).
     if (sticky() == CUDA_SUCCESS) {
-      count_add(What::host_func);
+      count_add(Counter::host_func);
       TraceSpan span(op);
       run_host_function(op->work.host.fn, op->work.host.data);
       span.end(kHostWorker);
