@@ -1,4 +1,4 @@
-"""graft's compiled part, and the counters that tests and tools read."""
+"""The extension module of graft, and its counters for tests and tools."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-// What graft's own threads ask of the machine: the clocks, a pause, and a short time slice.
+// Helpers of graft's threads: clocks, a spin pause, and short scheduler time slices.
 #pragma once
 
 #include <sys/syscall.h>
@@ -27,22 +27,22 @@ inline void cpu_relax() {
 #endif
 }
 
-// The kernel's struct sched_attr, first version; the C library has no name for it.
+// First version of the kernel's struct sched_attr, which the C library does not declare.
 struct SchedAttributes {
   std::uint32_t size;
   std::uint32_t policy;
   std::uint64_t flags;
   std::int32_t nice;
   std::uint32_t priority;
-  std::uint64_t runtime_ns;  // of an ordinary thread: its slice
+  std::uint64_t runtime_ns;  // time slice of a thread with the default policy
   std::uint64_t deadline_ns;
   std::uint64_t period_ns;
 };
 
-// Asks for the shortest slice there is, for the calling thread, whose share stays the same. Linux
-// (6.12 and later) then lets it go first when it wakes up; without it, it can wait for a busy
-// thread's whole slice of about 3 ms. It is a wish: kernels that know no slices ignore it, and a
-// thread with a policy of its own keeps that.
+// Requests the shortest time slice for the calling thread; its share of the core is unchanged.
+// Linux 6.12 and later then runs the thread as soon as it wakes up. Otherwise it may wait for the
+// whole slice of a busy thread, about 3 ms. Older kernels ignore the request, and threads with
+// another scheduling policy are not changed.
 inline void ask_for_short_slice() {
   constexpr std::uint64_t kShortestNs = 100000;
   constexpr std::uint32_t kOrdinary = 0;

@@ -77,7 +77,7 @@ class PythonMatcher final : public NativeMatcher {
       const int truth = said == nullptr ? -1 : PyObject_IsTrue(said);
       if (truth < 0) {
         PyObject* const raised = hostwork::take_exception();
-        const std::string words = hostwork::words_of(raised);
+        const std::string words = hostwork::describe_exception(raised);
         error->keep(words.data(), words.size());
         Py_DECREF(raised);
       }
@@ -85,7 +85,7 @@ class PythonMatcher final : public NativeMatcher {
       Py_XDECREF(matcher);
       return truth < 0 ? Answer::kFailed : truth != 0 ? Answer::kYes : Answer::kNo;
     } catch (abi::__forced_unwind&) {
-      hostwork::park_for_good();
+      hostwork::park_forever();
     }
   }
 

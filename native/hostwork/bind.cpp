@@ -27,9 +27,9 @@ namespace {
 
 using PollClock = std::chrono::steady_clock;
 
-// Spins for 20 us, yields until 200 us, then sleeps, the longer the longer it has waited: a machine
-// with two cores needs them for the work that is being waited for. Without the GIL. True when
-// `done()` became true before `until`.
+// Polls `done()` until it returns true or `until` has passed; returns whether it became true. Spins
+// for 20 us, yields until 200 us, then sleeps for increasing times: on a machine with few cores the
+// awaited work needs them. Called without the GIL.
 template <typename Done>
 bool poll_slice(Done&& done, PollClock::time_point begin, PollClock::time_point until) {
   while (true) {
@@ -48,12 +48,13 @@ bool poll_slice(Done&& done, PollClock::time_point begin, PollClock::time_point 
   }
 }
 
-// Polls until `done()` or the deadline (no value: none). Called with the GIL held; the GIL is
-// released while polling and taken now and then, so that Ctrl-C raises KeyboardInterrupt here.
+// Polls until `done()` returns true or the timeout has passed (no value: no limit). Called with the
+// GIL held. The GIL is released while polling and acquired at intervals, so that Ctrl-C raises
+// KeyboardInterrupt here.
 template <typename Done>
 bool poll_until(Done&& done, std::optional<double> timeout_s) {
   const auto begin = PollClock::now();
-  // 100 years stand for "no deadline": the clock's arithmetic must not overflow.
+  // 100 years mean no limit: the clock arithmetic must not overflow.
   const double limit = std::min(timeout_s.value_or(3.0e9), 3.0e9);
   const auto end =
       begin + std::chrono::duration_cast<PollClock::duration>(std::chrono::duration<double>(limit));
@@ -70,7 +71,7 @@ bool poll_until(Done&& done, std::optional<double> timeout_s) {
   }
 }
 
-// (finished, code): polls a driver query until it is not "not ready".
+// Polls a driver query until its result is not kNotReady; returns (finished, code).
 template <typename Query>
 std::pair<bool, Result> wait_for(Query&& query, std::optional<double> timeout_s) {
   Result result = kNotReady;
@@ -81,13 +82,13 @@ std::pair<bool, Result> wait_for(Query&& query, std::optional<double> timeout_s)
       },
       timeout_s);
   const GilRelease release;
-  hear_devices();
+  check_device_timeouts();
   return {finished, result};
 }
 
 void bind_lifetime(nb::module_& m) {
   m.def("loaded_library", &loaded_library,
-        "Path of the file that answers for a SONAME in this process, or ''.");
+        "Return the path of the library loaded under a SONAME in this process, or ''.");
   m.def(
       "bind_driver",
       [](const std::string& path, std::uint64_t context) {
@@ -95,12 +96,12 @@ void bind_lifetime(nb::module_& m) {
         start_reaper();
       },
       nb::call_guard<GilRelease>(),
-      "Take the native driver table from the loaded libcuda.so.1, which must be `path`.");
+      "Fill the native driver table from the loaded libcuda.so.1, which must be the file `path`.");
   m.def(
       "set_primary_context",
       [](std::uint64_t context) { set_primary_context(pointer<void>(context)); },
-      "Name the primary context anew; 0 while it is released.");
-  m.def("in_host_work", &in_host_work, "Is this thread inside a host function?");
+      "Set the primary context; 0 while it is released.");
+  m.def("in_host_work", &in_host_work, "Return whether this thread is inside a host function.");
   nb::enum_<ResourceKind>(m, "ResourceKind")
       .value("DEVICE_MEMORY", ResourceKind::kDeviceMemory)
       .value("PINNED_MEMORY", ResourceKind::kPinnedMemory)
@@ -111,14 +112,14 @@ void bind_lifetime(nb::module_& m) {
   nb::class_<Resource>(m, "Resource", "Owner of one driver handle; freed by the reaper.")
       .def(nb::init<ResourceKind, std::uint64_t>())
       .def_prop_ro("handle", &Resource::handle)
-      .def("disown", &Resource::disown, "The driver owns the handle from now on.");
+      .def("disown", &Resource::disown, "Give up ownership of the handle.");
   m.def("flush", &flush, nb::call_guard<GilRelease>(),
-        "Wait until everything dropped so far is freed; False on timeout.");
+        "Wait until everything released so far is freed; return False on timeout.");
   m.def("live_resources", &live_resources);
   m.def("failed_frees", &failed_frees);
   m.def("live_thread_states", &live_thread_states);
   m.def("close_gate", &close_gate,
-        "Let no thread enter Python any more; called once, when the interpreter exits.");
+        "Prevent all threads from entering Python; called once, when the interpreter exits.");
   m.def(
       "thread_stack",
       [](int tid, double limit_s) {
@@ -129,7 +130,8 @@ void bind_lifetime(nb::module_& m) {
         return out;
       },
       nb::call_guard<GilRelease>(),
-      "Native stack of a thread (0: this one), innermost first; [] when it does not answer.");
+      "Return the native stack of a thread (0: this one), innermost frame first; [] if it does not "
+      "answer.");
 }
 
 void bind_exec(nb::module_& m) {
@@ -168,7 +170,7 @@ void bind_exec(nb::module_& m) {
             std::pair<Result, std::shared_ptr<Resource>> last;
             {
               const GilRelease release;
-              last = self.launched_so_far();
+              last = self.last_launch();
             }
             const auto& [idle, event] = last;
             const auto query = [idle = idle, event = event] {
@@ -176,7 +178,7 @@ void bind_exec(nb::module_& m) {
             };
             return wait_for(query, timeout_s);
           },
-          nb::arg().none(), "Wait for what was launched before the call: (finished, code).")
+          nb::arg().none(), "Wait for the launches made before the call; return (finished, code).")
       .def(
           "update",
           [](Exec& self, std::uint64_t graph, std::shared_ptr<GraphState> state) {
@@ -184,7 +186,8 @@ void bind_exec(nb::module_& m) {
             const Result result = self.update(graph, std::move(state), &info);
             return std::make_tuple(result, info.result, address_of(info.error_node));
           },
-          Guard(), "(code, update result, node to blame)")
+          Guard(),
+          "Update the executable; return (code, update result, node that caused the failure).")
       .def("close", &Exec::close, Guard());
 }
 
@@ -202,7 +205,7 @@ void bind_waits(nb::module_& m) {
       [=](std::uint64_t event, std::optional<double> timeout_s) {
         return wait_for([=] { return query_event(event); }, timeout_s);
       },
-      nb::arg(), nb::arg().none(), "(finished, code)");
+      nb::arg(), nb::arg().none(), "Wait for an event; return (finished, code).");
   m.def(
       "wait_streams",
       [=](const std::vector<std::uint64_t>& streams, std::optional<double> timeout_s) {
@@ -217,7 +220,8 @@ void bind_waits(nb::module_& m) {
             },
             timeout_s);
       },
-      nb::arg(), nb::arg().none(), "Wait until each stream was seen idle once: (finished, code).");
+      nb::arg(), nb::arg().none(),
+      "Wait until each stream has been idle once; return (finished, code).");
   const auto load = [](std::uint64_t address) {
     return __atomic_load_n(pointer<const std::int32_t>(address), __ATOMIC_ACQUIRE);
   };
@@ -232,7 +236,7 @@ void bind_waits(nb::module_& m) {
         return done() || poll_until(done, timeout_s);
       },
       nb::arg(), nb::arg(), nb::arg().none(),
-      "Wait, with acquire order, until the word equals value; False at the deadline.");
+      "Wait, with acquire order, until the word equals value; return False on timeout.");
 }
 
 }  // namespace

@@ -1,6 +1,6 @@
-// Python face of the host-work room. Rules of INVARIANTS.md: arguments are converted with the GIL
-// held, every driver call is made with the GIL released, and native code returns the driver's codes
-// for Python to raise. Handles and addresses are plain integers.
+// Python bindings of hostwork. Rules (INVARIANTS.md): arguments are converted with the GIL held,
+// every driver call is made with the GIL released, and driver codes are returned for Python to
+// raise. Handles and addresses are passed as plain integers.
 #pragma once
 
 #include <nanobind/nanobind.h>
@@ -10,7 +10,7 @@
 namespace graft::hostwork {
 
 void bind_work(nanobind::module_& m);   // bind_work.cpp: records, eager work, captures, mailboxes
-void bind_ranks(nanobind::module_& m);  // bind_ranks.cpp
+void bind_ranks(nanobind::module_& m);  // bind_ranks.cpp: MPI messages
 
 template <typename T>
 T* pointer(std::uint64_t address) {

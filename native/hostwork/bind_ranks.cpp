@@ -1,4 +1,4 @@
-// Messages between ranks for Python.
+// Python bindings of messages between ranks.
 #include <nanobind/stl/shared_ptr.h>
 #include <nanobind/stl/string.h>
 #include <nanobind/stl/tuple.h>
@@ -17,24 +17,26 @@ namespace nb = nanobind;
 namespace graft::hostwork {
 
 void bind_ranks(nb::module_& m) {
-  nb::class_<Mpi>(m, "Mpi", "MPI's functions and one communicator of its own.")
+  nb::class_<Mpi>(m, "Mpi", "MPI functions and a communicator.")
       .def(nb::new_([](std::uint64_t isend, std::uint64_t irecv, std::uint64_t test, bool wide,
                        std::uint64_t comm, std::uint64_t byte) {
         return std::make_shared<Mpi>(isend, irecv, test, wide, comm, byte);
       }))
       .def_prop_ro("failure", [](const Mpi& self) -> nb::object {
         if (!self.failed) return nb::none();
-        return nb::cast(std::string(self.why));
+        return nb::cast(std::string(self.reason));
       });
-  using Given = std::tuple<int, bool, std::uint64_t, int>;
-  nb::class_<Messages>(m, "Messages", "Messages (peer, sent, address, bytes) that go together.")
-      .def(nb::new_([](std::shared_ptr<Mpi> mpi, const std::vector<Given>& given, double deadline) {
-        std::vector<Message> messages;
-        for (const auto& [peer, sent, address, bytes] : given) {
-          messages.push_back({peer, sent, pointer<void>(address), bytes});
-        }
-        return new Messages(mpi, std::move(messages), deadline);
-      }))
+  using MessageTuple = std::tuple<int, bool, std::uint64_t, int>;
+  nb::class_<Messages>(m, "Messages",
+                       "Messages (peer, sent, address, bytes) that are posted together.")
+      .def(nb::new_(
+          [](std::shared_ptr<Mpi> mpi, const std::vector<MessageTuple>& tuples, double deadline) {
+            std::vector<Message> messages;
+            for (const auto& [peer, sent, address, bytes] : tuples) {
+              messages.push_back({peer, sent, pointer<void>(address), bytes});
+            }
+            return new Messages(mpi, std::move(messages), deadline);
+          }))
       .def(
           "wait",
           [](Messages& self, double seconds) -> nb::object {
@@ -47,7 +49,7 @@ void bind_ranks(nb::module_& m) {
                        ? nb::none()
                        : nb::cast(outcome == Messages::Outcome::kDone);
           },
-          "Whether they went; None where they failed.")
+          "Return whether all messages have completed within the seconds; None if they failed.")
       .def("abandon", &Messages::abandon)
       .def_prop_ro(
           "work",
@@ -55,7 +57,7 @@ void bind_ranks(nb::module_& m) {
             return std::make_tuple(reinterpret_cast<std::uint64_t>(&Messages::step),
                                    address_of(&self));
           },
-          "Function and data of a host step.");
+          "Function and data of a host step that sends and receives the messages.");
 }
 
 }  // namespace graft::hostwork

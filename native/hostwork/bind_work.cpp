@@ -1,4 +1,4 @@
-// Host work for Python: a piece of work is (callable or None, arguments, function, data).
+// Python bindings of host work. Work is passed as (callable or None, arguments, function, data).
 #include <nanobind/stl/pair.h>
 #include <nanobind/stl/shared_ptr.h>
 #include <nanobind/stl/string.h>
@@ -26,8 +26,8 @@ AnyRecord* make_record(std::string name, const WorkTuple& work, const nb::object
   const auto& [fn, args, function, data] = work;
   const Work native{nullptr, nullptr, reinterpret_cast<HostFunction>(function),
                     pointer<void>(data)};
-  const Work given = fn.is_none() ? native : Work{fn.ptr(), args.ptr()};
-  return new AnyRecord(std::move(name), given, keep.ptr());
+  const Work chosen = fn.is_none() ? native : Work{fn.ptr(), args.ptr()};
+  return new AnyRecord(std::move(name), chosen, keep.ptr());
 }
 
 Attachment attach_record(std::uint64_t graph, Record* record) {
@@ -36,7 +36,7 @@ Attachment attach_record(std::uint64_t graph, Record* record) {
   return {a.result, a.api, address_of(a.object)};
 }
 
-// (node, replay, exception or None, message)
+// Returns (node, replay, exception or None, message).
 nb::object failure_tuple(const Failure& failure) {
   nb::object exception =
       failure.exception == nullptr ? nb::none() : nb::steal<nb::object>(failure.exception);
@@ -62,7 +62,7 @@ void bind_records(nb::module_& m) {
         return child->set_parent(parent);
       },
       nb::call_guard<GilRelease>(),
-      "Let the host steps of a moved graph count, fail and stand down with its parent.");
+      "Number, fail and skip the host steps of a moved graph together with those of its parent.");
   nb::class_<PayloadCell>(m, "PayloadCell", "A value that changes between replays.")
       .def(nb::new_([](nb::object value, std::uint64_t address) {
              return std::make_shared<PayloadCell>(value.release().ptr(), address);
@@ -75,7 +75,7 @@ void bind_records(nb::module_& m) {
       [](std::uint64_t graph, nb::object keep) {
         return attach_record(graph, new Record(keep.ptr()));
       },
-      "Keep objects alive as long as the graph can run: (code, api, user object).");
+      "Keep objects alive as long as the graph can run; return (code, api, user object).");
   m.def(
       "attach_host",
       [](std::uint64_t graph, std::shared_ptr<GraphState> state, std::string name, WorkTuple work,
@@ -89,7 +89,7 @@ void bind_records(nb::module_& m) {
                                data);
       },
       nb::arg(), nb::arg(), nb::arg(), nb::arg(), nb::arg().none(), nb::arg().none(),
-      "Record of a host node: (code, api, user object, function, data).");
+      "Create the record of a host node; return (code, api, user object, function, data).");
   m.def(
       "detach",
       [](std::uint64_t graph, std::uint64_t object) {
@@ -99,18 +99,18 @@ void bind_records(nb::module_& m) {
   m.def("live_records", &live_records);
   m.def("released_records", &released_records);
   m.def("running_host_work", [] {
-    std::vector<Running> running;
+    std::vector<RunningHostWork> running;
     {
       const GilRelease release;
       running = running_host_work();
     }
     nb::list out;
-    for (const Running& r : running) {
+    for (const RunningHostWork& r : running) {
       out.append(nb::make_tuple(r.node, r.replay, r.seconds, r.thread, r.tid));
     }
     return out;
   });
-  // For native work that is compiled elsewhere: addresses of functions.
+  // Addresses of functions for native work that is compiled elsewhere.
   m.def("native_api", [] {
     nb::dict out;
     out["current_replay"] = reinterpret_cast<std::uint64_t>(&current_replay);
@@ -137,7 +137,7 @@ void bind_streams(nb::module_& m) {
         const Result result = capture_info(stream, &info);
         return std::make_tuple(result, info.status, info.id, address_of(info.graph));
       },
-      nb::call_guard<GilRelease>(), "(code, status, capture id, CUgraph)");
+      nb::call_guard<GilRelease>(), "Return (code, status, capture id, CUgraph).");
   m.def(
       "captured_host",
       [](std::uint64_t stream, std::uint64_t id, std::uint64_t graph, std::string name,
@@ -150,7 +150,7 @@ void bind_streams(nb::module_& m) {
         return std::make_pair(a.result, a.api);
       },
       nb::arg(), nb::arg(), nb::arg(), nb::arg(), nb::arg(), nb::arg().none(), nb::arg(),
-      "(code, api)");
+      "Add host work to the captured graph; return (code, api).");
   m.def("spin_supported", [] { return driver().launch_host_func_v2 != nullptr; });
   m.def("take_eager_failure", [](std::uint64_t stream) -> nb::object {
     Failure failure;
@@ -164,16 +164,17 @@ void bind_streams(nb::module_& m) {
       "take_unreported_failures",
       [] {
         nb::list out;
-        for (const Failure& failure : take_unreported_failures()) out.append(failure_tuple(failure));
+        for (const Failure& failure : take_unreported_failures())
+          out.append(failure_tuple(failure));
         for (const Failure& failure : take_eager_failures()) out.append(failure_tuple(failure));
         return out;
       },
-      "Failures that nobody was told of yet, told now: [(node, replay, exception, message)].");
+      "Take all failures that were not reported: [(node, replay, exception, message)].");
   m.def("abandon_eager", &abandon_eager, nb::call_guard<GilRelease>());
 }
 
 void bind_mailboxes(nb::module_& m) {
-  nb::class_<Worker>(m, "MailboxThread", "A persistent thread that answers mailboxes.")
+  nb::class_<Worker>(m, "MailboxThread", "A persistent thread that runs the work of mailboxes.")
       .def(nb::new_(
           [](std::vector<int> cpus, bool spin, double spin_s, double sleep_s, std::string name) {
             return std::make_shared<Worker>(
@@ -191,26 +192,27 @@ void bind_mailboxes(nb::module_& m) {
          std::pair<double, double> limits, nb::object keep) {
         auto* record = make_record<HostRecord>(std::move(name), work, keep);
         record->set_state(state);
-        const auto [request, ack, gave_up] = words;
+        const auto [request, ack, timed_out] = words;
         const auto [scratch, results, bytes] = output;
         auto port = std::make_shared<Port>(
             record, state, worker,
             MailboxWords{pointer<std::uint32_t>(request), pointer<std::uint32_t>(ack),
-                         pointer<std::uint32_t>(gave_up)},
+                         pointer<std::uint32_t>(timed_out)},
             MailboxOutput{pointer<void>(scratch), pointer<void>(results), bytes},
             MailboxLimits{limits.first, limits.second});
-        auto* const hold = new PortHold(port);  // the port lives as long as the graph can run
+        auto* const keeper = new PortKeeper(port);  // the port lives as long as the graph can run
         {
           const GilRelease release;
           worker->add(port);
           state->add_listener(port);
           watch(port);
         }
-        return attach_record(graph, hold);  // reaped on failure
+        return attach_record(graph, keeper);  // retired on failure
       },
-      "Let a worker answer a mailbox: (code, api, user object). `words` is (request, ack, gave_up "
-      "or 0), `output` (scratch, output, bytes), `limits` seconds to an answer and, or 0, to the "
-      "request.");
+      "Attach a mailbox to a graph and a worker; return (code, api, user object). `words` are the "
+      "addresses (request, ack, timed_out or 0), `output` is (scratch, output, bytes), and "
+      "`limits` "
+      "are seconds from the request to the answer and from the launch to the request (0: none).");
   m.def("abandon_mailboxes", &abandon_mailboxes);
 }
 

@@ -19,7 +19,7 @@ std::string path_of(void* library) {
   return map->l_name;
 }
 
-// False where the driver has no such version of the call.
+// Returns false if the driver does not have this version of the function.
 template <typename Function>
 bool resolve(GetProcAddress get, const char* name, int version, Function* out) {
   void* entry = nullptr;
@@ -41,9 +41,9 @@ std::string loaded_library(const std::string& soname) {
 
 void bind_driver(const std::string& path, Handle context) {
   static Driver table{};
-  if (bound_driver != nullptr) throw std::logic_error("the native driver table is bound already");
-  // RTLD_NOLOAD: native code must use the very library that cuda.bindings uses, never a second
-  // one that happens to be found first. The reference is kept for the life of the process.
+  if (bound_driver != nullptr) throw std::logic_error("the native driver table is already bound");
+  // RTLD_NOLOAD: native code must use the same library as cuda.bindings, not another one that the
+  // loader finds first. The reference is kept until the process ends.
   void* library = dlopen("libcuda.so.1", RTLD_NOLOAD | RTLD_NOW);
   if (library == nullptr) throw std::runtime_error("libcuda.so.1 is not loaded");
   const std::string found = path_of(library);
@@ -59,7 +59,7 @@ void bind_driver(const std::string& path, Handle context) {
   GRAFT_DRIVER_CALLS(GRAFT_DRIVER_RESOLVE)
 #undef GRAFT_DRIVER_RESOLVE
   resolve(get, "cuLaunchHostFunc", 13020, &table.launch_host_func_v2);
-  table.owe_answer = reinterpret_cast<void (*)(int)>(dlsym(library, "softcuda_owe_answer"));
+  table.owe_answer = reinterpret_cast<void (*)(int)>(dlsym(library, "softcuda_set_device_waits"));
   context_handle.store(context);
   bound_driver = &table;
 }

@@ -1,6 +1,6 @@
-// Driver entry points for native code, taken from the one libcuda.so.1 of the process.
+// Driver entry points for native code, from the libcuda.so.1 that the process uses.
 //
-// No CUDA header is needed: the few types below are those of the public driver ABI.
+// No CUDA header is needed: the types below are those of the public driver ABI.
 #pragma once
 
 #include <cstddef>
@@ -23,8 +23,8 @@ struct UpdateInfo {  // CUgraphExecUpdateResultInfo
   Handle error_from_node;
 };
 
-// Every driver call that graft makes from native code, with the GIL released: its member in the
-// table, the driver's name and version of it, and what it takes.
+// Driver functions that native code calls, always with the GIL released: member of the table, name
+// and version of the driver function, and parameters.
 #define GRAFT_DRIVER_CALLS(CALL)                                                                   \
   CALL(ctx_set_current, cuCtxSetCurrent, 4000, (Handle context))                                   \
   CALL(launch_host_func, cuLaunchHostFunc, 10000, (Handle stream, HostFunction fn, void* data))    \
@@ -66,29 +66,29 @@ struct Driver {
 #undef GRAFT_DRIVER_MEMBER
   Result (*launch_host_func_v2)(Handle stream, HostFunction fn, void* data,
                                 unsigned int sync_mode);  // null before CUDA 13.2
-  void (*owe_answer)(int owes);                           // of the soft device; null on others
+  void (*owe_answer)(int owes);                           // of the soft device; null on CUDA
 };
 
-// Fills the table from the already loaded libcuda.so.1, which must be the library at `path` (the
-// file the device chooser loaded). Throws std::runtime_error otherwise. Called once.
+// Fills the table from the loaded libcuda.so.1. Throws std::runtime_error unless that is the file
+// at `path`, on which the device was opened. Called once.
 void bind_driver(const std::string& path, Handle context);
 inline const Driver* bound_driver = nullptr;
 
-// The table; throws std::logic_error before bind_driver().
+// Returns the table; throws std::logic_error before bind_driver().
 inline const Driver& driver() {
   if (bound_driver != nullptr) return *bound_driver;
   throw std::logic_error("no device is open: call graft.cudagraph.open_device first");
 }
 
-// Names the primary context anew after it was released and retained again; 0 while it is released.
-// Nothing of the driver's may be alive at that moment (live_resources() == 0).
+// Sets the primary context after it was retained again, or null after it was released. No driver
+// resource may exist at that time (live_resources() == 0).
 void set_primary_context(Handle context);
 Handle primary_context();
 
-// The file that answers for a SONAME in this process, or "" when none is loaded.
+// Returns the path of the library that is loaded under a SONAME in this process, or "".
 std::string loaded_library(const std::string& soname);
 
-// Marks the calling thread as inside a host function: driver calls are refused there (D3).
+// Marks the calling thread as inside a host function, where driver calls are refused (D3).
 inline thread_local int host_work_depth = 0;
 class HostWorkScope {
  public:

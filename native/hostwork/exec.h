@@ -1,4 +1,4 @@
-// One executable graph: launches in order, knows when it is idle, dies on the reaper thread.
+// An executable graph: ordered launches, completion queries, and destruction on the reaper thread.
 #pragma once
 
 #include <unistd.h>
@@ -14,15 +14,16 @@
 
 namespace graft::hostwork {
 
-using Outcome = std::pair<Result, const char*>;  // and the call that was made last
+using Outcome = std::pair<Result, const char*>;  // result and name of the last driver call
 
 constexpr Result kClosed = -1;  // the executable was closed
 
-// An executable in flight is freed by the driver when its launches end; an event likewise. What
-// changed nodes use is not the driver's, so that is waited for here (L3).
-class ExecEnd final : public Reapable {
+// Destroys an executable. The driver frees an executable, or an event, in flight when its launches
+// end. The operands of changed nodes do not belong to the driver, so their release waits for the
+// launches here (L3).
+class ExecRelease final : public Reapable {
  public:
-  explicit ExecEnd(Handle exec) : exec_(exec) {}
+  explicit ExecRelease(Handle exec) : exec_(exec) {}
   void reap(std::vector<PyObject*>& references) noexcept override {
     constexpr unsigned kPollMicroseconds = 200;
     if (owners != nullptr) {
@@ -33,23 +34,24 @@ class ExecEnd final : public Reapable {
     driver().graph_exec_destroy(exec_);
   }
 
-  PyObject* owners = nullptr;       // set before the hand-over, as the next
-  std::shared_ptr<Resource> event;  // behind the last launch
+  // Both are set before the object is retired.
+  PyObject* owners = nullptr;       // of the operands of changed nodes
+  std::shared_ptr<Resource> event;  // recorded after the last launch
 
  private:
   const Handle exec_;
 };
 
-// The driver does not synchronise graph objects internally: one mutex per executable serialises
-// its calls. It is taken without the GIL and never held while taking the GIL.
+// The driver does not synchronize calls on graph objects: one mutex per executable serializes them.
+// It is locked without the GIL and never held while acquiring the GIL.
 class Exec {
  public:
-  // Owns both handles. `event` is recorded after each launch.
+  // Takes ownership of both handles. `event` is recorded after each launch.
   Exec(std::uint64_t exec, std::uint64_t event, std::shared_ptr<GraphState> state)
       : exec_(reinterpret_cast<Handle>(exec)),
-        end_(new ExecEnd(exec_)),
+        release_(new ExecRelease(exec_)),
         event_(std::make_shared<Resource>(ResourceKind::kEvent, event)) {
-    adopt(std::move(state));
+    use_state(std::move(state));
   }
   ~Exec() { close(); }
   Exec(const Exec&) = delete;
@@ -57,44 +59,46 @@ class Exec {
 
   void close() {
     const std::lock_guard<std::mutex> lock(mutex_);
-    if (end_ != nullptr) end_->event = std::move(event_);
-    end_.reset();
+    if (release_ != nullptr) release_->event = std::move(event_);
+    release_.reset();
   }
 
   Outcome launch(std::uint64_t stream) {
     constexpr unsigned kDisableTiming = 2;  // CU_EVENT_DISABLE_TIMING
     const std::lock_guard<std::mutex> lock(mutex_);
-    if (end_ == nullptr) return {kClosed, "cuGraphLaunch"};
-    if (waited_for_) {
+    if (release_ == nullptr) return {kClosed, "cuGraphLaunch"};
+    if (event_in_use_) {
       Handle fresh = nullptr;
       const Result result = driver().event_create(&fresh, kDisableTiming);
       if (result != kSuccess) return {result, "cuEventCreate"};
       event_ =
           std::make_shared<Resource>(ResourceKind::kEvent, reinterpret_cast<std::uint64_t>(fresh));
-      waited_for_ = false;
+      event_in_use_ = false;
     }
-    const Handle on = reinterpret_cast<Handle>(stream);
-    const Result result = driver().graph_launch(exec_, on);
+    const Handle target = reinterpret_cast<Handle>(stream);
+    const Result result = driver().graph_launch(exec_, target);
     if (result != kSuccess) return {result, "cuGraphLaunch"};
     ++launches_;
     state_->count_launch();
-    return {driver().event_record(event(), on), "cuEventRecord"};
+    return {driver().event_record(event(), target), "cuEventRecord"};
   }
   std::int64_t launches() {
     const std::lock_guard<std::mutex> lock(mutex_);
     return launches_;
   }
-  // Success when no launch is in flight, kNotReady otherwise.
+  // Returns kSuccess if no launch is in flight, kNotReady otherwise.
   Outcome query() {
     return locked("cuEventQuery",
                   [&] { return launches_ == 0 ? kSuccess : driver().event_query(event()); });
   }
-  // The event behind what was launched so far: later launches record another one, so that who waits
-  // for it waits for no launch of others. Null, and how such a wait ends, where there is none.
-  std::pair<Result, std::shared_ptr<Resource>> launched_so_far() {
+  // Returns kNotReady and the event after the last launch, or the result of the wait and null if
+  // there is nothing to wait for. Later launches record another event, so that a wait for this one
+  // does not include launches of other threads.
+  std::pair<Result, std::shared_ptr<Resource>> last_launch() {
     const std::lock_guard<std::mutex> lock(mutex_);
-    if (end_ == nullptr || launches_ == 0) return {end_ == nullptr ? kClosed : kSuccess, nullptr};
-    waited_for_ = true;
+    if (release_ == nullptr || launches_ == 0)
+      return {release_ == nullptr ? kClosed : kSuccess, nullptr};
+    event_in_use_ = true;
     return {kNotReady, event_};
   }
 
@@ -102,21 +106,21 @@ class Exec {
     return locked("cuGraphUpload",
                   [&] { return driver().graph_upload(exec_, reinterpret_cast<Handle>(stream)); });
   }
-  // cuGraphExecUpdate; `info` says which node is to blame when it fails. Launches from now on count
-  // in `state`, the other definition's.
+  // Calls cuGraphExecUpdate. `info` receives the node that caused a failure. `state`, that of the
+  // other definition, counts the launches from now on.
   Result update(std::uint64_t graph, std::shared_ptr<GraphState> state, UpdateInfo* info) {
     const std::lock_guard<std::mutex> lock(mutex_);
-    if (end_ == nullptr) return kClosed;
+    if (release_ == nullptr) return kClosed;
     const Result result = driver().graph_exec_update(exec_, reinterpret_cast<Handle>(graph), info);
-    if (result == kSuccess) adopt(std::move(state));
+    if (result == kSuccess) use_state(std::move(state));
     return result;
   }
-  // Changes a kernel node for later launches; launches in flight keep what they had. `params` is
-  // the driver's structure.
+  // Changes a kernel node for later launches; launches in flight keep its old parameters. `params`
+  // points to CUDA_KERNEL_NODE_PARAMS.
   Outcome set_kernel(std::uint64_t node, std::uint64_t params) {
     return locked("cuGraphExecKernelNodeSetParams", [&] {
-      const void* with = reinterpret_cast<const void*>(params);
-      return driver().graph_exec_kernel_set(exec_, reinterpret_cast<Handle>(node), with);
+      const void* structure = reinterpret_cast<const void*>(params);
+      return driver().graph_exec_kernel_set(exec_, reinterpret_cast<Handle>(node), structure);
     });
   }
   Outcome set_enabled(std::uint64_t node, bool enabled) {
@@ -125,17 +129,17 @@ class Exec {
     });
   }
 
-  // Keeps what changed nodes use until the launches in flight have ended. Takes over a reference;
-  // called once.
+  // Keeps the operands of changed nodes alive until the executable and its launches have ended.
+  // Steals the reference. Called once.
   void keep(PyObject* owners) {
     const std::lock_guard<std::mutex> lock(mutex_);
-    if (end_ == nullptr) {
-      drop_later(owners);
+    if (release_ == nullptr) {
+      release_later(owners);
     } else {
-      end_->owners = owners;
+      release_->owners = owners;
     }
   }
-  // The value that launches from now on see. Takes over a reference, and may give one back.
+  // Sets the value for launches from now on. Steals the reference and may return another one.
   [[nodiscard]] PyObject* set_payload(PayloadCell& cell, PyObject* value, std::uint64_t address) {
     const std::lock_guard<std::mutex> lock(mutex_);
     return cell.set(launches_ + 1, value, address);
@@ -146,21 +150,21 @@ class Exec {
   template <typename Call>
   Outcome locked(const char* name, const Call& call) {
     const std::lock_guard<std::mutex> lock(mutex_);
-    return {end_ == nullptr ? kClosed : call(), name};
+    return {release_ == nullptr ? kClosed : call(), name};
   }
   Handle event() const { return reinterpret_cast<Handle>(event_->handle()); }
-  // The mutex is held, or nobody else knows this yet.
-  void adopt(std::shared_ptr<GraphState> state) {
-    // Records count every run of theirs, also those under an earlier executable.
+  // Called with the mutex held, or by the constructor.
+  void use_state(std::shared_ptr<GraphState> state) {
+    // Records count all of their runs, including those under an earlier executable.
     state->set_base(launches_ - state->launched());
     state_ = std::move(state);
   }
 
   std::mutex mutex_;
   const Handle exec_;
-  std::unique_ptr<ExecEnd, Retire> end_;  // null once closed
-  std::shared_ptr<Resource> event_;       // behind the last launch; null once closed
-  bool waited_for_ = false;               // is somebody waiting for that event?
+  std::unique_ptr<ExecRelease, Retire> release_;  // null once closed
+  std::shared_ptr<Resource> event_;  // recorded after the last launch; null once closed
+  bool event_in_use_ = false;        // a thread may wait for `event_`
   std::shared_ptr<GraphState> state_;
   std::int64_t launches_ = 0;
 };

@@ -14,8 +14,8 @@ std::atomic<bool> closed{false};
 std::atomic<std::int64_t> entered{0};
 std::atomic<std::int64_t> thread_states{0};
 
-// Counts the caller in, unless the gate is closed. The count is raised before the flag is read,
-// so that close_gate() either sees this thread or is seen by it.
+// Counts the calling thread as entered; false if the gate is closed. The count is incremented
+// before the flag is read, so that close_gate() sees this thread or this thread sees the flag.
 bool enter() {
   entered.fetch_add(1);
   if (!closed.load()) return true;
@@ -25,24 +25,24 @@ bool enter() {
 
 void leave() { entered.fetch_sub(1); }
 
-// Takes the GIL.
+// Acquires the GIL, or parks the thread if the interpreter makes it exit.
 PyGILState_STATE take_gil() {
   try {
     return PyGILState_Ensure();
   } catch (abi::__forced_unwind&) {
-    park_for_good();
+    park_forever();
   }
 }
 
-// Owns the extra PyGILState reference that keeps a foreign thread's state alive between calls.
+// Owns the extra PyGILState reference that keeps the thread state of a driver thread between calls.
 struct ThreadState {
   bool held = false;
   ~ThreadState() { release(); }
   void release() {
-    if (!held || !enter()) return;  // after the gate closed the state is leaked on purpose
+    if (!held || !enter()) return;  // after the gate has closed, the state is leaked on purpose
     held = false;
     const PyGILState_STATE outer = take_gil();
-    PyGILState_Release(PyGILState_LOCKED);  // the extra reference, GIL stays held
+    PyGILState_Release(PyGILState_LOCKED);  // the extra reference; the GIL stays held
     PyGILState_Release(outer);
     thread_states.fetch_sub(1);
     leave();
@@ -57,7 +57,7 @@ PythonEntry::PythonEntry() : entered_(enter()), state_(PyGILState_UNLOCKED) {
   const bool foreign = PyGILState_GetThisThreadState() == nullptr;
   state_ = take_gil();
   if (foreign) {
-    (void)PyGILState_Ensure();  // never paired on this thread until it exits
+    (void)PyGILState_Ensure();  // released when the thread exits
     thread_state.held = true;
     thread_states.fetch_add(1);
   }
@@ -73,11 +73,11 @@ GilRelease::~GilRelease() {
   try {
     PyEval_RestoreThread(state_);
   } catch (abi::__forced_unwind&) {
-    park_for_good();
+    park_forever();
   }
 }
 
-void park_for_good() {
+void park_forever() {
   while (true) pause();
 }
 
@@ -113,13 +113,13 @@ PyObject* take_exception() {
 #endif
 }
 
-std::string words_of(PyObject* exception) {
+std::string describe_exception(PyObject* exception) {
   std::string out = Py_TYPE(exception)->tp_name;
   PyObject* const text = PyObject_Str(exception);
   Py_ssize_t size = 0;
-  const char* said = text == nullptr ? nullptr : PyUnicode_AsUTF8AndSize(text, &size);
-  if (said == nullptr) PyErr_Clear();
-  if (said != nullptr && size > 0) out.append(": ").append(said, static_cast<std::size_t>(size));
+  const char* utf8 = text == nullptr ? nullptr : PyUnicode_AsUTF8AndSize(text, &size);
+  if (utf8 == nullptr) PyErr_Clear();
+  if (utf8 != nullptr && size > 0) out.append(": ").append(utf8, static_cast<std::size_t>(size));
   Py_XDECREF(text);
   return out;
 }

@@ -1,6 +1,6 @@
-// Entering Python from threads that are not Python's, and not entering it after the end.
+// Acquisition of the GIL on threads that Python did not create, and its prevention at exit.
 //
-// INVARIANTS.md states the rules this file implements: P1 to P5.
+// INVARIANTS.md states the rules that this file implements: P1 to P5.
 #pragma once
 
 #include <Python.h>
@@ -10,9 +10,9 @@
 
 namespace graft::hostwork {
 
-// Holds the GIL for its scope, or refuses because the interpreter is shutting down.
-// A driver thread keeps one Python thread state for as long as it lives: making one per call
-// costs several times the call itself.
+// Holds the GIL for its scope; false if the interpreter is shutting down.
+// A driver thread keeps its Python thread state until it ends: creating one per call costs several
+// times as much as the call.
 class PythonEntry {
  public:
   PythonEntry();
@@ -26,13 +26,14 @@ class PythonEntry {
   PyGILState_STATE state_;
 };
 
-// The interpreter ended while this thread was in Python, after the gate's time limit, and makes the
-// thread exit. It must unwind neither through guards nor into the driver: it waits for the end of
-// the process.
-[[noreturn]] void park_for_good();
+// Called when the ending interpreter makes this thread exit, because the thread was in Python after
+// the time limit of close_gate(). The exit must not unwind through scope guards or into the driver:
+// the thread sleeps until the process ends.
+[[noreturn]] void park_forever();
 
-// Releases the GIL for its scope, as nanobind's guard does, but parks the thread where the ending
-// interpreter makes it exit when it wants the GIL back (P5): a daemon thread that launches, say.
+// Releases the GIL for its scope like nanobind's guard. If the ending interpreter makes the thread
+// exit when it reacquires the GIL, for example a daemon thread that launches, the thread is parked
+// instead (P5).
 class GilRelease {
  public:
   GilRelease() : state_(PyEval_SaveThread()) {}
@@ -44,21 +45,21 @@ class GilRelease {
   PyThreadState* const state_;
 };
 
-// Closes the gate for good and waits until every entered thread has left, at most timeout_s.
-// Called with the GIL held (it is released while waiting). Returns whether all have left.
+// Closes the gate permanently and waits at most timeout_s seconds until every thread has left
+// Python. Called with the GIL held; it is released during the wait. Returns whether all have left.
 bool close_gate(double timeout_s);
 bool gate_open();
 
-// Threads that keep a Python thread state now.
+// Returns the number of driver threads that keep a Python thread state.
 std::int64_t live_thread_states();
 
-// Host function: the calling thread gives its kept Python thread state back, and makes a new one
-// when it next enters Python. For measurements; needs the GIL.
+// Host function that releases the Python thread state of the calling thread; the thread creates a
+// new one when it next enters Python. For measurements; acquires the GIL.
 void release_thread_state(void*);
 
-// The raised exception as one object with its traceback; clears the error. And what an exception
-// says, for reports that have no exception to show. GIL held.
+// Returns the raised exception with its traceback and clears the error indicator. GIL held.
 PyObject* take_exception();
-std::string words_of(PyObject* exception);
+// Returns "type: message" of an exception, for reports that carry no exception object. GIL held.
+std::string describe_exception(PyObject* exception);
 
 }  // namespace graft::hostwork

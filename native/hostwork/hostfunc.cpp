@@ -9,107 +9,109 @@
 namespace graft::hostwork {
 namespace {
 
-struct Known {
+constexpr std::size_t kCapturedLimit = 64;
+
+struct CapturedGraph {
   std::uint64_t id;
   std::weak_ptr<GraphState> state;
 };
 
-// Leaked on purpose: driver threads may still use it while static objects are being destroyed.
-struct Enqueued {
-  std::mutex mutex;  // never held while taking the GIL or calling the driver
+// Leaked on purpose: driver threads may use it while static objects are being destroyed.
+struct Registry {
+  std::mutex mutex;  // never held while acquiring the GIL or calling the driver
   std::set<EagerRecord*> pending;
   std::map<std::uint64_t, std::deque<Failure>> failures;  // of eager work, by stream
-  std::map<Handle, Known> captured;                       // by graph
-  std::deque<std::weak_ptr<GraphState>> failed;
+  std::map<Handle, CapturedGraph> captured;               // by graph
+  std::deque<std::weak_ptr<GraphState>> failed;           // captured graphs with a failure
 };
-Enqueued& enqueued = *new Enqueued;
+Registry& registry = *new Registry;
 
 Result launch_host(std::uint64_t stream, HostFunction fn, HostRecord* record, bool spin) {
   constexpr Result kNotSupported = 801;  // CUDA_ERROR_NOT_SUPPORTED
   constexpr unsigned int kSpinWait = 1;  // CU_HOST_TASK_SPINWAIT
   const Driver& d = driver();
-  const Handle on = reinterpret_cast<Handle>(stream);
-  if (!spin) return d.launch_host_func(on, fn, record);
+  const Handle target = reinterpret_cast<Handle>(stream);
+  if (!spin) return d.launch_host_func(target, fn, record);
   if (d.launch_host_func_v2 == nullptr) return kNotSupported;
-  return d.launch_host_func_v2(on, fn, record, kSpinWait);
+  return d.launch_host_func_v2(target, fn, record, kSpinWait);
 }
 
-void forget(EagerRecord* record) {
-  const std::lock_guard<std::mutex> lock(enqueued.mutex);
-  enqueued.pending.erase(record);
+void unregister(EagerRecord* record) {
+  const std::lock_guard<std::mutex> lock(registry.mutex);
+  registry.pending.erase(record);
 }
 
-// Releases what an abandoned record refers to, but not the record.
-class AbandonedEnd final : public Reapable {
+// Releases the Python references of an abandoned record, but not the record itself.
+class AbandonedRelease final : public Reapable {
  public:
-  explicit AbandonedEnd(EagerRecord* record) : record_(record) {}
+  explicit AbandonedRelease(EagerRecord* record) : record_(record) {}
   void reap(std::vector<PyObject*>& references) noexcept override { record_->reap(references); }
 
  private:
   EagerRecord* const record_;
 };
 
-void note_failure(GraphState& state) {
-  const std::lock_guard<std::mutex> lock(enqueued.mutex);
-  enqueued.failed.push_back(state.weak_from_this());
+void register_failed_state(GraphState& state) {
+  const std::lock_guard<std::mutex> lock(registry.mutex);
+  registry.failed.push_back(state.weak_from_this());
 }
 
 }  // namespace
 
 void EagerRecord::entry(void* data) {
   auto* record = static_cast<EagerRecord*>(static_cast<HostRecord*>(data));
-  if (record->taken_.exchange(true)) return;  // abandoned before
+  if (record->claimed_.exchange(true)) return;  // was abandoned
   record->run();
-  forget(record);
+  unregister(record);
   retire(record);
 }
 
 Result EagerRecord::launch(std::uint64_t stream, bool spin) {
   stream_ = stream;
   {
-    const std::lock_guard<std::mutex> lock(enqueued.mutex);
-    enqueued.pending.insert(this);
+    const std::lock_guard<std::mutex> lock(registry.mutex);
+    registry.pending.insert(this);
   }
-  // From here on the record may run, and be gone, before the call returns.
+  // The record may run and be deleted before the call returns.
   const Result result = launch_host(stream, &EagerRecord::entry, this, spin);
   if (result != kSuccess) {
-    forget(this);
+    unregister(this);
     retire(this);
   }
   return result;
 }
 
 void EagerRecord::fail_eager(Failure failure) {
-  const std::lock_guard<std::mutex> lock(enqueued.mutex);
-  enqueued.failures[stream_].push_back(std::move(failure));
+  const std::lock_guard<std::mutex> lock(registry.mutex);
+  registry.failures[stream_].push_back(std::move(failure));
 }
 
 bool take_eager_failure(std::uint64_t stream, Failure* out) {
-  const std::lock_guard<std::mutex> lock(enqueued.mutex);
-  const auto found = enqueued.failures.find(stream);
-  if (found == enqueued.failures.end()) return false;
+  const std::lock_guard<std::mutex> lock(registry.mutex);
+  const auto found = registry.failures.find(stream);
+  if (found == registry.failures.end()) return false;
   *out = std::move(found->second.front());
   found->second.pop_front();
-  if (found->second.empty()) enqueued.failures.erase(found);
+  if (found->second.empty()) registry.failures.erase(found);
   return true;
 }
 
 std::vector<Failure> take_eager_failures() {
   std::vector<Failure> out;
-  const std::lock_guard<std::mutex> lock(enqueued.mutex);
-  for (auto& [stream, failures] : enqueued.failures) {
+  const std::lock_guard<std::mutex> lock(registry.mutex);
+  for (auto& [stream, failures] : registry.failures) {
     for (Failure& failure : failures) out.push_back(std::move(failure));
   }
-  enqueued.failures.clear();
+  registry.failures.clear();
   return out;
 }
 
 void abandon_eager() {
-  const std::lock_guard<std::mutex> lock(enqueued.mutex);
-  for (EagerRecord* record : enqueued.pending) {
-    if (!record->taken_.exchange(true)) retire(new AbandonedEnd(record));
+  const std::lock_guard<std::mutex> lock(registry.mutex);
+  for (EagerRecord* record : registry.pending) {
+    if (!record->claimed_.exchange(true)) retire(new AbandonedRelease(record));
   }
-  enqueued.pending.clear();
+  registry.pending.clear();
 }
 
 Result capture_info(std::uint64_t stream, CaptureInfo* out) {
@@ -118,21 +120,21 @@ Result capture_info(std::uint64_t stream, CaptureInfo* out) {
 }
 
 std::shared_ptr<GraphState> capture_state(const CaptureInfo& capture) {
-  const std::lock_guard<std::mutex> lock(enqueued.mutex);
-  auto& captured = enqueued.captured;
+  const std::lock_guard<std::mutex> lock(registry.mutex);
+  auto& captured = registry.captured;
   const auto found = captured.find(capture.graph);
   if (found != captured.end() && found->second.id == capture.id) {
     if (std::shared_ptr<GraphState> state = found->second.state.lock()) return state;
   }
-  // A driver uses a handle again, so graphs that are gone are forgotten now and then.
-  if (captured.size() >= 64) {
+  // The driver may reuse handles: remove the entries of destroyed graphs from time to time.
+  if (captured.size() >= kCapturedLimit) {
     for (auto it = captured.begin(); it != captured.end();) {
       it = it->second.state.expired() ? captured.erase(it) : std::next(it);
     }
   }
   auto state = std::make_shared<GraphState>(nullptr);
-  state->report_to(note_failure);
-  captured[capture.graph] = Known{capture.id, state};
+  state->set_failure_callback(register_failed_state);
+  captured[capture.graph] = CapturedGraph{capture.id, state};
   return state;
 }
 
@@ -150,10 +152,10 @@ bool take_captured_failure(Failure* out) {
   for (;;) {
     std::shared_ptr<GraphState> state;
     {
-      const std::lock_guard<std::mutex> lock(enqueued.mutex);
-      if (enqueued.failed.empty()) return false;
-      state = enqueued.failed.front().lock();
-      enqueued.failed.pop_front();
+      const std::lock_guard<std::mutex> lock(registry.mutex);
+      if (registry.failed.empty()) return false;
+      state = registry.failed.front().lock();
+      registry.failed.pop_front();
     }
     if (state == nullptr || !state->pending(out)) continue;
     state->clear();

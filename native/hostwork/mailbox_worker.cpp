@@ -19,11 +19,12 @@ struct Worker::Core {
   const WorkerOptions options;
   mutable std::mutex mutex;
   std::condition_variable wake;
-  std::vector<std::shared_ptr<Port>> ports;  // guarded by the mutex, like the two below
+  // Guarded by the mutex:
+  std::vector<std::shared_ptr<Port>> ports;
   bool parked = false;
   bool stop = false;
-  std::atomic<std::uint64_t> version{1};  // of `ports` and `stop`
-  std::atomic<std::uint64_t> kicks{0};
+  std::atomic<std::uint64_t> version{1};  // incremented by each change of `ports` or `stop`
+  std::atomic<std::uint64_t> wakeups{0};
   std::atomic<std::int64_t> served{0};
 };
 
@@ -31,9 +32,11 @@ namespace {
 
 using Core = Worker::Core;
 
-constexpr unsigned long kTimerSlackNs = 1000;  // the default of 50 us would double a short sleep
+// The default of 50 us would double the length of a short sleep.
+constexpr unsigned long kTimerSlackNs = 1000;
 
-void place(Core& core) {
+// Sets name, scheduling and affinity of the calling thread.
+void configure_thread(Core& core) {
   pthread_setname_np(pthread_self(), core.options.name.substr(0, 15).c_str());
   ask_for_short_slice();
   prctl(PR_SET_TIMERSLACK, kTimerSlackNs);
@@ -41,27 +44,27 @@ void place(Core& core) {
   cpu_set_t set;
   CPU_ZERO(&set);
   for (int cpu : core.options.cpus) CPU_SET(static_cast<std::size_t>(cpu), &set);
-  pthread_setaffinity_np(pthread_self(), sizeof set, &set);  // Python has checked the places
+  pthread_setaffinity_np(pthread_self(), sizeof set, &set);  // checked in Python
 }
 
-// Takes over the list of ports; false when the thread must end.
-bool refresh(Core& core, std::vector<std::shared_ptr<Port>>* mine, std::uint64_t* version) {
-  std::vector<std::shared_ptr<Port>> before = std::move(*mine);  // dropped after the mutex
+// Copies the list of ports; returns false if the thread must end.
+bool update_ports(Core& core, std::vector<std::shared_ptr<Port>>* ports, std::uint64_t* version) {
+  std::vector<std::shared_ptr<Port>> before = std::move(*ports);  // destroyed without the mutex
   const std::lock_guard<std::mutex> lock(core.mutex);
   *version = core.version.load();
-  *mine = core.ports;
+  *ports = core.ports;
   return !core.stop;
 }
 
-// Sleeps until something changed since `kicks` was read.
-void park(Core& core, std::uint64_t kicks) {
+// Sleeps until the thread is woken after `wakeups` was read.
+void park(Core& core, std::uint64_t wakeups) {
   std::unique_lock<std::mutex> lock(core.mutex);
   core.parked = true;
-  core.wake.wait(lock, [&] { return core.kicks.load() != kicks; });
+  core.wake.wait(lock, [&] { return core.wakeups.load() != wakeups; });
   core.parked = false;
 }
 
-void pause_briefly(const WorkerOptions& options, std::int64_t idle_since_ns) {
+void pause_polling(const WorkerOptions& options, std::int64_t idle_since_ns) {
   const double idle = static_cast<double>(monotonic_ns() - idle_since_ns) * 1e-9;
   if (options.spin || idle < options.spin_s) {
     for (int i = 0; i < 16; ++i) cpu_relax();
@@ -72,39 +75,39 @@ void pause_briefly(const WorkerOptions& options, std::int64_t idle_since_ns) {
   nanosleep(&t, nullptr);
 }
 
-void serve_forever(const std::shared_ptr<Core>& shared) {
+void run_worker(const std::shared_ptr<Core>& shared) {
   Core& core = *shared;
-  place(core);
-  std::vector<std::shared_ptr<Port>> mine;
+  configure_thread(core);
+  std::vector<std::shared_ptr<Port>> ports;
   std::uint64_t version = 0;
   std::int64_t idle_since = monotonic_ns();
   while (true) {
-    const std::uint64_t kicks = core.kicks.load();
-    if (version != core.version.load() && !refresh(core, &mine, &version)) return;
+    const std::uint64_t wakeups = core.wakeups.load();
+    if (version != core.version.load() && !update_ports(core, &ports, &version)) return;
     bool any = false, expecting = false;
-    for (const auto& port : mine) {
-      if (!port->look(&expecting)) continue;
+    for (const auto& port : ports) {
+      if (!port->poll(&expecting)) continue;
       core.served.fetch_add(1, std::memory_order_relaxed);
       any = true;
     }
     if (any) {
       idle_since = monotonic_ns();
     } else if (expecting) {
-      pause_briefly(core.options, idle_since);
+      pause_polling(core.options, idle_since);
     } else {
-      park(core, kicks);
+      park(core, wakeups);
       idle_since = monotonic_ns();
     }
   }
 }
 
-// Makes a change under the mutex and wakes the thread.
+// Applies a change under the mutex and wakes the thread.
 template <typename Change>
-void tell(Core& core, const Change& change) {
+void update_and_wake(Core& core, const Change& change) {
   {
     const std::lock_guard<std::mutex> lock(core.mutex);
     change();
-    core.kicks.fetch_add(1);
+    core.wakeups.fetch_add(1);
   }
   core.wake.notify_all();
 }
@@ -112,26 +115,27 @@ void tell(Core& core, const Change& change) {
 }  // namespace
 
 Worker::Worker(WorkerOptions options) : core_(std::make_shared<Core>(std::move(options))) {
-  std::thread([core = core_] { serve_forever(core); }).detach();
+  std::thread([core = core_] { run_worker(core); }).detach();
 }
 
 Worker::~Worker() {
-  tell(*core_, [this] {
+  update_and_wake(*core_, [this] {
     core_->stop = true;
     core_->version.fetch_add(1);
   });
 }
 
 void Worker::add(const std::shared_ptr<Port>& port) {
-  tell(*core_, [&] {
+  update_and_wake(*core_, [&] {
     core_->ports.push_back(port);
     core_->version.fetch_add(1);
   });
 }
 
 void Worker::remove(const Port* port) noexcept {
-  std::shared_ptr<Port> dropped;  // its end may be the worker's: not under the mutex
-  tell(*core_, [&] {
+  // Destroyed without the mutex: the port may hold the last reference to this worker.
+  std::shared_ptr<Port> dropped;
+  update_and_wake(*core_, [&] {
     auto& ports = core_->ports;
     const auto it =
         std::find_if(ports.begin(), ports.end(), [&](const auto& p) { return p.get() == port; });
@@ -143,7 +147,7 @@ void Worker::remove(const Port* port) noexcept {
 }
 
 void Worker::wake() noexcept {
-  tell(*core_, [] {});
+  update_and_wake(*core_, [] {});
 }
 std::int64_t Worker::served() const { return core_->served.load(); }
 

@@ -9,24 +9,24 @@
 namespace graft::hostwork {
 namespace {
 
-// callable(payload, *arguments), or callable(*arguments) where payload is null. The GIL is held
-// from pick() on; the reference taken here keeps the payload when the callable changes the cell. Up
-// to kFew arguments nothing is allocated.
+// Calls callable(payload, *arguments), or callable(*arguments) if payload is null. The GIL is held
+// since pick(). The reference to the payload keeps it alive if the callable sets another value.
+// Up to kMaxStackArguments arguments are passed without an allocation.
 PyObject* call(PyObject* callable, PyObject* arguments, PyObject* payload) {
-  constexpr std::size_t kFew = 14;
+  constexpr std::size_t kMaxStackArguments = 14;
   const auto count = static_cast<std::size_t>(PyTuple_GET_SIZE(arguments));
-  PyObject* few[kFew + 2];
-  std::vector<PyObject*> many(count > kFew ? count + 2 : 0);
-  // The first place is room for a bound method's self (PY_VECTORCALL_ARGUMENTS_OFFSET).
-  PyObject** const all = (many.empty() ? few : many.data()) + 1;
-  std::size_t given = 0;
+  PyObject* on_stack[kMaxStackArguments + 2];
+  std::vector<PyObject*> on_heap(count > kMaxStackArguments ? count + 2 : 0);
+  // The first entry is reserved for the self of a bound method (PY_VECTORCALL_ARGUMENTS_OFFSET).
+  PyObject** const all = (on_heap.empty() ? on_stack : on_heap.data()) + 1;
+  std::size_t passed = 0;
   Py_XINCREF(payload);
-  if (payload != nullptr) all[given++] = payload;
+  if (payload != nullptr) all[passed++] = payload;
   for (std::size_t i = 0; i < count; ++i) {
-    all[given++] = PyTuple_GET_ITEM(arguments, static_cast<Py_ssize_t>(i));
+    all[passed++] = PyTuple_GET_ITEM(arguments, static_cast<Py_ssize_t>(i));
   }
   PyObject* result =
-      PyObject_Vectorcall(callable, all, given | PY_VECTORCALL_ARGUMENTS_OFFSET, nullptr);
+      PyObject_Vectorcall(callable, all, passed | PY_VECTORCALL_ARGUMENTS_OFFSET, nullptr);
   Py_XDECREF(payload);
   return result;
 }
@@ -47,9 +47,9 @@ void HostRecord::run_python(std::int64_t replay) {
       return;
     }
     PyObject* const raised = take_exception();
-    fail(kStatusPython, replay, raised, words_of(raised));
+    fail(kStatusPython, replay, raised, describe_exception(raised));
   } catch (abi::__forced_unwind&) {
-    park_for_good();
+    park_forever();
   }
 }
 

@@ -16,7 +16,7 @@ namespace {
 
 using Clock = std::chrono::steady_clock;
 constexpr int kTag = 1;
-// Waits give way at once, then sleep, longer when nothing comes for long.
+// A wait yields first, then sleeps, longer after kShortS.
 constexpr double kYieldS = 200e-6, kShortS = 20e-3;
 constexpr long kShortNs = 20'000, kLongNs = 100'000;
 
@@ -43,24 +43,25 @@ int Messages::post(const Message& message, std::uint64_t* request) {
   using Send = int (*)(const void*, int, Handle, int, int, Handle, Handle*);
   using Receive = int (*)(void*, int, Handle, int, int, Handle, Handle*);
   const Handle byte = (Handle)mpi_->byte, comm = (Handle)mpi_->comm;
-  Handle made{};
+  Handle handle{};
   const int code = message.sent
                        ? reinterpret_cast<Send>(mpi_->isend)(message.bytes, message.count, byte,
-                                                             message.peer, kTag, comm, &made)
+                                                             message.peer, kTag, comm, &handle)
                        : reinterpret_cast<Receive>(mpi_->irecv)(message.bytes, message.count, byte,
-                                                                message.peer, kTag, comm, &made);
-  std::memcpy(request, &made, sizeof made);
+                                                                message.peer, kTag, comm, &handle);
+  std::memcpy(request, &handle, sizeof handle);
   return code;
 }
 
 template <typename Handle>
 int Messages::test(std::uint64_t* request, int* done) {
-  // Room for any implementation's status; its constant for none differs between them.
+  // Large enough for the status of any implementation. MPI_STATUS_IGNORE differs between them.
   alignas(16) unsigned char status[256];
-  Handle made;
-  std::memcpy(&made, request, sizeof made);
-  const int code = reinterpret_cast<int (*)(Handle*, int*, void*)>(mpi_->test)(&made, done, status);
-  std::memcpy(request, &made, sizeof made);
+  Handle handle;
+  std::memcpy(&handle, request, sizeof handle);
+  const int code =
+      reinterpret_cast<int (*)(Handle*, int*, void*)>(mpi_->test)(&handle, done, status);
+  std::memcpy(request, &handle, sizeof handle);
   return code;
 }
 
@@ -112,9 +113,9 @@ void Messages::abandon() noexcept {
   }
   const auto late = std::find(open_.begin(), open_.end(), 1) - open_.begin();
   if (code_ != 0) {
-    std::snprintf(mpi_->why, sizeof mpi_->why, "MPI gave the code %d", code_);
+    std::snprintf(mpi_->reason, sizeof mpi_->reason, "an MPI call returned code %d", code_);
   } else {
-    std::snprintf(mpi_->why, sizeof mpi_->why, "rank %d did not answer within %g s",
+    std::snprintf(mpi_->reason, sizeof mpi_->reason, "rank %d did not answer within %g s",
                   messages_[late].peer, deadline_s_);
   }
   mpi_->failed = true;
@@ -124,7 +125,7 @@ void Messages::step(void* data) {
   auto* self = static_cast<Messages*>(data);
   if (self->wait(self->deadline_s_) == Outcome::kDone) return;
   self->abandon();
-  fail_current(self->mpi_->why);
+  fail_current(self->mpi_->reason);
 }
 
 }  // namespace graft::hostwork

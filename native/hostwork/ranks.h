@@ -1,4 +1,4 @@
-// Bytes between the processes that hold one model together, through MPI's C functions.
+// Point-to-point messages between the ranks of a tensor-parallel model, through MPI's C functions.
 //
 // INVARIANTS.md states the rules: T1 to T4.
 #pragma once
@@ -10,8 +10,8 @@
 
 namespace graft::hostwork {
 
-// MPI's functions by address, and its handles as integers: int in one implementation (`wide` is
-// false), pointers in another.
+// Addresses of MPI's functions, and one communicator. Handles are stored as integers; they are ints
+// in some implementations and pointers (`wide`) in others.
 struct Mpi {
   Mpi(std::uint64_t isend, std::uint64_t irecv, std::uint64_t test, bool wide, std::uint64_t comm,
       std::uint64_t byte)
@@ -23,8 +23,8 @@ struct Mpi {
   std::uint64_t comm;
   std::uint64_t byte;
   std::atomic<bool> failing{false};
-  std::atomic<bool> failed{false};  // a message was given up (T3), for this reason:
-  char why[96] = "";
+  std::atomic<bool> failed{false};  // communication was abandoned (T3); `reason` is valid
+  char reason[96] = "";
 };
 
 struct Message {
@@ -34,18 +34,19 @@ struct Message {
   int count;
 };
 
-// Messages that are on their way together. Posting and testing allocate nothing and take no GIL.
+// Messages that are posted and completed together. Posting and testing allocate nothing and acquire
+// no GIL.
 class Messages {
  public:
   Messages(std::shared_ptr<Mpi> mpi, std::vector<Message> messages, double deadline_s);
 
   enum class Outcome { kDone, kPending, kFailed };
-  // Posts the messages unless they are, and waits for so long.
+  // Posts the messages unless that was done, and waits up to `seconds`.
   Outcome wait(double seconds);
-  // Gives up these, and every later message of the communicator: who did not come is told.
+  // Abandons these and all later messages of the communicator. The reason names the missing rank.
   void abandon() noexcept;
 
-  // A host step; `data` is the Messages.
+  // Function of a host step; `data` is the Messages object.
   static void step(void* data);
 
  private:

@@ -26,15 +26,15 @@ class Reaper {
   }
 
   void run() {
-    // Freeing is "potentially unsafe" while somebody captures a stream, and would invalidate the
-    // capture. What is freed here belongs to no captured work, so this thread opts out.
+    // CUDA considers freeing potentially unsafe during a stream capture and would invalidate the
+    // capture. Nothing that is freed here belongs to captured work, so this thread opts out.
     int mode = kCaptureModeRelaxed;
     driver().thread_exchange_capture_mode(&mode);
     while (true) {
       while (sem_wait(&wake_) != 0) {
       }
-      // The primary context may have been released and retained since the last time; while it is
-      // released nothing of the driver's is alive, so nothing here needs it.
+      // The primary context may have been released and retained again. While it is released, no
+      // driver resource exists and nothing here needs it.
       const Handle context = primary_context();
       if (context != nullptr) driver().ctx_set_current(context);
       drain();
@@ -48,11 +48,12 @@ class Reaper {
     Reapable* const items = reversed(head_.exchange(nullptr));
     std::int64_t count = 0;
     for (Reapable* item = items; item != nullptr; item = item->next_) ++count;
-    if (gate_open()) free(items);  // else driver and interpreter are going away: leave it to them
+    if (gate_open()) free(items);  // at exit (L4) the process frees everything
     pending_.fetch_sub(count);
   }
 
-  // Items are deleted, and so counted as released, only after their Python references are gone.
+  // Deletes items, and thereby counts them as released, only after their Python references are
+  // gone.
   void free(Reapable* items) {
     std::vector<PyObject*> references;
     for (Reapable* item = items; item != nullptr; item = item->next_) item->reap(references);
@@ -67,7 +68,7 @@ class Reaper {
     }
   }
 
-  // Oldest first, in the order of the hand-over.
+  // Returns the list oldest first.
   static Reapable* reversed(Reapable* head) {
     Reapable* out = nullptr;
     while (head != nullptr) {
@@ -86,7 +87,7 @@ class Reaper {
 
 namespace {
 
-// Never destroyed: its thread waits in it until the process ends.
+// Never destroyed: its thread uses it until the process ends.
 Reaper& reaper = *new Reaper;
 
 }  // namespace
@@ -121,17 +122,17 @@ Result destroy(ResourceKind kind, std::uint64_t handle) {
 
 }  // namespace
 
-class ResourceEnd final : public Reapable {
+class ResourceRelease final : public Reapable {
  public:
-  ResourceEnd(ResourceKind kind, std::uint64_t handle) : kind_(kind), handle_(handle) {}
+  ResourceRelease(ResourceKind kind, std::uint64_t handle) : kind_(kind), handle_(handle) {}
 
   void reap(std::vector<PyObject*>&) noexcept override {
-    // A faulted context refuses every call; the handle then goes with the context.
+    // After a context fault every call fails; the handle is then freed with the context.
     if (owned && destroy(kind_, handle_) != kSuccess) failed.fetch_add(1);
     live.fetch_sub(1);
   }
 
-  bool owned = true;  // set before the hand-over
+  bool owned = true;  // set before the object is retired
 
  private:
   const ResourceKind kind_;
@@ -139,12 +140,12 @@ class ResourceEnd final : public Reapable {
 };
 
 Resource::Resource(ResourceKind kind, std::uint64_t handle)
-    : end_(new ResourceEnd(kind, handle)), handle_(handle) {
+    : release_(new ResourceRelease(kind, handle)), handle_(handle) {
   live.fetch_add(1);
 }
 
 Resource::~Resource() = default;
-void Resource::disown() noexcept { end_->owned = false; }
+void Resource::disown() noexcept { release_->owned = false; }
 
 std::int64_t live_resources() { return live.load(); }
 std::int64_t failed_frees() { return failed.load(); }

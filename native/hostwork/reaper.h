@@ -1,7 +1,8 @@
-// The one place where things end: a thread that frees what destructors hand to it.
+// The reaper: a thread that releases resources on behalf of destructors.
 //
 // Destructors run on driver threads, in garbage collection and inside host functions, where no
-// driver call, lock or GIL may be taken. They push a node here and return.
+// driver call may be made and no lock or GIL acquired. They push an object to the reaper and
+// return.
 #pragma once
 
 #include <Python.h>
@@ -12,13 +13,13 @@
 
 namespace graft::hostwork {
 
-// Base of everything that can be handed over. Allocated with the thing it frees, so that
-// handing over allocates nothing.
+// Base class of objects that the reaper processes. They are allocated together with the resource
+// that they release, so that a destructor allocates nothing.
 class Reapable {
  public:
   virtual ~Reapable() = default;
-  // Runs on the reaper thread without the GIL; may call the driver. Python references are added
-  // to `references` and dropped together afterwards.
+  // Releases the resource on the reaper thread, without the GIL; may call the driver. Python
+  // references are added to `references`, which are released together afterwards.
   virtual void reap(std::vector<PyObject*>& references) noexcept = 0;
 
  private:
@@ -26,55 +27,56 @@ class Reapable {
   Reapable* next_ = nullptr;
 };
 
-// Hands `item` to the reaper, which reaps and deletes it. Lock-free, from any thread.
+// Passes `item` to the reaper, which reaps and deletes it. Lock-free, from any thread.
 void retire(Reapable* item) noexcept;
 struct Retire {
   void operator()(Reapable* item) const noexcept { retire(item); }
 };
 
-// Drops one Python reference. Made where the reference is taken, for destructors (L1).
-class ReferenceEnd final : public Reapable {
+// Releases one Python reference. Created together with the reference, for destructors (L1).
+class ReferenceRelease final : public Reapable {
  public:
-  explicit ReferenceEnd(PyObject* of = nullptr) : reference(of) {}
+  explicit ReferenceRelease(PyObject* object = nullptr) : reference(object) {}
   void reap(std::vector<PyObject*>& references) noexcept override {
     if (reference != nullptr) references.push_back(reference);
   }
   PyObject* reference;
 };
-using Reference = std::unique_ptr<ReferenceEnd, Retire>;
+using Reference = std::unique_ptr<ReferenceRelease, Retire>;
 
-// Drops a Python reference from any thread, with or without the GIL. Allocates: not for
-// destructors.
-inline void drop_later(PyObject* reference) noexcept {
-  if (reference != nullptr) retire(new ReferenceEnd(reference));
+// Releases a Python reference from any thread, with or without the GIL. It allocates and is
+// therefore not for destructors.
+inline void release_later(PyObject* reference) noexcept {
+  if (reference != nullptr) retire(new ReferenceRelease(reference));
 }
 
-// Owns one driver handle, which is freed on the reaper thread when the last owner goes; what frees
-// each kind stands in the same order in reaper.cpp.
+// Owns one driver handle, which the reaper frees after the last owner is gone. The functions that
+// free each kind are listed in the same order in reaper.cpp.
 enum class ResourceKind : int { kDeviceMemory, kPinnedMemory, kEvent, kStream, kModule, kGraph };
-class ResourceEnd;
+class ResourceRelease;
 class Resource {
  public:
   Resource(ResourceKind kind, std::uint64_t handle);
   ~Resource();
   std::uint64_t handle() const { return handle_; }
-  // Somebody else frees the handle from now on.
+  // Gives up ownership: the handle is not freed here.
   void disown() noexcept;
 
  private:
-  const std::unique_ptr<ResourceEnd, Retire> end_;  // made here: a destructor must not allocate
+  // Allocated by the constructor, because a destructor must not allocate.
+  const std::unique_ptr<ResourceRelease, Retire> release_;
   const std::uint64_t handle_;
 };
 
-// Handles owned now, and driver calls that refused to free one (the handle is then leaked).
+// Number of handles that are owned, and of driver calls that failed to free one (which is leaked).
 std::int64_t live_resources();
 std::int64_t failed_frees();
 
-// Waits until everything handed over so far, and what that released in turn, is gone.
-// Call without the GIL. False on timeout or from inside host work.
+// Waits until everything retired so far, including objects retired as a consequence, is released.
+// Called without the GIL. Returns false on timeout or inside host work.
 bool flush(double timeout_s);
 
-// Starts the thread; called once the driver table is bound.
+// Starts the thread. Called once, after bind_driver().
 void start_reaper();
 
 }  // namespace graft::hostwork

@@ -19,17 +19,17 @@ using Clock = std::chrono::steady_clock;
 std::atomic<std::int64_t> records_alive{0};
 std::atomic<std::int64_t> released{0};
 
-struct ThreadSlot;
+struct HostThread;
 
-// Leaked on purpose: driver threads may still use it while static objects are being destroyed.
+// Leaked on purpose: driver threads may use it while static objects are being destroyed.
 struct Registry {
   std::mutex mutex;
-  std::set<ThreadSlot*> slots;
+  std::set<HostThread*> threads;
 };
 Registry& registry = *new Registry;
 
-// Which host function a thread is in, so that a deadline can name it and native work ask for it.
-struct ThreadSlot {
+// The host function that a thread runs, for deadline reports and for current_replay().
+struct HostThread {
   std::mutex mutex;
   HostRecord* record = nullptr;
   std::int64_t replay = 0;
@@ -37,13 +37,13 @@ struct ThreadSlot {
   const std::uint64_t thread = static_cast<std::uint64_t>(pthread_self());
   const int tid = static_cast<int>(syscall(SYS_gettid));
 
-  ThreadSlot() {
+  HostThread() {
     const std::lock_guard<std::mutex> lock(registry.mutex);
-    registry.slots.insert(this);
+    registry.threads.insert(this);
   }
-  ~ThreadSlot() {
+  ~HostThread() {
     const std::lock_guard<std::mutex> lock(registry.mutex);
-    registry.slots.erase(this);
+    registry.threads.erase(this);
   }
   void set(HostRecord* r, std::int64_t n) {
     const std::lock_guard<std::mutex> lock(mutex);
@@ -52,11 +52,11 @@ struct ThreadSlot {
     if (r != nullptr) start = Clock::now();
   }
 };
-thread_local ThreadSlot slot;
+thread_local HostThread this_thread;
 
 struct RunningScope {
-  RunningScope(HostRecord* record, std::int64_t replay) { slot.set(record, replay); }
-  ~RunningScope() { slot.set(nullptr, 0); }
+  RunningScope(HostRecord* record, std::int64_t replay) { this_thread.set(record, replay); }
+  ~RunningScope() { this_thread.set(nullptr, 0); }
 };
 
 PyObject* new_reference(PyObject* object) {
@@ -64,7 +64,7 @@ PyObject* new_reference(PyObject* object) {
   return object;
 }
 
-// The destructor of the user object: runs on a driver thread or inside a destroy call.
+// Destructor of the user object; runs on a driver thread or inside a destroy call.
 void retire_record(void* data) { retire(static_cast<Record*>(data)); }
 
 }  // namespace
@@ -109,7 +109,7 @@ void HostRecord::run() noexcept {
 }
 
 void HostRecord::run_as(std::int64_t replay) noexcept {
-  if (state_ && state_->failed()) return;  // stands down (E3)
+  if (state_ && state_->failed()) return;  // skipped after a failure (E3)
   const HostWorkScope host_work;
   const RunningScope running(this, replay);
   try {
@@ -120,7 +120,7 @@ void HostRecord::run_as(std::int64_t replay) noexcept {
       work_.function(fixed ? work_.data : reinterpret_cast<void*>(cell_->pick(replay).address));
     }
   } catch (abi::__forced_unwind&) {
-    while (true) pause();  // as park_for_good(): work of somebody else's was in Python (P5)
+    while (true) pause();  // like park_forever(): foreign native work was in Python (P5)
   } catch (const std::exception& error) {
     fail(kStatusNative, replay, nullptr, error.what());
   } catch (...) {
@@ -130,10 +130,11 @@ void HostRecord::run_as(std::int64_t replay) noexcept {
 
 void run_host_record(void* data) { static_cast<HostRecord*>(data)->run(); }
 
-std::int64_t current_replay() { return slot.replay; }
+std::int64_t current_replay() { return this_thread.replay; }
 
 void fail_current(const char* message) {
-  if (slot.record != nullptr) slot.record->fail(kStatusNative, slot.replay, nullptr, message);
+  if (this_thread.record != nullptr)
+    this_thread.record->fail(kStatusNative, this_thread.replay, nullptr, message);
 }
 
 Attached attach(Handle graph, Record* record) {
@@ -141,7 +142,7 @@ Attached attach(Handle graph, Record* record) {
   constexpr unsigned int kNoDestructorSync = 1;  // CU_USER_OBJECT_NO_DESTRUCTOR_SYNC
   const Driver& d = driver();
   Handle object = nullptr;
-  // The base pointer is what the destructor gets, whatever class the record is.
+  // The destructor receives the pointer to the base class Record.
   Result result = d.user_object_create(&object, record, retire_record, 1, kNoDestructorSync);
   if (result != kSuccess) {
     retire(record);
@@ -149,7 +150,7 @@ Attached attach(Handle graph, Record* record) {
   }
   result = d.graph_retain_user_object(graph, object, 1, kMove);
   if (result != kSuccess) {
-    d.user_object_release(object, 1);  // the reference is still ours; this retires the record
+    d.user_object_release(object, 1);  // the reference was not moved; this retires the record
     return {result, "cuGraphRetainUserObject", nullptr};
   }
   return {kSuccess, "", object};
@@ -162,11 +163,11 @@ Result detach(Handle graph, Handle object) {
 std::int64_t live_records() { return records_alive.load(); }
 std::int64_t released_records() { return released.load(); }
 
-std::vector<Running> running_host_work() {
-  std::vector<Running> out;
+std::vector<RunningHostWork> running_host_work() {
+  std::vector<RunningHostWork> out;
   const std::lock_guard<std::mutex> lock(registry.mutex);
-  for (ThreadSlot* s : registry.slots) {
-    const std::lock_guard<std::mutex> slot_lock(s->mutex);
+  for (HostThread* s : registry.threads) {
+    const std::lock_guard<std::mutex> thread_lock(s->mutex);
     if (s->record == nullptr) continue;
     const std::chrono::duration<double> seconds = Clock::now() - s->start;
     out.push_back({s->record, s->record->name(), s->replay, seconds.count(), s->thread, s->tid});

@@ -1,4 +1,4 @@
-// Records: the immutable data a graph node or an eager host function carries a pointer to.
+// Records: the immutable data that a graph node or an eager host function points to.
 //
 // INVARIANTS.md states the rules: R1 to R5, E1 to E3.
 #pragma once
@@ -17,7 +17,7 @@
 
 namespace graft::hostwork {
 
-// Keeps Python objects alive for as long as the driver may use what they own.
+// Keeps Python objects alive as long as the driver may use the resources that they own.
 class Record : public Reapable {
  public:
   // Takes a new reference to `keep` (GIL held).
@@ -42,24 +42,24 @@ class HostRecord : public Record {
   // Takes new references, like Record.
   HostRecord(std::string name, const Work& work, PyObject* keep);
 
-  // The work then gets the cell's payload of its replay: native work instead of its data, Python
-  // work before its arguments.
+  // Passes the cell's value for the replay to the work: Python work receives it before its
+  // arguments, native work in place of its data.
   void set_cell(std::shared_ptr<PayloadCell> cell) { cell_ = std::move(cell); }
   void set_state(std::shared_ptr<GraphState> state) { state_ = std::move(state); }
   const std::string& name() const { return name_; }
   void reap(std::vector<PyObject*>& references) noexcept override;
 
-  // One run of the work. Nothing escapes: failures go to the state or, for eager work, to the error
-  // list of the stream.
+  // Runs the work once. Nothing is thrown: failures are stored in the state or, for eager work, in
+  // the list of the stream.
   void run() noexcept;
-  // The same for replay `replay`, which the caller counts.
+  // Runs the work for a replay that the caller counts.
   void run_as(std::int64_t replay) noexcept;
 
   // Reports a failure of the current run. Takes ownership of `exception`.
   void fail(StatusCode code, std::int64_t replay, PyObject* exception, std::string message);
 
  protected:
-  virtual void fail_eager(Failure failure) { drop_later(failure.exception); }
+  virtual void fail_eager(Failure failure) { release_later(failure.exception); }
 
  private:
   void run_python(std::int64_t replay);  // python_step.cpp
@@ -74,38 +74,38 @@ class HostRecord : public Record {
 // The function a host node carries; `data` is its HostRecord.
 void run_host_record(void* data);
 
-// For native work: the number of the replay that is running on this thread, from 1; 0 in eager work
-// or outside of host work. No GIL, no allocation.
+// For native work: returns the number of the replay that runs on this thread, from 1; 0 in eager
+// work or outside host work. No GIL, no allocation.
 std::int64_t current_replay();
-// Fails that replay: its later host steps stand down, and the host is told by the next launch(),
-// check() or synchronize(). No effect outside of host work.
+// For native work: fails that replay. Its later host steps are skipped, and the next launch(),
+// check() or synchronize() raises the error. No effect outside host work.
 void fail_current(const char* message);
 
 struct Attached {
   Result result;
-  const char* api;  // the call that failed
-  Handle object;    // the user object, for detach()
+  const char* api;  // driver function that failed
+  Handle object;    // user object, for detach()
 };
 
-// Gives `record` to `graph` through a user object: it is retired when the last of the graph, its
-// executables, clones and launches in flight is gone. Consumes the record also on failure.
+// Retains `record` on `graph` through a user object. The record is retired when the graph, its
+// executables, clones and launches in flight are all gone. Consumes the record also on failure.
 // Called without the GIL, before the node is added.
 Attached attach(Handle graph, Record* record);
-// Undoes attach() when adding the node failed.
+// Reverts attach() after the node could not be added.
 Result detach(Handle graph, Handle object);
 
 std::int64_t live_records();
 std::int64_t released_records();
 
-// Host work that is running now, for reports about what is stuck.
-struct Running {
+// A host function that is running now, for reports about exceeded deadlines.
+struct RunningHostWork {
   const HostRecord* record;
   std::string node;
   std::int64_t replay;
   double seconds;
   std::uint64_t thread;  // threading.get_ident() of the thread
-  int tid;               // and the kernel's number of it
+  int tid;               // its kernel thread id
 };
-std::vector<Running> running_host_work();
+std::vector<RunningHostWork> running_host_work();
 
 }  // namespace graft::hostwork

@@ -9,15 +9,15 @@ namespace {
 
 std::atomic<std::uint64_t> states{0};
 
-// Failures that may outlive their states, so that they can be told at exit. Leaked on purpose:
-// driver threads may still use it while static objects are being destroyed.
+// Failures that are reported at exit; they may outlive their states. Leaked on purpose: driver
+// threads may use it while static objects are being destroyed.
 struct UnreportedFailures {
-  std::mutex mutex;  // never held while taking the GIL
+  std::mutex mutex;  // never held while acquiring the GIL
   std::map<std::uint64_t, Failure> failures;
 };
 UnreportedFailures& unreported = *new UnreportedFailures;
 
-void tell(std::uint64_t state) {
+void mark_reported(std::uint64_t state) {
   const std::lock_guard<std::mutex> lock(unreported.mutex);
   unreported.failures.erase(state);
 }
@@ -36,7 +36,8 @@ std::vector<Failure> take_unreported_failures() {
   return out;
 }
 
-GraphState::GraphState(std::int32_t* status) : id_(states.fetch_add(1)), end_(new ReferenceEnd) {
+GraphState::GraphState(std::int32_t* status)
+    : id_(states.fetch_add(1)), release_(new ReferenceRelease) {
   if (status != nullptr) status_.push_back(status);
 }
 
@@ -69,15 +70,15 @@ bool GraphState::overrun() const {
   return false;
 }
 
-GraphState::~GraphState() { end_->reference = first_.exception; }
+GraphState::~GraphState() { release_->reference = first_.exception; }
 
 bool GraphState::set_parent(const std::shared_ptr<GraphState>& parent) {
   std::vector<std::int32_t*> words;
   {
     const std::lock_guard<std::mutex> lock(mutex_);
-    if (keep_parent_ != nullptr) return keep_parent_ == parent;
-    keep_parent_ = parent;
-    joined_at_ = parent->launched();
+    if (parent_owner_ != nullptr) return parent_owner_ == parent;
+    parent_owner_ = parent;
+    parent_launches_at_join_ = parent->launched();
     words.swap(status_);
     parent_.store(parent.get(), std::memory_order_release);
   }
@@ -103,17 +104,17 @@ void GraphState::add_status(std::int32_t* words) {
 std::int64_t GraphState::launched() const {
   const GraphState* parent = parent_.load(std::memory_order_acquire);
   const std::int64_t own = launched_.load(std::memory_order_relaxed);
-  return parent == nullptr ? own : own + parent->launched() - joined_at_;
+  return parent == nullptr ? own : own + parent->launched() - parent_launches_at_join_;
 }
 
-// Replays are numbered as the parent's: this graph's records ran `launched_` times before.
+// Replays are numbered like those of the parent. This graph's records ran `launched_` times before.
 std::int64_t GraphState::base() const {
   const GraphState* parent = parent_.load(std::memory_order_acquire);
   if (parent == nullptr) return base_.load(std::memory_order_acquire);
-  return parent->base() + joined_at_ - launched_.load(std::memory_order_relaxed);
+  return parent->base() + parent_launches_at_join_ - launched_.load(std::memory_order_relaxed);
 }
 
-// Word 0 after word 1 (E3). The mutex is held.
+// Stores word 1, then word 0 (E3). Called with the mutex held.
 void GraphState::store_status(std::int32_t code, std::int64_t replay) noexcept {
   for (std::int32_t* words : status_) {
     store_release(words + 1, static_cast<std::int32_t>(replay & 0x7fffffff));
@@ -126,19 +127,20 @@ void GraphState::fail(StatusCode code, Failure failure) noexcept {
     parent->fail(code, std::move(failure));
     return;
   }
-  if (note(code, std::move(failure)) && report_ != nullptr) report_(*this);
+  if (record_first(code, std::move(failure)) && failure_callback_ != nullptr)
+    failure_callback_(*this);
 }
 
-// True for the first failure.
-bool GraphState::note(StatusCode code, Failure failure) noexcept {
+// Records the failure if it is the first one, and returns whether it is.
+bool GraphState::record_first(StatusCode code, Failure failure) noexcept {
   const std::lock_guard<std::mutex> lock(mutex_);
   if (failed_.load(std::memory_order_relaxed)) {
-    drop_later(failure.exception);
+    release_later(failure.exception);
     return false;
   }
   store_status(code, failure.replay);
   {
-    const std::lock_guard<std::mutex> untold_lock(unreported.mutex);
+    const std::lock_guard<std::mutex> unreported_lock(unreported.mutex);
     unreported.failures[id_] = Failure{failure.node, failure.replay, nullptr, failure.message};
   }
   first_ = std::move(failure);
@@ -149,7 +151,7 @@ bool GraphState::note(StatusCode code, Failure failure) noexcept {
 bool GraphState::pending(Failure* out) const {
   const std::lock_guard<std::mutex> lock(mutex_);
   if (!failed_.load(std::memory_order_relaxed)) return false;
-  tell(id_);
+  mark_reported(id_);
   *out = first_;
   Py_XINCREF(out->exception);
   return true;
@@ -157,8 +159,8 @@ bool GraphState::pending(Failure* out) const {
 
 void GraphState::clear() {
   const std::lock_guard<std::mutex> lock(mutex_);
-  tell(id_);
-  drop_later(first_.exception);
+  mark_reported(id_);
+  release_later(first_.exception);
   first_ = Failure{};
   store_status(kStatusOk, 0);
   failed_.store(false, std::memory_order_release);
@@ -167,10 +169,10 @@ void GraphState::clear() {
 PyObject* PayloadCell::set(std::int64_t first, PyObject* value, std::uint64_t address) {
   const std::lock_guard<std::mutex> lock(mutex_);
   if (entries_.empty() || entries_.back().first < first) {
-    entries_.push_back({first, Reference(new ReferenceEnd(value)), address});
+    entries_.push_back({first, Reference(new ReferenceRelease(value)), address});
     return nullptr;
   }
-  // No replay was launched in between: nobody has seen the value.
+  // No replay was launched in between: the value was never read.
   entries_.back().address = address;
   return std::exchange(entries_.back().value->reference, value);
 }

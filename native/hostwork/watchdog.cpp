@@ -1,5 +1,5 @@
-// The thread that keeps the deadlines of all mailboxes. It takes no GIL and makes no driver call:
-// a stuck wait is released by a plain store, whatever the driver or Python are doing (M5).
+// The thread that enforces the deadlines of all mailboxes. It acquires no GIL and makes no driver
+// call: a plain store releases a stuck wait, whatever the driver or Python are doing (M5).
 #include <pthread.h>
 #include <time.h>
 
@@ -15,23 +15,24 @@
 namespace graft::hostwork {
 namespace {
 
-constexpr double kShortestTick = 0.5e-3, kLongestTick = 20e-3;
+constexpr double kMinTickS = 0.5e-3;
+constexpr double kMaxTickS = 20e-3;
 
-// Leaked on purpose: a detached thread waits in it until the process ends.
+// Leaked on purpose: a detached thread uses it until the process ends.
 struct Watchdog {
   std::mutex mutex;
   std::condition_variable wake;
   std::vector<std::weak_ptr<Port>> ports;
-  std::uint64_t kicks = 0;
+  std::uint64_t wakeups = 0;
   bool started = false;
 };
 Watchdog& watchdog = *new Watchdog;
 
-// The ports that still live; forgets the others.
-std::vector<std::shared_ptr<Port>> living(std::uint64_t* kicks) {
+// Returns the ports that still exist and removes the others.
+std::vector<std::shared_ptr<Port>> live_ports(std::uint64_t* wakeups) {
   std::vector<std::shared_ptr<Port>> out;
   const std::lock_guard<std::mutex> lock(watchdog.mutex);
-  *kicks = watchdog.kicks;
+  *wakeups = watchdog.wakeups;
   auto keep = watchdog.ports.begin();
   for (auto& weak : watchdog.ports) {
     if (std::shared_ptr<Port> port = weak.lock()) {
@@ -48,26 +49,26 @@ void sleep_s(double seconds) {
   nanosleep(&t, nullptr);
 }
 
-void watch_forever() {
+void run_watchdog() {
   pthread_setname_np(pthread_self(), "graft-watchdog");
   while (true) {
-    std::uint64_t kicks = 0;
+    std::uint64_t wakeups = 0;
     bool again = false;
-    double tick = kLongestTick;
+    double tick = kMaxTickS;
     {
-      const std::vector<std::shared_ptr<Port>> ports = living(&kicks);
+      const std::vector<std::shared_ptr<Port>> ports = live_ports(&wakeups);
       const std::int64_t now = monotonic_ns();
       for (const auto& port : ports) {
-        again = port->check(now) || again;
+        again = port->check_deadlines(now) || again;
         tick = std::min(tick, port->shortest_limit_s() / 8);
       }
     }
     if (again && !mailboxes_abandoned()) {
-      sleep_s(std::max(tick, kShortestTick));
+      sleep_s(std::max(tick, kMinTickS));
       continue;
     }
     std::unique_lock<std::mutex> lock(watchdog.mutex);
-    watchdog.wake.wait(lock, [&] { return watchdog.kicks != kicks; });
+    watchdog.wake.wait(lock, [&] { return watchdog.wakeups != wakeups; });
   }
 }
 
@@ -77,21 +78,21 @@ void watch(const std::shared_ptr<Port>& port) {
   {
     const std::lock_guard<std::mutex> lock(watchdog.mutex);
     watchdog.ports.push_back(port);
-    if (!watchdog.started) std::thread(watch_forever).detach();
+    if (!watchdog.started) std::thread(run_watchdog).detach();
     watchdog.started = true;
   }
-  wake_watchdog();  // nobody announces the launches of captured graphs
+  wake_watchdog();  // launches of captured graphs are not announced
 }
 
-void hear_devices() {
-  std::uint64_t kicks = 0;
-  for (const auto& port : living(&kicks)) port->hear_device();
+void check_device_timeouts() {
+  std::uint64_t wakeups = 0;
+  for (const auto& port : live_ports(&wakeups)) port->check_device_timeout();
 }
 
 void wake_watchdog() noexcept {
   {
     const std::lock_guard<std::mutex> lock(watchdog.mutex);
-    ++watchdog.kicks;
+    ++watchdog.wakeups;
   }
   watchdog.wake.notify_one();
 }

@@ -19,46 +19,48 @@
 namespace stacks {
 namespace {
 
-constexpr int kMost = 96;
+constexpr int kMaxFrames = 96;
 constexpr int kSignalFrames = 2;  // the handler and the return trampoline
 
-enum State : int { kIdle, kAsked, kWriting, kAnswered };
+enum State : int { kIdle, kRequested, kWriting, kAnswered };
 
-// One question at a time (`mutex`); `frames` belongs to whoever moved `state` to kWriting.
-struct Question {
+// The only stack request, serialized by `mutex`. `frames` belongs to the thread that moved `state`
+// to kWriting.
+struct StackRequest {
   std::mutex mutex;
   int signal = 0;
   std::atomic<int> state{kIdle};
   std::atomic<pid_t> tid{0};
-  void* frames[kMost];
+  void* frames[kMaxFrames];
   int count = 0;
 };
-Question& asked = *new Question;
+StackRequest& request = *new StackRequest;
 
 pid_t own_tid() { return static_cast<pid_t>(syscall(SYS_gettid)); }
 
-void answer(int) {
+void handle_signal(int) {
   const int saved = errno;
-  int expected = kAsked;
-  if (asked.tid.load() == own_tid() && asked.state.compare_exchange_strong(expected, kWriting)) {
-    asked.count = backtrace(asked.frames, kMost);
-    asked.state.store(kAnswered);
+  int expected = kRequested;
+  if (request.tid.load() == own_tid() &&
+      request.state.compare_exchange_strong(expected, kWriting)) {
+    request.count = backtrace(request.frames, kMaxFrames);
+    request.state.store(kAnswered);
   }
   errno = saved;
 }
 
-bool prepare() {
-  if (asked.signal != 0) return true;
+bool install_handler() {
+  if (request.signal != 0) return true;
   void* warm[2];
-  (void)backtrace(warm, 2);  // loads the unwinder, which a handler must not do
-  asked.signal = free_signal();
-  if (asked.signal == 0) return false;
+  (void)backtrace(warm, 2);  // loads the unwinder, which a signal handler must not do
+  request.signal = free_signal();
+  if (request.signal == 0) return false;
   struct sigaction action{};
-  action.sa_handler = answer;
+  action.sa_handler = handle_signal;
   action.sa_flags = SA_RESTART;
   sigfillset(&action.sa_mask);
-  if (sigaction(asked.signal, &action, nullptr) != 0) asked.signal = 0;
-  return asked.signal != 0;
+  if (sigaction(request.signal, &action, nullptr) != 0) request.signal = 0;
+  return request.signal != 0;
 }
 
 const char* base_name(const char* path) {
@@ -81,33 +83,33 @@ int free_signal() {
 }
 
 Frames of_this_thread(int skip) {
-  void* frames[kMost];
-  const int count = backtrace(frames, kMost);
+  void* frames[kMaxFrames];
+  const int count = backtrace(frames, kMaxFrames);
   return Frames(frames + std::min(count, skip + 1), frames + count);
 }
 
 Frames of_thread(pid_t tid, double limit_s) {
   if (tid == own_tid()) return of_this_thread(1);
-  const std::lock_guard<std::mutex> lock(asked.mutex);
-  if (asked.state.load() == kWriting || !prepare()) return {};
-  asked.tid.store(tid);
-  asked.state.store(kAsked);
-  if (syscall(SYS_tgkill, getpid(), tid, asked.signal) != 0) {
-    asked.state.store(kIdle);
+  const std::lock_guard<std::mutex> lock(request.mutex);
+  if (request.state.load() == kWriting || !install_handler()) return {};
+  request.tid.store(tid);
+  request.state.store(kRequested);
+  if (syscall(SYS_tgkill, getpid(), tid, request.signal) != 0) {
+    request.state.store(kIdle);
     return {};
   }
   constexpr long kTickNs = 200000;
-  for (double waited = 0; waited < limit_s && asked.state.load() != kAnswered;
+  for (double waited = 0; waited < limit_s && request.state.load() != kAnswered;
        waited += static_cast<double>(kTickNs) * 1e-9) {
     const timespec tick{0, kTickNs};
     nanosleep(&tick, nullptr);
   }
-  int expected = kAsked;
-  if (asked.state.compare_exchange_strong(expected, kIdle) || asked.state.load() != kAnswered)
+  int expected = kRequested;
+  if (request.state.compare_exchange_strong(expected, kIdle) || request.state.load() != kAnswered)
     return {};
-  asked.state.store(kIdle);
-  const int from = std::min(asked.count, kSignalFrames);
-  return Frames(asked.frames + from, asked.frames + asked.count);
+  request.state.store(kIdle);
+  const int from = std::min(request.count, kSignalFrames);
+  return Frames(request.frames + from, request.frames + request.count);
 }
 
 std::string name_of(const void* address) {

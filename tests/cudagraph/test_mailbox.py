@@ -293,7 +293,7 @@ def test_a_spinning_kernel_gives_up_on_the_device_clock(device, stream):
     run, result = answered(device, "spinkernel", work, deadline_s=LIMIT_S, device_deadline_s=1.5)
     begun = time.monotonic()
     run.launch(stream)
-    with pytest.raises(HostWorkError, match="gave up"):
+    with pytest.raises(HostWorkError, match="reached its own deadline|before the answer"):
         run.synchronize(LIMIT_S)
         until(lambda: run.check() is not None)  # the watchdog sees the word a little later
     assert time.monotonic() - begun < LIMIT_S

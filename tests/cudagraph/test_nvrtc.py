@@ -6,7 +6,7 @@ import itertools
 
 import pytest
 
-from graft.models.llm.layers import mma_shape
+from graft.models.llm.kernel_library import mma_shape
 from graft.tools.bench import kernel_report, roofline
 from graft.tools.bench.kernel_report import ARCHITECTURES, Variant
 
