@@ -14,7 +14,7 @@ from pathlib import Path
 
 from graft.cudagraph.errors import GraftError
 from graft.cudagraph.ranks import RankGroup
-from graft.models.llm.worker_rank import follow
+from graft.models.llm.worker_rank import run_worker
 from graft.tools import demo, doctor, generate, gguf_import, soft
 from graft.tools.demo_model import DRAFTERS
 from graft.tools.report import refuse
@@ -88,7 +88,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
             options.ranks = RankGroup.from_mpi()
             if options.ranks.rank:
                 signal.signal(signal.SIGINT, signal.SIG_IGN)  # rank 0 ends what is to end
-                follow(options.ranks)
+                run_worker(options.ranks)
                 return 0
         status = int(options.run(options))
         sys.stdout.flush()

@@ -21,8 +21,9 @@ from graft.models.drafters.feed import Feed
 from graft.models.errors import ConfigError, DrafterError
 from graft.models.llm.checkpoint import Checkpoint
 from graft.models.llm.config import DFlashConfig
-from graft.models.llm.llama import DecoderLayer, Scratch, run_layers
+from graft.models.llm.kernel_library import KVWrite
 from graft.models.llm.rows import Rows
+from graft.models.llm.stack import DecoderLayer, DecoderStack
 from graft.models.llm.weights import Weights
 
 __all__ = ["DFlash"]
@@ -65,7 +66,7 @@ class DFlash(Drafter):
                 f"of so many positions, and max_length is {room.length}"
             )
         self._config = config
-        self._layers = target.layers
+        self._kernels = target.kernels
         rank = config.markov_rank
         deepest = config.block_size - config.first_row
         tree = room.tree and room.tree._replace(levels=min(room.tree.levels, deepest))
@@ -83,8 +84,8 @@ class DFlash(Drafter):
         )
         self._fc = weights.matrix("fc.weight", hidden, len(self.taps) * hidden)
         self._context_norm = weights.vector("hidden_norm.weight", hidden)
-        self._decoder = [
-            DecoderLayer.load(weights, f"layers.{i}", config, hidden, self._layers)
+        layers = [
+            DecoderLayer.load(weights, f"layers.{i}", config, hidden, self._kernels)
             for i in range(config.num_hidden_layers)
         ]
         self._norm = weights.vector("norm.weight", hidden)
@@ -98,16 +99,15 @@ class DFlash(Drafter):
         )
         levels = room.slots * len(self.shape.levels)
         second = config.selector_rank > 0
-        self._convolutions = Convolutions(weights, config, self._layers, rows) if second else None
-        self._selector = Selector(weights, config, self._layers, levels, nodes) if second else None
+        self._convolutions = Convolutions(weights, config, self._kernels, rows) if second else None
+        self._selector = Selector(weights, config, self._kernels, levels, nodes) if second else None
         self.at_once = not (rank or second)
         weights.finish(("rotary_emb.inv_freq", "confidence_head."))
         heads = config.num_key_value_heads
         dim = config.head_dim
         self._kv = room.cache(config.num_hidden_layers, heads, dim, config.dtype)
         self.caches = (self._kv,)
-        self._turn = device.from_host(config.rope.table(self._kv.positions, dim))
-        self._scratch = Scratch(self._layers, config, rows, hidden)
+        self._stack = DecoderStack(self._kernels, config, layers, self._kv, max_rows=rows)
         self._context_kv = device.empty((rows, 2 * heads * dim), "float32")
         self._before = device.empty((nodes, max(rank, 1)), "float32")
         self._row_of = device.from_host(np.arange(nodes, dtype=np.int32) // self.shape.branch)
@@ -122,8 +122,8 @@ class DFlash(Drafter):
         if feed.width == 1:
             return None
         config = self._config
-        layers = self._layers
-        scratch = self._scratch
+        kernels = self._kernels
+        buffers = self._stack.buffers
         batch = feed.batch
         first = config.first_row * batch
         eps = config.rms_norm_eps
@@ -140,38 +140,36 @@ class DFlash(Drafter):
             *block,
         ]
         lane.kernel(self._block_rows, -(-n // _BLOCK), _BLOCK, args, name="block rows")
-        stream = scratch.stream[:n]
-        normed = scratch.normed[:n]
-        lowest = self._decoder[0]
+        residual = buffers.residual[:n]
+        normed = buffers.normed[:n]
         scaled = config.input_embedding_scale != 1
-        x = scratch.norm(n, lowest.input_norm, lowest.qkv)
-        layers.gather(
+        x = self._stack.input_norm(n)
+        kernels.gather(
             lane,
             self._embedding,
             token,
-            stream,
+            residual,
             name="embed",
             norm=None if scaled or self._convolutions else x,
         )
         if scaled:
-            layers.scale(lane, stream, config.input_embedding_scale)
+            kernels.scale(lane, residual, config.input_embedding_scale)
         if scaled and not self._convolutions:
-            layers.norm(lane, stream, x.weight, eps, x.out)
+            kernels.norm(lane, residual, x.weight, eps, x.out)
         rows = Rows(token, slot, pos)
         attending = Rows(token, slot, last)
-        shape = (config, self._decoder, scratch, self._kv, self._turn, rows)
         if self._convolutions:
-            self._convolutions.run_layers(batch, lane, layers, *shape, normed, attending)
+            self._convolutions.run(lane, self._stack, rows, attending, batch)
         else:
-            run_layers(lane, layers, *shape, x, attending=attending)
-        layers.norm(lane, stream, self._norm, eps, normed)
+            self._stack.run(lane, rows, x, attend_rows=attending)
+        kernels.norm(lane, residual, self._norm, eps, normed)
         # The target's logits, of more rows, have been read: here is their place.
         logits = feed.scratch.logits[: n - first]
-        layers.linear(lane, normed[first:], self._head, logits, name="draft head")
+        kernels.linear(lane, normed[first:], self._head, logits, name="draft head")
         factor = config.output_multiplier
         cap = config.final_logit_softcapping
         if factor != 1 or cap:
-            layers.scale(lane, logits, factor, cap)
+            kernels.scale(lane, logits, factor, cap)
         if self._selector:
             self._selector.choose(lane, normed[first:], logits)
         return self._level(lane, feed, 0, token[:batch])
@@ -188,13 +186,13 @@ class DFlash(Drafter):
         logits = feed.scratch.logits[level * feed.batch : (level + 1) * feed.batch]
         if level and feed.branch > 1:
             row_of = self._row_of[: feed.batch * feed.branch]
-            self._layers.gather(lane, logits, row_of, feed.logits, name="nodes' logits")
+            self._kernels.gather(lane, logits, row_of, feed.logits, name="nodes' logits")
             logits = feed.logits
         if self._markov and before is not None:
             w1, w2 = self._markov
             picked = self._before[: logits.shape[0]]
-            self._layers.gather(lane, w1, before, picked, name="draft before")
-            self._layers.linear(lane, picked, w2, logits, residual=logits, name="markov head")
+            self._kernels.gather(lane, w1, before, picked, name="draft before")
+            self._kernels.linear(lane, picked, w2, logits, residual=logits, name="markov head")
         if self._selector and before is not None:
             self._selector.score(lane, logits, level, feed.batch, before)
         return logits
@@ -204,26 +202,21 @@ class DFlash(Drafter):
         if features is None:
             raise DrafterError("a block drafter needs features of the target")
         config = self._config
-        layers = self._layers
-        scratch = self._scratch
+        kernels = self._kernels
+        buffers = self._stack.buffers
         n = rows.check(self._block.shape[1])
         queries = config.num_attention_heads * config.head_dim
-        stream = scratch.stream[:n]
-        context = scratch.normed[:n]
+        residual = buffers.residual[:n]
+        context = buffers.normed[:n]
         kv = self._context_kv[:n]
-        layers.linear(lane, features, self._fc, stream, name="fc")
-        layers.norm(lane, stream, self._context_norm, config.rms_norm_eps, context)
-        for i, weights in enumerate(self._decoder):
-            layers.heads(
+        kernels.linear(lane, features, self._fc, residual, name="fc")
+        kernels.norm(lane, residual, self._context_norm, config.rms_norm_eps, context)
+        for i, weights in enumerate(self._stack.layers):
+            kernels.project_qkv(
                 lane,
                 context,
                 weights.qkv[queries:],
                 kv,
-                self._turn,
-                rows,
-                self._kv,
-                i,
-                0,
+                KVWrite(self._stack.rope_table, rows, self._kv, i, 0),
                 weights.head_norms,
-                config.rms_norm_eps,
             )

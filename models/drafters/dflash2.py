@@ -13,15 +13,12 @@ others is drafted, for which the published selector has no score.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-
 from graft.cudagraph.lanes import Lane
 from graft.cudagraph.memory import DeviceArray
-from graft.models.cache.kv import PagedKV
-from graft.models.llm.config import DFlashConfig, LlamaConfig
-from graft.models.llm.layers import Layers
-from graft.models.llm.llama import DecoderLayer, Scratch, attend, feed_forward
+from graft.models.llm.config import DFlashConfig
+from graft.models.llm.kernel_library import ModelKernels
 from graft.models.llm.rows import Rows
+from graft.models.llm.stack import DecoderStack
 from graft.models.llm.weights import Weights
 from graft.sampling.loading import load, row_block
 
@@ -31,7 +28,9 @@ __all__ = ["Convolutions", "Selector"]
 class Convolutions:
     """Of all layers, before and behind attention and MLP; for `rows` rows of all blocks."""
 
-    def __init__(self, weights: Weights, config: DFlashConfig, layers: Layers, rows: int) -> None:
+    def __init__(
+        self, weights: Weights, config: DFlashConfig, kernels: ModelKernels, rows: int
+    ) -> None:
         size = config.conv_kernel_size
         hidden = config.hidden_size
         columns = 2 * size * (hidden // config.conv_group_size)
@@ -47,58 +46,52 @@ class Convolutions:
             ]
             for i in range(config.num_hidden_layers)
         ]
-        self._dynamic = layers.device.empty((rows, columns), "float32")
-        self._convolved = layers.device.empty((rows, hidden), "float32")
+        self._dynamic = kernels.device.empty((rows, columns), "float32")
+        self._convolved = kernels.device.empty((rows, hidden), "float32")
 
-    def run_layers(
-        self,
-        apart: int,
-        lane: Lane,
-        layers: Layers,
-        config: LlamaConfig,
-        decoder: Sequence[DecoderLayer],
-        scratch: Scratch,
-        kv: PagedKV,
-        turn: DeviceArray,
-        rows: Rows,
-        x: DeviceArray,
-        attending: Rows,
+    def run(
+        self, lane: Lane, stack: DecoderStack, rows: Rows, attend_rows: Rows, row_stride: int
     ) -> None:
-        """`llama.run_layers` of blocks whose rows are so far apart; overwrites `x`."""
-        n = rows.count
-        eps = config.rms_norm_eps
-        stream = scratch.stream[:n]
-        dynamic = self._dynamic[:n]
-        convolved = self._convolved[:n]
+        """Run all layers of `stack` with convolutions, like `DecoderStack.run`.
 
-        def convolve(site: tuple[DeviceArray, DeviceArray]) -> None:
-            layers.linear(lane, x, site[1], dynamic, name="kernels")
-            layers.convolve(lane, x, site[0], dynamic, 0, apart, convolved)
+        Parameters
+        ----------
+        lane
+            Lane that the kernels are added to.
+        stack
+            Decoder layers; overwrites ``stack.buffers.normed``.
+        rows
+            Rows of all blocks.
+        attend_rows
+            Rows that give the last position to attend to.
+        row_stride
+            Distance between consecutive rows of a block.
+        """
+        count = rows.count
+        kernels = stack.kernels
+        eps = stack.config.rms_norm_eps
+        residual = stack.buffers.residual[:count]
+        x = stack.buffers.normed[:count]
+        dynamic = self._dynamic[:count]
+        convolved = self._convolved[:count]
 
-        for i, (weights, (of_attention, of_mlp)) in enumerate(
-            zip(decoder, self._sites, strict=True)
-        ):
-            layers.norm(lane, stream, weights.input_norm, eps, x)
-            convolve(of_attention)
-            attend(
-                lane,
-                layers,
-                config,
-                weights,
-                scratch,
-                kv,
-                i,
-                turn,
-                rows,
-                convolved,
-                x,
-                attending=attending,
-            )
-            layers.convolve(lane, x, of_attention[0], dynamic, 1, apart, stream, stream)
-            layers.norm(lane, stream, weights.post_norm, eps, x)
-            convolve(of_mlp)
-            feed_forward(lane, layers, weights, scratch, convolved, x)
-            layers.convolve(lane, x, of_mlp[0], dynamic, 1, apart, stream, stream)
+        def before(norm: DeviceArray, site: tuple[DeviceArray, DeviceArray]) -> None:
+            base, projection = site
+            kernels.norm(lane, residual, norm, eps, x)
+            kernels.linear(lane, x, projection, dynamic, name="kernels")
+            kernels.convolve(lane, x, base, dynamic, 0, row_stride, convolved)
+
+        def after(site: tuple[DeviceArray, DeviceArray]) -> None:
+            kernels.convolve(lane, x, site[0], dynamic, 1, row_stride, residual, residual)
+
+        for layer, (attention_site, mlp_site) in enumerate(self._sites):
+            weights = stack.layers[layer]
+            before(weights.input_norm, attention_site)
+            stack.attention(lane, layer, rows, convolved, x, attend_rows=attend_rows)
+            after(attention_site)
+            before(weights.post_norm, mlp_site)
+            stack.mlp(lane, layer, convolved, x)
+            after(mlp_site)
 
 
 class Selector:
@@ -110,13 +103,13 @@ class Selector:
     """
 
     def __init__(
-        self, weights: Weights, config: DFlashConfig, layers: Layers, rows: int, nodes: int
+        self, weights: Weights, config: DFlashConfig, kernels: ModelKernels, rows: int, nodes: int
     ) -> None:
-        device = layers.device
+        device = kernels.device
         vocab = config.vocab_size
         self._rank = config.selector_rank
         self._count = config.selector_top_k
-        self._layers = layers
+        self._model_kernels = kernels
         self._projection, self._predecessors, self._successors = (
             weights.matrix(f"candidate_selector.{name}", size, columns)
             for name, size, columns in (
@@ -137,7 +130,9 @@ class Selector:
         """What every row selects from: outputs [R, hidden] and logits [R, V] of all levels."""
         rows, vocab = logits.shape
         best = self._best[: rows * self._count]
-        self._layers.linear(lane, normed, self._projection, self._hidden[:rows], name="selector")
+        self._model_kernels.linear(
+            lane, normed, self._projection, self._hidden[:rows], name="selector"
+        )
         lane.kernel(
             self._kernels["selector_best"],
             rows,
@@ -145,7 +140,7 @@ class Selector:
             [logits, vocab, self._count, best],
             name="best ids",
         )
-        self._layers.gather(
+        self._model_kernels.gather(
             lane, self._successors, best, self._successor[: rows * self._count], name="successors"
         )
 
@@ -158,7 +153,9 @@ class Selector:
         first = level * batch
         k = self._count
         predecessor = self._predecessor[:nodes]
-        self._layers.gather(lane, self._predecessors, before, predecessor, name="predecessors")
+        self._model_kernels.gather(
+            lane, self._predecessors, before, predecessor, name="predecessors"
+        )
         args = [
             logits,
             vocab,

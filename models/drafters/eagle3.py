@@ -20,9 +20,10 @@ from graft.models.drafters.feed import Feed
 from graft.models.errors import CheckpointError
 from graft.models.llm.checkpoint import Checkpoint
 from graft.models.llm.config import Eagle3Config
-from graft.models.llm.layers import Norm
-from graft.models.llm.llama import DecoderLayer, LlamaModel, Scratch, check_cache, run_layers
+from graft.models.llm.kernel_library import Norm
+from graft.models.llm.llama import LlamaModel
 from graft.models.llm.rows import Rows
+from graft.models.llm.stack import DecoderLayer, DecoderStack, check_cache
 from graft.models.llm.weights import Matrix, Weights
 from graft.sampling.checks import expect
 
@@ -75,16 +76,17 @@ class Eagle3Head:
         self.kv = kv
         self.max_rows = max_rows
         self.draft_vocab = config.draft_vocab_size
-        self.layers = target.layers
+        self.kernels = target.kernels
         self.feature_layers = config.resolve_feature_layers(target.config.num_hidden_layers)
-        self._load(Weights(device, checkpoint))
+        layers = self._load(Weights(device, checkpoint))
         hidden = config.hidden_size
-        self.turn = device.from_host(config.rope.table(kv.positions, config.head_dim))
-        self.scratch = Scratch(self.layers, config, max_rows, 2 * hidden)
+        self.stack = DecoderStack(
+            self.kernels, config, layers, kv, max_rows=max_rows, attention_width=2 * hidden
+        )
         self._fused = device.empty((max_rows, hidden), "float32")
         self._picked = device.empty((max_rows, hidden), "float32")
 
-    def _load(self, weights: Weights) -> None:
+    def _load(self, weights: Weights) -> list[DecoderLayer]:
         config = self.config
         checkpoint = weights.checkpoint
         hidden = config.hidden_size
@@ -92,9 +94,9 @@ class Eagle3Head:
         draft = config.draft_vocab_size
         prefix = "midlayer" if "midlayer.hidden_norm.weight" in checkpoint else "layers.0"
         self.fc = weights.matrix("fc.weight", hidden, 3 * config.target_hidden_size)
-        self.decoder = [DecoderLayer.load(weights, prefix, config, 2 * hidden, self.layers)]
-        self.decoder += [
-            DecoderLayer.load(weights, f"layers.{i}", config, hidden, self.layers)
+        layers = [DecoderLayer.load(weights, prefix, config, 2 * hidden, self.kernels)]
+        layers += [
+            DecoderLayer.load(weights, f"layers.{i}", config, hidden, self.kernels)
             for i in range(1, config.num_hidden_layers)
         ]
         self.hidden_norm = weights.vector(f"{prefix}.hidden_norm.weight", hidden)
@@ -125,6 +127,7 @@ class Eagle3Head:
         self.d2t = None if maps is None else self.device.from_host(maps[0])
         self.t2d = None if maps is None else self.device.from_host(maps[1])
         weights.finish(("d2t", *_TRAINING))
+        return layers
 
     def entries(self, lane: Lane, rows: Rows, features: DeviceArray) -> DeviceArray:
         """Feed entries with true features.
@@ -142,7 +145,7 @@ class Eagle3Head:
         n = rows.check(self.max_rows)
         expect("features", features, "float32", R=n, width=3 * self.config.target_hidden_size)
         fused = self._fused[:n]
-        self.layers.linear(lane, features, self.fc, fused, name="fc")
+        self.kernels.linear(lane, features, self.fc, fused, name="fc")
         return self._run(lane, rows, fused)
 
     def step(
@@ -155,10 +158,10 @@ class Eagle3Head:
         """
         n = rows.check(self.max_rows)
         expect("hidden", hidden, "float32", B=n, width=self.config.hidden_size)
-        final = self._final(n, self.decoder[-1].down)
+        final = self._final(n, self.stack.layers[-1].down)
         out = self._run(lane, rows, hidden, None if logits is None else final)
         if logits is not None:
-            self.layers.linear(lane, final, self.lm_head, logits, name="draft head")
+            self.kernels.linear(lane, final, self.lm_head, logits, name="draft head")
         return out
 
     def head(
@@ -170,14 +173,14 @@ class Eagle3Head:
         """
         final = self._final(logits.shape[0])
         if index is None:
-            self.layers.norm(lane, out, final.weight, final.eps, final.out)
+            self.kernels.norm(lane, out, final.weight, final.eps, final.out)
         else:
             out = self.gather(lane, out, index, norm=final)
-        self.layers.linear(lane, final, self.lm_head, logits, name="draft head")
+        self.kernels.linear(lane, final, self.lm_head, logits, name="draft head")
         return out
 
     def _final(self, rows: int, writer: Matrix | None = None) -> Norm:
-        return self.scratch.norm(rows, self.final_norm, self.lm_head, writer)
+        return self.stack.buffers.norm(rows, self.final_norm, self.lm_head, writer)
 
     def gather(
         self,
@@ -194,43 +197,30 @@ class Eagle3Head:
         `entries`.
         """
         picked = (self._fused if again else self._picked)[: index.shape[0]]
-        self.layers.gather(lane, out, index, picked, norm=norm)
+        self.kernels.gather(lane, out, index, picked, norm=norm)
         return picked
 
     def _run(
         self, lane: Lane, rows: Rows, hidden: DeviceArray, ending: Norm | None = None
     ) -> DeviceArray:
         n = rows.count
-        scratch = self.scratch
         config = self.config
-        stream = scratch.stream[:n]
-        x = scratch.wide[:n]
-        first = self.decoder[0]
-        self.layers.eagle_input(
+        residual = self.stack.buffers.residual[:n]
+        x = self.stack.buffers.attention_input[:n]
+        self.kernels.eagle_input(
             lane,
             rows.token,
             self.embedding,
             hidden,
-            first.input_norm,
+            self.stack.layers[0].input_norm,
             self.hidden_norm,
             config.rms_norm_eps,
             config.norm_before_residual,
             x,
-            stream,
+            residual,
         )
-        run_layers(
-            lane,
-            self.layers,
-            config,
-            self.decoder,
-            scratch,
-            self.kv,
-            self.turn,
-            rows,
-            x,
-            ending=ending,
-        )
-        return stream
+        self.stack.run(lane, rows, x, final_norm=ending)
+        return residual
 
 
 class Eagle3(Drafter):

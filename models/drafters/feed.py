@@ -128,7 +128,7 @@ class Feed:
         [B], or [B * branch] of a tree, where not every row has a draft; see `origin`.
         """
         rows = self.scratch.drafts.first(self.batch * self.branch, self.branch)
-        if rows.tree is not None:
+        if rows.ancestors is not None:
             nodes = [
                 *self._reads,
                 self.batch,
@@ -138,7 +138,7 @@ class Feed:
                 rows.token,
                 rows.slot,
                 rows.pos,
-                rows.tree,
+                rows.ancestors,
                 self.origin,
             ]
             self._launch(lane, "node_rows", nodes, f"nodes {level} rows")

@@ -50,7 +50,7 @@ class SmallModel(Drafter):
             Checkpoint(folder),
             cache,
             max_rows=room.max_rows,
-            activations=room.target.layers.activations,
+            activations=room.target.kernels.activations,
         )
         return cls(model, TreeShape.by_level(room.drafts, room.tree))
 

@@ -18,8 +18,8 @@ from graft.models.drafters.feed import Feed
 from graft.models.errors import DrafterError
 from graft.models.llm.checkpoint import Checkpoint
 from graft.models.llm.config import LlamaConfig
-from graft.models.llm.llama import DecoderLayer, Scratch, run_layers
 from graft.models.llm.rows import Rows
+from graft.models.llm.stack import DecoderLayer, DecoderStack
 from graft.models.llm.weights import Weights
 
 __all__ = ["Mtp"]
@@ -78,7 +78,7 @@ class Mtp(Drafter):
                 weights.vector(f"{name}.enorm.weight", hidden),
                 weights.vector(f"{name}.hnorm.weight", hidden),
                 weights.matrix(f"{name}.eh_proj.weight", hidden, 2 * hidden),
-                DecoderLayer.load(weights, name, config, hidden, target.layers),
+                DecoderLayer.load(weights, name, config, hidden, target.kernels),
                 weights.vector(f"{name}.shared_head.norm.weight", hidden),
                 shared(f"{name}.shared_head.head.weight", target.lm_head),
             )
@@ -105,8 +105,14 @@ class Mtp(Drafter):
         self.caches = (self._kv,)
         self._config = config
         self._target = target
-        self._turn = device.from_host(config.rope.table(self._kv.positions, config.head_dim))
-        self._scratch = Scratch(target.layers, config, room.max_rows, 2 * hidden)
+        self._stack = DecoderStack(
+            target.kernels,
+            config,
+            [module.layer for module in self._modules],
+            self._kv,
+            max_rows=room.max_rows,
+            attention_width=2 * hidden,
+        )
         self._hidden = device.empty((room.max_rows, hidden), "float32")
         self._earlier = device.empty((room.max_rows,), "int32")
         # Of module j: h of every slot's last true token, for the module behind it; and of each row
@@ -131,7 +137,7 @@ class Mtp(Drafter):
             before, ends = both if level % 2 else both[::-1]
             rows = feed.drafts(lane, level)
             ends = ends[: rows.count]
-            self._target.layers.gather(lane, before, feed.origin, ends)
+            self._target.kernels.gather(lane, before, feed.origin, ends)
             self._run(lane, 0, rows, ends)
             return self._predict(lane, feed, 0, ends)
         j = level if self._several else 0
@@ -148,32 +154,32 @@ class Mtp(Drafter):
         if features is None:
             raise DrafterError("MTP modules need features of the target's last layer")
         target = self._target
-        layers = self._target.layers
+        kernels = self._target.kernels
         width = self._config.hidden_size
         n = rows.check(len(self._hidden))
         hidden = self._hidden[:n]
         earlier = self._earlier[:n]
-        layers.norm(lane, features, target.final_norm, target.config.rms_norm_eps, hidden)
+        kernels.norm(lane, features, target.final_norm, target.config.rms_norm_eps, hidden)
         for j in range(len(self._modules)):
             if j:
                 carried = self._carried[j - 1]
                 args = [hidden, rows.slot, rows.pos, earlier, carried, n, len(carried), width]
                 delay = target.device.load(KERNELS)["delay_rows"]
                 lane.kernel(delay, -(-width // _BLOCK), _BLOCK, args, name="delay rows")
-                rows = Rows(rows.token, rows.slot, earlier, run=rows.run)
+                rows = Rows(rows.token, rows.slot, earlier, rows_per_slot=rows.rows_per_slot)
             self._run(lane, j, rows, hidden)
             if last is not None:
-                layers.gather(lane, hidden, last, self._ends[j][: len(last)])
+                kernels.gather(lane, hidden, last, self._ends[j][: len(last)])
 
     def _run(self, lane: Lane, j: int, rows: Rows, hidden: DeviceArray) -> None:
         """Turn float32[R, hidden], h of the module before, into module j's."""
         n = rows.count
         module = self._modules[j]
-        layers = self._target.layers
-        scratch = self._scratch
+        kernels = self._target.kernels
+        buffers = self._stack.buffers
         eps = self._config.rms_norm_eps
-        stream = scratch.stream[:n]
-        layers.eagle_input(
+        residual = buffers.residual[:n]
+        kernels.eagle_input(
             lane,
             rows.token,
             module.embedding,
@@ -182,26 +188,17 @@ class Mtp(Drafter):
             module.hnorm,
             eps,
             False,
-            scratch.wide[:n],
-            stream,
+            buffers.attention_input[:n],
+            residual,
         )
-        x = scratch.norm(n, module.layer.input_norm, module.layer.qkv, module.joined)
-        layers.linear(lane, scratch.wide[:n], module.joined, stream, norm=x, name="eh_proj")
-        run_layers(
-            lane,
-            layers,
-            self._config,
-            [module.layer],
-            scratch,
-            self._kv,
-            self._turn,
-            rows,
-            x,
-            first=j,
+        x = self._stack.input_norm(n, j, module.joined)
+        kernels.linear(
+            lane, buffers.attention_input[:n], module.joined, residual, norm=x, name="eh_proj"
         )
-        layers.norm(lane, stream, module.norm, eps, hidden)
+        self._stack.run(lane, rows, x, layers=range(j, j + 1))
+        kernels.norm(lane, residual, module.norm, eps, hidden)
 
     def _predict(self, lane: Lane, feed: Feed, j: int, ends: DeviceArray) -> DeviceArray:
         logits = feed.logits[: ends.shape[0]]
-        self._target.layers.linear(lane, ends, self._modules[j].head, logits, name="MTP head")
+        self._target.kernels.linear(lane, ends, self._modules[j].head, logits, name="MTP head")
         return logits

@@ -12,7 +12,7 @@ from graft.cudagraph.pinned import Ring
 from graft.cudagraph.ranks import RankGroup
 from graft.grammar.compile.service import GrammarService
 from graft.grammar.decoder import CANDIDATES, GuidedDecoder, default_threads
-from graft.grammar.forced import ForcedText
+from graft.grammar.forced import ForcedTokens
 from graft.grammar.vocabulary import Vocabulary
 from graft.models.cache.kv import PagedKV
 from graft.models.cache.prefix import PrefixCache
@@ -144,20 +144,26 @@ def _max_rows(options: Options) -> int:
 def _target(
     device: Device, options: Options, model: Path, config: LlamaConfig, ranks: RankGroup | None
 ) -> LlamaModel:
-    lead = None
+    leader = None
     heads = config.num_key_value_heads
     known = {"activations": options.activations, "weights": options.weights}
     if ranks is not None:
-        lead = TensorParallelLeader(device, ranks, config, _max_rows(options))
-        heads = lead.share.own.num_key_value_heads
+        leader = TensorParallelLeader(device, ranks, config, _max_rows(options))
+        heads = leader.shard.local_config.num_key_value_heads
     cache = _cache(device, options, config.num_hidden_layers, heads, config.head_dim, config.dtype)
-    if lead is not None:
-        lead.begin(model, cache, **known)
+    if leader is not None:
+        leader.load_workers(model, cache, **known)
     made = LlamaModel(
-        device, config, Checkpoint(model), cache, max_rows=_max_rows(options), lead=lead, **known
+        device,
+        config,
+        Checkpoint(model),
+        cache,
+        max_rows=_max_rows(options),
+        leader=leader,
+        **known,
     )
-    if lead is not None:
-        lead.wait()
+    if leader is not None:
+        leader.wait_for_workers()
     return made
 
 
@@ -263,11 +269,11 @@ def _parts(
     decoder = GuidedDecoder(
         exchange,
         masked_drafts=masking.masked or drafter is None,
-        forced=ForcedText(vocabulary, certain=not alone) if options.forced_drafts else None,
+        forced=ForcedTokens(vocabulary, unique_only=not alone) if options.forced_drafts else None,
         threads=options.grammar_threads or default_threads(batch),
         budget_us=options.grammar_budget_us,
         transport=options.grammar_transport,
-        ring=2 * RING_ENTRIES,
+        max_in_flight=2 * RING_ENTRIES,
     )
     return RoundParts(
         device=device,

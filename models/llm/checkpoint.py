@@ -1,8 +1,8 @@
-"""Reading safetensors checkpoints, one file or sharded, without copying until asked.
+"""Reading of safetensors checkpoints, one file or several shards, through memory-mapped files.
 
-The format (safetensors): an 8-byte little-endian header length, a JSON header of
-``name -> {dtype, shape, data_offsets}``, then the tensors' bytes. NumPy has no bfloat16, so the
-bits are handed out as stored.
+Format of a safetensors file: an 8-byte little-endian header length, a JSON header of
+``name -> {dtype, shape, data_offsets}``, then the bytes of the tensors. NumPy has no bfloat16, so
+such tensors are returned as their bits.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from graft.models.errors import CheckpointError, ConfigError
 from graft.models.json_fields import read_json
 
 FLOATS = ("float32", "float16", "bfloat16")
-# safetensors' dtype -> (graft's name, NumPy storage).
+# By safetensors dtype: dtype name of graft, and NumPy dtype of the stored bits.
 _DTYPES = {
     "F32": ("float32", "<f4"),
     "F16": ("float16", "<f2"),
@@ -37,28 +37,29 @@ _DTYPES = {
 
 @dataclass(frozen=True)
 class _Entry:
-    """Where one tensor lies."""
+    """Location of one tensor: its file and byte range."""
 
     file: Path
-    kind: str
+    dtype: str
     shape: tuple[int, ...]
     begin: int
     end: int
 
 
 class Checkpoint:
-    """Tensors of a model folder (or of one ``.safetensors`` file), by name.
+    """Tensors of a model folder or of one safetensors file, by name.
 
     Parameters
     ----------
-    path : a folder with ``model.safetensors``, or with ``model.safetensors.index.json`` and the
-        shards it lists; or one safetensors file.
+    path
+        A folder with ``model.safetensors``, or with ``model.safetensors.index.json`` and the
+        shards that it lists; or one safetensors file.
 
     Raises
     ------
     CheckpointError
-        Files missing, truncated or inconsistent. Opening reads and checks every header, so a
-        damaged checkpoint is refused before any tensor is read.
+        If files are missing, truncated or inconsistent. Every header is read and checked here, so
+        a damaged checkpoint is refused before any tensor is read.
     """
 
     def __init__(self, path: str | Path) -> None:
@@ -76,13 +77,13 @@ class Checkpoint:
             self._entries = _read_shards(index)
         elif any(self.path.glob("*.bin")):
             raise CheckpointError(
-                f"{self.path}: only pickled weights (.bin) found, which graft does not read; "
+                f"{self.path}: found only pickled weights (.bin), which graft does not read; "
                 "convert them once with safetensors.torch.save_file(torch.load(file, "
                 "weights_only=True), 'model.safetensors')"
             )
         else:
             raise CheckpointError(
-                f"{self.path}: no model.safetensors and no model.safetensors.index.json"
+                f"{self.path}: neither model.safetensors nor model.safetensors.index.json exists"
             )
 
     @property
@@ -99,27 +100,35 @@ class Checkpoint:
         shape: tuple[int, ...] | None = None,
         dtypes: tuple[str, ...] = FLOATS,
     ) -> tuple[np.ndarray, str]:
-        """One tensor, as stored.
+        """Return a tensor as stored.
 
         Parameters
         ----------
-        name : its name in the checkpoint.
-        shape : the shape it must have.
-        dtypes : the dtypes it may have.
+        name
+            Name in the checkpoint.
+        shape
+            Expected shape; None allows any.
+        dtypes
+            Allowed dtypes.
 
         Returns
         -------
         array : np.ndarray
             Read-only view of the mapped file; bfloat16 and E4M3 as their bits, booleans as uint8.
         dtype : str
-            Name of its dtype.
+            Name of the dtype.
+
+        Raises
+        ------
+        CheckpointError
+            If the tensor is missing or has another shape or dtype.
         """
         entry = self._entry(name)
-        if entry.kind not in _DTYPES:
+        if entry.dtype not in _DTYPES:
             raise CheckpointError(
-                f"{entry.file}: {name} has dtype {entry.kind}, which graft does not read"
+                f"{entry.file}: {name} has dtype {entry.dtype}, which graft does not read"
             )
-        dtype, storage = _DTYPES[entry.kind]
+        dtype, storage = _DTYPES[entry.dtype]
         if dtype not in dtypes:
             raise CheckpointError(
                 f"{entry.file}: {name} has dtype {dtype}, expected {' or '.join(dtypes)}"
@@ -147,13 +156,14 @@ class Checkpoint:
 
 
 def _read_shards(index: Path) -> dict[str, _Entry]:
+    """Read the index of a sharded checkpoint and the headers of its shards."""
     try:
         weight_map = read_json(index)["weight_map"]
         pairs = [(str(name), str(file)) for name, file in weight_map.items()]
     except ConfigError as error:
         raise CheckpointError(f"{error}") from error
     except (KeyError, TypeError, AttributeError) as error:
-        raise CheckpointError(f"{index}: is not a shard index ({error!r})") from error
+        raise CheckpointError(f"{index}: not a valid shard index ({error!r})") from error
     shards: dict[str, dict[str, _Entry]] = {}
     entries: dict[str, _Entry] = {}
     for name, file in pairs:
@@ -170,7 +180,7 @@ def _read_shards(index: Path) -> dict[str, _Entry]:
 
 
 def _read_header(file: Path) -> dict[str, _Entry]:
-    """One file's header, of which safetensors says that every tensor fills a place of its own."""
+    """Read the header of one file. safetensors checks that byte ranges do not overlap."""
     try:
         with safe_open(file, "numpy"), file.open("rb") as stream:
             length = int.from_bytes(stream.read(8), "little")

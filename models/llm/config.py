@@ -1,7 +1,7 @@
-"""Configurations of the models graft runs, read from Hugging Face ``config.json`` files.
+"""Configurations of target models and drafters, read from Hugging Face ``config.json`` files.
 
-What a config asks for and graft does not implement is refused by field name and value; nothing
-that would change the output is skipped over.
+A field that asks for something that graft does not implement is an error with the name and value of
+the field. Nothing that would change the output is ignored.
 """
 
 from __future__ import annotations
@@ -11,11 +11,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Self
 
-from graft.cudagraph.cstruct import read_numbers
 from graft.models.errors import ConfigError
 from graft.models.json_fields import Fields
 from graft.models.llm.rope import Rope
-from graft.sampling.loading import KERNELS
+from graft.sampling.loading import MAX_SELECTED
 
 MAX_WIDTH = 1 << 20
 MAX_VOCAB = 1 << 22
@@ -23,16 +22,20 @@ MAX_LAYERS = 1 << 10
 MAX_POSITIONS = 1 << 24
 MAX_HEADS = 1024
 MAX_HEAD_DIM = 256
-MAX_SELECTED = read_numbers(KERNELS / "selector.cu")["MAX_SELECTED"]
+MAX_CONV_SIZE = 64
+MAX_BLOCK_SIZE = 1 << 10
 FLOATS = ("float32", "float16", "bfloat16")
 #: Target architectures with their model_type.
 TARGETS = {"LlamaForCausalLM": "llama", "Qwen3ForCausalLM": "qwen3"}
-#: Values that fields of `quantization_config` may have, by method, those of a group of matrices and
-#: those of its weights; None: any. Other fields must be absent.
-_ASIDE = dict.fromkeys(("quant_method", "ignore", "ignored_layers", "modules_to_not_convert"))
+
+# Allowed values of the fields of `quantization_config`, by quant_method, of a config group and of
+# its weights. None allows any value; fields that are not listed must be absent.
+_MODULE_LISTS = dict.fromkeys(
+    ("quant_method", "ignore", "ignored_layers", "modules_to_not_convert")
+)
 _QUANTIZATION: dict[str, dict[str, tuple[Any, ...] | None]] = {
     "compressed-tensors": {
-        **_ASIDE,
+        **_MODULE_LISTS,
         "config_groups": None,
         "format": ("float-quantized",),
         "quantization_status": ("compressed", "frozen"),
@@ -41,15 +44,15 @@ _QUANTIZATION: dict[str, dict[str, tuple[Any, ...] | None]] = {
         "sparsity_config": ({},),
         "transform_config": ({},),
     },
-    "fp8": {**_ASIDE, "activation_scheme": ("dynamic", "static"), "fmt": ("e4m3",)},
+    "fp8": {**_MODULE_LISTS, "activation_scheme": ("dynamic", "static"), "fmt": ("e4m3",)},
 }
-_GROUP = {
+_QUANTIZATION_GROUP = {
     "targets": None,
     "input_activations": None,
     "weights": None,
     "format": ("float-quantized",),
 }
-_WEIGHTS: dict[str, tuple[Any, ...] | None] = {
+_QUANTIZED_WEIGHTS: dict[str, tuple[Any, ...] | None] = {
     "num_bits": (8,),
     "type": ("float",),
     "strategy": ("channel", "tensor"),
@@ -63,20 +66,30 @@ _WEIGHTS: dict[str, tuple[Any, ...] | None] = {
 
 @dataclass(frozen=True, kw_only=True)
 class LlamaConfig:
-    """Shape of a Llama decoder.
+    """Shape of a Llama or Qwen3 decoder.
 
     Attributes
     ----------
-    vocab_size, hidden_size, intermediate_size, num_hidden_layers, num_attention_heads, \
-    num_key_value_heads, head_dim : sizes; query heads are a multiple of key heads, `head_dim` is
-        even.
-    rms_norm_eps : added to the mean square in RMSNorm.
-    rope : rotary embedding.
-    max_position_embeddings : longest sequence the model was made for.
-    tie_word_embeddings : the output head is the embedding matrix.
-    dtype : dtype the config names; float32 where it names none.
-    head_norm : queries and keys are normed head by head.
-    num_nextn_predict_layers : modules behind the last layer, that predict tokens further on.
+    vocab_size, hidden_size, intermediate_size, num_hidden_layers
+        Sizes of the model.
+    num_attention_heads, num_key_value_heads
+        Query heads and KV heads; the first is a multiple of the second.
+    head_dim
+        Elements of a head; even.
+    rms_norm_eps
+        Added to the mean square in RMSNorm.
+    rope
+        Rotary embedding.
+    max_position_embeddings
+        Maximum sequence length that the model was trained for.
+    tie_word_embeddings
+        Whether the LM head is the embedding matrix.
+    dtype
+        dtype that the config names; float32 if it names none.
+    head_norm
+        Whether each query head and key head is normed (Qwen3).
+    num_nextn_predict_layers
+        Number of multi-token prediction modules after the last layer.
     """
 
     vocab_size: int
@@ -96,35 +109,45 @@ class LlamaConfig:
 
     @classmethod
     def from_dir(cls, path: str | Path) -> Self:
-        """Read ``config.json`` of a folder. Raises ConfigError."""
+        """Read ``config.json`` of a folder.
+
+        Raises
+        ------
+        ConfigError
+            If a field is missing, invalid or not implemented.
+        """
         return cls.from_fields(Fields.from_file(Path(path) / "config.json"))
 
     @classmethod
     def from_dict(cls, data: Mapping[str, Any], where: str = "config") -> Self:
-        """As `from_dir`, from a decoded object. Raises ConfigError."""
+        """Read a decoded JSON object, like `from_dir`; `where` prefixes error messages."""
         return cls.from_fields(Fields(data, where))
 
     @classmethod
     def from_fields(cls, fields: Fields) -> Self:
-        kind = _architecture(fields, TARGETS)
-        return cls(**_decoder(fields, kind), head_norm=kind == "qwen3")
+        """Read the fields of a config, like `from_dir`."""
+        model_type = _architecture(fields, TARGETS)
+        return cls(**_decoder(fields, model_type), head_norm=model_type == "qwen3")
 
 
 @dataclass(frozen=True, kw_only=True)
 class Eagle3Config(LlamaConfig):
     """Shape of an EAGLE-3 draft head.
 
+    The inherited attributes describe the decoder layers of the head. `vocab_size` is that of the
+    target. The RoPE base is that of the head (10000 if its config has none), never the target's.
+
     Attributes
     ----------
-    (those of LlamaConfig)
-        Sizes and rotary embedding of the head's one decoder layer. `vocab_size` is the
-        target's. The rotary base is the head's own (10000 where its config is silent), never
-        the target's.
-    draft_vocab_size : columns of the head's logits.
-    target_hidden_size : width of the target's features; the head's own hidden size where not given.
-    norm_before_residual : the residual is the normalised feature (some converted checkpoints).
-    feature_layers : OUTPUT ids of the three target layers whose residual stream is fed, low to
-        high. None where the config names none: see `resolve_feature_layers`.
+    draft_vocab_size
+        Number of columns of the draft logits.
+    target_hidden_size
+        Width of the target's features; by default the hidden size of the head.
+    norm_before_residual
+        Whether the residual stream starts with the normed feature (some converted checkpoints).
+    feature_layers
+        Ids of the three target layers whose outputs are the features, ascending; None if the
+        config names none, see `resolve_feature_layers`.
     """
 
     draft_vocab_size: int
@@ -134,29 +157,25 @@ class Eagle3Config(LlamaConfig):
 
     @classmethod
     def from_fields(cls, fields: Fields) -> Self:
-        speculators = fields.get("speculators_model_type") is not None
-        if speculators:
-            fields.refuse("speculators_model_type", "eagle3")
-            nested = fields.section("transformer_layer_config")
-            if nested is None:
-                raise ConfigError(f"{fields.where}: transformer_layer_config is missing")
-            decoder = nested
-            if "norm_before_residual" not in fields.data:
-                raise ConfigError(f"{fields.where}: norm_before_residual is missing")
+        is_speculators = fields.get("speculators_model_type") is not None
+        if is_speculators:
+            decoder = _speculators_decoder(fields)
         else:
             _architecture(
                 fields, dict.fromkeys(("LlamaForCausalLMEagle3", "LlamaForCausalLM"), "llama")
             )
             decoder = fields
         for source in (fields, decoder):
-            for extra in ("norm_output", "fc_norm", "norm_before_fc", "bias"):
-                source.refuse(extra, False)
+            for switch in ("norm_output", "fc_norm", "norm_before_fc", "bias"):
+                source.refuse(switch, False)
             source.refuse("num_aux_hidden_states", 3)
-        named = speculators or "LlamaForCausalLMEagle3" in (fields.get("architectures") or ())
-        if (layers := decoder.get("num_hidden_layers", 1)) != 1 and not named:
+        architectures = fields.get("architectures") or ()
+        is_named = is_speculators or "LlamaForCausalLMEagle3" in architectures
+        layers = decoder.get("num_hidden_layers", 1)
+        if layers != 1 and not is_named:
             raise ConfigError(
-                f"{decoder.where}: num_hidden_layers = {layers!r}, and no architecture of a head: "
-                "this looks like a target model, not like a drafter"
+                f"{decoder.where}: num_hidden_layers = {layers!r} without the architecture of a "
+                "draft head: this looks like a target model, not like a drafter"
             )
         layer = _decoder(decoder)
         vocab = layer["vocab_size"]
@@ -172,14 +191,20 @@ class Eagle3Config(LlamaConfig):
         )
 
     def resolve_feature_layers(self, target_layers: int) -> tuple[int, int, int]:
-        """OUTPUT ids of the target layers that feed this head, low to high.
+        """Return the ids of the target layers whose outputs are the features, ascending.
 
-        The default takes the inputs of layers {2, n//2, n-3}. Under seven layers these
-        coincide or fall outside the model, so such a head must name its layers.
+        By default these are the inputs of layers 2, n//2 and n-3. In a target with fewer than
+        seven layers they coincide or do not exist, so that the config has to name the layers.
 
         Parameters
         ----------
-        target_layers : number n of decoder layers of the target.
+        target_layers
+            Number n of decoder layers of the target.
+
+        Raises
+        ------
+        ConfigError
+            If there is no default, or the target has too few layers.
         """
         ids = self.feature_layers
         if ids is None:
@@ -191,31 +216,43 @@ class Eagle3Config(LlamaConfig):
             ids = (1, target_layers // 2 - 1, target_layers - 4)
         if ids[2] >= target_layers:
             raise ConfigError(
-                f"eagle_aux_hidden_state_layer_ids: output of layer {ids[2]} asked for, but "
-                f"the target has {target_layers} layers"
+                f"eagle_aux_hidden_state_layer_ids names the output of layer {ids[2]}, but the "
+                f"target has {target_layers} layers"
             )
         return ids
 
 
 @dataclass(frozen=True, kw_only=True)
 class DFlashConfig(LlamaConfig):
-    """Shape of a block drafter: DFlash, DFlash2 or DSpark; sizes and rotary embedding are its own
-    layers'.
+    """Shape of a block drafter: DFlash, DFlash2 or DSpark.
+
+    The inherited attributes describe the layers of the drafter.
 
     Attributes
     ----------
-    num_target_layers : of the target it was made for.
-    target_layer_ids : OUTPUT ids of the target layers it reads, ascending, the last layer not
-        among them.
-    block_size : most rows of its pass: the last token, and masks.
-    mask_token_id : of the target's vocabulary, the embedding of a mask.
-    first_row : that predicts a draft: 1, or 0 for DSpark.
-    markov_rank : of what DSpark adds to logits by the draft before; 0: nothing.
-    sliding_window : positions that a row sees, its own and those on either side; None: all.
-    input_embedding_scale, output_multiplier : of the block's embeddings, and of logits.
-    final_logit_softcapping : c of logits c * tanh(l / c); 0: none.
-    conv_kernel_size, conv_group_size : of DFlash2's convolutions, rows and columns; 0: none.
-    selector_rank, selector_top_k : of DFlash2's selector, and the ids it selects from; 0: none.
+    num_target_layers
+        Number of layers of the target that the drafter was trained for.
+    target_layer_ids
+        Ids of the target layers whose outputs are the features, ascending, without the last layer.
+    block_size
+        Maximum number of rows of a block: the last token, then mask tokens.
+    mask_token_id
+        Token id of the target's vocabulary whose embedding is that of a mask token.
+    first_row
+        First row of a block that predicts a draft: 1, or 0 for DSpark.
+    markov_rank
+        Rank of the Markov head (DSpark), which adds logits that depend on the previous draft; 0
+        for none.
+    sliding_window
+        Number of positions on either side that a row attends to, itself included; None for all.
+    input_embedding_scale, output_multiplier
+        Factors of the input embeddings and of the logits.
+    final_logit_softcapping
+        Cap c of the logits, c * tanh(logit / c); 0 for none.
+    conv_kernel_size, conv_group_size
+        Rows of a convolution kernel and columns that share a dynamic kernel (DFlash2); 0 for none.
+    selector_rank, selector_top_k
+        Rank of the candidate selector and number of candidates per row (DFlash2); 0 for none.
     """
 
     num_target_layers: int
@@ -235,102 +272,147 @@ class DFlashConfig(LlamaConfig):
 
     @classmethod
     def from_fields(cls, fields: Fields) -> Self:
-        spark = "Qwen3DSparkModel"
-        second = "DFlash2DraftModel"
-        _architecture(fields, dict.fromkeys(("DFlashDraftModel", second, spark), "qwen3"))
-        made = (fields.get("architectures") or [None])[0]
-        numbers = {
-            "input_embedding_scale": 1.0,
-            "output_multiplier": 1.0,
-            "final_logit_softcapping": 0.0,
-        }
-        known = {"block_size", "mask_token_id", "target_layer_ids", *numbers}
-        sizes = (
-            {
-                "conv_kernel_size": 64,
-                "conv_group_size": MAX_WIDTH,
-                "selector_rank": MAX_WIDTH,
-                "selector_top_k": MAX_SELECTED,
-            }
-            if made == second
-            else {}
-        )
-        own = fields
-        windows = False
-        if made == spark:
+        dspark = "Qwen3DSparkModel"
+        dflash2 = "DFlash2DraftModel"
+        _architecture(fields, dict.fromkeys(("DFlashDraftModel", dflash2, dspark), "qwen3"))
+        architecture = (fields.get("architectures") or [None])[0]
+        sizes = _DFLASH2_SIZES if architecture == dflash2 else {}
+        if architecture == dspark:
             fields.refuse("markov_head_type", "vanilla")
-            while numbers:
-                fields.refuse(numbers.popitem()[0], False)
+            for name in _DFLASH_NUMBERS:
+                fields.refuse(name, False)
+            block = fields
+            numbers: dict[str, float] = {}
+            has_windows = False
         else:
-            section = fields.section("dflash_config")
-            if section is None:
-                raise ConfigError(f"{fields.where}: dflash_config is missing")
-            for name in section.data.keys() - known - sizes.keys():
-                section.refuse(name)
-            own = Fields({**fields.data, **section.data}, section.where)
-            windows = fields.boolean("use_sliding_window", default=False)
-        if windows:
-            fields.boolean("is_causal")  # where it is silent layers with windows are causal
+            block = _dflash_section(fields, sizes)
+            numbers = _DFLASH_NUMBERS
+            has_windows = fields.boolean("use_sliding_window", default=False)
+        if has_windows:
+            # Without the field, layers with sliding windows are causal: require it.
+            fields.boolean("is_causal")
         fields.refuse("is_causal", False)
-        decoder = _decoder(fields, "qwen3", windows)
-        layers = fields.integer("num_target_layers", low=2, high=MAX_LAYERS)
-        ids = own.integers("target_layer_ids") or ()
-        if not ids or list(ids) != sorted(set(ids)) or not 0 <= ids[0] <= ids[-1] < layers - 1:
-            raise ConfigError(
-                f"{own.where}: target_layer_ids {list(ids)}: ascending ids below the last of "
-                f"{layers} layers are needed"
-            )
-        decoder |= {name: own.integer(name, low=1, high=high) for name, high in sizes.items()}
+        decoder = _decoder(fields, "qwen3", has_windows)
+        target_layers = fields.integer("num_target_layers", low=2, high=MAX_LAYERS)
+        layer_ids = _target_layer_ids(block, target_layers)
+        for name, high in sizes.items():
+            decoder[name] = block.integer(name, low=1, high=high)
         if sizes and decoder["hidden_size"] % decoder["conv_group_size"]:
             raise ConfigError(
-                f"{own.where}: hidden_size {decoder['hidden_size']} is not a multiple of "
+                f"{block.where}: hidden_size {decoder['hidden_size']} is not a multiple of "
                 f"conv_group_size {decoder['conv_group_size']}"
             )
-        decoder |= {name: own.number(name, default=usual) for name, usual in numbers.items()}
+        for name, default in numbers.items():
+            decoder[name] = block.number(name, default=default)
+        sliding_window = None
+        if has_windows:
+            sliding_window = fields.integer("sliding_window", low=1, high=MAX_POSITIONS)
+        last_token = decoder["vocab_size"] - 1
         return cls(
             **decoder,
             head_norm=True,
-            num_target_layers=layers,
-            target_layer_ids=ids,
-            block_size=own.integer("block_size", low=2, high=1 << 10),
-            mask_token_id=own.integer("mask_token_id", low=0, high=decoder["vocab_size"] - 1),
-            first_row=int(made != spark),
+            num_target_layers=target_layers,
+            target_layer_ids=layer_ids,
+            block_size=block.integer("block_size", low=2, high=MAX_BLOCK_SIZE),
+            mask_token_id=block.integer("mask_token_id", low=0, high=last_token),
+            first_row=int(architecture != dspark),
             markov_rank=fields.integer("markov_rank", low=0, high=MAX_WIDTH, default=0),
-            sliding_window=fields.integer("sliding_window", low=1, high=MAX_POSITIONS)
-            if windows
-            else None,
+            sliding_window=sliding_window,
         )
 
 
-def _quantization(fields: Fields) -> None:
-    """Refuse quantised weights but those of E4M3 with scales of rows or matrices.
+#: Optional numbers of `dflash_config` with their defaults; DSpark has none of them.
+_DFLASH_NUMBERS = {
+    "input_embedding_scale": 1.0,
+    "output_multiplier": 1.0,
+    "final_logit_softcapping": 0.0,
+}
+#: Sizes of DFlash2 with their maxima.
+_DFLASH2_SIZES = {
+    "conv_kernel_size": MAX_CONV_SIZE,
+    "conv_group_size": MAX_WIDTH,
+    "selector_rank": MAX_WIDTH,
+    "selector_top_k": MAX_SELECTED,
+}
 
-    Which matrices are quantised is told by their own dtypes. Inputs are not quantised, whatever the
-    config says of them: that spares a server work, and no weight depends on it.
+
+def _speculators_decoder(fields: Fields) -> Fields:
+    """Return the nested layer config of an EAGLE-3 head in the speculators format."""
+    fields.refuse("speculators_model_type", "eagle3")
+    decoder = fields.section("transformer_layer_config")
+    if decoder is None:
+        raise ConfigError(f"{fields.where}: transformer_layer_config is missing")
+    if "norm_before_residual" not in fields.data:
+        raise ConfigError(f"{fields.where}: norm_before_residual is missing")
+    return decoder
+
+
+def _dflash_section(fields: Fields, sizes: Mapping[str, int]) -> Fields:
+    """Return the top-level fields overlaid with those of `dflash_config`."""
+    section = fields.section("dflash_config")
+    if section is None:
+        raise ConfigError(f"{fields.where}: dflash_config is missing")
+    known = {"block_size", "mask_token_id", "target_layer_ids", *_DFLASH_NUMBERS, *sizes}
+    for name in section.data.keys() - known:
+        section.refuse(name)
+    return Fields({**fields.data, **section.data}, section.where)
+
+
+def _target_layer_ids(fields: Fields, target_layers: int) -> tuple[int, ...]:
+    """Return the feature layers of a block drafter."""
+    ids = fields.integers("target_layer_ids") or ()
+    is_ascending = list(ids) == sorted(set(ids))
+    if not ids or not is_ascending or not 0 <= ids[0] <= ids[-1] < target_layers - 1:
+        raise ConfigError(
+            f"{fields.where}: target_layer_ids {list(ids)}: expected ascending ids below the last "
+            f"of {target_layers} layers"
+        )
+    return ids
+
+
+def _check_quantization(fields: Fields) -> None:
+    """Refuse quantised weights other than E4M3 with one scale per row or per matrix.
+
+    Which matrices are quantised follows from their dtypes. Inputs are never quantised, whatever
+    the config says about them; no weight depends on that.
     """
-    own = fields.section("quantization_config")
-    if own is None:
+    section = fields.section("quantization_config")
+    if section is None:
         return
-    if own.get("quant_method") is None:
-        raise ConfigError(f"{own.where}: quant_method is missing")
-    own.refuse("quant_method", *_QUANTIZATION)
-    own.only(_QUANTIZATION[own.data["quant_method"]])
-    groups = own.section("config_groups")
-    for group in filter(None, map(groups.section, groups.data) if groups else ()):
-        group.only(_GROUP)
-        if (weights := group.section("weights")) is not None:
-            weights.only(_WEIGHTS)
+    if section.get("quant_method") is None:
+        raise ConfigError(f"{section.where}: quant_method is missing")
+    section.refuse("quant_method", *_QUANTIZATION)
+    section.only(_QUANTIZATION[section.data["quant_method"]])
+    groups = section.section("config_groups")
+    if groups is None:
+        return
+    for name in groups.data:
+        group = groups.section(name)
+        if group is None:
+            continue
+        group.only(_QUANTIZATION_GROUP)
+        weights = group.section("weights")
+        if weights is not None:
+            weights.only(_QUANTIZED_WEIGHTS)
 
 
 def _architecture(fields: Fields, known: Mapping[str, str]) -> str:
-    """The model_type, by the architecture's name where that is given."""
+    """Return the model_type, from the architecture if the config names one.
+
+    Parameters
+    ----------
+    fields
+        Fields of the config.
+    known
+        model_type by name of the architecture.
+    """
     names = fields.get("architectures")
-    kind = fields.get("model_type")
-    if names is None and kind is None:
+    model_type = fields.get("model_type")
+    if names is None and model_type is None:
         raise ConfigError(f"{fields.where}: neither architectures nor model_type is given")
     if names is None:
         fields.refuse("model_type", *known.values())
-        return str(kind)
+        return str(model_type)
     if not isinstance(names, list) or len(names) != 1 or names[0] not in known:
         raise ConfigError(
             f"{fields.where}: architectures = {names!r} is not implemented ({' or '.join(known)})"
@@ -339,25 +421,21 @@ def _architecture(fields: Fields, known: Mapping[str, str]) -> str:
     return known[names[0]]
 
 
-def _decoder(fields: Fields, kind: str = "llama", windows: bool = False) -> dict[str, Any]:
-    """The fields every Llama-shaped decoder shares: the arguments of `LlamaConfig`; with `windows`
-    its caller has read what slides."""
-    fields.refuse("model_type", kind)
-    fields.refuse("hidden_act", "silu")
-    for switch in ("attention_bias", "mlp_bias", "use_qk_norm"):
-        fields.refuse(switch, False)
-    fields.refuse("pretraining_tp", 1)
-    _quantization(fields)
-    fields.refuse("partial_rotary_factor", 1, 1.0)
-    known = ["full_attention"]
-    if windows:
-        known.append("sliding_attention")
-    else:
-        fields.refuse("use_sliding_window", False)
-        fields.refuse("sliding_window")
-    kinds = fields.get("layer_types", [])
-    if not isinstance(kinds, list) or any(k not in known for k in kinds):
-        raise ConfigError(f"{fields.where}: layer_types = {kinds!r} is not implemented")
+def _decoder(
+    fields: Fields, model_type: str = "llama", has_windows: bool = False
+) -> dict[str, Any]:
+    """Return the arguments of `LlamaConfig`, which all decoders share.
+
+    Parameters
+    ----------
+    fields
+        Fields of the config.
+    model_type
+        Expected model_type.
+    has_windows
+        Whether the caller handles layers with sliding windows.
+    """
+    _refuse_unimplemented(fields, model_type, has_windows)
     hidden = fields.integer("hidden_size", low=1, high=MAX_WIDTH)
     heads = fields.integer("num_attention_heads", low=1, high=MAX_HEADS)
     kv_heads = fields.integer("num_key_value_heads", low=1, high=heads, default=heads)
@@ -373,7 +451,7 @@ def _decoder(fields: Fields, kind: str = "llama", windows: bool = False) -> dict
         )
     head_dim = fields.integer("head_dim", low=2, high=MAX_HEAD_DIM, default=hidden // heads)
     if head_dim % 2:
-        raise ConfigError(f"{fields.where}: head_dim {head_dim} is odd; rotary needs pairs")
+        raise ConfigError(f"{fields.where}: head_dim {head_dim} is odd, but RoPE rotates pairs")
     dtype = fields.get("dtype", fields.get("torch_dtype", "float32"))
     if dtype not in FLOATS:
         raise ConfigError(f"{fields.where}: dtype = {dtype!r} is not implemented {FLOATS}")
@@ -398,27 +476,48 @@ def _decoder(fields: Fields, kind: str = "llama", windows: bool = False) -> dict
     }
 
 
-def _feature_layers(fields: Fields) -> tuple[int, int, int] | None:
-    """Explicit feature layers as OUTPUT ids.
+def _refuse_unimplemented(fields: Fields, model_type: str, has_windows: bool) -> None:
+    """Refuse decoder options that graft does not implement."""
+    fields.refuse("model_type", model_type)
+    fields.refuse("hidden_act", "silu")
+    for switch in ("attention_bias", "mlp_bias", "use_qk_norm"):
+        fields.refuse(switch, False)
+    fields.refuse("pretraining_tp", 1)
+    _check_quantization(fields)
+    fields.refuse("partial_rotary_factor", 1, 1.0)
+    known = ["full_attention"]
+    if has_windows:
+        known.append("sliding_attention")
+    else:
+        fields.refuse("use_sliding_window", False)
+        fields.refuse("sliding_window")
+    layer_types = fields.get("layer_types", [])
+    if not isinstance(layer_types, list) or any(kind not in known for kind in layer_types):
+        raise ConfigError(f"{fields.where}: layer_types = {layer_types!r} is not implemented")
 
-    Two conventions are in use. Under ``eagle_config`` an id means the layer's output; on the top
-    level, in the speculators format and outside of it, boundaries are counted: id j is the input
-    of layer j, and j = n the output of the last layer.
+
+def _feature_layers(fields: Fields) -> tuple[int, int, int] | None:
+    """Return the feature layers that an EAGLE-3 config names, as layer ids.
+
+    There are two conventions. In ``eagle_config`` an id means the output of the layer. On the top
+    level, in the speculators format and elsewhere, boundaries are counted: id j is the input of
+    layer j, and j = n the output of the last layer.
     """
     name = "eagle_aux_hidden_state_layer_ids"
     nested = fields.section("eagle_config")
+    ids = None
     if nested is not None:
         nested.refuse("use_aux_hidden_state", True)
-    ids = nested.integers(name) if nested is not None else None
+        ids = nested.integers(name)
     if ids is None:
-        ids = fields.integers(name)
-        if ids is not None:
-            ids = tuple(i - 1 for i in ids)
+        boundaries = fields.integers(name)
+        if boundaries is not None:
+            ids = tuple(i - 1 for i in boundaries)
     if ids is None:
         return None
     if len(ids) != 3 or not 0 <= ids[0] < ids[1] < ids[2]:
         raise ConfigError(
-            f"{fields.where}: {name} gives layer outputs {list(ids)}; three ascending ids of "
-            "decoder layers are needed"
+            f"{fields.where}: {name} gives layer outputs {list(ids)}; expected three ascending ids "
+            "of decoder layers"
         )
     return ids[0], ids[1], ids[2]

@@ -1,4 +1,4 @@
-"""Rotary position embedding: frequencies, llama3 scaling, and the table that kernels read."""
+"""Rotary position embedding (RoPE): frequencies, llama3 scaling and the table for the kernels."""
 
 from __future__ import annotations
 
@@ -16,15 +16,19 @@ KINDS = ("default", "linear", "llama3")
 
 @dataclass(frozen=True)
 class Rope:
-    """Rotary embedding of a model (half-split pairs: dimension i turns with i + head_dim/2).
+    """Rotary embedding of a model. Dimension i is paired with i + head_dim / 2 (half-split).
 
     Attributes
     ----------
-    theta : base of the frequencies, ``theta ** (-2 i / head_dim)``.
-    kind : ``default``, ``linear`` (every frequency divided by `factor`) or ``llama3``.
-    factor, low, high, original : scaling of ``linear`` (factor only) and ``llama3``: wavelengths
-        under ``original / high`` stay, those over ``original / low`` are stretched by `factor`,
-        those between are interpolated.
+    theta
+        Base of the frequencies, ``theta ** (-2 i / head_dim)``.
+    kind
+        ``default``, ``linear`` (every frequency is divided by `factor`) or ``llama3``.
+    factor
+        Scaling factor of ``linear`` and ``llama3``.
+    low, high, original
+        Limits of ``llama3``: wavelengths below ``original / high`` are kept, those above
+        ``original / low`` are multiplied by `factor`, those between are interpolated.
     """
 
     theta: float = 10000.0
@@ -38,16 +42,21 @@ class Rope:
     def from_fields(fields: Fields) -> Rope:
         """Read ``rope_parameters``, or the older ``rope_theta`` with ``rope_scaling``.
 
-        Where both are given they must agree: libraries differ in which of them they read.
+        If both are given they must agree, because libraries differ in which of them they read.
+
+        Raises
+        ------
+        ConfigError
+            If the fields are invalid, disagree or are not implemented.
         """
-        new = fields.section("rope_parameters")
+        parameters = fields.section("rope_parameters")
         scaling = fields.section("rope_scaling")
-        if new is not None and scaling is not None and new.data != scaling.data:
+        if parameters is not None and scaling is not None and parameters.data != scaling.data:
             raise ConfigError(
-                f"{fields.where}: rope_parameters {new.data!r} and rope_scaling {scaling.data!r} "
-                "differ; leave one of them out"
+                f"{fields.where}: rope_parameters {parameters.data!r} and rope_scaling "
+                f"{scaling.data!r} differ; remove one of them"
             )
-        scaling = new or scaling
+        scaling = parameters or scaling
         theta = fields.number("rope_theta", default=10000.0, low=1.0)
         if scaling is None:
             return Rope(theta=theta)
@@ -75,25 +84,24 @@ class Rope:
         return Rope(theta, kind, factor, low, high, original)
 
     def frequencies(self, head_dim: int) -> np.ndarray:
-        """Inverse frequencies, float32 [head_dim // 2]."""
+        """Return the inverse frequencies, float32[head_dim // 2]."""
         exponent = np.arange(0, head_dim, 2, dtype=np.float64) / head_dim
         inverse = self.theta**-exponent
         if self.kind == "linear":
             inverse = inverse / self.factor
         elif self.kind == "llama3":
             wavelength = 2.0 * math.pi / inverse
-            # 0 where a wavelength is long (stretch it), 1 where it is short (keep it).
+            # 0 for long wavelengths, which are stretched; 1 for short ones, which are kept.
             keep = (self.original / wavelength - self.low) / (self.high - self.low)
             keep = np.clip(keep, 0.0, 1.0)
             inverse = (1.0 - keep) * inverse / self.factor + keep * inverse
         return inverse.astype(np.float32)
 
     def table(self, positions: int, head_dim: int) -> np.ndarray:
-        """Cosines then sines of every position, float32 [positions, head_dim].
+        """Return cosines, then sines, of every position, float32[positions, head_dim].
 
-        The angle is the float32 product of position and frequency, as models were trained
-        with; cosine and sine are then taken in float64 on the host, so that both devices
-        read the same bits.
+        The angle is the float32 product of position and frequency, as in training. Cosine and sine
+        are computed in float64 on the host, so that all devices read the same bits.
         """
         position = np.arange(positions, dtype=np.float32)
         angle = (position[:, None] * self.frequencies(head_dim)[None, :]).astype(np.float64)

@@ -1,4 +1,4 @@
-"""Which token, slot and position each row of a forward stands for."""
+"""Token, slot and position of each row of a forward pass."""
 
 from __future__ import annotations
 
@@ -11,45 +11,57 @@ from graft.sampling.checks import expect
 
 @dataclass(frozen=True)
 class Rows:
-    """Rows of a forward; device arrays, views allowed.
+    """Rows of a forward pass, as device arrays or views of them.
 
     A row with slot -1 or position -1 is padding: it writes no keys or values and its attention
-    output is zero. Its token must only be readable memory; any value is fine.
+    output is zero. Its token may have any value.
 
     Attributes
     ----------
-    token, slot, pos : int32[R].
-    tree : uint64[R], of rows that are drafts of a tree: those on the way to each and itself, bit
-        j - 1 for draft j. Draft j is cached j positions behind the tree's root, at whatever
-        position it stands. 0, and None for all rows: cached at its position.
-    run : every so many rows, from the first on, are mostly of one slot. Attention then reads a key
-        once for several rows; no bit depends on it.
+    token, slot, pos
+        int32[R].
+    ancestors
+        uint64[R], for rows that are drafts of a tree: bit mask of the drafts on the path from the
+        root to the row, including itself; bit j - 1 is draft j. Draft j is cached j positions
+        after the root of the tree, whatever its own position. 0, or None for all rows: the row is
+        cached at its position.
+    rows_per_slot
+        Length of the runs of consecutive rows that usually belong to one slot. Attention then
+        reads a key once for several rows. It affects no bits.
     """
 
     token: DeviceArray
     slot: DeviceArray
     pos: DeviceArray
-    tree: DeviceArray | None = None
-    run: int = 1
+    ancestors: DeviceArray | None = None
+    rows_per_slot: int = 1
 
     @property
     def count(self) -> int:
         """Number of rows R."""
         return self.token.shape[0]
 
-    def first(self, count: int, run: int = 1) -> Rows:
-        """The first rows, in runs of so many."""
-        tree = None if self.tree is None else self.tree[:count]
-        return Rows(self.token[:count], self.slot[:count], self.pos[:count], tree, run)
+    def first(self, count: int, rows_per_slot: int = 1) -> Rows:
+        """Return the first `count` rows as views."""
+        ancestors = None if self.ancestors is None else self.ancestors[:count]
+        return Rows(
+            self.token[:count], self.slot[:count], self.pos[:count], ancestors, rows_per_slot
+        )
 
     def check(self, limit: int) -> int:
-        """R, after checking shapes and dtypes. Raises ShapeError."""
+        """Check shapes and dtypes and return R.
+
+        Raises
+        ------
+        ShapeError
+            If an array does not fit, or R is not in 1..limit.
+        """
         for name in ("token", "slot", "pos"):
             expect(f"rows.{name}", getattr(self, name), "int32", R=self.count)
-        if self.tree is not None:
-            expect("rows.tree", self.tree, "uint64", R=self.count)
-        if self.run < 1:
-            raise ShapeError(f"rows.run is {self.run}, expected at least 1")
+        if self.ancestors is not None:
+            expect("rows.ancestors", self.ancestors, "uint64", R=self.count)
+        if self.rows_per_slot < 1:
+            raise ShapeError(f"rows.rows_per_slot is {self.rows_per_slot}, expected at least 1")
         if not 1 <= self.count <= limit:
             raise ShapeError(f"rows: R={self.count}, expected 1..max_rows={limit}")
         return self.count

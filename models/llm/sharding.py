@@ -1,16 +1,22 @@
-"""One model on several ranks: what each holds of a layer, and how rank 0 leads the others.
+"""Tensor parallelism: the shard of each rank, and rank 0, which drives the worker ranks.
 
-Rank 0 is the engine. Where its target's forward begins it sends the others which rows these are and
-the embedding of each; they run the same layers with their own heads and columns, and the partial
-products of attention and MLP are added up on every rank, in rank order. They see no grammar, mask
-or sample: what was verified comes as the rows of the next forward.
+Attention is split by KV heads and the MLP by columns, as in Megatron-LM: q, k, v, gate and up
+projections are column parallel, o and down projections are row parallel. Embedding, norms and LM
+head are not split.
+
+Rank 0 runs the engine. At the start of a target forward pass it sends the rows and their embeddings
+to the worker ranks (worker_rank.py), which run the same layers on their shards. The partial
+products of the row-parallel projections are gathered on every rank and added in rank order, an
+all-reduce whose bits are the same on all ranks. Workers see no grammar, mask or sample: the result
+of verification reaches them as the rows of the next forward pass.
 """
 
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass, replace
+from enum import IntEnum
 from itertools import accumulate, pairwise
 from pathlib import Path
 from typing import Any
@@ -29,153 +35,229 @@ from graft.models.errors import EngineError
 from graft.models.llm.checkpoint import Checkpoint
 from graft.models.llm.config import LlamaConfig
 from graft.models.llm.rows import Rows
-from graft.models.llm.weights import Matrix, ScaledMatrix, Weights
+from graft.models.llm.weights import Interleave, Matrix, ScaledMatrix, Weights
 
-#: What rank 0 says first, before numbers.
-CLOSE, END, BEGIN, FORWARD, COMPACT = range(5)
-#: Bytes of what another rank says when it has loaded its share, and seconds that it may take.
-ANSWER = 512
-LOAD_S = 900.0
-#: Columns of the MLP that stay together, of the first size that leaves each rank some.
-_UNITS = (128, 16, 1)
+
+class Command(IntEnum):
+    """First word of a message header from rank 0 to the worker ranks.
+
+    CLOSE ends the worker; UNLOAD releases its shard; LOAD loads another one (payload: JSON);
+    FORWARD and COMPACT run on the loaded shard (payload: device arrays).
+    """
+
+    CLOSE = 0
+    UNLOAD = 1
+    LOAD = 2
+    FORWARD = 3
+    COMPACT = 4
+
+
+#: Size of a worker's reply to LOAD, in bytes: an error message, or empty.
+REPLY_BYTES = 512
+#: Time limit of LOAD, in seconds.
+LOAD_TIMEOUT_S = 900.0
+#: MLP columns are dealt out in units of the first of these sizes that leaves every rank a unit.
+_COLUMN_UNITS = (128, 16, 1)
+_ROW_PARALLEL = ("o_proj.weight", "down_proj.weight")
 
 
 @dataclass(frozen=True)
 class Shard:
-    """What a rank holds of every layer: some key heads with their query heads, and some columns of
-    the MLP, each from the first to behind the last.
+    """The part of every decoder layer that one rank holds.
 
     Attributes
     ----------
-    own : the model's shape with these sizes.
+    config
+        Shape of the whole model.
+    kv_heads
+        Range [begin, end) of KV heads; their query heads belong to the same rank.
+    mlp_columns
+        Range [begin, end) of columns of the MLP.
     """
 
     config: LlamaConfig
-    keys: tuple[int, int]
-    inner: tuple[int, int]
+    kv_heads: tuple[int, int]
+    mlp_columns: tuple[int, int]
 
     @staticmethod
     def of(config: LlamaConfig, rank: int, size: int) -> Shard:
-        """Of so many ranks. Raises OptionError where there are more than there is to share."""
-        keys = config.num_key_value_heads
-        inner = config.intermediate_size
-        if size > min(keys, inner):
+        """Return the shard of a rank.
+
+        Parameters
+        ----------
+        config
+            Shape of the whole model.
+        rank, size
+            Rank, and number of ranks.
+
+        Raises
+        ------
+        OptionError
+            If there are more ranks than KV heads or MLP columns.
+        """
+        kv_heads = config.num_key_value_heads
+        columns = config.intermediate_size
+        if size > min(kv_heads, columns):
             raise OptionError(
-                f"{size} ranks are too many for a model of {keys} key heads and an MLP of {inner} "
-                "columns: each holds at least one of both"
+                f"{size} ranks are too many for a model with {kv_heads} KV heads and {columns} MLP "
+                "columns: each rank needs at least one of both"
             )
-        unit = next(u for u in _UNITS if inner % u == 0 and inner // u >= size)
-        first, last = _cut(inner // unit, rank, size)
-        return Shard(config, _cut(keys, rank, size), (first * unit, last * unit))
+        unit = next(u for u in _COLUMN_UNITS if columns % u == 0 and columns // u >= size)
+        begin, end = _split_evenly(columns // unit, rank, size)
+        return Shard(config, _split_evenly(kv_heads, rank, size), (begin * unit, end * unit))
 
     @property
-    def own(self) -> LlamaConfig:
+    def local_config(self) -> LlamaConfig:
+        """Shape of the model with the head and column counts of this rank."""
         config = self.config
-        keys = self.keys[1] - self.keys[0]
+        kv_heads = self.kv_heads[1] - self.kv_heads[0]
         group = config.num_attention_heads // config.num_key_value_heads
         return replace(
             config,
-            num_attention_heads=keys * group,
-            num_key_value_heads=keys,
-            intermediate_size=self.inner[1] - self.inner[0],
+            num_attention_heads=kv_heads * group,
+            num_key_value_heads=kv_heads,
+            intermediate_size=self.mlp_columns[1] - self.mlp_columns[0],
         )
 
     def slices(self) -> dict[str, tuple[slice, slice]]:
-        """Rows and columns of each matrix of a layer."""
-        dim = self.config.head_dim
+        """Return the rows and columns of each matrix of a layer that belong to this rank."""
         config = self.config
-        whole = slice(None)
+        dim = config.head_dim
         group = config.num_attention_heads // config.num_key_value_heads
-        queries, keys, inner = (
-            slice(*(n * size for n in ends))
-            for ends, size in ((self.keys, group * dim), (self.keys, dim), (self.inner, 1))
-        )
+        begin, end = self.kv_heads
+        queries = slice(begin * group * dim, end * group * dim)
+        keys = slice(begin * dim, end * dim)
+        mlp = slice(*self.mlp_columns)
+        everything = slice(None)
         return {
-            "q_proj": (queries, whole),
-            "k_proj": (keys, whole),
-            "v_proj": (keys, whole),
-            "o_proj": (whole, queries),
-            "gate_proj": (inner, whole),
-            "up_proj": (inner, whole),
-            "down_proj": (whole, inner),
+            "q_proj": (queries, everything),
+            "k_proj": (keys, everything),
+            "v_proj": (keys, everything),
+            "o_proj": (everything, queries),
+            "gate_proj": (mlp, everything),
+            "up_proj": (mlp, everything),
+            "down_proj": (everything, mlp),
         }
 
 
-def _cut(count: int, rank: int, size: int) -> tuple[int, int]:
-    """Of `count` things those of a rank; the first ranks have one more where it does not divide."""
-    each, more = divmod(count, size)
-    first = rank * each + min(rank, more)
-    return first, first + each + (rank < more)
+def _split_evenly(count: int, rank: int, size: int) -> tuple[int, int]:
+    """Return the range of `count` items that a rank gets; the first ranks get one more."""
+    each, remainder = divmod(count, size)
+    begin = rank * each + min(rank, remainder)
+    end = begin + each + (rank < remainder)
+    return begin, end
 
 
 class ShardedWeights(Weights):
-    """The matrices of layers by `Share`, everything else whole."""
+    """Uploads the shard of every layer matrix, and all other tensors completely.
+
+    Parameters
+    ----------
+    device, checkpoint, weights
+        As in `Weights`.
+    shard
+        Shard of this rank.
+    all_gather
+        Gathers the partial products of row-parallel projections.
+    """
 
     def __init__(
-        self, device: Device, checkpoint: Checkpoint, weights: str, share: Shard, sums: AllGather
+        self,
+        device: Device,
+        checkpoint: Checkpoint,
+        weights: str,
+        shard: Shard,
+        all_gather: AllGather,
     ) -> None:
         super().__init__(device, checkpoint, weights)
-        self._slices = share.slices()
-        self._sums = sums
+        self._slices = shard.slices()
+        self._all_gather = all_gather
 
     def stacked(
         self,
         parts: dict[str, int],
         columns: int,
-        woven: Callable[[str, int, int], int] | None = None,
+        interleave: Interleave | None = None,
     ) -> Matrix:
-        made = super().stacked(parts, columns, woven)
-        halved = any(name.endswith(("o_proj.weight", "down_proj.weight")) for name in parts)
-        if halved:
-            made = replace(
-                made if isinstance(made, ScaledMatrix) else ScaledMatrix(made), sums=self._sums
-            )
-        return made
+        matrix = super().stacked(parts, columns, interleave)
+        if not any(name.endswith(_ROW_PARALLEL) for name in parts):
+            return matrix
+        if not isinstance(matrix, ScaledMatrix):
+            matrix = ScaledMatrix(matrix)
+        return replace(matrix, all_gather=self._all_gather)
 
     def _rows(self, name: str, rows: int, columns: int) -> tuple[np.ndarray, str, np.ndarray]:
         array, dtype, scale = super()._rows(name, rows, columns)
-        own, across = self._slices[name.split(".")[-2]]
-        return array[own, across], dtype, scale[own]
+        own_rows, own_columns = self._slices[name.split(".")[-2]]
+        return array[own_rows, own_columns], dtype, scale[own_rows]
 
 
-def make_sums(device: Device, ranks: RankGroup, most: int) -> AllGather:
-    """How partial products of at most so many elements come to all ranks. Raises OptionError where
-    the device is CUDA's and nccl4py is missing."""
+def make_all_gather(device: Device, ranks: RankGroup, max_elements: int) -> AllGather:
+    """Create the all-gather of partial products with at most `max_elements` elements.
+
+    It uses NCCL on CUDA devices and MPI on the soft device.
+
+    Raises
+    ------
+    OptionError
+        If the device is a CUDA device and nccl4py is not installed.
+    """
     kind = NcclAllGather if device.kind == "cuda" else MpiAllGather
-    return kind(device, ranks, most)
+    return kind(device, ranks, max_elements)
 
 
-def split(words: PinnedArray, arrays: Sequence[DeviceArray]) -> list[PinnedArray]:
-    """Where each array stands in the int32 words that follow a head."""
+def split_payload(words: PinnedArray, arrays: Sequence[DeviceArray]) -> list[PinnedArray]:
+    """Return the view of each array in the int32 payload that follows a header."""
     ends = list(accumulate((array.nbytes // 4 for array in arrays), initial=0))
     return [words.view(begin, (end - begin,)) for begin, end in pairwise(ends)]
 
 
 class TensorParallelLeader:
-    """Rank 0 of several, for one engine.
+    """Rank 0 of a tensor-parallel group, for one engine.
+
+    Attributes
+    ----------
+    ranks
+        The group.
+    shard
+        Shard of rank 0.
+    all_gather
+        Gathers the partial products of row-parallel projections.
 
     Raises
     ------
     OptionError
-        The model cannot be shared by so many ranks, or this is not rank 0.
+        If the model cannot be split over so many ranks, or this is not rank 0.
     """
 
     def __init__(
         self, device: Device, ranks: RankGroup, config: LlamaConfig, max_rows: int
     ) -> None:
         if ranks.rank:
-            raise OptionError(f"rank {ranks.rank} has no engine: it follows rank 0 by follow()")
+            raise OptionError(
+                f"rank {ranks.rank} cannot create an engine: call run_worker() on all ranks but 0"
+            )
         self.ranks = ranks
-        self.share = Shard.of(config, 0, ranks.size)
+        self.shard = Shard.of(config, 0, ranks.size)
+        self.all_gather = make_all_gather(device, ranks, max_rows * config.hidden_size)
         self._device = device
         self._max_rows = max_rows
-        self.sums = make_sums(device, ranks, max_rows * config.hidden_size)
-        self._heads = dict[tuple[int, ...], np.ndarray]()
-        self._words = device.pinned((1,), "int32")
+        self._headers: dict[tuple[int, ...], np.ndarray] = {}
+        self._payload = device.pinned((1,), "int32")
 
-    def begin(self, model: Path, kv: PagedKV, **options: Any) -> None:
-        """Let the others load their shares; `options` are what else a `Follower` must know."""
-        shape = {
+    def load_workers(self, model: Path, kv: PagedKV, **options: Any) -> None:
+        """Let the worker ranks start to load their shards.
+
+        Parameters
+        ----------
+        model
+            Folder of the target, at the same path on every rank.
+        kv
+            KV cache of rank 0.
+        **options
+            Further arguments of `TensorParallelWorker`.
+        """
+        kv_shape = {
             "layers": kv.layers,
             "pages": kv.scratch_page,
             "page_size": kv.page_size,
@@ -184,69 +266,92 @@ class TensorParallelLeader:
             "slots": kv.slots,
             "max_pages_per_slot": kv.max_pages,
         }
-        said = {
+        arguments = {
             "model": str(model.resolve()),
-            "config": str(asdict(self.share.config)),
-            "kv": shape,
+            "config": str(asdict(self.shard.config)),
+            "kv": kv_shape,
             "device": self._device.kind,
             "ordinal": self._device.ordinal,
             "max_rows": self._max_rows,
             **options,
         }
-        text = np.frombuffer(json.dumps(said).encode(), np.uint8)
-        self.ranks.send(self.ranks.peers, self._head(BEGIN, len(text)), text)
+        text = np.frombuffer(json.dumps(arguments).encode(), np.uint8)
+        self.ranks.send(self.ranks.peers, self._header(Command.LOAD, len(text)), text)
 
-    def wait(self) -> None:
-        """Wait until every rank has loaded its share. Raises EngineError with what one says."""
+    def wait_for_workers(self) -> None:
+        """Wait until every worker rank has loaded its shard.
+
+        Raises
+        ------
+        EngineError
+            With the message of a worker that failed.
+        """
         for rank in self.ranks.peers:
-            answer = np.zeros(ANSWER, np.uint8)
-            self.ranks.receive(rank, answer, timeout_s=LOAD_S)
-            if said := answer.tobytes().rstrip(b"\0").decode(errors="replace"):
-                raise EngineError(f"rank {rank}: {said}")
-        self.sums.connect()
+            reply = np.zeros(REPLY_BYTES, np.uint8)
+            self.ranks.receive(rank, reply, timeout_s=LOAD_TIMEOUT_S)
+            error = reply.tobytes().rstrip(b"\0").decode(errors="replace")
+            if error:
+                raise EngineError(f"rank {rank}: {error}")
+        self.all_gather.connect()
 
-    def forward(self, lane: Lane, rows: Rows, stream: DeviceArray, kv: PagedKV) -> None:
-        """Let the others run these rows: their embeddings, before the first layer."""
-        tree = () if rows.tree is None else (rows.tree,)
-        self._say(
-            lane,
-            (FORWARD, rows.count, rows.run, len(tree)),
-            rows.slot,
-            rows.pos,
-            kv.page_table,
-            stream,
-            *tree,
-        )
+    def forward(self, lane: Lane, rows: Rows, embeddings: DeviceArray, kv: PagedKV) -> None:
+        """Let the worker ranks run their layers over `rows`.
+
+        Call it before the first layer of rank 0.
+
+        Parameters
+        ----------
+        lane
+            Lane of the forward pass.
+        rows
+            Rows of the forward pass.
+        embeddings
+            float32[R, hidden].
+        kv
+            KV cache of rank 0, whose page table the workers use.
+        """
+        ancestors = () if rows.ancestors is None else (rows.ancestors,)
+        header = (Command.FORWARD, rows.count, rows.rows_per_slot, len(ancestors))
+        arrays = (rows.slot, rows.pos, kv.page_table, embeddings, *ancestors)
+        self._send(lane, header, arrays)
 
     def compact(self, lane: Lane, row_slot: DeviceArray, result: DeviceArray) -> None:
-        """Let the others compact their caches, see `Layers.compact`."""
-        self._say(lane, (COMPACT, *result.shape), row_slot, result)
+        """Let the worker ranks compact their KV caches, see `ModelKernels.compact`."""
+        self._send(lane, (Command.COMPACT, *result.shape), (row_slot, result))
 
-    def end(self) -> None:
-        """Let the others drop their shares, unless they have failed."""
+    def release_workers(self) -> None:
+        """Let the worker ranks release their shards, unless the group has failed."""
         if self.ranks.failure is None:
-            self.ranks.send(self.ranks.peers, self._head(END))
+            self.ranks.send(self.ranks.peers, self._header(Command.UNLOAD))
             self.ranks.release_buffers()
 
-    def _say(self, lane: Lane, head: tuple[int, ...], *arrays: DeviceArray) -> None:
-        """Send a head, whether the others will be told the same again, and arrays."""
-        count = sum(array.nbytes for array in arrays) // 4
-        if count > self._words.shape[0]:
-            self._words = self._device.pinned((count,), "int32")
-            self.ranks.keep_alive(self._words)
-        words = self._words.view(0, (count,))
-        for part, array in zip(split(words, arrays), arrays, strict=True):
-            lane.copy(part, array, name="rows")
-        first = self._head(
-            *head, *(0,) * (HEADER_WORDS - 1 - len(head)), isinstance(lane, GraphLane)
-        )
-        sent = [(rank, buffer) for rank in self.ranks.peers for buffer in (first, words)]
-        self.ranks.exchange(lane, sent, name="rows to ranks")
+    def _send(self, lane: Lane, header: tuple[int, ...], arrays: tuple[DeviceArray, ...]) -> None:
+        """Send a header and device arrays.
 
-    def _head(self, *numbers: int) -> np.ndarray:
-        """The same array for the same numbers: a message may still be sent from it."""
-        if numbers not in self._heads:
-            padded = (*numbers, *(0,) * (HEADER_WORDS - len(numbers)))
-            self._heads[numbers] = np.array(padded, np.int64)
-            self.ranks.keep_alive(self._heads[numbers])
-        return self._heads[numbers]
+        The last word of the header is 1 on a graph lane: the same message then comes with every
+        replay, and the worker builds a graph for it too.
+        """
+        count = sum(array.nbytes for array in arrays) // 4
+        if count > self._payload.shape[0]:
+            self._payload = self._device.pinned((count,), "int32")
+            self.ranks.keep_alive(self._payload)
+        payload = self._payload.view(0, (count,))
+        for view, array in zip(split_payload(payload, arrays), arrays, strict=True):
+            lane.copy(view, array, name="rows")
+        padding = (0,) * (HEADER_WORDS - 1 - len(header))
+        message = self._header(*header, *padding, isinstance(lane, GraphLane))
+        sends = []
+        for rank in self.ranks.peers:
+            sends += [(rank, message), (rank, payload)]
+        self.ranks.exchange(lane, sends, name="rows to ranks")
+
+    def _header(self, *words: int) -> np.ndarray:
+        """Return the header array of these words.
+
+        Equal headers share an array that is never changed, because a send of it may be pending.
+        """
+        if words not in self._headers:
+            padded = (*words, *(0,) * (HEADER_WORDS - len(words)))
+            self._headers[words] = np.array(padded, np.int64)
+            self.ranks.keep_alive(self._headers[words])
+        return self._headers[words]

@@ -1,4 +1,4 @@
-"""Moving checkpoint tensors to the device, and a strict account of what was used."""
+"""Upload of checkpoint tensors to the device, with a strict account of the tensors used."""
 
 from __future__ import annotations
 
@@ -14,25 +14,33 @@ from graft.cudagraph.ranks import AllGather
 from graft.models.errors import CheckpointError
 from graft.models.llm.checkpoint import FLOATS, Checkpoint
 
-#: How matrices of decoder layers lie on the device: as stored, or all as E4M3.
+#: Storage of decoder layer matrices on the device: as in the checkpoint, or quantised to E4M3.
 WEIGHTS = ("checkpoint", "fp8")
-_LARGEST = np.float32(448)
-_TINY = np.float32(2.0**-126)
+_E4M3_MAX = np.float32(448)
+_SMALLEST_NORMAL = np.float32(2.0**-126)
+
+#: Takes dtype, rows and columns of a stacked matrix; returns the rows per interleaved group, or 0.
+Interleave = Callable[[str, int, int], int]
 
 
 @dataclass(frozen=True)
 class ScaledMatrix:
-    """A matrix [rows, columns], and what goes with it.
+    """A weight matrix [rows, columns] with row scales, or a row-parallel shard of one.
 
     Attributes
     ----------
-    scale : float32[rows], by which the rows are multiplied.
-    sums : by which products with all ranks' columns are added up, where others hold the others.
+    values
+        [rows, columns] as stored.
+    scale
+        float32[rows], multiplied with the rows; None for 1.
+    all_gather
+        For a row-parallel shard, which has some of the columns: gathers the partial products of
+        all ranks. None for a matrix that a rank holds completely.
     """
 
     values: DeviceArray
     scale: DeviceArray | None = None
-    sums: AllGather | None = None
+    all_gather: AllGather | None = None
 
     @property
     def dtype(self) -> str:
@@ -44,19 +52,24 @@ class ScaledMatrix:
 
     def __getitem__(self, rows: slice) -> ScaledMatrix:
         scale = None if self.scale is None else self.scale[rows]
-        return ScaledMatrix(self.values[rows], scale, self.sums)
+        return ScaledMatrix(self.values[rows], scale, self.all_gather)
 
 
 Matrix = DeviceArray | ScaledMatrix
 
 
 class Weights:
-    """Uploads tensors of one checkpoint and remembers their names.
+    """Uploads the tensors of one checkpoint and records which ones were used.
 
     Parameters
     ----------
-    weights : of `WEIGHTS`. "fp8" rounds the rows of stacked matrices to E4M3, each by a scale that
-        takes its largest value to the largest of E4M3.
+    device
+        Device that receives the tensors.
+    checkpoint
+        Source of the tensors.
+    weights
+        One of `WEIGHTS`. "fp8" quantises the rows of stacked matrices to E4M3, each with a scale
+        that maps its largest magnitude to the largest E4M3 value.
     """
 
     def __init__(self, device: Device, checkpoint: Checkpoint, weights: str = "checkpoint") -> None:
@@ -68,13 +81,13 @@ class Weights:
     def read(
         self, name: str, shape: tuple[int, ...] | None, dtypes: tuple[str, ...] = FLOATS
     ) -> tuple[np.ndarray, str]:
-        """One floating-point tensor on the host, as stored."""
+        """Return a floating-point tensor on the host, as stored, and its dtype."""
         array = self.checkpoint.get(name, shape, dtypes)
         self._used.add(name)
         return array
 
     def matrix(self, name: str, rows: int, columns: int) -> DeviceArray:
-        """[rows, columns] in its stored dtype."""
+        """Upload a matrix [rows, columns] in its stored dtype."""
         array, dtype = self.read(name, (rows, columns))
         return self.device.from_host(np.ascontiguousarray(array), dtype)
 
@@ -82,49 +95,65 @@ class Weights:
         self,
         parts: dict[str, int],
         columns: int,
-        woven: Callable[[str, int, int], int] | None = None,
+        interleave: Interleave | None = None,
     ) -> Matrix:
-        """Several [rows, columns] matrices of one dtype below each other; `parts` = name: rows.
+        """Upload matrices [rows, columns] of one dtype, concatenated along the rows.
 
-        With `woven`, which says of how many rows groups of this dtype and shape are, the halves of
-        each group lie by turns, eight rows of one and eight of the other; 0: they do not. Those of
-        E4M3 have the scales of their rows.
+        Parameters
+        ----------
+        parts
+            Number of rows of each tensor, by name.
+        columns
+            Number of columns of all tensors.
+        interleave
+            Returns the group size for the dtype and shape of the result. The two halves of every
+            group are then interleaved in blocks of 8 rows, as the fused kernels read them. 0
+            keeps the order.
+
+        Returns
+        -------
+        Matrix
+            A `ScaledMatrix` with row scales if the dtype is E4M3, else a plain array.
         """
         arrays = [self._rows(name, rows, columns) for name, rows in parts.items()]
-        first = arrays[0][1]
+        first_dtype = arrays[0][1]
         for name, (_, dtype, _) in zip(parts, arrays, strict=True):
-            if dtype != first:
+            if dtype != first_dtype:
                 raise CheckpointError(
                     f"{self.checkpoint.path}: {name} is {dtype} but {next(iter(parts))} is "
-                    f"{first}; matrices that act together must share a dtype"
+                    f"{first_dtype}; matrices that are stacked must have the same dtype"
                 )
         stack = np.concatenate([array for array, _, _ in arrays])
         scale = np.concatenate([scale for *_, scale in arrays])
-        if woven is not None and (group := woven(first, *stack.shape)):
+        group = interleave(first_dtype, *stack.shape) if interleave is not None else 0
+        if group:
             order = np.arange(len(stack)).reshape(-1, 2, group // 16, 8).swapaxes(1, 2).ravel()
             stack = stack[order]
             scale = scale[order]
-        values = self.device.from_host(stack, first)
-        return ScaledMatrix(values, self.device.from_host(scale)) if first == E4M3 else values
+        values = self.device.from_host(stack, first_dtype)
+        if first_dtype != E4M3:
+            return values
+        return ScaledMatrix(values, self.device.from_host(scale))
 
     def _rows(self, name: str, rows: int, columns: int) -> tuple[np.ndarray, str, np.ndarray]:
-        """A matrix, its dtype, and the float32 scales of its rows, of 1 where it has none."""
+        """Return a matrix, its dtype and its row scales, float32[rows] (1 if it has none)."""
         array, dtype = self.read(name, (rows, columns), (*FLOATS, E4M3))
         if dtype == E4M3:
             if (array & 0x7F == 0x7F).any():
-                raise CheckpointError(f"{self.checkpoint.path}: {name} holds NaN")
+                raise CheckpointError(f"{self.checkpoint.path}: {name} contains NaN")
             return array, dtype, self._scale(f"{name}_scale", rows)
         if not self._fp8:
             return array, dtype, np.ones(rows, np.float32)
         values = to_float32(array, dtype)
         largest = np.abs(values).max(1)
         if not np.isfinite(largest).all():
-            raise CheckpointError(f"{self.checkpoint.path}: {name} holds what is not finite")
-        scale = np.where(largest > 0, np.maximum(largest / _LARGEST, _TINY), np.float32(1))
+            raise CheckpointError(f"{self.checkpoint.path}: {name} contains infinity or NaN")
+        scale = np.maximum(largest / _E4M3_MAX, _SMALLEST_NORMAL)
+        scale = np.where(largest > 0, scale, np.float32(1))
         return from_float32(values / scale[:, None], E4M3), E4M3, scale
 
     def _scale(self, name: str, rows: int) -> np.ndarray:
-        """One for each of so many rows, or one for all."""
+        """Return float32[rows] from a tensor with one scale per row or one scale for all."""
         array, dtype = self.read(name, None)
         if array.shape not in ((), (1,), (rows,), (rows, 1)):
             raise CheckpointError(
@@ -133,31 +162,42 @@ class Weights:
             )
         scale = to_float32(array, dtype).reshape(-1)
         if not (np.isfinite(scale) & (scale >= 0)).all():
-            raise CheckpointError(f"{self.checkpoint.path}: {name} holds what is no scale")
+            raise CheckpointError(
+                f"{self.checkpoint.path}: {name} contains negative or non-finite scales"
+            )
         return np.broadcast_to(scale, rows)
 
     def vector(self, name: str, *shape: int) -> DeviceArray:
-        """As float32."""
+        """Upload a tensor as float32."""
         array, dtype = self.read(name, shape)
         return self.device.from_host(to_float32(np.ascontiguousarray(array), dtype))
 
     def finish(self, ignored: tuple[str, ...] = ()) -> None:
-        """Raise CheckpointError when tensors are left over that no part of the model took.
+        """Check that all tensors of the checkpoint were used.
 
-        A leftover (a bias, a second layer) means that the model is not the one its config
-        describes, and its output would be silently wrong. Names that start or end with an
-        entry of `ignored` are allowed, and scales of static inputs of 8 bits: inputs here have
-        more.
+        An unused tensor (a bias, a second layer) means that the model is not the one its config
+        describes, and its output would be silently wrong. Scales of statically quantised inputs
+        are allowed, because inputs are not quantised here.
+
+        Parameters
+        ----------
+        ignored
+            Prefixes and suffixes of names that need not be used.
+
+        Raises
+        ------
+        CheckpointError
+            If a tensor is unused.
         """
         ignored += (".input_scale",)
-        left = [
+        unused = [
             name
             for name in self.checkpoint.names
             if name not in self._used
-            and not any(name.startswith(i) or name.endswith(i) for i in ignored)
+            and not any(name.startswith(part) or name.endswith(part) for part in ignored)
         ]
-        if left:
+        if unused:
             raise CheckpointError(
-                f"{self.checkpoint.path}: {len(left)} tensors belong to no part of this model, "
-                f"first {left[0]}"
+                f"{self.checkpoint.path}: {len(unused)} tensors are not part of this model, "
+                f"first {unused[0]}"
             )

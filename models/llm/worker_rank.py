@@ -1,10 +1,10 @@
-"""What the ranks other than 0 do: hold their share of the target and run its layers when told."""
+"""Worker ranks of tensor parallelism: every rank but 0 holds a shard of the target and runs it."""
 
 from __future__ import annotations
 
 import json
 from collections.abc import Callable
-from dataclasses import asdict, replace
+from dataclasses import asdict, dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -22,83 +22,117 @@ from graft.models.cache.kv import PagedKV
 from graft.models.errors import ConfigError
 from graft.models.llm.checkpoint import Checkpoint
 from graft.models.llm.config import LlamaConfig
-from graft.models.llm.layers import Layers
-from graft.models.llm.llama import DecoderLayer, Scratch, run_layers
+from graft.models.llm.kernel_library import ModelKernels
 from graft.models.llm.rows import Rows
 from graft.models.llm.sharding import (
-    ANSWER,
-    BEGIN,
-    CLOSE,
-    COMPACT,
-    END,
+    REPLY_BYTES,
+    Command,
     Shard,
     ShardedWeights,
-    make_sums,
-    split,
+    make_all_gather,
+    split_payload,
 )
+from graft.models.llm.stack import DecoderLayer, DecoderStack
 
 
-def follow(ranks: RankGroup) -> None:
-    """Follow the engines of rank 0, one after another, until rank 0 is over.
+def run_worker(ranks: RankGroup) -> None:
+    """Serve the engines of rank 0, one after another, until rank 0 closes the group.
 
     Raises
     ------
     DeadlineError, HostWorkError
-        Another rank was late or is gone. Whatever is raised, all processes end with this one.
+        If another rank was late or has ended. Any error ends all processes of the group.
     DeviceError
-        The device of this one failed.
+        If the device of this rank failed.
     """
-    head = np.zeros(HEADER_WORDS, np.int64)
-    follower = None
+    header = np.zeros(HEADER_WORDS, np.int64)
+    worker = None
     try:
         while True:
-            ranks.receive(0, head)
-            if head[0] in (CLOSE, END, BEGIN):
-                follower = None
-            if head[0] == CLOSE:
+            ranks.receive(0, header)
+            command = int(header[0])
+            if command in (Command.CLOSE, Command.UNLOAD, Command.LOAD):
+                worker = None
+            if command == Command.CLOSE:
                 return
-            if head[0] == BEGIN:
-                follower = _begin(ranks, int(head[1]))
-            elif follower is not None:
-                follower.run(tuple(int(n) for n in head))
+            if command == Command.LOAD:
+                worker = _load(ranks, int(header[1]))
+            elif worker is not None:
+                worker.run(tuple(int(word) for word in header))
     except BaseException:
         ranks.abort_on_close()
         raise
 
 
-def _begin(ranks: RankGroup, size: int) -> TensorParallelWorker | None:
-    """Load what an engine asks for, and answer; None where that failed."""
+def _load(ranks: RankGroup, size: int) -> TensorParallelWorker | None:
+    """Load the shard that rank 0 asks for and reply; return None if loading failed."""
     text = np.zeros(size, np.uint8)
-    answer = np.zeros(ANSWER, np.uint8)
+    reply = np.zeros(REPLY_BYTES, np.uint8)
     ranks.receive(0, text, timeout_s=ranks.deadline_s)
-    made = None
-    said = b""
+    worker = None
+    message = b""
     try:
-        made = TensorParallelWorker(ranks, **json.loads(text.tobytes()))
+        worker = TensorParallelWorker(ranks, **json.loads(text.tobytes()))
     except GraftError as error:
-        said = str(error).encode()[:ANSWER]
-    answer[: len(said)] = np.frombuffer(said, np.uint8)
-    ranks.send([0], answer)
-    if made is not None:
-        made.sums.connect()
-    return made
+        message = str(error).encode()[:REPLY_BYTES]
+    reply[: len(message)] = np.frombuffer(message, np.uint8)
+    ranks.send([0], reply)
+    if worker is not None:
+        worker.all_gather.connect()
+    return worker
+
+
+@dataclass(frozen=True)
+class _Task:
+    """Work of one message.
+
+    Attributes
+    ----------
+    arrays
+        Device arrays that the payload is copied to.
+    launch
+        Adds the work to a lane.
+    """
+
+    arrays: list[DeviceArray]
+    launch: Callable[[Lane], None]
+
+    @property
+    def words(self) -> int:
+        """Size of the payload, in int32 words."""
+        return sum(array.nbytes for array in self.arrays) // 4
+
+    def add(self, lane: Lane, payload: PinnedArray) -> None:
+        """Add the copies of the payload and the work to a lane."""
+        for array, view in zip(self.arrays, split_payload(payload, self.arrays), strict=True):
+            lane.copy(array, view, name="rows")
+        self.launch(lane)
 
 
 class TensorParallelWorker:
-    """A rank's share of one engine's target.
+    """The shard of one engine's target on a worker rank.
 
     Parameters
     ----------
-    model : the target's folder, which is called so for every rank.
-    config : the model's, in words; it must be the same here.
-    kv : shape of the cache of whole layers, see `PagedKV`.
-    device, ordinal : which kind, and which one rank 0 has; on CUDA this rank has one behind.
-    max_rows, activations, weights : see `LlamaModel`.
+    ranks
+        The tensor-parallel group.
+    model
+        Folder of the target, at the same path on every rank.
+    config
+        Rank 0's model config as text; it must equal the config in `model`.
+    kv
+        Arguments of `PagedKV`, except the number of KV heads, which depends on the shard.
+    device
+        Kind of rank 0's device.
+    ordinal
+        Ordinal of rank 0's device. On CUDA rank r uses device ``ordinal + r``.
+    max_rows, activations, weights
+        As in `LlamaModel`.
 
     Raises
     ------
     GraftError
-        The model is not the same, or cannot be loaded.
+        If the model differs from rank 0's or cannot be loaded.
     """
 
     def __init__(
@@ -117,96 +151,96 @@ class TensorParallelWorker:
         folder = Path(model)
         whole = LlamaConfig.from_dir(folder)
         if str(asdict(whole)) != config:
-            raise ConfigError(f"{folder}: its config is another one than rank 0's")
-        self._device = open_device(device, ordinal + ranks.rank if device == "cuda" else ordinal)
+            raise ConfigError(f"{folder}: config.json differs from that of rank 0")
+        if device == "cuda":
+            ordinal += ranks.rank
+        self._device = open_device(device, ordinal)
         self._ranks = ranks
         hidden = whole.hidden_size
-        share = Shard.of(whole, ranks.rank, ranks.size)
-        self._config = own = share.own
-        self._kv = PagedKV(self._device, **{**kv, "kv_heads": own.num_key_value_heads})
-        self._layers = Layers(self._device, activations=activations)
-        self.sums = sums = make_sums(self._device, ranks, max_rows * hidden)
-        tensors = ShardedWeights(self._device, Checkpoint(folder), weights, share, sums)
-        self._decoder = [
-            DecoderLayer.load(tensors, f"model.layers.{i}", whole, hidden, self._layers)
+        shard = Shard.of(whole, ranks.rank, ranks.size)
+        local = shard.local_config
+        cache = PagedKV(self._device, **{**kv, "kv_heads": local.num_key_value_heads})
+        kernels = ModelKernels(self._device, activations=activations)
+        self.all_gather = make_all_gather(self._device, ranks, max_rows * hidden)
+        tensors = ShardedWeights(self._device, Checkpoint(folder), weights, shard, self.all_gather)
+        layers = [
+            DecoderLayer.load(tensors, f"model.layers.{i}", whole, hidden, kernels)
             for i in range(whole.num_hidden_layers)
         ]
-        self._turn = self._device.from_host(whole.rope.table(self._kv.positions, whole.head_dim))
-        self._scratch = Scratch(self._layers, own, max_rows, hidden)
-        self._layers.attention_parts(max_rows, own.num_attention_heads, self._kv)
-        slot, pos = (self._device.zeros((max_rows,), "int32") for _ in range(2))
+        self._stack = DecoderStack(kernels, local, layers, cache, max_rows=max_rows)
+        self._stack.reserve_attention(max_rows)
+        slot = self._device.zeros((max_rows,), "int32")
+        pos = self._device.zeros((max_rows,), "int32")
+        # The embeddings come from rank 0, so the token ids are not read: `pos` stands in for them.
         self._rows = Rows(pos, slot, pos, self._device.zeros((max_rows,), "uint64"))
-        self._words = self._pinned(1)
-        self._kept: dict[tuple[int, ...], tuple[PinnedArray, GraphExec]] = {}
-        self._stream = self._device.stream("follower")
+        self._payload = self._pinned(1)
+        self._graphs: dict[tuple[int, ...], tuple[PinnedArray, GraphExec]] = {}
+        self._stream = self._device.stream("tensor parallel worker")
 
-    def run(self, head: tuple[int, ...]) -> None:
-        """Receive what follows a head, and do what it says: again in a graph, or on the stream."""
-        kind, *numbers, again = head
-        if head in self._kept:
-            words, graph = self._kept[head]
-        else:
-            arrays, work = (self._compact if kind == COMPACT else self._forward)(*numbers)
-            count = sum(array.nbytes for array in arrays) // 4
-            if again:
-                words = self._pinned(count)
-                made = Graph(self._device, f"share of {numbers}")
-                self._add(made.lane("model"), words, arrays, work)
-                graph = made.instantiate()
-                self._kept[head] = words, graph
-            else:
-                if count > self._words.shape[0]:
-                    self._words = self._pinned(count)
-                words = self._words.view(0, (count,))
-        self._ranks.receive(0, words, timeout_s=self._ranks.deadline_s)
-        if again:
+    def run(self, header: tuple[int, ...]) -> None:
+        """Receive the payload of a header and run its command.
+
+        A message that comes with every replay of a graph (last word 1) runs as a graph, which is
+        built once per header; others run on the stream.
+        """
+        command, *arguments, is_replayed = header
+        if is_replayed:
+            if header not in self._graphs:
+                task = self._task(command, arguments)
+                self._graphs[header] = self._build_graph(arguments, task)
+            payload, graph = self._graphs[header]
+            self._receive(payload)
             graph.launch(self._stream)
             graph.synchronize()
-        else:
-            self._add(StreamLane(self._stream), words, arrays, work)
-            self._stream.synchronize()
+            return
+        task = self._task(command, arguments)
+        if task.words > self._payload.shape[0]:
+            self._payload = self._pinned(task.words)
+        payload = self._payload.view(0, (task.words,))
+        self._receive(payload)
+        task.add(StreamLane(self._stream), payload)
+        self._stream.synchronize()
+
+    def _receive(self, payload: PinnedArray) -> None:
+        self._ranks.receive(0, payload, timeout_s=self._ranks.deadline_s)
 
     def _pinned(self, count: int) -> PinnedArray:
         words = self._device.pinned((count,), "int32")
         self._ranks.keep_alive(words)
         return words
 
-    @staticmethod
-    def _add(
-        lane: Lane, words: PinnedArray, arrays: list[DeviceArray], work: Callable[[Lane], None]
-    ) -> None:
-        for array, part in zip(arrays, split(words, arrays), strict=True):
-            lane.copy(array, part, name="rows")
-        work(lane)
+    def _build_graph(self, arguments: list[int], task: _Task) -> tuple[PinnedArray, GraphExec]:
+        payload = self._pinned(task.words)
+        graph = Graph(self._device, f"shard of {arguments}")
+        task.add(graph.lane("model"), payload)
+        return payload, graph.instantiate()
 
-    def _forward(
-        self, count: int, run: int, tree: int, *_: int
-    ) -> tuple[list[DeviceArray], Callable[[Lane], None]]:
-        rows = self._rows.first(count, run)
-        stream = self._scratch.stream[:count]
-        arrays = [rows.slot, rows.pos, self._kv.page_table, stream]
-        if tree and rows.tree is not None:
-            arrays.append(rows.tree)
+    def _task(self, command: int, arguments: list[int]) -> _Task:
+        if command == Command.COMPACT:
+            return self._compact_task(*arguments)
+        return self._forward_task(*arguments)
+
+    def _forward_task(self, count: int, rows_per_slot: int, has_ancestors: int, *_: int) -> _Task:
+        rows = self._rows.first(count, rows_per_slot)
+        residual = self._stack.buffers.residual[:count]
+        arrays = [rows.slot, rows.pos, self._stack.kv.page_table, residual]
+        if has_ancestors and rows.ancestors is not None:
+            arrays.append(rows.ancestors)
         else:
-            rows = replace(rows, tree=None)
-        return arrays, partial(self._run_layers, rows, stream)
+            rows = replace(rows, ancestors=None)
+        return _Task(arrays, partial(self._forward, rows, residual))
 
-    def _run_layers(self, rows: Rows, stream: DeviceArray, lane: Lane) -> None:
-        first = self._decoder[0]
-        layers = self._layers
-        x = self._scratch.norm(rows.count, first.input_norm, first.qkv)
-        layers.norm(lane, stream, x.weight, x.eps, x.out)
-        run_layers(
-            lane, layers, self._config, self._decoder, self._scratch, self._kv, self._turn, rows, x
-        )
+    def _forward(self, rows: Rows, residual: DeviceArray, lane: Lane) -> None:
+        x = self._stack.input_norm(rows.count)
+        self._stack.kernels.norm(lane, residual, x.weight, x.eps, x.out)
+        self._stack.run(lane, rows, x)
 
-    def _compact(
-        self, batch: int, width: int, *_: int
-    ) -> tuple[list[DeviceArray], Callable[[Lane], None]]:
+    def _compact_task(self, batch: int, width: int, *_: int) -> _Task:
         row_slot = self._device.zeros((batch,), "int32")
         result = self._device.zeros((batch, width), "int32")
 
-        def work(lane: Lane) -> None:
-            self._layers.compact(lane, self._kv, row_slot, result, None, row_slot)
+        def launch(lane: Lane) -> None:
+            stack = self._stack
+            stack.kernels.compact(lane, stack.kv, row_slot, result, None, row_slot)
 
-        return [row_slot, result], work
+        return _Task([row_slot, result], launch)

@@ -135,7 +135,7 @@ class Prefill:
         """Run padding in every size where sizes have kernels of their own, lest the first prompts
         wait for a compiler between rounds; and again, to know how long that takes."""
         self._lay_out(lane, 0, 0, 0, 0)
-        sizes = () if self._target.layers.form == "thread" else SIZES
+        sizes = () if self._target.kernels.form == "thread" else SIZES
         return [self._launch(lane, size) for size in sizes for _ in range(2)][1::2]
 
     def _launch(self, lane: StreamLane, rows: int) -> PrefillChunk:
@@ -154,10 +154,10 @@ class Prefill:
             lane = graph.lane("prompt")
             token, after, slot, pos, own_slot, own_pos = (self._rows[i][:size] for i in range(6))
             features = None if self._features is None else self._features[:size]
-            self._target.forward(lane, Rows(token, slot, pos, run=size), features)
+            self._target.forward(lane, Rows(token, slot, pos, rows_per_slot=size), features)
             if self._drafter is not None:
-                entries = Rows(after, slot, pos, run=size)
-                own = Rows(token, own_slot, own_pos, run=size)
+                entries = Rows(after, slot, pos, rows_per_slot=size)
+                own = Rows(token, own_slot, own_pos, rows_per_slot=size)
                 self._drafter.prefill(lane, own, entries, features)
             self._graphs[size] = graph, graph.instantiate()
         return self._graphs[size][1]

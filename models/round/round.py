@@ -177,7 +177,7 @@ class RoundGraph:
             rows.token,
             rows.slot,
             rows.pos,
-            rows.tree,
+            rows.ancestors,
             *timeline_args(p.timeline),
         ]
         lane.kernel(p.device.load(ROUND_KERNELS)["round_begin"], 1, _THREADS, args, name="begin")

@@ -10,13 +10,13 @@ import numpy as np
 from graft.cudagraph.lanes import StreamLane
 from graft.models.cache.kv import PagedKV
 from graft.models.drafters.eagle3 import Eagle3Head
-from graft.models.llm import layers
+from graft.models.llm import kernel_library
 from graft.models.llm.checkpoint import Checkpoint
 from graft.models.llm.config import Eagle3Config, LlamaConfig
 from graft.models.llm.llama import LlamaModel
 from graft.models.llm.rows import Rows
 
-FORMS = layers.FORMS["cuda" if os.environ.get("GRAFT_DEVICE") == "cuda" else "soft"]
+FORMS = kernel_library.FORMS["cuda" if os.environ.get("GRAFT_DEVICE") == "cuda" else "soft"]
 FIXTURES = Path(__file__).resolve().parents[1] / "fixtures"
 
 

@@ -118,7 +118,7 @@ def main(case: str, told: str) -> int:
         os.dup2(os.open(told, os.O_WRONLY | os.O_CREAT), 2)
     if case in ("equal", "real"):
         told_by = {"equal": equal, "real": real}[case]
-        parallel.follow(ranks) if ranks.rank else told_by(ranks)
+        parallel.run_worker(ranks) if ranks.rank else told_by(ranks)
         return 0
     RankGroup.from_mpi = lambda: ranks  # type: ignore[assignment, method-assign]
     return cli.main(

@@ -14,8 +14,8 @@ from tiny_models import rounded
 from graft.cudagraph.graph import Graph
 from graft.cudagraph.lanes import StreamLane
 from graft.models.cache.kv import PagedKV
-from graft.models.llm import layers as layers_module
-from graft.models.llm.layers import FOLDER, Layers
+from graft.models.llm import kernel_library
+from graft.models.llm.kernel_library import FOLDER, ModelKernels
 from graft.tools.bench.kernel_report import Variant, compile_variant
 
 CPU = Path("/proc/cpuinfo").read_text()
@@ -43,7 +43,7 @@ class Case:
             max_pages_per_slot=pages,
         )
         self.kv.free[:] = np.random.default_rng(page).permutation(self.kv.free).tolist()
-        self.layers = Layers(device, "warp")
+        self.kernels = ModelKernels(device, "warp")
         self.query = 3 * rng.standard_normal((2, length, heads, dim)).astype(np.float32)
         self.key, self.value = (
             rounded(rng.standard_normal((2, length, kv_heads, dim)).astype(np.float32), dtype)
@@ -73,11 +73,11 @@ class Case:
         qkv = np.full((count, self.heads + 2 * self.kv.kv_heads, dim), 7.0, np.float32)
         taken = np.clip(positions, 0, self.length - 1)
         qkv[:, : self.heads] = self.query[slots, taken] if queries is None else queries
-        rows = replace(make_rows(self.device, [0] * count, slots, positions), run=run)
+        rows = replace(make_rows(self.device, [0] * count, slots, positions), rows_per_slot=run)
         if paths is not None:
-            rows = replace(rows, tree=self.device.from_host(np.array(paths, np.uint64)))
+            rows = replace(rows, ancestors=self.device.from_host(np.array(paths, np.uint64)))
         out = self.device.from_host(np.full((count, self.heads * dim), 9, np.float32))
-        self.layers.attention(
+        self.kernels.attention(
             lane, upload(self.device, qkv.reshape(count, -1)), rows, self.kv, 1, self.heads, out
         )
         return out
@@ -149,7 +149,7 @@ def test_a_row_has_the_bits_of_the_row_alone(device, stream, monkeypatch, heads)
         mixed = [known[i] for i in rng.permutation(len(known))[:24]]
         check(*(np.array(x) for x in zip(*mixed, strict=True)), run)
     for blocks in (1, 2, 10**6):
-        monkeypatch.setattr(layers_module, "_SPLIT_BLOCKS", blocks)
+        monkeypatch.setattr(kernel_library, "_SPLIT_BLOCKS", blocks)
         check(1, [599, 255, 256, 260], 4)
 
 
@@ -163,7 +163,7 @@ def test_the_width_of_registers_changes_no_bit(device, stream, monkeypatch, dim,
 
     def results():
         case = Case(device, heads=6, kv_heads=2, dim=dim, dtype=dtype, length=150)
-        case.layers = Layers(device, "thread")
+        case.kernels = ModelKernels(device, "thread")
         positions = [*range(90, 130), *range(9, 29), 3, 149]
         slots = [0] * 40 + [1] * 20 + [-1, 1]
         paths = [0] * 60 + [0, 0b1011]
@@ -171,7 +171,7 @@ def test_the_width_of_registers_changes_no_bit(device, stream, monkeypatch, dim,
         for weight in weights:
             for rows in (1, 2, 3, 4, 6, 8, 12, 25):
                 out = device.zeros((rows, len(weight)), "float32")
-                case.layers.linear(
+                case.kernels.linear(
                     StreamLane(stream), upload(device, x[:rows]), upload(device, weight, dtype), out
                 )
                 yield host(stream, out)
@@ -199,7 +199,7 @@ def test_pages_and_the_kind_of_launch_change_no_bit(device, stream):
             executable.launch(stream)
             executable.synchronize()
             results.append(out.to_host())
-        assert not case.layers._arrived.to_host().any()
+        assert not case.kernels._attention_counters.to_host().any()
     assert all(same_bits(result, results[0]) for result in results)
 
 

@@ -149,7 +149,7 @@ def test_a_broken_index_is_refused(tmp_path, text):
 
 def test_pickled_weights_are_refused_with_the_way_out(tmp_path):
     """A folder with .bin weights only says how to convert them; an empty one what is missing."""
-    with pytest.raises(CheckpointError, match=r"no model\.safetensors"):
+    with pytest.raises(CheckpointError, match=r"neither model\.safetensors"):
         Checkpoint(tmp_path)
     (tmp_path / "pytorch_model.bin").write_bytes(b"\x80")
     with pytest.raises(CheckpointError, match="save_file"):

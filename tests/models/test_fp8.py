@@ -14,7 +14,7 @@ from graft.cudagraph.lanes import StreamLane
 from graft.models.engine.options import Options
 from graft.models.errors import CheckpointError, ConfigError
 from graft.models.llm.config import LlamaConfig
-from graft.models.llm.layers import Layers
+from graft.models.llm.kernel_library import ModelKernels
 from graft.models.llm.weights import ScaledMatrix
 
 CODES = np.array([code for code in range(256) if code & 127 != 127], np.uint8)
@@ -47,7 +47,7 @@ def nearest(values):
 def test_products_have_the_bits_of_bfloat16(device, stream, form, columns, inner, activations):
     """Where scales are powers of two, sums are those of the same weights in bfloat16, with a
     residual and for 1 to 150 rows; any other scale is one rounding more."""
-    layers = Layers(device, form, activations)
+    kernels = ModelKernels(device, form, activations)
     lane = StreamLane(stream)
     rng = np.random.default_rng(1)
     at = rng.integers(0, len(CODES), (columns, inner))
@@ -59,11 +59,11 @@ def test_products_have_the_bits_of_bfloat16(device, stream, form, columns, inner
 
     def product(weight, rows, **more):
         out = nets.upload(device, np.ones((len(rows), columns)))
-        x_there = nets.upload(device, rows, layers.input_dtype(weight))
-        layers.linear(lane, x_there, weight, out, **more)
+        x_there = nets.upload(device, rows, kernels.input_dtype(weight))
+        kernels.linear(lane, x_there, weight, out, **more)
         return nets.host(stream, out)
 
-    assert layers.input_dtype(weight) == layers.input_dtype(same)
+    assert kernels.input_dtype(weight) == kernels.input_dtype(same)
     whole = product(same, x)
     for rows in (1, 2, 4, 16, 20, 64, 150):
         part = x[-rows:]
@@ -76,19 +76,19 @@ def test_products_have_the_bits_of_bfloat16(device, stream, form, columns, inner
     )
     if columns > 16:  # rows of a weight are a weight
         out = device.empty((2, columns - 16), "float32")
-        layers.linear(lane, nets.upload(device, x[:2]), weight[16:], out)
+        kernels.linear(lane, nets.upload(device, x[:2]), weight[16:], out)
         np.testing.assert_array_equal(nets.host(stream, out), product(weight, x[:2])[:, 16:])
 
 
 @pytest.mark.parametrize(("form", "inner"), [(nets.FORMS[0], 8), ("warp", 8), ("warp", 128)])
 def test_every_code_counts_with_its_value(device, stream, form, inner):
     """All 254 that are numbers, at any place of a row, in every kernel."""
-    layers = Layers(device, form)
+    kernels = ModelKernels(device, form)
     out = device.empty((inner, 256), "float32")
     at = (np.arange(256)[:, None] + np.arange(inner)) % len(CODES)
     for rows in (inner, 8):
         eye = nets.upload(device, np.eye(inner)[:rows])
-        layers.linear(StreamLane(stream), eye, device.from_host(CODES[at], E4M3), out[:rows])
+        kernels.linear(StreamLane(stream), eye, device.from_host(CODES[at], E4M3), out[:rows])
         np.testing.assert_array_equal(nets.host(stream, out)[:rows], VALUES[at].T[:rows])
 
 
@@ -199,7 +199,7 @@ def test_a_checkpoint_is_rounded_row_by_row(device, stream, tmp_path):
 @pytest.mark.parametrize(
     ("change", "words"),
     [
-        (lambda t: {**t, LAYER: t[LAYER] | 0x7F}, f"{LAYER} holds NaN"),
+        (lambda t: {**t, LAYER: t[LAYER] | 0x7F}, f"{LAYER} contains NaN"),
         (
             lambda t: {n: a for n, a in t.items() if n != f"{LAYER}_scale"},
             f"{LAYER}_scale is missing",
@@ -208,7 +208,7 @@ def test_a_checkpoint_is_rounded_row_by_row(device, stream, tmp_path):
             lambda t: {**t, f"{LAYER}_scale": np.ones((2, 1), np.float32)},
             r"_scale has shape \[2, 1\]",
         ),
-        (lambda t: {**t, f"{LAYER}_scale": np.full(1, np.inf, np.float32)}, "what is no scale"),
+        (lambda t: {**t, f"{LAYER}_scale": np.full(1, np.inf, np.float32)}, "non-finite scales"),
         (
             lambda t: {**t, "lm_head.weight": t[LAYER][:, :128]},
             "lm_head.weight has dtype float8_e4m3",

@@ -13,15 +13,15 @@ from graft.cudagraph.dtypes import to_float32
 from graft.cudagraph.errors import GraftError, OptionError, ShapeError
 from graft.cudagraph.lanes import StreamLane
 from graft.models.cache.kv import PagedKV
-from graft.models.llm.layers import Layers, Norm
+from graft.models.llm.kernel_library import KVWrite, ModelKernels, Norm
 from graft.models.llm.rope import Rope
 
 DTYPES = ("float32", "float16", "bfloat16")
 
 
 @pytest.fixture(params=FORMS)
-def layers(device, request) -> Layers:
-    return Layers(device, request.param)
+def kernels(device, request) -> ModelKernels:
+    return ModelKernels(device, request.param)
 
 
 @pytest.fixture
@@ -29,10 +29,10 @@ def lane(stream) -> StreamLane:
     return StreamLane(stream)
 
 
-def run_linear(layers, lane, x, w, **more) -> np.ndarray:
+def run_linear(kernels, lane, x, w, **more) -> np.ndarray:
     rows = x.out.shape[0] if isinstance(x, Norm) else x.shape[0]
-    out = layers.device.zeros((rows, w.shape[0]), "float32")
-    layers.linear(lane, x, w, out, **more)
+    out = kernels.device.zeros((rows, w.shape[0]), "float32")
+    kernels.linear(lane, x, w, out, **more)
     return host(lane.stream, out)
 
 
@@ -41,13 +41,13 @@ def run_linear(layers, lane, x, w, **more) -> np.ndarray:
     ("rows", "columns", "inner"),
     [(1, 1, 1), (3, 5, 31), (4, 65, 64), (18, 20, 200), (9, 7, 520), (40, 16, 120), (40, 24, 128)],
 )
-def test_linear_is_the_matrix_product(layers, lane, dtype, rows, columns, inner):
+def test_linear_is_the_matrix_product(kernels, lane, dtype, rows, columns, inner):
     """out = x W^T for any sizes and every weight dtype; an odd inner or outer size, which tensor
     cores do not take, means whole activations."""
     rng = np.random.default_rng(rows * inner)
     x = rng.standard_normal((rows, inner)).astype(np.float32)
     w = rounded(rng.standard_normal((columns, inner)).astype(np.float32), dtype)
-    out = run_linear(layers, lane, upload(layers.device, x), upload(layers.device, w, dtype))
+    out = run_linear(kernels, lane, upload(kernels.device, x), upload(kernels.device, w, dtype))
     wanted = x.astype(np.float64) @ w.astype(np.float64).T
     np.testing.assert_allclose(out, wanted, atol=3e-6 * np.sqrt(inner) * 4)
 
@@ -66,29 +66,29 @@ def test_tensor_cores_give_a_row_the_same_bits_in_any_company(
 ):
     """On tensor cores out = x W^T of rounded or whole x, with one row's bits alone, in batches
     that stream weights past, in tiles of any size and where sums are parted."""
-    layers = Layers(device, "warp", activations)
+    kernels = ModelKernels(device, "warp", activations)
     rng = np.random.default_rng(inner)
     x = rng.standard_normal((150, inner)).astype(np.float32)[: None if inner == 384 else 32]
     w = rounded(rng.standard_normal((columns, inner)).astype(np.float32), dtype)
     w_there = upload(device, w, dtype)
-    whole = run_linear(layers, lane, upload(device, x), w_there)
+    whole = run_linear(kernels, lane, upload(device, x), w_there)
     kept = {"bfloat16": 2.0**-17, "float16": 2.0**-22}[dtype] if activations == "float32" else 0
     seen = x if kept else rounded(x, dtype)
     wanted = seen.astype(np.float64) @ w.astype(np.float64).T
     np.testing.assert_allclose(whole, wanted, atol=12e-6 * np.sqrt(inner) * (1 + 1e5 * kept))
     sizes = [(7, 1), (3, 2), (0, 4), (20, 8), (2, 9), (13, 16), (9, 17)]
     for blocks in (1, 2, 4):
-        monkeypatch.setattr("graft.models.llm.layers._MMA_BLOCKS", blocks)
-        out = run_linear(layers, lane, upload(device, x[:29]), w_there)
+        monkeypatch.setattr("graft.models.llm.kernel_library._MMA_MIN_BLOCKS", blocks)
+        out = run_linear(kernels, lane, upload(device, x[:29]), w_there)
         assert same_bits(out, whole[:29].copy()), f"sums parted for {blocks} blocks"
     monkeypatch.undo()
-    if (narrow := layers.input_dtype(w_there)) != "float32":
-        assert same_bits(run_linear(layers, lane, upload(device, x, narrow), w_there), whole)
+    if (narrow := kernels.input_dtype(w_there)) != "float32":
+        assert same_bits(run_linear(kernels, lane, upload(device, x, narrow), w_there), whole)
         few = upload(device, x[:9], narrow)
-        assert same_bits(run_linear(layers, lane, few, w_there), whole[:9].copy())
+        assert same_bits(run_linear(kernels, lane, few, w_there), whole[:9].copy())
     for first, count in sizes + ([(1, 33), (80, 64), (20, 65)] if inner == 384 else []):
         part = np.ascontiguousarray(x[first : first + count])
-        out = run_linear(layers, lane, upload(device, part), w_there)
+        out = run_linear(kernels, lane, upload(device, part), w_there)
         assert same_bits(out, whole[first : first + count].copy()), f"{count} rows from {first}"
 
 
@@ -96,29 +96,28 @@ def test_tensor_cores_give_a_row_the_same_bits_in_any_company(
 def test_gated_products_have_the_bits_of_two_kernels(device, lane, monkeypatch, rows, activations):
     """silu(gate) * up behind the sums, few or many, whole or parted, is what silu_mul makes of
     them; rows of gates and of what they gate lie by eights."""
-    layers = Layers(device, "warp", activations)
+    kernels = ModelKernels(device, "warp", activations)
     rng = np.random.default_rng(rows)
     x = rng.standard_normal((rows, 256))
     w = rng.standard_normal((2, 24, 256)) / 4
     x_there = upload(device, x)
     out = device.zeros((rows, 24), "bfloat16")
-    apart = run_linear(layers, lane, x_there, upload(device, w.reshape(48, 256), "bfloat16"))
-    layers.silu_mul(lane, upload(device, apart), out)
+    apart = run_linear(kernels, lane, x_there, upload(device, w.reshape(48, 256), "bfloat16"))
+    kernels.silu_mul(lane, upload(device, apart), out)
     wanted = host(lane.stream, out)
     woven = np.stack([m.reshape(3, 8, 256) for m in w], 1).reshape(48, 256)
     gated = device.zeros((rows, 24), "bfloat16")
-    layers.linear(lane, x_there, upload(device, woven, "bfloat16"), gated, gated=True)
+    kernels.gated_linear(lane, x_there, upload(device, woven, "bfloat16"), gated)
     assert same_bits(host(lane.stream, gated), wanted)
-    monkeypatch.setattr("graft.models.llm.layers._MMA_BLOCKS", 1)
-    layers.linear(lane, x_there, upload(device, woven, "bfloat16"), gated, gated=True)
+    monkeypatch.setattr("graft.models.llm.kernel_library._MMA_MIN_BLOCKS", 1)
+    kernels.gated_linear(lane, x_there, upload(device, woven, "bfloat16"), gated)
     assert same_bits(host(lane.stream, gated), wanted)
-    with pytest.raises(ShapeError, match="gated"):
-        layers.linear(
+    with pytest.raises(ShapeError, match="gated product requires"):
+        kernels.gated_linear(
             lane,
             x_there,
             upload(device, w[0], "bfloat16"),
             device.zeros((rows, 12), "float32"),
-            gated=True,
         )
 
 
@@ -126,7 +125,7 @@ def test_gated_products_have_the_bits_of_two_kernels(device, lane, monkeypatch, 
 def test_norms_between_products_are_folded(device, lane, monkeypatch, activations, count):
     """What the second product makes of the first one's rows is that of their norms, each row with
     its bits alone among few and many, and where sums are parted."""
-    layers = Layers(device, "warp", activations)
+    kernels = ModelKernels(device, "warp", activations)
     rng = np.random.default_rng(5)
     x, start = (rng.standard_normal((count, n)).astype(np.float32) for n in (256, 128))
     weight = 1 + 0.3 * rng.standard_normal(128).astype(np.float32)
@@ -141,13 +140,13 @@ def test_norms_between_products_are_folded(device, lane, monkeypatch, activation
         norm = Norm(
             upload(device, weight),
             1e-5,
-            device.zeros((len(own), 128), layers.input_dtype(behind)),
+            device.zeros((len(own), 128), kernels.input_dtype(behind)),
             device.zeros((len(own), 8), "float32"),
         )
-        layers.linear(lane, upload(device, own), before, stream, residual=stream, norm=norm)
-        return run_linear(layers, lane, norm, behind), stream.to_host()
+        kernels.linear(lane, upload(device, own), before, stream, residual=stream, norm=norm)
+        return run_linear(kernels, lane, norm, behind), stream.to_host()
 
-    assert layers.folds(before, behind)
+    assert kernels.can_fold_norm(before, behind)
     whole, stream = run(slice(None))
     seen = rounded(stream * weight, "bfloat16" if activations == "rounded" else "float32")
     root = np.sqrt(np.mean(stream.astype(np.float64) ** 2, axis=-1, keepdims=True) + 1e-5)
@@ -155,7 +154,7 @@ def test_norms_between_products_are_folded(device, lane, monkeypatch, activation
     np.testing.assert_allclose(whole, wanted, atol=5e-5)
     for rows in map(slice, (0, count - 1, 3, 20, 1), (1, count, 12, 37, 66)):
         assert same_bits(run(rows)[0], whole[rows].copy())
-    monkeypatch.setattr("graft.models.llm.layers._MMA_BLOCKS", 4)
+    monkeypatch.setattr("graft.models.llm.kernel_library._MMA_MIN_BLOCKS", 4)
     assert same_bits(run(slice(0, 40))[0], whole[:40].copy())
 
 
@@ -167,7 +166,7 @@ def test_products_that_turn_heads_have_the_bits_of_two_kernels(
 ):
     """Queries and both caches are those of product and `rope_and_store`, of few rows and many, in
     parted sums too, with padding, a tree's rows and positions that nobody owns."""
-    layers = Layers(device, "warp", activations)
+    kernels = ModelKernels(device, "warp", activations)
     rng = np.random.default_rng(dim)
     w = rng.standard_normal((4 * dim, 128)).astype(np.float32)
     woven = w.reshape(4, 2, dim // 16, 8, 128).swapaxes(1, 2).reshape(w.shape)
@@ -176,36 +175,36 @@ def test_products_that_turn_heads_have_the_bits_of_two_kernels(
     tree = np.array([0, 0, 5, *17 * [0]], np.uint64)
     found = []
     for blocks, count in ((128, 8), (128, 20), (1, 20)):
-        monkeypatch.setattr("graft.models.llm.layers._MMA_BLOCKS", blocks)
+        monkeypatch.setattr("graft.models.llm.kernel_library._MMA_MIN_BLOCKS", blocks)
         x = upload(device, np.random.default_rng(3).standard_normal((20, 128))[:count])
         rows = replace(
             make_rows(device, [0] * count, slots[:count], pos[:count]),
-            tree=device.from_host(tree[:count]),
+            ancestors=device.from_host(tree[:count]),
         )
         for matrix in (w, woven):
             kv = make_kv(device, 1, dim, dtype)
             for slot, positions in ((1, 30), (0, 32)):
                 assert kv.allocate(slot, positions)
                 kv.set_table(lane, slot)
-            turn = upload(device, Rope(theta=100.0).table(kv.positions, dim))
+            rope_table = upload(device, Rope(theta=100.0).table(kv.positions, dim))
             qkv = device.zeros((count, 4 * dim), "float32")
             there = upload(device, matrix, "bfloat16")
             if matrix is w:
-                layers.linear(lane, x, there, qkv)
-                layers.rope_and_store(lane, qkv, turn, rows, kv, 1, 2)
+                kernels.linear(lane, x, there, qkv)
+                kernels.rope_and_store(lane, qkv, KVWrite(rope_table, rows, kv, 1, 2))
             else:
-                layers.heads(lane, x, there, qkv, turn, rows, kv, 1, 2, None, 0.0)
+                kernels.project_qkv(lane, x, there, qkv, KVWrite(rope_table, rows, kv, 1, 2))
             live = [r for r in range(count) if r not in (3, 4, 6)]
             found.append((host(lane.stream, qkv)[live, : 2 * dim], kv.k.to_host(), kv.v.to_host()))
         apart, turned = found[-2:]
         assert apart[1].any() and all(map(same_bits, apart, turned))
 
 
-def test_norms_that_nobody_folds_are_refused(layers, lane, device):
+def test_norms_that_nobody_folds_are_refused(kernels, lane, device):
     """Rows whose norm is left to the reader need a product on tensor cores; nor are norms folded
     around weights of float16, or gated."""
     half, whole = (device.zeros((16, 128), dtype) for dtype in ("float16", "float32"))
-    assert not layers.folds(half, half) and not layers.folds(whole, whole)
+    assert not kernels.can_fold_norm(half, half) and not kernels.can_fold_norm(whole, whole)
     norm = Norm(
         device.zeros((128,), "float32"),
         1e-5,
@@ -213,13 +212,13 @@ def test_norms_that_nobody_folds_are_refused(layers, lane, device):
         device.zeros((2, 8), "float32"),
     )
     out = device.zeros((2, 16), "float32")
-    with pytest.raises(ShapeError, match="fold a norm"):
-        layers.linear(lane, norm, whole, out)
-    with pytest.raises(ShapeError, match="fold a norm"):
-        layers.linear(lane, out, device.zeros((128, 16), "float32"), norm.out, norm=norm)
+    with pytest.raises(ShapeError, match="folded norm requires tensor cores"):
+        kernels.linear(lane, norm, whole, out)
+    with pytest.raises(ShapeError, match="folded norm requires tensor cores"):
+        kernels.linear(lane, out, device.zeros((128, 16), "float32"), norm.out, norm=norm)
 
 
-def test_linear_converts_every_half_exactly(layers, lane):
+def test_linear_converts_every_half_exactly(kernels, lane):
     """Each finite float16 and bfloat16 weight counts with its exact value; a GPU or CPU flushing
     subnormals to zero may differ below the smallest normal float32 only."""
     for dtype in ("float16", "bfloat16"):
@@ -233,17 +232,17 @@ def test_linear_converts_every_half_exactly(layers, lane):
         normal = np.isfinite(exact) & ((np.abs(exact) >= 2.0**-126) | (exact == 0))
         stored[~np.isfinite(exact)] = 0
         for inner in (1, 8):
-            w = layers.device.from_host(stored.reshape(-1, inner), dtype)
-            out = run_linear(layers, lane, upload(layers.device, np.eye(inner)), w).T.ravel()
+            w = kernels.device.from_host(stored.reshape(-1, inner), dtype)
+            out = run_linear(kernels, lane, upload(kernels.device, np.eye(inner)), w).T.ravel()
             np.testing.assert_array_equal(out[normal], exact[normal])
 
 
 @pytest.mark.parametrize(("rows", "inner"), [(5, 40), (5, 128), (20, 128), (20, 1024)])
-def test_linear_adds_the_residual_in_place_and_taps(layers, lane, rows, inner):
+def test_linear_adds_the_residual_in_place_and_taps(kernels, lane, rows, inner):
     """The residual may be the output itself; the tap receives the same bits, and only its
     columns change."""
     rng = np.random.default_rng(0)
-    device = layers.device
+    device = kernels.device
     x = rng.integers(-8, 9, (rows, inner)) / 8
     w = rng.integers(-8, 9, (16, inner)) / 8
     start = rng.standard_normal((rows, 16)).astype(np.float32)
@@ -251,7 +250,7 @@ def test_linear_adds_the_residual_in_place_and_taps(layers, lane, rows, inner):
     wide = upload(device, np.full((rows, 48), 7.0))
     x_there = upload(device, x)
     w_there = upload(device, w, "bfloat16")
-    layers.linear(lane, x_there, w_there, stream, residual=stream, tap=(wide, 16))
+    kernels.linear(lane, x_there, w_there, stream, residual=stream, copy_to=(wide, 16))
     out = host(lane.stream, stream)
     tapped = wide.to_host()
     np.testing.assert_allclose(out, start + x @ w.T, atol=2e-5)
@@ -262,51 +261,51 @@ def test_linear_adds_the_residual_in_place_and_taps(layers, lane, rows, inner):
 @pytest.mark.parametrize(
     ("columns", "inner"), [(21, 24), (21, 33), (21, 300), (16, 120), (24, 128)]
 )
-def test_linear_gives_a_row_the_same_bits_in_any_company(layers, lane, columns, inner):
+def test_linear_gives_a_row_the_same_bits_in_any_company(kernels, lane, columns, inner):
     """A row alone, and as any of 2..18 or of 40 rows, gives bit-equal results."""
     rng = np.random.default_rng(inner)
-    device = layers.device
+    device = kernels.device
     x = rng.standard_normal((40, inner)).astype(np.float32)
     w = upload(device, rng.standard_normal((columns, inner)), "bfloat16")
-    whole = run_linear(layers, lane, upload(device, x), w)
+    whole = run_linear(kernels, lane, upload(device, x), w)
     for rows in range(1, 19):
         for first in {0, 40 - rows, (40 - rows) // 2}:
-            part = run_linear(layers, lane, upload(device, x[first : first + rows]), w)
+            part = run_linear(kernels, lane, upload(device, x[first : first + rows]), w)
             assert same_bits(part, whole[first : first + rows].copy()), (rows, first)
 
 
 @pytest.mark.parametrize("width", [1, 48, 100, 600])
-def test_norm_is_rmsnorm(layers, lane, width):
+def test_norm_is_rmsnorm(kernels, lane, width):
     """y = x / sqrt(mean(x^2) + eps) * w, also for rows of zeros."""
     rng = np.random.default_rng(width)
     x = rng.standard_normal((6, width)).astype(np.float32) * 10
     x[2] = 0
     w = rng.standard_normal(width).astype(np.float32)
-    out = layers.device.zeros((6, width), "float32")
-    layers.norm(lane, upload(layers.device, x), upload(layers.device, w), 1e-5, out)
+    out = kernels.device.zeros((6, width), "float32")
+    kernels.norm(lane, upload(kernels.device, x), upload(kernels.device, w), 1e-5, out)
     wanted = numpy_llama.rms_norm(x.astype(np.float64), w, 1e-5)
     np.testing.assert_allclose(host(lane.stream, out), wanted, rtol=3e-6, atol=1e-7)
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
-def test_gather_picks_rows(layers, lane, dtype):
+def test_gather_picks_rows(kernels, lane, dtype):
     """Row b is row index[b] exactly, whatever its dtype; an index outside gives zeros."""
     table = rounded(np.random.default_rng(1).standard_normal((11, 70)).astype(np.float32), dtype)
     index = [3, 10, -1, 11, 0, 3]
-    out = layers.device.zeros((6, 70), "float32")
-    layers.gather(lane, upload(layers.device, table, dtype), integers(layers.device, index), out)
+    out = kernels.device.zeros((6, 70), "float32")
+    kernels.gather(lane, upload(kernels.device, table, dtype), integers(kernels.device, index), out)
     wanted = np.stack([table[i] if 0 <= i < 11 else np.zeros(70, np.float32) for i in index])
     np.testing.assert_array_equal(host(lane.stream, out), wanted)
 
 
-def test_silu_mul_over_the_whole_range(layers, lane):
+def test_silu_mul_over_the_whole_range(kernels, lane):
     """silu(g) * u is right to 1e-6 for gates from -100 to 100, and finite at any."""
     g = np.linspace(-100, 100, 4001, dtype=np.float32)
     g = np.concatenate([g, np.array([-3e38, 3e38, 0.0], np.float32)])
     u = np.random.default_rng(3).standard_normal(g.size).astype(np.float32)
     u[-3:] = 0.5
-    out = layers.device.zeros((1, g.size), "float32")
-    layers.silu_mul(lane, upload(layers.device, np.concatenate([g, u])[None]), out)
+    out = kernels.device.zeros((1, g.size), "float32")
+    kernels.silu_mul(lane, upload(kernels.device, np.concatenate([g, u])[None]), out)
     result = host(lane.stream, out)[0]
     g64 = g.astype(np.float64)
     with np.errstate(over="ignore"):
@@ -332,10 +331,10 @@ def make_kv(device, kv_heads, dim, dtype="float32") -> PagedKV:
 
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize(("heads", "kv_heads", "dim"), [(4, 2, 8), (3, 1, 10), (2, 2, 64)])
-def test_rope_turns_and_stores(layers, lane, stream, dtype, heads, kv_heads, dim):
+def test_rope_turns_and_stores(kernels, lane, stream, dtype, heads, kv_heads, dim):
     """Queries turn in place, turned keys and plain values reach (slot, position) of the layer;
     padding rows, unowned positions and other layers stay untouched."""
-    device = layers.device
+    device = kernels.device
     rng = np.random.default_rng(dim)
     kv = make_kv(device, kv_heads, dim, dtype)
     for slot, positions in ((1, 20), (0, 5), (1, 30)):
@@ -347,9 +346,9 @@ def test_rope_turns_and_stores(layers, lane, stream, dtype, heads, kv_heads, dim
     live = [0, 1, 2, 7]
     qkv = rng.standard_normal((8, heads + 2 * kv_heads, dim)).astype(np.float32)
     rows = make_rows(device, [0] * 8, slots, pos)
-    turn = upload(device, Rope(theta=100.0).table(kv.positions, dim))
+    rope_table = upload(device, Rope(theta=100.0).table(kv.positions, dim))
     on_device = upload(device, qkv.reshape(8, -1))
-    layers.rope_and_store(lane, on_device, turn, rows, kv, 1, heads)
+    kernels.rope_and_store(lane, on_device, KVWrite(rope_table, rows, kv, 1, heads))
     turned = host(stream, on_device).reshape(qkv.shape)
     frequencies = numpy_llama.inverse_frequencies({"rope_theta": 100.0}, dim)
     wanted = numpy_llama.rotate(qkv.astype(np.float64), np.array(pos, float), frequencies)
@@ -379,9 +378,9 @@ def fill_cache(device, kv, slot, keys, values, layer=1) -> None:
 @pytest.mark.parametrize(
     ("heads", "kv_heads", "dim"), [(4, 2, 8), (3, 1, 10), (2, 2, 80), (6, 2, 32)]
 )
-def test_attention_is_softmax_over_the_slots_past(layers, lane, stream, heads, kv_heads, dim):
+def test_attention_is_softmax_over_the_slots_past(kernels, lane, stream, heads, kv_heads, dim):
     """Each row sees positions 0..pos of its own slot, at every tile boundary; padding gives 0."""
-    device = layers.device
+    device = kernels.device
     rng = np.random.default_rng(dim)
     kv = make_kv(device, kv_heads, dim)
     length = {0: 40, 2: 200}
@@ -401,7 +400,7 @@ def test_attention_is_softmax_over_the_slots_past(layers, lane, stream, heads, k
     qkv = 3 * rng.standard_normal((10, heads + 2 * kv_heads, dim)).astype(np.float32)
     out = device.from_host(np.full((10, heads * dim), 9, np.float32))
     rows = make_rows(device, [0] * 10, slots, pos)
-    layers.attention(lane, upload(device, qkv.reshape(10, -1)), rows, kv, 1, heads, out)
+    kernels.attention(lane, upload(device, qkv.reshape(10, -1)), rows, kv, 1, heads, out)
     result = host(stream, out)
     for r, (s, p) in enumerate(zip(slots, pos, strict=True)):
         if r in (6, 7, 9):
@@ -412,10 +411,10 @@ def test_attention_is_softmax_over_the_slots_past(layers, lane, stream, heads, k
         np.testing.assert_allclose(result[r], wanted, atol=5e-6, err_msg=f"row {r}")
 
 
-def test_attention_survives_extreme_scores(layers, lane, stream):
+def test_attention_survives_extreme_scores(kernels, lane, stream):
     """Scores of thousands, rising or falling along the sequence, stay exact and finite."""
-    device = layers.device
-    kv = make_kv(layers.device, 1, 8)
+    device = kernels.device
+    kv = make_kv(kernels.device, 1, 8)
     assert kv.allocate(0, 100)
     kv.set_table(lane, 0)
     stream.synchronize()
@@ -428,16 +427,16 @@ def test_attention_survives_extreme_scores(layers, lane, stream):
         qkv[0, 0] = np.sqrt(8)
         out = device.zeros((1, 8), "float32")
         rows = make_rows(device, [0], 0, [99])
-        layers.attention(lane, upload(device, qkv), rows, kv, 1, 1, out)
+        kernels.attention(lane, upload(device, qkv), rows, kv, 1, 1, out)
         best = values[99 if slope > 0 else 0, 0]
         np.testing.assert_allclose(host(stream, out)[0], best, rtol=1e-6)
 
 
 @pytest.mark.parametrize("before", [False, True])
 @pytest.mark.parametrize("in_place", [False, True])
-def test_eagle_input_joins_embedding_and_feature(layers, lane, stream, before, in_place):
+def test_eagle_input_joins_embedding_and_feature(kernels, lane, stream, before, in_place):
     """x = [norm(embedding), norm(hidden)]; the stream is hidden or its norm, also in place."""
-    device = layers.device
+    device = kernels.device
     rng = np.random.default_rng(4)
     table = rounded(rng.standard_normal((9, 50)).astype(np.float32), "bfloat16")
     hidden = rng.standard_normal((4, 50)).astype(np.float32)
@@ -445,7 +444,7 @@ def test_eagle_input_joins_embedding_and_feature(layers, lane, stream, before, i
     g = upload(device, hidden)
     stream_out = g if in_place else device.zeros((4, 50), "float32")
     x = device.zeros((4, 100), "float32")
-    layers.eagle_input(
+    kernels.eagle_input(
         lane,
         integers(device, [8, 0, 9, 3]),
         upload(device, table, "bfloat16"),
@@ -464,7 +463,7 @@ def test_eagle_input_joins_embedding_and_feature(layers, lane, stream, before, i
     np.testing.assert_allclose(stream_out.to_host(), right if before else hidden, atol=2e-6)
 
 
-def test_wrong_operands_are_refused_by_named_dimension(layers, lane, device):
+def test_wrong_operands_are_refused_by_named_dimension(kernels, lane, device):
     """Shapes and dtypes that do not fit raise before any launch, naming the dimension; only two
     forms exist."""
     x = device.zeros((4, 32), "float32")
@@ -472,28 +471,30 @@ def test_wrong_operands_are_refused_by_named_dimension(layers, lane, device):
     good = device.zeros((4, 8), "float32")
     bad = device.zeros((4, 9), "float32")
     with pytest.raises(ShapeError, match="columns=8"):
-        layers.linear(lane, x, w, bad)
+        kernels.linear(lane, x, w, bad)
     with pytest.raises(ShapeError, match="inner=32"):
-        layers.linear(lane, x, device.zeros((8, 31), "float32"), good)
+        kernels.linear(lane, x, device.zeros((8, 31), "float32"), good)
     with pytest.raises(ShapeError, match="int32"):
-        layers.linear(lane, x, device.zeros((8, 32), "int32"), good)
-    with pytest.raises(ShapeError, match="tap"):
-        layers.linear(lane, x, w, good, tap=(device.zeros((4, 12), "float32"), 5))
+        kernels.linear(lane, x, device.zeros((8, 32), "int32"), good)
+    with pytest.raises(ShapeError, match="copy_to"):
+        kernels.linear(lane, x, w, good, copy_to=(device.zeros((4, 12), "float32"), 5))
     with pytest.raises(ShapeError, match="B=4"):
-        layers.gather(lane, w, device.zeros((3,), "int32"), x)
+        kernels.gather(lane, w, device.zeros((3,), "int32"), x)
     with pytest.raises(ShapeError, match="width=32"):
-        layers.norm(lane, x, device.zeros((31,), "float32"), 1e-5, x)
+        kernels.norm(lane, x, device.zeros((31,), "float32"), 1e-5, x)
     kv = make_kv(device, 2, 8)
     rows = make_rows(device, [0] * 4, 0, range(4))
-    turn = device.zeros((kv.positions, 8), "float32")
+    rope_table = device.zeros((kv.positions, 8), "float32")
     with pytest.raises(ShapeError, match="heads=64"):
-        layers.rope_and_store(lane, x, turn, rows, kv, 0, 4)
+        kernels.rope_and_store(lane, x, KVWrite(rope_table, rows, kv, 0, 4))
     with pytest.raises(ShapeError, match=f"positions={kv.positions}"):
-        layers.rope_and_store(lane, device.zeros((4, 64), "float32"), turn[1:], rows, kv, 0, 4)
+        kernels.rope_and_store(
+            lane, device.zeros((4, 64), "float32"), KVWrite(rope_table[1:], rows, kv, 0, 4)
+        )
     with pytest.raises(OptionError, match="block"):
-        Layers(device, "block")
+        ModelKernels(device, "block")
     with pytest.raises(OptionError, match="on a cuda device"):
-        Layers(SimpleNamespace(kind="cuda"), "thread")
+        ModelKernels(SimpleNamespace(kind="cuda"), "thread")
     with pytest.raises(OptionError, match="activations 'half'"):
-        Layers(device, "warp", "half")
+        ModelKernels(device, "warp", "half")
     assert issubclass(OptionError, GraftError)

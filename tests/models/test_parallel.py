@@ -23,7 +23,7 @@ from graft.cudagraph.graph import Graph
 from graft.cudagraph.lanes import StreamLane
 from graft.cudagraph.nccl import NcclAllGather
 from graft.models.llm.config import LlamaConfig
-from graft.models.llm.layers import Layers, Norm
+from graft.models.llm.kernel_library import ModelKernels, Norm
 from graft.models.llm.sharding import Shard
 from graft.models.llm.weights import ScaledMatrix
 from graft.tools.smollm import cache
@@ -78,9 +78,12 @@ def run_ranks(case, told="", alone=False):
 def test_shares_of_all_ranks_are_the_whole_model(config, size, keys, inner):
     """Heads and columns are dealt out without gap or overlap, query heads with their key head."""
     shares = [Shard.of(config, rank, size) for rank in range(size)]
-    assert [(s.keys, s.inner) for s in shares] == list(zip(keys, inner, strict=True))
+    assert [(s.kv_heads, s.mlp_columns) for s in shares] == list(zip(keys, inner, strict=True))
     group = config.num_attention_heads // config.num_key_value_heads
-    assert all(s.own.num_attention_heads == group * s.own.num_key_value_heads for s in shares)
+    assert all(
+        s.local_config.num_attention_heads == group * s.local_config.num_key_value_heads
+        for s in shares
+    )
     whole = {
         "q_proj": (config.num_attention_heads * config.head_dim, 7),
         "v_proj": (config.num_key_value_heads * config.head_dim, 7),
@@ -96,7 +99,7 @@ def test_shares_of_all_ranks_are_the_whole_model(config, size, keys, inner):
 
 def test_more_ranks_than_key_heads_are_refused():
     """A degree that does not fit is refused by its number and the model's."""
-    with pytest.raises(OptionError, match="4 ranks are too many for a model of 3 key heads"):
+    with pytest.raises(OptionError, match="4 ranks are too many for a model with 3 KV heads"):
         Shard.of(SMOL, 0, 4)
 
 
@@ -124,13 +127,13 @@ def test_partial_products_are_added_in_rank_order(device, stream, form):
     x, weight = (rng.standard_normal(shape, np.float32) for shape in ((5, 96), (40, 96)))
     residual = rng.standard_normal((5, 40), np.float32)
     scale = np.ones(40, np.float32)
-    layers = Layers(device, form)
+    kernels = ModelKernels(device, form)
     lane = StreamLane(stream)
     products = []
     for i in range(3):
         out = device.zeros((5, 40), "float32")
         part = [nets.upload(device, a[:, 32 * i : 32 * i + 32]) for a in (x, weight)]
-        layers.linear(lane, part[0], part[1], out)
+        kernels.linear(lane, part[0], part[1], out)
         products.append(nets.host(stream, out))
         if i == 1:
             mine = part
@@ -139,12 +142,12 @@ def test_partial_products_are_added_in_rank_order(device, stream, form):
     tap = device.zeros((5, 50), "float32")
     again = device.zeros((5, 40), "float32")
     norm = Norm(nets.upload(device, scale), 1e-5, normed)
-    of_ranks = ScaledMatrix(mine[1], sums=Given(device, (products[0], products[2])))
-    layers.linear(lane, mine[0], of_ranks, out, residual=out, tap=(tap, 10), norm=norm)
+    of_ranks = ScaledMatrix(mine[1], all_gather=Given(device, (products[0], products[2])))
+    kernels.linear(lane, mine[0], of_ranks, out, residual=out, copy_to=(tap, 10), norm=norm)
     expected = ((products[0] + products[1]) + products[2]) + residual
     assert nets.same_bits(nets.host(stream, out), expected)
     assert nets.same_bits(tap.to_host()[:, 10:], expected)
-    layers.norm(lane, out, norm.weight, norm.eps, again)
+    kernels.norm(lane, out, norm.weight, norm.eps, again)
     assert nets.same_bits(nets.host(stream, again), normed.to_host())
     np.testing.assert_allclose(expected, x @ weight.T + residual, atol=2e-5)
 

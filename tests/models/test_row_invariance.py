@@ -222,7 +222,7 @@ def test_rows_of_a_tree_give_the_bits_of_their_paths(clean, stream):
         model = clean.model
         device = clean.model.device
         features = clean.forward_of(width).results[1]
-        model.layers.compact(
+        model.kernels.compact(
             StreamLane(stream),
             model.kv,
             device.from_host(np.array([slot], np.int32)),

@@ -7,7 +7,7 @@ from tiny_models import llama_config, make_tiny_eagle3, make_tiny_llama, make_ti
 from graft.cudagraph.device import Device
 from graft.models.engine.engine import Engine
 from graft.models.llm import llama
-from graft.models.llm.layers import Layers
+from graft.models.llm.kernel_library import ModelKernels
 from graft.models.request import Request
 from graft.models.round import prefill
 from graft.sampling import sampler
@@ -27,7 +27,9 @@ LAYER = ("qkv", "attention", "attention out", "gate, up", "down")
 @pytest.fixture
 def engine(tmp_path, monkeypatch):
     """Makes engines in the form of GPUs, with or without an EAGLE-3 head that drafts three."""
-    monkeypatch.setattr(llama, "Layers", lambda device, _, *more: Layers(device, "warp", *more))
+    monkeypatch.setattr(
+        llama, "ModelKernels", lambda device, _, *more: ModelKernels(device, "warp", *more)
+    )
     monkeypatch.setattr(sampler, "row_parts", lambda device, columns: 2)
     make_tiny_llama(tmp_path / "target", dtype="bfloat16", **SIZES)
     make_tiny_tokenizer(tmp_path / "target")
@@ -61,7 +63,7 @@ def test_a_round_of_32_layers_is_at_most_200_launches_and_drafts_change_no_token
                 continue
             names = [
                 node.name
-                for graph in one.rounds[1, 3].graphs
+                for graph in one.round_graphs[1, 3].graphs
                 for node in graph.nodes
                 if node.kind == "kernel"
             ]

@@ -7,7 +7,7 @@ import json
 import math
 import shutil
 import tempfile
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -20,7 +20,7 @@ from graft.grammar.grammar_spec import GrammarSpec
 from graft.models.drafters import eagle3
 from graft.models.engine.engine import Engine
 from graft.models.llm import llama
-from graft.models.llm.weights import Weights
+from graft.models.llm.weights import Interleave, Weights
 from graft.models.request import Request
 from graft.tools.demo_model import demo_model
 from graft.tools.gpu_first.bench import Bench, fill_random
@@ -37,7 +37,7 @@ class RandomWeights(Weights):
         self,
         parts: dict[str, int],
         columns: int,
-        woven: Callable[[str, int, int], int] | None = None,
+        interleave: Interleave | None = None,
     ) -> DeviceArray:
         """The same of several; what is random needs no order."""
         for name, rows in parts.items():

@@ -1,0 +1,1124 @@
+"""Kernel library of the decoder models: each method checks its operands and launches kernels.
+
+Matrix and attention kernels exist in two forms, norms in two block sizes:
+
+``thread``
+    One thread computes many outputs and there are no barriers, so that a C++ compiler vectorises
+    the loops. Only for the soft device.
+``warp``
+    For GPUs; the soft device runs it in tests.
+
+A process uses one form. The forms give different bits; within a form every kernel is row
+invariant: the bits of an output row depend on its input row only, not on the rows next to it.
+
+Form ``warp`` multiplies on tensor cores if the weights have 16 bits, or 8 bits that are converted
+to bfloat16 when they are loaded, the inner size is a multiple of 128 and the outer size a multiple
+of 16. Activations are float32 elsewhere; for tensor cores they are rounded to the dtype of the
+weights, as in training and serving. With ``activations="float32"`` each is split into two such
+numbers, the rounded value and the remainder: 16 bits of mantissa with bfloat16, 22 with float16.
+Accumulation is float32.
+
+Attention over a 16-bit KV cache with heads of 64 or 128 elements runs on tensor cores as well.
+Both use workspace that all calls share, so all work of one `ModelKernels` must be ordered.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import NamedTuple
+
+from graft.cudagraph.device import Device
+from graft.cudagraph.dtypes import E4M3, itemsize
+from graft.cudagraph.errors import OptionError, ShapeError
+from graft.cudagraph.kernels import Kernel
+from graft.cudagraph.lanes import Lane
+from graft.cudagraph.memory import DeviceArray
+from graft.models.cache.kv import STORAGE, PagedKV
+from graft.models.llm.rows import Rows
+from graft.models.llm.weights import Matrix, ScaledMatrix
+from graft.sampling.checks import expect
+
+FOLDER = Path(__file__).resolve().parent / "kernels"
+FORMS = {"soft": ("thread", "warp"), "cuda": ("warp",)}
+ACTIVATIONS = ("rounded", "float32")
+
+# Launch shapes. They must match the constants in models/llm/kernels.
+_THREAD_COLUMNS = 64
+_THREAD_ROWS = 48
+_THREAD_CHUNK = 64
+_THREAD_QUERIES = 48
+_THREAD_BLOCKS = 8  # blocks that share the attention of few rows, for several workers
+_WARP_BLOCK = 128
+_WARP_COLUMNS = 2 * _WARP_BLOCK // 32
+_WARP_ROWS = 8
+_MMA_BLOCK = 256
+_MMA_K_MULTIPLE = 128
+_MMA_COLUMNS = 16
+_MMA_MAX_SPLITS = 8  # split-K: maximum number of blocks that share a tile's sum
+_MMA_TILE_COLUMNS = 128
+# Pipeline stages of 64 inner indices, by bytes of a weight and rows of a tile.
+_MMA_STAGES = {1: {32: 5, 64: 6, 128: 4}, 2: {32: 3, 64: 4, 128: 3}}
+NORM_GROUP = 16  # output columns whose squares are summed for a folded norm
+_MMA_FEW_ROWS = 16  # up to so many rows linear_few streams the weights past the rows
+_MMA_MIN_BLOCKS = 128  # linear_many splits K until the grid has this many blocks
+_NORM_BLOCK = 256
+_ELEMENT_BLOCK = 128
+_ATTENTION_TILE = 16
+_ATTENTION_SPLIT = 256  # minimum positions per part of split attention
+_ATTENTION_MAX_PARTS = 32
+_ATTENTION_BLOCKS = 512  # about the number of blocks that a GPU runs at once
+
+
+def _ceil_div(count: int, unit: int) -> int:
+    return -(-count // unit)
+
+
+class MmaShape(NamedTuple):
+    """Launch of a tensor-core product, see kernels/linear_mma.cuh.
+
+    Attributes
+    ----------
+    kernel
+        Name of the kernel and of its file.
+    defines
+        Compile-time constants that depend on the shape.
+    grid
+        Grid of the launch; z is the number of K splits.
+    shared
+        Dynamic shared memory, in bytes.
+    partials
+        Size of the split-K workspace, in floats; 0 without splits.
+    """
+
+    kernel: str
+    defines: dict[str, int]
+    grid: tuple[int, int, int]
+    shared: int = 0
+    partials: int = 0
+
+
+def mma_shape(rows: int, columns: int, nbytes: int = 2) -> MmaShape:
+    """Return the launch of a tensor-core product. All launches give the same bits.
+
+    Parameters
+    ----------
+    rows
+        Number of input rows; twice that with split activations.
+    columns
+        Number of outputs per row.
+    nbytes
+        Bytes of a stored weight: 1 or 2.
+    """
+    if rows <= _MMA_FEW_ROWS:
+        tiles = _ceil_div(rows, 8)
+        return MmaShape("linear_few", {"TILES": tiles}, (columns // _MMA_COLUMNS, 1, 1))
+    stages = _MMA_STAGES[nbytes]
+    block = next((size for size in stages if rows <= size), max(stages))
+    across = _ceil_div(columns, _MMA_TILE_COLUMNS)
+    down = _ceil_div(rows, block)
+    splits = 1
+    while splits < _MMA_MAX_SPLITS and across * down * splits < _MMA_MIN_BLOCKS:
+        splits *= 2
+    partials = 0
+    if splits > 1:
+        partials = across * down * _MMA_MAX_SPLITS * block * _MMA_TILE_COLUMNS
+    shared = stages[block] * (_MMA_TILE_COLUMNS * nbytes + block * 2) * 64
+    return MmaShape("linear_many", {"ROW_BLOCK": block}, (across, down, splits), shared, partials)
+
+
+class Norm(NamedTuple):
+    """An RMSNorm of the rows that one product writes and another product reads.
+
+    If `square_sums` is given the norm is folded into the two products and takes no kernel: the
+    producer writes its rows times `weight` to `out` and the sums of their squares to
+    `square_sums`; the consumer divides its results by the root mean square.
+
+    Attributes
+    ----------
+    weight
+        float32[width].
+    eps
+        Added to the mean square.
+    out
+        [R, width] of the dtype that the consumer reads.
+    square_sums
+        float32[R, width / NORM_GROUP] of a folded norm; None for a norm with its own kernel.
+    """
+
+    weight: DeviceArray
+    eps: float
+    out: DeviceArray
+    square_sums: DeviceArray | None = None
+
+
+class HeadNorms(NamedTuple):
+    """RMSNorms of every query head and of every key head.
+
+    Attributes
+    ----------
+    query, key
+        Weights, float32[head_dim].
+    eps
+        Added to the mean square.
+    """
+
+    query: DeviceArray
+    key: DeviceArray
+    eps: float
+
+
+class KVWrite(NamedTuple):
+    """Destination of the keys and values of a forward pass, and the RoPE that precedes it.
+
+    Attributes
+    ----------
+    rope_table
+        float32[positions, head_dim]: cosines, then sines (`Rope.table`).
+    rows
+        Slot and position of each row.
+    kv
+        KV cache that is written.
+    layer
+        Layer of `kv`.
+    heads
+        Number of query heads; they are rotated but not cached.
+    """
+
+    rope_table: DeviceArray
+    rows: Rows
+    kv: PagedKV
+    layer: int
+    heads: int
+
+
+@dataclass(frozen=True)
+class _Product:
+    """Checked operands of x W^T.
+
+    Attributes
+    ----------
+    x
+        [rows, inner], float32 or the 16-bit dtype that the kernel reads.
+    weight
+        [columns, inner] as stored.
+    scale
+        float32[columns], or None.
+    square_sums, eps
+        Of the folded norm of `x`; None and 0 without one.
+    x_is_rounded
+        Whether `x` already has the dtype in which tensor cores multiply.
+    tensor_cores
+        Whether the product runs on tensor cores.
+    """
+
+    x: DeviceArray
+    weight: DeviceArray
+    scale: DeviceArray | None
+    square_sums: DeviceArray | None
+    eps: float
+    rows: int
+    columns: int
+    inner: int
+    x_is_rounded: bool
+    tensor_cores: bool
+
+
+class ModelKernels:
+    """The model kernels of one device in one form.
+
+    Calls share workspace: all work of one object must be ordered.
+
+    Parameters
+    ----------
+    device
+        Device that the kernels are compiled for.
+    form
+        ``thread`` (soft device only) or ``warp``; None selects the device's default.
+    activations
+        ``rounded`` or ``float32``: precision of the activations on tensor cores.
+
+    Raises
+    ------
+    OptionError
+        If the device does not support the form, or `activations` is unknown.
+    """
+
+    def __init__(
+        self, device: Device, form: str | None = None, activations: str = "rounded"
+    ) -> None:
+        self.device = device
+        forms = FORMS[device.kind]
+        self.form = form or forms[0]
+        if self.form not in forms:
+            raise OptionError(
+                f"kernel form {form!r}: expected one of {forms} on a {device.kind} device"
+            )
+        if activations not in ACTIVATIONS:
+            raise OptionError(f"activations {activations!r}: expected one of {ACTIVATIONS}")
+        self.activations = activations
+        # Keeps the modules loaded: one that no graph references would otherwise be unloaded after
+        # each launch of a prefill.
+        self._kernels: dict[tuple, Kernel] = {}
+        self._workspace: dict[str, DeviceArray] = {}
+        # Split attention: partial results, and counters that every kernel leaves at zero.
+        self._attention_partials: DeviceArray | None = None
+        self._attention_counters: DeviceArray | None = None
+
+    @property
+    def _thread(self) -> bool:
+        return self.form == "thread"
+
+    def _kernel(self, file: str, name: str, **defines: object) -> Kernel:
+        key = (file, name, *defines.items())
+        found = self._kernels.get(key)
+        if found is None:
+            found = self.device.load(FOLDER / f"{file}.cu", defines)[name]
+            self._kernels[key] = found
+        return found
+
+    def _kernel_of_form(self, name: str, **defines: object) -> Kernel:
+        return self._kernel(f"{name}_{self.form}", f"{name}_{self.form}", **defines)
+
+    def _elementwise_launch(self, rows: int, width: int, chunk: int) -> tuple[int, int]:
+        """Return grid and block of an elementwise kernel with `chunk` elements per thread."""
+        block = 8 if self._thread else _ELEMENT_BLOCK
+        return _ceil_div(rows * _ceil_div(width, chunk), block), block
+
+    @property
+    def _chunk(self) -> int:
+        return _THREAD_CHUNK if self._thread else 1
+
+    @property
+    def _norm_block(self) -> int:
+        return 1 if self._thread else _NORM_BLOCK
+
+    @property
+    def _splits_activations(self) -> bool:
+        return self.activations == "float32"
+
+    # Which kernels a product can use.
+
+    def input_dtype(self, weight: Matrix) -> str:
+        """Return the dtype that `linear` reads fastest for `weight`.
+
+        The bits are those of a float32 input, because `linear` would round it in the same way.
+        """
+        if self.activations == "rounded" and self.uses_tensor_cores(weight.dtype, *weight.shape):
+            return _mma_dtype(weight.dtype)
+        return "float32"
+
+    def uses_tensor_cores(self, dtype: str, columns: int, inner: int) -> bool:
+        """Return whether products with such a weight run on tensor cores."""
+        fits = inner % _MMA_K_MULTIPLE == 0 and columns % _MMA_COLUMNS == 0
+        return not self._thread and fits and dtype != "float32"
+
+    def can_fold_norm(self, producer: Matrix, consumer: Matrix) -> bool:
+        """Return whether the norm between products with these weights can be folded, see `Norm`.
+
+        It cannot with float16 weights, because rows before the division may exceed float16's
+        range, nor after a row-parallel shard, whose sum is complete only after the all-gather.
+        """
+        if isinstance(producer, ScaledMatrix) and producer.all_gather is not None:
+            return False
+        return all(
+            weight.dtype != "float16" and self.uses_tensor_cores(weight.dtype, *weight.shape)
+            for weight in (producer, consumer)
+        )
+
+    def can_fuse_rope(self, head_dim: int, dtype: str, columns: int, inner: int) -> bool:
+        """Return whether the product with such a QKV weight can apply RoPE and write the cache."""
+        fits = head_dim % _MMA_COLUMNS == 0
+        return fits and self.uses_tensor_cores(dtype, columns, inner)
+
+    # Matrix products.
+
+    def linear(
+        self,
+        lane: Lane,
+        x: DeviceArray | Norm,
+        weight: Matrix,
+        out: DeviceArray,
+        *,
+        residual: DeviceArray | None = None,
+        copy_to: tuple[DeviceArray, int] | None = None,
+        norm: Norm | None = None,
+        name: str = "linear",
+    ) -> None:
+        """Compute out = x W^T + residual, then optionally a copy and the RMSNorm of the result.
+
+        Parameters
+        ----------
+        lane
+            Lane that the kernel is added to.
+        x
+            [R, inner], float32 or of `input_dtype`; or the norm that another product wrote.
+        weight
+            [columns, inner], float32, float16, bfloat16 or E4M3 without NaN. Sums are multiplied
+            by the row scales before anything else. For a row-parallel shard the partial products
+            of all ranks are added in rank order, then the residual.
+        out
+            float32[R, columns].
+        residual
+            float32[R, columns], which may be `out`; None adds nothing.
+        copy_to
+            float32[R, stride] and the first column of it that receives a copy of the result.
+        norm
+            Norm of the result for the next product.
+        name
+            Node name and prefix of error messages.
+
+        Raises
+        ------
+        ShapeError
+            If an operand has the wrong shape or dtype, or the norm is folded and the product does
+            not run on tensor cores.
+        """
+        if isinstance(weight, ScaledMatrix) and weight.all_gather is not None:
+            self._linear_row_parallel(lane, x, weight, out, residual, copy_to, name)
+            if norm is not None:
+                self.norm(lane, out, norm.weight, norm.eps, norm.out)
+            return
+        product = self._check_product(x, weight, name)
+        expect(f"{name}: out", out, "float32", R=product.rows, columns=product.columns)
+        if residual is not None:
+            shape = {"R": product.rows, "columns": product.columns}
+            expect(f"{name}: residual", residual, "float32", **shape)
+        folded = None
+        if norm is not None and norm.square_sums is not None:
+            self._check_folded_norm(product, norm, weight, name)
+            folded = norm
+        args = self._linear_args(product, out, residual, copy_to, name)
+        if product.tensor_cores:
+            self._launch_mma(lane, product, out, args, name, norm=folded)
+        else:
+            self._launch_without_tensor_cores(lane, product, args, name)
+        if norm is not None and folded is None:
+            self.norm(lane, out, norm.weight, norm.eps, norm.out)
+
+    def gated_linear(
+        self,
+        lane: Lane,
+        x: DeviceArray | Norm,
+        weight: Matrix,
+        out: DeviceArray,
+        name: str = "linear",
+    ) -> None:
+        """Compute out = silu(x G^T) * (x U^T), the first half of a gated MLP, in one kernel.
+
+        Parameters
+        ----------
+        lane
+            Lane that the kernel is added to.
+        x
+            [R, inner], as in `linear`.
+        weight
+            [columns, inner]: gate and up projections, interleaved in groups of 8 rows
+            (`Weights.stacked`).
+        out
+            [R, columns / 2] of any dtype.
+        name
+            Node name and prefix of error messages.
+
+        Raises
+        ------
+        ShapeError
+            If an operand has the wrong shape or dtype, or the product does not run on tensor
+            cores.
+        """
+        product = self._check_product(x, weight, name)
+        expect(f"{name}: out", out, out.dtype, R=product.rows, columns=product.columns >> 1)
+        self._require_tensor_cores(product, "a gated product", name)
+        args = self._linear_args(product, out, None, None, name)
+        self._launch_mma(lane, product, out, args, name, gated=True)
+
+    def project_qkv(
+        self,
+        lane: Lane,
+        x: DeviceArray | Norm,
+        weight: Matrix,
+        qkv: DeviceArray,
+        write: KVWrite,
+        head_norms: HeadNorms | None = None,
+    ) -> None:
+        """Compute queries, keys and values, apply RoPE and write keys and values to the cache.
+
+        Without head norms this is one kernel if `can_fuse_rope`; only the queries are then left
+        in `qkv`. Otherwise it is `linear`, `head_norm` and `rope_and_store`.
+
+        Parameters
+        ----------
+        lane
+            Lane that the kernels are added to.
+        x
+            [R, inner], as in `linear`.
+        weight
+            [(heads + 2 kv_heads) * head_dim, inner]; interleaved by heads if RoPE is fused
+            (`Weights.stacked`).
+        qkv
+            float32[R, (heads + 2 kv_heads) * head_dim].
+        write
+            RoPE table, rows and cache layer.
+        head_norms
+            Norms of queries and keys before RoPE (Qwen3).
+        """
+        dim = write.kv.head_dim
+        if head_norms is None and self.can_fuse_rope(dim, weight.dtype, *weight.shape):
+            self._fused_qkv(lane, x, weight, qkv, write)
+            return
+        self.linear(lane, x, weight, qkv, name="qkv")
+        if head_norms is not None:
+            self.head_norm(lane, qkv, head_norms, write.heads)
+        self.rope_and_store(lane, qkv, write)
+
+    def _fused_qkv(
+        self,
+        lane: Lane,
+        x: DeviceArray | Norm,
+        weight: Matrix,
+        qkv: DeviceArray,
+        write: KVWrite,
+    ) -> None:
+        """Compute `project_qkv` in one kernel; the weight is interleaved by heads."""
+        name = "qkv"
+        store_args = _kv_write_args(qkv, write)
+        product = self._check_product(x, weight, name)
+        expect(f"{name}: out", qkv, "float32", R=product.rows, columns=product.columns)
+        args = self._linear_args(product, qkv, None, None, name)
+        self._launch_mma(lane, product, qkv, args, name, store=(write.kv, store_args))
+
+    def _linear_row_parallel(
+        self,
+        lane: Lane,
+        x: DeviceArray | Norm,
+        weight: ScaledMatrix,
+        out: DeviceArray,
+        residual: DeviceArray | None,
+        copy_to: tuple[DeviceArray, int] | None,
+        name: str,
+    ) -> None:
+        """Compute the partial product of this rank, gather all and add them in rank order."""
+        assert weight.all_gather is not None
+        partial = weight.all_gather.local_buffer(*out.shape)
+        self.linear(lane, x, ScaledMatrix(weight.values, weight.scale), partial, name=name)
+        partials = weight.all_gather.all_gather(lane, partial)
+        ranks, rows, width = partials.shape
+        grid, block = self._elementwise_launch(rows, width, self._chunk)
+        copy, offset = copy_to if copy_to is not None else (None, 0)
+        stride = copy.shape[1] if copy is not None else 0
+        kernel = self._kernel("elements", "add_parts", WEIGHT="float", CHUNK=self._chunk)
+        args = (partials, residual, out, copy, ranks, rows, width, offset, stride)
+        lane.kernel(kernel, grid, block, args, name="sum of ranks")
+
+    def _check_product(self, x: DeviceArray | Norm, weight: Matrix, name: str) -> _Product:
+        """Check the inputs of x W^T and decide whether it runs on tensor cores."""
+        square_sums = None
+        eps = 0.0
+        if isinstance(x, Norm):
+            square_sums = x.square_sums
+            eps = x.eps
+            x = x.out
+        rows, inner = x.shape
+        columns = weight.shape[0]
+        x_is_rounded = x.dtype == self.input_dtype(weight) != "float32"
+        scale = None
+        if isinstance(weight, ScaledMatrix):
+            scale = weight.scale
+            weight = weight.values
+        if scale is not None:
+            expect(f"{name}: scale", scale, "float32", columns=columns)
+        expect(f"{name}: weight", weight, weight.dtype, columns=columns, inner=inner)
+        expect(f"{name}: x", x, x.dtype if x_is_rounded else "float32", R=rows, inner=inner)
+        product = _Product(
+            x=x,
+            weight=weight,
+            scale=scale,
+            square_sums=square_sums,
+            eps=eps,
+            rows=rows,
+            columns=columns,
+            inner=inner,
+            x_is_rounded=x_is_rounded,
+            tensor_cores=self.uses_tensor_cores(weight.dtype, columns, inner),
+        )
+        if square_sums is not None:
+            self._require_tensor_cores(product, "a folded norm", name)
+            groups = inner // NORM_GROUP
+            expect(f"{name}: square sums of x", square_sums, "float32", R=rows, groups=groups)
+        return product
+
+    def _require_tensor_cores(self, product: _Product, what: str, name: str) -> None:
+        if not product.tensor_cores:
+            raise ShapeError(
+                f"{name}: {what} requires tensor cores, which kernel form {self.form!r} does not "
+                f"use for a {product.weight.dtype}[{product.columns}, {product.inner}] weight"
+            )
+
+    def _check_folded_norm(self, product: _Product, norm: Norm, weight: Matrix, name: str) -> None:
+        self._require_tensor_cores(product, "a folded norm", name)
+        assert norm.square_sums is not None
+        rows = product.rows
+        columns = product.columns
+        groups = columns // NORM_GROUP
+        expect(f"{name}: norm", norm.weight, "float32", columns=columns)
+        expect(f"{name}: norm output", norm.out, self.input_dtype(weight), R=rows, columns=columns)
+        expect(f"{name}: square sums", norm.square_sums, "float32", R=rows, groups=groups)
+
+    @staticmethod
+    def _linear_args(
+        product: _Product,
+        out: DeviceArray,
+        residual: DeviceArray | None,
+        copy_to: tuple[DeviceArray, int] | None,
+        name: str,
+    ) -> tuple[object, ...]:
+        """Return the arguments that all linear kernels have in common."""
+        rows = product.rows
+        columns = product.columns
+        copy, offset = copy_to if copy_to is not None else (None, 0)
+        stride = 0
+        if copy is not None:
+            stride = copy.shape[1]
+            expect(f"{name}: copy_to", copy, "float32", R=rows, stride=stride)
+            if offset < 0 or offset + columns > stride:
+                raise ShapeError(
+                    f"{name}: copy_to columns {offset}..{offset + columns} are outside "
+                    f"stride={stride}"
+                )
+        return (
+            product.weight,
+            product.scale,
+            product.x,
+            residual,
+            out,
+            copy,
+            rows,
+            columns,
+            product.inner,
+            offset,
+            stride,
+        )
+
+    def _launch_without_tensor_cores(
+        self, lane: Lane, product: _Product, args: tuple[object, ...], name: str
+    ) -> None:
+        if self._thread:
+            across = _ceil_div(product.columns, _THREAD_COLUMNS)
+            grid = (across, _ceil_div(product.rows, _THREAD_ROWS), 1)
+            block = 1
+        else:
+            across = _ceil_div(product.columns, _WARP_COLUMNS)
+            grid = (across, _ceil_div(product.rows, _WARP_ROWS), 1)
+            block = _WARP_BLOCK
+        kernel = self._kernel_of_form("linear", WEIGHT=_storage(product.weight))
+        lane.kernel(kernel, grid, block, args, name=name)
+
+    def _launch_mma(
+        self,
+        lane: Lane,
+        product: _Product,
+        out: DeviceArray,
+        args: tuple[object, ...],
+        name: str,
+        *,
+        norm: Norm | None = None,
+        gated: bool = False,
+        store: tuple[PagedKV, tuple[object, ...]] | None = None,
+    ) -> None:
+        """Launch a tensor-core product with one of the epilogues.
+
+        Parameters
+        ----------
+        lane, product, out, args, name
+            As in `linear`; `args` from `_linear_args`.
+        norm
+            Folded norm that the epilogue writes.
+        gated
+            Whether the epilogue is silu(gate) * up.
+        store
+            KV cache and `_kv_write_args` of an epilogue that applies RoPE and writes the cache.
+        """
+        defines: dict[str, object] = {
+            "SPLIT": int(self._splits_activations),
+            "WEIGHT16": STORAGE[_mma_dtype(product.weight.dtype)],
+            "X16": int(product.x_is_rounded),
+            "WEIGHT8": int(product.weight.dtype == E4M3),
+            "GATED": int(gated),
+            "OUT": _storage(out),
+        }
+        store_args: tuple[object, ...] = (*(None,) * 7, *(0,) * 6)
+        if store is not None:
+            kv, store_args = store
+            defines |= {"TURNED": kv.head_dim, "CACHE": STORAGE[kv.dtype]}
+        norm_args: tuple[object, ...] = (None, None, None)
+        if norm is not None:
+            norm_args = (norm.weight, norm.out, norm.square_sums)
+        rows = product.rows << self._splits_activations
+        shape = mma_shape(rows, product.columns, itemsize(product.weight.dtype))
+        kernel = self._kernel(shape.kernel, shape.kernel, **defines, **shape.defines)
+        args = (*args, product.square_sums, product.eps, *norm_args, *store_args)
+        if shape.kernel == "linear_many":
+            partials = self._zeroed_workspace("float32", shape.partials)
+            counters = self._zeroed_workspace("int32", shape.grid[0] * shape.grid[1])
+            args = (*args, partials, counters)
+        lane.kernel(kernel, shape.grid, _MMA_BLOCK, args, shared=shape.shared, name=name)
+
+    def _zeroed_workspace(self, dtype: str, size: int) -> DeviceArray | None:
+        """Return shared workspace: zeros at first, later what the previous calls have left."""
+        if size == 0:
+            return None
+        if dtype not in self._workspace or self._workspace[dtype].shape[0] < size:
+            self._workspace[dtype] = self.device.zeros((size,), dtype)
+        return self._workspace[dtype]
+
+    # Norms, RoPE and attention.
+
+    def norm(
+        self, lane: Lane, x: DeviceArray, weight: DeviceArray, eps: float, out: DeviceArray
+    ) -> None:
+        """Compute the RMSNorm of each row.
+
+        Parameters
+        ----------
+        lane
+            Lane that the kernel is added to.
+        x
+            float32[R, width].
+        weight
+            float32[width].
+        eps
+            Added to the mean square.
+        out
+            [R, width], float32 or of `input_dtype`.
+        """
+        rows, width = x.shape
+        expect("norm: x", x, "float32", R=rows, width=width)
+        expect("norm: weight", weight, "float32", width=width)
+        expect("norm: out", out, out.dtype, R=rows, width=width)
+        args = (x, weight, out, rows, width, eps)
+        kernel = self._kernel(
+            "norm", "norm_rows", WEIGHT="float", OUT=_storage(out), NORM_THREADS=self._norm_block
+        )
+        lane.kernel(kernel, rows, self._norm_block, args, name="norm")
+
+    def head_norm(self, lane: Lane, qkv: DeviceArray, norms: HeadNorms, heads: int) -> None:
+        """Compute the RMSNorm of each query head and key head in place.
+
+        Parameters
+        ----------
+        lane
+            Lane that the kernel is added to.
+        qkv
+            float32[R, (heads + 2 kv_heads) * head_dim].
+        norms
+            Weights and eps.
+        heads
+            Number of query heads.
+        """
+        rows, width = qkv.shape
+        dim = norms.query.shape[0]
+        kv_heads = (width // dim - heads) // 2
+        expect("head norm: qkv", qkv, "float32", R=rows, width=(heads + 2 * kv_heads) * dim)
+        for weight in (norms.query, norms.key):
+            expect("head norm: weight", weight, "float32", D=dim)
+        block = 1 if self._thread else 32
+        kernel = self._kernel("norm", "head_norm", WEIGHT="float", NORM_THREADS=block)
+        args = (qkv, norms.query, norms.key, rows, heads, kv_heads, dim, norms.eps)
+        lane.kernel(kernel, rows * (heads + kv_heads), block, args, name="head norm")
+
+    def rope_and_store(self, lane: Lane, qkv: DeviceArray, write: KVWrite) -> None:
+        """Rotate the queries in place, rotate the keys, and write keys and values to the cache.
+
+        Parameters
+        ----------
+        lane
+            Lane that the kernel is added to.
+        qkv
+            float32[R, (heads + 2 kv_heads) * head_dim]: queries, keys, values.
+        write
+            RoPE table, rows and cache layer.
+        """
+        kv = write.kv
+        count = write.rows.count
+        dim = kv.head_dim
+        store_args = _kv_write_args(qkv, write)
+        chunk = dim // 2 if self._thread else 1
+        kernel = self._kernel(
+            "rope", "rope_and_store", CACHE=STORAGE[kv.dtype], HEAD_DIM=dim, CHUNK=chunk
+        )
+        heads = write.heads + 2 * kv.kv_heads
+        grid, block = self._elementwise_launch(count * heads, dim // 2, chunk)
+        lane.kernel(kernel, grid, block, (qkv, count, *store_args), name="rope, kv write")
+
+    def attention(
+        self,
+        lane: Lane,
+        qkv: DeviceArray,
+        rows: Rows,
+        kv: PagedKV,
+        layer: int,
+        heads: int,
+        out: DeviceArray,
+    ) -> None:
+        """Compute causal attention of each row over its slot; padding rows give zeros.
+
+        A row attends to the positions 0..pos of its slot; the draft of a tree attends to the
+        committed positions and its ancestors.
+
+        Parameters
+        ----------
+        lane
+            Lane that the kernel is added to.
+        qkv
+            float32[R, (heads + 2 kv_heads) * head_dim]; only the queries are read.
+        rows
+            Slot, last position and ancestors of each row.
+        kv, layer
+            KV cache and its layer.
+        heads
+            Number of query heads.
+        out
+            float32[R, heads * head_dim].
+        """
+        count = rows.count
+        dim = kv.head_dim
+        width = (heads + 2 * kv.kv_heads) * dim
+        expect("attention: qkv", qkv, "float32", R=count, heads=width)
+        expect("attention: out", out, "float32", R=count, heads=heads * dim)
+        args = (
+            qkv,
+            rows.slot,
+            rows.pos,
+            rows.ancestors,
+            kv.page_table,
+            kv.k[layer],
+            kv.v[layer],
+            out,
+            count,
+            heads,
+            kv.kv_heads,
+            kv.slots,
+            kv.max_pages,
+            kv.page_shift,
+            dim**-0.5,
+        )
+        parts = self.reserve_attention(count, heads, kv)
+        if parts:
+            self._launch_split_attention(lane, args, rows, kv, heads, parts)
+            return
+        kernel = self._kernel_of_form("attention", CACHE=STORAGE[kv.dtype], HEAD_DIM=dim)
+        if self._thread:
+            group = heads // kv.kv_heads
+            queries = max(_ceil_div(count * heads, _THREAD_BLOCKS), group)
+            queries = min(queries, _THREAD_QUERIES)
+            grid = (_ceil_div(count * group, queries), kv.kv_heads, 1)
+            lane.kernel(kernel, grid, 1, (*args, queries), name="attention")
+        else:
+            lane.kernel(kernel, (heads, count, 1), _WARP_BLOCK, args, name="attention")
+
+    def _launch_split_attention(
+        self,
+        lane: Lane,
+        args: tuple[object, ...],
+        rows: Rows,
+        kv: PagedKV,
+        heads: int,
+        parts: int,
+    ) -> None:
+        """Launch attention on tensor cores; blocks share the positions of a tile of queries."""
+        count = rows.count
+        dim = kv.head_dim
+        kernel = self._kernel(
+            "attention_split", "attention_split", CACHE16=STORAGE[kv.dtype], WIDE_HEAD=dim
+        )
+        group = heads // kv.kv_heads
+        tiles_per_group = _ceil_div(group, _ATTENTION_TILE)
+        tile_heads = _ceil_div(group, tiles_per_group)
+        run = min(rows.rows_per_slot, count)
+        tiles = _ceil_div(count, run) * _ceil_div(run, _ATTENTION_TILE // tile_heads)
+        head_tiles = kv.kv_heads * tiles_per_group
+        blocks = _ATTENTION_BLOCKS // (tiles * head_tiles)
+        grid = (tiles, head_tiles, max(1, min(blocks, parts)))
+        args = (*args, run, tile_heads, self._attention_partials, self._attention_counters)
+        lane.kernel(kernel, grid, _WARP_BLOCK, args, name="attention")
+
+    def reserve_attention(self, rows: int, heads: int, kv: PagedKV) -> int:
+        """Reserve the workspace of split attention for `rows` rows.
+
+        Returns
+        -------
+        int
+            Number of parts into which the positions of a row are split; 0 if the cache is read by
+            a kernel without tensor cores, which needs no workspace.
+        """
+        if self._thread or kv.head_dim not in (64, 128) or kv.dtype == "float32":
+            return 0
+        parts = min(_ceil_div(kv.positions, _ATTENTION_SPLIT), _ATTENTION_MAX_PARTS)
+        size = parts * rows * heads * (kv.head_dim + 4)
+        partials = self._attention_partials
+        if parts > 1 and (partials is None or partials.shape[0] < size):
+            self._attention_partials = self.device.empty((size,), "float32")
+        counters = self._attention_counters
+        if counters is None or counters.shape[0] < rows * heads:
+            self._attention_counters = self.device.zeros((rows * heads,), "int32")
+        return parts
+
+    def compact(
+        self,
+        lane: Lane,
+        kv: PagedKV,
+        row_slot: DeviceArray,
+        result: DeviceArray,
+        features: DeviceArray | None,
+        first: DeviceArray,
+    ) -> None:
+        """Move the KV entries of the accepted path of a draft tree to their sequence positions.
+
+        Parameters
+        ----------
+        lane
+            Lane that the kernels are added to.
+        kv
+            KV cache of the target; all layers are compacted.
+        row_slot
+            int32[B], slot of each batch row.
+        result
+            int32[B, row words], the ``RoundRow`` of each batch row after verification.
+        features
+            float32[R, columns], rows that are compacted in the same way; or None.
+        first
+            int32[B], first forward row of each batch row.
+        """
+        batch = row_slot.shape[0]
+        item = kv.kv_heads * kv.head_dim
+        kernel = self._kernel("compact", "compact_cache", CACHE=STORAGE[kv.dtype])
+        sizes = (kv.slots, kv.max_pages, kv.page_shift, item)
+        layer = (kv.scratch_page + 1) * kv.page_size * item
+        args = (kv.k, kv.v, layer, row_slot, result, result.shape[1], kv.page_table, *sizes)
+        block = 1 if self._thread else _ELEMENT_BLOCK
+        lane.kernel(kernel, (batch, kv.layers, 1), block, args, name="compact cache")
+        if features is not None:
+            expect("compact: first", first, "int32", B=batch)
+            kernel = self._kernel("compact", "compact_rows", CACHE=STORAGE[kv.dtype])
+            row_args = (features, first, features.shape[1], row_slot, result, result.shape[1])
+            lane.kernel(kernel, batch, block, row_args, name="compact features")
+
+    # Elementwise kernels.
+
+    def silu_mul(self, lane: Lane, gate_up: DeviceArray, out: DeviceArray) -> None:
+        """Compute out = silu(gate) * up.
+
+        Parameters
+        ----------
+        lane
+            Lane that the kernel is added to.
+        gate_up
+            float32[R, 2 width].
+        out
+            [R, width], float32 or of `input_dtype`.
+        """
+        rows, width = out.shape
+        expect("silu: gate_up", gate_up, "float32", R=rows, width=2 * width)
+        expect("silu: out", out, out.dtype, R=rows, width=width)
+        grid, block = self._elementwise_launch(rows, width, self._chunk)
+        kernel = self._kernel(
+            "elements", "silu_mul", WEIGHT="float", OUT=_storage(out), CHUNK=self._chunk
+        )
+        lane.kernel(kernel, grid, block, (gate_up, out, rows, width), name="silu")
+
+    def gather(
+        self,
+        lane: Lane,
+        x: DeviceArray,
+        index: DeviceArray,
+        out: DeviceArray,
+        name: str = "gather",
+        norm: Norm | None = None,
+    ) -> None:
+        """Compute out[b] = x[index[b]], and optionally its norm; an index out of range gives zeros.
+
+        Parameters
+        ----------
+        lane
+            Lane that the kernel is added to.
+        x
+            [rows, width] of any float dtype.
+        index
+            int32[B].
+        out
+            float32[B, width].
+        name
+            Node name and prefix of error messages.
+        norm
+            Norm of the gathered rows, computed by the same kernel.
+        """
+        count, width = out.shape
+        expect(f"{name}: index", index, "int32", B=count)
+        expect(f"{name}: out", out, "float32", B=count, width=x.shape[1])
+        if norm is not None:
+            expect(f"{name}: norm", norm.weight, "float32", width=width)
+            expect(f"{name}: norm output", norm.out, norm.out.dtype, B=count, width=width)
+            block = self._norm_block
+            kernel = self._kernel(
+                "norm",
+                "gather_norm",
+                WEIGHT=_storage(x),
+                OUT=_storage(norm.out),
+                NORM_THREADS=block,
+            )
+            args = (x, index, out, norm.weight, norm.out, x.shape[0], width, norm.eps)
+            lane.kernel(kernel, count, block, args, name=name)
+            return
+        grid, block = self._elementwise_launch(count, width, self._chunk)
+        kernel = self._kernel("elements", "gather_rows", WEIGHT=_storage(x), CHUNK=self._chunk)
+        lane.kernel(kernel, grid, block, (x, index, out, count, x.shape[0], width), name=name)
+
+    def scale(self, lane: Lane, x: DeviceArray, factor: float, cap: float = 0.0) -> None:
+        """Compute x = factor * x in place; with a cap then x = cap * tanh(x / cap).
+
+        Parameters
+        ----------
+        lane
+            Lane that the kernel is added to.
+        x
+            float32[R, width].
+        factor
+            Multiplier.
+        cap
+            Soft cap; 0 for none.
+        """
+        rows, width = x.shape
+        expect("scale: x", x, "float32", R=rows, width=width)
+        grid, block = self._elementwise_launch(rows, width, self._chunk)
+        kernel = self._kernel("elements", "scale_rows", WEIGHT="float", CHUNK=self._chunk)
+        lane.kernel(kernel, grid, block, (x, rows, width, factor, cap), name="scale")
+
+    def convolve(
+        self,
+        lane: Lane,
+        x: DeviceArray,
+        base: DeviceArray,
+        dynamic: DeviceArray,
+        kernel_index: int,
+        row_stride: int,
+        out: DeviceArray,
+        residual: DeviceArray | None = None,
+    ) -> None:
+        """Convolve each row with the previous rows of its block (DFlash2) and add the residual.
+
+        Parameters
+        ----------
+        lane
+            Lane that the kernel is added to.
+        x, out, residual
+            float32[R, width].
+        base
+            float32[2, size, width]: two static kernels per column; tap 0 is the row itself.
+        dynamic
+            float32[R, 2 * size * groups]: two kernels per row and group of adjacent columns. They
+            are added to the static ones.
+        kernel_index
+            Which of the two kernels is used: 0 or 1.
+        row_stride
+            Distance between consecutive rows of a block.
+        """
+        rows, width = x.shape
+        size = base.shape[1]
+        groups = dynamic.shape[1] // (2 * size)
+        expect("convolve: base", base, "float32", two=2, size=size, width=width)
+        expect("convolve: dynamic", dynamic, "float32", R=rows, columns=2 * size * groups)
+        for array in (x, out, residual):
+            if array is not None:
+                expect("convolve: rows", array, "float32", R=rows, width=width)
+        grid, block = self._elementwise_launch(rows, width, self._chunk)
+        kernel = self._kernel("elements", "convolve_rows", WEIGHT="float", CHUNK=self._chunk)
+        sizes = (rows, width, size, groups, kernel_index, row_stride)
+        args = (x, base, dynamic, residual, out, *sizes)
+        lane.kernel(kernel, grid, block, args, name="convolution")
+
+    def eagle_input(
+        self,
+        lane: Lane,
+        token: DeviceArray,
+        embedding: DeviceArray,
+        hidden: DeviceArray,
+        embedding_norm: DeviceArray,
+        hidden_norm: DeviceArray,
+        eps: float,
+        norm_before_residual: bool,
+        x: DeviceArray,
+        residual: DeviceArray,
+    ) -> None:
+        """Compute x = [norm(embedding[token]), norm(hidden)] and the initial residual stream.
+
+        Parameters
+        ----------
+        lane
+            Lane that the kernel is added to.
+        token
+            int32[R].
+        embedding
+            [vocab, width] of any float dtype.
+        hidden
+            float32[R, width].
+        embedding_norm, hidden_norm
+            Weights of the two norms, float32[width].
+        eps
+            Added to the mean squares.
+        norm_before_residual
+            Whether the residual stream starts with norm(hidden) instead of hidden.
+        x
+            float32[R, 2 width].
+        residual
+            float32[R, width], which may be `hidden`.
+        """
+        rows, width = hidden.shape
+        expect("eagle input: token", token, "int32", R=rows)
+        expect("eagle input: hidden", hidden, "float32", R=rows, width=embedding.shape[1])
+        expect("eagle input: x", x, "float32", R=rows, width=2 * width)
+        expect("eagle input: residual", residual, "float32", R=rows, width=width)
+        expect("eagle input: embedding norm", embedding_norm, "float32", width=width)
+        expect("eagle input: hidden norm", hidden_norm, "float32", width=width)
+        kernel = self._kernel(
+            "norm", "eagle_input", WEIGHT=_storage(embedding), NORM_THREADS=self._norm_block
+        )
+        args = (embedding, token, hidden, embedding_norm, hidden_norm, x, residual)
+        sizes = (rows, embedding.shape[0], width, eps, int(norm_before_residual))
+        lane.kernel(kernel, rows, self._norm_block, (*args, *sizes), name="eagle input")
+
+
+def _kv_write_args(qkv: DeviceArray, write: KVWrite) -> tuple[object, ...]:
+    """Return the kernel arguments of RoPE and of the cache write."""
+    kv = write.kv
+    rows = write.rows
+    width = (write.heads + 2 * kv.kv_heads) * kv.head_dim
+    expect("rope: qkv", qkv, "float32", R=rows.count, heads=width)
+    expect("rope: table", write.rope_table, "float32", positions=kv.positions, head_dim=kv.head_dim)
+    return (
+        write.rope_table,
+        rows.slot,
+        rows.pos,
+        rows.ancestors,
+        kv.page_table,
+        kv.k[write.layer],
+        kv.v[write.layer],
+        write.heads,
+        kv.kv_heads,
+        kv.slots,
+        kv.max_pages,
+        kv.page_shift,
+        kv.scratch_page,
+    )
+
+
+def _mma_dtype(dtype: str) -> str:
+    """Return the dtype in which tensor cores multiply weights that are stored as `dtype`."""
+    return "bfloat16" if dtype == E4M3 else dtype
+
+
+def _storage(array: DeviceArray) -> str:
+    """Return the C++ element type of an array."""
+    names = {**STORAGE, E4M3: "e4m3_t"}
+    if array.dtype not in names:
+        raise ShapeError(f"weights are {array.dtype}, expected one of {sorted(names)}")
+    return names[array.dtype]

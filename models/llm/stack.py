@@ -1,0 +1,382 @@
+"""Decoder layers: weights, activation buffers, and the stack that runs them.
+
+A `DecoderStack` is shared by the target model, the drafters with layers of their own, and the
+worker ranks of tensor parallelism.
+
+A layer takes nine kernels, ten with head norms; on tensor cores five, seven with head norms.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+from graft.cudagraph.errors import ShapeError
+from graft.cudagraph.lanes import Lane
+from graft.cudagraph.memory import DeviceArray
+from graft.models.cache.kv import PagedKV
+from graft.models.llm.config import LlamaConfig
+from graft.models.llm.kernel_library import NORM_GROUP, HeadNorms, KVWrite, ModelKernels, Norm
+from graft.models.llm.rows import Rows
+from graft.models.llm.weights import Matrix, Weights
+
+
+@dataclass(frozen=True)
+class DecoderLayer:
+    """Weights of one decoder layer; matrices with the same input are stacked.
+
+    Attributes
+    ----------
+    input_norm, post_norm
+        Norm weights before attention and before the MLP, float32[hidden].
+    qkv
+        Stacked query, key and value projections, interleaved by heads if the kernels fuse RoPE.
+    out
+        Output projection of attention.
+    gate_up
+        Stacked gate and up projections, interleaved if the kernels fuse the gate.
+    down
+        Down projection of the MLP.
+    head_norms
+        Norms of queries and keys (Qwen3), or None.
+    """
+
+    input_norm: DeviceArray
+    qkv: Matrix
+    out: Matrix
+    post_norm: DeviceArray
+    gate_up: Matrix
+    down: Matrix
+    head_norms: HeadNorms | None = None
+
+    @staticmethod
+    def load(
+        weights: Weights,
+        prefix: str,
+        config: LlamaConfig,
+        input_width: int,
+        kernels: ModelKernels,
+    ) -> DecoderLayer:
+        """Upload one layer in the layout that the kernels read.
+
+        Parameters
+        ----------
+        weights
+            Source of the tensors.
+        prefix
+            Prefix of the tensor names, without the last dot.
+        config
+            Shape of the layer, over all ranks.
+        input_width
+            Input width of the QKV projection.
+        kernels
+            Kernels that will run the layer.
+        """
+        hidden = config.hidden_size
+        inner = config.intermediate_size
+        queries = config.num_attention_heads * config.head_dim
+        keys = config.num_key_value_heads * config.head_dim
+        attention = f"{prefix}.self_attn"
+        mlp = f"{prefix}.mlp"
+
+        def qkv_group(dtype: str, rows: int, columns: int) -> int:
+            fused = not config.head_norm and kernels.can_fuse_rope(
+                config.head_dim, dtype, rows, columns
+            )
+            return config.head_dim if fused else 0
+
+        def gate_up_group(dtype: str, rows: int, columns: int) -> int:
+            return rows if kernels.uses_tensor_cores(dtype, rows, columns) else 0
+
+        input_norm = weights.vector(f"{prefix}.input_layernorm.weight", hidden)
+        qkv = weights.stacked(
+            {
+                f"{attention}.q_proj.weight": queries,
+                f"{attention}.k_proj.weight": keys,
+                f"{attention}.v_proj.weight": keys,
+            },
+            input_width,
+            qkv_group,
+        )
+        out = weights.stacked({f"{attention}.o_proj.weight": hidden}, queries)
+        post_norm = weights.vector(f"{prefix}.post_attention_layernorm.weight", hidden)
+        gate_up = weights.stacked(
+            {f"{mlp}.gate_proj.weight": inner, f"{mlp}.up_proj.weight": inner},
+            hidden,
+            gate_up_group,
+        )
+        down = weights.stacked({f"{mlp}.down_proj.weight": hidden}, inner)
+        head_norms = None
+        if config.head_norm:
+            head_norms = HeadNorms(
+                query=weights.vector(f"{attention}.q_norm.weight", config.head_dim),
+                key=weights.vector(f"{attention}.k_norm.weight", config.head_dim),
+                eps=config.rms_norm_eps,
+            )
+        return DecoderLayer(input_norm, qkv, out, post_norm, gate_up, down, head_norms)
+
+
+class ActivationBuffers:
+    """Activation buffers of one decoder stack, each with `max_rows` rows.
+
+    Buffers are float32, except that the input of a product has the dtype that the product reads
+    fastest.
+
+    Attributes
+    ----------
+    residual
+        float32[max_rows, hidden], the residual stream.
+    normed
+        float32[max_rows, hidden], a normed residual stream.
+    attention_input
+        float32[max_rows, attention_width], the input of the first QKV projection.
+    qkv
+        float32[max_rows, (heads + 2 kv_heads) * head_dim].
+    attention_output
+        float32[max_rows, heads * head_dim].
+    """
+
+    def __init__(
+        self, kernels: ModelKernels, config: LlamaConfig, max_rows: int, attention_width: int
+    ) -> None:
+        queries = config.num_attention_heads * config.head_dim
+        keys = config.num_key_value_heads * config.head_dim
+        self._kernels = kernels
+        self._max_rows = max_rows
+        self._eps = config.rms_norm_eps
+        self._arrays: dict[tuple[str, int, str], DeviceArray] = {}
+        self.residual = self.array("residual", config.hidden_size)
+        self.normed = self.array("normed", config.hidden_size)
+        self.attention_input = self.array("normed", attention_width)
+        self.qkv = self.array("qkv", queries + 2 * keys)
+        self.attention_output = self.array("attention_output", queries)
+
+    def array(self, name: str, columns: int, dtype: str = "float32") -> DeviceArray:
+        """Return the buffer [max_rows, columns] of this name, allocated on first use."""
+        key = (name, columns, dtype)
+        if key not in self._arrays:
+            self._arrays[key] = self._kernels.device.empty((self._max_rows, columns), dtype)
+        return self._arrays[key]
+
+    def input_of(self, weight: Matrix, name: str) -> DeviceArray:
+        """Return the buffer of this name for the input of a product with `weight`."""
+        return self.array(name, weight.shape[1], self._kernels.input_dtype(weight))
+
+    def norm(
+        self,
+        count: int,
+        weight: DeviceArray,
+        consumer: Matrix,
+        producer: Matrix | None = None,
+    ) -> Norm:
+        """Return the norm between two products. All norms share one buffer.
+
+        Parameters
+        ----------
+        count
+            Number of rows.
+        weight
+            Norm weight.
+        consumer
+            Weight of the product that reads the norm.
+        producer
+            Weight of the product that writes the rows. The norm is folded if the kernels can; it
+            is not if `producer` is None.
+        """
+        out = self.input_of(consumer, "normed")[:count]
+        square_sums = None
+        if producer is not None and self._kernels.can_fold_norm(producer, consumer):
+            square_sums = self.array("square_sums", producer.shape[0] // NORM_GROUP)[:count]
+        return Norm(weight, self._eps, out, square_sums)
+
+
+class DecoderStack:
+    """Decoder layers with everything that they need to run.
+
+    Calls share the activation buffers: all work of one stack must be ordered.
+
+    Parameters
+    ----------
+    kernels
+        Kernel library.
+    config
+        Shape of the layers on this rank.
+    layers
+        Weights, one per layer of `kv`.
+    kv
+        KV cache of the layers.
+    max_rows
+        Maximum number of rows of a call.
+    attention_width
+        Input width of the first QKV projection; None for the hidden size.
+
+    Attributes
+    ----------
+    kernels, config, layers, kv
+        As given.
+    rope_table
+        float32[positions, head_dim], see `Rope.table`.
+    buffers
+        Activation buffers.
+    """
+
+    def __init__(
+        self,
+        kernels: ModelKernels,
+        config: LlamaConfig,
+        layers: Sequence[DecoderLayer],
+        kv: PagedKV,
+        *,
+        max_rows: int,
+        attention_width: int | None = None,
+    ) -> None:
+        self.kernels = kernels
+        self.config = config
+        self.layers = layers
+        self.kv = kv
+        self.rope_table = kernels.device.from_host(config.rope.table(kv.positions, config.head_dim))
+        width = config.hidden_size if attention_width is None else attention_width
+        self.buffers = ActivationBuffers(kernels, config, max_rows, width)
+
+    def reserve_attention(self, max_rows: int) -> None:
+        """Reserve the attention workspace for `max_rows` rows before graphs are built."""
+        self.kernels.reserve_attention(max_rows, self.config.num_attention_heads, self.kv)
+
+    def input_norm(self, count: int, layer: int = 0, producer: Matrix | None = None) -> Norm:
+        """Return the norm before the attention of `layer`, see `ActivationBuffers.norm`."""
+        weights = self.layers[layer]
+        return self.buffers.norm(count, weights.input_norm, weights.qkv, producer)
+
+    def run(
+        self,
+        lane: Lane,
+        rows: Rows,
+        x: DeviceArray | Norm,
+        *,
+        layers: range | None = None,
+        copies: Mapping[int, tuple[DeviceArray, int]] | None = None,
+        attend_rows: Rows | None = None,
+        final_norm: Norm | None = None,
+    ) -> None:
+        """Add attention and MLP of each layer to the residual stream and fill the KV cache.
+
+        Parameters
+        ----------
+        lane
+            Lane that the kernels are added to.
+        rows
+            Rows of the forward pass.
+        x
+            Input of the first attention.
+        layers
+            Consecutive layers to run; None for all.
+        copies
+            By layer, where to copy the residual stream after it: an array and its first column.
+        attend_rows
+            Rows that give the last position to attend to, if not `rows`.
+        final_norm
+            Norm of the residual stream after the last layer.
+        """
+        count = rows.count
+        residual = self.buffers.residual[:count]
+        if layers is None:
+            layers = range(len(self.layers))
+        for layer in layers:
+            weights = self.layers[layer]
+            mlp_norm = self.buffers.norm(count, weights.post_norm, weights.gate_up, weights.out)
+            if layer + 1 in layers:
+                next_norm: Norm | None = self.input_norm(count, layer + 1, weights.down)
+            else:
+                next_norm = final_norm
+            self.attention(
+                lane,
+                layer,
+                rows,
+                x,
+                residual,
+                residual=residual,
+                attend_rows=attend_rows,
+                norm=mlp_norm,
+            )
+            self.mlp(
+                lane,
+                layer,
+                mlp_norm,
+                residual,
+                residual=residual,
+                copy_to=copies.get(layer) if copies else None,
+                norm=next_norm,
+            )
+            if next_norm is not None:
+                x = next_norm
+
+    def attention(
+        self,
+        lane: Lane,
+        layer: int,
+        rows: Rows,
+        x: DeviceArray | Norm,
+        out: DeviceArray,
+        *,
+        residual: DeviceArray | None = None,
+        attend_rows: Rows | None = None,
+        norm: Norm | None = None,
+    ) -> None:
+        """Run the attention of one layer: out = attention(x) + residual, and its norm."""
+        weights = self.layers[layer]
+        heads = self.config.num_attention_heads
+        qkv = self.buffers.qkv[: rows.count]
+        output = self.buffers.attention_output[: rows.count]
+        write = KVWrite(self.rope_table, rows, self.kv, layer, heads)
+        self.kernels.project_qkv(lane, x, weights.qkv, qkv, write, weights.head_norms)
+        self.kernels.attention(lane, qkv, attend_rows or rows, self.kv, layer, heads, output)
+        self.kernels.linear(
+            lane, output, weights.out, out, residual=residual, norm=norm, name="attention out"
+        )
+
+    def mlp(
+        self,
+        lane: Lane,
+        layer: int,
+        x: DeviceArray | Norm,
+        out: DeviceArray,
+        *,
+        residual: DeviceArray | None = None,
+        copy_to: tuple[DeviceArray, int] | None = None,
+        norm: Norm | None = None,
+    ) -> None:
+        """Run the MLP of one layer: out = mlp(x) + residual, a copy of it, and its norm."""
+        weights = self.layers[layer]
+        count = out.shape[0]
+        gate_up = weights.gate_up
+        gated = self.buffers.input_of(weights.down, "gated")[:count]
+        if self.kernels.uses_tensor_cores(gate_up.dtype, *gate_up.shape):
+            self.kernels.gated_linear(lane, x, gate_up, gated, name="gate, up")
+        else:
+            both = self.buffers.array("gate_up", gate_up.shape[0])[:count]
+            self.kernels.linear(lane, x, gate_up, both, name="gate, up")
+            self.kernels.silu_mul(lane, both, gated)
+        self.kernels.linear(
+            lane,
+            gated,
+            weights.down,
+            out,
+            residual=residual,
+            copy_to=copy_to,
+            norm=norm,
+            name="down",
+        )
+
+
+def check_cache(config: LlamaConfig, kv: PagedKV, layers: int) -> None:
+    """Check that a KV cache has the shape of a model.
+
+    Raises
+    ------
+    ShapeError
+        If layers, KV heads or head size differ.
+    """
+    wanted = (layers, config.num_key_value_heads, config.head_dim)
+    given = (kv.layers, kv.kv_heads, kv.head_dim)
+    if wanted != given:
+        raise ShapeError(f"kv: (layers, kv_heads, head_dim) is {given}, expected {wanted}")
