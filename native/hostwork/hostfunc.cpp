@@ -17,14 +17,14 @@ struct CapturedGraph {
 };
 
 // Leaked on purpose: driver threads may use it while static objects are being destroyed.
-struct Registry {
+struct EnqueuedWork {
   std::mutex mutex;  // never held while acquiring the GIL or calling the driver
   std::set<EagerRecord*> pending;
   std::map<std::uint64_t, std::deque<Failure>> failures;  // of eager work, by stream
   std::map<Handle, CapturedGraph> captured;               // by graph
   std::deque<std::weak_ptr<GraphState>> failed;           // captured graphs with a failure
 };
-Registry& registry = *new Registry;
+EnqueuedWork& enqueued_work = *new EnqueuedWork;
 
 Result launch_host(std::uint64_t stream, HostFunction fn, HostRecord* record, bool spin) {
   constexpr Result kNotSupported = 801;  // CUDA_ERROR_NOT_SUPPORTED
@@ -37,8 +37,8 @@ Result launch_host(std::uint64_t stream, HostFunction fn, HostRecord* record, bo
 }
 
 void unregister(EagerRecord* record) {
-  const std::lock_guard<std::mutex> lock(registry.mutex);
-  registry.pending.erase(record);
+  const std::lock_guard<std::mutex> lock(enqueued_work.mutex);
+  enqueued_work.pending.erase(record);
 }
 
 // Releases the Python references of an abandoned record, but not the record itself.
@@ -52,8 +52,8 @@ class AbandonedRelease final : public Reapable {
 };
 
 void register_failed_state(GraphState& state) {
-  const std::lock_guard<std::mutex> lock(registry.mutex);
-  registry.failed.push_back(state.weak_from_this());
+  const std::lock_guard<std::mutex> lock(enqueued_work.mutex);
+  enqueued_work.failed.push_back(state.weak_from_this());
 }
 
 }  // namespace
@@ -69,8 +69,8 @@ void EagerRecord::entry(void* data) {
 Result EagerRecord::launch(std::uint64_t stream, bool spin) {
   stream_ = stream;
   {
-    const std::lock_guard<std::mutex> lock(registry.mutex);
-    registry.pending.insert(this);
+    const std::lock_guard<std::mutex> lock(enqueued_work.mutex);
+    enqueued_work.pending.insert(this);
   }
   // The record may run and be deleted before the call returns.
   const Result result = launch_host(stream, &EagerRecord::entry, this, spin);
@@ -82,36 +82,36 @@ Result EagerRecord::launch(std::uint64_t stream, bool spin) {
 }
 
 void EagerRecord::fail_eager(Failure failure) {
-  const std::lock_guard<std::mutex> lock(registry.mutex);
-  registry.failures[stream_].push_back(std::move(failure));
+  const std::lock_guard<std::mutex> lock(enqueued_work.mutex);
+  enqueued_work.failures[stream_].push_back(std::move(failure));
 }
 
 bool take_eager_failure(std::uint64_t stream, Failure* out) {
-  const std::lock_guard<std::mutex> lock(registry.mutex);
-  const auto found = registry.failures.find(stream);
-  if (found == registry.failures.end()) return false;
+  const std::lock_guard<std::mutex> lock(enqueued_work.mutex);
+  const auto found = enqueued_work.failures.find(stream);
+  if (found == enqueued_work.failures.end()) return false;
   *out = std::move(found->second.front());
   found->second.pop_front();
-  if (found->second.empty()) registry.failures.erase(found);
+  if (found->second.empty()) enqueued_work.failures.erase(found);
   return true;
 }
 
 std::vector<Failure> take_eager_failures() {
   std::vector<Failure> out;
-  const std::lock_guard<std::mutex> lock(registry.mutex);
-  for (auto& [stream, failures] : registry.failures) {
+  const std::lock_guard<std::mutex> lock(enqueued_work.mutex);
+  for (auto& [stream, failures] : enqueued_work.failures) {
     for (Failure& failure : failures) out.push_back(std::move(failure));
   }
-  registry.failures.clear();
+  enqueued_work.failures.clear();
   return out;
 }
 
 void abandon_eager() {
-  const std::lock_guard<std::mutex> lock(registry.mutex);
-  for (EagerRecord* record : registry.pending) {
+  const std::lock_guard<std::mutex> lock(enqueued_work.mutex);
+  for (EagerRecord* record : enqueued_work.pending) {
     if (!record->claimed_.exchange(true)) retire(new AbandonedRelease(record));
   }
-  registry.pending.clear();
+  enqueued_work.pending.clear();
 }
 
 Result capture_info(std::uint64_t stream, CaptureInfo* out) {
@@ -120,8 +120,8 @@ Result capture_info(std::uint64_t stream, CaptureInfo* out) {
 }
 
 std::shared_ptr<GraphState> capture_state(const CaptureInfo& capture) {
-  const std::lock_guard<std::mutex> lock(registry.mutex);
-  auto& captured = registry.captured;
+  const std::lock_guard<std::mutex> lock(enqueued_work.mutex);
+  auto& captured = enqueued_work.captured;
   const auto found = captured.find(capture.graph);
   if (found != captured.end() && found->second.id == capture.id) {
     if (std::shared_ptr<GraphState> state = found->second.state.lock()) return state;
@@ -152,10 +152,10 @@ bool take_captured_failure(Failure* out) {
   for (;;) {
     std::shared_ptr<GraphState> state;
     {
-      const std::lock_guard<std::mutex> lock(registry.mutex);
-      if (registry.failed.empty()) return false;
-      state = registry.failed.front().lock();
-      registry.failed.pop_front();
+      const std::lock_guard<std::mutex> lock(enqueued_work.mutex);
+      if (enqueued_work.failed.empty()) return false;
+      state = enqueued_work.failed.front().lock();
+      enqueued_work.failed.pop_front();
     }
     if (state == nullptr || !state->pending(out)) continue;
     state->clear();

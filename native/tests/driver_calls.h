@@ -1,4 +1,4 @@
-// The driver's entry points that the stress test calls, and what it wants of every answer.
+// Driver functions that the stress test calls, and macros that check their results.
 #pragma once
 
 #include <cstdio>
@@ -69,16 +69,16 @@ size_t softcuda_last_refusal(char* text, size_t size);
 
 namespace stress {
 
-[[noreturn]] inline void give_up(const char* what, const char* file, int line) {
+[[noreturn]] inline void fail(const char* expression, const char* file, int line) {
   char reason[512] = "";
   softcuda_last_refusal(reason, sizeof reason);
-  std::fprintf(stderr, "stress: %s:%d: %s\n%s\n", file, line, what, reason);
+  std::fprintf(stderr, "stress: %s:%d: %s\n%s\n", file, line, expression, reason);
   std::exit(1);
 }
 
 #define WANT(condition) \
-  if (!(condition)) stress::give_up(#condition, __FILE__, __LINE__)
+  if (!(condition)) stress::fail(#condition, __FILE__, __LINE__)
 #define CALL(expression) \
-  if ((expression) != CUDA_SUCCESS) stress::give_up(#expression, __FILE__, __LINE__)
+  if ((expression) != CUDA_SUCCESS) stress::fail(#expression, __FILE__, __LINE__)
 
 }  // namespace stress

@@ -1,4 +1,4 @@
-// What a random graph consists of on the device: its memory, and its nodes, explicit or captured.
+// Builds a random graph: its memory, and its nodes, added explicitly or captured.
 #pragma once
 
 #include <cstring>
@@ -12,10 +12,10 @@
 
 namespace stress {
 
-// The pinned words of one mailbox, a line each, and the buffer its results go through.
+// Pinned words of one mailbox, one cache line each, and the scratch buffer of its results.
 class Box {
  public:
-  enum Line { kRequest, kAck, kGaveUp, kCounter, kLines };
+  enum Line { kRequest, kAck, kTimedOut, kCounter, kLines };
   explicit Box(size_t results) {
     CALL(cuMemHostAlloc(&memory_, kLines * kLine + results, 3));
     CALL(cuMemHostGetDevicePointer_v2(&alias_, memory_, 0));
@@ -35,7 +35,7 @@ class Box {
   CUdeviceptr alias_ = 0;
 };
 
-// Its data dies with its record: a record that dies early is a use after free.
+// A host step that owns its data: a record that is released too early is a use after free.
 class HostStep : public graft::hostwork::HostRecord {
  public:
   struct Data {
@@ -53,7 +53,7 @@ class HostStep : public graft::hostwork::HostRecord {
     Data& data = *static_cast<Data*>(raw);
     if (graft::hostwork::current_replay() <= 0) std::abort();
     if (++data.runs == data.node.fails_in_run) {
-      graft::hostwork::fail_current("told to fail");
+      graft::hostwork::fail_current("planned failure");
       return;
     }
     unsigned* cell = data.cells + data.out * kWords;
@@ -70,13 +70,14 @@ class HostStep : public graft::hostwork::HostRecord {
 struct Kernels {
   CUmodule module = nullptr;
   CUfunction plain = nullptr, barrier = nullptr, warp = nullptr, stray = nullptr;
-  CUfunction decide = nullptr, turn = nullptr;
+  CUfunction decide = nullptr, loop = nullptr;
   CUfunction request = nullptr, wait = nullptr;
-  uint64_t post = 0, look = 0;  // functions that request and wait take; 0: they need none
+  // Addresses of host functions that the request and wait kernels call; 0: none.
+  uint64_t store = 0, load = 0;
   std::shared_ptr<graft::hostwork::Worker> worker;
 };
 
-// A definition: the driver's graph, its nodes and the state that its host steps share.
+// A graph definition: CUgraph, its nodes, and the state of its host steps.
 struct Definition {
   CUgraph graph = nullptr;
   std::vector<CUgraphNode> nodes;
@@ -88,7 +89,7 @@ struct Definition {
   }
 };
 
-// A one-dimensional launch and the values of its arguments.
+// Parameters of a one-dimensional launch and the values of its arguments.
 struct Launch {
   CUDA_KERNEL_NODE_PARAMS params{};
   std::vector<uint64_t> values;
@@ -96,7 +97,7 @@ struct Launch {
 
   Launch(CUfunction function, unsigned grid, unsigned block, std::vector<uint64_t> arguments)
       : values(std::move(arguments)) {
-    for (uint64_t& value : values) pointers.push_back(&value);  // little endian: ints fit too
+    for (uint64_t& value : values) pointers.push_back(&value);  // little endian: also for ints
     params.func = function;
     params.gridDimX = grid;
     params.blockDimX = block;
@@ -120,27 +121,27 @@ class Builder {
     CALL(cuMemHostGetDevicePointer_v2(&alias_, memory, 0));
     std::memset(memory, 0, count * (kBytes + sizeof(unsigned)));
     for (auto& node : spec.nodes) {
-      if (node.kind != Kind::mark) continue;
-      marks.emplace_back();
-      CALL(cuEventCreate(&marks.back(), CU_EVENT_DISABLE_TIMING));
+      if (node.kind != Kind::record_event) continue;
+      recorded_events.emplace_back();
+      CALL(cuEventCreate(&recorded_events.back(), CU_EVENT_DISABLE_TIMING));
     }
-    CALL(cuEventCreate(&held, CU_EVENT_DISABLE_TIMING));
+    CALL(cuEventCreate(&waited_event, CU_EVENT_DISABLE_TIMING));
     CALL(cuStreamCreate(&stream_, CU_STREAM_NON_BLOCKING));
   }
   ~Builder() {
     CALL(cuMemFreeHost(cells));
-    for (CUevent event : marks) CALL(cuEventDestroy_v2(event));
-    CALL(cuEventDestroy_v2(held));
+    for (CUevent event : recorded_events) CALL(cuEventDestroy_v2(event));
+    CALL(cuEventDestroy_v2(waited_event));
     CALL(cuStreamDestroy_v2(stream_));
   }
   Builder(const Builder&) = delete;
 
   Definition build() {
     Definition made;
-    next_mark_ = 0;
+    next_event_ = 0;
     graft::hostwork::CaptureInfo info;
     if (captured_) {
-      CALL(cuStreamBeginCapture_v2(stream_, 2));  // relaxed: memory is allocated meanwhile
+      CALL(cuStreamBeginCapture_v2(stream_, 2));  // relaxed: memory is allocated during the capture
       CALL(graft::hostwork::capture_info(reinterpret_cast<uint64_t>(stream_), &info));
       made.graph = static_cast<CUgraph>(info.graph);
       made.state = graft::hostwork::capture_state(info);
@@ -157,7 +158,7 @@ class Builder {
     return made;
   }
 
-  // The kernel that writes cell i, with `more` added to its salt.
+  // Returns the launch of the kernel that writes cell i, with `more` added to its salt.
   std::unique_ptr<Launch> cell_kernel(size_t i, unsigned more = 0) const {
     const NodeSpec& node = spec_.nodes[i];
     const CUfunction function = node.kind == Kind::barrier ? kernels_.barrier
@@ -170,8 +171,8 @@ class Builder {
   }
 
   unsigned* cells = nullptr;
-  std::vector<CUevent> marks;  // of the nodes that record, in order
-  CUevent held = nullptr;      // what the nodes that wait wait for
+  std::vector<CUevent> recorded_events;  // of the event record nodes, in order
+  CUevent waited_event = nullptr;        // of all event wait nodes
 
  private:
   static uint64_t number(int value) { return static_cast<uint64_t>(value); }
@@ -196,13 +197,13 @@ class Builder {
     return step;
   }
 
-  // The host's side of a mailbox, retained on the graph.
-  const Box& port(const Definition& made, size_t i, bool spinning) const {
+  // Creates the host side of a mailbox and retains it on the graph.
+  const Box& port(const Definition& made, size_t i, bool spinkernel) const {
     auto own = std::make_unique<Box>(kBytes);
     const Box& box = *own;
     HostStep* const step = host_step(made, i, std::move(own));
     graft::hostwork::MailboxWords words{box.word(Box::kRequest), box.word(Box::kAck)};
-    if (spinning) words.gave_up = box.word(Box::kGaveUp);
+    if (spinkernel) words.timed_out = box.word(Box::kTimedOut);
     const graft::hostwork::MailboxOutput output{box.scratch(), cells + i * kWords, kBytes};
     auto port =
         std::make_shared<graft::hostwork::Port>(step, made.state, kernels_.worker, words, output,
@@ -210,19 +211,19 @@ class Builder {
     kernels_.worker->add(port);
     made.state->add_listener(port);
     graft::hostwork::watch(port);
-    CALL(graft::hostwork::attach(made.graph, new graft::hostwork::PortHold(port)).result);
+    CALL(graft::hostwork::attach(made.graph, new graft::hostwork::PortKeeper(port)).result);
     return box;
   }
 
-  CUgraphNode mailbox(const Definition& made, size_t i, const After& after, bool spinning) const {
-    const Box& box = port(made, i, spinning);
+  CUgraphNode mailbox(const Definition& made, size_t i, const After& after, bool spinkernel) const {
+    const Box& box = port(made, i, spinkernel);
     const auto address = [&](Box::Line line) { return box.alias(line); };
     const CUgraphNode asked =
         kernel(made.graph, after,
                Launch(kernels_.request, 1, 1,
-                      {address(Box::kCounter), address(Box::kRequest), kernels_.post}));
-    if (spinning) {
-      const uint64_t last = kernels_.look != 0 ? kernels_.look : address(Box::kGaveUp);
+                      {address(Box::kCounter), address(Box::kRequest), kernels_.store}));
+    if (spinkernel) {
+      const uint64_t last = kernels_.load != 0 ? kernels_.load : address(Box::kTimedOut);
       return kernel(made.graph, {asked},
                     Launch(kernels_.wait, 1, 1,
                            {address(Box::kCounter), address(Box::kAck), last, kNeverNs}));
@@ -245,7 +246,7 @@ class Builder {
     return handle;
   }
 
-  // A conditional whose body b runs the cell's kernel with b added to its salt.
+  // Adds a conditional whose body b runs the kernel of the cell with b added to its salt.
   CUgraphNode conditional(CUgraph graph, size_t i, const After& after, int type, unsigned bodies,
                           uint64_t handle) const {
     CUgraphNodeParams params{};
@@ -256,9 +257,9 @@ class Builder {
       const CUgraph body = params.conditional.phGraph_out[b];
       const CUgraphNode inner = kernel(body, {}, *cell_kernel(i, b));
       if (type != CU_GRAPH_COND_TYPE_WHILE) continue;
-      const CUdeviceptr turns = alias_ + spec_.nodes.size() * kBytes;
+      const CUdeviceptr iterations = alias_ + spec_.nodes.size() * kBytes;
       kernel(body, {inner},
-             Launch(kernels_.turn, 1, 1, {handle, turns, i, spec_.nodes[i].turns()}));
+             Launch(kernels_.loop, 1, 1, {handle, iterations, i, spec_.nodes[i].iterations()}));
     }
     return out;
   }
@@ -319,16 +320,16 @@ class Builder {
       case Kind::empty:
         CALL(cuGraphAddEmptyNode(&out, graph, after.data(), after.size()));
         return out;
-      case Kind::mark:
+      case Kind::record_event:
         CALL(cuGraphAddEventRecordNode(&out, graph, after.data(), after.size(),
-                                       marks[next_mark_++]));
+                                       recorded_events[next_event_++]));
         return out;
-      case Kind::hold:
-        CALL(cuGraphAddEventWaitNode(&out, graph, after.data(), after.size(), held));
+      case Kind::wait_event:
+        CALL(cuGraphAddEventWaitNode(&out, graph, after.data(), after.size(), waited_event));
         return out;
       case Kind::mailbox:
-      case Kind::spin:
-        return mailbox(made, i, after, node.kind == Kind::spin);
+      case Kind::spinkernel:
+        return mailbox(made, i, after, node.kind == Kind::spinkernel);
       case Kind::child:
       case Kind::moved:
         return child(graph, i, after, node.kind == Kind::moved);
@@ -341,7 +342,7 @@ class Builder {
     }
   }
 
-  // Puts node i on the capturing stream, after the nodes given; null for what is added explicitly.
+  // Captures node i after the given nodes. Returns null for kinds that are added explicitly.
   CUgraphNode capture(const Definition& made, size_t i, const After& after,
                       const graft::hostwork::CaptureInfo& info) {
     const NodeSpec& node = spec_.nodes[i];
@@ -369,11 +370,11 @@ class Builder {
       case Kind::fill:
         CALL(cuMemsetD8Async(cell(i), node.salt & 255, kBytes, stream_));
         break;
-      case Kind::mark:
-        CALL(cuEventRecordWithFlags(marks[next_mark_++], stream_, 1));
+      case Kind::record_event:
+        CALL(cuEventRecordWithFlags(recorded_events[next_event_++], stream_, 1));
         break;
-      case Kind::hold:
-        CALL(cuStreamWaitEvent(stream_, held, 1));
+      case Kind::wait_event:
+        CALL(cuStreamWaitEvent(stream_, waited_event, 1));
         break;
       default:
         return nullptr;
@@ -392,8 +393,8 @@ class Builder {
   const GraphSpec& spec_;
   const bool captured_;
   CUdeviceptr alias_ = 0;
-  CUstream stream_ = nullptr;  // of captures
-  size_t next_mark_ = 0;
+  CUstream stream_ = nullptr;  // for captures
+  size_t next_event_ = 0;
 };
 
 }  // namespace stress

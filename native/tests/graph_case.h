@@ -1,4 +1,4 @@
-// One random graph on the device, driven through random operations beside its sequential model.
+// Applies random operations to a random graph on the device and to its sequential model.
 #pragma once
 
 #include "graph_build.h"
@@ -50,7 +50,7 @@ class GraphCase {
       }
     }
     launch(exec, &model);
-    // Dropped while it runs: the launch keeps everything it needs.
+    // Released while it runs: the launch keeps everything it needs alive.
     if (below(random_, 2) == 0) {
       definition.drop();
       exec.close();
@@ -73,23 +73,23 @@ class GraphCase {
     const unsigned which = below(random_, 2);
     const CUstream other = streams_[1 - which];
     for (unsigned times = 1 + below(random_, 3); times > 0; --times) {
-      if (below(random_, 2) == 0) CALL(cuEventRecord(builder_.held, other));
+      if (below(random_, 2) == 0) CALL(cuEventRecord(builder_.waited_event, other));
       CALL(exec.launch(reinterpret_cast<uint64_t>(streams_[which])).first);
       model->replay(spec_);
-      for (CUevent mark : builder_.marks) {
-        if (below(random_, 2) == 0) CALL(cuStreamWaitEvent(other, mark, 0));
+      for (CUevent event : builder_.recorded_events) {
+        if (below(random_, 2) == 0) CALL(cuStreamWaitEvent(other, event, 0));
       }
     }
   }
 
-  void settle() {
+  void synchronize() {
     CALL(cuStreamSynchronize(streams_[0]));
     CALL(cuStreamSynchronize(streams_[1]));
   }
 
-  // Waits, and holds cells and failure against the model's.
+  // Waits, then compares cells and failure with the model.
   void compare(Definition& definition, Model* model) {
-    settle();
+    synchronize();
     const std::vector<unsigned>& wanted = model->words();
     for (size_t i = 0; i < wanted.size(); ++i) {
       if (builder_.cells[i] == wanted[i]) continue;
@@ -100,12 +100,13 @@ class GraphCase {
     graft::hostwork::Failure failure;
     WANT(definition.state->pending(&failure) == model->failed());
     if (!model->failed()) return;
-    WANT(failure.node == model->failed_node() && failure.message == "told to fail");
+    WANT(failure.node == model->failed_node() && failure.message == "planned failure");
     definition.state->clear();
     model->clear_failure();
   }
 
-  // Another definition of the same shape; a failed one is settled first, as its state goes away.
+  // Updates to another definition of the same topology. A failure is compared first, because the
+  // old state is released.
   void update(graft::hostwork::Exec& exec, Definition* definition, Model* model) {
     if (spec_.has_host() || below(random_, 2) == 0) compare(*definition, model);
     for (NodeSpec& node : spec_.nodes) {
@@ -121,7 +122,7 @@ class GraphCase {
     updated_ = true;
   }
 
-  // Only nodes of the definition that the executable was made from name its nodes.
+  // Only the nodes of the definition that was instantiated identify nodes of the executable.
   void change_kernel(CUgraphExec exec, const Definition& definition) {
     const size_t i = below(random_, static_cast<unsigned>(spec_.nodes.size()));
     if (updated_ || spec_.nodes[i].kind > Kind::warp) return;
@@ -142,7 +143,7 @@ class GraphCase {
   const bool chain_;
   GraphSpec spec_;
   Builder builder_;
-  bool updated_ = false;  // the definition's nodes are no longer those that name the executable's
+  bool updated_ = false;  // the definition is not the instantiated one any more
   CUstream streams_[2] = {};
 };
 

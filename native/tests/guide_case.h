@@ -1,8 +1,10 @@
-// The guided worker's threads, budgets and probes between a host that publishes and a device that
-// accepts, drafts and offers at random, over grammars that are hash functions.
+// Stress test of the guide worker's threads, time budgets and probes. A host thread publishes
+// requests; a device thread accepts tokens, drafts and offers candidates at random. The grammars
+// are hash functions.
 //
-// What a round must come to is for tests/grammar to say, over tests/reference_round.py. Here every
-// row that is ready must be the grammar's own at its place, and one thread at a time in a matcher.
+// tests/grammar checks the results of rounds against tests/reference_round.py. This test checks
+// that every ready mask row is the one of the grammar, and that no two threads use a matcher at a
+// time.
 #pragma once
 
 #include <cstdio>
@@ -21,47 +23,48 @@ namespace stress {
 
 namespace guided = graft::guide;
 
-constexpr int kVocab = 70, kStop = 0, kMostDrafts = 4, kMostCandidates = 3, kGuidedSlots = 6;
+constexpr int kVocab = 70, kStop = 0, kMaxDrafts = 4, kMaxCandidates = 3, kGuidedSlots = 6;
 constexpr int kBranch = 2;
-using Path = std::vector<uint32_t>;  // a state, and those before it
+using Path = std::vector<uint32_t>;  // states of the grammar, the current one last
 
-inline uint32_t blend(uint32_t a, uint32_t b) {
+inline uint32_t mix(uint32_t a, uint32_t b) {
   uint32_t hash = (a ^ (b + 0x9e3779b9u + (a << 6) + (a >> 2))) * 0x85ebca6bu;
   return hash ^ (hash >> 13);
 }
 
-// Which tokens may follow: in a third of the states one alone; the first few states cannot end.
+// Returns whether the grammar allows a token. In a third of the states only one token is allowed;
+// the first few states do not allow the stop token.
 inline bool may_follow(const Path& path, int32_t token) {
   const uint32_t state = path.back();
   if (token < 0 || token >= kVocab) return false;
   if (state % 3 == 1) return token == static_cast<int32_t>(1 + state % (kVocab - 1));
   if (token == kStop) return path.size() > 3 && state % 7 == 0;
   return token == 1 + static_cast<int32_t>(state % (kVocab - 1)) ||
-         blend(state, 77u + token) % 5 == 0;
+         mix(state, 77u + token) % 5 == 0;
 }
 
-inline Path followed(Path path, int32_t token) {
-  path.push_back(blend(path.back(), static_cast<uint32_t>(token)));
+inline Path extended(Path path, int32_t token) {
+  path.push_back(mix(path.back(), static_cast<uint32_t>(token)));
   return path;
 }
 
-// Keeps its whole path, and dawdles when told to: that makes slots late. Wants of its caller what
-// the contract of matchers says: one thread at a time, known ids only, no mask after the end.
+// A matcher that stores its whole path and is slow on request, so that slots become late. It checks
+// the contract of matchers: one thread at a time, known ids only, no mask after the end.
 class HashMatcher final : public guided::NativeMatcher {
  public:
-  HashMatcher(uint32_t seed, bool dawdles) : path_{seed}, random_(seed), dawdles_(dawdles) {}
+  HashMatcher(uint32_t seed, bool slow) : path_{seed}, random_(seed), slow_(slow) {}
 
   guided::Answer accept(int32_t token, guided::ErrorText*) noexcept override {
-    const Alone alone(&inside_);
+    const SingleUse use(&in_use_);
     WANT(token >= 0 && token < kVocab);
     pause(40);
     if (stopped_ || !may_follow(path_, token)) return guided::Answer::kNo;
     stopped_ = token == kStop;
-    path_ = followed(std::move(path_), token);
+    path_ = extended(std::move(path_), token);
     return guided::Answer::kYes;
   }
   guided::Filled fill(int32_t* row, int64_t words, guided::ErrorText*) noexcept override {
-    const Alone alone(&inside_);
+    const SingleUse use(&in_use_);
     WANT(!stopped_ && words == (kVocab + 31) / 32);
     pause(10);
     for (int64_t w = 0; w < words; ++w) row[w] = 0;
@@ -71,7 +74,7 @@ class HashMatcher final : public guided::NativeMatcher {
     return guided::Filled::kMask;
   }
   guided::Answer rollback(int32_t tokens, guided::ErrorText*) noexcept override {
-    const Alone alone(&inside_);
+    const SingleUse use(&in_use_);
     WANT(tokens > 0 && static_cast<size_t>(tokens) < path_.size());
     path_.resize(path_.size() - static_cast<size_t>(tokens));
     stopped_ = false;
@@ -82,14 +85,16 @@ class HashMatcher final : public guided::NativeMatcher {
   }
 
  private:
-  struct Alone {
-    explicit Alone(std::atomic<bool>* inside) : inside_(inside) { WANT(!inside_->exchange(true)); }
-    ~Alone() { inside_->store(false); }
-    std::atomic<bool>* const inside_;
+  struct SingleUse {
+    explicit SingleUse(std::atomic<bool>* in_use) : in_use_(in_use) {
+      WANT(!in_use_->exchange(true));
+    }
+    ~SingleUse() { in_use_->store(false); }
+    std::atomic<bool>* const in_use_;
   };
 
   void pause(unsigned one_in) {
-    if (!dawdles_ || random_() % one_in != 0) return;
+    if (!slow_ || random_() % one_in != 0) return;
     const int64_t end = graft::clock_ns(CLOCK_THREAD_CPUTIME_ID) + random_() % 400 * 1000;
     while (graft::clock_ns(CLOCK_THREAD_CPUTIME_ID) < end) {
     }
@@ -97,33 +102,33 @@ class HashMatcher final : public guided::NativeMatcher {
 
   Path path_;
   std::minstd_rand random_;
-  bool dawdles_, stopped_ = false;
-  std::atomic<bool> inside_{false};
+  bool slow_, stopped_ = false;
+  std::atomic<bool> in_use_{false};
 };
 
-// Every token has a text of its own, so that text is forced where one token is legal.
+// Every token has a different text, so that text is forced where only one token is allowed.
 inline std::shared_ptr<const guided::Forced> forced_text() {
   std::string bytes(kVocab, ' ');
   std::iota(bytes.begin(), bytes.end(), ' ');
   return std::make_shared<guided::Forced>(std::vector<uint32_t>(kVocab, 1), bytes, false);
 }
 
-// One request's stay in a slot, as the device sees it.
-struct Stay {
-  Stay(uint32_t seed, int number, bool dawdles)
+// A request in a slot, as the device sees it.
+struct SlotRequest {
+  SlotRequest(uint32_t seed, int number, bool slow)
       : epoch(number),
         start(static_cast<int32_t>(seed % 50)),
         n(start),
         limit(start + 2 + static_cast<int32_t>(seed % 40)),
         path{seed},
-        matcher(seed, dawdles) {}
+        matcher(seed, slow) {}
 
   const int32_t epoch, start;
   int32_t n, limit;
   Path path;
   std::vector<int32_t> drafts;
-  std::vector<int32_t> parents;  // of the drafts, row numbers
-  std::vector<Path> paths;       // of the rows, while a tree grows
+  std::vector<int32_t> parents;  // rows of the parents of the drafts
+  std::vector<Path> paths;       // of the rows, while a tree is drafted
   bool active = true;
   HashMatcher matcher;
   std::atomic<bool> over{false};
@@ -134,8 +139,13 @@ struct GuidedSetting {
   int64_t budget_ns;
   bool masked, forced, tree, at_once;
 
-  bool walks() const { return at_once && candidates > 0; }
-  bool grows() const { return tree && candidates > 0 && !at_once; }
+  bool lattice() const { return at_once && candidates > 0; }
+  bool grows_tree() const { return tree && candidates > 0 && !at_once; }
+  int mode() const {
+    if (candidates == 0) return masked ? DRAFT_MODE_CHAIN_FILL : DRAFT_MODE_CHAIN;
+    if (at_once) return tree ? DRAFT_MODE_TREE_LATTICE : DRAFT_MODE_CHAIN_LATTICE;
+    return tree ? DRAFT_MODE_TREE_PROBE : DRAFT_MODE_CHAIN_PROBE;
+  }
 };
 
 class GuidedCase {
@@ -143,18 +153,12 @@ class GuidedCase {
   GuidedCase(uint32_t seed, const GuidedSetting& setting)
       : random_(seed),
         setting_(setting),
-        memory_(kGuidedSlots * 6 * kPart),
-        exchange_{
-            memory_.data(),
-            {kGuidedSlots, 5 * kPart, setting.drafts + 1, (kVocab + 31) / 32, setting.candidates,
-             kBranch * kMostDrafts, setting.tree && setting.candidates > 0 ? kBranch : 1,
-             setting.walks() ? setting.drafts : 0, 0, kPart, 2 * kPart, 3 * kPart, 4 * kPart,
-             kGuidedSlots * 5 * kPart},
-            kVocab},
-        worker_(exchange_, kAhead + 2, setting.threads, {setting.budget_ns, nullptr},
+        memory_(kGuidedSlots * 6 * kSectionWords),
+        exchange_{memory_.data(), make_layout(setting), kVocab},
+        worker_(exchange_, kMaxInFlight + 2, setting.threads, {setting.budget_ns, nullptr},
                 setting.forced ? forced_text() : nullptr, setting.forced && !setting.masked) {}
 
-  // Runs requests one after another in every slot until all have ended.
+  // Runs requests in the slots until all of them have ended.
   void run(int requests) {
     std::thread device([this] { run_device(); });
     std::thread reader([this] { read(); });
@@ -162,28 +166,29 @@ class GuidedCase {
     int64_t replay = 0, retired = 0;
     while (ended < requests) {
       for (int s = 0; s < kGuidedSlots; ++s) {
-        auto& stay = seated_[s];
-        if (stay != nullptr && stay->over.load() && last_named_[s] <= retired && !worker_.busy(s)) {
-          stay.reset();
+        auto& request = slots_[s];
+        if (request != nullptr && request->over.load() && last_published_[s] <= retired &&
+            !worker_.busy(s)) {
+          request.reset();
           ++ended;
         }
-        if (stay != nullptr || started == requests) continue;
+        if (request != nullptr || started == requests) continue;
         const auto seed = static_cast<uint32_t>(random_());
-        stay = std::make_unique<Stay>(seed, ++started, setting_.budget_ns > 0);
-        if (seed % 2 == 0) stay->matcher.pace = pace_;
+        request = std::make_unique<SlotRequest>(seed, ++started, setting_.budget_ns > 0);
+        if (seed % 2 == 0) request->matcher.pace = pace_;
       }
       ++replay;
-      std::vector<guided::Request> named;
-      auto& plan = plans_[replay % (kAhead + 2)];
+      std::vector<guided::Request> batch;
+      auto& plan = plans_[replay % (kMaxInFlight + 2)];
       for (int s = 0; s < kGuidedSlots; ++s) {
-        plan[s] = seated_[s] != nullptr && !seated_[s]->over.load() ? seated_[s].get() : nullptr;
+        plan[s] = slots_[s] != nullptr && !slots_[s]->over.load() ? slots_[s].get() : nullptr;
         if (plan[s] == nullptr) continue;
-        named.push_back({s, plan[s]->epoch, plan[s]->start, &plan[s]->matcher});
-        last_named_[s] = replay;
+        batch.push_back({s, plan[s]->epoch, plan[s]->start, &plan[s]->matcher});
+        last_published_[s] = replay;
       }
-      WANT(worker_.publish(replay, named));
+      WANT(worker_.publish(replay, batch));
       published_.store(replay);
-      while (finished_.load() + kAhead < replay) std::this_thread::yield();
+      while (finished_.load() + kMaxInFlight < replay) std::this_thread::yield();
       while (retired < finished_.load()) worker_.retire(++retired);
     }
     last_.store(replay);
@@ -195,8 +200,29 @@ class GuidedCase {
   long count(int what) const { return static_cast<long>(worker_.counters().of[what].value()); }
 
  private:
-  static constexpr int kAhead = 2, kPart = 64;
-  using Plan = std::array<Stay*, kGuidedSlots>;
+  static constexpr int kMaxInFlight = 2, kSectionWords = 64;
+
+  static ExchangeLayout make_layout(const GuidedSetting& setting) {
+    ExchangeLayout layout{};
+    layout.slots = kGuidedSlots;
+    layout.stride = 5 * kSectionWords;
+    layout.rows = setting.drafts + 1;
+    layout.words = (kVocab + 31) / 32;
+    layout.mode = setting.mode();
+    layout.candidates = setting.candidates;
+    layout.drafts = kBranch * kMaxDrafts;
+    layout.branch = setting.tree && setting.candidates > 0 ? kBranch : 1;
+    layout.levels = setting.lattice() ? setting.drafts : 0;
+    layout.stamps = 0;
+    layout.committed = kSectionWords;
+    layout.drafted = 2 * kSectionWords;
+    layout.candidate_ids = 3 * kSectionWords;
+    layout.answer = 4 * kSectionWords;
+    layout.masks = kGuidedSlots * layout.stride;
+    return layout;
+  }
+
+  using Plan = std::array<SlotRequest*, kGuidedSlots>;
 
   void read() {
     while (last_.load() < 0) {
@@ -215,34 +241,35 @@ class GuidedCase {
         if (last_.load() >= 0 && replay > last_.load()) return;
         std::this_thread::yield();
       }
-      const Plan plan = plans_[replay % (kAhead + 2)];
-      bool moved[kGuidedSlots] = {};
+      const Plan plan = plans_[replay % (kMaxInFlight + 2)];
+      bool advanced[kGuidedSlots] = {};
       step(guided::Step::kOpen, 0);
       for (int s = 0; s < kGuidedSlots; ++s) {
-        if (plan[s] != nullptr) moved[s] = verify(*plan[s], s, static_cast<int32_t>(replay));
+        if (plan[s] != nullptr) advanced[s] = verify(*plan[s], s, static_cast<int32_t>(replay));
       }
       if (exchange_.drafts() > 0) step(guided::Step::kCommit, 0);
-      if (setting_.walks()) walk(plan, moved, static_cast<int32_t>(replay));
-      for (int j = 1; j <= exchange_.drafts() && !setting_.walks(); ++j) {
-        if (setting_.grows()) {
-          grow(plan, moved, j, static_cast<int32_t>(replay));
+      if (setting_.lattice()) probe_lattice(plan, advanced, static_cast<int32_t>(replay));
+      for (int j = 1; j <= exchange_.drafts() && !setting_.lattice(); ++j) {
+        if (setting_.grows_tree()) {
+          draft_tree_level(plan, advanced, j, static_cast<int32_t>(replay));
         } else {
-          draw(plan, moved, j, static_cast<int32_t>(replay));
+          draft_chain(plan, advanced, j, static_cast<int32_t>(replay));
         }
       }
-      for (Stay* stay : plan) {
-        if (stay != nullptr && !stay->active) stay->over.store(true);
+      for (SlotRequest* request : plan) {
+        if (request != nullptr && !request->active) request->over.store(true);
       }
       finished_.store(replay);
     }
   }
 
-  int32_t any(int32_t below) { return static_cast<int32_t>(random_device_() % below); }
+  int32_t random_below(int32_t below) { return static_cast<int32_t>(random_device_() % below); }
 
-  // A token that row j, at a depth, allows after `path`, if the row is ready; -1: it is not.
-  int32_t legal(const Stay& stay, int s, int j, int depth, const Path& path) {
+  // Returns a random token that row j, at a depth, allows after `path`; -1 if the row is not ready.
+  int32_t legal_token(const SlotRequest& request, int s, int j, int depth, const Path& path) {
     const RowStamp& stamp = *exchange_.stamp(s, j);
-    if (stamp.state != ROW_READY || stamp.epoch != stay.epoch || stamp.position != stay.n + depth) {
+    if (stamp.state != ROW_READY || stamp.epoch != request.epoch ||
+        stamp.position != request.n + depth) {
       return -1;
     }
     std::vector<int32_t> tokens;
@@ -253,25 +280,25 @@ class GuidedCase {
     }
     const bool forced = setting_.forced && tokens.size() == 1;
     WANT(stamp.more == (forced ? 1 + tokens[0] : 0));
-    return tokens[static_cast<size_t>(any(static_cast<int32_t>(tokens.size())))];
+    return tokens[static_cast<size_t>(random_below(static_cast<int32_t>(tokens.size())))];
   }
 
-  // Accepts some of the drafts, and a token behind them. Returns whether drafting goes on.
-  bool verify(Stay& stay, int s, int32_t replay) {
+  // Accepts some of the drafts and one more token. Returns whether the request continues to draft.
+  bool verify(SlotRequest& request, int s, int32_t replay) {
     std::vector<int32_t> tokens;
     int row = 0;
-    for (int depth = 0; stay.n + depth + 1 < stay.limit; ++depth) {
-      int32_t token = legal(stay, s, row, depth, stay.path);
+    for (int depth = 0; request.n + depth + 1 < request.limit; ++depth) {
+      int32_t token = legal_token(request, s, row, depth, request.path);
       if (token < 0) break;
       int child = row + 1;
-      const int drafts = static_cast<int>(stay.drafts.size());
+      const int drafts = static_cast<int>(request.drafts.size());
       const auto fits = [&](int c) {
-        return stay.parents[c - 1] == row && may_follow(stay.path, stay.drafts[c - 1]);
+        return request.parents[c - 1] == row && may_follow(request.path, request.drafts[c - 1]);
       };
-      while (child <= drafts && !(fits(child) && any(4) != 0)) ++child;
-      if (child <= drafts) token = stay.drafts[child - 1];
+      while (child <= drafts && !(fits(child) && random_below(4) != 0)) ++child;
+      if (child <= drafts) token = request.drafts[child - 1];
       tokens.push_back(token);
-      stay.path = followed(std::move(stay.path), token);
+      request.path = extended(std::move(request.path), token);
       if (child > drafts || token == kStop) break;
       row = child;
     }
@@ -280,92 +307,92 @@ class GuidedCase {
     std::copy(tokens.begin(), tokens.end(), guided::Exchange::ids(committed));
     if (tokens.empty()) return false;
     *exchange_.drafted(s) = {replay, 0};
-    stay.n += static_cast<int32_t>(tokens.size());
-    stay.drafts.clear();
-    stay.parents.clear();
-    stay.paths.assign(1, stay.path);
-    stay.active = tokens.back() != kStop && stay.n + 1 < stay.limit;
-    return stay.active;
+    request.n += static_cast<int32_t>(tokens.size());
+    request.drafts.clear();
+    request.parents.clear();
+    request.paths.assign(1, request.path);
+    request.active = tokens.back() != kStop && request.n + 1 < request.limit;
+    return request.active;
   }
 
-  // Draft j of every slot that has those before it.
-  void draw(const Plan& plan, const bool* moved, int j, int32_t replay) {
+  // Adds draft j of every slot that has all earlier drafts.
+  void draft_chain(const Plan& plan, const bool* advanced, int j, int32_t replay) {
     const bool probing = exchange_.layout.candidates > 0;
     const auto drafting = [&](int s) {
-      if (!moved[s] || static_cast<int>(plan[s]->drafts.size()) != j - 1) return false;
+      if (!advanced[s] || static_cast<int>(plan[s]->drafts.size()) != j - 1) return false;
       return plan[s]->n + j < plan[s]->limit && (j == 1 || plan[s]->drafts.back() != kStop);
     };
     for (int s = 0; probing && s < kGuidedSlots; ++s) {
       if (!drafting(s)) continue;
       Candidates* offered = exchange_.candidates(s);
-      *offered = {replay, j, any(kMostCandidates + 1)};
-      for (int i = 0; i < offered->count; ++i) guided::Exchange::ids(offered)[i] = rubbish();
+      *offered = {replay, j, random_below(kMaxCandidates + 1)};
+      for (int i = 0; i < offered->count; ++i) guided::Exchange::ids(offered)[i] = random_token();
     }
     if (probing) step(guided::Step::kDraft, j);
     for (int s = 0; s < kGuidedSlots; ++s) {
       if (!drafting(s)) continue;
-      Stay& stay = *plan[s];
-      Path path = stay.path;
-      for (const int32_t draft : stay.drafts) path = followed(std::move(path), draft);
+      SlotRequest& request = *plan[s];
+      Path path = request.path;
+      for (const int32_t draft : request.drafts) path = extended(std::move(path), draft);
       const Answer& answer = *exchange_.answer(s);
-      int32_t token = legal(stay, s, j - 1, j - 1, path);
+      int32_t token = legal_token(request, s, j - 1, j - 1, path);
       if (probing && answer.replay == replay && answer.draft == j && answer.id >= 0) {
         WANT(may_follow(path, answer.id));
         token = answer.id;
       }
-      const bool chained = setting_.forced && !setting_.masked;  // forced tokens alone are drafted
+      const bool chained = setting_.forced && !setting_.masked;  // only forced tokens are drafted
       if (chained && exchange_.stamp(s, j - 1)->more == 0) continue;
       if (token < 0 && setting_.masked) continue;
-      if (!setting_.masked && !chained) token = rubbish();
+      if (!setting_.masked && !chained) token = random_token();
       if (token < 0) continue;
       const bool branches = setting_.tree && !setting_.masked && !chained;
-      stay.drafts.push_back(token);
-      stay.parents.push_back(branches ? any(j) : j - 1);
-      tell(stay, s, replay);
+      request.drafts.push_back(token);
+      request.parents.push_back(branches ? random_below(j) : j - 1);
+      publish_drafts(request, s, replay);
     }
     if (!probing && setting_.masked && j < exchange_.drafts()) step(guided::Step::kDraft, j);
   }
 
-  // The drafts of a slot, or while a tree grows what is fed.
-  void tell(const Stay& stay, int s, int32_t replay) {
+  // Publishes the drafts of a slot or, while a tree is drafted, the nodes fed to the drafter.
+  void publish_drafts(const SlotRequest& request, int s, int32_t replay) {
     Drafted* drafted = exchange_.drafted(s);
-    *drafted = {replay, static_cast<int32_t>(stay.drafts.size())};
+    *drafted = {replay, static_cast<int32_t>(request.drafts.size())};
     int32_t* ids = guided::Exchange::ids(drafted);
-    std::copy(stay.drafts.begin(), stay.drafts.end(), ids);
-    std::copy(stay.parents.begin(), stay.parents.end(), ids + exchange_.layout.drafts);
+    std::copy(request.drafts.begin(), request.drafts.end(), ids);
+    std::copy(request.parents.begin(), request.parents.end(), ids + exchange_.layout.drafts);
   }
 
-  // A level of trees: asks for the legal children of what is fed, and feeds some of them; at the
-  // last level some of the nodes that were fed, with their parents, become the drafts.
-  void grow(const Plan& plan, const bool* moved, int level, int32_t replay) {
-    const int most = exchange_.layout.candidates;
+  // Drafts one level of trees: probes the children of the fed nodes and feeds some of the legal
+  // ones. At the last level some of the fed nodes, with their parents, become the drafts.
+  void draft_tree_level(const Plan& plan, const bool* advanced, int level, int32_t replay) {
+    const int width = exchange_.layout.candidates;
     const int count = level == 1 ? 1 : kBranch;
     const auto row_of = [&](int f) { return level == 1 ? 0 : (level - 2) * kBranch + f + 1; };
     for (int s = 0; s < kGuidedSlots; ++s) {
-      if (!moved[s]) continue;
+      if (!advanced[s]) continue;
       Candidates* offered = exchange_.candidates(s);
       *offered = {replay, level, count};
       int32_t* ids = guided::Exchange::ids(offered);
-      for (int i = 0; i < count * most; ++i) ids[i] = rubbish();
+      for (int i = 0; i < count * width; ++i) ids[i] = random_token();
       for (int f = 0; f < count; ++f) {
-        if (plan[s]->paths[row_of(f)].empty()) ids[f * most] = -1;
+        if (plan[s]->paths[row_of(f)].empty()) ids[f * width] = -1;
       }
     }
     step(guided::Step::kDraft, level);
     for (int s = 0; s < kGuidedSlots; ++s) {
-      if (!moved[s]) continue;
-      Stay& stay = *plan[s];
+      if (!advanced[s]) continue;
+      SlotRequest& request = *plan[s];
       const Answer& answer = *exchange_.answer(s);
       const bool answered = answer.replay == replay && answer.draft == level;
       const int32_t* ids = guided::Exchange::ids(exchange_.candidates(s));
       const int32_t* legal = guided::Exchange::ids(exchange_.answer(s));
-      std::vector<std::pair<int32_t, int32_t>> children;  // parent's row and token
+      std::vector<std::pair<int32_t, int32_t>> children;  // row of the parent, and token
       for (int f = 0; f < count && answered; ++f) {
         const int row = row_of(f);
         int found = 0;
-        for (int i = 0; i < most && ids[f * most + i] >= 0 && found < kBranch; ++i) {
-          const int32_t token = ids[f * most + i];
-          const bool may = may_follow(stay.paths[row], token);
+        for (int i = 0; i < width && ids[f * width + i] >= 0 && found < kBranch; ++i) {
+          const int32_t token = ids[f * width + i];
+          const bool may = may_follow(request.paths[row], token);
           WANT((static_cast<uint32_t>(legal[f]) >> i & 1u) == may);
           found += may;
           if (may && token != kStop) children.emplace_back(row, token);
@@ -373,78 +400,78 @@ class GuidedCase {
       }
       if (level < exchange_.drafts()) {
         for (int f = 0; f < kBranch; ++f) {
-          const int at = any(static_cast<int32_t>(children.size()) + 1) - 1;
-          stay.drafts.push_back(at < 0 ? -1 : children[at].second);
-          stay.parents.push_back(at < 0 ? 0 : children[at].first);
-          stay.paths.push_back(
-              at < 0 ? Path() : followed(stay.paths[children[at].first], children[at].second));
+          const int at = random_below(static_cast<int32_t>(children.size()) + 1) - 1;
+          request.drafts.push_back(at < 0 ? -1 : children[at].second);
+          request.parents.push_back(at < 0 ? 0 : children[at].first);
+          request.paths.push_back(
+              at < 0 ? Path() : extended(request.paths[children[at].first], children[at].second));
         }
       } else {
-        keep_some(stay);
+        keep_random_nodes(request);
       }
-      tell(stay, s, replay);
+      publish_drafts(request, s, replay);
     }
   }
 
-  // Offers candidates of all levels at once. The answer is the drafts; behind a chain that ended
-  // early its row may bring one more.
-  void walk(const Plan& plan, const bool* moved, int32_t replay) {
+  // Offers candidates of all levels at once; the answer contains the drafts. After a chain that
+  // ended early, its last row may allow one more draft.
+  void probe_lattice(const Plan& plan, const bool* advanced, int32_t replay) {
     const ExchangeLayout& layout = exchange_.layout;
     for (int s = 0; s < kGuidedSlots; ++s) {
-      if (!moved[s]) continue;
+      if (!advanced[s]) continue;
       Candidates* offered = exchange_.candidates(s);
-      *offered = {replay, 1 + any(exchange_.drafts()), 1 + any(layout.levels)};
+      *offered = {replay, 1 + random_below(exchange_.drafts()), 1 + random_below(layout.levels)};
       int32_t* ids = guided::Exchange::ids(offered);
       for (int i = 0; i < layout.levels * layout.candidates; ++i) {
-        ids[i] = rubbish();
-        const float share = 0.25f / static_cast<float>(1 + any(4));
+        ids[i] = random_token();
+        const float share = 0.25f / static_cast<float>(1 + random_below(4));
         std::memcpy(ids + layout.levels * layout.candidates + i, &share, sizeof share);
       }
     }
     step(guided::Step::kDraft, 1);
     for (int s = 0; s < kGuidedSlots; ++s) {
       const Answer& answer = *exchange_.answer(s);
-      if (!moved[s] || answer.replay != replay) continue;
+      if (!advanced[s] || answer.replay != replay) continue;
       WANT(answer.draft == 0 && answer.id >= 0 && answer.id <= exchange_.candidates(s)->draft);
-      Stay& stay = *plan[s];
+      SlotRequest& request = *plan[s];
       const int32_t* ids = guided::Exchange::ids(exchange_.answer(s));
       for (int32_t j = 0; j < answer.id; ++j) {
         const int32_t parent = ids[layout.drafts + j];
         WANT(parent >= 0 && parent <= j && (layout.branch > 1 || parent == j));
         WANT(parent == 0 || ids[parent - 1] != kStop);
-        WANT(may_follow(stay.paths[parent], ids[j]));
-        stay.drafts.push_back(ids[j]);
-        stay.parents.push_back(parent);
-        stay.paths.push_back(followed(stay.paths[parent], ids[j]));
+        WANT(may_follow(request.paths[parent], ids[j]));
+        request.drafts.push_back(ids[j]);
+        request.parents.push_back(parent);
+        request.paths.push_back(extended(request.paths[parent], ids[j]));
       }
       const int last = answer.id;
       const bool open = last < exchange_.drafts() && (last == 0 || ids[last - 1] != kStop);
       const bool chain = open && layout.branch == 1;
-      const int32_t token = chain ? legal(stay, s, last, last, stay.paths[last]) : -1;
+      const int32_t token = chain ? legal_token(request, s, last, last, request.paths[last]) : -1;
       if (token >= 0) {
-        stay.drafts.push_back(token);
-        stay.parents.push_back(last);
+        request.drafts.push_back(token);
+        request.parents.push_back(last);
       }
-      tell(stay, s, replay);
+      publish_drafts(request, s, replay);
     }
   }
 
-  void keep_some(Stay& stay) {
-    std::vector<int32_t> drafts, parents, row_of(stay.drafts.size() + 1, -1);
+  void keep_random_nodes(SlotRequest& request) {
+    std::vector<int32_t> drafts, parents, row_of(request.drafts.size() + 1, -1);
     row_of[0] = 0;
-    for (size_t j = 1; j <= stay.drafts.size(); ++j) {
-      const int32_t parent = row_of[stay.parents[j - 1]];
+    for (size_t j = 1; j <= request.drafts.size(); ++j) {
+      const int32_t parent = row_of[request.parents[j - 1]];
       const bool full = static_cast<int>(drafts.size()) == exchange_.drafts();
-      if (stay.drafts[j - 1] < 0 || parent < 0 || full || any(3) == 0) continue;
-      drafts.push_back(stay.drafts[j - 1]);
+      if (request.drafts[j - 1] < 0 || parent < 0 || full || random_below(3) == 0) continue;
+      drafts.push_back(request.drafts[j - 1]);
       parents.push_back(parent);
       row_of[j] = static_cast<int32_t>(drafts.size());
     }
-    stay.drafts = std::move(drafts);
-    stay.parents = std::move(parents);
+    request.drafts = std::move(drafts);
+    request.parents = std::move(parents);
   }
 
-  int32_t rubbish() { return any(kVocab + 2) - 1; }
+  int32_t random_token() { return random_below(kVocab + 2) - 1; }
 
   std::minstd_rand random_, random_device_;
   const GuidedSetting setting_;
@@ -452,19 +479,19 @@ class GuidedCase {
   std::vector<int32_t> memory_;
   const guided::Exchange exchange_;
   guided::Worker worker_;
-  std::array<std::unique_ptr<Stay>, kGuidedSlots> seated_;
-  std::array<int64_t, kGuidedSlots> last_named_{};
-  std::array<Plan, kAhead + 2> plans_{};
+  std::array<std::unique_ptr<SlotRequest>, kGuidedSlots> slots_;
+  std::array<int64_t, kGuidedSlots> last_published_{};
+  std::array<Plan, kMaxInFlight + 2> plans_{};
   std::atomic<int64_t> published_{0}, finished_{0}, last_{-1};
 };
 
-// Random settings, 40 requests each.
+// Runs `cases` random settings with 40 requests each.
 inline int guide(unsigned seed, int cases) {
   std::minstd_rand random(seed);
   long late = 0, probes = 0, forced = 0;
   for (int i = 0; i < cases; ++i) {
-    const int drafts = static_cast<int>(random() % (kMostDrafts + 1));
-    const int candidates = drafts > 0 && random() % 2 == 0 ? kMostCandidates : 0;
+    const int drafts = static_cast<int>(random() % (kMaxDrafts + 1));
+    const int candidates = drafts > 0 && random() % 2 == 0 ? kMaxCandidates : 0;
     const int64_t budget =
         random() % 2 == 0 ? 0 : 20'000 + static_cast<int64_t>(random() % 200'000);
     const int threads = 1 + static_cast<int>(random() % 4);

@@ -1,5 +1,5 @@
-// Kernels of the stress test: each writes one cell of kWords words from up to three others, and
-// from what the cell held before. model.h computes the same.
+// Kernels of the stress test. Each one writes a cell of kWords words from its old value and up to
+// three other cells. model.h computes the same values.
 #include "conditional.cuh"
 #include "mailbox.cu"
 #include "stress_cell.h"
@@ -10,7 +10,7 @@ extern "C" __global__ void plain_cell(unsigned* cells, int out, unsigned salt, i
   cells[out * kWords + word] = gather_word(cells, out, salt, a, b, c, word);
 }
 
-// Each word also takes its right neighbour's, around the block.
+// Mixes each word with its right neighbour within the block.
 extern "C" __global__ void barrier_cell(unsigned* cells, int out, unsigned salt, int a, int b,
                                         int c) {
   __shared__ unsigned words[kBlock];
@@ -21,7 +21,7 @@ extern "C" __global__ void barrier_cell(unsigned* cells, int out, unsigned salt,
   cells[out * kWords + word] = mix_word(words[thread], words[(thread + 1) % kBlock]);
 }
 
-// Each word also takes that of the lane whose number differs in bit 3.
+// Mixes each word with that of the warp lane whose index differs in bit 3.
 extern "C" __global__ void warp_cell(unsigned* cells, int out, unsigned salt, int a, int b, int c) {
   const int word = static_cast<int>(blockIdx.x * blockDim.x + threadIdx.x);
   const unsigned own = gather_word(cells, out, salt, a, b, c, word);
@@ -29,29 +29,29 @@ extern "C" __global__ void warp_cell(unsigned* cells, int out, unsigned salt, in
   cells[out * kWords + word] = mix_word(own, other);
 }
 
-// Writes where nothing is.
+// Writes out of bounds.
 extern "C" __global__ void stray_cell(unsigned* cells, int out) { cells[out] = 1; }
 
-// Conditions: what a cell holds, and how often a loop has turned.
+// Set conditions: from the value of a cell, and from the number of loop iterations.
 extern "C" __global__ void decide_cell(unsigned long long condition, const unsigned* cells, int a,
                                        unsigned cases) {
   cudaGraphSetConditional(condition, cells[a * kWords] % cases);
 }
-extern "C" __global__ void turn_cell(unsigned long long condition, unsigned* turns, int place,
+extern "C" __global__ void loop_cell(unsigned long long condition, unsigned* iterations, int i,
                                      unsigned limit) {
-  if (++turns[place] == limit) turns[place] = 0;
-  cudaGraphSetConditional(condition, turns[place]);
+  if (++iterations[i] == limit) iterations[i] = 0;
+  cudaGraphSetConditional(condition, iterations[i]);
 }
 
-// The mailbox's kernels with stores and loads by functions of the program, for a sanitizer that
-// must see them: it knows nothing of what runs in here.
-using Post = void (*)(int* word, int value);
-using Look = int (*)(const int* word);
+// Mailbox kernels whose stores and loads are functions of the program: ThreadSanitizer does not
+// instrument kernels, but must see these accesses.
+using Store = void (*)(int* word, int value);
+using Load = int (*)(const int* word);
 
-extern "C" __global__ void post_cell(unsigned* counter, int* request, unsigned long long post) {
-  reinterpret_cast<Post>(post)(request, next_number(counter));
+extern "C" __global__ void post_cell(unsigned* counter, int* request, unsigned long long store) {
+  reinterpret_cast<Store>(store)(request, next_number(counter));
 }
 extern "C" __global__ void await_cell(const unsigned* counter, const int* ack,
-                                      unsigned long long look) {
-  while (reinterpret_cast<Look>(look)(ack) != static_cast<int>(*counter)) rest();
+                                      unsigned long long load) {
+  while (reinterpret_cast<Load>(load)(ack) != static_cast<int>(*counter)) pause_polling();
 }

@@ -1,4 +1,4 @@
-// A random graph and what it must compute: nodes in an order that their edges agree with.
+// A random graph, as nodes in topological order, and a sequential model of its results.
 #pragma once
 
 #include <cstring>
@@ -22,18 +22,18 @@ enum class Kind {
   copy,
   fill,
   empty,
-  child,    // one plain kernel node
-  mailbox,  // a host step that a worker answers: request, wait of memory operations
-  spin,     // the same with a kernel that waits
-  moved,    // a child that was moved, and holds an IF
-  choice,   // IF-ELSE by what a cell holds
-  loop,     // WHILE, one to three turns
-  mark,     // records an event
-  hold,     // waits for an event
+  child,       // one plain kernel node
+  mailbox,     // request and batch memory operation
+  spinkernel,  // request and waiting kernel
+  moved,       // child graph that was moved and contains an IF
+  choice,      // IF-ELSE by the value of a cell
+  loop,        // WHILE, one to three iterations
+  record_event,
+  wait_event,
   count_
 };
 
-// Node i writes cell i; empty and event nodes write nothing.
+// Node i writes cell i. Empty and event nodes write nothing.
 struct NodeSpec {
   Kind kind = Kind::plain;
   unsigned salt = 0;
@@ -44,13 +44,13 @@ struct NodeSpec {
   int reads(size_t i) const { return i < after.size() && i < 3 ? after[i] : -1; }
   bool can_be_disabled() const { return kind != Kind::host && kind < Kind::empty; }
   bool is_host() const { return kind == Kind::host || is_mailbox(); }
-  bool is_mailbox() const { return kind == Kind::mailbox || kind == Kind::spin; }
+  bool is_mailbox() const { return kind == Kind::mailbox || kind == Kind::spinkernel; }
   bool writes_nothing() const {
-    return kind == Kind::empty || kind == Kind::mark || kind == Kind::hold;
+    return kind == Kind::empty || kind == Kind::record_event || kind == Kind::wait_event;
   }
-  // Of a conditional: the cell that decides.
+  // For a conditional: the cell that determines the condition.
   int decider(int out) const { return after.empty() ? out : after[0]; }
-  unsigned turns() const { return 1 + salt % 3; }
+  unsigned iterations() const { return 1 + salt % 3; }
 };
 
 struct GraphSpec {
@@ -64,7 +64,7 @@ struct GraphSpec {
   }
 };
 
-// `chain`: each node follows the one before, so that what a failure stops is known.
+// With `chain` each node follows the previous one, so that it is known which nodes a failure skips.
 inline GraphSpec random_graph(Random& random, bool chain) {
   GraphSpec spec;
   const unsigned count = 2 + below(random, 22);
@@ -75,7 +75,7 @@ inline GraphSpec random_graph(Random& random, bool chain) {
     if (chain && i > 0) {
       node.after.push_back(static_cast<int>(i) - 1);
     } else if (i > 0) {
-      // Forks and joins: sometimes a new root, else up to four of the last eight nodes.
+      // Forks and joins: no dependency, or up to four of the last eight nodes.
       const unsigned wanted = below(random, 5);
       for (unsigned k = 0; k < wanted; ++k) {
         const int from = static_cast<int>(i - 1 - below(random, i < 8 ? i : 8));
@@ -90,7 +90,7 @@ inline GraphSpec random_graph(Random& random, bool chain) {
   return spec;
 }
 
-// The cells, computed one node after another.
+// Computes the cells sequentially, one node after another.
 class Model {
  public:
   explicit Model(size_t nodes) : words_(nodes * kWords, 0), runs_(nodes, 0) {}
@@ -126,13 +126,14 @@ class Model {
       std::memcpy(cell, words_.data() + node.reads(0) * kWords, kWords * sizeof *cell);
       return;
     }
-    unsigned salt = node.salt, turns = 1;
+    unsigned salt = node.salt;
+    unsigned iterations = 1;
     if (node.kind == Kind::choice) {
       salt += words_[static_cast<size_t>(node.decider(out) * kWords)] % 2 == 0;
     } else if (node.kind == Kind::loop) {
-      turns = node.turns();
+      iterations = node.iterations();
     }
-    for (; turns > 0; --turns) gather(node, out, salt, cell);
+    for (; iterations > 0; --iterations) gather(node, out, salt, cell);
   }
 
   void gather(const NodeSpec& node, int out, unsigned salt, unsigned* cell) {

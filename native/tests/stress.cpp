@@ -1,12 +1,13 @@
-// Stress test of the soft device and of the host-work room, built with sanitizers.
+// Stress test of the soft device and of hostwork, built with sanitizers.
 //
 //   stress graphs IMAGE SEED GRAPHS THREADS   random graphs against a model
-//   stress plans IMAGE TIMES                                plans edited as soon as they have run
-//   stress faults IMAGE                                     a kernel that writes out of bounds
-//   stress guide SEED CASES                                 the guided worker's threads and budgets
-//   stress broken                                           a race and a use after free, on purpose
+//   stress plans IMAGE TIMES                  plans edited right after they have run
+//   stress faults IMAGE                       a kernel that writes out of bounds
+//   stress guide SEED CASES                   threads and time budgets of the guide worker
+//   stress broken                             a planted data race and use after free
 //
-// IMAGE is kernels.cu as built by softcuda/compile.py. Exit status 1 and a line say what differs.
+// IMAGE is kernels.cu compiled by softcuda/compile.py. On a difference the program prints a line
+// and exits with status 1.
 #include <dlfcn.h>
 
 #include <chrono>
@@ -34,9 +35,9 @@ CUcontext open_device() {
 }
 
 #ifdef SOFTCUDA_TSAN_FIBERS
-// What the kernels of mailboxes do to their words, where the sanitizer sees it.
-void post_word(int* word, int value) { __atomic_store_n(word, value, __ATOMIC_RELEASE); }
-int look_at_word(const int* word) { return __atomic_load_n(word, __ATOMIC_ACQUIRE); }
+// The accesses of mailbox kernels to their words, where the sanitizer sees them.
+void store_word(int* word, int value) { __atomic_store_n(word, value, __ATOMIC_RELEASE); }
+int load_word(const int* word) { return __atomic_load_n(word, __ATOMIC_ACQUIRE); }
 #endif
 
 Kernels load(const char* path) {
@@ -53,13 +54,13 @@ Kernels load(const char* path) {
   find(&kernels.warp, "warp_cell");
   find(&kernels.stray, "stray_cell");
   find(&kernels.decide, "decide_cell");
-  find(&kernels.turn, "turn_cell");
+  find(&kernels.loop, "loop_cell");
 #ifdef SOFTCUDA_TSAN_FIBERS
-  kernels.post = reinterpret_cast<uint64_t>(&post_word);
-  kernels.look = reinterpret_cast<uint64_t>(&look_at_word);
+  kernels.store = reinterpret_cast<uint64_t>(&store_word);
+  kernels.load = reinterpret_cast<uint64_t>(&load_word);
 #endif
-  find(&kernels.request, kernels.post != 0 ? "post_cell" : "mailbox_request");
-  find(&kernels.wait, kernels.post != 0 ? "await_cell" : "mailbox_wait");
+  find(&kernels.request, kernels.store != 0 ? "post_cell" : "mailbox_request");
+  find(&kernels.wait, kernels.store != 0 ? "await_cell" : "mailbox_wait");
   return kernels;
 }
 
@@ -74,7 +75,7 @@ int graphs(const char* image, unsigned seed, unsigned count, unsigned threads) {
     running.emplace_back([&, t] {
       CALL(cuCtxSetCurrent(context));
       for (unsigned i = t; i < count; i += threads) {
-        Random random(seed + i);  // a failure is repeated by its seed alone, on one thread
+        Random random(seed + i);  // a failure can be reproduced with its seed on one thread
         GraphCase(random, kernels).run();
       }
     });
@@ -83,7 +84,7 @@ int graphs(const char* image, unsigned seed, unsigned count, unsigned threads) {
   CALL(cuCtxSynchronize());
   WANT(graft::hostwork::flush(20.0));
   CALL(cuModuleUnload(kernels.module));
-  // Destructors of user objects run late, on a thread of the driver's.
+  // Destructors of user objects may run late, on a driver thread.
   for (int i = 0; i < 2000 && graft::hostwork::live_records() != 0; ++i) {
     std::this_thread::sleep_for(std::chrono::milliseconds(10));
   }
@@ -99,8 +100,8 @@ int graphs(const char* image, unsigned seed, unsigned count, unsigned threads) {
   return 0;
 }
 
-// Frees a kernel's work on this thread, straight after a worker ran it: its launch is over but was
-// not waited for, so that only the plan's own count orders the two (invariant G8).
+// Frees a kernel's plan right after a worker ran it. The launch is over but was not waited for, so
+// that only the plan's own count orders the two threads (invariant G8).
 int plans(const char* image, int times) {
   open_device();
   const Kernels kernels = load(image);
@@ -119,7 +120,7 @@ int plans(const char* image, int times) {
     std::this_thread::sleep_for(std::chrono::microseconds(i % 2 * 500));
     const auto launch = builder.cell_kernel(0, 1);
     CALL(cuGraphExecKernelNodeSetParams_v2(exec, made.nodes[0], &launch->params));
-    made.drop();  // held the work that ran
+    made.drop();  // the definition held the plan that ran
     CALL(cuGraphExecDestroy(exec));
   }
   CALL(cuStreamDestroy_v2(stream));
@@ -127,7 +128,7 @@ int plans(const char* image, int times) {
   return 0;
 }
 
-// The fault must be told by name, and everything afterwards must be refused, not crash.
+// A fault must name its kernel, and later calls must return errors and not crash.
 int faults(const char* image) {
   open_device();
   Kernels kernels = load(image);
@@ -149,7 +150,7 @@ int faults(const char* image) {
   return 0;
 }
 
-// Whether the sanitizer finds what it is there to find, also on a thread of the soft device.
+// Contains errors that the sanitizer must find, also on a thread of the soft device.
 int broken() {
   open_device();
   static int shared = 0;
@@ -172,7 +173,7 @@ int broken() {
   CALL(cuGraphLaunch(exec, stream));
   for (int i = 0; i < 1000; ++i) touch(nullptr);
   CALL(cuStreamSynchronize(stream));
-  std::printf("nothing was found: %d\n", shared);
+  std::printf("no error was found: %d\n", shared);
   return 0;
 }
 

@@ -1,4 +1,4 @@
-// What kernels and host steps of the stress test compute; plain C++ on the host's side.
+// Functions that kernels, host steps and the model of the stress test share.
 #pragma once
 
 #ifdef __SOFTCUDA__
@@ -14,7 +14,7 @@ CELL_CODE unsigned mix_word(unsigned hash, unsigned word) {
   return hash ^ (hash >> 15);
 }
 
-// a, b and c are cells, or -1.
+// Returns the new value of a word from cell `out` and up to three others; a, b and c may be -1.
 CELL_CODE unsigned gather_word(const unsigned* cells, int out, unsigned salt, int a, int b, int c,
                                int word) {
   unsigned hash = mix_word(salt, cells[out * kWords + word]);

@@ -1,4 +1,4 @@
-"""Fixtures of the room's tests; ``TEXT`` is a test file's own kernel text."""
+"""Fixtures of the tests of cudagraph. A test file defines its kernel source as ``TEXT``."""
 
 from __future__ import annotations
 
@@ -9,11 +9,11 @@ from graft.cudagraph import Device, KernelModule, load_text
 
 @pytest.fixture(scope="module")
 def module(device: Device, request: pytest.FixtureRequest) -> KernelModule:
-    """The file's kernels."""
+    """Kernels of the test file."""
     return load_text(device, request.module.TEXT, request.path.with_suffix(".cu").name)
 
 
 @pytest.fixture(params=["mailbox", "spinkernel"])
 def transport(request: pytest.FixtureRequest) -> str:
-    """How a request is waited for: the name of the lane's method."""
+    """Name of the lane method that adds the mailbox."""
     return str(request.param)

@@ -1,4 +1,4 @@
-"""Shared by the room's tests: replays, steps to watch, what is freed late, other programs."""
+"""Helpers of the tests of cudagraph: replays, release of resources, child processes."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from graft.native import _native
 LIMIT_S = 60.0
 Finished = subprocess.CompletedProcess[str]
 THREAD_LOCAL = cu.CUstreamCaptureMode.CU_STREAM_CAPTURE_MODE_THREAD_LOCAL
-#: How a program of another process begins.
+#: First lines of programs that run in a child process.
 PRELUDE = """
 import gc, os, sys, threading, time, weakref
 from graft.cudagraph import *
@@ -34,9 +34,9 @@ stream = device.stream()
 """
 
 
-def replay(what: Graph | GraphExec, stream: Stream, times: int = 1) -> GraphExec:
-    """Launch an executable, or a graph's first one, some times, and wait for it."""
-    run = what.instantiate() if isinstance(what, Graph) else what
+def replay(graph: Graph | GraphExec, stream: Stream, times: int = 1) -> GraphExec:
+    """Launch an executable, or a graph after instantiating it, `times` times, and wait."""
+    run = graph.instantiate() if isinstance(graph, Graph) else graph
     for _ in range(times):
         run.launch(stream)
     run.synchronize(LIMIT_S)
@@ -44,21 +44,21 @@ def replay(what: Graph | GraphExec, stream: Stream, times: int = 1) -> GraphExec
 
 
 def refused(error: type[Exception], attempts: dict[str, Callable[[], object]]) -> None:
-    """Each attempt raises the error, in the words (a pattern) that stand before it."""
+    """Check that each call raises the error with a message that matches its key."""
     for words, attempt in attempts.items():
         with pytest.raises(error, match=words):
             attempt()
 
 
 def in_threads(*work: Callable[[], object]) -> None:
-    """Call each in a thread of its own, and wait for all; what one raises fails the test."""
+    """Call each function in its own thread and wait for all; re-raise exceptions."""
     with ThreadPoolExecutor(len(work)) as pool:
         for done in [pool.submit(each) for each in work]:
             done.result()
 
 
 def until(done: Callable[[], bool], limit_s: float = LIMIT_S) -> None:
-    """Wait until something is so; a driver may run destructors late, on a thread of its own."""
+    """Wait until `done()` is true. A driver may run destructors late, on its own thread."""
     end = time.monotonic() + limit_s
     while not done():
         assert time.monotonic() < end, (
@@ -69,7 +69,7 @@ def until(done: Callable[[], bool], limit_s: float = LIMIT_S) -> None:
 
 
 class Step:
-    """A callable that counts its calls and can be watched."""
+    """A weakly referenceable callable that counts its calls."""
 
     def __init__(self) -> None:
         self.calls = 0
@@ -79,11 +79,11 @@ class Step:
 
 
 def settled() -> int:
-    """Return the number of released records once nothing of earlier tests is being freed.
+    """Wait until all resources of earlier tests are freed; return the number of released records.
 
-    What was dropped goes to the reaper, which destroys graphs, whose destructors may run late on a
-    thread of the driver's and hand their records to the reaper again. A token sent the same way
-    comes out behind everything else.
+    The reaper destroys dropped graphs. The driver may run their destructors late, on its own
+    thread, and they pass their records to the reaper again. A token that takes the same path is
+    released after everything else.
     """
     gc.collect()
     if is_current():
@@ -101,18 +101,24 @@ def settled() -> int:
 
 
 def released(count: int) -> None:
-    """Wait until `count` records were released; a driver may run destructors late."""
+    """Wait until `count` records are released. A driver may run destructors late."""
     until(lambda: native.released_records() >= count)
 
 
 def resident_kib() -> int:
-    """Resident memory of this process."""
+    """Return the resident memory of this process in KiB."""
     with open("/proc/self/statm") as file:
         return int(file.read().split()[1]) * os.sysconf("SC_PAGE_SIZE") // 1024
 
 
 def answered(device: Device, transport: str, work: object, **options: object):
-    """A graph of one mailbox whose output is copied to the device: (executable, result)."""
+    """Build a graph of one mailbox, whose output is copied to the device.
+
+    Returns
+    -------
+    (GraphExec, DeviceArray)
+        Executable and copy of the output.
+    """
     graph = Graph(device, "one mailbox")
     output = device.pinned((4,), "int32")
     result = device.zeros((4,), "int32")
@@ -123,18 +129,18 @@ def answered(device: Device, transport: str, work: object, **options: object):
 
 
 def in_time(run: GraphExec, stream: Stream) -> None:
-    """Replay until the worker kept its deadline: on a busy machine it may be late."""
+    """Replay until the worker meets its deadline; on a busy machine it may be late."""
     for _ in range(200):
         try:
             replay(run, stream)
             return
         except HostWorkError:
             run.clear(LIMIT_S)
-    raise AssertionError("the worker is always late")
+    raise AssertionError("the worker missed its deadline in 200 replays")
 
 
 def run_python(code: str, *arguments: str, **environment: str) -> Finished:
-    """Run code in a fresh process."""
+    """Run code in a new process."""
     return subprocess.run(
         [sys.executable, "-c", code, *arguments],
         capture_output=True,
@@ -145,12 +151,12 @@ def run_python(code: str, *arguments: str, **environment: str) -> Finished:
 
 
 def run_program(code: str, *arguments: str, **environment: str) -> Finished:
-    """Run code in a fresh process that has everything of graft, a device and a stream."""
+    """Run code in a new process after PRELUDE: imports, a device and a stream."""
     return run_python(PRELUDE + code, *arguments, **environment)
 
 
 def compiled(source: str, folder: Path, name: str = "work.so") -> Path:
-    """Build a library of C++ functions; skips where no compiler is found."""
+    """Build a shared library from C++ source; skip the test if there is no compiler."""
     (folder / "work.cpp").write_text(source)
     command = [
         os.environ.get("CXX", "c++"),
@@ -168,8 +174,8 @@ def compiled(source: str, folder: Path, name: str = "work.so") -> Path:
     return folder / name
 
 
-class Foreign:
-    """A capture and an executable made with the bare driver, as another library would."""
+class ForeignCapture:
+    """A captured graph and its executable, created by driver calls as by another library."""
 
     def __init__(self, stream: Stream) -> None:
         self.stream = stream
@@ -194,7 +200,7 @@ class Foreign:
 
 
 class Semaphore:
-    """A semaphore that nobody waits for: libc's own counter of native calls."""
+    """A libc semaphore, used to count calls of native work."""
 
     def __init__(self) -> None:
         self.libc = ctypes.PyDLL(None)  # calls through PyDLL keep the GIL
@@ -202,7 +208,7 @@ class Semaphore:
         assert self.libc.sem_init(self.memory, 0, 0) == 0
 
     def work(self, keep: object = None) -> NativeWork:
-        """Native work that counts one."""
+        """Return native work that increments the count."""
         post = ctypes.cast(self.libc.sem_post, ctypes.c_void_p).value or 0
         return NativeWork(post, ctypes.addressof(self.memory), keep=(self.memory, keep))
 

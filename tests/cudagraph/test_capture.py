@@ -1,4 +1,4 @@
-"""Host work and lanes inside stream captures that somebody else began."""
+"""Host work and lanes on streams that another library captures."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import weakref
 from collections.abc import Iterator
 
 import pytest
-from cudagraph_util import THREAD_LOCAL, Foreign, released, settled
+from cudagraph_util import THREAD_LOCAL, ForeignCapture, released, settled
 
 from graft import native
 from graft.cudagraph import Device, DeviceError, HostWorkError, Stream, StreamLane, load_text
@@ -21,14 +21,14 @@ extern "C" __global__ void add(int* data, int value) { data[threadIdx.x] += valu
 
 
 @pytest.fixture
-def foreign(stream: Stream) -> Iterator[Foreign]:
-    yield Foreign(stream)
+def foreign(stream: Stream) -> Iterator[ForeignCapture]:
+    yield ForeignCapture(stream)
     while _native.take_captured_failure() is not None:
         pass
 
 
-def test_hostfunc_becomes_a_node_of_the_capture(foreign: Foreign) -> None:
-    """Nothing runs at capture; each replay runs the work once, long after Python dropped it."""
+def test_hostfunc_in_capture_becomes_graph_node(foreign: ForeignCapture) -> None:
+    """The work runs once per replay, not at capture, and lives as long as the graph."""
     calls: list[int] = []
 
     class Work:
@@ -57,8 +57,8 @@ def test_hostfunc_becomes_a_node_of_the_capture(foreign: Foreign) -> None:
     assert watch() is None
 
 
-def test_a_failing_step_stands_down_until_told(foreign: Foreign) -> None:
-    """The failure is raised once with its cause; the graph's host steps wait for that."""
+def test_captured_host_work_is_skipped_until_failure_is_raised(foreign: ForeignCapture) -> None:
+    """The failure is raised once, with its cause; the graph's host steps run again afterwards."""
     ran: list[str] = []
     fail = [True]
 
@@ -83,9 +83,10 @@ def test_a_failing_step_stands_down_until_told(foreign: Foreign) -> None:
     foreign.drop()
 
 
-def test_lanes_keep_operands_for_the_captured_graph(device: Device, foreign: Foreign) -> None:
-    """Arrays and kernels used on a capturing stream outlive every Python name of theirs."""
-    kernel = load_text(device, TEXT, "capture.cu")["add"]  # nobody else keeps it
+def test_stream_lane_operands_live_as_long_as_captured_graph(
+    device: Device, foreign: ForeignCapture
+) -> None:
+    kernel = load_text(device, TEXT, "capture.cu")["add"]  # no other reference exists
     data = device.zeros((8,), "int32")
     out = device.pinned((8,), "int32")
     result = out.array
@@ -103,8 +104,8 @@ def test_lanes_keep_operands_for_the_captured_graph(device: Device, foreign: For
     foreign.drop()
 
 
-def test_a_capture_takes_events_as_nodes(device: Device, foreign: Foreign) -> None:
-    """On a capturing stream lane both calls become nodes that keep their event."""
+def test_events_in_capture_become_nodes(device: Device, foreign: ForeignCapture) -> None:
+    """record_event() and wait_event() become nodes that keep their event alive."""
     data = device.zeros((1,), "int32")
     event = device.event("captured")
     lane = StreamLane(foreign.stream)
@@ -124,8 +125,8 @@ def test_a_capture_takes_events_as_nodes(device: Device, foreign: Foreign) -> No
     call(cu.cuGraphExecDestroy, foreign.exec)
 
 
-def test_freeing_arrays_does_not_disturb_a_capture(device: Device, stream: Stream) -> None:
-    """The reaper may free memory while somebody captures in the strictest mode."""
+def test_freeing_memory_does_not_invalidate_capture(device: Device, stream: Stream) -> None:
+    """The reaper frees memory during a capture in the global mode."""
     mode = cu.CUstreamCaptureMode.CU_STREAM_CAPTURE_MODE_GLOBAL
     array = device.zeros((1024,), "int32")
     settled()
@@ -139,8 +140,8 @@ def test_freeing_arrays_does_not_disturb_a_capture(device: Device, stream: Strea
     call(cu.cuGraphDestroy, call(cu.cuStreamEndCapture, stream.handle))
 
 
-def test_an_invalidated_capture_is_refused(stream: Stream) -> None:
-    """hostfunc names the invalidated capture and leaves no record behind."""
+def test_hostfunc_rejects_invalidated_capture(stream: Stream) -> None:
+    """The error names the result code, and no record remains."""
     settled()
     live = native.live_records()
     call(cu.cuStreamBeginCapture, stream.handle, THREAD_LOCAL)

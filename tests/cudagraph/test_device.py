@@ -1,4 +1,4 @@
-"""Choosing and opening the process's device."""
+"""Selecting and opening the device of the process."""
 
 from __future__ import annotations
 
@@ -22,15 +22,14 @@ from graft.cudagraph import (
 )
 
 
-def test_second_open_returns_the_same_device(device: Device) -> None:
-    """A process has one device."""
+def test_open_device_returns_open_device(device: Device) -> None:
     assert open_device() is device
     assert open_device(device.kind, device.ordinal) is device
     assert open_device("auto") is device
 
 
-def test_another_device_is_refused(device: Device) -> None:
-    """Asking for another kind or ordinal, or a kind that does not exist, names what was asked."""
+def test_open_device_rejects_other_or_unknown_device(device: Device) -> None:
+    """The error names the requested kind or ordinal."""
     other = "cuda" if device.kind == "soft" else "soft"
     refused(
         OptionError,
@@ -42,15 +41,13 @@ def test_another_device_is_refused(device: Device) -> None:
     )
 
 
-def test_device_describes_itself_in_one_line(device: Device) -> None:
-    """The description is one line that names the kind of device."""
+def test_device_describe_is_one_line_with_kind(device: Device) -> None:
     text = device.describe()
     assert "\n" not in text and device.kind in text
     assert device.multiprocessor_count >= 1 and device.compute_capability[0] >= 5
 
 
-def test_importing_graft_loads_no_driver() -> None:
-    """Only open_device() loads a driver; imports do not."""
+def test_import_loads_no_driver() -> None:
     done = run_python(
         "import graft.cudagraph.device, graft.cudagraph.graph, graft.native._native as n;"
         "print(repr(n.loaded_library('libcuda.so.1')))"
@@ -58,8 +55,8 @@ def test_importing_graft_loads_no_driver() -> None:
     assert done.stdout.strip() == "''", done.stderr
 
 
-def test_soft_device_refuses_a_process_with_another_driver(tmp_path) -> None:
-    """When some libcuda.so.1 is loaded, asking for soft names its path and the import order."""
+def test_soft_device_rejects_other_loaded_driver(tmp_path) -> None:
+    """The error names the loaded library and the required import order."""
     source = 'extern "C" int cuInit(unsigned) { return 100; }\n'
     fake = compiled(source, tmp_path, "libcuda.so.1")
     loads = f"import ctypes; ctypes.CDLL({str(fake)!r})\n"
@@ -68,8 +65,8 @@ def test_soft_device_refuses_a_process_with_another_driver(tmp_path) -> None:
     assert "DeviceError" in done.stderr and str(fake) in done.stderr and "import" in done.stderr
 
 
-def test_auto_takes_soft_where_no_cuda_device_answers() -> None:
-    """`auto` asks NVIDIA's driver in a child process only, so that soft can still be loaded."""
+def test_device_selection_auto_falls_back_to_soft() -> None:
+    """ "auto" probes NVIDIA's driver in a child process, so that the soft device can be loaded."""
     done = run_python(
         """
 from graft.cudagraph import chooser, open_device
@@ -85,10 +82,10 @@ print(device.kind, bool(why), device.fallback_reason == why and device.describe(
 @pytest.mark.parametrize(
     ("takes_s", "chosen"), [(20, ("cuda", "")), (60, ("soft", "no answer within 30 s"))]
 )
-def test_a_driver_that_starts_slowly_is_waited_for(
+def test_device_selection_waits_for_slow_driver(
     monkeypatch, takes_s: float, chosen: tuple[str, str]
 ) -> None:
-    """A cold driver has half a minute to answer; one that takes longer is said to be the reason."""
+    """The probe waits 30 s; a slower driver is reported as the reason for the fallback."""
 
     def slow_child(command: list[str], *, timeout: float, **_: object) -> object:
         if timeout < takes_s:
@@ -100,8 +97,8 @@ def test_a_driver_that_starts_slowly_is_waited_for(
     assert chooser.choose("auto") == chosen
 
 
-def test_soft_device_guards_imports(device: Device) -> None:
-    """Importing CuPy in a soft process gives one clear sentence, as an ImportError."""
+def test_soft_device_rejects_cupy_import(device: Device) -> None:
+    """The error is an ImportError with a message of one line."""
     if device.kind != "soft":
         pytest.skip("about the soft device")
     with pytest.raises(ImportError, match="soft device") as caught:
@@ -109,8 +106,7 @@ def test_soft_device_guards_imports(device: Device) -> None:
     assert isinstance(caught.value, DeviceError) and "\n" not in str(caught.value)
 
 
-def test_cuda_without_a_driver_is_a_device_error() -> None:
-    """Where NVIDIA's driver is absent, asking for cuda says so in one typed error."""
+def test_open_device_cuda_without_driver_raises_device_error() -> None:
     if not chooser.probe_cuda()[1]:
         pytest.skip("there is a CUDA device")
     done = run_python(
@@ -124,8 +120,7 @@ def test_cuda_without_a_driver_is_a_device_error() -> None:
     assert len(lines) >= 2 and lines[-1] == "soft", done.stderr
 
 
-def test_driver_errors_carry_call_and_code(device: Device) -> None:
-    """A failing driver call raises with its name, code, and the driver's name for the code."""
+def test_driver_error_has_function_and_code(device: Device) -> None:
     with pytest.raises(DeviceError) as caught:
         device.empty((1 << 60,), "uint8")
     error = caught.value
@@ -133,8 +128,7 @@ def test_driver_errors_carry_call_and_code(device: Device) -> None:
     assert error.code_name.startswith("CUDA_ERROR_") and error.code_name in str(error)
 
 
-def test_waits_have_deadlines(stream: Stream) -> None:
-    """A stream busy with a host function raises DeadlineError, naming the function."""
+def test_stream_synchronize_deadline_names_host_function(stream: Stream) -> None:
     gate = threading.Event()
 
     def stuck() -> None:
@@ -150,8 +144,8 @@ def test_waits_have_deadlines(stream: Stream) -> None:
     assert stream.query()
 
 
-def test_ctrl_c_leaves_a_wait(device: Device) -> None:
-    """KeyboardInterrupt leaves a wait for the device; the work itself goes on."""
+def test_ctrl_c_interrupts_synchronize(device: Device) -> None:
+    """KeyboardInterrupt ends the wait; the work continues."""
     done = run_program("""
 import _thread
 gate = threading.Event()
@@ -168,15 +162,13 @@ stream.synchronize(30)
     assert done.returncode == 0
 
 
-def test_closed_streams_are_refused(device: Device) -> None:
-    """A closed stream names itself when it is used."""
+def test_closed_stream_raises_option_error(device: Device) -> None:
     stream = device.stream("gone")
     stream.close()
     refused(OptionError, {"gone": stream.synchronize})
 
 
-def test_the_rooms_readme_says_what_happens() -> None:
-    """The README's example runs and prints what its comment says."""
+def test_readme_example_prints_documented_output() -> None:
     text = (Path(graft.cudagraph.__file__).parent / "README.md").read_text()
     code = text.partition("```python\n")[2].partition("```")[0]
     done = run_python(code)

@@ -1,4 +1,4 @@
-"""The GIL and the driver: who holds what, when."""
+"""GIL and driver locks: no driver call holds the GIL, and native work does not need it."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ TEXT = 'extern "C" __global__ void one(int* p) { p[0] += 1; }'
 
 @pytest.fixture
 def never_switch() -> Iterator[None]:
-    """Let Python keep the GIL for as long as it runs bytecode."""
+    """Prevent Python threads from switching while bytecode runs."""
     before = sys.getswitchinterval()
     sys.setswitchinterval(1000.0)
     yield
@@ -36,7 +36,7 @@ def never_switch() -> Iterator[None]:
 
 
 def use_everything(device: Device) -> None:
-    """Call every driver function that graft has a use for."""
+    """Call every driver function that graft uses."""
     stream = device.stream("everything")
     lane = StreamLane(stream)
     data = device.from_host(np.zeros(4, np.int32))
@@ -80,8 +80,8 @@ def use_everything(device: Device) -> None:
     assert _native.flush(10)
 
 
-def test_no_driver_call_holds_the_gil(device: Device) -> None:
-    """The soft device looks at every entry whether the caller holds the GIL: never in graft."""
+def test_driver_calls_release_gil(device: Device) -> None:
+    """The soft device counts calls by a thread that holds the GIL."""
     if device.kind != "soft":
         pytest.skip("only the soft device records who holds the GIL")
     before = softstats.counters()
@@ -91,10 +91,9 @@ def test_no_driver_call_holds_the_gil(device: Device) -> None:
     assert after["gil_held"] == before["gil_held"]
 
 
-def test_native_work_runs_while_python_keeps_the_gil(
+def test_native_host_work_runs_while_gil_is_held(
     device: Device, stream: Stream, never_switch: None
 ) -> None:
-    """A native step finishes though the launching thread never lets go of the GIL."""
     semaphore = Semaphore()
     graph = Graph(device, "native")
     graph.lane("main").host(semaphore.work())
@@ -109,8 +108,8 @@ def test_native_work_runs_while_python_keeps_the_gil(
 
 
 @pytest.mark.parametrize("model", ["1", "2", "4", "7"])
-def test_no_deadlock_under_any_lock_model(model: str) -> None:
-    """With locks that drivers were seen to hold, Python callbacks and driver calls get through."""
+def test_callbacks_and_driver_calls_do_not_deadlock(model: str) -> None:
+    """The soft device emulates the locks that drivers were observed to hold."""
     done = run_program(
         """
 other = device.stream()
@@ -144,8 +143,7 @@ print(len(done))
     assert done.stdout.strip() == str(15 * 8), done.stderr
 
 
-def test_a_foreign_thread_gives_its_state_back(device: Device) -> None:
-    """A thread that ran a Python step and ends leaves no thread state behind."""
+def test_foreign_thread_releases_python_state_at_exit(device: Device) -> None:
     seen: list[int] = []
     graph = Graph(device, "foreign thread")
     work = (lambda: seen.append(threading.get_ident()), (), 0, 0)
@@ -162,8 +160,7 @@ def test_a_foreign_thread_gives_its_state_back(device: Device) -> None:
     assert len(seen) == 3 and native.live_thread_states() == before
 
 
-def test_threads_keep_their_python_state(device: Device, stream: Stream) -> None:
-    """Callbacks run on few threads, each of which makes its Python state once."""
+def test_driver_threads_create_python_state_once(device: Device, stream: Stream) -> None:
     threads: set[int] = set()
     states: list[int] = []
     for _ in range(2):
@@ -174,8 +171,8 @@ def test_threads_keep_their_python_state(device: Device, stream: Stream) -> None
     assert 1 <= len(threads) <= states[0] == states[1]
 
 
-def test_a_sub_interpreter_is_refused_by_name() -> None:
-    """Threads of the driver enter the main interpreter only, so graft is imported nowhere else."""
+def test_import_in_subinterpreter_is_rejected() -> None:
+    """Driver threads can only enter the main interpreter."""
     done = run_python("""
 try:
     import _xxsubinterpreters as interpreters

@@ -1,4 +1,4 @@
-"""Graphs: definition, launches, updates of graphs and of nodes, payload values."""
+"""Graphs: definition, launches, updates of executables and of nodes, payloads."""
 
 from __future__ import annotations
 
@@ -52,8 +52,8 @@ extern "C" __global__ void inner(int* data) {
 """
 
 
-def test_definition_lists_nodes_and_edges(device: Device, module) -> None:
-    """Nodes carry name, kind and lane; edges are the lane's order and waited marks, no others."""
+def test_graph_lists_nodes_and_edges(device: Device, module) -> None:
+    """Edges are the order within a lane and the marks that a lane waits for, and no others."""
     data = device.zeros((4,), "int32")
     pinned = device.pinned((4,), "int32")
     graph = Graph(device, "shape")
@@ -80,8 +80,8 @@ def test_definition_lists_nodes_and_edges(device: Device, module) -> None:
     assert graph.edges[-1] == (3, 5), "a lane asked for again goes on where it was"
 
 
-def test_one_executable_per_definition(device: Device, stream: Stream) -> None:
-    """A second instantiate is refused while the first executable is open, and works after."""
+def test_graph_has_one_open_executable(device: Device, stream: Stream) -> None:
+    """A second instantiate() raises while the first executable is open."""
     graph = Graph(device, "single")
     ran: list[int] = []
     graph.lane("main").host(PythonWork(ran.append, 1))
@@ -95,9 +95,7 @@ def test_one_executable_per_definition(device: Device, stream: Stream) -> None:
         first.launch(stream)
 
 
-def test_update_to_another_topology_is_refused(device: Device, module) -> None:
-    """A definition that cannot replace this one raises OptionError, saying why; one that did has
-    no executable of its own."""
+def test_exec_update_rejects_other_topology_and_busy_graph(device: Device, module) -> None:
     data = device.zeros((8,), "int32")
     small, twin, large = (Graph(device, name) for name in ("small", "twin", "large"))
     for graph in (small, twin, large):
@@ -117,9 +115,8 @@ def test_update_to_another_topology_is_refused(device: Device, module) -> None:
         executable.update(None)  # type: ignore[arg-type]
 
 
-def test_launches_from_many_threads_are_serialised(device: Device, module) -> None:
-    """One executable launched by several threads on several streams runs every replay once, and
-    begins none before the last has ended."""
+def test_exec_launches_of_threads_are_serialized(device: Device, module) -> None:
+    """Three threads launch on three streams; each replay runs once and none overlaps another."""
     data = device.zeros((8,), "int32")
     graph = Graph(device, "shared")
     begun = []
@@ -142,8 +139,8 @@ def test_launches_from_many_threads_are_serialised(device: Device, module) -> No
     assert (data.to_host() == 150).all()
 
 
-def test_waiting_ends_although_others_go_on_launching(device: Device, module) -> None:
-    """synchronize() and update() wait for what was launched before, not for what follows."""
+def test_exec_synchronize_ignores_later_launches(device: Device, module) -> None:
+    """synchronize() and update() return while other threads keep launching."""
     data = device.zeros((8,), "int32")
     graph = Graph(device, "busy")
     other = Graph(device, "next")
@@ -174,8 +171,8 @@ def test_waiting_ends_although_others_go_on_launching(device: Device, module) ->
     assert executable.launches <= data.to_host()[0] < 2 * executable.launches
 
 
-def test_instantiating_again_leaves_the_definition_unlocked(device: Device, stream: Stream) -> None:
-    """While instantiate() waits for launches of an earlier executable others use the graph."""
+def test_graph_instantiate_waits_without_lock(device: Device, stream: Stream) -> None:
+    """Other threads use the graph while instantiate() waits for earlier launches."""
     gate = threading.Event()
     entered = threading.Event()
     graph = Graph(device, "waits")
@@ -197,8 +194,7 @@ def test_instantiating_again_leaves_the_definition_unlocked(device: Device, stre
     assert len(made) == 2
 
 
-def test_graphs_are_built_from_many_threads(device: Device, stream: Stream, module) -> None:
-    """Lanes of one graph may be filled by different threads."""
+def test_graph_lanes_are_filled_by_threads(device: Device, stream: Stream, module) -> None:
     data = device.zeros((4, 8), "int32")
     graph = Graph(device, "parallel build")
 
@@ -212,8 +208,7 @@ def test_graphs_are_built_from_many_threads(device: Device, stream: Stream, modu
     assert data.to_host()[:, 0].tolist() == [25, 50, 75, 100]
 
 
-def test_closed_graphs_are_refused(device: Device) -> None:
-    """A closed definition takes no nodes and gives no executable."""
+def test_closed_graph_raises_option_error(device: Device) -> None:
     graph = Graph(device, "over")
     data = device.zeros((1,), "int32")
     graph.close()
@@ -221,8 +216,7 @@ def test_closed_graphs_are_refused(device: Device) -> None:
         refused(OptionError, {"'over'": attempt})
 
 
-def test_dot_names_every_node_and_edge(device: Device) -> None:
-    """The DOT text of a graph has its nodes by name, its lanes as clusters and its edges."""
+def test_graph_dot_has_nodes_lanes_and_edges(device: Device) -> None:
     graph = Graph(device, 'a "round"')
     data = device.zeros((1,), "int32")
     graph.lane("model").fill(data, name="clear")
@@ -236,8 +230,8 @@ def test_dot_names_every_node_and_edge(device: Device) -> None:
     assert text.count("{") == text.count("}")
 
 
-def test_nodes_change_for_later_launches(device: Device, stream: Stream, module) -> None:
-    """A kernel node takes another function, grid and operands, by name or Node."""
+def test_update_kernel_affects_later_launches(device: Device, stream: Stream, module) -> None:
+    """A kernel node gets another function, grid and operands, by name or Node."""
     a = device.zeros((4,), "int32")
     b = device.from_host(np.ones(4, np.int32))
     graph = Graph(device, "changing")
@@ -251,8 +245,8 @@ def test_nodes_change_for_later_launches(device: Device, stream: Stream, module)
     assert a.to_host().tolist() == [13, 13, 3, 3] and b.to_host().tolist() == [2, 2, 1, 1]
 
 
-def test_changed_operands_live_until_replaced(device: Device, stream: Stream, module) -> None:
-    """New operands are kept by the executable; replaced ones go, so that changes weigh nothing."""
+def test_update_kernel_operands_live_until_replaced(device: Device, stream: Stream, module) -> None:
+    """300 changes leave no memory behind."""
     data = device.zeros((4,), "int32")
     graph = Graph(device, "kept")
     graph.lane("main").kernel(module["add"], 1, 4, [data, 1], name="work")
@@ -274,10 +268,9 @@ def test_changed_operands_live_until_replaced(device: Device, stream: Stream, mo
     assert native.live_resources() <= before
 
 
-def test_a_closed_executable_keeps_operands_in_flight(
+def test_closed_exec_keeps_operands_of_launch_in_flight(
     device: Device, stream: Stream, module
 ) -> None:
-    """Operands of a changed node outlive everything while a launch that uses them runs."""
     gate = threading.Event()
     data = device.zeros((4,), "int32")
     fresh = device.pinned((4,), "int32")
@@ -298,11 +291,12 @@ def test_a_closed_executable_keeps_operands_in_flight(
 
 
 @pytest.mark.parametrize("priorities", [False, True])
-def test_disabled_nodes_do_nothing(
+def test_set_enabled_skips_kernel_node(
     device: Device, stream: Stream, module, priorities: bool
 ) -> None:
-    """A disabled kernel is skipped, order around it stays; host steps have no switch. Kernels with
-    priorities compute as others do, in an executable that honours them too."""
+    """The order around a disabled kernel is kept; host nodes cannot be disabled. Kernels with
+    priorities compute the same results.
+    """
     data = device.zeros((1,), "int32")
     graph = Graph(device, "switch")
     lane = graph.lane("main")
@@ -319,12 +313,12 @@ def test_disabled_nodes_do_nothing(
         executable.set_enabled("masks", False)
 
 
-def test_only_kernels_that_wait_follow_programmatically(
+def test_programmatic_edges_lead_only_to_waiting_kernels(
     device: Device, stream: Stream, monkeypatch
 ) -> None:
-    """Edges are programmatic from one kernel of a lane to the next that waits at its top, never at
-    a mark, another node or a body; such nodes are not changed; where no driver has such edges, a
-    graph of them is refused."""
+    """Edges are programmatic between two kernels of a lane if the second one waits at its top, and
+    never at a mark, another node or in a body. Such nodes cannot be changed.
+    """
     monkeypatch.setattr(graph_module, "PROGRAMMATIC_MIN_CUDA", 10**9)
     refused(OptionError, {"'p'.*9.0": lambda: Graph(device, "p", programmatic=True)})
     monkeypatch.undo()
@@ -382,8 +376,7 @@ def test_only_kernels_that_wait_follow_programmatically(
     assert totals == [13, 13]
 
 
-def test_wrong_changes_are_refused(device: Device, stream: Stream, module) -> None:
-    """Invalid changes of nodes and payloads raise and change nothing."""
+def test_invalid_node_and_payload_changes_raise(device: Device, stream: Stream, module) -> None:
     data = device.zeros((1,), "int32")
     graph = Graph(device, "mine")
     other = Graph(device, "other")
@@ -410,8 +403,8 @@ def test_wrong_changes_are_refused(device: Device, stream: Stream, module) -> No
     assert data.to_host()[0] == 2
 
 
-def test_payload_is_the_value_of_each_replay(device: Device, stream: Stream) -> None:
-    """A replay sees what was set before its launch, however late it runs."""
+def test_payload_is_the_value_at_launch(device: Device, stream: Stream) -> None:
+    """A replay reads the value that was set before its launch, however late it runs."""
     gate = threading.Event()
     seen: list[tuple[object, str]] = []
     graph = Graph(device, "payloads")
@@ -444,8 +437,8 @@ def test_payload_is_the_value_of_each_replay(device: Device, stream: Stream) -> 
     assert [v for v, tag in seen if tag == "x"] == ["third", "fourth"]
 
 
-def test_update_uses_payloads_of_new_definition(device: Device, stream: Stream) -> None:
-    """Their values are those of later replays; the old definition's are no longer taken."""
+def test_exec_update_uses_payloads_of_new_definition(device: Device, stream: Stream) -> None:
+    """Payloads of the old definition are rejected afterwards."""
     seen: list[object] = []
     graphs = [Graph(device, name) for name in ("old", "new")]
     payloads = [graph.payload(f"{graph.name} first") for graph in graphs]
@@ -464,7 +457,6 @@ def test_update_uses_payloads_of_new_definition(device: Device, stream: Stream) 
 
 
 def test_native_work_receives_payload_address(device: Device, stream: Stream) -> None:
-    """Native work is called with the address of the payload's pinned memory."""
     seen: list[int] = []
     fn = ctypes.CFUNCTYPE(None, ctypes.c_void_p)(
         lambda p: seen.append(ctypes.c_int.from_address(p).value)

@@ -1,4 +1,4 @@
-"""Host work on streams and in graphs: runs, errors, standing down."""
+"""Host work on streams and in graphs: execution, errors and skipped steps."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ using Output = int* (*)();
 struct Api { Fail fail; Replay replay; Output output; long long seen[64]; int count; };
 extern "C" void throws(void*) { throw std::runtime_error("native trouble"); }
 extern "C" void throws_int(void*) { throw 42; }
-extern "C" void fails(void* data) { static_cast<Api*>(data)->fail("told so"); }
+extern "C" void fails(void* data) { static_cast<Api*>(data)->fail("native failure"); }
 extern "C" void numbers(void* data) {
   auto* api = static_cast<Api*>(data);
   api->seen[api->count++ % 64] = api->replay();
@@ -38,7 +38,7 @@ extern "C" void answer(void* data) {
 
 
 class Api(ctypes.Structure):
-    """What the native functions above are given."""
+    """Argument of the native functions above."""
 
     _fields_ = (
         *((name, ctypes.c_void_p) for name in ("fail", "replay", "output")),
@@ -49,18 +49,18 @@ class Api(ctypes.Structure):
 
 @pytest.fixture(scope="module")
 def native_functions(tmp_path_factory) -> ctypes.CDLL:
-    """C functions with the signature of native work, compiled here."""
+    """C functions with the signature of native work."""
     return ctypes.CDLL(str(compiled(SOURCE, tmp_path_factory.mktemp("native"))))
 
 
 def work(functions: ctypes.CDLL, name: str, data: ctypes._SimpleCData | Api) -> NativeWork:
-    """Native work that calls one of the functions above with the address of `data`."""
+    """Return native work that calls a function above with the address of `data`."""
     address = ctypes.cast(getattr(functions, name), ctypes.c_void_p).value or 0
     return NativeWork(address, ctypes.addressof(data), keep=(functions, data), name=name)
 
 
 def api() -> Api:
-    """The structure the functions want, filled with graft's own entry points."""
+    """Return the argument of the functions, with the addresses of graft's functions."""
     offered = _native.native_api()
     return Api(
         fail=offered["fail_current"],
@@ -70,14 +70,13 @@ def api() -> Api:
 
 
 def one_step(device: Device, item, name: str | None = None) -> GraphExec:
-    """An executable of one host step."""
+    """Return the executable of a graph with one host step."""
     graph = Graph(device, "one step")
     graph.lane("main").host(item, name=name)
     return graph.instantiate()
 
 
-def test_what_is_no_work_is_refused(stream: Stream) -> None:
-    """Arguments of both, no callable, NULL functions and addresses that are no integers."""
+def test_host_work_rejects_invalid_callables(stream: Stream) -> None:
     refused(
         OptionError,
         {
@@ -90,10 +89,10 @@ def test_what_is_no_work_is_refused(stream: Stream) -> None:
 
 
 @pytest.mark.parametrize("error", [ValueError("bad row"), KeyboardInterrupt(), SystemExit(3)])
-def test_a_raising_step_stops_its_replay(
+def test_python_host_work_exception_skips_later_steps(
     device: Device, stream: Stream, error: BaseException
 ) -> None:
-    """Whatever a step raises is told with node and replay; later steps stand down until clear."""
+    """The error names node and replay; later steps are skipped until clear()."""
     ran: list[str] = []
     failing = [False]
 
@@ -128,8 +127,7 @@ def test_a_raising_step_stops_its_replay(
     assert ran == ["first", "second"] * 2
 
 
-def test_replays_in_flight_stand_down(device: Device, stream: Stream) -> None:
-    """Replays launched before the failure was known do not run their host steps either."""
+def test_host_work_failure_skips_replays_in_flight(device: Device, stream: Stream) -> None:
     gate = threading.Event()
     ran: list[int] = []
 
@@ -156,13 +154,13 @@ def test_replays_in_flight_stand_down(device: Device, stream: Stream) -> None:
     [
         ("throws", "native trouble"),
         ("throws_int", "unknown"),
-        ("fails", "told so"),
+        ("fails", "native failure"),
     ],
 )
-def test_native_failures_are_told(
+def test_native_host_work_failure_raises_at_synchronize(
     device: Device, stream: Stream, native_functions, function: str, words: str
 ) -> None:
-    """C++ exceptions do not cross into the driver, and native work can fail its replay."""
+    """C++ exceptions do not propagate into the driver, and native work can fail its replay."""
     graph = Graph(device, "native trouble")
     graph.lane("main").host(work(native_functions, function, api()))
     ran: list[int] = []
@@ -173,8 +171,10 @@ def test_native_failures_are_told(
     assert graph.status.array[0] == 2 and not ran
 
 
-def test_native_work_knows_its_replay(device: Device, stream: Stream, native_functions) -> None:
-    """current_replay() counts this executable's launches, also after an update; 0 when eager."""
+def test_native_work_current_replay_counts_launches(
+    device: Device, stream: Stream, native_functions
+) -> None:
+    """Also after an update; 0 for eager work."""
     data = api()
     item = work(native_functions, "numbers", data)
     executable = replay(one_step(device, item), stream, 3)
@@ -188,8 +188,9 @@ def test_native_work_knows_its_replay(device: Device, stream: Stream, native_fun
     assert list(data.seen[: data.count]) == [1, 2, 3, 4, 0]
 
 
-def test_native_work_writes_the_output(device: Device, stream: Stream, native_functions) -> None:
-    """C++ asks where its results go, and what it wrote there is published."""
+def test_native_work_current_output_is_published(
+    device: Device, stream: Stream, native_functions
+) -> None:
     item = work(native_functions, "answer", api())
     run, result = answered(device, "mailbox", item, worker=MailboxWorker())
     for i in range(1, 101):
@@ -197,8 +198,7 @@ def test_native_work_writes_the_output(device: Device, stream: Stream, native_fu
         assert result.to_host().tolist() == [i, 10 + i, 20 + i, 30 + i]
 
 
-def test_eager_failures_are_told_once_each(device: Device) -> None:
-    """Failures of eager work are raised by synchronize, one at a time, and name the function."""
+def test_eager_host_work_failures_are_raised_once_each(device: Device) -> None:
     stream = device.stream()
 
     def broken(text: str) -> None:
@@ -220,10 +220,9 @@ def test_eager_failures_are_told_once_each(device: Device) -> None:
         stream.close()
 
 
-def test_host_functions_must_not_call_the_driver(device: Device, stream: Stream) -> None:
-    """A driver call of graft's inside a host function raises there, before the driver sees it."""
+def test_host_work_rejects_driver_calls(device: Device, stream: Stream) -> None:
 
-    def naughty() -> None:
+    def calls_driver() -> None:
         for attempt in (
             lambda: device.zeros((1,), "int32"),
             lambda: hostfunc(stream, print),
@@ -234,13 +233,12 @@ def test_host_functions_must_not_call_the_driver(device: Device, stream: Stream)
             caught.append(attempt)
 
     caught: list[object] = []
-    hostfunc(stream, naughty)
+    hostfunc(stream, calls_driver)
     stream.synchronize(60)
     assert len(caught) == 4
 
 
-def test_a_stuck_callback_does_not_block_the_exit() -> None:
-    """The interpreter ends though a Python host function never returns."""
+def test_exit_does_not_wait_for_hanging_host_work() -> None:
     done = run_program("""
 import atexit
 started = threading.Event()
@@ -258,8 +256,7 @@ print("leaving", flush=True)
     assert done.returncode == 0, done.stderr
 
 
-def test_steps_after_the_gate_closed_stand_down() -> None:
-    """Once the interpreter is ending, Python host steps are not entered and say so."""
+def test_python_host_work_is_skipped_during_interpreter_shutdown() -> None:
     done = run_program("""
 graph = Graph(device)
 graph.lane("main").host(lambda: print("ran"))
@@ -275,8 +272,7 @@ except HostWorkError as error:
     assert done.returncode == 0, done.stderr
 
 
-def test_work_whose_body_never_runs_is_refused() -> None:
-    """Calling such a function makes an object and runs nothing: refused, by its name."""
+def test_host_work_rejects_coroutines_and_generators() -> None:
 
     async def coroutine() -> None:
         pass
@@ -296,13 +292,12 @@ def test_work_whose_body_never_runs_is_refused() -> None:
 
 
 @pytest.mark.parametrize("stream", [-1, 1 << 64, "x", None])
-def test_what_is_no_stream_is_refused(device: Device, stream) -> None:
-    """hostfunc() says what it needs, and what it was given."""
+def test_hostfunc_rejects_invalid_stream(device: Device, stream) -> None:
     with pytest.raises(OptionError, match=f"needs a Stream or a CUstream handle, not {stream!r}"):
         hostfunc(stream, print)
 
 
-def test_spinning_steps_run_like_others(device: Device, stream: Stream) -> None:
+def test_host_work_with_spin_runs_in_order(device: Device, stream: Stream) -> None:
     """Eager and graph steps with spin run once each, in order with blocking ones."""
     calls: list[str] = []
     hostfunc(stream, calls.append, "eager", spin="force")
@@ -314,8 +309,9 @@ def test_spinning_steps_run_like_others(device: Device, stream: Stream) -> None:
     assert calls == ["eager"] + ["spins", "blocks"] * 2
 
 
-def test_spin_needs_cores(stream: Stream, monkeypatch: pytest.MonkeyPatch) -> None:
-    """With fewer than 4 usable cores spin is refused, naming the cost; "force" insists."""
+def test_spin_requires_four_cores_unless_forced(
+    stream: Stream, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(os, "sched_getaffinity", lambda _: {0, 1})
     with pytest.raises(OptionError, match=r"occupies a core.*4 usable cores; this process has 2"):
         hostfunc(stream, list, spin=True)
@@ -325,8 +321,9 @@ def test_spin_needs_cores(stream: Stream, monkeypatch: pytest.MonkeyPatch) -> No
     stream.synchronize(60)
 
 
-def test_drivers_without_spin_block(stream: Stream, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Where the driver has no spinning host steps they block, and a warning says so."""
+def test_spin_without_driver_support_warns_and_blocks(
+    stream: Stream, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(hostwork._native, "spin_supported", lambda: False)
     calls: list[int] = []
     with pytest.warns(UserWarning, match=r"CUDA 13\.2"):

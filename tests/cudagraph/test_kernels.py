@@ -1,4 +1,4 @@
-"""Kernels: compiling, argument packing, refusals before launch."""
+"""Kernels: compilation, argument packing and errors before the launch."""
 
 from __future__ import annotations
 
@@ -48,13 +48,12 @@ extern "C" __global__ void doubled(double d, double* out) { out[0] = d; }
 
 
 def launch(stream: Stream, kernel: Kernel, grid, block, args, **options) -> None:
-    """Launch and wait."""
+    """Launch a kernel and wait."""
     StreamLane(stream).kernel(kernel, grid, block, args, **options)
     stream.synchronize(60)
 
 
-def test_kernel_runs(device: Device, stream: Stream, module) -> None:
-    """A kernel with pointers, a float and an int computes what NumPy computes."""
+def test_kernel_computes_saxpy(device: Device, stream: Stream, module) -> None:
     rng = np.random.default_rng(3)
     x, y = rng.standard_normal((2, 1000), np.float32)
     dx = device.from_host(x)
@@ -64,8 +63,9 @@ def test_kernel_runs(device: Device, stream: Stream, module) -> None:
     assert module["saxpy"].param_sizes == (8, 8, 4, 4)
 
 
-def test_every_kind_of_argument_arrives(device: Device, stream: Stream, module) -> None:
-    """1-, 2-, 4- and 8-byte values and NULL keep their value at their offset."""
+def test_kernel_receives_scalars_of_all_sizes_and_null(
+    device: Device, stream: Stream, module
+) -> None:
     out = device.zeros((6,), "uint64")
     args = [np.uint8(200), 7 << 32, np.int16(-300), np.float64(0.1), -5, None, out]
     launch(stream, module["mixed"], 1, 1, args)
@@ -73,7 +73,7 @@ def test_every_kind_of_argument_arrives(device: Device, stream: Stream, module) 
 
 
 class AsStructure(ctypes.Structure):
-    """``S`` of the text."""
+    """``S`` of the kernel source."""
 
     _fields_ = (("a", ctypes.c_int), ("b", ctypes.c_double))
 
@@ -87,15 +87,13 @@ class AsStructure(ctypes.Structure):
     ],
     ids=["bytes", "numpy", "ctypes"],
 )
-def test_a_struct_is_passed_by_value(device: Device, stream: Stream, module, make) -> None:
-    """Bytes, a structured NumPy scalar and a ctypes.Structure of the struct's size arrive."""
+def test_kernel_receives_struct_by_value(device: Device, stream: Stream, module, make) -> None:
     out = device.zeros((2,), "int32")
     launch(stream, module["by_value"], 1, 1, [make(-7, 20.5), out])
     assert out.to_host().tolist() == [-7, 41]
 
 
-def test_python_numbers_become_what_the_parameter_is(device: Device, stream, module) -> None:
-    """An int given for a float is that number, and a Python float fills a double."""
+def test_kernel_converts_python_numbers_to_parameter_type(device: Device, stream, module) -> None:
     y = device.from_host(np.zeros(4, np.float32))
     launch(stream, module["saxpy"], 1, 4, [y, device.from_host(np.ones(4, np.float32)), 3, 4])
     assert y.to_host().tolist() == [3.0] * 4
@@ -104,8 +102,7 @@ def test_python_numbers_become_what_the_parameter_is(device: Device, stream, mod
     assert out.to_host().view(np.float64).tolist() == [0.1]
 
 
-def test_pinned_memory_is_an_argument(device: Device, stream: Stream, module) -> None:
-    """Pinned arrays and pinned fields are passed by their device address."""
+def test_kernel_receives_pinned_arrays_and_fields(device: Device, stream: Stream, module) -> None:
     pinned = device.pinned((4,), "float32")
     slots = PinnedSlots(device, 2, {"x": ("float32", (4,))})
     slots.field("x").array[0] = [1, 2, 3, 4]
@@ -114,8 +111,7 @@ def test_pinned_memory_is_an_argument(device: Device, stream: Stream, module) ->
     assert pinned.array.tolist() == [12, 14, 16, 18]
 
 
-def test_dynamic_shared_memory(device: Device, stream: Stream, module) -> None:
-    """`shared` bytes of dynamic shared memory reach the kernel."""
+def test_kernel_uses_dynamic_shared_memory(device: Device, stream: Stream, module) -> None:
     data = device.from_host(np.arange(64, dtype=np.int32))
     launch(stream, module["reverse"], 1, 64, [data, 64], shared=256)
     assert data.to_host().tolist() == list(range(63, -1, -1))
@@ -141,22 +137,21 @@ def test_dynamic_shared_memory(device: Device, stream: Stream, module) -> None:
         ([bytes(16), None, 1.0, 1], "a pointer of 8 bytes, but 16 plain bytes"),
     ],
 )
-def test_wrong_arguments_are_refused_before_launch(module, args, words: str) -> None:
-    """Count, size, range and kind are checked by kernel name and argument number."""
+def test_kernel_pack_rejects_invalid_arguments(module, args, words: str) -> None:
+    """Count, size, range and kind are checked; the error names kernel and argument."""
     with pytest.raises(KernelError, match=words) as caught:
         module["saxpy"].pack(args)
     assert "saxpy" in str(caught.value)
 
 
 @pytest.mark.parametrize("value", [bytes(15), 3, 1.5, np.array((1,), [("a", "i4")])[()], None])
-def test_a_struct_takes_nothing_of_another_size(module, value) -> None:
-    """A parameter of a type of the text's own takes its bytes and no guess."""
+def test_kernel_pack_rejects_values_for_struct(module, value) -> None:
     with pytest.raises(KernelError, match="'by_value': argument 0 is of a type that is not"):
         module["by_value"].pack([value, None])
 
 
-def test_kinds_are_read_from_the_text() -> None:
-    """Comments, qualifiers, missing names, launch bounds and second definitions are understood."""
+def test_parameter_kinds_are_parsed_from_source() -> None:
+    """Comments, qualifiers, missing names, launch bounds and repeated definitions."""
     text = """
     // extern "C" __global__ void commented(int a) {}
     #if A
@@ -176,22 +171,21 @@ def test_kinds_are_read_from_the_text() -> None:
 
 
 @pytest.mark.parametrize("dims", [(0, 1), (1, 0), (1, 2048), ((1, 2), 1), (1.5, 1)])
-def test_wrong_launch_dimensions_are_refused(stream: Stream, module, dims) -> None:
-    """Grid and block are positive, three-dimensional at most, and within the device's block."""
+def test_kernel_launch_rejects_invalid_dimensions(stream: Stream, module, dims) -> None:
     with pytest.raises(KernelError, match="saxpy"):
         StreamLane(stream).kernel(module["saxpy"], dims[0], dims[1], [None, None, 1.0, 0])
 
 
-def test_closed_arrays_are_refused(device: Device, module) -> None:
-    """A kernel is not given the address of memory that was freed."""
+def test_kernel_pack_rejects_closed_array(device: Device, module) -> None:
     array = device.zeros((4,), "float32")
     array.close()
     with pytest.raises(DeviceError, match="closed"):
         module["saxpy"].pack([array, None, 1.0, 4])
 
 
-def test_missing_kernels_and_bad_text_are_named(device: Device, module, tmp_path: Path) -> None:
-    """An unknown kernel, an unreadable file and a syntax error raise KernelError."""
+def test_kernel_error_names_missing_kernel_file_and_source(
+    device: Device, module, tmp_path: Path
+) -> None:
     wrong = 'extern "C" __global__ void f(int* p) { p[0] = undeclared; }'
     refused(
         KernelError,
@@ -203,8 +197,9 @@ def test_missing_kernels_and_bad_text_are_named(device: Device, module, tmp_path
     )
 
 
-def test_files_load_once_per_defines(device: Device, stream: Stream, tmp_path: Path) -> None:
-    """Device.load caches by path and macros; macros and graft.cuh are seen by the text."""
+def test_device_load_caches_by_path_and_defines(
+    device: Device, stream: Stream, tmp_path: Path
+) -> None:
     source = tmp_path / "value.cu"
     (tmp_path / "local.cuh").write_text("#define OFFSET 100\n")
     source.write_text(
@@ -220,10 +215,10 @@ def test_files_load_once_per_defines(device: Device, stream: Stream, tmp_path: P
         assert out.to_host().tolist() == [expected]
 
 
-def test_a_loaded_file_is_found_without_looking_at_the_disk(
+def test_device_load_of_loaded_file_does_not_access_disk(
     device: Device, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Models ask at every launch: the second look-up of an absolute path resolves nothing."""
+    """Models call it for every launch."""
     source = tmp_path / "found.cu"
     source.write_text('extern "C" __global__ void found(int* out) { out[0] = 1; }\n')
     first = device.load(source)
@@ -231,8 +226,9 @@ def test_a_loaded_file_is_found_without_looking_at_the_disk(
     assert device.load(source) is first and device.load(str(source)) is first
 
 
-def test_a_changed_header_is_compiled_again(device: Device, stream: Stream, tmp_path: Path) -> None:
-    """The disk cache sees what a text includes."""
+def test_kernel_cache_notices_changed_header(
+    device: Device, stream: Stream, tmp_path: Path
+) -> None:
     out = device.zeros((1,), "int32")
     text = '#include "n.cuh"\nextern "C" __global__ void n(int* out) { out[0] = N; }\n'
     for n in (5, 6):
@@ -253,15 +249,14 @@ print(out.to_host()[0])
 
 
 def run_cached(folder: Path) -> str:
-    """Run a kernel in a process that keeps compiled kernels in ``folder``; what it warned of."""
+    """Run a kernel in a process with the cache ``folder``; return its standard error."""
     done = run_program(CACHED, GRAFT_DEVICE="soft", GRAFT_CACHE=str(folder))
     assert (done.returncode, done.stdout) == (0, "1\n"), done.stderr
     return done.stderr
 
 
 @pytest.mark.parametrize("damage", ["truncated", "empty", "changed", "unreadable"])
-def test_damaged_images_are_built_again(tmp_path: Path, damage: str) -> None:
-    """$GRAFT_CACHE keeps whole images only: others are noticed, replaced, and never loaded."""
+def test_kernel_cache_rebuilds_corrupt_images(tmp_path: Path, damage: str) -> None:
     folder = tmp_path / "kernels"
     assert run_cached(folder) == "" and folder.stat().st_mode & 0o777 == 0o700
     (kept,) = folder.rglob("*.so")
@@ -277,8 +272,8 @@ def test_damaged_images_are_built_again(tmp_path: Path, damage: str) -> None:
 
 
 @pytest.mark.parametrize("why", ["is a file", "others may write", "of another user"])
-def test_an_unusable_cache_is_replaced_and_said(tmp_path: Path, why: str) -> None:
-    """A private folder takes its place, once and with the reason; nothing is left in the other."""
+def test_kernel_cache_replaces_unusable_folder_with_warning(tmp_path: Path, why: str) -> None:
+    """The private folder is used instead, with one warning, and the other one is not touched."""
     folder = tmp_path / "kernels"
     if why == "is a file":
         folder.write_text("")
@@ -289,6 +284,6 @@ def test_an_unusable_cache_is_replaced_and_said(tmp_path: Path, why: str) -> Non
         if os.geteuid() != 0:
             pytest.skip("only root can give a folder away")
         os.chown(folder, 12345, -1)
-    told = run_cached(folder)
-    assert told.count(f"compiled kernels are not cached, because {folder} cannot be used") == 1
+    stderr = run_cached(folder)
+    assert stderr.count(f"compiled kernels are not cached, because {folder} cannot be used") == 1
     assert not folder.is_dir() or not list(folder.iterdir())

@@ -1,4 +1,4 @@
-"""Both lanes run the same program with the same result."""
+"""StreamLane and GraphLane run the same program with the same result."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ N = 256
 
 @pytest.fixture(params=["stream", "graph"])
 def run(request, device: Device, stream: Stream) -> Callable[[Callable[[Lane, Lane], None]], None]:
-    """Runs a program of two lanes in one of the two ways."""
+    """Function that runs a program of two lanes, on streams or in a graph."""
 
     def in_graph(program: Callable[[Lane, Lane], None]) -> None:
         graph = Graph(device, "program")
@@ -37,8 +37,8 @@ def run(request, device: Device, stream: Stream) -> Callable[[Callable[[Lane, La
     return in_graph if request.param == "graph" else on_streams
 
 
-def test_one_lane_runs_in_order(device: Device, run, module) -> None:
-    """fill, kernel, host and copy of one lane see each other's results, in order."""
+def test_lane_runs_work_in_order(device: Device, run, module) -> None:
+    """fill, kernel, host and copy of one lane see each other's results."""
     data = device.empty((N,), "int32")
     staged = device.pinned((N,), "int32")
     out = device.pinned((N,), "int32")
@@ -58,8 +58,8 @@ def test_one_lane_runs_in_order(device: Device, run, module) -> None:
     assert seen == [-N, N * (N - 1) // 2 + 5 * N]
 
 
-def test_lanes_meet_at_marks(device: Device, run, module) -> None:
-    """What follows wait() sees all that came before record() on the other lane."""
+def test_lanes_synchronize_at_marks(device: Device, run, module) -> None:
+    """Work after wait() sees everything before record() on the other lane."""
     data = device.zeros((N,), "int32")
     other = device.zeros((N,), "int32")
     first = device.pinned((N,), "int32")
@@ -82,16 +82,14 @@ def test_lanes_meet_at_marks(device: Device, run, module) -> None:
     assert order == ["a", "b 1", "a 11"]
 
 
-def test_copies_between_device_arrays(device: Device, run) -> None:
-    """A device-to-device copy of views moves those elements."""
+def test_lane_copies_between_device_views(device: Device, run) -> None:
     source = device.from_host(np.arange(12, dtype=np.int32).reshape(3, 4))
     target = device.zeros((2, 4), "int32")
     run(lambda lane, _: lane.copy(target, source[1:]))
     assert np.array_equal(target.to_host(), np.arange(4, 12).reshape(2, 4))
 
 
-def test_wrong_copies_are_refused(device: Device, run) -> None:
-    """Copies of different sizes, of host arrays or within the host are refused."""
+def test_lane_rejects_invalid_copies_and_fills(device: Device, run) -> None:
     small = device.zeros((2,), "int32")
     large = device.zeros((3,), "int32")
     pinned = device.pinned((2,), "int32")
@@ -110,8 +108,7 @@ def test_wrong_copies_are_refused(device: Device, run) -> None:
     run(program)
 
 
-def test_foreign_marks_are_refused(device: Device, stream: Stream) -> None:
-    """A mark belongs to its graph; stream marks and graph marks do not mix."""
+def test_lane_rejects_marks_of_other_graphs_and_streams(device: Device, stream: Stream) -> None:
     one = Graph(device, "one")
     two = Graph(device, "two")
     lane = StreamLane(stream)
@@ -126,8 +123,8 @@ def test_foreign_marks_are_refused(device: Device, stream: Stream) -> None:
     )
 
 
-def test_marks_of_empty_lanes_carry_what_was_waited_for(device: Device) -> None:
-    """A lane that only waits passes the dependency on; an empty lane's mark is the start."""
+def test_mark_of_empty_lane_passes_on_dependencies(device: Device) -> None:
+    """A lane that only waits passes its dependencies on; the mark of an empty lane is the start."""
     graph = Graph(device, "chain")
     a, b, c = (graph.lane(name) for name in "abc")
     data = device.zeros((4,), "int32")

@@ -1,4 +1,4 @@
-"""What a graph can still run stays alive; what nobody can run is freed (INVARIANTS.md, L5-L13)."""
+"""Lifetime of graphs, executables, records and resources (INVARIANTS.md, L5 to L13)."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 from cudagraph_util import (
-    Foreign,
+    ForeignCapture,
     Semaphore,
     Step,
     released,
@@ -35,19 +35,22 @@ from graft.cudagraph import (
 from graft.cudagraph.hostwork import PythonWork, hostfunc
 from graft.cudagraph.lanes import StreamLane
 
-everything = pytest.mark.parametrize("everything", [False, True])
+all_kinds = pytest.mark.parametrize("all_kinds", [False, True])
 
 
 @pytest.fixture(autouse=True)
-def nothing_left() -> None:
-    """Start each test with nothing left to free."""
+def freed_resources() -> None:
+    """Wait until all resources of earlier tests are freed."""
     settled()
 
 
 class Watched:
-    """A graph of watched steps: ``gone()`` waits until the steps and all records are."""
+    """A graph of weakly referenced host steps; ``wait_until_gone()`` waits for their release.
 
-    def __init__(self, device: Device, everything: bool, before: Any = None):
+    With ``all_kinds`` it contains host steps of all transports, events and conditionals.
+    """
+
+    def __init__(self, device: Device, all_kinds: bool, before: Any = None):
         self.step = Step()
         self.watch = weakref.ref(self.step)
         self.released = native.released_records()
@@ -56,14 +59,14 @@ class Watched:
         if before is not None:
             self.graph.lane("main").host(before)
         lane = self.graph.lane("main")
-        self.calls = 4 if everything else 1
+        self.calls = 4 if all_kinds else 1
         lane.host(self.step)
-        if everything:
+        if all_kinds:
             self._add_all(device, lane)
         self.records = native.live_records() - live
 
     def _add_all(self, device: Device, lane: GraphLane) -> None:
-        """One step more of each kind, between events and conditionals."""
+        """Add a step by each transport, events and conditionals."""
         lane.host(self.step)
         event = device.event("lifetime")
         data = device.zeros((4,), "int32")
@@ -76,75 +79,73 @@ class Watched:
         bodies[1].lane("inside").fill(data, 1)
 
     def kept(self) -> bool:
-        """Nothing was released yet."""
+        """Return whether nothing was released yet."""
         return native.released_records() == self.released and self.watch() is not None
 
-    def gone(self) -> None:
-        """Wait for the end of everything."""
+    def wait_until_gone(self) -> None:
+        """Wait until the step and all records are released."""
         released(self.released + self.records)
         assert self.watch() is None
 
 
-@everything
+@all_kinds
 @pytest.mark.parametrize("close", [True, False])
-def test_executables_outlive_their_definition(
-    device: Device, stream: Stream, everything: bool, close: bool
+def test_executable_outlives_closed_or_dropped_definition(
+    device: Device, stream: Stream, all_kinds: bool, close: bool
 ) -> None:
-    """Closed or dropped, a definition takes nothing from its executable, which frees all (L5)."""
-    made = Watched(device, everything)
-    executable = made.graph.instantiate()
+    """L5."""
+    watched = Watched(device, all_kinds)
+    executable = watched.graph.instantiate()
     if close:
-        made.graph.close()
-    del made.graph, made.step
+        watched.graph.close()
+    del watched.graph, watched.step
     gc.collect()
     replay(executable, stream, 5)
-    living = made.watch()
-    assert living is not None and living.calls == 5 * made.calls and made.kept()
+    living = watched.watch()
+    assert living is not None and living.calls == 5 * watched.calls and watched.kept()
     del living, executable
-    made.gone()
+    watched.wait_until_gone()
 
 
-@everything
-def test_definitions_outlive_their_executables(
-    device: Device, stream: Stream, everything: bool
-) -> None:
-    """Records stay with the definition; each executable counts its replays from 1 (L6)."""
-    made = Watched(device, everything)
+@all_kinds
+def test_definition_outlives_executables(device: Device, stream: Stream, all_kinds: bool) -> None:
+    """Each executable numbers its replays from 1 (L6)."""
+    watched = Watched(device, all_kinds)
     for _ in range(3):
-        executable = made.graph.instantiate()
+        executable = watched.graph.instantiate()
         executable.launch(stream)
         executable.close()
     stream.synchronize(60)
-    assert made.step.calls == 3 * made.calls
-    del made.step
-    assert made.kept()
-    made.graph.close()
-    made.gone()
+    assert watched.step.calls == 3 * watched.calls
+    del watched.step
+    assert watched.kept()
+    watched.graph.close()
+    watched.wait_until_gone()
 
 
-@everything
-def test_launches_keep_what_they_run(device: Device, everything: bool) -> None:
-    """Steps behind a blocked one run after graph, executable, stream and callables went (L7)."""
+@all_kinds
+def test_launch_in_flight_keeps_everything_alive(device: Device, all_kinds: bool) -> None:
+    """Steps run after graph, executable, stream and callables were released (L7)."""
     gate = threading.Event()
     done = threading.Event()
-    made = Watched(device, everything, lambda: gate.wait(60))
+    watched = Watched(device, all_kinds, lambda: gate.wait(60))
     stream = device.stream("flight")
-    made.graph.lane("main").host(done.set)
-    executable = made.graph.instantiate()
+    watched.graph.lane("main").host(done.set)
+    executable = watched.graph.instantiate()
     executable.launch(stream)
     executable.close()
     stream.close()
-    del made.graph, executable, stream, made.step
+    del watched.graph, executable, stream, watched.step
     gc.collect()
-    assert made.kept()
+    assert watched.kept()
     gate.set()
     assert done.wait(60)
-    released(made.released + made.records + 1)
-    made.gone()
+    released(watched.released + watched.records + 1)
+    watched.wait_until_gone()
 
 
 @pytest.mark.parametrize(
-    ("refused", "kind"),
+    ("function", "kind"),
     [
         ("add_host", "host"),
         ("add_mailbox_wait", "mailbox"),
@@ -153,13 +154,13 @@ def test_launches_keep_what_they_run(device: Device, everything: bool) -> None:
         ("add_conditional", "if"),
     ],
 )
-def test_a_failed_build_leaves_nothing(
-    device: Device, stream: Stream, monkeypatch: pytest.MonkeyPatch, refused: str, kind: str
+def test_failed_graph_build_releases_resources(
+    device: Device, stream: Stream, monkeypatch: pytest.MonkeyPatch, function: str, kind: str
 ) -> None:
-    """A refused node is undone, a wait with its request; the graph before it still runs (L9)."""
+    """A rejected node is undone, a wait together with its request; the graph still runs (L9)."""
 
-    def refuse(*_: object) -> None:
-        raise DeviceError("the node was refused")
+    def reject(*_: object) -> None:
+        raise DeviceError("the node was rejected")
 
     good = Step()
     bad = Step()
@@ -169,8 +170,8 @@ def test_a_failed_build_leaves_nothing(
     lane.host(good)
     live = native.live_records()
     with monkeypatch.context() as patch:
-        patch.setattr(nodes, refused, refuse)
-        with pytest.raises(DeviceError, match="refused"):
+        patch.setattr(nodes, function, reject)
+        with pytest.raises(DeviceError, match="rejected"):
             if kind == "event":
                 lane.record_event(device.event())
             elif kind == "if":
@@ -179,12 +180,13 @@ def test_a_failed_build_leaves_nothing(
                 getattr(lane, kind)(bad)
     del bad
     gc.collect()
-    kept = 2 if kind == "mailbox" else 0  # the request's port and work, until the graph goes
+    # Port and work of the request live until the graph is closed.
+    kept = 2 if kind == "mailbox" else 0
     until(lambda: native.live_records() <= live + kept)
     assert [node.kind for node in graph.nodes] == ["host"]
     if kind != "mailbox":
         assert watch() is None
-    if kind != "if":  # its condition steers no node
+    if kind != "if":  # the unused condition prevents an instantiation
         executable = replay(graph, stream)
         assert good.calls == 1
         executable.close()
@@ -217,8 +219,8 @@ print("parent:", os.waitstatus_to_exitcode(status), len(calls))
 """
 
 
-def test_a_forked_child_is_told_and_ends() -> None:
-    """The child's driver call is refused by name, it ends well, the parent goes on (L10)."""
+def test_forked_child_raises_and_exits_while_parent_continues() -> None:
+    """L10."""
     done = run_program(FORKED)
     assert done.returncode == 0, done.stderr
     assert "child: cuGraphLaunch: this process was forked" in done.stdout
@@ -245,8 +247,8 @@ hostfunc(stream, print, "never or later")
 
 
 @pytest.mark.parametrize("ending", ["", "raise SystemExit(3)", "del executable, graph, lane, data"])
-def test_the_process_ends_with_replays_in_flight(ending: str) -> None:
-    """Whatever is dropped first, the exit code is the script's and there is no noise (L11)."""
+def test_process_exits_cleanly_with_replays_in_flight(ending: str) -> None:
+    """L11."""
     done = run_program(LEAVING + ending)
     assert done.returncode == (3 if "SystemExit" in ending else 0), done.stderr
     assert all("interpreter is shutting down" in line for line in done.stderr.splitlines())
@@ -269,14 +271,14 @@ print("leaving", flush=True)
 
 
 @pytest.mark.parametrize("_", range(4))
-def test_the_process_ends_beside_daemon_threads(_: int) -> None:
-    """Threads inside launch() and synchronize() when the interpreter ends are parked (L11)."""
+def test_process_exits_cleanly_with_launching_daemon_threads(_: int) -> None:
+    """Threads inside launch() and synchronize() are parked (L11)."""
     done = run_program(THREADS)
     assert (done.returncode, done.stdout, done.stderr) == (0, "leaving\n", "")
 
 
-UNTOLD = """
-def replay(name, ask):
+UNREPORTED = """
+def replay(name, check):
     def broken():
         raise ValueError("about " + name)
     graph = Graph(device, name)
@@ -285,20 +287,20 @@ def replay(name, ask):
     run.launch(stream)
     device.synchronize()
     try:
-        if ask:
+        if check:
             run.check()
     except HostWorkError:
         pass
-replay("asked", True)
+replay("checked", True)
 replay("dropped", False)
 hostfunc(stream, lambda: 1 / 0)
 device.synchronize()
 """
 
 
-def test_a_failure_that_nobody_asked_for_is_told_at_exit() -> None:
-    """The node, its replay and what was raised, once; what was told before is not repeated."""
-    done = run_program(UNTOLD)
+def test_unreported_failure_is_printed_at_exit() -> None:
+    """Failures that were already raised are not repeated."""
+    done = run_program(UNREPORTED)
     lines = sorted(done.stderr.splitlines())
     assert done.returncode == 0 and len(lines) == 2, done.stderr
     assert "'<lambda>' failed; the error was not raised: ZeroDivisionError" in lines[0]
@@ -309,12 +311,12 @@ def test_a_failure_that_nobody_asked_for_is_told_at_exit() -> None:
 
 
 def recapture(device: Device, stream: Stream, times: int) -> int:
-    """Capture, replay and drop a graph; returns how often its host step ran."""
+    """Capture, replay and drop a graph repeatedly; return how often its host step ran."""
     data = device.zeros((64,), "int32")
     event = device.event()
     lane = StreamLane(stream)
     step = Step()
-    capture = Foreign(stream)
+    capture = ForeignCapture(stream)
     for i in range(times):
         capture.begin()
         hostfunc(stream, step)
@@ -329,8 +331,8 @@ def recapture(device: Device, stream: Stream, times: int) -> int:
 
 
 @pytest.mark.parametrize("times", [1000, pytest.param(10_000, marks=pytest.mark.full)])
-def test_recaptures_leave_nothing(device: Device, stream: Stream, times: int) -> None:
-    """Every record of every capture is released, and none weighs on memory (L12)."""
+def test_repeated_captures_keep_memory_constant(device: Device, stream: Stream, times: int) -> None:
+    """Every record of every capture is released (L12)."""
     recapture(device, stream, 1000)
     settled()
     resident = resident_kib()
@@ -375,7 +377,7 @@ except DeviceError as error:
 del eager
 gc.collect()
 _native.flush(30)
-print("given up:", watch() is None)
+print("abandoned:", watch() is None)
 executable.close()
 graph.close()
 data.close()
@@ -384,17 +386,16 @@ print("raised:", len(set(raised)), len(raised))
 
 
 @pytest.mark.parametrize("ending", ["", "del executable, graph, lane, kernel, data, stream"])
-def test_a_fault_is_typed_and_the_process_ends(ending: str) -> None:
-    """One typed error; later host steps never run, eager ones are given up; exit is quiet (L13)."""
+def test_device_fault_raises_once_and_process_exits(ending: str) -> None:
+    """Later host steps never run and eager ones are abandoned; exit prints nothing (L13)."""
     done = run_program(FAULTY + ending)
     assert done.returncode == 0, done.stderr
     lines = done.stdout.splitlines()
     assert lines[0] == "typed: CUDA_ERROR_ILLEGAL_ADDRESS"
-    assert lines[1:] == ["ran: before", "given up: True", "raised: 1 2"] and done.stderr == ""
+    assert lines[1:] == ["ran: before", "abandoned: True", "raised: 1 2"] and done.stderr == ""
 
 
-def test_native_work_keeps_its_owner(device: Device, stream: Stream) -> None:
-    """NativeWork.keep lives until the graph that uses it is gone."""
+def test_native_work_keep_lives_as_long_as_graph(device: Device, stream: Stream) -> None:
     semaphore = Semaphore()
     owner = Step()
     graph = Graph(device, "native owner")
@@ -409,8 +410,7 @@ def test_native_work_keeps_its_owner(device: Device, stream: Stream) -> None:
     until(lambda: watch() is None)
 
 
-def test_updates_release_the_old_definition(device: Device, stream: Stream) -> None:
-    """Two hundred updates leave one definition's record."""
+def test_exec_update_releases_old_definition(device: Device, stream: Stream) -> None:
     counts: list[int] = []
     live = native.live_records()
 
@@ -430,8 +430,7 @@ def test_updates_release_the_old_definition(device: Device, stream: Stream) -> N
     until(lambda: native.live_records() == live)
 
 
-def test_eager_records_free_themselves(stream: Stream) -> None:
-    """An eager callable that is dropped at once runs once a call; then all of it is gone."""
+def test_eager_host_work_is_freed_after_its_run(stream: Stream) -> None:
     live = native.live_records()
     calls = []
 
@@ -449,8 +448,7 @@ def test_eager_records_free_themselves(stream: Stream) -> None:
     assert watch() is None
 
 
-def test_closing_breaks_a_cycle_through_the_driver(device: Device) -> None:
-    """A callable that refers to its own executable is freed once the executable is closed."""
+def test_exec_close_breaks_reference_cycle(device: Device) -> None:
     holder = Step()
     graph = Graph(device, "cycle")
     graph.lane("main").host(holder)
@@ -463,8 +461,10 @@ def test_closing_breaks_a_cycle_through_the_driver(device: Device) -> None:
     until(lambda: watch() is None)
 
 
-def test_garbage_collection_in_a_callback_calls_no_driver(device: Device, stream: Stream) -> None:
-    """Arrays, streams and graphs that die inside a host function are freed elsewhere, later."""
+def test_garbage_collection_in_host_work_makes_no_driver_call(
+    device: Device, stream: Stream
+) -> None:
+    """Arrays, streams and graphs that are collected in a host function are freed later."""
     failed = native.failed_frees()
     resources = native.live_resources()
 

@@ -1,4 +1,4 @@
-"""Mailboxes: requests, answers, shape, what is refused; the threads that answer, and are late."""
+"""Mailboxes: requests and answers, worker threads, deadlines and rejected options."""
 
 from __future__ import annotations
 
@@ -19,10 +19,10 @@ from graft.cudagraph.errors import OptionError
 from graft.native import _native
 
 
-def test_every_replay_gets_its_own_answer_after_everything_was_dropped(device, stream, transport):
-    """The callable, its graph and its worker live as long as the executable, replay by replay."""
+def test_mailbox_answers_every_replay_of_unreferenced_graph(device, stream, transport):
+    """Callable, graph and worker live as long as the executable."""
 
-    def make() -> tuple[GraphExec, object]:
+    def build() -> tuple[GraphExec, object]:
         count = [0]
 
         def work(out: np.ndarray) -> None:
@@ -31,7 +31,7 @@ def test_every_replay_gets_its_own_answer_after_everything_was_dropped(device, s
 
         return answered(device, transport, work)
 
-    run, result = make()
+    run, result = build()
     gc.collect()
     for i in range(1, 1001):
         run.launch(stream)
@@ -41,8 +41,7 @@ def test_every_replay_gets_its_own_answer_after_everything_was_dropped(device, s
     run.synchronize(LIMIT_S)
 
 
-def test_the_wait_descends_from_its_request_and_the_request_from_the_lane(device, transport):
-    """What the lane holds before is an ancestor of the request, and the request of the wait."""
+def test_mailbox_wait_depends_on_request_and_lane(device, transport):
     graph = Graph(device, "shape")
     lane = graph.lane("grammar")
     array = device.zeros((4,), "int32")
@@ -54,8 +53,8 @@ def test_the_wait_descends_from_its_request_and_the_request_from_the_lane(device
     assert graph.edges == [(0, 1), (1, 2), (2, 3)]
 
 
-def test_work_may_not_call_the_device_and_garbage_is_no_call(device, stream):
-    """A driver call in work is refused by name; collecting a device array there is harmless."""
+def test_mailbox_work_rejects_driver_calls(device, stream):
+    """Garbage collection of a device array in the work makes no driver call."""
     graph = Graph(device, "forbidden")
     lane = graph.lane("main")
 
@@ -75,8 +74,8 @@ def test_work_may_not_call_the_device_and_garbage_is_no_call(device, stream):
     assert failed.value.node == "allocates"
 
 
-def test_an_updated_executable_asks_the_new_definition(device, stream, transport):
-    """After update() requests go to the new work, and replays are numbered on."""
+def test_mailbox_uses_new_definition_after_update(device, stream, transport):
+    """Replays continue to be numbered."""
     seen: list[tuple[str, int]] = []
 
     def definition(name: str) -> Graph:
@@ -98,8 +97,8 @@ def test_an_updated_executable_asks_the_new_definition(device, stream, transport
     assert seen == [("first", 1), ("first", 2), ("second", 3), ("second", 4)]
 
 
-def test_deadlines_and_operands_out_of_range_are_refused(device):
-    """Nothing is added to the graph by a refused call."""
+def test_mailbox_rejects_invalid_options(device):
+    """A rejected call adds nothing to the graph."""
     graph = Graph(device, "refused")
     lane = graph.lane("main")
     for options in (
@@ -145,13 +144,12 @@ def child(transport: str, **env: str) -> list[str]:
     return done.stdout.strip().split(maxsplit=1)
 
 
-def test_one_hardware_queue_is_enough(transport):
-    """Two lanes that meet at mailboxes finish although work waits behind the waits."""
+def test_mailboxes_of_two_lanes_run_with_one_hardware_queue(transport):
     assert child(transport, SOFTCUDA_QUEUES="1", SOFTCUDA_WORKERS="1") == ["120"]
 
 
-def test_without_memory_operations_a_mailbox_is_refused_and_spinning_works():
-    """The refused pair leaves no node behind; every other attribute may be 0."""
+def test_mailbox_requires_memory_operations_and_spinkernel_does_not():
+    """The rejected pair leaves no node behind. No other device attribute matters."""
     code, rest = child("mailbox", SOFTCUDA_MEMOPS="0")
     assert (code, rest) == ("CUDA_ERROR_NOT_SUPPORTED", "['fill'] []")
     assert child("spinkernel", SOFTCUDA_MEMOPS="0") == ["120"]
@@ -159,8 +157,8 @@ def test_without_memory_operations_a_mailbox_is_refused_and_spinning_works():
     assert child("mailbox", **off) == ["120"]
 
 
-def test_everything_is_given_back(device, stream):
-    """Records and threads end with the executable, and an idle worker sleeps."""
+def test_mailbox_records_and_threads_end_with_executable(device, stream):
+    """An idle worker sleeps."""
     _native.flush(LIMIT_S)
     before = _native.live_records()
     worker = MailboxWorker(name="ending")
@@ -185,14 +183,12 @@ def test_everything_is_given_back(device, stream):
 
 
 @pytest.mark.parametrize("options", [{"cpus": [10**6]}, {"cpus": []}, {"wait": "hover"}])
-def test_worker_settings_out_of_range_are_refused(options):
-    """Each by an OptionError, before any thread is started."""
+def test_mailbox_worker_rejects_invalid_options(options):
     with pytest.raises(OptionError):
         MailboxWorker(**options)
 
 
-def test_threads_run_where_they_are_placed(device, stream):
-    """`cpus` is the affinity of the worker's threads."""
+def test_mailbox_worker_runs_on_given_cores(device, stream):
     core = min(os.sched_getaffinity(0))
     where: list[set[int]] = []
     run, _ = answered(
@@ -205,8 +201,8 @@ def test_threads_run_where_they_are_placed(device, stream):
     assert where == [{core}]
 
 
-def test_native_owners_of_a_worker_hold_no_python_reference(device):
-    """A worker's thread may drop the last of them, and must not need the GIL for it."""
+def test_mailbox_native_worker_holds_no_python_reference(device):
+    """Its thread may drop the last native reference and must not need the GIL for that."""
     worker = MailboxWorker()
     before = sys.getrefcount(worker.native)
     run, _ = answered(device, "mailbox", lambda out: None, worker=worker)
@@ -215,8 +211,7 @@ def test_native_owners_of_a_worker_hold_no_python_reference(device):
     run.close()
 
 
-def test_a_late_worker_loses_and_its_result_is_not_published(device, stream, transport):
-    """The watchdog lets the device go on, names the step; late results go nowhere."""
+def test_mailbox_deadline_releases_wait_and_discards_late_result(device, stream, transport):
     go = threading.Event()
     slow = [False]
 
@@ -260,8 +255,8 @@ def test_a_late_worker_loses_and_its_result_is_not_published(device, stream, tra
     assert result.to_host().tolist() == [5] * 4 and later == [1] * 4
 
 
-def test_worker_and_watchdog_never_both_answer(device, stream, transport):
-    """Work about as long as its deadline: published by the worker or failed, never both."""
+def test_mailbox_is_answered_by_worker_or_watchdog_once(device, stream, transport):
+    """The work takes about as long as its deadline: it is published or failed, never both."""
     number = [0]
     rng = np.random.default_rng(3)
 
@@ -282,8 +277,8 @@ def test_worker_and_watchdog_never_both_answer(device, stream, transport):
         assert result.to_host().tolist() == [expected] * 4
 
 
-def test_a_spinning_kernel_gives_up_on_the_device_clock(device, stream):
-    """Without any help of the host the kernel ends at its own deadline, and the replay fails."""
+def test_spinkernel_ends_at_device_deadline(device, stream):
+    """The kernel ends without help of the host, and the replay fails."""
     go = threading.Event()
 
     def work(out: np.ndarray) -> None:
@@ -293,9 +288,9 @@ def test_a_spinning_kernel_gives_up_on_the_device_clock(device, stream):
     run, result = answered(device, "spinkernel", work, deadline_s=LIMIT_S, device_deadline_s=1.5)
     begun = time.monotonic()
     run.launch(stream)
-    with pytest.raises(HostWorkError, match="reached its own deadline|before the answer"):
+    with pytest.raises(HostWorkError, match=r"reached (its own|its) deadline"):
         run.synchronize(LIMIT_S)
-        until(lambda: run.check() is not None)  # the watchdog sees the word a little later
+        until(lambda: run.check() is not None)  # the watchdog notices it shortly afterwards
     assert time.monotonic() - begun < LIMIT_S
     go.set()
     run.clear(LIMIT_S)
@@ -304,8 +299,8 @@ def test_a_spinning_kernel_gives_up_on_the_device_clock(device, stream):
     assert result.to_host().tolist() == [1] * 4
 
 
-def test_a_request_that_is_not_reached_in_time_fails_the_replay(device, stream):
-    """The replay deadline counts from the launch; the step then stands down when it is reached."""
+def test_mailbox_replay_deadline_counts_from_launch(device, stream):
+    """The step is skipped when it is reached."""
     seen: list[int] = []
     go = threading.Event()
     graph = Graph(device, "queued")
@@ -341,7 +336,7 @@ print(worker.native.parked, worker.served)
 """
 
 
-def test_a_fault_wakes_everybody_and_workers_sleep():
-    """The wait ends with the fault's error, and a spinning worker spins no longer."""
+def test_mailbox_waits_end_after_device_fault():
+    """The wait raises the fault, and a spinning worker goes to sleep."""
     done = run_program(FAULT, GRAFT_DEVICE="soft")
     assert done.stdout.split() == ["CUDA_ERROR_ILLEGAL_ADDRESS", "True", "0"], done.stderr

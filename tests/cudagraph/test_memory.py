@@ -32,7 +32,7 @@ from graft.native import _native
 
 
 def bfloat16_oracle(value: np.float32) -> int:
-    """Round one float32 to bfloat16 by comparing the two neighbours in float64."""
+    """Round a float32 to bfloat16 by comparing its two neighbours in float64."""
     bits = int(np.float32(value).view(np.uint32))
     low = bits & 0xFFFF0000
     high = (bits & 0xFFFF0000) + 0x10000
@@ -51,8 +51,7 @@ def bfloat16_oracle(value: np.float32) -> int:
 
 
 @pytest.mark.parametrize("dtype", list(DTYPES))
-def test_arrays_survive_the_round_trip(device: Device, dtype: str) -> None:
-    """from_host and to_host keep every bit, for each dtype."""
+def test_device_array_round_trip_keeps_bits(device: Device, dtype: str) -> None:
     rng = np.random.default_rng(1)
     bits = rng.integers(0, 256, 6 * itemsize(dtype), np.uint8)
     host = bits.view(numpy_dtype(dtype)).reshape(2, 3)
@@ -62,7 +61,7 @@ def test_arrays_survive_the_round_trip(device: Device, dtype: str) -> None:
 
 
 def test_bfloat16_rounds_to_nearest_even() -> None:
-    """from_float32 agrees with exact comparison of the neighbours; NaN stays NaN."""
+    """Agrees with an exact comparison of the two neighbours; NaN stays NaN."""
     rng = np.random.default_rng(2)
     values = rng.integers(0, 1 << 32, 4000, np.uint32).view(np.float32)
     ties = (rng.integers(0, 1 << 16, 500, np.uint32) << 16 | 0x8000).view(np.float32)
@@ -76,8 +75,7 @@ def test_bfloat16_rounds_to_nearest_even() -> None:
 
 
 def test_e4m3_rounds_to_nearest_even() -> None:
-    """All codes come back, and what lies between two goes to the nearer, or to the even one halfway
-    between; what is nearer to 512 than to 448 is NaN, as is NaN."""
+    """Values beyond 464 become NaN, as NaN does."""
     numbers = np.arange(127)  # the format's own arithmetic: seven bits of exponent and mantissa
     fraction = np.where(numbers < 8, numbers % 8, 8 + numbers % 8)
     exponent = numbers // 8
@@ -97,16 +95,15 @@ def test_e4m3_rounds_to_nearest_even() -> None:
     assert np.isnan(to_float32(np.array([127, 255], np.uint8), E4M3)).all()
 
 
-def test_float16_conversion_is_numpys() -> None:
-    """float16 goes through NumPy, without warnings at overflow."""
+def test_float16_conversion_matches_numpy() -> None:
+    """Overflow raises no warning."""
     values = np.array([1.0, 65504.0, 1e6, 6e-8, -2.5], np.float32)
     expected = np.array([1, 65504, np.inf, 6e-8, -2.5], np.float16)
     assert np.array_equal(from_float32(values, "float16"), expected)
     assert to_float32(expected, "float16").dtype == np.float32
 
 
-def test_float32_values_become_smaller_floats(device: Device) -> None:
-    """from_host and copy_from round float32 values when the array is of smaller floats."""
+def test_from_host_and_copy_from_round_float32(device: Device) -> None:
     values = np.array([[1.0, 1.00390625, 3.14159]], np.float32)
     array = device.from_host(values, "bfloat16")
     assert np.array_equal(array.to_host(), from_float32(values, "bfloat16"))
@@ -116,8 +113,7 @@ def test_float32_values_become_smaller_floats(device: Device) -> None:
     assert array.to_host().tolist() == [[0x38, 0x38, 0x45]]
 
 
-def test_views_share_memory(device: Device) -> None:
-    """Indexing, slicing and reshaping name the same bytes as NumPy's do."""
+def test_device_array_views_share_memory(device: Device) -> None:
     host = np.arange(24, dtype=np.int32).reshape(4, 3, 2)
     array = device.from_host(host)
     assert np.array_equal(array[1].to_host(), host[1])
@@ -131,8 +127,7 @@ def test_views_share_memory(device: Device) -> None:
     assert np.array_equal(array.to_host(), host)
 
 
-def test_fill_sets_bytes(device: Device) -> None:
-    """zeros() is zero; fill() sets every byte of a view and no other."""
+def test_device_array_fill_sets_bytes_of_view(device: Device) -> None:
     array = device.zeros((4, 4), "int32")
     assert not array.to_host().any()
     array[1].fill(0x11)
@@ -141,8 +136,7 @@ def test_fill_sets_bytes(device: Device) -> None:
     assert np.array_equal(array.to_host(), expected)
 
 
-def test_wrong_shapes_and_types_are_named(device: Device) -> None:
-    """Each misuse raises ShapeError with the offending value."""
+def test_device_array_rejects_invalid_shapes_and_dtypes(device: Device) -> None:
     array = device.zeros((4, 2), "int32")
     for make in (device.zeros, device.empty, device.pinned):
         with pytest.raises(ShapeError, match=f"of int32 has {1 << 82} bytes"):
@@ -165,8 +159,7 @@ def test_wrong_shapes_and_types_are_named(device: Device) -> None:
     )
 
 
-def test_memory_lives_as_long_as_its_last_view(device: Device) -> None:
-    """Dropping the base keeps the memory; dropping the last view frees it."""
+def test_device_memory_lives_as_long_as_last_view(device: Device) -> None:
     settled()
     before = native.live_resources()
     array = device.from_host(np.arange(8, dtype=np.int32))
@@ -180,8 +173,7 @@ def test_memory_lives_as_long_as_its_last_view(device: Device) -> None:
     assert native.live_resources() == before
 
 
-def test_close_frees_now_and_is_noticed(device: Device) -> None:
-    """close() frees the memory on return; later use of array or view names it."""
+def test_device_array_close_frees_memory_and_rejects_use(device: Device) -> None:
     settled()
     before = native.live_resources()
     array = device.zeros((4,), "int32")
@@ -193,8 +185,7 @@ def test_close_frees_now_and_is_noticed(device: Device) -> None:
         refused(DeviceError, {"closed": user.to_host})
 
 
-def test_pinned_memory_is_seen_by_both_sides(device: Device) -> None:
-    """A pinned array starts at zero, has an address for either side, and NumPy may outlive it."""
+def test_pinned_array_is_zeroed_and_outlived_by_numpy_view(device: Device) -> None:
     pinned = device.pinned((2, 5), "uint64")
     assert not pinned.array.any() and pinned.array.ctypes.data == pinned.host_ptr
     assert pinned.ptr and pinned.nbytes == 80
@@ -208,8 +199,7 @@ def test_pinned_memory_is_seen_by_both_sides(device: Device) -> None:
     view[0, 0] = 1
 
 
-def test_cuda_array_interface_names_the_memory(device: Device) -> None:
-    """Other libraries are told shape, type and address without a copy."""
+def test_cuda_array_interface_describes_memory(device: Device) -> None:
     array = device.zeros((3, 2), "float16")
     told = array.__cuda_array_interface__
     assert told["shape"] == (3, 2) and told["typestr"] == "<f2"
@@ -217,8 +207,7 @@ def test_cuda_array_interface_names_the_memory(device: Device) -> None:
     assert array.__dlpack_device__() == (2, device.ordinal)
 
 
-def test_soft_memory_is_not_exported(device: Device) -> None:
-    """DLPack export of soft-device memory is a BufferError, since nobody else can read it."""
+def test_dlpack_export_of_soft_memory_raises_buffer_error(device: Device) -> None:
     if device.kind != "soft":
         pytest.skip("about the soft device")
     with pytest.raises(BufferError, match="soft"):
@@ -227,7 +216,6 @@ def test_soft_memory_is_not_exported(device: Device) -> None:
 
 @pytest.mark.cuda
 def test_dlpack_and_array_interface_share_memory_with_cupy(device: Device) -> None:
-    """CuPy sees and changes the same memory through either protocol."""
     cupy = pytest.importorskip("cupy")
     array = device.from_host(np.arange(6, dtype=np.float32).reshape(2, 3))
     for other in (cupy.from_dlpack(array), cupy.asarray(array)):
@@ -240,9 +228,7 @@ def test_dlpack_and_array_interface_share_memory_with_cupy(device: Device) -> No
 FIELDS = {"mask": ("int32", (3, 5)), "count": ("int32", ()), "wide": ("uint64", (9,))}
 
 
-def test_rows_start_on_cache_lines_of_their_own(device: Device) -> None:
-    """Every slot's row of every field is 64-byte aligned and a multiple of 64 bytes apart; writing
-    one changes nothing else."""
+def test_pinned_field_rows_start_on_cache_lines(device: Device) -> None:
     slots = PinnedSlots(device, 4, FIELDS)
     for name, (dtype, shape) in FIELDS.items():
         field = slots.field(name)
@@ -260,8 +246,7 @@ def test_rows_start_on_cache_lines_of_their_own(device: Device) -> None:
             assert (array[slot].astype(np.int64) == expected).all()
 
 
-def test_wrong_fields_are_named(device: Device) -> None:
-    """Unknown names, dtypes and shapes are refused."""
+def test_pinned_slots_reject_invalid_fields(device: Device) -> None:
     slots = PinnedSlots(device, 1, FIELDS)
     refused(
         OptionError,
@@ -275,8 +260,7 @@ def test_wrong_fields_are_named(device: Device) -> None:
         PinnedSlots(device, 1, {"bad": ("int32", (0,))})
 
 
-def test_ring_never_laps(device: Device) -> None:
-    """An entry that was published and not consumed is protected from a later replay."""
+def test_ring_rejects_overwriting_entry_in_use(device: Device) -> None:
     ring = Ring(device, 3, {"token": ("int32", (4,))})
     for replay in (1, 2, 3):
         ring.row("token", replay)[:] = replay
@@ -296,8 +280,8 @@ def test_ring_never_laps(device: Device) -> None:
     )
 
 
-def test_poll_waits_for_the_stamp(device: Device) -> None:
-    """poll() returns once another thread stamps the entry, and not by an older stamp."""
+def test_ring_synchronize_waits_for_stamp(device: Device) -> None:
+    """An older stamp in the entry does not end the wait."""
     ring = Ring(device, 2, {"token": ("int32", (1,))})
     ring.publish(1)
     ring.release(1)

@@ -1,7 +1,7 @@
-"""The native parts under sanitizers: random graphs against a sequential model, faults, guides.
+"""Sanitizer builds of the native code: random graphs, device faults and the guide worker.
 
-``make test`` runs the short form (address sanitizer, some hundred graphs); ``make test-sanitize``
-adds the sanitizers of undefined behaviour and threads, more graphs and other settings.
+``make test`` runs a short version (AddressSanitizer, 150 graphs). ``make test-sanitize`` adds
+UndefinedBehaviorSanitizer and ThreadSanitizer, more graphs and other settings.
 """
 
 from __future__ import annotations
@@ -22,13 +22,13 @@ from graft.native.softcuda.compile import compile_cpu, compiler
 ROOT = Path(__file__).resolve().parents[2]
 TESTS = ROOT / "native" / "tests"
 BUILD = ROOT / "build" / "sanitize"
-#: Settings of the soft device for both sanitizers; the first changes nothing.
+#: Settings of the soft device for both sanitizers; the first one is the default.
 SETTINGS = ("", "DESTRUCTORS=inline")
 
 
 @functools.cache
 def has_sanitizer(kind: str) -> bool:
-    """Whether the compiler can build and link with a sanitizer."""
+    """Return whether the compiler can build and link with a sanitizer."""
     BUILD.mkdir(parents=True, exist_ok=True)
     out = str(BUILD / f"try-{kind}")
     command = [*compiler(), f"-fsanitize={kind}", "-x", "c++", "-", "-o", out]
@@ -38,15 +38,15 @@ def has_sanitizer(kind: str) -> bool:
 
 @functools.cache
 def stress(kind: str) -> Path:
-    """The stress program, built with one sanitizer; skips where the compiler has none."""
+    """Return the stress program built with a sanitizer; skip if the compiler does not have it."""
     if not has_sanitizer(kind):
         pytest.skip(f"{' '.join(compiler())} has no {kind} sanitizer")
     path = os.pathsep.join([str(Path(sys.executable).parent), os.environ.get("PATH", os.defpath)])
     ninja = ["-G", "Ninja"] if shutil.which("ninja", path=path) else []
     folder = BUILD / kind
-    # How long a compiler takes says nothing of a hang, and that watch would end the whole run.
+    # The build may take longer than the time limit of a test, which would end the whole run.
     faulthandler.cancel_dump_traceback_later()
-    for command in (  # files together take half as long
+    for command in (  # a unity build takes half the time
         [
             "cmake",
             "-S",
@@ -70,7 +70,7 @@ def stress(kind: str) -> Path:
             timeout=3600,
         )
         if done.returncode != 0 and "Development.Embed" in done.stderr:
-            pytest.skip("there is no libpython to link the stress program with")
+            pytest.skip("libpython, which the stress program is linked with, is not installed")
         if done.returncode != 0:
             pytest.fail(f"{' '.join(command)}\n{done.stdout}\n{done.stderr}")
     return folder / "stress"
@@ -78,7 +78,7 @@ def stress(kind: str) -> Path:
 
 @functools.cache
 def image() -> Path:
-    """The stress kernels as an image for the soft device."""
+    """Return the path of the stress kernels compiled for the soft device."""
     text = TESTS / "kernels.cu"
     built = compile_cpu(
         text.read_text(),
@@ -92,7 +92,7 @@ def image() -> Path:
 
 
 def run(kind: str, *arguments: object, timeout_s: float = 60, **settings: str) -> str:
-    """Run the stress program and return what it said; a finding fails the test."""
+    """Run the stress program and return its output; fail the test on any finding."""
     command = [str(stress(kind)), *map(str, arguments)]
     done = execute(command, timeout_s, settings)
     assert done.returncode == 0, f"exit {done.returncode}\n{done.stdout}\n{done.stderr[:8000]}"
@@ -102,7 +102,7 @@ def run(kind: str, *arguments: object, timeout_s: float = 60, **settings: str) -
 def execute(
     command: list[str], timeout_s: float, settings: dict[str, str]
 ) -> subprocess.CompletedProcess[str]:
-    """Run a command without the caller's own settings of device and sanitizers."""
+    """Run a command without settings of the soft device and sanitizers from the environment."""
     environment = {
         name: value
         for name, value in os.environ.items()
@@ -121,9 +121,9 @@ def execute(
 def graphs(
     kind: str, seed: int, count: int, threads: int, timeout_s: float = 60, **settings: str
 ) -> None:
-    """Run random graphs; the program checks payloads, failures, and that nothing is left."""
-    said = run(kind, "graphs", image(), seed, count, threads, timeout_s=timeout_s, **settings)
-    assert re.match(rf"{count} graphs on {threads} threads; ", said)
+    """Run random graphs. The program checks results, failures, and that nothing is leaked."""
+    output = run(kind, "graphs", image(), seed, count, threads, timeout_s=timeout_s, **settings)
+    assert re.match(rf"{count} graphs on {threads} threads; ", output)
 
 
 @pytest.mark.parametrize(
@@ -133,33 +133,35 @@ def graphs(
         pytest.param("undefined", 1, 400, marks=pytest.mark.full),
     ],
 )
-def test_random_graphs_agree_with_a_sequential_model(kind, first, count):
-    """Forks, joins, host steps, failures, updates and drops: right, and no memory error or leak."""
+def test_random_graphs_match_sequential_model(kind, first, count):
+    """Forks, joins, host steps, failures, updates, early releases; no memory error and no leak."""
     graphs(kind, first, count, 3, SOFTCUDA_WORKERS="3")
 
 
-def test_a_fault_is_named_and_everything_later_is_refused():
-    """A kernel that writes out of bounds costs the context, and no sanitizer finds more."""
+def test_device_fault_is_named_under_sanitizer():
+    """A kernel that writes out of bounds loses the context; the sanitizer finds nothing else."""
     assert "stray_cell" in run("address", "faults", image())
 
 
-def test_late_and_probed_slots_of_the_guide_get_their_own_rows():
-    """Threads, budgets, probes, forced drafts, reused slots, slow grammars: every row that is ready
-    is the grammar's at its place, nobody meets another in a matcher, and no memory error."""
+def test_guide_worker_rows_are_correct_under_sanitizer():
+    """Random threads, time budgets, probes, forced drafts, reused slots and slow grammars.
+
+    Every ready mask row is the one of the grammar, and no two threads use a matcher at a time.
+    """
     guide("address", 1, 6)
 
 
 @pytest.mark.full
-def test_threads_and_budgets_of_the_guide_have_no_data_race():
-    """The same under the thread sanitizer, with many more settings; and more under the other."""
+def test_guide_worker_has_no_data_race():
+    """Many more settings, under ThreadSanitizer and UndefinedBehaviorSanitizer."""
     guide("thread", 1000, 60, timeout_s=600)
     guide("undefined", 2000, 100, timeout_s=600)
 
 
 def guide(kind: str, seed: int, cases: int, timeout_s: float = 120) -> None:
-    """Run the guided worker between a host and a device; 40 requests a case."""
-    said = run(kind, "guide", seed, cases, timeout_s=timeout_s)
-    numbers = re.match(r"(\d+) requests, (\d+) late, (\d+) probes, (\d+) forced", said)
+    """Run the guide worker between a host thread and a device thread; 40 requests per case."""
+    output = run(kind, "guide", seed, cases, timeout_s=timeout_s)
+    numbers = re.match(r"(\d+) requests, (\d+) late, (\d+) probes, (\d+) forced", output)
     assert numbers and int(numbers[1]) == 40 * cases
     assert all(int(number) > 0 for number in numbers.groups())
 
@@ -171,16 +173,16 @@ def guide(kind: str, seed: int, cases: int, timeout_s: float = 120) -> None:
         pytest.param("thread", "ThreadSanitizer: data race", marks=pytest.mark.full),
     ],
 )
-def test_the_sanitizers_find_what_is_wrong(kind, finding):
-    """A race and a use after free in a host step of a graph are reported, and fail the run."""
+def test_sanitizers_report_planted_errors(kind, finding):
+    """A data race and a use after free in a host step are reported and fail the run."""
     done = execute([str(stress(kind)), "broken"], 60, {})
     assert done.returncode != 0
     assert finding in done.stderr
 
 
 @pytest.mark.full
-def test_work_is_freed_after_the_worker_that_ran_it():
-    """A plan edited in place straight after its launch, which nobody waited for: no data race."""
+def test_plan_edit_after_launch_has_no_data_race():
+    """The launch is over but was not waited for."""
     assert run("thread", "plans", image(), 300) == "300 plans\n"
 
 
@@ -195,8 +197,7 @@ def test_work_is_freed_after_the_worker_that_ran_it():
         ),
     ],
 )
-def test_many_random_graphs_under_other_settings(kind, seed, count, setting):
-    """The same on four threads under every way in which the soft device can free, order and lock;
-    and no data race, fibers and barriers included."""
+def test_random_graphs_match_model_under_all_settings(kind, seed, count, setting):
+    """Four threads, with every setting of how the soft device frees, orders and locks."""
     name, _, value = setting.partition("=")
     graphs(kind, seed, count, 4, timeout_s=600, **{f"SOFTCUDA_{name}": value} if name else {})

@@ -1,4 +1,4 @@
-"""Endurance: many replays, many changes; nothing grows, no call is lost and none is doubled."""
+"""Endurance: over many replays memory stays constant and every host step runs exactly once."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from graft.cudagraph import Device, Graph, GraphExec, MailboxWorker, Stream
 from graft.native import _native
 
 LIMIT_S = 600.0
-MOST_KIB = 4096
+MAX_GROWTH_KIB = 4096
 TEXT = """
 extern "C" __global__ void count(unsigned* counter, int place) { ++counter[place]; }
 """
@@ -28,7 +28,7 @@ def replay_all(
     wait_each: int = 16,
     change: Callable[[], object] = lambda: None,
 ) -> None:
-    """Replay, with some replays in flight, and a change before each."""
+    """Replay with up to `wait_each` replays in flight, and call `change` before each."""
     for i in range(times):
         change()
         executable.launch(stream)
@@ -37,16 +37,16 @@ def replay_all(
     executable.synchronize(LIMIT_S)
 
 
-def longer(count: int) -> pytest.MarkDecorator:
-    """So many times, and a million times where endurance is asked for."""
+def repeated(count: int) -> pytest.MarkDecorator:
+    """Run a test `count` times, and with --soak a million times."""
     return pytest.mark.parametrize("count", [count, pytest.param(10**6, marks=pytest.mark.soak)])
 
 
-@longer(20_000)
-def test_replays_keep_memory_flat(device: Device, stream: Stream, module, count: int) -> None:
-    """Two Python and two native host nodes between counting kernels, of which the last is changed
-    before each replay, in flight by the dozen: resident memory does not grow, and both sides count
-    the same calls."""
+@repeated(20_000)
+def test_replays_keep_memory_constant(device: Device, stream: Stream, module, count: int) -> None:
+    """Two Python and two native host nodes between counting kernels, one of which is changed before
+    each replay, with several replays in flight.
+    """
     kernel = module["count"]
     semaphores = [Semaphore(), Semaphore()]
     counter = device.zeros((2,), "uint32")
@@ -84,15 +84,14 @@ def test_replays_keep_memory_flat(device: Device, stream: Stream, module, count:
     assert executable.launches == total
     assert counter.to_host().tolist() == [total, total]
     assert seen.tolist() == [total, total] and [s.value for s in semaphores] == [total, total]
-    # Fewer, where what earlier tests left was collected meanwhile.
+    # Fewer if resources of earlier tests were collected meanwhile.
     assert native.live_records() <= live[0] and native.live_resources() <= live[1]
-    assert grown < MOST_KIB, f"resident memory grew by {grown} KiB in {count} replays"
+    assert grown < MAX_GROWTH_KIB, f"resident memory grew by {grown} KiB in {count} replays"
 
 
-@longer(50_000)
-def test_changes_of_a_cell_weigh_nothing(device: Device, stream: Stream, count: int) -> None:
-    """Values that no replay can ask for are gone, and every replay saw the one set for it, in
-    order and each once."""
+@repeated(50_000)
+def test_payload_changes_keep_memory_constant(device: Device, stream: Stream, count: int) -> None:
+    """Values that no replay can read are released, and every replay reads the value set for it."""
     seen: list[int] = []
 
     class Value:
@@ -128,16 +127,17 @@ def test_changes_of_a_cell_weigh_nothing(device: Device, stream: Stream, count: 
     assert payload.live_values == 1 and watch() is None
     assert sum(isinstance(o, Value) for o in gc.get_objects()) == 1
     grown = [resident_kib() - before]
-    while grown[-1] >= MOST_KIB and len(grown) < 3:  # what other tests left may move meanwhile
+    while (
+        grown[-1] >= MAX_GROWTH_KIB and len(grown) < 3
+    ):  # resources of other tests may be freed meanwhile
         change(count)
         settled()
         grown.append(resident_kib() - before - sum(grown))
-    assert grown[-1] < MOST_KIB, f"resident memory grew by {grown} KiB in {count} changes each"
+    assert grown[-1] < MAX_GROWTH_KIB, f"memory grew by {grown} KiB in {count} changes"
 
 
 @pytest.mark.soak
-def test_a_million_answers_of_a_mailbox(device: Device, stream: Stream) -> None:
-    """A million requests are answered once each."""
+def test_mailbox_answers_a_million_requests(device: Device, stream: Stream) -> None:
     worker = MailboxWorker(wait="park")
     semaphore = Semaphore()
     graph = Graph(device, "answers")
@@ -149,6 +149,6 @@ def test_a_million_answers_of_a_mailbox(device: Device, stream: Stream) -> None:
     before = resident_kib()
     replay_all(executable, stream, 1_000_000, 64)
     assert semaphore.value == 1_010_000 and worker.served == 1_010_000
-    assert resident_kib() - before < MOST_KIB
+    assert resident_kib() - before < MAX_GROWTH_KIB
     executable.close()
     assert _native.flush(LIMIT_S)

@@ -1,4 +1,4 @@
-"""Every wait that passes its deadline tells both sides' stacks, Python's and native."""
+"""The error of an exceeded deadline contains the Python and native stacks of both sides."""
 
 from __future__ import annotations
 
@@ -20,16 +20,16 @@ LIMIT_S = 120.0
 
 @pytest.fixture
 def stuck(device: Device, stream: Stream) -> Iterator[threading.Event]:
-    """A Python host step that stands at a gate in a replay of its own; the gate."""
+    """An event on which a Python host step of a running replay waits."""
     gate = threading.Event()
     entered = threading.Event()
 
-    def stands_at_the_gate() -> None:
+    def blocked_host_step() -> None:
         entered.set()
         gate.wait(LIMIT_S)
 
     graph = Graph(device, "stuck")
-    graph.lane("main").host(stands_at_the_gate, name="row 3")
+    graph.lane("main").host(blocked_host_step, name="row 3")
     run = graph.instantiate()
     run.launch(stream)
     assert entered.wait(LIMIT_S)
@@ -40,51 +40,50 @@ def stuck(device: Device, stream: Stream) -> Iterator[threading.Event]:
     assert run.query()
 
 
-def said_by(error: type[GraftError], wait: Callable[[], object]) -> str:
-    """What a wait says when it gives up."""
+def error_text(error: type[GraftError], wait: Callable[[], object]) -> str:
+    """Return message and notes of the error that a wait raises."""
 
-    def a_function_that_waits() -> None:
+    def waiting_function() -> None:
         wait()
 
     with pytest.raises(error) as caught:
-        a_function_that_waits()
+        waiting_function()
     return "\n".join([str(caught.value), *getattr(caught.value, "__notes__", ())])
 
 
 def check_both_sides(message: str) -> None:
-    """The waiter's Python and native stack, then the host step's."""
+    """Check for the Python and native stacks of the waiting thread and of the host step."""
     waiting, running = message.split("running: ")
     assert "waiting: thread 'MainThread'" in waiting
-    assert "in a_function_that_waits" in waiting
+    assert "in waiting_function" in waiting
     assert re.search(r"native stack, innermost frame first:\n    \S+\+0x", waiting)
-    assert running.startswith("host step 'row 3' (replay 1) has been running for")
-    assert "in stands_at_the_gate" in running
+    assert running.startswith("host step 'row 3' (replay 1) for ")
+    assert "in blocked_host_step" in running
     native = running[running.index("native stack, innermost frame first:") :]
-    assert "PyThread_acquire_lock_timed" in native, "the thread waits for the gate's lock"
+    assert "PyThread_acquire_lock_timed" in native, "the thread waits for the lock of the event"
 
 
-def test_waits_for_graphs_streams_and_devices(
+def test_deadline_report_of_graph_stream_and_device_waits(
     stuck: threading.Event, stream: Stream, device: Device
 ) -> None:
-    """An executable's, a stream's and the device's deadline, and the clearing of a failure; the
-    soft device adds what it sees."""
+    """The soft device adds the calls in progress."""
     run = stuck.run  # type: ignore[attr-defined]
     assert not run.query()
     for wait in (run.synchronize, run.clear, stream.synchronize, device.synchronize):
-        said = said_by(DeadlineError, lambda wait=wait: wait(timeout_s=0.02))
-        check_both_sides(said)
+        text = error_text(DeadlineError, lambda wait=wait: wait(timeout_s=0.02))
+        check_both_sides(text)
     if device.kind == "soft":
-        assert "soft device:\n  thread" in said and "runs host function" in said
+        assert "soft device:\n  thread" in text and "runs host function" in text
 
 
-def test_a_wait_for_a_ring(stuck: threading.Event, device: Device) -> None:
-    """A ring whose entry nobody stamps."""
+def test_deadline_report_of_ring_wait(stuck: threading.Event, device: Device) -> None:
     ring = Ring(device, 2, {"token": ("int32", (1,))})
-    check_both_sides(said_by(DeadlineError, lambda: ring.synchronize(1, timeout_s=0.02)))
+    check_both_sides(error_text(DeadlineError, lambda: ring.synchronize(1, timeout_s=0.02)))
 
 
-def test_a_wait_for_a_round(stuck: threading.Event, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The engine's deadline of a round that publishes nothing."""
+def test_deadline_report_of_engine_round(
+    stuck: threading.Event, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(replay, "ROUND_DEADLINE_S", 0.0)
     monkeypatch.setattr(replay, "POLL_S", 0.001)
     rounds = SimpleNamespace(
@@ -94,30 +93,30 @@ def test_a_wait_for_a_round(stuck: threading.Event, monkeypatch: pytest.MonkeyPa
         ),
     )
     shield = SimpleNamespace(check=lambda: None)
-    said = said_by(DeviceError, lambda: replay.Replays._await(rounds, 7, shield, lambda: 0))
-    assert said.startswith("replay 7 published no result")
-    check_both_sides(said)
+    text = error_text(
+        DeviceError, lambda: replay.Replays._wait_until_published(rounds, 7, shield, lambda: 0)
+    )
+    assert text.startswith("replay 7 published no result")
+    check_both_sides(text)
 
 
-def test_nothing_running_is_said(device: Device) -> None:
-    """A ring that waits for nobody's work says so, instead of nothing."""
+def test_deadline_report_without_running_host_work(device: Device) -> None:
     ring = Ring(device, 2, {"token": ("int32", (1,))})
-    said = said_by(DeadlineError, lambda: ring.synchronize(1, timeout_s=0.01))
-    assert "running: no host step of graft" in said
+    text = error_text(DeadlineError, lambda: ring.synchronize(1, timeout_s=0.01))
+    assert "running: no host step of graft" in text
 
 
-def test_a_released_mailbox_tells_where_its_work_stood(
+def test_mailbox_deadline_report_has_stack_of_worker(
     device: Device, stream: Stream, transport: str
 ) -> None:
-    """The watchdog takes the worker's native stack, whoever waits; Python's is told while it is
-    there to be told."""
+    """The watchdog takes the native stack; Python's is included while the work is still running."""
     gate = threading.Event()
 
-    def answers_too_late() -> None:
+    def slow_work() -> None:
         gate.wait(LIMIT_S)
 
     graph = Graph(device, "late")
-    getattr(graph.lane("main"), transport)(answers_too_late, name="grammar", deadline_s=0.1)
+    getattr(graph.lane("main"), transport)(slow_work, name="grammar", deadline_s=0.1)
     run = graph.instantiate()
     run.launch(stream)
     with pytest.raises(HostWorkError) as caught:
@@ -127,11 +126,10 @@ def test_a_released_mailbox_tells_where_its_work_stood(
     gate.set()
     assert re.search(r"it ran in thread \d+, native stack, innermost first:\n", native)
     assert "PyThread_acquire_lock_timed" in native
-    assert "host step 'grammar' (replay 1)" in notes and "in answers_too_late" in notes
+    assert "host step 'grammar' (replay 1)" in notes and "in slow_work" in notes
     run.clear(LIMIT_S)
 
 
-def test_a_thread_that_is_gone_has_no_stack() -> None:
-    """Asking for the stack of a thread that ended, or never was, answers nothing at once."""
+def test_native_stack_of_missing_thread_is_empty() -> None:
     assert _native.thread_stack(2**22 + 1, 5.0) == []
     assert any("PyEval" in frame or "Py" in frame for frame in _native.thread_stack(0, 0.0))

@@ -1,4 +1,4 @@
-"""Child graphs, which are moved: mailboxes, payloads and all; event nodes, which lead out."""
+"""Child graphs, which are moved into their parent with mailboxes, payloads and conditionals."""
 
 from __future__ import annotations
 
@@ -29,8 +29,9 @@ extern "C" __global__ void unless(const int* status, int* data) { if (!status[0]
 """
 
 
-def test_a_moved_child_brings_mailboxes_and_conditionals(device: Device, stream: Stream) -> None:
-    """A child's steps run in the parent, are answered there, and live with it."""
+def test_child_graph_runs_mailboxes_and_conditionals_in_parent(
+    device: Device, stream: Stream
+) -> None:
     answers = [0]
 
     def work(out: np.ndarray) -> None:
@@ -66,8 +67,7 @@ def test_a_moved_child_brings_mailboxes_and_conditionals(device: Device, stream:
     assert watch() is None
 
 
-def test_a_moved_child_belongs_to_its_parent(device: Device, stream: Stream) -> None:
-    """Editing, instantiating or moving it again is refused by both names."""
+def test_child_graph_cannot_be_edited_or_moved_again(device: Device, stream: Stream) -> None:
     child = Graph(device, "small")
     parent = Graph(device, "large")
     child.lane("x").fill(device.zeros((1,), "int32"))
@@ -94,10 +94,8 @@ def test_a_moved_child_belongs_to_its_parent(device: Device, stream: Stream) -> 
     run.close()
 
 
-def test_failures_and_replay_numbers_are_the_parents(
-    device: Device, stream: Stream, module
-) -> None:
-    """A step of a moved child fails the parent's replay by its number; both statuses say so."""
+def test_child_graph_failure_fails_replay_of_parent(device: Device, stream: Stream, module) -> None:
+    """Replay number and failure are those of the parent; both status words report it."""
     kernel = module["unless"]
     good = [device.zeros((1,), "int32") for _ in range(2)]
     fail = [False]
@@ -136,10 +134,10 @@ def test_failures_and_replay_numbers_are_the_parents(
     assert [g.to_host()[0] for g in good] == [3, 3]
 
 
-def test_without_moves_a_child_is_refused(
+def test_child_graph_requires_cuda_12_9(
     device: Device, stream: Stream, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """An older driver: refused by what it needs; the child is still its owner's and runs."""
+    """On an older driver the error names the requirement, and the child can still be launched."""
     step = Step()
     child = Graph(device, "child")
     parent = Graph(device, "parent")
@@ -152,8 +150,8 @@ def test_without_moves_a_child_is_refused(
     assert step.calls == 1 and parent.nodes == []
 
 
-def test_the_host_goes_on_at_a_record_node(device: Device, stream: Stream) -> None:
-    """The event is there while the rest of its replay still runs, and again in every replay."""
+def test_event_record_node_is_reached_before_end_of_replay(device: Device, stream: Stream) -> None:
+    """The host continues at the event while the rest of the replay runs, in every replay."""
     go = threading.Event()
     data = device.zeros((4,), "int32")
     result = device.pinned((4,), "int32")
@@ -176,8 +174,7 @@ def test_the_host_goes_on_at_a_record_node(device: Device, stream: Stream) -> No
         go.clear()
 
 
-def test_two_graphs_hand_over_by_events(device: Device, stream: Stream) -> None:
-    """Launches on two streams run in the order of their event nodes, round by round."""
+def test_event_nodes_order_two_graphs(device: Device, stream: Stream) -> None:
     order: list[str] = []
     there = device.event("there")
     back = device.event("back")
@@ -201,8 +198,8 @@ def test_two_graphs_hand_over_by_events(device: Device, stream: Stream) -> None:
     assert order == ["ping", "pong"] * 20
 
 
-def test_a_wait_that_is_not_over_meets_its_deadline(device: Device, stream: Stream) -> None:
-    """synchronize() of an event names it and ends in time; one never recorded is complete."""
+def test_event_synchronize_deadline_names_event(device: Device, stream: Stream) -> None:
+    """An event that was never recorded is complete."""
     go = threading.Event()
     lane = StreamLane(stream)
     late = device.event("late")
@@ -216,8 +213,7 @@ def test_a_wait_that_is_not_over_meets_its_deadline(device: Device, stream: Stre
     late.synchronize(LIMIT_S)
 
 
-def test_events_keep_time_where_asked(device: Device, stream: Stream) -> None:
-    """Seconds between two nodes of a replay; refused by name for events without timing."""
+def test_event_elapsed_s_requires_timing(device: Device, stream: Stream) -> None:
     begun = device.event("begun", timing=True)
     ended = device.event("ended", timing=True)
     data = device.zeros((1 << 20,), "uint8")
@@ -232,8 +228,8 @@ def test_events_keep_time_where_asked(device: Device, stream: Stream) -> None:
         ended.elapsed_s(device.event("silent"))
 
 
-def test_event_nodes_are_refused_in_bodies(device: Device) -> None:
-    """A body takes none, not in a child graph either; what is no event is refused by its type."""
+def test_conditional_body_rejects_event_nodes(device: Device) -> None:
+    """Also inside a child graph."""
     first = device.event("first")
     graph = Graph(device, "around")
     lane = graph.lane("main")

@@ -1,4 +1,4 @@
-"""IF and WHILE nodes of explicit graphs."""
+"""Conditional nodes (IF, IF-ELSE and WHILE) of explicit graphs."""
 
 from __future__ import annotations
 
@@ -27,8 +27,9 @@ extern "C" __global__ void below(unsigned long long condition, const int* data, 
 """
 
 
-def test_a_loop_runs_as_long_as_a_kernel_says(device: Device, stream: Stream, module) -> None:
-    """One launch runs the body the data's number of times; every replay begins anew."""
+def test_while_runs_body_until_kernel_clears_condition(
+    device: Device, stream: Stream, module
+) -> None:
     data = device.zeros((1,), "int32")
     after = device.zeros((1,), "int32")
     graph = Graph(device, "loop")
@@ -47,10 +48,9 @@ def test_a_loop_runs_as_long_as_a_kernel_says(device: Device, stream: Stream, mo
 
 
 @pytest.mark.parametrize(("start", "expected"), [(0, 1), (50, 150)])
-def test_if_else_takes_one_branch(
+def test_if_else_runs_one_body(
     device: Device, stream: Stream, module, start: int, expected: int
 ) -> None:
-    """The first body runs for a condition that is not 0, the second for 0."""
     data = device.from_host(np.array([start], np.int32))
     graph = Graph(device, "branch")
     lane = graph.lane("main")
@@ -63,8 +63,8 @@ def test_if_else_takes_one_branch(
     assert data.to_host()[0] == expected
 
 
-def test_bodies_keep_what_they_use(device: Device, stream: Stream) -> None:
-    """Operands, closed ones too, live as long as the executable; a body may hold a child graph."""
+def test_conditional_body_keeps_operands_alive(device: Device, stream: Stream) -> None:
+    """Operands, also closed ones, live as long as the executable. The body has a child graph."""
     own = load_text(device, TEXT + "// another image\n", "conditional_keep.cu")
     data = device.zeros((1,), "int32")
     result = device.pinned((1,), "int32")
@@ -85,8 +85,8 @@ def test_bodies_keep_what_they_use(device: Device, stream: Stream) -> None:
     assert seen[0] == 14 and not any(o.to_host().any() for o in others)
 
 
-def test_host_work_is_refused_in_bodies(device: Device) -> None:
-    """Host steps are refused by name, also inside child graphs; nothing is added."""
+def test_conditional_body_rejects_host_work(device: Device) -> None:
+    """Also inside child graphs; nothing is added. A body has no instantiate()."""
     graph = Graph(device, "g")
     body = while_(graph.lane("main"), condition(graph, 0), name="loop")
     lane = body.lane("inside")
@@ -108,8 +108,8 @@ def test_host_work_is_refused_in_bodies(device: Device) -> None:
     assert not hasattr(body, "instantiate")
 
 
-def test_conditions_steer_one_node_of_their_graph(device: Device, module) -> None:
-    """A condition used twice, elsewhere, or not at all is refused by its name."""
+def test_condition_controls_exactly_one_node(device: Device, module) -> None:
+    """A condition that is used twice, in another graph or not at all is rejected by name."""
     first = Graph(device, "first")
     second = Graph(device, "second")
     go = condition(first, 1, name="go")
@@ -132,8 +132,8 @@ def test_conditions_steer_one_node_of_their_graph(device: Device, module) -> Non
     )
 
 
-def test_a_wrong_handle_is_a_fault_of_the_kernel(device: Device) -> None:
-    """(Checked in a child process: it costs the context.)"""
+def test_invalid_condition_handle_faults(device: Device) -> None:
+    """Run in a child process, because the fault loses the context."""
     if device.kind != "soft":
         pytest.skip("hardware does not check conditional handles")
     done = run_program(f"""
@@ -145,12 +145,12 @@ try:
 except DeviceError as error:
     print(error)
 """)
-    assert "no conditional handle" in done.stdout and "below" in done.stdout, done.stderr
+    assert "not a conditional handle" in done.stdout and "below" in done.stdout, done.stderr
     assert done.returncode == 0
 
 
-def test_the_setter_compiles_for_real_architectures() -> None:
-    """NVRTC takes the text without CUDA headers and leaves the setter to the device runtime."""
+def test_conditional_header_compiles_with_nvrtc() -> None:
+    """No CUDA header is needed, and the setter is left to the device runtime."""
     from graft.cudagraph.compiler import nvrtc_options
 
     nvrtc = pytest.importorskip("cuda.bindings.nvrtc")
