@@ -1,8 +1,8 @@
-"""One process of the conformance table: calls every function in one state of the driver.
+"""Child process of the conformance test: calls every function in one state of the driver.
 
-``python conformance_child.py STATE IMAGE`` (of TEXT) writes a JSON list of [function,
-behaviour, expected, got]. Functions are called by address, as cuGetProcAddress gives it, with bare
-words.
+``python conformance_child.py STATE IMAGE`` writes a JSON list of [function, case, expected code,
+code]; IMAGE is the compiled TEXT. Functions are called at the addresses that cuGetProcAddress
+returns, with 64-bit words as arguments.
 """
 
 from __future__ import annotations
@@ -24,14 +24,15 @@ TEXT = """
 extern "C" __global__ void step(int* p) { *p += 1; }
 extern "C" __global__ void stray(int* p) { for (int i = 0; i < 4096; ++i) p[i] = 1; }
 """
-BOGUS = 0x1234560
-WORDS = 14
+UNKNOWN_HANDLE = 0x1234560
+MAX_ARGUMENTS = 14
 Row = tuple[str, str, str, str]
+#: Memory that the driver may access until the process ends.
 KEEP: list[Any] = []
 
 
 class Driver:
-    """The soft device, called by address; codes by name."""
+    """The soft device, whose functions are called by address."""
 
     def __init__(self) -> None:
         self.library = ctypes.CDLL(str(preload_soft()))
@@ -40,82 +41,89 @@ class Driver:
         self.d = driver
 
     def address(self, call: Call) -> int:
-        """Address of a function; 0 when the driver has none."""
-        out, (name, _, version) = ctypes.c_void_p(), call.name.partition("@")
+        """Return the address of a function; 0 if the driver does not have it."""
+        out = ctypes.c_void_p()
+        name, _, version = call.name.partition("@")
         self.library.cuGetProcAddress_v2(
             name.encode(), ctypes.byref(out), int(version or 13020), ctypes.c_uint64(0), None
         )
         return out.value or 0
 
     def call(self, call: Call, words: list[int]) -> str:
-        """Call a function with up to 14 words, the rest 0, and return its code's name."""
-        kind = ctypes.CFUNCTYPE(ctypes.c_int, *[ctypes.c_uint64] * WORDS)
-        given = (words + [0] * WORDS)[:WORDS]
-        return code((self.d.CUresult(int(kind(self.address(call))(*given))),))
+        """Call a function with up to 14 arguments and return the name of its code."""
+        prototype = ctypes.CFUNCTYPE(ctypes.c_int, *[ctypes.c_uint64] * MAX_ARGUMENTS)
+        arguments = words + [0] * (MAX_ARGUMENTS - len(words))
+        result = prototype(self.address(call))(*arguments)
+        return code((self.d.CUresult(int(result)),))
 
 
-class World:
-    """Right arguments for one call, made when they are asked for."""
+class Arguments:
+    """Valid arguments for one call, created on first use."""
 
     def __init__(self, soft: Soft, image: bytes) -> None:
         self.soft = soft
         self.d = soft.d
         self.image = image
-        self.made: dict[str, int] = {}
+        self.created: dict[str, int] = {}
 
     def word(self, name: str) -> int:
-        """Return a handle, pointer or structure; mostly the same one for the same name."""
-        if name in ("dptr", "timed", "out") or name not in self.made:
-            if name in NODES:
-                self.word("graph")
-                return self.made[name]
-            maker = MAKERS.get(name)
-            self.made[name] = int(maker(self) if maker else getattr(self, f"make_{name}")())
-        return self.made[name]
+        """Return a handle, pointer or structure by its name in the table.
+
+        Device pointers, timed events and output buffers are new each time.
+        """
+        if name in self.created and name not in ("dptr", "timed", "out"):
+            return self.created[name]
+        if name in NODES:
+            self.word("graph")  # creates the nodes
+            return self.created[name]
+        create = CREATE.get(name)
+        value = create(self) if create else getattr(self, f"create_{name}")()
+        self.created[name] = int(value)
+        return self.created[name]
 
     def buffer(self, data: bytes = bytes(4096)) -> int:
-        """Address of host memory that lives as long as the process: the driver may know it."""
+        """Return the address of host memory that is never freed."""
         memory = ctypes.create_string_buffer(data, len(data) + 1)
         KEEP.append(memory)
         return ctypes.addressof(memory)
 
     def struct(self, value: Any) -> int:
-        """Address of a structure of the bindings."""
+        """Return the address of a structure of cuda.bindings."""
         KEEP.append(value)
         return int(value.getPtr())
 
     def array(self, *values: int) -> int:
-        """Address of an array of words."""
+        """Return the address of an array of words."""
         return self.buffer(bytes((ctypes.c_uint64 * len(values))(*values)))
 
     def end(self) -> None:
-        """End what would disturb later calls."""
-        if "capturing" in self.made:
-            self.d.cuStreamEndCapture(self.made["capturing"])
+        """End the capture, which would affect later calls."""
+        if "capturing" in self.created:
+            self.d.cuStreamEndCapture(self.created["capturing"])
 
-    make_out = make_bytes = buffer
+    create_out = create_bytes = buffer
 
-    def make_capturing(self) -> int:
+    def create_capturing(self) -> int:
         self.soft.begin(self.word("stream"), 2)
         return self.word("stream")
 
-    def make_timed(self) -> Any:
+    def create_timed(self) -> Any:
         event = self.soft.cuEventCreate(0)
         self.soft.cuEventRecord(event, self.word("stream"))
         self.soft.cuEventSynchronize(event)
         return event
 
-    def make_held(self) -> int:
+    def create_retained(self) -> int:
         self.soft.cuGraphRetainUserObject(self.word("graph"), self.word("object"), 1, 1)
         return self.word("object")
 
-    def make_graph(self) -> Any:
+    def create_graph(self) -> Any:
         graph = self.soft.cuGraphCreate(0)
-        nodes = {name: add(self, graph) for name, add in NODES.items()}
-        self.made |= {name: int(node) for name, node in nodes.items()}
+        for name, add in NODES.items():
+            self.created[name] = int(add(self, graph))
         return graph
 
-    def make_graph2(self) -> Any:
+    def create_graph2(self) -> Any:
         graph = self.soft.cuGraphCreate(0)
         self.soft.cuGraphAddEmptyNode(graph, [], 0)
         return graph
@@ -141,40 +149,42 @@ class World:
 
     def batch(self) -> Any:
         p = self.d.CUDA_BATCH_MEM_OP_NODE_PARAMS()
-        p.ctx, p.count, p.paramArray = self.soft.context, 1, [self.operation()]
+        p.ctx = self.soft.context
+        p.count = 1
+        p.paramArray = [self.operation()]
         return p
 
-    def make_path(self) -> int:
-        file = tempfile.NamedTemporaryFile(suffix=".image")  # noqa: SIM115  (lives with this)
+    def create_path(self) -> int:
+        file = tempfile.NamedTemporaryFile(suffix=".image")  # noqa: SIM115  (kept open)
         file.write(self.image)
         file.flush()
         KEEP.append(file)
         return self.buffer(file.name.encode())
 
-    def make_config(self) -> int:
+    def create_config(self) -> int:
         p = self.d.CUlaunchConfig()
         p.gridDimX = p.gridDimY = p.gridDimZ = p.blockDimX = p.blockDimY = p.blockDimZ = 1
         p.hStream = self.d.CUstream(self.word("stream"))
         return self.struct(p)
 
-    def make_node_params(self) -> int:
+    def create_node_params(self) -> int:
         p = self.soft.node_params("MEMSET")
         p.memset = self.soft.fill_params(self.word("dptr"), 0, self.d.CUDA_MEMSET_NODE_PARAMS_v2)
         return self.struct(p)
 
 
-#: The nodes of the one graph.
-NODES: dict[str, Callable[[World, Any], Any]] = {
+#: Functions that add the nodes of the graph.
+NODES: dict[str, Callable[[Arguments, Any], Any]] = {
     "node": lambda w, g: w.soft.cuGraphAddEmptyNode(g, [], 0),
     "knode": lambda w, g: w.soft.cuGraphAddKernelNode(g, [], 0, w.kernel()),
     "hnode": lambda w, g: w.soft.cuGraphAddHostNode(g, [], 0, w.host()),
 }
 
-#: How a right argument is made, where one line says it; the others are methods of World.
-MAKERS: dict[str, Callable[[World], Any]] = {
+#: Functions that create arguments. Longer ones are methods of Arguments.
+CREATE: dict[str, Callable[[Arguments], Any]] = {
     "dev": lambda w: 0,
     "ctx": lambda w: w.soft.context,
-    "made": lambda w: w.soft.cuCtxCreate(None, 0, 0),
+    "newctx": lambda w: w.soft.cuCtxCreate(None, 0, 0),
     "dptr": lambda w: w.soft.alloc(64),
     "pinned": lambda w: w.soft.cuMemHostAlloc(64, 3),
     "stream": lambda w: w.soft.stream(),
@@ -202,94 +212,115 @@ MAKERS: dict[str, Callable[[World], Any]] = {
 }
 
 
-def right(world: World, parameter: str) -> int:
-    """Return a right value of a parameter."""
-    what = parameter.partition("~")[0].removesuffix("?")
-    if what[0].isdigit():
-        return int(what.split("|")[0])
-    return world.word("kernel_params" if what == "in.kernel" else what.removeprefix("in."))
+def valid_value(arguments: Arguments, parameter: str) -> int:
+    """Return a valid value of a parameter of the table."""
+    kind = parameter.partition("~")[0].removesuffix("?")
+    if kind[0].isdigit():
+        return int(kind.split("|")[0])
+    if kind == "in.kernel":
+        return arguments.word("kernel_params")
+    return arguments.word(kind.removeprefix("in."))
 
 
-def wrong(parameter: str) -> Iterator[tuple[str, int, str]]:
-    """Yield (behaviour, wrong value, code it must be answered with)."""
-    what, _, code = parameter.partition("~")
-    if what[0].isdigit():
-        for bad in what.split("|")[1:]:
-            value, _, named = bad.partition(":")
-            yield f"{value} for {what.split('|')[0]}", int(value), named or "INVALID_VALUE"
-    elif code == "-" or what.endswith("?"):
+def invalid_values(parameter: str) -> Iterator[tuple[str, int, str]]:
+    """Yield (case, invalid value, expected code) for a parameter of the table."""
+    kind, _, code = parameter.partition("~")
+    if kind[0].isdigit():
+        valid, *invalid = kind.split("|")
+        for item in invalid:
+            value, _, expected = item.partition(":")
+            yield f"{value} for {valid}", int(value), expected or "INVALID_VALUE"
+    elif code == "-" or kind.endswith("?"):
         return
-    elif what == "out" or what.startswith("in."):
-        yield "NULL for " + ("a result" if what == "out" else what[3:]), 0, "INVALID_VALUE"
+    elif kind == "out":
+        yield "NULL for a result", 0, "INVALID_VALUE"
+    elif kind.startswith("in."):
+        yield f"NULL for {kind.removeprefix('in.')}", 0, "INVALID_VALUE"
     else:
-        assert what in KINDS, what
-        yield f"unknown {what}", BOGUS, code or DEFAULT_CODES.get(what, "INVALID_HANDLE")
+        assert kind in KINDS, kind
+        expected = code or DEFAULT_CODES.get(kind, "INVALID_HANDLE")
+        yield f"unknown {kind}", UNKNOWN_HANDLE, expected
 
 
-def right_and_wrong(driver: Driver, image: bytes) -> Iterator[Row]:
-    """Call every function with right arguments, then with one wrong argument at a time."""
+def call_with(soft: Soft, driver: Driver, image: bytes, call: Call, changed: dict[int, int]) -> str:
+    """Call a function with valid arguments except those in ``changed``, by index."""
+    soft.cuCtxSetCurrent(soft.context)
+    arguments = Arguments(soft, image)
+    words = [valid_value(arguments, parameter) for parameter in call.parameters]
+    for index, value in changed.items():
+        words[index] = value
+    result = driver.call(call, words)
+    soft.d.cuCtxSynchronize()
+    arguments.end()
+    return result
+
+
+def valid_and_invalid_arguments(driver: Driver, image: bytes) -> Iterator[Row]:
+    """Call every function with one invalid argument at a time, then with valid arguments."""
     soft = Soft()
     for call in calls():
-        cases: list[tuple[str, int, int, str]] = []
-        for i, parameter in enumerate(call.parameters):
-            for behaviour, value, wanted in wrong(parameter):
-                cases.append((f"{behaviour} (argument {i + 1})", i, value, wanted))
-        for behaviour, i, value, wanted in [*cases, ("right arguments", -1, 0, call.expected)]:
-            soft.cuCtxSetCurrent(soft.context)
-            world = World(soft, image)
-            words = [right(world, parameter) for parameter in call.parameters]
-            if i >= 0:
-                words[i] = value
-            got = driver.call(call, words)
-            soft.d.cuCtxSynchronize()
-            world.end()
-            yield call.name, behaviour, wanted, got
+        for index, parameter in enumerate(call.parameters):
+            for case, value, expected in invalid_values(parameter):
+                result = call_with(soft, driver, image, call, {index: value})
+                yield call.name, f"{case} (argument {index + 1})", expected, result
+        result = call_with(soft, driver, image, call, {})
+        yield call.name, "valid arguments", call.expected, result
 
 
-def bare(
-    driver: Driver, done: str, wanted: str, asked: Callable[[frozenset[str]], Any]
+def without_arguments(
+    driver: Driver, case: str, expected: str, selected: Callable[[frozenset[str]], Any]
 ) -> Iterator[Row]:
-    """Call every function whose flags are asked for, without arguments."""
+    """Call every function whose flags are selected, without arguments."""
     for call in calls():
-        if asked(call.flags):
-            yield call.name, done, wanted, driver.call(call, [])
+        if selected(call.flags):
+            yield call.name, case, expected, driver.call(call, [])
 
 
 def before_init(driver: Driver, _: bytes) -> Iterator[Row]:
-    """Every function before cuInit."""
-    return bare(driver, "before cuInit", "NOT_INITIALIZED", lambda flags: not flags & {"a", "i"})
+    """Call every function before cuInit."""
+    return without_arguments(
+        driver, "before cuInit", "NOT_INITIALIZED", lambda flags: not flags & {"a", "i"}
+    )
 
 
 def without_context(driver: Driver, _: bytes) -> Iterator[Row]:
-    """Functions that need a context, on a thread that has none."""
+    """Call functions that require a context on a thread that has none."""
     Soft().cuCtxSetCurrent(0)
-    return bare(driver, "no current context", "INVALID_CONTEXT", lambda flags: "c" in flags)
+    return without_arguments(
+        driver, "no current context", "INVALID_CONTEXT", lambda flags: "c" in flags
+    )
 
 
 def in_host_function(driver: Driver, _: bytes) -> Iterator[Row]:
-    """Every function inside a host function."""
+    """Call every function inside a host function."""
     soft = Soft()
-    rows = []
-    callback = CALLBACK(
-        lambda _: rows.extend(
-            bare(driver, "in a host function", "NOT_PERMITTED", lambda flags: "a" not in flags)
+    rows: list[Row] = []
+
+    def call_all(_data: Any) -> None:
+        rows.extend(
+            without_arguments(
+                driver, "in a host function", "NOT_PERMITTED", lambda flags: "a" not in flags
+            )
         )
-    )
+
+    callback = CALLBACK(call_all)
     soft.host(0, callback)
     soft.cuCtxSynchronize()
     return iter(rows)
 
 
 def after_fault(driver: Driver, image: bytes) -> Iterator[Row]:
-    """Every function after a kernel faulted."""
+    """Call every function after a fault of a kernel."""
     soft = Soft()
     soft.launch(soft.kernels(TEXT).stray, 1, 1, soft.alloc(64))
     soft.d.cuCtxSynchronize()
-    return bare(driver, "after a fault", "ILLEGAL_ADDRESS", lambda flags: not flags & {"a", "f"})
+    return without_arguments(
+        driver, "after a fault", "ILLEGAL_ADDRESS", lambda flags: not flags & {"a", "f"}
+    )
 
 
 def during_capture(driver: Driver, image: bytes) -> Iterator[Row]:
-    """Functions that may not be called while a stream captures, by the calling thread's mode."""
+    """Call functions that are illegal while a stream is capturing in global mode."""
     soft = Soft()
     for call in calls():
         stream = soft.stream()
@@ -303,32 +334,34 @@ def during_capture(driver: Driver, image: bytes) -> Iterator[Row]:
         }
         if "u" not in call.flags and call.name not in words:
             continue
-        of_event = call.name.startswith("cuEvent")
+        is_event_call = call.name.startswith("cuEvent")
         soft.begin(stream)
         soft.cuEventRecord(event, stream)
-        got = driver.call(call, words.get(call.name, []))
-        wanted = "CAPTURED_EVENT" if of_event else "STREAM_CAPTURE_UNSUPPORTED"
-        yield call.name, "while a stream captures", wanted, got
+        result = driver.call(call, words.get(call.name, []))
+        expected = "CAPTURED_EVENT" if is_event_call else "STREAM_CAPTURE_UNSUPPORTED"
+        yield call.name, "during a capture", expected, result
         ended = code(soft.d.cuStreamEndCapture(stream))
-        yield call.name, "and then the capture", "STREAM_CAPTURE_INVALIDATED", ended
+        yield call.name, "end of the capture after it", "STREAM_CAPTURE_INVALIDATED", ended
 
 
 def absent(driver: Driver, _: bytes) -> Iterator[Row]:
-    """Functions that the bindings know and the soft device has not."""
+    """Look up functions of cuda.bindings that the soft device does not implement."""
     known = {call.name.split("@")[0] for call in calls()}
     for name in sorted(set(dir(driver.d)) - known):
-        if name.startswith("cu") and name[2:3].isupper() and callable(getattr(driver.d, name)):
-            if "_v" in name:
-                continue  # another form of a function, which the driver finds by the plain name
-            found = driver.address(Call(name))
-            yield name, "absent", "NOT_FOUND", "found" if found else "NOT_FOUND"
+        is_function = name.startswith("cu") and name[2:3].isupper()
+        if not is_function or not callable(getattr(driver.d, name)):
+            continue
+        if "_v" in name:
+            continue  # cuGetProcAddress finds versions by the name without the suffix
+        found = driver.address(Call(name))
+        yield name, "absent", "NOT_FOUND", "found" if found else "NOT_FOUND"
 
 
 STATES: dict[str, Callable[[Driver, bytes], Iterator[Row]]] = {
     "before-init": before_init,
     "no-context": without_context,
     "host-function": in_host_function,
-    "arguments": right_and_wrong,
+    "arguments": valid_and_invalid_arguments,
     "capture": during_capture,
     "fault": after_fault,
     "absent": absent,
@@ -336,8 +369,9 @@ STATES: dict[str, Callable[[Driver, bytes], Iterator[Row]]] = {
 
 
 def main(state: str, image: Path) -> int:
-    """Write what the functions answered in one state."""
-    json.dump(list(STATES[state](Driver(), image.read_bytes())), sys.stdout)
+    """Write the codes that the functions return in one state."""
+    rows = STATES[state](Driver(), image.read_bytes())
+    json.dump(list(rows), sys.stdout)
     return 0
 
 

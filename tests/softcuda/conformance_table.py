@@ -1,28 +1,33 @@
-"""How every function of the soft device is called, and what its documentation wants answered.
+"""Signatures of all functions of the soft device and the error codes of invalid arguments.
 
-One line per signature: names (``@version`` where an older form has another signature), flags in
-brackets, parameters, and ``-> CODE`` where a right call is refused. Flags: ``c`` needs a current
-context, ``u`` may not be called while a stream captures, ``f`` answers after a fault, ``i`` answers
-before cuInit, ``a`` answers always, also in host functions.
+Each line has the names of functions with the same signature, flags in brackets, the parameters,
+and ``-> CODE`` if a valid call returns an error. ``NAME@VERSION`` is an older ABI of a function.
 
-Parameters: an integer, ``right|wrong|...`` (wrong ones are INVALID_VALUE, or ``wrong:CODE``);
-``out`` a result that must not be NULL; ``in.NAME`` an input structure or array that must not be
-NULL; a kind of handle or pointer, of which an unknown one is INVALID_HANDLE or what stands in
-``DEFAULT_CODES``. ``?`` behind a parameter: NULL is allowed. ``~CODE``: what an unknown one is
-answered with; ``~-``: not asked.
+Flags
+    ``c`` requires a current context; ``u`` is unsafe during capture; ``f`` is allowed after a
+    fault; ``i`` is allowed before cuInit; ``a`` is always allowed, also in host functions.
+Parameters
+    ``valid|invalid|...``: an integer. Invalid values return INVALID_VALUE; ``invalid:CODE`` states
+    another code.
+    ``out``: address of a result; NULL is INVALID_VALUE.
+    ``in.NAME``: address of an input structure or array; NULL is INVALID_VALUE.
+    Any other word: a kind of handle or pointer. An unknown one is INVALID_HANDLE, or the code in
+    ``DEFAULT_CODES``.
+Suffixes of parameters
+    ``?``: NULL is allowed. ``~CODE``: code of an unknown handle. ``~-``: not tested.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 
-#: What an unknown one is answered with, where that is not INVALID_HANDLE.
+#: Codes of unknown handles and pointers other than INVALID_HANDLE.
 DEFAULT_CODES = {
     "dev": "INVALID_DEVICE",
     "dptr": "INVALID_VALUE",
     "pinned": "INVALID_VALUE",
     "ctx": "INVALID_CONTEXT",
-    "made": "INVALID_CONTEXT",
+    "newctx": "INVALID_CONTEXT",
 }
 #: Kinds of handles and pointers.
 KINDS = frozenset(
@@ -43,7 +48,7 @@ KINDS = frozenset(
         "library",
         "kernel",
         "object",
-        "held",
+        "retained",
     }
 )
 
@@ -62,7 +67,7 @@ cuDeviceGetAttribute [f] out 16|0|99999 dev
 cuDeviceComputeCapability [f] out out dev
 cuDevicePrimaryCtxRetain [] out dev
 cuCtxCreate [] out 0 0|256 dev
-cuCtxDestroy [f] made
+cuCtxDestroy [f] newctx
 cuCtxSetCurrent,cuCtxPushCurrent [] ctx
 cuCtxPopCurrent [] out?
 cuCtxGetDevice,cuModuleGetLoadingMode,cuThreadExchangeStreamCaptureMode [] out
@@ -136,7 +141,7 @@ cuEventElapsedTime [] out timed timed
 cuUserObjectCreate [] out 0 in.fn 1|0 1|0
 cuUserObjectRelease [] object 1|0|9
 cuGraphRetainUserObject [] graph object 1|0 0|2
-cuGraphReleaseUserObject [] graph held 1|0|9
+cuGraphReleaseUserObject [] graph retained 1|0|9
 cuGraphCreate [] out 0|1
 cuGraphDestroy [] graph
 cuGraphAddEmptyNode [] out graph 0 0
@@ -172,7 +177,7 @@ cuDevicePrimaryCtxRelease [f] dev
 
 @dataclass(frozen=True)
 class Call:
-    """A function: name with ``@version``, flags, parameters as written, code of a right call."""
+    """A function: name with ``@version``, flags, parameters, and the code of a valid call."""
 
     name: str
     flags: frozenset[str] = frozenset()
@@ -181,13 +186,12 @@ class Call:
 
 
 def calls() -> list[Call]:
-    """Return the table."""
+    """Return the functions of the table."""
     out = []
     for line in TABLE.strip().splitlines():
-        call, _, expected = line.partition(" -> ")
-        names, flags, *parameters = call.split()
-        out += [
-            Call(name, frozenset(flags.strip("[]")), tuple(parameters), expected or "SUCCESS")
-            for name in names.split(",")
-        ]
+        signature, _, expected = line.partition(" -> ")
+        names, flags, *parameters = signature.split()
+        for name in names.split(","):
+            flag_set = frozenset(flags.strip("[]"))
+            out.append(Call(name, flag_set, tuple(parameters), expected or "SUCCESS"))
     return out

@@ -1,4 +1,4 @@
-"""Fixtures of the soft device's tests."""
+"""Fixtures of the tests of the soft device."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import softcuda_util as util
 
 @pytest.fixture
 def soft():
-    """The process's soft device; what a test's checked calls made is freed behind it."""
+    """The soft device of the process. Objects that a test creates are destroyed after it."""
     device = util.device()
     yield device
     device.close()
@@ -16,12 +16,12 @@ def soft():
 
 @pytest.fixture(scope="module")
 def kernels():
-    """The shared kernels, loaded."""
+    """The loaded module of the shared kernels."""
     device = util.device()
-    made = device.kernels(util.KERNELS)
-    device.made.clear()  # they outlive the test
-    yield made
-    device.cuModuleUnload(made.module)
+    loaded = device.kernels(util.KERNELS)
+    device.created.clear()  # the module is used by more than one test
+    yield loaded
+    device.cuModuleUnload(loaded.module)
 
 
 @pytest.fixture
@@ -32,23 +32,23 @@ def stream(soft):
 
 @pytest.fixture
 def other(soft):
-    """Another one."""
+    """A second non-blocking stream."""
     return soft.stream()
 
 
 @pytest.fixture
 def graph(soft):
-    """An empty definition."""
+    """An empty graph definition."""
     return soft.cuGraphCreate(0)
 
 
 @pytest.fixture
 def event(soft):
-    """An event."""
+    """An event with timing."""
     return soft.cuEventCreate(0)
 
 
 @pytest.fixture
 def words(soft):
-    """Eight pinned words."""
+    """Eight words of pinned memory."""
     return util.Words(soft, 8)

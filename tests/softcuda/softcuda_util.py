@@ -1,4 +1,4 @@
-"""Shared by the soft-device tests: load the library first, talk to it, here or in a child."""
+"""Helpers of the soft-device tests: the device through cuda.bindings, also in child processes."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ CACHE = Path(tempfile.gettempdir()) / f"softcuda-test-kernels-{os.getuid()}"
 
 
 def compile_kernel(source: str, name: str = "test.cu", **options: Any) -> bytes:
-    """Compile kernel text for the soft device."""
+    """Compile a kernel source for the soft device."""
     return compile_cpu(source, name, cache_dir=CACHE, **options)
 
 
@@ -39,14 +39,14 @@ USLEEP = ctypes.CDLL(None).usleep
 
 
 def address(function: Any) -> int:
-    """Address of a C function or ctypes callback, as the driver takes it."""
+    """Return the address of a C function or ctypes callback, as driver functions expect it."""
     value = ctypes.cast(function, ctypes.c_void_p).value
     assert value is not None
     return value
 
 
-#: What ends what a call made.
-ENDS = {
+#: The function that destroys the result of each function.
+DESTROY = {
     "cuStreamCreate": "cuStreamDestroy",
     "cuStreamCreateWithPriority": "cuStreamDestroy",
     "cuEventCreate": "cuEventDestroy",
@@ -59,7 +59,7 @@ ENDS = {
 }
 
 
-#: Kernels of most tests.
+#: Kernels that most tests use.
 KERNELS = r"""
 extern "C" __global__ void append(int* log, int value) { log[1 + log[0]++] = value; }
 extern "C" __global__ void add(int* p, int value) { *p += value; }
@@ -86,10 +86,10 @@ extern "C" __global__ void stray(int* p) { for (int i = 0; i < 1024; ++i) p[i] =
 
 
 class Soft:
-    """The soft device through the unmodified cuda.bindings, one per process.
+    """The soft device through the unmodified cuda.bindings; one per process.
 
-    ``soft.cuMemAlloc(4)`` must succeed and returns the call's values, ``soft.d.cuMemAlloc(4)``
-    returns what the bindings do. What was made by the former is freed by ``close()``.
+    ``soft.cuMemAlloc(4)`` asserts success and returns the values of the call; its result is
+    destroyed by ``close()``. ``soft.d.cuMemAlloc(4)`` returns the tuple that cuda.bindings returns.
     """
 
     fault = staticmethod(functools.partial(softstats.error_detail, True))
@@ -98,7 +98,7 @@ class Soft:
     count = staticmethod(lambda what: softstats.counters()["count"][what])
 
     def __init__(self) -> None:
-        self.made: list[tuple[str, Any]] = []
+        self.created: list[tuple[str, Any]] = []
         self.lib = ctypes.CDLL(str(chooser.preload_soft()))
         from cuda.bindings import driver
 
@@ -112,23 +112,24 @@ class Soft:
         function = getattr(self.d, name)
 
         def checked(*args: Any) -> Any:
-            made = self.ok(function(*args))
-            if name in ENDS:
-                self.made.append((ENDS[name], made))
-            return made
+            result = self.ok(function(*args))
+            if name in DESTROY:
+                self.created.append((DESTROY[name], result))
+            return result
 
         return checked
 
     def ok(self, result: tuple[Any, ...]) -> Any:
-        """Return the values of a successful call; fail with the driver's reason otherwise."""
+        """Return the values of a call; fail with the device's error text if it failed."""
         assert int(result[0]) == 0, f"{result[0]!r}: {self.fault() or self.refusal()}"
         return result[1] if len(result) == 2 else result[1:]
 
     def close(self) -> None:
-        """Free what checked calls made and nobody freed: handles are never reused."""
-        while self.made:
-            end, made = self.made.pop()
-            getattr(self.d, end)(made)
+        """Destroy what checked calls created. Destroying an object twice is harmless, because
+        handles are never reused."""
+        while self.created:
+            destroy, handle = self.created.pop()
+            getattr(self.d, destroy)(handle)
 
     def live(self) -> dict[str, int]:
         return softstats.snapshot()["live"]
@@ -138,7 +139,7 @@ class Soft:
 
     # ---- conveniences -------------------------------------------------------------------------
     def begin(self, stream: Any, mode: int = 0) -> None:
-        """Begin to capture."""
+        """Begin a capture; the default mode is global."""
         self.cuStreamBeginCapture(stream, self.mode(mode))
 
     def stream(self) -> Any:
@@ -148,7 +149,7 @@ class Soft:
         return int(self.cuMemAlloc(nbytes))
 
     def put(self, array: Any, dtype: Any = None) -> int:
-        """Address of a copy of an array on the device."""
+        """Copy an array to the device and return its address."""
         array = np.ascontiguousarray(array, dtype)
         pointer = self.alloc(array.nbytes)
         self.cuMemcpyHtoD(pointer, array.ctypes.data, array.nbytes)
@@ -160,11 +161,11 @@ class Soft:
         return out
 
     def ints(self, *values: int) -> int:
-        """Address of int32 words on the device."""
+        """Copy int32 words to the device and return their address."""
         return self.put(values, np.int32)
 
     def value(self, pointer: int) -> int:
-        """The int32 at an address of the device."""
+        """Return the int32 at a device address."""
         return int(self.get(pointer, 1, np.int32)[0])
 
     def kernels(self, source: str, **options: Any) -> Kernels:
@@ -180,15 +181,22 @@ class Soft:
         *args: Any,
         **options: Any,
     ) -> np.ndarray:
-        """What a kernel leaves at the address that ``None`` stands for, before it all 0xAB."""
+        """Run a kernel and return its output array.
+
+        The output's address is passed for the argument ``None``; it is filled with 0xAB before.
+        """
         out = self.put(np.full(np.empty(shape, dtype).nbytes, 0xAB, np.uint8))
-        self.run(function, grid, block, *(out if a is None else a for a in args), **options)
+        arguments = [out if argument is None else argument for argument in args]
+        self.run(function, grid, block, *arguments, **options)
         return self.get(out, shape, dtype)
 
     def pack(self, *args: Any) -> Any:
-        """Build kernelParams: ints are pointers, everything else carries its own NumPy dtype."""
-        values = [np.array(a, np.uint64) if isinstance(a, int) else np.array(a) for a in args]
-        return np.array([v.ctypes.data for v in values], np.uint64), values
+        """Build kernelParams. An int is a pointer; other arguments have a NumPy dtype."""
+        values = []
+        for argument in args:
+            dtype = np.uint64 if isinstance(argument, int) else None
+            values.append(np.array(argument, dtype))
+        return np.array([value.ctypes.data for value in values], np.uint64), values
 
     def try_launch(
         self, function: Any, grid: Any, block: Any, *args: Any, stream: Any = 0, shared: int = 0
@@ -201,16 +209,16 @@ class Soft:
         self.ok(self.try_launch(*args, **options))
 
     def run(self, *args: Any, **options: Any) -> None:
-        """Launch on the legacy stream and wait."""
+        """Launch on the legacy stream and synchronize."""
         self.launch(*args, **options)
         self.cuCtxSynchronize()
 
     def host(self, stream: Any, function: Any, data: int = 0) -> None:
-        """Queue a C function or ctypes callback."""
+        """Enqueue a C function or ctypes callback as a host function."""
         self.cuLaunchHostFunc_v2(stream, self.d.CUhostFn(address(function)), data, 0)
 
     def kernel_params(self, function: Any, grid: Any, block: Any, *args: Any) -> tuple[Any, Any]:
-        """Return (CUDA_KERNEL_NODE_PARAMS, what must stay alive until the driver call is over)."""
+        """Return (CUDA_KERNEL_NODE_PARAMS, objects that must outlive the driver call)."""
         table, values = self.pack(*args)
         p = self.d.CUDA_KERNEL_NODE_PARAMS()
         p.func = function
@@ -228,7 +236,7 @@ class Soft:
         return self.cuGraphAddHostNode(graph, list(deps), len(deps), p)
 
     def host_params(self, function: Any, data: int = 0) -> Any:
-        """Structure of a host node."""
+        """Return the parameters of a host node."""
         p = self.d.CUDA_HOST_NODE_PARAMS()
         p.fn = self.d.CUhostFn(address(function))
         p.userData = data
@@ -239,19 +247,19 @@ class Soft:
         return self.cuGraphAddMemsetNode(graph, list(deps), len(deps), p, self.context)
 
     def replay(self, graph: Any, stream: Any, launches: int = 1) -> None:
-        """Instantiate a graph, launch it, wait, and drop the executable."""
+        """Instantiate a graph, launch it, synchronize, and destroy the executable."""
         executable = self.cuGraphInstantiate(graph, 0)
         self.play(executable, stream, launches)
         self.cuGraphExecDestroy(executable)
 
     def play(self, executable: Any, stream: Any, launches: int = 1) -> None:
-        """Launch an executable and wait."""
+        """Launch an executable and synchronize."""
         for _ in range(launches):
             self.cuGraphLaunch(executable, stream)
         self.cuStreamSynchronize(stream)
 
     def copy_params(self, dst: int, src: int, nbytes: int) -> Any:
-        """Structure of a copy node between addresses of any kind."""
+        """Return the parameters of a memcpy node between addresses of any kind."""
         p = self.d.CUDA_MEMCPY3D()
         p.srcMemoryType = p.dstMemoryType = self.d.CUmemorytype.CU_MEMORYTYPE_UNIFIED
         p.srcDevice = self.d.CUdeviceptr(src)
@@ -262,7 +270,7 @@ class Soft:
         return p
 
     def fill_params(self, dst: int, value: int, kind: Any = None) -> Any:
-        """Structure of a fill node of one word."""
+        """Return the parameters of a memset node of one word."""
         p = (kind or self.d.CUDA_MEMSET_NODE_PARAMS)()
         p.dst = self.d.CUdeviceptr(dst)
         p.value = value
@@ -271,13 +279,13 @@ class Soft:
         return p
 
     def node_params(self, kind: str) -> Any:
-        """CUgraphNodeParams of a type, by the end of its name."""
+        """Return CUgraphNodeParams of a type, given by the end of its name."""
         p = self.d.CUgraphNodeParams()
         p.type = getattr(self.d.CUgraphNodeType, f"CU_GRAPH_NODE_TYPE_{kind}")
         return p
 
     def conditional(self, graph: Any, deps: Sequence[Any], handle: Any, kind: int, size: int = 1):
-        """Try to add a conditional node; returns (code, node, bodies)."""
+        """Add a conditional node and return (error code, node, bodies)."""
         p = self.node_params("CONDITIONAL")
         p.conditional.handle = handle
         p.conditional.size = size
@@ -288,7 +296,7 @@ class Soft:
 
 
 class Kernels:
-    """A loaded module, whose functions are attributes."""
+    """A loaded module; its attributes are the kernels."""
 
     def __init__(self, soft: Soft, module: Any) -> None:
         self.soft = soft
@@ -299,7 +307,7 @@ class Kernels:
 
 
 class Words:
-    """Pinned 64-bit words, one cache line each, with host view and device addresses."""
+    """64-bit words in pinned memory, one per cache line, with a host view and device addresses."""
 
     def __init__(self, soft: Soft, count: int) -> None:
         self.soft = soft
@@ -319,35 +327,35 @@ class Words:
         return self.device + 64 * i
 
     def block(self, stream: Any) -> None:
-        """Hold a stream until the first word is 1."""
+        """Block a stream until the first word is 1."""
         self.soft.cuStreamWaitValue32(stream, self.address(0), 1, 1)
 
 
 def three(size: Any) -> tuple[int, int, int]:
-    """A grid's or block's three dimensions."""
+    """Return the three dimensions of a grid or block."""
     return (size, 1, 1) if isinstance(size, int) else size
 
 
 def code(result: tuple[Any, ...]) -> str:
-    """Name of a call's result code, without its prefix."""
+    """Return the name of a call's result code without its prefix."""
     name: str = result[0].name
     return name.removeprefix("CUDA_ERROR_").removeprefix("CUDA_")
 
 
 def codes(*results: tuple[Any, ...]) -> set[str]:
-    """Names of the codes of several calls."""
+    """Return the names of the result codes of calls."""
     return set(map(code, results))
 
 
 def in_threads(body: Callable[[Any], Any], *arguments: Any) -> list[Any]:
-    """What ``body`` returns for each argument, all at once on threads of their own."""
+    """Call ``body`` for all arguments concurrently, each on its own thread; return the results."""
     with ThreadPoolExecutor(len(arguments)) as pool:
         return list(pool.map(body, arguments))
 
 
 @functools.cache
 def device() -> Soft:
-    """Return the process's soft device; skip when another libcuda.so.1 answers already."""
+    """Return the soft device of the process; skip the test if another driver is loaded."""
     try:
         return Soft()
     except DeviceError as error:
@@ -355,19 +363,19 @@ def device() -> Soft:
 
 
 def child(request: dict[str, Any]) -> None:
-    """Run the request's code as a script would; never returns to the caller's loop."""
+    """Run the code of a request like a script and exit."""
     for descriptor, path in ((1, request["out"]), (2, request["err"])):
         os.dup2(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC), descriptor)
-    signal.alarm(request["limit"])  # whatever it is stuck in, this ends it
+    signal.alarm(request["limit"])  # ends a process that hangs, even in native code
     os.environ.clear()
     os.environ.update(request["env"])
     exec(compile(request["code"], "<child>", "exec"), {"__name__": "__main__"})
-    sys.exit()  # a full exit, as after an error: finalisation and static destructors run
+    sys.exit()  # a regular exit, so that finalization and static destructors run
 
 
 def serve() -> None:
-    """Answer the JSON requests on standard input, one a line, with their children's exit statuses
-    (negative: killed by that signal)."""
+    """Fork a child for each JSON request, one per line of standard input, and print its exit status
+    (negative: number of the signal that killed it)."""
     import cuda.bindings.driver  # noqa: F401
 
     for line in sys.stdin:
@@ -378,9 +386,11 @@ def serve() -> None:
         print(os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]), flush=True)
 
 
-class _Zygote:
-    """The process that forks children with Python, NumPy and cuda.bindings imported and no device
-    opened: a fresh interpreter costs a second, and every test of a fault needs its own process."""
+class _ForkServer:
+    """Process that forks children with NumPy and cuda.bindings imported and no device opened.
+
+    A new interpreter takes a second, and every test of a fault needs its own process.
+    """
 
     def __init__(self) -> None:
         self.process = subprocess.Popen(
@@ -401,11 +411,12 @@ class _Zygote:
             self.process.stdin.write(json.dumps(request) + "\n")
             self.process.stdin.flush()
             status = int(self.process.stdout.readline())
-            said = [path.read_text(errors="replace") for path in (out, err)]
-            return subprocess.CompletedProcess(code, status, *said)
+            stdout = out.read_text(errors="replace")
+            stderr = err.read_text(errors="replace")
+            return subprocess.CompletedProcess(code, status, stdout, stderr)
 
 
-_zygote = functools.cache(_Zygote)
+_fork_server = functools.cache(_ForkServer)
 
 PRELUDE = """
 import ctypes, sys, threading, time
@@ -417,13 +428,16 @@ d = s.d
 
 
 def run_child(code: str, limit: int = 30, **env: str) -> subprocess.CompletedProcess[str]:
-    """Run Python code with a fresh soft device ``s`` (and driver ``d``) in a child process."""
-    return _zygote().run(PRELUDE + textwrap.dedent(code), {**os.environ, **env}, limit)
+    """Run Python code in a child process with a new soft device ``s`` and its driver ``d``."""
+    return _fork_server().run(PRELUDE + textwrap.dedent(code), {**os.environ, **env}, limit)
 
 
-def check(code: str, text: str = KERNELS, **env: str) -> str:
-    """What such a child prints, which must succeed; ``kernels``, if used, are the text's."""
-    load = f"\nkernels = s.kernels({text!r})\n" if "kernels." in code else "\n"
+def check(code: str, source: str = KERNELS, **env: str) -> str:
+    """Run code in a child process, assert that it succeeds and return its output.
+
+    The kernels of `source` are available as ``kernels``.
+    """
+    load = f"\nkernels = s.kernels({source!r})\n" if "kernels." in code else "\n"
     done = run_child(load + textwrap.dedent(code), **env)
     assert done.returncode == 0, (done.stdout, done.stderr)
     return done.stdout

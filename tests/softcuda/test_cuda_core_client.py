@@ -1,4 +1,4 @@
-"""cuda.core, unmodified, as a client of the soft device."""
+"""The unmodified cuda.core library on the soft device."""
 
 from __future__ import annotations
 
@@ -25,22 +25,22 @@ extern "C" __global__ void twice(int* p) { p[0] *= 2; }
 
 @pytest.fixture
 def core(device):
-    """cuda.core's Device on the soft device."""
+    """The soft device as a Device of cuda.core."""
     if device.kind != "soft":
-        pytest.skip("NVIDIA's own driver is not what is tested here")
+        pytest.skip("the test needs the soft device")
     from cuda.core import Device
 
-    made = Device(device.ordinal)
-    made.set_current()
-    return made
+    core_device = Device(device.ordinal)
+    core_device.set_current()
+    return core_device
 
 
 @pytest.fixture
 def queue(core):
-    """A stream of cuda.core's."""
-    made = core.create_stream()
-    yield made
-    made.close()
+    """A stream of cuda.core."""
+    stream = core.create_stream()
+    yield stream
+    stream.close()
 
 
 @pytest.fixture
@@ -51,14 +51,14 @@ def image():
 
 @pytest.fixture
 def kernels(core, image):
-    """The two of them."""
+    """The kernels ``add`` and ``twice``."""
     code = ObjectCode.from_cubin(image)
     return code.get_kernel("add"), code.get_kernel("twice")
 
 
 @pytest.fixture
 def word(core):
-    """One int32 in pinned memory: (its value as a view, its address on the device)."""
+    """One int32 in pinned memory: (host view, device address)."""
     buffer = LegacyPinnedMemoryResource().allocate(64)
     view = np.from_dlpack(buffer).view(np.int32)
     view[:] = 0
@@ -67,8 +67,7 @@ def word(core):
     buffer.close()
 
 
-def test_device_streams_and_events(core, queue):
-    """The device says what it is; events of streams order and finish."""
+def test_cuda_core_device_streams_and_events(core, queue):
     assert core.name == "graft soft device" and core.compute_capability == (9, 0)
     other = core.create_stream()
     event = queue.record()
@@ -80,10 +79,10 @@ def test_device_streams_and_events(core, queue):
     other.close()
 
 
-def test_kernels_from_object_code(queue, image, kernels, word, tmp_path):
-    """Kernels of memory or of a file are found by name, know their parameters and run with what
-    they are given; a missing file, an absent kernel and a GPU's code are refused by name."""
-    (view, address), (add, twice) = word, kernels
+def test_cuda_core_loads_and_launches_kernels(queue, image, kernels, word, tmp_path):
+    """From memory and from a file, with the parameter layout of each kernel."""
+    view, address = word
+    add, twice = kernels
     assert [(p.offset, p.size) for p in add.arguments_info] == [(0, 8), (8, 4)]
     assert twice.num_arguments == 1 and add.attributes.max_threads_per_block == 1024
     for _ in range(3):
@@ -97,22 +96,27 @@ def test_kernels_from_object_code(queue, image, kernels, word, tmp_path):
     launch(queue, ONE, code.get_kernel("add"), address, np.int32(5))
     queue.sync()
     assert view[0] == 33
-    foreign = image[:18] + (190).to_bytes(2, "little") + image[20:]
-    for what, name, said in (
-        (code, "absent", "NOT_FOUND"),
-        (ObjectCode.from_cubin("/absent"), "add", "FILE_NOT_FOUND"),
-        (ObjectCode.from_cubin(foreign), "add", "NO_BINARY_FOR_GPU"),
+
+
+def test_cuda_core_reports_unloadable_kernels(core, image):
+    """A kernel that does not exist, a missing file, and GPU code."""
+    gpu_code = image[:18] + (190).to_bytes(2, "little") + image[20:]
+    for source, name, error in (
+        (image, "absent", "NOT_FOUND"),
+        ("/absent", "add", "FILE_NOT_FOUND"),
+        (gpu_code, "add", "NO_BINARY_FOR_GPU"),
     ):
-        with pytest.raises(CUDAError, match=f"CUDA_ERROR_{said}"):
-            what.get_kernel(name)
+        with pytest.raises(CUDAError, match=f"CUDA_ERROR_{error}"):
+            ObjectCode.from_cubin(source).get_kernel(name)
 
 
-def test_explicit_graphs_with_callbacks(queue, kernels, word, monkeypatch):
-    """Kernels and Python callbacks run in the graph's order, in every replay; what a callback
-    raises is reported as unraisable, and what comes after it runs."""
-    (view, address), (add, twice) = word, kernels
+def test_cuda_core_explicit_graph_runs_python_callbacks(queue, kernels, word, monkeypatch):
+    """In the order of the graph, in every launch. An exception of a callback is reported as
+    unraisable, and later nodes run."""
+    view, address = word
+    add, twice = kernels
     seen: list[int] = []
-    told: list[type] = []
+    unraisable: list[type] = []
     graph = GraphDefinition()
     node = graph.launch(ONE, add, address, np.int32(1))
     node = node.callback(lambda: seen.append(int(view[0])))
@@ -122,18 +126,19 @@ def test_explicit_graphs_with_callbacks(queue, kernels, word, monkeypatch):
     assert len(graph.nodes()) == 6 and len(graph.edges()) == 5
     run = graph.instantiate()
     run.upload(queue)
-    monkeypatch.setattr(sys, "unraisablehook", lambda said: told.append(said.exc_type))
+    monkeypatch.setattr(sys, "unraisablehook", lambda hook: unraisable.append(hook.exc_type))
     for _ in range(3):
         run.launch(queue)
     queue.sync()
     assert seen == [1, -1, -2, 3, -1, -2, 7, -1, -2] and view[0] == 14
-    assert told == [ZeroDivisionError] * 3
+    assert unraisable == [ZeroDivisionError] * 3
     run.close()
 
 
-def test_captured_graphs_with_callbacks(queue, kernels, word):
-    """A graph builder captures launches and callbacks; nothing runs before the replay."""
-    (view, address), (add, _) = word, kernels
+def test_cuda_core_graph_builder_captures_launches_and_callbacks(queue, kernels, word):
+    """Nothing runs before the graph is launched."""
+    view, address = word
+    add, _ = kernels
     seen: list[int] = []
     builder = queue.create_graph_builder()
     builder.begin_building()
@@ -151,8 +156,8 @@ def test_captured_graphs_with_callbacks(queue, kernels, word):
     builder.close()
 
 
-def test_libraries_name_their_kernels(core, image):
-    """The library calls agree with each other, and handles are refused once it is unloaded."""
+def test_library_functions_enumerate_kernels(core, image):
+    """All queries are consistent; handles are invalid after the library was unloaded."""
     library = call(cu.cuLibraryLoadData, image, [], [], 0, [], [], 0)
     assert call(cu.cuLibraryGetKernelCount, library) == 2
     kernels = call(cu.cuLibraryEnumerateKernels, 2, library)
@@ -163,17 +168,17 @@ def test_libraries_name_their_kernels(core, image):
     module = call(cu.cuLibraryGetModule, library)
     assert int(call(cu.cuModuleGetFunction, module, b"add")) == int(function)
     call(cu.cuLibraryUnload, library)
-    gone = (
+    results = (
         cu.cuLibraryUnload(library),
         cu.cuKernelGetFunction(add),
         cu.cuLibraryGetKernelCount(library),
     )
-    assert {said[0] for said in gone} == {cu.CUresult.CUDA_ERROR_INVALID_HANDLE}
+    assert {result[0] for result in results} == {cu.CUresult.CUDA_ERROR_INVALID_HANDLE}
 
 
-def test_buffers_without_pools(core, queue):
-    """cuda.core allocates device memory though there are no pools, and copies to it and back; for
-    nodes that allocate it says which function the driver has not."""
+def test_cuda_core_allocates_device_memory_without_pools(core, queue):
+    """Copies to and from it work. Allocation nodes, which need pools, raise an error that names the
+    missing function."""
     source, target = (LegacyPinnedMemoryResource().allocate(64) for _ in range(2))
     np.from_dlpack(source).view(np.int32)[:] = np.arange(16) - 7
     middle = core.allocate(64, stream=queue)
@@ -184,4 +189,4 @@ def test_buffers_without_pools(core, queue):
     for buffer in (source, middle, target):
         buffer.close()
     with pytest.raises(RuntimeError, match="cuGraphAddMemAllocNode"):
-        GraphDefinition().allocate(64)  # graph memory needs pools
+        GraphDefinition().allocate(64)

@@ -1,4 +1,4 @@
-"""Stream capture on the soft device, against the rules of the driver's documentation."""
+"""Stream capture on the soft device, by the rules of the driver's documentation."""
 
 from __future__ import annotations
 
@@ -13,20 +13,23 @@ INVALIDATED = "STREAM_CAPTURE_INVALIDATED"
 
 
 def fork(soft, stream, other, event) -> None:
+    """Make `other` wait for the current work of `stream`."""
     soft.cuEventRecord(event, stream)
     soft.cuStreamWaitEvent(other, event, 0)
 
 
-def ended(soft, stream) -> str:
+def end_capture(soft, stream) -> str:
+    """End a capture and return the error code."""
     return code(soft.d.cuStreamEndCapture(stream))
 
 
 def status(soft, stream) -> int:
+    """Return the capture status: 0 none, 1 active, 2 invalidated."""
     return int(soft.cuStreamIsCapturing(stream))
 
 
-def test_fork_and_join_through_events(soft, kernels, stream, other, event) -> None:
-    """Waiting for a captured event brings a stream into the capture; joining makes the edge."""
+def test_capture_forks_and_joins_through_events(soft, kernels, stream, other, event) -> None:
+    """A stream that waits for a captured event joins the capture."""
     a = soft.ints(0)
     b = soft.ints(0)
     back = soft.cuEventCreate(2)
@@ -34,7 +37,7 @@ def test_fork_and_join_through_events(soft, kernels, stream, other, event) -> No
     soft.cuMemsetD32Async(a, 1, 1, stream)
     fork(soft, stream, other, event)
     assert status(soft, other) == 1
-    soft.cuMemsetD32Async(b, 1, 1, other)  # the branches share no data
+    soft.cuMemsetD32Async(b, 1, 1, other)  # the branches use different data
     soft.launch(kernels.scale, 1, 1, b, np.int32(10), stream=other)
     soft.launch(kernels.add, 1, 1, a, np.int32(4), stream=stream)
     fork(soft, other, stream, back)
@@ -47,26 +50,25 @@ def test_fork_and_join_through_events(soft, kernels, stream, other, event) -> No
     assert soft.value(a) == 5 and soft.value(b) == 11
 
 
-def test_unjoined_forks_are_refused(soft, stream, other, event) -> None:
-    """A fork with work of its own that never comes back ends the capture without a graph, unless
-    its dependencies were taken out by hand."""
+def test_capture_with_unjoined_fork_fails(soft, stream, other, event) -> None:
+    """It succeeds if the dependencies of the forked stream are removed explicitly."""
     a = soft.ints(0)
     live = soft.live()
-    for taken_out in (False, True):
+    for removed in (False, True):
         soft.begin(stream)
         fork(soft, stream, other, event)
         soft.cuMemsetD32Async(a, 1, 1, other)
-        if taken_out:
+        if removed:
             soft.cuStreamUpdateCaptureDependencies(other, [], [], 0, 1)
             soft.cuGraphDestroy(soft.cuStreamEndCapture(stream))
         else:
-            assert ended(soft, stream) == "STREAM_CAPTURE_UNJOINED"
+            assert end_capture(soft, stream) == "STREAM_CAPTURE_UNJOINED"
         assert status(soft, stream) == status(soft, other) == 0
         assert soft.live()["graph"] == live["graph"]
 
 
-def test_a_joined_side_stream_may_be_destroyed_while_captured(soft, kernels) -> None:
-    """Fork, join, destroy: the capture goes on; unjoined, it is invalidated."""
+def test_capture_continues_after_joined_stream_is_destroyed(soft, kernels) -> None:
+    """Destroying a stream that was not joined invalidates the capture."""
     p = soft.ints(0)
     for joins in (True, False):
         main = soft.stream()
@@ -82,58 +84,65 @@ def test_a_joined_side_stream_may_be_destroyed_while_captured(soft, kernels) -> 
         if joins:
             soft.replay(soft.cuStreamEndCapture(main), main, 3)
         else:
-            assert ended(soft, main) == INVALIDATED
+            assert end_capture(soft, main) == INVALIDATED
     assert soft.value(p) == 3
 
 
-def test_an_invalidated_capture_takes_nothing_until_its_end(soft, stream, event) -> None:
-    """All that follows is an error, also for an event of the capture until it is recorded anew."""
+def test_capture_rejects_calls_after_invalidation(soft, stream, event) -> None:
+    """An event of the capture cannot be used until it is recorded again."""
     a = soft.ints(0)
     soft.begin(stream)
     soft.cuEventRecord(event, stream)
     assert code(soft.d.cuStreamSynchronize(stream)) == "STREAM_CAPTURE_UNSUPPORTED"
     assert status(soft, stream) == 2
-    assert code(soft.d.cuMemsetD32Async(a, 1, 1, stream)) == ended(soft, stream) == INVALIDATED
+    assert (
+        code(soft.d.cuMemsetD32Async(a, 1, 1, stream)) == end_capture(soft, stream) == INVALIDATED
+    )
     assert status(soft, stream) == 0
     assert code(soft.d.cuEventSynchronize(event)) == "CAPTURED_EVENT"
     soft.cuEventRecord(event, stream)
     soft.cuEventSynchronize(event)
 
 
-def test_dependencies_do_not_cross_the_border(soft, stream, other, event) -> None:
-    """Events from outside, of another capture and of an ended one are refused by name."""
+def test_capture_rejects_events_of_other_captures(soft, stream, other, event) -> None:
+    """Events recorded outside of the capture, in another one or in an ended one are errors."""
     soft.cuEventRecord(event, other)
     soft.begin(stream)
     wait = soft.d.cuStreamWaitEvent
     assert code(wait(stream, event, 0)) == "STREAM_CAPTURE_ISOLATION"
-    assert ended(soft, stream) == INVALIDATED
+    assert end_capture(soft, stream) == INVALIDATED
     soft.begin(stream)
     soft.begin(other)
     soft.cuEventRecord(event, other)
     assert code(wait(stream, event, 0)) == "STREAM_CAPTURE_MERGE"
-    assert ended(soft, stream) == ended(soft, other) == INVALIDATED
+    assert end_capture(soft, stream) == end_capture(soft, other) == INVALIDATED
     soft.begin(stream)
     soft.cuEventRecord(event, stream)
     soft.cuStreamEndCapture(stream)
     assert code(wait(other, event, 0)) == "CAPTURED_EVENT"
 
 
-def test_capture_ends_where_it_began(soft, stream, other, event) -> None:
-    """Only the origin stream ends a capture, and only its thread unless it is relaxed."""
+def test_capture_must_end_on_origin_stream_and_thread(soft, stream, other, event) -> None:
+    """A relaxed capture may be ended by any thread."""
+
+    def end_in_thread() -> str:
+        return in_threads(lambda origin: end_capture(soft, origin), stream)[0]
+
     soft.begin(stream)
     assert code(soft.d.cuStreamBeginCapture(stream, soft.mode(0))) == "ILLEGAL_STATE"
-    assert in_threads(lambda s: ended(soft, s), stream) == ["STREAM_CAPTURE_WRONG_THREAD"]
+    assert end_in_thread() == "STREAM_CAPTURE_WRONG_THREAD"
     soft.cuStreamEndCapture(stream)
     soft.begin(stream, RELAXED)
-    assert in_threads(lambda s: ended(soft, s), stream) == ["SUCCESS"]
+    assert end_in_thread() == "SUCCESS"
     soft.begin(stream)
     fork(soft, stream, other, event)
-    assert ended(soft, other) == "STREAM_CAPTURE_UNMATCHED"
-    assert ended(soft, stream) == INVALIDATED
+    assert end_capture(soft, other) == "STREAM_CAPTURE_UNMATCHED"
+    assert end_capture(soft, stream) == INVALIDATED
 
 
-def test_unsafe_calls_by_mode(soft, stream) -> None:
-    """cuMemAlloc is refused as cuThreadExchangeStreamCaptureMode documents, thread by thread."""
+def test_capture_mode_decides_on_unsafe_calls(soft, stream) -> None:
+    """cuMemAlloc follows the documentation of cuThreadExchangeStreamCaptureMode, in the capturing
+    thread and in another one."""
 
     def here() -> str:
         soft.cuCtxSetCurrent(soft.context)
@@ -150,7 +159,7 @@ def test_unsafe_calls_by_mode(soft, stream) -> None:
         return in_threads(body, own)[0]
 
     forbidden = "STREAM_CAPTURE_UNSUPPORTED"
-    for captured, call, expected in (
+    for mode, call, expected in (
         (GLOBAL, here, forbidden),
         (GLOBAL, there, forbidden),
         (THREAD_LOCAL, here, forbidden),
@@ -158,9 +167,9 @@ def test_unsafe_calls_by_mode(soft, stream) -> None:
         (RELAXED, here, "SUCCESS"),
         (RELAXED, there, "SUCCESS"),
     ):
-        soft.begin(stream, captured)
-        assert call() == expected, (captured, call)
-        assert ended(soft, stream) == (INVALIDATED if expected == forbidden else "SUCCESS")
+        soft.begin(stream, mode)
+        assert call() == expected, (mode, call)
+        assert end_capture(soft, stream) == (INVALIDATED if expected == forbidden else "SUCCESS")
     soft.begin(stream)
     assert there(THREAD_LOCAL) == "SUCCESS"
     before = soft.cuThreadExchangeStreamCaptureMode(soft.mode(RELAXED))
@@ -170,8 +179,8 @@ def test_unsafe_calls_by_mode(soft, stream) -> None:
     soft.cuStreamEndCapture(stream)
 
 
-def test_the_legacy_stream_stays_out(soft) -> None:
-    """The legacy stream cannot capture, and cannot be used beside a blocking stream that does."""
+def test_capture_rejects_legacy_stream(soft) -> None:
+    """The legacy stream can neither capture nor be used while a blocking stream captures."""
     a = soft.ints(0)
     legacy = soft.d.CUstream(0)
     blocking = soft.cuStreamCreate(0)
@@ -181,11 +190,10 @@ def test_the_legacy_stream_stays_out(soft) -> None:
     assert code(soft.d.cuStreamIsCapturing(legacy)) == "STREAM_CAPTURE_IMPLICIT"
     assert status(soft, blocking) == 1
     assert code(soft.d.cuMemsetD8Async(a, 0, 4, legacy)) == "STREAM_CAPTURE_IMPLICIT"
-    assert ended(soft, blocking) == INVALIDATED
+    assert end_capture(soft, blocking) == INVALIDATED
 
 
-def test_a_capturing_graph_is_not_touched(soft, kernels, stream) -> None:
-    """The graph that a stream captures into can be used only after the end."""
+def test_capture_graph_cannot_be_used_before_end(soft, kernels, stream) -> None:
     a = soft.ints(3)
     d = soft.d
     soft.begin(stream)
@@ -197,8 +205,8 @@ def test_a_capturing_graph_is_not_touched(soft, kernels, stream) -> None:
     assert soft.value(a) == 15
 
 
-def test_a_launched_graph_becomes_a_child(soft, kernels, stream, graph) -> None:
-    """cuGraphLaunch on a capturing stream adds a child graph with that executable's parameters."""
+def test_capture_of_graph_launch_adds_child_graph(soft, kernels, stream, graph) -> None:
+    """The child has the executable's parameters and outlives the executable."""
     a = soft.ints(1)
     soft.add_kernel(graph, [], kernels.add, 1, 1, a, np.int32(2))
     executable = soft.cuGraphInstantiate(graph, 0)
@@ -215,8 +223,8 @@ def test_a_launched_graph_becomes_a_child(soft, kernels, stream, graph) -> None:
 
 
 @pytest.mark.parametrize("kind", [0, 1])
-def test_dropping_the_stream_drops_its_capture(soft, kind) -> None:
-    """A capture whose stream, blocking or not, is destroyed leaves no graph behind."""
+def test_capture_is_discarded_with_origin_stream(soft, kind) -> None:
+    """Destroying the stream, blocking or not, also destroys the graph."""
     live = soft.live()
     stream = soft.cuStreamCreate(kind)
     soft.begin(stream)

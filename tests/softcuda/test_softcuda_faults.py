@@ -1,4 +1,4 @@
-"""Faults of device code: named, sticky, survived by the process. Each runs in a child."""
+"""Faults of device code: their texts and the sticky error. Each test runs in a child process."""
 
 from __future__ import annotations
 
@@ -51,14 +51,14 @@ def faulted(expected, *words):
 
 
 def check(body: str, **env: str) -> None:
-    """A body that begins with the kernels ``f`` and 100 words ``p``."""
+    """Run code in a child process with the kernels ``f`` and 100 words of device memory ``p``."""
     util.check(f"f = s.kernels({KERNELS!r})\n{SETUP}{body}", **env)
 
 
 ADDRESS = "ILLEGAL_ADDRESS"
 FAILED = "LAUNCH_FAILED"
 WRITE = "'write_at' block (2,0,0) thread (5,0,0): illegal write"
-# launch, code, words of the text
+# By name: arguments of the launch, error code, parts of the text.
 FAULTS = {
     "past the end": (
         "f.write_at, 4, 8, p, np.int64(100)",
@@ -72,7 +72,7 @@ FAULTS = {
     ),
     "far past": ("f.write_at, 4, 8, p, np.int64(1100)", ADDRESS, [WRITE]),
     "wild": ("f.read_at, 1, 1, p, np.int64(1 << 45), p", ADDRESS, ["kernel 'read_at'"]),
-    "an address from memory": (
+    "device address in memory": (
         "f.follow, 1, 1, s.put([p], np.uint64), p",
         ADDRESS,
         ["untranslated device address", "'follow'"],
@@ -99,7 +99,7 @@ FAULTS = {
         FAILED,
         ["divergent barrier", "32 at warp operations"],
     ),
-    "mask without its caller": (
+    "mask without calling lane": (
         "f.stranger, 1, 32, p",
         FAILED,
         ["__shfl_sync with mask 0x1", "thread (1,0,0)"],
@@ -112,14 +112,13 @@ FAULTS = {
 
 
 @pytest.mark.parametrize("name", FAULTS)
-def test_faults_are_named(name):
-    """Each costs the context, and its text says what happened where; <cassert> is included."""
+def test_fault_text_names_kernel_thread_and_memory(name):
     launch, code, words = FAULTS[name]
     check(f"s.try_launch({launch})\nfaulted({code!r}, *{words!r})")
 
 
-def test_sticky_error_answers_every_later_call():
-    """After a fault each call answers the same code, host functions do not run, events end."""
+def test_fault_is_returned_by_every_later_call():
+    """Host functions do not run after it, events complete, and live resources count as leaked."""
     check("""
 stream, event = s.stream(), s.cuEventCreate(0)
 called, gate = [], threading.Event()
@@ -145,8 +144,8 @@ assert leaked["graph"] == 0
 """)
 
 
-def test_misaligned_accesses_are_found_where_kernels_check_for_them():
-    """With SOFTCUDA_ALIGNMENT=1 a vector load from the wrong address fails the launch by name."""
+def test_fault_misaligned_access_is_detected_with_alignment_setting():
+    """SOFTCUDA_ALIGNMENT=1, a vector load from a misaligned address."""
     check(
         """
 run = s.kernels('''extern "C" __global__ void quad(const float4* p, float* out) {
@@ -160,32 +159,31 @@ faulted("MISALIGNED_ADDRESS", "'quad'", "misaligned access")
 
 
 @pytest.mark.parametrize(
-    ("ended", "words"),
+    ("destroy", "words"),
     [
         ("cuMemFree(p)", ["use after free", "'nop' parameter 0", "freed device"]),
         ("cuModuleUnload(f.module)", ["launched after its module had been unloaded"]),
     ],
 )
-def test_a_graph_of_what_is_gone_is_found_at_the_launch(ended, words):
-    """A graph that names memory freed or a module unloaded since faults instead of running."""
+def test_fault_graph_launch_detects_freed_memory_and_unloaded_module(destroy, words):
+    """Instead of running a kernel of a graph that refers to them."""
     check(f"""
 g = s.cuGraphCreate(0)
 s.add_kernel(g, [], f.nop, 1, 1, p)
 e = s.cuGraphInstantiate(g, 0)
-s.{ended}
+s.{destroy}
 s.cuGraphLaunch(e, s.stream())
 faulted("ILLEGAL_ADDRESS", *{words!r})
 """)
 
 
-def test_faults_of_host_code_still_kill_the_process():
-    """Only device code's faults are absorbed; faulthandler keeps its say for the others."""
+def test_fault_of_host_code_ends_process():
+    """The soft device handles faults of device code only; faulthandler reports the others."""
     done = util.run_child("import faulthandler; faulthandler.enable()\nctypes.string_at(8, 1)")
     assert done.returncode == -11 and "Segmentation fault" in done.stderr
 
 
-def test_fault_on_one_of_several_workers():
-    """With several workers the first fault wins and every waiter is woken."""
+def test_fault_on_one_of_several_workers_wakes_all_waits():
     check(
         """
 stream = [s.stream() for _ in range(4)]
@@ -202,9 +200,9 @@ assert in_threads(lambda q: code(d.cuStreamSynchronize(q)), *stream) == ["ILLEGA
     )
 
 
-def test_a_fault_completes_what_waits():
-    """Nobody hangs on the event of a launch that will not run, nor on a memory operation's wait
-    that nobody will answer."""
+def test_fault_completes_pending_events_and_memory_operations():
+    """The event of a graph launch that does not run any more, and a wait whose word is never
+    written."""
     util.check("""
     a, b, c, words, never = s.stream(), s.stream(), s.stream(), Words(s, 1), Words(s, 1)
     event, graph = s.cuEventCreate(0), s.cuGraphCreate(0)
@@ -229,9 +227,8 @@ def test_a_fault_completes_what_waits():
         (7 << 18, -60000, "240000 bytes before the start"),
     ],
 )
-def test_small_overruns_are_found_when_the_memory_is_freed(size, index, words):
-    """A write that misses the guard page, within the slack of its page, be it a huge one, is
-    reported by the free."""
+def test_fault_small_overrun_is_detected_at_free(size, index, words):
+    """A write to the bytes between the allocation and its guard page, also with huge pages."""
     check(f"""
 q = s.alloc({size})
 s.run(f.write_at, 4, 8, q, np.int64({index}))

@@ -1,4 +1,4 @@
-"""Explicit graphs on the soft device: order, concurrency, structure, queries, updates."""
+"""Explicit graphs on the soft device: execution order, queries, child graphs and updates."""
 
 from __future__ import annotations
 
@@ -13,18 +13,18 @@ from softcuda_util import CALLBACK, USLEEP, code, codes
 
 @pytest.fixture
 def log(soft):
-    """A log that kernels append to: the count, then the entries."""
+    """A log to which kernels append: the number of entries, then the entries."""
     return soft.ints(*[0] * 128)
 
 
 def entries(soft, log):
-    """What a log holds."""
+    """Return the entries of a log."""
     words = soft.get(log, 128, np.int32)
     return words[1 : 1 + words[0]].tolist()
 
 
-def test_branches_overlap(soft, kernels, stream, graph, words):
-    """A kernel that waits for a host node of another branch finishes: both really run at once."""
+def test_graph_branches_run_concurrently(soft, kernels, stream, graph, words):
+    """A kernel polls a word that a host node of another branch sets."""
     out = soft.ints(0)
     callback = CALLBACK(lambda _: time.sleep(0.03) or words.__setitem__(0, 9))
     fork = soft.cuGraphAddEmptyNode(graph, [], 0)
@@ -34,9 +34,7 @@ def test_branches_overlap(soft, kernels, stream, graph, words):
     assert soft.value(out) == 9
 
 
-def test_structure_reads_back(soft, kernels, graph):
-    """Nodes, edges and parameters can be read from a definition; clusters of one block are kept
-    and given back, those of several refused."""
+def test_graph_queries_return_nodes_edges_and_parameters(soft, kernels, graph):
     p = soft.ints(0)
     a = soft.add_kernel(graph, [], kernels.add, 3, (4, 2, 1), p, np.int32(77))
     c = soft.cuGraphAddEmptyNode(graph, [], 0)
@@ -52,75 +50,105 @@ def test_structure_reads_back(soft, kernels, graph):
     assert ctypes.c_uint64.from_address(table[0]).value == p
     assert ctypes.c_int.from_address(table[1]).value == 77
     assert int(soft.cuGraphHostNodeGetParams(b).userData) == 12
+
+
+def test_graph_kernel_node_cluster_attribute_supports_one_block(soft, kernels, graph):
+    node = soft.add_kernel(graph, [], kernels.add, 1, 1, soft.ints(0), np.int32(1))
     cluster = soft.d.CUkernelNodeAttrID.CU_LAUNCH_ATTRIBUTE_CLUSTER_DIMENSION
-    value = soft.cuGraphKernelNodeGetAttribute(a, cluster)
-    value.clusterDim.x = value.clusterDim.y = value.clusterDim.z = 1
-    soft.cuGraphKernelNodeSetAttribute(a, cluster, value)
-    assert soft.cuGraphKernelNodeGetAttribute(a, cluster).clusterDim.x == 1
+    value = soft.cuGraphKernelNodeGetAttribute(node, cluster)
+    value.clusterDim.x = 1
+    value.clusterDim.y = 1
+    value.clusterDim.z = 1
+    soft.cuGraphKernelNodeSetAttribute(node, cluster, value)
+    assert soft.cuGraphKernelNodeGetAttribute(node, cluster).clusterDim.x == 1
     value.clusterDim.x = 2
-    assert code(soft.d.cuGraphKernelNodeSetAttribute(a, cluster, value)) == "NOT_SUPPORTED"
+    assert code(soft.d.cuGraphKernelNodeSetAttribute(node, cluster, value)) == "NOT_SUPPORTED"
 
 
-def test_programmatic_edges_are_kept_and_waited_for(soft, kernels, stream, graph, log):
-    """They join kernels only, read back, order like full ones, and make another shape; they go with
-    their nodes."""
-    d = soft.d
-    full = soft.cuGraphCreate(0)
-    edge = d.CUgraphEdgeData()
+KERNEL_FIELDS = (
+    "func",
+    "gridDimX",
+    "gridDimY",
+    "gridDimZ",
+    "blockDimX",
+    "blockDimY",
+    "blockDimZ",
+    "kernelParams",
+)
+
+
+def add_kernel_chain(soft, kernel, graph, log, edge) -> None:
+    """Add three kernels that append 0, 1 and 2, connected by edges with this data (None: full)."""
+    last: list = []
+    for i in range(3):
+        params = soft.node_params("KERNEL")
+        kernel_params, _keep = soft.kernel_params(kernel, 1, 1, log, np.int32(i))
+        for name in KERNEL_FIELDS:
+            setattr(params.kernel, name, getattr(kernel_params, name))
+        edges = [edge] if last and edge is not None else None
+        last = [soft.cuGraphAddNode(graph, last, edges, len(last), params)]
+
+
+@pytest.fixture
+def programmatic_edge(soft):
+    """Data of an edge from port 1 of a kernel."""
+    edge = soft.d.CUgraphEdgeData()
     edge.from_port = 1
-    edge.type = d.CUgraphDependencyType(1)
-    for one, data in ((graph, [edge]), (full, None)):
-        last: list = []
-        for i in range(3):
-            params = soft.node_params("KERNEL")
-            given, keep = soft.kernel_params(kernels.append, 1, 1, log, np.int32(i))
-            for name in (
-                "func",
-                "gridDimX",
-                "gridDimY",
-                "gridDimZ",
-                "blockDimX",
-                "blockDimY",
-                "blockDimZ",
-                "kernelParams",
-            ):
-                setattr(params.kernel, name, getattr(given, name))
-            last = [soft.cuGraphAddNode(one, last, data if last else None, len(last), params)]
+    edge.type = soft.d.CUgraphDependencyType(1)
+    return edge
+
+
+def test_graph_programmatic_edges_order_kernels_like_full_edges(
+    soft, kernels, stream, graph, log, programmatic_edge
+):
+    """The edges are returned by queries, removed with their nodes, and part of the topology."""
+    add_kernel_chain(soft, kernels.append, graph, log, programmatic_edge)
     soft.replay(graph, stream)
-    assert entries(soft, log) == [0, 1, 2] and keep
+    assert entries(soft, log) == [0, 1, 2]
     *_, data, count = soft.cuGraphGetEdges(graph, 8)
-    assert [(e.from_port, e.to_port, int(e.type)) for e in data[:count]] == [(1, 0, 1)] * 2
+    edges = [(edge.from_port, edge.to_port, int(edge.type)) for edge in data[:count]]
+    assert edges == [(1, 0, 1)] * 2
+    full = soft.cuGraphCreate(0)
+    add_kernel_chain(soft, kernels.append, full, log, None)
     executable = soft.cuGraphInstantiate(graph, 0)
-    assert code(d.cuGraphExecUpdate(executable, full)) == "GRAPH_EXEC_UPDATE_FAILURE"
-    params, (first, last, *_) = d.CUgraphNodeParams(), soft.cuGraphGetNodes(graph, 8)[0]
-    params.type = d.CUgraphNodeType.CU_GRAPH_NODE_TYPE_EMPTY
-    assert code(d.cuGraphAddNode(graph, [first], [edge], 1, params)) == "INVALID_VALUE"
-    edge.from_port = 3
-    assert code(d.cuGraphAddNode(graph, [first], [edge], 1, params)) == "INVALID_VALUE"
-    count = ctypes.c_size_t(1)
-    nodes = (ctypes.c_void_p * 2)()
-    lossy = soft.lib.cuGraphGetEdges_v2(
-        ctypes.c_void_p(int(graph)), nodes, nodes, None, ctypes.byref(count)
-    )
-    assert lossy == int(d.CUresult.CUDA_ERROR_LOSSY_QUERY)
-    soft.cuGraphDestroyNode(last)
+    assert code(soft.d.cuGraphExecUpdate(executable, full)) == "GRAPH_EXEC_UPDATE_FAILURE"
+    _first, second, *_ = soft.cuGraphGetNodes(graph, 8)[0]
+    soft.cuGraphDestroyNode(second)
     assert soft.cuGraphGetEdges(graph, 8)[-1] == 0
 
 
-def test_bad_structures_are_refused(soft, graph):
-    """Foreign and duplicate dependencies and unknown node types are refused."""
+def test_graph_programmatic_edges_reject_invalid_use(soft, kernels, graph, log, programmatic_edge):
+    """They connect kernels only, from port 1 or 2. A query without edge data is lossy."""
+    d = soft.d
+    add_kernel_chain(soft, kernels.append, graph, log, programmatic_edge)
+    params = soft.node_params("EMPTY")
+    first = soft.cuGraphGetNodes(graph, 8)[0][0]
+    for port in (1, 3):
+        programmatic_edge.from_port = port
+        result = d.cuGraphAddNode(graph, [first], [programmatic_edge], 1, params)
+        assert code(result) == "INVALID_VALUE"
+    count = ctypes.c_size_t(1)
+    nodes = (ctypes.c_void_p * 2)()
+    handle = ctypes.c_void_p(int(graph))
+    lossy = soft.lib.cuGraphGetEdges_v2(handle, nodes, nodes, None, ctypes.byref(count))
+    assert lossy == int(d.CUresult.CUDA_ERROR_LOSSY_QUERY)
+
+
+def test_graph_add_node_rejects_invalid_dependencies_and_types(soft, graph):
+    """Nodes of other graphs and duplicate dependencies are INVALID_VALUE."""
     d = soft.d
     elsewhere = soft.cuGraphCreate(0)
     foreign = soft.cuGraphAddEmptyNode(elsewhere, [], 0)
     a = soft.cuGraphAddEmptyNode(graph, [], 0)
-    bad = [d.cuGraphAddEmptyNode(graph, deps, len(deps)) for deps in ([foreign], [a, a])]
-    assert codes(*bad) == {"INVALID_VALUE"}
+    for dependencies in ([foreign], [a, a]):
+        result = d.cuGraphAddEmptyNode(graph, dependencies, len(dependencies))
+        assert code(result) == "INVALID_VALUE"
     params = soft.node_params("MEM_ALLOC")
     assert code(d.cuGraphAddNode(graph, [], None, 0, params)) == "NOT_SUPPORTED"
 
 
-def test_an_executable_is_independent_of_its_definition(soft, kernels, stream, graph):
-    """Destroying or changing the definition leaves an executable as it was instantiated."""
+def test_graph_executable_is_independent_of_definition(soft, kernels, stream, graph):
+    """Changing or destroying the definition does not affect executables."""
     p = soft.ints(0)
     executables = []
     for value in (1, 99):
@@ -132,8 +160,8 @@ def test_an_executable_is_independent_of_its_definition(soft, kernels, stream, g
     assert soft.value(p) == 101
 
 
-def test_child_graphs(soft, kernels, stream, graph, log):
-    """A child is copied into its parent and runs between its node's neighbours."""
+def test_graph_child_is_cloned_into_parent(soft, kernels, stream, graph, log):
+    """The child runs between the neighbours of its node; later changes do not affect the clone."""
     append = kernels.append
     child = soft.cuGraphCreate(0)
     x = soft.add_kernel(child, [], append, 1, 1, log, np.int32(2))
@@ -141,28 +169,30 @@ def test_child_graphs(soft, kernels, stream, graph, log):
     a = soft.add_kernel(graph, [], append, 1, 1, log, np.int32(1))
     node = soft.cuGraphAddChildGraphNode(graph, [a], 1, child)
     soft.add_kernel(graph, [node], append, 1, 1, log, np.int32(4))
-    soft.add_kernel(child, [], append, 1, 1, log, np.int32(99))  # after the fact: not in the copy
+    soft.add_kernel(child, [], append, 1, 1, log, np.int32(99))  # not in the clone
     soft.cuGraphDestroy(child)
     soft.replay(graph, stream)
     assert entries(soft, log) == [1, 2, 3, 4]
 
 
-def test_launches_and_nodes_are_counted(soft, kernels, stream, graph):
-    """Counters tell launches, nodes, kernels and host functions apart; no nodes are none."""
+def test_graph_counters_count_launches_nodes_kernels_and_host_functions(
+    soft, kernels, stream, graph
+):
+    """Also uploads and launches an empty graph."""
     empty = soft.cuGraphInstantiate(graph, 0)
     soft.cuGraphUpload(empty, stream)
     soft.cuGraphLaunch(empty, stream)
     a = soft.add_kernel(graph, [], kernels.add, 1, 1, soft.ints(0), np.int32(1))
     soft.add_host(graph, [a], USLEEP)
     names = ("graph_launch", "node", "kernel_launch", "host_func")
-    before = [soft.count(name) for name in names]
+    before = np.array([soft.count(name) for name in names])
     soft.replay(graph, stream, 5)
-    assert [soft.count(n) - b for n, b in zip(names, before, strict=True)] == [5, 10, 5, 5]
+    after = np.array([soft.count(name) for name in names])
+    assert (after - before).tolist() == [5, 10, 5, 5]
 
 
-def test_set_params_change_later_launches_only(soft, kernels, stream, graph, log):
-    """Launches already queued keep the parameters they were queued with; host nodes have none to
-    change, and cannot be disabled."""
+def test_graph_set_params_affects_later_launches_only(soft, kernels, stream, graph, log):
+    """Queued launches keep their parameters. Host nodes cannot be changed or disabled."""
     gate = threading.Event()
     callback = CALLBACK(lambda _: gate.wait(10) and None)
     hold = soft.add_host(graph, [], callback)
@@ -170,21 +200,21 @@ def test_set_params_change_later_launches_only(soft, kernels, stream, graph, log
     executable = soft.cuGraphInstantiate(graph, 0)
     soft.cuGraphLaunch(executable, stream)
     for value in (2, 3):
-        params, keep = soft.kernel_params(kernels.append, 1, 1, log, np.int32(value))
+        params, _keep = soft.kernel_params(kernels.append, 1, 1, log, np.int32(value))
         soft.cuGraphExecKernelNodeSetParams(executable, node, params)
         soft.cuGraphLaunch(executable, stream)
     gate.set()
     soft.cuStreamSynchronize(stream)
     assert entries(soft, log) == [1, 2, 3]
-    wrong = (
+    results = (
         soft.d.cuGraphExecKernelNodeSetParams(executable, hold, params),
         soft.d.cuGraphNodeSetEnabled(executable, hold, 0),
     )
-    assert codes(*wrong) == {"INVALID_VALUE"} and keep
+    assert codes(*results) == {"INVALID_VALUE"}
 
 
-def test_whole_graph_update(soft, kernels, stream):
-    """cuGraphExecUpdate takes a definition of equal topology and names what differs otherwise."""
+def test_graph_exec_update_requires_equal_topology(soft, kernels, stream):
+    """The result info states what differs."""
     p = soft.ints(0)
 
     def define(value: int, second: str = "kernel"):
@@ -202,21 +232,23 @@ def test_whole_graph_update(soft, kernels, stream):
     soft.cuGraphExecUpdate(executable, define(5))
     for second, reason in (("host", "NODE_TYPE_CHANGED"), ("and more", "TOPOLOGY_CHANGED")):
         graph = define(5, second)
-        info = soft.d.CUgraphExecUpdateResultInfo()  # the bindings give none after a failure
-        words = (int(executable), int(graph), info.getPtr())
-        error = soft.lib.cuGraphExecUpdate_v2(*map(ctypes.c_void_p, words))
+        # Called by ctypes, because cuda.bindings returns no info after a failure.
+        info = soft.d.CUgraphExecUpdateResultInfo()
+        arguments = (int(executable), int(graph), info.getPtr())
+        error = soft.lib.cuGraphExecUpdate_v2(*map(ctypes.c_void_p, arguments))
         assert error == 910
         assert info.result.name == f"CU_GRAPH_EXEC_UPDATE_ERROR_{reason}"
     soft.play(executable, stream)
     assert soft.value(p) == 10
 
 
-def test_updates_know_child_graphs_wherever_their_nodes_lie(soft, kernels, stream):
-    """Definitions of one shape agree, also with several nodes in a child; new parameters count."""
+def test_graph_exec_update_accepts_equal_child_graphs(soft, kernels, stream):
+    """The comparison does not depend on the addresses of a child's nodes. New parameters apply."""
     a = soft.ints(0)
     executable = None
     for value in range(1, 21):
-        child, graph = (soft.cuGraphCreate(0) for _ in range(2))
+        child = soft.cuGraphCreate(0)
+        graph = soft.cuGraphCreate(0)
         last: list = []
         for _ in range(6):
             last = [soft.add_kernel(child, last, kernels.add, 1, 1, a, np.int32(value))]

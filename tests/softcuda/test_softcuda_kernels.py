@@ -1,4 +1,4 @@
-"""What a kernel text means on the soft device: warps, barriers, atomics; how it is compiled."""
+"""Kernels on the soft device: warp operations, barriers, shared memory, atomics, compilation."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ extern "C" __global__ void wide(const double* x, double* out) {
   out[threadIdx.x] = __shfl_sync(0xffffffffu, x[threadIdx.x], 31 - (int)threadIdx.x);
 }
 extern "C" __global__ void groups(unsigned* out) {
-  // Two halves of one warp, each in a loop of its own length, never meeting.
+  // Two halves of one warp run loops of different length and never synchronize.
   const unsigned lane = threadIdx.x;
   const unsigned mask = lane < 16 ? 0x0000ffffu : 0xffff0000u;
   unsigned v = lane;
@@ -63,7 +63,10 @@ def kernels(soft):
 
 
 def shuffle_oracle(op: int, value, mask: int, arg, width: int) -> dict[int, int]:
-    """The CUDA guide's definition, lane by lane; sources outside the mask are left out."""
+    """Return the result of each lane by the definition of the CUDA programming guide.
+
+    Lanes whose source is outside of the mask are left out.
+    """
     out = {}
     value = [int(v) for v in value]
     arg = [int(a) for a in arg]
@@ -96,15 +99,15 @@ def shuffle_oracle(op: int, value, mask: int, arg, width: int) -> dict[int, int]
         *((op, 32) for op in range(4, 8)),
     ],
 )
-def test_warp_operations_with_partial_masks(soft, kernels, op, width):
-    """Shuffles and votes follow the CUDA guide for any mask, width and source lane."""
+def test_warp_shuffles_and_votes_follow_cuda_guide(soft, kernels, op, width):
+    """For random masks, values and source lanes."""
     warps = 24
     value = rng.integers(0, 2**32, (warps, 32), dtype=np.uint32)
     masks = rng.integers(1, 2**32, warps, dtype=np.uint64).astype(np.uint32)
     masks[:2] = 0xFFFFFFFF, 1 << 31
     arg = rng.integers(0, 32, (warps, 32), dtype=np.int32)
     pointers = [soft.put(value), soft.put(np.repeat(masks, 32)), soft.put(arg)]
-    # Two warps a block: neighbours with other masks must not disturb each other.
+    # Two warps per block with different masks, which must not affect each other.
     got = soft.results(
         (warps, 32),
         np.uint32,
@@ -125,16 +128,15 @@ def test_warp_operations_with_partial_masks(soft, kernels, op, width):
     assert checked > 100
 
 
-def test_disjoint_masks_progress_independently(soft, kernels):
-    """Two groups of one warp rendezvous with their own masks, however often each does."""
+def test_warp_groups_with_disjoint_masks_are_independent(soft, kernels):
+    """Two groups of lanes of one warp execute different numbers of shuffles."""
     lane = np.arange(32)
     rounds = np.repeat([3, 5], 16)
     got = soft.results(32, np.uint32, kernels.groups, 1, 32, None)
     assert np.array_equal(got, (lane & 16) + ((lane & 15) + rounds) % 16)
 
 
-def test_collective_sum_is_bitwise_the_butterfly(soft, kernels):
-    """softcuda_warp_sum gives the bits of five xor shuffles."""
+def test_warp_sum_has_the_bits_of_five_xor_shuffles(soft, kernels):
     x = (rng.standard_normal((8, 32)) * 10.0 ** rng.integers(-6, 6, (8, 32))).astype(np.float32)
     a = soft.alloc(x.nbytes)
     collective = soft.results(x.shape, np.uint32, kernels.sums, 4, 64, soft.put(x), a, None)
@@ -146,8 +148,7 @@ def test_collective_sum_is_bitwise_the_butterfly(soft, kernels):
     assert np.array_equal(collective, butterfly)
 
 
-def test_shuffle_of_eight_bytes(soft, kernels):
-    """64-bit values cross the warp whole."""
+def test_warp_shuffle_exchanges_64_bit_values(soft, kernels):
     x = rng.standard_normal(32)
     assert np.array_equal(soft.results(32, float, kernels.wide, 1, 32, soft.put(x), None), x[::-1])
 
@@ -158,7 +159,7 @@ __device__ T* tile() {
   __shared__ T memory[N];
   return memory;
 }
-// Each block fills its tile, waits, and checks that nobody else wrote to it meanwhile.
+// Each block fills its tile, waits, and checks that no other block has written to it.
 template <class T>
 __device__ void exclusive(int* bad, int rounds) {
   T* mine = tile<T, 256>();
@@ -181,7 +182,7 @@ extern "C" __global__ void votes(const int* in, int* count, int* all, int* any) 
   const int o = __syncthreads_or(p);
   if (threadIdx.x == 0) { count[blockIdx.x] = c; all[blockIdx.x] = a; any[blockIdx.x] = o; }
 }
-// Threads leave at different times; those that stay must still meet.
+// Threads exit at different times; barriers of the remaining ones must complete.
 extern "C" __global__ void leavers(int* out) {
   __shared__ int total;
   if (threadIdx.x == 0) total = 0;
@@ -209,8 +210,8 @@ extern "C" __global__ void indices(int* out) {
 
 
 @pytest.mark.parametrize("name", ["tiles_f32", "tiles_i32"])
-def test_shared_memory_of_templates_belongs_to_one_block(name):
-    """On two and more workers, shared memory declared in a template is never shared by blocks."""
+def test_shared_memory_in_templates_is_separate_for_each_block(name):
+    """Blocks run concurrently on four workers."""
     check(
         f"""
         bad = s.ints(0)
@@ -222,8 +223,7 @@ def test_shared_memory_of_templates_belongs_to_one_block(name):
     )
 
 
-def test_barrier_votes(soft, kernels):
-    """__syncthreads_count, _and and _or combine the predicates of the whole kernels."""
+def test_barrier_count_and_or_combine_predicates_of_block(soft, kernels):
     inputs = rng.integers(0, 2, (6, 96), dtype=np.int32)
     inputs[0] = 0
     inputs[1] = 1
@@ -234,14 +234,13 @@ def test_barrier_votes(soft, kernels):
         assert np.array_equal(soft.get(pointer, 6, np.int32), expected)
 
 
-def test_exited_threads_count_as_arrived(soft, kernels):
-    """A barrier waits for the threads that have not exited."""
+def test_barrier_does_not_wait_for_exited_threads(soft, kernels):
     assert soft.results(1, np.int32, kernels.leavers, 1, 128, None) == [100 + 80 + 60 + 40]
 
 
 @pytest.mark.parametrize("n", [1, 33, 1000, 12288])
-def test_dynamic_shared_memory(soft, kernels, n):
-    """Dynamic shared memory has the launch's size, up to the default 48 KiB."""
+def test_dynamic_shared_memory_has_size_of_launch(soft, kernels, n):
+    """Up to the default limit of 48 KiB."""
     data = rng.integers(0, 1 << 30, (5, n), dtype=np.int32)
     got = soft.results(
         data.shape,
@@ -257,8 +256,7 @@ def test_dynamic_shared_memory(soft, kernels, n):
     assert np.array_equal(got, data[:, ::-1])
 
 
-def test_three_dimensional_indices(soft, kernels):
-    """Every thread of a 3-d grid of 3-d blocks runs once with its own indices."""
+def test_three_dimensional_launch_runs_each_thread_once(soft, kernels):
     got = soft.results((60, 24), np.int32, kernels.indices, (3, 4, 5), (4, 3, 2), None)
     assert np.array_equal(got, np.arange(60)[:, None] * 10000 + np.arange(24))
 
@@ -279,7 +277,7 @@ extern "C" __global__ void atomics(int* i, unsigned* u, unsigned long long* q, f
   atomicMin(&q[1], 1ull << (63 - (at & 31)));
   atomicAdd(&f[0], 0.5f);
   atomicAdd_system(&f[1], 1.0f);
-  // A lock by compare-and-swap around a plain increment.
+  // A spin lock that guards a plain increment.
   bool done = false;
   while (!done) {
     if (atomicCAS(&u[4], 0u, 1u) == 0u) {
@@ -295,8 +293,8 @@ extern "C" __global__ void atomics(int* i, unsigned* u, unsigned long long* q, f
 """
 
 
-def test_atomics_between_blocks_on_several_workers():
-    """No update is lost between workers, for every type and operation."""
+def test_atomics_lose_no_updates_on_several_workers():
+    """For every type and operation."""
     check(
         """
         n = 200 * 128
@@ -325,33 +323,33 @@ ENTRY = '\nextern "C" __global__ void f(int* p) { %s }\n'
 
 
 @pytest.mark.parametrize(
-    ("text", "words"),
+    ("source", "text"),
     [
-        # A syntax error carries the kernel text's name and its own line number.
+        # A syntax error is reported with the source's name and line number.
         (ENTRY % "*p = missing;", "bad.cu:2"),
-        # Device globals, constants and statics would exist once per worker.
+        # Writable state would exist once per worker.
         ("__device__ int state;" + ENTRY % "*p = 1;", "state"),
         ("__constant__ float table[4];" + ENTRY % "*p = 1;", "constant_memory"),
         ("__device__ int bump() { static int n = 0; return ++n; }" + ENTRY % "*p = 1;", "static"),
         ("extern __shared__ float s[];" + ENTRY % "*p = 1;", "inside a function"),
-        # More than 48 KiB of declared shared memory is refused, as GPU compilers do.
+        # More than 48 KiB of static shared memory is an error on GPUs too.
         (
             ENTRY % "__shared__ float s[12289]; s[p[0]] = 1; __syncthreads(); p[1] = (int)s[p[2]];",
             "'f' declares 49156 bytes",
         ),
-        # A text that exports no kernel is an error, not an empty module.
+        # A source without kernels is an error.
         ("__device__ int f() { return 1; }", "__global__"),
     ],
 )
-def test_what_is_no_kernel_text_of_the_soft_device_is_refused(text, words):
-    """The error says what and where."""
+def test_compile_rejects_unsupported_sources(source, text):
     with pytest.raises(KernelCompileError) as caught:
-        util.compile_kernel(text, "bad.cu")
-    assert caught.value.name == "bad.cu" and words in str(caught.value)
+        util.compile_kernel(source, "bad.cu")
+    assert caught.value.name == "bad.cu"
+    assert text in str(caught.value)
 
 
-def test_defines_includes_and_macro_made_kernels(soft, tmp_path):
-    """Defines and include folders work, and kernels that macros make are found."""
+def test_compile_supports_defines_includes_and_kernels_in_macros(soft, tmp_path):
+    """A changed include file is detected by the cache."""
     (tmp_path / "deep.cuh").write_text("#define FACTOR 3\n")
     (tmp_path / "shared.cuh").write_text('#pragma once\n#include "deep.cuh"\n')
     source = """
@@ -366,16 +364,16 @@ def test_defines_includes_and_macro_made_kernels(soft, tmp_path):
     assert soft.get(out, 1, np.float32)[0] == 21.0
     (tmp_path / "deep.cuh").write_text("#define FACTOR 5\n")
     soft.run(soft.kernels(source, **options).make_int, 1, 1, out)
-    assert soft.value(out) == 35, "the cache missed a changed include"
+    assert soft.value(out) == 35, "the cache did not detect the changed include file"
 
 
 def _compile_in(folder: str) -> int:
-    text = 'extern "C" __global__ void f(int* p) { *p = 1; }'
-    return len(compile_cpu(text, "p.cu", cache_dir=Path(folder)))
+    source = 'extern "C" __global__ void f(int* p) { *p = 1; }'
+    return len(compile_cpu(source, "p.cu", cache_dir=Path(folder)))
 
 
-def test_concurrent_processes_share_the_cache(tmp_path):
-    """Processes that compile one text at once all get a whole image."""
+def test_compile_cache_is_shared_by_concurrent_processes(tmp_path):
+    """Processes that compile the same source concurrently all get a complete image."""
     with multiprocessing.get_context("spawn").Pool(3) as pool:
         sizes = pool.map(_compile_in, [str(tmp_path)] * 6)
     assert len(set(sizes)) == 1

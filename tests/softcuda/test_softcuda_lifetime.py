@@ -1,4 +1,4 @@
-"""Who keeps what alive on the soft device: user objects, counters, lock models, the watchdog."""
+"""User objects, resource counters, lock models and the watchdog of the soft device."""
 
 from __future__ import annotations
 
@@ -7,108 +7,108 @@ from softcuda_util import check, run_child
 
 HELPERS = """
 import os
-gone, where, calls = [], [], []
-def destroyed(data):
-    where.append(threading.get_native_id())
+destroyed, threads, calls = [], [], []
+def destructor(data):
+    threads.append(threading.get_native_id())
     calls.append(code(d.cuMemAlloc(16)))
-    gone.append(data or 0)
-destroy = CALLBACK(destroyed)
+    destroyed.append(data or 0)
+destroy = CALLBACK(destructor)
 flags = d.CUuserObject_flags.CU_USER_OBJECT_NO_DESTRUCTOR_SYNC
 MOVE = d.CUuserObjectRetain_flags.CU_GRAPH_USER_OBJECT_MOVE
 def user_object(data, count=1):
     return s.cuUserObjectCreate(data, d.CUhostFn(address(destroy)), count, flags)
-def holder(data):
-    # a definition that holds a user object
+def graph_with_object(data):
+    # a graph definition that owns a user object
     g = s.cuGraphCreate(0)
     s.cuGraphRetainUserObject(g, user_object(data), 1, MOVE)
     return g
 gate = threading.Event()
 hold = CALLBACK(lambda _: gate.wait(10) and None)
-def eventually(*wanted, limit=20):
+def assert_destroyed(*expected, limit=20):
     end = time.monotonic() + limit
-    while sorted(gone) != sorted(wanted) and time.monotonic() < end:
+    while sorted(destroyed) != sorted(expected) and time.monotonic() < end:
         time.sleep(0.002)
     time.sleep(0.02)
-    assert sorted(gone) == sorted(wanted), (gone, wanted)
+    assert sorted(destroyed) == sorted(expected), (destroyed, expected)
 """
 
 
-#: What happens to user objects, by scripts that prove it.
-STORIES = {
-    "A user object lives until the last graph or executable that holds it is gone": """
-g = holder(1)
+#: Scripts by the behaviour of user objects that they check.
+USER_OBJECT_SCRIPTS = {
+    "destroyed with the last graph or executable": """
+g = graph_with_object(1)
 e = s.cuGraphInstantiate(g, 0)
-late = user_object(2)                      # retained after the instantiation: not the exec's
+late = user_object(2)                      # retained after the instantiation: not by the executable
 s.cuGraphRetainUserObject(g, late, 1, MOVE)
 s.cuGraphDestroy(g)
-eventually(2)
+assert_destroyed(2)
 s.cuGraphExecDestroy(e)
-eventually(1, 2)
+assert_destroyed(1, 2)
 assert s.live()["user_object"] == 0
 assert set(calls) == {"NOT_PERMITTED"}
 """,
-    "Retaining without MOVE keeps the caller's reference; over-release is refused": """
+    "retained without MOVE keeps the reference of the caller": """
 g, o = s.cuGraphCreate(0), user_object(1, 2)
 s.cuGraphRetainUserObject(g, o, 3, 0)
 s.cuUserObjectRelease(o, 2)
-eventually()
+assert_destroyed()
 s.cuGraphReleaseUserObject(g, o, 2)
 assert code(d.cuGraphReleaseUserObject(g, o, 2)) == "INVALID_VALUE"
-eventually()
+assert_destroyed()
 s.cuGraphReleaseUserObject(g, o, 1)
-eventually(1)
+assert_destroyed(1)
 assert code(d.cuUserObjectRelease(o, 1)) == "INVALID_HANDLE"
 """,
-    "After cuGraphExecUpdate the old references live until launches queued before have ended": """
-a, b = holder(1), holder(2)
+    "replaced by an update is released after queued launches": """
+a, b = graph_with_object(1), graph_with_object(2)
 for g in (a, b): s.add_host(g, [], hold)
 e, q = s.cuGraphInstantiate(a, 0), s.stream()
 s.cuGraphLaunch(e, q)
 s.cuGraphExecUpdate(e, b)
 s.cuGraphDestroy(a)
 s.cuGraphDestroy(b)
-eventually()
+assert_destroyed()
 gate.set()
 s.cuStreamSynchronize(q)
-eventually(1)
+assert_destroyed(1)
 s.cuGraphExecDestroy(e)
-eventually(1, 2)
+assert_destroyed(1, 2)
 """,
-    "References of a child graph follow the copy inside its parent": """
-child, g = holder(1), s.cuGraphCreate(0)
+    "of a child graph is retained by its clone": """
+child, g = graph_with_object(1), s.cuGraphCreate(0)
 s.cuGraphAddEmptyNode(child, [], 0)
 s.cuGraphAddChildGraphNode(g, [], 0, child)
 s.cuGraphDestroy(child)
 e = s.cuGraphInstantiate(g, 0)
 s.cuGraphDestroy(g)
-eventually()
+assert_destroyed()
 s.cuGraphExecDestroy(e)
-eventually(1)
+assert_destroyed(1)
 assert s.live()["graph"] == 0
 """,
-    "Inline destructors run in the destroying call, late ones on another thread": """
+    "is destroyed inline or on another thread": """
 s.cuUserObjectRelease(user_object(1), 1)
-eventually(1)
+assert_destroyed(1)
 inline = os.environ["SOFTCUDA_DESTRUCTORS"] == "inline"
-assert (where[0] == threading.get_native_id()) is inline
+assert (threads[0] == threading.get_native_id()) is inline
 """,
 }
 
 
 @pytest.mark.parametrize("mode", ["late", "inline"])
-@pytest.mark.parametrize("name", STORIES)
-def test_user_objects(name, mode):
-    """What the name says, in a process of its own, with either kind of destructors."""
-    check(HELPERS + STORIES[name], SOFTCUDA_DESTRUCTORS=mode)
+@pytest.mark.parametrize("name", USER_OBJECT_SCRIPTS)
+def test_user_object(name, mode):
+    """Each script runs in a child process, with late and with inline destructors."""
+    check(HELPERS + USER_OBJECT_SCRIPTS[name], SOFTCUDA_DESTRUCTORS=mode)
 
 
-def test_counters_return_to_zero():
-    """After everything is closed every counter of live resources is zero and nothing leaked."""
+def test_counters_of_live_resources_return_to_zero():
+    """After all objects are destroyed; nothing counts as leaked."""
     check(
         HELPERS
         + """
 own = s.kernels('extern "C" __global__ void f(int* p) { *p += 1; }')
-p, q, event, g = s.ints(0), s.stream(), s.cuEventCreate(0), holder(1)
+p, q, event, g = s.ints(0), s.stream(), s.cuEventCreate(0), graph_with_object(1)
 host = s.cuMemHostAlloc(100, 3)
 s.add_kernel(g, [], own.f, 1, 1, p)
 e = s.cuGraphInstantiate(g, 0)
@@ -117,8 +117,8 @@ assert live == dict(device_memory=1, pinned_memory=1, stream=1, event=1, module=
                     graph_exec=1, user_object=1, context=1), live
 s.play(e, q, 5)
 s.close()
-eventually(1)
-deadline = time.monotonic() + 10  # the object is counted out after its destructor returned
+assert_destroyed(1)
+deadline = time.monotonic() + 10  # the counter decreases after the destructor has returned
 while s.live()["user_object"] and time.monotonic() < deadline:
     time.sleep(0.001)
 assert d.cuDevicePrimaryCtxRelease(0)[0] == 0
@@ -128,38 +128,38 @@ assert code(d.cuDevicePrimaryCtxRelease(0)) == "INVALID_CONTEXT"
     )
 
 
-def test_what_is_left_at_exit_is_named():
-    """With the log on, a process that closes nothing says at its end what it left."""
+def test_log_lists_resources_not_freed_at_exit():
     done = run_child("s.alloc(64); s.alloc(64); s.stream()", SOFTCUDA_LOG="1")
-    said = "softcuda: not freed at exit: device_memory 2, stream 1"
-    assert done.returncode == 0 and said in done.stderr
+    assert done.returncode == 0
+    assert "softcuda: not freed at exit: device_memory 2, stream 1" in done.stderr
 
 
-HOSTAGE = """
+#: A host function that needs the GIL runs while DRIVER_CALL is executed.
+CALL_DURING_HOST_FUNCTION = """
 f = s.kernels('extern "C" __global__ void f(int* p) { *p += 1; }').f
 table, values = s.pack(s.ints(0))
 started = threading.Event()
 def body(_):
     started.set()
-    time.sleep(0.3)     # gives the GIL up and needs it again
+    time.sleep(0.3)     # releases the GIL and needs it again
 hold, q = CALLBACK(body), s.stream()
-keeping = ctypes.PyDLL(s.lib._name)   # a caller that forgets to release the GIL
+holding_gil = ctypes.PyDLL(s.lib._name)   # calls through it keep the GIL
 word = ctypes.c_uint64
 s.host(q, hold)
 started.wait(20)
-IT_CALLS
+DRIVER_CALL
 s.cuCtxSynchronize()
 print("done")
 """
-#: By name: how the driver is called, and how it calls itself.
-HELD = {
-    "alloc": ("keeping.cuMemAlloc_v2(ctypes.byref(word()), word(16))", "cuMemAlloc"),
+#: By name: the call, and its function in the report ("" for the call that releases the GIL).
+CALLS = {
+    "alloc": ("holding_gil.cuMemAlloc_v2(ctypes.byref(word()), word(16))", "cuMemAlloc"),
     "hostfunc": (
-        "keeping.cuLaunchHostFunc_v2(word(int(q)), word(address(USLEEP)), None, 0)",
+        "holding_gil.cuLaunchHostFunc_v2(word(int(q)), word(address(USLEEP)), None, 0)",
         "cuLaunchHostFunc",
     ),
     "launch": (
-        "keeping.cuLaunchKernel(word(int(f)), 1, 1, 1, 1, 1, 1, 0, None, "
+        "holding_gil.cuLaunchKernel(word(int(f)), 1, 1, 1, 1, 1, 1, 0, None, "
         "word(table.ctypes.data), None)",
         "cuLaunchKernel",
     ),
@@ -168,7 +168,7 @@ HELD = {
 
 
 @pytest.mark.parametrize(
-    ("model", "what", "stuck"),
+    ("model", "name", "deadlock"),
     [
         (0, "alloc", False),
         (0, "hostfunc", False),
@@ -184,15 +184,16 @@ HELD = {
         (4, "launch", True),
     ],
 )
-def test_lock_models_reproduce_the_gil_deadlocks(model, what, stuck):
-    """Holding the GIL in a call that a lock model blocks deadlocks; the watchdog names both."""
-    call, api = HELD[what]
+def test_lock_model_reproduces_gil_deadlock(model, name, deadlock):
+    """A call that holds the GIL and waits for a host function deadlocks. The watchdog's report
+    names both threads."""
+    call, api = CALLS[name]
     done = run_child(
-        HOSTAGE.replace("IT_CALLS", call),
+        CALL_DURING_HOST_FUNCTION.replace("DRIVER_CALL", call),
         SOFTCUDA_LOCK_MODEL=str(model),
-        SOFTCUDA_WATCHDOG="1" if stuck else "20",
+        SOFTCUDA_WATCHDOG="1" if deadlock else "20",
     )
-    if not stuck:
+    if not deadlock:
         assert (done.returncode, done.stdout.strip()) == (0, "done"), done.stderr
         return
     assert done.returncode == 86, (done.stdout, done.stderr)
@@ -203,8 +204,8 @@ def test_lock_models_reproduce_the_gil_deadlocks(model, what, stuck):
     assert ("holding the context lock" in running) is (model == 1)
 
 
-def test_description_of_calls_in_progress():
-    """softcuda_describe lists waiting calls with what they wait for, and the host function."""
+def test_describe_lists_calls_in_progress():
+    """Each waiting call with what it waits for, and the running host function."""
     out = check("""
 libc = ctypes.CDLL(None)
 gate = ctypes.create_string_buffer(64)

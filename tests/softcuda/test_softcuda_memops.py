@@ -1,4 +1,4 @@
-"""Memory operations of the soft device: waits, writes, batches, refusals, one hardware queue."""
+"""Stream memory operations of the soft device: waits, writes and batches."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ REDUCE = 8
 
 
 def op(soft, kind: int, address: int = 0, value: int = 0, flags: int = 0):
-    """One CUstreamBatchMemOpParams."""
+    """Return CUstreamBatchMemOpParams of one operation."""
     p = soft.d.CUstreamBatchMemOpParams()
     p.operation = soft.d.CUstreamBatchMemOpType(kind)
     if kind in (WAIT32, WAIT64, WRITE32, WRITE64):
@@ -35,8 +35,8 @@ def op(soft, kind: int, address: int = 0, value: int = 0, flags: int = 0):
     return p
 
 
-def settle(soft, stream) -> None:
-    """Give the device time to run whatever it can; the stream must stay busy all along."""
+def assert_stays_busy(soft, stream) -> None:
+    """Assert that the stream does not complete its work within 30 ms."""
     end = time.monotonic() + 0.03
     while time.monotonic() < end:
         assert code(soft.d.cuStreamQuery(stream)) == "NOT_READY"
@@ -53,24 +53,24 @@ def settle(soft, stream) -> None:
         (64, EQ, 5 | 1 << 40, 5, 5 | 1 << 40),
     ],
 )
-def test_a_wait_holds_its_stream_until_the_documented_comparison_is_true(
+def test_memop_wait_blocks_stream_until_comparison_is_true(
     soft, words, stream, bits, flags, value, no, yes
 ):
-    """GEQ is cyclic, EQ equality, AND any common bit, NOR any bit that neither has; a 64-bit wait
-    looks at both halves, and a 64-bit write stores both."""
+    """GEQ is cyclic. AND tests for a common bit, NOR for a bit that neither value has. 64-bit waits
+    and writes access both halves."""
     words[0] = no
     written = 9 << bits - 28
     getattr(soft, f"cuStreamWaitValue{bits}")(stream, words.address(0), value, flags)
     getattr(soft, f"cuStreamWriteValue{bits}")(stream, words.address(1), written, 0)
-    settle(soft, stream)
+    assert_stays_busy(soft, stream)
     assert words[1] == 0
     words[0] = yes
     soft.cuStreamSynchronize(stream)
     assert words[1] == written
 
 
-def test_a_batch_runs_in_array_order(soft, words, stream):
-    """What stands before a wait has happened, what stands after it has not."""
+def test_memop_batch_runs_in_array_order(soft, words, stream):
+    """Operations before an unsatisfied wait have run, those after it have not."""
     ops = [
         op(soft, WRITE32, words.address(0), 1),
         op(soft, WAIT32, words.address(1), 1, EQ),
@@ -79,40 +79,40 @@ def test_a_batch_runs_in_array_order(soft, words, stream):
         op(soft, WRITE32, words.address(2), 3),
     ]
     soft.cuStreamBatchMemOp(stream, len(ops), ops, 0)
-    settle(soft, stream)
+    assert_stays_busy(soft, stream)
     assert (words[0], words[2]) == (1, 0)
     words[1] = 1
     soft.cuStreamSynchronize(stream)
     assert (words[1], words[2]) == (0, 3)
 
 
-def test_a_capturing_stream_takes_memory_operations_as_nodes(soft, words, stream):
-    """They do not run while capturing, and run in every replay."""
+def test_memop_on_capturing_stream_becomes_node(soft, words, stream):
+    """It does not run during the capture, and runs in every launch."""
     soft.begin(stream, 2)
     words.block(stream)
     soft.cuStreamWriteValue32(stream, words.address(1), 5, 0)
     run = soft.cuGraphInstantiate(soft.cuStreamEndCapture(stream), 0)
     assert words[1] == 0
     soft.cuGraphLaunch(run, stream)
-    settle(soft, stream)
+    assert_stays_busy(soft, stream)
     words[0] = 1
     soft.cuStreamSynchronize(stream)
     assert words[1] == 5
 
 
-def test_addresses_that_hardware_cannot_watch_are_refused(soft, words, stream):
-    """Host addresses, misaligned, NULL and freed ones are INVALID_VALUE, with the reason."""
+def test_memop_rejects_invalid_addresses(soft, words, stream):
+    """Pageable, misaligned, null and freed addresses are INVALID_VALUE, with the reason."""
     pageable = np.zeros(16, np.uint64)
-    gone = Words(soft, 1)
-    soft.cuMemFreeHost(gone.host)
-    for bad, said in (
+    freed = Words(soft, 1)
+    soft.cuMemFreeHost(freed.host)
+    for address, text in (
         (pageable.ctypes.data, "pageable"),
         (words.address(0) + 2, "not aligned"),
         (0, "null pointer"),
-        (gone.address(0), "freed"),
+        (freed.address(0), "freed"),
     ):
-        assert code(soft.d.cuStreamWriteValue32(stream, bad, 1, 0)) == "INVALID_VALUE"
-        assert said in soft.refusal()
+        assert code(soft.d.cuStreamWriteValue32(stream, address, 1, 0)) == "INVALID_VALUE"
+        assert text in soft.refusal()
     wait = soft.d.cuStreamWaitValue64
     assert code(wait(stream, words.address(0) + 4, 1, 0)) == "INVALID_VALUE"
 
@@ -130,20 +130,20 @@ print([int(x[0]) for x in (
 """
 
 
-def test_each_attribute_can_be_switched_off():
-    """What an attribute of 0 stands for is NOT_SUPPORTED, as atomic reductions always are."""
+def test_memop_features_can_be_disabled_by_attribute():
+    """A feature whose attribute is 0 is NOT_SUPPORTED; atomic reductions always are."""
     numbers = (92, 93, 94, 98, 122, 123)
-    for settings, attributes, answers in (
+    for settings, attributes, codes in (
         ({}, [1, 1, 1, 1, 1, 1, 0], [0, 0, 0, 0, 801]),
         ({f"SOFTCUDA_ATTRIBUTE_{n}": "0" for n in numbers}, [0] * 7, [0, 801, 801, 801, 801]),
         ({"SOFTCUDA_MEMOPS": "0"}, [1, 1, 1, 1, 1, 1, 0], [801] * 5),
     ):
-        assert check(ATTRIBUTES, **settings).split("\n")[:2] == [str(attributes), str(answers)]
+        assert check(ATTRIBUTES, **settings).split("\n")[:2] == [str(attributes), str(codes)]
 
 
 @pytest.mark.parametrize(("settings", "before"), [({}, 1), ({"SOFTCUDA_QUEUES": "1"}, 0)])
-def test_one_hardware_queue_holds_what_is_submitted_behind_a_wait(settings, before):
-    """With SOFTCUDA_QUEUES=1 another stream's work waits too; by default it does not."""
+def test_memop_wait_blocks_other_streams_with_one_hardware_queue(settings, before):
+    """With SOFTCUDA_QUEUES=1 the work of other streams waits too; by default it does not."""
     check(
         f"""
         w, waits, other = Words(s, 3), s.stream(), s.stream()
@@ -160,22 +160,22 @@ def test_one_hardware_queue_holds_what_is_submitted_behind_a_wait(settings, befo
     )
 
 
-def test_a_worker_that_owes_an_answer_may_not_call(soft):
-    """softcuda_set_device_waits(1) makes every call of this thread NOT_PERMITTED until (0)."""
+def test_driver_call_is_not_permitted_while_device_waits_for_thread(soft):
+    """softcuda_set_device_waits(1) forbids driver calls of the thread until it is called with 0."""
     soft.lib.softcuda_set_device_waits(1)
     try:
-        refused = soft.d.cuMemAlloc(64)
-        said = soft.refusal()
+        result = soft.d.cuMemAlloc(64)
+        text = soft.refusal()
     finally:
         soft.lib.softcuda_set_device_waits(0)
-    assert code(refused) == "NOT_PERMITTED" and "that the device waits for" in said
+    assert code(result) == "NOT_PERMITTED"
+    assert "that the device waits for" in text
     soft.ints(1)
 
 
 @pytest.mark.parametrize("generic", [False, True])
-def test_five_thousand_waits_end(soft, words, stream, graph, generic):
-    """A node that resets its word waits anew in every replay; every wait of a long run is seen by
-    the poller, whether it finds its word set or not."""
+def test_memop_node_waits_in_each_of_5000_launches(soft, words, stream, graph, generic):
+    """The node resets its word. In every second launch the word is set before the wait starts."""
     ack = words.address(0)
     ops = [op(soft, WAIT32, ack, 1, EQ), op(soft, WRITE32, ack, 0)]
     if generic:

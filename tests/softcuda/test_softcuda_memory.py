@@ -1,4 +1,4 @@
-"""Memory of the soft device: aliases, bounds, pinned memory, copies and fills."""
+"""Memory of the soft device: device addresses, bounds, pinned memory, copies and memsets."""
 
 from __future__ import annotations
 
@@ -8,8 +8,8 @@ import numpy as np
 from softcuda_util import USLEEP, code, codes, in_threads, run_child
 
 
-def test_addresses_are_aligned_and_never_reused(soft):
-    """Allocations are aligned for any type; a freed address waits until the others are used."""
+def test_memory_allocations_are_aligned_and_addresses_not_reused(soft):
+    """A freed address is not reused while other addresses are free."""
     seen = set()
     for size in (1, 3, 100, 256, 4096, 70000):
         for _ in range(20):
@@ -19,15 +19,15 @@ def test_addresses_are_aligned_and_never_reused(soft):
             soft.cuMemFree(pointer)
 
 
-def test_host_code_cannot_follow_a_device_pointer():
-    """Dereferencing a device address on the host ends the process, saying what happened."""
+def test_memory_host_access_to_device_address_ends_process():
+    """The message explains the segmentation fault."""
     done = run_child("ctypes.string_at(s.ints(1), 4)")
     assert done.returncode < 0 and "host code accessed device address" in done.stderr
 
 
-def test_copies_and_frees_check_bounds_and_lifetime(soft, words):
-    """Past an allocation's end, into freed memory, or a free of what is no start of device memory
-    is INVALID_VALUE and does nothing; NULL may be freed."""
+def test_memory_copy_memset_and_free_check_bounds_and_lifetime(soft, words):
+    """Ranges outside of an allocation, freed memory, and frees of other addresses than the start of
+    device memory are INVALID_VALUE and have no effect. NULL may be freed."""
     d = soft.d
     host = np.zeros(128, np.uint8).ctypes.data
     p = soft.alloc(64)
@@ -48,30 +48,31 @@ def test_copies_and_frees_check_bounds_and_lifetime(soft, words):
     soft.cuMemFree(0)
 
 
-def test_kernel_pointers_are_checked_at_launch(soft, kernels):
-    """A kernel never starts with a freed, unknown or host pointer; the parameter is named. One
-    into the middle of an allocation works."""
+def test_memory_kernel_pointers_are_checked_at_launch(soft, kernels):
+    """A launch with a freed, unknown or pageable pointer fails and its text names the parameter.
+    Pointers into the middle of an allocation and NULL are valid."""
     a = soft.ints(*range(1000))
     b = soft.alloc(4000)
     soft.run(kernels.copy, 4, 128, a + 400, b + 400, np.int32(500))
     assert soft.get(b + 400, 500, np.int32).tolist() == list(range(100, 600))
-    good = soft.ints(0, 0, 0, 0)
-    gone = soft.alloc(16)
-    soft.cuMemFree(gone)
+    valid = soft.ints(0, 0, 0, 0)
+    freed = soft.alloc(16)
+    soft.cuMemFree(freed)
     pageable = np.zeros(4, np.int32)
     n = np.int32(4)
-    for bad, word in (
-        (gone, "freed"),
-        (good + 100000, "no allocation"),
+    for invalid, text in (
+        (freed, "freed"),
+        (valid + 100000, "no allocation"),
         (pageable.ctypes.data, "pageable host memory"),
     ):
-        assert code(soft.try_launch(kernels.copy, 1, 4, good, bad, n)) == "INVALID_VALUE"
-        assert "'copy' parameter 1" in soft.refusal() and word in soft.refusal()
-    soft.run(kernels.copy, 1, 4, 0, 0, np.int32(0))  # NULL stays NULL
+        assert code(soft.try_launch(kernels.copy, 1, 4, valid, invalid, n)) == "INVALID_VALUE"
+        assert "'copy' parameter 1" in soft.refusal()
+        assert text in soft.refusal()
+    soft.run(kernels.copy, 1, 4, 0, 0, np.int32(0))
 
 
-def test_pinned_memory_has_its_own_device_address(soft, kernels):
-    """Mapped pinned memory is one memory with two addresses; kernels may be given either."""
+def test_memory_pinned_allocation_has_separate_device_address(soft, kernels):
+    """Kernels accept both the host and the device address."""
     host = soft.cuMemHostAlloc(400, 1 | 2)
     view = np.ctypeslib.as_array((ctypes.c_int32 * 100).from_address(host))
     view[:] = np.arange(100)
@@ -87,8 +88,7 @@ def test_pinned_memory_has_its_own_device_address(soft, kernels):
     assert view[10:100].tolist() == list(range(90))
 
 
-def test_fills_of_every_width(soft):
-    """8-, 16- and 32-bit fills write their element, and only their range."""
+def test_memory_memset_writes_exact_range_for_each_element_size(soft):
     p = soft.put(np.zeros(64, np.uint8))
     soft.cuMemsetD8(p + 1, 0xAB, 3)
     soft.cuMemsetD16(p + 8, 0x1234, 4)
@@ -100,8 +100,7 @@ def test_fills_of_every_width(soft):
     assert np.array_equal(soft.get(p, 64, np.uint8), expected)
 
 
-def test_unified_copies_take_either_side(soft):
-    """cuMemcpy finds out which side is the host's."""
+def test_memory_unified_copy_accepts_host_and_device_addresses(soft):
     a = soft.ints(1, 2)
     b = soft.ints(0, 0)
     host = np.zeros(2, np.int32)
@@ -113,21 +112,20 @@ def test_unified_copies_take_either_side(soft):
     assert soft.get(a, 2, np.int32).tolist() == [5, 5]
 
 
-def test_asynchronous_copies_take_pageable_sources_at_the_call(soft, stream):
-    """A pageable source may be overwritten as soon as an asynchronous copy has returned."""
+def test_memory_async_copy_reads_pageable_source_before_returning(soft, stream):
+    """The source may be overwritten after the call. A copy to pageable memory is synchronous."""
     source = np.full(1 << 14, 7, np.int32)
     p = soft.alloc(1 << 16)
     soft.host(stream, USLEEP, 30000)
     soft.cuMemcpyHtoDAsync(p, source.ctypes.data, source.nbytes, stream)
     source[:] = 9
     back = np.zeros(1 << 14, np.int32)
-    # A pageable destination: the call returns when the copy is over.
     soft.cuMemcpyDtoHAsync(back.ctypes.data, p, back.nbytes, stream)
     assert (back == 7).all()
 
 
-def test_allocation_needs_a_current_context(soft):
-    """A thread that made no context current cannot allocate; the context stack nests."""
+def test_memory_allocation_requires_current_context(soft):
+    """Also checks push and pop of the context stack."""
 
     def work(_: int) -> int:
         assert codes(soft.d.cuMemAlloc(16), soft.d.cuCtxGetDevice()) == {"INVALID_CONTEXT"}
@@ -139,22 +137,25 @@ def test_allocation_needs_a_current_context(soft):
     assert in_threads(work, 0) == [0]
 
 
-def test_attributes_of_any_pointer(soft, words):
-    """All at once succeed for any address, with defaults for what the device does not know."""
+def test_memory_pointer_attributes_of_device_pinned_and_pageable_memory(soft, words):
+    """cuPointerGetAttributes succeeds for every address; pageable memory has default values."""
     attribute = soft.d.CUpointer_attribute
     pageable = np.zeros(64, np.uint8)
-    asked = [attribute(n) for n in (1, 2, 3, 4, 7, 8, 9, 11, 12, 13)]
+    attributes = [attribute(n) for n in (1, 2, 3, 4, 7, 8, 9, 11, 12, 13)]
     device = soft.alloc(64)
     host = words.host
     alias = words.device
-    for p, wanted in (
+    for p, expected in (
         (device + 8, [2, device + 8, 0, 0, device, 64, True]),
         (host, [1, alias, host, 0, alias, 512, True]),
         (pageable.ctypes.data, [0, 0, 0, -2, 0, 0, False]),
     ):
-        got = [int(v) for v in soft.cuPointerGetAttributes(len(asked), asked, p)]
-        context, kind, pointer, of_host, number, managed, ordinal, start, size, mapped = got
-        assert [kind, pointer, of_host, ordinal, start, size, mapped] == wanted
-        assert (context != 0) == (number != 0) == bool(mapped) and managed == 0
+        values = soft.cuPointerGetAttributes(len(attributes), attributes, p)
+        context, *rest = [int(value) for value in values]
+        kind, pointer, host_pointer, buffer_id, managed, ordinal, start, size, mapped = rest
+        assert [kind, pointer, host_pointer, ordinal, start, size, mapped] == expected
+        assert managed == 0
+        assert (context != 0) == bool(mapped)
+        assert (buffer_id != 0) == bool(mapped)
         if not mapped:
-            assert code(soft.d.cuPointerGetAttribute(asked[1], p)) == "INVALID_VALUE"
+            assert code(soft.d.cuPointerGetAttribute(attributes[1], p)) == "INVALID_VALUE"

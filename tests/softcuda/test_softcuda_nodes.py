@@ -1,4 +1,4 @@
-"""Conditional, event and child-graph nodes on the soft device, against the documentation."""
+"""Conditional, event and moved child-graph nodes on the soft device."""
 
 from __future__ import annotations
 
@@ -12,17 +12,20 @@ SWITCH = 2
 
 
 def condition(soft, graph, default: int | None = None):
+    """Create a conditional handle, with a default value if one is passed."""
     flags = 0 if default is None else 1
     return soft.cuGraphConditionalHandleCreate(graph, soft.context, default or 0, flags)
 
 
-def add(soft, graph, deps, handle, kind: int, size: int = 1):
-    said, node, bodies = soft.conditional(graph, deps, handle, kind, size)
-    assert said == "SUCCESS"
+def add_conditional(soft, graph, deps, handle, kind: int, size: int = 1):
+    """Add a conditional node and return (node, bodies)."""
+    result, node, bodies = soft.conditional(graph, deps, handle, kind, size)
+    assert result == "SUCCESS"
     return node, bodies
 
 
 def word(handle):
+    """Return a handle as a kernel argument."""
     return np.uint64(int(handle))
 
 
@@ -33,30 +36,30 @@ def word(handle):
         (IF, 2, {0: 10, 5: 1}),
     ],
 )
-def test_if_and_else_choose_one_body(soft, kernels, stream, kind, size, table) -> None:
-    """IF takes body 0 or its else."""
+def test_conditional_if_runs_body_by_value(soft, kernels, stream, kind, size, table) -> None:
+    """A nonzero value runs body 0; 0 runs body 1, if there is one."""
     for value, expected in table.items():
         graph = soft.cuGraphCreate(0)
         a = soft.ints(0)
         handle = condition(soft, graph)
         choose = soft.add_kernel(graph, [], kernels.set, 1, 1, word(handle), np.uint32(value))
-        _, bodies = add(soft, graph, [choose], handle, kind, size)
+        _, bodies = add_conditional(soft, graph, [choose], handle, kind, size)
         for i, body in enumerate(bodies):
             soft.add_kernel(body, [], kernels.add, 1, 1, a, np.int32(10**i))
         soft.replay(graph, stream)
         assert soft.value(a) == expected, value
 
 
-def test_loops_nest(soft, kernels, stream, graph) -> None:
-    """A WHILE inside a WHILE: the inner condition is set again by each outer turn."""
+def test_conditional_while_nodes_nest(soft, kernels, stream, graph) -> None:
+    """Each iteration of the outer loop sets the inner condition again."""
     a = soft.ints(0)
     inner_count = soft.ints(0)
     outer = condition(soft, graph, 1)
     inner = condition(soft, graph)
-    _, (body,) = add(soft, graph, [], outer, WHILE)
+    _, (body,) = add_conditional(soft, graph, [], outer, WHILE)
     reset = soft.add_fill(body, [], inner_count, 0)
     arm = soft.add_kernel(body, [reset], kernels.set, 1, 1, word(inner), np.uint32(1))
-    loop, (nested,) = add(soft, body, [arm], inner, WHILE)
+    loop, (nested,) = add_conditional(soft, body, [arm], inner, WHILE)
     one = soft.add_kernel(nested, [], kernels.add, 1, 1, a, np.int32(1))
     two = soft.add_kernel(nested, [one], kernels.add, 1, 1, inner_count, np.int32(1))
     soft.add_kernel(nested, [two], kernels.decide, 1, 1, word(inner), inner_count, np.int32(5))
@@ -65,13 +68,13 @@ def test_loops_nest(soft, kernels, stream, graph) -> None:
     assert soft.value(a) == 15
 
 
-def test_bodies_refuse_what_the_device_cannot_run(soft, graph, event) -> None:
-    """Host and event nodes and pageable copies are refused in a body, also in a child graph; so is
-    such a graph as a child."""
+def test_conditional_body_rejects_unsupported_nodes(soft, graph, event) -> None:
+    """Host nodes, event nodes and copies of pageable memory are rejected, also in a child graph. A
+    graph with a conditional node cannot be cloned as a child."""
     d = soft.d
     child = soft.cuGraphCreate(0)
     p = soft.host_params(USLEEP)
-    _, (body,) = add(soft, graph, [], condition(soft, graph, 1), IF)
+    _, (body,) = add_conditional(soft, graph, [], condition(soft, graph, 1), IF)
     soft.cuGraphAddHostNode(child, [], 0, p)
     pageable = np.zeros(1, np.int32)
     c = soft.copy_params(soft.ints(0), pageable.ctypes.data, 4)
@@ -86,8 +89,9 @@ def test_bodies_refuse_what_the_device_cannot_run(soft, graph, event) -> None:
     assert soft.cuGraphGetNodes(body)[-1] == 0
 
 
-def test_handles_steer_one_node_each(soft, graph) -> None:
-    """A handle without a node, used twice, of another graph or of other bodies is refused."""
+def test_conditional_handle_belongs_to_one_node(soft, graph) -> None:
+    """Unused handles, handles used twice and handles of other graphs are rejected, and so are nodes
+    with the wrong number of bodies."""
     elsewhere = soft.cuGraphCreate(0)
     foreign = condition(soft, elsewhere, 1)
     handle = condition(soft, graph, 1)
@@ -95,40 +99,32 @@ def test_handles_steer_one_node_each(soft, graph) -> None:
     assert code(soft.d.cuGraphInstantiate(elsewhere, 0)) == "INVALID_VALUE"
     assert soft.conditional(graph, [], handle, WHILE, 2)[0] == "INVALID_VALUE"
     assert soft.conditional(graph, [], handle, SWITCH, 3)[0] == "NOT_SUPPORTED"
-    add(soft, graph, [], handle, IF)
+    add_conditional(soft, graph, [], handle, IF)
     assert soft.conditional(graph, [], handle, IF)[0] == "INVALID_VALUE"
 
 
-def test_updates_reach_into_bodies(soft, kernels, stream, graph) -> None:
-    """A node of a body takes new parameters in the executable, and can be disabled there."""
+def test_conditional_body_nodes_can_be_updated_in_executable(soft, kernels, stream, graph) -> None:
+    """They accept new parameters and can be disabled."""
     a = soft.ints(0)
-    _, (body,) = add(soft, graph, [], condition(soft, graph, 1), IF)
+    _, (body,) = add_conditional(soft, graph, [], condition(soft, graph, 1), IF)
     node = soft.add_kernel(body, [], kernels.add, 1, 1, a, np.int32(1))
     executable = soft.cuGraphInstantiate(graph, 0)
-    new, keep = soft.kernel_params(kernels.add, 1, 1, a, np.int32(50))
+    new, _keep = soft.kernel_params(kernels.add, 1, 1, a, np.int32(50))
     soft.cuGraphExecKernelNodeSetParams(executable, node, new)
     soft.cuGraphLaunch(executable, stream)
     soft.cuGraphNodeSetEnabled(executable, node, 0)
     soft.cuGraphLaunch(executable, stream)
     soft.cuStreamSynchronize(stream)
-    assert soft.value(a) == 50 and keep
+    assert soft.value(a) == 50
 
 
-def record(soft, graph, deps, event):
-    return soft.cuGraphAddEventRecordNode(graph, list(deps), len(deps), event)
-
-
-def wait(soft, graph, deps, event):
-    return soft.cuGraphAddEventWaitNode(graph, list(deps), len(deps), event)
-
-
-def test_a_wait_node_waits_for_what_was_recorded_before_the_launch(
+def test_event_wait_node_waits_for_work_recorded_before_launch(
     soft, stream, other, event, graph, words
 ) -> None:
-    """Each launch waits for the work the event names then; one never recorded is complete."""
+    """An event that was never recorded is complete."""
     a = soft.ints(0)
-    waits = wait(soft, graph, [], event)
-    soft.add_fill(graph, [waits], a, 5)
+    wait_node = soft.cuGraphAddEventWaitNode(graph, [], 0, event)
+    soft.add_fill(graph, [wait_node], a, 5)
     executable = soft.cuGraphInstantiate(graph, 0)
     soft.play(executable, stream)
     assert soft.value(a) == 5
@@ -140,22 +136,23 @@ def test_a_wait_node_waits_for_what_was_recorded_before_the_launch(
     assert code(soft.d.cuStreamQuery(stream)) == "NOT_READY"
     words[0] = 1
     soft.cuStreamSynchronize(stream)
-    assert soft.value(a) == 5  # the fill of the other stream came before
+    assert soft.value(a) == 5  # the memset of the other stream ran first
 
 
-def test_launches_with_destroyed_events_are_refused(soft, stream, event, graph) -> None:
-    """A launch says so when an event of its nodes was destroyed, stricter than hardware."""
-    marked = record(soft, graph, [], event)
-    waits = wait(soft, graph, [], event)
-    assert [soft.cuGraphNodeGetType(n).value for n in (waits, marked)] == [6, 7]
+def test_event_node_with_destroyed_event_rejects_launch(soft, stream, event, graph) -> None:
+    """This check is stricter than hardware."""
+    record_node = soft.cuGraphAddEventRecordNode(graph, [], 0, event)
+    wait_node = soft.cuGraphAddEventWaitNode(graph, [], 0, event)
+    types = [soft.cuGraphNodeGetType(node).value for node in (wait_node, record_node)]
+    assert types == [6, 7]
     executable = soft.cuGraphInstantiate(graph, 0)
     soft.cuEventDestroy(event)
     assert code(soft.d.cuGraphLaunch(executable, stream)) == "INVALID_HANDLE"
     assert "destroyed" in soft.refusal()
 
 
-def test_generic_nodes_and_whole_updates_know_events(soft, stream, event) -> None:
-    """cuGraphAddNode makes both kinds; cuGraphExecUpdate takes the new definition's events."""
+def test_event_nodes_are_updated_by_exec_update(soft, stream, event) -> None:
+    """Both kinds are added by cuGraphAddNode; the executable then uses the new events."""
     new = soft.cuEventCreate(0)
     definitions = []
     for which in (event, new):
@@ -171,15 +168,17 @@ def test_generic_nodes_and_whole_updates_know_events(soft, stream, event) -> Non
     assert code(soft.d.cuEventElapsedTime(event, event)) == "INVALID_HANDLE"
 
 
-def move(soft, parent, child, ownership: int = 1) -> str:
+def move_child(soft, parent, child, ownership: int = 1) -> str:
+    """Add a child graph node with an ownership (0: clone, 1: move); return the error code."""
     p = soft.node_params("GRAPH")
     p.graph.graph = child
     p.graph.ownership = soft.d.CUgraphChildGraphNodeOwnership(ownership)
     return code(soft.d.cuGraphAddNode(parent, [], None, 0, p))
 
 
-def test_a_moved_child_may_hold_conditionals_and_belongs_to_its_parent(soft, stream) -> None:
-    """It runs in the parent, is nobody else's any more, and goes with the parent."""
+def test_child_graph_moved_into_parent_belongs_to_it(soft, stream) -> None:
+    """It may contain conditional nodes, cannot be used by itself, and is destroyed with the
+    parent."""
     d = soft.d
     before = soft.live()
     parent = soft.cuGraphCreate(0)
@@ -188,10 +187,10 @@ def test_a_moved_child_may_hold_conditionals_and_belongs_to_its_parent(soft, str
     handle = soft.cuGraphConditionalHandleCreate(child, soft.context, 1, 1)
     _, node, (body,) = soft.conditional(child, [], handle, 0)
     soft.add_fill(body, [], a, 3)
-    assert move(soft, parent, child, 0) == "NOT_SUPPORTED"
-    assert move(soft, parent, parent) == "INVALID_VALUE"
-    assert move(soft, parent, child) == "SUCCESS"
-    assert move(soft, parent, child) == "INVALID_VALUE"
+    assert move_child(soft, parent, child, 0) == "NOT_SUPPORTED"
+    assert move_child(soft, parent, parent) == "INVALID_VALUE"
+    assert move_child(soft, parent, child) == "SUCCESS"
+    assert move_child(soft, parent, child) == "INVALID_VALUE"
     assert codes(
         d.cuGraphInstantiate(child, 0),
         d.cuGraphDestroy(child),

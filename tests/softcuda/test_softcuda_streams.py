@@ -1,4 +1,4 @@
-"""Streams, events and host functions of the soft device; modules and launch refusals."""
+"""Streams, events, modules, functions and kernel launches of the soft device."""
 
 from __future__ import annotations
 
@@ -17,24 +17,22 @@ from graft.cudagraph.softstats import counters
 
 @pytest.fixture
 def gate():
-    """Something that opens, and a callback that waits for it."""
-    opens = threading.Event()
-    opens.callback = CALLBACK(lambda _: opens.wait(10) and None)
-    return opens
+    """A threading.Event with a host function, ``callback``, that waits for it."""
+    opened = threading.Event()
+    opened.callback = CALLBACK(lambda _: opened.wait(10) and None)
+    return opened
 
 
-def test_streams_run_beside_each_other_and_events_order_them(
-    soft, kernels, stream, other, event, gate
-):
-    """A stream waits for another's event as it was recorded then, and for nothing else of it."""
+def test_streams_run_concurrently_and_wait_for_events(soft, kernels, stream, other, event, gate):
+    """A wait refers to the last record before it and not to later records or other work."""
     log = soft.ints(0, 0, 0)
-    assert code(soft.d.cuEventQuery(event)) == "SUCCESS"  # never recorded: complete
+    assert code(soft.d.cuEventQuery(event)) == "SUCCESS"  # an event that was never recorded
     soft.cuEventRecord(event, stream)
-    soft.cuStreamWaitEvent(other, event, 0)  # for this record, not for the next
+    soft.cuStreamWaitEvent(other, event, 0)  # waits for this record and not for the next one
     soft.host(stream, gate.callback)
     soft.cuEventRecord(event, stream)
     soft.launch(kernels.append, 1, 1, log, np.int32(1), stream=other)
-    soft.cuStreamSynchronize(other)  # it is free although the first is held
+    soft.cuStreamSynchronize(other)  # completes although `stream` is blocked
     soft.cuStreamWaitEvent(other, event, 0)
     soft.launch(kernels.append, 1, 1, log, np.int32(2), stream=other)
     assert codes(soft.d.cuStreamQuery(other), soft.d.cuEventQuery(event)) == {"NOT_READY"}
@@ -44,8 +42,8 @@ def test_streams_run_beside_each_other_and_events_order_them(
     assert soft.get(log, 3, np.int32).tolist() == [2, 1, 2]
 
 
-def test_elapsed_time(soft, stream):
-    """Elapsed time covers what ran between two events; untimed or unrecorded ones are refused."""
+def test_event_elapsed_time_covers_work_between_events(soft, stream):
+    """Events that have no timing or were never recorded are rejected."""
     timed = [soft.cuEventCreate(0) for _ in range(3)]
     untimed = soft.cuEventCreate(2)
     soft.cuEventRecord(timed[0], stream)
@@ -60,15 +58,14 @@ def test_elapsed_time(soft, stream):
     assert codes(elapsed(timed[0], timed[2]), elapsed(timed[0], untimed)) == {"INVALID_HANDLE"}
 
 
-def test_legacy_stream_joins_blocking_streams_only(soft, other, gate):
-    """The NULL stream waits for blocking streams and not for non-blocking ones."""
+def test_legacy_stream_waits_for_blocking_streams_only(soft, other, gate):
     blocking = soft.cuStreamCreate(0)
     p = soft.ints(0)
     held = threading.Event()
     callback = CALLBACK(lambda _: held.wait(10) and None)
     soft.host(other, callback)
     soft.cuMemsetD8Async(p, 1, 4, 0)
-    # One host-function thread: this one runs after the other stream's, so open that first.
+    # Host functions run on one thread, so the first one must return before the next one starts.
     held.set()
     soft.host(blocking, gate.callback)
     soft.cuMemsetD8Async(p, 2, 4, 0)
@@ -78,8 +75,9 @@ def test_legacy_stream_joins_blocking_streams_only(soft, other, gate):
     assert code(soft.d.cuStreamQuery(blocking)) == "SUCCESS"
 
 
-def test_each_thread_has_a_default_stream(soft, kernels):
-    """CU_STREAM_PER_THREAD is ordered, waits for the legacy stream, captures, and ends."""
+def test_per_thread_stream_is_separate_for_each_thread(soft, kernels):
+    """CU_STREAM_PER_THREAD is ordered, waits for the legacy stream, can capture, and is destroyed
+    with its thread."""
     own = soft.d.CUstream(2)
     log = soft.ints(*[0] * 128)
     add = kernels.append
@@ -103,50 +101,58 @@ def test_each_thread_has_a_default_stream(soft, kernels):
     assert soft.live() == before
 
 
-def test_streams_read_back_and_their_handles_are_never_reused(soft, event):
-    """Flags, priority and context of a stream read back; a destroyed stream's or event's handle is
-    INVALID_HANDLE for good."""
-    d, (least, greatest) = soft.d, soft.cuCtxGetStreamPriorityRange()
+def test_stream_queries_return_flags_priority_and_context(soft):
+    """A priority outside of the range is clamped."""
+    least, greatest = soft.cuCtxGetStreamPriorityRange()
     stream = soft.cuStreamCreateWithPriority(1, greatest - 3)
     assert int(soft.cuStreamGetFlags(stream)) == 1
     assert soft.cuStreamGetPriority(stream) == greatest < least == 0
     assert int(soft.cuStreamGetCtx(stream)) == int(soft.context)
+
+
+def test_stream_and_event_handles_are_never_reused(soft, stream, event):
+    """The handles of destroyed objects are INVALID_HANDLE, also after new ones were created."""
+    d = soft.d
     soft.cuStreamDestroy(stream)
     soft.cuEventDestroy(event)
-    fresh, *_ = [soft.stream() for _ in range(5)]
+    new, *_ = [soft.stream() for _ in range(5)]
     assert codes(
         d.cuStreamSynchronize(stream),
         d.cuStreamDestroy(stream),
-        d.cuEventRecord(event, fresh),
-        d.cuStreamWaitEvent(fresh, event, 0),
+        d.cuEventRecord(event, new),
+        d.cuStreamWaitEvent(new, event, 0),
     ) == {"INVALID_HANDLE"}
 
 
-def test_the_gil_record(soft):
-    """Calls through cuda.bindings come without the GIL; through a GIL-keeping door they show."""
+def test_gil_counters_count_calls_that_hold_the_gil(soft):
+    """cuda.bindings releases the GIL in driver calls; ctypes.PyDLL does not."""
     pointer = soft.alloc(64)
 
-    def record():
-        made, held = map(counters().get, ("calls", "gil_held"))
+    def call_counts():
+        current = counters()
+        calls = current["calls"]
+        held = current["gil_held"]
         names = ("cuMemsetD8", "cuCtxSynchronize")
-        return np.array([*map(made.get, names), *map(held.get, names), held.total()])
+        by_name = [calls[name] for name in names] + [held[name] for name in names]
+        return np.array([*by_name, held.total()])
 
-    before = record()
+    before = call_counts()
     soft.cuMemsetD8(pointer, 0, 64)
     soft.cuCtxSynchronize()
-    assert (record() - before).tolist() == [1, 1, 0, 0, 0]
+    assert (call_counts() - before).tolist() == [1, 1, 0, 0, 0]
     assert ctypes.PyDLL(soft.lib._name).cuCtxSynchronize() == 0
-    assert (record() - before).tolist() == [1, 2, 0, 1, 1]
+    assert (call_counts() - before).tolist() == [1, 2, 0, 1, 1]
 
 
-def test_module_images_are_checked(soft):
-    """Text, foreign ELF machines and other kernel ABIs are refused with the documented codes."""
+def test_module_load_rejects_invalid_images(soft):
+    """Text, ELF files for other machines and other kernel ABIs return the documented codes."""
     load = soft.d.cuModuleLoadData
     image = util.compile_kernel(util.KERNELS)
     assert code(load(b"not an image" + bytes(64))) == "INVALID_IMAGE"
     foreign = image[:18] + (190).to_bytes(2, "little") + image[20:]  # EM_CUDA
     assert code(load(foreign)) == "NO_BINARY_FOR_GPU"
-    # The kernel table begins with the ABI and the number of kernels, here one that is found.
+    # The kernel table begins with the ABI and the number of kernels. 77 kernels make these bytes
+    # unique in the image.
     header = (util.SOURCE / "include" / "softcuda_abi.h").read_text()
     abi = int(re.findall(r"SOFTCUDA_ABI (\d+)u", header)[0])
     many = "".join(f'extern "C" __global__ void k{i}(int* p) {{}}\n' for i in range(77))
@@ -157,8 +163,8 @@ def test_module_images_are_checked(soft):
     assert "kernel ABI 99" in soft.refusal()
 
 
-def test_functions_and_their_attributes(soft, kernels):
-    """Functions are found by name; attributes and loading state read back."""
+def test_functions_are_found_by_name_and_have_attributes(soft, kernels):
+    """Also checks the loading state and the limit of dynamic shared memory."""
     d = soft.d
     f = kernels.bounded
     user = kernels.shared_user
@@ -181,21 +187,21 @@ def test_functions_and_their_attributes(soft, kernels):
 @pytest.mark.parametrize(
     ("grid", "block"), [(1, (64, 32, 1)), ((1, 70000, 1), 1), (1, (1, 1, 65)), (1, 128)]
 )
-def test_launch_geometry_is_checked(soft, kernels, grid, block):
-    """Grids, blocks and launch bounds outside the device's limits are INVALID_VALUE."""
+def test_launch_rejects_invalid_grid_and_block_dimensions(soft, kernels, grid, block):
+    """Dimensions above the device's limits and the launch bounds are INVALID_VALUE."""
     assert code(soft.try_launch(kernels.bounded, grid, block, soft.ints(0))) == "INVALID_VALUE"
     assert "'bounded'" in soft.refusal()
 
 
-def test_versions_choose_the_symbol(soft):
-    """cuGetProcAddress answers by name and version."""
-    ask = soft.lib.cuGetProcAddress_v2
-
+def test_get_proc_address_selects_symbol_by_version(soft):
     def address(name: bytes, version: int) -> tuple[int, int | None, int]:
+        """Return (error code, address, status)."""
         pointer = ctypes.c_void_p()
         status = ctypes.c_int()
-        rc = ask(name, ctypes.byref(pointer), version, ctypes.c_uint64(0), ctypes.byref(status))
-        return rc, pointer.value, status.value
+        error = soft.lib.cuGetProcAddress_v2(
+            name, ctypes.byref(pointer), version, ctypes.c_uint64(0), ctypes.byref(status)
+        )
+        return error, pointer.value, status.value
 
     v1 = address(b"cuLaunchHostFunc", 10000)
     v2 = address(b"cuLaunchHostFunc", 13020)
@@ -205,9 +211,9 @@ def test_versions_choose_the_symbol(soft):
     assert address(b"cuMemAlloc", 13000)[1] == util.address(soft.lib.cuMemAlloc_v2)
 
 
-def test_a_running_kernel_sees_host_stores_and_does_not_keep_its_process():
-    """A kernel that polls mapped pinned memory sees a host store made while it runs; a process that
-    exits in the middle of device and host work ends at once."""
+def test_running_kernel_sees_host_stores_and_does_not_block_exit():
+    """A kernel polls pinned memory that the host writes while it runs. A process that exits while a
+    kernel and a host function run ends at once."""
     check(
         """
         words, stream, seen = Words(s, 1), s.stream(), s.ints(0)

@@ -1,4 +1,4 @@
-"""What types and arithmetic of a kernel text mean on the soft device."""
+"""Types, arithmetic and parameter layout of kernels on the soft device."""
 
 from __future__ import annotations
 
@@ -74,7 +74,8 @@ def kernels(soft):
 
 
 def arithmetic(soft, kernel, *operands):
-    """The rows of results, and the first operands as fp32."""
+    """Run a kernel of 16-bit arithmetic; return one row per operation and the first operand in
+    fp32."""
     n = operands[0].size
     wide = soft.alloc(4 * n)
     got = soft.results(
@@ -92,13 +93,14 @@ def arithmetic(soft, kernel, *operands):
 
 
 def round_to_bf16(x: np.ndarray) -> np.ndarray:
-    """Round float32 to bfloat16 bits, to nearest even; NaN excluded."""
+    """Round float32 to bfloat16 bits, to nearest even. NaN is not supported."""
     bits = x.view(np.uint32).astype(np.uint64)
     return ((bits + 0x7FFF + ((bits >> 16) & 1)) >> 16).astype(np.uint16)
 
 
 def test_half_arithmetic_is_correctly_rounded(soft, kernels):
-    """half operations round once to nearest even, as NumPy's float16 does; fma is exact first."""
+    """Operations round once to nearest even, as NumPy's float16 does; __hfma rounds the exact
+    result."""
     a, b, c = (rng.integers(0, 0x10000, 40000, dtype=np.uint16) for _ in range(3))
     got, value = arithmetic(soft, kernels.f16, a, b, c)
     x, y, z = (v.view(np.float16) for v in (a, b, c))
@@ -106,9 +108,9 @@ def test_half_arithmetic_is_correctly_rounded(soft, kernels):
         # Longdouble holds the exact product and, for these exponents, the exact sum of the fma.
         exact = x.astype(np.longdouble) * y.astype(np.longdouble) + z.astype(np.longdouble)
         expected = [x + y, x - y, x * y, x / y, round_exact(exact)]
-    for row, want in enumerate(expected):
-        nan = np.isnan(got[row].view(np.float16)) & np.isnan(want)
-        same = (got[row] == want.view(np.uint16)) | nan
+    for row, values in enumerate(expected):
+        nan = np.isnan(got[row].view(np.float16)) & np.isnan(values)
+        same = (got[row] == values.view(np.uint16)) | nan
         assert same.all(), (row, a[~same][:3], b[~same][:3], c[~same][:3])
     order = (x < y).astype(int) | (x == y).astype(int) << 1 | (x > y).astype(int) << 2
     assert np.array_equal(got[5], order)
@@ -116,31 +118,34 @@ def test_half_arithmetic_is_correctly_rounded(soft, kernels):
 
 
 def round_exact(exact: np.ndarray) -> np.ndarray:
-    """Round longdouble values to float16, skipping the double rounding of NumPy's own cast."""
-    near = exact.astype(np.float16)
-    best = near.copy()
-    for other in (np.nextafter(near, np.float16(end)) for end in (np.inf, -np.inf)):
-        there, here = (np.abs(v.astype(np.longdouble) - exact) for v in (other, best))
-        even = (other.view(np.uint16) & 1) == 0
-        usable = np.isfinite(other) & np.isfinite(near)
-        best = np.where(usable & ((there < here) | ((there == here) & even)), other, best)
+    """Round longdouble values to float16 without the double rounding of NumPy's cast."""
+    nearest = exact.astype(np.float16)
+    best = nearest.copy()
+    for direction in (np.inf, -np.inf):
+        neighbour = np.nextafter(nearest, np.float16(direction))
+        neighbour_error = np.abs(neighbour.astype(np.longdouble) - exact)
+        best_error = np.abs(best.astype(np.longdouble) - exact)
+        even = (neighbour.view(np.uint16) & 1) == 0
+        finite = np.isfinite(neighbour) & np.isfinite(nearest)
+        closer = (neighbour_error < best_error) | ((neighbour_error == best_error) & even)
+        best = np.where(finite & closer, neighbour, best)
     return best
 
 
-def test_bfloat16_arithmetic_rounds_once(soft, kernels):
-    """bfloat16 sums and products equal the fp32 result rounded to nearest even."""
+def test_bfloat16_arithmetic_rounds_fp32_results_once(soft, kernels):
     a, b, c = (round_to_bf16(rng.standard_normal(20000).astype(np.float32)) for _ in range(3))
     got, _ = arithmetic(soft, kernels.b16, a, b, c)
     x, y, z = ((v.astype(np.uint32) << 16).view(np.float32) for v in (a, b, c))
-    for row, want in enumerate((x + y, x - y, x * y, x / y)):
-        assert np.array_equal(got[row], round_to_bf16(want)), row
-    exact = x.astype(np.float64) * y + z  # 16 bits of product, close exponents: exact in double
+    for row, values in enumerate((x + y, x - y, x * y, x / y)):
+        assert np.array_equal(got[row], round_to_bf16(values)), row
+    # The product has 16 bits and the exponents are close, so the sum is exact in double.
+    exact = x.astype(np.float64) * y + z
     fused = exact.astype(np.float32)
     assert (got[4] == round_to_bf16(fused)).mean() > 0.9999
 
 
-def test_float_to_half_conversions(soft, kernels):
-    """fp32 to fp16 and bf16 rounds to nearest even over the whole range, subnormal halves too."""
+def test_float_to_16_bit_conversions_round_to_nearest_even(soft, kernels):
+    """Over the whole range, including subnormal halves."""
     bits = rng.integers(0, 2**32, 60000, dtype=np.uint64).astype(np.uint32)
     exponents = (100 + rng.integers(0, 50, 30000)).astype(np.uint32)
     bits[:30000] = (bits[:30000] & 0x807FFFFF) | exponents << 23
@@ -163,8 +168,8 @@ def test_float_to_half_conversions(soft, kernels):
     assert np.array_equal(b, round_to_bf16(x))
 
 
-def test_denormals_are_flushed_and_products_not_contracted(soft, kernels):
-    """Workers flush denormals; only a written fmaf fuses."""
+def test_float_arithmetic_flushes_denormals_and_does_not_contract(soft, kernels):
+    """Only an explicit fmaf is fused."""
     tiny = soft.put([1.2e-38, 0.0], np.float32)
     assert soft.results(1, np.float32, kernels.flush, 1, 1, tiny, None) == [0.0]
     x = np.array([1 + 2**-13, 1 - 2**-13, -1.0], np.float32)
@@ -173,8 +178,8 @@ def test_denormals_are_flushed_and_products_not_contracted(soft, kernels):
     assert fused == np.float32(float(x[0]) * float(x[1]) - 1.0)
 
 
-def test_vector_types_and_parameter_layout(soft, kernels):
-    """Vector types have CUDA's sizes and alignments; parameters lie where the driver says."""
+def test_vector_types_and_parameters_have_cuda_layout(soft, kernels):
+    """Sizes and alignments of vector types, and offsets and sizes of kernel parameters."""
     data = rng.standard_normal((8, 4)).astype(np.float32)
     sizes = soft.alloc(20)
     out = soft.results((8, 4), np.float32, kernels.vectors, 1, 8, soft.put(data), None, sizes)
@@ -200,8 +205,7 @@ def test_vector_types_and_parameter_layout(soft, kernels):
     assert out.tolist() == [-3.0, 0.5, -7.0, 4.0, 2.25]
 
 
-def test_integer_intrinsics(soft, kernels):
-    """Bit intrinsics and saturating conversions answer as CUDA documents them."""
+def test_integer_intrinsics_and_conversions_match_documentation(soft, kernels):
     words = soft.put([0xF0F00001, 0x40, 0x1000, 0x80000001, 0xFFFFFFFF, 0x10], np.uint32)
     assert soft.results(9, np.uint32, kernels.bits, 1, 1, words, None).tolist() == [
         9,

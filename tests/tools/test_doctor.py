@@ -1,4 +1,4 @@
-"""graft doctor: what is there and what is missing; the lock-order detector; graft soft."""
+"""``graft doctor``, the lock-order detector (``--watch``), and ``graft soft``."""
 
 from __future__ import annotations
 
@@ -16,14 +16,14 @@ from graft.cudagraph.errors import OptionError
 from graft.tools import cli, doctor, watch
 
 
-def test_a_complete_environment_is_healthy(capsys):
-    """Where graft's tests can run, the doctor finds nothing missing and says so in JSON."""
+def test_doctor_reports_healthy_environment(capsys):
+    """The environment of the tests lacks nothing; the report is JSON."""
     assert cli.main(["doctor", "--limit", "5"]) == 2
     assert "--limit goes with --watch" in capsys.readouterr().err
     assert cli.main(["doctor", "--json"]) == 0
-    said = json.loads(capsys.readouterr().out)
-    found = {finding["name"]: finding for finding in said["findings"]}
-    assert said["healthy"] is True
+    report = json.loads(capsys.readouterr().out)
+    found = {finding["name"]: finding for finding in report["findings"]}
+    assert report["healthy"] is True
     for name in (
         "python",
         "packages",
@@ -47,9 +47,10 @@ def test_a_complete_environment_is_healthy(capsys):
         ("tokenizers", "packages", "missing"),
     ],
 )
-def test_a_missing_package_is_told_with_advice(package, name, status, monkeypatch, capsys):
-    """A package that is not installed is reported with the command that installs it; graft does
-    without XGrammar."""
+def test_doctor_reports_missing_package_with_install_command(
+    package, name, status, monkeypatch, capsys
+):
+    """XGrammar is optional."""
     real = doctor.version_of
     monkeypatch.setattr(doctor, "version_of", lambda p: None if p == package else real(p))
     assert cli.main(["doctor"]) == (status == "missing")
@@ -63,8 +64,8 @@ def test_a_missing_package_is_told_with_advice(package, name, status, monkeypatc
     ("variable", "value", "name"),
     [("CXX", "no-such-compiler", "compiler"), ("GRAFT_DEVICE", "abacus", "device")],
 )
-def test_what_the_environment_names_wrongly_is_missing(variable, value, name):
-    """A compiler that is none, or a device: a finding and not a traceback."""
+def test_doctor_reports_invalid_environment_variable(variable, value, name):
+    """An unknown compiler or device is a finding and not a traceback."""
     done = subprocess.run(
         [sys.executable, "-m", "graft.tools.cli", "doctor", "--json"],
         text=True,
@@ -76,16 +77,16 @@ def test_what_the_environment_names_wrongly_is_missing(variable, value, name):
     assert found[name]["status"] == "missing" and value in found[name]["detail"]
 
 
-def test_a_driver_that_hangs_is_reported(monkeypatch):
-    """A driver that does not answer in time is a finding, not a hang."""
+def test_doctor_reports_driver_that_hangs(monkeypatch):
+    """The query of the driver has a deadline."""
     monkeypatch.setattr(chooser, "PROBE", "import time; time.sleep(60)")
     monkeypatch.setattr(doctor.chooser, "PROBE_LIMIT_S", 0.5)
     finding = doctor.check_driver()
     assert finding.status == "absent" and "no answer" in finding.detail
 
 
-def test_a_gpu_without_cupy_is_not_healthy(monkeypatch):
-    """Where NVIDIA's driver shows a device, CuPy is needed and its absence is missing."""
+def test_doctor_requires_cupy_with_gpu(monkeypatch):
+    """CuPy is a missing package if the NVIDIA driver finds a device."""
     gpu = doctor.Finding("nvidia driver", "ok", "CUDA 13.0, a device")
     monkeypatch.setattr(doctor, "CHECKS", (lambda: gpu, doctor.check_cupy))
     monkeypatch.setattr(doctor, "version_of", lambda package: None)
@@ -102,7 +103,7 @@ from graft.cudagraph.hostwork import NativeWork, hostfunc
 device = open_device()
 stream = device.stream()
 free, total = ctypes.c_size_t(), ctypes.c_size_t()
-held = ctypes.PyDLL("libcuda.so.1")
+holding_gil = ctypes.PyDLL("libcuda.so.1")  # calls through it keep the GIL
 graph = Graph(device)
 lane = graph.lane("main")
 
@@ -112,17 +113,17 @@ def replay(times):
         run.launch(stream)
         run.synchronize(60)
 
-def a_call_that_keeps_the_gil():
-    held.cuMemGetInfo_v2(ctypes.byref(free), ctypes.byref(total))
+def call_holding_gil():
+    holding_gil.cuMemGetInfo_v2(ctypes.byref(free), ctypes.byref(total))
 
-def a_callback():
+def callback():
     sum(range(10))
 """
 
 
 @pytest.fixture
 def program(tmp_path):
-    """Write a program of the prelude and this code; returns its path."""
+    """Function that writes a program, the prelude and the code, and returns its path."""
 
     def write(code: str, prelude: str = PRELUDE) -> str:
         path = tmp_path / "program.py"
@@ -132,33 +133,36 @@ def program(tmp_path):
     return write
 
 
-def test_both_orders_are_a_potential_deadlock(program, capfd):
-    """A callback that asks for the GIL and a driver call that keeps it: exit status 3, stacks."""
+def test_watch_reports_potential_deadlock(program, capfd):
+    """A callback requests the GIL, and a driver call holds it. The report has both stacks."""
     path = program("""
         for _ in range(3):
-            hostfunc(stream, a_callback)
+            hostfunc(stream, callback)
             stream.synchronize(60)
-            a_call_that_keeps_the_gil()
+            call_holding_gil()
         print("the program's own output")
     """)
     assert cli.main(["doctor", "--watch", "--json", path]) == watch.POTENTIAL
     out, err = capfd.readouterr()
-    said = json.loads(out)
+    report = json.loads(out)
     assert "the program's own output" in err
-    assert said["verdict"] == "potential" and said["cycle"] == ["driver lock"]
-    (call,) = [edge for edge in said["edges"] if edge["holds"] == ["GIL"]]
+    assert report["verdict"] == "potential"
+    assert report["cycle"] == ["driver lock"]
+    (call,) = [edge for edge in report["edges"] if edge["holds"] == ["GIL"]]
     assert (call["at"], call["wants"], call["count"]) == ("cuMemGetInfo", ["driver lock"], 3)
-    assert "a_call_that_keeps_the_gil" in call["python"][0] and path in call["python"][0]
+    assert "call_holding_gil" in call["python"][0] and path in call["python"][0]
     assert any("cuMemGetInfo" in frame for frame in call["native"])
-    asks = [edge for edge in said["edges"] if edge["wants"] == ["GIL"]]
-    assert sum(edge["count"] for edge in asks) == 3
-    assert all(edge["holds"] == ["driver lock", "device work"] for edge in asks)
-    assert any("a_callback" in frame for edge in asks for frame in edge["python"])
-    assert all(any("PyGILState_Ensure" in f for f in edge["native"]) for edge in asks)
+    requests = [edge for edge in report["edges"] if edge["wants"] == ["GIL"]]
+    assert sum(edge["count"] for edge in requests) == 3
+    for edge in requests:
+        assert edge["holds"] == ["driver lock", "device work"]
+        assert any("PyGILState_Ensure" in frame for frame in edge["native"])
+    assert any("callback" in frame for edge in requests for frame in edge["python"])
 
 
-def test_slow_work_without_the_gil_is_no_alarm(program, capfd):
-    """A native host function that takes its time asks for nothing; the program's status is told."""
+def test_watch_ignores_slow_native_host_functions(program, capfd):
+    """A host function that does not request the GIL is no edge, whatever its duration. The
+    program's exit status is reported."""
     path = program("""
         usleep = ctypes.cast(ctypes.CDLL(None).usleep, ctypes.c_void_p).value
         lane.host(NativeWork(usleep, 300_000))
@@ -166,23 +170,25 @@ def test_slow_work_without_the_gil_is_no_alarm(program, capfd):
         run = graph.instantiate()
         run.launch(stream)
         for _ in range(50):
-            a_call_that_keeps_the_gil()
+            call_holding_gil()
         run.synchronize(60)
         sys.exit(7)
     """)
     assert cli.main(["doctor", "--watch", path]) == watch.FAILED
-    said = capfd.readouterr().err
-    assert "the program ended with status 7" in said
-    assert "verdict: no cycle" in said and "-> GIL:" not in said and "50 x" in said
+    text = capfd.readouterr().err
+    assert "the program ended with status 7" in text
+    assert "verdict: no cycle" in text
+    assert "-> GIL:" not in text
+    assert "50 x" in text
 
 
-def test_callbacks_alone_are_no_cycle(program):
-    """Python callbacks of every kind ask for the GIL; without a call that keeps it all is well."""
+def test_watch_finds_no_cycle_with_python_callbacks_alone(program):
+    """Callbacks of every kind request the GIL, but no driver call holds it."""
     report, status = watch.watch(
         [
             program("""
-        lane.host(a_callback)
-        lane.mailbox(a_callback)
+        lane.host(callback)
+        lane.mailbox(callback)
         replay(3)
         data = device.zeros((8,), "int32")
         data.to_host()
@@ -199,13 +205,13 @@ def test_callbacks_alone_are_no_cycle(program):
     assert all(edge.wants == ["GIL"] for edge in report.edges)
 
 
-def test_a_worker_holds_the_devices_progress_and_no_lock(program):
-    """A Python mailbox worker makes a cycle with a call that waits for the device, not with one
+def test_watch_mailbox_worker_holds_device_work_only(program):
+    """A Python mailbox worker forms a cycle with a call that waits for the device, but not with one
     that only takes a lock."""
     code = """
-        lane.mailbox(a_callback)
+        lane.mailbox(callback)
         replay(1)
-        a_call_that_keeps_the_gil()
+        call_holding_gil()
     """
     assert watch.watch([program(code)], LIMIT_S)[0].verdict == "none"
     report, _ = watch.watch(
@@ -213,7 +219,7 @@ def test_a_worker_holds_the_devices_progress_and_no_lock(program):
             program(
                 code
                 + """
-        held.cuStreamSynchronize(ctypes.c_void_p(stream.handle))
+        holding_gil.cuStreamSynchronize(ctypes.c_void_p(stream.handle))
     """
             )
         ],
@@ -222,8 +228,9 @@ def test_a_worker_holds_the_devices_progress_and_no_lock(program):
     assert report.verdict == "potential" and report.cycle == ["device work"]
 
 
-def test_a_program_without_graft_is_watched_and_told_though_it_is_killed(program):
-    """cuda.bindings and ctypes alone meet the soft device; edges are known even after _exit."""
+def test_watch_works_without_graft_and_after_exit(program):
+    """A program that uses cuda.bindings and ctypes only. Edges are recorded even if it ends by
+    ``os._exit``."""
     report, status = watch.watch(
         [
             program(
@@ -232,16 +239,16 @@ def test_a_program_without_graft_is_watched_and_told_though_it_is_killed(program
         from cuda.bindings import driver as cu
         cu.cuInit(0)
         cu.cuCtxSetCurrent(cu.cuDevicePrimaryCtxRetain(0)[1])
-        def thunk(data):
+        def host_function(data):
             done.append(1)
         done = []
-        keep = ctypes.CFUNCTYPE(None, ctypes.c_void_p)(thunk)
+        keep = ctypes.CFUNCTYPE(None, ctypes.c_void_p)(host_function)
         ctypes.CDLL("libcuda.so.1").cuLaunchHostFunc(None, keep, None)
         cu.cuCtxSynchronize()
         assert done
-        def keeps_the_gil():
+        def synchronize_holding_gil():
             ctypes.PyDLL("libcuda.so.1").cuCtxSynchronize()
-        keeps_the_gil()
+        synchronize_holding_gil()
         os._exit(0)
     """,
                 prelude="",
@@ -249,44 +256,50 @@ def test_a_program_without_graft_is_watched_and_told_though_it_is_killed(program
         ],
         LIMIT_S,
     )
-    assert status == 0 and report.verdict == "potential" and report.cycle == ["device work"]
-    for place, asked in (("keeps_the_gil", "device work"), ("thunk", "GIL")):
-        assert any(
-            place in frame for edge in report.edges if asked in edge.wants for frame in edge.python
-        )
+    assert status == 0
+    assert report.verdict == "potential"
+    assert report.cycle == ["device work"]
+    for function, resource in (
+        ("synchronize_holding_gil", "device work"),
+        ("host_function", "GIL"),
+    ):
+        edges = [edge for edge in report.edges if resource in edge.wants]
+        assert any(function in frame for edge in edges for frame in edge.python)
 
 
-def test_a_hang_is_told_with_both_sides(program, capfd):
-    """A program that deadlocks is ended; the report has the edges and both sides' stacks."""
+def test_watch_reports_deadlock_with_stacks_of_both_threads(program, capfd):
+    """A program that deadlocks is ended by the watchdog."""
     path = program("""
         libc, gate = ctypes.PyDLL(None), ctypes.create_string_buffer(64)
         wait = ctypes.cast(libc.sem_wait, ctypes.c_void_p).value
         libc.sem_init(gate, 0, 0)
-        held.softcuda_watch_asks.restype = ctypes.c_int64
+        holding_gil.softcuda_watch_asks.restype = ctypes.c_int64
         sys.setswitchinterval(1e6)
         hostfunc(stream, NativeWork(wait, ctypes.addressof(gate)))
-        hostfunc(stream, a_callback)
-        libc.sem_post(gate)  # from here on the GIL is not given up
-        while not held.softcuda_watch_asks():  # the callback stands at the GIL
+        hostfunc(stream, callback)
+        libc.sem_post(gate)  # this thread does not release the GIL from here on
+        while not holding_gil.softcuda_watch_asks():  # until the callback requests the GIL
             libc.usleep(1000)
-        def waits_with_the_gil():
-            held.cuStreamSynchronize(ctypes.c_void_p(stream.handle))
-        waits_with_the_gil()
+        def synchronize_holding_gil():
+            holding_gil.cuStreamSynchronize(ctypes.c_void_p(stream.handle))
+        synchronize_holding_gil()
     """)
     assert cli.main(["doctor", "--watch", "--limit", "2", path]) == watch.DEADLOCK
-    said = capfd.readouterr().err
-    report = said[said.index("the watchdog ended") :]
+    text = capfd.readouterr().err
+    report = text[text.index("the watchdog ended") :]
     assert "verdict: DEADLOCK" in report
     waiting, running = report.split("runs host function")
-    assert "is in cuStreamSynchronize" in waiting and "in waits_with_the_gil" in waiting
-    assert "cuStreamSynchronize+" in waiting and "PyGILState_Ensure+" in running
+    assert "is in cuStreamSynchronize" in waiting
+    assert "in synchronize_holding_gil" in waiting
+    assert "cuStreamSynchronize+" in waiting
+    assert "PyGILState_Ensure+" in running
 
 
-def test_the_switch_alone_writes_the_edges(program, tmp_path):
-    """SOFTCUDA_WATCH=FILE needs no tool: any process that opens the soft device writes there."""
+def test_watch_variable_records_edges_without_the_tool(program, tmp_path):
+    """SOFTCUDA_WATCH=FILE: every process that opens the soft device writes to the file."""
     path = tmp_path / "edges.jsonl"
     env = {**os.environ, "GRAFT_DEVICE": "soft", "SOFTCUDA_WATCH": str(path)}
-    code = program("a_call_that_keeps_the_gil()")
+    code = program("call_holding_gil()")
     for _ in range(2):
         subprocess.run([sys.executable, code], env=env, check=True)
     report = watch.read(path)
@@ -294,8 +307,8 @@ def test_the_switch_alone_writes_the_edges(program, tmp_path):
     assert [edge.at for edge in report.edges] == ["cuMemGetInfo"] * 2
 
 
-def test_what_cannot_be_watched_is_said(program, capfd, tmp_path):
-    """No program, no such program, no device opened: exit status 2 and why."""
+def test_watch_rejects_invalid_commands(program, capfd, tmp_path):
+    """A missing or unknown program, an invalid limit, and a program that opens no device."""
     for command in ([], ["no-such-program"], ["--limit", "5"], ["--limit", "soon", "-c", "0"]):
         assert cli.main(["doctor", "--watch", *command]) == 2
         assert re.search("no program|takes seconds", capfd.readouterr().err)
@@ -306,15 +319,17 @@ def test_what_cannot_be_watched_is_said(program, capfd, tmp_path):
 
 
 @pytest.mark.parametrize("status", [2, 3, 4])
-def test_a_programs_own_status_is_no_verdict(status, program, capfd):
-    """A program that ends with a status that stands for a verdict has failed, and it is told."""
+def test_watch_reports_failure_for_any_exit_status_of_program(status, program, capfd):
+    """Also for a status that the tool itself uses for a verdict."""
     assert cli.main(["doctor", "--watch", program(f"sys.exit({status})")]) == watch.FAILED
-    said = capfd.readouterr().err
-    assert "verdict: no cycle" in said and f"ended with status {status}" in said
+    text = capfd.readouterr().err
+    assert "verdict: no cycle" in text
+    assert f"ended with status {status}" in text
 
 
-def test_the_launcher_runs_anything_on_the_soft_device(tmp_path):
-    """``graft soft``: cuda.bindings finds it, arguments and status pass, pytest says the device."""
+def test_soft_launcher_runs_programs_on_the_soft_device(tmp_path):
+    """cuda.bindings finds the soft device, arguments and exit status are passed on, and pytest
+    reports the device."""
     (tmp_path / "test_it.py").write_text(
         "from cuda.bindings import driver\n"
         "def test_it():\n"
@@ -329,7 +344,8 @@ def test_the_launcher_runs_anything_on_the_soft_device(tmp_path):
     )
     assert tested.returncode == 0, tested.stdout + tested.stderr
     assert "cuda: graft's soft device, 0 kernels and 0 graphs" in tested.stdout
-    said = subprocess.run([*soft, "--", "-c", "import sys; sys.exit(len(sys.argv))", "a", "b"])
-    assert said.returncode == 3
-    lacking = subprocess.run([*soft, "no-such-program"], capture_output=True, text=True)
-    assert lacking.returncode == 2 and "no-such-program" in lacking.stderr
+    done = subprocess.run([*soft, "--", "-c", "import sys; sys.exit(len(sys.argv))", "a", "b"])
+    assert done.returncode == 3
+    missing = subprocess.run([*soft, "no-such-program"], capture_output=True, text=True)
+    assert missing.returncode == 2
+    assert "no-such-program" in missing.stderr

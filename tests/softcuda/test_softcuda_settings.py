@@ -1,0 +1,133 @@
+"""Settings, contexts, error names and process behaviour of the soft device."""
+
+from __future__ import annotations
+
+import pytest
+from softcuda_util import check, codes
+
+
+def test_error_names_and_strings_are_defined_for_all_codes(soft):
+    """cuGetErrorName and cuGetErrorString know the codes that are returned, by CUDA's names."""
+    known = [error for error in soft.d.CUresult if soft.d.cuGetErrorName(error)[1]]
+    assert len(known) == 30
+    for error in known:
+        assert soft.cuGetErrorName(error).decode() == error.name
+        assert soft.cuGetErrorString(error)
+
+
+def test_context_create_makes_context_current_until_destroyed(soft):
+    """A created context shares the device's memory with the primary context."""
+    d = soft.d
+    context = soft.cuCtxCreate(None, 0, 0)
+    assert int(context) == int(soft.cuCtxGetCurrent())
+    assert int(context) != int(soft.context)
+    soft.cuMemFree(soft.alloc(16))
+    soft.cuCtxDestroy(context)
+    assert int(soft.cuCtxGetCurrent()) == int(soft.context)
+    results = [call(context) for call in (d.cuCtxDestroy, d.cuCtxSetCurrent, d.cuCtxPushCurrent)]
+    assert codes(*results) == {"INVALID_CONTEXT"}
+
+
+SETUP = """
+import os, resource
+add = kernels.add
+def error_text(result, code):
+    assert int(result[0]) == code, result
+    return s.refusal()
+"""
+
+
+def test_setting_memory_limits_device_memory():
+    """Pinned memory does not count."""
+    check(
+        SETUP
+        + """
+half = s.alloc(600_000)
+assert s.cuMemGetInfo() == (400_000, 1_000_000)
+text = error_text(d.cuMemAlloc(600_000), 2)
+assert "600000 bytes were requested, 400000 are free" in text
+s.cuMemFreeHost(s.cuMemHostAlloc(2_000_000, 2))
+s.cuMemFree(half)
+s.cuMemFree(s.alloc(1_000_000))
+""",
+        SOFTCUDA_MEMORY="1000000",
+    )
+
+
+def test_memory_addresses_are_reused_after_all_others():
+    """The address space is limited, so that the end of the reserved range is reached."""
+    check(
+        SETUP
+        + """
+resource.setrlimit(resource.RLIMIT_AS, (12 << 30, 12 << 30))
+addresses = []
+while len(addresses) == len(set(addresses)) < 100:
+    small = s.alloc(16)
+    addresses.append(s.alloc(256 << 20))
+    s.cuMemFree(small)
+    s.cuMemFree(addresses[-1])
+assert 10 < len(addresses) < 100, len(addresses)
+assert "freed" in error_text(d.cuMemsetD8(addresses[-2], 0, 1), 1)
+assert "ulimit -v" in error_text(d.cuMemAlloc(9 << 30), 2)
+"""
+    )
+
+
+def test_setting_poison_fills_new_device_memory_with_nan():
+    check(
+        "assert np.isnan(s.get(s.alloc(4096), 1024, np.float32)).all()",
+        SOFTCUDA_POISON="1",
+    )
+
+
+def test_setting_fail_makes_nth_call_fail():
+    check(
+        SETUP
+        + """
+s.cuMemFree(s.alloc(16))
+assert "SOFTCUDA_FAIL" in error_text(d.cuMemAlloc(16), 2)
+s.cuMemFree(s.alloc(16))
+error_text(d.cuStreamCreate(1), 999)
+s.stream()
+""",
+        SOFTCUDA_FAIL="cuMemAlloc:2,cuStreamCreate:1:999",
+    )
+
+
+def test_forked_child_gets_not_initialized():
+    """Error names can still be queried, and the parent is not affected."""
+    check(
+        SETUP
+        + """
+child = os.fork()
+if child == 0:
+    codes = {int(r[0]) for r in (d.cuInit(0), d.cuMemAlloc(16), d.cuCtxSynchronize(),
+                                 d.cuStreamCreate(1), d.cuMemGetInfo())}
+    os._exit(0 if codes == {3} and d.cuGetErrorName(d.CUresult(3))[1] else 1)
+assert os.waitpid(child, 0)[1] == 0
+s.alloc(16)
+"""
+    )
+
+
+def test_fault_is_detected_after_another_library_replaced_signal_handler():
+    check(
+        SETUP
+        + """
+import signal
+signal.signal(signal.SIGSEGV, lambda *_: None)
+s.launch(add, 1, 1, s.alloc(16) + 16, np.int32(1))
+assert code(d.cuCtxSynchronize()) == "ILLEGAL_ADDRESS"
+assert "'add'" in s.fault()
+"""
+    )
+
+
+def test_kernel_printf_writes_to_stdout():
+    output = check("s.run(kernels.say, 1, 2, np.int32(4))")
+    assert output.splitlines() == ["thread 4 of block", "thread 5 of block"]
+
+
+@pytest.mark.parametrize("setting", ["SOFTCUDA_WORKERS", "SOFTCUDA_MEMORY"])
+def test_setting_that_is_no_number_is_ignored(setting):
+    check("s.alloc(16)", **{setting: "many"})
