@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import gc
-import threading
 import weakref
 
 import numpy as np
@@ -11,14 +10,12 @@ import pytest
 from cudagraph_util import LIMIT_S, Step, refused, released, replay, settled
 
 from graft.cudagraph import (
-    DeadlineError,
     Device,
     Graph,
     HostWorkError,
     MailboxWorker,
     OptionError,
     Stream,
-    StreamLane,
     condition,
     graph,
     if_,
@@ -148,98 +145,3 @@ def test_child_graph_requires_cuda_12_9(
             parent.lane("main").child(child)
     replay(child, stream)
     assert step.calls == 1 and parent.nodes == []
-
-
-def test_event_record_node_is_reached_before_end_of_replay(device: Device, stream: Stream) -> None:
-    """The host continues at the event while the rest of the replay runs, in every replay."""
-    go = threading.Event()
-    data = device.zeros((4,), "int32")
-    result = device.pinned((4,), "int32")
-    ready = device.event("ready")
-    graph = Graph(device, "leaves early")
-    lane = graph.lane("main")
-    lane.fill(data, 1)
-    lane.copy(result, data)
-    lane.record_event(ready)
-    lane.host(lambda: go.wait(LIMIT_S))
-    assert [n.kind for n in graph.nodes] == ["fill", "copy", "event record", "host"]
-    run = graph.instantiate()
-    for _ in range(3):
-        result.array[:] = 0
-        run.launch(stream)
-        ready.synchronize(LIMIT_S)
-        assert result.array.tolist() == [0x01010101] * 4 and not run.query() and ready.query()
-        go.set()
-        run.synchronize(LIMIT_S)
-        go.clear()
-
-
-def test_event_nodes_order_two_graphs(device: Device, stream: Stream) -> None:
-    order: list[str] = []
-    there = device.event("there")
-    back = device.event("back")
-    other = device.stream("other")
-    runs = []
-    for name, before, after in (("ping", back, there), ("pong", there, back)):
-        graph = Graph(device, name)
-        lane = graph.lane("main")
-        lane.wait_event(before)
-        lane.host(lambda name=name: order.append(name))
-        lane.record_event(after)
-        runs.append(graph.instantiate())
-    del graph, lane, before, after, there, back
-    gc.collect()  # the graphs keep their events
-    for _ in range(20):
-        runs[0].launch(stream)
-        runs[1].launch(other)
-    for run in runs:
-        run.synchronize(LIMIT_S)
-        run.close()
-    assert order == ["ping", "pong"] * 20
-
-
-def test_event_synchronize_deadline_names_event(device: Device, stream: Stream) -> None:
-    """An event that was never recorded is complete."""
-    go = threading.Event()
-    lane = StreamLane(stream)
-    late = device.event("late")
-    assert late.query()
-    late.synchronize(LIMIT_S)
-    lane.host(lambda: go.wait(LIMIT_S))
-    lane.record_event(late)
-    with pytest.raises(DeadlineError, match=r"'late' was not reached in 0\.05 s"):
-        late.synchronize(0.05)
-    go.set()
-    late.synchronize(LIMIT_S)
-
-
-def test_event_elapsed_s_requires_timing(device: Device, stream: Stream) -> None:
-    begun = device.event("begun", timing=True)
-    ended = device.event("ended", timing=True)
-    data = device.zeros((1 << 20,), "uint8")
-    graph = Graph(device, "timed")
-    lane = graph.lane("main")
-    lane.record_event(begun)
-    lane.fill(data, 7)
-    lane.record_event(ended)
-    replay(graph, stream)
-    assert ended.elapsed_s(begun) >= 0 >= begun.elapsed_s(ended)
-    with pytest.raises(OptionError, match="'silent' records no time"):
-        ended.elapsed_s(device.event("silent"))
-
-
-def test_conditional_body_rejects_event_nodes(device: Device) -> None:
-    """Also inside a child graph."""
-    first = device.event("first")
-    graph = Graph(device, "around")
-    lane = graph.lane("main")
-    with pytest.raises(OptionError, match="needs an Event, not int"):
-        lane.record_event(3)  # type: ignore[arg-type]
-    body = if_(graph.lane("main"), condition(graph, 1), name="branch").lane("inside")
-    for add in (body.record_event, body.wait_event):
-        with pytest.raises(OptionError, match=r"event (record|wait) node 'first'.*'branch'"):
-            add(first)
-    inner = Graph(device, "inner")
-    inner.lane("main").record_event(first, name="deep")
-    with pytest.raises(OptionError, match=r"event record node 'inner/deep'.*'branch'"):
-        body.child(inner)

@@ -135,7 +135,7 @@ def test_condition_controls_exactly_one_node(device: Device, module) -> None:
 def test_invalid_condition_handle_faults(device: Device) -> None:
     """Run in a child process, because the fault loses the context."""
     if device.kind != "soft":
-        pytest.skip("hardware does not check conditional handles")
+        pytest.skip("only the soft device checks conditional handles")
     done = run_program(f"""
 kernel = load_text(device, {TEXT!r}, "wrong.cu")["below"]
 data = device.zeros((1,), "int32")

@@ -80,18 +80,18 @@ print(device.kind, bool(why), device.fallback_reason == why and device.describe(
 
 
 @pytest.mark.parametrize(
-    ("takes_s", "chosen"), [(20, ("cuda", "")), (60, ("soft", "no answer within 30 s"))]
+    ("startup_s", "chosen"), [(20, ("cuda", "")), (60, ("soft", "no answer within 30 s"))]
 )
 def test_device_selection_waits_for_slow_driver(
-    monkeypatch, takes_s: float, chosen: tuple[str, str]
+    monkeypatch, startup_s: float, chosen: tuple[str, str]
 ) -> None:
     """The probe waits 30 s; a slower driver is reported as the reason for the fallback."""
 
     def slow_child(command: list[str], *, timeout: float, **_: object) -> object:
-        if timeout < takes_s:
+        if timeout < startup_s:
             raise subprocess.TimeoutExpired(command, timeout)
-        said = '{"status": 0, "version": 13000, "devices": ["a GPU"]}'
-        return subprocess.CompletedProcess(command, 0, said, "")
+        output = '{"status": 0, "version": 13000, "devices": ["a GPU"]}'
+        return subprocess.CompletedProcess(command, 0, output, "")
 
     monkeypatch.setattr(subprocess, "run", slow_child)
     assert chooser.choose("auto") == chosen
@@ -100,7 +100,7 @@ def test_device_selection_waits_for_slow_driver(
 def test_soft_device_rejects_cupy_import(device: Device) -> None:
     """The error is an ImportError with a message of one line."""
     if device.kind != "soft":
-        pytest.skip("about the soft device")
+        pytest.skip("requires the soft device")
     with pytest.raises(ImportError, match="soft device") as caught:
         import cupy  # noqa: F401
     assert isinstance(caught.value, DeviceError) and "\n" not in str(caught.value)

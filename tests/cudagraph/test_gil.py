@@ -83,11 +83,11 @@ def use_everything(device: Device) -> None:
 def test_driver_calls_release_gil(device: Device) -> None:
     """The soft device counts calls by a thread that holds the GIL."""
     if device.kind != "soft":
-        pytest.skip("only the soft device records who holds the GIL")
+        pytest.skip("only the soft device counts calls that hold the GIL")
     before = softstats.counters()
     use_everything(device)
     after = softstats.counters()
-    assert after["calls"].total() > before["calls"].total() + 50, "the counter counts"
+    assert after["calls"].total() > before["calls"].total() + 50, "calls are counted"
     assert after["gil_held"] == before["gil_held"]
 
 
@@ -179,11 +179,12 @@ try:
 except ImportError:
     import _interpreters as interpreters
 child = interpreters.create()
-said = None
+outcome = None
 try:
-    said = interpreters.run_string(child, "import graft.native._native")  # 3.13 returns the error
+    # Python 3.13 returns the error.
+    outcome = interpreters.run_string(child, "import graft.native._native")
 except interpreters.RunFailedError as error:
-    said = error
-print(said)
+    outcome = error
+print(outcome)
 """)
     assert "main interpreter" in done.stdout or "subinterpreters" in done.stdout, done

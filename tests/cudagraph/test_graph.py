@@ -77,7 +77,7 @@ def test_graph_lists_nodes_and_edges(device: Device, module) -> None:
     assert sorted(graph.edges) == [(0, 1), (1, 3), (1, 4), (2, 3), (3, 4)]
     assert graph.lanes == ["model", "grammar"]
     graph.lane("grammar").fill(data)
-    assert graph.edges[-1] == (3, 5), "a lane asked for again goes on where it was"
+    assert graph.edges[-1] == (3, 5), "the same lane is continued"
 
 
 def test_graph_has_one_open_executable(device: Device, stream: Stream) -> None:
@@ -119,12 +119,17 @@ def test_exec_launches_of_threads_are_serialized(device: Device, module) -> None
     """Three threads launch on three streams; each replay runs once and none overlaps another."""
     data = device.zeros((8,), "int32")
     graph = Graph(device, "shared")
-    begun = []
-    inside = []
+    running_at_start = []
+    running = []
+
+    def enter() -> None:
+        running.append(1)
+        running_at_start.append(len(running))
+
     lane = graph.lane("main")
-    lane.host(lambda: begun.append(inside.append(1) or len(inside)))
+    lane.host(enter)
     lane.kernel(module["add"], 1, 8, [data, 1])
-    lane.host(inside.pop)
+    lane.host(running.pop)
     executable = graph.instantiate()
     streams = [device.stream() for _ in range(3)]
 
@@ -135,7 +140,7 @@ def test_exec_launches_of_threads_are_serialized(device: Device, module) -> None
     in_threads(*(partial(work, stream) for stream in streams))
     executable.synchronize(60)
     device.synchronize()
-    assert executable.launches == 150 and begun == [1] * 150
+    assert executable.launches == 150 and running_at_start == [1] * 150
     assert (data.to_host() == 150).all()
 
 
@@ -144,14 +149,14 @@ def test_exec_synchronize_ignores_later_launches(device: Device, module) -> None
     data = device.zeros((8,), "int32")
     graph = Graph(device, "busy")
     other = Graph(device, "next")
-    for value, made in enumerate((graph, other), start=1):
-        made.lane("main").kernel(module["add"], 1, 8, [data, value])
+    for value, definition in enumerate((graph, other), start=1):
+        definition.lane("main").kernel(module["add"], 1, 8, [data, value])
     executable = graph.instantiate()
-    over = threading.Event()
+    stop = threading.Event()
 
     def work() -> None:
         stream = device.stream()
-        while not over.is_set():
+        while not stop.is_set():
             executable.launch(stream)
 
     threads = [threading.Thread(target=work) for _ in range(3)]
@@ -161,10 +166,10 @@ def test_exec_synchronize_ignores_later_launches(device: Device, module) -> None
         for _ in range(5):
             before = executable.launches
             executable.synchronize(30)
-            assert data.to_host()[0] >= before  # to_host() waits for the streams: some went on
+            assert data.to_host()[0] >= before  # to_host() waits for the streams
         executable.update(other, 30)
     finally:
-        over.set()
+        stop.set()
         for thread in threads:
             thread.join()
     executable.synchronize(60)
@@ -181,17 +186,17 @@ def test_graph_instantiate_waits_without_lock(device: Device, stream: Stream) ->
     first.launch(stream)
     first.close()
     assert entered.wait(60)
-    made: list[object] = []
-    waiting = threading.Thread(target=lambda: made.append(graph.instantiate()))
+    results: list[object] = []
+    waiting = threading.Thread(target=lambda: results.append(graph.instantiate()))
     waiting.start()
-    named = threading.Thread(target=lambda: made.append(graph.lane("other")))
-    named.start()
-    named.join(30)
-    assert len(made) == 1
+    adding = threading.Thread(target=lambda: results.append(graph.lane("other")))
+    adding.start()
+    adding.join(30)
+    assert len(results) == 1
     gate.set()
     waiting.join(60)
-    named.join(60)
-    assert len(made) == 2
+    adding.join(60)
+    assert len(results) == 2
 
 
 def test_graph_lanes_are_filled_by_threads(device: Device, stream: Stream, module) -> None:
@@ -246,7 +251,7 @@ def test_update_kernel_affects_later_launches(device: Device, stream: Stream, mo
 
 
 def test_update_kernel_operands_live_until_replaced(device: Device, stream: Stream, module) -> None:
-    """300 changes leave no memory behind."""
+    """Memory does not grow over 300 changes."""
     data = device.zeros((4,), "int32")
     graph = Graph(device, "kept")
     graph.lane("main").kernel(module["add"], 1, 4, [data, 1], name="work")
@@ -428,7 +433,7 @@ def test_payload_is_the_value_at_launch(device: Device, stream: Stream) -> None:
     executable.close()
     seen.clear()
     gate.clear()
-    again = graph.instantiate()  # counts its replays anew
+    again = graph.instantiate()  # numbers its replays from 1
     again.launch(stream)
     again.set_payload(payload, "fourth")
     again.launch(stream)

@@ -149,7 +149,7 @@ def test_mailboxes_of_two_lanes_run_with_one_hardware_queue(transport):
 
 
 def test_mailbox_requires_memory_operations_and_spinkernel_does_not():
-    """The rejected pair leaves no node behind. No other device attribute matters."""
+    """The rejected pair leaves no node in the graph. No other device attribute matters."""
     code, rest = child("mailbox", SOFTCUDA_MEMOPS="0")
     assert (code, rest) == ("CUDA_ERROR_NOT_SUPPORTED", "['fill'] []")
     assert child("spinkernel", SOFTCUDA_MEMOPS="0") == ["120"]
@@ -178,7 +178,7 @@ def test_mailbox_records_and_threads_end_with_executable(device, stream):
     del run, _
     gc.collect()
     until(lambda: _native.live_records() <= before)
-    del worker  # the last owner: its graph's port is gone
+    del worker  # the last owner, because the port of its graph is gone
     until(lambda: threads() == 0)
 
 
@@ -206,7 +206,7 @@ def test_mailbox_native_worker_holds_no_python_reference(device):
     worker = MailboxWorker()
     before = sys.getrefcount(worker.native)
     run, _ = answered(device, "mailbox", lambda out: None, worker=worker)
-    after = sys.getrefcount(worker.native)  # apart: the assert would hold another reference
+    after = sys.getrefcount(worker.native)  # not in the assert, which would hold another reference
     assert after == before
     run.close()
 
@@ -235,7 +235,7 @@ def test_mailbox_deadline_releases_wait_and_discards_late_result(device, stream,
     before = run.launches
     slow[0] = True
     run.launch(stream)
-    run.launch(stream)  # in flight when the first of the two fails: it must not hang either
+    run.launch(stream)  # in flight when the first of the two fails: it must not hang
     with pytest.raises(HostWorkError, match=r"no answer within 1\.5 s") as failed:
         run.synchronize(LIMIT_S)
     assert (failed.value.node, failed.value.replay) == ("grammar", before + 1)
@@ -306,14 +306,14 @@ def test_mailbox_replay_deadline_counts_from_launch(device, stream):
     graph = Graph(device, "queued")
     lane = graph.lane("main")
     lane.host(lambda: go.wait(LIMIT_S), name="gate")
-    lane.mailbox(lambda: seen.append(1), name="asked late", replay_deadline_s=0.1)
+    lane.mailbox(lambda: seen.append(1), name="late request", replay_deadline_s=0.1)
     run = graph.instantiate()
     run.launch(stream)
     until(lambda: graph.status.array[0] == 4)
     go.set()
     with pytest.raises(HostWorkError, match="did not reach this step") as failed:
         run.synchronize(LIMIT_S)
-    assert failed.value.node == "asked late" and seen == []
+    assert failed.value.node == "late request" and seen == []
 
 
 FAULT = """
@@ -322,7 +322,7 @@ bad = load_text(device, text, "bad.cu")
 graph, worker = Graph(device, "faults"), MailboxWorker(wait="spin")
 lane = graph.lane("main")
 lane.kernel(bad["bad"], 1, 1, [device.zeros((1,), "int32")])
-lane.mailbox(lambda: None, worker=worker, name="never asked")
+lane.mailbox(lambda: None, worker=worker, name="never requested")
 run = graph.instantiate()
 try:
     run.launch(stream)

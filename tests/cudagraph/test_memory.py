@@ -39,7 +39,7 @@ def bfloat16_oracle(value: np.float32) -> int:
     exact = float(value)
 
     def as_float(pattern: int) -> float:
-        if pattern & 0x7FFFFFFF == 0x7F800000:  # the step beyond the largest finite value
+        if pattern & 0x7FFFFFFF == 0x7F800000:  # one step above the largest finite value
             return -(2.0**128) if pattern >> 31 else 2.0**128
         return float(np.uint32(pattern).view(np.float32))
 
@@ -76,7 +76,7 @@ def test_bfloat16_rounds_to_nearest_even() -> None:
 
 def test_e4m3_rounds_to_nearest_even() -> None:
     """Values beyond 464 become NaN, as NaN does."""
-    numbers = np.arange(127)  # the format's own arithmetic: seven bits of exponent and mantissa
+    numbers = np.arange(127)  # exponent and mantissa, 7 bits
     fraction = np.where(numbers < 8, numbers % 8, 8 + numbers % 8)
     exponent = numbers // 8
     values = np.ldexp(fraction, np.maximum(exponent, 1) - 10).astype(np.float32)
@@ -87,9 +87,9 @@ def test_e4m3_rounds_to_nearest_even() -> None:
     middle = np.append((values[:-1] + values[1:]) / 2, np.float32(464))
     even = numbers + numbers % 2
     for sign in (1, -1):
-        for towards, wanted in ((0, numbers), (None, even), (1e3, numbers + 1)):
-            near = middle if towards is None else np.nextafter(middle, np.float32(towards))
-            assert (from_float32(sign * near, E4M3) & 127).tolist() == wanted.tolist()
+        for direction, expected in ((0, numbers), (None, even), (1e3, numbers + 1)):
+            near = middle if direction is None else np.nextafter(middle, np.float32(direction))
+            assert (from_float32(sign * near, E4M3) & 127).tolist() == expected.tolist()
     odd = np.array([np.nan, -np.nan, np.inf, 1e30, 1e-45, 0.0], np.float32)
     assert (from_float32(odd, E4M3) & 127).tolist() == [127, 127, 127, 127, 0, 0]
     assert np.isnan(to_float32(np.array([127, 255], np.uint8), E4M3)).all()
@@ -201,15 +201,15 @@ def test_pinned_array_is_zeroed_and_outlived_by_numpy_view(device: Device) -> No
 
 def test_cuda_array_interface_describes_memory(device: Device) -> None:
     array = device.zeros((3, 2), "float16")
-    told = array.__cuda_array_interface__
-    assert told["shape"] == (3, 2) and told["typestr"] == "<f2"
-    assert told["data"] == (array.ptr, False) and told["version"] == 3
+    interface = array.__cuda_array_interface__
+    assert interface["shape"] == (3, 2) and interface["typestr"] == "<f2"
+    assert interface["data"] == (array.ptr, False) and interface["version"] == 3
     assert array.__dlpack_device__() == (2, device.ordinal)
 
 
 def test_dlpack_export_of_soft_memory_raises_buffer_error(device: Device) -> None:
     if device.kind != "soft":
-        pytest.skip("about the soft device")
+        pytest.skip("requires the soft device")
     with pytest.raises(BufferError, match="soft"):
         device.zeros((2,), "int32").__dlpack__()
 
