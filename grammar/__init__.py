@@ -1,4 +1,4 @@
-"""Grammars, matchers and the guided decoder."""
+"""Structured output: grammar specifications, matchers and the guided decoder."""
 
 from graft.grammar.backends.llguidance import LLGuidanceBackend
 from graft.grammar.backends.registry import BACKENDS, make_backend

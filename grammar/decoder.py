@@ -1,7 +1,8 @@
-"""The guided decoder: masks for every request of a batch, made inside the graph.
+"""The guided decoder: token bitmasks for all requests of a batch, filled inside the graph.
 
-It is the only owner of the requests' matchers while they are in flight. Before it launches a
-replay, the engine publishes which requests that replay holds; its host nodes do the rest.
+The decoder owns the matchers of the requests in flight. Before the engine launches a replay of the
+graph, it publishes the requests of that replay. The host nodes of the replay advance their matchers
+and fill their mask rows; no Python code runs in them, unless a backend is written in Python.
 """
 
 from __future__ import annotations
@@ -16,35 +17,39 @@ from graft.cudagraph.graph import GraphLane
 from graft.cudagraph.hostwork import NativeWork
 from graft.cudagraph.mailbox import MailboxWorker
 from graft.grammar.errors import GuideError
-from graft.grammar.forced import ForcedText
+from graft.grammar.forced import ForcedTokens
 from graft.grammar.matcher import Matcher
 from graft.native import _native
 from graft.sampling.exchange import Exchange
 
-__all__ = ["GuidedDecoder", "GuidedRequest", "Span"]
+__all__ = ["GuidedDecoder", "GuidedRequest", "StepSpan"]
 
-#: Ids that a drafter offers per draft in mode probe, or per level.
+#: Candidates that the drafter offers per draft, or per level, when candidates are probed.
 CANDIDATES = 16
-#: Ways a step can be part of a graph.
+#: Implementations of a step in a graph.
 STEP_TRANSPORTS = ("native", "mailbox", "spinkernel")
+#: JsonTypes of steps, in the order of the native worker's `Step`.
 STEPS = ("open", "commit", "draft")
+_OPEN, _COMMIT, _DRAFT = range(3)
 
 
 @dataclass(frozen=True)
 class GuidedRequest:
-    """What one replay is told about one slot.
+    """A request of one replay.
 
     Attributes
     ----------
     slot
         Slot of the request, ``0 <= slot < slots``.
     epoch
-        Number of this occupation of the slot; another number means another request.
+        Number of requests that have used the slot, this one included. Another epoch in the same
+        slot is another request.
     matcher
-        The request's matcher, where its text is when it joins; ``None``: unconstrained.
+        Matcher of the request, positioned after the text that was known when the request joined
+        the batch; None if the request is unconstrained.
     position
-        Position of the last token known when the request joined. It stays the same in all
-        snapshots of an epoch.
+        Position of the last token that was known when the request joined the batch. It is the same
+        in all replays of an epoch.
     """
 
     slot: int
@@ -53,8 +58,8 @@ class GuidedRequest:
     position: int
 
 
-class Span(NamedTuple):
-    """When one step of one replay ran, in nanoseconds of ``time.monotonic_ns``."""
+class StepSpan(NamedTuple):
+    """Start and end of one step of one replay, in nanoseconds of ``time.monotonic_ns``."""
 
     replay: int
     step: str
@@ -63,40 +68,59 @@ class Span(NamedTuple):
 
 
 def default_threads(batch: int, cores: int | None = None) -> int:
-    """Threads for steps of so many requests: one per 8, at most half the usable cores."""
+    """Return the default number of threads: one per 8 requests, at most half the usable cores.
+
+    Parameters
+    ----------
+    batch
+        Maximum number of requests of a step.
+    cores
+        Number of usable cores; None for those of this process.
+    """
     usable = len(os.sched_getaffinity(0)) if cores is None else cores
     return max(1, min(usable // 2, batch // 8))
 
 
 class GuidedDecoder:
-    """Fills mask rows from the tokens that the device drafted and committed.
+    """Advances matchers by the tokens of a round and fills mask rows.
+
+    A round has up to three kinds of steps. The open step rolls back the drafts of the previous
+    round and fills the rows of the drafts at hand. The commit step advances the matchers by the
+    tokens that verification accepted. The draft steps constrain the drafts of this round. There
+    are three modes:
+
+    * Fill: a draft is sampled under its mask row, which a draft step fills.
+    * Probe: a draft step finds the first legal candidate; the open step of the next round fills
+      all rows. Used if `exchange` has room for candidates.
+    * Lattice probe: one draft step finds legal drafts among the candidates of all levels. Used if
+      `exchange` has room for levels.
 
     Parameters
     ----------
     exchange
-        Where it meets the device. With room for candidates they are probed: the first legal one is
-        the draft, and the next round's open step fills all rows. Without, each masked draft is
-        drawn under its row. With levels whose candidates come at once, one step finds all drafts.
+        Memory shared with the device: drafted and committed tokens, mask rows, candidates.
     masked_drafts
-        Whether the graph has draft steps, so that each draft is legal when it is drawn.
+        Whether the graph has draft steps, so that every draft is legal.
     forced
-        Says of each filled row which token it forces, for the device to draft. Without draft steps
-        the commit step follows forced tokens on its own and fills the rows behind them.
+        Determines the forced token of each filled row, for the device to draft. Without draft
+        steps, the commit step itself follows forced tokens and fills the rows after them
+        (jump-forward decoding). None: forced tokens are not used.
     transport
-        ``"native"``: host nodes; ``"mailbox"``, ``"spinkernel"``: a worker thread, waited for by
-        memory operations or by a spinning kernel.
+        ``"native"``: steps are host nodes. ``"mailbox"``, ``"spinkernel"``: steps run on a worker
+        thread; the device waits for it with memory operations or with a spinning kernel.
     deadline_s
-        Seconds that a worker has for one step; see :meth:`graft.cudagraph.graph.GraphLane.mailbox`.
-    ring
-        Replays that may be published and not yet retired.
+        Maximum time of one step on a worker thread, in seconds; see
+        `graft.cudagraph.graph.GraphLane.mailbox`.
+    max_in_flight
+        Maximum number of replays that are published and not retired.
     threads
-        Threads that serve the slots of a step. Default: see :func:`default_threads`.
+        Number of threads that serve the slots of a step; None for `default_threads`.
     budget_us
-        Microseconds of processor time that one slot may take in a step, at least 1; None: as much
-        as it needs. A slot that takes more is late: rows it has made by then are used, and it sits
-        rounds out until its thread has finished. Tokens stay the same, but for rejection sampling,
-        whose rounds then end elsewhere. See ``native/guide/matcher.h`` for what it costs.
-
+        Processor time that one slot may use per step, in microseconds, at least 1; None for no
+        limit. A slot that exceeds it is late: rows that it has finished are used, and the request
+        is left out of rounds until its thread has finished. The tokens do not change, except with
+        rejection sampling, where rounds end at other tokens. ``native/guide/matcher.h`` describes
+        the cost of a budget.
     """
 
     def __init__(
@@ -104,150 +128,171 @@ class GuidedDecoder:
         exchange: Exchange,
         *,
         masked_drafts: bool,
-        forced: ForcedText | None = None,
+        forced: ForcedTokens | None = None,
         transport: str = "native",
         deadline_s: float = 10.0,
-        ring: int = 8,
+        max_in_flight: int = 8,
         threads: int | None = None,
         budget_us: float | None = None,
     ):
-        threads = default_threads(exchange.slots) if threads is None else threads
-        for name, value, low in (
-            ("ring", ring, 2),
-            ("threads", threads, 1),
-            ("budget_us", 1 if budget_us is None else budget_us, 1),
-        ):
-            if not value >= low:
-                raise OptionError(f"guided decoder: {name} is {value}, must be at least {low}")
+        if threads is None:
+            threads = default_threads(exchange.slots)
+        _check_minimum("max_in_flight", max_in_flight, 2)
+        _check_minimum("threads", threads, 1)
+        if budget_us is not None:
+            _check_minimum("budget_us", budget_us, 1)
         if transport not in STEP_TRANSPORTS:
             known = ", ".join(STEP_TRANSPORTS)
             raise OptionError(f"guided decoder: transport is {transport!r}, must be one of {known}")
         self.slots = exchange.slots
         self.draft_length = exchange.drafts
         self.vocab_size = exchange.vocab_size
-        self.probes = bool(exchange.layout["candidates"] > 0) and self.draft_length > 0
-        if self.probes and not masked_drafts:
-            raise OptionError("guided decoder: candidates are probed for masked drafts only")
+        self.probing = bool(exchange.layout["candidates"] > 0) and self.draft_length > 0
+        if self.probing and not masked_drafts:
+            raise OptionError(
+                "guided decoder: the exchange has candidates to probe, which needs "
+                "masked_drafts=True"
+            )
         self.masked_drafts = masked_drafts
         self.transport = transport
-        self.ring = ring
+        self.max_in_flight = max_in_flight
         self.threads = threads
         self.budget_us = budget_us
-        self._exchange = exchange  # its memory is written by steps as long as they can run
-        self._published = 0
-        self._late: list[GuidedRequest] = []
-        self._live: dict[int, tuple[GuidedRequest, ...]] = {}
-        self._owners: dict[int, GuidedRequest] = {}
+        self._exchange = exchange  # steps write its memory as long as they can run
+        self._last_published = 0
+        self._late: list[GuidedRequest] = []  # retired requests whose threads still run
+        self._in_flight: dict[int, tuple[GuidedRequest, ...]] = {}  # by replay
+        self._owners: dict[int, GuidedRequest] = {}  # by slot
         self._closed = False
         self._deadline_s = deadline_s
-        # one thread answers all mailboxes, since steps run in order
-        self._answers = None if transport == "native" else MailboxWorker(name="grammar")
+        # one thread serves all mailboxes, because steps run in order
+        self._mailbox_worker = None if transport == "native" else MailboxWorker(name="grammar")
         self._worker = _native.guide.Worker(
             exchange.host_ptr,
             exchange.layout.tobytes(),
             vocab_size=self.vocab_size,
             forced=None if forced is None else forced.native,
             chain=forced is not None and not masked_drafts,
-            ring=ring,
+            ring=max_in_flight,
             threads=threads,
             budget_ns=0 if budget_us is None else int(budget_us * 1000),
         )
 
     def publish(self, replay: int, requests: Sequence[GuidedRequest]) -> None:
-        """Say which requests ``replay`` holds, in row order, before it is launched.
+        """Declare the requests of a replay, in row order. Call it before the replay is launched.
 
-        An empty list makes the replay a no-op (warm-up). Matchers are kept until ``retire``.
+        The decoder keeps their matchers until `retire`. An empty list makes the replay a no-op,
+        as for warm-up.
 
         Raises
         ------
         GuideError
-            If replays are not published one after the other, the ring is full, a slot is named
-            twice or out of range, or a matcher is used for two requests.
+            Replays are not published in order, `max_in_flight` replays are in flight, a slot is
+            out of range or named twice, or a matcher belongs to another request or vocabulary.
         """
         self._require_open()
-        if replay != self._published + 1:
-            raise GuideError(f"replay {replay} published after replay {self._published}")
-        if replay - self.ring in self._live:
+        if replay != self._last_published + 1:
+            raise GuideError(f"replay {replay} published after replay {self._last_published}")
+        if replay - self.max_in_flight in self._in_flight:
             raise GuideError(
-                f"replay {replay} would overwrite replay {replay - self.ring}, which has not been "
-                f"retired (ring of {self.ring})"
+                f"replay {replay} cannot be published before replay {replay - self.max_in_flight} "
+                f"has been retired (max_in_flight is {self.max_in_flight})"
             )
-        owners = self._check(requests)
+        new_owners = self._check_requests(requests)
         snapshot = tuple(requests)
-        matchers = [None if r.matcher is None else r.matcher.native for r in snapshot]
-        rows = zip(snapshot, matchers, strict=True)
-        self._worker.publish(replay, [(r.slot, r.epoch, r.position, m) for r, m in rows])
-        self._owners.update(owners)
-        self._live[replay] = snapshot
-        self._published = replay
+        self._worker.publish(replay, [_native_request(request) for request in snapshot])
+        self._owners.update(new_owners)
+        self._in_flight[replay] = snapshot
+        self._last_published = replay
 
     def retire(self, replay: int) -> None:
         """Release the matchers of a replay that has completed on the device."""
-        if replay not in self._live:
+        if replay not in self._in_flight:
             raise GuideError(f"replay {replay} is not in flight")
         self._worker.retire(replay)
-        # A late slot's thread still uses its matcher, though no replay may name it any more.
-        requests = (*self._late, *self._live.pop(replay))
+        # The thread of a late slot uses its matcher even when no replay refers to it any more.
+        requests = (*self._late, *self._in_flight.pop(replay))
         self._late = [request for request in requests if self._worker.busy(request.slot)]
 
     def add(self, lane: GraphLane, work: NativeWork, *, name: str) -> None:
-        """Add a step to a lane by the decoder's transport; what follows on the lane follows it."""
+        """Add a step to a lane, with the decoder's transport.
+
+        Later work of the lane starts after the step.
+        """
         if self.transport == "mailbox":
-            lane.mailbox(work, worker=self._answers, deadline_s=self._deadline_s, name=name)
+            add = lane.mailbox
         elif self.transport == "spinkernel":
-            lane.spinkernel(work, worker=self._answers, deadline_s=self._deadline_s, name=name)
+            add = lane.spinkernel
         else:
             lane.host(work, name=name)
+            return
+        add(work, worker=self._mailbox_worker, deadline_s=self._deadline_s, name=name)
 
     def open_work(self) -> NativeWork:
-        """First step of a replay: rows 0..v for the drafts at hand, scratch rolled back."""
-        return self._work(0, 0)
+        """Return the first step of a replay.
+
+        It rolls back the previous drafts and fills the mask rows of the drafts at hand.
+        """
+        return self._step_work(_OPEN, 0)
 
     def commit_work(self) -> NativeWork:
-        """After verification: advance by the committed tokens and fill row 0."""
-        return self._work(1, 0)
+        """Return the step after verification.
+
+        It advances the matchers by the committed tokens and fills row 0.
+        """
+        return self._step_work(_COMMIT, 0)
 
     def draft_work(self, j: int) -> NativeWork:
-        """The step that makes a draft legal.
+        """Return a step that constrains a draft.
 
-        Mode fill: after draft ``j`` was drawn, ``1 <= j < draft_length``: fill row ``j``. Mode
-        probe: once the candidates for draft ``j`` are known, ``1 <= j <= draft_length``: find the
-        first legal one. Where those of all levels come at once ``j`` is 1: find legal drafts, best
-        first, by at most 4 tests per draft and one per candidate of a level.
+        Fill: fill row `j` after draft `j` was sampled, ``1 <= j < draft_length``. Probe: find the
+        first legal candidate of draft `j` when its candidates are known,
+        ``1 <= j <= draft_length``. Lattice probe: `j` is 1; find legal drafts for all levels, best
+        first, with at most 4 tests per draft and one per candidate of a level.
+
+        Raises
+        ------
+        OptionError
+            The decoder was created without `masked_drafts`, or `j` is out of range.
         """
         if not self.masked_drafts:
             raise OptionError("guided decoder: draft steps need masked_drafts=True")
-        end = 2 if self._exchange.layout["levels"] > 0 else self.draft_length + self.probes
+        if self._exchange.layout["levels"] > 0:
+            end = 2
+        elif self.probing:
+            end = self.draft_length + 1
+        else:
+            end = self.draft_length
         if not 1 <= j < end:
             raise OptionError(f"guided decoder: draft step {j} is outside [1, {end})")
-        return self._work(2, j)
+        return self._step_work(_DRAFT, j)
 
     def counters(self) -> dict[str, int]:
-        """What was done so far; ``*_ns`` are host nanoseconds per kind of step."""
+        """Return counters since creation; ``*_ns`` are host nanoseconds per kind of step."""
         return dict(self._worker.counters())
 
     def error(self, slot: int) -> str:
-        """Why the last request that failed in a slot did, in its backend's words, or empty."""
+        """Return the backend's message of the last failed request of a slot, or an empty string."""
         return str(self._worker.error(slot))
 
-    def timeline(self) -> list[Span]:
-        """Start and end of the steps of the last 256 replays, by time."""
-        spans = [
-            Span(replay, STEPS[step] if step < 2 else f"draft {step - 1}", start, end)
-            for replay, step, start, end in self._worker.timeline()
-        ]
+    def timeline(self) -> list[StepSpan]:
+        """Return start and end of the steps of the last 256 replays, by start time."""
+        spans = []
+        for replay, index, start_ns, end_ns in self._worker.timeline():
+            step = STEPS[index] if index < _DRAFT else f"draft {index - 1}"
+            spans.append(StepSpan(replay, step, start_ns, end_ns))
         return sorted(spans, key=lambda span: span.start_ns)
 
     def close(self) -> None:
-        """Release everything. Graphs that hold steps keep them valid; they do nothing from now on.
+        """Release all matchers. Graphs that contain steps remain valid; their steps do nothing.
 
         Raises
         ------
         GuideError
-            If published replays have not been retired.
+            Published replays have not been retired.
         """
-        if self._live:
-            raise GuideError(f"replays {sorted(self._live)} have not been retired")
+        if self._in_flight:
+            raise GuideError(f"replays {sorted(self._in_flight)} have not been retired")
         self._worker.wait_idle()
         self._closed = True
         self._late.clear()
@@ -256,44 +301,69 @@ class GuidedDecoder:
     def __del__(self) -> None:
         worker = getattr(self, "_worker", None)
         if worker is not None:
-            worker.wait_idle()  # matchers go with this object, their threads with the worker
+            # This object keeps the matchers alive; the threads that use them belong to the worker.
+            worker.wait_idle()
 
     def _require_open(self) -> None:
         if self._closed:
             raise GuideError("the guided decoder is closed")
 
-    def _work(self, kind: int, j: int) -> NativeWork:
+    def _step_work(self, kind: int, j: int) -> NativeWork:
         self._require_open()
-        name = STEPS[kind] if kind < 2 else f"draft {j}"
+        name = f"draft {j}" if kind == _DRAFT else STEPS[kind]
         return NativeWork(
             _native.guide.STEP, self._worker.record(kind, j), keep=self, name=f"grammar {name}"
         )
 
-    def _check(self, requests: Sequence[GuidedRequest]) -> dict[int, GuidedRequest]:
-        """Owners that this snapshot brings in, by slot; refuses what the worker must not see."""
+    def _check_requests(self, requests: Sequence[GuidedRequest]) -> dict[int, GuidedRequest]:
+        """Check the requests of a replay and claim the matchers of new ones.
+
+        Returns
+        -------
+        dict
+            The requests that are new in their slot, by slot.
+        """
         seen: set[int] = set()
-        owners: dict[int, GuidedRequest] = {}
+        new_owners: dict[int, GuidedRequest] = {}
         for request in requests:
             slot = request.slot
-            matcher = request.matcher
             if not 0 <= slot < self.slots or slot in seen:
                 raise GuideError(f"slot {slot} is out of range or named twice")
             seen.add(slot)
-            if self._owners.get(slot) == request:
+            owner = self._owners.get(slot)
+            if owner == request:
                 continue
-            if slot in self._owners and self._owners[slot].epoch == request.epoch:
+            if owner is not None and owner.epoch == request.epoch:
                 raise GuideError(f"slot {slot}: epoch {request.epoch} has another request")
-            if matcher is not None:
-                if matcher.size != self.vocab_size:
-                    raise GuideError(
-                        f"slot {slot}: the matcher's vocabulary has {matcher.size} columns, "
-                        f"the decoder's {self.vocab_size}"
-                    )
-                if matcher.claimed or any(matcher is o.matcher for o in owners.values()):
-                    raise GuideError(f"slot {slot}: the matcher already belongs to a request")
-            owners[slot] = request
-        for matcher in (owner.matcher for owner in owners.values()):
+            self._check_matcher(request, new_owners)
+            new_owners[slot] = request
+        for request in new_owners.values():
+            matcher = request.matcher
             if matcher is not None:
                 matcher.claimed = True
                 matcher.native.pace = matcher.compiled.pace
-        return owners
+        return new_owners
+
+    def _check_matcher(self, request: GuidedRequest, new_owners: dict[int, GuidedRequest]) -> None:
+        """Raise `GuideError` unless the matcher of a new request can be used."""
+        matcher = request.matcher
+        if matcher is None:
+            return
+        if matcher.size != self.vocab_size:
+            raise GuideError(
+                f"slot {request.slot}: the matcher's vocabulary has {matcher.size} columns, "
+                f"the decoder's {self.vocab_size}"
+            )
+        if matcher.claimed or any(matcher is other.matcher for other in new_owners.values()):
+            raise GuideError(f"slot {request.slot}: the matcher already belongs to a request")
+
+
+def _check_minimum(name: str, value: float, minimum: float) -> None:
+    if not value >= minimum:
+        raise OptionError(f"guided decoder: {name} is {value}, must be at least {minimum}")
+
+
+def _native_request(request: GuidedRequest) -> tuple[int, int, int, object]:
+    """Return a request as the arguments of the native worker's ``publish``."""
+    native_matcher = None if request.matcher is None else request.matcher.native
+    return request.slot, request.epoch, request.position, native_matcher

@@ -1,4 +1,4 @@
-"""Forced text: what to draft where a grammar leaves no choice of what to write."""
+"""Forced tokens: the draft where the grammar allows only one text (jump-forward decoding)."""
 
 from __future__ import annotations
 
@@ -7,31 +7,33 @@ import numpy as np
 from graft.grammar.vocabulary import Vocabulary
 from graft.native import _native
 
-__all__ = ["ForcedText"]
+__all__ = ["ForcedTokens"]
 
 
-class ForcedText:
-    """Tells of a mask row which token to draft, if its text is forced.
+class ForcedTokens:
+    """Determines the forced token of a mask row.
 
-    Text is forced where every legal token is a beginning of the longest one: they spell the same
-    text and differ in how much of it they take. The longest is drafted: nine times out of ten it is
-    how a tokenizer writes that text. The choice depends on the row alone, hence on the prefix
-    alone, and the draft is tested as any other, so the distribution of outputs stays what it is.
-    Where one id is legal, verification cannot refuse it.
+    A text is forced if every legal token is a prefix of the longest legal token: all of them spell
+    the same text and differ only in length. The longest token is drafted; in nine of ten cases it
+    is the one that a tokenizer would use. The choice depends on the mask row only, hence on the
+    prefix only, and the draft is verified like any other, so the output distribution does not
+    change. If only one id is legal, verification cannot reject it.
 
     Parameters
     ----------
     vocabulary
-        Bytes of each id. An id without text, such as a stop id, is forced only where it is the one
+        Text of each id. An id without text, such as a stop id, is forced only if it is the only
         legal id.
-    certain
-        Only what verification cannot refuse: a token counts as forced where it is the one legal id.
+    unique_only
+        Whether a token is forced only if it is the only legal id, so that verification cannot
+        reject it.
     """
 
-    def __init__(self, vocabulary: Vocabulary, *, certain: bool = False):
+    def __init__(self, vocabulary: Vocabulary, *, unique_only: bool = False):
         texts = vocabulary.tokens
-        self.native = _native.guide.Forced([len(t) for t in texts], b"".join(texts), certain)
+        lengths = [len(text) for text in texts]
+        self.native = _native.guide.Forced(lengths, b"".join(texts), unique_only)
 
     def token(self, row: np.ndarray) -> int:
-        """The forced token of a mask row, int32 words with a bit per id; -1 where there is none."""
+        """Return the forced token of a mask row (int32, one bit per id), or -1 if there is none."""
         return int(self.native.token(row))

@@ -1,4 +1,4 @@
-"""The bytes that each token id stands for."""
+"""Vocabulary of a model: the bytes of each token id."""
 
 from __future__ import annotations
 
@@ -18,23 +18,25 @@ __all__ = ["Vocabulary"]
 
 
 class Vocabulary:
-    """Token bytes, the number of logit columns, and the ids that end a sequence.
+    """Token bytes, number of logit columns, and stop ids of a model. Immutable.
 
     Parameters
     ----------
     tokens
-        Bytes of token ``id``; empty for ids that are not text (special tokens, holes).
+        Bytes of each token, by id; empty for ids without text (special tokens, unused ids).
     size
-        Logit columns of the model, at least ``len(tokens)``; ids beyond ``tokens`` are never legal.
+        Number of logit columns of the model, at least ``len(tokens)``. Ids beyond `tokens` are
+        never legal.
     stop_ids
-        Ids that end a sequence. They are never text, whatever bytes they have.
+        Ids that end a sequence. They are never text, even if `tokens` has bytes for them.
     names
-        Ids of named tokens that are not text, such as ``<|tool|>``.
+        Ids of named tokens without text, such as ``<|tool|>``.
 
     Raises
     ------
     GrammarError
-        If a size does not fit, there is no stop id, one is out of range, or no token is text.
+        `size` is too small, there is no stop id, an id is out of range, a token is not bytes, a
+        named token has text, or no token has text.
     """
 
     def __init__(
@@ -77,18 +79,18 @@ class Vocabulary:
 
     @property
     def words(self) -> int:
-        """int32 words of a mask row: ``ceil(size / 32)``."""
+        """Number of int32 words of a mask row, ``ceil(size / 32)``."""
         return (self.size + 31) // 32
 
     @functools.cached_property
     def spells_everything(self) -> bool:
-        """Whether every text can be written: each byte of UTF-8 is a token."""
+        """Whether every text can be tokenized: each byte that occurs in UTF-8 is a token."""
         bytes_of_utf8 = {bytes([b]) for b in range(0xF5) if b not in (0xC0, 0xC1)}
         return bytes_of_utf8 <= {token for token in self.tokens if len(token) == 1}
 
     @functools.cached_property
     def fingerprint(self) -> str:
-        """Equal for equal vocabularies: a hash of everything that grammars depend on."""
+        """Hash of everything that compiled grammars depend on; equal for equal vocabularies."""
         rest = (self.size, self.stop_ids, sorted(self.names.items()))
         digest = hashlib.sha256(repr(rest).encode())
         for token in self.tokens:
@@ -96,30 +98,37 @@ class Vocabulary:
         return digest.hexdigest()
 
     def is_text(self, token: int) -> bool:
-        """Whether the id stands for bytes that a grammar can consume."""
+        """Return whether an id has bytes that a grammar can consume."""
         return 0 <= token < len(self.tokens) and bool(self.tokens[token])
 
     @classmethod
     def from_tokenizer(
         cls, source: tokenizers.Tokenizer | str | Path, size: int, stop_ids: Iterable[int]
     ) -> Vocabulary:
-        """Read the bytes of every id from a tokenizer (object, ``tokenizer.json`` or its folder).
+        """Return the vocabulary of a tokenizer.
 
-        Byte-level BPE (GPT-2's byte alphabet) and byte-fallback (``<0x0A>`` pieces, U+2581 for a
-        space) tokenizers are understood. Added tokens, special or not, are not text.
+        Supports byte-level BPE (GPT-2's byte alphabet) and byte-fallback tokenizers (pieces such
+        as ``<0x0A>``, and U+2581 for a space). Added tokens, special or not, are not text.
+
+        Parameters
+        ----------
+        source
+            Tokenizer object, path of ``tokenizer.json``, or folder that contains it.
+        size, stop_ids
+            As in `Vocabulary`.
 
         Raises
         ------
         GrammarError
-            If the tokenizer is of another kind, cannot be read, or has more ids than ``size``.
+            The tokenizer is of another kind, cannot be read, or has more than `size` ids.
         """
-        description = _describe(source)
+        description = _read_tokenizer(source)
         vocab = description["model"]["vocab"]
         if not isinstance(vocab, dict):  # unigram models list [piece, score]
             vocab = {piece: token for token, (piece, _) in enumerate(vocab)}
-        steps = _steps(description.get("decoder"))
+        steps = _pipeline_steps(description.get("decoder"))
         to_bytes: Callable[[str], bytes] = _byte_level
-        if "ByteLevel" not in [*steps, *_steps(description.get("pre_tokenizer"))]:
+        if "ByteLevel" not in [*steps, *_pipeline_steps(description.get("pre_tokenizer"))]:
             if "ByteFallback" not in steps and not description["model"].get("byte_fallback"):
                 raise GrammarError(
                     "tokenizer: neither byte-level nor byte-fallback (decoder steps: "
@@ -138,7 +147,8 @@ class Vocabulary:
         return cls(tokens, size, stop_ids, names)
 
 
-def _describe(source: tokenizers.Tokenizer | str | Path) -> dict[str, Any]:
+def _read_tokenizer(source: tokenizers.Tokenizer | str | Path) -> dict[str, Any]:
+    """Return the content of a ``tokenizer.json``."""
     if isinstance(source, (str, Path)):
         path = Path(source)
         path = path / "tokenizer.json" if path.is_dir() else path
@@ -153,13 +163,13 @@ def _describe(source: tokenizers.Tokenizer | str | Path) -> dict[str, Any]:
         description["model"]["vocab"]
     except (ValueError, KeyError, TypeError) as error:
         raise GrammarError(
-            f"tokenizer: is no tokenizer.json with a model vocabulary: {error!r}"
+            f"tokenizer: is not a tokenizer.json with a model vocabulary: {error!r}"
         ) from error
     return description
 
 
-def _steps(pipeline: dict[str, Any] | None) -> dict[str, dict[str, Any]]:
-    """The steps of a pipeline by their types, nested sequences flattened."""
+def _pipeline_steps(pipeline: dict[str, Any] | None) -> dict[str, dict[str, Any]]:
+    """Return the steps of a pipeline by type. Nested sequences are flattened."""
     found = {}
     pending = [pipeline] if pipeline else []
     while pending:
@@ -169,7 +179,7 @@ def _steps(pipeline: dict[str, Any] | None) -> dict[str, dict[str, Any]]:
     return found
 
 
-# GPT-2's alphabet: printable bytes stand for themselves, the others follow from U+0100.
+# GPT-2's byte alphabet: printable bytes map to themselves, the others to U+0100 and up.
 _PRINTABLE = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
 _OTHERS = [byte for byte in range(256) if byte not in _PRINTABLE]
 _ALPHABET = {chr(byte): byte for byte in _PRINTABLE} | {
@@ -178,13 +188,16 @@ _ALPHABET = {chr(byte): byte for byte in _PRINTABLE} | {
 
 
 def _byte_level(piece: str) -> bytes:
+    """Return the bytes of a piece that is written in GPT-2's byte alphabet."""
     try:
         return bytes(_ALPHABET[char] for char in piece)
-    except KeyError:  # not written in the alphabet: decoders take such a piece literally
+    except KeyError:  # a character outside the alphabet: decoders take the piece literally
         return piece.encode("utf-8")
 
 
 def _byte_fallback(space: str) -> Callable[[str], bytes]:
+    """Return the conversion of pieces to bytes in which `space` stands for a space."""
+
     def to_bytes(piece: str) -> bytes:
         byte = re.fullmatch(r"<0x([0-9A-Fa-f]{2})>", piece)
         return bytes([int(byte[1], 16)]) if byte else piece.replace(space, " ").encode("utf-8")

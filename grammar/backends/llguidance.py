@@ -14,8 +14,8 @@ from graft.grammar.backends.base import ending_ids, require_release
 from graft.grammar.errors import GrammarError, clean_message
 from graft.grammar.matcher import CompiledGrammar, Matcher, NativeBackedMatcher
 from graft.grammar.resolve import resolve_spec
+from graft.grammar.schema.llguidance_errors import validate
 from graft.grammar.schema.options import Whitespace, json_options, literal
-from graft.grammar.schema.trial import validate
 from graft.grammar.spec import Spec
 from graft.grammar.vocabulary import Vocabulary
 from graft.native import _native

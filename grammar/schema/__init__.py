@@ -1,1 +1,1 @@
-"""What is behind `route`: a JSON schema goes in, and out comes what a backend is to compile."""
+"""Routing of JSON schemas: find the form of a schema that a backend enforces exactly."""

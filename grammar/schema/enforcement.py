@@ -1,8 +1,9 @@
-"""What becomes of each JSON schema keyword in the hands of each backend, left to itself.
+"""JSON schema keywords that each backend enforces by itself.
 
-LLGuidance refuses what it does not know, and is asked (`trial`). XGrammar drops much without a
-word: it looks at the first of ``$ref``, ``const``, ``enum``, ``anyOf``, ``oneOf``, ``allOf`` and
-``type`` that a schema has and takes only the keywords that belong to it. Hence the knowledge here.
+LLGuidance refuses unsupported keywords (see `schema_error`). XGrammar ignores many of them without
+an error: it uses the first of ``$ref``, ``const``, ``enum``, ``anyOf``, ``oneOf``, ``allOf`` and
+``type`` that a schema has, and only the keywords that belong to it. This module therefore knows
+what XGrammar ignores.
 """
 
 from __future__ import annotations
@@ -14,10 +15,10 @@ from typing import Any
 
 from graft.grammar.schema.terms import (
     Reason,
-    kinds_of,
-    meet,
+    common_types,
     required_of,
     subschemas,
+    types_of,
     values_of,
     word_set,
 )
@@ -25,8 +26,8 @@ from graft.grammar.validate import search_pattern
 
 __all__ = ["BACKENDS", "KEYWORDS", "available_backends", "ignored_keywords"]
 
-#: Backends in order of preference: LLGuidance compiles in a millisecond and refuses what it does
-#: not know; XGrammar precompiles masks, which string and array bounds can make very slow.
+#: Backends in order of preference. LLGuidance compiles in a millisecond and refuses unsupported
+#: keywords. XGrammar precompiles masks, which bounds of strings and arrays can make very slow.
 BACKENDS = ("llguidance", "xgrammar")
 
 
@@ -37,7 +38,7 @@ _BY_TREATMENT = (
         """type enum const properties required additionalProperties items minItems
      maxItems minimum maximum exclusiveMinimum exclusiveMaximum anyOf $ref""",
     ),
-    # XGrammar's lengths admit control characters in JSON as they are, its patterns quotes too.
+    # XGrammar's length bounds allow unescaped control characters, its patterns quotes as well.
     (
         "exact",
         "loose",
@@ -58,16 +59,22 @@ _BY_TREATMENT = (
      $dynamicRef $recursiveRef""",
     ),
 )
-#: What LLGuidance and XGrammar by themselves do with a keyword; the router may rewrite it all the
-#: same. ``loose``: violations may get through without a word; ``dropped``: they do.
+#: Treatment of each keyword by LLGuidance and XGrammar, without the router. ``exact``: enforced.
+#: ``loose``: violations are possible. ``refused``: an error. ``dropped``: ignored.
 KEYWORDS: dict[str, list[str]] = {
-    keyword: by for *by, keywords in _BY_TREATMENT for keyword in keywords.split()
+    keyword: [llguidance, xgrammar]
+    for llguidance, xgrammar, keywords in _BY_TREATMENT
+    for keyword in keywords.split()
 }
-_DROPPED = frozenset(keyword for keyword, by in KEYWORDS.items() if by[1] == "dropped")
-_NO_MEANING_ALONE = word_set("format contentEncoding contentMediaType minContains maxContains")
-_ASSERTIONS = KEYWORDS.keys() - _DROPPED - _NO_MEANING_ALONE - word_set("then else uniqueItems")
-_DISPATCH = ("$ref", "const", "enum", "anyOf", "oneOf", "allOf")
-_MAKES = {
+_DROPPED = frozenset(
+    keyword for keyword, (_, xgrammar) in KEYWORDS.items() if xgrammar == "dropped"
+)
+_MEANINGLESS_ALONE = word_set("format contentEncoding contentMediaType minContains maxContains")
+_ASSERTIONS = KEYWORDS.keys() - _DROPPED - _MEANINGLESS_ALONE - word_set("then else uniqueItems")
+#: Keywords of which XGrammar uses the first one only.
+_EXCLUSIVE = ("$ref", "const", "enum", "anyOf", "oneOf", "allOf")
+#: Types that XGrammar infers from keywords.
+_INFERRED_TYPES = {
     "object": word_set("properties additionalProperties unevaluatedProperties"),
     "array": word_set("items prefixItems unevaluatedItems"),
 }
@@ -75,14 +82,14 @@ _OLD_DRAFT = re.compile(r"draft-0[3467]")
 
 
 def available_backends() -> tuple[str, ...]:
-    """Backends that are installed, in order of preference."""
+    """Return the installed backends, in order of preference."""
     return tuple(name for name in BACKENDS if importlib.util.find_spec(name))
 
 
 def ignored_keywords(schema: Any) -> list[Reason]:
-    """Keywords that XGrammar would drop without a word, as far as is known."""
-    old = isinstance(schema, dict) and bool(_OLD_DRAFT.search(str(schema.get("$schema", ""))))
-    dropped: list[str] = []
+    """Return the keywords of a schema that XGrammar is known to ignore without an error."""
+    old_draft = isinstance(schema, dict) and bool(_OLD_DRAFT.search(str(schema.get("$schema", ""))))
+    dropped: list[str] = []  # pointers of subschemas that XGrammar does not read
     found = []
     for pointer, part in subschemas(schema):
         if pointer.startswith(tuple(dropped)):
@@ -90,57 +97,68 @@ def ignored_keywords(schema: Any) -> list[Reason]:
         dropped += [f"{pointer}/{keyword}" for keyword in _DROPPED & part.keys()]
         found += [
             Reason(pointer, what.split(" ")[0], f"XGrammar ignores {what}")
-            for what in _ignored_keywords(part, old)
+            for what in _ignored_keywords(part, old_draft)
         ]
     return found
 
 
 def _ignored_keywords(schema: dict[str, Any], old_draft: bool) -> Iterator[str]:
+    """Yield a description of each keyword of one subschema that XGrammar ignores.
+
+    The first word is the keyword.
+    """
     yield from sorted(_DROPPED & schema.keys())
     if schema.get("uniqueItems") is True:
         yield "uniqueItems"
     if {"pattern", "format"} <= schema.keys():
-        yield "pattern beside format"
-    beside = _ASSERTIONS & schema.keys()
-    chosen = next((keyword for keyword in _DISPATCH if keyword in schema), None)
-    if chosen is not None:
-        # Before draft 2019-09 the standard itself ignores what stands beside $ref.
-        if not (chosen == "$ref" and old_draft):
-            for keyword in sorted(beside - {chosen}):
-                if not (keyword == "type" and _same_type(schema, chosen)):
-                    yield f"{keyword} beside {chosen}"
+        yield "pattern next to format"
+    assertions = _ASSERTIONS & schema.keys()
+    used = next((keyword for keyword in _EXCLUSIVE if keyword in schema), None)
+    if used is not None:
+        if used == "$ref" and old_draft:
+            return  # before draft 2019-09, the standard ignores keywords next to $ref
+        for keyword in sorted(assertions - {used}):
+            if not (keyword == "type" and _type_is_redundant(schema, used)):
+                yield f"{keyword} next to {used}"
         return
-    kinds = {kind for kind, keywords in _MAKES.items() if keywords & schema.keys()}
-    if "type" not in schema and not kinds:
-        yield from (f"{keyword} without type" for keyword in sorted(beside))
-    elif "object" in (kinds_of(schema) if "type" in schema else kinds):
+    inferred = {
+        json_type for json_type, keywords in _INFERRED_TYPES.items() if keywords & schema.keys()
+    }
+    if "type" not in schema and not inferred:
+        yield from (f"{keyword} without type" for keyword in sorted(assertions))
+    elif "object" in (types_of(schema) if "type" in schema else inferred):
         yield from _ignored_of_object(schema)
 
 
-def _same_type(schema: dict[str, Any], chosen: str) -> bool:
-    """Whether ``type`` says nothing that the chosen keyword does not say already."""
-    kinds = kinds_of({"type": schema["type"]})
-    if chosen in ("const", "enum"):
-        return all(_is_a(value, kinds) for value in values_of(schema) or ())
-    return chosen != "$ref" and all(
-        isinstance(part, dict) and "type" in part and kinds_of(part) <= kinds
-        for part in schema[chosen]
+def _type_is_redundant(schema: dict[str, Any], used: str) -> bool:
+    """Return whether ``type`` excludes no value that the used keyword allows."""
+    types = types_of({"type": schema["type"]})
+    if used in ("const", "enum"):
+        return all(_has_type(value, types) for value in values_of(schema) or ())
+    return used != "$ref" and all(
+        isinstance(part, dict) and "type" in part and types_of(part) <= types
+        for part in schema[used]
     )
 
 
-def _is_a(value: Any, kinds: frozenset[str]) -> bool:
-    own = kinds_of({"const": value})
-    whole = isinstance(value, int) or (isinstance(value, float) and value.is_integer())
-    return bool(meet(own, kinds)) and (whole or "integer" not in kinds or own != {"number"})
+def _has_type(value: Any, types: frozenset[str]) -> bool:
+    """Return whether a value has one of the types."""
+    own_types = types_of({"const": value})
+    if not common_types(own_types, types):
+        return False
+    if "integer" not in types or own_types != {"number"}:
+        return True
+    return isinstance(value, int) or (isinstance(value, float) and value.is_integer())
 
 
 def _ignored_of_object(schema: dict[str, Any]) -> Iterator[str]:
+    """Yield the ignored keywords of an object schema, as `_ignored_keywords`."""
     names = set(schema.get("properties", ()))
     missing = sorted(set(required_of(schema)) - names)
     if missing:
         yield f"required {missing[0]!r}, which is not in properties"
     if names and "propertyNames" in schema:
-        yield "propertyNames beside properties"
+        yield "propertyNames next to properties"
     for pattern in schema.get("patternProperties", ()):
         try:
             matched = sorted(name for name in names if search_pattern(pattern, name))

@@ -1,4 +1,4 @@
-"""How the output of a JSON schema is written: what users choose, and how LLGuidance is told."""
+"""Options for the JSON text that a schema's grammar produces, and their form in LLGuidance."""
 
 from __future__ import annotations
 
@@ -13,27 +13,31 @@ KeyOrder = Literal["schema", "any"]
 KEY_ORDERS = get_args(KeyOrder)
 Whitespace = Literal["line", "compact", "any"] | int
 
-_MOST_SPACE = 1000
+_MAX_WHITESPACE = 1000
 
 
 def check_options(key_order: Any, whitespace: Any, assert_formats: Any) -> None:
-    """Refuses by name and value what `GrammarSpec` does not know."""
+    """Raise `GrammarError` for an unknown value of an option of `Spec`."""
     if key_order not in KEY_ORDERS:
         raise GrammarError(f"key order {key_order!r} is unknown; use {' or '.join(KEY_ORDERS)}")
-    counted = isinstance(whitespace, int) and not isinstance(whitespace, bool)
-    if not (0 < whitespace <= _MOST_SPACE if counted else whitespace in ("line", "compact", "any")):
+    is_number = isinstance(whitespace, int) and not isinstance(whitespace, bool)
+    if is_number:
+        known = 0 < whitespace <= _MAX_WHITESPACE
+    else:
+        known = whitespace in ("line", "compact", "any")
+    if not known:
         raise GrammarError(
             f"whitespace {whitespace!r} is unknown; use line, compact, any or a number of "
-            f"characters from 1 to {_MOST_SPACE}"
+            f"characters from 1 to {_MAX_WHITESPACE}"
         )
-    if counted and key_order == "any":
+    if is_number and key_order == "any":
         raise GrammarError("key order any goes with whitespace line, compact or any, not a number")
     if assert_formats not in (None, True, False):
         raise GrammarError(f"assert_formats is {assert_formats!r}, must be a bool or None")
 
 
 def json_options(whitespace: Whitespace) -> dict[str, Any]:
-    """LLGuidance's options of ``%json``."""
+    """Return LLGuidance's options of ``%json`` for a white-space option."""
     if whitespace == "any":
         return {"whitespace_flexible": True}
     if isinstance(whitespace, int):
@@ -43,6 +47,6 @@ def json_options(whitespace: Whitespace) -> dict[str, Any]:
 
 
 def literal(text: str) -> str:
-    """A string of LLGuidance's Lark dialect."""
+    """Return a string literal of LLGuidance's Lark dialect."""
     quoted = json.dumps(text, ensure_ascii=False)
     return "".join(f"\\u{ord(c):04x}" if "\x7f" <= c <= "\x9f" else c for c in quoted)

@@ -1,4 +1,4 @@
-"""What LLGuidance is to be given for a JSON schema, and the truth about what it will enforce."""
+"""Routing of JSON schemas: what LLGuidance compiles for a schema, and what it then enforces."""
 
 from __future__ import annotations
 
@@ -8,45 +8,48 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from graft.grammar.schema.any_order.rules import in_any_order
+from graft.grammar.schema.any_order.rules import any_order_grammar
+from graft.grammar.schema.llguidance_errors import schema_errors
 from graft.grammar.schema.options import KeyOrder, Whitespace, check_options
 from graft.grammar.schema.rewrite import Rewritten, rewrite
 from graft.grammar.schema.terms import Reason, has_orders, subschemas, word_set
-from graft.grammar.schema.trial import objections
 from graft.grammar.schema.wellformed import check_schema
 
 __all__ = ["Route", "refusal", "route"]
 
-_MOST_REASONS = 20
+_MAX_REASONS = 20
+_MAX_REASONS_IN_MESSAGE = 5
 _BOUNDS = word_set("minimum maximum exclusiveMinimum exclusiveMaximum")
 
 
 @dataclass(frozen=True)
 class Route:
-    """What is to be done with a schema. Nothing is loosened without a word.
+    """The form in which a JSON schema is compiled. Every deviation from the schema is reported.
 
     Attributes
     ----------
     backend
-        ``"llguidance"``, or None if it does not take the schema even loosely.
+        ``"llguidance"``, or None if LLGuidance refuses even the closest form.
     schema
-        What to give to it: the schema, rewritten where the rewriting is equivalent. If not
-        ``exact``, the parts named in ``reasons`` are missing.
+        Schema to compile: rewritten into an equivalent one where necessary. If the route is not
+        `exact`, the parts that `reasons` names are missing.
     exact
-        Whether every text that can be produced is one of a value that satisfies the schema.
+        Whether every output satisfies the original schema.
     rules
-        A Lark grammar to give to it instead; empty: the schema does.
+        Lark grammar to compile instead of `schema`; empty if there is none.
     reasons
-        Why it is not exact.
-    narrowed, ordered
-        All that an exact route leaves out: texts of values that satisfy the schema and are not
-        produced. Keys come in one order, or should come in any and cannot, which ``ordered`` says
-        alone; options of a ``oneOf`` may overlap in ways that have no exact form, and texts stay
-        clear of the overlap. Empty: every value that satisfies the schema can be produced.
+        Why the route is not exact.
+    narrowed
+        Valid values that an exact route does not produce; includes `ordered`. For example, options
+        of a ``oneOf`` may overlap in a way that has no exact form; outputs then avoid the overlap.
+        If empty, every value that satisfies the schema can be produced.
+    ordered
+        Objects whose keys are produced in one order only, either by default or because any order
+        was requested and has no exact form.
     spelling
-        Where a value has several spellings of which some are not produced: ``2`` and not ``2.0``.
-        (Everywhere: white space as the grammar lays it out, and escapes in strings only where JSON
-        needs them.)
+        Values of which not all JSON spellings are produced, such as ``2`` but not ``2.0``. The
+        layout of white space and the minimal escapes in strings apply everywhere and are not
+        reported.
     """
 
     backend: str | None
@@ -59,14 +62,14 @@ class Route:
     spelling: tuple[Reason, ...] = ()
 
     def refusal(self) -> str:
-        """The reasons as one sentence."""
+        """Return the reasons as one sentence."""
         return refusal(self.reasons)
 
 
 def refusal(reasons: Sequence[Reason]) -> str:
-    """Why a schema is refused, as one sentence."""
-    named = "; ".join(map(str, reasons[:5]))
-    more = len(reasons) - 5
+    """Return the reasons why a schema is refused as one sentence."""
+    named = "; ".join(map(str, reasons[:_MAX_REASONS_IN_MESSAGE]))
+    more = len(reasons) - _MAX_REASONS_IN_MESSAGE
     return f"cannot be enforced: {named}" + (f"; and {more} more" if more > 0 else "")
 
 
@@ -78,69 +81,84 @@ def route(
     whitespace: Whitespace = "line",
     assert_formats: bool | None = None,
 ) -> Route:
-    """Find the form of a schema that LLGuidance enforces exactly, or the one that comes closest.
+    """Return the form of a schema that LLGuidance enforces exactly, or else the closest one.
 
     Parameters
     ----------
     schema
-        Parsed JSON schema: an object or a boolean. It is not changed. ``GrammarError`` if it is
-        none, or one of nothing.
+        Parsed JSON schema: an object or a boolean. It is not modified.
     draft
-        Draft of schemas that do not name theirs: 3, 4, 6, 7, 2019 or 2020.
+        Draft of schemas that declare none: 3, 4, 6, 7, 2019 or 2020.
     key_order, whitespace, assert_formats
         As in `Spec`.
+
+    Raises
+    ------
+    GrammarError
+        The argument is not a schema, no finite value satisfies it, or an option is unknown.
     """
     check_options(key_order, whitespace, assert_formats)
     check_schema(schema)
-    new = rewrite(schema, draft=draft, assert_formats=assert_formats)
-    found, reasons, taken = _taken(new)
+    rewritten = rewrite(schema, draft=draft, assert_formats=assert_formats)
+    closest, reasons, accepted = _closest_accepted(rewritten)
     rules = ""
     ordered: tuple[Reason, ...] = ()
-    unusual: tuple[Reason, ...] = ()
-    if key_order == "any" and taken:
-        rules, ordered, unusual = in_any_order(found, whitespace)
-    elif taken and any(has_orders(part) for _, part in subschemas(found)):
+    excluded_keys: tuple[Reason, ...] = ()
+    if key_order == "any" and accepted:
+        rules, ordered, excluded_keys = any_order_grammar(closest, whitespace)
+    elif accepted and any(has_orders(part) for _, part in subschemas(closest)):
         ordered = (Reason("#", "properties", "keys come in the schema's order only"),)
     return Route(
-        "llguidance" if taken else None,
-        found,
-        taken and not reasons,
-        rules,
-        tuple(reasons[:_MOST_REASONS]),
-        new.narrowed + unusual + ordered,
-        ordered,
-        tuple(itertools.islice(_spelled_once(schema), _MOST_REASONS)),
+        backend="llguidance" if accepted else None,
+        schema=closest,
+        exact=accepted and not reasons,
+        rules=rules,
+        reasons=tuple(reasons[:_MAX_REASONS]),
+        narrowed=rewritten.narrowed + excluded_keys + ordered,
+        ordered=ordered,
+        spelling=tuple(itertools.islice(_restricted_spellings(schema), _MAX_REASONS)),
     )
 
 
-def _taken(new: Rewritten) -> tuple[Any, list[Reason], bool]:
-    """What LLGuidance takes: keywords that it refuses are taken out one by one, and named."""
-    schema = new.schema
-    reasons = list(new.lost)
-    if isinstance(schema, bool):
-        nothing = [] if schema else [Reason("#", "schema", "allows no output")]
-        return {}, nothing or reasons, schema
-    loose = schema
-    while found := objections(loose):
-        reasons += found
-        reason = found[0]
-        if loose is schema:
-            loose = copy.deepcopy(schema)
-        parts = dict(subschemas(loose))
-        here = parts.get(reason.pointer, {})
-        if reason.keyword not in here:  # as where it allows no output
+def _closest_accepted(rewritten: Rewritten) -> tuple[Any, list[Reason], bool]:
+    """Remove the keywords that LLGuidance refuses from a schema, one by one.
+
+    Returns
+    -------
+    tuple
+        The remaining schema, the reasons for everything that is missing in it, and whether
+        LLGuidance accepts it.
+    """
+    schema = rewritten.schema
+    reasons = list(rewritten.lost)
+    if schema is True:
+        return {}, reasons, True
+    if schema is False:
+        return {}, [Reason("#", "schema", "allows no output")], False
+    remaining = schema
+    while errors := schema_errors(remaining):
+        reasons += errors
+        reason = errors[0]
+        if remaining is schema:
+            remaining = copy.deepcopy(schema)
+        parts = dict(subschemas(remaining))
+        refused_part = parts.get(reason.pointer, {})
+        if reason.keyword not in refused_part:  # for example, the schema is unsatisfiable
             return schema, list(dict.fromkeys([reason, *reasons])), False
-        # With so many the rest is not looked for one by one.
-        for part in parts.values() if len(reasons) > _MOST_REASONS else (here,):
-            part.pop(reason.keyword, None)
-    return loose, reasons, True
+        if len(reasons) > _MAX_REASONS:  # remove the keyword everywhere, to bound the time
+            for part in parts.values():
+                part.pop(reason.keyword, None)
+        else:
+            refused_part.pop(reason.keyword, None)
+    return remaining, reasons, True
 
 
-def _spelled_once(schema: Any) -> Iterator[Reason]:
-    """Where numbers have fewer spellings than JSON has."""
+def _restricted_spellings(schema: Any) -> Iterator[Reason]:
+    """Yield where numbers have fewer spellings than JSON allows."""
     for pointer, part in subschemas(schema):
-        kind = part.get("type")
-        if kind == "integer" or (isinstance(kind, list) and "integer" in kind):
+        json_type = part.get("type")
+        types = json_type if isinstance(json_type, list) else [json_type]
+        if "integer" in types:
             yield Reason(pointer, "type", "integers are written without a fraction or exponent")
         elif _BOUNDS & part.keys():
             keyword = min(_BOUNDS & part.keys())
@@ -148,11 +166,13 @@ def _spelled_once(schema: Any) -> Iterator[Reason]:
         if isinstance(part.get("multipleOf"), float):
             yield Reason(pointer, "multipleOf", "multiples have as many digits as the divisor")
         for keyword in ("const", "enum"):
-            if keyword in part and _has_number(part[keyword]):
+            if keyword in part and _contains_number(part[keyword]):
                 yield Reason(pointer, keyword, "numbers are written in one way")
 
 
-def _has_number(value: Any) -> bool:
-    if isinstance(value, (list, dict)):
-        return any(map(_has_number, value.values() if isinstance(value, dict) else value))
+def _contains_number(value: Any) -> bool:
+    if isinstance(value, dict):
+        return any(map(_contains_number, value.values()))
+    if isinstance(value, list):
+        return any(map(_contains_number, value))
     return isinstance(value, (int, float)) and not isinstance(value, bool)

@@ -1,4 +1,4 @@
-"""What the rewriting passes share: reasons, drafts, types, references."""
+"""Terms shared by the schema passes: reasons, drafts, JSON types, subschemas, references."""
 
 from __future__ import annotations
 
@@ -7,44 +7,52 @@ from typing import Any, NamedTuple
 from urllib.parse import unquote
 
 __all__ = [
-    "KINDS",
+    "JSON_TYPES",
     "MAPS",
-    "Cannot",
-    "Kinds",
+    "JsonTypes",
+    "NoExactForm",
     "Reason",
     "References",
     "any_of",
+    "common_types",
     "dialect",
     "escape",
     "has_orders",
-    "kinds_of",
-    "meet",
+    "pointer_steps",
     "required_of",
-    "steps_of",
     "subschemas",
-    "value_kind",
+    "type_of_value",
+    "types_of",
     "values_of",
     "word_set",
 ]
 
-Kinds = frozenset[str]
+JsonTypes = frozenset[str]
 
 
 def word_set(text: str) -> frozenset[str]:
-    """The words of a text."""
+    """Return the words of a text."""
     return frozenset(text.split())
 
 
-#: The six types of JSON; ``integer`` stands in a set of types only where ``number`` does not.
-KINDS = word_set("null boolean number string array object")
+#: The JSON types. A set of types contains ``integer`` only if it does not contain ``number``.
+JSON_TYPES = word_set("null boolean number string array object")
 _YEARS = {"03": 3, "04": 4, "06": 6, "07": 7, "2019-09": 2019, "2020-12": 2020}
 _DRAFT = re.compile(r"draft[-/](03|04|06|07|2019-09|2020-12)\b")
+_MAX_REFERENCE_CHAIN = 8
 
 
 class Reason(NamedTuple):
-    """Where in a schema something is not enforced as it stands, and why, in one clause.
+    """Why a part of a schema is not enforced as written.
 
-    ``pointer`` is the JSON pointer of the subschema as a URI fragment (``#/properties/a``).
+    Attributes
+    ----------
+    pointer
+        JSON pointer of the subschema as a URI fragment, such as ``#/properties/a``.
+    keyword
+        Keyword of the subschema.
+    why
+        Explanation, in one clause.
     """
 
     pointer: str
@@ -55,8 +63,8 @@ class Reason(NamedTuple):
         return f"{self.pointer}: {self.keyword}: {self.why}"
 
 
-class Cannot(Exception):
-    """No equivalent form of this keyword is known; the caller makes a `Reason` of it."""
+class NoExactForm(Exception):
+    """No equivalent form of a keyword is known. The caller reports it as a `Reason`."""
 
     def __init__(self, keyword: str, why: str):
         super().__init__(f"{keyword}: {why}")
@@ -65,55 +73,70 @@ class Cannot(Exception):
 
 
 def dialect(schema: Any, default: int) -> int:
-    """The draft a schema declares, as 3, 4, 6, 7, 2019 or 2020; ``default`` if it names none."""
+    """Return the draft that a schema declares: 3, 4, 6, 7, 2019 or 2020; else `default`."""
     uri = schema.get("$schema") if isinstance(schema, dict) else None
     found = _DRAFT.search(uri) if isinstance(uri, str) else None
     return _YEARS[found[1]] if found else default
 
 
 def escape(name: object) -> str:
-    """A step of a JSON pointer."""
+    """Return a name as a step of a JSON pointer."""
     return str(name).replace("~", "~0").replace("/", "~1")
+
+
+def pointer_steps(pointer: str) -> list[str]:
+    """Return the keys of a JSON pointer."""
+    return [unquote(step).replace("~1", "/").replace("~0", "~") for step in pointer.split("/")[1:]]
 
 
 #: Keywords whose value is a map of schemas.
 MAPS = word_set("properties patternProperties $defs definitions dependentSchemas dependencies")
-_PARTS = word_set(
+_SCHEMA_KEYWORDS = word_set(
     """allOf anyOf oneOf prefixItems items additionalItems additionalProperties propertyNames
     contains not if then else unevaluatedItems unevaluatedProperties"""
 )
 
 
 def subschemas(schema: Any, at: str = "#") -> list[tuple[str, dict[str, Any]]]:
-    """Every subschema that is an object, with its pointer; parents come first."""
+    """Return all subschemas that are objects, with their pointers. Parents precede children.
+
+    Parameters
+    ----------
+    schema
+        Parsed JSON schema.
+    at
+        Pointer of `schema`.
+    """
     found: list[tuple[str, dict[str, Any]]] = []
     pending = [(at, schema)]
     while pending:
-        here, part = pending.pop()
+        pointer, part = pending.pop()
         if not isinstance(part, dict):
             continue
-        found.append((here, part))
+        found.append((pointer, part))
         for keyword, value in part.items():
-            base = f"{here}/{escape(keyword)}"
+            base = f"{pointer}/{escape(keyword)}"
             if isinstance(value, dict) and keyword in MAPS:
-                pending += [(f"{base}/{escape(k)}", v) for k, v in reversed(value.items())]
-            elif isinstance(value, list) and keyword in _PARTS:
-                pending += [(f"{base}/{i}", v) for i, v in reversed([*enumerate(value)])]
-            elif keyword in _PARTS:
+                pending += [(f"{base}/{escape(name)}", v) for name, v in reversed(value.items())]
+            elif isinstance(value, list) and keyword in _SCHEMA_KEYWORDS:
+                pending += [(f"{base}/{i}", v) for i, v in reversed(list(enumerate(value)))]
+            elif keyword in _SCHEMA_KEYWORDS:
                 pending.append((base, value))
     return found
 
 
-def meet(one: Kinds, other: Kinds) -> Kinds:
-    """Types that are in both sets; a number that must be an integer is an integer."""
+def common_types(one: JsonTypes, other: JsonTypes) -> JsonTypes:
+    """Return the types in both sets. ``number`` and ``integer`` have ``integer`` in common."""
     both = set(one & other)
     if ("integer" in one and "number" in other) or ("integer" in other and "number" in one):
         both.add("integer")
-    return frozenset(both - {"integer"} if "number" in both else both)
+    if "number" in both:
+        both.discard("integer")
+    return frozenset(both)
 
 
-def value_kind(value: Any) -> str:
-    """The JSON type of a parsed value; numbers are always ``number``."""
+def type_of_value(value: Any) -> str:
+    """Return the JSON type of a parsed value; ``number`` for every number."""
     if isinstance(value, bool):
         return "boolean"
     if isinstance(value, (int, float)):
@@ -122,53 +145,60 @@ def value_kind(value: Any) -> str:
     return names[type(value)]
 
 
-def kinds_of(schema: Any) -> Kinds:
-    """Types that a schema's own ``type``, ``const`` and ``enum`` leave open."""
+def types_of(schema: Any) -> JsonTypes:
+    """Return the types that the schema's own ``type``, ``const`` and ``enum`` allow."""
     if not isinstance(schema, dict):
-        return KINDS if schema is not False else frozenset()
-    kinds = KINDS
+        return JSON_TYPES if schema is not False else frozenset()
+    types = JSON_TYPES
     if "type" in schema:
-        kinds = frozenset([schema["type"]] if isinstance(schema["type"], str) else schema["type"])
-        kinds = kinds - {"integer"} if "number" in kinds else kinds
+        named = schema["type"]
+        types = frozenset([named] if isinstance(named, str) else named)
+        if "number" in types:
+            types = types - {"integer"}
     if "const" in schema:
-        kinds = meet(kinds, frozenset([value_kind(schema["const"])]))
-    return meet(kinds, frozenset(map(value_kind, schema["enum"]))) if "enum" in schema else kinds
+        types = common_types(types, frozenset([type_of_value(schema["const"])]))
+    if "enum" in schema:
+        types = common_types(types, frozenset(map(type_of_value, schema["enum"])))
+    return types
 
 
 def values_of(schema: dict[str, Any]) -> list[Any] | None:
-    """All values that a schema's own ``const`` or ``enum`` leaves open; None if it has neither."""
+    """Return the values that the schema's ``const`` or ``enum`` allows; None if it has neither."""
     return [schema["const"]] if "const" in schema else schema.get("enum")
 
 
 def required_of(schema: dict[str, Any]) -> list[str]:
-    """Names of the properties that must be there; draft 3 has a boolean for the keyword."""
-    found = schema.get("required")
-    return found if isinstance(found, list) else []
+    """Return the names of required properties. In draft 3, ``required`` is a boolean."""
+    required = schema.get("required")
+    return required if isinstance(required, list) else []
 
 
 def has_orders(part: dict[str, Any]) -> bool:
-    """Whether two keys or more can stand in an object that fits, one of them with a name."""
+    """Return whether objects of the schema can have their keys in several orders.
+
+    That is, whether an object can have at least two keys, one of which the schema names.
+    """
     values = values_of(part)
     if values is not None:
-        return _several_keys(values)
+        return _contains_several_keys(values)
     names = {name for name, schema in part.get("properties", {}).items() if schema is not False}
     names.update(required_of(part))
     patterns = len(part.get("patternProperties", ()))
-    others = patterns + (part.get("additionalProperties") is not False)
-    return bool(names or patterns) and len(names) + others > 1
+    unnamed = patterns + (part.get("additionalProperties") is not False)
+    return bool(names or patterns) and len(names) + unnamed > 1
 
 
-def _several_keys(value: Any) -> bool:
-    """Whether an object with two keys or more is somewhere in a value."""
+def _contains_several_keys(value: Any) -> bool:
+    """Return whether a value contains an object with at least two keys."""
     if isinstance(value, list):
-        return any(map(_several_keys, value))
+        return any(map(_contains_several_keys, value))
     if isinstance(value, dict):
-        return len(value) > 1 or any(map(_several_keys, value.values()))
+        return len(value) > 1 or any(map(_contains_several_keys, value.values()))
     return False
 
 
 def any_of(options: list[Any]) -> Any:
-    """The union of schemas, without the impossible ones and repetitions."""
+    """Return the union of schemas, without duplicates and unsatisfiable options."""
     kept: list[Any] = []
     for option in options:
         if option is True:
@@ -183,7 +213,15 @@ def any_of(options: list[Any]) -> Any:
 class References:
     """Local references of one schema document.
 
-    Where some subschema has a base of its own (``nested``), none is taken for a plain one.
+    Parameters
+    ----------
+    root
+        The document.
+
+    Attributes
+    ----------
+    nested
+        Whether a subschema has a base URI of its own. Then no reference is treated as local.
     """
 
     def __init__(self, root: Any):
@@ -193,7 +231,7 @@ class References:
         self.nested = _has_nested_id(root)
 
     def pointer(self, reference: Any) -> str | None:
-        """The JSON pointer that a reference means; None if it is not a plain local one."""
+        """Return the JSON pointer of a local reference; None if it is not a local pointer."""
         if not isinstance(reference, str) or self.nested:
             return None
         if self._base and reference.startswith(self._base + "#"):
@@ -202,38 +240,42 @@ class References:
             return reference[1:]
         return None
 
-    def behind(self, schema: Any) -> Any:
-        """What a schema that is a plain reference stands for; other schemas as they are."""
-        for _ in range(8):
+    def follow(self, schema: Any) -> Any:
+        """Return the target of a schema that is a reference; return other schemas unchanged."""
+        for _ in range(_MAX_REFERENCE_CHAIN):
             if not isinstance(schema, dict) or "$ref" not in schema:
                 break
             try:
                 schema = self.resolve(schema["$ref"])
-            except Cannot:
+            except NoExactForm:
                 break
         return schema
 
     def resolve(self, reference: Any) -> Any:
-        """The schema a reference stands for; `Cannot` if it is remote, by name or missing."""
+        """Return the target of a reference.
+
+        Raises
+        ------
+        NoExactForm
+            The reference is not a local pointer, or its target does not exist.
+        """
         pointer = self.pointer(reference)
         if pointer is None:
-            raise Cannot("$ref", f"{reference!r} is not a plain pointer into this schema")
+            raise NoExactForm("$ref", f"{reference!r} is not a plain pointer into this schema")
         found = self._root
-        for key in steps_of(pointer):
+        for key in pointer_steps(pointer):
             try:
                 found = found[int(key)] if isinstance(found, list) else found[key]
             except (KeyError, ValueError, IndexError, TypeError):
-                raise Cannot("$ref", f"'#{pointer}' points to nothing") from None
+                raise NoExactForm("$ref", f"'#{pointer}' points to nothing") from None
         return found
 
 
-def steps_of(pointer: str) -> list[str]:
-    """The keys that a JSON pointer leads through."""
-    return [unquote(s).replace("~1", "/").replace("~0", "~") for s in pointer.split("/")[1:]]
-
-
 def _has_nested_id(root: Any) -> bool:
-    """Whether a subschema seems to have a base of its own (a property named id does not count)."""
+    """Return whether a subschema seems to have a base URI of its own.
+
+    A property that is named ``id`` does not count.
+    """
     pending = list(root.values()) if isinstance(root, dict) else []
     while pending:
         part = pending.pop()

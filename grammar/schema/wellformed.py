@@ -1,193 +1,271 @@
-"""Whether a document is a JSON schema at all, and one of something, whoever compiles it."""
+"""Checks that a document is a JSON schema that some finite value can satisfy."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NamedTuple
 
 from graft.grammar.errors import GrammarError
-from graft.grammar.schema.terms import Cannot, References, required_of, subschemas, word_set
+from graft.grammar.schema.terms import NoExactForm, References, required_of, subschemas, word_set
 
 __all__ = ["check_schema"]
 
 _TYPES = word_set("null boolean integer number string array object any")
-_OWN_WORDS = word_set(
+#: Keywords that identify a document as a schema.
+_SCHEMA_KEYWORDS = word_set(
     """type properties items $ref anyOf oneOf allOf enum const not if $defs definitions format
     pattern additionalProperties patternProperties"""
 )
-#: Descriptions of tools that hold a schema: the keys that give them away, the schema's, the name.
-_WRAPPED = (
-    (("json_schema",), "json_schema", "OpenAI's response_format"),
-    (("schema", "name"), "schema", "OpenAI's response_format"),
-    (("schema", "strict"), "schema", "OpenAI's response_format"),
-    (("input_schema",), "input_schema", "a tool of Anthropic's"),
-    (("function",), "function", "a tool of OpenAI's"),
-    (("parameters", "name"), "parameters", "a function of OpenAI's"),
+
+
+class _Wrapper(NamedTuple):
+    """A kind of document that contains a schema and is none itself."""
+
+    keys: tuple[str, ...]  # that identify it
+    schema_key: str
+    name: str
+
+
+_WRAPPERS = (
+    _Wrapper(("json_schema",), "json_schema", "OpenAI's response_format"),
+    _Wrapper(("schema", "name"), "schema", "OpenAI's response_format"),
+    _Wrapper(("schema", "strict"), "schema", "OpenAI's response_format"),
+    _Wrapper(("input_schema",), "input_schema", "a tool of Anthropic's"),
+    _Wrapper(("function",), "function", "a tool of OpenAI's"),
+    _Wrapper(("parameters", "name"), "parameters", "a function of OpenAI's"),
 )
 
 
-def _number(value: Any) -> bool:
+def _is_string(value: Any) -> bool:
+    return isinstance(value, str)
+
+
+def _is_boolean(value: Any) -> bool:
+    return isinstance(value, bool)
+
+
+def _is_list(value: Any) -> bool:
+    return isinstance(value, list)
+
+
+def _is_number(value: Any) -> bool:
     return isinstance(value, (int, float)) and not isinstance(value, bool)
 
 
-def _count(value: Any) -> bool:
-    return _number(value) and value >= 0 and value == int(value)
+def _is_number_or_boolean(value: Any) -> bool:
+    return isinstance(value, (int, float))
 
 
-def _schema(value: Any) -> bool:
+def _is_positive(value: Any) -> bool:
+    return _is_number(value) and value > 0
+
+
+def _is_count(value: Any) -> bool:
+    return _is_number(value) and value >= 0 and value == int(value)
+
+
+def _is_schema(value: Any) -> bool:
     return isinstance(value, (dict, bool))
 
 
-def _schemas(value: Any) -> bool:
-    return isinstance(value, list) and bool(value) and all(map(_schema, value))
+def _is_schema_list(value: Any) -> bool:
+    return isinstance(value, list) and bool(value) and all(map(_is_schema, value))
 
 
-def _names(value: Any) -> bool:
-    return isinstance(value, list) and all(isinstance(name, str) for name in value)
+def _is_items(value: Any) -> bool:
+    return _is_schema(value) or value == [] or _is_schema_list(value)
 
 
-def _types(value: Any) -> bool:
+def _is_name_list(value: Any) -> bool:
+    return isinstance(value, list) and all(map(_is_string, value))
+
+
+def _is_required(value: Any) -> bool:
+    return _is_name_list(value) or isinstance(value, bool)  # a boolean in draft 3
+
+
+def _is_type(value: Any) -> bool:
     names = value if isinstance(value, list) and value else [value]
     return all(isinstance(name, str) and name in _TYPES for name in names)
 
 
-def _map_of(form: Callable[[Any], bool]) -> Callable[[Any], bool]:
-    return lambda value: isinstance(value, dict) and all(map(form, value.values()))
+def _is_dependency(value: Any) -> bool:
+    return _is_name_list(value) or _is_schema(value) or isinstance(value, str)
 
 
+def _is_map_of(is_valid: Callable[[Any], bool]) -> Callable[[Any], bool]:
+    def is_map(value: Any) -> bool:
+        return isinstance(value, dict) and all(map(is_valid, value.values()))
+
+    return is_map
+
+
+#: Description of the valid values, predicate, keywords.
 _FORMS: tuple[tuple[str, Callable[[Any], bool], str], ...] = (
-    ("a number", _number, "minimum maximum"),
+    ("a number", _is_number, "minimum maximum"),
     (
         "a number or, in draft 4, a boolean",
-        lambda v: _number(v) or isinstance(v, bool),
+        _is_number_or_boolean,
         "exclusiveMinimum exclusiveMaximum",
     ),
-    ("a number above 0", lambda v: _number(v) and v > 0, "multipleOf divisibleBy"),
+    ("a number above 0", _is_positive, "multipleOf divisibleBy"),
     (
         "a whole number, not negative",
-        _count,
-        """minLength maxLength minItems maxItems
-     minProperties maxProperties minContains maxContains""",
+        _is_count,
+        """minLength maxLength minItems maxItems minProperties maxProperties minContains
+        maxContains""",
     ),
     (
         "a string",
-        lambda v: isinstance(v, str),
+        _is_string,
         "pattern format $ref $dynamicRef $recursiveRef contentEncoding contentMediaType",
     ),
-    ("a boolean", lambda v: isinstance(v, bool), "uniqueItems"),
-    ("a type of JSON or a list of them", _types, "type"),
-    ("a list of names", lambda v: _names(v) or isinstance(v, bool), "required"),  # draft 3
-    ("a list", lambda v: isinstance(v, list), "enum"),
+    ("a boolean", _is_boolean, "uniqueItems"),
+    ("a type of JSON or a list of them", _is_type, "type"),
+    ("a list of names", _is_required, "required"),
+    ("a list", _is_list, "enum"),
     (
         "a schema",
-        _schema,
-        """additionalProperties additionalItems propertyNames contains not if
-     then else unevaluatedItems unevaluatedProperties""",
+        _is_schema,
+        """additionalProperties additionalItems propertyNames contains not if then else
+        unevaluatedItems unevaluatedProperties""",
     ),
-    ("a schema or a list of schemas", lambda v: _schema(v) or v == [] or _schemas(v), "items"),
-    ("a list of schemas", _schemas, "allOf anyOf oneOf prefixItems"),
+    ("a schema or a list of schemas", _is_items, "items"),
+    ("a list of schemas", _is_schema_list, "allOf anyOf oneOf prefixItems"),
     (
         "a map of schemas",
-        _map_of(_schema),
+        _is_map_of(_is_schema),
         "properties patternProperties $defs definitions dependentSchemas",
     ),
-    ("a map of names", _map_of(_names), "dependentRequired"),
-    (
-        "a map of names or schemas",
-        _map_of(lambda v: _names(v) or _schema(v) or isinstance(v, str)),
-        "dependencies",
-    ),
+    ("a map of names", _is_map_of(_is_name_list), "dependentRequired"),
+    ("a map of names or schemas", _is_map_of(_is_dependency), "dependencies"),
 )
-_FORM = {word: (said, form) for said, form, words in _FORMS for word in words.split()}
+_FORM_OF_KEYWORD = {
+    keyword: (description, is_valid)
+    for description, is_valid, keywords in _FORMS
+    for keyword in keywords.split()
+}
 
 
 def check_schema(schema: Any) -> None:
-    """Refuses what is no schema, and what is one of nothing, by JSON pointer and keyword."""
-    if not _schema(schema):
+    """Check that a parsed document is a JSON schema that a finite value can satisfy.
+
+    Raises
+    ------
+    GrammarError
+        A keyword has an invalid value, a reference has no target, or references make the schema
+        unsatisfiable. The message names pointer and keyword.
+    """
+    if not _is_schema(schema):
         raise GrammarError(
             f"JSON schema: must be an object or a boolean, not {type(schema).__name__}"
         )
     if schema is False:
         raise GrammarError("JSON schema: the schema false allows no output")
-    if isinstance(schema, dict) and not _OWN_WORDS & (schema.keys() - {"type"}):
-        for keys, holder, what in _WRAPPED:
-            if isinstance(schema.get(holder), dict) and all(key in schema for key in keys):
-                raise GrammarError(f"JSON schema: this is {what}: give what is in its {holder!r}")
+    _check_wrapper(schema)
     references = References(schema)
     parts = subschemas(schema)
     known = {id(part) for _, part in parts}
-    for pointer, part in parts:  # it grows: references may lead to where no keyword does
-        for keyword in _FORM.keys() & part.keys():
-            said, form = _FORM[keyword]
-            if not form(part[keyword]):
-                value = str(part[keyword])[:40]
-                raise GrammarError(
-                    f"JSON schema: {pointer}: {keyword}: must be {said}, not {value!r}"
-                )
+    # References may lead to subschemas in places that are no keywords: the list grows.
+    for pointer, part in parts:
+        _check_keywords(pointer, part)
         for keyword in ("$ref", "$dynamicRef", "$recursiveRef"):
             reference: Any = part.get(keyword)
             if references.pointer(reference) is None:
                 continue
-            try:
-                target = references.resolve(reference)
-            except Cannot as error:
-                raise GrammarError(f"JSON schema: {pointer}: {error}") from None
-            if not _schema(target):
-                raise GrammarError(
-                    f"JSON schema: {pointer}: {keyword}: {str(target)[:40]!r} is no schema"
-                )
+            target = _resolve(references, pointer, keyword, reference)
             if id(target) not in known:
-                more = [one for one in subschemas(target, reference) if id(one[1]) not in known]
-                known.update(id(found) for _, found in more)
-                parts += more
+                new = [
+                    entry for entry in subschemas(target, reference) if id(entry[1]) not in known
+                ]
+                known.update(id(found) for _, found in new)
+                parts += new
     if _is_endless(schema, [part for _, part in parts], references):
         raise GrammarError(
-            "JSON schema: allows no output: a $ref leads back to itself in all that fits"
+            "JSON schema: allows no output: a $ref leads back to itself in every value"
         )
 
 
-def _is_endless(schema: Any, parts: list[dict[str, Any]], references: References) -> bool:
-    """Whether no finite value satisfies a schema, because of references within it.
+def _check_wrapper(schema: Any) -> None:
+    """Raise `GrammarError` for a document that contains a schema and is none itself."""
+    if not isinstance(schema, dict) or _SCHEMA_KEYWORDS & (schema.keys() - {"type"}):
+        return
+    for wrapper in _WRAPPERS:
+        holds_schema = isinstance(schema.get(wrapper.schema_key), dict)
+        if holds_schema and all(key in schema for key in wrapper.keys):
+            raise GrammarError(
+                f"JSON schema: this is {wrapper.name}: give what is in its {wrapper.schema_key!r}"
+            )
 
-    The least fixed point: a subschema has a finite value if what it needs (the target of its
-    reference, required properties, items that must be there, every part of ``allOf``, some part of
-    ``anyOf`` and ``oneOf``) has one. Whatever else it says counts as satisfied.
+
+def _check_keywords(pointer: str, part: dict[str, Any]) -> None:
+    """Raise `GrammarError` if a keyword of a subschema has an invalid value."""
+    for keyword in _FORM_OF_KEYWORD.keys() & part.keys():
+        description, is_valid = _FORM_OF_KEYWORD[keyword]
+        if not is_valid(part[keyword]):
+            value = str(part[keyword])[:40]
+            raise GrammarError(
+                f"JSON schema: {pointer}: {keyword}: must be {description}, not {value!r}"
+            )
+
+
+def _resolve(references: References, pointer: str, keyword: str, reference: Any) -> Any:
+    """Return the target of a local reference; raise `GrammarError` if it is no schema."""
+    try:
+        target = references.resolve(reference)
+    except NoExactForm as error:
+        raise GrammarError(f"JSON schema: {pointer}: {error}") from None
+    if not _is_schema(target):
+        raise GrammarError(
+            f"JSON schema: {pointer}: {keyword}: {str(target)[:40]!r} is not a schema"
+        )
+    return target
+
+
+def _is_endless(schema: Any, parts: list[dict[str, Any]], references: References) -> bool:
+    """Return whether no finite value satisfies a schema, because of its references.
+
+    Computes a least fixed point. A subschema has a finite value if everything that it requires has
+    one: the target of its reference, required properties and items, every part of ``allOf``, and
+    one part of ``anyOf`` and ``oneOf``. All other keywords count as satisfied.
     """
     if not any("$ref" in part for part in parts):
         return False
     finite = {id(part): False for part in parts}
 
-    def ends(part: Any) -> bool:
+    def is_finite(part: Any) -> bool:
         return finite[id(part)] if isinstance(part, dict) else part is not False
 
-    def has_end(part: dict[str, Any]) -> bool:
-        if "$ref" in part:  # older drafts ignore what stands beside it
-            known = references.pointer(part["$ref"]) is not None
-            return not known or ends(references.resolve(part["$ref"]))
+    def becomes_finite(part: dict[str, Any]) -> bool:
+        if "$ref" in part:  # older drafts ignore keywords next to it
+            is_local = references.pointer(part["$ref"]) is not None
+            return not is_local or is_finite(references.resolve(part["$ref"]))
         for keyword in ("anyOf", "oneOf"):
-            if keyword in part and not any(map(ends, part[keyword])):
+            if keyword in part and not any(map(is_finite, part[keyword])):
                 return False
-        return all(map(ends, [*part.get("allOf", ()), *_needed(part)]))
+        return all(map(is_finite, [*part.get("allOf", ()), *_required_parts(part)]))
 
     changed = True
     while changed:
         changed = False
         for part in reversed(parts):  # children first
-            if not finite[id(part)] and has_end(part):
-                finite[id(part)] = changed = True
+            if not finite[id(part)] and becomes_finite(part):
+                finite[id(part)] = True
+                changed = True
     return isinstance(schema, dict) and not finite[id(schema)]
 
 
-def _needed(part: dict[str, Any]) -> list[Any]:
-    """Schemas of properties and items without which nothing fits."""
-    kind = part.get("type")
-    least = int(part.get("minItems", 0))
-    if kind in ("object", ["object"]):
-        known = part.get("properties", {})
-        return [known[name] for name in required_of(part) if name in known]
-    if kind in ("array", ["array"]) and least > 0:
+def _required_parts(part: dict[str, Any]) -> list[Any]:
+    """Return the schemas of required properties and items."""
+    json_type = part.get("type")
+    min_items = int(part.get("minItems", 0))
+    if json_type in ("object", ["object"]):
+        properties = part.get("properties", {})
+        return [properties[name] for name in required_of(part) if name in properties]
+    if json_type in ("array", ["array"]) and min_items > 0:
         items = part.get("items", True)
-        first = part.get("prefixItems", items if isinstance(items, list) else [])
+        prefix = part.get("prefixItems", items if isinstance(items, list) else [])
         rest = part.get("additionalItems", True) if isinstance(items, list) else items
-        return first[:least] + [rest] * (least > len(first))
+        required = prefix[:min_items]
+        return [*required, rest] if min_items > len(prefix) else required
     return []

@@ -1,4 +1,4 @@
-"""Admission: a request is checked, tokenized and its grammar sent to the compiler."""
+"""Admission control: checks and tokenizes requests and starts compiling their grammars."""
 
 from __future__ import annotations
 
@@ -9,32 +9,33 @@ from concurrent.futures import Future
 from graft.grammar.compile.service import GrammarService
 from graft.grammar.matcher import CompiledGrammar
 from graft.models.engine.options import Options
-from graft.models.engine.slots import RequestState
+from graft.models.engine.request_state import RequestState
 from graft.models.errors import QueueFullError, RequestError, TokenizerError
-from graft.models.request import (
-    Output,
-    Request,
-    check_ids,
-    check_request,
-)
+from graft.models.request import Output, Request, check_request, check_token_ids
 from graft.models.tokenizer import Tokenizer
-from graft.sampling.adjust import Adjust
-from graft.sampling.state import MAX_STOP_IDS
+from graft.sampling.params import MAX_STOP_IDS
+
+__all__ = ["Admission"]
 
 
 class Admission:
-    """Turns requests into `Running` ones, or says by name why not.
+    """Converts requests to `RequestState` objects or refuses them.
 
     Parameters
     ----------
-    options : the engine's shape; a request must fit its positions and pages.
-    vocab_size : ids the target knows.
-    compiler : compiles grammars while the request waits outside the batch.
+    options
+        Engine options. The positions of a request must fit into its caches.
+    tokenizer
+        Tokenizer of the model.
+    vocab_size
+        Number of token ids of the target.
+    compiler
+        Compiles grammars in the background.
 
     Raises
     ------
     TokenizerError
-        When the model has more stop ids than a slot can hold.
+        If the model has more stop ids than a slot can hold.
     """
 
     def __init__(
@@ -46,40 +47,48 @@ class Admission:
     ):
         if len(tokenizer.stop_ids) > MAX_STOP_IDS:
             raise TokenizerError(
-                f"{tokenizer.path}: {len(tokenizer.stop_ids)} stop ids, at most {MAX_STOP_IDS}"
+                f"{tokenizer.path}: the model has {len(tokenizer.stop_ids)} stop ids, at most "
+                f"{MAX_STOP_IDS} are supported"
             )
-        self._length = options.positions
+        self._num_positions = options.positions
         self._tokenizer = tokenizer
         self._vocab_size = vocab_size
         self._compiler = compiler
         self._limits = options.limits
 
-    def take(
+    def admit(
         self, request: Request, output: Output, waiting: Collection[RequestState]
     ) -> RequestState:
-        """Check `request`, which would join those `waiting`, and begin compiling its grammar.
+        """Check a request and start compiling its grammar.
+
+        Parameters
+        ----------
+        request
+            Request to admit.
+        output
+            Output under construction. Its prompt length, seed and sample number are set.
+        waiting
+            Requests that are waiting for a slot.
 
         Raises
         ------
-        QueueFullError, RequestError, TokenizerError, GrammarError
-            Naming the option and its value, before anything runs for the request.
+        QueueFullError
+            If the limits on waiting requests are reached.
+        RequestError, TokenizerError, GrammarError
+            If an option is invalid, with its name and value.
         """
-        limits = self._limits
-        if limits.waiting is not None and len(waiting) >= limits.waiting:
-            raise QueueFullError(f"{limits.waiting} requests are waiting already (Limits.waiting)")
-        check_request(request, self._vocab_size, limits)
-        prompt = self._tokens(request)
-        if limits.waiting_tokens is not None:
-            before = sum(running.length for running in waiting)
-            if waiting and before + len(prompt) > limits.waiting_tokens:
-                raise QueueFullError(
-                    f"{before} tokens are waiting already, {len(prompt)} more are above "
-                    f"{limits.waiting_tokens} (Limits.waiting_tokens)"
-                )
-        max_tokens = self._room(len(prompt), request.max_tokens)
+        limit = self._limits.waiting
+        if limit is not None and len(waiting) >= limit:
+            raise QueueFullError(f"{limit} requests are already waiting (Limits.waiting)")
+        check_request(request, self._vocab_size, self._limits)
+        prompt = self._prompt_tokens(request)
+        self._check_waiting_tokens(len(prompt), waiting)
+        max_tokens = self._max_tokens(len(prompt), request.max_tokens)
         stop_ids = tuple(dict.fromkeys((*self._tokenizer.stop_ids, *(request.stop_ids or ()))))
         if len(stop_ids) > MAX_STOP_IDS:
-            raise RequestError(f"at most {MAX_STOP_IDS} stop ids, got {len(stop_ids)}")
+            raise RequestError(
+                f"stop_ids and the model's stop ids are {len(stop_ids)} ids, at most {MAX_STOP_IDS}"
+            )
         output.prompt_tokens = len(prompt)
         output.seed = secrets.randbits(64) if request.seed is None else request.seed
         output.sample = request.sample
@@ -95,49 +104,70 @@ class Admission:
             stop_ids=stop_ids,
             decoder=self._tokenizer.incremental(),
             grammar=grammar,
-            adjust=Adjust(
-                bias=dict(request.logit_bias or {}),
-                allowed=None if request.allowed_ids is None else tuple(request.allowed_ids),
-                banned=tuple(request.banned_ids or ()),
-                presence=float(request.presence_penalty),
-                frequency=float(request.frequency_penalty),
-                repetition=float(request.repetition_penalty),
-                earliest=request.min_tokens and len(prompt) + min(request.min_tokens, max_tokens),
-                logprobs=request.logprobs,
-                masked=request.logprobs_masked,
-                prompt=prompt,
-            ),
         )
 
-    def _room(self, prompt: int, asked: int | None) -> int:
-        """Tokens the request may generate; positions and pages for all of them exist."""
-        length = self._length
-        room = length - prompt
-        if prompt < 1 or room < 1:
-            raise RequestError(f"the prompt has {prompt} tokens; from 1 to {length - 1} fit")
-        if asked is not None and asked > room:
-            raise RequestError(
-                f"a prompt of {prompt} tokens and max_tokens {asked} exceed the cache's "
-                f"{length} positions by {asked - room}"
+    def _check_waiting_tokens(self, prompt: int, waiting: Collection[RequestState]) -> None:
+        """Check the limit on waiting tokens. It does not apply to the first waiting request."""
+        limit = self._limits.waiting_tokens
+        if limit is None or not waiting:
+            return
+        num_waiting = sum(state.num_tokens for state in waiting)
+        if num_waiting + prompt > limit:
+            raise QueueFullError(
+                f"{num_waiting} tokens are already waiting; {prompt} more exceed {limit} "
+                "(Limits.waiting_tokens)"
             )
-        return room if asked is None else asked
 
-    def _tokens(self, request: Request) -> list[int]:
+    def _max_tokens(self, prompt: int, max_tokens: int | None) -> int:
+        """Return the maximum number of output tokens.
+
+        Parameters
+        ----------
+        prompt
+            Number of prompt tokens.
+        max_tokens
+            Maximum that the request asks for; None for all remaining positions.
+
+        Raises
+        ------
+        RequestError
+            If prompt and output exceed the positions of a request.
+        """
+        positions = self._num_positions
+        remaining = positions - prompt
+        if prompt < 1 or remaining < 1:
+            raise RequestError(
+                f"the prompt has {prompt} tokens, must have from 1 to {positions - 1}"
+            )
+        if max_tokens is None:
+            return remaining
+        if max_tokens > remaining:
+            raise RequestError(
+                f"a prompt of {prompt} tokens and max_tokens {max_tokens} exceed the "
+                f"{positions} positions of the KV cache by {max_tokens - remaining}"
+            )
+        return max_tokens
+
+    def _prompt_tokens(self, request: Request) -> list[int]:
+        """Return the token ids of a request's prompt, messages or tokens."""
         if request.tokens is not None:
-            self._room(len(request.tokens), request.max_tokens)  # before each of them is looked at
-            check_ids("tokens", request.tokens, self._vocab_size)
+            # The length first: it bounds the cost of checking each id.
+            self._max_tokens(len(request.tokens), request.max_tokens)
+            check_token_ids("tokens", request.tokens, self._vocab_size)
             return list(request.tokens)
-        schema = request.schema
-        if schema is None and request.grammar is not None:
-            schema = request.grammar.schema
         messages = request.messages
         if messages is None and self._tokenizer.has_chat_template:
             messages = [{"role": "user", "content": request.prompt or ""}]
         if messages is None:
-            return self._tokenizer.encode(request.prompt or "", names=request.special_tokens)
+            return self._tokenizer.encode(
+                request.prompt or "", parse_special=request.special_tokens
+            )
+        schema = request.schema
+        if schema is None and request.grammar is not None:
+            schema = request.grammar.schema
         return self._tokenizer.chat(
             messages,
             schema=schema,
-            names=request.special_tokens,
-            most_bytes=self._limits.prompt_bytes,
+            parse_special=request.special_tokens,
+            max_bytes=self._limits.prompt_bytes,
         )

@@ -1,13 +1,15 @@
-"""Puts an engine together: checkpoints, caches, slots, rings and the parts of its rounds."""
+"""Construction of an engine: checkpoints, caches, slots, rings and the parts of its rounds."""
 
 from __future__ import annotations
 
 from contextlib import ExitStack
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 from graft.cudagraph.device import Device, Stream
 from graft.cudagraph.errors import OptionError
+from graft.cudagraph.memory import DeviceArray
 from graft.cudagraph.pinned import Ring
 from graft.cudagraph.ranks import RankGroup
 from graft.grammar.compile.service import GrammarService
@@ -24,33 +26,52 @@ from graft.models.llm.checkpoint import Checkpoint
 from graft.models.llm.config import LlamaConfig
 from graft.models.llm.llama import LlamaModel
 from graft.models.llm.sharding import TensorParallelLeader
-from graft.models.round.budget import DraftBudget, ladder
-from graft.models.round.masking import (
-    DraftMasking,
-    FillMasking,
-    LatticeProbeMasking,
-    NoMasking,
-    ProbeMasking,
-)
+from graft.models.round.budget import DraftBudget, draft_lengths
+from graft.models.round.masking import MASKING_CLASSES
 from graft.models.round.prefill import CHUNK, Prefill
-from graft.models.round.round import RoundParts
+from graft.models.round.round import RoundGraph, RoundParts
+from graft.models.round.split import SplitRound
 from graft.models.round.timing import make_timeline
 from graft.models.tokenizer import Tokenizer
 from graft.sampling.exchange import Exchange
+from graft.sampling.mode import TREE_CANDIDATES, DraftMode
 from graft.sampling.sampler import Sampler, output_ring
 from graft.sampling.state import SlotState
-from graft.sampling.tree import TREE_CANDIDATES, TreeSampler
+from graft.sampling.tree import TreeSampler
 
-#: Entries of the rings: two replays unread, one whose tail still runs, and one to spare.
+__all__ = ["Assembly", "assemble"]
+
+#: Entries of the rings: two unread replays, one whose drafting is still running, and one spare.
 RING_ENTRIES = 4
 
 
 @dataclass(frozen=True)
 class Assembly:
-    """The built engine, before its first graph."""
+    """Parts of an engine, before its first graph is built.
+
+    Attributes
+    ----------
+    stream
+        Stream of the rounds and of prefill.
+    parts
+        Parts that the graphs of all rounds share.
+    round_class
+        Class of the graphs: `RoundGraph`, or `SplitRound` for ``composition="two"``.
+    budget
+        Chooses the draft length of each round.
+    prefill
+        Runs the chunks of prompts.
+    caches
+        KV caches of target and drafter.
+    prefixes
+        Prefix cache over these caches.
+    compiler
+        Compiles grammars.
+    """
 
     stream: Stream
     parts: RoundParts
+    round_class: type[RoundGraph]
     budget: DraftBudget
     prefill: Prefill
     caches: tuple[PagedKV, ...]
@@ -62,24 +83,36 @@ def assemble(
     device: Device,
     options: Options,
     model: Path,
-    drafter: DrafterChoice | None,
+    drafter_choice: DrafterChoice | None,
     config: LlamaConfig,
     tokenizer: Tokenizer,
     ranks: RankGroup | None = None,
 ) -> Assembly:
-    """Load the models and lay out everything a round needs.
+    """Load the models and allocate everything that rounds need.
 
     Parameters
     ----------
-    options : sized for the target, and its transport chosen.
+    device
+        Device of the engine.
+    options
+        Options that are sized for the target, with a chosen transport.
+    model
+        Folder of the target.
+    drafter_choice
+        Drafter; None decodes without speculation.
+    config
+        Config of the target.
+    tokenizer
+        Tokenizer of the target.
+    ranks
+        Tensor-parallel group; None for a single process.
 
     Raises
     ------
     CheckpointError, ConfigError, OptionError, TokenizerError
-        Naming the file, tensor, field or option that does not fit.
+        If a file, tensor, field or option is invalid; with its name.
     """
-    # First: a config that lies costs nothing.
-    target = _target(device, options, model, config, ranks)
+    target = _load_target(device, options, model, config, ranks)
     vocabulary = Vocabulary.from_tokenizer(tokenizer.backend, config.vocab_size, tokenizer.stop_ids)
     with ExitStack() as undo:
         compiler = GrammarService(
@@ -90,208 +123,290 @@ def assemble(
             cache_bytes=options.grammar_cache_bytes,
         )
         undo.callback(compiler.close)
-        made = _drafter(device, options, drafter, target, tokenizer)
-        parts = _parts(device, options, target, made, tokenizer, vocabulary)
+        drafter = _load_drafter(device, options, drafter_choice, target, tokenizer)
+        mode = _draft_mode(options, drafter)
+        _check_forced_drafts(options, drafter, mode)
+        parts = _round_parts(device, options, target, drafter, mode, tokenizer, vocabulary)
         prefill = Prefill(
             device,
             target,
-            made,
+            drafter,
             slots=options.slots,
             max_length=options.sizes[0],
         )
         stream = device.stream("rounds")
         undo.pop_all()
-    caches = (target.kv, *(made.caches if made else ()))
-    shape = made.shape if made else TreeShape(0)
-    lengths = ladder(shape.nodes) if options.draft_length == "auto" else [shape.nodes]
-    budget = DraftBudget(lengths, len(shape.levels) or shape.nodes, branches=shape.branch > 1)
-    prefixes = _prefixes(options, made, caches)
-    return Assembly(stream, parts, budget, prefill, caches, prefixes, compiler)
-
-
-def _prefixes(
-    options: Options, drafter: Drafter | None, caches: tuple[PagedKV, ...]
-) -> PrefixCache:
-    """What is kept of requests that are over: nothing, where a drafter's entries are no use."""
-    lookahead = drafter.lookahead if drafter else 0
-    pages = caches[0].scratch_page
-    most = options.prefix_cache_bytes
-    if most is not None:
-        pages = min(pages, most // sum(cache.page_bytes for cache in caches))
-    return PrefixCache(caches, lookahead or 0, 0 if lookahead is None else pages)
-
-
-def _cache(device: Device, options: Options, layers: int, heads: int, dim: int, dtype: str):
-    length, pages = options.sizes
-    return PagedKV(
-        device,
-        layers=layers,
-        pages=pages,
-        page_size=options.page_size,
-        kv_heads=heads,
-        head_dim=dim,
-        dtype=dtype,
-        slots=options.slots,
-        max_pages_per_slot=-(-(length + options.slack) // options.page_size),
+    caches = (target.kv, *(drafter.caches if drafter else ()))
+    return Assembly(
+        stream,
+        parts,
+        SplitRound if options.composition == "two" else RoundGraph,
+        _draft_budget(options, mode),
+        prefill,
+        caches,
+        _prefix_cache(options, drafter, caches),
+        compiler,
     )
 
 
-def _max_rows(options: Options) -> int:
-    branch = options.tree.branch if options.tree else 1
-    return max(options.max_batch_size * max(options.most_drafts + 1, branch), CHUNK)
+# Models ---------------------------------------------------------------------------------------------
 
 
-def _target(
+def _load_target(
     device: Device, options: Options, model: Path, config: LlamaConfig, ranks: RankGroup | None
 ) -> LlamaModel:
+    """Load the target; as rank 0 of a tensor-parallel group, let the other ranks load theirs."""
+    max_rows = _max_rows(options)
     leader = None
-    heads = config.num_key_value_heads
-    known = {"activations": options.activations, "weights": options.weights}
+    kv_heads = config.num_key_value_heads
     if ranks is not None:
-        leader = TensorParallelLeader(device, ranks, config, _max_rows(options))
-        heads = leader.shard.local_config.num_key_value_heads
-    cache = _cache(device, options, config.num_hidden_layers, heads, config.head_dim, config.dtype)
+        leader = TensorParallelLeader(device, ranks, config, max_rows)
+        kv_heads = leader.shard.local_config.num_key_value_heads
+    cache = _make_cache(
+        device, options, config.num_hidden_layers, kv_heads, config.head_dim, config.dtype
+    )
+    precision = {"activations": options.activations, "weights": options.weights}
     if leader is not None:
-        leader.load_workers(model, cache, **known)
-    made = LlamaModel(
-        device,
-        config,
-        Checkpoint(model),
-        cache,
-        max_rows=_max_rows(options),
-        leader=leader,
-        **known,
+        leader.load_workers(model, cache, **precision)
+    target = LlamaModel(
+        device, config, Checkpoint(model), cache, max_rows=max_rows, leader=leader, **precision
     )
     if leader is not None:
         leader.wait_for_workers()
-    return made
+    return target
 
 
-def _drafter(
+def _load_drafter(
     device: Device,
     options: Options,
     choice: DrafterChoice | None,
     target: LlamaModel,
     tokenizer: Tokenizer,
 ) -> Drafter | None:
-    """What drafts, told to the target; None decodes without speculation."""
+    """Load and check the drafter, and register the target layers whose features it reads.
+
+    Returns
+    -------
+    Drafter or None
+        None decodes without speculation.
+    """
     if choice is None:
-        return Forced(options.most_drafts) if options.forced_drafts else None
-    room = DrafterContext(
+        return Forced(options.max_drafts) if options.forced_drafts else None
+    context = DrafterContext(
         device,
         target,
         tokenizer,
-        options.most_drafts,
+        options.max_drafts,
         options.tree,
         options.slots,
         options.sizes[0],
         _max_rows(options),
-        lambda *shape: _cache(device, options, *shape),
+        partial(_make_cache, device, options),
     )
-    name = str(choice)
-    drafter = make_drafter(choice, room)
-    if not isinstance(getattr(drafter, "shape", None), TreeShape):
-        raise OptionError(f"drafter {name}: says nothing of its shape")
-    drafter.shape.check(options.most_drafts)
-    shape = drafter.shape
-    asked = options.draft_tree is not None
-    if (shape.branch > 1) != asked and (asked or shape.levels):
-        raise OptionError(
-            f"drafter {name}: drafts of the shape {shape}, and draft_tree is {options.draft_tree}"
-        )
-    if drafter.shape.levels and drafter.vocab is None:
-        raise OptionError(f"drafter {name}: drafts level by level, and says nothing of its vocab")
-    if drafter.taps:
-        target.set_feature_layers(drafter.taps)
+    drafter = make_drafter(choice, context)
+    _check_drafter(options, str(choice), drafter)
+    if drafter.feature_layers:
+        target.set_feature_layers(drafter.feature_layers)
     return drafter
 
 
-def _legality(options: Options, drafter: Drafter | None) -> type[DraftMasking]:
-    """How this drafter's drafts come to be legal."""
-    if drafter is None or not drafter.shape.levels or not options.mask_drafts:
-        return NoMasking
-    probes = options.draft_masking == "probe" or drafter.shape.branch > 1
-    if not probes:
-        return FillMasking
-    return LatticeProbeMasking if drafter.at_once and not drafter.shape.paths else ProbeMasking
+def _check_drafter(options: Options, name: str, drafter: Drafter) -> None:
+    """Raise OptionError unless the drafter's shape is complete and matches the options."""
+    shape = getattr(drafter, "shape", None)
+    if not isinstance(shape, TreeShape):
+        raise OptionError(f"drafter {name} does not define `shape`")
+    shape.check(options.max_drafts)
+    wants_tree = options.draft_tree is not None
+    is_tree = shape.branch > 1
+    if is_tree != wants_tree and (wants_tree or shape.levels):
+        raise OptionError(
+            f"drafter {name} generates drafts of the shape {shape}, which does not match "
+            f"draft_tree {options.draft_tree}"
+        )
+    if shape.levels and drafter.vocab is None:
+        raise OptionError(f"drafter {name} drafts level by level and does not define `vocab`")
 
 
-def _parts(
+def _max_rows(options: Options) -> int:
+    """Return the maximum number of rows of a forward pass."""
+    branch = options.tree.branch if options.tree else 1
+    rows_per_request = max(options.max_drafts + 1, branch)
+    return max(options.max_batch_size * rows_per_request, CHUNK)
+
+
+# Caches ---------------------------------------------------------------------------------------------
+
+
+def _make_cache(
+    device: Device, options: Options, layers: int, kv_heads: int, head_dim: int, dtype: str
+) -> PagedKV:
+    """Allocate a paged KV cache with the engine's number of slots and pages."""
+    length, pages = options.sizes
+    positions = length + options.slack
+    return PagedKV(
+        device,
+        layers=layers,
+        pages=pages,
+        page_size=options.page_size,
+        kv_heads=kv_heads,
+        head_dim=head_dim,
+        dtype=dtype,
+        slots=options.slots,
+        max_pages_per_slot=-(-positions // options.page_size),
+    )
+
+
+def _prefix_cache(
+    options: Options, drafter: Drafter | None, caches: tuple[PagedKV, ...]
+) -> PrefixCache:
+    """Create the prefix cache; it is disabled if the drafter's cache entries cannot be shared."""
+    lookahead = drafter.lookahead if drafter else 0
+    if lookahead is None:
+        return PrefixCache(caches, 0, 0)
+    max_pages = caches[0].scratch_page
+    if options.prefix_cache_bytes is not None:
+        bytes_per_page = sum(cache.page_bytes for cache in caches)
+        max_pages = min(max_pages, options.prefix_cache_bytes // bytes_per_page)
+    return PrefixCache(caches, lookahead, max_pages)
+
+
+# Rounds ---------------------------------------------------------------------------------------------
+
+
+def _draft_mode(options: Options, drafter: Drafter | None) -> DraftMode:
+    """Return the draft mode of a drafter under the options."""
+    if drafter is None:
+        return DraftMode(drafts=0)
+    shape = drafter.shape
+    if not shape.levels:
+        return DraftMode(drafts=shape.nodes, branch=shape.branch)
+    masking = _masking(options, drafter)
+    return DraftMode(
+        drafts=shape.nodes,
+        levels=len(shape.levels),
+        branch=shape.branch,
+        masking=masking,
+        candidates=_num_candidates(masking, drafter),
+        paths=shape.paths,
+    )
+
+
+def _masking(options: Options, drafter: Drafter) -> str:
+    """Return the masking of drafts that are generated from logits."""
+    if not options.mask_drafts:
+        return "none"
+    if options.draft_masking == "fill" and drafter.shape.branch == 1:
+        return "fill"
+    if drafter.logits_at_once and not drafter.shape.paths:
+        return "lattice-probe"
+    return "probe"
+
+
+def _num_candidates(masking: str, drafter: Drafter) -> int:
+    """Return the number of ids per draft, node or level that the grammar tests."""
+    if masking not in ("probe", "lattice-probe") or drafter.vocab is None:
+        return 0
+    if masking == "probe" and drafter.shape.branch > 1:
+        return TREE_CANDIDATES
+    return min(CANDIDATES, drafter.vocab.size)
+
+
+def _check_forced_drafts(options: Options, drafter: Drafter | None, mode: DraftMode) -> None:
+    """Raise OptionError if forced tokens are requested, but no mask rows exist while drafting."""
+    if options.forced_drafts and not isinstance(drafter, Forced) and not mode.masked:
+        raise OptionError(
+            "forced_drafts requires mask_drafts=True and a drafter that drafts level by level: "
+            "other drafters fill no mask rows while drafting"
+        )
+
+
+def _draft_budget(options: Options, mode: DraftMode) -> DraftBudget:
+    lengths = draft_lengths(mode.drafts) if options.draft_length == "auto" else [mode.drafts]
+    return DraftBudget(lengths, mode.levels or mode.drafts, is_tree=mode.branch > 1)
+
+
+def _round_parts(
     device: Device,
     options: Options,
     target: LlamaModel,
     drafter: Drafter | None,
+    mode: DraftMode,
     tokenizer: Tokenizer,
     vocabulary: Vocabulary,
 ) -> RoundParts:
-    slots = options.slots
+    """Allocate the parts that the graphs of all rounds share."""
     batch = options.max_batch_size
-    shape = drafter.shape if drafter else TreeShape(0)
-    drafts = shape.nodes
-    branch = shape.branch
-    levels = len(shape.levels)
     vocab_size = target.config.vocab_size
-    masking = _legality(options, drafter)
-    walks = masking is LatticeProbeMasking
-    grows = branch > 1 and levels > 0 and not walks
-    vocab = drafter.vocab if drafter else None
-    alone = isinstance(drafter, Forced)
-    if options.forced_drafts and not (alone or masking.masked):
-        raise OptionError(
-            "forced_drafts needs mask_drafts, and a drafter whose drafts come level by level: "
-            "others fill no mask rows while they draft"
-        )
-    candidates = (
-        min(CANDIDATES, vocab.size)
-        if masking in (ProbeMasking, LatticeProbeMasking) and vocab
-        else 0
-    )
-    if grows:
-        fed = (levels - 1) * branch
-        asked = TREE_CANDIDATES if masking is ProbeMasking else 0
-        exchange = Exchange(device, slots, drafts, vocab_size, asked, branch, fed)
-    else:
-        branch, levels = (branch, levels) if walks else (1, 0)
-        exchange = Exchange(device, slots, drafts, vocab_size, candidates, branch, 0, levels)
-    state = SlotState(device, slots, vocab_size)
+    exchange = Exchange(device, options.slots, vocab_size, mode)
+    state = SlotState(device, options.slots, vocab_size)
     replay = device.zeros((1,), "int32")
-    sampler = Sampler(
-        device,
-        state,
-        exchange,
-        replay,
-        token_limit=min(tokenizer.vocab_size, vocab_size),
-        max_batch=batch,
-        draft_vocab=vocab.size if vocab else 0,
-        d2t=vocab.d2t if vocab else None,
-        t2d=vocab.t2d if vocab else None,
-    )
-    decoder = GuidedDecoder(
-        exchange,
-        masked_drafts=masking.masked or drafter is None,
-        forced=ForcedTokens(vocabulary, unique_only=not alone) if options.forced_drafts else None,
-        threads=options.grammar_threads or default_threads(batch),
-        budget_us=options.grammar_budget_us,
-        transport=options.grammar_transport,
-        max_in_flight=2 * RING_ENTRIES,
-    )
+    token_limit = min(tokenizer.vocab_size, vocab_size)
+    sampler = _make_sampler(device, state, exchange, replay, token_limit, batch, drafter)
+    max_depth = mode.levels or mode.drafts
+    if options.tree and not mode.levels:
+        max_depth = options.tree.levels
     return RoundParts(
         device=device,
         target=target,
         drafter=drafter,
-        masking=masking,
+        mode=mode,
+        masking=MASKING_CLASSES[mode.masking],
         sampler=sampler,
-        tree=TreeSampler(sampler, branch, levels, shape.paths) if grows else None,
+        tree=TreeSampler(sampler) if mode.grows_tree else None,
         state=state,
-        decoder=decoder,
+        decoder=_make_decoder(options, exchange, drafter, vocabulary),
         exchange=exchange,
         inputs=Ring(device, RING_ENTRIES, {"slot": ("int32", (batch,))}),
-        outputs=output_ring(device, RING_ENTRIES, batch, drafts),
-        timeline=make_timeline(device, RING_ENTRIES, drafts),
+        outputs=output_ring(device, RING_ENTRIES, batch, mode.drafts),
+        timeline=make_timeline(device, RING_ENTRIES, mode.drafts),
         replay=replay,
-        draft_length=drafts,
-        depth=levels or (options.tree.levels if options.tree else drafts),
-        composition=options.composition,
+        depth=max_depth,
         programmatic=options.programmatic,
         every_part=options.timeline,
+    )
+
+
+def _make_sampler(
+    device: Device,
+    state: SlotState,
+    exchange: Exchange,
+    replay: DeviceArray,
+    token_limit: int,
+    max_batch: int,
+    drafter: Drafter | None,
+) -> Sampler:
+    """Create the sampler, with the vocabulary of the drafter's logits if it has any."""
+    vocab = drafter.vocab if drafter else None
+    return Sampler(
+        device,
+        state,
+        exchange,
+        replay,
+        token_limit=token_limit,
+        max_batch=max_batch,
+        draft_vocab=vocab.size if vocab else 0,
+        d2t=vocab.d2t if vocab else None,
+        t2d=vocab.t2d if vocab else None,
+    )
+
+
+def _make_decoder(
+    options: Options, exchange: Exchange, drafter: Drafter | None, vocabulary: Vocabulary
+) -> GuidedDecoder:
+    """Create the grammar decoder.
+
+    With a drafter, only tokens that are the single legal id are forced: the drafter proposes all
+    others. Without one, the longest token of a forced text is drafted.
+    """
+    forced = None
+    if options.forced_drafts:
+        forced = ForcedTokens(vocabulary, unique_only=not isinstance(drafter, Forced))
+    return GuidedDecoder(
+        exchange,
+        masked_drafts=exchange.mode.masked or drafter is None,
+        forced=forced,
+        threads=options.grammar_threads or default_threads(options.max_batch_size),
+        budget_us=options.grammar_budget_us,
+        transport=options.grammar_transport,
+        max_in_flight=2 * RING_ENTRIES,
     )

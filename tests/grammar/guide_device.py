@@ -13,12 +13,12 @@ from typing import Any
 
 import numpy as np
 import reference_round as ref
-from guide_util import KINDS, OTHER_STOP, STOP, exchange_for, mix, oracle_row, run_work
+from guide_util import JSON_TYPES, OTHER_STOP, STOP, exchange_for, mix, oracle_row, run_work
 from reference_round import DEAD_END, ERROR, FREE, NOT_READY, READY, bits
 
 from graft.grammar import CompiledGrammar, GrammarBackend, Matcher
 from graft.grammar.decoder import GuidedDecoder, GuidedRequest
-from graft.grammar.forced import ForcedText
+from graft.grammar.forced import ForcedTokens
 
 MARKER_TOKENS = [*b'a":', 261, 265]
 
@@ -52,7 +52,7 @@ class Device:
         kinds: Sequence[str] = ("native", "python"),
         wrong: float = 0.0,
         probe: bool = False,
-        forced: ForcedText | None = None,
+        forced: ForcedTokens | None = None,
         options: dict[str, Any] | None = None,
     ):
         self.forced = forced
@@ -67,7 +67,7 @@ class Device:
         self.kinds = kinds
         sizes = (slots, draft_length, self.size, 4 * probe)
         self.exchanges = [exchange_for(*sizes) for _ in kinds]
-        options = {"masked_drafts": masked, "forced": forced, "ring": 4, **(options or {})}
+        options = {"masked_drafts": masked, "forced": forced, "max_in_flight": 4, **(options or {})}
         self.decoders = [GuidedDecoder(exchange, **options) for exchange in self.exchanges]
         self.slots: list[Any] = [None] * slots
         self.matchers: list[list[Matcher | None]] = [[None] * slots for _ in kinds]
@@ -97,7 +97,7 @@ class Device:
             start=None if compiled is None else self.oracle(compiled.spec).matcher,
         )
         for kind, matchers in zip(self.kinds, self.matchers, strict=True):
-            matchers[slot] = compiled and KINDS[kind](compiled.matcher())
+            matchers[slot] = compiled and JSON_TYPES[kind](compiled.matcher())
 
     def is_idle(self, slot: int) -> bool:
         """Whether the slot may be given to a new request: no replay in flight names it."""

@@ -115,7 +115,7 @@ class Gated(InPython):
         return super().fill(row)
 
 
-KINDS = {"native": lambda matcher: matcher, "python": InPython}
+JSON_TYPES = {"native": lambda matcher: matcher, "python": InPython}
 
 
 def run_work(work: Any) -> None:
@@ -180,7 +180,7 @@ class Rig:
         self.clock = np.zeros(1, np.int64)
         self.gate = np.zeros(16, np.int32)
         self.exchange = exchange_for(slots, k, backend.vocabulary.size, candidates, *tree)
-        options = {"masked_drafts": True, "ring": 4, "threads": 1}
+        options = {"masked_drafts": True, "max_in_flight": 4, "threads": 1}
         with budgets_by(self.clock) if held else contextlib.nullcontext():
             budget = BUDGET_NS / 1000 if held else None
             self.decoder = GuidedDecoder(self.exchange, budget_us=budget, **options)
@@ -190,7 +190,7 @@ class Rig:
         self.drafts = [self.decoder.draft_work(j) for j in range(1, last + 1)]
 
     def request(self, spec="regex", *, slot=0, epoch=1, position=10, gated=True):
-        matcher = KINDS[self.kind](self.backend.compile(SPECS[spec]).matcher())
+        matcher = JSON_TYPES[self.kind](self.backend.compile(SPECS[spec]).matcher())
         if self.held and gated and slot == 0:
             matcher = Gated(matcher, self.gate)
         return GuidedRequest(slot, epoch, matcher, position)

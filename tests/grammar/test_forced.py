@@ -16,7 +16,7 @@ from test_guide_rounds import equal_counters
 
 from graft.cudagraph.errors import OptionError
 from graft.grammar import Vocabulary
-from graft.grammar.forced import ForcedText
+from graft.grammar.forced import ForcedTokens
 
 
 def test_forced_tokens_of_random_rows():
@@ -26,8 +26,8 @@ def test_forced_tokens_of_random_rows():
     text = b"abababababababababababab"
     tokens = [text[: i % 20 + 1] for i in range(90)] + [b"c", b"", b"abc"]
     vocabulary = Vocabulary(tokens, 100, [91])
-    forced = ForcedText(vocabulary)
-    certain = ForcedText(vocabulary, certain=True)
+    forced = ForcedTokens(vocabulary)
+    certain = ForcedTokens(vocabulary, unique_only=True)
     rows = [[], [91], [92], [3, 91]]
     for _ in range(600):
         most = 93 if rng.random() < 0.3 else 90
@@ -48,7 +48,7 @@ def test_forced_tokens_of_random_rows():
 @pytest.mark.parametrize("name", sorted(SPECS))
 def test_forced_tokens_are_followed(xgrammar, name, chain):
     """Rows are the oracle's, and with matchers in Python everything is as with native ones."""
-    forced = ForcedText(xgrammar.vocabulary)
+    forced = ForcedTokens(xgrammar.vocabulary)
     device = Device(xgrammar, slots=3, draft_length=3, masked=not chain, seed=5, forced=forced)
     for slot in range(3):
         device.join(slot, xgrammar.compile(SPECS[name]), limit=40)

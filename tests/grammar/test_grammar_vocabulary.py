@@ -109,7 +109,7 @@ def test_tokenizers_of_other_kinds_are_refused(tmp_path):
     with pytest.raises(GrammarError, match="neither byte-level nor byte-fallback"):
         Vocabulary.from_tokenizer(words, 10, [1])
     (tmp_path / "tokenizer.json").write_text(json.dumps({"model": 3}))
-    with pytest.raises(GrammarError, match=r"no tokenizer\.json"):
+    with pytest.raises(GrammarError, match=r"not a tokenizer\.json"):
         Vocabulary.from_tokenizer(tmp_path, 10, [1])
     with pytest.raises(GrammarError, match="cannot read"):
         Vocabulary.from_tokenizer(tmp_path / "absent.json", 10, [1])

@@ -11,7 +11,7 @@ import weakref
 import numpy as np
 import pytest
 from guide_device import Device
-from guide_util import KINDS, SPECS, Rig, byte_vocabulary, exchange_for, joined, run_work
+from guide_util import JSON_TYPES, SPECS, Rig, byte_vocabulary, exchange_for, joined, run_work
 from reference_round import ERROR, FREE, READY
 
 from graft.cudagraph.errors import OptionError
@@ -33,7 +33,7 @@ def backend(xgrammar) -> GrammarBackend:
     return xgrammar
 
 
-both = pytest.mark.parametrize("kind", KINDS)
+both = pytest.mark.parametrize("kind", JSON_TYPES)
 
 
 def test_a_step_runs_while_another_thread_keeps_the_gil(backend):
@@ -201,7 +201,7 @@ def test_works_keep_the_decoder_and_its_memory(backend):
 
 def make(**changes) -> GuidedDecoder:
     exchange = exchange_for(2, 3, SIZE, changes.pop("candidates", 0))
-    return GuidedDecoder(exchange, **{"masked_drafts": True, "ring": 3, **changes})
+    return GuidedDecoder(exchange, **{"masked_drafts": True, "max_in_flight": 3, **changes})
 
 
 @pytest.fixture
@@ -268,7 +268,7 @@ def test_a_closed_decoder_does_nothing(decoder, backend):
 @pytest.mark.parametrize(
     "changes, message",
     [
-        ({"ring": 1}, "ring is 1"),
+        ({"max_in_flight": 1}, "max_in_flight is 1"),
         ({"transport": "python"}, "'python', must be one of native, mailbox, spinkernel"),
         ({"threads": 0}, "threads is 0"),
         ({"budget_us": 0.5}, "budget_us is 0.5"),

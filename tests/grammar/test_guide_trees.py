@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
-from guide_util import KINDS, OTHER_STOP, SPECS, STOP, Rig, joined, oracle_row
+from guide_util import JSON_TYPES, OTHER_STOP, SPECS, STOP, Rig, joined, oracle_row
 from reference_round import DEAD_END, NOT_READY, Tree, bits, chain, legal_tree
 
 from graft.grammar.decoder import GuidedRequest
 
-both = pytest.mark.parametrize("kind", KINDS)
+both = pytest.mark.parametrize("kind", JSON_TYPES)
 NODES = 12
 TEXT = [*b"abcab", STOP, OTHER_STOP, 261, 264]  # what random drafts are made of
 

@@ -13,7 +13,7 @@ from router_util import Grammar
 from graft.grammar.schema.rewrite import rewrite
 from graft.grammar.schema.rewrite.negate import Negation
 from graft.grammar.schema.rewrite.strings import FORMATS, none_of
-from graft.grammar.schema.terms import Cannot, References
+from graft.grammar.schema.terms import NoExactForm, References
 
 ATOMS: list[Any] = [None, True, False, 0, 1, -3, 2.5, 12, "", "a", "b", "ab", "abc", "xyz"]
 OBJECTS: list[Any] = [
@@ -161,7 +161,7 @@ def test_a_complement_is_the_complement():
         {"prefixItems": [{"type": "number"}]},
     ]
     for schema in schemas:
-        complement = Negation(References(schema), 2020).of(schema)
+        complement = Negation(References(schema), 2020).complement(schema)
         for value in VALUES:
             holds = jsonschema.Draft202012Validator(schema).is_valid(value)
             other = jsonschema.Draft202012Validator(complement).is_valid(value)
@@ -278,8 +278,8 @@ def test_what_has_no_complement_says_so():
         ({"if": {}}, "if"),
         ({"dependentRequired": {"a": ["b"]}}, "dependentRequired"),
     ]:
-        with pytest.raises(Cannot) as caught:
-            Negation(References(schema), 2020).of(schema)
+        with pytest.raises(NoExactForm) as caught:
+            Negation(References(schema), 2020).complement(schema)
         assert caught.value.keyword == keyword
 
 

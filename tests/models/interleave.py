@@ -1,8 +1,8 @@
-"""Interleaves the engine's host code with a device, at every point where the two can meet.
+"""Interleaves the engine's host code with a simulated device at every point where they interact.
 
-`Interleaving(device, seed)` builds the real `Scheduler`, `Seating`, `Replays`, rings and guided
-decoder over `ToyDevice`. From the seed it draws requests, sizes and a sequence of host actions,
-lets the device go on in between, and compares every request with its sequential output.
+`Interleaving(device, seed)` builds the real `Scheduler`, `SlotManager`, `Replays`, rings and guided
+decoder on a `SteppingDevice`. From the seed it draws requests, sizes and a sequence of host
+actions, lets the device advance between them, and compares each request with its sequential output.
 """
 
 import itertools
@@ -13,30 +13,37 @@ from contextlib import suppress
 from types import SimpleNamespace
 from typing import Any
 
-from engine_util import Given
+from engine_util import FixedDraftLengths
 from guide_util import exchange_for
-from interleave_device import PAGE, TickingDecoder, TickingRing, ToyCache, ToyDevice
-from interleave_language import STOPS, TOY, VOCAB, ToyBackend, ToyText, sequential
+from interleave_device import (
+    PAGE,
+    SteppingCache,
+    SteppingDecoder,
+    SteppingDevice,
+    SteppingRing,
+)
+from interleave_language import STOPS, TOY, VOCAB, ToyBackend, ToyText, decode_sequentially
 
 from graft.cudagraph.device import Device
 from graft.grammar.errors import GrammarError
 from graft.grammar.matcher import CompiledGrammar
 from graft.models.cache.prefix import PrefixCache
-from graft.models.engine import migrate as handover
+from graft.models.engine import migrate
 from graft.models.engine.replay import Replays
+from graft.models.engine.request_state import RequestState
 from graft.models.engine.scheduler import Scheduler
-from graft.models.engine.slots import RequestState, SlotManager
+from graft.models.engine.slots import SlotManager
 from graft.models.engine.stats import EngineStats
 from graft.models.request import Output, Request
 from graft.models.round.prefill import PrefillScheduler
 from graft.sampling.sampler import row_words
 
-MOST_ACTIONS = 4000
-LONGEST = 56  # request
+MAX_ACTIONS = 4000
+MAX_LENGTH = 56  # positions of a request
 
 
-class Pressing:
-    """Ctrl-C, pressed now and then while the host waits."""
+class RandomInterrupts:
+    """Shield whose `check` raises KeyboardInterrupt at random."""
 
     def __init__(self, rng: random.Random):
         self._rng = rng
@@ -47,16 +54,12 @@ class Pressing:
 
 
 class Interleaving:
-    """One run; `run()` raises AssertionError when anything differs from the sequential truth.
-
-    Rings use the device's pinned memory.
-    """
+    """One schedule. `run` raises AssertionError if an output differs from the sequential one."""
 
     def __init__(self, device: Device, seed: int):
         rng = self.rng = random.Random(seed)
-        # pages
-        self.depth = rng.choice((1, 2, 2, 2, 3))
-        self.scarce = rng.random() < 0.4
+        self.max_in_flight = rng.choice((1, 2, 2, 2, 3))
+        self.scarce = rng.random() < 0.4  # few pages
         self.k = rng.randrange(4)
         self.rows = rng.randint(1 + 2 * self.scarce, 4)
         slots = self.rows + rng.randrange(self.rows + 1)
@@ -64,210 +67,244 @@ class Interleaving:
         branches = rng.random() < 0.5
         slack = 0
         if self.k > 1 and branches and not masked:
-            slack = self.k = self.k + 3
-        toy = self.toy = ToyDevice(rng, slots, self.k, masked, slack > 0)
-        toy.most_rows = rng.choice((1, 2, 4, 100))
-        length = LONGEST + slack
-        pages = -(-length // PAGE) + rng.randrange(3 if self.scarce else self.rows * length // PAGE)
-        toy.caches = [ToyCache(toy, slots, pages + extra, length) for extra in (0, 2)]
-        self.prefixes = PrefixCache(toy.caches, rng.randrange(2), rng.choice((0, 2, pages, pages)))
-        self.beginnings = [[rng.randrange(VOCAB - 2) for _ in range(9)] for _ in range(2)]
-        toy.exchange = exchange_for(slots, self.k, VOCAB)
-        batch = self.rows
-        entries = self.depth + 1
+            self.k += 3
+            slack = self.k
+        self.toy = SteppingDevice(rng, slots, self.k, masked, slack > 0)
+        self.toy.max_prompt_rows = rng.choice((1, 2, 4, 100))
+        length = MAX_LENGTH + slack
+        spare_pages = 3 if self.scarce else self.rows * length // PAGE
+        pages = -(-length // PAGE) + rng.randrange(spare_pages)
+        self.toy.caches = [
+            SteppingCache(self.toy, slots, pages + extra, length) for extra in (0, 2)
+        ]
+        lookahead = rng.randrange(2)
+        max_cached = rng.choice((0, 2, pages, pages))
+        self.prefixes = PrefixCache(self.toy.caches, lookahead, max_cached)
+        self.shared_prefixes = [[rng.randrange(VOCAB - 2) for _ in range(9)] for _ in range(2)]
+        self.toy.exchange = exchange_for(slots, self.k, VOCAB)
+        parts = self._make_parts(device)
+        self.scheduler = self._make_scheduler(parts, slots, slack)
+        self.expected: dict[str, tuple[list[int], str]] = {}
+        self.tokens: dict[str, list[int]] = {}
+        self.text: dict[str, str] = {}
+        self.outputs: dict[str, Output] = {}
+        self.compiling: list[tuple[RequestState, CompiledGrammar]] = []
+        self.cancelled: set[str] = set()
+        # Probabilities per action.
+        self.cancel_rate = rng.choice((0.0, 0.0, 0.02))
+        self.preempt_rate = rng.choice((0.0, 0.03, 0.1))
+        self.migrate_rate = rng.choice((0.0, 0.0, 0.05))
+
+    def _make_parts(self, device: Device) -> Any:
+        """Return the part of `RoundParts` that `Replays` uses. The rings use pinned memory."""
+        toy = self.toy
+        entries = self.max_in_flight + 1
         self.rings = [
-            TickingRing(device, entries, {"slot": ("int32", (batch,))}),
-            TickingRing(device, entries, {"rows": ("int32", (batch, row_words(self.k)))}),
-            TickingRing(device, entries, {"ns": ("int64", (1,))}),
+            SteppingRing(device, entries, {"slot": ("int32", (self.rows,))}),
+            SteppingRing(device, entries, {"rows": ("int32", (self.rows, row_words(self.k)))}),
+            SteppingRing(device, entries, {"ns": ("int64", (1,))}),
         ]
         toy.inputs, toy.outputs, timeline = self.rings
-        toy.decoder = TickingDecoder(
-            toy.exchange, masked_drafts=toy.masked, ring=max(entries, 2), threads=1
+        toy.decoder = SteppingDecoder(
+            toy.exchange, masked_drafts=toy.masked, max_in_flight=max(entries, 2), threads=1
         )
         for part in (*self.rings, toy.decoder):
             part.toy = toy
-        parts: Any = SimpleNamespace(
+        return SimpleNamespace(
             inputs=toy.inputs,
             outputs=toy.outputs,
             timeline=timeline,
             decoder=toy.decoder,
             every_part=True,
         )
-        stream: Any = toy
+
+    def _make_scheduler(self, parts: Any, slots: int, slack: int) -> Scheduler:
         k = self.k
-        changes = rng.random() < 0.5
-        budget: Any = Given(rng.randrange(k + 1) if changes else k for _ in itertools.count())
-        self.scheduler = Scheduler(
-            Replays(parts, stream, budget),
-            SlotManager(
-                slots,
-                self.rows,
-                toy.caches,
-                self.prefixes,
-                toy,
-                toy,
-                None,
-                PrefillScheduler(toy.most_rows),
-                (self.depth + 1) * (self.k + 1),
-                slack,
-            ),
-            {(size, k): self._graph(size, k) for size in {1, self.rows} for k in range(self.k + 1)},
-            EngineStats(draft_length=self.k),
-            budget,
-            depth=self.depth,
+        changes = self.rng.random() < 0.5
+        lengths = (self.rng.randrange(k + 1) if changes else k for _ in itertools.count())
+        budget: Any = FixedDraftLengths(lengths)
+        toy: Any = self.toy
+        lane: Any = None
+        manager = SlotManager(
+            slots,
+            self.rows,
+            caches=toy.caches,
+            prefix_cache=self.prefixes,
+            prefill=toy,
+            slot_state=toy,
+            lane=lane,
+            prefill_scheduler=PrefillScheduler(toy.max_prompt_rows),
+            positions_ahead=(self.max_in_flight + 1) * (k + 1),
+            slack_positions=slack,
         )
-        self.truth: dict[str, tuple[list[int], str]] = {}
-        self.tokens: dict[str, list[int]] = {}
-        self.text: dict[str, str] = {}
-        self.ended: dict[str, Output] = {}
-        self.compiling: list[tuple[RequestState, CompiledGrammar]] = []
-        self.cancelled: set[str] = set()
-        self.cancels = rng.choice((0.0, 0.0, 0.02))  # per action
-        self.preempts = rng.choice((0.0, 0.03, 0.1))
-        self.moves = rng.choice((0.0, 0.0, 0.05))
+        graphs = {
+            (rows, drafts): self._graph(rows, drafts)
+            for rows in {1, self.rows}
+            for drafts in range(k + 1)
+        }
+        return Scheduler(
+            Replays(parts, toy, budget),
+            manager,
+            graphs,
+            EngineStats(draft_length=k),
+            budget,
+            max_in_flight=self.max_in_flight,
+        )
 
     def _graph(self, rows: int, k: int) -> Any:
-        launch = SimpleNamespace(launch=lambda _: self.toy.launch(rows, k), check=lambda: None)
-        return SimpleNamespace(execs=[launch], timed=(), batch=rows, drafts=k, made=k)
+        graph = SimpleNamespace(launch=lambda _: self.toy.launch(rows, k), check=lambda: None)
+        return SimpleNamespace(execs=[graph], timed=(), batch=rows, drafts=k, made=k)
 
-    def _request(self, number: int) -> None:
-        """Submit a request; its grammar may be compiled only later, or turn out to be broken."""
+    def _submit_request(self, number: int) -> None:
+        """Submit a request. Its grammar is compiled later and may turn out to be invalid."""
         rng = self.rng
-        shared = [
-            token for i in range(0, 9, PAGE) for token in rng.choice(self.beginnings)[i : i + PAGE]
-        ][: rng.randrange(10)]
-        own = rng.randint(1, 10 - len(shared))
-        prompt = [*shared, *(rng.randrange(VOCAB - 2) for _ in range(own))]
+        shared: list[int] = []
+        for begin in range(0, 9, PAGE):
+            shared += rng.choice(self.shared_prefixes)[begin : begin + PAGE]
+        shared = shared[: rng.randrange(10)]
+        num_own = rng.randint(1, 10 - len(shared))
+        prompt = [*shared, *(rng.randrange(VOCAB - 2) for _ in range(num_own))]
         grammar = None
-        stop = ()
-        if rng.random() < 0.7:  # one that nobody has seen before
+        stop: tuple[str, ...] = ()
+        if rng.random() < 0.7:  # a grammar of its own
             grammar = ToyBackend().compile(rng.randrange(1 << 30))
         else:
             ids = [rng.randrange(STOPS[0]) for _ in range(rng.choice((0, 2, 4)))]
             stop = tuple(TOY.tokens[i].decode() for i in ids)
-        running = RequestState(
+        state = RequestState(
             request=Request(tokens=prompt, stop=stop, priority=rng.choice((0, 0, 1))),
             output=Output(id=str(number), seed=rng.randrange(1 << 62)),
             prompt=prompt,
-            max_tokens=rng.choice((*(1, 2, 5, 12, 20)[5 * self.scarce :], LONGEST - 10)),
+            max_tokens=rng.choice((*(1, 2, 5, 12, 20)[5 * self.scarce :], MAX_LENGTH - 10)),
             stop_ids=STOPS[: rng.randint(1, 2)],
             decoder=ToyText(),
         )
         if grammar is not None:
-            running.grammar = Future()
-            self.compiling.append((running, grammar))
-        self.truth[running.id] = sequential(running, grammar)
-        self.tokens[running.id] = []
-        self.text[running.id] = ""
-        self.scheduler.submit(running)
+            state.grammar = Future()
+            self.compiling.append((state, grammar))
+        self.expected[state.id] = decode_sequentially(state, grammar)
+        self.tokens[state.id] = []
+        self.text[state.id] = ""
+        self.scheduler.submit(state)
 
     def _compile(self) -> None:
-        running, grammar = self.compiling.pop(self.rng.randrange(len(self.compiling)))
-        assert running.grammar is not None
+        """Complete the compilation of a random grammar."""
+        state, grammar = self.compiling.pop(self.rng.randrange(len(self.compiling)))
+        assert state.grammar is not None
         if self.rng.random() < 0.05:
-            running.grammar.set_exception(GrammarError("broken"))
-            self.truth[running.id] = ([], "refused")
+            state.grammar.set_exception(GrammarError("invalid"))
+            self.expected[state.id] = ([], "refused")
         else:
-            running.grammar.set_result(grammar)
+            state.grammar.set_result(grammar)
 
     # Host actions -------------------------------------------------------------------------------
 
     def _act(self) -> None:
-        s = self.scheduler
+        """Perform a random action of host or device."""
+        scheduler = self.scheduler
         rng = self.rng
         actions = [self.toy.tick]
-        if len(s.replays.unread) < s.depth:
-            actions += [s.admit, s.launch, s.launch]
-        if s.replays.unread:
-            actions += [lambda: self._pressed(s.read)] * 2
-        actions += [self._compile if self.compiling else lambda: self._pressed(s.step)] * 2
+        if len(scheduler.replays.unread) < scheduler.max_in_flight:
+            actions += [scheduler.admit, scheduler.launch, scheduler.launch]
+        if scheduler.replays.unread:
+            actions += [lambda: self._interruptible(scheduler.read)] * 2
+        step = self._compile if self.compiling else lambda: self._interruptible(scheduler.step)
+        actions += [step] * 2
         rng.choice(actions)()
-        running = rng.choice(list(s.unfinished.values())) if s.unfinished else None
-        if running is None:
+        if not scheduler.unfinished:
             return
-        if rng.random() < self.cancels:
-            self.cancelled.add(running.id)
-            s.end(running, "cancelled")
-        elif running.slot >= 0 and rng.random() < self.preempts:
-            s.preempt(running)
-        elif rng.random() < self.moves:
-            self._move(running)
+        state = rng.choice(list(scheduler.unfinished.values()))
+        if rng.random() < self.cancel_rate:
+            self.cancelled.add(state.id)
+            scheduler.end(state, "cancelled")
+        elif state.slot >= 0 and rng.random() < self.preempt_rate:
+            scheduler.preempt(state)
+        elif rng.random() < self.migrate_rate:
+            self._migrate(state)
 
-    def _move(self, running: RequestState) -> None:
-        """Hand a request over, to an engine that happens to be this one."""
-        about = handover.described(running, "coupled")
-        self.scheduler.end(running, "moved")
-        there = RequestState(
-            request=handover.requested(about),
-            output=Output(running.id, seed=running.output.seed),
-            prompt=running.prompt,
-            max_tokens=running.max_tokens,
-            stop_ids=running.stop_ids,
+    def _migrate(self, state: RequestState) -> None:
+        """Migrate a request to the same engine."""
+        description = migrate.describe_request(state, "coupled")
+        self.scheduler.end(state, "moved")
+        migrated = RequestState(
+            request=migrate.read_request(description),
+            output=Output(state.id, seed=state.output.seed),
+            prompt=state.prompt,
+            max_tokens=state.max_tokens,
+            stop_ids=state.stop_ids,
             decoder=ToyText(),
-            grammar=running.grammar,
+            grammar=state.grammar,
         )
-        self.compiling = [(there if one is running else one, g) for one, g in self.compiling]
-        handover.restore(there, about)
-        self.scheduler.submit(there)
+        self.compiling = [
+            (migrated if other is state else other, grammar) for other, grammar in self.compiling
+        ]
+        migrate.restore_output(migrated, description)
+        self.scheduler.submit(migrated)
 
-    def _pressed(self, call: Callable[[Any], None]) -> None:
+    def _interruptible(self, call: Callable[[Any], None]) -> None:
         with suppress(KeyboardInterrupt):
-            call(Pressing(self.rng))
+            call(RandomInterrupts(self.rng))
 
     def _fetch(self) -> None:
+        """Fetch events and collect tokens, text and outputs."""
         for event in self.scheduler.outbox.fetch_rest():
-            assert event.id not in self.ended, f"request {event.id} went on after its end"
+            assert event.id not in self.outputs, f"request {event.id}: an event after the last one"
             self.tokens[event.id] += event.tokens
             self.text[event.id] += event.text
             if event.output is not None and event.output.reason != "moved":
-                self.ended[event.id] = event.output
+                self.outputs[event.id] = event.output
 
     def run(self) -> None:
-        """Submit requests, act until all have ended, and compare."""
-        requests = self.rng.randint(2, 9)
+        """Submit requests, act until all have finished, and check the outputs."""
+        num_requests = self.rng.randint(2, 9)
         submitted = 0
-        for _ in range(MOST_ACTIONS):
-            if submitted < requests and self.rng.random() < 0.3:
-                self._request(submitted)
+        for _ in range(MAX_ACTIONS):
+            if submitted < num_requests and self.rng.random() < 0.3:
+                self._submit_request(submitted)
                 submitted += 1
             self._act()
             self._fetch()
-            if submitted == requests and not self.scheduler.busy:
+            if submitted == num_requests and not self.scheduler.busy:
                 break
         else:
-            raise AssertionError(f"not done after {MOST_ACTIONS} actions")
-        self._compare()
+            raise AssertionError(f"requests unfinished after {MAX_ACTIONS} actions")
+        self._check_outputs()
+        self._check_resources()
 
-    # Truth --------------------------------------------------------------------------------------
+    # Checks -------------------------------------------------------------------------------------
 
-    def _compare(self) -> None:
-        for name, (tokens, reason) in self.truth.items():
-            output = self.ended[name]
-            got = output.tokens
-            where = f"request {name}"
-            if name in self.cancelled and output.reason == "cancelled":
-                assert got == tokens[: len(got)], where
+    def _check_outputs(self) -> None:
+        """Compare outputs and events with the sequential outputs."""
+        for request_id, (tokens, reason) in self.expected.items():
+            output = self.outputs[request_id]
+            where = f"request {request_id}"
+            if request_id in self.cancelled and output.reason == "cancelled":
+                assert output.tokens == tokens[: len(output.tokens)], where
             else:
-                assert (got, output.reason) == (tokens, reason), (where, output.error)
-            assert self.tokens[name] == got, f"{where}: events say otherwise"
-            assert self.text[name] == output.text, f"{where}: events spell otherwise"
-            spelled = b"".join(TOY.tokens[i] for i in got).decode()
-            assert spelled.startswith(output.text), f"{where}: tokens spell otherwise"
-        s = self.scheduler
-        if all(output.reason != "stop_string" for output in self.ended.values()):
-            made = sum(len(output.tokens) for output in self.ended.values())
-            assert made == s.stats.tokens, "tokens are miscounted"
-        while s.replays.unread:
-            self._pressed(s.read)
-        s.replays.settle(s.stats)
-        s.seating.reclaim_idle()
-        assert not s.seating.leaving and len(s.seating._free) == len(self.toy.slots)
-        assert self.prefixes.unused == len(self.prefixes)
+                assert (output.tokens, output.reason) == (tokens, reason), (where, output.error)
+            assert self.tokens[request_id] == output.tokens, f"{where}: tokens of its events differ"
+            assert self.text[request_id] == output.text, f"{where}: text of its events differs"
+            spelled = b"".join(TOY.tokens[i] for i in output.tokens).decode()
+            assert spelled.startswith(output.text), f"{where}: text differs from the tokens"
+        if all(output.reason != "stop_string" for output in self.outputs.values()):
+            num_tokens = sum(len(output.tokens) for output in self.outputs.values())
+            assert num_tokens == self.scheduler.stats.tokens, "wrong token count"
+
+    def _check_resources(self) -> None:
+        """Check that all slots, pages, snapshots and ring entries are free again."""
+        scheduler = self.scheduler
+        while scheduler.replays.unread:
+            self._interruptible(scheduler.read)
+        scheduler.replays.wait_idle(scheduler.stats)
+        scheduler.slots.reclaim_all()
+        assert not scheduler.slots.num_leaving
+        assert len(scheduler.slots._free) == len(self.toy.slots)
+        assert self.prefixes.num_unused == len(self.prefixes)
         self.prefixes.clear()
-        assert all(len(c.free) == c.scratch_page for c in self.toy.caches), "pages are lost"
-        assert s.replays.retired == s.replays.number == self.toy.completed
-        self.toy.decoder.close()  # refuses while a snapshot is live
-        assert self.toy.starved == 0, "a slot sat out a round for want of a mask row"
+        assert all(len(c.free) == c.scratch_page for c in self.toy.caches), "pages are leaked"
+        assert scheduler.replays.retired == scheduler.replays.launched == self.toy.completed
+        self.toy.decoder.close()  # raises while a snapshot is in use
+        assert self.toy.starved == 0, "a slot was skipped for lack of a mask row"
         counters = self.toy.decoder.counters()
         for name in ("desyncs", "errors", "missing_snapshots"):
             assert counters[name] == 0, f"{counters[name]} {name}"

@@ -17,11 +17,11 @@ from engine_util import (
     DRAFTER,
     ROUND,
     TARGET,
-    UNEVEN,
-    Given,
+    UNEVEN_DRAFTS,
+    FixedDraftLengths,
     demo_engine,
     mixed_requests,
-    swap_text,
+    patch_kernel_source,
     task_request,
 )
 from tiny_models import make_tiny_dflash, make_tiny_mtp, matrix, write_json, write_safetensors
@@ -66,7 +66,7 @@ def settled(engine):
     """Check that the engine holds nothing once its requests are done; then close it."""
     with engine:
         yield engine
-        engine.settle()
+        engine.synchronize()
         counters = engine.counters()
         assert not any(counters["held"].values()), counters["held"]
         grammar = counters["grammar"]
@@ -312,18 +312,20 @@ def test_disturbed_requests_get_the_same(truth, number, monkeypatch, tmp_path):
     mode = ("greedy", "coupled")[number % 2]
     cuts = set()
     if auto := shape.get("draft_length") == "auto":
-        swap_text(monkeypatch, tmp_path, ROUND, *UNEVEN)
+        patch_kernel_source(monkeypatch, tmp_path, ROUND, *UNEVEN_DRAFTS)
     with settled(demo_engine(**shape)) as engine:
         if auto:
             engine._replays.on_row = lambda _, row: cuts.add(row.tested if row.cut else -1)
-            engine._scheduler.budget = Given(wandering(engine._built.budget.lengths, number))
+            engine._scheduler.budget = FixedDraftLengths(
+                wandering(engine._built.budget.lengths, number)
+            )
         preemptions = check_disturbed(engine, truth, mode, seed=number)
         assert preemptions == engine.stats.preemptions > 0
         assert (len(engine.stats.rounds_by_length) > 1) == auto == bool(cuts - {-1})
         drafts = shape.get("speculation", True) or shape.get("forced_drafts", False)
         assert (engine.stats.speculated_rounds > 0) == drafts
         probes = engine.counters()["grammar"]["probes"]
-        probed = shape.get("draft_masking") == "probe" or engine._parts.decoder.probes
+        probed = shape.get("draft_masking") == "probe" or engine._parts.decoder.probing
         assert (probes > 0) == (probed and shape.get("mask_drafts", True))
 
 
@@ -371,11 +373,11 @@ def drafts_by_position(lengths, **options):
     found = {}
     options = {"max_batch_size": 1, "overlap": False, "draft_length": "auto"} | options
     with settled(demo_engine(**options)) as engine:
-        engine._scheduler.budget = Given(lengths)
+        engine._scheduler.budget = FixedDraftLengths(lengths)
         engine.submit(request)
         while engine.busy:
             engine.step()
-            engine.settle()
+            engine.synchronize()
             for running in engine._scheduler.unfinished.values():
                 slot = engine._parts.state.to_host()[running.slot]
                 ids, parents = (slot[name][: slot["draft_len"]] for name in ("drafts", "parent"))
@@ -462,7 +464,7 @@ def test_the_grammar_joins_once_a_round(tree) -> None:
     for drafter in (Meaningless(), BLOCK):
         with settled(demo_engine(max_batch_size=3, drafter=drafter, **options)) as engine:
             engine.generate(mixed_requests(3, max_tokens=30))
-            engine.settle()
+            engine.synchronize()
             grammar = engine.counters()["grammar"]
             brought.append(engine.stats.tokens_per_round)
         assert grammar["draft_calls"] == grammar["replays"] == grammar["commit_calls"]
@@ -480,7 +482,7 @@ def test_overlap_keeps_rejection_sampling(truth) -> None:
     for graphs, options in ((1, {}), (1, {"overlap": False}), (5, {"composition": "two"})):
         with settled(demo_engine(max_batch_size=4, **options)) as engine:
             outputs.append([answer(o) for o in engine.generate(requests)])
-            assert {len(one.graphs) for one in engine.rounds.values()} == {graphs}
+            assert {len(one.graphs) for one in engine.round_graphs.values()} == {graphs}
     assert outputs[0] == outputs[1] == outputs[2]
 
 
@@ -510,10 +512,10 @@ def test_surplus_tokens_are_counted_and_dropped() -> None:
     free = Request(tokens=[300, 301, 302], max_tokens=40)
     with settled(demo_engine(max_batch_size=1)) as engine:
         (whole,) = engine.generate([free])
-        engine.settle()
+        engine.synchronize()
         engine.reset_stats()
         (cut,) = engine.generate([replace(free, stop=[whole.text[2]])])
-        engine.settle()
+        engine.synchronize()
         assert cut.reason == "stop_string"
         assert cut.tokens == whole.tokens[: len(cut.tokens)] and len(cut.tokens) < 40
         assert engine.stats.stale_rows == 1 and engine.stats.surplus_tokens > 0

@@ -1,1 +1,1 @@
-"""Grammars of objects whose keys come in any order: what is behind ``key_order="any"``."""
+"""Lark grammars of objects with keys in any order, for ``key_order="any"``."""

@@ -1,7 +1,8 @@
-"""How keys, arrays and objects are written in a Lark grammar.
+"""Keys, arrays and objects in LLGuidance's Lark dialect.
 
-A key has one spelling here: an escape only where JSON needs one, the short form where there is one,
-else ``\\u00xx`` in lower case. So a key that a schema names cannot come again in another spelling.
+A key has exactly one spelling: escapes only where JSON requires them, the short form if there is
+one, else ``\\u00xx`` in lower case. A key that a schema names can therefore not occur a second time
+in another spelling.
 """
 
 from __future__ import annotations
@@ -10,7 +11,7 @@ import re
 from typing import Any, NamedTuple
 
 from graft.grammar.schema.options import literal
-from graft.grammar.schema.terms import Cannot
+from graft.grammar.schema.terms import NoExactForm
 
 __all__ = [
     "ANY_KEY",
@@ -25,24 +26,24 @@ __all__ = [
     "separators",
 ]
 
-BITS = 64  # of a rule's parameter
+BITS = 64  # of the parameter of a rule
 _SHORT = {8: "b", 9: "t", 10: "n", 12: "f", 13: "r", 34: '"', 92: "\\"}
-_PLAIN = r"[\x20-\x21\x23-\x5b\x5d-\x7e\x{80}-\x{10ffff}]"
-_ESCAPED = r'\\(?:["\\bfnrt]|u00(?:0[0-7bef]|1[0-9a-f]|7f))'
-_PIECE = re.compile(r"\\.|\[(?:\\.|[^\]\\])*\]|.", re.DOTALL)
-_ANY = r"(?s:.)*"
+_PLAIN_CHARACTER = r"[\x20-\x21\x23-\x5b\x5d-\x7e\x{80}-\x{10ffff}]"
+_ESCAPED_CHARACTER = r'\\(?:["\\bfnrt]|u00(?:0[0-7bef]|1[0-9a-f]|7f))'
+_PATTERN_PIECE = re.compile(r"\\.|\[(?:\\.|[^\]\\])*\]|.", re.DOTALL)
+_ANY_TEXT = r"(?s:.)*"
 
-#: Any key, and any that needs no escape.
-ANY_KEY = f'"(?:{_PLAIN}|{_ESCAPED})*"'
-PLAIN_KEY = f'"{_PLAIN}*"'
+#: Regular expressions of all keys, and of the keys without escapes.
+ANY_KEY = f'"(?:{_PLAIN_CHARACTER}|{_ESCAPED_CHARACTER})*"'
+PLAIN_KEY = f'"{_PLAIN_CHARACTER}*"'
 
 
 def key(name: str) -> str:
-    """The spelling of one name, as a text."""
-    return '"' + "".join(map(_spelled, name)) + '"'
+    """Return a key with its quotes, in its only spelling."""
+    return '"' + "".join(map(_spelling, name)) + '"'
 
 
-def _spelled(char: str) -> str:
+def _spelling(char: str) -> str:
     code = ord(char)
     if code in _SHORT:
         return "\\" + _SHORT[code]
@@ -50,38 +51,48 @@ def _spelled(char: str) -> str:
 
 
 def pattern_key(pattern: str) -> str:
-    """An expression of all keys in which a pattern is found, of those that need no escape.
+    """Return an expression of the keys without escapes in which a pattern is found.
 
-    `Cannot` if the pattern has anchors elsewhere than at the ends of its alternatives.
+    Raises
+    ------
+    NoExactForm
+        The pattern has anchors other than at the ends of its alternatives.
     """
-    options = [""]
+    alternatives = [""]
     depth = 0
-    for piece in _PIECE.findall(pattern):
+    for piece in _PATTERN_PIECE.findall(pattern):
         depth += (piece == "(") - (piece == ")")
         if piece == "|" and depth == 0:
-            options.append("")
+            alternatives.append("")
         else:
-            options[-1] += piece
-    return f'"(?:{"|".join(_found(option, pattern) for option in options)})"'
+            alternatives[-1] += piece
+    texts = [_containing(alternative, pattern) for alternative in alternatives]
+    return f'"(?:{"|".join(texts)})"'
 
 
-def _found(option: str, pattern: str) -> str:
-    pieces = _PIECE.findall(option)
-    start = pieces[:1] == ["^"]
-    end = pieces[-1:] == ["$"]
-    inner = pieces[start : len(pieces) - end]
+def _containing(alternative: str, pattern: str) -> str:
+    """Return an expression of the texts in which an alternative of a pattern is found."""
+    pieces = _PATTERN_PIECE.findall(alternative)
+    at_start = pieces[:1] == ["^"]
+    at_end = pieces[-1:] == ["$"]
+    inner = pieces[at_start : len(pieces) - at_end]
     if "^" in inner or "$" in inner:
-        raise Cannot("patternProperties", f"pattern {pattern[:40]!r} has anchors inside")
-    return ("" if start else _ANY) + "".join(inner) + ("" if end else _ANY)
+        raise NoExactForm("patternProperties", f"pattern {pattern[:40]!r} has anchors inside")
+    before = "" if at_start else _ANY_TEXT
+    after = "" if at_end else _ANY_TEXT
+    return before + "".join(inner) + after
 
 
 def regex(expression: str) -> str:
-    """A Lark regular expression."""
+    """Return a Lark regular expression."""
     return "/" + expression.replace("/", "\\/") + "/"
 
 
 def separators(options: dict[str, Any]) -> str:
-    """The terminals between values; a ``%json`` skips no white space before it, so they do."""
+    """Return the terminals between values, given the options of ``%json``.
+
+    ``%json`` skips no white space before a value, so the terminals before values contain it.
+    """
     space = r"[\x20\x0A\x0D\x09]"
     if options["whitespace_flexible"]:
         texts = {"COMMA": f"/,{space}*/", "COLON": f"/:{space}*/", "OPEN": f"/\\[{space}*/"}
@@ -91,35 +102,55 @@ def separators(options: dict[str, Any]) -> str:
 
 
 def array_body(item: str | None, low: int, high: int | None) -> str:
-    """The body of an array's rule: between ``low`` and ``high`` items; none if ``item`` is None."""
+    """Return the body of the rule of an array.
+
+    Parameters
+    ----------
+    item
+        Rule of its items; None if there is none, so that the array is empty.
+    low, high
+        Minimum and maximum number of items; `high` is None if there is no maximum.
+    """
     if item is None or high == 0:
         return 'OPEN "]"'
-    most = "" if high is None else max(0, high - 1)
-    body = f"{item} (COMMA {item}){{{max(0, low - 1)},{most}}}"
-    return f'OPEN {body if low else f"({body})?"} "]"'
+    max_more = "" if high is None else max(0, high - 1)
+    items = f"{item} (COMMA {item}){{{max(0, low - 1)},{max_more}}}"
+    if low == 0:
+        items = f"({items})?"
+    return f'OPEN {items} "]"'
 
 
 class Pairs(NamedTuple):
-    """What is in an object."""
+    """The key-value pairs of an object.
 
-    names: tuple[tuple[str, str], ...]  # and the rules of their values, the required ones first
-    needed: int  # how many of them are required
-    others: str | None  # rule of a pair with any other key
+    Attributes
+    ----------
+    names
+        Named keys and the rules of their values, the required ones first.
+    required
+        Number of required keys.
+    others
+        Rule of a pair with any other key; None if there can be none.
+    """
+
+    names: tuple[tuple[str, str], ...]
+    required: int
+    others: str | None
 
 
 def object_rules(name: str, pairs: Pairs) -> dict[str, str]:
-    """The rules of an object, by their heads.
+    """Return the rules of an object, by head.
 
-    A run of other keys is followed by a named one, if anything, so that each text is read in one
-    way. The brace ends the rule of what follows a pair, and not that of the object, so that the
-    parser has nothing to complete at the end of each pair.
+    A run of other keys can only be followed by a named key, so that the grammar is unambiguous. The
+    closing brace belongs to the rule after a pair and not to the rule of the object, so that the
+    parser has no rule to complete at the end of each pair.
     """
     count = len(pairs.names)
-    needed = pairs.needed
+    required = pairs.required
     others = pairs.others
     if not pairs.names:
         return {name: f'"{{" ({others} (COMMA {others})*)? "}}"' if others else '"{" "}"'}
-    end = '"}"' + (f" %if is_ones([0:{needed}])" if needed else "")
+    end = '"}"' + (f" %if is_ones([0:{required}])" if required else "")
     more = f"COMMA {name}-named::_ %if not(is_ones([0:{count}]))"
     rules = {name: f'"{{" {name}-first::0', f"{name}-first::_": f"{end} | {name}-named::_"}
     rules[f"{name}-more::_"] = f"{end} | {more}"

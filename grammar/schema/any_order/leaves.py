@@ -1,4 +1,4 @@
-"""Parts of a schema that LLGuidance's own compiler takes over, as ``%json``."""
+"""Leaves of an any-order grammar: parts of a schema that LLGuidance compiles as ``%json``."""
 
 from __future__ import annotations
 
@@ -6,12 +6,13 @@ import json
 from collections.abc import Iterator
 from typing import Any
 
-from graft.grammar.schema.any_order.shape import ARRAYS, OBJECTS, Parts
+from graft.grammar.schema.any_order.shape import ARRAYS, OBJECTS, Conjuncts
+from graft.grammar.schema.llguidance_errors import schema_error
 from graft.grammar.schema.terms import References, has_orders, word_set
-from graft.grammar.schema.trial import trial
 
 __all__ = ["KNOWN", "Leaves"]
 
+#: Keywords of leaves, other than references and combinations.
 KNOWN = (
     OBJECTS
     | ARRAYS
@@ -27,37 +28,51 @@ _SINGLE = ("additionalProperties", "additionalItems", "items")
 
 
 class Leaves:
-    """Leaves of one schema document; if careful, LLGuidance is asked whether anything fits them."""
+    """Leaves of one schema document.
 
-    def __init__(self, root: Any, options: dict[str, Any], careful: bool):
+    Parameters
+    ----------
+    root
+        The document.
+    options
+        LLGuidance's options of ``%json``.
+    check_satisfiable
+        Whether LLGuidance is queried about the satisfiability of each leaf, which takes time.
+    """
+
+    def __init__(self, root: Any, options: dict[str, Any], check_satisfiable: bool):
         self._root = root
         self._options = options
-        self._careful = careful
+        self._check_satisfiable = check_satisfiable
         self._references = References(root)
-        self._references.nested &= _bases_matter(root)
-        self._made: dict[tuple[int, tuple[str, ...]], tuple[Any, Any]] = {}  # with what it is of
-        self._definitions: dict[str, str] = {}  # pointers, and names of the copies in leaves
-        self._parts: dict[int, dict[str, Any]] = {}  # that can be reached, by identity
-        self._marked: set[int] = set()
-        self._mark()
+        self._references.nested &= _has_reference_below_id(root)
+        #: Results of `without`, with the schema that each was made from: its id must stay valid.
+        self._stripped: dict[tuple[int, tuple[str, ...]], tuple[dict[str, Any], Any]] = {}
+        self._definitions: dict[str, str] = {}  # names of definitions in leaves, by pointer
+        self._parts: dict[int, dict[str, Any]] = {}  # reachable schemas, by id
+        self._with_orders: set[int] = set()  # ids of those that contain objects with several keys
+        self._find_parts()
 
-    def resolved(self, reference: Any) -> Any:
-        """What a reference means; `Cannot` if it is no plain pointer into this document."""
+    def resolve(self, reference: Any) -> Any:
+        """Return the target of a reference; raise `NoExactForm` if it is not a local pointer."""
         return self._references.resolve(reference)
 
     def without(self, part: dict[str, Any], *keywords: str) -> dict[str, Any]:
-        """The schema without annotations and these keywords; the same object each time."""
+        """Return the schema without annotations and without some keywords.
+
+        Equal arguments give the same object.
+        """
         if not keywords and part.keys() <= _KEPT:
             return part
-        mark = id(part), keywords
-        if mark not in self._made:
+        key = id(part), keywords
+        if key not in self._stripped:
             kept = {k: v for k, v in part.items() if k in _KEPT and k not in keywords}
-            self._made[mark] = kept, part
-        made: dict[str, Any] = self._made[mark][0]
-        return made
+            self._stripped[key] = kept, part
+        stripped, _ = self._stripped[key]
+        return stripped
 
-    def conjuncts(self, parts: Parts) -> tuple[dict[str, Any], ...] | None:
-        """The conjuncts as objects without ``allOf``, each once; None if one is ``false``."""
+    def conjuncts(self, parts: Conjuncts) -> tuple[dict[str, Any], ...] | None:
+        """Return the distinct conjuncts, with ``allOf`` expanded; None if one is ``false``."""
         found: dict[int, dict[str, Any]] = {}
         pending = list(reversed(parts))
         while pending:
@@ -74,13 +89,50 @@ class Leaves:
                 found[id(part)] = part
         return tuple(found.values())
 
-    def has_objects(self, part: Any) -> bool:
-        """Whether an object whose keys have several orders is in what fits a schema."""
+    def has_orders(self, part: Any) -> bool:
+        """Return whether values of a schema can contain an object with several key orders."""
         if not isinstance(part, dict) or id(part) in self._parts:
-            return id(part) in self._marked
-        return has_orders(part) or any(map(self.has_objects, self._inner(part)))
+            return id(part) in self._with_orders
+        return has_orders(part) or any(map(self.has_orders, self._inner(part)))
+
+    def leaf(self, parts: Conjuncts, types: frozenset[str] | None = None) -> str | None:
+        """Return the ``%json`` of a conjunction of schemas.
+
+        Parameters
+        ----------
+        parts
+            The schemas.
+        types
+            JSON types that the values may have; None if any.
+
+        Returns
+        -------
+        str or None
+            The ``%json`` expression; None if the conjunction is known to be unsatisfiable.
+        """
+        reached: dict[str, None] = {}
+        copies = [self._copy(part, reached) for part in parts]
+        if types is not None:
+            irrelevant: set[str] = set()
+            if "object" not in types:
+                irrelevant |= OBJECTS
+            if "array" not in types:
+                irrelevant |= ARRAYS
+            copies = [{k: v for k, v in one.items() if k not in irrelevant} for one in copies]
+        document = _conjunction(copies)
+        if types is not None:
+            document["type"] = min(types) if len(types) == 1 else sorted(types)
+        definitions = self._copy_definitions(reached)
+        if definitions:
+            document = {**document, "$defs": definitions}
+        if isinstance(self._root, dict) and "$schema" in self._root:
+            document = {"$schema": self._root["$schema"], **document}
+        if self._check_satisfiable and schema_error(document).startswith("Unsatisfiable"):
+            return None
+        return "%json " + json.dumps({**document, "x-guidance": self._options})
 
     def _inner(self, part: dict[str, Any]) -> Iterator[Any]:
+        """Yield the schemas inside a schema, and the target of its reference."""
         for keyword in _MAPS:
             yield from part.get(keyword, {}).values()
         for keyword in _LISTS:
@@ -90,54 +142,49 @@ class Leaves:
             if isinstance(part.get(keyword), dict):
                 yield part[keyword]
         if "$ref" in part:
-            yield self.resolved(part["$ref"])
+            yield self.resolve(part["$ref"])
 
-    def _mark(self) -> None:
-        """Mark every schema that can be reached, from the inside out."""
+    def _find_parts(self) -> None:
+        """Find all reachable schemas, and those that contain objects with several key orders."""
         pending = [self._root]
         while pending:
             part = pending.pop()
             if isinstance(part, dict) and id(part) not in self._parts:
                 self._parts[id(part)] = part
                 pending += self._inner(part)
-        grown = {mark for mark, part in self._parts.items() if has_orders(part)}
-        while grown:
-            self._marked |= grown
-            grown = {
-                mark
-                for mark, part in self._parts.items()
-                if mark not in self._marked
-                and any(id(inner) in self._marked for inner in self._inner(part))
+        new = {key for key, part in self._parts.items() if has_orders(part)}
+        while new:
+            self._with_orders |= new
+            new = {
+                key
+                for key, part in self._parts.items()
+                if key not in self._with_orders
+                and any(id(inner) in self._with_orders for inner in self._inner(part))
             }
 
-    def of(self, parts: Parts, kinds: frozenset[str] | None = None) -> str | None:
-        """What fits all the schemas, and is of these types, as ``%json``; None if nothing does."""
-        reached: dict[str, None] = {}
-        made = [self._copy(part, reached) for part in parts]
-        if kinds is not None:
-            gone = (OBJECTS if "object" not in kinds else frozenset()) | (
-                ARRAYS if "array" not in kinds else frozenset()
-            )
-            made = [{k: v for k, v in one.items() if k not in gone} for one in made]
-        whole = made[0] if len(made) == 1 else {"allOf": made} if made else {}
-        if kinds is not None:
-            whole["type"] = min(kinds) if len(kinds) == 1 else sorted(kinds)
+    def _copy_definitions(self, reached: dict[str, None]) -> dict[str, Any]:
+        """Return the definitions of all pointers in `reached`, which grows meanwhile, by name."""
         definitions: dict[str, Any] = {}
         while len(definitions) < len(reached):
             for pointer in list(reached):
-                name = self._definitions.setdefault(pointer, f"d{len(self._definitions)}")
+                name = self._definition_name(pointer)
                 if name not in definitions:
-                    definitions[name] = self._copy(self.resolved(f"#{pointer}"), reached)
-        if definitions:
-            whole = {**whole, "$defs": definitions}
-        if isinstance(self._root, dict) and "$schema" in self._root:
-            whole = {"$schema": self._root["$schema"], **whole}
-        if self._careful and trial(whole).startswith("Unsatisfiable"):
-            return None
-        return "%json " + json.dumps({**whole, "x-guidance": self._options})
+                    definitions[name] = self._copy(self.resolve(f"#{pointer}"), reached)
+        return definitions
+
+    def _definition_name(self, pointer: str) -> str:
+        return self._definitions.setdefault(pointer, f"d{len(self._definitions)}")
 
     def _copy(self, part: Any, reached: dict[str, None]) -> Any:
-        """Without annotations, its references named anew; takes note of what they mean."""
+        """Copy a schema without annotations, with references renamed to the leaf's definitions.
+
+        Parameters
+        ----------
+        part
+            The schema.
+        reached
+            Pointers of the references; extended by those of `part`.
+        """
         if not isinstance(part, dict):
             return part
         out: dict[str, Any] = {}
@@ -145,11 +192,10 @@ class Leaves:
             if keyword not in _KEPT:
                 continue
             if keyword == "$ref":
-                self.resolved(value)
+                self.resolve(value)
                 pointer = str(self._references.pointer(value))
                 reached[pointer] = None
-                name = self._definitions.setdefault(pointer, f"d{len(self._definitions)}")
-                out[keyword] = f"#/$defs/{name}"
+                out[keyword] = f"#/$defs/{self._definition_name(pointer)}"
             elif keyword in _MAPS:
                 out[keyword] = {name: self._copy(s, reached) for name, s in value.items()}
             elif keyword in _LISTS and isinstance(value, list):
@@ -161,16 +207,22 @@ class Leaves:
         return out
 
 
-def _bases_matter(root: Any) -> bool:
-    """Whether a reference stands in a subschema that seems to have a base of its own."""
+def _conjunction(schemas: list[dict[str, Any]]) -> dict[str, Any]:
+    if not schemas:
+        return {}
+    return schemas[0] if len(schemas) == 1 else {"allOf": schemas}
+
+
+def _has_reference_below_id(root: Any) -> bool:
+    """Return whether a subschema that seems to have a base URI of its own has a reference."""
     pending = [(root, False)]
     while pending:
         part, inside = pending.pop()
         if isinstance(part, list):
             pending += [(item, inside) for item in part]
         elif isinstance(part, dict):
-            base = any(isinstance(part.get(key), str) for key in ("$id", "id"))
-            inside = inside or (base and part is not root)
+            has_id = any(isinstance(part.get(key), str) for key in ("$id", "id"))
+            inside = inside or (has_id and part is not root)
             if inside and "$ref" in part:
                 return True
             pending += [(value, inside) for value in part.values()]

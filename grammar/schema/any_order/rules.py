@@ -1,12 +1,12 @@
-"""A JSON schema as a Lark grammar for LLGuidance in which objects take their keys in any order.
+"""Lark grammars for LLGuidance in which objects accept their keys in any order.
 
-LLGuidance's own compiler of schemas writes the properties of an object in one order. Here an object
-is a rule with a bit per named property, set once the property is written::
+LLGuidance's own schema compiler produces the properties of an object in one order. Here an object
+is a rule with one bit per named property, which is set when the property has been written::
 
     pairs::_: "\\"a\\"" COLON r1 more::set_bit(0) %if bit_clear(0) | ...
     more::_: "" %if is_ones([0:1]) | COMMA pairs::_
 
-What holds no such object stays with LLGuidance's compiler (``%json``).
+Parts of the schema without such objects are compiled by LLGuidance's schema compiler (``%json``).
 """
 
 from __future__ import annotations
@@ -15,263 +15,329 @@ from typing import Any
 
 from graft.grammar.schema.any_order import lark
 from graft.grammar.schema.any_order.leaves import KNOWN, Leaves
-from graft.grammar.schema.any_order.shape import Array, Object, Parts, array_of, object_of
+from graft.grammar.schema.any_order.shape import (
+    ArrayShape,
+    Conjuncts,
+    ObjectShape,
+    merge_arrays,
+    merge_objects,
+)
+from graft.grammar.schema.llguidance_errors import lark_error
 from graft.grammar.schema.options import Whitespace, json_options, literal
-from graft.grammar.schema.terms import KINDS, Cannot, Reason, has_orders, kinds_of, meet, subschemas
-from graft.grammar.schema.trial import trial_lark
+from graft.grammar.schema.terms import (
+    JSON_TYPES,
+    NoExactForm,
+    Reason,
+    common_types,
+    has_orders,
+    subschemas,
+    types_of,
+)
 
-__all__ = ["in_any_order"]
+__all__ = ["any_order_grammar"]
 
-_WHOLE = "schema"  # where a `Cannot` says so, there is no grammar for the schema as a whole
-_MOST_RULES = 3000
-_MOST_OPTIONS = 256  # conjunctions that one union within a conjunction may become
-_MOST_TEXT = 400_000
-_KEPT = "keys in the schema's order only: "
-
-
-Told = tuple[Reason, ...]
+_WHOLE = "schema"  # keyword of a `NoExactForm` that applies to the schema as a whole
+_MAX_RULES = 3000
+_MAX_OPTIONS = 256  # of a union that is distributed over a conjunction
+_MAX_CHARACTERS = 400_000
+_KEPT_ORDER = "keys in the schema's order only: "
 
 
-def in_any_order(schema: Any, whitespace: Whitespace) -> tuple[str, Told, Told]:
-    """A Lark grammar for a schema that LLGuidance takes; empty if ``%json`` does it, or nothing.
+Reasons = tuple[Reason, ...]
 
-    Also where, and why, keys keep the schema's order all the same: in some objects if there are
-    rules, else in all; and where other keys are left out.
+
+def any_order_grammar(schema: Any, whitespace: Whitespace) -> tuple[str, Reasons, Reasons]:
+    """Return a Lark grammar in which the objects of a schema have their keys in any order.
+
+    Parameters
+    ----------
+    schema
+        A schema that LLGuidance accepts.
+    whitespace
+        As in `Spec`.
+
+    Returns
+    -------
+    rules
+        The grammar; empty if ``%json`` is equivalent, or if there is no such grammar.
+    ordered
+        Where and why keys keep the schema's order: in some objects if there is a grammar, else in
+        all.
+    excluded
+        Where valid keys are not produced.
     """
-    why = Cannot("schema", "it is too deep")
+    error = NoExactForm("schema", "it is too deep")
     try:
-        # Asking whether anything fits each leaf costs time, and few schemas have any that nothing
-        # fits; there LLGuidance refuses the grammar.
-        for careful in (False, True):
-            worker = _Rules(Leaves(schema, json_options(whitespace), careful))
-            rules = worker.text(schema, whitespace)
-            objection = trial_lark(rules) if rules else ""
-            if not objection:
-                kept = _located(schema, worker.kept, _KEPT)
-                return rules, kept, _located(schema, worker.narrowed, "")
-            why = Cannot("schema", objection)
-            if "Unsatisfiable" not in objection:
+        # Querying the satisfiability of each leaf takes time, and few schemas have unsatisfiable
+        # leaves: query only if LLGuidance refuses the grammar because of one.
+        for check_satisfiable in (False, True):
+            builder = _RuleBuilder(Leaves(schema, json_options(whitespace), check_satisfiable))
+            rules = builder.grammar(schema, whitespace)
+            message = lark_error(rules) if rules else ""
+            if not message:
+                ordered = _locate(schema, builder.ordered, _KEPT_ORDER)
+                return rules, ordered, _locate(schema, builder.excluded, "")
+            error = NoExactForm("schema", message)
+            if "Unsatisfiable" not in message:
                 break
     except RecursionError:
         pass
-    except Cannot as error:
-        why = error
-    return "", _located(schema, [why], _KEPT), ()
+    except NoExactForm as caught:
+        error = caught
+    return "", _locate(schema, [error], _KEPT_ORDER), ()
 
 
-def _located(schema: Any, told: list[Cannot], what: str) -> Told:
-    """Each obstacle with the part of the schema that has most of it."""
-    parts = subschemas(schema) if told else []
-    found = []
-    for why in told:
-        extents = [(_extent(part, why), pointer) for pointer, part in parts]
-        place = max(extents, key=lambda one: one[0])[1] if extents else "#"
-        found.append(Reason(place, why.keyword, what + why.why))
-    return tuple(dict.fromkeys(found))
+def _locate(schema: Any, errors: list[NoExactForm], prefix: str) -> Reasons:
+    """Return a reason per error, at the subschema where the keyword is largest.
+
+    Parameters
+    ----------
+    schema
+        The document.
+    errors
+        The errors.
+    prefix
+        Start of each explanation.
+    """
+    parts = subschemas(schema) if errors else []
+    reasons = []
+    for error in errors:
+        sizes = [(_size_of_cause(part, error), pointer) for pointer, part in parts]
+        _, pointer = max(sizes, key=lambda entry: entry[0], default=(0, "#"))
+        reasons.append(Reason(pointer, error.keyword, prefix + error.why))
+    return tuple(dict.fromkeys(reasons))
 
 
-def _extent(part: dict[str, Any], why: Cannot) -> int:
-    """How much of what stands in the way is in this part of the schema."""
-    value = part.get(why.keyword)
-    if why.keyword == "$ref":
-        return int(repr(value) in why.why)
+def _size_of_cause(part: dict[str, Any], error: NoExactForm) -> int:
+    """Return the number of elements of a subschema's keyword that may have caused an error."""
+    value = part.get(error.keyword)
+    if error.keyword == "$ref":
+        return int(repr(value) in error.why)
     return len(value) if isinstance(value, (dict, list)) else 0
 
 
-class _Rules:
+class _RuleBuilder:
+    """Builds the rules of one document.
+
+    Parameters
+    ----------
+    leaves
+        Leaves of the document.
+
+    Attributes
+    ----------
+    ordered, excluded
+        As returned by `any_order_grammar`, without their locations.
+    """
+
     def __init__(self, leaves: Leaves):
-        self.kept: list[Cannot] = []
-        self.narrowed: list[Cannot] = []
+        self.ordered: list[NoExactForm] = []
+        self.excluded: list[NoExactForm] = []
         self._leaves = leaves
-        self._names: dict[tuple[int, ...], str | None] = {}  # conjunctions, by identity
-        self._open: set[str] = set()  # names given whose rules are being made
-        self._used: set[str] = set()  # of those, the ones referred to
-        self._alive: list[Any] = []  # what identities stand for lives as long as this
+        self._names: dict[tuple[int, ...], str | None] = {}  # of conjunctions, by schema ids
+        self._unfinished: set[str] = set()  # names whose rules are being built
+        self._recursive: set[str] = set()  # names that were referred to while unfinished
+        self._alive: list[Any] = []  # keeps the schemas alive whose ids are used
         self._rules: dict[str, str] = {}
-        self._known: dict[str, str] = {}  # rule bodies
-        self._terminals: dict[str, str] = {}
+        self._name_of_body: dict[str, str] = {}
+        self._terminals: dict[str, str] = {}  # names, by body
         self._count = 0
         self._size = 0
 
-    def text(self, root: Any, whitespace: Whitespace) -> str:
-        """All rules, started from ``start``; none if one ``%json`` says the same."""
-        if not self._leaves.has_objects(root):
+    def grammar(self, root: Any, whitespace: Whitespace) -> str:
+        """Return all rules, starting at ``start``; empty if a single ``%json`` is equivalent."""
+        if not self._leaves.has_orders(root):
             return ""
-        start = self.of((root,))
+        start = self._rule((root,))
         if start is None:
-            raise Cannot(_WHOLE, "allows no output")
+            raise NoExactForm(_WHOLE, "allows no output")
         lines = [f"start: {start}"]
         lines += [f"{name}: {body}" for name, body in self._rules.items()]
         lines += [f"{name}: {body}" for body, name in self._terminals.items()]
         return "\n".join([*lines, lark.separators(json_options(whitespace))])
 
-    def of(self, parts: Parts) -> str | None:
-        """The rule of what fits all the schemas; None if nothing does."""
-        flat = self._leaves.conjuncts(parts)
-        if flat is None:
+    # Names -------------------------------------------------------------------------------------
+
+    def _rule(self, parts: Conjuncts) -> str | None:
+        """Return the name of the rule of a conjunction; None if it is unsatisfiable."""
+        conjuncts = self._leaves.conjuncts(parts)
+        if conjuncts is None:
             return None
-        if len(flat) == 1 and flat[0].keys() == {"$ref"}:
-            return self.of((self._leaves.resolved(flat[0]["$ref"]),))
-        identity = tuple(sorted({id(part) for part in flat}))
-        if identity in self._names:
-            name = self._names[identity]
-            if name in self._open:
-                self._used.add(name)
-            return name
-        self._alive.append(flat)
-        name = self._names[identity] = self._new("r")
-        self._open.add(name)
+        if len(conjuncts) == 1 and conjuncts[0].keys() == {"$ref"}:
+            return self._rule((self._leaves.resolve(conjuncts[0]["$ref"]),))
+        key = tuple(sorted({id(part) for part in conjuncts}))
+        if key in self._names:
+            known_name = self._names[key]
+            if known_name in self._unfinished:
+                self._recursive.add(known_name)
+            return known_name
+        self._alive.append(conjuncts)
+        name = self._new_name("r")
+        self._names[key] = name
+        self._unfinished.add(name)
         try:
-            body = self._body(flat)
-        except Cannot as error:
-            del self._names[identity]
-            if name in self._used:  # by rules that may be used
-                raise Cannot(_WHOLE, error.why) from None
+            body = self._body(conjuncts)
+        except NoExactForm as error:
+            del self._names[key]
+            if name in self._recursive:  # rules that are kept may refer to it
+                raise NoExactForm(_WHOLE, error.why) from None
             raise
         finally:
-            self._open.remove(name)
+            self._unfinished.remove(name)
         if body is None:
-            if name in self._used:
-                raise Cannot("$ref", "a recursive schema that allows nothing")
-            self._names[identity] = None
+            if name in self._recursive:
+                raise NoExactForm("$ref", "a recursive schema that allows nothing")
+            self._names[key] = None
             return None
-        if name in self._used:
+        if name in self._recursive:
             self._define(name, body)
         else:
-            self._names[identity] = name = self._shared(body, name)
+            name = self._shared_rule(body, name)
+            self._names[key] = name
         return name
 
-    def _new(self, kind: str) -> str:
+    def _new_name(self, prefix: str) -> str:
         self._count += 1
-        if self._count > _MOST_RULES:
-            raise Cannot(_WHOLE, "too large")
-        return f"{kind}{self._count}"
+        if self._count > _MAX_RULES:
+            raise NoExactForm(_WHOLE, "too large")
+        return f"{prefix}{self._count}"
 
     def _define(self, name: str, body: str) -> None:
         self._rules[name] = body
         self._size += len(body)
-        if self._size > _MOST_TEXT:
-            raise Cannot(_WHOLE, "too large")
+        if self._size > _MAX_CHARACTERS:
+            raise NoExactForm(_WHOLE, "too large")
 
-    def _shared(self, body: str, name: str = "") -> str:
-        if body not in self._known:
-            self._known[body] = name or self._new("r")
-            self._define(self._known[body], body)
-        return self._known[body]
+    def _shared_rule(self, body: str, name: str = "") -> str:
+        """Return the name of the rule with this body; define it, as `name`, if there is none."""
+        if body not in self._name_of_body:
+            self._name_of_body[body] = name or self._new_name("r")
+            self._define(self._name_of_body[body], body)
+        return self._name_of_body[body]
 
     def _terminal(self, body: str) -> str:
         return self._terminals.setdefault(body, f"T{len(self._terminals)}")
 
+    # Bodies ------------------------------------------------------------------------------------
+
     def _body(self, parts: tuple[dict[str, Any], ...]) -> str | None:
-        if not any(self._leaves.has_objects(part) for part in parts):
-            return self._leaves.of(parts)
+        """Return the body of the rule of a conjunction; None if it is unsatisfiable."""
+        if not any(self._leaves.has_orders(part) for part in parts):
+            return self._leaves.leaf(parts)
         for index, part in enumerate(parts):
-            rest = (*parts[:index], *parts[index + 1 :])
+            others = (*parts[:index], *parts[index + 1 :])
             if "$ref" in part:
-                target = self._leaves.resolved(part["$ref"])
-                return self.of((target, self._leaves.without(part, "$ref"), *rest))
+                target = self._leaves.resolve(part["$ref"])
+                return self._rule((target, self._leaves.without(part, "$ref"), *others))
             if "anyOf" in part:
-                return self._union(part["anyOf"], (self._leaves.without(part, "anyOf"), *rest))
+                rest = (self._leaves.without(part, "anyOf"), *others)
+                return self._union(part["anyOf"], rest)
         return self._plain(parts)
 
-    def _union(self, options: list[Any], rest: Parts) -> str | None:
-        if len(options) > _MOST_OPTIONS:
-            raise Cannot("anyOf", f"{len(options)} options")
-        together = self._leaves.conjuncts(rest)
-        if together is None:
+    def _union(self, options: list[Any], rest: Conjuncts) -> str | None:
+        """Return the body of ``anyOf``, distributed over the other conjuncts."""
+        if len(options) > _MAX_OPTIONS:
+            raise NoExactForm("anyOf", f"{len(options)} options")
+        conjuncts = self._leaves.conjuncts(rest)
+        if conjuncts is None:
             return None
-        small = []
+        leaf_options = []
         names = []
         for option in options:
-            if any(map(self._leaves.has_objects, (option, *together))):
-                names.append(self.of((option, *together)))
+            if any(map(self._leaves.has_orders, (option, *conjuncts))):
+                names.append(self._rule((option, *conjuncts)))
             else:
-                small.append(option)
-        if small:
-            names.append(self.of(({"anyOf": small}, *together)))
-        named = list(dict.fromkeys(name for name in names if name is not None))
-        return " | ".join(named) or None
+                leaf_options.append(option)
+        if leaf_options:
+            names.append(self._rule(({"anyOf": leaf_options}, *conjuncts)))
+        distinct = list(dict.fromkeys(name for name in names if name is not None))
+        return " | ".join(distinct) or None
 
     def _plain(self, parts: tuple[dict[str, Any], ...]) -> str | None:
-        """Conjuncts without references and unions."""
+        """Return the body of a conjunction without references and unions."""
         for part in parts:
             if part.keys() - KNOWN:
-                keyword = min(part.keys() - KNOWN)
-                raise Cannot(keyword, "in an object")
+                raise NoExactForm(min(part.keys() - KNOWN), "in an object")
         for part in parts:
             if "enum" in part or "const" in part:
                 if has_orders(part):
-                    self.kept.append(Cannot("enum" if "enum" in part else "const", "of objects"))
-                return self._leaves.of(parts)
-        kinds = KINDS
+                    keyword = "enum" if "enum" in part else "const"
+                    self.ordered.append(NoExactForm(keyword, "of objects"))
+                return self._leaves.leaf(parts)
+        types = JSON_TYPES
         for part in parts:
-            kinds = meet(kinds, kinds_of(part))
-        names = []
-        for kind in ("object", "array"):
-            if kind in kinds:
-                try:
-                    names.append(
-                        self._object(object_of(parts))
-                        if kind == "object"
-                        else self._array(array_of(parts), parts)
-                    )
-                except Cannot as error:
-                    if error.keyword == _WHOLE:
-                        raise
-                    self.kept.append(error)
-                    names.append(self._leaf(parts, frozenset((kind,))))
-        if kinds - {"object", "array"}:
-            names.append(self._leaf(parts, kinds - {"object", "array"}))
+            types = common_types(types, types_of(part))
+        names = [
+            self._object_or_array(json_type, parts)
+            for json_type in ("object", "array")
+            if json_type in types
+        ]
+        if types - {"object", "array"}:
+            names.append(self._leaf_rule(parts, types - {"object", "array"}))
         return " | ".join(name for name in names if name) or None
 
-    def _leaf(self, parts: Parts, kinds: frozenset[str]) -> str | None:
-        text = self._leaves.of(parts, kinds)
-        return None if text is None else self._shared(text)
+    def _object_or_array(self, json_type: str, parts: tuple[dict[str, Any], ...]) -> str | None:
+        """Return the rule of the objects or arrays of a conjunction; in the schema's order if
+        there is no exact form."""
+        try:
+            if json_type == "object":
+                return self._object(merge_objects(parts))
+            return self._array(merge_arrays(parts), parts)
+        except NoExactForm as error:
+            if error.keyword == _WHOLE:
+                raise
+            self.ordered.append(error)
+            return self._leaf_rule(parts, frozenset((json_type,)))
 
-    def _array(self, array: Array, parts: Parts) -> str | None:
-        if not any(map(self._leaves.has_objects, array.items)):
-            return self._leaf(parts, frozenset(("array",)))
-        item = None if array.high == 0 else self.of(array.items)
-        high = 0 if item is None else array.high
-        if high is not None and array.low > high:
+    def _leaf_rule(self, parts: Conjuncts, types: frozenset[str]) -> str | None:
+        body = self._leaves.leaf(parts, types)
+        return None if body is None else self._shared_rule(body)
+
+    def _array(self, shape: ArrayShape, parts: Conjuncts) -> str | None:
+        if not any(map(self._leaves.has_orders, shape.items)):
+            return self._leaf_rule(parts, frozenset(("array",)))
+        item = None if shape.high == 0 else self._rule(shape.items)
+        high = 0 if item is None else shape.high
+        if high is not None and shape.low > high:
             return None
-        return self._shared(lark.array_body(item, array.low, high))
+        return self._shared_rule(lark.array_body(item, shape.low, high))
 
-    def _object(self, shape: Object) -> str | None:
-        names: dict[str, str] = {}
+    def _object(self, shape: ObjectShape) -> str | None:
+        rules: dict[str, str] = {}
         for name in sorted(shape.names, key=lambda name: name not in shape.required):
-            rule = self.of(shape.names[name])
+            rule = self._rule(shape.names[name])
             if rule is not None:
-                names[name] = rule
+                rules[name] = rule
             elif name in shape.required:
                 return None
-        if len(names) > lark.BITS:
-            raise Cannot("properties", f"{len(names)} of them or more")
-        pairs = lark.Pairs(tuple(names.items()), len(shape.required), self._other_pairs(shape))
-        known = repr(pairs)
-        if known not in self._known:
-            name = self._known[known] = self._new("o")
+        if len(rules) > lark.BITS:
+            raise NoExactForm("properties", f"{len(rules)} of them or more")
+        pairs = lark.Pairs(tuple(rules.items()), len(shape.required), self._other_pairs(shape))
+        key = repr(pairs)
+        if key not in self._name_of_body:
+            name = self._new_name("o")
+            self._name_of_body[key] = name
             for head, body in lark.object_rules(name, pairs).items():
                 self._define(head, body)
-        return self._known[known]
+        return self._name_of_body[key]
 
-    def _other_pairs(self, shape: Object) -> str | None:
-        """Rule of one pair whose key has no name in the schema."""
-        taken = [literal(lark.key(name)) for name in shape.names]
+    def _other_pairs(self, shape: ObjectShape) -> str | None:
+        """Return the rule of a pair whose key the schema does not name; None if there is none."""
+        names = [literal(lark.key(name)) for name in shape.names]
         patterns = [lark.regex(lark.pattern_key(pattern)) for pattern in shape.patterns]
-        others = lark.regex(lark.PLAIN_KEY if patterns else lark.ANY_KEY)
+        any_key = lark.regex(lark.PLAIN_KEY if patterns else lark.ANY_KEY)
         if patterns:
-            self.narrowed.append(Cannot("patternProperties", "no keys that JSON escapes"))
+            self.excluded.append(NoExactForm("patternProperties", "no keys that JSON escapes"))
+        # Keys in which a pattern is found, by pattern; then the keys in which none is.
+        groups: list[tuple[str, list[str], Conjuncts]] = [
+            (f"{pattern} & ", names, schemas)
+            for pattern, schemas in zip(patterns, shape.patterns.values(), strict=True)
+        ]
+        groups.append(("", names + patterns, shape.rest))
         options = []
-        for which, but, schemas in (
-            *(
-                (f"{one} & ", taken, schemas)
-                for one, schemas in zip(patterns, shape.patterns.values(), strict=True)
-            ),
-            ("", taken + patterns, shape.rest),
-        ):
-            rule = self.of(schemas)
+        for required, excluded, schemas in groups:
+            rule = self._rule(schemas)
             if rule is not None:
-                free = f" & ~({' | '.join(but)})" if but else ""
-                options.append(f"{self._terminal(which + others + free)} COLON {rule}")
-        return self._shared(" | ".join(options)) if options else None
+                exclusion = f" & ~({' | '.join(excluded)})" if excluded else ""
+                options.append(f"{self._terminal(required + any_key + exclusion)} COLON {rule}")
+        return self._shared_rule(" | ".join(options)) if options else None

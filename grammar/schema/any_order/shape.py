@@ -1,4 +1,4 @@
-"""Schemas as conjunctions: what a set of subschemas says together about objects and arrays."""
+"""Object and array constraints of a conjunction of schemas."""
 
 from __future__ import annotations
 
@@ -7,93 +7,139 @@ from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 from graft.grammar.errors import GrammarError
-from graft.grammar.schema.terms import Cannot, required_of, word_set
+from graft.grammar.schema.terms import NoExactForm, required_of, word_set
 from graft.grammar.validate import search_pattern
 
-__all__ = ["ARRAYS", "OBJECTS", "Array", "Object", "Parts", "array_of", "object_of"]
+__all__ = [
+    "ARRAYS",
+    "OBJECTS",
+    "ArrayShape",
+    "Conjuncts",
+    "ObjectShape",
+    "merge_arrays",
+    "merge_objects",
+]
 
+#: Keywords that constrain objects, and arrays.
 OBJECTS = word_set(
     "properties patternProperties additionalProperties required minProperties maxProperties"
 )
 ARRAYS = word_set("items prefixItems additionalItems minItems maxItems")
-_NO_CHARACTERS = re.compile(r"\\[pPux]\{")
+#: Escapes that ``re`` does not support.
+_UNSUPPORTED_ESCAPE = re.compile(r"\\[pPux]\{")
 
-Parts = tuple[Any, ...]  # schemas that all hold
+#: Schemas that all hold.
+Conjuncts = tuple[Any, ...]
 
 
 @dataclass
-class Object:
-    """What an object has to look like."""
+class ObjectShape:
+    """Constraints of an object.
 
-    names: dict[str, Parts] = field(default_factory=dict)
-    patterns: dict[str, Parts] = field(default_factory=dict)  # found in keys without a name
-    rest: Parts = ()  # of all other keys
+    Attributes
+    ----------
+    names
+        Schemas of each named property.
+    patterns
+        Schemas of the properties without a name in which a pattern is found.
+    rest
+        Schemas of all other properties.
+    required
+        Names of the required properties.
+    """
+
+    names: dict[str, Conjuncts] = field(default_factory=dict)
+    patterns: dict[str, Conjuncts] = field(default_factory=dict)
+    rest: Conjuncts = ()
     required: frozenset[str] = frozenset()
 
 
-class Array(NamedTuple):
-    """What an array has to look like: its items, and how many there are."""
+class ArrayShape(NamedTuple):
+    """Constraints of an array.
 
-    items: Parts
+    Attributes
+    ----------
+    items
+        Schemas of each item.
+    low, high
+        Minimum and maximum number of items; `high` is None if there is no maximum.
+    """
+
+    items: Conjuncts
     low: int
     high: int | None
 
 
-def object_of(parts: Parts) -> Object:
-    """What the schemas say together about objects.
+def merge_objects(parts: Conjuncts) -> ObjectShape:
+    """Return the constraints that schemas together impose on objects.
 
-    `Cannot` if patterns of two of them would have to be intersected, or keys are counted.
+    Raises
+    ------
+    NoExactForm
+        A schema counts properties, or patterns of several schemas would have to be intersected.
     """
     parts = tuple(part for part in parts if OBJECTS & part.keys())
     for part in parts:
         for keyword in part.keys() & {"minProperties", "maxProperties"}:
-            raise Cannot(keyword, "keys are counted")
-    patterned = [part for part in parts if part.get("patternProperties")]
-    if len({tuple(part["patternProperties"]) for part in patterned}) > 1:
-        raise Cannot("patternProperties", "of several schemas that hold together")
-    needed = [name for part in parts for name in required_of(part)]
-    made = Object(required=frozenset(needed))
+            raise NoExactForm(keyword, "keys are counted")
+    with_patterns = [part for part in parts if part.get("patternProperties")]
+    if len({tuple(part["patternProperties"]) for part in with_patterns}) > 1:
+        raise NoExactForm("patternProperties", "of several schemas that hold together")
+    required = [name for part in parts for name in required_of(part)]
+    shape = ObjectShape(required=frozenset(required))
     listed = [name for part in parts for name in part.get("properties", ())]
-    for name in dict.fromkeys(listed + needed):
-        made.names[name] = tuple(s for part in parts for s in _of_name(part, name))
-    for pattern in patterned[0]["patternProperties"] if patterned else ():
-        made.patterns[pattern] = tuple(
-            part["patternProperties"][pattern]
-            if part.get("patternProperties")
-            else part.get("additionalProperties", True)
-            for part in parts
+    for name in dict.fromkeys(listed + required):
+        shape.names[name] = tuple(
+            schema for part in parts for schema in _property_schemas(part, name)
         )
-    made.rest = tuple(p["additionalProperties"] for p in parts if "additionalProperties" in p)
-    return made
+    for pattern in with_patterns[0]["patternProperties"] if with_patterns else ():
+        shape.patterns[pattern] = tuple(_pattern_schema(part, pattern) for part in parts)
+    shape.rest = tuple(p["additionalProperties"] for p in parts if "additionalProperties" in p)
+    return shape
 
 
-def _of_name(part: dict[str, Any], name: str) -> list[Any]:
-    """Schemas of one named property in one schema."""
-    found = [part["properties"][name]] if name in part.get("properties", ()) else []
+def _pattern_schema(part: dict[str, Any], pattern: str) -> Any:
+    """Return the schema of properties in which a pattern is found, but which have no name."""
+    if part.get("patternProperties"):
+        return part["patternProperties"][pattern]
+    return part.get("additionalProperties", True)
+
+
+def _property_schemas(part: dict[str, Any], name: str) -> list[Any]:
+    """Return the schemas that one schema has for a named property."""
+    schemas = [part["properties"][name]] if name in part.get("properties", ()) else []
     for pattern, schema in part.get("patternProperties", {}).items():
-        if _found(pattern, name):
-            found.append(schema)
-    return found or [part.get("additionalProperties", True)]
+        if _matches(pattern, name):
+            schemas.append(schema)
+    return schemas or [part.get("additionalProperties", True)]
 
 
-def _found(pattern: str, name: str) -> bool:
+def _matches(pattern: str, name: str) -> bool:
     try:
-        if _NO_CHARACTERS.search(pattern):
-            raise Cannot("patternProperties", f"pattern {pattern!r} cannot be compared with a name")
+        if _UNSUPPORTED_ESCAPE.search(pattern):
+            raise NoExactForm(
+                "patternProperties", f"pattern {pattern!r} cannot be compared with a name"
+            )
         return search_pattern(pattern if name.isascii() else f"(?a){pattern}", name)
     except (re.error, GrammarError) as error:
-        raise Cannot("patternProperties", f"pattern {pattern!r}: {error}") from None
+        raise NoExactForm("patternProperties", f"pattern {pattern!r}: {error}") from None
 
 
-def array_of(parts: Parts) -> Array:
-    """What the schemas say together about arrays; `Cannot` if first items have their own."""
+def merge_arrays(parts: Conjuncts) -> ArrayShape:
+    """Return the constraints that schemas together impose on arrays.
+
+    Raises
+    ------
+    NoExactForm
+        The first items have schemas of their own.
+    """
     parts = tuple(part for part in parts if ARRAYS & part.keys())
     for part in parts:
-        if "prefixItems" in part or isinstance(part.get("items"), list):
-            raise Cannot("prefixItems" if "prefixItems" in part else "items", "first items")
+        if "prefixItems" in part:
+            raise NoExactForm("prefixItems", "first items")
+        if isinstance(part.get("items"), list):
+            raise NoExactForm("items", "first items")
+    items = tuple(part.get("items", True) for part in parts)
+    lows = [int(part.get("minItems", 0)) for part in parts]
     highs = [int(part["maxItems"]) for part in parts if "maxItems" in part]
-    return Array(
-        tuple(part.get("items", True) for part in parts),
-        max((int(part.get("minItems", 0)) for part in parts), default=0),
-        min(highs) if highs else None,
-    )
+    return ArrayShape(items, max(lows, default=0), min(highs) if highs else None)

@@ -1,4 +1,4 @@
-"""Whether two schemas have no value in common, as far as can be proved."""
+"""Proofs that two schemas have no value in common."""
 
 from __future__ import annotations
 
@@ -9,55 +9,64 @@ import math
 import re
 from typing import Any
 
+from graft.grammar.schema.llguidance_errors import is_unsatisfiable
 from graft.grammar.schema.terms import (
-    KINDS,
-    Cannot,
-    Kinds,
+    JSON_TYPES,
+    JsonTypes,
+    NoExactForm,
     References,
-    kinds_of,
-    meet,
+    common_types,
     required_of,
+    types_of,
     values_of,
 )
-from graft.grammar.schema.trial import unsatisfiable
 from graft.grammar.validate import search_pattern
 
 __all__ = ["Disjointness"]
 
-_DEPTH = 6
-_QUESTIONS = 60  # to LLGuidance, about one document
-_LARGEST = 15_000  # characters; LLGuidance takes half a second for some larger documents
+_MAX_DEPTH = 6
+_MAX_QUERIES = 60  # of LLGuidance, per document
+_MAX_QUERY_CHARACTERS = 15_000  # LLGuidance takes half a second for some larger documents
 _REFERENCE = re.compile(r'"\$ref": "([^"]*)"')
 
 
 class Disjointness:
-    """Proofs within one document; "not proved" says nothing.
+    """Proofs within one document. A pair that is not proved disjoint may still be.
 
-    LLGuidance is asked where types, constants and required properties do not settle the matter.
+    Types, constants and required properties are compared first. LLGuidance is queried about the
+    rest.
+
+    Parameters
+    ----------
+    root
+        The document.
+    references
+        Its references.
     """
 
     def __init__(self, root: Any, references: References):
         shared = ("$schema", "$defs", "definitions")
         self._references = references
         self._definitions = {k: root[k] for k in shared if k in root}
-        self._left = _QUESTIONS
+        self._remaining_queries = _MAX_QUERIES
 
-    def proved(self, one: Any, other: Any, base: Any = True, kinds: Kinds = KINDS) -> bool:
-        """Whether no value of these types fits ``base`` and both schemas."""
-        if self._apart(one, other, kinds, _DEPTH):
+    def proved(self, one: Any, other: Any, base: Any = True, types: JsonTypes = JSON_TYPES) -> bool:
+        """Return whether provably no value of the types satisfies `base` and both schemas."""
+        if self._are_apart(one, other, types, _MAX_DEPTH):
             return True
-        if self._left <= 0:
+        if self._remaining_queries <= 0:
             return False
-        self._left -= 1
-        typed = True if kinds == KINDS else {"type": sorted(kinds)}
-        document = self._document([base, one, other, typed])
-        return len(json.dumps(document)) <= _LARGEST and unsatisfiable(document)
+        self._remaining_queries -= 1
+        typed = True if types == JSON_TYPES else {"type": sorted(types)}
+        document = self._intersection([base, one, other, typed])
+        small = len(json.dumps(document)) <= _MAX_QUERY_CHARACTERS
+        return small and is_unsatisfiable(document)
 
-    def _document(self, parts: list[Any]) -> dict[str, Any]:
-        """The intersection, with the definitions it refers to and no others."""
-        found: dict[str, Any] = {"allOf": parts}
+    def _intersection(self, parts: list[Any]) -> dict[str, Any]:
+        """Return the intersection of schemas, with the definitions that it refers to."""
+        document: dict[str, Any] = {"allOf": parts}
         if "$schema" in self._definitions:
-            found["$schema"] = self._definitions["$schema"]
+            document["$schema"] = self._definitions["$schema"]
         pending = set(_REFERENCE.findall(json.dumps(parts)))
         done: set[str] = set()
         while pending - done:
@@ -67,63 +76,88 @@ class Disjointness:
             if home not in ("$defs", "definitions") or name not in self._definitions.get(home, {}):
                 return {**self._definitions, "allOf": parts}
             target = self._definitions[home][name]
-            found.setdefault(home, {})[name] = target
+            document.setdefault(home, {})[name] = target
             pending |= set(_REFERENCE.findall(json.dumps(target)))
-        return found
+        return document
 
-    def _apart(self, one: Any, other: Any, kinds: Kinds, depth: int) -> bool:
+    def _are_apart(self, one: Any, other: Any, types: JsonTypes, depth: int) -> bool:
+        """Return whether two schemas are disjoint, without querying LLGuidance."""
         if one is False or other is False:
             return True
         if not isinstance(one, dict) or not isinstance(other, dict) or depth == 0:
             return False
-        for first, second in ((one, other), (other, one)):
-            for part in self._conjuncts(first):
-                if self._apart(part, second, kinds, depth - 1):
-                    return True
-            for keyword in ("anyOf", "oneOf"):
-                if keyword in first and all(
-                    self._apart(part, second, kinds, depth - 1) for part in first[keyword]
-                ):
-                    return True
-        values = values_of(one)
-        others = values_of(other)
-        if values is not None and others is not None:
-            return not any(
-                a == b and isinstance(a, bool) == isinstance(b, bool)
-                for a in values
-                for b in others
-            )
-        common = meet(kinds, meet(kinds_of(one), kinds_of(other)))
-        if not common:
+        if self._part_is_apart(one, other, types, depth):
             return True
-        if common == {"object"}:
-            return self._objects_apart(one, other, depth)
-        if common == {"string"}:
-            for words, schema in ((values, other), (others, one)):
-                if words is not None and _refused(words, schema):
-                    return True
-            return one.get("minLength", 0) > other.get("maxLength", math.inf) or other.get(
-                "minLength", 0
-            ) > one.get("maxLength", math.inf)
+        if self._part_is_apart(other, one, types, depth):
+            return True
+        values = values_of(one)
+        other_values = values_of(other)
+        if values is not None and other_values is not None:
+            return not _have_common_value(values, other_values)
+        shared_types = common_types(types, common_types(types_of(one), types_of(other)))
+        if not shared_types:
+            return True
+        if shared_types == {"object"}:
+            return self._objects_are_apart(one, other, depth)
+        if shared_types == {"string"}:
+            return _strings_are_apart(one, other)
+        return False
+
+    def _part_is_apart(
+        self, one: dict[str, Any], other: dict[str, Any], types: JsonTypes, depth: int
+    ) -> bool:
+        """Return whether a conjunct, or all options of a union, of `one` exclude `other`."""
+        for part in self._conjuncts(one):
+            if self._are_apart(part, other, types, depth - 1):
+                return True
+        for keyword in ("anyOf", "oneOf"):
+            if keyword in one and all(
+                self._are_apart(part, other, types, depth - 1) for part in one[keyword]
+            ):
+                return True
         return False
 
     def _conjuncts(self, schema: dict[str, Any]) -> list[Any]:
         parts = list(schema.get("allOf", ()))
         if "$ref" in schema:
-            with contextlib.suppress(Cannot):
+            with contextlib.suppress(NoExactForm):
                 parts.append(self._references.resolve(schema["$ref"]))
         return parts
 
-    def _objects_apart(self, one: dict[str, Any], other: dict[str, Any], depth: int) -> bool:
-        """Whether a property that must be there cannot fit both."""
+    def _objects_are_apart(self, one: dict[str, Any], other: dict[str, Any], depth: int) -> bool:
+        """Return whether the schemas of a required property are disjoint."""
         return any(
-            self._apart(_property(one, name), _property(other, name), KINDS, depth - 1)
+            self._are_apart(
+                _property_schema(one, name), _property_schema(other, name), JSON_TYPES, depth - 1
+            )
             for name in dict.fromkeys((*required_of(one), *required_of(other)))
         )
 
 
-def _property(schema: dict[str, Any], name: str) -> Any:
-    """What a property of this name must fit (possibly less than all of it)."""
+def _have_common_value(values: list[Any], others: list[Any]) -> bool:
+    """Return whether two lists have an equal value; ``True`` and ``1`` differ."""
+    return any(
+        value == other and isinstance(value, bool) == isinstance(other, bool)
+        for value in values
+        for other in others
+    )
+
+
+def _strings_are_apart(one: dict[str, Any], other: dict[str, Any]) -> bool:
+    """Return whether no string satisfies two schemas."""
+    values = values_of(one)
+    if values is not None and _all_refused(values, other):
+        return True
+    other_values = values_of(other)
+    if other_values is not None and _all_refused(other_values, one):
+        return True
+    if one.get("minLength", 0) > other.get("maxLength", math.inf):
+        return True
+    return bool(other.get("minLength", 0) > one.get("maxLength", math.inf))
+
+
+def _property_schema(schema: dict[str, Any], name: str) -> Any:
+    """Return a schema that the property of this name must satisfy, possibly not all of it."""
     properties = schema.get("properties", {})
     if name in properties:
         return properties[name]
@@ -132,17 +166,17 @@ def _property(schema: dict[str, Any], name: str) -> Any:
     return schema.get("additionalProperties", True)
 
 
-def _refused(words: list[Any], schema: dict[str, Any]) -> bool:
-    """Whether a schema's own string keywords refuse every one of the words."""
-    low = schema.get("minLength", 0)
-    high = schema.get("maxLength", math.inf)
-    found = None
+def _all_refused(words: list[Any], schema: dict[str, Any]) -> bool:
+    """Return whether the schema's own string keywords refuse every one of the words."""
+    min_length = schema.get("minLength", 0)
+    max_length = schema.get("maxLength", math.inf)
+    matches = None
     with contextlib.suppress(re.error, KeyError):
         re.compile(schema["pattern"])
-        found = functools.partial(search_pattern, schema["pattern"])
+        matches = functools.partial(search_pattern, schema["pattern"])
     return all(
         not isinstance(word, str)
-        or not low <= len(word) <= high
-        or (found and word.isascii() and not found(word))
+        or not min_length <= len(word) <= max_length
+        or (matches and word.isascii() and not matches(word))
         for word in words
     )

@@ -1,30 +1,47 @@
-"""The complement of a schema as a schema, where JSON schema can say it."""
+"""Complements of schemas, where JSON schema can express them."""
 
 from __future__ import annotations
 
 import itertools
+from collections.abc import Iterator
 from typing import Any
 
-from graft.grammar.schema import terms
 from graft.grammar.schema.rewrite.strings import literals, none_of
-from graft.grammar.schema.terms import KINDS, Cannot, Kinds, References, any_of, kinds_of, meet
+from graft.grammar.schema.terms import (
+    JSON_TYPES,
+    JsonTypes,
+    NoExactForm,
+    References,
+    any_of,
+    common_types,
+    required_of,
+    type_of_value,
+    types_of,
+    word_set,
+)
 from graft.grammar.validate import search_pattern
 
 __all__ = ["Negation"]
 
-_DEPTH = 12
-_DIFFERS = "that some property differs cannot be said in JSON schema"
-_KNOWN_FORMATS = terms.word_set(
+_MAX_DEPTH = 12
+_MAX_ONE_OF = 6  # options of a oneOf whose complement is expanded
+_MAX_ITEMS = 4  # of an array, any of which may violate the schema
+_MAX_LISTED = 5  # properties of a closed object whose combinations are expanded
+_SOME_PROPERTY_DIFFERS = "that some property differs cannot be expressed in JSON schema"
+_SOME_ITEM_DIFFERS = "that some item differs cannot be expressed in JSON schema"
+_KNOWN_FORMATS = word_set(
     """date-time time date duration email hostname ipv4 ipv6 uuid uri idn-email idn-hostname iri
     iri-reference json-pointer relative-json-pointer regex uri-reference uri-template"""
 )
-_SAYS_NOTHING = terms.word_set(
+#: Keywords that are annotations or are handled together with others.
+_HANDLED_ELSEWHERE = word_set(
     """$schema $id id $anchor $defs definitions $comment title description default examples
     deprecated readOnly writeOnly type const enum required properties additionalProperties
     patternProperties items additionalItems prefixItems minimum maximum exclusiveMinimum
     exclusiveMaximum then else"""
 )
-_ABOUT = {
+#: The only type that each keyword constrains.
+_TYPE_OF_KEYWORD = {
     **dict.fromkeys(
         ("minLength", "maxLength", "pattern", "format", "contentEncoding", "contentMediaType"),
         "string",
@@ -56,212 +73,264 @@ _ABOUT = {
     "multipleOf": "number",
 }
 
+Names = frozenset[str] | None
+
 
 class Negation:
-    """Complements within one document."""
+    """Complements of the schemas of one document.
+
+    Parameters
+    ----------
+    references
+        References of the document.
+    draft
+        Its draft: 3, 4, 6, 7, 2019 or 2020.
+    """
 
     def __init__(self, references: References, draft: int):
         self._references = references
         self._draft = draft
         self._depth = 0
-        self._missing: list[Cannot] | None = None  # not None while a part may be left out
+        self._omitted: list[NoExactForm] | None = None  # not None while parts may be omitted
 
-    def most_of(
-        self, schema: Any, kinds: Kinds = KINDS, names: frozenset[str] | None = None
-    ) -> tuple[Any, Cannot | None]:
-        """`of`, or where it has no words for it a part of the complement, and what is missing.
+    def complement(self, schema: Any, types: JsonTypes = JSON_TYPES, names: Names = None) -> Any:
+        """Return the schema of all values that `schema` refuses.
 
-        Objects that fail the schema only in the value of a property are left out if the complement
-        of that value's schema cannot be said, while those without the property are kept. `Cannot`
-        if nothing would be left, or something else has no words.
-        """
-        self._missing = []
-        try:
-            found = self.of(schema, kinds, names)
-            missing = self._missing
-        finally:
-            self._missing = None
-        if found is False and missing:
-            raise missing[0]
-        return found, missing[0] if missing else None
+        Parameters
+        ----------
+        schema
+            The schema to negate.
+        types
+            Types that matter. The result may accept or refuse values of other types.
+        names
+            The only property names that objects can have; None if any.
 
-    def _if_possible(self, name: str, part: Any) -> Any:
-        """Objects whose property fails the schema; none if that may be left out and has no form."""
-        try:
-            return _property(name, self.of(part))
-        except Cannot as error:
-            if self._missing is None:
-                raise
-            self._missing.append(error)
-            return False
-
-    def of(self, schema: Any, kinds: Kinds = KINDS, names: frozenset[str] | None = None) -> Any:
-        """Everything that ``schema`` refuses; `Cannot` if JSON schema has no words for it.
-
-        Only values of these ``kinds`` matter, what the complement says of others is free; and, if
-        given, only objects whose property names are among ``names``.
+        Raises
+        ------
+        NoExactForm
+            JSON schema cannot express the complement.
         """
         if isinstance(schema, bool):
             return not schema
-        if self._depth >= _DEPTH:
-            raise Cannot("not", "is nested too deeply or refers to itself")
+        if self._depth >= _MAX_DEPTH:
+            raise NoExactForm("not", "is nested too deeply or refers to itself")
         self._depth += 1
         try:
-            return any_of(list(self._options(schema, kinds, names)))
+            return any_of(list(self._options(schema, types, names)))
         finally:
             self._depth -= 1
 
-    def _options(self, schema: dict[str, Any], kinds: Kinds, names: frozenset[str] | None) -> Any:
-        yield from _other_types(schema, kinds)
-        # Values that the schema's own type already excludes need not be excluded twice.
-        kinds = meet(kinds, kinds_of({"type": schema["type"]}) if "type" in schema else KINDS)
-        for values in ([schema["const"]] if "const" in schema else None, schema.get("enum")):
-            if values is not None:
-                yield from self._other_values(values, kinds)
-        if "object" in kinds:
-            yield from self._objects(schema, names)
-        if "array" in kinds:
-            yield from self._arrays(schema)
-        if kinds & {"number", "integer"}:
-            yield from _numbers(schema, "number" if "number" in kinds else "integer")
-        for keyword, value in schema.items():
-            if keyword in _SAYS_NOTHING:
-                continue
-            about = _ABOUT.get(keyword)
-            if about is None or about in kinds or (about == "number" and "integer" in kinds):
-                yield from self._keyword(keyword, value, kinds, names)
+    def partial_complement(
+        self, schema: Any, types: JsonTypes = JSON_TYPES, names: Names = None
+    ) -> tuple[Any, NoExactForm | None]:
+        """Return the complement, or a part of it, and the reason for what is omitted.
 
-    def _keyword(self, keyword: str, value: Any, kinds: Kinds, names: frozenset[str] | None) -> Any:
+        Objects that violate the schema only in the value of a property are omitted if the
+        complement of that property's schema cannot be expressed. Objects without the property are
+        not omitted.
+
+        Raises
+        ------
+        NoExactForm
+            Nothing would remain, or another part cannot be expressed.
+        """
+        self._omitted = []
+        try:
+            found = self.complement(schema, types, names)
+            omitted = self._omitted
+        finally:
+            self._omitted = None
+        if found is False and omitted:
+            raise omitted[0]
+        return found, omitted[0] if omitted else None
+
+    def _options(self, schema: dict[str, Any], types: JsonTypes, names: Names) -> Iterator[Any]:
+        """Yield schemas whose union is the complement."""
+        yield from _other_types(schema, types)
+        # Values of types that the schema excludes are covered already.
+        if "type" in schema:
+            types = common_types(types, types_of({"type": schema["type"]}))
+        else:
+            types = common_types(types, JSON_TYPES)
+        if "const" in schema:
+            yield from self._other_values([schema["const"]], types)
+        if schema.get("enum") is not None:
+            yield from self._other_values(schema["enum"], types)
+        if "object" in types:
+            yield from self._objects(schema, names)
+        if "array" in types:
+            yield from self._arrays(schema)
+        if types & {"number", "integer"}:
+            yield from _numbers(schema, "number" if "number" in types else "integer")
+        for keyword, value in schema.items():
+            if keyword not in _HANDLED_ELSEWHERE and _is_relevant(keyword, types):
+                yield from self._keyword(keyword, value, types, names)
+
+    def _keyword(self, keyword: str, value: Any, types: JsonTypes, names: Names) -> Iterator[Any]:
+        """Yield schemas whose union is the complement of one keyword."""
         if keyword in ("minLength", "minItems", "minProperties"):
             if value > 0:
-                yield {"type": _ABOUT[keyword], "max" + keyword[3:]: int(value) - 1}
+                yield {"type": _TYPE_OF_KEYWORD[keyword], "max" + keyword[3:]: int(value) - 1}
         elif keyword in ("maxLength", "maxItems", "maxProperties"):
-            yield {"type": _ABOUT[keyword], "min" + keyword[3:]: int(value) + 1}
+            yield {"type": _TYPE_OF_KEYWORD[keyword], "min" + keyword[3:]: int(value) + 1}
         elif keyword == "pattern":
             words = literals(value)
             if words is None:
-                raise Cannot("pattern", f"the complement of {value!r} is not known")
+                raise NoExactForm("pattern", f"the complement of {value!r} is not known")
             yield {"type": "string", "pattern": none_of(words)}
         elif keyword == "format":
             if value in _KNOWN_FORMATS:
-                raise Cannot("format", f"the complement of {value!r} is not known")
+                raise NoExactForm("format", f"the complement of {value!r} is not known")
         elif keyword == "allOf":
-            yield from (self.of(part, kinds, names) for part in value)
+            for part in value:
+                yield self.complement(part, types, names)
         elif keyword == "anyOf":
-            yield {"allOf": [self.of(part, kinds, names) for part in value]}
+            yield {"allOf": [self.complement(part, types, names) for part in value]}
         elif keyword == "oneOf":
-            if len(value) > 6:
-                raise Cannot("oneOf", f"the complement of {len(value)} options is too long")
-            yield {"allOf": [self.of(part, kinds, names) for part in value]}
-            yield from ({"allOf": list(two)} for two in itertools.combinations(value, 2))
+            if len(value) > _MAX_ONE_OF:
+                raise NoExactForm("oneOf", f"the complement of {len(value)} options is too long")
+            yield {"allOf": [self.complement(part, types, names) for part in value]}
+            for pair in itertools.combinations(value, 2):
+                yield {"allOf": list(pair)}
         elif keyword == "not":
             yield value
         elif keyword == "$ref":
-            yield self.of(self._references.resolve(value), kinds, names)
+            yield self.complement(self._references.resolve(value), types, names)
         elif keyword == "uniqueItems" and value is False:
             return
-        elif keyword in _ABOUT or keyword == "if" or keyword.startswith(("$dynamic", "$recursive")):
-            raise Cannot(keyword, "its complement cannot be said in JSON schema")
-        # Anything else is no assertion.
+        elif _is_assertion(keyword):
+            raise NoExactForm(keyword, "its complement cannot be expressed in JSON schema")
 
-    def _other_values(self, values: Any, kinds: Kinds) -> Any:
-        by_kind: dict[str, list[Any]] = {}
+    def _other_values(self, values: Any, types: JsonTypes) -> Iterator[Any]:
+        """Yield schemas whose union is all values except these."""
+        by_type: dict[str, list[Any]] = {}
         for value in values:
-            by_kind.setdefault(terms.value_kind(value), []).append(value)
-        free = sorted(k for k in kinds if ("number" if k == "integer" else k) not in by_kind)
-        if free:
-            yield {"type": free}
-        if "boolean" in kinds and len({*by_kind.get("boolean", ())}) == 1:
-            yield {"const": not by_kind["boolean"][0]}
-        if "string" in kinds and "string" in by_kind:
-            yield {"type": "string", "pattern": none_of(by_kind["string"])}
-        if "number" in by_kind and kinds & {"number", "integer"}:
-            kind = "number" if "number" in kinds else "integer"
-            low: dict[str, Any] = {}
-            for number in sorted(set(by_kind["number"])):
-                yield {"type": kind, **low, "exclusiveMaximum": number}
-                low = {"exclusiveMinimum": number}
-            yield {"type": kind, **low}
-        for kind in ("array", "object"):
-            if kind in kinds and kind in by_kind:
-                apart = [self._other_than(value) for value in by_kind[kind]]
-                yield apart[0] if len(apart) == 1 else {"allOf": apart}
+            by_type.setdefault(type_of_value(value), []).append(value)
+        absent = [t for t in types if ("number" if t == "integer" else t) not in by_type]
+        if absent:
+            yield {"type": sorted(absent)}
+        if "boolean" in types and len(set(by_type.get("boolean", ()))) == 1:
+            yield {"const": not by_type["boolean"][0]}
+        if "string" in types and "string" in by_type:
+            yield {"type": "string", "pattern": none_of(by_type["string"])}
+        if "number" in by_type and types & {"number", "integer"}:
+            json_type = "number" if "number" in types else "integer"
+            lower: dict[str, Any] = {}
+            for number in sorted(set(by_type["number"])):
+                yield {"type": json_type, **lower, "exclusiveMaximum": number}
+                lower = {"exclusiveMinimum": number}
+            yield {"type": json_type, **lower}
+        for json_type in ("array", "object"):
+            if json_type in types and json_type in by_type:
+                others = [self._other_than(value) for value in by_type[json_type]]
+                yield others[0] if len(others) == 1 else {"allOf": others}
 
     def _other_than(self, value: Any) -> Any:
-        """Arrays (or objects) that differ from this one."""
+        """Return the schema of the arrays (or objects) that differ from this one."""
         options: list[Any] = []
         if isinstance(value, list):
             if value:
                 options.append({"type": "array", "maxItems": len(value) - 1})
             options.append({"type": "array", "minItems": len(value) + 1})
-            options += (self._item(i, self.of({"const": v})) for i, v in enumerate(value))
+            for i, item in enumerate(value):
+                options.append(self._item(i, self.complement({"const": item})))
         else:
-            options += [_and_another(tuple(value), tuple(value))]
+            options.append(_with_another_property(tuple(value), tuple(value)))
             for name, part in value.items():
                 options.append({"type": "object", "properties": {name: False}})
-                options.append(_property(name, self.of({"const": part})))
+                options.append(_property(name, self.complement({"const": part})))
         return any_of(options)
 
     def _item(self, index: int, schema: Any) -> Any:
-        """Arrays whose item at ``index`` exists and fits the schema."""
+        """Return the schema of arrays whose item at `index` exists and satisfies a schema."""
         if schema is False:
             return False
         prefix = "prefixItems" if self._draft >= 2020 else "items"
         return {"type": "array", "minItems": index + 1, prefix: [True] * index + [schema]}
 
-    def _arrays(self, schema: dict[str, Any]) -> Any:
+    def _arrays(self, schema: dict[str, Any]) -> Iterator[Any]:
+        """Yield schemas of the arrays with an item that violates the schema."""
         items = schema.get("items")
-        prefix = schema.get("prefixItems", [])
-        rest = items if not isinstance(items, list) else schema.get("additionalItems", True)
-        prefix = items if isinstance(items, list) else prefix if self._draft >= 2020 else []
+        if isinstance(items, list):
+            prefix = items
+            rest = schema.get("additionalItems", True)
+        else:
+            prefix = schema.get("prefixItems", []) if self._draft >= 2020 else []
+            rest = items
         for index, part in enumerate(prefix):
-            yield self._item(index, self.of(part))
+            yield self._item(index, self.complement(part))
         if rest is None or rest is True or rest == {}:
             return
         if rest is False:
             yield {"type": "array", "minItems": len(prefix) + 1}
             return
-        bound = schema.get("maxItems")
-        if not isinstance(bound, (int, float)) or bound > 4:
-            raise Cannot("items", "that some item differs cannot be said in JSON schema")
-        complement = self.of(rest)
-        yield from (self._item(index, complement) for index in range(len(prefix), int(bound)))
+        max_items = schema.get("maxItems")
+        if not isinstance(max_items, (int, float)) or max_items > _MAX_ITEMS:
+            raise NoExactForm("items", _SOME_ITEM_DIFFERS)
+        complement = self.complement(rest)
+        for index in range(len(prefix), int(max_items)):
+            yield self._item(index, complement)
 
-    def _objects(self, schema: dict[str, Any], names: frozenset[str] | None) -> Any:
+    def _objects(self, schema: dict[str, Any], names: Names) -> Iterator[Any]:
+        """Yield schemas of the objects with a missing or invalid property."""
         properties = schema.get("properties", {})
-        for name in terms.required_of(schema):
+        for name in required_of(schema):
             yield {"type": "object", "properties": {name: False}}
         for name, part in properties.items():
-            yield self._if_possible(name, part)
+            yield self._invalid_property(name, part)
         patterns = schema.get("patternProperties", {})
         if any(part is not True and part != {} for part in patterns.values()):
-            raise Cannot("patternProperties", _DIFFERS)
+            raise NoExactForm("patternProperties", _SOME_PROPERTY_DIFFERS)
         rest = schema.get("additionalProperties", True)
         if rest is True or rest == {}:
             return
         if names is not None:
-            complement = self.of(rest)
+            complement = self.complement(rest)
             for name in sorted(names - properties.keys()):
                 if not any(search_pattern(pattern, name) for pattern in patterns):
                     yield _property(name, complement)
-        elif rest is False and not patterns and len(properties) <= 5:
+        elif rest is False and not patterns and len(properties) <= _MAX_LISTED:
             listed = tuple(properties)
             for count in range(len(listed) + 1):
                 for present in itertools.combinations(listed, count):
-                    yield _and_another(present, listed)
+                    yield _with_another_property(present, listed)
         else:
-            raise Cannot("additionalProperties", _DIFFERS)
+            raise NoExactForm("additionalProperties", _SOME_PROPERTY_DIFFERS)
+
+    def _invalid_property(self, name: str, part: Any) -> Any:
+        """Return the schema of objects whose property violates a schema; see `_omitted`."""
+        try:
+            return _property(name, self.complement(part))
+        except NoExactForm as error:
+            if self._omitted is None:
+                raise
+            self._omitted.append(error)
+            return False
+
+
+def _is_relevant(keyword: str, types: JsonTypes) -> bool:
+    """Return whether a keyword constrains values of these types."""
+    json_type = _TYPE_OF_KEYWORD.get(keyword)
+    if json_type is None or json_type in types:
+        return True
+    return json_type == "number" and "integer" in types
+
+
+def _is_assertion(keyword: str) -> bool:
+    if keyword in _TYPE_OF_KEYWORD or keyword == "if":
+        return True
+    return keyword.startswith(("$dynamic", "$recursive"))
 
 
 def _property(name: str, schema: Any) -> Any:
-    """Objects that have the property, fitting the schema."""
+    """Return the schema of objects that have a property which satisfies a schema."""
     if schema is False:
         return False
     return {"type": "object", "required": [name], "properties": {name: schema}}
 
 
-def _and_another(present: tuple[str, ...], names: tuple[str, ...]) -> Any:
-    """Objects with just ``present`` of the names and a property that is none of the names."""
+def _with_another_property(present: tuple[str, ...], names: tuple[str, ...]) -> Any:
+    """Return the schema of objects with exactly `present` of the names, and another property."""
     return {
         "type": "object",
         "properties": {name: name in present for name in names},
@@ -270,24 +339,28 @@ def _and_another(present: tuple[str, ...], names: tuple[str, ...]) -> Any:
     }
 
 
-def _other_types(schema: dict[str, Any], kinds: Kinds) -> Any:
+def _other_types(schema: dict[str, Any], types: JsonTypes) -> Iterator[Any]:
+    """Yield the schema of the types that a schema's ``type`` excludes."""
     if "type" not in schema:
         return
-    own = kinds_of({"type": schema["type"]})
-    if "integer" in own and "number" in kinds:
-        raise Cannot("type", "numbers that are no integers cannot be told from integers")
-    free = sorted(k for k in kinds if k not in own and not (k == "integer" and "number" in own))
-    if free:
-        yield {"type": free}
+    own_types = types_of({"type": schema["type"]})
+    if "integer" in own_types and "number" in types:
+        raise NoExactForm(
+            "type", "numbers that are no integers cannot be distinguished from integers"
+        )
+    excluded = [
+        t for t in types if t not in own_types and not (t == "integer" and "number" in own_types)
+    ]
+    if excluded:
+        yield {"type": sorted(excluded)}
 
 
-def _numbers(schema: dict[str, Any], kind: str) -> Any:
-    """Numbers outside the bounds, whichever draft's way the bounds are written."""
+def _numbers(schema: dict[str, Any], json_type: str) -> Iterator[Any]:
+    """Yield schemas of the numbers outside the bounds, in the notation of any draft."""
     for bound, other in (("minimum", "Maximum"), ("maximum", "Minimum")):
         strict = schema.get("exclusive" + bound.capitalize())
         if bound in schema:
-            inside = strict is True
-            keyword = other.lower() if inside else "exclusive" + other
-            yield {"type": kind, keyword: schema[bound]}
+            keyword = other.lower() if strict is True else "exclusive" + other
+            yield {"type": json_type, keyword: schema[bound]}
         if strict is not None and not isinstance(strict, bool):
-            yield {"type": kind, other.lower(): strict}
+            yield {"type": json_type, other.lower(): strict}

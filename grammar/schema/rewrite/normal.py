@@ -1,8 +1,9 @@
-"""A schema in its draft's own terms, without what says nothing: the form that is rewritten.
+"""Normal form of a schema, which the rewriter takes as input.
 
-What the draft ignores goes, as do definitions that nothing refers to and keywords without effect;
-named and dynamic references become pointers, and what "unevaluated" covers is spelled out where
-the schema alone tells.
+Keywords that the schema's draft ignores, unused definitions and keywords without effect are
+removed. Named references, and dynamic ones with a single target, become JSON pointers.
+``unevaluatedProperties`` and ``unevaluatedItems`` are replaced where the schema alone determines
+what they cover.
 """
 
 from __future__ import annotations
@@ -11,10 +12,18 @@ import json
 import re
 from typing import Any
 
-from graft.grammar.schema.terms import MAPS, Cannot, References, steps_of, subschemas, word_set
+from graft.grammar.schema.terms import (
+    MAPS,
+    NoExactForm,
+    References,
+    pointer_steps,
+    subschemas,
+    word_set,
+)
 
-__all__ = ["normal"]
+__all__ = ["normalize"]
 
+#: First draft of each newer keyword.
 _SINCE = {
     "contains": 6,
     "propertyNames": 6,
@@ -31,70 +40,103 @@ _SINCE = {
     "prefixItems": 2020,
     "$dynamicRef": 2020,
 }
-_BESIDE_REF = word_set("$schema $defs definitions title description $comment")
+#: Keywords that are kept next to ``$ref`` in drafts that ignore its siblings.
+_KEPT_NEXT_TO_REF = word_set("$schema $defs definitions title description $comment")
+#: Keywords whose value is data, not a schema.
 _DATA = word_set("enum const default examples example")
-_HOMES = ("$defs", "definitions")
-_IN_PLACE = ("anyOf", "oneOf", "if", "then", "else", "dependentSchemas")
+_DEFINITIONS = ("$defs", "definitions")
+#: Keywords whose subschemas apply to the same value, depending on that value.
+_CONDITIONAL = ("anyOf", "oneOf", "if", "then", "else", "dependentSchemas")
+_DYNAMIC_REFERENCES = ("$dynamicRef", "$recursiveRef")
+
+#: Property names and patterns, as the keys of two dicts.
+Names = tuple[dict[str, Any], dict[str, Any]]
 
 
-def normal(root: dict[str, Any], draft: int) -> dict[str, Any]:
-    """A copy of the whole schema."""
-    root = _in_force(root, draft, names=False)
+def normalize(root: dict[str, Any], draft: int) -> dict[str, Any]:
+    """Return a normalized copy of a schema document.
+
+    Parameters
+    ----------
+    root
+        The document.
+    draft
+        Its draft: 3, 4, 6, 7, 2019 or 2020.
+    """
+    root = _without_ignored(root, draft, is_map=False)
     if not References(root).nested:
-        _point(root)
+        _resolve_names(root)
     references = References(root)
     for _, part in subschemas(root):
-        if part.get("minContains") == 0 and "maxContains" not in part:  # asks for nothing
-            part.pop("contains", None)
-        if "contains" not in part:
-            part.pop("minContains", None)
-            part.pop("maxContains", None)
-        for keyword, spell in _UNEVALUATED.items():
+        _remove_idle_contains(part)
+        for keyword, replace_keyword in _UNEVALUATED.items():
             if keyword in part:
                 try:
-                    spell(part, part[keyword], references)
-                except Cannot:
-                    continue  # the rewriter names it
+                    replace_keyword(part, part[keyword], references)
+                except NoExactForm:
+                    continue  # the rewriter reports it
                 del part[keyword]
-    _prune(root, references)
+    _remove_unused_definitions(root, references)
     return root
 
 
-def _in_force(part: Any, draft: int, names: bool) -> Any:
-    """A copy without newer keywords, and what stands beside ``$ref`` in old drafts."""
+def _remove_idle_contains(part: dict[str, Any]) -> None:
+    """Remove ``contains`` that requires nothing, and its bounds where there is no ``contains``."""
+    if part.get("minContains") == 0 and "maxContains" not in part:
+        part.pop("contains", None)
+    if "contains" not in part:
+        part.pop("minContains", None)
+        part.pop("maxContains", None)
+
+
+def _without_ignored(part: Any, draft: int, is_map: bool) -> Any:
+    """Return a copy without the keywords that the draft ignores.
+
+    Parameters
+    ----------
+    part
+        A schema, a list of schemas, or a map of schemas.
+    draft
+        Draft of the document.
+    is_map
+        Whether `part` is a map of schemas, whose keys are names and not keywords.
+    """
     if isinstance(part, list):
-        return [_in_force(p, draft, False) for p in part]
+        return [_without_ignored(item, draft, is_map=False) for item in part]
     if not isinstance(part, dict):
         return part
-    alone = not names and draft <= 7 and isinstance(part.get("$ref"), str)
+    if is_map:
+        return {name: _without_ignored(value, draft, is_map=False) for name, value in part.items()}
+    ref_only = draft <= 7 and isinstance(part.get("$ref"), str)
     kept = {}
-    for key, value in part.items():
-        if not names and (
-            draft < _SINCE.get(key, 0) or (alone and key != "$ref" and key not in _BESIDE_REF)
-        ):
+    for keyword, value in part.items():
+        if draft < _SINCE.get(keyword, 0):
             continue
-        data = not names and key in _DATA
-        maps = not names and key in MAPS
-        kept[key] = value if data else _in_force(value, draft, maps)
+        if ref_only and keyword != "$ref" and keyword not in _KEPT_NEXT_TO_REF:
+            continue
+        if keyword in _DATA:
+            kept[keyword] = value
+        else:
+            kept[keyword] = _without_ignored(value, draft, is_map=keyword in MAPS)
     return kept
 
 
-def _point(root: dict[str, Any]) -> None:
-    """Turns references by name, and dynamic ones with one target, into pointers."""
-    places: dict[str, list[str]] = {}
+def _resolve_names(root: dict[str, Any]) -> None:
+    """Replace references by name, and dynamic ones with a single target, by pointers."""
+    pointers: dict[str, list[str]] = {}  # of the subschemas with a name
     for pointer, part in subschemas(root):
         for keyword in ("$anchor", "$dynamicAnchor"):
             if isinstance(part.get(keyword), str):
-                places.setdefault(part[keyword], []).append(pointer)
-        name = part.get("$id", part.get("id"))  # up to draft 7
+                pointers.setdefault(part[keyword], []).append(pointer)
+        name = part.get("$id", part.get("id"))  # names a subschema up to draft 7
         if isinstance(name, str) and re.fullmatch(r"#[A-Za-z][^/]*", name):
-            places.setdefault(name[1:], []).append(pointer)
+            pointers.setdefault(name[1:], []).append(pointer)
     for _, part in subschemas(root):
         part.pop("$dynamicAnchor", None)
         part.pop("$recursiveAnchor", None)
-        for keyword in ("$dynamicRef", "$recursiveRef", "$ref"):
+        for keyword in (*_DYNAMIC_REFERENCES, "$ref"):
             target = part.get(keyword, "")
-            found = places.get(target[1:], []) if target[:1] == "#" else []
+            found = pointers.get(target[1:], []) if target[:1] == "#" else []
             if keyword != "$ref" and (target == "#" or target[:2] == "#/"):
                 found = [target]
             if len(found) == 1 and (keyword == "$ref" or "$ref" not in part):
@@ -102,8 +144,11 @@ def _point(root: dict[str, Any]) -> None:
                 part["$ref"] = found[0]
 
 
-def _properties(part: dict[str, Any], rest: Any, references: References) -> None:
-    found = _evaluated(part, references, ("unevaluatedProperties",), [])
+def _replace_unevaluated_properties(
+    part: dict[str, Any], rest: Any, references: References
+) -> None:
+    """Replace ``unevaluatedProperties: rest`` by ``additionalProperties``."""
+    found = _evaluated_names(part, references, ("unevaluatedProperties",), [])
     if found is None or rest is True or rest == {}:
         return
     for keyword, names in zip(("properties", "patternProperties"), found, strict=True):
@@ -112,68 +157,98 @@ def _properties(part: dict[str, Any], rest: Any, references: References) -> None
     part["additionalProperties"] = rest
 
 
-def _evaluated(
-    part: Any, references: References, but: tuple[str, ...], above: list[Any]
-) -> tuple[dict[str, Any], dict[str, Any]] | None:
-    """Names and patterns that a schema looks at, whatever the value; None: all."""
-    if not isinstance(part, dict) or any(part is one for one in above):
+def _evaluated_names(
+    part: Any, references: References, ignored: tuple[str, ...], ancestors: list[Any]
+) -> Names | None:
+    """Return the names and patterns that a schema evaluates for every value; None if all.
+
+    Parameters
+    ----------
+    part
+        The schema.
+    references
+        References of the document.
+    ignored
+        Keywords of `part` that are not considered.
+    ancestors
+        Schemas whose evaluation led here; a recursive reference adds nothing.
+
+    Raises
+    ------
+    NoExactForm
+        The names depend on the value.
+    """
+    if not isinstance(part, dict) or any(part is one for one in ancestors):
         return {}, {}
-    if (part.keys() - but) & {"additionalProperties", "unevaluatedProperties"}:
+    if (part.keys() - ignored) & {"additionalProperties", "unevaluatedProperties"}:
         return None
     names = dict.fromkeys(part.get("properties", ()), True)
     patterns = dict.fromkeys(part.get("patternProperties", ()), True)
-    inner = list(part.get("allOf", ()))
+    conjuncts = list(part.get("allOf", ()))
     if "$ref" in part:
-        inner.append(references.resolve(part["$ref"]))
-    for one in inner:
-        found = _evaluated(one, references, (), [*above, part])
+        conjuncts.append(references.resolve(part["$ref"]))
+    for conjunct in conjuncts:
+        found = _evaluated_names(conjunct, references, (), [*ancestors, part])
         if found is None:
             return None
         names = names | found[0]
         patterns = patterns | found[1]
-    for keyword in _IN_PLACE:
-        value = part.get(keyword, [])
-        if not isinstance(value, list):
-            value = value.values() if keyword == "dependentSchemas" else [value]
-        for one in value:
-            found = _evaluated(one, references, (), [*above, part])
-            if found is None or found[0].keys() - names or found[1].keys() - patterns:
-                raise Cannot("unevaluatedProperties", "depends on the value")
-    if part.keys() & {"$dynamicRef", "$recursiveRef"}:
-        raise Cannot("unevaluatedProperties", "depends on the value")
+    for conditional in _conditional_parts(part):
+        found = _evaluated_names(conditional, references, (), [*ancestors, part])
+        if found is None or found[0].keys() - names or found[1].keys() - patterns:
+            raise NoExactForm("unevaluatedProperties", "depends on the value")
+    if part.keys() & set(_DYNAMIC_REFERENCES):
+        raise NoExactForm("unevaluatedProperties", "depends on the value")
     return names, patterns
 
 
-def _items(part: dict[str, Any], rest: Any, references: References) -> None:
+def _conditional_parts(part: dict[str, Any]) -> list[Any]:
+    """Return the subschemas that apply to the same value, depending on that value."""
+    parts: list[Any] = []
+    for keyword in _CONDITIONAL:
+        value = part.get(keyword, [])
+        if isinstance(value, list):
+            parts += value
+        elif keyword == "dependentSchemas":
+            parts += value.values()
+        else:
+            parts.append(value)
+    return parts
+
+
+def _replace_unevaluated_items(part: dict[str, Any], rest: Any, references: References) -> None:
+    """Replace ``unevaluatedItems: rest`` by ``items`` or ``additionalItems``."""
     if rest is True or rest == {}:
         return
-    if part.keys() & {"allOf", "$ref", "$dynamicRef", "$recursiveRef", "contains", *_IN_PLACE}:
-        raise Cannot("unevaluatedItems", "depends on the value")
+    if part.keys() & {"allOf", "$ref", *_DYNAMIC_REFERENCES, "contains", *_CONDITIONAL}:
+        raise NoExactForm("unevaluatedItems", "depends on the value")
     if isinstance(part.get("items"), list):
         part.setdefault("additionalItems", rest)
     else:
         part.setdefault("items", rest)
 
 
-_UNEVALUATED = {"unevaluatedProperties": _properties, "unevaluatedItems": _items}
+_UNEVALUATED = {
+    "unevaluatedProperties": _replace_unevaluated_properties,
+    "unevaluatedItems": _replace_unevaluated_items,
+}
+_REFERENCE = re.compile(r'"\$(?:ref|dynamicRef|recursiveRef)": "((?:[^"\\]|\\.)*)"')
 
 
-def _prune(root: dict[str, Any], references: References) -> None:
-    """Drops definitions that nothing refers to; all stay where a reference is no plain pointer."""
-    pending: list[Any] = [{k: v for k, v in root.items() if k not in _HOMES}]
+def _remove_unused_definitions(root: dict[str, Any], references: References) -> None:
+    """Remove definitions without references. Keep all if a reference is no local pointer."""
+    pending: list[Any] = [{k: v for k, v in root.items() if k not in _DEFINITIONS}]
     used: set[tuple[str, str]] = set()
     while pending:
-        for target in re.findall(
-            r'"\$(?:ref|dynamicRef|recursiveRef)": "((?:[^"\\]|\\.)*)"', json.dumps(pending.pop())
-        ):
+        for target in _REFERENCE.findall(json.dumps(pending.pop())):
             pointer = references.pointer(json.loads(f'"{target}"'))
             if pointer is None:
                 return
-            home, name = [*steps_of(pointer)[:2], "", ""][:2]
-            if home in _HOMES and (home, name) not in used:
+            home, name = [*pointer_steps(pointer)[:2], "", ""][:2]
+            if home in _DEFINITIONS and (home, name) not in used:
                 used.add((home, name))
                 pending.append(root.get(home, {}).get(name))
-    for home in _HOMES:
+    for home in _DEFINITIONS:
         if home in root:
             root[home] = {k: v for k, v in root[home].items() if (home, k) in used}
             if not root[home]:

@@ -1,4 +1,4 @@
-"""Equivalent forms of what JSON schema says about whole objects and arrays."""
+"""Equivalent forms of keywords that constrain whole objects and arrays."""
 
 from __future__ import annotations
 
@@ -7,105 +7,150 @@ import math
 import re
 from typing import Any
 
-from graft.grammar.schema.terms import Cannot, required_of, word_set
+from graft.grammar.schema.terms import NoExactForm, required_of, word_set
 from graft.grammar.validate import search_pattern
 
 __all__ = ["contains", "dependencies", "distinct", "property_count", "property_names"]
 
-_CHOICES = 64  # alternatives a rewrite may introduce
-_SAYS_NOTHING = word_set("type title description $comment examples default")
+_MAX_OPTIONS = 64  # that a rewrite may introduce
+_MAX_CONDITIONS = 7  # dependencies that become unions
+_MAX_ORDERS = 400  # permutations of items
+_ANNOTATIONS = word_set("type title description $comment examples default")
 
 
 def dependencies(value: Any, required: list[str]) -> list[Any]:
-    """Conjuncts that say the same as ``dependencies`` (or its two successors).
+    """Return schemas whose intersection is equivalent to ``dependencies``.
 
-    For a property that must be there, the dependency itself; else "the property is absent, or it is
-    there and so is what it needs". Properties that need each other share one such choice.
+    Also handles its successors ``dependentRequired`` and ``dependentSchemas``. The dependency of a
+    required property becomes unconditional. Any other becomes a union: the property is absent, or
+    it is present and its dependency holds. Properties that depend on each other share one union.
+
+    Parameters
+    ----------
+    value
+        Value of the keyword.
+    required
+        Names of the required properties.
+
+    Raises
+    ------
+    NoExactForm
+        There are too many unions.
     """
-    always = set(required)
+    always_present = set(required)
+    #: By group of names: the names in order, and the properties that depend on all of them.
     groups: dict[frozenset[str], tuple[list[str], list[str]]] = {}
     parts: list[Any] = []
-    for name, wanted in value.items():
-        if isinstance(wanted, str):  # draft 3
-            wanted = [wanted]
-        if isinstance(wanted, list):
-            group = list(dict.fromkeys((*wanted, name)))  # what is needed comes first
-            groups.setdefault(frozenset(group), (group, []))[1].append(name)
-        elif name in always:
-            parts.append(wanted)
-        elif wanted is not True and wanted != {}:
-            there = {"required": [name]}
+    for name, dependency in value.items():
+        if isinstance(dependency, str):  # draft 3
+            dependency = [dependency]
+        if isinstance(dependency, list):
+            group = list(dict.fromkeys((*dependency, name)))
+            _, owners = groups.setdefault(frozenset(group), (group, []))
+            owners.append(name)
+        elif name in always_present:
+            parts.append(dependency)
+        elif dependency is not True and dependency != {}:
+            present = {"required": [name]}
             absent = {"properties": {name: False}}
-            parts.append({"anyOf": [absent, {"allOf": [there, wanted]}]})
+            parts.append({"anyOf": [absent, {"allOf": [present, dependency]}]})
     for group, owners in groups.values():
         if len(group) == 1:
             continue
-        together = {"required": group}
-        if always & set(owners):
-            parts.append(together)
+        all_present = {"required": group}
+        if always_present & set(owners):
+            parts.append(all_present)
         else:
             absent = {"properties": dict.fromkeys(owners, False)}
-            parts.append({"anyOf": [absent, together]})
-    if sum("anyOf" in part for part in parts if isinstance(part, dict)) > 7:
-        raise Cannot("dependencies", f"{len(parts)} of them are too many to spell out")
+            parts.append({"anyOf": [absent, all_present]})
+    conditions = sum("anyOf" in part for part in parts if isinstance(part, dict))
+    if conditions > _MAX_CONDITIONS:
+        raise NoExactForm("dependencies", f"{len(parts)} of them are too many to spell out")
     return parts
 
 
 def property_names(names: Any, schema: dict[str, Any]) -> dict[str, Any]:
-    """Replacements for ``properties``, ``patternProperties`` and ``additionalProperties``."""
+    """Return keywords that replace those of an object schema with ``propertyNames``.
+
+    They are ``properties``, ``patternProperties`` and ``additionalProperties``, or only
+    ``maxProperties: 0``.
+
+    Parameters
+    ----------
+    names
+        Value of ``propertyNames``.
+    schema
+        The object schema.
+
+    Raises
+    ------
+    NoExactForm
+        The names are not a regular language that graft knows, or patterns would be intersected.
+    """
     if names is True or names == {}:
         return {}
-    kind = names.get("type", "string") if isinstance(names, dict) else "string"
-    if names is False or "string" not in ([kind] if isinstance(kind, str) else kind):
+    types = names.get("type", "string") if isinstance(names, dict) else "string"
+    if names is False or "string" not in ([types] if isinstance(types, str) else types):
         return {"maxProperties": 0}
     pattern = _name_pattern(names)
     if schema.get("patternProperties"):
-        raise Cannot("propertyNames", "stands beside patternProperties")
+        raise NoExactForm("propertyNames", "is combined with patternProperties")
     listed = dict(schema.get("properties", {}))
     try:
         for name in listed:
             if not search_pattern(pattern, name):
                 listed[name] = False
     except re.error as error:
-        raise Cannot("propertyNames", f"pattern {pattern!r}: {error}") from None
+        raise NoExactForm("propertyNames", f"pattern {pattern!r}: {error}") from None
     for name in required_of(schema):
         if name not in listed and not search_pattern(pattern, name):
             listed[name] = False
     rest = schema.get("additionalProperties", True)
-    made: dict[str, Any] = {"additionalProperties": False}
+    replacements: dict[str, Any] = {"additionalProperties": False}
     if listed:
-        made["properties"] = listed
+        replacements["properties"] = listed
     if rest is not False:
-        made["patternProperties"] = {pattern: rest}
-    return made
+        replacements["patternProperties"] = {pattern: rest}
+    return replacements
 
 
 def _name_pattern(names: Any) -> str:
-    """One regular expression of the names that are allowed."""
-    said = {key: value for key, value in names.items() if key not in _SAYS_NOTHING}
-    if set(said) == {"pattern"}:
-        return said["pattern"]
-    if set(said) in ({"enum"}, {"const"}):
-        words = said["enum"] if "enum" in said else [said["const"]]
+    """Return a pattern of the names that satisfy the value of ``propertyNames``."""
+    keywords = {key: value for key, value in names.items() if key not in _ANNOTATIONS}
+    if set(keywords) == {"pattern"}:
+        return keywords["pattern"]
+    if set(keywords) in ({"enum"}, {"const"}):
+        words = keywords["enum"] if "enum" in keywords else [keywords["const"]]
         texts = [re.sub(r"([^A-Za-z0-9 _-])", r"\\\1", w) for w in words if isinstance(w, str)]
         return f"^(?:{'|'.join(texts)})$"
-    if set(said) <= {"minLength", "maxLength"}:
-        low = said.get("minLength", 0)
-        high = said.get("maxLength", "")
+    if set(keywords) <= {"minLength", "maxLength"}:
+        low = keywords.get("minLength", 0)
+        high = keywords.get("maxLength", "")
         return f"^[\\s\\S]{{{low},{high}}}$"
-    raise Cannot("propertyNames", f"with {', '.join(sorted(said))} cannot be enforced")
+    raise NoExactForm("propertyNames", f"with {', '.join(sorted(keywords))} cannot be enforced")
 
 
 def property_count(schema: dict[str, Any]) -> list[Any] | None:
-    """A disjunction that says the same as ``minProperties`` and ``maxProperties``.
+    """Return schemas whose union is equivalent to ``minProperties`` and ``maxProperties``.
 
-    None if the bounds can stay: every listed property is required, or impossible.
+    Returns
+    -------
+    list or None
+        The schemas; empty if the bounds always hold; None if the bounds can be kept, because every
+        listed property is required or impossible.
+
+    Raises
+    ------
+    NoExactForm
+        There are too many combinations.
     """
     low = int(schema.get("minProperties", 0))
     high = schema.get("maxProperties")
     properties = schema.get("properties", {})
     required = set(required_of(schema))
-    optional = [n for n, part in properties.items() if part is not False and n not in required]
+    optional = [
+        name for name, part in properties.items() if part is not False and name not in required
+    ]
     closed = schema.get("additionalProperties") is False and not schema.get("patternProperties")
     if not optional:
         return None
@@ -116,21 +161,25 @@ def property_count(schema: dict[str, Any]) -> list[Any] | None:
     if low == 0 and high is None:
         return []
     if closed and high is None:
-        need = low - len(required)
-        _check(math.comb(len(optional), need) if need <= len(optional) else 0)
-        return [{"required": list(some)} for some in itertools.combinations(optional, need)]
+        missing = low - len(required)
+        _check_combinations(math.comb(len(optional), missing) if missing <= len(optional) else 0)
+        return [
+            {"required": list(present)} for present in itertools.combinations(optional, missing)
+        ]
     if low - len(required) == 1 and high is None:
-        absent = dict.fromkeys(optional, False)
-        some: list[Any] = [{"required": [name]} for name in optional]
-        return [*some, {"properties": absent, "minProperties": low}]
-    most = len(optional) if high is None else min(len(optional), int(high) - len(required))
-    sizes = range(most + 1)
-    _check(sum(math.comb(len(optional), size) for size in sizes))
+        one_present: list[Any] = [{"required": [name]} for name in optional]
+        all_absent = dict.fromkeys(optional, False)
+        return [*one_present, {"properties": all_absent, "minProperties": low}]
+    max_present = len(optional)
+    if high is not None:
+        max_present = min(max_present, int(high) - len(required))
+    sizes = range(max_present + 1)
+    _check_combinations(sum(math.comb(len(optional), size) for size in sizes))
     options = []
     for size in sizes:
         for present in itertools.combinations(optional, size):
             option: dict[str, Any] = {
-                "properties": {n: False for n in optional if n not in present},
+                "properties": {name: False for name in optional if name not in present},
                 "required": list(present),
             }
             if low:
@@ -141,54 +190,85 @@ def property_count(schema: dict[str, Any]) -> list[Any] | None:
     return options
 
 
-def _check(count: int) -> None:
-    if count > _CHOICES:
-        raise Cannot("minProperties/maxProperties", f"more than {_CHOICES} combinations")
+def _check_combinations(count: int) -> None:
+    if count > _MAX_OPTIONS:
+        raise NoExactForm("minProperties/maxProperties", f"more than {_MAX_OPTIONS} combinations")
 
 
 def distinct(schema: dict[str, Any], values: list[Any] | None) -> list[Any] | None:
-    """A disjunction that says the same as ``uniqueItems``; None if nothing needs to be said.
+    """Return schemas whose union is equivalent to ``uniqueItems: true`` for arrays.
 
-    ``values`` are all that an item can have, None if they are not a short list.
+    Parameters
+    ----------
+    schema
+        The array schema.
+    values
+        All values that an item can have; None if they are not a short list.
+
+    Returns
+    -------
+    list or None
+        The schemas; None if the keyword has no effect.
+
+    Raises
+    ------
+    NoExactForm
+        The values are unknown, or have too many orders.
     """
-    bound = schema.get("maxItems")
-    if bound is not None and bound <= 1:
+    max_items = schema.get("maxItems")
+    if max_items is not None and max_items <= 1:
         return None
     if values is None:
-        raise Cannot("uniqueItems", "items that differ cannot be enforced")
-    most = len(values) if bound is None else min(len(values), int(bound))
-    least = int(schema.get("minItems", 0))
-    count = sum(math.perm(len(values), size) for size in range(least, most + 1))
-    if count > 400:
-        raise Cannot("uniqueItems", f"{len(values)} values have more than 400 orders")
+        raise NoExactForm("uniqueItems", "items that differ cannot be enforced")
+    largest = len(values) if max_items is None else min(len(values), int(max_items))
+    smallest = int(schema.get("minItems", 0))
+    count = sum(math.perm(len(values), size) for size in range(smallest, largest + 1))
+    if count > _MAX_ORDERS:
+        raise NoExactForm(
+            "uniqueItems", f"{len(values)} values have more than {_MAX_ORDERS} orders"
+        )
     return [
         {"const": list(row)}
-        for size in range(least, most + 1)
+        for size in range(smallest, largest + 1)
         for row in itertools.permutations(values, size)
     ]
 
 
 def contains(part: Any, schema: dict[str, Any], prefix: str) -> list[Any]:
-    """A disjunction that says the same as ``contains``, by the places of what is to be contained.
+    """Return schemas whose union is equivalent to ``contains`` for arrays.
 
-    ``prefix`` is the keyword for first items: ``"prefixItems"`` or ``"items"``.
+    There is one schema for each set of positions of the contained items.
+
+    Parameters
+    ----------
+    part
+        Value of the keyword.
+    schema
+        The array schema.
+    prefix
+        Keyword for the first items in the draft: ``"prefixItems"`` or ``"items"``.
+
+    Raises
+    ------
+    NoExactForm
+        There is no ``maxItems``, there is ``maxContains``, or there are too many positions.
     """
-    least = int(schema.get("minContains", 1))
-    bound = schema.get("maxItems")
+    min_contains = int(schema.get("minContains", 1))
+    max_items = schema.get("maxItems")
     if "maxContains" in schema:
-        raise Cannot("contains", "with maxContains cannot be enforced")
+        raise NoExactForm("contains", "with maxContains cannot be enforced")
     if part is True or part == {}:
-        return [{"type": "array", "minItems": least}]
-    if bound is None:
-        raise Cannot("contains", "in arrays without maxItems cannot be enforced")
-    count = math.comb(int(bound), least) if bound < 1000 else _CHOICES + 1
-    if count > _CHOICES:
-        raise Cannot("contains", f"has more than {_CHOICES} places to stand at")
+        return [{"type": "array", "minItems": min_contains}]
+    if max_items is None:
+        raise NoExactForm("contains", "in arrays without maxItems cannot be enforced")
+    count = math.comb(int(max_items), min_contains) if max_items < 1000 else _MAX_OPTIONS + 1
+    if count > _MAX_OPTIONS:
+        raise NoExactForm("contains", f"has more than {_MAX_OPTIONS} combinations of positions")
     return [
         {
             "type": "array",
-            "minItems": places[-1] + 1,
-            prefix: [part if i in places else True for i in range(places[-1] + 1)],
+            "minItems": positions[-1] + 1,
+            prefix: [part if i in positions else True for i in range(positions[-1] + 1)],
         }
-        for places in itertools.combinations(range(int(bound)), least)
+        for positions in itertools.combinations(range(int(max_items)), min_contains)
     ]

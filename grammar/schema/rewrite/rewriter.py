@@ -1,4 +1,4 @@
-"""The walk over a schema: what each keyword becomes, and what is told of it."""
+"""Traversal of a schema that rewrites each keyword and collects the reasons."""
 
 from __future__ import annotations
 
@@ -10,14 +10,14 @@ from graft.grammar.schema.rewrite.disjoint import Disjointness
 from graft.grammar.schema.rewrite.negate import Negation
 from graft.grammar.schema.rewrite.strings import ecma_pattern, literals
 from graft.grammar.schema.terms import (
-    KINDS,
-    Cannot,
-    Kinds,
+    JSON_TYPES,
+    JsonTypes,
+    NoExactForm,
     Reason,
     References,
+    common_types,
     escape,
-    kinds_of,
-    meet,
+    types_of,
     word_set,
 )
 
@@ -27,12 +27,15 @@ _MAPS = word_set("properties patternProperties $defs definitions")
 _LISTS = word_set("allOf anyOf prefixItems")
 _SINGLE = word_set("additionalProperties additionalItems items")
 _COUNTS = word_set("minLength maxLength minItems maxItems")
-_NEVER = word_set(
+_UNSUPPORTED = word_set(
     """unevaluatedProperties unevaluatedItems $dynamicRef $recursiveRef extends disallow
     divisibleBy"""
 )
 _DRAFT_3 = frozenset(("extends", "disallow", "divisibleBy"))
-_ABOUT = {
+#: Annotations. ``x-guidance`` would also change LLGuidance's options.
+_REMOVED = ("x-guidance", "contentEncoding", "contentMediaType")
+#: The only type that each keyword constrains.
+_TYPE_OF_KEYWORD = {
     **dict.fromkeys(("format", "pattern"), "string"),
     **dict.fromkeys(("uniqueItems", "contains", "unevaluatedItems"), "array"),
     **dict.fromkeys(
@@ -48,27 +51,61 @@ _ABOUT = {
         "object",
     ),
 }
-_LAST = {"oneOf": 1, "minProperties": 2, "maxProperties": 2}  # they look at what others become
+#: Keywords that are rewritten last, because their rules read the new form of others.
+_LAST = {"oneOf": 1, "minProperties": 2, "maxProperties": 2}
 
 
 @dataclass
 class Site:
-    """A schema being rewritten."""
+    """A subschema that is being rewritten.
 
-    schema: dict[str, Any]  # as it was
-    at: str  # its JSON pointer
-    kinds: Kinds  # that its values can have
-    out: dict[str, Any] = field(default_factory=dict)  # the new schema so far
-    extra: list[Any] = field(default_factory=list)  # schemas that must hold as well
+    Attributes
+    ----------
+    schema
+        The original subschema.
+    at
+        Its JSON pointer.
+    types
+        JSON types that its values can have.
+    out
+        Keywords of the new subschema so far.
+    extra
+        Schemas that the new subschema requires in addition.
+    """
+
+    schema: dict[str, Any]
+    at: str
+    types: JsonTypes
+    out: dict[str, Any] = field(default_factory=dict)
+    extra: list[Any] = field(default_factory=list)
 
 
 class Rewriter:
-    """Rewrites one document; rules call back into it, and tell what they do in its lists."""
+    """Rewrites one document.
+
+    Parameters
+    ----------
+    root
+        The normalized document.
+    draft
+        Its draft: 3, 4, 6, 7, 2019 or 2020.
+    assert_formats
+        Whether formats are enforced.
+    rules
+        Rule of each keyword that is not copied. Rules call methods of the rewriter.
+
+    Attributes
+    ----------
+    lost, narrowed
+        As in `Rewritten`; duplicates are possible.
+    references, negation, disjoint
+        References, complements and disjointness proofs of the document, for the rules.
+    """
 
     def __init__(
         self, root: dict[str, Any], draft: int, assert_formats: bool, rules: Mapping[str, Rule]
     ):
-        self.lost: list[Reason] = []  # has no exact form
+        self.lost: list[Reason] = []
         self.narrowed: list[Reason] = []
         self.draft = draft
         self.assert_formats = assert_formats
@@ -76,76 +113,102 @@ class Rewriter:
         self.references = References(root)
         self.negation = Negation(self.references, draft)
         self.disjoint = Disjointness(root, self.references)
-        self._home = "definitions" if draft <= 7 else "$defs"
+        self._definitions_keyword = "definitions" if draft <= 7 else "$defs"
         self._aliases: dict[str, str] = {}  # pointer -> name of the copy among the definitions
-        self._pointers: list[str] = []
+        self._aliased_pointers: list[str] = []
 
-    def whole(self, root: dict[str, Any]) -> dict[str, Any]:
-        """Rewrite the document, and what its pointers point to when that place moves."""
-        new: dict[str, Any] = self.schema(root, "#", KINDS)
-        for pointer in self._pointers:  # grows while copies are made
-            copy = self.schema(self.references.resolve(f"#{pointer}"), f"#{pointer}", KINDS)
-            new.setdefault(self._home, {})[self._aliases[pointer]] = copy
+    def rewrite_document(self, root: dict[str, Any]) -> dict[str, Any]:
+        """Rewrite the document, with copies of reference targets that rewriting would move."""
+        new: dict[str, Any] = self.rewrite(root, "#", JSON_TYPES)
+        for pointer in self._aliased_pointers:  # grows while copies are rewritten
+            target = self.references.resolve(f"#{pointer}")
+            copy = self.rewrite(target, f"#{pointer}", JSON_TYPES)
+            new.setdefault(self._definitions_keyword, {})[self._aliases[pointer]] = copy
         return new
 
-    def schema(self, schema: Any, at: str, kinds: Kinds) -> Any:
-        """One schema and all below it; only values of the given types will be tried on it."""
+    def rewrite(self, schema: Any, at: str, types: JsonTypes) -> Any:
+        """Rewrite a schema and its subschemas, and report parts without an exact form.
+
+        Parameters
+        ----------
+        schema
+            The schema.
+        at
+            Its JSON pointer.
+        types
+            Types of the values that it applies to; the result may be arbitrary for others.
+        """
         if isinstance(schema, bool):
             return schema
-        site = Site(schema, at, meet(kinds, kinds_of(schema)))
+        site = Site(schema, at, common_types(types, types_of(schema)))
         for keyword, value in sorted(schema.items(), key=lambda item: _LAST.get(item[0], 0)):
             try:
-                self._keyword(keyword, value, site)
-            except Cannot as error:
-                self.lose(at, keyword, error.why)
-        _fold(site.out)
-        return _with(site.out, [part for part in site.extra if part is not True])
+                self._rewrite_keyword(keyword, value, site)
+            except NoExactForm as error:
+                self.report_lost(at, keyword, error.why)
+        _fold_pattern_properties(site.out)
+        return _add_conjuncts(site.out, [part for part in site.extra if part is not True])
 
-    def keyword_again(self, keyword: str, value: Any, site: Site) -> None:
-        """Rewrite a keyword that a rule has replaced."""
+    def rewrite_exactly(self, schema: Any, at: str, types: JsonTypes) -> Any:
+        """Rewrite a schema that a rule has created; raise `NoExactForm` if a part is lost."""
+        lost_before = len(self.lost)
+        new = self.rewrite(schema, at, types)
+        if len(self.lost) > lost_before:
+            reason = self.lost[lost_before]
+            del self.lost[lost_before:]
+            raise NoExactForm(reason.keyword, reason.why)
+        return new
+
+    def replace_keyword(self, keyword: str, value: Any, site: Site) -> None:
+        """Set a keyword to a new value, which is rewritten."""
         site.out.pop(keyword, None)
-        self._keyword(keyword, value, site)
+        self._rewrite_keyword(keyword, value, site)
 
-    def _keyword(self, keyword: str, value: Any, site: Site) -> None:
-        here = f"{site.at}/{escape(keyword)}"
-        out = site.out
-        relevant = _ABOUT.get(keyword) in (None, *site.kinds)
+    def report_lost(self, at: str, keyword: str, why: str) -> None:
+        """Report a keyword that has no exact form."""
+        self.lost.append(Reason(at, keyword, why))
+
+    def _rewrite_keyword(self, keyword: str, value: Any, site: Site) -> None:
+        relevant = _TYPE_OF_KEYWORD.get(keyword) in (None, *site.types)
         if keyword in self._rules:
             if relevant:
                 self._rules[keyword](self, value, site)
-        elif keyword in _NEVER and (self.draft == 3 or keyword not in _DRAFT_3):
+        elif keyword in _UNSUPPORTED and (self.draft == 3 or keyword not in _DRAFT_3):
             if relevant:
-                raise Cannot(keyword, "cannot be enforced")
+                raise NoExactForm(keyword, "cannot be enforced")
         elif keyword == "nullable":
-            if value is True and "null" not in site.kinds:
+            if value is True and "null" not in site.types:
                 why = "OpenAPI's, an annotation here: null is not produced unless type lists it"
                 self.narrowed.append(Reason(site.at, keyword, why))
-        elif keyword in ("x-guidance", "contentEncoding", "contentMediaType"):
-            return  # annotations; the first would switch LLGuidance's own strictness off
-        elif keyword in out:
-            return  # a rule was first and has replaced it
-        elif keyword in _MAPS:
-            made = {
-                name: self.schema(part, f"{here}/{escape(name)}", KINDS)
+        elif keyword in _REMOVED:
+            return
+        elif keyword not in site.out:  # otherwise, a rule has replaced it
+            site.out[keyword] = self._rewritten_value(keyword, value, site)
+
+    def _rewritten_value(self, keyword: str, value: Any, site: Site) -> Any:
+        """Return the new value of a keyword that has no rule."""
+        pointer = f"{site.at}/{escape(keyword)}"
+        if keyword in _MAPS:
+            new = {
+                name: self.rewrite(part, f"{pointer}/{escape(name)}", JSON_TYPES)
                 for name, part in value.items()
             }
             if keyword == "patternProperties":
-                made = {ecma_pattern(pattern): part for pattern, part in made.items()}
-            out[keyword] = made
-        elif keyword in _LISTS or (keyword == "items" and isinstance(value, list)):
-            inner = site.kinds if keyword in ("allOf", "anyOf") else KINDS
-            out[keyword] = [self.schema(p, f"{here}/{i}", inner) for i, p in enumerate(value)]
-        elif keyword in _SINGLE:
-            out[keyword] = self.schema(value, here, KINDS)
-        elif keyword == "$ref":
-            out[keyword] = self._reference(value)
-        elif keyword in _COUNTS and isinstance(value, float) and value.is_integer():
-            out[keyword] = int(value)
-        else:
-            out[keyword] = value
+                return {ecma_pattern(pattern): part for pattern, part in new.items()}
+            return new
+        if keyword in _LISTS or (keyword == "items" and isinstance(value, list)):
+            types = site.types if keyword in ("allOf", "anyOf") else JSON_TYPES
+            return [self.rewrite(part, f"{pointer}/{i}", types) for i, part in enumerate(value)]
+        if keyword in _SINGLE:
+            return self.rewrite(value, pointer, JSON_TYPES)
+        if keyword == "$ref":
+            return self._rewritten_reference(value)
+        if keyword in _COUNTS and isinstance(value, float) and value.is_integer():
+            return int(value)
+        return value
 
-    def _reference(self, reference: Any) -> Any:
-        """The reference, or that of a copy if it points where rewriting moves things."""
+    def _rewritten_reference(self, reference: Any) -> Any:
+        """Return a reference, or that of a copy if rewriting may move its target."""
         pointer = self.references.pointer(reference)
         if pointer is None or pointer == "":
             return reference
@@ -154,45 +217,37 @@ class Rewriter:
             return reference
         try:
             self.references.resolve(reference)
-        except Cannot:
-            return reference  # the backend's own lookup has the last word
+        except NoExactForm:
+            return reference  # the backend reports it
         if pointer not in self._aliases:
             self._aliases[pointer] = f"graft-{len(self._aliases)}"
-            self._pointers.append(pointer)
-        return f"#/{self._home}/{self._aliases[pointer]}"
-
-    def lose(self, at: str, keyword: str, why: str) -> None:
-        """Report what has no exact form."""
-        self.lost.append(Reason(at, keyword, why))
-
-    def fresh(self, schema: Any, at: str, kinds: Kinds) -> Any:
-        """Rewrite a schema that a rule has made; `Cannot` if part of it is lost."""
-        before = len(self.lost)
-        new = self.schema(schema, at, kinds)
-        if len(self.lost) > before:
-            reason = self.lost[before]
-            del self.lost[before:]
-            raise Cannot(reason.keyword, reason.why)
-        return new
+            self._aliased_pointers.append(pointer)
+        return f"#/{self._definitions_keyword}/{self._aliases[pointer]}"
 
 
 Rule = Callable[[Rewriter, Any, Site], None]
 
 
-def _fold(out: dict[str, Any]) -> None:
-    """Patterns of listed names only go into ``properties``: LLGuidance would begin another key."""
+def _fold_pattern_properties(out: dict[str, Any]) -> None:
+    """Move patterns that match only listed names from ``patternProperties`` to ``properties``.
+
+    LLGuidance would allow the names a second time otherwise.
+    """
     listed = out.get("properties", {})
     patterns = out.get("patternProperties", {})
     for pattern in list(patterns):
         words = literals(pattern)
-        if words and listed.keys() >= set(words):
-            part = patterns.pop(pattern)
-            for word in words if part is not True and part != {} else ():
-                listed[word] = {"allOf": [listed[word], part]}
+        if not words or not listed.keys() >= set(words):
+            continue
+        part = patterns.pop(pattern)
+        if part is True or part == {}:
+            continue
+        for word in words:
+            listed[word] = {"allOf": [listed[word], part]}
 
 
-def _with(out: dict[str, Any], extra: list[Any]) -> dict[str, Any]:
-    """Add conjuncts to what is already there."""
+def _add_conjuncts(out: dict[str, Any], extra: list[Any]) -> dict[str, Any]:
+    """Add schemas that must hold in addition to the keywords of `out`."""
     if len(extra) == 1 and isinstance(extra[0], dict) and not (extra[0].keys() & out.keys()):
         out.update(extra[0])
     elif extra:

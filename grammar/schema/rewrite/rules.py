@@ -1,4 +1,4 @@
-"""One rule per keyword that grammar backends cannot take as it stands."""
+"""Rewriting rules: one per keyword that grammar backends cannot enforce as written."""
 
 from __future__ import annotations
 
@@ -14,19 +14,20 @@ from graft.grammar.schema.rewrite.objects import (
 from graft.grammar.schema.rewrite.rewriter import Rewriter, Rule, Site
 from graft.grammar.schema.rewrite.strings import FORMATS, HOSTNAME, ecma_pattern
 from graft.grammar.schema.terms import (
-    KINDS,
-    Cannot,
-    Kinds,
+    JSON_TYPES,
+    JsonTypes,
+    NoExactForm,
     Reason,
     any_of,
-    kinds_of,
-    meet,
+    common_types,
     required_of,
+    types_of,
     word_set,
 )
 
 __all__ = ["RULES"]
 
+#: Formats that LLGuidance enforces correctly.
 _KEPT_FORMATS = word_set("duration email ipv4 uuid uri")
 _REFUSED_FORMATS = word_set(
     "hostname idn-hostname idn-email regex iri iri-reference uri-template relative-json-pointer"
@@ -36,230 +37,294 @@ _NARROWED_FORMATS = {
     "time": "leap seconds are not produced",
     "date-time": "leap seconds are not produced",
 }
+#: Keywords that do not restrict values by themselves.
 _NOT_ABOUT_VALUES = word_set("oneOf $schema $id id $defs definitions")
+#: Keywords that do not restrict values beyond a list of them.
 _PLAIN = word_set("type enum const title description default examples $comment")
-_MOST_OVERLAPS = 40
-_INNER = {"array": ("items", "minItems"), "object": ("additionalProperties", "minProperties")}
+_MAX_OVERLAPS = 40
+#: By type: the keyword of its elements, and the keyword of their minimum number.
+_ELEMENTS = {"array": ("items", "minItems"), "object": ("additionalProperties", "minProperties")}
+_COUNTS = ("minProperties", "maxProperties")
+_OBJECT_KEYWORDS = ("properties", "patternProperties", "additionalProperties")
 
 
-def _one_of(to: Rewriter, value: Any, site: Site) -> None:
-    here = f"{site.at}/oneOf"
-    before = len(to.narrowed)
-    made = [to.schema(part, f"{here}/{i}", site.kinds) for i, part in enumerate(value)]
-    # What a narrowed option leaves out still counts when another one is to exclude it.
-    tested = made if len(to.narrowed) == before else value
+def _one_of(rewriter: Rewriter, value: Any, site: Site) -> None:
+    """Replace ``oneOf`` by ``anyOf``: its options are made to exclude each other."""
+    pointer = f"{site.at}/oneOf"
+    narrowed_before = len(rewriter.narrowed)
+    rewritten = [
+        rewriter.rewrite(part, f"{pointer}/{i}", site.types) for i, part in enumerate(value)
+    ]
+    # Values that a narrowed option leaves out still have to be excluded from other options.
+    complete = rewritten if len(rewriter.narrowed) == narrowed_before else value
     base = {k: part for k, part in site.out.items() if k not in _NOT_ABOUT_VALUES}
-    overlaps: dict[int, list[int]] = {}
-    for i in range(len(value)):
-        for j in range(i):
-            if not to.disjoint.proved(tested[i], tested[j], base):
-                overlaps.setdefault(i, []).append(j)
-                overlaps.setdefault(j, []).append(i)
+    overlaps = _overlaps(rewriter, complete, base)
     if not overlaps:
-        site.extra.append({"anyOf": made})
+        site.extra.append({"anyOf": rewritten})
         return
     try:
-        if sum(map(len, overlaps.values())) > _MOST_OVERLAPS:
-            raise Cannot("oneOf", f"with {len(value)} options too much is to be excluded")
-        options = []
-        narrowed = []
-        for i, part in enumerate(made):
-            kinds = meet(site.kinds, kinds_of(value[i]))
-            names = _closed_names(to, value[i])
-            if names is None:
-                names = _closed_names(to, site.schema)
-            missing: list[Cannot] = []
-            others = [
-                _share_only_empty(to, value[i], value[j])
-                or _without(to, (value[i], value[j]), base, kinds, names, missing)
-                for j in overlaps.get(i, ())
-            ]
-            if False not in others:
-                apart = [to.fresh(o, f"{here}/{i}", kinds) for o in others if o is not True]
-                if missing and to.disjoint.proved(part, {"allOf": apart}, base):
-                    raise missing[0]  # nothing of the option would be left
-                options.append({"allOf": [part, *apart]} if apart else part)
-            narrowed += [Reason(f"{here}/{i}", "oneOf", f"leaves values out: {m}") for m in missing]
-    except Cannot as error:
-        to.lose(site.at, "oneOf", f"options may overlap, and {error}")
-        site.extra.append({"anyOf": made})
+        if sum(map(len, overlaps.values())) > _MAX_OVERLAPS:
+            raise NoExactForm("oneOf", f"the {len(value)} options overlap in too many pairs")
+        options, narrowed = _exclusive_options(rewriter, value, rewritten, overlaps, base, site)
+    except NoExactForm as error:
+        rewriter.report_lost(site.at, "oneOf", f"options may overlap, and {error}")
+        site.extra.append({"anyOf": rewritten})
         return
-    to.narrowed += narrowed
+    rewriter.narrowed += narrowed
     site.extra.append({"anyOf": options} if options else False)
 
 
-def _without(
-    to: Rewriter,
+def _overlaps(rewriter: Rewriter, options: list[Any], base: Any) -> dict[int, list[int]]:
+    """Return, for each option that may overlap with others, the indices of the others."""
+    overlaps: dict[int, list[int]] = {}
+    for i in range(len(options)):
+        for j in range(i):
+            if not rewriter.disjoint.proved(options[i], options[j], base):
+                overlaps.setdefault(i, []).append(j)
+                overlaps.setdefault(j, []).append(i)
+    return overlaps
+
+
+def _exclusive_options(
+    rewriter: Rewriter,
+    options: list[Any],
+    rewritten: list[Any],
+    overlaps: dict[int, list[int]],
+    base: Any,
+    site: Site,
+) -> tuple[list[Any], list[Reason]]:
+    """Restrict each option of a ``oneOf`` to the values that no other option allows.
+
+    Parameters
+    ----------
+    rewriter
+        Rewriter of the document.
+    options, rewritten
+        Options of the ``oneOf``, original and rewritten.
+    overlaps
+        As returned by `_overlaps`.
+    base
+        Schema that all options are combined with.
+    site
+        The subschema with the ``oneOf``.
+
+    Returns
+    -------
+    tuple
+        The restricted options without unsatisfiable ones, and the values that they leave out.
+    """
+    exclusive: list[Any] = []
+    narrowed: list[Reason] = []
+    for i, part in enumerate(rewritten):
+        pointer = f"{site.at}/oneOf/{i}"
+        types = common_types(site.types, types_of(options[i]))
+        names = _closed_names(rewriter, options[i])
+        if names is None:
+            names = _closed_names(rewriter, site.schema)
+        omitted: list[NoExactForm] = []
+        restrictions = []
+        for j in overlaps.get(i, ()):
+            restriction = _exclude_empty(rewriter, options[i], options[j])
+            if restriction is None:
+                pair = (options[i], options[j])
+                restriction = _exclude(rewriter, pair, base, types, names, omitted)
+            restrictions.append(restriction)
+        if False not in restrictions:
+            conjuncts = [
+                rewriter.rewrite_exactly(restriction, pointer, types)
+                for restriction in restrictions
+                if restriction is not True
+            ]
+            if omitted and rewriter.disjoint.proved(part, {"allOf": conjuncts}, base):
+                raise omitted[0]  # nothing of the option would remain
+            exclusive.append({"allOf": [part, *conjuncts]} if conjuncts else part)
+        narrowed += [Reason(pointer, "oneOf", f"leaves values out: {error}") for error in omitted]
+    return exclusive, narrowed
+
+
+def _exclude(
+    rewriter: Rewriter,
     pair: tuple[Any, Any],
     base: Any,
-    kinds: Kinds,
+    types: JsonTypes,
     names: frozenset[str] | None,
-    missing: list[Cannot],
+    omitted: list[NoExactForm],
 ) -> Any:
-    """What else to ask of the first of a pair so that the second refuses it.
+    """Return a schema that, combined with the first of a pair, excludes the second.
 
-    Values of types of which they share none need nothing more. What has no words is left out and
-    added to ``missing``.
+    Values of types that the two do not share are not restricted. Parts of the complement that
+    cannot be expressed are left out and appended to `omitted`.
     """
 
-    def complement(kinds: Kinds) -> Any:
-        found, left_out = to.negation.most_of(pair[1], kinds, names)
-        missing.extend([] if left_out is None else [left_out])
+    def complement(types: JsonTypes) -> Any:
+        found, error = rewriter.negation.partial_complement(pair[1], types, names)
+        if error is not None:
+            omitted.append(error)
         return found
 
     shared = frozenset(
-        kind for kind in kinds if not to.disjoint.proved(*pair, base, frozenset((kind,)))
+        json_type
+        for json_type in types
+        if not rewriter.disjoint.proved(*pair, base, frozenset((json_type,)))
     )
-    if shared == kinds:
-        return complement(kinds)
-    options: list[Any] = [{"type": sorted(kinds - shared)}]
+    if shared == types:
+        return complement(types)
+    options: list[Any] = [{"type": sorted(types - shared)}]
     rest = complement(shared) if shared else False
     if rest is not False:
         options.append({"allOf": [{"type": sorted(shared)}, rest]})
     return any_of(options)
 
 
-def _share_only_empty(to: Rewriter, one: Any, other: Any) -> dict[str, Any] | None:
-    """What else to ask of the first, if nothing but ``[]`` or ``{}`` fits both."""
-    one = to.references.behind(one)
-    other = to.references.behind(other)
+def _exclude_empty(rewriter: Rewriter, one: Any, other: Any) -> dict[str, Any] | None:
+    """Return a schema that excludes ``[]`` or ``{}`` if the pair shares no other value."""
+    one = rewriter.references.follow(one)
+    other = rewriter.references.follow(other)
     if not isinstance(one, dict) or not isinstance(other, dict):
         return None
-    kind = one.get("type")
-    part, least = _INNER.get(str(kind), ("", ""))
+    json_type = one.get("type")
+    elements, min_elements = _ELEMENTS.get(str(json_type), ("", ""))
     for schema in (one, other):
-        if schema.get("type") != kind or not isinstance(schema.get(part), dict):
+        if schema.get("type") != json_type or not isinstance(schema.get(elements), dict):
             return None
         if schema.keys() & {"properties", "patternProperties", "prefixItems", "$ref"}:
             return None
-    return {least: 1} if to.disjoint.proved(one[part], other[part]) else None
+    if not rewriter.disjoint.proved(one[elements], other[elements]):
+        return None
+    return {min_elements: 1}
 
 
-def _not(to: Rewriter, value: Any, site: Site) -> None:
-    names = _closed_names(to, site.schema)
-    complement = to.negation.of(value, site.kinds, names)
-    site.extra.append(to.fresh(complement, f"{site.at}/not", site.kinds))
+def _not(rewriter: Rewriter, value: Any, site: Site) -> None:
+    names = _closed_names(rewriter, site.schema)
+    complement = rewriter.negation.complement(value, site.types, names)
+    site.extra.append(rewriter.rewrite_exactly(complement, f"{site.at}/not", site.types))
 
 
-def _if(to: Rewriter, value: Any, site: Site) -> None:
+def _if(rewriter: Rewriter, value: Any, site: Site) -> None:
+    """Replace ``if C then T else E`` by ``(C and T) or (not C and E)``."""
     then = site.schema.get("then", True)
-    other = site.schema.get("else", True)
-    if then is True and other is True:
+    otherwise = site.schema.get("else", True)
+    if then is True and otherwise is True:
         return
     if then is True:
-        options = [value, other]  # "not C implies E"
+        options = [value, otherwise]  # needs no complement
     else:
-        options = [{"allOf": [value, then]}]
-        names = _closed_names(to, site.schema)
-        rest = to.negation.of(value, site.kinds, names)
-        options.append(rest if other is True else {"allOf": [rest, other]})
-    site.extra.append(to.fresh({"anyOf": options}, f"{site.at}/if", site.kinds))
+        names = _closed_names(rewriter, site.schema)
+        complement = rewriter.negation.complement(value, site.types, names)
+        if otherwise is not True:
+            complement = {"allOf": [complement, otherwise]}
+        options = [{"allOf": [value, then]}, complement]
+    site.extra.append(rewriter.rewrite_exactly({"anyOf": options}, f"{site.at}/if", site.types))
 
 
-def _said_elsewhere(to: Rewriter, value: Any, site: Site) -> None:
-    """The keyword is looked at together with another."""
+def _handled_elsewhere(rewriter: Rewriter, value: Any, site: Site) -> None:
+    """Do nothing: the rule of another keyword reads this one."""
 
 
-def _dependencies(to: Rewriter, value: Any, site: Site) -> None:
-    parts = dependencies(value, required_of(site.schema))
-    site.extra += [to.fresh(part, f"{site.at}/dependencies", site.kinds) for part in parts]
+def _dependencies(rewriter: Rewriter, value: Any, site: Site) -> None:
+    for part in dependencies(value, required_of(site.schema)):
+        pointer = f"{site.at}/dependencies"
+        site.extra.append(rewriter.rewrite_exactly(part, pointer, site.types))
 
 
-def _property_names(to: Rewriter, value: Any, site: Site) -> None:
+def _property_names(rewriter: Rewriter, value: Any, site: Site) -> None:
     for keyword, part in property_names(value, site.schema).items():
         if keyword == "maxProperties":
             site.extra.append({keyword: part})
         else:
-            to.keyword_again(keyword, part, site)
+            rewriter.replace_keyword(keyword, part, site)
 
 
-def _property_counts(to: Rewriter, value: Any, site: Site) -> None:
+def _property_counts(rewriter: Rewriter, value: Any, site: Site) -> None:
+    """Replace ``minProperties`` and ``maxProperties``."""
     bounds = {k: int(site.schema[k]) for k in _COUNTS if k in site.schema}
-    needed = len(set(required_of(site.schema)))
-    options = property_count({**site.schema, **{k: site.out[k] for k in _OBJECT if k in site.out}})
+    required_count = len(set(required_of(site.schema)))
+    new_keywords = {k: site.out[k] for k in _OBJECT_KEYWORDS if k in site.out}
+    options = property_count({**site.schema, **new_keywords})
     if options is None:
         site.out.update(bounds)
     elif options:
         site.extra.append({"anyOf": options})
-    elif not bounds.get("minProperties", 0) <= needed <= bounds.get("maxProperties", needed):
-        site.extra.append({"type": sorted(site.kinds - {"object"})})
+    else:
+        low = bounds.get("minProperties", 0)
+        high = bounds.get("maxProperties", required_count)
+        if not low <= required_count <= high:
+            site.extra.append({"type": sorted(site.types - {"object"})})
 
 
-def _max_properties(to: Rewriter, value: Any, site: Site) -> None:
-    if "minProperties" not in site.schema:  # which looks at both
-        _property_counts(to, value, site)
+def _max_properties(rewriter: Rewriter, value: Any, site: Site) -> None:
+    if "minProperties" not in site.schema:  # its rule handles both
+        _property_counts(rewriter, value, site)
 
 
-_COUNTS = ("minProperties", "maxProperties")
-_OBJECT = ("properties", "patternProperties", "additionalProperties")
-
-
-def _unique_items(to: Rewriter, value: Any, site: Site) -> None:
+def _unique_items(rewriter: Rewriter, value: Any, site: Site) -> None:
     if value is not True:
         return
-    options = distinct(site.schema, _few(to, site.schema.get("items", True)))
+    options = distinct(site.schema, _listed_values(rewriter, site.schema.get("items", True)))
     if options is not None:
-        options += _other_kinds(site)
+        options += _other_than_arrays(site)
         site.extra.append({"anyOf": options} if options else False)
 
 
-def _other_kinds(site: Site) -> list[Any]:
-    """What is no array."""
-    others = sorted(site.kinds - {"array"})
+def _contains(rewriter: Rewriter, value: Any, site: Site) -> None:
+    options = contains(value, site.schema, "prefixItems" if rewriter.draft >= 2020 else "items")
+    options += _other_than_arrays(site)
+    site.extra.append(
+        rewriter.rewrite_exactly({"anyOf": options}, f"{site.at}/contains", site.types)
+    )
+
+
+def _other_than_arrays(site: Site) -> list[Any]:
+    """Return the schema of all other types that the site allows, if any."""
+    others = sorted(site.types - {"array"})
     return [{"type": others}] if others else []
 
 
-def _contains(to: Rewriter, value: Any, site: Site) -> None:
-    options = contains(value, site.schema, "prefixItems" if to.draft >= 2020 else "items")
-    options += _other_kinds(site)
-    site.extra.append(to.fresh({"anyOf": options}, f"{site.at}/contains", site.kinds))
-
-
-def _format(to: Rewriter, value: Any, site: Site) -> None:
-    """Others are not of the standard: annotations, as all are where none is asserted."""
-    if not to.assert_formats:
+def _format(rewriter: Rewriter, value: Any, site: Site) -> None:
+    """Replace ``format``. Formats that the standard does not define are annotations."""
+    if not rewriter.assert_formats:
         return
     if value in _KEPT_FORMATS:
         site.out["format"] = value
     elif value in FORMATS:
         site.extra.append({"pattern": FORMATS[value]})
-    elif value == "hostname" and to.draft <= 6:  # later ones judge punycode as well
+    elif value == "hostname" and rewriter.draft <= 6:  # later drafts also check punycode
         site.extra.append({"pattern": HOSTNAME, "maxLength": 253})
     elif value in _REFUSED_FORMATS:
-        raise Cannot("format", f"{value!r} cannot be enforced exactly")
+        raise NoExactForm("format", f"{value!r} cannot be enforced exactly")
     if value in _NARROWED_FORMATS:
-        to.narrowed.append(Reason(site.at, "format", _NARROWED_FORMATS[value]))
+        rewriter.narrowed.append(Reason(site.at, "format", _NARROWED_FORMATS[value]))
 
 
-def _pattern(to: Rewriter, value: Any, site: Site) -> None:
+def _pattern(rewriter: Rewriter, value: Any, site: Site) -> None:
     site.out["pattern"] = ecma_pattern(value)
 
 
-def _few(to: Rewriter, items: Any) -> list[Any] | None:
-    """All values of a schema, if it lists them and says nothing else."""
-    items = to.references.behind(items)
+def _listed_values(rewriter: Rewriter, items: Any) -> list[Any] | None:
+    """Return the distinct values of a schema that is an ``enum``; None if it is not."""
+    items = rewriter.references.follow(items)
     if not isinstance(items, dict) or "enum" not in items or items.keys() - _PLAIN:
         return None
-    kinds = kinds_of({"type": items["type"]}) if "type" in items else KINDS
-    if any(not kinds & kinds_of({"const": value}) for value in items["enum"]):
+    types = types_of({"type": items["type"]}) if "type" in items else JSON_TYPES
+    if any(not types & types_of({"const": value}) for value in items["enum"]):
         return None
-    return [v for i, v in enumerate(items["enum"]) if v not in items["enum"][:i]]
+    return [value for i, value in enumerate(items["enum"]) if value not in items["enum"][:i]]
 
 
-def _closed_names(to: Rewriter, schema: Any) -> frozenset[str] | None:
-    """The only names that properties can have, if a schema says so itself."""
-    schema = to.references.behind(schema)
+def _closed_names(rewriter: Rewriter, schema: Any) -> frozenset[str] | None:
+    """Return the only property names that a schema allows; None if it allows others."""
+    schema = rewriter.references.follow(schema)
     if not isinstance(schema, dict) or schema.get("additionalProperties") is not False:
         return None
     return None if schema.get("patternProperties") else frozenset(schema.get("properties", ()))
 
 
-#: What happens to each keyword: a rule adds to the site or raises `Cannot`.
+#: Rule of each keyword. A rule adds to the site or raises `NoExactForm`.
 RULES: dict[str, Rule] = {
     "oneOf": _one_of,
     "not": _not,
     "if": _if,
-    **dict.fromkeys(("then", "else", "minContains", "maxContains"), _said_elsewhere),
+    **dict.fromkeys(("then", "else", "minContains", "maxContains"), _handled_elsewhere),
     **dict.fromkeys(("dependencies", "dependentRequired", "dependentSchemas"), _dependencies),
     "propertyNames": _property_names,
     "minProperties": _property_counts,

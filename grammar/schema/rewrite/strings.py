@@ -1,4 +1,4 @@
-"""Equivalent forms of string constraints: ECMAScript patterns, formats, finite complements."""
+"""Equivalent forms of string constraints: ECMAScript patterns, formats, complements."""
 
 from __future__ import annotations
 
@@ -7,78 +7,96 @@ import functools
 import re
 from collections.abc import Iterable
 
-from graft.grammar.schema.terms import Cannot
+from graft.grammar.schema.terms import NoExactForm
 
 __all__ = ["FORMATS", "HOSTNAME", "ecma_pattern", "literals", "none_of", "quote"]
 
 ANY = r"[\x00-\U0010FFFF]"
 _SPACE = r"\t-\r \xA0\u1680\u2000-\u200A\u2028\u2029\u202F\u205F\u3000\uFEFF"
-_LINE = r"[^\n\r\u2028\u2029]"
+_NOT_LINE_END = r"[^\n\r\u2028\u2029]"
 
 
 def code_point(code: int) -> str:
-    """A character in a form that Rust's and Python's expressions share."""
+    """Return the escape of a character that Rust's and Python's regular expressions share."""
     return f"\\u{code:04X}" if code < 0x10000 else f"\\U{code:08X}"
 
 
 def quote(text: str) -> str:
-    """A pattern of exactly this text."""
+    """Return a pattern that matches exactly this text."""
     return "".join(c if c.isalnum() and c.isascii() else code_point(ord(c)) for c in text)
 
 
 @functools.lru_cache(maxsize=256)
 def ecma_pattern(pattern: str) -> str:
-    """The same pattern for an engine with Unicode's idea of white space and stricter syntax.
+    """Return an ECMA-262 pattern in the syntax of Rust's regular expressions.
 
-    ECMA-262 counts U+FEFF as white space and U+0085 not, ends a line at four characters, knows
-    ``\\cX``, and takes ``[``, ``&&``, ``--`` and ``~~`` in a class literally. `Cannot` for
-    look-around and back-references, which describe no regular language here.
+    In ECMA-262, U+FEFF is white space and U+0085 is not, four characters end a line, ``\\cX`` is a
+    control character, and ``[``, ``&&``, ``--`` and ``~~`` are literal in a character class.
+
+    Raises
+    ------
+    NoExactForm
+        The pattern has look-around, back-references, word boundaries or empty classes, which
+        Rust's regular expressions do not support.
     """
     out: list[str] = []
     at = 0
-    inside = False
-    start = 0
+    in_class = False
+    class_start = 0  # index in `out` of the class's first piece
     while at < len(pattern):
         char = pattern[at]
-        pair = pattern[at : at + 2]
         if char == "\\":
-            piece, step = _escape(pattern, at, inside)
+            piece, length = _escape(pattern, at, in_class)
             out.append(piece)
-            at += step
+            at += length
             continue
-        if inside:
-            if char == "]":
-                inside = False
-                out[start:] = [_quotable("".join(out[start:]) + char)]
-                at += 1
-                continue
-            elif char == "[" and not pattern.startswith("[:", at):
-                char = "\\["
-            elif pair in ("&&", "--", "~~"):
-                char = "\\" + char
-        elif char == "[":
-            inside = True
-            start = len(out)
+        if in_class and char == "]":
+            in_class = False
+            out[class_start:] = [_without_nul("".join(out[class_start:]) + char)]
+            at += 1
+            continue
+        if char == "[" and not in_class:
+            in_class = True
+            class_start = len(out)
             if pattern.startswith(("[]", "[^]"), at):
-                raise Cannot("pattern", f"the empty class in {pattern!r} is not supported")
-        elif pattern.startswith(("(?=", "(?!", "(?<=", "(?<!"), at):
-            raise Cannot("pattern", f"look-around in {pattern!r} cannot be enforced")
-        elif char == ".":
-            char = _LINE
-        elif char == "{" and not re.match(r"\{\d+(,\d*)?\}", pattern[at:]):
-            char = "\\{"
-        elif char == "}" and not re.search(r"\{\d+(,\d*)?$", pattern[:at]):
-            char = "\\}"
-        out.append(char)
+                raise NoExactForm("pattern", f"the empty class in {pattern!r} is not supported")
+            out.append(char)
+        elif in_class:
+            out.append(_class_character(pattern, at))
+        else:
+            out.append(_character(pattern, at))
         at += 1
     return "".join(out)
 
 
-def _quotable(characters: str) -> str:
-    """A class without U+0000 where LLGuidance would otherwise let quotes and backslashes in.
+def _class_character(pattern: str, at: int) -> str:
+    """Return the new form of a character in a character class."""
+    char = pattern[at]
+    is_bracket = char == "[" and not pattern.startswith("[:", at)
+    if is_bracket or pattern[at : at + 2] in ("&&", "--", "~~"):
+        return "\\" + char
+    return char
 
-    When a class has all of U+0000 to U+001F, LLGuidance 1.9 allows every escape sequence of JSON
-    for it, so also those of the quote and the backslash, which the class may exclude.
+
+def _character(pattern: str, at: int) -> str:
+    """Return the new form of a character outside character classes."""
+    char = pattern[at]
+    if pattern.startswith(("(?=", "(?!", "(?<=", "(?<!"), at):
+        raise NoExactForm("pattern", f"look-around in {pattern!r} cannot be enforced")
+    if char == ".":
+        return _NOT_LINE_END
+    if char == "{" and not re.match(r"\{\d+(,\d*)?\}", pattern[at:]):
+        return "\\{"
+    if char == "}" and not re.search(r"\{\d+(,\d*)?$", pattern[:at]):
+        return "\\}"
+    return char
+
+
+def _without_nul(characters: str) -> str:
+    """Return a character class without U+0000 if LLGuidance would enforce it incorrectly.
+
+    If a class contains all of U+0000 to U+001F, LLGuidance 1.9 allows every JSON escape sequence,
+    including those of the quote and the backslash, which the class may exclude.
     """
     with contextlib.suppress(re.error):
         has = re.compile(characters).fullmatch
@@ -89,22 +107,22 @@ def _quotable(characters: str) -> str:
     return f"[{characters}&&[^\\x00]]"
 
 
-def _escape(pattern: str, at: int, inside: bool) -> tuple[str, int]:
-    """The piece that an escape at this place becomes, and how many characters it took."""
+def _escape(pattern: str, at: int, in_class: bool) -> tuple[str, int]:
+    """Return the new form of the escape at a position, and the length of the old form."""
     char = pattern[at + 1 : at + 2]
     control = re.match(r"\\c([A-Za-z])", pattern[at:])
     if control:
         return f"\\x{ord(control[1]) % 32:02X}", 3
     if char == "s":
-        return (_SPACE if inside else f"[{_SPACE}]"), 2
+        return (_SPACE if in_class else f"[{_SPACE}]"), 2
     if char == "S":
-        return _not_space(inside), 2
-    if char in "bB" and not inside:
-        raise Cannot("pattern", f"the word boundary in {pattern!r} cannot be enforced")
-    if char == "b" and inside:
+        return _not_space(in_class), 2
+    if char in "bB" and not in_class:
+        raise NoExactForm("pattern", f"the word boundary in {pattern!r} cannot be enforced")
+    if char == "b" and in_class:
         return r"\x08", 2
-    if char.isdigit() and char != "0" and not inside:
-        raise Cannot("pattern", f"the back-reference in {pattern!r} cannot be enforced")
+    if char.isdigit() and char != "0" and not in_class:
+        raise NoExactForm("pattern", f"the back-reference in {pattern!r} cannot be enforced")
     if char == "0":
         return r"\x00", 2
     digits = "[0-9A-Fa-f]{2}"
@@ -121,7 +139,8 @@ def _escape(pattern: str, at: int, inside: bool) -> tuple[str, int]:
     return pattern[at : at + 2], 2
 
 
-def _not_space(inside: bool) -> str:
+def _not_space(in_class: bool) -> str:
+    """Return the form of ``\\S``, inside or outside a character class."""
     ranges = []
     start = 0
     spaces = [
@@ -142,11 +161,11 @@ def _not_space(inside: bool) -> str:
             ranges.append(f"{code_point(start)}-{code_point(code - 1)}")
         start = code + 1
     text = "".join(ranges)
-    return text if inside else f"[{text}]"
+    return text if in_class else f"[{text}]"
 
 
 def literals(pattern: str) -> list[str] | None:
-    """The strings of a pattern that is an anchored list of plain words; None if it is not."""
+    """Return the words of a pattern that is an anchored list of plain words, else None."""
     body = re.fullmatch(r"\^\(?(?:\?:)?([A-Za-z0-9 _:,@%#|-]*)\)?\$", pattern)
     if body is None or ("|" in body[1] and "(" not in pattern):
         return None
@@ -154,25 +173,27 @@ def literals(pattern: str) -> list[str] | None:
 
 
 def none_of(words: Iterable[str]) -> str:
-    """A pattern of every string but these, built along their common prefixes."""
+    """Return a pattern of every string except the words, built from their prefix tree."""
     tree: dict = {}
     for word in words:
         node = tree
         for char in word:
             node = node.setdefault(char, {})
-        node[""] = {}
-    return f"^{_others(tree)}$"
+        node[""] = {}  # a word ends here
+    return f"^{_complement(tree)}$"
 
 
-def _others(node: dict) -> str:
+def _complement(node: dict) -> str:
+    """Return a pattern of the strings that are no words below a node of the prefix tree."""
     chars = [char for char in node if char]
     options = [f"[^{''.join(map(quote, chars))}]{ANY}*" if chars else f"{ANY}+"]
-    options += [f"{quote(char)}{_others(node[char])}" for char in chars]
-    text = f"(?:{'|'.join(options)})"
-    return text if "" in node else text + "?"
+    options += [f"{quote(char)}{_complement(node[char])}" for char in chars]
+    pattern = f"(?:{'|'.join(options)})"
+    return pattern if "" in node else pattern + "?"
 
 
 def _dates() -> str:
+    """Return a pattern of the valid dates of RFC 3339, leap years included."""
     leap4 = "(?:[02468][048]|[13579][26])"
     leap = f"(?:[0-9][0-9](?:0[48]|[2468][048]|[13579][26])|{leap4}00)"
     long = "(?:(?:0[13578]|1[02])-(?:0[1-9]|[12][0-9]|3[01])"
@@ -181,6 +202,7 @@ def _dates() -> str:
 
 
 def _formats() -> dict[str, str]:
+    """Return the patterns of `FORMATS`."""
     offset = r"(?:[Zz]|[+-](?:[01][0-9]|2[0-3]):[0-5][0-9])"
     time = rf"(?:[01][0-9]|2[0-3]):[0-5][0-9]:[0-5][0-9](?:\.[0-9]+)?{offset}"
     date = _dates()
@@ -204,7 +226,7 @@ def _formats() -> dict[str, str]:
 
 
 def _uri_reference(v4: str, v6: str) -> str:
-    """RFC 3986."""
+    """Return a pattern of the URI references of RFC 3986, given those of IP addresses."""
     free = r"A-Za-z0-9._~!$&'()*+,;=\-"
     pct = "%[0-9A-Fa-f]{2}"
     char = f"(?:[{free}:@]|{pct})"
@@ -218,10 +240,10 @@ def _uri_reference(v4: str, v6: str) -> str:
     return f"^(?:{absolute}|(?:{net}|{rooted}|{no_colon}{more}|){tail})$"
 
 
-#: Formats with a regular language, as patterns.
+#: Patterns of the formats that are regular languages.
 FORMATS: dict[str, str] = _formats()
 
-#: RFC 1034 host names of letters, digits and hyphens, which is all that drafts before 7 know.
+#: Host names of RFC 1034: letters, digits and hyphens. Drafts before 7 allow no others.
 HOSTNAME = (
     r"^[A-Za-z0-9](?:[A-Za-z0-9-]{0,61}[A-Za-z0-9])?"
     r"(?:\.[A-Za-z0-9](?:[A-Za-z0-9-]{0,61}[A-Za-z0-9])?)*$"
