@@ -149,8 +149,8 @@ def _compile_cuda(
         ) from error
     # CuPy's cache key does not cover included files: put their digest into the source.
     digest = hashlib.sha256()
-    for path, header in sorted(included_files(text, include_folders(folder)).items()):
-        digest.update(f"{path}\0{header}\0".encode())
+    for header, content in sorted(included_files(text, include_folders(folder)).items()):
+        digest.update(f"{header}\0{content}\0".encode())
     source = f'// includes: {digest.hexdigest()}\n#line 1 "{name}"\n{text}'
     path = None if folder is None else folder / name
     options = tuple(nvrtc_options(path, defines))

@@ -106,7 +106,9 @@ class Context:
                 check("cuDevicePrimaryCtxRelease", cu.cuDevicePrimaryCtxRelease(self._handle))
         return True
 
-    def transfer(self, enqueue: Callable[[int], object], buffers: tuple[object, ...] = ()) -> None:
+    def transfer(
+        self, buffers: tuple[object, ...], function: Callable[..., tuple], *args: object
+    ) -> None:
         """Enqueue a copy or fill and wait until it has finished.
 
         It runs on a dedicated stream. The legacy NULL stream is not ordered with non-blocking
@@ -114,17 +116,17 @@ class Context:
 
         Parameters
         ----------
-        enqueue
-            Called with the stream; starts the copy or fill.
         buffers
             Memory that the operation uses. It is kept alive if the wait is interrupted.
+        function, args
+            Driver function and its arguments, without the stream, which is its last argument.
         """
         with self._lock:
             if self._transfer_stream is None:
                 handle = int(call(cu.cuStreamCreate, cu.CUstream_flags.CU_STREAM_NON_BLOCKING))
                 self._transfer_stream = _native.Resource(_native.ResourceKind.STREAM, handle)
             stream = self._transfer_stream
-        enqueue(stream.handle)
+        call(function, *args, stream.handle)
         try:
             wait_streams([stream.handle], None, "transfers")
         except BaseException:

@@ -42,13 +42,7 @@ def dot(
     for i, lane in enumerate(lanes):
         lines.append(f"  subgraph cluster_{i} {{")
         lines.append(f"    label={_quoted(lane)};")
-        for node in nodes:
-            if node.lane == lane:
-                fill, stroke = COLOURS.get(node.kind, OTHER_COLOURS)
-                lines.append(
-                    f"    n{node.index} [label={_quoted(node.name)}, tooltip={_quoted(node.kind)}, "
-                    f'fillcolor="{fill}", color="{stroke}"];'
-                )
+        lines.extend(_node_line(node) for node in nodes if node.lane == lane)
         lines.append("  }")
     for start, end in edges:
         crosses = nodes[start].lane != nodes[end].lane
@@ -56,6 +50,19 @@ def dot(
         lines.append(f"  n{start} -> n{end}{style};")
     lines.append("}")
     return "\n".join(lines) + "\n"
+
+
+def _node_line(node: Node) -> str:
+    fill, stroke = COLOURS.get(node.kind, OTHER_COLOURS)
+    attributes = ", ".join(
+        [
+            f"label={_quoted(node.name)}",
+            f"tooltip={_quoted(node.kind)}",
+            f'fillcolor="{fill}"',
+            f'color="{stroke}"',
+        ]
+    )
+    return f"    n{node.index} [{attributes}];"
 
 
 def _quoted(text: str) -> str:

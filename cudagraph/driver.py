@@ -158,4 +158,7 @@ _CODES = frozenset(int(code) for code in cu.CUresult)
 
 
 def _text(results: tuple) -> str:
-    return results[1].decode() if int(results[0]) == 0 and results[1] else ""
+    code, text = results
+    if int(code) != 0 or not text:
+        return ""
+    return text.decode()

@@ -42,8 +42,10 @@ _FLOATS = {4: ("float32", struct.Struct("<f")), 8: ("float64", struct.Struct("<d
 _NUMPY_KINDS = {INT: "biu", FLOAT: "f", POINTER: "u", OTHER: "biufV"}
 #: By size in bytes: layouts of a non-negative int and of a negative one.
 _INTS = {
-    size: (struct.Struct(f"<{unsigned}"), struct.Struct(f"<{signed}"))
-    for size, unsigned, signed in ((1, "B", "b"), (2, "H", "h"), (4, "I", "i"), (8, "Q", "q"))
+    1: (struct.Struct("<B"), struct.Struct("<b")),
+    2: (struct.Struct("<H"), struct.Struct("<h")),
+    4: (struct.Struct("<I"), struct.Struct("<i")),
+    8: (struct.Struct("<Q"), struct.Struct("<q")),
 }
 
 

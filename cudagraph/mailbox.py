@@ -213,8 +213,8 @@ class Mailbox:
         work = self.item.native
         results = (0, 0, 0)
         if self._scratch is not None and self._output is not None:
-            callable_, args, *native = work
-            work = (callable_, (*args, self._scratch), *native)
+            fn, args, address, data = work
+            work = (fn, (*args, self._scratch), address, data)
             results = (self._scratch.ctypes.data, self._output.host_ptr, self._output.nbytes)
         timed_out = self._host_address(TIMED_OUT) if self._spinkernel else 0
         words = (self._host_address(REQUEST), self._host_address(ACK), timed_out)

@@ -231,7 +231,9 @@ class DeviceArray:
 
     def reshape(self, *shape: int | tuple[int, ...]) -> DeviceArray:
         """Return a view with another shape; one dimension may be -1."""
-        requested = shape[0] if len(shape) == 1 and isinstance(shape[0], tuple) else shape
+        requested = shape
+        if len(shape) == 1 and isinstance(shape[0], tuple):
+            requested = shape[0]
         dims = [operator.index(size) for size in requested]  # type: ignore[arg-type]
         if dims.count(-1) == 1:
             known = math.prod(size for size in dims if size != -1)
@@ -249,10 +251,8 @@ class DeviceArray:
         """Wait until the device is idle, then return a copy in the storage type."""
         out = np.empty(self.shape, numpy_dtype(self.dtype))
         self.context.synchronize()
-        pointer = self.ptr
         self.context.transfer(
-            lambda s: call(cu.cuMemcpyDtoHAsync, out.ctypes.data, pointer, self.nbytes, s),
-            (self.owner, out),
+            (self.owner, out), cu.cuMemcpyDtoHAsync, out.ctypes.data, self.ptr, self.nbytes
         )
         return out
 
@@ -272,10 +272,12 @@ class DeviceArray:
         self._write(source)
 
     def _write(self, source: NDArray) -> None:
-        pointer = self.ptr
         self.context.transfer(
-            lambda s: call(cu.cuMemcpyHtoDAsync, pointer, source.ctypes.data, self.nbytes, s),
             (self.owner, source),
+            cu.cuMemcpyHtoDAsync,
+            self.ptr,
+            source.ctypes.data,
+            self.nbytes,
         )
 
     def fill(self, byte: int = 0) -> None:
@@ -285,10 +287,7 @@ class DeviceArray:
         self._set(value)
 
     def _set(self, value: int) -> None:
-        pointer = self.ptr
-        self.context.transfer(
-            lambda s: call(cu.cuMemsetD8Async, pointer, value, self.nbytes, s), (self.owner,)
-        )
+        self.context.transfer((self.owner,), cu.cuMemsetD8Async, self.ptr, value, self.nbytes)
 
     @property
     def __cuda_array_interface__(self) -> dict[str, Any]:
@@ -423,7 +422,8 @@ class PinnedArray:
         view.shape = shape
         view._offset += offset
         view._device_pointer += offset
-        view.array = self.array.reshape(-1)[first : first + math.prod(shape)].reshape(shape)
+        elements = self.array.reshape(-1)[first : first + math.prod(shape)]
+        view.array = elements.reshape(shape)
         return view
 
     @property

@@ -41,7 +41,9 @@ def counters() -> dict[str, Counter[str]]:
 def snapshot() -> dict[str, int | dict[str, int]]:
     """Return all counters, with the total number of "calls" and "gil_held"."""
     groups = counters()
-    result: dict[str, int | dict[str, int]] = {name: dict(groups[name]) for name in BY_NAME}
+    result: dict[str, int | dict[str, int]] = {}
+    for name in BY_NAME:
+        result[name] = dict(groups[name])
     for name in TOTALS:
         result[name] = groups[name].total()
     return result

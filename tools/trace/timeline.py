@@ -5,7 +5,7 @@ from __future__ import annotations
 from html import escape
 from pathlib import Path
 
-from graft.cudagraph.drawing import COLOURS, OTHER
+from graft.cudagraph.drawing import COLOURS, OTHER_COLOURS
 from graft.cudagraph.errors import OptionError
 from graft.tools.trace.record import Trace
 
@@ -83,5 +83,5 @@ def draw(trace: Trace, title: str) -> str:
     for w in trace.waits:
         parts.append(box(w.lane, w.start_ns, w.end_ns, f"waits for {w.cause}", "#fee2e2", WAIT))
     for e in trace.events:
-        parts.append(box(e.lane, e.start_ns, e.end_ns, e.name, *COLOURS.get(e.kind, OTHER)))
+        parts.append(box(e.lane, e.start_ns, e.end_ns, e.name, *COLOURS.get(e.kind, OTHER_COLOURS)))
     return "\n".join([*parts, "</svg>"]) + "\n"
