@@ -363,7 +363,8 @@ void capture_reject_unsafe(const char* api) {
     const bool own = pthread_equal(capture->thread, pthread_self()) != 0;
     if (capture->mode == kRelaxed) continue;
     if (!own && (t_mode != kGlobal || capture->mode != kGlobal)) continue;
-    capture->invalid = forbidden = true;
+    capture->invalid = true;
+    forbidden = true;
   }
   if (!forbidden) return;
   refuse(CUDA_ERROR_STREAM_CAPTURE_UNSUPPORTED,

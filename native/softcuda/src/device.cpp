@@ -82,16 +82,51 @@ const Settings& settings() {
 int device_attribute(int attribute) {
   static const std::map<int, int>& known = *[] {
     auto* table = new std::map<int, int>{
-        // clang-format off
-        {1, 1024}, {2, 1024}, {3, 1024}, {4, 64}, {5, 0x7fffffff}, {6, 65535}, {7, 65535},
-        {8, 49152}, {10, 32}, {12, 65536}, {13, 1000000}, {14, 512},
-        {16, static_cast<int>(settings().workers)}, {18, 1}, {19, 1}, {31, 1}, {36, 1000000},
-        {37, 64}, {38, 1 << 20}, {39, 2048}, {40, 1}, {41, 1}, {75, 9}, {76, 0}, {78, 1},
-        {81, 233472}, {82, 65536}, {86, 1}, {92, 1}, {93, 1}, {94, 1}, {97, 232448}, {98, 1},
-        {99, 1}, {106, 32}, {111, 1024}, {122, 1}, {123, 1},
-        // clang-format on
+        {CU_DEVICE_ATTRIBUTE_MAX_THREADS_PER_BLOCK, 1024},
+        {CU_DEVICE_ATTRIBUTE_MAX_BLOCK_DIM_X, 1024},
+        {CU_DEVICE_ATTRIBUTE_MAX_BLOCK_DIM_Y, 1024},
+        {CU_DEVICE_ATTRIBUTE_MAX_BLOCK_DIM_Z, 64},
+        {CU_DEVICE_ATTRIBUTE_MAX_GRID_DIM_X, 0x7fffffff},
+        {CU_DEVICE_ATTRIBUTE_MAX_GRID_DIM_Y, 65535},
+        {CU_DEVICE_ATTRIBUTE_MAX_GRID_DIM_Z, 65535},
+        {CU_DEVICE_ATTRIBUTE_MAX_SHARED_MEMORY_PER_BLOCK, 49152},
+        {CU_DEVICE_ATTRIBUTE_WARP_SIZE, 32},
+        {CU_DEVICE_ATTRIBUTE_MAX_REGISTERS_PER_BLOCK, 65536},
+        {CU_DEVICE_ATTRIBUTE_CLOCK_RATE, 1000000},
+        {CU_DEVICE_ATTRIBUTE_TEXTURE_ALIGNMENT, 512},
+        {CU_DEVICE_ATTRIBUTE_MULTIPROCESSOR_COUNT, static_cast<int>(settings().workers)},
+        {CU_DEVICE_ATTRIBUTE_INTEGRATED, 1},
+        {CU_DEVICE_ATTRIBUTE_CAN_MAP_HOST_MEMORY, 1},
+        {CU_DEVICE_ATTRIBUTE_CONCURRENT_KERNELS, 1},
+        {CU_DEVICE_ATTRIBUTE_MEMORY_CLOCK_RATE, 1000000},
+        {CU_DEVICE_ATTRIBUTE_GLOBAL_MEMORY_BUS_WIDTH, 64},
+        {CU_DEVICE_ATTRIBUTE_L2_CACHE_SIZE, 1 << 20},
+        {CU_DEVICE_ATTRIBUTE_MAX_THREADS_PER_MULTIPROCESSOR, 2048},
+        {CU_DEVICE_ATTRIBUTE_ASYNC_ENGINE_COUNT, 1},
+        {CU_DEVICE_ATTRIBUTE_UNIFIED_ADDRESSING, 1},
+        {CU_DEVICE_ATTRIBUTE_COMPUTE_CAPABILITY_MAJOR, 9},
+        {CU_DEVICE_ATTRIBUTE_COMPUTE_CAPABILITY_MINOR, 0},
+        {CU_DEVICE_ATTRIBUTE_STREAM_PRIORITIES_SUPPORTED, 1},
+        {CU_DEVICE_ATTRIBUTE_MAX_SHARED_MEMORY_PER_MULTIPROCESSOR, 233472},
+        {CU_DEVICE_ATTRIBUTE_MAX_REGISTERS_PER_MULTIPROCESSOR, 65536},
+        {CU_DEVICE_ATTRIBUTE_HOST_NATIVE_ATOMIC_SUPPORTED, 1},
+        {CU_DEVICE_ATTRIBUTE_CAN_USE_STREAM_MEM_OPS_V1, 1},
+        {CU_DEVICE_ATTRIBUTE_CAN_USE_64_BIT_STREAM_MEM_OPS_V1, 1},
+        {CU_DEVICE_ATTRIBUTE_CAN_USE_STREAM_WAIT_VALUE_NOR_V1, 1},
+        {CU_DEVICE_ATTRIBUTE_MAX_SHARED_MEMORY_PER_BLOCK_OPTIN, 232448},
+        {CU_DEVICE_ATTRIBUTE_CAN_FLUSH_REMOTE_WRITES, 1},
+        {CU_DEVICE_ATTRIBUTE_HOST_REGISTER_SUPPORTED, 1},
+        {CU_DEVICE_ATTRIBUTE_MAX_BLOCKS_PER_MULTIPROCESSOR, 32},
+        {CU_DEVICE_ATTRIBUTE_RESERVED_SHARED_MEMORY_PER_BLOCK, 1024},
+        {CU_DEVICE_ATTRIBUTE_CAN_USE_64_BIT_STREAM_MEM_OPS, 1},
+        {CU_DEVICE_ATTRIBUTE_CAN_USE_STREAM_WAIT_VALUE_NOR, 1},
     };
-    for (int n : {92, 93, 94, 98, 122, 123}) {
+    for (int n : {CU_DEVICE_ATTRIBUTE_CAN_USE_STREAM_MEM_OPS_V1,
+                  CU_DEVICE_ATTRIBUTE_CAN_USE_64_BIT_STREAM_MEM_OPS_V1,
+                  CU_DEVICE_ATTRIBUTE_CAN_USE_STREAM_WAIT_VALUE_NOR_V1,
+                  CU_DEVICE_ATTRIBUTE_CAN_FLUSH_REMOTE_WRITES,
+                  CU_DEVICE_ATTRIBUTE_CAN_USE_64_BIT_STREAM_MEM_OPS,
+                  CU_DEVICE_ATTRIBUTE_CAN_USE_STREAM_WAIT_VALUE_NOR}) {
       const std::string name = "SOFTCUDA_ATTRIBUTE_" + std::to_string(n);
       if (number_setting(name.c_str(), 1) == 0) (*table)[n] = 0;
     }
@@ -252,6 +287,6 @@ SC_API_CODE(cuCtxSynchronize, 2000, kNoLock) {
 }
 
 SC_API(cuCtxGetStreamPriorityRange, 5050, kNoLock, int*, least, int*, greatest) {
-  if (least != nullptr) *least = 0;
-  if (greatest != nullptr) *greatest = -5;
+  if (least != nullptr) *least = kLeastPriority;
+  if (greatest != nullptr) *greatest = kGreatestPriority;
 }

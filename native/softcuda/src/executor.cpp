@@ -102,7 +102,9 @@ bool Executor::run_blocks(const KernelWork& work, uint64_t first, uint64_t last)
   armed_ = true;
   for (uint64_t index = first; index < last && !failed_; ++index) {
     block_->block_idx = at;
-    block_->next = block_->exited = block_->tracked = 0;
+    block_->next = 0;
+    block_->exited = 0;
+    block_->tracked = 0;
     block_->next_idx = softcuda_dim3{0, 0, 0};
     running_ = fibers_.get();
     switch_context(&main_, &running_->context);
@@ -211,7 +213,8 @@ void Executor::abort_block() {
 }
 
 void Executor::deadlock() {
-  unsigned barrier = 0, warp = 0;
+  unsigned barrier = 0;
+  unsigned warp = 0;
   std::string detail;
   for (unsigned w = 0; w < (block_->count + 31) / 32; ++w) {
     barrier += static_cast<unsigned>(__builtin_popcount(at_barrier_[w]));

@@ -52,6 +52,8 @@ class Executor {
   void suspend();
   Fiber* next_ready(unsigned warp);
   void release_barrier();
+  static void reduce_warp(Lane* lanes, unsigned group, unsigned op);
+  static void resolve_lane(Lane* lanes, unsigned group, unsigned votes, unsigned i);
   bool try_release_warp(unsigned warp, unsigned mask);
   [[noreturn]] void deadlock();
   [[noreturn]] void abort_block();  // after a fault

@@ -28,15 +28,15 @@ static std::shared_ptr<Function> find_for_query(void* function) {
 static int attribute_of(const Function& function, int attribute) {
   const unsigned bound = function.entry().max_threads;
   switch (attribute) {
-    case 0:  // MAX_THREADS_PER_BLOCK
+    case CU_FUNC_ATTRIBUTE_MAX_THREADS_PER_BLOCK:
       return bound != 0 ? static_cast<int>(std::min(bound, 1024u)) : 1024;
-    case 2:  // CONST_SIZE_BYTES
-    case 3:  // LOCAL_SIZE_BYTES
+    case CU_FUNC_ATTRIBUTE_CONST_SIZE_BYTES:
+    case CU_FUNC_ATTRIBUTE_LOCAL_SIZE_BYTES:
       return 0;
-    case 5:  // PTX_VERSION
-    case 6:  // BINARY_VERSION
+    case CU_FUNC_ATTRIBUTE_PTX_VERSION:
+    case CU_FUNC_ATTRIBUTE_BINARY_VERSION:
       return 90;
-    case 8:  // MAX_DYNAMIC_SHARED_SIZE_BYTES
+    case CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES:
       return function.max_dynamic_shared.load();
     default:
       refuse(CUDA_ERROR_NOT_SUPPORTED,
@@ -45,8 +45,8 @@ static int attribute_of(const Function& function, int attribute) {
 }
 
 static void set_attribute(Function& function, int attribute, int value) {
-  if (attribute == 9) return;  // PREFERRED_SHARED_MEMORY_CARVEOUT: a hint
-  if (attribute != 8) {
+  if (attribute == CU_FUNC_ATTRIBUTE_PREFERRED_SHARED_MEMORY_CARVEOUT) return;  // a hint
+  if (attribute != CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES) {
     refuse(CUDA_ERROR_NOT_SUPPORTED,
            "function attribute " + std::to_string(attribute) + " cannot be set");
   }

@@ -124,7 +124,8 @@ void find_gil_mutex() {
 }
 
 // ---- Python stacks without the GIL ------------------------------------------------------------
-int g_stack_file = -1, g_stack_signal = 0;
+int g_stack_file = -1;
+int g_stack_signal = 0;
 
 int register_handler(void*) {
   const auto run = python<int (*)(const char*)>("PyRun_SimpleString");

@@ -148,7 +148,8 @@ static bool contains(const Graph& top, const Graph* wanted) {
 // (G7).
 static void move_child(CUgraphNode* out, CUgraph graph, const CUgraphNode* deps, size_t n,
                        CUgraph child) {
-  const auto moving = graphs.find(child), into = graphs.find(graph);
+  const auto moving = graphs.find(child);
+  const auto into = graphs.find(graph);
   require(
       !moving->moved && moving->body_of == nullptr && moving->captures.load() == 0 &&
           !contains(*moving, into.get()),

@@ -6,17 +6,14 @@
 
 using namespace softcuda;
 
-static constexpr int kAccessPolicyWindow = 1;
-static constexpr int kClusterDimension = 4;
-static constexpr int kPriority = 8;
-
 // Returns the stored value of a kernel node's attribute.
 static std::array<char, kAttributeBytes>& stored_value(Node& node, int attribute,
                                                        const void* value) {
   require(value != nullptr && node.type == CU_GRAPH_NODE_TYPE_KERNEL, CUDA_ERROR_INVALID_VALUE,
           "the node is not a kernel node, or the value is null");
-  if (attribute != kAccessPolicyWindow && attribute != kPriority &&
-      attribute != kClusterDimension) {
+  if (attribute != CU_LAUNCH_ATTRIBUTE_ACCESS_POLICY_WINDOW &&
+      attribute != CU_LAUNCH_ATTRIBUTE_PRIORITY &&
+      attribute != CU_LAUNCH_ATTRIBUTE_CLUSTER_DIMENSION) {
     refuse(CUDA_ERROR_NOT_SUPPORTED,
            "kernel node attribute " + std::to_string(attribute) + " is not implemented");
   }
@@ -31,7 +28,8 @@ SC_API(cuGraphKernelNodeSetAttribute, 10000, 0, CUgraphNode, handle, int, attrib
   unsigned size[3];
   std::memcpy(size, value, sizeof size);
   // Only the default cluster of one block is supported.
-  require(attribute != kClusterDimension || (size[0] <= 1 && size[1] <= 1 && size[2] <= 1),
+  require(attribute != CU_LAUNCH_ATTRIBUTE_CLUSTER_DIMENSION ||
+              (size[0] <= 1 && size[1] <= 1 && size[2] <= 1),
           CUDA_ERROR_NOT_SUPPORTED, "clusters of more than one block are not implemented");
   std::memcpy(stored.data(), value, kAttributeBytes);
 }

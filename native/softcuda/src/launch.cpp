@@ -122,17 +122,26 @@ SC_API(cuLaunchKernel, 4000, kContext, CUfunction, f, unsigned, gx, unsigned, gy
   launch({f, gx, gy, gz, bx, by, bz, shared, params, extra, nullptr, nullptr}, stream);
 }
 
+// Accepts the attributes that are hints, which do not change results.
+static void check_launch_attribute(int id) {
+  switch (id) {
+    case CU_LAUNCH_ATTRIBUTE_IGNORE:
+    case CU_LAUNCH_ATTRIBUTE_ACCESS_POLICY_WINDOW:
+    case CU_LAUNCH_ATTRIBUTE_PRIORITY:
+    case CU_LAUNCH_ATTRIBUTE_MEM_SYNC_DOMAIN_MAP:
+    case CU_LAUNCH_ATTRIBUTE_MEM_SYNC_DOMAIN:
+    case CU_LAUNCH_ATTRIBUTE_PREFERRED_SHARED_MEMORY_CARVEOUT:
+      return;
+    default:
+      refuse(CUDA_ERROR_NOT_SUPPORTED,
+             "launch attribute " + std::to_string(id) + " is not implemented");
+  }
+}
+
 SC_API(cuLaunchKernelEx, 11060, kContext, const CUlaunchConfig*, c, CUfunction, f, void**, params,
        void**, extra) {
   require(c != nullptr);
-  for (unsigned i = 0; i < c->numAttrs; ++i) {
-    const int id = c->attrs[i].id;
-    // IGNORE, ACCESS_POLICY_WINDOW, PRIORITY, MEM_SYNC_DOMAIN(_MAP), CARVEOUT: hints.
-    // They do not change results.
-    if (id == 0 || id == 1 || id == 8 || id == 9 || id == 10 || id == 14) continue;
-    refuse(CUDA_ERROR_NOT_SUPPORTED,
-           "launch attribute " + std::to_string(id) + " is not implemented");
-  }
+  for (unsigned i = 0; i < c->numAttrs; ++i) check_launch_attribute(c->attrs[i].id);
   launch({f, c->gridDimX, c->gridDimY, c->gridDimZ, c->blockDimX, c->blockDimY, c->blockDimZ,
           c->sharedMemBytes, params, extra, nullptr, nullptr},
          c->hStream);

@@ -45,14 +45,16 @@ struct Check {
     out.operation = p.operation;
     out.wide = p.operation == CU_STREAM_MEM_OP_WAIT_VALUE_64 ||
                p.operation == CU_STREAM_MEM_OP_WRITE_VALUE_64;
-    attribute(out.wide, 122, "a 64-bit operation");
+    attribute(out.wide, CU_DEVICE_ATTRIBUTE_CAN_USE_64_BIT_STREAM_MEM_OPS, "a 64-bit operation");
     switch (p.operation) {
       case CU_STREAM_MEM_OP_WAIT_VALUE_32:
       case CU_STREAM_MEM_OP_WAIT_VALUE_64:
         out.flags = p.waitValue.flags;
         that((out.flags & ~(3u | CU_STREAM_WAIT_VALUE_FLUSH)) == 0, "unknown wait flags");
-        attribute((out.flags & CU_STREAM_WAIT_VALUE_FLUSH) != 0, 98, "flushing remote writes");
-        attribute((out.flags & 3u) == CU_STREAM_WAIT_VALUE_NOR, 123, "a NOR wait");
+        attribute((out.flags & CU_STREAM_WAIT_VALUE_FLUSH) != 0,
+                  CU_DEVICE_ATTRIBUTE_CAN_FLUSH_REMOTE_WRITES, "flushing remote writes");
+        attribute((out.flags & 3u) == CU_STREAM_WAIT_VALUE_NOR,
+                  CU_DEVICE_ATTRIBUTE_CAN_USE_STREAM_WAIT_VALUE_NOR, "a NOR wait");
         break;
       case CU_STREAM_MEM_OP_WRITE_VALUE_32:
       case CU_STREAM_MEM_OP_WRITE_VALUE_64:
@@ -67,7 +69,7 @@ struct Check {
       case CU_STREAM_MEM_OP_FLUSH_REMOTE_WRITES:
       case CU_STREAM_MEM_OP_BARRIER: {
         const bool flush = p.operation == CU_STREAM_MEM_OP_FLUSH_REMOTE_WRITES;
-        attribute(flush, 98, "flushing remote writes");
+        attribute(flush, CU_DEVICE_ATTRIBUTE_CAN_FLUSH_REMOTE_WRITES, "flushing remote writes");
         that(p.memoryBarrier.flags <= (flush ? 0u : 1u), "unknown flags");
         return out;
       }

@@ -19,7 +19,9 @@ constexpr size_t kAlign = 16;  // alignment of the storage's end; the guard page
 
 struct Table {
   std::mutex mutex;
-  CUdeviceptr base = 0, end = 0, next = 0;
+  CUdeviceptr base = 0;  // start of the reserved alias range
+  CUdeviceptr end = 0;
+  CUdeviceptr next = 0;  // where the search for a free alias begins
   uint64_t ids = 0;
   size_t used = 0;  // bytes of device memory
   std::map<CUdeviceptr, std::shared_ptr<Allocation>> by_alias;
@@ -38,7 +40,8 @@ bool reserve() {
         mmap(nullptr, bytes, PROT_NONE, MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
     if (range == MAP_FAILED) continue;
     madvise(range, bytes, MADV_DONTDUMP);
-    g_table.base = g_table.next = round_up(reinterpret_cast<CUdeviceptr>(range), kAliasStep);
+    g_table.base = round_up(reinterpret_cast<CUdeviceptr>(range), kAliasStep);
+    g_table.next = g_table.base;
     g_table.end = reinterpret_cast<CUdeviceptr>(range) + bytes;
     return true;
   }
@@ -151,11 +154,15 @@ bool map_storage(Allocation* a) {
   const size_t page = static_cast<size_t>(sysconf(_SC_PAGESIZE));
   // Whole huge pages where they waste at most a quarter (M2): they save TLB misses.
   const bool huge = round_up(a->size, kHugePage) - a->size <= a->size / 4;
-  const size_t unit = huge ? kHugePage : page, body = round_up(a->size, unit);
+  const size_t unit = huge ? kHugePage : page;
+  const size_t body = round_up(a->size, unit);
   const size_t bytes = body + unit + page;
   void* range = mmap(nullptr, bytes, PROT_NONE, MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
   if (range == MAP_FAILED) return false;
-  const size_t from = reinterpret_cast<size_t>(range), at = round_up(from + page, unit);
+  // The body starts at a multiple of its page size. The rest of the range is unmapped, except one
+  // guard page on each side.
+  const size_t from = reinterpret_cast<size_t>(range);
+  const size_t at = round_up(from + page, unit);
   char* const start = static_cast<char*>(range) + (at - from);
   a->mapping = start - page;
   a->mapping_bytes = body + 2 * page;
@@ -228,8 +235,10 @@ Allocation::~Allocation() {
 }
 
 std::string Allocation::describe() const {
-  return std::string(live ? "" : "freed ") + (host ? "pinned" : "device") + " allocation #" +
-         std::to_string(id) + " (" + std::to_string(size) + " bytes at " + hex(alias) + ")";
+  std::string text = live ? "" : "freed ";
+  text += host ? "pinned" : "device";
+  text += " allocation #" + std::to_string(id);
+  return text + " (" + std::to_string(size) + " bytes at " + hex(alias) + ")";
 }
 
 size_t total_memory() { return settings().memory != 0 ? settings().memory : physical_memory(); }

@@ -37,34 +37,34 @@ void write_value(void* out, T value) {
 void pointer_attribute(void* out, int attribute, const Target& target) {
   const Allocation* a = target.owner.get();
   switch (attribute) {
-    case 1:  // CONTEXT
+    case CU_POINTER_ATTRIBUTE_CONTEXT:
       return write_value<CUcontext>(out, a ? primary_context() : nullptr);
-    case 2:  // MEMORY_TYPE
+    case CU_POINTER_ATTRIBUTE_MEMORY_TYPE:
       if (!a) return write_value<unsigned>(out, 0);
       return write_value<unsigned>(out, a->host ? CU_MEMORYTYPE_HOST : CU_MEMORYTYPE_DEVICE);
-    case 3:  // DEVICE_POINTER
+    case CU_POINTER_ATTRIBUTE_DEVICE_POINTER:
       return write_value<CUdeviceptr>(
           out, a ? a->alias + static_cast<size_t>(target.address - a->storage) : 0);
-    case 4:  // HOST_POINTER
+    case CU_POINTER_ATTRIBUTE_HOST_POINTER:
       return write_value<void*>(out, a && a->host ? target.address : nullptr);
-    case 7:  // BUFFER_ID
+    case CU_POINTER_ATTRIBUTE_BUFFER_ID:
       return write_value<unsigned long long>(out, a ? a->id : 0);
-    case 9:  // DEVICE_ORDINAL
+    case CU_POINTER_ATTRIBUTE_DEVICE_ORDINAL:
       return write_value<int>(out, a ? 0 : kNoDevice);
-    case 11:  // RANGE_START_ADDR
+    case CU_POINTER_ATTRIBUTE_RANGE_START_ADDR:
       return write_value<CUdeviceptr>(out, a ? a->alias : 0);
-    case 12:  // RANGE_SIZE
+    case CU_POINTER_ATTRIBUTE_RANGE_SIZE:
       return write_value<size_t>(out, a ? a->size : 0);
-    case 13:  // MAPPED
+    case CU_POINTER_ATTRIBUTE_MAPPED:
       return write_value<bool>(out, a != nullptr);
-    case 6:   // SYNC_MEMOPS
-    case 8:   // IS_MANAGED
-    case 10:  // IS_LEGACY_CUDA_IPC_CAPABLE
-    case 15:  // IS_GPU_DIRECT_RDMA_CAPABLE
+    case CU_POINTER_ATTRIBUTE_SYNC_MEMOPS:
+    case CU_POINTER_ATTRIBUTE_IS_MANAGED:
+    case CU_POINTER_ATTRIBUTE_IS_LEGACY_CUDA_IPC_CAPABLE:
+    case CU_POINTER_ATTRIBUTE_IS_GPU_DIRECT_RDMA_CAPABLE:
       return write_value<bool>(out, false);
-    case 14:  // ALLOWED_HANDLE_TYPES
+    case CU_POINTER_ATTRIBUTE_ALLOWED_HANDLE_TYPES:
       return write_value<unsigned long long>(out, 0);
-    case 17:  // MEMPOOL_HANDLE
+    case CU_POINTER_ATTRIBUTE_MEMPOOL_HANDLE:
       return write_value<void*>(out, nullptr);
     default:
       refuse(CUDA_ERROR_NOT_SUPPORTED,
@@ -74,14 +74,12 @@ void pointer_attribute(void* out, int attribute, const Target& target) {
 }  // namespace
 
 SC_API(cuPointerGetAttribute, 4000, kNoLock, void*, out, int, attribute, CUdeviceptr, p) {
-  constexpr int kHostPointer = 4;
-  constexpr int kMapped = 13;
   require(out != nullptr);
   const Target target = find_allocation(p);
-  if (!target.owner && attribute != kMapped) {
+  if (!target.owner && attribute != CU_POINTER_ATTRIBUTE_MAPPED) {
     refuse(CUDA_ERROR_INVALID_VALUE, hex(p) + " was not allocated by the device");
   }
-  require(attribute != kHostPointer || target.owner->host);
+  require(attribute != CU_POINTER_ATTRIBUTE_HOST_POINTER || target.owner->host);
   pointer_attribute(out, attribute, target);
 }
 

@@ -182,6 +182,9 @@ inline Handles<Event>& events =
 std::shared_ptr<CopyWork> make_copy(const CUDA_MEMCPY3D& params);
 std::shared_ptr<FillWork> make_fill(const CUDA_MEMSET_NODE_PARAMS& params);
 
+// Range of stream priorities. They are stored but have no effect.
+constexpr int kLeastPriority = 0;
+constexpr int kGreatestPriority = -5;
 std::shared_ptr<Stream> new_stream(unsigned flags, int priority);
 // Appends an operation to the stream. `after` is one more operation that it depends on. `serial`
 // orders the launches of one executable: the operation depends on the previous value and becomes

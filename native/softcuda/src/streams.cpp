@@ -1,4 +1,6 @@
 // Entry points of streams and events.
+#include <algorithm>
+
 #include "capture.h"
 
 namespace softcuda {
@@ -21,7 +23,7 @@ using namespace softcuda;
 static void create_stream(CUstream* out, unsigned flags, int priority) {
   require(out != nullptr && (flags & ~CU_STREAM_NON_BLOCKING) == 0);
   // Out-of-range priorities are clamped, as documented.
-  auto stream = new_stream(flags, priority > 0 ? 0 : priority < -5 ? -5 : priority);
+  auto stream = new_stream(flags, std::clamp(priority, kGreatestPriority, kLeastPriority));
   live_add(Resource::stream, 1);
   *out = static_cast<CUstream>(stream->handle);
 }
@@ -130,10 +132,12 @@ SC_API_CODE(cuEventSynchronize, 2000, kNoLock, CUevent, handle) {
 
 SC_API_CODE(cuEventElapsedTime_v2, 2000, kNoLock, float*, ms, CUevent, start_handle, CUevent,
             end_handle) {
-  const auto start = events.find(start_handle), end = events.find(end_handle);
+  const auto start = events.find(start_handle);
+  const auto end = events.find(end_handle);
   require(ms != nullptr);
   for (CUevent event : {start_handle, end_handle}) capture_reject_event_sync(event);
-  const OpRef a = load(start->op), b = load(end->op);
+  const OpRef a = load(start->op);
+  const OpRef b = load(end->op);
   require(a && b && ((start->flags | end->flags) & CU_EVENT_DISABLE_TIMING) == 0,
           CUDA_ERROR_INVALID_HANDLE,
           "an event was created with CU_EVENT_DISABLE_TIMING or was never recorded");

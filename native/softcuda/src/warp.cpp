@@ -66,7 +66,8 @@ inline __attribute__((always_inline)) unsigned long long Executor::warp(unsigned
                                                                         unsigned width) {
   if (block_->tracked == 0) begin_tracking();
   const unsigned thread = block_->current;
-  const unsigned w = thread / 32, bit = 1u << (thread % 32);
+  const unsigned w = thread / 32;
+  const unsigned bit = 1u << (thread % 32);
   if ((mask & bit) == 0) {
     fail(CUDA_ERROR_LAUNCH_FAILED, std::string(op_name(op)) + " with mask " + hex(mask) +
                                        ", which does not contain the calling lane");
@@ -90,6 +91,51 @@ unsigned long long hook_warp(softcuda_block* block, unsigned op, unsigned mask,
   return static_cast<Executor*>(block->executor)->warp(op, mask, value, arg, width);
 }
 
+// Computes softcuda_warp_sum or softcuda_warp_max for all lanes. Absent lanes contribute NaN (X8).
+void Executor::reduce_warp(Lane* lanes, unsigned group, unsigned op) {
+  float x[32];
+  for (unsigned i = 0; i < 32; ++i) x[i] = as_float(group >> i & 1 ? lanes[i].value : kAbsentLane);
+  if (op == SOFTCUDA_WARP_SUM) {
+    butterfly(x, [](float a, float b) { return a + b; });
+  } else {
+    butterfly(x, [](float a, float b) { return b > a ? b : a; });
+  }
+  for (unsigned i = 0; i < 32; ++i) lanes[i].result = as_word(x[i]);
+}
+
+// Computes the result of lane `i` of a vote, match or shuffle. `votes` has the bits of the lanes of
+// `group` whose value is not 0.
+inline __attribute__((always_inline)) void Executor::resolve_lane(Lane* lanes, unsigned group,
+                                                                  unsigned votes, unsigned i) {
+  Lane& lane = lanes[i];
+  switch (lane.op) {
+    case SOFTCUDA_SYNCWARP:
+      break;
+    case SOFTCUDA_BALLOT:
+      lane.result = votes;
+      break;
+    case SOFTCUDA_ANY:
+      lane.result = votes != 0;
+      break;
+    case SOFTCUDA_ALL:
+      lane.result = votes == group;
+      break;
+    case SOFTCUDA_MATCH_ANY: {
+      unsigned same = 0;
+      for (unsigned left = group; left != 0; left &= left - 1) {
+        const unsigned other = static_cast<unsigned>(__builtin_ctz(left));
+        if (lanes[other].value == lane.value) same |= 1u << other;
+      }
+      lane.result = same;
+      break;
+    }
+    default: {
+      const unsigned source = source_lane(lane.op, i, lane.arg, lane.width);
+      lane.result = group >> source & 1 ? lanes[source].value : kAbsentLane;
+    }
+  }
+}
+
 // Releases the lanes of `mask` if all of them that have not exited wait at the same operation with
 // this mask (X6). Lanes of the same warp that wait with other masks are not affected.
 bool Executor::try_release_warp(unsigned w, unsigned mask) {
@@ -104,15 +150,7 @@ bool Executor::try_release_warp(unsigned w, unsigned mask) {
     if (lane.mask != mask || lane.op != first.op) return false;
   }
   if (first.op == SOFTCUDA_WARP_SUM || first.op == SOFTCUDA_WARP_MAX) {
-    float x[32];
-    for (unsigned i = 0; i < 32; ++i)
-      x[i] = as_float(group >> i & 1 ? lanes[i].value : kAbsentLane);
-    if (first.op == SOFTCUDA_WARP_SUM) {
-      butterfly(x, [](float a, float b) { return a + b; });
-    } else {
-      butterfly(x, [](float a, float b) { return b > a ? b : a; });
-    }
-    for (unsigned i = 0; i < 32; ++i) lanes[i].result = as_word(x[i]);
+    reduce_warp(lanes, group, first.op);
   } else {
     unsigned votes = 0;
     for (unsigned left = group; left != 0; left &= left - 1) {
@@ -120,34 +158,7 @@ bool Executor::try_release_warp(unsigned w, unsigned mask) {
       if (lanes[i].value != 0) votes |= 1u << i;
     }
     for (unsigned left = group; left != 0; left &= left - 1) {
-      const unsigned i = static_cast<unsigned>(__builtin_ctz(left));
-      Lane& lane = lanes[i];
-      switch (lane.op) {
-        case SOFTCUDA_SYNCWARP:
-          break;
-        case SOFTCUDA_BALLOT:
-          lane.result = votes;
-          break;
-        case SOFTCUDA_ANY:
-          lane.result = votes != 0;
-          break;
-        case SOFTCUDA_ALL:
-          lane.result = votes == group;
-          break;
-        case SOFTCUDA_MATCH_ANY: {
-          unsigned same = 0;
-          for (unsigned other = group; other != 0; other &= other - 1) {
-            const unsigned j = static_cast<unsigned>(__builtin_ctz(other));
-            if (lanes[j].value == lane.value) same |= 1u << j;
-          }
-          lane.result = same;
-          break;
-        }
-        default: {
-          const unsigned source = source_lane(lane.op, i, lane.arg, lane.width);
-          lane.result = group >> source & 1 ? lanes[source].value : kAbsentLane;
-        }
-      }
+      resolve_lane(lanes, group, votes, static_cast<unsigned>(__builtin_ctz(left)));
     }
   }
   at_warp_[w] &= ~group;
