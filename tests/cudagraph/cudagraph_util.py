@@ -43,21 +43,21 @@ def replay(graph: Graph | GraphExec, stream: Stream, times: int = 1) -> GraphExe
     return run
 
 
-def refused(error: type[Exception], attempts: dict[str, Callable[[], object]]) -> None:
-    """Check that each call raises the error with a message that matches its key."""
+def assert_raises(error: type[Exception], attempts: dict[str, Callable[[], object]]) -> None:
+    """Check that each function raises the error with a message that matches its key."""
     for words, attempt in attempts.items():
         with pytest.raises(error, match=words):
             attempt()
 
 
-def in_threads(*work: Callable[[], object]) -> None:
+def run_in_threads(*work: Callable[[], object]) -> None:
     """Call each function in its own thread and wait for all; re-raise exceptions."""
     with ThreadPoolExecutor(len(work)) as pool:
         for done in [pool.submit(each) for each in work]:
             done.result()
 
 
-def until(done: Callable[[], bool], limit_s: float = LIMIT_S) -> None:
+def wait_until(done: Callable[[], bool], limit_s: float = LIMIT_S) -> None:
     """Wait until `done()` is true. A driver may run destructors late, on its own thread."""
     end = time.monotonic() + limit_s
     while not done():
@@ -78,7 +78,7 @@ class Step:
         self.calls += 1
 
 
-def settled() -> int:
+def wait_until_freed() -> int:
     """Wait until all resources of earlier tests are freed; return the number of released records.
 
     The reaper destroys dropped graphs. The driver may run their destructors late, on its own
@@ -95,14 +95,14 @@ def settled() -> int:
             assert _native.attach_keep(graph, (token,))[0] == 0
             del token
             call(cu.cuGraphDestroy, graph)
-            until(lambda watch=watch: watch() is None)
+            wait_until(lambda watch=watch: watch() is None)
         assert _native.flush(LIMIT_S)
     return native.released_records()
 
 
-def released(count: int) -> None:
+def wait_for_records(count: int) -> None:
     """Wait until `count` records are released. A driver may run destructors late."""
-    until(lambda: native.released_records() >= count)
+    wait_until(lambda: native.released_records() >= count)
 
 
 def resident_kib() -> int:
@@ -111,7 +111,7 @@ def resident_kib() -> int:
         return int(file.read().split()[1]) * os.sysconf("SC_PAGE_SIZE") // 1024
 
 
-def answered(device: Device, transport: str, work: object, **options: object):
+def mailbox_graph(device: Device, transport: str, work: object, **options: object):
     """Build a graph of one mailbox, whose output is copied to the device.
 
     Returns
@@ -128,7 +128,7 @@ def answered(device: Device, transport: str, work: object, **options: object):
     return graph.instantiate(), result
 
 
-def in_time(run: GraphExec, stream: Stream) -> None:
+def replay_in_time(run: GraphExec, stream: Stream) -> None:
     """Replay until the worker meets its deadline; on a busy machine it may be late."""
     for _ in range(200):
         try:
@@ -155,7 +155,7 @@ def run_program(code: str, *arguments: str, **environment: str) -> Finished:
     return run_python(PRELUDE + code, *arguments, **environment)
 
 
-def compiled(source: str, folder: Path, name: str = "work.so") -> Path:
+def compile_library(source: str, folder: Path, name: str = "work.so") -> Path:
     """Build a shared library from C++ source; skip the test if there is no compiler."""
     (folder / "work.cpp").write_text(source)
     command = [

@@ -7,7 +7,7 @@ import weakref
 from collections.abc import Iterator
 
 import pytest
-from cudagraph_util import THREAD_LOCAL, ForeignCapture, released, settled
+from cudagraph_util import THREAD_LOCAL, ForeignCapture, wait_for_records, wait_until_freed
 
 from graft import native
 from graft.cudagraph import Device, DeviceError, HostWorkError, Stream, StreamLane, load_text
@@ -37,7 +37,7 @@ def test_hostfunc_in_capture_becomes_graph_node(foreign: ForeignCapture) -> None
 
     work = Work()
     watch = weakref.ref(work)
-    before = settled()
+    before = wait_until_freed()
     foreign.begin()
     hostfunc(foreign.stream, work, 7)
     hostfunc(foreign.stream.handle, work, 8)
@@ -53,7 +53,7 @@ def test_hostfunc_in_capture_becomes_graph_node(foreign: ForeignCapture) -> None
     foreign.launch()
     assert calls == [7, 8] * 4
     call(cu.cuGraphExecDestroy, foreign.exec)
-    released(before + 2)
+    wait_for_records(before + 2)
     assert watch() is None
 
 
@@ -97,7 +97,7 @@ def test_stream_lane_operands_live_as_long_as_captured_graph(
     lane.copy(out, data)
     foreign.end()
     del kernel, data, out
-    settled()
+    wait_until_freed()
     others = [device.zeros((8,), "int32") for _ in range(20)]
     foreign.launch(2)
     assert result.tolist() == [5] * 8 and not any(o.to_host().any() for o in others)
@@ -129,7 +129,7 @@ def test_freeing_memory_does_not_invalidate_capture(device: Device, stream: Stre
     """The reaper frees memory during a capture in the global mode."""
     mode = cu.CUstreamCaptureMode.CU_STREAM_CAPTURE_MODE_GLOBAL
     array = device.zeros((1024,), "int32")
-    settled()
+    wait_until_freed()
     failed = native.failed_frees()
     live = native.live_resources()
     call(cu.cuStreamBeginCapture, stream.handle, mode)
@@ -142,7 +142,7 @@ def test_freeing_memory_does_not_invalidate_capture(device: Device, stream: Stre
 
 def test_hostfunc_rejects_invalidated_capture(stream: Stream) -> None:
     """The error names the result code, and no record remains."""
-    settled()
+    wait_until_freed()
     live = native.live_records()
     call(cu.cuStreamBeginCapture, stream.handle, THREAD_LOCAL)
     assert int(cu.cuStreamSynchronize(stream.handle)[0]) != 0

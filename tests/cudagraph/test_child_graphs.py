@@ -7,7 +7,7 @@ import weakref
 
 import numpy as np
 import pytest
-from cudagraph_util import LIMIT_S, Step, refused, released, replay, settled
+from cudagraph_util import LIMIT_S, Step, assert_raises, replay, wait_for_records, wait_until_freed
 
 from graft.cudagraph import (
     Device,
@@ -58,9 +58,9 @@ def test_child_graph_runs_mailboxes_and_conditionals_in_parent(
     assert before.calls == after.calls == 20
     run.close()
     del run
-    count = settled()
+    count = wait_until_freed()
     gc.collect()
-    released(count)
+    wait_for_records(count)
     assert watch() is None
 
 
@@ -80,7 +80,7 @@ def test_child_graph_cannot_be_edited_or_moved_again(device: Device, stream: Str
     busy = Graph(device, "busy")
     busy.lane("x").fill(device.zeros((1,), "int32"))
     run = busy.instantiate()
-    refused(
+    assert_raises(
         OptionError,
         {
             r"'large'.*is the same graph": lambda: parent.lane("main").child(parent),

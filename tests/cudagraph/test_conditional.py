@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
-from cudagraph_util import refused, replay, run_program, settled
+from cudagraph_util import assert_raises, replay, run_program, wait_until_freed
 
 from graft.cudagraph import (
     Device,
@@ -79,7 +79,7 @@ def test_conditional_body_keeps_operands_alive(device: Device, stream: Stream) -
     executable = graph.instantiate()
     data.close()
     del own, data, result, inner, graph, lane, body
-    settled()
+    wait_until_freed()
     others = [device.zeros((1,), "int32") for _ in range(20)]
     replay(executable, stream, 2)
     assert seen[0] == 14 and not any(o.to_host().any() for o in others)
@@ -93,7 +93,7 @@ def test_conditional_body_rejects_host_work(device: Device) -> None:
     child = Graph(device, "child")
     middle = Graph(device, "middle")
     child.lane("x").host(print, name="fill")
-    refused(
+    assert_raises(
         OptionError,
         {
             r"host node 'masks'.*'loop'": lambda: lane.host(print, name="masks"),
@@ -103,7 +103,9 @@ def test_conditional_body_rejects_host_work(device: Device) -> None:
         },
     )
     middle.lane("x").child(child, name="deep")
-    refused(OptionError, {r"host node 'middle/deep/fill'.*'loop'": lambda: lane.child(middle)})
+    assert_raises(
+        OptionError, {r"host node 'middle/deep/fill'.*'loop'": lambda: lane.child(middle)}
+    )
     assert body.nodes == []
     assert not hasattr(body, "instantiate")
 
@@ -114,7 +116,7 @@ def test_condition_controls_exactly_one_node(device: Device, module) -> None:
     second = Graph(device, "second")
     go = condition(first, 1, name="go")
     lane = first.lane("main")
-    refused(
+    assert_raises(
         OptionError,
         {
             r"'go'.*'second'": lambda: if_(second.lane("main"), go),
@@ -122,7 +124,7 @@ def test_condition_controls_exactly_one_node(device: Device, module) -> None:
         },
     )
     if_(lane, go)
-    refused(
+    assert_raises(
         OptionError,
         {
             "'go' already controls a conditional node": lambda: if_(lane, go),

@@ -7,7 +7,7 @@ import threading
 from pathlib import Path
 
 import pytest
-from cudagraph_util import PRELUDE, compiled, refused, run_program, run_python
+from cudagraph_util import PRELUDE, assert_raises, compile_library, run_program, run_python
 
 import graft.cudagraph
 from graft.cudagraph import (
@@ -31,7 +31,7 @@ def test_open_device_returns_open_device(device: Device) -> None:
 def test_open_device_rejects_other_or_unknown_device(device: Device) -> None:
     """The error names the requested kind or ordinal."""
     other = "cuda" if device.kind == "soft" else "soft"
-    refused(
+    assert_raises(
         OptionError,
         {
             other: lambda: open_device(other),
@@ -58,7 +58,7 @@ def test_import_loads_no_driver() -> None:
 def test_soft_device_rejects_other_loaded_driver(tmp_path) -> None:
     """The error names the loaded library and the required import order."""
     source = 'extern "C" int cuInit(unsigned) { return 100; }\n'
-    fake = compiled(source, tmp_path, "libcuda.so.1")
+    fake = compile_library(source, tmp_path, "libcuda.so.1")
     loads = f"import ctypes; ctypes.CDLL({str(fake)!r})\n"
     done = run_python(loads + PRELUDE, GRAFT_DEVICE="soft")
     assert done.returncode == 1
@@ -137,7 +137,7 @@ def test_stream_synchronize_deadline_names_host_function(stream: Stream) -> None
     StreamLane(stream).host(stuck)
     try:
         assert not stream.query()
-        refused(DeadlineError, {"stuck": lambda: stream.synchronize(timeout_s=0.05)})
+        assert_raises(DeadlineError, {"stuck": lambda: stream.synchronize(timeout_s=0.05)})
     finally:
         gate.set()
     stream.synchronize(timeout_s=30)
@@ -165,7 +165,7 @@ stream.synchronize(30)
 def test_closed_stream_raises_option_error(device: Device) -> None:
     stream = device.stream("gone")
     stream.close()
-    refused(OptionError, {"gone": stream.synchronize})
+    assert_raises(OptionError, {"gone": stream.synchronize})
 
 
 def test_readme_example_prints_documented_output() -> None:

@@ -10,7 +10,7 @@ from functools import partial
 
 import numpy as np
 import pytest
-from cudagraph_util import in_threads, refused, replay, settled
+from cudagraph_util import assert_raises, replay, run_in_threads, wait_until_freed
 
 from graft import native
 from graft.cudagraph import (
@@ -86,7 +86,7 @@ def test_graph_has_one_open_executable(device: Device, stream: Stream) -> None:
     ran: list[int] = []
     graph.lane("main").host(PythonWork(ran.append, 1))
     first = graph.instantiate()
-    refused(OptionError, {"'single'": graph.instantiate})
+    assert_raises(OptionError, {"'single'": graph.instantiate})
     first.launch(stream)
     first.close()
     second = replay(graph, stream)
@@ -137,7 +137,7 @@ def test_exec_launches_of_threads_are_serialized(device: Device, module) -> None
         for _ in range(50):
             executable.launch(stream)
 
-    in_threads(*(partial(work, stream) for stream in streams))
+    run_in_threads(*(partial(work, stream) for stream in streams))
     executable.synchronize(60)
     device.synchronize()
     assert executable.launches == 150 and running_at_start == [1] * 150
@@ -207,7 +207,7 @@ def test_graph_lanes_are_filled_by_threads(device: Device, stream: Stream, modul
         for _ in range(25):
             graph.lane(f"lane {i}").kernel(module["add"], 1, 8, [data[i], i + 1])
 
-    in_threads(*(partial(work, i) for i in range(4)))
+    run_in_threads(*(partial(work, i) for i in range(4)))
     assert len(graph.nodes) == 100 and len(graph.edges) == 96
     replay(graph, stream)
     assert data.to_host()[:, 0].tolist() == [25, 50, 75, 100]
@@ -218,7 +218,7 @@ def test_closed_graph_raises_option_error(device: Device) -> None:
     data = device.zeros((1,), "int32")
     graph.close()
     for attempt in (lambda: graph.lane("main").fill(data), graph.instantiate):
-        refused(OptionError, {"'over'": attempt})
+        assert_raises(OptionError, {"'over'": attempt})
 
 
 def test_graph_dot_has_nodes_lanes_and_edges(device: Device) -> None:
@@ -256,7 +256,7 @@ def test_update_kernel_operands_live_until_replaced(device: Device, stream: Stre
     graph = Graph(device, "kept")
     graph.lane("main").kernel(module["add"], 1, 4, [data, 1], name="work")
     executable = graph.instantiate()
-    settled()
+    wait_until_freed()
     before = native.live_resources()
     for i in range(300):
         fresh = device.pinned((4,), "int32")
@@ -269,7 +269,7 @@ def test_update_kernel_operands_live_until_replaced(device: Device, stream: Stre
     assert seen.tolist() == [300] * 4
     del seen
     executable.update_kernel("work", module["add"], 1, 4, [data, 1])
-    settled()
+    wait_until_freed()
     assert native.live_resources() <= before
 
 
@@ -325,7 +325,7 @@ def test_programmatic_edges_lead_only_to_waiting_kernels(
     never at a mark, another node or in a body. Such nodes cannot be changed.
     """
     monkeypatch.setattr(graph_module, "PROGRAMMATIC_MIN_CUDA", 10**9)
-    refused(OptionError, {"'p'.*9.0": lambda: Graph(device, "p", programmatic=True)})
+    assert_raises(OptionError, {"'p'.*9.0": lambda: Graph(device, "p", programmatic=True)})
     monkeypatch.undo()
     if device.compute_capability < (9, 0):
         pytest.skip("programmatic edges need compute capability 9.0")
@@ -375,7 +375,7 @@ def test_programmatic_edges_lead_only_to_waiting_kernels(
         for node in graph.nodes[:7]:
             change = partial(run.set_enabled, node, True)
             if programmatic and node.index < 6:
-                refused(OptionError, {"is programmatic": change})
+                assert_raises(OptionError, {"is programmatic": change})
             else:
                 change()
     assert totals == [13, 13]
@@ -392,7 +392,7 @@ def test_invalid_node_and_payload_changes_raise(device: Device, stream: Stream, 
     executable = graph.instantiate()
     enable = executable.set_enabled
     add = module["add"]
-    refused(
+    assert_raises(
         OptionError,
         {
             "2 nodes named 'add'": lambda: executable.update_kernel("add", add, 1, 1, [data, 5]),
@@ -455,7 +455,7 @@ def test_exec_update_uses_payloads_of_new_definition(device: Device, stream: Str
     run.set_payload(payloads[1], "new second")
     replay(run, stream)
     assert seen == ["old first", "new first", "new second"]
-    refused(
+    assert_raises(
         OptionError,
         {"'payload' does not belong to graph 'new'": lambda: run.set_payload(payloads[0], "old")},
     )

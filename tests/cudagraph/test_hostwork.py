@@ -8,7 +8,7 @@ import os
 import threading
 
 import pytest
-from cudagraph_util import answered, compiled, refused, replay, run_program
+from cudagraph_util import assert_raises, compile_library, mailbox_graph, replay, run_program
 
 from graft.cudagraph import Device, Graph, GraphExec, Stream, hostwork
 from graft.cudagraph.errors import DeviceError, HostWorkError, OptionError
@@ -50,7 +50,7 @@ class Api(ctypes.Structure):
 @pytest.fixture(scope="module")
 def native_functions(tmp_path_factory) -> ctypes.CDLL:
     """C functions with the signature of native work."""
-    return ctypes.CDLL(str(compiled(SOURCE, tmp_path_factory.mktemp("native"))))
+    return ctypes.CDLL(str(compile_library(SOURCE, tmp_path_factory.mktemp("native"))))
 
 
 def work(functions: ctypes.CDLL, name: str, data: ctypes._SimpleCData | Api) -> NativeWork:
@@ -77,7 +77,7 @@ def one_step(device: Device, item, name: str | None = None) -> GraphExec:
 
 
 def test_host_work_rejects_invalid_callables(stream: Stream) -> None:
-    refused(
+    assert_raises(
         OptionError,
         {
             "already has its arguments": lambda: hostfunc(stream, PythonWork(print), 1),
@@ -192,7 +192,7 @@ def test_native_work_current_output_is_published(
     device: Device, stream: Stream, native_functions
 ) -> None:
     item = work(native_functions, "answer", api())
-    run, result = answered(device, "mailbox", item, worker=MailboxWorker())
+    run, result = mailbox_graph(device, "mailbox", item, worker=MailboxWorker())
     for i in range(1, 101):
         replay(run, stream)
         assert result.to_host().tolist() == [i, 10 + i, 20 + i, 30 + i]
@@ -229,7 +229,7 @@ def test_host_work_rejects_driver_calls(device: Device, stream: Stream) -> None:
             stream.synchronize,
             stream.query,
         ):
-            refused(DeviceError, {"host function": attempt})
+            assert_raises(DeviceError, {"host function": attempt})
             caught.append(attempt)
 
     caught: list[object] = []
@@ -288,7 +288,7 @@ def test_host_work_rejects_coroutines_and_generators() -> None:
             pass
 
     for fn in (functools.partial(coroutine), generator, asynchronous, Callable()):
-        refused(OptionError, {"would never run": functools.partial(PythonWork, fn)})
+        assert_raises(OptionError, {"would never run": functools.partial(PythonWork, fn)})
 
 
 @pytest.mark.parametrize("stream", [-1, 1 << 64, "x", None])

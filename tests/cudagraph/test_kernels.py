@@ -9,7 +9,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from cudagraph_util import refused, run_program
+from cudagraph_util import assert_raises, run_program
 
 from graft.cudagraph import Device, DeviceError, Kernel, KernelError, Stream, StreamLane, load_text
 from graft.cudagraph.pinned import PinnedSlots
@@ -187,7 +187,7 @@ def test_kernel_error_names_missing_kernel_file_and_source(
     device: Device, module, tmp_path: Path
 ) -> None:
     wrong = 'extern "C" __global__ void f(int* p) { p[0] = undeclared; }'
-    refused(
+    assert_raises(
         KernelError,
         {
             "'nothing'": lambda: module["nothing"],

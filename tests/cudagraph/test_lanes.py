@@ -6,7 +6,7 @@ from collections.abc import Callable
 
 import numpy as np
 import pytest
-from cudagraph_util import refused, replay
+from cudagraph_util import assert_raises, replay
 
 from graft.cudagraph import Device, Graph, Lane, OptionError, ShapeError, Stream, StreamLane
 
@@ -95,7 +95,7 @@ def test_lane_rejects_invalid_copies_and_fills(device: Device, run) -> None:
     pinned = device.pinned((2,), "int32")
 
     def program(lane: Lane, _: Lane) -> None:
-        refused(
+        assert_raises(
             ShapeError,
             {
                 "12 bytes": lambda: lane.copy(small, large),
@@ -113,7 +113,7 @@ def test_lane_rejects_marks_of_other_graphs_and_streams(device: Device, stream: 
     two = Graph(device, "two")
     lane = StreamLane(stream)
     mark = one.lane("x").record("here")
-    refused(
+    assert_raises(
         OptionError,
         {
             "'here'": lambda: two.lane("x").wait(mark),

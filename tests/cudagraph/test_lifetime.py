@@ -12,12 +12,12 @@ from cudagraph_util import (
     ForeignCapture,
     Semaphore,
     Step,
-    released,
     replay,
     resident_kib,
     run_program,
-    settled,
-    until,
+    wait_for_records,
+    wait_until,
+    wait_until_freed,
 )
 
 from graft import native
@@ -41,7 +41,7 @@ all_kinds = pytest.mark.parametrize("all_kinds", [False, True])
 @pytest.fixture(autouse=True)
 def freed_resources() -> None:
     """Wait until all resources of earlier tests are freed."""
-    settled()
+    wait_until_freed()
 
 
 class Watched:
@@ -84,7 +84,7 @@ class Watched:
 
     def wait_until_gone(self) -> None:
         """Wait until the step and all records are released."""
-        released(self.released + self.records)
+        wait_for_records(self.released + self.records)
         assert self.watch() is None
 
 
@@ -140,7 +140,7 @@ def test_launch_in_flight_keeps_everything_alive(device: Device, all_kinds: bool
     assert watched.kept()
     gate.set()
     assert done.wait(60)
-    released(watched.released + watched.records + 1)
+    wait_for_records(watched.released + watched.records + 1)
     watched.wait_until_gone()
 
 
@@ -182,7 +182,7 @@ def test_failed_graph_build_releases_resources(
     gc.collect()
     # Port and work of the request live until the graph is closed.
     kept = 2 if kind == "mailbox" else 0
-    until(lambda: native.live_records() <= live + kept)
+    wait_until(lambda: native.live_records() <= live + kept)
     assert [node.kind for node in graph.nodes] == ["host"]
     if kind != "mailbox":
         assert watch() is None
@@ -191,7 +191,7 @@ def test_failed_graph_build_releases_resources(
         assert good.calls == 1
         executable.close()
     graph.close()
-    until(lambda: watch() is None)
+    wait_until(lambda: watch() is None)
 
 
 FORKED = """
@@ -334,13 +334,13 @@ def recapture(device: Device, stream: Stream, times: int) -> int:
 def test_repeated_captures_keep_memory_constant(device: Device, stream: Stream, times: int) -> None:
     """Every record of every capture is released (L12)."""
     recapture(device, stream, 1000)
-    settled()
+    wait_until_freed()
     resident = resident_kib()
     before = native.released_records()
     live = native.live_records()
     assert recapture(device, stream, times) == times // 10
-    released(before + 3 * times)
-    settled()
+    wait_for_records(before + 3 * times)
+    wait_until_freed()
     assert native.live_records() == live and resident_kib() - resident < 8 * 1024
 
 
@@ -407,7 +407,7 @@ def test_native_work_keep_lives_as_long_as_graph(device: Device, stream: Stream)
     replay(executable, stream, 5)
     assert watch() is not None and semaphore.value == 5
     executable.close()
-    until(lambda: watch() is None)
+    wait_until(lambda: watch() is None)
 
 
 def test_exec_update_releases_old_definition(device: Device, stream: Stream) -> None:
@@ -425,9 +425,9 @@ def test_exec_update_releases_old_definition(device: Device, stream: Stream) -> 
         executable.launch(stream)
     executable.synchronize(60)
     assert counts == list(range(200))
-    until(lambda: native.live_records() == live + 1)
+    wait_until(lambda: native.live_records() == live + 1)
     executable.close()
-    until(lambda: native.live_records() == live)
+    wait_until(lambda: native.live_records() == live)
 
 
 def test_eager_host_work_is_freed_after_its_run(stream: Stream) -> None:
@@ -444,7 +444,7 @@ def test_eager_host_work_is_freed_after_its_run(stream: Stream) -> None:
     gc.collect()
     stream.synchronize(60)
     assert calls == list(range(50))
-    until(lambda: native.live_records() == live)
+    wait_until(lambda: native.live_records() == live)
     assert watch() is None
 
 
@@ -458,7 +458,7 @@ def test_exec_close_breaks_reference_cycle(device: Device) -> None:
     holder.executable.close()  # type: ignore[attr-defined]
     del holder, graph
     gc.collect()
-    until(lambda: watch() is None)
+    wait_until(lambda: watch() is None)
 
 
 def test_garbage_collection_in_host_work_makes_no_driver_call(
@@ -489,5 +489,5 @@ def test_garbage_collection_in_host_work_makes_no_driver_call(
     finally:
         gc.enable()
     assert collected and collected[0] > 0
-    until(lambda: native.live_resources() <= resources)
+    wait_until(lambda: native.live_resources() <= resources)
     assert native.failed_frees() == failed

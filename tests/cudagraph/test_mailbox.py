@@ -12,7 +12,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from cudagraph_util import LIMIT_S, answered, in_time, replay, run_program, until
+from cudagraph_util import LIMIT_S, mailbox_graph, replay, replay_in_time, run_program, wait_until
 
 from graft.cudagraph import DeadlineError, Graph, GraphExec, HostWorkError, MailboxWorker
 from graft.cudagraph.errors import OptionError
@@ -29,7 +29,7 @@ def test_mailbox_answers_every_replay_of_unreferenced_graph(device, stream, tran
             count[0] += 1
             out[:] = (count[0], count[0] * 3, 7, 11)
 
-        return answered(device, transport, work)
+        return mailbox_graph(device, transport, work)
 
     run, result = build()
     gc.collect()
@@ -99,7 +99,7 @@ def test_mailbox_uses_new_definition_after_update(device, stream, transport):
 
 def test_mailbox_rejects_invalid_options(device):
     """A rejected call adds nothing to the graph."""
-    graph = Graph(device, "refused")
+    graph = Graph(device, "invalid")
     lane = graph.lane("main")
     for options in (
         {"deadline_s": 0.0},
@@ -162,9 +162,9 @@ def test_mailbox_records_and_threads_end_with_executable(device, stream):
     _native.flush(LIMIT_S)
     before = _native.live_records()
     worker = MailboxWorker(name="ending")
-    run, _ = answered(device, "mailbox", lambda out: None, worker=worker)
+    run, _ = mailbox_graph(device, "mailbox", lambda out: None, worker=worker)
     replay(run, stream)
-    until(lambda worker=worker: worker.native.parked)
+    wait_until(lambda worker=worker: worker.native.parked)
 
     def threads() -> int:
         found = 0
@@ -177,9 +177,9 @@ def test_mailbox_records_and_threads_end_with_executable(device, stream):
     run.close()
     del run, _
     gc.collect()
-    until(lambda: _native.live_records() <= before)
+    wait_until(lambda: _native.live_records() <= before)
     del worker  # the last owner, because the port of its graph is gone
-    until(lambda: threads() == 0)
+    wait_until(lambda: threads() == 0)
 
 
 @pytest.mark.parametrize("options", [{"cpus": [10**6]}, {"cpus": []}, {"wait": "hover"}])
@@ -191,7 +191,7 @@ def test_mailbox_worker_rejects_invalid_options(options):
 def test_mailbox_worker_runs_on_given_cores(device, stream):
     core = min(os.sched_getaffinity(0))
     where: list[set[int]] = []
-    run, _ = answered(
+    run, _ = mailbox_graph(
         device,
         "mailbox",
         lambda out: where.append(os.sched_getaffinity(0)),
@@ -205,7 +205,7 @@ def test_mailbox_native_worker_holds_no_python_reference(device):
     """Its thread may drop the last native reference and must not need the GIL for that."""
     worker = MailboxWorker()
     before = sys.getrefcount(worker.native)
-    run, _ = answered(device, "mailbox", lambda out: None, worker=worker)
+    run, _ = mailbox_graph(device, "mailbox", lambda out: None, worker=worker)
     after = sys.getrefcount(worker.native)  # not in the assert, which would hold another reference
     assert after == before
     run.close()
@@ -231,7 +231,7 @@ def test_mailbox_deadline_releases_wait_and_discards_late_result(device, stream,
     lane.copy(result, output)
     getattr(lane, transport)(lambda: later.append(1), name="after")
     run = graph.instantiate()
-    in_time(run, stream)
+    replay_in_time(run, stream)
     before = run.launches
     slow[0] = True
     run.launch(stream)
@@ -251,7 +251,7 @@ def test_mailbox_deadline_releases_wait_and_discards_late_result(device, stream,
     assert later == [1]
     slow[0] = False
     for _ in range(3):
-        in_time(run, stream)
+        replay_in_time(run, stream)
     assert result.to_host().tolist() == [5] * 4 and later == [1] * 4
 
 
@@ -264,7 +264,7 @@ def test_mailbox_is_answered_by_worker_or_watchdog_once(device, stream, transpor
         time.sleep(0.02 + float(rng.uniform(-0.01, 0.01)))
         out[:] = number[0]
 
-    run, result = answered(device, transport, work, deadline_s=0.021)
+    run, result = mailbox_graph(device, transport, work, deadline_s=0.021)
     expected = 0
     for i in range(1, 41):
         number[0] = i
@@ -285,17 +285,19 @@ def test_spinkernel_ends_at_device_deadline(device, stream):
         go.wait(LIMIT_S)
         out[:] = 1
 
-    run, result = answered(device, "spinkernel", work, deadline_s=LIMIT_S, device_deadline_s=1.5)
-    begun = time.monotonic()
+    run, result = mailbox_graph(
+        device, "spinkernel", work, deadline_s=LIMIT_S, device_deadline_s=1.5
+    )
+    start = time.monotonic()
     run.launch(stream)
     with pytest.raises(HostWorkError, match=r"reached (its own|its) deadline"):
         run.synchronize(LIMIT_S)
-        until(lambda: run.check() is not None)  # the watchdog notices it shortly afterwards
-    assert time.monotonic() - begun < LIMIT_S
+        wait_until(lambda: run.check() is not None)  # the watchdog notices it shortly afterwards
+    assert time.monotonic() - start < LIMIT_S
     go.set()
     run.clear(LIMIT_S)
     assert result.to_host().tolist() == [0] * 4
-    in_time(run, stream)
+    replay_in_time(run, stream)
     assert result.to_host().tolist() == [1] * 4
 
 
@@ -309,7 +311,7 @@ def test_mailbox_replay_deadline_counts_from_launch(device, stream):
     lane.mailbox(lambda: seen.append(1), name="late request", replay_deadline_s=0.1)
     run = graph.instantiate()
     run.launch(stream)
-    until(lambda: graph.status.array[0] == 4)
+    wait_until(lambda: graph.status.array[0] == 4)
     go.set()
     with pytest.raises(HostWorkError, match="did not reach this step") as failed:
         run.synchronize(LIMIT_S)

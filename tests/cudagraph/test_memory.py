@@ -8,7 +8,7 @@ import time
 
 import numpy as np
 import pytest
-from cudagraph_util import refused, settled
+from cudagraph_util import assert_raises, wait_until_freed
 
 from graft import native
 from graft.cudagraph import (
@@ -141,7 +141,7 @@ def test_device_array_rejects_invalid_shapes_and_dtypes(device: Device) -> None:
     for make in (device.zeros, device.empty, device.pinned):
         with pytest.raises(ShapeError, match=f"of int32 has {1 << 82} bytes"):
             make((1 << 40, 1 << 40), "int32")
-    refused(
+    assert_raises(
         ShapeError,
         {
             "'float64'": lambda: device.zeros((1,), "float64"),
@@ -160,7 +160,7 @@ def test_device_array_rejects_invalid_shapes_and_dtypes(device: Device) -> None:
 
 
 def test_device_memory_lives_as_long_as_last_view(device: Device) -> None:
-    settled()
+    wait_until_freed()
     before = native.live_resources()
     array = device.from_host(np.arange(8, dtype=np.int32))
     view = array[2:4]
@@ -174,15 +174,15 @@ def test_device_memory_lives_as_long_as_last_view(device: Device) -> None:
 
 
 def test_device_array_close_frees_memory_and_rejects_use(device: Device) -> None:
-    settled()
+    wait_until_freed()
     before = native.live_resources()
     array = device.zeros((4,), "int32")
     view = array[1:]
-    refused(ShapeError, {"view": view.close})
+    assert_raises(ShapeError, {"view": view.close})
     array.close()
     assert native.live_resources() == before
     for user in (array, view):
-        refused(DeviceError, {"closed": user.to_host})
+        assert_raises(DeviceError, {"closed": user.to_host})
 
 
 def test_pinned_array_is_zeroed_and_outlived_by_numpy_view(device: Device) -> None:
@@ -248,7 +248,7 @@ def test_pinned_field_rows_start_on_cache_lines(device: Device) -> None:
 
 def test_pinned_slots_reject_invalid_fields(device: Device) -> None:
     slots = PinnedSlots(device, 1, FIELDS)
-    refused(
+    assert_raises(
         OptionError,
         {
             "'masks'": lambda: slots.field("masks"),
@@ -265,13 +265,13 @@ def test_ring_rejects_overwriting_entry_in_use(device: Device) -> None:
     for replay in (1, 2, 3):
         ring.row("token", replay)[:] = replay
         ring.publish(replay)
-    refused(OptionError, {"replay 1 ": lambda: ring.publish(4)})
+    assert_raises(OptionError, {"replay 1 ": lambda: ring.publish(4)})
     assert ring.row("token", 1).tolist() == [1] * 4
     ring.synchronize(1, timeout_s=1)
     ring.release(1)
     ring.publish(4)
     ring.synchronize(4, timeout_s=1)
-    refused(
+    assert_raises(
         OptionError,
         {
             "replay 4": lambda: ring.release(1),

@@ -8,7 +8,7 @@ from collections.abc import Callable
 
 import numpy as np
 import pytest
-from cudagraph_util import Semaphore, replay, resident_kib, settled
+from cudagraph_util import Semaphore, replay, resident_kib, wait_until_freed
 
 from graft import native
 from graft.cudagraph import Device, Graph, GraphExec, MailboxWorker, Stream
@@ -74,11 +74,11 @@ def test_replays_keep_memory_constant(device: Device, stream: Stream, module, co
 
     warm = max(count // 10, 1000)
     replay_all(executable, stream, warm, change=change)
-    settled()
+    wait_until_freed()
     before = resident_kib()
     live = (native.live_records(), native.live_resources())
     replay_all(executable, stream, count, change=change)
-    settled()
+    wait_until_freed()
     grown = resident_kib() - before
     total = warm + count
     assert executable.launches == total
@@ -114,7 +114,7 @@ def test_payload_changes_keep_memory_constant(device: Device, stream: Stream, co
         return used
 
     expected = change(max(count // 10, 1000))
-    settled()
+    wait_until_freed()
     before = resident_kib()
     watch = weakref.ref(value := Value(-2))
     executable.set_payload(payload, value)
@@ -122,7 +122,7 @@ def test_payload_changes_keep_memory_constant(device: Device, stream: Stream, co
     expected += change(count)
     replay(executable, stream)
     expected.append(count - 1)
-    settled()
+    wait_until_freed()
     assert seen == expected
     assert payload.live_values == 1 and watch() is None
     assert sum(isinstance(o, Value) for o in gc.get_objects()) == 1
@@ -131,7 +131,7 @@ def test_payload_changes_keep_memory_constant(device: Device, stream: Stream, co
         grown[-1] >= MAX_GROWTH_KIB and len(grown) < 3
     ):  # resources of other tests may be freed meanwhile
         change(count)
-        settled()
+        wait_until_freed()
         grown.append(resident_kib() - before - sum(grown))
     assert grown[-1] < MAX_GROWTH_KIB, f"memory grew by {grown} KiB in {count} changes"
 
@@ -145,7 +145,7 @@ def test_mailbox_answers_a_million_requests(device: Device, stream: Stream) -> N
     executable = graph.instantiate()
 
     replay_all(executable, stream, 10_000, 64)
-    settled()
+    wait_until_freed()
     before = resident_kib()
     replay_all(executable, stream, 1_000_000, 64)
     assert semaphore.value == 1_010_000 and worker.served == 1_010_000
