@@ -208,6 +208,10 @@ class Soft:
     def launch(self, *args: Any, **options: Any) -> None:
         self.ok(self.try_launch(*args, **options))
 
+    def launch_int(self, function: Any, pointer: int, value: int, stream: Any) -> None:
+        """Launch one thread of a kernel with the parameters (int*, int)."""
+        self.launch(function, 1, 1, pointer, np.int32(value), stream=stream)
+
     def run(self, *args: Any, **options: Any) -> None:
         """Launch on the legacy stream and synchronize."""
         self.launch(*args, **options)
@@ -230,6 +234,12 @@ class Soft:
     def add_kernel(self, graph: Any, deps: Sequence[Any], *launch: Any) -> Any:
         params, _keep = self.kernel_params(*launch)
         return self.cuGraphAddKernelNode(graph, list(deps), len(deps), params)
+
+    def add_int_kernel(
+        self, graph: Any, deps: Sequence[Any], function: Any, pointer: int, value: int
+    ) -> Any:
+        """Add a node of one thread of a kernel with the parameters (int*, int)."""
+        return self.add_kernel(graph, deps, function, 1, 1, pointer, np.int32(value))
 
     def add_host(self, graph: Any, deps: Sequence[Any], function: Any, data: int = 0) -> Any:
         p = self.host_params(function, data)

@@ -38,12 +38,12 @@ def test_capture_forks_and_joins_through_events(soft, kernels, stream, other, ev
     fork(soft, stream, other, event)
     assert status(soft, other) == 1
     soft.cuMemsetD32Async(b, 1, 1, other)  # the branches use different data
-    soft.launch(kernels.scale, 1, 1, b, np.int32(10), stream=other)
-    soft.launch(kernels.add, 1, 1, a, np.int32(4), stream=stream)
+    soft.launch_int(kernels.scale, b, 10, other)
+    soft.launch_int(kernels.add, a, 4, stream)
     fork(soft, other, stream, back)
     info = soft.cuStreamGetCaptureInfo(stream)
     assert int(info[0]) == 1 and info[-1] == 2, "the next node depends on both branches"
-    soft.launch(kernels.add, 1, 1, b, np.int32(1), stream=stream)
+    soft.launch_int(kernels.add, b, 1, stream)
     graph = soft.cuStreamEndCapture(stream)
     assert status(soft, other) == 0 and soft.cuGraphGetEdges(graph)[-1] == 5
     soft.replay(graph, stream)
@@ -76,7 +76,7 @@ def test_capture_continues_after_joined_stream_is_destroyed(soft, kernels) -> No
         event = soft.cuEventCreate(2)
         soft.begin(main, RELAXED)
         fork(soft, main, side, event)
-        soft.launch(kernels.add, 1, 1, p, np.int32(1), stream=side)
+        soft.launch_int(kernels.add, p, 1, side)
         soft.cuEventRecord(event, side)
         if joins:
             soft.cuStreamWaitEvent(main, event, 0)
@@ -197,7 +197,7 @@ def test_capture_graph_cannot_be_used_before_end(soft, kernels, stream) -> None:
     a = soft.ints(3)
     d = soft.d
     soft.begin(stream)
-    soft.launch(kernels.scale, 1, 1, a, np.int32(5), stream=stream)
+    soft.launch_int(kernels.scale, a, 5, stream)
     graph = soft.cuStreamGetCaptureInfo(stream)[2]
     assert codes(d.cuGraphInstantiate(graph, 0), d.cuGraphDestroy(graph)) == {"ILLEGAL_STATE"}
     assert int(soft.cuStreamEndCapture(stream)) == int(graph)
@@ -212,7 +212,7 @@ def test_capture_of_graph_launch_adds_child_graph(soft, kernels, stream, graph) 
     executable = soft.cuGraphInstantiate(graph, 0)
     soft.begin(stream)
     soft.cuGraphLaunch(executable, stream)
-    soft.launch(kernels.scale, 1, 1, a, np.int32(10), stream=stream)
+    soft.launch_int(kernels.scale, a, 10, stream)
     outer = soft.cuStreamEndCapture(stream)
     nodes, count = soft.cuGraphGetNodes(outer, 2)
     assert count == 2 and soft.cuGraphNodeGetType(nodes[0]).value == 4

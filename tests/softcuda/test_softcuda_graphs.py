@@ -152,7 +152,7 @@ def test_graph_executable_is_independent_of_definition(soft, kernels, stream, gr
     p = soft.ints(0)
     executables = []
     for value in (1, 99):
-        soft.add_kernel(graph, [], kernels.add, 1, 1, p, np.int32(value))
+        soft.add_int_kernel(graph, [], kernels.add, p, value)
         executables.append(soft.cuGraphInstantiate(graph, 0))
     soft.cuGraphDestroy(graph)
     for executable in executables:
@@ -164,12 +164,12 @@ def test_graph_child_is_cloned_into_parent(soft, kernels, stream, graph, log):
     """The child runs between the neighbours of its node; later changes do not affect the clone."""
     append = kernels.append
     child = soft.cuGraphCreate(0)
-    x = soft.add_kernel(child, [], append, 1, 1, log, np.int32(2))
-    soft.add_kernel(child, [x], append, 1, 1, log, np.int32(3))
-    a = soft.add_kernel(graph, [], append, 1, 1, log, np.int32(1))
+    x = soft.add_int_kernel(child, [], append, log, 2)
+    soft.add_int_kernel(child, [x], append, log, 3)
+    a = soft.add_int_kernel(graph, [], append, log, 1)
     node = soft.cuGraphAddChildGraphNode(graph, [a], 1, child)
-    soft.add_kernel(graph, [node], append, 1, 1, log, np.int32(4))
-    soft.add_kernel(child, [], append, 1, 1, log, np.int32(99))  # not in the clone
+    soft.add_int_kernel(graph, [node], append, log, 4)
+    soft.add_int_kernel(child, [], append, log, 99)  # not in the clone
     soft.cuGraphDestroy(child)
     soft.replay(graph, stream)
     assert entries(soft, log) == [1, 2, 3, 4]
@@ -196,7 +196,7 @@ def test_graph_set_params_affects_later_launches_only(soft, kernels, stream, gra
     gate = threading.Event()
     callback = CALLBACK(lambda _: gate.wait(10) and None)
     hold = soft.add_host(graph, [], callback)
-    node = soft.add_kernel(graph, [hold], kernels.append, 1, 1, log, np.int32(1))
+    node = soft.add_int_kernel(graph, [hold], kernels.append, log, 1)
     executable = soft.cuGraphInstantiate(graph, 0)
     soft.cuGraphLaunch(executable, stream)
     for value in (2, 3):
@@ -219,11 +219,11 @@ def test_graph_exec_update_requires_equal_topology(soft, kernels, stream):
 
     def define(value: int, second: str = "kernel"):
         graph = soft.cuGraphCreate(0)
-        a = soft.add_kernel(graph, [], kernels.add, 1, 1, p, np.int32(value))
+        a = soft.add_int_kernel(graph, [], kernels.add, p, value)
         if second == "host":
             soft.add_host(graph, [a], USLEEP)
         else:
-            soft.add_kernel(graph, [a], kernels.scale, 1, 1, p, np.int32(2))
+            soft.add_int_kernel(graph, [a], kernels.scale, p, 2)
         if second == "and more":
             soft.cuGraphAddEmptyNode(graph, [], 0)
         return graph
@@ -251,7 +251,7 @@ def test_graph_exec_update_accepts_equal_child_graphs(soft, kernels, stream):
         graph = soft.cuGraphCreate(0)
         last: list = []
         for _ in range(6):
-            last = [soft.add_kernel(child, last, kernels.add, 1, 1, a, np.int32(value))]
+            last = [soft.add_int_kernel(child, last, kernels.add, a, value)]
         soft.cuGraphAddChildGraphNode(graph, [], 0, child)
         executable = executable or soft.cuGraphInstantiate(graph, 0)
         soft.cuGraphExecUpdate(executable, graph)

@@ -45,7 +45,7 @@ def test_conditional_if_runs_body_by_value(soft, kernels, stream, kind, size, ta
         choose = soft.add_kernel(graph, [], kernels.set, 1, 1, word(handle), np.uint32(value))
         _, bodies = add_conditional(soft, graph, [choose], handle, kind, size)
         for i, body in enumerate(bodies):
-            soft.add_kernel(body, [], kernels.add, 1, 1, a, np.int32(10**i))
+            soft.add_int_kernel(body, [], kernels.add, a, 10**i)
         soft.replay(graph, stream)
         assert soft.value(a) == expected, value
 
@@ -60,8 +60,8 @@ def test_conditional_while_nodes_nest(soft, kernels, stream, graph) -> None:
     reset = soft.add_fill(body, [], inner_count, 0)
     arm = soft.add_kernel(body, [reset], kernels.set, 1, 1, word(inner), np.uint32(1))
     loop, (nested,) = add_conditional(soft, body, [arm], inner, WHILE)
-    one = soft.add_kernel(nested, [], kernels.add, 1, 1, a, np.int32(1))
-    two = soft.add_kernel(nested, [one], kernels.add, 1, 1, inner_count, np.int32(1))
+    one = soft.add_int_kernel(nested, [], kernels.add, a, 1)
+    two = soft.add_int_kernel(nested, [one], kernels.add, inner_count, 1)
     soft.add_kernel(nested, [two], kernels.decide, 1, 1, word(inner), inner_count, np.int32(5))
     soft.add_kernel(body, [loop], kernels.decide, 1, 1, word(outer), a, np.int32(15))
     soft.replay(graph, stream)
@@ -107,7 +107,7 @@ def test_conditional_body_nodes_can_be_updated_in_executable(soft, kernels, stre
     """They accept new parameters and can be disabled."""
     a = soft.ints(0)
     _, (body,) = add_conditional(soft, graph, [], condition(soft, graph, 1), IF)
-    node = soft.add_kernel(body, [], kernels.add, 1, 1, a, np.int32(1))
+    node = soft.add_int_kernel(body, [], kernels.add, a, 1)
     executable = soft.cuGraphInstantiate(graph, 0)
     new, _keep = soft.kernel_params(kernels.add, 1, 1, a, np.int32(50))
     soft.cuGraphExecKernelNodeSetParams(executable, node, new)

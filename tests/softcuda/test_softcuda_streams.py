@@ -31,10 +31,10 @@ def test_streams_run_concurrently_and_wait_for_events(soft, kernels, stream, oth
     soft.cuStreamWaitEvent(other, event, 0)  # waits for this record and not for the next one
     soft.host(stream, gate.callback)
     soft.cuEventRecord(event, stream)
-    soft.launch(kernels.append, 1, 1, log, np.int32(1), stream=other)
+    soft.launch_int(kernels.append, log, 1, other)
     soft.cuStreamSynchronize(other)  # completes although `stream` is blocked
     soft.cuStreamWaitEvent(other, event, 0)
-    soft.launch(kernels.append, 1, 1, log, np.int32(2), stream=other)
+    soft.launch_int(kernels.append, log, 2, other)
     assert codes(soft.d.cuStreamQuery(other), soft.d.cuEventQuery(event)) == {"NOT_READY"}
     gate.set()
     soft.cuStreamSynchronize(other)
@@ -86,11 +86,11 @@ def test_per_thread_stream_is_separate_for_each_thread(soft, kernels):
         soft.cuCtxSetCurrent(soft.context)
         soft.cuMemsetD32Async(log, 0, 1, 0)  # on the legacy stream
         for i in range(100):
-            soft.launch(add, 1, 1, log, np.int32(i), stream=own)
+            soft.launch_int(add, log, i, own)
         soft.cuStreamSynchronize(own)
         assert soft.get(log, 101, np.int32).tolist() == [100, *range(100)]
         soft.begin(own, 2)
-        soft.launch(add, 1, 1, log, np.int32(1), stream=own)
+        soft.launch_int(add, log, 1, own)
         graph = soft.cuStreamEndCapture(own)
         assert soft.cuGraphGetNodes(graph, 0)[1] == 1
         soft.cuGraphDestroy(graph)
