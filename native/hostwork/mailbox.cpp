@@ -48,7 +48,7 @@ std::string native_stacks_of(const HostRecord* record) {
     const stacks::Frames frames = stacks::of_thread(running.tid, kAnswerLimitS);
     if (frames.empty()) continue;
     out += "\nit ran in thread " + std::to_string(running.tid) +
-           ", native stack, innermost first:\n" + stacks::format(frames, "  ");
+           ", native stack, innermost frame first:\n" + stacks::format(frames, "  ");
     out.pop_back();
   }
   return out;
@@ -164,14 +164,15 @@ bool Port::overrun() const {
   return released && serving_.load();
 }
 
-void Port::fail(std::uint32_t seq, std::string why) noexcept {
-  state_->fail(kStatusDeadline, Failure{record_->name(), replay_of(seq), nullptr, std::move(why)});
+void Port::fail(std::uint32_t seq, std::string reason) noexcept {
+  state_->fail(kStatusDeadline,
+               Failure{record_->name(), replay_of(seq), nullptr, std::move(reason)});
 }
 
 // Stores the status, then the answer (M5). The loser of the claim stores nothing.
-void Port::release(std::uint32_t seq, const std::string& why) {
+void Port::release(std::uint32_t seq, const std::string& reason) {
   if (!try_claim(seq, kWatchdog)) return;
-  fail(seq, why);
+  fail(seq, reason);
   acknowledge(seq);
 }
 

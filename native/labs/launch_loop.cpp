@@ -100,9 +100,13 @@ int replay(const ReplayOptions& options, std::size_t count, Samples* out) {
     if (options.busy) await_busy_thread();
     out->launched.push_back(now_ns());
     const auto stream = reinterpret_cast<void*>(options.stream);
-    int code = options.exec != nullptr ? options.exec->launch(options.stream).first
-                                       : hostwork::driver().graph_launch(
-                                             reinterpret_cast<void*>(options.handle), stream);
+    int code;
+    if (options.exec != nullptr) {
+      code = options.exec->launch(options.stream).first;
+    } else {
+      const auto handle = reinterpret_cast<void*>(options.handle);
+      code = hostwork::driver().graph_launch(handle, stream);
+    }
     if (code == 0) code = wait(stream);
     out->launched.push_back(now_ns());
     if (code != 0) return code;

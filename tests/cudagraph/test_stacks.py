@@ -124,7 +124,7 @@ def test_mailbox_deadline_report_has_stack_of_worker(
     native = str(caught.value)
     notes = "\n".join(caught.value.__notes__)
     gate.set()
-    assert re.search(r"it ran in thread \d+, native stack, innermost first:\n", native)
+    assert re.search(r"it ran in thread \d+, native stack, innermost frame first:\n", native)
     assert "PyThread_acquire_lock_timed" in native
     assert "host step 'grammar' (replay 1)" in notes and "in slow_work" in notes
     run.clear(LIMIT_S)
