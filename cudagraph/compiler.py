@@ -13,8 +13,9 @@ import shutil
 import tempfile
 import warnings
 from collections.abc import Mapping
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from graft.cudagraph.context import Context
 from graft.cudagraph.driver import call, cu
@@ -86,28 +87,45 @@ def include_folders(folder: Path | None) -> list[Path]:
     return folders
 
 
-def compile_text(
-    context: Context, text: str, name: str, defines: Mapping[str, str], folder: Path | None
-) -> tuple[Any, object]:
-    """Compile kernel source and load the module.
+@dataclass(frozen=True)
+class KernelSource:
+    """Source of a kernel module.
 
-    Parameters
+    Attributes
     ----------
-    context
-        Device to compile for.
     text
-        CUDA C++ source.
+        CUDA C++.
     name
-        Source name in compiler messages.
+        Name in error messages.
     defines
         Macros.
     folder
-        Additional include folder.
+        Folder for ``#include "..."``, in addition to graft's own kernels; None for none.
+    """
 
-    Returns
-    -------
-    (CUmodule, object)
-        The module and the owner that keeps it loaded.
+    text: str
+    name: str
+    defines: Mapping[str, str]
+    folder: Path | None
+
+
+class LoadedModule(NamedTuple):
+    """A loaded module.
+
+    Attributes
+    ----------
+    handle
+        CUmodule.
+    owner
+        Object that keeps the module loaded.
+    """
+
+    handle: Any
+    owner: object
+
+
+def compile_source(context: Context, source: KernelSource) -> LoadedModule:
+    """Compile kernel source and load the module.
 
     Raises
     ------
@@ -115,32 +133,29 @@ def compile_text(
         The source does not compile, or CuPy is missing on CUDA.
     """
     if context.kind == "soft":
-        return _compile_soft(text, name, defines, folder)
-    return _compile_cuda(context, text, name, defines, folder)
+        return _compile_soft(source)
+    return _compile_cuda(context, source)
 
 
-def _compile_soft(
-    text: str, name: str, defines: Mapping[str, str], folder: Path | None
-) -> tuple[Any, object]:
+def _compile_soft(source: KernelSource) -> LoadedModule:
     try:
         image = compile_cpu(
-            text,
-            name,
-            defines=defines,
-            include_dirs=include_folders(folder),
+            source.text,
+            source.name,
+            defines=source.defines,
+            include_dirs=include_folders(source.folder),
             cache_dir=cache_folder() / "soft",
         )
     except KernelCompileError as error:
         raise KernelError(str(error)) from error
     # The soft device copies the image during the call.
     module = call(cu.cuModuleLoadData, image)
-    return module, _native.Resource(_native.ResourceKind.MODULE, int(module))
+    return LoadedModule(module, _native.Resource(_native.ResourceKind.MODULE, int(module)))
 
 
-def _compile_cuda(
-    context: Context, text: str, name: str, defines: Mapping[str, str], folder: Path | None
-) -> tuple[Any, object]:
+def _compile_cuda(context: Context, source: KernelSource) -> LoadedModule:
     os.environ.setdefault("CUPY_CACHE_DIR", str(cache_folder() / "cupy"))
+    name = source.name
     try:
         import cupy
     except ImportError as error:
@@ -148,16 +163,22 @@ def _compile_cuda(
             f"{name}: compiling for CUDA needs CuPy (pip install graft-cuda[cuda13])"
         ) from error
     # CuPy's cache key does not cover included files: put their digest into the source.
-    digest = hashlib.sha256()
-    for header, content in sorted(included_files(text, include_folders(folder)).items()):
-        digest.update(f"{header}\0{content}\0".encode())
-    source = f'// includes: {digest.hexdigest()}\n#line 1 "{name}"\n{text}'
-    path = None if folder is None else folder / name
-    options = tuple(nvrtc_options(path, defines))
+    digest = _digest_of_includes(source)
+    text = f'// includes: {digest}\n#line 1 "{name}"\n{source.text}'
+    path = None if source.folder is None else source.folder / name
+    options = tuple(nvrtc_options(path, source.defines))
     try:
         with cupy.cuda.Device(context.ordinal):
             # Keep the Module itself: RawModule holds it only in a cache that may be cleared.
-            module = cupy.RawModule(code=source, options=options, backend="nvrtc").module
+            module = cupy.RawModule(code=text, options=options, backend="nvrtc").module
     except cupy.cuda.compiler.CompileException as error:
         raise KernelError(f"kernel source {name!r} does not compile:\n{error}") from error
-    return cu.CUmodule(module.ptr), module
+    return LoadedModule(cu.CUmodule(module.ptr), module)
+
+
+def _digest_of_includes(source: KernelSource) -> str:
+    digest = hashlib.sha256()
+    headers = included_files(source.text, include_folders(source.folder))
+    for path, content in sorted(headers.items()):
+        digest.update(f"{path}\0{content}\0".encode())
+    return digest.hexdigest()

@@ -13,7 +13,7 @@ from typing import Any
 
 import numpy as np
 
-from graft.cudagraph.compiler import compile_text
+from graft.cudagraph.compiler import KernelSource, LoadedModule, compile_source
 from graft.cudagraph.context import Context
 from graft.cudagraph.driver import call, check, cu, prepare_driver_call
 from graft.cudagraph.errors import DeviceError, KernelError
@@ -229,10 +229,8 @@ class KernelModule:
     ----------
     name
         Name of the source in error messages.
-    handle
-        CUmodule.
-    keep
-        Owner that keeps the module loaded.
+    loaded
+        CUmodule and its owner.
     kinds
         Kinds of the parameters by kernel name, see :mod:`graft.cudagraph.signature`.
     waiting
@@ -242,16 +240,14 @@ class KernelModule:
     def __init__(
         self,
         name: str,
-        handle: Any,
-        keep: object,
+        loaded: LoadedModule,
         kinds: Mapping[str, tuple[str, ...]],
         waiting: frozenset[str],
     ) -> None:
         self.name = name
         self.kinds = kinds
         self.waiting = waiting
-        self._handle = handle
-        self._keep = keep
+        self._loaded = loaded
         # Weak: a kernel holds its module, and both are released when they are no longer used.
         self._kernels: weakref.WeakValueDictionary[str, Kernel] = weakref.WeakValueDictionary()
 
@@ -264,7 +260,7 @@ class KernelModule:
 
     def _function(self, name: str) -> Any:
         try:
-            function = call(cu.cuModuleGetFunction, self._handle, name.encode())
+            function = call(cu.cuModuleGetFunction, self._loaded.handle, name.encode())
         except DeviceError as error:
             if error.code != NOT_FOUND:
                 raise
@@ -343,8 +339,8 @@ def load_text(
         The source does not compile; the message contains the compiler's output.
     """
     prepare_driver_call("cuModuleLoadData")
-    handle, keep = compile_text(context, text, name, defines or {}, folder)
-    return KernelModule(name, handle, keep, parameter_kinds(text), waiting_kernels(text))
+    loaded = compile_source(context, KernelSource(text, name, defines or {}, folder))
+    return KernelModule(name, loaded, parameter_kinds(text), waiting_kernels(text))
 
 
 def _parameter_layout(function: Any) -> list[tuple[int, int]]:

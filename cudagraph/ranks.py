@@ -39,6 +39,8 @@ _INT_MAX = 2**31 - 1
 HEADER_WORDS = 8
 
 Buffer = PinnedArray | NDArray[Any]
+#: Ranks and buffers of the messages of one exchange.
+RankBuffers = Sequence[tuple[int, Buffer]]
 
 
 class RankGroup:
@@ -128,8 +130,8 @@ class RankGroup:
     def exchange(
         self,
         lane: Lane,
-        sent: Sequence[tuple[int, Buffer]],
-        received: Sequence[tuple[int, Buffer]] = (),
+        sent: RankBuffers,
+        received: RankBuffers = (),
         name: str = "ranks",
     ) -> None:
         """Add a host step that sends to and receives from other ranks concurrently.
@@ -187,12 +189,7 @@ class RankGroup:
         received = [(peer, buffer) for buffer in buffers]
         self._wait(self._messages((), received, timeout_s), received, timeout_s)
 
-    def _messages(
-        self,
-        sent: Sequence[tuple[int, Buffer]],
-        received: Sequence[tuple[int, Buffer]],
-        deadline_s: float,
-    ) -> Any:
+    def _messages(self, sent: RankBuffers, received: RankBuffers, deadline_s: float) -> Any:
         messages = []
         for is_sent, pairs in ((False, received), (True, sent)):
             for peer, buffer in pairs:

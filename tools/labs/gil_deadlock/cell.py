@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import Any
 
 from graft.cudagraph.chooser import SONAME
-from graft.cudagraph.compiler import compile_text
+from graft.cudagraph.compiler import KernelSource, compile_source
 from graft.cudagraph.device import Device, open_device
 from graft.cudagraph.driver import call, cu
 from graft.cudagraph.errors import HostWorkError
@@ -177,7 +177,8 @@ def pattern_call(device: Device, cell: Cell, queue: _Queue) -> tuple[Callable[[]
                 "cuMemcpyDtoH", driver.cuMemcpyDtoH_v2(host, source, ctypes.c_size_t(64))
             )
         ), (data, host)
-    module, keep = compile_text(device, KERNELS.read_text(), KERNELS.name, {}, KERNELS.parent)
+    source = KernelSource(KERNELS.read_text(), KERNELS.name, {}, KERNELS.parent)
+    module, keep = compile_source(device, source)
     function = ctypes.c_void_p(int(call(cu.cuModuleGetFunction, module, b"stamp_ns")))
     stamps = device.zeros((2,), "uint64")
     other = device.stream("other")
