@@ -37,8 +37,8 @@ size_t image_size(const void* image) {
 }
 
 // Returns a path of the descriptor that was not used before. dlopen returns the loaded object if
-// the path is the same, and descriptor numbers are reused. So each bit of a counter is spelled as
-// "/./" or "//" in the path.
+// the path is the same, and descriptor numbers are reused. So the path encodes a counter, each
+// bit as "./" or ".//".
 std::string unique_path(int descriptor) {
   static std::atomic<unsigned> counter{1};
   std::string path = "/proc/self/fd/";

@@ -95,6 +95,20 @@ uint64_t blocks_of(const KernelWork& work) {
   return static_cast<uint64_t>(work.grid.x) * work.grid.y * work.grid.z;
 }
 
+// Offers a kernel's blocks to the other workers.
+void share(Op* op) {
+  std::lock_guard<std::mutex> lock(g_pool.mutex);
+  g_pool.shared.push_back(op);
+  g_pool.available.fetch_add(1, std::memory_order_relaxed);
+  wake_one();
+}
+
+// Updates the moving average of a kernel's run time per thread.
+void update_run_time(Function& function, double estimate, double measured) {
+  const double updated = estimate > 0 ? 0.75 * estimate + 0.25 * measured : measured;
+  function.ns_per_thread.store(static_cast<float>(updated), std::memory_order_relaxed);
+}
+
 // Runs blocks of a kernel until none is left. Returns true if this worker was the last one to
 // leave, so that the operation is complete (S8).
 bool run_kernel(Executor* executor, Op* op, bool helping) {
@@ -109,13 +123,9 @@ bool run_kernel(Executor* executor, Op* op, bool helping) {
   if (!helping) {
     op->next_block.store(0, std::memory_order_relaxed);
     op->users.store(1, std::memory_order_relaxed);
-    if (blocks > 1 && g_pool.workers > 1 && block_ns * static_cast<double>(blocks) > kMinSharedNs) {
-      std::lock_guard<std::mutex> lock(g_pool.mutex);
-      g_pool.shared.push_back(op);
-      g_pool.available.fetch_add(1, std::memory_order_relaxed);
-      shared = true;
-      wake_one();
-    }
+    const double kernel_ns = block_ns * static_cast<double>(blocks);
+    shared = blocks > 1 && g_pool.workers > 1 && kernel_ns > kMinSharedNs;
+    if (shared) share(op);
   } else {
     std::lock_guard<std::mutex> lock(g_pool.mutex);
     wake_one();  // each worker wakes the next one, so that the first does not pay for all
@@ -136,10 +146,8 @@ bool run_kernel(Executor* executor, Op* op, bool helping) {
     ran += last - first;
   }
   if (ran > 0) {
-    const double measured =
-        static_cast<double>(now_ns() - start) / (static_cast<double>(ran) * threads);
-    const double updated = estimate > 0 ? 0.75 * estimate + 0.25 * measured : measured;
-    function.ns_per_thread.store(static_cast<float>(updated), std::memory_order_relaxed);
+    const auto elapsed = static_cast<double>(now_ns() - start);
+    update_run_time(function, estimate, elapsed / (static_cast<double>(ran) * threads));
   }
   if (shared || helping) unshare(op);
   return op->users.fetch_sub(1, std::memory_order_acq_rel) == 1;
