@@ -1,1 +1,1 @@
-"""Benchmarks: grammars, rounds, the demo model, kernels."""
+"""Benchmarks of grammar backends, decoding rounds, the demo model, serving and kernels."""

@@ -1,9 +1,10 @@
-"""Line charts as SVG: both axes begin at 0, a legend stands beside."""
+"""Line charts as SVG, with both axes starting at 0 and a legend on the right."""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from html import escape
 
 WIDTH = 960
@@ -13,80 +14,127 @@ TOP = 70
 RIGHT = 300
 BOTTOM = 56
 COLOURS = ("#2563eb", "#dc2626", "#059669", "#d97706", "#7c3aed", "#0891b2", "#be185d", "#374151")
-#: Steps of an axis, at most.
-TICKS = 8
+#: Maximum number of tick intervals of an axis.
+MAX_TICKS = 8
+
+Points = Sequence[tuple[float, float]]
 
 
-def ticks(top: float) -> list[float]:
-    """From 0 in steps of 1, 2 or 5 times a power of ten to the first that is not below `top`."""
-    if top <= 0:
+def ticks(maximum: float) -> list[float]:
+    """Return tick values from 0 to the first one that is at least `maximum`.
+
+    The step is 1, 2 or 5 times a power of ten.
+    """
+    if maximum <= 0:
         return [0.0, 1.0]
-    power = math.floor(math.log10(top / TICKS))
-    step = next(
-        s for s in (n * 10.0**p for p in (power, power + 1) for n in (1, 2, 5)) if top / s <= TICKS
+    power = math.floor(math.log10(maximum / MAX_TICKS))
+    steps = [n * 10.0**p for p in (power, power + 1) for n in (1, 2, 5)]
+    step = next(step for step in steps if maximum / step <= MAX_TICKS)
+    return [i * step for i in range(math.ceil(maximum / step - 1e-9) + 1)]
+
+
+def _text(x: float, y: float, content: str, anchor: str = "start", attributes: str = "") -> str:
+    return (
+        f'<text x="{x:.1f}" y="{y:.1f}" text-anchor="{anchor}"{attributes}>{escape(content)}</text>'
     )
-    return [i * step for i in range(math.ceil(top / step - 1e-9) + 1)]
 
 
-def chart(
-    title: str, note: str, across: str, up: str, series: Mapping[str, Sequence[tuple[float, float]]]
-) -> str:
-    """Return series of points, joined in their order, as SVG.
+@dataclass(frozen=True)
+class _Frame:
+    """Plot area of a chart and the scales of its axes.
+
+    Attributes
+    ----------
+    height
+        Height of the picture in pixels.
+    x_ticks, y_ticks
+        Tick values of the axes.
+    """
+
+    height: int
+    x_ticks: list[float]
+    y_ticks: list[float]
+
+    @property
+    def right(self) -> float:
+        return WIDTH - RIGHT
+
+    @property
+    def bottom(self) -> float:
+        return self.height - BOTTOM
+
+    def to_pixels(self, x: float, y: float) -> tuple[float, float]:
+        """Return the pixel coordinates of a data point."""
+        width = self.right - LEFT
+        height = self.bottom - TOP
+        return LEFT + width * x / self.x_ticks[-1], self.bottom - height * y / self.y_ticks[-1]
+
+    def draw_axes(self, x_label: str, y_label: str) -> list[str]:
+        """Return SVG elements of axes, grid lines, tick values and labels."""
+        middle = (TOP + self.bottom) / 2
+        rotation = f' transform="rotate(-90 16 {middle:.1f})"'
+        parts = [
+            _text((LEFT + self.right) / 2, self.height - 12, x_label, "middle"),
+            _text(16, middle, y_label, "middle", rotation),
+        ]
+        for x in self.x_ticks:
+            parts.append(_text(self.to_pixels(x, 0)[0], self.bottom + 18, f"{x:g}", "middle"))
+        for y in self.y_ticks:
+            y_pixel = self.to_pixels(0, y)[1]
+            parts.append(_text(LEFT - 8, y_pixel + 4, f"{y:g}", "end"))
+            parts.append(f'<path d="M{LEFT},{y_pixel:.1f} H{self.right}" stroke="#e5e7eb"/>')
+        parts.append(
+            f'<path d="M{LEFT},{TOP} V{self.bottom} H{self.right}" fill="none" stroke="black"/>'
+        )
+        return parts
+
+    def draw_series(self, number: int, name: str, points: Points) -> list[str]:
+        """Return SVG elements of one line, its points and its entry in the legend."""
+        colour = COLOURS[number % len(COLOURS)]
+        dash = 4 * (number // len(COLOURS))
+        pixels = [self.to_pixels(x, y) for x, y in points]
+        path = " ".join(f"{x:.1f},{y:.1f}" for x, y in pixels)
+        parts = [
+            f'<polyline points="{path}" fill="none" stroke="{colour}" '
+            f'stroke-width="2" stroke-dasharray="{dash or "none"}"/>'
+        ]
+        for (x, y), (x_value, y_value) in zip(pixels, points, strict=True):
+            title = escape(f"{name}: {x_value:g}, {y_value:.4g}")
+            parts.append(
+                f'<circle cx="{x:.1f}" cy="{y:.1f}" r="3.5" fill="{colour}">'
+                f"<title>{title}</title></circle>"
+            )
+        legend = _text(self.right + 20, TOP + 20 * number, name, attributes=f' fill="{colour}"')
+        return [*parts, legend]
+
+
+def chart(title: str, note: str, x_label: str, y_label: str, series: Mapping[str, Points]) -> str:
+    """Return a line chart as SVG.
 
     Parameters
     ----------
-    title, note : above the chart.
-    across, up : what the axes show.
-    series : points (x, y) by name, none below 0.
+    title, note
+        Two lines above the chart.
+    x_label, y_label
+        Labels of the axes.
+    series
+        Points (x, y) by name of the series, in the order in which they are connected. No value is
+        negative.
     """
     points = [point for line in series.values() for point in line]
-    axes = [ticks(max((point[i] for point in points), default=0.0)) for i in (0, 1)]
-    high = max(HEIGHT, TOP + BOTTOM + 20 * len(series))
-
-    def place(x: float, y: float) -> tuple[float, float]:
-        return (
-            LEFT + (WIDTH - LEFT - RIGHT) * x / axes[0][-1],
-            high - BOTTOM - (high - TOP - BOTTOM) * y / axes[1][-1],
-        )
-
-    def text(x: float, y: float, said: str, anchor: str = "start", more: str = "") -> str:
-        return f'<text x="{x:.1f}" y="{y:.1f}" text-anchor="{anchor}"{more}>{escape(said)}</text>'
-
-    (left, bottom), (right, top) = place(0, 0), place(axes[0][-1], axes[1][-1])
+    frame = _Frame(
+        max(HEIGHT, TOP + BOTTOM + 20 * len(series)),
+        ticks(max((x for x, _ in points), default=0.0)),
+        ticks(max((y for _, y in points), default=0.0)),
+    )
     parts = [
-        f'<svg xmlns="http://www.w3.org/2000/svg" width="{WIDTH}" height="{high}" '
+        f'<svg xmlns="http://www.w3.org/2000/svg" width="{WIDTH}" height="{frame.height}" '
         'font-family="Helvetica, Arial, sans-serif" font-size="12">',
         '<rect width="100%" height="100%" fill="white"/>',
-        text(24, 28, title, more=' font-size="16" font-weight="bold"'),
-        text(24, 48, note, more=' fill="#374151"'),
-        text((left + right) / 2, high - 12, across, "middle"),
-        text(
-            16,
-            (top + bottom) / 2,
-            up,
-            "middle",
-            f' transform="rotate(-90 16 {(top + bottom) / 2:.1f})"',
-        ),
+        _text(24, 28, title, attributes=' font-size="16" font-weight="bold"'),
+        _text(24, 48, note, attributes=' fill="#374151"'),
+        *frame.draw_axes(x_label, y_label),
     ]
-    parts += [text(place(x, 0)[0], bottom + 18, f"{x:g}", "middle") for x in axes[0]]
-    for y in axes[1]:
-        at = place(0, y)[1]
-        parts.append(text(left - 8, at + 4, f"{y:g}", "end"))
-        parts.append(f'<path d="M{left},{at:.1f} H{right}" stroke="#e5e7eb"/>')
-    parts.append(f'<path d="M{left},{top} V{bottom} H{right}" fill="none" stroke="black"/>')
     for number, (name, line) in enumerate(series.items()):
-        colour = COLOURS[number % len(COLOURS)]
-        dash = 4 * (number // len(COLOURS))
-        placed = [place(*point) for point in line]
-        path = " ".join(f"{x:.1f},{y:.1f}" for x, y in placed)
-        parts.append(
-            f'<polyline points="{path}" fill="none" stroke="{colour}" '
-            f'stroke-width="2" stroke-dasharray="{dash or "none"}"/>'
-        )
-        parts += [
-            f'<circle cx="{x:.1f}" cy="{y:.1f}" r="3.5" fill="{colour}"><title>'
-            f"{escape(f'{name}: {a:g}, {b:.4g}')}</title></circle>"
-            for (x, y), (a, b) in zip(placed, line, strict=True)
-        ]
-        parts.append(text(right + 20, TOP + 20 * number, name, more=f' fill="{colour}"'))
+        parts += frame.draw_series(number, name, line)
     return "\n".join([*parts, "</svg>"]) + "\n"

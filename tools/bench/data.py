@@ -1,4 +1,4 @@
-"""What the grammar benchmarks read: folders of schemas with instances, and tokenizers."""
+"""Input files of the grammar benchmarks: labelled JSON schemas and tokenizers."""
 
 from __future__ import annotations
 
@@ -15,8 +15,8 @@ import tokenizers
 from graft.cudagraph.errors import OptionError
 from graft.grammar.vocabulary import Vocabulary
 
-#: How published vocabularies call the token that ends a text.
-_ENDS = re.compile(
+#: Names that published vocabularies give to the end token.
+_END_TOKEN_NAMES = re.compile(
     r"</s>|\W*(eos|eot|im_end|eot_id|end\W?of\W?(text|sentence|turn)|endoftext|end)"
     r"\W*",
     re.I,
@@ -24,54 +24,75 @@ _ENDS = re.compile(
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Declare where schemas and tokenizer are."""
-    parser.add_argument("folder", type=Path, help="folder of .jsonl(.gz) files of schemas")
-    parser.add_argument("--tokenizer", type=Path, required=True, help="tokenizer.json, or its .gz")
-    parser.add_argument("--stop-token", help="name of the end token (default: as it is known)")
+    """Add the arguments that select schemas and tokenizer."""
+    parser.add_argument("folder", type=Path, help="folder with .jsonl or .jsonl.gz files")
+    parser.add_argument("--tokenizer", type=Path, required=True, help="tokenizer.json(.gz)")
+    parser.add_argument("--stop-token", help="end token (default: detected by its name)")
 
 
-def _read(path: Path) -> str:
+def _read_text(path: Path) -> str:
+    """Return the text of a file, decompressed if its name ends in ``.gz``."""
     try:
         data = path.read_bytes()
-        return (gzip.decompress(data) if path.suffix == ".gz" else data).decode("utf-8")
+        if path.suffix == ".gz":
+            data = gzip.decompress(data)
+        return data.decode("utf-8")
     except (OSError, EOFError, UnicodeDecodeError) as error:
         raise OptionError(f"{path}: {error}") from error
 
 
-def rows_of(folder: Path, every: int = 1) -> Iterator[dict[str, Any]]:
-    """Every k-th schema with instances of each ``.jsonl.gz`` or ``.jsonl`` file below a folder."""
-    files = sorted([*folder.rglob("*.jsonl.gz"), *folder.rglob("*.jsonl")])
-    if not files:
-        raise OptionError(f"no .jsonl or .jsonl.gz file below {folder}")
-    for path in files:
-        # Only a line feed ends a row: JSON strings may hold what Python also calls a line's end.
-        lines = filter(str.strip, _read(path).split("\n"))
-        rows = [row for row in map(json.loads, lines) if row["valid"] or row["invalid"]]
-        yield from rows[::every]
+def read_schemas(folder: Path, every: int = 1) -> Iterator[dict[str, Any]]:
+    """Yield every `every`-th schema of each ``.jsonl`` and ``.jsonl.gz`` file below a folder.
 
-
-def load_tokenizer(path: Path, stop: str | None = None) -> tuple[tokenizers.Tokenizer, Vocabulary]:
-    """A tokenizer.json (or its .gz) and its vocabulary, ended by the token named ``stop``.
+    Schemas without instances are skipped before counting.
 
     Raises
     ------
     OptionError
-        If the file is none, has no such token, or, without ``stop``, no special token with a name
-        that ends a text.
+        If there is no such file, or a file cannot be read.
     """
-    text = _read(path)
+    files = sorted([*folder.rglob("*.jsonl.gz"), *folder.rglob("*.jsonl")])
+    if not files:
+        raise OptionError(f"no .jsonl or .jsonl.gz file below {folder}")
+    for path in files:
+        # str.splitlines also splits at U+2028, which JSON allows within strings.
+        lines = filter(str.strip, _read_text(path).split("\n"))
+        rows = [row for row in map(json.loads, lines) if row["valid"] or row["invalid"]]
+        yield from rows[::every]
+
+
+def load_tokenizer(
+    path: Path, stop_token: str | None = None
+) -> tuple[tokenizers.Tokenizer, Vocabulary]:
+    """Load a tokenizer.json(.gz) and build its vocabulary.
+
+    Parameters
+    ----------
+    path
+        Tokenizer file.
+    stop_token
+        Token that ends a text. By default it is the first special token with a known name.
+
+    Raises
+    ------
+    OptionError
+        If the file is not a tokenizer.json, or does not define the end token.
+    """
+    text = _read_text(path)
     try:
         tokenizer = tokenizers.Tokenizer.from_str(text)
-    except Exception as error:  # of no narrower type
-        raise OptionError(f"{path} is no tokenizer.json: {error}") from error
-    added = {token.content: i for i, token in tokenizer.get_added_tokens_decoder().items()}
-    named = [stop] if stop is not None else list(filter(_ENDS.fullmatch, added))[:1]
-    end = tokenizer.token_to_id(named[0]) if named else None
-    if end is None:
-        lacks = f"no token {stop!r}" if stop is not None else "no end token that is known by name"
+    except Exception as error:  # the library raises no narrower type
+        raise OptionError(f"{path} is not a tokenizer.json: {error}") from error
+    special = [token.content for token in tokenizer.get_added_tokens_decoder().values()]
+    name = stop_token
+    if name is None:
+        name = next(filter(_END_TOKEN_NAMES.fullmatch, special), None)
+    stop_id = None if name is None else tokenizer.token_to_id(name)
+    if stop_id is None:
+        missing = "end token with a known name" if name is None else f"token {name!r}"
         raise OptionError(
-            f"{path.name} has {lacks}; its special tokens are "
-            f"{', '.join(list(added)[:8]) or 'none'}: name one by --stop-token"
+            f"{path.name} has no {missing}; its special tokens are "
+            f"{', '.join(special[:8]) or 'none'}: specify one with --stop-token"
         )
     size = tokenizer.get_vocab_size(with_added_tokens=True)
-    return tokenizer, Vocabulary.from_tokenizer(tokenizer, size, [end])
+    return tokenizer, Vocabulary.from_tokenizer(tokenizer, size, [stop_id])

@@ -1,8 +1,9 @@
-"""Score the demo model through the engine on held-out tasks; every figure as JSON.
-
-Temperature 0, all tasks under their grammars, once with masked and once with unmasked drafts::
+"""Evaluation of the demo model on held-out tasks through the engine.
 
     python -m graft.tools.bench.demo_evaluation [--tasks 500] [--json build/evaluation.json]
+
+All tasks are answered at temperature 0 under their grammars, once with masked and once with
+unmasked drafts. The figures are printed as JSON.
 """
 
 from __future__ import annotations
@@ -26,15 +27,24 @@ from graft.tools.demo_tasks import Task, held_out_tasks, score_fields, unseen_ke
 from graft.tools.report import program
 from graft.tools.validity import is_valid
 
-SETS: dict[str, Callable[[int], list[Task]]] = {
+TASK_SETS: dict[str, Callable[[int], list[Task]]] = {
     "held_out": held_out_tasks,
     "unseen_keys": unseen_key_tasks,
 }
 MAX_TOKENS = 320
+#: Counters of `EngineStats` that are reported.
+REPORTED_STATS = (
+    "rounds",
+    "tokens",
+    "tokens_per_round",
+    "acceptance_length",
+    "acceptance",
+    "part_share",
+)
 
 
 def task_grammar(task: Task) -> GrammarSpec | None:
-    """The grammar that a task's answer obeys."""
+    """Return the grammar of a task's answer; None for free text."""
     if task.schema is not None:
         return GrammarSpec.json_schema(task.schema)
     return GrammarSpec.regex(task.pattern) if task.pattern is not None else None
@@ -42,7 +52,17 @@ def task_grammar(task: Task) -> GrammarSpec | None:
 
 @dataclass(frozen=True)
 class Result:
-    """Outputs of one set under one engine, with the engine's counters and the seconds it took."""
+    """Outputs of one engine for one set of tasks.
+
+    Attributes
+    ----------
+    tasks, outputs
+        Tasks and their outputs in the same order.
+    counters
+        Counters of the engine, for these tasks only.
+    seconds
+        Duration on the host's clock.
+    """
 
     tasks: list[Task]
     outputs: list[Output]
@@ -51,16 +71,16 @@ class Result:
 
 
 def run_tasks(engine: Engine, tasks: list[Task]) -> Result:
-    """Answer all tasks at temperature 0; the counters are those of this run alone."""
+    """Answer all tasks at temperature 0."""
     engine.reset_stats()
     before = engine.counters()["grammar"]
     requests = [
         Request(prompt=task.text, grammar=task_grammar(task), max_tokens=MAX_TOKENS)
         for task in tasks
     ]
-    begun = time.perf_counter()
+    start = time.perf_counter()
     outputs = engine.generate(requests, progress=sys.stderr.isatty())
-    seconds = time.perf_counter() - begun
+    seconds = time.perf_counter() - start
     counters = engine.counters()
     counters["grammar"] = {
         name: value - before[name]
@@ -70,103 +90,115 @@ def run_tasks(engine: Engine, tasks: list[Task]) -> Result:
     return Result(tasks, outputs, counters, seconds)
 
 
-def correctness(result: Result) -> dict[str, Any]:
-    """Fields right and whole answers right, as shares of what was asked.
+# Figures ------------------------------------------------------------------------------------------
 
-    `valid` is the share of guided outputs that obey their grammar by an independent reader, among
-    those that ended by themselves: a document cut by the token limit is none.
+
+def correctness(result: Result) -> dict[str, Any]:
+    """Return the shares of correct fields, correct answers and valid outputs.
+
+    Validity is checked independently of the grammar backends. Outputs that were truncated by the
+    token limit and outputs without a checkable grammar are left out.
     """
-    scores = [
-        score_fields(output.text, task)
-        for task, output in zip(result.tasks, result.outputs, strict=True)
-    ]
-    right, fields, whole = map(sum, zip(*scores, strict=True))
-    checked = [
-        verdict
-        for task, output in zip(result.tasks, result.outputs, strict=True)
-        if output.finished and (verdict := is_valid(task_grammar(task), output.text)) is not None
-    ]
-    n = len(result.tasks)
+    pairs = list(zip(result.tasks, result.outputs, strict=True))
+    scores = [score_fields(output.text, task) for task, output in pairs]
+    correct_fields, fields, correct_answers = map(sum, zip(*scores, strict=True))
+    verdicts = [is_valid(task_grammar(task), o.text) for task, o in pairs if o.finished]
+    checked = [verdict for verdict in verdicts if verdict is not None]
     return {
-        "tasks": n,
+        "tasks": len(pairs),
         "fields": fields,
-        "fields_right": right / fields,
-        "whole_right": whole / n,
-        "finished": sum(output.finished for output in result.outputs) / n,
+        "correct_fields": correct_fields / fields,
+        "correct_answers": correct_answers / len(pairs),
+        "finished": sum(output.finished for _, output in pairs) / len(pairs),
         "checked": len(checked),
         "valid": mean(checked) if checked else None,
     }
 
 
 def speculation(result: Result) -> dict[str, Any]:
-    """Rounds, acceptance, and the share of drafts that the grammar refused.
+    """Return rounds, acceptance, and the share of drafts that the grammar rejected.
 
-    A draft counts as tested by the grammar when all drafts before it in its round were legal; the
-    share is of those. Masked drafts are legal by construction.
+    The grammar tests a draft if all earlier drafts of its round are legal. The share refers to
+    tested drafts. Masked drafts are legal by construction.
     """
     stats = result.counters["engine"]
     grammar = result.counters["grammar"]
-    refused = grammar["refused_drafts"]
-    tested = grammar["accepts"] - grammar["committed_tokens"] + refused
-    names = (
-        "rounds",
-        "tokens",
-        "tokens_per_round",
-        "acceptance_length",
-        "acceptance",
-        "part_share",
-    )
-    return {name: stats[name] for name in names} | {
-        "drafts_refused_by_grammar": refused,
+    rejected = grammar["refused_drafts"]
+    tested = grammar["accepts"] - grammar["committed_tokens"] + rejected
+    return {name: stats[name] for name in REPORTED_STATS} | {
+        "drafts_rejected_by_grammar": rejected,
         "drafts_tested_by_grammar": tested,
-        "illegal_share": refused / tested if tested else 0.0,
+        "rejected_share": rejected / tested if tested else 0.0,
         "seconds": result.seconds,
     }
 
 
-def pair(masked: Result, unmasked: Result) -> dict[str, Any]:
-    """Tokens per round of each guided task, masked minus unmasked, and whether the texts agree."""
-    both = list(zip(masked.tasks, masked.outputs, unmasked.outputs, strict=True))
+def compare_masking(masked: Result, unmasked: Result) -> dict[str, Any]:
+    """Compare masked with unmasked drafts task by task.
+
+    Returns
+    -------
+    dict
+        ``tokens_per_round_difference``, masked minus unmasked, over tasks with a grammar, and
+        ``same_tokens``, the number of tasks with identical outputs.
+    """
+    triples = list(zip(masked.tasks, masked.outputs, unmasked.outputs, strict=True))
     differences = [
         len(a.tokens) / a.rounds - len(b.tokens) / b.rounds
-        for task, a, b in both
+        for task, a, b in triples
         if task_grammar(task) is not None and a.rounds and b.rounds
     ]
     return {
         "tokens_per_round_difference": estimate_mean(differences),
-        "same_tokens": sum(a.tokens == b.tokens for _, a, b in both),
+        "same_tokens": sum(a.tokens == b.tokens for _, a, b in triples),
     }
+
+
+# Program ------------------------------------------------------------------------------------------
+
+
+def parse_options(arguments: Sequence[str] | None) -> argparse.Namespace:
+    """Parse the command line."""
+    parser = argparse.ArgumentParser(
+        prog="python -m graft.tools.bench.demo_evaluation",
+        description=(__doc__ or "").split("\n\n")[0],
+    )
+    parser.add_argument("--tasks", type=int, default=500, help="tasks per set (default 500)")
+    parser.add_argument("--batch", type=int, default=8)
+    parser.add_argument("--draft-length", type=int, default=3)
+    parser.add_argument("--json", type=Path, help="write to this file instead of printing")
+    return parser.parse_args(arguments)
+
+
+def evaluate(options: argparse.Namespace) -> dict[str, Any]:
+    """Run all sets of tasks with masked and unmasked drafts, and return the report."""
+    report: dict[str, Any] = {"draft_length": options.draft_length, "batch": options.batch}
+    results: dict[str, dict[str, Result]] = {name: {} for name in TASK_SETS}
+    for masking in ("masked", "unmasked"):
+        with Engine(
+            *demo_model(),
+            max_batch_size=options.batch,
+            mask_drafts=masking == "masked",
+            draft_length=options.draft_length,
+            timeline=True,
+        ) as engine:
+            report["device"] = engine.device.describe()
+            for name, make_tasks in TASK_SETS.items():
+                results[name][masking] = run_tasks(engine, make_tasks(options.tasks))
+    for name, by_masking in results.items():
+        report[name] = {
+            "correct": correctness(by_masking["masked"]),
+            **{masking: speculation(result) for masking, result in by_masking.items()},
+            "paired": compare_masking(by_masking["masked"], by_masking["unmasked"]),
+        }
+    return report
 
 
 @program
 def main(arguments: Sequence[str] | None = None) -> None:
-    """Evaluate and print or write the JSON."""
-    parser = argparse.ArgumentParser(description="Score the demo model through the engine.")
-    parser.add_argument("--tasks", type=int, default=500, help="tasks per set (default 500)")
-    parser.add_argument("--batch", type=int, default=8)
-    parser.add_argument("--draft-length", type=int, default=3)
-    parser.add_argument("--json", type=Path, help="write here instead of printing")
-    options = parser.parse_args(arguments)
-    answer: dict[str, Any] = {"draft_length": options.draft_length, "batch": options.batch}
-    results: dict[str, dict[str, Result]] = {name: {} for name in SETS}
-    for arm, masked in (("masked", True), ("unmasked", False)):
-        with Engine(
-            *demo_model(),
-            max_batch_size=options.batch,
-            mask_drafts=masked,
-            draft_length=options.draft_length,
-            timeline=True,
-        ) as engine:
-            answer["device"] = engine.device.describe()
-            for name, make in SETS.items():
-                results[name][arm] = run_tasks(engine, make(options.tasks))
-    for name, arms in results.items():
-        answer[name] = {
-            "correct": correctness(arms["masked"]),
-            **{arm: speculation(result) for arm, result in arms.items()},
-            "paired": pair(arms["masked"], arms["unmasked"]),
-        }
-    text = json.dumps(answer, indent=1)
+    """Run the evaluation and print or write the report."""
+    options = parse_options(arguments)
+    text = json.dumps(evaluate(options), indent=1)
     if options.json:
         options.json.write_text(text + "\n")
     else:

@@ -1,16 +1,29 @@
-"""Grammar backends on a folder of JSON schemas: what they compile, accept, reject, and how fast.
-
-Every schema comes with instances labelled valid and invalid. A schema is *right* if it compiles,
-every valid instance is accepted and every invalid one rejected; only schemas with instances count.
-``auto`` is graft's router; the others are the stock Python APIs in the same run. Each schema is
-tried in a child process under a time limit, so that a crash or a runaway costs one row. Usage::
+"""Benchmark of grammar backends on JSON schemas: coverage, correctness, compile and mask times.
 
     python -m graft.tools.bench.grammar ../shared/data/maskbench \\
         --tokenizer ../shared/data/tokenizers/deepseek-128k.json.gz --every 10
 
-An instance is fed as ``json.dumps`` writes it, with the keys in the order of the data. A schema is
-*missed* if only valid instances are not accepted, *wrong* if an invalid one is, and *marked* if the
-route had said so beforehand (`Route.narrowed`, `Route.spelling`) or takes the schema loosely.
+The input is a folder of schemas with instances that are labelled valid or invalid. ``auto`` is
+graft's router; the other subjects are the libraries' own Python APIs. The subjects alternate on
+each schema. A schema is compiled in a child process with a time limit, so that a crash or a hang
+affects only that schema.
+
+An instance is matched as ``json.dumps`` writes it, with its keys in the order of the file. The
+verdict on a schema is one of:
+
+correct
+    All valid instances are accepted, and all invalid ones are rejected.
+flagged
+    The result deviates, and the router announced it: it compiled the schema with ``partial=True``,
+    or all rejected valid instances are covered by `Route.narrowed` or `Route.spelling`.
+refused
+    The schema does not compile.
+overconstrained
+    A valid instance is rejected.
+underconstrained
+    An invalid instance is accepted.
+timeout, crash
+    There is no result.
 """
 
 from __future__ import annotations
@@ -30,189 +43,235 @@ from tqdm import tqdm
 
 from graft.native.children.errors import ChildLost, ChildTimeout, Refusal
 from graft.native.children.process import Call, ChildProcess, Setup
-from graft.tools.bench.data import add_arguments, load_tokenizer, rows_of
+from graft.tools.bench.data import add_arguments, load_tokenizer, read_schemas
 from graft.tools.bench.grammar_child import SUBJECTS
 from graft.tools.report import program, table
 
 QUANTILES = {"p50": 0.5, "p99": 0.99, "p99.9": 0.999, "max": 1.0}
+#: Memory limit of a child process.
 MEMORY_BYTES = 16 << 30
-HERE = "graft.tools.bench.grammar_child"
+CHILD_MODULE = "graft.tools.bench.grammar_child"
+VERDICTS = (
+    "correct",
+    "flagged",
+    "refused",
+    "overconstrained",
+    "underconstrained",
+    "timeout",
+    "crash",
+)
 
 
 class Subject:
-    """One subject's process, started again after each death.
+    """Child process that evaluates schemas with one implementation.
+
+    The process is restarted after it has died.
 
     Raises
     ------
     Refusal, ChildLost
-        The process does not start, or cannot prepare the subject.
+        If the process does not start or cannot create the implementation.
     """
 
     def __init__(
-        self, name: str, tokenizer: Path, stop: str | None = None, key_order: str = "schema"
+        self,
+        name: str,
+        tokenizer: Path,
+        stop_token: str | None = None,
+        key_order: str = "schema",
     ):
         self._child = ChildProcess(MEMORY_BYTES)
-        self._setup = Setup(name, f"{HERE}:prepare", (name, str(tokenizer), stop, key_order))
+        arguments = (name, str(tokenizer), stop_token, key_order)
+        self._setup = Setup(name, f"{CHILD_MODULE}:prepare", arguments)
         self._child.call(Call("builtins:bool", (), self._setup))
 
-    def ask(self, row: dict[str, Any], timeout_s: float) -> dict[str, Any]:
-        """One row's answer; ``outcome`` is "timeout" or "crash" if there is none."""
+    def evaluate(self, row: dict[str, Any], timeout_s: float) -> dict[str, Any]:
+        """Evaluate a schema; see `grammar_child.evaluate_schema`.
+
+        Without a result, ``outcome`` is "timeout" or "crash".
+        """
+        call = Call(f"{CHILD_MODULE}:answer", (row,), self._setup)
         try:
-            answer: dict[str, Any] = self._child.call(
-                Call(f"{HERE}:answer", (row,), self._setup), timeout_s
-            )
+            answer: dict[str, Any] = self._child.call(call, timeout_s)
             return answer
         except (Refusal, ChildLost) as error:
-            how = "timeout" if isinstance(error, ChildTimeout) else "crash"
-            return {"outcome": how, "why": str(error)[:300]}
+            outcome = "timeout" if isinstance(error, ChildTimeout) else "crash"
+            return {"outcome": outcome, "why": str(error)[:300]}
 
     def close(self) -> None:
         """End the process."""
         self._child.close()
 
 
-VERDICTS = ("right", "marked", "refused", "missed", "wrong", "timeout", "crash")
+# Statistics ---------------------------------------------------------------------------------------
 
 
 def verdict(answer: dict[str, Any]) -> str:
-    """One of `VERDICTS`."""
+    """Return the verdict on a schema, one of `VERDICTS`."""
     if answer["outcome"] != "compiled":
         return str(answer["outcome"])
-    if answer["marked"]:
-        return "marked"
+    if answer["partial"]:
+        return "flagged"
     if any(answer["invalid"]):
-        return "wrong"
-    missed = answer["valid"].count(False)
-    if not missed:
-        return "right"
-    return "marked" if answer.get("narrowed") == missed else "missed"
-
-
-def summary(answers: Sequence[dict[str, Any]]) -> dict[str, Any]:
-    """Counts, shares and quantiles of one subject."""
-    verdicts = collections.Counter(map(verdict, answers))
-    compiled = [answer for answer in answers if answer["outcome"] == "compiled"]
-    plain = [answer for answer in compiled if not answer["marked"]]
-    causes = collections.Counter(
-        answer.get("keyword") or answer["why"][:60]
-        for answer in answers
-        if verdict(answer) in ("refused", "marked")
-    )
-    fills = [np.asarray(a["fill_ns"], float) for a in compiled]
-    return {
-        "schemas": len(answers),
-        "compiled": len(compiled),
-        **{name: verdicts[name] for name in VERDICTS},
-        "right_percent": round(100 * verdicts["right"] / max(1, len(answers)), 2),
-        **{
-            f"{kind}_accepted": sum(a[kind].count(True) for a in plain)
-            for kind in ("valid", "invalid")
-        },
-        **{kind: sum(len(a[kind]) for a in plain) for kind in ("valid", "invalid")},
-        "compile_ms": quantiles(np.asarray([a["compile_s"] for a in compiled]) * 1e3),
-        "fill_us": quantiles(np.concatenate([*fills, np.zeros(0)]) / 1e3),
-        "fills": sum(map(len, fills)),
-        "causes": dict(causes.most_common()),
-    }
+        return "underconstrained"
+    rejected = answer["valid"].count(False)
+    if not rejected:
+        return "correct"
+    return "flagged" if answer.get("declared") == rejected else "overconstrained"
 
 
 def quantiles(values: np.ndarray) -> dict[str, float]:
-    """Median, p99, p99.9 and maximum; empty without values."""
+    """Return median, p99, p99.9 and maximum; empty without values."""
     if not len(values):
         return {}
     return {name: round(float(np.quantile(values, q)), 4) for name, q in QUANTILES.items()}
 
 
+def summary(answers: Sequence[dict[str, Any]]) -> dict[str, Any]:
+    """Return counts, shares and quantiles of one subject.
+
+    Counts of instances exclude schemas that were compiled with ``partial=True``.
+    """
+    verdicts = collections.Counter(map(verdict, answers))
+    compiled = [answer for answer in answers if answer["outcome"] == "compiled"]
+    exact = [answer for answer in compiled if not answer["partial"]]
+    causes = collections.Counter(
+        answer.get("keyword") or answer["why"][:60]
+        for answer in answers
+        if verdict(answer) in ("refused", "flagged")
+    )
+    result: dict[str, Any] = {"schemas": len(answers), "compiled": len(compiled)}
+    for name in VERDICTS:
+        result[name] = verdicts[name]
+    result["correct_percent"] = round(100 * verdicts["correct"] / max(1, len(answers)), 2)
+    for label in ("valid", "invalid"):
+        result[f"{label}_accepted"] = sum(answer[label].count(True) for answer in exact)
+        result[label] = sum(len(answer[label]) for answer in exact)
+    fills = [np.asarray(answer["fill_ns"], float) for answer in compiled]
+    compile_s = np.asarray([answer["compile_s"] for answer in compiled])
+    result["compile_ms"] = quantiles(compile_s * 1e3)
+    result["fill_us"] = quantiles(np.concatenate([*fills, np.zeros(0)]) / 1e3)
+    result["fills"] = sum(map(len, fills))
+    result["causes"] = dict(causes.most_common())
+    return result
+
+
 def summary_table(summaries: dict[str, dict[str, Any]]) -> str:
-    """A line a subject."""
-    lines = [
+    """Return a table with one line per subject."""
+    rows = [
         [
             "subject",
             *VERDICTS,
-            "valid taken",
-            "invalid taken",
+            "valid accepted",
+            "invalid accepted",
             "compile ms p50/p99/p99.9/max",
             "fill us p50/p99/p99.9/max",
         ]
     ]
-    for name, s in summaries.items():
+    for name, figures in summaries.items():
         times = [
-            "/".join(f"{s[kind][q]:.3g}" for q in QUANTILES) if s[kind] else "-"
-            for kind in ("compile_ms", "fill_us")
+            "/".join(f"{figures[key][q]:.3g}" for q in QUANTILES) if figures[key] else "-"
+            for key in ("compile_ms", "fill_us")
         ]
-        lines.append(
+        rows.append(
             [
                 name,
-                f"{s['right_percent']:.2f} %",
-                *(str(s[v]) for v in VERDICTS[1:]),
-                f"{s['valid_accepted']}/{s['valid']}",
-                f"{s['invalid_accepted']}/{s['invalid']}",
+                f"{figures['correct_percent']:.2f} %",
+                *(str(figures[verdict]) for verdict in VERDICTS[1:]),
+                f"{figures['valid_accepted']}/{figures['valid']}",
+                f"{figures['invalid_accepted']}/{figures['invalid']}",
                 *times,
             ]
         )
-    return table(lines)
+    return table(rows)
+
+
+# Program ------------------------------------------------------------------------------------------
+
+
+def parse_options(arguments: Sequence[str] | None) -> argparse.Namespace:
+    """Parse the command line."""
+    parser = argparse.ArgumentParser(
+        prog="python -m graft.tools.bench.grammar", description=(__doc__ or "").split("\n\n")[0]
+    )
+    add_arguments(parser)
+    parser.add_argument("--subjects", nargs="+", choices=SUBJECTS, default=list(SUBJECTS))
+    parser.add_argument("--every", type=int, default=1, help="use every N-th schema of each file")
+    parser.add_argument("--timeout", type=float, default=20.0, help="seconds per schema")
+    parser.add_argument(
+        "--key-order", default="schema", choices=("schema", "any"), help="key order of auto"
+    )
+    parser.add_argument("--json", type=Path, help="write the results to this file")
+    return parser.parse_args(arguments)
 
 
 def run(
     rows: Sequence[dict[str, Any]], subjects: dict[str, Subject], timeout_s: float
 ) -> dict[str, list[dict[str, Any]]]:
-    """Every subject's answers, in the order of the rows; subjects take turns on each schema."""
+    """Evaluate all schemas with all subjects, and end the subjects.
+
+    Returns
+    -------
+    dict
+        Answers of each subject in the order of the rows.
+    """
     answers: dict[str, list[dict[str, Any]]] = {name: [] for name in subjects}
     try:
         for row in tqdm(rows, unit="schema", disable=not sys.stderr.isatty()):
             task = {key: row[key] for key in ("schema", "valid", "invalid")}
             for name, subject in subjects.items():
-                answers[name].append(subject.ask(task, timeout_s))
+                answers[name].append(subject.evaluate(task, timeout_s))
     finally:
         for subject in subjects.values():
             subject.close()
     return answers
 
 
+def make_report(
+    options: argparse.Namespace,
+    rows: Sequence[dict[str, Any]],
+    answers: dict[str, list[dict[str, Any]]],
+) -> dict[str, Any]:
+    """Return the content of the JSON file."""
+    incorrect = []
+    for row, answer in zip(rows, answers.get("auto", ()), strict=False):
+        if verdict(answer) != "correct":
+            incorrect.append(
+                {
+                    "id": row["id"],
+                    "verdict": verdict(answer),
+                    "keyword": answer.get("keyword", ""),
+                    "why": answer["why"][:160],
+                }
+            )
+    return {
+        "hardware": f"{os.cpu_count()} CPU cores, {platform.machine()}, no GPU involved",
+        "folder": options.folder.name,
+        "tokenizer": options.tokenizer.name,
+        "schemas": len(rows),
+        "every": options.every,
+        "key_order": options.key_order,
+        "load": os.getloadavg(),
+        "subjects": {name: summary(found) for name, found in answers.items()},
+        "incorrect": incorrect,
+    }
+
+
 @program
 def main(arguments: Sequence[str] | None = None) -> None:
-    """Run the benchmark."""
-    parser = argparse.ArgumentParser(
-        prog="python -m graft.tools.bench.grammar", description=(__doc__ or "").split("\n\n")[0]
-    )
-    add_arguments(parser)
-    parser.add_argument("--subjects", nargs="+", choices=SUBJECTS, default=list(SUBJECTS))
-    parser.add_argument("--every", type=int, default=1, help="every k-th schema of each file")
-    parser.add_argument("--timeout", type=float, default=20.0, help="seconds for one schema")
-    parser.add_argument("--key-order", default="schema", choices=("schema", "any"), help="of auto")
-    parser.add_argument("--json", type=Path, help="write the results here")
-    options = parser.parse_args(arguments)
-    rows = list(rows_of(options.folder, options.every))
-    load_tokenizer(options.tokenizer, options.stop_token)  # refused before anything starts
+    """Run the benchmark, print a table and write the JSON file."""
+    options = parse_options(arguments)
+    rows = list(read_schemas(options.folder, options.every))
+    # Report an unusable tokenizer before a child process is started.
+    load_tokenizer(options.tokenizer, options.stop_token)
     subjects = {
         name: Subject(name, options.tokenizer, options.stop_token, options.key_order)
         for name in options.subjects
     }
     answers = run(rows, subjects, options.timeout)
-    summaries = {name: summary(found) for name, found in answers.items()}
-    print(summary_table(summaries))
+    report = make_report(options, rows, answers)
+    print(summary_table(report["subjects"]))
     if options.json:
-        not_right = [
-            {
-                "id": row["id"],
-                "verdict": verdict(a),
-                "keyword": a.get("keyword", ""),
-                "why": a["why"][:160],
-            }
-            for row, a in zip(rows, answers.get("auto", ()), strict=False)
-            if verdict(a) != "right"
-        ]
-        report = {
-            "hardware": f"{os.cpu_count()} CPU cores, {platform.machine()}, no GPU involved",
-            "folder": options.folder.name,
-            "tokenizer": options.tokenizer.name,
-            "schemas": len(rows),
-            "every": options.every,
-            "key_order": options.key_order,
-            "load": os.getloadavg(),
-            "subjects": summaries,
-            "not_right": not_right,
-        }
         options.json.write_text(json.dumps(report, indent=1) + "\n", encoding="utf-8")
 
 

@@ -1,4 +1,7 @@
-"""What `bench.grammar` asks of processes that may crash, hang or be killed: to try one backend."""
+"""Grammar implementations that the grammar benchmark compares, run in child processes.
+
+A child process may crash, hang or run out of memory without ending the benchmark.
+"""
 
 from __future__ import annotations
 
@@ -15,23 +18,23 @@ from graft.grammar import GrammarError, GrammarSpec, Vocabulary, make_backend, r
 from graft.grammar.backends.xgrammar import library, tokenizer_info
 from graft.tools.bench.data import load_tokenizer
 
-_FILLED_TOKENS = 3000  # masks filled and timed per schema
+#: Maximum number of mask fills that are timed per schema.
+_MAX_TIMED_FILLS = 3000
 
 
-class Refused(Exception):
-    """The backend does not take the schema; the text says why."""
+class SchemaRefused(Exception):
+    """The implementation does not accept the schema. The message is its reason."""
 
 
 class LLGuidance:
-    """LLGuidance's Python API, as its documentation uses it."""
+    """LLGuidance's Python API, used as its documentation describes."""
 
     def __init__(self, vocabulary: Vocabulary, tokenizer: Any):
         import llguidance  # type: ignore[import-not-found, unused-ignore]
 
         self._matcher = llguidance.LLMatcher
-        stop = vocabulary.stop_ids[0]
         self._tokenizer = llguidance.LLTokenizer(
-            tokenizer.to_str(), n_vocab=vocabulary.size, eos_token=stop
+            tokenizer.to_str(), n_vocab=vocabulary.size, eos_token=vocabulary.stop_ids[0]
         )
         self._mask = np.zeros(vocabulary.words, np.int32)
 
@@ -40,11 +43,11 @@ class LLGuidance:
         try:
             text = self._matcher.grammar_from_json_schema(json.dumps(schema), overrides=options)
         except ValueError as error:
-            raise Refused(str(error)) from error
-        first = self._matcher(self._tokenizer, text, log_level=0)
-        if first.is_error():
-            raise Refused(first.get_error().split("\n")[0])
-        return first.deep_copy  # type: ignore[no-any-return]
+            raise SchemaRefused(str(error)) from error
+        matcher = self._matcher(self._tokenizer, text, log_level=0)
+        if matcher.is_error():
+            raise SchemaRefused(matcher.get_error().split("\n")[0])
+        return matcher.deep_copy  # type: ignore[no-any-return]
 
     def fill(self, matcher: Any) -> None:
         matcher.unsafe_compute_mask_ptr(self._mask.ctypes.data, self._mask.nbytes)
@@ -57,11 +60,11 @@ class LLGuidance:
 
 
 class XGrammar:
-    """XGrammar's Python API (its TVM-FFI classes, which its own package wraps)."""
+    """XGrammar's Python API: the TVM-FFI classes that its own package wraps."""
 
     def __init__(self, vocabulary: Vocabulary, tokenizer: Any):
         self._types = library()
-        self._stop = vocabulary.stop_ids[0]
+        self._stop_id = vocabulary.stop_ids[0]
         self._info = tokenizer_info(vocabulary.tokens, vocabulary.size, vocabulary.stop_ids)
         self._mask = np.zeros((1, vocabulary.words), np.int32)
 
@@ -72,7 +75,7 @@ class XGrammar:
                 json.dumps(schema), False, None, None, True, None, False
             )
         except (RuntimeError, ValueError, TypeError) as error:
-            raise Refused(str(error).strip().split("\n")[-1]) from error
+            raise SchemaRefused(str(error).strip().split("\n")[-1]) from error
         return lambda: self._types.GrammarMatcher(compiled, None, False, -1, None)
 
     def fill(self, matcher: Any) -> None:
@@ -82,23 +85,33 @@ class XGrammar:
         return bool(matcher.accept_token(token, False))
 
     def complete(self, matcher: Any) -> bool:
-        return bool(matcher.accept_token(self._stop, False))
+        return bool(matcher.accept_token(self._stop_id, False))
 
 
 class Auto:
-    """graft's router and backends; what cannot be enforced exactly is taken loosely and marked."""
+    """graft's router and backends.
+
+    A schema without an exact form is compiled with ``partial=True`` and flagged.
+
+    Attributes
+    ----------
+    route
+        Route of the last schema; None if routing failed.
+    key_order
+        Order in which the keys of an object may be generated.
+    """
 
     def __init__(self, vocabulary: Vocabulary, tokenizer: Any):
         self._backend = make_backend("llguidance", vocabulary)
         self._mask = np.zeros(vocabulary.words, np.int32)
-        self.found: Any = None
+        self.route: Any = None
         self.key_order: Any = "schema"
 
     def compile(self, schema: Any) -> Callable[[], Any]:
-        self.found = None
-        found = self.found = route(schema, draft=2020, key_order=self.key_order)
+        self.route = None
+        self.route = found = route(schema, draft=2020, key_order=self.key_order)
         if found.backend is None:
-            raise Refused(found.refusal())
+            raise SchemaRefused(found.refusal())
         compiled = self._backend.compile(
             GrammarSpec(
                 "json_schema",
@@ -121,95 +134,156 @@ class Auto:
         return bool(matcher.accept(matcher.stop_ids[0]))
 
 
-#: What can be measured: the stock Python APIs, and graft's router with what it chooses.
+#: Implementations by name: the libraries' own Python APIs, and graft.
 SUBJECTS: dict[str, Any] = {"llguidance": LLGuidance, "xgrammar": XGrammar, "auto": Auto}
 
 
-def try_row(
+class _Instances:
+    """Matches instances of one schema token by token and times the mask fills.
+
+    Parameters
+    ----------
+    subject
+        Implementation that compiled the schema.
+    new_matcher
+        Returns a matcher in its initial state.
+    encode
+        Tokenizes a text.
+
+    Attributes
+    ----------
+    fill_ns
+        Time of each mask fill in nanoseconds.
+    """
+
+    def __init__(
+        self,
+        subject: Any,
+        new_matcher: Callable[[], Any],
+        encode: Callable[[str], list[int]],
+    ):
+        self._subject = subject
+        self._new_matcher = new_matcher
+        self._encode = encode
+        self.fill_ns: list[int] = []
+
+    def accepts(self, value: Any, fill_masks: bool) -> bool:
+        """Return whether the schema's grammar accepts an instance."""
+        matcher = self._new_matcher()
+        for token in self._encode(json.dumps(value, ensure_ascii=False)):
+            if fill_masks and len(self.fill_ns) < _MAX_TIMED_FILLS:
+                start = time.perf_counter_ns()
+                self._subject.fill(matcher)
+                self.fill_ns.append(time.perf_counter_ns() - start)
+            if not self._subject.accept(matcher, token):
+                return False
+        return bool(self._subject.complete(matcher))
+
+
+def evaluate_schema(
     subject: Any, row: dict[str, Any], encode: Callable[[str], list[int]]
 ) -> dict[str, Any]:
-    """Compile one schema, walk its instances, fill masks along the valid ones.
+    """Compile a schema, match its instances, and time mask fills along the valid ones.
+
+    Parameters
+    ----------
+    subject
+        Implementation to evaluate.
+    row
+        ``schema`` with its ``valid`` and ``invalid`` instances.
+    encode
+        Tokenizes a text.
 
     Returns
     -------
     dict
-        ``outcome`` ("compiled" or "refused"), ``why``, ``keyword``, ``backend``, ``marked``,
-        ``compile_s``, ``fill_ns`` (list), ``valid`` and ``invalid`` (accepted, one flag an
-        instance), ``narrowed`` (of `auto`: valid ones that the route had said it would not accept).
+        ``outcome``
+            "compiled" or "refused".
+        ``why``, ``keyword``
+            First reason why the schema is refused or not enforced exactly, and its keyword.
+        ``backend``
+            Backend that the router chose.
+        ``partial``
+            Whether the schema is compiled with ``partial=True``.
+        ``compile_s``
+            Compile time in seconds.
+        ``fill_ns``
+            Time of each mask fill in nanoseconds.
+        ``valid``, ``invalid``
+            Whether each instance was accepted.
+        ``declared``
+            Number of rejected valid instances that the route announced.
     """
-    answer: dict[str, Any] = {"marked": False, "backend": None, "why": "", "keyword": ""}
-    begin = time.perf_counter()
+    answer: dict[str, Any] = {"partial": False, "backend": None, "why": "", "keyword": ""}
+    start = time.perf_counter()
     try:
-        compiled = subject.compile(row["schema"])
-    except (Refused, GrammarError) as error:
-        found = getattr(subject, "found", None)
-        said = (*found.reasons, *found.narrowed) if found is not None else ()
-        return answer | {
-            "outcome": "refused",
-            "why": str(error)[:300],
-            "keyword": said[0].keyword if said else "",
-        }
-    answer["compile_s"] = time.perf_counter() - begin
-    narrowed = spelled = ()
+        new_matcher = subject.compile(row["schema"])
+    except (SchemaRefused, GrammarError) as error:
+        answer |= {"outcome": "refused", "why": str(error)[:300]}
+        found = subject.route if isinstance(subject, Auto) else None
+        reasons = () if found is None else (*found.reasons, *found.narrowed)
+        if reasons:
+            answer["keyword"] = reasons[0].keyword
+        return answer
+    answer |= {"outcome": "compiled", "compile_s": time.perf_counter() - start}
+    instances = _Instances(subject, new_matcher, encode)
+    valid = [instances.accepts(value, True) for value in row["valid"]]
+    rejected = [value for value, ok in zip(row["valid"], valid, strict=True) if not ok]
+    declared = 0
     if isinstance(subject, Auto):
-        found = subject.found
-        narrowed = found.narrowed
-        spelled = found.spelling
-        answer |= {"marked": not found.exact, "backend": found.backend}
-        if said := (*found.reasons, *narrowed, *spelled):
-            answer |= {"why": said[0].why, "keyword": said[0].keyword}
-    fills: list[int] = []
-
-    def fits(value: Any, filled: bool) -> bool:
-        matcher = compiled()
-        for token in encode(json.dumps(value, ensure_ascii=False)):
-            if filled and len(fills) < _FILLED_TOKENS:
-                start = time.perf_counter_ns()
-                subject.fill(matcher)
-                fills.append(time.perf_counter_ns() - start)
-            if not subject.accept(matcher, token):
-                return False
-        return bool(subject.complete(matcher))
-
-    valid = [fits(value, True) for value in row["valid"]]
-    told = sum(
-        not good and bool(narrowed or (spelled and fits(_whole(value), False)))
-        for value, good in zip(row["valid"], valid, strict=True)
-    )
+        found = subject.route
+        answer |= {"partial": not found.exact, "backend": found.backend}
+        if reasons := (*found.reasons, *found.narrowed, *found.spelling):
+            answer |= {"why": reasons[0].why, "keyword": reasons[0].keyword}
+        declared = sum(_is_declared(found, value, instances) for value in rejected)
     return answer | {
-        "outcome": "compiled",
         "valid": valid,
-        "narrowed": told,
-        "fill_ns": fills,
-        "invalid": [fits(value, False) for value in row["invalid"]],
+        "declared": declared,
+        "fill_ns": instances.fill_ns,
+        "invalid": [instances.accepts(value, False) for value in row["invalid"]],
     }
 
 
-def _whole(value: Any) -> Any:
-    """The value with whole numbers as integers."""
+def _is_declared(found: Any, value: Any, instances: _Instances) -> bool:
+    """Return whether a route announced that it rejects a valid instance.
+
+    It announced either that it generates fewer values, or that it generates fewer spellings of
+    numbers and accepts the value if its whole numbers are written as integers.
+    """
+    if found.narrowed:
+        return True
+    return bool(found.spelling) and instances.accepts(_with_integers(value), False)
+
+
+def _with_integers(value: Any) -> Any:
+    """Return the value with whole numbers as integers."""
     if isinstance(value, dict):
-        return {key: _whole(part) for key, part in value.items()}
+        return {key: _with_integers(item) for key, item in value.items()}
     if isinstance(value, list):
-        return [_whole(part) for part in value]
+        return [_with_integers(item) for item in value]
     return int(value) if isinstance(value, float) and value.is_integer() else value
 
+
+# Entry points of the child process ----------------------------------------------------------------
 
 _subject: Any = None
 _tokenizer: Any = None
 
 
-def prepare(name: str, tokenizer: str, stop: str | None, key_order: str) -> None:
-    """In a child: make the subject that `answer` tries."""
+def prepare(name: str, tokenizer: str, stop_token: str | None, key_order: str) -> None:
+    """Create the implementation that `answer` evaluates."""
     global _subject, _tokenizer
-    _tokenizer, vocabulary = load_tokenizer(Path(tokenizer), stop)
+    _tokenizer, vocabulary = load_tokenizer(Path(tokenizer), stop_token)
     _subject = SUBJECTS[name](vocabulary, _tokenizer)
     if isinstance(_subject, Auto):
         _subject.key_order = key_order
     sys.setrecursionlimit(20_000)
 
 
+def _encode(text: str) -> list[int]:
+    return list(_tokenizer.encode(text, add_special_tokens=False).ids)
+
+
 def answer(row: dict[str, Any]) -> dict[str, Any]:
-    """In a child: `try_row` of what it has prepared."""
-    return try_row(
-        _subject, row, lambda text: list(_tokenizer.encode(text, add_special_tokens=False).ids)
-    )
+    """Evaluate a schema with the prepared implementation."""
+    return evaluate_schema(_subject, row, _encode)

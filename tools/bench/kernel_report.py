@@ -1,9 +1,10 @@
-"""Compile every kernel for real GPUs with NVRTC, which needs no GPU, and table what ptxas says.
-
-The text and the options are those that CuPy passes to NVRTC on hardware. Of kernels on tensor cores
-the main loop is counted: the one with most steps. Usage::
+"""Compile every kernel for NVIDIA GPUs with NVRTC and report what ptxas says about it.
 
     python -m graft.tools.bench.kernel_report [--arch 80 90 100 120]
+
+No GPU is needed. Text and compiler options are those that CuPy passes to NVRTC on hardware. For
+kernels that use tensor cores, the instructions of the main loop are counted in the machine code:
+the loop with the most MMA instructions.
 """
 
 from __future__ import annotations
@@ -23,17 +24,18 @@ from pathlib import Path
 from typing import Any
 
 from graft.cudagraph.compiler import nvrtc_options
-from graft.cudagraph.signature import kernel_kinds
+from graft.cudagraph.signature import parameter_kinds
 from graft.tools.report import table
 
+#: Compute capabilities, times 10.
 ARCHITECTURES = (80, 90, 100, 120)
-ROOMS = ("cudagraph", "sampling", "models", "tools")
-# CuPy appends these to whatever it is given (denormals flush to zero, as on the soft device).
+PACKAGES = ("cudagraph", "sampling", "models", "tools")
+#: Options that CuPy appends. The second flushes denormals to zero, as the soft device does.
 CUPY_OPTIONS = ("--device-as-default-execution-space", "-ftz=true")
 
-#: Values that the wrappers give to the definitions which kernel texts leave open.
+#: Values of the macros that kernel files leave to their loader.
 STORAGE = ("float", "fp16_t", "bf16_t")
-VALUES = {
+MACRO_VALUES = {
     "WEIGHT": (*STORAGE, "e4m3_t"),
     "CACHE": STORAGE,
     "OUT": STORAGE,
@@ -45,31 +47,41 @@ VALUES = {
     "WIDE_HEAD": ("64", "128"),
     "WEIGHT16": ("bf16_t", "fp16_t"),
     "WEIGHT8": ("0", "1"),
-    "SPLIT": ("0", "1"),
+    "SPLIT_X": ("0", "1"),
     "TILES": ("1", "2"),
     "ROW_BLOCK": ("32", "64", "128"),
     "X16": ("0", "1"),
     "GATED": ("0", "1"),
-    "TURNED": ("0", "64", "128"),
+    "ROPE_HEAD_DIM": ("0", "64", "128"),
 }
-#: What says how many rows a product takes at once, and what else is defined where x is rounded or
-#: weights have 8 bits.
-SIZES = ("TILES", "ROW_BLOCK")
-_EIGHT = (("WEIGHT8", "1"),)
-_ROUNDED = ((("GATED", "1"), ("OUT", "bf16_t"), ("X16", "1")), (("TURNED", "128"), ("X16", "1")))
-MORE = (_EIGHT, *(more + eight for more in _ROUNDED for eight in ((), _EIGHT)))
+#: Macros that set the number of rows per block of a product. Each of their values is also compiled
+#: with the macros of products whose input is rounded to 16 bits or whose weights have 8 bits.
+ROW_MACROS = ("TILES", "ROW_BLOCK")
+_WEIGHT8 = (("WEIGHT8", "1"),)
+_GATED = (("GATED", "1"), ("OUT", "bf16_t"), ("X16", "1"))
+_ROPE = (("ROPE_HEAD_DIM", "128"), ("X16", "1"))
+ROW_MACRO_COMBINATIONS = (
+    _WEIGHT8,
+    _GATED,
+    _GATED + _WEIGHT8,
+    _ROPE,
+    _ROPE + _WEIGHT8,
+)
 
-DEFAULT = re.compile(r"^#ifndef (\w+)\n#define \1 (\S+)\n#endif", re.M)
+# Kernel files.
+MACRO_DEFAULT = re.compile(r"^#ifndef (\w+)\n#define \1 (\S+)\n#endif", re.M)
 INCLUDE = re.compile(r'^#include "([^"]+)"', re.M)
+# The log of --ptxas-options=-v.
 STACK = re.compile(r"(\d+) bytes stack frame")
 SPILLS = re.compile(r"(\d+) bytes spill stores, (\d+) bytes spill loads")
 USED = re.compile(r"Used (\d+) registers")
 SHARED = re.compile(r"(\d+) bytes smem")
+# A line of nvdisasm's output: a label, a kernel, or an instruction with its operands.
 SASS = re.compile(
     r"^(\.L_\w+):|^\.text\.(\w+):|^\s+/\*\w+\*/\s+(?:@!?U?P\w+ )?\s*(\S+)(.*?);", re.M
 )
-#: What main loops are counted for, and how nvdisasm spells it.
-COUNTED = {
+#: Instructions that are counted in main loops.
+COUNTED_INSTRUCTIONS = {
     "mma": re.compile("[HQ]MMA"),
     "load": re.compile(r"LDG\.(.*\.)?128"),
     "copy": re.compile(r"LDGSTS\.(.*\.)?128"),
@@ -80,23 +92,48 @@ COUNTED = {
 
 @dataclass(frozen=True)
 class Variant:
-    """A kernel file with the definitions it is compiled with."""
+    """A kernel file with the macros it is compiled with.
+
+    Attributes
+    ----------
+    path
+        Kernel file.
+    defines
+        Names and values of the macros.
+    """
 
     path: Path
     defines: tuple[tuple[str, str], ...] = ()
 
     @property
     def title(self) -> str:
-        """File and definitions in one line."""
-        room = self.path.parent.parent.name
-        return " ".join([f"{room}/{self.path.name}", *(f"{k}={v}" for k, v in self.defines)])
+        """Package, file name and macros in one line."""
+        package = self.path.parent.parent.name
+        return " ".join([f"{package}/{self.path.name}", *(f"{k}={v}" for k, v in self.defines)])
 
 
 @dataclass(frozen=True)
 class Usage:
-    """What ptxas reports of one kernel; bytes are per thread, shared memory per block.
+    """Resource usage of a kernel as reported by ptxas.
 
-    ``loop`` counts steps of tensor cores and 16-byte accesses of the main loop, see `main_loops`.
+    Attributes
+    ----------
+    variant
+        Title of the variant.
+    kernel
+        Name of the kernel.
+    arch
+        Architecture, such as "sm_90".
+    registers
+        Registers per thread.
+    shared_bytes
+        Static shared memory per block.
+    spilled_bytes
+        Spilled bytes per thread, stores and loads.
+    stack_bytes
+        Stack frame per thread: arrays with run-time indices, and spilled registers.
+    loop
+        Instruction counts of the main loop; see `main_loops`.
     """
 
     variant: str
@@ -105,78 +142,108 @@ class Usage:
     registers: int
     shared_bytes: int
     spilled_bytes: int
-    stack_bytes: int = 0  # arrays with run-time indices, and what is spilled
+    stack_bytes: int = 0
     loop: Counter[str] = field(default_factory=Counter)
 
 
 class CompileError(Exception):
-    """NVRTC refused a kernel; the text is its log."""
+    """NVRTC rejected a kernel. The message contains its log."""
 
 
-def room_folder(room: str) -> Path:
-    """Folder that a room is imported from."""
-    module = importlib.import_module(f"graft.{room}")
+# Variants -----------------------------------------------------------------------------------------
+
+
+def package_folder(package: str) -> Path:
+    """Return the folder that a package of graft is imported from."""
+    module = importlib.import_module(f"graft.{package}")
     return Path(module.__path__[0])
 
 
-def definitions(path: Path) -> dict[str, str]:
-    """Names that a kernel file, or a file it includes, leaves to its loader, with defaults."""
+def macro_defaults(path: Path) -> dict[str, str]:
+    """Return the macros that a kernel file and its includes leave to their loader.
+
+    Returns
+    -------
+    dict
+        Default values by name.
+    """
     text = path.read_text()
-    found = dict(DEFAULT.findall(text))
+    found = dict(MACRO_DEFAULT.findall(text))
     for name in INCLUDE.findall(text):
         if (path.parent / name).exists():
-            found |= definitions(path.parent / name)
+            found |= macro_defaults(path.parent / name)
     return found
 
 
 def file_variants(path: Path) -> list[Variant]:
-    """The file as it stands, once for each other value of each definition, and what products of
-    rounded rows, with weights of 16 bits or 8, are launched with.
+    """Return the variants of a kernel file.
+
+    These are the file with default macros, with each other value of each macro, and with
+    `ROW_MACRO_COMBINATIONS`.
 
     Raises
     ------
     CompileError
-        When the file has a definition whose values `VALUES` does not list.
+        If `MACRO_VALUES` lacks a macro of the file.
     """
-    found = [Variant(path)]
-    for name, default in sorted(definitions(path).items()):
-        if name not in VALUES:
-            raise CompileError(f"{path.name}: {name} is not in kernel_report.VALUES")
-        found += [Variant(path, ((name, v),)) for v in VALUES[name] if v != default]
-        if name in SIZES:
-            found += [Variant(path, (*more, (name, v))) for more in MORE for v in VALUES[name]]
-    return found
+    variants = [Variant(path)]
+    for name, default in sorted(macro_defaults(path).items()):
+        if name not in MACRO_VALUES:
+            raise CompileError(f"{path.name}: macro {name} is missing in MACRO_VALUES")
+        for value in MACRO_VALUES[name]:
+            if value != default:
+                variants.append(Variant(path, ((name, value),)))
+        if name in ROW_MACROS:
+            for macros in ROW_MACRO_COMBINATIONS:
+                for value in MACRO_VALUES[name]:
+                    variants.append(Variant(path, (*macros, (name, value))))
+    return variants
 
 
-def all_variants(rooms: Iterable[str] = ROOMS) -> list[Variant]:
-    """Every variant of every kernel file of the rooms, but those of the soft device alone."""
-    files = [
-        path
-        for room in rooms
-        for path in sorted(room_folder(room).glob("**/kernels/*.cu"))
-        if not path.stem.endswith("_thread")
-    ]
-    return [variant for path in files for variant in file_variants(path)]
+def all_variants(packages: Iterable[str] = PACKAGES) -> list[Variant]:
+    """Return the variants of all kernel files, except those of the soft device."""
+    variants = []
+    for package in packages:
+        for path in sorted(package_folder(package).glob("**/kernels/*.cu")):
+            if not path.stem.endswith("_thread"):
+                variants += file_variants(path)
+    return variants
 
 
 def entry_names(path: Path) -> list[str]:
-    """Kernels that a file's text declares (``extern "C" __global__``), in order."""
-    return list(kernel_kinds(path.read_text()))
+    """Return the kernels of a file (``extern "C" __global__``) in order."""
+    return list(parameter_kinds(path.read_text()))
 
 
-def _value(result: Sequence[Any]) -> Any:
+# Compilation --------------------------------------------------------------------------------------
+
+
+def _check(result: Sequence[Any]) -> Any:
+    """Return the value of an NVRTC call, if it has one."""
     if int(result[0]):
         raise CompileError(f"NVRTC call failed: {result[0]}")
     return result[1] if len(result) > 1 else None
 
 
 def compile_variant(variant: Variant, arch: int) -> list[Usage]:
-    """Compile to machine code of ``sm_<arch>`` and return one usage for each entry.
+    """Compile a variant to machine code.
+
+    Parameters
+    ----------
+    variant
+        Kernel file and macros.
+    arch
+        Compute capability times 10.
+
+    Returns
+    -------
+    list of Usage
+        One per kernel of the file.
 
     Raises
     ------
     CompileError
-        With NVRTC's log when the text does not compile.
+        If the text does not compile.
     """
     from cuda.bindings import nvrtc
 
@@ -187,140 +254,169 @@ def compile_variant(variant: Variant, arch: int) -> list[Usage]:
         "--ptxas-options=-v",
     ]
     text = variant.path.read_bytes()
-    program = _value(nvrtc.nvrtcCreateProgram(text, variant.path.name.encode(), 0, [], []))
+    program = _check(nvrtc.nvrtcCreateProgram(text, variant.path.name.encode(), 0, [], []))
     try:
         encoded = [option.encode() for option in options]
         (status,) = nvrtc.nvrtcCompileProgram(program, len(encoded), encoded)
-        log = bytearray(_value(nvrtc.nvrtcGetProgramLogSize(program)))
-        _value(nvrtc.nvrtcGetProgramLog(program, log))
-        said = log.rstrip(b"\0").decode(errors="replace")
+        buffer = bytearray(_check(nvrtc.nvrtcGetProgramLogSize(program)))
+        _check(nvrtc.nvrtcGetProgramLog(program, buffer))
+        log = buffer.rstrip(b"\0").decode(errors="replace")
         if int(status):
-            raise CompileError(f"{variant.title} for sm_{arch}: {status.name}\n{said}")
-        usages = parse_log(variant.title, f"sm_{arch}", said)
-        code = bytearray(_value(nvrtc.nvrtcGetCUBINSize(program)))
-        _value(nvrtc.nvrtcGetCUBIN(program, code))
-        loops = main_loops(bytes(code)) if b"mma.sync" in _texts(variant.path) else {}
-        return [replace(usage, loop=loops.get(usage.kernel, Counter())) for usage in usages]
+            raise CompileError(f"{variant.title} for sm_{arch}: {status.name}\n{log}")
+        usages = parse_log(variant.title, f"sm_{arch}", log)
+        cubin = bytearray(_check(nvrtc.nvrtcGetCUBINSize(program)))
+        _check(nvrtc.nvrtcGetCUBIN(program, cubin))
     finally:
-        _value(nvrtc.nvrtcDestroyProgram(program))
+        _check(nvrtc.nvrtcDestroyProgram(program))
+    if b"mma.sync" not in _text_with_includes(variant.path):
+        return usages
+    loops = main_loops(bytes(cubin))
+    return [replace(usage, loop=loops.get(usage.kernel, Counter())) for usage in usages]
 
 
-def _texts(path: Path) -> bytes:
-    """A kernel file, and what it includes of its folder."""
+def _text_with_includes(path: Path) -> bytes:
+    """Return a kernel file and the files of its folder that it includes."""
     text = path.read_bytes()
-    names = (path.parent / name for name in INCLUDE.findall(text.decode()))
-    return text + b"".join(_texts(name) for name in names if name.exists())
+    included = (path.parent / name for name in INCLUDE.findall(text.decode()))
+    return text + b"".join(_text_with_includes(file) for file in included if file.exists())
 
 
-def main_loops(code: bytes) -> dict[str, Counter[str]]:
-    """What of `COUNTED` the loop with most steps of tensor cores holds, by kernel of a cubin.
+def parse_log(title: str, arch: str, log: str) -> list[Usage]:
+    """Parse the log of ``--ptxas-options=-v``.
 
     Raises
     ------
     CompileError
-        Without nvdisasm, of the package nvidia-cuda-nvdisasm or on the path.
+        If the log has no usage of a kernel.
     """
-    try:
-        files = importlib.metadata.files("nvidia-cuda-nvdisasm") or []
-    except importlib.metadata.PackageNotFoundError:
-        files = []
-    packed = [str(file.locate()) for file in files if file.name == "nvdisasm"]
-    program = packed[0] if packed else shutil.which("nvdisasm")
-    if program is None:
-        raise CompileError("nvdisasm is missing: pip install nvidia-cuda-nvdisasm")
-    with tempfile.NamedTemporaryFile(suffix=".cubin") as cubin:
-        cubin.write(code)
-        cubin.flush()
-        text = subprocess.run(
-            [program, "-c", cubin.name], capture_output=True, text=True, check=True
-        ).stdout
-    found: dict[str, Counter[str]] = {}
-    kernel = ""
-    labels = dict[str, int]()
-    steps = list[str]()
-    for label, entry, step, rest in SASS.findall(text):
-        if entry:
-            kernel = entry
-            labels = {}
-            steps = []
-        elif label:
-            labels[label] = len(steps)
-        else:
-            steps.append(step)
-            target = rest.partition("`(")[2].partition(")")[0]
-            if step.startswith("BRA") and target in labels:
-                loop = Counter(
-                    name
-                    for step in steps[labels[target] :]
-                    for name, spelled in COUNTED.items()
-                    if spelled.match(step)
-                )
-                found[kernel] = max(found.get(kernel, Counter()), loop, key=lambda c: c["mma"])
-    return found
-
-
-def parse_log(title: str, arch: str, log: str) -> list[Usage]:
-    """Read the lines that ``--ptxas-options=-v`` writes for each entry."""
     usages = []
     for part in log.split("ptxas info    : Compiling entry function ")[1:]:
-        name = part.split("'")[1]
+        kernel = part.split("'")[1]
         spills = SPILLS.search(part)
         used = USED.search(part)
         shared = SHARED.search(part)
         stack = STACK.search(part)
         if spills is None or used is None:
-            raise CompileError(f"{title} for {arch}: no usage of {name} in the log:\n{part}")
+            raise CompileError(f"{title} for {arch}: the log has no usage of {kernel}:\n{part}")
         usages.append(
             Usage(
-                title,
-                name,
-                arch,
-                int(used[1]),
-                int(shared[1]) if shared else 0,
-                sum(map(int, spills.groups())),
-                int(stack[1]) if stack else 0,
+                variant=title,
+                kernel=kernel,
+                arch=arch,
+                registers=int(used[1]),
+                shared_bytes=int(shared[1]) if shared else 0,
+                spilled_bytes=sum(map(int, spills.groups())),
+                stack_bytes=int(stack[1]) if stack else 0,
             )
         )
     return usages
 
 
+# Machine code -------------------------------------------------------------------------------------
+
+
+def _find_nvdisasm() -> str:
+    """Return the path of nvdisasm, of the package nvidia-cuda-nvdisasm or on PATH."""
+    try:
+        files = importlib.metadata.files("nvidia-cuda-nvdisasm") or []
+    except importlib.metadata.PackageNotFoundError:
+        files = []
+    for file in files:
+        if file.name == "nvdisasm":
+            return str(file.locate())
+    program = shutil.which("nvdisasm")
+    if program is None:
+        raise CompileError("nvdisasm is missing: pip install nvidia-cuda-nvdisasm")
+    return program
+
+
+def main_loops(cubin: bytes) -> dict[str, Counter[str]]:
+    """Count the instructions of the main loop of each kernel.
+
+    Returns
+    -------
+    dict
+        Counts of `COUNTED_INSTRUCTIONS` by kernel, for the loop with the most MMA instructions.
+
+    Raises
+    ------
+    CompileError
+        If nvdisasm is not installed.
+    """
+    program = _find_nvdisasm()
+    with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
+        file.write(cubin)
+        file.flush()
+        command = [program, "-c", file.name]
+        text = subprocess.run(command, capture_output=True, text=True, check=True).stdout
+    return parse_sass(text)
+
+
+def parse_sass(text: str) -> dict[str, Counter[str]]:
+    """Find the main loop of each kernel in nvdisasm's output; see `main_loops`."""
+    found: dict[str, Counter[str]] = {}
+    kernel = ""
+    labels: dict[str, int] = {}
+    instructions: list[str] = []
+    for label, entry, instruction, operands in SASS.findall(text):
+        if entry:
+            kernel = entry
+            labels = {}
+            instructions = []
+        elif label:
+            labels[label] = len(instructions)
+        else:
+            instructions.append(instruction)
+            target = operands.partition("`(")[2].partition(")")[0]
+            if instruction.startswith("BRA") and target in labels:  # a branch backwards
+                loop = _count(instructions[labels[target] :])
+                best = found.get(kernel, Counter())
+                found[kernel] = max(best, loop, key=lambda counts: counts["mma"])
+    return found
+
+
+def _count(instructions: Iterable[str]) -> Counter[str]:
+    counts: Counter[str] = Counter()
+    for instruction in instructions:
+        for name, pattern in COUNTED_INSTRUCTIONS.items():
+            if pattern.match(instruction):
+                counts[name] += 1
+    return counts
+
+
+# Report -------------------------------------------------------------------------------------------
+
+
 def usage_table(usages: Iterable[Usage]) -> str:
-    """One line for each kernel of a variant, the architectures side by side."""
-    rows: dict[tuple[str, str], dict[str, Usage]] = {}
+    """Return a table with one line per kernel of a variant and one column per architecture."""
+    by_kernel: dict[tuple[str, str], dict[str, Usage]] = {}
     for usage in usages:
-        rows.setdefault((usage.variant, usage.kernel), {})[usage.arch] = usage
-    arches = sorted({a for row in rows.values() for a in row}, key=lambda a: int(a[3:]))
-    title = "registers / shared bytes / spilled bytes, main loop"
-    return table(
-        [
-            (title, *arches),
-            *(
-                (
-                    ": ".join(which),
-                    *(
-                        f"{u.registers}/{u.shared_bytes}/{u.spilled_bytes}"
-                        + "".join(f" {count} {name}" for name, count in u.loop.items())
-                        for u in (row[a] for a in arches)
-                    ),
-                )
-                for which, row in rows.items()
-            ),
-        ]
-    )
+        by_kernel.setdefault((usage.variant, usage.kernel), {})[usage.arch] = usage
+    arches = sorted({a for row in by_kernel.values() for a in row}, key=lambda a: int(a[3:]))
+    rows = [("registers / shared bytes / spilled bytes, main loop", *arches)]
+    for names, by_arch in by_kernel.items():
+        rows.append((": ".join(names), *(_format_usage(by_arch[arch]) for arch in arches)))
+    return table(rows)
+
+
+def _format_usage(usage: Usage) -> str:
+    loop = "".join(f" {count} {name}" for name, count in usage.loop.items())
+    return f"{usage.registers}/{usage.shared_bytes}/{usage.spilled_bytes}{loop}"
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Compile everything, print the table; return 1 when a kernel does not compile."""
-    parser = argparse.ArgumentParser(description="Compile every kernel with NVRTC (no GPU needed).")
+    """Compile everything and print the table; return 1 if a kernel does not compile."""
+    parser = argparse.ArgumentParser(
+        prog="python -m graft.tools.bench.kernel_report",
+        description="Compile every kernel with NVRTC (no GPU needed).",
+    )
     parser.add_argument("--arch", type=int, nargs="+", default=ARCHITECTURES)
     options = parser.parse_args(arguments)
+    usages = []
     try:
-        usages = [
-            usage
-            for variant in all_variants()
-            for arch in options.arch
-            for usage in compile_variant(variant, arch)
-        ]
+        for variant in all_variants():
+            for arch in options.arch:
+                usages += compile_variant(variant, arch)
     except CompileError as error:
         print(error, file=sys.stderr)
         return 1

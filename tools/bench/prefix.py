@@ -1,10 +1,11 @@
-"""What the prefix cache saves: time to first token behind a system prompt that all callers share.
+"""Benchmark of the prefix cache: time to first token with a system prompt shared by all requests.
 
     python -m graft.tools.bench.prefix [--tokens 2048] [--calls 5] [--model FOLDER --draft FOLDER]
 
-Two engines, one without the cache, are asked the same by turns, one call at a time; each call has
-another question behind the same beginning. The model is SmolLM2-135M-Instruct with its head. The
-first call of each engine, which finds nothing, is not counted.
+Two engines, one with and one without the prefix cache, get the same requests one at a time and in
+alternation. The requests share a prefix and end with different questions. The default model is
+SmolLM2-135M-Instruct with its EAGLE-3 head. The first request of each engine finds an empty cache
+and is reported separately.
 """
 
 from __future__ import annotations
@@ -26,69 +27,96 @@ from graft.tools.demo_tasks import held_out_tasks
 from graft.tools.report import program, table
 from graft.tools.smollm import HEAD, smollm
 
+CACHED = "with prefix cache"
+UNCACHED = "without"
 
-def prompts(engine: Engine, tokens: int, calls: int) -> list[list[int]]:
-    """Prompts that share so many tokens and go on by a question of their own."""
+
+def make_prompts(engine: Engine, tokens: int, calls: int) -> list[list[int]]:
+    """Return `calls` prompts that share their first `tokens` tokens."""
     texts = [engine.tokenizer.encode(task.text) for task in held_out_tasks(calls + tokens)]
     shared = list(chain.from_iterable(texts[calls:]))[:tokens]
     return [shared + text for text in texts[:calls]]
 
 
-@program
-def main(arguments: Sequence[str] | None = None) -> None:
-    """Measure and print a table."""
+def parse_options(arguments: Sequence[str] | None) -> argparse.Namespace:
+    """Parse the command line."""
     parser = argparse.ArgumentParser(
         prog="python -m graft.tools.bench.prefix", description=(__doc__ or "").splitlines()[0]
     )
-    parser.add_argument("--tokens", type=int, default=2048, help="shared (default %(default)s)")
-    parser.add_argument("--calls", type=int, default=5, help="counted (default %(default)s)")
-    parser.add_argument("--model", type=Path, help="target folder (default: SmolLM2, fetched once)")
-    parser.add_argument("--draft", type=Path, help="drafter's folder (default: SmolLM2's, if any)")
+    parser.add_argument(
+        "--tokens", type=int, default=2048, help="shared tokens (default %(default)s)"
+    )
+    parser.add_argument(
+        "--calls", type=int, default=5, help="measured requests (default %(default)s)"
+    )
+    parser.add_argument(
+        "--model", type=Path, help="target folder (default: SmolLM2, downloaded once)"
+    )
+    parser.add_argument("--draft", type=Path, help="drafter folder (default: SmolLM2's EAGLE head)")
     options = parser.parse_args(arguments)
     if min(options.tokens, options.calls) < 1:
         parser.error("--tokens and --calls must be above 0")
+    return options
+
+
+def measure(options: argparse.Namespace) -> dict[str, list[Output]]:
+    """Run all requests on both engines and return the outputs by engine.
+
+    Raises
+    ------
+    GraftError
+        If a request fails, or the engines' outputs differ.
+    """
     model = options.model or smollm()
-    drafter = options.draft or (None if options.model else HEAD)
-    heard: dict[str, list[Output]] = {"with the cache": [], "without": []}
+    drafter = options.draft
+    if drafter is None and options.model is None:
+        drafter = HEAD
+    cache_bytes = {CACHED: None, UNCACHED: 0}
+    outputs: dict[str, list[Output]] = {name: [] for name in cache_bytes}
     with ExitStack() as stack:
         engines = {
             name: stack.enter_context(
-                Engine(model, drafter, max_batch_size=1, prefix_cache_bytes=most)
+                Engine(model, drafter, max_batch_size=1, prefix_cache_bytes=nbytes)
             )
-            for name, most in zip(heard, (None, 0), strict=True)
+            for name, nbytes in cache_bytes.items()
         }
-        asked = prompts(next(iter(engines.values())), options.tokens, options.calls + 1)
-        for tokens in tqdm(asked, unit="call", disable=None):
+        prompts = make_prompts(engines[CACHED], options.tokens, options.calls + 1)
+        for tokens in tqdm(prompts, unit="request", disable=None):
             for name, engine in engines.items():
-                heard[name] += engine.generate([Request(tokens=tokens, max_tokens=8)])
-                if (error := heard[name][-1].error) is not None:
-                    raise GraftError(f"{name}: {error}")
-            if len({tuple(outputs[-1].tokens) for outputs in heard.values()}) > 1:
-                raise GraftError("the cache changed an output")
-    rows = []
-    ms = {
-        name: [(o.first_token_s or 0.0) * 1e3 for o in outputs] for name, outputs in heard.items()
-    }
-    for name, (first, *more) in ms.items():
-        found = statistics.median(output.cached_tokens for output in heard[name][1:])
-        rows.append(
-            (
-                name,
-                f"{found:.0f}",
-                *(
-                    f"{value:.0f}"
-                    for value in (first, statistics.median(more), min(more), max(more))
-                ),
-            )
-        )
-    print(
-        table([("ms to the first token", "found", "first call", "later", "least", "most"), *rows])
+                [output] = engine.generate([Request(tokens=tokens, max_tokens=8)])
+                if output.error is not None:
+                    raise GraftError(f"{name}: {output.error}")
+                outputs[name].append(output)
+            if outputs[CACHED][-1].tokens != outputs[UNCACHED][-1].tokens:
+                raise GraftError("the prefix cache changed an output")
+    return outputs
+
+
+def make_report(outputs: dict[str, list[Output]], tokens: int) -> str:
+    """Return a table of times to first token and the ratio of the two engines."""
+    rows: list[tuple[object, ...]] = [
+        ("TTFT in ms", "cached tokens", "first request", "p50", "min", "max")
+    ]
+    times: dict[str, list[float]] = {}
+    for name, found in outputs.items():
+        times[name] = [(output.first_token_s or 0.0) * 1e3 for output in found]
+        first, *others = times[name]
+        cached_tokens = statistics.median(output.cached_tokens for output in found[1:])
+        figures = (cached_tokens, first, statistics.median(others), min(others), max(others))
+        rows.append((name, *(f"{figure:.0f}" for figure in figures)))
+    pairs = zip(times[CACHED], times[UNCACHED], strict=True)
+    speedups = [uncached / cached for cached, uncached in pairs][1:]
+    return (
+        f"{table(rows)}\n{tokens} shared tokens: TTFT is {statistics.median(speedups):.1f} times "
+        f"shorter ({min(speedups):.1f} to {max(speedups):.1f} by request)"
     )
-    ratio = [without / cached for cached, without in zip(*ms.values(), strict=True)][1:]
-    print(
-        f"{options.tokens} shared tokens: {statistics.median(ratio):.1f} times shorter "
-        f"({min(ratio):.1f} to {max(ratio):.1f}, call by call)"
-    )
+
+
+@program
+def main(arguments: Sequence[str] | None = None) -> None:
+    """Run the benchmark and print the report."""
+    options = parse_options(arguments)
+    print(make_report(measure(options), options.tokens))
 
 
 if __name__ == "__main__":

@@ -1,26 +1,29 @@
-"""What matrices of a model should take on a GPU, on paper: the roof that each is held against.
-
-A product takes as long as the longest of: its weights from memory; what passes the second-level
-cache (weights and rows once per block that reads them, two neighbouring blocks of `linear_few`
-sharing theirs in the first-level one, and sums that are parted out and in again); its steps on
-tensor cores. Starting and draining are not in it. Usage::
+"""Roofline estimates of the linear layers of an 8B Llama on an H200.
 
     python -m graft.tools.bench.roofline
+
+The estimated time of a product is the maximum of three times: reading the weights from memory;
+traffic through the L2 cache; and the MMA operations of the tensor cores. L2 traffic is weights and
+rows once per block that reads them (two neighbouring blocks of `linear_few` share the rows in L1),
+and the partial sums of split products, written and read. Prologue and epilogue of a kernel are not
+included.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 
-from graft.models.llm.layers import mma_shape
+from graft.models.llm.kernel_library import mma_shape
 from graft.tools.report import table
 
-#: Of an H200: bytes a second that kernels read of memory and of the second-level cache, and
-#: operations a second of mma.sync in bfloat16, the last two taken from published measurements.
-MEMORY = 4.3e12
-CACHE = 5.5e12
-TENSOR = 6.0e14
-#: Outer and inner sizes of the matrices of a Llama of 8 billion weights.
+#: Bandwidths of an H200 in bytes per second and its rate of bfloat16 ``mma.sync`` in operations per
+#: second. The last two are published measurements.
+MEMORY_BANDWIDTH = 4.3e12
+L2_BANDWIDTH = 5.5e12
+MMA_RATE = 6.0e14
+#: Multiply-accumulate operations of one m16n8k16 instruction.
+MMA_MACS = 16 * 8 * 16
+#: Output and input features of the matrices of an 8B Llama.
 MATRICES = {
     "qkv": (6144, 4096),
     "out": (4096, 4096),
@@ -33,77 +36,97 @@ ROWS = (1, 8, 16, 64, 256)
 
 @dataclass(frozen=True)
 class Product:
-    """Bytes, steps and the roof of one product of weights with rows of 16 bits.
+    """Cost of one product of a weight matrix with rows of 16 bits.
 
     Attributes
     ----------
-    weights, cached : bytes from memory, and through the second-level cache.
-    steps : of m16n8k16, over all warps.
-    seconds : by what bounds it: "memory", "cache" or "tensor".
+    weight_bytes
+        Bytes read from memory.
+    l2_bytes
+        Bytes read and written through the L2 cache.
+    mma_steps
+        Number of m16n8k16 instructions of all warps.
     """
 
-    weights: int
-    cached: int
-    steps: int
+    weight_bytes: int
+    l2_bytes: int
+    mma_steps: int
 
     @staticmethod
     def of(rows: int, columns: int, inner: int, nbytes: int = 2) -> Product:
-        """The product in the shape that `Layers.linear` chooses; E4M3 has one byte, and scales."""
+        """Return the cost of a product as `ModelKernels.linear` launches it.
+
+        Parameters
+        ----------
+        rows
+            Rows of the input.
+        columns, inner
+            Output and input features.
+        nbytes
+            Bytes per weight: 2, or 1 for E4M3, which has a float32 scale per output feature.
+        """
         shape = mma_shape(rows, columns, nbytes)
-        weights = nbytes * columns * inner
-        weights += 4 * columns * (nbytes == 1)
+        weight_bytes = nbytes * columns * inner
+        if nbytes == 1:
+            weight_bytes += 4 * columns
         if shape.kernel == "linear_few":
-            padded = 8 * shape.defines["TILES"]
-            cached = weights + shape.grid[0] // 2 * rows * inner * 2
+            padded_rows = 8 * shape.defines["TILES"]
+            l2_bytes = weight_bytes + shape.grid[0] // 2 * rows * inner * 2
         else:
-            across, down, splits = shape.grid
-            padded = down * shape.defines["ROW_BLOCK"]
-            parted = 2 * 8 * 4 * rows * columns if splits > 1 else 0
-            cached = down * weights + across * rows * inner * 2 + parted
-        return Product(weights, cached + 4 * rows * columns, columns * inner * padded // 2048)
+            column_blocks, row_blocks, splits = shape.grid
+            padded_rows = row_blocks * shape.defines["ROW_BLOCK"]
+            l2_bytes = row_blocks * weight_bytes + column_blocks * rows * inner * 2
+            if splits > 1:
+                l2_bytes += 2 * 8 * 4 * rows * columns
+        return Product(
+            weight_bytes,
+            l2_bytes + 4 * rows * columns,
+            columns * inner * padded_rows // MMA_MACS,
+        )
 
     @property
     def seconds(self) -> dict[str, float]:
+        """Time of each resource: "memory", "cache" and "tensor"."""
         return {
-            "memory": self.weights / MEMORY,
-            "cache": self.cached / CACHE,
-            "tensor": 2 * 2048 * self.steps / TENSOR,
+            "memory": self.weight_bytes / MEMORY_BANDWIDTH,
+            "cache": self.l2_bytes / L2_BANDWIDTH,
+            "tensor": 2 * MMA_MACS * self.mma_steps / MMA_RATE,
         }
 
     @property
     def bound(self) -> str:
-        """What takes longest."""
+        """Resource that takes the longest."""
         return max(self.seconds, key=lambda name: self.seconds[name])
 
 
 def roofline() -> str:
-    """The table; what is measured is for hardware to fill in."""
+    """Return the table. The column of measured times is empty."""
     rows: list[tuple[object, ...]] = [
         (
             "matrix",
             "rows",
             "MB of weights",
             "MB through L2",
-            "1,000 steps",
+            "1,000 MMA",
             "us, predicted",
             "bound",
             "us, measured",
         )
     ]
-    eights = [(f"{name}, E4M3", size, 1) for name, size in MATRICES.items() if name != "head"]
-    halves = [(name, size, 2) for name, size in MATRICES.items()]
-    for name, (columns, inner), nbytes in halves + eights:
+    bfloat16 = [(name, size, 2) for name, size in MATRICES.items()]
+    e4m3 = [(f"{name}, E4M3", size, 1) for name, size in MATRICES.items() if name != "head"]
+    for name, (columns, inner), nbytes in bfloat16 + e4m3:
         for count in ROWS:
-            p = Product.of(count, columns, inner, nbytes)
+            product = Product.of(count, columns, inner, nbytes)
             rows.append(
                 (
                     name,
                     count,
-                    f"{p.weights / 1e6:.0f}",
-                    f"{p.cached / 1e6:.0f}",
-                    f"{p.steps / 1e3:,.0f}",
-                    f"{p.seconds[p.bound] * 1e6:.1f}",
-                    p.bound,
+                    f"{product.weight_bytes / 1e6:.0f}",
+                    f"{product.l2_bytes / 1e6:.0f}",
+                    f"{product.mma_steps / 1e3:,.0f}",
+                    f"{product.seconds[product.bound] * 1e6:.1f}",
+                    product.bound,
                     "",
                 )
             )

@@ -1,12 +1,12 @@
-"""What callers of an endpoint wait for: calls that arrive at random, at several rates.
+"""Benchmark of an OpenAI-compatible endpoint: TTFT, time per output token and goodput by rate.
 
     python -m graft.tools.bench.serving [--url URL] [--rates 1 2 4 8] [--calls 100] [--out FOLDER]
 
-Without a URL it starts ``graft serve`` with the demo model. Calls are held-out tasks of the demo
-model under their schemas, streamed, and arrive as a Poisson process; nobody waits for another's
-answer. Told per rate: time to first token, time per further token, and goodput, the answers a
-second that came whole with both times within their limits. On the soft device they are times of a
-CPU, and say nothing of a GPU.
+Without a URL, ``graft serve`` is started with the demo model. The requests are held-out tasks of
+the demo model with their schemas. They are streamed and arrive as a Poisson process, independently
+of earlier responses (open loop). Goodput is the number of complete responses per second whose TTFT
+and time per output token are both within their limits. On the soft device these are times of a CPU
+and say nothing about a GPU.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ import sys
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, nullcontext
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -32,21 +32,33 @@ from graft.tools.bench.chart import chart
 from graft.tools.demo_tasks import held_out_tasks
 from graft.tools.report import program, table
 
-#: Seconds that one answer may take before it counts as lost.
-LATE_S = 120.0
+#: Seconds after which a request counts as failed.
+TIMEOUT_S = 120.0
+WARM_UP_REQUESTS = 8
+WARM_UP_RATE = 8.0
 
 
 @dataclass(frozen=True)
-class Heard:
-    """One call: seconds to the first and per further token, and whether the answer came whole."""
+class Response:
+    """Latencies of one request.
 
-    first_s: float = 0.0
+    Attributes
+    ----------
+    first_token_s
+        Time to first token.
+    token_s
+        Mean time per output token after the first.
+    complete
+        Whether the response ended with finish reason "stop".
+    """
+
+    first_token_s: float = 0.0
     token_s: float = 0.0
-    whole: bool = False
+    complete: bool = False
 
 
-def calls(count: int, model: str, seed: int) -> list[dict[str, Any]]:
-    """Bodies of calls, each a task with its schema."""
+def make_bodies(count: int, model: str, seed: int) -> list[dict[str, Any]]:
+    """Return request bodies, one task with its schema each."""
     tasks = [task for task in held_out_tasks(2 * count, seed) if task.schema is not None]
     return [
         {
@@ -65,43 +77,64 @@ def calls(count: int, model: str, seed: int) -> list[dict[str, Any]]:
     ]
 
 
-async def hear(client: Any, body: dict[str, Any]) -> Heard:
-    """Make a call and listen to the end."""
-    begun = time.perf_counter()
-    first = 0.0
-    finish = None
+async def send(client: Any, body: dict[str, Any]) -> Response:
+    """Send a request and read its stream to the end."""
+    start = time.perf_counter()
+    first_token_s = 0.0
+    finish_reason = None
     tokens = 0
-    async with client.stream("POST", "chat/completions", json=body) as answer:
-        async for line in answer.aiter_lines():
+    async with client.stream("POST", "chat/completions", json=body) as stream:
+        async for line in stream.aiter_lines():
             if not line.startswith("data: {"):
                 continue
-            piece = json.loads(line.removeprefix("data: "))
-            first = first or time.perf_counter() - begun
-            tokens = piece["usage"]["completion_tokens"] if piece.get("usage") else tokens
-            for choice in piece.get("choices", ()):
-                finish = choice["finish_reason"] or finish
-    total = time.perf_counter() - begun
-    return Heard(first, (total - first) / max(1, tokens - 1), finish == "stop")
+            chunk = json.loads(line.removeprefix("data: "))
+            first_token_s = first_token_s or time.perf_counter() - start
+            if chunk.get("usage"):
+                tokens = chunk["usage"]["completion_tokens"]
+            for choice in chunk.get("choices", ()):
+                finish_reason = choice["finish_reason"] or finish_reason
+    total_s = time.perf_counter() - start
+    token_s = (total_s - first_token_s) / max(1, tokens - 1)
+    return Response(first_token_s, token_s, finish_reason == "stop")
 
 
-async def arrivals(
+async def send_all(
     url: str, key: str, bodies: Sequence[dict[str, Any]], rate: float, seed: int
-) -> tuple[list[Heard], float]:
-    """Make calls as they arrive, so many a second; what was heard, and in how many seconds."""
+) -> tuple[list[Response], float]:
+    """Send requests at random times.
+
+    Parameters
+    ----------
+    url, key
+        Base URL and API key of the endpoint.
+    bodies
+        Request bodies.
+    rate
+        Mean number of requests per second.
+    seed
+        Seed of the arrival times.
+
+    Returns
+    -------
+    responses : list of Response
+        Responses in the order of the bodies. A failed request has default values.
+    seconds : float
+        Duration until the last response.
+    """
     import httpx
 
-    draw = random.Random(seed)
-    begun = time.perf_counter()
-    bar = tqdm(total=len(bodies), desc=f"{rate:g} calls a second", disable=None)
+    rng = random.Random(seed)
+    start = time.perf_counter()
+    bar = tqdm(total=len(bodies), desc=f"{rate:g} requests/s", disable=None)
 
-    async def one(client: httpx.AsyncClient, body: dict[str, Any]) -> Heard:
+    async def send_one(client: httpx.AsyncClient, body: dict[str, Any]) -> Response:
         try:
-            async with asyncio.timeout(LATE_S):
-                heard = await hear(client, body)
+            async with asyncio.timeout(TIMEOUT_S):
+                response = await send(client, body)
         except (httpx.HTTPError, TimeoutError):
-            heard = Heard()
+            response = Response()
         bar.update()
-        return heard
+        return response
 
     with bar:
         async with (
@@ -115,99 +148,170 @@ async def arrivals(
         ):
             tasks = []
             for body in bodies:
-                tasks.append(group.create_task(one(client, body)))
-                await asyncio.sleep(draw.expovariate(rate))
-    return [task.result() for task in tasks], time.perf_counter() - begun
+                tasks.append(group.create_task(send_one(client, body)))
+                await asyncio.sleep(rng.expovariate(rate))
+    return [task.result() for task in tasks], time.perf_counter() - start
 
 
 @contextmanager
 def demo_server() -> Iterator[str]:
-    """The URL of ``graft serve`` with the demo model, in a process of its own."""
+    """Run ``graft serve`` with the demo model in a child process and yield its URL.
+
+    Raises
+    ------
+    OptionError
+        If the server does not start or does not exit with status 0.
+    """
     command = [sys.executable, "-m", "graft.tools.cli", "serve", "--port", "0"]
     with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process:
         try:
-            said = process.stdout.readline() if process.stdout else ""
-            if " at " not in said:
-                raise OptionError("graft serve did not come up")
-            yield said.split(" at ")[1].strip()
+            line = process.stdout.readline() if process.stdout else ""
+            if " at " not in line:
+                raise OptionError("graft serve did not start")
+            yield line.split(" at ")[1].strip()
         finally:
             process.terminate()
-            left = process.wait()
-    if left:
-        raise OptionError(f"graft serve ended with status {left}")
+            status = process.wait()
+    if status:
+        raise OptionError(f"graft serve exited with status {status}")
 
 
-def figures(
-    rate: float, heard: Sequence[Heard], seconds: float, first_s: float, token_s: float
+# Figures ------------------------------------------------------------------------------------------
+
+
+def quantiles_ms(seconds: Sequence[float]) -> dict[str, float]:
+    """Return p50 and p99 in milliseconds; 0 without values."""
+    values = sorted(value * 1e3 for value in seconds) or [0.0]
+    return {"p50": statistics.median(values), "p99": values[int(0.99 * (len(values) - 1))]}
+
+
+def summarize(
+    rate: float,
+    responses: Sequence[Response],
+    seconds: float,
+    first_token_limit_s: float,
+    token_limit_s: float,
 ) -> dict[str, Any]:
-    """What one rate brought; times are of answers that came whole."""
-    whole = [one for one in heard if one.whole]
-    good = [one for one in whole if one.first_s <= first_s and one.token_s <= token_s]
-
-    def quantiles(name: str) -> dict[str, float]:
-        values = sorted(asdict(one)[name] * 1e3 for one in whole) or [0.0]
-        return {"p50": statistics.median(values), "p99": values[int(0.99 * (len(values) - 1))]}
-
+    """Return the figures of one rate. Latencies are those of complete responses."""
+    complete = [one for one in responses if one.complete]
+    in_time = [
+        one
+        for one in complete
+        if one.first_token_s <= first_token_limit_s and one.token_s <= token_limit_s
+    ]
     return {
         "rate": rate,
-        "calls": len(heard),
-        "whole": len(whole),
+        "requests": len(responses),
+        "complete": len(complete),
         "seconds": seconds,
-        "first_ms": quantiles("first_s"),
-        "token_ms": quantiles("token_s"),
-        "goodput": len(good) / seconds,
+        "first_token_ms": quantiles_ms([one.first_token_s for one in complete]),
+        "token_ms": quantiles_ms([one.token_s for one in complete]),
+        "goodput": len(in_time) / seconds,
     }
 
 
-@program
-def main(arguments: Sequence[str] | None = None) -> None:
-    """Measure, print a table, and write figures and a plot."""
+def results_table(results: Sequence[dict[str, Any]]) -> str:
+    """Return a table with one line per rate."""
+    rows = [
+        (
+            "requests/s",
+            "complete",
+            "TTFT ms p50",
+            "p99",
+            "ms per token p50",
+            "p99",
+            "goodput/s",
+        )
+    ]
+    for one in results:
+        rows.append(
+            (
+                f"{one['rate']:g}",
+                f"{one['complete']}/{one['requests']}",
+                f"{one['first_token_ms']['p50']:.0f}",
+                f"{one['first_token_ms']['p99']:.0f}",
+                f"{one['token_ms']['p50']:.0f}",
+                f"{one['token_ms']['p99']:.0f}",
+                f"{one['goodput']:.2f}",
+            )
+        )
+    return table(rows)
+
+
+def write(results: Sequence[dict[str, Any]], options: argparse.Namespace) -> None:
+    """Write ``serving.json`` and ``serving.svg`` to the output folder."""
+    options.out.mkdir(parents=True, exist_ok=True)
+    (options.out / "serving.json").write_text(json.dumps(results, indent=1), encoding="utf-8")
+    series = {
+        "goodput": [(one["rate"], one["goodput"]) for one in results],
+        "all requests": [(one["rate"], one["rate"]) for one in results],
+    }
+    note = (
+        f"TTFT at most {options.first_ms:g} ms, time per output token at most "
+        f"{options.token_ms:g} ms"
+    )
+    svg = chart("Goodput", note, "requests/s", "complete responses in time per second", series)
+    (options.out / "serving.svg").write_text(svg, encoding="utf-8")
+
+
+# Program ------------------------------------------------------------------------------------------
+
+
+def parse_options(arguments: Sequence[str] | None) -> argparse.Namespace:
+    """Parse the command line."""
     parser = argparse.ArgumentParser(
         prog="python -m graft.tools.bench.serving", description=(__doc__ or "").splitlines()[0]
     )
-    parser.add_argument("--url", help="of an endpoint, with its /v1 (default: of the demo model)")
-    parser.add_argument("--model", default="graft-demo", help="its name (default %(default)s)")
-    parser.add_argument("--key", default="-", help="the endpoint's API key")
     parser.add_argument(
-        "--rates", type=float, nargs="+", default=[1, 2, 4, 8], help="calls a second"
+        "--url", help="base URL with /v1 (default: start a server with the demo model)"
     )
-    parser.add_argument("--calls", type=int, default=100, help="per rate (default %(default)s)")
-    parser.add_argument("--first-ms", type=float, default=1000, help="limit (default %(default)g)")
-    parser.add_argument("--token-ms", type=float, default=100, help="limit (default %(default)g)")
+    parser.add_argument("--model", default="graft-demo", help="model name (default %(default)s)")
+    parser.add_argument("--key", default="-", help="API key of the endpoint")
+    parser.add_argument(
+        "--rates", type=float, nargs="+", default=[1, 2, 4, 8], help="requests per second"
+    )
+    parser.add_argument(
+        "--calls", type=int, default=100, help="requests per rate (default %(default)s)"
+    )
+    parser.add_argument(
+        "--first-ms", type=float, default=1000, help="limit of the TTFT (default %(default)g)"
+    )
+    parser.add_argument(
+        "--token-ms",
+        type=float,
+        default=100,
+        help="limit of the time per output token (default %(default)g)",
+    )
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--out", type=Path, help="folder for serving.json and serving.svg")
     options = parser.parse_args(arguments)
     if min(*options.rates, options.calls) <= 0:
         parser.error("--rates and --calls must be above 0")
-    found = []
+    return options
+
+
+def measure(options: argparse.Namespace) -> list[dict[str, Any]]:
+    """Measure all rates, after a few requests that are not counted."""
+    results = []
     with demo_server() if options.url is None else nullcontext(options.url) as url:
-        bodies = calls(options.calls, options.model, options.seed)
-        asyncio.run(arrivals(url, options.key, bodies[:8], 8.0, options.seed))  # not counted
+        bodies = make_bodies(options.calls, options.model, options.seed)
+        warm_up = bodies[:WARM_UP_REQUESTS]
+        asyncio.run(send_all(url, options.key, warm_up, WARM_UP_RATE, options.seed))
         for rate in options.rates:
-            heard, took = asyncio.run(arrivals(url, options.key, bodies, rate, options.seed))
-            found.append(figures(rate, heard, took, options.first_ms / 1e3, options.token_ms / 1e3))
-    rows = [
-        (
-            f"{f['rate']:g}",
-            f"{f['whole']}/{f['calls']}",
-            *(f"{f[key][q]:.0f}" for key in ("first_ms", "token_ms") for q in ("p50", "p99")),
-            f"{f['goodput']:.2f}",
-        )
-        for f in found
-    ]
-    print(table([("rate", "whole", "first p50", "p99", "token p50", "p99", "goodput"), *rows]))
+            responses, seconds = asyncio.run(send_all(url, options.key, bodies, rate, options.seed))
+            limits = (options.first_ms / 1e3, options.token_ms / 1e3)
+            results.append(summarize(rate, responses, seconds, *limits))
+    return results
+
+
+@program
+def main(arguments: Sequence[str] | None = None) -> None:
+    """Run the benchmark, print a table and write the files."""
+    options = parse_options(arguments)
+    results = measure(options)
+    print(results_table(results))
     if options.out is not None:
-        options.out.mkdir(parents=True, exist_ok=True)
-        (options.out / "serving.json").write_text(json.dumps(found, indent=1), encoding="utf-8")
-        lines = {
-            "answers in time": [(f["rate"], f["goodput"]) for f in found],
-            "all calls": [(f["rate"], f["rate"]) for f in found],
-        }
-        note = f"first token within {options.first_ms:g} ms, others {options.token_ms:g} ms each"
-        (options.out / "serving.svg").write_text(
-            chart("Goodput", note, "calls a second", "answers in time a second", lines),
-            encoding="utf-8",
-        )
+        write(results, options)
 
 
 if __name__ == "__main__":

@@ -1,14 +1,17 @@
-"""What speculation brings: drafters, their lengths and trees, masked and blind, by temperature.
+"""Benchmark of speculative decoding by drafter, draft length, tree, masking and temperature.
 
     python -m graft.tools.bench.speculation [--drafters forced ngram eagle] [--lengths 2 6]
         [--trees 2x4] [--masking fill none] [--temperatures 0] [--batches 1 8] [--out FOLDER]
 
-Writes ``speculation.json``, a row a cell and kind of prompt as ``speculation.csv``, and pictures.
-A drafter is ``forced``, ``ngram``, ``suffix``, ``eagle`` or ``dflash`` (the demo model's own), a
-folder, or MODULE:NAME; ``ngram+``, ``suffix+`` and ``forced+`` put one before another. Every cell
-is played in turn with decoding without speculation, which is what its speed is compared with. An
-acceptance length has the bonus token in it. Intervals are of 95 %, with prompts as what is
-independent.
+Prints tables and writes ``speculation.json``, ``speculation.csv`` and charts to the output folder.
+
+A drafter is ``forced`` (tokens that the grammar forces), ``ngram``, ``suffix``, ``eagle`` or
+``dflash`` (the drafters of the demo model), a folder, or MODULE:NAME. ``ngram+X``, ``suffix+X`` and
+``forced+X`` extend the drafts of the first by those of drafter X.
+
+Runs of each configuration alternate with runs without speculation, which are the baseline of the
+speedup. Acceptance lengths include the bonus token. Intervals are 95 % confidence intervals that
+treat prompts as independent samples.
 """
 
 from __future__ import annotations
@@ -19,7 +22,7 @@ import statistics
 import sys
 import time
 from collections import Counter, deque
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
@@ -37,448 +40,510 @@ from graft.models.request import VERIFY_MODES, Output, Request
 from graft.tools import generate
 from graft.tools.bench import speculation_report as report
 from graft.tools.bench.demo_evaluation import task_grammar
-from graft.tools.bench.estimate import estimate, estimate_mean
-from graft.tools.bench.speculation_report import KEYS
+from graft.tools.bench.speculation_metrics import (
+    CONFIGURATION_KEYS,
+    RequestRound,
+    acceptance_by_depth,
+    differences,
+    expected_length,
+    length_estimates,
+    throughput_by_length,
+)
 from graft.tools.demo_model import demo_model
 from graft.tools.demo_prompts import demo_prompts, llm_prompts
 from graft.tools.demo_tasks import held_out_tasks
-from graft.tools.prompt_rows import Asked, read_requests
+from graft.tools.prompt_rows import PromptRow, read_requests
 from graft.tools.report import program
 from graft.tools.smollm import smollm
 
-AT_ONCE = {"ngram": NGram, "suffix": Suffix}
-OWN = {"eagle": "eagle3", "dflash": "dflash"}
-#: Below it a request decodes greedily.
-GREEDY = 1e-5
+LOOKUP_DRAFTERS = {"ngram": NGram, "suffix": Suffix}
+#: Drafters of the demo model: name on the command line and folder.
+DEMO_DRAFTERS = {"eagle": "eagle3", "dflash": "dflash"}
+#: Temperatures below this value decode greedily.
+GREEDY_TEMPERATURE = 1e-5
 
 
-class Row(NamedTuple):
-    """What a round brought a request: tokens, the drafts there were, those accepted."""
+class Prompt(NamedTuple):
+    """A prompt of the benchmark.
 
-    tokens: int
-    tested: int
-    accepted: int
+    Attributes
+    ----------
+    kind
+        Group in which the prompt is reported.
+    row
+        Request, and how its prompt is processed.
+    """
+
+    kind: str
+    row: PromptRow
+
+
+class EngineSetup(NamedTuple):
+    """Options with which an engine is created.
+
+    Attributes
+    ----------
+    drafter
+        Drafter as on the command line.
+    length
+        Drafts per round, or "auto".
+    tree
+        Branch and levels of the draft tree, or None for a chain.
+    masking
+        Masking strategy; "none" for unmasked drafts.
+    """
+
+    drafter: str
+    length: int | str
+    tree: tuple[Any, ...] | None
+    masking: str
 
 
 @dataclass
-class Play:
-    """Requests that were played once or more; rows and nanoseconds of rounds that were full."""
+class Measurement:
+    """Outputs and rounds of requests that were run once or several times.
+
+    Attributes
+    ----------
+    outputs
+        Output of each request of each run.
+    rounds
+        Rounds of each request, in the order of the outputs.
+    round_ns
+        Device times in nanoseconds of the rounds with a full batch.
+    seconds
+        Total time on the host's clock.
+    """
 
     outputs: list[Output] = field(default_factory=list)
-    rows: list[list[Row]] = field(default_factory=list)
+    rounds: list[list[RequestRound]] = field(default_factory=list)
     round_ns: list[int] = field(default_factory=list)
     seconds: float = 0.0
 
     @property
-    def speed(self) -> float:
-        """Tokens a second, of all requests together, by the host's clock."""
+    def tokens_per_second(self) -> float:
+        """Throughput of all requests together."""
         return sum(len(output.tokens) for output in self.outputs) / self.seconds
 
-    def add(self, engine: Engine, requests: Sequence[Request], batch: int) -> None:
-        """Play requests, as many at a time as `batch`.
+    def run(self, engine: Engine, requests: Sequence[Request], batch: int) -> None:
+        """Run requests, at most `batch` of them at a time.
 
         Raises
         ------
         OptionError
-            If one of them was refused or has failed: then nothing is measured.
+            If a request is refused or fails. Nothing is measured then.
         """
-        rows: dict[str, list[Row]] = {str(request.id): [] for request in requests}
-        done: dict[str, Output] = {}
+        rounds: dict[str, list[RequestRound]] = {str(request.id): [] for request in requests}
+        outputs: dict[str, Output] = {}
         waiting = deque(requests)
-        replays = engine._replays
 
-        def read(seat: RowAssignment, row: RowResult) -> None:
-            if not seat.stale:
-                tested = row.tested if row.tokens else 0  # a row that waits for its masks
-                rows[seat.running.id].append(Row(len(row.tokens), tested, row.accepted))
+        def add_round(assignment: RowAssignment, result: RowResult) -> None:
+            if not assignment.stale:
+                # A row without tokens is stalled until its mask rows are ready.
+                tested = result.tested if result.tokens else 0
+                one = RequestRound(len(result.tokens), tested, result.accepted)
+                rounds[assignment.state.id].append(one)
 
-        def over(flight: ReplayInFlight, stamps: list[int]) -> None:
-            if len(flight.seats) == batch and stamps[0] > 0:
+        def add_round_time(flight: ReplayInFlight, stamps: list[int]) -> None:
+            if len(flight.rows) == batch and stamps[0] > 0:
                 self.round_ns.append(max(stamps) - stamps[0])
 
-        replays.on_row = read
-        replays.on_parts = over
-        begun = time.perf_counter()
-        while len(done) < len(requests):
-            while waiting and len(requests) - len(waiting) - len(done) < batch:
+        replays = engine._replays
+        replays.on_row = add_round
+        replays.on_parts = add_round_time
+        start = time.perf_counter()
+        while len(outputs) < len(requests):
+            while waiting and len(requests) - len(waiting) - len(outputs) < batch:
                 engine.submit(waiting.popleft())
-            done |= {event.id: event.output for event in engine.step() if event.output}
-        self.seconds += time.perf_counter() - begun
-        engine.settle()
-        replays.on_row = replays.on_parts = None
-        for output in done.values():
+            outputs |= {event.id: event.output for event in engine.step() if event.output}
+        self.seconds += time.perf_counter() - start
+        engine.synchronize()
+        replays.on_row = None
+        replays.on_parts = None
+        for output in outputs.values():
             if output.error:
                 raise OptionError(f"request {output.id} {output.reason}: {output.error}")
-        self.outputs += [done[name] for name in rows]
-        self.rows += rows.values()
+        self.outputs += [outputs[name] for name in rounds]
+        self.rounds += rounds.values()
 
 
-# Formulas -----------------------------------------------------------------------------------------
+# Prompts and drafters -----------------------------------------------------------------------------
 
 
-def expected_length(rate: float, drafts: int) -> float:
-    """Tokens of a round whose drafts are accepted at one rate: (1 - a^(K+1)) / (1 - a)."""
-    return sum(rate**j for j in range(drafts + 1))
+def read_prompts(options: argparse.Namespace) -> list[Prompt]:
+    """Return the prompts that the command line selects.
 
+    Prompts of a file have the kind that precedes the last slash of their id, or "all".
 
-def lengths(rows: Mapping[int, Sequence[Row]]) -> dict[str, Any]:
-    """Acceptance length of rounds that tested drafts, and tokens of all rounds, rows by prompt."""
-    tested = {prompt: [row.tokens for row in own if row.tested] for prompt, own in rows.items()}
-    every = list(itertools.chain(*tested.values()))
-    return {
-        "acceptance_length": estimate([(sum(own), len(own)) for own in tested.values()])
-        | {"variance": statistics.variance(every) if len(every) > 1 else None},
-        "tokens_a_round": estimate(
-            [(sum(row.tokens for row in own), len(own)) for own in rows.values()]
-        ),
-    }
-
-
-def by_depth(rows: Sequence[Row], depth: int) -> tuple[list[int], list[int]]:
-    """Per depth, in how many rounds a draft was reached, and in how many it was accepted.
-
-    Verification ends at the first refusal; where a tree or a chain ends, nothing is reached.
+    Raises
+    ------
+    OptionError
+        If a row of the file is refused.
     """
-    reached = [0] * depth
-    accepted = [0] * depth
-    for row in rows:
-        for j in range(min(row.tested, row.accepted + 1, depth)):
-            reached[j] += 1
-            accepted[j] += j < row.accepted
-    return reached, accepted
-
-
-def differences(cells: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Tokens a round of cells that differ in one thing alone, prompt by prompt.
-
-    Masked minus blind drafts; a tree minus the chain of as many drafts, hence verified rows; one
-    way to verify minus another; a drafter minus the first one that is named. However drafts are
-    masked, those of a tree or another drafter are compared with them.
-    """
-    found = []
-    first = next((cell["drafter"] for cell in cells if cell["length"]), None)
-    chosen = [cell for cell in cells if cell["length"] != "auto"]  # else by the clock
-    for one, other in itertools.permutations(chosen, 2):
-        same = {key for key in KEYS if one[key] == other[key]}
-        masked = [cell["masking"] != "none" for cell in (one, other)]
-        if masked == [True, True]:
-            same.add("masking")
-        apart = set(KEYS) - same
-        if not (
-            (apart == {"masking"} and masked[0])
-            or (apart == {"tree"} and other["tree"] is None)
-            or (apart == {"drafter"} and other["drafter"] == first)
-            or (apart == {"verify"} and one["verify"] < other["verify"])
-        ):
-            continue
-        key = apart.pop()
-        pairs = zip(one["by_prompt"], other["by_prompt"], strict=True)
-        of = f"{one[key]} - {other[key] or 'chain'}"
-        if masked[0] and masked[1] and other["masking"] not in (None, one["masking"]):
-            of += f", {other['masking']}"
-        found.append(
-            {"of": of}
-            | {name: one[name] for name in KEYS}
-            | estimate_mean([a - b for a, b in pairs])
-        )
-    return found
-
-
-def costs(cells: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
-    """What lengths of chains should bring: tokens by survival over the time of so many rows.
-
-    Survival to each depth is that of the longest chain; rounds are timed on the device's clock,
-    full ones alone; prompts and the host are not in it. Length 0 is no speculation.
-    """
-    found: list[dict[str, Any]] = []
-    chains = [cell for cell in cells if cell["tree"] is None and cell["length"] != "auto"]
-    plain = [cell for cell in chains if not cell["length"]]
-    rest = [key for key in KEYS if key != "length"]
-    drafted = [cell for cell in chains if cell["length"]]
-    for key in dict.fromkeys(tuple(cell[name] for name in rest) for cell in drafted):
-        group = [cell for cell in drafted if tuple(cell[name] for name in rest) == key]
-        last = max(group, key=lambda cell: cell["length"])
-        base = [cell for cell in plain if all(cell[k] == last[k] for k in ("temperature", "batch"))]
-        told = []
-        for cell in sorted(base + group, key=lambda cell: cell["length"]):
-            tokens = 1 + sum(last["accepted"][: cell["length"]]) / last["rounds"]
-            took = cell["round_us"]
-            told.append(
-                {
-                    "length": cell["length"],
-                    "rows": cell["batch"] * (cell["length"] + 1),
-                    "round_us": took,
-                    "tokens_a_round": tokens,
-                    "tokens_a_second": took and cell["batch"] * tokens / took * 1e6,
-                    "measured": cell["tokens_a_second"],
-                }
-            )
-        timed = [one for one in told if one["tokens_a_second"]]
-        best = max(timed, key=lambda one: one["tokens_a_second"])["length"] if timed else None
-        found.append(dict(zip(rest, key, strict=True)) | {"best": best, "lengths": told})
-    return found
-
-
-# Measuring ----------------------------------------------------------------------------------------
-
-
-def read_prompts(options: argparse.Namespace) -> list[tuple[str, Asked]]:
-    """Prompts with their kinds: of a file as of ``graft generate``, by the part of ids before /."""
     if options.prompts is not None:
-        parser = argparse.ArgumentParser()
-        generate.add_arguments(parser)
-        asked = read_requests(parser.parse_args(["--prompts", str(options.prompts)]))
-        for one in asked:
-            if one.refusal is not None:
-                raise OptionError(f"--prompts {options.prompts}, {one.refusal}")
-        parts = [str(one.request.id).rpartition("/") for one in asked]
-        return [(kind or "all", one) for (kind, _, _), one in zip(parts, asked, strict=True)]
+        return _read_prompt_file(options.prompts)
     if options.tasks:
         return [
-            (task.kind, Asked(Request(prompt=task.text, grammar=task_grammar(task))))
+            Prompt(task.kind, PromptRow(Request(prompt=task.text, grammar=task_grammar(task))))
             for task in held_out_tasks(options.tasks)
         ]
-    shown = demo_prompts() if options.model is None else llm_prompts()
-    return [(p.shows, Asked(Request(prompt=p.text, grammar=p.grammar))) for p in shown]
+    prompts = demo_prompts() if options.model is None else llm_prompts()
+    return [Prompt(p.shows, PromptRow(Request(prompt=p.text, grammar=p.grammar))) for p in prompts]
 
 
-def choose(name: str, head: Path | None) -> DrafterChoice | None:
-    """The drafter of a name; what is forced is no drafter of its own. Raises OptionError."""
+def _read_prompt_file(path: Path) -> list[Prompt]:
+    """Read a file of prompts in the format of ``graft generate``."""
+    parser = argparse.ArgumentParser()
+    generate.add_arguments(parser)
+    prompts = []
+    for row in read_requests(parser.parse_args(["--prompts", str(path)])):
+        if row.refusal is not None:
+            raise OptionError(f"--prompts {path}, {row.refusal}")
+        kind = str(row.request.id).rpartition("/")[0]
+        prompts.append(Prompt(kind or "all", row))
+    return prompts
+
+
+def choose_drafter(name: str, demo_head: Path | None) -> DrafterChoice | None:
+    """Return the drafter that a name of the command line stands for.
+
+    Parameters
+    ----------
+    name
+        Drafter as on the command line. Forced drafts are an engine option, so ``forced`` selects
+        no drafter.
+    demo_head
+        Drafter folder of the demo model; None if another model is measured.
+
+    Raises
+    ------
+    OptionError
+        If a drafter of the demo model is requested for another model.
+    """
     first, plus, then = name.partition("+")
-    if plus and first in AT_ONCE:
-        return partial(CascadeDrafter, first=AT_ONCE[first], then=choose(then, head) or then)
+    if plus and first in LOOKUP_DRAFTERS:
+        second = choose_drafter(then, demo_head) or then
+        return partial(CascadeDrafter, first=LOOKUP_DRAFTERS[first], then=second)
     if plus and first == "forced":
-        return choose(then, head)
-    if name in OWN and head is None:
-        raise OptionError(f"drafter {name} is the demo model's own; name another model's folder")
-    own = {known: demo_model(folder)[1] for known, folder in OWN.items()}
-    return {"forced": None, **own, **AT_ONCE}.get(name, name)
+        return choose_drafter(then, demo_head)
+    if name == "forced":
+        return None
+    if name in LOOKUP_DRAFTERS:
+        return LOOKUP_DRAFTERS[name]
+    if name in DEMO_DRAFTERS:
+        if demo_head is None:
+            raise OptionError(
+                f"drafter {name} belongs to the demo model; specify the drafter's folder instead"
+            )
+        return demo_model(DEMO_DRAFTERS[name])[1]
+    return name
 
 
-def cell(play: Play, plain: Play, kinds: Sequence[str], depth: int) -> dict[str, Any]:
-    """Figures of what was played, beside the same without speculation; request i is of kind i."""
-    rows: dict[int, list[Row]] = {i: [] for i in range(len(kinds))}
-    for output, own in zip(play.outputs, play.rows, strict=True):
-        rows[int(output.id) % len(kinds)] += own
-    every = list(itertools.chain(*rows.values()))
-    reached, accepted = by_depth(every, depth)
-    rate = sum(accepted) / sum(reached) if any(reached) else 0.0
-    lasted = [
-        (len(o.tokens) - 1, o.total_s - o.first_token_s)
-        for o in play.outputs
-        if o.total_s is not None and o.first_token_s is not None
-    ]
-    waited = sum(seconds for _, seconds in lasted)
-    predicted = [expected_length(rate, min(row.tested, depth)) for row in every if row.tested]
-    return {
-        "tokens": sum(row.tokens for row in every),
-        "rounds": len(every),
-        "seconds": play.seconds,
-        "tokens_a_second": play.speed,
-        "speedup": play.speed / plain.speed,
-        "tokens_a_second_of_one": sum(n for n, _ in lasted) / waited if waited else None,
-        "round_us": statistics.median(play.round_ns) / 1e3 if play.round_ns else None,
-        "drafts_a_round": statistics.mean(row.tested for row in every),
-        "outputs": len(play.outputs),
-        "same_outputs": sum(
-            a.tokens == b.tokens for a, b in zip(play.outputs, plain.outputs, strict=True)
-        ),
-        **lengths(rows),
-        "reached": reached,
-        "accepted": accepted,
-        "rate": rate,
-        "predicted_length": statistics.mean(predicted) if predicted else None,
-        "kinds": {
-            kind: lengths({i: own for i, own in rows.items() if kinds[i] == kind})
-            for kind in dict.fromkeys(kinds)
-        },
-        "by_prompt": [sum(row.tokens for row in own) / len(own) for own in rows.values()],
+# Measurement --------------------------------------------------------------------------------------
+
+
+def summarize(
+    measurement: Measurement, baseline: Measurement, kinds: Sequence[str], depth: int
+) -> dict[str, Any]:
+    """Return the figures of a configuration.
+
+    Parameters
+    ----------
+    measurement, baseline
+        The same requests with and without speculation. The number of a request modulo the number
+        of prompts is the number of its prompt.
+    kinds
+        Kind of each prompt.
+    depth
+        Maximum number of drafts that a round can accept.
+    """
+    rounds_by_prompt: dict[int, list[RequestRound]] = {i: [] for i in range(len(kinds))}
+    for output, rounds in zip(measurement.outputs, measurement.rounds, strict=True):
+        rounds_by_prompt[int(output.id) % len(kinds)] += rounds
+    every = list(itertools.chain(*rounds_by_prompt.values()))
+    tested, accepted = acceptance_by_depth(every, depth)
+    rate = sum(accepted) / sum(tested) if any(tested) else 0.0
+    predicted = [expected_length(rate, min(one.tested, depth)) for one in every if one.tested]
+    pairs = zip(measurement.outputs, baseline.outputs, strict=True)
+    by_kind = {
+        kind: {i: rounds for i, rounds in rounds_by_prompt.items() if kinds[i] == kind}
+        for kind in dict.fromkeys(kinds)
     }
+    round_ns = measurement.round_ns
+    return {
+        "tokens": sum(one.tokens for one in every),
+        "rounds": len(every),
+        "seconds": measurement.seconds,
+        "tokens_per_second": measurement.tokens_per_second,
+        "speedup": measurement.tokens_per_second / baseline.tokens_per_second,
+        "request_tokens_per_second": _request_tokens_per_second(measurement.outputs),
+        "round_us": statistics.median(round_ns) / 1e3 if round_ns else None,
+        "drafts_per_round": statistics.mean(one.tested for one in every),
+        "outputs": len(measurement.outputs),
+        "same_outputs": sum(output.tokens == plain.tokens for output, plain in pairs),
+        **length_estimates(rounds_by_prompt),
+        "tested": tested,
+        "accepted": accepted,
+        "acceptance_rate": rate,
+        "predicted_length": statistics.mean(predicted) if predicted else None,
+        "kinds": {kind: length_estimates(rounds) for kind, rounds in by_kind.items()},
+        "by_prompt": [
+            sum(one.tokens for one in rounds) / len(rounds) for rounds in rounds_by_prompt.values()
+        ],
+    }
+
+
+def _request_tokens_per_second(outputs: Sequence[Output]) -> float | None:
+    """Return the decoding speed of a request, excluding the time to its first token."""
+    tokens = 0
+    seconds = 0.0
+    for output in outputs:
+        if output.total_s is not None and output.first_token_s is not None:
+            tokens += len(output.tokens) - 1
+            seconds += output.total_s - output.first_token_s
+    return tokens / seconds if seconds else None
 
 
 def masking_of(engine: Engine) -> str | None:
-    """How the drafts of an engine come to be legal, where a drafter's logits are what is masked."""
-    parts = next(iter(engine.rounds.values())).parts
-    levels = parts.drafter is not None and parts.drafter.shape.levels
-    return parts.masking.name if levels else None
+    """Return the engine's masking strategy; None if its drafter does not sample from logits."""
+    parts = next(iter(engine.round_graphs.values())).parts
+    if parts.drafter is None or not parts.drafter.shape.levels:
+        return None
+    return parts.masking.name
+
+
+def _verify_modes(
+    options: argparse.Namespace, temperature: float, tree: str | None
+) -> dict[str, str]:
+    """Return the verification modes to measure: the mode that is effective and the option for it.
+
+    Greedy requests are verified greedily and trees are sampled by coupled sampling, unless the mode
+    is "relaxed". Options with the same effect are measured once.
+    """
+    effective = None
+    if temperature < GREEDY_TEMPERATURE:
+        effective = "greedy"
+    elif tree:
+        effective = "coupled"
+    modes: dict[str, str] = {}
+    for mode in options.verify:
+        modes[mode if mode == "relaxed" else effective or mode] = mode
+    return modes
 
 
 def measure(
     engine: Engine,
     plain: Engine,
     drafter: str,
-    prompts: Sequence[tuple[str, Asked]],
+    prompts: Sequence[Prompt],
     options: argparse.Namespace,
 ) -> list[dict[str, Any]]:
-    """The cells of an engine, each played in turn with the same without speculation."""
-    parts = next(iter(engine.rounds.values())).parts
-    cells = []
+    """Measure all configurations of an engine.
+
+    Parameters
+    ----------
+    engine
+        Engine to measure.
+    plain
+        Engine without speculation.
+    drafter
+        Name under which the drafter is reported.
+    prompts
+        Prompts to run.
+    options
+        Command line options.
+    """
+    parts = next(iter(engine.round_graphs.values())).parts
     tree = f"{parts.branch}x{parts.depth}" if parts.branch > 1 else None
-    asked = [one.for_engine(engine) for _, one in prompts]
-    engine.generate([replace(one, id=None, max_tokens=1) for one in asked])  # compiles grammars
+    length = "auto" if engine.options.draft_length == "auto" else parts.draft_length
+    base_requests = [prompt.row.for_engine(engine) for prompt in prompts]
+    # Compile the grammars before anything is timed.
+    engine.generate([replace(request, id=None, max_tokens=1) for request in base_requests])
+    results = []
     for temperature, batch in itertools.product(options.temperatures, options.batches):
-        same = "greedy" if temperature < GREEDY else "coupled" if tree else None
-        modes: dict[str | None, str] = {
-            mode if mode == "relaxed" else same or mode: mode for mode in options.verify
-        }
-        for label, mode in modes.items() if parts.drafter else [(None, options.verify[0])]:
+        modes: dict[str | None, str] = {None: options.verify[0]}
+        if parts.drafter:
+            modes = dict(_verify_modes(options, temperature, tree))
+        for effective, mode in modes.items():
             requests = [
                 replace(
-                    asked[i % len(asked)],
+                    base_requests[i % len(base_requests)],
                     id=str(i),
                     seed=i,
                     temperature=temperature,
                     verify=mode,
                     max_tokens=options.max_tokens,
                 )
-                for i in range(max(batch, len(asked) * options.samples))
+                for i in range(max(batch, len(base_requests) * options.samples))
             ]
-            played = Play()
-            beside = Play()
+            measurement = Measurement()
+            baseline = Measurement()
             for _ in range(options.repeats):
-                beside.add(plain, requests, batch)
-                played.add(engine, requests, batch)
-            length = "auto" if engine.options.draft_length == "auto" else parts.draft_length
-            key = drafter, masking_of(engine), length, tree, label, temperature, batch
-            cells.append(
-                dict(zip(KEYS, key, strict=True))
-                | cell(played, beside, [kind for kind, _ in prompts], parts.depth)
+                baseline.run(plain, requests, batch)
+                measurement.run(engine, requests, batch)
+            key = (drafter, masking_of(engine), length, tree, effective, temperature, batch)
+            kinds = [prompt.kind for prompt in prompts]
+            results.append(
+                dict(zip(CONFIGURATION_KEYS, key, strict=True))
+                | summarize(measurement, baseline, kinds, parts.depth)
             )
-    return cells
+    return results
+
+
+def _setups(options: argparse.Namespace) -> Iterator[EngineSetup]:
+    """Yield the engines to measure, with a progress bar."""
+    combinations = itertools.product(
+        options.drafters, options.lengths, (None, *options.trees), options.masking
+    )
+    setups = [EngineSetup(*values) for values in combinations]
+    yield from tqdm(setups, unit="engine", disable=None)
 
 
 def run(options: argparse.Namespace) -> dict[str, Any]:
-    """Everything that is written as JSON; ways in which a drafter cannot be used are `refused`."""
-    model, head = demo_model() if options.model is None else (options.model, None)
+    """Measure everything and return the content of ``speculation.json``.
+
+    Combinations of options that an engine refuses are listed under ``refused`` with the reason.
+    """
+    model = options.model
+    demo_head = None
+    if model is None:
+        model, demo_head = demo_model()
     prompts = read_prompts(options)
-    cells = list[dict[str, Any]]()
-    refused = dict[str, str]()
     sizes = {"max_batch_size": max(options.batches), "max_length": options.max_length}
-    known = set[Any]()
+    refused: dict[str, str] = {}
+    measured: set[tuple[Any, ...]] = set()
     with Engine(model, **sizes) as plain:
-        cells += measure(plain, plain, "none", prompts, options)
-        for way in tqdm(
-            list(
-                itertools.product(
-                    options.drafters, options.lengths, (None, *options.trees), options.masking
-                )
-            ),
-            unit="engine",
-            disable=None,
-        ):
-            drafter, length, tree, masking = way
-            if (*way[:3], None) in known:
-                continue  # these drafts are no different
-            blind = masking == "none"
-            named = [str(part) for part in way if part is not None]
+        configurations = measure(plain, plain, "none", prompts, options)
+        for setup in _setups(options):
+            if (*setup[:3], None) in measured:
+                continue  # masking has no effect on this drafter
+            unmasked = setup.masking == "none"
             try:
                 engine = Engine(
                     model,
-                    choose(drafter, head),
-                    draft_length=length,
-                    draft_tree=tree,
-                    mask_drafts=not blind,
-                    draft_masking="fill" if blind else masking,
-                    forced_drafts=drafter.startswith("forced"),
+                    choose_drafter(setup.drafter, demo_head),
+                    draft_length=setup.length,
+                    draft_tree=setup.tree,
+                    mask_drafts=not unmasked,
+                    draft_masking="fill" if unmasked else setup.masking,
+                    forced_drafts=setup.drafter.startswith("forced"),
                     **sizes,
                 )
             except (OptionError, ConfigError, CheckpointError, TokenizerError) as error:
-                refused[", ".join(named)] = str(error)
+                name = ", ".join(str(value) for value in setup if value is not None)
+                refused[name] = str(error)
                 continue
             with engine:
-                if (*way[:3], masking_of(engine)) not in known:
-                    cells += measure(engine, plain, drafter, prompts, options)
-                known.add((*way[:3], masking_of(engine)))
+                key = (*setup[:3], masking_of(engine))
+                if key not in measured:
+                    configurations += measure(engine, plain, setup.drafter, prompts, options)
+                measured.add(key)
         device = plain.device
     return {
         "device": device.describe(),
-        "times_are_a_gpus": device.kind != "soft",
+        "gpu_times": device.kind != "soft",
         "model": str(model),
-        "prompts": Counter(kind for kind, _ in prompts),
+        "prompts": Counter(prompt.kind for prompt in prompts),
         "max_tokens": options.max_tokens,
-        "cells": cells,
+        "configurations": configurations,
         "refused": refused,
-        "differences": differences(cells),
-        "costs": costs(cells),
+        "differences": differences(configurations),
+        "throughput_by_length": throughput_by_length(configurations),
     }
 
 
-def read_arguments(arguments: Sequence[str] | None) -> argparse.Namespace:
-    """The command line. Raises OptionError."""
+# Command line -------------------------------------------------------------------------------------
+
+
+def _make_parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="python -m graft.tools.bench.speculation", description=(__doc__ or "").split("\n\n")[0]
     )
     model = parser.add_mutually_exclusive_group()
     model.add_argument("--model", type=Path, help="target folder (default: the demo model)")
-    model.add_argument("--llm", action="store_true", help="SmolLM2-135M-Instruct, fetched once")
+    model.add_argument("--llm", action="store_true", help="SmolLM2-135M-Instruct, downloaded once")
     prompts = parser.add_mutually_exclusive_group()
     prompts.add_argument(
         "--prompts",
         type=Path,
         metavar="FILE.jsonl",
-        help="as of graft generate; an id KIND/NAME tells a prompt's kind "
+        help="prompts in the format of graft generate; an id KIND/NAME sets the prompt's kind "
         "(default: the prompts of the demo)",
     )
-    prompts.add_argument("--tasks", type=int, default=0, help="so many of the demo's tasks instead")
+    prompts.add_argument(
+        "--tasks", type=int, default=0, help="number of held-out tasks of the demo model to run"
+    )
     parser.add_argument("--drafters", nargs="+")
     parser.add_argument(
         "--lengths",
-        type=generate.read_length,
+        type=generate.parse_draft_length,
         nargs="+",
         default=[2, 6],
         metavar="N|auto",
-        help="drafts a round, or as many as pay",
+        help="drafts per round",
     )
     parser.add_argument(
         "--trees",
-        type=generate.read_tree,
+        type=generate.parse_draft_tree,
         nargs="*",
         default=[(2, 4)],
         metavar="BRANCHxLEVELS",
-        help="with each of the lengths",
+        help="draft trees, each combined with each length",
     )
     parser.add_argument(
         "--masking", nargs="+", choices=(*DRAFT_MASKINGS, "none"), default=["fill", "none"]
     )
-    parser.add_argument(
-        "--verify",
-        nargs="+",
-        default=["rejection"],
-        choices=VERIFY_MODES,
-    )
+    parser.add_argument("--verify", nargs="+", default=["rejection"], choices=VERIFY_MODES)
     parser.add_argument("--temperatures", type=float, nargs="+", default=[0.0])
-    parser.add_argument("--batches", type=int, nargs="+", default=[1, 8], help="requests at a time")
-    parser.add_argument("--most", type=int, help="batches 1, 2, 4 .. MOST instead")
-    parser.add_argument("--samples", type=int, default=1, help="requests of each prompt")
-    parser.add_argument("--repeats", type=int, default=1, help="plays of each cell")
+    parser.add_argument("--batches", type=int, nargs="+", default=[1, 8], help="batch sizes")
+    parser.add_argument("--max-batch", type=int, help="batch sizes 1, 2, 4, ... up to this one")
+    parser.add_argument("--samples", type=int, default=1, help="requests per prompt")
+    parser.add_argument("--repeats", type=int, default=1, help="runs per configuration")
     parser.add_argument("--max-tokens", type=int, default=64)
     parser.add_argument("--max-length", type=int, default=1024)
     parser.add_argument("--out", type=Path, default=Path("build", "speculation"))
-    options = parser.parse_args(arguments)
-    options.model = smollm() if options.llm else options.model
-    if options.most is not None:
-        options.batches = [1 << i for i in range(max(options.most, 1).bit_length())]
-    options.drafters = options.drafters or [
-        "forced",
-        "ngram",
-        "eagle" if options.model is None else "suffix",
-    ]
-    if min(options.samples, options.repeats, *options.batches) < 1 or options.tasks < 0:
+    return parser
+
+
+def parse_options(arguments: Sequence[str] | None) -> argparse.Namespace:
+    """Parse the command line.
+
+    Raises
+    ------
+    OptionError
+        If a number is too small.
+    """
+    options = _make_parser().parse_args(arguments)
+    if options.llm:
+        options.model = smollm()
+    if options.max_batch is not None:
+        options.batches = [1 << i for i in range(max(options.max_batch, 1).bit_length())]
+    if options.drafters is None:
+        options.drafters = ["forced", "ngram", "eagle" if options.model is None else "suffix"]
+    if min(options.samples, options.repeats, *options.batches) < 1:
         raise OptionError("--batches, --samples and --repeats must be at least 1")
+    if options.tasks < 0:
+        raise OptionError(f"--tasks must be at least 0, not {options.tasks}")
     return options
 
 
 @program
 def main(arguments: Sequence[str] | None = None) -> None:
-    """Measure, write the files and print the tables; a drafter without a cell is refused then."""
-    options = read_arguments(arguments)
+    """Run the benchmark, print the tables and write the files.
+
+    Raises
+    ------
+    OptionError
+        If a drafter could not be measured in any configuration.
+    """
+    options = parse_options(arguments)
     options.out.mkdir(parents=True, exist_ok=True)
-    found = run(options)
-    report.write(found, options.out)
-    print(f"{report.tables(found)}\n\nfiles: {options.out}")
-    measured = {one["drafter"] for one in found["cells"]}
+    results = run(options)
+    report.write(results, options.out)
+    print(f"{report.tables(results)}\n\nfiles: {options.out}")
+    measured = {one["drafter"] for one in results["configurations"]}
     if missing := [name for name in options.drafters if name not in measured]:
-        raise OptionError(f"measured in no way: {', '.join(missing)}")
+        raise OptionError(f"no engine could be created for drafter {', '.join(missing)}")
 
 
 if __name__ == "__main__":

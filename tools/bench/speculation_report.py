@@ -1,4 +1,4 @@
-"""How the benchmark of speculation is told: tables, a file of rows, and pictures."""
+"""Reports of the speculation benchmark: tables, a CSV file and charts."""
 
 from __future__ import annotations
 
@@ -8,55 +8,60 @@ from pathlib import Path
 from typing import Any
 
 from graft.tools.bench.chart import chart
+from graft.tools.bench.speculation_metrics import CONFIGURATION_KEYS
 from graft.tools.demo import SOFT_NOTE
 from graft.tools.report import table
 
-#: What tells one cell from another.
-KEYS = ("drafter", "masking", "length", "tree", "verify", "temperature", "batch")
-
-
-#: Of a cell as a whole, beside what each kind of prompt has.
-WHOLE = (
-    "rate",
+#: Figures of a configuration that are not reported by kind of prompt.
+WHOLE_RUN_FIGURES = (
+    "acceptance_rate",
     "predicted_length",
     "round_us",
-    "tokens_a_second",
-    "tokens_a_second_of_one",
+    "tokens_per_second",
+    "request_tokens_per_second",
     "speedup",
 )
 LEGEND = """\
-acceptance: tokens of a round that tested drafts, the bonus token too, ± 95 %; by one rate: what
-(1 - a^(K+1)) / (1 - a) says for the mean acceptance a of a draft; same: outputs that are those
-without speculation, with which "x none" compares, also none with itself: as good is the clock"""
+acceptance: acceptance length, the tokens of a round that verified drafts including the bonus
+token, ± 95 %; uniform: length predicted by (1 - a^(K+1)) / (1 - a) for the mean acceptance rate
+a; speedup: throughput relative to decoding without speculation. The first row compares that with
+itself and shows the noise of the measurement; same: outputs equal to those without speculation"""
 
 
-def number(value: float | None, form: str = ".2f") -> str:
-    """A figure, or a dash where there is none."""
-    return "-" if value is None else format(value, form)
+def format_number(value: float | None, spec: str = ".2f") -> str:
+    """Format a figure; a missing one is a dash."""
+    return "-" if value is None else format(value, spec)
 
 
-def interval(of: dict[str, Any], form: str = ".2f") -> str:
-    """An estimate with half of its interval."""
-    if of["high"] is None:
-        return number(of["mean"], form)
-    return f"{of['mean']:{form}} ± {of['high'] - of['mean']:.{form[-2:]}}"
+def format_interval(estimate: dict[str, Any], spec: str = ".2f") -> str:
+    """Format an estimate as mean ± half width of its interval."""
+    if estimate["high"] is None:
+        return format_number(estimate["mean"], spec)
+    half = estimate["high"] - estimate["mean"]
+    return f"{estimate['mean']:{spec}} ± {half:.{spec[-2:]}}"
 
 
-def label(one: dict[str, Any], *, drafts: bool = True) -> str:
-    """Drafter, masking and shape of a cell."""
-    shape = f"{one['length']} drafts" if drafts and one["length"] else None
-    return " ".join(filter(None, (one["drafter"], one["masking"], shape, one.get("tree"))))
+def label(configuration: dict[str, Any], *, length: bool = True) -> str:
+    """Return drafter, masking, draft length and tree of a configuration in one line."""
+    parts = [configuration["drafter"], configuration["masking"]]
+    if length and configuration["length"]:
+        parts.append(f"{configuration['length']} drafts")
+    parts.append(configuration.get("tree"))
+    return " ".join(filter(None, parts))
 
 
-def shares(one: dict[str, Any]) -> list[float]:
-    """Acceptance by depth."""
-    return [a / r for a, r in zip(one["accepted"], one["reached"], strict=True) if r]
+def acceptance_rates(configuration: dict[str, Any]) -> list[float]:
+    """Return the acceptance rate at each depth."""
+    counts = zip(configuration["accepted"], configuration["tested"], strict=True)
+    return [accepted / tested for accepted, tested in counts if tested]
 
 
-def tables(found: dict[str, Any]) -> str:
-    """What the terminal shows."""
-    cells = found["cells"]
-    main = [
+# Tables -------------------------------------------------------------------------------------------
+
+
+def _configuration_table(configurations: list[dict[str, Any]]) -> str:
+    """Return the main table, one line per configuration."""
+    rows: list[tuple[object, ...]] = [
         (
             "",
             "verify",
@@ -64,153 +69,215 @@ def tables(found: dict[str, Any]) -> str:
             "batch",
             "acceptance",
             "variance",
-            "by one rate",
+            "uniform",
             "by depth",
             "tokens/round",
             "tokens/s",
-            "x none",
-            "tokens/s of one",
+            "speedup",
+            "tokens/s per request",
             "same",
         )
     ]
-    main += [
-        (
-            label(one),
-            one["verify"] or "-",
-            one["temperature"],
-            one["batch"],
-            interval(one["acceptance_length"]),
-            number(one["acceptance_length"]["variance"]),
-            number(one["predicted_length"]),
-            " ".join(f"{share:.0%}" for share in shares(one)) or "-",
-            interval(one["tokens_a_round"]),
-            number(one["tokens_a_second"], ".0f"),
-            number(one["speedup"]),
-            number(one["tokens_a_second_of_one"], ".0f"),
-            f"{one['same_outputs']}/{one['outputs']}",
-        )
-        for one in cells
-    ]
-    longest = max(one["length"] for one in cells if one["length"] != "auto")
-    shown = [
-        one
-        for one in cells
-        if one["length"] in (longest, "auto")
-        and all(one[key] == cells[0][key] for key in ("temperature", "batch"))
-    ]
-    kinds = [("", *map(label, shown))]
-    kinds += [
-        (kind, *(number(one["kinds"][kind]["acceptance_length"]["mean"]) for one in shown))
-        for kind in found["prompts"]
-    ]
-    said = [
-        f"device: {found['device']}",
-        table(main),
-        LEGEND,
-        f"acceptance length by kind of prompt\n{table(kinds)}",
-    ]
-    if found["differences"]:
-        apart = [("", "of", "verify", "T", "batch", "difference", "prompts")]
-        apart += [
+    for one in configurations:
+        rates = " ".join(f"{rate:.0%}" for rate in acceptance_rates(one))
+        rows.append(
             (
                 label(one),
-                one["of"],
+                one["verify"] or "-",
+                one["temperature"],
+                one["batch"],
+                format_interval(one["acceptance_length"]),
+                format_number(one["acceptance_length"]["variance"]),
+                format_number(one["predicted_length"]),
+                rates or "-",
+                format_interval(one["tokens_per_round"]),
+                format_number(one["tokens_per_second"], ".0f"),
+                format_number(one["speedup"]),
+                format_number(one["request_tokens_per_second"], ".0f"),
+                f"{one['same_outputs']}/{one['outputs']}",
+            )
+        )
+    return table(rows)
+
+
+def _kind_table(results: dict[str, Any]) -> str:
+    """Return acceptance lengths by kind of prompt for the longest drafts.
+
+    Only configurations with the first temperature and batch size are shown.
+    """
+    configurations = results["configurations"]
+    first = configurations[0]
+    longest = max(one["length"] for one in configurations if one["length"] != "auto")
+    shown = [
+        one
+        for one in configurations
+        if one["length"] in (longest, "auto")
+        and one["temperature"] == first["temperature"]
+        and one["batch"] == first["batch"]
+    ]
+    rows: list[tuple[object, ...]] = [("", *map(label, shown))]
+    for kind in results["prompts"]:
+        means = [one["kinds"][kind]["acceptance_length"]["mean"] for one in shown]
+        rows.append((kind, *map(format_number, means)))
+    return table(rows)
+
+
+def _difference_table(differences: list[dict[str, Any]]) -> str:
+    """Return the paired comparisons, one per line."""
+    rows: list[tuple[object, ...]] = [
+        ("", "comparison", "verify", "T", "batch", "difference", "prompts")
+    ]
+    for one in differences:
+        rows.append(
+            (
+                label(one),
+                one["comparison"],
                 one["verify"],
                 one["temperature"],
                 one["batch"],
-                interval(one, "+.3f"),
+                format_interval(one, "+.3f"),
                 one["n"],
             )
-            for one in found["differences"]
-        ]
-        said.append(f"tokens a round, differences prompt by prompt\n{table(apart, left=2)}")
-    chains = [("", "verify", "T", "batch", "drafts", "rows", "us", "tokens/s", "measured", "")]
-    chains += [
-        (
-            label(one, drafts=False),
-            one["verify"],
-            one["temperature"],
-            one["batch"],
-            at["length"],
-            at["rows"],
-            number(at["round_us"], ".0f"),
-            number(at["tokens_a_second"], ".0f"),
-            number(at["measured"], ".0f"),
-            "best" if at["length"] == one["best"] else "",
         )
-        for one in found["costs"]
-        for at in one["lengths"]
+    return table(rows, left=2)
+
+
+def _length_table(groups: list[dict[str, Any]]) -> str:
+    """Return predicted and measured throughput, one line per chain length."""
+    rows: list[tuple[object, ...]] = [
+        (
+            "",
+            "verify",
+            "T",
+            "batch",
+            "drafts",
+            "rows",
+            "round us",
+            "predicted tokens/s",
+            "measured tokens/s",
+            "",
+        )
     ]
-    said.append(
-        "chains: time of a full round, and tokens a second by it and by survival, without "
-        f"prompts and host; as measured, with them\n{table(chains)}"
+    for group in groups:
+        for one in group["lengths"]:
+            rows.append(
+                (
+                    label(group | {"length": None}),
+                    group["verify"],
+                    group["temperature"],
+                    group["batch"],
+                    one["length"],
+                    one["rows"],
+                    format_number(one["round_us"], ".0f"),
+                    format_number(one["predicted_tokens_per_second"], ".0f"),
+                    format_number(one["measured_tokens_per_second"], ".0f"),
+                    "best" if one["length"] == group["best"] else "",
+                )
+            )
+    return table(rows)
+
+
+def tables(results: dict[str, Any]) -> str:
+    """Return the text that is printed."""
+    sections = [
+        f"device: {results['device']}",
+        _configuration_table(results["configurations"]),
+        LEGEND,
+        f"acceptance length by kind of prompt\n{_kind_table(results)}",
+    ]
+    if results["differences"]:
+        comparisons = _difference_table(results["differences"])
+        sections.append(f"differences of tokens per round, paired by prompt\n{comparisons}")
+    sections.append(
+        "throughput of chains by draft length: predicted from survival and the device time of a "
+        "full round,\nand measured including prefill and host time\n"
+        f"{_length_table(results['throughput_by_length'])}"
     )
-    said += [f"refused: {why}" for why in dict.fromkeys(found["refused"].values())]
-    return "\n\n".join(said if found["times_are_a_gpus"] else [*said, SOFT_NOTE])
+    for reason in dict.fromkeys(results["refused"].values()):
+        sections.append(f"refused: {reason}")
+    if not results["gpu_times"]:
+        sections.append(SOFT_NOTE)
+    return "\n\n".join(sections)
 
 
-def pictures(found: dict[str, Any]) -> dict[str, str]:
-    """Charts as SVG by file name, of the first temperature and way to verify."""
-    cells = found["cells"]
-    note = found["device"]
-    if not found["times_are_a_gpus"]:
+# Files --------------------------------------------------------------------------------------------
+
+
+def charts(results: dict[str, Any]) -> dict[str, str]:
+    """Return charts as SVG by file name.
+
+    They show the first temperature and the first verification mode.
+    """
+    configurations = results["configurations"]
+    note = results["device"]
+    if not results["gpu_times"]:
         note += "; none of these times is a GPU's"
-    most = max(one["batch"] for one in cells)
-    seen: dict[tuple[Any, ...], dict[str, Any]] = {}
-    for one in cells:
-        if one["temperature"] == cells[0]["temperature"]:
-            seen.setdefault(tuple(one[key] for key in KEYS if key != "verify"), one)
-    depths, speeds, front = (dict[str, list[tuple[float, float]]]() for _ in range(3))
-    for one in seen.values():
-        if one["batch"] == most:
-            depths[label(one)] = list(enumerate(shares(one), 1))
+    max_batch = max(one["batch"] for one in configurations)
+    shown: dict[tuple[Any, ...], dict[str, Any]] = {}
+    for one in configurations:
+        if one["temperature"] == configurations[0]["temperature"]:
+            key = tuple(one[name] for name in CONFIGURATION_KEYS if name != "verify")
+            shown.setdefault(key, one)
+    acceptance: dict[str, list[tuple[float, float]]] = {}
+    throughput: dict[str, list[tuple[float, float]]] = {}
+    interactivity: dict[str, list[tuple[float, float]]] = {}
+    for one in shown.values():
+        tokens_per_second = one["tokens_per_second"]
+        if one["batch"] == max_batch:
+            if rates := acceptance_rates(one):
+                acceptance[label(one)] = list(enumerate(rates, 1))
             auto = one["length"] == "auto"
-            speeds.setdefault(label(one, drafts=auto), []).append(
-                (one["drafts_a_round" if auto else "length"], one["tokens_a_second"])
-            )
-        if one["tokens_a_second_of_one"]:
-            front.setdefault(label(one), []).append(
-                (one["tokens_a_second_of_one"], one["tokens_a_second"])
-            )
+            drafts = one["drafts_per_round"] if auto else one["length"]
+            throughput.setdefault(label(one, length=auto), []).append((drafts, tokens_per_second))
+        if request_rate := one["request_tokens_per_second"]:
+            interactivity.setdefault(label(one), []).append((request_rate, tokens_per_second))
     return {
         "acceptance.svg": chart(
-            "Drafts accepted, by depth",
+            "Acceptance rate by draft depth",
             note,
             "depth",
-            "share of those tested",
-            {name: line for name, line in depths.items() if line},
+            "accepted share of verified drafts",
+            acceptance,
         ),
-        "speed.svg": chart(
-            f"Tokens a second of {most} requests", note, "drafts a round", "tokens/s", speeds
-        ),
-        "front.svg": chart(
-            "Throughput over interactivity, a point a number of requests",
+        "throughput.svg": chart(
+            f"Throughput at batch size {max_batch}",
             note,
-            "tokens/s of one request",
-            "tokens/s of all",
-            front,
+            "drafts per round",
+            "tokens/s",
+            throughput,
+        ),
+        "interactivity.svg": chart(
+            "Throughput and interactivity, one point per batch size",
+            note,
+            "tokens/s per request",
+            "tokens/s",
+            interactivity,
         ),
     }
 
 
-def write(found: dict[str, Any], folder: Path) -> None:
-    """Write JSON, CSV (a row a cell, and one for each kind of prompt in it) and pictures."""
-    (folder / "speculation.json").write_text(json.dumps(found, indent=1) + "\n")
-    rows = [
-        {key: one[key] for key in KEYS}
-        | {"kind": kind}
-        | {
-            f"{name}_{what}": value
-            for name in ("acceptance_length", "tokens_a_round")
-            for what, value in own[name].items()
-        }
-        | {name: own.get(name) for name in WHOLE}
-        for one in found["cells"]
-        for kind, own in {"all": one, **one["kinds"]}.items()
-    ]
+def _csv_rows(configurations: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Return one row per configuration and one per kind of prompt in it."""
+    rows = []
+    for one in configurations:
+        for kind, figures in {"all": one, **one["kinds"]}.items():
+            row = {key: one[key] for key in CONFIGURATION_KEYS} | {"kind": kind}
+            for name in ("acceptance_length", "tokens_per_round"):
+                for statistic, value in figures[name].items():
+                    row[f"{name}_{statistic}"] = value
+            for name in WHOLE_RUN_FIGURES:
+                row[name] = figures.get(name)
+            rows.append(row)
+    return rows
+
+
+def write(results: dict[str, Any], folder: Path) -> None:
+    """Write ``speculation.json``, ``speculation.csv`` and the charts to a folder."""
+    (folder / "speculation.json").write_text(json.dumps(results, indent=1) + "\n")
+    rows = _csv_rows(results["configurations"])
     with (folder / "speculation.csv").open("w", newline="", encoding="utf-8") as file:
         writer = csv.DictWriter(file, rows[0])
         writer.writeheader()
         writer.writerows(rows)
-    for name, text in pictures(found).items():
-        (folder / name).write_text(text, encoding="utf-8")
+    for name, svg in charts(results).items():
+        (folder / name).write_text(svg, encoding="utf-8")
