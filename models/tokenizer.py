@@ -1,4 +1,4 @@
-"""A model's tokenizer and chat template, checked against the model before use."""
+"""Tokenizer and chat template of a model, checked against the model before use."""
 
 from __future__ import annotations
 
@@ -13,43 +13,55 @@ import tokenizers
 from graft.models.errors import ConfigError, TokenizerError
 from graft.models.json_fields import Fields
 from graft.models.text.chat import ChatTemplate
-from graft.models.text.stream import IncrementalDecoder, decode, safely
+from graft.models.text.stream import IncrementalDecoder, call_tokenizer, decode
 
-#: What no variable of a chat template can be called: arguments of `Tokenizer.chat` are.
-TAKEN = frozenset({"self", "messages", "names", "most_bytes"})
+__all__ = ["RESERVED_VARIABLES", "Tokenizer"]
+
+#: Names that a chat-template variable cannot have: they are parameters of `Tokenizer.chat`.
+RESERVED_VARIABLES = frozenset({"self", "messages", "parse_special", "max_bytes"})
 
 
 class Tokenizer:
-    """``tokenizer.json`` of a model folder, its stop ids and its chat template.
+    """The tokenizer of a checkpoint: ``tokenizer.json``, stop ids and chat template.
 
-    What the file says of truncation, padding and dropout is for training, and switched off.
+    Truncation, padding and dropout, which the file may configure for training, are disabled.
 
     Parameters
     ----------
-    path : the model's folder.
-    vocab_size : rows of the model's embedding; taken from ``config.json`` where that exists.
+    path
+        Checkpoint folder.
+    vocab_size
+        Number of rows of the model's embedding; by default, that of ``config.json`` if the file
+        exists.
 
     Attributes
     ----------
-    backend : the library's object.
-    vocab_size : one more than the greatest token id.
-    special_names : special tokens, which `decode` leaves out.
-    stop_ids : ids that end a text: those of ``generation_config.json``, else of ``config.json``,
-        else the tokenizer's own end-of-sequence token.
+    path
+        Checkpoint folder.
+    backend
+        Object of the tokenizers library.
+    vocab_size
+        One more than the largest token id.
+    special_names
+        Names of the special tokens, which `decode` omits by default.
+    stop_ids
+        Ids that end the output: those of ``generation_config.json``, else those of
+        ``config.json``, else the end-of-sequence token of the tokenizer.
 
     Raises
     ------
     TokenizerError
-        Files damaged; ids outside the model's vocabulary; special tokens that do not exist.
+        If a file is damaged, an id is outside the model's vocabulary, or a special token is not in
+        the tokenizer's vocabulary.
     """
 
     def __init__(self, path: str | Path, *, vocab_size: int | None = None) -> None:
         self.path = Path(path)
         file = self.path / "tokenizer.json"
         if not file.is_file():
-            raise TokenizerError(f"{file}: is missing")
+            raise TokenizerError(f"{file}: the file is missing")
         try:
-            self.backend = safely(lambda: tokenizers.Tokenizer.from_file(str(file)))
+            self.backend = call_tokenizer(lambda: tokenizers.Tokenizer.from_file(str(file)))
         except TokenizerError as error:
             raise TokenizerError(f"{file}: cannot be read ({error.__cause__})") from error
         self.backend.no_truncation()
@@ -58,13 +70,13 @@ class Tokenizer:
             self.backend.model.dropout = None
         self._ids: dict[str, int] = self.backend.get_vocab(with_added_tokens=True)
         if not self._ids:
-            raise TokenizerError(f"{file}: has no tokens")
+            raise TokenizerError(f"{file}: the vocabulary is empty")
         self.vocab_size = max(self._ids.values()) + 1
         added = self.backend.get_added_tokens_decoder()
         self.special_names = tuple(t.content for t in added.values() if t.special and t.content)
-        self._config = _optional(self.path / "tokenizer_config.json")
+        self._config = _read_optional(self.path / "tokenizer_config.json")
         if vocab_size is None:
-            model = _optional(self.path / "config.json")
+            model = _read_optional(self.path / "config.json")
             vocab_size = model.integer("vocab_size", low=1, high=1 << 31, default=self.vocab_size)
         if self.vocab_size > vocab_size:
             name = max(self._ids, key=lambda token: self._ids[token])
@@ -84,37 +96,44 @@ class Tokenizer:
 
     @property
     def has_chat_template(self) -> bool:
+        """Whether the checkpoint has a chat template."""
         return self._template is not None
 
-    def encode(self, text: str, *, special: bool = True, names: bool = True) -> list[int]:
-        """Token ids of a text.
+    def encode(self, text: str, *, special: bool = True, parse_special: bool = True) -> list[int]:
+        """Return the token ids of a text.
 
         Parameters
         ----------
-        special : add what the model expects around a text (e.g. BOS).
-        names : a special token's name in the text is that token; False takes it for plain text.
+        text
+            Text to encode.
+        special
+            Whether to add the special tokens that the model expects around a text, such as BOS.
+        parse_special
+            Whether the name of a special token in the text becomes its id; otherwise it is plain
+            text.
 
         Raises
         ------
         TokenizerError
-            When it is no Unicode text, or the library fails.
+            If the text is not valid Unicode, or the library fails.
         """
         try:
             text.encode()
         except UnicodeEncodeError as error:
-            raise TokenizerError(f"the text is not Unicode: {error}") from error
-        self.backend.encode_special_tokens = not names
+            raise TokenizerError(f"the text is not valid Unicode: {error}") from error
+        self.backend.encode_special_tokens = not parse_special
         try:
-            return list(safely(lambda: self.backend.encode(text, add_special_tokens=special)).ids)
+            encoding = call_tokenizer(lambda: self.backend.encode(text, add_special_tokens=special))
+            return list(encoding.ids)
         finally:
             self.backend.encode_special_tokens = False
 
     def decode(self, ids: Sequence[int], *, special: bool = False) -> str:
-        """Text of token ids; special tokens only where `special` is true."""
+        """Return the text of token ids, including special tokens only if `special` is true."""
         return decode(self.backend, self.vocab_size, ids, special)
 
     def incremental(self) -> IncrementalDecoder:
-        """A decoder for one streamed text."""
+        """Return an incremental decoder for one output."""
         return IncrementalDecoder(self.backend, self.vocab_size)
 
     def chat(
@@ -122,51 +141,57 @@ class Tokenizer:
         messages: Sequence[Mapping[str, Any]],
         *,
         add_generation_prompt: bool = True,
-        names: bool = True,
-        most_bytes: int | None = None,
+        parse_special: bool = True,
+        max_bytes: int | None = None,
         **variables: Any,
     ) -> list[int]:
-        """Token ids of a conversation through the model's chat template.
+        """Return the token ids of a conversation that is rendered with the chat template.
 
         Parameters
         ----------
-        messages : each with ``role`` and ``content``, as the template wants them.
-        names : names of special tokens in messages and variables are those tokens; False takes them
-            for plain text. The template's own always are.
-        most_bytes : of the text that the template makes.
+        messages
+            Messages as the template expects them, usually with ``role`` and ``content``.
+        add_generation_prompt
+            Variable of the template: whether to append the header of the assistant's message.
+        parse_special
+            Whether names of special tokens in messages and variables become their ids; otherwise
+            they are plain text. Names in the template itself always become ids.
+        max_bytes
+            Maximum UTF-8 bytes of the rendered text; None for no limit.
         **variables
             Further variables of the template (``tools``, ``date_string``, ...).
 
         Raises
         ------
         TokenizerError
-            No template, the template refuses the messages, or its text is too long.
+            If there is no template, the template rejects the messages, or the text is too long.
         """
-        hidden = _Hidden(() if names else self.special_names)
-        given = hidden.hide({**variables, "messages": list(messages)})
-        text = self.render(**{"add_generation_prompt": add_generation_prompt, **given})
-        if most_bytes is not None and len(text.encode("utf-8", "surrogatepass")) > most_bytes:
-            raise TokenizerError(f"{self.path}: the chat template made over {most_bytes} bytes")
-        return [
-            token
-            for part, plain in hidden.parts(text)
-            for token in self.encode(part, special=False, names=not plain)
-        ]
+        escaper = _SpecialNameEscaper(() if parse_special else self.special_names)
+        escaped = escaper.escape({**variables, "messages": list(messages)})
+        text = self.render(**{"add_generation_prompt": add_generation_prompt, **escaped})
+        if max_bytes is not None and len(text.encode("utf-8", "surrogatepass")) > max_bytes:
+            raise TokenizerError(
+                f"{self.path}: the chat template rendered more than {max_bytes} bytes"
+            )
+        ids: list[int] = []
+        for part, is_plain in escaper.split(text):
+            ids += self.encode(part, special=False, parse_special=not is_plain)
+        return ids
 
     def render(self, messages: Sequence[Mapping[str, Any]], **variables: Any) -> str:
-        """The text that `chat` encodes."""
+        """Return the text that `chat` encodes."""
         if self._template is None:
             raise TokenizerError(f"{self.path}: the tokenizer has no chat template")
         special = {name: text for name, text in self._special.items() if text is not None}
         return self._template.render({"messages": list(messages), **special, **variables})
 
     def _content(self, name: str) -> str | None:
-        """Text of a special token of tokenizer_config.json: a string, or an object holding one."""
+        """Return the text of a special token of tokenizer_config.json: a string or an object."""
         value = self._config.get(name)
         if isinstance(value, dict):
             value = value.get("content")
         if value is not None and not isinstance(value, str):
-            raise TokenizerError(f"{self._config.where}: {name} is {value!r}, not a token")
+            raise TokenizerError(f"{self._config.where}: {name} is {value!r}, must be a token")
         return value
 
     def _id_of(self, name: str, token: str) -> int:
@@ -176,83 +201,101 @@ class Tokenizer:
 
     def _stop_ids(self, vocab_size: int) -> tuple[int, ...]:
         for file in ("generation_config.json", "config.json"):
-            fields = _optional(self.path / file)
+            fields = _read_optional(self.path / file)
             try:
                 ids = fields.integers("eos_token_id")
             except ConfigError as error:
                 raise TokenizerError(str(error)) from error
-            if ids:
-                for i in ids:
-                    if not 0 <= i < vocab_size:
-                        raise TokenizerError(
-                            f"{fields.where}: eos_token_id {i} outside the model's vocabulary "
-                            f"of {vocab_size}"
-                        )
-                return tuple(dict.fromkeys(ids))
+            if not ids:
+                continue
+            for i in ids:
+                if not 0 <= i < vocab_size:
+                    raise TokenizerError(
+                        f"{fields.where}: eos_token_id {i} is outside the model's vocabulary of "
+                        f"{vocab_size}"
+                    )
+            return tuple(dict.fromkeys(ids))
         eos = self._special["eos_token"]
         return () if eos is None else (self._id_of("eos_token", eos),)
 
     def _chat_template(self) -> ChatTemplate | None:
+        """Return the template of chat_template.jinja or tokenizer_config.json, if there is one."""
         file = self.path / "chat_template.jinja"
-        source: Any = None
         if file.is_file():
             try:
-                source = file.read_text(encoding="utf-8")
+                text = file.read_text(encoding="utf-8")
             except (OSError, UnicodeDecodeError) as error:
                 raise TokenizerError(f"{file}: cannot be read ({error})") from error
-        else:
-            source = self._config.get("chat_template")
-            if isinstance(source, list):  # named templates
-                source = next(
-                    (
-                        t.get("template")
-                        for t in source
-                        if isinstance(t, dict) and t.get("name") == "default"
-                    ),
-                    source,
-                )
+            return ChatTemplate(text, str(self.path))
+        source = self._config.get("chat_template")
+        if isinstance(source, list):
+            source = _default_template(source)
         if source is None:
             return None
         if not isinstance(source, str):
             raise TokenizerError(
-                f"{self._config.where}: chat_template is neither a text nor a list that names one "
-                "'default'"
+                f"{self._config.where}: chat_template must be a string or a list with a template "
+                "named 'default'"
             )
         return ChatTemplate(source, str(self.path))
 
 
-class _Hidden:
-    """Names of special tokens in user text, out of sight while a template is rendered."""
+class _SpecialNameEscaper:
+    """Replaces names of special tokens in user text by markers while a template is rendered.
+
+    Parameters
+    ----------
+    names
+        Names of special tokens.
+    """
 
     def __init__(self, names: Sequence[str]) -> None:
         self._names = sorted(names, key=len, reverse=True)
         self._pattern = re.compile("|".join(map(re.escape, self._names)))
-        self._mark = f"\ue000{secrets.token_hex(8)}."  # nobody's text has it
+        self._marker = f"\ue000{secrets.token_hex(8)}."  # random: user text cannot contain it
 
-    def hide(self, value: Any) -> Any:
-        """The same text or object with a mark for each name."""
+    def escape(self, value: Any) -> Any:
+        """Return a copy of a text or nested object with a marker in place of each name."""
         if not self._names:
             return value
         if isinstance(value, str):
-            return self._pattern.sub(
-                lambda m: f"{self._mark}{self._names.index(m[0])}\ue001", value
-            )
+            return self._pattern.sub(self._mark, value)
         if isinstance(value, Mapping):
-            return {self.hide(k): self.hide(v) for k, v in value.items()}
-        return [self.hide(v) for v in value] if isinstance(value, (list, tuple)) else value
+            return {self.escape(key): self.escape(item) for key, item in value.items()}
+        if isinstance(value, (list, tuple)):
+            return [self.escape(item) for item in value]
+        return value
 
-    def parts(self, text: str) -> list[tuple[str, bool]]:
-        """The text in pieces, and whether each is a name that stood in user text."""
-        pieces = re.split(rf"{re.escape(self._mark)}(\d+)\ue001", text)
-        return [
-            (self._names[int(piece)] if at % 2 else piece, bool(at % 2))
-            for at, piece in enumerate(pieces)
-            if piece
-        ]
+    def _mark(self, match: re.Match[str]) -> str:
+        return f"{self._marker}{self._names.index(match[0])}\ue001"
+
+    def split(self, text: str) -> list[tuple[str, bool]]:
+        """Split rendered text at the markers and restore the names.
+
+        Returns
+        -------
+        list of tuple
+            Parts of the text in order, each with whether it is a name from user text.
+        """
+        parts = re.split(rf"{re.escape(self._marker)}(\d+)\ue001", text)
+        result = []
+        for index, part in enumerate(parts):
+            is_name = index % 2 == 1
+            if part:
+                result.append((self._names[int(part)] if is_name else part, is_name))
+        return result
 
 
-def _optional(path: Path) -> Fields:
-    """Fields of a JSON file that need not exist."""
+def _default_template(templates: list[Any]) -> Any:
+    """Return the template named "default", or the list itself if there is none."""
+    for entry in templates:
+        if isinstance(entry, dict) and entry.get("name") == "default":
+            return entry.get("template")
+    return templates
+
+
+def _read_optional(path: Path) -> Fields:
+    """Return the fields of a JSON file, or no fields if it does not exist."""
     if not path.is_file():
         return Fields({}, str(path))
     try:

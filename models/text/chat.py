@@ -1,5 +1,7 @@
-"""Chat templates, programs of whoever made the model, rendered where neither their time nor their
-memory is the engine's."""
+"""Chat templates, rendered in a child process with limited time and memory.
+
+A chat template is a program that comes with the checkpoint and is not trusted.
+"""
 
 from __future__ import annotations
 
@@ -17,32 +19,37 @@ from graft.models.errors import TokenizerError
 from graft.native.children.errors import ChildLost, Refusal
 from graft.native.children.process import Call, ChildProcess, Setup
 
-#: What one rendering may take, and address space that its process may add.
+__all__ = ["ChatTemplate"]
+
+#: Maximum time of one rendering, and maximum additional address space of its process.
 LIMIT_S = 5.0
 MEMORY_BYTES = 1 << 30
-_RENDERED = f"{__name__}:rendered"
-# Imports what rendering needs, outside the time limit.
-_SETUP = Setup("chat", _RENDERED, ("", "{}"))
-_CHILD = ChildProcess(MEMORY_BYTES, preload=(__name__,))  # for all engines of this process
+
+_RENDER = f"{__name__}:render_json"
+# The first call imports what rendering needs. It is not subject to the time limit.
+_SETUP = Setup("chat", _RENDER, ("", "{}"))
+_CHILD = ChildProcess(MEMORY_BYTES)  # shared by all engines of this process
 
 
 @functools.lru_cache(maxsize=8)
 def _parse(source: str) -> None:
-    _environment().parse(source)
+    _make_environment().parse(source)
 
 
 class ChatTemplate:
-    """A model's chat template.
+    """The chat template of a model.
 
     Parameters
     ----------
-    source : Jinja's text.
-    where : what errors call it.
+    source
+        Jinja template.
+    where
+        Location of the template for error messages.
 
     Raises
     ------
     TokenizerError
-        When it does not parse.
+        If the template is not valid Jinja.
     """
 
     def __init__(self, source: str, where: str):
@@ -51,62 +58,79 @@ class ChatTemplate:
         try:
             _parse(source)
         except (jinja2.TemplateError, RecursionError) as error:
-            raise TokenizerError(f"{where}: chat template does not parse: {error}") from error
+            raise TokenizerError(f"{where}: the chat template is invalid: {error}") from error
         _CHILD.start()
 
     def render(self, variables: Mapping[str, Any]) -> str:
-        """The text of a conversation.
+        """Return the text of a conversation.
+
+        Parameters
+        ----------
+        variables
+            Variables of the template, convertible to JSON.
 
         Raises
         ------
         TokenizerError
-            When the template fails, refuses, or takes more than 5 s or 1 GiB, or a variable is
-            nothing that JSON could hold.
+            If the template fails, raises an error itself or exceeds `LIMIT_S` or `MEMORY_BYTES`, or
+            if a variable cannot be converted to JSON.
         """
         try:
             text = json.dumps(variables)
         except (TypeError, ValueError, RecursionError) as error:
-            raise TokenizerError(f"{self._where}: the chat's messages: {error}") from error
+            raise TokenizerError(f"{self._where}: invalid chat messages: {error}") from error
         try:
-            return str(_CHILD.call(Call(_RENDERED, (self._source, text), _SETUP), LIMIT_S))
+            return str(_CHILD.call(Call(_RENDER, (self._source, text), _SETUP), LIMIT_S))
         except (Refusal, ChildLost) as error:
             raise TokenizerError(f"{self._where}: the chat template failed: {error}") from error
 
 
-def rendered(source: str, variables: str) -> str:
-    """In the process that renders: a template's text, by variables as JSON."""
+def render_json(source: str, variables: str) -> str:
+    """Return the rendered template. Runs in the child process.
+
+    Parameters
+    ----------
+    source
+        Jinja template.
+    variables
+        JSON object with the variables of the template.
+    """
     try:
-        return _compiled(source).render(**json.loads(variables))
+        return _compile(source).render(**json.loads(variables))
     except MemoryError:
         raise
-    except Exception as error:  # whatever a template does
+    except Exception as error:  # a template may raise anything
         raise Refusal(str(error) or type(error).__name__) from error
 
 
-@functools.lru_cache(16)
-def _compiled(source: str) -> jinja2.Template:
-    return _environment().from_string(source)
+@functools.lru_cache(maxsize=16)
+def _compile(source: str) -> jinja2.Template:
+    return _make_environment().from_string(source)
 
 
-def _environment() -> ImmutableSandboxedEnvironment:
-    """What chat templates expect: block trimming, loop controls and three helpers."""
-    made = ImmutableSandboxedEnvironment(
+def _make_environment() -> ImmutableSandboxedEnvironment:
+    """Return an environment with what chat templates expect: block trimming and helpers."""
+    environment = ImmutableSandboxedEnvironment(
         trim_blocks=True, lstrip_blocks=True, extensions=[loopcontrols]
     )
-    made.filters["tojson"] = _tojson
-    made.globals["raise_exception"] = _raise_exception
-    made.globals["strftime_now"] = lambda form: datetime.datetime.now().strftime(form)
-    return made
+    environment.filters["tojson"] = _to_json
+    environment.globals["raise_exception"] = _raise_exception
+    environment.globals["strftime_now"] = _strftime_now
+    return environment
 
 
-def _tojson(
+def _strftime_now(form: str) -> str:
+    return datetime.datetime.now().strftime(form)
+
+
+def _to_json(
     value: Any,
     ensure_ascii: bool = False,
     indent: int | None = None,
     separators: tuple[str, str] | None = None,
     sort_keys: bool = False,
 ) -> str:
-    """JSON without HTML escapes, unlike jinja's own filter."""
+    """Return a value as JSON, without the HTML escapes of Jinja's own filter."""
     return json.dumps(
         value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys
     )

@@ -1,4 +1,4 @@
-"""Tokenizers: ids, texts, chat templates, streaming, and what does not fit the model."""
+"""Tokenizer: encoding, incremental decoding, stop ids, special tokens and chat templates."""
 
 import json
 
@@ -9,7 +9,7 @@ from tiny_models import edit_json, make_tiny_tokenizer, write_json
 
 from graft.models.errors import TokenizerError
 from graft.models.text import chat
-from graft.models.text import stream as text
+from graft.models.text import stream as stream_module
 from graft.models.tokenizer import Tokenizer
 
 
@@ -24,32 +24,30 @@ def tokenizer(folder):
     return Tokenizer(folder, vocab_size=300)
 
 
-def test_text_survives_a_round_trip(tokenizer):
-    """decode(encode(text)) is the text, for every kind of character."""
+def test_tokenizer_decodes_what_it_encodes(tokenizer):
     text = '{"name": "日本 é 🙂"}\n\ttrue'
     ids = tokenizer.encode(text)
     assert tokenizer.decode(ids) == text
     assert len(ids) < len(text.encode())
 
 
-def test_special_tokens_are_known_and_left_out_of_text(tokenizer):
-    """Stop and special ids come from the files; decode leaves special tokens out unless asked."""
+def test_tokenizer_decode_omits_special_tokens_by_default(tokenizer):
     assert tokenizer.stop_ids == (0,)
     ids = [1, *tokenizer.encode("hi"), 0]
     assert tokenizer.decode(ids) == "hi"
     assert tokenizer.decode(ids, special=True) == "<bos>hi<eos>"
 
 
-def test_stop_ids_come_from_the_most_specific_file(folder):
-    """generation_config.json wins over config.json, which wins over tokenizer_config.json."""
+def test_tokenizer_stop_ids_precedence(folder):
+    """generation_config.json precedes config.json, which precedes tokenizer_config.json."""
     write_json(folder / "config.json", {"vocab_size": 320, "eos_token_id": 5})
     assert Tokenizer(folder).stop_ids == (5,)
     write_json(folder / "generation_config.json", {"eos_token_id": [7, 9, 7]})
     assert Tokenizer(folder).stop_ids == (7, 9)
 
 
-def test_a_tokenizer_larger_than_the_model_is_refused(folder):
-    """A token id outside the embedding raises, naming the token; a larger model is fine."""
+def test_tokenizer_rejects_ids_outside_model_vocabulary(folder):
+    """The vocabulary of the model may be larger, but not smaller."""
     size = Tokenizer(folder, vocab_size=4096).vocab_size
     assert Tokenizer(folder, vocab_size=size).vocab_size == size
     with pytest.raises(TokenizerError, match=f"id {size - 1}, outside"):
@@ -69,17 +67,15 @@ def test_a_tokenizer_larger_than_the_model_is_refused(folder):
         ("tokenizer_config", "eos_token", "<|end|>", r"<\|end\|>"),
     ],
 )
-def test_stop_ids_outside_the_model_are_refused(folder, file, name, value, words):
-    """An end-of-sequence id the model cannot produce, or that is no id, raises; so does an
-    eos_token that the vocabulary lacks, by its name."""
+def test_tokenizer_rejects_invalid_stop_ids(folder, file, name, value, words):
+    """Ids outside the vocabulary, values that are not ids, and unknown tokens."""
     write_json(folder / f"{file}.json", {name: value})
     with pytest.raises(TokenizerError, match=words):
         Tokenizer(folder, vocab_size=300)
 
 
 @pytest.mark.parametrize("text", ["", "{}", "[1]", '{"model": 3}'])
-def test_a_broken_tokenizer_file_is_refused(folder, text):
-    """A damaged or missing tokenizer.json raises, naming the file."""
+def test_tokenizer_rejects_damaged_or_missing_file(folder, text):
     (folder / "tokenizer.json").write_text(text)
     with pytest.raises(TokenizerError, match=r"tokenizer\.json"):
         Tokenizer(folder)
@@ -88,8 +84,7 @@ def test_a_broken_tokenizer_file_is_refused(folder, text):
         Tokenizer(folder)
 
 
-def test_ids_outside_the_vocabulary_cannot_be_decoded(tokenizer):
-    """An id that no token has raises instead of vanishing."""
+def test_tokenizer_decode_rejects_unknown_ids(tokenizer):
     with pytest.raises(TokenizerError, match="99999"):
         tokenizer.decode([5, 99999])
     with pytest.raises(TokenizerError, match="-1"):
@@ -97,9 +92,8 @@ def test_ids_outside_the_vocabulary_cannot_be_decoded(tokenizer):
 
 
 @pytest.mark.parametrize("seed", range(20))
-def test_streamed_pieces_join_to_the_whole_text(tokenizer, seed):
-    """Whatever ids come in whatever portions, the pieces join to decode's text, without U+FFFD
-    in the middle of a character."""
+def test_incremental_decoder_pieces_concatenate_to_decoded_text(tokenizer, seed):
+    """For random ids and for text, in portions of random size, without U+FFFD within text."""
     rng = np.random.default_rng(seed)
     if seed % 2:
         ids = rng.integers(0, tokenizer.vocab_size, 60).tolist()
@@ -107,18 +101,18 @@ def test_streamed_pieces_join_to_the_whole_text(tokenizer, seed):
         ids = tokenizer.encode("größe 日本語 🙂🙃 e\u0301 " * 3, special=False)
     stream = tokenizer.incremental()
     pieces = []
-    at = 0
-    while at < len(ids):
+    begin = 0
+    while begin < len(ids):
         step = int(rng.integers(1, 5))
-        pieces.append(stream.push(ids[at : at + step]))
-        at += step
+        pieces.append(stream.push(ids[begin : begin + step]))
+        begin += step
         assert seed % 2 or "\ufffd" not in pieces[-1]
     pieces.append(stream.finish())
     assert "".join(pieces) == tokenizer.decode(ids)
 
 
-def test_an_incomplete_character_waits(tokenizer):
-    """The first bytes of a character give no text until its last byte came."""
+def test_incremental_decoder_holds_back_incomplete_characters(tokenizer):
+    """The first bytes of a character produce no text until its last byte arrives."""
     stream = tokenizer.incremental()
     ids = tokenizer.encode("🙂", special=False)
     assert len(ids) == 4
@@ -127,21 +121,25 @@ def test_an_incomplete_character_waits(tokenizer):
     assert stream.push([*tokenizer.encode("a"), *ids[:2]]) == "" and stream.finish(cut=True) == "a"
 
 
-def test_bytes_that_never_become_a_character_are_not_held_for_ever(tokenizer, monkeypatch):
-    """Neither text nor work piles up behind ids that spell nothing."""
+def test_incremental_decoder_emits_invalid_bytes_after_a_while(tokenizer, monkeypatch):
+    """Neither held text nor decoding work grows without bound."""
     stray = tokenizer.encode("🙂", special=False)[1]
     stream = tokenizer.incremental()
     decoded = []
-    plain = text.decode
-    monkeypatch.setattr(text, "decode", lambda *a: decoded.append(len(a[2])) or plain(*a))
+    original = stream_module.decode
+
+    def counting_decode(backend, size, ids, special=False):
+        decoded.append(len(ids))
+        return original(backend, size, ids, special)
+
+    monkeypatch.setattr(stream_module, "decode", counting_decode)
     found = "".join(stream.push([i]) for i in [stray] * 100 + [0] * 100)
     assert found and set(found) == {"\ufffd"} and max(decoded) < 50
 
 
-def test_settings_for_training_are_switched_off(folder):
-    """Truncation, padding and dropout in tokenizer.json neither cut, nor pad, nor roll dice."""
+def test_tokenizer_disables_truncation_padding_and_dropout(folder):
     text = "the name the value the name"
-    plain = Tokenizer(folder, vocab_size=300).encode(text)
+    expected = Tokenizer(folder, vocab_size=300).encode(text)
     value = json.loads((folder / "tokenizer.json").read_text())
     value["truncation"] = {
         "direction": "Right",
@@ -160,46 +158,44 @@ def test_settings_for_training_are_switched_off(folder):
     value["model"]["dropout"] = 0.5
     write_json(folder / "tokenizer.json", value)
     tokenizer = Tokenizer(folder, vocab_size=300)
-    assert all(tokenizer.encode(text) == plain for _ in range(20))
+    assert all(tokenizer.encode(text) == expected for _ in range(20))
 
 
-def test_names_of_special_tokens_in_user_text(tokenizer):
-    """They are special tokens, unless asked for as text; the template's own always are; text that
-    has none is tokenized as a whole either way."""
+def test_tokenizer_parses_special_names_in_user_text_on_request(tokenizer):
+    """Names in the template itself always become ids. Text without names is encoded as a whole."""
     assert tokenizer.encode("a<eos>") == [*tokenizer.encode("a"), 0]
-    assert 0 not in tokenizer.encode("a<eos>", names=False)
+    assert 0 not in tokenizer.encode("a<eos>", parse_special=False)
     for content, ends in (("say <eos> and <bos>!", 1), ("the name", 0)):
         messages = [{"role": "user", "content": content}]
-        ids = tokenizer.chat(messages, names=False)
+        ids = tokenizer.chat(messages, parse_special=False)
         assert (ids.count(0), ids.count(1)) == (0, 1) and ids[0] == 1
         assert tokenizer.decode(ids[1:], special=True) == f"<|user|>{content}\n<|assistant|>"
-        loose = tokenizer.chat(messages)
-        assert loose.count(0) == ends and (ends or loose == ids)
+        parsed = tokenizer.chat(messages)
+        assert parsed.count(0) == ends and (ends or parsed == ids)
 
 
 @pytest.mark.parametrize("text", ["\ud800", "x\udfff"])
-def test_what_is_no_text_is_refused(tokenizer, text):
-    """A lone surrogate has no bytes: a typed error, in a chat too."""
-    with pytest.raises(TokenizerError, match="is not Unicode"):
+def test_tokenizer_rejects_lone_surrogates(tokenizer, text):
+    with pytest.raises(TokenizerError, match="is not valid Unicode"):
         tokenizer.encode(text)
     with pytest.raises(TokenizerError):
         tokenizer.chat([{"role": "user", "content": text}])
 
 
-def test_leading_spaces_of_metaspace_tokenizers_survive_streaming(tmp_path):
-    """A decoder that strips the first space of a text strips it once, not at every piece."""
+def test_incremental_decoder_keeps_spaces_of_metaspace_tokenizers(tmp_path):
+    """The decoder of the library strips the first space of a text, not of each piece."""
     vocab = {"<unk>": 0, "▁a": 1, "▁b": 2, "c": 3}
-    made = tokenizers.Tokenizer(tokenizers.models.BPE(vocab=vocab, merges=[], unk_token="<unk>"))
-    made.decoder = tokenizers.decoders.Metaspace()
-    made.save(str(tmp_path / "tokenizer.json"))
+    backend = tokenizers.Tokenizer(tokenizers.models.BPE(vocab=vocab, merges=[], unk_token="<unk>"))
+    backend.decoder = tokenizers.decoders.Metaspace()
+    backend.save(str(tmp_path / "tokenizer.json"))
     tokenizer = Tokenizer(tmp_path)
     stream = tokenizer.incremental()
     pieces = [stream.push([i]) for i in (1, 2, 3, 1)]
     assert "".join(pieces) + stream.finish() == "a bc a" == tokenizer.decode([1, 2, 3, 1])
 
 
-def test_chat_renders_the_template(tokenizer):
-    """Messages go through the template; its special tokens become their ids, once."""
+def test_chat_template_renders_messages(tokenizer):
+    """Special tokens of the template become their ids once."""
     assert tokenizer.has_chat_template
     messages = [{"role": "user", "content": "hé"}]
     ids = tokenizer.chat(messages)
@@ -213,9 +209,8 @@ def set_template(folder, template) -> Tokenizer:
     return Tokenizer(folder, vocab_size=300)
 
 
-def test_templates_find_the_usual_helpers(folder):
-    """tojson keeps characters as they are, blocks are trimmed, loops can break, extra variables
-    arrive."""
+def test_chat_template_has_expected_helpers(folder):
+    """`tojson` without HTML escapes, trimmed blocks, loop controls and extra variables."""
     template = (
         "{% for m in messages %}\n  {% if loop.index > 1 %}{% break %}{% endif %}\n"
         "{{ m | tojson }}|{{ tools | tojson(indent=1) }}\n{% endfor %}"
@@ -226,8 +221,8 @@ def test_templates_find_the_usual_helpers(folder):
     assert text == '{"role": "user", "content": "<é>"}|[\n 1\n]\n'
 
 
-def test_named_templates_and_template_files_are_found(folder):
-    """The template called default is used; chat_template.jinja wins over the config."""
+def test_chat_template_precedence(folder):
+    """chat_template.jinja precedes the template named "default" of the configuration."""
     named = [{"name": "tool", "template": "T"}, {"name": "default", "template": "D"}]
     assert set_template(folder, named).render([]) == "D"
     (folder / "chat_template.jinja").write_text("F")
@@ -236,10 +231,10 @@ def test_named_templates_and_template_files_are_found(folder):
 
 @pytest.fixture(scope="module")
 def child():
-    """A process that renders, of these tests' own: what it is killed for is on purpose."""
-    made = chat.Child(chat.MEMORY_BYTES)
-    yield made
-    made.close()
+    """A rendering process that the tests may kill."""
+    process = chat.ChildProcess(chat.MEMORY_BYTES)
+    yield process
+    process.close()
 
 
 @pytest.mark.parametrize(
@@ -256,24 +251,25 @@ def child():
         "{{ 'x' * 2000 }}",
     ],
 )
-def test_templates_run_in_a_sandbox(folder, template, child, monkeypatch):
-    """Reaching for Python's insides, changing the messages, failing, eating memory or time, or
-    making too much text raises TokenizerError; the next template is rendered."""
+def test_chat_template_runs_in_sandbox_with_limits(folder, template, child, monkeypatch):
+    """Forbidden access, errors, and excessive memory, time or text raise TokenizerError.
+
+    The next template is rendered normally.
+    """
     monkeypatch.setattr(chat, "_CHILD", child)
     monkeypatch.setattr(chat, "LIMIT_S", 0.5)
     tokenizer = set_template(folder, template)
     with pytest.raises(TokenizerError):
-        tokenizer.chat([], most_bytes=1000)
+        tokenizer.chat([], max_bytes=1000)
     assert set_template(folder, "{{ bos_token }}").chat([]) == [1]
 
 
-def test_a_template_that_does_not_parse_is_refused_at_load(folder):
-    """A syntax error raises when the tokenizer is opened; raise_exception becomes a TokenizerError
-    with the template's words when it chats."""
+def test_chat_template_errors_are_tokenizer_errors(folder):
+    """Errors that the template raises are reported at rendering, invalid templates at loading."""
     tokenizer = set_template(folder, "{{ raise_exception('roles must alternate') }}")
     with pytest.raises(TokenizerError, match="roles must alternate"):
         tokenizer.chat([])
-    with pytest.raises(TokenizerError, match="parse"):
+    with pytest.raises(TokenizerError, match="the chat template is invalid"):
         set_template(folder, "{% for %}")
     for wrong in (7, [{"name": "tool", "template": "T"}], [7]):
         with pytest.raises(TokenizerError, match="chat_template"):
@@ -283,8 +279,7 @@ def test_a_template_that_does_not_parse_is_refused_at_load(folder):
         Tokenizer(folder, vocab_size=300)
 
 
-def test_chat_without_a_template_is_refused(folder):
-    """A model without a template cannot chat, and says so."""
+def test_chat_without_template_is_an_error(folder):
     tokenizer = set_template(folder, None)
     assert not tokenizer.has_chat_template
     with pytest.raises(TokenizerError, match="no chat template"):

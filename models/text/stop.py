@@ -1,0 +1,87 @@
+"""Stop strings: incremental search with an Aho-Corasick automaton."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Iterable
+
+__all__ = ["StopFinder"]
+
+
+class StopFinder:
+    """Finds the first stop string in a text that arrives in pieces.
+
+    The search is an Aho-Corasick automaton. The cost per character depends neither on the number
+    and length of the stop strings nor on the length of the text so far.
+
+    Parameters
+    ----------
+    strings
+        Stop strings, none of them empty.
+    """
+
+    def __init__(self, strings: Iterable[str]):
+        # A state is a prefix of a stop string. State 0 is the empty prefix.
+        self._children: list[dict[str, int]] = [{}]
+        self._prefix_length = [0]
+        self._match_length = [0]  # length of the longest stop string that ends here; 0: none
+        for string in strings:
+            self._insert(string)
+        # For each state, the state of its longest proper suffix that is also a prefix.
+        self._suffix = [0] * len(self._children)
+        self._link_suffixes()
+        self._state = 0
+        self._length = 0
+
+    @property
+    def held(self) -> int:
+        """Number of characters at the end of the text that may begin a stop string."""
+        return self._prefix_length[self._state]
+
+    def feed(self, text: str) -> int | None:
+        """Search the next piece of the text.
+
+        Returns
+        -------
+        int or None
+            Begin of the first stop string that ends in this piece, as an offset from the start of
+            the whole text; None if no stop string ends in it.
+        """
+        begins = []
+        for char in text:
+            self._state = self._step(self._state, char)
+            self._length += 1
+            match_length = self._match_length[self._state]
+            if match_length:
+                begins.append(self._length - match_length)
+        return min(begins, default=None)
+
+    def _insert(self, string: str) -> None:
+        """Add the states of one stop string."""
+        state = 0
+        for depth, char in enumerate(string, 1):
+            child = self._children[state].setdefault(char, len(self._children))
+            if child == len(self._children):
+                self._children.append({})
+                self._prefix_length.append(depth)
+                self._match_length.append(0)
+            state = child
+        self._match_length[state] = len(string)
+
+    def _link_suffixes(self) -> None:
+        """Compute suffix links breadth first: a link leads to a shorter, finished state."""
+        queue = deque(self._children[0].values())
+        while queue:
+            state = queue.popleft()
+            suffix = self._suffix[state]
+            if not self._match_length[state]:
+                self._match_length[state] = self._match_length[suffix]
+            for char, child in self._children[state].items():
+                self._suffix[child] = self._step(suffix, char)
+                queue.append(child)
+
+    def _step(self, state: int, char: str) -> int:
+        """Return the state after `char`."""
+        while state and char not in self._children[state]:
+            state = self._suffix[state]
+        return self._children[state].get(char, 0)
