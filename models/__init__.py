@@ -1,4 +1,4 @@
-"""Models, drafters, and the engine that runs them in rounds."""
+"""Target models, drafters, and the engine: continuous batching with speculative decoding."""
 
 from graft.models.drafters import (
     Drafter,

@@ -1,4 +1,4 @@
-"""Errors of the models room. Each names the file or field and the offending value."""
+"""Errors of graft.models. Each message names the file, field or option and the offending value."""
 
 from __future__ import annotations
 
@@ -6,40 +6,40 @@ from graft.cudagraph.errors import GraftError
 
 
 class ConfigError(GraftError):
-    """A model's configuration is malformed, absurd or asks for what graft does not implement."""
+    """A model configuration is malformed, out of range or not supported."""
 
 
 class CheckpointError(GraftError):
-    """A checkpoint is damaged, incomplete, or does not have the tensors its config promises."""
+    """A checkpoint is damaged, incomplete or inconsistent with its configuration."""
 
 
 class TokenizerError(GraftError):
-    """A tokenizer is damaged or does not belong to the model it was given with."""
+    """A tokenizer is damaged or does not match its model."""
 
 
 class RequestError(GraftError):
-    """A request cannot be served as asked; it fails alone."""
+    """A request is invalid or cannot be served. Other requests are not affected."""
 
 
 class MigrationError(RequestError):
-    """A request cannot go from one engine to the other, or was damaged on its way."""
+    """A request cannot be migrated between two engines, or its data is damaged."""
 
 
 class QueueFullError(RequestError):
-    """As many requests wait as may; the same one can be served later."""
+    """The limits on waiting requests are reached. The request can be submitted again later."""
 
 
 class RequestTimeoutError(RequestError):
-    """A request was not done within its time."""
+    """A request did not finish within its timeout."""
 
 
 class EngineError(GraftError):
-    """The engine has failed for good, by its device or in one of its rounds."""
+    """The engine has failed for good because of its device or one of its rounds."""
 
 
 class EngineUseError(EngineError):
-    """An engine is called while another call of it runs, which goes on."""
+    """An engine was called during another call. That call is not affected."""
 
 
 class DrafterError(GraftError):
-    """A drafter does not keep to what it declared of itself."""
+    """A drafter violates its own declaration or returned invalid drafts."""

@@ -1,4 +1,4 @@
-"""Typed reading of JSON objects: every refusal names the file, the field and the value."""
+"""Typed access to JSON objects. Every error names the file, the field and the value."""
 
 from __future__ import annotations
 
@@ -10,29 +10,29 @@ from typing import Any
 from graft.models.errors import ConfigError
 
 _REQUIRED: Any = object()
-#: Bytes of a JSON file beside a model; indexes of thousands of shards are well below.
-_MOST_BYTES = 1 << 26
+#: Maximum size of a JSON file of a checkpoint. The index of thousands of shards is much smaller.
+_MAX_BYTES = 1 << 26
 
 
 def read_json(path: Path) -> Any:
-    """Decode a JSON file.
+    """Return the decoded content of a JSON file.
 
     Raises
     ------
     ConfigError
-        When it is missing, no plain file, too long or nested too deeply, or no JSON.
+        If the file is missing, not a regular file, too large, nested too deeply or not valid JSON.
     """
     try:
         if path.exists() and not path.is_file():
-            raise ConfigError(f"{path}: is no plain file")
+            raise ConfigError(f"{path}: not a regular file")
         size = path.stat().st_size
-        if size > _MOST_BYTES:
-            raise ConfigError(f"{path}: has {size} bytes, more than {_MOST_BYTES}")
+        if size > _MAX_BYTES:
+            raise ConfigError(f"{path}: the file has {size} bytes, more than {_MAX_BYTES}")
         return json.loads(path.read_text(encoding="utf-8"))
     except OSError as error:
         raise ConfigError(f"{path}: cannot be read ({error.strerror})") from error
     except (ValueError, RecursionError) as error:
-        raise ConfigError(f"{path}: is not valid JSON ({error})") from error
+        raise ConfigError(f"{path}: not valid JSON ({error})") from error
 
 
 class Fields:
@@ -40,8 +40,10 @@ class Fields:
 
     Parameters
     ----------
-    data : the decoded object.
-    where : what errors call it, e.g. the path of its file.
+    data
+        The decoded object.
+    where
+        Location of the object for error messages, such as the path of its file.
     """
 
     def __init__(self, data: Mapping[str, Any], where: str) -> None:
@@ -50,75 +52,96 @@ class Fields:
 
     @staticmethod
     def from_file(path: Path) -> Fields:
-        """Read a JSON file; ConfigError when `read_json` refuses it or it holds no object."""
+        """Return the object in a JSON file.
+
+        Raises
+        ------
+        ConfigError
+            If the file cannot be read, or contains something other than an object.
+        """
         data = read_json(path)
         if not isinstance(data, dict):
-            raise ConfigError(f"{path}: holds a {type(data).__name__}, not an object")
+            raise ConfigError(f"{path}: contains a {type(data).__name__}, must contain an object")
         return Fields(data, str(path))
 
     def get(self, name: str, default: Any = None) -> Any:
+        """Return a field without checking it, or `default` if it is absent."""
         value = self.data.get(name)
         return default if value is None else value
 
     def section(self, name: str) -> Fields | None:
-        """A nested object, or None when absent."""
+        """Return a nested object, or None if it is absent."""
         value = self.get(name)
         if value is None:
             return None
         if not isinstance(value, dict):
-            raise ConfigError(f"{self.where}: {name} is {value!r}, not an object")
+            raise ConfigError(f"{self.where}: {name} is {value!r}, must be an object")
         return Fields(value, f"{self.where}: {name}")
 
     def integer(self, name: str, *, low: int, high: int, default: Any = _REQUIRED) -> int:
-        value = self._present(name, default)
+        """Return an integer from `low` to `high`."""
+        value = self._value(name, default)
         if isinstance(value, bool) or not isinstance(value, int):
-            raise ConfigError(f"{self.where}: {name} is {value!r}, not an integer")
+            raise ConfigError(f"{self.where}: {name} is {value!r}, must be an integer")
         if not low <= value <= high:
-            raise ConfigError(f"{self.where}: {name} is {value}, outside {low}..{high}")
+            raise ConfigError(f"{self.where}: {name} is {value}, must be from {low} to {high}")
         return value
 
     def number(
         self, name: str, *, low: float = 0.0, high: float = 1e12, default: Any = _REQUIRED
     ) -> float:
-        value = self._present(name, default)
+        """Return a number from `low` to `high`."""
+        value = self._value(name, default)
         if isinstance(value, bool) or not isinstance(value, int | float):
-            raise ConfigError(f"{self.where}: {name} is {value!r}, not a number")
-        if not low <= value <= high:  # NaN neither
-            raise ConfigError(f"{self.where}: {name} is {value}, outside {low}..{high}")
+            raise ConfigError(f"{self.where}: {name} is {value!r}, must be a number")
+        if not low <= value <= high:  # also true for NaN
+            raise ConfigError(f"{self.where}: {name} is {value}, must be from {low} to {high}")
         return float(value)
 
     def boolean(self, name: str, *, default: Any = _REQUIRED) -> bool:
-        value = self._present(name, default)
+        """Return a boolean."""
+        value = self._value(name, default)
         if not isinstance(value, bool):
-            raise ConfigError(f"{self.where}: {name} is {value!r}, not true or false")
+            raise ConfigError(f"{self.where}: {name} is {value!r}, must be true or false")
         return value
 
     def integers(self, name: str) -> tuple[int, ...] | None:
-        """A list of integers (one integer counts as a list of one), or None when absent."""
+        """Return a list of integers, or None if it is absent. A single integer is a list of one."""
         value = self.get(name)
         if value is None:
             return None
         items = value if isinstance(value, list) else [value]
         for item in items:
             if isinstance(item, bool) or not isinstance(item, int):
-                raise ConfigError(f"{self.where}: {name} holds {item!r}, not an integer")
+                raise ConfigError(f"{self.where}: {name} contains {item!r}, must be integers")
         return tuple(items)
 
-    def refuse(self, name: str, *allowed: Any) -> None:
-        """Raise when `name` is present with a value that graft does not implement."""
+    def require(self, name: str, *allowed: Any) -> None:
+        """Raise ConfigError if a field is present with a value other than the `allowed` ones."""
         value = self.get(name)
         if value is None or any(value is a or value == a for a in allowed):
             return
-        wanted = " or ".join(repr(a) for a in allowed) if allowed else "it must be absent"
-        raise ConfigError(f"{self.where}: {name} = {value!r} is not implemented ({wanted})")
+        if allowed:
+            supported = "supported: " + " or ".join(repr(a) for a in allowed)
+        else:
+            supported = "the field must be absent"
+        raise ConfigError(f"{self.where}: {name} = {value!r} is not implemented ({supported})")
 
-    def only(self, known: Mapping[str, tuple[Any, ...] | None]) -> None:
-        """`refuse` every field but those of a name and a value in `known`; None: of any value."""
+    def require_known(self, known: Mapping[str, tuple[Any, ...] | None]) -> None:
+        """Raise ConfigError if a field is not in `known` or has another value than those listed.
+
+        Parameters
+        ----------
+        known
+            Allowed values by field; None allows any value.
+        """
         for name in self.data:
-            if (allowed := known.get(name, ())) is not None:
-                self.refuse(name, *allowed)
+            allowed = known.get(name, ())
+            if allowed is not None:
+                self.require(name, *allowed)
 
-    def _present(self, name: str, default: Any) -> Any:
+    def _value(self, name: str, default: Any) -> Any:
+        """Return a field or its default; raise if it is required and absent."""
         value = self.get(name)
         if value is not None:
             return value

@@ -1,8 +1,7 @@
-"""What a user asks of the engine and what comes back."""
+"""Requests and their outputs: `Request`, `Limits`, `Output`, `Event`."""
 
 from __future__ import annotations
 
-import math
 import secrets
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -11,32 +10,63 @@ from typing import NamedTuple
 from graft.cudagraph.errors import OptionError
 from graft.grammar.grammar_spec import GrammarSpec
 from graft.models.errors import RequestError
+from graft.sampling.checks import check_ids, check_integer, check_real, short_repr
 from graft.sampling.exchange import NUMBERS
-from graft.sampling.state import MAX_LOGPROBS, MAX_STOP_IDS, Relaxed
+from graft.sampling.params import VERIFY_MODES, Relaxed, SamplingParams
 
-#: Finish reasons by the device's codes for them.
+__all__ = [
+    "DEVICE_REASONS",
+    "Event",
+    "Limits",
+    "Logprob",
+    "MAX_SAMPLES",
+    "Output",
+    "Relaxed",
+    "Request",
+    "VERIFY_MODES",
+    "check_request",
+    "check_size",
+    "check_token_ids",
+]
+
+#: Finish reasons by their REASON_* code of native/records/exchange.h.
 DEVICE_REASONS = {
     code: name.removeprefix("REASON_").lower()
     for name, code in NUMBERS.items()
     if name.startswith("REASON_")
 }
-#: By their numbers, VERIFY_* of sampling/kernels/slot.cuh.
-VERIFY_MODES = ("rejection", "coupled", "per_token", "relaxed")
+
+#: Maximum of `Request.n`.
 MAX_SAMPLES = 128
 
 
 @dataclass(frozen=True)
 class Limits:
-    """What one request may cost the host, checked before anything is done for it.
+    """Limits on the host resources of requests, checked before any work is done for a request.
 
     Parameters
     ----------
-    prompt_bytes : UTF-8 bytes of a prompt, of the messages, and of what a chat template makes.
-    stop_strings, stop_characters : stop strings, and their characters in all.
-    grammar_bytes : UTF-8 bytes of a grammar's text.
-    logit_biases : ids with a bias.
-    waiting, waiting_tokens : requests without a slot, and their tokens in all; one more is refused
-        with `QueueFullError`, but not for its tokens where nobody waits. None: no limit.
+    prompt_bytes
+        Maximum UTF-8 bytes of a prompt, of the messages, and of a rendered chat template.
+    stop_strings
+        Maximum number of stop strings.
+    stop_characters
+        Maximum total number of characters of the stop strings.
+    grammar_bytes
+        Maximum UTF-8 bytes of a grammar.
+    logit_biases
+        Maximum number of ids with a logit bias.
+    waiting
+        Maximum number of requests without a slot; None for no limit. Further requests are refused
+        with `QueueFullError`.
+    waiting_tokens
+        Maximum number of tokens of the requests without a slot; None for no limit. A request is not
+        refused for its tokens if no other request is waiting.
+
+    Raises
+    ------
+    OptionError
+        If a limit is not a non-negative integer.
     """
 
     prompt_bytes: int = 1 << 20
@@ -49,56 +79,54 @@ class Limits:
 
     def __post_init__(self) -> None:
         for name, value in vars(self).items():
-            if name.startswith("waiting") and value is None:
+            if name in ("waiting", "waiting_tokens") and value is None:
                 continue
             if type(value) is not int or value < 0:
-                raise OptionError(f"Limits.{name} must be an integer from 0 on, got {value!r}")
+                raise OptionError(f"Limits.{name} must be a non-negative integer, got {value!r}")
 
 
 @dataclass(frozen=True)
-class Request:
-    """One prompt and how to continue it.
+class Request(SamplingParams):
+    """A prompt and how to continue it.
 
-    Exactly one of `prompt`, `messages` and `tokens` is given.
+    Exactly one of `prompt`, `messages` and `tokens` must be set. All fields of
+    `graft.sampling.params.SamplingParams` are keyword arguments too: temperature and filters, seed,
+    verification mode, logit bias and penalties, stop ids and log probabilities. If `seed` is None,
+    the engine draws one and reports it in `Output.seed`.
 
     Parameters
     ----------
-    prompt : text, wrapped as one user message when the tokenizer has a chat template.
-    messages : chat messages, rendered through the tokenizer's chat template.
-    tokens : token ids, taken as they are.
-    grammar : what the output must match; None leaves it free. Where `GrammarSpec.partial` allowed
-        that a part of a schema is not enforced, `graft.grammar.check_output` tells of a finished
-        text whether it satisfies the whole.
-    schema : handed to the chat template as `schema`; by default the schema of a JSON-schema
-        grammar, so that a template which shows the schema to the model can do so.
-    max_tokens : most tokens to generate, stop id included; None uses all the room there is.
-    temperature : 0 (below 1e-5) decodes greedily.
-    top_k, top_p, min_p : filters, applied in this order after mask and temperature; 0, 1 and 0
-        switch them off.
-    seed : 64-bit key of the request's random numbers; None draws one and reports it.
-    sample : which of the completions drawn with that seed.
-    n : completions; `samples` makes a request of each.
-    logit_bias, allowed_ids, banned_ids : a number by id, added to its logit; the only ids there
-        are; and ids there are not. A grammar that needs what they take away ends in "dead_end".
-    presence_penalty, frequency_penalty, repetition_penalty : on what was generated, as OpenAI has
-        them, and on prompt and output, as Hugging Face and vLLM do; off at 0, 0 and 1. Formulas
-        and order stand in `graft.sampling.Adjust`.
-    min_tokens : tokens before a stop id may come; a grammar that allows nothing but to end wins
-        over it, and stop strings do not know of it.
-    logprobs : up to 20: have the log probability of every token, and of so many best ids.
-    logprobs_masked : of what bias, penalties and the grammar leave, before temperature and filters;
-        else of the model's own distribution.
-    verify : one of `Options.verify`; None takes the engine's.
-    relaxed : when verification by "relaxed" accepts a draft.
-    stop : strings that end the output (and are cut from it); not with a grammar, whose output a
-        cut would break.
-    stop_ids : ids that end the output beside the model's own.
-    special_tokens : whether names of special tokens in the text of a prompt or message become
-        special ids, as everywhere; False takes them for plain text. A template's own always do.
-    priority : of those who wait the highest get slots first, of those who run the lowest lose them
-        first when pages run out.
-    timeout_s : seconds from its submission after which it ends with what it has; None: never.
-    id : the name under which outputs and events come back; None gives it a number.
+    prompt
+        Text. If the tokenizer has a chat template, it becomes one user message.
+    messages
+        Chat messages, rendered with the tokenizer's chat template.
+    tokens
+        Token ids, used unchanged.
+    grammar
+        Grammar of the output; None for unconstrained text. If `GrammarSpec.partial` is set, use
+        `graft.grammar.check_output` to check finished text against the whole schema.
+    schema
+        Schema that is passed to the chat template as ``schema``. By default, that of a JSON-schema
+        grammar, so that a template can show it to the model.
+    max_tokens
+        Maximum number of tokens to generate, including the stop id; None for all remaining
+        positions.
+    n
+        Number of completions; `samples` makes one request of each.
+    stop
+        Strings that end the output and are cut from it. Not allowed with a grammar, because the cut
+        would violate it. `min_tokens` does not apply to them.
+    special_tokens
+        Whether names of special tokens in the prompt or messages become special ids; otherwise they
+        are plain text. Names in the chat template itself always become special ids.
+    priority
+        Waiting requests with the highest priority get slots first. Running requests with the lowest
+        priority are preempted first when KV-cache pages run out.
+    timeout_s
+        Seconds after submission at which the request ends with its output so far; None for no
+        timeout.
+    id
+        Id of outputs and events; None to have the engine assign one.
     """
 
     prompt: str | None = None
@@ -107,58 +135,43 @@ class Request:
     grammar: GrammarSpec | None = None
     schema: object | None = None
     max_tokens: int | None = 256
-    temperature: float = 0.0
-    top_k: int = 0
-    top_p: float = 1.0
-    min_p: float = 0.0
-    seed: int | None = None
-    sample: int = 0
     n: int = 1
-    logit_bias: Mapping[int, float] | None = None
-    allowed_ids: Sequence[int] | None = None
-    banned_ids: Sequence[int] | None = ()
-    presence_penalty: float = 0.0
-    frequency_penalty: float = 0.0
-    repetition_penalty: float = 1.0
-    min_tokens: int = 0
-    logprobs: int | None = None
-    logprobs_masked: bool = False
-    verify: str | None = None
-    relaxed: Relaxed = field(default_factory=Relaxed)
     stop: Sequence[str] | None = ()
-    stop_ids: Sequence[int] | None = ()
     special_tokens: bool = True
     priority: int = 0
     timeout_s: float | None = None
     id: str | None = None
 
     def samples(self) -> list[Request]:
-        """A request for each of the `n` completions: the same but for `sample`, and for the id,
-        which becomes "id/sample". They share the seed, so each can be had again by itself.
+        """Return one request for each of the `n` completions.
 
-        `generate` and `stream` do this; who submits requests does it first.
+        They differ in `sample` and in the id, which becomes "id/sample". They share the seed, so
+        each completion can be reproduced separately. `generate` and `stream` call this method;
+        callers of `submit` do so themselves.
         """
-        known = type(self.n) is int and type(self.sample) is int
-        if not known or not 1 < self.n <= MAX_SAMPLES:
-            return [self]  # refused by name, if it makes no sense
+        valid = type(self.n) is int and type(self.sample) is int
+        if not valid or not 1 < self.n <= MAX_SAMPLES:
+            return [self]  # an invalid value is refused at submission
         seed = secrets.randbits(64) if self.seed is None else self.seed
-        return [
-            replace(
-                self,
-                n=1,
-                sample=sample,
-                seed=seed,
-                id=f"{self.id}/{sample}" if isinstance(self.id, str) else self.id,
-            )
-            for sample in range(self.sample, self.sample + self.n)
-        ]
+        requests = []
+        for sample in range(self.sample, self.sample + self.n):
+            request_id = f"{self.id}/{sample}" if isinstance(self.id, str) else self.id
+            requests.append(replace(self, n=1, sample=sample, seed=seed, id=request_id))
+        return requests
 
 
 class Logprob(NamedTuple):
-    """The log probability of a token, and the best ids with theirs, best first.
+    """Log probability of a token, and those of the most likely ids.
 
-    Of the model itself: the log-softmax of its logits over the whole vocabulary, before bias,
-    penalties, mask, temperature and filters.
+    They are the log-softmax over the vocabulary of the model's logits, before bias, penalties,
+    mask, temperature and filters; with `Request.logprobs_masked`, after bias, penalties and mask.
+
+    Attributes
+    ----------
+    value
+        Log probability of the token.
+    top
+        Pairs of id and log probability, most likely first.
     """
 
     value: float
@@ -167,28 +180,45 @@ class Logprob(NamedTuple):
 
 @dataclass
 class Output:
-    """The finished (or failed) answer to one request.
+    """Result of a finished, failed or cancelled request.
 
     Attributes
     ----------
-    tokens : generated ids, a final stop id included.
-    text : decoded output without the stop id, cut at a stop string, or before a character that
-        was not finished; set at the end.
-    reason : "stop", "stop_string", "length", "timeout", "dead_end", "cancelled", "refused",
-        "error", or "moved": it goes on elsewhere (`Engine.hand_over`).
-    error : the sentence that says why, for "refused", "error" and "timeout".
-    error_type : the name of the error's class, such as "GrammarError" or "QueueFullError".
-    finished : ended by itself: a stop id, and for a guided request a terminated grammar.
-    seed, sample : what a request must say to get the same again.
-    logprobs : of every token, in order; None unless asked for.
-    exact : False where drafts were accepted that were not the target's own tokens ("relaxed").
-    rounds : rounds in which this request committed at least one token.
-    drafted, accepted : drafts tested for it, and drafts accepted.
-    cached_tokens : tokens that needed no forward when it joined, for their keys and values were
-        there; summed over the times that it joined.
-    preempted : times it lost its slot and went on later.
-    queue_s, first_token_s, total_s : seconds from its submission until it got a slot, until the
-        host read its first token, and until it ended; None where that never was.
+    id
+        Id of the request.
+    prompt_tokens
+        Number of tokens of the prompt.
+    tokens
+        Generated ids, including a final stop id.
+    text
+        Decoded output without the stop id and without a stop string. An incomplete last character
+        is omitted. Set when the request finishes.
+    reason
+        Finish reason: "stop", "stop_string", "length", "timeout", "dead_end", "cancelled",
+        "refused", "error", or "moved" if another engine continues the request
+        (`Engine.migrate_out`).
+    error
+        Error message, for "refused", "error" and "timeout".
+    error_type
+        Name of the error's class, such as "GrammarError" or "QueueFullError".
+    seed, sample
+        Values with which the request can be reproduced.
+    logprobs
+        Log probabilities of the tokens in order; None unless requested.
+    exact
+        Whether verification was exact; False with ``verify="relaxed"``.
+    rounds
+        Number of rounds in which at least one token was committed.
+    drafted, accepted
+        Number of drafts verified and accepted.
+    cached_tokens
+        Number of tokens that were not prefilled because the prefix cache had their pages; summed
+        over all times the request joined.
+    preempted
+        Number of times the request was preempted.
+    queue_s, first_token_s, total_s
+        Seconds from submission to the first slot, to the first token read by the host (TTFT), and
+        to the end; None if it did not happen.
     """
 
     id: str
@@ -213,16 +243,27 @@ class Output:
 
     @property
     def finished(self) -> bool:
+        """Whether the output is complete: a stop id ended it and its grammar, if any, accepts."""
         return self.reason == "stop"
 
 
 @dataclass(frozen=True)
 class Event:
-    """One step of a streaming request: the tokens that a round committed.
+    """Progress of a request: the tokens that a round committed.
 
-    `text` is the newly readable text: bytes of an unfinished character are held back, and so is
-    what may be the beginning of a stop string. `logprobs` are the tokens', where they are asked
-    for.
+    Attributes
+    ----------
+    id
+        Id of the request.
+    tokens
+        Committed tokens.
+    text
+        New text. Bytes of an incomplete character are held back, and so is text that may be the
+        beginning of a stop string.
+    output
+        Output of the request in its last event; otherwise None.
+    logprobs
+        Log probabilities of the tokens; None unless requested.
     """
 
     id: str
@@ -233,178 +274,165 @@ class Event:
 
     @property
     def finished(self) -> bool:
-        """Whether the request has ended; `output` is then its whole answer."""
+        """Whether this is the last event of the request."""
         return self.output is not None
 
 
-def shown(value: object, most: int = 80) -> str:
-    """A value as an error names it, in a few characters; not every value can be spelled out."""
-    try:
-        text = repr(value)
-    except Exception:  # an integer of thousands of digits, or any class's own repr
-        return f"a {type(value).__name__} that has no text"
-    return text if len(text) <= most else f"{text[:most]}..."
-
-
-def check_ids(name: str, ids: Iterable[int], vocab_size: int) -> None:
-    """Refuse what is no token id, or none of the model's. Raises RequestError."""
-    for token in ids:
-        _integer(f"each of {name}", token, 0, vocab_size - 1)
-
-
-def _integer(name: str, value: object, low: int, high: int) -> int:
-    if isinstance(value, bool) or not isinstance(value, int) or not low <= value <= high:
-        raise RequestError(f"{name} must be an integer from {low} to {high}, got {shown(value)}")
-    return value
-
-
-def _real(name: str, value: object, low: float, high: float, *, open_low: bool = False) -> None:
-    if (
-        isinstance(value, bool)
-        or not isinstance(value, (int, float))
-        or math.isnan(value if isinstance(value, float) else 0.0)
-        or not low <= value <= high
-    ):
-        raise RequestError(f"{name} must be a number from {low} to {high}, got {shown(value)}")
-    if open_low and value == low:
-        raise RequestError(f"{name} must be above {low}, got {value!r}")
-
-
-def check_size(what: str, value: object, limit: str, limits: Limits) -> None:
-    """Refuse more UTF-8 bytes of text than `limits` allows, in a text or in objects of any shape.
+def check_token_ids(name: str, ids: Iterable[object], vocab_size: int) -> None:
+    """Check that all `ids` are token ids of the model.
 
     Raises
     ------
     RequestError
-        Naming the limit.
+        With `name` and the first invalid id.
     """
-    most: int = getattr(limits, limit)
+    try:
+        check_ids(name, ids, vocab_size)
+    except OptionError as error:
+        raise RequestError(str(error)) from error
+
+
+def check_size(description: str, value: object, limit: str, limits: Limits) -> None:
+    """Check the size of a text, or of all texts in nested lists and mappings.
+
+    Parameters
+    ----------
+    description
+        Subject of the error message.
+    value
+        Text or nested object. It may contain itself.
+    limit
+        Field of `limits` with the maximum number of UTF-8 bytes.
+    limits
+        Limits of the engine.
+
+    Raises
+    ------
+    RequestError
+        If the size exceeds the limit, with its name.
+    """
+    max_size: int = getattr(limits, limit)
     size = 0
-    left = [value]
-    while left and size <= most:  # an object may hold itself
-        one = left.pop()
-        size += 1 if not isinstance(one, str) else len(one.encode("utf-8", "surrogatepass"))
-        if isinstance(one, Mapping):
-            left += [*one.keys(), *one.values()]
-        elif isinstance(one, (list, tuple)):
-            left += one
-    if size > most:
-        raise RequestError(f"{what} is longer than {most} bytes (Limits.{limit})")
+    pending = [value]
+    while pending and size <= max_size:  # terminates for an object that contains itself
+        item = pending.pop()
+        size += len(item.encode("utf-8", "surrogatepass")) if isinstance(item, str) else 1
+        if isinstance(item, Mapping):
+            pending += [*item.keys(), *item.values()]
+        elif isinstance(item, (list, tuple)):
+            pending += item
+    if size > max_size:
+        raise RequestError(f"{description} is longer than {max_size} bytes (Limits.{limit})")
 
 
 def check_request(request: Request, vocab_size: int, limits: Limits) -> None:
-    """Refuse a request whose options make no sense or cost too much, before anything runs for it.
+    """Check the type, range and cost of all fields of a request.
+
+    Parameters
+    ----------
+    request
+        Request to check.
+    vocab_size
+        Number of token ids of the target.
+    limits
+        Limits of the engine.
 
     Raises
     ------
     RequestError
-        Naming the option and its value.
+        If a field is invalid, with its name and value.
     """
     if not isinstance(request, Request):
-        raise RequestError(f"a request must be a Request, got {shown(request)}")
+        raise RequestError(f"a request must be a Request, got {short_repr(request)}")
+    try:
+        _check_prompt(request, limits)
+        _check_types(request, limits)
+        _check_ranges(request)
+        _check_stop_strings(request, limits)
+        request.check_values(vocab_size)
+        _check_num_biases(request, limits)  # before the cost of checking each id
+        request.check(vocab_size)
+    except OptionError as error:
+        raise RequestError(str(error)) from error
+
+
+def _check_prompt(request: Request, limits: Limits) -> None:
+    """Check id, prompt and messages."""
     if request.id is not None and not isinstance(request.id, str):
-        raise RequestError(f"id must be text, got {shown(request.id)}")
-    given = [
-        name for name in ("prompt", "messages", "tokens") if getattr(request, name) is not None
-    ]
+        raise RequestError(f"id must be a string, got {short_repr(request.id)}")
+    names = ("prompt", "messages", "tokens")
+    given = [name for name in names if getattr(request, name) is not None]
     if len(given) != 1:
-        raise RequestError(
-            f"give exactly one of prompt, messages and tokens, got {' and '.join(given) or 'none'}"
-        )
+        got = " and ".join(given) or "none"
+        raise RequestError(f"exactly one of prompt, messages and tokens must be set, got {got}")
     if request.prompt is not None and not isinstance(request.prompt, str):
-        raise RequestError(f"prompt must be text, got {type(request.prompt).__name__}")
-    if request.messages is not None and not (
-        isinstance(request.messages, (list, tuple))
-        and all(isinstance(message, Mapping) for message in request.messages)
-    ):
-        raise RequestError(f"messages must be a list of objects, got {shown(request.messages)}")
-    check_size("the prompt", request.prompt or request.messages, "prompt_bytes", limits)
+        raise RequestError(f"prompt must be a string, got {type(request.prompt).__name__}")
+    messages = request.messages
+    if messages is not None:
+        is_list = isinstance(messages, (list, tuple))
+        if not is_list or not all(isinstance(message, Mapping) for message in messages):
+            raise RequestError(f"messages must be a list of mappings, got {short_repr(messages)}")
+    check_size("the prompt", request.prompt or messages, "prompt_bytes", limits)
+
+
+def _check_types(request: Request, limits: Limits) -> None:
+    """Check the types of lists, grammar and flags."""
     for name in ("stop", "stop_ids", "tokens", "allowed_ids", "banned_ids"):
-        if not isinstance(getattr(request, name), (Sequence, type(None))):
-            raise RequestError(f"{name} must be a list, got {shown(getattr(request, name))}")
-    if request.grammar is not None and not isinstance(request.grammar, GrammarSpec):
-        raise RequestError(
-            f"grammar must be a GrammarSpec or None, got {type(request.grammar).__name__}"
-        )
+        value = getattr(request, name)
+        if value is not None and not isinstance(value, Sequence):
+            raise RequestError(f"{name} must be a list, got {short_repr(value)}")
     if request.grammar is not None:
+        if not isinstance(request.grammar, GrammarSpec):
+            raise RequestError(
+                f"grammar must be a GrammarSpec or None, got {type(request.grammar).__name__}"
+            )
         check_size("the grammar", request.grammar.text, "grammar_bytes", limits)
-    if request.max_tokens is not None:
-        _integer("max_tokens", request.max_tokens, 1, 2**31 - 1)
-    _real("temperature", request.temperature, 0.0, 1e4)
-    _integer("top_k", request.top_k, 0, 2**31 - 1)
-    _real("top_p", request.top_p, 0.0, 1.0, open_low=True)
-    _real("min_p", request.min_p, 0.0, 1.0)
-    if request.seed is not None:
-        _integer("seed", request.seed, 0, 2**64 - 1)
-    if request.verify is not None and request.verify not in VERIFY_MODES:
-        raise RequestError(f"verify must be one of {VERIFY_MODES}, got {shown(request.verify)}")
-    relaxed = request.relaxed
-    if not isinstance(relaxed, Relaxed):
-        raise RequestError(f"relaxed must be a Relaxed, got {shown(relaxed)}")
-    _integer("relaxed.top_k", relaxed.top_k, 1, 2**31 - 1)
-    _real("relaxed.delta", relaxed.delta, 0.0, 1.0)
-    check_ids("relaxed.until", () if relaxed.until is None else (relaxed.until,), vocab_size)
     if not isinstance(request.special_tokens, bool):
         raise RequestError(
-            f"special_tokens must be True or False, got {shown(request.special_tokens)}"
+            f"special_tokens must be True or False, got {short_repr(request.special_tokens)}"
         )
-    _integer("priority", request.priority, -(2**31), 2**31 - 1)
+
+
+def _check_ranges(request: Request) -> None:
+    """Check the numbers that are not sampling parameters."""
+    if request.max_tokens is not None:
+        check_integer("max_tokens", request.max_tokens, 1, 2**31 - 1)
+    check_integer("min_tokens", request.min_tokens, 0, request.max_tokens or 2**31 - 1)
+    check_integer("priority", request.priority, -(2**31), 2**31 - 1)
     if request.timeout_s is not None:
-        _real("timeout_s", request.timeout_s, 0.0, 1e9, open_low=True)
+        check_real("timeout_s", request.timeout_s, 0.0, 1e9, open_low=True)
+    check_integer("n", request.n, 1, MAX_SAMPLES)
+    if request.n > 1:
+        raise RequestError(
+            f"n is {request.n}, must be 1; submit the requests of Request.samples() instead"
+        )
+
+
+def _check_stop_strings(request: Request, limits: Limits) -> None:
     stops = request.stop or ()
-    stop_ids = request.stop_ids or ()
-    if len(stops) > limits.stop_strings and not isinstance(stops, str):
+    if isinstance(stops, str):
+        raise RequestError(f"stop must be a list of non-empty strings, got {short_repr(stops)}")
+    if len(stops) > limits.stop_strings:
         raise RequestError(
             f"stop has {len(stops)} strings, more than {limits.stop_strings} (Limits.stop_strings)"
         )
-    if isinstance(stops, str) or not all(isinstance(s, str) and s for s in stops):
-        raise RequestError(f"stop must be a list of non-empty strings, got {shown(stops)}")
-    if (characters := sum(map(len, stops))) > limits.stop_characters:
+    if not all(isinstance(string, str) and string for string in stops):
+        raise RequestError(f"stop must be a list of non-empty strings, got {short_repr(stops)}")
+    num_characters = sum(map(len, stops))
+    if num_characters > limits.stop_characters:
         raise RequestError(
-            f"stop has {characters} characters, more than {limits.stop_characters} "
+            f"stop has {num_characters} characters, more than {limits.stop_characters} "
             "(Limits.stop_characters)"
         )
     if stops and request.grammar is not None:
-        raise RequestError("a stop string would cut a guided output in two; use one or the other")
-    if len(stop_ids) > MAX_STOP_IDS:
-        raise RequestError(f"at most {MAX_STOP_IDS} stop ids, got {len(stop_ids)}")
-    check_ids("stop_ids", stop_ids, vocab_size)
-    _check_adjust(request, vocab_size, limits)
-
-
-def _check_adjust(request: Request, vocab_size: int, limits: Limits) -> None:
-    """Refuse what makes no sense among `n`, bias, bounds, penalties and log probabilities."""
-    _integer("sample", request.sample, 0, 2**24 - 1)
-    _integer("n", request.n, 1, MAX_SAMPLES)
-    if request.n > 1:
-        raise RequestError(f"n is {request.n}: submit each of Request.samples() by itself")
-    _real("presence_penalty", request.presence_penalty, -2.0, 2.0)
-    _real("frequency_penalty", request.frequency_penalty, -2.0, 2.0)
-    _real("repetition_penalty", request.repetition_penalty, 0.0, 100.0, open_low=True)
-    _integer("min_tokens", request.min_tokens, 0, request.max_tokens or 2**31 - 1)
-    if type(request.logprobs_masked) is not bool:
         raise RequestError(
-            f"logprobs_masked must be True or False, got {shown(request.logprobs_masked)}"
+            "stop cannot be combined with grammar, because a stop string may cut a valid output"
         )
-    if request.logprobs_masked and request.logprobs is None:
-        raise RequestError("logprobs_masked says which logprobs are meant, and none are asked for")
-    if request.logprobs is not None:
-        _integer("logprobs", request.logprobs, 0, min(MAX_LOGPROBS, vocab_size))
-    bias = {} if request.logit_bias is None else request.logit_bias
-    if not isinstance(bias, Mapping):
-        raise RequestError(f"logit_bias must be numbers by id, got {shown(bias)}")
-    if len(bias) > limits.logit_biases:
+
+
+def _check_num_biases(request: Request, limits: Limits) -> None:
+    bias = request.logit_bias
+    if isinstance(bias, Mapping) and len(bias) > limits.logit_biases:
         raise RequestError(
             f"logit_bias has {len(bias)} ids, more than {limits.logit_biases} (Limits.logit_biases)"
         )
-    check_ids("logit_bias", bias, vocab_size)
-    for value in bias.values():
-        _real("each value of logit_bias", value, -1e6, 1e6)
-    allowed = request.allowed_ids
-    banned = request.banned_ids or ()
-    for name, ids in (("allowed_ids", allowed or ()), ("banned_ids", banned)):
-        if len(ids) > vocab_size:
-            raise RequestError(f"{name} has {len(ids)} ids, the vocabulary {vocab_size}")
-        check_ids(name, ids, vocab_size)
-    if set(banned).issuperset(allowed) if allowed is not None else len(set(banned)) == vocab_size:
-        raise RequestError("allowed_ids and banned_ids leave no id")

@@ -1,4 +1,4 @@
-"""The engine: admission, scheduling, continuous batching and results."""
+"""Engine: admission, scheduling with continuous batching, slots, replays and results."""
 
 from graft.models.engine.engine import Engine
 

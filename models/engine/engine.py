@@ -1,8 +1,9 @@
-"""The engine: requests in, rounds replayed, outputs out.
+"""Engine: LLM inference with speculative decoding and structured output.
 
-One round is one graph launch. The host publishes who sits in which row, launches, and reads a
-round's tokens from a ring as soon as verification has written them. With `overlap`, the next round
-was launched before that, so the device goes from round to round without the host.
+One decoding round is one launch of a CUDA graph. The host publishes which request has which batch
+row, launches the graph, and reads the tokens of the round from a ring as soon as verification has
+written them. With `overlap` the next round has been launched by then, so the device never waits for
+the host.
 """
 
 from __future__ import annotations
@@ -32,7 +33,13 @@ from graft.models.drafters import DrafterChoice
 from graft.models.engine.admission import Admission
 from graft.models.engine.assembly import assemble
 from graft.models.engine.interrupt import ReentrancyGuard, Shield
-from graft.models.engine.migrate import MigratedRequest, Migrator, facts, requested, restore
+from graft.models.engine.migrate import (
+    MigratedRequest,
+    Migrator,
+    engine_properties,
+    read_request,
+    restore_output,
+)
 from graft.models.engine.options import Options
 from graft.models.engine.replay import Replays
 from graft.models.engine.scheduler import Scheduler
@@ -40,53 +47,70 @@ from graft.models.engine.slots import SlotManager
 from graft.models.engine.stats import EngineStats
 from graft.models.errors import EngineError, EngineUseError, RequestError
 from graft.models.llm.config import LlamaConfig
-from graft.models.request import Event, Output, Request, shown
+from graft.models.request import Event, Output, Request
 from graft.models.round.prefill import PrefillScheduler
 from graft.models.round.round import RoundGraph
 from graft.models.tokenizer import Tokenizer
+from graft.sampling.checks import short_repr
+
+__all__ = ["Engine", "batch_buckets"]
 
 LOG = logging.getLogger("graft")
 LOG.addHandler(logging.NullHandler())
-#: Seconds within which something of what was dropped must have been freed, or close() goes on.
-REST_S = 0.25
+
+#: Time in which a device resource must be freed; `Engine.close` stops waiting after it.
+RELEASE_POLL_S = 0.25
 
 
-def buckets(max_batch_size: int) -> list[int]:
-    """Batch sizes that have a graph of their own: powers of two, and the largest batch."""
+def batch_buckets(max_batch_size: int) -> list[int]:
+    """Return the batch sizes that have a graph: powers of two, and the maximum."""
     sizes = [1 << i for i in range(max_batch_size.bit_length()) if 1 << i < max_batch_size]
     return [*sizes, max_batch_size]
 
 
 class Engine:
-    """Guided speculative decoding of a Llama target.
+    """Generates text for batches of requests.
+
+    `submit` and `step` are the two primitives; `generate` and `stream` are built on them. An engine
+    handles one call at a time: a call from a second thread raises `EngineUseError`, except for
+    `cancel` and `wake`, which are thread-safe. The logger "graft" reports refused, failed and late
+    requests and engine failures.
 
     Parameters
     ----------
-    model : directory of the target: config.json, safetensors, tokenizer.json.
-    drafter : directory of an EAGLE-3 checkpoint; or a `MakeDrafter`, such as the class of a
-        drafter of one's own, or its name as ``module:name``. None decodes without speculation, but
-        for forced drafts.
+    model
+        Folder of a Llama or Qwen3 checkpoint: config.json, safetensors, tokenizer.json.
+    drafter
+        Folder of a drafter checkpoint, a drafter class or another `MakeDrafter`, or its name as
+        ``module:name``. None decodes without speculation, except for forced drafts.
     ranks
         Tensor-parallel processes. This process is rank 0; the others run
-        `graft.models.llm.worker_rank.follow`. Outputs equal those of one process up to rounding
-        and do not depend on batch, order or time.
-    options : fields of `Options`.
+        `graft.models.llm.worker_rank.follow`. Outputs equal those of one process up to rounding and
+        do not depend on batch, order or time.
+    **options
+        Fields of `Options`.
+
+    Attributes
+    ----------
+    options : Options
+        Options with all defaults resolved.
+    device : Device
+        Device of the engine.
+    transport_reason : str
+        Why this grammar transport was chosen.
+    tokenizer : Tokenizer
+        Tokenizer of the model.
+    stats : EngineStats
+        Counters since the start or the last `reset_stats`.
+    round_graphs : dict
+        Graphs by (batch size, drafts per batch row).
+    failure : str or None
+        Error that has stopped the engine for good; None while it works.
 
     Raises
     ------
     ConfigError, CheckpointError, TokenizerError, OptionError, DeviceError
-        Before any request is taken, each naming what does not fit.
-
-    Notes
-    -----
-    `submit` and `step` are its two primitives; `generate` and `stream` drive them. One thread uses
-    an engine at a time; of two, the second gets an `EngineUseError`. The logger "graft" tells of
-    refused, failed and late requests and of an engine's end.
-
-    Attributes
-    ----------
-    options : as they were resolved.
-    failure : why it has failed for good, or None while it works.
+        If a file, an option or the device is unsuitable, before any request is accepted.
     """
 
     def __init__(
@@ -97,67 +121,40 @@ class Engine:
         ranks: RankGroup | None = None,
         **options: Any,
     ):
-        known = {field.name for field in fields(Options)}
-        for name in options:
-            if name not in known:
-                raise OptionError(f"no option {name}; there are {', '.join(sorted(known))}")
-        if not isinstance(model, (str, os.PathLike)):
-            raise OptionError(f"model must be a checkpoint's folder, got {shown(model)}")
-        if ranks is not None and not isinstance(ranks, RankGroup):
-            raise OptionError(f"ranks must be RankGroup, got {shown(ranks)}")
-        asked = Options(**options)
+        requested = _check_arguments(model, drafter, ranks, options)
         folder = Path(model)
-        if asked.draft_tree is not None and drafter is None:
-            raise OptionError(f"draft_tree {asked.draft_tree} needs a drafter")
         config = LlamaConfig.from_dir(folder)
         tokenizer = Tokenizer(folder, vocab_size=config.vocab_size)
-        # A draft head's own max_position_embeddings is its training length and binds nobody.
-        asked = asked.sized(config.max_position_embeddings)
-        self.device = open_device(asked.device, asked.ordinal)
-        transport, self.transport_reason = choose_transport(asked.grammar_transport, self.device)
-        self.options = replace(asked, grammar_transport=transport)
+        # max_position_embeddings of a draft head is its training length and limits nothing here.
+        requested = requested.sized(config.max_position_embeddings)
+        self.device = open_device(requested.device, requested.ordinal)
+        transport, self.transport_reason = choose_transport(
+            requested.grammar_transport, self.device
+        )
+        self.options = replace(requested, grammar_transport=transport)
         built = assemble(self.device, self.options, folder, drafter, config, tokenizer, ranks)
         self._built = built
         self._parts = built.parts
         self.tokenizer = tokenizer
         self._admission = Admission(self.options, tokenizer, config.vocab_size, built.compiler)
         self._replays = Replays(built.parts, built.stream, built.budget)
-        self._handing = Migrator(
+        self._migrator = Migrator(
             self.device,
             StreamLane(built.stream),
             built.caches,
             built.prefixes,
-            facts(self.device, asked, folder, drafter, built.parts.drafter),
+            engine_properties(self.device, requested, folder, drafter, built.parts.drafter),
         )
-        self.rounds: dict[tuple[int, int], RoundGraph] = {}
+        self.round_graphs: dict[tuple[int, int], RoundGraph] = {}
         self.stats = EngineStats(draft_length=built.parts.depth)
-        self._forced_before = 0
-        depth = 2 if self.options.overlap and self.options.composition == "one" else 1
-        self._scheduler = Scheduler(
-            self._replays,
-            SlotManager(
-                self.options.slots,
-                self.options.max_batch_size,
-                built.caches,
-                built.prefixes,
-                built.prefill,
-                built.parts.state,
-                StreamLane(built.stream),
-                PrefillScheduler(None if asked.prefill_rows == "auto" else int(asked.prefill_rows)),
-                (depth + 1) * built.parts.width,
-                self.options.slack,
-            ),
-            self.rounds,
-            self.stats,
-            built.budget,
-            depth=depth,
-            verify=self.options.verify,
-        )
+        self._forced_tokens_at_reset = 0
+        self._scheduler = self._make_scheduler()
         self._ids = itertools.count()
-        self._use = ReentrancyGuard()
-        self._left: deque[tuple[Sequence[str], set[str]]] = deque()  # claims, and what to cancel
+        self._guard = ReentrancyGuard()
+        # Streams that were left and requests to cancel: (claimed ids to release, ids to cancel).
+        self._abandoned: deque[tuple[Sequence[str], set[str]]] = deque()
         self.failure: str | None = None
-        self._faulted = False
+        self._device_failed = False
         try:
             self._build_rounds()
         except BaseException:
@@ -165,177 +162,229 @@ class Engine:
             raise
         self._closed = False
 
+    def _make_scheduler(self) -> Scheduler:
+        built = self._built
+        options = self.options
+        overlap = options.overlap and options.composition == "one"
+        max_in_flight = 2 if overlap else 1
+        prefill_rows = options.prefill_rows
+        slots = SlotManager(
+            options.slots,
+            options.max_batch_size,
+            caches=built.caches,
+            prefix_cache=built.prefixes,
+            prefill=built.prefill,
+            slot_state=built.parts.state,
+            lane=StreamLane(built.stream),
+            prefill_scheduler=PrefillScheduler(
+                None if prefill_rows == "auto" else int(prefill_rows)
+            ),
+            positions_ahead=(max_in_flight + 1) * built.parts.width,
+            slack_positions=options.slack,
+        )
+        return Scheduler(
+            self._replays,
+            slots,
+            self.round_graphs,
+            self.stats,
+            built.budget,
+            max_in_flight=max_in_flight,
+            verify=options.verify,
+        )
+
     def _build_rounds(self) -> None:
-        """One graph per bucket and number of rows, and idle replays of each: what loads lazily is
-        loaded by the first, and the others tell the budget how long it takes; and idle prompts."""
+        """Build the graph of each batch bucket and draft length, and run idle replays.
+
+        The first replay of a graph loads everything that is loaded lazily. The times of the others
+        tell the draft budget what a length costs. Idle prefill chunks are run for the same reasons.
+        """
         scratch = self._parts.scratch(self.options.max_batch_size)
-        idle = EngineStats()
+        stats = EngineStats()
         budget = self._built.budget
-        for key in itertools.product(buckets(self.options.max_batch_size), budget.lengths):
-            self.rounds[key] = RoundGraph(self._parts, scratch, *key, budget.made(*key))
-            for _ in range(1 if len(budget.lengths) == 1 else 3):
-                self._replays.launch(self.rounds[key], [])
-                self._replays.wait(idle, Shield())
+        num_replays = 1 if len(budget.lengths) == 1 else 3
+        buckets = batch_buckets(self.options.max_batch_size)
+        for batch, drafts in itertools.product(buckets, budget.lengths):
+            made = budget.drafts_to_generate(batch, drafts)
+            graph = self._built.round_class(self._parts, scratch, batch, drafts, made)
+            self.round_graphs[batch, drafts] = graph
+            for _ in range(num_replays):
+                self._replays.launch(graph, [])
+                self._replays.wait(stats, Shield())
                 self._replays.finish()
-        warmed = self._built.prefill.warm(StreamLane(self._built.stream))
-        self._replays.settle(idle)
-        for piece in warmed:
-            self._scheduler.seating.pieces.took(piece.rows, piece.took_s())
+        chunks = self._built.prefill.warm(StreamLane(self._built.stream))
+        self._replays.wait_idle(stats)
+        for chunk in chunks:
+            self._scheduler.slots.prefill_scheduler.record_time(chunk.rows, chunk.elapsed_s())
 
     # Requests ---------------------------------------------------------------------------------
 
     def submit(self, request: Request) -> str:
-        """Take a request and begin compiling its grammar; returns its id.
+        """Submit a request and return its id.
 
-        A request that cannot be served does not raise: it ends at once with the reason "refused"
-        and a sentence, and the others go on.
+        Its grammar is compiled in the background. A request that cannot be served does not raise:
+        it finishes at once with reason "refused" and an error message, and other requests are not
+        affected.
 
         Raises
         ------
         RequestError
-            When a running request has the same id: its events could not be told apart.
+            If an unfinished request has the same id.
         """
-        with self._use:
+        with self._guard:
             self._require_working()
-            if _has_name(request) and request.id in self._scheduler.unfinished:
-                raise RequestError(f"a request with id {request.id!r} is running already")
+            if _has_id(request) and request.id in self._scheduler.unfinished:
+                raise RequestError(f"a request with id {request.id!r} is already running")
             return self._submit(request, ())
 
     def migrate_out(self, request_id: str) -> MigratedRequest:
-        """Take an unfinished request away, for another engine to go on with it (`take_over`).
+        """Remove an unfinished request so that another engine can continue it (`migrate_in`).
 
-        It may wait, or have been prefilled and have an output. Here it ends, with the reason
-        "moved" and what was told of it. Its pages come with it as far as the prefix cache keeps
-        them (all that are full once it generates, or none without that cache); it keeps them too.
+        The request may be waiting, prefilled or generating. Here it finishes with reason "moved"
+        and the output that has been reported. Its full pages are migrated as far as they are in the
+        prefix cache, which keeps them: all of them once the request generates, or none if the cache
+        is disabled.
 
         Raises
         ------
         RequestError
-            No such request is unfinished.
+            If no unfinished request has this id.
         """
-        with self._use:
+        with self._guard:
             self._require_working()
-            running = self._scheduler.unfinished.get(request_id)
-            if running is None:
-                raise RequestError(f"no request {request_id!r} is unfinished here")
-            if running.slot in self._scheduler.seating.seated:
-                self._built.prefixes.keep(running.slot, running.tokens)
-            over = self._handing.pack(running, self.options.verify)
-            self._scheduler.end(running, "moved")
-            return over
+            state = self._scheduler.unfinished.get(request_id)
+            if state is None:
+                raise RequestError(f"this engine has no unfinished request {request_id!r}")
+            if state.slot in self._scheduler.slots.running:
+                self._built.prefixes.insert(state.slot, state.tokens)
+            migrated = self._migrator.pack(state, self.options.verify)
+            self._scheduler.end(state, "moved")
+            return migrated
 
-    def migrate_in(self, over: MigratedRequest) -> str:
-        """Go on with a request of another engine; returns its id, which it brings along.
+    def migrate_in(self, migrated: MigratedRequest) -> str:
+        """Continue a request of another engine and return its id.
 
-        Events tell of what follows, the output at the end of all. What the caches have no room for
-        is prefilled here. It may be refused as `submit` refuses.
+        Events report what follows here; the final output contains everything. Tokens whose pages do
+        not fit into the prefix cache are prefilled again. The request may be refused like one that
+        is submitted.
 
         Raises
         ------
-        HandOverError
-            The engines differ: in model, drafter's kind or folder, page size, number formats or
-            device; or the prefix cache here could not keep the pages. Nothing was touched then.
+        MigrationError
+            If the engines differ in model, drafter, page size, number formats or device, or if the
+            prefix cache cannot hold the pages. Nothing has been changed then.
         RequestError
-            A request with this id is running.
+            If an unfinished request has the same id.
         """
-        with self._use:
+        with self._guard:
             self._require_working()
-            self._handing.check(over)
-            request = requested(over.about)
+            self._migrator.check(migrated)
+            request = read_request(migrated.description)
             if request.id in self._scheduler.unfinished:
-                raise RequestError(f"a request with id {request.id!r} is running already")
-            return self._submit(request, (), over)
+                raise RequestError(f"a request with id {request.id!r} is already running")
+            return self._submit(request, (), migrated)
 
     def _submit(
-        self, request: Request, names: Container[str], over: MigratedRequest | None = None
+        self,
+        request: Request,
+        reserved_ids: Container[str],
+        migrated: MigratedRequest | None = None,
     ) -> str:
-        """Take a request; one without a name gets one that is nobody's, and not of `names`."""
+        """Submit a request. If it has no id, assign one that is unused and not reserved."""
         scheduler = self._scheduler
-        if _has_name(request):
-            name = str(request.id)
-        else:
-            free = (f"request-{number}" for number in self._ids)
-            name = next(n for n in free if n not in names and n not in scheduler.unfinished)
-        output = Output(id=name)
+        request_id = str(request.id) if _has_id(request) else self._unused_id(reserved_ids)
+        output = Output(id=request_id)
         try:
-            running = self._admission.take(request, output, scheduler.waiting.values())
-            if over is not None:
-                restore(running, over.about)
-                self._handing.adopt(over)
-            scheduler.submit(running)
+            state = self._admission.admit(request, output, scheduler.waiting.values())
+            if migrated is not None:
+                restore_output(state, migrated.description)
+                self._migrator.insert_pages(migrated)
+            scheduler.submit(state)
         except GraftError as error:
             output.reason = "refused"
             scheduler.deliver(output, error)
-        return name
+        return request_id
+
+    def _unused_id(self, reserved_ids: Container[str]) -> str:
+        while True:
+            request_id = f"request-{next(self._ids)}"
+            if request_id not in reserved_ids and request_id not in self._scheduler.unfinished:
+                return request_id
 
     def cancel(self, request_id: str) -> bool:
-        """End a request with what it has so far; False when no such request is running.
+        """End a request with the output it has so far. Thread-safe.
 
-        Any thread may call it, also within another call: it is done before the next round then.
-        """
-        if self._closed or request_id not in self._scheduler.unfinished:
-            return False
-        self._left.append(((), {request_id}))
-        self._forget_left()
-        return True
-
-    def wake(self) -> None:
-        """Let a `step` that rests until a grammar is compiled return at once; any thread may."""
-        if not self._closed:
-            self._scheduler.wake()
-
-    def preempt(self, request_id: str) -> bool:
-        """Take a running request's slot and pages away; it goes on later, behind those waiting.
-
-        What it generated is kept, and it resumes by prefilling prompt and output; greedy and
-        coupled outputs are token for token what they would have been. The engine itself does so
-        when pages run out, but puts the request in front of those waiting.
+        If another call is running, the request ends before the next round.
 
         Returns
         -------
         bool
-            False when no such request has a slot.
+            False if no unfinished request has this id.
         """
-        with self._use:
+        if self._closed or request_id not in self._scheduler.unfinished:
+            return False
+        self._abandoned.append(((), {request_id}))
+        self._try_end_abandoned()
+        return True
+
+    def wake(self) -> None:
+        """Wake a `step` that is blocked on grammar compilation. Thread-safe."""
+        if not self._closed:
+            self._scheduler.wake()
+
+    def preempt(self, request_id: str) -> bool:
+        """Take the slot and KV-cache pages of a running request and requeue it.
+
+        The request keeps its output and resumes by prefilling prompt and output. Greedy and coupled
+        outputs are identical to those without preemption. The engine preempts requests itself when
+        pages run out, but then puts them at the front of the queue instead of the end.
+
+        Returns
+        -------
+        bool
+            False if no such request has a slot.
+        """
+        with self._guard:
             self._require_working()
-            running = self._scheduler.unfinished.get(request_id)
-            if running is None or running.slot < 0:
+            state = self._scheduler.unfinished.get(request_id)
+            if state is None or state.slot < 0:
                 return False
-            self._scheduler.preempt(running)
+            self._scheduler.preempt(state)
             return True
 
     # Rounds -----------------------------------------------------------------------------------
 
     @property
     def busy(self) -> bool:
-        """Whether any request is unfinished, or has an event that `step` would return."""
+        """Whether a request is unfinished or has an event that `step` would return."""
         return not self._closed and self._scheduler.busy
 
     def step(self) -> list[Event]:
-        """Let ready requests join, launch what may be in flight, and return what a round brought.
+        """Run one scheduling step and return its events.
 
-        Events of requests that a `stream` or `generate` under way has submitted are left to it.
+        A step admits ready requests, launches up to two rounds and reads the oldest one. Events of
+        requests that belong to an active `stream` or `generate` are left to that call.
 
         Raises
         ------
         DeviceError, HostWorkError
-            When the device or a round failed; every later call says so by an `EngineError`.
+            If the device or a round failed. All later calls raise `EngineError`.
         KeyboardInterrupt
-            While the device works; nothing is lost, and the next step goes on from there.
+            On Ctrl-C while the device works. Nothing is lost; the next step continues.
         """
         self._advance()
         return self._scheduler.outbox.fetch_rest()
 
     def _advance(self) -> None:
-        with Shield() as shield, self._use:
+        with Shield() as shield, self._guard:
             self._require_working()
             try:
-                self._end_left()
+                self._end_abandoned()
                 self._scheduler.step(shield)
             except Exception as failure:
-                self.failure = str(failure)  # no traceback: it would hold what close() gives back
-                self._faulted = isinstance(failure, DeviceError)
-                LOG.error("the engine has failed: %s", self.failure)  # a record may be kept too
+                # As text: an exception's traceback would keep the resources that close() frees.
+                self.failure = str(failure)
+                self._device_failed = isinstance(failure, DeviceError)
+                LOG.error("the engine has failed: %s", self.failure)
                 raise
 
     def _require_working(self) -> None:
@@ -344,158 +393,178 @@ class Engine:
         if self.failure is not None:
             raise EngineError(f"the engine has failed: {self.failure}")
 
-    # Driving ----------------------------------------------------------------------------------
+    # Generation -------------------------------------------------------------------------------
 
     def stream(self, requests: Iterable[Request]) -> Iterator[Event]:
-        """Run requests together and yield their events as rounds bring them.
+        """Run requests together and yield their events after each round.
 
-        Several streams of one engine may be used in turns, and within each other. Leaving the
-        iterator early, or Ctrl-C, cancels what is unfinished.
+        Several streams of one engine can be used in turns, nested, and combined with `submit`.
+        Leaving the iterator early, or Ctrl-C, cancels the unfinished requests.
 
         Raises
         ------
         RequestError
-            When two requests have the same id, before any of them is taken.
+            If two requests have the same id; no request has been submitted then.
         """
-        return self._stream(_samples(requests), [])
+        return self._stream(_expand_samples(requests), [])
 
-    def _stream(self, requests: list[Request], names: list[str]) -> Iterator[Event]:
-        """The same; puts the requests' ids into `names`."""
-        left: set[str] = set()
+    def _stream(self, requests: list[Request], ids: list[str]) -> Iterator[Event]:
+        """Implement `stream` and append the ids of the requests to `ids`."""
+        unfinished: set[str] = set()
         try:
-            with self._use:
+            with self._guard:
                 self._require_working()
                 outbox = self._scheduler.outbox
-                given = _names(requests, self._scheduler.unfinished)
+                explicit_ids = _explicit_ids(requests, self._scheduler.unfinished)
                 for request in requests:
-                    names.append(self._submit(request, given))
-                    left.add(names[-1])
-                    outbox.claim(names[-1])
-            while left:
-                events = outbox.fetch(left)
+                    ids.append(self._submit(request, explicit_ids))
+                    unfinished.add(ids[-1])
+                    outbox.claim(ids[-1])
+            while unfinished:
+                events = outbox.fetch(unfinished)
                 if not events:
                     self._advance()
                 for event in events:
                     if event.finished:
-                        left.discard(event.id)
+                        unfinished.discard(event.id)
                     yield event
         finally:
-            self._left.append((names, left))
-            self._forget_left()
+            self._abandoned.append((ids, unfinished))
+            self._try_end_abandoned()
 
-    def _forget_left(self) -> None:
-        """End what was cancelled or left; the next round begins with that if this is no time."""
-        with suppress(EngineUseError), self._use:
-            self._end_left()
+    def _try_end_abandoned(self) -> None:
+        """End cancelled and abandoned requests now or, during another call, in the next step."""
+        with suppress(EngineUseError), self._guard:
+            self._end_abandoned()
 
-    def _end_left(self) -> None:
-        while self._left:
-            names, unfinished = self._left.popleft()
-            if not self._closed:
-                for name in unfinished & self._scheduler.unfinished.keys():
-                    running = self._scheduler.unfinished[name]
-                    self._scheduler.end(running, "cancelled", told=self.failure is not None)
-                self._scheduler.outbox.release(names)
+    def _end_abandoned(self) -> None:
+        while self._abandoned:
+            claimed, to_cancel = self._abandoned.popleft()
+            if self._closed:
+                continue
+            for request_id in to_cancel & self._scheduler.unfinished.keys():
+                state = self._scheduler.unfinished[request_id]
+                device_unusable = self.failure is not None
+                self._scheduler.end(state, "cancelled", ended_on_device=device_unusable)
+            self._scheduler.outbox.release(claimed)
 
     def generate(self, requests: Iterable[Request], progress: bool = False) -> list[Output]:
-        """Run requests together and return their outputs in the same order, samples by number.
+        """Run requests together and return their outputs in the same order.
+
+        Parameters
+        ----------
+        requests
+            Requests. One with ``n > 1`` has `n` outputs, in the order of their sample numbers.
+        progress
+            Whether to show a progress bar.
 
         Raises
         ------
         RequestError
-            When two requests have the same id, before any of them is taken.
+            If two requests have the same id; no request has been submitted then.
         KeyboardInterrupt
-            After every unfinished request was cancelled.
+            On Ctrl-C, after all unfinished requests have been cancelled.
         """
-        asked = _samples(requests)
-        names = list[str]()
-        done: dict[str, Output] = {}
-        with tqdm(total=len(asked), disable=not progress, unit="request") as bar:
-            for event in self._stream(asked, names):
+        samples = _expand_samples(requests)
+        ids: list[str] = []
+        outputs: dict[str, Output] = {}
+        with tqdm(total=len(samples), disable=not progress, unit="request") as bar:
+            for event in self._stream(samples, ids):
                 if event.output is not None:
-                    done[event.id] = event.output
+                    outputs[event.id] = event.output
                     bar.update()
-        self._count_forced()
-        return [done[name] for name in names]
+        self._update_forced_tokens()
+        return [outputs[request_id] for request_id in ids]
 
     def warm(self, request: Request) -> None:
-        """Prefill a request's prompt, such as a beginning that many will share, for those to come.
+        """Prefill a prompt, such as a common prefix of many requests, into the prefix cache.
 
-        Nothing is kept of it without a prefix cache (`Options.prefix_cache_bytes`), or where the
-        drafter's entries are of use to nobody else (`Drafter.lookahead`).
+        Without a prefix cache (`Options.prefix_cache_bytes`), or with a drafter whose entries
+        cannot be shared (`Drafter.lookahead`), nothing is kept.
 
         Raises
         ------
         RequestError
-            It is refused as a request, or fails.
+            If the request is refused or fails.
         """
         if not isinstance(request, Request):
-            raise RequestError(f"request must be a Request, got {shown(request)}")
+            raise RequestError(f"request must be a Request, got {short_repr(request)}")
         output = self.generate([replace(request, max_tokens=1, n=1)])[0]
         if output.error is not None:
             raise RequestError(output.error)
 
-    def _count_forced(self) -> dict[str, int]:
+    # Counters ---------------------------------------------------------------------------------
+
+    def _update_forced_tokens(self) -> dict[str, int]:
+        """Update `stats.forced_tokens` and return the counters of the guided decoder."""
         counters = self._parts.decoder.counters()
-        self.stats.forced_tokens = counters["forced_tokens"] - self._forced_before
+        self.stats.forced_tokens = counters["forced_tokens"] - self._forced_tokens_at_reset
         return counters
 
     def counters(self) -> dict[str, Any]:
-        """Engine, grammar and device counters in one dictionary, and what is held right now."""
+        """Return the counters of engine, grammar, compiler, device and prefix cache.
+
+        The entry "held" has the resources that are in use now.
+        """
         if self._closed:
             raise OptionError("the engine is closed")
-        grammar = self._count_forced()
-        seating = self._scheduler.seating
+        grammar = self._update_forced_tokens()
+        slots = self._scheduler.slots
         replays = self._replays
         caches = self._built.caches
-        prefixes = self._built.prefixes
-        used = sum(c.scratch_page - len(c.free) - prefixes.unused for c in caches)
+        prefix_cache = self._built.prefixes
+        used_pages = sum(
+            cache.scratch_page - len(cache.free) - prefix_cache.num_unused for cache in caches
+        )
         return {
             "engine": self.stats.as_dict(),
             "grammar": grammar,
             "compile": self._built.compiler.counters(),
             "device": self.device.stats(),
             "prefixes": {
-                "pages": len(prefixes),
-                "bytes": len(prefixes) * sum(cache.page_bytes for cache in caches),
-                "hit_tokens": prefixes.hits,
-                "evictions": prefixes.evictions,
+                "pages": len(prefix_cache),
+                "bytes": len(prefix_cache) * sum(cache.page_bytes for cache in caches),
+                "hit_tokens": prefix_cache.hit_tokens,
+                "evictions": prefix_cache.evictions,
             },
             "held": {
-                "slots": seating.taken,
-                "leaving_slots": seating.leaving,
-                "pages": used,
+                "slots": slots.num_assigned,
+                "leaving_slots": slots.num_leaving,
+                "pages": used_pages,
                 "unread_replays": len(replays.unread),
-                "unretired_replays": replays.number - replays.retired,
+                "unretired_replays": replays.launched - replays.retired,
             },
         }
 
     def reset_stats(self) -> None:
-        """Begin counting anew."""
+        """Reset `stats`."""
         self._require_working()
-        self._forced_before = self._parts.decoder.counters()["forced_tokens"]
-        self.stats = self._scheduler.stats = EngineStats(draft_length=self._parts.depth)
+        self._forced_tokens_at_reset = self._parts.decoder.counters()["forced_tokens"]
+        self.stats = EngineStats(draft_length=self._parts.depth)
+        self._scheduler.stats = self.stats
 
-    def settle(self) -> None:
-        """Wait until the device is idle and take back what finished requests held.
+    def synchronize(self) -> None:
+        """Wait until the device is idle, and reclaim the resources of finished requests.
 
-        For measurements and tests; generation does this by itself. Requests that run are kept:
-        what rounds in flight bring for them is read first.
+        Rounds in flight are read first, and running requests are kept. Generation does not need
+        this call; measurements and tests do.
         """
-        with Shield() as shield, self._use:
+        with Shield() as shield, self._guard:
             self._require_working()
-            self._scheduler.settle(shield)
+            self._scheduler.wait_idle(shield)
+
+    # End --------------------------------------------------------------------------------------
 
     def close(self) -> None:
-        """Cancel what runs, drain the device and give everything back.
+        """Cancel unfinished requests, drain the device and free all resources.
 
         Raises
         ------
         DeviceError, HostWorkError
-            The device or a round in flight failed, and no step has told so yet; everything was
-            given back all the same.
+            If the device or a round in flight failed and no step has raised it yet. All resources
+            are freed nevertheless.
         """
-        with self._use:
+        with self._guard:
             if self._closed:
                 return
             self._closed = True
@@ -505,40 +574,42 @@ class Engine:
                 if self.failure is None:
                     raise
             finally:
-                self._scheduler.close()  # frames of a traceback may still hold it
+                self._scheduler.close()  # frames of a traceback may still refer to it
                 del self._built, self._parts, self._admission, self._replays, self._scheduler
-                del self._handing
-                gc.collect()  # cycles must not keep device memory until some later collection
-                # What a faulted device was doing when it stopped never ends, nor is given back.
-                if not self._faulted:
-                    _rest(self.device)
+                del self._migrator
+                gc.collect()  # reference cycles must not keep device memory until a later pass
+                # Work that a failed device was running never completes, nor is it freed.
+                if not self._device_failed:
+                    _wait_for_release(self.device)
 
     def _drain(self) -> None:
-        with ExitStack() as stack:  # every one of them, last first, whatever another raises
+        """Close all parts in reverse order, each one even if another raises."""
+        with ExitStack() as stack:
             parts = self._parts
             built = self._built
-            stack.callback(parts.target.end)
+            stack.callback(parts.target.release_workers)
             stack.callback(built.stream.close)
-            for held in (parts.inputs, parts.outputs, parts.timeline, parts.exchange):
-                stack.callback(held.close)
+            for ring in (parts.inputs, parts.outputs, parts.timeline, parts.exchange):
+                stack.callback(ring.close)
             stack.callback(parts.decoder.close)
             stack.callback(built.compiler.close)
             stack.callback(built.prefill.close)
-            for graph in self.rounds.values():
+            for graph in self.round_graphs.values():
                 stack.callback(graph.close)
-            stack.callback(self._scheduler.seating.reclaim_idle)
+            stack.callback(self._scheduler.slots.reclaim_all)
             stack.callback(self._replays.drain)
-            for running in list(self._scheduler.unfinished.values()):
-                stack.callback(self._scheduler.end, running, "cancelled", told=True)
-        self.rounds.clear()
+            for state in list(self._scheduler.unfinished.values()):
+                stack.callback(self._scheduler.end, state, "cancelled", ended_on_device=True)
+        self.round_graphs.clear()
 
-    def __del__(self) -> None:  # its threads and graphs would stay
+    def __del__(self) -> None:
+        # Without it, threads and graphs of an engine that was not closed would remain.
         if getattr(self, "_closed", True) or sys.is_finalizing():
             return
         try:
             prepare_driver_call("Engine.close")
         except DeviceError:
-            return  # collected in a host function or a fork, neither of which may call the driver
+            return  # collected in a host function or after a fork: driver calls are not allowed
         self.close()
 
     def __enter__(self) -> Engine:
@@ -548,39 +619,78 @@ class Engine:
         self.close()
 
 
-def _rest(device: Device) -> None:
-    """Wait while what was dropped gets less; another engine's things stay."""
-    left = math.inf
-    while not device.release_unused(REST_S):
+def _check_arguments(
+    model: object,
+    drafter: DrafterChoice | None,
+    ranks: object,
+    options: dict[str, Any],
+) -> Options:
+    """Check the arguments of `Engine` and return its options.
+
+    Raises
+    ------
+    OptionError
+        If an argument is invalid.
+    """
+    known = {field.name for field in fields(Options)}
+    for name in options:
+        if name not in known:
+            raise OptionError(f"unknown option {name}; the options are {', '.join(sorted(known))}")
+    if not isinstance(model, (str, os.PathLike)):
+        raise OptionError(f"model must be the path of a checkpoint folder, got {short_repr(model)}")
+    if ranks is not None and not isinstance(ranks, RankGroup):
+        raise OptionError(f"ranks must be a RankGroup or None, got {short_repr(ranks)}")
+    requested = Options(**options)
+    if requested.draft_tree is not None and drafter is None:
+        raise OptionError(f"draft_tree {requested.draft_tree} requires a drafter")
+    return requested
+
+
+def _wait_for_release(device: Device) -> None:
+    """Wait while the number of live device resources decreases; those of other engines remain."""
+    previous = math.inf
+    while not device.release_unused(RELEASE_POLL_S):
         live = device.stats()["live"]
-        now = sum(live.values()) if isinstance(live, dict) else live
-        if now >= left:
+        count = sum(live.values()) if isinstance(live, dict) else live
+        if count >= previous:
             return
-        left = now
+        previous = count
 
 
-def _has_name(request: Request) -> bool:
+def _has_id(request: Request) -> bool:
+    """Return whether a request has a valid id; objects of other types are refused later."""
     return isinstance(getattr(request, "id", None), str)
 
 
-def _samples(requests: Iterable[Request]) -> list[Request]:
-    """The requests, each sample on its own; what is no request is refused later."""
+def _expand_samples(requests: Iterable[Request]) -> list[Request]:
+    """Return one request per sample. Objects of other types are refused at submission."""
     if not isinstance(requests, Iterable):
-        raise RequestError(f"requests must be a list of Request, got {shown(requests)}")
-    return [
-        sample
-        for request in requests
-        for sample in (request.samples() if isinstance(request, Request) else [request])
-    ]
+        raise RequestError(f"requests must be a list of Request, got {short_repr(requests)}")
+    samples: list[Request] = []
+    for request in requests:
+        if isinstance(request, Request):
+            samples.extend(request.samples())
+        else:
+            samples.append(request)
+    return samples
 
 
-def _names(requests: Sequence[Request], unfinished: Container[str]) -> set[str]:
-    """The ids that requests have been given. Raises RequestError where one is taken."""
-    names: set[str] = set()
-    for name in (str(request.id) for request in requests if _has_name(request)):
-        if name in names:
-            raise RequestError(f"two requests have id {name!r}")
-        if name in unfinished:
-            raise RequestError(f"a request with id {name!r} is running already")
-        names.add(name)
-    return names
+def _explicit_ids(requests: Sequence[Request], unfinished: Container[str]) -> set[str]:
+    """Return the ids of requests that have one.
+
+    Raises
+    ------
+    RequestError
+        If two requests have the same id, or an unfinished request has it.
+    """
+    ids: set[str] = set()
+    for request in requests:
+        if not _has_id(request):
+            continue
+        request_id = str(request.id)
+        if request_id in ids:
+            raise RequestError(f"two requests have id {request_id!r}")
+        if request_id in unfinished:
+            raise RequestError(f"a request with id {request_id!r} is already running")
+        ids.add(request_id)
+    return ids

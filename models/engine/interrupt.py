@@ -1,4 +1,4 @@
-"""What comes at a bad time: Ctrl-C during a round, and a call during another."""
+"""Deferred SIGINT handling and a re-entrancy guard."""
 
 from __future__ import annotations
 
@@ -6,44 +6,46 @@ import signal
 import sys
 import threading
 from types import FrameType, TracebackType
-from typing import Any
+from typing import Any, NamedTuple
 
 from graft.models.errors import EngineUseError
 
+__all__ = ["ReentrancyGuard", "Shield"]
+
 
 class Shield:
-    """Holds SIGINT back while engine state changes, and passes it on where that is safe.
+    """Context manager that defers SIGINT while engine state changes.
 
-    `check()` and the end of the block hand a held-back signal to the handler that stood before,
-    which by default raises KeyboardInterrupt there. Only the main thread gets signals; elsewhere a
-    shield does nothing.
+    `check` and the end of the block pass a deferred signal to the previous handler, which raises
+    KeyboardInterrupt by default. Only the main thread receives signals; in other threads a shield
+    does nothing.
     """
 
     def __init__(self) -> None:
-        self._pressed = False
-        self._before: Any = None
+        self._pending = False
+        self._previous_handler: Any = None
         self._installed = False
 
     def __enter__(self) -> Shield:
-        if threading.current_thread() is threading.main_thread():
-            before = signal.getsignal(signal.SIGINT)
-            if before is not None:  # None: installed by C code, which is left alone
-                self._before = signal.signal(signal.SIGINT, self._hold)
-                self._installed = True
+        in_main_thread = threading.current_thread() is threading.main_thread()
+        # None: the handler was installed by C code and could not be restored from Python.
+        if in_main_thread and signal.getsignal(signal.SIGINT) is not None:
+            self._previous_handler = signal.signal(signal.SIGINT, self._defer)
+            self._installed = True
         return self
 
-    def _hold(self, _signal: int, _frame: FrameType | None) -> None:
-        self._pressed = True
+    def _defer(self, _signal: int, _frame: FrameType | None) -> None:
+        self._pending = True
 
     def check(self) -> None:
-        """Pass a held-back signal on, here."""
-        if self._pressed:
-            self._pressed = False
-            signal.signal(signal.SIGINT, self._before)
+        """Pass a deferred signal to the previous handler."""
+        if self._pending:
+            self._pending = False
+            signal.signal(signal.SIGINT, self._previous_handler)
             try:
                 signal.raise_signal(signal.SIGINT)
             finally:
-                signal.signal(signal.SIGINT, self._hold)
+                signal.signal(signal.SIGINT, self._defer)
 
     def __exit__(
         self,
@@ -53,39 +55,59 @@ class Shield:
     ) -> None:
         if self._installed:
             self._installed = False
-            signal.signal(signal.SIGINT, self._before)
-            if self._pressed:
+            signal.signal(signal.SIGINT, self._previous_handler)
+            if self._pending:
                 signal.raise_signal(signal.SIGINT)
 
 
-class ReentrancyGuard:
-    """Lets one call at a time into an engine; a second is refused, whoever makes it.
+class _Call(NamedTuple):
+    """A call of the engine.
 
-    Nothing is waited for: a call from within another one, by a signal's handler or a finalizer,
-    would wait for itself.
+    Attributes
+    ----------
+    thread_id
+        Identifier of the calling thread.
+    frame_id
+        ``id()`` of the frame that entered the guard.
+    thread_name
+        Name of the thread, for error messages.
+    """
+
+    thread_id: int
+    frame_id: int
+    thread_name: str
+
+    def is_active(self) -> bool:
+        """Return whether the frame is still on the stack of its thread."""
+        frame = sys._current_frames().get(self.thread_id)
+        while frame is not None and id(frame) != self.frame_id:
+            frame = frame.f_back
+        return frame is not None
+
+
+class ReentrancyGuard:
+    """Context manager that rejects a second call of the engine while another one runs.
+
+    It never blocks: a call from a signal handler or finalizer inside another call would wait for
+    itself. It is not a `threading.Lock` because KeyboardInterrupt may be raised between acquiring
+    the lock and the first statement of the block, or before the release, and would leave the lock
+    acquired forever. Here a call owns the guard only as long as its frame is on the stack.
     """
 
     def __init__(self) -> None:
-        self._user: dict[None, tuple[int, int, str]] = {}  # thread, frame, the thread's name
+        # At most one entry. `dict.setdefault` is an atomic test-and-set.
+        self._owner: dict[None, _Call] = {}
 
     def __enter__(self) -> None:
         thread = threading.current_thread()
-        me = (threading.get_ident(), id(sys._getframe(1)), thread.name)
-        user = self._user.setdefault(None, me)  # atomic
-        if user is not me and _runs(*user[:2]):
+        call = _Call(threading.get_ident(), id(sys._getframe(1)), thread.name)
+        owner = self._owner.setdefault(None, call)
+        if owner is not call and owner.is_active():
             raise EngineUseError(
-                f"thread {thread.name!r} uses the engine while thread {user[2]!r} does: "
-                "one call at a time"
+                f"thread {call.thread_name!r} called the engine during a call of thread "
+                f"{owner.thread_name!r}; an engine handles one call at a time"
             )
-        self._user[None] = me
+        self._owner[None] = call
 
     def __exit__(self, *_: object) -> None:
-        self._user.pop(None, None)
-
-
-def _runs(thread: int, frame: int) -> bool:
-    """Whether a thread is in a call still: Ctrl-C may have ended it before it could leave."""
-    current = sys._current_frames().get(thread)
-    while current is not None and id(current) != frame:
-        current = current.f_back
-    return current is not None
+        self._owner.pop(None, None)

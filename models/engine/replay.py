@@ -1,8 +1,8 @@
-"""Replays as the host sees them: published, launched, awaited, read and retired.
+"""Replays of round graphs: launch, wait, read results and retire.
 
-Several may be in flight. A replay is *unread* from its launch until its results were read, and
-*retired* once it is wholly over: its tail still drafts while the host reads what its verification
-published.
+Several replays may be in flight. A replay is *unread* from its launch until its results have been
+read. It is *retired* once all its work is complete: after verification has published the results,
+the tail of the replay still generates drafts while the host reads.
 """
 
 from __future__ import annotations
@@ -15,65 +15,96 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import partial
 
+import numpy as np
+
 from graft.cudagraph.device import Stream
 from graft.cudagraph.errors import DeviceError, GraftError, HostWorkError
 from graft.cudagraph.exec import GraphExec
 from graft.cudagraph.stacks import describe_running
 from graft.grammar.decoder import GuidedRequest
 from graft.models.engine.interrupt import Shield
-from graft.models.engine.slots import RequestState
+from graft.models.engine.request_state import RequestState
 from graft.models.engine.stats import EngineStats
 from graft.models.request import Logprob
 from graft.models.round.budget import DraftBudget
+from graft.models.round.ema import Ema
 from graft.models.round.round import RoundGraph, RoundParts
 from graft.sampling.sampler import ROUND_ROW
 from graft.sampling.state import LOGPROBS
 
+__all__ = ["ReplayInFlight", "Replays", "RowAssignment", "RowResult"]
+
+#: Maximum time without a result and without prefill progress.
 ROUND_DEADLINE_S = 120.0
+#: Interval at which a wait checks for device failures and Ctrl-C.
 POLL_S = 0.1
-#: Of the last round in the average of their times.
+#: Weight of the latest sample in the moving average of the round time.
 ROUND_SHARE = 0.2
-_HEAD = ROUND_ROW.itemsize // 4
+#: Number of int32 words before the tokens of a result row.
+_HEADER_WORDS = ROUND_ROW.itemsize // 4
 
 
 @dataclass(frozen=True)
 class RowAssignment:
-    """Who sat in a row when its replay was launched.
+    """The request, slot and epoch that had a batch row when its replay was launched.
 
-    The request may have left since, by a stop string, a cancel or a preemption, and may even be
-    back under another epoch: then the seat is stale, and what its row brought is nobody's.
+    The request may have left the slot since (stop string, cancellation or preemption) and may even
+    have joined it again with another epoch. The assignment is then stale, and the results of the
+    row are discarded.
     """
 
-    running: RequestState
+    state: RequestState
     slot: int
     epoch: int
 
     @property
     def stale(self) -> bool:
-        return self.running.slot != self.slot or self.running.epoch != self.epoch
+        """Whether the request has left the slot since the launch."""
+        return self.state.slot != self.slot or self.state.epoch != self.epoch
 
 
 @dataclass(frozen=True)
 class ReplayInFlight:
-    """One launched replay: its number, and its own number among its graph's."""
+    """A launched replay.
 
-    replay: int
+    Attributes
+    ----------
+    number
+        Number of the replay; the first one of an engine is 1.
+    graph
+        Graph that was launched.
+    graph_number
+        Number of the replay among those of its graph.
+    rows
+        Requests of the batch rows; padding rows are omitted.
+    """
+
+    number: int
     graph: RoundGraph
-    own: int
-    seats: tuple[RowAssignment, ...]
+    graph_number: int
+    rows: tuple[RowAssignment, ...]
 
 
 @dataclass(frozen=True)
 class RowResult:
-    """What one batch row of a replay brought.
+    """Results of one batch row of a replay.
 
     Attributes
     ----------
-    slot : who sat there, -1 for a padding row.
-    reason : REASON_* of native/records/exchange.h; 0 goes on.
-    accepted, tested, cut : drafts accepted, drafts there were, and more that had no place.
-    tokens : what was committed, in order.
-    logprobs : of the tokens, where the request asks for them.
+    slot
+        Slot of the row; -1 for a padding row.
+    reason
+        REASON_* code of native/records/exchange.h; 0 if the request continues.
+    accepted
+        Number of drafts accepted.
+    tested
+        Number of drafts verified.
+    cut
+        Number of pending drafts for which the round had no forward rows.
+    tokens
+        Committed tokens in order.
+    logprobs
+        Log probabilities of the tokens, if the request asks for them.
     """
 
     slot: int
@@ -86,243 +117,265 @@ class RowResult:
 
 
 class Replays:
-    """The rounds' replays, one after another on one stream.
+    """Launches rounds one after another on one stream and reads their results.
 
-    When replay r has published its results, replay r-1 is wholly over; only then its snapshot is
-    retired and its timeline read.
+    When replay ``r`` has published its results, replay ``r - 1`` is complete. Only then its
+    snapshot is retired and its timeline is read.
 
     Parameters
     ----------
-    parts : rings, snapshots and timeline.
-    stream : where replays run.
-    budget : told how long each took.
+    parts
+        Rings, snapshots and timeline of the engine.
+    stream
+        Stream of the replays.
+    budget
+        Receives the measured time of each replay.
 
     Attributes
     ----------
-    number : of the last replay launched; the device counts the same.
-    retired : of the last replay known to be over.
-    unread : launched replays whose results were not read yet, oldest first.
-    round_s : seconds that a round takes, of those who carried anybody a running average, in which
-        none counts for more than twice as long.
-    on_parts : told each replay that is over, and its stamps in order, on the device's clock.
-    on_row : told what each row that was read brought, and who sat there.
+    launched
+        Number of the last replay launched; the device counts the same number.
+    retired
+        Number of the last replay known to be complete.
+    unread
+        Launched replays whose results have not been read, oldest first.
+    on_parts
+        Callback for each complete replay with its time stamps in order, in device nanoseconds.
+    on_row
+        Callback for each row that is read, with its assignment and results.
     """
 
     def __init__(self, parts: RoundParts, stream: Stream, budget: DraftBudget):
         self._parts = parts
         self._stream = stream
         self._budget = budget
-        self.number = 0
+        self.launched = 0
         self.retired = 0
-        self.round_s = 0.0
+        self._round_s = Ema(ROUND_SHARE, max_ratio=2.0)
         self.unread: deque[ReplayInFlight] = deque()
-        self._tails: deque[ReplayInFlight] = deque()  # read, not retired
-        self._behind: deque[GraphExec] = deque()  # graphs of the last round, yet to be launched
+        self._unretired: deque[ReplayInFlight] = deque()  # read, tail possibly running
         self._launches: Counter[int] = Counter()  # by the id() of a graph
         self.on_parts: Callable[[ReplayInFlight, list[int]], None] | None = None
         self.on_row: Callable[[RowAssignment, RowResult], None] | None = None
 
-    def launch(self, graph: RoundGraph, rows: Sequence[RequestState]) -> None:
-        """Publish who sits in which row, and launch one replay.
+    @property
+    def round_s(self) -> float:
+        """Moving average of the round time in seconds; 0.0 before the first round.
 
-        The input entry, the matchers' snapshot and the output entry carry the replay's number: a
-        replay that finds another number treats every row as padding. Rings refuse an entry that
-        an unread replay still holds, so a replay too many raises before anything is overwritten.
+        It includes rounds with at least one request. Samples are clamped to twice the average.
+        """
+        return self._round_s.value or 0.0
+
+    def launch(self, graph: RoundGraph, states: Sequence[RequestState]) -> None:
+        """Publish the slot of each batch row and launch one replay.
+
+        The input entry, the matcher snapshot and the output entry contain the replay's number. A
+        replay that finds another number treats every row as padding. The rings reject an entry that
+        an unread replay still uses, so an excess replay raises before anything is overwritten.
         """
         parts = self._parts
-        replay = self.number + 1
-        parts.outputs.reserve(replay)
-        parts.inputs.reserve(replay)
-        slots = parts.inputs.row("slot", replay)
-        parts.timeline.field("ns").array[replay % parts.timeline.slots] = 0
+        number = self.launched + 1
+        parts.outputs.reserve(number)
+        parts.inputs.reserve(number)
+        slots = parts.inputs.row("slot", number)
+        timeline = parts.timeline
+        timeline.field("ns").array[number % timeline.slots] = 0
         slots[:] = -1
-        slots[: len(rows)] = [r.slot for r in rows]
+        slots[: len(states)] = [state.slot for state in states]
         parts.decoder.publish(
-            replay, [GuidedRequest(r.slot, r.epoch, r.matcher, r.position) for r in rows]
+            number,
+            [
+                GuidedRequest(state.slot, state.epoch, state.matcher, state.start_position)
+                for state in states
+            ],
         )
-        parts.inputs.publish(replay)
-        self.number = replay
-        seats = tuple(RowAssignment(r, r.slot, r.epoch) for r in rows)
+        parts.inputs.publish(number)
+        self.launched = number
+        rows = tuple(RowAssignment(state, state.slot, state.epoch) for state in states)
         self._launches[id(graph)] += 1
-        flight = ReplayInFlight(replay, graph, self._launches[id(graph)], seats)
+        flight = ReplayInFlight(number, graph, self._launches[id(graph)], rows)
         self.unread.append(flight)
-        with self._numbered(flight):
-            graph.execs[0].launch(self._stream)
-        self._behind.extend(graph.execs[1:])
+        with self._engine_numbers(flight):
+            graph.launch(self._stream)
 
     def wait(
-        self, stats: EngineStats, shield: Shield, progress: Callable[[], int] = lambda: 0
+        self,
+        stats: EngineStats,
+        shield: Shield,
+        count_progress: Callable[[], int] = lambda: 0,
     ) -> ReplayInFlight:
-        """Wait until the oldest unread replay's results are published, and return it.
-
-        Of a round in several graphs the others are launched then, each when the one before is over.
+        """Wait until the oldest unread replay has published its results, and return it.
 
         Parameters
         ----------
-        progress : counts what the device has done of the work before the replay, such as prompts.
+        stats
+            Receives the times of replays that retire.
+        shield
+            Raises KeyboardInterrupt for a deferred Ctrl-C.
+        count_progress
+            Counts the completed work before the replay, such as prefill chunks. Each change
+            restarts the deadline.
 
         Raises
         ------
         DeviceError
-            The device failed, or published nothing and made no progress for 120 s; a note tells
-            both sides' stacks then.
+            If the device failed, or published no result and made no progress for
+            `ROUND_DEADLINE_S`. A note then contains the stacks of host and device.
         HostWorkError
-            A host step of a replay failed.
+            If a host step of a replay failed.
         """
-        # No local of a frame that Ctrl-C leaves may hold what close() gives back.
-        self._await(self.unread[0].replay, shield, progress)
+        # After Ctrl-C a traceback keeps this frame: no local may own device resources.
+        self._wait_until_published(self.unread[0].number, shield, count_progress)
         flight = self.unread[0]
-        self._retire(flight.replay - 1, stats)
+        self._retire(flight.number - 1, stats)
         self._check(flight)
-        while self._behind:
-            graph = self._behind.popleft()
-            with self._numbered(flight):
-                graph.launch(self._stream)
-            if self._behind:
-                self._await(flight.replay, shield, progress, graph)
-                self._check(flight)
+        wait_for = partial(self._wait_until_published, flight.number, shield, count_progress)
+        with self._engine_numbers(flight):
+            flight.graph.finish(self._stream, wait_for)
         return flight
 
     def grammar_error(self, slot: int) -> str:
-        """What the grammar backend said when a slot's request failed, or empty."""
+        """Return the grammar backend's error message of a failed slot, or an empty string."""
         return self._parts.decoder.error(slot)
 
-    def drafter_error(self, seat: RowAssignment) -> GraftError | None:
-        """Why the drafter has ended who sits there, if it has."""
+    def drafter_error(self, assignment: RowAssignment) -> GraftError | None:
+        """Return the drafter's error if it has failed the request of a row; otherwise None."""
         drafter = self._parts.drafter
-        return None if drafter is None else drafter.failure(seat.slot, seat.epoch)
+        return None if drafter is None else drafter.failure(assignment.slot, assignment.epoch)
 
-    def _await(
+    def _wait_until_published(
         self,
-        replay: int,
+        number: int,
         shield: Shield,
-        progress: Callable[[], int],
+        count_progress: Callable[[], int],
         graph: GraphExec | None = None,
     ) -> None:
-        """Wait until a replay has published its results, or one of its graphs is over."""
-        known = progress()
+        """Wait until a replay has published its results or, if given, until `graph` is complete."""
+        progress = count_progress()
         deadline = time.monotonic() + ROUND_DEADLINE_S
         shield.check()
-        over = graph.wait if graph else partial(self._parts.outputs.wait, replay)
-        while not over(POLL_S):
-            self._stream.query()  # a faulted device says so here
-            done = progress()
+        wait = graph.wait if graph else partial(self._parts.outputs.wait, number)
+        while not wait(POLL_S):
+            self._stream.query()  # raises if the device has faulted
+            new_progress = count_progress()
             now = time.monotonic()
-            if done != known:
-                known = done
+            if new_progress != progress:
+                progress = new_progress
                 deadline = now + ROUND_DEADLINE_S
             if now > deadline:
-                late = DeviceError(
-                    f"replay {replay} published no result within {ROUND_DEADLINE_S:.0f} s"
+                error = DeviceError(
+                    f"replay {number} published no result within {ROUND_DEADLINE_S:.0f} s"
                 )
-                late.add_note(describe_running())
-                raise late
+                error.add_note(describe_running())
+                raise error
             shield.check()
 
     @contextmanager
-    def _numbered(self, flight: ReplayInFlight) -> Iterator[None]:
-        """Errors of a graph's host steps count that graph's replays: name the engine's instead."""
+    def _engine_numbers(self, flight: ReplayInFlight) -> Iterator[None]:
+        """Replace the graph's replay number in host-work errors by the engine's replay number."""
         try:
             yield
         except HostWorkError as error:
             numbers = [
-                f.replay
-                for f in (flight, *self._tails, *self.unread)
-                if f.graph is flight.graph and f.own == error.replay
+                other.number
+                for other in (flight, *self._unretired, *self.unread)
+                if other.graph is flight.graph and other.graph_number == error.replay
             ]
             if not numbers:
                 raise
             text = str(error).replace(f" in replay {error.replay}", f" in replay {numbers[0]}", 1)
-            engine = HostWorkError(text, node=error.node, replay=numbers[0])
+            renumbered = HostWorkError(text, node=error.node, replay=numbers[0])
             for note in getattr(error, "__notes__", ()):
-                engine.add_note(note)
-            raise engine from error.__cause__
+                renumbered.add_note(note)
+            raise renumbered from error.__cause__
 
-    def row(self, b: int) -> RowResult:
-        """Read row `b` of the oldest unread replay, which was waited for."""
+    def row(self, index: int) -> RowResult:
+        """Return the results of a batch row of the oldest unread replay; call `wait` first."""
         outputs = self._parts.outputs
         flight = self.unread[0]
-        replay = flight.replay
-        most = flight.seats[b].running.request.logprobs
-        row = outputs.row("rows", replay)[b]
+        row = outputs.row("rows", flight.number)[index]
         slot, count, reason, accepted, tested, cut = row[:6].tolist()
-        tokens = row[_HEAD : _HEAD + count].tolist()
+        tokens = row[_HEADER_WORDS : _HEADER_WORDS + count].tolist()
         result = RowResult(slot, reason, accepted, tested, cut, tokens)
-        if most is not None:
-            told = outputs.row("logprobs", replay)[b].view(LOGPROBS)[:count]
-            for token in told:
-                top = tuple(zip(token["ids"].tolist(), token["logprobs"].tolist(), strict=True))
-                legal = tuple(pair for pair in top[:most] if pair[1] > -math.inf)
-                result.logprobs.append(Logprob(float(token["logprob"]), legal))
+        num_top = flight.rows[index].state.request.logprobs
+        if num_top is not None:
+            records = outputs.row("logprobs", flight.number)[index].view(LOGPROBS)[:count]
+            result.logprobs.extend(_read_logprob(record, num_top) for record in records)
         if self.on_row is not None:
-            self.on_row(flight.seats[b], result)
+            self.on_row(flight.rows[index], result)
         return result
 
     def finish(self) -> None:
-        """The oldest unread replay was read: its entries may be used again."""
+        """Release the ring entries of the oldest unread replay, whose results have been read."""
         flight = self.unread.popleft()
-        self._parts.inputs.release(flight.replay)
-        self._parts.outputs.release(flight.replay)
-        self._tails.append(flight)
+        self._parts.inputs.release(flight.number)
+        self._parts.outputs.release(flight.number)
+        self._unretired.append(flight)
 
-    def settle(self, stats: EngineStats) -> None:
-        """Wait for the tail of the last replay, where all were read: the device is idle then."""
+    def wait_idle(self, stats: EngineStats) -> None:
+        """Wait until the device is idle. All replays must have been read."""
         self._stream.synchronize()
-        self._retire(self.number, stats)
+        self._retire(self.launched, stats)
 
     def drain(self) -> None:
-        """Wait for the device and retire everything, read or not; nothing is launched afterwards.
+        """Wait for the device and retire all replays, read or not. Nothing may be launched later.
 
         Raises
         ------
         DeviceError
-            The device failed; snapshots are given back all the same.
+            If the device failed. The snapshots are retired nevertheless.
         """
         try:
             self._stream.synchronize()
         finally:
-            for flight in (*self._tails, *self.unread):
-                self._parts.decoder.retire(flight.replay)
-            self._tails.clear()
+            for flight in (*self._unretired, *self.unread):
+                self._parts.decoder.retire(flight.number)
+            self._unretired.clear()
             self.unread.clear()
-            self._behind.clear()
-            self.retired = self.number
+            self.retired = self.launched
 
     def close(self) -> None:
-        """Let go of the device's objects, whoever still holds this one; after `drain`."""
+        """Drop the references to device objects; call it after `drain`."""
         del self._parts, self._stream
 
-    def _retire(self, replay: int, stats: EngineStats) -> None:
-        """Replays up to `replay`, all of them read, are over."""
-        while self._tails and self._tails[0].replay <= replay:
-            flight = self._tails.popleft()
-            self._parts.decoder.retire(flight.replay)
-            self.retired = flight.replay
-            self._time_parts(flight, stats)
+    def _retire(self, number: int, stats: EngineStats) -> None:
+        """Retire the replays up to `number`, which have been read and are complete."""
+        while self._unretired and self._unretired[0].number <= number:
+            flight = self._unretired.popleft()
+            self._parts.decoder.retire(flight.number)
+            self.retired = flight.number
+            self._record_times(flight, stats)
             self._check(flight)
 
     def _check(self, flight: ReplayInFlight) -> None:
-        """Raise what a host step of its graphs raised, in this replay or one before."""
-        with self._numbered(flight):
-            for graph in flight.graph.execs:
-                graph.check()
+        """Raise the error of a host step of the replay's graphs, in this or an earlier replay."""
+        with self._engine_numbers(flight):
+            flight.graph.check()
 
-    def _time_parts(self, flight: ReplayInFlight, stats: EngineStats) -> None:
+    def _record_times(self, flight: ReplayInFlight, stats: EngineStats) -> None:
+        """Add the times of a complete replay to `stats`, the round time and the draft budget."""
         timeline = self._parts.timeline
-        replay = flight.replay
-        parts = flight.graph.timed
-        stamps = timeline.field("ns").array[replay % timeline.slots][: len(parts) + 1].tolist()
+        graph = flight.graph
+        parts = graph.timed
+        entry = timeline.field("ns").array[flight.number % timeline.slots]
+        stamps = entry[: len(parts) + 1].tolist()
         if self.on_parts is not None:
             self.on_parts(flight, stamps)
         if stamps[0] > 0:
             ns = max(stamps) - stamps[0]
-            graph = flight.graph
             stats.round_ns += ns
-            if flight.seats:
-                known = self.round_s or 1e-9 * ns
-                self.round_s = known + ROUND_SHARE * (min(1e-9 * ns, 2 * known) - known)
-            self._budget.took(graph.batch, graph.drafts, ns, idle=not flight.seats)
-        told = parts if self._parts.every_part else ()
-        for part, start, end in zip(told, stamps, stamps[1:], strict=False):
+            if flight.rows:
+                self._round_s.update(1e-9 * ns)
+            self._budget.record_time(graph.batch, graph.drafts, ns, idle=not flight.rows)
+        if not self._parts.every_part:
+            return
+        for part, start, end in zip(parts, stamps, stamps[1:], strict=False):
             if start > 0 and end > 0:
                 stats.part_ns[part.name] = stats.part_ns.get(part.name, 0) + end - start
+
+
+def _read_logprob(record: np.void, num_top: int) -> Logprob:
+    """Return the log probability of a token and its `num_top` most likely legal ids."""
+    top = zip(record["ids"].tolist(), record["logprobs"].tolist(), strict=True)
+    legal = tuple(pair for pair in list(top)[:num_top] if pair[1] > -math.inf)
+    return Logprob(float(record["logprob"]), legal)

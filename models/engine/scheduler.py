@@ -1,9 +1,9 @@
-"""The scheduler: which requests the next replay holds, and what a replay brought to whom.
+"""Scheduler: selects the requests of each round and distributes the results.
 
-It is the engine without its models: it sees replays, slots and requests, never a tensor. Up to
-`depth` replays are in flight; with two, round i+1 is launched before the host has read round i, and
-the device never waits for the host. What that costs is decided here: a request that ended in round
-i sits in round i+1 all the same, and what its row brings there is discarded.
+The scheduler handles replays, slots and requests and never touches a tensor. Up to `max_in_flight`
+replays are in flight. With two, round ``i + 1`` is launched before the host has read round ``i``,
+so the device never waits for the host. The cost is that a request which finished in round ``i``
+still occupies a row of round ``i + 1``; the tokens of that row are discarded.
 """
 
 from __future__ import annotations
@@ -17,39 +17,49 @@ import time
 import weakref
 from collections import deque
 from collections.abc import Collection, Iterable, Mapping
-from dataclasses import replace
-from typing import Any
 
 from graft.cudagraph.errors import GraftError
 from graft.models.engine.interrupt import Shield
 from graft.models.engine.replay import Replays, RowResult
-from graft.models.engine.slots import RequestState, SlotManager
+from graft.models.engine.request_state import RequestState
+from graft.models.engine.slots import SlotManager
 from graft.models.engine.stats import EngineStats
 from graft.models.errors import RequestTimeoutError
-from graft.models.request import DEVICE_REASONS, VERIFY_MODES, Event, Output
+from graft.models.request import DEVICE_REASONS, Event, Output
 from graft.models.round.budget import DraftBudget
 from graft.models.round.round import RoundGraph
+from graft.sampling.params import SamplingParams
 
 LOG = logging.getLogger("graft")
-#: A slot that commits nothing for so many rounds and seconds on end is stuck, not late.
-MAX_STALLS = 256
+
+#: A slot is stuck after this many consecutive rounds and seconds without a committed token.
+MAX_STALLED_ROUNDS = 256
 MAX_STALL_S = 30.0
-REST_S = 0.1
-#: Of those ready so many are looked at for what the prefix cache has of them; and the first of them
-#: is passed over at most so often.
-LOOKED_AT = 16
-MOST_PASSED = 16
+
+#: Maximum time that a step blocks while every request waits for its grammar.
+IDLE_WAIT_S = 0.1
+
+#: Number of requests at the head of the queue that are compared by prefix-cache hits.
+PREFIX_LOOKAHEAD = 16
+
+#: Maximum number of times that the first request in the queue is bypassed for more cache hits.
+MAX_BYPASSES = 16
+
+#: Entry of the ready queue: (-priority, sequence number, request).
+_QueueEntry = tuple[int, int, RequestState]
 
 
 class Outbox:
-    """Events that nobody has fetched.
+    """Events that have not been fetched.
 
-    Who drives requests of its own claims them, and alone gets their events; everybody else's are
-    fetched together. So users of one engine may take turns, or one begin within another's turn.
+    A caller that drives its own requests, such as `Engine.stream`, claims them and receives their
+    events exclusively. The events of all other requests are fetched together by `Engine.step`.
+    Several users of one engine can therefore take turns or be nested.
 
     Attributes
     ----------
-    posted : events so far.
+    posted
+        Total number of events posted.
     """
 
     def __init__(self) -> None:
@@ -59,367 +69,435 @@ class Outbox:
 
     @property
     def pending(self) -> bool:
-        """Whether there are events that nobody has claimed."""
+        """Whether there are events of unclaimed requests."""
         return not self._claimed.issuperset(self._events)
 
     def post(self, event: Event) -> None:
+        """Add an event."""
         self._events.setdefault(event.id, []).append(event)
         self.posted += 1
 
     def claim(self, request_id: str) -> None:
+        """Reserve the events of a request for the caller."""
         self._claimed.add(request_id)
 
     def release(self, ids: Iterable[str]) -> None:
-        """End claims; what has not been fetched is forgotten."""
+        """Give up claims and drop the events of these requests that were not fetched."""
         for request_id in ids:
             self._claimed.discard(request_id)
             self._events.pop(request_id, None)
 
     def fetch(self, claimed: Collection[str]) -> list[Event]:
-        """The events of requests that the caller has claimed."""
+        """Return and remove the events of requests that the caller has claimed."""
         return self._take([i for i in self._events if i in claimed])
 
     def fetch_rest(self) -> list[Event]:
-        """The events of requests that nobody has claimed."""
+        """Return and remove the events of unclaimed requests."""
         return self._take([i for i in self._events if i not in self._claimed])
 
     def _take(self, ids: list[str]) -> list[Event]:
         return [event for request_id in ids for event in self._events.pop(request_id)]
 
 
-#: Someone's place in line: priority, negative; number; and who.
-_Place = tuple[int, int, RequestState]
-
-
 class Scheduler:
-    """Requests wait, join, are run round by round, leave, and may be preempted and come back.
+    """Continuous batching: requests join, run round by round, and leave; some are preempted.
+
+    Requests whose grammar is compiled are admitted by priority. Among requests of equal priority,
+    the one with the most prefix-cache hits of the first `PREFIX_LOOKAHEAD` in the queue is next.
+    The first request in the queue is bypassed at most `MAX_BYPASSES` times.
 
     Parameters
     ----------
-    replays, seating : what is launched, and who sits where.
-    rounds : graphs by the number of rows they hold, and of drafts.
-    stats : counters; may be exchanged for fresh ones at any time.
-    budget : chooses the drafts of every round; its rows are the fewest that suffice.
-    depth : replays in flight, at most.
-    verify : verification mode of requests that name none.
+    replays
+        Launches rounds and reads their results.
+    slots
+        Assigns request slots and KV-cache pages.
+    round_graphs
+        Graphs by (batch rows, drafts per batch row).
+    stats
+        Counters. The attribute may be replaced by a fresh object at any time.
+    budget
+        Chooses the number of drafts of each round.
+    max_in_flight
+        Maximum number of replays in flight.
+    verify
+        Verification mode of requests that do not specify one.
 
     Attributes
     ----------
-    unfinished : every unfinished request by its id.
-    waiting : those without a slot. Once their grammar is ready they get one by priority, and within
-        one by what the prefix cache has of them; who was first in line is passed over for that
-        `MOST_PASSED` times at most.
-    outbox : events that nobody has fetched yet.
+    unfinished
+        All unfinished requests by id.
+    waiting
+        Unfinished requests without a slot, by id.
+    outbox
+        Events that have not been fetched.
     """
 
     def __init__(
         self,
         replays: Replays,
-        seating: SlotManager,
-        rounds: Mapping[tuple[int, int], RoundGraph],
+        slots: SlotManager,
+        round_graphs: Mapping[tuple[int, int], RoundGraph],
         stats: EngineStats,
         budget: DraftBudget,
         *,
-        depth: int,
+        max_in_flight: int,
         verify: str = "rejection",
     ):
         self.replays = replays
-        self.seating = seating
-        self.rounds = rounds
+        self.slots = slots
+        self.round_graphs = round_graphs
         self.stats = stats
         self.budget = budget
-        self.depth = depth
+        self.max_in_flight = max_in_flight
         self._verify = verify
         self.unfinished: dict[str, RequestState] = {}
         self.waiting: dict[str, RequestState] = {}
         self.outbox = Outbox()
-        self._places = itertools.count()
-        self._first_places = itertools.count(-2, -1)
-        self._ready: list[_Place] = []  # in order
-        self._compiled: deque[tuple[int, RequestState]] = (
-            deque()
-        )  # filled by the compiler's threads
+        self._numbers = itertools.count()
+        self._front_numbers = itertools.count(-2, -1)  # -1 means "not waiting"
+        self._ready: list[_QueueEntry] = []  # sorted
+        self._compiled: deque[tuple[int, RequestState]] = deque()  # appended by compiler threads
         self._woken = threading.Event()
-        self._deadlines: list[tuple[float, int, weakref.ref[RequestState]]] = []  # a heap
+        self._deadlines: list[tuple[float, int, weakref.ref[RequestState]]] = []  # heap
 
     @property
     def busy(self) -> bool:
-        """Whether any request is unfinished or has an event for whoever asks."""
+        """Whether a request is unfinished or has unclaimed events."""
         return bool(self.unfinished) or self.outbox.pending
 
-    def submit(self, running: RequestState) -> None:
-        """Let a request wait for its grammar and a slot."""
-        self.unfinished[running.id] = running
-        self._wait(running)
-        if running.request.timeout_s is not None:
-            at = running.submitted + running.request.timeout_s
-            heapq.heappush(self._deadlines, (at, running.place, weakref.ref(running)))
+    def submit(self, state: RequestState) -> None:
+        """Queue a request until its grammar is compiled and a slot is free."""
+        self.unfinished[state.id] = state
+        self._enqueue(state)
+        if state.request.timeout_s is not None:
+            deadline = state.submitted_at + state.request.timeout_s
+            heapq.heappush(self._deadlines, (deadline, state.queue_number, weakref.ref(state)))
 
-    def _wait(self, running: RequestState, first: bool = False) -> None:
-        self.waiting[running.id] = running
-        running.keys = None
-        place = running.place = next(self._first_places if first else self._places)
-        if running.grammar is None or running.grammar.done():
-            self._line_up(place, running)
+    def _enqueue(self, state: RequestState, to_front: bool = False) -> None:
+        """Add a request to the queue, at the front of its priority if `to_front` is true."""
+        self.waiting[state.id] = state
+        state.prefix_keys = None
+        number = next(self._front_numbers if to_front else self._numbers)
+        state.queue_number = number
+        if state.grammar is None or state.grammar.done():
+            self._insert_ready(number, state)
             return
 
-        def compiled(_: object) -> None:
-            self._compiled.append((place, running))
+        def on_compiled(_: object) -> None:
+            self._compiled.append((number, state))
             self._woken.set()
 
-        running.grammar.add_done_callback(compiled)
+        state.grammar.add_done_callback(on_compiled)
 
-    def _line_up(self, place: int, running: RequestState) -> None:
-        bisect.insort(self._ready, (-running.request.priority, place, running))
+    def _insert_ready(self, number: int, state: RequestState) -> None:
+        bisect.insort(self._ready, (-state.request.priority, number, state))
 
     # Phases of a step ---------------------------------------------------------------------------
 
     def step(self, shield: Shield) -> None:
-        """Let ready requests join, launch what may be in flight, and read the oldest round."""
+        """Admit ready requests, launch up to `max_in_flight` rounds and read the oldest one."""
         posted = self.outbox.posted
         self._expire()
-        while len(self.replays.unread) < self.depth:
+        while len(self.replays.unread) < self.max_in_flight:
             self.admit()
             if not self.launch():
                 break
         if self.replays.unread:
             self.read(shield)
         elif self.waiting and posted == self.outbox.posted and not self.outbox.pending:
-            self._woken.wait(REST_S)  # for a grammar, or `wake`
+            self._woken.wait(IDLE_WAIT_S)  # until a grammar is compiled or `wake` is called
             self._woken.clear()
 
     def wake(self) -> None:
-        """End a step's rest, or the next one's; any thread may."""
+        """Wake a `step` that is blocked on grammar compilation, or the next one. Thread-safe."""
         self._woken.set()
 
     def _expire(self) -> None:
-        """End the requests whose time is up."""
+        """Finish the requests whose timeout has elapsed."""
         while self._deadlines and self._deadlines[0][0] <= time.monotonic():
-            running = heapq.heappop(self._deadlines)[2]()
-            if running is not None and self.unfinished.get(running.id) is running:
+            state = heapq.heappop(self._deadlines)[2]()
+            if state is not None and self.unfinished.get(state.id) is state:
                 error = RequestTimeoutError(
-                    f"not done within {running.request.timeout_s} s (timeout_s)"
+                    f"request did not finish within timeout_s = {state.request.timeout_s} s"
                 )
-                self.end(running, "timeout", error)
+                self.end(state, "timeout", error)
 
     def admit(self) -> None:
-        """Give slots to requests whose grammar is ready, in order; nobody waits for another's."""
+        """Assign slots to ready requests in order, until a request cannot be admitted."""
         while self._compiled:
-            place, running = self._compiled.popleft()
-            if running.place == place:
-                self._line_up(place, running)
-        self.seating.reclaim(self.replays.retired)
+            number, state = self._compiled.popleft()
+            if state.queue_number == number:  # else it has left the queue since
+                self._insert_ready(number, state)
+        self.slots.reclaim(self.replays.retired)
         while self._ready:
             first = self._ready[0][2]
             chosen = self._choose()
             if not self._admit(chosen):
                 break
-            first.passed += chosen is not first
+            if chosen is not first:
+                first.bypass_count += 1
 
     def _choose(self) -> RequestState:
-        """Who gets the next slot of those who are ready."""
-        priority, place, first = self._ready[0]
-        if place < 0 or first.passed >= MOST_PASSED or not self.seating.open:
+        """Return the ready request that gets the next slot."""
+        priority, number, first = self._ready[0]
+        at_front = number < 0  # preempted because pages ran out: always next
+        if at_front or first.bypass_count >= MAX_BYPASSES or not self.slots.has_free_slot:
             return first
-        near = (one[2] for one in self._ready[:LOOKED_AT] if one[0] == priority)
-        return max(near, key=self.seating.cached)  # of equals the first
+        candidates = [
+            state
+            for entry_priority, _, state in self._ready[:PREFIX_LOOKAHEAD]
+            if entry_priority == priority
+        ]
+        return max(candidates, key=self.slots.cached_pages)  # the first one of equals
 
-    def _step_out(self, running: RequestState) -> None:
-        """Let it wait no more, if it does."""
-        self.waiting.pop(running.id, None)
-        place = -running.request.priority, running.place
-        at = bisect.bisect_left(self._ready, place, key=lambda one: one[:2])
-        if at < len(self._ready) and self._ready[at][2] is running:
-            del self._ready[at]
-        running.place = -1
+    def _dequeue(self, state: RequestState) -> None:
+        """Remove a request from the queue if it is waiting."""
+        self.waiting.pop(state.id, None)
+        entry = (-state.request.priority, state.queue_number)
+        index = bisect.bisect_left(self._ready, entry, key=lambda ready: ready[:2])
+        if index < len(self._ready) and self._ready[index][2] is state:
+            del self._ready[index]
+        state.queue_number = -1
 
-    def _admit(self, running: RequestState) -> bool:
-        """Give one a slot, or refuse it; False when there is none for it yet."""
+    def _admit(self, state: RequestState) -> bool:
+        """Give a ready request a slot or refuse it; return False if no slot is available yet."""
         try:
-            if running.matcher is None:
-                running.matcher = running.make_matcher()
-        except Exception as error:  # a backend may raise anything
-            self.end(running, "error" if running.output.tokens else "refused", error)
+            if state.matcher is None:
+                state.matcher = state.make_matcher()
+        except Exception as error:  # a grammar backend may raise anything
+            self.end(state, "error" if state.output.tokens else "refused", error)
             return True
-        if self._join(running):
+        if self._join(state):
             return True
-        if self.seating.taken or self.replays.unread or not self.seating.leaving:
+        if self.slots.num_assigned or self.replays.unread or not self.slots.num_leaving:
             return False
-        # No launch will follow that could retire the last replay: wait for its tail.
-        self.replays.settle(self.stats)
-        self.seating.reclaim_idle()
-        return self._join(running)
+        # No launch will follow that could retire the last replay, so wait for its tail.
+        self.replays.wait_idle(self.stats)
+        self.slots.reclaim_all()
+        return self._join(state)
 
-    def _join(self, running: RequestState) -> bool:
-        request = running.request
-        output = running.output
+    def _join(self, state: RequestState) -> bool:
+        """Give a ready request a slot if one is available, and record the time in the queue."""
+        request = state.request
+        output = state.output
         verify = request.verify or self._verify
         output.exact = verify != "relaxed"
         if not output.exact and request.relaxed.until in output.tokens:
             verify = "coupled"
-        sampling: dict[str, Any] = {
-            "seed": output.seed,
-            "sample": request.sample,
-            "temperature": float(request.temperature),
-            "top_k": request.top_k,
-            "top_p": float(request.top_p),
-            "min_p": float(request.min_p),
-            "verify": VERIFY_MODES.index(verify),
-            "relaxed": request.relaxed,
-            "adjust": replace(running.adjust, output=output.tokens),
-        }
-        joined = self.seating.join(running, **sampling)
-        if joined:
-            self._step_out(running)
-            if output.queue_s is None:
-                output.queue_s = running.age_s
-            self.stats.joins += 1
-        return joined
-
-    def launch(self) -> bool:
-        """Launch a round of everybody seated who has pages for it; False when there is nobody."""
-        seated = self.seating.seated
-        while len(short := self._short_of_pages()) == len(seated) > 0:
-            if self.replays.unread:
-                return False  # what is read may end someone, and what retires gives pages back
-            self.replays.settle(self.stats)
-            self.seating.reclaim_idle()
-        self.seating.prefill(self.replays.round_s)
-        # From here on a replay must be launched, see `Seating`.
-        rows = [running for running in seated.values() if running not in short]
-        if not rows:
+        params = SamplingParams.from_fields(
+            request, seed=output.seed, verify=verify, stop_ids=state.stop_ids
+        )
+        if not self.slots.join(state, params):
             return False
-        size = min(size for size, _ in self.rounds if size >= len(rows))
-        drafts = self.budget.choose(size, rows)
-        self.stats.rounds += 1
-        self.stats.rounds_by_length[drafts] += 1
-        self.replays.launch(self.rounds[size, drafts], rows)
+        self._dequeue(state)
+        if output.queue_s is None:
+            output.queue_s = state.age_s
+        self.stats.joins += 1
         return True
 
-    def _short_of_pages(self) -> list[RequestState]:
-        """Who is seated and sits the next round out, for want of pages.
+    def launch(self) -> bool:
+        """Launch a round of all running requests that have pages for it.
 
-        While nobody's are on their way back, the last in rank loses its own, so that the others can
-        go on; it is the next to join. Where it alone is short it waits, and they go on anyway.
+        Returns
+        -------
+        bool
+            Whether a round was launched.
         """
-        seated = self.seating.seated
-        short = [running for running in seated.values() if not self.seating.grow(running)]
-        if short and not self.seating.leaving:
-            last = self.seating.last
-            if short != [last] or len(seated) == 1:
-                self.preempt(last, first=True)
-        return [running for running in short if running.slot >= 0]
+        running = self.slots.running
+        short = self._allocate_pages()
+        while short and len(short) == len(running):
+            if self.replays.unread:
+                return False  # reading may end a request, and retired replays give pages back
+            self.replays.wait_idle(self.stats)
+            self.slots.reclaim_all()
+            short = self._allocate_pages()
+        self.slots.prefill(self.replays.round_s)
+        # From here on a replay must be launched, see `SlotManager.prefill`.
+        states = [state for state in running.values() if state not in short]
+        if not states:
+            return False
+        batch = min(batch for batch, _ in self.round_graphs if batch >= len(states))
+        drafts = self.budget.choose(batch, states)
+        self.stats.rounds += 1
+        self.stats.rounds_by_length[drafts] += 1
+        self.replays.launch(self.round_graphs[batch, drafts], states)
+        return True
+
+    def _allocate_pages(self) -> list[RequestState]:
+        """Allocate KV-cache pages for the next round; preempt a request if pages have run out.
+
+        No request is preempted while pages are about to be reclaimed. Otherwise the lowest-ranked
+        request loses its slot and pages, so that the others can continue. If it is the only one
+        that needs pages, it waits for them instead, because the others can continue anyway.
+
+        Returns
+        -------
+        list of RequestState
+            Running requests without pages for the next round. They are left out of it.
+        """
+        running = self.slots.running
+        short = [state for state in running.values() if not self.slots.grow(state)]
+        if short and not self.slots.num_leaving:
+            candidate = self.slots.preemption_candidate
+            if short != [candidate] or len(running) == 1:
+                self.preempt(candidate, to_front=True)
+        return [state for state in short if state.slot >= 0]
 
     def read(self, shield: Shield) -> None:
-        """Wait for the oldest round in flight and hand out what it brought.
+        """Wait for the oldest round in flight and process its results.
 
         Raises
         ------
         KeyboardInterrupt
-            While it waits; the round can be read all the same, later.
+            On Ctrl-C during the wait. The round remains unread; the next call reads it.
         """
-        flight = self.replays.wait(self.stats, shield, self.seating.progress)
-        for b, seat in enumerate(flight.seats):
-            row = self.replays.row(b)
-            if seat.stale:
+        flight = self.replays.wait(self.stats, shield, self.slots.count_completed_chunks)
+        for index, assignment in enumerate(flight.rows):
+            row = self.replays.row(index)
+            if assignment.stale:
                 self.stats.count_stale(len(row.tokens))
-                continue
-            if row.slot != seat.slot:
-                error = self.replays.drafter_error(seat)
+            elif row.slot == assignment.slot:
+                self._process_row(assignment.state, row, flight.graph)
+            else:
+                error = self.replays.drafter_error(assignment)
                 if error is None:
                     raise GraftError(
-                        f"row {b} of replay {flight.replay} answered for slot {row.slot}, "
-                        f"not {seat.slot}"
+                        f"row {index} of replay {flight.number} has results of slot {row.slot}, "
+                        f"expected slot {assignment.slot}"
                     )
-                self.end(seat.running, "error", error, told=True)
-                continue
-            self._collect(seat.running, row, flight.graph)
+                self.end(assignment.state, "error", error, ended_on_device=True)
         self.replays.finish()
 
-    def _collect(self, running: RequestState, row: RowResult, graph: RoundGraph) -> None:
-        """Take a row's tokens; ends the request when the device or a stop string says so."""
-        tokens = row.tokens
-        output = running.output
-        self.stats.count_row(len(tokens), row.tested, row.accepted)
-        if tokens or row.reason:
-            running.stalls = 0
-        else:
-            running.stalled_at = running.stalled_at if running.stalls else time.monotonic()
-            running.stalls += 1
-        if tokens:
-            known = row.tested if row.cut else running.drafts
-            self.budget.brought(
-                running, graph.batch, graph.drafts, running.drafts, known, row.accepted
-            )
-            running.drafts = graph.made
-            if output.first_token_s is None:
-                output.first_token_s = running.age_s
-            output.rounds += 1
-            output.drafted += row.tested
-            output.accepted += row.accepted
+    def _process_row(self, state: RequestState, row: RowResult, graph: RoundGraph) -> None:
+        """Append the tokens of a row to its request; end the request if it is complete."""
+        self.stats.count_row(len(row.tokens), row.tested, row.accepted)
+        self._update_stall(state, row)
+        if row.tokens:
+            self._record_drafts(state, row, graph)
         elif row.cut:
-            running.drafts = row.tested  # what is left of them
-        running.untaken = len(tokens) if row.reason else 0
-        text, stopped = running.push(tokens)
+            state.draft_capacity = row.tested  # the drafts that remain pending
+        state.undrafted_tokens = len(row.tokens) if row.reason else 0
+        text, stopped = state.append_tokens(row.tokens)
+        output = state.output
         if output.logprobs is not None:
             output.logprobs += row.logprobs[: len(output.tokens) - len(output.logprobs)]
         if stopped:
-            self.end(running, "stop_string", text=text)
+            self.end(state, "stop_string", text=text)
         elif row.reason:
             reason = DEVICE_REASONS[row.reason]
-            error = self._cause(running) if reason == "error" else None
-            self.end(running, reason, error, text=text, told=True)
-        elif running.stalls > MAX_STALLS and time.monotonic() - running.stalled_at > MAX_STALL_S:
-            stuck = GraftError(f"no mask row came for {running.stalls} rounds")
-            self.end(running, "error", stuck)
-        elif tokens:
-            self.outbox.post(_event(output, running.hand_out(), text))
+            error = self._device_error(state) if reason == "error" else None
+            self.end(state, reason, error, text=text, ended_on_device=True)
+        elif self._is_stuck(state):
+            stuck = GraftError(f"no mask row was filled for {state.stalled_rounds} rounds")
+            self.end(state, "error", stuck)
+        elif row.tokens:
+            self.outbox.post(_make_event(output, state.take_new_tokens(), text))
 
-    def settle(self, shield: Shield) -> None:
-        """Read everything in flight, wait for the device's last tail and reclaim what was left."""
+    def _update_stall(self, state: RequestState, row: RowResult) -> None:
+        """Count consecutive rounds in which a request committed nothing."""
+        if row.tokens or row.reason:
+            state.stalled_rounds = 0
+            return
+        if not state.stalled_rounds:
+            state.stalled_since = time.monotonic()
+        state.stalled_rounds += 1
+
+    def _is_stuck(self, state: RequestState) -> bool:
+        if state.stalled_rounds <= MAX_STALLED_ROUNDS:
+            return False
+        return time.monotonic() - state.stalled_since > MAX_STALL_S
+
+    def _record_drafts(self, state: RequestState, row: RowResult, graph: RoundGraph) -> None:
+        """Record the acceptance of a round that committed tokens."""
+        known = row.tested if row.cut else state.draft_capacity
+        self.budget.record_acceptance(
+            state, graph.batch, graph.drafts, state.draft_capacity, known, row.accepted
+        )
+        state.draft_capacity = graph.made
+        output = state.output
+        if output.first_token_s is None:
+            output.first_token_s = state.age_s
+        output.rounds += 1
+        output.drafted += row.tested
+        output.accepted += row.accepted
+
+    def _device_error(self, state: RequestState) -> GraftError:
+        """Return why the device ended a request with an error."""
+        invalid_logits = "the model's logits are NaN or infinite"
+        if state.matcher is None:
+            return GraftError(invalid_logits)
+        grammar_error = self.replays.grammar_error(state.slot)
+        if grammar_error:
+            return GraftError(grammar_error)
+        return GraftError(f"{invalid_logits}, or the grammar rejected a verified token")
+
+    def wait_idle(self, shield: Shield) -> None:
+        """Read all rounds in flight, wait for the device and reclaim all slots that were left."""
         while self.replays.unread:
             self.read(shield)
-        self.replays.settle(self.stats)
-        self.seating.reclaim_idle()
+        self.replays.wait_idle(self.stats)
+        self.slots.reclaim_all()
 
     def close(self) -> None:
-        """Let go of the device's objects, whoever still holds this one; after `Replays.drain`."""
-        self.seating.close()
+        """Drop the references to device objects; call it after `Replays.drain`."""
+        self.slots.close()
         self.replays.close()
-        del self.replays, self.seating, self.rounds
+        del self.replays, self.slots, self.round_graphs
 
-    # Leaving ------------------------------------------------------------------------------------
+    # Leaving a slot -----------------------------------------------------------------------------
 
-    def preempt(self, running: RequestState, first: bool = False) -> None:
-        """Take a request's slot and pages away; it waits behind those of its priority, or is first.
+    def preempt(self, state: RequestState, to_front: bool = False) -> None:
+        """Take the slot and pages of a request and put it back into the queue.
 
-        What replays in flight bring for it is discarded. It joins again with its tokens so far as
-        its prompt: every position is decided by the same logits, mask and random numbers as if it
-        had stayed.
+        The results of replays in flight are discarded for it. When it joins again, prompt and
+        output are prefilled. Each position is then decided by the same logits, mask and random
+        numbers as without preemption.
+
+        Parameters
+        ----------
+        state
+            Request with a slot.
+        to_front
+            Whether it goes to the front of the queue of its priority instead of to the end.
         """
-        self.seating.leave(running, self.replays.number, told=False)
-        running.output.preempted += 1
+        self.slots.leave(state, self.replays.launched, ended_on_device=False)
+        state.output.preempted += 1
         self.stats.preemptions += 1
-        self._wait(running, first)
+        self._enqueue(state, to_front)
 
     def end(
         self,
-        running: RequestState,
+        state: RequestState,
         reason: str,
         error: Exception | None = None,
         *,
         text: str = "",
-        told: bool = False,
+        ended_on_device: bool = False,
     ) -> None:
-        """Finish a request, wherever it is."""
-        output = running.output
+        """Finish a request in any state and post its last event.
+
+        Parameters
+        ----------
+        state
+            Unfinished request.
+        reason
+            Finish reason, see `Output.reason`.
+        error
+            Cause, if the request failed.
+        text
+            Text that has not been posted yet.
+        ended_on_device
+            Whether the device has already deactivated the slot.
+        """
+        output = state.output
         output.reason = reason
-        text += running.flush()
-        del self.unfinished[running.id]
-        self._step_out(running)
-        if running.slot >= 0:
-            self.seating.leave(running, self.replays.number, told=told)
-        self.deliver(output, error, running.hand_out(), text, running.age_s)
+        text += state.finish_text()
+        del self.unfinished[state.id]
+        self._dequeue(state)
+        if state.slot >= 0:
+            self.slots.leave(state, self.replays.launched, ended_on_device=ended_on_device)
+        self.deliver(output, error, state.take_new_tokens(), text, state.age_s)
 
     def deliver(
         self,
@@ -429,26 +507,20 @@ class Scheduler:
         text: str = "",
         total_s: float = 0.0,
     ) -> None:
-        """Post the last event of a request, with its output."""
+        """Post the last event of a request, which contains its output."""
         output.total_s = total_s
         if error is not None:
             output.error = str(error)
             output.error_type = type(error).__name__
             LOG.warning("request %s %s: %s", output.id, output.reason, output.error)
-        self.outbox.post(_event(output, tokens, text, output))
-
-    def _cause(self, running: RequestState) -> GraftError:
-        """Why the device ended a request with an error."""
-        logits = "the model's logits are NaN or infinite"
-        if running.matcher is None:
-            return GraftError(logits)
-        said = self.replays.grammar_error(running.slot)
-        return GraftError(said or f"{logits}, or the grammar refused what verification accepted")
+        self.outbox.post(_make_event(output, tokens, text, finished=True))
 
 
-def _event(
-    output: Output, tokens: tuple[int, ...], text: str, whole: Output | None = None
+def _make_event(
+    output: Output, tokens: tuple[int, ...], text: str, *, finished: bool = False
 ) -> Event:
-    known = output.logprobs
-    told = None if known is None else tuple(known[len(output.tokens) - len(tokens) :])
-    return Event(output.id, tokens, text, whole, told)
+    """Return the event of the last `tokens` of an output."""
+    logprobs = None
+    if output.logprobs is not None:
+        logprobs = tuple(output.logprobs[len(output.tokens) - len(tokens) :])
+    return Event(output.id, tokens, text, output if finished else None, logprobs)

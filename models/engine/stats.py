@@ -1,4 +1,4 @@
-"""Counters of an engine: what a researcher wants to know about its rounds."""
+"""Engine counters: rounds, tokens, acceptance, preemption and device time."""
 
 from __future__ import annotations
 
@@ -6,29 +6,52 @@ from collections import Counter
 from dataclasses import dataclass, field
 from typing import Any
 
+__all__ = ["EngineStats"]
+
 
 @dataclass
 class EngineStats:
-    """Sums since the engine was built or `reset_stats` was called.
+    """Counters since the engine was created or `Engine.reset_stats` was called.
+
+    A *row round* is a batch row of a round that belongs to a request.
+
+    Parameters
+    ----------
+    draft_length
+        Maximum number of drafts of a round that can be accepted.
 
     Attributes
     ----------
-    rounds, rounds_by_length : replays that carried at least one request; by the places for
-        drafts that each had per row of its bucket.
-    joins : how often a request joined.
-    row_rounds : (request, round) pairs; `stalls` of them committed nothing.
-    stale_rows, surplus_tokens : rows read after their request had left, and the tokens they
-        brought, which were discarded: what it costs to launch a round before reading the last.
-    preemptions : times a request was preempted.
-    tokens : tokens committed by rounds.
-    tested, accepted : per draft position, or level of a tree, how often a draft was tested and
-        accepted.
-    forced_tokens : drafts that the grammar forced and verification accepted; brought up to date at
-        the end of `generate` and by `Engine.counters`.
-    speculated_rounds, speculated_tokens : the (request, round) pairs that tested at least one draft
-        and the tokens they committed, from which the acceptance length is taken.
-    round_ns : nanoseconds of all replays on the device's clock, as of when each was read.
-    part_ns : the same per part of the round, with the option `timeline`.
+    rounds
+        Number of rounds with at least one request.
+    rounds_by_length
+        Number of rounds by the number of drafts per batch row.
+    joins
+        Number of times a request got a slot.
+    row_rounds
+        Number of row rounds.
+    stalls
+        Number of row rounds in which no token was committed.
+    stale_rows
+        Number of rows that were read after their request had left the slot. They are the cost of
+        launching a round before the previous one has been read.
+    surplus_tokens
+        Number of tokens of stale rows, which were discarded.
+    preemptions
+        Number of preemptions.
+    tokens
+        Number of committed tokens.
+    tested, accepted
+        Number of drafts verified and accepted, by draft position or tree depth.
+    forced_tokens
+        Number of accepted drafts that the grammar forced. Updated at the end of `Engine.generate`
+        and by `Engine.counters`.
+    speculated_rounds, speculated_tokens
+        Number of row rounds in which at least one draft was verified, and tokens committed in them.
+    round_ns
+        Device time of all rounds in nanoseconds, as of the last round read.
+    part_ns
+        Device time in nanoseconds by part of the round; empty without the option `timeline`.
     """
 
     draft_length: int = 0
@@ -54,7 +77,15 @@ class EngineStats:
         self.accepted = [0] * self.draft_length
 
     def count_row(self, count: int, tested: int, accepted: int) -> None:
-        """Add one request's share of one round."""
+        """Add a row round.
+
+        Parameters
+        ----------
+        count
+            Number of committed tokens.
+        tested, accepted
+            Number of drafts verified and accepted.
+        """
         self.row_rounds += 1
         self.tokens += count
         if count == 0:
@@ -62,35 +93,41 @@ class EngineStats:
         elif tested > 0:
             self.speculated_rounds += 1
             self.speculated_tokens += count
-        # A walk tests one draft more than it accepts, unless it ran out of drafts.
-        for j in range(min(tested, accepted + 1, self.draft_length)):
-            self.tested[j] += 1
-            self.accepted[j] += j < accepted
+        # Verification tests one draft more than it accepts, unless there are no more drafts.
+        for position in range(min(tested, accepted + 1, self.draft_length)):
+            self.tested[position] += 1
+            if position < accepted:
+                self.accepted[position] += 1
 
     def count_stale(self, count: int) -> None:
-        """Add a row whose request had left."""
+        """Add a stale row with `count` tokens."""
         self.stale_rows += 1
         self.surplus_tokens += count
 
     @property
     def tokens_per_round(self) -> float:
-        """Tokens committed per request and round."""
+        """Mean number of tokens per row round."""
         return self.tokens / self.row_rounds if self.row_rounds else 0.0
 
     @property
     def acceptance_length(self) -> float:
-        """Mean tokens of a round that tested drafts: accepted drafts plus the bonus token."""
+        """Mean number of tokens per row round with drafts: accepted drafts and the bonus token."""
         return self.speculated_tokens / self.speculated_rounds if self.speculated_rounds else 0.0
 
     @property
     def acceptance(self) -> list[float]:
-        """Per draft position, the share of tested drafts that was accepted."""
-        return [a / t if t else 0.0 for a, t in zip(self.accepted, self.tested, strict=True)]
+        """Acceptance rate by draft position or tree depth."""
+        rates = []
+        for accepted, tested in zip(self.accepted, self.tested, strict=True):
+            rates.append(accepted / tested if tested else 0.0)
+        return rates
 
     @property
     def exposed_share(self) -> float | None:
-        """The share of all rounds' time for which the model stood still for the grammar; None
-        without the option `timeline`."""
+        """Fraction of the round time in which the model lane waited for the grammar lane.
+
+        None without the option `timeline`.
+        """
         if not self.part_ns:
             return None
         exposed = sum(ns for name, ns in self.part_ns.items() if name.startswith("wait for"))
@@ -98,12 +135,12 @@ class EngineStats:
 
     @property
     def part_share(self) -> dict[str, float]:
-        """Per part of the round, its share of the time of all parts."""
+        """Fraction of the time of all parts, by part of the round."""
         total = sum(self.part_ns.values())
         return {name: ns / total if total else 0.0 for name, ns in self.part_ns.items()}
 
     def as_dict(self) -> dict[str, Any]:
-        """Everything, derived figures included, ready for JSON."""
+        """Return all counters and derived values, convertible to JSON."""
         return vars(self) | {
             "tokens_per_round": self.tokens_per_round,
             "acceptance_length": self.acceptance_length,

@@ -1,4 +1,4 @@
-"""Fixtures of the models' and the engine's tests."""
+"""Fixtures of the model and engine tests."""
 
 import pytest
 from engine_util import demo_engine
@@ -6,6 +6,6 @@ from engine_util import demo_engine
 
 @pytest.fixture(scope="module")
 def engine():
-    """The demo model with its drafter, four rows, for tests that leave it idle."""
-    with demo_engine(max_batch_size=4) as made:
-        yield made
+    """Engine with the demo model, its drafter and four batch rows. Tests must leave it idle."""
+    with demo_engine(max_batch_size=4) as shared:
+        yield shared

@@ -1,4 +1,4 @@
-"""What the engine's tests share: the demo model and requests made from its tasks."""
+"""Helpers of the engine tests: engines and requests of the demo model."""
 
 import functools
 import shutil
@@ -19,69 +19,85 @@ DEMO = Path(__file__).resolve().parents[2] / "models" / "demo"
 TARGET = DEMO / "target"
 DRAFTER = DEMO / "eagle3"
 ROUND = "models/round/kernels/round.cu"
-#: What `swap_text` makes of it: all drafts of one request come before another's, by position.
-UNEVEN = (
-    "const float reach = slot.reach[j - 1];",
-    "const float reach = 1.0f / ((slot.n + b) % 3 + 1);",
+#: Unconstrained request.
+FREE = Request(tokens=[300, 301, 302], max_tokens=40)
+#: Unconstrained request that generates `max_tokens` tokens.
+LONG = Request(tokens=[300, 301, 302], max_tokens=1000, temperature=4.0, seed=1)
+#: Replacement in `ROUND` after which drafts are assigned by request instead of by acceptance.
+UNEVEN_DRAFTS = (
+    "const float accept_prob = slot.accept_prob[j - 1];",
+    "const float accept_prob = 1.0f / ((slot.n + b) % 3 + 1);",
 )
 
 
 def demo_engine(*, speculation: bool = True, drafter: Any = DRAFTER, **options: Any) -> Engine:
-    """An engine on the shipped model, with its drafter, another or none."""
+    """Return an engine with the demo model, and with `drafter` if `speculation` is true."""
     return Engine(TARGET, drafter if speculation else None, **options)
 
 
-def swap_text(monkeypatch: pytest.MonkeyPatch, folder: Path, path: str, old: str, new: str) -> None:
-    """From now on load kernels of the file `path`, or all beside a header, with a text, which it
-    has once, replaced."""
-    plain = Device.load
+def patch_kernel_source(
+    monkeypatch: pytest.MonkeyPatch, folder: Path, path: str, old: str, new: str
+) -> None:
+    """Replace a text in a kernel file for all kernels that are loaded from now on.
+
+    Parameters
+    ----------
+    monkeypatch
+        Fixture of the test.
+    folder
+        Folder for copies of the sources.
+    path
+        End of the file's path. A header affects all kernels of its folder.
+    old, new
+        Text that occurs exactly once in the file, and its replacement.
+    """
+    original_load = Device.load
     changed = Path(path)
 
-    @functools.cache  # one text is compiled once
-    def swapped(room: Path) -> Path:
-        copy = shutil.copytree(room, Path(mkdtemp(dir=folder), changed.parent))
+    @functools.cache  # one copy per folder, so that each text is compiled once
+    def patched_copy(source_folder: Path) -> Path:
+        copy = shutil.copytree(source_folder, Path(mkdtemp(dir=folder), changed.parent))
         text = (copy / changed.name).read_text()
-        assert text.count(old) == 1, f"{path} has {text.count(old)} of {old!r}"
+        assert text.count(old) == 1, f"{path} contains {old!r} {text.count(old)} times"
         (copy / changed.name).write_text(text.replace(old, new))
         return copy
 
     def load(device: Device, source: Path, defines: Any = None) -> Any:
-        beside = str(source.parent).endswith(str(changed.parent))
-        if beside and (source.name == changed.name or changed.suffix == ".cuh"):
-            source = swapped(source.parent) / source.name
-        return plain(device, source, defines)
+        same_folder = str(source.parent).endswith(str(changed.parent))
+        if same_folder and (source.name == changed.name or changed.suffix == ".cuh"):
+            source = patched_copy(source.parent) / source.name
+        return original_load(device, source, defines)
 
     monkeypatch.setattr(Device, "load", load)
 
 
-class Given:
-    """Draft lengths of rounds as they are given, in place of a budget; checks what it is told of
-    acceptance."""
+class FixedDraftLengths:
+    """Replaces a `DraftBudget` by given draft lengths and checks what it is notified of."""
 
     def __init__(self, lengths: Iterable[int]):
         self._lengths = iter(lengths)
 
-    def choose(self, size: int, requests: Any) -> int:
+    def choose(self, bucket: int, requests: Any) -> int:
         return next(self._lengths)
 
-    def brought(
-        self, request: Any, size: int, length: int, made: int, known: int, accepted: int
+    def record_acceptance(
+        self, request: Any, bucket: int, length: int, capacity: int, known: int, accepted: int
     ) -> None:
-        assert accepted <= known <= made and accepted <= size * length
+        assert accepted <= known <= capacity and accepted <= bucket * length
 
 
 def task_request(task: Task, **options: Any) -> Request:
-    """The request that asks for a task's answer."""
+    """Return a request for the answer of a task."""
     return Request(prompt=task.text, grammar=task_grammar(task), **({"max_tokens": 160} | options))
 
 
 def outputs(events: Iterable[Event]) -> dict[str, Output]:
-    """Outputs among events, by id."""
+    """Return the outputs among events, by id."""
     return {event.id: event.output for event in events if event.output is not None}
 
 
 def drain(engine: Engine) -> dict[str, Output]:
-    """Step until nothing is left to do; the outputs that came."""
+    """Step until no request is unfinished, and return the outputs."""
     found: dict[str, Output] = {}
     while engine.busy:
         found |= outputs(engine.step())
@@ -89,7 +105,7 @@ def drain(engine: Engine) -> dict[str, Output]:
 
 
 def mixed_requests(count: int, seed: int = 7, **options: Any) -> list[Request]:
-    """Requests of the kinds the model knows, two thirds with keys it has seen in training."""
+    """Return requests for demo tasks; every third has keys that are not in the training data."""
     known = list(held_out_tasks(count, seed))
     unseen = list(unseen_key_tasks(count, seed))
     tasks = [unseen[i] if i % 3 == 2 else known[i] for i in range(count)]

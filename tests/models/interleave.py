@@ -152,8 +152,15 @@ class Interleaving:
         )
 
     def _graph(self, rows: int, k: int) -> Any:
-        graph = SimpleNamespace(launch=lambda _: self.toy.launch(rows, k), check=lambda: None)
-        return SimpleNamespace(execs=[graph], timed=(), batch=rows, drafts=k, made=k)
+        return SimpleNamespace(
+            launch=lambda stream: self.toy.launch(rows, k),
+            finish=lambda stream, wait_for: None,
+            check=lambda: None,
+            timed=(),
+            batch=rows,
+            drafts=k,
+            made=k,
+        )
 
     def _submit_request(self, number: int) -> None:
         """Submit a request. Its grammar is compiled later and may turn out to be invalid."""

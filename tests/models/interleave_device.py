@@ -1,9 +1,10 @@
-"""A device in Python that makes one small step at a time, whenever a scheduler lets it.
+"""A simulated device that advances by one small step at a time, whenever the test lets it.
 
-It does what the kernels of a round do, against the same rings, exchange and host steps. A replay's
-steps run in any order that the graph's edges allow. What joins and leaves slots is ordered only as
-far as the host may rely on it: before the replays launched after it, but not behind those launched
-before. A host that hands on slots, pages or ring entries too early therefore breaks outputs here.
+It does what the kernels of a round do, on the same rings, exchange and host steps. The steps of a
+replay run in any order that the edges of its graph allow. Work that joins and leaves slots is
+ordered only as far as the host may rely on it: before the replays launched after it, but not after
+those launched before it. A host that reuses slots, pages or ring entries too early therefore breaks
+an output or an assertion.
 """
 
 from __future__ import annotations
@@ -33,17 +34,17 @@ HOST_STEPS = {"open": "open_work", "commit": "commit_work", "fill": "draft_work"
 
 
 class Hang(AssertionError):
-    """The host waits for something that the device has no reason to do."""
+    """The host waits for a result that the device will never publish."""
 
 
 @dataclass
 class Replay:
-    """One launched replay: its steps, and how far they are."""
+    """A launched replay and its completed steps."""
 
-    barrier: int  # side work that must be done before it begins
+    barrier: int  # number of side operations that must be complete before it begins
     rows: int
-    k: int  # most drafts that it tests and makes
-    named: frozenset[int]  # slots that the host put into its rows
+    k: int  # maximum number of drafts that it verifies and generates
+    named: frozenset[int]  # slots that the host assigned to its rows
     done: set[str] = field(default_factory=set)
     number: int = 0
     slots: list[int] = field(default_factory=list)
@@ -51,10 +52,10 @@ class Replay:
     counts: dict[int, int] = field(default_factory=dict)
 
 
-class ToyCache(PagedKV):
-    """The real allocator and ownership of pages; memory and page table are the toy device's."""
+class SteppingCache(PagedKV):
+    """The real page allocator with simulated memory and page table."""
 
-    def __init__(self, device: ToyDevice, slots: int, pages: int, length: int):
+    def __init__(self, device: SteppingDevice, slots: int, pages: int, length: int):
         self.toy = device
         self.slots = slots
         self.page_size = PAGE
@@ -64,7 +65,7 @@ class ToyCache(PagedKV):
         self._references = [0] * pages
         self._owned = [[] for _ in range(slots)]
         self.table = np.full((slots, self.max_pages), pages)
-        self.told = self.table.copy()  # by the last copy of each row
+        self.enqueued = self.table.copy()  # each row as of its last copy
         self._staged: Any = [SimpleNamespace(array=row) for row in self.table.copy()]
         self.memory = np.full((pages + 1, PAGE), -1)
 
@@ -73,11 +74,11 @@ class ToyCache(PagedKV):
         super().release(slot)
 
     def set_table(self, lane: Any, slot: int) -> None:
-        told = self.told[slot]
+        enqueued = self.enqueued[slot]
         row = self._staged[slot].array
-        if any(told[told != row] != self.scratch_page):  # it does more than grow
+        if any(enqueued[enqueued != row] != self.scratch_page):  # an entry was replaced
             self.toy.require_idle(slot, "page table")
-        self.told[slot] = row
+        self.enqueued[slot] = row
 
         def copy() -> None:
             self.table[slot] = self._staged[slot].array
@@ -97,10 +98,10 @@ class ToyCache(PagedKV):
         return int(self.memory[self.table[slot, position // PAGE], position % PAGE])
 
 
-class ToyDevice:
-    """Slots, pages, one queue of replays, and the side work that joins and leaves slots.
+class SteppingDevice:
+    """Slots, pages, a queue of replays, and the side work that joins and leaves slots.
 
-    Who makes one sets `caches`, `exchange`, the rings `inputs` and `outputs`, and `decoder`.
+    The creator sets `caches`, `exchange`, the rings `inputs` and `outputs`, and `decoder`.
     """
 
     def __init__(
@@ -111,28 +112,30 @@ class ToyDevice:
         self.masked = masked
         self.branches = branches
         self.slots = [ref.Slot(n=0, tree=ref.chain(0), limit=0, active=False) for _ in range(slots)]
-        self.prompts: list[list[int]] = [[] for _ in range(slots)]  # pinned, one per slot
-        self.unread: set[int] = set()  # slots whose prompt no copy has read
-        self.prompt_rows: list[tuple[int, int, int]] = []  # slot, position, token; one for all
+        self.prompts: list[list[int]] = [[] for _ in range(slots)]  # pinned memory, one per slot
+        self.unread: set[int] = set()  # slots whose prompt has not been copied yet
+        self.prompt_rows: list[tuple[int, int, int]] = []  # slot, position, token; shared
         self.side: deque[Callable[[], None]] = deque()
         self.side_done = self.side_enqueued = 0
         self.queue: deque[Replay] = deque()
-        self.replay = 0  # the device's own count
+        self.replay = 0  # counted by the device
         self.completed = self.launched = 0
-        self.most_rows = 0  # of prompts, between two replays that one request sits in
-        # the last launch
+        # Maximum number of prompt rows between two replays with the same request.
+        self.max_prompt_rows = 0
+        # Since the last launch:
         self.rows_since = 0
-        self.sat = frozenset[int]()
+        self.previous_slots = frozenset[int]()  # slots of the last replay
         self.joined = set[int]()
-        self.starved = 0  # active slots without a mask row that no lack of budget explains
+        self.starved = 0  # rows skipped for a mask row that was not filled in time
         self.stall = rng.choice((0.0, 0.1, 0.3))
-        self.eager = rng.choice((0.0, 0.3, 1.0, 4.0))  # device steps per host action, on average
-        self.agreement = rng.choice((30, 70, 95))  # percent of drafts that the target agrees with
+        # Average number of device steps per host action.
+        self.eager = rng.choice((0.0, 0.3, 1.0, 4.0))
+        self.agreement = rng.choice((30, 70, 95))  # percentage of drafts that match the target
 
     # What the host sees -------------------------------------------------------------------------
 
     def tick(self) -> None:
-        """Let the device go on for a while: called wherever the host touches anything shared."""
+        """Advance by some steps. Called wherever the host accesses shared state."""
         while self.rng.random() * (1 + self.eager) > 1 and self.advance():
             pass
 
@@ -146,21 +149,21 @@ class ToyDevice:
         self.tick()
         self.launched += 1
         named = self.inputs.field("slot").array[self.launched % self.inputs.entries].tolist()
-        sits = frozenset(named) - {-1}
-        stayed = sits & self.sat - self.joined
-        assert not stayed or self.rows_since <= self.most_rows, (
-            f"slots {set(stayed)} wait for {self.rows_since} rows of prompts"
+        slots = frozenset(named) - {-1}
+        stayed = slots & self.previous_slots - self.joined
+        assert not stayed or self.rows_since <= self.max_prompt_rows, (
+            f"slots {set(stayed)} waited for {self.rows_since} prompt rows"
         )
         self.rows_since = 0
-        self.sat = sits
+        self.previous_slots = slots
         self.joined.clear()
-        self.queue.append(Replay(self.side_enqueued, rows, k, sits))
+        self.queue.append(Replay(self.side_enqueued, rows, k, slots))
         self.tick()
 
     def require_idle(self, slot: int, what: str) -> None:
-        """A slot belongs to its request until no replay that names it is unfinished."""
+        """Assert that no unfinished replay refers to a slot."""
         busy = [self.completed + i for i, r in enumerate(self.queue, 1) if slot in r.named]
-        assert not busy, f"slot {slot}: {what} handed on while replay {busy[0]} names it"
+        assert not busy, f"slot {slot}: {what} reused while replay {busy[0]} refers to it"
 
     def query(self) -> bool:
         return not self.queue and not self.side
@@ -172,10 +175,13 @@ class ToyDevice:
     def run(
         self, lane: Any, slot: int, tokens: Sequence[int], cached: int, most: Callable[[], int]
     ) -> Iterator[PrefillChunk]:
-        """Prefill: the prompt is read from the slot's staging area when the copy runs, and chunk
-        after chunk from where the copy has put it."""
+        """Simulate `Prefill.run`.
+
+        The prompt is read from the slot's staging buffer when the copy runs. The chunks are read
+        from the destination of the copy.
+        """
         self.require_idle(slot, "prompt")
-        assert slot not in self.unread, f"slot {slot}: a prompt is overwritten unread"
+        assert slot not in self.unread, f"slot {slot}: a prompt is overwritten before its copy"
         self.prompts[slot] = list(tokens)
         self.unread.add(slot)
 
@@ -221,7 +227,7 @@ class ToyDevice:
     # Steps --------------------------------------------------------------------------------------
 
     def advance(self) -> bool:
-        """Make one step that may be made now, any of them; False when there is none."""
+        """Run a random step that is ready. Return False if there is none."""
         steps: list[Callable[[], None]] = []
         if self.side:
             steps.append(self._side_step)
@@ -237,7 +243,7 @@ class ToyDevice:
         self.side_done += 1
 
     def _graph(self, k: int) -> dict[str, tuple[str, ...]]:
-        """Steps of a replay and what each waits for."""
+        """Return the steps of a replay and the predecessors of each."""
         graph: dict[str, tuple[str, ...]] = {
             "open": (),
             "begin": (),
@@ -298,7 +304,7 @@ class ToyDevice:
                 replay.contexts[b, j] = context_of([*cache.read(slot, s.n + 1), *way])
 
     def _row(self, slot: int, j: int, position: int) -> tuple[int, tuple[int, ...]]:
-        """State of a mask row and the ids it allows."""
+        """Return the state of a mask row and the ids it allows."""
         state = ref.row_at(self.exchange, slot, j).counts_as(self.slots[slot], position)
         ready = state == READY
         return state, row_ids(self.exchange.masks[slot, j].tobytes()) if ready else ALL_IDS
@@ -327,7 +333,7 @@ class ToyDevice:
             state, legal = self._row(slot, node, position)
             self.starved += node == 0 and state == NOT_READY
             if state in (FREE, READY) and self.rng.random() < self.stall:
-                state = NOT_READY  # the grammar's budget ran out
+                state = NOT_READY  # the grammar exceeded its time budget
             return state, legal
 
         def decide(node: int, position: int, legal: tuple[int, ...]) -> tuple[int, int | None]:
@@ -368,7 +374,7 @@ class ToyDevice:
             ref.record_drafts(self.exchange, slot, replay.number, s.drafts, s.tree.parent[1:])
 
     def _branch_off(self, slot: int, k: int) -> None:
-        """More drafts, each somewhere in the tree."""
+        """Add drafts at random nodes of the tree."""
         s = self.slots[slot]
         for _ in range(self.rng.randrange(k)):
             node = self.rng.randrange(len(s.tree.token))
@@ -380,10 +386,10 @@ class ToyDevice:
                 ref.keep(s, token, parent=node)
 
 
-class TickingRing(Ring):
-    """The real ring, with the device going on at every touch; waiting lets it go on until done."""
+class SteppingRing(Ring):
+    """The real ring; the device advances at every access, and during a wait until it ends."""
 
-    toy: ToyDevice
+    toy: SteppingDevice
 
     def reserve(self, replay: int) -> int:
         self.toy.tick()
@@ -404,15 +410,15 @@ class TickingRing(Ring):
     def wait(self, replay: int, timeout_s: float | None = None) -> bool:
         while int(self.stamp.array[replay % self.entries, 0]) != replay:
             if not self.toy.advance():
-                raise Hang(f"replay {replay} never published")
+                raise Hang(f"replay {replay} will never publish its results")
         return True
 
 
-class TickingDecoder(GuidedDecoder):
-    """The real decoder; a snapshot may be retired only when its replay is over."""
+class SteppingDecoder(GuidedDecoder):
+    """The real decoder; asserts that a snapshot is retired only after its replay is complete."""
 
-    toy: ToyDevice
-    kept: list[Any] | None = None  # what mutants would let go of while it is in use
+    toy: SteppingDevice
+    kept: list[Any] | None = None  # keeps requests alive that a mutant would free too early
 
     def publish(self, replay: int, requests: Any) -> None:
         self.toy.tick()
@@ -422,7 +428,7 @@ class TickingDecoder(GuidedDecoder):
         self.toy.tick()
 
     def retire(self, replay: int) -> None:
-        assert replay <= self.toy.completed, f"replay {replay} retired while it runs"
+        assert replay <= self.toy.completed, f"replay {replay} was retired while it runs"
         super().retire(replay)
 
 

@@ -1,8 +1,8 @@
-"""A language small enough to be decoded by hand: a target, a drafter, grammars, and the truth.
+"""A simulated language: target, drafter, grammars and text as pure functions, and their oracle.
 
-Every choice is a hash of what it may depend on: the tokens before it, the request's seed, and the
-ids that the grammar allows. So the sequential output of a request is a pure function, and any mix
-of tokens, pages, masks or seeds between requests shows.
+Every choice is a hash of what it may depend on: the preceding tokens, the seed of the request and
+the ids that the grammar allows. The sequential output of a request is therefore a pure function,
+and any mix-up of tokens, pages, masks or seeds between requests changes it.
 """
 
 import functools
@@ -12,12 +12,12 @@ import numpy as np
 from guide_util import mix
 from reference_round import bits, pack_bits
 
-from graft.grammar.matcher import CompiledGrammar, Matcher
 from graft.grammar.grammar_spec import GrammarSpec
+from graft.grammar.matcher import CompiledGrammar, Matcher
 from graft.grammar.vocabulary import Vocabulary
-from graft.models.engine.slots import RequestState
+from graft.models.engine.request_state import RequestState
 
-VOCAB = 40  # no multiple of 32
+VOCAB = 40  # not a multiple of 32
 STOPS = (38, 39)
 ALL_IDS = tuple(range(VOCAB))
 _MASK64 = (1 << 64) - 1
@@ -25,18 +25,18 @@ _MASK64 = (1 << 64) - 1
 
 @functools.lru_cache(1 << 16)
 def choose(context: int, seed: int, legal: tuple[int, ...]) -> int:
-    """The target's token after a context: the same with and without speculation."""
+    """Return the target's token after a context, with or without speculation."""
     return min(legal, key=lambda token: mix(context, seed, token))
 
 
 def context_of(tokens: Sequence[int]) -> int:
-    """What the target makes of the tokens before a position."""
+    """Return the target's state after a token sequence."""
     return hash(tuple(tokens)) & _MASK64
 
 
 @functools.lru_cache(1 << 16)
 def legal_ids(grammar: int, state: int) -> tuple[int, ...]:
-    """Ids that a grammar allows in a state; none in a dead end, all where it is free."""
+    """Return the ids that a grammar allows in a state: none in a dead end, or all of them."""
     h = mix(grammar, state)
     if h % 61 == 0:
         return ()
@@ -50,18 +50,18 @@ def legal_ids(grammar: int, state: int) -> tuple[int, ...]:
 
 @functools.lru_cache(1 << 16)
 def mask_row(legal: tuple[int, ...]) -> np.ndarray:
-    """The ids as bits of int32 words."""
+    """Return the mask row of the ids: bits in int32 words."""
     return pack_bits(np.isin(ALL_IDS, legal))
 
 
 @functools.lru_cache(1 << 16)
 def row_ids(words: bytes) -> tuple[int, ...]:
-    """The inverse of `mask_row`, of a row's bytes."""
+    """Return the ids of a mask row, given as bytes."""
     return tuple(bits(np.frombuffer(words, np.int32)).tolist())
 
 
 class ToyMatcher(Matcher):
-    """States are hashes of the accepted tokens; a stack of them makes rollback trivial."""
+    """Matcher whose states are hashes of the accepted tokens, kept on a stack for rollback."""
 
     def __init__(self, compiled: CompiledGrammar, stop_ids: tuple[int, ...]):
         super().__init__(compiled, stop_ids)
@@ -85,7 +85,7 @@ class ToyMatcher(Matcher):
         return True
 
     def rollback(self, tokens: int) -> None:
-        assert tokens < len(self._states), "rolled back beyond the start"
+        assert tokens < len(self._states), "rollback beyond the first state"
         if tokens:
             del self._states[-tokens:]
             self._ended = False
@@ -94,12 +94,12 @@ class ToyMatcher(Matcher):
         return self._ended
 
 
-#: A letter per id.
+#: One letter per id.
 TOY = Vocabulary([bytes([0x41 + i]) for i in range(STOPS[0])] + [b"", b""], VOCAB, STOPS)
 
 
 class ToyBackend:
-    """Makes matchers of grammars that are numbers."""
+    """Backend whose grammars are integers."""
 
     name = "toy"
     vocabulary = TOY
@@ -112,7 +112,7 @@ class ToyBackend:
 
 
 class ToyText:
-    """Text of tokens; every other letter is held back until the next has come."""
+    """Incremental decoder that holds back every other letter until the next one arrives."""
 
     def __init__(self) -> None:
         self._held = ""
@@ -128,23 +128,25 @@ class ToyText:
         return text
 
 
-def sequential(running: RequestState, compiled: CompiledGrammar | None) -> tuple[list[int], str]:
-    """Tokens and reason of a request decoded alone, token by token, without any engine."""
+def decode_sequentially(
+    state: RequestState, compiled: CompiledGrammar | None
+) -> tuple[list[int], str]:
+    """Return tokens and finish reason of a request decoded token by token, without an engine."""
     tokens: list[int] = []
-    matcher = None if compiled is None else compiled.matcher(running.stop_ids)
+    matcher = None if compiled is None else compiled.matcher(state.stop_ids)
     text = ""
     decoder = ToyText()
     while True:
         legal = ALL_IDS if matcher is None else tuple(matcher.legal().tolist())
         if not legal:
             return tokens, "dead_end"
-        token = choose(context_of([*running.prompt, *tokens]), running.output.seed, legal)
+        token = choose(context_of([*state.prompt, *tokens]), state.output.seed, legal)
         tokens.append(token)
         assert matcher is None or matcher.accept(token)
-        if token in running.stop_ids:
+        if token in state.stop_ids:
             return tokens, "stop"
         text += decoder.push([token])
-        if any(stop in text for stop in running.request.stop):
+        if any(stop in text for stop in state.request.stop):
             return tokens, "stop_string"
-        if len(tokens) == running.max_tokens:
+        if len(tokens) == state.max_tokens:
             return tokens, "length"

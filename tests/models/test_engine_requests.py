@@ -1,7 +1,6 @@
-"""Requests come, fail, are cancelled and leave, each alone."""
+"""Requests: invalid fields, finish reasons, stop strings, and graph launches per round."""
 
 import json
-import random
 from dataclasses import replace
 
 import pytest
@@ -9,33 +8,31 @@ from engine_util import mixed_requests, outputs
 
 from graft.models.errors import MigrationError, RequestError
 from graft.models.request import Relaxed, Request
-from graft.models.text.stop import StopFinder
 from graft.sampling.params import MAX_STOP_IDS
 
 
-def test_what_a_round_costs(engine):
-    """One graph launch, counted by engine and device alike, beside those of pieces of prompts, and
-    at most K+1 mask rows a request."""
-    pieces = engine._scheduler.seating.progress
+def test_engine_launches_one_graph_per_round(engine):
+    """Plus one per prefill chunk. At most K + 1 mask rows per request and round are filled."""
+    count_chunks = engine._scheduler.slots.count_completed_chunks
     engine.generate(mixed_requests(1))
     engine.synchronize()
     engine.reset_stats()
     before = engine.counters()
-    begun = pieces()
+    chunks_before = count_chunks()
     engine.generate(mixed_requests(6))
     engine.synchronize()
     after = engine.counters()
     stats = engine.stats
     assert stats.rounds > 0
     if engine.device.kind == "soft":
-        launched = [c["device"]["count"]["graph_launch"] for c in (before, after)]
-        assert launched[1] - launched[0] == stats.rounds + pieces() - begun
+        launches = [counters["device"]["count"]["graph_launch"] for counters in (before, after)]
+        assert launches[1] - launches[0] == stats.rounds + count_chunks() - chunks_before
     fills = after["grammar"]["fills"] - before["grammar"]["fills"]
     assert 0 < fills <= (engine.options.draft_length + 1) * stats.row_rounds
 
 
-#: Values that an option of a request cannot have.
-WRONG = {
+#: Invalid values by field of a request with a prompt and a grammar.
+INVALID_VALUES = {
     "temperature": (-1.0, float("nan"), 10**400, -(10**5000)),
     "top_p": (0.0, 2.0),
     "top_k": (-1, 10**5000),
@@ -49,8 +46,8 @@ WRONG = {
     "priority": (0.5, "high"),
     "prompt": ("\ud800",),
     "stop_ids": (list(range(MAX_STOP_IDS + 1)), [10**6]),
-    "stop": (["}"],),  # with a grammar
-    "tokens": ([1],),  # beside a prompt
+    "stop": (["}"],),  # cannot be combined with a grammar
+    "tokens": ([1],),  # cannot be combined with a prompt
     "logit_bias": (
         {10**6: 1.0},
         {"5": 1.0},
@@ -70,9 +67,9 @@ WRONG = {
     "sample": (-1,),
     "relaxed": (0.5, Relaxed(top_k=0), Relaxed(delta=1.5), Relaxed(until=10**6)),
 }
-#: And such that show with others: other prompts, no grammar, nothing that is left.
-BAD = [
-    *({name: value} for name, values in WRONG.items() for value in values),
+#: Invalid combinations of fields.
+INVALID_FIELDS = [
+    *({name: value} for name, values in INVALID_VALUES.items() for value in values),
     *({"prompt": None, "messages": messages} for messages in (5, [5])),
     *(
         {"prompt": None, "messages": [{"role": "user", "content": content}]}
@@ -84,99 +81,90 @@ BAD = [
 ]
 
 
-@pytest.mark.parametrize("change", BAD, ids=lambda change: "-".join(change))
-def test_bad_option_ends_alone(engine, change):
-    """A request with a senseless option is refused in a sentence; its neighbour is served."""
-    good = mixed_requests(1)[0]
-    refused, served = engine.generate([replace(good, **change), good])
+@pytest.mark.parametrize("fields", INVALID_FIELDS, ids=lambda fields: "-".join(fields))
+def test_engine_refuses_request_with_invalid_field(engine, fields):
+    """The error is short and has a type; the other request of the batch is served."""
+    valid = mixed_requests(1)[0]
+    refused, served = engine.generate([replace(valid, **fields), valid])
     assert refused.reason == "refused" and refused.error and not refused.tokens
     assert refused.error_type in ("RequestError", "TokenizerError") and len(refused.error) < 300
     assert served.reason == "stop"
 
 
-def test_what_is_no_request_is_refused_and_none_is_nothing(engine):
-    """Objects of other kinds fail alone; None for stop strings and ids means none."""
-    good = replace(mixed_requests(1)[0], stop=None, stop_ids=None)
+def test_engine_refuses_other_types_than_request(engine):
+    """None as stop strings and stop ids means none."""
+    valid = replace(mixed_requests(1)[0], stop=None, stop_ids=None)
     with pytest.raises(RequestError, match="must be a Request, got 5"):
         engine.warm(5)
-    with pytest.raises(MigrationError, match="must be a HandOver, got 5"):
+    with pytest.raises(MigrationError, match="expected a MigratedRequest, got 5"):
         engine.migrate_in(5)
-    refused, served = engine.generate([{"prompt": "x"}, good])
+    refused, served = engine.generate([{"prompt": "x"}, valid])
     assert "must be a Request" in (refused.error or "") and served.reason == "stop"
 
 
-def test_relaxed_requests(engine):
-    """They accept what others refuse, obey their grammar and say that they are not exact. Relaxed
-    up to their first token, which no draft can be, they are as others, also when preempted."""
-    requests = [
+def test_relaxed_verification_accepts_more_drafts(engine):
+    """Outputs obey their grammar and report ``exact == False``."""
+    requests = coupled_requests()
+    exact = engine.generate(requests)
+    relaxed = engine.generate(relax(requests))
+    assert all(o.exact for o in exact) and not any(o.exact for o in relaxed)
+    assert {o.reason for o in relaxed} <= {"stop", "length"}
+    rates = [
+        sum(o.accepted for o in found) / sum(o.drafted for o in found) for found in (exact, relaxed)
+    ]
+    assert rates[0] < 0.9 < rates[1]
+    assert not engine.counters()["grammar"]["desyncs"]
+
+
+def test_relaxed_verification_is_exact_after_its_end_id(engine):
+    """Relaxed until their first token, outputs are the exact ones, also after preemption."""
+    requests = coupled_requests()
+    expected = engine.generate(requests)
+    for request, output in zip(relax(requests), expected, strict=True):
+        until = output.tokens[0]
+        engine.submit(replace(request, relaxed=Relaxed(10**6, 1.0, until=until)))
+    found = {}
+    preempted = 0
+    while engine.busy:
+        found |= outputs(engine.step())
+        if len(found) == preempted:
+            preempted += any(engine.preempt(o.id) for o in expected if o.id not in found)
+    assert preempted
+    assert [found[o.id].tokens for o in expected] == [o.tokens for o in expected]
+
+
+def coupled_requests():
+    return [
         replace(r, temperature=1.2, verify="coupled", seed=i, id=str(i))
         for i, r in enumerate(mixed_requests(6))
     ]
-    plain = engine.generate(requests)
-    relaxed = [replace(r, verify="relaxed", relaxed=Relaxed(10**6, 1.0)) for r in requests]
-    loose = engine.generate(relaxed)
-    assert all(o.exact for o in plain) and not any(o.exact for o in loose)
-    assert {o.reason for o in loose} <= {"stop", "length"}
-    shares = [
-        sum(o.accepted for o in those) / sum(o.drafted for o in those) for those in (plain, loose)
-    ]
-    assert shares[0] < 0.9 < shares[1]
-    assert not engine.counters()["grammar"]["desyncs"]
-
-    for request, output in zip(relaxed, plain, strict=True):
-        engine.submit(replace(request, relaxed=Relaxed(10**6, 1.0, until=output.tokens[0])))
-    done = {}
-    preempted = 0
-    while engine.busy:
-        done |= outputs(engine.step())
-        if len(done) == preempted:
-            preempted += any(engine.preempt(o.id) for o in plain if o.id not in done)
-    assert preempted
-    assert [done[o.id].tokens for o in plain] == [o.tokens for o in plain]
 
 
-def test_max_tokens_is_a_length_ending(engine):
-    """A request ends after exactly max_tokens, wherever in a round that falls."""
-    base = mixed_requests(1)[0]
-    for limit in range(1, 9):
-        (output,) = engine.generate([replace(base, max_tokens=limit)])
-        assert output.reason == "length" and len(output.tokens) == limit
+def relax(requests):
+    return [replace(r, verify="relaxed", relaxed=Relaxed(10**6, 1.0)) for r in requests]
 
 
-def test_stop_string_cuts(engine):
-    """A stop string ends a free request, is cut from its text, and is never streamed."""
-    base = Request(tokens=[300, 301, 302], max_tokens=60, temperature=3.0, seed=5)
-    (whole,) = engine.generate([base])
+def test_max_tokens_limits_output_length(engine):
+    """A request ends after exactly max_tokens tokens, at any position within a round."""
+    request = mixed_requests(1)[0]
+    for max_tokens in range(1, 9):
+        (output,) = engine.generate([replace(request, max_tokens=max_tokens)])
+        assert output.reason == "length" and len(output.tokens) == max_tokens
+
+
+def test_stop_string_ends_output_and_is_never_streamed(engine):
+    request = Request(tokens=[300, 301, 302], max_tokens=60, temperature=3.0, seed=5)
+    (whole,) = engine.generate([request])
     stop = whole.text[20:24]
     assert len(stop) == 4
-    events = list(engine.stream([replace(base, stop=[stop])]))
+    events = list(engine.stream([replace(request, stop=[stop])]))
     output = events[-1].output
     assert output is not None and output.reason == "stop_string"
     assert output.text == whole.text[: whole.text.index(stop)]
     assert "".join(e.text for e in events) == output.text
 
 
-def test_stop_strings_are_found_as_by_searching_the_whole_text():
-    """Overlapping strings in pieces of any size: found in the same piece and at the same place, and
-    what is held back is the longest end of the text that begins a string."""
-    rng = random.Random(4)
-    for _ in range(400):
-        stops = {"".join(rng.choices("ab", k=rng.randint(1, 6))) for _ in range(rng.randint(1, 4))}
-        finder = StopFinder(sorted(stops))
-        text = ""
-        for _ in range(30):
-            piece = "".join(rng.choices("abc", k=rng.randint(0, 4)))
-            text += piece
-            expected = min((text.find(s) for s in stops if s in text), default=None)
-            assert finder.feed(piece) == expected
-            if expected is not None:
-                break
-            ends = [n for n in range(len(text) + 1) if any(s.startswith(text[n:]) for s in stops)]
-            assert finder.held == len(text) - ends[0]
-
-
-def test_outputs_are_valid_json(engine):
-    """Under a schema, even at a high temperature, a finished output parses."""
+def test_json_schema_outputs_parse_at_high_temperature(engine):
     requests = [
         replace(r, temperature=1.5, seed=i, max_tokens=200)
         for i, r in enumerate(mixed_requests(8, seed=51))

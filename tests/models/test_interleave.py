@@ -1,24 +1,27 @@
-"""Two rounds in flight: whatever the order of host and device, outputs are the sequential ones."""
+"""Overlapped rounds: outputs are the sequential ones for every interleaving of host and device."""
 
 import inspect
 import textwrap
 
 import pytest
 from interleave import Interleaving
-from interleave_device import TickingDecoder, TickingRing
+from interleave_device import SteppingDecoder, SteppingRing
 
 from graft.cudagraph.pinned import Ring
+from graft.grammar import decoder
 from graft.grammar.decoder import GuidedDecoder
+from graft.models.cache import prefix
 from graft.models.cache.kv import PagedKV
 from graft.models.cache.prefix import PrefixCache
-from graft.models.engine import migrate as handover
+from graft.models.engine import migrate
 from graft.models.engine.replay import Replays, RowAssignment
+from graft.models.engine.request_state import RequestState
 from graft.models.engine.scheduler import Scheduler
-from graft.models.engine.slots import RequestState, SlotManager
+from graft.models.engine.slots import SlotManager
 
 
-def caught(device, seeds):
-    """Return the error of the first seed that fails, naming the seed, or None."""
+def first_failure(device, seeds):
+    """Return the error of the first seed that fails, with the seed as a note, or None."""
     for seed in seeds:
         try:
             Interleaving(device, seed).run()
@@ -31,25 +34,23 @@ def caught(device, seeds):
 @pytest.mark.parametrize(
     "seeds", [range(120), pytest.param(range(10_000, 22_000), marks=pytest.mark.full)]
 )
-def test_every_interleaving_gives_the_sequential_output(device, seeds):
-    """Schedules with joins, endings, cancels, preemptions, stalls and Ctrl-C."""
-    error = caught(device, seeds)
+def test_scheduler_interleavings_give_sequential_outputs(device, seeds):
+    """Schedules include joins, endings, cancellation, preemption, stalls and Ctrl-C."""
+    error = first_failure(device, seeds)
     if error is not None:
         raise error
 
 
-def test_a_seed_is_one_schedule(device):
-    """The same seed gives the same rounds, so a failure can be repeated."""
+def test_interleaving_is_reproducible_from_its_seed(device):
+    def run(seed):
+        interleaving = Interleaving(device, seed)
+        interleaving.run()
+        return [interleaving.scheduler.stats.as_dict(), interleaving.tokens]
 
-    def rounds(seed):
-        one = Interleaving(device, seed)
-        one.run()
-        return [one.scheduler.stats.as_dict(), one.tokens]
-
-    assert rounds(5) == rounds(5) != rounds(6)
+    assert run(5) == run(5) != run(6)
 
 
-#: What is broken on purpose: (owner, method, text of its source, text instead).
+#: Faults to inject: (owner, function, text of its source, replacement).
 MUTANTS = {
     "slot reused one replay too early": (
         SlotManager,
@@ -57,126 +58,141 @@ MUTANTS = {
         "replay <= retired",
         "replay <= retired + 1",
     ),
-    "pages given back while a replay writes them": (
+    "pages released while a replay writes them": (
         SlotManager,
         "leave",
-        "del self.seated[slot]",
-        "del self.seated[slot]; [cache.release(slot) for cache in self._caches]",
+        "del self.running[slot]",
+        "del self.running[slot]; [cache.release(slot) for cache in self._caches]",
     ),
-    "rows written to the entry of another replay": (
+    "slots written to the entry of another replay": (
         Replays,
         "launch",
-        'row("slot", replay)',
-        'row("slot", replay + 1)',
+        'row("slot", number)',
+        'row("slot", number + 1)',
     ),
     "snapshot read from another entry": (
         GuidedDecoder,
         "publish",
-        "for r in snapshot",
-        "for r in self._live.get(replay - 1, ())",
+        "for request in snapshot",
+        "for request in self._in_flight.get(replay - 1, ())",
     ),
-    "stale epoch applied by the grammar": (GuidedDecoder, "publish", "r.epoch", "1"),
+    "stale epoch applied by the grammar": (decoder, "_native_request", "request.epoch", "1"),
     "stale row applied by the host": (RowAssignment, "stale", "return ", "return False and "),
-    "results read before they are published": (Replays, "_await", "not over(POLL_S)", "False"),
+    "results read before they are published": (
+        Replays,
+        "_wait_until_published",
+        "not wait(POLL_S)",
+        "False",
+    ),
     "newest replay read first": (Replays, "row", "self.unread[0]", "self.unread[-1]"),
     "snapshot retired while its replay runs": (
         Replays,
         "wait",
-        "self._retire(flight.replay - 1, stats)",
-        "self._retire(flight.replay - 1, stats); self._parts.decoder.retire(flight.replay)",
+        "self._retire(flight.number - 1, stats)",
+        "self._retire(flight.number - 1, stats); self._parts.decoder.retire(flight.number)",
     ),
-    "launched without saying who sits where": (
+    "launch without published slots": (
         Replays,
         "launch",
-        "parts.inputs.publish(replay)",
+        "parts.inputs.publish(number)",
         "pass",
     ),
-    "preempted request forgets its output": (
+    "preempted request loses its output": (
         RequestState,
         "tokens",
         "[*self.prompt, *self.output.tokens]",
         "list(self.prompt)",
     ),
-    "preempted request's grammar starts anew": (
+    "matcher of a preempted request restarts": (
         RequestState,
         "make_matcher",
         "self.output.tokens",
         "self.output.tokens[:0]",
     ),
-    "preempted request gets a new budget": (
+    "preempted request gets more positions": (
         SlotManager,
-        "_seat",
-        "limit=running.limit",
-        "limit=running.limit + len(running.before)",
+        "_start",
+        "limit=state.position_limit",
+        "limit=state.position_limit + len(state.start_output)",
     ),
-    "pages for no launch in flight": (
+    "pages for too few positions": (
         SlotManager,
-        "_needed",
-        "running.length + self._reach",
-        "running.length + self._reach // 3",
+        "_required_positions",
+        "state.num_tokens + self._positions_ahead",
+        "state.num_tokens + self._positions_ahead // 3",
     ),
-    "nobody asks for more pages": (Scheduler, "_short_of_pages", "self.seating.grow", "bool"),
-    "a preempted request is forgotten": (
+    "pages not allocated before a launch": (
+        Scheduler,
+        "_allocate_pages",
+        "self.slots.grow",
+        "bool",
+    ),
+    "preempted request not queued": (
         Scheduler,
         "preempt",
-        "self._wait(running, first)",
+        "self._enqueue(state, to_front)",
         "pass",
     ),
-    "tokens after the stop string are kept": (
+    "tokens after the stop string kept": (
         RequestState,
-        "push",
-        "return self._tell(), True",
-        "self.output.tokens.append(token); return self._tell(), True",
+        "append_tokens",
+        "return self._emit(), True",
+        "self.output.tokens.append(token); return self._emit(), True",
     ),
-    "prompts prefilled in turns": (
+    "prompts prefilled out of order": (
         SlotManager,
         "prefill",
-        "next(iter(self._joining.values()))",
-        "list(self._joining.values())[-1]",
+        "next(iter(self._prefilling.values()))",
+        "list(self._prefilling.values())[-1]",
     ),
-    "prompts prefilled as a whole": (SlotManager, "_most_rows", "self._rows_left if", "99 if"),
-    "pieces without end": (SlotManager, "prefill", "_left -= self", "_left - self"),
-    "seated before its prompt is enqueued": (
+    "prompts prefilled in one chunk": (
+        SlotManager,
+        "_max_chunk_rows",
+        "self._rows_left if",
+        "99 if",
+    ),
+    "prefill without a limit": (SlotManager, "prefill", "_left -= self", "_left - self"),
+    "request started before its prefill is enqueued": (
         SlotManager,
         "prefill",
         "if chunk is None:",
         "if chunk is None or not chunk.over():",
     ),
-    "a page is free while somebody holds it": (PagedKV, "drop", "== 0", "<= 1"),
-    "the page of the last token is shared": (
-        PrefixCache,
-        "keys",
-        "- max(self._lookahead, 1) + 1",
+    "page freed while it has a reference": (PagedKV, "drop_reference", "== 0", "<= 1"),
+    "page of the last token shared": (
+        prefix,
+        "page_keys",
+        "- max(lookahead, 1) + 1",
         "+ 1",
     ),
-    "pages that are found make room for themselves": (
+    "matched pages evicted": (
         PrefixCache,
-        "make_room",
-        " or held in staying",
+        "evict_until_free",
+        " or group in kept",
         "",
     ),
-    "pages of a prompt that was not prefilled to its end": (
+    "pages cached before their prefill is complete": (
         SlotManager,
         "leave",
-        "self._leaving[slot] = launched",
-        "self._leaving[slot] = launched; self._prefixes.keep(slot, running.tokens)",
+        "self._leaving[slot] = last_replay",
+        "self._leaving[slot] = last_replay; self._prefix_cache.insert(slot, state.tokens)",
     ),
-    "what is handed over lacks its last token": (
-        handover,
-        "described",
+    "migrated output lacks its last token": (
+        migrate,
+        "describe_request",
         "list(output.tokens)",
         "output.tokens[:-1]",
     ),
-    "the grammar of what was handed over lacks a token": (
+    "matcher of a migrated request lacks a token": (
         RequestState,
         "make_matcher",
         "self.output.tokens",
-        "self.output.tokens[:self._streamed - 1]",
+        "self.output.tokens[:self._emitted_tokens - 1]",
     ),
-    "what was handed over tells its text again": (RequestState, "flush", '== "moved"', '== ""'),
-    "a request that ended on the device stays": (
+    "migrated request repeats its text": (RequestState, "finish_text", '== "moved"', '== ""'),
+    "request that ended on the device continues": (
         Scheduler,
-        "_collect",
+        "_process_row",
         "elif row.reason:",
         "elif row.reason == 1:",
     ),
@@ -184,34 +200,34 @@ MUTANTS = {
 
 
 def mutate(monkeypatch, mutant):
-    """Replace a method by its own source with one text changed."""
+    """Replace a function or method by its source with one text changed."""
     owner, name, old, new = mutant
     found = inspect.getattr_static(owner, name)
     function = found.fget if isinstance(found, property) else found
     source = textwrap.dedent(inspect.getsource(function))
-    assert old in source, f"{owner.__name__}.{name} has no {old!r} any more"
+    assert old in source, f"{owner.__name__}.{name} no longer contains {old!r}"
     scope = {}
     exec(source.replace(old, new), function.__globals__, scope)
     monkeypatch.setattr(owner, name, scope[name])
 
 
 @pytest.mark.parametrize("mutant", MUTANTS.values(), ids=MUTANTS)
-def test_the_harness_catches(device, monkeypatch, mutant):
-    """Host code with one fault in it does not survive a few hundred schedules."""
+def test_interleaving_detects_injected_fault(device, monkeypatch, mutant):
+    """A few hundred schedules are enough to detect each fault."""
     mutate(monkeypatch, mutant)
-    monkeypatch.setattr(TickingDecoder, "kept", [])
-    assert caught(device, range(400))
+    monkeypatch.setattr(SteppingDecoder, "kept", [])
+    assert first_failure(device, range(400))
 
 
-def test_the_harness_catches_an_overwritten_entry(device, monkeypatch):
-    """Rings with one entry too few and nobody who minds: results are overwritten unread."""
-    plain = TickingRing.__init__
+def test_interleaving_detects_overwritten_ring_entry(device, monkeypatch):
+    """A ring with one entry too few raises; without that check, results are overwritten unread."""
+    original = SteppingRing.__init__
 
-    def smaller(self, device, entries, fields):
-        plain(self, device, max(entries - 2, 1), fields)
+    def init_smaller(self, device, entries, fields):
+        original(self, device, max(entries - 2, 1), fields)
 
-    monkeypatch.setattr(TickingRing, "__init__", smaller)
-    assert "would overwrite" in str(caught(device, range(400))), "the ring itself refuses"
+    monkeypatch.setattr(SteppingRing, "__init__", init_smaller)
+    assert "would overwrite" in str(first_failure(device, range(400)))
     monkeypatch.setattr(Ring, "reserve", lambda self, replay: replay % self.entries)
     monkeypatch.setattr(Ring, "release", lambda self, replay: None)
-    assert caught(device, range(400))
+    assert first_failure(device, range(400))

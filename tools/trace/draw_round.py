@@ -137,7 +137,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     with Engine(
         target, drafter, max_batch_size=1, draft_length=3, grammar_transport="native", timeline=True
     ) as engine:
-        graph = engine.rounds[1, 3].graphs[0]
+        graph = engine.round_graphs[1, 3].graphs[0]
         nodes, edges = fold(graph) if options.fold else (graph.nodes, graph.edges)
     write = dot if options.out.suffix == ".dot" else svg
     options.out.write_text(write(f"a round: {len(graph.nodes)} nodes", LANES, nodes, edges))

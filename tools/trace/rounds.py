@@ -48,22 +48,22 @@ def trace_rounds(engine: Engine) -> Iterator[Trace]:
     stamps the borders of a round's parts, and host steps are timed on the host's clock, tied to the
     device's within ``Trace.clock_error_ns``.
     """
-    engine.settle()  # rounds launched before the block do not belong to it
+    engine.synchronize()  # rounds launched before the block do not belong to it
     if engine.device.kind == "soft":
         watched = {
             exe: graph
-            for one in engine.rounds.values()
+            for one in engine.round_graphs.values()
             for exe, graph in zip(one.execs, one.graphs, strict=True)
         }
         with record(engine.device, watched) as trace:
             yield trace
-            engine.settle()
+            engine.synchronize()
         return
     if not engine.options.timeline:
         raise OptionError("on CUDA rounds are traced of engines with timeline=True")
     trace = Trace(engine.device.describe())
     replays = engine._replays
-    first = replays.number
+    first = replays.launched
     stamped: list[tuple[ReplayInFlight, list[int]]] = []
 
     def collect(flight: ReplayInFlight, stamps: list[int]) -> None:
@@ -72,7 +72,7 @@ def trace_rounds(engine: Engine) -> Iterator[Trace]:
     replays.on_parts = collect
     try:
         yield trace
-        engine.settle()
+        engine.synchronize()
     finally:
         replays.on_parts = None
     offset, trace.clock_error_ns = tie_clocks(engine.device)
@@ -80,12 +80,12 @@ def trace_rounds(engine: Engine) -> Iterator[Trace]:
         for part, start, end in zip(flight.graph.timed, stamps, stamps[1:], strict=False):
             if not (start and end):
                 continue
-            at = (flight.replay - first, start + offset, max(start, end) + offset)
+            at = (flight.number - first, start + offset, max(start, end) + offset)
             if part.waits_for:
                 trace.waits.append(Wait("model", part.name, part.waits_for, *at))
             else:
                 trace.events.append(TraceEvent(part.name, "kernel", "model", "round", *at))
-    parts = next(iter(engine.rounds.values())).parts
+    parts = next(iter(engine.round_graphs.values())).parts
     for span in parts.decoder.timeline():
         if span.replay > first:
             at = (span.replay - first, span.start_ns, span.end_ns)

@@ -1,0 +1,213 @@
+"""State of one request from submission to its final output."""
+
+from __future__ import annotations
+
+import time
+from concurrent.futures import Future
+from dataclasses import dataclass, field
+
+from graft.grammar.matcher import CompiledGrammar, Matcher
+from graft.models.request import Output, Request
+from graft.models.text.stop import StopFinder
+from graft.models.text.stream import IncrementalDecoder
+
+__all__ = ["RequestState"]
+
+
+@dataclass(eq=False)
+class RequestState:
+    """An unfinished request: waiting, prefilling, running or preempted.
+
+    `Admission` creates it, `Scheduler` queues and finishes it, and `SlotManager` gives it a request
+    slot and KV-cache pages. A preempted request keeps its state and returns to the queue; when it
+    joins again, its prompt and its output so far are prefilled.
+
+    Invariants
+    ----------
+    1. ``slot == -1`` exactly while the request has no slot. It then owns no KV-cache pages.
+    2. ``epoch`` changes whenever the request joins a slot. A replay records slot and epoch at
+       launch, and its results are discarded if either has changed.
+    3. ``output.tokens`` only grows. `take_new_tokens` returns each token once, and the strings
+       returned by `append_tokens` and `finish_text` concatenate to ``output.text``.
+
+    Parameters
+    ----------
+    request
+        Request as submitted.
+    output
+        Output under construction; returned to the caller when the request finishes.
+    prompt
+        Token ids of the prompt.
+    max_tokens
+        Maximum number of tokens to generate, including a final stop id.
+    stop_ids
+        Token ids that end the output.
+    decoder
+        Converts output tokens to text incrementally.
+    grammar
+        Future of the compiled grammar; None for an unconstrained request.
+
+    Attributes
+    ----------
+    matcher
+        Grammar matcher, created at admission and dropped when the request leaves its slot; None
+        otherwise, and for an unconstrained request.
+    queue_number
+        Sequence number in the queue, negative for a request that was preempted for its pages; -1
+        while the request is not waiting. Numbers are never reused.
+    bypass_count
+        Number of times another request was given a slot while this one was first in the queue.
+    prefix_keys
+        Prefix-cache keys of the full pages; None until first computed.
+    slot
+        Request slot; -1 while the request has none.
+    epoch
+        Number of the current slot assignment; unique within an engine.
+    start_position
+        Position of the last known token at the time the request joined its slot.
+    start_output
+        Tokens that had been generated at that time; empty unless the request was preempted.
+    reserved_positions
+        Number of positions for which the slot has pages.
+    draft_capacity
+        Maximum number of drafts in the round that produced the pending drafts; 0 after joining.
+    undrafted_tokens
+        Number of tokens at the end of the output that the drafter has not processed: the tokens of
+        the round in which the device ended the request.
+    stalled_rounds
+        Number of consecutive rounds in which nothing was committed.
+    stalled_since
+        Time (`time.monotonic`) at which the first of these rounds was read.
+    submitted_at
+        Time (`time.monotonic`) of submission.
+    """
+
+    request: Request
+    output: Output
+    prompt: list[int]
+    max_tokens: int
+    stop_ids: tuple[int, ...]
+    decoder: IncrementalDecoder
+    grammar: Future[CompiledGrammar] | None = None
+    matcher: Matcher | None = None
+    queue_number: int = -1
+    bypass_count: int = 0
+    prefix_keys: list[bytes] | None = None
+    slot: int = -1
+    epoch: int = 0
+    start_position: int = 0
+    start_output: tuple[int, ...] = ()
+    reserved_positions: int = 0
+    draft_capacity: int = 0
+    undrafted_tokens: int = 0
+    stalled_rounds: int = 0
+    stalled_since: float = 0.0
+    submitted_at: float = field(default_factory=time.monotonic)
+    _emitted_tokens: int = field(default=0, repr=False)
+    _emitted_text: list[str] = field(default_factory=list, repr=False)
+    _emitted_chars: int = field(default=0, repr=False)
+    _pending_text: str = field(default="", repr=False)
+    _stop_finder: StopFinder | None = field(init=False, repr=False)
+
+    def __post_init__(self) -> None:
+        self._stop_finder = StopFinder(self.request.stop) if self.request.stop else None
+
+    @property
+    def id(self) -> str:
+        """Request id."""
+        return self.output.id
+
+    @property
+    def tokens(self) -> list[int]:
+        """Prompt and output so far: the tokens to prefill when the request joins a slot."""
+        return [*self.prompt, *self.output.tokens]
+
+    @property
+    def num_tokens(self) -> int:
+        """Number of tokens in prompt and output."""
+        return len(self.prompt) + len(self.output.tokens)
+
+    @property
+    def position_limit(self) -> int:
+        """Exclusive upper bound of the request's positions."""
+        return len(self.prompt) + self.max_tokens
+
+    @property
+    def age_s(self) -> float:
+        """Seconds since submission."""
+        return time.monotonic() - self.submitted_at
+
+    @property
+    def preemption_key(self) -> tuple[int, float]:
+        """Sort key for preemption: the running request with the greatest key is preempted first.
+
+        That is the request with the lowest priority, and among equals the most recent one.
+        """
+        return -self.request.priority, self.submitted_at
+
+    def make_matcher(self) -> Matcher | None:
+        """Return a matcher advanced to the end of the output; None without a grammar.
+
+        Raises
+        ------
+        GrammarError
+            If the grammar failed to compile or rejects a token of the output.
+        """
+        if self.grammar is None:
+            return None
+        return self.grammar.result().matcher(self.stop_ids, self.output.tokens)
+
+    def append_tokens(self, tokens: list[int]) -> tuple[str, bool]:
+        """Append the tokens that a round committed, up to the end of the first stop string.
+
+        Returns
+        -------
+        text : str
+            Text to emit. A suffix that may be the beginning of a stop string is held back.
+        stopped : bool
+            Whether a stop string ended the request.
+        """
+        if self._stop_finder is None:
+            self._append(tokens)
+            return self._emit(), False
+        for token in tokens:
+            stop_begin = self._stop_finder.feed(self._append([token]))
+            if stop_begin is not None:
+                self._pending_text = self._pending_text[: stop_begin - self._emitted_chars]
+                return self._emit(), True
+        return self._emit(held=self._stop_finder.held), False
+
+    def take_new_tokens(self) -> tuple[int, ...]:
+        """Return the output tokens that no event has reported yet, and mark them as reported."""
+        first = self._emitted_tokens
+        self._emitted_tokens = len(self.output.tokens)
+        return tuple(self.output.tokens[first:])
+
+    def finish_text(self) -> str:
+        """Return the rest of the text and set ``output.text``.
+
+        ``output.reason`` must be set. With reason "moved" nothing is emitted, because another
+        engine continues the text.
+        """
+        moved = self.output.reason == "moved"
+        if not moved and self.output.reason != "stop_string":
+            self._pending_text += self.decoder.finish(cut=self.output.reason != "stop")
+        text = self._emit(held=len(self._pending_text) if moved else 0)
+        self.output.text = "".join(self._emitted_text)
+        return text
+
+    def _append(self, tokens: list[int]) -> str:
+        """Append tokens to the output and return their text. Stop ids produce no text."""
+        self.output.tokens.extend(tokens)
+        text = self.decoder.push([token for token in tokens if token not in self.stop_ids])
+        self._pending_text += text
+        return text
+
+    def _emit(self, held: int = 0) -> str:
+        """Return the pending text except for its last `held` characters, and mark it as emitted."""
+        end = len(self._pending_text) - held
+        text = self._pending_text[:end]
+        self._pending_text = self._pending_text[end:]
+        self._emitted_text.append(text)
+        self._emitted_chars += len(text)
+        return text

@@ -1,0 +1,256 @@
+"""Requests and engine options of the tests that compare engines."""
+
+import json
+import random
+import tempfile
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from functools import partial
+from pathlib import Path
+
+import numpy as np
+from engine_util import DEMO, DRAFTER, TARGET, mixed_requests
+from tiny_models import make_tiny_dflash, make_tiny_mtp, matrix, write_json, write_safetensors
+
+from graft.cudagraph.dtypes import to_float32
+from graft.models.drafters import CascadeDrafter, NGram, Suffix, UserDrafter
+from graft.models.drafters.load import make_drafter
+from graft.models.llm.checkpoint import Checkpoint
+from graft.models.request import Request
+
+MODES = {"greedy": {}, "coupled": {"temperature": 0.9, "top_p": 0.95, "verify": "coupled"}}
+
+
+def workload(**options):
+    """Return requests with and without grammar and with all finish reasons and penalties."""
+    requests = mixed_requests(8, seed=17)
+    requests = [
+        replace(r, max_tokens=n) if n else r
+        for r, n in zip(requests, (1, 0, 3, 0, 7, 0, 12, 0), strict=True)
+    ]
+    free = Request(tokens=[300, 301, 302], max_tokens=40)
+    requests += [replace(free, stop=["e", "a"]), replace(free, tokens=[41]), free]
+    penalties = {"presence_penalty": 1.0, "frequency_penalty": 0.5, "repetition_penalty": 1.2}
+    requests += [
+        replace(requests[1], repetition_penalty=1.4, min_tokens=9, logprobs=2),
+        replace(requests[3], **penalties, logit_bias={t: 2.0 for t in range(40, 90)}),
+        replace(free, **penalties, banned_ids=range(100, 200, 3), logprobs=0, stop=["e", "a"]),
+        replace(free, allowed_ids=range(4, 400), min_tokens=20, logprobs=20, presence_penalty=-1.5),
+    ]
+    return [replace(r, id=str(i), seed=500 + i, **options) for i, r in enumerate(requests)]
+
+
+def answer(output):
+    """Return the part of an output that must not depend on drafts, batch or overlap."""
+    assert output.logprobs is None or len(output.logprobs) == len(output.tokens)
+    return output.reason, output.tokens, output.text, output.logprobs
+
+
+@contextmanager
+def settled(engine):
+    """Check at the end of the block that the engine holds no resources; then close it."""
+    with engine:
+        yield engine
+        engine.synchronize()
+        counters = engine.counters()
+        assert not any(counters["held"].values()), counters["held"]
+        grammar = counters["grammar"]
+        assert not any(grammar[n] for n in ("desyncs", "errors", "missing_snapshots")), grammar
+
+
+@dataclass(frozen=True)
+class RandomDrafter:
+    """Makes a drafter with random weights for the demo target.
+
+    It has `modules` multi-token prediction modules. With 0 modules it is a block drafter: DFlash,
+    or DSpark with the given rank.
+    """
+
+    modules: int = 0
+    rank: int = 0
+
+    def __call__(self, context):
+        config = json.loads((TARGET / "config.json").read_text())
+        with tempfile.TemporaryDirectory() as folder:
+            if self.modules:
+                make_tiny_mtp(Path(folder), config, modules=self.modules)
+            else:
+                make_tiny_dflash(Path(folder), config, layers=(0, 2), block=5, rank=self.rank)
+            return make_drafter(folder, context)
+
+
+@dataclass(frozen=True)
+class RandomDFlash2:
+    """Makes a DFlash2 drafter from the demo's block drafter.
+
+    Its convolutions are identities, its selector is random among `top_k` ids, and its attention
+    windows are as long as requests.
+    """
+
+    top_k: int = 16
+
+    def __call__(self, context):
+        checkpoint = Checkpoint(DFLASH)
+        rng = np.random.default_rng(2)
+        tensors = {name: to_float32(*checkpoint.get(name)) for name in checkpoint.names}
+        hidden = context.target.config.hidden_size
+        vocab = context.target.config.vocab_size
+        for name in (f"layers.{i}.{part}_conv" for i in range(3) for part in ("attention", "mlp")):
+            base = np.zeros((2, 2, hidden), "f4")
+            projection = np.zeros((hidden // 4, hidden), "f4")
+            base[:, 0] = 1.0
+            tensors |= {f"{name}.base_kernel": base, f"{name}.kernel_projection.weight": projection}
+        for name, rows in (
+            ("hidden_projection.weight", 8),
+            ("predecessor_codebook", vocab),
+            ("successor_codebook", vocab),
+        ):
+            columns = 8 if rows == vocab else hidden
+            tensors[f"candidate_selector.{name}"] = matrix(rng, rows, columns)
+        config = json.loads((DFLASH / "config.json").read_text())
+        config |= {
+            "architectures": ["DFlash2DraftModel"],
+            "is_causal": False,
+            "use_sliding_window": True,
+            "sliding_window": context.length,
+            "layer_types": ["sliding_attention"] * 3,
+        }
+        config["dflash_config"] |= {
+            "conv_kernel_size": 2,
+            "conv_group_size": 16,
+            "selector_rank": 8,
+            "selector_top_k": self.top_k,
+        }
+        with tempfile.TemporaryDirectory() as folder:
+            write_safetensors(Path(folder) / "model.safetensors", tensors, "float32")
+            write_json(Path(folder) / "config.json", config)
+            return make_drafter(folder, context)
+
+
+def propose_repeat(tokens):
+    """Propose three recent tokens again."""
+    return tokens[-9:-6]
+
+
+def propose_tree(tokens):
+    """Propose a tree: two children of the last token, and one of the first child."""
+    ids = tokens[-4:-1]
+    return ids, [0, 0, 1][: len(ids)]
+
+
+def random_lengths(lengths, seed):
+    """Yield random lengths, with some runs of zeros."""
+    rng = random.Random(seed)
+    while True:
+        yield rng.choice(lengths)
+        yield from [0] * rng.choice((0, 0, 0, 5))
+
+
+CASCADE = partial(CascadeDrafter, first=NGram)
+LOOKUP_CASCADE = partial(CASCADE, then=DRAFTER)
+DFLASH = DEMO / "dflash"
+TREE_PATHS = [(0,), (1,), (2,), (0, 0), (0, 1), (1, 0), (0, 0, 0), (0, 0, 1), (0, 0, 0, 0)]
+GROWN_TREE = {"draft_length": 5, "draft_tree": (2, 3)}
+#: Engine options for each drafter, as a chain and as a tree.
+DRAFTER_OPTIONS = {
+    "eagle3": {},
+    "eagle3, tree": GROWN_TREE,
+    "dflash": {"drafter": DFLASH},
+    "dflash, tree": {"drafter": DFLASH, **GROWN_TREE},
+    "dflash, lattice probe": {"drafter": DFLASH, "draft_length": 6, "draft_masking": "probe"},
+    "dspark": {"drafter": RandomDrafter(rank=8)},
+    "dflash2": {"drafter": RandomDFlash2()},
+    "dflash2, tree": {"drafter": RandomDFlash2(), **GROWN_TREE},
+    "mtp": {"drafter": RandomDrafter(1), "draft_length": 2},
+    "model": {"drafter": TARGET},
+    "ngram": {"drafter": NGram},
+    "suffix": {"drafter": Suffix},
+    "suffix, tree": {"drafter": Suffix, **GROWN_TREE},
+    "host": {"drafter": UserDrafter.of(propose_repeat)},
+    "host, tree": {"drafter": UserDrafter.of(propose_tree, tree=True)},
+    "forced": {"speculation": False, "forced_drafts": True},
+    "ngram before eagle3": {"drafter": LOOKUP_CASCADE},
+}
+MORE_TREE_OPTIONS = {
+    f"{name}, tree": {"drafter": drafter, **GROWN_TREE}
+    for name, drafter in {
+        "dspark": RandomDrafter(rank=8),
+        "mtp": RandomDrafter(1),
+        "model": TARGET,
+        "ngram": NGram,
+    }.items()
+}
+#: Engine options for the tests with disturbed requests; the first ones run in the quick suite.
+ENGINE_OPTIONS = [
+    {"max_batch_size": 1, "mask_drafts": False},
+    {"max_batch_size": 4, "grammar_threads": 2, "grammar_budget_us": 1.0},
+    {"max_batch_size": 5, "pages": 40, "page_size": 16, "max_length": 400},
+    {"max_batch_size": 8, "grammar_transport": "mailbox", "programmatic": True},
+    {"max_batch_size": 3, "composition": "two"},
+    {"max_batch_size": 3, "draft_length": "auto"},
+    {"max_batch_size": 3, "drafter": DFLASH, "draft_masking": "probe", "forced_drafts": True},
+]
+NUM_QUICK = len(ENGINE_OPTIONS)
+ENGINE_OPTIONS += [
+    {"max_batch_size": 3, **cell} for cell in (DRAFTER_OPTIONS | MORE_TREE_OPTIONS).values()
+]
+ENGINE_OPTIONS += [
+    {"max_batch_size": 2, **cell, "draft_length": "auto"} for cell in DRAFTER_OPTIONS.values()
+]
+ENGINE_OPTIONS += [
+    {"max_batch_size": 4, "draft_masking": "probe"},
+    {"max_batch_size": 3, "speculation": False},
+    {"max_batch_size": 6, "grammar_transport": "spinkernel", "draft_length": 2},
+    {"max_batch_size": 3, "drafter": partial(Suffix, public=True), "draft_length": 5},
+    {"max_batch_size": 5, "mask_drafts": False, "draft_length": 1, "overlap": False},
+    {"max_batch_size": 4, "draft_length": 20, "draft_tree": (4, 5), "mask_drafts": False},
+    {"max_batch_size": 3, "drafter": partial(CASCADE, then=RandomDrafter(3))},
+    {"max_batch_size": 3, "draft_length": 9, "draft_tree": TREE_PATHS},
+    {"max_batch_size": 2, "drafter": partial(NGram, longest=2, public=True, oldest=True)},
+    {"max_batch_size": 2, "drafter": partial(NGram, match="all", drafts=2)},
+    {"max_batch_size": 3, "drafter": partial(CascadeDrafter, first=Suffix, then=DRAFTER)},
+    {"max_batch_size": 2, "drafter": DFLASH, "draft_length": 9, "draft_tree": TREE_PATHS},
+    {"max_batch_size": 3, "draft_length": 9, "draft_tree": TREE_PATHS, "mask_drafts": False},
+    {"max_batch_size": 3, "composition": "two", "mask_drafts": False},
+    {"max_batch_size": 4, "composition": "two", "draft_masking": "probe", "draft_length": 5},
+    {"max_batch_size": 2, "composition": "two", "grammar_transport": "mailbox"},
+    {"max_batch_size": 3, "composition": "two", "draft_length": 7, "draft_tree": (3, 3)},
+    {"max_batch_size": 3, "composition": "two", "speculation": False, "forced_drafts": True},
+    {"max_batch_size": 3, "composition": "two", "drafter": LOOKUP_CASCADE, "draft_length": 4},
+    {
+        "max_batch_size": 4,
+        "drafter": partial(CascadeDrafter, first=UserDrafter.of(propose_repeat), then=DRAFTER),
+    },
+    {"max_batch_size": 2, "drafter": LOOKUP_CASCADE, "mask_drafts": False},
+    {"max_batch_size": 3, "drafter": LOOKUP_CASCADE, "draft_masking": "probe"},
+    {"max_batch_size": 3, "drafter": TARGET, "draft_masking": "probe"},
+    {"max_batch_size": 2, "draft_length": 63, "draft_tree": (8, 8), "grammar_budget_us": 1.0},
+    {"max_batch_size": 2, "drafter": RandomDrafter(1), "draft_length": 2, "draft_masking": "probe"},
+    {"max_batch_size": 3, "drafter": partial(CASCADE, then=DFLASH), "mask_drafts": False},
+    {"max_batch_size": 3, "drafter": partial(CASCADE, then=RandomDrafter(rank=8))},
+    {
+        "max_batch_size": 4,
+        "drafter": RandomDFlash2(),
+        "draft_masking": "probe",
+        "forced_drafts": True,
+    },
+    {"max_batch_size": 3, "drafter": RandomDFlash2(40), "draft_length": 9, "draft_tree": (3, 4)},
+    {"max_batch_size": 2, "drafter": partial(CASCADE, then=RandomDFlash2()), "mask_drafts": False},
+    {"max_batch_size": 2, "drafter": RandomDFlash2(), "draft_length": "auto", "composition": "two"},
+    {"max_batch_size": 2, "drafter": partial(CASCADE, then=RandomDrafter(1)), "draft_length": 4},
+    {"max_batch_size": 3, "draft_length": "auto", "draft_masking": "probe"},
+    {"max_batch_size": 3, "draft_length": "auto", "mask_drafts": False, "overlap": False},
+    {"max_batch_size": 2, "draft_length": "auto", "drafter": RandomDrafter(3)},
+    {"max_batch_size": 2, "draft_length": "auto", "composition": "two"},
+    {"max_batch_size": 2, "draft_length": "auto", "forced_drafts": True, "grammar_budget_us": 1.0},
+    {"max_batch_size": 3, "drafter": DFLASH, "draft_masking": "probe", "grammar_budget_us": 1.0},
+    {
+        "max_batch_size": 2,
+        "drafter": DFLASH,
+        "draft_length": 20,
+        "draft_tree": (4, 4),
+        "grammar_transport": "mailbox",
+        "grammar_threads": 2,
+        "grammar_budget_us": 20.0,
+    },
+]

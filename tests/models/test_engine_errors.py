@@ -1,0 +1,339 @@
+"""Engine failures, closing and interruption: error reports and released resources."""
+
+import gc
+import itertools
+import json
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+from dataclasses import replace
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+from engine_util import FREE, LONG, demo_engine, drain, mixed_requests, outputs
+from guide_util import run_work
+
+from graft.cudagraph.device import open_device
+from graft.cudagraph.errors import DeviceError, HostWorkError, OptionError
+from graft.cudagraph.hostwork import PythonWork
+from graft.cudagraph.lanes import StreamLane
+from graft.grammar.decoder import GuidedDecoder
+from graft.models.engine import replay
+from graft.models.engine.interrupt import Shield
+from graft.models.engine.slots import SlotManager
+from graft.models.errors import EngineError
+from graft.models.request import Request
+
+
+def live_resources():
+    """Return the numbers of live device allocations and graphs after garbage collection."""
+    gc.collect()
+    live = open_device().stats()["live"]
+    return {name: live[name] for name in ("device_memory", "pinned_memory", "graph_exec")}
+
+
+def wait_until_released(before):
+    """Wait until no more resources are live than `before`."""
+    deadline = time.monotonic() + 30
+    while (live := live_resources()) != before:
+        assert time.monotonic() < deadline, live
+        time.sleep(0.01)
+
+
+def run_child(script):
+    """Run a script in a child process that imports `engine_util`; return the lines it prints."""
+    prelude = "import sys\nsys.path.insert(0, sys.argv[1])\nfrom engine_util import *\n"
+    command = [sys.executable, "-c", prelude + script, str(Path(__file__).parent)]
+    result = subprocess.run(command, capture_output=True, text=True, timeout=300)
+    assert result.returncode == 0, result.stderr
+    return result.stdout.splitlines()
+
+
+# Failures ---------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("call", "nth"),
+    [
+        ("kernel", 0),
+        ("kernel", 1),
+        ("kernel", 2),
+        ("kernel", 5),
+        ("copy", 0),
+        ("copy", 1),
+        ("copy", 2),
+        ("copy", 5),
+        ("record_event", 0),
+        ("record_event", 2),
+    ],
+)
+def test_engine_reports_driver_error_while_request_joins(call, nth, monkeypatch):
+    """The error is raised and stored in `failure`, and close() releases everything."""
+    before = live_resources()
+    engine = demo_engine(max_batch_size=2)
+    count = itertools.count()
+    original = getattr(StreamLane, call)
+
+    def failing(self, *arguments, **options):
+        if next(count) == nth:
+            raise DeviceError("cuSomething: CUDA_ERROR_UNKNOWN")
+        original(self, *arguments, **options)
+
+    monkeypatch.setattr(StreamLane, call, failing)
+    for request in mixed_requests(4):
+        engine.submit(request)
+    with pytest.raises(DeviceError, match="cuSomething"):
+        drain(engine)
+    assert engine.failure == "cuSomething: CUDA_ERROR_UNKNOWN"
+    with pytest.raises(EngineError, match="has failed: cuSomething"):
+        engine.step()
+    engine.close()
+    wait_until_released(before)
+
+
+@pytest.mark.parametrize("options", [{}, {"overlap": False}, {"composition": "two"}], ids=str)
+def test_engine_raises_failed_round_once(monkeypatch, options):
+    """One step raises the error of a host step; later calls report that the engine has failed."""
+    calls = itertools.count(1)
+
+    def fail_seventh(work):
+        if next(calls) == 7:
+            raise RuntimeError("the grammar is on fire")
+        run_work(work)
+
+    original = GuidedDecoder.commit_work
+    monkeypatch.setattr(
+        GuidedDecoder, "commit_work", lambda self: PythonWork(fail_seventh, original(self))
+    )
+    engine = demo_engine(max_batch_size=2, grammar_transport="native", **options)
+    for request in mixed_requests(2):
+        engine.submit(request)
+    with pytest.raises(HostWorkError, match=r"in replay 7: RuntimeError: .* on fire") as caught:
+        drain(engine)
+    assert caught.value.replay == 7, "the number within the engine, not within a graph"
+    for call in (engine.step, engine.synchronize, lambda: engine.submit(mixed_requests(1)[0])):
+        with pytest.raises(EngineError, match=r"has failed: .*on fire"):
+            call()
+    engine.close()
+    engine.close()
+    with pytest.raises(OptionError, match="closed"):
+        engine.step()
+
+
+DEVICE_FAULT = """
+import contextlib
+from graft.cudagraph.errors import DeviceError
+from graft.cudagraph.kernels import load_text
+from graft.cudagraph.lanes import StreamLane
+from graft.models.errors import EngineError
+engine = demo_engine(max_batch_size=2)
+stray = load_text(engine.device, '''
+extern "C" __global__ void stray(int* data, long long offset) { data[offset] = 1; }
+''', "stray.cu")["stray"]
+data = engine.device.zeros((4,), "int32")
+for seed in range(2):
+    engine.submit(Request(tokens=[300, 301, 302 + seed], max_tokens=40))
+for _ in range(3):
+    engine.step()
+print("unread:", engine.counters()["held"]["unread_replays"])
+with contextlib.suppress(DeviceError):  # the call itself may already raise it
+    StreamLane(engine._built.stream).kernel(stray, 1, 1, [data, 1 << 40])
+try:
+    drain(engine)
+except DeviceError as error:
+    print("first:", error.code_name)
+try:
+    engine.step()
+except EngineError as error:
+    print("then:", str(error).split(":")[0])
+del data, stray
+engine.close()
+print("closed")
+"""
+
+
+def test_engine_device_fault_ends_rounds_in_flight():
+    """A fault during two rounds raises one DeviceError, then EngineErrors, and close() returns."""
+    assert run_child(DEVICE_FAULT) == [
+        "unread: 1",
+        "first: CUDA_ERROR_ILLEGAL_ADDRESS",
+        "then: the engine has failed",
+        "closed",
+    ]
+
+
+def test_replay_deadline_is_extended_by_prefill_progress(monkeypatch):
+    """A round waits as long as prefill before it makes progress, and no longer."""
+    prompt = Request(tokens=[7] * 1000, max_tokens=2)
+    completed = [0]
+    original = SlotManager.count_completed_chunks
+
+    def count_chunks(slots):
+        completed[0] = original(slots)
+        return completed[0]
+
+    def count_nothing(slots):
+        count_chunks(slots)
+        return 0
+
+    monkeypatch.setattr(replay, "POLL_S", 0.005)
+    monkeypatch.setattr(replay, "ROUND_DEADLINE_S", 1.5)  # one second passes per chunk
+    clock = SimpleNamespace(monotonic=lambda: float(completed[0]))
+    monkeypatch.setattr(replay, "time", clock)
+    with demo_engine(max_batch_size=1, prefix_cache_bytes=0) as engine:
+        monkeypatch.setattr(SlotManager, "count_completed_chunks", count_chunks)
+        assert engine.generate([prompt])[0].reason == "length" and completed[0] >= 3
+        monkeypatch.setattr(SlotManager, "count_completed_chunks", count_nothing)
+        with pytest.raises(DeviceError, match="published no result") as caught:
+            engine.generate([prompt])
+        assert "\n" not in str(caught.value) and "the waiting side" in caught.value.__notes__[0]
+
+
+# Closing ----------------------------------------------------------------------------------------
+
+
+def test_engine_closed_twice_cancels_streams_and_rejects_calls():
+    engine = demo_engine(max_batch_size=1)
+    stream = engine.stream([replace(LONG, id="a")])
+    next(stream)
+    engine.close()
+    engine.close()
+    assert [output.reason for output in outputs(stream).values()] == ["cancelled"]
+    assert not engine.busy and not engine.cancel("a")
+    engine.wake()
+    for call in (
+        engine.counters,
+        engine.step,
+        engine.synchronize,
+        engine.reset_stats,
+        lambda: engine.submit(FREE),
+        lambda: engine.preempt("a"),
+        lambda: engine.generate([FREE]),
+    ):
+        with pytest.raises(OptionError, match="the engine is closed"):
+            call()
+
+
+CLOSE_IN_FLIGHT = """
+import json
+from graft.cudagraph.device import open_device
+engine = demo_engine(max_batch_size=4)
+engine.generate(mixed_requests(6))
+for request in mixed_requests(6):
+    engine.submit(request)
+while not engine.counters()["held"]["unread_replays"]:
+    engine.step()
+engine.close()
+device = open_device()
+live, leaked = device.stats()["live"], device.stats()["leaked"]
+held = {}
+if device.kind == "soft":
+    from graft.cudagraph import softstats
+    held = +softstats.counters()["gil_held"]
+print(json.dumps({"kind": device.kind, "live": live, "leaked": leaked, "gil_held": held}))
+"""
+
+
+def test_engine_close_releases_all_device_resources():
+    """close() with rounds in flight leaks nothing, and no driver call held the GIL."""
+    report = json.loads(run_child(CLOSE_IN_FLIGHT)[-1])
+    if report["kind"] == "soft":
+        assert not any(report["live"].values()), report["live"]
+        assert not any(report["leaked"].values()), report["leaked"]
+        # cuda.bindings looks up entry points with the GIL; that call does no work in the driver.
+        report["gil_held"].pop("cuGetProcAddress", None)
+        assert not report["gil_held"]
+
+
+def test_engine_dropped_without_close_releases_its_resources():
+    """While it generates, in a reference cycle or not: no thread, memory or graph remains."""
+    demo_engine(max_batch_size=1).close()
+    before = live_resources()
+    threads = len(os.listdir("/proc/self/task"))
+    for cycle in (False, True):
+        engine = demo_engine(max_batch_size=1)
+        next(engine.stream([LONG]))
+        engine.cycle = [engine] if cycle else None
+        del engine
+        wait_until_released(before)
+        assert len(os.listdir("/proc/self/task")) <= threads
+
+
+DROP_IN_HOST_FUNCTION = """
+from graft.cudagraph.device import open_device
+from graft.cudagraph.hostwork import hostfunc
+sys.unraisablehook = lambda unraisable: print(unraisable.exc_value)
+held, stream = [demo_engine(max_batch_size=1)], open_device().stream("x")
+held[0].submit(mixed_requests(1)[0])
+held[0].step()
+hostfunc(stream, held.clear)
+stream.synchronize()
+print("continued", held)
+"""
+
+
+def test_engine_dropped_in_host_function_makes_no_driver_call():
+    """The stream continues. The memory is released only at process exit."""
+    assert run_child(DROP_IN_HOST_FUNCTION) == ["continued []"]
+
+
+# Interruption -----------------------------------------------------------------------------------
+
+
+def test_engine_generate_cancels_requests_on_keyboard_interrupt(engine):
+    """KeyboardInterrupt leaves generate(), and the engine can be used as before."""
+    requests = mixed_requests(12, seed=61)
+    begin = time.perf_counter()
+    expected = [o.tokens for o in engine.generate(requests)]
+    duration = time.perf_counter() - begin
+    interrupted = 0
+    for part in range(1, 13, 4):
+        delay = duration * part / 16
+        timer = threading.Timer(delay, os.kill, (os.getpid(), signal.SIGINT))
+        timer.start()
+        try:
+            engine.generate(requests)
+            timer.join()
+            time.sleep(0.05)  # if generation was faster than the timer, receive the signal here
+        except KeyboardInterrupt:
+            interrupted += 1
+        assert not engine.busy
+        again = engine.generate(requests[:3])
+        assert [o.tokens for o in again] == expected[:3]
+    assert interrupted > 0
+
+
+def test_engine_close_after_keyboard_interrupt_releases_device_memory(monkeypatch):
+    """The frames that the exception's traceback keeps alive own no device resources."""
+    before = live_resources()
+    count = itertools.count(1)
+
+    def interrupt_ninth(self):
+        if next(count) == 9:
+            raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt), demo_engine(max_batch_size=1) as engine:
+        monkeypatch.setattr(Shield, "check", interrupt_ninth)
+        try:
+            engine.generate([LONG])
+        finally:
+            engine.close()
+            wait_until_released(before)
+
+
+@pytest.mark.parametrize("at_check", [True, False])
+def test_shield_defers_sigint_to_check_or_end(at_check):
+    reached = False
+    with pytest.raises(KeyboardInterrupt), Shield() as shield:
+        os.kill(os.getpid(), signal.SIGINT)
+        time.sleep(0.01)
+        reached = True
+        if at_check:
+            shield.check()
+            pytest.fail("check() did not raise")
+    assert reached
+    assert signal.getsignal(signal.SIGINT) is signal.default_int_handler

@@ -1,0 +1,172 @@
+"""Request ids, streams, concurrent calls, prefill of several prompts, timeouts and the log."""
+
+import gc
+import logging
+import threading
+from dataclasses import replace
+
+import pytest
+from engine_util import FREE, LONG, drain, mixed_requests, outputs
+
+from graft.models.engine.scheduler import Scheduler
+from graft.models.errors import EngineUseError, RequestError
+from graft.models.request import Request
+
+
+def test_engine_rejects_duplicate_ids_before_submission(engine):
+    """An id may occur once per call and engine. Requests without an id get an unused one."""
+    for call in (engine.generate, lambda requests: list(engine.stream(requests))):
+        with pytest.raises(RequestError, match="two requests have id 'a'"):
+            call([replace(FREE, id="a"), replace(FREE, id="a")])
+        assert not engine.busy
+        with pytest.raises(RequestError, match="requests must be a list of Request"):
+            call(FREE)
+    engine.submit(replace(FREE, id="b"))
+    with pytest.raises(RequestError, match="'b' is already running"):
+        engine.generate([replace(FREE, id="c"), replace(FREE, id="b")])
+    assert drain(engine).keys() == {"b"}
+    numbers = [int(engine.generate([FREE])[0].id.removeprefix("request-")) for _ in range(2)]
+    next_id = f"request-{numbers[1] + 1}"
+    found = engine.generate([FREE, replace(FREE, id=next_id), FREE])
+    assert found[1].id == next_id and len({output.id for output in found}) == 3
+
+
+def test_engine_streams_get_exactly_their_own_events(engine):
+    """Streams in turns or nested, `generate` and `step` each get all events of their own requests.
+
+    Outputs are those of the requests alone.
+    """
+    requests = [replace(r, id=f"r{i}") for i, r in enumerate(mixed_requests(6, seed=3))]
+    expected = {o.id: o.tokens for o in engine.generate(requests)}
+    found = {}
+
+    engine.submit(requests[0])
+    found |= {o.id: o for o in engine.generate([requests[1]])}
+    found |= drain(engine)
+    assert found.keys() == {"r0", "r1"}
+
+    streams = [engine.stream([request]) for request in requests[2:4]]
+    while streams:
+        for stream in list(streams):
+            event = next(stream, None)
+            if event is None:
+                streams.remove(stream)
+            elif event.output is not None:
+                found[event.id] = event.output
+    outer = engine.stream([requests[4]])
+    for event in outer:
+        if event.output is not None:
+            found[event.id] = event.output
+        if "r5" not in found:
+            found |= {o.id: o for o in engine.generate([requests[5]])}
+    assert {request_id: output.tokens for request_id, output in found.items()} == expected
+
+    stream = engine.stream([requests[0], requests[1]])
+    events = [next(stream)]
+    assert drain(engine) == {}, "step() runs the requests of a stream but returns no events of it"
+    events += stream
+    assert {i: o.tokens for i, o in outputs(events).items()} == {
+        request_id: expected[request_id] for request_id in ("r0", "r1")
+    }
+    streamed = [token for event in events if event.id == "r0" for token in event.tokens]
+    assert streamed == expected["r0"] and not engine.busy
+
+
+def test_engine_stream_cancels_its_requests_when_left(engine):
+    """A stream that is closed, collected or never started leaves no request behind."""
+    stream = engine.stream([replace(LONG, id="left"), replace(LONG, id="other")])
+    next(stream)
+    stream.close()
+    assert not engine.busy and drain(engine) == {}
+    engine.submit(replace(FREE, id="mine"))
+    stream = engine.stream([replace(LONG, id="left")])
+    next(stream)
+    del stream
+    gc.collect()
+    engine.stream([FREE])
+    assert drain(engine).keys() == {"mine"}
+
+
+def test_engine_rejects_concurrent_calls_except_cancel(engine, monkeypatch):
+    """The second thread gets an error that names both threads; the first call continues."""
+    inside = threading.Event()
+    resume = threading.Event()
+    original_read = Scheduler.read
+
+    def blocking_read(self, shield):
+        inside.set()
+        assert resume.wait(60)
+        original_read(self, shield)
+
+    expected = engine.generate([FREE])[0].tokens
+    monkeypatch.setattr(Scheduler, "read", blocking_read)
+    results = []
+    requests = [replace(FREE, id="first"), replace(LONG, id="second")]
+    worker = threading.Thread(
+        target=lambda: results.append(engine.generate(requests)), name="worker"
+    )
+    worker.start()
+    assert inside.wait(60)
+    for call in (
+        engine.step,
+        engine.synchronize,
+        lambda: engine.submit(FREE),
+        engine.close,
+        lambda: engine.generate([FREE]),
+        lambda: engine.preempt("first"),
+    ):
+        with pytest.raises(EngineUseError, match=r"'MainThread' called .* 'worker'"):
+            call()
+    assert engine.cancel("second") and engine.failure is None
+    resume.set()
+    worker.join()
+    first, second = results[0]
+    assert first.tokens == expected and second.reason == "cancelled"
+    assert engine.generate([FREE])[0].tokens == expected
+
+
+def test_chunked_prefill_interleaves_prompts_with_decoding(engine):
+    """A running request gets tokens, and prompts finish in order, while others are prefilled."""
+    engine.submit(replace(LONG, id="running", max_tokens=400))
+    while not any(event.id == "running" for event in engine.step()):
+        pass
+    for i in range(3):
+        engine.submit(Request(tokens=[7 + i] * 300, max_tokens=4, id=f"long {i}"))
+    order = []
+    while engine.busy:
+        order += [event.id for event in engine.step()]
+    firsts = [order.index(f"long {i}") for i in range(3)]
+    assert 0 < firsts[0] < firsts[1] < firsts[2]
+    last = max(i for i, request_id in enumerate(order) if request_id == "running")
+    assert firsts[0] < last  # 75 rounds at most
+    for begin, end in zip([0, *firsts], firsts, strict=False):
+        assert "running" in order[begin:end] or end > last
+
+
+def test_engine_timeout_ends_waiting_and_running_requests(engine):
+    """The output so far is kept, with reason "timeout"; other requests are not affected."""
+    late = replace(LONG, timeout_s=0.5)
+    found = engine.generate([*([late] * 5), replace(FREE, timeout_s=1000.0)])
+    for output in found[:5]:
+        assert output.reason == "timeout" and output.error_type == "RequestTimeoutError"
+        assert "0.5 s" in (output.error or "") and len(output.tokens) < 1000
+    assert found[0].tokens and found[5].reason in ("stop", "length")
+
+
+def test_output_times_are_in_order(engine):
+    """Time to the slot, to the first token and in total; None for what did not happen."""
+    output, refused = engine.generate([FREE, replace(FREE, temperature=-1.0)])
+    times = (0.0, output.queue_s, output.first_token_s, output.total_s)
+    assert None not in times and list(times) == sorted(times)
+    assert (refused.queue_s, refused.first_token_s) == (None, None)
+    assert refused.total_s is not None
+
+
+def test_engine_logs_refused_requests(engine, caplog):
+    """The logger "graft" has a NullHandler and reports id and error of refused requests."""
+    with caplog.at_level(logging.INFO, "graft"):
+        engine.generate([replace(FREE, temperature=-1.0, id="bad"), FREE])
+    assert [r.getMessage() for r in caplog.records] == [
+        "request bad refused: temperature must be a number from 0.0 to 10000.0, got -1.0"
+    ]
+    assert any(isinstance(h, logging.NullHandler) for h in logging.getLogger("graft").handlers)
