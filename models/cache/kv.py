@@ -1,16 +1,17 @@
-"""Paged key-value cache: device pages, the page table kernels read, and the host's allocator.
+"""Paged KV cache: device pages, the page table that kernels read, and the host's page allocator.
 
-A page may be shared: it is free again when the last who holds it drops it.
+Pages are reference-counted. A page is free again when its last reference is dropped.
 
-Rewinding needs no work on the device: keys and values are addressed by position, so a rejected
-position is overwritten when it is next fed.
+A rollback after rejected drafts needs no work on the device: keys and values are addressed by
+position, so a rejected position is overwritten when it is processed again.
 
-Ownership of a slot's row in the page table
--------------------------------------------
-1. `allocate` only appends to a slot's row; entries already there keep their meaning.
-2. `release` may be called only when no launched work still reads the slot's positions.
-3. Hence the staged row that `set_table` copies may be rewritten while an older copy of the same
-   row has not run yet: such a copy then carries newer entries of the same owner.
+Invariants
+----------
+1. `PagedKV.allocate` only appends to a slot's row of the page table. Existing entries keep their
+   meaning.
+2. `PagedKV.release` may be called only when no launched work reads the slot's positions any more.
+3. Hence the staged row that `PagedKV.set_table` copies may be rewritten while an older copy of the
+   same row is pending: that copy then contains newer entries of the same owner.
 """
 
 from __future__ import annotations
@@ -24,7 +25,7 @@ from graft.cudagraph.errors import OptionError
 from graft.cudagraph.lanes import Lane
 from graft.cudagraph.memory import DeviceArray
 
-#: Storage dtypes of weights and caches, and the kernels' name of each.
+#: Storage dtypes of weights and caches, and the name of each in kernels.
 STORAGE = {"float32": "float", "float16": "fp16_t", "bfloat16": "bf16_t"}
 
 
@@ -33,18 +34,36 @@ class PagedKV:
 
     Parameters
     ----------
-    layers, kv_heads, head_dim : shape of the model's attention.
-    pages : shared by all slots; one more, the scratch page, is added and never written.
-    page_size : positions per page, a power of two.
-    dtype : float32, float16 or bfloat16.
-    slots, max_pages_per_slot : rows and columns of the page table; a slot holds up to
-        ``max_pages_per_slot * page_size`` positions.
+    device
+        Device of the arrays.
+    layers, kv_heads, head_dim
+        Attention shape of the model.
+    pages
+        Number of pages, shared by all slots. One more page, the scratch page, is added; it is
+        never written.
+    page_size
+        Positions per page, a power of two.
+    dtype
+        ``"float32"``, ``"float16"`` or ``"bfloat16"``.
+    slots, max_pages_per_slot
+        Shape of the page table. A slot has up to ``max_pages_per_slot * page_size`` positions.
 
     Attributes
     ----------
-    k, v : [layers, pages + 1, page_size, kv_heads, head_dim].
-    page_table : int32[slots, max_pages_per_slot]; entries never allocated name the scratch page.
-    free : pages that nobody owns; the last is taken first.
+    k, v
+        Arrays of shape [layers, pages + 1, page_size, kv_heads, head_dim].
+    page_table
+        int32 array of shape [slots, max_pages_per_slot]. Unallocated entries refer to the scratch
+        page.
+    scratch_page
+        Index of the scratch page, which is the number of the other pages.
+    free
+        Pages without a reference. The last one is allocated first.
+
+    Raises
+    ------
+    OptionError
+        If a size or the dtype is invalid.
     """
 
     def __init__(
@@ -71,11 +90,11 @@ class PagedKV:
         }
         for name, value in sizes.items():
             if value < 1:
-                raise OptionError(f"PagedKV: {name} is {value}, expected at least 1")
+                raise OptionError(f"PagedKV: {name} is {value}, must be at least 1")
         if page_size & (page_size - 1):
-            raise OptionError(f"PagedKV: page_size {page_size} is not a power of two")
+            raise OptionError(f"PagedKV: page_size is {page_size}, must be a power of two")
         if dtype not in STORAGE:
-            raise OptionError(f"PagedKV: dtype {dtype!r}, expected one of {sorted(STORAGE)}")
+            raise OptionError(f"PagedKV: dtype is {dtype!r}, must be one of {sorted(STORAGE)}")
         self.device = device
         self.layers = layers
         self.kv_heads = kv_heads
@@ -100,71 +119,77 @@ class PagedKV:
 
     @property
     def positions(self) -> int:
-        """Most positions one slot can hold."""
+        """Maximum number of positions of a slot."""
         return self.max_pages * self.page_size
 
     @property
     def page_bytes(self) -> int:
-        """Bytes of a page in all layers, keys and values."""
+        """Size of a page in bytes: keys and values of all layers."""
         return 2 * self.k.nbytes // (self.scratch_page + 1)
 
     def pages_of(self, slot: int) -> tuple[int, ...]:
-        """Pages a slot owns, in order of position."""
+        """Return the pages of a slot in the order of their positions."""
         return tuple(self._owned[self._checked(slot)])
 
     def allocate(self, slot: int, positions: int, shared: Sequence[int] = ()) -> bool:
-        """Own pages for positions 0..positions-1 of `slot`, growing what it has.
+        """Allocate pages for the first `positions` positions of a slot; existing ones are kept.
 
         Parameters
         ----------
-        shared : pages of others, for the first positions of a slot that has none.
+        slot
+            Slot to extend.
+        positions
+            Number of positions that the slot must have.
+        shared
+            Pages of other owners to use for the first positions. Only for a slot without pages.
 
         Returns
         -------
         bool
-            False, with nothing changed, when too few pages are free or the table is too short.
+            False, with nothing changed, if there are too few free pages or the row of the page
+            table is too short.
         """
         owned = self._owned[self._checked(slot)]
-        wanted = -(-positions // self.page_size)
-        if wanted <= len(owned):
+        total = -(-positions // self.page_size)
+        if total <= len(owned):
             return True
-        new = wanted - len(owned) - len(shared)
-        if wanted > self.max_pages or new > len(self.free):
+        num_new = total - len(owned) - len(shared)
+        if total > self.max_pages or num_new > len(self.free):
             return False
-        pages = [*shared, *(self.free.pop() for _ in range(new))]
+        pages = [*shared, *(self.free.pop() for _ in range(num_new))]
         for page in pages:
-            self.hold(page)
-        self._staged[slot].array[len(owned) : wanted] = pages
+            self.add_reference(page)
+        self._staged[slot].array[len(owned) : total] = pages
         owned.extend(pages)
         return True
 
-    def hold(self, page: int) -> None:
-        """Hold a page that is in use, or was just taken from `free`."""
+    def add_reference(self, page: int) -> None:
+        """Add a reference to a page that is in use or was just taken from `free`."""
         self._references[page] += 1
 
-    def drop(self, page: int) -> None:
-        """Hold a page no longer."""
+    def drop_reference(self, page: int) -> None:
+        """Drop a reference; the page is free when it was the last one."""
         self._references[page] -= 1
         if self._references[page] == 0:
             self.free.append(page)
 
     def references(self, page: int) -> int:
-        """How many hold a page."""
+        """Return the reference count of a page."""
         return self._references[page]
 
     def release(self, slot: int) -> None:
-        """Drop all pages of `slot`."""
+        """Drop the references of a slot to all its pages."""
         owned = self._owned[self._checked(slot)]
         self._staged[slot].array[: len(owned)] = self.scratch_page
         for page in reversed(owned):
-            self.drop(page)
+            self.drop_reference(page)
         owned.clear()
 
     def set_table(self, lane: Lane, slot: int) -> None:
-        """Copy the slot's row to the device, in the lane's order."""
+        """Enqueue the copy of a slot's row of the page table to the device."""
         lane.copy(self.page_table[self._checked(slot)], self._staged[slot], name="page table")
 
     def _checked(self, slot: int) -> int:
         if not 0 <= slot < self.slots:
-            raise OptionError(f"PagedKV: slot {slot} outside 0..{self.slots - 1}")
+            raise OptionError(f"PagedKV: slot {slot} is outside 0..{self.slots - 1}")
         return slot

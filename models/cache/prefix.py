@@ -1,16 +1,18 @@
-"""Prefix cache: pages of keys and values that outlive their request, found again by their tokens.
+"""Prefix cache: KV-cache pages that outlive their request and are found again by their tokens.
 
-A page's key is a chain of hashes over all tokens up to its end, and `lookahead` tokens behind it:
-entry i of a draft head depends on token i + 1. Kernels are row-invariant, so a page holds the same
-bits whoever wrote it, in prefill or round by round; a grammar has no part in them.
+The key of a page is a hash chain over all tokens up to the end of the page and over `lookahead`
+tokens after it, because entry ``i`` of a draft head depends on token ``i + 1``. Kernels are
+row-invariant, so a page has the same bits whichever request wrote it, in prefill or in a round.
+Grammars do not affect the contents of a page.
 
 Invariants
 ----------
-1. A page that is kept is never written: whoever holds it has its first position of its own behind
-   it (`match` leaves at least one token).
-2. What is kept was enqueued before it was kept, on the replays' stream; so whoever finds it reads
-   it behind whoever wrote it.
-3. A kept page holds one reference of the cache's own; it may be given up while that is the last.
+1. A cached page is never written. The first position that a request writes is after the cached
+   pages it shares, because `PrefixCache.match` leaves at least one token.
+2. The writes of a page were enqueued on the stream of the replays before the page was cached, so
+   every reader is ordered after them.
+3. The cache owns one reference to each of its pages. A page may be evicted while that is the only
+   reference.
 """
 
 from __future__ import annotations
@@ -24,128 +26,191 @@ import numpy as np
 
 from graft.models.cache.kv import PagedKV
 
-#: A page in each of the caches.
-Pages = tuple[int, ...]
+__all__ = ["PageGroup", "PrefixCache", "page_keys"]
+
+#: Pages of the same positions, one in each cache.
+PageGroup = tuple[int, ...]
 
 
-class PrefixCache:
-    """Which pages hold which tokens, in several paged caches whose pages go together.
+def page_keys(tokens: Sequence[int], page_size: int, lookahead: int = 0) -> list[bytes]:
+    """Return the keys of the full pages of a token sequence.
+
+    The page of the last token is excluded: a request must process at least one token to get the
+    logits of the next one.
 
     Parameters
     ----------
-    caches : of one page size.
-    lookahead : tokens behind a page that its entries depend on.
-    most : pages that are kept at most.
+    tokens
+        Token ids.
+    page_size
+        Positions per page.
+    lookahead
+        Number of tokens after a page that its entries depend on.
+
+    Returns
+    -------
+    list of bytes
+        One key of 32 bytes per page; each one depends on all tokens before it.
+    """
+    array = np.asarray(tokens, np.int32)
+    key = b""
+    keys = []
+    for end in range(page_size, len(array) - max(lookahead, 1) + 1, page_size):
+        content = array[end - page_size : end + lookahead].tobytes()
+        key = hashlib.blake2b(key + content, digest_size=32).digest()
+        keys.append(key)
+    return keys
+
+
+class PrefixCache:
+    """Maps token prefixes to KV-cache pages, for several paged caches with common positions.
+
+    Parameters
+    ----------
+    caches
+        Paged caches with the same page size.
+    lookahead
+        Number of tokens after a page that its entries depend on.
+    max_pages
+        Maximum number of cached pages; 0 disables the cache.
 
     Attributes
     ----------
-    most : the same.
-    hits : tokens that needed no forward.
-    evictions : pages given up.
+    max_pages
+        As given.
+    hit_tokens
+        Number of tokens whose prefill was saved.
+    evictions
+        Number of pages evicted.
     """
 
-    def __init__(self, caches: Sequence[PagedKV], lookahead: int, most: int) -> None:
+    def __init__(self, caches: Sequence[PagedKV], lookahead: int, max_pages: int) -> None:
         self._caches = caches
         self._lookahead = lookahead
-        self.most = most
-        self._kept: OrderedDict[bytes, Pages] = OrderedDict()  # least recently used first
-        self.hits = self.evictions = 0
+        self.max_pages = max_pages
+        self._cached: OrderedDict[bytes, PageGroup] = OrderedDict()  # least recently used first
+        self.hit_tokens = 0
+        self.evictions = 0
 
     def __len__(self) -> int:
-        return len(self._kept)
+        return len(self._cached)
+
+    @property
+    def num_unused(self) -> int:
+        """Number of cached pages that no slot has."""
+        return sum(not self._in_use(group) for group in self._cached.values())
 
     def keys(self, tokens: Sequence[int]) -> list[bytes]:
-        """Keys of the pages whose entries `tokens` decide, and behind which a token is left."""
-        size = self._caches[0].page_size
-        keys = [b""]
-        every = np.asarray(tokens if self.most else (), np.int32)
-        for end in range(size, len(every) - max(self._lookahead, 1) + 1, size):
-            told = every[end - size : end + self._lookahead].tobytes()
-            keys.append(hashlib.blake2b(keys[-1] + told, digest_size=32).digest())
-        return keys[1:]
+        """Return the keys of the full pages of `tokens`; see `page_keys`."""
+        if not self.max_pages:
+            return []
+        return page_keys(tokens, self._caches[0].page_size, self._lookahead)
 
-    def _found(self, keys: Iterable[bytes]) -> list[bytes]:
-        return list(itertools.takewhile(self._kept.__contains__, keys))
+    def count_hits(self, keys: Iterable[bytes]) -> int:
+        """Return the number of pages that `match` would find."""
+        return len(self._find(keys))
 
-    def count(self, keys: Iterable[bytes]) -> int:
-        """How many pages `match` would find."""
-        return len(self._found(keys))
+    def match(self, keys: Iterable[bytes]) -> list[PageGroup]:
+        """Return the pages of the longest cached prefix and mark them as recently used."""
+        found = self._find(keys)
+        for key in reversed(found):  # the first page last: later ones cannot be found without it
+            self._cached.move_to_end(key)
+        return [self._cached[key] for key in found]
 
-    def match(self, keys: Iterable[bytes]) -> list[Pages]:
-        """Pages of the longest prefix that is kept; they are the last to be given up."""
-        found = self._found(keys)
-        for key in reversed(found):  # the beginning last: without it the rest is not found
-            self._kept.move_to_end(key)
-        return [self._kept[key] for key in found]
-
-    def keep(self, slot: int, tokens: Sequence[int]) -> None:
-        """Keep the pages of a slot whose entries for `tokens`, all but the last, are enqueued; in
-        drafters' caches too."""
-        if self.most == 0:
-            return
-        owned = zip(*(cache.pages_of(slot) for cache in self._caches), strict=True)
-        keys = list(zip(self.keys(tokens), owned, strict=False))
-        self._keep(keys[: self.most])
-
-    def adopt(
-        self, keys: Sequence[bytes], write: Callable[[list[Pages], list[int]], object]
-    ) -> None:
-        """Keep pages that another engine wrote, as many of the first as there is room for.
+    def insert(self, slot: int, tokens: Sequence[int]) -> None:
+        """Cache the full pages of a slot.
 
         Parameters
         ----------
-        write : enqueues what stands in them, given pages and which of the keys they are for.
+        slot
+            Slot that has the pages.
+        tokens
+            Tokens of the slot. Their entries, except for those of the last token, must have been
+            enqueued in all caches.
+        """
+        if self.max_pages == 0:
+            return
+        groups = zip(*(cache.pages_of(slot) for cache in self._caches), strict=True)
+        pages = list(zip(self.keys(tokens), groups, strict=False))
+        self._insert(pages[: self.max_pages])
+
+    def insert_migrated(
+        self, keys: Sequence[bytes], write: Callable[[list[PageGroup], list[int]], object]
+    ) -> None:
+        """Cache pages of another engine, as many of the first ones as pages can be made free.
+
+        Parameters
+        ----------
+        keys
+            Keys of the pages.
+        write
+            Enqueues the contents of pages. It is called with the pages to write and the index in
+            `keys` of each.
         """
         found = self.match(keys)
-        self.make_room(len(keys) - len(found), found)
+        self.evict_until_free(len(keys) - len(found), found)
         free = zip(*(reversed(cache.free) for cache in self._caches), strict=False)
-        missing = [i for i, key in enumerate(keys) if key not in self._kept]
-        if pages := dict(zip(missing, free, strict=False)):
-            write(list(pages.values()), list(pages))
-            for cache in self._caches:
-                del cache.free[-len(pages) :]
-            self._keep([(keys[i], held) for i, held in pages.items()])
+        missing = [i for i, key in enumerate(keys) if key not in self._cached]
+        groups = dict(zip(missing, free, strict=False))
+        if not groups:
+            return
+        write(list(groups.values()), list(groups))
+        for cache in self._caches:
+            del cache.free[-len(groups) :]
+        self._insert([(keys[i], group) for i, group in groups.items()])
 
-    def _keep(self, pages: Sequence[tuple[bytes, Pages]]) -> None:
-        """Hold pages by their keys, the first longest, and no more than there may be."""
-        for key, held in reversed(pages):
-            if key not in self._kept:
-                for cache, page in zip(self._caches, held, strict=True):
-                    cache.hold(page)
-                self._kept[key] = held
-            self._kept.move_to_end(key)
-        self._give_up(list(itertools.islice(self._kept, max(0, len(self._kept) - self.most))))
+    def evict_until_free(self, pages: int, keep: Collection[PageGroup]) -> None:
+        """Evict unused pages, least recently used first, until `pages` pages are free.
 
-    def make_room(self, pages: int, stay: Collection[Pages]) -> None:
-        """Give up pages that nobody uses until so many are free, least recently used first; none
-        where that would not do, and none of those that are to stay."""
+        Nothing is evicted if that would not suffice.
+
+        Parameters
+        ----------
+        pages
+            Number of pages that must be free in each cache.
+        keep
+            Pages that must not be evicted.
+        """
         count = pages - min(len(cache.free) for cache in self._caches)
-        staying = set(stay)
-        used = list[bytes]()
-        unused = list[bytes]()
-        for key, held in self._kept.items():
+        kept = set(keep)
+        in_use = []
+        unused = []
+        for key, group in self._cached.items():
             if len(unused) >= count:
                 break
-            (used if self._in_use(held) or held in staying else unused).append(key)
-        for key in used:  # nobody meets them again soon
-            self._kept.move_to_end(key)
+            if self._in_use(group) or group in kept:
+                in_use.append(key)
+            else:
+                unused.append(key)
+        for key in in_use:  # so that the next call does not visit them first
+            self._cached.move_to_end(key)
         if len(unused) >= count:
-            self._give_up(unused)
-
-    @property
-    def unused(self) -> int:
-        """Kept pages that no slot has."""
-        return sum(not self._in_use(pages) for pages in self._kept.values())
-
-    def _in_use(self, pages: Pages) -> bool:
-        return self._caches[0].references(pages[0]) > 1
+            self._evict(unused)
 
     def clear(self) -> None:
-        """Give up everything."""
-        self._give_up(list(self._kept))
+        """Evict all pages."""
+        self._evict(list(self._cached))
 
-    def _give_up(self, keys: Iterable[bytes]) -> None:
+    def _find(self, keys: Iterable[bytes]) -> list[bytes]:
+        """Return the keys of the longest cached prefix."""
+        return list(itertools.takewhile(self._cached.__contains__, keys))
+
+    def _insert(self, pages: Sequence[tuple[bytes, PageGroup]]) -> None:
+        """Cache pages, the first one as the most recently used, and enforce `max_pages`."""
+        for key, group in reversed(pages):
+            if key not in self._cached:
+                for cache, page in zip(self._caches, group, strict=True):
+                    cache.add_reference(page)
+                self._cached[key] = group
+            self._cached.move_to_end(key)
+        surplus = max(0, len(self._cached) - self.max_pages)
+        self._evict(list(itertools.islice(self._cached, surplus)))
+
+    def _in_use(self, group: PageGroup) -> bool:
+        return self._caches[0].references(group[0]) > 1
+
+    def _evict(self, keys: Iterable[bytes]) -> None:
         for key in keys:
-            for cache, page in zip(self._caches, self._kept.pop(key), strict=True):
-                cache.drop(page)
+            for cache, page in zip(self._caches, self._cached.pop(key), strict=True):
+                cache.drop_reference(page)
             self.evictions += 1

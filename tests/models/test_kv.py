@@ -1,4 +1,4 @@
-"""The paged cache: who owns which page, and what the device's table says."""
+"""Paged KV cache: page allocation and the page table on the device."""
 
 import numpy as np
 import pytest
@@ -9,7 +9,7 @@ from graft.cudagraph.lanes import StreamLane
 from graft.models.cache.kv import PagedKV
 
 
-def cache(device, **changes) -> PagedKV:
+def make_cache(device, **changes) -> PagedKV:
     options = {
         "layers": 1,
         "pages": 10,
@@ -23,37 +23,38 @@ def cache(device, **changes) -> PagedKV:
     return PagedKV(device, **{**options, **changes})
 
 
-def test_random_use_never_shares_or_loses_a_page(device):
-    """After any sequence of growth and release, pages are owned once and all accounted for, a slot
-    holds just enough, its pages never move, and a refusal changes nothing."""
-    kv = cache(device)
+def test_paged_kv_random_use_never_shares_or_loses_pages(device):
+    """After random growth and release, each page has at most one owner and none is lost.
+
+    A slot has just enough pages, its pages never move, and a failed allocation changes nothing.
+    """
+    kv = make_cache(device)
     rng = np.random.default_rng(0)
-    held = {0: 0, 1: 0, 2: 0}
-    refused = 0
+    num_pages = {0: 0, 1: 0, 2: 0}
+    failed = 0
     for _ in range(500):
         slot = int(rng.integers(3))
         positions = int(rng.integers(0, 27))
         before = kv.pages_of(slot)
         if rng.random() < 0.3:
             kv.release(slot)
-            held[slot] = 0
+            num_pages[slot] = 0
         elif kv.allocate(slot, positions):
-            held[slot] = max(held[slot], -(-positions // 4))
+            num_pages[slot] = max(num_pages[slot], -(-positions // 4))
             assert kv.pages_of(slot)[: len(before)] == before
         else:
-            refused += 1
+            failed += 1
             assert kv.pages_of(slot) == before
-        pages = [page for s in held for page in kv.pages_of(s)]
+        pages = [page for s in num_pages for page in kv.pages_of(s)]
         assert len(pages) == len(set(pages)) and kv.scratch_page not in pages
-        assert {s: len(kv.pages_of(s)) for s in held} == held
+        assert {s: len(kv.pages_of(s)) for s in num_pages} == num_pages
         assert len(kv.free) == 10 - len(pages)
-    assert refused > 20
+    assert failed > 20
 
 
-def test_the_devices_table_follows(device, stream):
-    """set_table copies one slot's row; entries not owned name the scratch page, also after
-    release."""
-    kv = cache(device)
+def test_paged_kv_set_table_copies_one_slot(device, stream):
+    """Entries without a page refer to the scratch page, also after release."""
+    kv = make_cache(device)
     assert (kv.page_table.to_host() == kv.scratch_page).all()
     own(stream, kv, 1, 9)
     stream.synchronize()
@@ -77,16 +78,14 @@ def test_the_devices_table_follows(device, stream):
         {"max_pages_per_slot": 0},
     ],
 )
-def test_absurd_shapes_are_refused_by_name(device, changes):
-    """A size or dtype that cannot work raises, naming it."""
+def test_paged_kv_rejects_invalid_sizes(device, changes):
     with pytest.raises(OptionError, match=next(iter(changes))):
-        cache(device, **changes)
+        make_cache(device, **changes)
 
 
 @pytest.mark.parametrize("slot", [-1, 3])
-def test_slots_outside_the_cache_are_refused(device, slot):
-    """Every method refuses a slot that the table does not have."""
-    kv = cache(device)
+def test_paged_kv_rejects_invalid_slots(device, slot):
+    kv = make_cache(device)
     for call in (lambda: kv.allocate(slot, 1), lambda: kv.release(slot), lambda: kv.pages_of(slot)):
         with pytest.raises(OptionError, match=f"slot {slot}"):
             call()

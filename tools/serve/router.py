@@ -1,4 +1,4 @@
-"""Which of several engines a prompt goes to."""
+"""Prefix-aware routing of requests to data parallel replicas."""
 
 from __future__ import annotations
 
@@ -6,49 +6,68 @@ from collections import OrderedDict
 from collections.abc import Mapping, Sequence
 from itertools import takewhile
 
-from graft.tools.serve.driver import Facts
+from graft.models.cache.prefix import page_keys
+from graft.tools.serve.engine_driver import EngineInfo
 
 
 class Router:
-    """Which engine a prompt goes to: where most pages of its beginning have been before, then where
-    least is to do; but to none that is a batch behind the idlest.
+    """Chooses the replica of each request by its longest known prefix, then by load.
+
+    The router keeps a model of the prefix cache of every replica: the keys of the prompts that it
+    sent there, least recently used first, as many as the cache has pages. A replica that has a
+    whole batch of requests more than the least loaded one is not chosen.
 
     Parameters
     ----------
-    count : of engines.
-    facts : of each: an engine is thought to keep as many pages as its cache has.
+    count
+        Number of replicas.
+    info
+        Description of one replica; all replicas are equal.
     """
 
-    def __init__(self, count: int, facts: Facts):
-        self._facts = facts
-        self._known: list[OrderedDict[int, None]] = [OrderedDict() for _ in range(count)]
+    def __init__(self, count: int, info: EngineInfo):
+        self._info = info
+        self._cached: list[OrderedDict[bytes, None]] = [OrderedDict() for _ in range(count)]
 
-    def keys(self, tokens: Sequence[int]) -> list[int]:
-        """A chain of hashes, one for each whole page behind which a token is left."""
-        size = self._facts.page_size
-        keys = [0]
-        for end in range(size, len(tokens), size):
-            part = repr(tokens[end - size : end])  # what is no token yet has no hash
-            keys.append(hash((keys[-1], part)))
-        return keys[1:]
+    def keys(self, tokens: Sequence[int]) -> list[bytes]:
+        """Return the prefix keys of a prompt: one for each full page that a token follows.
 
-    def choose(self, keys: Sequence[int], loads: Mapping[int, int]) -> int:
-        """One of the engines, which have so many requests each, for a prompt with these keys."""
-        idlest = min(loads.values())
+        A prompt with invalid token ids has no keys; the engine refuses it.
+        """
+        try:
+            return page_keys(tokens, self._info.page_size)
+        except (TypeError, ValueError, OverflowError):
+            return []
 
-        def rank(number: int) -> tuple[int, int]:
-            known = self._known[number]
-            return -sum(1 for _ in takewhile(known.__contains__, keys)), loads[number]
+    def choose(self, keys: Sequence[bytes], loads: Mapping[int, int]) -> int:
+        """Return the replica for a prompt and remember that it has the prompt's pages.
 
-        chosen = min((n for n, load in loads.items() if load - idlest < self._facts.rows), key=rank)
-        known = self._known[chosen]
-        for key in reversed(keys):  # the beginning is the last to be forgotten
-            known[key] = None
-            known.move_to_end(key)
-        while len(known) > self._facts.pages:
-            known.popitem(last=False)
+        Parameters
+        ----------
+        keys
+            Prefix keys of the prompt.
+        loads
+            Number of requests of each replica that can be chosen.
+        """
+        lowest = min(loads.values())
+        candidates = [
+            replica for replica, load in loads.items() if load - lowest < self._info.max_batch_size
+        ]
+
+        def rank(replica: int) -> tuple[int, int]:
+            cached = self._cached[replica]
+            hits = sum(1 for _ in takewhile(cached.__contains__, keys))
+            return -hits, loads[replica]
+
+        chosen = min(candidates, key=rank)
+        cached = self._cached[chosen]
+        for key in reversed(keys):  # the first page of the prompt is evicted last
+            cached[key] = None
+            cached.move_to_end(key)
+        while len(cached) > self._info.pages:
+            cached.popitem(last=False)
         return chosen
 
-    def forget(self, number: int) -> None:
-        """An engine begins anew, with an empty cache."""
-        self._known[number].clear()
+    def forget(self, replica: int) -> None:
+        """Forget the pages of a replica that was restarted with an empty cache."""
+        self._cached[replica].clear()

@@ -1,14 +1,24 @@
-// Pages of a paged cache, from where they lie to one behind the other, or back.
+// Copies KV-cache pages between a paged cache and a packed buffer (KV transfer).
 
-// Grid (pages, layers): of page p in a layer, `words` words of a cache of `all` pages a layer.
-extern "C" __global__ void move_pages(int* cache, int* packed, const int* pages, int all, int words,
-                                      int out) {
-  const int p = static_cast<int>(blockIdx.x);
+// Grid: (pages, layers). Each block copies one page of one layer.
+//
+// cache            keys or values, [layers, pages_per_layer, words]
+// packed           contiguous pages, [pages, layers, words]
+// pages            page indices in the cache, [pages]
+// pages_per_layer  pages of a layer of the cache, including the scratch page
+// words            32-bit words of a page in one layer
+// read             1: cache to packed; 0: packed to cache
+extern "C" __global__ void copy_pages(int* cache, int* packed, const int* pages,
+                                      int pages_per_layer, int words, int read) {
+  const int page = static_cast<int>(blockIdx.x);
   const int layer = static_cast<int>(blockIdx.y);
-  int* here = cache + (static_cast<long long>(layer) * all + pages[p]) * words;
-  int* there = packed + (static_cast<long long>(p) * static_cast<int>(gridDim.y) + layer) * words;
-  int* to = out ? there : here;
-  const int* from = out ? here : there;
+  const int layers = static_cast<int>(gridDim.y);
+  const long long cache_page = static_cast<long long>(layer) * pages_per_layer + pages[page];
+  const long long packed_page = static_cast<long long>(page) * layers + layer;
+  int* in_cache = cache + cache_page * words;
+  int* in_packed = packed + packed_page * words;
+  int* to = read ? in_packed : in_cache;
+  const int* from = read ? in_cache : in_packed;
   for (int i = static_cast<int>(threadIdx.x); i < words; i += static_cast<int>(blockDim.x)) {
     to[i] = from[i];
   }
