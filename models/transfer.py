@@ -1,8 +1,8 @@
-"""Ways for what is handed over: shared memory of one machine, and mooncake's between machines.
+"""KV transfer between processes: shared memory on one machine, Mooncake between machines.
 
-Who sends keeps the bytes and gets a ticket, plain data that goes to the other process by whatever
-the user has, such as a queue; who receives fetches the bytes by it. The sender frees them, when it
-has heard that they were fetched, or the other is gone.
+The sender keeps the data of a migrated request and gets a ticket. The ticket is plain data; the
+application sends it to the other process, for example through a queue. The receiver uses it to
+fetch the data. The sender frees the data after the receiver has confirmed the receipt or is gone.
 """
 
 from __future__ import annotations
@@ -19,130 +19,194 @@ from graft.cudagraph.errors import OptionError
 from graft.models.engine.migrate import MigratedRequest
 from graft.models.errors import MigrationError
 
+__all__ = ["Mooncake", "SharedMemory", "Ticket", "Transfer"]
+
+#: The size of the data is a multiple of this number of bytes.
+_ALIGNMENT = 8
+
 
 class Ticket(NamedTuple):
-    """Where bytes that were sent can be fetched: at whose, where there, how many, and their sum as
-    numbers of 64 bits."""
+    """Location of sent data.
 
-    where: str
+    Attributes
+    ----------
+    sender
+        Process or host that keeps the data.
+    address
+        Location of the data at the sender.
+    nbytes
+        Size of the data.
+    checksum
+        Sum of the data as 64-bit integers.
+    """
+
+    sender: str
     address: int
     nbytes: int
-    total: int
+    checksum: int
 
 
-def _total(data: np.ndarray) -> int:
+class SendBuffer(NamedTuple):
+    """Memory for data to be sent.
+
+    Attributes
+    ----------
+    sender, address
+        Fields of the ticket.
+    data
+        The memory, uint8.
+    resource
+        Object to pass to `Transfer.release_buffer`.
+    """
+
+    sender: str
+    address: int
+    data: np.ndarray
+    resource: Any
+
+
+def _checksum(data: np.ndarray) -> int:
     return int(np.add.reduce(data.view(np.uint64)))
 
 
 class Transfer(ABC):
-    """A way to another process; a subclass has `room`, `fetch` and `drop`.
+    """A transport to other processes. A subclass defines `allocate`, `fetch` and `release_buffer`.
 
     Attributes
     ----------
-    sent : by ticket, what is kept for it.
+    sent
+        Resource of each ticket that has not been freed.
     """
 
     def __init__(self) -> None:
         self.sent: dict[Ticket, Any] = {}
 
-    def send(self, over: MigratedRequest) -> Ticket:
-        """Offer it until it is freed. Raises HandOverError where it has no room."""
-        parts = over.parts()
-        at = 0
-        where, address, data, kept = self.room(-(-sum(map(len, parts)) // 8) * 8)
-        data[-8:] = 0
-        for part in parts:
-            data[at : at + len(part)] = np.frombuffer(part, np.uint8)
-            at += len(part)
-        ticket = Ticket(where, address, len(data), _total(data))
-        self.sent[ticket] = kept
-        return ticket
-
-    def receive(self, ticket: Sequence[Any]) -> MigratedRequest:
-        """Fetch what was sent.
+    def send(self, migrated: MigratedRequest) -> Ticket:
+        """Make a request available to receivers until it is freed.
 
         Raises
         ------
-        HandOverError
-            It is there no more, its sender is gone, it is damaged, or of another format.
+        MigrationError
+            If there is not enough memory.
+        """
+        buffers = migrated.buffers()
+        nbytes = -(-sum(map(len, buffers)) // _ALIGNMENT) * _ALIGNMENT
+        sender, address, data, resource = self.allocate(nbytes)
+        data[-_ALIGNMENT:] = 0
+        begin = 0
+        for buffer in buffers:
+            data[begin : begin + len(buffer)] = np.frombuffer(buffer, np.uint8)
+            begin += len(buffer)
+        ticket = Ticket(sender, address, len(data), _checksum(data))
+        self.sent[ticket] = resource
+        return ticket
+
+    def receive(self, ticket: Sequence[Any]) -> MigratedRequest:
+        """Fetch a request.
+
+        Raises
+        ------
+        MigrationError
+            If the data has been freed, its sender is gone, or it is damaged or of another format.
         """
         ticket = Ticket(*ticket)
         data = self.fetch(ticket)
-        if len(data) != ticket.nbytes or _total(data) != ticket.total:
-            raise MigrationError(f"{ticket}: {len(data)} bytes are there, not those that were sent")
-        return MigratedRequest.read(data)
+        if len(data) != ticket.nbytes or _checksum(data) != ticket.checksum:
+            raise MigrationError(
+                f"{ticket}: {len(data)} bytes were received, which differ from those that were sent"
+            )
+        return MigratedRequest.from_bytes(data)
 
     def free(self, ticket: Sequence[Any]) -> None:
-        """Let go of what was sent, fetched or not; nothing where that was done."""
+        """Free the data of a ticket, received or not. Freeing it again has no effect."""
         ticket = Ticket(*ticket)
         if ticket in self.sent:
-            self.drop(ticket.address, self.sent.pop(ticket))
+            self.release_buffer(ticket.address, self.sent.pop(ticket))
 
     def close(self) -> None:
-        """Free everything that was sent."""
+        """Free all data."""
         for ticket in list(self.sent):
             self.free(ticket)
 
     @abstractmethod
-    def room(self, nbytes: int) -> tuple[str, int, np.ndarray, Any]:
-        """Make room: a ticket's `where` and `address`, the bytes, and what to keep meanwhile."""
+    def allocate(self, nbytes: int) -> SendBuffer:
+        """Allocate memory that receivers can read.
+
+        Raises
+        ------
+        MigrationError
+            If there is not enough memory.
+        """
 
     @abstractmethod
     def fetch(self, ticket: Ticket) -> np.ndarray:
-        """The bytes, uint8 [nbytes]. Raises HandOverError where there are none."""
+        """Return the data of a ticket, uint8 of shape [nbytes].
+
+        Raises
+        ------
+        MigrationError
+            If the data does not exist.
+        """
 
     @abstractmethod
-    def drop(self, address: int, kept: Any) -> None:
-        """Give back what `room` made."""
+    def release_buffer(self, address: int, resource: Any) -> None:
+        """Free memory that `allocate` returned."""
 
 
 class SharedMemory(Transfer):
-    """Between processes of one user on one machine, which see each other in /proc.
+    """Transport between processes of one user on one machine that see each other in /proc.
 
-    A file in memory without a name, which the other opens through its sender's descriptors: it is
-    gone with its last user, however that ends, and no limit of /dev/shm holds for it.
+    The data is an anonymous file in memory (memfd), which the receiver opens through the sender's
+    file descriptors. The kernel frees it with its last user, however that process ends, and the
+    size limit of /dev/shm does not apply.
     """
 
-    def room(self, nbytes: int) -> tuple[str, int, np.ndarray, Any]:
-        """See `Transfer`."""
-        file = os.memfd_create("graft hand-over")
+    def allocate(self, nbytes: int) -> SendBuffer:
+        file = os.memfd_create("graft KV transfer")
         try:
             os.posix_fallocate(file, 0, nbytes)
             data = np.frombuffer(mmap.mmap(file, nbytes), np.uint8)
         except OSError as error:
             os.close(file)
-            raise MigrationError(f"no room for {nbytes} bytes of shared memory: {error}") from error
-        return str(os.getpid()), file, data, None
+            raise MigrationError(
+                f"{nbytes} bytes of shared memory cannot be allocated: {error}"
+            ) from error
+        return SendBuffer(str(os.getpid()), file, data, None)
 
     def fetch(self, ticket: Ticket) -> np.ndarray:
-        """See `Transfer`."""
-        path = f"/proc/{int(ticket.where)}/fd/{ticket.address}"
+        path = f"/proc/{int(ticket.sender)}/fd/{ticket.address}"
         try:
-            with open(path, "rb", opener=lambda p, _: os.open(p, os.O_RDONLY | os.O_NONBLOCK)) as f:
-                seen = mmap.mmap(f.fileno(), 0, prot=mmap.PROT_READ)
+            with open(path, "rb", opener=_open_nonblocking) as file:
+                data = mmap.mmap(file.fileno(), 0, prot=mmap.PROT_READ)
         except (OSError, ValueError) as error:
-            raise MigrationError(f"{ticket}: nothing is there ({error})") from error
-        return np.frombuffer(seen, np.uint8)
+            raise MigrationError(f"{ticket}: the data does not exist ({error})") from error
+        return np.frombuffer(data, np.uint8)
 
-    def drop(self, address: int, kept: Any) -> None:
-        """See `Transfer`."""
+    def release_buffer(self, address: int, resource: Any) -> None:
         os.close(address)
 
 
+def _open_nonblocking(path: str, _flags: int) -> int:
+    # The descriptor may have been reused by a pipe; opening that must not block.
+    return os.open(path, os.O_RDONLY | os.O_NONBLOCK)
+
+
 class Mooncake(Transfer):
-    """Between machines, by the package mooncake-transfer-engine.
+    """Transport between machines that uses the package mooncake-transfer-engine.
 
     Parameters
     ----------
-    host : by which others reach this machine.
-    protocol, device : mooncake's own, such as "rdma" and the name of a network card.
+    host
+        Name or address by which other machines reach this one.
+    protocol, device
+        Arguments of Mooncake, such as "rdma" and the name of a network card.
 
     Raises
     ------
     OptionError
-        The package, or a library that it needs, is not there.
-    HandOverError
-        It does not start.
+        If the package or a library that it needs is not installed.
+    MigrationError
+        If Mooncake fails to start.
     """
 
     def __init__(self, host: str, protocol: str = "tcp", device: str = "") -> None:
@@ -151,39 +215,37 @@ class Mooncake(Transfer):
             from mooncake.engine import TransferEngine
         except ImportError as error:
             raise OptionError(
-                "handing over between machines needs the package mooncake-transfer-"
-                f"engine ({error}): pip install 'graft-cuda[transfer]', "
-                "and the system's libibverbs1"
+                "KV transfer between machines requires the package mooncake-transfer-engine "
+                f"({error}): pip install 'graft-cuda[transfer]', and install libibverbs1"
             ) from error
         self._engine = TransferEngine()
-        self._done(
+        self._check(
             self._engine.initialize(host, "P2PHANDSHAKE", protocol, device),
-            f"mooncake does not start at {host!r} with {protocol!r}",
+            f"Mooncake failed to start at {host!r} with protocol {protocol!r}",
         )
-        self._where = f"{host}:{self._engine.get_rpc_port()}"
+        self._sender = f"{host}:{self._engine.get_rpc_port()}"
 
-    def room(self, nbytes: int) -> tuple[str, int, np.ndarray, Any]:
-        """See `Transfer`."""
+    def allocate(self, nbytes: int) -> SendBuffer:
         data = np.empty(nbytes, np.uint8)
-        self._done(
+        self._check(
             self._engine.register_memory(data.ctypes.data, nbytes),
-            f"mooncake takes no {nbytes} bytes",
+            f"Mooncake cannot register {nbytes} bytes",
         )
-        return self._where, data.ctypes.data, data, data
+        return SendBuffer(self._sender, data.ctypes.data, data, data)
 
     def fetch(self, ticket: Ticket) -> np.ndarray:
-        """See `Transfer`."""
-        _, address, data, _ = self.room(ticket.nbytes)
-        read = self._engine.transfer_sync_read(ticket.where, address, ticket.address, len(data))
-        self._engine.unregister_memory(address)
-        self._done(read, f"{ticket}: nothing came")
-        return data
+        buffer = self.allocate(ticket.nbytes)
+        code = self._engine.transfer_sync_read(
+            ticket.sender, buffer.address, ticket.address, ticket.nbytes
+        )
+        self._engine.unregister_memory(buffer.address)
+        self._check(code, f"{ticket}: the data cannot be read")
+        return buffer.data
 
-    def drop(self, address: int, kept: Any) -> None:
-        """See `Transfer`; a late reader is to see that it is gone."""
-        kept[:8] = 0
+    def release_buffer(self, address: int, resource: Any) -> None:
+        resource[:_ALIGNMENT] = 0  # so that a late reader detects that the data is gone
         self._engine.unregister_memory(address)
 
-    def _done(self, code: int, otherwise: str) -> None:
+    def _check(self, code: int, message: str) -> None:
         if code:
-            raise MigrationError(f"{otherwise} (code {code})")
+            raise MigrationError(f"{message} (code {code})")

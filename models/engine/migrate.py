@@ -1,10 +1,11 @@
-"""Handing a request from one engine to another: what it asks, the tokens it has, and its pages.
+"""KV transfer between engines, for disaggregated prefill and for moving requests.
 
-A grammar travels as its statement and the tokens it has taken; the other engine compiles it from
-its own cache. Pages are those that a prefix cache would find again, of the target and the drafter,
-and they are put into the other's prefix cache, under keys that it makes of the tokens itself. There
-the request goes on like one that was preempted: what no page holds is prefilled. Kernels are
-row-invariant, so greedy and coupled outputs are those of one engine.
+A migrated request consists of the request, its output so far, and its full KV-cache pages. A
+grammar is transferred as its specification; the other engine compiles it and advances the matcher
+by the output tokens. Pages are those of target and drafter that a prefix cache would find again.
+They are inserted into the prefix cache of the other engine, which computes their keys from the
+tokens itself. The request then continues like one that was preempted: tokens without a page are
+prefilled. Kernels are row-invariant, so greedy and coupled outputs are those of a single engine.
 """
 
 from __future__ import annotations
@@ -23,27 +24,35 @@ import numpy as np
 from graft.cudagraph.device import Device
 from graft.cudagraph.lanes import StreamLane
 from graft.cudagraph.memory import PinnedArray
+from graft.grammar.grammar_spec import GrammarSpec
 from graft.grammar.spec import Marker
-from graft.grammar.statement import GrammarSpec
 from graft.models.cache.kv import PagedKV
-from graft.models.cache.prefix import Pages, PrefixCache
+from graft.models.cache.prefix import PageGroup, PrefixCache
 from graft.models.drafters import Drafter, DrafterChoice
 from graft.models.engine.options import Options
-from graft.models.engine.slots import RequestState
+from graft.models.engine.request_state import RequestState
 from graft.models.errors import MigrationError, RequestError
-from graft.models.request import Logprob, Request, shown
-from graft.sampling.state import Relaxed
+from graft.models.request import Logprob, Request
+from graft.sampling.checks import short_repr
+from graft.sampling.params import Relaxed
 
-#: Goes up when what is handed over, or what it means, changes.
+__all__ = ["MigratedRequest", "Migrator"]
+
+#: Version of the format. Increment it when the data or its meaning changes.
 FORMAT = 1
-_HEAD = struct.Struct("<6sHQ")  # magic, format, bytes of the description
+_HEADER = struct.Struct("<6sHQ")  # magic, format, bytes of the description
 _MAGIC = b"graft\0"
-_SAMPLES = 64
-_SAMPLE = 1 << 16
+_ALIGNMENT = 8
+
+#: `checkpoint_digest` reads samples of this many bytes at this many offsets of a file.
+_SAMPLE_BYTES = 1 << 16
+_MAX_SAMPLES = 64
+
 _THREADS = 128
 _KERNELS = Path(__file__).parents[1] / "cache" / "kernels" / "pages.cu"
-#: Of an output these are what the other engine finds out by itself, or is told otherwise.
-_OWN = (
+
+#: Fields of `Output` that the other engine sets itself or that are transferred separately.
+_LOCAL_OUTPUT_FIELDS = (
     "id",
     "prompt_tokens",
     "tokens",
@@ -59,148 +68,171 @@ _OWN = (
 
 @dataclass(frozen=True, eq=False)
 class MigratedRequest:
-    """A request on its way to another engine.
+    """A request in transfer to another engine.
 
-    Attributes
+    Parameters
     ----------
-    about : plain data: of the engine it comes from, the request, its output and the pages.
-    pages : of each cache, target's first: int32 [keys and values, pages, layers, words of a page].
+    description
+        JSON-compatible data: properties of the source engine, the request and its output.
+    pages
+        KV-cache pages, one array per cache, that of the target first: int32 of shape
+        [2 (keys, values), pages, layers, 32-bit words per page].
     """
 
-    about: dict[str, Any]
+    description: dict[str, Any]
     pages: tuple[np.ndarray, ...] = ()
 
     @property
     def tokens(self) -> list[int]:
         """Prompt and output so far."""
-        return [*self.about["request"]["tokens"], *self.about["output"]["tokens"]]
+        return [*self.description["request"]["tokens"], *self.description["output"]["tokens"]]
 
     @property
-    def cached(self) -> int:
-        """How many pages of those tokens come with it."""
+    def num_pages(self) -> int:
+        """Number of KV-cache pages per cache; they contain the first of the tokens."""
         return self.pages[0].shape[1] if self.pages else 0
 
-    def parts(self) -> list[memoryview]:
-        """The bytes of it, in order."""
+    def buffers(self) -> list[memoryview]:
+        """Return the serialized request as a sequence of buffers."""
         shapes = [array.shape for array in self.pages]
-        told = json.dumps({**self.about, "shapes": shapes}, default=list).encode()
-        head = _HEAD.pack(_MAGIC, FORMAT, len(told)) + told + bytes(-len(told) % 8)
-        return [memoryview(head), *(array.reshape(-1).data.cast("B") for array in self.pages)]
+        text = json.dumps({**self.description, "shapes": shapes}, default=list).encode()
+        padding = bytes(-len(text) % _ALIGNMENT)
+        header = _HEADER.pack(_MAGIC, FORMAT, len(text)) + text + padding
+        return [memoryview(header), *(array.reshape(-1).data.cast("B") for array in self.pages)]
 
     @classmethod
-    def read(cls, data: np.ndarray) -> MigratedRequest:
-        """Of its bytes, uint8; the pages are views of them.
+    def from_bytes(cls, data: np.ndarray) -> MigratedRequest:
+        """Return the request that was serialized by `buffers`.
+
+        Parameters
+        ----------
+        data
+            The concatenated buffers, uint8. The returned pages are views of it.
 
         Raises
         ------
-        HandOverError
-            They are of another format.
+        MigrationError
+            If the data has another format.
         """
-        magic, form, size = _HEAD.unpack(bytes(data[: _HEAD.size]).ljust(_HEAD.size))
-        if magic != _MAGIC or form != FORMAT:
+        header = bytes(data[: _HEADER.size]).ljust(_HEADER.size)
+        magic, format_version, size = _HEADER.unpack(header)
+        if magic != _MAGIC or format_version != FORMAT:
             raise MigrationError(
-                f"what begins with {bytes(data[:8])!r} is no hand-over of format "
-                f"{FORMAT}, which this graft reads"
+                f"data beginning with {bytes(data[:8])!r} is not a migrated request of format "
+                f"{FORMAT}, the only format this version reads"
             )
-        at = _HEAD.size + size
-        about = json.loads(bytes(data[_HEAD.size : at]))
+        end = _HEADER.size + size
+        description = json.loads(bytes(data[_HEADER.size : end]))
         pages = []
-        at += -size % 8
-        for shape in about.pop("shapes"):
-            end = at + 4 * int(np.prod(shape))
-            pages.append(data[at:end].view(np.int32).reshape(shape))
-            at = end
-        return cls(about, tuple(pages))
+        begin = end + -size % _ALIGNMENT
+        for shape in description.pop("shapes"):
+            end = begin + 4 * int(np.prod(shape))
+            pages.append(data[begin:end].view(np.int32).reshape(shape))
+            begin = end
+        return cls(description, tuple(pages))
 
 
-def described(running: RequestState, verify: str) -> dict[str, Any]:
-    """An unfinished request and its output as plain data; `verify` where it names none."""
-    output = running.output
-    request = running.request
-    asked = replace(
+def describe_request(state: RequestState, verify: str) -> dict[str, Any]:
+    """Return an unfinished request and its output as JSON-compatible data.
+
+    Parameters
+    ----------
+    state
+        The request.
+    verify
+        Verification mode of the engine, for a request that does not specify one.
+    """
+    output = state.output
+    request = state.request
+    resolved = replace(
         request,
-        tokens=running.prompt,
+        tokens=state.prompt,
         prompt=None,
         messages=None,
         schema=None,
-        max_tokens=running.max_tokens,
+        max_tokens=state.max_tokens,
         seed=output.seed,
         sample=output.sample,
         verify=request.verify or verify,
         id=output.id,
     )
-    told = {field.name: getattr(asked, field.name) for field in fields(asked)}
-    told["grammar"] = None if asked.grammar is None else asdict(asked.grammar)
-    told["relaxed"] = asdict(asked.relaxed)
-    told["logit_bias"] = list((asked.logit_bias or {}).items())
-    known = {name: value for name, value in vars(output).items() if name not in _OWN}
-    return {
-        "request": told,
-        "output": {**known, "tokens": list(output.tokens)},
-        "age_s": running.age_s,
+    values = {field.name: getattr(resolved, field.name) for field in fields(resolved)}
+    values["grammar"] = None if resolved.grammar is None else asdict(resolved.grammar)
+    values["relaxed"] = asdict(resolved.relaxed)
+    values["logit_bias"] = list((resolved.logit_bias or {}).items())
+    output_values = {
+        name: value for name, value in vars(output).items() if name not in _LOCAL_OUTPUT_FIELDS
     }
+    output_values["tokens"] = list(output.tokens)
+    return {"request": values, "output": output_values, "age_s": state.age_s}
 
 
-def requested(about: Mapping[str, Any]) -> Request:
-    """The request that `described` tells of."""
-    told = dict(about["request"])
-    if (grammar := told["grammar"]) is not None:
+def read_request(description: Mapping[str, Any]) -> Request:
+    """Return the request of a description made by `describe_request`."""
+    values = dict(description["request"])
+    grammar = values["grammar"]
+    if grammar is not None:
         marker = grammar["marker"] and Marker(**grammar["marker"])
-        told["grammar"] = GrammarSpec(**{**grammar, "marker": marker})
-    return Request(
-        **{**told, "relaxed": Relaxed(**told["relaxed"]), "logit_bias": dict(told["logit_bias"])}
-    )
+        values["grammar"] = GrammarSpec(**{**grammar, "marker": marker})
+    values["relaxed"] = Relaxed(**values["relaxed"])
+    values["logit_bias"] = dict(values["logit_bias"])
+    return Request(**values)
 
 
-def restore(running: RequestState, about: Mapping[str, Any]) -> None:
-    """Let a request that was just made go on from an output that somebody has been told of.
+def restore_output(state: RequestState, description: Mapping[str, Any]) -> None:
+    """Set the output of a newly admitted request to that of a description.
+
+    The output counts as reported: later events do not repeat it.
 
     Raises
     ------
     RequestError
-        That output has ended.
+        If the output is already complete.
     """
-    output = running.output
-    told = dict(about["output"])
-    tokens = told.pop("tokens")
-    logprobs = told.pop("logprobs")
-    for name, value in told.items():
+    output = state.output
+    values = dict(description["output"])
+    tokens = values.pop("tokens")
+    logprobs = values.pop("logprobs")
+    for name, value in values.items():
         setattr(output, name, value)
     if logprobs is not None:
         output.logprobs = [Logprob(value, tuple(map(tuple, top))) for value, top in logprobs]
-    running.submitted = time.monotonic() - about["age_s"]
-    _, stopped = running.push(tokens)
-    running.hand_out()
-    if stopped or len(tokens) >= running.max_tokens:
-        raise RequestError(f"request {running.id!r} was handed over when its output had ended")
+    state.submitted_at = time.monotonic() - description["age_s"]
+    _, stopped = state.append_tokens(tokens)
+    state.take_new_tokens()
+    if stopped or len(tokens) >= state.max_tokens:
+        raise RequestError(f"request {state.id!r} was migrated after its output was complete")
 
 
-def digest(folder: Path) -> str:
-    """Of a model's files: their names and sizes, and all of small ones, samples of large ones."""
-    told = hashlib.blake2b(digest_size=16)
+def checkpoint_digest(folder: Path) -> str:
+    """Return a digest of a checkpoint's files.
+
+    It covers their names and sizes, the contents of small files and samples of large ones.
+    """
+    digest = hashlib.blake2b(digest_size=16)
     for file in sorted((*folder.glob("*.json"), *folder.glob("*.safetensors"))):
         size = file.stat().st_size
-        told.update(f"{file.name} {size}\n".encode())
+        digest.update(f"{file.name} {size}\n".encode())
         with file.open("rb") as opened:
-            for at in range(0, size, max(size // _SAMPLES, _SAMPLE)):
-                opened.seek(at)
-                told.update(opened.read(_SAMPLE))
-    return told.hexdigest()
+            for offset in range(0, size, max(size // _MAX_SAMPLES, _SAMPLE_BYTES)):
+                opened.seek(offset)
+                digest.update(opened.read(_SAMPLE_BYTES))
+    return digest.hexdigest()
 
 
-def facts(
+def engine_properties(
     device: Device,
     options: Options,
     model: Path,
     choice: DrafterChoice | None,
     drafter: Drafter | None,
 ) -> dict[str, str | int]:
-    """What two engines must have in common, by name, but for the shapes of their caches."""
-    folder = isinstance(choice, (str, Path)) and Path(choice).is_dir()
+    """Return the properties that two engines must share, by name, except for cache shapes."""
+    is_folder = isinstance(choice, (str, Path)) and Path(choice).is_dir()
     backend = options.grammar_backend
     return {
-        "model": digest(model),
-        "drafter": digest(Path(str(choice))) if folder else type(drafter).__name__,
+        "model": checkpoint_digest(model),
+        "drafter": (checkpoint_digest(Path(str(choice))) if is_folder else type(drafter).__name__),
         "activations": options.activations,
         "weights": options.weights,
         "grammar_backend": str(getattr(backend, "__qualname__", backend)),
@@ -209,13 +241,21 @@ def facts(
 
 
 class Migrator:
-    """An engine's end of it: pages out of its caches, and others' into them.
+    """Copies the pages of migrated requests out of and into the caches of an engine.
 
     Parameters
     ----------
-    lane : the replays' stream: what is enqueued there lies behind all that wrote the pages, and
-        before all that will read or rewrite them.
-    known : see `facts`.
+    device
+        Device of the engine.
+    lane
+        Lane on the stream of the replays. Copies are therefore ordered after all work that has
+        written the pages and before all work that will read or overwrite them.
+    caches
+        All paged caches of the engine.
+    prefix_cache
+        Prefix cache of the engine.
+    properties
+        Result of `engine_properties`.
     """
 
     def __init__(
@@ -223,64 +263,94 @@ class Migrator:
         device: Device,
         lane: StreamLane,
         caches: Sequence[PagedKV],
-        prefixes: PrefixCache,
-        known: Mapping[str, str | int],
+        prefix_cache: PrefixCache,
+        properties: Mapping[str, str | int],
     ) -> None:
         self._device = device
         self._lane = lane
         self._caches = caches
-        self._prefixes = prefixes
-        shapes = [f"{c.layers} x {c.kv_heads} x {c.head_dim} {c.dtype}" for c in caches]
-        self._facts = {**known, "page_size": caches[0].page_size, "caches": ", ".join(shapes)}
-        self._move = device.load(_KERNELS)["move_pages"]
+        self._prefix_cache = prefix_cache
+        shapes = [
+            f"{cache.layers} x {cache.kv_heads} x {cache.head_dim} {cache.dtype}"
+            for cache in caches
+        ]
+        self._properties = {
+            **properties,
+            "page_size": caches[0].page_size,
+            "caches": ", ".join(shapes),
+        }
+        self._copy_pages = device.load(_KERNELS)["copy_pages"]
 
-    def pack(self, running: RequestState, verify: str) -> MigratedRequest:
-        """A request and the pages that are kept of its tokens, once the device has copied them."""
-        pages = self._prefixes.match(self._prefixes.keys(running.tokens))
-        packed = self._enqueue(pages, ()) if pages else []
+    def pack(self, state: RequestState, verify: str) -> MigratedRequest:
+        """Return a request with its pages in the prefix cache; waits for the device."""
+        groups = self._prefix_cache.match(self._prefix_cache.keys(state.tokens))
+        packed = self._enqueue_copies(groups, ()) if groups else []
         self._lane.record("pages").synchronize()
-        about = {"engine": self._facts, **described(running, verify)}
-        return MigratedRequest(about, tuple(array.array for array in packed))
+        description = {"engine": self._properties, **describe_request(state, verify)}
+        return MigratedRequest(description, tuple(array.array for array in packed))
 
-    def check(self, over: MigratedRequest) -> None:
-        """Refuse what this engine cannot go on with. Raises HandOverError naming what differs."""
-        if not isinstance(over, MigratedRequest):
-            raise MigrationError(f"what is handed over must be a HandOver, got {shown(over)}")
-        theirs = over.about["engine"]
-        for name, ours in self._facts.items():
-            if theirs.get(name) != ours:
+    def check(self, migrated: MigratedRequest) -> None:
+        """Check that this engine can continue a migrated request.
+
+        Raises
+        ------
+        MigrationError
+            If a property of the engines differs, or the prefix cache is too small for the pages.
+        """
+        if not isinstance(migrated, MigratedRequest):
+            raise MigrationError(f"expected a MigratedRequest, got {short_repr(migrated)}")
+        source = migrated.description["engine"]
+        for name, value in self._properties.items():
+            if source.get(name) != value:
                 raise MigrationError(
-                    f"the engine that hands over has {name} {theirs.get(name)}, this one {ours}"
+                    f"the source engine has {name} {source.get(name)}, this one {value}"
                 )
-        if over.cached > self._prefixes.most:
+        max_pages = self._prefix_cache.max_pages
+        if migrated.num_pages > max_pages:
             raise MigrationError(
-                f"{over.cached} pages are handed over, and the prefix cache here keeps "
-                f"{self._prefixes.most} at most (prefix_cache_bytes, and no drafter that shares "
-                "nothing)"
+                f"the request has {migrated.num_pages} pages, but the prefix cache of this engine "
+                f"holds at most {max_pages} (it depends on prefix_cache_bytes and is 0 with a "
+                "drafter whose entries cannot be shared)"
             )
 
-    def adopt(self, over: MigratedRequest) -> None:
-        """Keep the pages that come with a request, as far as others leave room for them."""
-        keys = self._prefixes.keys(over.tokens)[: over.cached]
-        self._prefixes.adopt(
-            keys,
-            lambda pages, which: self._enqueue(pages, [array[:, which] for array in over.pages]),
-        )
+    def insert_pages(self, migrated: MigratedRequest) -> None:
+        """Insert the pages of a migrated request into the prefix cache, as far as they fit."""
+        keys = self._prefix_cache.keys(migrated.tokens)[: migrated.num_pages]
 
-    def _enqueue(self, pages: Sequence[Pages], given: Sequence[np.ndarray]) -> list[PinnedArray]:
-        """Copy pages of all caches to pinned memory, or what is given into them."""
-        moved = []
+        def write(groups: Sequence[PageGroup], indices: Sequence[int]) -> None:
+            self._enqueue_copies(groups, [array[:, indices] for array in migrated.pages])
+
+        self._prefix_cache.insert_migrated(keys, write)
+
+    def _enqueue_copies(
+        self, groups: Sequence[PageGroup], contents: Sequence[np.ndarray]
+    ) -> list[PinnedArray]:
+        """Enqueue the copies of pages between the caches and pinned memory.
+
+        Parameters
+        ----------
+        groups
+            Pages to copy.
+        contents
+            Contents to write into the pages, one array per cache. If empty, the pages are read.
+
+        Returns
+        -------
+        list of PinnedArray
+            One array per cache, of the shape of `MigratedRequest.pages`.
+        """
+        packed_arrays = []
         for i, cache in enumerate(self._caches):
             words = cache.page_bytes // (8 * cache.layers)
-            packed = self._device.pinned((2, len(pages), cache.layers, words), "int32")
-            if given:
-                packed.array[:] = given[i]
-            ids = self._device.from_host(np.array([every[i] for every in pages], np.int32))
+            packed = self._device.pinned((2, len(groups), cache.layers, words), "int32")
+            if contents:
+                packed.array[:] = contents[i]
+            pages = self._device.from_host(np.array([group[i] for group in groups], np.int32))
             for kind, array in enumerate((cache.k, cache.v)):
                 half = packed.view(kind * packed.array[0].size, packed.shape[1:])
-                args = (array, half, ids, cache.scratch_page + 1, words, int(not given))
-                self._lane.kernel(
-                    self._move, (len(pages), cache.layers, 1), _THREADS, args, name="move pages"
-                )
-            moved.append(packed)
-        return moved
+                read = int(not contents)
+                args = (array, half, pages, cache.scratch_page + 1, words, read)
+                grid = (len(groups), cache.layers, 1)
+                self._lane.kernel(self._copy_pages, grid, _THREADS, args, name="copy pages")
+            packed_arrays.append(packed)
+        return packed_arrays

@@ -1,0 +1,241 @@
+"""KV transfer: migrating requests between engines (disaggregated prefill)."""
+
+import multiprocessing
+import signal
+from collections import defaultdict
+from dataclasses import replace
+from functools import partial
+
+import numpy as np
+import pytest
+from engine_cases import MODES, answer, settled, workload
+from engine_util import DEMO, demo_engine, drain
+
+from graft.cudagraph.errors import OptionError
+from graft.models import Request, RequestError
+from graft.models.drafters import NGram
+from graft.models.engine import migrate
+from graft.models.engine.migrate import MigratedRequest
+from graft.models.errors import MigrationError
+from graft.models.transfer import Mooncake, SharedMemory
+
+FREE = Request(tokens=[300, 301, 302] * 7, min_tokens=20, max_tokens=30, id="free")
+REQUESTS = [r for i in range(3) for r in workload()[i::5]]
+
+
+def generate_with_migration(first, second, requests):
+    """Submit requests to `first` and migrate them to `second`.
+
+    Some are migrated while they wait, others after their first tokens or later. The events must
+    agree with the outputs. Returns the outputs and the number of migrated pages.
+    """
+    transfer = SharedMemory()
+    outputs = {}
+    tokens = defaultdict(list)
+    texts = defaultdict(str)
+    # Number of tokens after which each request is migrated.
+    pending = {first.submit(request): (0, 1, 9)[i % 3] for i, request in enumerate(requests)}
+    num_pages = 0
+    while first.busy or second.busy:
+        due = [request_id for request_id, n in pending.items() if len(tokens[request_id]) >= n]
+        for request_id in due:
+            ticket = transfer.send(first.migrate_out(request_id))
+            migrated = transfer.receive(tuple(ticket))
+            transfer.free(ticket)
+            assert second.migrate_in(migrated) == request_id
+            num_pages += migrated.num_pages
+            del pending[request_id]
+        for engine in (first, second):
+            for event in engine.step() if engine.busy else ():
+                tokens[event.id] += event.tokens
+                texts[event.id] += event.text
+                if event.output is not None and event.output.reason != "moved":
+                    outputs[event.id] = event.output
+                    pending.pop(event.id, None)
+    for request_id, output in outputs.items():
+        assert (tokens[request_id], texts[request_id]) == (output.tokens, output.text)
+    return [outputs[request.id] for request in requests], num_pages
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {},
+        {"draft_length": 6, "draft_tree": (2, 3)},
+        pytest.param(
+            {"drafter": DEMO / "dflash", "draft_masking": "probe"}, marks=pytest.mark.full
+        ),
+        pytest.param({"drafter": NGram}, marks=pytest.mark.full),
+        pytest.param({"speculation": False}, marks=pytest.mark.full),
+    ],
+    ids=str,
+)
+def test_migration_does_not_change_outputs(options):
+    """Outputs equal those of one engine, and migrated pages are not prefilled again.
+
+    Requests are with and without grammar, greedy and coupled, with penalties, stop strings and log
+    probabilities.
+    """
+    requests = [
+        replace(request, id=f"{request.id} {mode}", **changes)
+        for mode, changes in MODES.items()
+        for request in REQUESTS
+    ]
+    engines = [demo_engine(max_batch_size=4, page_size=4, **options) for _ in range(2)]
+    with settled(engines[0]) as first, settled(engines[1]) as second:
+        outputs, num_pages = generate_with_migration(first, second, requests)
+        expected = first.generate(requests)
+    assert [answer(output) for output in outputs] == [answer(output) for output in expected]
+    assert num_pages > 20 and sum(output.cached_tokens for output in outputs) >= 4 * num_pages
+
+
+@pytest.fixture(scope="module")
+def pair():
+    """Two equal engines without a drafter."""
+    with demo_engine(speculation=False) as first, demo_engine(speculation=False) as second:
+        yield first, second
+
+
+def migrate_after_first_tokens(engine, request=FREE):
+    """Return the migrated request and its first tokens."""
+    engine.submit(request)
+    while not (events := engine.step()):
+        pass
+    return engine.migrate_out(request.id), list(events[0].tokens)
+
+
+def test_migration_keeps_output_counters_and_deadline(pair):
+    """The source reports "moved"; counters and age continue, and so does the timeout."""
+    first, second = pair
+    migrated, tokens = migrate_after_first_tokens(first, replace(FREE, timeout_s=1000.0))
+    output = drain(first)["free"]
+    assert (output.reason, output.tokens) == ("moved", tokens) and migrated.num_pages == 1
+    second.migrate_in(MigratedRequest({**migrated.description, "age_s": 990.0}, migrated.pages))
+    finished = drain(second)["free"]
+    assert finished.finished or finished.reason == "length"
+    assert finished.total_s > 990 and finished.tokens[: len(tokens)] == tokens
+    assert finished.rounds > output.rounds > 0
+    assert finished.first_token_s == output.first_token_s
+    second.migrate_in(MigratedRequest({**migrated.description, "age_s": 1001.0}, migrated.pages))
+    assert drain(second)["free"].reason == "timeout"
+
+
+def test_migration_rejects_unknown_duplicate_and_complete_requests(pair):
+    first, second = pair
+    with pytest.raises(RequestError, match="no unfinished request 'unknown'"):
+        first.migrate_out("unknown")
+    migrated, _ = migrate_after_first_tokens(first)
+    second.submit(FREE)
+    with pytest.raises(RequestError, match="'free' is already running"):
+        second.migrate_in(migrated)
+    request = {**migrated.description["request"], "max_tokens": 1, "min_tokens": 0, "id": "late"}
+    second.migrate_in(MigratedRequest({**migrated.description, "request": request}, migrated.pages))
+    assert "'late' was migrated after its output was complete" in drain(second)["late"].error
+
+
+def test_migration_rejects_different_engines(pair):
+    """A difference is named before anything is changed; without pages the cache may be off."""
+    first, _ = pair
+    migrated, _ = migrate_after_first_tokens(first)
+    for message, options in {
+        "page_size 16, this one 8": {"speculation": False, "page_size": 8},
+        "drafter NoneType, this one [0-9a-f]{32}": {},
+        "grammar_backend auto": {"speculation": False, "grammar_backend": "xgrammar"},
+        "holds at most 0 .it depends on prefix_cache": {
+            "speculation": False,
+            "prefix_cache_bytes": 0,
+        },
+    }.items():
+        with demo_engine(**options) as other:
+            with pytest.raises(MigrationError, match=message):
+                other.migrate_in(migrated)
+            assert not other.busy and other.counters()["prefixes"]["pages"] == 0
+            if "holds at most 0" in message:
+                without_pages, _ = migrate_after_first_tokens(other)
+                assert without_pages.num_pages == 0
+                assert first.migrate_in(without_pages) == "free"
+                assert drain(first)["free"].reason in ("stop", "length")
+
+
+def make_migrated_request():
+    """Return a migrated request with arbitrary pages."""
+    description = {"request": {"tokens": [1, 2, 3]}, "output": {"tokens": [4]}}
+    pages = tuple(np.full((2, 1, 1, n), -n, np.int32) for n in (3, 8))
+    return MigratedRequest(description, pages)
+
+
+def is_equal(one, other):
+    return one.description == other.description and all(map(np.array_equal, one.pages, other.pages))
+
+
+def send_and_wait(make_transfer, tickets):
+    """Send a request from a child process and keep it until the process is killed."""
+    transfer = make_transfer()
+    tickets.put(transfer.send(make_migrated_request()))
+    signal.pause()
+
+
+@pytest.mark.parametrize("make_transfer", [SharedMemory, partial(Mooncake, "127.0.0.1")])
+def test_kv_transfer_handles_exit_of_sender_or_receiver(make_transfer):
+    """Data can be received repeatedly until the sender frees it or exits; then it is an error."""
+    try:
+        transfer = make_transfer()
+    except OptionError as error:
+        assert "pip install 'graft-cuda[transfer]'" in str(error)
+        pytest.skip(str(error))
+    context = multiprocessing.get_context("spawn")
+    tickets = context.SimpleQueue()
+    sender = context.Process(target=send_and_wait, args=(make_transfer, tickets))
+    sender.start()
+    ticket = tickets.get()
+    for _ in range(2):
+        assert is_equal(transfer.receive(ticket), make_migrated_request())
+    sender.kill()
+    sender.join()
+    with pytest.raises(MigrationError, match="Ticket"):
+        transfer.receive(ticket)
+    own_ticket = transfer.send(make_migrated_request())
+    transfer.free(own_ticket)
+    transfer.free(own_ticket)
+    with pytest.raises(MigrationError, match="Ticket"):
+        transfer.receive(own_ticket)
+
+
+class DamagingTransfer(SharedMemory):
+    """Shared memory whose data is changed on receipt."""
+
+    def __init__(self, damage):
+        super().__init__()
+        self.damage = damage
+
+    def fetch(self, ticket):
+        return self.damage(super().fetch(ticket).copy())
+
+
+@pytest.mark.parametrize(
+    "damage",
+    [
+        lambda data: data[:-8],
+        lambda data: data[:0],
+        lambda data: np.concatenate([data, data]),
+        lambda data: np.where(np.arange(len(data)) == len(data) - 12, data ^ 1, data),
+        lambda data: data * 0,
+    ],
+    ids=["truncated", "empty", "doubled", "bit flip in a page", "zeros"],
+)
+def test_kv_transfer_rejects_damaged_data(damage):
+    transfer = DamagingTransfer(damage)
+    with pytest.raises(MigrationError, match="differ from those that were sent"):
+        transfer.receive(transfer.send(make_migrated_request()))
+    transfer.close()
+    assert not transfer.sent
+
+
+def test_migrated_request_rejects_other_formats(monkeypatch):
+    """Data of another format version or of another program."""
+    data = np.frombuffer(b"".join(make_migrated_request().buffers()), np.uint8)
+    assert is_equal(MigratedRequest.from_bytes(data), make_migrated_request())
+    monkeypatch.setattr(migrate, "FORMAT", 2)
+    for other in (data, data[:0], np.zeros(99, np.uint8)):
+        with pytest.raises(MigrationError, match="not a migrated request of format 2"):
+            MigratedRequest.from_bytes(other)
