@@ -1,4 +1,4 @@
-"""A broken model is refused in one typed sentence, and an engine that runs is left alone."""
+"""Damaged checkpoints raise typed errors and do not affect a running engine."""
 
 import json
 import shutil
@@ -13,22 +13,22 @@ from graft.models.errors import CheckpointError, ConfigError, TokenizerError
 from graft.models.request import Request
 
 
-def unknown_word(file):
-    """One more token, beyond the model's."""
+def add_token_outside_vocabulary(file):
+    """Add a token whose id is outside the model's vocabulary."""
     model = json.loads(file.read_text())["model"]
     model["vocab"]["\u0120unknownword"] = len(model["vocab"]) + 500
     edit_json(file, model=model)
 
 
 WEIGHTS = (TARGET / "model.safetensors").read_bytes()
-#: A file, how it is spoilt, and the error; what else can be wrong is for the tests of each file.
-BREAKAGES = {
+#: Relative path of a file, change to it, and expected error. The tests of each file have more.
+DAMAGES = {
     "truncated": (
         "target/model.safetensors",
         lambda file: file.write_bytes(WEIGHTS[: len(WEIGHTS) // 2]),
         CheckpointError,
     ),
-    "tokenizer too large": ("target/tokenizer.json", unknown_word, TokenizerError),
+    "tokenizer too large": ("target/tokenizer.json", add_token_outside_vocabulary, TokenizerError),
     "other drafter": (
         "drafter/config.json",
         lambda file: edit_json(file, hidden_size=256, vocab_size=50000),
@@ -39,14 +39,14 @@ BREAKAGES = {
 
 @pytest.fixture
 def target(tmp_path):
-    """A copy of the demo's model, beside one of its drafter."""
+    """Return a copy of the demo target; its parent folder also has a copy of the drafter."""
     shutil.copytree(DRAFTER, tmp_path / "drafter")
     return shutil.copytree(TARGET, tmp_path / "target")
 
 
-@pytest.mark.parametrize(("name", "change", "error"), BREAKAGES.values(), ids=BREAKAGES)
-def test_broken_model(name, change, error, target, engine):
-    """Each breakage raises its own kind of error in one line; the running engine still serves."""
+@pytest.mark.parametrize(("name", "change", "error"), DAMAGES.values(), ids=DAMAGES)
+def test_engine_rejects_damaged_checkpoint(name, change, error, target, engine):
+    """The error has one line and its own type; the running engine still works."""
     change(target.parent / name)
     with pytest.raises(error) as caught:
         Engine(target, target.parent / "drafter", max_batch_size=1)
@@ -55,17 +55,18 @@ def test_broken_model(name, change, error, target, engine):
     assert output.reason == "stop"
 
 
-def test_shapes_are_checked_before_a_vocabulary_is_built(target, monkeypatch):
-    """A config of four million ids that the weights do not have costs neither time nor memory."""
-    monkeypatch.setattr(Vocabulary, "from_tokenizer", lambda *_: pytest.fail("was built"))
+def test_engine_checks_weight_shapes_before_building_vocabulary(target, monkeypatch):
+    """A config with four million ids that the weights do not have costs no time or memory."""
+    monkeypatch.setattr(
+        Vocabulary, "from_tokenizer", lambda *_: pytest.fail("the vocabulary was built")
+    )
     edit_json(target / "config.json", vocab_size=1 << 22)
     with pytest.raises(CheckpointError, match="embed_tokens"):
         Engine(target)
 
 
-def test_logits_that_are_no_numbers_are_told_as_such(target):
-    """Weights with NaN end requests with an error of the model's, free and guided ones, where the
-    grammar has refused nothing."""
+def test_engine_reports_nan_logits(target):
+    """NaN weights end requests with an error about the logits, with and without a grammar."""
     data = bytearray(WEIGHTS)
     size = int.from_bytes(data[:8], "little")
     begin, end = json.loads(data[8 : 8 + size])["model.norm.weight"]["data_offsets"]

@@ -1,4 +1,4 @@
-"""Grammars that compile slowly, or not at all, beside others in one engine."""
+"""Grammar compilation: slow and failing grammars do not affect other requests."""
 
 import functools
 import re
@@ -10,12 +10,12 @@ from engine_util import demo_engine
 from graft.grammar import GrammarError, GrammarSpec, XGrammarBackend
 from graft.models.request import Request
 
-#: Nested so deeply that XGrammar takes minutes, whatever the vocabulary.
+#: Nested so deeply that XGrammar takes minutes for any vocabulary.
 ENDLESS = GrammarSpec.json_schema('{"items": ' * 500 + "{}" + "}" * 500, backend="xgrammar")
 
 
-def test_a_runaway_grammar_costs_its_request_only():
-    """Twenty cheap requests are served; the one whose grammar runs away is refused by its limit."""
+def test_grammar_compile_timeout_refuses_only_its_request():
+    """Twenty other requests are served."""
     cheap = [guided(f"cheap {i}", f"[A-Z]{{2}}-{i}") for i in range(20)]
     with demo_engine(max_batch_size=4, compile_timeout_s=2) as engine:
         refused, *served = engine.generate([Request(prompt="?", grammar=ENDLESS), *cheap])
@@ -28,7 +28,7 @@ def test_a_runaway_grammar_costs_its_request_only():
 
 
 class HeldBackend:
-    """A user's own: some grammars compile when a gate opens; some fail."""
+    """Backend whose grammars compile when a gate opens, or fail, depending on their text."""
 
     name = "held"
 
@@ -50,11 +50,11 @@ class HeldBackend:
         return self.inner.compile(spec)
 
 
-def drive(engine, ended):
-    """Step until all of these have ended; the outputs that came."""
+def step_until_finished(engine, ids):
+    """Step until all these requests have finished; return all outputs."""
     outputs = {}
     deadline = time.monotonic() + 300
-    while not ended <= outputs.keys():
+    while not ids <= outputs.keys():
         assert time.monotonic() < deadline
         outputs |= {e.id: e.output for e in engine.step() if e.output is not None}
     return outputs
@@ -67,9 +67,11 @@ def guided(name, pattern):
 CHEAP = {f"cheap {i}": f"[A-Z]{{2}}-{i}" for i in range(6)}
 
 
-def test_compiling_delays_no_round():
-    """While one grammar does not get on, others join, run and end; those who wait for it sit in no
-    batch, share one compile, and can be cancelled; compiles that fail harm nobody else."""
+def test_grammar_compilation_does_not_delay_rounds():
+    """Other requests run while a grammar is compiled; failing grammars fail only their requests.
+
+    Requests that wait for the grammar have no slot, share one compilation and can be cancelled.
+    """
     gate = threading.Event()
     asked = []
     backend = functools.partial(HeldBackend, gate=gate, asked=asked)
@@ -81,7 +83,7 @@ def test_compiling_delays_no_round():
             engine.submit(guided(name, f"{name}+"))
         for name, pattern in CHEAP.items():
             engine.submit(guided(name, pattern))
-        outputs = drive(engine, {*CHEAP, "refused", "crash"})
+        outputs = step_until_finished(engine, {*CHEAP, "refused", "crash"})
         assert not gate.is_set() and not {"held 1", "held 2", "held 3"} & outputs.keys()
         assert engine.counters()["held"]["slots"] == 0 and engine.busy
         for name, pattern in CHEAP.items():
@@ -89,9 +91,9 @@ def test_compiling_delays_no_round():
         for name, why in (("refused", "not this one"), ("crash", "KeyError: 'the compiler fell")):
             assert outputs[name].reason == "refused" and why in (outputs[name].error or "")
         assert engine.cancel("held 2")
-        assert drive(engine, {"held 2"})["held 2"].reason == "cancelled"
+        assert step_until_finished(engine, {"held 2"})["held 2"].reason == "cancelled"
         gate.set()
-        outputs = drive(engine, {"held 1", "held 3"})
+        outputs = step_until_finished(engine, {"held 1", "held 3"})
         assert all(re.match("held", output.text) for output in outputs.values())
         assert outputs["held 1"].tokens == outputs["held 3"].tokens
         assert [spec.text for spec in asked].count("held+") == 1

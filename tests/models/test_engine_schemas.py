@@ -1,4 +1,4 @@
-"""Outputs that finished under a grammar are valid, by an independent validator."""
+"""Structured output: finished outputs are valid according to an independent validator."""
 
 import gzip
 import json
@@ -15,7 +15,7 @@ from graft.models.request import Request
 
 
 def schemas(data, count):
-    """Schemas spread evenly over all splits, small ones first within a split."""
+    """Return schemas of all splits in turn, small ones first."""
     splits = []
     for path in sorted((data / "maskbench").glob("*.jsonl.gz")):
         with gzip.open(path, "rt", encoding="utf-8") as lines:
@@ -28,22 +28,22 @@ def schemas(data, count):
 
 
 @pytest.mark.parametrize("count", [40, pytest.param(480, marks=pytest.mark.full)])
-def test_finished_outputs_are_valid(shared_data, count):
-    """Forty real schemas, or over 300: no finished output breaks its schema, most finish."""
+def test_json_schema_outputs_are_valid(shared_data, count):
+    """With 40, or over 300, real schemas, all finished outputs are valid and most finish."""
     counts = Counter()
     violations = []
     with demo_engine(max_batch_size=8, compile_timeout_s=5.0) as engine:
-        asked = []
+        cases = []
         for row in schemas(shared_data, count):
             try:
                 spec = GrammarSpec.json_schema(row["schema"])
-            except GrammarError:  # a keyword that XGrammar cannot enforce, refused by its name
+            except GrammarError:  # a keyword that no backend enforces
                 counts["refused keyword"] += 1
                 continue
             text = f"Fill in the record {row['id'][:40]}."
-            asked.append((row, Request(prompt=text, grammar=spec, max_tokens=400)))
-        outputs = engine.generate([request for _, request in asked])
-        for (row, _), output in zip(asked, outputs, strict=True):
+            cases.append((row, Request(prompt=text, grammar=spec, max_tokens=400)))
+        outputs = engine.generate([request for _, request in cases])
+        for (row, _), output in zip(cases, outputs, strict=True):
             counts[output.reason] += 1
             if not output.finished:
                 continue
@@ -63,8 +63,8 @@ def test_finished_outputs_are_valid(shared_data, count):
 
 
 @pytest.mark.parametrize(("multiple", "holds"), [(7, True), (1_000_003, False)])
-def test_a_partial_grammar_is_generated_and_checked_afterwards(multiple, holds):
-    """XGrammar knows no multipleOf: the text comes all the same, and a check tells what it is."""
+def test_partial_schema_is_checked_after_generation(multiple, holds):
+    """XGrammar does not enforce multipleOf; `check_output` checks it in the finished text."""
     schema = {
         "type": "object",
         "properties": {"age": {"type": "integer", "multipleOf": multiple}},

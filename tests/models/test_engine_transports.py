@@ -1,4 +1,4 @@
-"""The grammar's transports: same outputs by each, chosen by what the machine has."""
+"""Grammar transports: graph nodes, automatic choice, probing and deadlines."""
 
 import os
 import threading
@@ -14,17 +14,21 @@ from graft.grammar.decoder import GuidedDecoder
 
 
 @pytest.mark.parametrize("transport", ["mailbox", "spinkernel"])
-def test_no_host_node_where_another_transport_is_asked_for(device, transport):
-    """Requests and waits take the place of the driver's host functions, in every bucket, and go
-    before the models' kernels, of which most follow one another programmatically where asked."""
+def test_grammar_transport_uses_no_host_nodes(device, transport):
+    """Mailbox and spin kernel replace host nodes in the graphs of all buckets.
+
+    Their nodes have a higher priority than the model's kernels. With ``programmatic=True`` most
+    model kernels are connected by programmatic dependent launch edges.
+    """
     priority = cu.CUkernelNodeAttrID.CU_LAUNCH_ATTRIBUTE_PRIORITY
-    honoured = cu.CUgraphInstantiate_flags.CUDA_GRAPH_INSTANTIATE_FLAG_USE_NODE_PRIORITY
+    use_priority = cu.CUgraphInstantiate_flags.CUDA_GRAPH_INSTANTIATE_FLAG_USE_NODE_PRIORITY
     kernels = cu.CUgraphNodeType.CU_GRAPH_NODE_TYPE_KERNEL
     _, first = call(cu.cuCtxGetStreamPriorityRange)
     with demo_engine(max_batch_size=2, grammar_transport=transport, programmatic=True) as engine:
-        for one in engine.rounds.values():
-            graph = one.graphs[0]
-            assert int(call(cu.cuGraphExecGetFlags, one.execs[0].handle)) == honoured
+        for round_graph in engine.round_graphs.values():
+            graph = round_graph.graphs[0]
+            flags = int(call(cu.cuGraphExecGetFlags, round_graph.execs[0].handle))
+            assert flags == use_priority
             nodes = dict(
                 zip(
                     map(int, call(cu.cuGraphGetNodes, graph.handle, 999)[0]),
@@ -47,8 +51,8 @@ def test_no_host_node_where_another_transport_is_asked_for(device, transport):
             assert len(follow) > 8 * engine._parts.target.config.num_hidden_layers
 
 
-def test_auto_takes_host_nodes_on_few_cores_and_the_mailbox_on_many(device, monkeypatch):
-    """The rule looks at usable cores first, then at the probes, in order."""
+def test_grammar_transport_auto_depends_on_cores_and_probes(device, monkeypatch):
+    """Host nodes with few cores; otherwise the first transport whose probe succeeds."""
     monkeypatch.setattr(transports, "usable_cores", lambda: 3)
     assert choose_transport("auto", device)[0] == "native"
     assert "3 usable cores" in choose_transport("auto", device)[1]
@@ -68,8 +72,8 @@ def test_auto_takes_host_nodes_on_few_cores_and_the_mailbox_on_many(device, monk
     assert choose_transport("native", device)[0] == "native"
 
 
-def test_the_probe_tells_what_the_soft_device_was_told_to_lack(monkeypatch):
-    """Three replays in a child process: they pass, or the driver's refusal is the reason."""
+def test_grammar_transport_probe_reports_missing_features(monkeypatch):
+    """The probe runs three replays in a child process; a driver error is the reason it returns."""
     probe_transport.cache_clear()
     assert probe_transport("mailbox", "soft") == ""
     probe_transport.cache_clear()
@@ -79,22 +83,22 @@ def test_the_probe_tells_what_the_soft_device_was_told_to_lack(monkeypatch):
     probe_transport.cache_clear()
 
 
-def test_a_step_that_is_late_ends_the_engine_with_its_name(monkeypatch):
-    """A grammar step that never answers is released; the round accepts nothing that it owed."""
-    stuck = threading.Event()
-    go = threading.Event()
-    plain = GuidedDecoder.commit_work
+def test_mailbox_deadline_fails_engine_with_name_of_late_step(monkeypatch):
+    """The device does not wait for a grammar step that never completes."""
+    block = threading.Event()
+    resume = threading.Event()
+    original = GuidedDecoder.commit_work
 
     def commit_work(self):
-        work = plain(self)
+        work = original(self)
         if self.transport != "mailbox":
             return work
 
-        def late() -> None:
-            if stuck.is_set():
-                go.wait(20.0)
+        def late_step() -> None:
+            if block.is_set():
+                resume.wait(20.0)
 
-        return late
+        return late_step
 
     monkeypatch.setattr(GuidedDecoder, "commit_work", commit_work)
     monkeypatch.setattr(
@@ -104,10 +108,10 @@ def test_a_step_that_is_late_ends_the_engine_with_its_name(monkeypatch):
     )
     engine = demo_engine(max_batch_size=1, grammar_transport="mailbox")
     try:
-        stuck.set()
+        block.set()
         with pytest.raises(HostWorkError, match=r"no answer within 0\.3 s") as failed:
             engine.generate(mixed_requests(1, max_tokens=8))
         assert failed.value.node == "commit, fill row 0"
     finally:
-        go.set()
+        resume.set()
         engine.close()

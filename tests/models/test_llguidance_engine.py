@@ -1,4 +1,4 @@
-"""Grammar backends, markers and tags through the engine on the demo model."""
+"""Grammar backends, markers and structural tags with the engine."""
 
 import json
 import re
@@ -6,7 +6,7 @@ from dataclasses import replace
 
 import pytest
 from engine_util import demo_engine, mixed_requests
-from stock import LLGuidanceMatcher, StockLLGuidance
+from reference_matchers import LLGuidanceMatcher, ReferenceLLGuidance
 
 from graft.cudagraph.errors import OptionError
 from graft.grammar import GrammarSpec, StructuralTag
@@ -23,7 +23,7 @@ def generate(requests, **options):
 
 
 def schema_requests(**options):
-    """Requests whose prompts show a schema that no grammar enforces."""
+    """Return requests whose prompts contain a schema that no grammar enforces."""
     return [
         Request(prompt=request.prompt, schema=request.grammar.schema, **options)
         for request in mixed_requests(7, seed=5)
@@ -31,11 +31,11 @@ def schema_requests(**options):
     ]
 
 
-def test_llguidance_serves_the_demo():
-    """Outputs satisfy their grammars; LLGuidance's own matchers in Python give the same tokens."""
+def test_llguidance_native_matcher_equals_python_matcher():
+    """Tokens are the same, and outputs satisfy their grammars."""
     requests = mixed_requests(8, seed=3)
     native = generate(requests, grammar_backend="llguidance")
-    python = generate(requests, grammar_backend=StockLLGuidance)
+    python = generate(requests, grammar_backend=ReferenceLLGuidance)
     assert [o.tokens for o in native] == [o.tokens for o in python]
     assert sum(o.finished for o in native) >= 6
     for request, output in zip(requests, native, strict=True):
@@ -44,10 +44,10 @@ def test_llguidance_serves_the_demo():
 
 
 @pytest.mark.parametrize("backend", ["xgrammar", "llguidance"])
-def test_free_text_ends_where_the_marker_does(backend):
-    """Text up to the marker is what the model writes unconstrained; then comes a choice.
+def test_grammar_starts_after_marker(backend):
+    """Text before the marker is unconstrained; after it the grammar applies.
 
-    Drafts cross the boundary, so the same must come out without a drafter.
+    Drafts cross the marker, so tokens are compared with those without a drafter.
     """
     free = schema_requests(max_tokens=60)
     grammar = GrammarSpec.choice(["alpha", "beta", "gamma"]).after('": "', required=True)
@@ -68,8 +68,8 @@ def test_free_text_ends_where_the_marker_does(backend):
 
 
 @pytest.mark.parametrize("backend", ["xgrammar", "llguidance"])
-def test_a_trigger_opens_a_tag(backend):
-    """Free text that reaches a trigger goes on as one of the tags, with content by its schema."""
+def test_structural_tag_constrains_text_after_trigger(backend):
+    """Text after a trigger continues as one of the tags, and its content satisfies the schema."""
     schema = {"type": "object", "properties": {"n": {"enum": [7]}}, "required": ["n"]}
     tags = [StructuralTag.of('{"call": ', schema, "}!")]
     spec = GrammarSpec.structural_tag(tags, ['{"'])
@@ -82,45 +82,47 @@ def test_a_trigger_opens_a_tag(backend):
     assert opened >= 2
 
 
-class Unlucky(LLGuidanceMatcher):
-    """Raises after two tokens of thirteen digits."""
+class FailingMatcher(LLGuidanceMatcher):
+    """Matcher of which one grammar raises after two tokens."""
 
     def accept(self, token):
         if len(self._history) == 2 and self.compiled.spec.text == "[0-9]{13}":
-            raise LookupError("unlucky")
+            raise LookupError("failed on purpose")
         return super().accept(token)
 
 
-class InPythonAlone(StockLLGuidance):
-    """A user's backend, whose matchers are no native ones."""
+class PythonBackend(ReferenceLLGuidance):
+    """User-defined backend without native matchers."""
 
     def matcher(self, compiled, stop_ids=None):
-        return Unlucky(compiled, ending_ids(self, compiled, stop_ids))
+        return FailingMatcher(compiled, ending_ids(self, compiled, stop_ids))
 
 
 @pytest.mark.parametrize("transport", ["native", "mailbox", "spinkernel"])
 @pytest.mark.parametrize("threads, budget_us", [(1, None), (2, None), (2, 1e6)])
-def test_a_backend_in_python_alone_serves_requests(transport, threads, budget_us):
-    """A user's backend runs on every transport, on several threads and under a budget; one whose
-    matcher raises loses its own request, which says what was raised."""
+def test_python_grammar_backend_serves_requests(transport, threads, budget_us):
+    """On every transport, with several threads and a time budget.
+
+    A matcher that raises fails only its request, with the exception as the error.
+    """
     requests = [
         Request(prompt="Digits.", grammar=GrammarSpec.regex(f"[0-9]{{{n}}}")) for n in (1, 13, 5, 9)
     ]
     with demo_engine(
         max_batch_size=4,
-        grammar_backend=InPythonAlone,
+        grammar_backend=PythonBackend,
         grammar_transport=transport,
         grammar_threads=threads,
         grammar_budget_us=budget_us,
     ) as engine:
-        one, unlucky, five, nine = engine.generate(requests)
-    assert unlucky.reason == "error" and unlucky.error == "LookupError: unlucky"
+        one, failing, five, nine = engine.generate(requests)
+    assert failing.reason == "error" and failing.error == "LookupError: failed on purpose"
     for length, output in ((1, one), (5, five), (9, nine)):
         assert output.finished and output.text.isdigit() and len(output.text) == length
 
 
-def test_unknown_backends_are_refused_by_name():
-    """A backend that does not exist, or a factory of something else, stops the engine's start."""
+def test_engine_rejects_unknown_grammar_backend():
+    """Also a factory that returns something else than a GrammarBackend."""
     for choice, message in (("guidance", "guidance"), (lambda v: v, "no GrammarBackend")):
         with pytest.raises(OptionError, match=message):
             demo_engine(grammar_backend=choice)

@@ -1,4 +1,4 @@
-"""A language model that people know, where `graft demo --llm` has put it already."""
+"""SmolLM2-135M-Instruct. Skipped unless it has been downloaded or --full is given."""
 
 from __future__ import annotations
 
@@ -8,20 +8,21 @@ from graft.models import Engine, Request
 from graft.tools.bench.demo_evaluation import task_grammar
 from graft.tools.demo_prompts import llm_prompts
 from graft.tools.demo_tasks import held_out_tasks
-from graft.tools.smollm import HEAD, cache, smollm
+from graft.tools.smollm import HEAD, cache_folder, smollm
 from graft.tools.validity import is_valid
 
 
 @pytest.fixture(scope="module")
 def folder(request):
-    if not (cache().is_dir() or request.config.getoption("--full")):
-        pytest.skip(f"{cache()} is not there: graft demo --llm and make test-full make it")
+    if not (cache_folder().is_dir() or request.config.getoption("--full")):
+        pytest.skip(
+            f"{cache_folder()} does not exist; create it with graft demo --llm or make test-full"
+        )
     return smollm()
 
 
-def asked(count):
-    """A choice, an expression and a schema; or the demo's and as many of a generator's as lack,
-    greedy and sampled."""
+def make_requests(count):
+    """Return three requests (choice, regular expression, schema), or demo and generated ones."""
     if count == 3:
         return [
             Request(prompt=p.text, grammar=p.grammar, max_tokens=48)
@@ -43,10 +44,9 @@ def asked(count):
 
 
 @pytest.mark.parametrize("count", [3, pytest.param(20, marks=pytest.mark.full)])
-def test_drafts_change_no_text_and_what_is_guided_is_valid(folder, count):
-    """Answers with the head that travels with the package and without; those that are not cut obey
-    their grammars, and drafts are accepted."""
-    requests = asked(count)
+def test_real_model_speculation_keeps_text_and_structured_output(folder, count):
+    """With and without the EAGLE-3 head of the package. Finished outputs satisfy their grammars."""
+    requests = make_requests(count)
     texts = []
     for drafter in (None, HEAD):
         with Engine(folder, drafter, max_batch_size=2, max_length=512) as engine:
@@ -54,6 +54,6 @@ def test_drafts_change_no_text_and_what_is_guided_is_valid(folder, count):
             texts.append([output.text for output in outputs])
     assert texts[0] == texts[1] and len(outputs) == count
     assert engine.stats.acceptance_length > 1.5
-    ended = [(r.grammar, o.text) for r, o in zip(requests, outputs, strict=True) if o.finished]
-    assert len(ended) >= 3
-    assert all(is_valid(grammar, text) for grammar, text in ended if grammar is not None)
+    finished = [(r.grammar, o.text) for r, o in zip(requests, outputs, strict=True) if o.finished]
+    assert len(finished) >= 3
+    assert all(is_valid(grammar, text) for grammar, text in finished if grammar is not None)
