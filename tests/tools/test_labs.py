@@ -1,4 +1,4 @@
-"""The laboratories: every cell is measured, a busy one is busy, and deadlocks are what they are."""
+"""Tests of the experiments on host work: callback latency and GIL deadlocks."""
 
 from __future__ import annotations
 
@@ -14,151 +14,156 @@ import pytest
 
 from graft.cudagraph.hostwork import PythonWork
 from graft.native import live_thread_states
-from graft.tools.labs.callback_latency import __main__ as lab
-from graft.tools.labs.callback_latency import arms
+from graft.tools.labs.callback_latency import __main__ as latency
+from graft.tools.labs.callback_latency import transports
+from graft.tools.labs.callback_latency.transports import CUDA_CORE, TransportGraph
 from graft.tools.labs.gil_deadlock import __main__ as deadlock
-from graft.tools.labs.gil_deadlock import cell as deadlock_cell
-from graft.tools.labs.gil_deadlock.cell import Cell
+from graft.tools.labs.gil_deadlock import case as deadlock_case
+from graft.tools.labs.gil_deadlock.case import Case
+
+# Callback latency ---------------------------------------------------------------------------------
 
 
 @pytest.fixture
-def make(device):
-    """Builds arms, which are closed afterwards; skips those that cannot be measured here."""
-    made = []
+def build(device):
+    """Builds graphs, which are closed after the test; skips unavailable transports."""
+    graphs = []
 
-    def build(name: str, callbacks: int, work=None) -> arms.Arm:
-        why = arms.unavailable(name)
-        if why:
-            pytest.skip(why)
-        made.append(arms.Arm(device, name, callbacks, work))
-        return made[-1]
+    def build(transport: str, callbacks: int, work=None) -> TransportGraph:
+        reason = transports.unavailable(transport)
+        if reason:
+            pytest.skip(reason)
+        graphs.append(TransportGraph(device, transport, callbacks, work))
+        return graphs[-1]
 
     yield build
-    for arm in made:
-        arm.close()
+    for graph in graphs:
+        graph.close()
 
 
-@pytest.mark.parametrize("name", arms.ARMS)
-def test_a_replay_runs_every_host_step_once(make, device, name):
-    """Joins last, hops are there exactly where a driver's thread calls the body, none before 0."""
-    arm = make(name, 3)
-    found = arm.replay(4)
-    assert found.join.shape == (4,) and (found.join >= 0).all() and (found.join < 30e9).all()
-    if name in arms.HOPPING and device.kind == "soft":
-        assert found.hop.shape == (4, 3, 2) and (found.hop >= 0).all()
-        assert (found.hop.sum(axis=(1, 2)) <= found.join).all()
+@pytest.mark.parametrize("transport", transports.TRANSPORTS)
+def test_callback_latency_replay_runs_every_host_step_once(build, device, transport):
+    """Joins include the hops. There are hops if a thread of the driver calls the body."""
+    graph = build(transport, 3)
+    samples = graph.replay(4)
+    assert samples.join.shape == (4,)
+    assert (samples.join >= 0).all()
+    assert (samples.join < 30e9).all()
+    if transport in transports.DRIVER_CALLED and device.kind == "soft":
+        assert samples.hop.shape == (4, 3, 2)
+        assert (samples.hop >= 0).all()
+        assert (samples.hop.sum(axis=(1, 2)) <= samples.join).all()
     else:
-        assert found.hop is None
-    assert len(arm.called) == (12 if name in arms.PYTHON else 0)
+        assert samples.hop is None
+    assert len(graph.called) == (12 if transport in transports.PYTHON_BODIES else 0)
 
 
-def test_a_slow_host_step_is_in_the_join(make):
-    """What the host steps take is in the join, so the tool measures the right interval."""
-    assert make("mailbox", 2, PythonWork(time.sleep, 0.02)).replay(3).join.min() >= 40_000_000
+def test_callback_latency_join_includes_host_steps(build):
+    samples = build("mailbox", 2, PythonWork(time.sleep, 0.02)).replay(3)
+    assert samples.join.min() >= 40_000_000
 
 
-@pytest.mark.parametrize("name", ["python", arms.PEER])
-def test_the_hop_is_what_lies_outside_the_body(make, device, monkeypatch, name):
-    """Time before the body's stamp is on the way there, time after it on the way back."""
+@pytest.mark.parametrize("transport", ["python", CUDA_CORE])
+def test_callback_latency_hop_is_the_time_before_and_after_the_body(
+    build, device, monkeypatch, transport
+):
     if device.kind != "soft":
         pytest.skip("only the soft device records hops")
 
-    def slow(self):
+    def slow_body(graph):
         time.sleep(0.01)
-        self.called.append(time.monotonic_ns())
+        graph.called.append(time.monotonic_ns())
         time.sleep(0.03)
 
-    monkeypatch.setattr(arms.Arm, "body", lambda self: partial(slow, self))
-    hops = make(name, 2).replay(1).hop
-    assert (hops[..., 0] >= 10_000_000).all() and (hops[..., 1] >= 30_000_000).all()
+    monkeypatch.setattr(TransportGraph, "body", lambda graph: partial(slow_body, graph))
+    hop = build(transport, 2).replay(1).hop
+    assert (hop[..., 0] >= 10_000_000).all()
+    assert (hop[..., 1] >= 30_000_000).all()
 
 
-def test_each_arm_finds_the_thread_as_if_it_were_alone(make, device):
-    """graft's Python steps meet the thread state they left, cuda.core meets none."""
+def test_callback_latency_graphs_do_not_share_python_thread_state(build, device):
+    """graft's Python steps find the thread state that they left; cuda.core finds none."""
     if device.kind != "soft":
-        pytest.skip("how many threads call host functions is the driver's business")
-    seen = []
-    for name in (arms.PEER, "python", arms.PEER):
-        arm = make(name, 1)
-        arm.prepare()
-        seen.append(live_thread_states())
-        arm.replay(1)
-    none = seen[0]  # other threads of the process may keep theirs
-    assert seen == [none, none + 1, none]
+        pytest.skip("the number of threads that call host functions depends on the driver")
+    counts = []
+    for transport in (CUDA_CORE, "python", CUDA_CORE):
+        graph = build(transport, 1)
+        graph.prepare()
+        counts.append(live_thread_states())
+        graph.replay(1)
+    others = counts[0]  # thread states of other threads of the process
+    assert counts == [others, others + 1, others]
 
 
-@pytest.mark.parametrize("name", ["native", "python"])
-def test_callbacks_beside_a_busy_thread_meet_a_held_gil(make, name):
-    """Replays begin while the busy thread has the GIL, so a Python step waits its interval."""
-    (found,) = lab.measure([make(name, 1)], 20, ["busy"], 60.0)
-    assert np.concatenate(found.held).mean() >= lab.BUSY_SHARE
-    if name == "python":
+@pytest.mark.parametrize("transport", ["native", "python"])
+def test_callback_latency_busy_thread_holds_gil(build, transport):
+    """Callbacks begin while the busy thread holds the GIL; Python ones wait a switch interval."""
+    (found,) = latency.measure([build(transport, 1)], 20, ["busy"], 60.0)
+    assert np.concatenate(found.gil_held).mean() >= latency.MIN_BUSY_SHARE
+    if transport == "python":
         assert np.median(np.concatenate(found.join)) >= 0.8e9 * sys.getswitchinterval()
 
 
-def test_what_meets_no_busy_thread_and_what_a_quantile_is():
-    """What begins before the busy thread has ticked again did not meet a held GIL; a quantile is
-    one of the samples."""
+def test_callback_latency_gil_was_held_unless_callback_is_within_gap():
     begun = np.array([[100, 0], [250, 200], [900, 300], [1000, 950]])
-    assert lab.held(begun, [(190, 400), (940, 2000)]).tolist() == [True, False, True, False]
-    assert lab.held(begun, []).all()
-    assert lab.quantiles(np.arange(1, 1001)[::-1] * 1000) == {
-        "p50": 501.0,
-        "p99": 990.0,
-        "max": 1000.0,
-    }
+    held = latency.gil_was_held(begun, [(190, 400), (940, 2000)])
+    assert held.tolist() == [True, False, True, False]
+    assert latency.gil_was_held(begun, []).all()
 
 
-def test_the_tool_writes_all_cells(device, tmp_path):
-    """Every arm, number of steps and state of Python is told, and what waking costs."""
+def test_callback_latency_quantiles_are_samples():
+    nanoseconds = np.arange(1, 1001)[::-1] * 1000
+    assert latency.quantiles(nanoseconds) == {"p50": 501.0, "p99": 990.0, "max": 1000.0}
+
+
+def test_callback_latency_writes_table_and_json(device, tmp_path):
     path = tmp_path / "latency.json"
-    command = [
-        sys.executable,
-        "-m",
-        "graft.tools.labs.callback_latency",
-        "--samples",
-        "20",
-        "--callbacks",
-        "1",
-        "2",
-        "--json",
-        str(path),
-    ]
-    shown = subprocess.run(
-        command,
+    program = [sys.executable, "-m", "graft.tools.labs.callback_latency"]
+    options = ["--samples", "20", "--callbacks", "1", "2", "--json", str(path)]
+    printed = subprocess.run(
+        [*program, *options],
         env={**os.environ, "GRAFT_DEVICE": device.kind},
         check=True,
         text=True,
         capture_output=True,
         timeout=240,
     ).stdout
-    said = json.loads(path.read_text())
-    names = [name for name in arms.ARMS if not arms.unavailable(name)]
-    assert sorted((c["transport"], c["callbacks"], c["python"]) for c in said["cells"]) == sorted(
-        (t, n, p) for t in names for n in (1, 2) for p in lab.PYTHON
-    )
-    for cell in said["cells"]:
-        assert cell["samples"] == 20
-        for figures in filter(None, (cell["join_us"], cell["hop_us"])):
-            assert list(figures.values()) == sorted(figures.values())
-    assert 0 < said["wake_up_us"]["p50"] <= said["wake_up_us"]["p99"]
-    assert "waking a sleeping thread takes" in shown and said["device"] in shown
-    for lines in (["--callbacks", "65"], ["--samples", "0"]):
-        with pytest.raises(SystemExit):
-            lab.main(lines)
+    report = json.loads(path.read_text())
+    names = [name for name in transports.TRANSPORTS if not transports.unavailable(name)]
+    expected = {(name, n, p) for name in names for n in (1, 2) for p in latency.PYTHON_STATES}
+    measurements = report["measurements"]
+    found = [(one["transport"], one["callbacks"], one["python"]) for one in measurements]
+    assert len(found) == len(expected)
+    assert set(found) == expected
+    for one in measurements:
+        assert one["samples"] == 20
+        for quantiles in (one["join_us"], one["hop_us"]):
+            if quantiles is not None:
+                assert list(quantiles.values()) == sorted(quantiles.values())
+    assert 0 < report["wake_up_us"]["p50"] <= report["wake_up_us"]["p99"]
+    assert "waking a sleeping thread takes" in printed
+    assert report["device"] in printed
 
 
-#: What each must come to follows from what its call waits for; see the comments.
-CHOSEN = [
-    # The callback runs under the context lock, asks for the GIL; the allocation waits for the lock.
+@pytest.mark.parametrize("options", [["--callbacks", "65"], ["--samples", "0"]])
+def test_callback_latency_rejects_invalid_options(options):
+    with pytest.raises(SystemExit):
+        latency.main(options)
+
+
+# GIL deadlocks ------------------------------------------------------------------------------------
+
+CASES = [
+    # The callback runs under the context lock and requests the GIL; the allocation waits for the
+    # lock.
     ("alloc:python:1", "hangs"),
-    # The same call, but the GIL is released around it.
+    # The same call with the GIL released.
     ("alloc:python:1:released", "completes"),
     # The same call, but the callback needs no GIL.
     ("alloc:native:1", "completes"),
-    # Nobody holds a lock, this time: both were asked for in both orders.
+    # No lock is modeled, but both sides were requested in both orders.
     ("alloc:python:0", "potential"),
-    # A mailbox's worker is called under no lock of the driver's.
+    # A mailbox worker runs under no lock of the driver.
     ("alloc:mailbox-python:1", "completes"),
     # Enqueueing waits for nothing in model 4; a first launch waits for slow work that ends.
     ("hostfunc:ctypes:4", "potential"),
@@ -166,48 +171,61 @@ CHOSEN = [
 ]
 
 
-@pytest.mark.parametrize(("name", "outcome"), CHOSEN, ids=[name for name, _ in CHOSEN])
-def test_a_cell_comes_to_what_follows_from_its_model(name, outcome):
-    """The verdict is the one that the waiting relations imply, and the tool expects the same."""
-    cell = deadlock.parse_cell(name)
-    verdict = deadlock.play(cell)
-    assert verdict.outcome == deadlock.expected(cell) == outcome, verdict.report
+@pytest.mark.parametrize(("name", "outcome"), CASES, ids=[name for name, _ in CASES])
+def test_gil_deadlock_outcome_follows_from_lock_model(name, outcome):
+    case = Case.parse(name)
+    result = deadlock.run_case(case)
+    assert result.outcome == deadlock.expected_outcome(case) == outcome, result.report
     if outcome == "hangs":
-        # Both sides, each with its native stack, and the Python stack of the side that has one.
-        waiting, running = verdict.report.split("runs host function")
-        assert "is in cuMemAlloc" in waiting and "GIL HELD" in waiting
-        assert "cuMemAlloc_v2" in waiting and "in play" in waiting
-        assert "holding the context lock" in running and "PyGILState_Ensure" in running
+        # The report has the native stacks of both sides and the Python stack of the waiting one.
+        waiting, running = result.report.split("runs host function")
+        assert "is in cuMemAlloc" in waiting
+        assert "GIL HELD" in waiting
+        assert "cuMemAlloc_v2" in waiting
+        assert "in run" in waiting
+        assert "holding the context lock" in running
+        assert "PyGILState_Ensure" in running
 
 
 @pytest.mark.full
-def test_every_cell_comes_to_what_follows_from_the_models(capsys, monkeypatch):
-    """The whole matrix has no unexpected verdict."""
+def test_gil_deadlock_all_outcomes_follow_from_lock_models(capsys, monkeypatch):
     monkeypatch.setenv("GRAFT_DEVICE", "soft")
-    assert deadlock.main([]) == 0, capsys.readouterr().out
-    cells = len(deadlock.PATTERNS) * len(deadlock.TRANSPORTS) * len(deadlock.MODELS)
-    table = capsys.readouterr().out
-    assert "released" in table and "hangs" in table and f"{cells} cells, 0 unexpected" in table
+    status = deadlock.main([])
+    printed = capsys.readouterr().out
+    assert status == 0, printed
+    count = len(deadlock.PATTERNS) * len(deadlock.TRANSPORTS) * len(deadlock.LOCK_MODELS)
+    assert f"{count} cases, 0 unexpected" in printed
+    assert "released" in printed
+    assert "hangs" in printed
 
 
-def test_unexpected_verdicts_fail_the_tool_and_missing_packages_do_not(monkeypatch, capsys):
-    """The exit status is 1 for one unexpected verdict; what is not installed is named."""
+def test_gil_deadlock_skips_transport_without_package(monkeypatch):
+    monkeypatch.setattr(deadlock_case.importlib.util, "find_spec", lambda name: None)
+    result = deadlock.run_case(Case("alloc", "cuda.core", 1))
+    assert result.as_expected
+    assert "pip install cuda-core" in deadlock.table([result])
+
+
+def test_gil_deadlock_exit_status_is_1_for_unexpected_outcome(monkeypatch, capsys):
     monkeypatch.setenv("GRAFT_DEVICE", "soft")
-    monkeypatch.setattr(deadlock_cell.importlib.util, "find_spec", lambda name: None)
-    lacking = deadlock.play(Cell("alloc", "cuda.core", 1))
-    assert lacking.as_expected and "pip install cuda-core" in deadlock.table([lacking])
-    monkeypatch.setattr(
-        deadlock,
-        "play_all",
-        lambda cells, soft, jobs: [
-            deadlock.Verdict(cell, "completes", deadlock.expected(cell), 0.1, "") for cell in cells
-        ],
-    )
-    assert deadlock.main(["--cell", "alloc:native:1"]) == 0
-    assert deadlock.main(["--cell", "alloc:python:1"]) == 1
+
+    def complete_all(cases, soft, jobs):
+        return [
+            deadlock.Result(case, "completes", deadlock.expected_outcome(case), 0.1, "")
+            for case in cases
+        ]
+
+    monkeypatch.setattr(deadlock, "run_all", complete_all)
+    assert deadlock.main(["--case", "alloc:native:1"]) == 0
+    assert deadlock.main(["--case", "alloc:python:1"]) == 1
     assert "EXPECTED hangs" in capsys.readouterr().out
-    for name in ("alloc", "alloc:python", "alloc:telepathy:1", "sleep:python:1", "alloc:python:x"):
-        with pytest.raises(SystemExit) as stop:
-            deadlock.main(["--cell", name])
-        assert stop.value.code == 2
-    assert "--cell" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    "name", ["alloc", "alloc:python", "alloc:telepathy:1", "sleep:python:1", "alloc:python:x"]
+)
+def test_gil_deadlock_rejects_invalid_case(name, capsys):
+    with pytest.raises(SystemExit) as exit_info:
+        deadlock.main(["--case", name])
+    assert exit_info.value.code == 2
+    assert "--case" in capsys.readouterr().err

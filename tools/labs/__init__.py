@@ -1,1 +1,1 @@
-"""Laboratories of what host work in a graph costs, and of how it can deadlock."""
+"""Experiments on host work in CUDA graphs: callback latency and GIL deadlocks."""

@@ -1,1 +1,1 @@
-"""What host work in a replayed graph costs, transport by transport."""
+"""Latency of host work in a replayed graph, by transport."""

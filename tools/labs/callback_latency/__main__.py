@@ -1,18 +1,23 @@
-"""The latency laboratory: what host work in a replayed graph costs, transport by transport.
-
-Two figures. The *join*: from the kernel before the host steps to the kernel after them, by the
-device's clock, less the median of the same graph with empty nodes. The *hop*: from the entry of the
-C function that the driver's thread calls to the first instruction of the user's body, and back; it
-leaves out how the thread was woken, which is the same for all. Only the soft device records hops.
-
-All arms live in one process and take turns, some replays at a time, in random order, so that a
-change of the machine's mood meets all of them. Replays are launched by a loop that never needs the
-GIL. Python is "idle", or "busy": another thread runs bytecode, and a replay is launched only when
-it does. How often callbacks really began while it had the GIL is counted; a cell in which the first
-callbacks of the replays seldom did is no cell of a busy interpreter, and says so. Usage::
+"""Measure the latency of host work in a replayed graph, by transport.
 
     python -m graft.tools.labs.callback_latency [--samples 1000] [--callbacks 1 8 64]
         [--json build/callback_latency.json]
+
+Two latencies are reported:
+
+join
+    Device time from the kernel before the host steps to the kernel after them, minus the median of
+    the same graph with empty nodes.
+hop
+    Host time from the entry of the C function that the driver's thread calls to the first
+    instruction of the body, and back. It excludes waking the thread, which is the same for all
+    transports. Only the soft device records it.
+
+All graphs are replayed in one process, a few replays at a time and in random order, so that changes
+of the machine's speed affect all of them equally. The launching loop does not use the GIL. Python
+is either "idle" or "busy": another thread runs bytecode, and a replay is launched only while it
+does. The tool counts how many callbacks began while that thread held the GIL. A configuration in
+which too few of the first callbacks of a replay did is marked NOT BUSY.
 """
 
 from __future__ import annotations
@@ -35,224 +40,279 @@ from tqdm import tqdm
 
 from graft.cudagraph.device import Device, open_device
 from graft.native import _native
-from graft.tools.labs.callback_latency.arms import (
-    ARMS,
+from graft.tools.labs.callback_latency.transports import (
     BASELINE,
-    MOST,
-    Arm,
+    MAX_CALLBACKS,
+    TRANSPORTS,
     Samples,
+    TransportGraph,
     unavailable,
 )
 from graft.tools.report import busy_python, program
-from graft.tools.report import table as columns
+from graft.tools.report import table as format_table
 
-PYTHON = ("idle", "busy")
-#: Replays of an arm in a turn.
+PYTHON_STATES = ("idle", "busy")
+#: Number of consecutive replays of one graph.
 BATCH = 10
-#: Replays of a busy cell whose first callback must have met a held GIL.
-BUSY_SHARE = 0.9
+#: Share of replays whose first callback must find the GIL held, with a busy thread.
+MIN_BUSY_SHARE = 0.9
 QUANTILES = {"p50": 0.5, "p99": 0.99, "max": 1.0}
+#: Number of thread wake-ups that are measured.
 WAKE_UPS = 400
-WARNING = "times of the soft device, a CPU; a GPU's are not these"
+WARNING = "These are times of the soft device, a CPU. They do not apply to a GPU."
 
 
 @dataclass
-class Cell:
-    """The samples of one arm in one state of Python, in nanoseconds."""
+class Measurement:
+    """Samples of one graph in one state of Python.
 
-    arm: Arm
+    Attributes
+    ----------
+    graph
+        Measured graph.
+    python
+        "idle" or "busy".
+    join, hop
+        Latencies in nanoseconds, one array per batch of replays.
+    gil_held
+        Whether callbacks began while the busy thread held the GIL, one array per batch.
+    """
+
+    graph: TransportGraph
     python: str
     join: list[np.ndarray] = field(default_factory=list)
-    hops: list[np.ndarray] = field(default_factory=list)
-    held: list[np.ndarray] = field(default_factory=list)
+    hop: list[np.ndarray] = field(default_factory=list)
+    gil_held: list[np.ndarray] = field(default_factory=list)
 
-    def keep(self, taken: Samples, gaps: Sequence[tuple[int, int]]) -> None:
-        """Keep a turn's samples, given when nobody was busy in it."""
-        self.join.append(taken.join)
-        if taken.hop is not None:
-            self.hops.append(taken.hop.sum(axis=-1).ravel())
-        self.held.append(
-            held(taken.begun, gaps) if self.python == "busy" else np.zeros(len(taken.begun), bool)
-        )
+    def add(self, samples: Samples, gaps: Sequence[tuple[int, int]]) -> None:
+        """Add the samples of a batch.
+
+        Parameters
+        ----------
+        samples
+            Times of the replays.
+        gaps
+            Intervals of CLOCK_MONOTONIC in which the busy thread did not run.
+        """
+        self.join.append(samples.join)
+        if samples.hop is not None:
+            self.hop.append(samples.hop.sum(axis=-1).ravel())
+        if self.python == "busy":
+            self.gil_held.append(gil_was_held(samples.begun, gaps))
+        else:
+            self.gil_held.append(np.zeros(len(samples.begun), bool))
 
 
-def held(begun: np.ndarray, gaps: Sequence[tuple[int, int]]) -> np.ndarray:
-    """Which callbacks began while the busy thread had the GIL: it ticked since the one before.
+def gil_was_held(begun: np.ndarray, gaps: Sequence[tuple[int, int]]) -> np.ndarray:
+    """Return which callbacks began while the busy thread held the GIL.
 
-    Nobody but callbacks asks it for the GIL, so from a tick it keeps it until one does, also while
-    the processor is taken from it.
+    These are the callbacks before which the busy thread ran again after the previous callback. Only
+    callbacks request the GIL, so the busy thread holds it from then until the callback, even while
+    it is preempted by the operating system.
+
+    Parameters
+    ----------
+    begun
+        See `Samples.begun`.
+    gaps
+        Intervals in which the busy thread did not run.
     """
     spans = np.array(gaps, np.uint64).astype(np.int64).reshape(-1, 2)
-    silent = (begun[:, 1:] >= spans[:, 0]) & (begun[:, :1] <= spans[:, 1])
-    return np.asarray(~silent.any(axis=1))
+    within_gap = (begun[:, 1:] >= spans[:, 0]) & (begun[:, :1] <= spans[:, 1])
+    return np.asarray(~within_gap.any(axis=1))
 
 
 def measure(
-    arms: Sequence[Arm], samples: int, python: Sequence[str], limit_s: float, seed: int = 0
-) -> list[Cell]:
-    """Take every arm's samples in every state of Python, in turns; the first turn is dropped.
+    graphs: Sequence[TransportGraph],
+    samples: int,
+    python_states: Sequence[str],
+    limit_s: float,
+    seed: int = 0,
+) -> list[Measurement]:
+    """Measure all graphs in all states of Python. The first batch of each graph is discarded.
 
-    After ``limit_s`` seconds in a state the cells keep what they have, one turn at least.
+    Parameters
+    ----------
+    graphs
+        Graphs to measure.
+    samples
+        Number of replays per graph and state.
+    python_states
+        States of Python.
+    limit_s
+        Maximum seconds per state. The measurements then have fewer samples, but at least one batch.
+    seed
+        Seed of the order of the graphs.
     """
     rng = random.Random(seed)
     done = []
-    for state in python:
-        cells = [Cell(arm, state) for arm in arms]
-        turns = range(1 + -(-samples // BATCH))
+    for state in python_states:
+        measurements = [Measurement(graph, state) for graph in graphs]
+        batches = range(1 + -(-samples // BATCH))
         with busy_python(_native.labs.tick) if state == "busy" else nullcontext():
-            begun = time.monotonic()
-            for turn in tqdm(turns, desc=state, unit="turn", disable=None):
-                for cell in rng.sample(cells, len(cells)):
-                    _native.labs.gaps()
-                    taken = cell.arm.replay(BATCH, state == "busy")
-                    if turn:
-                        cell.keep(taken, _native.labs.gaps())
-                if turn and time.monotonic() - begun > limit_s:
+            start = time.monotonic()
+            for batch in tqdm(batches, desc=state, unit="batch", disable=None):
+                for measurement in rng.sample(measurements, len(measurements)):
+                    _native.labs.gaps()  # discard earlier gaps
+                    found = measurement.graph.replay(BATCH, state == "busy")
+                    if batch:
+                        measurement.add(found, _native.labs.gaps())
+                if batch and time.monotonic() - start > limit_s:
                     break
-        done += cells
+        done += measurements
     return done
 
 
+# Report -------------------------------------------------------------------------------------------
+
+
 def quantiles(nanoseconds: np.ndarray) -> dict[str, float]:
-    """Order statistics in microseconds; none is interpolated."""
+    """Return quantiles in microseconds, without interpolation."""
     ordered = np.sort(nanoseconds) / 1000.0
     last = len(nanoseconds) - 1
     return {name: float(ordered[round(q * last)]) for name, q in QUANTILES.items()}
 
 
-def report(device: Device, cells: Sequence[Cell]) -> dict[str, Any]:
-    """The figures with what a reader needs to judge them."""
-    floors = {
-        (c.python, c.arm.callbacks): float(np.median(np.concatenate(c.join)))
-        for c in cells
-        if c.arm.name == BASELINE
+def summarize(measurement: Measurement, baseline_ns: float) -> dict[str, Any]:
+    """Return the figures of one measurement. `baseline_ns` is subtracted from the joins."""
+    join = np.concatenate(measurement.join)
+    gil_held = np.concatenate(measurement.gil_held).reshape(len(join), -1)
+    return {
+        "transport": measurement.graph.transport,
+        "callbacks": measurement.graph.callbacks,
+        "python": measurement.python,
+        "samples": len(join),
+        "join_us": quantiles(join - baseline_ns),
+        "hop_us": quantiles(np.concatenate(measurement.hop)) if measurement.hop else None,
+        "gil_held": float(gil_held.mean()),
+        "was_busy": bool(gil_held[:, 0].mean() >= MIN_BUSY_SHARE),
     }
-    rows = []
-    for cell in cells:
-        floor = floors[cell.python, cell.arm.callbacks]
-        joins = np.concatenate(cell.join)
-        met = np.concatenate(cell.held).reshape(len(joins), -1)
-        rows.append(
-            {
-                "transport": cell.arm.name,
-                "callbacks": cell.arm.callbacks,
-                "python": cell.python,
-                "samples": len(joins),
-                "join_us": quantiles(joins - floor),
-                "hop_us": quantiles(np.concatenate(cell.hops)) if cell.hops else None,
-                "gil_held": float(met.mean()),
-                "was_busy": bool(met[:, 0].mean() >= BUSY_SHARE),
-            }
-        )
-    wake = np.array(_native.labs.wake_ups(WAKE_UPS))
+
+
+def make_report(device: Device, measurements: Sequence[Measurement]) -> dict[str, Any]:
+    """Return the figures and a description of the machine."""
+    baselines: dict[tuple[str, int], float] = {}
+    for one in measurements:
+        if one.graph.transport == BASELINE:
+            median = float(np.median(np.concatenate(one.join)))
+            baselines[one.python, one.graph.callbacks] = median
     return {
         "device": device.describe(),
         "kind": device.kind,
         "warning": WARNING if device.kind == "soft" else "",
-        "wake_up_us": quantiles(wake),
+        "wake_up_us": quantiles(np.array(_native.labs.wake_ups(WAKE_UPS))),
         "processor": processor(),
         "cores": len(os.sched_getaffinity(0)),
         "load": os.getloadavg(),
         "date": time.strftime("%Y-%m-%d"),
         "python": platform.python_version(),
-        "unavailable": {name: why for name in ARMS if (why := unavailable(name))},
-        "cells": rows,
+        "unavailable": {name: why for name in TRANSPORTS if (why := unavailable(name))},
+        "measurements": [
+            summarize(one, baselines[one.python, one.graph.callbacks]) for one in measurements
+        ],
     }
 
 
 def processor() -> str:
-    """The CPU's name, as the kernel tells it; else the architecture."""
+    """Return the CPU model, or the architecture if it is unknown."""
     try:
         lines = Path("/proc/cpuinfo").read_text().splitlines()
     except OSError:
         return platform.machine()
-    named = [line.split(":", 1)[1].strip() for line in lines if line.startswith("model name")]
-    return named[0] if named else platform.machine()
+    for line in lines:
+        if line.startswith("model name"):
+            return line.split(":", 1)[1].strip()
+    return platform.machine()
 
 
-def table(result: dict[str, Any]) -> str:
-    """The figures as lines of text."""
-    wake = result["wake_up_us"]
+def table(report: dict[str, Any]) -> str:
+    """Format the report as text."""
+    columns = [f"{what} {q}" for what in ("hop", "join") for q in QUANTILES]
     rows: list[list[object]] = [
-        [
-            "transport",
-            "steps",
-            "python",
-            "samples",
-            *(f"{what} {q}" for what in ("hop", "join") for q in QUANTILES),
-            "GIL held",
-            "",
-        ]
+        ["transport", "steps", "python", "samples", *columns, "GIL held", ""]
     ]
-    for row in result["cells"]:
-        figures = [
-            "-" if row[what] is None else f"{row[what][q]:.2f}"
-            for what in ("hop_us", "join_us")
-            for q in QUANTILES
-        ]
-        is_busy = row["python"] == "busy"
+    for one in report["measurements"]:
+        figures = []
+        for what in ("hop_us", "join_us"):
+            for q in QUANTILES:
+                figures.append("-" if one[what] is None else f"{one[what][q]:.2f}")
+        is_busy = one["python"] == "busy"
         rows.append(
             [
-                row["transport"],
-                row["callbacks"],
-                row["python"],
-                row["samples"],
+                one["transport"],
+                one["callbacks"],
+                one["python"],
+                one["samples"],
                 *figures,
-                f"{row['gil_held']:.0%}" if is_busy else "",
-                "NOT BUSY" if is_busy and not row["was_busy"] else "",
+                f"{one['gil_held']:.0%}" if is_busy else "",
+                "NOT BUSY" if is_busy and not one["was_busy"] else "",
             ]
         )
+    wake_up = report["wake_up_us"]
     lines = [
-        f"device: {result['device']}; {result['cores']} cores of {result['processor']}",
-        f"waking a sleeping thread takes {wake['p50']:.0f} us here ({wake['p99']:.0f} at 99 "
-        "%): it is in every join of a worker that parks",
-        "microseconds: the hop there and back, the join less that of empty nodes",
-        columns(rows),
+        f"device: {report['device']}; {report['cores']} cores of {report['processor']}",
+        f"waking a sleeping thread takes {wake_up['p50']:.0f} us on this machine (p99 "
+        f"{wake_up['p99']:.0f} us); every join of a sleeping worker includes it",
+        "microseconds; hop: to the body and back; join: minus that of empty nodes",
+        format_table(rows),
     ]
-    lines += [f"not measured: {name}: {why}" for name, why in result["unavailable"].items()]
-    return "\n".join([*lines, *filter(None, [result["warning"]])])
+    lines += [f"not measured: {name}: {why}" for name, why in report["unavailable"].items()]
+    if report["warning"]:
+        lines.append(report["warning"])
+    return "\n".join(lines)
 
 
-@program
-def main(arguments: Sequence[str] | None = None) -> None:
-    """Measure, print the table and write JSON."""
+# Program ------------------------------------------------------------------------------------------
+
+
+def parse_options(arguments: Sequence[str] | None) -> argparse.Namespace:
+    """Parse the command line."""
     parser = argparse.ArgumentParser(
         prog="python -m graft.tools.labs.callback_latency",
-        description="Latency of host work in a replayed graph.",
+        description="Measure the latency of host work in a replayed graph.",
     )
-    parser.add_argument("--samples", type=int, default=1000, help="replays per cell")
+    parser.add_argument("--samples", type=int, default=1000, help="replays per configuration")
     parser.add_argument(
         "--callbacks",
         type=int,
         nargs="+",
         default=(1, 8, 64),
         metavar="N",
-        help=f"host steps in a graph, 1 to {MOST}",
+        help=f"host steps per graph, 1 to {MAX_CALLBACKS}",
     )
-    parser.add_argument("--python", nargs="+", choices=PYTHON, default=PYTHON)
-    parser.add_argument("--transports", nargs="+", choices=ARMS, default=ARMS)
+    parser.add_argument("--python", nargs="+", choices=PYTHON_STATES, default=PYTHON_STATES)
+    parser.add_argument("--transports", nargs="+", choices=TRANSPORTS, default=TRANSPORTS)
     parser.add_argument(
         "--limit-s",
         type=float,
         default=300.0,
-        help="seconds per state of Python; cells then have fewer samples",
+        help="maximum seconds per state of Python; reduces the number of samples",
     )
-    parser.add_argument("--json", type=Path, help="also write the figures here")
+    parser.add_argument("--json", type=Path, help="write the figures to this file")
     options = parser.parse_args(arguments)
-    if options.samples < 1 or not all(1 <= n <= MOST for n in options.callbacks):
-        parser.error(f"--samples must be at least 1, --callbacks 1 to {MOST}")
+    if options.samples < 1 or not all(1 <= n <= MAX_CALLBACKS for n in options.callbacks):
+        parser.error(f"--samples must be at least 1, --callbacks 1 to {MAX_CALLBACKS}")
+    return options
+
+
+@program
+def main(arguments: Sequence[str] | None = None) -> None:
+    """Run the measurement, print a table and write the JSON file."""
+    options = parse_options(arguments)
     device = open_device()
-    names = [n for n in dict.fromkeys([BASELINE, *options.transports]) if not unavailable(n)]
+    names = dict.fromkeys([BASELINE, *options.transports])
+    available = [name for name in names if not unavailable(name)]
     with ExitStack() as stack:
-        arms = [
-            stack.enter_context(closing(Arm(device, name, n)))
-            for n in options.callbacks
-            for name in names
+        graphs = [
+            stack.enter_context(closing(TransportGraph(device, name, callbacks)))
+            for callbacks in options.callbacks
+            for name in available
         ]
-        result = report(device, measure(arms, options.samples, options.python, options.limit_s))
-    print(table(result))
+        measurements = measure(graphs, options.samples, options.python, options.limit_s)
+        report = make_report(device, measurements)
+    print(table(report))
     if options.json:
-        options.json.write_text(json.dumps(result, indent=1) + "\n")
+        options.json.write_text(json.dumps(report, indent=1) + "\n")
 
 
 if __name__ == "__main__":

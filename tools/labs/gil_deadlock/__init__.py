@@ -1,1 +1,1 @@
-"""Which driver calls that keep the GIL hang against which callbacks."""
+"""Deadlocks between the GIL and the locks of a CUDA driver."""

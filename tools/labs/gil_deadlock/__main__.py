@@ -1,24 +1,27 @@
-"""The deadlock laboratory: which driver calls that keep the GIL hang against which callbacks.
+"""Test which driver calls that hold the GIL deadlock with which callbacks.
 
-A thread holds the GIL and is inside a driver call; a host function that the driver calls, or a
-worker that the device waits for, wants the GIL. Whether nothing ends that depends on what the
-driver call waits for. Real drivers do not document their locks; the soft device can model what was
-reported of them (SOFTCUDA_LOCK_MODEL): 0 none, 1 a context lock is held while a host function runs,
-2 enqueueing a host function waits for the one in flight on the stream, 4 the first launch of a
-kernel synchronises the context. Every cell runs in a child process of its own. Its verdict:
+    python -m graft.tools.labs.gil_deadlock [--short] [--case PATTERN:TRANSPORT:MODEL[:released]]
 
-completes   and no order of events could have made it hang
-potential   it completed, but the GIL and the driver were asked for in both orders: the soft
-            device's lock-order watch saw a cycle
-hangs       the child was ended by the watchdog, which reports both sides' stacks
-released    it hung until the mailbox's own deadline let the device go on, with a typed error
+A thread makes a driver call while holding the GIL. A host function that the driver calls, or a
+worker that the device waits for, needs the GIL. Whether that deadlocks depends on what the driver
+call waits for. Drivers do not document their locks; the soft device models what has been reported
+about them (SOFTCUDA_LOCK_MODEL):
 
-On CUDA hardware there is no axis of lock models and no watch: what happens is what is told.
-Usage::
+0   no locks
+1   a context lock is held while a host function runs
+2   enqueueing a host function waits for the one that is running on the stream
+4   the first launch of a kernel synchronizes the context
 
-    python -m graft.tools.labs.gil_deadlock [--short] [--cell PATTERN:TRANSPORT:MODEL[:released]]
+Each case runs in its own child process and has one of these outcomes:
 
-The exit status is 0 when every verdict on the soft device is the one that follows from the models.
+completes   it completed, and no order of events could have deadlocked
+potential   it completed, but the GIL and the driver were requested in both orders: the lock-order
+            detector of the soft device found a cycle
+hangs       the watchdog ended the child and reported the stacks of both sides
+released    it hung until the mailbox's deadline let the device continue with a typed error
+
+On CUDA hardware there are neither lock models nor a detector, and no outcome is expected. The exit
+status is 0 if every outcome on the soft device is the one that follows from the lock models.
 """
 
 from __future__ import annotations
@@ -40,43 +43,59 @@ from tqdm import tqdm
 
 from graft.cudagraph import chooser
 from graft.tools import watch
-from graft.tools.labs.gil_deadlock.cell import (
-    ASKING,
-    MODELS,
+from graft.tools.labs.gil_deadlock.case import (
+    GIL_TRANSPORTS,
+    LOCK_MODELS,
     PATTERNS,
-    RELEASED,
+    RELEASED_STATUS,
     TRANSPORTS,
-    Cell,
+    Case,
     unavailable,
 )
-from graft.tools.report import table as columns
+from graft.tools.report import table as format_table
 
 COMPLETES = "completes"
 POTENTIAL = "potential"
 HANGS = "hangs"
-FREED = "released"
+RELEASED = "released"
 FAILED = "failed"
-#: A driver call or host function that lasts so long is stuck. A mailbox's own deadline comes first.
+NOT_RUN = "-"
+#: Seconds after which the soft device's watchdog ends a driver call or host function. The limit for
+#: mailboxes exceeds their deadline.
 WATCHDOG_S = 2
 MAILBOX_WATCHDOG_S = 60
-#: On CUDA hardware a child that lasts so long hangs.
+#: Seconds after which a child on CUDA hardware counts as hanging.
 CUDA_LIMIT_S = 30.0
 CHILD_LIMIT_S = 200.0
 CUDA_MODEL = -1
-#: The deadlock, its two cures, and the same without a driver lock.
+#: The deadlock; two ways to avoid it; and the same calls without a driver lock.
 SHORT = (
-    Cell("alloc", "python", 1),
-    Cell("alloc", "python", 1, held=False),
-    Cell("alloc", "native", 1),
-    Cell("alloc", "python", 0),
+    Case("alloc", "python", 1),
+    Case("alloc", "python", 1, gil_held=False),
+    Case("alloc", "native", 1),
+    Case("alloc", "python", 0),
 )
 
 
 @dataclass(frozen=True)
-class Verdict:
-    """What a cell came to, and why."""
+class Result:
+    """Result of a case.
 
-    cell: Cell
+    Attributes
+    ----------
+    case
+        The case.
+    outcome
+        Outcome; see the module's docstring.
+    expected
+        Expected outcome; empty if there is none, on CUDA hardware or without a required package.
+    seconds
+        Duration.
+    report
+        Error output, edges of the lock-order detector, or why the case was not run.
+    """
+
+    case: Case
     outcome: str
     expected: str
     seconds: float
@@ -84,184 +103,205 @@ class Verdict:
 
     @property
     def as_expected(self) -> bool:
-        """True also where nothing is expected: on CUDA hardware, or without a package."""
+        """Whether the outcome is the expected one, or none is expected."""
         return self.expected in ("", self.outcome)
 
 
-def expected(cell: Cell) -> str:
-    """What a cell must come to on the soft device, by the models alone.
+def expected_outcome(case: Case) -> str:
+    """Return the outcome that follows from the lock model of the soft device.
 
-    A call made with the GIL hangs if it waits for what cannot go on without the GIL; otherwise it
-    completes, and is a potential deadlock where it asked for a lock or for device work that
-    somebody who asks for the GIL holds. A mailbox's worker holds no lock of the driver, only the
-    device's progress, and its deadline ends every wait.
+    A call with the GIL held hangs if it waits for something that needs the GIL. Otherwise it
+    completes, and it is a potential deadlock if it requests a lock or device work whose holder
+    requests the GIL. A mailbox worker holds no driver lock and blocks only the device's progress,
+    and the mailbox's deadline ends every wait.
     """
-    if unavailable(cell.transport):
+    if unavailable(case.transport):
         return ""
-    if not cell.held or cell.transport not in ASKING:
+    if not case.gil_held or case.transport not in GIL_TRANSPORTS:
         return COMPLETES
-    mailbox = cell.transport == "mailbox-python"
-    waits_for_device = cell.pattern == "copy" or (cell.pattern == "first-launch" and cell.model & 4)
-    waits_for_lock = not mailbox and (
-        cell.model & 1 or (cell.pattern == "hostfunc" and cell.model & 2)
-    )
-    if waits_for_device or waits_for_lock:
-        return FREED if mailbox else HANGS
-    # The first launch of a kernel may wait for the device, says the documentation.
-    return COMPLETES if mailbox and cell.pattern != "first-launch" else POTENTIAL
+    is_mailbox = case.transport == "mailbox-python"
+    is_first_launch = case.pattern == "first-launch"
+    waits_for_device = case.pattern == "copy" or (is_first_launch and case.model & 4)
+    waits_for_lock = case.model & 1 or (case.pattern == "hostfunc" and case.model & 2)
+    if waits_for_device or (waits_for_lock and not is_mailbox):
+        return RELEASED if is_mailbox else HANGS
+    # According to the documentation, the first launch of a kernel may wait for the device.
+    return COMPLETES if is_mailbox and not is_first_launch else POTENTIAL
 
 
-def matrix(soft: bool) -> list[Cell]:
-    """Every cell."""
-    models = MODELS if soft else (CUDA_MODEL,)
-    return [
-        Cell(pattern, transport, model)
-        for model in models
-        for pattern in PATTERNS
-        for transport in TRANSPORTS
-    ]
+def all_cases(soft: bool) -> list[Case]:
+    """Return all cases with the GIL held."""
+    models = LOCK_MODELS if soft else (CUDA_MODEL,)
+    combinations = itertools.product(models, PATTERNS, TRANSPORTS)
+    return [Case(pattern, transport, model) for model, pattern, transport in combinations]
 
 
-def play(cell: Cell, soft: bool = True) -> Verdict:
-    """Run one cell in a child process and judge how it ended."""
-    lacking = unavailable(cell.transport)
-    if lacking:
-        return Verdict(cell, "-", "", 0.0, lacking)
-    begun = time.monotonic()
+# Run ----------------------------------------------------------------------------------------------
+
+
+def run_case(case: Case, soft: bool = True) -> Result:
+    """Run a case in a child process."""
+    reason = unavailable(case.transport)
+    if reason:
+        return Result(case, NOT_RUN, "", 0.0, reason)
+    start = time.monotonic()
     with tempfile.TemporaryDirectory(prefix="graft-deadlock-") as folder:
         path = Path(folder) / "edges.jsonl"
-        env = {
-            **os.environ,
-            "GRAFT_DEVICE": "soft" if soft else "cuda",
-            "CUDA_MODULE_LOADING": "LAZY",
-        }
-        if soft:
-            mailbox = cell.transport.startswith("mailbox")
-            env |= {
-                "SOFTCUDA_LOCK_MODEL": str(cell.model),
-                "SOFTCUDA_WATCH": str(path),
-                "SOFTCUDA_WATCHDOG": str(MAILBOX_WATCHDOG_S if mailbox else WATCHDOG_S),
-            }
-        command = [sys.executable, "-m", f"{__package__}.cell", cell.name]
         child = subprocess.Popen(
-            command,
+            [sys.executable, "-m", f"{__package__}.case", case.name],
             text=True,
-            env=env,
+            env=_child_environment(case, soft, path),
             stdout=subprocess.DEVNULL,
             stderr=subprocess.PIPE,
             start_new_session=True,
         )
-        overdue = False
+        timed_out = False
         try:
             _, errors = child.communicate(timeout=CHILD_LIMIT_S if soft else CUDA_LIMIT_S)
         except subprocess.TimeoutExpired:
-            overdue = True
+            timed_out = True
             os.killpg(child.pid, signal.SIGKILL)
             _, errors = child.communicate()
-        seen = watch.read(path)
-    seconds = time.monotonic() - begun
-    outcome = FAILED
+        edges = watch.read_report(path)
+    seconds = time.monotonic() - start
     report = errors.strip()
-    if child.returncode == watch.WATCHDOG_STATUS or (overdue and not soft):
+    outcome = FAILED
+    if child.returncode == watch.WATCHDOG_STATUS or (timed_out and not soft):
         outcome = HANGS
-    elif child.returncode == RELEASED:
-        outcome = FREED
+    elif child.returncode == RELEASED_STATUS:
+        outcome = RELEASED
     elif child.returncode == 0:
-        outcome = POTENTIAL if seen.cycle else COMPLETES
+        outcome = POTENTIAL if edges.cycle else COMPLETES
     if outcome == POTENTIAL:
-        report = watch.show(seen)
-    elif overdue:
-        report = f"ended after {seconds:.0f} s\n{report}"
-    return Verdict(cell, outcome, expected(cell) if soft else "", seconds, report)
+        report = watch.format_report(edges)
+    elif timed_out:
+        report = f"killed after {seconds:.0f} s\n{report}"
+    return Result(case, outcome, expected_outcome(case) if soft else "", seconds, report)
 
 
-def play_all(cells: Sequence[Cell], soft: bool, jobs: int) -> list[Verdict]:
-    """Play cells, ``jobs`` at a time; the longest first would gain little and read badly."""
+def _child_environment(case: Case, soft: bool, edges: Path) -> dict[str, str]:
+    """Return the environment of a child; `edges` is the detector's output file."""
+    environment = {
+        **os.environ,
+        "GRAFT_DEVICE": "soft" if soft else "cuda",
+        "CUDA_MODULE_LOADING": "LAZY",
+    }
+    if soft:
+        is_mailbox = case.transport.startswith("mailbox")
+        environment |= {
+            "SOFTCUDA_LOCK_MODEL": str(case.model),
+            "SOFTCUDA_WATCH": str(edges),
+            "SOFTCUDA_WATCHDOG": str(MAILBOX_WATCHDOG_S if is_mailbox else WATCHDOG_S),
+        }
+    return environment
+
+
+def run_all(cases: Sequence[Case], soft: bool, jobs: int) -> list[Result]:
+    """Run cases, at most `jobs` of them at a time."""
     with ThreadPoolExecutor(jobs) as pool:
-        found = pool.map(lambda cell: play(cell, soft), cells)
-        return list(tqdm(found, total=len(cells), unit="cell", disable=None))
+        results = pool.map(lambda case: run_case(case, soft), cases)
+        return list(tqdm(results, total=len(cases), unit="case", disable=None))
 
 
-def mark(verdict: Verdict | None) -> str:
-    """A verdict as an entry of the table; "!" where it is not the expected one."""
-    if verdict is None:
+# Report -------------------------------------------------------------------------------------------
+
+
+def _format_outcome(result: Result | None) -> str:
+    if result is None:
         return ""
-    return verdict.outcome if verdict.as_expected else f"{verdict.outcome} !"
+    return result.outcome if result.as_expected else f"{result.outcome} !"
 
 
-def table(verdicts: Iterable[Verdict]) -> str:
-    """The verdicts, a row per pattern and transport, a column per lock model."""
-    found = {(v.cell.pattern, v.cell.transport, v.cell.model): v for v in verdicts if v.cell.held}
+def table(results: Iterable[Result]) -> str:
+    """Return a table with a row per pattern and transport and a column per lock model.
+
+    Unexpected outcomes are marked with "!".
+    """
+    found = {
+        (result.case.pattern, result.case.transport, result.case.model): result
+        for result in results
+        if result.case.gil_held
+    }
     models = sorted({model for _, _, model in found})
-    rows = [
-        [
-            "driver call with the GIL",
-            "callback by",
-            *("as it is" if model == CUDA_MODEL else f"model {model}" for model in models),
-        ]
-    ]
+    titles = ["as it is" if model == CUDA_MODEL else f"model {model}" for model in models]
+    rows = [["driver call with the GIL", "callback by", *titles]]
     for pattern, transport in itertools.product(PATTERNS, TRANSPORTS):
         row = [found.get((pattern, transport, model)) for model in models]
         if any(row):
-            rows.append([pattern, transport, *map(mark, row)])
-    lacking = sorted({f"-: {v.report}" for v in found.values() if v.outcome == "-"})
-    return "\n".join([columns(rows, left=len(rows[0])), *lacking])
+            rows.append([pattern, transport, *map(_format_outcome, row)])
+    reasons = {f"-: {result.report}" for result in found.values() if result.outcome == NOT_RUN}
+    return "\n".join([format_table(rows, left=len(rows[0])), *sorted(reasons)])
 
 
-def details(verdicts: Iterable[Verdict]) -> str:
-    """Every verdict with its report."""
+def details(results: Iterable[Result]) -> str:
+    """Return every result with its report."""
     lines: list[str] = []
-    for v in verdicts:
-        mark = "" if v.as_expected else f", EXPECTED {v.expected}"
+    for result in results:
+        case = result.case
+        note = "" if result.as_expected else f", EXPECTED {result.expected}"
+        gil = "held" if case.gil_held else "released"
         lines.append(
-            f"{v.cell.name:<32} {v.outcome}{mark} ({v.seconds:.1f} s): "
-            f"{PATTERNS[v.cell.pattern]}, GIL {'held' if v.cell.held else 'released'}"
+            f"{case.name:<32} {result.outcome}{note} ({result.seconds:.1f} s): "
+            f"{PATTERNS[case.pattern]}, GIL {gil}"
         )
-        if v.outcome != COMPLETES:
-            lines += [f"    {line}" for line in v.report.splitlines()]
+        if result.outcome != COMPLETES:
+            lines += [f"    {line}" for line in result.report.splitlines()]
     return "\n".join(lines)
 
 
-def parse_cell(text: str) -> Cell:
-    """A cell by its name, for argparse."""
-    parts = text.split(":")
-    held = parts[-1] != "released"
-    pattern, transport, model = parts if held else parts[:-1]
-    if pattern not in PATTERNS or transport not in TRANSPORTS:
-        raise ValueError(text)
-    return Cell(pattern, transport, int(model), held)
+# Program ------------------------------------------------------------------------------------------
 
 
-def main(arguments: Sequence[str] | None = None) -> int:
-    """Play cells; returns 0 when every verdict is the expected one."""
-    parser = argparse.ArgumentParser(description="The matrix of GIL deadlocks.")
+def parse_case(name: str) -> Case:
+    """Parse an argument of ``--case``."""
+    try:
+        return Case.parse(name)
+    except ValueError:
+        raise argparse.ArgumentTypeError(
+            f"{name!r} is not PATTERN:TRANSPORT:MODEL[:released] with a known pattern and transport"
+        ) from None
+
+
+def parse_options(arguments: Sequence[str] | None) -> argparse.Namespace:
+    """Parse the command line."""
+    parser = argparse.ArgumentParser(
+        prog="python -m graft.tools.labs.gil_deadlock",
+        description="Test which driver calls deadlock with which callbacks.",
+    )
     parser.add_argument(
-        "--cell",
-        type=parse_cell,
+        "--case",
+        type=parse_case,
         action="append",
-        help="only this, with its report: "
+        help="run only this case and print its report: "
         f"{{{','.join(PATTERNS)}}}:{{{','.join(TRANSPORTS)}}}:MODEL[:released]",
     )
     parser.add_argument(
         "--short",
         action="store_true",
-        help="only the deadlock, its two cures and the control, with reports",
+        help="run only the deadlock, two ways to avoid it and a control, and print reports",
     )
-    parser.add_argument("--jobs", type=int, default=2, help="cells at a time (default %(default)s)")
+    parser.add_argument("--jobs", type=int, default=2, help="cases at a time (default %(default)s)")
     options = parser.parse_args(arguments)
     if options.jobs < 1:
         parser.error(f"--jobs must be at least 1, not {options.jobs}")
+    return options
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run cases and print the results; return 1 if an outcome is unexpected."""
+    options = parse_options(arguments)
     soft = chooser.choose(os.environ.get("GRAFT_DEVICE", "auto"))[0] == "soft"
-    cells = options.cell or (SHORT if options.short else matrix(soft))
-    verdicts = play_all(cells, soft, min(options.jobs, len(cells)))
-    print(details(verdicts) if options.cell or options.short else table(verdicts))
-    wrong = [v for v in verdicts if not v.as_expected]
-    print(
-        "\n" + details(wrong)
-        if wrong and not (options.cell or options.short)
-        else f"{len(verdicts)} cells, {len(wrong)} unexpected"
-    )
-    return 1 if wrong else 0
+    cases = options.case or (SHORT if options.short else all_cases(soft))
+    results = run_all(cases, soft, min(options.jobs, len(cases)))
+    unexpected = [result for result in results if not result.as_expected]
+    if options.case or options.short:
+        print(details(results))
+    else:
+        print(table(results))
+        if unexpected:
+            print(f"\n{details(unexpected)}")
+    print(f"{len(results)} cases, {len(unexpected)} unexpected")
+    return 1 if unexpected else 0
 
 
 if __name__ == "__main__":
