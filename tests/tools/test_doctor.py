@@ -19,7 +19,7 @@ from graft.tools import cli, doctor, watch
 def test_doctor_reports_healthy_environment(capsys):
     """The environment of the tests lacks nothing; the report is JSON."""
     assert cli.main(["doctor", "--limit", "5"]) == 2
-    assert "--limit goes with --watch" in capsys.readouterr().err
+    assert "--limit requires --watch" in capsys.readouterr().err
     assert cli.main(["doctor", "--json"]) == 0
     report = json.loads(capsys.readouterr().out)
     found = {finding["name"]: finding for finding in report["findings"]}
@@ -184,9 +184,7 @@ def test_watch_ignores_slow_native_host_functions(program, capfd):
 
 def test_watch_finds_no_cycle_with_python_callbacks_alone(program):
     """Callbacks of every kind request the GIL, but no driver call holds it."""
-    report, status = watch.watch(
-        [
-            program("""
+    path = program("""
         lane.host(callback)
         lane.mailbox(callback)
         replay(3)
@@ -194,10 +192,10 @@ def test_watch_finds_no_cycle_with_python_callbacks_alone(program):
         data.to_host()
         data.close()
     """)
-        ],
-        LIMIT_S,
-    )
-    assert status == 0 and report.verdict == "none" and report.processes == 1
+    report, status = watch.run_watched([path], LIMIT_S)
+    assert status == 0
+    assert report.verdict == "none"
+    assert report.processes == 1
     assert {tuple(edge.holds) for edge in report.edges} == {
         ("driver lock", "device work"),
         ("device work",),
@@ -213,28 +211,17 @@ def test_watch_mailbox_worker_holds_device_work_only(program):
         replay(1)
         call_holding_gil()
     """
-    assert watch.watch([program(code)], LIMIT_S)[0].verdict == "none"
-    report, _ = watch.watch(
-        [
-            program(
-                code
-                + """
+    report, _ = watch.run_watched([program(code)], LIMIT_S)
+    assert report.verdict == "none"
+    wait = """
         holding_gil.cuStreamSynchronize(ctypes.c_void_p(stream.handle))
     """
-            )
-        ],
-        LIMIT_S,
-    )
-    assert report.verdict == "potential" and report.cycle == ["device work"]
+    report, _ = watch.run_watched([program(code + wait)], LIMIT_S)
+    assert report.verdict == "potential"
+    assert report.cycle == ["device work"]
 
 
-def test_watch_works_without_graft_and_after_exit(program):
-    """A program that uses cuda.bindings and ctypes only. Edges are recorded even if it ends by
-    ``os._exit``."""
-    report, status = watch.watch(
-        [
-            program(
-                """
+PROGRAM_WITHOUT_GRAFT = """
         import ctypes, os
         from cuda.bindings import driver as cu
         cu.cuInit(0)
@@ -250,12 +237,14 @@ def test_watch_works_without_graft_and_after_exit(program):
             ctypes.PyDLL("libcuda.so.1").cuCtxSynchronize()
         synchronize_holding_gil()
         os._exit(0)
-    """,
-                prelude="",
-            )
-        ],
-        LIMIT_S,
-    )
+"""
+
+
+def test_watch_works_without_graft_and_after_exit(program):
+    """A program that uses cuda.bindings and ctypes only. Edges are recorded even if it ends by
+    ``os._exit``."""
+    path = program(PROGRAM_WITHOUT_GRAFT, prelude="")
+    report, status = watch.run_watched([path], LIMIT_S)
     assert status == 0
     assert report.verdict == "potential"
     assert report.cycle == ["device work"]
@@ -302,7 +291,7 @@ def test_watch_variable_records_edges_without_the_tool(program, tmp_path):
     code = program("call_holding_gil()")
     for _ in range(2):
         subprocess.run([sys.executable, code], env=env, check=True)
-    report = watch.read(path)
+    report = watch.read_report(path)
     assert report.processes == 2 and report.verdict == "none"
     assert [edge.at for edge in report.edges] == ["cuMemGetInfo"] * 2
 
@@ -311,11 +300,11 @@ def test_watch_rejects_invalid_commands(program, capfd, tmp_path):
     """A missing or unknown program, an invalid limit, and a program that opens no device."""
     for command in ([], ["no-such-program"], ["--limit", "5"], ["--limit", "soon", "-c", "0"]):
         assert cli.main(["doctor", "--watch", *command]) == 2
-        assert re.search("no program|takes seconds", capfd.readouterr().err)
+        assert re.search("no program|must be a number of seconds", capfd.readouterr().err)
     assert cli.main(["doctor", "--watch", "-c", "print('hello')"]) == watch.UNSEEN
     assert "did not open the soft device" in capfd.readouterr().err
     with pytest.raises(OptionError, match="at least 1"):
-        watch.watch(["-c", "0"], 0)
+        watch.run_watched(["-c", "0"], 0)
 
 
 @pytest.mark.parametrize("status", [2, 3, 4])
