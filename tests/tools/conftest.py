@@ -1,4 +1,4 @@
-"""A server of the demo model, and a client of it."""
+"""Fixtures: an engine of the demo model, a server of it, and a client."""
 
 import pytest
 
@@ -9,7 +9,7 @@ from graft.tools.demo_model import demo_model
 
 @pytest.fixture(scope="module")
 def engine():
-    """The demo model, eight rows; servers of a module follow each other before it."""
+    """An engine of the demo model with eight slots. At the end it must hold no resources."""
     with Engine(
         *demo_model(),
         max_batch_size=8,
@@ -17,7 +17,7 @@ def engine():
         limits=Limits(grammar_bytes=4096, waiting=100),
     ) as made:
         yield made
-        made.settle()
+        made.synchronize()
         assert made.counters()["held"] == {
             "slots": 0,
             "leaving_slots": 0,
@@ -29,16 +29,16 @@ def engine():
 
 @pytest.fixture(scope="module")
 def server(engine):
-    """What most tests ask."""
-    from serving_util import serving
+    """A server of the engine that requires an API key."""
+    from serving_util import run_server
 
-    with serving(engine, api_key="key", body_bytes=20_000) as made:
+    with run_server(engine, api_key="key", max_body_bytes=20_000) as made:
         yield made
 
 
 @pytest.fixture(scope="module")
 def client(server):
-    """OpenAI's client, which does not try twice."""
+    """OpenAI's client without retries."""
     import openai
 
     with openai.OpenAI(base_url=server.url, api_key="key", max_retries=0) as made:

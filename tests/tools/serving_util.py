@@ -1,4 +1,4 @@
-"""Servers to ask, what to ask them, and a crowd that asks."""
+"""Helpers for server tests: a server in a thread, requests, and a load of concurrent requests."""
 
 import asyncio
 import contextlib
@@ -10,8 +10,8 @@ import openai
 
 from graft.tools.demo_prompts import demo_prompts
 from graft.tools.serve.app import Service, Settings
-from graft.tools.serve.command import bound
-from graft.tools.serve.driver import Driver
+from graft.tools.serve.command import bind_socket
+from graft.tools.serve.engine_driver import EngineDriver
 from graft.tools.serve.server import Server
 from graft.tools.validity import is_valid
 
@@ -21,14 +21,24 @@ PERSON = {
     "required": ["name", "age"],
     "additionalProperties": False,
 }
-ASKED = "Extract the fields.\nname: Olga Novak; age: 42"
+PROMPT = "Extract the fields.\nname: Olga Novak; age: 42"
+#: Fields that the client library passes in `extra_body`.
+EXTRA_FIELDS = (
+    "structured_outputs",
+    "top_k",
+    "guided_regex",
+    "min_tokens",
+    "repetition_penalty",
+    "priority",
+    "nonsense",
+)
 
 
 @contextlib.contextmanager
-def serving(engine, drain_s=20.0, **settings):
-    """A server of the engine, in a thread; it is let go in the end."""
-    service = Service(Driver(engine), Settings("demo", **settings))
-    server = Server(service, bound("127.0.0.1", 0), drain_s)
+def run_server(engine, drain_s=20.0, **settings):
+    """Run a server of the engine in a thread; it is drained at the end."""
+    service = Service(EngineDriver(engine), Settings("demo", **settings))
+    server = Server(service, bind_socket("127.0.0.1", 0), drain_s)
     thread = threading.Thread(target=server.start)
     thread.start()
     try:
@@ -40,103 +50,98 @@ def serving(engine, drain_s=20.0, **settings):
         assert not thread.is_alive()
 
 
-def wait_for(true, seconds=20.0):
-    """Until something holds."""
+def wait_for(condition, seconds=20.0):
+    """Wait until a condition holds."""
     end = time.monotonic() + seconds
-    while not true():
+    while not condition():
         assert time.monotonic() < end
         time.sleep(0.01)
 
 
-def form(schema):
-    """A schema as response_format."""
+def response_format(schema):
+    """Return a JSON schema as response_format."""
     return {"type": "json_schema", "json_schema": {"name": "x", "schema": schema}}
 
 
-def ask(client, **fields):
-    """A chat of one message; what the client does not know goes beside."""
-    extra = {
-        key: fields.pop(key)
-        for key in (
-            "structured_outputs",
-            "top_k",
-            "guided_regex",
-            "min_tokens",
-            "repetition_penalty",
-            "priority",
-            "nonsense",
-        )
-        if key in fields
-    }
-    fields = {
+def chat(client, **fields):
+    """Send a chat completion request of one message."""
+    extra = {key: fields.pop(key) for key in EXTRA_FIELDS if key in fields}
+    defaults = {
         "model": "demo",
-        "messages": [{"role": "user", "content": ASKED}],
+        "messages": [{"role": "user", "content": PROMPT}],
         "temperature": 0,
         "max_tokens": 80,
-    } | fields
-    return client.chat.completions.create(**fields, extra_body=extra)
+    }
+    return client.chat.completions.create(**defaults | fields, extra_body=extra)
 
 
-WRONG = [{"nonsense": 1}, {"temperature": -1}, {"response_format": form({"type": "nothing"})}]
+INVALID = [
+    {"nonsense": 1},
+    {"temperature": -1},
+    {"response_format": response_format({"type": "nothing"})},
+]
 
 
-def crowd():
-    """What a crowd asks: prompts, and the fields of their calls."""
-    draw = random.Random(1)
-    return [
-        (
-            p,
-            {
-                "messages": [{"role": "user", "content": p.text}],
-                "seed": draw.randrange(99),
-                "temperature": draw.choice([0, 0.7, 1.3]),
-                "max_tokens": 100,
-                **(
-                    {}
-                    if p.grammar is None
-                    else {"response_format": form(p.grammar.schema)}
-                    if p.grammar.schema
-                    else {"structured_outputs": {"regex": p.grammar.text}}
-                ),
-            },
-        )
-        for p in demo_prompts() * 4
-    ]
+def load_requests():
+    """Return the requests of a load test: pairs of the demo prompt and the API fields."""
+    rng = random.Random(1)
+    requests = []
+    for prompt in demo_prompts() * 4:
+        fields = {
+            "messages": [{"role": "user", "content": prompt.text}],
+            "seed": rng.randrange(99),
+            "temperature": rng.choice([0, 0.7, 1.3]),
+            "max_tokens": 100,
+        }
+        if prompt.grammar is not None and prompt.grammar.schema:
+            fields["response_format"] = response_format(prompt.grammar.schema)
+        elif prompt.grammar is not None:
+            fields["structured_outputs"] = {"regex": prompt.grammar.text}
+        requests.append((prompt, fields))
+    return requests
 
 
-async def one_of_crowd(client, turns, asked, number):
-    """A call's text and end; every tenth is given up, every twentieth wrong."""
-    fields = asked[number % len(asked)][1]
-    stream = number % 10 == 3 or number % 2 == 0
-    async with turns:
+async def send_numbered(client, slots, requests, number):
+    """Send one request of a load test and return its text and finish reason.
+
+    Every tenth request is closed early, and every twentieth is invalid.
+    """
+    fields = requests[number % len(requests)][1]
+    closes_early = number % 10 == 3
+    stream = closes_early or number % 2 == 0
+    async with slots:
         if number % 20 == 7:
             try:
-                await ask(client, **fields | WRONG[number % 3])
+                await chat(client, **fields | INVALID[number % 3])
             except openai.BadRequestError:
-                return "", "wrong"
-        said = await ask(client, **fields, stream=stream)
+                return "", "invalid"
+        response = await chat(client, **fields, stream=stream)
         if not stream:
-            return said.choices[0].message.content, said.choices[0].finish_reason
+            choice = response.choices[0]
+            return choice.message.content, choice.finish_reason
         text = ""
-        async for piece in said:
-            text += piece.choices[0].delta.content or ""
-            if number % 10 == 3:
-                await said.close()
-                return text, "given up"
-        return text, piece.choices[0].finish_reason
+        async for chunk in response:
+            text += chunk.choices[0].delta.content or ""
+            if closes_early:
+                await response.close()
+                return text, "closed"
+        return text, chunk.choices[0].finish_reason
 
 
-async def heard_by_crowd(url, asked, count, meanwhile=None):
-    """What so many calls hear, 32 at once; `meanwhile` is told of the number of each that ends."""
-    turns = asyncio.Semaphore(32)
+async def run_load(url, requests, count, on_end=None):
+    """Send `count` requests, 32 at a time, and return their texts and finish reasons.
 
-    async def one(client, number):
-        heard = await one_of_crowd(client, turns, asked, number)
-        if meanwhile is not None:
-            meanwhile(number)
-        return heard
+    `on_end` is called with the number of each request that has ended.
+    """
+    slots = asyncio.Semaphore(32)
 
-    # No connection is used twice: it may end by age just when the next call begins.
+    async def send(client, number):
+        result = await send_numbered(client, slots, requests, number)
+        if on_end is not None:
+            on_end(number)
+        return result
+
+    # Connections are not reused: one could time out just when the next request is sent.
     async with openai.AsyncOpenAI(
         base_url=url,
         api_key="-",
@@ -144,25 +149,26 @@ async def heard_by_crowd(url, asked, count, meanwhile=None):
         timeout=600.0,
         default_headers={"connection": "close"},
     ) as client:
-        return await asyncio.gather(*(one(client, i) for i in range(count)))
+        return await asyncio.gather(*(send(client, i) for i in range(count)))
 
 
-def alone(url, asked):
-    """The answers of calls that are made one by one."""
+def run_sequentially(url, requests):
+    """Return the choices of requests that are sent one after the other."""
     with openai.OpenAI(base_url=url, api_key="-", max_retries=0) as client:
-        return [ask(client, **fields).choices[0] for _, fields in asked]
+        return [chat(client, **fields).choices[0] for _, fields in requests]
 
 
-def check_crowd(asked, lone, heard):
-    """Every answer is that of its lone run, and guided ones that ended are valid."""
-    for number, (text, finish) in enumerate(heard):
-        prompt = asked[number % len(asked)][0]
-        own = lone[number % len(asked)]
-        if finish == "given up":
-            assert own.message.content.startswith(text)
-        elif finish != "wrong":
-            assert (text, finish) == (own.message.content, own.finish_reason)
-            if prompt.grammar is not None and finish == "stop":
+def check_load(requests, sequential, results):
+    """Check that each response equals its sequential one, and that complete ones are valid."""
+    for number, (text, finish_reason) in enumerate(results):
+        prompt = requests[number % len(requests)][0]
+        expected = sequential[number % len(requests)]
+        if finish_reason == "closed":
+            assert expected.message.content.startswith(text)
+        elif finish_reason != "invalid":
+            assert (text, finish_reason) == (expected.message.content, expected.finish_reason)
+            if prompt.grammar is not None and finish_reason == "stop":
                 assert is_valid(prompt.grammar, text)
-    counts = [sum(f == kind for _, f in heard) for kind in ("given up", "wrong")]
-    assert counts == [len(heard) // 10, len(heard) // 20]
+    reasons = [reason for _, reason in results]
+    assert reasons.count("closed") == len(results) // 10
+    assert reasons.count("invalid") == len(results) // 20

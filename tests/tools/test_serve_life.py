@@ -1,4 +1,4 @@
-"""The endpoint's life: many at once, who leaves, what fails, and how it ends."""
+"""Server lifecycle: concurrency, disconnects, overload, draining, engine failure, startup."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ import pytest
 
 from graft.tools import cli
 from graft.tools.bench import serving as serving_bench
-from graft.tools.serve.command import bound
+from graft.tools.serve.command import bind_socket
 
 for package in ("starlette", "uvicorn", "prometheus_client"):
     pytest.importorskip(package, reason="the extra serve is not installed")
@@ -26,152 +26,151 @@ httpx = pytest.importorskip("httpx", reason="the package httpx is not installed"
 
 from serving_util import (  # noqa: E402
     PERSON,
-    alone,
-    ask,
-    check_crowd,
-    crowd,
-    form,
-    heard_by_crowd,
-    serving,
+    chat,
+    check_load,
+    load_requests,
+    response_format,
+    run_load,
+    run_sequentially,
+    run_server,
     wait_for,
 )
 
-WEB = httpx.Client(verify=False)
-LONG = {"prompt": "a", "max_tokens": 400, "logit_bias": {"3": -1000}, "temperature": 0}
+HTTP = httpx.Client(verify=False)
+LONG_REQUEST = {"prompt": "a", "max_tokens": 400, "logit_bias": {"3": -1000}, "temperature": 0}
 
 
-def test_sixty_four_at_once_are_each_what_they_are_alone(engine, server):
-    """Sampled and greedy, guided and free: everybody gets what they would get alone."""
+def test_server_concurrent_requests_equal_sequential_ones(engine, server):
+    """64 requests: sampled and greedy, with and without structured output."""
     kinds = [{"seed": i, "temperature": 1.0} for i in range(4)] + [
         {"temperature": 0},
-        {"response_format": form(PERSON)},
+        {"response_format": response_format(PERSON)},
         {"structured_outputs": {"choice": ["red", "green"]}, "seed": 5, "temperature": 2.0},
     ]
-    asked = list(itertools.islice(itertools.cycle(kinds), 64))
+    requests = list(itertools.islice(itertools.cycle(kinds), 64))
 
-    async def all_at_once():
-        async with openai.AsyncOpenAI(base_url=server.url, api_key="key", max_retries=0) as made:
-            return await asyncio.gather(*(ask(made, **fields, max_tokens=24) for fields in asked))
+    async def send_all():
+        async with openai.AsyncOpenAI(base_url=server.url, api_key="key", max_retries=0) as client:
+            calls = [chat(client, **fields, max_tokens=24) for fields in requests]
+            return await asyncio.gather(*calls)
 
-    texts = [said.choices[0].message.content for said in asyncio.run(all_at_once())]
-    with openai.OpenAI(base_url=server.url, api_key="key") as made:
-        alone = [ask(made, **fields, max_tokens=24).choices[0].message.content for fields in kinds]
-    assert texts == list(itertools.islice(itertools.cycle(alone), 64))
+    texts = [response.choices[0].message.content for response in asyncio.run(send_all())]
+    with openai.OpenAI(base_url=server.url, api_key="key") as client:
+        responses = [chat(client, **fields, max_tokens=24) for fields in kinds]
+    expected = [response.choices[0].message.content for response in responses]
+    assert texts == list(itertools.islice(itertools.cycle(expected), 64))
 
 
 @pytest.fixture
-def turns(engine, monkeypatch):
-    """The engine takes only as many steps as are released."""
-    allowed = threading.Semaphore(0)
+def steps(engine, monkeypatch):
+    """A semaphore: the engine runs as many steps as are released."""
+    released = threading.Semaphore(0)
     step = engine.step
 
     def wait_and_step():
-        allowed.acquire(timeout=30)
+        released.acquire(timeout=30)
         return step()
 
     monkeypatch.setattr(engine, "step", wait_and_step)
-    return allowed
+    return released
 
 
-def test_who_leaves_is_cancelled(server, client, turns):
-    """A stream that is closed, and a call that is given up, free their rows."""
+def test_server_cancels_requests_of_disconnected_clients(server, client, steps):
+    """Both a closed stream and a request that timed out at the client are cancelled."""
 
     def cancelled():
-        page = WEB.get(f"{server.url.removesuffix('/v1')}/metrics").text
+        page = HTTP.get(f"{server.url.removesuffix('/v1')}/metrics").text
         found = re.search(r'reason="cancelled"\} (\d+)', page)
         return int(found[1]) if found else 0
 
     driver = server.service.driver
     before = cancelled()
-    turns.release(4)
-    stream = client.completions.create(model="demo", stream=True, **LONG)
+    steps.release(4)
+    stream = client.completions.create(model="demo", stream=True, **LONG_REQUEST)
     next(iter(stream))
-    assert driver.open == 1
+    assert driver.open_requests == 1
     stream.close()
     with pytest.raises(openai.APITimeoutError):
-        client.with_options(timeout=0.3).completions.create(model="demo", **LONG)
-    wait_for(lambda: server.service.calls == 0)
-    assert driver.open == 0
-    turns.release(1000)
+        client.with_options(timeout=0.3).completions.create(model="demo", **LONG_REQUEST)
+    wait_for(lambda: server.service.api_requests == 0)
+    assert driver.open_requests == 0
+    steps.release(1000)
     wait_for(lambda: cancelled() == before + 2)
-    assert driver.open == 0
+    assert driver.open_requests == 0
 
 
-def test_a_full_house_says_so_and_a_leaving_one_ends_what_runs(engine, turns):
-    """One call too many gets a 429; a server that leaves takes no more, and finishes the others."""
+def test_server_returns_429_when_full_and_finishes_requests_while_draining(engine, steps):
     with (
-        serving(engine, waiting=-7) as server,
+        run_server(engine, max_waiting=-7) as server,
         openai.OpenAI(base_url=server.url, api_key="-", max_retries=0) as client,
     ):
-        turns.release(4)
-        pieces = iter(client.completions.create(model="demo", stream=True, **LONG))
-        next(pieces)
+        steps.release(4)
+        chunks = iter(client.completions.create(model="demo", stream=True, **LONG_REQUEST))
+        next(chunks)
         with pytest.raises(openai.RateLimitError) as full:
-            ask(client)
+            chat(client)
         assert full.value.response.headers["retry-after"] == "1"
         server.drain()
-        with pytest.raises(openai.InternalServerError, match="leaving"):
-            ask(client)
-        assert WEB.get(f"{server.url.removesuffix('/v1')}/health").status_code == 503
-        turns.release(1000)
-        assert [piece.choices[0].finish_reason for piece in pieces][-1] == "length"
+        with pytest.raises(openai.InternalServerError, match="shutting down"):
+            chat(client)
+        assert HTTP.get(f"{server.url.removesuffix('/v1')}/health").status_code == 503
+        steps.release(1000)
+        assert [chunk.choices[0].finish_reason for chunk in chunks][-1] == "length"
 
 
-def test_who_is_not_done_when_the_server_leaves_is_told(engine, turns):
-    """When the time to drain is up, a stream ends by an error."""
+def test_server_drain_timeout_ends_streams_with_error(engine, steps):
     with (
-        serving(engine, drain_s=0.0) as server,
+        run_server(engine, drain_s=0.0) as server,
         openai.OpenAI(base_url=server.url, api_key="-", max_retries=0) as client,
     ):
-        turns.release(4)
-        pieces = iter(client.completions.create(model="demo", stream=True, **LONG))
-        next(pieces)
+        steps.release(4)
+        chunks = iter(client.completions.create(model="demo", stream=True, **LONG_REQUEST))
+        next(chunks)
         server.drain()
         wait_for(lambda: server.should_exit)
-        turns.release(1000)
-        with pytest.raises(openai.APIError, match="the server is leaving"):
-            list(pieces)
+        steps.release(1000)
+        with pytest.raises(openai.APIError, match="the server is shutting down"):
+            list(chunks)
 
 
-def test_a_failed_engine_ends_every_call_and_is_told(engine, monkeypatch):
-    """Whoever waits gets an error, whoever comes a 503, and the pages say so."""
+def test_server_reports_engine_failure(engine, monkeypatch):
+    """Running and new requests get status 503, and the health page has the error."""
 
     def fail():
         raise RuntimeError("the device burns")
 
     with (
-        serving(engine) as server,
+        run_server(engine) as server,
         openai.OpenAI(base_url=server.url, api_key="-", max_retries=0) as client,
     ):
         monkeypatch.setattr(engine, "step", fail)
         for _ in range(2):
             with pytest.raises(openai.InternalServerError, match="the device burns") as caught:
-                ask(client)
+                chat(client)
             assert caught.value.status_code == 503
         root = server.url.removesuffix("/v1")
-        assert WEB.get(f"{root}/health").json() == {
+        assert HTTP.get(f"{root}/health").json() == {
             "status": "the device burns",
             "live": 0,
             "replicas": 1,
         }
-        assert 'graft_up{replica="0"} 0.0' in WEB.get(f"{root}/metrics").text
+        assert 'graft_up{replica="0"} 0.0' in HTTP.get(f"{root}/metrics").text
     monkeypatch.undo()
     while engine.busy:
         [engine.cancel(name) for name in list(engine._scheduler.unfinished)]
         engine.step()
 
 
-def test_the_command_names_what_it_lacks(monkeypatch, capsys):
-    """Without the extra's packages, or with an address that is taken, it is one sentence."""
-    with contextlib.closing(bound("127.0.0.1", 0)) as taken:
-        taken.listen()
-        port = str(taken.getsockname()[1])
+def test_serve_command_reports_missing_packages_and_used_addresses(monkeypatch, capsys):
+    with contextlib.closing(bind_socket("127.0.0.1", 0)) as listener:
+        listener.listen()
+        port = str(listener.getsockname()[1])
         assert cli.main(["serve", "--port", port]) == 2
     assert f"--port {port}: " in capsys.readouterr().err
     monkeypatch.setitem(sys.modules, "ray", None)
     for options, words in (
         ([], "the package ray: pip install 'graft-cuda[replicas]'"),
-        (["--verify", "rejection"], "their --verify coupled"),
+        (["--verify", "rejection"], "--replicas requires --verify coupled"),
     ):
         assert cli.main(["serve", "--port", "0", "--replicas", "2", *options]) == 2
         assert words in capsys.readouterr().err
@@ -182,9 +181,8 @@ def test_the_command_names_what_it_lacks(monkeypatch, capsys):
 
 
 @pytest.mark.full
-def test_the_bench_hears_whole_answers_of_a_server_that_leaves_when_told(tmp_path, capsys):
-    """Every call of every rate is answered whole by ``graft serve``, which SIGTERM ends by 0; what
-    is told fits together."""
+def test_serving_bench_completes_all_requests_of_every_rate(tmp_path, capsys):
+    """``graft serve`` exits with status 0 on SIGTERM, and the measured figures are consistent."""
     assert serving_bench.main(["--rates", "2", "4", "--calls", "6", "--out", str(tmp_path)]) == 0
     found = json.loads((tmp_path / "serving.json").read_text())
     assert [(f["rate"], f["whole"], f["calls"]) for f in found] == [(2, 6, 6), (4, 6, 6)]
@@ -195,9 +193,9 @@ def test_the_bench_hears_whole_answers_of_a_server_that_leaves_when_told(tmp_pat
     assert "6/6" in capsys.readouterr().out
 
 
-def held(engine):
-    """What a process and an engine hold: files, threads, children, slots and pages; and bytes."""
-    engine.settle()
+def resources(engine):
+    """Return (open files, threads, resources held by the engine) and the resident bytes."""
+    engine.synchronize()
     threads = sorted(thread.name for thread in threading.enumerate())
     pages = int(Path("/proc/self/statm").read_text().split()[1])
     files = len(os.listdir("/proc/self/fd"))
@@ -205,19 +203,20 @@ def held(engine):
 
 
 @pytest.mark.full
-def test_a_thousand_calls_get_what_they_get_alone_and_leave_nothing(engine):
-    """32 at once, a tenth given up and a twentieth wrong: every answer is that of its lone run,
-    guided ones that ended are valid, and files, threads, slots, pages and memory stay."""
-    asked = crowd()
-    with serving(engine) as server:
-        lone = alone(server.url, asked)
-        asyncio.run(heard_by_crowd(server.url, asked, 200))
-        wait_for(lambda: server.service.driver.open == 0)
-        before, bytes_before = held(engine)
-        heard = asyncio.run(heard_by_crowd(server.url, asked, 1000))
-        wait_for(lambda: server.service.driver.open == 0)
+def test_server_load_leaks_nothing_and_equals_sequential_requests(engine):
+    """1000 requests, 32 at a time, a tenth closed early and a twentieth invalid: responses equal
+    sequential ones, structured outputs are valid, and no files, threads, slots, pages or memory
+    leak."""
+    requests = load_requests()
+    with run_server(engine) as server:
+        sequential = run_sequentially(server.url, requests)
+        asyncio.run(run_load(server.url, requests, 200))
+        wait_for(lambda: server.service.driver.open_requests == 0)
+        before, bytes_before = resources(engine)
+        results = asyncio.run(run_load(server.url, requests, 1000))
+        wait_for(lambda: server.service.driver.open_requests == 0)
         gc.collect()
-        after, bytes_after = held(engine)
-    check_crowd(asked, lone, heard)
+        after, bytes_after = resources(engine)
+    check_load(requests, sequential, results)
     assert after == before
     assert bytes_after - bytes_before < 24 << 20

@@ -1,4 +1,4 @@
-"""Engines in processes of their own, over Ray."""
+"""Engines in separate processes, as Ray actors."""
 
 from __future__ import annotations
 
@@ -17,80 +17,94 @@ from graft.cudagraph.errors import OptionError
 from graft.models.engine.engine import Engine
 from graft.models.errors import EngineError
 from graft.models.request import Event, Request
-from graft.tools.serve.driver import Driver, Facts, all_of
+from graft.tools.serve.engine_driver import EngineDriver, EngineInfo, get_all
 from graft.tools.serve.replicas import Actor
 
-#: Calls of a worker that are under way at once, at most.
-_AT_ONCE = 16
+#: Maximum number of concurrent method calls of an actor.
+_MAX_CONCURRENCY = 16
+#: Bytes of Ray's object store. Messages are small.
+_OBJECT_STORE_BYTES = 1 << 27
 
 
-class Worker:
-    """One engine and its driver, told from afar; the methods are one event loop's."""
+class ReplicaActor:
+    """An engine with its driver. All methods run in the event loop of the actor."""
 
     def __init__(self) -> None:
         self._events: asyncio.Queue[Event] = asyncio.Queue()
-        self._driver: Driver
+        self._driver: EngineDriver
 
-    async def begin(self, make: Callable[[], Engine]) -> Facts:
-        """Make the engine. Raises what `make` raises."""
-        self._driver = Driver(make())
+    async def start(self, make_engine: Callable[[], Engine]) -> EngineInfo:
+        """Create the engine and start its driver. Errors of `make_engine` propagate."""
+        self._driver = EngineDriver(make_engine())
         self._driver.start(lambda _output: None)
-        return self._driver.facts
+        return self._driver.info
 
-    async def tell(self, jobs: Sequence[Request | str]) -> None:
-        """Take requests, and cancel those that are named."""
+    async def send(self, jobs: Sequence[Request | str]) -> None:
+        """Submit the requests, and cancel the requests that are given by id, in order."""
         for job in jobs:
             if isinstance(job, str):
                 self._driver.cancel(job)
             else:
                 self._driver.submit(job, self._events)
 
-    async def events(self) -> list[Event]:
-        """What there is to tell, as soon as there is any.
+    async def receive(self) -> list[Event]:
+        """Wait for events and return all that there are.
 
         Raises
         ------
         EngineError
-            The engine has failed for good.
+            If the engine has failed.
         """
-        found = await all_of(self._events)
+        events = await get_all(self._events)
         if self._driver.failure is not None:
             raise EngineError(self._driver.failure)
-        return found
+        return events
 
     async def counters(self) -> dict[str, Any] | None:
-        """The engine's; None: it does not answer."""
+        """Return `Engine.counters`; None if the engine does not answer."""
         return (await self._driver.counters())[0]
 
 
 class RayActor:
-    """A `Worker` as an actor of Ray."""
+    """Handle of a `ReplicaActor` in a Ray process.
 
-    def __init__(self, ray: Any, kind: Any):
+    Parameters
+    ----------
+    ray
+        The module ``ray``.
+    actor_class
+        `ReplicaActor` as a remote class.
+    """
+
+    def __init__(self, ray: Any, actor_class: Any):
         self._ray = ray
-        self._handle = kind.remote()
+        self._handle = actor_class.remote()
 
-    async def call(self, name: str, *given: Any) -> Any:
+    async def call(self, method: str, *arguments: Any) -> Any:
+        """Call a method of the actor and return its result. Its errors propagate."""
         try:
-            return await getattr(self._handle, name).remote(*given)
+            return await getattr(self._handle, method).remote(*arguments)
         except self._ray.exceptions.RayTaskError as error:
             raise error.cause from None
 
     def kill(self) -> None:
+        """End the process."""
         self._ray.kill(self._handle)
 
 
 @contextmanager
-def cluster(count: int) -> Iterator[Callable[[], Actor]]:
-    """Ray for so many engines, which ends with the block; what makes an actor.
+def ray_cluster(count: int) -> Iterator[Callable[[], Actor]]:
+    """Run a local Ray cluster for `count` replicas and yield a function that launches an actor.
 
-    It is this process's own: nobody else is let in, nothing is told to anybody, and its files go
-    when it does.
+    The cluster belongs to this process: access requires a random token, usage statistics are
+    disabled, and its files are deleted at the end.
 
     Raises
     ------
     OptionError
-        The extra ``replicas`` is not installed, or there are not so many GPUs.
+        If the extra ``replicas`` is not installed, or there are fewer GPUs than replicas.
+    EngineError
+        If Ray does not start.
     """
     os.environ |= {
         "RAY_USAGE_STATS_ENABLED": "0",
@@ -106,7 +120,8 @@ def cluster(count: int) -> Iterator[Callable[[], Actor]]:
             "--replicas needs the package ray: pip install 'graft-cuda[replicas]'"
         ) from error
     device = os.environ.get("GRAFT_DEVICE") or "auto"
-    gpus = int(device == "cuda" or (device == "auto" and not chooser.probe_cuda()[1]))
+    uses_cuda = device == "cuda" or (device == "auto" and not chooser.probe_cuda()[1])
+    gpus_per_replica = int(uses_cuda)
     with tempfile.TemporaryDirectory(prefix="graft-", ignore_cleanup_errors=True) as folder:
         try:
             ray.init(
@@ -114,22 +129,28 @@ def cluster(count: int) -> Iterator[Callable[[], Actor]]:
                 include_dashboard=False,
                 num_cpus=count,
                 _temp_dir=folder,
-                object_store_memory=1 << 27,  # what is told is small
+                object_store_memory=_OBJECT_STORE_BYTES,
                 logging_level=logging.ERROR,
                 log_to_driver=False,
                 configure_logging=False,
+                # Ray's default niceness is 15.
                 _system_config={"worker_niceness": 0},
-            )  # 15 of itself
-        except Exception as error:  # it has no class of its own for this
+            )
+        except Exception as error:  # Ray raises no class of its own here
             ray.shutdown()
-            raise EngineError(f"Ray does not come up: {error}") from error
-        # Ray's own handler would end the process on the spot.
+            raise EngineError(f"Ray does not start: {error}") from error
+        # Ray's handler would end the process without draining.
         signal.signal(signal.SIGTERM, signal.default_int_handler)
         try:
-            found = ray.cluster_resources().get("GPU", 0)
-            if found < gpus * count:
-                raise OptionError(f"--replicas {count}: each has a GPU, and there are {found:g}")
-            worker = ray.remote(num_cpus=1, num_gpus=gpus, max_concurrency=_AT_ONCE)(Worker)
-            yield lambda: RayActor(ray, worker)
+            gpus = ray.cluster_resources().get("GPU", 0)
+            if gpus < gpus_per_replica * count:
+                raise OptionError(
+                    f"--replicas {count}: each replica needs a GPU, and there are {gpus:g}"
+                )
+            remote = ray.remote(
+                num_cpus=1, num_gpus=gpus_per_replica, max_concurrency=_MAX_CONCURRENCY
+            )
+            actor_class = remote(ReplicaActor)
+            yield lambda: RayActor(ray, actor_class)
         finally:
             ray.shutdown()

@@ -1,4 +1,4 @@
-"""The endpoint: an ASGI application before an engine, or several."""
+"""The ASGI application in front of one engine or several replicas."""
 
 from __future__ import annotations
 
@@ -20,17 +20,23 @@ from starlette.routing import Route
 from starlette.types import Message, Receive, Scope, Send
 
 from graft.cudagraph.errors import GraftError
-from graft.models.request import Event, Request
+from graft.models.request import Event, Output, Request
 from graft.models.tokenizer import Tokenizer
-from graft.tools.serve.answers import Choice, envelope, usage
-from graft.tools.serve.driver import Driver
-from graft.tools.serve.errors import WireError, as_wire, check_output
+from graft.tools.serve.engine_driver import EngineDriver
+from graft.tools.serve.errors import ApiError, check_output, to_api_error
 from graft.tools.serve.metrics import Metrics
+from graft.tools.serve.protocol import (
+    ApiRequest,
+    RequestParser,
+    check_fields,
+    find_grammar,
+    make_grammar_spec,
+)
 from graft.tools.serve.replicas import Replicas
-from graft.tools.serve.wire import Call, Front, check_fields, grammar_of, stated
+from graft.tools.serve.responses import ResponseChoice, response_body, token_usage
 
 T = TypeVar("T")
-_START: Message = {
+_STREAM_START: Message = {
     "type": "http.response.start",
     "status": 200,
     "headers": [(b"content-type", b"text/event-stream"), (b"cache-control", b"no-cache")],
@@ -39,55 +45,75 @@ _START: Message = {
 
 @dataclass(frozen=True)
 class Settings:
-    """What an endpoint is told.
+    """Settings of the endpoint.
 
     Parameters
     ----------
-    name : of the model.
-    api_key : what callers must bring; None: nothing.
-    waiting : calls that may wait beside those that the engine has rows for; one more gets a 429.
-    body_bytes : most bytes of a call.
-    patience_s : seconds that a caller may take to send a call, or to take a piece of an answer.
+    name
+        Model name.
+    api_key
+        Key that clients must send; None: no authentication.
+    max_waiting
+        Maximum number of API requests beyond the number of request slots. Further ones get
+        status 429.
+    max_body_bytes
+        Maximum size of a request body.
+    io_timeout_s
+        Number of seconds in which a client must send its request body, or accept a chunk of a
+        streamed response.
     """
 
     name: str
     api_key: str | None = None
-    waiting: int = 256
-    body_bytes: int = 4 << 20
-    patience_s: float = 30.0
+    max_waiting: int = 256
+    max_body_bytes: int = 4 << 20
+    io_timeout_s: float = 30.0
 
 
 class Service:
-    """What the endpoints have in common.
+    """The application and the state that its endpoints share.
+
+    Parameters
+    ----------
+    driver
+        Runs the requests.
+    settings
+        Settings of the endpoint.
 
     Attributes
     ----------
-    app : the ASGI application.
-    calls : calls under way.
-    draining : whether new calls are refused, since the server is about to leave.
+    app
+        The ASGI application.
+    parser
+        Converts API requests; used by one thread.
+    api_requests
+        Number of API requests in progress.
+    draining
+        Whether new requests are refused because the server is shutting down.
     """
 
-    def __init__(self, driver: Driver | Replicas, settings: Settings):
+    def __init__(self, driver: EngineDriver | Replicas, settings: Settings):
         self.settings = settings
         self.driver = driver
-        facts = driver.facts
+        info = driver.info
         self.metrics = Metrics()
-        self.front = Front(Tokenizer(facts.tokenizer), facts.limits, settings.name)
-        self.calls = 0
+        self.parser = RequestParser(Tokenizer(info.tokenizer), info.limits, settings.name)
+        self.api_requests = 0
         self.draining = False
-        self._most = settings.waiting + facts.rows
-        # A tokenizer is one thread's; a grammar may take long, and delays none but other grammars.
-        self._reading = ThreadPoolExecutor(1, "graft front")
-        self._stating = ThreadPoolExecutor(2, "graft grammars")
-        errors: Any = {
-            kind: _refuse for kind in (GraftError, HTTPException, RecursionError, Exception)
+        self._max_api_requests = settings.max_waiting + info.max_batch_size
+        # The tokenizer is not thread-safe. Grammars may take long to check, so they have threads
+        # of their own.
+        self._parser_thread = ThreadPoolExecutor(1, "graft parser")
+        self._grammar_threads = ThreadPoolExecutor(2, "graft grammars")
+        handlers: Any = {
+            kind: _handle_error for kind in (GraftError, HTTPException, RecursionError, Exception)
         }
         self.app = Starlette(
             lifespan=self._lifespan,
-            exception_handlers=errors,
+            exception_handlers=handlers,
             routes=[
-                Route("/v1/chat/completions", _Generate(self, True), methods=["POST"]),
-                Route("/v1/completions", _Generate(self, False), methods=["POST"]),
+                Route("/v1/chat/completions", _GenerateEndpoint(self, chat=True), methods=["POST"]),
+                Route("/v1/completions", _GenerateEndpoint(self, chat=False), methods=["POST"]),
                 Route("/v1/models", self._models),
                 Route("/v1/models/{name:path}", self._models),
                 Route("/health", self._health),
@@ -102,113 +128,136 @@ class Service:
             yield
         finally:
             await self.driver.stop()
-            for pool in (self._reading, self._stating):
+            for pool in (self._parser_thread, self._grammar_threads):
                 pool.shutdown(wait=False, cancel_futures=True)
 
-    # What every call passes ---------------------------------------------------------------------
+    # Steps of every generation request ----------------------------------------------------------
 
     def check_key(self, request: HttpRequest) -> None:
-        """Raises WireError for a caller without the key."""
+        """Check the API key.
+
+        Raises
+        ------
+        ApiError
+            If the key is missing or wrong.
+        """
         key = self.settings.api_key
-        given = request.headers.get("authorization", "").encode()
-        if key is not None and not hmac.compare_digest(given, f"Bearer {key}".encode()):
-            raise WireError("the API key is missing or wrong", 401, code="invalid_api_key")
+        header = request.headers.get("authorization", "").encode()
+        if key is not None and not hmac.compare_digest(header, f"Bearer {key}".encode()):
+            raise ApiError("the API key is missing or wrong", 401, code="invalid_api_key")
 
-    def check_room(self) -> None:
-        """Raises WireError where no further call is taken."""
+    def check_capacity(self) -> None:
+        """Check that another request can be accepted.
+
+        Raises
+        ------
+        ApiError
+            If the server is draining, the engine has failed, or too many requests are in progress.
+        """
         if self.draining:
-            raise WireError("the server is leaving", 503)
+            raise ApiError("the server is shutting down", 503)
         if self.driver.failure is not None:
-            raise WireError(f"the engine has failed: {self.driver.failure}", 503)
-        if self.calls >= self._most:
-            raise WireError(f"{self.calls} calls are running or waiting already", 429)
+            raise ApiError(f"the engine has failed: {self.driver.failure}", 503)
+        if self.api_requests >= self._max_api_requests:
+            raise ApiError(f"{self.api_requests} requests are running or waiting already", 429)
 
-    async def body(self, request: HttpRequest) -> dict[str, Any]:
-        """The fields of a call."""
-        most = self.settings.body_bytes
-        taken = bytearray()
+    async def read_body(self, request: HttpRequest) -> dict[str, Any]:
+        """Return the fields of a request.
+
+        Raises
+        ------
+        ApiError
+            If the body is too large, arrives too slowly, or is not a JSON object.
+        """
+        max_bytes = self.settings.max_body_bytes
+        body = bytearray()
         try:
-            async with asyncio.timeout(self.settings.patience_s):
+            async with asyncio.timeout(self.settings.io_timeout_s):
                 async for part in request.stream():
-                    taken += part
-                    if len(taken) > most:
-                        raise WireError(f"the body is longer than {most} bytes", 413)
+                    body += part
+                    if len(body) > max_bytes:
+                        raise ApiError(f"the body is longer than {max_bytes} bytes", 413)
         except TimeoutError as error:
-            raise WireError("the body did not come", 408) from error
+            raise ApiError("timed out while the body was read", 408) from error
         try:
-            fields = json.loads(taken)
+            fields = json.loads(body)
         except (ValueError, RecursionError) as error:
-            raise WireError(f"the body is not JSON: {error}") from error
+            raise ApiError(f"the body is not JSON: {error}") from error
         if not isinstance(fields, dict):
-            raise WireError("the body must be an object")
+            raise ApiError("the body must be an object")
         return fields
 
-    async def read(self, fields: dict[str, Any], chat: bool) -> Call:
-        """What a call asks for."""
-
-        def run(pool: ThreadPoolExecutor, work: Callable[..., T], *given: Any) -> asyncio.Future[T]:
-            return asyncio.get_running_loop().run_in_executor(pool, work, *given)
-
+    async def parse(self, fields: dict[str, Any], chat: bool) -> ApiRequest:
+        """Convert the fields of a request. Errors are ApiError or another GraftError."""
         fields = check_fields(fields, chat, self.settings.name)
         grammar = None
-        asked = stated(fields, self.front.limits)
-        if asked is not None:
-            grammar = await run(self._stating, grammar_of, *asked)
-        return await run(self._reading, self.front.read, fields, chat, grammar)
+        found = find_grammar(fields, self.parser.limits)
+        if found is not None:
+            grammar = await _run_in(self._grammar_threads, make_grammar_spec, *found)
+        return await _run_in(self._parser_thread, self.parser.parse, fields, chat, grammar)
 
-    # The small pages ----------------------------------------------------------------------------
+    # Other endpoints ----------------------------------------------------------------------------
 
     async def _models(self, request: HttpRequest) -> Response:
         self.check_key(request)
-        name = self.settings.name
-        one = {"id": name, "object": "model", "created": 0, "owned_by": "graft"}
-        asked = request.path_params.get("name")
-        if asked not in (None, name):
-            raise WireError(
-                f"there is no model {asked!r}", 404, param="model", code="model_not_found"
+        model = {
+            "id": self.settings.name,
+            "object": "model",
+            "created": 0,
+            "owned_by": "graft",
+        }
+        name = request.path_params.get("name")
+        if name is None:
+            return _json_response({"object": "list", "data": [model]})
+        if name != self.settings.name:
+            raise ApiError(
+                f"there is no model {name!r}", 404, param="model", code="model_not_found"
             )
-        return _json(one if asked else {"object": "list", "data": [one]})
+        return _json_response(model)
 
     async def _health(self, _request: HttpRequest) -> Response:
         status = "draining" if self.draining else self.driver.failure or "ok"
-        said = {"status": status, "live": sum(self.driver.live), "replicas": len(self.driver.live)}
-        return _json(said, 200 if status == "ok" else 503)
+        alive = self.driver.alive
+        body = {"status": status, "live": sum(alive), "replicas": len(alive)}
+        return _json_response(body, 200 if status == "ok" else 503)
 
     async def _metrics(self, _request: HttpRequest) -> Response:
-        engines = await self.driver.counters()
-        slots = sum(found["held"]["slots"] for found in engines if found is not None)
-        page = self.metrics.page(
-            engines, calls=self.calls, requests_waiting=max(0, self.driver.open - slots)
-        )
+        counters = await self.driver.counters()
+        slots = sum(engine["held"]["slots"] for engine in counters if engine is not None)
+        waiting = max(0, self.driver.open_requests - slots)
+        page = self.metrics.page(counters, calls=self.api_requests, requests_waiting=waiting)
         return Response(page, media_type="text/plain; version=0.0.4")
 
 
-class Caller:
-    """Who waits for requests, and may leave at any time by `close`."""
+class RequestStream:
+    """Submits requests and iterates over their events; `close` cancels what has not ended.
 
-    def __init__(self, driver: Driver | Replicas, requests: Sequence[Request]):
+    Iteration yields the index of the request and the event.
+    """
+
+    def __init__(self, driver: EngineDriver | Replicas, requests: Sequence[Request]):
         self._driver = driver
         self._sink: asyncio.Queue[Event] = asyncio.Queue()
-        self._left = {str(request.id): i for i, request in enumerate(requests)}
+        self._unfinished = {str(request.id): i for i, request in enumerate(requests)}
         for request in requests:
             driver.submit(request, self._sink)
 
     async def __aiter__(self) -> AsyncIterator[tuple[int, Event]]:
-        """Events as they come, each with its request's place among all."""
-        while self._left:
+        while self._unfinished:
             event = await self._sink.get()
-            index = self._left[event.id]
+            index = self._unfinished[event.id]
             if event.finished:
-                del self._left[event.id]
+                del self._unfinished[event.id]
             yield index, event
 
     def close(self) -> None:
-        for request_id in self._left:
+        """Cancel the requests that have not ended."""
+        for request_id in self._unfinished:
             self._driver.cancel(request_id)
 
 
-class _Generate:
-    """Answers a call, for as long as somebody listens."""
+class _GenerateEndpoint:
+    """Answers generation requests; a request is cancelled when its client disconnects."""
 
     def __init__(self, service: Service, chat: bool):
         self._service = service
@@ -218,93 +267,106 @@ class _Generate:
         service = self._service
         request = HttpRequest(scope, receive)
         service.check_key(request)
-        service.check_room()
-        service.calls += 1
+        service.check_capacity()
+        service.api_requests += 1
         try:
-            call = await service.read(await service.body(request), self._chat)
-            caller = Caller(service.driver, call.requests)
-            work = asyncio.ensure_future(
-                (self._stream if call.stream else self._whole)(call, caller, send)
-            )
-            gone = asyncio.ensure_future(_gone(receive))
+            api_request = await service.parse(await service.read_body(request), self._chat)
+            stream = RequestStream(service.driver, api_request.requests)
+            respond = self._stream if api_request.stream else self._respond
+            response = asyncio.ensure_future(respond(api_request, stream, send))
+            disconnect = asyncio.ensure_future(_wait_for_disconnect(receive))
             try:
-                await asyncio.wait((work, gone), return_when=asyncio.FIRST_COMPLETED)
-                if work.done() and (answer := work.result()) is not None:
-                    await answer(scope, receive, send)
+                await asyncio.wait((response, disconnect), return_when=asyncio.FIRST_COMPLETED)
+                if response.done() and (complete := response.result()) is not None:
+                    await complete(scope, receive, send)
             finally:
-                caller.close()
-                work.cancel()
-                gone.cancel()
-                await asyncio.gather(work, gone, return_exceptions=True)
+                stream.close()
+                response.cancel()
+                disconnect.cancel()
+                await asyncio.gather(response, disconnect, return_exceptions=True)
         except (ClientDisconnect, TimeoutError):
-            pass  # it left before all of the body came, or takes no more of the answer
+            pass  # the client disconnected while it sent the body, or stopped reading
         finally:
-            service.calls -= 1
+            service.api_requests -= 1
 
-    async def _whole(self, call: Call, caller: Caller, _send: Send) -> Response:
-        front = self._service.front
-        outputs = {}
-        async for index, event in caller:
+    async def _respond(
+        self, api_request: ApiRequest, stream: RequestStream, _send: Send
+    ) -> Response:
+        """Return the complete response."""
+        parser = self._service.parser
+        outputs: dict[int, Output] = {}
+        async for index, event in stream:
             if event.output is not None:
                 check_output(event.output)
                 outputs[index] = event.output
-        said = [outputs[i] for i in range(len(outputs))]
-        choices = [Choice(call, i, front).whole(output) for i, output in enumerate(said)]
-        return _json(envelope(call, front.name, choices) | {"usage": usage(call, said)})
+        ordered = [outputs[i] for i in range(len(outputs))]
+        choices = [
+            ResponseChoice(api_request, i, parser).complete(output)
+            for i, output in enumerate(ordered)
+        ]
+        body = response_body(api_request, parser.name, choices)
+        return _json_response(body | {"usage": token_usage(ordered)})
 
-    async def _stream(self, call: Call, caller: Caller, send: Send) -> None:
-        """Server-sent events; before the first of them, what is refused is so by its status."""
-        front = self._service.front
-        begun = False
+    async def _stream(self, api_request: ApiRequest, stream: RequestStream, send: Send) -> None:
+        """Send server-sent events.
+
+        An error before the first event is raised, so that the response has its HTTP status.
+        """
+        parser = self._service.parser
+        started = False
         outputs = []
-        choices = [Choice(call, i, front) for i in range(len(call.requests))]
+        choices = [ResponseChoice(api_request, i, parser) for i in range(len(api_request.requests))]
 
-        async def tell(what: object) -> None:
-            async with asyncio.timeout(self._service.settings.patience_s):
-                await send(
-                    {
-                        "type": "http.response.body",
-                        "more_body": True,
-                        "body": f"data: {what}\n\n".encode(),
-                    }
-                )
+        async def send_event(data: str) -> None:
+            async with asyncio.timeout(self._service.settings.io_timeout_s):
+                body = f"data: {data}\n\n".encode()
+                await send({"type": "http.response.body", "more_body": True, "body": body})
+
+        async def send_json(value: dict[str, Any]) -> None:
+            await send_event(json.dumps(value))
 
         try:
-            async for index, event in caller:
+            async for index, event in stream:
                 if event.output is not None:
                     check_output(event.output)
                     outputs.append(event.output)
-                if not begun:
-                    begun = True
-                    await send(_START)
-                piece = choices[index].piece(event)
-                if piece is not None:
-                    await tell(json.dumps(envelope(call, front.name, [piece])))
-            if call.usage:
-                await tell(
-                    json.dumps(envelope(call, front.name, []) | {"usage": usage(call, outputs)})
-                )
+                if not started:
+                    started = True
+                    await send(_STREAM_START)
+                chunk = choices[index].chunk(event)
+                if chunk is not None:
+                    await send_json(response_body(api_request, parser.name, [chunk]))
+            if api_request.include_usage:
+                body = response_body(api_request, parser.name, [])
+                await send_json(body | {"usage": token_usage(outputs)})
         except GraftError as error:
-            if not begun:
+            if not started:
                 raise
-            await tell(json.dumps(as_wire(error).body))
-        await tell("[DONE]")
+            await send_json(to_api_error(error).body)
+        await send_event("[DONE]")
         await send({"type": "http.response.body", "body": b""})
 
 
-async def _gone(receive: Receive) -> None:
-    """Returns when the client has left."""
+async def _wait_for_disconnect(receive: Receive) -> None:
     while (await receive())["type"] != "http.disconnect":
         pass
 
 
-async def _refuse(_request: HttpRequest, error: Exception) -> Response:
+def _run_in(
+    pool: ThreadPoolExecutor, function: Callable[..., T], *arguments: Any
+) -> asyncio.Future[T]:
+    return asyncio.get_running_loop().run_in_executor(pool, function, *arguments)
+
+
+async def _handle_error(_request: HttpRequest, error: Exception) -> Response:
     if isinstance(error, HTTPException):
-        error = WireError(error.detail, error.status_code)
-    said = as_wire(error)
-    return _json(said.body, said.status, said.headers)
+        error = ApiError(error.detail, error.status_code)
+    api_error = to_api_error(error)
+    return _json_response(api_error.body, api_error.status, api_error.headers)
 
 
-def _json(body: object, status: int = 200, headers: dict[str, str] | None = None) -> Response:
-    """Half a surrogate, which an error may quote, is written as an escape."""
+def _json_response(
+    body: object, status: int = 200, headers: dict[str, str] | None = None
+) -> Response:
+    """Return a JSON response in ASCII: an error message may quote lone surrogates."""
     return Response(json.dumps(body), status, headers, "application/json")

@@ -1,4 +1,4 @@
-"""The subcommand: its options, its socket, and how it leaves."""
+"""``graft serve``: options, engine or replicas, and listening socket."""
 
 from __future__ import annotations
 
@@ -14,17 +14,19 @@ from typing import TYPE_CHECKING
 
 from graft.cudagraph.errors import OptionError
 from graft.models.engine.engine import Engine
-from graft.models.request import VERIFY_MODES, Limits
+from graft.models.request import Limits
+from graft.sampling.params import VERIFY_MODES
 from graft.tools import generate
 from graft.tools.grammar_options import BACKEND_CHOICES
 
 if TYPE_CHECKING:
-    from graft.tools.serve.driver import Driver
+    from graft.tools.serve.engine_driver import EngineDriver
     from graft.tools.serve.replicas import Replicas
 
-KEY = "GRAFT_API_KEY"
-#: Packages of the extra ``serve``.
-PACKAGES = ("starlette", "uvicorn", "prometheus_client")
+API_KEY_VARIABLE = "GRAFT_API_KEY"
+#: Modules of the packages that the extra ``serve`` installs.
+EXTRA_MODULES = ("starlette", "uvicorn", "prometheus_client")
+DEFAULT_NAME = "graft-demo"
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -34,150 +36,177 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--backend",
         choices=BACKEND_CHOICES,
         default="auto",
-        help="who compiles grammars (default auto: chosen for each)",
+        help="grammar backend (default auto: selected for each grammar)",
     )
     parser.add_argument(
         "--verify",
         choices=VERIFY_MODES,
-        help="of requests without a seed (default rejection); the others: coupled",
+        help="verification mode of requests without a seed (default rejection); requests with a "
+        "seed are verified as coupled",
     )
     parser.add_argument(
         "--timeline",
         action="store_true",
-        help="stamp every part of a round, for the grammar's exposed time",
+        help="measure all parts of a round, for the metric graft_grammar_exposed_seconds",
     )
     group = parser.add_argument_group("endpoint")
     group.add_argument(
-        "--host", default="127.0.0.1", help="address to listen at (default %(default)s)"
+        "--host", default="127.0.0.1", help="address to listen on (default %(default)s)"
     )
-    group.add_argument("--port", type=int, default=8000, help="0: any (default %(default)s)")
-    group.add_argument("--name", help="of the model (default: its folder's; graft-demo)")
+    group.add_argument(
+        "--port", type=int, default=8000, help="port; 0 selects a free one (default %(default)s)"
+    )
+    group.add_argument(
+        "--name", help=f"model name (default: name of the model folder, or {DEFAULT_NAME})"
+    )
     group.add_argument(
         "--api-key",
-        default=os.environ.get(KEY),
-        help=f"that callers must bring (default: what {KEY} says)",
+        default=os.environ.get(API_KEY_VARIABLE),
+        help=f"key that clients must send (default: value of {API_KEY_VARIABLE})",
+    )
+    group.add_argument(
+        "--replicas",
+        type=int,
+        metavar="N",
+        help="serve with N engines in processes of their own, one GPU each if there are GPUs; "
+        "requests of a replica that dies are restarted (needs the extra replicas)",
     )
     group.add_argument(
         "--max-waiting",
         type=int,
         default=256,
         metavar="N",
-        help="calls that may wait; one more gets a 429 (default %(default)s)",
+        help="maximum number of waiting requests; further ones get status 429 "
+        "(default %(default)s)",
     )
-    limits = Limits()
-    group.add_argument(
-        "--max-body",
-        type=int,
-        default=4 << 20,
-        metavar="BYTES",
-        help="of a call (default %(default)s)",
-    )
-    group.add_argument(
-        "--max-prompt",
-        type=int,
-        default=limits.prompt_bytes,
-        metavar="BYTES",
-        help="of a prompt (default %(default)s)",
-    )
-    group.add_argument(
-        "--max-grammar",
-        type=int,
-        default=limits.grammar_bytes,
-        metavar="BYTES",
-        help="of a schema or grammar (default %(default)s)",
-    )
-    group.add_argument(
-        "--replicas",
-        type=int,
-        metavar="N",
-        help="engines in processes of their own, each with a GPU where there are "
-        "any; calls of one that dies are begun anew (needs the extra replicas)",
-    )
+    _add_limit_arguments(group)
     group.add_argument(
         "--drain",
         type=float,
         default=30.0,
         metavar="SECONDS",
-        help="to finish what runs after SIGTERM or Ctrl-C; new calls get a 503, and "
-        "a second signal ends it (default %(default)g)",
+        help="time for running requests to end after SIGTERM or Ctrl-C; new requests get status "
+        "503, and a second signal ends the server (default %(default)g)",
     )
     parser.set_defaults(run=run)
 
 
+def _add_limit_arguments(group: argparse._ArgumentGroup) -> None:
+    limits = Limits()
+    for name, what, default in (
+        ("body", "a request body", 4 << 20),
+        ("prompt", "a prompt", limits.prompt_bytes),
+        ("grammar", "a schema or grammar", limits.grammar_bytes),
+    ):
+        group.add_argument(
+            f"--max-{name}",
+            type=int,
+            default=default,
+            metavar="BYTES",
+            help=f"maximum size of {what} (default %(default)s)",
+        )
+
+
 def run(options: argparse.Namespace) -> int:
-    """Serve until a signal comes.
+    """Serve until a signal arrives.
 
     Raises
     ------
     OptionError
-        The extra ``serve`` is not installed, or the address cannot be had.
+        If the extra ``serve`` is not installed, or the address cannot be bound.
     """
     try:
         from graft.tools.serve.app import Service, Settings
         from graft.tools.serve.server import Server
     except ModuleNotFoundError as error:
-        package = (error.name or "").split(".")[0]
-        if package not in PACKAGES:
+        module = (error.name or "").split(".")[0]
+        if module not in EXTRA_MODULES:
             raise
         raise OptionError(
-            f"serving needs the package {package}: pip install 'graft-cuda[serve]'"
+            f"serving needs the package {module}: pip install 'graft-cuda[serve]'"
         ) from error
-    name = options.name or (options.model.resolve().name if options.model else "graft-demo")
-    settings = Settings(name, options.api_key or None, options.max_waiting, options.max_body)
+    name = options.name
+    if not name:
+        name = options.model.resolve().name if options.model else DEFAULT_NAME
+    settings = Settings(
+        name=name,
+        api_key=options.api_key or None,
+        max_waiting=options.max_waiting,
+        max_body_bytes=options.max_body,
+    )
     with (
-        contextlib.closing(bound(options.host, options.port)) as listener,
-        _driver(options) as driver,
+        contextlib.closing(bind_socket(options.host, options.port)) as listener,
+        _open_driver(options) as driver,
     ):
         Server(Service(driver, settings), listener, options.drain).start()
     return 0
 
 
 @contextlib.contextmanager
-def _driver(options: argparse.Namespace) -> Iterator[Driver | Replicas]:
-    """Who answers the calls: an engine, or several. Raises GraftError."""
-    from graft.tools.serve.driver import Driver
-    from graft.tools.serve.replicas import Replicas
+def _open_driver(options: argparse.Namespace) -> Iterator[EngineDriver | Replicas]:
+    """Open one engine or several replicas.
+
+    Raises
+    ------
+    OptionError
+        If options contradict each other.
+    """
+    from graft.tools.serve.engine_driver import EngineDriver
 
     limits = Limits(prompt_bytes=options.max_prompt, grammar_bytes=options.max_grammar)
-    options.verify, asked = options.verify or "rejection", options.verify
-    if options.replicas is None:
-        limits = replace(limits, waiting=options.max_waiting + options.max_batch_size)
-        with _engine(options, limits) as engine:
-            yield Driver(engine)
+    if options.replicas is not None:
+        with _open_replicas(options, limits) as replicas:
+            yield replicas
         return
-    if options.replicas < 1 or asked not in (None, "coupled"):
-        raise OptionError(
-            f"--replicas must be from 1 on, and their --verify coupled, so that a "
-            f"call can begin anew; got {options.replicas}, {asked}"
-        )
-    from graft.tools.serve.actors import cluster
+    options.verify = options.verify or "rejection"
+    limits = replace(limits, waiting=options.max_waiting + options.max_batch_size)
+    with _open_engine(options, limits) as engine:
+        yield EngineDriver(engine)
 
-    options.verify = "coupled"
-    with cluster(options.replicas) as launch:
-        replicas = Replicas(
-            launch, partial(_engine, options, limits), options.replicas, options.max_waiting
+
+@contextlib.contextmanager
+def _open_replicas(options: argparse.Namespace, limits: Limits) -> Iterator[Replicas]:
+    from graft.tools.serve.actors import ray_cluster
+    from graft.tools.serve.replicas import Replicas
+
+    if options.replicas < 1:
+        raise OptionError(f"--replicas must be at least 1, got {options.replicas}")
+    if options.verify not in (None, "coupled"):
+        raise OptionError(
+            "--replicas requires --verify coupled, so that requests can be restarted; "
+            f"got {options.verify}"
         )
+    options.verify = "coupled"
+    with ray_cluster(options.replicas) as launch:
+        make_engine = partial(_open_engine, options, limits)
+        replicas = Replicas(launch, make_engine, options.replicas, options.max_waiting)
         asyncio.run(replicas.begin())
         yield replicas
 
 
-def _engine(options: argparse.Namespace, limits: Limits) -> Engine:
+def _open_engine(options: argparse.Namespace, limits: Limits) -> Engine:
     return generate.open_engine(
         options, options.max_batch_size, limits=limits, timeline=options.timeline
     )
 
 
-def bound(host: str, port: int) -> socket.socket:
-    """A socket at an address. Raises OptionError."""
+def bind_socket(host: str, port: int) -> socket.socket:
+    """Return a socket that is bound to an address.
+
+    Raises
+    ------
+    OptionError
+        If the address cannot be bound.
+    """
     try:
         [(family, *_, address), *_] = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)
-        made = socket.socket(family)
+        listener = socket.socket(family)
         try:
-            made.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-            made.bind(address)
+            listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            listener.bind(address)
         except BaseException:
-            made.close()
+            listener.close()
             raise
     except (OSError, OverflowError) as error:
         raise OptionError(f"--host {host} --port {port}: {error}") from error
-    return made
+    return listener

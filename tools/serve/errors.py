@@ -1,29 +1,44 @@
-"""Errors as OpenAI's clients read them."""
+"""Errors in OpenAI's format."""
 
 from __future__ import annotations
 
 from typing import Any
 
 from graft.cudagraph.errors import GraftError
-from graft.grammar.resolve import without_hint
+from graft.grammar.resolve import without_partial_hint
 from graft.models.request import Output
 
-#: By the class of a request's error, and by the reason for which it ended.
-_STATUS_OF = {
+#: HTTP status by the name of the error's class, or by the finish reason of a request.
+_STATUS = {
     "QueueFullError": 429,
     "EngineError": 503,
     "refused": 400,
     "dead_end": 400,
     "cancelled": 503,
 }
-_SAID_OF = {
-    "dead_end": "no token is left that grammar, bias and bounds allow",
-    "cancelled": "the server is leaving",
+#: Messages of finish reasons without an error.
+_MESSAGES = {
+    "dead_end": "no token is left that grammar, logit bias and token bounds allow",
+    "cancelled": "the server is shutting down",
 }
+#: Finish reasons of complete responses.
+_COMPLETE = ("stop", "stop_string", "length", "timeout")
 
 
-class WireError(GraftError):
-    """A call cannot be answered; `status` is HTTP's, `param` the field that is to blame."""
+class ApiError(GraftError):
+    """An API request that cannot be answered.
+
+    Parameters
+    ----------
+    message
+        What is wrong.
+    status
+        HTTP status.
+    param
+        Field of the request that caused the error.
+    code
+        OpenAI's error code.
+    """
 
     def __init__(
         self, message: str, status: int = 400, *, param: str | None = None, code: str | None = None
@@ -34,37 +49,47 @@ class WireError(GraftError):
         self.code = code
 
     @property
+    def type(self) -> str:
+        """OpenAI's error type."""
+        if self.status >= 500:
+            return "server_error"
+        types = {401: "authentication_error", 429: "rate_limit_error"}
+        return types.get(self.status, "invalid_request_error")
+
+    @property
     def body(self) -> dict[str, Any]:
-        kind = (
-            "server_error"
-            if self.status >= 500
-            else {401: "authentication_error", 429: "rate_limit_error"}.get(
-                self.status, "invalid_request_error"
-            )
-        )
-        return {
-            "error": {"message": str(self), "type": kind, "param": self.param, "code": self.code}
-        }
+        """The JSON body of the response."""
+        error = {"message": str(self), "type": self.type, "param": self.param, "code": self.code}
+        return {"error": error}
 
     @property
     def headers(self) -> dict[str, str]:
+        """Additional HTTP headers of the response."""
         return {"Retry-After": "1"} if self.status in (429, 503) else {}
 
 
-def as_wire(error: Exception) -> WireError:
-    """Any error as one that can be sent."""
-    if isinstance(error, WireError):
+def to_api_error(error: Exception) -> ApiError:
+    """Convert any error to an `ApiError`."""
+    if isinstance(error, ApiError):
         return error
     if isinstance(error, RecursionError):
-        return WireError("the body is nested too deeply")
+        return ApiError("the body is nested too deeply")
     if isinstance(error, GraftError):
-        return WireError(without_hint(str(error)), _STATUS_OF.get(type(error).__name__, 400))
-    return WireError(f"{type(error).__name__}: {error}", 500)
+        status = _STATUS.get(type(error).__name__, 400)
+        return ApiError(without_partial_hint(str(error)), status)
+    return ApiError(f"{type(error).__name__}: {error}", 500)
 
 
 def check_output(output: Output) -> None:
-    """Raises WireError for an output that is no answer."""
-    if output.reason not in ("stop", "stop_string", "length", "timeout"):
-        status = _STATUS_OF.get(output.error_type or "") or _STATUS_OF.get(output.reason, 500)
-        said = output.error or _SAID_OF.get(output.reason, output.reason)
-        raise WireError(without_hint(said), status)
+    """Check that an output is a complete response.
+
+    Raises
+    ------
+    ApiError
+        If the request was refused, failed or was cancelled.
+    """
+    if output.reason in _COMPLETE:
+        return
+    status = _STATUS.get(output.error_type or "") or _STATUS.get(output.reason, 500)
+    message = output.error or _MESSAGES.get(output.reason, output.reason)
+    raise ApiError(without_partial_hint(message), status)

@@ -1,4 +1,4 @@
-"""What Prometheus is told."""
+"""Prometheus metrics."""
 
 from __future__ import annotations
 
@@ -10,145 +10,164 @@ from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metri
 
 from graft.models.request import Output
 
-_SECONDS = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 300)
-#: Counters of the engine: name, what it counts, and where it stands in `Engine.counters`.
-_COUNTED = (
-    ("graft_rounds", "replays of the round's graph", "engine", "rounds"),
-    ("graft_request_rounds", "rounds, summed over their requests", "engine", "row_rounds"),
-    ("graft_tokens", "tokens that rounds committed", "engine", "tokens"),
-    ("graft_preemptions", "requests that lost their slot", "engine", "preemptions"),
-    ("graft_grammar_fills", "mask rows filled", "grammar", "fills"),
+_BUCKETS_S = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 300)
+#: Counters: metric name, description, and the two keys of the value in `Engine.counters`.
+_COUNTERS = (
+    ("graft_rounds", "Decoding rounds.", "engine", "rounds"),
+    ("graft_request_rounds", "Decoding rounds, summed over requests.", "engine", "row_rounds"),
+    ("graft_tokens", "Committed tokens.", "engine", "tokens"),
+    ("graft_preemptions", "Preemptions of requests.", "engine", "preemptions"),
+    ("graft_grammar_fills", "Mask rows filled by grammars.", "grammar", "fills"),
     (
         "graft_grammar_late_rows",
-        "rows that sat a round out for the grammar",
+        "Batch rows that skipped a round because their mask was not ready.",
         "grammar",
         "late_rows",
     ),
-    ("graft_grammar_compiled", "grammars compiled", "compile", "compiled"),
-    ("graft_prefix_hit_tokens", "prompt tokens found in the cache", "prefixes", "hit_tokens"),
-    ("graft_prefix_evictions", "pages evicted from the cache", "prefixes", "evictions"),
+    ("graft_grammar_compiled", "Compiled grammars.", "compile", "compiled"),
+    (
+        "graft_prefix_hit_tokens",
+        "Prompt tokens found in the prefix cache.",
+        "prefixes",
+        "hit_tokens",
+    ),
+    ("graft_prefix_evictions", "Pages evicted from the prefix cache.", "prefixes", "evictions"),
 )
-_HELD = (
-    ("graft_prefix_pages", "pages that the prefix cache keeps", "prefixes", "pages"),
-    ("graft_pages", "pages of running requests", "held", "pages"),
-    ("graft_slots", "requests with a slot", "held", "slots"),
-    ("graft_grammar_cache_bytes", "compiled grammars kept", "compile", "cache_bytes"),
+#: Gauges, in the same form.
+_GAUGES = (
+    ("graft_prefix_pages", "Pages in the prefix cache.", "prefixes", "pages"),
+    ("graft_pages", "KV-cache pages of running requests.", "held", "pages"),
+    ("graft_slots", "Request slots in use.", "held", "slots"),
+    ("graft_grammar_cache_bytes", "Size of the grammar cache in bytes.", "compile", "cache_bytes"),
 )
-_BY_POSITION = (("tested", "drafts tested, by position"), ("accepted", "drafts accepted"))
+_DRAFT_COUNTERS = (
+    ("tested", "Verified drafts by position."),
+    ("accepted", "Accepted drafts by position."),
+)
+_HISTOGRAMS = (
+    ("queue", "Seconds from submission until the request got a slot."),
+    ("first_token", "Time to first token (TTFT) in seconds."),
+    ("token", "Mean inter-token latency (ITL) of a request in seconds."),
+    ("request", "Seconds from submission until the request ended."),
+)
 
 
 class Metrics:
-    """Figures of requests as they end, and of the engines when somebody asks."""
+    """Metrics of ended requests and of the engines' counters."""
 
     def __init__(self) -> None:
         self._registry = CollectorRegistry()
         self._registry.register(self)
         self._engines: dict[str, Mapping[str, Any]] = {}
-        self._up: Mapping[str, bool] = {}
+        self._alive: Mapping[str, bool] = {}
         self._gauges: Mapping[str, float] = {}
-        self._ended = Counter(
-            "graft_requests", "requests ended, by the reason", ["reason"], registry=self._registry
+        self._requests = Counter(
+            "graft_requests",
+            "Requests that ended, by finish reason.",
+            ["reason"],
+            registry=self._registry,
         )
-        self._prompt = Counter("graft_prompt_tokens", "tokens of prompts", registry=self._registry)
-        self._times = {
+        self._prompt_tokens = Counter(
+            "graft_prompt_tokens", "Tokens of prompts.", registry=self._registry
+        )
+        self._histograms = {
             name: Histogram(
-                f"graft_{name}_seconds", said, buckets=_SECONDS, registry=self._registry
+                f"graft_{name}_seconds", description, buckets=_BUCKETS_S, registry=self._registry
             )
-            for name, said in (
-                ("queue", "until a request got a slot"),
-                ("first_token", "until a request's first token was read"),
-                ("token", "from one token to the next, a request's mean"),
-                ("request", "until a request ended"),
-            )
+            for name, description in _HISTOGRAMS
         }
 
     def count(self, output: Output) -> None:
-        """A request has ended."""
-        self._ended.labels(output.reason).inc()
-        self._prompt.inc(output.prompt_tokens)
-        first = output.first_token_s
-        total = output.total_s
-        more = len(output.tokens) - 1
-        per_token = None if first is None or total is None or more < 1 else (total - first) / more
-        for name, value in (
-            ("queue", output.queue_s),
-            ("first_token", first),
-            ("token", per_token),
-            ("request", total),
-        ):
+        """Add a request that has ended."""
+        self._requests.labels(output.reason).inc()
+        self._prompt_tokens.inc(output.prompt_tokens)
+        values = {
+            "queue": output.queue_s,
+            "first_token": output.first_token_s,
+            "token": _inter_token_latency(output),
+            "request": output.total_s,
+        }
+        for name, value in values.items():
             if value is not None:
-                self._times[name].observe(value)
+                self._histograms[name].observe(value)
 
-    def page(self, engines: Sequence[Mapping[str, Any] | None], **gauges: float) -> bytes:
-        """All of it, by each engine's counters (of before, where it does not answer)."""
-        self._up = {str(i): counters is not None for i, counters in enumerate(engines)}
-        self._engines |= {str(i): found for i, found in enumerate(engines) if found is not None}
+    def page(self, counters: Sequence[Mapping[str, Any] | None], **gauges: float) -> bytes:
+        """Return the metrics in Prometheus's text format.
+
+        Parameters
+        ----------
+        counters
+            `Engine.counters` of each replica. For None, the previous counters are used.
+        gauges
+            Values of further gauges by name without ``graft_``.
+        """
+        self._alive = {str(i): engine is not None for i, engine in enumerate(counters)}
+        self._engines |= {str(i): engine for i, engine in enumerate(counters) if engine is not None}
         self._gauges = gauges
         return generate_latest(self._registry)
 
     def collect(self) -> Iterator[Metric]:
-        """For the registry."""
+        """Yield the metrics of the engines; called by the registry."""
         for name, value in self._gauges.items():
             yield GaugeMetricFamily(f"graft_{name}", name, value)
         yield _family(
             GaugeMetricFamily,
             "graft_up",
-            "whether the engine answers",
+            "Whether the replica answers.",
             (),
-            {(replica,): up for replica, up in self._up.items()},
+            {(replica,): alive for replica, alive in self._alive.items()},
         )
-        for kind, table in ((CounterMetricFamily, _COUNTED), (GaugeMetricFamily, _HELD)):
-            for name, said, part, key in table:
-                yield _family(
-                    kind,
-                    name,
-                    said,
-                    (),
-                    {(i,): engine[part].get(key, 0) for i, engine in self._engines.items()},
-                )
-        for key, said in _BY_POSITION:
-            yield _family(
-                CounterMetricFamily,
-                f"graft_drafts_{key}",
-                said,
-                ("position",),
-                {
-                    (i, str(position)): value
-                    for i, engine in self._engines.items()
-                    for position, value in enumerate(engine["engine"][key])
-                },
-            )
-        yield _family(
-            CounterMetricFamily,
-            "graft_grammar_seconds",
-            "the grammar's steps",
-            ("step",),
-            {
-                (i, step): engine["grammar"][f"{step}_ns"] / 1e9
+        for kind, table in ((CounterMetricFamily, _COUNTERS), (GaugeMetricFamily, _GAUGES)):
+            for name, description, group, key in table:
+                values = {(i,): engine[group].get(key, 0) for i, engine in self._engines.items()}
+                yield _family(kind, name, description, (), values)
+        yield from self._draft_counters()
+        yield from self._grammar_times()
+
+    def _draft_counters(self) -> Iterator[Metric]:
+        for key, description in _DRAFT_COUNTERS:
+            values = {
+                (i, str(position)): value
                 for i, engine in self._engines.items()
-                for step in ("open", "commit", "draft")
-            },
-        )
-        exposed = {
-            (i,): engine["engine"]["exposed_share"] * engine["engine"]["round_ns"] / 1e9
-            for i, engine in self._engines.items()
-            if engine["engine"]["exposed_share"] is not None
-        }
-        if exposed:
+                for position, value in enumerate(engine["engine"][key])
+            }
             yield _family(
-                CounterMetricFamily,
-                "graft_grammar_exposed_seconds",
-                "the model stood still for the grammar",
-                (),
-                exposed,
+                CounterMetricFamily, f"graft_drafts_{key}", description, ("position",), values
             )
+
+    def _grammar_times(self) -> Iterator[Metric]:
+        values: dict[tuple[str, ...], float] = {
+            (i, step): engine["grammar"][f"{step}_ns"] / 1e9
+            for i, engine in self._engines.items()
+            for step in ("open", "commit", "draft")
+        }
+        description = "Time of grammar steps in seconds."
+        yield _family(CounterMetricFamily, "graft_grammar_seconds", description, ("step",), values)
+        exposed: dict[tuple[str, ...], float] = {}
+        for i, engine in self._engines.items():
+            stats = engine["engine"]
+            if stats["exposed_share"] is not None:
+                exposed[(i,)] = stats["exposed_share"] * stats["round_ns"] / 1e9
+        if exposed:
+            description = "Time in seconds during which the model lane waited for the grammar."
+            yield _family(
+                CounterMetricFamily, "graft_grammar_exposed_seconds", description, (), exposed
+            )
+
+
+def _inter_token_latency(output: Output) -> float | None:
+    """Return the mean time between two tokens; None for fewer than two tokens."""
+    intervals = len(output.tokens) - 1
+    if output.first_token_s is None or output.total_s is None or intervals < 1:
+        return None
+    return (output.total_s - output.first_token_s) / intervals
 
 
 def _family(
-    kind: Any, name: str, said: str, labels: Sequence[str], values: Mapping[Any, float]
+    kind: Any, name: str, description: str, labels: Sequence[str], values: Mapping[Any, float]
 ) -> Any:
-    """Figures by replica, and by what else `labels` names."""
-    family = kind(name, said, labels=["replica", *labels])
-    for under, value in values.items():
-        family.add_metric(under, value)
+    """Return a metric family whose labels are the replica and `labels`."""
+    family = kind(name, description, labels=["replica", *labels])
+    for key, value in values.items():
+        family.add_metric(key, value)
     return family

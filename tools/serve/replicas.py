@@ -1,11 +1,12 @@
-"""Several engines behind one endpoint: who gets a call, and what becomes of those of one that dies.
+"""Data parallel serving: several engines behind one endpoint, and recovery when one dies.
 
-A call's outcome follows from the call alone: it is greedy, or verified as coupled with a seed that
-it has from its arrival on. So the calls of an engine that died begin anew at another one, and their
-callers hear on where they were.
+The output of a request depends on the request alone: it is greedy, or it is verified in mode
+``coupled`` with a seed that is fixed when the request arrives. When a replica dies, its requests
+are therefore restarted on another replica, and their clients continue to receive tokens where the
+stream was interrupted.
 
-A call at which engines die is found by elimination: after `SUSPECT` deaths it shares an engine with
-no other suspect, and whoever is there at the next one is not tried again.
+A request that kills engines is isolated: after `SUSPECT_DEATHS` deaths it is a suspect, and a
+replica runs at most one suspect. The suspect that is there at the next death is not restarted.
 """
 
 from __future__ import annotations
@@ -22,312 +23,388 @@ from typing import Any, Protocol
 from graft.models.engine.engine import Engine
 from graft.models.errors import EngineError
 from graft.models.request import Event, Output, Request
-from graft.tools.serve.driver import ASK_S, Facts, all_of, failed
+from graft.tools.serve.engine_driver import (
+    COUNTERS_TIMEOUT_S,
+    EngineInfo,
+    error_event,
+    get_all,
+)
 from graft.tools.serve.router import Router
 
 LOG = logging.getLogger("graft")
-SUSPECT = 2
-#: Seconds between two attempts to bring up an engine that does not come: the first, and the most.
-RETRY_S = 1.0, 60.0
-#: Seconds without an answer after which an engine counts as dead.
-SILENT_S = 120.0
+#: Number of replica deaths after which a request is suspected of causing them.
+SUSPECT_DEATHS = 2
+#: First and maximum number of seconds between two attempts to restart a replica.
+RESTART_DELAY_S = 1.0
+MAX_RESTART_DELAY_S = 60.0
+#: Number of seconds without an answer after which a replica counts as dead.
+SILENCE_TIMEOUT_S = 120.0
 
 
 class Actor(Protocol):
-    """A `Worker`, in a process of its own."""
+    """Handle of a `ReplicaActor` in another process."""
 
-    def call(self, name: str, *given: Any) -> Awaitable[Any]:
-        """What one of its methods returns. Raises what that raises, or what it died by."""
+    def call(self, method: str, *arguments: Any) -> Awaitable[Any]:
+        """Call a method and return its result.
+
+        Raises the error of the method, or an error that describes the death of the process.
+        """
 
     def kill(self) -> None:
-        """End the process, if it still runs."""
+        """End the process if it still runs."""
 
 
 @dataclass(eq=False)
-class _Call:
-    """A request, and what of it its caller has heard: so many characters, and these tokens."""
+class _RoutedRequest:
+    """A request and the part of its output that its client has received.
+
+    Attributes
+    ----------
+    request
+        The request; its seed is set.
+    sink
+        Queue of its events.
+    keys
+        Prefix keys of its prompt.
+    submitted_at
+        Time of submission (``time.monotonic``).
+    deaths
+        Number of replicas that died while they ran it.
+    tokens
+        Tokens that were delivered.
+    characters
+        Number of characters that were delivered.
+    received
+        Number of tokens and of characters received from the present replica.
+    """
 
     request: Request
     sink: asyncio.Queue[Event]
-    keys: list[int]
-    arrived: float = field(default_factory=time.monotonic)
+    keys: list[bytes]
+    submitted_at: float = field(default_factory=time.monotonic)
     deaths: int = 0
-    told: list[int] = field(default_factory=list)
+    tokens: list[int] = field(default_factory=list)
     characters: int = 0
-    at: tuple[int, int] = 0, 0  # tokens and characters that the present engine has brought
+    received: tuple[int, int] = 0, 0
 
-    def begun(self) -> Request:
-        """What to ask of the next engine."""
-        self.at = (0, 0)
-        left = self.request.timeout_s
-        if left is not None:
-            left = max(1e-3, left - (time.monotonic() - self.arrived))
-        return replace(self.request, timeout_s=left)
+    def start(self) -> Request:
+        """Return the request for the next replica, with the remaining timeout."""
+        self.received = (0, 0)
+        timeout_s = self.request.timeout_s
+        if timeout_s is not None:
+            elapsed = time.monotonic() - self.submitted_at
+            timeout_s = max(1e-3, timeout_s - elapsed)
+        return replace(self.request, timeout_s=timeout_s)
 
-    def news(self, event: Event) -> Event | None:
-        """What of an event has not been told; None: nothing. Raises EngineError."""
-        at, characters = self.at
-        known = len(self.told) - at
-        if known > 0 and tuple(self.told[at : at + len(event.tokens)]) != event.tokens[:known]:
-            raise EngineError("begun anew, the answer is another one")
-        new = max(0, known)
-        text = event.text[max(0, self.characters - characters) :]
-        self.at = at + len(event.tokens), characters + len(event.text)
-        self.told += event.tokens[new:]
+    def undelivered(self, event: Event) -> Event | None:
+        """Return the part of an event that has not been delivered; None if there is none.
+
+        Raises
+        ------
+        EngineError
+            If the tokens differ from those that an earlier replica generated.
+        """
+        token_start, character_start = self.received
+        overlap = max(0, len(self.tokens) - token_start)
+        delivered = self.tokens[token_start : token_start + len(event.tokens)]
+        if overlap and tuple(delivered) != event.tokens[:overlap]:
+            raise EngineError("the restarted request generated different tokens")
+        tokens = event.tokens[overlap:]
+        text = event.text[max(0, self.characters - character_start) :]
+        self.received = (token_start + len(event.tokens), character_start + len(event.text))
+        self.tokens += tokens
         self.characters += len(text)
-        if not event.finished and not event.tokens[new:] and not text:
+        if not event.finished and not tokens and not text:
             return None
-        told = event.logprobs
-        return replace(
-            event,
-            tokens=event.tokens[new:],
-            text=text,
-            logprobs=None if told is None else told[new:],
-        )
+        logprobs = None if event.logprobs is None else event.logprobs[overlap:]
+        return replace(event, tokens=tokens, text=text, logprobs=logprobs)
 
 
 class _Replica:
-    """An engine as it is known here."""
+    """State of one replica.
+
+    Attributes
+    ----------
+    number
+        Index of the replica.
+    actor
+        Handle of its process.
+    alive
+        Whether it accepts requests.
+    start_error
+        Message of the error of the last restart; None if it did not fail.
+    requests
+        Its requests by id.
+    jobs
+        Requests to submit and ids of requests to cancel that were not sent yet.
+    """
 
     def __init__(self, number: int, actor: Actor):
         self.number = number
         self.actor = actor
-        self.up = True
-        self.why: str | None = None  # it did not come up
-        self.calls: dict[str, _Call] = {}
+        self.alive = True
+        self.start_error: str | None = None
+        self.requests: dict[str, _RoutedRequest] = {}
         self.jobs: asyncio.Queue[Request | str] = asyncio.Queue()
 
     @property
-    def suspect(self) -> bool:
-        return any(call.deaths >= SUSPECT for call in self.calls.values())
+    def has_suspect(self) -> bool:
+        """Whether one of its requests is suspected of killing engines."""
+        return any(request.deaths >= SUSPECT_DEATHS for request in self.requests.values())
 
 
 class Replicas:
-    """What `Driver` is, of several engines.
+    """Several engines with the interface of one `EngineDriver`.
 
     Parameters
     ----------
-    launch : makes an actor with a `Worker`.
-    make : makes an engine there; it is to verify as coupled, and to let any number wait.
-    count : of engines.
-    waiting : requests that may wait for a row; one more is refused.
+    launch
+        Starts a process with a `ReplicaActor` and returns its handle.
+    make_engine
+        Creates the engine in that process. The engine must verify in mode ``coupled`` and must not
+        limit the number of waiting requests.
+    count
+        Number of replicas.
+    max_waiting
+        Maximum number of requests without a slot. Further ones are refused.
 
     Attributes
     ----------
-    facts : of all engines together.
-    failure : why there is no engine, nor hope for one; or None.
+    info
+        Static properties of all engines together.
     """
 
     def __init__(
-        self, launch: Callable[[], Actor], make: Callable[[], Engine], count: int, waiting: int
+        self,
+        launch: Callable[[], Actor],
+        make_engine: Callable[[], Engine],
+        count: int,
+        max_waiting: int,
     ):
         self._launch = launch
-        self._make = make
+        self._make_engine = make_engine
         self._replicas = [_Replica(number, launch()) for number in range(count)]
-        self._calls: dict[str, _Call] = {}
-        self._homeless: list[_Call] = []
-        self._waiting = waiting
-        self._lives: list[asyncio.Task[None]] = []
-        self._ended: Callable[[Output], None]
+        self._requests: dict[str, _RoutedRequest] = {}
+        self._unassigned: list[_RoutedRequest] = []
+        self._max_waiting = max_waiting
+        self._supervisors: list[asyncio.Task[None]] = []
+        self._on_output: Callable[[Output], None]
         self._router: Router
-        self.facts: Facts
+        self.info: EngineInfo
 
     async def begin(self) -> None:
-        """Wait until all engines are there. Raises what making one raises."""
-        [facts, *_] = await asyncio.gather(
-            *(replica.actor.call("begin", self._make) for replica in self._replicas)
+        """Wait until all engines have been created. Errors of `make_engine` propagate."""
+        [info, *_] = await asyncio.gather(
+            *(replica.actor.call("start", self._make_engine) for replica in self._replicas)
         )
-        self._router = Router(len(self._replicas), facts)
-        self.facts = replace(facts, rows=len(self._replicas) * facts.rows)
+        count = len(self._replicas)
+        self._router = Router(count, info)
+        self.info = replace(info, max_batch_size=count * info.max_batch_size)
 
-    def start(self, ended: Callable[[Output], None]) -> None:
-        """Listen; `ended` is told of every request's output."""
-        self._ended = ended
-        self._lives = [asyncio.create_task(self._live(one)) for one in self._replicas]
+    def start(self, on_output: Callable[[Output], None]) -> None:
+        """Start to supervise the replicas.
+
+        Parameters
+        ----------
+        on_output
+            Called with the output of every request.
+        """
+        self._on_output = on_output
+        self._supervisors = [
+            asyncio.create_task(self._supervise(replica)) for replica in self._replicas
+        ]
 
     async def stop(self) -> None:
-        """Listen no more. What is unfinished is cancelled first."""
+        """Cancel all requests and end the supervision."""
         self.cancel_all()
-        for life in self._lives:
-            life.cancel()
-        await asyncio.gather(*self._lives, return_exceptions=True)
+        for supervisor in self._supervisors:
+            supervisor.cancel()
+        await asyncio.gather(*self._supervisors, return_exceptions=True)
 
     @property
-    def open(self) -> int:
-        """Requests that somebody waits for."""
-        return len(self._calls)
+    def open_requests(self) -> int:
+        """Number of requests that have neither ended nor been cancelled."""
+        return len(self._requests)
 
     @property
-    def live(self) -> list[bool]:
-        """Whether each engine takes requests."""
-        return [replica.up for replica in self._replicas]
+    def alive(self) -> list[bool]:
+        """Whether each replica accepts requests."""
+        return [replica.alive for replica in self._replicas]
 
     @property
     def failure(self) -> str | None:
-        reasons = [replica.why for replica in self._replicas]
-        return reasons[0] if all(reasons) else None
+        """Message of an error if no replica could be restarted; else None."""
+        errors = [replica.start_error for replica in self._replicas]
+        return errors[0] if all(errors) else None
 
     def submit(self, request: Request, sink: asyncio.Queue[Event]) -> None:
-        """Its events come into `sink`; the last one has its output, whatever happens."""
-        name = str(request.id)
+        """Submit a request.
+
+        Its events are put into `sink`. The last event always has an output, also if the request
+        fails.
+        """
+        request_id = str(request.id)
         if request.seed is None:
             request = replace(request, seed=secrets.randbits(64))
-        call = self._calls[name] = _Call(request, sink, self._router.keys(request.tokens or ()))
-        if self.open > self._waiting + self.facts.rows:
-            self._end(
-                name,
-                failed(name, f"{self._waiting} requests are waiting already", "QueueFullError"),
-            )
+        keys = self._router.keys(request.tokens or ())
+        routed = _RoutedRequest(request, sink, keys)
+        self._requests[request_id] = routed
+        if self.open_requests > self._max_waiting + self.info.max_batch_size:
+            message = f"{self._max_waiting} requests are waiting already"
+            self._finish(request_id, error_event(request_id, message, "QueueFullError"))
         elif self.failure is not None:
-            self._end(name, failed(name, self.failure))
+            self._finish(request_id, error_event(request_id, self.failure))
         else:
-            self._homeless.append(call)
-            self._house()
+            self._unassigned.append(routed)
+            self._assign()
 
     def cancel(self, request_id: str) -> None:
-        """End a request that nobody waits for any more."""
+        """Cancel a request."""
         for replica in self._replicas:
-            if request_id in replica.calls:
+            if request_id in replica.requests:
                 replica.jobs.put_nowait(request_id)
-        self._end(request_id, Event(request_id, (), "", Output(request_id, reason="cancelled")))
+        output = Output(request_id, reason="cancelled")
+        self._finish(request_id, Event(request_id, (), "", output))
 
     def cancel_all(self) -> None:
-        """End all requests; those who wait are told."""
-        for request_id in list(self._calls):
+        """Cancel all requests. Their last events are still delivered."""
+        for request_id in list(self._requests):
             self.cancel(request_id)
 
     async def counters(self) -> list[dict[str, Any] | None]:
-        """`Engine.counters` of each, between two rounds; None: it does not answer."""
+        """Return `Engine.counters` of each replica; None for one that does not answer."""
 
-        async def ask(replica: _Replica) -> dict[str, Any] | None:
-            with suppress(Exception):  # whoever listens to it is told
-                async with asyncio.timeout(ASK_S):
-                    return await replica.actor.call("counters") if replica.up else None
+        async def read_counters(replica: _Replica) -> dict[str, Any] | None:
+            with suppress(Exception):  # `_monitor` handles errors
+                async with asyncio.timeout(COUNTERS_TIMEOUT_S):
+                    return await replica.actor.call("counters") if replica.alive else None
             return None
 
-        return await asyncio.gather(*map(ask, self._replicas))
+        return await asyncio.gather(*map(read_counters, self._replicas))
 
-    # The life of a replica ----------------------------------------------------------------------
+    # Supervision of a replica -------------------------------------------------------------------
 
-    async def _live(self, replica: _Replica) -> None:
-        retry, most = RETRY_S
+    async def _supervise(self, replica: _Replica) -> None:
+        """Exchange messages with a replica and restart it whenever it dies."""
+        delay = RESTART_DELAY_S
         while True:
             try:
-                if not replica.up:
+                if not replica.alive:
                     replica.actor = self._launch()
-                    await replica.actor.call("begin", self._make)
-                    replica.up = True
-                    replica.why = None
-                    retry = RETRY_S[0]
-                    self._house()
+                    await replica.actor.call("start", self._make_engine)
+                    replica.alive = True
+                    replica.start_error = None
+                    delay = RESTART_DELAY_S
+                    self._assign()
                 async with asyncio.TaskGroup() as group:
-                    group.create_task(self._tell(replica))
-                    group.create_task(self._hear(replica))
-                    group.create_task(self._watch(replica))
-            except Exception as error:  # it has died, whatever by
-                was_up = replica.up
-                self._lose(replica, _reason(error))
-                if not was_up:
-                    await asyncio.sleep(retry)
-                    retry = min(2 * retry, most)
+                    group.create_task(self._send_jobs(replica))
+                    group.create_task(self._receive_events(replica))
+                    group.create_task(self._monitor(replica))
+            except Exception as error:  # any error means that the replica is dead
+                was_alive = replica.alive
+                self._handle_death(replica, _first_line(error))
+                if not was_alive:
+                    await asyncio.sleep(delay)
+                    delay = min(2 * delay, MAX_RESTART_DELAY_S)
 
-    async def _tell(self, replica: _Replica) -> None:
-        while True:  # one by one, so that nothing overtakes
-            await replica.actor.call("tell", await all_of(replica.jobs))
+    async def _send_jobs(self, replica: _Replica) -> None:
+        while True:  # one call at a time, which keeps the order
+            await replica.actor.call("send", await get_all(replica.jobs))
 
-    async def _hear(self, replica: _Replica) -> None:
+    async def _receive_events(self, replica: _Replica) -> None:
         while True:
-            for event in await replica.actor.call("events"):
-                call = replica.calls.get(event.id)
-                if call is None:
-                    continue  # nobody waits for it any more
-                try:
-                    news = call.news(event)
-                except EngineError as error:
-                    replica.jobs.put_nowait(event.id)
-                    news = failed(event.id, str(error))
-                if news is not None and news.finished:
-                    self._end(event.id, news)
-                elif news is not None:
-                    call.sink.put_nowait(news)
+            for event in await replica.actor.call("receive"):
+                request = replica.requests.get(event.id)
+                if request is not None:  # it may have been cancelled
+                    self._deliver(replica, request, event)
 
-    async def _watch(self, replica: _Replica) -> None:
-        heard = time.monotonic()
-        while time.monotonic() - heard < SILENT_S:
-            with suppress(TimeoutError):  # which is silence
-                async with asyncio.timeout(SILENT_S):
+    def _deliver(self, replica: _Replica, request: _RoutedRequest, event: Event) -> None:
+        """Deliver the part of an event that the client has not received."""
+        try:
+            rest = request.undelivered(event)
+        except EngineError as error:
+            replica.jobs.put_nowait(event.id)
+            rest = error_event(event.id, str(error))
+        if rest is None:
+            return
+        if rest.finished:
+            self._finish(event.id, rest)
+        else:
+            request.sink.put_nowait(rest)
+
+    async def _monitor(self, replica: _Replica) -> None:
+        """Raise EngineError when a replica has not answered for `SILENCE_TIMEOUT_S`."""
+        answered_at = time.monotonic()
+        while time.monotonic() - answered_at < SILENCE_TIMEOUT_S:
+            with suppress(TimeoutError):
+                async with asyncio.timeout(SILENCE_TIMEOUT_S):
                     if await replica.actor.call("counters") is not None:
-                        heard = time.monotonic()
-            await asyncio.sleep(SILENT_S / 10)
-        raise EngineError(f"no answer for {SILENT_S:g} s")
+                        answered_at = time.monotonic()
+            await asyncio.sleep(SILENCE_TIMEOUT_S / 10)
+        raise EngineError(f"no answer for {SILENCE_TIMEOUT_S:g} s")
 
-    def _lose(self, replica: _Replica, why: str) -> None:
-        LOG.warning(
-            "replica %d %s: %s",
-            replica.number,
-            "has died" if replica.up else "does not come up",
-            why,
-        )
+    def _handle_death(self, replica: _Replica, message: str) -> None:
+        """Make the requests of a dead replica available to the others, or end them."""
+        state = "died" if replica.alive else "did not start"
+        LOG.warning("replica %d %s: %s", replica.number, state, message)
         replica.actor.kill()
-        replica.why = None if replica.up else why
-        replica.up = False
+        replica.start_error = None if replica.alive else message
+        replica.alive = False
         self._router.forget(replica.number)
-        calls = replica.calls
-        replica.calls = {}
+        requests = replica.requests
+        replica.requests = {}
         replica.jobs = asyncio.Queue()
-        for name, call in calls.items():
-            call.deaths += 1
-            if call.deaths > SUSPECT:
-                self._end(
-                    name,
-                    failed(
-                        name,
-                        f"{call.deaths} engines died while they had the "
-                        f"request, the last by: {why}",
-                    ),
+        for request_id, request in requests.items():
+            request.deaths += 1
+            if request.deaths > SUSPECT_DEATHS:
+                text = (
+                    f"{request.deaths} engines died while they ran the request; "
+                    f"error of the last one: {message}"
                 )
+                self._finish(request_id, error_event(request_id, text))
             else:
-                self._homeless.append(call)
+                self._unassigned.append(request)
         if self.failure is not None:
-            for call in list(self._homeless):
-                name = str(call.request.id)
-                self._end(name, failed(name, self.failure))
-        self._house()
+            for request in list(self._unassigned):
+                request_id = str(request.request.id)
+                self._finish(request_id, error_event(request_id, self.failure))
+        self._assign()
 
-    # Calls --------------------------------------------------------------------------------------
+    # Requests -----------------------------------------------------------------------------------
 
-    def _house(self) -> None:
-        """Give calls that have no engine to one that may take them."""
-        calls = self._homeless
-        self._homeless = []
-        for call in calls:
+    def _assign(self) -> None:
+        """Assign unassigned requests to replicas, as far as there are replicas for them."""
+        requests = self._unassigned
+        self._unassigned = []
+        for request in requests:
+            is_suspect = request.deaths >= SUSPECT_DEATHS
             loads = {
-                replica.number: len(replica.calls)
+                replica.number: len(replica.requests)
                 for replica in self._replicas
-                if replica.up and not (call.deaths >= SUSPECT and replica.suspect)
+                if replica.alive and not (is_suspect and replica.has_suspect)
             }
             if not loads:
-                self._homeless.append(call)
+                self._unassigned.append(request)
                 continue
-            replica = self._replicas[self._router.choose(call.keys, loads)]
-            replica.calls[str(call.request.id)] = call
-            replica.jobs.put_nowait(call.begun())
+            replica = self._replicas[self._router.choose(request.keys, loads)]
+            replica.requests[str(request.request.id)] = request
+            replica.jobs.put_nowait(request.start())
 
-    def _end(self, name: str, event: Event) -> None:
-        """The last event of a call, if it has not ended before."""
-        call = self._calls.pop(name, None)
-        if call is None or event.output is None:
+    def _finish(self, request_id: str, event: Event) -> None:
+        """Deliver the last event of a request, unless the request has already ended."""
+        request = self._requests.pop(request_id, None)
+        if request is None or event.output is None:
             return
         for replica in self._replicas:
-            replica.calls.pop(name, None)
-        self._homeless = [other for other in self._homeless if other is not call]
-        self._ended(event.output)
-        call.sink.put_nowait(event)
-        self._house()
+            replica.requests.pop(request_id, None)
+        self._unassigned = [other for other in self._unassigned if other is not request]
+        self._on_output(event.output)
+        request.sink.put_nowait(event)
+        self._assign()
 
 
-def _reason(error: BaseException) -> str:
-    """The first line of what an error says."""
+def _first_line(error: BaseException) -> str:
+    """Return the first line of the message of an error, or of the first error of a group."""
     while isinstance(error, BaseExceptionGroup):
         error = error.exceptions[0]
     return (str(error) or type(error).__name__).splitlines()[0]

@@ -1,4 +1,4 @@
-"""A server of one engine: how it comes up, and how it leaves."""
+"""The HTTP server process: startup, draining and shutdown."""
 
 from __future__ import annotations
 
@@ -10,17 +10,22 @@ import uvicorn
 
 from graft.tools.serve.app import Service
 
-#: Seconds that callers get to read what they are told when the server leaves.
-LAST_S = 5
+#: Seconds that clients have to read the last bytes after all requests have ended.
+SHUTDOWN_TIMEOUT_S = 5
 
 
 class Server(uvicorn.Server):
-    """Answers calls until a signal comes and what runs is done, or its time is up.
+    """Serves until a signal arrives and the running requests have ended or timed out.
 
     Parameters
     ----------
-    listener : a socket that is bound; closed in the end.
-    drain_s : seconds to finish what runs; a second signal ends it at once.
+    service
+        The application.
+    listener
+        Bound socket. The server closes it.
+    drain_s
+        Seconds that running requests have to end after the first signal. A second signal ends
+        them immediately.
     """
 
     def __init__(self, service: Service, listener: socket.socket, drain_s: float):
@@ -30,41 +35,44 @@ class Server(uvicorn.Server):
                 log_level="warning",
                 access_log=False,
                 server_header=False,
-                timeout_graceful_shutdown=LAST_S,
+                timeout_graceful_shutdown=SHUTDOWN_TIMEOUT_S,
             )
         )
         self.service = service
         self._listener = listener
         self._drain_s = drain_s
-        self._until = 0.0
+        self._drain_end = 0.0
         host, port = listener.getsockname()[:2]
-        self.url = f"http://{f'[{host}]' if ':' in host else host}:{port}/v1"
+        host = f"[{host}]" if ":" in host else host
+        self.url = f"http://{host}:{port}/v1"
 
     def drain(self) -> None:
-        """Take no more calls, and leave when the last one is answered. Any thread may call it."""
-        self._until = time.monotonic() + self._drain_s
+        """Refuse new requests and exit when the running ones have ended. Thread-safe."""
+        self._drain_end = time.monotonic() + self._drain_s
         self.service.draining = True
 
     def handle_exit(self, sig: int, frame: FrameType | None) -> None:
-        """On SIGTERM and Ctrl-C."""
+        """Drain on the first SIGTERM or SIGINT and exit on the second."""
         if self.service.draining:
             self.should_exit = True
         else:
             self.drain()
 
     async def on_tick(self, counter: int) -> bool:
-        """Ten times a second."""
-        if self.service.draining and (not self.service.calls or time.monotonic() > self._until):
-            self.should_exit = True
+        """Check, ten times per second, whether draining is complete."""
+        if self.service.draining:
+            timed_out = time.monotonic() > self._drain_end
+            if not self.service.api_requests or timed_out:
+                self.should_exit = True
         if self.should_exit:
             self.service.driver.cancel_all()
         return await super().on_tick(counter)
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
-        """Listen, and say so."""
+        """Start listening and print the URL."""
         await super().startup(sockets)
         print(f"graft: serving {self.service.settings.name} at {self.url}", flush=True)
 
     def start(self) -> None:
-        """Run until the end."""
+        """Run until shutdown."""
         self.run(sockets=[self._listener])

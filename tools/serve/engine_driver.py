@@ -1,0 +1,222 @@
+"""The thread that runs an engine, driven from an asyncio event loop."""
+
+from __future__ import annotations
+
+import asyncio
+import queue
+import threading
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future
+from contextlib import suppress
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any, TypeVar
+
+from graft.models.engine.engine import Engine
+from graft.models.errors import EngineError
+from graft.models.request import Event, Limits, Output, Request
+
+T = TypeVar("T")
+#: Maximum number of seconds that `counters` waits for the engine.
+COUNTERS_TIMEOUT_S = 5.0
+
+
+@dataclass(frozen=True)
+class EngineInfo:
+    """Static properties of an engine.
+
+    Attributes
+    ----------
+    tokenizer
+        Folder of the tokenizer.
+    limits
+        Limits of requests.
+    max_batch_size
+        Number of request slots.
+    page_size
+        Number of tokens per KV-cache page.
+    pages
+        Number of KV-cache pages.
+    """
+
+    tokenizer: Path
+    limits: Limits
+    max_batch_size: int
+    page_size: int
+    pages: int
+
+
+class EngineDriver:
+    """Runs an engine in a thread, which sleeps while there is nothing to do.
+
+    The public methods must be called from one event loop. Request ids must be unique.
+
+    Parameters
+    ----------
+    engine
+        The engine. Only the thread uses it, apart from its thread-safe methods.
+
+    Attributes
+    ----------
+    info
+        Static properties of the engine.
+    failure
+        Message of the error after which the engine cannot be used; None if there was none.
+    """
+
+    def __init__(self, engine: Engine):
+        options = engine.options
+        self.info = EngineInfo(
+            tokenizer=engine.tokenizer.path,
+            limits=options.limits,
+            max_batch_size=options.max_batch_size,
+            page_size=options.page_size,
+            pages=options.sizes[1],
+        )
+        self._engine = engine
+        self._jobs: queue.SimpleQueue[Callable[[], object] | None] = queue.SimpleQueue()
+        self._sinks: dict[str, asyncio.Queue[Event]] = {}
+        self._thread = threading.Thread(target=self._run, name="graft engine", daemon=True)
+        self._loop: asyncio.AbstractEventLoop
+        self._on_output: Callable[[Output], None]
+        self.failure: str | None = None
+
+    def start(self, on_output: Callable[[Output], None]) -> None:
+        """Start the thread.
+
+        Parameters
+        ----------
+        on_output
+            Called in the event loop with the output of every request.
+        """
+        self._on_output = on_output
+        self._loop = asyncio.get_running_loop()
+        self._thread.start()
+
+    async def stop(self) -> None:
+        """Cancel all requests and wait until the thread has ended."""
+        self.cancel_all()
+        self._put(None)
+        await asyncio.to_thread(self._thread.join)
+
+    @property
+    def open_requests(self) -> int:
+        """Number of requests that have neither ended nor been cancelled."""
+        return len(self._sinks)
+
+    def submit(self, request: Request, sink: asyncio.Queue[Event]) -> None:
+        """Submit a request.
+
+        Its events are put into `sink`. The last event always has an output, also if the request
+        fails.
+        """
+        self._sinks[str(request.id)] = sink
+        self._put(partial(self._submit, request))
+
+    def cancel(self, request_id: str) -> None:
+        """Cancel a request and drop its further events."""
+        if self._sinks.pop(request_id, None) is not None:
+            self._put(partial(self._engine.cancel, request_id))
+
+    def cancel_all(self) -> None:
+        """Cancel all requests. Their last events are still delivered."""
+        for request_id in self._sinks:
+            self._put(partial(self._engine.cancel, request_id))
+
+    @property
+    def alive(self) -> list[bool]:
+        """Whether the engine can be used, as a list of one element; see `Replicas.alive`."""
+        return [self.failure is None]
+
+    async def counters(self) -> list[dict[str, Any] | None]:
+        """Return `Engine.counters`, read between two rounds, as a list of one element.
+
+        The element is None if the engine has failed or does not answer in time.
+        """
+        answer: Future[dict[str, Any] | None] = Future()
+
+        def read_counters() -> None:
+            if answer.set_running_or_notify_cancel():
+                try:
+                    answer.set_result(self._engine.counters())
+                except Exception as error:
+                    answer.set_exception(error)
+
+        if self.failure is None:
+            self._put(read_counters)
+            with suppress(TimeoutError):
+                return [await asyncio.wait_for(asyncio.wrap_future(answer), COUNTERS_TIMEOUT_S)]
+        return [None]
+
+    def _put(self, job: Callable[[], object] | None) -> None:
+        """Queue a function for the thread; None ends the thread."""
+        self._jobs.put(job)
+        self._engine.wake()
+
+    # Methods of the thread ----------------------------------------------------------------------
+
+    def _run(self) -> None:
+        while True:
+            try:
+                if not self._run_jobs():
+                    return
+                self._post(self._engine.step())
+            except Exception as error:  # any error of the engine is final
+                self.failure = str(error) or type(error).__name__
+                self._loop.call_soon_threadsafe(self._fail_all, self.failure)
+
+    def _run_jobs(self) -> bool:
+        """Run the queued jobs, waiting for one if the engine is idle; False: the thread ends."""
+        with suppress(queue.Empty):
+            while True:
+                job = self._jobs.get(block=not self._busy)
+                if job is None:
+                    return False
+                job()
+        return True
+
+    @property
+    def _busy(self) -> bool:
+        return self.failure is None and self._engine.busy
+
+    def _submit(self, request: Request) -> None:
+        try:
+            if self.failure is not None:
+                raise EngineError(self.failure)
+            self._engine.submit(request)
+        except Exception as error:  # a request ends with an output in any case
+            self._post([error_event(str(request.id), str(error), type(error).__name__)])
+
+    def _post(self, events: Sequence[Event]) -> None:
+        """Pass events to the event loop."""
+        if events:
+            self._loop.call_soon_threadsafe(self._deliver, events)
+
+    # Methods of the event loop ------------------------------------------------------------------
+
+    def _deliver(self, events: Sequence[Event]) -> None:
+        for event in events:
+            sink = self._sinks.get(event.id)
+            if event.output is not None:
+                self._sinks.pop(event.id, None)
+                self._on_output(event.output)
+            if sink is not None:
+                sink.put_nowait(event)
+
+    def _fail_all(self, message: str) -> None:
+        self._deliver([error_event(request_id, message) for request_id in self._sinks])
+
+
+def error_event(request_id: str, message: str, error_type: str = "EngineError") -> Event:
+    """Return the last event of a request that ended with an error."""
+    output = Output(request_id, reason="error", error=message, error_type=error_type)
+    return Event(request_id, (), "", output)
+
+
+async def get_all(source: asyncio.Queue[T]) -> list[T]:
+    """Wait until a queue has an item and return all items that it has."""
+    items = [await source.get()]
+    while not source.empty():
+        items.append(source.get_nowait())
+    return items
