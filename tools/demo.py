@@ -1,6 +1,6 @@
-"""``make demo``: ten requests with ten grammars in one batch, checked and measured.
+"""``make demo``: ten requests with ten grammars in one batch, verified and measured.
 
-``make demo-llm`` is the same with a language model that people know (`smollm`).
+``make demo-llm`` does the same with SmolLM2-135M-Instruct (see `graft.tools.smollm`).
 """
 
 from __future__ import annotations
@@ -26,12 +26,32 @@ from graft.tools.validity import is_valid
 DRAFT_LENGTH = 3
 MAX_TOKENS = 128
 MAX_LENGTH = 1024
-JUDGES = {"json_schema": "jsonschema", "regex": "re", "choice": "comparison"}
+#: Independent check of outputs by kind of grammar.
+CHECKERS = {"json_schema": "jsonschema", "regex": "re", "choice": "comparison"}
+#: Two times that differ by less than this fraction are reported as equal.
+TIME_TOLERANCE = 0.05
+
+SOFT_NOTE = """\
+These are times of the soft device, which runs kernels on the CPU; they are not GPU times. Its
+forward pass is bound by compute and not by memory bandwidth, so each verified draft costs time of
+its own."""
 
 
 @dataclass(frozen=True)
-class Arm:
-    """One way to run the batch, with its outputs and figures."""
+class Configuration:
+    """A configuration in which the batch was run, with its results.
+
+    Attributes
+    ----------
+    name
+        Name of the configuration.
+    outputs
+        Outputs in the order of the prompts.
+    stats
+        Statistics of the engine.
+    seconds
+        Time from the first submission to the last output.
+    """
 
     name: str
     outputs: list[Output]
@@ -39,55 +59,56 @@ class Arm:
     seconds: float
 
 
-def run_arm(
+def run_configuration(
     name: str,
     prompts: Sequence[DemoPrompt],
     target: Path,
     drafter: DrafterChoice | None = None,
     *,
-    masked: bool = True,
-) -> Arm:
-    """Run all prompts together at temperature 0 on a fresh engine."""
+    mask_drafts: bool = True,
+) -> Configuration:
+    """Run all prompts in one batch at temperature 0, on a new engine."""
+    requests = [
+        Request(prompt=prompt.text, grammar=prompt.grammar, max_tokens=MAX_TOKENS)
+        for prompt in prompts
+    ]
     with Engine(
         target,
         drafter,
         max_batch_size=len(prompts),
         max_length=MAX_LENGTH,
         draft_length=DRAFT_LENGTH,
-        mask_drafts=masked,
+        mask_drafts=mask_drafts,
         timeline=True,
     ) as engine:
-        begun = time.perf_counter()
-        outputs = engine.generate(
-            [Request(prompt=p.text, grammar=p.grammar, max_tokens=MAX_TOKENS) for p in prompts]
-        )
-        return Arm(name, outputs, engine.stats, time.perf_counter() - begun)
+        started = time.perf_counter()
+        outputs = engine.generate(requests)
+        seconds = time.perf_counter() - started
+        return Configuration(name, outputs, engine.stats, seconds)
 
 
-def verdict(prompt: DemoPrompt, output: Output) -> tuple[bool, str]:
-    """Whether an output obeys its grammar, and the words that say so.
+def check_demo_output(prompt: DemoPrompt, output: Output) -> tuple[bool, str]:
+    """Return whether an output satisfies its grammar, and a description of the result.
 
-    What was cut by the token limit is no valid document, and is said to be cut.
+    A truncated output is not valid.
     """
     if output.error:
         return False, f"{output.reason}: {output.error}"
     if not output.finished:
         return False, f"ended by {output.reason}"
-    right = "" if prompt.answer is None else "; right answer"
-    if prompt.answer not in (None, output.text):
-        right = f"; expected {prompt.answer}"
+    comment = ""
+    if prompt.answer is not None:
+        is_correct = prompt.answer == output.text
+        comment = "; correct answer" if is_correct else f"; expected {prompt.answer}"
     if prompt.grammar is None:
-        return True, f"no grammar{right}"
+        return True, f"no grammar{comment}"
     valid = bool(is_valid(prompt.grammar, output.text))
-    judge = JUDGES[prompt.grammar.kind]
-    return valid, f"{'valid' if valid else 'INVALID'} by {judge}{right}"
+    checker = CHECKERS[prompt.grammar.kind]
+    return valid, f"{'valid' if valid else 'INVALID'} ({checker}){comment}"
 
 
-def print_table(arms: Sequence[Arm], on_soft_device: bool) -> None:
-    """Print rounds, tokens per round and acceptance of every arm; then where a round's time goes.
-
-    A token per round of its request is what decoding without speculation does.
-    """
+def print_statistics(configurations: Sequence[Configuration]) -> None:
+    """Print rounds, tokens per round and acceptance, and the parts of a round."""
     rows: list[tuple[object, ...]] = [
         (
             "",
@@ -95,74 +116,100 @@ def print_table(arms: Sequence[Arm], on_soft_device: bool) -> None:
             "rounds",
             "tokens",
             "tokens/round",
-            "acceptance",
-            "per draft position",
+            "acceptance length",
+            "acceptance by position",
             "seconds",
         )
     ]
-    for arm in arms:
-        s = arm.stats
+    for configuration in configurations:
+        stats = configuration.stats
+        acceptance_length = f"{stats.acceptance_length:.2f}" if stats.speculated_rounds else "-"
         rows.append(
             (
-                arm.name,
-                s.rounds,
-                s.row_rounds,
-                s.tokens,
-                f"{s.tokens_per_round:.2f}",
-                f"{s.acceptance_length:.2f}" if s.speculated_rounds else "-",
-                " ".join(f"{a:.0%}" for a in s.acceptance) or "-",
-                f"{arm.seconds:.2f}",
+                configuration.name,
+                stats.rounds,
+                stats.row_rounds,
+                stats.tokens,
+                f"{stats.tokens_per_round:.2f}",
+                acceptance_length,
+                " ".join(f"{rate:.0%}" for rate in stats.acceptance) or "-",
+                f"{configuration.seconds:.2f}",
             )
         )
     print(f"\n{table(rows)}")
     print(
-        "launches: of the round's graph, for all requests at once; rounds: summed over requests;"
-        "\nacceptance: mean tokens of a round that tested drafts"
+        "launches: graph launches, each for the whole batch; rounds: summed over requests;"
+        "\nacceptance length: mean number of tokens per round with drafts"
     )
-    print(f"\nwhere a round of '{arms[0].name}' spends its time")
-    print(
-        table(
-            [("", name, f"{share:.1%}") for name, share in arms[0].stats.part_share.items()], left=2
-        )
-    )
-    if on_soft_device:
-        print(f"\n{SOFT_NOTE}")
+    print(f"\nparts of a round, '{configurations[0].name}'")
+    parts = configurations[0].stats.part_share.items()
+    print(table([("", name, f"{share:.1%}") for name, share in parts], left=2))
 
 
-SOFT_NOTE = """\
-The soft device's forward pass is bound by compute, not by memory: each row it verifies costs time
-of its own. What speculation saves here is rounds and not time: where seconds differ, that is
-launches saved with a tiny model. None of these times is a GPU's."""
+def describe_speculation(speculative: Configuration, baseline: Configuration) -> str:
+    """Return a sentence that compares rounds and time with and without speculation.
+
+    Parameters
+    ----------
+    speculative
+        Results with speculative decoding.
+    baseline
+        Results without speculative decoding.
+    """
+    rounds = speculative.stats.row_rounds
+    baseline_rounds = baseline.stats.row_rounds
+    speedup = baseline.seconds / speculative.seconds
+    if abs(speedup - 1) < TIME_TOLERANCE:
+        effect = "about as fast"
+    elif speedup > 1:
+        effect = f"{speedup:.2f} times as fast"
+    else:
+        effect = f"{1 / speedup:.2f} times as slow"
+    return (
+        f"With speculation, the requests took {rounds} rounds instead of {baseline_rounds}, and "
+        f"{speculative.seconds:.2f} s instead of {baseline.seconds:.2f} s: {effect}."
+    )
 
 
 def main(llm: bool = False, drafter_name: str | None = None) -> int:
-    """Run a demo; returns 1 when an output does not obey its grammar.
+    """Run a demo and return 1 if an output violates its grammar or configurations differ.
 
     Raises
     ------
     OptionError
-        The drafter is one of the other demo's.
+        If `drafter_name` is combined with `llm`.
     """
     if llm and drafter_name is not None:
-        raise OptionError(f"--drafter {drafter_name} is the demo model's, and --llm has a head")
+        raise OptionError(f"--drafter {drafter_name} applies to the demo model, not to --llm")
     prompts = llm_prompts() if llm else demo_prompts()
     device = open_device()
-    target, drafter = (smollm(), HEAD) if llm else demo_model(drafter_name or DRAFTERS[0])
+    if llm:
+        target, drafter = smollm(), HEAD
+    else:
+        target, drafter = demo_model(drafter_name or DRAFTERS[0])
     print(f"device: {device.describe()}")
-    print(f"{len(prompts)} requests in one batch, temperature 0, {DRAFT_LENGTH} drafts a round\n")
-    arms = [run_arm("drafts masked", prompts, target, drafter)]
-    passed = True
-    for number, (prompt, output) in enumerate(zip(prompts, arms[0].outputs, strict=True), 1):
-        good, words = verdict(prompt, output)
-        passed &= good
-        print(f"{number:>2}. {prompt.shows}\n    {output.text}\n    {words}")
+    print(f"{len(prompts)} requests in one batch, temperature 0, {DRAFT_LENGTH} drafts per round\n")
+    configurations = [run_configuration("drafts masked", prompts, target, drafter)]
+    all_valid = True
+    for number, (prompt, output) in enumerate(
+        zip(prompts, configurations[0].outputs, strict=True), 1
+    ):
+        valid, description = check_demo_output(prompt, output)
+        all_valid = all_valid and valid
+        print(f"{number:>2}. {prompt.shows}\n    {output.text}\n    {description}")
     if not llm:
-        arms.append(run_arm("drafts unmasked", prompts, target, drafter, masked=False))
-    arms.append(run_arm("no speculation", prompts, target))
-    print_table(arms, device.kind == "soft")
-    texts = [[output.text for output in arm.outputs] for arm in arms]
-    same = all(other == texts[0] for other in texts)
-    print(f"\nThe {len(arms)} ways gave {'the same' if same else 'DIFFERENT'} text.")
-    if not (passed and same):
-        print("graft: the demo's checks failed", file=sys.stderr)
-    return 0 if passed and same else 1
+        unmasked = run_configuration("drafts unmasked", prompts, target, drafter, mask_drafts=False)
+        configurations.append(unmasked)
+    configurations.append(run_configuration("no speculation", prompts, target))
+    print_statistics(configurations)
+    print(f"\n{describe_speculation(configurations[0], configurations[-1])}")
+    if device.kind == "soft":
+        print(SOFT_NOTE)
+    texts = [[output.text for output in one.outputs] for one in configurations]
+    all_equal = all(other == texts[0] for other in texts)
+    verdict = "the same" if all_equal else "DIFFERENT"
+    print(f"\nThe {len(configurations)} configurations generated {verdict} text.")
+    if not (all_valid and all_equal):
+        print("graft: the checks of the demo failed", file=sys.stderr)
+        return 1
+    return 0

@@ -1,4 +1,4 @@
-"""Where the demo model lives: a small Llama and its drafters that travel with the package."""
+"""Location of the demo model: a small Llama and its drafters, which are part of the package."""
 
 from __future__ import annotations
 
@@ -6,11 +6,11 @@ from pathlib import Path
 
 import graft.models
 
-#: An EAGLE-3 head, and a block drafter.
+#: Drafters of the demo model: an EAGLE-3 head and a block drafter.
 DRAFTERS = ("eagle3", "dflash")
 
 
 def demo_model(drafter: str = DRAFTERS[0]) -> tuple[Path, Path]:
-    """Folders of the demo target and of one of its drafters."""
+    """Return the folders of the demo target and of one of its drafters."""
     folder = Path(graft.models.__path__[0]) / "demo"
     return folder / "target", folder / drafter

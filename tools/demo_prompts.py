@@ -1,4 +1,4 @@
-"""The prompts of ``make demo`` and ``make demo-llm``: ten requests, each with its own grammar."""
+"""Prompts of ``make demo`` and ``make demo-llm``: ten requests, each with a different grammar."""
 
 from __future__ import annotations
 
@@ -6,14 +6,26 @@ import json
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from graft.grammar.statement import GrammarSpec
-from graft.tools.demo_tasks import with_schema
+from graft.grammar.grammar_spec import GrammarSpec
+from graft.tools.demo_tasks import add_schema_to_prompt
 from graft.tools.grammar_options import make_grammar
 
 
 @dataclass(frozen=True)
 class DemoPrompt:
-    """One request of a demo: what it shows, the text, the grammar and the right answer, if any."""
+    """A request of a demo.
+
+    Attributes
+    ----------
+    shows
+        Feature that the request demonstrates.
+    text
+        Prompt.
+    grammar
+        Grammar of the output.
+    answer
+        Correct output; None if there is not exactly one.
+    """
 
     shows: str
     text: str
@@ -22,19 +34,22 @@ class DemoPrompt:
 
 
 def demo_prompts(name: str = "demo_prompts") -> list[DemoPrompt]:
-    """The prompts of a file beside this one, in the order in which they are shown."""
+    """Return the prompts of a JSON Lines file of this folder, by its name without suffix."""
     text = Path(__file__).with_name(f"{name}.jsonl").read_text(encoding="utf-8")
-    return [
-        DemoPrompt(row["shows"], row["prompt"], make_grammar(row, partial=False), row.get("answer"))
-        for row in map(json.loads, text.split("\n")[:-1])
-    ]
+    prompts = []
+    for line in text.split("\n")[:-1]:
+        row = json.loads(line)
+        grammar = make_grammar(row, partial=False)
+        prompts.append(DemoPrompt(row["shows"], row["prompt"], grammar, row.get("answer")))
+    return prompts
 
 
 def llm_prompts() -> list[DemoPrompt]:
-    """Those of the real model, which is told the schema in words."""
-    return [
-        replace(p, text=with_schema(p.text, json.loads(p.grammar.text)))
-        if p.grammar is not None and p.grammar.kind == "json_schema"
-        else p
-        for p in demo_prompts("llm_prompts")
-    ]
+    """Return the prompts for SmolLM2, which contain the JSON schema as text."""
+    prompts = []
+    for prompt in demo_prompts("llm_prompts"):
+        if prompt.grammar is not None and prompt.grammar.kind == "json_schema":
+            schema = json.loads(prompt.grammar.text)
+            prompt = replace(prompt, text=add_schema_to_prompt(prompt.text, schema))
+        prompts.append(prompt)
+    return prompts

@@ -1,13 +1,13 @@
 """Extraction tasks for the demo model: generator, held-out sets and scoring.
 
-A task is a short text that describes a record, a JSON schema and the one right
-answer. Everything is drawn from a ``random.Random`` so a seed names a task for
-good. The same generator feeds training, the demo and the evaluation, so it needs
-nothing but the standard library. Its words stand in ``demo_words.json``.
+A task is a short text that describes a record, a JSON schema and the only correct answer. All
+choices are made by a ``random.Random``, so a seed identifies a task permanently. The generator is
+used for training, the demo and the evaluation, and therefore requires only the standard library.
+Its vocabulary is ``demo_words.json``.
 
-Seed spaces: training uses ``train-<n>``, held-out tasks ``held-<seed>-<n>``, tasks
-with unseen keys ``unseen-<seed>-<n>``. Keys of the last kind never occur as keys in
-training: invented keys are split by a checksum, natural ones by two lists.
+Seeds of training tasks are ``train-<n>``, those of held-out tasks ``held-<seed>-<n>``, and those of
+tasks with unseen keys ``unseen-<seed>-<n>``. Keys of the last kind never occur as keys in training:
+invented keys are split by a checksum, natural keys by two lists.
 """
 
 from __future__ import annotations
@@ -26,20 +26,20 @@ Schema = dict[str, Any]
 
 @dataclass(frozen=True)
 class Task:
-    """One prompt with its only right answer.
+    """A prompt with its only correct answer.
 
     Attributes
     ----------
-    text : str
-        What the user says.
-    schema : dict or None
-        JSON schema that the answer obeys; None for tasks without JSON.
-    answer : str
-        The right answer; JSON in ``json.dumps`` default form where there is a schema.
-    pattern : str or None
-        Regular expression for the whole answer of a ``regex`` task.
-    kind : str
-        ``record``, ``regex`` or ``free``; training has some more.
+    text
+        Prompt.
+    schema
+        JSON schema of the answer; None for tasks without JSON.
+    answer
+        Correct answer. JSON is in the default form of ``json.dumps``.
+    pattern
+        Regular expression of the whole answer of a ``regex`` task.
+    kind
+        ``"record"``, ``"regex"`` or ``"free"``; training has further kinds.
     """
 
     text: str
@@ -51,7 +51,23 @@ class Task:
 
 @dataclass(frozen=True)
 class Field:
-    """A key with its schema, its value and the words that tell the value."""
+    """A key of a record, with its value.
+
+    Attributes
+    ----------
+    key
+        Key in the schema.
+    label
+        Name of the field in the text.
+    schema
+        JSON schema of the value.
+    value
+        Value.
+    words
+        Value as it is written in the text.
+    phrase
+        Words that can precede the value in place of the label; None if there are none.
+    """
 
     key: str
     label: str
@@ -66,42 +82,40 @@ SEEN: dict[str, list[str]] = WORDS["seen"]
 UNSEEN: dict[str, list[str]] = WORDS["unseen"]
 CHOICES: list[list[str]] = WORDS["choices"]
 PHRASES: dict[str, str] = WORDS["phrases"]
-FIRST, LAST, PLACES, NOUNS, INTROS, ASKS, ONSETS, VOWELS, CODAS = (
-    WORDS[name]
-    for name in (
-        "first_names",
-        "last_names",
-        "places",
-        "nouns",
-        "intros",
-        "asks",
-        "onsets",
-        "vowels",
-        "codas",
-    )
-)
+FIRST_NAMES: list[str] = WORDS["first_names"]
+LAST_NAMES: list[str] = WORDS["last_names"]
+PLACES: list[str] = WORDS["places"]
+NOUNS: list[str] = WORDS["nouns"]
+INTROS: list[str] = WORDS["intros"]
+INSTRUCTIONS: list[str] = WORDS["asks"]
+ONSETS: list[str] = WORDS["onsets"]
+VOWELS: list[str] = WORDS["vowels"]
+CODAS: list[str] = WORDS["codas"]
 PHONE = r"\+[0-9]{2} [0-9]{3} [0-9]{4}"
 DATE = r"[0-9]{4}-[0-9]{2}-[0-9]{2}"
 
 
-def invented(rng: random.Random, syllables: int | None = None) -> str:
-    """A pronounceable word that is (almost surely) in no dictionary."""
-    n = syllables or rng.choice((2, 2, 2, 2, 3))
-    return "".join(rng.choice(ONSETS) + rng.choice(VOWELS) + rng.choice(CODAS) for _ in range(n))
+def make_word(rng: random.Random, syllables: int | None = None) -> str:
+    """Return a pronounceable word that is almost certainly not in a dictionary."""
+    count = syllables or rng.choice((2, 2, 2, 2, 3))
+    word = ""
+    for _ in range(count):
+        word += rng.choice(ONSETS) + rng.choice(VOWELS) + rng.choice(CODAS)
+    return word
 
 
 def is_reserved(key: str) -> bool:
-    """Whether `key` is kept out of training (natural held-out keys and 1 in 8 others)."""
+    """Return whether `key` is excluded from training: natural held-out keys and 1/8 of others."""
     if any(key in keys for keys in UNSEEN.values()):
         return True
     return zlib.crc32(key.encode()) % 8 == 0 and not any(key in keys for keys in SEEN.values())
 
 
-def code(rng: random.Random) -> tuple[str, str]:
-    """A random identifier and the regular expression that describes it."""
+def make_code(rng: random.Random) -> tuple[str, str]:
+    """Return a random identifier and the regular expression of its form."""
     upper = "ABCDEFGHIJKLMNOPQRSTUVWXYZ"
     digit = "0123456789"
-    hexa = "0123456789abcdef"
+    hexadecimal = "0123456789abcdef"
 
     def pick(letters: str, n: int) -> str:
         return "".join(rng.choice(letters) for _ in range(n))
@@ -116,36 +130,39 @@ def code(rng: random.Random) -> tuple[str, str]:
     if form == 2:
         return f"{pick(digit, 3)}-{pick(upper, 2)}", "[0-9]{3}-[A-Z]{2}"
     if form == 3:
-        return pick(hexa, 6), "[0-9a-f]{6}"
+        return pick(hexadecimal, 6), "[0-9a-f]{6}"
     return f"#{pick(digit, n)}", f"#[0-9]{{{n}}}"
 
 
-def string(rng: random.Random, kind: str) -> str:
+def make_string(rng: random.Random, kind: str) -> str:
+    """Return a person's name, a place name or a noun."""
     if kind == "person":
-        first = rng.choice(FIRST) if rng.random() < 0.5 else invented(rng, 2).capitalize()
-        last = rng.choice(LAST) if rng.random() < 0.4 else invented(rng).capitalize()
+        first = rng.choice(FIRST_NAMES) if rng.random() < 0.5 else make_word(rng, 2).capitalize()
+        last = rng.choice(LAST_NAMES) if rng.random() < 0.4 else make_word(rng).capitalize()
         return first if rng.random() < 0.25 else f"{first} {last}"
     if kind == "place":
-        known = rng.choice(PLACES) if rng.random() < 0.5 else invented(rng).capitalize()
+        known = rng.choice(PLACES) if rng.random() < 0.5 else make_word(rng).capitalize()
         return known if rng.random() < 0.9 else f"{rng.choice(('New', 'Port', 'San'))} {known}"
-    word = rng.choice(NOUNS) if rng.random() < 0.5 else invented(rng)
+    word = rng.choice(NOUNS) if rng.random() < 0.5 else make_word(rng)
     return word if rng.random() < 0.75 else f"{word} {rng.choice(NOUNS)}"
 
 
-def integer(rng: random.Random) -> int:
+def make_integer(rng: random.Random) -> int:
+    """Return a non-negative integer of at most five digits."""
     return rng.randrange(10 ** rng.choice((1, 2, 2, 3, 4, 5)))
 
 
-def _listing(rng: random.Random, parts: Sequence[str]) -> str:
+def _join_words(rng: random.Random, parts: Sequence[str]) -> str:
+    """Return a list as text."""
     if len(parts) > 1 and rng.random() < 0.4:
         return ", ".join(parts[:-1]) + " and " + parts[-1]
     return ", ".join(parts) if parts else "none"
 
 
 def _scalar(rng: random.Random, kind: str) -> tuple[Schema, Json, str]:
-    """Schema, value and wording of one value that is no object."""
+    """Return the schema, the value and the text of a value that is not an object."""
     if kind == "integer":
-        number = integer(rng)
+        number = make_integer(rng)
         bounds = {}
         if rng.random() < 0.3:
             top = rng.choice((9, 10, 100, 120, 999))
@@ -162,35 +179,35 @@ def _scalar(rng: random.Random, kind: str) -> tuple[Schema, Json, str]:
     if kind == "enum":
         options = rng.choice(CHOICES)
         if rng.random() < 0.3:
-            options = list(dict.fromkeys(invented(rng) for _ in range(rng.randint(2, 4))))
+            options = list(dict.fromkeys(make_word(rng) for _ in range(rng.randint(2, 4))))
         choice = rng.choice(options)
         return {"type": "string", "enum": list(options)}, choice, choice
     if kind == "words":
-        words = [string(rng, "noun") for _ in range(rng.choice((0, 1, 2, 2, 3, 3, 4)))]
-        return {"type": "array", "items": {"type": "string"}}, words, _listing(rng, words)
+        words = [make_string(rng, "noun") for _ in range(rng.choice((0, 1, 2, 2, 3, 3, 4)))]
+        return {"type": "array", "items": {"type": "string"}}, words, _join_words(rng, words)
     if kind == "integers":
         numbers = [rng.randrange(rng.choice((10, 100))) for _ in range(rng.randint(1, 4))]
-        listed = _listing(rng, [str(x) for x in numbers])
+        listed = _join_words(rng, [str(x) for x in numbers])
         return {"type": "array", "items": {"type": "integer"}}, numbers, listed
     if kind == "code":
-        text, pattern = code(rng)
+        text, pattern = make_code(rng)
         return {"type": "string", "pattern": f"^{pattern}$"}, text, text
     if kind == "date":
         text = f"{rng.randint(1950, 2039)}-{rng.randint(1, 12):02d}-{rng.randint(1, 28):02d}"
         form = {"pattern": f"^{DATE}$"} if rng.random() < 0.6 else {"format": "date"}
         return {"type": "string", **form}, text, text
-    text = string(rng, kind)
+    text = make_string(rng, kind)
     return {"type": "string"}, text, text
 
 
 def object_schema(fields: Iterable[tuple[str, Schema]], optional: Iterable[str] = ()) -> Schema:
-    """A closed object schema whose properties stand in the order given."""
+    """Return the schema of an object without additional properties, in the order of `fields`."""
     properties = dict(fields)
-    left_out = set(optional)
+    optional_keys = set(optional)
     return {
         "type": "object",
         "properties": properties,
-        "required": [k for k in properties if k not in left_out],
+        "required": [k for k in properties if k not in optional_keys],
         "additionalProperties": False,
     }
 
@@ -213,67 +230,82 @@ WEIGHTS = {
 }
 
 
-def new_key(rng: random.Random, kind: str, unseen: bool, taken: set[str]) -> str:
+def new_key(rng: random.Random, kind: str, unseen: bool, used: set[str]) -> str:
+    """Return a key that is not in `used`, and add it to `used`.
+
+    Parameters
+    ----------
+    rng
+        Random number generator.
+    kind
+        Kind of the value.
+    unseen
+        Whether the key must be one that is excluded from training.
+    used
+        Keys of the same object.
+    """
     pools = UNSEEN if unseen else SEEN
     while True:
-        key = rng.choice(pools[kind if rng.random() < 0.85 else rng.choice(tuple(pools))])
+        pool = kind if rng.random() < 0.85 else rng.choice(tuple(pools))
+        key = rng.choice(pools[pool])
         if rng.random() < (0.5 if unseen else 0.4):
-            key = invented(rng, 2)
+            key = make_word(rng, 2)
             if rng.random() < 0.2:
                 key += rng.choice(("_id", "_name", "_no", "_date"))
             if len(key) < 3 or is_reserved(key) != unseen:
                 continue
-        if key not in taken:
-            taken.add(key)
+        if key not in used:
+            used.add(key)
             return key
 
 
-def _label(rng: random.Random, key: str) -> str:
+def _make_label(rng: random.Random, key: str) -> str:
+    """Return the key, or the words that it consists of."""
     if rng.random() < 0.4:
         return key
     spaced = "".join(" " + c.lower() if c.isupper() else c for c in key)
     return spaced.replace("_", " ")
 
 
-def _field(rng: random.Random, kind: str, unseen: bool, taken: set[str]) -> Field:
-    key = new_key(rng, kind, unseen, taken)
-    label = _label(rng, key)
+def _make_field(rng: random.Random, kind: str, unseen: bool, used: set[str]) -> Field:
+    """Return a field of a kind; see `new_key` for the other parameters."""
+    key = new_key(rng, kind, unseen, used)
+    label = _make_label(rng, key)
     if kind not in ("object", "objects"):
         schema, value, words = _scalar(rng, kind)
         return Field(key, label, schema, value, words, PHRASES.get(key))
-    kinds = [rng.choice(SCALARS) for _ in range(2 if kind == "objects" else rng.randint(2, 3))]
-    inner: set[str] = set()
-    subs = [_field(rng, k, unseen, inner) for k in kinds]
-    schema = object_schema((f.key, f.schema) for f in subs)
+    count = 2 if kind == "objects" else rng.randint(2, 3)
+    kinds = [rng.choice(SCALARS) for _ in range(count)]
+    used_inside: set[str] = set()
+    columns = [_make_field(rng, k, unseen, used_inside) for k in kinds]
+    schema = object_schema((f.key, f.schema) for f in columns)
     joiner = rng.choice((" ", ": ", " is "))
-
-    def row(told: Iterable[Field]) -> str:
-        return ", ".join(f"{f.label}{joiner}{f.words}" for f in told)
-
     if kind == "object":
-        words = rng.choice(("{}", "({})", "[{}]")).format(row(rng.sample(subs, len(subs))))
-        return Field(key, label, schema, {f.key: f.value for f in subs}, words)
+        wrapper = rng.choice(("{}", "({})", "[{}]"))
+        words = wrapper.format(_row_words(rng.sample(columns, len(columns)), joiner))
+        return Field(key, label, schema, {f.key: f.value for f in columns}, words)
     rows = []
     for _ in range(rng.randint(1, 3)):
-        rows.append(
-            [
-                Field(f.key, f.label, f.schema, *_again(rng, k, f.schema))
-                for k, f in zip(kinds, subs, strict=True)
-            ]
-        )
-    wrap, between = rng.choice((("({})", ", "), ("{}", " / "), ("[{}]", " "), ("({})", " and ")))
-    words = between.join(wrap.format(row(r)) for r in rows)
-    return Field(
-        key,
-        label,
-        {"type": "array", "items": schema},
-        [{f.key: f.value for f in r} for r in rows],
-        words,
+        row = []
+        for column_kind, column in zip(kinds, columns, strict=True):
+            value, words = _resample(rng, column_kind, column.schema)
+            row.append(Field(column.key, column.label, column.schema, value, words))
+        rows.append(row)
+    wrapper, separator = rng.choice(
+        (("({})", ", "), ("{}", " / "), ("[{}]", " "), ("({})", " and "))
     )
+    words = separator.join(wrapper.format(_row_words(row, joiner)) for row in rows)
+    values = [{f.key: f.value for f in row} for row in rows]
+    return Field(key, label, {"type": "array", "items": schema}, values, words)
 
 
-def _again(rng: random.Random, kind: str, schema: Schema) -> tuple[Json, str]:
-    """Another value and wording for a schema that is already fixed."""
+def _row_words(fields: Iterable[Field], joiner: str) -> str:
+    """Return the text of a nested object."""
+    return ", ".join(f"{f.label}{joiner}{f.words}" for f in fields)
+
+
+def _resample(rng: random.Random, kind: str, schema: Schema) -> tuple[Json, str]:
+    """Return another value of a schema, and its text."""
     while True:
         other, value, words = _scalar(rng, kind)
         if kind == "enum":
@@ -282,151 +314,170 @@ def _again(rng: random.Random, kind: str, schema: Schema) -> tuple[Json, str]:
             return value, words
 
 
-def _tell(rng: random.Random, fields: Sequence[Field]) -> str:
-    """Describe the fields, in shuffled order, in one of several styles."""
-    told = rng.sample(fields, len(fields))
-    plain = all("," not in f.words and " and " not in f.words for f in fields)
+def _describe(rng: random.Random, fields: Sequence[Field]) -> str:
+    """Return a text that contains the fields in random order, in one of several styles."""
+    shuffled = rng.sample(fields, len(fields))
+    # Values without commas can be separated by commas.
+    is_plain = all("," not in f.words and " and " not in f.words for f in fields)
     style = rng.randrange(6)
     if style == 0:
-        end = rng.choice(("; ", "\n", " | ", ". ") + ((", ",) if plain else ()))
-        return end.join(f"{f.label}: {f.words}" for f in told)
+        separators = ("; ", "\n", " | ", ". ")
+        separator = rng.choice((*separators, ", ") if is_plain else separators)
+        return separator.join(f"{f.label}: {f.words}" for f in shuffled)
     if style == 1:
-        end = rng.choice(("; ", "\n", "\n") + ((" ",) if plain else ()))
+        separators = ("; ", "\n", "\n")
+        separator = rng.choice((*separators, " ") if is_plain else separators)
         mark = rng.choice((" = ", "=", " - "))
-        return end.join(f"{f.label}{mark}{f.words}" for f in told)
+        return separator.join(f"{f.label}{mark}{f.words}" for f in shuffled)
     if style == 2:
-        return " ".join(f"The {f.label} is {f.words}." for f in told)
+        return " ".join(f"The {f.label} is {f.words}." for f in shuffled)
+    separator = ", " if is_plain else "; "
     if style == 3:
-        end = ", " if plain else "; "
-        return "A record with " + end.join(f"{f.label} {f.words}" for f in told) + "."
+        return "A record with " + separator.join(f"{f.label} {f.words}" for f in shuffled) + "."
     if style == 4:
-        return "\n".join(f"- {f.label}: {f.words}" for f in told)
-    said = []
-    for f in told:
-        by_label = rng.choice(
+        return "\n".join(f"- {f.label}: {f.words}" for f in shuffled)
+    clauses = []
+    for f in shuffled:
+        template = rng.choice(
             ("with {} {}", "{} is {}", "its {} is {}", "{}: {}", "the {} being {}")
         )
-        by_phrase = f.phrase and rng.random() < 0.7
-        said.append(f"{f.phrase} {f.words}" if by_phrase else by_label.format(f.label, f.words))
-    return rng.choice(("It ", "This one ", "")) + (", " if plain else "; ").join(said) + "."
+        uses_phrase = f.phrase and rng.random() < 0.7
+        clauses.append(
+            f"{f.phrase} {f.words}" if uses_phrase else template.format(f.label, f.words)
+        )
+    return rng.choice(("It ", "This one ", "")) + separator.join(clauses) + "."
 
 
-def _fields(
+def _make_fields(
     rng: random.Random, unseen: bool, low: int, high: int, kinds: Sequence[str]
 ) -> list[Field]:
-    taken: set[str] = set()
+    """Return `low` to `high` fields, at most one of them with a nested value."""
+    used: set[str] = set()
     weights = [WEIGHTS[k] for k in kinds]
     fields: list[Field] = []
     for kind in rng.choices(kinds, weights, k=rng.randint(low, high)):
         if kind in ("object", "objects") and any(isinstance(f.value, dict | list) for f in fields):
             kind = "noun"
-        fields.append(_field(rng, kind, unseen, taken))
+        fields.append(_make_field(rng, kind, unseen, used))
     return fields
 
 
 def record_task(rng: random.Random, unseen: bool = False) -> Task:
-    """Extract the fields of a described record; some optional ones, some not asked for."""
-    fields = _fields(rng, unseen, 2, 6, tuple(WEIGHTS))
-    asked = list(fields)
-    told = list(fields)
+    """Return a task to extract a record; fields may be optional, missing or not part of it."""
+    fields = _make_fields(rng, unseen, 2, 6, tuple(WEIGHTS))
+    wanted = list(fields)
+    described = list(fields)
     optional = []
     if len(fields) > 2 and rng.random() < 0.2:
-        asked.remove(rng.choice(fields))
-    for field in asked:
-        if rng.random() < 0.1 and len(told) > 1:
+        wanted.remove(rng.choice(fields))
+    for field in wanted:
+        if rng.random() < 0.1 and len(described) > 1:
             optional.append(field.key)
             if rng.random() < 0.5:
-                told.remove(field)
-    answer = {f.key: f.value for f in asked if f in told}
-    schema = object_schema(((f.key, f.schema) for f in asked), optional)
+                described.remove(field)
+    answer = {f.key: f.value for f in wanted if f in described}
+    schema = object_schema(((f.key, f.schema) for f in wanted), optional)
     intro = rng.choice(INTROS)
-    words = _tell(rng, told)
-    words = (intro.strip() + "\n" + words).strip() if words.startswith("-") else intro + words
-    ask = rng.choice(ASKS)
-    text = f"{ask}\n{words}" if rng.random() < 0.5 else f"{words}\n{ask}"
+    words = _describe(rng, described)
+    if words.startswith("-"):  # a list starts on a new line
+        intro = f"{intro.strip()}\n".lstrip()
+    words = intro + words
+    instruction = rng.choice(INSTRUCTIONS)
+    text = f"{instruction}\n{words}" if rng.random() < 0.5 else f"{words}\n{instruction}"
     return Task(text.strip(), schema, json.dumps(answer))
 
 
 def regex_task(rng: random.Random, unseen: bool = False) -> Task:
-    """Give only one value, whose form is a regular expression."""
-    fields = _fields(rng, unseen, 1, 3, SCALARS)
+    """Return a task to extract one value, whose form is a regular expression."""
+    fields = _make_fields(rng, unseen, 1, 3, SCALARS)
     kind = rng.choice(("date", "code", "integer", "phone"))
-    taken = {f.key for f in fields}
-    wanted = _field(rng, "code" if kind == "phone" else kind, unseen, taken)
+    used = {f.key for f in fields}
+    wanted = _make_field(rng, "code" if kind == "phone" else kind, unseen, used)
     patterns = {"date": DATE, "integer": "[0-9]+", "phone": PHONE}
     pattern = patterns[kind] if kind in patterns else wanted.schema["pattern"][1:-1]
     if kind == "phone":
         digits = "".join(rng.choice("0123456789") for _ in range(9))
         number = f"+{digits[:2]} {digits[2:5]} {digits[5:]}"
         wanted = Field("phone", "phone", {"type": "string"}, number, number)
-    told = _tell(rng, [*fields, wanted])
-    ask = rng.choice(
+    text = _describe(rng, [*fields, wanted])
+    instruction = rng.choice(
         ("Give only the {}.", "What is the {}?", "Answer with the {} only.", "Just the {}, please.")
     )
-    return Task(f"{told}\n{ask.format(wanted.label)}", None, wanted.words, pattern, "regex")
+    prompt = f"{text}\n{instruction.format(wanted.label)}"
+    return Task(prompt, None, wanted.words, pattern, "regex")
 
 
 def free_task(rng: random.Random, unseen: bool = False) -> Task:
-    """Say the record in one sentence, in the order of the text; no grammar."""
-    fields = _fields(rng, unseen, 2, 3, SCALARS)
+    """Return a task to describe a record in one sentence, without a grammar."""
+    fields = _make_fields(rng, unseen, 2, 3, SCALARS)
     sentence = " and ".join(f"the {f.label} is {f.words}" for f in fields)
-    told = "; ".join(f"{f.label}: {f.words}" for f in fields)
-    ask = rng.choice(
+    text = "; ".join(f"{f.label}: {f.words}" for f in fields)
+    instruction = rng.choice(
         ("Say it in one sentence.", "Summarise in one sentence.", "Describe the record.")
     )
-    return Task(f"{told}\n{ask}", None, sentence[0].upper() + sentence[1:] + ".", None, "free")
+    answer = sentence[0].upper() + sentence[1:] + "."
+    return Task(f"{text}\n{instruction}", None, answer, None, "free")
 
 
-def with_schema(text: str, schema: Any) -> str:
-    """A request for JSON to a model that knows schemas from reading: the words, then the schema."""
+def add_schema_to_prompt(text: str, schema: Any) -> str:
+    """Return a prompt that contains the schema as text, for pretrained models."""
     return f"{text}\nReply with JSON that follows this schema:\n{json.dumps(schema)}"
 
 
 def make_task(rng: random.Random, unseen: bool = False) -> Task:
-    """One task of the kinds that are scored (`record`, `regex`, `free`)."""
+    """Return a task of one of the kinds that are scored: ``record``, ``regex`` or ``free``."""
     draw = rng.random()
     if draw < 0.84:
         return record_task(rng, unseen)
     return regex_task(rng, unseen) if draw < 0.94 else free_task(rng, unseen)
 
 
-def held_out_tasks(n: int, seed: int = 0) -> list[Task]:
-    """`n` tasks like those of training, from a seed space that training never uses."""
-    return [make_task(random.Random(f"held-{seed}-{i}")) for i in range(n)]
+def held_out_tasks(count: int, seed: int = 0) -> list[Task]:
+    """Return tasks like those of training, with seeds that training never uses."""
+    return [make_task(random.Random(f"held-{seed}-{i}")) for i in range(count)]
 
 
-def unseen_key_tasks(n: int, seed: int = 0) -> list[Task]:
-    """`n` record tasks all of whose keys never occur as keys in training."""
-    return [record_task(random.Random(f"unseen-{seed}-{i}"), True) for i in range(n)]
+def unseen_key_tasks(count: int, seed: int = 0) -> list[Task]:
+    """Return record tasks whose keys never occur as keys in training."""
+    return [record_task(random.Random(f"unseen-{seed}-{i}"), True) for i in range(count)]
 
 
 def leaves(value: Json, path: str = "") -> dict[str, Json]:
+    """Return the leaves of a JSON value by path. A list without objects is one leaf."""
     if isinstance(value, dict):
-        parts: Iterable[tuple[str, Json]] = ((f"{path}.{k}", v) for k, v in value.items())
+        parts = {f"{path}.{key}": part for key, part in value.items()}
     elif isinstance(value, list) and any(isinstance(v, dict) for v in value):
-        parts = ((f"{path}[{i}]", v) for i, v in enumerate(value))
+        parts = {f"{path}[{i}]": part for i, part in enumerate(value)}
     else:
         return {path: value}
-    return {k: v for p, sub in parts for k, v in leaves(sub, p).items()}
+    found: dict[str, Json] = {}
+    for part_path, part in parts.items():
+        found |= leaves(part, part_path)
+    return found
 
 
 def score_fields(answer_text: str, task: Task) -> tuple[int, int, bool]:
-    """Fields right, fields expected, and whether the whole answer is right.
+    """Compare an answer with the correct one.
 
-    A field is a leaf of the answer; a list of plain values is one field. Text that
-    is no JSON scores zero. Tasks without a schema count as one field.
+    Fields are the leaves of the answer. Text that is not JSON has no correct fields. Tasks without
+    a schema have one field.
+
+    Returns
+    -------
+    (int, int, bool)
+        Number of correct fields, number of fields, and whether the whole answer is correct.
     """
     if task.schema is None:
-        right = answer_text.strip() == task.answer
-        return int(right), 1, right
-    wanted = json.loads(task.answer)
-    expected = leaves(wanted)
+        correct = answer_text.strip() == task.answer
+        return int(correct), 1, correct
+    expected = leaves(json.loads(task.answer))
     try:
-        given = json.loads(answer_text)
+        value = json.loads(answer_text)
     except json.JSONDecodeError:
         return 0, len(expected), False
-    found = leaves(given)
-    same = sum(
-        k in found and type(found[k]) is type(v) and found[k] == v for k, v in expected.items()
-    )
-    return same, len(expected), same == len(expected) == len(found)
+    found = leaves(value)
+    num_correct = 0
+    for path, wanted in expected.items():
+        if path in found and type(found[path]) is type(wanted) and found[path] == wanted:
+            num_correct += 1
+    return num_correct, len(expected), num_correct == len(expected) == len(found)

@@ -1,9 +1,9 @@
 #!/bin/sh
-# Prints the path of the Python that graft is built with: the one named as first argument, or the
-# first of python3.13, 3.12, 3.11, python3 that runs, is at least 3.11, can make virtual
-# environments and has its C headers. When there is none, says in one sentence what is missing.
+# Prints the path of the Python to build graft with: the one given as first argument, or the first
+# of python3.13, 3.12, 3.11 and python3 that runs, is at least 3.11, has the venv module and its C
+# headers. If there is none, prints one sentence that names what is missing.
 #
-# Candidates are tried by running them: a version manager's shim may exist and not work.
+# Candidates are run, because the shim of a version manager can exist and not work.
 set -u
 
 probe='
@@ -25,7 +25,7 @@ named=${1:-}
 reasons=""
 for candidate in ${named:-python3.13 python3.12 python3.11 python3}; do
   if ! command -v "$candidate" >/dev/null 2>&1; then
-    [ -n "$named" ] && reasons="$candidate is not there"
+    [ -n "$named" ] && reasons="$candidate does not exist"
     continue
   fi
   if answer=$("$candidate" -c "$probe" 2>&1); then

@@ -1,8 +1,8 @@
-"""``graft import``: a GGUF file of a Llama becomes a Hugging Face folder that graft loads.
+"""``graft import``: convert a GGUF file of a Llama model to a Hugging Face folder.
 
-Tensors are dequantised by the package ``gguf`` and written one after the other, so a large model
-needs no memory. What the file holds and graft would not run is refused by name before anything
-is written; the folder appears complete or not at all.
+Tensors are dequantized with the package ``gguf`` and written one at a time, so memory use does not
+grow with the model. Anything in the file that graft does not support is refused by name before
+anything is written. The folder appears in its final form or not at all.
 """
 
 from __future__ import annotations
@@ -12,7 +12,6 @@ import json
 import shutil
 import struct
 import tempfile
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -28,7 +27,8 @@ from graft.tools.gguf_tokenizer import tokenizer_files
 
 __all__ = ["GgufError", "add_arguments", "convert"]
 
-NAMES = {
+#: Hugging Face names of the tensors of a layer, by their GGUF names.
+LAYER_TENSORS = {
     "attn_norm": "input_layernorm",
     "ffn_norm": "post_attention_layernorm",
     "attn_q": "self_attn.q_proj",
@@ -39,24 +39,31 @@ NAMES = {
     "ffn_up": "mlp.up_proj",
     "ffn_down": "mlp.down_proj",
 }
-OUTER = {
+#: The same for tensors outside of layers.
+MODEL_TENSORS = {
     "token_embd.weight": "model.embed_tokens.weight",
     "output_norm.weight": "model.norm.weight",
     "output.weight": "lm_head.weight",
 }
 ROPE_FACTORS = "rope_freqs.weight"
-#: Llama 3's scaling, of which a GGUF file keeps only the factors that come out of it.
-LOW = 1.0
-HIGH = 4.0
-ORIGINAL = 8192
+#: Parameters of Llama 3's RoPE scaling. A GGUF file has only the factors that result from them.
+LOW_FREQ_FACTOR = 1.0
+HIGH_FREQ_FACTOR = 4.0
+ORIGINAL_MAX_POSITIONS = 8192
 
 
 class GgufError(GraftError):
-    """A GGUF file cannot be read, or holds a model that graft does not run."""
+    """A GGUF file cannot be read, or contains a model that graft does not support."""
 
 
-def package() -> Any:
-    """The package ``gguf``."""
+def import_gguf() -> Any:
+    """Return the module ``gguf``.
+
+    Raises
+    ------
+    GgufError
+        If the package is not installed.
+    """
     try:
         import gguf
     except ImportError as error:
@@ -66,28 +73,47 @@ def package() -> Any:
     return gguf
 
 
-class Source:
-    """Metadata and tensors of a file; wrong or missing ones are named.
+class GgufFile:
+    """Metadata and tensors of a GGUF file.
+
+    Parameters
+    ----------
+    path
+        The file.
+
+    Attributes
+    ----------
+    gguf
+        The module ``gguf``.
+    tensors
+        Tensors by GGUF name.
 
     Raises
     ------
     GgufError
-        The file is missing, is no GGUF, or is of another architecture.
+        If the file does not exist, is not GGUF, or has another architecture than Llama.
     """
 
     def __init__(self, path: str | Path) -> None:
         self.path = Path(path)
-        self.gguf = package()
+        self.gguf = import_gguf()
         try:
             self._reader = self.gguf.GGUFReader(self.path)
         except (OSError, ValueError, KeyError, IndexError) as error:
             raise GgufError(f"{self.path}: cannot be read as GGUF ({error})") from error
         self.tensors = {tensor.name: tensor for tensor in self._reader.tensors}
-        if (found := self.get("general.architecture")) != "llama":
-            raise GgufError(f"{self.path}: architecture {found!r} is not implemented (llama)")
+        architecture = self.get("general.architecture")
+        if architecture != "llama":
+            raise GgufError(f"{self.path}: architecture {architecture!r} is not supported (llama)")
 
     def get(self, key: str, default: Any = None) -> Any:
-        """A value; `default` where the file has none. None as default: it must be there."""
+        """Return a metadata value, or `default` if it is absent.
+
+        Raises
+        ------
+        GgufError
+            If the value is absent and `default` is None.
+        """
         field = self._reader.get_field(key)
         if field is not None:
             return field.contents()
@@ -95,163 +121,178 @@ class Source:
             raise GgufError(f"{self.path}: {key} is missing")
         return default
 
+    def get_size(self, key: str, default: int | None = None) -> int:
+        """Return a non-negative integer of the section ``llama``; see `get`."""
+        value = self.get(f"llama.{key}", default)
+        if not isinstance(value, int) or value < 0:
+            raise GgufError(
+                f"{self.path}: llama.{key} is {value!r}, and must be a non-negative integer"
+            )
+        return value
+
     def has(self, key: str) -> bool:
+        """Return whether the metadata has a key."""
         return self._reader.get_field(key) is not None
 
-    def array(self, name: str) -> np.ndarray:
-        """A tensor, dequantised: float32, its dimensions outermost first."""
+    def read_tensor(self, name: str) -> np.ndarray:
+        """Return a dequantized tensor: float32, outermost dimension first."""
         tensor = self.tensors[name]
-        plain = self.gguf.dequantize(tensor.data, tensor.tensor_type)
-        return np.asarray(plain, np.float32).reshape(shape_of(tensor))
+        values = self.gguf.dequantize(tensor.data, tensor.tensor_type)
+        return np.asarray(values, np.float32).reshape(tensor_shape(tensor))
 
 
-def shape_of(tensor: Any) -> tuple[int, ...]:
-    """A tensor's dimensions, outermost first."""
+def tensor_shape(tensor: Any) -> tuple[int, ...]:
+    """Return the dimensions of a GGUF tensor, outermost first."""
     return tuple(int(size) for size in reversed(tensor.shape))
 
 
-def config_of(source: Source) -> dict[str, Any]:
-    """``config.json`` of the model."""
+def make_config(file: GgufFile) -> dict[str, Any]:
+    """Return the content of ``config.json``.
 
-    def value(key: str, default: Any = None) -> Any:
-        return source.get(f"llama.{key}", default)
-
-    def integer(key: str, default: int | None = None) -> int:
-        if not isinstance(found := value(key, default), int) or found < 0:
-            raise GgufError(f"{source.path}: llama.{key} is {found!r}, not a number of things")
-        return found
-
-    if experts := integer("expert_count", 0):
+    Raises
+    ------
+    GgufError
+        If the model is a mixture of experts or has an unsupported shape.
+    """
+    experts = file.get_size("expert_count", 0)
+    if experts:
         raise GgufError(
-            f"{source.path}: llama.expert_count = {experts}: a mixture of experts is "
-            "not implemented"
+            f"{file.path}: llama.expert_count = {experts}: a mixture of experts is not supported"
         )
-    hidden = integer("embedding_length")
-    heads = integer("attention.head_count")
-    head_dim = integer("attention.key_length", hidden // max(heads, 1))
+    hidden_size = file.get_size("embedding_length")
+    num_heads = file.get_size("attention.head_count")
+    head_dim = file.get_size("attention.key_length", hidden_size // max(num_heads, 1))
     for key in ("rope.dimension_count", "attention.value_length"):
-        if (found := integer(key, head_dim)) != head_dim:
+        size = file.get_size(key, head_dim)
+        if size != head_dim:
             raise GgufError(
-                f"{source.path}: llama.{key} = {found} differs from the {head_dim} of "
-                "a head, which is not implemented"
+                f"{file.path}: llama.{key} = {size} differs from the head dimension {head_dim}, "
+                "which is not supported"
             )
+    epsilon = file.get("llama.attention.layer_norm_rms_epsilon")
     return {
         "architectures": ["LlamaForCausalLM"],
         "model_type": "llama",
         "dtype": "bfloat16",
-        "vocab_size": shape_of(source.tensors["token_embd.weight"])[0],
-        "hidden_size": hidden,
-        "intermediate_size": integer("feed_forward_length"),
-        "num_hidden_layers": integer("block_count"),
-        "num_attention_heads": heads,
-        "num_key_value_heads": integer("attention.head_count_kv", heads),
+        "vocab_size": tensor_shape(file.tensors["token_embd.weight"])[0],
+        "hidden_size": hidden_size,
+        "intermediate_size": file.get_size("feed_forward_length"),
+        "num_hidden_layers": file.get_size("block_count"),
+        "num_attention_heads": num_heads,
+        "num_key_value_heads": file.get_size("attention.head_count_kv", num_heads),
         "head_dim": head_dim,
         "hidden_act": "silu",
-        "rms_norm_eps": float(f"{value('attention.layer_norm_rms_epsilon'):.6g}"),
-        "max_position_embeddings": integer("context_length"),
-        "tie_word_embeddings": "output.weight" not in source.tensors,
-        "rope_parameters": rope_of(source, head_dim),
+        "rms_norm_eps": float(f"{epsilon:.6g}"),
+        "max_position_embeddings": file.get_size("context_length"),
+        "tie_word_embeddings": "output.weight" not in file.tensors,
+        "rope_parameters": make_rope_parameters(file, head_dim),
     }
 
 
-def rope_of(source: Source, head_dim: int) -> dict[str, Any]:
-    """Rotary parameters; Llama 3's are found again from the factors they gave."""
-    rope: dict[str, Any] = {
-        "rope_type": "default",
-        "rope_theta": float(source.get("llama.rope.freq_base", 10000.0)),
+def make_rope_parameters(file: GgufFile, head_dim: int) -> dict[str, Any]:
+    """Return the RoPE parameters. Those of Llama 3 are derived from the factors in the file."""
+    theta = float(file.get("llama.rope.freq_base", 10000.0))
+    rope: dict[str, Any] = {"rope_type": "default", "rope_theta": theta}
+    scaling = file.get("llama.rope.scaling.type", "none")
+    if scaling == "linear":
+        rope["rope_type"] = "linear"
+        rope["factor"] = float(file.get("llama.rope.scaling.factor"))
+    elif scaling != "none":
+        raise GgufError(f"{file.path}: llama.rope.scaling.type = {scaling!r} is not supported")
+    if ROPE_FACTORS not in file.tensors:
+        return rope
+    factors = file.read_tensor(ROPE_FACTORS)
+    factor = float(factors.max())
+    plain = Rope(theta)
+    scaled = Rope(
+        theta, "llama3", factor, LOW_FREQ_FACTOR, HIGH_FREQ_FACTOR, ORIGINAL_MAX_POSITIONS
+    )
+    expected = plain.frequencies(head_dim) / scaled.frequencies(head_dim)
+    is_llama3 = factors.shape == expected.shape and np.allclose(factors, expected, rtol=1e-3)
+    if scaling != "none" or not is_llama3:
+        raise GgufError(f"{file.path}: {ROPE_FACTORS} is not Llama 3's scaling")
+    return rope | {
+        "rope_type": "llama3",
+        "factor": factor,
+        "low_freq_factor": LOW_FREQ_FACTOR,
+        "high_freq_factor": HIGH_FREQ_FACTOR,
+        "original_max_position_embeddings": ORIGINAL_MAX_POSITIONS,
     }
-    kind = source.get("llama.rope.scaling.type", "none")
-    if kind == "linear":
-        rope |= {"rope_type": "linear", "factor": float(source.get("llama.rope.scaling.factor"))}
-    elif kind != "none":
-        raise GgufError(f"{source.path}: llama.rope.scaling.type = {kind!r} is not implemented")
-    if ROPE_FACTORS in source.tensors:
-        factors = source.array(ROPE_FACTORS)
-        rope |= {
-            "rope_type": "llama3",
-            "factor": float(factors.max()),
-            "low_freq_factor": LOW,
-            "high_freq_factor": HIGH,
-            "original_max_position_embeddings": ORIGINAL,
-        }
-        plain = Rope(rope["rope_theta"])
-        scaled = Rope(rope["rope_theta"], "llama3", rope["factor"], LOW, HIGH, ORIGINAL)
-        expected = plain.frequencies(head_dim) / scaled.frequencies(head_dim)
-        if (
-            kind != "none"
-            or factors.shape != expected.shape
-            or not np.allclose(factors, expected, rtol=1e-3)
-        ):
-            raise GgufError(f"{source.path}: {ROPE_FACTORS} is not Llama 3's scaling")
-    return rope
 
 
-def unrotated(weight: np.ndarray, heads: int) -> np.ndarray:
-    """Rows of a query or key projection in half-split order, from the interleaved of GGUF."""
-    rows = weight.shape[0] // heads // 2
-    return weight.reshape(heads, rows, 2, -1).swapaxes(1, 2).reshape(weight.shape)
+def to_half_split(weight: np.ndarray, num_heads: int) -> np.ndarray:
+    """Reorder the rows of a query or key projection from interleaved to half-split RoPE."""
+    half_dim = weight.shape[0] // num_heads // 2
+    return weight.reshape(num_heads, half_dim, 2, -1).swapaxes(1, 2).reshape(weight.shape)
 
 
-def named(source: Source, config: dict[str, Any]) -> dict[str, str]:
-    """GGUF's tensor names by Hugging Face's; every tensor of the file has its place."""
-    names = {there: here for here, there in OUTER.items() if here in source.tensors}
+def map_tensor_names(file: GgufFile, config: dict[str, Any]) -> dict[str, str]:
+    """Return the GGUF names of all tensors by their Hugging Face names.
+
+    Raises
+    ------
+    GgufError
+        If a tensor is missing, unknown, or has an unsupported quantization.
+    """
+    names = {hf: gguf for gguf, hf in MODEL_TENSORS.items() if gguf in file.tensors}
     for layer in range(config["num_hidden_layers"]):
-        names |= {
-            f"model.layers.{layer}.{there}.weight": f"blk.{layer}.{here}.weight"
-            for here, there in NAMES.items()
-        }
-    if missing := sorted(set(names.values()) - set(source.tensors)):
-        raise GgufError(f"{source.path}: tensor {missing[0]} is missing")
-    if extra := sorted(set(source.tensors) - set(names.values()) - {ROPE_FACTORS}):
-        raise GgufError(f"{source.path}: tensor {extra[0]} has no place in a Llama of graft")
+        for gguf, hf in LAYER_TENSORS.items():
+            names[f"model.layers.{layer}.{hf}.weight"] = f"blk.{layer}.{gguf}.weight"
+    missing = sorted(set(names.values()) - set(file.tensors))
+    if missing:
+        raise GgufError(f"{file.path}: tensor {missing[0]} is missing")
+    unknown = sorted(set(file.tensors) - set(names.values()) - {ROPE_FACTORS})
+    if unknown:
+        raise GgufError(f"{file.path}: tensor {unknown[0]} is not part of a Llama model")
     for name in names.values():
-        tensor = source.tensors[name]
+        tensor = file.tensors[name]
         try:
-            source.gguf.dequantize(tensor.data[:1], tensor.tensor_type)
+            file.gguf.dequantize(tensor.data[:1], tensor.tensor_type)
         except NotImplementedError:
             raise GgufError(
-                f"{source.path}: {name} is quantised as {tensor.tensor_type.name}, "
-                "which the package gguf does not dequantise"
+                f"{file.path}: {name} is quantized as {tensor.tensor_type.name}, which the "
+                "package gguf cannot dequantize"
             ) from None
     return names
 
 
-def tensors(source: Source, names: dict[str, str], config: dict[str, Any]) -> Iterator[np.ndarray]:
-    """Bits of the tensors in the order of `names`."""
-    heads = {"q_proj": config["num_attention_heads"], "k_proj": config["num_key_value_heads"]}
-    for there, here in names.items():
-        array = source.array(here)
-        turned = next((count for name, count in heads.items() if f".{name}." in there), None)
-        yield from_float32(array if turned is None else unrotated(array, turned), "bfloat16")
-
-
-def write(file: Path, source: Source, names: dict[str, str], config: dict[str, Any]) -> None:
-    """The safetensors file, tensor after tensor."""
+def write_weights(
+    path: Path, file: GgufFile, names: dict[str, str], config: dict[str, Any]
+) -> None:
+    """Write the safetensors file, one tensor at a time."""
     header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
     end = 0
-    for there, here in names.items():
-        shape = shape_of(source.tensors[here])
-        begin = end
-        end = end + 2 * int(np.prod(shape))
-        header[there] = {"dtype": "BF16", "shape": shape, "data_offsets": [begin, end]}
+    for hf_name, gguf_name in names.items():
+        shape = tensor_shape(file.tensors[gguf_name])
+        start = end
+        end += 2 * int(np.prod(shape))
+        header[hf_name] = {"dtype": "BF16", "shape": shape, "data_offsets": [start, end]}
     text = json.dumps(header).encode()
     text += b" " * (-len(text) % 8)
-    with file.open("wb") as out, tqdm(total=end, unit="B", unit_scale=True, desc="tensors") as bar:
+    num_heads = {
+        "q_proj": config["num_attention_heads"],
+        "k_proj": config["num_key_value_heads"],
+    }
+    with path.open("wb") as out, tqdm(total=end, unit="B", unit_scale=True, desc="tensors") as bar:
         out.write(struct.pack("<Q", len(text)) + text)
-        for bits in tensors(source, names, config):
-            bar.update(out.write(bits.tobytes()))
+        for hf_name, gguf_name in names.items():
+            weight = file.read_tensor(gguf_name)
+            projection = hf_name.split(".")[-2]
+            if projection in num_heads:
+                weight = to_half_split(weight, num_heads[projection])
+            bar.update(out.write(from_float32(weight, "bfloat16").tobytes()))
 
 
 def convert(file: str | Path, out: str | Path) -> Path:
-    """Write a GGUF file's model as a Hugging Face folder of bfloat16 weights.
+    """Convert a GGUF file to a Hugging Face folder with bfloat16 weights.
 
     Parameters
     ----------
-    file : str or Path
-        GGUF of the architecture ``llama``; any quantisation that the package ``gguf`` reads.
-    out : str or Path
-        The folder, which must not exist: ``config.json``, ``model.safetensors``,
-        ``tokenizer.json``, ``tokenizer_config.json``, ``generation_config.json``.
+    file
+        GGUF file of architecture ``llama``, with any quantization that the package ``gguf`` reads.
+    out
+        Folder to create. It gets ``config.json``, ``model.safetensors``, ``tokenizer.json``,
+        ``tokenizer_config.json`` and ``generation_config.json``.
 
     Returns
     -------
@@ -261,32 +302,33 @@ def convert(file: str | Path, out: str | Path) -> Path:
     Raises
     ------
     GgufError
-        No GGUF, or an architecture, quantisation, scaling or tokenizer that graft does not run.
+        If `out` exists, or the file is not GGUF, or has an unsupported architecture, quantization,
+        RoPE scaling or tokenizer.
     ConfigError, TokenizerError
-        What came out is not what graft loads.
+        If the result is not a model that graft loads.
     """
-    source = Source(file)
+    source = GgufFile(file)
     out = Path(out)
     if out.exists():
         raise GgufError(f"{out}: exists already")
     if "token_embd.weight" not in source.tensors:
         raise GgufError(f"{source.path}: tensor token_embd.weight is missing")
-    config = config_of(source)
+    config = make_config(source)
     LlamaConfig.from_dict(config, str(source.path))
-    names = named(source, config)
-    files = tokenizer_files(source)
-    config["eos_token_id"] = files["generation_config.json"]["eos_token_id"]
+    names = map_tensor_names(source, config)
+    contents = tokenizer_files(source)
+    config["eos_token_id"] = contents["generation_config.json"]["eos_token_id"]
+    contents["config.json"] = config
     try:
         out.parent.mkdir(parents=True, exist_ok=True)
         folder = Path(tempfile.mkdtemp(dir=out.parent, prefix=f".{out.name}-"))
     except OSError as error:
         raise GgufError(f"{out}: cannot be written ({error})") from error
     try:
-        for name, content in {"config.json": config, **files}.items():
-            (folder / name).write_text(
-                json.dumps(content, ensure_ascii=False, indent=1), encoding="utf-8"
-            )
-        write(folder / "model.safetensors", source, names, config)
+        for name, content in contents.items():
+            text = json.dumps(content, ensure_ascii=False, indent=1)
+            (folder / name).write_text(text, encoding="utf-8")
+        write_weights(folder / "model.safetensors", source, names, config)
         Tokenizer(folder)
         folder.chmod(0o755)
         folder.rename(out)
@@ -298,14 +340,14 @@ def convert(file: str | Path, out: str | Path) -> Path:
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Options of ``graft import``."""
-    parser.add_argument("file", help="a GGUF file of a Llama")
-    parser.add_argument("out", help="the folder to write; it must not exist")
+    """Declare the arguments of ``graft import``."""
+    parser.add_argument("file", help="GGUF file of a Llama model")
+    parser.add_argument("out", help="folder to create; it must not exist")
     parser.set_defaults(run=run)
 
 
 def run(options: argparse.Namespace) -> int:
-    """Convert, and say what may be done with it."""
+    """Convert the file and print how to use the result."""
     out = convert(options.file, options.out)
     print(f"{out}: written; graft generate --model {out} ...")
     return 0

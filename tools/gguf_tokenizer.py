@@ -1,4 +1,4 @@
-"""The tokenizer of a GGUF file as the files of a Hugging Face folder."""
+"""The tokenizer of a GGUF file, converted to the files of a Hugging Face folder."""
 
 from __future__ import annotations
 
@@ -12,168 +12,175 @@ from graft.cudagraph.errors import GraftError
 
 __all__ = ["GgufTokenizerError", "tokenizer_files"]
 
+#: Token types of GGUF.
 NORMAL = 1
 UNKNOWN = 2
 CONTROL = 3
-USER = 4
-DIGITS = r"""(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}%s| ?[^\s\p{L}\p{N}]+""" + (
-    r"""[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"""
+USER_DEFINED = 4
+
+#: Pre-tokenization pattern of Llama 3 and Qwen2, with a placeholder for the length of digit groups.
+_PATTERN = (
+    r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}%s| ?[^\s\p{L}\p{N}]+"
+    r"[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
 )
-#: How GGUF's names of byte-level tokenizers cut text: a regular expression, or what precedes
-#: GPT-2's own.
-CUTS: dict[str, str | list[pre_tokenizers.PreTokenizer]] = {
+#: Pre-tokenizers of byte-level tokenizers by GGUF name: a pattern that replaces GPT-2's, or steps
+#: that precede it.
+PRE_TOKENIZERS: dict[str, str | list[pre_tokenizers.PreTokenizer]] = {
     "gpt-2": [],
     "default": [],
     "smollm": [pre_tokenizers.Digits(individual_digits=True)],
-    "llama-bpe": DIGITS % "{1,3}",
-    "qwen2": DIGITS % "",
+    "llama-bpe": _PATTERN % "{1,3}",
+    "qwen2": _PATTERN % "",
 }
+#: SentencePiece's replacement for a space.
 SPACE = "▁"
 
 
 class GgufTokenizerError(GraftError):
-    """A GGUF file's tokenizer is of a kind that graft does not rebuild."""
+    """The tokenizer of a GGUF file is not supported."""
 
 
-def tokenizer_files(source: Any) -> dict[str, dict[str, Any]]:
-    """``tokenizer.json``, ``tokenizer_config.json`` and ``generation_config.json``, decoded.
+def tokenizer_files(file: Any) -> dict[str, dict[str, Any]]:
+    """Return ``tokenizer.json``, ``tokenizer_config.json`` and ``generation_config.json``.
 
     Parameters
     ----------
-    source : tools.gguf_import.Source
-        The file, with tokens, their kinds and their merges (byte level) or scores
-        (SentencePiece).
+    file
+        `graft.tools.gguf_import.GgufFile` with tokens, their types, and their merges (byte-level
+        BPE) or scores (SentencePiece).
 
     Raises
     ------
     GgufTokenizerError
-        Another kind of tokenizer, or another way of cutting text.
+        If the kind of tokenizer or its pre-tokenizer is not supported.
     """
 
     def value(key: str, default: Any = None) -> Any:
-        return source.get(f"tokenizer.ggml.{key}", default)
+        return file.get(f"tokenizer.ggml.{key}", default)
 
     kind = value("model")
     tokens = value("tokens")
-    kinds = value("token_type", [NORMAL] * len(tokens))
-    makers = {"gpt2": byte_level, "llama": sentence_piece}
+    types = value("token_type", [NORMAL] * len(tokens))
+    makers = {"gpt2": make_byte_level_bpe, "llama": make_sentencepiece_bpe}
     if kind not in makers:
         raise GgufTokenizerError(
-            f"{source.path}: tokenizer.ggml.model = {kind!r} is not "
-            f"implemented ({', '.join(makers)})"
+            f"{file.path}: tokenizer.ggml.model = {kind!r} is not supported ({', '.join(makers)})"
         )
-    if len(kinds) != len(tokens):
-        raise GgufTokenizerError(f"{source.path}: {len(tokens)} tokens, and kinds of {len(kinds)}")
+    if len(types) != len(tokens):
+        raise GgufTokenizerError(
+            f"{file.path}: there are {len(tokens)} tokens, and types of {len(types)}"
+        )
     try:
-        backend = makers[kind](source, tokens, kinds)
+        backend = makers[kind](file, tokens, types)
     except GraftError:
         raise
     except Exception as error:  # the library raises no narrower type
-        raise GgufTokenizerError(
-            f"{source.path}: its tokenizer does not hold together ({error})"
-        ) from error
-    special = [
-        AddedToken(token, special=True, normalized=False)
-        for token, kind_ in zip(tokens, kinds, strict=True)
-        if kind_ in (CONTROL, UNKNOWN)
-    ]
-    backend.add_special_tokens(special)
-    backend.add_tokens(
-        [
-            AddedToken(token, normalized=False)
-            for token, kind_ in zip(tokens, kinds, strict=True)
-            if kind_ == USER
-        ]
-    )
-    named = {
-        name: tokens[value(f"{key}_token_id")]
-        for name, key in (
-            ("bos_token", "bos"),
-            ("eos_token", "eos"),
-            ("unk_token", "unknown"),
-            ("pad_token", "padding"),
-        )
-        if source.has(f"tokenizer.ggml.{key}_token_id")
-    }
+        raise GgufTokenizerError(f"{file.path}: its tokenizer is inconsistent ({error})") from error
+    _add_special_tokens(backend, tokens, types)
     if value("add_bos_token", kind == "llama" or value("pre", "") == "llama-bpe"):
-        bos = value("bos_token_id")
+        bos_id = value("bos_token_id")
+        bos = tokens[bos_id]
         backend.post_processor = processors.TemplateProcessing(
-            single=f"{tokens[bos]} $A",
-            pair=f"{tokens[bos]} $A $B",
-            special_tokens=[(tokens[bos], bos)],
+            single=f"{bos} $A", pair=f"{bos} $A $B", special_tokens=[(bos, bos_id)]
         )
-    config: dict[str, Any] = {**named, "tokenizer_class": "PreTrainedTokenizerFast"}
-    if source.has("tokenizer.chat_template"):
-        config["chat_template"] = source.get("tokenizer.chat_template")
-    ends = [
+    stop_ids = [
         value(f"{key}_token_id")
         for key in ("eos", "eot", "eom")
-        if source.has(f"tokenizer.ggml.{key}_token_id")
+        if file.has(f"tokenizer.ggml.{key}_token_id")
     ]
     return {
         "tokenizer.json": json.loads(backend.to_str()),
-        "tokenizer_config.json": config,
-        "generation_config.json": {"eos_token_id": list(dict.fromkeys(ends))},
+        "tokenizer_config.json": _tokenizer_config(file, tokens),
+        "generation_config.json": {"eos_token_id": list(dict.fromkeys(stop_ids))},
     }
 
 
-def byte_level(source: Any, tokens: list[str], kinds: list[int]) -> Backend:
-    """BPE over bytes, as GPT-2, Llama 3, Qwen2 and SmolLM have it."""
-    cut = source.get("tokenizer.ggml.pre", "default")
-    if cut not in CUTS:
+def _add_special_tokens(backend: Backend, tokens: list[str], types: list[int]) -> None:
+    special = []
+    added = []
+    for token, token_type in zip(tokens, types, strict=True):
+        if token_type in (CONTROL, UNKNOWN):
+            special.append(AddedToken(token, special=True, normalized=False))
+        elif token_type == USER_DEFINED:
+            added.append(AddedToken(token, normalized=False))
+    backend.add_special_tokens(special)
+    backend.add_tokens(added)
+
+
+def _tokenizer_config(file: Any, tokens: list[str]) -> dict[str, Any]:
+    """Return ``tokenizer_config.json``: names of special tokens and the chat template."""
+    config: dict[str, Any] = {}
+    for name, key in (
+        ("bos_token", "bos"),
+        ("eos_token", "eos"),
+        ("unk_token", "unknown"),
+        ("pad_token", "padding"),
+    ):
+        if file.has(f"tokenizer.ggml.{key}_token_id"):
+            config[name] = tokens[file.get(f"tokenizer.ggml.{key}_token_id")]
+    config["tokenizer_class"] = "PreTrainedTokenizerFast"
+    if file.has("tokenizer.chat_template"):
+        config["chat_template"] = file.get("tokenizer.chat_template")
+    return config
+
+
+def make_byte_level_bpe(file: Any, tokens: list[str], types: list[int]) -> Backend:
+    """Return a byte-level BPE tokenizer, as GPT-2, Llama 3, Qwen2 and SmolLM have."""
+    name = file.get("tokenizer.ggml.pre", "default")
+    if name not in PRE_TOKENIZERS:
         raise GgufTokenizerError(
-            f"{source.path}: tokenizer.ggml.pre = {cut!r} is not implemented ({', '.join(CUTS)})"
+            f"{file.path}: tokenizer.ggml.pre = {name!r} is not supported "
+            f"({', '.join(PRE_TOKENIZERS)})"
         )
-    merges = [tuple(merge.split(" ", 1)) for merge in source.get("tokenizer.ggml.merges")]
-    backend = Backend(
-        models.BPE(
-            vocab={token: id for id, token in enumerate(tokens)},
-            merges=merges,
-            ignore_merges=cut == "llama-bpe",
-        )
-    )
-    if cut == "qwen2":
+    merges = [tuple(merge.split(" ", 1)) for merge in file.get("tokenizer.ggml.merges")]
+    vocab = {token: i for i, token in enumerate(tokens)}
+    backend = Backend(models.BPE(vocab=vocab, merges=merges, ignore_merges=name == "llama-bpe"))
+    if name == "qwen2":
         backend.normalizer = normalizers.NFC()
-    how = CUTS[cut]
-    own = isinstance(how, list)  # GPT-2's expression follows
-    first = how if isinstance(how, list) else [pre_tokenizers.Split(Regex(how), "isolated")]
-    backend.pre_tokenizer = pre_tokenizers.Sequence(
-        [*first, pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=own)]
-    )
+    pre_tokenizer = PRE_TOKENIZERS[name]
+    if isinstance(pre_tokenizer, list):
+        steps = pre_tokenizer
+        uses_gpt2_pattern = True
+    else:
+        steps = [pre_tokenizers.Split(Regex(pre_tokenizer), "isolated")]
+        uses_gpt2_pattern = False
+    byte_level = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=uses_gpt2_pattern)
+    backend.pre_tokenizer = pre_tokenizers.Sequence([*steps, byte_level])
     backend.decoder = decoders.ByteLevel()
     return backend
 
 
-def sentence_piece(source: Any, tokens: list[str], kinds: list[int]) -> Backend:
-    """SentencePiece's BPE with bytes to fall back on, as Llama 1 and 2 have it.
+def make_sentencepiece_bpe(file: Any, tokens: list[str], types: list[int]) -> Backend:
+    """Return a SentencePiece BPE tokenizer with byte fallback, as Llama 1 and 2 have.
 
-    The file keeps a score for each piece and no merges: each way to join two pieces to a piece
-    is one, the best score first.
+    The file has a score for each piece and no merges. Every pair of pieces that form a piece is a
+    merge, in the order of decreasing scores.
     """
-    ids = {token: id for id, token in enumerate(tokens)}
-    scores = source.get("tokenizer.ggml.scores")
-    joins = [
-        (-scores[id], ids[piece[:at]], ids[piece[at:]], (piece[:at], piece[at:]))
-        for piece, id in ids.items()
-        if kinds[id] == NORMAL
-        for at in range(1, len(piece))
-        if piece[:at] in ids and piece[at:] in ids
-    ]
-    unknown = tokens[source.get("tokenizer.ggml.unknown_token_id", 0)]
+    ids = {token: i for i, token in enumerate(tokens)}
+    scores = file.get("tokenizer.ggml.scores")
+    merges = []
+    for piece, token_id in ids.items():
+        if types[token_id] != NORMAL:
+            continue
+        for split in range(1, len(piece)):
+            left, right = piece[:split], piece[split:]
+            if left in ids and right in ids:
+                merges.append((-scores[token_id], ids[left], ids[right], (left, right)))
+    unknown = tokens[file.get("tokenizer.ggml.unknown_token_id", 0)]
     backend = Backend(
         models.BPE(
             vocab=ids,
-            merges=[pair for *_, pair in sorted(joins)],
+            merges=[pair for *_, pair in sorted(merges)],
             unk_token=unknown,
             byte_fallback=True,
             fuse_unk=True,
         )
     )
-    prefix = source.get("tokenizer.ggml.add_space_prefix", True)
-    replace = normalizers.Replace(" ", SPACE)
-    backend.normalizer = (
-        normalizers.Sequence([normalizers.Prepend(SPACE), replace]) if prefix else replace
-    )
-    steps = [decoders.Replace(SPACE, " "), decoders.ByteFallback(), decoders.Fuse()]
-    backend.decoder = decoders.Sequence([*steps, decoders.Strip(" ", 1, 0)] if prefix else steps)
+    normalizer = normalizers.Replace(" ", SPACE)
+    decoder_steps = [decoders.Replace(SPACE, " "), decoders.ByteFallback(), decoders.Fuse()]
+    if file.get("tokenizer.ggml.add_space_prefix", True):
+        normalizer = normalizers.Sequence([normalizers.Prepend(SPACE), normalizer])
+        decoder_steps.append(decoders.Strip(" ", 1, 0))
+    backend.normalizer = normalizer
+    backend.decoder = decoders.Sequence(decoder_steps)
     return backend

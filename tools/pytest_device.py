@@ -8,8 +8,8 @@ import os
 import pytest
 
 
-def device_line() -> str:
-    """Which libcuda.so.1 answered in this process, and what it did."""
+def describe_driver() -> str:
+    """Return which libcuda.so.1 this process has loaded; for the soft device, also its counts."""
     try:
         library = ctypes.CDLL("libcuda.so.1", mode=os.RTLD_NOLOAD)
     except OSError:
@@ -17,10 +17,11 @@ def device_line() -> str:
     if not hasattr(library, "softcuda_count"):
         return "NVIDIA's driver"
     library.softcuda_count.restype = ctypes.c_int64
-    done = (library.softcuda_count(what) for what in (b"kernel_launch", b"graph_launch"))
-    return "graft's soft device, {} kernels and {} graphs".format(*done)
+    kernels = library.softcuda_count(b"kernel_launch")
+    graphs = library.softcuda_count(b"graph_launch")
+    return f"graft's soft device, {kernels} kernels and {graphs} graphs"
 
 
 def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
-    """Write the line."""
-    terminalreporter.write_line(f"cuda: {device_line()}")
+    """Add the driver to the summary."""
+    terminalreporter.write_line(f"cuda: {describe_driver()}")

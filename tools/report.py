@@ -1,4 +1,4 @@
-"""What the tools have in common: how a program refuses, tables, and a busy interpreter."""
+"""Helpers of the command line tools: errors, tables, and a thread that keeps the GIL busy."""
 
 from __future__ import annotations
 
@@ -13,16 +13,16 @@ from graft.cudagraph.errors import GraftError
 REFUSED = 2
 
 
-def refuse(error: Exception) -> int:
-    """Say in one line on stderr what was refused; returns the exit status."""
+def print_refusal(error: Exception) -> int:
+    """Print an error as one line on stderr and return the exit status."""
     print(f"graft: {' '.join(str(error).split())}", file=sys.stderr)
     return REFUSED
 
 
 def program(body: Callable[[Sequence[str] | None], int | None]) -> Callable[..., int]:
-    """Make the main function of a program of one that takes the command line's arguments.
+    """Decorate the main function of a program, which gets the command line arguments.
 
-    What graft or the system refuses becomes one line on stderr and exit status 2.
+    A GraftError or OSError is printed as one line on stderr, with exit status 2.
     """
 
     @functools.wraps(body)
@@ -30,17 +30,25 @@ def program(body: Callable[[Sequence[str] | None], int | None]) -> Callable[...,
         try:
             return body(arguments) or 0
         except (GraftError, OSError) as error:
-            return refuse(error)
+            return print_refusal(error)
 
     return main
 
 
 def table(rows: Sequence[Sequence[object]], left: int = 1) -> str:
-    """Rows as lines of text, columns as wide as they must be, the first ``left`` to the left."""
-    said = [[str(cell) for cell in row] for row in rows]
-    widths = [max(map(len, column)) for column in zip(*said, strict=True)]
+    """Format rows as lines with aligned columns.
+
+    Parameters
+    ----------
+    rows
+        Cells of each row.
+    left
+        Number of columns that are aligned to the left; the others are aligned to the right.
+    """
+    texts = [[str(cell) for cell in row] for row in rows]
+    widths = [max(map(len, column)) for column in zip(*texts, strict=True)]
     lines = []
-    for row in said:
+    for row in texts:
         cells = [
             cell.ljust(width) if i < left else cell.rjust(width)
             for i, (cell, width) in enumerate(zip(row, widths, strict=True))
@@ -51,14 +59,14 @@ def table(rows: Sequence[Sequence[object]], left: int = 1) -> str:
 
 @contextmanager
 def busy_python(work: Callable[[], object]) -> Iterator[None]:
-    """While open, a thread calls ``work`` again and again, in bytecode that keeps the GIL."""
+    """Run a thread that calls `work` in a loop of bytecode, which keeps the GIL busy."""
     stop = False
 
-    def call_again() -> None:
+    def run() -> None:
         while not stop:
             work()
 
-    thread = threading.Thread(target=call_again, name="busy Python")
+    thread = threading.Thread(target=run, name="busy Python")
     thread.start()
     try:
         yield

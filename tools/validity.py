@@ -1,4 +1,4 @@
-"""Check an output against its grammar by means that share nothing with the grammar backends."""
+"""Checks of outputs that are independent of the grammar backends."""
 
 from __future__ import annotations
 
@@ -11,18 +11,21 @@ from graft.grammar.validate import check_output, search_pattern
 
 
 def is_valid(spec: GrammarSpec | None, text: str) -> bool | None:
-    """Whether `text` is what the grammar asks for; None when nothing independent can tell.
+    """Return whether `text` satisfies a grammar; None if there is no independent check.
 
-    JSON schemas are checked by ``jsonschema``, regular expressions by ``re`` where it can read
-    them, both within seconds, choices by comparison; for EBNF there is no second reader.
+    JSON schemas are checked with ``jsonschema`` and regular expressions with ``re``, both with a
+    time limit of seconds. There is no check of EBNF and Lark grammars, and of regular expressions
+    that ``re`` cannot parse.
     """
+    if spec is None:
+        return None
     try:
-        if spec is not None and spec.kind == "json_schema":
+        if spec.kind == "json_schema":
             return check_output(spec.schema, text)
-        if spec is not None and spec.kind == "choice":
+        if spec.kind == "choice":
             return text in json.loads(spec.text)
-        if spec is not None and spec.kind == "regex":
+        if spec.kind == "regex":
             return search_pattern(rf"\A(?:{spec.text})\Z", text)
-    except (re.error, GrammarError):  # of another dialect, or endless
+    except (re.error, GrammarError):  # another dialect, or the time limit was exceeded
         pass
     return None

@@ -17,7 +17,7 @@ from graft.grammar.decoder import GuidedDecoder
 from graft.models import CheckpointError, Engine, Request
 from graft.models.llm import worker_rank as parallel
 from graft.tools import cli
-from graft.tools.smollm import HEAD, cache
+from graft.tools.smollm import HEAD, cache_folder
 
 
 def workload() -> list[Request]:
@@ -75,7 +75,7 @@ def real(ranks: RankGroup) -> None:
     print(
         json.dumps(
             [
-                answers(ranks, order, cache(), HEAD, max_batch_size=batch)
+                answers(ranks, order, cache_folder(), HEAD, max_batch_size=batch)
                 for order, batch in ((1, 1), (-1, 3))
             ]
         )

@@ -26,7 +26,7 @@ from graft.models.llm.config import LlamaConfig
 from graft.models.llm.kernel_library import ModelKernels, Norm
 from graft.models.llm.sharding import Shard
 from graft.models.llm.weights import ScaledMatrix
-from graft.tools.smollm import cache
+from graft.tools.smollm import cache_folder
 
 MPIEXEC = Path(sys.executable).with_name("mpiexec")
 CONFIG = LlamaConfig.from_dir(TARGET)
@@ -215,8 +215,8 @@ def test_two_ranks_give_equal_outputs_in_every_batch_and_order():
 def test_two_ranks_of_a_real_model_give_equal_outputs():
     """SmolLM2's three key heads over two ranks: greedy and coupled outputs are the same in both
     batches and orders."""
-    if not cache().is_dir():
-        pytest.skip(f"{cache()} is not there: graft demo --llm makes it")
+    if not cache_folder().is_dir():
+        pytest.skip(f"{cache_folder()} is not there: graft demo --llm makes it")
     code, said, errors = run_ranks("real")
     assert code == 0, errors
     first, second = json.loads(said)

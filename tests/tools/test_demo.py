@@ -1,4 +1,4 @@
-"""The demo: its tasks, template, tokenizer and prompts; checks of outputs, and its evaluation."""
+"""The demo: tasks, chat template, tokenizer, prompts, checks of outputs, and evaluation."""
 
 from __future__ import annotations
 
@@ -19,6 +19,7 @@ import tokenizers
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
 from graft.grammar.grammar_spec import GrammarSpec
+from graft.models.engine.stats import EngineStats
 from graft.models.request import Output
 from graft.tools import demo, demo_tasks
 from graft.tools.bench import demo_evaluation as evaluate_demo
@@ -29,13 +30,13 @@ from graft.tools.validity import is_valid
 DEMO = Path(__file__).resolve().parents[2] / "models" / "demo"
 
 
-def keys_of(schema: Any) -> Iterator[str]:
-    """All property names of a schema, nested ones too."""
+def property_names(schema: Any) -> Iterator[str]:
+    """Yield all property names of a schema, including nested ones."""
     if isinstance(schema, dict):
         for key, sub in schema.get("properties", {}).items():
             yield key
-            yield from keys_of(sub)
-        yield from keys_of(schema.get("items"))
+            yield from property_names(sub)
+        yield from property_names(schema.get("items"))
 
 
 @pytest.fixture(scope="module")
@@ -53,16 +54,15 @@ def unseen() -> list[demo_tasks.Task]:
     return demo_tasks.unseen_key_tasks(300)
 
 
-def test_a_seed_names_the_same_tasks_for_good(held_out):
-    """Drawing again gives equal tasks, another seed gives others."""
+def test_demo_tasks_are_deterministic(held_out):
+    """Equal seeds give equal tasks, and different seeds give different ones."""
     assert demo_tasks.held_out_tasks(500) == held_out
     assert demo_tasks.held_out_tasks(50, seed=1) != held_out[:50]
     assert demo_tasks.make_task(random.Random(5)) == demo_tasks.make_task(random.Random(5))
 
 
-def test_answers_obey_their_schema_in_property_order(training, held_out, unseen):
-    """jsonschema accepts every answer, keys stand in schema order, text is canonical; no other key
-    is allowed."""
+def test_demo_task_answers_satisfy_their_schemas(training, held_out, unseen):
+    """Keys have the order of the schema, the text is canonical, and no other keys are allowed."""
     for task in itertools.chain(training, held_out, unseen):
         if task.schema is None:
             continue
@@ -76,16 +76,15 @@ def test_answers_obey_their_schema_in_property_order(training, held_out, unseen)
         assert task.schema["additionalProperties"] is False
 
 
-def test_regex_answers_match_their_pattern(held_out):
-    """The pattern of a regex task covers the whole answer, which stands in the text."""
+def test_demo_regex_task_answers_match_their_patterns(held_out):
+    """The answer occurs in the text."""
     tasks = [t for t in held_out if t.kind == "regex"]
     assert len(tasks) > 20
     for task in tasks:
         assert re.fullmatch(task.pattern, task.answer) and task.answer in task.text
 
 
-def test_string_values_can_be_read_off_the_text(held_out):
-    """Every string in an extracted record occurs verbatim in its text."""
+def test_demo_record_task_strings_occur_in_the_text(held_out):
 
     def strings(value: Any) -> Iterator[str]:
         if isinstance(value, str):
@@ -99,19 +98,18 @@ def test_string_values_can_be_read_off_the_text(held_out):
             assert all(s in task.text for s in strings(json.loads(task.answer)))
 
 
-def test_training_has_neither_held_out_prompts_nor_unseen_keys(training, held_out, unseen):
-    """No held-out prompt is met in training; keys of the unseen set are all reserved, those of
-    training never are."""
+def test_demo_training_excludes_held_out_prompts_and_unseen_keys(training, held_out, unseen):
+    """All keys of the unseen set are reserved, and no key of training is."""
     seen = {(t.text, json.dumps(t.schema)) for t in training}
     assert all((t.text, json.dumps(t.schema)) not in seen for t in held_out + unseen)
-    used = {k for t in training for k in keys_of(t.schema)}
-    new = {k for t in unseen for k in keys_of(t.schema)}
+    used = {k for t in training for k in property_names(t.schema)}
+    new = {k for t in unseen for k in property_names(t.schema)}
     assert len(new) > 100 and not used & new
     assert all(demo_tasks.is_reserved(k) for k in new)
     assert not any(demo_tasks.is_reserved(k) for k in used)
 
 
-def test_all_kinds_of_schema_occur(held_out):
+def test_demo_tasks_cover_all_kinds_of_schemas(held_out):
     """Nested objects, arrays, enums, bounds, patterns, optional fields, regexes, free text."""
     everything = " ".join(json.dumps(t.schema) for t in held_out)
     for part in (
@@ -131,9 +129,9 @@ def test_all_kinds_of_schema_occur(held_out):
     )
 
 
-def test_scoring_counts_leaves_and_whole_answers(held_out):
-    """Right, wrong, missing, surplus and broken answers get the score they deserve; each task's own
-    answer scores all of its fields, and no other's scores whole."""
+def test_score_fields_counts_leaves_and_complete_answers(held_out):
+    """Answers are correct, wrong, incomplete, with additional fields, or broken. The answer of each
+    task is correct in full, and that of another task is not."""
     task = demo_tasks.Task("", {}, '{"a": 1, "b": {"c": "x", "d": [1, 2]}}')
     score = demo_tasks.score_fields
     for text, found in (
@@ -161,14 +159,14 @@ def template() -> jinja2.Template:
     return environment.from_string(config["chat_template"])
 
 
-def render(text: str, **given: Any) -> str:
+def render(text: str, **variables: Any) -> str:
     return template().render(
-        messages=[{"role": "user", "content": text}], add_generation_prompt=True, **given
+        messages=[{"role": "user", "content": text}], add_generation_prompt=True, **variables
     )
 
 
-def test_the_template_names_keys_and_types():
-    """A schema becomes one line of nested key names, type hints and optional marks."""
+def test_demo_template_renders_keys_and_types_of_schema():
+    """A schema becomes one line of nested keys with types and marks for optional keys."""
     schema = demo_tasks.object_schema(
         [
             ("id", {"type": "string", "pattern": "^[A-Z]$"}),
@@ -220,22 +218,21 @@ def test_the_template_names_keys_and_types():
     ],
     ids=json.dumps,
 )
-def test_the_template_renders_any_schema(schema):
-    """Odd, recursive and even invalid schemas give a prompt, never an error."""
+def test_demo_template_renders_any_schema(schema):
+    """Unusual, recursive and invalid schemas are rendered without an error."""
     text = render("Hi.", schema=schema)
     assert text.startswith("<|begin|><|user|>Hi.\nSchema: ") and text.endswith("<|assistant|>")
 
 
-def test_the_template_keeps_huge_schemas_short():
-    """Breadth and depth are cut: a schema of a million leaves costs 600 characters at most."""
+def test_demo_template_truncates_large_schemas():
     schema: dict[str, Any] = {"type": "string"}
     for _ in range(6):
         schema = {"type": "object", "properties": {f"key{i}": schema for i in range(30)}}
     assert len(render("Hi.", schema=schema)) < 700
 
 
-def test_prompts_are_short_and_every_text_survives_the_tokenizer(held_out):
-    """Prompt and answer fit 320 tokens and decoding gives back every text, odd ones too."""
+def test_demo_tokenizer_roundtrip_and_prompt_length(held_out):
+    """Prompt and answer have at most 320 tokens, and decoding inverts encoding for any text."""
     tokenizer = tokenizers.Tokenizer.from_file(str(DEMO / "target" / "tokenizer.json"))
     config = json.loads((DEMO / "target" / "config.json").read_text())
     assert tokenizer.get_vocab_size() == config["vocab_size"]
@@ -246,13 +243,11 @@ def test_prompts_are_short_and_every_text_survives_the_tokenizer(held_out):
         answer = tokenizer.encode(task.answer).ids
         assert len(prompt) + len(answer) < 320
         assert tokenizer.decode(answer) == task.answer
-    for odd in ("\x00\x01\x7f", "naïve café", "日本語 🎉", "\t\r\n  \n", "a" * 300):
-        assert tokenizer.decode(tokenizer.encode(odd).ids) == odd
+    for text in ("\x00\x01\x7f", "naïve café", "日本語 🎉", "\t\r\n  \n", "a" * 300):
+        assert tokenizer.decode(tokenizer.encode(text).ids) == text
 
 
-def test_the_package_is_small_and_drafts_can_end():
-    """Shapes and maps are checked when a model is loaded; the end is among what is drafted, and all
-    files are below 12 MB."""
+def test_demo_model_is_small_and_draft_vocabulary_has_stop_id():
     target = json.loads((DEMO / "target" / "config.json").read_text())
     with safetensors.safe_open(DEMO / "eagle3" / "model.safetensors", "np") as tensors:
         d2t = tensors.get_tensor("d2t")
@@ -260,8 +255,8 @@ def test_the_package_is_small_and_drafts_can_end():
     assert sum(p.stat().st_size for p in DEMO.rglob("*") if p.is_file()) < 12_000_000
 
 
-def test_demo_prompts_have_grammars_of_their_own_and_right_answers():
-    """At least eight different schemas, one expression, one free request; answers obey them."""
+def test_demo_prompts_have_different_grammars_and_valid_answers():
+    """There are at least eight schemas, a regular expression, and a request without a grammar."""
     prompts = demo_prompts()
     schemas = [p.grammar.text for p in prompts if p.grammar and p.grammar.kind == "json_schema"]
     assert len(schemas) >= 8 and len(set(schemas)) == len(schemas)
@@ -271,8 +266,7 @@ def test_demo_prompts_have_grammars_of_their_own_and_right_answers():
         assert is_valid(prompt.grammar, prompt.answer) in (True, None), prompt.shows
 
 
-def test_the_real_models_prompts_have_grammars_and_say_their_schemas():
-    """Ten of them, as many kinds as applications have; a schema stands in the words as well."""
+def test_llm_prompts_have_all_kinds_of_grammars_and_contain_their_schemas():
     prompts = llm_prompts()
     kinds = [p.grammar.kind if p.grammar else None for p in prompts]
     assert [kinds.count(k) for k in ("json_schema", "choice", "regex", None)] == [5, 2, 1, 2]
@@ -296,33 +290,47 @@ def test_the_real_models_prompts_have_grammars_and_say_their_schemas():
         (GrammarSpec.choice(["yes", "no"]), "no", "n"),
     ],
 )
-def test_outputs_are_checked_by_other_means_than_the_grammar(spec, good, bad):
-    """A right output passes and a wrong one does not, for each kind that has a second reader."""
+def test_is_valid_checks_outputs_independently_of_the_backend(spec, good, bad):
     assert (is_valid(spec, good), is_valid(spec, bad)) == (True, False)
 
 
-def test_what_has_no_second_reader_is_not_called_valid():
-    """EBNF outputs, free text and expressions `re` cannot read are neither valid nor invalid."""
+def test_is_valid_returns_none_without_independent_check():
+    """There is none for EBNF, free text, and expressions that `re` cannot parse."""
     for spec in (GrammarSpec.regex(r"\p{L}+"), GrammarSpec.ebnf('root ::= "a"'), None):
         assert is_valid(spec, "a") is None
 
 
-def test_the_demo_does_not_pass_what_is_wrong():
-    """The demo's verdict refuses cut, failed and invalid outputs and passes valid ones."""
+def test_check_demo_output_rejects_truncated_failed_and_invalid_outputs():
     prompt = next(p for p in demo_prompts() if p.shows == "pattern")
-    right = Output(id="0", text=prompt.answer, reason="stop")
-    assert demo.verdict(prompt, right) == (True, "valid by jsonschema; right answer")
+    correct = Output(id="0", text=prompt.answer, reason="stop")
+    expected = (True, "valid (jsonschema); correct answer")
+    assert demo.check_demo_output(prompt, correct) == expected
     for text, reason in (
         (prompt.answer.replace("QF-5702", "5702"), "stop"),
         (prompt.answer, "length"),
         ("", "refused"),
     ):
         wrong = Output(id="0", text=text, reason=reason, error="no" * (not text))
-        assert demo.verdict(prompt, wrong)[0] is False
+        assert demo.check_demo_output(prompt, wrong)[0] is False
 
 
-def result_of(tasks, texts, rounds=2):
-    """An evaluation result whose outputs have these texts."""
+@pytest.mark.parametrize(
+    ("seconds", "effect"),
+    [
+        (5.0, "and 5.00 s instead of 10.00 s: 2.00 times as fast."),
+        (20.0, "and 20.00 s instead of 10.00 s: 2.00 times as slow."),
+        (9.8, "and 9.80 s instead of 10.00 s: about as fast."),
+    ],
+)
+def test_describe_speculation_follows_from_measured_times(seconds, effect):
+    speculative = demo.Configuration("a", [], EngineStats(row_rounds=30), seconds)
+    baseline = demo.Configuration("b", [], EngineStats(row_rounds=90), 10.0)
+    sentence = demo.describe_speculation(speculative, baseline)
+    assert sentence == f"With speculation, the requests took 30 rounds instead of 90, {effect}"
+
+
+def make_result(tasks, texts, rounds=2):
+    """Return an evaluation result whose outputs have these texts."""
     outputs = [
         Output(id=str(i), text=text, reason="stop", tokens=[1] * len(text), rounds=rounds)
         for i, text in enumerate(texts)
@@ -330,30 +338,32 @@ def result_of(tasks, texts, rounds=2):
     return evaluate_demo.Result(tasks, outputs, {}, 1.0)
 
 
-def test_right_answers_score_one_and_wrong_ones_less():
-    """The generator's own answers score 100 %; one wrong field costs that field and its answer."""
+def test_demo_evaluation_correctness_of_right_and_wrong_answers():
+    """Correct answers score 100 %. A wrong field counts against the fields and the answers."""
     tasks = demo_tasks.held_out_tasks(40)
     texts = [task.answer for task in tasks]
-    scores = evaluate_demo.correctness(result_of(tasks, texts))
-    assert scores["fields_right"] == scores["whole_right"] == scores["valid"] == 1.0
+    scores = evaluate_demo.correctness(make_result(tasks, texts))
+    assert scores["correct_fields"] == scores["correct_answers"] == scores["valid"] == 1.0
     at = next(i for i, task in enumerate(tasks) if task.schema is not None)
     first = json.loads(texts[at])
     first[next(iter(first))] = None
     texts[at] = json.dumps(first)
-    worse = evaluate_demo.correctness(result_of(tasks, texts))
-    assert worse["whole_right"] == pytest.approx(1 - 1 / 40)
-    assert worse["fields_right"] < 1.0 and worse["valid"] < 1.0
-    cut = result_of(tasks, texts)
+    worse = evaluate_demo.correctness(make_result(tasks, texts))
+    assert worse["correct_answers"] == pytest.approx(1 - 1 / 40)
+    assert worse["correct_fields"] < 1.0 and worse["valid"] < 1.0
+    cut = make_result(tasks, texts)
     cut.outputs[at].reason = "length"
     assert evaluate_demo.correctness(cut)["valid"] == 1.0
 
 
-def test_paired_differences_are_of_guided_tasks():
-    """Tasks without a grammar are left out; the difference is masked minus unmasked."""
+def test_demo_evaluation_compares_masking_on_tasks_with_grammar():
+    """The difference is that of masked minus unmasked drafts."""
     tasks = demo_tasks.held_out_tasks(60)
     guided = sum(task.schema is not None or task.pattern is not None for task in tasks)
     assert guided < 60
-    paired = evaluate_demo.pair(*(result_of(tasks, ["abcd"] * 60, rounds) for rounds in (1, 2)))
+    paired = evaluate_demo.compare_masking(
+        *(make_result(tasks, ["abcd"] * 60, rounds) for rounds in (1, 2))
+    )
     difference = paired["tokens_per_round_difference"]
     assert (difference["n"], paired["same_tokens"]) == (guided, 60)
     assert difference["mean"] == pytest.approx(2.0)

@@ -1,4 +1,4 @@
-"""Importing GGUF: the same weights, configuration and token ids, and what is refused by name."""
+"""Conversion of GGUF files: weights, configuration, tokenizer, and unsupported files."""
 
 from __future__ import annotations
 
@@ -29,11 +29,12 @@ TINY = {
     "num_hidden_layers": 2,
     "eos_token_id": [0],
 }
-SHORT = {there: here for here, there in gguf_import.NAMES.items()}
+GGUF_LAYER_TENSORS = {hf: name for name, hf in gguf_import.LAYER_TENSORS.items()}
+GGUF_MODEL_TENSORS = {hf: name for name, hf in gguf_import.MODEL_TENSORS.items()}
 
 
-def interleaved(weight: np.ndarray, heads: int) -> np.ndarray:
-    """Rows as llama.cpp turns them: each of a head's halves gives every other row."""
+def interleave_rows(weight: np.ndarray, heads: int) -> np.ndarray:
+    """Reorder rows of a projection as llama.cpp does: the halves of a head alternate."""
     halves = weight.reshape(heads, 2, weight.shape[0] // heads // 2, weight.shape[1])
     return halves.transpose(0, 2, 1, 3).reshape(weight.shape)
 
@@ -48,7 +49,10 @@ def write_gguf(
     architecture="llama",
     **changed,
 ) -> None:
-    """A GGUF of a tiny Llama and its tokenizer, with metadata changed or (None) left out."""
+    """Write a GGUF file of a tiny Llama and its tokenizer.
+
+    `changed` replaces metadata; None removes it.
+    """
     writer = gguf.GGUFWriter(str(file), architecture)
     tokenizer = json.loads((folder / "tokenizer.json").read_text())["model"]
     tokens = sorted(tokenizer["vocab"], key=tokenizer["vocab"].get)
@@ -81,25 +85,32 @@ def write_gguf(
             writer.add_float32(key, value)
         elif value is not None:
             writer.add_uint32(key, value)
-    outer = {there: here for here, there in gguf_import.OUTER.items()}
     for name, weight in weights.items():
-        parts = name.split(".")
-        here = outer.get(name) or (
-            name if parts[0] != "model" else f"blk.{parts[2]}.{SHORT['.'.join(parts[3:-1])]}.weight"
-        )
-        for mark, heads in (("q_proj", 4), ("k_proj", 2)):
-            weight = interleaved(weight, heads) if mark in name else weight
+        for projection, heads in (("q_proj", 4), ("k_proj", 2)):
+            if projection in name:
+                weight = interleave_rows(weight, heads)
         stored = kind if weight.ndim == 2 else Q.F32
-        writer.add_tensor(here, gguf.quantize(weight, stored), raw_dtype=stored)
+        writer.add_tensor(gguf_name(name), gguf.quantize(weight, stored), raw_dtype=stored)
     writer.write_header_to_file()
     writer.write_kv_data_to_file()
     writer.write_tensors_to_file()
     writer.close()
 
 
+def gguf_name(name: str) -> str:
+    """Return the GGUF name of a tensor; other names are kept."""
+    if name in GGUF_MODEL_TENSORS:
+        return GGUF_MODEL_TENSORS[name]
+    parts = name.split(".")
+    if parts[0] != "model":
+        return name
+    tensor = GGUF_LAYER_TENSORS[".".join(parts[3:-1])]
+    return f"blk.{parts[2]}.{tensor}.weight"
+
+
 @pytest.fixture
 def tiny(tmp_path):
-    """Writes a GGUF: config changes, weights changes, then `write_gguf`'s."""
+    """Return a function that writes a GGUF file and returns its path, config and weights."""
     make_tiny_tokenizer(tmp_path / "hf")
 
     def make(kind=Q.F32, weights=None, tied=True, **changed):
@@ -112,8 +123,8 @@ def tiny(tmp_path):
 
 
 @pytest.mark.parametrize(("kind", "tied"), [(Q.F32, True), (Q.F16, False), (Q.Q8_0, True)])
-def test_weights_and_configuration_are_those_of_the_model(tiny, tmp_path, kind, tied):
-    """Every tensor in its place and order, exactly what the quantisation left, as bfloat16."""
+def test_gguf_import_preserves_weights_and_config(tiny, tmp_path, kind, tied):
+    """Weights are the dequantized values, rounded to bfloat16."""
     file, config, weights = tiny(kind, tied=tied)
     folder = convert(file, tmp_path / "out")
     assert LlamaConfig.from_dir(folder) == LlamaConfig.from_dict(
@@ -127,21 +138,22 @@ def test_weights_and_configuration_are_those_of_the_model(tiny, tmp_path, kind, 
         assert np.array_equal(checkpoint.get(name)[0], from_float32(weight, "bfloat16")), name
 
 
-def test_the_tokenizer_gives_the_same_ids(tiny, tmp_path):
-    """Ids, text, special tokens, the end, and the chat template."""
+def test_gguf_import_preserves_byte_level_tokenizer(tiny, tmp_path):
+    """Token ids, text, special tokens, stop ids and chat template are equal."""
     folder = convert(tiny()[0], tmp_path / "out")
-    was = Tokenizer(tmp_path / "hf")
-    now = Tokenizer(folder)
+    original = Tokenizer(tmp_path / "hf")
+    imported = Tokenizer(folder)
     for text in ('{"name": "é 日本", "value": [10, 100]}', "the<eos> being  on\n\n"):
-        assert now.encode(text) == was.encode(text) and now.decode(now.encode(text)) == was.decode(
-            was.encode(text)
-        )
-    assert now.stop_ids == was.stop_ids and now.special_names == was.special_names
-    assert now.render([{"content": "hello"}]) == "hello"
+        ids = original.encode(text)
+        assert imported.encode(text) == ids
+        assert imported.decode(ids) == original.decode(ids)
+    assert imported.stop_ids == original.stop_ids
+    assert imported.special_names == original.special_names
+    assert imported.render([{"content": "hello"}]) == "hello"
 
 
-def test_sentencepiece_joins_by_score(tiny, tmp_path):
-    """The best score is joined first, a space becomes a mark, what is unknown becomes bytes."""
+def test_gguf_import_sentencepiece_merges_by_score(tiny, tmp_path):
+    """Pieces with higher scores are merged first, and unknown characters become byte tokens."""
     tokens = [
         "<unk>",
         "<s>",
@@ -172,11 +184,12 @@ def test_sentencepiece_joins_by_score(tiny, tmp_path):
     tokenizer = Tokenizer(convert(file, tmp_path / "out"))
     ids = tokenizer.encode("abcé")
     assert [tokens[i] for i in ids] == ["<s>", "▁a", "bc", "<0xC3>", "<0xA9>"]
-    assert tokenizer.decode(ids) == "abcé" and tokenizer.stop_ids == (2,)
+    assert tokenizer.decode(ids) == "abcé"
+    assert tokenizer.stop_ids == (2,)
 
 
-def test_llama3_scaling_is_found_again(tiny, tmp_path):
-    """The factors of the file name its parameters; factors of another law are refused."""
+def test_gguf_import_derives_llama3_rope_scaling_from_factors(tiny, tmp_path):
+    """Factors that do not result from Llama 3's formula are refused."""
     published = {
         "rope_type": "llama3",
         "rope_theta": 10000.0,
@@ -197,34 +210,37 @@ def test_llama3_scaling_is_found_again(tiny, tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("changed", "error", "says"),
+    ("changed", "error", "message"),
     [
         ({"architecture": "gemma"}, GgufError, "architecture 'gemma'"),
         ({"llama.expert_count": 8}, GgufError, "llama.expert_count = 8"),
         ({"llama.rope.dimension_count": 8}, GgufError, "llama.rope.dimension_count = 8"),
         ({"llama.rope.scaling.type": "yarn"}, GgufError, "'yarn'"),
-        ({"llama.block_count": 1}, GgufError, r"tensor blk.1.* has no place"),
+        ({"llama.block_count": 1}, GgufError, r"tensor blk.1.* is not part of a Llama model"),
         ({"llama.block_count": 3}, GgufError, r"tensor blk.2.* is missing"),
         ({"llama.block_count": None}, GgufError, "llama.block_count is missing"),
         ({"llama.attention.head_count": 0}, ConfigError, "num_attention_heads is 0"),
         ({"llama.attention.head_count_kv": [2, 2]}, GgufError, r"head_count_kv is \[2, 2\]"),
-        ({"tokenizer.ggml.token_type": [1, 1]}, GgufTokenizerError, "320 tokens, and kinds of 2"),
-        ({"tokenizer.ggml.merges": ["no such"]}, GgufTokenizerError, "does not hold together"),
+        ({"tokenizer.ggml.token_type": [1, 1]}, GgufTokenizerError, "320 tokens, and types of 2"),
+        (
+            {"tokenizer.ggml.merges": ["no such"]},
+            GgufTokenizerError,
+            "its tokenizer is inconsistent",
+        ),
         ({"weights": {"blk.0.attn_q.bias": np.ones(64, np.float32)}}, GgufError, r"attn_q.bias"),
         ({"tokenizer.ggml.model": "bert"}, GgufTokenizerError, "'bert'"),
         ({"tokenizer.ggml.pre": "tekken"}, GgufTokenizerError, "'tekken'"),
     ],
 )
-def test_what_graft_would_not_run_is_refused(tiny, tmp_path, changed, error, says):
-    """By name and value, and nothing is written."""
+def test_gguf_import_rejects_unsupported_models(tiny, tmp_path, changed, error, message):
+    """The error has name and value, and nothing is written."""
     file, *_ = tiny(**changed)
-    with pytest.raises(error, match=says):
+    with pytest.raises(error, match=message):
         convert(file, tmp_path / "out")
     assert sorted(path.name for path in tmp_path.iterdir()) == ["hf", "m.gguf"]
 
 
-def test_files_that_are_no_gguf_are_refused(tiny, tmp_path, monkeypatch):
-    """Missing, damaged, of an unknown quantisation, or where the folder stands already."""
+def test_gguf_import_rejects_unreadable_files_and_existing_folders(tiny, tmp_path, monkeypatch):
     (tmp_path / "bad").write_bytes(b"GGUF" + bytes(40))
     for name in ("bad", "absent"):
         with pytest.raises(GgufError, match=f"{name}: cannot be read as GGUF"):
@@ -233,9 +249,9 @@ def test_files_that_are_no_gguf_are_refused(tiny, tmp_path, monkeypatch):
     with pytest.raises(GgufError, match="hf: exists already"):
         convert(file, tmp_path / "hf")
 
-    def refuse(*_):
+    def dequantize(*_):
         raise NotImplementedError
 
-    monkeypatch.setattr(gguf, "dequantize", refuse)
-    with pytest.raises(GgufError, match=r"quantised as F32, which the package gguf does not"):
+    monkeypatch.setattr(gguf, "dequantize", dequantize)
+    with pytest.raises(GgufError, match=r"quantized as F32, which the package gguf cannot"):
         convert(file, tmp_path / "out")

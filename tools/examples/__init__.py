@@ -1,1 +1,1 @@
-"""One example per room; each is a program: ``python -m graft.tools.examples.NAME``."""
+"""Example programs, at least one for each package: ``python -m graft.tools.examples.NAME``."""

@@ -1,10 +1,9 @@
-"""models: guided, speculating generation of a batch; each request has a grammar of its own."""
+"""models: generate a batch with speculative decoding; each request has a different grammar."""
 
 from __future__ import annotations
 
 from graft.grammar import GrammarSpec
-from graft.models.engine.engine import Engine
-from graft.models.request import Request
+from graft.models import Engine, Request
 from graft.tools.demo_model import demo_model
 
 SCHEMA = {
@@ -17,20 +16,18 @@ PROMPT = "name: Olga Novak; age: 42\nReturn JSON."
 
 
 def main() -> None:
-    """Three requests in one batch, first whole, then one of them as rounds bring it."""
-    target, drafter = demo_model()  # paths of your own: a Llama folder and its EAGLE-3 head
+    """Run three requests in one batch, and stream the text of another one."""
+    target, drafter = demo_model()  # or the folders of a Llama model and its EAGLE-3 head
     with Engine(target, drafter, max_batch_size=4, draft_length=3) as engine:
-        outputs = engine.generate(
-            [
-                Request(prompt=PROMPT, grammar=GrammarSpec.json_schema(SCHEMA)),
-                Request(
-                    prompt="code: QF-5702\nGive only the code.",
-                    grammar=GrammarSpec.regex("[A-Z]{2}-[0-9]{4}"),
-                ),
-                Request(prompt="Say yes or no.", grammar=GrammarSpec.choice(["yes", "no"])),
-            ]
-        )
-        for output in outputs:
+        requests = [
+            Request(prompt=PROMPT, grammar=GrammarSpec.json_schema(SCHEMA)),
+            Request(
+                prompt="code: QF-5702\nGive only the code.",
+                grammar=GrammarSpec.regex("[A-Z]{2}-[0-9]{4}"),
+            ),
+            Request(prompt="Say yes or no.", grammar=GrammarSpec.choice(["yes", "no"])),
+        ]
+        for output in engine.generate(requests):
             print(
                 output.text,
                 f"({output.reason}, {len(output.tokens)} tokens in {output.rounds} rounds)",

@@ -1,6 +1,6 @@
-"""cudagraph: a kernel, a step in Python and a kernel again, in one graph that is replayed.
+"""cudagraph: a kernel, a Python function and a kernel in one CUDA graph, launched three times.
 
-A step reads and writes pinned memory, which host and device share; it calls nothing of the driver.
+The Python function uses pinned memory, which host and device share. It must not call the driver.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ extern "C" __global__ void square(int* numbers, int n) {
 
 
 def main() -> None:
-    """Square, add one on the host, square again; three times."""
+    """Square on the device, add one on the host, square on the device."""
     device = open_device()
     numbers = device.pinned((8,), "int32")
     numbers.array[:] = range(8)
@@ -30,13 +30,13 @@ def main() -> None:
     lane.kernel(square, 1, 32, (numbers, 8))
     lane.host(add_one)
     lane.kernel(square, 1, 32, (numbers, 8))
-    run = graph.instantiate()
+    executable = graph.instantiate()
     stream = device.stream()
     for _ in range(3):
-        run.launch(stream)
-        run.synchronize(timeout_s=10)
+        executable.launch(stream)
+        executable.synchronize(timeout_s=10)
         print(numbers.array.tolist())
-    run.close()
+    executable.close()
     graph.close()
 
 

@@ -1,4 +1,4 @@
-"""models: a drafter in plain Python, which the round's graph asks between two forwards."""
+"""models: a drafter written in Python, called in a host step of the round's graph."""
 
 from __future__ import annotations
 
@@ -8,17 +8,27 @@ from graft.tools.demo_model import demo_model
 
 
 def propose(tokens: list[int]) -> list[int]:
-    """What followed the last token where it stood before; prompt and output are in `tokens`."""
-    places = [i for i, token in enumerate(tokens[:-1]) if token == tokens[-1]]
-    return tokens[places[-1] + 1 :][:3] if places else []
+    """Return the tokens that followed the previous occurrence of the last token.
+
+    Parameters
+    ----------
+    tokens
+        Token ids of the prompt and of the output so far.
+    """
+    last = tokens[-1]
+    positions = [i for i, token in enumerate(tokens[:-1]) if token == last]
+    if not positions:
+        return []
+    start = positions[-1] + 1
+    return tokens[start : start + 3]
 
 
 def main() -> None:
-    """The same text with it and without, and how many rounds it took."""
+    """Generate the same text with and without the drafter, and print the number of rounds."""
     request = Request(prompt="serial: AAAA-1111\nGive only the serial.", max_tokens=40)
     for drafter in (UserDrafter.of(propose, deadline_s=0.5), None):
         with Engine(demo_model()[0], drafter, draft_length=3) as engine:
-            (output,) = engine.generate([request])
+            [output] = engine.generate([request])
             print(f"{output.text!r}: {output.accepted} drafts accepted, {output.rounds} rounds")
 
 

@@ -1,6 +1,7 @@
-"""grammar: a matcher driven by hand, as a decoding loop of your own would.
+"""grammar: use a matcher directly, as a custom decoding loop would.
 
-A row of the mask says which tokens may come next; `accept` moves on, `rollback` moves back.
+`fill` writes the bitmask of the legal next tokens, `accept` advances the matcher by a token, and
+`rollback` undoes the last tokens.
 """
 
 from __future__ import annotations
@@ -13,26 +14,28 @@ from graft.tools.demo_model import demo_model
 
 
 def main() -> None:
-    """A regular expression, walked token by token: always the first of the shortest legal ones."""
+    """Generate a match of a regular expression: in each step, the first of the shortest tokens."""
     target, _ = demo_model()
     tokenizer = Tokenizer(target)
     vocabulary = Vocabulary.from_tokenizer(tokenizer.backend, 2048, tokenizer.stop_ids)
     backend = make_backend("llguidance", vocabulary)
     matcher = backend.compile(GrammarSpec.regex("(yes|no), [0-9]{2}")).matcher()
-    row = np.zeros(vocabulary.words, np.int32)
+    mask = np.zeros(vocabulary.words, np.int32)
     text = b""
     while not matcher.is_terminated():
-        matcher.fill(row)
-        bits = np.unpackbits(row.view(np.uint8), bitorder="little")
+        matcher.fill(mask)
+        bits = np.unpackbits(mask.view(np.uint8), bitorder="little")
         legal = [(vocabulary.tokens[token], int(token)) for token in np.flatnonzero(bits)]
-        piece, token = min(legal, key=lambda one: (len(one[0]), one))
-        print(f"{text.decode():<8} {len(legal):>3} legal, taken: {piece!r}")
-        text += b"" if token in vocabulary.stop_ids else piece
+        piece, token = min(legal, key=lambda entry: (len(entry[0]), entry))
+        print(f"{text.decode():<8} {len(legal):>3} legal tokens, chosen: {piece!r}")
+        if token not in vocabulary.stop_ids:
+            text += piece
         matcher.accept(token)
     matcher.rollback(2)  # the stop token and the last digit
     matcher.accept(vocabulary.tokens.index(b"7"))
-    matcher.fill(row)
-    print(text[:-1].decode() + "7", "| only the stop token is legal:", int((row != 0).sum()) == 1)
+    matcher.fill(mask)
+    only_stop = int((mask != 0).sum()) == 1
+    print(text[:-1].decode() + "7", "| only the stop token is legal:", only_stop)
 
 
 if __name__ == "__main__":

@@ -1,4 +1,7 @@
-"""models: a drafter of one's own, which proposes the last token again. Nothing else knows of it."""
+"""models: a custom drafter class, which proposes the last token again.
+
+The engine constructs it, checks its drafts and verifies them. No other code has to know it.
+"""
 
 from __future__ import annotations
 
@@ -6,7 +9,7 @@ from graft.cudagraph import load_text
 from graft.models import Drafter, DrafterContext, Engine, Feed, Request, TreeShape
 from graft.tools.demo_model import demo_model
 
-TEXT = """
+KERNEL = """
 #include "sampling/kernels/slot.cuh"
 extern "C" __global__ void propose_last(int batch, const int* row_slot, const Slot* slots,
                                         int drafts, int* proposal) {
@@ -18,25 +21,26 @@ extern "C" __global__ void propose_last(int batch, const int* row_slot, const Sl
 
 
 class LastToken(Drafter):
-    """Its drafts come all at once; the engine makes it, checks what it proposes and verifies it."""
+    """A drafter that proposes all drafts of a round at once."""
 
-    def __init__(self, room: DrafterContext):
-        self.shape = TreeShape(room.drafts)
-        self._kernel = load_text(room.device, TEXT, "last_token.cu")["propose_last"]
+    def __init__(self, context: DrafterContext):
+        self.shape = TreeShape(context.drafts)
+        self._kernel = load_text(context.device, KERNEL, "last_token.cu")["propose_last"]
 
     def start(self, lane, feed: Feed) -> None:
-        args = [feed.batch, feed.row_slot, feed.state.array, self.shape.nodes, feed.proposal]
-        lane.kernel(self._kernel, feed.batch, 1, args, name="propose the last token")
+        """Add the kernel that writes the drafts."""
+        arguments = [feed.batch, feed.row_slot, feed.state.array, self.shape.nodes, feed.proposal]
+        lane.kernel(self._kernel, feed.batch, 1, arguments, name="propose the last token")
 
 
 def main() -> None:
-    """The same text with it and without, and how many of its drafts were right."""
+    """Generate the same text with and without the drafter, and print the accepted drafts."""
     target, _ = demo_model()
     request = Request(prompt="serial: AAAA-1111\nGive only the serial.", max_tokens=40)
     texts = []
     for drafter in (LastToken, None):
         with Engine(target, drafter, draft_length=2) as engine:
-            (output,) = engine.generate([request])
+            [output] = engine.generate([request])
             texts.append(output.text)
             print(f"{output.text!r}: {output.accepted} of {output.drafted} drafts accepted")
     print("same text:", texts[0] == texts[1])

@@ -33,7 +33,7 @@ from tqdm import tqdm
 from graft.grammar import GrammarSpec, Vocabulary, make_backend
 from graft.models.tokenizer import Tokenizer
 
-from ..demo_tasks import with_schema
+from ..demo_tasks import add_schema_to_prompt
 from .evaluate import walked
 from .nets import Eagle3, Llama, Sizes, rotary, rotate
 
@@ -107,7 +107,7 @@ class Prompts:
         schema = record(called[2] if called else asked[0])
         if called:
             schema = closed({called[1]: schema})
-        return with_schema(self._fill(text), schema), GrammarSpec.json_schema(schema)
+        return add_schema_to_prompt(self._fill(text), schema), GrammarSpec.json_schema(schema)
 
     def _fill(self, text: str) -> str:
         """Words in the slots; ``{place}`` and ``{place2}`` are two places."""

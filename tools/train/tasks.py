@@ -26,11 +26,11 @@ def repeat_task(rng: random.Random) -> Task:
     for _ in range(rng.randint(3, 14)):
         form = rng.randrange(5)
         if form == 0:
-            parts.append(demo.code(rng)[0])
+            parts.append(demo.make_code(rng)[0])
         elif form == 1:
-            parts.append(str(demo.integer(rng)))
+            parts.append(str(demo.make_integer(rng)))
         else:
-            parts.append(demo.string(rng, rng.choice(("person", "place", "noun"))))
+            parts.append(demo.make_string(rng, rng.choice(("person", "place", "noun"))))
     text = rng.choice((" ", ", ", "; ", "\n")).join(parts)
     return Task(f"Repeat: {text}", None, text, None, "repeat")
 

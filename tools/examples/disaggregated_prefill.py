@@ -1,0 +1,81 @@
+"""models: disaggregated prefill. One process prefills the prompts, another one decodes."""
+
+from __future__ import annotations
+
+import multiprocessing
+from typing import Any
+
+from graft.grammar import GrammarSpec
+from graft.models import Engine, Request
+from graft.models.transfer import SharedMemory
+from graft.tools.demo_model import demo_model
+from graft.tools.examples.engine import PROMPT, SCHEMA
+
+REQUESTS = [
+    Request(
+        prompt="code: QF-5702\nGive only the code.",
+        id="code",
+        grammar=GrammarSpec.regex("[A-Z]{2}-[0-9]{4}"),
+    ),
+    Request(
+        prompt=PROMPT,
+        id="json",
+        grammar=GrammarSpec.json_schema(SCHEMA),
+        seed=7,
+        temperature=0.8,
+        verify="coupled",
+    ),
+]
+
+
+def decode(tickets: Any, finished: Any) -> None:
+    """Continue the requests of the other process.
+
+    Parameters
+    ----------
+    tickets
+        Queue of tickets, one per request; None after the last one.
+    finished
+        Queue for lists of the last events of requests.
+    """
+    transfer = SharedMemory()
+    expects_tickets = True
+    with Engine(*demo_model()) as engine:
+        while expects_tickets or engine.busy:
+            while expects_tickets and not (engine.busy and tickets.empty()):
+                ticket = tickets.get()
+                if ticket is None:
+                    expects_tickets = False
+                else:
+                    engine.migrate_in(transfer.receive(ticket))
+            finished.put([event for event in engine.step() if event.finished])
+
+
+def main() -> None:
+    """Migrate each request after its first tokens, and compare with the outputs of one engine."""
+    context = multiprocessing.get_context("spawn")
+    transfer = SharedMemory()
+    tickets = context.Queue()
+    finished = context.Queue()
+    decoder = context.Process(target=decode, args=(tickets, finished))
+    decoder.start()
+    with Engine(*demo_model()) as engine:
+        for event in engine.stream(REQUESTS):
+            if not event.finished:
+                tickets.put(transfer.send(engine.migrate_out(event.id)))
+        tickets.put(None)
+        outputs: dict[str, Any] = {}
+        while len(outputs) < len(REQUESTS):
+            outputs.update((event.id, event.output) for event in finished.get())
+        transfer.close()  # everything was received
+        for expected in engine.generate(REQUESTS):
+            output = outputs[expected.id]
+            print(
+                f"{output.text} ({output.cached_tokens} tokens were transferred), equal to the "
+                f"output of one engine: {output.tokens == expected.tokens}"
+            )
+    decoder.join()
+
+
+if __name__ == "__main__":
+    main()
