@@ -1,4 +1,4 @@
-"""The package: pins, rooms, files that must travel; when the environment is built anew."""
+"""Packaging: pinned versions, packages, contents of the wheel, and rebuilds of the environment."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from graft.tools import bootstrap, tree
 
 ROOT = Path(__file__).resolve().parents[2]
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())
-ROOMS = ("native", "cudagraph", "sampling", "grammar", "models", "tools")
+PACKAGES = ("native", "cudagraph", "sampling", "grammar", "models", "tools")
 TABLE = PROJECT["project"]
 REQUIRED = [*TABLE["dependencies"], *PROJECT["tool"]["graft"]["no-deps"]]
 PINS = dict(
@@ -31,8 +31,8 @@ PINS = dict(
 )
 
 
-def test_ranges_hold_the_pins_and_end_before_the_next_release_that_may_break():
-    """Each requirement has a tested lower bound, an upper one, and one exact pin that is in it."""
+def test_requirements_have_bounds_that_contain_the_pins():
+    """The upper bound is the next major or minor release after the lower bound."""
     for text in (*REQUIRED, *PROJECT["build-system"]["requires"]):
         wanted = Requirement(text)
         ends = {s.operator: s.version for s in wanted.specifier}
@@ -53,16 +53,14 @@ def test_ranges_hold_the_pins_and_end_before_the_next_release_that_may_break():
     assert all(re.fullmatch(r"[0-9][0-9a-z.]*", pin) for pin in PINS.values())
 
 
-def test_rooms_are_packages_of_a_namespace():
-    """Each room is a package, and graft itself is a namespace without a file of its own."""
+def test_graft_is_a_namespace_of_packages():
     mapping = PROJECT["tool"]["scikit-build"]["wheel"]["packages"]
-    assert mapping == {f"graft/{room}": room for room in ROOMS}
-    assert [room for room in ROOMS if not (ROOT / room / "__init__.py").is_file()] == []
+    assert mapping == {f"graft/{package}": package for package in PACKAGES}
+    assert all((ROOT / package / "__init__.py").is_file() for package in PACKAGES)
     assert getattr(graft, "__file__", None) is None
 
 
-def test_installed_graft_is_this_tree():
-    """The tests run against the files beside them, not against another installation."""
+def test_installed_graft_is_this_working_tree():
     assert Path(graft.tools.__file__).resolve() == ROOT / "tools" / "__init__.py"
 
 
@@ -78,9 +76,9 @@ def test_installed_graft_is_this_tree():
         ("python3.12", "echo 'it is Python 3.9' >&2; exit 1", "it is Python 3.9"),
     ],
 )
-def test_a_python_that_does_not_do_is_named_with_its_reason(tmp_path, name, script, words):
-    """Without any Python, one sentence says what to install; a broken shim or an old Python is
-    passed over, and the sentence tells why."""
+def test_find_python_reports_why_candidates_are_unusable(tmp_path, name, script, words):
+    """Without any Python, one sentence says what to install. Broken shims and old versions are
+    skipped, and the sentence has the reason."""
     for tool in ("sh", "tail"):
         found = shutil.which(tool)
         assert found
@@ -99,8 +97,7 @@ def test_a_python_that_does_not_do_is_named_with_its_reason(tmp_path, name, scri
     assert name or done.stderr.count("\n") == 1
 
 
-def test_a_usable_python_is_found():
-    """The script prints an interpreter that runs and is at least 3.11."""
+def test_find_python_prints_usable_interpreter():
     base = getattr(sys, "_base_executable", sys.executable)
     done = subprocess.run(
         ["sh", str(ROOT / "tools" / "find_python.sh"), base],
@@ -108,17 +105,17 @@ def test_a_usable_python_is_found():
         capture_output=True,
         check=True,
     )
-    said = subprocess.run(
+    version = subprocess.run(
         [done.stdout.strip(), "-c", "import sys; print(sys.version_info[:2])"],
         text=True,
         capture_output=True,
         check=True,
     )
-    assert said.stdout.strip() == str(sys.version_info[:2])
+    assert version.stdout.strip() == str(sys.version_info[:2])
 
 
 @pytest.mark.parametrize(
-    ("script", "said"),
+    ("script", "message"),
     [
         (
             "",
@@ -131,8 +128,8 @@ def test_a_usable_python_is_found():
         ),
     ],
 )
-def test_a_compiler_that_does_not_do_is_told_in_one_sentence(tmp_path, script, said):
-    """The environment is not begun when the compiler that it would end with is missing or old."""
+def test_bootstrap_rejects_missing_or_old_compiler(tmp_path, script, message):
+    """The compiler is checked before the environment is created."""
     fake = tmp_path / "c++"
     if script:
         fake.write_text(f"#!/bin/sh\n{script}\n")
@@ -143,12 +140,12 @@ def test_a_compiler_that_does_not_do_is_told_in_one_sentence(tmp_path, script, s
         capture_output=True,
         env={**os.environ, "CXX": str(fake)},
     )
-    assert (done.returncode, done.stderr) == (1, "graft: " + said.format(fake))
+    assert (done.returncode, done.stderr) == (1, "graft: " + message.format(fake))
     assert not (tmp_path / "venv").exists()
 
 
-def tracked() -> list[Path]:
-    """Files of the repository, and new ones that git does not ignore."""
+def repository_files() -> list[Path]:
+    """Return the tracked files and new ones that git does not ignore."""
     listed = subprocess.run(
         ["git", "ls-files", "-co", "--exclude-standard"],
         cwd=ROOT,
@@ -161,7 +158,7 @@ def tracked() -> list[Path]:
 
 def build_wheel(folder: Path, *options: str) -> Path:
     """Build a wheel from a copy of the repository's files."""
-    for name in tracked():
+    for name in repository_files():
         (folder / "source" / name).parent.mkdir(parents=True, exist_ok=True)
         shutil.copy2(ROOT / name, folder / "source" / name)
     path = f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"
@@ -187,31 +184,28 @@ def build_wheel(folder: Path, *options: str) -> Path:
     return wheel
 
 
-def test_a_wheel_carries_what_runs_and_nothing_else(tmp_path):
-    """Kernels, headers, models and commands are in it; sources of the build and training are not.
-
-    The native part is left out here: it is what takes minutes.
-    """
+def test_wheel_contains_runtime_files_only(tmp_path):
+    """Kernels, headers, models and commands are included; C++ sources, training and development
+    scripts are not. The C++ part is not built here, because it takes minutes."""
     wheel = build_wheel(tmp_path, "--config-settings=wheel.cmake=false")
     names = {Path(name) for name in zipfile.ZipFile(wheel).namelist()}
-    rooms = [Path("graft", name) for name in tracked() if name.parts[0] in ROOMS]
-    train = Path("graft/tools/train")
-    left_out = {train, Path("graft/native/tests")}
-    needed = {
+    files = [Path("graft", name) for name in repository_files() if name.parts[0] in PACKAGES]
+    excluded = {Path("graft/tools/train"), Path("graft/native/tests")}
+    required = {
         name
-        for name in rooms
-        if not left_out & set(name.parents)
+        for name in files
+        if not excluded & set(name.parents)
         and (
             name.suffix in (".cu", ".cuh", ".json", ".safetensors")
             or {"include", "kernels", "records"} & set(name.parts)
             or (name.suffix == ".py" and name.parent != Path("graft/tools"))
         )
     }
-    assert len(needed) > 100 and needed <= names
+    assert len(required) > 100 and required <= names
     extra = {
         name
         for name in names
-        if left_out & set(name.parents)
+        if excluded & set(name.parents)
         or name.suffix in (".cpp", ".txt")
         or (name.suffix == ".h" and not {"include", "kernels", "records"} & set(name.parts))
     }
@@ -220,20 +214,22 @@ def test_a_wheel_carries_what_runs_and_nothing_else(tmp_path):
         Path("graft/tools", name)
         for name in ("cli.py", "demo_words.json", "demo_prompts.jsonl", "llm_prompts.jsonl")
     } <= names
-    assert not names & {Path("graft/tools", name) for name in ("bootstrap.py", "tree.py")}
+    assert not names & {
+        Path("graft/tools", name) for name in ("bootstrap.py", "docs.py", "tree.py")
+    }
 
 
 @pytest.fixture(scope="module")
 def wheel(tmp_path_factory) -> Path:
-    """A whole wheel."""
+    """A complete wheel."""
     return build_wheel(tmp_path_factory.mktemp("wheel"))
 
 
 @pytest.mark.full
 @pytest.mark.parametrize("which", ["lower", "upper"])
-def test_the_wheel_runs_in_an_empty_environment(tmp_path, wheel, which):
-    """With the oldest and with the newest packages of its ranges, far from the repository, the
-    wheel runs the demo, and says in a sentence what XGrammar and the extra serve are needed for."""
+def test_wheel_runs_in_empty_environment(tmp_path, wheel, which):
+    """With the oldest and the newest supported packages, outside of the repository, the wheel runs
+    the demo and reports which package XGrammar and the server need."""
     venv.create(tmp_path / "venv", symlinks=True, with_pip=True)
     limits = tmp_path / "limits.txt"
     limits.write_text(
@@ -267,20 +263,24 @@ def test_the_wheel_runs_in_an_empty_environment(tmp_path, wheel, which):
 
 @pytest.fixture
 def commands(monkeypatch):
-    """Commands that the bootstrap would run, recorded and not run."""
-    ran: list[list[str]] = []
-    monkeypatch.setattr(bootstrap, "run", lambda command, doing, **env: ran.append(list(command)))
-    return ran
+    """Commands of the bootstrap, which are recorded instead of run."""
+    recorded: list[list[str]] = []
+
+    def record(command, doing, **env):
+        recorded.append(list(command))
+
+    monkeypatch.setattr(bootstrap, "run", record)
+    return recorded
 
 
-def test_pins_are_installed_once_and_again_when_one_changes(tmp_path, commands, monkeypatch):
-    """A second run installs nothing; a changed pin installs all; xgrammar comes without torch."""
+def test_bootstrap_installs_pins_again_only_after_changes(tmp_path, commands, monkeypatch):
+    """xgrammar is installed without its dependencies."""
     project = bootstrap.read_project()
     for _ in range(2):
         bootstrap.install_pins(tmp_path, Path("python"), project)
     assert len(commands) == 2
-    (bare,) = [command for command in commands if "--no-deps" in command]
-    assert [pin for pin in bare if pin.startswith("xgrammar")]
+    [without_dependencies] = [command for command in commands if "--no-deps" in command]
+    assert [pin for pin in without_dependencies if pin.startswith("xgrammar")]
     assert not [pin for pin in commands[0] if "xgrammar" in pin]
     assert all(str(ROOT / "constraints.txt") in command for command in commands)
     project["project"]["dependencies"][0] += ",!=13.4"
@@ -292,8 +292,7 @@ def test_pins_are_installed_once_and_again_when_one_changes(tmp_path, commands, 
     assert len(commands) == 6
 
 
-def test_a_failed_installation_is_tried_again(tmp_path, monkeypatch):
-    """Nothing is stamped as done before it is done."""
+def test_bootstrap_repeats_failed_installation(tmp_path, monkeypatch):
 
     def fail(command, doing, **env):
         raise bootstrap.BootstrapError("no network")
@@ -305,8 +304,8 @@ def test_a_failed_installation_is_tried_again(tmp_path, monkeypatch):
 
 
 @pytest.mark.parametrize("name", ["worker.cpp", "worker.h", "CMakeLists.txt"])
-def test_the_native_part_is_rebuilt_when_a_source_changes(tmp_path, commands, monkeypatch, name):
-    """Every kind of source counts; an unchanged tree and a Python file build nothing."""
+def test_bootstrap_rebuilds_after_source_changes(tmp_path, commands, monkeypatch, name):
+    """All kinds of source files count; Python files do not."""
     monkeypatch.setattr(bootstrap, "ROOT", tmp_path)
     shutil.copy(ROOT / "pyproject.toml", tmp_path)
     source = tmp_path / "native" / "guide" / name
@@ -323,31 +322,30 @@ def test_the_native_part_is_rebuilt_when_a_source_changes(tmp_path, commands, mo
         assert len(commands) == built
 
 
-def test_a_failing_step_shows_what_the_command_said():
-    """The end of a failed command's output is in the error; a good one says nothing."""
+def test_bootstrap_error_contains_output_of_failed_command():
     bootstrap.run([sys.executable, "-c", "print('fine')"], "trying")
     with pytest.raises(bootstrap.BootstrapError, match=r"trying failed.*\n.*the reason"):
         bootstrap.run([sys.executable, "-c", "raise SystemExit('the reason')"], "trying")
 
 
-def test_the_tree_links_every_room_and_forgets_what_is_gone(tmp_path, monkeypatch):
-    """The tree holds links to the rooms and native's files, and libraries survive a relink."""
+def test_tree_links_packages_and_removes_stale_links(tmp_path, monkeypatch):
+    """Libraries in the tree are kept when the links are updated."""
     monkeypatch.setattr(tree, "TREE", tmp_path / "tree")
     made = tree.make_tree() / "graft"
     native = made / "native"
     (native / "gone.py").symlink_to("nowhere.py")
     (native / "_native.so").write_text("built")
     tree.make_tree()
-    for room in tree.LINKED:
-        assert (made / room / "__init__.py").samefile(ROOT / room / "__init__.py")
+    for package in tree.PACKAGES:
+        assert (made / package / "__init__.py").samefile(ROOT / package / "__init__.py")
     assert (native / "__init__.py").samefile(ROOT / "native" / "__init__.py")
     assert not (native / "gone.py").is_symlink()
     assert (native / "_native.so").read_text() == "built"
 
 
 @pytest.mark.full
-def test_tests_run_without_an_installation():
-    """`make test-cuda VENV=none` builds with CMake alone and runs the tests from its own tree."""
+def test_make_test_cuda_runs_without_installation():
+    """With VENV=none, it builds with CMake and runs the tests from build/tree."""
     python = Path(sys.executable).resolve()
     env = {**os.environ, "PYTHONPATH": str(Path(pytest.__file__).parents[1])}
     done = subprocess.run(
@@ -367,12 +365,12 @@ def test_tests_run_without_an_installation():
         capture_output=True,
     )
     assert done.returncode == 0, done.stdout + done.stderr
-    where = "import graft.native._native as n, graft.tools as t; print(n.__file__, t.__file__)"
-    said = subprocess.run(
-        [str(python), "-c", where],
+    code = "import graft.native._native as n, graft.tools as t; print(n.__file__, t.__file__)"
+    paths = subprocess.run(
+        [str(python), "-c", code],
         text=True,
         capture_output=True,
         check=True,
         env={**env, "PYTHONPATH": f"{tree.TREE}:{env['PYTHONPATH']}"},
     ).stdout
-    assert all(Path(path).is_relative_to(tree.TREE) for path in said.split())
+    assert all(Path(path).is_relative_to(tree.TREE) for path in paths.split())

@@ -1,4 +1,4 @@
-"""Repository rules: imports point down, nothing imports torch, pages are readable."""
+"""Rules of the repository: layered imports, no torch, readable pages."""
 
 from __future__ import annotations
 
@@ -16,7 +16,9 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).resolve().parents[2]
-LONGEST_PARAGRAPH = 600
+MAX_PARAGRAPH_CHARACTERS = 600
+#: The packages, lowest layer first. A package imports only from those before it.
+PACKAGES = ("native", "cudagraph", "sampling", "grammar", "models", "tools")
 
 
 @pytest.mark.parametrize(
@@ -27,72 +29,75 @@ LONGEST_PARAGRAPH = 600
         if not {"build", ".venv"} & set(path.relative_to(ROOT).parts)
     ),
 )
-def test_pages_can_be_read(page):
-    """No paragraph, list item or cell is long, and every file that is linked is there."""
+def test_readme_has_short_paragraphs_and_valid_links(page):
     text = (ROOT / page).read_text(encoding="utf-8")
     prose = re.sub(r"^```.*?^```$", "", text, flags=re.M | re.S)
     parts = re.split(r"\n\s*\n|\n(?=[*-] |\d+\. |\|)", prose)
-    assert [part[:60] for part in parts if len(part) > LONGEST_PARAGRAPH] == []
+    assert [part[:60] for part in parts if len(part) > MAX_PARAGRAPH_CHARACTERS] == []
     links = re.findall(r"\]\(([^)#:]+)(?:#[^)]*)?\)", prose)
     assert [link for link in links if not ((ROOT / page).parent / link).exists()] == []
 
 
-#: From the bottom up; a room imports those before it.
-ROOMS = ("native", "cudagraph", "sampling", "grammar", "models", "tools")
+def find_modules() -> dict[str, Path]:
+    """Return the files of all modules by name, without ``graft.``."""
+    modules = {}
+    for package in PACKAGES:
+        for path in (ROOT / package).rglob("*.py"):
+            name = ".".join(path.relative_to(ROOT).with_suffix("").parts)
+            modules[name.removesuffix(".__init__")] = path
+    return modules
 
 
-def modules() -> dict[str, Path]:
-    """Every module of the product by name."""
-    paths = [path for room in ROOMS for path in (ROOT / room).rglob("*.py")]
-    names = [".".join(path.relative_to(ROOT).with_suffix("").parts) for path in paths]
-    return {name.removesuffix(".__init__"): path for name, path in zip(names, paths, strict=True)}
-
-
-MODULES = modules()
+MODULES = find_modules()
 
 
 def imports(name: str) -> Iterator[str]:
-    """Modules that one imports, at its top, inside its functions or for types alone."""
+    """Yield the modules that a module imports, also inside functions and for type checking."""
     path = MODULES[name]
     package = name.split(".") if path.name == "__init__.py" else name.split(".")[:-1]
     for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
         if isinstance(node, ast.Import):
-            named = [(alias.name, "") for alias in node.names]
+            candidates = [(alias.name, "") for alias in node.names]
         elif isinstance(node, ast.ImportFrom):
-            above = package[: len(package) - node.level + 1] if node.level else []
-            base = ".".join([*above, *([node.module] if node.module else [])])
-            named = [(f"{base}.{alias.name}", base) for alias in node.names]
+            parts = package[: len(package) - node.level + 1] if node.level else []
+            if node.module:
+                parts = [*parts, node.module]
+            base = ".".join(parts)
+            candidates = [(f"{base}.{alias.name}", base) for alias in node.names]
         else:
             continue
-        for choices in named:
-            short = [choice.removeprefix("graft.") for choice in choices]
-            yield from [choice for choice in short if choice in MODULES and choice != name][:1]
+        for names in candidates:
+            # The imported name is a module, or an attribute of the module `base`.
+            short_names = [candidate.removeprefix("graft.") for candidate in names]
+            found = [short for short in short_names if short in MODULES and short != name]
+            yield from found[:1]
 
 
-def test_no_room_imports_one_above_it():
-    """An arrow never points back up."""
-    above = [
-        (name, other)
-        for name in MODULES
-        for other in imports(name)
-        if ROOMS.index(other.split(".")[0]) > ROOMS.index(name.split(".")[0])
+def layer(name: str) -> int:
+    """Return the position of a module's package in `PACKAGES`."""
+    return PACKAGES.index(name.split(".")[0])
+
+
+def test_packages_import_only_from_lower_packages():
+    upward = [
+        (name, other) for name in MODULES for other in imports(name) if layer(other) > layer(name)
     ]
-    assert above == []
+    assert upward == []
 
 
-def test_no_import_comes_back_to_where_it_began():
-    """Not at run time, not inside functions, and not for types alone; the device stands on top of
-    its room."""
+def test_modules_import_without_cycles():
+    """Imports inside functions and for type checking count too. In cudagraph, `device` is the
+    highest module."""
     try:
         TopologicalSorter({name: set(imports(name)) for name in MODULES}).prepare()
     except CycleError as error:
         raise AssertionError(" -> ".join(error.args[1])) from None
-    room = [name for name in MODULES if name.startswith("cudagraph.")]
-    assert [name for name in room if "cudagraph.device" in imports(name)] == []
+    cudagraph = [name for name in MODULES if name.startswith("cudagraph.")]
+    assert [name for name in cudagraph if "cudagraph.device" in imports(name)] == []
 
 
 def test_grammar_folders_import_without_cycles():
-    """Not even as folders: each folder of the grammar package counts as one module."""
+    """Each folder of the grammar package counts as one module."""
     folders = {"grammar.backends", "grammar.compile", "grammar.schema"}
 
     def unit(name: str) -> str:
@@ -113,17 +118,17 @@ def test_grammar_folders_import_without_cycles():
 
 IMPORT_EVERYTHING = """
 import importlib, json, pkgutil, sys
-from graft.tools.serve.command import PACKAGES
+from graft.tools.serve.command import EXTRA_MODULES
 imported = []
-for room in ("native", "cudagraph", "sampling", "grammar", "models", "tools"):
-    package = importlib.import_module(f"graft.{room}")
-    for found in pkgutil.walk_packages(package.__path__, f"graft.{room}."):
+for name in ("native", "cudagraph", "sampling", "grammar", "models", "tools"):
+    package = importlib.import_module(f"graft.{name}")
+    for found in pkgutil.walk_packages(package.__path__, f"graft.{name}."):
         if ".tools.train" in found.name or found.name.endswith("__main__"):
             continue
         try:
             importlib.import_module(found.name)
-        except ModuleNotFoundError as error:  # of an extra
-            if (error.name or "").split(".")[0] not in PACKAGES:
+        except ModuleNotFoundError as error:  # an optional package
+            if (error.name or "").split(".")[0] not in {*EXTRA_MODULES, "pdoc"}:
                 raise
         imported.append(found.name)
 from graft.tools import doctor
@@ -133,8 +138,8 @@ print(json.dumps({"imported": imported, "findings": findings, "foreign": foreign
 """
 
 
-def test_importing_all_of_graft_imports_no_torch():
-    """Every module of graft and the doctor's checks leave torch, JAX and CuPy unimported."""
+def test_imports_and_doctor_do_not_import_torch():
+    """All modules of graft and the checks of the doctor work without torch, JAX and CuPy."""
     done = subprocess.run(
         [sys.executable, "-c", IMPORT_EVERYTHING],
         text=True,
@@ -142,16 +147,14 @@ def test_importing_all_of_graft_imports_no_torch():
         env={**os.environ, "GRAFT_DEVICE": "soft"},
     )
     assert done.returncode == 0, done.stderr
-    said = json.loads(done.stdout.splitlines()[-1])
-    assert {"graft.models.engine.engine", "graft.cudagraph.graph", "graft.tools.cli"} <= set(
-        said["imported"]
-    )
-    assert "device" in said["findings"]
-    assert said["foreign"] == []
+    report = json.loads(done.stdout.splitlines()[-1])
+    expected = {"graft.models.engine.engine", "graft.cudagraph.graph", "graft.tools.cli"}
+    assert expected <= set(report["imported"])
+    assert "device" in report["findings"]
+    assert report["foreign"] == []
 
 
-def test_the_environment_that_make_builds_holds_no_torch():
-    """No distribution named torch, triton, JAX or transformers is in make's environment."""
+def test_environment_of_make_does_not_contain_torch():
     if not (Path(sys.prefix) / ".graft-pins").exists():
         pytest.skip("this Python is not the environment that make builds")
     names = {d.metadata["Name"].lower() for d in importlib.metadata.distributions()}

@@ -1,0 +1,54 @@
+"""The API reference: `make docs`."""
+
+from __future__ import annotations
+
+import sys
+import types
+
+import pytest
+
+pytest.importorskip("pdoc")
+
+from graft.tools import docs
+
+
+def test_docs_write_page_with_docstrings_and_readme(tmp_path):
+    """The page of a package has its docstring, its README page and its public classes."""
+    assert docs.main(["sampling", "--output", str(tmp_path)]) == 0
+    page = (tmp_path / "graft" / "sampling.html").read_text(encoding="utf-8")
+    assert 'id="MaskApply"' in page
+    assert 'href="../graft/sampling/mask.html"' in page or 'href="sampling/mask.html"' in page
+    readme = (docs.ROOT / "sampling" / "README.md").read_text(encoding="utf-8")
+    title = next(line for line in readme.splitlines() if line.startswith("## "))
+    assert title.removeprefix("## ") in page
+    assert (tmp_path / "graft" / "sampling" / "mask.html").is_file()
+    assert (tmp_path / "index.html").is_file()
+    assert (tmp_path / "search.js").is_file()
+
+
+def test_docs_fail_on_warning(tmp_path, monkeypatch, capsys):
+    """An annotation that cannot be resolved is reported and fails the target."""
+    monkeypatch.setattr(docs, "write_docs", lambda packages, output: ["UserWarning: no such name"])
+    assert docs.main(["sampling", "--output", str(tmp_path)]) == 1
+    assert "graft: UserWarning: no such name" in capsys.readouterr().err
+
+
+def test_docs_report_unresolved_annotations(tmp_path, monkeypatch):
+    module = types.ModuleType("graft.native.example", "A module.")
+    exec(
+        "from __future__ import annotations\ndef broken(value: Missing):\n    'Return nothing.'\n",
+        module.__dict__,
+    )
+    module.broken.__module__ = module.__name__
+    monkeypatch.setitem(sys.modules, module.__name__, module)
+    (tmp_path / "native").mkdir()
+    (tmp_path / "native" / "example.py").touch()
+    monkeypatch.setattr(docs, "ROOT", tmp_path)
+    monkeypatch.setattr(docs.pdoc.extract, "walk_specs", lambda specs: [module.__name__])
+    warnings = docs.write_docs(["native.example"], tmp_path / "out")
+    assert any("Missing" in warning for warning in warnings)
+
+
+def test_docs_reject_unknown_packages(tmp_path, capsys):
+    assert docs.main(["nothing", "--output", str(tmp_path)]) == 2
+    assert "there is no package graft.nothing" in capsys.readouterr().err
