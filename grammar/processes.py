@@ -1,4 +1,4 @@
-"""Child processes in which the grammar package runs work that has no bound of its own."""
+"""Child processes of the grammar package, for work whose time and memory are not bounded."""
 
 from __future__ import annotations
 

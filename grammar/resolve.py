@@ -151,7 +151,7 @@ def _close_objects(schema: Any) -> Any:
 
 
 def _installed_backend(backend: str) -> str:
-    """Return the name of the installed backend that a name, or ``"auto"``, stands for."""
+    """Return the name of the installed backend that a name, or ``"auto"``, selects."""
     check_backend(backend)
     available = available_backends()
     if backend == "auto" and available:

@@ -196,7 +196,7 @@ def _byte_level(piece: str) -> bytes:
 
 
 def _byte_fallback(space: str) -> Callable[[str], bytes]:
-    """Return the conversion of pieces to bytes in which `space` stands for a space."""
+    """Return the conversion of pieces to bytes; `space` is the character for a space."""
 
     def to_bytes(piece: str) -> bytes:
         byte = re.fullmatch(r"<0x([0-9A-Fa-f]{2})>", piece)

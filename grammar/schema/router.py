@@ -1,4 +1,4 @@
-"""Routing of JSON schemas: what LLGuidance compiles for a schema, and what it then enforces."""
+"""Routing of JSON schemas to a form that LLGuidance enforces, with reasons for deviations."""
 
 from __future__ import annotations
 

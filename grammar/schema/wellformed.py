@@ -166,7 +166,7 @@ def check_schema(schema: Any) -> None:
     references = References(schema)
     parts = subschemas(schema)
     known = {id(part) for _, part in parts}
-    # References may lead to subschemas in places that are no keywords: the list grows.
+    # References may lead to subschemas outside of keywords: the list grows.
     for pointer, part in parts:
         _check_keywords(pointer, part)
         for keyword in ("$ref", "$dynamicRef", "$recursiveRef"):

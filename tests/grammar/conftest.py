@@ -1,4 +1,4 @@
-"""Fixtures of the grammars' tests; a file whose tests need one backend has its own `backend`."""
+"""Fixtures of the grammar tests. A file whose tests need a single backend overrides `backend`."""
 
 from __future__ import annotations
 
@@ -13,19 +13,19 @@ from graft.grammar import GrammarBackend, GrammarService, make_backend
 
 @pytest.fixture(scope="module", params=["xgrammar", "llguidance"])
 def backend(request: pytest.FixtureRequest) -> GrammarBackend:
-    """Each backend, of a small vocabulary."""
+    """Return each backend, with a small vocabulary."""
     return make_backend(request.param, byte_vocabulary(names={"</think>": THINK}))
 
 
 @pytest.fixture(scope="session")
 def xgrammar() -> GrammarBackend:
-    """XGrammar alone, where what is tested is not the backend."""
+    """Return XGrammar, for tests that do not depend on the backend."""
     return make_backend("xgrammar", byte_vocabulary())
 
 
 @pytest.fixture
 def serve() -> Iterator[Callable[..., GrammarService]]:
-    """Opens compile services, which are closed after the test."""
+    """Yield a factory of compile services; they are closed after the test."""
     opened: list[GrammarService] = []
 
     def make(choice: Any = "xgrammar", vocabulary: Any = None, **limits: Any) -> GrammarService:

@@ -1,7 +1,7 @@
-"""A device in NumPy for the guide's tests.
+"""A simulated device for the guided decoder's tests.
 
-`Device` does what the kernels do with a slot: verify against mask rows, commit, draft. It decides
-from the masks it is given and a random generator, and compares them with `oracle_row`.
+`Device` does what the kernels do with a slot: verify against mask rows, commit, draft. It chooses
+tokens with a random generator under the given masks, and compares the masks with `oracle_row`.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from typing import Any
 
 import numpy as np
 import reference_round as ref
-from guide_util import JSON_TYPES, OTHER_STOP, STOP, exchange_for, mix, oracle_row, run_work
+from guide_util import MATCHER_KINDS, OTHER_STOP, STOP, exchange_for, mix, oracle_row, run_work
 from reference_round import DEAD_END, ERROR, FREE, NOT_READY, READY, bits
 
 from graft.grammar import CompiledGrammar, GrammarBackend, Matcher
@@ -25,20 +25,19 @@ MARKER_TOKENS = [*b'a":', 261, 265]
 
 @dataclass
 class SlotTruth(ref.Slot):
-    """What the simulated device knows about one slot."""
+    """State of one slot of the simulated device."""
 
     index: int = 0
     start: Callable[[], Matcher] | None = None  # None: unconstrained
-    position: int = 0  # n when it joined
+    position: int = 0  # n when the request joined
     history: list[int] = field(default_factory=list)
     reason: int = 0
     confused: bool = False  # an illegal token was committed on purpose
-    left: bool = False  # the host knows that it has ended
+    left: bool = False  # the host has seen its end
 
 
 class Device:
-    """Runs rounds of decoders that must agree, by the kind of their matchers, checking every row
-    against the oracle."""
+    """Runs rounds with one decoder per kind of matcher, which must agree, and checks every row."""
 
     def __init__(
         self,
@@ -83,7 +82,7 @@ class Device:
     # The host's side.
 
     def join(self, slot: int, compiled: CompiledGrammar | None, *, limit: int) -> None:
-        """Put a new request into a slot; it takes part from the next published replay on."""
+        """Put a new request into a slot, from the next published replay on."""
         self.epoch += 1
         position = mix(self.epoch) % 50
         self.slots[slot] = SlotTruth(
@@ -97,16 +96,16 @@ class Device:
             start=None if compiled is None else self.oracle(compiled.spec).matcher,
         )
         for kind, matchers in zip(self.kinds, self.matchers, strict=True):
-            matchers[slot] = compiled and JSON_TYPES[kind](compiled.matcher())
+            matchers[slot] = compiled and MATCHER_KINDS[kind](compiled.matcher())
 
     def is_idle(self, slot: int) -> bool:
-        """Whether the slot may be given to a new request: no replay in flight names it."""
+        """Return whether a slot can get a new request: no replay in flight contains it."""
         truth = self.slots[slot]
         named = any(slot in rows for rows in self.snapshots.values())
         return truth is None or (truth.left and not named)
 
     def publish(self, leave_out: Sequence[int] = ()) -> None:
-        """Announce the next replay with every slot that is not known to have ended."""
+        """Publish the next replay with all slots whose end the host has not seen."""
         self.published += 1
         here = [s for s, truth in enumerate(self.slots) if truth and not truth.left]
         rows = [s for s in here if s not in leave_out]
@@ -116,12 +115,12 @@ class Device:
             named = [(s, self.slots[s]) for s in rows]
             requests = [GuidedRequest(s, t.epoch, matchers[s], t.position) for s, t in named]
             decoder.publish(self.published, requests)
-            requests.clear()  # which changes no replay
+            requests.clear()  # must not affect the replay
 
     # The device's side.
 
     def run(self) -> None:
-        """One replay: open, verify, commit, draft, with all checks; then the replay retires."""
+        """Run and retire one replay: open, verify, commit and draft steps, with all checks."""
         self.replay += 1
         truths = [self.slots[s] for s in self.snapshots.pop(self.replay)]
         self._step(0)
@@ -129,7 +128,7 @@ class Device:
             made = len(truth.drafts) + 1 if truth.active else 0
             for j in range(made):
                 self._check_row(truth, j)
-            if made and truth.start and not truth.confused:  # nothing of a longer round is left
+            if made and truth.start and not truth.confused:  # no rows of a longer round remain
                 assert {self._state(truth, j) for j in range(made, self.k + 1)} <= {NOT_READY}
         drafting = [truth for truth in truths if self._verify(truth)]
         if self.k:
@@ -152,7 +151,7 @@ class Device:
             decoder.retire(self.replay)
 
     def clear_ended(self) -> None:
-        """Take slots whose request has ended out of the next snapshots."""
+        """Leave slots whose request has ended out of later replays."""
         for truth in self.slots:
             if truth and not truth.active and not truth.left:
                 truth.left = True
@@ -167,7 +166,7 @@ class Device:
                 np.testing.assert_array_equal(getattr(first, name), getattr(other, name))
 
     def _state(self, truth: SlotTruth, j: int) -> int:
-        """The row's state as a kernel reads it."""
+        """Return the state of a row as a kernel reads it."""
         return ref.row_at(self.exchanges[0], truth.index, j).counts_as(truth, truth.n + j)
 
     def _legal(self, truth: SlotTruth, j: int) -> np.ndarray:
@@ -178,13 +177,13 @@ class Device:
         return oracle_row(truth.start, [*truth.history, *drafts])
 
     def _known(self, truth: SlotTruth) -> np.ndarray:
-        """Legal ids after the drafts; all where nothing is constrained or nothing legal."""
+        """Return the legal ids after the drafts; all if none is legal or nothing is constrained."""
         row = self._oracle_row(truth, truth.drafts) if truth.start else None
         ids = bits(row) if row is not None and row.any() else np.arange(self.size)
         return ids[ids < self.size]
 
     def _check_row(self, truth: SlotTruth, j: int) -> None:
-        """Row j is a fresh matcher's after the history and j drafts; its state says what it is."""
+        """Check that row j and its state are those of a fresh matcher after j drafts."""
         state = self._state(truth, j)
         where = (truth.index, j)
         if truth.start is None:
@@ -195,7 +194,7 @@ class Device:
             return
         row = self._oracle_row(truth, truth.drafts[:j])
         if row is None:
-            # the history has ended (row 0), or drafts no row can follow
+            # the text has ended (row 0), or the drafts are illegal
             assert state == (DEAD_END if j == 0 else NOT_READY), where
         elif (row == -1).all():
             assert state == FREE, where
@@ -207,7 +206,7 @@ class Device:
             np.testing.assert_array_equal(self.exchanges[0].masks[where], row)
 
     def _verify(self, truth: SlotTruth) -> bool:
-        """Verify and commit; whether there is something to draft for."""
+        """Verify and commit; return whether the slot continues to draft."""
 
         def row(node: int, position: int) -> tuple[int, np.ndarray]:
             state = self._state(truth, node)
@@ -233,8 +232,7 @@ class Device:
         return truth.active and bool(outcome.tokens)
 
     def _wanted(self, truth: SlotTruth, position: int, legal: np.ndarray) -> int:
-        """One of the legal ids, by request and position alone; often one that a marker is made of,
-        where those are legal."""
+        """Return a legal id that depends only on request and position, often one of a marker."""
         likely = np.intersect1d(MARKER_TOKENS, legal)
         if len(likely) and len(legal) > 200 and mix(truth.epoch, position) % 10 < 8:
             legal = likely
@@ -251,7 +249,7 @@ class Device:
             return
         if self.masked and self._state(truth, j - 1) not in (FREE, READY):
             return
-        # without masks, a drafter that mostly knows what is legal
+        # without masks, the drafter mostly proposes legal tokens
         choices = self._legal(truth, j - 1) if self.masked else self._known(truth)
         token = self._wanted(truth, truth.n + j, choices)
         if self.rng.random() < 0.25:
@@ -261,7 +259,7 @@ class Device:
         self._keep(truth, token)
 
     def _probe(self, j: int, truths: Sequence[SlotTruth]) -> None:
-        """Offer candidates, legal and not; the answer is the first that is legal."""
+        """Offer candidates and check that the answer is the first legal one."""
         offers = [(truth, self._offer(truth, j)) for truth in truths if ref.is_drafting(truth, j)]
         self._step(1 + j)
         for truth, offer in offers:
@@ -274,7 +272,7 @@ class Device:
                     assert answer[:2] != (self.replay, j)
                     continue
                 legal = bits(row)
-                if not len(legal):  # a dead end: found by filling the row
+                if not len(legal):  # a dead end, detected when the row is filled
                     self._check_row(truth, j - 1)
                     continue
                 legal = legal[legal < self.size]

@@ -1,8 +1,8 @@
-"""What the guide's tests share: exchange memory without a device, and a decoder driven by hand.
+"""Helpers of the guided decoder's tests: exchange memory, and a decoder driven step by step.
 
-What masks ought to be is `oracle_row`'s business, which asks a stock matcher that is fed the tokens
-from the start. Matchers come in two kinds: "native", and "python", which the worker calls with the
-GIL.
+`oracle_row` returns the expected mask row: that of a fresh matcher that accepts the tokens from the
+start. There are two kinds of matchers: "native", and "python", which the worker calls with the GIL
+held.
 """
 
 from __future__ import annotations
@@ -34,19 +34,19 @@ BYTES = Vocabulary([bytes([byte]) for byte in range(256)] + [b""], 257, [STOP])
 
 
 def accepts(compiled: CompiledGrammar, *parts: str | int) -> bool:
-    """Whether text byte by byte, ids as they are, and then the stop id are accepted."""
+    """Return whether texts (byte by byte) and ids, and then the stop id, are accepted."""
     matcher = compiled.matcher()
     tokens = [t for part in parts for t in ([part] if isinstance(part, int) else part.encode())]
     return all(map(matcher.accept, tokens)) and matcher.accept(STOP)
 
 
 def fits(backend: GrammarBackend, spec: GrammarSpec, *parts: str | int) -> bool:
-    """`accepts` of a grammar that the backend compiles."""
+    """Compile a grammar and return whether it `accepts` the parts."""
     return accepts(backend.compile(spec), *parts)
 
 
-def said_by(code: str, *arguments: str, **options: Any) -> str:
-    """What another Python prints, which runs the code to its end."""
+def output_of(code: str, *arguments: str, **options: Any) -> str:
+    """Run code in another Python process and return what it prints."""
     command = [sys.executable, "-c", code, *arguments]
     done = subprocess.run(command, capture_output=True, text=True, timeout=500, **options)
     assert done.returncode == 0, done.stderr
@@ -54,7 +54,10 @@ def said_by(code: str, *arguments: str, **options: Any) -> str:
 
 
 def byte_vocabulary(size: int = 270, names: dict[str, int] | None = None) -> Vocabulary:
-    """All bytes but ``Z``, two stop ids and some longer tokens; the size is no multiple of 32."""
+    """Return a vocabulary of all bytes but ``Z``, two stop ids and some longer tokens.
+
+    The default size is not a multiple of 32.
+    """
     tokens = [bytes([byte]) for byte in range(256)]
     tokens[ord("Z")] = b""
     tokens += [b"", b"", b'{"', b"ab", b"true", b'": ', b"abc", b"}"]
@@ -62,12 +65,12 @@ def byte_vocabulary(size: int = 270, names: dict[str, int] | None = None) -> Voc
 
 
 def exchange_for(slots: int, drafts: int, vocab_size: int, *more: int) -> Exchange:
-    """Exchange memory of the process's device, whose part the tests play."""
+    """Return exchange memory of this process's device; the tests act as the device."""
     return Exchange(open_device(), slots, drafts, vocab_size, *more)
 
 
-class InPython(Matcher):
-    """Another matcher as a backend in Python alone brings it."""
+class PythonMatcher(Matcher):
+    """Another matcher, in the form of a backend in pure Python."""
 
     def __init__(self, inner: Matcher):
         super().__init__(inner.compiled, inner.stop_ids)
@@ -86,11 +89,11 @@ class InPython(Matcher):
         return self.inner.is_terminated()
 
 
-class Gated(InPython):
-    """Waits where it is told to: tests of late slots are driven by that, instead of the clock.
+class GatedMatcher(PythonMatcher):
+    """A matcher whose calls can be blocked, so that tests of late slots need no real time.
 
-    Calls of accept and fill are counted in gate[2]. From the gate[0]-th on they wait until gate[0]
-    is 0; 0: none does. gate[1] is how many wait now.
+    gate[2] counts the calls of accept and fill. From call number gate[0] on they block until
+    gate[0] is 0; if it is 0, none blocks. gate[1] is the number of blocked calls.
     """
 
     def __init__(self, inner: Matcher, gate: np.ndarray):
@@ -101,7 +104,7 @@ class Gated(InPython):
         self.gate[2] += 1
         if 0 < self.gate[0] <= self.gate[2]:
             self.gate[1] += 1
-            end = time.monotonic() + 60  # a test that fails leaves its gate closed
+            end = time.monotonic() + 60  # a failed test leaves its gate closed
             while self.gate[0] and time.monotonic() < end:
                 time.sleep(1e-4)
             self.gate[1] -= 1
@@ -115,16 +118,16 @@ class Gated(InPython):
         return super().fill(row)
 
 
-JSON_TYPES = {"native": lambda matcher: matcher, "python": InPython}
+MATCHER_KINDS = {"native": lambda matcher: matcher, "python": PythonMatcher}
 
 
 def run_work(work: Any) -> None:
-    """Run a host step as a driver thread would, without the GIL."""
+    """Run a host step without the GIL, as a driver thread does."""
     ctypes.CFUNCTYPE(None, ctypes.c_void_p)(work.address)(work.data)
 
 
 def mix(*values: int) -> int:
-    """A number that looks random and depends on the values alone."""
+    """Return a hash of the values."""
     state = 0x9E3779B97F4A7C15
     for value in values:
         state = ((state ^ value) * 0xBF58476D1CE4E5B9) & 0xFFFFFFFFFFFFFFFF
@@ -133,9 +136,9 @@ def mix(*values: int) -> int:
 
 
 def oracle_row(start: Callable[[], Matcher], tokens: Sequence[int]) -> np.ndarray | None:
-    """The mask row after ``tokens``, of a matcher that has just met them; None if there is none.
+    """Return the mask row of a fresh matcher after `tokens`; None if there is none.
 
-    Where nothing is constrained the row has every bit, those beyond the vocabulary too.
+    If nothing is constrained, all bits are set, including those beyond the vocabulary.
     """
     matcher = start()
     for token in tokens:
@@ -153,9 +156,8 @@ BUDGET_NS = 1_000_000
 
 
 @contextlib.contextmanager
-def budgets_by(clock: np.ndarray) -> Iterator[None]:
-    """Decoders made meanwhile measure budgets by ``clock``, int64 nanoseconds, and hand every order
-    to a thread."""
+def simulated_clock(clock: np.ndarray) -> Iterator[None]:
+    """Decoders created meanwhile measure budgets with `clock` (int64 ns) and use threads only."""
     plain = _native.guide.Worker
     _native.guide.Worker = functools.partial(plain, clock=clock.ctypes.data)
     try:
@@ -165,10 +167,10 @@ def budgets_by(clock: np.ndarray) -> Iterator[None]:
 
 
 class Rig:
-    """A decoder driven by hand.
+    """A decoder that is driven step by step.
 
-    With ``held``, budgets are measured by a clock that stands still, and slot 0's matchers have a
-    gate: the clock moves on when nobody but slot 0 is at work, so it is late, on any machine.
+    With `held`, budgets are measured by a simulated clock, and slot 0's matchers have a gate. The
+    clock advances when only slot 0 is busy, so slot 0 is late, on any machine.
     """
 
     def __init__(
@@ -181,7 +183,7 @@ class Rig:
         self.gate = np.zeros(16, np.int32)
         self.exchange = exchange_for(slots, k, backend.vocabulary.size, candidates, *tree)
         options = {"masked_drafts": True, "max_in_flight": 4, "threads": 1}
-        with budgets_by(self.clock) if held else contextlib.nullcontext():
+        with simulated_clock(self.clock) if held else contextlib.nullcontext():
             budget = BUDGET_NS / 1000 if held else None
             self.decoder = GuidedDecoder(self.exchange, budget_us=budget, **options)
         self.open = self.decoder.open_work()
@@ -190,13 +192,13 @@ class Rig:
         self.drafts = [self.decoder.draft_work(j) for j in range(1, last + 1)]
 
     def request(self, spec="regex", *, slot=0, epoch=1, position=10, gated=True):
-        matcher = JSON_TYPES[self.kind](self.backend.compile(SPECS[spec]).matcher())
+        matcher = MATCHER_KINDS[self.kind](self.backend.compile(SPECS[spec]).matcher())
         if self.held and gated and slot == 0:
-            matcher = Gated(matcher, self.gate)
+            matcher = GatedMatcher(matcher, self.gate)
         return GuidedRequest(slot, epoch, matcher, position)
 
     def committed(self, replay, *tokens, slot=0):
-        """What verification writes: the tokens, and that there are no drafts yet."""
+        """Write committed tokens as verification does; there are no drafts yet."""
         for one in np.atleast_1d(slot):
             ref.record(self.exchange, one, replay, tokens)
 
@@ -205,22 +207,22 @@ class Rig:
             ref.record_drafts(self.exchange, one, replay, tokens, parents)
 
     def start(self, replay, requests):
-        """Publish a replay, and run its first step."""
+        """Publish a replay and run its open step."""
         self.decoder.publish(replay, requests)
         self.run(self.open)
 
     def verify(self, replay, *tokens, slot=0):
-        """What verification writes, and the step behind it."""
+        """Write committed tokens and run the commit step."""
         self.committed(replay, *tokens, slot=slot)
         self.run(self.commit)
 
     def draft(self, replay, *tokens, slot=0):
-        """What the first drafts are, and the step behind the first."""
+        """Write drafts and run the first draft step."""
         self.drafted(replay, *tokens, slot=slot)
         self.run(self.drafts[0])
 
     def run(self, *works):
-        """Run steps; a budget ends when only a slot at its gate is left."""
+        """Run steps. A budget ends when only a blocked slot is busy."""
         for work in works:
             if not self.held:
                 run_work(work)
@@ -233,12 +235,12 @@ class Rig:
                 if posted and self.gate[1] and self.decoder._worker.busy_slots() == 1:
                     self.clock += BUDGET_NS
                 elif posted and self.gate[1] and not half:
-                    self.clock += BUDGET_NS // 2  # wakes threads for what is queued behind them
+                    self.clock += BUDGET_NS // 2  # wakes threads for queued slots
                     half = True
                 step.join(1e-4)
 
     def close_gate(self, call):
-        """Slot 0's matcher waits in the ``call``-th call from now on."""
+        """Block slot 0's matcher in the `call`-th call from now."""
         self.gate[2] = 0
         self.gate[0] = call
 
@@ -247,16 +249,16 @@ class Rig:
         self.decoder._worker.wait_idle()
 
     def states(self, slot=0):
-        """The slot's stamps; of a row that is not ready there is nothing to say."""
+        """Return the stamps of a slot's rows; only the state of rows that are not ready."""
         rows = self.exchange.stamps[slot].tolist()
         return [list(row) if row[0] != NOT_READY else [NOT_READY] for row in rows]
 
     def rows(self, slot=0):
-        """State, epoch and position of the rows that are ready in any way."""
+        """Return state, epoch and position of the rows that are not NOT_READY."""
         return [tuple(row[:3]) for row in self.states(slot) if row[0] != NOT_READY]
 
     def expect_row(self, tokens, *, slot=0, j=0, spec="regex"):
-        """Mask row j is that of a new matcher after the tokens, or says that text is free there."""
+        """Check that mask row j is that of a fresh matcher after the tokens, or is free."""
         compiled = self.backend.compile(SPECS[spec])
         row = oracle_row(lambda: compiled.matcher(), tokens)
         free = (row == -1).all()
@@ -266,7 +268,7 @@ class Rig:
 
 
 def joined(backend, kind="native", *, slots=1, **options):
-    """A rig whose first replay has begun with a request in each slot, and the requests."""
+    """Return a rig with a request in each slot after the first open step, and the requests."""
     rig = Rig(backend, kind, slots=slots, **options)
     requests = [rig.request(slot=slot, epoch=slot + 1) for slot in range(slots)]
     rig.start(1, requests)

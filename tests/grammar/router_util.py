@@ -1,4 +1,4 @@
-"""What the router's tests share: what graft gives LLGuidance, compiled for bytes."""
+"""Helpers of the router's tests: grammars in LLGuidance's form, compiled for single bytes."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ _backend = functools.cache(lambda: LLGuidanceBackend(BYTES))
 
 
 class Grammar:
-    """A schema as LLGuidance is to take it, or a Lark grammar instead; or what graft gives it."""
+    """A schema that is compiled unchanged, a Lark grammar, or a specification."""
 
     def __init__(self, schema: Any = None, rules: str = "", spec: GrammarSpec | None = None):
         text = json.dumps(schema)
@@ -26,14 +26,14 @@ class Grammar:
 
     @classmethod
     def routed(cls, found: Route) -> Grammar:
-        """What graft gives LLGuidance for a route."""
+        """Return the grammar of a route."""
         return cls(found.schema, found.rules)
 
-    def walk(self, choose: Callable[[list[int]], int], most: int) -> bytes | None:
-        """A text of legal bytes, each chosen among them; None if it is longer than ``most``."""
+    def walk(self, choose: Callable[[list[int]], int], max_bytes: int) -> bytes | None:
+        """Return a text of chosen legal bytes; None if it has more than `max_bytes`."""
         matcher = self._compiled.matcher()
         out = bytearray()
-        while len(out) < most:
+        while len(out) < max_bytes:
             token = choose(matcher.legal().tolist())
             if token == STOP:
                 return bytes(out)
@@ -42,16 +42,16 @@ class Grammar:
         return None
 
     def accepts(self, text: str) -> bool:
-        """Whether the whole text is accepted."""
+        """Return whether the whole text is accepted."""
         return accepts(self._compiled, text)
 
     def takes(self, value: Any) -> bool:
-        """Whether the value is accepted as ``json.dumps`` writes it."""
+        """Return whether the value is accepted in the form of ``json.dumps``."""
         return self.accepts(json.dumps(value, ensure_ascii=False))
 
 
 def plain(value: Any) -> Any:
-    """The value with whole floats as integers, as grammars write them."""
+    """Return the value with whole floats as integers, as grammars produce them."""
     if isinstance(value, dict):
         return {key: plain(part) for key, part in value.items()}
     if isinstance(value, list):

@@ -1,4 +1,5 @@
-"""States in which no token is legal: the request ends alone; a drafter merely stops drafting."""
+"""States in which no token is legal: the request ends; if only the drafter has no legal token, its
+drafts end."""
 
 from __future__ import annotations
 
@@ -13,18 +14,20 @@ from graft.grammar import GrammarSpec, Vocabulary, XGrammarBackend
 from graft.models.request import Request
 
 
-def without(spelt: Callable[[int, bytes], bool]) -> Callable[[Vocabulary], XGrammarBackend]:
-    """A backend whose vocabulary has lost the text of some tokens."""
+def xgrammar_without(
+    is_removed: Callable[[int, bytes], bool],
+) -> Callable[[Vocabulary], XGrammarBackend]:
+    """Return a factory of XGrammar backends whose vocabulary lacks the text of some tokens."""
 
     def make(known: Vocabulary) -> XGrammarBackend:
-        tokens = [b"" if spelt(id, text) else text for id, text in enumerate(known.tokens)]
+        tokens = [b"" if is_removed(id, text) else text for id, text in enumerate(known.tokens)]
         return XGrammarBackend(Vocabulary(tokens, known.size, known.stop_ids))
 
     return make
 
 
-def without_and_with_drafts(requests: list[Request], masking: str, **options: Any) -> list:
-    """What is generated for the requests without a drafter, and with one."""
+def generate_both(requests: list[Request], masking: str, **options: Any) -> list:
+    """Return the outputs without a drafter, and those with one."""
     outputs = []
     for more in ({"speculation": False}, {"draft_masking": masking}):
         with demo_engine(**more, **options) as engine:
@@ -32,11 +35,11 @@ def without_and_with_drafts(requests: list[Request], masking: str, **options: An
     return outputs
 
 
-@pytest.mark.parametrize("legality", ["fill", "probe"])
-def test_a_dead_end_ends_its_request_alone(masking: str) -> None:
-    """Where the grammar wants what no token spells, the reason is dead_end; the others of the
-    batch have the tokens that they have without it."""
-    backend = without(lambda id, text: b"~" in text)
+@pytest.mark.parametrize("masking", ["fill", "probe"])
+def test_grammar_dead_end_finishes_only_its_request(masking: str) -> None:
+    """A grammar requires a text that no token spells: its request ends with the reason dead_end,
+    and the tokens of other requests do not change."""
+    backend = xgrammar_without(lambda id, text: b"~" in text)
     others = [
         Request(prompt=f"Say {word}.", grammar=GrammarSpec.choice([word, "no"]), max_tokens=20)
         for word in ("yes", "perhaps")
@@ -54,27 +57,27 @@ def test_a_dead_end_ends_its_request_alone(masking: str) -> None:
     assert grammar["desyncs"] == grammar["errors"] == 0 and grammar["dead_ends"] >= 2
 
 
-@pytest.mark.parametrize("legality", ["fill", "probe"])
-def test_a_grammar_outside_the_drafters_vocabulary_is_decoded_without_drafts(masking: str) -> None:
-    """No draft is offered, no candidate is legal; tokens and reasons are those of the target."""
+@pytest.mark.parametrize("masking", ["fill", "probe"])
+def test_grammar_outside_draft_vocabulary_is_decoded_without_drafts(masking: str) -> None:
+    """No candidate is legal; tokens and reasons are those of the target."""
     with demo_engine() as engine:
         d2t = engine._parts.drafter.vocab.d2t.to_host()
     known = np.zeros(1 << 16, bool)
     known[d2t] = True
-    backend = without(lambda id, text: bool(known[id]))
+    backend = xgrammar_without(lambda id, text: bool(known[id]))
     words = GrammarSpec.regex("[ -~]{20}")
     requests = [Request(prompt=r.prompt, grammar=words, max_tokens=24) for r in mixed_requests(3)]
     options = {"grammar_backend": backend, "max_batch_size": 4}
-    plain, drafted = without_and_with_drafts(requests, masking, **options)
+    plain, drafted = generate_both(requests, masking, **options)
     assert [(o.reason, o.tokens) for o in drafted] == [(o.reason, o.tokens) for o in plain]
     assert all(o.drafted <= 1 for o in drafted)  # of all legal ids it knows the last, a stop id
     assert all(len(o.tokens) > 1 and not known[o.tokens[:-1]].any() for o in drafted)
 
 
-@pytest.mark.parametrize("legality", ["fill", "probe"])
-def test_a_drafter_stops_where_its_vocabulary_does(masking: str) -> None:
-    """Every other token is one that the drafter does not have: its chain ends before that, the
-    draft before it is tested all the same, and the target goes on as without a drafter."""
+@pytest.mark.parametrize("masking", ["fill", "probe"])
+def test_drafts_end_before_token_outside_draft_vocabulary(masking: str) -> None:
+    """Every other token is missing in the draft vocabulary: the drafts end before it, the last
+    draft is verified, and the target continues as without a drafter."""
     with demo_engine() as engine:
         d2t = engine._parts.drafter.vocab.d2t.to_host()
         tokens = engine._built.compiler.backend.vocabulary.tokens
@@ -83,7 +86,7 @@ def test_a_drafter_stops_where_its_vocabulary_does(masking: str) -> None:
     lacks = next(id for id in words if id not in d2t)
     both = (tokens[has] + tokens[lacks]).decode()
     request = Request(prompt="Say.", grammar=GrammarSpec.regex(f"(?:{both}){{4}}"), max_tokens=20)
-    backend = without(lambda id, text: id not in (has, lacks))
-    [plain], [drafted] = without_and_with_drafts([request], masking, grammar_backend=backend)
+    backend = xgrammar_without(lambda id, text: id not in (has, lacks))
+    [plain], [drafted] = generate_both([request], masking, grammar_backend=backend)
     assert drafted.tokens == plain.tokens and plain.tokens[:-1] == [has, lacks] * 4
     assert drafted.reason == "stop" and 0 < drafted.accepted == drafted.drafted <= 5

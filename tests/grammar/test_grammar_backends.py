@@ -1,4 +1,4 @@
-"""Every way to state a constraint, on every backend, and what is refused when stated."""
+"""Grammars of every kind on every backend, and the matcher interface."""
 
 from __future__ import annotations
 
@@ -35,22 +35,20 @@ OPTIONS = [
 
 
 @pytest.mark.parametrize("option", OPTIONS)
-def test_a_choice_is_taken_literally(backend, option):
-    """A choice accepts exactly its strings, whatever characters they contain."""
+def test_choice_accepts_exactly_its_strings(backend, option):
     spec = GrammarSpec.choice([option, "other"])
     assert fits(backend, spec, option) and fits(backend, spec, "other")
     for wrong in (option + "x", option[:-1], option[1:], "x" + option, option.replace("\\", "")):
         assert wrong == option or not fits(backend, spec, wrong)
 
 
-def test_slashes_and_newlines_in_a_regex(backend):
-    """Characters that end or break a regex elsewhere are taken as they are."""
+def test_regex_with_slashes_and_newlines(backend):
     for pattern, text in ((r"a/b\/c", "a/b/c"), ("a\nb", "a\nb")):
         assert fits(backend, GrammarSpec.regex(pattern), text)
 
 
-def test_strict_objects_take_no_further_properties(backend):
-    """Strict closes objects that list their properties; so does XGrammar unrouted."""
+def test_strict_schema_forbids_additional_properties(backend):
+    """XGrammar is strict by default."""
     inner = {"type": "object", "properties": {"a": {"type": "integer"}}}
     schema = {"type": "object", "properties": {"o": inner}}
     text = '{"o": {"a": 1, "z": 2}}'
@@ -59,8 +57,8 @@ def test_strict_objects_take_no_further_properties(backend):
     assert fits(backend, GrammarSpec.json_schema(schema), text) == (backend.name != "XGrammar")
 
 
-def test_markers_by_name_by_id_and_as_text(backend):
-    """A marker that names an added token is that token or its text; an id is that token alone."""
+def test_marker_as_token_name_id_and_text(backend):
+    """A marker that names an added token is that token or its text. An id is that token only."""
     yes = GrammarSpec.choice(["yes"])
     assert fits(backend, yes.after("</think>"), "so... ", THINK, "yes")
     assert fits(backend, yes.after("</think>"), "so... </think>yes")
@@ -72,8 +70,8 @@ def test_markers_by_name_by_id_and_as_text(backend):
     assert not fits(backend, yes.after("</think>", required=True), "so")
 
 
-def test_no_token_carries_the_marker_and_more(backend):
-    """A token with the marker's end inside is illegal, so the grammar sees every later byte."""
+def test_marker_must_end_with_its_token(backend):
+    """A token with the end of the marker and further text is illegal."""
     matcher = backend.compile(GrammarSpec.choice(["yes"]).after('t"')).matcher()
     assert 261 in matcher.legal() and matcher.accept(ord("t"))
     assert 261 not in matcher.legal() and not matcher.accept(261)  # it is '": '
@@ -83,8 +81,7 @@ def test_no_token_carries_the_marker_and_more(backend):
     assert matcher.legal().size > 200  # the matcher is un-started
 
 
-def test_a_matcher_may_begin_behind_tokens(backend):
-    """It allows what one does that has taken them; what the grammar refuses of them is named."""
+def test_matcher_starts_after_given_tokens(backend):
     compiled = backend.compile(SPECS["text, then choice"])
     tokens = b'so a":ab'
     other = compiled.matcher()
@@ -94,8 +91,8 @@ def test_a_matcher_may_begin_behind_tokens(backend):
         backend.compile(SPECS["regex"]).matcher(tokens=[97, 270])
 
 
-def test_free_text_is_undone_as_far_as_it_is_kept(backend):
-    """The scanner keeps the last 64 free tokens; a deeper rollback is an error, not a guess."""
+def test_marked_matcher_rollback_is_limited_in_free_text(backend):
+    """The scanner keeps the last 64 tokens of free text; a deeper rollback is an error."""
     matcher = backend.compile(GrammarSpec.choice(["yes"]).after("</t>")).matcher()
     for token in (b"abcd" * 50) + b"</t":
         assert matcher.accept(token)
@@ -107,8 +104,7 @@ def test_free_text_is_undone_as_far_as_it_is_kept(backend):
         matcher.rollback(9)
 
 
-def test_markers_that_are_no_markers_are_refused(backend):
-    """A marker token out of range, or one that ends the request, is refused with the matcher."""
+def test_matcher_rejects_invalid_markers(backend):
     ends = "one of the request's stop ids"
     for token, stops, said in (
         (270, None, "outside"),
@@ -120,8 +116,8 @@ def test_markers_that_are_no_markers_are_refused(backend):
             grammar.matcher(stops)
 
 
-def test_grammars_that_a_backend_refuses(backend, serve):
-    """A grammar with an error is refused in one sentence, here and by the compile service."""
+def test_backend_error_is_one_sentence(backend, serve):
+    """Directly and through the compile service."""
     service = serve(backend.name.lower())
     for spec in (GrammarSpec("regex", "(a"), GrammarSpec("lark", "start: missing_rule")):
         with pytest.raises(GrammarError) as here:
@@ -132,8 +128,8 @@ def test_grammars_that_a_backend_refuses(backend, serve):
             assert text.startswith(spec.kind) and "\n" not in text
 
 
-def test_rows_that_are_not_contiguous_are_refused(backend):
-    """The libraries ignore strides: a row with gaps must not be written as if it had none."""
+def test_matcher_fill_rejects_invalid_rows(backend):
+    """The libraries ignore strides: a row with gaps would corrupt memory."""
     matcher = backend.compile(SPECS["regex"]).matcher()
     words = backend.vocabulary.words
     memory = np.full(2 * words, 7, np.int32)
@@ -145,9 +141,11 @@ def test_rows_that_are_not_contiguous_are_refused(backend):
     assert (memory == 7).all()
 
 
-def test_ids_out_of_range_and_after_the_end_change_nothing(backend, capfd):
-    """-1, the size, 2**31 and a token after the stop id are refused, silently, without a trace;
-    every stop id ends a complete grammar, until it is rolled back."""
+def test_matcher_rejects_invalid_tokens_and_arguments(backend, capfd):
+    """Illegal tokens change nothing and print nothing.
+
+    Each stop id ends a complete grammar, until it is rolled back.
+    """
     matcher = backend.compile(GrammarSpec.regex("ab+")).matcher()
     for token in (-1, 270, 2**31, -(2**31) - 1, 2**40):
         assert not matcher.accept(token)
@@ -171,8 +169,7 @@ def test_ids_out_of_range_and_after_the_end_change_nothing(backend, capfd):
     assert printed.out == printed.err == ""
 
 
-def test_unknown_backends_and_names_are_refused():
-    """A backend that is not there, and a named token that is text or out of range."""
+def test_make_backend_and_vocabulary_reject_unknown_names():
     with pytest.raises(OptionError, match="nonesuch"):
         make_backend("nonesuch", byte_vocabulary())
     for token, message in ((97, "is text"), (270, "outside")):
@@ -180,8 +177,7 @@ def test_unknown_backends_and_names_are_refused():
             byte_vocabulary(names={"<x>": token})
 
 
-def test_special_tokens_of_a_lark_grammar_are_the_vocabularys():
-    """LLGuidance takes those that the vocabulary names; others are refused in a sentence."""
+def test_lark_special_tokens_must_be_in_vocabulary():
     for names in ({"</think>": THINK}, {}):
         backend = make_backend("llguidance", byte_vocabulary(names=names))
         if names:

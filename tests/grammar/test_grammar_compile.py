@@ -1,4 +1,4 @@
-"""The compile service: futures, cache, routing, limits of time and memory, killed processes."""
+"""GrammarService: results, cache, routing, limits of time and memory, and child processes."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import time
 from concurrent.futures import wait
 
 import pytest
-from guide_util import BYTES, accepts, byte_vocabulary, said_by
+from guide_util import BYTES, accepts, byte_vocabulary, output_of
 
 from graft.cudagraph.errors import OptionError
 from graft.grammar import CompiledGrammar, GrammarError, GrammarService, GrammarSpec, Vocabulary
@@ -31,8 +31,8 @@ NOT = {
 }
 
 
-def equal_on_the_way(one: CompiledGrammar, other: CompiledGrammar, text: bytes) -> None:
-    """Both allow the same before each byte of a text, and take it."""
+def assert_equal_masks(one: CompiledGrammar, other: CompiledGrammar, text: bytes) -> None:
+    """Check that two grammars allow the same tokens before each byte of a text, and accept it."""
     first = one.matcher()
     second = other.matcher()
     for byte in text:
@@ -41,8 +41,7 @@ def equal_on_the_way(one: CompiledGrammar, other: CompiledGrammar, text: bytes) 
     assert first.legal().tolist() == second.legal().tolist()
 
 
-def test_compiled_elsewhere_gives_the_same_masks(xgrammar, serve):
-    """A grammar compiled in a process allows what the same grammar compiled here allows."""
+def test_compile_service_gives_same_masks_as_backend(xgrammar, serve):
     service = serve(timeout_s=600)
     integers = {"type": "array", "maxItems": 200, "items": {"type": "integer"}}
     for spec, text in (
@@ -51,17 +50,19 @@ def test_compiled_elsewhere_gives_the_same_masks(xgrammar, serve):
         (GrammarSpec.choice(["true", "ab"]), b"ab"),
         (GrammarSpec.lark('start: "true" | "ab" /[0-9]/'), b"ab7"),
     ):
-        equal_on_the_way(service.submit(spec).result(), xgrammar.compile(spec), text)
+        assert_equal_masks(service.submit(spec).result(), xgrammar.compile(spec), text)
 
 
-def test_equal_specs_and_services_share_futures_that_nobody_can_cancel(serve):
-    """A second submit of an equal spec gets the first one's future, a second service of the process
-    what the first compiled; one of other settings does not."""
+def test_compile_service_shares_results(serve):
+    """Equal specs share a future that cannot be cancelled.
+
+    Services with equal settings share compiled grammars; a service with other settings does not.
+    """
     spec = GrammarSpec.regex("shared+")
     first = serve()
     second = serve()
     other = serve(cache_bytes=1 << 20)
-    known = first.counters()["cache_entries"]  # of services that nobody has collected yet
+    known = first.counters()["cache_entries"]  # of services that are not collected yet
     future = first.submit(spec)
     assert first.submit(GrammarSpec.regex("shared+")) is future and not future.cancel()
     compiled = future.result()
@@ -102,24 +103,27 @@ def test_equal_specs_and_services_share_futures_that_nobody_can_cancel(serve):
         ),
     ],
 )
-def test_refusals_and_ignored_features_are_errors(xgrammar, serve, capfd, spec, message):
-    """What XGrammar refuses, or would ignore with a printed warning, fails in one sentence without
-    source files, times or backtraces, in the service as here, and prints nothing."""
-    away = serve(timeout_s=600).submit(spec).result
+def test_compile_service_reports_xgrammar_errors_and_warnings(
+    xgrammar, serve, capfd, spec, message
+):
+    """One sentence without source files, times or backtraces. Nothing is printed."""
+    in_service = serve(timeout_s=600).submit(spec).result
 
-    def here():
+    def in_process():
         return xgrammar.compile(spec)
 
-    for refuse in (away,) if "enforced" in message else (away, here):
+    # only a child process notices XGrammar's warnings
+    compilers = [in_service] if "enforced" in message else [in_service, in_process]
+    for compile_spec in compilers:
         with pytest.raises(GrammarError, match=message) as caught:
-            refuse()
+            compile_spec()
         assert not any(text in str(caught.value) for text in (".cc", "Traceback", "\n"))
     printed = capfd.readouterr()
     assert printed.out == printed.err == ""
 
 
-class Slow(LLGuidanceBackend):
-    """What a compiling process is asked sleeps as long as a pattern says."""
+class SlowBackend(LLGuidanceBackend):
+    """Patterns of the form sleepN make the compiling process sleep N seconds."""
 
     def compile_call(self, spec, routed):
         if spec.text.startswith("sleep"):
@@ -132,9 +136,9 @@ def sleeping(seconds: float) -> GrammarSpec:
 
 
 @pytest.mark.parametrize("count", [1, 3])
-def test_quick_grammars_never_wait_for_slow_ones(serve, count):
-    """While grammars do not get on, twenty others compile: they wait for the first lane only."""
-    service = serve(Slow, timeout_s=3600)
+def test_compile_service_does_not_delay_fast_grammars(serve, count):
+    """Slow grammars move to the slow lane after the fast lane's time limit."""
+    service = serve(SlowBackend, timeout_s=3600)
     slow = [service.submit(sleeping(3600 + i)) for i in range(count)]
     quick = [service.submit(GrammarSpec.regex(f"b{i}+")) for i in range(20)]
     for future in quick:
@@ -149,57 +153,54 @@ WIDE = GrammarSpec(
 
 
 @pytest.mark.parametrize("choice, spec", [("xgrammar", ENDLESS), ("auto", WIDE)])
-def test_the_bound_of_time_holds_for_every_backend(serve, choice, spec):
-    """What XGrammar or LLGuidance does not come to an end with is refused by its limit."""
+def test_compile_service_time_limit(serve, choice, spec):
     service = serve(choice, timeout_s=0.3)
     with pytest.raises(GrammarError, match=r"json_schema: took longer than 0.3 s to compile"):
         service.submit(spec).result(timeout=300)
 
 
-def test_the_bound_of_memory_refuses_one_grammar(serve):
-    """Past it the grammar fails with a sentence that names it; others compile afterwards."""
+def test_compile_service_memory_limit_fails_one_grammar(serve):
     service = serve(memory_bytes=1 << 27, timeout_s=600)
     large = {"type": "array", "maxItems": 3000, "items": {"type": "string", "maxLength": 3000}}
-    # of libraries without memory some raise, and some end the process
-    said = r"json_schema: (needs more than|the process, limited to) 0\.125 GiB of memory"
-    with pytest.raises(GrammarError, match=said):
+    # without memory, some libraries raise and others end the process
+    message = r"json_schema: (needs more than|the process, limited to) 0\.125 GiB of memory"
+    with pytest.raises(GrammarError, match=message):
         service.submit(GrammarSpec.json_schema(large)).result(timeout=300)
     assert service.submit(GrammarSpec.regex("a+")).result(timeout=300).nbytes > 0
 
 
 @pytest.mark.parametrize("spec, kept", [(sleeping(60), False), (GrammarSpec("regex", "(a"), True)])
-def test_refusals_for_lack_of_time_are_not_kept(serve, spec, kept):
-    """What another attempt may bring is tried again; a refusal of the grammar itself is kept."""
-    service = serve(Slow, timeout_s=1)
+def test_compile_service_caches_refusals_but_not_timeouts(serve, spec, kept):
+    service = serve(SlowBackend, timeout_s=1)
     first = service.submit(spec)
     assert isinstance(first.exception(timeout=300), GrammarError)
     wait_until(lambda: not service._pending)
     assert (service.submit(spec) is first) == kept
 
 
-def working(service: GrammarService) -> int:
-    """Id of the process of the second lane, where a slow grammar has gone."""
+def busy_process_id(service: GrammarService) -> int:
+    """Return the id of the slow lane's process, once it compiles a grammar."""
     child = service._children[1]
     wait_until(lambda: child._process is not None and not child.idle)
     return child._process.pid
 
 
-def test_a_process_that_dies_fails_one_grammar(serve):
-    """When the process is killed, the grammar at hand fails and the next one compiles."""
-    service = serve(Slow)
+def test_compile_service_survives_killed_process(serve):
+    """The grammar that was compiled fails; the next one compiles in a new process."""
+    service = serve(SlowBackend)
     doomed = service.submit(sleeping(25))
-    os.kill(working(service), signal.SIGKILL)
+    os.kill(busy_process_id(service), signal.SIGKILL)
     with pytest.raises(GrammarError, match="ended with status -9"):
         doomed.result(timeout=300)
     assert service.submit(GrammarSpec.regex("a+")).result(timeout=300).nbytes > 0
 
 
-def test_close_stops_at_once_and_fails_what_is_left(serve):
-    """close() does not wait for a long compilation; waiting and later requests fail typed; what
-    it leaves to the next service is left once, however often it is called."""
-    service = serve(Slow, timeout_s=3600)
+def test_compile_service_close_fails_pending_grammars(serve):
+    """close() kills compilations, and returns each process to the pool once, also if called
+    twice."""
+    service = serve(SlowBackend, timeout_s=3600)
     futures = [service.submit(sleeping(3600 + i)) for i in range(3)]
-    pid = working(service)
+    pid = busy_process_id(service)
     service.close()
     service.close()
     assert len(POOL._idle) == len({id(child) for child in POOL._idle})
@@ -216,10 +217,10 @@ def test_close_stops_at_once_and_fails_what_is_left(serve):
 
 UNCLOSED = """
 import atexit, os
-def left():
+def print_children():
     with open("/proc/self/task/%d/children" % os.getpid()) as file:
         print("left:", [pid for line in file for pid in line.split()])
-atexit.register(left)  # runs last
+atexit.register(print_children)  # runs last
 from graft.grammar import GrammarService, GrammarSpec, Vocabulary
 vocabulary = Vocabulary([bytes([b]) for b in range(256)] + [b""], 257, [256])
 service = GrammarService(vocabulary, "auto")
@@ -228,14 +229,14 @@ service.submit(GrammarSpec.json_object()).result(300)
 
 
 @pytest.mark.parametrize("limit", [None, 16 << 30])
-def test_an_unclosed_service_leaves_no_process(limit):
-    """At the end of Python every process has been reaped; under ``ulimit -v`` all of it works."""
+def test_child_processes_end_with_python(limit):
+    """All processes have been reaped at exit, also if the address space is limited (ulimit -v)."""
 
     def limited() -> None:
         if limit is not None:
             resource.setrlimit(resource.RLIMIT_AS, (limit, limit))
 
-    assert said_by(UNCLOSED, preexec_fn=limited) == "left: []\n"
+    assert output_of(UNCLOSED, preexec_fn=limited) == "left: []\n"
 
 
 FORKED = """
@@ -243,25 +244,25 @@ import os, signal, sys
 from graft.grammar import GrammarSpec
 from graft.models.tokenizer import Tokenizer
 from graft.tools.demo_model import demo_model
-def ask():
+def use_children():
     GrammarSpec.json_schema({"type": "null"}).check()
     tokenizer.chat([{"role": "user", "content": "a"}])
 tokenizer = Tokenizer(demo_model()[0])
-ask()
+use_children()
 pid = os.fork()
 if pid == 0:
     signal.alarm(60)
-    ask()
+    use_children()
     sys.exit(5)
 status = os.waitpid(pid, 0)[1]
-ask()
+use_children()
 print(os.waitstatus_to_exitcode(status))
 """
 
 
-def test_a_forked_process_asks_processes_of_its_own():
-    """It reads grammars and renders chats, and ends, as does its parent, whose own go on."""
-    assert said_by(FORKED) == "5\n"
+def test_child_processes_work_after_fork():
+    """After fork, parent and child process use different child processes."""
+    assert output_of(FORKED) == "5\n"
 
 
 RETAINED = """
@@ -286,13 +287,13 @@ print(resident() - before)
 
 
 @pytest.mark.full
-def test_memory_of_what_was_read_goes_back():
-    """Engines whose large grammars came from a process leave this one little larger."""
-    assert int(said_by(RETAINED)) < 45  # MiB: 18, and 76 if nothing is given back
+def test_xgrammar_load_returns_memory():
+    """Loading large grammars that a child process compiled does not grow this process."""
+    assert int(output_of(RETAINED)) < 45  # MiB: 18, and 76 if nothing is given back
 
 
-def test_no_question_gets_the_answer_of_an_interrupted_one(monkeypatch):
-    """Ctrl-C while an answer is awaited ends its process; the next question has another."""
+def test_child_process_ends_after_interrupted_call(monkeypatch):
+    """The next call must not receive the reply of a call that Ctrl-C interrupted."""
 
     def interrupted(*_):
         raise KeyboardInterrupt
@@ -306,8 +307,7 @@ def test_no_question_gets_the_answer_of_an_interrupted_one(monkeypatch):
     child.close()
 
 
-def test_the_cache_is_bounded_in_bytes(serve):
-    """Least recently used grammars go when their bytes pass the bound, which always holds."""
+def test_grammar_cache_evicts_least_recently_used(serve):
     probe = serve(cache_bytes=(1 << 20) + 1)
     probe.submit(GrammarSpec.regex("x0")).result()
     wait_until(lambda: probe.counters()["cache_entries"] == 1)
@@ -325,7 +325,7 @@ def test_the_cache_is_bounded_in_bytes(serve):
 
 
 def wait_until(condition):
-    """What the service's threads do after a future is done, awaited."""
+    """Wait for a condition that the service's threads establish after a future is done."""
     deadline = time.monotonic() + 300
     while not condition():
         assert time.monotonic() < deadline
@@ -333,8 +333,8 @@ def wait_until(condition):
 
 
 @pytest.mark.parametrize("choice", ["xgrammar", "auto"])
-def test_grammars_without_a_text_are_refused(serve, choice):
-    """Where every text could be spelled and none is the grammar's; else a dead end says so."""
+def test_compile_service_refuses_grammars_without_output(serve, choice):
+    """Only if the vocabulary can spell every text; otherwise the request ends in a dead end."""
     some = Vocabulary([bytes([b]) for b in range(128)] + [b""], 129, [128])
     nothing = (GrammarSpec.regex(r"[^\s\S]"), GrammarSpec.ebnf('root ::= root "a"'))
     for vocabulary, refused in ((BYTES, True), (some, False)):
@@ -345,8 +345,8 @@ def test_grammars_without_a_text_are_refused(serve, choice):
         assert service.submit(GrammarSpec.regex("a*")).result(timeout=300) is not None
 
 
-class Vague:
-    """It does not know how large its grammars are, and fails in its own ways."""
+class FaultyBackend:
+    """A backend that raises a foreign exception, and whose grammars have no size."""
 
     name = "vague"
 
@@ -363,9 +363,9 @@ class Vague:
         return compiled
 
 
-def test_what_a_backend_does_wrong_costs_one_grammar(serve, caplog):
-    """Whatever a backend raises is a GrammarError of that grammar; the service goes on."""
-    service = serve(Vague)
+def test_compile_service_survives_faulty_backend(serve, caplog):
+    """Any exception becomes a GrammarError of that grammar."""
+    service = serve(FaultyBackend)
     failed = service.submit(GrammarSpec("regex", "fails+")).exception(timeout=300)
     assert isinstance(failed, GrammarError) and str(failed) == "regex: KeyError: 'fails'"
     for text in ("a+", "b+", "a+"):
@@ -374,19 +374,18 @@ def test_what_a_backend_does_wrong_costs_one_grammar(serve, caplog):
     assert "not kept" in caplog.text
 
 
-def test_a_grammar_larger_than_the_cache_is_not_kept_but_works(serve, xgrammar):
-    """Eviction never takes a grammar from a matcher, even when nothing at all can be kept."""
+def test_grammar_larger_than_cache_is_not_cached(serve, xgrammar):
+    """The grammar stays usable."""
     service = serve(cache_bytes=1)
     spec = GrammarSpec.json_object()
     compiled = service.submit(spec).result()
     wait_until(lambda: not service._pending)
     assert service.counters()["cache_entries"] == 0
     gc.collect()
-    equal_on_the_way(compiled, xgrammar.compile(spec), b'{"a": 1}')
+    assert_equal_masks(compiled, xgrammar.compile(spec), b'{"a": 1}')
 
 
-def test_bad_options_are_refused(serve, monkeypatch):
-    """Bounds must be positive; with neither library there is nothing to choose from."""
+def test_compile_service_rejects_invalid_options(serve, monkeypatch):
     for name in ("threads", "cache_bytes", "timeout_s", "memory_bytes"):
         with pytest.raises(OptionError, match=name):
             GrammarService(byte_vocabulary(), **{name: 0})
@@ -399,9 +398,9 @@ PLAIN = {"type": "object", "properties": {"n": {"type": "integer"}}, "required":
 
 
 @pytest.mark.parametrize("choice", ["auto", "llguidance"])
-def test_the_engines_router_enforces_what_xgrammar_would_ignore(serve, choice):
-    """A schema with a complement runs, exactly, where the engine's backend can enforce it, with
-    the masks of the grammar that names it; so it does with a backend by itself."""
+def test_compile_service_routes_json_schemas(serve, choice):
+    """A schema with a complement is enforced exactly, with equal masks in the service, in the
+    backend, and for a grammar that names the backend."""
     service = serve(choice, BYTES)
     compiled = service.submit(GrammarSpec.json_schema(NOT)).result(120)
     assert compiled.spec.backend == "llguidance" and not compiled.spec.partial
@@ -412,11 +411,11 @@ def test_the_engines_router_enforces_what_xgrammar_would_ignore(serve, choice):
         assert taken == [True, True, False]
     assert service.submit(GrammarSpec.json_schema(NOT)).result(120) is compiled
     named = GrammarSpec.json_schema(NOT, backend="auto", strict=True)
-    equal_on_the_way(compiled, service.submit(named).result(120), b'{"a": "yes"}')
+    assert_equal_masks(compiled, service.submit(named).result(120), b'{"a": "yes"}')
 
 
-def test_auto_compiles_every_kind_of_grammar(serve):
-    """EBNF goes to XGrammar, whose notation it is; markers stay with their grammar."""
+def test_compile_service_auto_backend_compiles_every_kind(serve):
+    """EBNF is compiled by XGrammar. Markers are kept."""
     service = serve("auto", BYTES)
     ebnf = service.submit(GrammarSpec.ebnf('root ::= "a" [0-9]')).result(120)
     assert isinstance(ebnf.backend, XGrammarBackend)

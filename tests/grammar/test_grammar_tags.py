@@ -81,7 +81,7 @@ def test_structural_tag_schema_is_enforced_or_refused(service, schema, good, bad
 
 
 def test_structural_tag_error_names_tag_and_pointer(service):
-    """check() refuses what no backend enforces; compilation, what the engine's does not."""
+    """check() fails if no backend enforces the schema; compilation, if the engine's does not."""
     unique = {"type": "object", "properties": {"a": {"type": "array", "uniqueItems": True}}}
     with pytest.raises(GrammarError, match=r"^tag schema: .*#/properties/a: uniqueItems: items"):
         StructuralTag.of("<t>", unique, "</t>").check()

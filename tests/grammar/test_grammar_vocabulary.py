@@ -1,4 +1,4 @@
-"""Bytes of token ids, against the tokenizers' own encoding and decoding."""
+"""Vocabulary: bytes of token ids, compared with the tokenizers' own encoding and decoding."""
 
 from __future__ import annotations
 
@@ -31,9 +31,9 @@ def real(request, shared_data: Path) -> tuple[tokenizers.Tokenizer, Vocabulary]:
     return tokenizer, Vocabulary.from_tokenizer(tokenizer, size, [stop])
 
 
-def test_bytes_of_every_id_are_what_the_tokenizer_decodes(real):
-    """Each id's bytes decode to the tokenizer's text for it, those of a text's tokens join to its
-    UTF-8, also across split characters; added tokens have none."""
+def test_vocabulary_bytes_match_tokenizer(real):
+    """Each id decodes to its bytes, and the tokens of a text join to its UTF-8, also across split
+    characters. Added tokens have no bytes."""
     tokenizer, vocabulary = real
     added = set(tokenizer.get_added_tokens_decoder())
     seen = set()
@@ -50,8 +50,8 @@ def test_bytes_of_every_id_are_what_the_tokenizer_decodes(real):
         assert b"".join(vocabulary.tokens[token] for token in ids) == text.encode()
 
 
-def test_masks_of_a_large_vocabulary_allow_exactly_what_fits(real):
-    """Under a small grammar the legal ids are exactly those whose bytes continue it."""
+def test_bitmask_of_large_vocabulary_is_exact(real):
+    """The legal ids are exactly those whose bytes continue the text."""
     _, vocabulary = real
     backend = XGrammarBackend(vocabulary)
     text = b'{"name": "'
@@ -75,7 +75,7 @@ def test_masks_of_a_large_vocabulary_allow_exactly_what_fits(real):
 
 
 def byte_fallback_tokenizer() -> tokenizers.Tokenizer:
-    """A small tokenizer of SentencePiece's kind."""
+    """Return a small tokenizer in SentencePiece's format."""
     pieces = ["<unk>", "<s>", "</s>", *(f"<0x{byte:02X}>" for byte in range(256))]
     pieces += ["▁", "a", "b", "▁a", "ab"]
     vocab = {piece: token for token, piece in enumerate(pieces)}
@@ -89,8 +89,8 @@ def byte_fallback_tokenizer() -> tokenizers.Tokenizer:
     return tokenizer
 
 
-def test_byte_fallback_tokenizers_are_understood(tmp_path):
-    """Byte pieces are bytes, U+2581 is a space, special tokens are no text; files work too."""
+def test_vocabulary_reads_byte_fallback_tokenizers(tmp_path):
+    """From an object, a file or a folder."""
     tokenizer = byte_fallback_tokenizer()
     tokenizer.save(str(tmp_path / "tokenizer.json"))
     for source in (tokenizer, tmp_path, tmp_path / "tokenizer.json"):
@@ -102,8 +102,7 @@ def test_byte_fallback_tokenizers_are_understood(tmp_path):
         assert not vocabulary.is_text(299) and not vocabulary.is_text(-1)
 
 
-def test_tokenizers_of_other_kinds_are_refused(tmp_path):
-    """A word-piece tokenizer, a broken file and too few logit columns raise GrammarError."""
+def test_vocabulary_rejects_unsupported_tokenizers(tmp_path):
     words = tokenizers.Tokenizer(models.WordPiece({"a": 0, "[UNK]": 1}, unk_token="[UNK]"))
     words.decoder = decoders.WordPiece()
     with pytest.raises(GrammarError, match="neither byte-level nor byte-fallback"):
@@ -128,7 +127,6 @@ def test_tokenizers_of_other_kinds_are_refused(tmp_path):
         ([b"", b"x"], 4, [1], "no token is text"),
     ],
 )
-def test_bad_vocabularies_are_refused(tokens, size, stops, message):
-    """Sizes, stop ids and types are checked when a vocabulary is made."""
+def test_vocabulary_rejects_invalid_arguments(tokens, size, stops, message):
     with pytest.raises(GrammarError, match=message):
         Vocabulary(tokens, size, stops)

@@ -1,5 +1,5 @@
-"""The native worker by itself: no GIL, nothing printed, failures that stay in their slot; what the
-guided decoder refuses from its caller."""
+"""The guided decoder and its native worker: GIL, errors of one slot, lifetimes, and the
+protocol."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import weakref
 import numpy as np
 import pytest
 from guide_device import Device
-from guide_util import JSON_TYPES, SPECS, Rig, byte_vocabulary, exchange_for, joined, run_work
+from guide_util import MATCHER_KINDS, SPECS, Rig, byte_vocabulary, exchange_for, joined, run_work
 from reference_round import ERROR, FREE, READY
 
 from graft.cudagraph.errors import OptionError
@@ -33,11 +33,11 @@ def backend(xgrammar) -> GrammarBackend:
     return xgrammar
 
 
-both = pytest.mark.parametrize("kind", JSON_TYPES)
+both = pytest.mark.parametrize("kind", MATCHER_KINDS)
 
 
-def test_a_step_runs_while_another_thread_keeps_the_gil(backend):
-    """A native step on a foreign thread ends although this thread holds the GIL meanwhile."""
+def test_guide_step_does_not_need_gil(backend):
+    """A native step on a foreign thread completes although this thread holds the GIL."""
     rig = Rig(backend)
     assert isinstance(rig.open, NativeWork)
     rig.decoder.publish(1, [rig.request()])
@@ -51,8 +51,9 @@ def test_a_step_runs_while_another_thread_keeps_the_gil(backend):
 
 
 @both
-def test_unconstrained_slots_are_free_once_and_cost_nothing(backend, kind):
-    """A request without a matcher gets FREE rows when it joins; no fill, no accept follows."""
+def test_guide_marks_unconstrained_requests_as_free(backend, kind):
+    """A request without a matcher gets FREE rows when it joins; nothing is filled or accepted
+    later."""
     rig = Rig(backend, kind)
     request = GuidedRequest(0, 3, None, 5)
     for replay in (1, 2, 3):
@@ -66,8 +67,8 @@ def test_unconstrained_slots_are_free_once_and_cost_nothing(backend, kind):
 
 
 @both
-def test_a_replay_without_a_snapshot_stands_down(backend, kind):
-    """Steps of a replay nobody published write nothing and are counted."""
+def test_guide_skips_unpublished_replays(backend, kind):
+    """Steps of an unpublished replay write nothing and are counted."""
     rig, [request] = joined(backend, kind)
     before = rig.exchange.masks.copy(), rig.exchange.stamps.copy()
     rig.run(rig.open)  # replay 2 was never published
@@ -76,7 +77,7 @@ def test_a_replay_without_a_snapshot_stands_down(backend, kind):
     np.testing.assert_array_equal(rig.exchange.masks, before[0])
     np.testing.assert_array_equal(rig.exchange.stamps, before[1])
     assert rig.decoder.counters()["missing_snapshots"] == 1
-    # What that replay committed is applied by the next one that names the slot.
+    # The next replay with the slot applies what that replay committed.
     rig.decoder.publish(2, [])
     rig.start(3, [request])
     assert rig.states()[0] == [READY, 1, 12, 0]
@@ -84,16 +85,16 @@ def test_a_replay_without_a_snapshot_stands_down(backend, kind):
 
 
 @both
-def test_a_device_that_counts_replays_differently_is_noticed(backend, kind):
-    """A commit stamped with a future replay fails the slot, as more committed tokens or drafts than
-    a round can have do, or tokens behind the end; an old one is never applied twice."""
+def test_guide_fails_request_with_inconsistent_commit(backend, kind):
+    """Commits of a future replay, too many committed tokens or drafts, and tokens after the end
+    fail the slot. A commit is never applied twice."""
     rig, requests = joined(backend, kind, slots=2)
-    rig.committed(2, ord("c"), slot=0)  # one ahead
+    rig.committed(2, ord("c"), slot=0)  # a future replay
     rig.verify(1, ord("c"), slot=1)
     assert rig.states(0)[0][0] == ERROR
     assert rig.states(1)[0] == [READY, 2, 11, 0]
     rig.start(2, requests)
-    rig.run(rig.commit)  # slot 1's stamp is still that of replay 1
+    rig.run(rig.commit)  # slot 1's commit is still that of replay 1
     rig.expect_row(b"c", slot=1)
     counters = rig.decoder.counters()
     assert counters["committed_tokens"] == counters["desyncs"] == counters["errors"] == 1
@@ -109,10 +110,9 @@ def test_a_device_that_counts_replays_differently_is_noticed(backend, kind):
         assert rig.states()[0][0] == ERROR
 
 
-def test_an_internal_error_stays_in_its_slot(backend):
-    """When XGrammar raises in one slot, that slot gets ROW_ERROR and the others go on."""
+def test_guide_internal_error_fails_one_slot(backend):
     exchange = exchange_for(2, 1, 64)
-    # The worker is told a mask of 64 columns; the backend's own check refuses it.
+    # The worker fills masks of 64 columns, which XGrammar refuses.
     worker = _native.guide.Worker(
         exchange.host_ptr, exchange.layout.tobytes(), vocab_size=64, ring=4
     )
@@ -131,9 +131,9 @@ def test_an_internal_error_stays_in_its_slot(backend):
         )
 
 
-def test_steps_are_timed_by_kind_and_replay(backend):
-    """The timeline holds each step's span in order on the monotonic clock, of the last 256 replays;
-    counters add them up."""
+def test_guide_timeline_and_counters(backend):
+    """The timeline holds the steps of the last 256 replays in order; the counters are their
+    sums."""
     rig = Rig(backend)
     start = time.monotonic_ns()
     for replay in range(1, 4):
@@ -159,8 +159,7 @@ def test_steps_are_timed_by_kind_and_replay(backend):
 
 
 @both
-def test_snapshots_keep_matchers_until_their_replay_retires(backend, kind):
-    """A matcher dropped by its owner lives while a replay names it, and dies afterwards."""
+def test_guide_keeps_matchers_until_replay_retires(backend, kind):
     rig = Rig(backend, kind)
     request = rig.request()
     alive = weakref.ref(request.matcher)
@@ -181,8 +180,7 @@ def test_snapshots_keep_matchers_until_their_replay_retires(backend, kind):
     assert alive() is None
 
 
-def test_works_keep_the_decoder_and_its_memory(backend):
-    """A native step's record outlives the decoder's other references."""
+def test_guide_step_keeps_decoder_alive(backend):
     device = Device(backend, slots=1, draft_length=0, masked=False, seed=0, kinds=["native"])
     work = device.decoders[0].open_work()
     assert isinstance(work, NativeWork)
@@ -190,7 +188,7 @@ def test_works_keep_the_decoder_and_its_memory(backend):
     del device
     gc.collect()
     assert decoder() is not None
-    run_work(work)  # no snapshot: stands down
+    run_work(work)  # no published replay: does nothing
     kept = work.keep
     assert isinstance(kept, GuidedDecoder)
     assert kept.counters()["missing_snapshots"] == 1
@@ -213,13 +211,12 @@ def matcher(backend):
     return backend.compile(SPECS["regex"]).matcher()
 
 
-def test_replays_are_published_in_order_and_never_lap(decoder):
-    """Replay numbers count up by one; an entry is reused only after its replay retired."""
+def test_guide_publish_requires_order_and_retired_replays(decoder):
     with pytest.raises(GuideError, match="replay 2 published after replay 0"):
         decoder.publish(2, [])
     for replay in (1, 2, 3):
         decoder.publish(replay, [])
-    with pytest.raises(GuideError, match="replay 4 would overwrite replay 1"):
+    with pytest.raises(GuideError, match="replay 4 cannot be published before replay 1"):
         decoder.publish(4, [])
     decoder.retire(1)
     decoder.publish(4, [])
@@ -227,8 +224,8 @@ def test_replays_are_published_in_order_and_never_lap(decoder):
         decoder.retire(1)
 
 
-def test_bad_snapshots_are_refused_whole(decoder, backend):
-    """Slots out of range or named twice, shared and foreign matchers: nothing is published."""
+def test_guide_publish_rejects_invalid_requests(decoder, backend):
+    """Nothing of a rejected replay is published."""
     foreign = matcher(XGrammarBackend(byte_vocabulary(300)))
     shared = matcher(backend)
     for requests, message in (
@@ -249,8 +246,8 @@ def test_bad_snapshots_are_refused_whole(decoder, backend):
     decoder.publish(2, [GuidedRequest(0, 1, shared, 0)])
 
 
-def test_a_closed_decoder_does_nothing(decoder, backend):
-    """close() refuses while replays are in flight; afterwards steps stand down."""
+def test_guide_close(decoder, backend):
+    """close() raises while replays are in flight; afterwards, steps do nothing."""
     work = decoder.open_work()
     decoder.publish(1, [GuidedRequest(0, 1, matcher(backend), 0)])
     with pytest.raises(GuideError, match=r"replays \[1\] have not been retired"):
@@ -273,17 +270,16 @@ def test_a_closed_decoder_does_nothing(decoder, backend):
         ({"threads": 0}, "threads is 0"),
         ({"budget_us": 0.5}, "budget_us is 0.5"),
         ({"budget_us": float("nan")}, "budget_us is nan"),
-        ({"candidates": 4, "masked_drafts": False}, "for masked drafts only"),
+        ({"candidates": 4, "masked_drafts": False}, "needs masked_drafts=True"),
     ],
 )
-def test_bad_options_are_refused_by_name(changes, message):
-    """An option out of range raises OptionError with its name and value."""
+def test_guide_rejects_invalid_options(changes, message):
     with pytest.raises(OptionError, match=message):
         make(**changes)
 
 
-def test_draft_steps_exist_only_where_a_row_follows():
-    """Draft K's row is made by the next open, so steps are 1..K-1, and only for masked drafts."""
+def test_guide_draft_work_range():
+    """Steps 1..K-1: the next open step fills the row after draft K."""
     decoder = make()
     for j in (0, 3, 4):
         with pytest.raises(OptionError, match=f"draft step {j}"):

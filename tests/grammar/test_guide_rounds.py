@@ -1,23 +1,26 @@
-"""Rounds of the guided decoder against a device in NumPy and a stock matcher per row."""
+"""Rounds of the guided decoder on a NumPy device, compared with a reference matcher per row."""
 
 from __future__ import annotations
 
 import pytest
 from guide_device import Device
 from guide_util import SPECS, byte_vocabulary
-from stock import StockLLGuidance
+from reference_matchers import ReferenceLLGuidance
 
 from graft.grammar import GrammarBackend
 
 
 @pytest.fixture(scope="module")
 def oracle(backend) -> GrammarBackend:
-    """The same library by its Python API alone; that of XGrammar is the backend's own."""
-    return backend if backend.name == "XGrammar" else StockLLGuidance(byte_vocabulary())
+    """Return the same library driven by its Python API; for XGrammar, the backend itself."""
+    return backend if backend.name == "XGrammar" else ReferenceLLGuidance(byte_vocabulary())
 
 
 def play(device: Device, requests: int) -> int:
-    """Keep the slots busy with random requests until so many have ended; returns the rounds."""
+    """Run rounds with random requests until a number of them have ended.
+
+    Return the number of rounds.
+    """
     grammars = [device.backend.compile(spec) for spec in SPECS.values()]
     device.publish()
     rounds = 0
@@ -38,7 +41,7 @@ def play(device: Device, requests: int) -> int:
 
 
 def equal_counters(device: Device) -> dict[str, int]:
-    """The native matchers' counters, which those in Python share but for times."""
+    """Check that Python and native matchers have equal counters, except for times; return them."""
     native, python = (decoder.counters() for decoder in device.decoders)
     for name, value in native.items():
         assert name.endswith("_ns") or value == python[name], name
@@ -65,12 +68,10 @@ def equal_counters(device: Device) -> dict[str, int]:
         ),
     ],
 )
-def test_rows_equal_a_stock_matcher_fed_from_the_start(
-    backend, oracle, draft_length, masked, threads, probe
-):
-    """After every step each row's mask and stamp are those of a fresh matcher; matchers in Python
-    give the same rows, stamps and counters as native ones; so do several threads. With probes the
-    first legal candidate is answered, and a miss fills the row to draw from."""
+def test_guide_rows_equal_reference_matcher(backend, oracle, draft_length, masked, threads, probe):
+    """After every step, each row's mask and stamp are those of a reference matcher that accepts
+    the text from the start. Python matchers and several threads give the same rows, stamps and
+    counters. In mode probe, the first legal candidate is returned, and a miss fills the row."""
     device = Device(
         backend,
         oracle=oracle,

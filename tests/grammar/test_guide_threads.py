@@ -1,4 +1,4 @@
-"""Slots that are late for a step's budget, and the threads that serve them."""
+"""Late slots (a step's budget is exceeded) and the threads that serve slots."""
 
 from __future__ import annotations
 
@@ -16,9 +16,11 @@ from graft.grammar import GuidedDecoder, GuidedRequest
 from graft.grammar.decoder import default_threads
 
 
-def test_a_row_that_is_late_ends_the_round_before_it(backend):
-    """Rows made in time are stamped, later ones come with the next open that finds them; a commit
-    met meanwhile is kept, and what was still being made for the old state is never stamped."""
+def test_late_mask_row_truncates_round(backend):
+    """Rows finished in time are stamped.
+
+    A commit that arrives meanwhile is kept; rows for the outdated state are never stamped.
+    """
     rig, requests = joined(backend, k=3, slots=2, held=True)
     rig.verify(1, *b"a", slot=(0, 1))
     rig.drafted(1, *b"bcc", slot=(0, 1))
@@ -36,9 +38,9 @@ def test_a_row_that_is_late_ends_the_round_before_it(backend):
     rig.start(3, requests)
     assert rig.rows(0) == []
     assert rig.decoder.counters()["committed_tokens"] == 1 + len(b"abccc")
-    rig.committed(3)  # the device has overwritten the commit: slot 0 sits out
+    rig.committed(3)  # the device has overwritten the commit: slot 0 is left out
     rig.open_gate()
-    assert rig.rows(0) == []  # nothing appears between steps
+    assert rig.rows(0) == []  # nothing is stamped between steps
     rig.run(rig.commit)
     rig.decoder.retire(1)
     rig.start(4, requests)
@@ -49,9 +51,9 @@ def test_a_row_that_is_late_ends_the_round_before_it(backend):
     assert counters["desyncs"] == counters["errors"] == 0
 
 
-def test_a_late_slot_is_taken_over_only_when_it_is_idle(backend):
-    """A new request in a late slot waits: it is never given rows of the old one, nor its commits;
-    the old one's matcher lives as long as its thread uses it."""
+def test_late_slot_accepts_new_request_only_when_idle(backend):
+    """A new request never gets rows or commits of the previous one, whose matcher lives as long as
+    its thread uses it."""
     rig = Rig(backend, k=3, slots=2, held=True)
     old = rig.request()
     rig.decoder.publish(1, [old])
@@ -76,8 +78,7 @@ def test_a_late_slot_is_taken_over_only_when_it_is_idle(backend):
     rig.expect_row(b"")
 
 
-def test_a_slot_that_is_always_late_still_advances(backend):
-    """Whatever it does takes longer than the budget: a token comes of every round but the first."""
+def test_late_slot_advances_one_token_per_round(backend):
     rig = Rig(backend, k=3, slots=2, held=True)
     requests = [rig.request(), rig.request(slot=1, epoch=2)]
     text = b"abccc"
@@ -101,8 +102,10 @@ def test_a_slot_that_is_always_late_still_advances(backend):
     assert rig.decoder.counters()["late_rows"] == len(text) + 1
 
 
-def played(backend, slots: int, budget_us: float, steps: int = 40) -> tuple[dict[str, int], bool]:
-    """Counters after rounds of one grammar's requests by processor time, and its being trusted."""
+def play_by_processor_time(
+    backend, slots: int, budget_us: float, steps: int = 40
+) -> tuple[dict[str, int], bool]:
+    """Return the counters after rounds of one grammar, and whether the grammar is trusted."""
     size = backend.vocabulary.size
     exchange = exchange_for(slots, 0, size)
     decoder = GuidedDecoder(exchange, masked_drafts=False, threads=1, budget_us=budget_us)
@@ -125,17 +128,19 @@ def played(backend, slots: int, budget_us: float, steps: int = 40) -> tuple[dict
 
 
 @pytest.mark.parametrize("slots, budget_us, late", [(2, 1e9, 0), (2, 1.0, None), (1, 1.0, 0)])
-def test_a_grammar_that_was_in_time_is_trusted_until_it_is_late(backend, slots, budget_us, late):
-    """After 32 orders in time a step serves a grammar itself; one order too many ends that. The
-    only request of a replay is served by the step itself: it is late for nobody."""
-    counters, trusted = played(backend, slots, budget_us)
+def test_guide_trusts_fast_grammars(backend, slots, budget_us, late):
+    """After 32 orders in time, the step itself serves a grammar; one late order ends that.
+
+    The step also serves the only request of a replay.
+    """
+    counters, trusted = play_by_processor_time(backend, slots, budget_us)
     assert trusted == (budget_us > 1)
     assert late is None or counters["late_rows"] == counters["budget_stalls"] == late
     assert slots > 1 or counters["fills"] == 40
 
 
-def test_a_probe_that_is_late_is_never_answered(backend):
-    """The device drafts nothing there; what the thread accepted meanwhile is undone."""
+def test_late_probe_is_not_answered(backend):
+    """The device drafts nothing; tokens that the thread accepted meanwhile are rolled back."""
     rig, requests = joined(backend, k=3, slots=2, candidates=4, held=True)
     rig.verify(1, *b"a", slot=(0, 1))
     rig.exchange.candidates[:, :5] = (1, 1, 2, ord("!"), ord("b"))
@@ -155,8 +160,7 @@ def test_a_probe_that_is_late_is_never_answered(backend):
     assert rig.decoder.counters()["desyncs"] == 0
 
 
-def test_closing_waits_for_late_slots(backend):
-    """close() returns once no thread is inside a matcher."""
+def test_guide_close_waits_for_late_slots(backend):
     rig = Rig(backend, k=3, slots=2, held=True)
     rig.decoder.publish(1, [rig.request()])
     rig.close_gate(1)
@@ -187,13 +191,12 @@ if child:
 """
 
 
-def test_a_forked_child_can_drop_a_decoder_with_threads():
-    """The threads do not exist in a child: destroying the decoder there neither hangs nor fails."""
-    guide_util.said_by(FORKING, os.path.dirname(__file__))
+def test_guide_can_be_destroyed_after_fork():
+    """The threads do not exist in the child."""
+    guide_util.output_of(FORKING, os.path.dirname(__file__))
 
 
-def test_small_machines_and_batches_use_one_thread():
-    """One thread up to three cores or fifteen slots, then at most one per eight slots."""
+def test_guide_default_threads():
     table = {
         (64, 1): 1,
         (64, 2): 1,

@@ -1,21 +1,22 @@
-"""Trees of drafts in the guide: rows, fills and legal children against matchers that start anew."""
+"""Draft trees in the guided decoder: rows, fills and legal children, compared with fresh
+matchers."""
 
 from __future__ import annotations
 
 import numpy as np
 import pytest
-from guide_util import JSON_TYPES, OTHER_STOP, SPECS, STOP, Rig, joined, oracle_row
+from guide_util import MATCHER_KINDS, OTHER_STOP, SPECS, STOP, Rig, joined, oracle_row
 from reference_round import DEAD_END, NOT_READY, Tree, bits, chain, legal_tree
 
 from graft.grammar.decoder import GuidedRequest
 
-both = pytest.mark.parametrize("kind", JSON_TYPES)
+both = pytest.mark.parametrize("kind", MATCHER_KINDS)
 NODES = 12
-TEXT = [*b"abcab", STOP, OTHER_STOP, 261, 264]  # what random drafts are made of
+TEXT = [*b"abcab", STOP, OTHER_STOP, 261, 264]  # tokens of random drafts
 
 
 def random_tree(rng: np.random.Generator, start, last: list[int], nodes: int) -> Tree:
-    """A tree whose nodes are mostly legal; no node twice under one parent."""
+    """Return a tree of mostly legal drafts; the children of a node are distinct."""
     tree = chain(last[-1])
     while len(tree.token) <= nodes:
         node = int(rng.integers(len(tree.token)))
@@ -29,9 +30,11 @@ def random_tree(rng: np.random.Generator, start, last: list[int], nodes: int) ->
 
 @both
 @pytest.mark.parametrize("spec", ["regex", "schema", "dead end"])
-def test_each_node_has_the_row_of_its_path(backend, kind, spec):
-    """Rows behind what the grammar refuses or ends are not made, the others once each; and the
-    matcher goes whatever way is taken."""
+def test_guide_fills_row_of_each_draft_tree_node(backend, kind, spec):
+    """Rows after illegal or ending drafts are not filled, all others once.
+
+    The matcher follows any accepted path.
+    """
     rng = np.random.default_rng(1)
     start = backend.compile(SPECS[spec]).matcher
     fills = 0
@@ -42,7 +45,7 @@ def test_each_node_has_the_row_of_its_path(backend, kind, spec):
         request = rig.request(spec)
         rig.start(1, [request])
         for replay in range(1, 8):
-            # Some way down the tree, and a token behind it.
+            # Accept a random path of the tree and one more token.
             path = list(tree.path(int(rng.integers(len(tree.token)))))
             while path and oracle_row(start, [*said, *path]) is None:
                 path.pop()
@@ -70,7 +73,7 @@ def test_each_node_has_the_row_of_its_path(backend, kind, spec):
                 if row is None:
                     assert states[node][0] == NOT_READY
                     continue
-                made += node > 0  # row 0 was made behind the commit
+                made += node > 0  # the commit step filled row 0
                 assert states[node][2] == 10 + len(said) + len(path)
                 if row.any():
                     rig.expect_row([*said, *path], j=node, spec=spec)
@@ -84,9 +87,11 @@ def test_each_node_has_the_row_of_its_path(backend, kind, spec):
 
 
 @both
-def test_a_level_is_told_which_children_are_legal(backend, kind):
-    """Of each node the first `branch` legal candidates; nodes that are not there have none, and the
-    rows of the drafts that follow are as if nobody had asked."""
+def test_guide_returns_legal_children_of_each_node(backend, kind):
+    """For each node the first `branch` legal candidates; none for absent nodes.
+
+    Probing does not change later rows.
+    """
     branch = 2
     most = 8
     rig, [request] = joined(backend, kind, k=5, candidates=most, tree=(branch, 4))
@@ -140,7 +145,7 @@ def test_a_level_is_told_which_children_are_legal(backend, kind):
 
 
 def offer(rng: np.random.Generator, most: int, choices: list[int]) -> list[tuple[int, float]]:
-    """Ids of a level, each once, and their shares, of which some are equal or nothing."""
+    """Return the distinct ids of a level and their shares, some of them equal or zero."""
     ids = rng.permutation(list(dict.fromkeys(choices)))[: int(rng.integers(most + 1))]
     shares = np.round(np.sort(rng.dirichlet([0.6] * (len(ids) + 1)))[::-1], 2).astype(np.float32)
     return list(zip(ids.tolist(), shares[: len(ids)].tolist(), strict=True))
@@ -149,9 +154,11 @@ def offer(rng: np.random.Generator, most: int, choices: list[int]) -> list[tuple
 @both
 @pytest.mark.parametrize("branch", [1, 3])
 @pytest.mark.parametrize("spec", ["regex", "schema", "dead end", None])
-def test_all_levels_are_answered_at_once(backend, kind, spec, branch):
-    """One step finds the drafts that the reference finds by a matcher that starts anew, and rows
-    that follow are as if nobody had asked; without a grammar every id is legal."""
+def test_guide_lattice_probe_matches_reference(backend, kind, spec, branch):
+    """One step finds the drafts that the reference finds with fresh matchers.
+
+    Later rows do not change. Without a grammar, every id is legal.
+    """
     rng = np.random.default_rng(8)
     levels = 5
     most = 6
@@ -219,8 +226,8 @@ def test_all_levels_are_answered_at_once(backend, kind, spec, branch):
 
 
 @pytest.mark.parametrize("parents", [(0, 2), (0, -1), (1, 0)])
-def test_a_parent_that_cannot_be_fails_the_slot(backend, parents):
-    """A record that no kernel writes ends the request instead of the process."""
+def test_guide_fails_request_with_invalid_draft_parent(backend, parents):
+    """A record that no kernel writes fails the request instead of the process."""
     rig, [request] = joined(backend, k=2)
     rig.verify(1, ord("c"))
     rig.drafted(1, ord("c"), ord("c"), parents=parents)

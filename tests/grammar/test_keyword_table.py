@@ -57,7 +57,7 @@ EXAMPLES: list[tuple[Any, ...]] = [
     ),
     (
         "minProperties",
-        "more",
+        "more combinations",
         {
             "type": "object",
             "properties": {f"p{i}": {} for i in range(12)},
@@ -103,11 +103,15 @@ EXAMPLES: list[tuple[Any, ...]] = [
     ("maxItems", "a bound", {"type": "array", "maxItems": 9}),
     (
         "uniqueItems",
-        "few values, up to 400 orders",
+        "listed values, up to 400 orders",
         {"type": "array", "items": TEXTS, "uniqueItems": True},
     ),
     ("uniqueItems", "any values", {"type": "array", "items": STRING, "uniqueItems": True}),
-    ("contains", "up to 64 places", {"type": "array", "contains": INTEGER, "maxItems": 9}),
+    (
+        "contains",
+        "up to 64 combinations of positions",
+        {"type": "array", "contains": INTEGER, "maxItems": 9},
+    ),
     ("contains", "any number of items", {"type": "array", "contains": INTEGER}),
     ("minLength", "a bound", {"type": "string", "minLength": 2}),
     ("maxLength", "a bound", {"type": "string", "maxLength": 2000}),
@@ -136,7 +140,7 @@ EXAMPLES: list[tuple[Any, ...]] = [
     ),
     (
         "format",
-        "others are annotations; all are in schemas that declare 2019-09 or 2020-12",
+        "other formats, and all in schemas that declare 2019-09 or 2020-12: annotations",
         {"type": "string", "format": "colour"},
     ),
     ("contentEncoding", "an annotation", {"type": "string", "contentEncoding": "base64"}),
@@ -157,12 +161,12 @@ EXAMPLES: list[tuple[Any, ...]] = [
     ("oneOf", "options that exclude each other", {"oneOf": [INTEGER, STRING]}),
     (
         "oneOf",
-        "overlaps that can be spelled out",
+        "overlaps that can be expanded",
         {"type": "object", "properties": PAIR, "oneOf": [{"required": ["a"]}, {"required": ["b"]}]},
     ),
     (
         "oneOf",
-        "overlaps in the values of a property: kept clear of",
+        "overlaps in the values of a property: avoided",
         {
             "type": "object",
             "oneOf": [
@@ -174,7 +178,7 @@ EXAMPLES: list[tuple[Any, ...]] = [
     ("oneOf", "other overlaps", {"oneOf": [INTEGER, {"type": "number"}]}),
     (
         "not",
-        "types, values, bounds, what is there, and combinations",
+        "types, values, bounds, required properties, and combinations",
         {"type": "string", "not": {"enum": ["x", "y"]}},
     ),
     ("not", "patterns, items, formats", {"type": "string", "not": {"pattern": "a+"}}),
@@ -200,7 +204,7 @@ EXAMPLES: list[tuple[Any, ...]] = [
     ),
     (
         "$ref",
-        "a pointer into the schema, recursive ones too",
+        "a pointer into the schema, possibly recursive",
         {"$ref": "#/$defs/n", "$defs": {"n": {"type": "array", "items": {"$ref": "#/$defs/n"}}}},
     ),
     ("$ref", "another document", {"$ref": REMOTE}),
@@ -212,12 +216,12 @@ EXAMPLES: list[tuple[Any, ...]] = [
     ("$recursiveRef", "in one document", {"items": {"$recursiveRef": "#"}}, 2019),
     (
         "unevaluatedProperties",
-        "what the schema alone tells",
+        "determined by the schema alone",
         {"type": "object", "allOf": [{"properties": PAIR}], "unevaluatedProperties": False},
     ),
     (
         "unevaluatedProperties",
-        "what depends on the value",
+        "depending on the value",
         {
             "type": "object",
             "anyOf": [{"properties": PAIR}, {"required": ["x"]}],
@@ -226,7 +230,7 @@ EXAMPLES: list[tuple[Any, ...]] = [
     ),
     (
         "unevaluatedItems",
-        "what the schema alone tells",
+        "determined by the schema alone",
         {"type": "array", "unevaluatedItems": False},
     ),
 ]

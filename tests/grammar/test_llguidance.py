@@ -1,9 +1,9 @@
-"""What LLGuidance's own ways must not do: keep wrong masks, and end texts in the middle.
+"""Known defects of LLGuidance that graft works around: stale masks, and limits within a text.
 
-LLGuidance keeps its last mask past a rollback. The grammars of the first tests have places that the
-library numbers alike, in texts that may go on differently: the strings of an object and of an
-array, so many pieces behind the same beginning. What is right says a stock matcher that is fed each
-text from the start and never goes back.
+LLGuidance keeps its last mask past a rollback. The grammars of the first tests have states with
+equal numbers but different continuations: the strings of an object and of an array. The expected
+masks come from a reference matcher that accepts each text from the start and
+never rolls back.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ import numpy as np
 import pytest
 from engine_util import TARGET
 from guide_util import BYTES
-from stock import StockLLGuidance
+from reference_matchers import ReferenceLLGuidance
 
 from graft.grammar import CompiledGrammar, GrammarSpec, LLGuidanceBackend, Matcher, Vocabulary
 
@@ -42,14 +42,14 @@ def vocabulary() -> Vocabulary:
     return Vocabulary.from_tokenizer(TARGET / "tokenizer.json", 2050, [0, 3])
 
 
-class PromptLookup:
-    """The values as tokens a grammar takes, and the stock matcher's mask after each of them."""
+class ExpectedMasks:
+    """Tokens of the values, and the mask of the reference matcher after each of them."""
 
     def __init__(self, spec: GrammarSpec):
         self.native = LLGuidanceBackend(vocabulary())
-        stock = StockLLGuidance(vocabulary())
+        reference = ReferenceLLGuidance(vocabulary())
         self.grammar = self.native.compile(spec)
-        oracle = stock.compile(spec)
+        oracle = reference.compile(spec)
         begin = '{"v": ' if "v" in spec.text.partition("anyOf")[0] else ""
         self.paths = [self._spell(oracle, begin + value) for value in VALUES]
         self.masks: dict[tuple[int, ...], np.ndarray] = {}
@@ -63,7 +63,7 @@ class PromptLookup:
                 self.masks[path[:done]] = row
 
     def _spell(self, oracle: CompiledGrammar, text: str) -> tuple[int, ...]:
-        """The longest legal token each time."""
+        """Return the tokens of a text, each the longest legal one."""
         matcher = oracle.matcher()
         left = text.encode()
         path = []
@@ -80,25 +80,24 @@ class PromptLookup:
         return tuple(path)
 
     def check(self, matcher: Matcher, done: tuple[int, ...]) -> None:
-        """The matcher's mask is the stock matcher's."""
+        """Check that the matcher's mask is the expected one."""
         row = np.full(vocabulary().words, -1, np.int32)
         matcher.fill(row)
         np.testing.assert_array_equal(row, self.masks[done])
 
 
 @pytest.mark.parametrize("spec", SPECS.values(), ids=SPECS)
-def test_masks_are_of_the_text_alone_and_not_of_another(spec):
-    """Random walks: on along a text, back by some tokens, on along another with that beginning,
-    with masks filled at every step, at some, or hardly ever. A matcher that ends anywhere hands on
-    its lexer's states to the next, and no mask of its own text."""
-    texts = PromptLookup(spec)
+def test_llguidance_masks_do_not_depend_on_history(spec):
+    """Random walks that accept, roll back and accept another text, with masks filled at every
+    step, at some, or hardly ever."""
+    expected = ExpectedMasks(spec)
     rng = np.random.default_rng(2)
     for walk in range(120):
-        matcher = texts.grammar.matcher()
+        matcher = expected.grammar.matcher()
         done = ()
         share = (1.0, 0.5, 0.1)[walk % 3]
         for _ in range(40):
-            nexts = {p[: len(done) + 1] for p in texts.paths if p[: len(done)] == done} - {done}
+            nexts = {p[: len(done) + 1] for p in expected.paths if p[: len(done)] == done} - {done}
             if nexts and rng.random() < 0.8:
                 done = sorted(nexts)[rng.integers(len(nexts))]
                 assert matcher.accept(done[-1])
@@ -107,12 +106,12 @@ def test_masks_are_of_the_text_alone_and_not_of_another(spec):
                 matcher.rollback(back)
                 done = done[: len(done) - back]
             if rng.random() < share:
-                texts.check(matcher, done)
-    for path in (path for pair in itertools.product(texts.paths, repeat=2) for path in pair):
+                expected.check(matcher, done)
+    for path in (path for pair in itertools.product(expected.paths, repeat=2) for path in pair):
         del matcher
-        matcher = texts.grammar.matcher()
+        matcher = expected.grammar.matcher()
         assert all(matcher.accept(token) for token in path)
-        texts.check(matcher, path)
+        expected.check(matcher, path)
 
 
 #: A pattern under a long length bound: LLGuidance's own limits end in the middle of its texts.
@@ -154,13 +153,16 @@ def schema(value: object) -> GrammarSpec:
         (schema(BOUNDED), "what is it"),
         (schema(OPTIONS), {"p2050": 2050}),
         (schema(OPTIONAL), {"p3": 1, "p800": 2, "p899": 3}),
-        (2_000, None),  # so many, stated by the test: collecting waits for none
+        (2_000, None),  # number of choices; created by the test, not at collection
         (100_000, None),
     ],
     ids=["long bound", "options", "optional properties", "choice", "large choice"],
 )
-def test_a_text_goes_through_to_its_end(spec, value):
-    """It is accepted to its end, with a mask before each token, after rollbacks too."""
+def test_llguidance_accepts_long_grammars_to_the_end(spec, value):
+    """With a mask before each token, after rollbacks too.
+
+    LLGuidance's default limits would stop within the text.
+    """
     spec = choice(spec) if isinstance(spec, int) else spec
     text = json.dumps(value) if value is not None else json.loads(spec.text)[1234]
     matcher = LLGuidanceBackend(BYTES).compile(spec).matcher()

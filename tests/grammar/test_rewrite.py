@@ -132,9 +132,8 @@ SCHEMAS: list[Any] = [
 
 
 @pytest.mark.parametrize("schema", SCHEMAS, ids=lambda s: json.dumps(s)[:60])
-def test_a_rewritten_schema_accepts_exactly_the_same_values(schema):
-    """LLGuidance on the rewritten schema agrees with jsonschema on the original one, which is left
-    unchanged."""
+def test_rewritten_schema_is_equivalent(schema):
+    """LLGuidance with the rewritten schema agrees with jsonschema with the original."""
     before = json.dumps(schema)
     new = rewrite(schema)
     assert not new.lost and json.dumps(schema) == before
@@ -145,8 +144,7 @@ def test_a_rewritten_schema_accepts_exactly_the_same_values(schema):
         assert grammar.takes(value) == judge.is_valid(value), (value, new.schema)
 
 
-def test_a_complement_is_the_complement():
-    """Of every value, a schema or its negation holds, and never both."""
+def test_negation_is_complement():
     schemas = [
         {"type": ["string", "null"]},
         {"enum": [1, "a", [1], {"a": 1}]},
@@ -187,7 +185,7 @@ NARROWED: list[tuple[Any, list[Any], list[Any]]] = [
         [{"a": ["x"]}, {"b": [None]}, {"a": [], "c": 1}],
         [{}, {"a": [], "b": []}, {"a": [1]}, {"a": ["x"], "b": [None]}, {"c": 1}],
     ),
-    # A narrowed option inside another oneOf: what it leaves out is excluded all the same.
+    # A narrowed option inside another oneOf: the values that it leaves out are excluded as well.
     (
         {
             "oneOf": [
@@ -221,8 +219,8 @@ NARROWED: list[tuple[Any, list[Any], list[Any]]] = [
         {"patternProperties": {"^(a_b)$": {"type": "integer"}}, "additionalProperties": False},
     ],
 )
-def test_no_key_begins_where_none_is_left(part: dict[str, Any]) -> None:
-    """A pattern whose names are all listed allows no comma behind them, and holds for them."""
+def test_pattern_of_listed_names_allows_no_extra_key(part: dict[str, Any]) -> None:
+    """A pattern that matches only listed names allows no comma after them, and applies to them."""
     schema = {"type": "object", "properties": {"a_b": {"enum": [1, "x"]}}, **part}
     grammar = Grammar(rewrite(schema).schema)
     texts: list[bytes] = []
@@ -239,8 +237,8 @@ def test_no_key_begins_where_none_is_left(part: dict[str, Any]) -> None:
 
 
 @pytest.mark.parametrize("schema, clear, invalid", NARROWED)
-def test_overlaps_without_a_complement_are_kept_clear_of(schema, clear, invalid):
-    """Texts stay out of such an overlap, which is named; no invalid value gets in by it."""
+def test_one_of_is_narrowed_to_avoid_overlap(schema, clear, invalid):
+    """An overlap without an exact complement is excluded and reported."""
     judge = jsonschema.Draft202012Validator(schema)
     new = rewrite(schema)
     assert new.narrowed and not new.lost
@@ -252,8 +250,8 @@ def test_overlaps_without_a_complement_are_kept_clear_of(schema, clear, invalid)
         assert not judge.is_valid(value) and not grammar.takes(value), value
 
 
-def test_an_option_is_never_narrowed_to_nothing():
-    """Options that differ in the value of a required property alone are refused, not emptied."""
+def test_one_of_option_is_never_narrowed_to_nothing():
+    """Options that differ only in the value of a required property are reported as lost."""
     schema = {
         "type": "object",
         "required": ["a"],
@@ -266,8 +264,7 @@ def test_an_option_is_never_narrowed_to_nothing():
     assert [reason.keyword for reason in new.lost] == ["oneOf"] and not new.narrowed
 
 
-def test_what_has_no_complement_says_so():
-    """Inexpressible complements raise, naming the keyword."""
+def test_negation_raises_for_inexpressible_complements():
     for schema, keyword in [
         ({"pattern": "a+b"}, "pattern"),
         ({"multipleOf": 3}, "multipleOf"),
@@ -347,10 +344,9 @@ OTHERS = ["", "a", "ab", "abc", "abcd", "b", "x", "xx", "[", "[[", "é", "a-"]
         ("hostname", HOSTS, NO_HOSTS),
     ],
 )
-def test_formats_and_patterns_of_strings_are_exact(stated, good, bad):
-    """A format that is enforced as patterns takes the good strings and no bad one, host names up to
-    draft 6 (labels of 63 characters, names of 253); so does a pattern: the complement of words, and
-    classes without quotes or backslashes, which escaped ones stay out of too."""
+def test_formats_and_patterns_are_exact(stated, good, bad):
+    """Formats that are replaced by patterns, host names up to draft 6, complements of words, and
+    classes without quotes or backslashes, in escaped form as well."""
     keyword = "format" if stated in {*FORMATS, "hostname"} else "pattern"
     assert (keyword == "format") == stated.replace("-", "").isalnum()
     for draft in (4, 6) if stated == "hostname" else (2020,):
@@ -361,8 +357,8 @@ def test_formats_and_patterns_of_strings_are_exact(stated, good, bad):
         assert [text for text in bad if grammar.takes(text)] == []
 
 
-def test_old_drafts_ignore_what_stands_beside_a_reference_and_newer_keywords():
-    """Up to draft 7 only $ref counts; if is an annotation in draft 4."""
+def test_rewrite_ignores_keywords_as_old_drafts_do():
+    """Up to draft 7, siblings of $ref are ignored; if is an annotation in draft 4."""
     schema = {
         "$schema": "http://json-schema.org/draft-04/schema#",
         "definitions": {"n": {"type": "integer"}},

@@ -1,4 +1,4 @@
-"""The router says what will be enforced, and nothing is loosened without a word."""
+"""Routing of JSON schemas: exact forms, reasons, and refusals."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from graft.grammar.schema.router import route
 from graft.grammar.schema.wellformed import check_schema
 
 pytest.importorskip("llguidance")
-# Schemas that no backend enforces exactly, the keyword and place, and a value that gets past.
+# Schemas that no backend enforces exactly, pointer, keyword, and an invalid value that is accepted.
 INEXACT: list[tuple[Any, str, str, Any]] = [
     (
         {"type": "array", "items": {"type": "string"}, "uniqueItems": True},
@@ -84,9 +84,11 @@ INEXACT: list[tuple[Any, str, str, Any]] = [
 
 
 @pytest.mark.parametrize("schema, pointer, keyword, value", INEXACT, ids=lambda x: str(x)[:30])
-def test_what_cannot_be_enforced_is_named(schema, pointer, keyword, value):
-    """An inexact route names keyword and pointer, and its loose schema indeed lets more through: it
-    is taken only when allowed, and marked. Options of LLGuidance in a schema are no way around."""
+def test_route_reports_unenforced_keyword_and_pointer(schema, pointer, keyword, value):
+    """The closest schema indeed accepts more, and is used only if partial=True.
+
+    Options of LLGuidance in a schema have no effect.
+    """
     found = route(schema)
     assert not found.exact and "x-guidance" not in json.dumps(found.schema)
     assert (pointer, keyword) in {(r.pointer, r.keyword) for r in found.reasons}
@@ -111,16 +113,16 @@ def test_what_cannot_be_enforced_is_named(schema, pointer, keyword, value):
         {"enum": []},
     ],
 )
-def test_a_schema_without_outputs_is_refused(schema):
-    """What nothing satisfies has no backend, and partial=True is not said to help."""
+def test_grammar_check_refuses_unsatisfiable_schema(schema):
+    """The error does not suggest partial=True."""
     for partial in (False, True):
         with pytest.raises(GrammarError, match="allows no output") as caught:
             GrammarSpec.json_schema(schema, partial=partial).check()
         assert "partial" not in str(caught.value)
 
 
-def test_unknown_backends_are_refused(monkeypatch):
-    """By name, as are those that are not installed; auto makes do with XGrammar alone."""
+def test_resolve_spec_rejects_unknown_and_missing_backends(monkeypatch):
+    """auto uses XGrammar if it is the only installed backend."""
     with pytest.raises(GrammarError, match="unknown"):
         GrammarSpec.json_schema({}, backend="outlines")
     monkeypatch.setattr(resolve, "available_backends", lambda: ("xgrammar",))
@@ -145,13 +147,12 @@ def test_unknown_backends_are_refused(monkeypatch):
         ("unevaluatedProperties", {"unevaluatedProperties": False}),
     ],
 )
-def test_the_table_agrees_with_llguidance(keyword, schema):
-    """Keywords that are said to be refused are refused by LLGuidance itself."""
+def test_llguidance_refuses_keywords_listed_as_refused(keyword, schema):
     assert KEYWORDS[keyword][0] == "refused" and schema_error(schema)
 
 
-def test_a_refusal_names_true_reasons_only():
-    """What is enforced beside an obstacle is not named, whoever would have ignored it."""
+def test_refusal_names_only_unenforced_keywords():
+    """Keywords that were rewritten are not named."""
     schema = {
         "type": "object",
         "properties": {
@@ -166,8 +167,8 @@ def test_a_refusal_names_true_reasons_only():
         assert "/a" not in str(caught.value) and "/b" not in str(caught.value)
 
 
-def test_hostile_schemas_are_refused_in_a_sentence():
-    """Nonsense where a schema or a number belongs is a refusal, never another exception."""
+def test_grammar_check_refuses_malformed_schemas():
+    """Always with a short GrammarError."""
     nonsense: list[Any] = [
         {"properties": []},
         {"properties": {"a": 3}},
@@ -285,9 +286,9 @@ ENFORCED: dict[str, tuple[Any, list[Any], list[Any]]] = {
 
 
 @pytest.mark.parametrize("schema, good, bad", ENFORCED.values(), ids=ENFORCED)
-def test_what_says_nothing_or_can_be_spelled_out_is_exact(schema, good, bad):
-    """Unused parts refuse nothing; unevaluated, contained and dynamic ones are found statically."""
-    judge = jsonschema.validators.validator_for(schema, jsonschema.Draft202012Validator)(schema)
+def test_route_is_exact_for_rewritable_schemas(schema, good, bad):
+    """Among them unused definitions, unevaluated properties, contains and dynamic references."""
+    validator = jsonschema.validators.validator_for(schema, jsonschema.Draft202012Validator)(schema)
     before = json.dumps(schema)
     found = route(schema)
     assert found.exact, found.refusal()
@@ -295,11 +296,10 @@ def test_what_says_nothing_or_can_be_spelled_out_is_exact(schema, good, bad):
     assert not resolve_spec(GrammarSpec.json_schema(schema, partial=True), "auto").partial
     grammar = Grammar.routed(found)
     for value in (*good, *bad):
-        assert grammar.takes(value) == judge.is_valid(value) == (value in good), value
+        assert grammar.takes(value) == validator.is_valid(value) == (value in good), value
 
 
-def test_formats_are_what_the_draft_says():
-    """Enforced unless the schema declares a draft to which they are annotations, or as asked."""
+def test_route_asserts_formats_as_the_draft_specifies():
     latest = "https://json-schema.org/draft/2020-12/schema"
     plain = {"type": "string", "format": "date"}
     for schema, asked, enforced in (
@@ -324,9 +324,8 @@ def test_formats_are_what_the_draft_says():
         ({"type": "number", "multipleOf": 0.25}, "multipleOf", ["2.5", "2.0"]),
     ],
 )
-def test_spellings_that_are_not_produced_are_told(schema, keyword, texts):
-    """Where a valid number is refused in some spelling, the route says so; elsewhere nothing. So it
-    does of OpenAPI's nullable, for which null is not produced."""
+def test_route_reports_unproduced_spellings(schema, keyword, texts):
+    """Also OpenAI's nullable, for which null is not produced."""
     found = route({"properties": {"a": schema}})
     assert [reason[:2] for reason in found.spelling] == [("#/properties/a", keyword)]
     for text in texts:
@@ -337,8 +336,8 @@ def test_spellings_that_are_not_produced_are_told(schema, keyword, texts):
     assert not Grammar.routed(found).takes({"a": None})
 
 
-def test_a_routed_spec_means_what_the_standard_says():
-    """backend="auto" compiles on the chosen backend; further properties are legal unless strict."""
+def test_routed_schema_follows_the_standard():
+    """Additional properties are legal unless strict."""
     schema = {
         "type": "object",
         "properties": {"a": {"type": "integer"}, "b": {}},
@@ -356,6 +355,7 @@ def test_a_routed_spec_means_what_the_standard_says():
 
 
 def node(**more: Any) -> dict[str, Any]:
+    """Return a recursive object schema."""
     return {"type": "object", "properties": {"v": {"type": "integer"}, "n": {"$ref": "#"}}} | more
 
 
@@ -406,8 +406,8 @@ FINITE: dict[str, tuple[Any, Any]] = {
 
 
 @pytest.mark.parametrize("schema", ENDLESS.values(), ids=ENDLESS)
-def test_what_only_endless_values_satisfy_is_refused(schema: Any):
-    """By every backend's name, in a tag and loosely too: there is no output to make."""
+def test_json_schema_rejects_schema_without_finite_value(schema: Any):
+    """For every backend, in tags, and with partial=True."""
     for backend in ("", "auto", "xgrammar", "llguidance"):
         for partial in (False, True):
             with pytest.raises(GrammarError, match=r"allows no output: a \$ref leads back"):
@@ -417,8 +417,7 @@ def test_what_only_endless_values_satisfy_is_refused(schema: Any):
 
 
 @pytest.mark.parametrize("schema, value", FINITE.values(), ids=FINITE)
-def test_what_a_finite_value_satisfies_is_not(schema: Any, value: Any):
-    """Recursion with a way out is no reason to refuse."""
+def test_check_schema_accepts_recursive_schema_with_finite_value(schema: Any, value: Any):
     check_schema(schema)
     if value is None and "$defs" in schema:
         for _ in range(40):

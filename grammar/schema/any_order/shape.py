@@ -131,7 +131,7 @@ def merge_arrays(parts: Conjuncts) -> ArrayShape:
     Raises
     ------
     NoExactForm
-        The first items have schemas of their own.
+        Individual items have different schemas.
     """
     parts = tuple(part for part in parts if ARRAYS & part.keys())
     for part in parts:

@@ -123,7 +123,7 @@ class Negation:
     def partial_complement(
         self, schema: Any, types: JsonTypes = JSON_TYPES, names: Names = None
     ) -> tuple[Any, NoExactForm | None]:
-        """Return the complement, or a part of it, and the reason for what is omitted.
+        """Return the complement, or a part of it, and the reason if parts are omitted.
 
         Objects that violate the schema only in the value of a property are omitted if the
         complement of that property's schema cannot be expressed. Objects without the property are
@@ -345,9 +345,7 @@ def _other_types(schema: dict[str, Any], types: JsonTypes) -> Iterator[Any]:
         return
     own_types = types_of({"type": schema["type"]})
     if "integer" in own_types and "number" in types:
-        raise NoExactForm(
-            "type", "numbers that are no integers cannot be distinguished from integers"
-        )
+        raise NoExactForm("type", "fractional numbers cannot be distinguished from integers")
     excluded = [
         t for t in types if t not in own_types and not (t == "integer" and "number" in own_types)
     ]

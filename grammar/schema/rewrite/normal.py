@@ -3,7 +3,7 @@
 Keywords that the schema's draft ignores, unused definitions and keywords without effect are
 removed. Named references, and dynamic ones with a single target, become JSON pointers.
 ``unevaluatedProperties`` and ``unevaluatedItems`` are replaced where the schema alone determines
-what they cover.
+their scope.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Libraries that are not the ones graft knows are refused by what differs."""
+"""Missing and incompatible grammar libraries are reported by what differs."""
 
 from __future__ import annotations
 
@@ -7,12 +7,12 @@ import subprocess
 from pathlib import Path
 
 import pytest
-from guide_util import byte_vocabulary, said_by
+from guide_util import byte_vocabulary, output_of
 
 from graft.cudagraph.errors import OptionError
 from graft.grammar import GrammarError, GrammarService, GrammarSpec
-from graft.grammar.backends import llguidance as llguidance_room
-from graft.grammar.backends import xgrammar as xgrammar_room
+from graft.grammar.backends import llguidance as llguidance_module
+from graft.grammar.backends import xgrammar as xgrammar_module
 from graft.grammar.backends.llguidance import LLGuidanceBackend
 from graft.grammar.backends.xgrammar import XGrammarBackend
 from graft.native.softcuda.compile import compiler
@@ -38,7 +38,7 @@ SYMBOLS = [
 
 
 def build(folder: Path, text: str) -> Path:
-    """A library made from C++ text."""
+    """Compile a shared library from C++ text."""
     source = folder / "lib.cpp"
     library = folder / "lib.so"
     source.write_text(text)
@@ -57,7 +57,7 @@ def build(folder: Path, text: str) -> Path:
 
 
 def llguidance_like(version: str, *, without: str = "", defaults: str = "") -> str:
-    """C++ of a library with LLGuidance's symbols, none of which does anything but these two."""
+    """Return C++ text of a library with LLGuidance's symbols."""
     functions = [
         f'const char* llg_get_version() {{ return "{version}"; }}',
         f"void llg_constraint_init_set_defaults(unsigned char* o, const void* t) {{ {defaults} }}",
@@ -67,18 +67,18 @@ def llguidance_like(version: str, *, without: str = "", defaults: str = "") -> s
 
 
 def load(kind: str, library: Path) -> str:
-    """What the native loader says of a library, in a process that has loaded no other."""
+    """Return the native loader's error for a library, in a process that has loaded no other."""
     code = (
         "import ctypes, os, sys\nfrom graft.native import _native\n"
         "if os.path.exists(sys.argv[1]):\n    ctypes.CDLL(sys.argv[1])\n"
         f"try:\n    _native.guide.load_{kind}(sys.argv[1])\n"
         "except RuntimeError as error:\n    print(error)\n"
     )
-    return said_by(code, str(library))
+    return output_of(code, str(library))
 
 
 def tvm_ffi_like(*, version: int = 1, method: str = "", arguments: str = "", key: int = 0) -> str:
-    """C++ of a library with TVM-FFI's symbols, whose matcher type has one method."""
+    """Return C++ text of a library with TVM-FFI's symbols, whose matcher type has one method."""
     return f"""
 #include "tvm_ffi_abi.h"
 using namespace graft::tvm_ffi;
@@ -119,7 +119,11 @@ FILL = "fill_next_token_bitmask"
             llguidance_like("llguidance@1.9.1", without="matcher_reset"),
             "no symbol llg_matcher_reset",
         ),
-        ("llguidance", llguidance_like("llguidance@1.9.9"), "another layout"),  # writes no defaults
+        (
+            "llguidance",
+            llguidance_like("llguidance@1.9.9"),
+            "another layout",
+        ),  # writes no default values
         (
             "llguidance",
             llguidance_like("llguidance@1.9.9", defaults="o[100] = 0;"),
@@ -142,14 +146,13 @@ FILL = "fill_next_token_bitmask"
         ("xgrammar", "int nothing;", "no symbol TVMFFIGetVersion"),
     ],
 )
-def test_a_doctored_library_is_refused_by_what_differs(tmp_path, kind, text, said):
-    """Another release, symbol, layout, ABI, type, method or signature is named before anything is
-    called; so is LLGuidance where Python has not loaded that very library."""
+def test_native_loader_rejects_incompatible_libraries(tmp_path, kind, text, said):
+    """Another release, symbol, layout, ABI, type, method or signature is named before any call."""
     assert said in load(kind, build(tmp_path, text) if text else Path("/nowhere/_lib.so"))
 
 
-def test_loading_xgrammar_keeps_the_handler_of_faults():
-    """A fault stays the soft device's to name: TVM-FFI's handler does not replace its own."""
+def test_loading_xgrammar_keeps_signal_handler():
+    """TVM-FFI's handler does not replace the soft device's."""
     code = (
         "import ctypes\nfrom graft.grammar.backends.xgrammar import library\n"
         "def handler():\n"
@@ -159,20 +162,20 @@ def test_loading_xgrammar_keeps_the_handler_of_faults():
         "import faulthandler\nfaulthandler.enable()\n"
         "before = handler()\nlibrary()\nprint(before is not None and before == handler())\n"
     )
-    assert said_by(code) == "True\n"
+    assert output_of(code) == "True\n"
 
 
 @pytest.fixture(
     params=[
-        (llguidance_room, LLGuidanceBackend, "llguidance", "LLGuidance", doctor.check_llguidance),
-        (xgrammar_room, XGrammarBackend, "xgrammar", "XGrammar", doctor.check_xgrammar),
+        (llguidance_module, LLGuidanceBackend, "llguidance", "LLGuidance", doctor.check_llguidance),
+        (xgrammar_module, XGrammarBackend, "xgrammar", "XGrammar", doctor.check_xgrammar),
     ],
     ids=["llguidance", "xgrammar"],
 )
 def library(request, monkeypatch):
-    """A room, its backend, package, name and check in the doctor; both rooms are as in a process
-    that has loaded nothing, now and afterwards."""
-    caches = [llguidance_room.probe, xgrammar_room.probe, xgrammar_room.library]
+    """Yield a backend's module, class, package, name and doctor check, as if nothing were
+    loaded."""
+    caches = [llguidance_module.load_native, xgrammar_module.load_native, xgrammar_module.library]
     for cache in caches:
         cache.cache_clear()
     yield request.param
@@ -181,18 +184,17 @@ def library(request, monkeypatch):
         cache.cache_clear()
 
 
-class Refusing:
-    """Native code that finds another ABI in every library."""
+class IncompatibleNative:
+    """Native code that rejects every library."""
 
     def __getattr__(self, attribute):
         raise RuntimeError("the ABI is another one")
 
 
 @pytest.mark.parametrize("release", [True, False], ids=["release", "ABI"])
-def test_a_library_that_cannot_be_driven_is_refused(monkeypatch, library, release):
-    """One of another release before it is loaded, with the command that helps; else where probing
-    fails. The backend's error says why, and the doctor."""
-    room, backend, package, name, check = library
+def test_backend_rejects_incompatible_library(monkeypatch, library, release):
+    """Another release is rejected before it is loaded. Backend and doctor give the reason."""
+    module, backend, package, name, check = library
     real = importlib.metadata.version
     if release:
         said = f"{name} 9.9.0 is installed, graft needs .*pip install"
@@ -205,7 +207,7 @@ def test_a_library_that_cannot_be_driven_is_refused(monkeypatch, library, releas
     else:
         said = f"{name} cannot be driven natively: the ABI is another"
         why = "the ABI is another"
-        monkeypatch.setattr(room, "_native", type("Native", (), {"guide": Refusing()}))
+        monkeypatch.setattr(module, "_native", type("Native", (), {"guide": IncompatibleNative()}))
     with pytest.raises(OptionError, match=said):
         backend(byte_vocabulary())
     found = check()
@@ -213,8 +215,8 @@ def test_a_library_that_cannot_be_driven_is_refused(monkeypatch, library, releas
     assert "pip install" in found.advice or not release
 
 
-def test_a_library_that_is_absent_is_named_with_the_command_that_helps(monkeypatch, serve, library):
-    """One sentence where an engine names the backend, and where a grammar of a request does."""
+def test_backend_reports_missing_library(monkeypatch, serve, library):
+    """With the installation command: for the engine's backend, and for a grammar that names one."""
     package, name, real = *library[2:4], importlib.metadata.version
 
     def version(asked):

@@ -1,4 +1,4 @@
-"""The libraries by their own Python objects, which hold the GIL: oracles of the native matchers."""
+"""Reference matchers: the libraries' own Python objects, to which native matchers are compared."""
 
 from __future__ import annotations
 
@@ -14,13 +14,13 @@ from graft.grammar.backends.base import ending_ids
 from graft.grammar.backends.llguidance import grammar_text
 from graft.grammar.backends.xgrammar import library
 
-_LIMITS = llguidance.LLParserLimits(  # as native/guide/llguidance_abi.cpp has them
+_LIMITS = llguidance.LLParserLimits(  # equal to native/guide/llguidance_abi.cpp
     initial_lexer_fuel=10**7, step_lexer_fuel=10**7, max_items_in_row=10**6, step_max_items=10**6
 )
 
 
-def stock_tokenizer(vocabulary: Vocabulary) -> Any:
-    """LLGuidance's own tokenizer object, without any model's tokenizer behind it."""
+def reference_tokenizer(vocabulary: Vocabulary) -> Any:
+    """Return LLGuidance's own tokenizer object for a vocabulary without a tokenizer."""
     v = vocabulary
     ids = {token: i for i, token in reversed(list(enumerate(v.tokens))) if token}
     longest = max(map(len, ids))
@@ -31,14 +31,14 @@ def stock_tokenizer(vocabulary: Vocabulary) -> Any:
         while at < len(data):
             sizes = range(min(longest, len(data) - at), 0, -1)
             found = next((data[at : at + n] for n in sizes if data[at : at + n] in ids), b"")
-            if not found:  # a byte that no token spells
+            if not found:  # no token has this byte
                 break
             out.append(ids[found])
             at += len(found)
         return out
 
     class Wrapper(llguidance.TokenizerWrapper):
-        def __init__(self) -> None:  # what LLGuidance reads; the base wants a tokenizer
+        def __init__(self) -> None:  # LLGuidance reads these; the base class requires a tokenizer
             self.tokens = [*v.tokens, *[b""] * (v.size - len(v.tokens))]
             self.special_token_ids = sorted({*v.stop_ids, *v.names.values()})
             for name, token in v.names.items():
@@ -55,19 +55,19 @@ def stock_tokenizer(vocabulary: Vocabulary) -> Any:
     return llguidance.LLTokenizer(Wrapper(), eos_token=list(v.stop_ids))
 
 
-class StockLLGuidance:
-    """A backend of LLGuidance's own matchers, which hold the GIL."""
+class ReferenceLLGuidance:
+    """A backend of LLGuidance's own matchers."""
 
-    name = "stock LLGuidance"
+    name = "reference LLGuidance"
 
     def __init__(self, vocabulary: Vocabulary):
         self.vocabulary = vocabulary
-        self._tokenizer = stock_tokenizer(vocabulary)
+        self._tokenizer = reference_tokenizer(vocabulary)
 
     def compile(self, spec: GrammarSpec) -> CompiledGrammar:
-        """Raises ValueError with LLGuidance's reason."""
+        """Compile a grammar; raise ValueError with LLGuidance's message if it is refused."""
         grammar = json.loads(grammar_text(spec))["grammars"][0]
-        if "json_schema" in grammar:  # as which LLGuidance would spell forced text its own way
+        if "json_schema" in grammar:  # LLGuidance would tokenize forced text of it in one way only
             rules = "start: %json " + json.dumps(grammar["json_schema"])
             grammar = {"lark_grammar": '%llguidance {"no_forcing": true}\n' + rules}
         text = json.dumps({"grammars": [grammar]})
@@ -77,16 +77,16 @@ class StockLLGuidance:
         return CompiledGrammar(self, spec, handle, len(text))
 
     def matcher(self, compiled: CompiledGrammar, stop_ids: Iterable[int] | None = None) -> Matcher:
-        """A new matcher at the start."""
+        """Return a new matcher at the start."""
         return LLGuidanceMatcher(compiled, ending_ids(self, compiled, stop_ids))
 
 
 class LLGuidanceMatcher(Matcher):
-    """LLGuidance's own Python matcher, with termination by stop ids kept here."""
+    """LLGuidance's own Python matcher, with termination by stop ids added."""
 
     def __init__(self, compiled: CompiledGrammar, stop_ids: tuple[int, ...]):
         super().__init__(compiled, stop_ids)
-        self._start = compiled.native  # never moved: LLGuidance's rollback is not relied upon
+        self._start = compiled.native  # never advanced: LLGuidance's rollback is not used
         self._handle = self._start.deep_copy()
         self._history: list[int] = []
         self._terminated = self._dead = False
@@ -142,16 +142,16 @@ class LLGuidanceMatcher(Matcher):
         return self._terminated
 
 
-class StockXGrammar(XGrammarBackend):
-    """A backend whose matchers are XGrammar's, kept from what it would warn of."""
+class ReferenceXGrammar(XGrammarBackend):
+    """A backend of XGrammar's own matchers, without calls that print warnings."""
 
     def matcher(self, compiled: CompiledGrammar, stop_ids: Iterable[int] | None = None) -> Matcher:
-        """A new matcher at the start."""
+        """Return a new matcher at the start."""
         return XGrammarMatcher(compiled, ending_ids(self, compiled, stop_ids))
 
 
 class XGrammarMatcher(Matcher):
-    """Ids that are no text and no stop id of this request are never legal."""
+    """XGrammar's own Python matcher. Only text and stop ids of the request are legal."""
 
     def __init__(self, compiled: CompiledGrammar, stop_ids: tuple[int, ...]):
         super().__init__(compiled, stop_ids)

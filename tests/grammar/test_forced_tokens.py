@@ -1,4 +1,4 @@
-"""What the grammar forces is drafted, and changes nothing but the number of rounds."""
+"""Forced tokens: they are drafted, and change nothing but the number of rounds."""
 
 from __future__ import annotations
 
@@ -19,15 +19,14 @@ from graft.grammar import Vocabulary
 from graft.grammar.forced import ForcedTokens
 
 
-def test_forced_tokens_of_random_rows():
-    """One legal id is forced, whatever it is; else the longest of tokens that begin one another,
-    the first of those. Rows of few and of many ids, against a brute-force oracle."""
+def test_forced_tokens_match_brute_force():
+    """Rows with few and with many legal ids."""
     rng = np.random.default_rng(0)
     text = b"abababababababababababab"
     tokens = [text[: i % 20 + 1] for i in range(90)] + [b"c", b"", b"abc"]
     vocabulary = Vocabulary(tokens, 100, [91])
     forced = ForcedTokens(vocabulary)
-    certain = ForcedTokens(vocabulary, unique_only=True)
+    unique_only = ForcedTokens(vocabulary, unique_only=True)
     rows = [[], [91], [92], [3, 91]]
     for _ in range(600):
         most = 93 if rng.random() < 0.3 else 90
@@ -41,13 +40,13 @@ def test_forced_tokens_of_random_rows():
         begin = len(ids) <= 64 and all(text and longest.startswith(text) for text in texts)
         expected = ids[texts.index(longest)] if ids and (begin or len(ids) == 1) else -1
         assert forced.token(row) == expected
-        assert certain.token(row) == (expected if len(ids) == 1 else -1)
+        assert unique_only.token(row) == (expected if len(ids) == 1 else -1)
 
 
-@pytest.mark.parametrize("chain", [False, True], ids=["beside a drafter", "alone"])
+@pytest.mark.parametrize("chain", [False, True], ids=["with a drafter", "without a drafter"])
 @pytest.mark.parametrize("name", sorted(SPECS))
-def test_forced_tokens_are_followed(xgrammar, name, chain):
-    """Rows are the oracle's, and with matchers in Python everything is as with native ones."""
+def test_guide_follows_forced_tokens(xgrammar, name, chain):
+    """Rows equal those of the reference; Python and native matchers agree."""
     forced = ForcedTokens(xgrammar.vocabulary)
     device = Device(xgrammar, slots=3, draft_length=3, masked=not chain, seed=5, forced=forced)
     for slot in range(3):
@@ -78,9 +77,8 @@ CASES = [
     ],
     ids=str,
 )
-def test_forced_drafts_keep_the_exact_law(device, stream, case):
-    """100,000 tokens with forced drafts, illegal ones among them: the target's law exactly, also
-    where verification compares with the target's own sample."""
+def test_forced_drafts_preserve_target_distribution(device, stream, case):
+    """100,000 tokens with forced drafts, some of them illegal, also with coupled sampling."""
     wrong, values = wrong_twice(device, stream, case, 100_000)
     assert not wrong, f"p-values {values}"
 
@@ -92,9 +90,11 @@ def outputs(requests: list, **options: Any) -> tuple[list, Any, dict[str, int]]:
 
 
 @pytest.mark.parametrize("sampled", [False, True], ids=["greedy", "coupled"])
-def test_outputs_are_the_same_with_and_without_forced_drafts(pytestconfig, sampled):
-    """Token for token, with a drafter and without; without one, rounds are saved. Sampled requests
-    play all ways with --full alone."""
+def test_engine_forced_drafts_do_not_change_outputs(pytestconfig, sampled):
+    """With and without a drafter; without one, rounds are saved.
+
+    All variants of sampled requests run only with --full.
+    """
     requests = mixed_requests(6)
     if sampled:
         requests = [
@@ -103,13 +103,13 @@ def test_outputs_are_the_same_with_and_without_forced_drafts(pytestconfig, sampl
         ]
     expected, plain, _ = outputs(requests, speculation=False)
     assert plain.forced_tokens == 0
-    ways = [
+    variants = [
         {"speculation": True},
         {"speculation": True, "draft_masking": "probe"},
         {"speculation": False, "draft_masking": "probe"},
         {"speculation": False, "draft_length": 5},
     ]
-    for options in ways[:: 3 if sampled and not pytestconfig.getoption("--full") else 1]:
+    for options in variants[:: 3 if sampled and not pytestconfig.getoption("--full") else 1]:
         found, stats, grammar = outputs(requests, forced_drafts=True, **options)
         assert found == expected
         assert stats.forced_tokens > 0
@@ -121,7 +121,6 @@ def test_outputs_are_the_same_with_and_without_forced_drafts(pytestconfig, sampl
             assert 0 < saved <= plain.row_rounds - stats.row_rounds
 
 
-def test_more_drafts_than_a_round_has_are_refused():
-    """By the option's range, before anything runs."""
+def test_engine_rejects_too_many_forced_drafts():
     with pytest.raises(OptionError, match="from 1 to 63"):
         demo_engine(forced_drafts=True, speculation=False, draft_length=64)

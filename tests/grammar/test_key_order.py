@@ -1,4 +1,4 @@
-"""Objects whose keys come in any order: all texts of valid values, and no others."""
+"""key_order="any": grammars of objects whose keys come in any order."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ VALUES: list[Any] = [1, 3, 5, "x", "y", True, None, [], {}]
 
 
 def random_schema(rng: random.Random, depth: int) -> Any:
-    """A schema of objects, arrays, unions, conjunctions and references, three levels deep."""
+    """Return a schema of objects, arrays, unions, conjunctions and references."""
     kind = rng.choice(["object"] * 4 + ["array", "union", "ref", "values"]) if depth else "scalar"
     if kind == "scalar" or rng.random() < 0.2:
         return rng.choice(SCALARS)
@@ -71,7 +71,7 @@ def random_schema(rng: random.Random, depth: int) -> Any:
 
 
 def document(rng: random.Random) -> dict[str, Any]:
-    """A schema with one shared, recursive definition."""
+    """Return a random schema with one shared, recursive definition."""
     shared = {
         "type": "object",
         "properties": {"a": {"type": "integer"}, "b": {}, "n": {"$ref": "#/$defs/shared"}},
@@ -82,7 +82,7 @@ def document(rng: random.Random) -> dict[str, Any]:
 
 
 def random_value(rng: random.Random, schema: Any, defs: Any, depth: int = 0) -> Any:
-    """A value that fits now and then, its keys in any order."""
+    """Return a value that satisfies the schema in some cases."""
     if not isinstance(schema, dict) or depth > 6 or rng.random() < 0.03:
         return rng.choice(VALUES)
     if "$ref" in schema:
@@ -112,7 +112,7 @@ def random_value(rng: random.Random, schema: Any, defs: Any, depth: int = 0) -> 
 
 
 def shuffled(rng: random.Random, value: Any) -> Any:
-    """The same value with the keys of its objects in another order."""
+    """Return the value with the keys of its objects in another order."""
     if isinstance(value, dict):
         keys = rng.sample(list(value), len(value))
         return {key: shuffled(rng, value[key]) for key in keys}
@@ -120,7 +120,7 @@ def shuffled(rng: random.Random, value: Any) -> Any:
 
 
 def exact_grammars(rng: random.Random, count: int) -> list[tuple[dict[str, Any], Grammar]]:
-    """Random schemas that are enforced exactly in every order, and their grammars."""
+    """Return random schemas that are enforced exactly in any order, and their grammars."""
     found = []
     while len(found) < count:
         schema = document(rng)
@@ -134,26 +134,26 @@ def exact_grammars(rng: random.Random, count: int) -> list[tuple[dict[str, Any],
 
 
 @pytest.mark.parametrize("count, seed", [(30, 1), pytest.param(2500, 2, marks=pytest.mark.full)])
-def test_valid_values_and_no_others_in_any_order(count, seed):
-    """A text is accepted if and only if jsonschema finds its value valid."""
+def test_any_order_accepts_exactly_valid_values(count, seed):
+    """A text is accepted if and only if jsonschema accepts its value."""
     rng = random.Random(seed)
     outcomes = {True: 0, False: 0}
     for schema, grammar in exact_grammars(rng, count):
-        judge = jsonschema.Draft202012Validator(schema)
+        validator = jsonschema.Draft202012Validator(schema)
         for _ in range(12):
             value = shuffled(rng, random_value(rng, schema, schema["$defs"]))
-            valid = judge.is_valid(value)
+            valid = validator.is_valid(value)
             assert grammar.takes(value) == valid, (schema, json.dumps(value))
             outcomes[valid] += 1
     assert min(outcomes.values()) > 2 * count, outcomes
 
 
-def test_no_way_ends_short_of_a_valid_value():
-    """Whatever legal bytes are chosen, there is a next one, and what ends is valid, keys unlike."""
+def test_any_order_has_no_dead_ends():
+    """Random legal bytes always continue, and end in a valid value without duplicate keys."""
     rng = random.Random(3)
     ended = 0
 
-    def unlike(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    def without_duplicates(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
         named = [key for key, _ in pairs if key in set("abcdefn")]
         assert len(named) == len(set(named)), pairs
         return dict(pairs)
@@ -164,17 +164,18 @@ def test_no_way_ends_short_of_a_valid_value():
         return rng.choice(ends if ends and rng.random() < 0.5 else legal)
 
     for schema, grammar in exact_grammars(rng, 30):
-        judge = jsonschema.Draft202012Validator(schema)
+        validator = jsonschema.Draft202012Validator(schema)
         for _ in range(3):
             text = grammar.walk(choose, 400)
             if text is not None:
-                assert judge.is_valid(json.loads(text, object_pairs_hook=unlike)), (schema, text)
+                value = json.loads(text, object_pairs_hook=without_duplicates)
+                assert validator.is_valid(value), (schema, text)
                 ended += 1
     assert ended > 30
 
 
-def test_keys_have_one_spelling():
-    """A named key cannot come again in another spelling; other keys are written as JSON needs."""
+def test_any_order_keys_have_one_spelling():
+    """A named key cannot occur a second time in another spelling."""
     schema = {"properties": {"a": {"const": 1}, 'q"\n\\': {"const": 2}, "\x01": {"const": 3}}}
     spec = GrammarSpec.json_schema(schema, backend="llguidance", key_order="any")
     grammar = Grammar(spec=spec)
@@ -196,8 +197,8 @@ def test_keys_have_one_spelling():
         assert grammar.takes(value)
 
 
-def test_white_space_is_as_without_orders():
-    """Layouts of one object are accepted in both forms of the grammar, or in neither."""
+def test_any_order_whitespace_equals_schema_order():
+    """Both forms of the grammar accept the same layouts."""
     schema = {
         "type": "object",
         "properties": {
@@ -229,8 +230,8 @@ def test_white_space_is_as_without_orders():
         assert one.accepts(texts[1]) == (whitespace == "any") and one.accepts(texts[fitting])
 
 
-def test_the_order_is_the_users_choice():
-    """ "schema" keeps the schema's order, and is the default; XGrammar has no other."""
+def test_key_order_option():
+    """The schema's order is the default and the only one that XGrammar supports."""
     schema = {"type": "object", "properties": {"why": {}, "what": {}}, "required": ["why", "what"]}
     kept = GrammarSpec.json_schema(schema, backend="auto")
     free = GrammarSpec.json_schema(schema, backend="auto", key_order="any")
@@ -251,9 +252,9 @@ def test_the_order_is_the_users_choice():
         GrammarSpec.json_schema(schema, key_order="sorted")
 
 
-def test_what_has_no_such_form_keeps_one_order_and_says_so():
-    """Only an object with more than 64 names is narrowed, and asking for any order refused; by
-    default, and where a reference leads to no part of the schema, its order is all there is."""
+def test_any_order_falls_back_to_schema_order():
+    """Objects with more than 64 names keep the schema's order; the route reports it, and check()
+    refuses it."""
     wide: dict[str, Any] = {"type": "object", "properties": {f"k{i}": {} for i in range(65)}}
     schema = {"type": "object", "properties": {"a": {}, "b": wide}}
     found = route(schema, key_order="any")

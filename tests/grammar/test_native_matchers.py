@@ -1,4 +1,4 @@
-"""Native and stock matchers of every backend, step by step on random token streams."""
+"""Native and reference matchers of every backend, step by step on random token streams."""
 
 from __future__ import annotations
 
@@ -8,8 +8,8 @@ import guide_util
 import numpy as np
 import pytest
 from guide_util import OTHER_STOP, STOP, byte_vocabulary
+from reference_matchers import ReferenceLLGuidance, ReferenceXGrammar
 from reference_round import bits
-from stock import StockLLGuidance, StockXGrammar
 
 from graft.grammar import GrammarSpec, Matcher, StructuralTag, Vocabulary
 from graft.grammar.backends.llguidance import LLGuidanceBackend
@@ -17,7 +17,7 @@ from graft.grammar.backends.xgrammar import XGrammarBackend
 
 SIZE = 270
 BACKENDS = {"xgrammar": XGrammarBackend, "llguidance": LLGuidanceBackend}
-STOCK = {"xgrammar": StockXGrammar, "llguidance": StockLLGuidance}
+REFERENCES = {"xgrammar": ReferenceXGrammar, "llguidance": ReferenceLLGuidance}
 NODE = {
     "type": "object",
     "required": ["b"],
@@ -46,8 +46,8 @@ SPECS = {
         ["<f"],
     ),
 }
-# The first marker ends inside or with a token, the third is a token, the next comes by name, and
-# in the last a text that goes wrong may have begun anew within itself.
+# Markers that end inside or with a token, that are a token id, that name a token, and that can
+# start again within a partial match.
 FREE = {
     "text": SPECS["regex"].after('a":'),
     "required": SPECS["choice"].after('a":', required=True),
@@ -55,30 +55,35 @@ FREE = {
     "named": SPECS["lark"].after("<end>", required=True),
     "repetitive": SPECS["regex"].after("abac"),
 }
-#: Tokens that markers are made of.
+#: Tokens that occur in markers.
 LIKELY = {key: [*b'a":<end>', 259, 261, 265, 266] for key in FREE} | {
     "repetitive": [*b"abc", 259, 259]
 }
 
 
-def stream(native, stock, rng: np.random.Generator, length: int, kind: str) -> tuple[int, int]:
-    """Feed both the same tokens, some illegal, with rollbacks; returns endings and rows."""
+def compare_streams(
+    native, reference, rng: np.random.Generator, length: int, kind: str
+) -> tuple[int, int]:
+    """Feed random tokens, some illegal, and rollbacks to both matchers, and compare them.
+
+    Return the number of endings and of rows.
+    """
     rows = [np.full((SIZE + 31) // 32, seed, np.int32) for seed in (-1, 0)]
     ends = 0
     taken = 0
     started = 0
     for _ in range(length):
-        assert native.is_terminated() == stock.is_terminated()
+        assert native.is_terminated() == reference.is_terminated()
         if native.is_terminated():
             ends += 1
-            assert not native.accept(97) and not stock.accept(97)
+            assert not native.accept(97) and not reference.accept(97)
             back = int(rng.integers(1, taken + 1))
             native.rollback(back)
-            stock.rollback(back)
+            reference.rollback(back)
             taken -= back
             continue
-        constrained = stock.fill(rows[1])
-        if rng.random() < 0.7:  # a mask that is not made is one the library cannot keep
+        constrained = reference.fill(rows[1])
+        if rng.random() < 0.7:  # a mask that is not filled cannot be cached by the library
             assert native.fill(rows[0]) == constrained
             if constrained:
                 np.testing.assert_array_equal(rows[0], rows[1])
@@ -88,16 +93,16 @@ def stream(native, stock, rng: np.random.Generator, length: int, kind: str) -> t
         if rng.random() < 0.1 or not len(legal):
             illegal = np.setdiff1d(np.arange(-3, SIZE + 3), legal)
             token = int(rng.choice([-(2**31), 2**31 - 1, *rng.choice(illegal, 5)]))
-            assert not native.accept(token) and not stock.accept(token)
+            assert not native.accept(token) and not reference.accept(token)
         else:
             likely = [t for t in LIKELY.get(kind, ()) if t in legal]
             token = int(rng.choice(likely if likely and rng.random() < 0.8 else legal))
-            assert native.accept(token) and stock.accept(token), (token, legal, kind)
+            assert native.accept(token) and reference.accept(token), (token, legal, kind)
             taken += 1
         if taken and rng.random() < 0.15:
             back = int(rng.integers(1, taken + 1)) if rng.random() < 0.3 else 1
             native.rollback(back)
-            stock.rollback(back)
+            reference.rollback(back)
             taken -= back
     return ends, started
 
@@ -115,31 +120,32 @@ def vocabulary() -> Vocabulary:
     ids=["grammars", "markers"],
 )
 @pytest.mark.parametrize("name", BACKENDS)
-def test_native_and_stock_masks_are_equal_at_every_step(name, specs, streams, seed, least, capfd):
-    """Of many streams with illegal ids, rollbacks and endings, every mask and answer is equal,
-    whether or not a mask was made at the step before; the native byte scanner and a search in the
-    text agree where free text ends, both ways."""
+def test_native_matcher_equals_reference_matcher(name, specs, streams, seed, least, capfd):
+    """Every mask and result is equal, whether or not the mask of the previous step was filled.
+
+    With markers, the native byte scanner agrees with a search in the whole text.
+    """
     native = BACKENDS[name](vocabulary())
-    stock = STOCK[name](vocabulary())
+    reference = REFERENCES[name](vocabulary())
     rng = np.random.default_rng(seed)
     ends = 0
     rows = 0
     for kind, spec in specs.items():
-        grammars = [native.compile(spec), stock.compile(replace(spec, marker=None))]
+        grammars = [native.compile(spec), reference.compile(replace(spec, marker=None))]
         for _ in range(streams // len(specs)):
             stops = [(STOP,), (OTHER_STOP,), None][rng.integers(3)]
             pair = [g.matcher(stops) for g in grammars]
             if spec.marker is not None:
-                pair[1] = Searched(pair[1], spec.marker)
-            more = stream(pair[0].native, pair[1], rng, int(rng.integers(5, 30)), kind)
+                pair[1] = SearchingMatcher(pair[1], spec.marker)
+            more = compare_streams(pair[0].native, pair[1], rng, int(rng.integers(5, 30)), kind)
             ends = ends + more[0]
             rows = rows + more[1]
     assert ends > least[0] and rows > least[1]
     assert capfd.readouterr().err == ""
 
 
-class Searched(Matcher):
-    """Free text, then another matcher: the whole text is searched for the marker at every step."""
+class SearchingMatcher(Matcher):
+    """Free text, then another matcher. The whole text is searched for the marker at every step."""
 
     def __init__(self, inner, marker):
         super().__init__(inner.compiled, inner.stop_ids)
@@ -154,14 +160,14 @@ class Searched(Matcher):
         self.stopped = False
 
     def tail(self):
-        """The text that a marker may have begun in: a token that is no text breaks one."""
+        """Return the text after the last token without text, where a marker may have begun."""
         taken = [self.pieces[t] if t < len(self.pieces) else b"" for t in self.free]
         while b"" in taken:
             del taken[: taken.index(b"") + 1]
         return b"".join(taken)
 
     def found(self, token, tail):
-        """Whether the marker ends with the token; None: within it."""
+        """Return whether the marker ends with the token; None if it ends within the token."""
         if token in self.ids:
             return True
         piece = self.pieces[token] if token < len(self.pieces) else b""
