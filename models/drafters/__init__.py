@@ -1,4 +1,17 @@
-"""What drafts, one file each, behind one protocol."""
+"""Drafters of speculative decoding. All implement the protocol of `Drafter`.
+
+===================  ==========================================================================
+`Eagle3`             EAGLE-3 draft head
+`Mtp`                multi-token prediction (MTP) modules
+`DFlash`             block drafters: DFlash, DFlash2 and DSpark
+`SmallModel`         small draft model with the target's tokenizer
+`NGram`              n-gram prompt lookup
+`Suffix`             suffix decoding
+`UserDrafter`        a Python function
+`Forced`             tokens that the grammar forces
+`CascadeDrafter`     a lookup whose proposals a draft model continues
+===================  ==========================================================================
+"""
 
 from graft.models.drafters.base import Drafter, DrafterChoice, DrafterContext, DraftVocab, TreeShape
 from graft.models.drafters.cascade import CascadeDrafter

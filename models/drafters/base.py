@@ -1,8 +1,8 @@
-"""What drafts: the protocol between a round and whatever proposes tokens to it.
+"""Drafter protocol: the interface between a decoding round and the code that proposes tokens.
 
-A round's drafts are a tree whose row 0 is the slot's last token: draft j (from 1) hangs on row
-``parent[j] < j``. A chain is ``parent[j] = j - 1``. Drafts come level by level, as a model makes
-them, or all at once.
+The drafts of a round form a tree whose row 0 is the last token of the slot: the parent of draft j
+(from 1) is row ``parent[j] < j``. In a chain ``parent[j] = j - 1``. Drafts are made level by level,
+as by a draft model, or all at once, as by a lookup.
 """
 
 from __future__ import annotations
@@ -29,14 +29,19 @@ __all__ = ["DraftVocab", "Drafter", "DrafterContext", "MakeDrafter", "TreeShape"
 
 @dataclass(frozen=True)
 class TreeShape:
-    """Shape of a round's drafts.
+    """Shape of the drafts of a round.
 
-    Parameters
+    Attributes
     ----------
-    nodes : drafts per round; the target's forward has one row more.
-    levels : rows that each step feeds per request, one entry a step; empty: drafts come at once.
-    branch : most children of a row; 1 is a chain.
-    paths : of a tree whose shape is given, see `TreePlan`.
+    nodes
+        Number of drafts per round; the target's forward pass has one more row per request.
+    levels
+        Rows per request that each drafter step is fed, one entry per step; empty if all drafts are
+        made at once.
+    branch
+        Maximum number of children of a row; 1 for a chain.
+    paths
+        Paths of a tree of fixed shape, see `TreePlan`; empty if the tree grows by score.
     """
 
     nodes: int
@@ -46,7 +51,15 @@ class TreeShape:
 
     @staticmethod
     def by_level(drafts: int, tree: TreePlan | None = None) -> TreeShape:
-        """A chain whose drafts come one by one, or a tree that grows."""
+        """Return the shape of drafts that are made level by level.
+
+        Parameters
+        ----------
+        drafts
+            Number of drafts of a chain or of a growing tree.
+        tree
+            Tree to grow; None for a chain.
+        """
         plan = tree or TreePlan(1, drafts)
         if plan.paths:
             plan = TreePlan.of([path for path in plan.paths if len(path) <= plan.levels])
@@ -54,38 +67,49 @@ class TreeShape:
         levels = (1, *(plan.branch,) * (plan.levels - 1))
         return TreeShape(nodes, levels, plan.branch, plan.paths)
 
-    def check(self, most: int) -> None:
-        """Refuse what no round can be built for, or what has more than `most` drafts.
+    def check(self, max_drafts: int) -> None:
+        """Check that a round can be built for this shape.
+
+        Parameters
+        ----------
+        max_drafts
+            Maximum number of drafts per round.
 
         Raises
         ------
         OptionError
-            Naming the shape.
+            If the shape has too many drafts or is neither a chain nor a tree that graft verifies.
         """
-        if not 1 <= self.nodes <= most:
-            raise OptionError(f"{self.nodes} drafts a round, of the 1 to {most} asked for")
+        if not 1 <= self.nodes <= max_drafts:
+            raise OptionError(f"{self.nodes} drafts per round, expected 1 to {max_drafts}")
         steps = len(self.levels)
-        chain = self.branch == 1 and self.levels in ((), (1,) * self.nodes)
-        tree = self.branch > 1 and self.levels in ((), (1, *(self.branch,) * (steps - 1)))
-        planned = not self.paths or self == TreeShape.by_level(0, TreePlan.of(self.paths))
-        if not (chain or tree) or not planned:
-            raise OptionError(f"no round verifies drafts of the shape {self}")
-        if tree and (steps > self.nodes or (steps - 1) * self.branch > MAX_DRAFTS):
+        is_chain = self.branch == 1 and self.levels in ((), (1,) * self.nodes)
+        tree_levels = (1, *(self.branch,) * (steps - 1))
+        is_tree = self.branch > 1 and self.levels in ((), tree_levels)
+        matches_paths = True
+        if self.paths:
+            matches_paths = self == TreeShape.by_level(0, TreePlan.of(self.paths))
+        if not (is_chain or is_tree) or not matches_paths:
+            raise OptionError(f"drafts of the shape {self} cannot be verified in a round")
+        if is_tree and (steps > self.nodes or (steps - 1) * self.branch > MAX_DRAFTS):
             raise OptionError(
-                f"a tree of {steps} levels of {self.branch} has no place in {self.nodes} drafts "
-                f"a round, or in {MAX_DRAFTS}"
+                f"a tree of {steps} levels with {self.branch} nodes does not fit in {self.nodes} "
+                f"drafts per round, or in the limit of {MAX_DRAFTS}"
             )
 
 
 @dataclass(frozen=True)
 class DraftVocab:
-    """Columns of a drafter's logits.
+    """Vocabulary of a drafter's logits.
 
     Attributes
     ----------
-    size : how many.
-    d2t : int32 [size], target id of each; None: the column is the id.
-    t2d : int32 [V], column of each target id or -1; given exactly when ``d2t`` is.
+    size
+        Number of columns.
+    d2t
+        int32[size], target id of each column; None if the column is the id.
+    t2d
+        int32[V], column of each target id, or -1; given exactly if `d2t` is.
     """
 
     size: int
@@ -94,27 +118,35 @@ class DraftVocab:
 
 
 class Drafter:
-    """Base of all drafters; a subclass sets `shape` and what of the rest is not as here.
+    """Base class of all drafters. A subclass sets `shape` and overrides what differs.
 
     Attributes
     ----------
-    shape : the drafts it makes.
-    taps : OUTPUT ids of the target's layers whose residual streams it reads, ascending.
-    vocab : of its logits, for a drafter that comes level by level; else None.
-    caches : paged keys and values of its own; slots get pages in all of them.
-    reads_rows : whether `start` reads the mask rows made after the commit, and waits for them.
-    at_once : whether the logits of all levels are there after `start`, whatever is drafted.
-    lookahead : tokens behind a position that its entries in `caches` depend on; None: entries are
-        of use only to whoever was fed what is before them, so prefixes are not shared. Who sets it
-        and keeps anything else of a text has a method `resume`.
+    shape
+        Shape of the drafts.
+    feature_layers
+        Ids of the target layers whose output residual streams the drafter reads, ascending.
+    vocab
+        Vocabulary of the logits, for a drafter that drafts level by level; else None.
+    caches
+        KV caches of the drafter; slots get pages in all of them.
+    reads_mask_rows
+        Whether `start` reads the mask rows of this round, which are filled after the commit. The
+        drafter then waits for them.
+    logits_at_once
+        Whether `start` produces the logits of all levels, independent of the drafts chosen.
+    lookahead
+        Number of tokens after a position that its entries in `caches` depend on. None means that
+        the entries depend on other state, so that they cannot be shared as prefixes. A drafter
+        that sets it and keeps other state of a request overrides `resume`.
     """
 
     shape: TreeShape
-    taps: tuple[int, ...] = ()
+    feature_layers: tuple[int, ...] = ()
     vocab: DraftVocab | None = None
     caches: tuple[PagedKV, ...] = ()
-    reads_rows: bool = False
-    at_once: bool = False
+    reads_mask_rows: bool = False
+    logits_at_once: bool = False
     lookahead: int | None = None
 
     @property
@@ -122,75 +154,111 @@ class Drafter:
         """Whether `start` writes drafts to ``feed.proposal``."""
         return not self.shape.levels
 
-    def prefill(self, lane: Lane, own: Rows, following: Rows, features: DeviceArray | None) -> None:
-        """Absorb a part of a prompt. A part is a graph's launch: rows may be padding.
+    def prefill(
+        self, lane: Lane, rows: Rows, next_rows: Rows, features: DeviceArray | None
+    ) -> None:
+        """Process a chunk of a prompt. A chunk is one graph launch and may contain padding rows.
 
         Parameters
         ----------
-        own : tokens at their positions; the prompt's last token too, in its last part.
-        following : the token BEHIND each position but the last.
-        features : of the target at the positions of `following`, float32 [R, taps * hidden].
+        lane
+            Lane that the work is added to.
+        rows
+            Tokens at their positions; the last chunk includes the last token of the prompt.
+        next_rows
+            The token that FOLLOWS each position, for all positions but the last.
+        features
+            float32[R, layers * hidden], features of the target at the positions of `next_rows`.
         """
 
-    def resume(self, lane: Lane, own: Rows) -> None:
-        """Learn of the tokens of a prefix whose entries in `caches` are there already."""
+    def resume(self, lane: Lane, rows: Rows) -> None:
+        """Process the tokens of a cached prefix, whose entries in `caches` already exist."""
 
     def start(self, lane: Lane, feed: Feed) -> DeviceArray | None:
-        """Absorb what this round committed; return the logits of level 0, float32 [B, Vd].
+        """Process the tokens that this round committed and start to draft.
 
-        A drafter whose drafts come all at once writes them to ``feed.proposal`` and returns None.
-        With a ``feed.width`` of 1 no drafts are wanted: what it writes or returns is not read.
+        If ``feed.width`` is 1 no drafts are needed; results are then not read.
+
+        Returns
+        -------
+        DeviceArray or None
+            Logits of level 0, float32[B, Vd]; None from a drafter that writes all drafts to
+            ``feed.proposal``.
         """
-        raise DrafterError(f"{type(self).__name__} has no method start")
+        raise DrafterError(f"{type(self).__name__} does not define start")
 
     def step(self, lane: Lane, feed: Feed, level: int) -> DeviceArray:
-        """Feed the drafts of `level`, from 1 on; return their logits, float32 [B * branch, Vd]."""
-        raise DrafterError(f"{type(self).__name__} drafts level by level and has no method step")
+        """Process the drafts of `level` (from 1) and return their logits, float32[B * branch, Vd].
+
+        Called only for a drafter that drafts level by level.
+        """
+        raise DrafterError(f"{type(self).__name__} drafts level by level but does not define step")
 
     def all_levels(self, feed: Feed) -> DeviceArray:
-        """Logits of all levels after `start`, float32 [levels * B, Vd], a level's rows together."""
-        raise DrafterError(f"{type(self).__name__} is at_once and has no method all_levels")
+        """Return the logits of all levels after `start`, float32[levels * B, Vd], level by level.
+
+        Called only if `logits_at_once` is set.
+        """
+        raise DrafterError(
+            f"{type(self).__name__} sets logits_at_once but does not define all_levels"
+        )
 
     def failure(self, slot: int, epoch: int) -> DrafterError | None:
-        """Why it has ended a request on the device, if it has."""
+        """Return the error with which the drafter ended the request of a slot, if it did."""
         return None
 
 
 @dataclass(frozen=True)
 class DrafterContext:
-    """What a drafter is made from.
+    """What a drafter is created from.
 
     Attributes
     ----------
-    device, target, tokenizer : of the engine.
-    drafts : most drafts per round: what the engine was asked for.
-    tree : the tree to draft, where one was asked for.
-    slots, length : requests that have a place, and positions that each may use.
-    max_rows : most rows of one call: a prefill chunk, or every request's tokens of a round.
-    cache : makes a paged cache of the engine's shape: layers, kv_heads, head_dim, dtype.
+    device, target, tokenizer
+        Those of the engine.
+    max_drafts
+        Maximum number of drafts per round.
+    tree
+        Tree to draft; None for a chain.
+    slots
+        Number of request slots.
+    max_length
+        Maximum number of positions per slot.
+    max_rows
+        Maximum number of rows of a call: of a prefill chunk, or of all requests in a round.
+    make_cache
+        Creates a KV cache of the engine's size from layers, kv_heads, head_dim and dtype.
     """
 
     device: Device
     target: LlamaModel
     tokenizer: Tokenizer
-    drafts: int
+    max_drafts: int
     tree: TreePlan | None
     slots: int
-    length: int
+    max_length: int
     max_rows: int
-    cache: Callable[[int, int, int, str], PagedKV] = field(repr=False)
+    make_cache: Callable[[int, int, int, str], PagedKV] = field(repr=False)
 
 
-def check_target(target: LlamaModel, **made_for: int) -> None:
-    """Raise ConfigError when a drafter was made for a target whose config says otherwise."""
-    for name, wanted in made_for.items():
-        if (given := getattr(target.config, name)) != wanted:
+def check_target(target: LlamaModel, **expected: int) -> None:
+    """Check that the target has the config that a drafter was trained for.
+
+    Raises
+    ------
+    ConfigError
+        If a field of the target's config has another value.
+    """
+    for name, value in expected.items():
+        actual = getattr(target.config, name)
+        if actual != value:
             raise ConfigError(
-                f"the drafter is for a target of {name} {wanted}; this target's is {given}"
+                f"the drafter was made for a target with {name} {value}, but this target has "
+                f"{actual}"
             )
 
 
-#: A drafter's class, or any callable; an engine calls it once.
+#: A drafter class or another callable; an engine calls it once.
 MakeDrafter = Callable[[DrafterContext], Drafter]
-#: A folder with a checkpoint, ``module:name`` of a `MakeDrafter`, or one itself.
+#: A checkpoint folder, the name ``module:attribute`` of a `MakeDrafter`, or a `MakeDrafter`.
 DrafterChoice = str | Path | MakeDrafter

@@ -1,4 +1,4 @@
-"""One drafter in front of another: what the first knows at once, and the second's drafts behind."""
+"""Cascade of two drafters: a cheap one proposes first, a draft model continues its proposals."""
 
 from __future__ import annotations
 
@@ -15,55 +15,75 @@ __all__ = ["CascadeDrafter"]
 
 
 class CascadeDrafter(Drafter):
-    """Drafts what `first` proposes; where that ends, `then` goes on, level by level.
+    """Drafts what `first` proposes; `then` drafts the remaining levels.
 
     Parameters
     ----------
-    first : its drafts come all at once, as those of `NGram` do.
-    then : its drafts come level by level, as those of a model do.
+    context
+        Engine that the drafters are created for.
+    first
+        Drafter that makes all drafts at once, such as `NGram`.
+    then
+        Drafter that drafts level by level, such as a draft model.
 
     Raises
     ------
     OptionError
-        Unless they do, chains and as many of either; or they read different layers of the target.
+        If the drafters are not of these kinds, do not draft chains of the same length, or read
+        different target layers.
     """
 
-    def __init__(self, room: DrafterContext, first: DrafterChoice, then: DrafterChoice):
-        self._first, self._then = (make_drafter(choice, room) for choice in (first, then))
-        if self._first.shape.levels or not self._then.shape.levels:
-            raise OptionError(
-                "Ahead: drafts of the first must come all at once, of the second level by level"
-            )
-        if self._first.shape.branch > 1 or self._then.shape.branch > 1:
-            raise OptionError("Ahead: drafts of both must be chains; no tree grows behind others'")
-        if self._first.reads_rows:
-            raise OptionError("Ahead: the first reads mask rows, which are made for the second")
-        if self._first.shape.nodes != self._then.shape.nodes:
-            raise OptionError(
-                f"Ahead: {self._first.shape.nodes} drafts of the first, and "
-                f"{self._then.shape.nodes} of the second"
-            )
-        both = (self._first, self._then)
+    def __init__(self, context: DrafterContext, first: DrafterChoice, then: DrafterChoice):
+        self._first = make_drafter(first, context)
+        self._then = make_drafter(then, context)
+        self._check()
+        drafters = (self._first, self._then)
         self.shape = self._then.shape
         self.vocab = self._then.vocab
-        self.taps = tuple(sorted({tap for drafter in both for tap in drafter.taps}))
-        if any(drafter.taps not in ((), self.taps) for drafter in both):
-            raise OptionError("Ahead: the two read different layers of the target")
-        looks = [drafter.lookahead for drafter in both]
-        self.lookahead = None if None in looks else max(n for n in looks if n is not None)
+        layers = {layer for drafter in drafters for layer in drafter.feature_layers}
+        self.feature_layers = tuple(sorted(layers))
+        if any(drafter.feature_layers not in ((), self.feature_layers) for drafter in drafters):
+            raise OptionError("CascadeDrafter: both drafters must read the same target layers")
+        lookaheads = [drafter.lookahead for drafter in drafters]
+        if None in lookaheads:
+            self.lookahead = None
+        else:
+            self.lookahead = max(n for n in lookaheads if n is not None)
         self.caches = (*self._first.caches, *self._then.caches)
+
+    def _check(self) -> None:
+        first = self._first
+        then = self._then
+        if first.shape.levels or not then.shape.levels:
+            raise OptionError(
+                "CascadeDrafter: `first` must make all drafts at once, `then` must draft level by "
+                "level"
+            )
+        if first.shape.branch > 1 or then.shape.branch > 1:
+            raise OptionError("CascadeDrafter: both drafters must draft chains, not trees")
+        if first.reads_mask_rows:
+            raise OptionError(
+                "CascadeDrafter: `first` must not read mask rows, which are filled for `then`"
+            )
+        if first.shape.nodes != then.shape.nodes:
+            raise OptionError(
+                f"CascadeDrafter: `first` makes {first.shape.nodes} drafts and `then` "
+                f"{then.shape.nodes}; both must make the same number"
+            )
 
     @property
     def proposes(self) -> bool:
         return True
 
-    def prefill(self, lane: Lane, own: Rows, following: Rows, features: DeviceArray | None) -> None:
+    def prefill(
+        self, lane: Lane, rows: Rows, next_rows: Rows, features: DeviceArray | None
+    ) -> None:
         for drafter in (self._first, self._then):
-            drafter.prefill(lane, own, following, features)
+            drafter.prefill(lane, rows, next_rows, features)
 
-    def resume(self, lane: Lane, own: Rows) -> None:
+    def resume(self, lane: Lane, rows: Rows) -> None:
         for drafter in (self._first, self._then):
-            drafter.resume(lane, own)
+            drafter.resume(lane, rows)
 
     def start(self, lane: Lane, feed: Feed) -> DeviceArray | None:
         self._first.start(lane, feed)

@@ -1,10 +1,14 @@
-"""Block drafters: one pass gives the logits of all drafts. DFlash (arXiv 2602.06036), DFlash2, and
-DSpark (arXiv 2607.05147), which adds to a row's logits what the draft before it makes likely.
+"""Block drafters: one forward pass gives the logits of all drafts.
 
-What they know of a committed position is c = norm(fc [outputs of some layers of the target]), which
-becomes keys and values of each layer by the very projections that make those of the block: the last
-token and masks behind it. The block's rows attend to all of that and to one another. A row of
-DFlash predicts the token at its own position, the first one none; one of DSpark the token behind.
+* DFlash (arXiv 2602.06036)
+* DFlash2, see dflash2.py
+* DSpark (arXiv 2607.05147), which adds logits that depend on the previous draft (Markov head)
+
+The context of a block drafter is c = norm(fc [outputs of some layers of the target]) per committed
+position. Every layer projects it to keys and values with the same projections that it applies to
+the rows of the block: the last token, followed by mask tokens. The rows of the block attend to the
+whole context and to each other. A row of DFlash predicts the token at its own position, so the
+first row predicts none; a row of DSpark predicts the next token.
 """
 
 from __future__ import annotations
@@ -22,6 +26,7 @@ from graft.models.errors import ConfigError, DrafterError
 from graft.models.llm.checkpoint import Checkpoint
 from graft.models.llm.config import DFlashConfig
 from graft.models.llm.kernel_library import KVWrite
+from graft.models.llm.llama import LlamaModel
 from graft.models.llm.rows import Rows
 from graft.models.llm.stack import DecoderLayer, DecoderStack
 from graft.models.llm.weights import Weights
@@ -33,138 +38,116 @@ _BLOCK = 64
 
 
 class DFlash(Drafter):
-    """Drafts level by level, all levels from one pass; those of DFlash are all there `at_once`.
+    """Drafts level by level; the logits of all levels come from one forward pass.
+
+    For DFlash they do not depend on the drafts, so that `logits_at_once` is set.
 
     Parameters
     ----------
-    folder : config.json and tensors as published: ``fc``, ``hidden_norm``, ``layers.{i}.*`` and
-        ``norm``; ``embed_tokens`` and ``lm_head``, else the target's; for DSpark
-        ``markov_head.*``; for DFlash2 ``candidate_selector.*``, and of layers ``attention_conv.*``
-        and ``mlp_conv.*``. A confidence head is not used.
+    folder
+        A folder with config.json and tensors as published: ``fc``, ``hidden_norm``,
+        ``layers.{i}.*`` and ``norm``; ``embed_tokens`` and ``lm_head`` if they differ from the
+        target's; for DSpark ``markov_head.*``; for DFlash2 ``candidate_selector.*`` and, in every
+        layer, ``attention_conv.*`` and ``mlp_conv.*``. A confidence head is ignored.
+    context
+        Engine that the drafter is created for.
 
     Raises
     ------
     CheckpointError, ConfigError
-        Also when it was made for another target, or sees fewer positions than requests may have.
+        Also if the drafter was made for another target, or its sliding window is shorter than
+        the engine's max_length.
     """
 
     lookahead = 1
 
-    def __init__(self, folder: Path, room: DrafterContext) -> None:
+    def __init__(self, folder: Path, context: DrafterContext) -> None:
         config = DFlashConfig.from_dir(folder)
-        device = room.device
-        target = room.target
-        hidden = config.hidden_size
-        vocab = config.vocab_size
-        self.taps = config.target_layer_ids
-        check_target(
-            target, vocab_size=vocab, hidden_size=hidden, num_hidden_layers=config.num_target_layers
-        )
-        if config.sliding_window is not None and config.sliding_window < room.length:
-            raise ConfigError(
-                f"{folder}: sliding_window = {config.sliding_window} is implemented for requests "
-                f"of so many positions, and max_length is {room.length}"
-            )
+        device = context.device
+        target = context.target
+        rows = context.max_rows
+        _check_config(folder, config, context)
         self._config = config
         self._kernels = target.kernels
-        rank = config.markov_rank
-        deepest = config.block_size - config.first_row
-        tree = room.tree and room.tree._replace(levels=min(room.tree.levels, deepest))
-        self.shape = TreeShape.by_level(room.drafts if tree else min(room.drafts, deepest), tree)
-        self.vocab = DraftVocab(vocab)
-        rows = room.max_rows
-        nodes = room.slots * self.shape.branch
+        self.feature_layers = config.target_layer_ids
+        self.vocab = DraftVocab(config.vocab_size)
+        max_levels = config.block_size - config.first_row
+        if context.tree is None:
+            self.shape = TreeShape.by_level(min(context.max_drafts, max_levels))
+        else:
+            tree = context.tree._replace(levels=min(context.tree.levels, max_levels))
+            self.shape = TreeShape.by_level(context.max_drafts, tree)
+        nodes = context.slots * self.shape.branch
+        level_rows = context.slots * len(self.shape.levels)
         weights = Weights(device, Checkpoint(folder))
-        self._embedding, self._head = (
-            weights.matrix(name, vocab, hidden) if name in weights.checkpoint else of_target
-            for name, of_target in (
-                ("embed_tokens.weight", target.embedding),
-                ("lm_head.weight", target.lm_head),
-            )
-        )
-        self._fc = weights.matrix("fc.weight", hidden, len(self.taps) * hidden)
+        layers = self._load(weights, target)
+        self._convolutions = None
+        self._selector = None
+        if config.selector_rank:
+            self._convolutions = Convolutions(weights, config, self._kernels, rows)
+            self._selector = Selector(weights, config, self._kernels, level_rows, nodes)
+        self.logits_at_once = not (config.markov_rank or config.selector_rank)
+        weights.finish(("rotary_emb.inv_freq", "confidence_head."))
+        heads = config.num_key_value_heads
+        dim = config.head_dim
+        self._kv = context.make_cache(config.num_hidden_layers, heads, dim, config.dtype)
+        self.caches = (self._kv,)
+        self._stack = DecoderStack(self._kernels, config, layers, self._kv, max_rows=rows)
+        self._context_kv = device.empty((rows, 2 * heads * dim), "float32")
+        self._previous = device.empty((nodes, max(config.markov_rank, 1)), "float32")
+        row_of_node = np.arange(nodes, dtype=np.int32) // self.shape.branch
+        self._row_of_node = device.from_host(row_of_node)
+        # Token, slot, position and last attended position of every row.
+        self._block = device.zeros((4, rows), "int32")
+        self._block_rows = device.load(KERNELS)["block_rows"]
+
+    def _load(self, weights: Weights, target: LlamaModel) -> list[DecoderLayer]:
+        """Upload the tensors that all kinds have, and the Markov head; return the layers."""
+        config = self._config
+        hidden = config.hidden_size
+        vocab = config.vocab_size
+        rank = config.markov_rank
+        self._embedding = target.embedding
+        if "embed_tokens.weight" in weights.checkpoint:
+            self._embedding = weights.matrix("embed_tokens.weight", vocab, hidden)
+        self._head = target.lm_head
+        if "lm_head.weight" in weights.checkpoint:
+            self._head = weights.matrix("lm_head.weight", vocab, hidden)
+        self._fc = weights.matrix("fc.weight", hidden, len(self.feature_layers) * hidden)
         self._context_norm = weights.vector("hidden_norm.weight", hidden)
         layers = [
             DecoderLayer.load(weights, f"layers.{i}", config, hidden, self._kernels)
             for i in range(config.num_hidden_layers)
         ]
         self._norm = weights.vector("norm.weight", hidden)
-        self._markov = (
-            [
-                weights.matrix(f"markov_head.markov_{name}.weight", vocab, rank)
-                for name in ("w1", "w2")
-            ]
-            if rank
-            else []
-        )
-        levels = room.slots * len(self.shape.levels)
-        second = config.selector_rank > 0
-        self._convolutions = Convolutions(weights, config, self._kernels, rows) if second else None
-        self._selector = Selector(weights, config, self._kernels, levels, nodes) if second else None
-        self.at_once = not (rank or second)
-        weights.finish(("rotary_emb.inv_freq", "confidence_head."))
-        heads = config.num_key_value_heads
-        dim = config.head_dim
-        self._kv = room.cache(config.num_hidden_layers, heads, dim, config.dtype)
-        self.caches = (self._kv,)
-        self._stack = DecoderStack(self._kernels, config, layers, self._kv, max_rows=rows)
-        self._context_kv = device.empty((rows, 2 * heads * dim), "float32")
-        self._before = device.empty((nodes, max(rank, 1)), "float32")
-        self._row_of = device.from_host(np.arange(nodes, dtype=np.int32) // self.shape.branch)
-        self._block = device.zeros((4, rows), "int32")  # token, slot, position, last attended one
-        self._block_rows = device.load(KERNELS)["block_rows"]
+        self._markov: tuple[DeviceArray, DeviceArray] | None = None
+        if rank:
+            w1 = weights.matrix("markov_head.markov_w1.weight", vocab, rank)
+            w2 = weights.matrix("markov_head.markov_w2.weight", vocab, rank)
+            self._markov = (w1, w2)
+        return layers
 
-    def prefill(self, lane: Lane, own: Rows, following: Rows, features: DeviceArray | None) -> None:
-        self._absorb(lane, following, features)
+    def prefill(
+        self, lane: Lane, rows: Rows, next_rows: Rows, features: DeviceArray | None
+    ) -> None:
+        self._write_context(lane, next_rows, features)
 
     def start(self, lane: Lane, feed: Feed) -> DeviceArray | None:
-        self._absorb(lane, feed.committed(lane), feed.features)
+        self._write_context(lane, feed.committed(lane), feed.features)
         if feed.width == 1:
             return None
         config = self._config
         kernels = self._kernels
-        buffers = self._stack.buffers
         batch = feed.batch
+        rows, attend_rows = self._lay_out_block(lane, feed)
+        count = rows.count
+        self._run_layers(lane, batch, rows, attend_rows)
+        residual = self._stack.buffers.residual[:count]
+        normed = self._stack.buffers.normed[:count]
+        kernels.norm(lane, residual, self._norm, config.rms_norm_eps, normed)
         first = config.first_row * batch
-        eps = config.rms_norm_eps
-        n = first + len(self.shape.levels) * batch
-        block = token, slot, pos, last = [self._block[i][:n] for i in range(4)]
-        args = [
-            feed.row_slot,
-            feed.state.array,
-            feed.sampler.rows,
-            feed.sampler.row_words,
-            batch,
-            n // batch,
-            config.mask_token_id,
-            *block,
-        ]
-        lane.kernel(self._block_rows, -(-n // _BLOCK), _BLOCK, args, name="block rows")
-        residual = buffers.residual[:n]
-        normed = buffers.normed[:n]
-        scaled = config.input_embedding_scale != 1
-        x = self._stack.input_norm(n)
-        kernels.gather(
-            lane,
-            self._embedding,
-            token,
-            residual,
-            name="embed",
-            norm=None if scaled or self._convolutions else x,
-        )
-        if scaled:
-            kernels.scale(lane, residual, config.input_embedding_scale)
-        if scaled and not self._convolutions:
-            kernels.norm(lane, residual, x.weight, eps, x.out)
-        rows = Rows(token, slot, pos)
-        attending = Rows(token, slot, last)
-        if self._convolutions:
-            self._convolutions.run(lane, self._stack, rows, attending, batch)
-        else:
-            self._stack.run(lane, rows, x, attend_rows=attending)
-        kernels.norm(lane, residual, self._norm, eps, normed)
-        # The target's logits, of more rows, have been read: here is their place.
-        logits = feed.scratch.logits[: n - first]
+        # The target's logits of this round have been read: their buffer is free, and large enough.
+        logits = feed.scratch.logits[: count - first]
         kernels.linear(lane, normed[first:], self._head, logits, name="draft head")
         factor = config.output_multiplier
         cap = config.final_logit_softcapping
@@ -172,51 +155,118 @@ class DFlash(Drafter):
             kernels.scale(lane, logits, factor, cap)
         if self._selector:
             self._selector.choose(lane, normed[first:], logits)
-        return self._level(lane, feed, 0, token[:batch])
+        return self._level(lane, feed, 0, rows.token[:batch])
 
     def step(self, lane: Lane, feed: Feed, level: int) -> DeviceArray:
-        before = None if self.at_once else feed.drafts(lane, level).token
-        return self._level(lane, feed, level, before)
+        previous = None if self.logits_at_once else feed.drafts(lane, level).token
+        return self._level(lane, feed, level, previous)
 
     def all_levels(self, feed: Feed) -> DeviceArray:
         return feed.scratch.logits[: len(self.shape.levels) * feed.batch]
 
-    def _level(self, lane: Lane, feed: Feed, level: int, before: DeviceArray | None) -> DeviceArray:
-        """A level's logits, by the tokens before its own; of a tree, once for every node."""
+    def _lay_out_block(self, lane: Lane, feed: Feed) -> tuple[Rows, Rows]:
+        """Lay out the rows of the block; also return rows with the last attended positions."""
+        config = self._config
+        width = config.first_row + len(self.shape.levels)
+        count = width * feed.batch
+        token, slot, pos, last = (self._block[i][:count] for i in range(4))
+        args = [
+            feed.row_slot,
+            feed.state.array,
+            feed.sampler.rows,
+            feed.sampler.row_words,
+            feed.batch,
+            width,
+            config.mask_token_id,
+            token,
+            slot,
+            pos,
+            last,
+        ]
+        lane.kernel(self._block_rows, -(-count // _BLOCK), _BLOCK, args, name="block rows")
+        return Rows(token, slot, pos), Rows(token, slot, last)
+
+    def _run_layers(self, lane: Lane, batch: int, rows: Rows, attend_rows: Rows) -> None:
+        """Embed the rows of the block and run the decoder layers."""
+        config = self._config
+        kernels = self._kernels
+        residual = self._stack.buffers.residual[: rows.count]
+        x = self._stack.input_norm(rows.count)
+        is_scaled = config.input_embedding_scale != 1
+        # The gather computes the norm too, unless something comes between them.
+        norm = None if is_scaled or self._convolutions else x
+        kernels.gather(lane, self._embedding, rows.token, residual, name="embed", norm=norm)
+        if is_scaled:
+            kernels.scale(lane, residual, config.input_embedding_scale)
+        if self._convolutions:
+            self._convolutions.run(lane, self._stack, rows, attend_rows, batch)
+            return
+        if is_scaled:
+            kernels.norm(lane, residual, x.weight, config.rms_norm_eps, x.out)
+        self._stack.run(lane, rows, x, attend_rows=attend_rows)
+
+    def _level(
+        self, lane: Lane, feed: Feed, level: int, previous: DeviceArray | None
+    ) -> DeviceArray:
+        """Return the logits of a level; in a tree once for every node.
+
+        Parameters
+        ----------
+        lane
+            Lane that the kernels are added to.
+        feed
+            Round.
+        level
+            Level, from 0.
+        previous
+            int32, token before each row or node; None if the logits do not depend on it.
+        """
         logits = feed.scratch.logits[level * feed.batch : (level + 1) * feed.batch]
         if level and feed.branch > 1:
-            row_of = self._row_of[: feed.batch * feed.branch]
-            self._kernels.gather(lane, logits, row_of, feed.logits, name="nodes' logits")
+            row_of_node = self._row_of_node[: feed.batch * feed.branch]
+            self._kernels.gather(lane, logits, row_of_node, feed.logits, name="nodes' logits")
             logits = feed.logits
-        if self._markov and before is not None:
+        if self._markov is not None and previous is not None:
             w1, w2 = self._markov
-            picked = self._before[: logits.shape[0]]
-            self._kernels.gather(lane, w1, before, picked, name="draft before")
-            self._kernels.linear(lane, picked, w2, logits, residual=logits, name="markov head")
-        if self._selector and before is not None:
-            self._selector.score(lane, logits, level, feed.batch, before)
+            gathered_rows = self._previous[: logits.shape[0]]
+            self._kernels.gather(lane, w1, previous, gathered_rows, name="draft before")
+            self._kernels.linear(
+                lane, gathered_rows, w2, logits, residual=logits, name="markov head"
+            )
+        if self._selector and previous is not None:
+            self._selector.score(lane, logits, level, feed.batch, previous)
         return logits
 
-    def _absorb(self, lane: Lane, rows: Rows, features: DeviceArray | None) -> None:
-        """Write keys and values of committed positions."""
+    def _write_context(self, lane: Lane, rows: Rows, features: DeviceArray | None) -> None:
+        """Write keys and values of committed positions to the cache."""
         if features is None:
             raise DrafterError("a block drafter needs features of the target")
         config = self._config
         kernels = self._kernels
-        buffers = self._stack.buffers
-        n = rows.check(self._block.shape[1])
+        count = rows.check(self._block.shape[1])
         queries = config.num_attention_heads * config.head_dim
-        residual = buffers.residual[:n]
-        context = buffers.normed[:n]
-        kv = self._context_kv[:n]
+        residual = self._stack.buffers.residual[:count]
+        context = self._stack.buffers.normed[:count]
+        kv = self._context_kv[:count]
         kernels.linear(lane, features, self._fc, residual, name="fc")
         kernels.norm(lane, residual, self._context_norm, config.rms_norm_eps, context)
-        for i, weights in enumerate(self._stack.layers):
-            kernels.project_qkv(
-                lane,
-                context,
-                weights.qkv[queries:],
-                kv,
-                KVWrite(self._stack.rope_table, rows, self._kv, i, 0),
-                weights.head_norms,
-            )
+        for layer, weights in enumerate(self._stack.layers):
+            write = KVWrite(self._stack.rope_table, rows, self._kv, layer, heads=0)
+            key_value = weights.qkv[queries:]
+            kernels.project_qkv(lane, context, key_value, kv, write, weights.head_norms)
+
+
+def _check_config(folder: Path, config: DFlashConfig, context: DrafterContext) -> None:
+    """Check that the drafter fits the target and the engine."""
+    check_target(
+        context.target,
+        vocab_size=config.vocab_size,
+        hidden_size=config.hidden_size,
+        num_hidden_layers=config.num_target_layers,
+    )
+    window = config.sliding_window
+    if window is not None and window < context.max_length:
+        raise ConfigError(
+            f"{folder}: sliding_window = {window} is only implemented for requests of at most as "
+            f"many positions, but max_length is {context.max_length}"
+        )

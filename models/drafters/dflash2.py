@@ -1,17 +1,22 @@
-"""What DFlash2 adds to DFlash: convolutions over the rows of a block, and a selector.
+"""What DFlash2 adds to DFlash: convolutions over the rows of a block, and a candidate selector.
 
-A layer convolves what its attention and its MLP read and what they make: each row with those before
-it in the block, by a kernel that is the sum of one of each column and of one that the row makes for
-a group of columns. The context goes through none.
+Every layer convolves the input and the output of its attention and of its MLP: each row with the
+previous rows of the block. The kernel is the sum of a static one per column and a dynamic one that
+the row computes for a group of columns. The context is not convolved.
 
-The selector makes a level depend on the one before. With u the logits of a row and h its output,
-its k best ids x get the scores u(x) + sum over r of predecessor[token before]_r (W h)_r
-successor[x]_r, and drafts are drawn of these by softmax, left to right. All other ids keep their
-order, so far below that chance does not find them; where a grammar takes all k, the best of the
-others is drafted, for which the published selector has no score.
+The selector makes a level depend on the previous draft. With u the logits of a row and h its
+output, the k best ids x of the row get the scores
+
+    u(x) + sum over r of predecessor[previous token]_r (W h)_r successor[x]_r
+
+and the drafts are sampled from their softmax, left to right. All other ids keep their order, at
+logits so low that they are not sampled. If the grammar forbids all k, the best of the others is
+drafted; the published selector has no score for this case.
 """
 
 from __future__ import annotations
+
+from typing import NamedTuple
 
 from graft.cudagraph.lanes import Lane
 from graft.cudagraph.memory import DeviceArray
@@ -25,29 +30,61 @@ from graft.sampling.loading import load, row_block
 __all__ = ["Convolutions", "Selector"]
 
 
-class Convolutions:
-    """Of all layers, before and behind attention and MLP; for `rows` rows of all blocks."""
+class _Convolution(NamedTuple):
+    """Weights of the convolutions before and after one attention or MLP.
 
-    def __init__(
-        self, weights: Weights, config: DFlashConfig, kernels: ModelKernels, rows: int
-    ) -> None:
+    Attributes
+    ----------
+    base
+        float32[2, size, hidden], static kernels before and after.
+    projection
+        [columns, hidden], computes the dynamic kernels of a row.
+    """
+
+    base: DeviceArray
+    projection: DeviceArray
+
+    @staticmethod
+    def load(weights: Weights, prefix: str, config: DFlashConfig) -> _Convolution:
         size = config.conv_kernel_size
         hidden = config.hidden_size
-        columns = 2 * size * (hidden // config.conv_group_size)
-        self._sites = [
-            [
-                (
-                    weights.vector(f"layers.{i}.{name}_conv.base_kernel", 2, size, hidden),
-                    weights.matrix(
-                        f"layers.{i}.{name}_conv.kernel_projection.weight", columns, hidden
-                    ),
-                )
-                for name in ("attention", "mlp")
-            ]
-            for i in range(config.num_hidden_layers)
-        ]
-        self._dynamic = kernels.device.empty((rows, columns), "float32")
-        self._convolved = kernels.device.empty((rows, hidden), "float32")
+        columns = _dynamic_columns(config)
+        return _Convolution(
+            weights.vector(f"{prefix}.base_kernel", 2, size, hidden),
+            weights.matrix(f"{prefix}.kernel_projection.weight", columns, hidden),
+        )
+
+
+def _dynamic_columns(config: DFlashConfig) -> int:
+    groups = config.hidden_size // config.conv_group_size
+    return 2 * config.conv_kernel_size * groups
+
+
+class Convolutions:
+    """Convolutions of all layers, before and after attention and MLP.
+
+    Parameters
+    ----------
+    weights
+        Source of the tensors.
+    config
+        Shape of the drafter.
+    kernels
+        Kernel library.
+    max_rows
+        Maximum number of rows of all blocks.
+    """
+
+    def __init__(
+        self, weights: Weights, config: DFlashConfig, kernels: ModelKernels, max_rows: int
+    ) -> None:
+        self._layers = []
+        for i in range(config.num_hidden_layers):
+            attention = _Convolution.load(weights, f"layers.{i}.attention_conv", config)
+            mlp = _Convolution.load(weights, f"layers.{i}.mlp_conv", config)
+            self._layers.append((attention, mlp))
+        self._dynamic = kernels.device.empty((max_rows, _dynamic_columns(config)), "float32")
+        self._convolved = kernels.device.empty((max_rows, config.hidden_size), "float32")
 
     def run(
         self, lane: Lane, stack: DecoderStack, rows: Rows, attend_rows: Rows, row_stride: int
@@ -59,7 +96,7 @@ class Convolutions:
         lane
             Lane that the kernels are added to.
         stack
-            Decoder layers; overwrites ``stack.buffers.normed``.
+            Decoder layers; ``stack.buffers.normed`` is overwritten.
         rows
             Rows of all blocks.
         attend_rows
@@ -75,95 +112,123 @@ class Convolutions:
         dynamic = self._dynamic[:count]
         convolved = self._convolved[:count]
 
-        def before(norm: DeviceArray, site: tuple[DeviceArray, DeviceArray]) -> None:
-            base, projection = site
+        def convolve_input(norm: DeviceArray, convolution: _Convolution) -> None:
             kernels.norm(lane, residual, norm, eps, x)
-            kernels.linear(lane, x, projection, dynamic, name="kernels")
-            kernels.convolve(lane, x, base, dynamic, 0, row_stride, convolved)
+            kernels.linear(lane, x, convolution.projection, dynamic, name="kernels")
+            kernels.convolve(lane, x, convolution.base, dynamic, 0, row_stride, convolved)
 
-        def after(site: tuple[DeviceArray, DeviceArray]) -> None:
-            kernels.convolve(lane, x, site[0], dynamic, 1, row_stride, residual, residual)
+        def convolve_output(convolution: _Convolution) -> None:
+            base = convolution.base
+            kernels.convolve(lane, x, base, dynamic, 1, row_stride, residual, residual)
 
-        for layer, (attention_site, mlp_site) in enumerate(self._sites):
+        for layer, (attention, mlp) in enumerate(self._layers):
             weights = stack.layers[layer]
-            before(weights.input_norm, attention_site)
+            convolve_input(weights.input_norm, attention)
             stack.attention(lane, layer, rows, convolved, x, attend_rows=attend_rows)
-            after(attention_site)
-            before(weights.post_norm, mlp_site)
+            convolve_output(attention)
+            convolve_input(weights.post_norm, mlp)
             stack.mlp(lane, layer, convolved, x)
-            after(mlp_site)
+            convolve_output(mlp)
 
 
 class Selector:
-    """Scores the best ids of every level by the tokens before.
+    """Scores the best ids of every level, given the previous tokens.
 
     Parameters
     ----------
-    rows, nodes : of all levels, and of one; a tree has several nodes to a row.
+    weights
+        Source of the tensors.
+    config
+        Shape of the drafter.
+    kernels
+        Kernel library.
+    rows
+        Maximum number of rows of all levels.
+    nodes
+        Maximum number of nodes of one level; in a tree several nodes share a row.
     """
 
     def __init__(
-        self, weights: Weights, config: DFlashConfig, kernels: ModelKernels, rows: int, nodes: int
+        self,
+        weights: Weights,
+        config: DFlashConfig,
+        kernels: ModelKernels,
+        rows: int,
+        nodes: int,
     ) -> None:
         device = kernels.device
         vocab = config.vocab_size
-        self._rank = config.selector_rank
+        rank = config.selector_rank
+        self._rank = rank
         self._count = config.selector_top_k
         self._model_kernels = kernels
-        self._projection, self._predecessors, self._successors = (
-            weights.matrix(f"candidate_selector.{name}", size, columns)
-            for name, size, columns in (
-                ("hidden_projection.weight", self._rank, config.hidden_size),
-                ("predecessor_codebook", vocab, self._rank),
-                ("successor_codebook", vocab, self._rank),
-            )
+        prefix = "candidate_selector"
+        self._projection = weights.matrix(
+            f"{prefix}.hidden_projection.weight", rank, config.hidden_size
         )
-        self._hidden, self._successor, self._predecessor = (
-            device.empty((count, self._rank), "float32")
-            for count in (rows, rows * self._count, nodes)
-        )
+        self._predecessors = weights.matrix(f"{prefix}.predecessor_codebook", vocab, rank)
+        self._successors = weights.matrix(f"{prefix}.successor_codebook", vocab, rank)
+        self._hidden = device.empty((rows, rank), "float32")
+        self._successor = device.empty((rows * self._count, rank), "float32")
+        self._predecessor = device.empty((nodes, rank), "float32")
         self._best = device.zeros((rows * self._count,), "int32")
         self._block = row_block(device)
         self._kernels = load(device, "selector", self._block)
 
     def choose(self, lane: Lane, normed: DeviceArray, logits: DeviceArray) -> None:
-        """What every row selects from: outputs [R, hidden] and logits [R, V] of all levels."""
+        """Choose the candidates of every row.
+
+        Parameters
+        ----------
+        lane
+            Lane that the kernels are added to.
+        normed
+            float32[R, hidden], outputs of all levels.
+        logits
+            float32[R, V], logits of all levels.
+        """
         rows, vocab = logits.shape
         best = self._best[: rows * self._count]
         self._model_kernels.linear(
             lane, normed, self._projection, self._hidden[:rows], name="selector"
         )
-        lane.kernel(
-            self._kernels["selector_best"],
-            rows,
-            self._block,
-            [logits, vocab, self._count, best],
-            name="best ids",
-        )
-        self._model_kernels.gather(
-            lane, self._successors, best, self._successor[: rows * self._count], name="successors"
-        )
+        args = [logits, vocab, self._count, best]
+        lane.kernel(self._kernels["selector_best"], rows, self._block, args, name="best ids")
+        successor = self._successor[: rows * self._count]
+        self._model_kernels.gather(lane, self._successors, best, successor, name="successors")
 
     def score(
-        self, lane: Lane, logits: DeviceArray, level: int, batch: int, before: DeviceArray
+        self, lane: Lane, logits: DeviceArray, level: int, batch: int, previous: DeviceArray
     ) -> None:
-        """Score a level's logits in place, given the token before each of their rows, of which a
-        tree has several, by turns, to one of the block."""
+        """Score the logits of a level in place.
+
+        Parameters
+        ----------
+        lane
+            Lane that the kernels are added to.
+        logits
+            float32[nodes, V]; in a tree consecutive nodes share a row of the block.
+        level
+            Level, from 0.
+        batch
+            Number of requests.
+        previous
+            int32[nodes], token before each node.
+        """
         nodes, vocab = logits.shape
         first = level * batch
-        k = self._count
         predecessor = self._predecessor[:nodes]
         self._model_kernels.gather(
-            lane, self._predecessors, before, predecessor, name="predecessors"
+            lane, self._predecessors, previous, predecessor, name="predecessors"
         )
         args = [
             logits,
             vocab,
             nodes // batch,
-            k,
+            self._count,
             self._rank,
-            self._best[first * k :],
-            self._successor[first * k :],
+            self._best[first * self._count :],
+            self._successor[first * self._count :],
             self._hidden[first:],
             predecessor,
         ]

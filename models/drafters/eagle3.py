@@ -1,7 +1,7 @@
-"""EAGLE-3 draft head (Li et al., 2025): a decoder layer over [embedding, feature], or several.
+"""EAGLE-3 draft head (Li et al., 2025): one or more decoder layers over [embedding, feature].
 
-Entry i pairs the target's feature of token i with the embedding of token i + 1, at rotary position
-i; its output predicts token i + 2 and is the feature of the next draft step.
+Entry i of the head pairs the target's feature of token i with the embedding of token i + 1, at RoPE
+position i. Its output predicts token i + 2 and is the feature of the next draft step.
 """
 
 from __future__ import annotations
@@ -27,33 +27,45 @@ from graft.models.llm.stack import DecoderLayer, DecoderStack, check_cache
 from graft.models.llm.weights import Matrix, Weights
 from graft.sampling.checks import expect
 
-# Needed by training only.
+# Tensors that are used in training only.
 _TRAINING = ("t2d", "verifier_lm_head.weight", "verifier_norm.weight", "rotary_emb.inv_freq")
 
 
 class Eagle3Head:
-    """An EAGLE-3 head of a Llama target, with a cache of its own.
+    """An EAGLE-3 head of a Llama target, with its own KV cache.
 
-    As with the target, all work of one head must be ordered.
+    Calls share activation buffers: all work of one head must be ordered.
 
     Parameters
     ----------
-    checkpoint : official names (``midlayer.*``) or those of converted ones (``layers.0.*``).
-    target : gives the embedding where the head has none of its own, and the rows of the output
-        head, those of ``d2t`` where the vocabulary is pruned, where the head has none.
-    kv : the head's shape.
-    max_rows : most rows of one call.
+    device
+        Device of the target.
+    config
+        Shape of the head.
+    checkpoint
+        Tensors with the official names (``midlayer.*``) or those of converted checkpoints
+        (``layers.0.*``).
+    target
+        Provides the embedding and the LM head if the checkpoint has none. With a pruned vocabulary
+        the rows of ``d2t`` are taken from the LM head.
+    kv
+        KV cache of the head's shape.
+    max_rows
+        Maximum number of rows of a call.
 
     Attributes
     ----------
-    draft_vocab : columns of the draft logits.
-    d2t : int32[draft_vocab], target id of each draft id; None when the vocabularies are one.
-    t2d : int32[vocab], draft id of each target id or -1; or None.
+    draft_vocab
+        Number of columns of the draft logits.
+    d2t
+        int32[draft_vocab], target id of each draft id; None if the vocabularies are equal.
+    t2d
+        int32[vocab], draft id of each target id or -1; None if the vocabularies are equal.
 
     Raises
     ------
     CheckpointError, ConfigError, ShapeError
-        Also when the head was made for another target.
+        Also if the head was made for another target.
     """
 
     def __init__(
@@ -84,94 +96,135 @@ class Eagle3Head:
             self.kernels, config, layers, kv, max_rows=max_rows, attention_width=2 * hidden
         )
         self._fused = device.empty((max_rows, hidden), "float32")
-        self._picked = device.empty((max_rows, hidden), "float32")
+        self._gathered = device.empty((max_rows, hidden), "float32")
 
     def _load(self, weights: Weights) -> list[DecoderLayer]:
+        """Upload all tensors and return the decoder layers."""
         config = self.config
         checkpoint = weights.checkpoint
         hidden = config.hidden_size
         vocab = config.vocab_size
-        draft = config.draft_vocab_size
         prefix = "midlayer" if "midlayer.hidden_norm.weight" in checkpoint else "layers.0"
         self.fc = weights.matrix("fc.weight", hidden, 3 * config.target_hidden_size)
         layers = [DecoderLayer.load(weights, prefix, config, 2 * hidden, self.kernels)]
-        layers += [
-            DecoderLayer.load(weights, f"layers.{i}", config, hidden, self.kernels)
-            for i in range(1, config.num_hidden_layers)
-        ]
+        for i in range(1, config.num_hidden_layers):
+            layers.append(DecoderLayer.load(weights, f"layers.{i}", config, hidden, self.kernels))
         self.hidden_norm = weights.vector(f"{prefix}.hidden_norm.weight", hidden)
         self.final_norm = weights.vector("norm.weight", hidden)
-        shared = hidden == self.target.config.hidden_size
         if "embed_tokens.weight" in checkpoint:
             self.embedding = weights.matrix("embed_tokens.weight", vocab, hidden)
-        elif shared:
+        else:
+            self._check_shared(checkpoint, "embed_tokens.weight")
             self.embedding = self.target.embedding
-        else:
-            raise CheckpointError(
-                f"{checkpoint.path}: embed_tokens.weight is missing, and the target's embedding "
-                f"is {self.target.config.hidden_size} wide, not {hidden}"
-            )
-        maps = read_draft_map(checkpoint, draft, vocab)
-        lent = self.target.lm_head
-        if "lm_head.weight" in checkpoint:
-            self.lm_head = weights.matrix("lm_head.weight", draft, hidden)
-        elif shared:
-            self.lm_head = (
-                lent if maps is None else self.device.from_host(lent.to_host()[maps[0]], lent.dtype)
-            )
-        else:
-            raise CheckpointError(
-                f"{checkpoint.path}: lm_head.weight is missing, and the target's is "
-                f"{self.target.config.hidden_size} wide, not {hidden}"
-            )
-        self.d2t = None if maps is None else self.device.from_host(maps[0])
-        self.t2d = None if maps is None else self.device.from_host(maps[1])
+        self._load_head(weights)
         weights.finish(("d2t", *_TRAINING))
         return layers
 
+    def _load_head(self, weights: Weights) -> None:
+        """Upload the LM head and the vocabulary maps."""
+        config = self.config
+        checkpoint = weights.checkpoint
+        vocab_map = read_vocab_map(checkpoint, config.draft_vocab_size, config.vocab_size)
+        self.d2t = None
+        self.t2d = None
+        if "lm_head.weight" in checkpoint:
+            self.lm_head = weights.matrix(
+                "lm_head.weight", config.draft_vocab_size, config.hidden_size
+            )
+        else:
+            self._check_shared(checkpoint, "lm_head.weight")
+            self.lm_head = self.target.lm_head
+            if vocab_map is not None:
+                rows = self.lm_head.to_host()[vocab_map[0]]
+                self.lm_head = self.device.from_host(rows, self.lm_head.dtype)
+        if vocab_map is not None:
+            self.d2t = self.device.from_host(vocab_map[0])
+            self.t2d = self.device.from_host(vocab_map[1])
+
+    def _check_shared(self, checkpoint: Checkpoint, name: str) -> None:
+        """Check that the head can use a tensor of the target that its checkpoint lacks."""
+        width = self.target.config.hidden_size
+        if width != self.config.hidden_size:
+            raise CheckpointError(
+                f"{checkpoint.path}: {name} is missing, and that of the target cannot be used: it "
+                f"has width {width}, not {self.config.hidden_size}"
+            )
+
     def entries(self, lane: Lane, rows: Rows, features: DeviceArray) -> DeviceArray:
-        """Feed entries with true features.
+        """Process entries with features of the target.
 
         Parameters
         ----------
-        rows : ``token`` is the NEXT token (t_{i+1}) of entry i, ``pos`` is i.
-        features : float32[R, 3 target_hidden], low | mid | high of token i.
+        lane
+            Lane that the kernels are added to.
+        rows
+            ``token`` is the NEXT token (t_{i+1}) of entry i; ``pos`` is i.
+        features
+            float32[R, 3 * target_hidden], features low | mid | high of token i.
 
         Returns
         -------
         DeviceArray
             float32[R, hidden] before the final norm; a view that the next call overwrites.
         """
-        n = rows.check(self.max_rows)
-        expect("features", features, "float32", R=n, width=3 * self.config.target_hidden_size)
-        fused = self._fused[:n]
+        count = rows.check(self.max_rows)
+        expect("features", features, "float32", R=count, width=3 * self.config.target_hidden_size)
+        fused = self._fused[:count]
         self.kernels.linear(lane, features, self.fc, fused, name="fc")
         return self._run(lane, rows, fused)
 
     def step(
         self, lane: Lane, rows: Rows, hidden: DeviceArray, logits: DeviceArray | None = None
     ) -> DeviceArray:
-        """Feed entries whose feature is the head's own output `hidden`, float32[B, hidden].
+        """Process entries whose features are earlier outputs of the head.
 
-        Returns as `entries`; `hidden` may be what an earlier call returned. `logits`, float32[B,
-        draft_vocab], gets up to rounding what `head` makes of it.
+        Parameters
+        ----------
+        lane
+            Lane that the kernels are added to.
+        rows
+            As in `entries`.
+        hidden
+            float32[B, hidden], which may be the result of an earlier call.
+        logits
+            float32[B, draft_vocab], receives the logits; equal to those of `head` up to rounding.
+
+        Returns
+        -------
+        DeviceArray
+            As in `entries`.
         """
-        n = rows.check(self.max_rows)
-        expect("hidden", hidden, "float32", B=n, width=self.config.hidden_size)
-        final = self._final(n, self.stack.layers[-1].down)
-        out = self._run(lane, rows, hidden, None if logits is None else final)
-        if logits is not None:
-            self.kernels.linear(lane, final, self.lm_head, logits, name="draft head")
+        count = rows.check(self.max_rows)
+        expect("hidden", hidden, "float32", B=count, width=self.config.hidden_size)
+        if logits is None:
+            return self._run(lane, rows, hidden)
+        final = self._final_norm(count, self.stack.layers[-1].down)
+        out = self._run(lane, rows, hidden, final)
+        self.kernels.linear(lane, final, self.lm_head, logits, name="draft head")
         return out
 
     def head(
         self, lane: Lane, out: DeviceArray, logits: DeviceArray, index: DeviceArray | None = None
     ) -> DeviceArray:
-        """Final norm and output head: out float32[B, hidden] to logits float32[B, draft_vocab].
+        """Apply the final norm and the LM head.
 
-        Returns `out`; or its rows `index`, int32[B], whose logits they then are, as `gather` does.
+        Parameters
+        ----------
+        lane
+            Lane that the kernels are added to.
+        out
+            float32[R, hidden], the result of `entries` or `step`.
+        logits
+            float32[B, draft_vocab], receives the result.
+        index
+            int32[B], rows of `out`; None for all.
+
+        Returns
+        -------
+        DeviceArray
+            The rows of `out` whose logits were computed.
         """
-        final = self._final(logits.shape[0])
+        final = self._final_norm(logits.shape[0])
         if index is None:
             self.kernels.norm(lane, out, final.weight, final.eps, final.out)
         else:
@@ -179,8 +232,8 @@ class Eagle3Head:
         self.kernels.linear(lane, final, self.lm_head, logits, name="draft head")
         return out
 
-    def _final(self, rows: int, writer: Matrix | None = None) -> Norm:
-        return self.stack.buffers.norm(rows, self.final_norm, self.lm_head, writer)
+    def _final_norm(self, count: int, producer: Matrix | None = None) -> Norm:
+        return self.stack.buffers.norm(count, self.final_norm, self.lm_head, producer)
 
     def gather(
         self,
@@ -191,22 +244,40 @@ class Eagle3Head:
         again: bool = False,
         norm: Norm | None = None,
     ) -> DeviceArray:
-        """Rows `index` (int32[B]) of `out`: float32[B, hidden], a view the next gather reuses.
+        """Gather rows of `out`.
 
-        `out` may be what a gather returned if this one is `again`, and its view lasts until
-        `entries`.
+        Parameters
+        ----------
+        lane
+            Lane that the kernel is added to.
+        out
+            float32[R, hidden].
+        index
+            int32[B], rows of `out`.
+        again
+            Whether `out` may be the result of an earlier `gather`. The result then goes to another
+            buffer, which `entries` overwrites.
+        norm
+            Norm of the gathered rows.
+
+        Returns
+        -------
+        DeviceArray
+            float32[B, hidden], a view that the next gather overwrites.
         """
-        picked = (self._fused if again else self._picked)[: index.shape[0]]
-        self.kernels.gather(lane, out, index, picked, norm=norm)
-        return picked
+        buffer = self._fused if again else self._gathered
+        gathered_rows = buffer[: index.shape[0]]
+        self.kernels.gather(lane, out, index, gathered_rows, norm=norm)
+        return gathered_rows
 
     def _run(
-        self, lane: Lane, rows: Rows, hidden: DeviceArray, ending: Norm | None = None
+        self, lane: Lane, rows: Rows, hidden: DeviceArray, final_norm: Norm | None = None
     ) -> DeviceArray:
-        n = rows.count
+        """Run the decoder layers over [embedding, hidden] and return the residual stream."""
+        count = rows.count
         config = self.config
-        residual = self.stack.buffers.residual[:n]
-        x = self.stack.buffers.attention_input[:n]
+        residual = self.stack.buffers.residual[:count]
+        x = self.stack.buffers.attention_input[:count]
         self.kernels.eagle_input(
             lane,
             rows.token,
@@ -219,39 +290,46 @@ class Eagle3Head:
             x,
             residual,
         )
-        self.stack.run(lane, rows, x, final_norm=ending)
+        self.stack.run(lane, rows, x, final_norm=final_norm)
         return residual
 
 
 class Eagle3(Drafter):
-    """Drafts with an EAGLE-3 head: entries with true features, then with its own."""
+    """Drafts with an EAGLE-3 head: first from features of the target, then from its own."""
 
     lookahead = 1
 
     def __init__(self, head: Eagle3Head, shape: TreeShape) -> None:
         self.head = head
         self.shape = shape
-        self.taps = head.feature_layers
+        self.feature_layers = head.feature_layers
         self.vocab = DraftVocab(head.draft_vocab, head.d2t, head.t2d)
         self.caches = (head.kv,)
-        self._hidden: DeviceArray | None = None  # of the level written last
+        self._hidden: DeviceArray | None = None  # output of the head for the previous level
 
     @classmethod
-    def from_dir(cls, folder: Path, config: Eagle3Config, room: DrafterContext) -> Eagle3:
-        """Load a checkpoint's head; raises as `Eagle3Head`."""
-        cache = room.cache(
+    def from_dir(cls, folder: Path, config: Eagle3Config, context: DrafterContext) -> Eagle3:
+        """Load the head of a checkpoint; raises like `Eagle3Head`."""
+        cache = context.make_cache(
             config.num_hidden_layers, config.num_key_value_heads, config.head_dim, config.dtype
         )
         head = Eagle3Head(
-            room.device, config, Checkpoint(folder), room.target, cache, max_rows=room.max_rows
+            context.device,
+            config,
+            Checkpoint(folder),
+            context.target,
+            cache,
+            max_rows=context.max_rows,
         )
-        return cls(head, TreeShape.by_level(room.drafts, room.tree))
+        return cls(head, TreeShape.by_level(context.max_drafts, context.tree))
 
-    def prefill(self, lane: Lane, own: Rows, following: Rows, features: DeviceArray | None) -> None:
-        self.head.entries(lane, following, _given(features))
+    def prefill(
+        self, lane: Lane, rows: Rows, next_rows: Rows, features: DeviceArray | None
+    ) -> None:
+        self.head.entries(lane, next_rows, _require(features))
 
     def start(self, lane: Lane, feed: Feed) -> DeviceArray | None:
-        out = self.head.entries(lane, feed.committed(lane), _given(feed.features))
+        out = self.head.entries(lane, feed.committed(lane), _require(feed.features))
         if feed.width == 1:
             return None
         logits = feed.logits[: feed.batch]
@@ -260,7 +338,7 @@ class Eagle3(Drafter):
 
     def step(self, lane: Lane, feed: Feed, level: int) -> DeviceArray:
         rows = feed.drafts(lane, level)
-        hidden = _given(self._hidden)
+        hidden = _require(self._hidden)
         if feed.branch > 1:
             hidden = self.head.gather(lane, hidden, feed.origin, again=True)
         logits = feed.logits[: rows.count]
@@ -268,48 +346,61 @@ class Eagle3(Drafter):
         return logits
 
 
-def _given(array: DeviceArray | None) -> DeviceArray:
+def _require(array: DeviceArray | None) -> DeviceArray:
     if array is None:
-        raise OptionError("an EAGLE-3 head needs features: it was called out of order")
+        raise OptionError("an EAGLE-3 head needs features: call start before step, with features")
     return array
 
 
-def read_draft_map(
-    checkpoint: Checkpoint, draft: int, vocab: int
+def read_vocab_map(
+    checkpoint: Checkpoint, draft_vocab: int, vocab: int
 ) -> tuple[np.ndarray, np.ndarray] | None:
-    """Draft-to-target and target-to-draft ids, or None when the vocabularies are one.
+    """Read the maps between draft ids and target ids; None if the vocabularies are equal.
 
     The checkpoint stores differences: target id = draft id + d2t[draft id].
+
+    Parameters
+    ----------
+    checkpoint
+        Checkpoint of the head.
+    draft_vocab, vocab
+        Sizes of the two vocabularies.
 
     Returns
     -------
     d2t : np.ndarray
-        int32[draft], absolute target ids, all different.
+        int32[draft_vocab], target ids, all different.
     t2d : np.ndarray
-        int32[vocab], the inverse; -1 where the draft vocabulary lacks the id.
+        int32[vocab], the inverse; -1 for ids outside the draft vocabulary.
+
+    Raises
+    ------
+    CheckpointError
+        If the map is missing, leaves the target's vocabulary or maps two draft ids to one id.
     """
     if "d2t" not in checkpoint:
-        if draft != vocab:
+        if draft_vocab != vocab:
             raise CheckpointError(
-                f"{checkpoint.path}: d2t is missing, but draft_vocab_size {draft} is not "
-                f"vocab_size {vocab}"
+                f"{checkpoint.path}: d2t is missing, but draft_vocab_size {draft_vocab} differs "
+                f"from vocab_size {vocab}"
             )
         return None
-    differences, _ = checkpoint.get("d2t", (draft,), ("int64", "int32"))
-    ids = differences.astype(np.int64) + np.arange(draft)
+    differences, _ = checkpoint.get("d2t", (draft_vocab,), ("int64", "int32"))
+    ids = differences.astype(np.int64) + np.arange(draft_vocab)
     outside = np.flatnonzero((ids < 0) | (ids >= vocab))
     if outside.size:
-        at = int(outside[0])
+        draft_id = int(outside[0])
         raise CheckpointError(
-            f"{checkpoint.path}: d2t maps draft id {at} to {int(ids[at])}, outside the target's "
-            f"vocabulary of {vocab}"
+            f"{checkpoint.path}: d2t maps draft id {draft_id} to {int(ids[draft_id])}, outside the "
+            f"target's vocabulary of {vocab}"
         )
     inverse = np.full(vocab, -1, dtype=np.int32)
-    inverse[ids] = np.arange(draft, dtype=np.int32)
-    repeated = np.flatnonzero(inverse[ids] != np.arange(draft))
+    inverse[ids] = np.arange(draft_vocab, dtype=np.int32)
+    repeated = np.flatnonzero(inverse[ids] != np.arange(draft_vocab))
     if repeated.size:
+        draft_id = int(repeated[0])
         raise CheckpointError(
-            f"{checkpoint.path}: d2t maps draft id {int(repeated[0])} to {int(ids[repeated[0]])}, "
-            "as another draft id does"
+            f"{checkpoint.path}: d2t maps draft id {draft_id} and another one to "
+            f"{int(ids[draft_id])}"
         )
     return ids.astype(np.int32), inverse

@@ -1,4 +1,4 @@
-"""What a round hands to its drafter, and the arrays that rounds of all buckets share."""
+"""Data of a round that a drafter reads and writes, and the arrays that all rounds share."""
 
 from __future__ import annotations
 
@@ -18,9 +18,26 @@ _KERNELS = Path(__file__).parent / "kernels" / "feed.cu"
 
 
 class RoundScratch:
-    """Row-indexed arrays of the largest bucket; every smaller bucket uses their beginnings.
+    """Row-indexed arrays of the largest batch bucket; smaller buckets use views of them.
 
-    Replays of all buckets run on one stream, one after another, so they may share scratch.
+    Replays of all buckets run on one stream, one after another, so they can share the arrays.
+
+    Parameters
+    ----------
+    device
+        Device of the arrays.
+    max_batch
+        Maximum number of requests per replay.
+    width
+        Maximum number of target rows per request.
+    vocab
+        Vocabulary size of the target.
+    branch
+        Maximum number of draft nodes per level and request.
+    features
+        Columns of the features; 0 if no drafter reads them.
+    draft_vocab
+        Columns of the draft logits.
     """
 
     def __init__(
@@ -36,7 +53,7 @@ class RoundScratch:
     ):
         rows = max_batch * width
         nodes = max_batch * branch
-        tree = branch > 1
+        is_tree = branch > 1
 
         def ints(*shape: int) -> DeviceArray:
             return device.zeros(shape, "int32")
@@ -44,41 +61,59 @@ class RoundScratch:
         self.row_slot = ints(max_batch)
         self.first = ints(max_batch)
         self.map = ints(rows)
-        paths = device.zeros((rows,), "uint64") if tree else None
-        self.target_rows = Rows(ints(rows), ints(rows), ints(rows), paths)
+        target_ancestors = device.zeros((rows,), "uint64") if is_tree else None
+        self.target_rows = Rows(ints(rows), ints(rows), ints(rows), target_ancestors)
         self.committed = Rows(ints(rows), ints(rows), ints(rows))
-        fed = device.zeros((nodes,), "uint64") if tree else None
-        self.drafts = Rows(ints(nodes), ints(nodes), ints(nodes), fed)
+        draft_ancestors = device.zeros((nodes,), "uint64") if is_tree else None
+        self.drafts = Rows(ints(nodes), ints(nodes), ints(nodes), draft_ancestors)
         self.origin = ints(nodes)
         self.last = ints(max_batch)
         self.logits = device.zeros((rows, vocab), "float32")
         self.proposal = ints(max_batch, max(width - 1, 1))
-        self.parents = ints(max_batch, max(width - 1, 1)) if tree else None
-        # Without a drafter that wants them nobody reads these two.
+        self.parents = ints(max_batch, max(width - 1, 1)) if is_tree else None
+        # Only drafters read the features and write the draft logits.
         self.features = device.zeros((rows, features), "float32") if features else None
         self.draft_logits = device.zeros((nodes, max(draft_vocab, 1)), "float32")
 
 
 class Feed:
-    """One bucket's round, as its drafter sees it.
+    """The round of one batch bucket as its drafter sees it.
 
     Attributes
     ----------
-    batch, count : requests per replay, and rows of the target's forward.
-    width : tokens that a round tests per request at most, if its drafts are those made now: no more
-        than width - 1 are wanted, which with 1 are none.
-    branch : rows of a level of drafts, per request; 1 in a chain.
-    state, sampler : ``Slot`` of every request and ``RoundRow`` of every batch row, for kernels.
-    rows : which row of whom each row is.
-    row_slot : int32 [B], slot of each batch row; -1: padding.
-    first : int32 [B], the first row of each.
-    features : float32 [R, taps * hidden]; row first[b] + j is of position n + j before.
-    last : int32 [B], after `committed`: the row that holds a request's last token.
-    logits : float32 [B * branch, Vd], where a drafter may leave its logits.
-    origin : int32 [B * branch], after `drafts`: the row of the level before that each hangs on.
-    proposal : int32 [B, drafts], for drafts that come all at once; -1 for none.
-    parents : int32 [B, drafts], of a tree: what each hangs on, 0 for the last token, j for draft j
-        of those before it. None: each hangs on the one before.
+    batch
+        Number B of requests per replay.
+    count
+        Number R of rows of the target's forward pass.
+    width
+        Maximum number of tokens per request that the next target forward pass verifies: at most
+        width - 1 drafts are needed, none if it is 1.
+    branch
+        Number of rows per request of a draft level; 1 for a chain.
+    state
+        ``Slot`` of every request, for kernels.
+    sampler
+        Sampler of the round, with the ``RoundRow`` of every batch row.
+    rows
+        Maps forward rows to batch rows and draft indices.
+    row_slot
+        int32[B], slot of each batch row; -1 for padding.
+    first
+        int32[B], first forward row of each batch row.
+    features
+        float32[R, layers * hidden], features of the target; row first[b] + j is position n + j
+        before the commit. None if the drafter reads none.
+    last
+        int32[B], after `committed`: the row of the last token of each request.
+    logits
+        float32[B * branch, Vd], output buffer for draft logits.
+    origin
+        int32[B * branch], after `drafts`: the row of the parent in the previous level.
+    proposal
+        int32[B, drafts], output buffer for drafts that are made all at once; -1 for none.
+    parents
+        int32[B, drafts], parents of `proposal` in a tree: 0 for the last token, j for draft j
+        before it. None in a chain.
     """
 
     def __init__(
@@ -112,43 +147,63 @@ class Feed:
         self.features = None if features is None else features[:count]
 
     def committed(self, lane: Lane, shift: int = 0) -> Rows:
-        """Rows [R] of the tokens this round committed, token i at ``old_n + shift + i``.
+        """Lay out the tokens that this round committed as rows [R].
 
-        With shift 0 a token stands at the position of the one before it, whose feature it is
-        paired with; with 1 at its own.
+        Token i is at position ``old_n + shift + i``.
+
+        Parameters
+        ----------
+        lane
+            Lane that the kernel is added to.
+        shift
+            0: a token has the position of the previous token, with whose feature it is paired. 1:
+            it has its own position.
         """
         rows = self.scratch.committed.first(self.count, self.count // self.batch)
-        args = [*self._reads, self.rows.map, self.count, shift, rows.token, rows.slot, rows.pos]
-        self._launch(lane, "committed_rows", [*args, self.last], "committed rows")
+        args = [
+            *self._round_args,
+            self.rows.map,
+            self.count,
+            shift,
+            rows.token,
+            rows.slot,
+            rows.pos,
+            self.last,
+        ]
+        self._launch(lane, "committed_rows", args, "committed rows")
         return rows
 
     def drafts(self, lane: Lane, level: int, shift: int = 0) -> Rows:
-        """Rows of the drafts of `level` (from 1), at position ``n + shift + level - 1``.
+        """Lay out the drafts of `level` (from 1) as rows, at position ``n + shift + level - 1``.
 
-        [B], or [B * branch] of a tree, where not every row has a draft; see `origin`.
+        Returns
+        -------
+        Rows
+            [B] in a chain. [B * branch] in a tree, where not every row has a draft; `origin` then
+            has the parents.
         """
         rows = self.scratch.drafts.first(self.batch * self.branch, self.branch)
-        if rows.ancestors is not None:
-            nodes = [
-                *self._reads,
-                self.batch,
-                self.branch,
-                level + 1,
-                shift,
-                rows.token,
-                rows.slot,
-                rows.pos,
-                rows.ancestors,
-                self.origin,
-            ]
-            self._launch(lane, "node_rows", nodes, f"nodes {level} rows")
+        if rows.ancestors is None:
+            args = [*self._round_args, self.batch, level, shift, rows.token, rows.slot, rows.pos]
+            self._launch(lane, "draft_rows", args, f"draft {level} rows")
             return rows
-        args = [*self._reads, self.batch, level, shift, rows.token, rows.slot, rows.pos]
-        self._launch(lane, "draft_rows", args, f"draft {level} rows")
+        args = [
+            *self._round_args,
+            self.batch,
+            self.branch,
+            level + 1,
+            shift,
+            rows.token,
+            rows.slot,
+            rows.pos,
+            rows.ancestors,
+            self.origin,
+        ]
+        self._launch(lane, "node_rows", args, f"nodes {level} rows")
         return rows
 
     @property
-    def _reads(self) -> list[object]:
+    def _round_args(self) -> list[object]:
         sampler = self.sampler
         return [self.row_slot, self.state.array, sampler.rows, sampler.row_words]
 

@@ -1,4 +1,4 @@
-"""Drafts without a model: the tokens that the grammar forces, as far as the mask rows say so."""
+"""Forced tokens as drafts: tokens that are the only ones that the grammar accepts."""
 
 from __future__ import annotations
 
@@ -8,13 +8,16 @@ from graft.models.drafters.feed import Feed
 
 
 class Forced(Drafter):
-    """Drafts what mask rows 0, 1, .. force; the guide follows forced tokens at the commit."""
+    """Drafts the tokens that mask rows 0, 1, ... force.
+
+    At the commit the grammar advances along forced tokens and fills the mask rows after them.
+    """
 
     lookahead = 1
-    reads_rows = True
+    reads_mask_rows = True
 
-    def __init__(self, drafts: int) -> None:
-        self.shape = TreeShape(drafts)
+    def __init__(self, max_drafts: int) -> None:
+        self.shape = TreeShape(max_drafts)
 
     def start(self, lane: Lane, feed: Feed) -> None:
         feed.sampler.forced(lane, feed.row_slot, feed.proposal)

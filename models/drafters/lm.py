@@ -1,4 +1,4 @@
-"""A small Llama drafts for a large one that reads the same tokens."""
+"""Small draft model: a Llama with the target's tokenizer."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ __all__ = ["SmallModel"]
 
 
 class SmallModel(Drafter):
-    """Drafts with a Llama of its own cache, fed every token at its own position."""
+    """Drafts with a Llama that has its own KV cache and is fed every token at its position."""
 
     lookahead = 1
 
@@ -30,32 +30,34 @@ class SmallModel(Drafter):
         self.caches = (model.kv,)
 
     @classmethod
-    def from_dir(cls, folder: Path, room: DrafterContext) -> SmallModel:
-        """Load a model's folder.
+    def from_dir(cls, folder: Path, context: DrafterContext) -> SmallModel:
+        """Load a model folder.
 
         Raises
         ------
         OptionError
-            Its tokenizer is not the target's.
+            If its tokenizer differs from the target's.
         CheckpointError, ConfigError, TokenizerError
         """
         config = LlamaConfig.from_dir(folder)
-        check_tokens(folder, room.tokenizer)
-        cache = room.cache(
+        check_tokenizer(folder, context.tokenizer)
+        cache = context.make_cache(
             config.num_hidden_layers, config.num_key_value_heads, config.head_dim, config.dtype
         )
         model = LlamaModel(
-            room.device,
+            context.device,
             config,
             Checkpoint(folder),
             cache,
-            max_rows=room.max_rows,
-            activations=room.target.kernels.activations,
+            max_rows=context.max_rows,
+            activations=context.target.kernels.activations,
         )
-        return cls(model, TreeShape.by_level(room.drafts, room.tree))
+        return cls(model, TreeShape.by_level(context.max_drafts, context.tree))
 
-    def prefill(self, lane: Lane, own: Rows, following: Rows, features: DeviceArray | None) -> None:
-        self.model.forward(lane, own)
+    def prefill(
+        self, lane: Lane, rows: Rows, next_rows: Rows, features: DeviceArray | None
+    ) -> None:
+        self.model.forward(lane, rows)
 
     def start(self, lane: Lane, feed: Feed) -> DeviceArray | None:
         hidden = self.model.forward(lane, feed.committed(lane, shift=1))
@@ -72,14 +74,24 @@ class SmallModel(Drafter):
         return logits
 
 
-def check_tokens(folder: Path, target: Tokenizer) -> None:
-    """Refuse a drafter whose ids mean other tokens than the target's. Raises OptionError."""
-    own = Tokenizer(folder).backend.get_vocab(with_added_tokens=True)
-    wanted = target.backend.get_vocab(with_added_tokens=True)
-    for token in sorted(own.keys() | wanted.keys(), key=lambda t: own.get(t, wanted.get(t, 0))):
-        if own.get(token) != wanted.get(token):
+def check_tokenizer(folder: Path, target: Tokenizer) -> None:
+    """Check that drafter and target give every token the same id.
+
+    Raises
+    ------
+    OptionError
+        With the first token, by id, that differs.
+    """
+    draft_ids = Tokenizer(folder).backend.get_vocab(with_added_tokens=True)
+    target_ids = target.backend.get_vocab(with_added_tokens=True)
+
+    def order(token: str) -> int:
+        return draft_ids.get(token, target_ids.get(token, 0))
+
+    for token in sorted(draft_ids.keys() | target_ids.keys(), key=order):
+        if draft_ids.get(token) != target_ids.get(token):
             raise OptionError(
-                f"drafter {folder}: token {token!r} has id {own.get(token)}, and "
-                f"{wanted.get(token)} in the target's {target.path}: drafter and target must have "
-                "one tokenizer"
+                f"drafter {folder}: token {token!r} has id {draft_ids.get(token)}, but "
+                f"{target_ids.get(token)} in the target's {target.path}: drafter and target must "
+                "use the same tokenizer"
             )

@@ -1,4 +1,4 @@
-"""From what a user names to a drafter."""
+"""Creation of a drafter from a checkpoint folder, a name or a callable."""
 
 from __future__ import annotations
 
@@ -17,40 +17,50 @@ from graft.models.llm.config import Eagle3Config
 __all__ = ["make_drafter"]
 
 
-def make_drafter(choice: DrafterChoice, room: DrafterContext) -> Drafter:
-    """Load a checkpoint's drafter, or call what makes one.
+def make_drafter(choice: DrafterChoice, context: DrafterContext) -> Drafter:
+    """Create a drafter.
+
+    Parameters
+    ----------
+    choice
+        A callable that takes the context; the name ``module:attribute`` of one; or a checkpoint
+        folder.
+    context
+        Engine that the drafter is created for.
 
     Raises
     ------
     OptionError
-        No such module or name, or what it makes is no `Drafter`.
+        If the name does not exist or the callable does not return a `Drafter`.
     CheckpointError, ConfigError, TokenizerError
-        A folder holds no drafter for this target.
+        If the folder does not contain a drafter for this target.
     """
     if callable(choice):
-        made = choice(room)
+        drafter = choice(context)
     elif isinstance(choice, str) and ":" in choice and not Path(choice).exists():
         module, _, attribute = choice.partition(":")
         try:
-            made = getattr(importlib.import_module(module), attribute)(room)
+            drafter = getattr(importlib.import_module(module), attribute)(context)
         except GraftError:
             raise
-        except Exception as error:  # whatever the module or what it names raises
+        except Exception as error:  # anything that the module or the callable raises
             raise OptionError(f"drafter {choice!r}: {error}") from error
     else:
-        made = _from_folder(Path(choice), room)
-    if not isinstance(made, Drafter):
-        raise OptionError(f"drafter {choice}: made a {type(made).__name__}, which is no Drafter")
-    return made
+        drafter = _from_folder(Path(choice), context)
+    if not isinstance(drafter, Drafter):
+        raise OptionError(
+            f"drafter {choice}: returned a {type(drafter).__name__}, expected a Drafter"
+        )
+    return drafter
 
 
-def _from_folder(folder: Path, room: DrafterContext) -> Drafter:
-    """What a checkpoint's tensors say it is."""
+def _from_folder(folder: Path, context: DrafterContext) -> Drafter:
+    """Load a checkpoint; the names of its tensors tell which kind of drafter it is."""
     names = Checkpoint(folder).names if (folder / "config.json").is_file() else ()
     if any(name.endswith(".eh_proj.weight") for name in names):
-        return Mtp(folder, room)
+        return Mtp(folder, context)
     if "hidden_norm.weight" in names:
-        return DFlash(folder, room)
+        return DFlash(folder, context)
     if "model.norm.weight" in names:
-        return SmallModel.from_dir(folder, room)
-    return Eagle3.from_dir(folder, Eagle3Config.from_dir(folder), room)
+        return SmallModel.from_dir(folder, context)
+    return Eagle3.from_dir(folder, Eagle3Config.from_dir(folder), context)

@@ -1,8 +1,8 @@
-"""Drafts without a model: what followed the last tokens where they stood before.
+"""Prompt lookup: drafts the continuations of earlier occurrences of the last tokens, on the device.
 
-All on the device; the host knows nothing of it. The texts themselves are searched, by a block of
-threads per request: it takes 4 bytes a token, and finds what a suffix automaton would, whose exact
-counts cost a serial walk of its links for every token.
+The kernels search the token histories directly, with one thread block per request. That takes 4
+bytes per token and finds what a suffix automaton would find; maintaining an automaton's exact
+counts would take a serial walk over its suffix links for every token.
 """
 
 from __future__ import annotations
@@ -25,43 +25,54 @@ __all__ = ["PromptLookup"]
 
 _KERNELS = Path(__file__).resolve().parent / "kernels" / "lookup.cu"
 _VOTES = read_numbers(_KERNELS)
-_MOST_KEPT = 1 << 12
-_MOST_LENGTH = (1 << 26) - 1
-_MOST_DRAFTED = 1e6
+_MAX_KEPT = 1 << 12
+_MAX_LENGTH = (1 << 26) - 1
+_MAX_FACTOR = 1e6
 
 
 class PromptLookup(Drafter):
-    """Base of `NGram` and `Suffix`: keeps what every slot said, and looks suffixes up in it.
+    """Base class of `NGram` and `Suffix`: stores the tokens of every slot and looks suffixes up.
 
-    Of a tree every node is looked up, with the drafts down to it behind the suffix. Where places
-    vote, the drafts are those of the greatest products of shares; else the best places are followed
-    one behind the other.
+    In a tree every node is looked up, with the suffix extended by the drafts on its path. With
+    votes the drafts with the greatest product of vote shares are chosen; without votes the best
+    occurrences are followed in turn.
 
     Parameters
     ----------
-    longest, shortest : of the suffixes that are looked up, tokens.
-    drafts : most drafts at once; default as many as a round has.
-    public : look in the texts of all requests, also of those that are over. A request's drafts then
-        depend on others; its tokens do not, or by rejection their law.
-    kept : with `public`, requests whose texts are kept once their slot has been given to another;
-        one more takes the place of the oldest. They go with the engine.
-    oldest : of several places that count alike, take the earliest; else the latest. The request's
-        own text comes before others'.
-    vote : "NONE", "ALL" or "LONGEST", see kernels/texts.cu.
-    factor : most drafts per token that fits.
-    threshold : of the product of the drafts' shares, between 0 and 1.
+    context
+        Engine that the drafter is created for.
+    longest, shortest
+        Maximum and minimum number of tokens of a suffix that is looked up.
+    drafts
+        Maximum number of drafts; by default as many as a round has.
+    public
+        Whether to search the histories of all requests, finished ones included. Drafts of a
+        request then depend on other requests; its tokens do not, nor, with rejection sampling,
+        their distribution.
+    kept
+        With `public`, number of histories that are kept after their slot was reused; the oldest is
+        replaced first. They end with the engine.
+    oldest
+        Whether the earliest of several equally good occurrences is chosen, instead of the latest.
+        Occurrences in the request's own history are preferred.
+    vote
+        "NONE", "ALL" or "LONGEST", see kernels/lookup.cu.
+    factor
+        Maximum number of drafts per matched token.
+    threshold
+        Minimum product of the drafts' shares, 0 to 1.
 
     Raises
     ------
     OptionError
-        Naming the option that is out of range.
+        If an option is out of range.
     """
 
     lookahead = 1
 
     def __init__(
         self,
-        room: DrafterContext,
+        context: DrafterContext,
         *,
         longest: int,
         shortest: int,
@@ -73,29 +84,28 @@ class PromptLookup(Drafter):
         factor: float,
         threshold: float,
     ):
-        drafts = room.drafts if drafts is None else drafts
+        drafts = context.max_drafts if drafts is None else drafts
+        name = type(self).__name__
         for option, value, kind, low, high in (
-            ("max_length", room.length, int, 1, _MOST_LENGTH),
-            ("longest", longest, int, 1, _MOST_LENGTH),
+            ("max_length", context.max_length, int, 1, _MAX_LENGTH),
+            ("longest", longest, int, 1, _MAX_LENGTH),
             ("shortest", shortest, int, 1, longest),
-            ("drafts", drafts, int, 1, room.drafts),
-            ("kept", kept, int, 0, _MOST_KEPT),
-            ("factor", factor, int | float, 0, _MOST_DRAFTED),
+            ("drafts", drafts, int, 1, context.max_drafts),
+            ("kept", kept, int, 0, _MAX_KEPT),
+            ("factor", factor, int | float, 0, _MAX_FACTOR),
             ("threshold", threshold, int | float, 0, 1),
         ):
             if not isinstance(value, kind) or not low <= value <= high:
-                raise OptionError(
-                    f"{type(self).__name__}: {option} is {value!r}, must be from {low} to {high}"
-                )
-        branch, levels, paths = room.tree or TreePlan(1, room.drafts)
+                raise OptionError(f"{name}: {option} is {value!r}, must be from {low} to {high}")
+        branch, levels, paths = context.tree or TreePlan(1, context.max_drafts)
         if paths:
-            raise OptionError(f"{type(self).__name__}: draft_tree is to be (branch, levels)")
-        self.shape = TreeShape(room.drafts, branch=branch)
-        self._slots = room.slots
-        self._kept = kept * public
-        size = (room.slots + self._kept, room.length)
-        self._texts = room.device.from_host(np.full(size, -1, np.int32))
-        self._begun = room.device.zeros((1,), "int32")
+            raise OptionError(f"{name}: draft_tree must be (branch, levels), not a list of paths")
+        self.shape = TreeShape(context.max_drafts, branch=branch)
+        self._slots = context.slots
+        self._kept = kept if public else 0
+        size = (context.slots + self._kept, context.max_length)
+        self._histories = context.device.from_host(np.full(size, -1, np.int32))
+        self._next_kept = context.device.zeros((1,), "int32")
         self._options = (
             longest,
             shortest,
@@ -108,26 +118,29 @@ class PromptLookup(Drafter):
             branch,
             levels,
         )
-        vocab = 1 if vote == "NONE" and branch == 1 else room.target.config.vocab_size
-        self._votes = room.device.zeros((room.slots, vocab), "int32")
-        self._kernels = room.device.load(_KERNELS)
-        self._block = row_block(room.device)
+        counts_votes = vote != "NONE" or branch > 1
+        vocab = context.target.config.vocab_size if counts_votes else 1
+        self._votes = context.device.zeros((context.slots, vocab), "int32")
+        self._kernels = context.device.load(_KERNELS)
+        self._block = row_block(context.device)
 
-    def prefill(self, lane: Lane, own: Rows, following: Rows, features: DeviceArray | None) -> None:
-        self._note(lane, own)
+    def prefill(
+        self, lane: Lane, rows: Rows, next_rows: Rows, features: DeviceArray | None
+    ) -> None:
+        self._record(lane, rows)
 
-    def resume(self, lane: Lane, own: Rows) -> None:
-        self._note(lane, own)
+    def resume(self, lane: Lane, rows: Rows) -> None:
+        self._record(lane, rows)
 
     def start(self, lane: Lane, feed: Feed) -> None:
-        self._note(lane, feed.committed(lane, shift=1))
+        self._record(lane, feed.committed(lane, shift=1))
         if feed.width == 1:
             return
         args = [
             feed.row_slot,
             feed.state.array,
-            self._texts,
-            *self._texts.shape,
+            self._histories,
+            *self._histories.shape,
             *self._options,
             self._votes.shape[1],
             self._votes,
@@ -135,18 +148,19 @@ class PromptLookup(Drafter):
             feed.proposal,
             feed.parents,
         ]
-        lane.kernel(self._kernels["propose_texts"], feed.batch, self._block, args, name="look up")
+        lane.kernel(self._kernels["propose_drafts"], feed.batch, self._block, args, name="look up")
 
-    def _note(self, lane: Lane, rows: Rows) -> None:
+    def _record(self, lane: Lane, rows: Rows) -> None:
+        """Add the kernel that stores tokens in the histories of their slots."""
         args = [
             rows.token,
             rows.slot,
             rows.pos,
             rows.count,
-            self._texts,
-            self._texts.shape[1],
+            self._histories,
+            self._histories.shape[1],
             self._slots,
             self._kept,
-            self._begun,
+            self._next_kept,
         ]
-        lane.kernel(self._kernels["note_tokens"], 1, self._block, args, name="note tokens")
+        lane.kernel(self._kernels["record_tokens"], 1, self._block, args, name="record tokens")

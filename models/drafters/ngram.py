@@ -1,4 +1,4 @@
-"""Prompt lookup (Saxena, 2023): the n-grams at a request's end, and what followed them before."""
+"""Prompt lookup decoding (Saxena, 2023): what followed earlier occurrences of the last n-gram."""
 
 from __future__ import annotations
 
@@ -12,23 +12,25 @@ _VOTES = {"longest": "NONE", "all": "ALL"}
 
 
 class NGram(PromptLookup):
-    """Drafts what followed the last tokens where they stood before.
+    """Drafts the tokens that followed an earlier occurrence of the last tokens.
 
     Parameters
     ----------
-    longest, shortest, drafts, public, kept, oldest : see `Texts`.
-    match : "longest" follows the one place that fits with most tokens; with "all" every suffix of
-        `shortest` to `longest` tokens is looked up, and each draft is what followed most of them.
+    longest, shortest, drafts, public, kept, oldest
+        As in `PromptLookup`.
+    match
+        "longest" continues the occurrence that matches the most tokens. "all" looks up every
+        suffix of `shortest` to `longest` tokens and drafts the most frequent continuations.
 
     Raises
     ------
     OptionError
-        Naming the option that is out of range.
+        If an option is out of range.
     """
 
     def __init__(
         self,
-        room: DrafterContext,
+        context: DrafterContext,
         *,
         longest: int = 4,
         shortest: int = 1,
@@ -41,7 +43,7 @@ class NGram(PromptLookup):
         if match not in _VOTES:
             raise OptionError(f"NGram: match must be one of {', '.join(_VOTES)}, got {match!r}")
         super().__init__(
-            room,
+            context,
             longest=longest,
             shortest=shortest,
             drafts=drafts,

@@ -1,4 +1,4 @@
-"""Suffix decoding (Oliaro et al., "SuffixDecoding", 2024): drafts as long as what is repeated."""
+"""Suffix decoding (Oliaro et al., "SuffixDecoding", 2024): longer matches give longer drafts."""
 
 from __future__ import annotations
 
@@ -9,24 +9,27 @@ __all__ = ["Suffix"]
 
 
 class Suffix(PromptLookup):
-    """Drafts what mostly followed the longest suffix that stood before, the longer the more.
+    """Drafts the most frequent continuation of the longest suffix that occurred before.
 
     Parameters
     ----------
-    longest, shortest, drafts, public, kept : see `Texts`.
-    factor : at most so many drafts per token of the suffix.
-    threshold : drafting ends where the estimated probability of all drafts, the product of their
-        shares of what followed suffix and drafts before, would fall below it.
+    longest, shortest, drafts, public, kept
+        As in `PromptLookup`.
+    factor
+        Maximum number of drafts per token of the matched suffix.
+    threshold
+        Drafting stops before the estimated probability of all drafts falls below this value. The
+        probability of a draft is its share of the continuations.
 
     Raises
     ------
     OptionError
-        Naming the option that is out of range.
+        If an option is out of range.
     """
 
     def __init__(
         self,
-        room: DrafterContext,
+        context: DrafterContext,
         *,
         longest: int = 24,
         shortest: int = 1,
@@ -37,7 +40,7 @@ class Suffix(PromptLookup):
         threshold: float = 0.1,
     ):
         super().__init__(
-            room,
+            context,
             longest=longest,
             shortest=shortest,
             drafts=drafts,

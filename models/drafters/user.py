@@ -1,4 +1,4 @@
-"""Drafts of a user's own Python function, which a round's graph asks and waits for."""
+"""Drafter that calls a user's Python function from a host step of the round's graph."""
 
 from __future__ import annotations
 
@@ -32,187 +32,238 @@ LOG = logging.getLogger("graft")
 _KERNELS = Path(__file__).resolve().parent / "kernels" / "user.cu"
 _FAILED = read_numbers(_KERNELS)["FAILED"]
 _THREADS = 128
-_LONGEST_DEADLINE_S = 60.0
+_MAX_DEADLINE_S = 60.0
+
+_Proposal = tuple[list[int], list[int]]  # ids and parents
 
 
 @dataclass
-class _Asked:
-    """A round's questions, and the answers as they come: ids and parents, or an error."""
+class _Query:
+    """Calls of the function that a round waits for.
 
-    texts: list[list[int]]
-    answers: list[tuple[list[int], list[int]] | DrafterError] = field(default_factory=list)
-    over: threading.Event = field(default_factory=threading.Event)
-    dropped: bool = False  # nobody waits any more
+    Attributes
+    ----------
+    histories
+        Tokens of each request, the arguments of the calls.
+    proposals
+        Results in the same order, appended as the calls return.
+    done
+        Set after the last call.
+    is_abandoned
+        Whether the deadline has passed, so that no round waits any more.
+    """
+
+    histories: list[list[int]]
+    proposals: list[_Proposal | DrafterError] = field(default_factory=list)
+    done: threading.Event = field(default_factory=threading.Event)
+    is_abandoned: bool = False
 
 
 class UserDrafter(Drafter):
-    """Drafts what a Python function proposes.
+    """Drafts the tokens that a Python function proposes.
 
-    The function is called on a thread of the drafter's own, for one request after another, while
-    the round's graph waits at a host step between the commit and the target's next forward. So it
-    must not call the device's driver, nor wait for who does. A request for which it raises, or
-    returns what are no drafts, ends with the reason "error" and a `DrafterError` that names
-    function and value; others go on. Where it has not answered in time, rounds go on without its
-    drafts until it does, and the logger "graft" says so.
+    The function runs on a thread of the drafter, for one request after another, while the graph of
+    the round waits in a host step between the commit and the next target forward pass. It must not
+    call the device driver or wait for a thread that does.
+
+    If the function raises or returns an invalid proposal for a request, that request ends with the
+    reason "error" and a `DrafterError` with the name of the function and the value; other requests
+    continue. If it does not return in time, rounds go on without its drafts until it does, and the
+    logger "graft" warns.
 
     Parameters
     ----------
-    propose : takes a list of the tokens of a request so far, prompt and output; returns the ids
-        that may follow, at most as many as a round drafts, or none. For a tree, ids and parents:
-        of each id 0 for the request's last token, or the number, from 1, of an id before it.
-    deadline_s : seconds that a round waits for the answers for all its requests, at most 60.
-    tree : whether trees are proposed.
+    context
+        Engine that the drafter is created for.
+    propose
+        Takes the list of all tokens of a request, prompt and output. Returns the ids of proposed
+        tokens, at most as many as a round drafts. For a tree it returns ids and parents: the parent
+        of an id is 0 for the last token of the request, or the number, from 1, of an earlier id.
+    deadline_s
+        Time limit of a round for all its requests, in seconds; at most 60.
+    tree
+        Whether `propose` returns trees.
 
     Raises
     ------
     OptionError
-        Naming what is no function to be called, or the deadline.
+        If `propose` is not callable or the deadline is out of range.
     """
 
     lookahead = 1
 
     def __init__(
         self,
-        room: DrafterContext,
+        context: DrafterContext,
         *,
         propose: Callable[[list[int]], Any],
         deadline_s: float = 1.0,
         tree: bool = False,
     ):
-        name = self._name = PythonWork(propose).title
-        if not isinstance(deadline_s, int | float) or not 0 < deadline_s <= _LONGEST_DEADLINE_S:
+        self._name = name = PythonWork(propose).title
+        if not isinstance(deadline_s, int | float) or not 0 < deadline_s <= _MAX_DEADLINE_S:
             raise OptionError(
                 f"drafter {name}: deadline_s is {deadline_s!r}, must be above 0 and "
-                f"at most {_LONGEST_DEADLINE_S:g}"
+                f"at most {_MAX_DEADLINE_S:g}"
             )
-        self.shape = TreeShape(room.drafts, branch=room.drafts if tree else 1)
+        self.shape = TreeShape(context.max_drafts, branch=context.max_drafts if tree else 1)
         self._deadline_s = deadline_s
-        self._kernels = room.device.load(_KERNELS)
-        self._prompt = room.device.pinned((room.max_rows, 4), "int32")
-        self._texts: dict[int, list[int]] = {}  # by slot
-        self._failed: dict[int, tuple[int, DrafterError]] = {}  # by slot: epoch and why
-        self._asked: _Asked | None = None  # the last questions
-        self._questions: SimpleQueue[_Asked | None] = SimpleQueue()
+        self._kernels = context.device.load(_KERNELS)
+        self._prompt = context.device.pinned((context.max_rows, 4), "int32")
+        self._histories: dict[int, list[int]] = {}  # tokens by slot
+        self._failures: dict[int, tuple[int, DrafterError]] = {}  # epoch and error by slot
+        self._query: _Query | None = None  # the last query
+        self._queries: SimpleQueue[_Query | None] = SimpleQueue()
+        vocab = context.target.config.vocab_size
+        max_drafts = context.max_drafts
 
-        def ask(text: list[int], vocab: int = room.target.config.vocab_size) -> Any:
-            return _read(propose(text), vocab, room.drafts, tree)
+        def propose_checked(history: list[int]) -> _Proposal:
+            return _read_proposal(propose(history), vocab, max_drafts, tree)
 
-        args = (self._questions, name, ask)
-        threading.Thread(target=_serve, args=args, name=f"drafter {name}", daemon=True).start()
-        weakref.finalize(self, self._questions.put, None)
+        # The thread must not hold a reference to the drafter, whose finalizer ends it.
+        threading.Thread(
+            target=_serve,
+            args=(self._queries, name, propose_checked),
+            name=f"drafter {name}",
+            daemon=True,
+        ).start()
+        weakref.finalize(self, self._queries.put, None)
 
     @classmethod
     def of(cls, propose: Callable[[list[int]], Any], **options: Any) -> MakeDrafter:
-        """The drafter of a function, as an engine takes it."""
+        """Return a factory of the drafter, to be passed to an engine."""
         return partial(cls, propose=propose, **options)
 
-    def prefill(self, lane: Lane, own: Rows, following: Rows, features: DeviceArray | None) -> None:
-        self.resume(lane, own)
+    def prefill(
+        self, lane: Lane, rows: Rows, next_rows: Rows, features: DeviceArray | None
+    ) -> None:
+        self.resume(lane, rows)
 
-    def resume(self, lane: Lane, own: Rows) -> None:
-        self._tell(lane, own, None, self._prompt)
-        lane.host(PythonWork(self._note, self._prompt.array[: own.count]), name="note prompt")
+    def resume(self, lane: Lane, rows: Rows) -> None:
+        self._copy_rows(lane, rows, None, self._prompt)
+        work = PythonWork(self._record, self._prompt.array[: rows.count])
+        lane.host(work, name="record prompt")
 
     def start(self, lane: Lane, feed: Feed) -> None:
         rows = feed.committed(lane, shift=1)
-        told = feed.device.pinned((rows.count, 4), "int32")
-        self._tell(lane, rows, feed.state.array, told)
+        committed = feed.device.pinned((rows.count, 4), "int32")
+        self._copy_rows(lane, rows, feed.state.array, committed)
         if feed.width == 1:
-            lane.host(PythonWork(self._note, told.array), name="note tokens")
+            lane.host(PythonWork(self._record, committed.array), name="record tokens")
             return
-        to = [array for array in (feed.proposal, feed.parents) if array is not None]
-        drafts = [feed.device.pinned(array.shape, "int32") for array in to]
+        outputs = [array for array in (feed.proposal, feed.parents) if array is not None]
+        staging = [feed.device.pinned(array.shape, "int32") for array in outputs]
         first = feed.device.pinned(feed.first.shape, "int32")
         lane.copy(first, feed.first, name="first rows")
-        work = PythonWork(self._draft, told.array, first.array, *(d.array for d in drafts))
+        host_arrays = [pinned.array for pinned in staging]
+        work = PythonWork(self._draft, committed.array, first.array, *host_arrays)
         lane.host(work, name=f"drafter {self._name}")
-        for array, pinned in zip(to, drafts, strict=True):
+        for array, pinned in zip(outputs, staging, strict=True):
             lane.copy(array, pinned, name="drafts")
         args = [feed.row_slot, feed.batch, feed.proposal, self.shape.nodes, feed.state.array]
         lane.kernel(self._kernels["end_failed"], 1, _THREADS, args, name="end failed requests")
 
     def failure(self, slot: int, epoch: int) -> DrafterError | None:
-        known, error = self._failed.get(slot, (epoch, None))
-        return error if known == epoch else None
+        failed_epoch, error = self._failures.get(slot, (epoch, None))
+        return error if failed_epoch == epoch else None
 
-    def _tell(self, lane: Lane, rows: Rows, slots: DeviceArray | None, told: PinnedArray) -> None:
-        args = [rows.token, rows.slot, rows.pos, rows.count, slots, told]
-        lane.kernel(self._kernels["tell_rows"], 1, _THREADS, args, name="tell the host")
+    def _copy_rows(
+        self, lane: Lane, rows: Rows, slots: DeviceArray | None, host_rows: PinnedArray
+    ) -> None:
+        """Add the kernel that writes slot, epoch, position and token of every row to the host."""
+        args = [rows.token, rows.slot, rows.pos, rows.count, slots, host_rows]
+        kernel = self._kernels["copy_rows_to_host"]
+        lane.kernel(kernel, 1, _THREADS, args, name="rows to host")
 
-    # Host steps: in the order of the stream, and never two at once.
+    # Host steps. They run in stream order, never two at the same time.
 
-    def _note(self, told: NDArray) -> None:
-        """Write tokens down where they stand; whatever stood from there on is another request's."""
-        for slot, _, position, token in told.tolist():
+    def _record(self, rows: NDArray) -> None:
+        """Store tokens at their positions; later entries belong to an earlier request."""
+        for slot, _, position, token in rows.tolist():
             if slot >= 0:
-                self._texts.setdefault(slot, [])[position:] = [token]
+                self._histories.setdefault(slot, [])[position:] = [token]
 
-    def _draft(self, told: NDArray, first: NDArray, *drafts: NDArray) -> None:
-        """Ask for the drafts of every request that has committed something and goes on."""
-        self._note(told)
-        for array in drafts:
+    def _draft(self, rows: NDArray, first: NDArray, *outputs: NDArray) -> None:
+        """Request drafts for every active request with committed tokens, and wait for them."""
+        self._record(rows)
+        for array in outputs:
             array.fill(-1)
-        rows = [
-            (row, slot, epoch)
-            for row, (slot, epoch) in enumerate(told[first, :2].tolist())
-            if slot >= 0
-        ]
-        if not rows or (self._asked is not None and not self._asked.over.is_set()):
+        requests = []
+        for row, (slot, epoch) in enumerate(rows[first, :2].tolist()):
+            if slot >= 0:
+                requests.append((row, slot, epoch))
+        is_busy = self._query is not None and not self._query.done.is_set()
+        if not requests or is_busy:
             return
-        asked = self._asked = _Asked([self._texts[slot].copy() for _, slot, _ in rows])
-        self._questions.put(asked)
-        if not asked.over.wait(self._deadline_s):
-            asked.dropped = True
+        query = _Query([self._histories[slot].copy() for _, slot, _ in requests])
+        self._query = query
+        self._queries.put(query)
+        if not query.done.wait(self._deadline_s):
+            query.is_abandoned = True
             LOG.warning(
-                "drafter %s has not answered within %g s: rounds go on without its drafts "
-                "until it does",
+                "drafter %s did not return within %g s: rounds go on without its drafts until it "
+                "does",
                 self._name,
                 self._deadline_s,
             )
-        for (row, slot, epoch), answer in zip(rows, asked.answers.copy(), strict=False):
-            if isinstance(answer, DrafterError):
-                drafts[0][row, 0] = _FAILED
-                self._failed[slot] = epoch, answer
+        # After the deadline there may be fewer proposals than requests.
+        for (row, slot, epoch), proposal in zip(requests, query.proposals.copy(), strict=False):
+            if isinstance(proposal, DrafterError):
+                outputs[0][row, 0] = _FAILED
+                self._failures[slot] = (epoch, proposal)
             else:
-                for array, numbers in zip(drafts, answer, strict=False):  # a chain has no parents
+                # A chain has no output array for parents.
+                for array, numbers in zip(outputs, proposal, strict=False):
                     array[row, : len(numbers)] = numbers
 
 
 def _serve(
-    questions: SimpleQueue[_Asked | None], name: str, ask: Callable[[list[int]], Any]
+    queries: SimpleQueue[_Query | None],
+    name: str,
+    propose: Callable[[list[int]], _Proposal],
 ) -> None:
-    """Answer questions until there are no more; the thread knows nothing of the drafter."""
-    while (asked := questions.get()) is not None:
-        for text in asked.texts:
-            if asked.dropped:
+    """Serve queries until None arrives: the thread of a drafter."""
+    while True:
+        query = queries.get()
+        if query is None:
+            return
+        for history in query.histories:
+            if query.is_abandoned:
                 break
             try:
-                answer = ask(text)
+                query.proposals.append(propose(history))
             except DrafterError as error:
-                answer = DrafterError(f"drafter {name} {error}")
+                query.proposals.append(DrafterError(f"drafter {name} {error}"))
             except BaseException as error:
                 LOG.warning("drafter %s raised", name, exc_info=error)
-                answer = DrafterError(f"drafter {name} raised {type(error).__name__}: {error}")
-            asked.answers.append(answer)
-        asked.over.set()
-        del asked  # not kept until the next question
+                message = f"drafter {name} raised {type(error).__name__}: {error}"
+                query.proposals.append(DrafterError(message))
+        query.done.set()
+        del query  # do not keep it until the next query arrives
 
 
-def _read(answer: Any, vocab_size: int, most: int, tree: bool) -> tuple[list[int], list[int]]:
-    """Ids and parents that were proposed. Raises DrafterError."""
+def _read_proposal(proposal: Any, vocab_size: int, max_drafts: int, tree: bool) -> _Proposal:
+    """Check a returned proposal and return its ids and parents.
+
+    Raises
+    ------
+    DrafterError
+        With a message that continues "drafter NAME".
+    """
     try:
-        parts = answer if tree else (answer, range(most + 1))
-        ids, parents = ([operator.index(n) for n in islice(part, most + 1)] for part in parts)
+        parts = proposal if tree else (proposal, range(max_drafts + 1))
+        # One more than allowed is enough to notice that there are too many.
+        ids, parents = ([operator.index(n) for n in islice(part, max_drafts + 1)] for part in parts)
     except (TypeError, ValueError):
-        wanted = "ids and parents" if tree else "ids"
-        raise DrafterError(f"proposed {answer!r:.80}, which are no {wanted}") from None
-    if len(ids) > most:
-        raise DrafterError(f"proposed more than {most} ids: {ids}")
+        expected = "ids and parents" if tree else "a sequence of ids"
+        raise DrafterError(f"returned {proposal!r:.80}, expected {expected}") from None
+    if len(ids) > max_drafts:
+        raise DrafterError(f"proposed more than {max_drafts} ids: {ids}")
     if tree and len(parents) != len(ids):
         raise DrafterError(f"proposed {len(ids)} ids and {len(parents)} parents")
     for i, (token, parent) in enumerate(zip(ids, parents, strict=False)):
         if not 0 <= token < vocab_size:
-            raise DrafterError(f"proposed id {token}, of the 0 to {vocab_size - 1} there are")
+            raise DrafterError(f"proposed id {token}, expected ids from 0 to {vocab_size - 1}")
         if not 0 <= parent <= i:
-            raise DrafterError(f"proposed parent {parent} of id {i + 1}, which may have 0 to {i}")
+            raise DrafterError(f"proposed parent {parent} of id {i + 1}, expected 0 to {i}")
     return ids, parents[: len(ids)]

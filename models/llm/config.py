@@ -167,8 +167,8 @@ class Eagle3Config(LlamaConfig):
             decoder = fields
         for source in (fields, decoder):
             for switch in ("norm_output", "fc_norm", "norm_before_fc", "bias"):
-                source.refuse(switch, False)
-            source.refuse("num_aux_hidden_states", 3)
+                source.require(switch, False)
+            source.require("num_aux_hidden_states", 3)
         architectures = fields.get("architectures") or ()
         is_named = is_speculators or "LlamaForCausalLMEagle3" in architectures
         layers = decoder.get("num_hidden_layers", 1)
@@ -278,9 +278,9 @@ class DFlashConfig(LlamaConfig):
         architecture = (fields.get("architectures") or [None])[0]
         sizes = _DFLASH2_SIZES if architecture == dflash2 else {}
         if architecture == dspark:
-            fields.refuse("markov_head_type", "vanilla")
+            fields.require("markov_head_type", "vanilla")
             for name in _DFLASH_NUMBERS:
-                fields.refuse(name, False)
+                fields.require(name, False)
             block = fields
             numbers: dict[str, float] = {}
             has_windows = False
@@ -291,7 +291,7 @@ class DFlashConfig(LlamaConfig):
         if has_windows:
             # Without the field, layers with sliding windows are causal: require it.
             fields.boolean("is_causal")
-        fields.refuse("is_causal", False)
+        fields.require("is_causal", False)
         decoder = _decoder(fields, "qwen3", has_windows)
         target_layers = fields.integer("num_target_layers", low=2, high=MAX_LAYERS)
         layer_ids = _target_layer_ids(block, target_layers)
@@ -338,7 +338,7 @@ _DFLASH2_SIZES = {
 
 def _speculators_decoder(fields: Fields) -> Fields:
     """Return the nested layer config of an EAGLE-3 head in the speculators format."""
-    fields.refuse("speculators_model_type", "eagle3")
+    fields.require("speculators_model_type", "eagle3")
     decoder = fields.section("transformer_layer_config")
     if decoder is None:
         raise ConfigError(f"{fields.where}: transformer_layer_config is missing")
@@ -354,7 +354,7 @@ def _dflash_section(fields: Fields, sizes: Mapping[str, int]) -> Fields:
         raise ConfigError(f"{fields.where}: dflash_config is missing")
     known = {"block_size", "mask_token_id", "target_layer_ids", *_DFLASH_NUMBERS, *sizes}
     for name in section.data.keys() - known:
-        section.refuse(name)
+        section.require(name)
     return Fields({**fields.data, **section.data}, section.where)
 
 
@@ -381,8 +381,8 @@ def _check_quantization(fields: Fields) -> None:
         return
     if section.get("quant_method") is None:
         raise ConfigError(f"{section.where}: quant_method is missing")
-    section.refuse("quant_method", *_QUANTIZATION)
-    section.only(_QUANTIZATION[section.data["quant_method"]])
+    section.require("quant_method", *_QUANTIZATION)
+    section.require_known(_QUANTIZATION[section.data["quant_method"]])
     groups = section.section("config_groups")
     if groups is None:
         return
@@ -390,10 +390,10 @@ def _check_quantization(fields: Fields) -> None:
         group = groups.section(name)
         if group is None:
             continue
-        group.only(_QUANTIZATION_GROUP)
+        group.require_known(_QUANTIZATION_GROUP)
         weights = group.section("weights")
         if weights is not None:
-            weights.only(_QUANTIZED_WEIGHTS)
+            weights.require_known(_QUANTIZED_WEIGHTS)
 
 
 def _architecture(fields: Fields, known: Mapping[str, str]) -> str:
@@ -411,13 +411,13 @@ def _architecture(fields: Fields, known: Mapping[str, str]) -> str:
     if names is None and model_type is None:
         raise ConfigError(f"{fields.where}: neither architectures nor model_type is given")
     if names is None:
-        fields.refuse("model_type", *known.values())
+        fields.require("model_type", *known.values())
         return str(model_type)
     if not isinstance(names, list) or len(names) != 1 or names[0] not in known:
         raise ConfigError(
             f"{fields.where}: architectures = {names!r} is not implemented ({' or '.join(known)})"
         )
-    fields.refuse("model_type", known[names[0]])
+    fields.require("model_type", known[names[0]])
     return known[names[0]]
 
 
@@ -478,19 +478,19 @@ def _decoder(
 
 def _refuse_unimplemented(fields: Fields, model_type: str, has_windows: bool) -> None:
     """Refuse decoder options that graft does not implement."""
-    fields.refuse("model_type", model_type)
-    fields.refuse("hidden_act", "silu")
+    fields.require("model_type", model_type)
+    fields.require("hidden_act", "silu")
     for switch in ("attention_bias", "mlp_bias", "use_qk_norm"):
-        fields.refuse(switch, False)
-    fields.refuse("pretraining_tp", 1)
+        fields.require(switch, False)
+    fields.require("pretraining_tp", 1)
     _check_quantization(fields)
-    fields.refuse("partial_rotary_factor", 1, 1.0)
+    fields.require("partial_rotary_factor", 1, 1.0)
     known = ["full_attention"]
     if has_windows:
         known.append("sliding_attention")
     else:
-        fields.refuse("use_sliding_window", False)
-        fields.refuse("sliding_window")
+        fields.require("use_sliding_window", False)
+        fields.require("sliding_window")
     layer_types = fields.get("layer_types", [])
     if not isinstance(layer_types, list) or any(kind not in known for kind in layer_types):
         raise ConfigError(f"{fields.where}: layer_types = {layer_types!r} is not implemented")
@@ -507,7 +507,7 @@ def _feature_layers(fields: Fields) -> tuple[int, int, int] | None:
     nested = fields.section("eagle_config")
     ids = None
     if nested is not None:
-        nested.refuse("use_aux_hidden_state", True)
+        nested.require("use_aux_hidden_state", True)
         ids = nested.integers(name)
     if ids is None:
         boundaries = fields.integers(name)

@@ -639,7 +639,7 @@ class ModelKernels:
             KV cache and `_kv_write_args` of an epilogue that applies RoPE and writes the cache.
         """
         defines: dict[str, object] = {
-            "SPLIT": int(self._splits_activations),
+            "SPLIT_X": int(self._splits_activations),
             "WEIGHT16": STORAGE[_mma_dtype(product.weight.dtype)],
             "X16": int(product.x_is_rounded),
             "WEIGHT8": int(product.weight.dtype == E4M3),
@@ -649,7 +649,7 @@ class ModelKernels:
         store_args: tuple[object, ...] = (*(None,) * 7, *(0,) * 6)
         if store is not None:
             kv, store_args = store
-            defines |= {"TURNED": kv.head_dim, "CACHE": STORAGE[kv.dtype]}
+            defines |= {"ROPE_HEAD_DIM": kv.head_dim, "CACHE": STORAGE[kv.dtype]}
         norm_args: tuple[object, ...] = (None, None, None)
         if norm is not None:
             norm_args = (norm.weight, norm.out, norm.square_sums)

@@ -30,21 +30,21 @@ class Rounds:
             config = SimpleNamespace(**dict(zip(names, shape, strict=True)))
             return nets.make_cache(device, config, layers, dtype="float32")
 
-        room = SimpleNamespace(
+        context = SimpleNamespace(
             device=device,
             target=target,
-            drafts=drafts,
+            max_drafts=drafts,
             slots=SLOTS,
             tree=tree and TreePlan(*tree),
             max_rows=64,
-            cache=cache,
-            length=LENGTH,
+            make_cache=cache,
+            max_length=LENGTH,
             tokenizer=None,
         )
         self.device = device
         self.stream = stream
         self.lane = StreamLane(stream)
-        self.drafter = drafter = make_drafter(folder, room)
+        self.drafter = drafter = make_drafter(folder, context)
         self.width = drafter.shape.nodes + 1
         vocab = target.vocab_size
         self.branch = drafter.shape.branch
@@ -52,8 +52,8 @@ class Rounds:
         self.tokens, self.drafts = (rng.integers(0, vocab, (SLOTS, n)) for n in (LENGTH, 24))
         if tokens is not None:
             self.tokens[:] = tokens
-        target.set_feature_layers(drafter.taps)
-        wide = len(drafter.taps) * target.config.hidden_size
+        target.set_feature_layers(drafter.feature_layers)
+        wide = len(drafter.feature_layers) * target.config.hidden_size
         self.features = np.zeros((SLOTS, LENGTH, wide), np.float32)
         for slot in range(SLOTS):
             for kv in (target.kv, *drafter.caches):

@@ -149,7 +149,7 @@ def test_a_row_has_the_bits_of_the_row_alone(device, stream, monkeypatch, heads)
         mixed = [known[i] for i in rng.permutation(len(known))[:24]]
         check(*(np.array(x) for x in zip(*mixed, strict=True)), run)
     for blocks in (1, 2, 10**6):
-        monkeypatch.setattr(kernel_library, "_SPLIT_BLOCKS", blocks)
+        monkeypatch.setattr(kernel_library, "_ATTENTION_BLOCKS", blocks)
         check(1, [599, 255, 256, 260], 4)
 
 

@@ -95,8 +95,8 @@ NO_OBJECTS = ["{", "[1, 2]", '"config"', '{"a":' * 99999, "[1" + "0" * 5000]
     ("make", "words"),
     [
         *((lambda file, text=text: file.write_text(text), r"config\.json") for text in NO_OBJECTS),
-        (os.mkfifo, "no plain file"),
-        (lambda file: file.symlink_to("/dev/zero"), "no plain file"),
+        (os.mkfifo, "not a regular file"),
+        (lambda file: file.symlink_to("/dev/zero"), "not a regular file"),
         (lambda file: make_tiny_llama(file.parent), "more than 10"),
         (str, "{folder}"),
     ],
@@ -106,7 +106,7 @@ def test_a_config_that_is_no_object_is_refused(tmp_path, monkeypatch, make, word
     without measure is not read; nor one that is not there."""
     make(tmp_path / "config.json")
     if words.startswith("more"):
-        monkeypatch.setattr(fields, "_MOST_BYTES", 10)
+        monkeypatch.setattr(fields, "_MAX_BYTES", 10)
     with pytest.raises(ConfigError, match=words.format(folder=tmp_path)):
         LlamaConfig.from_dir(tmp_path)
 

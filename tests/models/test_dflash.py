@@ -174,8 +174,8 @@ UNFIT = {
             ConfigError,
             "is_causal is miss",
         ),
-        (None, {"vocab_size": 65}, ConfigError, "of vocab_size 65; .* is 64"),
-        (None, {"num_target_layers": 9}, ConfigError, "of num_hidden_layers 9; .* is 8"),
+        (None, {"vocab_size": 65}, ConfigError, "with vocab_size 65, .* has 64"),
+        (None, {"num_target_layers": 9}, ConfigError, "with num_hidden_layers 9, .* has 8"),
         (
             None,
             {"architectures": ["Qwen3DSparkModel"], "markov_head_type": "rnn"},
@@ -221,7 +221,12 @@ UNFIT = {
         (None, of_dflash2(conv_group_size=7), ConfigError, "24 is not a multiple of .* 7"),
         (None, of_dflash2(conv_kernel_size=2), CheckpointError, "base_kernel"),
         (None, of_dflash2(selector_rank=0), ConfigError, "selector_rank is 0"),
-        (None, of_dflash2(selector_top_k=65), ConfigError, "selector_top_k is 65, outside 1..64"),
+        (
+            None,
+            of_dflash2(selector_top_k=65),
+            ConfigError,
+            "selector_top_k is 65, must be from 1 to 64",
+        ),
     ],
 }
 

@@ -44,45 +44,49 @@ class Wrong(Drafter):
 
 def wrong(**attributes):
     """A drafter with other attributes, as an engine asks for it."""
-    return lambda room: type("Wrong", (Wrong,), attributes)()
+    return lambda context: type("Wrong", (Wrong,), attributes)()
 
 
 @pytest.mark.parametrize(
     "drafter, error, words",
     [
-        (wrong(shape=TreeShape(2, (1, 2, 2), 2)), OptionError, "has no place in 2 drafts"),
-        (wrong(shape=TreeShape(2, (1, 2))), OptionError, "no round verifies drafts of the shape"),
-        (wrong(shape=TreeShape(0)), OptionError, "0 drafts a round, of the 1 to 2 asked for"),
-        (wrong(shape=TreeShape(3)), OptionError, "3 drafts a round, of the 1 to 2 asked for"),
+        (wrong(shape=TreeShape(2, (1, 2, 2), 2)), OptionError, "does not fit in 2 drafts"),
+        (wrong(shape=TreeShape(2, (1, 2))), OptionError, "cannot be verified in a round"),
+        (wrong(shape=TreeShape(0)), OptionError, "0 drafts per round, expected 1 to 2"),
+        (wrong(shape=TreeShape(3)), OptionError, "3 drafts per round, expected 1 to 2"),
         (wrong(shape=None), OptionError, "says nothing of its shape"),
-        (wrong(start=Drafter.start), DrafterError, "Wrong has no method start"),
+        (wrong(start=Drafter.start), DrafterError, "Wrong does not define start"),
         (wrong(shape=TreeShape.by_level(2)), OptionError, "says nothing of its vocab"),
         (wrong(shape=TreeShape.by_level(2), vocab=DraftVocab(8)), DrafterError, "level 0 has no"),
-        (wrong(taps=(1, 0)), OptionError, "feature layers"),
-        (lambda room: object(), OptionError, "is no Drafter"),
+        (wrong(feature_layers=(1, 0)), OptionError, "feature layers"),
+        (lambda context: object(), OptionError, "expected a Drafter"),
         (
             partial(CascadeDrafter, first=NGram, then=NGram),
             OptionError,
-            "of the second level by level",
+            "`then` must draft level by",
         ),
-        (partial(CascadeDrafter, first=TARGET, then=TARGET), OptionError, "must come all at once"),
+        (
+            partial(CascadeDrafter, first=TARGET, then=TARGET),
+            OptionError,
+            "must make all drafts at once",
+        ),
         (
             partial(CascadeDrafter, first=wrong(shape=TreeShape(1)), then=TARGET),
             OptionError,
-            "1 drafts of",
+            "`first` makes 1 drafts",
         ),
         (
             partial(CascadeDrafter, first=wrong(shape=TreeShape(2, branch=2)), then=TARGET),
             OptionError,
-            "both must be chains",
+            "must draft chains, not trees",
         ),
         (
             partial(CascadeDrafter, first=NGram, then=wrong(shape=TreeShape(2, (1, 2), 2))),
             OptionError,
-            "both must be chains",
+            "must draft chains, not trees",
         ),
         (
-            partial(CascadeDrafter, first=wrong(reads_rows=True), then=TARGET),
+            partial(CascadeDrafter, first=wrong(reads_mask_rows=True), then=TARGET),
             OptionError,
             "mask rows",
         ),
@@ -99,11 +103,11 @@ def test_a_drafter_that_cannot_be_is_refused(device, drafter, error, words):
 @pytest.mark.parametrize(
     "drafter, options, words",
     [
-        (Suffix, {"draft_tree": [(0,), (1,)]}, r"Suffix: draft_tree is to be \(branch, levels\)"),
+        (Suffix, {"draft_tree": [(0,), (1,)]}, r"Suffix: draft_tree must be \(branch, levels\)"),
         (
             partial(CascadeDrafter, first=NGram, then=TARGET),
             {"draft_tree": (2, 2)},
-            "must be chains",
+            "must draft chains, not trees",
         ),
         (wrong(), {"forced_drafts": True}, "forced_drafts needs mask_drafts"),
         (DRAFTER, {"forced_drafts": True, "mask_drafts": False}, "forced_drafts needs mask_drafts"),
@@ -114,7 +118,7 @@ def test_what_a_drafter_cannot_be_asked_for_is_refused(device, drafter, options,
     rows are filled while drafting; ranks of a shape are those of its levels."""
     with pytest.raises(OptionError, match=words):
         Engine(TARGET, drafter, max_batch_size=1, **options)
-    with pytest.raises(OptionError, match="no round verifies drafts of the shape"):
+    with pytest.raises(OptionError, match="cannot be verified in a round"):
         TreeShape(2, (1, 2), 2, ((0,), (0, 0), (1,))).check(8)
 
 
@@ -215,15 +219,15 @@ def test_what_was_said_is_looked_up(device, stream, make, options, block):
     tree = options.get("tree")
     most = 9 if tree else 5
     rng = np.random.default_rng(len(str(options)))
-    room = SimpleNamespace(
+    context = SimpleNamespace(
         device=device,
         slots=slots,
-        length=length,
-        drafts=most,
+        max_length=length,
+        max_drafts=most,
         tree=tree and TreePlan(*tree),
         target=SimpleNamespace(config=SimpleNamespace(vocab_size=4)),
     )
-    drafter = make(room, **{k: v for k, v in options.items() if k != "tree"})
+    drafter = make(context, **{k: v for k, v in options.items() if k != "tree"})
     lane = StreamLane(stream)
     drafter._block = block
     plain = {"threshold": 0.1, "factor": 1.0} if make is Suffix else {}
@@ -334,6 +338,6 @@ def test_a_model_of_other_tokens_is_no_drafter(device, tmp_path):
     first, second = sorted(vocab, key=vocab.get)[10:12]
     vocab[first], vocab[second] = vocab[second], vocab[first]
     file.write_text(json.dumps(data))
-    with pytest.raises(OptionError, match="must have one tokenizer") as caught:
+    with pytest.raises(OptionError, match="must use the same tokenizer") as caught:
         Engine(TARGET, tmp_path / "other", max_batch_size=1)
     assert repr(first) in str(caught.value) or repr(second) in str(caught.value)

@@ -172,7 +172,7 @@ def test_a_narrower_head_needs_rows_of_its_own(device, tmp_path):
     """Where the target's rows are too wide, a missing head is refused by name."""
     model, *_ = pair(device, tmp_path, **HEADS["narrower than its target"])
     edit_tensors(tmp_path / "head", lambda t: t.pop("lm_head.weight"))
-    with pytest.raises(CheckpointError, match=r"lm_head\.weight is missing, .* 48 wide, not 32"):
+    with pytest.raises(CheckpointError, match=r"lm_head\.weight is missing, .* width 48, not 32"):
         nets.load_eagle3(device, tmp_path / "head", model)
 
 
@@ -183,7 +183,7 @@ def test_a_narrower_head_needs_rows_of_its_own(device, tmp_path):
         (lambda t: t["d2t"].__setitem__(0, -1), "draft id 0 to -1,"),
         (lambda t: t["d2t"].__setitem__(35, 320 - 35), "draft id 35 to 320,"),
         (lambda t: t["d2t"].__setitem__(69, (1 << 40) - 69), f"draft id 69 to {1 << 40},"),
-        (lambda t: t["d2t"].__setitem__(5, t["d2t"][4] - 1), "another draft id"),
+        (lambda t: t["d2t"].__setitem__(5, t["d2t"][4] - 1), "and another one to"),
         (lambda t: t.__setitem__("d2t", t["d2t"][:-1]), "d2t has shape"),
         (lambda t: t.__setitem__("d2t", t["d2t"].astype(np.float32)), "d2t has dtype float32"),
         (lambda t: t.pop("fc.weight"), "fc.weight is missing"),
@@ -206,7 +206,7 @@ def test_damaged_heads_are_refused_by_tensor(device, tmp_path, change, words):
     ("other", "options", "words"),
     [
         ({"vocab_size": 400}, {}, "vocab_size 400"),
-        ({"hidden_size": 64}, {}, "of hidden_size 64"),
+        ({"hidden_size": 64}, {}, "with hidden_size 64"),
         ({}, {"eagle_config": None}, "3 layers"),
     ],
 )

@@ -75,7 +75,7 @@ def test_a_target_may_stand_beside_its_modules(device, stream, tmp_path):
     edit_json(tmp_path / "both" / "config.json", num_nextn_predict_layers=2)
     target = nets.load_llama(device, tmp_path / "both")
     drafter = Rounds(device, stream, target, tmp_path / "both", 1).drafter
-    assert drafter.shape.nodes == drafter.caches[0].layers == 1 and drafter.taps == (2,)
+    assert drafter.shape.nodes == drafter.caches[0].layers == 1 and drafter.feature_layers == (2,)
 
 
 @pytest.mark.parametrize(
@@ -91,8 +91,8 @@ def test_a_target_may_stand_beside_its_modules(device, stream, tmp_path):
         (lambda t: None, {"num_nextn_predict_layers": 1}, CheckpointError, "model.layers.4"),
         (lambda t: None, {"num_nextn_predict_layers": 3}, CheckpointError, "model.layers.5"),
         (lambda t: None, {"num_nextn_predict_layers": -1}, ConfigError, "num_nextn_predict_layers"),
-        (lambda t: None, {"vocab_size": 321}, ConfigError, "of vocab_size 321; .* is 320"),
-        (lambda t: None, {"num_hidden_layers": 4}, ConfigError, "of num_hidden_layers 4"),
+        (lambda t: None, {"vocab_size": 321}, ConfigError, "with vocab_size 321, .* has 320"),
+        (lambda t: None, {"num_hidden_layers": 4}, ConfigError, "with num_hidden_layers 4"),
     ],
 )
 def test_unfit_modules_are_refused(device, stream, tmp_path, change, fields, error, words):

@@ -37,7 +37,8 @@ class Forward:
         zeros = np.zeros(count, np.int32)
         tree = device.zeros((count,), "uint64")
         self.rows, self.entries = (
-            replace(make_rows(device, zeros, zeros, zeros), tree=tree, run=RUN) for _ in range(2)
+            replace(make_rows(device, zeros, zeros, zeros), ancestors=tree, rows_per_slot=RUN)
+            for _ in range(2)
         )
         features = device.zeros((count, 3 * 48), "float32")
         logits = device.zeros((count, model.vocab_size), "float32")
@@ -48,7 +49,7 @@ class Forward:
         self.exec = graph.instantiate()
 
     def run(self, stream, tokens, following, slots, positions, tree):
-        self.rows.tree.copy_from(np.broadcast_to(tree, len(tokens)).astype(np.uint64))
+        self.rows.ancestors.copy_from(np.broadcast_to(tree, len(tokens)).astype(np.uint64))
         for rows, token in ((self.rows, tokens), (self.entries, following)):
             for array, values in ((rows.token, token), (rows.slot, slots), (rows.pos, positions)):
                 array.copy_from(np.broadcast_to(values, array.shape).astype(np.int32))

@@ -1,8 +1,10 @@
-// The rows of a block drafter's forward, level after level, so that a level's logits lie together.
+// Lays out the rows of a block drafter's forward pass level by level, so that the logits of a level
+// are contiguous.
 #include "sampling/kernels/slot.cuh"
 
-// Row i * batch + b holds the last token (i = 0) or a mask at position n + i of batch row b, as far
-// as tokens may be produced; it attends to positions 0 to `last`, the block's last one.
+// Row i * batch + b is the last token (i = 0) or a mask token at position n + i of batch row b, up
+// to the length limit of the slot. It attends to positions 0..last, where `last` is the last of the
+// block.
 extern "C" __global__ void block_rows(const int* row_slot, const Slot* slots, const RoundRow* rows,
                                       int row_words, int batch, int width, int mask, int* token,
                                       int* slot, int* pos, int* last) {

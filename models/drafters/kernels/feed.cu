@@ -1,5 +1,5 @@
-// Assigns token, slot and position to each row of a drafter's forward passes. A row without work has
-// slot -1 and position -1.
+// Assigns token, slot and position to each row of a drafter's forward passes. A row without work
+// has slot -1 and position -1.
 #include "sampling/kernels/slot.cuh"
 
 // Lays out the tokens that verification committed: row i of a batch row is its token i, at position
@@ -36,12 +36,11 @@ extern "C" __global__ void draft_rows(const int* row_slot, const Slot* slots, co
   }
 }
 
-// Lays out the nodes of a tree that its drafter is fed at `level`, from 2 on: row b * branch + f is
-// node f, at position n + shift + level - 2. `origin` is the row of the level before that it hangs
-// on.
+// Lays out the tree nodes that the drafter is fed at `level` (from 2): row b * branch + f is node
+// f, at position n + shift + level - 2. `origin` is the row of its parent in the previous level.
 extern "C" __global__ void node_rows(const int* row_slot, const Slot* slots, const RoundRow* rows,
                                      int row_words, int batch, int branch, int level, int shift,
-                                     int* token, int* slot, int* pos, unsigned long long* tree,
+                                     int* token, int* slot, int* pos, unsigned long long* ancestors,
                                      int* origin) {
   for (int r = threadIdx.x; r < batch * branch; r += blockDim.x) {
     const int b = r / branch;
@@ -53,7 +52,7 @@ extern "C" __global__ void node_rows(const int* row_slot, const Slot* slots, con
     token[r] = used ? slots[s].drafts[j - 1] : 0;
     slot[r] = used ? s : -1;
     pos[r] = used ? position : -1;
-    tree[r] = used ? slots[s].path[j - 1] : 0;
+    ancestors[r] = used ? slots[s].path[j - 1] : 0;
     origin[r] = !used ? 0 : level == 2 ? b : b * branch + (slots[s].parent[j - 1] - 1) % branch;
   }
 }

@@ -1,149 +1,153 @@
-// Drafts without a model: keeps what every slot said, and looks up what followed the last tokens
-// where they stood before.
+// Prompt lookup: stores the token history of every slot and drafts the continuations of earlier
+// occurrences of the last tokens.
 //
-// A text is one row of `texts`, int32 [texts, length], -1 behind its end. Row s is what slot s
-// said; the rows behind the slots are of requests that are over.
+// A history is a row of `histories`, int32 [count, length], filled with -1 after its end. Row s
+// belongs to slot s; the rows after the slots are histories of finished requests.
 #include "sampling/kernels/slot.cuh"
 
-#define VOTE_NONE 0     // one place is followed: the best fit
-#define VOTE_ALL 1      // every place that fits with `shortest` tokens votes, once per suffix
-#define VOTE_LONGEST 2  // every place that fits as well as any votes
+#define VOTE_NONE 0     // follow the best occurrence
+#define VOTE_ALL 1      // all occurrences of `shortest` or more tokens vote, once per suffix
+#define VOTE_LONGEST 2  // all occurrences of the longest matching suffix vote
 
-// Writes tokens down at their positions. Where a slot begins anew, its text is kept in the place
-// of the oldest text that is kept, if any are, and emptied. One block.
-extern "C" __global__ void note_tokens(const int* token, const int* slot, const int* pos, int rows,
-                                       int* texts, int length, int slot_count, int kept,
-                                       int* begun) {
+// Stores tokens at their positions. When a slot starts a new request (position 0), its history is
+// copied over the oldest kept history, if histories are kept, and cleared. One block.
+extern "C" __global__ void record_tokens(const int* token, const int* slot, const int* pos,
+                                         int rows, int* histories, int length, int slot_count,
+                                         int kept_count, int* next_kept) {
   const int tid = static_cast<int>(threadIdx.x);
   const int step = static_cast<int>(blockDim.x);
   for (int r = 0; r < rows; ++r) {
     if (slot[r] < 0 || pos[r] != 0) continue;
-    int* text = texts + static_cast<long long>(slot[r]) * length;
-    const bool keeping = kept > 0 && text[0] >= 0;
-    int* copy = texts + static_cast<long long>(slot_count + (keeping ? *begun % kept : 0)) * length;
+    int* history = histories + static_cast<long long>(slot[r]) * length;
+    const bool is_kept = kept_count > 0 && history[0] >= 0;
+    int* copy =
+        histories +
+        static_cast<long long>(slot_count + (is_kept ? *next_kept % kept_count : 0)) * length;
     __syncthreads();
     for (int i = tid; i < length; i += step) {
-      if (keeping) copy[i] = text[i];
-      text[i] = -1;
+      if (is_kept) copy[i] = history[i];
+      history[i] = -1;
     }
-    if (tid == 0 && keeping) *begun = (*begun + 1) % kept;
+    if (tid == 0 && is_kept) *next_kept = (*next_kept + 1) % kept_count;
     __syncthreads();
   }
   for (int r = tid; r < rows; r += step) {
     if (slot[r] < 0 || pos[r] < 0 || pos[r] >= length) continue;
-    texts[static_cast<long long>(slot[r]) * length + pos[r]] = token[r];
+    histories[static_cast<long long>(slot[r]) * length + pos[r]] = token[r];
   }
 }
 
-// What is looked up for one batch row. A place is (s, p): token p of text s.
+// Lookup for one batch row. An occurrence (s, p) is token p of history s.
 struct Lookup {
-  const int* texts;
+  const int* histories;
   int count;
   int length;
-  int self;  // the request's own text, whose places come before others'
-  int n;     // its last token
+  int self;  // history of the request, whose occurrences are preferred
+  int n;     // index of its last token
   bool everywhere;
   bool oldest;
   const int* drafted;
 
-  // With how many tokens, at most `most`, a place ends as the request does.
-  __device__ int fit(int s, int p, int most) const {
-    const int* text = texts + static_cast<long long>(s) * length;
-    const int* own = texts + static_cast<long long>(self) * length;
+  // Returns how many tokens up to (s, p) match the last tokens of the request, at most
+  // `max_tokens`.
+  __device__ int match_length(int s, int p, int max_tokens) const {
+    const int* history = histories + static_cast<long long>(s) * length;
+    const int* own = histories + static_cast<long long>(self) * length;
     int found = 0;
-    while (found < most && found <= p && found <= n && text[p - found] == own[n - found]) ++found;
+    while (found < max_tokens && found <= p && found <= n && history[p - found] == own[n - found])
+      ++found;
     return found;
   }
 
-  // The token j + 1 behind a place. Behind the end of its own text the drafts go on, so that what
-  // repeats is drafted whole.
-  __device__ int behind(int s, int p, int j) const {
+  // Returns token j + 1 after an occurrence. The request's own history continues with the drafts,
+  // so that repetitions are drafted in full.
+  __device__ int following(int s, int p, int j) const {
     const int at = p + 1 + j;
     if (s == self && at > n) return drafted[at - n - 1];
-    return at < length ? texts[static_cast<long long>(s) * length + at] : -1;
+    return at < length ? histories[static_cast<long long>(s) * length + at] : -1;
   }
 
-  // Calls visit(s, p, fit) for this thread's places that fit with `shortest` tokens and are
-  // followed by the first `j` drafts and a token more.
+  // Calls visit(s, p, match length) for those occurrences of this thread that match at least
+  // `shortest` tokens and are followed by the first `j` drafts and one more token.
   template <class Visit>
-  __device__ void places(int longest, int shortest, int j, Visit visit) const {
+  __device__ void for_each_occurrence(int longest, int shortest, int j, Visit visit) const {
     for (int s = 0; s < count; ++s) {
       if (s != self && !everywhere) continue;
       const int end = s == self ? n : length - 1;
       for (int p = static_cast<int>(threadIdx.x); p < end; p += static_cast<int>(blockDim.x)) {
-        if (behind(s, p, 0) < 0) break;
-        const int found = fit(s, p, longest);
+        if (following(s, p, 0) < 0) break;
+        const int found = match_length(s, p, longest);
         if (found < shortest) continue;
         int same = 0;
-        while (same < j && behind(s, p, same) == drafted[same]) ++same;
-        if (same == j && behind(s, p, j) >= 0) visit(s, p, found);
+        while (same < j && following(s, p, same) == drafted[same]) ++same;
+        if (same == j && following(s, p, j) >= 0) visit(s, p, found);
       }
     }
   }
 
-  // A place's rank: `most` first (22 bits), then the request's own, then the latest or oldest.
-  __device__ unsigned long long rank(int most, int s, int p) const {
-    const unsigned long long first = most < (1 << 22) ? most : (1 << 22) - 1;
+  // Returns the rank of an occurrence: by `score` (22 bits), then the own history, then latest or
+  // oldest.
+  __device__ unsigned long long rank(int score, int s, int p) const {
+    const unsigned long long first = score < (1 << 22) ? score : (1 << 22) - 1;
     const unsigned long long order = oldest ? length - p : p + 1;
     return (first << 42) | (static_cast<unsigned long long>(s == self) << 41) | (order << 15) |
            static_cast<unsigned long long>(s);
   }
-  __device__ static int ranked_first(unsigned long long rank) {
-    return static_cast<int>(rank >> 42);
-  }
-  __device__ static int ranked_text(unsigned long long rank) {
+  __device__ static int rank_score(unsigned long long rank) { return static_cast<int>(rank >> 42); }
+  __device__ static int rank_history(unsigned long long rank) {
     return static_cast<int>(rank & 0x7fff);
   }
-  __device__ int ranked_place(unsigned long long rank) const {
+  __device__ int rank_position(unsigned long long rank) const {
     const int order = static_cast<int>((rank >> 15) & 0x3ffffff);
     return oldest ? length - order : order - 1;
   }
 };
 
-// A draft, or what may become one.
-struct Continuation {
+// A draft or a candidate for one.
+struct Candidate {
   int token;
-  int parent;  // the draft that it hangs on, from 1; 0: the last token
+  int parent;  // parent draft, from 1; 0: the last token
   int depth;
-  bool alone;  // no other place has a say in what follows
+  bool single;  // only one occurrence is followed from here on
   float score;
-  unsigned long long rank;  // of the place that is followed
+  unsigned long long rank;  // of the occurrence that is followed
 };
 
-// The drafts so far, and behind them what may be the next of them, best first; `most` in all.
-struct Found {
+// The chosen drafts, followed by the candidates for the next ones, best first; at most `capacity`.
+struct CandidateList {
   int drafts;
-  int most;
+  int capacity;
   int end;
-  Continuation all[MAX_DRAFTS];
+  Candidate all[MAX_DRAFTS];
 
-  __device__ void add(const Continuation& added) {
-    int i = end < most ? end++ : most;
-    const auto is_before = [](const Continuation& a, const Continuation& b) {
+  __device__ void add(const Candidate& added) {
+    int i = end < capacity ? end++ : capacity;
+    const auto is_before = [](const Candidate& a, const Candidate& b) {
       return a.score > b.score || (a.score == b.score && a.rank > b.rank);
     };
     for (; i > drafts && is_before(added, all[i - 1]); --i) {
-      if (i < most) all[i] = all[i - 1];
+      if (i < capacity) all[i] = all[i - 1];
     }
-    if (i < most) all[i] = added;
+    if (i < capacity) all[i] = added;
   }
 };
 
-// Drafts at most `drafts` tokens, and `factor` times as many as fit, in a row of `width` whose rest
-// is -1: a tree of `branch` children and `levels`, that of best score first. With votes a child's
-// share is that of the votes of the places it follows, and its score the product of the shares down
-// to it, which is `threshold` or more; without, places come as they rank. `votes_of` is zero,
-// int32 [slots, vocabulary], and is left so. One block per batch row.
-extern "C" __global__ void propose_texts(const int* row_slot, const Slot* slots, const int* texts,
-                                         int text_count, int length, int longest, int shortest,
-                                         int everywhere, int oldest, int vote, int drafts,
-                                         float factor, float threshold, int branch, int levels,
-                                         int vocab, int* votes_of, int width, int* proposal,
-                                         int* parents) {
+// Proposes at most `drafts` tokens, and at most `factor` per matched token, in a row of `proposal`
+// of `width` entries, the rest of which is -1: a tree with up to `branch` children per node and
+// `levels` levels, best score first. With votes, the share of a child is that of the votes of the
+// occurrences that it follows, and its score the product of the shares on its path, which must
+// reach `threshold`. Without votes occurrences are ordered by rank. `votes_of`, int32 [slots,
+// vocab], is zero before and after. One block per batch row.
+extern "C" __global__ void propose_drafts(const int* row_slot, const Slot* slots,
+                                          const int* histories, int history_count, int length,
+                                          int longest, int shortest, int everywhere, int oldest,
+                                          int vote, int drafts, float factor, float threshold,
+                                          int branch, int levels, int vocab, int* votes_of,
+                                          int width, int* proposal, int* parents) {
   __shared__ unsigned long long best;
   __shared__ int voters, votes;
   __shared__ int path[MAX_DRAFTS];
-  __shared__ Found found;
+  __shared__ CandidateList found;
   const int tid = static_cast<int>(threadIdx.x);
   const int b = static_cast<int>(blockIdx.x);
   const bool leader = tid == 0;
@@ -152,32 +156,33 @@ extern "C" __global__ void propose_texts(const int* row_slot, const Slot* slots,
   if (leader) best = 0;
   if (self < 0 || !slots[self].active) return;
   int* counts = votes_of + static_cast<long long>(self) * vocab;
-  const Lookup look = {texts,         text_count,      length,      self,
+  const Lookup look = {histories,     history_count,   length,      self,
                        slots[self].n, everywhere != 0, oldest != 0, path};
   __syncthreads();
-  look.places(longest, shortest, 0,
-              [&](int s, int p, int fit) { atomicMax(&best, look.rank(fit, s, p)); });
+  look.for_each_occurrence(longest, shortest, 0, [&](int s, int p, int match) {
+    atomicMax(&best, look.rank(match, s, p));
+  });
   __syncthreads();
-  const unsigned long long fitting = best;
-  if (fitting == 0) return;
-  const int best_fit = Lookup::ranked_first(fitting);
-  const int high = vote == VOTE_LONGEST ? best_fit : longest;
-  const int low = vote == VOTE_LONGEST ? best_fit : shortest;
+  const unsigned long long first_rank = best;
+  if (first_rank == 0) return;
+  const int best_match = Lookup::rank_score(first_rank);
+  const int high = vote == VOTE_LONGEST ? best_match : longest;
+  const int low = vote == VOTE_LONGEST ? best_match : shortest;
   if (leader) {
-    const float scaled = factor * static_cast<float>(best_fit);
+    const float scaled = factor * static_cast<float>(best_match);
     found.drafts = found.end = 0;
-    found.most = scaled < static_cast<float>(drafts) ? static_cast<int>(scaled) : drafts;
+    found.capacity = scaled < static_cast<float>(drafts) ? static_cast<int>(scaled) : drafts;
   }
-  Continuation node = {-1, 0, 0, vote == VOTE_NONE && branch == 1, 1.0f, fitting};
+  Candidate node = {-1, 0, 0, vote == VOTE_NONE && branch == 1, 1.0f, first_rank};
   while (true) {
     __syncthreads();
     const int row = found.drafts;
     if (node.depth == levels) {
       // no children
-    } else if (node.alone) {
+    } else if (node.single) {
       if (leader) {
-        node.token =
-            look.behind(Lookup::ranked_text(node.rank), look.ranked_place(node.rank), node.depth);
+        node.token = look.following(Lookup::rank_history(node.rank), look.rank_position(node.rank),
+                                    node.depth);
         node.parent = row;
         ++node.depth;
         if (node.token >= 0) found.add(node);
@@ -185,24 +190,24 @@ extern "C" __global__ void propose_texts(const int* row_slot, const Slot* slots,
     } else {
       if (leader) voters = votes = 0;
       __syncthreads();
-      look.places(high, low, node.depth, [&](int s, int p, int fit) {
-        atomicAdd(counts + look.behind(s, p, node.depth), fit - low + 1);
-        atomicAdd(&votes, fit - low + 1);
+      look.for_each_occurrence(high, low, node.depth, [&](int s, int p, int match) {
+        atomicAdd(counts + look.following(s, p, node.depth), match - low + 1);
+        atomicAdd(&votes, match - low + 1);
         atomicAdd(&voters, 1);
       });
       for (int child = 0; child < branch; ++child) {
         __syncthreads();
         if (leader) best = 0;
         __syncthreads();
-        look.places(high, low, node.depth, [&](int s, int p, int fit) {
-          const int count = counts[look.behind(s, p, node.depth)];
-          if (count > 0) atomicMax(&best, look.rank(vote == VOTE_NONE ? fit : count, s, p));
+        look.for_each_occurrence(high, low, node.depth, [&](int s, int p, int match) {
+          const int count = counts[look.following(s, p, node.depth)];
+          if (count > 0) atomicMax(&best, look.rank(vote == VOTE_NONE ? match : count, s, p));
         });
         __syncthreads();
         if (best == 0) break;
         if (!leader) continue;
         const int token =
-            look.behind(Lookup::ranked_text(best), look.ranked_place(best), node.depth);
+            look.following(Lookup::rank_history(best), look.rank_position(best), node.depth);
         const float share = static_cast<float>(counts[token]) / static_cast<float>(votes);
         const float score = vote == VOTE_NONE ? 1.0f : node.score * share;
         counts[token] = 0;
@@ -211,13 +216,14 @@ extern "C" __global__ void propose_texts(const int* row_slot, const Slot* slots,
         }
       }
       __syncthreads();
-      look.places(high, low, node.depth,
-                  [&](int s, int p, int) { counts[look.behind(s, p, node.depth)] = 0; });
+      look.for_each_occurrence(high, low, node.depth, [&](int s, int p, int) {
+        counts[look.following(s, p, node.depth)] = 0;
+      });
     }
     __syncthreads();
     if (found.drafts == found.end) break;
     node = found.all[found.drafts];
-    __syncthreads();  // everybody has read it
+    __syncthreads();  // all threads have read `node`
     if (!leader) continue;
     ++found.drafts;
     for (int i = found.drafts; i > 0; i = found.all[i - 1].parent) {

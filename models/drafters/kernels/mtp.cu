@@ -1,9 +1,10 @@
-// What the modules of multi-token prediction hand to one another.
+// State that is passed between multi-token prediction (MTP) modules.
 #include "graft.cuh"
 
-// Every row gets what the row before it of its slot held, the first one what `carried` [slots,
-// width] keeps from an earlier call, and the position before its own. A slot's rows are in order. A
-// thread walks one column; `earlier` may be `pos`.
+// Shifts the rows of every slot by one: a row receives the previous row of its slot, the first one
+// the row that `carried` [slots, width] keeps from the previous call. `earlier` receives the
+// position minus 1 and may be `pos`. The rows of a slot are in ascending order; a thread processes
+// one column.
 extern "C" __global__ void delay_rows(float* x, const int* slot, const int* pos, int* earlier,
                                       float* carried, int rows, int slots, int width) {
   const int column = static_cast<int>(blockIdx.x * blockDim.x + threadIdx.x);

@@ -1,23 +1,23 @@
-// Between a round and a drafter on the host.
+// Data exchange between a round and a drafter function on the host.
 #include "sampling/kernels/slot.cuh"
 
-#define FAILED -2  // in place of a request's first draft
+#define FAILED -2  // replaces the first draft of a request
 
-// Tells which token stands where: slot (-1: nothing), epoch, position and token of every row.
-extern "C" __global__ void tell_rows(const int* token, const int* slot, const int* pos, int rows,
-                                     const Slot* slots, int* told) {
+// Writes slot (-1: padding), epoch, position and token of every row to host memory.
+extern "C" __global__ void copy_rows_to_host(const int* token, const int* slot, const int* pos,
+                                             int rows, const Slot* slots, int* host_rows) {
   for (int r = threadIdx.x; r < rows; r += blockDim.x) {
-    told[4 * r] = slot[r];
-    told[4 * r + 1] = slot[r] >= 0 && slots != nullptr ? slots[slot[r]].epoch : 0;
-    told[4 * r + 2] = pos[r];
-    told[4 * r + 3] = token[r];
+    host_rows[4 * r] = slot[r];
+    host_rows[4 * r + 1] = slot[r] >= 0 && slots != nullptr ? slots[slot[r]].epoch : 0;
+    host_rows[4 * r + 2] = pos[r];
+    host_rows[4 * r + 3] = token[r];
   }
 }
 
-// Ends the requests that the drafter has failed.
-extern "C" __global__ void end_failed(const int* row_slot, int batch, const int* proposal, int most,
-                                      Slot* slots) {
+// Ends the requests for which the drafter function has failed.
+extern "C" __global__ void end_failed(const int* row_slot, int batch, const int* proposal,
+                                      int max_drafts, Slot* slots) {
   for (int b = threadIdx.x; b < batch; b += blockDim.x) {
-    if (row_slot[b] >= 0 && proposal[b * most] == FAILED) slots[row_slot[b]].active = 0;
+    if (row_slot[b] >= 0 && proposal[b * max_drafts] == FAILED) slots[row_slot[b]].active = 0;
   }
 }

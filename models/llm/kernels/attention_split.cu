@@ -1,15 +1,18 @@
-// Causal attention on tensor cores, of rows over their slots' cached positions 0..pos, of a tree's
-// rows those of their paths. A tile is up to 16 queries: of one key head, of rows that stand next
-// to each other, usually of one slot, so that a key and a value are read once for all of them.
+// Causal attention over the KV cache on tensor cores, with split K. A row attends to positions
+// 0..pos of its slot; a row of a draft tree to the positions of its path. A tile is up to 16
+// queries of one KV head and of adjacent rows, usually of one slot, so that keys and values are
+// read once for all.
 //
-// Positions anchored at 0: steps of 16, splits of SPLIT. Split s belongs to part s % PARTS; of a
-// part's steps warp w takes those of number w modulo WARPS, in order, with an online softmax. The
-// warps of a part are added in order, then the parts by the last block that arrives. So the order
-// of a row's sums depends on its position alone, however many blocks share the parts.
+// Reduction order: positions are divided, from 0 on, into splits of SPLIT positions and steps
+// of 16. Split s belongs to part s % PARTS. Of the steps of a part, warp w takes those whose number
+// is w modulo WARPS, in order, with an online softmax. The warps of a part are added in order, then
+// the parts by the last block to arrive. The order depends on the position of the row only, not on
+// the number of blocks that share the parts (row invariance).
 //
-// A step is taken for all rows at once where each sees all 16 positions at the same places, else
-// row by row: a row is touched neither by what only others see nor by others' drafts. Queries and
-// weights enter as two 16-bit floats each, high and low, hence with 16 bits or more.
+// A step is computed for all rows at once if they all see the same 16 positions, else row by row.
+// Values that a row does not see (positions after it, drafts of other branches) therefore never
+// enter its sums, not even multiplied by zero, so that they may be NaN. Queries and softmax weights
+// are split into two 16-bit floats, high and low, and keep at least 16 bits of mantissa.
 #ifndef WIDE_HEAD
 #define WIDE_HEAD 128
 #endif
@@ -25,7 +28,7 @@
 #define PARTS 32
 #define CHUNKS (WIDE_HEAD / 32)
 #define HALVES (WIDE_HEAD / 64)
-#define PART_WIDTH (WIDE_HEAD + 4)  // a part's sums, then its greatest score and its mass
+#define PART_WIDTH (WIDE_HEAD + 4)  // sums of a part, then its maximum score and its mass
 #define LOWEST -3.0e38f
 
 struct TileRow {
@@ -35,13 +38,13 @@ struct TileRow {
 };
 
 struct Tile {
-  int leader;  // the first row that is no padding
-  int last;    // greatest position of a row
-  int common;  // up to here every row sees the same; -1 with several slots
+  int leader;  // first row that is not padding
+  int last;    // maximum position of a row
+  int common;  // up to this position all rows see the same; -1 if there are several slots
 };
 
-// Index of the cached position `first` + lane % 16 of a row; beyond the row's own that of its last,
-// which is then loaded in vain.
+// Returns the cache index of position `first` + lane % 16 of a row. After the end of the row it is
+// that of the last position; the loaded value is then masked.
 __device__ __forceinline__ int locate(const Pages& pages, const TileRow& row, int first) {
   const int cached =
       cached_at(row.path, min(first + static_cast<int>(threadIdx.x) % STEP, row.pos));
@@ -53,7 +56,8 @@ __device__ __forceinline__ long long head_at(const Pages& pages, int index, int 
   return (static_cast<long long>(index) * pages.kv_heads + kv_head) * WIDE_HEAD;
 }
 
-// Lane 4 g + t loads of keys g and g + 8 the dimensions 32 c + 8 t .. + 7: B of two products.
+// Loads key fragments: lane 4 g + t loads dimensions 32 c + 8 t .. + 7 of keys g and g + 8, which
+// are B of two mma steps.
 __device__ __forceinline__ void load_keys(const CACHE16* keys, const Pages& pages, int kv_head,
                                           int at, Pack16 (*key)[CHUNKS]) {
   const int lane = threadIdx.x % 32;
@@ -66,8 +70,8 @@ __device__ __forceinline__ void load_keys(const CACHE16* keys, const Pages& page
   }
 }
 
-// Lane 4 g + t loads of values 2t, 2t + 1, 2t + 8, 2t + 9 the dimensions 64 h + 8 g .. + 7: column
-// g of B of eight products.
+// Loads value fragments: lane 4 g + t loads dimensions 64 h + 8 g .. + 7 of values 2t, 2t + 1, 2t +
+// 8 and 2t + 9, which are column g of B of eight mma steps.
 __device__ __forceinline__ void load_values(const CACHE16* values, const Pages& pages, int kv_head,
                                             int at, Pack16 (*value)[HALVES]) {
   const int lane = threadIdx.x % 32;
@@ -80,20 +84,20 @@ __device__ __forceinline__ void load_values(const CACHE16* values, const Pages& 
   }
 }
 
-// x and y as pairs of high and of low parts.
+// Splits x and y into packed high parts and packed low parts (remainders).
 __device__ __forceinline__ void split_pair(float x, float y, unsigned int* high,
                                            unsigned int* low) {
   *high = pack_pair<CACHE16>(x, y);
   *low = pack_pair<CACHE16>(x - half_of<CACHE16>(*high, 0), y - half_of<CACHE16>(*high, 1));
 }
 
-// Number j of two values' packs as a pair.
+// Packs element j of two packs.
 __device__ __forceinline__ unsigned int pair_of(const Pack16& low, const Pack16& high, int j) {
   const unsigned int a = low.u[j / 2], b = high.u[j / 2];
   return j % 2 ? a >> 16 | (b & 0xffff0000u) : (a & 0xffffu) | b << 16;
 }
 
-// Parts that a row at this position has.
+// Returns the number of parts of a row at this position.
 __device__ __forceinline__ int parts_at(int pos) {
   return pos / SPLIT + 1 < PARTS ? pos / SPLIT + 1 : PARTS;
 }
@@ -103,7 +107,7 @@ __device__ __forceinline__ void add_scaled(Floats4* sum, const Floats4& part, fl
   for (int i = 0; i < 4; ++i) sum->f[i] = fmaf(part.f[i], by, sum->f[i]);
 }
 
-// A padding row has mass 0 and gives zeros.
+// Stores sum / mass. Padding rows have mass 0 and give zeros.
 __device__ __forceinline__ void store_quotient(float* y, Floats4 sum, float mass) {
   const float inverse = mass == 0.0f ? 0.0f : 1.0f / mass;
 #pragma unroll
@@ -111,23 +115,25 @@ __device__ __forceinline__ void store_quotient(float* y, Floats4 sum, float mass
   *reinterpret_cast<Floats4*>(y) = sum;
 }
 
-// Grid (tiles, tiles of heads, blocks that share the parts). Every `run` rows are tiled by
-// themselves; `tile_heads` of the query heads of a key head are in a tile. `qkv` rows hold
-// heads + 2 kv_heads heads, queries first. `parts`: [PARTS, rows, heads, PART_WIDTH], none where no
-// slot has more than SPLIT positions; `arrived` is zero, for each tile, and is left so.
+// Grid: (row tiles, head tiles, blocks that share the parts).
+//
+// A row tile has rows of one run of `run` consecutive rows, a head tile `tile_heads` query heads of
+// one KV head. A row of `qkv` holds heads + 2 kv_heads heads, queries first. `parts` is workspace
+// [PARTS, rows, heads, PART_WIDTH]; null if no slot has more than SPLIT positions. `arrived` has a
+// counter per tile, which is zero before and after.
 extern "C" __global__ void __launch_bounds__(WARPS * 32, 2)
     attention_split(const float* qkv, const int* slot, const int* pos,
-                    const unsigned long long* tree, const int* page_table, const CACHE16* keys,
+                    const unsigned long long* ancestors, const int* page_table, const CACHE16* keys,
                     const CACHE16* values, float* out, int rows, int heads, int kv_heads, int slots,
                     int max_pages, int page_shift, float scale, int run, int tile_heads,
                     float* parts, int* arrived) {
   wait_for_previous_kernel();
-  __shared__ Pack16 query[CHUNKS][2][32][2];  // high and low parts, as lanes need them
+  __shared__ Pack16 query[CHUNKS][2][32][2];  // high and low parts, in fragment order
   __shared__ TileRow tile[16];
   __shared__ Tile all;
-  __shared__ int query_parts[16];  // 0: no query of the tile
+  __shared__ int query_parts[16];  // 0: no query
   __shared__ int query_index[16];
-  __shared__ Floats4 part_sum[WARPS][16][8 + 1];  // + 1: fewer lanes meet in a bank
+  __shared__ Floats4 part_sum[WARPS][16][8 + 1];  // + 1: padding against bank conflicts
   __shared__ float part_top[WARPS][16];
   __shared__ float part_mass[WARPS][16];
   __shared__ float total[16];
@@ -135,7 +141,7 @@ extern "C" __global__ void __launch_bounds__(WARPS * 32, 2)
   const int lane = threadIdx.x % 32, warp = threadIdx.x / 32, g = lane / 4, t = lane % 4;
   const Pages pages = {page_table, slots, max_pages, page_shift, kv_heads, WIDE_HEAD};
 
-  // The tile: rows first_row.., query heads first_head.. .
+  // Rows of the tile start at first_row, query heads at first_head.
   const int tile_rows = 16 / tile_heads, run_tiles = (run + tile_rows - 1) / tile_rows;
   const int run_row = static_cast<int>(blockIdx.x) / run_tiles * run;
   const int first_row = run_row + static_cast<int>(blockIdx.x) % run_tiles * tile_rows;
@@ -152,7 +158,7 @@ extern "C" __global__ void __launch_bounds__(WARPS * 32, 2)
       const int row = first_row + lane;
       own.slot = slot[row];
       own.pos = pos[row];
-      own.path = path_at(tree, row, own.pos);
+      own.path = path_at(ancestors, row, own.pos);
       if (!row_is_live(pages, own.slot, own.pos)) own.pos = -1;
     }
     const unsigned int alive = __ballot_sync(FULL_WARP, own.pos >= 0);
@@ -178,8 +184,8 @@ extern "C" __global__ void __launch_bounds__(WARPS * 32, 2)
   const int tile_parts = parts_at(all.last), blocks = min(static_cast<int>(gridDim.z), tile_parts);
   if (static_cast<int>(blockIdx.z) >= blocks) return;
 
-  // Queries g and g + 8: all warps need all, and each brings some dimensions.
-  int row_of[2];  // -1: padding, or none
+  // Load queries g and g + 8 to shared memory; every warp loads some of the dimensions.
+  int row_of[2];  // -1: padding or no query
 #pragma unroll
   for (int q = 0; q < 2; ++q) {
     const int m = g + 8 * q, r = m / tile_heads, head = m % tile_heads;
@@ -202,7 +208,8 @@ extern "C" __global__ void __launch_bounds__(WARPS * 32, 2)
   for (int part = blockIdx.z; part < tile_parts; part += blocks) {
     float sum[HALVES][8][4] = {};
     float top[2] = {LOWEST, LOWEST}, mass[2] = {};
-    // The warp's steps: `number` counts them, `waiting` are rows that take this one by themselves.
+    // Steps of this warp: `number` counts them; `waiting` is the set of rows that still have to
+    // take the current step alone, `only` the row that takes it now (-1: all rows).
     int number = -1, first = 0, only = -1;
     unsigned int waiting = 0;
     const auto next_step = [&] {
@@ -225,11 +232,12 @@ extern "C" __global__ void __launch_bounds__(WARPS * 32, 2)
     while (more) {
       load_values(values, pages, kv_head, at, value);
       const int row = only;
-      const int seen = tile[row < 0 ? all.leader : row].pos - first;  // up to this one of the 16
+      const int seen =
+          tile[row < 0 ? all.leader : row].pos - first;  // last visible of the 16 positions
       more = next_step();
       if (more) at = locate(pages, tile[only < 0 ? all.leader : only], first);
 
-      float score[2][2][4] = {};  // of high and of low parts; of keys 2t, 2t + 1 and 8 behind
+      float score[2][2][4] = {};  // [high or low part][keys 2t, 2t + 1 or 2t + 8, 2t + 9]
 #pragma unroll
       for (int c = 0; c < CHUNKS; ++c) {
 #pragma unroll
@@ -295,7 +303,7 @@ extern "C" __global__ void __launch_bounds__(WARPS * 32, 2)
       }
     }
 
-    // The warps in order, 32 dimensions at a time: of every 16 eight that follow each other.
+    // Combine the warps in order, 32 dimensions at a time: eight adjacent ones of every 16.
 #pragma unroll
     for (int q = 0; q < 2; ++q) {
 #pragma unroll
@@ -306,8 +314,8 @@ extern "C" __global__ void __launch_bounds__(WARPS * 32, 2)
       part_mass[warp][g + 8 * q] = mass[q];
     }
 #pragma unroll
-    for (int turn = 0; turn < 2 * HALVES; ++turn) {
-      const int h = turn / 2, side = turn % 2;
+    for (int pass = 0; pass < 2 * HALVES; ++pass) {
+      const int h = pass / 2, side = pass % 2;
 #pragma unroll
       for (int i = 0; i < 4; ++i) {
         const int of = i / 2 * 2 + side, j = i % 2 * 4;
@@ -321,7 +329,7 @@ extern "C" __global__ void __launch_bounds__(WARPS * 32, 2)
         Floats4 all_sum = {};
         for (int w = 0; w < WARPS; ++w) all_top = fmaxf(all_top, part_top[w][m]);
         for (int w = 0; w < WARPS; ++w) {
-          // A warp without steps of the row has mass 0 and adds exact zeros.
+          // A warp without steps for the row has mass 0 and adds exact zeros.
           const float by = part_mass[w][m] > 0.0f ? exp_exact(part_top[w][m] - all_top) : 0.0f;
           all_mass = fmaf(part_mass[w][m], by, all_mass);
           add_scaled(&all_sum, part_sum[w][m][at_sum], by);
@@ -344,7 +352,7 @@ extern "C" __global__ void __launch_bounds__(WARPS * 32, 2)
   }
   if (tile_parts == 1) return;
 
-  // The parts, by the block that arrives last.
+  // The last block to arrive combines the parts in order.
   __threadfence();
   __syncthreads();
   if (threadIdx.x == 0) {
@@ -356,7 +364,7 @@ extern "C" __global__ void __launch_bounds__(WARPS * 32, 2)
   if (!is_last) return;
   __threadfence();
   const long long part_stride = static_cast<long long>(rows) * heads * PART_WIDTH;
-  float* const factor = part_sum[0][0][0].f;  // of the parts of each query
+  float* const factor = part_sum[0][0][0].f;  // scale of each part of each query
   for (int m = warp; m < 16; m += WARPS) {
     const bool there = lane < query_parts[m];
     const float* from = parts + query_index[m] * 1ll * PART_WIDTH + lane * part_stride + WIDE_HEAD;

@@ -1,10 +1,11 @@
-// Causal attention of rows over their slot's cached positions 0..pos, of a tree's row those of its
-// path: a thread takes some queries of one key head, which consecutive query heads share; no
-// barrier.
+// Causal attention over the KV cache for the soft device: a thread computes several queries of one
+// KV head (grouped-query attention: consecutive query heads share it), without barriers. A row
+// attends to positions 0..pos of its slot; a row of a draft tree to the positions of its path.
 //
-// Online softmax (Milakov and Gimelshein, 2018) over tiles of TILE positions anchored at 0, in
-// order. Positions beyond the row's own count for nothing. The order of every sum depends on the
-// position alone. A tile is brought into floats once for all queries whose rows see the same.
+// Reduction order: online softmax (Milakov and Gimelshein, 2018) over tiles of TILE positions, from
+// position 0 on, in order. Masked positions are not added. The order depends on the position of the
+// row only (row invariance). A tile of keys and values is converted to floats once for all queries
+// that see the same positions.
 #ifndef HEAD_DIM
 #define HEAD_DIM 64
 #endif
@@ -16,11 +17,11 @@
 #define TILE 32
 #define LOWEST -3.0e38f
 #define QUERIES 48
-#define PARTS ((HEAD_DIM + 2 * LANES - 1) / (2 * LANES))  // pairs of lanes
+#define PARTS ((HEAD_DIM + 2 * LANES - 1) / (2 * LANES))  // Pairs per head
 #define WIDTH (PARTS * 2 * LANES)
-#define KEYS (WIDE ? 8 : 4)  // pairs of keys that are multiplied at once
-#define MOST (WIDE ? 4 : 1)  // queries that take a tile together
-static_assert(TILE == 4 * LANES && TILE % (2 * KEYS) == 0, "see weigh and attend");
+#define KEYS (WIDE ? 8 : 4)         // pairs of keys per call of score_keys
+#define MAX_QUERIES (WIDE ? 4 : 1)  // maximum queries per call of attend
+static_assert(TILE == 4 * LANES && TILE % (2 * KEYS) == 0, "see softmax_weights and attend");
 
 struct Query {
   int row;
@@ -29,26 +30,29 @@ struct Query {
   Path path;
   float top;
   float mass;
-  alignas(64) float of[WIDTH];  // scaled; zeros behind HEAD_DIM, as in all of this width
+  alignas(64) float of[WIDTH];  // scaled query; like all arrays of WIDTH, zeros after HEAD_DIM
   alignas(64) float sum[WIDTH];
 };
 
-// A tile of the cache as floats. Of every 2 KEYS keys each eight dimensions stand together.
+// Keys and values of a tile as floats. Keys are interleaved: of every 2 KEYS keys, each group of
+// LANES dimensions is contiguous.
 struct Tile {
   int slot;
-  int row;  // whose path it shows; -1: positions in order
+  int row;  // row whose path was loaded; -1: positions in order
   int count;
   alignas(64) float key[TILE * WIDTH];
   alignas(64) float value[TILE * WIDTH];
 };
 
+// Returns whether the positions before `end` are cached in order for this query.
 __device__ __forceinline__ bool in_order(const Query& query, int end) {
   return query.path.drafts == 0 || end - 1 <= query.path.base;
 }
 
-__device__ __forceinline__ void bring(Tile& tile, const Query& query, const Pages& pages,
-                                      const CACHE* keys, const CACHE* values, int kv_head,
-                                      int first, int count) {
+// Loads positions first .. first + count - 1 as seen by `query`, unless the tile has them already.
+__device__ __forceinline__ void load_tile(Tile& tile, const Query& query, const Pages& pages,
+                                          const CACHE* keys, const CACHE* values, int kv_head,
+                                          int first, int count) {
   const int row = in_order(query, first + count) ? -1 : query.row;
   if (tile.slot != query.slot || tile.row != row) tile.count = 0;
   tile.slot = query.slot;
@@ -71,13 +75,14 @@ __device__ __forceinline__ void bring(Tile& tile, const Query& query, const Page
   }
 }
 
-__device__ __forceinline__ bool shows_all(const Tile& tile, const Query& query, int first) {
+// Returns whether `query` sees all positions of the loaded tile.
+__device__ __forceinline__ bool covers_tile(const Tile& tile, const Query& query, int first) {
   const int end = first + TILE;
   return tile.slot == query.slot && query.last >= end - 1 && in_order(query, end);
 }
 
-// Dot products of COUNT queries with 2 KEYS keys. Partial i of a key takes dimensions i, i + LANES,
-// ... in order.
+// Computes the dot products of COUNT queries with 2 KEYS keys. Partial sum i of a key takes
+// dimensions i, i + LANES, ... in order.
 template <int COUNT>
 __device__ __forceinline__ void score_keys(const Query* query, const float* key, int at,
                                            float (*score)[TILE]) {
@@ -95,12 +100,13 @@ __device__ __forceinline__ void score_keys(const Query* query, const float* key,
   }
 }
 
-// Scores become weights, of `count` positions; by what earlier sums shrink. The mass of TILE
-// weights is their tree_sum.
+// Converts the scores of `count` positions to softmax weights, updates maximum and mass of the
+// queries, and returns the factors by which their earlier sums shrink. The mass of a tile is a tree
+// sum.
 template <int COUNT>
-__device__ __forceinline__ void weigh(Query* query, float (*score)[TILE], int count,
-                                      float* shrink) {
-  // The second where they cannot be compared, which is a number.
+__device__ __forceinline__ void softmax_weights(Query* query, float (*score)[TILE], int count,
+                                                float* shrink) {
+  // Returns b if a is NaN; b is always a number.
   const auto greater = [](Lanes a, Lanes b) { return a > b ? a : b; };
   Lanes tops[LANES] = {}, mass[LANES] = {};
   for (int i = 0; i < COUNT; ++i) {
@@ -127,8 +133,8 @@ __device__ __forceinline__ void weigh(Query* query, float (*score)[TILE], int co
   }
 }
 
-// sum = sum * shrink + the values weighted, position after position, for PAIRS pairs of
-// lanes of dimensions from `at` on.
+// sum = sum * shrink + weighted values, position by position, for PAIRS Pairs of dimensions from
+// `at` on.
 template <int COUNT, int PAIRS>
 __device__ __forceinline__ void add_values(Query* query, const float (*weight)[TILE],
                                            const float* shrink, const float* value, int at,
@@ -136,12 +142,12 @@ __device__ __forceinline__ void add_values(Query* query, const float (*weight)[T
   Pair total[COUNT][PAIRS];
   UNROLLED for (int i = 0; i < COUNT; ++i) {
     UNROLLED for (int p = 0; p < PAIRS; ++p) {
-      total[i][p] = times(load_pair(query[i].sum + at + p * 2 * LANES), shrink[i]);
+      total[i][p] = scaled(load_pair(query[i].sum + at + p * 2 * LANES), shrink[i]);
     }
   }
   for (int j = 0; j < count; ++j) {
     Pair w[COUNT];
-    UNROLLED for (int i = 0; i < COUNT; ++i) w[i] = all_of(weight[i][j]);
+    UNROLLED for (int i = 0; i < COUNT; ++i) w[i] = broadcast(weight[i][j]);
     UNROLLED for (int p = 0; p < PAIRS; ++p) {
       const Pair v = load_pair(value + j * WIDTH + at + p * 2 * LANES);
       UNROLLED for (int i = 0; i < COUNT; ++i) total[i][p] = fma_pair(w[i], v, total[i][p]);
@@ -163,7 +169,7 @@ __device__ __noinline__ void attend(Query* query, const Tile& tile, int count) {
       score_keys<AT_ONCE>(query + i, tile.key + j * WIDTH, j, score + i);
     }
   }
-  weigh<COUNT>(query, score, count, shrink);
+  softmax_weights<COUNT>(query, score, count, shrink);
   int at = 0;
   for (; at + 8 * LANES <= WIDTH; at += 8 * LANES) {
     add_values<COUNT, 4>(query, score, shrink, tile.value, at, count);
@@ -173,14 +179,15 @@ __device__ __noinline__ void attend(Query* query, const Tile& tile, int count) {
   }
 }
 
-// Grid (row and head of the key head's queries / queries, kv_heads), block 1; queries <= QUERIES.
-// `qkv` rows hold all_heads heads, queries first.
+// Grid: (queries of the KV head / `queries`, kv_heads), block 1; queries <= QUERIES. The queries of
+// a KV head are ordered by row, then head. A row of `qkv` holds heads + 2 kv_heads heads, queries
+// first.
 extern "C" __global__ void attention_thread(const float* qkv, const int* slot, const int* pos,
-                                            const unsigned long long* tree, const int* page_table,
-                                            const CACHE* keys, const CACHE* values, float* out,
-                                            int rows, int heads, int kv_heads, int slots,
-                                            int max_pages, int page_shift, float scale,
-                                            int queries) {
+                                            const unsigned long long* ancestors,
+                                            const int* page_table, const CACHE* keys,
+                                            const CACHE* values, float* out, int rows, int heads,
+                                            int kv_heads, int slots, int max_pages, int page_shift,
+                                            float scale, int queries) {
   wait_for_previous_kernel();
   const Pages pages = {page_table, slots, max_pages, page_shift, kv_heads, HEAD_DIM};
   const int kv_head = blockIdx.y;
@@ -196,7 +203,7 @@ extern "C" __global__ void attention_thread(const float* qkv, const int* slot, c
     q.row = (begin + i) / group;
     q.slot = slot[q.row];
     q.last = row_is_live(pages, q.slot, pos[q.row]) ? pos[q.row] : -1;
-    q.path = path_at(tree, q.row, q.last);
+    q.path = path_at(ancestors, q.row, q.last);
     q.top = LOWEST;
     q.mass = 0.0f;
     longest = q.last > longest ? q.last : longest;
@@ -214,16 +221,16 @@ extern "C" __global__ void attention_thread(const float* qkv, const int* slot, c
       const int seen = query[i].last - first + 1 < TILE ? query[i].last - first + 1 : TILE;
       int together = 1;
       if (seen > 0) {
-        bring(tile, query[i], pages, keys, values, kv_head, first, seen);
-        while (together < MOST && i + together < count &&
-               shows_all(tile, query[i + together], first)) {
+        load_tile(tile, query[i], pages, keys, values, kv_head, first, seen);
+        while (together < MAX_QUERIES && i + together < count &&
+               covers_tile(tile, query[i + together], first)) {
           ++together;
         }
         if (seen < TILE || tile.row >= 0) together = 1;
-        if (together == MOST) {
-          attend<MOST>(query + i, tile, seen);
+        if (together == MAX_QUERIES) {
+          attend<MAX_QUERIES>(query + i, tile, seen);
         } else if (together >= 2) {
-          attend<(MOST + 1) / 2>(query + i, tile, seen);
+          attend<(MAX_QUERIES + 1) / 2>(query + i, tile, seen);
           together = 2;
         } else {
           attend<1>(query + i, tile, seen);

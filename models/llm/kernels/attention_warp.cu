@@ -1,10 +1,11 @@
-// Causal attention of one row over its slot's cached positions 0..pos, of a tree's row those of its
-// path: one block of WARPS warps per (row, head). Grouped-query: consecutive query heads share a
-// key head.
+// Causal attention over the KV cache without tensor cores: one block of WARPS warps per (row,
+// head). A row attends to positions 0..pos of its slot; a row of a draft tree to the positions of
+// its path. Grouped-query attention: consecutive query heads share a KV head.
 //
-// Tiles of 32 positions anchored at 0; warp w takes tiles w, w + WARPS, ... with an online softmax,
-// a lane scoring one position; the warps are combined in order. Positions beyond the row's own
-// contribute exact zeros. The order of every sum depends on the position alone.
+// Reduction order: positions are split into tiles of 32 that start at position 0. Warp w takes
+// tiles w, w + WARPS, ... with an online softmax, where each lane scores one position. The warps
+// are combined in order. Masked positions contribute exact zeros. The order depends on the position
+// of the row only, so the kernel is row invariant.
 #ifndef HEAD_DIM
 #define HEAD_DIM 64
 #endif
@@ -35,12 +36,13 @@ __device__ __forceinline__ float dot_key(const float* query, const CACHE* key) {
   return tree_sum<PACK>(partial);
 }
 
-// Grid (heads, rows). `qkv` rows hold heads + 2 kv_heads heads, queries first.
+// Grid: (heads, rows). A row of `qkv` holds heads + 2 kv_heads heads, queries first.
 extern "C" __global__ void attention_warp(const float* qkv, const int* slot, const int* pos,
-                                          const unsigned long long* tree, const int* page_table,
-                                          const CACHE* keys, const CACHE* values, float* out,
-                                          int rows, int heads, int kv_heads, int slots,
-                                          int max_pages, int page_shift, float scale) {
+                                          const unsigned long long* ancestors,
+                                          const int* page_table, const CACHE* keys,
+                                          const CACHE* values, float* out, int rows, int heads,
+                                          int kv_heads, int slots, int max_pages, int page_shift,
+                                          float scale) {
   wait_for_previous_kernel();
   __shared__ float query[HEAD_DIM];
   __shared__ float part_top[WARPS];
@@ -64,7 +66,7 @@ extern "C" __global__ void attention_warp(const float* qkv, const int* slot, con
   for (int d = threadIdx.x; d < HEAD_DIM; d += WARPS * 32) query[d] = from[d] * scale;
   __syncthreads();
 
-  const Path path = path_at(tree, row, last);
+  const Path path = path_at(ancestors, row, last);
   float sum[PER_LANE] = {};
   float top = LOWEST;
   float mass = 0.0f;

@@ -1,14 +1,17 @@
-// Behind the verification of a tree: what the accepted drafts left goes where a chain would have
-// it. Token i of a batch row was decided by row from[i] of the tree, whose keys and values are
-// cached from[i] positions behind row 0 and belong i behind it. Rows grow along a path and from[i]
-// >= i, so taken in order nothing is overwritten that is still to be read.
+// Compaction after the verification of a draft tree: moves the entries of the accepted path to the
+// positions that they would have in a chain.
+//
+// Token i of a batch row was decided by row from[i] of the tree. Its keys and values are cached
+// from[i] positions after row 0 and belong i positions after it. Row numbers increase along a path,
+// so from[i] >= i, and moving in ascending order overwrites nothing that is still to be read.
 #ifndef CACHE
 #define CACHE bf16_t
 #endif
 #include "model.cuh"
 #include "sampling/kernels/slot.cuh"
 
-// Grid (batch, layers); `layer` elements lie between layers, `item` = kv_heads * head_dim.
+// Grid: (batch rows, layers). `layer` is the stride of a layer, item = kv_heads * head_dim; both in
+// elements.
 extern "C" __global__ void compact_cache(CACHE* keys, CACHE* values, long long layer,
                                          const int* row_slot, const RoundRow* rows, int row_words,
                                          const int* page_table, int slots, int max_pages,
@@ -33,7 +36,8 @@ extern "C" __global__ void compact_cache(CACHE* keys, CACHE* values, long long l
   }
 }
 
-// The same for an array of rows of `columns`, a batch row's from first_row[b] on. Grid (batch).
+// The same for an array [rows, columns]; batch row b begins at row first_row[b]. Grid: (batch
+// rows).
 extern "C" __global__ void compact_rows(float* array, const int* first_row, int columns,
                                         const int* row_slot, const RoundRow* rows, int row_words) {
   const int b = static_cast<int>(blockIdx.x);

@@ -1,4 +1,4 @@
-// Work on single elements of rows; each thread takes CHUNK neighbours of one row.
+// Elementwise kernels. Each thread processes CHUNK adjacent elements of one row.
 #include "model.cuh"
 
 #ifndef WEIGHT
@@ -11,70 +11,71 @@
 #define CHUNK 1
 #endif
 
-struct Part {
+struct Chunk {
   int row;
   int begin;
   int end;
 };
 
-__device__ __forceinline__ Part part_of_thread(int width) {
+__device__ __forceinline__ Chunk chunk_of_thread(int width) {
   const int chunks = (width + CHUNK - 1) / CHUNK;
   const int index = blockIdx.x * blockDim.x + threadIdx.x;
   const int begin = index % chunks * CHUNK;
   return {index / chunks, begin, begin + CHUNK < width ? begin + CHUNK : width};
 }
 
-// out[r] = x[index[r]] as float; an index out of range gives zeros. An embedding is one of these.
+// out[r] = x[index[r]] as float; an index out of range gives zeros. Also used for embeddings.
 extern "C" __global__ void gather_rows(const WEIGHT* x, const int* index, float* out, int count,
                                        int rows, int width) {
   wait_for_previous_kernel();
-  const Part part = part_of_thread(width);
-  if (part.row >= count) return;
-  const int row = index[part.row];
+  const Chunk chunk = chunk_of_thread(width);
+  if (chunk.row >= count) return;
+  const int row = index[chunk.row];
   const bool known = row >= 0 && row < rows;
   const WEIGHT* from = x + static_cast<long long>(known ? row : 0) * width;
-  float* to = out + static_cast<long long>(part.row) * width;
-  for (int i = part.begin; i < part.end; ++i) to[i] = known ? to_float(from[i]) : 0.0f;
+  float* to = out + static_cast<long long>(chunk.row) * width;
+  for (int i = chunk.begin; i < chunk.end; ++i) to[i] = known ? to_float(from[i]) : 0.0f;
 }
 
-// out = silu(gate) * up, with gate and up side by side in a row.
+// out = silu(gate) * up. A row of `gate_up` holds gate, then up.
 extern "C" __global__ void silu_mul(const float* gate_up, OUT* out, int rows, int width) {
   wait_for_previous_kernel();
-  const Part part = part_of_thread(width);
-  if (part.row >= rows) return;
-  const float* gate = gate_up + static_cast<long long>(part.row) * 2 * width;
+  const Chunk chunk = chunk_of_thread(width);
+  if (chunk.row >= rows) return;
+  const float* gate = gate_up + static_cast<long long>(chunk.row) * 2 * width;
   const float* up = gate + width;
-  OUT* to = out + static_cast<long long>(part.row) * width;
-  for (int i = part.begin; i < part.end; ++i) from_float(gated(gate[i], up[i]), to + i);
+  OUT* to = out + static_cast<long long>(chunk.row) * width;
+  for (int i = chunk.begin; i < chunk.end; ++i) from_float(gated(gate[i], up[i]), to + i);
 }
 
-// out = residual + (parts[0] + parts[1] + ...), also from column `offset` of tap [rows, stride] on
-// unless null: products of which every rank has a part [rows, width], added up in their order.
+// out = residual + (parts[0] + parts[1] + ...): adds the partial products [rows, width] of all
+// ranks in rank order. `copy`, [rows, stride], receives a copy from column `offset` on unless it is
+// null.
 extern "C" __global__ void add_parts(const float* parts, const float* residual, float* out,
-                                     float* tap, int ranks, int rows, int width, int offset,
+                                     float* copy, int ranks, int rows, int width, int offset,
                                      int stride) {
   wait_for_previous_kernel();
-  const Part part = part_of_thread(width);
-  if (part.row >= rows) return;
-  const long long at = static_cast<long long>(part.row) * width;
-  const long long apart = static_cast<long long>(rows) * width;
-  float* second = tap == nullptr ? nullptr : tap + static_cast<long long>(part.row) * stride;
-  for (int i = part.begin; i < part.end; ++i) {
+  const Chunk chunk = chunk_of_thread(width);
+  if (chunk.row >= rows) return;
+  const long long at = static_cast<long long>(chunk.row) * width;
+  const long long rank_stride = static_cast<long long>(rows) * width;
+  float* second = copy == nullptr ? nullptr : copy + static_cast<long long>(chunk.row) * stride;
+  for (int i = chunk.begin; i < chunk.end; ++i) {
     float sum = parts[at + i];
-    for (int rank = 1; rank < ranks; ++rank) sum += parts[rank * apart + at + i];
+    for (int rank = 1; rank < ranks; ++rank) sum += parts[rank * rank_stride + at + i];
     if (residual != nullptr) sum += residual[at + i];
     out[at + i] = sum;
     if (second != nullptr) second[offset + i] = sum;
   }
 }
 
-// x = factor * x, softly capped: cap * tanh(x / cap); 0: not capped.
+// x = factor * x; then x = cap * tanh(x / cap) unless cap is 0.
 extern "C" __global__ void scale_rows(float* x, int rows, int width, float factor, float cap) {
   wait_for_previous_kernel();
-  const Part part = part_of_thread(width);
-  if (part.row >= rows) return;
-  float* of = x + static_cast<long long>(part.row) * width;
-  for (int i = part.begin; i < part.end; ++i) {
+  const Chunk chunk = chunk_of_thread(width);
+  if (chunk.row >= rows) return;
+  float* of = x + static_cast<long long>(chunk.row) * width;
+  for (int i = chunk.begin; i < chunk.end; ++i) {
     const float scaled = factor * of[i];
     const float t = cap > 0.0f ? exp_exact(-2.0f * fabsf(scaled / cap)) : 0.0f;
     const float capped = cap * ((1.0f - t) / (1.0f + t));
@@ -82,23 +83,26 @@ extern "C" __global__ void scale_rows(float* x, int rows, int width, float facto
   }
 }
 
-// out[r] = sum over o of (base[o] + dynamic[r][o] of the element's group) * x[r - o * apart], and
-// `residual` unless null: a causal convolution over rows that stand so far apart, each of which has
-// a kernel of its own. `base` [2, size, width] and `dynamic` [rows, 2, size, groups] hold two.
+// Causal convolution over the rows of a block, `row_stride` apart, with a kernel per row:
+//
+//   out[r] = residual[r] + sum over o of (base[o] + dynamic[r][o]) * x[r - o * row_stride]
+//
+// `base` is [2, size, width] and `dynamic` is [rows, 2, size, groups], one value per group of
+// adjacent columns. `which` selects one of the two kernels. `residual` may be null.
 extern "C" __global__ void convolve_rows(const float* x, const float* base, const float* dynamic,
                                          const float* residual, float* out, int rows, int width,
-                                         int size, int groups, int which, int apart) {
+                                         int size, int groups, int which, int row_stride) {
   wait_for_previous_kernel();
-  const Part part = part_of_thread(width);
-  if (part.row >= rows) return;
-  const long long at = static_cast<long long>(part.row) * width;
-  for (int i = part.begin; i < part.end; ++i) {
+  const Chunk chunk = chunk_of_thread(width);
+  if (chunk.row >= rows) return;
+  const long long at = static_cast<long long>(chunk.row) * width;
+  for (int i = chunk.begin; i < chunk.end; ++i) {
     float sum = residual == nullptr ? 0.0f : residual[at + i];
-    for (int o = 0; o < size && o * apart <= part.row; ++o) {
-      const long long of_row = (static_cast<long long>(part.row) * 2 + which) * size + o;
+    for (int o = 0; o < size && o * row_stride <= chunk.row; ++o) {
+      const long long of_row = (static_cast<long long>(chunk.row) * 2 + which) * size + o;
       const float weight = base[static_cast<long long>(which * size + o) * width + i] +
                            dynamic[of_row * groups + i / (width / groups)];
-      sum = fmaf(weight, x[at - static_cast<long long>(o) * apart * width + i], sum);
+      sum = fmaf(weight, x[at - static_cast<long long>(o) * row_stride * width + i], sum);
     }
     out[at + i] = sum;
   }

@@ -1,5 +1,5 @@
-// Eight floats side by side, a vector register of the soft device's C++ compiler. Loops over single
-// lanes become one instruction. Tiles of them stay in registers where their loops are UNROLLED.
+// Lanes: a vector register of eight floats, for the thread form on the soft device. Loops over the
+// lanes compile to one instruction. Arrays of them stay in registers if their loops are UNROLLED.
 #pragma once
 #include "model.cuh"
 
@@ -24,7 +24,7 @@ __device__ __forceinline__ Lanes load_lanes(const float* from) {
   return x;
 }
 
-#ifdef __AVX2__  // the loop above is not vectorised for these, or badly
+#ifdef __AVX2__  // compilers do not vectorise the generic loop well for 16-bit types
 __device__ __forceinline__ Lanes load_lanes(const bf16_t* from) {
   int x __attribute__((vector_size(4 * LANES)));
   asm("vpmovzxwd %1, %0" : "=v"(x) : "m"(*reinterpret_cast<const bf16_t(*)[LANES]>(from)));
@@ -43,22 +43,21 @@ __device__ __forceinline__ Lanes load_lanes(const e4m3_t* from) {
   unsigned char codes __attribute__((vector_size(LANES)));
   memcpy(&codes, from, sizeof codes);
   const Halves bits = __builtin_convertvector(codes, Halves);
-  // Four bits of exponent put where five are mean 2^-8 of the value.
+  // The 4-bit exponent is placed in a 5-bit field, which scales the value by 2^-8.
   return __builtin_ia32_vcvtph2ps256((bits & 0x7f) << 7 | (bits & 0x80) << 8) * 256.0f;
 }
 #endif
 
 __device__ __forceinline__ void store_lanes(float* to, const Lanes& x) { memcpy(to, &x, sizeof x); }
 
-// The first `count` of them as floats, zeros behind.
+// Converts the first `count` values to floats and fills the rest with zeros.
 template <typename T>
 __device__ __noinline__ void pad(const T* from, int count, float* padded) {
   for (int i = 0; i < LANES; ++i) padded[i] = i < count ? to_float(from[i]) : 0.0f;
 }
 
-// Eight floats kept in a register where they are used more than once; compilers would load them
-// again.
-__device__ __forceinline__ Lanes held(Lanes x) {
+// Forces a value that is used several times into a register; compilers would reload it from memory.
+__device__ __forceinline__ Lanes in_register(Lanes x) {
 #ifdef __AVX__
   asm("" : "+v"(x));
 #endif
@@ -70,8 +69,9 @@ __device__ __forceinline__ Lanes fma_lanes(Lanes a, Lanes b, Lanes c) {
   return c;
 }
 
-// What an operation makes of eight times eight lanes, each as one fixed tree: lanes i + 4 to i,
-// i + 2 to i, the last two. Vectors of more than eight lanes are folded eight by eight.
+// fold_eight reduces the lanes of eight vectors; lane i of the result is the reduction of vector i.
+// Each is a fixed tree: lane i + 4 onto i, i + 2 onto i, then the last two. Vectors of 16 lanes are
+// two groups of eight that are reduced separately.
 typedef int LaneIds __attribute__((vector_size(4 * LANES)));
 typedef int WideIds __attribute__((vector_size(8 * LANES)));
 #ifdef __clang__
@@ -80,9 +80,9 @@ typedef int WideIds __attribute__((vector_size(8 * LANES)));
 #define SHUFFLE(ids, a, b, ...) __builtin_shuffle(a, b, ids{__VA_ARGS__})
 #endif
 
-// Of every eight lanes those at I, of `b` where that is eight or more.
+// Shuffles every group of eight lanes: index I < 8 selects from `a`, 8 and more from `b`.
 template <int... I, typename T>
-__device__ __forceinline__ T pick(T a, T b) {
+__device__ __forceinline__ T shuffle_groups(T a, T b) {
   if constexpr (sizeof(T) == sizeof(Lanes)) {
     return SHUFFLE(LaneIds, a, b, I...);
   } else {
@@ -96,14 +96,17 @@ __device__ __forceinline__ T fold_eight(const T* of, Op op) {
   T half[4], quarter[2];
   UNROLLED for (int j = 0; j < 4; ++j) {
     const T a = of[j], b = of[j + 4];
-    half[j] = op(pick<0, 1, 2, 3, 8, 9, 10, 11>(a, b), pick<4, 5, 6, 7, 12, 13, 14, 15>(a, b));
+    half[j] = op(shuffle_groups<0, 1, 2, 3, 8, 9, 10, 11>(a, b),
+                 shuffle_groups<4, 5, 6, 7, 12, 13, 14, 15>(a, b));
   }
   UNROLLED for (int j = 0; j < 2; ++j) {
     const T a = half[2 * j], b = half[2 * j + 1];
-    quarter[j] = op(pick<0, 1, 8, 9, 4, 5, 12, 13>(a, b), pick<2, 3, 10, 11, 6, 7, 14, 15>(a, b));
+    quarter[j] = op(shuffle_groups<0, 1, 8, 9, 4, 5, 12, 13>(a, b),
+                    shuffle_groups<2, 3, 10, 11, 6, 7, 14, 15>(a, b));
   }
   const T a = quarter[0], b = quarter[1];
-  return op(pick<0, 2, 8, 10, 4, 6, 12, 14>(a, b), pick<1, 3, 9, 11, 5, 7, 13, 15>(a, b));
+  return op(shuffle_groups<0, 2, 8, 10, 4, 6, 12, 14>(a, b),
+            shuffle_groups<1, 3, 9, 11, 5, 7, 13, 15>(a, b));
 }
 
 template <typename T>

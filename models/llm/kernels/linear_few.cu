@@ -1,11 +1,11 @@
-// Products with few rows, which weights stream past: a block makes 16 outputs of TILES times eight
-// rows, split ones counted twice; warp p part p of them.
+// Tensor-core product for few rows: the weights are streamed from global memory to registers. A
+// block computes a tile of 16 outputs x (8 TILES) rows of B; warp p computes part p of the sums.
 #ifndef TILES
 #define TILES 1
 #endif
 #include "linear_mma.cuh"
 
-#define DEPTH (WEIGHT8 ? 4 : 2)  // chunks of a warp's that are on their way or summed
+#define DEPTH (WEIGHT8 ? 4 : 2)  // register pipeline stages: chunks of a warp in flight or in use
 
 __device__ __forceinline__ void load_chunk(const Weight* top, const Weight* low,
                                            Weights (*weight)[2]) {
@@ -26,26 +26,28 @@ __device__ __forceinline__ Pack16 load_x(const float* from, int split) {
   return pack_x(eight, split);
 }
 
-// Grid (columns / 16, rows / (8 TILES)), with SPLIT half as many rows a block.
+// Grid: (columns / 16, rows / (8 TILES)); with SPLIT_X a block has half as many rows of x. The
+// operands are documented in linear_mma.cuh.
 extern "C" __global__ void __launch_bounds__(WARPS * 32, 2)
     linear_few(const Weight* weight, const float* weight_scale, const Input* x,
-               const float* residual, OUT* out, float* tap, int rows, int columns, int inner,
-               int tap_offset, int tap_stride, const float* squares, float eps, const float* norm,
-               Normed* normed, float* sums, const float* turn, const int* slot, const int* pos,
-               const unsigned long long* tree, const int* page_table, CACHE* keys, CACHE* values,
-               int heads, int kv_heads, int slots, int max_pages, int page_shift,
+               const float* residual, OUT* out, float* copy, int rows, int columns, int inner,
+               int copy_offset, int copy_stride, const float* square_sums, float eps,
+               const float* norm, NormOut* norm_out, float* norm_square_sums,
+               const float* rope_table, const int* slot, const int* pos,
+               const unsigned long long* ancestors, const int* page_table, CACHE* keys,
+               CACHE* values, int heads, int kv_heads, int slots, int max_pages, int page_shift,
                int scratch_page) {
   wait_for_previous_kernel();
   __shared__ float part[WARPS][16][TILES * 8];
-  __shared__ float scale[TILES * 8 >> SPLIT];
+  __shared__ float scale[TILES * 8 >> SPLIT_X];
   const int lane = threadIdx.x % 32, warp = threadIdx.x / 32, g = lane / 4, t = lane % 4;
-  const int column = blockIdx.x * 16, first = blockIdx.y * (TILES * 8 >> SPLIT);
+  const int column = blockIdx.x * 16, first = blockIdx.y * (TILES * 8 >> SPLIT_X);
   const Weight* top = weight + static_cast<long long>(column + g) * inner + 8 * t;
   const Weight* low = top + 8ll * inner;
   const Input* from[TILES];
 #pragma unroll
   for (int n = 0; n < TILES; ++n) {
-    const int row = first + (n * 8 + g >> SPLIT);  // past the end: the last one again
+    const int row = first + (n * 8 + g >> SPLIT_X);  // after the end: the last row again
     from[n] = x + static_cast<long long>(row < rows ? row : rows - 1) * inner + 8 * t;
   }
   const int chunks = inner / CHUNK;
@@ -56,7 +58,7 @@ extern "C" __global__ void __launch_bounds__(WARPS * 32, 2)
     const int next = warp + s * WARPS;
     if (next < chunks) load_chunk(top + next * CHUNK, low + next * CHUNK, a[s]);
   }
-  load_scales(squares, eps, first, TILES * 8 >> SPLIT, rows, inner, scale);
+  load_scales(square_sums, eps, first, TILES * 8 >> SPLIT_X, rows, inner, scale);
   for (int c = warp; c < chunks; c += DEPTH * WARPS) {
 #pragma unroll
     for (int s = 0; s < DEPTH; ++s) {
@@ -82,23 +84,24 @@ extern "C" __global__ void __launch_bounds__(WARPS * 32, 2)
     for (int i = 0; i < 4; ++i) part[warp][g + 8 * (i / 2)][n * 8 + 2 * t + i % 2] = sum[n][i];
   }
   __syncthreads();
-  const Output y = {weight_scale, residual, out,        tap != nullptr ? tap + tap_offset : nullptr,
-                    rows,         columns,  tap_stride, norm,
-                    normed,       sums};
-  const Pages pages = {page_table, slots, max_pages, page_shift, kv_heads, TURNED};
-  const Heads to = {turn, slot, pos, tree, pages, keys, values, heads, scratch_page};
+  const Output y = {
+      weight_scale, residual,        out,         copy != nullptr ? copy + copy_offset : nullptr,
+      rows,         columns,         copy_stride, norm,
+      norm_out,     norm_square_sums};
+  const Pages pages = {page_table, slots, max_pages, page_shift, kv_heads, ROPE_HEAD_DIM};
+  const RopeStore to = {rope_table, slot, pos, ancestors, pages, keys, values, heads, scratch_page};
   const int parts = parts_of(inner);
   const auto folded = [&](int r, int c) {
     float total = 0.0f;
     for (int p = 0; p < parts; ++p) {
-      const float* of = part[p][c] + (r << SPLIT);
-      const float value = SPLIT ? of[0] + of[1] : of[0];
+      const float* of = part[p][c] + (r << SPLIT_X);
+      const float value = SPLIT_X ? of[0] + of[1] : of[0];
       total = p == 0 ? value : total + value;
     }
     return total * scale[r];
   };
 #pragma unroll 1
-  for (int i = threadIdx.x; i < 8 * (TILES * 8 >> SPLIT); i += WARPS * 32) {
+  for (int i = threadIdx.x; i < 8 * (TILES * 8 >> SPLIT_X); i += WARPS * 32) {
     const int c = i % 8, r = i / 8;
     store_pair(y, to, first + r, column + c, folded(r, c), folded(r, c + 8));
   }

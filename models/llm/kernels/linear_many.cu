@@ -1,14 +1,17 @@
-// Products with many rows: a block makes 128 outputs of ROW_BLOCK rows, split ones counted twice;
-// of all parts, or of some that are neighbours.
+// Tensor-core product for many rows: a block computes a tile of 128 outputs x ROW_BLOCK rows of B
+// from a shared-memory pipeline. With split K (grid z > 1) it sums a range of consecutive parts
+// only.
 #ifndef ROW_BLOCK
 #define ROW_BLOCK 64
 #endif
 #include "linear_mma.cuh"
 
 #define OUTPUTS 128
-#define STAGE 64  // inner indices; STAGES - 1 stages are on their way, floats of x half a one
+// Inner indices per pipeline stage. STAGES - 1 stages are in flight by asynchronous copies; float
+// inputs, which have to be converted, are prefetched to registers half a stage ahead.
+#define STAGE 64
 #define STAGES (3 + (ROW_BLOCK == 64) + WEIGHT8 * (ROW_BLOCK == 128 ? 1 : 2))
-#define COPIED (16 / static_cast<int>(sizeof(Weight)))  // weights at once
+#define COPIED (16 / static_cast<int>(sizeof(Weight)))  // weights per asynchronous copy
 #define COPIES (STAGE / COPIED)
 #define ROW_WARPS (ROW_BLOCK == 128 ? 4 : 2)
 #define ROW_TILES (ROW_BLOCK / 8 / ROW_WARPS)
@@ -17,30 +20,30 @@
 #define X_PACKS (ROW_BLOCK * (STAGE / 8))
 #define X_AT_ONCE ((ROW_BLOCK + 63) / 64)
 
-// Where pack t of 32 inner indices `sub` of a row lies, rows of four packs, `half` of them 64
-// bytes: no two lanes that act together meet in a bank, be they neighbouring rows of one `sub` or
-// one row of both.
-__device__ __forceinline__ int place(int rows, int row, int sub, int t, int half) {
+// Swizzled shared-memory index of pack t of half-stage `sub` (32 inner indices) of a row; a row has
+// four packs. It avoids bank conflicts between the lanes of one access, which are adjacent rows of
+// one half-stage or one row of both. `half` is 1 for packs of 16 bytes, 2 for packs of 8 bytes.
+__device__ __forceinline__ int swizzle(int rows, int row, int sub, int t, int half) {
   return (sub * rows + (row ^ sub * half)) * 4 + t;
 }
 
-__device__ __forceinline__ int place_weight(int row, int sub, int t) {
-  return place(OUTPUTS, row, sub, t, WEIGHT8 ? 2 : 1);
+__device__ __forceinline__ int swizzle_weight(int row, int sub, int t) {
+  return swizzle(OUTPUTS, row, sub, t, WEIGHT8 ? 2 : 1);
 }
 
-__device__ __forceinline__ int place_x(int row, int sub, int t) {
-  return place(ROW_BLOCK, row, sub, t, 1);
+__device__ __forceinline__ int swizzle_x(int row, int sub, int t) {
+  return swizzle(ROW_BLOCK, row, sub, t, 1);
 }
 
-// The stages of parts [part, end) in order.
-struct Walk {
+// Iterates over the pipeline stages of parts [part, end) in order.
+struct StageIterator {
   int part;
   int end;
   int chunks;
   int chunk;
   int half;
 
-  __device__ __forceinline__ bool there() const { return part < end; }
+  __device__ __forceinline__ bool valid() const { return part < end; }
   __device__ __forceinline__ int inner() const { return chunk * CHUNK + half * STAGE; }
   __device__ __forceinline__ bool ends_part() const { return half == 1 && chunk + PARTS >= chunks; }
   __device__ __forceinline__ void next() {
@@ -51,67 +54,69 @@ struct Walk {
   }
 };
 
-// Grid (columns / 128, rows / ROW_BLOCK, splits), with SPLIT half as many rows a block. Where a
-// block sums some parts only, they go to `partials` [tiles, PARTS, ROW_BLOCK, 128], and the last of
-// a tile to arrive adds them up; `arrived` [tiles] is zero before and after.
+// Grid: (columns / 128, rows / ROW_BLOCK, splits); with SPLIT_X a block has half as many rows of x.
+// With split K the blocks write their parts to `partials` [tiles, PARTS, ROW_BLOCK, 128], and the
+// last block of a tile to arrive adds them in order. `arrived` [tiles] is zero before and after.
+// The other operands are documented in linear_mma.cuh.
 extern "C" __global__ void __launch_bounds__(WARPS * 32, 1)
     linear_many(const Weight* weight, const float* weight_scale, const Input* x,
-                const float* residual, OUT* out, float* tap, int rows, int columns, int inner,
-                int tap_offset, int tap_stride, const float* squares, float eps, const float* norm,
-                Normed* normed, float* sums, const float* turn, const int* slot, const int* pos,
-                const unsigned long long* tree, const int* page_table, CACHE* keys, CACHE* values,
-                int heads, int kv_heads, int slots, int max_pages, int page_shift, int scratch_page,
-                float* partials, int* arrived) {
+                const float* residual, OUT* out, float* copy, int rows, int columns, int inner,
+                int copy_offset, int copy_stride, const float* square_sums, float eps,
+                const float* norm, NormOut* norm_out, float* norm_square_sums,
+                const float* rope_table, const int* slot, const int* pos,
+                const unsigned long long* ancestors, const int* page_table, CACHE* keys,
+                CACHE* values, int heads, int kv_heads, int slots, int max_pages, int page_shift,
+                int scratch_page, float* partials, int* arrived) {
   wait_for_previous_kernel();
   extern __shared__ Pack16 staged[];
   __shared__ int last;
-  __shared__ float scale[ROW_BLOCK >> SPLIT];
+  __shared__ float scale[ROW_BLOCK >> SPLIT_X];
   const int lane = threadIdx.x % 32, warp = threadIdx.x / 32, g = lane / 4, t = lane % 4;
-  const int column = blockIdx.x * OUTPUTS, first = blockIdx.y * (ROW_BLOCK >> SPLIT);
+  const int column = blockIdx.x * OUTPUTS, first = blockIdx.y * (ROW_BLOCK >> SPLIT_X);
   const int splits = gridDim.z, parts = parts_of(inner);
   const int own_column = warp % COLUMN_WARPS * COLUMN_TILES * 16;
   const int own_row = warp / COLUMN_WARPS * ROW_TILES * 8;
-  const int begin = blockIdx.z * (PARTS / splits), behind = begin + PARTS / splits;
-  Walk here = {begin, behind < parts ? behind : parts, inner / CHUNK, begin, 0};
-  Walk ahead = here;
+  const int begin = blockIdx.z * (PARTS / splits), end = begin + PARTS / splits;
+  StageIterator here = {begin, end < parts ? end : parts, inner / CHUNK, begin, 0};
+  StageIterator ahead = here;
   Weights* const staged_weight = reinterpret_cast<Weights*>(staged);
   Pack16* const staged_x =
       reinterpret_cast<Pack16*>(staged_weight + STAGES * OUTPUTS * (STAGE / 8));
 
-  // Pack i of a stage of x; of rows past the end the last one again.
-  const auto x_at = [&](int i, const Walk& at) {
-    const int row = first + (i / 8 >> SPLIT);
+  // Returns the address of pack i of a stage of x; after the end: the last row again.
+  const auto x_at = [&](int i, const StageIterator& at) {
+    const int row = first + (i / 8 >> SPLIT_X);
     return x + static_cast<long long>(row < rows ? row : rows - 1) * inner + at.inner() + i % 8 * 8;
   };
   const auto copy_stage = [&](int stage) {
-    if (ahead.there()) {
+    if (ahead.valid()) {
       Weights* to = staged_weight + stage * OUTPUTS * (STAGE / 8);
 #pragma unroll
       for (int n = 0; n < OUTPUTS * COPIES / (WARPS * 32); ++n) {
         const int i = n * WARPS * 32 + threadIdx.x, row = i / COPIES, k = i % COPIES * COPIED;
         const int at = column + row < columns ? column + row : columns - 1;
-        copy_async(to + place_weight(row, k / 32, k % 32 / 8),
+        copy_async(to + swizzle_weight(row, k / 32, k % 32 / 8),
                    weight + static_cast<long long>(at) * inner + ahead.inner() + k);
       }
 #pragma unroll
       for (int n = 0; n < X_PACKS * X16 / (WARPS * 32); ++n) {
         const int i = n * WARPS * 32 + threadIdx.x;
-        copy_async(staged_x + stage * X_PACKS + place_x(i / 8, i % 8 / 4, i % 4), x_at(i, ahead));
+        copy_async(staged_x + stage * X_PACKS + swizzle_x(i / 8, i % 8 / 4, i % 4), x_at(i, ahead));
       }
       ahead.next();
     }
-    end_copies();
+    commit_copies();
   };
-  // Floats of x that come while the 32 inner indices `sub` are summed.
-  Floats4 coming[X_AT_ONCE][2];
+  // Float inputs that are loaded while half-stage `sub` is multiplied.
+  Floats4 prefetched[X_AT_ONCE][2];
   const auto load_x = [&](int sub) {
 #pragma unroll
     for (int i = 0; i < X_AT_ONCE; ++i) {
       const int pack = (sub * X_AT_ONCE + i) * WARPS * 32 + threadIdx.x;
       if (ROW_BLOCK < 64 && sub > 0) break;
       const Floats4* at = reinterpret_cast<const Floats4*>(x_at(pack, here));
-      coming[i][0] = at[0];
-      coming[i][1] = at[1];
+      prefetched[i][0] = at[0];
+      prefetched[i][1] = at[1];
     }
   };
   const auto store_x = [&](int sub, int stage) {
@@ -120,17 +125,18 @@ extern "C" __global__ void __launch_bounds__(WARPS * 32, 1)
     for (int i = 0; i < X_AT_ONCE; ++i) {
       const int pack = (sub * X_AT_ONCE + i) * WARPS * 32 + threadIdx.x, row = pack / 8;
       if (ROW_BLOCK < 64 && sub > 0) break;
-      to[place_x(row, pack % 8 / 4, pack % 4)] = pack_x(coming[i], row % 2);
+      to[swizzle_x(row, pack % 8 / 4, pack % 4)] = pack_x(prefetched[i], row % 2);
     }
   };
 
-  const Output y = {weight_scale, residual, out,        tap != nullptr ? tap + tap_offset : nullptr,
-                    rows,         columns,  tap_stride, norm,
-                    normed,       sums};
-  const Pages pages = {page_table, slots, max_pages, page_shift, kv_heads, TURNED};
-  const Heads to = {turn, slot, pos, tree, pages, keys, values, heads, scratch_page};
+  const Output y = {
+      weight_scale, residual,        out,         copy != nullptr ? copy + copy_offset : nullptr,
+      rows,         columns,         copy_stride, norm,
+      norm_out,     norm_square_sums};
+  const Pages pages = {page_table, slots, max_pages, page_shift, kv_heads, ROPE_HEAD_DIM};
+  const RopeStore to = {rope_table, slot, pos, ancestors, pages, keys, values, heads, scratch_page};
   const long long tile = static_cast<long long>(blockIdx.y) * gridDim.x + blockIdx.x;
-  float* const parted = partials + tile * PARTS * ROW_BLOCK * OUTPUTS;
+  float* const tile_partials = partials + tile * PARTS * ROW_BLOCK * OUTPUTS;
   float sum[COLUMN_TILES][ROW_TILES][4] = {};
   float total[COLUMN_TILES][ROW_TILES][4];
   const auto end_part = [&](int part) {
@@ -140,13 +146,13 @@ extern "C" __global__ void __launch_bounds__(WARPS * 32, 1)
       for (int n = 0; n < ROW_TILES; ++n) {
 #pragma unroll
         for (int i = 0; i < 4; ++i) {
-          const float value = SPLIT ? sum[m][n][i & 2] + sum[m][n][i | 1] : sum[m][n][i];
+          const float value = SPLIT_X ? sum[m][n][i & 2] + sum[m][n][i | 1] : sum[m][n][i];
           if (splits == 1) {
             total[m][n][i] = part == 0 ? value : total[m][n][i] + value;
-          } else if (const int r = own_row + n * 8 + 2 * t + i % 2 >> SPLIT;
-                     first + r < rows && (!SPLIT || i % 2 == 0)) {
+          } else if (const int r = own_row + n * 8 + 2 * t + i % 2 >> SPLIT_X;
+                     first + r < rows && (!SPLIT_X || i % 2 == 0)) {
             const int c = own_column + m * 16 + g + i / 2 * 8;
-            parted[(part * ROW_BLOCK + r) * OUTPUTS + c] = value;
+            tile_partials[(part * ROW_BLOCK + r) * OUTPUTS + c] = value;
           }
         }
 #pragma unroll
@@ -156,33 +162,33 @@ extern "C" __global__ void __launch_bounds__(WARPS * 32, 1)
   };
 
   for (int s = 0; s < STAGES - 1; ++s) copy_stage(s);
-  load_scales(squares, eps, first, ROW_BLOCK >> SPLIT, rows, inner, scale);
-  for (int sub = 0; !X16 && sub < 2 && here.there(); ++sub) {
+  load_scales(square_sums, eps, first, ROW_BLOCK >> SPLIT_X, rows, inner, scale);
+  for (int sub = 0; !X16 && sub < 2 && here.valid(); ++sub) {
     load_x(sub);
     store_x(sub, 0);
   }
-  for (int at = 0; here.there(); at = at + 1 < STAGES ? at + 1 : 0) {
+  for (int at = 0; here.valid(); at = at + 1 < STAGES ? at + 1 : 0) {
     const int after = at + 1 < STAGES ? at + 1 : 0;
     const bool ends = here.ends_part();
     const int part = here.part;
     here.next();
-    copies_left<STAGES - 2>();
+    wait_copies<STAGES - 2>();
     __syncthreads();
     copy_stage(at > 0 ? at - 1 : STAGES - 1);
     const Weights* w = staged_weight + at * OUTPUTS * (STAGE / 8);
     const Pack16* v = staged_x + at * X_PACKS;
 #pragma unroll
     for (int sub = 0; sub < STAGE / 32; ++sub) {
-      if (!X16 && here.there()) load_x(sub);
+      if (!X16 && here.valid()) load_x(sub);
       Pack16 a[COLUMN_TILES][2];
       Pack16 b[ROW_TILES];
 #pragma unroll
       for (int m = 0; m < COLUMN_TILES; ++m) {
-        a[m][0] = widen(w[place_weight(own_column + m * 16 + g, sub, t)]);
-        a[m][1] = widen(w[place_weight(own_column + m * 16 + g + 8, sub, t)]);
+        a[m][0] = widen(w[swizzle_weight(own_column + m * 16 + g, sub, t)]);
+        a[m][1] = widen(w[swizzle_weight(own_column + m * 16 + g + 8, sub, t)]);
       }
 #pragma unroll
-      for (int n = 0; n < ROW_TILES; ++n) b[n] = v[place_x(own_row + n * 8 + g, sub, t)];
+      for (int n = 0; n < ROW_TILES; ++n) b[n] = v[swizzle_x(own_row + n * 8 + g, sub, t)];
 #pragma unroll
       for (int h = 0; h < 2; ++h) {
 #pragma unroll
@@ -191,13 +197,13 @@ extern "C" __global__ void __launch_bounds__(WARPS * 32, 1)
           for (int n = 0; n < ROW_TILES; ++n) step(sum[m][n], a[m][0], a[m][1], b[n], h);
         }
       }
-      if (!X16 && here.there()) store_x(sub, after);
+      if (!X16 && here.valid()) store_x(sub, after);
     }
     if (ends) end_part(part);
   }
 
-  const volatile float* of = parted;
-  if (splits == 1) {  // by way of shared memory, which no copy is on its way to
+  const volatile float* of = tile_partials;
+  if (splits == 1) {  // exchange through shared memory, to which no copy is in flight any more
     float* const whole = reinterpret_cast<float*>(staged);
     __syncthreads();
 #pragma unroll
@@ -205,8 +211,8 @@ extern "C" __global__ void __launch_bounds__(WARPS * 32, 1)
 #pragma unroll
       for (int n = 0; n < ROW_TILES; ++n) {
 #pragma unroll
-        for (int i = 0; i < 4; i += 1 + SPLIT) {
-          const int r = own_row + n * 8 + 2 * t + i % 2 >> SPLIT;
+        for (int i = 0; i < 4; i += 1 + SPLIT_X) {
+          const int r = own_row + n * 8 + 2 * t + i % 2 >> SPLIT_X;
           whole[r * OUTPUTS + own_column + m * 16 + g + i / 2 * 8] = total[m][n][i];
         }
       }
@@ -225,7 +231,7 @@ extern "C" __global__ void __launch_bounds__(WARPS * 32, 1)
     __threadfence();
   }
 #pragma unroll 1
-  for (int i = threadIdx.x; i < (ROW_BLOCK >> SPLIT) * OUTPUTS / 2; i += WARPS * 32) {
+  for (int i = threadIdx.x; i < (ROW_BLOCK >> SPLIT_X) * OUTPUTS / 2; i += WARPS * 32) {
     const int r = i / (OUTPUTS / 2), c = i % (OUTPUTS / 2) / 8 * 16 + i % 8;
     if (first + r >= rows) break;
     float top = of[r * OUTPUTS + c], low = of[r * OUTPUTS + c + 8];

@@ -1,24 +1,25 @@
-// y = x W^T (+ residual) on tensor cores: weights are the 16 rows of A, rows of x the columns of B.
+// y = x W^T (+ residual) on tensor cores. In each mma, A is 16 rows of W and B is 8 rows of x.
 //
-// A dot product is PARTS interleaved partial sums: part p takes the chunks p, p + PARTS, ... of
-// CHUNK inner indices in order, from zero; the parts are added left to right. Within a chunk the
-// order is the same everywhere: lane 4 g + t holds eight neighbours of 32, which are two steps. So
-// neither the rows that share a pass, nor which entry, block or warp sums a part, touches a bit.
+// Reduction order: a dot product is PARTS interleaved partial sums. Part p takes the chunks p,
+// p + PARTS, ... of CHUNK inner indices in order, starting from zero; the parts are added in order.
+// Within a chunk the order is always the same: of every 32 indices lane 4 g + t loads eight
+// adjacent ones for two mma steps. The bits of a row therefore depend neither on the rows that
+// share a tile, nor on which kernel, block or warp sums a part (row invariance).
 //
-// x is float, and rounded to the weights' type, which changes no bit where X16 says that it has
-// that type already; with SPLIT it is two rows, rounded and what is left, whose parts are added
-// before the others are.
+// Input: x is float and is rounded to WEIGHT16; with X16 it already has that type, and the bits are
+// the same. With SPLIT_X each row of x becomes two rows of B, the rounded value and the remainder,
+// whose partial sums are added first. With WEIGHT8 the weights are stored as E4M3 and converted to
+// WEIGHT16. Sums are multiplied by the scale of the row of W, if there are scales.
 //
-// With WEIGHT8 weights are E4M3, which WEIGHT16 holds when they are multiplied. Where rows of W
-// have a scale, sums are multiplied by it.
+// Folded norms: if `square_sums` is given, x is a row times a norm weight, and the result is
+// divided by the root mean square of the row. If `norm` is given, the result times the norm weight
+// and the sums of its squares are written for the next product.
 //
-// x may lack its norm's division: the sums of its rows then get it, by sums of squares that who
-// wrote x left. And so may the result be left to who reads it, times the weight of a norm.
-//
-// With GATED the rows of W are eight gates, the eight that these gate, and so on, and what is
-// stored is silu(gate) * up. With TURNED, the size of a head, they are eight of the first half of a
-// head, the eight of the second that these are turned with, and so on, of queries, keys and values:
-// the queries are stored turned, and keys and values go to the cache.
+// Epilogues: with GATED, the rows of W are interleaved: eight rows of the gate projection, the same
+// eight rows of the up projection, and so on; silu(gate) * up is stored. With ROPE_HEAD_DIM (the
+// head size) they are queries, keys and values whose heads are interleaved: eight rows of the first
+// half of a head, the eight rows of the second half that they are rotated with, and so on. Rotated
+// queries are stored to `out`; keys (rotated) and values are written to the KV cache.
 #pragma once
 #include "mma.cuh"
 #include "model.cuh"
@@ -29,8 +30,8 @@
 #ifndef WEIGHT8
 #define WEIGHT8 0
 #endif
-#ifndef SPLIT
-#define SPLIT 0
+#ifndef SPLIT_X
+#define SPLIT_X 0
 #endif
 #ifndef X16
 #define X16 0
@@ -38,8 +39,8 @@
 #ifndef GATED
 #define GATED 0
 #endif
-#ifndef TURNED
-#define TURNED 0
+#ifndef ROPE_HEAD_DIM
+#define ROPE_HEAD_DIM 0
 #endif
 #ifndef OUT
 #define OUT float
@@ -47,23 +48,23 @@
 #ifndef CACHE
 #define CACHE bf16_t
 #endif
-#if X16 && SPLIT
-#error "a rounded x leaves nothing to split off"
+#if X16 && SPLIT_X
+#error "X16 and SPLIT_X exclude each other: a rounded x has no remainder"
 #endif
 #define PARTS 8
 #define CHUNK 128
 #define WARPS 8
-#define GROUP 16  // results whose squares are summed up
+#define GROUP 16  // output columns per entry of norm_square_sums
 
 #if X16
 typedef WEIGHT16 Input;
 #else
 typedef float Input;
 #endif
-#if SPLIT
-typedef float Normed;
+#if SPLIT_X
+typedef float NormOut;
 #else
-typedef WEIGHT16 Normed;
+typedef WEIGHT16 NormOut;
 #endif
 
 #if WEIGHT8
@@ -75,24 +76,24 @@ typedef Pack16 Weights;
 #endif
 
 struct Output {
-  const float* weight_scale;  // by column; may be null
-  const float* residual;      // may be null, may be `out`
+  const float* weight_scale;  // per output column; may be null
+  const float* residual;      // may be null or `out`
   OUT* out;
-  float* tap;  // second copy with its own row stride; may be null
+  float* copy;  // second output with row stride copy_stride; may be null
   int rows;
   int columns;
-  int tap_stride;
-  const float* norm;  // weight of a norm of the result; may be null
-  Normed* normed;     // the result times that
-  float* sums;        // of its squares, [rows, columns / GROUP]
+  int copy_stride;
+  const float* norm;        // weight of a folded norm of the result; may be null
+  NormOut* norm_out;        // receives the result times that weight
+  float* norm_square_sums;  // [rows, columns / GROUP], receives sums of squares of the result
 };
 
-// Of TURNED.
-struct Heads {
-  const float* turn;  // of each position cosines, then sines
+// Operands of the RoPE and KV cache epilogue (ROPE_HEAD_DIM).
+struct RopeStore {
+  const float* rope_table;  // [positions, head_dim]: cosines, then sines
   const int* slot;
   const int* pos;
-  const unsigned long long* tree;
+  const unsigned long long* ancestors;
   Pages pages;
   CACHE* keys;
   CACHE* values;
@@ -100,36 +101,36 @@ struct Heads {
   int scratch_page;
 };
 
-// The result, with what is added to it.
+// Adds the residual, stores the result and its copies, and returns it.
 __device__ __forceinline__ float store(const Output& y, int row, int column, float value) {
   const long long at = static_cast<long long>(row) * y.columns + column;
   if (y.residual != nullptr) value += y.residual[at];
   from_float(value, y.out + at);
-  if (y.tap != nullptr) y.tap[static_cast<long long>(row) * y.tap_stride + column] = value;
-  if (y.norm != nullptr) from_float(value * y.norm[column], y.normed + at);
+  if (y.copy != nullptr) y.copy[static_cast<long long>(row) * y.copy_stride + column] = value;
+  if (y.norm != nullptr) from_float(value * y.norm[column], y.norm_out + at);
   return value;
 }
 
-#if TURNED
-// Dimensions i and i + TURNED / 2 of a head; rotary embedding and cache as in rope.cu.
-__device__ __forceinline__ void store_turned(const Heads& to, float* out, int row, int head, int i,
-                                             float a, float b) {
-  const int p = to.pos[row], slot = to.slot[row], half = TURNED / 2;
+#if ROPE_HEAD_DIM
+// Stores dimensions i and i + ROPE_HEAD_DIM / 2 of a head; same arithmetic as rope.cu.
+__device__ __forceinline__ void store_rotated(const RopeStore& to, float* out, int row, int head,
+                                              int i, float a, float b) {
+  const int p = to.pos[row], slot = to.slot[row], half = ROPE_HEAD_DIM / 2;
   const int kv_heads = to.pages.kv_heads, of_cache = head - to.heads;
   if (!row_is_live(to.pages, slot, p)) return;
   if (of_cache < kv_heads) {
-    const float* cosine = to.turn + static_cast<long long>(p) * TURNED + i;
-    const float turned = fmaf(a, cosine[0], -(b * cosine[half]));
+    const float* cosine = to.rope_table + static_cast<long long>(p) * ROPE_HEAD_DIM + i;
+    const float rotated = fmaf(a, cosine[0], -(b * cosine[half]));
     b = fmaf(b, cosine[0], a * cosine[half]);
-    a = turned;
+    a = rotated;
   }
   if (of_cache < 0) {
-    out += (static_cast<long long>(row) * (to.heads + 2 * kv_heads) + head) * TURNED + i;
+    out += (static_cast<long long>(row) * (to.heads + 2 * kv_heads) + head) * ROPE_HEAD_DIM + i;
     out[0] = a;
     out[half] = b;
     return;
   }
-  const int cached = cached_at(path_at(to.tree, row, p), p);
+  const int cached = cached_at(path_at(to.ancestors, row, p), p);
   const int page = page_of(to.pages, slot, cached);
   if (page == to.scratch_page) return;
   const long long at = element_of(to.pages, page, cached, of_cache % kv_heads);
@@ -139,10 +140,11 @@ __device__ __forceinline__ void store_turned(const Heads& to, float* out, int ro
 }
 #endif
 
-// Outputs `column` and `column` + 8 of the 16 of a tile, by eight neighbours of a warp that has no
-// other work; a row or column past the end is left out.
-__device__ __forceinline__ void store_pair(const Output& y, const Heads& to, int row, int column,
-                                           float top, float low) {
+// Stores outputs `column` and `column` + 8 of a row. Eight adjacent lanes call it for a group of 16
+// columns, and all lanes of the warp must call it (it shuffles). Rows and columns after the end are
+// skipped.
+__device__ __forceinline__ void store_pair(const Output& y, const RopeStore& to, int row,
+                                           int column, float top, float low) {
   const bool there = row < y.rows && column < y.columns;
   const int half = column / 16 * 8 + column % 16;
   if (there && y.weight_scale != nullptr) {
@@ -152,9 +154,9 @@ __device__ __forceinline__ void store_pair(const Output& y, const Heads& to, int
 #if GATED
   const long long at = static_cast<long long>(row) * (y.columns / 2) + half;
   if (there) from_float(gated(top, low), y.out + at);
-#elif TURNED
-  const int head = half / (TURNED / 2);
-  if (there) store_turned(to, y.out, row, head, half % (TURNED / 2), top, low);
+#elif ROPE_HEAD_DIM
+  const int head = half / (ROPE_HEAD_DIM / 2);
+  if (there) store_rotated(to, y.out, row, head, half % (ROPE_HEAD_DIM / 2), top, low);
 #else
   float sum = 0.0f;
   if (there) {
@@ -165,23 +167,23 @@ __device__ __forceinline__ void store_pair(const Output& y, const Heads& to, int
   if (y.norm == nullptr) return;
   for (int offset = 1; offset < 8; offset *= 2) sum += __shfl_xor_sync(FULL_WARP, sum, offset);
   if (!there || column % 8 != 0) return;
-  y.sums[static_cast<long long>(row) * (y.columns / GROUP) + column / GROUP] = sum;
+  y.norm_square_sums[static_cast<long long>(row) * (y.columns / GROUP) + column / GROUP] = sum;
 #endif
 }
 
-// What the sums of `count` rows of x from `first` on are still to be multiplied by.
-__device__ __forceinline__ void load_scales(const float* squares, float eps, int first, int count,
-                                            int rows, int inner, float* scale) {
+// Loads the factors of rows [first, first + count): 1 / root mean square for a folded norm, else 1.
+__device__ __forceinline__ void load_scales(const float* square_sums, float eps, int first,
+                                            int count, int rows, int inner, float* scale) {
   const int groups = inner / GROUP;
-  constexpr int AT_ONCE = 4;  // rows of a warp, for one by one they would wait for memory
+  constexpr int AT_ONCE = 4;  // rows per warp at once, to overlap the memory latency
   for (int r = threadIdx.x / 32; r < count; r += AT_ONCE * WARPS) {
     float sum[AT_ONCE] = {};
-    for (int k = threadIdx.x % 32; squares != nullptr && k < groups; k += 32) {
+    for (int k = threadIdx.x % 32; square_sums != nullptr && k < groups; k += 32) {
 #pragma unroll
       for (int i = 0; i < AT_ONCE; ++i) {
         const int row = r + i * WARPS;
         if (row >= count || first + row >= rows) continue;
-        sum[i] += squares[static_cast<long long>(first + row) * groups + k];
+        sum[i] += square_sums[static_cast<long long>(first + row) * groups + k];
       }
     }
 #pragma unroll
@@ -190,18 +192,18 @@ __device__ __forceinline__ void load_scales(const float* squares, float eps, int
       const float whole = warp_sum(sum[i]);
       if (threadIdx.x % 32 != 0 || row >= count) continue;
       const float mean = whole / static_cast<float>(inner);
-      scale[row] = squares == nullptr ? 1.0f : 1.0f / sqrtf(mean + eps);
+      scale[row] = square_sums == nullptr ? 1.0f : 1.0f / sqrtf(mean + eps);
     }
   }
 }
 
-// Eight neighbours of a row of x, as `split` (0: rounded, 1: what is left) has them.
+// Packs eight adjacent values of a row of x: rounded (split 0), or the remainders (split 1).
 __device__ __forceinline__ Pack16 pack_x(const Floats4* from, int split) {
   Pack16 pack;
 #pragma unroll
   for (int i = 0; i < 4; ++i) {
     float low = from[i / 2].f[i % 2 * 2], high = from[i / 2].f[i % 2 * 2 + 1];
-    if (SPLIT) {
+    if (SPLIT_X) {
       const unsigned int near = pack_pair<WEIGHT16>(low, high);
       low -= split ? half_of<WEIGHT16>(near, 0) : 0.0f;
       high -= split ? half_of<WEIGHT16>(near, 1) : 0.0f;
@@ -211,7 +213,7 @@ __device__ __forceinline__ Pack16 pack_x(const Floats4* from, int split) {
   return pack;
 }
 
-// The step `h` of 32 inner indices: `top` and `low` of weight rows g and g + 8.
+// Runs mma step `h` (0 or 1) of 32 inner indices; `top` and `low` are weight rows g and g + 8.
 __device__ __forceinline__ void step(float* sum, const Pack16& top, const Pack16& low,
                                      const Pack16& x, int h) {
   const unsigned int a[4] = {top.u[2 * h], low.u[2 * h], top.u[2 * h + 1], low.u[2 * h + 1]};

@@ -1,11 +1,13 @@
-// y = x W^T (+ residual): one thread per COLUMNS output columns, no barrier.
+// y = x W^T (+ residual) for the soft device: one thread per COLUMNS output columns, no barrier.
 //
-// Each (row, column) owns LANES partial sums: partial i takes the inner indices i, i + LANES, ...
-// in order; the partials are folded as a tree. The order depends on `inner` alone, so a row's bits
-// do not depend on how many rows share the pass. Tiles of rows by columns are as many as vector
-// registers hold. A few rows take all of a thread's columns by turns, a tile's far apart, so that
-// memory is read in several long runs; many take GROUP after GROUP, which stays in a cache as the
-// rows' input does.
+// Reduction order: each output has LANES partial sums. Partial i takes the inner indices i,
+// i + LANES, ... in order; the partials are folded as a tree. It depends on `inner` only, so the
+// kernel is row invariant.
+//
+// Register tiles of rows x columns are as large as the vector registers allow. With few rows a tile
+// takes columns that are far column_stride, so that memory is read in several long sequential
+// streams. With many rows, columns are processed in groups of GROUP, whose weights stay in the CPU
+// cache together with the input rows.
 #include "pairs.cuh"
 
 #ifndef WEIGHT
@@ -14,35 +16,36 @@
 #define COLUMNS 64
 #define GROUP 32
 #define ROW_BLOCK 48
-#define MOST (WIDE ? 12 : 6)  // rows of a tile
-#define MANY (WIDE ? 8 : 6)   // rows up to which weights come from memory
-#define FETCH 32              // weights that one prefetch brings, or more
+#define MAX_TILE_ROWS (WIDE ? 12 : 6)  // maximum rows of a tile
+#define MAX_STREAMED_ROWS \
+  (WIDE ? 8 : 6)  // maximum rows with which weights are streamed from memory
+#define FETCH 32  // weights between prefetches: a cache line of 16-bit weights
 
 struct Product {
   const WEIGHT* weight;
-  const float* weight_scale;  // by column; may be null
+  const float* weight_scale;  // per output column; may be null
   const float* x;
-  const float* residual;  // may be null, may be `out`
+  const float* residual;  // may be null or `out`
   float* out;
-  float* tap;  // second copy with its own row stride; may be null
+  float* copy;  // second output with row stride copy_stride; may be null
   int columns;
   int inner;
-  int tap_stride;
+  int copy_stride;
 };
 
-// Sums of ROWS rows from `row` on by pairs of columns from `column` on that stand `apart`; those of
-// a row lie COLUMNS apart.
+// Computes a register tile: ROWS rows from `row` on, 2 * PAIRS columns from `column` on that are
+// `column_stride` apart. A row of `sums` has COLUMNS entries.
 template <int ROWS, int PAIRS>
-__device__ __forceinline__ void tile(const Product& y, int row, int column, int apart,
+__device__ __forceinline__ void tile(const Product& y, int row, int column, int column_stride,
                                      float* sums) {
   const WEIGHT* w = y.weight + static_cast<long long>(column) * y.inner;
   const float* x = y.x + static_cast<long long>(row) * y.inner;
-  const long long inner = y.inner, next = apart * inner;
+  const long long inner = y.inner, next = column_stride * inner;
   Pair partial[ROWS * PAIRS] = {};
   long long k = 0;
   for (; k + LANES <= inner; k += LANES) {
     Pair weight[PAIRS];
-    if (ROWS <= MANY && k % FETCH == 0) {  // what comes from memory for a few rows
+    if (ROWS <= MAX_STREAMED_ROWS && k % FETCH == 0) {  // weights are streamed from memory
       UNROLLED for (int c = 0; c < 2 * PAIRS; ++c) __builtin_prefetch(w + c * next + inner + k);
     }
     UNROLLED for (int c = 0; c < PAIRS; ++c) {
@@ -74,19 +77,19 @@ __device__ __forceinline__ void tile(const Product& y, int row, int column, int 
   fold_pairs<ROWS * PAIRS>(partial, sum);
   for (int r = 0; r < ROWS; ++r) {
     for (int c = 0; c < 2 * PAIRS; ++c) {
-      sums[r * COLUMNS + c * apart] = sum[r * PAIRS + c / 2][c % 2];
+      sums[r * COLUMNS + c * column_stride] = sum[r * PAIRS + c / 2][c % 2];
     }
   }
 }
 
-// ROWS rows by up to COLUMNS columns; what is written of a row is written at once.
+// Computes ROWS rows of columns [column, end), at most COLUMNS, and writes each row at once.
 template <int ROWS, int PAIRS>
 __device__ __noinline__ void band(const Product& y, int row, int column, int end) {
   float sums[ROWS * COLUMNS];
   const int count = end - column, tiles = count / (2 * PAIRS);
   int c = 0;
   for (int i = 0; i < tiles; ++i, c += 2 * PAIRS) {
-    if (ROWS > MANY) {
+    if (ROWS > MAX_STREAMED_ROWS) {
       tile<ROWS, PAIRS>(y, row, column + c, 1, sums + c);
     } else {
       tile<ROWS, PAIRS>(y, row, column + i, tiles, sums + i);
@@ -103,32 +106,33 @@ __device__ __noinline__ void band(const Product& y, int row, int column, int end
       for (c = 0; c < count; ++c) sum[c] += y.residual[at + c];
     }
     memcpy(y.out + at, sum, sizeof(float) * count);
-    if (y.tap != nullptr) {
-      float* tap = y.tap + static_cast<long long>(row + r) * y.tap_stride + column;
-      memcpy(tap, sum, sizeof(float) * count);
+    if (y.copy != nullptr) {
+      float* copy = y.copy + static_cast<long long>(row + r) * y.copy_stride + column;
+      memcpy(copy, sum, sizeof(float) * count);
     }
   }
 }
 
-// Grid (columns / (COLUMNS * block), rows / ROW_BLOCK).
+// Grid: (columns / (COLUMNS * block), rows / ROW_BLOCK).
 extern "C" __global__ void linear_thread(const WEIGHT* weight, const float* weight_scale,
                                          const float* x, const float* residual, float* out,
-                                         float* tap, int rows, int columns, int inner,
-                                         int tap_offset, int tap_stride) {
+                                         float* copy, int rows, int columns, int inner,
+                                         int copy_offset, int copy_stride) {
   wait_for_previous_kernel();
   int column = (blockIdx.x * blockDim.x + threadIdx.x) * COLUMNS;
   const int last = column + COLUMNS < columns ? column + COLUMNS : columns;
   const Product y = {weight,   weight_scale, x,
-                     residual, out,          tap != nullptr ? tap + tap_offset : nullptr,
-                     columns,  inner,        tap_stride};
+                     residual, out,          copy != nullptr ? copy + copy_offset : nullptr,
+                     columns,  inner,        copy_stride};
   const int first = blockIdx.y * ROW_BLOCK;
   const int end = first + ROW_BLOCK < rows ? first + ROW_BLOCK : rows;
-  const int at_once = end - first <= MANY ? COLUMNS : GROUP;
+  const int at_once = end - first <= MAX_STREAMED_ROWS ? COLUMNS : GROUP;
   for (; column < last; column += at_once) {
     const int to = column + at_once < last ? column + at_once : last;
     int row = first;
-    for (; row + MOST <= end; row += MOST) band<MOST, 1 + WIDE>(y, row, column, to);
-    if (MOST > 8 && row + 8 <= end) {
+    for (; row + MAX_TILE_ROWS <= end; row += MAX_TILE_ROWS)
+      band<MAX_TILE_ROWS, 1 + WIDE>(y, row, column, to);
+    if (MAX_TILE_ROWS > 8 && row + 8 <= end) {
       band<8, 1>(y, row, column, to);
       row += 8;
     }

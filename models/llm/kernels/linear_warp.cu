@@ -1,9 +1,9 @@
-// y = x W^T (+ residual): one warp per COLUMNS output columns, up to 8 rows per pass, so that
-// weights are read once.
+// y = x W^T (+ residual) without tensor cores: one warp per COLUMNS output columns and up to 8
+// rows, so that the weights are read once.
 //
-// Lane l takes the inner indices in packs of PACK: packs l, l + 32, ... in order, then one index of
-// the tail; lanes are added as a butterfly. The order depends on `inner` and the weight's type
-// alone, so a row's bits do not depend on how many rows share the pass.
+// Reduction order: lane l takes packs l, l + 32, ... of PACK inner indices in order, then one index
+// of the remainder; the lanes are added as a butterfly. It depends on `inner` and the weight type
+// only, so the kernel is row invariant.
 #include "graft.cuh"
 
 #ifndef WEIGHT
@@ -18,8 +18,8 @@ struct alignas(COUNT * sizeof(T)) Pack {
   T item[COUNT];
 };
 
-// Loads of 16 bytes, or eight weights, where rows of W and x are 16-byte aligned, single loads of
-// the same values else.
+// Loads PACK values: vector loads of 16 bytes or eight weights if rows of W and x are 16-byte
+// aligned, else scalar loads of the same values.
 template <bool ALIGNED, typename T>
 __device__ __forceinline__ void load_pack(const T* from, float* to) {
   if (ALIGNED) {
@@ -73,15 +73,16 @@ __device__ __forceinline__ void dot(const WEIGHT* const* w, const float* const* 
 }
 
 struct Output {
-  const float* weight_scale;  // by column; may be null
-  const float* residual;      // may be null, may be `out`
+  const float* weight_scale;  // per output column; may be null
+  const float* residual;      // may be null or `out`
   float* out;
-  float* tap;  // second copy with its own row stride; may be null
+  float* copy;  // second output with row stride copy_stride; may be null
   int columns;
-  int tap_stride;
+  int copy_stride;
 };
 
-// Rows past `last` and columns past the end repeat the last one and are not stored.
+// Computes ROWS x COLUMNS outputs. Rows after `last` and columns after the end read the last one
+// and are not stored.
 template <int ROWS>
 __device__ __forceinline__ void rows_by_columns(const WEIGHT* weight, const float* x, int inner,
                                                 const Output& y, int row, int last, int column) {
@@ -114,24 +115,24 @@ __device__ __forceinline__ void rows_by_columns(const WEIGHT* weight, const floa
       if (y.weight_scale != nullptr) value *= y.weight_scale[column + c];
       if (y.residual != nullptr) value += y.residual[at];
       y.out[at] = value;
-      if (y.tap != nullptr) {
-        y.tap[static_cast<long long>(row + r) * y.tap_stride + column + c] = value;
+      if (y.copy != nullptr) {
+        y.copy[static_cast<long long>(row + r) * y.copy_stride + column + c] = value;
       }
     }
   }
 }
 
-// Grid (columns / (COLUMNS * warps of a block), rows / ROW_TILE).
+// Grid: (columns / (COLUMNS * warps per block), rows / ROW_TILE).
 extern "C" __global__ void linear_warp(const WEIGHT* weight, const float* weight_scale,
                                        const float* x, const float* residual, float* out,
-                                       float* tap, int rows, int columns, int inner, int tap_offset,
-                                       int tap_stride) {
+                                       float* copy, int rows, int columns, int inner,
+                                       int copy_offset, int copy_stride) {
   wait_for_previous_kernel();
   const int warp = (blockIdx.x * blockDim.x + threadIdx.x) / 32;
   const int column = warp * COLUMNS;
   if (column >= columns) return;
-  const Output y = {weight_scale, residual,  out, tap != nullptr ? tap + tap_offset : nullptr,
-                    columns,      tap_stride};
+  const Output y = {weight_scale, residual,   out, copy != nullptr ? copy + copy_offset : nullptr,
+                    columns,      copy_stride};
   const int row = blockIdx.y * ROW_TILE;
   const int count = rows - row < ROW_TILE ? rows - row : ROW_TILE;
   const int last = row + count - 1;

@@ -1,10 +1,10 @@
-// One step of a tensor core, and the loads around it. Each has a portable body, which the soft
-// device runs.
+// Wrappers of the tensor-core instruction mma.m16n8k16 and of the loads around it. Each has a
+// portable implementation for the soft device.
 #pragma once
 #include "graft.cuh"
 
 #ifdef __SOFTCUDA__
-#pragma softcuda quick  // tests alone run tensor cores' forms on the soft device
+#pragma softcuda quick  // on the soft device only tests run these kernels
 #endif
 
 template <typename T>
@@ -28,7 +28,7 @@ struct alignas(16) Floats4 {
   float f[4];
 };
 
-// T, the type of 16-bit weights, of a pair of floats: `low` in the low half. To nearest even.
+// Rounds two floats to the 16-bit type T (nearest even) and packs them, `low` in the low half.
 template <typename T>
 __device__ __forceinline__ unsigned int pack_pair(float low, float high) {
 #ifdef __CUDA_ARCH__
@@ -47,7 +47,7 @@ __device__ __forceinline__ unsigned int pack_pair(float low, float high) {
 #endif
 }
 
-// Two floats of a register.
+// Returns the low (0) or high (1) value of a packed pair.
 template <typename T>
 __device__ __forceinline__ float half_of(unsigned int pair, int which) {
   T value;
@@ -55,15 +55,17 @@ __device__ __forceinline__ float half_of(unsigned int pair, int which) {
   return to_float(value);
 }
 
+// widen converts eight weights to the type in which they are multiplied. E4M3 values other than NaN
+// are exact in bfloat16.
 __device__ __forceinline__ Pack16 widen(const Pack16& pack) { return pack; }
 
-// Eight E4M3 floats but NaN, as bfloat16, which holds each.
 __device__ __forceinline__ Pack16 widen(const Pack8& pack) {
   Pack16 wide;
 #pragma unroll
   for (int i = 0; i < 4; ++i) {
 #ifdef __CUDA_ARCH__
-    // Four bits of exponent put where eight are mean 2^-120 of the value, be it subnormal or not.
+    // The 4-bit exponent is placed in an 8-bit field, which scales the value by 2^-120, subnormal
+    // values included. The multiplication by 2^120 is exact.
     const unsigned int two = __byte_perm(pack.u[i / 2], 0, i % 2 ? 0x3424 : 0x1404);
     asm("fma.rn.bf16x2 %0, %1, %2, %3;"
         : "=r"(wide.u[i])
@@ -80,7 +82,7 @@ __device__ __forceinline__ Pack16 widen(const Pack8& pack) {
 
 #ifndef __CUDA_ARCH__
 #define MMA_WARPS 32
-// What every lane of a warp holds of A and B.
+// Fragments of A and B of all lanes of a warp.
 struct MmaLanes {
   unsigned int a[32][4];
   unsigned int b[32][2];
@@ -90,25 +92,27 @@ template <typename T>
 __device__ __noinline__ void mma_portable(float* d, const unsigned int* a, const unsigned int* b) {
   __shared__ MmaLanes of_warp[MMA_WARPS];
   const int lane = threadIdx.x % 32, g = lane / 4, t = lane % 4;
-  MmaLanes& held = of_warp[threadIdx.x / 32];
-  __syncwarp();  // the step before may still be read
-  for (int i = 0; i < 4; ++i) held.a[lane][i] = a[i];
-  for (int i = 0; i < 2; ++i) held.b[lane][i] = b[i];
+  MmaLanes& fragments = of_warp[threadIdx.x / 32];
+  __syncwarp();  // fragments of the previous step may still be read
+  for (int i = 0; i < 4; ++i) fragments.a[lane][i] = a[i];
+  for (int i = 0; i < 2; ++i) fragments.b[lane][i] = b[i];
   __syncwarp();
   for (int k = 0; k < 16; ++k) {
     const int from = k / 2 % 4, high = k / 8;
     for (int i = 0; i < 4; ++i) {
-      const float x = half_of<T>(held.a[g * 4 + from][2 * high + i / 2], k % 2);
-      const float y = half_of<T>(held.b[(2 * t + i % 2) * 4 + from][high], k % 2);
+      const float x = half_of<T>(fragments.a[g * 4 + from][2 * high + i / 2], k % 2);
+      const float y = half_of<T>(fragments.b[(2 * t + i % 2) * 4 + from][high], k % 2);
       d[i] = fmaf(x, y, d[i]);
     }
   }
 }
 #endif
 
-// d += A B: A 16 x 16, B 16 x 8 of type T. Lane 4 g + t holds, two to a register: of A rows g and
-// g + 8 of columns 2t, 2t + 1 (a[0], a[1]) and of columns 2t + 8, 2t + 9 (a[2], a[3]); of B the
-// same rows of column g (b[0], b[1]); of the sums, rows g and g + 8 of columns 2t, 2t + 1.
+// d += A B with A 16 x 16 and B 16 x 8 of type T. Fragments of lane 4 g + t, two values per
+// register:
+//   A: rows g and g + 8 of columns 2t, 2t + 1 (a[0], a[1]) and of columns 2t + 8, 2t + 9 (a[2],
+//   a[3]) B: rows 2t, 2t + 1 (b[0]) and 2t + 8, 2t + 9 (b[1]) of column g d: columns 2t, 2t + 1 of
+//   rows g (d[0], d[1]) and g + 8 (d[2], d[3])
 template <typename T>
 __device__ __forceinline__ void mma_m16n8k16(float* d, const unsigned int* a,
                                              const unsigned int* b) {
@@ -129,7 +133,7 @@ __device__ __forceinline__ void mma_m16n8k16(float* d, const unsigned int* a,
 #endif
 }
 
-// Weights are read once: past L1.
+// Loads eight weights, bypassing L1 because each is read once.
 template <typename T>
 __device__ __forceinline__ Pack16 load_weight(const T* from) {
 #ifdef __CUDA_ARCH__
@@ -155,8 +159,8 @@ __device__ __forceinline__ Pack8 load_weight(const e4m3_t* from) {
 #endif
 }
 
-// 16 bytes from global to shared memory, past L1 and the registers; there after `copies_left` says
-// so and a barrier.
+// Starts an asynchronous copy of 16 bytes from global to shared memory, bypassing L1 and registers.
+// The data is visible after wait_copies and a barrier.
 __device__ __forceinline__ void copy_async(void* to, const void* from) {
 #ifdef __CUDA_ARCH__
   const unsigned int at = static_cast<unsigned int>(__cvta_generic_to_shared(to));
@@ -167,16 +171,16 @@ __device__ __forceinline__ void copy_async(void* to, const void* from) {
 #endif
 }
 
-// Ends a group of copies, which may be empty.
-__device__ __forceinline__ void end_copies() {
+// Commits the copies started since the last call as a group, which may be empty.
+__device__ __forceinline__ void commit_copies() {
 #ifdef __CUDA_ARCH__
   asm volatile("cp.async.commit_group;" ::: "memory");
 #endif
 }
 
-// Waits until no more than COUNT of the thread's last groups are under way.
+// Waits until at most COUNT of the most recent groups of the thread are in flight.
 template <int COUNT>
-__device__ __forceinline__ void copies_left() {
+__device__ __forceinline__ void wait_copies() {
 #ifdef __CUDA_ARCH__
   asm volatile("cp.async.wait_group %0;" ::"n"(COUNT) : "memory");
 #endif

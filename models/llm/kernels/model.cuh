@@ -1,10 +1,11 @@
-// What the kernels of models share: arithmetic that gives the same bits on every device and that
-// C++ compilers vectorise, and the paged cache.
+// Shared by the model kernels: arithmetic that gives the same bits on every device and that C++
+// compilers vectorise, and addressing of the paged KV cache.
 #pragma once
 #include "graft.cuh"
 
-// e^x for x in about [-87, 88], clamped outside; relative error about 1e-7. NaN stays NaN.
-// x = n ln2 + r with |r| <= ln2 / 2; e^r by its Taylor series to r^7; 2^n added to the exponent.
+// Returns e^x for x in about [-87, 88], clamped outside; relative error about 1e-7. NaN stays NaN.
+// x = n ln2 + r with |r| <= ln2 / 2; e^r is its Taylor series up to r^7; n is added to the
+// exponent.
 __device__ __forceinline__ float exp_exact(float x) {
   x = x < -87.0f ? -87.0f : x;
   x = x > 88.0f ? 88.0f : x;
@@ -24,13 +25,14 @@ __device__ __forceinline__ float exp_exact(float x) {
   return __uint_as_float(__float_as_uint(p) + (__float_as_uint(rounded) << 23));
 }
 
-// SwiGLU's gate (Shazeer, 2020): silu(gate) * up.
+// SwiGLU (Shazeer, 2020): silu(gate) * up.
 __device__ __forceinline__ float gated(float gate, float up) {
   return gate / (1.0f + exp_exact(-gate)) * up;
 }
 
-// Sum of COUNT values (a power of two) as a fixed tree, halves folded onto each other; destroys
-// them. Recursion, because a compiler that leaves the outer loop rolled does not vectorise it.
+// Sums COUNT values (a power of two) in a fixed tree, folding the halves onto each other.
+// Overwrites the values. Recursive, because a compiler that does not unroll the outer loop does not
+// vectorise.
 template <int COUNT>
 __device__ __forceinline__ float tree_sum(float* values) {
   if constexpr (COUNT == 1) {
@@ -42,10 +44,10 @@ __device__ __forceinline__ float tree_sum(float* values) {
   }
 }
 
-// Where a position of a slot lies in the paged cache.
+// Layout of the paged KV cache.
 //
-// Pages hold 2^page_shift positions of [kv_heads, head_dim]. Table entries of positions that were
-// never allocated name the scratch page, which is never written.
+// A page holds 2^page_shift positions of [kv_heads, head_dim]. Page table entries of positions that
+// are not allocated contain the scratch page, which is never written.
 struct Pages {
   const int* table;  // [slots, max_pages]
   int slots;
@@ -55,7 +57,7 @@ struct Pages {
   int head_dim;
 };
 
-// A padding row, or one beyond the table, reads and writes nothing.
+// Padding rows and rows beyond the page table read and write nothing.
 __device__ __forceinline__ bool row_is_live(const Pages& pages, int slot, int pos) {
   return slot >= 0 && slot < pages.slots && pos >= 0 && (pos >> pages.page_shift) < pages.max_pages;
 }
@@ -64,27 +66,29 @@ __device__ __forceinline__ int page_of(const Pages& pages, int slot, int pos) {
   return pages.table[static_cast<long long>(slot) * pages.max_pages + (pos >> pages.page_shift)];
 }
 
-// Index of the first element of (page, position, head).
+// Returns the index of the first element of (page, position, head).
 __device__ __forceinline__ long long element_of(const Pages& pages, int page, int pos, int head) {
   const long long at =
       (static_cast<long long>(page) << pages.page_shift) + (pos & ((1 << pages.page_shift) - 1));
   return (at * pages.kv_heads + head) * pages.head_dim;
 }
 
-// Where the positions of a tree's row lie. Draft j is cached j positions behind the tree's row 0,
-// wherever on its path it stands; what a row attends to is thus addressed through its path, in the
-// order of positions, and its sums are those of a chain to the bit.
+// Addressing of the positions of a draft tree. Draft j is cached j positions after row 0 of the
+// tree, whatever its depth. A row addresses its keys through its path, in the order of positions,
+// so that its sums have the bits of a chain.
 struct Path {
-  unsigned long long
-      drafts;  // bit j - 1: draft j, down to the row itself; 0: positions lie in order
-  int base;    // position of the tree's row 0
+  // Bit j - 1 is set for every draft j on the path, including the row itself. 0: the row is cached
+  // at its position.
+  unsigned long long drafts;
+  int base;  // position of row 0 of the tree
 };
 
-__device__ __forceinline__ Path path_at(const unsigned long long* tree, int row, int pos) {
-  const unsigned long long drafts = tree == nullptr ? 0 : tree[row];
+__device__ __forceinline__ Path path_at(const unsigned long long* ancestors, int row, int pos) {
+  const unsigned long long drafts = ancestors == nullptr ? 0 : ancestors[row];
   return {drafts, pos - __popcll(drafts)};
 }
 
+// Returns the position at which position `pos` of the path is cached.
 __device__ __forceinline__ int cached_at(const Path& path, int pos) {
   if (path.drafts == 0 || pos <= path.base) return pos;
   unsigned long long rest = path.drafts;

@@ -1,6 +1,6 @@
-// RMSNorm of rows: y_i = x_i / sqrt(mean(x^2) + eps) * weight_i (Zhang and Sennrich, 2019); and the
-// input of an EAGLE-3 layer, which has two. One block of NORM_THREADS per row; one thread alone is
-// the form of the soft device.
+// RMSNorm of rows, y_i = x_i / sqrt(mean(x^2) + eps) * weight_i (Zhang and Sennrich, 2019), and the
+// input of an EAGLE-3 layer, which consists of two norms. One block of NORM_THREADS threads per
+// row; the soft device uses one thread.
 #include "model.cuh"
 
 #ifndef WEIGHT
@@ -14,9 +14,10 @@
 #endif
 #define NORM_LANES 32
 
-// 1 / rms of a row for every thread of the block, with the same bits.
+// inverse_rms returns 1 / sqrt(mean(x^2) + eps) of a row, the same bits in every thread of the
+// block.
 #if NORM_THREADS == 1
-// Partial i takes indices i, i + NORM_LANES, ... in order.
+// Reduction order: partial sum i takes indices i, i + NORM_LANES, ..., then the partials as a tree.
 template <typename T>
 __device__ __forceinline__ float inverse_rms(const T* x, int width, float eps) {
   float partial[NORM_LANES] = {};
@@ -38,6 +39,7 @@ __device__ __forceinline__ float inverse_rms(const T* x, int width, float eps) {
   return 1.0f / sqrtf(tree_sum<NORM_LANES>(partial) / static_cast<float>(width) + eps);
 }
 #else
+// Reduction order: thread i takes indices i, i + NORM_THREADS, ..., then the lanes, then the warps.
 template <typename T>
 __device__ __forceinline__ float inverse_rms(const T* x, int width, float eps) {
   __shared__ float of_warp[NORM_THREADS / 32];
@@ -47,7 +49,7 @@ __device__ __forceinline__ float inverse_rms(const T* x, int width, float eps) {
     sum = fmaf(v, v, sum);
   }
   sum = warp_sum(sum);
-  __syncthreads();  // the row before may still be read
+  __syncthreads();  // of_warp of the previous row may still be read
   if (threadIdx.x % 32 == 0) of_warp[threadIdx.x / 32] = sum;
   __syncthreads();
   float total = 0.0f;
@@ -74,7 +76,7 @@ extern "C" __global__ void norm_rows(const float* x, const float* weight, OUT* y
   if (row < rows) norm_row(x + at, weight, y + at, width, eps);
 }
 
-// out[r] = x[index[r]], zeros for an index out of range, and its norm.
+// out[r] = x[index[r]], zeros for an index out of range, and y = norm(out).
 extern "C" __global__ void gather_norm(const WEIGHT* x, const int* index, float* out,
                                        const float* weight, OUT* y, int rows, int width,
                                        float eps) {
@@ -86,10 +88,10 @@ extern "C" __global__ void gather_norm(const WEIGHT* x, const int* index, float*
   for (int k = threadIdx.x; k < width; k += NORM_THREADS) {
     out[at + k] = known ? to_float(row[k]) : 0.0f;
   }
-  norm_row(out + at, weight, y + at, width, eps);  // a thread reads what it wrote
+  norm_row(out + at, weight, y + at, width, eps);  // no barrier: a thread reads only what it wrote
 }
 
-// Every query and key of the rows of `qkv` in place, by one block each.
+// Norms every query head and key head of the rows of `qkv` in place; one block per head.
 extern "C" __global__ void head_norm(float* qkv, const float* query_weight, const float* key_weight,
                                      int rows, int heads, int kv_heads, int head_dim, float eps) {
   wait_for_previous_kernel();
@@ -100,11 +102,12 @@ extern "C" __global__ void head_norm(float* qkv, const float* query_weight, cons
   norm_row(x, head < heads ? query_weight : key_weight, x, head_dim, eps);
 }
 
-// x = [norm(embedding of the token), norm(g)], zeros for a token out of range; and the residual
-// stream, which is g, or norm(g) where the head says so. `g` may be the stream itself.
-extern "C" __global__ void eagle_input(const WEIGHT* table, const int* token, const float* g,
+// x = [norm(table[token]), norm(hidden)], zeros for a token out of range. The residual stream is
+// `hidden`, or norm(hidden) with norm_before_residual. `hidden` and `residual` may be the same
+// array.
+extern "C" __global__ void eagle_input(const WEIGHT* table, const int* token, const float* hidden,
                                        const float* embedding_norm, const float* hidden_norm,
-                                       float* x, float* stream, int rows, int vocab, int width,
+                                       float* x, float* residual, int rows, int vocab, int width,
                                        float eps, int norm_before_residual) {
   wait_for_previous_kernel();
   const int row = blockIdx.x;
@@ -118,8 +121,8 @@ extern "C" __global__ void eagle_input(const WEIGHT* table, const int* token, co
     for (int k = threadIdx.x; k < width; k += NORM_THREADS) embedded[k] = 0.0f;
   }
   const long long at = static_cast<long long>(row) * width;
-  norm_row(g + at, hidden_norm, normed, width, eps);
+  norm_row(hidden + at, hidden_norm, normed, width, eps);
   for (int k = threadIdx.x; k < width; k += NORM_THREADS) {
-    stream[at + k] = norm_before_residual ? normed[k] : g[at + k];
+    residual[at + k] = norm_before_residual ? normed[k] : hidden[at + k];
   }
 }

@@ -1,5 +1,5 @@
-// Two times eight floats, of two columns, keys or parts of a row: one register of processors that
-// have such wide ones, two of others. No bit depends on that.
+// Pair: two groups of eight floats, for two columns, two keys or two parts of a row. It is one
+// 512-bit register if the processor has AVX-512, else two registers. The bits are the same.
 #pragma once
 #include "lanes.cuh"
 
@@ -11,7 +11,7 @@
 #endif
 #endif
 
-#if WIDE  // by instructions' names: GCC takes such vectors apart where they come from memory
+#if WIDE  // inline assembly, because GCC splits 512-bit vectors that are loaded from memory
 typedef float Pair __attribute__((vector_size(8 * LANES)));
 
 template <typename T>
@@ -29,7 +29,7 @@ __device__ __forceinline__ Pair load_both(const bf16_t* a, const bf16_t* b) {
   Pair x, y;
   asm("vmovdqu16 %1, %x0" : "=v"(x) : "m"(*reinterpret_cast<Eight*>(a)));
   asm("vmovdqu16 %1, %x0" : "=v"(y) : "m"(*reinterpret_cast<Eight*>(b)));
-  // Zeros where the mask has none.
+  // The mask clears the low 16 bits of each float.
   asm("vpermt2w %2, %1, %0%{%3%}%{z%}" : "+v"(x) : "v"(ids), "v"(y), "Yk"(0xaaaaaaaau));
   return x;
 }
@@ -46,7 +46,7 @@ __device__ __forceinline__ Pair load_twice(const float* from) {
   return x;
 }
 
-__device__ __forceinline__ Pair all_of(const float& x) {
+__device__ __forceinline__ Pair broadcast(const float& x) {
   Pair all;
   asm("vbroadcastss %1, %0" : "=v"(all) : "m"(x));
   return all;
@@ -54,10 +54,10 @@ __device__ __forceinline__ Pair all_of(const float& x) {
 
 __device__ __forceinline__ void store_pair(float* to, Pair x) { memcpy(to, &x, sizeof x); }
 
-__device__ __forceinline__ Pair times(Pair x, float by) { return x * by; }
+__device__ __forceinline__ Pair scaled(Pair x, float by) { return x * by; }
 
 __device__ __forceinline__ Pair fma_pair(Pair a, Pair b, Pair c) {
-  return __builtin_ia32_vfmaddps512_mask(a, b, c, 0xffff, 4);  // 4: rounds as the thread does
+  return __builtin_ia32_vfmaddps512_mask(a, b, c, 0xffff, 4);  // 4: current rounding mode
 }
 #else
 struct Pair {
@@ -74,11 +74,11 @@ __device__ __forceinline__ Pair load_pair(const float* from) {
 }
 
 __device__ __forceinline__ Pair load_twice(const float* from) {
-  const Lanes x = held(load_lanes(from));
+  const Lanes x = in_register(load_lanes(from));
   return {{x, x}};
 }
 
-__device__ __forceinline__ Pair all_of(float x) {
+__device__ __forceinline__ Pair broadcast(float x) {
   Lanes all;
   UNROLLED for (int i = 0; i < LANES; ++i) all[i] = x;
   return {{all, all}};
@@ -89,7 +89,7 @@ __device__ __forceinline__ void store_pair(float* to, const Pair& x) {
   store_lanes(to + LANES, x.half[1]);
 }
 
-__device__ __forceinline__ Pair times(Pair x, float by) {
+__device__ __forceinline__ Pair scaled(Pair x, float by) {
   UNROLLED for (int i = 0; i < 2 * LANES; ++i) x.half[i / LANES][i % LANES] *= by;
   return x;
 }
@@ -99,7 +99,7 @@ __device__ __forceinline__ Pair fma_pair(const Pair& a, const Pair& b, const Pai
 }
 #endif
 
-// Sums of COUNT pairs, of either half.
+// Sums each half of COUNT pairs over its lanes.
 template <int COUNT>
 __device__ __forceinline__ void fold_pairs(const Pair* of, float (*sum)[2]) {
 #if WIDE
@@ -107,9 +107,10 @@ __device__ __forceinline__ void fold_pairs(const Pair* of, float (*sum)[2]) {
     Pair eight[LANES] = {};
     UNROLLED for (int j = 0; j < LANES && at + j < COUNT; ++j) eight[j] = of[at + j];
     const Pair folded = sum_eight(eight);
-    const Pair turns =
+    const Pair interleaved =
         SHUFFLE(WideIds, folded, folded, 0, 8, 1, 9, 2, 10, 3, 11, 4, 12, 5, 13, 6, 14, 7, 15);
-    memcpy(sum + at, &turns, COUNT - at < LANES ? (COUNT - at) * sizeof *sum : sizeof turns);
+    memcpy(sum + at, &interleaved,
+           COUNT - at < LANES ? (COUNT - at) * sizeof *sum : sizeof interleaved);
   }
 #else
   UNROLLED for (int at = 0; at < 2 * COUNT; at += LANES) {

@@ -1,5 +1,5 @@
-// Rotary embedding of queries (in place) and keys, and the cache write of keys and values.
-// Half-split pairs (i, i + HEAD_DIM / 2); each thread turns CHUNK pairs of one head.
+// RoPE of queries (in place) and keys, and the write of keys and values to the KV cache.
+// Dimension i is paired with i + HEAD_DIM / 2; each thread rotates CHUNK pairs of one head.
 #ifndef HEAD_DIM
 #define HEAD_DIM 64
 #endif
@@ -13,10 +13,12 @@
 
 #define HALF (HEAD_DIM / 2)
 
-// `qkv` rows hold heads queries, kv_heads keys, kv_heads values. `turn` rows hold the cosines, then
-// the sines of a position.
-extern "C" __global__ void rope_and_store(float* qkv, int rows, const float* turn, const int* slot,
-                                          const int* pos, const unsigned long long* tree,
+// A row of `qkv` holds heads queries, kv_heads keys and kv_heads values. A row of `rope_table`
+// holds the cosines, then the sines, of a position. `ancestors` is null if no row is in a draft
+// tree.
+extern "C" __global__ void rope_and_store(float* qkv, int rows, const float* rope_table,
+                                          const int* slot, const int* pos,
+                                          const unsigned long long* ancestors,
                                           const int* page_table, CACHE* keys, CACHE* values,
                                           int heads, int kv_heads, int slots, int max_pages,
                                           int page_shift, int scratch_page) {
@@ -33,7 +35,7 @@ extern "C" __global__ void rope_and_store(float* qkv, int rows, const float* tur
   const int p = pos[row];
   if (!row_is_live(pages, slot[row], p)) return;
   float* x = qkv + (static_cast<long long>(row) * all_heads + head) * HEAD_DIM;
-  const float* cosine = turn + static_cast<long long>(p) * HEAD_DIM;
+  const float* cosine = rope_table + static_cast<long long>(p) * HEAD_DIM;
   const float* sine = cosine + HALF;
   if (head < heads) {
     for (int i = begin; i < end; ++i) {
@@ -44,7 +46,7 @@ extern "C" __global__ void rope_and_store(float* qkv, int rows, const float* tur
     }
     return;
   }
-  const int cached = cached_at(path_at(tree, row, p), p);
+  const int cached = cached_at(path_at(ancestors, row, p), p);
   const int page = page_of(pages, slot[row], cached);
   if (page == scratch_page) return;
   if (head < heads + kv_heads) {
