@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import argparse
 import importlib
+import pkgutil
 import re
 import shutil
 import sys
@@ -22,7 +23,6 @@ from types import ModuleType
 from typing import get_type_hints
 
 import pdoc.doc
-import pdoc.extract
 import pdoc.render
 
 from graft.cudagraph.errors import OptionError
@@ -31,23 +31,39 @@ from graft.tools.report import program
 ROOT = Path(__file__).resolve().parent.parent
 PACKAGES = ("native", "cudagraph", "sampling", "grammar", "models", "tools")
 
-#: Modules that are left out: training needs torch, and a ``__main__`` module is a program.
-_EXCLUDED = re.compile(r"\.tools\.train(\.|$)|\.__main__$")
+#: Modules that are left out: private modules, programs (``__main__``), and training, which needs
+#: torch.
+_EXCLUDED = re.compile(r"^graft\.tools\.train$|\._")
 
 _LINK = re.compile(r"(!?)\[([^\]]*)\]\(([^)\s]+)\)")
 
 
 class PackageModule(pdoc.doc.Module):
-    """A module whose navigation lists all submodules.
+    """A module whose navigation lists all public submodules.
 
-    pdoc lists only those in ``__all__``, and the packages of graft do not export their submodules.
+    pdoc lists only submodules in ``__all__``, where the packages of graft have classes and
+    functions.
     """
 
     @cached_property
     def submodules(self) -> list[pdoc.doc.Module]:
-        found = pdoc.extract.iter_modules2(self.obj)
-        names = [module.name for name, module in found.items() if not name.startswith("_")]
-        return [PackageModule.from_name(name) for name in names if not _EXCLUDED.search(name)]
+        return [PackageModule.from_name(name) for name in submodule_names(self.obj)]
+
+
+def submodule_names(module: ModuleType) -> list[str]:
+    """Return the names of the public submodules of a package; none for a module."""
+    found = pkgutil.iter_modules(getattr(module, "__path__", ()), f"{module.__name__}.")
+    names = [info.name for info in found]
+    return [name for name in names if not _EXCLUDED.search(name)]
+
+
+def find_modules(name: str) -> dict[str, PackageModule]:
+    """Return a module and all its submodules by name."""
+    module = PackageModule.from_name(name)
+    found = {name: module}
+    for submodule in submodule_names(module.obj):
+        found |= find_modules(submodule)
+    return found
 
 
 def resolve_named_tuples(module: ModuleType) -> None:
@@ -130,17 +146,16 @@ def write_docs(packages: Sequence[str], output: Path) -> list[str]:
     )
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
-        modules: dict[str, pdoc.doc.Module] = {}
+        modules: dict[str, PackageModule] = {}
         for package in packages:
             started = time.monotonic()
             print(f"[docs] importing graft.{package} ...", end="", flush=True)
-            names = pdoc.extract.walk_specs([f"graft.{package}"])
-            names = [name for name in names if not _EXCLUDED.search(name)]
-            for name in names:
-                modules[name] = PackageModule.from_name(name)
-                resolve_named_tuples(modules[name].obj)
+            found = find_modules(f"graft.{package}")
+            for module in found.values():
+                resolve_named_tuples(module.obj)
+            modules |= found
             add_readme(package, output)
-            print(f" {len(names)} modules, {time.monotonic() - started:.1f} s", flush=True)
+            print(f" {len(found)} modules, {time.monotonic() - started:.1f} s", flush=True)
         started = time.monotonic()
         print("[docs] writing pages", end="", flush=True)
         for count, (name, module) in enumerate(modules.items(), 1):
