@@ -85,7 +85,7 @@ class Engine:
         ``module:name``. None decodes without speculation, except for forced drafts.
     ranks
         Tensor-parallel processes. This process is rank 0; the others run
-        `graft.models.llm.worker_rank.follow`. Outputs equal those of one process up to rounding and
+        `graft.models.llm.worker_rank.run_worker`. Outputs equal those of one process up to rounding and
         do not depend on batch, order or time.
     **options
         Fields of `Options`.

@@ -244,7 +244,9 @@ class SlotManager:
             if chunk is None:
                 self._start(request)
             else:
-                self._rows_left -= self.prefill_scheduler.charged_rows(chunk.rows, max(self._rows_left, 1))
+                self._rows_left -= self.prefill_scheduler.charged_rows(
+                    chunk.rows, max(self._rows_left, 1)
+                )
                 self._chunks.append(chunk)
 
     def _max_chunk_rows(self) -> int:

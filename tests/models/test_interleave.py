@@ -156,7 +156,7 @@ MUTANTS = {
         SlotManager,
         "prefill",
         "if chunk is None:",
-        "if chunk is None or not chunk.over():",
+        "if chunk is None or not chunk.is_done():",
     ),
     "page freed while it has a reference": (PagedKV, "drop_reference", "== 0", "<= 1"),
     "page of the last token shared": (
