@@ -30,9 +30,9 @@ class Router:
         self._cached: list[OrderedDict[bytes, None]] = [OrderedDict() for _ in range(count)]
 
     def keys(self, tokens: Sequence[int]) -> list[bytes]:
-        """Return the prefix keys of a prompt: one for each full page that a token follows.
+        """Return the prefix-cache keys of a prompt: one for each full page that a token follows.
 
-        A prompt with invalid token ids has no keys; the engine refuses it.
+        Invalid tokens have no keys; any replica will refuse them.
         """
         try:
             return page_keys(tokens, self._info.page_size)
