@@ -91,9 +91,10 @@ class GuidedDecoder:
 
     * Fill: a draft is sampled under its mask row, which a draft step fills.
     * Probe: a draft step finds the first legal candidate; the open step of the next round fills
-      all rows. Used if `exchange` has room for candidates.
-    * Lattice probe: one draft step finds legal drafts among the candidates of all levels. Used if
-      `exchange` has room for levels.
+      all rows.
+    * Lattice probe: one draft step finds legal drafts among the candidates of all levels.
+
+    The draft mode of `exchange` selects one of them.
 
     Parameters
     ----------
@@ -147,7 +148,7 @@ class GuidedDecoder:
         self.slots = exchange.slots
         self.draft_length = exchange.drafts
         self.vocab_size = exchange.vocab_size
-        self.probing = bool(exchange.layout["candidates"] > 0) and self.draft_length > 0
+        self.probing = exchange.mode.probes
         if self.probing and not masked_drafts:
             raise OptionError(
                 "guided decoder: the exchange has candidates to probe, which needs "
@@ -257,7 +258,7 @@ class GuidedDecoder:
         """
         if not self.masked_drafts:
             raise OptionError("guided decoder: draft steps need masked_drafts=True")
-        if self._exchange.layout["levels"] > 0:
+        if self._exchange.mode.is_lattice:
             end = 2
         elif self.probing:
             end = self.draft_length + 1

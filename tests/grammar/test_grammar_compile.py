@@ -5,7 +5,6 @@ from __future__ import annotations
 import gc
 import json
 import os
-import resource
 import signal
 import time
 from concurrent.futures import wait
@@ -19,7 +18,6 @@ from graft.grammar.backends.llguidance import LLGuidanceBackend
 from graft.grammar.backends.xgrammar import XGrammarBackend
 from graft.grammar.compile import service as service_module
 from graft.grammar.processes import POOL
-from graft.native.children import process
 from graft.native.children.process import Call
 
 ENDLESS = GrammarSpec("json_schema", '{"items": ' * 500 + "{}" + "}" * 500)  # takes minutes
@@ -215,56 +213,6 @@ def test_compile_service_close_fails_pending_grammars(serve):
     assert not os.path.exists(f"/proc/{pid}")
 
 
-UNCLOSED = """
-import atexit, os
-def print_children():
-    with open("/proc/self/task/%d/children" % os.getpid()) as file:
-        print("left:", [pid for line in file for pid in line.split()])
-atexit.register(print_children)  # runs last
-from graft.grammar import GrammarService, GrammarSpec, Vocabulary
-vocabulary = Vocabulary([bytes([b]) for b in range(256)] + [b""], 257, [256])
-service = GrammarService(vocabulary, "auto")
-service.submit(GrammarSpec.json_object()).result(300)
-"""
-
-
-@pytest.mark.parametrize("limit", [None, 16 << 30])
-def test_child_processes_end_with_python(limit):
-    """All processes have been reaped at exit, also if the address space is limited (ulimit -v)."""
-
-    def limited() -> None:
-        if limit is not None:
-            resource.setrlimit(resource.RLIMIT_AS, (limit, limit))
-
-    assert output_of(UNCLOSED, preexec_fn=limited) == "left: []\n"
-
-
-FORKED = """
-import os, signal, sys
-from graft.grammar import GrammarSpec
-from graft.models.tokenizer import Tokenizer
-from graft.tools.demo_model import demo_model
-def use_children():
-    GrammarSpec.json_schema({"type": "null"}).check()
-    tokenizer.chat([{"role": "user", "content": "a"}])
-tokenizer = Tokenizer(demo_model()[0])
-use_children()
-pid = os.fork()
-if pid == 0:
-    signal.alarm(60)
-    use_children()
-    sys.exit(5)
-status = os.waitpid(pid, 0)[1]
-use_children()
-print(os.waitstatus_to_exitcode(status))
-"""
-
-
-def test_child_processes_work_after_fork():
-    """After fork, parent and child process use different child processes."""
-    assert output_of(FORKED) == "5\n"
-
-
 RETAINED = """
 from graft.grammar import GrammarService, GrammarSpec, Vocabulary
 def resident():
@@ -290,21 +238,6 @@ print(resident() - before)
 def test_xgrammar_load_returns_memory():
     """Loading large grammars that a child process compiled does not grow this process."""
     assert int(output_of(RETAINED)) < 45  # MiB: 18, and 76 if nothing is given back
-
-
-def test_child_process_ends_after_interrupted_call(monkeypatch):
-    """The next call must not receive the reply of a call that Ctrl-C interrupted."""
-
-    def interrupted(*_):
-        raise KeyboardInterrupt
-
-    child = process.ChildProcess()
-    child.start()
-    with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
-        patch.setattr(process.ChildProcess, "_read", interrupted)
-        child.call(Call("math:sqrt", (4.0,)))
-    assert child.call(Call("math:sqrt", (9.0,))) == 3.0
-    child.close()
 
 
 def test_grammar_cache_evicts_least_recently_used(serve):
