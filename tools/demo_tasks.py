@@ -15,13 +15,15 @@ from __future__ import annotations
 import json
 import random
 import zlib
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 Json = Any
 Schema = dict[str, Any]
+#: Schema, value and text of a value that is not an object.
+Scalar = tuple[Schema, Json, str]
 
 
 @dataclass(frozen=True)
@@ -120,18 +122,20 @@ def make_code(rng: random.Random) -> tuple[str, str]:
     def pick(letters: str, n: int) -> str:
         return "".join(rng.choice(letters) for _ in range(n))
 
-    a = rng.randint(1, 3)
-    n = rng.randint(3, 5)
+    num_letters = rng.randint(1, 3)
+    num_digits = rng.randint(3, 5)
+    letters = f"[A-Z]{{{num_letters}}}"
+    digits = f"[0-9]{{{num_digits}}}"
     form = rng.randrange(5)
     if form == 0:
-        return f"{pick(upper, a)}-{pick(digit, n)}", f"[A-Z]{{{a}}}-[0-9]{{{n}}}"
+        return f"{pick(upper, num_letters)}-{pick(digit, num_digits)}", f"{letters}-{digits}"
     if form == 1:
-        return f"{pick(upper, a)}{pick(digit, n)}", f"[A-Z]{{{a}}}[0-9]{{{n}}}"
+        return f"{pick(upper, num_letters)}{pick(digit, num_digits)}", f"{letters}{digits}"
     if form == 2:
         return f"{pick(digit, 3)}-{pick(upper, 2)}", "[0-9]{3}-[A-Z]{2}"
     if form == 3:
         return pick(hexadecimal, 6), "[0-9a-f]{6}"
-    return f"#{pick(digit, n)}", f"#[0-9]{{{n}}}"
+    return f"#{pick(digit, num_digits)}", f"#{digits}"
 
 
 def make_string(rng: random.Random, kind: str) -> str:
@@ -141,10 +145,15 @@ def make_string(rng: random.Random, kind: str) -> str:
         last = rng.choice(LAST_NAMES) if rng.random() < 0.4 else make_word(rng).capitalize()
         return first if rng.random() < 0.25 else f"{first} {last}"
     if kind == "place":
-        known = rng.choice(PLACES) if rng.random() < 0.5 else make_word(rng).capitalize()
-        return known if rng.random() < 0.9 else f"{rng.choice(('New', 'Port', 'San'))} {known}"
+        place = rng.choice(PLACES) if rng.random() < 0.5 else make_word(rng).capitalize()
+        if rng.random() < 0.9:
+            return place
+        prefix = rng.choice(("New", "Port", "San"))
+        return f"{prefix} {place}"
     word = rng.choice(NOUNS) if rng.random() < 0.5 else make_word(rng)
-    return word if rng.random() < 0.75 else f"{word} {rng.choice(NOUNS)}"
+    if rng.random() < 0.75:
+        return word
+    return f"{word} {rng.choice(NOUNS)}"
 
 
 def make_integer(rng: random.Random) -> int:
@@ -159,45 +168,86 @@ def _join_words(rng: random.Random, parts: Sequence[str]) -> str:
     return ", ".join(parts) if parts else "none"
 
 
-def _scalar(rng: random.Random, kind: str) -> tuple[Schema, Json, str]:
+def _scalar(rng: random.Random, kind: str) -> Scalar:
     """Return the schema, the value and the text of a value that is not an object."""
-    if kind == "integer":
-        number = make_integer(rng)
-        bounds = {}
-        if rng.random() < 0.3:
-            top = rng.choice((9, 10, 100, 120, 999))
-            number = rng.randint(0, top)
-            bounds = {"minimum": 0, "maximum": top}
-        return {"type": "integer", **bounds}, number, str(number)
-    if kind == "number":
-        value = round(rng.randrange(10 ** rng.choice((2, 3, 4))) / 10 + 0.05 * rng.randrange(2), 2)
-        bounded = {"minimum": 0, "maximum": 2000} if rng.random() < 0.2 else {}
-        return {"type": "number", **bounded}, value, json.dumps(value)
-    if kind == "boolean":
-        flag = rng.random() < 0.5
-        return {"type": "boolean"}, flag, rng.choice((("no", "false"), ("yes", "true"))[flag])
-    if kind == "enum":
-        options = rng.choice(CHOICES)
-        if rng.random() < 0.3:
-            options = list(dict.fromkeys(make_word(rng) for _ in range(rng.randint(2, 4))))
-        choice = rng.choice(options)
-        return {"type": "string", "enum": list(options)}, choice, choice
-    if kind == "words":
-        words = [make_string(rng, "noun") for _ in range(rng.choice((0, 1, 2, 2, 3, 3, 4)))]
-        return {"type": "array", "items": {"type": "string"}}, words, _join_words(rng, words)
-    if kind == "integers":
-        numbers = [rng.randrange(rng.choice((10, 100))) for _ in range(rng.randint(1, 4))]
-        listed = _join_words(rng, [str(x) for x in numbers])
-        return {"type": "array", "items": {"type": "integer"}}, numbers, listed
-    if kind == "code":
-        text, pattern = make_code(rng)
-        return {"type": "string", "pattern": f"^{pattern}$"}, text, text
-    if kind == "date":
-        text = f"{rng.randint(1950, 2039)}-{rng.randint(1, 12):02d}-{rng.randint(1, 28):02d}"
-        form = {"pattern": f"^{DATE}$"} if rng.random() < 0.6 else {"format": "date"}
-        return {"type": "string", **form}, text, text
+    if kind in _SCALAR_MAKERS:
+        return _SCALAR_MAKERS[kind](rng)
     text = make_string(rng, kind)
     return {"type": "string"}, text, text
+
+
+def _integer(rng: random.Random) -> Scalar:
+    number = make_integer(rng)
+    schema: Schema = {"type": "integer"}
+    if rng.random() < 0.3:
+        maximum = rng.choice((9, 10, 100, 120, 999))
+        number = rng.randint(0, maximum)
+        schema |= {"minimum": 0, "maximum": maximum}
+    return schema, number, str(number)
+
+
+def _number(rng: random.Random) -> Scalar:
+    tenths = rng.randrange(10 ** rng.choice((2, 3, 4)))
+    value = round(tenths / 10 + 0.05 * rng.randrange(2), 2)
+    schema: Schema = {"type": "number"}
+    if rng.random() < 0.2:
+        schema |= {"minimum": 0, "maximum": 2000}
+    return schema, value, json.dumps(value)
+
+
+def _boolean(rng: random.Random) -> Scalar:
+    flag = rng.random() < 0.5
+    words = ("yes", "true") if flag else ("no", "false")
+    return {"type": "boolean"}, flag, rng.choice(words)
+
+
+def _enum(rng: random.Random) -> Scalar:
+    options = rng.choice(CHOICES)
+    if rng.random() < 0.3:
+        words = [make_word(rng) for _ in range(rng.randint(2, 4))]
+        options = list(dict.fromkeys(words))
+    choice = rng.choice(options)
+    return {"type": "string", "enum": list(options)}, choice, choice
+
+
+def _word_list(rng: random.Random) -> Scalar:
+    count = rng.choice((0, 1, 2, 2, 3, 3, 4))
+    words = [make_string(rng, "noun") for _ in range(count)]
+    return {"type": "array", "items": {"type": "string"}}, words, _join_words(rng, words)
+
+
+def _integer_list(rng: random.Random) -> Scalar:
+    count = rng.randint(1, 4)
+    numbers = [rng.randrange(rng.choice((10, 100))) for _ in range(count)]
+    text = _join_words(rng, [str(number) for number in numbers])
+    return {"type": "array", "items": {"type": "integer"}}, numbers, text
+
+
+def _code(rng: random.Random) -> Scalar:
+    text, pattern = make_code(rng)
+    return {"type": "string", "pattern": f"^{pattern}$"}, text, text
+
+
+def _date(rng: random.Random) -> Scalar:
+    year = rng.randint(1950, 2039)
+    month = rng.randint(1, 12)
+    day = rng.randint(1, 28)
+    text = f"{year}-{month:02d}-{day:02d}"
+    if rng.random() < 0.6:
+        return {"type": "string", "pattern": f"^{DATE}$"}, text, text
+    return {"type": "string", "format": "date"}, text, text
+
+
+_SCALAR_MAKERS: dict[str, Callable[[random.Random], Scalar]] = {
+    "integer": _integer,
+    "number": _number,
+    "boolean": _boolean,
+    "enum": _enum,
+    "words": _word_list,
+    "integers": _integer_list,
+    "code": _code,
+    "date": _date,
+}
 
 
 def object_schema(fields: Iterable[tuple[str, Schema]], optional: Iterable[str] = ()) -> Schema:
@@ -321,12 +371,16 @@ def _describe(rng: random.Random, fields: Sequence[Field]) -> str:
     is_plain = all("," not in f.words and " and " not in f.words for f in fields)
     style = rng.randrange(6)
     if style == 0:
-        separators = ("; ", "\n", " | ", ". ")
-        separator = rng.choice((*separators, ", ") if is_plain else separators)
+        separators = ["; ", "\n", " | ", ". "]
+        if is_plain:
+            separators.append(", ")
+        separator = rng.choice(separators)
         return separator.join(f"{f.label}: {f.words}" for f in shuffled)
     if style == 1:
-        separators = ("; ", "\n", "\n")
-        separator = rng.choice((*separators, " ") if is_plain else separators)
+        separators = ["; ", "\n", "\n"]
+        if is_plain:
+            separators.append(" ")
+        separator = rng.choice(separators)
         mark = rng.choice((" = ", "=", " - "))
         return separator.join(f"{f.label}{mark}{f.words}" for f in shuffled)
     if style == 2:

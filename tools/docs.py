@@ -57,10 +57,10 @@ def submodule_names(module: ModuleType) -> list[str]:
     return [name for name in names if not _EXCLUDED.search(name)]
 
 
-def find_modules(name: str) -> dict[str, PackageModule]:
+def find_modules(name: str) -> dict[str, pdoc.doc.Module]:
     """Return a module and all its submodules by name."""
     module = PackageModule.from_name(name)
-    found = {name: module}
+    found: dict[str, pdoc.doc.Module] = {name: module}
     for submodule in submodule_names(module.obj):
         found |= find_modules(submodule)
     return found
@@ -146,7 +146,7 @@ def write_docs(packages: Sequence[str], output: Path) -> list[str]:
     )
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
-        modules: dict[str, PackageModule] = {}
+        modules: dict[str, pdoc.doc.Module] = {}
         for package in packages:
             started = time.monotonic()
             print(f"[docs] importing graft.{package} ...", end="", flush=True)

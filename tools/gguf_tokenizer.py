@@ -176,7 +176,7 @@ def make_sentencepiece_bpe(file: Any, tokens: list[str], types: list[int]) -> Ba
             fuse_unk=True,
         )
     )
-    normalizer = normalizers.Replace(" ", SPACE)
+    normalizer: Any = normalizers.Replace(" ", SPACE)
     decoder_steps = [decoders.Replace(SPACE, " "), decoders.ByteFallback(), decoders.Fuse()]
     if file.get("tokenizer.ggml.add_space_prefix", True):
         normalizer = normalizers.Sequence([normalizers.Prepend(SPACE), normalizer])

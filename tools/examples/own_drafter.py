@@ -24,7 +24,7 @@ class LastToken(Drafter):
     """A drafter that proposes all drafts of a round at once."""
 
     def __init__(self, context: DrafterContext):
-        self.shape = TreeShape(context.drafts)
+        self.shape = TreeShape(context.max_drafts)
         self._kernel = load_text(context.device, KERNEL, "last_token.cu")["propose_last"]
 
     def start(self, lane, feed: Feed) -> None:
