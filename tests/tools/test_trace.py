@@ -1,4 +1,4 @@
-"""Timelines: what the soft device records, what counts as exposed, and what is written."""
+"""Tests of timelines of replays and of the picture of a round."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from graft.cudagraph.hostwork import PythonWork
 from graft.tools import cli
 from graft.tools.trace import draw_round
 from graft.tools.trace.record import Span, TraceEvent, exposed_waits, record, split_launches
-from graft.tools.trace.rounds import tie_clocks
+from graft.tools.trace.rounds import clock_offset
 from graft.tools.trace.timeline import draw
 
 SLEEP_S = 0.02
@@ -22,31 +22,31 @@ SLEEP_S = 0.02
 
 @pytest.fixture
 def soft(device):
-    """The soft device; hardware's driver tells nothing."""
+    """The soft device; other drivers do not report when a node runs."""
     if device.kind != "soft":
-        pytest.skip("only the soft device's driver tells when a node runs")
+        pytest.skip("only the soft device's driver reports when a node runs")
     return device
 
 
 @pytest.fixture
-def traced(soft, stream):
-    """Two launches of fill - slow host step on another lane - copy, and their trace."""
+def trace(soft, stream):
+    """Trace of two launches of a graph: fill, slow host step on another lane, copy."""
     one = soft.zeros((64,), "int32")
     two = soft.zeros((64,), "int32")
     graph = Graph(soft, "two lanes")
     model = graph.lane("model")
     grammar = graph.lane("grammar")
     model.fill(one, 1, name="before")
-    grammar.wait(model.record("before done"))  # however busy the machine is, slow ends later
+    grammar.wait(model.record("before done"))  # makes "slow" end last on a busy machine, too
     grammar.host(PythonWork(time.sleep, SLEEP_S), name="slow")
     model.wait(grammar.record("slow done"))
     model.copy(two, one, name="after")
     executable = graph.instantiate()
-    begun = time.monotonic_ns()
+    begin_ns = time.monotonic_ns()
     with record(soft, {executable: graph}) as trace:
         executable.launch(stream)
         executable.launch(stream)
-    trace.bounds = (begun, time.monotonic_ns())
+    trace.bounds = (begin_ns, time.monotonic_ns())
     executable.launch(stream)
     executable.synchronize()
     yield trace
@@ -54,61 +54,65 @@ def traced(soft, stream):
     graph.close()
 
 
-def test_every_node_of_every_traced_replay_is_there_once_and_its_waits_are_exposed(traced):
-    """Two launches of three nodes, within the block's own times, in the order of the edges; `after`
-    stands still from the end of `before`, that of its own lane, to the end of `slow`."""
-    assert traced.replays() == [("two lanes", 1), ("two lanes", 2)]
-    for replay in (1, 2):
-        part = traced.only("two lanes", replay)
-        events = {e.name: e for e in part.events}
-        assert {n: (e.kind, e.lane) for n, e in events.items()} == {
-            "before": ("fill", "model"),
-            "slow": ("host", "grammar"),
-            "after": ("copy", "model"),
-        }
-        before, slow, after = (events[name] for name in ("before", "slow", "after"))
-        assert all(e.start_ns <= e.end_ns for e in part.events)
-        assert after.start_ns >= slow.end_ns and after.start_ns >= before.end_ns
-        assert slow.end_ns - slow.start_ns >= SLEEP_S * 1e9
-        (wait,) = part.waits
-        assert (wait.lane, wait.node, wait.cause) == ("model", "after", "slow")
-        assert (wait.start_ns, wait.end_ns) == (before.end_ns, slow.end_ns)
-    begin, end = traced.bounds
-    assert all(begin <= e.start_ns and e.end_ns <= end for e in traced.events)
-    assert traced.lost == 0
-    summary = traced.summary()["exposed_ns"]["slow"]
-    assert summary["waits"] == 2
-    assert summary["total"] == sum(w.end_ns - w.start_ns for w in traced.waits)
+@pytest.mark.parametrize("replay", [1, 2])
+def test_trace_has_every_node_and_exposed_wait_of_a_replay(trace, replay):
+    """The wait of "after" lasts from the end of "before", on its own lane, to the end of "slow"."""
+    assert trace.replays() == [("two lanes", 1), ("two lanes", 2)]
+    selected = trace.select("two lanes", replay)
+    events = {event.name: event for event in selected.events}
+    assert {name: (event.kind, event.lane) for name, event in events.items()} == {
+        "before": ("fill", "model"),
+        "slow": ("host", "grammar"),
+        "after": ("copy", "model"),
+    }
+    before, slow, after = (events[name] for name in ("before", "slow", "after"))
+    assert all(event.start_ns <= event.end_ns for event in selected.events)
+    assert after.start_ns >= max(slow.end_ns, before.end_ns)
+    assert slow.end_ns - slow.start_ns >= SLEEP_S * 1e9
+    (wait,) = selected.waits
+    assert (wait.lane, wait.node, wait.cause) == ("model", "after", "slow")
+    assert (wait.start_ns, wait.end_ns) == (before.end_ns, slow.end_ns)
+
+
+def test_trace_summary_counts_exposed_waits(trace):
+    begin_ns, end_ns = trace.bounds
+    assert all(begin_ns <= event.start_ns and event.end_ns <= end_ns for event in trace.events)
+    assert trace.lost == 0
+    exposed = trace.summary()["exposed_ns"]["slow"]
+    assert exposed["waits"] == 2
+    assert exposed["total"] == sum(wait.end_ns - wait.start_ns for wait in trace.waits)
+
+
+def test_trace_select_rejects_missing_replay(trace):
     with pytest.raises(OptionError, match="no replay 9 of graph 'two lanes'"):
-        traced.only("two lanes", 9)
+        trace.select("two lanes", 9)
 
 
-def event(lane, kind, start, end):
-    """An event of replay 1."""
-    return TraceEvent(f"{lane} {start}", kind, lane, "g", 1, start, end)
+def make_event(lane: str, kind: str, start_ns: int, end_ns: int) -> TraceEvent:
+    """Return an event of replay 1."""
+    return TraceEvent(f"{lane} {start_ns}", kind, lane, "g", 1, start_ns, end_ns)
 
 
-def test_host_work_that_ends_in_time_is_not_exposed():
-    """Only the part after the waiting lane's own work counts; host steps themselves never wait."""
-    ran = {
-        0: event("model", "kernel", 0, 50),
-        1: event("grammar", "host", 0, 40),
-        2: event("model", "kernel", 50, 60),
-        3: event("grammar", "host", 50, 90),
-        4: event("model", "kernel", 90, 95),
-        5: event("grammar", "host", 95, 99),
+def test_exposed_waits_begin_when_the_lane_is_idle():
+    """Only the time after the lane's own work counts, and host steps themselves never wait."""
+    events = {
+        0: make_event("model", "kernel", 0, 50),
+        1: make_event("grammar", "host", 0, 40),
+        2: make_event("model", "kernel", 50, 60),
+        3: make_event("grammar", "host", 50, 90),
+        4: make_event("model", "kernel", 90, 95),
+        5: make_event("grammar", "host", 95, 99),
     }
     edges = [(0, 2), (1, 2), (0, 3), (1, 3), (2, 4), (3, 4), (3, 5), (4, 5)]
-    (wait,) = exposed_waits(ran, edges)
+    (wait,) = exposed_waits(events, edges)
     assert (wait.cause, wait.start_ns, wait.end_ns) == ("grammar 50", 60, 90)
 
 
-def test_launches_are_told_apart_and_shared_kernels_are_not():
-    """A node seen again behind what depends on it begins a launch; a worker's late share does not,
-    though nothing else runs."""
+def test_split_launches_keeps_late_spans_of_shared_nodes():
+    """Only a repeated root node whose successor has run begins a launch."""
     spans = [
-        (node, Span(1, 1, worker, 1, begin, end))
-        for node, worker, begin, end in (
+        (node, Span(1, 1, worker, 1, begin_ns, end_ns))
+        for node, worker, begin_ns, end_ns in (
             (0, 0, 0, 10),
             (0, 1, 11, 12),
             (1, 0, 13, 20),
@@ -121,28 +125,31 @@ def test_launches_are_told_apart_and_shared_kernels_are_not():
     assert [len(launch) for launch in split_launches(spans[:2], [])] == [1, 1]
 
 
-def test_chrome_events_and_picture_hold_what_the_trace_holds(traced):
-    """The JSON has one complete event per node and wait, in µs; the SVG parses and names all."""
-    rows = json.loads(traced.to_chrome())["traceEvents"]
+def test_trace_to_chrome_has_one_event_per_node_and_wait(trace):
+    rows = json.loads(trace.to_chrome())["traceEvents"]
     complete = [row for row in rows if row["ph"] == "X"]
-    assert len(complete) == len(traced.events) + len(traced.waits)
-    slow = [row for row in complete if row["name"] == "slow"]
-    assert [row["dur"] for row in slow] == [
-        pytest.approx((e.end_ns - e.start_ns) / 1000) for e in traced.events if e.name == "slow"
+    assert len(complete) == len(trace.events) + len(trace.waits)
+    durations_us = [row["dur"] for row in complete if row["name"] == "slow"]
+    assert durations_us == [
+        pytest.approx((event.end_ns - event.start_ns) / 1000)
+        for event in trace.events
+        if event.name == "slow"
     ]
     names = {row["args"]["name"] for row in rows if row["ph"] == "M"}
-    assert {"model", "grammar", traced.device} <= names
-    text = draw(traced.only("two lanes", 2), "A <picture>")
-    assert traced.device in text
-    titles = [
-        node.text for node in ElementTree.fromstring(text).iter() if node.tag.endswith("title")
-    ]
+    assert {"model", "grammar", trace.device} <= names
+
+
+def test_trace_draw_has_one_box_per_node_and_wait(trace):
+    svg = draw(trace.select("two lanes", 2), "A <picture>")
+    assert trace.device in svg
+    elements = ElementTree.fromstring(svg).iter()
+    titles = [element.text for element in elements if element.tag.endswith("title")]
     for name in ("before", "slow", "after", "waits for slow"):
         assert sum(title.startswith(f"{name}:") for title in titles) == 1
 
 
-def test_spans_that_find_no_room_are_counted(soft, stream):
-    """A full buffer loses and counts; nothing is recorded outside of a recording."""
+def test_record_counts_spans_beyond_capacity(soft, stream):
+    """Launches after the recording are not counted."""
     array = soft.zeros((4,), "int32")
     graph = Graph(soft, "small")
     for _ in range(5):
@@ -152,63 +159,61 @@ def test_spans_that_find_no_room_are_counted(soft, stream):
         executable.launch(stream)
     executable.launch(stream)
     executable.synchronize()
-    assert len(trace.events) == 2 and trace.lost == 3
+    assert len(trace.events) == 2
+    assert trace.lost == 3
     executable.close()
     graph.close()
 
 
-def test_the_device_clock_is_tied_within_the_stated_error(device):
-    """The soft device's clock is the host's, so its offset must lie within the error."""
-    offset, error = tie_clocks(device)
-    assert error > 0 and (device.kind != "soft" or abs(offset) <= error)
+def test_clock_offset_is_within_its_error(device):
+    """The soft device's clock is the host's."""
+    offset_ns, error_ns = clock_offset(device)
+    assert error_ns > 0
+    assert device.kind != "soft" or abs(offset_ns) <= error_ns
 
 
-def test_generate_writes_the_timeline_of_its_rounds(soft, tmp_path):
-    """`--trace` writes JSON with every round's nodes and a picture of one; outputs are the same."""
+def test_generate_trace_option_writes_rounds(soft, tmp_path):
     path = tmp_path / "rounds.json"
     arguments = ["generate", "--prompt", "name: Olga Novak; age: 42", "--regex", "[0-9]{4}"]
     assert cli.main([*arguments, "--trace", str(path)]) == 0
     trace = json.loads(path.read_text())
-    rounds = [
-        row["args"]["replay"]
-        for row in trace["traceEvents"]
-        if row["ph"] == "X" and row["name"] == "begin"
-    ]
+    rows = [row for row in trace["traceEvents"] if row["ph"] == "X"]
+    rounds = [row["args"]["replay"] for row in rows if row["name"] == "begin"]
     assert rounds == list(range(1, len(rounds) + 1))
     assert trace["otherData"]["replays"] == len(rounds) > 0
-    names = {row["name"] for row in trace["traceEvents"]}
+    names = {row["name"] for row in rows}
     assert {"open: missing rows", "commit, fill row 0", "stamp target forward", "gate, up"} <= names
-    picture = path.with_suffix(".svg").read_text()
-    ElementTree.fromstring(picture)
-    assert soft.describe() in picture
+    svg = path.with_suffix(".svg").read_text()
+    ElementTree.fromstring(svg)
+    assert soft.describe() in svg
 
 
 @pytest.mark.parametrize(
-    "name, said", [("trace.txt", "must end in .json"), ("none/trace.json", "there is no folder")]
+    ("name", "message"),
+    [("trace.txt", "must end in .json"), ("none/trace.json", "there is no folder")],
 )
-def test_a_trace_that_could_not_be_written_is_refused_first(tmp_path, capsys, name, said):
-    """The path is checked before the model is loaded."""
-    arguments = ["generate", "--prompt", "x", "--trace", str(tmp_path / name)]
-    assert cli.main(arguments) == 2
-    assert said in capsys.readouterr().err
+def test_generate_trace_option_rejects_path_before_loading_the_model(
+    tmp_path, capsys, name, message
+):
+    assert cli.main(["generate", "--prompt", "x", "--trace", str(tmp_path / name)]) == 2
+    assert message in capsys.readouterr().err
 
 
-def test_folded_runs_keep_every_meeting_of_the_lanes(device):
-    """Folding joins nodes between meetings only: no edge between lanes is lost or moved."""
+def test_draw_round_fold_keeps_edges_between_lanes(device):
     graph = Graph(device, "two lanes")
     model = graph.lane("model")
     grammar = graph.lane("grammar")
-    word = device.pinned((4,), "int32")
+    array = device.pinned((4,), "int32")
     for name in ("a", "b"):
-        model.fill(word, name=name)
-    known = model.record("known")
-    grammar.wait(known)
+        model.fill(array, name=name)
+    before = model.record("before")
+    grammar.wait(before)
     grammar.host(int, name="work")
     done = grammar.record("done")
-    model.fill(word, name="c")
+    model.fill(array, name="c")
     model.wait(done)
     for name in ("d", "e", "f"):
-        model.fill(word, name=name)
+        model.fill(array, name=name)
     runs, edges = draw_round.fold(graph)
     assert [(run.name, run.lane) for run in runs] == [
         ("a … b (2)", "model"),
@@ -220,14 +225,13 @@ def test_folded_runs_keep_every_meeting_of_the_lanes(device):
     graph.close()
 
 
-def test_the_round_is_drawn(tmp_path, capsys):
-    """The drawing of a real round names the steps of both lanes, as SVG and as DOT."""
+def test_draw_round_writes_svg_and_dot(tmp_path):
     assert draw_round.main([str(tmp_path / "round.svg"), "--fold"]) == 0
     assert draw_round.main([str(tmp_path / "round.dot")]) == 0
-    picture = (tmp_path / "round.svg").read_text()
-    ElementTree.fromstring(picture)
+    svg = (tmp_path / "round.svg").read_text()
+    ElementTree.fromstring(svg)
     for step in ("open", "commit", "fill row 1", "draft 3"):
-        assert step in picture
+        assert step in svg
     assert (tmp_path / "round.dot").read_text().count("host") == 4
     with pytest.raises(SystemExit):
         draw_round.main([str(tmp_path / "round.png")])

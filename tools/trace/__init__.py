@@ -1,1 +1,1 @@
-"""Timelines of replays, and drawings of a round's graph."""
+"""Timelines of replays, and pictures of a round's graph."""

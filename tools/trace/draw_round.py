@@ -1,4 +1,4 @@
-"""Draw the graph of one round of guided speculation as graft itself sees it. Usage::
+"""Draw the graph of a decoding round with speculation and structured output.
 
 python -m graft.tools.trace.draw_round OUT.svg|OUT.dot [--fold]
 """
@@ -17,119 +17,192 @@ from graft.models.engine.engine import Engine
 from graft.tools.demo_model import demo_model
 from graft.tools.report import program
 
-#: Longest label that a box of the drawing shows in full.
-LABEL = 34
-#: The lanes of a round, as columns.
+#: Maximum number of characters in a box.
+MAX_LABEL = 34
+#: Lanes of a round in the order of their columns.
 LANES = ("model", "grammar")
-PLAIN = "#9ca3af"
-CROSS = "#dc2626"
-BOX = 260
-HEIGHT = 26
-ROW = 40
-GAP = 90
+#: Colours of edges within a lane and between lanes.
+EDGE_COLOUR = "#9ca3af"
+CROSSING_COLOUR = "#dc2626"
+LEFT = 40
+BOX_WIDTH = 260
+BOX_HEIGHT = 26
+ROW_HEIGHT = 40
+COLUMN_GAP = 90
 TOP = 70
 
 
-def label(names: Sequence[str]) -> str:
-    """Name of a run: its first and last node, time stamps aside, and how many there are."""
-    telling = [name for name in names if not name.startswith("stamp ")] or list(names)
+# Folding ------------------------------------------------------------------------------------------
+
+
+def run_label(names: Sequence[str]) -> str:
+    """Return the label of a run: its first and last node and the number of nodes.
+
+    Nodes that write time stamps are not named unless the run has no others.
+    """
     if len(names) == 1:
         return names[0]
-    if len(telling) == 1:
-        return telling[0]
-    whole = f"{telling[0]} … {telling[-1]} ({len(names)})"
-    return whole if len(whole) <= LABEL else f"{telling[0]} … ({len(names)})"
+    named = [name for name in names if not name.startswith("stamp ")] or list(names)
+    if len(named) == 1:
+        return named[0]
+    label = f"{named[0]} … {named[-1]} ({len(names)})"
+    return label if len(label) <= MAX_LABEL else f"{named[0]} … ({len(names)})"
 
 
 def fold(graph: Graph) -> tuple[list[Node], list[tuple[int, int]]]:
-    """Runs of a graph as nodes, in the order in which they begin, and the edges between them.
+    """Merge the runs of a graph.
 
-    A run is nodes of one lane and kind that follow each other. It ends where a node of another lane
-    waits for it, and begins where it waits for one.
+    A run is a sequence of nodes of the same lane and kind. It ends at a node that another lane
+    waits for, and begins at a node that waits for another lane.
+
+    Returns
+    -------
+    runs : list of Node
+        Runs in the order in which they begin.
+    edges : list of (int, int)
+        Edges between runs.
     """
     nodes = graph.nodes
     crossing = [(a, b) for a, b in graph.edges if nodes[a].lane != nodes[b].lane]
-    left = {a for a, _ in crossing}
-    entered = {b for _, b in crossing}
-    groups: list[list[int]] = []
-    latest: dict[str, list[int]] = {}
+    run_ends = {a for a, _ in crossing}
+    run_starts = {b for _, b in crossing}
+    runs: list[list[int]] = []
+    run_of: dict[int, int] = {}
+    current: dict[str, list[int]] = {}
     for i, node in enumerate(nodes):
-        run = latest.get(node.lane)
-        if run is None or i in entered or run[-1] in left or nodes[run[-1]].kind != node.kind:
-            run = latest[node.lane] = []
-            groups.append(run)
+        run = current.get(node.lane)
+        if (
+            run is None
+            or i in run_starts
+            or run[-1] in run_ends
+            or nodes[run[-1]].kind != node.kind
+        ):
+            run = []
+            current[node.lane] = run
+            runs.append(run)
         run.append(i)
-    group_of = {i: number for number, run in enumerate(groups) for i in run}
-    runs = []
-    for number, run in enumerate(groups):
+    folded = []
+    for number, run in enumerate(runs):
         first = nodes[run[0]]
-        runs.append(Node(label([nodes[i].name for i in run]), first.kind, first.lane, number))
-    pairs = {(group_of[a], group_of[b]) for a, b in graph.edges}
-    return runs, sorted(pair for pair in pairs if pair[0] != pair[1])
+        label = run_label([nodes[i].name for i in run])
+        folded.append(Node(label, first.kind, first.lane, number))
+        for i in run:
+            run_of[i] = number
+    edges = {(run_of[a], run_of[b]) for a, b in graph.edges}
+    return folded, sorted((a, b) for a, b in edges if a != b)
+
+
+# Drawing ------------------------------------------------------------------------------------------
+
+
+class _Layout:
+    """Positions of nodes: a column per lane and a row per node."""
+
+    def __init__(self, lanes: Sequence[str], nodes: Sequence[Node]):
+        self._nodes = nodes
+        self.x = {}
+        for i, lane in enumerate(lanes):
+            self.x[lane] = LEFT + BOX_WIDTH / 2 + i * (BOX_WIDTH + COLUMN_GAP)
+        self._y = [TOP + ROW_HEIGHT * i + BOX_HEIGHT / 2 for i in range(len(nodes))]
+        self.width = 2 * LEFT + len(lanes) * (BOX_WIDTH + COLUMN_GAP) - COLUMN_GAP
+        self.height = TOP + ROW_HEIGHT * len(nodes) + 20
+
+    def draw_edge(self, start: int, end: int) -> str:
+        """Return an edge as an SVG element."""
+        nodes = self._nodes
+        lane = nodes[start].lane
+        x1 = self.x[lane]
+        x2 = self.x[nodes[end].lane]
+        y1 = self._y[start]
+        y2 = self._y[end]
+        crosses = x1 != x2
+        if crosses:
+            # Edges leave below the middle of a box and enter above it, so that they do not touch.
+            side = 1 if x2 > x1 else -1
+            x1 += side * BOX_WIDTH / 2
+            x2 -= side * (BOX_WIDTH / 2 + 2)
+            bend = side * COLUMN_GAP / 2
+            path = f"M{x1},{y1 + 5} C{x1 + bend},{y1 + 5} {x2 - bend},{y2 - 5} {x2},{y2 - 5}"
+        elif any(node.lane == lane for node in nodes[start + 1 : end]):
+            # Pass the boxes in between on their left.
+            left = x1 - BOX_WIDTH / 2
+            path = f"M{left},{y1} C{left - 28},{y1} {left - 28},{y2} {left - 2},{y2}"
+        else:
+            path = f"M{x1},{y1 + BOX_HEIGHT / 2} L{x2},{y2 - BOX_HEIGHT / 2 - 2}"
+        marker, colour = ("cross", CROSSING_COLOUR) if crosses else ("plain", EDGE_COLOUR)
+        return (
+            f'<path d="{path}" fill="none" stroke="{colour}" stroke-width="1.6" '
+            f'marker-end="url(#{marker})"/>'
+        )
+
+    def draw_node(self, node: Node) -> str:
+        """Return a node as an SVG element."""
+        x = self.x[node.lane]
+        y = self._y[node.index]
+        fill, stroke = COLOURS.get(node.kind, OTHER_COLOURS)
+        text = node.name if len(node.name) <= MAX_LABEL else node.name[: MAX_LABEL - 1] + "…"
+        return (
+            f"<g><title>{escape(f'{node.index}: {node.kind} {node.name}')}</title>"
+            f'<rect x="{x - BOX_WIDTH / 2}" y="{y - BOX_HEIGHT / 2}" width="{BOX_WIDTH}" '
+            f'height="{BOX_HEIGHT}" rx="6" fill="{fill}" stroke="{stroke}"/>'
+            f'<text x="{x}" y="{y + 4}" text-anchor="middle">'
+            f"{escape(text)}</text></g>"
+        )
+
+
+def _arrow(name: str, colour: str) -> str:
+    return (
+        f'<marker id="{name}" viewBox="0 0 8 8" refX="7" refY="4" markerWidth="7" '
+        f'markerHeight="7" orient="auto"><path d="M0,0 L8,4 L0,8 z" fill="{colour}"/></marker>'
+    )
 
 
 def svg(
     name: str, lanes: Sequence[str], nodes: Sequence[Node], edges: Sequence[tuple[int, int]]
 ) -> str:
-    """Return a graph as SVG: lanes are columns, time runs downwards, a node a row."""
-    x = {lane: 40 + BOX / 2 + i * (BOX + GAP) for i, lane in enumerate(lanes)}
-    y = [TOP + ROW * i + HEIGHT / 2 for i in range(len(nodes))]
-    width = 80 + len(lanes) * (BOX + GAP) - GAP
-    height = TOP + ROW * len(nodes) + 20
-    arrow = (
-        '<marker id="{0}" viewBox="0 0 8 8" refX="7" refY="4" markerWidth="7" '
-        'markerHeight="7" orient="auto"><path d="M0,0 L8,4 L0,8 z" fill="{1}"/></marker>'
-    )
+    """Return a graph as SVG. Lanes are columns, and each node is below its predecessors.
+
+    Parameters
+    ----------
+    name
+        Title of the picture.
+    lanes
+        Names of the lanes.
+    nodes
+        Nodes by index.
+    edges
+        Indices of the nodes: from, to.
+    """
+    layout = _Layout(lanes, nodes)
     parts = [
-        f'<svg xmlns="http://www.w3.org/2000/svg" width="{width}" height="{height}" '
-        'font-family="Helvetica, Arial, sans-serif" font-size="12">',
+        f'<svg xmlns="http://www.w3.org/2000/svg" width="{layout.width}" '
+        f'height="{layout.height}" font-family="Helvetica, Arial, sans-serif" font-size="12">',
         f"<title>{escape(name)}</title>",
         '<rect width="100%" height="100%" fill="white"/>',
-        f"<defs>{arrow.format('plain', PLAIN)}{arrow.format('cross', CROSS)}</defs>",
+        f"<defs>{_arrow('plain', EDGE_COLOUR)}{_arrow('cross', CROSSING_COLOUR)}</defs>",
         f'<text x="24" y="24" font-size="16" font-weight="bold">{escape(name)}</text>',
     ]
     for lane in lanes:
         parts.append(
-            f'<text x="{x[lane]:.0f}" y="50" text-anchor="middle" font-weight="bold">'
+            f'<text x="{layout.x[lane]:.0f}" y="50" text-anchor="middle" font-weight="bold">'
             f"{escape(lane)}</text>"
         )
-    for a, b in edges:
-        (xa, xb), (ya, yb) = (x[nodes[a].lane], x[nodes[b].lane]), (y[a], y[b])
-        side = (xb > xa) - (xb < xa)
-        if side:  # out below, in above: they never touch
-            x1 = xa + side * BOX / 2
-            x2 = xb - side * (BOX / 2 + 2)
-            bend = side * GAP / 2
-            path = f"M{x1},{ya + 5} C{x1 + bend},{ya + 5} {x2 - bend},{yb - 5} {x2},{yb - 5}"
-        elif any(n.lane == nodes[a].lane for n in nodes[a + 1 : b]):  # around those between
-            left = xa - BOX / 2
-            path = f"M{left},{ya} C{left - 28},{ya} {left - 28},{yb} {left - 2},{yb}"
-        else:
-            path = f"M{xa},{ya + HEIGHT / 2} L{xb},{yb - HEIGHT / 2 - 2}"
-        style, colour = ("cross", CROSS) if side else ("plain", PLAIN)
-        parts.append(
-            f'<path d="{path}" fill="none" stroke="{colour}" stroke-width="1.6" '
-            f'marker-end="url(#{style})"/>'
-        )
-    for node in nodes:
-        fill, stroke = COLOURS.get(node.kind, OTHER_COLOURS)
-        text = node.name if len(node.name) <= LABEL else node.name[: LABEL - 1] + "…"
-        parts.append(
-            f"<g><title>{escape(f'{node.index}: {node.kind} {node.name}')}</title>"
-            f'<rect x="{x[node.lane] - BOX / 2}" y="{y[node.index] - HEIGHT / 2}" width="{BOX}" '
-            f'height="{HEIGHT}" rx="6" fill="{fill}" stroke="{stroke}"/>'
-            f'<text x="{x[node.lane]}" y="{y[node.index] + 4}" text-anchor="middle">'
-            f"{escape(text)}</text></g>"
-        )
+    parts += [layout.draw_edge(start, end) for start, end in edges]
+    parts += [layout.draw_node(node) for node in nodes]
     return "\n".join([*parts, "</svg>"]) + "\n"
+
+
+# Program ------------------------------------------------------------------------------------------
 
 
 @program
 def main(arguments: Sequence[str] | None = None) -> None:
-    """Draw a round of the demo model; the suffix chooses SVG or DOT."""
-    parser = argparse.ArgumentParser(description="Draw one round's graph.")
-    parser.add_argument("out", type=Path, help="file to write, .svg or .dot")
-    parser.add_argument("--fold", action="store_true", help="one box per run of nodes")
+    """Draw a round of the demo model as SVG or DOT, depending on the file name."""
+    parser = argparse.ArgumentParser(
+        prog="python -m graft.tools.trace.draw_round", description="Draw the graph of a round."
+    )
+    parser.add_argument("out", type=Path, help="output file, .svg or .dot")
+    parser.add_argument("--fold", action="store_true", help="draw one box per run of nodes")
     options = parser.parse_args(arguments)
     if options.out.suffix not in (".svg", ".dot"):
         parser.error(f"{options.out}: the name must end in .svg or .dot")

@@ -1,4 +1,4 @@
-"""Timelines of replays: which node ran when, on which lane, and which waits were exposed."""
+"""Timelines of replays: when each node ran, on which lane, and which waits were exposed."""
 
 from __future__ import annotations
 
@@ -16,12 +16,12 @@ from graft.cudagraph.device import Device
 from graft.cudagraph.errors import OptionError
 from graft.cudagraph.graph import Graph, GraphExec
 
-#: Spans that a recording has room for, 40 bytes each.
+#: Default number of spans that a recording can hold, 40 bytes each.
 CAPACITY = 1 << 20
 
 
 class Span(ctypes.Structure):
-    """One worker's share of one operation, as the soft device records it."""
+    """Record of the soft device: the share of one worker thread in one operation."""
 
     _fields_ = (
         ("exec", ctypes.c_uint64),
@@ -35,7 +35,19 @@ class Span(ctypes.Structure):
 
 @dataclass(frozen=True)
 class TraceEvent:
-    """Something that ran, in nanoseconds of ``time.monotonic_ns``; ``replay`` counts from 1."""
+    """Execution of one node or part of a round.
+
+    Attributes
+    ----------
+    name, kind, lane
+        Name, kind and lane of the node.
+    graph
+        Name of the graph.
+    replay
+        Number of the replay of the graph; the first one is 1.
+    start_ns, end_ns
+        Times of ``time.monotonic_ns``.
+    """
 
     name: str
     kind: str
@@ -48,7 +60,19 @@ class TraceEvent:
 
 @dataclass(frozen=True)
 class Wait:
-    """Device work stood still for a host step of another lane, with nothing of its own to do."""
+    """An exposed wait: device work was idle until a host step of another lane ended.
+
+    Attributes
+    ----------
+    lane, node
+        Lane and name of the node that waited.
+    cause
+        Name of the host step.
+    replay
+        Number of the replay.
+    start_ns, end_ns
+        Times of ``time.monotonic_ns``.
+    """
 
     lane: str
     node: str
@@ -60,10 +84,20 @@ class Wait:
 
 @dataclass
 class Trace:
-    """Events of replays, and exposed waits between lanes, by begin.
+    """Timeline of replays.
 
-    ``device`` is a line that names it; host and device events may be ``clock_error_ns`` apart;
-    ``lost`` device spans found no room.
+    Attributes
+    ----------
+    device
+        Description of the device.
+    events
+        Events by start time.
+    waits
+        Exposed waits between lanes by start time.
+    clock_error_ns
+        Maximum error between times of host events and device events.
+    lost
+        Number of spans that did not fit into the recording.
     """
 
     device: str
@@ -73,125 +107,157 @@ class Trace:
     lost: int = 0
 
     def sort(self) -> None:
-        """Order events and waits by begin."""
+        """Sort events and waits by start time."""
         self.events.sort(key=lambda event: event.start_ns)
         self.waits.sort(key=lambda wait: wait.start_ns)
 
     def replays(self) -> list[tuple[str, int]]:
-        """Return (graph, replay) of every replay that has events, in order of begin."""
+        """Return (graph, replay) of all replays with events by start time."""
         return list(dict.fromkeys((event.graph, event.replay) for event in self.events))
 
-    def only(self, graph: str, replay: int) -> Trace:
-        """Return the part of one replay; OptionError when it is not there."""
+    def select(self, graph: str, replay: int) -> Trace:
+        """Return the timeline of one replay.
+
+        Raises
+        ------
+        OptionError
+            If the trace does not contain the replay.
+        """
         events = [e for e in self.events if (e.graph, e.replay) == (graph, replay)]
         if not events:
             raise OptionError(f"the trace has no replay {replay} of graph {graph!r}")
         begin = events[0].start_ns
-        end = max(e.end_ns for e in events)
+        end = max(event.end_ns for event in events)
         waits = [w for w in self.waits if w.replay == replay and begin <= w.start_ns <= end]
         return Trace(self.device, events, waits, self.clock_error_ns, self.lost)
 
     def add_graph(self, graph: Graph, spans: Sequence[Span]) -> None:
-        """Add the replays of one executable of ``graph`` from its spans by begin."""
+        """Add the replays of one executable.
+
+        Parameters
+        ----------
+        graph
+            Definition of the executable.
+        spans
+            Spans of the executable by begin.
+        """
         index = {node: graph.node_index(node) for node in {span.node for span in spans}}
         known = [(i, span) for span in spans if (i := index[span.node]) is not None]
-        number = max((e.replay for e in self.events if e.graph == graph.name), default=0)
-        for replay, launch in enumerate(split_launches(known, graph.edges), number + 1):
-            shares: dict[int, list[Span]] = defaultdict(list)
+        last_replay = max((e.replay for e in self.events if e.graph == graph.name), default=0)
+        launches = split_launches(known, graph.edges)
+        for replay, launch in enumerate(launches, last_replay + 1):
+            spans_by_node: dict[int, list[Span]] = defaultdict(list)
             for i, span in launch:
-                shares[i].append(span)
-            ran = {}
-            for i, own in shares.items():
+                spans_by_node[i].append(span)
+            events = {}
+            for i, shares in spans_by_node.items():
                 node = graph.nodes[i]
-                begin = min(s.begin_ns for s in own)
-                end = max(s.end_ns for s in own)
-                ran[i] = TraceEvent(node.name, node.kind, node.lane, graph.name, replay, begin, end)
-            self.events.extend(ran.values())
-            self.waits.extend(exposed_waits(ran, graph.edges))
+                events[i] = TraceEvent(
+                    node.name,
+                    node.kind,
+                    node.lane,
+                    graph.name,
+                    replay,
+                    min(span.begin_ns for span in shares),
+                    max(span.end_ns for span in shares),
+                )
+            self.events.extend(events.values())
+            self.waits.extend(exposed_waits(events, graph.edges))
 
     def summary(self) -> dict[str, Any]:
-        """Return busy time per lane and exposed waits per cause, ready for JSON."""
+        """Return busy time by lane and exposed waits by cause as an object for ``json.dumps``."""
         busy: dict[str, int] = defaultdict(int)
         for event in self.events:
             busy[event.lane] += event.end_ns - event.start_ns
-        exposed: dict[str, list[int]] = defaultdict(list)
+        waits_by_cause: dict[str, list[int]] = defaultdict(list)
         for wait in self.waits:
-            exposed[wait.cause].append(wait.end_ns - wait.start_ns)
+            waits_by_cause[wait.cause].append(wait.end_ns - wait.start_ns)
+        exposed = {
+            cause: {
+                "waits": len(durations),
+                "total": sum(durations),
+                "largest": max(durations),
+                "median": int(statistics.median(durations)),
+            }
+            for cause, durations in sorted(waits_by_cause.items())
+        }
         return {
             "device": self.device,
             "replays": len(self.replays()),
             "busy_ns": dict(busy),
-            "exposed_ns": {
-                cause: {
-                    "waits": len(ns),
-                    "total": sum(ns),
-                    "largest": max(ns),
-                    "median": int(statistics.median(ns)),
-                }
-                for cause, ns in sorted(exposed.items())
-            },
+            "exposed_ns": exposed,
             "clock_error_ns": self.clock_error_ns,
             "lost_spans": self.lost,
         }
 
     def to_chrome(self) -> str:
-        """Return JSON in Chrome's trace event format, which Perfetto opens; times in µs."""
-        begin = min((event.start_ns for event in self.events), default=0)
-        done = [(e.lane, e.name, e.kind, e.replay, e.start_ns, e.end_ns) for e in self.events]
-        done += [
-            (
-                f"exposed waits of {w.lane}",
-                f"waits for {w.cause}",
-                "exposed wait",
-                w.replay,
-                w.start_ns,
-                w.end_ns,
+        """Return JSON in Chrome's trace event format, which Perfetto reads; times are in µs."""
+        origin = min((event.start_ns for event in self.events), default=0)
+        tracks: dict[str, int] = {}
+        complete = []
+        for event in self.events:
+            track = tracks.setdefault(event.lane, len(tracks))
+            complete.append(_complete_event(event.name, event.kind, track, event, origin))
+        for wait in self.waits:
+            track = tracks.setdefault(f"exposed waits of {wait.lane}", len(tracks))
+            name = f"waits for {wait.cause}"
+            complete.append(_complete_event(name, "exposed wait", track, wait, origin))
+        metadata: list[dict[str, Any]] = [
+            {"ph": "M", "name": "process_name", "pid": 1, "args": {"name": self.device}}
+        ]
+        for name, track in tracks.items():
+            metadata.append(
+                {"ph": "M", "name": "thread_name", "pid": 1, "tid": track, "args": {"name": name}}
             )
-            for w in self.waits
-        ]
-        rows = list(dict.fromkeys(row for row, *_ in done))
-        out: list[dict[str, Any]] = [
-            {"ph": "M", "name": "process_name", "pid": 1, "args": {"name": self.device}},
-            *(
-                {"ph": "M", "name": "thread_name", "pid": 1, "tid": i, "args": {"name": row}}
-                for i, row in enumerate(rows)
-            ),
-            *(
-                {
-                    "ph": "X",
-                    "name": name,
-                    "cat": kind,
-                    "pid": 1,
-                    "tid": rows.index(row),
-                    "ts": (start - begin) / 1000,
-                    "dur": (end - start) / 1000,
-                    "args": {"replay": replay},
-                }
-                for row, name, kind, replay, start, end in done
-            ),
-        ]
         return json.dumps(
-            {"traceEvents": out, "displayTimeUnit": "ns", "otherData": self.summary()}
+            {
+                "traceEvents": [*metadata, *complete],
+                "displayTimeUnit": "ns",
+                "otherData": self.summary(),
+            }
         )
+
+
+def _complete_event(
+    name: str, category: str, track: int, timed: TraceEvent | Wait, origin: int
+) -> dict[str, Any]:
+    """Return a complete event of Chrome's trace event format."""
+    return {
+        "ph": "X",
+        "name": name,
+        "cat": category,
+        "pid": 1,
+        "tid": track,
+        "ts": (timed.start_ns - origin) / 1000,
+        "dur": (timed.end_ns - timed.start_ns) / 1000,
+        "args": {"replay": timed.replay},
+    }
 
 
 @contextmanager
 def record(
     device: Device, watched: Mapping[GraphExec, Graph], capacity: int = CAPACITY
 ) -> Iterator[Trace]:
-    """Record every replay of executables while the block runs; the trace is full afterwards.
+    """Record all replays of executables while the block runs.
+
+    The trace is filled when the block ends.
 
     Parameters
     ----------
-    device : Device
-        The soft device: CUDA's driver does not tell when a node runs.
-    watched : mapping of GraphExec to Graph
-        Executables and the definitions they were made from; open until the block has ended.
-    capacity : int
-        Spans that are kept.
+    device
+        Soft device.
+    watched
+        Executables and their definitions. They must be open until the block has ended.
+    capacity
+        Maximum number of spans.
+
+    Raises
+    ------
+    OptionError
+        On CUDA hardware, whose driver does not report when a node runs.
     """
     if device.kind != "soft":
-        raise OptionError("the driver of CUDA hardware does not tell when a node runs")
+        raise OptionError("the driver of CUDA hardware does not report when a node runs")
     trace = Trace(device.describe())
     library = ctypes.CDLL(str(soft_library()))
     library.softcuda_trace_read.argtypes = (ctypes.c_void_p, ctypes.c_size_t)
@@ -215,50 +281,75 @@ def record(
 def split_launches(
     spans: Sequence[tuple[int, Span]], edges: Iterable[tuple[int, int]]
 ) -> list[list[tuple[int, Span]]]:
-    """Split one executable's spans, by begin, into launches.
+    """Split the spans of one executable into launches.
 
-    Launches of an executable run one after another, and each runs a node once, though several
-    workers may share it, one of them late. So a launch begins with a node that depends on none and
-    was seen already, and after it one that depends on it, or where none does, when nothing runs.
+    Launches of an executable run one after another, and each runs every node once. A node may have
+    several spans, because worker threads share it and one of them may be late. A new launch
+    therefore begins with a second span of a node without predecessors, provided that a successor of
+    the node has run since. If the node has no successors, everything before must have ended.
+
+    Parameters
+    ----------
+    spans
+        Node indices and spans by begin.
+    edges
+        Edges of the graph.
     """
-    behind: dict[int, set[int]] = defaultdict(set)
-    late = set()
+    successors: dict[int, set[int]] = defaultdict(set)
+    with_predecessors = set()
     for start, end in edges:
-        behind[start].add(end)
-        late.add(end)
+        successors[start].add(end)
+        with_predecessors.add(end)
     launches: list[list[tuple[int, Span]]] = []
     seen: set[int] = set()
-    over = 0
+    last_end_ns = 0
     for node, span in spans:
-        again = bool(behind[node] & seen) if behind[node] else span.begin_ns >= over
-        if not launches or (node in seen - late and again):
+        if successors[node]:
+            node_is_done = bool(successors[node] & seen)
+        else:
+            node_is_done = span.begin_ns >= last_end_ns
+        is_root_again = node in seen and node not in with_predecessors
+        if not launches or (is_root_again and node_is_done):
             launches.append([])
             seen = set()
-            over = 0
+            last_end_ns = 0
         launches[-1].append((node, span))
         seen.add(node)
-        over = max(over, span.end_ns)
+        last_end_ns = max(last_end_ns, span.end_ns)
     return launches
 
 
-def exposed_waits(ran: Mapping[int, TraceEvent], edges: Sequence[tuple[int, int]]) -> list[Wait]:
-    """Return where device work stood still for host work of another lane, in one replay.
+def exposed_waits(events: Mapping[int, TraceEvent], edges: Sequence[tuple[int, int]]) -> list[Wait]:
+    """Return the waits of device work for host steps of other lanes within one replay.
 
-    A node that depends on other lanes is ready on its own lane when its own lane's nodes have
-    ended. What the other lane's host step takes longer is exposed.
+    A node is ready on its own lane when its predecessors on that lane have ended. The time from
+    then until the last host step it depends on has ended is exposed.
+
+    Parameters
+    ----------
+    events
+        Events of the replay by node index.
+    edges
+        Edges of the graph.
     """
-    before: dict[int, list[TraceEvent]] = defaultdict(list)
+    predecessors: dict[int, list[TraceEvent]] = defaultdict(list)
     for start, end in edges:
-        if start in ran:
-            before[end].append(ran[start])
+        if start in events:
+            predecessors[end].append(events[start])
     waits = []
-    for i, event in ran.items():
-        own = [other.end_ns for other in before[i] if other.lane == event.lane]
-        others = [other for other in before[i] if other.lane != event.lane and other.kind == "host"]
-        if event.kind == "host" or not own or not others:
+    for i, event in events.items():
+        if event.kind == "host":
             continue
-        ready = max(own)
-        last = max(others, key=lambda other: other.end_ns)
-        if last.end_ns > ready:
-            waits.append(Wait(event.lane, event.name, last.name, event.replay, ready, last.end_ns))
+        same_lane = [other for other in predecessors[i] if other.lane == event.lane]
+        host_steps = [
+            other for other in predecessors[i] if other.lane != event.lane and other.kind == "host"
+        ]
+        if not same_lane or not host_steps:
+            continue
+        ready_ns = max(other.end_ns for other in same_lane)
+        last = max(host_steps, key=lambda other: other.end_ns)
+        if last.end_ns > ready_ns:
+            waits.append(
+                Wait(event.lane, event.name, last.name, event.replay, ready_ns, last.end_ns)
+            )
     return waits

@@ -1,4 +1,7 @@
-"""Timelines of an engine's rounds: every node on the soft device, parts and host steps on CUDA."""
+"""Timelines of an engine's rounds.
+
+On the soft device they contain every node; on CUDA hardware the parts of a round and host steps.
+"""
 
 from __future__ import annotations
 
@@ -14,56 +17,66 @@ from graft.models.engine.engine import Engine
 from graft.models.engine.replay import ReplayInFlight
 from graft.tools.trace.record import Trace, TraceEvent, Wait, record
 
-CLOCK = Path(__file__).parents[1] / "kernels" / "clock.cu"
-TRIES = 16
+CLOCK_KERNELS = Path(__file__).parents[1] / "kernels" / "clock.cu"
+#: Number of clock comparisons; the most precise one is used.
+CLOCK_SAMPLES = 16
 
 
-def tie_clocks(device: Device) -> tuple[int, int]:
-    """Return (offset, error) in ns: device time plus offset is ``time.monotonic_ns`` within error.
+def clock_offset(device: Device) -> tuple[int, int]:
+    """Measure the offset between the device's clock and the host's.
 
-    The device's clock is read between two readings of the host's, so half their distance bounds the
-    error (Cristian's method); of several tries the closest pair counts.
+    The device's clock is read between two readings of the host's. Half the distance of these
+    readings bounds the error (Cristian's algorithm).
+
+    Returns
+    -------
+    offset_ns, error_ns : int
+        Device time plus offset equals ``time.monotonic_ns`` within the error.
     """
-    kernel = device.load(CLOCK)["stamp_ns"]
-    out = device.zeros((1,), "uint64")
+    kernel = device.load(CLOCK_KERNELS)["stamp_ns"]
+    stamps = device.zeros((1,), "uint64")
     stream = device.stream("clock")
     lane = StreamLane(stream)
-    found = []
-    for _ in range(TRIES):
+    samples = []
+    for _ in range(CLOCK_SAMPLES):
         before = time.monotonic_ns()
-        lane.kernel(kernel, 1, 1, [out, 0])
+        lane.kernel(kernel, 1, 1, [stamps, 0])
         stream.synchronize()
         after = time.monotonic_ns()
-        found.append(((after - before + 1) // 2, (before + after) // 2 - int(out.to_host()[0])))
+        error_ns = (after - before + 1) // 2
+        samples.append((error_ns, (before + after) // 2 - int(stamps.to_host()[0])))
     stream.close()
-    error, offset = min(found)
-    return offset, error
+    error_ns, offset_ns = min(samples)
+    return offset_ns, error_ns
 
 
 @contextmanager
 def trace_rounds(engine: Engine) -> Iterator[Trace]:
-    """Record the rounds that an engine replays inside the block; the trace is full afterwards.
+    """Record the rounds that an engine replays while the block runs.
 
-    On the soft device the driver tells the begin and end of every node. On CUDA hardware the device
-    stamps the borders of a round's parts, and host steps are timed on the host's clock, tied to the
-    device's within ``Trace.clock_error_ns``.
+    The trace is filled when the block ends. On the soft device, the driver reports begin and end of
+    every node. On CUDA hardware, the round's kernels write time stamps between its parts, and host
+    steps are timed on the host's clock; see `Trace.clock_error_ns`.
+
+    Raises
+    ------
+    OptionError
+        If an engine on CUDA hardware does not have the option ``timeline=True``.
     """
-    engine.synchronize()  # rounds launched before the block do not belong to it
+    engine.synchronize()  # exclude rounds that were launched before the block
     if engine.device.kind == "soft":
-        watched = {
-            exe: graph
-            for one in engine.round_graphs.values()
-            for exe, graph in zip(one.execs, one.graphs, strict=True)
-        }
+        watched = {}
+        for round_graph in engine.round_graphs.values():
+            watched.update(zip(round_graph.execs, round_graph.graphs, strict=True))
         with record(engine.device, watched) as trace:
             yield trace
             engine.synchronize()
         return
     if not engine.options.timeline:
-        raise OptionError("on CUDA rounds are traced of engines with timeline=True")
+        raise OptionError("tracing on CUDA hardware requires an engine with timeline=True")
     trace = Trace(engine.device.describe())
     replays = engine._replays
-    first = replays.launched
+    launched_before = replays.launched
     stamped: list[tuple[ReplayInFlight, list[int]]] = []
 
     def collect(flight: ReplayInFlight, stamps: list[int]) -> None:
@@ -75,19 +88,26 @@ def trace_rounds(engine: Engine) -> Iterator[Trace]:
         engine.synchronize()
     finally:
         replays.on_parts = None
-    offset, trace.clock_error_ns = tie_clocks(engine.device)
+    offset_ns, trace.clock_error_ns = clock_offset(engine.device)
     for flight, stamps in stamped:
-        for part, start, end in zip(flight.graph.timed, stamps, stamps[1:], strict=False):
-            if not (start and end):
-                continue
-            at = (flight.number - first, start + offset, max(start, end) + offset)
-            if part.waits_for:
-                trace.waits.append(Wait("model", part.name, part.waits_for, *at))
-            else:
-                trace.events.append(TraceEvent(part.name, "kernel", "model", "round", *at))
+        _add_parts(trace, flight, stamps, flight.number - launched_before, offset_ns)
     parts = next(iter(engine.round_graphs.values())).parts
     for span in parts.decoder.timeline():
-        if span.replay > first:
-            at = (span.replay - first, span.start_ns, span.end_ns)
-            trace.events.append(TraceEvent(span.step, "host", "grammar", "round", *at))
+        if span.replay > launched_before:
+            times = (span.replay - launched_before, span.start_ns, span.end_ns)
+            trace.events.append(TraceEvent(span.step, "host", "grammar", "round", *times))
     trace.sort()
+
+
+def _add_parts(
+    trace: Trace, flight: ReplayInFlight, stamps: list[int], replay: int, offset_ns: int
+) -> None:
+    """Add the parts of a round between its time stamps. A stamp of 0 has not been written."""
+    for part, start, end in zip(flight.graph.timed, stamps, stamps[1:], strict=False):
+        if start == 0 or end == 0:
+            continue
+        times = (replay, start + offset_ns, max(start, end) + offset_ns)
+        if part.waits_for:
+            trace.waits.append(Wait("model", part.name, part.waits_for, *times))
+        else:
+            trace.events.append(TraceEvent(part.name, "kernel", "model", "round", *times))
