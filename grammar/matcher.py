@@ -240,7 +240,9 @@ class NativeBackedMatcher(Matcher):
 
     @_raises_grammar_error
     def accept(self, token: int) -> bool:
-        return -(2**31) <= token < 2**31 and bool(self.native.accept(int(token)))
+        if not -(2**31) <= token < 2**31:
+            return False
+        return bool(self.native.accept(int(token)))
 
     @_raises_grammar_error
     def fill(self, row: np.ndarray) -> bool:

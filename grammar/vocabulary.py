@@ -200,6 +200,8 @@ def _byte_fallback(space: str) -> Callable[[str], bytes]:
 
     def to_bytes(piece: str) -> bytes:
         byte = re.fullmatch(r"<0x([0-9A-Fa-f]{2})>", piece)
-        return bytes([int(byte[1], 16)]) if byte else piece.replace(space, " ").encode("utf-8")
+        if byte:
+            return bytes([int(byte[1], 16)])
+        return piece.replace(space, " ").encode("utf-8")
 
     return to_bytes

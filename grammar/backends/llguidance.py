@@ -131,14 +131,15 @@ def _structural_tag(document: dict[str, Any], whitespace: Whitespace) -> str:
     and its end follow.
     """
     tags = document["tags"]
-    free_tag = f"({' | '.join(f'free_{i}' for i in range(len(tags)))})"
-    first_tag = f"({' | '.join(f'tag_{i}' for i in range(len(tags)))})"
+    indices = range(len(tags))
+    free_tag = " | ".join(f"free_{i}" for i in indices)
+    first_tag = " | ".join(f"tag_{i}" for i in indices)
     if document["at_once"]:
-        body = f"{first_tag} {free_tag}*"
+        body = f"({first_tag}) ({free_tag})*"
     elif document["at_least_one"]:
-        body = f"{free_tag}+"
+        body = f"({free_tag})+"
     else:
-        body = f"{free_tag}*"
+        body = f"({free_tag})*"
     rules = [f"start: {body} FREE", r"FREE: /(.|\n)*/"]
     for i, tag in enumerate(tags):
         begin = tag["begin"]

@@ -121,7 +121,8 @@ def _compile(info: Any, spec: Spec) -> Any:
         if spec.kind == "structural_tag":
             return compiler.compile_structural_tag(_structural_tag(text, spec.whitespace))
         if spec.kind == "choice":
-            text = f"{root} ::= " + " | ".join(_quote(option) for option in json.loads(text))
+            options = map(_quote, json.loads(text))
+            text = f"{root} ::= {' | '.join(options)}"
         return compiler.compile_grammar_from_strings(text, root)
     except _XGRAMMAR_ERRORS as error:
         raise GrammarError(f"{spec.kind}: {clean_message(error)}") from None
@@ -153,7 +154,8 @@ def _quote(text: str) -> str:
 def _escape(char: str) -> str:
     if char.isascii() and char.isalnum():
         return char
-    return f"\\u{ord(char):04x}" if ord(char) < 0x10000 else f"\\U{ord(char):08x}"
+    code = ord(char)
+    return f"\\u{code:04x}" if code < 0x10000 else f"\\U{code:08x}"
 
 
 def _layout(whitespace: Whitespace, strict: bool) -> tuple[Any, ...]:

@@ -88,7 +88,8 @@ def available_backends() -> tuple[str, ...]:
 
 def ignored_keywords(schema: Any) -> list[Reason]:
     """Return the keywords of a schema that XGrammar is known to ignore without an error."""
-    old_draft = isinstance(schema, dict) and bool(_OLD_DRAFT.search(str(schema.get("$schema", ""))))
+    uri = str(schema.get("$schema", "")) if isinstance(schema, dict) else ""
+    old_draft = _OLD_DRAFT.search(uri) is not None
     dropped: list[str] = []  # pointers of subschemas that XGrammar does not read
     found = []
     for pointer, part in subschemas(schema):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from typing import Any, Literal, get_args
 
 from graft.grammar.errors import GrammarError
@@ -49,4 +50,5 @@ def json_options(whitespace: Whitespace) -> dict[str, Any]:
 def literal(text: str) -> str:
     """Return a string literal of LLGuidance's Lark dialect."""
     quoted = json.dumps(text, ensure_ascii=False)
-    return "".join(f"\\u{ord(c):04x}" if "\x7f" <= c <= "\x9f" else c for c in quoted)
+    # json.dumps does not escape these control characters
+    return re.sub("[\x7f-\x9f]", lambda match: f"\\u{ord(match[0]):04x}", quoted)

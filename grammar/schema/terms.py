@@ -86,7 +86,8 @@ def escape(name: object) -> str:
 
 def pointer_steps(pointer: str) -> list[str]:
     """Return the keys of a JSON pointer."""
-    return [unquote(step).replace("~1", "/").replace("~0", "~") for step in pointer.split("/")[1:]]
+    _, *steps = pointer.split("/")
+    return [unquote(step).replace("~1", "/").replace("~0", "~") for step in steps]
 
 
 #: Keywords whose value is a map of schemas.
@@ -117,9 +118,11 @@ def subschemas(schema: Any, at: str = "#") -> list[tuple[str, dict[str, Any]]]:
         for keyword, value in part.items():
             base = f"{pointer}/{escape(keyword)}"
             if isinstance(value, dict) and keyword in MAPS:
-                pending += [(f"{base}/{escape(name)}", v) for name, v in reversed(value.items())]
+                for name, inner in reversed(value.items()):
+                    pending.append((f"{base}/{escape(name)}", inner))
             elif isinstance(value, list) and keyword in _SCHEMA_KEYWORDS:
-                pending += [(f"{base}/{i}", v) for i, v in reversed(list(enumerate(value)))]
+                for i in reversed(range(len(value))):
+                    pending.append((f"{base}/{i}", value[i]))
             elif keyword in _SCHEMA_KEYWORDS:
                 pending.append((base, value))
     return found

@@ -88,7 +88,7 @@ def main(arguments: Sequence[str]) -> None:
     pipe.send("ready")
     while True:
         try:
-            function, arguments = pipe.recv()
+            function, function_arguments = pipe.recv()
         except EOFError:
             return
-        pipe.send(_run(function, arguments))
+        pipe.send(_run(function, function_arguments))

@@ -19,6 +19,7 @@ from reference_round import DEAD_END, ERROR, FREE, NOT_READY, READY, bits
 from graft.grammar import CompiledGrammar, GrammarBackend, Matcher
 from graft.grammar.decoder import GuidedDecoder, GuidedRequest
 from graft.grammar.forced import ForcedTokens
+from graft.sampling.mode import DraftMode
 
 MARKER_TOKENS = [*b'a":', 261, 265]
 
@@ -64,8 +65,8 @@ class Device:
         self.size = backend.vocabulary.size
         self.wrong = wrong
         self.kinds = kinds
-        sizes = (slots, draft_length, self.size, 4 * probe)
-        self.exchanges = [exchange_for(*sizes) for _ in kinds]
+        mode = DraftMode.chain(draft_length, "probe", 4) if probe else DraftMode.chain(draft_length)
+        self.exchanges = [exchange_for(slots, self.size, mode) for _ in kinds]
         options = {"masked_drafts": masked, "forced": forced, "max_in_flight": 4, **(options or {})}
         self.decoders = [GuidedDecoder(exchange, **options) for exchange in self.exchanges]
         self.slots: list[Any] = [None] * slots

@@ -26,6 +26,7 @@ from graft.grammar import CompiledGrammar, GrammarBackend, GrammarSpec, Matcher,
 from graft.grammar.decoder import GuidedDecoder, GuidedRequest
 from graft.native import _native
 from graft.sampling.exchange import Exchange
+from graft.sampling.mode import DraftMode
 
 STOP = 256
 OTHER_STOP = 257
@@ -64,9 +65,9 @@ def byte_vocabulary(size: int = 270, names: dict[str, int] | None = None) -> Voc
     return Vocabulary(tokens, size, [STOP, OTHER_STOP], names)
 
 
-def exchange_for(slots: int, drafts: int, vocab_size: int, *more: int) -> Exchange:
+def exchange_for(slots: int, vocab_size: int, mode: DraftMode) -> Exchange:
     """Return exchange memory of this process's device; the tests act as the device."""
-    return Exchange(open_device(), slots, drafts, vocab_size, *more)
+    return Exchange(open_device(), slots, vocab_size, mode)
 
 
 class PythonMatcher(Matcher):
@@ -173,22 +174,23 @@ class Rig:
     clock advances when only slot 0 is busy, so slot 0 is late, on any machine.
     """
 
-    def __init__(
-        self, backend, kind="native", *, k=2, slots=1, candidates=0, held=False, tree=(1, 0)
-    ):
+    def __init__(self, backend, kind="native", *, k=2, slots=1, mode=None, held=False):
+        mode = mode or DraftMode.chain(k)
         self.backend = backend
         self.kind = kind
         self.held = held
         self.clock = np.zeros(1, np.int64)
         self.gate = np.zeros(16, np.int32)
-        self.exchange = exchange_for(slots, k, backend.vocabulary.size, candidates, *tree)
+        self.exchange = exchange_for(slots, backend.vocabulary.size, mode)
         options = {"masked_drafts": True, "max_in_flight": 4, "threads": 1}
         with simulated_clock(self.clock) if held else contextlib.nullcontext():
             budget = BUDGET_NS / 1000 if held else None
             self.decoder = GuidedDecoder(self.exchange, budget_us=budget, **options)
         self.open = self.decoder.open_work()
         self.commit = self.decoder.commit_work()
-        last = 1 if len(tree) > 2 else k - (candidates == 0)
+        last = mode.drafts if mode.probes else mode.drafts - 1
+        if mode.is_lattice:
+            last = 1
         self.drafts = [self.decoder.draft_work(j) for j in range(1, last + 1)]
 
     def request(self, spec="regex", *, slot=0, epoch=1, position=10, gated=True):

@@ -35,6 +35,17 @@ def generate_both(requests: list[Request], masking: str, **options: Any) -> list
     return outputs
 
 
+def results_of(outputs: list) -> list[tuple[str, list[int]]]:
+    """Return the reasons and tokens of outputs."""
+    return [(output.reason, output.tokens) for output in outputs]
+
+
+def draft_vocabulary() -> np.ndarray:
+    """Return the ids that the demo drafter can propose."""
+    with demo_engine() as engine:
+        return engine._parts.drafter.vocab.d2t.to_host()
+
+
 @pytest.mark.parametrize("masking", ["fill", "probe"])
 def test_grammar_dead_end_finishes_only_its_request(masking: str) -> None:
     """A grammar requires a text that no token spells: its request ends with the reason dead_end,
@@ -45,48 +56,59 @@ def test_grammar_dead_end_finishes_only_its_request(masking: str) -> None:
         for word in ("yes", "perhaps")
     ]
     late = Request(prompt="Say.", grammar=GrammarSpec.ebnf('root ::= "abc" [0-9]{3} "~"'))
-    now = Request(prompt="Say.", grammar=GrammarSpec.ebnf('root ::= "~"'))
+    immediate = Request(prompt="Say.", grammar=GrammarSpec.ebnf('root ::= "~"'))
     options = {"grammar_backend": backend, "draft_masking": masking, "max_batch_size": 4}
     with demo_engine(**options) as engine:
-        alone = [(o.reason, o.tokens) for o in engine.generate(others)]
-        mixed = engine.generate([late, others[0], now, others[1]])
-        grammar = engine.counters()["grammar"]
-    assert [(o.reason, o.tokens) for o in (mixed[1], mixed[3])] == alone
-    assert mixed[0].reason == mixed[2].reason == "dead_end"
-    assert mixed[0].text.startswith("abc") and len(mixed[0].text) == 6 and mixed[2].tokens == []
-    assert grammar["desyncs"] == grammar["errors"] == 0 and grammar["dead_ends"] >= 2
+        alone = engine.generate(others)
+        mixed = engine.generate([late, others[0], immediate, others[1]])
+        counters = engine.counters()["grammar"]
+    late_output, first, immediate_output, second = mixed
+    assert results_of([first, second]) == results_of(alone)
+    assert late_output.reason == "dead_end"
+    assert late_output.text.startswith("abc")
+    assert len(late_output.text) == 6
+    assert immediate_output.reason == "dead_end"
+    assert immediate_output.tokens == []
+    assert counters["desyncs"] == counters["errors"] == 0
+    assert counters["dead_ends"] >= 2
 
 
 @pytest.mark.parametrize("masking", ["fill", "probe"])
 def test_grammar_outside_draft_vocabulary_is_decoded_without_drafts(masking: str) -> None:
     """No candidate is legal; tokens and reasons are those of the target."""
-    with demo_engine() as engine:
-        d2t = engine._parts.drafter.vocab.d2t.to_host()
     known = np.zeros(1 << 16, bool)
-    known[d2t] = True
+    known[draft_vocabulary()] = True
     backend = xgrammar_without(lambda id, text: bool(known[id]))
     words = GrammarSpec.regex("[ -~]{20}")
-    requests = [Request(prompt=r.prompt, grammar=words, max_tokens=24) for r in mixed_requests(3)]
+    requests = [
+        Request(prompt=request.prompt, grammar=words, max_tokens=24)
+        for request in mixed_requests(3)
+    ]
     options = {"grammar_backend": backend, "max_batch_size": 4}
     plain, drafted = generate_both(requests, masking, **options)
-    assert [(o.reason, o.tokens) for o in drafted] == [(o.reason, o.tokens) for o in plain]
-    assert all(o.drafted <= 1 for o in drafted)  # of all legal ids it knows the last, a stop id
-    assert all(len(o.tokens) > 1 and not known[o.tokens[:-1]].any() for o in drafted)
+    assert results_of(drafted) == results_of(plain)
+    for output in drafted:
+        assert output.drafted <= 1  # the stop id is the only legal id that the drafter knows
+        assert len(output.tokens) > 1
+        assert not known[output.tokens[:-1]].any()
 
 
 @pytest.mark.parametrize("masking", ["fill", "probe"])
 def test_drafts_end_before_token_outside_draft_vocabulary(masking: str) -> None:
     """Every other token is missing in the draft vocabulary: the drafts end before it, the last
     draft is verified, and the target continues as without a drafter."""
+    known = draft_vocabulary()
     with demo_engine() as engine:
-        d2t = engine._parts.drafter.vocab.d2t.to_host()
         tokens = engine._built.compiler.backend.vocabulary.tokens
     words = [id for id, text in enumerate(tokens) if len(text) > 1 and text.isalpha()]
-    has = next(id for id in words if id in d2t)
-    lacks = next(id for id in words if id not in d2t)
-    both = (tokens[has] + tokens[lacks]).decode()
-    request = Request(prompt="Say.", grammar=GrammarSpec.regex(f"(?:{both}){{4}}"), max_tokens=20)
-    backend = xgrammar_without(lambda id, text: id not in (has, lacks))
+    inside = next(id for id in words if id in known)
+    outside = next(id for id in words if id not in known)
+    text = (tokens[inside] + tokens[outside]).decode()
+    grammar = GrammarSpec.regex(f"(?:{text}){{4}}")
+    request = Request(prompt="Say.", grammar=grammar, max_tokens=20)
+    backend = xgrammar_without(lambda id, text: id not in (inside, outside))
     [plain], [drafted] = generate_both([request], masking, grammar_backend=backend)
-    assert drafted.tokens == plain.tokens and plain.tokens[:-1] == [has, lacks] * 4
-    assert drafted.reason == "stop" and 0 < drafted.accepted == drafted.drafted <= 5
+    assert drafted.tokens == plain.tokens
+    assert plain.tokens[:-1] == [inside, outside] * 4
+    assert drafted.reason == "stop"
+    assert 0 < drafted.accepted == drafted.drafted <= 5

@@ -24,6 +24,7 @@ from graft.grammar import (
     XGrammarBackend,
 )
 from graft.native import _native
+from graft.sampling.mode import DraftMode
 
 SIZE = 270
 
@@ -111,7 +112,7 @@ def test_guide_fails_request_with_inconsistent_commit(backend, kind):
 
 
 def test_guide_internal_error_fails_one_slot(backend):
-    exchange = exchange_for(2, 1, 64)
+    exchange = exchange_for(2, 64, DraftMode.chain(1))
     # The worker fills masks of 64 columns, which XGrammar refuses.
     worker = _native.guide.Worker(
         exchange.host_ptr, exchange.layout.tobytes(), vocab_size=64, ring=4
@@ -198,7 +199,7 @@ def test_guide_step_keeps_decoder_alive(backend):
 
 
 def make(**changes) -> GuidedDecoder:
-    exchange = exchange_for(2, 3, SIZE, changes.pop("candidates", 0))
+    exchange = exchange_for(2, SIZE, changes.pop("mode", DraftMode.chain(3)))
     return GuidedDecoder(exchange, **{"masked_drafts": True, "max_in_flight": 3, **changes})
 
 
@@ -270,7 +271,10 @@ def test_guide_close(decoder, backend):
         ({"threads": 0}, "threads is 0"),
         ({"budget_us": 0.5}, "budget_us is 0.5"),
         ({"budget_us": float("nan")}, "budget_us is nan"),
-        ({"candidates": 4, "masked_drafts": False}, "needs masked_drafts=True"),
+        (
+            {"mode": DraftMode.chain(3, "probe", 4), "masked_drafts": False},
+            "needs masked_drafts=True",
+        ),
     ],
 )
 def test_guide_rejects_invalid_options(changes, message):

@@ -14,6 +14,7 @@ from reference_round import READY, record
 
 from graft.grammar import GuidedDecoder, GuidedRequest
 from graft.grammar.decoder import default_threads
+from graft.sampling.mode import DraftMode
 
 
 def test_late_mask_row_truncates_round(backend):
@@ -107,7 +108,7 @@ def play_by_processor_time(
 ) -> tuple[dict[str, int], bool]:
     """Return the counters after rounds of one grammar, and whether the grammar is trusted."""
     size = backend.vocabulary.size
-    exchange = exchange_for(slots, 0, size)
+    exchange = exchange_for(slots, size, DraftMode.chain(0))
     decoder = GuidedDecoder(exchange, masked_drafts=False, threads=1, budget_us=budget_us)
     compiled = backend.compile(SPECS["regex"])
     requests = [GuidedRequest(s, 1, compiled.matcher(), 0) for s in range(slots)]
@@ -141,7 +142,7 @@ def test_guide_trusts_fast_grammars(backend, slots, budget_us, late):
 
 def test_late_probe_is_not_answered(backend):
     """The device drafts nothing; tokens that the thread accepted meanwhile are rolled back."""
-    rig, requests = joined(backend, k=3, slots=2, candidates=4, held=True)
+    rig, requests = joined(backend, mode=DraftMode.chain(3, "probe", 4), slots=2, held=True)
     rig.verify(1, *b"a", slot=(0, 1))
     rig.exchange.candidates[:, :5] = (1, 1, 2, ord("!"), ord("b"))
     rig.close_gate(2)  # inside the test of the second candidate
@@ -180,7 +181,8 @@ import gc, os, sys
 sys.path[:0] = [sys.argv[1], os.path.dirname(sys.argv[1])]
 from guide_util import exchange_for, run_work
 from graft.grammar import GuidedDecoder
-decoder = GuidedDecoder(exchange_for(4, 1, 270), masked_drafts=True, threads=3)
+from graft.sampling.mode import DraftMode
+decoder = GuidedDecoder(exchange_for(4, 270, DraftMode.chain(1)), masked_drafts=True, threads=3)
 work = decoder.open_work()
 run_work(work)
 child = os.fork()

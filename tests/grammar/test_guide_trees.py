@@ -9,6 +9,7 @@ from guide_util import MATCHER_KINDS, OTHER_STOP, SPECS, STOP, Rig, joined, orac
 from reference_round import DEAD_END, NOT_READY, Tree, bits, chain, legal_tree
 
 from graft.grammar.decoder import GuidedRequest
+from graft.sampling.mode import TREE_CANDIDATES, DraftMode
 
 both = pytest.mark.parametrize("kind", MATCHER_KINDS)
 NODES = 12
@@ -40,47 +41,47 @@ def test_guide_fills_row_of_each_draft_tree_node(backend, kind, spec):
     fills = 0
     for seed in range(4):
         rig = Rig(backend, kind, k=NODES)
-        said = []
+        text = []
         tree = chain(0)
         request = rig.request(spec)
         rig.start(1, [request])
         for replay in range(1, 8):
             # Accept a random path of the tree and one more token.
             path = list(tree.path(int(rng.integers(len(tree.token)))))
-            while path and oracle_row(start, [*said, *path]) is None:
+            while path and oracle_row(start, [*text, *path]) is None:
                 path.pop()
-            legal = {t for t in bits(oracle_row(start, [*said, *path])).tolist() if t < 270}
+            legal = {t for t in bits(oracle_row(start, [*text, *path])).tolist() if t < 270}
             legal = [
                 t
                 for t in sorted(legal - {STOP, OTHER_STOP})
-                if oracle_row(start, [*said, *path, t]).any()
+                if oracle_row(start, [*text, *path, t]).any()
             ]
             if not legal:
                 break
             taken = [*path, int(rng.choice(legal))]
             rig.verify(replay, *taken)
-            said += taken
-            tree = random_tree(rng, start, said, int(rng.integers(1, NODES + 1)))
+            text += taken
+            tree = random_tree(rng, start, text, int(rng.integers(1, NODES + 1)))
             rig.drafted(replay, *tree.token[1:], parents=tree.parent[1:])
             rig.decoder.retire(replay)
             before = rig.decoder.counters()["fills"]
             rig.start(replay + 1, [request])
             states = rig.states()
-            made = 0
+            filled = 0
             for node in range(len(tree.token)):
                 path = tree.path(node)
-                row = oracle_row(start, [*said, *path])
+                row = oracle_row(start, [*text, *path])
                 if row is None:
                     assert states[node][0] == NOT_READY
                     continue
-                made += node > 0  # the commit step filled row 0
-                assert states[node][2] == 10 + len(said) + len(path)
+                filled += node > 0  # the commit step filled row 0
+                assert states[node][2] == 10 + len(text) + len(path)
                 if row.any():
-                    rig.expect_row([*said, *path], j=node, spec=spec)
+                    rig.expect_row([*text, *path], j=node, spec=spec)
                 else:
                     assert states[node][0] == DEAD_END
-            assert rig.decoder.counters()["fills"] - before == made
-            fills += made
+            assert rig.decoder.counters()["fills"] - before == filled
+            fills += filled
         counters = rig.decoder.counters()
         assert counters["desyncs"] == counters["errors"] == 0, seed
     assert fills > 20
@@ -93,22 +94,23 @@ def test_guide_returns_legal_children_of_each_node(backend, kind):
     Probing does not change later rows.
     """
     branch = 2
-    most = 8
-    rig, [request] = joined(backend, kind, k=5, candidates=most, tree=(branch, 4))
+    max_candidates = TREE_CANDIDATES
+    mode = DraftMode(drafts=5, levels=3, branch=branch, masking="probe", candidates=max_candidates)
+    rig, [request] = joined(backend, kind, mode=mode)
     compiled = backend.compile(SPECS["regex"])
     head = 3
 
-    def ask(replay, level, *nodes):
+    def probe(replay, level, *nodes):
         record = rig.exchange.candidates[0]
         record[:head] = (replay, level, len(nodes))
         record[head:] = -1
         for f, ids in enumerate(nodes):
-            record[head + f * most :][: len(ids)] = ids
+            record[head + f * max_candidates :][: len(ids)] = ids
         rig.run(rig.drafts[level - 1])
         assert tuple(rig.exchange.answer[0])[:2] == (replay, level)
         return rig.exchange.legal[0, : len(nodes)].tolist()
 
-    def wanted(path, ids):
+    def expected(path, ids):
         found = 0
         word = 0
         for i, token in enumerate(ids):
@@ -121,32 +123,34 @@ def test_guide_returns_legal_children_of_each_node(backend, kind):
         matcher = compiled.matcher()
         return all(map(matcher.accept, path)) and matcher.accept(token)
 
-    said = [ord("c")]
-    rig.verify(1, *said)
+    text = [ord("c")]
+    rig.verify(1, *text)
     first = [ord("x"), 261, ord("a"), ord("b"), ord("c"), STOP]
-    assert ask(1, 1, first) == [wanted(said, first)]
-    assert wanted(said, first) != 0
-    legal = [t for i, t in enumerate(first) if wanted(said, first) >> i & 1]
+    assert probe(1, 1, first) == [expected(text, first)]
+    assert expected(text, first) != 0
+    legal = [t for i, t in enumerate(first) if expected(text, first) >> i & 1]
     fed = (legal[0], -1)
     rig.drafted(1, *fed, parents=(0, 0))
-    assert ask(1, 2, first, []) == [wanted([*said, legal[0]], first), 0]
+    assert probe(1, 2, first, []) == [expected([*text, legal[0]], first), 0]
     rig.drafted(1, *fed, legal[0], ord("Z"), parents=(0, 0, 1, 1))
     ids = [ord("c"), ord("a")]
-    assert ask(1, 3, ids, ids) == [wanted([*said, legal[0], legal[0]], ids), 0]
+    assert probe(1, 3, ids, ids) == [expected([*text, legal[0], legal[0]], ids), 0]
     rig.drafted(1, *legal, parents=(0,) * len(legal))
     rig.decoder.retire(1)
     rig.start(2, [request])
-    rig.expect_row(said)
+    rig.expect_row(text)
     for j, token in enumerate(legal, 1):
         if token != STOP:
-            rig.expect_row([*said, token], j=j)
+            rig.expect_row([*text, token], j=j)
     counters = rig.decoder.counters()
     assert counters["desyncs"] == counters["errors"] == 0 and counters["probes"] > 6
 
 
-def offer(rng: np.random.Generator, most: int, choices: list[int]) -> list[tuple[int, float]]:
+def offer(
+    rng: np.random.Generator, max_candidates: int, choices: list[int]
+) -> list[tuple[int, float]]:
     """Return the distinct ids of a level and their shares, some of them equal or zero."""
-    ids = rng.permutation(list(dict.fromkeys(choices)))[: int(rng.integers(most + 1))]
+    ids = rng.permutation(list(dict.fromkeys(choices)))[: int(rng.integers(max_candidates + 1))]
     shares = np.round(np.sort(rng.dirichlet([0.6] * (len(ids) + 1)))[::-1], 2).astype(np.float32)
     return list(zip(ids.tolist(), shares[: len(ids)].tolist(), strict=True))
 
@@ -161,65 +165,74 @@ def test_guide_lattice_probe_matches_reference(backend, kind, spec, branch):
     """
     rng = np.random.default_rng(8)
     levels = 5
-    most = 6
+    max_candidates = 6
     k = 7
-    rig = Rig(backend, kind, k=k, candidates=most, tree=(branch, 0, levels))
+    mode = DraftMode(
+        drafts=k, levels=levels, branch=branch, masking="lattice-probe", candidates=max_candidates
+    )
+    rig = Rig(backend, kind, mode=mode)
     compiled = spec and backend.compile(SPECS[spec])
     request = rig.request(spec) if spec else GuidedRequest(0, 1, None, 10)
-    said = []
+    text = []
     sizes = set()
     rig.start(1, [request])
 
-    def ask(replay, wanted, offers):
+    def probe(replay, max_drafts, offers):
         record = rig.exchange.candidates[0]
-        room = rig.exchange.layout["levels"] * most
-        record[:3] = (replay, wanted, len(offers))
+        share_offset = rig.exchange.layout["levels"] * max_candidates
+        record[:3] = (replay, max_drafts, len(offers))
         record[3:] = -1
-        for level, here in enumerate(offers):
-            at = 3 + level * most
-            record[at : at + len(here)] = [token for token, _ in here]
-            shares = np.array([share for _, share in here], np.float32)
-            record[at + room : at + room + len(here)] = shares.view(np.int32)
+        for level, offered in enumerate(offers):
+            at = 3 + level * max_candidates
+            record[at : at + len(offered)] = [token for token, _ in offered]
+            shares = np.array([share for _, share in offered], np.float32)
+            record[at + share_offset : at + share_offset + len(offered)] = shares.view(np.int32)
         rig.run(rig.drafts[0])
 
-    def stands(path):
+    def matcher_after(path):
         matcher = compiled.matcher()
-        return matcher if all(map(matcher.accept, [*said, *path])) else None
+        return matcher if all(map(matcher.accept, [*text, *path])) else None
 
     def legal(path, token):
-        return token in range(rig.decoder.vocab_size) and (not spec or bool(stands((*path, token))))
+        return token in range(rig.decoder.vocab_size) and (
+            not spec or bool(matcher_after((*path, token)))
+        )
 
     def ended(path):
-        return bool(spec) and stands(path).is_terminated()
+        return bool(spec) and matcher_after(path).is_terminated()
 
     for replay in range(1, 20):
-        row = oracle_row(compiled.matcher, said) if spec else np.full(9, -1, np.int32)
-        fine = [t for t in bits(row).tolist() if t < 270 and t not in (STOP, OTHER_STOP)]
-        fine = [t for t in fine if not spec or oracle_row(compiled.matcher, [*said, t]).any()]
-        if not fine:
+        row = oracle_row(compiled.matcher, text) if spec else np.full(9, -1, np.int32)
+        candidates = [t for t in bits(row).tolist() if t < 270 and t not in (STOP, OTHER_STOP)]
+        candidates = [
+            t for t in candidates if not spec or oracle_row(compiled.matcher, [*text, t]).any()
+        ]
+        if not candidates:
             break
-        said.append(int(rng.choice(fine)))
-        rig.verify(replay, said[-1])
-        texts = [*TEXT, *fine[:4], ord("0"), ord('"'), 270]
-        offers = [offer(rng, most, texts) for _ in range(int(rng.integers(1, levels + 1)))]
-        wanted = int(rng.integers(k // 2, k + 1))
-        ask(replay, wanted, offers)
-        tests = 4 * wanted + most
-        tree = legal_tree(said[-1], offers, branch, wanted, tests, legal, ended)
+        text.append(int(rng.choice(candidates)))
+        rig.verify(replay, text[-1])
+        texts = [*TEXT, *candidates[:4], ord("0"), ord('"'), 270]
+        offers = [
+            offer(rng, max_candidates, texts) for _ in range(int(rng.integers(1, levels + 1)))
+        ]
+        max_drafts = int(rng.integers(k // 2, k + 1))
+        probe(replay, max_drafts, offers)
+        tests = 4 * max_drafts + max_candidates
+        tree = legal_tree(text[-1], offers, branch, max_drafts, tests, legal, ended)
         count = len(tree.token) - 1
         sizes.add(count)
         assert tuple(rig.exchange.answer[0]) == (replay, 0, count), offers
-        told = rig.exchange.legal[0].view(np.int32)
-        assert tuple(told[:count]) == tree.token[1:]
-        assert tuple(told[k : k + count]) == tree.parent[1:]
+        answer_words = rig.exchange.legal[0].view(np.int32)
+        assert tuple(answer_words[:count]) == tree.token[1:]
+        assert tuple(answer_words[k : k + count]) == tree.parent[1:]
         rig.drafted(replay, *tree.token[1:], parents=tree.parent[1:])
         rig.decoder.retire(replay)
         rig.start(replay + 1, [request])
         for node in range(len(tree.token) if spec else 0):
             path = tree.path(node)
-            row = oracle_row(compiled.matcher, [*said, *path])
+            row = oracle_row(compiled.matcher, [*text, *path])
             if row is not None and row.any():
-                rig.expect_row([*said, *path], j=node, spec=spec)
+                rig.expect_row([*text, *path], j=node, spec=spec)
     counters = rig.decoder.counters()
     assert counters["desyncs"] == counters["errors"] == 0 and counters["draft_calls"] == replay
     assert len(sizes) > 2 or spec == "dead end", sizes

@@ -95,10 +95,19 @@ def separators(options: dict[str, Any]) -> str:
     """
     space = r"[\x20\x0A\x0D\x09]"
     if options["whitespace_flexible"]:
-        texts = {"COMMA": f"/,{space}*/", "COLON": f"/:{space}*/", "OPEN": f"/\\[{space}*/"}
-        return "\n".join([*(f"{k}: {v}" for k, v in texts.items()), f"%ignore /{space}+/"])
-    texts = {"COMMA": options["item_separator"], "COLON": options["key_separator"], "OPEN": "["}
-    return "\n".join(f"{name}: {literal(text)}" for name, text in texts.items())
+        lines = [
+            f"COMMA: /,{space}*/",
+            f"COLON: /:{space}*/",
+            f"OPEN: /\\[{space}*/",
+            f"%ignore /{space}+/",
+        ]
+    else:
+        lines = [
+            f"COMMA: {literal(options['item_separator'])}",
+            f"COLON: {literal(options['key_separator'])}",
+            f"OPEN: {literal('[')}",
+        ]
+    return "\n".join(lines)
 
 
 def array_body(item: str | None, low: int, high: int | None) -> str:
@@ -113,8 +122,9 @@ def array_body(item: str | None, low: int, high: int | None) -> str:
     """
     if item is None or high == 0:
         return 'OPEN "]"'
+    min_more = max(0, low - 1)
     max_more = "" if high is None else max(0, high - 1)
-    items = f"{item} (COMMA {item}){{{max(0, low - 1)},{max_more}}}"
+    items = f"{item} (COMMA {item}){{{min_more},{max_more}}}"
     if low == 0:
         items = f"({items})?"
     return f'OPEN {items} "]"'
@@ -152,15 +162,17 @@ def object_rules(name: str, pairs: Pairs) -> dict[str, str]:
         return {name: f'"{{" ({others} (COMMA {others})*)? "}}"' if others else '"{" "}"'}
     end = '"}"' + (f" %if is_ones([0:{required}])" if required else "")
     more = f"COMMA {name}-named::_ %if not(is_ones([0:{count}]))"
-    rules = {name: f'"{{" {name}-first::0', f"{name}-first::_": f"{end} | {name}-named::_"}
+    rules = {name: f'"{{" {name}-first::0'}
+    rules[f"{name}-first::_"] = f"{end} | {name}-named::_"
     rules[f"{name}-more::_"] = f"{end} | {more}"
     if others is not None:
         run = f"{others} (COMMA {others})* {name}-after::_"
         rules[f"{name}-after::_"] = f"{end} | {more}"
         rules[f"{name}-first::_"] += f" | {run}"
         rules[f"{name}-more::_"] = f"{end} | COMMA {name}-named::_ | COMMA {run}"
-    rules[f"{name}-named::_"] = " | ".join(
-        f"{literal(key(text))} COLON {value} {name}-more::set_bit({bit}) %if bit_clear({bit})"
-        for bit, (text, value) in enumerate(pairs.names)
-    )
+    options = []
+    for bit, (text, value) in enumerate(pairs.names):
+        pair = f"{literal(key(text))} COLON {value}"
+        options.append(f"{pair} {name}-more::set_bit({bit}) %if bit_clear({bit})")
+    rules[f"{name}-named::_"] = " | ".join(options)
     return rules

@@ -26,6 +26,8 @@ _MAPS = ("properties", "patternProperties")
 _LISTS = ("anyOf", "allOf", "oneOf", "prefixItems", "items")
 _SINGLE = ("additionalProperties", "additionalItems", "items")
 
+_StripKey = tuple[int, tuple[str, ...]]  # id of a schema, removed keywords
+
 
 class Leaves:
     """Leaves of one schema document.
@@ -47,7 +49,7 @@ class Leaves:
         self._references = References(root)
         self._references.nested &= _has_reference_below_id(root)
         #: Results of `without`, with the schema that each was made from: its id must stay valid.
-        self._stripped: dict[tuple[int, tuple[str, ...]], tuple[dict[str, Any], Any]] = {}
+        self._stripped: dict[_StripKey, tuple[dict[str, Any], Any]] = {}
         self._definitions: dict[str, str] = {}  # names of definitions in leaves, by pointer
         self._parts: dict[int, dict[str, Any]] = {}  # reachable schemas, by id
         self._with_orders: set[int] = set()  # ids of those that contain objects with several keys
@@ -118,10 +120,13 @@ class Leaves:
                 irrelevant |= OBJECTS
             if "array" not in types:
                 irrelevant |= ARRAYS
-            copies = [{k: v for k, v in one.items() if k not in irrelevant} for one in copies]
+            for copy in copies:
+                for keyword in irrelevant & copy.keys():
+                    del copy[keyword]
         document = _conjunction(copies)
         if types is not None:
-            document["type"] = min(types) if len(types) == 1 else sorted(types)
+            names = sorted(types)
+            document["type"] = names[0] if len(names) == 1 else names
         definitions = self._copy_definitions(reached)
         if definitions:
             document = {**document, "$defs": definitions}

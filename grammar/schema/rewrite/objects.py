@@ -222,16 +222,13 @@ def distinct(schema: dict[str, Any], values: list[Any] | None) -> list[Any] | No
         raise NoExactForm("uniqueItems", "items that differ cannot be enforced")
     largest = len(values) if max_items is None else min(len(values), int(max_items))
     smallest = int(schema.get("minItems", 0))
-    count = sum(math.perm(len(values), size) for size in range(smallest, largest + 1))
+    sizes = range(smallest, largest + 1)
+    count = sum(math.perm(len(values), size) for size in sizes)
     if count > _MAX_ORDERS:
         raise NoExactForm(
             "uniqueItems", f"{len(values)} values have more than {_MAX_ORDERS} orders"
         )
-    return [
-        {"const": list(row)}
-        for size in range(smallest, largest + 1)
-        for row in itertools.permutations(values, size)
-    ]
+    return [{"const": list(row)} for size in sizes for row in itertools.permutations(values, size)]
 
 
 def contains(part: Any, schema: dict[str, Any], prefix: str) -> list[Any]:

@@ -248,8 +248,11 @@ def _fold_pattern_properties(out: dict[str, Any]) -> None:
 
 def _add_conjuncts(out: dict[str, Any], extra: list[Any]) -> dict[str, Any]:
     """Add schemas that must hold in addition to the keywords of `out`."""
-    if len(extra) == 1 and isinstance(extra[0], dict) and not (extra[0].keys() & out.keys()):
-        out.update(extra[0])
-    elif extra:
+    if len(extra) == 1:
+        [schema] = extra
+        if isinstance(schema, dict) and not schema.keys() & out.keys():
+            out.update(schema)
+            return out
+    if extra:
         out["allOf"] = [*out.get("allOf", ()), *extra]
     return out

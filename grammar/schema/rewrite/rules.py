@@ -308,7 +308,11 @@ def _listed_values(rewriter: Rewriter, items: Any) -> list[Any] | None:
     types = types_of({"type": items["type"]}) if "type" in items else JSON_TYPES
     if any(not types & types_of({"const": value}) for value in items["enum"]):
         return None
-    return [value for i, value in enumerate(items["enum"]) if value not in items["enum"][:i]]
+    distinct_values: list[Any] = []
+    for value in items["enum"]:
+        if value not in distinct_values:
+            distinct_values.append(value)
+    return distinct_values
 
 
 def _closed_names(rewriter: Rewriter, schema: Any) -> frozenset[str] | None:

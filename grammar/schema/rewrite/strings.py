@@ -23,7 +23,13 @@ def code_point(code: int) -> str:
 
 def quote(text: str) -> str:
     """Return a pattern that matches exactly this text."""
-    return "".join(c if c.isalnum() and c.isascii() else code_point(ord(c)) for c in text)
+    return "".join(map(_quote_character, text))
+
+
+def _quote_character(char: str) -> str:
+    if char.isalnum() and char.isascii():
+        return char
+    return code_point(ord(char))
 
 
 @functools.lru_cache(maxsize=256)
@@ -99,8 +105,10 @@ def _without_nul(characters: str) -> str:
     including those of the quote and the backslash, which the class may exclude.
     """
     with contextlib.suppress(re.error):
-        has = re.compile(characters).fullmatch
-        if not all(has(chr(code)) for code in range(0x20)) or (has('"') and has("\\")):
+        matches = re.compile(characters).fullmatch
+        if not all(matches(chr(code)) for code in range(0x20)):
+            return characters
+        if matches('"') and matches("\\"):
             return characters
     if characters.startswith("[^"):
         return "[^\\x00" + characters[2:]
@@ -186,8 +194,10 @@ def none_of(words: Iterable[str]) -> str:
 def _complement(node: dict) -> str:
     """Return a pattern of the strings that are no words below a node of the prefix tree."""
     chars = [char for char in node if char]
-    options = [f"[^{''.join(map(quote, chars))}]{ANY}*" if chars else f"{ANY}+"]
-    options += [f"{quote(char)}{_complement(node[char])}" for char in chars]
+    excluded = "".join(map(quote, chars))
+    options = [f"[^{excluded}]{ANY}*" if chars else f"{ANY}+"]
+    for char in chars:
+        options.append(quote(char) + _complement(node[char]))
     pattern = f"(?:{'|'.join(options)})"
     return pattern if "" in node else pattern + "?"
 
