@@ -1,10 +1,10 @@
-"""Rounds as a drafter sees them: known tokens and features, in slots and rows that change."""
+"""Simulated rounds for drafter tests: known tokens and features in changing slots and rows."""
 
 import itertools
 from pathlib import Path
 from types import SimpleNamespace
 
-import nets_util as nets
+import model_util
 import numpy as np
 
 from graft.cudagraph.lanes import StreamLane
@@ -19,16 +19,16 @@ LENGTH = 40
 
 
 class Rounds:
-    """Loads a folder's drafter and tells it of tokens [SLOTS, LENGTH] round by round.
+    """Loads the drafter of a folder and feeds it tokens [SLOTS, LENGTH] round by round.
 
-    Random ones unless given; their features are the target's. Caches are float32.
+    The tokens are random unless given; their features are those of the target. Caches are float32.
     """
 
     def __init__(self, device, stream, target, folder: Path, drafts: int, tokens=None, tree=None):
         def cache(layers, *shape):
             names = ("num_key_value_heads", "head_dim", "dtype")
             config = SimpleNamespace(**dict(zip(names, shape, strict=True)))
-            return nets.make_cache(device, config, layers, dtype="float32")
+            return model_util.make_cache(device, config, layers, dtype="float32")
 
         context = SimpleNamespace(
             device=device,
@@ -57,9 +57,9 @@ class Rounds:
         self.features = np.zeros((SLOTS, LENGTH, wide), np.float32)
         for slot in range(SLOTS):
             for kv in (target.kv, *drafter.caches):
-                nets.own(stream, kv, slot, LENGTH + 24)
+                model_util.allocate_pages(stream, kv, slot, LENGTH + 24)
             made = device.zeros((LENGTH, wide), "float32")
-            nets.forward(stream, target, self.tokens[slot], slot, range(LENGTH), made)
+            model_util.forward(stream, target, self.tokens[slot], slot, range(LENGTH), made)
             self.features[slot] = made.to_host()
         self.state = SlotState(device, SLOTS, vocab)
         self.slots = np.zeros(SLOTS, SLOT)
@@ -67,13 +67,13 @@ class Rounds:
         self.slots["limit"] = LENGTH
         self.slots["draft_len"] = 24
         for slot in range(SLOTS):
-            for j in range(24):  # in a tree, on some node of the level before
+            for j in range(24):  # in a tree the parent is a random node of the previous level
                 level = j // self.branch
                 branch = self.branch
-                hangs_on = level and int((level - 1) * branch + rng.integers(branch) + 1)
-                above = int(self.slots["path"][slot, hangs_on - 1]) if hangs_on else 0
-                self.slots["parent"][slot, j] = hangs_on
-                self.slots["path"][slot, j] = above | 1 << j
+                parent = level and int((level - 1) * branch + rng.integers(branch) + 1)
+                ancestors = int(self.slots["path"][slot, parent - 1]) if parent else 0
+                self.slots["parent"][slot, j] = parent
+                self.slots["path"][slot, j] = ancestors | 1 << j
         self.scratch = RoundScratch(
             device,
             SLOTS,
@@ -86,21 +86,21 @@ class Rounds:
 
     @property
     def n(self):
-        """Positions of the last tokens, by slot."""
+        """Position of the last token of every slot."""
         return self.slots["n"]
 
     def prompt(self, slot: int, chunks: tuple[int, ...]) -> None:
-        """Absorb the prompt that ends with the token at the last of `chunks`."""
+        """Prefill in chunks that end at the positions `chunks`."""
         for begin, end in itertools.pairwise(chunks):
-            rows = nets.make_rows(
+            rows = model_util.make_rows(
                 self.device, self.tokens[slot, begin + 1 : end + 1], slot, range(begin, end)
             )
-            features = nets.upload(self.device, self.features[slot, begin:end])
+            features = model_util.upload(self.device, self.features[slot, begin:end])
             self.drafter.prefill(self.lane, rows, rows, features)
         self.n[slot] = chunks[-1]
 
     def commit(self, batch: list[int], counts: list[int]) -> Feed:
-        """The feed of a round that commits `counts` tokens in the slots of `batch`; -1: padding."""
+        """Commit `counts` tokens in the slots `batch` (-1 is padding); return the feed."""
         words = ROUND_ROW.itemsize // 4
         rows = np.full((len(batch), words + self.width), -1, np.int32)
         features = (
@@ -140,18 +140,18 @@ class Rounds:
         return feed
 
     def levels(self, feed: Feed):
-        """Every level's logits, [vocab] each: slot, tokens down to its node, and they."""
+        """Draft all levels; yield slot, tokens on the path and logits [vocab] of every node."""
         for level in range(len(self.drafter.shape.levels)):
             made = (
                 self.drafter.step(self.lane, feed, level)
                 if level
                 else self.drafter.start(self.lane, feed)
             )
-            made = nets.host(self.stream, made)
+            made = model_util.download(self.stream, made)
             nodes = len(made) // feed.batch
             for r, logits in enumerate(made):
                 slot = feed.row_slot.to_host()[r // nodes]
                 path = int(self.slots["path"][slot, (level - 1) * nodes + r % nodes])
-                down = [self.drafts[slot, j] for j in range(24) if path >> j & 1]
+                path_tokens = [self.drafts[slot, j] for j in range(24) if path >> j & 1]
                 if slot >= 0:
-                    yield slot, down if level else [], logits
+                    yield slot, path_tokens if level else [], logits

@@ -1,4 +1,4 @@
-"""NumPy oracle: Llama and EAGLE-3 written plainly, whole sequences at once, no cache.
+"""NumPy reference implementation of Llama, EAGLE-3 and MTP over whole sequences, without a cache.
 
 Weights are float32 dictionaries by Hugging Face name; computation is float64.
 """
@@ -15,7 +15,7 @@ def rms_norm(x: np.ndarray, weight: np.ndarray, eps: float) -> np.ndarray:
 
 
 def inverse_frequencies(config: dict[str, Any], dim: int) -> np.ndarray:
-    """Llama's rotary frequencies, with linear or llama3 scaling (loop form)."""
+    """Return the RoPE frequencies, with linear or llama3 scaling."""
     rope = config.get("rope_parameters") or config.get("rope_scaling") or {}
     theta = rope.get("rope_theta") or config.get("rope_theta") or 10000.0
     kind = rope.get("rope_type", rope.get("type", "default"))
@@ -40,7 +40,7 @@ def inverse_frequencies(config: dict[str, Any], dim: int) -> np.ndarray:
 
 
 def rotate(x: np.ndarray, positions: np.ndarray, frequencies: np.ndarray) -> np.ndarray:
-    """Turn pairs (i, i + d/2) of x [T, heads, d]."""
+    """Rotate the pairs (i, i + d/2) of x [T, heads, d]."""
     angle = positions[:, None] * frequencies
     c = np.cos(angle)[:, None]
     s = np.sin(angle)[:, None]
@@ -49,7 +49,7 @@ def rotate(x: np.ndarray, positions: np.ndarray, frequencies: np.ndarray) -> np.
 
 
 def attention(q: np.ndarray, k: np.ndarray, v: np.ndarray, mask: np.ndarray) -> np.ndarray:
-    """q [Q, heads, d], k and v [T, kv_heads, d], mask [Q, T] true where visible."""
+    """Return softmax attention: q [Q, heads, d], k and v [T, kv_heads, d], mask [Q, T]."""
     group = q.shape[1] // k.shape[1]
     k = np.repeat(k, group, axis=1)
     v = np.repeat(v, group, axis=1)
@@ -67,7 +67,7 @@ def silu(x: np.ndarray) -> np.ndarray:
 def decoder_layer(
     w: Weights, prefix: str, config: dict[str, Any], x: np.ndarray, residual: np.ndarray
 ) -> np.ndarray:
-    """One layer over attention input `x`, added to `residual`; whole sequence, causal."""
+    """Return the residual stream after one causal layer with attention input `x`."""
     length = x.shape[0]
     heads = config["num_attention_heads"]
     kv_heads = config.get("num_key_value_heads") or heads
@@ -89,7 +89,7 @@ def decoder_layer(
 
 
 def llama_streams(w: Weights, config: dict[str, Any], tokens: np.ndarray) -> list[np.ndarray]:
-    """Residual streams [T, hidden] after each layer."""
+    """Return the residual streams [T, hidden] after each layer."""
     x = w["model.embed_tokens.weight"].astype(np.float64)[tokens]
     streams = []
     for i in range(config["num_hidden_layers"]):
@@ -101,7 +101,7 @@ def llama_streams(w: Weights, config: dict[str, Any], tokens: np.ndarray) -> lis
 
 
 def llama_logits(w: Weights, config: dict[str, Any], tokens: np.ndarray) -> np.ndarray:
-    """Logits [T, vocab]."""
+    """Return logits [T, vocab]."""
     x = llama_streams(w, config, tokens)[-1]
     tied = config.get("tie_word_embeddings")
     head = w["model.embed_tokens.weight" if tied else "lm_head.weight"].astype(np.float64)
@@ -117,7 +117,7 @@ def eagle3_outputs(
     prefix: str = "midlayer",
     layers: int = 1,
 ) -> np.ndarray:
-    """Outputs [E, hidden] of entries 0..E-1, before the final norm.
+    """Return outputs [E, hidden] of entries 0..E-1, before the final norm.
 
     Entry i pairs features [E, 3 hidden] of token i with token i + 1, next_tokens [E].
     """
@@ -134,7 +134,7 @@ def eagle3_outputs(
 
 
 def eagle3_logits(w: Weights, config: dict[str, Any], out: np.ndarray) -> np.ndarray:
-    """Draft logits of outputs."""
+    """Return the draft logits of outputs."""
     head = w["lm_head.weight"].astype(np.float64)
     return rms_norm(out, w["norm.weight"], config["rms_norm_eps"]) @ head.T
 
@@ -147,7 +147,7 @@ def mtp_states(
     h: np.ndarray,
     tokens: np.ndarray,
 ) -> np.ndarray:
-    """Normed states [E, hidden] of a prediction module: entry i joins h[i] with tokens[i]."""
+    """Return the normed states [E, hidden] of an MTP module; entry i joins h[i] and tokens[i]."""
     eps = config["rms_norm_eps"]
     embedded = embedding.astype(np.float64)[tokens]
     joined = [

@@ -1,4 +1,4 @@
-"""What each rank runs in the tests of several: rank 0 prints what it finds as JSON."""
+"""Program of each rank in the tensor-parallel tests; rank 0 prints its results as JSON."""
 
 import json
 import os
@@ -15,13 +15,16 @@ from graft.cudagraph.errors import GraftError
 from graft.cudagraph.ranks import RankGroup
 from graft.grammar.decoder import GuidedDecoder
 from graft.models import CheckpointError, Engine, Request
-from graft.models.llm import worker_rank as parallel
+from graft.models.llm import worker_rank
 from graft.tools import cli
 from graft.tools.smollm import HEAD, cache_folder
 
 
 def workload() -> list[Request]:
-    """Greedy and coupled requests in turns, guided and free; one prompt takes two pieces."""
+    """Return alternating greedy and coupled requests, with and without a grammar.
+
+    One prompt takes two prefill chunks.
+    """
     guided = [replace(r, max_tokens=24) for r in mixed_requests(4, seed=3)]
     free = Request(tokens=[300 + i % 90 for i in range(300)], max_tokens=12)
     coupled = {"temperature": 0.9, "top_p": 0.95, "verify": "coupled"}
@@ -38,7 +41,7 @@ def answers(
     drafter: Path = DRAFTER,
     **options: Any,
 ) -> dict[str, Any]:
-    """Tokens and log probabilities by request, and how many mask rows were filled."""
+    """Run the workload; return tokens and log probabilities by request, and mask fills."""
     with Engine(model, drafter, max_length=512, ranks=ranks, **options) as engine:
         requests = workload() if model == TARGET else workload()[:3]
         found = {output.id: output for output in engine.generate(requests[::order])}
@@ -52,7 +55,7 @@ def answers(
 
 
 def equal(ranks: RankGroup) -> None:
-    """The same requests alone and on all ranks, in several batches and orders."""
+    """Run the requests in one process and on all ranks, in several batches and orders."""
     found: dict[str, Any] = {}
     try:
         answers(ranks, 1, max_batch_size=1)
@@ -71,7 +74,7 @@ def equal(ranks: RankGroup) -> None:
 
 
 def real(ranks: RankGroup) -> None:
-    """Three of them of a language model that people know."""
+    """Run three requests with SmolLM2."""
     print(
         json.dumps(
             [
@@ -83,42 +86,42 @@ def real(ranks: RankGroup) -> None:
 
 
 def disturb(case: str) -> None:
-    """Let this rank's first share fail to load, or let it die or be late in the midst of a run."""
-    plain_load = parallel.TensorParallelWorker.__init__
-    plain_run = parallel.TensorParallelWorker.run
+    """Let this rank fail to load its first shard, or let it be killed or late during a run."""
+    plain_load = worker_rank.TensorParallelWorker.__init__
+    plain_run = worker_rank.TensorParallelWorker.run
     runs = [0]
 
     def load(self: Any, *given: Any, **options: Any) -> None:
-        parallel.TensorParallelWorker.__init__ = plain_load  # type: ignore[method-assign]
+        worker_rank.TensorParallelWorker.__init__ = plain_load  # type: ignore[method-assign]
         raise CheckpointError("a file is missing here")
 
-    def run(self: Any, head: tuple[int, ...]) -> None:
+    def run(self: Any, header: tuple[int, ...]) -> None:
         runs[0] += 1
         if runs[0] == 12 and case == "killed":
             os.kill(os.getpid(), signal.SIGKILL)
         if runs[0] == 12:
             time.sleep(100)
-        plain_run(self, head)
+        plain_run(self, header)
 
     def no_masks(*_: Any, **__: Any) -> None:
-        raise RuntimeError("rank 0 alone computes masks")
+        raise RuntimeError("only rank 0 computes masks")
 
     if case == "equal":
-        parallel.TensorParallelWorker.__init__ = load  # type: ignore[assignment, method-assign]
+        worker_rank.TensorParallelWorker.__init__ = load  # type: ignore[assignment, method-assign]
         GuidedDecoder.__init__ = no_masks  # type: ignore[assignment, method-assign]
     else:
-        parallel.TensorParallelWorker.run = run  # type: ignore[method-assign]
+        worker_rank.TensorParallelWorker.run = run  # type: ignore[method-assign]
 
 
-def main(case: str, told: str) -> int:
+def main(case: str, stderr_file: str) -> int:
     ranks = RankGroup.from_mpi(120.0 if case in ("equal", "real") else 4.0)
     if ranks.rank and case != "real":
         disturb(case)
-    elif case == "killed":  # its launcher may be gone before it
-        os.dup2(os.open(told, os.O_WRONLY | os.O_CREAT), 2)
+    elif case == "killed":  # the launcher may end before this rank
+        os.dup2(os.open(stderr_file, os.O_WRONLY | os.O_CREAT), 2)
     if case in ("equal", "real"):
-        told_by = {"equal": equal, "real": real}[case]
-        parallel.run_worker(ranks) if ranks.rank else told_by(ranks)
+        run_case = {"equal": equal, "real": real}[case]
+        worker_rank.run_worker(ranks) if ranks.rank else run_case(ranks)
         return 0
     RankGroup.from_mpi = lambda: ranks  # type: ignore[assignment, method-assign]
     return cli.main(

@@ -1,14 +1,14 @@
-"""Attention in parts on tensor cores, against float64, and row by row against a row alone; and the
-soft device's kernels in both widths of registers."""
+"""Split attention on tensor cores, against float64 and against single rows, and the kernels of the
+soft device in both register widths."""
 
 from dataclasses import replace
 from pathlib import Path
 
-import nets_util
+import model_util
 import numpy as np
 import numpy_llama
 import pytest
-from nets_util import host, make_rows, same_bits, upload
+from model_util import download, make_rows, same_bits, upload
 from tiny_models import rounded
 
 from graft.cudagraph.graph import Graph
@@ -19,11 +19,11 @@ from graft.models.llm.kernel_library import FOLDER, ModelKernels
 from graft.tools.bench.kernel_report import Variant, compile_variant
 
 CPU = Path("/proc/cpuinfo").read_text()
-SPLIT = 256  # positions of a split; every 32nd is of one part
+SPLIT = 256  # positions per split; splits 32 apart belong to one part
 
 
 class Case:
-    """Two slots of `length` positions with random queries of each position, in shuffled pages."""
+    """Two slots of `length` positions in shuffled pages, with random queries for every position."""
 
     def __init__(self, device, heads=4, kv_heads=1, dim=64, dtype="bfloat16", length=600, page=16):
         rng = np.random.default_rng(length)
@@ -56,7 +56,7 @@ class Case:
         self.fill()
 
     def fill(self, keys=None, values=None):
-        """Put keys and values [2, length, kv_heads, dim] into layer 1."""
+        """Write keys and values [2, length, kv_heads, dim] to layer 1."""
         at = np.arange(self.length)
         page = self.table[:, at // self.kv.page_size]
         inside = at % self.kv.page_size
@@ -66,13 +66,13 @@ class Case:
             cache.copy_from(upload(self.device, stored, self.kv.dtype).to_host())
 
     def run(self, lane, slots, positions, run=1, paths=None, queries=None):
-        """Attention of rows, by the array it is left in."""
+        """Launch attention and return the output array."""
         count = len(positions)
         dim = self.kv.head_dim
         slots = np.broadcast_to(slots, count)
         qkv = np.full((count, self.heads + 2 * self.kv.kv_heads, dim), 7.0, np.float32)
-        taken = np.clip(positions, 0, self.length - 1)
-        qkv[:, : self.heads] = self.query[slots, taken] if queries is None else queries
+        clipped = np.clip(positions, 0, self.length - 1)
+        qkv[:, : self.heads] = self.query[slots, clipped] if queries is None else queries
         rows = replace(make_rows(self.device, [0] * count, slots, positions), rows_per_slot=run)
         if paths is not None:
             rows = replace(rows, ancestors=self.device.from_host(np.array(paths, np.uint64)))
@@ -83,10 +83,10 @@ class Case:
         return out
 
     def on_stream(self, stream, *args, **more):
-        return host(stream, self.run(StreamLane(stream), *args, **more))
+        return download(stream, self.run(StreamLane(stream), *args, **more))
 
     def wanted(self, slot, position):
-        """Softmax of one row, in float64."""
+        """Compute the attention of one row in float64."""
         key, value = (x[slot, : position + 1].astype(np.float64) for x in (self.key, self.value))
         query = self.query[slot, position : position + 1]
         return numpy_llama.attention(query, key, value, np.ones((1, len(key)), bool))[0]
@@ -103,9 +103,9 @@ class Case:
         (5, 1, 128, "float16", 16),
     ],
 )
-def test_rows_are_softmax_over_their_slots_past(device, stream, heads, kv_heads, dim, dtype, run):
-    """Groups of 1 to 18 heads, both head sizes and dtypes, at every border of steps, splits and
-    runs; padding gives zeros."""
+def test_split_attention_equals_causal_softmax(device, stream, heads, kv_heads, dim, dtype, run):
+    """Groups of 1 to 18 heads, both head sizes and dtypes, at every boundary of steps, splits
+    and runs. Padding rows give zeros."""
     case = Case(device, heads, kv_heads, dim, dtype)
     slots = [0, 0, 0, 1, 1, -1, 0, 0, 0, 1, 1, 0, 0, 0, 1, 0]
     positions = [0, 15, 16, 63, 64, 5, 255, 256, -1, 257, 599, 511, 512, 10**6, 31, 271]
@@ -115,8 +115,8 @@ def test_rows_are_softmax_over_their_slots_past(device, stream, heads, kv_heads,
         np.testing.assert_allclose(got[r], wanted, atol=3e-5, err_msg=f"row {r}")
 
 
-def test_parts_beyond_the_last_go_round(device, stream):
-    """A row of more splits than there are parts; parts begin anew with the first."""
+def test_split_attention_reuses_parts_for_long_rows(device, stream):
+    """A row has more splits than there are parts."""
     case = Case(device, heads=2, length=33 * SPLIT + 40, page=64)
     positions = [32 * SPLIT - 1, 32 * SPLIT, 33 * SPLIT + 39]
     got = case.on_stream(stream, 1, positions, run=3)
@@ -125,9 +125,9 @@ def test_parts_beyond_the_last_go_round(device, stream):
 
 
 @pytest.mark.parametrize("heads", [4, pytest.param(1, marks=pytest.mark.full)])
-def test_a_row_has_the_bits_of_the_row_alone(device, stream, monkeypatch, heads):
-    """Decode, chunks and prefill, batches of both slots under a wrong `run`, and any number of
-    blocks that share a row's parts."""
+def test_split_attention_is_row_invariant(device, stream, monkeypatch, heads):
+    """Decoding, chunks and prefill, batches of both slots with a wrong `rows_per_slot`, and any
+    number of blocks per row."""
     case = Case(device, heads)
     alone = {
         (s, p): case.on_stream(stream, s, [p])[0]
@@ -146,18 +146,20 @@ def test_a_row_has_the_bits_of_the_row_alone(device, stream, monkeypatch, heads)
     rng = np.random.default_rng(5)
     known = list(alone)
     for run in (1, 3, 24):
-        mixed = [known[i] for i in rng.permutation(len(known))[:24]]
-        check(*(np.array(x) for x in zip(*mixed, strict=True)), run)
+        shuffled = [known[i] for i in rng.permutation(len(known))[:24]]
+        check(*(np.array(x) for x in zip(*shuffled, strict=True)), run)
     for blocks in (1, 2, 10**6):
         monkeypatch.setattr(kernel_library, "_ATTENTION_BLOCKS", blocks)
         check(1, [599, 255, 256, 260], 4)
 
 
-@pytest.mark.skipif(nets_util.FORMS[0] != "thread" or "avx512bw" not in CPU, reason="no AVX-512")
+@pytest.mark.skipif(model_util.FORMS[0] != "thread" or "avx512bw" not in CPU, reason="no AVX-512")
 @pytest.mark.parametrize(("dim", "dtype"), [(64, "bfloat16"), (36, "float16")])
-def test_the_width_of_registers_changes_no_bit(device, stream, monkeypatch, dim, dtype):
-    """Products and attention of one thread, with registers of 64 bytes and without: prompts, trees
-    and padding between them, and all numbers of rows that have tiles of their own."""
+def test_thread_kernels_are_bit_identical_for_all_register_widths(
+    device, stream, monkeypatch, dim, dtype
+):
+    """Linear and attention with and without 64-byte registers: prompts, trees, padding, and all
+    row counts with a tile size of their own."""
     x = np.random.default_rng(dim).standard_normal((25, 100)).astype(np.float32)
     weights = [rounded(np.resize(x, (columns, 100)), dtype) for columns in (7, 130)]
 
@@ -174,7 +176,7 @@ def test_the_width_of_registers_changes_no_bit(device, stream, monkeypatch, dim,
                 case.kernels.linear(
                     StreamLane(stream), upload(device, x[:rows]), upload(device, weight, dtype), out
                 )
-                yield host(stream, out)
+                yield download(stream, out)
 
     wide = list(results())
     load = type(device).load
@@ -185,8 +187,8 @@ def test_the_width_of_registers_changes_no_bit(device, stream, monkeypatch, dim,
         assert same_bits(one, other)
 
 
-def test_pages_and_the_kind_of_launch_change_no_bit(device, stream):
-    """Pages of 1 to 512 positions and graphs replayed give the same bits; counts stay zero."""
+def test_split_attention_is_bit_identical_for_any_page_size_and_in_graphs(device, stream):
+    """The counters are zero afterwards."""
     results = []
     for page in (1, 16, 512):
         case = Case(device, page=page)
@@ -204,9 +206,8 @@ def test_pages_and_the_kind_of_launch_change_no_bit(device, stream):
 
 
 @pytest.mark.parametrize("base", [13, 250])
-def test_rows_of_a_tree_have_the_bits_of_their_paths(device, stream, base):
-    """Each row of a tree equals a chain's row of the same tokens, whatever its siblings are: here
-    they are not numbers, nor is what lies behind the tree."""
+def test_split_attention_tree_rows_equal_chain_rows(device, stream, base):
+    """The siblings of a row, and the positions after the tree, contain NaN and infinity."""
     rng = np.random.default_rng(base)
     case = Case(device)
     parent = [0, 0, 0]
@@ -228,18 +229,18 @@ def test_rows_of_a_tree_have_the_bits_of_their_paths(device, stream, base):
     got = case.on_stream(stream, 0, base + np.array(depth), 12, paths, queries)
     assert np.isnan(got[2]).all()
     for j in {*range(len(parent))} - {2}:
-        way = [i for i in range(1, j + 1) if paths[j] >> (i - 1) & 1]
+        path = [i for i in range(1, j + 1) if paths[j] >> (i - 1) & 1]
         chain_keys = keys.copy()
         chain_values = values.copy()
         for x, own in ((chain_keys, keys), (chain_values, values)):
-            x[0, base + 1 : base + 1 + len(way)] = own[0, base + np.array(way, int)]
+            x[0, base + 1 : base + 1 + len(path)] = own[0, base + np.array(path, int)]
         case.fill(chain_keys, chain_values)
         alone = case.on_stream(stream, 0, [base + depth[j]], queries=queries[j : j + 1])
         assert np.isfinite(alone).all() and same_bits(got[j], alone[0]), j
 
 
-def test_what_a_later_row_holds_reaches_no_earlier_row(device, stream):
-    """A position that is no number ruins the rows that see it, and no other of their tile."""
+def test_attention_nan_in_later_row_does_not_affect_earlier_rows(device, stream):
+    """NaN at a position affects only the rows of a tile that see it."""
     case = Case(device)
     wanted = case.on_stream(stream, 0, range(260, 268), run=8)
     values = case.value.copy()
@@ -253,8 +254,8 @@ def test_what_a_later_row_holds_reaches_no_earlier_row(device, stream):
     "arch", [90, *(pytest.param(arch, marks=pytest.mark.full) for arch in (80, 100, 120))]
 )
 @pytest.mark.parametrize("dim", ["64", "128"])
-def test_two_blocks_fit_a_multiprocessor_and_nothing_spills(arch, dim):
-    """On every kind of GPU two blocks of 128 threads have all the registers they want."""
+def test_split_attention_fits_two_blocks_per_multiprocessor(arch, dim):
+    """No registers spill, on all supported architectures."""
     variant = Variant(FOLDER / "attention_split.cu", (("WIDE_HEAD", dim),))
     (usage,) = compile_variant(variant, arch)
     assert usage.spilled_bytes == 0 and usage.registers * 128 * 2 <= 65536

@@ -1,4 +1,4 @@
-"""Checkpoints: tensors arrive bit for bit, damaged files are refused before any is read."""
+"""Reading of checkpoints, and rejection of damaged files when they are opened."""
 
 import json
 
@@ -14,8 +14,8 @@ from graft.models.llm.checkpoint import Checkpoint
 
 @pytest.mark.parametrize("dtype", ["float32", "float16", "bfloat16"])
 @pytest.mark.parametrize("shards", [1, 3])
-def test_tensors_arrive_bit_for_bit(tmp_path, dtype, shards):
-    """Every tensor of one file or of shards equals what was written, in its dtype."""
+def test_checkpoint_returns_tensors_exactly(tmp_path, dtype, shards):
+    """From one file and from shards, in every dtype."""
     written = make_tiny_llama(tmp_path, dtype=dtype, shards=shards)
     checkpoint = Checkpoint(tmp_path)
     assert checkpoint.names == tuple(sorted(written))
@@ -25,9 +25,8 @@ def test_tensors_arrive_bit_for_bit(tmp_path, dtype, shards):
         np.testing.assert_array_equal(to_float32(array, kind), wanted)
 
 
-def test_what_cannot_be_had_is_named(tmp_path):
-    """Another shape, an absent name or a dtype that graft does not read raises with it; int64 and
-    bool tensors come out when their dtype is allowed, and only then."""
+def test_checkpoint_rejects_wrong_name_shape_or_dtype(tmp_path):
+    """int64 and bool tensors are returned only if their dtype is allowed."""
     make_tiny_llama(tmp_path)
     checkpoint = Checkpoint(tmp_path)
     with pytest.raises(CheckpointError, match=r"\[48\], expected \[49\]"):
@@ -56,9 +55,8 @@ def test_what_cannot_be_had_is_named(tmp_path):
         lambda data: data + b"x",
     ],
 )
-def test_a_damaged_file_is_refused(tmp_path, spoil):
-    """A file cut anywhere, a pickle, a zip, nonsense, and bytes beyond the last tensor raise on
-    opening, naming the file."""
+def test_checkpoint_rejects_damaged_files(tmp_path, spoil):
+    """Truncated files, pickles, zip files, other content, and bytes after the last tensor."""
     make_tiny_llama(tmp_path)
     file = tmp_path / "model.safetensors"
     file.write_bytes(spoil(file.read_bytes()))
@@ -89,8 +87,8 @@ def test_a_damaged_file_is_refused(tmp_path, spoil):
         ),
     ],
 )
-def test_a_header_that_contradicts_itself_is_refused(tmp_path, change):
-    """Shapes, dtypes and offsets that do not fit each other or the file raise."""
+def test_checkpoint_rejects_inconsistent_headers(tmp_path, change):
+    """Shapes, dtypes and offsets that do not fit each other or the file."""
     file = tmp_path / "model.safetensors"
     save_file({"a": np.zeros((2, 2), np.float32), "b": np.ones(3, np.float32)}, file)
     Checkpoint(tmp_path)
@@ -104,8 +102,8 @@ def test_a_header_that_contradicts_itself_is_refused(tmp_path, change):
         Checkpoint(tmp_path)
 
 
-def test_shards_that_lack_something_are_named(tmp_path):
-    """A tensor that its shard does not have, and a file that the index lists in vain, raise."""
+def test_checkpoint_rejects_missing_shards_and_tensors(tmp_path):
+    """A tensor that is not in its shard, and a shard that does not exist."""
     make_tiny_llama(tmp_path, shards=3)
     index = tmp_path / "model.safetensors.index.json"
     whole = json.loads(index.read_text())
@@ -140,15 +138,15 @@ def test_shards_that_lack_something_are_named(tmp_path):
     ],
     ids=lambda text: text[:40],
 )
-def test_a_broken_index_is_refused(tmp_path, text):
-    """An index that is not one, or that points outside of its folder, raises, naming it."""
+def test_checkpoint_rejects_broken_shard_index(tmp_path, text):
+    """An index that is not valid or refers to files outside of its folder."""
     (tmp_path / "model.safetensors.index.json").write_text(text)
     with pytest.raises(CheckpointError, match="index"):
         Checkpoint(tmp_path)
 
 
-def test_pickled_weights_are_refused_with_the_way_out(tmp_path):
-    """A folder with .bin weights only says how to convert them; an empty one what is missing."""
+def test_checkpoint_rejects_pickled_weights_with_conversion_hint(tmp_path):
+    """An empty folder is reported as such."""
     with pytest.raises(CheckpointError, match=r"neither model\.safetensors"):
         Checkpoint(tmp_path)
     (tmp_path / "pytorch_model.bin").write_bytes(b"\x80")

@@ -1,4 +1,4 @@
-"""Configurations: what is read, what is refused, and the rotary frequencies they ask for."""
+"""Model configurations: defaults, rejected fields and RoPE frequencies."""
 
 import itertools
 import json
@@ -26,9 +26,9 @@ def read(**overrides) -> LlamaConfig:
     return LlamaConfig.from_dict(llama_config(**overrides))
 
 
-def test_absent_fields_take_the_formats_defaults():
-    """kv heads default to heads, head_dim to hidden / heads, which must be a whole number, ties to
-    false, base to 10000."""
+def test_llama_config_defaults():
+    """KV heads default to heads, head_dim to hidden / heads (a whole number), ties to false,
+    the RoPE base to 10000."""
     absent = ("num_key_value_heads", "head_dim", "tie_word_embeddings", "rope_theta")
     config = read(**dict.fromkeys(absent))
     assert (config.num_key_value_heads, config.head_dim) == (6, 8)
@@ -79,8 +79,9 @@ SIZES = (
         ("torch_dtype", ["float32"]),
     ],
 )
-def test_what_cannot_be_is_refused_by_name(name, value):
-    """Absent and absurd sizes, and what graft does not implement; of a size with its value."""
+def test_llama_config_rejects_invalid_fields(name, value):
+    """Missing and invalid sizes and unimplemented options; the error names the field, and the
+    value of a size."""
     wanted = {"torch_dtype": "dtype", "rope_scaling": "rope|factor"}.get(name, name)
     with pytest.raises(ConfigError, match=wanted) as refused:
         read(**{name: value})
@@ -101,9 +102,8 @@ NO_OBJECTS = ["{", "[1, 2]", '"config"', '{"a":' * 99999, "[1" + "0" * 5000]
         (str, "{folder}"),
     ],
 )
-def test_a_config_that_is_no_object_is_refused(tmp_path, monkeypatch, make, words):
-    """Broken, bottomless or non-object JSON raises, naming the file; a pipe, a device or a file
-    without measure is not read; nor one that is not there."""
+def test_llama_config_rejects_unreadable_files(tmp_path, monkeypatch, make, words):
+    """Broken, deeply nested or non-object JSON; pipes, devices, oversized and missing files."""
     make(tmp_path / "config.json")
     if words.startswith("more"):
         monkeypatch.setattr(fields, "_MAX_BYTES", 10)
@@ -111,8 +111,8 @@ def test_a_config_that_is_no_object_is_refused(tmp_path, monkeypatch, make, word
         LlamaConfig.from_dir(tmp_path)
 
 
-def test_two_spellings_of_rotary_scaling_must_agree():
-    """Libraries differ in which they read, so graft reads neither where they differ."""
+def test_rope_parameters_and_rope_scaling_must_agree():
+    """Libraries differ in which of the two they read."""
     linear = {"rope_type": "linear", "factor": 2.0}
     assert read(rope_scaling=linear, rope_parameters=linear).rope.factor == 2.0
     with pytest.raises(ConfigError, match=r"rope_parameters .* and rope_scaling .* differ"):
@@ -129,8 +129,8 @@ def test_two_spellings_of_rotary_scaling_must_agree():
         {"rope_theta": None, "rope_parameters": {"rope_type": "default", "rope_theta": 1e6}},
     ],
 )
-def test_rotary_frequencies_follow_the_formula(rope):
-    """Frequencies of every kind, in both config spellings, equal the oracle's loop."""
+def test_rope_frequencies_equal_reference(rope):
+    """Every kind, in both spellings of the config."""
     data = llama_config(head_dim=64, **rope)
     config = LlamaConfig.from_dict(data)
     wanted = numpy_llama.inverse_frequencies(data, 64)
@@ -147,9 +147,9 @@ def eagle(tmp_path, *, layers=8, names="official", **overrides) -> Eagle3Config:
     return Eagle3Config.from_dir(tmp_path)
 
 
-def test_both_formats_of_a_head_give_one_config(tmp_path):
-    """The flat and the nested spelling of one head are read alike, layer ids included; without
-    rope_theta it turns with base 10000, whatever its target uses."""
+def test_eagle3_config_reads_flat_and_speculators_formats(tmp_path):
+    """Both formats of one head give equal configs, layer ids included. The default RoPE base is
+    10000."""
     assert eagle(tmp_path).rope.theta == 10000.0
     assert eagle(tmp_path, rope_theta=25000.0).rope.theta == 25000.0
     flat = eagle(tmp_path / "a", layers=4)
@@ -157,22 +157,21 @@ def test_both_formats_of_a_head_give_one_config(tmp_path):
     assert flat == nested
     assert flat.feature_layers == (0, 2, 3) and flat.draft_vocab_size == 64
     data = json.loads((tmp_path / "a" / "config.json").read_text())
-    data["eagle_aux_hidden_state_layer_ids"] = [1, 3, 4]  # of a flat file, too: inputs of layers
+    data["eagle_aux_hidden_state_layer_ids"] = [1, 3, 4]  # on the top level, ids count layer inputs
     del data["eagle_config"]
     assert Eagle3Config.from_dict(data) == flat
 
 
-def test_a_target_in_the_drafters_place_is_told(tmp_path):
-    """The folder of a whole model is no head, and the error says which of the two it looks like."""
+def test_eagle3_config_rejects_target_checkpoint(tmp_path):
     make_tiny_llama(tmp_path)
     with pytest.raises(ConfigError, match=r"num_hidden_layers = 3 .* looks like a target"):
         Eagle3Config.from_dir(tmp_path)
 
 
 @pytest.mark.parametrize(("layers", "ids"), [(7, (1, 2, 3)), (8, (1, 3, 4)), (32, (1, 15, 28))])
-def test_default_feature_layers_are_inputs_2_half_and_last_but_three(tmp_path, layers, ids):
-    """Inputs of layers {2, n//2, n-3} are the outputs one below each; below seven layers that is
-    ambiguous, so absence is an error."""
+def test_eagle3_config_default_feature_layers(tmp_path, layers, ids):
+    """The inputs of layers 2, n//2 and n-3 are the outputs of the layers before them. With
+    fewer than seven layers there is no default."""
     config = eagle(tmp_path, layers=layers)
     assert config.feature_layers is None
     assert config.resolve_feature_layers(layers) == ids
@@ -184,8 +183,8 @@ def test_default_feature_layers_are_inputs_2_half_and_last_but_three(tmp_path, l
 LAYERS = "eagle_aux_hidden_state_layer_ids"
 
 
-def test_feature_layers_beyond_the_target_are_refused(tmp_path):
-    """A named layer that the target does not have raises; its last layer's output is allowed."""
+def test_eagle3_config_rejects_feature_layers_beyond_target(tmp_path):
+    """The output of the last layer is allowed."""
     config = eagle(tmp_path, eagle_config={LAYERS: [1, 3, 7]})
     assert config.resolve_feature_layers(8) == (1, 3, 7)
     with pytest.raises(ConfigError, match="layer 7"):
@@ -212,17 +211,17 @@ def test_feature_layers_beyond_the_target_are_refused(tmp_path):
         ),
     ],
 )
-def test_heads_graft_does_not_implement_are_refused_by_name(tmp_path, name, value):
-    """Extras of other head versions, absurd sizes, and anything but three ascending layer ids raise
-    an error that names the field."""
+def test_eagle3_config_rejects_unimplemented_heads(tmp_path, name, value):
+    """Options of other head versions, invalid sizes, and anything but three ascending layer
+    ids; the error names the field."""
     eagle(tmp_path)
     data = json.loads((tmp_path / "config.json").read_text())
     with pytest.raises(ConfigError, match=LAYERS if name == "eagle_config" else name):
         Eagle3Config.from_dict({**data, name: value})
 
 
-def test_a_nested_head_must_say_where_its_residual_starts(tmp_path):
-    """In the nested format norm_before_residual has no safe default, so absence is an error."""
+def test_speculators_config_requires_norm_before_residual(tmp_path):
+    """The nested format has no safe default."""
     eagle(tmp_path, names="speculators")
     data = json.loads((tmp_path / "config.json").read_text())
     del data["norm_before_residual"]

@@ -1,8 +1,8 @@
-"""Block drafters: logits of their published code, and refusals."""
+"""Block drafters (DFlash, DFlash2, DSpark) against the published code, and rejected checkpoints."""
 
 import shutil
 
-import nets_util as nets
+import model_util
 import numpy as np
 import pytest
 from drafter_rounds import Rounds
@@ -13,23 +13,23 @@ from graft.models.drafters import DFlash
 from graft.models.errors import CheckpointError, ConfigError
 from graft.models.llm.checkpoint import Checkpoint
 
-FOLDER = nets.FIXTURES / "dflash"
-SECOND = nets.FIXTURES / "dflash2"
-TARGET = nets.FIXTURES / "eight_layers_bfloat16"
+FOLDER = model_util.FIXTURES / "dflash"
+DFLASH2 = model_util.FIXTURES / "dflash2"
+TARGET = model_util.FIXTURES / "eight_layers_bfloat16"
 
 
 def read(folder):
-    """A checkpoint's tensors as float32."""
+    """Return the tensors of a checkpoint as float32."""
     checkpoint = Checkpoint(folder)
     return {name: to_float32(*checkpoint.get(name)) for name in checkpoint.names}
 
 
-@pytest.mark.parametrize("form", nets.FORMS)
-def test_blocks_equal_the_published_code(device, stream, form):
-    """Prompts in chunks and rounds that commit one to five tokens in changing rows: the logits of
-    every draft are those of a block behind the whole context, and of one that the limit cuts."""
+@pytest.mark.parametrize("form", model_util.FORMS)
+def test_dflash_logits_equal_published_code(device, stream, form):
+    """Prompts in chunks, rounds that commit one to five tokens in changing batch rows, and
+    blocks that the length limit truncates."""
     expected = np.load(FOLDER / "expected.npz")
-    target = nets.load_llama(device, TARGET, form=form, dtype="float32")
+    target = model_util.load_llama(device, TARGET, form=form, dtype="float32")
     rounds = Rounds(device, stream, target, FOLDER, 4, expected["tokens"])
     assert isinstance(rounds.drafter, DFlash) and rounds.width == 5
     for slot, chunks in enumerate([(0,), (0, 1), (0, 3, 32)]):
@@ -46,17 +46,16 @@ def test_blocks_equal_the_published_code(device, stream, form):
                 np.testing.assert_allclose(logits, wanted[len(down)], atol=1e-4)
 
 
-def test_fewer_drafts_are_a_shorter_block(device, stream):
-    """The engine's draft_length counts, up to what the block was made for."""
-    target = nets.load_llama(device, TARGET)
+def test_dflash_block_has_draft_length_rows(device, stream):
+    """The draft length is limited by the block size of the drafter."""
+    target = model_util.load_llama(device, TARGET)
     for drafts, wanted in ((1, 1), (3, 3), (9, 4)):
         drafter = Rounds(device, stream, target, FOLDER, drafts).drafter
         assert drafter.shape.nodes == len(drafter.shape.levels) == wanted
 
 
 def make_dspark(folder, rank):
-    """The fixture as DSpark's published checkpoints are laid out, with a random head beside it;
-    returns the tensors."""
+    """Write the fixture in the layout of DSpark with a random Markov head; return the tensors."""
     shutil.copytree(FOLDER, folder)
     edit_json(
         folder / "config.json",
@@ -86,12 +85,12 @@ def make_dspark(folder, rank):
 
 
 @pytest.mark.parametrize("rank, tree", [(0, None), (6, None), (0, (3, 7)), (6, (3, 5))])
-def test_a_dspark_row_also_reads_the_draft_before_it(device, stream, tmp_path, rank, tree):
-    """Every row predicts the token behind it, the first one's before is the last token: logits are
-    those of the published block and w2 w1[token before], in a tree every node's."""
+def test_dspark_adds_markov_logits_of_previous_token(device, stream, tmp_path, rank, tree):
+    """Logits are those of the block plus w2 w1[previous token], for every node of a tree. A row
+    predicts the token after it."""
     tensors = make_dspark(tmp_path / "dspark", rank)
     expected = np.load(FOLDER / "expected.npz")
-    target = nets.load_llama(device, TARGET, dtype="float32")
+    target = model_util.load_llama(device, TARGET, dtype="float32")
     rounds = Rounds(device, stream, target, tmp_path / "dspark", 9, expected["tokens"], tree)
     levels = len(rounds.drafter.shape.levels)
     assert levels == (5 if tree is None else min(tree[1], 5))
@@ -109,32 +108,31 @@ def test_a_dspark_row_also_reads_the_draft_before_it(device, stream, tmp_path, r
 
 
 @pytest.mark.parametrize("tree", [None, (3, 4)], ids=["chain", "tree"])
-@pytest.mark.parametrize("form", nets.FORMS)
-def test_a_selector_chooses_as_the_published_code_does(device, stream, form, tree):
-    """Behind any token, the ids that a row of DFlash2 selects from have the published law, all
-    others stand far below in the order of their logits, and greedy drafts are the published ones.
-    """
-    expected = np.load(SECOND / "expected.npz")
-    target = nets.load_llama(device, TARGET, form=form, dtype="float32")
-    rounds = Rounds(device, stream, target, SECOND, 4, expected["tokens"], tree)
+@pytest.mark.parametrize("form", model_util.FORMS)
+def test_dflash2_selector_equals_published_code(device, stream, form, tree):
+    """For any previous token the candidates have the published distribution, all other ids are
+    far below in the order of their logits, and greedy drafts are the published ones."""
+    expected = np.load(DFLASH2 / "expected.npz")
+    target = model_util.load_llama(device, TARGET, form=form, dtype="float32")
+    rounds = Rounds(device, stream, target, DFLASH2, 4, expected["tokens"], tree)
     for slot, chunks in enumerate([(0,), (0, 1), (0, 3, 32)]):
         rounds.prompt(slot, chunks)
     for batch, counts in [([0, 1, 2], [1, 5, 1]), ([2, -1, 0], [4, 0, 1]), ([0, 1], [5, 1])]:
         for slot, count in zip(batch, counts, strict=True):
-            if slot >= 0 and tree is None:  # levels behind the first see the published drafts
+            if slot >= 0 and tree is None:  # later levels see the published drafts
                 published = expected[f"drafts_{rounds.n[slot] + count}"]
                 rounds.drafts[slot, : len(published)] = published
         for slot, down, logits in rounds.levels(rounds.commit(batch, counts)):
             n = rounds.n[slot]
             level = len(down)
             if level >= len(expected[f"drafts_{n}"]):
-                continue  # behind the limit
+                continue  # after the length limit
             before = [expected["tokens"][n], *down][-1]
             ids = expected[f"ids_{n}"][level]
-            law = expected[f"law_{n}"][level, before]
+            distribution = expected[f"law_{n}"][level, before]
             others = np.setdiff1d(np.arange(64), ids)
             assert logits[others].max() < logits[ids].min() - 39.9
-            weights = np.log(law / law.max())
+            weights = np.log(distribution / distribution.max())
             np.testing.assert_allclose(logits[ids] - logits[ids].max(), weights, atol=1e-4)
             unary = expected[f"logits_{n}"][1 + level][others]
             np.testing.assert_allclose(logits[others], unary, atol=1e-4)
@@ -143,7 +141,7 @@ def test_a_selector_chooses_as_the_published_code_does(device, stream, form, tre
 
 
 def of_dflash(**changes):
-    """Changes of a config's dflash_config."""
+    """Return the change of a config that sets `dflash_config`."""
     own = {"block_size": 5, "mask_token_id": 63, "target_layer_ids": [1, 3, 6], **changes}
     return {"dflash_config": {name: value for name, value in own.items() if value is not None}}
 
@@ -153,7 +151,7 @@ def of_dflash2(**changes):
     return of_dflash(**(sizes | changes))
 
 
-#: Tensors changed, fields of the config, the error; of each kind of block drafter.
+#: By fixture: change of the tensors, changes of the config, expected error and words of it.
 UNFIT = {
     FOLDER: [
         (lambda t: t.pop("fc.weight"), {}, CheckpointError, "fc.weight is missing"),
@@ -199,7 +197,7 @@ UNFIT = {
             for ids in (None, [], [3, 1], [1, 1], [-1, 3], [1, 7])
         ),
     ],
-    SECOND: [
+    DFLASH2: [
         (
             lambda t: t.pop("candidate_selector.successor_codebook"),
             {},
@@ -235,15 +233,17 @@ UNFIT = {
     ("source", "change", "fields", "error", "words"),
     [(source, *one) for source, many in UNFIT.items() for one in many],
 )
-def test_unfit_drafters_are_refused(device, stream, tmp_path, source, change, fields, error, words):
-    """Missing and leftover tensors, what is not implemented, drafters of another target, and
-    windows that are shorter than a request may be, or of causal layers."""
+def test_dflash_rejects_unsuitable_checkpoints(
+    device, stream, tmp_path, source, change, fields, error, words
+):
+    """Missing and unused tensors, unimplemented options, drafters of another target, and
+    sliding windows that are too short or causal."""
     folder = shutil.copytree(source, tmp_path / "drafter")
     if change is not None:
         tensors = read(source)
         change(tensors)
         write_safetensors(folder / "model.safetensors", tensors, "float32")
     edit_json(folder / "config.json", **fields)
-    target = nets.load_llama(device, TARGET)
+    target = model_util.load_llama(device, TARGET)
     with pytest.raises(error, match=words):
         Rounds(device, stream, target, folder, 4)

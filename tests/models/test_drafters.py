@@ -1,4 +1,4 @@
-"""The drafter protocol: a drafter is one file, and what does not keep to it is refused by name."""
+"""Drafter protocol, prompt lookup, suffix decoding, cascade and small draft model."""
 
 import inspect
 import json
@@ -23,8 +23,9 @@ from graft.tools.demo_prompts import demo_prompts
 from graft.tools.examples import own_drafter
 
 
-def test_a_drafter_is_one_file(device):
-    """Sixty lines at most, found by its name; that it changes no output is in test_examples."""
+def test_drafter_example_fits_in_one_file(device):
+    """It has at max_drafts 60 lines and is found by name. test_examples checks that it changes no
+    output."""
     assert len(inspect.getsource(own_drafter).splitlines()) <= 60
     sevens = Request(
         prompt="code: 7777777\nGive only the code.", grammar=GrammarSpec.regex("7{9,12}")
@@ -34,7 +35,7 @@ def test_a_drafter_is_one_file(device):
 
 
 class Wrong(Drafter):
-    """Proposes nothing; a test sets what is wrong with it."""
+    """Proposes nothing; tests override attributes with invalid values."""
 
     shape = TreeShape(2)
 
@@ -43,7 +44,7 @@ class Wrong(Drafter):
 
 
 def wrong(**attributes):
-    """A drafter with other attributes, as an engine asks for it."""
+    """Return a factory of `Wrong` with other attributes."""
     return lambda context: type("Wrong", (Wrong,), attributes)()
 
 
@@ -54,10 +55,14 @@ def wrong(**attributes):
         (wrong(shape=TreeShape(2, (1, 2))), OptionError, "cannot be verified in a round"),
         (wrong(shape=TreeShape(0)), OptionError, "0 drafts per round, expected 1 to 2"),
         (wrong(shape=TreeShape(3)), OptionError, "3 drafts per round, expected 1 to 2"),
-        (wrong(shape=None), OptionError, "says nothing of its shape"),
+        (wrong(shape=None), OptionError, "does not define `shape`"),
         (wrong(start=Drafter.start), DrafterError, "Wrong does not define start"),
-        (wrong(shape=TreeShape.by_level(2)), OptionError, "says nothing of its vocab"),
-        (wrong(shape=TreeShape.by_level(2), vocab=DraftVocab(8)), DrafterError, "level 0 has no"),
+        (wrong(shape=TreeShape.by_level(2)), OptionError, "does not define `vocab`"),
+        (
+            wrong(shape=TreeShape.by_level(2), vocab=DraftVocab(8)),
+            DrafterError,
+            "no logits for level 0",
+        ),
         (wrong(feature_layers=(1, 0)), OptionError, "feature layers"),
         (lambda context: object(), OptionError, "expected a Drafter"),
         (
@@ -94,8 +99,8 @@ def wrong(**attributes):
         ("graft.no_such_module:LastToken", OptionError, "no_such_module"),
     ],
 )
-def test_a_drafter_that_cannot_be_is_refused(device, drafter, error, words):
-    """Shape, vocabulary, taps and name are checked before a round is built."""
+def test_drafter_protocol_violations_are_rejected(device, drafter, error, words):
+    """Shape, vocabulary, feature layers and name are checked before a round is built."""
     with pytest.raises(error, match=words):
         Engine(TARGET, drafter, draft_length=2, max_batch_size=1)
 
@@ -109,33 +114,37 @@ def test_a_drafter_that_cannot_be_is_refused(device, drafter, error, words):
             {"draft_tree": (2, 2)},
             "must draft chains, not trees",
         ),
-        (wrong(), {"forced_drafts": True}, "forced_drafts needs mask_drafts"),
-        (DRAFTER, {"forced_drafts": True, "mask_drafts": False}, "forced_drafts needs mask_drafts"),
+        (wrong(), {"forced_drafts": True}, "forced_drafts requires mask_drafts"),
+        (
+            DRAFTER,
+            {"forced_drafts": True, "mask_drafts": False},
+            "forced_drafts requires mask_drafts",
+        ),
     ],
 )
-def test_what_a_drafter_cannot_be_asked_for_is_refused(device, drafter, options, words):
-    """Ranks of what was looked up, drafts behind the ends of a tree, and forced ones where no mask
-    rows are filled while drafting; ranks of a shape are those of its levels."""
+def test_drafter_rejects_unsupported_options(device, drafter, options, words):
+    """Fixed tree shapes for lookups, trees for a cascade, and forced drafts without masked
+    drafts."""
     with pytest.raises(OptionError, match=words):
         Engine(TARGET, drafter, max_batch_size=1, **options)
     with pytest.raises(OptionError, match="cannot be verified in a round"):
         TreeShape(2, (1, 2), 2, ((0,), (0, 0), (1,))).check(8)
 
 
-def places(texts, own, pattern, drafts):
-    """(own text?, place, text) of a pattern's last token, and the token behind it, wherever there
-    is one; the request's drafts count as text."""
-    for s, text in texts.items():
-        said = text + drafts if s == own else text
-        for i in range(len(said) - len(pattern)):
-            if said[i : i + len(pattern)] == pattern:
-                yield (s == own, i + len(pattern) - 1, s), said[i + len(pattern)]
+def occurrences(histories, own, pattern, drafts):
+    """Yield (own history?, position, history) of the last token of every occurrence of a pattern,
+    and the token after it. The history of the request continues with its drafts."""
+    for s, history in histories.items():
+        tokens = history + drafts if s == own else history
+        for i in range(len(tokens) - len(pattern)):
+            if tokens[i : i + len(pattern)] == pattern:
+                yield (s == own, i + len(pattern) - 1, s), tokens[i + len(pattern)]
 
 
 def look_up(
-    texts,
+    histories,
     own,
-    most,
+    max_drafts,
     *,
     longest,
     shortest,
@@ -145,17 +154,20 @@ def look_up(
     threshold=0.0,
     tree=None,
 ):
-    """(id, parent) of what is drafted behind text `own`, said plainly: what followed the suffixes,
-    by votes of all places or of the best places themselves (`vote` None), the best first."""
-    branch, levels = tree or (1, most)
-    suffixes = [texts[own][-k:] for k in range(shortest, min(longest, len(texts[own])) + 1)]
-    suffixes = [suffix for suffix in suffixes if any(places(texts, own, suffix, []))]
+    """Reference implementation of the lookup: return (id, parent) of the drafts for history `own`.
+
+    Continuations of earlier occurrences are ranked by votes of all occurrences, or by the best
+    occurrence if `vote` is None.
+    """
+    branch, levels = tree or (1, max_drafts)
+    suffixes = [histories[own][-k:] for k in range(shortest, min(longest, len(histories[own])) + 1)]
+    suffixes = [suffix for suffix in suffixes if any(occurrences(histories, own, suffix, []))]
     if not suffixes:
         return []
-    most = min(most, int(np.float32(factor) * len(suffixes[-1])))
+    max_drafts = min(max_drafts, int(np.float32(factor) * len(suffixes[-1])))
     suffixes = suffixes[-1:] if vote == "longest" else suffixes
     drafts = []
-    coming = []
+    candidates = []
     path = []
     score = np.float32(1)
     only = None
@@ -163,7 +175,7 @@ def look_up(
         votes = Counter()
         best = {}
         for suffix in suffixes if len(path) < levels else ():
-            for (mine, p, s), token in places(texts, own, suffix + path, path):
+            for (mine, p, s), token in occurrences(histories, own, suffix + path, path):
                 place = (mine, len(path) - p if oldest else p - len(path), s)
                 if only in (None, place):
                     votes[token] += 1
@@ -174,11 +186,11 @@ def look_up(
         for token in sorted(votes, key=best.get)[-branch:]:
             share = np.float32(votes[token]) / np.float32(votes.total() if vote else votes[token])
             if score * share >= np.float32(threshold):
-                coming.append((score * share, best[token], len(drafts), [*path, token]))
-        if not coming or len(drafts) == most:
+                candidates.append((score * share, best[token], len(drafts), [*path, token]))
+        if not candidates or len(drafts) == max_drafts:
             return drafts
-        coming.sort()
-        score, (_, place), parent, path = coming.pop()
+        candidates.sort()
+        score, (_, place), parent, path = candidates.pop()
         only = place if not vote and branch == 1 else None
         drafts.append((path[-1], parent))
 
@@ -212,18 +224,18 @@ LOOKED_UP = [
         for turn, block in enumerate((1, 64))
     ],
 )
-def test_what_was_said_is_looked_up(device, stream, make, options, block):
-    """Slots begin, go on and are taken by others: drafts are those of a search in plain lists."""
+def test_prompt_lookup_equals_reference(device, stream, make, options, block):
+    """Requests start, continue and are replaced in their slots."""
     slots = 4
     length = 40
     tree = options.get("tree")
-    most = 9 if tree else 5
+    max_drafts = 9 if tree else 5
     rng = np.random.default_rng(len(str(options)))
     context = SimpleNamespace(
         device=device,
         slots=slots,
         max_length=length,
-        max_drafts=most,
+        max_drafts=max_drafts,
         tree=tree and TreePlan(*tree),
         target=SimpleNamespace(config=SimpleNamespace(vocab_size=4)),
     )
@@ -234,61 +246,63 @@ def test_what_was_said_is_looked_up(device, stream, make, options, block):
     plain |= {k: v for k, v in options.items() if k not in ("drafts", "public", "kept", "match")}
     plain["vote"] = "longest" if make is Suffix else {"all": "all"}.get(options.get("match"))
     kept = options.get("kept", 16)
-    begun = 0
-    texts = {}
+    next_kept = 0
+    histories = {}
 
-    def rows(said, slot, begin):
+    def rows(tokens, slot, begin):
         return Rows(
             *(
                 device.from_host(np.asarray(part, np.int32))
-                for part in (said, [slot] * len(said), range(begin, begin + len(said)))
+                for part in (tokens, [slot] * len(tokens), range(begin, begin + len(tokens)))
             )
         )
 
     for step in range(120):
         slot = int(rng.integers(slots - 1))  # the last slot stays empty
-        text = texts.get(slot, [])
-        new = not text or len(text) > length - 6 or rng.random() < 0.1
-        said = rng.integers(0, int(rng.integers(1, 5)), rng.integers(1, 20 if new else 5)).tolist()
-        if new and text and kept and options.get("public"):
-            texts[slots + begun % kept] = text
-            begun += 1
-        first = 0 if new else len(text)
-        texts[slot] = [*text[:first], *said]
+        history = histories.get(slot, [])
+        new = not history or len(history) > length - 6 or rng.random() < 0.1
+        tokens = rng.integers(
+            0, int(rng.integers(1, 5)), rng.integers(1, 20 if new else 5)
+        ).tolist()
+        if new and history and kept and options.get("public"):
+            histories[slots + next_kept % kept] = history
+            next_kept += 1
+        first = 0 if new else len(history)
+        histories[slot] = [*history[:first], *tokens]
         state = np.zeros(slots, SLOT)
-        half = len(said) // 2 if new else 0
-        for s in texts.keys() & set(range(slots)):
-            state[s]["n"] = len(texts[s]) - 1
+        half = len(tokens) // 2 if new else 0
+        for s in histories.keys() & set(range(slots)):
+            state[s]["n"] = len(histories[s]) - 1
             state[s]["active"] = s != slot or step % 7 != 0
         row_slot = [2, 0, -1, 3, 1]
-        now = rows(said[half:], slot, first + half)
+        now = rows(tokens[half:], slot, first + half)
         feed = SimpleNamespace(
             committed=lambda lane, shift, now=now: now,
             row_slot=device.from_host(np.array(row_slot, np.int32)),
             batch=5,
-            width=most + 1,
+            width=max_drafts + 1,
             state=SimpleNamespace(array=device.from_host(state.view(np.int32))),
-            proposal=device.zeros((5, most), "int32"),
-            parents=device.zeros((5, most), "int32") if tree else None,
+            proposal=device.zeros((5, max_drafts), "int32"),
+            parents=device.zeros((5, max_drafts), "int32") if tree else None,
         )
         if half:
-            drafter.resume(lane, rows(said[:half], slot, 0))
+            drafter.resume(lane, rows(tokens[:half], slot, 0))
         drafter.start(lane, feed)
         stream.synchronize()
         ids = feed.proposal.to_host()
-        parents = feed.parents.to_host() if tree else np.tile(np.arange(most), (5, 1))
+        parents = feed.parents.to_host() if tree else np.tile(np.arange(max_drafts), (5, 1))
         found = [
             [pair for pair in zip(*row, strict=True) if pair[0] >= 0]
             for row in zip(ids.tolist(), parents.tolist(), strict=True)
         ]
-        shown = texts if options.get("public") else None
+        shown = histories if options.get("public") else None
         wanted = [
-            look_up(shown or {s: texts[s]}, s, options.get("drafts", most), **plain)
+            look_up(shown or {s: histories[s]}, s, options.get("drafts", max_drafts), **plain)
             if s >= 0 and state[s]["active"]
             else []
             for s in row_slot
         ]
-        assert found == wanted, (step, texts)
+        assert found == wanted, (step, histories)
 
 
 @pytest.mark.parametrize(
@@ -304,14 +318,13 @@ def test_what_was_said_is_looked_up(device, stream, make, options, block):
         (Suffix, {"threshold": 1.5}, "threshold is 1.5, must be from 0 to 1"),
     ],
 )
-def test_options_of_looking_up_are_checked(device, make, options, words):
-    """By name and value, before a round is built."""
+def test_prompt_lookup_rejects_invalid_options(device, make, options, words):
     with pytest.raises(OptionError, match=words):
         Engine(TARGET, partial(make, **options), max_batch_size=1)
 
 
-def test_a_model_drafts_for_itself_without_a_miss(device):
-    """Its drafts are its own next tokens, in every request, prompts of one token too."""
+def test_small_model_drafter_equal_to_target_has_full_acceptance(device):
+    """For all requests, prompts of one token included."""
     with Engine(TARGET, TARGET, draft_length=3, max_batch_size=3) as engine:
         asked = [
             Request(
@@ -329,8 +342,8 @@ def test_a_model_drafts_for_itself_without_a_miss(device):
         assert sum(output.accepted for output in outputs) > 60
 
 
-def test_a_model_of_other_tokens_is_no_drafter(device, tmp_path):
-    """The first id that means something else is named."""
+def test_small_model_drafter_rejects_different_tokenizer(device, tmp_path):
+    """The error names the first token that differs."""
     shutil.copytree(TARGET, tmp_path / "other")
     file = tmp_path / "other" / "tokenizer.json"
     data = json.loads(file.read_text())

@@ -1,8 +1,8 @@
-"""EAGLE-3 heads: outputs of NumPy and of published code, both formats, maps, refusals."""
+"""EAGLE-3 heads against NumPy and published code; checkpoint formats and vocabulary maps."""
 
 import functools
 
-import nets_util as nets
+import model_util
 import numpy as np
 import numpy_llama
 import pytest
@@ -18,9 +18,11 @@ TARGET = llama_config()
 
 
 def entries(stream, drafter, token, slot, pos, features, call="entries") -> np.ndarray:
-    rows = nets.make_rows(drafter.device, token, slot, pos)
-    out = getattr(drafter, call)(StreamLane(stream), rows, nets.upload(drafter.device, features))
-    return nets.host(stream, out)
+    rows = model_util.make_rows(drafter.device, token, slot, pos)
+    out = getattr(drafter, call)(
+        StreamLane(stream), rows, model_util.upload(drafter.device, features)
+    )
+    return model_util.download(stream, out)
 
 
 step = functools.partial(entries, call="step")
@@ -28,35 +30,35 @@ step = functools.partial(entries, call="step")
 
 def draft_logits(stream, drafter, out) -> np.ndarray:
     logits = drafter.device.zeros((out.shape[0], drafter.draft_vocab), "float32")
-    drafter.head(StreamLane(stream), nets.upload(drafter.device, out), logits)
-    return nets.host(stream, logits)
+    drafter.head(StreamLane(stream), model_util.upload(drafter.device, out), logits)
+    return model_util.download(stream, logits)
 
 
-def pair(device, tmp_path, *, form=None, target=None, **options):
-    """A tiny target and a head for it, with their weights."""
+def make_head(device, tmp_path, *, form=None, target=None, **options):
+    """Return a tiny target, a head for it, and the weights of both."""
     target_weights = make_tiny_llama(tmp_path / "target", **(target or {}))
     weights = make_tiny_eagle3(tmp_path / "head", llama_config(**(target or {})), **options)
-    model = nets.load_llama(device, tmp_path / "target", form=form)
-    drafter = nets.load_eagle3(device, tmp_path / "head", model)
+    model = model_util.load_llama(device, tmp_path / "target", form=form)
+    drafter = model_util.load_eagle3(device, tmp_path / "head", model)
     return model, drafter, target_weights, weights
 
 
-@pytest.mark.parametrize("form", nets.FORMS)
-def test_draft_steps_equal_published_code(device, stream, form):
-    """From every position, an extend over true features and three steps over the head's own
-    outputs give what published training code unrolls, by the features that ours trained on."""
-    folder = nets.FIXTURES / "eagle3"
+@pytest.mark.parametrize("form", model_util.FORMS)
+def test_eagle3_draft_steps_equal_published_code(device, stream, form):
+    """After target features for every prefix, three steps over the outputs of the head equal
+    the unrolled steps of the published training code."""
+    folder = model_util.FIXTURES / "eagle3"
     expected = np.load(folder / "expected.npz")
-    model = nets.load_llama(device, folder / "target", form=form)
-    drafter = nets.load_eagle3(device, folder / "head", model)
+    model = model_util.load_llama(device, folder / "target", form=form)
+    drafter = model_util.load_eagle3(device, folder / "head", model)
     tokens = expected["tokens"]
     outs = expected["outs"]
-    nets.own(stream, model.kv, 0, 40)
-    nets.own(stream, drafter.kv, 0, 40)
+    model_util.allocate_pages(stream, model.kv, 0, 40)
+    model_util.allocate_pages(stream, drafter.kv, 0, 40)
     features = device.zeros((40, 3 * 32), "float32")
-    nets.forward(stream, model, tokens, 0, range(40), features)
+    model_util.forward(stream, model, tokens, 0, range(40), features)
     features = features.to_host()
-    for last in (0, 1, 7, 30, 35):  # entries 0..last have true features
+    for last in (0, 1, 7, 30, 35):  # entries 0..last have features of the target
         count = last + 1
         out = entries(stream, drafter, tokens[1 : count + 1], 0, range(count), features[:count])
         np.testing.assert_allclose(out, outs[0, :count], atol=5e-5)
@@ -84,15 +86,16 @@ HEADS = {
 }
 
 
-@pytest.mark.parametrize("form", nets.FORMS)
+@pytest.mark.parametrize("form", model_util.FORMS)
 @pytest.mark.parametrize("options", HEADS.values(), ids=HEADS)
-def test_entries_equal_numpy(device, stream, tmp_path, form, options):
-    """Both formats and residual variants, an own embedding, base or width: the oracle's outputs."""
+def test_eagle3_entries_equal_numpy(device, stream, tmp_path, form, options):
+    """Both formats and residual variants, and heads with their own embedding, RoPE base, width
+    or number of layers."""
     options = {"form": form, "draft_vocab": 70, **options}
-    model, drafter, target_weights, weights = pair(device, tmp_path, **options)
+    model, drafter, target_weights, weights = make_head(device, tmp_path, **options)
     rng = np.random.default_rng(5)
     tokens = rng.integers(0, 320, 20)
-    nets.own(stream, drafter.kv, 2, 20)
+    model_util.allocate_pages(stream, drafter.kv, 2, 20)
     features = rng.standard_normal((20, 3 * 48)).astype(np.float32)
     out = entries(stream, drafter, tokens, 2, range(20), features)
     table = weights.get("embed_tokens.weight", target_weights["model.embed_tokens.weight"])
@@ -117,27 +120,27 @@ def test_entries_equal_numpy(device, stream, tmp_path, form, options):
         assert np.abs(off - wanted).max() > 1e-3
 
 
-def test_step_accepts_what_earlier_calls_returned(device, stream, tmp_path):
-    """Device views flow from entries through gather into step and step, without a host copy."""
-    _, drafter, _, _ = pair(device, tmp_path, draft_vocab=30)
+def test_eagle3_step_accepts_views_of_earlier_calls(device, stream, tmp_path):
+    """Device views pass from entries through gather to step without a host copy."""
+    _, drafter, _, _ = make_head(device, tmp_path, draft_vocab=30)
     features = np.random.default_rng(1).standard_normal((6, 144)).astype(np.float32)
     lane = StreamLane(stream)
     for slot in (0, 1):
-        nets.own(stream, drafter.kv, slot, 9)
+        model_util.allocate_pages(stream, drafter.kv, slot, 9)
     out = entries(stream, drafter, range(6), 0, range(6), features)
     wanted = step(stream, drafter, [7], 0, [4], out[3:4])
     wanted = step(stream, drafter, [8], 0, [5], wanted)
-    rows = nets.make_rows(device, range(6), 1, range(6))
-    view = drafter.entries(lane, rows, nets.upload(device, features))
-    view = drafter.gather(lane, view, nets.integers(device, [3]))
-    view = drafter.step(lane, nets.make_rows(device, [7], 1, [4]), view)
-    view = drafter.step(lane, nets.make_rows(device, [8], 1, [5]), view)
-    assert nets.same_bits(nets.host(stream, view), wanted)
+    rows = model_util.make_rows(device, range(6), 1, range(6))
+    view = drafter.entries(lane, rows, model_util.upload(device, features))
+    view = drafter.gather(lane, view, model_util.upload_ints(device, [3]))
+    view = drafter.step(lane, model_util.make_rows(device, [7], 1, [4]), view)
+    view = drafter.step(lane, model_util.make_rows(device, [8], 1, [5]), view)
+    assert model_util.same_bits(model_util.download(stream, view), wanted)
 
 
-def test_the_draft_vocabulary_maps_both_ways(device, tmp_path):
-    """d2t holds absolute target ids, t2d their inverse, -1 elsewhere."""
-    _, drafter, _, weights = pair(device, tmp_path, draft_vocab=70)
+def test_eagle3_vocab_maps_are_inverse(device, tmp_path):
+    """d2t contains target ids; t2d is the inverse, -1 elsewhere."""
+    _, drafter, _, weights = make_head(device, tmp_path, draft_vocab=70)
     d2t = drafter.d2t.to_host()
     t2d = drafter.t2d.to_host()
     np.testing.assert_array_equal(d2t, weights["d2t"] + np.arange(70))
@@ -146,34 +149,32 @@ def test_the_draft_vocabulary_maps_both_ways(device, tmp_path):
     assert (np.delete(t2d, d2t) == -1).all()
 
 
-def test_a_full_vocabulary_needs_no_map(device, tmp_path):
-    """Without pruning there is no map, and a missing head is the target's."""
+def test_eagle3_with_full_vocab_shares_target_head(device, tmp_path):
+    """There are no maps, and a missing LM head is that of the target."""
     make_tiny_llama(tmp_path / "target")
     make_tiny_eagle3(tmp_path / "head", TARGET)
     edit_tensors(tmp_path / "head", lambda t: t.pop("lm_head.weight"))
-    model = nets.load_llama(device, tmp_path / "target")
-    drafter = nets.load_eagle3(device, tmp_path / "head", model)
+    model = model_util.load_llama(device, tmp_path / "target")
+    drafter = model_util.load_eagle3(device, tmp_path / "head", model)
     assert drafter.d2t is None and drafter.t2d is None and drafter.draft_vocab == 320
     assert drafter.lm_head is model.lm_head and drafter.embedding is model.embedding
 
 
-def test_a_missing_head_is_the_target_s_rows(device, tmp_path):
-    """With a map, a head without rows of its own has those of the target that the map names."""
-    model, _, target, _ = pair(
+def test_eagle3_with_pruned_vocab_takes_rows_of_target_head(device, tmp_path):
+    model, _, target, _ = make_head(
         device, tmp_path, draft_vocab=70, target={"tie_word_embeddings": False}
     )
     edit_tensors(tmp_path / "head", lambda t: t.pop("lm_head.weight"))
-    drafter = nets.load_eagle3(device, tmp_path / "head", model)
+    drafter = model_util.load_eagle3(device, tmp_path / "head", model)
     rows = target["lm_head.weight"][drafter.d2t.to_host()]
     np.testing.assert_array_equal(drafter.lm_head.to_host(), rows)
 
 
-def test_a_narrower_head_needs_rows_of_its_own(device, tmp_path):
-    """Where the target's rows are too wide, a missing head is refused by name."""
-    model, *_ = pair(device, tmp_path, **HEADS["narrower than its target"])
+def test_eagle3_narrower_than_target_requires_lm_head(device, tmp_path):
+    model, *_ = make_head(device, tmp_path, **HEADS["narrower than its target"])
     edit_tensors(tmp_path / "head", lambda t: t.pop("lm_head.weight"))
     with pytest.raises(CheckpointError, match=r"lm_head\.weight is missing, .* width 48, not 32"):
-        nets.load_eagle3(device, tmp_path / "head", model)
+        model_util.load_eagle3(device, tmp_path / "head", model)
 
 
 @pytest.mark.parametrize(
@@ -193,13 +194,13 @@ def test_a_narrower_head_needs_rows_of_its_own(device, tmp_path):
         (lambda t: t.__setitem__("input_norm.weight", np.ones(144, np.float32)), "input_norm"),
     ],
 )
-def test_damaged_heads_are_refused_by_tensor(device, tmp_path, change, words):
-    """Missing, misshapen, mistyped and leftover tensors, and maps that leave the vocabulary or are
-    not one to one, raise by name."""
-    model, _, _, _ = pair(device, tmp_path, draft_vocab=70)
+def test_eagle3_rejects_damaged_checkpoints(device, tmp_path, change, words):
+    """Missing, misshapen, mistyped and unused tensors, and vocabulary maps that are out of
+    range or not one to one."""
+    model, _, _, _ = make_head(device, tmp_path, draft_vocab=70)
     edit_tensors(tmp_path / "head", change)
     with pytest.raises(CheckpointError, match=words):
-        nets.load_eagle3(device, tmp_path / "head", model)
+        model_util.load_eagle3(device, tmp_path / "head", model)
 
 
 @pytest.mark.parametrize(
@@ -210,26 +211,24 @@ def test_damaged_heads_are_refused_by_tensor(device, tmp_path, change, words):
         ({}, {"eagle_config": None}, "3 layers"),
     ],
 )
-def test_a_head_of_another_target_is_refused(device, tmp_path, other, options, words):
-    """A head whose vocabulary or feature width is not the target's raises, naming both; one without
-    layer ids on a small target, too, while named ids work."""
-    model, drafter, _, _ = pair(device, tmp_path, draft_vocab=70)
+def test_eagle3_rejects_other_targets(device, tmp_path, other, options, words):
+    """Another vocabulary or feature width, and default feature layers for a small target."""
+    model, drafter, _, _ = make_head(device, tmp_path, draft_vocab=70)
     assert drafter.feature_layers == (0, 1, 2)
     make_tiny_eagle3(tmp_path / "head", llama_config(**other), draft_vocab=70, **options)
     with pytest.raises(ConfigError, match=words):
-        nets.load_eagle3(device, tmp_path / "head", model)
+        model_util.load_eagle3(device, tmp_path / "head", model)
 
 
-def test_operands_of_the_wrong_width_are_refused(device, stream, tmp_path):
-    """Features and hidden states that do not fit raise by named dimension."""
-    _, drafter, _, _ = pair(device, tmp_path, draft_vocab=70)
-    rows = nets.make_rows(device, range(4), 0, range(4))
+def test_eagle3_rejects_wrong_operands(device, stream, tmp_path):
+    _, drafter, _, _ = make_head(device, tmp_path, draft_vocab=70)
+    rows = model_util.make_rows(device, range(4), 0, range(4))
     lane = StreamLane(stream)
     with pytest.raises(ShapeError, match="width=144"):
         drafter.entries(lane, rows, device.zeros((4, 48), "float32"))
     with pytest.raises(ShapeError, match="width=48"):
         drafter.step(lane, rows, device.zeros((4, 144), "float32"))
-    kv = nets.make_cache(device, drafter.config, 2)
+    kv = model_util.make_cache(device, drafter.config, 2)
     with pytest.raises(ShapeError, match="kv"):
         Eagle3Head(
             device, drafter.config, Checkpoint(tmp_path / "head"), drafter.target, kv, max_rows=4

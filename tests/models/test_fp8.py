@@ -1,8 +1,8 @@
-"""Weights of 8 bits: the bits of the same weights in bfloat16, published layouts, refusals."""
+"""FP8 (E4M3) weights: arithmetic, published checkpoint layouts, quantisation at load time."""
 
 from dataclasses import replace
 
-import nets_util as nets
+import model_util
 import numpy as np
 import pytest
 from engine_util import demo_engine, mixed_requests
@@ -18,7 +18,7 @@ from graft.models.llm.kernel_library import ModelKernels
 from graft.models.llm.weights import ScaledMatrix
 
 CODES = np.array([code for code in range(256) if code & 127 != 127], np.uint8)
-#: What they mean (Micikevicius et al., 2022): sign, four bits of exponent, three of mantissa.
+#: Values of the codes (Micikevicius et al., 2022): sign, 4 exponent bits, 3 mantissa bits.
 VALUES = np.array(
     [
         (-1) ** (c >> 7)
@@ -27,7 +27,7 @@ VALUES = np.array(
     ]
 )
 FORMS = [
-    (nets.FORMS[0], 48, 200, "rounded"),
+    (model_util.FORMS[0], 48, 200, "rounded"),
     ("warp", 20, 100, "rounded"),
     ("warp", 144, 384, "rounded"),
     ("warp", 16, 1152, "rounded"),
@@ -37,16 +37,16 @@ LAYER = "model.layers.0.mlp.down_proj.weight"
 
 
 def nearest(values):
-    """Codes of the nearest values, of two as near the one whose code is even."""
+    """Return the codes of the nearest values, ties to even codes."""
     off = np.abs(values.ravel()[:, None].astype(np.float64) - VALUES)
     order = np.where(off == off.min(1, keepdims=True), CODES % 2, 2).argmin(1)
     return CODES[order].reshape(values.shape)
 
 
 @pytest.mark.parametrize(("form", "columns", "inner", "activations"), FORMS)
-def test_products_have_the_bits_of_bfloat16(device, stream, form, columns, inner, activations):
-    """Where scales are powers of two, sums are those of the same weights in bfloat16, with a
-    residual and for 1 to 150 rows; any other scale is one rounding more."""
+def test_fp8_linear_equals_bfloat16_linear(device, stream, form, columns, inner, activations):
+    """With power-of-two scales the result has the bits of the same weights in bfloat16, for 1
+    to 150 rows and with a residual. Other scales add one rounding."""
     kernels = ModelKernels(device, form, activations)
     lane = StreamLane(stream)
     rng = np.random.default_rng(1)
@@ -55,41 +55,43 @@ def test_products_have_the_bits_of_bfloat16(device, stream, form, columns, inner
     powers = np.exp2(rng.integers(-12, 4, columns)).astype(np.float32)
     codes = device.from_host(CODES[at], E4M3)
     weight = ScaledMatrix(codes, device.from_host(powers))
-    same = nets.upload(device, VALUES[at] * powers[:, None], "bfloat16")
+    same = model_util.upload(device, VALUES[at] * powers[:, None], "bfloat16")
 
     def product(weight, rows, **more):
-        out = nets.upload(device, np.ones((len(rows), columns)))
-        x_there = nets.upload(device, rows, kernels.input_dtype(weight))
+        out = model_util.upload(device, np.ones((len(rows), columns)))
+        x_there = model_util.upload(device, rows, kernels.input_dtype(weight))
         kernels.linear(lane, x_there, weight, out, **more)
-        return nets.host(stream, out)
+        return model_util.download(stream, out)
 
     assert kernels.input_dtype(weight) == kernels.input_dtype(same)
     whole = product(same, x)
     for rows in (1, 2, 4, 16, 20, 64, 150):
         part = x[-rows:]
-        assert nets.same_bits(product(weight, part), whole[-rows:].copy()), rows
-    ones = nets.upload(device, np.ones((len(x), columns)))
-    assert nets.same_bits(product(weight, x, residual=ones), product(same, x, residual=ones))
+        assert model_util.same_bits(product(weight, part), whole[-rows:].copy()), rows
+    ones = model_util.upload(device, np.ones((len(x), columns)))
+    assert model_util.same_bits(product(weight, x, residual=ones), product(same, x, residual=ones))
     scale = rng.uniform(1e-4, 2, columns).astype(np.float32)
     np.testing.assert_array_equal(
         product(ScaledMatrix(codes, device.from_host(scale)), x), product(codes, x) * scale
     )
     if columns > 16:  # rows of a weight are a weight
         out = device.empty((2, columns - 16), "float32")
-        kernels.linear(lane, nets.upload(device, x[:2]), weight[16:], out)
-        np.testing.assert_array_equal(nets.host(stream, out), product(weight, x[:2])[:, 16:])
+        kernels.linear(lane, model_util.upload(device, x[:2]), weight[16:], out)
+        np.testing.assert_array_equal(
+            model_util.download(stream, out), product(weight, x[:2])[:, 16:]
+        )
 
 
-@pytest.mark.parametrize(("form", "inner"), [(nets.FORMS[0], 8), ("warp", 8), ("warp", 128)])
-def test_every_code_counts_with_its_value(device, stream, form, inner):
-    """All 254 that are numbers, at any place of a row, in every kernel."""
+@pytest.mark.parametrize(("form", "inner"), [(model_util.FORMS[0], 8), ("warp", 8), ("warp", 128)])
+def test_fp8_linear_uses_exact_value_of_every_code(device, stream, form, inner):
+    """All 254 codes other than NaN, at every index of a row, in every kernel."""
     kernels = ModelKernels(device, form)
     out = device.empty((inner, 256), "float32")
     at = (np.arange(256)[:, None] + np.arange(inner)) % len(CODES)
     for rows in (inner, 8):
-        eye = nets.upload(device, np.eye(inner)[:rows])
+        eye = model_util.upload(device, np.eye(inner)[:rows])
         kernels.linear(StreamLane(stream), eye, device.from_host(CODES[at], E4M3), out[:rows])
-        np.testing.assert_array_equal(nets.host(stream, out)[:rows], VALUES[at].T[:rows])
+        np.testing.assert_array_equal(model_util.download(stream, out)[:rows], VALUES[at].T[:rows])
 
 
 GROUP = {
@@ -119,7 +121,7 @@ COMPRESSED = {
     },
 }
 STATIC = {"quant_method": "fp8", "activation_scheme": "static", "ignored_layers": ["lm_head"]}
-#: Config, shape of the scales of so many rows, and whether inputs have a scale.
+#: quantization_config, shape of the scales by number of rows, and whether inputs have scales.
 LAYOUTS = {
     "channel": (COMPRESSED, lambda rows: (rows, 1), False),
     "rows": (STATIC, lambda rows: (rows,), False),
@@ -138,7 +140,7 @@ SHAPE = {
 
 
 def write_quantised(folder, layout, change=dict):
-    """A random model in such a layout, and beside it the one it stands for, in bfloat16."""
+    """Write a random quantised model, and the equivalent bfloat16 model to the folder `plain`."""
     quantisation, scales, inputs = LAYOUTS[layout]
     rng = np.random.default_rng(5)
     plain = make_tiny_llama(folder, dtype="bfloat16", **SHAPE)
@@ -161,24 +163,24 @@ def write_quantised(folder, layout, change=dict):
 
 
 def logits(device, stream, folder, form="warp", **options):
-    """Of a prompt of 24 tokens, read at once."""
-    model = nets.load_llama(device, folder, form=form, **options)
-    nets.own(stream, model.kv, 0, 24)
-    return nets.forward(stream, model, np.arange(24), 0, np.arange(24))
+    """Return the logits of a prompt of 24 tokens."""
+    model = model_util.load_llama(device, folder, form=form, **options)
+    model_util.allocate_pages(stream, model.kv, 0, 24)
+    return model_util.forward(stream, model, np.arange(24), 0, np.arange(24))
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
-def test_published_layouts_are_the_models_they_stand_for(device, stream, tmp_path, layout):
-    """A checkpoint with scales of rows or matrices gives the logits of the weights it means, stored
-    as bfloat16, bit for bit; scales of inputs change nothing."""
+def test_fp8_checkpoint_layouts_equal_bfloat16_model(device, stream, tmp_path, layout):
+    """Row scales and matrix scales, bit for bit; input scales are ignored."""
     write_quantised(tmp_path, layout)
-    for form in nets.FORMS:
+    for form in model_util.FORMS:
         got, wanted = (logits(device, stream, f, form) for f in (tmp_path, tmp_path / "plain"))
-        assert nets.same_bits(got, wanted)
+        assert model_util.same_bits(got, wanted)
 
 
-def test_a_checkpoint_is_rounded_row_by_row(device, stream, tmp_path):
-    """weights="fp8" runs the nearest E4M3 of each row that its largest value, and zeros, allow."""
+def test_fp8_quantisation_rounds_rows_to_nearest(device, stream, tmp_path):
+    """weights="fp8" uses the largest magnitude of each row as its scale; rows of zeros stay
+    zero."""
     shape = {**SHAPE, "torch_dtype": "float32"}
     plain = make_tiny_llama(tmp_path / "plain", **shape)
     stored = dict(plain)
@@ -191,9 +193,13 @@ def test_a_checkpoint_is_rounded_row_by_row(device, stream, tmp_path):
         stored[name] = (VALUES[codes] * scale).astype(np.float32)
     write_json(tmp_path / "config.json", llama_config(**shape))
     write_safetensors(tmp_path / "model.safetensors", stored, "float32")
-    got = logits(device, stream, tmp_path / "plain", nets.FORMS[0], weights="fp8")
-    np.testing.assert_allclose(got, logits(device, stream, tmp_path, nets.FORMS[0]), atol=2e-4)
-    assert np.abs(got - logits(device, stream, tmp_path / "plain", nets.FORMS[0])).max() > 0.01
+    got = logits(device, stream, tmp_path / "plain", model_util.FORMS[0], weights="fp8")
+    np.testing.assert_allclose(
+        got, logits(device, stream, tmp_path, model_util.FORMS[0]), atol=2e-4
+    )
+    assert (
+        np.abs(got - logits(device, stream, tmp_path / "plain", model_util.FORMS[0])).max() > 0.01
+    )
 
 
 @pytest.mark.parametrize(
@@ -216,16 +222,15 @@ def test_a_checkpoint_is_rounded_row_by_row(device, stream, tmp_path):
         (lambda t: {**t, "model.layers.0.self_attn.k_scale": np.ones(1, np.float32)}, "k_scale"),
     ],
 )
-def test_tensors_that_make_no_weights_are_refused_by_name(device, tmp_path, change, words):
-    """NaN, scales that are missing, of another shape or no numbers, a head of 8 bits, and scales of
-    a cache."""
+def test_fp8_rejects_invalid_tensors(device, tmp_path, change, words):
+    """NaN; missing, misshapen or non-finite scales; an FP8 LM head; scales of a KV cache."""
     write_quantised(tmp_path, "channel", change)
     with pytest.raises(CheckpointError, match=words):
-        nets.load_llama(device, tmp_path)
+        model_util.load_llama(device, tmp_path)
 
 
 def changed(config, path, value):
-    """The same with one field, or one within others, of this value."""
+    """Return a copy of a config with one (nested) field changed."""
     first, *rest = path
     return {**config, first: changed(config.get(first, {}), rest, value) if rest else value}
 
@@ -268,16 +273,16 @@ WEIGHTS = ("config_groups", "group_0", "weights")
         (STATIC, ("kv_cache_scheme",), "static"),
     ],
 )
-def test_other_quantisations_are_refused_by_name(config, path, value):
-    """What a config says of weights, and graft does not run, raises with the field."""
+def test_fp8_config_rejects_other_quantisations(config, path, value):
+    """The error names the field."""
     LlamaConfig.from_dict(llama_config(quantization_config=config))
     refused = llama_config(quantization_config=changed(config, path, value))
     with pytest.raises(ConfigError, match=path[-1]):
         LlamaConfig.from_dict(refused)
 
 
-def test_an_engine_on_weights_of_8_bits_answers_the_same_with_drafts():
-    """Guided greedy outputs of the rounded demo model are those without speculation."""
+def test_fp8_engine_output_is_unchanged_by_speculation():
+    """Greedy outputs of the quantised demo model under grammars."""
     requests = [replace(r, id=str(i)) for i, r in enumerate(mixed_requests(4, seed=3))]
     texts = []
     for speculation in (False, True):

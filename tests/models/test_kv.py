@@ -2,7 +2,7 @@
 
 import numpy as np
 import pytest
-from nets_util import own
+from model_util import allocate_pages
 
 from graft.cudagraph.errors import OptionError
 from graft.cudagraph.lanes import StreamLane
@@ -56,7 +56,7 @@ def test_paged_kv_set_table_copies_one_slot(device, stream):
     """Entries without a page refer to the scratch page, also after release."""
     kv = make_cache(device)
     assert (kv.page_table.to_host() == kv.scratch_page).all()
-    own(stream, kv, 1, 9)
+    allocate_pages(stream, kv, 1, 9)
     stream.synchronize()
     table = kv.page_table.to_host()
     assert table[1].tolist() == [*kv.pages_of(1), 10, 10, 10]

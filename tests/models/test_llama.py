@@ -1,8 +1,8 @@
-"""Llama: logits of Hugging Face transformers and of NumPy, features, refusals."""
+"""Llama and Qwen3 targets against Hugging Face transformers and NumPy; features, rejections."""
 
 from dataclasses import replace
 
-import nets_util as nets
+import model_util
 import numpy as np
 import numpy_llama
 import pytest
@@ -15,12 +15,12 @@ from graft.models.llm.checkpoint import Checkpoint
 from graft.models.llm.config import LlamaConfig
 from graft.models.llm.llama import LlamaModel
 
-CASES = sorted(p.parent.name for p in nets.FIXTURES.glob("*/generation_config.json"))
+CASES = sorted(p.parent.name for p in model_util.FIXTURES.glob("*/generation_config.json"))
 
 
-def test_the_fixtures_are_there():
-    """Every attention layout, rotary kind and dtype has its fixture."""
-    configs = [LlamaConfig.from_dir(nets.FIXTURES / case) for case in CASES]
+def test_llama_fixtures_cover_all_layouts():
+    """Every attention layout, RoPE kind and dtype has a fixture."""
+    configs = [LlamaConfig.from_dir(model_util.FIXTURES / case) for case in CASES]
     assert {c.rope.kind for c in configs} == {"default", "linear", "llama3"}
     assert {c.dtype for c in configs} == {"float32", "float16", "bfloat16"}
     assert {c.tie_word_embeddings for c in configs} == {True, False}
@@ -28,70 +28,73 @@ def test_the_fixtures_are_there():
     assert groups >= {1, 2, 3, 4}
 
 
-@pytest.mark.parametrize("form", nets.FORMS)
+@pytest.mark.parametrize("form", model_util.FORMS)
 @pytest.mark.parametrize("case", CASES)
-def test_logits_equal_transformers(device, stream, case, form):
-    """A prompt in two chunks gives the logits of Hugging Face transformers at every position."""
-    expected = np.load(nets.FIXTURES / case / "expected.npz")
-    model = nets.load_llama(device, nets.FIXTURES / case, form=form, dtype="float32")
-    nets.own(stream, model.kv, 1, 40)
+def test_llama_logits_equal_transformers(device, stream, case, form):
+    """A prompt in two chunks, at every position."""
+    expected = np.load(model_util.FIXTURES / case / "expected.npz")
+    model = model_util.load_llama(device, model_util.FIXTURES / case, form=form, dtype="float32")
+    model_util.allocate_pages(stream, model.kv, 1, 40)
     tokens = expected["tokens"]
-    first = nets.forward(stream, model, tokens[:23], 1, np.arange(23))
-    second = nets.forward(stream, model, tokens[23:], 1, np.arange(23, 40))
+    first = model_util.forward(stream, model, tokens[:23], 1, np.arange(23))
+    second = model_util.forward(stream, model, tokens[23:], 1, np.arange(23, 40))
     logits = np.concatenate([first, second])
     np.testing.assert_allclose(logits, expected["logits"], atol=3e-5)
 
 
-def test_rounded_activations_are_nearer_to_float32_than_transformers_in_bfloat16(device, stream):
-    """On tensor cores logits, at once or in chunks, are off those of whole activations by less than
-    transformers in bfloat16 is; where activations are whole too by a hundredth of it."""
-    expected = np.load(nets.FIXTURES / "tensor_cores/bfloat16/expected.npz")
+def test_llama_rounded_activations_are_more_accurate_than_transformers_bfloat16(device, stream):
+    """The error on tensor cores is below that of transformers in bfloat16, and below a
+    hundredth of it with split activations. Chunks give the same bits."""
+    expected = np.load(model_util.FIXTURES / "tensor_cores/bfloat16/expected.npz")
     exact = expected["logits"]
     error = {}
     for activations in ("rounded", "float32"):
-        model = nets.load_llama(
+        model = model_util.load_llama(
             device,
-            nets.FIXTURES / "tensor_cores/bfloat16",
+            model_util.FIXTURES / "tensor_cores/bfloat16",
             form="warp",
             activations=activations,
             dtype="float32",
         )
-        nets.own(stream, model.kv, 1, 40)
-        nets.own(stream, model.kv, 2, 40)
-        logits = nets.forward(stream, model, expected["tokens"], 1, np.arange(40))
+        model_util.allocate_pages(stream, model.kv, 1, 40)
+        model_util.allocate_pages(stream, model.kv, 2, 40)
+        logits = model_util.forward(stream, model, expected["tokens"], 1, np.arange(40))
         for part in np.split(np.arange(40), (1, 5, 21)):
-            again = nets.forward(stream, model, expected["tokens"][part], 2, part)
-            assert nets.same_bits(again, logits[part])
+            again = model_util.forward(stream, model, expected["tokens"][part], 2, part)
+            assert model_util.same_bits(again, logits[part])
         error[activations] = np.sqrt(np.mean((logits - exact) ** 2))
     theirs = np.sqrt(np.mean((expected["rounded"] - exact) ** 2))
     assert 0.01 * theirs < error["rounded"] < theirs
     assert error["float32"] < 0.01 * theirs
 
 
-def test_the_last_layers_output_can_be_a_feature(device, stream, tmp_path):
-    """Id n-1 is the residual stream after the last layer, before the final norm; asking for
-    features leaves every logit bit as it is."""
+def test_llama_features_are_layer_outputs(device, stream, tmp_path):
+    """Id n-1 is the residual stream before the final norm. Features do not change the bits of
+    the logits."""
     weights = make_tiny_llama(tmp_path)
-    model = nets.load_llama(device, tmp_path)
-    nets.own(stream, model.kv, 0, 9)
+    model = model_util.load_llama(device, tmp_path)
+    model_util.allocate_pages(stream, model.kv, 0, 9)
     model.set_feature_layers((0, 1, 2))
     features = device.zeros((9, 3 * 48), "float32")
     tokens = np.arange(9) * 7
-    plain = nets.forward(stream, model, tokens, 0, np.arange(9))
-    assert nets.same_bits(plain, nets.forward(stream, model, tokens, 0, np.arange(9), features))
+    plain = model_util.forward(stream, model, tokens, 0, np.arange(9))
+    assert model_util.same_bits(
+        plain, model_util.forward(stream, model, tokens, 0, np.arange(9), features)
+    )
     streams = numpy_llama.llama_streams(weights, llama_config(), tokens)
     np.testing.assert_allclose(features.to_host(), np.concatenate(streams, axis=-1), atol=2e-5)
 
 
-def test_cache_dtype_is_a_choice(device, stream, tmp_path):
-    """A coarser cache than the weights moves logits a little, and only a little."""
+def test_llama_kv_cache_dtype_bounds_error(device, stream, tmp_path):
     weights = make_tiny_llama(tmp_path)
     wanted = numpy_llama.llama_logits(weights, llama_config(), np.arange(20))
     error = {}
     for dtype in ("float32", "float16", "bfloat16"):
-        model = nets.load_llama(device, tmp_path, dtype=dtype)
-        nets.own(stream, model.kv, 0, 20)
-        error[dtype] = np.abs(nets.forward(stream, model, range(20), 0, range(20)) - wanted).max()
+        model = model_util.load_llama(device, tmp_path, dtype=dtype)
+        model_util.allocate_pages(stream, model.kv, 0, 20)
+        error[dtype] = np.abs(
+            model_util.forward(stream, model, range(20), 0, range(20)) - wanted
+        ).max()
     assert error["float32"] < 1e-4 < error["bfloat16"] < 0.5
     assert error["float32"] < error["float16"] < error["bfloat16"]
 
@@ -117,43 +120,43 @@ def _set(name, value):
         ),
     ],
 )
-def test_a_checkpoint_of_another_model_is_refused(device, tmp_path, change, words):
-    """Missing, misshapen, mistyped and leftover tensors raise by name; so do matrices that act
-    together without sharing a dtype."""
+def test_llama_rejects_unsuitable_checkpoints(device, tmp_path, change, words):
+    """Missing, misshapen, mistyped and unused tensors, and stacked matrices of different
+    dtypes."""
     make_tiny_llama(tmp_path)
     edit_tensors(tmp_path, change)
     with pytest.raises(CheckpointError, match=words):
-        nets.load_llama(device, tmp_path)
+        model_util.load_llama(device, tmp_path)
 
 
-def test_an_untied_model_needs_its_head(device, stream, tmp_path):
-    """tie_word_embeddings decides: untied without lm_head is refused, tied ignores one."""
+def test_llama_tied_embeddings_decide_lm_head(device, stream, tmp_path):
+    """An untied model requires lm_head, a tied one ignores it."""
     make_tiny_llama(tmp_path / "a", tie_word_embeddings=False)
     edit_tensors(tmp_path / "a", lambda t: t.pop("lm_head.weight"))
     with pytest.raises(CheckpointError, match=r"lm_head\.weight is missing"):
-        nets.load_llama(device, tmp_path / "a")
+        model_util.load_llama(device, tmp_path / "a")
     make_tiny_llama(tmp_path / "b")
     logits = []
     for _ in range(2):
-        model = nets.load_llama(device, tmp_path / "b")
-        nets.own(stream, model.kv, 0, 4)
-        logits.append(nets.forward(stream, model, range(4), 0, range(4)))
+        model = model_util.load_llama(device, tmp_path / "b")
+        model_util.allocate_pages(stream, model.kv, 0, 4)
+        logits.append(model_util.forward(stream, model, range(4), 0, range(4)))
         edit_tensors(tmp_path / "b", _set("lm_head.weight", np.ones((320, 48), np.float32)))
-    assert nets.same_bits(*logits)
+    assert model_util.same_bits(*logits)
 
 
-def test_forwards_that_cannot_work_are_refused(device, stream, tmp_path):
-    """Wrong caches, too many rows, unset or malformed feature layers raise before any work."""
+def test_llama_rejects_invalid_forward_arguments(device, stream, tmp_path):
+    """Wrong caches, too many rows, unset or invalid feature layers."""
     make_tiny_llama(tmp_path)
     config = LlamaConfig.from_dir(tmp_path)
-    kv = nets.make_cache(device, config, 2)
+    kv = model_util.make_cache(device, config, 2)
     with pytest.raises(ShapeError, match="kv_heads"):
         LlamaModel(device, config, Checkpoint(tmp_path), kv, max_rows=4)
-    model = nets.load_llama(device, tmp_path, max_rows=4)
+    model = model_util.load_llama(device, tmp_path, max_rows=4)
     lane = StreamLane(stream)
     with pytest.raises(ShapeError, match="max_rows=4"):
-        model.forward(lane, nets.make_rows(device, range(5), 0, range(5)))
-    rows = nets.make_rows(device, range(4), 0, range(4))
+        model.forward(lane, model_util.make_rows(device, range(5), 0, range(5)))
+    rows = model_util.make_rows(device, range(4), 0, range(4))
     with pytest.raises(ShapeError, match="slot"):
         model.forward(lane, replace(rows, slot=rows.slot[1:]))
     features = device.zeros((4, 3 * 48), "float32")

@@ -1,6 +1,6 @@
-"""Multi-token prediction modules: every level of many rounds equals NumPy over whole sequences."""
+"""Multi-token prediction (MTP) modules against NumPy over whole sequences."""
 
-import nets_util as nets
+import model_util
 import numpy as np
 import numpy_llama
 import pytest
@@ -13,10 +13,13 @@ from graft.models.errors import CheckpointError, ConfigError
 TARGET = llama_config()
 
 
-def oracle(weights, of_target, tokens, features, drafts, modules):
-    """Logits [vocab] of what follows `tokens` and `drafts`, with features of all tokens but the
-    last: a lone module goes on behind its own states, of several each reads the one before it."""
-    said = np.concatenate([tokens, drafts]).astype(np.int64)
+def reference_logits(weights, of_target, tokens, features, drafts, modules):
+    """Return the logits [vocab] of the token after `tokens` and `drafts`.
+
+    `features` are those of all tokens but the last. A single module continues from its own states;
+    of several modules each reads the states of the previous one.
+    """
+    sequence = np.concatenate([tokens, drafts]).astype(np.int64)
     norm = of_target["model.norm.weight"]
     table = of_target["model.embed_tokens.weight"]
     h = numpy_llama.rms_norm(features[: len(tokens) - 1].astype(np.float64), norm, 1e-5)
@@ -24,13 +27,13 @@ def oracle(weights, of_target, tokens, features, drafts, modules):
         j = level if modules > 1 else 0
         prefix = f"model.layers.{3 + j}"
         own = weights.get(f"{prefix}.embed_tokens.weight", table)
-        following = said[1 + j :][: len(h)]
+        following = sequence[1 + j :][: len(h)]
         out = numpy_llama.mtp_states(weights, TARGET, prefix, own, h, following)
         h = out if modules > 1 else np.concatenate([h, out[-1:]])
     return weights.get(f"{prefix}.shared_head.head.weight", table).astype(np.float64) @ h[-1]
 
 
-@pytest.mark.parametrize("form", nets.FORMS)
+@pytest.mark.parametrize("form", model_util.FORMS)
 @pytest.mark.parametrize(
     "modules, own, tree",
     [
@@ -40,13 +43,13 @@ def oracle(weights, of_target, tokens, features, drafts, modules):
         *(pytest.param(1, own, None, marks=pytest.mark.full) for own in (False, True)),
     ],
 )
-def test_every_level_equals_numpy(device, stream, tmp_path, form, modules, own, tree):
-    """Prompts of every length in chunks, rounds that commit one to five tokens in changing rows:
-    each level's logits, and those of each node of a tree, are those of the whole sequence with the
-    drafts behind it."""
+def test_mtp_logits_equal_numpy(device, stream, tmp_path, form, modules, own, tree):
+    """Prompts of every length in chunks, and rounds that commit one to five tokens in changing
+    batch rows: the logits of every level, or of every node of a tree, equal those of the whole
+    sequence."""
     of_target = make_tiny_llama(tmp_path / "target")
     weights = make_tiny_mtp(tmp_path / "mtp", TARGET, modules=modules, own=own)
-    target = nets.load_llama(device, tmp_path / "target", form=form)
+    target = model_util.load_llama(device, tmp_path / "target", form=form)
     rounds = Rounds(device, stream, target, tmp_path / "mtp", 4, tree=tree)
     assert isinstance(rounds.drafter, Mtp) and rounds.width == (5 if modules == 1 else modules + 1)
     for slot, chunks in enumerate([(0,), (0, 1), (0, 3, 4, 11)]):
@@ -59,21 +62,23 @@ def test_every_level_equals_numpy(device, stream, tmp_path, form, modules, own, 
         ([2, 1, 0], [1, 2, 3]),
     ]:
         for slot, down, logits in rounds.levels(rounds.commit(batch, counts)):
-            said = rounds.tokens[slot, : rounds.n[slot] + 1]
-            wanted = oracle(weights, of_target, said, rounds.features[slot], down, modules)
+            tokens = rounds.tokens[slot, : rounds.n[slot] + 1]
+            wanted = reference_logits(
+                weights, of_target, tokens, rounds.features[slot], down, modules
+            )
             np.testing.assert_allclose(logits, wanted, atol=1e-4)
 
 
-def test_a_target_may_stand_beside_its_modules(device, stream, tmp_path):
-    """One folder holds both: the target leaves the modules alone, and they the target's tensors;
-    fewer drafts than modules load fewer layers of cache."""
+def test_mtp_modules_may_share_folder_with_target(device, stream, tmp_path):
+    """The target ignores the modules and the modules ignore the target. With fewer drafts than
+    modules the cache has fewer layers."""
     make_tiny_llama(tmp_path / "both")
     weights = make_tiny_mtp(tmp_path / "mtp", TARGET, modules=2)
     edit_tensors(tmp_path / "both", lambda tensors: tensors.update(weights))
     with pytest.raises(CheckpointError, match=r"model\.layers\.3"):
-        nets.load_llama(device, tmp_path / "both")
+        model_util.load_llama(device, tmp_path / "both")
     edit_json(tmp_path / "both" / "config.json", num_nextn_predict_layers=2)
-    target = nets.load_llama(device, tmp_path / "both")
+    target = model_util.load_llama(device, tmp_path / "both")
     drafter = Rounds(device, stream, target, tmp_path / "both", 1).drafter
     assert drafter.shape.nodes == drafter.caches[0].layers == 1 and drafter.feature_layers == (2,)
 
@@ -95,12 +100,12 @@ def test_a_target_may_stand_beside_its_modules(device, stream, tmp_path):
         (lambda t: None, {"num_hidden_layers": 4}, ConfigError, "with num_hidden_layers 4"),
     ],
 )
-def test_unfit_modules_are_refused(device, stream, tmp_path, change, fields, error, words):
-    """Missing and leftover tensors, another count, and modules of another target, by name."""
+def test_mtp_rejects_unsuitable_checkpoints(device, stream, tmp_path, change, fields, error, words):
+    """Missing and unused tensors, another number of modules, and modules of another target."""
     make_tiny_llama(tmp_path / "target")
     make_tiny_mtp(tmp_path / "mtp", TARGET, modules=2)
     edit_tensors(tmp_path / "mtp", change)
     edit_json(tmp_path / "mtp" / "config.json", **fields)
-    target = nets.load_llama(device, tmp_path / "target")
+    target = model_util.load_llama(device, tmp_path / "target")
     with pytest.raises(error, match=words):
         Rounds(device, stream, target, tmp_path / "mtp", 2)

@@ -1,7 +1,7 @@
-"""Row invariance: the bits of a row depend on that row and its past, on nothing else.
+"""Row invariance: the bits of a row depend only on the row and the earlier positions of its slot.
 
-Every case compares logits, features, keys and values bit for bit with a slot fed one token at a
-time, alone.
+Every test compares logits, features and KV cache bit for bit with a slot that was fed one token at
+a time.
 """
 
 import functools
@@ -9,7 +9,7 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
-from nets_util import cached, load_eagle3, load_llama, make_rows, own, same_bits
+from model_util import allocate_pages, load_eagle3, load_llama, make_rows, read_cache, same_bits
 from tiny_models import llama_config, make_tiny_eagle3, make_tiny_llama
 
 from graft.cudagraph.graph import Graph
@@ -20,9 +20,9 @@ LENGTH = 35  # past one attention tile of 32
 SHAPE = {"vocab_size": 72, "intermediate_size": 40, "num_attention_heads": 4}
 NAMES = ("logits", "features", "draft")
 SLOTS = 8
-RUN = 5  # rows said to be of one slot, which they need not be
+RUN = 5  # rows_per_slot, which does not match the slots of the rows
 SEQUENCES = np.random.default_rng(12).integers(0, 72, (4, LENGTH))
-# three ways lead from one position, and two of them part later
+# three sequences share a prefix, and two of them a longer one
 ROOT = 26
 FORK = 31
 SEQUENCES[:2, : ROOT + 1] = SEQUENCES[2, : ROOT + 1]
@@ -30,7 +30,7 @@ SEQUENCES[1, : FORK + 1] = SEQUENCES[2, : FORK + 1]
 
 
 class Forward:
-    """A graph of one forward of so many rows, and of the drafter's entries of the same rows."""
+    """Graph of a forward pass of `count` rows and of the drafter entries of the same rows."""
 
     def __init__(self, model, drafter, count):
         device = model.device
@@ -59,7 +59,7 @@ class Forward:
 
 
 class Case:
-    """A model with its drafter, and what each sequence gives one token at a time, alone."""
+    """A model with its drafter, and the results of each sequence fed one token at a time."""
 
     def __init__(self, model, drafter, stream):
         self.both = model.kv, drafter.kv
@@ -72,14 +72,14 @@ class Case:
             self.reserve(stream, 0)
             rows = [self.feed(stream, [number], 0, [t]) for t in range(LENGTH)]
             self.parts.append([np.concatenate(part) for part in zip(*rows, strict=True)])
-            self.caches.append([cached(kv, 0, LENGTH) for kv in self.both])
+            self.caches.append([read_cache(kv, 0, LENGTH) for kv in self.both])
 
     def reserve(self, stream, slot, positions=LENGTH):
         for kv in self.both:
-            own(stream, kv, slot, positions)
+            allocate_pages(stream, kv, slot, positions)
 
     def feed(self, stream, sequences, slots, positions, tree=0):
-        """One forward; logits, features and draft outputs. A row's sequence of -1 is padding."""
+        """Run a forward pass; return logits, features and draft outputs. Sequence -1 is padding."""
         sequences = np.asarray(sequences)
         positions = np.asarray(positions)
         tokens = SEQUENCES[sequences, positions]
@@ -88,17 +88,17 @@ class Case:
         return self.forward_of(len(tokens)).run(stream, tokens, following, slots, positions, tree)
 
     def check(self, stream, sequences, slots, positions, tree=0):
-        """Each row of a forward equals its sequence at its position, bit for bit."""
+        """Check that each row equals its sequence at its position, bit for bit."""
         result = self.feed(stream, sequences, slots, positions, tree)
         for r, (s, p) in enumerate(zip(sequences, positions, strict=True)):
             for name, got, wanted in zip(NAMES, result, self.parts[s], strict=True):
                 if name == "draft" and tree != 0:
-                    continue  # an entry is of two tokens, hence of two rows of the tree
+                    continue  # an entry depends on two tokens, hence on two rows of the tree
                 assert s < 0 or same_bits(got[r], wanted[p]), f"{name} of row {r}"
 
     def check_cache(self, slot, sequence):
         for kv, wanted in zip(self.both, self.caches[sequence], strict=True):
-            assert same_bits(cached(kv, slot, LENGTH), wanted)
+            assert same_bits(read_cache(kv, slot, LENGTH), wanted)
 
 
 @pytest.fixture(
@@ -127,7 +127,7 @@ def case(device, request, tmp_path_factory):
 
 @pytest.fixture
 def clean(case):
-    """All pages back before a test."""
+    """Return the case with all pages released."""
     for slot in range(SLOTS):
         for kv in case.both:
             kv.release(slot)
@@ -135,8 +135,7 @@ def clean(case):
 
 
 @pytest.mark.parametrize("chunk", [2, 3, 4, 7, 17, LENGTH])
-def test_chunks_of_any_size_give_the_bits_of_single_rows(clean, stream, chunk):
-    """M = 2, K + 1, and prefills of any length, whole or chunked, equal M = 1."""
+def test_row_invariance_of_prefill_chunks(clean, stream, chunk):
     clean.reserve(stream, 1)
     for start in range(0, LENGTH, chunk):
         positions = range(start, min(start + chunk, LENGTH))
@@ -144,9 +143,9 @@ def test_chunks_of_any_size_give_the_bits_of_single_rows(clean, stream, chunk):
     clean.check_cache(1, 3)
 
 
-def test_batches_of_any_size_give_the_bits_of_single_rows(clean, stream):
-    """One to eight slots a forward, one to three rows each, who and in which order changing every
-    time, equal slots fed alone, wherever their pages lie and padding is among them."""
+def test_row_invariance_of_mixed_batches(clean, stream):
+    """One to eight slots per forward pass with one to three rows each, in changing composition
+    and order, with shuffled pages and padding."""
     rng = np.random.default_rng(3)
     done = np.zeros(SLOTS, int)
     for kv in clean.both:
@@ -180,38 +179,40 @@ def test_batches_of_any_size_give_the_bits_of_single_rows(clean, stream):
 
 
 def random_tree(rng):
-    """(sequence, position, path bits) of the nodes of the three ways, parents first."""
-    ways = {(2, p) for p in range(ROOT + 1, LENGTH)} | {(0, p) for p in range(ROOT + 1, LENGTH)}
-    ways |= {(1, p) for p in range(FORK + 1, LENGTH)}
+    """Return (sequence, position) and ancestor bits of all nodes, parents first."""
+    nodes_left = {(2, p) for p in range(ROOT + 1, LENGTH)} | {
+        (0, p) for p in range(ROOT + 1, LENGTH)
+    }
+    nodes_left |= {(1, p) for p in range(FORK + 1, LENGTH)}
     nodes = []
     paths = {}
-    open_ways = {0: ROOT, 2: ROOT}
-    while len(nodes) < len(ways):
-        s = int(rng.choice([s for s, p in open_ways.items() if p + 1 < LENGTH]))
-        before = (2 if s == 1 and open_ways[s] == FORK else s, open_ways[s])
-        open_ways[s] += 1
-        paths[s, open_ways[s]] = paths.get(before, 0) | 1 << len(nodes)
-        nodes.append((s, open_ways[s]))
-        if s == 2 and open_ways[s] == FORK:
-            open_ways[1] = FORK
+    tips = {0: ROOT, 2: ROOT}
+    while len(nodes) < len(nodes_left):
+        s = int(rng.choice([s for s, p in tips.items() if p + 1 < LENGTH]))
+        before = (2 if s == 1 and tips[s] == FORK else s, tips[s])
+        tips[s] += 1
+        paths[s, tips[s]] = paths.get(before, 0) | 1 << len(nodes)
+        nodes.append((s, tips[s]))
+        if s == 2 and tips[s] == FORK:
+            tips[1] = FORK
     return nodes, [paths[node] for node in nodes]
 
 
-def test_rows_of_a_tree_give_the_bits_of_their_paths(clean, stream):
-    """Drafts on three ways in one forward, cached in any order, equal one token at a time; once
-    compacted, cache and features are those of the way that was taken."""
+def test_row_invariance_of_draft_trees_and_compaction(clean, stream):
+    """Drafts of three paths in one forward pass, in any order, equal a chain. After compaction
+    cache and features are those of the accepted path."""
     rng = np.random.default_rng(3)
-    for slot, taken in ((1, 2), (5, 1), (6, 0)):
+    for slot, accepted in ((1, 2), (5, 1), (6, 0)):
         clean.reserve(stream, slot, 64)
-        clean.feed(stream, [taken] * ROOT, slot, range(ROOT))
+        clean.feed(stream, [accepted] * ROOT, slot, range(ROOT))
         nodes, paths = random_tree(rng)
-        sequences, positions = zip((taken, ROOT), *nodes, strict=True)
+        sequences, positions = zip((accepted, ROOT), *nodes, strict=True)
         clean.check(stream, sequences, slot, positions, [0, *paths])
 
         wanted = [
             node
             for node in nodes
-            if taken == node[0] or (taken == 1 and node[1] <= FORK and node[0] == 2)
+            if accepted == node[0] or (accepted == 1 and node[1] <= FORK and node[0] == 2)
         ]
         wanted.sort(key=lambda node: node[1])
         width = len(nodes) + 1
@@ -232,6 +233,6 @@ def test_rows_of_a_tree_give_the_bits_of_their_paths(clean, stream):
             device.zeros((1,), "int32"),
         )
         stream.synchronize()
-        assert same_bits(cached(model.kv, slot, LENGTH), clean.caches[taken][0])
+        assert same_bits(read_cache(model.kv, slot, LENGTH), clean.caches[accepted][0])
         kept = features.to_host()[: len(rows)]
-        assert same_bits(kept, clean.parts[taken][1][ROOT:])
+        assert same_bits(kept, clean.parts[accepted][1][ROOT:])

@@ -1,4 +1,4 @@
-"""Rounds in the form of GPUs, on the soft device: launches, and that drafts change nothing."""
+"""Rounds with the warp kernels on the soft device: number of launches, and unchanged outputs."""
 
 import numpy as np
 import pytest
@@ -26,7 +26,7 @@ LAYER = ("qkv", "attention", "attention out", "gate, up", "down")
 
 @pytest.fixture
 def engine(tmp_path, monkeypatch):
-    """Makes engines in the form of GPUs, with or without an EAGLE-3 head that drafts three."""
+    """Return a factory of engines with warp kernels, with or without an EAGLE-3 head."""
     monkeypatch.setattr(
         llama, "ModelKernels", lambda device, _, *more: ModelKernels(device, "warp", *more)
     )
@@ -44,11 +44,9 @@ def engine(tmp_path, monkeypatch):
     )
 
 
-def test_a_round_of_32_layers_is_at_most_200_launches_and_drafts_change_no_token(
-    engine, monkeypatch
-):
-    """Five kernels a layer, of target and head, and norms in none of their own; greedy answers to
-    prompts of several lengths are those of one row at a time."""
+def test_tensor_core_round_has_five_launches_per_layer(engine, monkeypatch):
+    """A round of 32 layers has at most 200 launches and no norm kernel. Greedy outputs equal
+    those without speculation."""
     monkeypatch.setattr(prefill.Prefill, "warm", lambda *_: [])  # long without tensor cores
     rng = np.random.default_rng(4)
     requests = [
@@ -74,8 +72,8 @@ def test_a_round_of_32_layers_is_at_most_200_launches_and_drafts_change_no_token
 
 @pytest.mark.full
 @pytest.mark.parametrize("activations", ["float32", "rounded"])
-def test_prompts_wait_for_no_compiler(engine, monkeypatch, activations):
-    """Whatever a prompt's length, its kernels were loaded before the first request, and stay."""
+def test_prefill_kernels_are_loaded_before_first_request(engine, monkeypatch, activations):
+    """Prompts of any length load no further kernels."""
     asked = []
     load = Device.load
 

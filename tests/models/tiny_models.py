@@ -1,4 +1,4 @@
-"""Tiny seeded checkpoints in Hugging Face layout: a Llama, an EAGLE-3 head, a tokenizer."""
+"""Tiny random checkpoints in Hugging Face layout: targets, drafters and a tokenizer."""
 
 import json
 from collections.abc import Callable
@@ -14,13 +14,12 @@ from graft.cudagraph.dtypes import from_float32, to_float32
 
 
 def rounded(x: np.ndarray, dtype: str) -> np.ndarray:
-    """float32 values that `dtype` can hold."""
+    """Return float32 values rounded to `dtype`."""
     return to_float32(from_float32(x, dtype), dtype) if dtype != "float32" else x
 
 
 def write_safetensors(path: Path, tensors: dict[str, np.ndarray], dtype: str) -> None:
-    """Write tensors; float32 ones are stored as `dtype`, uint8 ones are codes of E4M3, all others
-    as they are."""
+    """Write tensors: float32 is stored as `dtype`, uint8 as E4M3 codes, other dtypes unchanged."""
     stored = {
         name: np.ascontiguousarray(
             from_float32(t, dtype) if t.dtype == np.float32 and dtype != "float32" else t
@@ -30,30 +29,32 @@ def write_safetensors(path: Path, tensors: dict[str, np.ndarray], dtype: str) ->
     save_file(stored, str(path))
     data = path.read_bytes()
     end = 8 + int.from_bytes(data[:8], "little")
-    header = data[8:end].replace(b'"U16"', b'"BF16"').replace(b'"U8"', b'"F8_E4M3"')  # NumPy lacks
+    header = (
+        data[8:end].replace(b'"U16"', b'"BF16"').replace(b'"U8"', b'"F8_E4M3"')
+    )  # dtypes that NumPy lacks
     path.write_bytes(len(header).to_bytes(8, "little") + header + data[end:])
 
 
 def write_json(path: Path, data: dict[str, Any]) -> None:
-    """Write an object as JSON."""
+    """Write a JSON file."""
     path.write_text(json.dumps(data, indent=1) + "\n", encoding="utf-8")
 
 
 def edit_json(path: Path, **changes: Any) -> None:
-    """Change fields of an object written as JSON; None removes one."""
+    """Change fields of a JSON file; None removes a field."""
     data = json.loads(path.read_text()) | changes
     write_json(path, {name: value for name, value in data.items() if value is not None})
 
 
 def edit_tensors(folder: Path, change: Callable[[dict[str, np.ndarray]], Any]) -> None:
-    """Rewrite a checkpoint's tensors through `change`."""
+    """Apply `change` to the tensors of a checkpoint and rewrite it."""
     tensors = load_file(folder / "model.safetensors")
     change(tensors)
     save_file(tensors, folder / "model.safetensors")
 
 
 def llama_config(**overrides: Any) -> dict[str, Any]:
-    """config.json of a tiny Llama; an override of None removes the field."""
+    """Return config.json of a tiny Llama; an override of None removes a field."""
     config: dict[str, Any] = {
         "architectures": ["LlamaForCausalLM"],
         "model_type": "llama",
@@ -77,19 +78,19 @@ def llama_config(**overrides: Any) -> dict[str, Any]:
 
 
 def matrix(rng: np.random.Generator, rows: int, columns: int) -> np.ndarray:
-    """Random, for inputs and outputs of one size."""
+    """Return random weights that preserve the scale of their input."""
     return (rng.standard_normal((rows, columns)) / np.sqrt(columns)).astype(np.float32)
 
 
 def norm(rng: np.random.Generator, width: int) -> np.ndarray:
-    """Weights around one."""
+    """Return random norm weights around 1."""
     return (1.0 + 0.2 * rng.standard_normal(width)).astype(np.float32)
 
 
 def decoder_tensors(
     config: dict[str, Any], rng: np.random.Generator, prefix: str, width: int
 ) -> dict[str, np.ndarray]:
-    """Random tensors of one decoder layer whose attention reads `width` columns."""
+    """Return random tensors of a decoder layer whose attention input has `width` columns."""
     hidden = config["hidden_size"]
     inner = config["intermediate_size"]
     heads = config["num_attention_heads"]
@@ -112,7 +113,7 @@ def decoder_tensors(
 
 
 def llama_tensors(config: dict[str, Any], seed: int) -> dict[str, np.ndarray]:
-    """Random float32 tensors of a Llama, by Hugging Face name."""
+    """Return random float32 tensors of a Llama, by Hugging Face name."""
     rng = np.random.default_rng(seed)
     vocab = config["vocab_size"]
     hidden = config["hidden_size"]
@@ -130,10 +131,10 @@ def llama_tensors(config: dict[str, Any], seed: int) -> dict[str, np.ndarray]:
 def make_tiny_llama(
     folder: Path, *, seed: int = 0, dtype: str = "float32", shards: int = 1, **overrides: Any
 ) -> dict[str, np.ndarray]:
-    """Write a random Llama checkpoint; returns its tensors as float32 values of `dtype`.
+    """Write a random Llama checkpoint and return its tensors as float32 values.
 
-    Overrides are fields of config.json; None removes one. With several shards, which are files, an
-    index is written.
+    Overrides are fields of config.json; None removes a field. With several shards, each is a file
+    and an index is written.
     """
     folder.mkdir(parents=True, exist_ok=True)
     config = llama_config(**{"torch_dtype": dtype, **overrides})
@@ -147,7 +148,7 @@ def make_tiny_llama(
 
 
 def write_shards(folder: Path, tensors: dict[str, np.ndarray], dtype: str, shards: int) -> None:
-    """Spread tensors over several files with an index."""
+    """Write tensors to several files with an index."""
     weight_map: dict[str, str] = {}
     for i in range(shards):
         file = f"model-{i + 1:05}-of-{shards:05}.safetensors"
@@ -168,12 +169,12 @@ def make_tiny_eagle3(
     own_embedding: bool = False,
     **overrides: Any,
 ) -> dict[str, np.ndarray]:
-    """Write a random EAGLE-3 head for a target; returns its tensors as float32 values of `dtype`.
+    """Write a random EAGLE-3 head for a target and return its tensors as float32 values.
 
-    Without a size of a pruned draft vocabulary it shares the target's (no d2t). Names are
-    "official" (``midlayer.*``, flat config) or "speculators" (``layers.0.*``, nested config).
-    Overrides are fields of config.json; None removes one. Under seven target layers,
-    ``eagle_config`` names outputs 0, n//2, n-1 unless given.
+    Without `draft_vocab` it has the vocabulary of the target and no d2t. `names` is "official"
+    (``midlayer.*``, flat config) or "speculators" (``layers.0.*``, nested config). Overrides are
+    fields of config.json; None removes a field. For targets with fewer than seven layers
+    ``eagle_config`` names the outputs 0, n//2 and n-1.
     """
     folder.mkdir(parents=True, exist_ok=True)
     rng = np.random.default_rng(seed)
@@ -291,7 +292,7 @@ def make_tiny_dflash(
 
 
 def _speculators(config: dict[str, Any]) -> dict[str, Any]:
-    """The nested form of a flat EAGLE-3 config; its layer ids count layer inputs."""
+    """Return the nested form of a flat EAGLE-3 config, in which layer ids count layer inputs."""
     outer = {
         "architectures": ["Eagle3Speculator"],
         "speculators_model_type": "eagle3",
@@ -342,7 +343,7 @@ WORDS = [
 def make_tiny_tokenizer(folder: Path, vocab_size: int = 300) -> None:
     """Write a byte-level tokenizer: <eos> 0, <bos> 1, 256 bytes, then merges up to `vocab_size`.
 
-    JSON's punctuation and a few words are merged, so that grammars meet tokens of several bytes.
+    JSON punctuation and a few words are merged, so that there are tokens of several bytes.
     """
     folder.mkdir(parents=True, exist_ok=True)
     tokenizer = tokenizers.Tokenizer(models.BPE())

@@ -1,4 +1,4 @@
-"""Shared by the tests of models: caches, rows, and running a model over a sequence."""
+"""Helpers of the model tests: arrays, caches, rows, and forward passes over a sequence."""
 
 import os
 from collections.abc import Sequence
@@ -21,30 +21,30 @@ FIXTURES = Path(__file__).resolve().parents[1] / "fixtures"
 
 
 def upload(device: Any, x: np.ndarray, dtype: str = "float32") -> Any:
-    """float32 values to the device as `dtype`."""
+    """Upload float32 values as `dtype`."""
     return device.from_host(np.ascontiguousarray(x, dtype=np.float32), dtype)
 
 
-def integers(device: Any, values: Sequence[int] | np.ndarray) -> Any:
-    """int32 array on the device."""
+def upload_ints(device: Any, values: Sequence[int] | np.ndarray) -> Any:
+    """Upload an int32 array."""
     return device.from_host(np.asarray(values, dtype=np.int32))
 
 
-def host(stream: Any, array: Any) -> np.ndarray:
-    """What the device has made of an array."""
+def download(stream: Any, array: Any) -> np.ndarray:
+    """Synchronize and return the contents of a device array."""
     stream.synchronize()
     return array.to_host()
 
 
 def make_rows(device: Any, token: Any, slot: Any, pos: Any) -> Rows:
-    """Rows from host lists; a scalar slot counts for all."""
+    """Create rows from host lists; a scalar slot applies to all."""
     count = len(token)
     slots = np.broadcast_to(np.asarray(slot, dtype=np.int32), (count,))
-    return Rows(integers(device, token), integers(device, slots), integers(device, pos))
+    return Rows(upload_ints(device, token), upload_ints(device, slots), upload_ints(device, pos))
 
 
 def make_cache(device: Any, config: Any, layers: int | None = None, **changes: Any) -> PagedKV:
-    """A cache for a model: 3 slots of 64 positions in pages of 8, unless changed."""
+    """Create a KV cache for a model: 3 slots of 64 positions in pages of 8, unless changed."""
     sizes = {"pages": 40, "page_size": 8, "slots": 3, "max_pages_per_slot": 8, **changes}
     of_model = {
         "kv_heads": config.num_key_value_heads,
@@ -65,7 +65,7 @@ def load_llama(
     max_rows: int = 64,
     **cache: Any,
 ) -> LlamaModel:
-    """A model with a cache of its own."""
+    """Load a target with its own KV cache."""
     config = LlamaConfig.from_dir(folder)
     kv = make_cache(device, config, **cache)
     return LlamaModel(
@@ -83,7 +83,7 @@ def load_llama(
 def load_eagle3(
     device: Any, folder: Path, target: LlamaModel, *, max_rows: int = 64, **cache: Any
 ) -> Eagle3Head:
-    """A draft head with a cache of its own, shaped like its target's."""
+    """Load an EAGLE-3 head with its own KV cache and set the feature layers of the target."""
     config = Eagle3Config.from_dir(folder)
     kv = make_cache(device, config, config.num_hidden_layers, **cache)
     head = Eagle3Head(device, config, Checkpoint(folder), target, kv, max_rows=max_rows)
@@ -91,8 +91,8 @@ def load_eagle3(
     return head
 
 
-def own(stream: Any, kv: PagedKV, slot: int, positions: int) -> None:
-    """Give a slot pages for some positions and tell the device."""
+def allocate_pages(stream: Any, kv: PagedKV, slot: int, positions: int) -> None:
+    """Allocate pages for positions of a slot and update the page table on the device."""
     assert kv.allocate(slot, positions)
     kv.set_table(StreamLane(stream), slot)
 
@@ -100,7 +100,7 @@ def own(stream: Any, kv: PagedKV, slot: int, positions: int) -> None:
 def forward(
     stream: Any, model: LlamaModel, token: Any, slot: Any, pos: Any, features: Any = None
 ) -> np.ndarray:
-    """Logits [R, vocab] of rows, through a stream lane."""
+    """Run a forward pass on a stream and return logits [R, vocab]."""
     lane = StreamLane(stream)
     rows = make_rows(model.device, token, slot, pos)
     logits = model.device.empty((rows.count, model.vocab_size), "float32")
@@ -109,8 +109,8 @@ def forward(
     return logits.to_host()
 
 
-def cached(kv: PagedKV, slot: int, positions: int) -> np.ndarray:
-    """Bits of a slot's keys and values, [2, layers, positions, kv_heads, head_dim]."""
+def read_cache(kv: PagedKV, slot: int, positions: int) -> np.ndarray:
+    """Return the bits of a slot's keys and values, [2, layers, positions, kv_heads, head_dim]."""
     pages = list(kv.pages_of(slot))
     both = np.stack([kv.k.to_host(), kv.v.to_host()])[:, :, pages]
     layers = both.shape[1]
@@ -118,5 +118,5 @@ def cached(kv: PagedKV, slot: int, positions: int) -> np.ndarray:
 
 
 def same_bits(a: np.ndarray, b: np.ndarray) -> bool:
-    """Whether two arrays of one dtype agree in every bit."""
+    """Return whether two arrays are equal bit for bit."""
     return a.dtype == b.dtype and a.shape == b.shape and a.tobytes() == b.tobytes()

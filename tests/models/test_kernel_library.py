@@ -1,4 +1,4 @@
-"""Every model kernel against NumPy, in both forms, at awkward sizes."""
+"""Model kernels against NumPy, in both kernel forms and at unaligned sizes."""
 
 from dataclasses import replace
 from types import SimpleNamespace
@@ -6,7 +6,7 @@ from types import SimpleNamespace
 import numpy as np
 import numpy_llama
 import pytest
-from nets_util import FORMS, host, integers, make_rows, same_bits, upload
+from model_util import FORMS, download, make_rows, same_bits, upload, upload_ints
 from tiny_models import rounded
 
 from graft.cudagraph.dtypes import to_float32
@@ -33,7 +33,7 @@ def run_linear(kernels, lane, x, w, **more) -> np.ndarray:
     rows = x.out.shape[0] if isinstance(x, Norm) else x.shape[0]
     out = kernels.device.zeros((rows, w.shape[0]), "float32")
     kernels.linear(lane, x, w, out, **more)
-    return host(lane.stream, out)
+    return download(lane.stream, out)
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
@@ -41,9 +41,8 @@ def run_linear(kernels, lane, x, w, **more) -> np.ndarray:
     ("rows", "columns", "inner"),
     [(1, 1, 1), (3, 5, 31), (4, 65, 64), (18, 20, 200), (9, 7, 520), (40, 16, 120), (40, 24, 128)],
 )
-def test_linear_is_the_matrix_product(kernels, lane, dtype, rows, columns, inner):
-    """out = x W^T for any sizes and every weight dtype; an odd inner or outer size, which tensor
-    cores do not take, means whole activations."""
+def test_linear_equals_matrix_product(kernels, lane, dtype, rows, columns, inner):
+    """Any sizes and weight dtypes. Sizes that tensor cores do not take use float32 activations."""
     rng = np.random.default_rng(rows * inner)
     x = rng.standard_normal((rows, inner)).astype(np.float32)
     w = rounded(rng.standard_normal((columns, inner)).astype(np.float32), dtype)
@@ -61,17 +60,17 @@ def test_linear_is_the_matrix_product(kernels, lane, dtype, rows, columns, inner
         ("float16", "float32", 32, 256),
     ],
 )
-def test_tensor_cores_give_a_row_the_same_bits_in_any_company(
+def test_tensor_core_linear_is_row_invariant(
     device, lane, monkeypatch, dtype, activations, columns, inner
 ):
-    """On tensor cores out = x W^T of rounded or whole x, with one row's bits alone, in batches
-    that stream weights past, in tiles of any size and where sums are parted."""
+    """The result is x W^T of rounded or split x. A row has the same bits alone, in small and
+    large batches, in any tile and with split K."""
     kernels = ModelKernels(device, "warp", activations)
     rng = np.random.default_rng(inner)
     x = rng.standard_normal((150, inner)).astype(np.float32)[: None if inner == 384 else 32]
     w = rounded(rng.standard_normal((columns, inner)).astype(np.float32), dtype)
-    w_there = upload(device, w, dtype)
-    whole = run_linear(kernels, lane, upload(device, x), w_there)
+    w_device = upload(device, w, dtype)
+    whole = run_linear(kernels, lane, upload(device, x), w_device)
     kept = {"bfloat16": 2.0**-17, "float16": 2.0**-22}[dtype] if activations == "float32" else 0
     seen = x if kept else rounded(x, dtype)
     wanted = seen.astype(np.float64) @ w.astype(np.float64).T
@@ -79,57 +78,58 @@ def test_tensor_cores_give_a_row_the_same_bits_in_any_company(
     sizes = [(7, 1), (3, 2), (0, 4), (20, 8), (2, 9), (13, 16), (9, 17)]
     for blocks in (1, 2, 4):
         monkeypatch.setattr("graft.models.llm.kernel_library._MMA_MIN_BLOCKS", blocks)
-        out = run_linear(kernels, lane, upload(device, x[:29]), w_there)
-        assert same_bits(out, whole[:29].copy()), f"sums parted for {blocks} blocks"
+        out = run_linear(kernels, lane, upload(device, x[:29]), w_device)
+        assert same_bits(out, whole[:29].copy()), f"split K for {blocks} blocks"
     monkeypatch.undo()
-    if (narrow := kernels.input_dtype(w_there)) != "float32":
-        assert same_bits(run_linear(kernels, lane, upload(device, x, narrow), w_there), whole)
+    if (narrow := kernels.input_dtype(w_device)) != "float32":
+        assert same_bits(run_linear(kernels, lane, upload(device, x, narrow), w_device), whole)
         few = upload(device, x[:9], narrow)
-        assert same_bits(run_linear(kernels, lane, few, w_there), whole[:9].copy())
+        assert same_bits(run_linear(kernels, lane, few, w_device), whole[:9].copy())
     for first, count in sizes + ([(1, 33), (80, 64), (20, 65)] if inner == 384 else []):
         part = np.ascontiguousarray(x[first : first + count])
-        out = run_linear(kernels, lane, upload(device, part), w_there)
+        out = run_linear(kernels, lane, upload(device, part), w_device)
         assert same_bits(out, whole[first : first + count].copy()), f"{count} rows from {first}"
 
 
 @pytest.mark.parametrize(("rows", "activations"), [(3, "rounded"), (20, "rounded"), (9, "float32")])
-def test_gated_products_have_the_bits_of_two_kernels(device, lane, monkeypatch, rows, activations):
-    """silu(gate) * up behind the sums, few or many, whole or parted, is what silu_mul makes of
-    them; rows of gates and of what they gate lie by eights."""
+def test_gated_linear_equals_linear_and_silu_mul(device, lane, monkeypatch, rows, activations):
+    """Bit for bit, for few and many rows, with and without split K; gate and up rows are
+    interleaved in groups of eight."""
     kernels = ModelKernels(device, "warp", activations)
     rng = np.random.default_rng(rows)
     x = rng.standard_normal((rows, 256))
     w = rng.standard_normal((2, 24, 256)) / 4
-    x_there = upload(device, x)
+    x_device = upload(device, x)
     out = device.zeros((rows, 24), "bfloat16")
-    apart = run_linear(kernels, lane, x_there, upload(device, w.reshape(48, 256), "bfloat16"))
+    apart = run_linear(kernels, lane, x_device, upload(device, w.reshape(48, 256), "bfloat16"))
     kernels.silu_mul(lane, upload(device, apart), out)
-    wanted = host(lane.stream, out)
-    woven = np.stack([m.reshape(3, 8, 256) for m in w], 1).reshape(48, 256)
+    wanted = download(lane.stream, out)
+    interleaved = np.stack([m.reshape(3, 8, 256) for m in w], 1).reshape(48, 256)
     gated = device.zeros((rows, 24), "bfloat16")
-    kernels.gated_linear(lane, x_there, upload(device, woven, "bfloat16"), gated)
-    assert same_bits(host(lane.stream, gated), wanted)
+    kernels.gated_linear(lane, x_device, upload(device, interleaved, "bfloat16"), gated)
+    assert same_bits(download(lane.stream, gated), wanted)
     monkeypatch.setattr("graft.models.llm.kernel_library._MMA_MIN_BLOCKS", 1)
-    kernels.gated_linear(lane, x_there, upload(device, woven, "bfloat16"), gated)
-    assert same_bits(host(lane.stream, gated), wanted)
+    kernels.gated_linear(lane, x_device, upload(device, interleaved, "bfloat16"), gated)
+    assert same_bits(download(lane.stream, gated), wanted)
     with pytest.raises(ShapeError, match="gated product requires"):
         kernels.gated_linear(
             lane,
-            x_there,
+            x_device,
             upload(device, w[0], "bfloat16"),
             device.zeros((rows, 12), "float32"),
         )
 
 
 @pytest.mark.parametrize(("activations", "count"), [("rounded", 150), ("float32", 40)])
-def test_norms_between_products_are_folded(device, lane, monkeypatch, activations, count):
-    """What the second product makes of the first one's rows is that of their norms, each row with
-    its bits alone among few and many, and where sums are parted."""
+def test_linear_with_folded_norm_equals_norm_between_products(
+    device, lane, monkeypatch, activations, count
+):
+    """A row has the same bits in any batch and with split K."""
     kernels = ModelKernels(device, "warp", activations)
     rng = np.random.default_rng(5)
     x, start = (rng.standard_normal((count, n)).astype(np.float32) for n in (256, 128))
     weight = 1 + 0.3 * rng.standard_normal(128).astype(np.float32)
-    before, behind = (
+    producer, consumer = (
         upload(device, rng.standard_normal(size) / 8, "bfloat16")
         for size in ((128, 256), (48, 128))
     )
@@ -140,17 +140,17 @@ def test_norms_between_products_are_folded(device, lane, monkeypatch, activation
         norm = Norm(
             upload(device, weight),
             1e-5,
-            device.zeros((len(own), 128), kernels.input_dtype(behind)),
+            device.zeros((len(own), 128), kernels.input_dtype(consumer)),
             device.zeros((len(own), 8), "float32"),
         )
-        kernels.linear(lane, upload(device, own), before, stream, residual=stream, norm=norm)
-        return run_linear(kernels, lane, norm, behind), stream.to_host()
+        kernels.linear(lane, upload(device, own), producer, stream, residual=stream, norm=norm)
+        return run_linear(kernels, lane, norm, consumer), stream.to_host()
 
-    assert kernels.can_fold_norm(before, behind)
+    assert kernels.can_fold_norm(producer, consumer)
     whole, stream = run(slice(None))
     seen = rounded(stream * weight, "bfloat16" if activations == "rounded" else "float32")
     root = np.sqrt(np.mean(stream.astype(np.float64) ** 2, axis=-1, keepdims=True) + 1e-5)
-    wanted = seen / root @ to_float32(behind.to_host(), "bfloat16").T.astype(np.float64)
+    wanted = seen / root @ to_float32(consumer.to_host(), "bfloat16").T.astype(np.float64)
     np.testing.assert_allclose(whole, wanted, atol=5e-5)
     for rows in map(slice, (0, count - 1, 3, 20, 1), (1, count, 12, 37, 66)):
         assert same_bits(run(rows)[0], whole[rows].copy())
@@ -161,15 +161,15 @@ def test_norms_between_products_are_folded(device, lane, monkeypatch, activation
 @pytest.mark.parametrize(
     ("dim", "activations", "dtype"), [(64, "rounded", "bfloat16"), (32, "float32", "float32")]
 )
-def test_products_that_turn_heads_have_the_bits_of_two_kernels(
+def test_fused_qkv_equals_linear_and_rope_and_store(
     device, lane, monkeypatch, dim, activations, dtype
 ):
-    """Queries and both caches are those of product and `rope_and_store`, of few rows and many, in
-    parted sums too, with padding, a tree's rows and positions that nobody owns."""
+    """Queries and both caches are equal bit for bit, for few and many rows and with split K,
+    with padding, rows of a draft tree and positions that are not allocated."""
     kernels = ModelKernels(device, "warp", activations)
     rng = np.random.default_rng(dim)
     w = rng.standard_normal((4 * dim, 128)).astype(np.float32)
-    woven = w.reshape(4, 2, dim // 16, 8, 128).swapaxes(1, 2).reshape(w.shape)
+    interleaved = w.reshape(4, 2, dim // 16, 8, 128).swapaxes(1, 2).reshape(w.shape)
     slots = [1, 0, 1, -1, 1, 2, 0, 1] + 12 * [0]
     pos = [17, 4, 18, 3, -1, 2, 1000, 29, *range(20, 32)]
     tree = np.array([0, 0, 5, *17 * [0]], np.uint64)
@@ -181,7 +181,7 @@ def test_products_that_turn_heads_have_the_bits_of_two_kernels(
             make_rows(device, [0] * count, slots[:count], pos[:count]),
             ancestors=device.from_host(tree[:count]),
         )
-        for matrix in (w, woven):
+        for matrix in (w, interleaved):
             kv = make_kv(device, 1, dim, dtype)
             for slot, positions in ((1, 30), (0, 32)):
                 assert kv.allocate(slot, positions)
@@ -195,14 +195,15 @@ def test_products_that_turn_heads_have_the_bits_of_two_kernels(
             else:
                 kernels.project_qkv(lane, x, there, qkv, KVWrite(rope_table, rows, kv, 1, 2))
             live = [r for r in range(count) if r not in (3, 4, 6)]
-            found.append((host(lane.stream, qkv)[live, : 2 * dim], kv.k.to_host(), kv.v.to_host()))
-        apart, turned = found[-2:]
-        assert apart[1].any() and all(map(same_bits, apart, turned))
+            found.append(
+                (download(lane.stream, qkv)[live, : 2 * dim], kv.k.to_host(), kv.v.to_host())
+            )
+        separate, fused = found[-2:]
+        assert separate[1].any() and all(map(same_bits, separate, fused))
 
 
-def test_norms_that_nobody_folds_are_refused(kernels, lane, device):
-    """Rows whose norm is left to the reader need a product on tensor cores; nor are norms folded
-    around weights of float16, or gated."""
+def test_folded_norm_requires_tensor_cores(kernels, lane, device):
+    """Norms are not folded around float16 or float32 weights."""
     half, whole = (device.zeros((16, 128), dtype) for dtype in ("float16", "float32"))
     assert not kernels.can_fold_norm(half, half) and not kernels.can_fold_norm(whole, whole)
     norm = Norm(
@@ -218,9 +219,9 @@ def test_norms_that_nobody_folds_are_refused(kernels, lane, device):
         kernels.linear(lane, out, device.zeros((128, 16), "float32"), norm.out, norm=norm)
 
 
-def test_linear_converts_every_half_exactly(kernels, lane):
-    """Each finite float16 and bfloat16 weight counts with its exact value; a GPU or CPU flushing
-    subnormals to zero may differ below the smallest normal float32 only."""
+def test_linear_uses_exact_value_of_every_16_bit_weight(kernels, lane):
+    """All finite float16 and bfloat16 values. Values below the smallest normal float32 may be
+    flushed to zero."""
     for dtype in ("float16", "bfloat16"):
         bits = np.arange(1 << 16, dtype=np.uint16)
         if dtype == "float16":
@@ -238,9 +239,8 @@ def test_linear_converts_every_half_exactly(kernels, lane):
 
 
 @pytest.mark.parametrize(("rows", "inner"), [(5, 40), (5, 128), (20, 128), (20, 1024)])
-def test_linear_adds_the_residual_in_place_and_taps(kernels, lane, rows, inner):
-    """The residual may be the output itself; the tap receives the same bits, and only its
-    columns change."""
+def test_linear_adds_residual_in_place_and_copies_result(kernels, lane, rows, inner):
+    """The residual may be the output. The copy has the same bits and only its columns change."""
     rng = np.random.default_rng(0)
     device = kernels.device
     x = rng.integers(-8, 9, (rows, inner)) / 8
@@ -248,10 +248,10 @@ def test_linear_adds_the_residual_in_place_and_taps(kernels, lane, rows, inner):
     start = rng.standard_normal((rows, 16)).astype(np.float32)
     stream = upload(device, start)
     wide = upload(device, np.full((rows, 48), 7.0))
-    x_there = upload(device, x)
-    w_there = upload(device, w, "bfloat16")
-    kernels.linear(lane, x_there, w_there, stream, residual=stream, copy_to=(wide, 16))
-    out = host(lane.stream, stream)
+    x_device = upload(device, x)
+    w_device = upload(device, w, "bfloat16")
+    kernels.linear(lane, x_device, w_device, stream, residual=stream, copy_to=(wide, 16))
+    out = download(lane.stream, stream)
     tapped = wide.to_host()
     np.testing.assert_allclose(out, start + x @ w.T, atol=2e-5)
     assert same_bits(tapped[:, 16:32].copy(), out)
@@ -261,8 +261,8 @@ def test_linear_adds_the_residual_in_place_and_taps(kernels, lane, rows, inner):
 @pytest.mark.parametrize(
     ("columns", "inner"), [(21, 24), (21, 33), (21, 300), (16, 120), (24, 128)]
 )
-def test_linear_gives_a_row_the_same_bits_in_any_company(kernels, lane, columns, inner):
-    """A row alone, and as any of 2..18 or of 40 rows, gives bit-equal results."""
+def test_linear_is_row_invariant(kernels, lane, columns, inner):
+    """A row has the same bits alone and among 2 to 18 or 40 rows."""
     rng = np.random.default_rng(inner)
     device = kernels.device
     x = rng.standard_normal((40, inner)).astype(np.float32)
@@ -275,8 +275,7 @@ def test_linear_gives_a_row_the_same_bits_in_any_company(kernels, lane, columns,
 
 
 @pytest.mark.parametrize("width", [1, 48, 100, 600])
-def test_norm_is_rmsnorm(kernels, lane, width):
-    """y = x / sqrt(mean(x^2) + eps) * w, also for rows of zeros."""
+def test_norm_equals_rms_norm(kernels, lane, width):
     rng = np.random.default_rng(width)
     x = rng.standard_normal((6, width)).astype(np.float32) * 10
     x[2] = 0
@@ -284,29 +283,32 @@ def test_norm_is_rmsnorm(kernels, lane, width):
     out = kernels.device.zeros((6, width), "float32")
     kernels.norm(lane, upload(kernels.device, x), upload(kernels.device, w), 1e-5, out)
     wanted = numpy_llama.rms_norm(x.astype(np.float64), w, 1e-5)
-    np.testing.assert_allclose(host(lane.stream, out), wanted, rtol=3e-6, atol=1e-7)
+    np.testing.assert_allclose(download(lane.stream, out), wanted, rtol=3e-6, atol=1e-7)
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
-def test_gather_picks_rows(kernels, lane, dtype):
-    """Row b is row index[b] exactly, whatever its dtype; an index outside gives zeros."""
+def test_gather_copies_rows(kernels, lane, dtype):
+    """Rows are exact in every dtype; an index out of range gives zeros."""
     table = rounded(np.random.default_rng(1).standard_normal((11, 70)).astype(np.float32), dtype)
     index = [3, 10, -1, 11, 0, 3]
     out = kernels.device.zeros((6, 70), "float32")
-    kernels.gather(lane, upload(kernels.device, table, dtype), integers(kernels.device, index), out)
+    kernels.gather(
+        lane, upload(kernels.device, table, dtype), upload_ints(kernels.device, index), out
+    )
     wanted = np.stack([table[i] if 0 <= i < 11 else np.zeros(70, np.float32) for i in index])
-    np.testing.assert_array_equal(host(lane.stream, out), wanted)
+    np.testing.assert_array_equal(download(lane.stream, out), wanted)
 
 
-def test_silu_mul_over_the_whole_range(kernels, lane):
-    """silu(g) * u is right to 1e-6 for gates from -100 to 100, and finite at any."""
+def test_silu_mul_is_accurate_for_all_gates(kernels, lane):
+    """The relative error is at most 1e-6 for gates from -100 to 100, and the result is finite
+    for all."""
     g = np.linspace(-100, 100, 4001, dtype=np.float32)
     g = np.concatenate([g, np.array([-3e38, 3e38, 0.0], np.float32)])
     u = np.random.default_rng(3).standard_normal(g.size).astype(np.float32)
     u[-3:] = 0.5
     out = kernels.device.zeros((1, g.size), "float32")
     kernels.silu_mul(lane, upload(kernels.device, np.concatenate([g, u])[None]), out)
-    result = host(lane.stream, out)[0]
+    result = download(lane.stream, out)[0]
     g64 = g.astype(np.float64)
     with np.errstate(over="ignore"):
         wanted = g64 / (1 + np.exp(-g64)) * u
@@ -331,9 +333,10 @@ def make_kv(device, kv_heads, dim, dtype="float32") -> PagedKV:
 
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize(("heads", "kv_heads", "dim"), [(4, 2, 8), (3, 1, 10), (2, 2, 64)])
-def test_rope_turns_and_stores(kernels, lane, stream, dtype, heads, kv_heads, dim):
-    """Queries turn in place, turned keys and plain values reach (slot, position) of the layer;
-    padding rows, unowned positions and other layers stay untouched."""
+def test_rope_and_store_rotates_queries_and_writes_cache(
+    kernels, lane, stream, dtype, heads, kv_heads, dim
+):
+    """Padding rows, positions that are not allocated and other layers stay unchanged."""
     device = kernels.device
     rng = np.random.default_rng(dim)
     kv = make_kv(device, kv_heads, dim, dtype)
@@ -349,10 +352,10 @@ def test_rope_turns_and_stores(kernels, lane, stream, dtype, heads, kv_heads, di
     rope_table = upload(device, Rope(theta=100.0).table(kv.positions, dim))
     on_device = upload(device, qkv.reshape(8, -1))
     kernels.rope_and_store(lane, on_device, KVWrite(rope_table, rows, kv, 1, heads))
-    turned = host(stream, on_device).reshape(qkv.shape)
+    rotated = download(stream, on_device).reshape(qkv.shape)
     frequencies = numpy_llama.inverse_frequencies({"rope_theta": 100.0}, dim)
     wanted = numpy_llama.rotate(qkv.astype(np.float64), np.array(pos, float), frequencies)
-    np.testing.assert_allclose(turned[live, :heads], wanted[live, :heads], atol=1e-5)
+    np.testing.assert_allclose(rotated[live, :heads], wanted[live, :heads], atol=1e-5)
     keys, values = (np.zeros((2, 71, 8, kv_heads, dim)) for _ in range(2))
     for r in live:
         page = kv.pages_of(slots[r])[pos[r] // 8]
@@ -365,7 +368,7 @@ def test_rope_turns_and_stores(kernels, lane, stream, dtype, heads, kv_heads, di
 
 
 def fill_cache(device, kv, slot, keys, values, layer=1) -> None:
-    """Place a slot's keys and values [T, kv_heads, dim] through the page table's host side."""
+    """Write keys and values [T, kv_heads, dim] of a slot to the cache arrays."""
     k = kv.k.to_host()
     v = kv.v.to_host()
     for t in range(keys.shape[0]):
@@ -378,8 +381,9 @@ def fill_cache(device, kv, slot, keys, values, layer=1) -> None:
 @pytest.mark.parametrize(
     ("heads", "kv_heads", "dim"), [(4, 2, 8), (3, 1, 10), (2, 2, 80), (6, 2, 32)]
 )
-def test_attention_is_softmax_over_the_slots_past(kernels, lane, stream, heads, kv_heads, dim):
-    """Each row sees positions 0..pos of its own slot, at every tile boundary; padding gives 0."""
+def test_attention_equals_causal_softmax(kernels, lane, stream, heads, kv_heads, dim):
+    """Each row attends to positions 0..pos of its slot, at every tile boundary; padding rows
+    give zeros."""
     device = kernels.device
     rng = np.random.default_rng(dim)
     kv = make_kv(device, kv_heads, dim)
@@ -401,7 +405,7 @@ def test_attention_is_softmax_over_the_slots_past(kernels, lane, stream, heads, 
     out = device.from_host(np.full((10, heads * dim), 9, np.float32))
     rows = make_rows(device, [0] * 10, slots, pos)
     kernels.attention(lane, upload(device, qkv.reshape(10, -1)), rows, kv, 1, heads, out)
-    result = host(stream, out)
+    result = download(stream, out)
     for r, (s, p) in enumerate(zip(slots, pos, strict=True)):
         if r in (6, 7, 9):
             assert (result[r] == 0).all()
@@ -411,8 +415,8 @@ def test_attention_is_softmax_over_the_slots_past(kernels, lane, stream, heads, 
         np.testing.assert_allclose(result[r], wanted, atol=5e-6, err_msg=f"row {r}")
 
 
-def test_attention_survives_extreme_scores(kernels, lane, stream):
-    """Scores of thousands, rising or falling along the sequence, stay exact and finite."""
+def test_attention_is_stable_for_large_scores(kernels, lane, stream):
+    """Scores of thousands, ascending or descending along the sequence."""
     device = kernels.device
     kv = make_kv(kernels.device, 1, 8)
     assert kv.allocate(0, 100)
@@ -429,13 +433,15 @@ def test_attention_survives_extreme_scores(kernels, lane, stream):
         rows = make_rows(device, [0], 0, [99])
         kernels.attention(lane, upload(device, qkv), rows, kv, 1, 1, out)
         best = values[99 if slope > 0 else 0, 0]
-        np.testing.assert_allclose(host(stream, out)[0], best, rtol=1e-6)
+        np.testing.assert_allclose(download(stream, out)[0], best, rtol=1e-6)
 
 
 @pytest.mark.parametrize("before", [False, True])
 @pytest.mark.parametrize("in_place", [False, True])
-def test_eagle_input_joins_embedding_and_feature(kernels, lane, stream, before, in_place):
-    """x = [norm(embedding), norm(hidden)]; the stream is hidden or its norm, also in place."""
+def test_eagle_input_concatenates_normed_embedding_and_feature(
+    kernels, lane, stream, before, in_place
+):
+    """The residual stream is the hidden state or its norm, also in place."""
     device = kernels.device
     rng = np.random.default_rng(4)
     table = rounded(rng.standard_normal((9, 50)).astype(np.float32), "bfloat16")
@@ -446,7 +452,7 @@ def test_eagle_input_joins_embedding_and_feature(kernels, lane, stream, before, 
     x = device.zeros((4, 100), "float32")
     kernels.eagle_input(
         lane,
-        integers(device, [8, 0, 9, 3]),
+        upload_ints(device, [8, 0, 9, 3]),
         upload(device, table, "bfloat16"),
         g,
         upload(device, norms[0]),
@@ -459,13 +465,12 @@ def test_eagle_input_joins_embedding_and_feature(kernels, lane, stream, before, 
     embedded = np.stack([table[8], table[0], np.zeros(50), table[3]]).astype(np.float64)
     left = numpy_llama.rms_norm(embedded, norms[0], 1e-5)
     right = numpy_llama.rms_norm(hidden.astype(np.float64), norms[1], 1e-5)
-    np.testing.assert_allclose(host(stream, x), np.concatenate([left, right], 1), atol=2e-6)
+    np.testing.assert_allclose(download(stream, x), np.concatenate([left, right], 1), atol=2e-6)
     np.testing.assert_allclose(stream_out.to_host(), right if before else hidden, atol=2e-6)
 
 
-def test_wrong_operands_are_refused_by_named_dimension(kernels, lane, device):
-    """Shapes and dtypes that do not fit raise before any launch, naming the dimension; only two
-    forms exist."""
+def test_model_kernels_reject_wrong_operands(kernels, lane, device):
+    """Shapes and dtypes are checked before the launch, and the error names the dimension."""
     x = device.zeros((4, 32), "float32")
     w = device.zeros((8, 32), "float32")
     good = device.zeros((4, 8), "float32")

@@ -1,4 +1,4 @@
-"""Several ranks hold one model: shares, sums in their order, equal outputs, ranks that are gone."""
+"""Tensor parallelism: shards, rank-ordered sums, equal outputs, and failures of ranks."""
 
 import json
 import os
@@ -12,7 +12,7 @@ import types
 from dataclasses import replace
 from pathlib import Path
 
-import nets_util as nets
+import model_util
 import numpy as np
 import pytest
 from engine_util import TARGET
@@ -41,8 +41,11 @@ SMOL = replace(
 
 
 def run_ranks(case, told="", alone=False):
-    """What two ranks say and how they end; whatever they do, none of them is left behind. `alone`:
-    their launcher knows only shells that run them, and ends none of them."""
+    """Run a case of rank_worker.py on two ranks; return exit code, stdout and stderr.
+
+    All processes have ended when it returns. With `alone` the launcher sees only shells that exit
+    with 0, so that it does not end the other ranks when one fails.
+    """
     pytest.importorskip("mpi4py", reason="the extra parallel is not installed")
     if not MPIEXEC.is_file():
         pytest.skip(f"no launcher at {MPIEXEC}: the extra parallel brings one")
@@ -75,14 +78,14 @@ def run_ranks(case, told="", alone=False):
         (replace(SMOL, intermediate_size=33), 2, [(0, 2), (2, 3)], [(0, 17), (17, 33)]),
     ],
 )
-def test_shares_of_all_ranks_are_the_whole_model(config, size, keys, inner):
-    """Heads and columns are dealt out without gap or overlap, query heads with their key head."""
-    shares = [Shard.of(config, rank, size) for rank in range(size)]
-    assert [(s.kv_heads, s.mlp_columns) for s in shares] == list(zip(keys, inner, strict=True))
+def test_tensor_parallel_shards_cover_the_model(config, size, keys, inner):
+    """Heads and columns are split without gap or overlap, query heads with their KV head."""
+    shards = [Shard.of(config, rank, size) for rank in range(size)]
+    assert [(s.kv_heads, s.mlp_columns) for s in shards] == list(zip(keys, inner, strict=True))
     group = config.num_attention_heads // config.num_key_value_heads
     assert all(
         s.local_config.num_attention_heads == group * s.local_config.num_key_value_heads
-        for s in shares
+        for s in shards
     )
     whole = {
         "q_proj": (config.num_attention_heads * config.head_dim, 7),
@@ -93,18 +96,17 @@ def test_shares_of_all_ranks_are_the_whole_model(config, size, keys, inner):
     }
     for name, shape in whole.items():
         matrix = np.arange(shape[0] * shape[1]).reshape(shape)
-        parts = [matrix[share.slices()[name]] for share in shares]
+        parts = [matrix[shard.slices()[name]] for shard in shards]
         np.testing.assert_array_equal(np.concatenate(parts, int(shape[0] == 7)), matrix)
 
 
-def test_more_ranks_than_key_heads_are_refused():
-    """A degree that does not fit is refused by its number and the model's."""
+def test_tensor_parallel_rejects_more_ranks_than_kv_heads():
     with pytest.raises(OptionError, match="4 ranks are too many for a model with 3 KV heads"):
         Shard.of(SMOL, 0, 4)
 
 
-class Given:
-    """Sums of three ranks in one process: what the other two have is given."""
+class FixedAllGather:
+    """All-gather of three ranks in one process, with fixed partial products of the other two."""
 
     def __init__(self, device, others):
         self.device = device
@@ -119,10 +121,10 @@ class Given:
         return self.device.from_host(np.stack(parts))
 
 
-@pytest.mark.parametrize("form", nets.FORMS)
-def test_partial_products_are_added_in_rank_order(device, stream, form):
-    """A product with a part of a matrix is ((p0 + p1) + p2) + residual bit for bit, up to rounding
-    the whole product, and so are its tap and its norm."""
+@pytest.mark.parametrize("form", model_util.FORMS)
+def test_tensor_parallel_partial_products_are_added_in_rank_order(device, stream, form):
+    """The result is ((p0 + p1) + p2) + residual bit for bit, also in its copy and its norm, and
+    equals the whole product up to rounding."""
     rng = np.random.default_rng(5)
     x, weight = (rng.standard_normal(shape, np.float32) for shape in ((5, 96), (40, 96)))
     residual = rng.standard_normal((5, 40), np.float32)
@@ -132,29 +134,31 @@ def test_partial_products_are_added_in_rank_order(device, stream, form):
     products = []
     for i in range(3):
         out = device.zeros((5, 40), "float32")
-        part = [nets.upload(device, a[:, 32 * i : 32 * i + 32]) for a in (x, weight)]
+        part = [model_util.upload(device, a[:, 32 * i : 32 * i + 32]) for a in (x, weight)]
         kernels.linear(lane, part[0], part[1], out)
-        products.append(nets.host(stream, out))
+        products.append(model_util.download(stream, out))
         if i == 1:
             mine = part
-    out = nets.upload(device, residual)
+    out = model_util.upload(device, residual)
     normed = device.zeros((5, 40), "float32")
     tap = device.zeros((5, 50), "float32")
     again = device.zeros((5, 40), "float32")
-    norm = Norm(nets.upload(device, scale), 1e-5, normed)
-    of_ranks = ScaledMatrix(mine[1], all_gather=Given(device, (products[0], products[2])))
-    kernels.linear(lane, mine[0], of_ranks, out, residual=out, copy_to=(tap, 10), norm=norm)
+    norm = Norm(model_util.upload(device, scale), 1e-5, normed)
+    row_parallel = ScaledMatrix(
+        mine[1], all_gather=FixedAllGather(device, (products[0], products[2]))
+    )
+    kernels.linear(lane, mine[0], row_parallel, out, residual=out, copy_to=(tap, 10), norm=norm)
     expected = ((products[0] + products[1]) + products[2]) + residual
-    assert nets.same_bits(nets.host(stream, out), expected)
-    assert nets.same_bits(tap.to_host()[:, 10:], expected)
+    assert model_util.same_bits(model_util.download(stream, out), expected)
+    assert model_util.same_bits(tap.to_host()[:, 10:], expected)
     kernels.norm(lane, out, norm.weight, norm.eps, again)
-    assert nets.same_bits(nets.host(stream, again), normed.to_host())
+    assert model_util.same_bits(model_util.download(stream, again), normed.to_host())
     np.testing.assert_allclose(expected, x @ weight.T + residual, atol=2e-5)
 
 
-def test_nccl_is_captured_and_joined_as_a_child_graph(device, stream, monkeypatch):
-    """What a communicator enqueues on the stream it is given runs on streams, and in every replay;
-    without nccl4py the device is refused by the package's name."""
+def test_nccl_all_gather_runs_on_streams_and_in_graphs(device, stream, monkeypatch):
+    """The work that a communicator enqueues on its stream is captured as a child graph. Without
+    nccl4py the error names the package."""
     ranks = types.SimpleNamespace(rank=0, size=1, peers=(), send=lambda *_: None)
     monkeypatch.setitem(sys.modules, "nccl", None)
     with pytest.raises(OptionError, match="needs nccl4py"):
@@ -187,13 +191,13 @@ def test_nccl_is_captured_and_joined_as_a_child_graph(device, stream, monkeypatc
     ):
         own.copy_from(values := values + 1)
         run()
-        np.testing.assert_array_equal(nets.host(stream, replayed)[0], values)
+        np.testing.assert_array_equal(model_util.download(stream, replayed)[0], values)
 
 
-def test_two_ranks_give_equal_outputs_in_every_batch_and_order():
-    """Greedy and coupled outputs of two ranks are the same in every batch, order and shape of
-    drafts, and up to rounding those of one process; rank 0 alone computes masks, about as many as
-    one process; a rank that cannot load says why to rank 0, and the next engine works."""
+def test_tensor_parallel_outputs_are_equal_for_every_batch_and_order():
+    """Greedy and coupled outputs of two ranks are equal for all batches, orders and draft
+    shapes, and equal those of one process up to rounding. Only rank 0 computes masks. A rank
+    that cannot load reports the reason to rank 0, and the next engine works."""
     code, said, errors = run_ranks("equal")
     assert code == 0, errors
     found = json.loads(said)
@@ -203,7 +207,7 @@ def test_two_ranks_give_equal_outputs_in_every_batch_and_order():
     for other in found["ranks"][1:]:
         assert (other["tokens"], other["logprobs"]) == (first["tokens"], first["logprobs"])
     assert set(first["reasons"].values()) <= {"stop", "length"}
-    # Rounds in flight when a request ends fill some more, as time will have it.
+    # Rounds in flight when a request ends fill a few more rows, depending on timing.
     assert 0 < first["fills"] < 1.2 * alone["fills"]
     for name, logprobs in alone["logprobs"].items():
         same = [a == b for a, b in zip(alone["tokens"][name], first["tokens"][name], strict=False)]
@@ -212,9 +216,8 @@ def test_two_ranks_give_equal_outputs_in_every_batch_and_order():
 
 
 @pytest.mark.full
-def test_two_ranks_of_a_real_model_give_equal_outputs():
-    """SmolLM2's three key heads over two ranks: greedy and coupled outputs are the same in both
-    batches and orders."""
+def test_tensor_parallel_outputs_are_equal_for_real_model():
+    """The three KV heads of SmolLM2 over two ranks."""
     if not cache_folder().is_dir():
         pytest.skip(f"{cache_folder()} is not there: graft demo --llm makes it")
     code, said, errors = run_ranks("real")
@@ -224,9 +227,8 @@ def test_two_ranks_of_a_real_model_give_equal_outputs():
     assert sum(map(len, first["tokens"].values())) > 10
 
 
-def test_a_late_rank_ends_all_with_one_sentence():
-    """A rank that is late by more than the deadline ends every process with one line that names it
-    and the seconds."""
+def test_tensor_parallel_rank_timeout_ends_all_processes():
+    """One line on stderr names the rank and the time limit."""
     code, said, errors = run_ranks("late")
     told = [line for line in errors.splitlines() if line.startswith("graft:")]
     assert code != 0 and not said.strip()
@@ -234,9 +236,9 @@ def test_a_late_rank_ends_all_with_one_sentence():
 
 
 @pytest.mark.full
-def test_a_killed_rank_ends_all(tmp_path):
-    """Where a rank dies and the launcher ends nobody, the deadline does, with one line; where the
-    launcher does, all are gone at once."""
+def test_tensor_parallel_killed_rank_ends_all_processes(tmp_path):
+    """If the launcher does not end the other ranks, the deadline does, with one line on stderr;
+    if it does, they end at once."""
     code, _, _ = run_ranks("killed", tmp_path / "told", alone=True)
     limit = time.monotonic() + 60
     while not (text := (tmp_path / "told").read_text()).endswith("\n"):
