@@ -1,4 +1,4 @@
-"""Target rows, verification and draft sampling of a round."""
+"""Sampling of target tokens, verification, and sampling of draft chains."""
 
 from __future__ import annotations
 
@@ -14,43 +14,61 @@ from graft.cudagraph.lanes import Lane
 from graft.cudagraph.memory import DeviceArray
 from graft.cudagraph.pinned import PinnedField, Ring
 from graft.sampling.checks import check_range, expect
-from graft.sampling.exchange import HEADER, Exchange
+from graft.sampling.exchange import Exchange
 from graft.sampling.loading import KERNELS, load, row_block, row_parts
+from graft.sampling.mode import RECORDS_HEADER
 from graft.sampling.state import LOGPROBS, MAX_DRAFTS, SlotState
 
 __all__ = ["ROUND_ROW", "RowMap", "Sampler", "output_ring", "row_words"]
 
-#: ``struct RoundRow`` of native/records/exchange.h, where its fields are explained.
-ROUND_ROW = read_struct(HEADER, "RoundRow")
-_HEAD = ROUND_ROW.itemsize // 4
+#: dtype of ``struct RoundRow`` in native/records/exchange.h, which documents its fields.
+ROUND_ROW = read_struct(RECORDS_HEADER, "RoundRow")
+_HEADER_WORDS = ROUND_ROW.itemsize // 4
 _PLACE_BLOCK = 64
 
 
 def row_words(draft_length: int) -> int:
-    """32-bit words of a batch row's result: ``RoundRow``, K+1 tokens, and as many rows."""
-    return _HEAD + 2 * (draft_length + 1)
+    """Return the 32-bit words of a batch row's result.
+
+    These are ``RoundRow``, K + 1 tokens, and for each token the row that decided it.
+    """
+    return _HEADER_WORDS + 2 * (draft_length + 1)
 
 
 def output_ring(device: Device, entries: int, max_batch: int, draft_length: int) -> Ring:
-    """Ring by which rounds hand their results to the host.
+    """Create the ring through which rounds return their results.
 
-    int32 ``rows`` [B, row words], and ``logprobs`` [B, (K+1) words of LOGPROBS], which holds
-    something for the tokens of requests that ask for it.
+    Parameters
+    ----------
+    device
+        Device of the rounds.
+    entries
+        Number of entries; replay ``r`` uses entry ``r % entries``.
+    max_batch
+        Maximum number of batch rows B.
+    draft_length
+        Maximum number of drafts K.
+
+    Returns
+    -------
+    Ring
+        Fields ``rows``, int32 [B, row words], and ``logprobs``, int32 [B, (K + 1) words of
+        LOGPROBS], which is written only for requests that ask for log probabilities.
     """
-    told = (draft_length + 1) * (LOGPROBS.itemsize // 4)
+    logprobs_words = (draft_length + 1) * (LOGPROBS.itemsize // 4)
     return Ring(
         device,
         entries,
         {
             "rows": ("int32", (max_batch, row_words(draft_length))),
-            "logprobs": ("int32", (max_batch, told)),
+            "logprobs": ("int32", (max_batch, logprobs_words)),
         },
     )
 
 
 def _layout(ring: Ring, field: PinnedField) -> Any:
-    """``OutputLayout`` of one of the fields."""
-    layout = np.zeros((), read_struct(HEADER, "OutputLayout"))
+    """Return the ``OutputLayout`` of a field of the output ring."""
+    layout = np.zeros((), read_struct(RECORDS_HEADER, "OutputLayout"))
     layout["entries"] = ring.entries
     layout["stride"] = field.stride
     layout["rows"], layout["row"] = field.shape
@@ -59,16 +77,19 @@ def _layout(ring: Ring, field: PinnedField) -> Any:
 
 @dataclass(frozen=True)
 class RowMap:
-    """Which row of whom each row of the target's forward is: written on the device, every round.
+    """Maps each row of the target forward pass to its batch row and draft index.
 
-    Row j of batch row b follows draft j of its slot, or its last token (j = 0), and stands at
-    ``first[b] + j``. Rows that are left over, and those of slot -1, are padding.
+    The device writes it in every round. Row j of batch row b is fed draft j, or the last token if
+    j = 0, and has the index ``first[b] + j``. Excess rows, and the rows of slot -1, are padding.
 
     Attributes
     ----------
-    slot : int32 [B], of each batch row; -1: nobody.
-    first : int32 [B], where its rows begin.
-    map : int32 [R], ``b << 16 | j`` of each row; R is B or more.
+    slot : DeviceArray
+        int32 [B], slot of each batch row; -1: padding.
+    first : DeviceArray
+        int32 [B], index of the first forward row of each batch row.
+    map : DeviceArray
+        int32 [R], ``b << 16 | j`` of each forward row, R >= B.
     """
 
     slot: DeviceArray
@@ -77,52 +98,72 @@ class RowMap:
 
     @property
     def count(self) -> int:
-        """Number of rows R."""
+        """Number of forward rows R."""
         return self.map.shape[0]
 
 
 class Sampler:
-    """Writes the sampling kernels of a round on lanes.
+    """Adds the sampling kernels of a round to lanes.
 
-    A round calls ``target``, ``verify``, and then ``draft`` for j = 1..K or ``place``, each once
-    per batch; before mask rows are read, `Exchange.bring` copies them to the device. The order of
-    filters is what `Adjust` says, vocabulary bound, mask, temperature, top-k, top-p, min-p,
-    renormalise; ties go to the smaller id. A NaN or +inf logit at a legal id fails the row (reason
-    error).
+    A round calls `target` and `verify`, and then `draft` for j = 1 .. K or `place`. Before mask
+    rows are read, `Exchange.copy_masks_to_device` must have copied them.
 
-    Methods take the lane, a `RowMap` or its slots alone as row_slot int32 [B] and, where they stand
-    for one, the number j of a draft, from 1 to K. Before any launch they raise
-    OptionError or ShapeError for a size or array that does not fit, by name; so does the sampler.
+    Logits are filtered in the order: adjustments of `SamplingParams`, vocabulary bound, mask,
+    temperature, top-k, top-p, min-p, renormalization. Ties go to the smaller id. A NaN or +inf
+    logit of a legal token fails the row (``REASON_ERROR``).
+
+    All methods check sizes before a launch and raise OptionError or ShapeError with the name of the
+    argument.
 
     Parameters
     ----------
-    state : per-slot state that the kernels read and advance.
-    exchange : of as many slots; its drafts are K, its vocabulary V (columns of the target's logits,
-        below 2**24), its candidates what the grammar is asked about before a draft is drawn (up to
-        64; 0: drafts are drawn under mask rows).
-    replay : int32 [1], the number of the replay.
-    token_limit : ids at or above it are illegal, also on unconstrained rows.
-    draft_vocab : Vd, columns of the drafter's logits; 0 if it has none.
-    d2t : int32 [Vd], target id of each drafter column; None when they are the same.
-    t2d : int32 [V], drafter column of each target id or -1. Given exactly when ``d2t`` is.
-    max_batch : most batch rows of a call.
-    block : threads per row; 1 or a multiple of 32 up to 1024. Default: what suits the device.
-        Results do not depend on it.
-    parts : blocks that share a row, up to 32, alike.
+    device
+        Device of the kernels.
+    state
+        State of all slots.
+    exchange
+        Exchanged records, for as many slots. Its mode is the draft mode, its drafts are K, its
+        vocabulary is V, less than 2**24.
+    replay
+        int32 [1], number of the replay.
+    token_limit
+        Ids at or above it are illegal, on unconstrained rows too.
+    max_batch
+        Maximum number of batch rows.
+    draft_vocab
+        Number of columns Vd of the drafter's logits; 0 if it has none.
+    d2t
+        int32 [Vd], target id of each drafter column; None if they are equal.
+    t2d
+        int32 [V], drafter column of each target id, or -1; given exactly if `d2t` is.
+    block
+        Threads per row: 1 or a multiple of 32, at most 1024. Default: by device. Results do not
+        depend on it.
+    parts
+        Blocks per row, at most 32. Default: by device. Results do not depend on it.
 
     Attributes
     ----------
-    probs : float32 [max_batch * (K+1), V], filtered distribution of the sampled rows (those with
-        temperature >= 1e-5) of the last call.
-    raw : float32 [max_batch * (K+1), V], the logits of rows whose request asks for log
-        probabilities, as the model gave them or as adjustments and mask leave them.
-    target_tok, row_ok : int32 [max_batch * (K+1)], the token of each row, -1 where `verify` is to
-        find it by tests; 1 usable, 0 not ready, 2 no legal token, 3 error.
-    rows : int32 [max_batch, row words], result of each batch row, see `row_words`.
-    q : float32 [S, max(K, 1), max(Vd, 1)], the table that each dense draft was drawn from
-        (draft-vocabulary columns); of a tree [S, 1, max(Vd, 1)].
-    faults : int32 [1], drafts whose own table gave them probability zero; always 0 unless something
-        is broken.
+    mode : DraftMode
+        Draft mode.
+    probs : DeviceArray
+        float32 [max_batch * (K+1), V], filtered distribution of each row of the last call whose
+        request is sampled (temperature >= 1e-5).
+    raw : DeviceArray
+        float32 [max_batch * (K+1), V], logits of the rows of requests with log probabilities, as
+        the model computed them or, with ``logprobs_masked``, adjusted and masked.
+    target_tok : DeviceArray
+        int32 [max_batch * (K+1)], token of each row; -1 if a test in `verify` determines it.
+    row_ok : DeviceArray
+        int32 [max_batch * (K+1)], 1: usable, 0: not ready, 2: no legal token, 3: error.
+    rows : DeviceArray
+        int32 [max_batch, row words], result of each batch row, see `row_words`.
+    q : DeviceArray
+        float32 [S, tables, max(Vd, 1)], distribution that each draft was sampled from.
+    faults : DeviceArray
+        int32 [1], number of drafts with probability 0 in their own table; 0 unless there is a bug.
+    cross_block : DeviceArray
+        Scratch of the blocks that share a row; zero between rounds.
     """
 
     def __init__(
@@ -147,21 +188,20 @@ class Sampler:
         check_range("max_batch", max_batch, 1, min(state.slots, (1 << 15) - 1))  # see `RowMap.map`
         check_range("parts", 1 if parts is None else parts, 1, 32)
         check_range("draft_length", draft_length, 0, MAX_DRAFTS)
-        check_range("candidates", int(exchange.layout["candidates"]), 0, 64)
         check_range("exchange slots", exchange.slots, state.slots, state.slots)
         check_range("vocab_size of the state", state.vocab_size, vocab_size, vocab_size)
         expect("replay", replay, "int32", N=1)
         if (d2t is None) != (t2d is None):
-            raise OptionError("d2t and t2d come together: give both or neither")
+            raise OptionError("d2t and t2d must be given together")
         if d2t is not None and t2d is not None:
             expect("d2t", d2t, "int32", Vd=draft_vocab)
             expect("t2d", t2d, "int32", V=vocab_size)
         else:
             check_range("draft_vocab", draft_vocab, 0, vocab_size)
-        width = draft_length + 1
         self.device = device
         self.state = state
         self.exchange = exchange
+        self.mode = exchange.mode
         self.vocab_size = vocab_size
         self.token_limit = token_limit
         self.draft_length = draft_length
@@ -169,31 +209,39 @@ class Sampler:
         self.d2t = d2t
         self.t2d = t2d
         self.max_batch = max_batch
-        rows = max_batch * width
-        self.probs = device.zeros((rows, vocab_size), "float32")
-        self.raw = device.zeros((rows, vocab_size), "float32")
-        self.target_tok = device.zeros((rows,), "int32")
-        self.row_ok = device.zeros((rows,), "int32")
-        self.row_words = row_words(draft_length)
-        self.rows = device.zeros((max_batch, self.row_words), "int32")
-        dense = 1 if exchange.layout["branch"] > 1 else max(draft_length, 1)
-        dense = exchange.layout["levels"] or dense
-        self.q = device.zeros((state.slots, dense, max(draft_vocab, 1)), "float32")
-        self.faults = device.zeros((1,), "int32")
-        self._weights = device.zeros((rows,), "float32")
-        self._passed = device.zeros((rows,), "int32")
-        self._replay = replay
-        self._state = device.zeros((rows,), "int32")
-        shared = max(width, int(exchange.layout["branch"]), int(exchange.layout["levels"]))
-        meeting = read_struct(KERNELS / "row.cuh", "Meeting").itemsize
-        self.meetings = device.zeros((max_batch * shared, meeting), "uint8")
         self.block = row_block(device) if block is None else block
         self._parts = row_parts(device, vocab_size) if parts is None else parts
         self.draft_parts = row_parts(device, draft_vocab) if parts is None else parts
+        self._replay = replay
+        self._allocate()
+        self._load_kernels()
+
+    def _allocate(self) -> None:
+        """Allocate the arrays that kernels exchange."""
+        device = self.device
+        rows = self.max_batch * (self.draft_length + 1)
+        self.probs = device.zeros((rows, self.vocab_size), "float32")
+        self.raw = device.zeros((rows, self.vocab_size), "float32")
+        self.target_tok = device.zeros((rows,), "int32")
+        self.row_ok = device.zeros((rows,), "int32")
+        self.row_words = row_words(self.draft_length)
+        self.rows = device.zeros((self.max_batch, self.row_words), "int32")
+        table_shape = (self.state.slots, self.mode.tables, max(self.draft_vocab, 1))
+        self.q = device.zeros(table_shape, "float32")
+        self.faults = device.zeros((1,), "int32")
+        self._weights = device.zeros((rows,), "float32")
+        self._passed = device.zeros((rows,), "int32")
+        self._row_state = device.zeros((rows,), "int32")
+        scratch_bytes = read_struct(KERNELS / "row.cuh", "CrossBlockScratch").itemsize
+        scratch_rows = self.max_batch * self.mode.rows_per_request
+        self.cross_block = device.zeros((scratch_rows, scratch_bytes), "uint8")
+
+    def _load_kernels(self) -> None:
+        device = self.device
         sample = load(device, "sample", self.block)
-        verify = load(device, "verify", self.block)
         self._target = sample["sample_target"]
         self._draft = sample["sample_draft"]
+        verify = load(device, "verify", self.block)
         self._test = verify["test_drafts"]
         self._verify = verify["verify_drafts"]
         adjust = load(device, "adjust", self.block)
@@ -205,14 +253,23 @@ class Sampler:
         self._forced = place["propose_forced"]
 
     def target(self, lane: Lane, logits: DeviceArray, rows: RowMap) -> None:
-        """Adjust, mask and filter the target's rows; decide the token of each that no test decides.
+        """Adjust, mask and filter the target's logits, and sample a token for each row.
 
-        From logits float32 [R, V]; those of requests with an `Adjust` are changed in place.
+        Rows whose draft `verify` tests get no token.
+
+        Parameters
+        ----------
+        lane
+            Lane that the kernels are added to.
+        logits
+            float32 [R, V]; changed in place for requests with logit adjustments.
+        rows
+            Rows of the forward pass.
         """
         self._check_rows(rows)
         expect("logits", logits, "float32", R=rows.count, V=self.vocab_size)
         grid = (rows.count, self._parts, 1)
-        reads = [
+        inputs = [
             logits,
             self.vocab_size,
             self.token_limit,
@@ -223,21 +280,21 @@ class Sampler:
             self.exchange.layout,
         ]
         args = [
-            *reads,
+            *inputs,
             self.exchange.memory,
-            self._state,
-            self.meetings,
+            self._row_state,
+            self.cross_block,
             self.state.tables,
             self.raw,
         ]
         lane.kernel(self._adjust, grid, self.block, args, name="adjust logits")
-        # Blocks share a step of a launch alone; one block needs no more than one launch.
+        # Blocks can share only the first step of a launch; a single block needs one launch.
         steps = [(0, 2)] if self._parts == 1 else [(step, step) for step in range(3)]
         for first, last in steps:
             args = [
-                *reads,
-                self._state,
-                self.meetings,
+                *inputs,
+                self._row_state,
+                self.cross_block,
                 first,
                 last,
                 self.probs,
@@ -247,15 +304,22 @@ class Sampler:
             lane.kernel(self._target, grid, self.block, args, name=f"target rows {first}")
 
     def verify(self, lane: Lane, rows: RowMap, out_ring: Ring) -> None:
-        """Test and walk the drafts, commit, write the output entry and publish its stamp.
+        """Verify the drafts, commit tokens to the slots and publish the results to the host.
 
-        `out_ring` was made by `output_ring`; its entry ``replay % entries`` is written.
+        Parameters
+        ----------
+        lane
+            Lane that the kernels are added to.
+        rows
+            Rows of the forward pass.
+        out_ring
+            Created by `output_ring`; entry ``replay % entries`` is written.
         """
         batch = self._check_rows(rows)
-        out, told, stamp = (out_ring.field(name) for name in ("rows", "logprobs", "stamp"))
-        check_range("words of an output row", out.shape[1], self.row_words, self.row_words)
-        check_range("output rows", out.shape[0], batch, 1 << 16)
-        reads: list[Any] = [
+        results = out_ring.field("rows")
+        check_range("words of an output row", results.shape[1], self.row_words, self.row_words)
+        check_range("output rows", results.shape[0], batch, 1 << 16)
+        inputs: list[Any] = [
             self.vocab_size,
             self.draft_vocab,
             self.t2d,
@@ -268,21 +332,27 @@ class Sampler:
             self._passed,
         ]
         if self.draft_vocab > 0 and rows.count > batch:
-            args = [rows.slot, rows.map, *reads, self.meetings, self.faults]
-            lane.kernel(
-                self._test, (rows.count, self._parts, 1), self.block, args, name="test drafts"
-            )
+            args = [rows.slot, rows.map, *inputs, self.cross_block, self.faults]
+            grid = (rows.count, self._parts, 1)
+            lane.kernel(self._test, grid, self.block, args, name="test drafts")
         args = [
             rows.slot,
             rows.first,
-            *reads,
-            self.meetings,
+            *inputs,
+            self.cross_block,
             self.target_tok,
             *self.shared,
             self.rows,
             self.row_words,
         ]
         lane.kernel(self._verify, (batch, self._parts, 1), self.block, args, name="verify")
+        self._add_publish(lane, rows, out_ring, batch)
+
+    def _add_publish(self, lane: Lane, rows: RowMap, out_ring: Ring, batch: int) -> None:
+        """Add the kernel that writes log probabilities and the entry of the output ring."""
+        results = out_ring.field("rows")
+        logprobs = out_ring.field("logprobs")
+        stamp = out_ring.field("stamp")
         args = [
             self.raw,
             self.vocab_size,
@@ -294,29 +364,39 @@ class Sampler:
             self.state.tables,
             batch,
             self._replay,
-            told,
-            _layout(out_ring, told),
-            out,
-            _layout(out_ring, out),
-            self.meetings,
+            logprobs,
+            _layout(out_ring, logprobs),
+            results,
+            _layout(out_ring, results),
+            self.cross_block,
             stamp,
             stamp.stride,
         ]
         lane.kernel(self._publish, rows.count, self.block, args, name="publish tokens")
 
-    def draft(
-        self, lane: Lane, draft_logits: DeviceArray, row_slot: DeviceArray, j: int, masked: bool
-    ) -> None:
-        """Draw draft ``j`` of every slot that committed tokens in this replay and still drafts.
+    def draft(self, lane: Lane, draft_logits: DeviceArray, row_slot: DeviceArray, j: int) -> None:
+        """Sample draft `j` of every slot that committed tokens in this replay and still drafts.
 
-        From float32 [B, Vd]. `masked` applies the slot's mask row ``j - 1``; otherwise drafts may
-        be illegal (and are refused by the next verification). With candidates the row counts only
-        where there is no answer.
+        Masked modes apply mask row ``j - 1`` of the slot. Probe modes take the grammar's answer
+        first and use the row only if no candidate was legal. Without masking, drafts may be
+        illegal; verification then rejects them.
+
+        Parameters
+        ----------
+        lane
+            Lane that the kernel is added to.
+        draft_logits
+            float32 [B, Vd].
+        row_slot
+            int32 [B], slot of each batch row; -1: padding.
+        j
+            Number of the draft, from 1 to K.
         """
         batch = self._check_draft(draft_logits, row_slot, j)
-        probed = masked and self.exchange.layout["candidates"] > 0
-        # A probe that found nothing has filled a row, now and then: it is not worth a copy.
-        masks = self.exchange.host_masks if probed else self.exchange.device_masks
+        # After an unsuccessful probe, which is rare, the row is read from host memory.
+        masks = self.exchange.device_masks
+        if self.mode.probes:
+            masks = self.exchange.host_masks
         args = [
             draft_logits,
             self.draft_vocab,
@@ -324,10 +404,8 @@ class Sampler:
             self.d2t,
             row_slot,
             j,
-            int(masked),
-            int(probed),
             masks,
-            *self._drafting(),
+            *self._drafting_args,
             *self.shared,
         ]
         grid = (batch, self.draft_parts, 1)
@@ -336,16 +414,26 @@ class Sampler:
     def candidates(
         self, lane: Lane, draft_logits: DeviceArray, row_slot: DeviceArray, j: int
     ) -> None:
-        """Write what the grammar is to test for draft ``j``, before ``draft`` takes the answer.
+        """Write the candidates that the grammar tests.
 
-        Where an exchange has levels, for ``j`` drafts at once from float32 [levels * B, Vd], a
-        level's rows together, or of fewer levels; ``place`` takes the answer.
+        Parameters
+        ----------
+        lane
+            Lane that the kernel is added to.
+        draft_logits
+            float32 [B, Vd]; for a lattice [levels * B, Vd], level by level, for up to the mode's
+            number of levels.
+        row_slot
+            int32 [B], slot of each batch row; -1: padding.
+        j
+            Number of the draft, from 1 to K; for a lattice, the maximum number of drafts.
         """
-        if self.exchange.layout["candidates"] == 0:
-            raise OptionError("the exchange was made without candidates")
+        if not self.mode.probes:
+            raise OptionError(f"candidates requires a probe mode, masking is {self.mode.masking!r}")
         batch = self._batch(row_slot)
-        most = int(self.exchange.layout["levels"]) or 1
-        levels = min(max(draft_logits.shape[0] // batch, 1), most)
+        levels = 1
+        if self.mode.is_lattice:
+            levels = min(max(draft_logits.shape[0] // batch, 1), self.mode.levels)
         self._check_draft(draft_logits, row_slot, j, levels)
         args = [
             draft_logits,
@@ -355,7 +443,7 @@ class Sampler:
             row_slot,
             batch,
             j,
-            *self._drafting(),
+            *self._drafting_args,
             *self.shared,
         ]
         grid = (levels * batch, self.draft_parts, 1)
@@ -367,30 +455,41 @@ class Sampler:
         proposal: DeviceArray | None,
         row_slot: DeviceArray,
         parents: DeviceArray | None = None,
-        most: int | None = None,
+        max_drafts: int | None = None,
     ) -> None:
-        """Take drafts that came all at once, as point masses, for slots as in ``draft``.
+        """Make drafts of proposed token ids, as point masses, for the slots of `draft`.
 
-        Target ids, int32 [B, K]; what is no id is left out. `parents`, alike, say what each hangs
-        on: 0 is the last token, j the proposal's j-th id; without them each hangs on the last.
-        None: what the grammar answered about all levels. The first `most` of what is left are
-        taken, K by default.
+        Parameters
+        ----------
+        lane
+            Lane that the kernel is added to.
+        proposal
+            int32 [B, K], target ids; ids outside the vocabulary are skipped. None: the answers of
+            the grammar to a lattice probe.
+        row_slot
+            int32 [B], slot of each batch row; -1: padding.
+        parents
+            int32 [B, K], parent of each proposed id: 0 is the last token, j the j-th proposed id.
+            None: each id follows the previous one.
+        max_drafts
+            Maximum number of drafts, K by default; the first ones are kept.
         """
-        if proposal is None and self.exchange.layout["levels"] == 0:
-            raise OptionError("the exchange was made without levels")
+        if proposal is None and not self.mode.is_lattice:
+            raise OptionError(
+                "place without a proposal requires masking 'lattice-probe', "
+                f"masking is {self.mode.masking!r}"
+            )
         batch = self._batch(row_slot)
-        if proposal is not None:
-            self._check_proposal(proposal, row_slot)
-        if parents is not None:
-            self._check_proposal(parents, row_slot)
-        most = self.draft_length if most is None else most
+        for array in (proposal, parents):
+            if array is not None:
+                self._check_proposal(array, row_slot)
         args = [
             batch,
             row_slot,
             proposal,
             parents,
             self.draft_length,
-            most,
+            self.draft_length if max_drafts is None else max_drafts,
             self.vocab_size,
             self.state.array,
             self.rows,
@@ -400,25 +499,48 @@ class Sampler:
         lane.kernel(self._place, *self._threads(batch), args, name="place drafts")
 
     def forced(self, lane: Lane, row_slot: DeviceArray, proposal: DeviceArray) -> None:
-        """Propose, int32 [B, K], what mask rows 0, 1, .. force; -1 where a row forces nothing."""
+        """Write the tokens that mask rows 0, 1, .. force to `proposal`.
+
+        Parameters
+        ----------
+        lane
+            Lane that the kernel is added to.
+        row_slot
+            int32 [B], slot of each batch row; -1: padding.
+        proposal
+            int32 [B, K]; -1 where a row forces no token.
+        """
         batch = self._check_proposal(proposal, row_slot)
-        args = [batch, row_slot, self.draft_length, self.state.array, *self._exchange, proposal]
+        args = [
+            batch,
+            row_slot,
+            self.draft_length,
+            self.state.array,
+            self.exchange.memory,
+            self.exchange.layout,
+            proposal,
+        ]
         lane.kernel(self._forced, *self._threads(batch), args, name="forced drafts")
 
     @property
     def shared(self) -> tuple[object, ...]:
-        """Kernel arguments: what is exchanged, and the number of the replay."""
-        return (*self._exchange, self._replay)
+        """Kernel arguments: exchanged records, their layout and the number of the replay."""
+        return (self.exchange.memory, self.exchange.layout, self._replay)
 
     @property
-    def _exchange(self) -> tuple[object, ...]:
-        return (self.exchange.memory, self.exchange.layout)
-
-    def _drafting(self) -> tuple[object, ...]:
-        return (self.meetings, self.state.array, self.rows, self.row_words, self.q, self.q.shape[1])
+    def _drafting_args(self) -> tuple[object, ...]:
+        return (
+            self.cross_block,
+            self.state.array,
+            self.rows,
+            self.row_words,
+            self.q,
+            self.q.shape[1],
+        )
 
     @staticmethod
     def _threads(batch: int) -> tuple[int, int]:
+        """Return grid and block of kernels with one thread per batch row."""
         return -(-batch // _PLACE_BLOCK), _PLACE_BLOCK
 
     def _check_draft(
@@ -444,7 +566,7 @@ class Sampler:
         return batch
 
     def _batch(self, row_slot: DeviceArray) -> int:
-        """Check the row map and return its length."""
+        """Check the slots of the batch rows and return their number."""
         batch = row_slot.shape[0] if len(row_slot.shape) == 1 else -1
         expect("row_slot", row_slot, "int32", B=batch)
         check_range("batch rows B", batch, 1, self.max_batch)

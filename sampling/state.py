@@ -78,7 +78,7 @@ class SlotState:
         last: int,
         epoch: int,
         limit: int,
-        room: int | None = None,
+        capacity: int | None = None,
         prompt: Sequence[int] = (),
         output: Sequence[int] = (),
     ) -> None:
@@ -108,7 +108,7 @@ class SlotState:
             Number of the slot assignment. Mask rows carry it.
         limit
             Exclusive upper bound of the request's positions.
-        room
+        capacity
             Exclusive upper bound of the positions with pages. Drafts of a tree may need more
             positions than `limit`, which is the default.
         prompt, output
@@ -119,11 +119,11 @@ class SlotState:
         OptionError
             If an argument is out of range, with its name and value.
         """
-        room = limit if room is None else room
+        capacity = limit if capacity is None else capacity
         check_range("slot", slot, 0, self.slots - 1)
         check_range("position", position, 0, 2**31 - 2)
         check_range("limit", limit, position + 2, 2**31 - 1)
-        check_range("room", room, limit, 2**31 - 1)
+        check_range("capacity", capacity, limit, 2**31 - 1)
         params.check_values(self.vocab_size)
         record = slot_record(params)
         record["n"] = position
@@ -131,10 +131,10 @@ class SlotState:
         record["active"] = 1
         record["epoch"] = epoch
         record["limit"] = limit
-        record["room"] = room
+        record["capacity"] = capacity
         if params.min_tokens > 0:
             num_prompt = position + 1 - len(output)
-            record["earliest"] = min(num_prompt + params.min_tokens, limit)
+            record["earliest_stop"] = min(num_prompt + params.min_tokens, limit)
         if params.has_bias or params.has_penalties:
             if slot not in self._staged:
                 self._staged[slot] = self.device.pinned((2, self.vocab_size), "int32")
@@ -167,7 +167,7 @@ def slot_record(params: SamplingParams) -> Any:
         "top_p": params.top_p,
         "min_p": params.min_p,
         "top_k": params.top_k,
-        "stops": len(stop_ids),
+        "num_stop_ids": len(stop_ids),
         "adjust": _adjust_flags(params),
         "logprobs": params.logprobs or 0,
         "presence": params.presence_penalty,

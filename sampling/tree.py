@@ -1,4 +1,4 @@
-"""Trees of drafts that grow level by level: what is fed next, and which drafts are verified."""
+"""Draft trees that grow level by level: the nodes to feed next, and the drafts to verify."""
 
 from __future__ import annotations
 
@@ -18,21 +18,24 @@ from graft.sampling.loading import KERNELS, load
 from graft.sampling.sampler import Sampler
 from graft.sampling.state import MAX_DRAFTS
 
-__all__ = ["TREE_CANDIDATES", "TreePlan", "TreeSampler"]
+__all__ = ["TreePlan", "TreeSampler"]
 
-#: Ids that the grammar may be asked about for the children of one node; a bit of a word each.
-TREE_CANDIDATES = 32
-_MOST_BRANCH = 16
+#: Maximum value of `branch` in the option ``draft_tree``.
+_MAX_PLAN_BRANCH = 16
 
 
 class TreePlan(NamedTuple):
-    """What a tree of drafts may become.
+    """Bounds of a draft tree, or its exact shape.
 
     Attributes
     ----------
-    branch, levels : see `TreeSampler`.
-    paths : of a tree whose shape is given: for every draft the ranks, from 0, of the children down
-        to it, by level and then by rank. Empty: the likeliest are drafted.
+    branch
+        Maximum number of children per node, and of nodes that are fed to the drafter per level.
+    levels
+        Maximum depth of a draft.
+    paths
+        Shape of a fixed tree: for each draft, the ranks (from 0) of the nodes on its path, ordered
+        by level and then by rank. Empty: the most likely nodes become drafts.
     """
 
     branch: int
@@ -41,39 +44,61 @@ class TreePlan(NamedTuple):
 
     @classmethod
     def of(cls, tree: Any) -> TreePlan:
-        """Read an option: (branch, levels), or paths in any order. Raises OptionError."""
-        given = list(tree) if isinstance(tree, (tuple, list)) else []
-        plan = cls(0, 0)
-        if len(given) == 2 and all(type(number) is int for number in given):
-            plan = cls(*given)
-        elif given and all(_is_path(path) for path in given):
-            paths = sorted(map(tuple, given), key=lambda path: (len(path), path))
-            parents = {path[:-1] for path in paths}
-            if len({*paths}) == len(paths) and parents <= {(), *paths}:
-                fed = Counter(map(len, parents))
-                branch = max(2, *fed.values(), *(path[-1] + 1 for path in paths))
-                plan = cls(branch, len(paths[-1]), tuple(paths))
-        if not (2 <= plan.branch <= _MOST_BRANCH and plan.levels >= 1):
+        """Parse the option ``draft_tree``: (branch, levels), or paths in any order.
+
+        Raises
+        ------
+        OptionError
+            If `tree` is neither.
+        """
+        plan = cls._parse(tree)
+        if plan is None or not 2 <= plan.branch <= _MAX_PLAN_BRANCH or plan.levels < 1:
             raise OptionError(
-                f"draft_tree must be (branch, levels), a branch from 2 to {_MOST_BRANCH} and a "
-                "level or more, or paths of ranks that need no larger one, each once and with its "
-                f"parent's, got {tree!r}"
+                f"draft_tree must be (branch, levels) with a branch from 2 to {_MAX_PLAN_BRANCH} "
+                "and at least one level, or distinct paths of ranks that contain the parent of "
+                f"each path and need no larger branch, got {tree!r}"
             )
         return plan
 
+    @classmethod
+    def _parse(cls, tree: Any) -> TreePlan | None:
+        items = list(tree) if isinstance(tree, (tuple, list)) else []
+        if len(items) == 2 and all(type(number) is int for number in items):
+            return cls(*items)
+        if not items or not all(_is_path(path) for path in items):
+            return None
+        paths = sorted(map(tuple, items), key=lambda path: (len(path), path))
+        parents = {path[:-1] for path in paths}
+        if len(set(paths)) < len(paths) or not parents <= {(), *paths}:
+            return None
+        fed_per_level = Counter(map(len, parents))
+        widest_rank = max(path[-1] for path in paths)
+        branch = max(2, *fed_per_level.values(), widest_rank + 1)
+        return cls(branch, len(paths[-1]), tuple(paths))
+
     def table(self) -> NDArray:
-        """Of each child that is seen which node of the next level it is, see ``tree_grow``."""
+        """Return the ``plan`` argument of the kernel ``tree_grow`` for a fixed tree.
+
+        Returns
+        -------
+        numpy.ndarray
+            int32, one entry per child in the order of `Children` in kernels/tree.cu: the index of
+            the node that it becomes in the next level; `branch` for a draft that is not fed to the
+            drafter; -1 for a child that is no draft.
+        """
         branch = self.branch
-        at: dict[tuple[int, ...], int] = {(): 0}
-        found = np.full(branch + (self.levels - 1) * branch**2, -1, np.int32)
+        table = np.full(branch + (self.levels - 1) * branch**2, -1, np.int32)
+        node_of: dict[tuple[int, ...], int] = {(): 0}
         for level in range(1, self.levels + 1):
             first = max(branch + (level - 2) * branch**2, 0)
-            feeding = dict.fromkeys(path[:-1] for path in self.paths if len(path) == level + 1)
-            fed = {path: f for f, path in enumerate(feeding)}
-            for path in (path for path in self.paths if len(path) == level):
-                found[first + at[path[:-1]] * branch + path[-1]] = fed.get(path, branch)
-            at = fed
-        return found
+            fed_paths = dict.fromkeys(path[:-1] for path in self.paths if len(path) == level + 1)
+            fed = {path: f for f, path in enumerate(fed_paths)}
+            for path in self.paths:
+                if len(path) == level:
+                    child = first + node_of[path[:-1]] * branch + path[-1]
+                    table[child] = fed.get(path, branch)
+            node_of = fed
+        return table
 
 
 def _is_path(path: Any) -> bool:
@@ -82,153 +107,147 @@ def _is_path(path: Any) -> bool:
 
 
 class TreeSampler:
-    """Draws dynamic trees (Li et al., "EAGLE-2", 2024), where a `Sampler` draws chains.
+    """Grows draft trees level by level, as a `Sampler` samples the drafts of a chain.
 
-    For each level there are ``candidates``, where the grammar is asked, and then ``draft``. Level
-    1 reads logits of one row per request, the others of `branch` rows. A node's score is the sum
-    of the log probabilities down to it; the best `branch` of a level are fed, and the best K of all
-    that were seen are the drafts, the best first. Of equal scores the earlier is
-    better. Coupled requests rank by the race that the target's draw will run with its noise.
+    For each level, call `candidates` if the grammar tests candidates, then `draft`. Level 1 reads
+    one row of logits per request, later levels read `branch` rows.
 
-    With `paths` neither is so: a node's child of rank c is the c-th of its likeliest, and those
-    that are there of the ones in `TreePlan` are the drafts, in its order.
+    The score of a node is the sum of the log probabilities on its path. The `branch` nodes with the
+    highest scores of a level are fed to the drafter; the K nodes with the highest scores of all
+    levels become drafts, in descending order (EAGLE-2, Li et al., 2024). The earlier of equal nodes
+    is preferred. For sampled requests, the probabilities are those of the exponential race that the
+    target will run with the same random numbers. In a fixed tree, the ranks of the paths determine
+    instead which nodes are fed and which become drafts.
 
-    A log probability is that among all ids but those that the grammar was asked about and refused:
-    where it leaves one, that one is certain. A node without a legal one among its first 32 has no
-    children, so a request may have fewer drafts.
+    Probabilities exclude candidates that the grammar has rejected; a single legal candidate has
+    probability 1. A node without a legal token among its first `TREE_CANDIDATES` candidates has no
+    children, so a request may have fewer than K drafts.
 
     Parameters
     ----------
-    sampler : of the round; its exchange was made with this branch.
-    branch : children of a node that are kept, and nodes of a level that are fed.
-    levels : how many there are.
-    paths : of a `TreePlan`, K of them.
+    sampler
+        Sampler of the round. Its mode must be a growing tree.
 
     Raises
     ------
     OptionError
-        When more nodes are fed than have a bit each, or none is left to be verified.
+        If the mode is not a growing tree.
     """
 
-    def __init__(
-        self, sampler: Sampler, branch: int, levels: int, paths: tuple[tuple[int, ...], ...] = ()
-    ) -> None:
-        check_range("branch", branch, 2, TREE_CANDIDATES)
-        check_range("levels", levels, 1, sampler.draft_length)
-        check_range("nodes that are fed", (levels - 1) * branch, 0, MAX_DRAFTS)
+    def __init__(self, sampler: Sampler) -> None:
+        mode = sampler.mode
+        if not mode.grows_tree:
+            raise OptionError(
+                f"TreeSampler requires a tree that grows level by level, got {mode.kind} drafts "
+                f"with masking {mode.masking!r}"
+            )
         device = sampler.device
         batch = sampler.max_batch
-        vocab = sampler.draft_vocab
+        branch = mode.branch
         self._sampler = sampler
         self._branch = branch
-        self._levels = levels
-        self._probes = int(sampler.exchange.layout["candidates"]) > 0
-        if self._probes:
-            check_range(
-                "branch of the exchange", int(sampler.exchange.layout["branch"]), branch, branch
-            )
-            check_range(
-                "candidates",
-                int(sampler.exchange.layout["candidates"]),
-                TREE_CANDIDATES,
-                TREE_CANDIDATES,
-            )
-        most = branch + (levels - 1) * branch * branch
-        seen = np.zeros((), read_struct(KERNELS / "tree.cu", "Seen"))
-        seen["branch"] = branch
-        seen["levels"] = levels
-        seen["most"] = most
-        seen["candidates"] = TREE_CANDIDATES if self._probes else branch
-        seen["nodes"] = sampler.draft_length
-        self._seen: Any = seen[()]
-        plan = TreePlan(branch, levels, paths)
-        self._plan = device.from_host(plan.table()) if paths else None
-        best = (batch * branch, int(seen["candidates"]))
-        self._work = device.zeros((batch * branch, vocab), "float32")
-        self._best = (
-            device.zeros(best, "int32"),
-            device.zeros(best, "float32"),
-            device.zeros(best[:1], "float32"),
+        self._levels = mode.levels
+        self._probes = mode.probes
+        num_children = branch + (mode.levels - 1) * branch * branch
+        shape = np.zeros((), read_struct(KERNELS / "tree.cu", "TreeSize"))
+        shape["branch"] = branch
+        shape["levels"] = mode.levels
+        shape["children"] = num_children
+        shape["candidates"] = mode.candidates if mode.probes else branch
+        shape["drafts"] = sampler.draft_length
+        self._shape: Any = shape[()]
+        plan = TreePlan(branch, mode.levels, mode.paths)
+        self._plan = device.from_host(plan.table()) if mode.paths else None
+        nodes = batch * branch
+        candidates = int(shape["candidates"])
+        self._work = device.zeros((nodes, sampler.draft_vocab), "float32")
+        self._candidate_arrays = (
+            device.zeros((nodes, candidates), "int32"),
+            device.zeros((nodes, candidates), "float32"),
+            device.zeros((nodes,), "float32"),
         )
-        self._children = (
-            device.zeros((batch, most), "int32"),
-            device.zeros((batch, most), "int32"),
-            device.zeros((batch, most), "float32"),
+        self._child_arrays = (
+            device.zeros((batch, num_children), "int32"),
+            device.zeros((batch, num_children), "int32"),
+            device.zeros((batch, num_children), "float32"),
             device.zeros((batch, MAX_DRAFTS), "int32"),
-            device.zeros((batch, most), "int32"),
+            device.zeros((batch, num_children), "int32"),
         )
         kernels = load(device, "tree", sampler.block)
         self._candidates = kernels["tree_candidates"]
         self._grow = kernels["tree_grow"]
 
-    def of(self, nodes: int) -> TreeSampler:
-        """The same, of at most so many drafts, hence levels; it shares its arrays."""
-        check_range("nodes", nodes, 1, self._sampler.draft_length)
-        fewer = copy(self)
-        fewer._levels = min(self._levels, nodes)
-        fewer._seen = self._seen.copy()
-        fewer._seen["nodes"] = nodes
-        fewer._seen["levels"] = fewer._levels
-        return fewer
+    def of(self, drafts: int) -> TreeSampler:
+        """Return a sampler of at most `drafts` drafts, hence levels, that shares the arrays."""
+        check_range("drafts", drafts, 1, self._sampler.draft_length)
+        smaller = copy(self)
+        smaller._levels = min(self._levels, drafts)
+        smaller._shape = self._shape.copy()
+        smaller._shape["drafts"] = drafts
+        smaller._shape["levels"] = smaller._levels
+        return smaller
 
     def candidates(
         self, lane: Lane, logits: DeviceArray, row_slot: DeviceArray, level: int
     ) -> None:
-        """Write what the grammar is to test for the children of a level's nodes.
+        """Write the candidates for the children of a level's nodes, for the grammar to test.
 
         Parameters
         ----------
-        logits : float32 [B, Vd] at level 1, [B * branch, Vd] at others.
+        lane
+            Lane that the kernel is added to.
+        logits
+            float32 [B, Vd] at level 1, [B * branch, Vd] at later levels.
+        row_slot
+            int32 [B], slot of each batch row; -1: padding.
+        level
+            Draft level, from 1.
         """
         if not self._probes:
-            raise OptionError("the exchange was made without candidates")
-        self._rank(lane, logits, row_slot, level, probed=True)
+            raise OptionError("candidates requires masking 'probe', it is 'none'")
+        self._rank(lane, logits, row_slot, level)
 
-    def draft(
-        self, lane: Lane, logits: DeviceArray, row_slot: DeviceArray, level: int, masked: bool
-    ) -> None:
-        """Choose a level's nodes, and at the last level the drafts, of slots as `Sampler.draft`."""
-        if not masked:
-            self._rank(lane, logits, row_slot, level, probed=False)
-        s = self._sampler
+    def draft(self, lane: Lane, logits: DeviceArray, row_slot: DeviceArray, level: int) -> None:
+        """Choose the nodes of a level, and at the last level the drafts. Parameters as above."""
+        if not self._probes:
+            self._rank(lane, logits, row_slot, level)
+        sampler = self._sampler
         args = [
             row_slot,
             level,
-            int(masked),
-            self._seen,
-            s.state.array,
-            s.rows,
-            s.row_words,
-            *self._best,
-            *self._children,
+            self._shape,
+            sampler.state.array,
+            sampler.rows,
+            sampler.row_words,
+            *self._candidate_arrays,
+            *self._child_arrays,
             self._plan,
-            *s.shared,
+            *sampler.shared,
         ]
-        lane.kernel(self._grow, row_slot.shape[0], s.block, args, name=f"tree level {level}")
+        name = f"tree level {level}"
+        lane.kernel(self._grow, row_slot.shape[0], sampler.block, args, name=name)
 
-    def _rank(
-        self, lane: Lane, logits: DeviceArray, row_slot: DeviceArray, level: int, *, probed: bool
-    ) -> None:
-        s = self._sampler
+    def _rank(self, lane: Lane, logits: DeviceArray, row_slot: DeviceArray, level: int) -> None:
+        """Add the kernel that finds the most likely candidates of each node."""
+        sampler = self._sampler
         check_range("level", level, 1, self._levels)
         rows = row_slot.shape[0] * (1 if level == 1 else self._branch)
-        expect("logits", logits, "float32", R=rows, Vd=s.draft_vocab)
+        expect("logits", logits, "float32", R=rows, Vd=sampler.draft_vocab)
         args = [
             logits,
-            s.draft_vocab,
-            s.token_limit,
-            s.d2t,
+            sampler.draft_vocab,
+            sampler.token_limit,
+            sampler.d2t,
             row_slot,
             level,
-            int(probed),
-            self._seen,
-            s.meetings,
-            s.state.array,
-            s.rows,
-            s.row_words,
+            self._shape,
+            sampler.cross_block,
+            sampler.state.array,
+            sampler.rows,
+            sampler.row_words,
             self._work,
-            *self._best,
-            *s.shared,
+            *self._candidate_arrays,
+            *sampler.shared,
         ]
-        grid = (rows, s.draft_parts, 1)
-        lane.kernel(self._candidates, grid, s.block, args, name=f"candidates {level}")
+        grid = (rows, sampler.draft_parts, 1)
+        lane.kernel(self._candidates, grid, sampler.block, args, name=f"candidates {level}")

@@ -64,7 +64,11 @@ RELEASE_POLL_S = 0.25
 
 def batch_buckets(max_batch_size: int) -> list[int]:
     """Return the batch sizes that have a graph: powers of two, and the maximum."""
-    sizes = [1 << i for i in range(max_batch_size.bit_length()) if 1 << i < max_batch_size]
+    sizes = []
+    size = 1
+    while size < max_batch_size:
+        sizes.append(size)
+        size *= 2
     return [*sizes, max_batch_size]
 
 
@@ -85,8 +89,8 @@ class Engine:
         ``module:name``. None decodes without speculation, except for forced drafts.
     ranks
         Tensor-parallel processes. This process is rank 0; the others run
-        `graft.models.llm.worker_rank.run_worker`. Outputs equal those of one process up to rounding and
-        do not depend on batch, order or time.
+        `graft.models.llm.worker_rank.run_worker`. Outputs equal those of one process up to
+        rounding and do not depend on batch, order or time.
     **options
         Fields of `Options`.
 
@@ -489,7 +493,8 @@ class Engine:
         """
         if not isinstance(request, Request):
             raise RequestError(f"request must be a Request, got {short_repr(request)}")
-        output = self.generate([replace(request, max_tokens=1, n=1)])[0]
+        prefill_only = replace(request, max_tokens=1, n=1)
+        [output] = self.generate([prefill_only])
         if output.error is not None:
             raise RequestError(output.error)
 
@@ -635,7 +640,8 @@ def _check_arguments(
     known = {field.name for field in fields(Options)}
     for name in options:
         if name not in known:
-            raise OptionError(f"unknown option {name}; the options are {', '.join(sorted(known))}")
+            names = ", ".join(sorted(known))
+            raise OptionError(f"unknown option {name}; the options are {names}")
     if not isinstance(model, (str, os.PathLike)):
         raise OptionError(f"model must be the path of a checkpoint folder, got {short_repr(model)}")
     if ranks is not None and not isinstance(ranks, RankGroup):

@@ -1,4 +1,4 @@
-"""Options of an engine: stated, explained and checked here."""
+"""Engine configuration: names, defaults, checks and meaning of all options."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from graft.grammar.backends.registry import BACKENDS
 from graft.grammar.compile.cache import CACHE_BYTES
 from graft.grammar.matcher import GrammarBackend
 from graft.grammar.vocabulary import Vocabulary
-from graft.models.llm.layers import ACTIVATIONS
+from graft.models.llm.kernel_library import ACTIVATIONS
 from graft.models.llm.weights import WEIGHTS
 from graft.models.request import VERIFY_MODES, Limits
 from graft.sampling.state import MAX_DRAFTS
@@ -23,15 +23,15 @@ __all__ = ["DRAFT_MASKINGS", "MAX_DRAFT_LENGTH", "Options"]
 
 DRAFT_MASKINGS = ("fill", "probe")
 MAX_DRAFT_LENGTH = 63
-#: Positions per request unless the user asks for more: caches are reserved for every slot.
+#: Default maximum number of positions per request; caches are allocated for every slot.
 DEFAULT_LENGTH = 4096
 
-#: Most drafts of a chain and of a tree where nobody says how many.
+#: Maximum number of drafts with ``draft_length="auto"``, for a chain and for a tree.
 _AUTO_CHAIN = 7
 _AUTO_TREE = 31
 
-#: Whole numbers: lowest and highest value, and what else there is.
-_WHOLE: dict[str, tuple[int, int, *tuple[str | None, ...]]] = {
+#: Integer options: lowest value, highest value, and other allowed values.
+_INTEGERS: dict[str, tuple[int, int, *tuple[str | None, ...]]] = {
     "max_batch_size": (1, 4096),
     "draft_length": (1, MAX_DRAFT_LENGTH, "auto"),
     "max_length": (2, 2**31 - 2, None),
@@ -44,7 +44,7 @@ _WHOLE: dict[str, tuple[int, int, *tuple[str | None, ...]]] = {
     "compile_threads": (1, 256),
     "ordinal": (0, 1023, None),
 }
-_SWITCHES = ("mask_drafts", "forced_drafts", "overlap", "programmatic", "timeline")
+_BOOLEANS = ("mask_drafts", "forced_drafts", "overlap", "programmatic", "timeline")
 _CHOICES: dict[str, tuple[object, ...]] = {
     "draft_masking": DRAFT_MASKINGS,
     "verify": VERIFY_MODES,
@@ -58,85 +58,113 @@ _CHOICES: dict[str, tuple[object, ...]] = {
 
 @dataclass(frozen=True)
 class Options:
-    """What an engine may be told besides its models.
+    """Engine configuration.
+
+    Outputs of greedy and coupled requests do not depend on any of these options except for
+    `activations` and `weights`, which change the model's arithmetic, and `verify="relaxed"`.
 
     Parameters
     ----------
-    max_batch_size : rows of a round, hence most requests that run at once.
-    draft_length : drafts per round, 1 to 63, where anything drafts. "auto": none to 7, or to 31
-        where they branch, in each round as many as promise most tokens per second, see
-        `DraftBudget`, and more for requests whose drafts are accepted more often. Greedy and
-        coupled outputs are the same whatever it is; rejection sampling is reproducible only with
-        equal lengths, hence not with "auto".
-    draft_tree : (branch, levels) lets drafts branch: a drafter keeps up to `branch` under a token,
-        2 to 16, and `levels` of them, and the likeliest `draft_length` of all are verified. Those
-        that come level by level are then probed, whatever `draft_masking` says. Or the paths of a
-        tree whose shape is given: (0,) and (2,) are the likeliest draft and the third, (0, 1) what
-        is second behind the first. None: a chain.
-    max_length : positions per request, prompt and output; default what the target allows, at
-        most 4096.
-    page_size, pages : shape of the paged caches; by default every row's request can be full-length.
-        Pages are taken as requests grow; with fewer, some wait or are preempted when they run out.
-    prefix_cache_bytes : most bytes of pages that are kept when their request is over, and shared by
-        requests that begin with the same tokens; those that nobody uses make room whenever
-        somebody needs pages. Outputs are the same. None: all pages; 0: none.
-    prefill_rows : most tokens of prompts that are prefilled between two rounds while any request is
-        generating, so how late a round is for others' prompts. "auto": as many as take about as
-        long as a round, see `Pieces`. Outputs are the same.
-    mask_drafts : draft under the grammar's masks; False drafts blindly and verifies all the same.
-    draft_masking : how masked drafts are: "fill" draws each under its mask row; "probe" has the
-        grammar test the drafter's best candidates, which is cheaper, and fills all rows beside the
-        next target forward. Probed drafts are verified as coupled. Where a drafter's logits are all
-        there at once, as those of DFlash are, one step tests the candidates of all levels.
-    forced_drafts : draft what the grammar forces. Without a drafter, where the text that follows is
-        forced, its longest token; with one, whatever it thinks and whether its vocabulary has it,
-        the token that is the one legal id (with "probe", where no candidate is). Such drafts are
-        verified like others, so the distribution of outputs stays what it is; where one id is legal
-        they are always accepted.
-    verify : how the drafts of sampled requests that do not say are tested. "coupled": against the
-        token that the target would draw with the same noise, so that drafts change no token.
-        "rejection": where the drafter's distribution is at hand against that, all drafts of a round
-        together ("block verification"), which accepts more and keeps the distribution; elsewhere as
-        coupled. "per_token": the same, but one draft after the other, as it was first published.
-        "relaxed": as coupled, but drafts that are likely enough pass (`Request.relaxed`), so that
-        outputs are those of no model (`Output.exact`).
-    grammar_backend : "auto", "xgrammar", "llguidance", or a callable that makes a `GrammarBackend`
-        for a `Vocabulary`; for grammars that do not name their backend themselves. "auto" gives
-        every JSON schema to a backend that enforces all of it, rewritten if need be, or refuses it.
-    grammar_transport : how the grammar's steps are part of the graph: "native" (host nodes),
-        "mailbox", "spinkernel", or "auto": the first of mailbox, spinkernel and native that works,
-        given 4 usable cores; else native.
-    grammar_threads : threads that serve the requests of a grammar step; default by batch and cores.
-    grammar_budget_us : microseconds of processor time that a grammar step waits for one request,
-        see `GuidedDecoder`; one that is late sits rounds out and resumes exactly. Greedy and
-        coupled outputs are the same whatever it is; rejection sampling is reproducible where nobody
-        was late (`counters()["grammar"]["late_rows"]`). None: a step waits for all.
-    overlap : two rounds in flight; False launches a round when the last one was read. Outputs of
-        greedy and coupled requests are the same either way.
-    composition : "one": a round is one graph. "two": the drafter has graphs of its own, which the
-        host launches behind verification and behind each grammar step that they wait for, with no
-        overlap; slower, to measure what one graph gains. Outputs are the same.
-    activations : what matrices of 16-bit weights are multiplied with on GPUs. "rounded": inputs
-        rounded to the weights' type, as models are trained and served; sums, and all between the
-        matrices, are float32. "float32": inputs kept to 16 bits of mantissa or more, at up to twice
-        the arithmetic and the same traffic of weights.
-    weights : of the target's decoder layers. "checkpoint": as stored. "fp8": rounded to E4M3 row by
-        row while they are loaded, so that half as many bytes are read for every token; the model is
-        then another one, a little. Embeddings, the output head and drafters stay as stored.
-    programmatic : a model's kernel comes up while the one before it runs, see `Graph`. Outputs are
-        the same.
-    timeline : have the device stamp the border of every part of a round, which costs a kernel each
-        (`EngineStats.part_ns`, traces); False: only where a round begins and ends.
-    limits : what one request may cost the host, and how many may wait.
-    compile_threads, compile_timeout_s : grammars compiled at once off the critical path, and the
-        seconds that one may take in its process, whatever its backend.
-    grammar_cache_bytes : bound of compiled grammars kept in memory.
-    device, ordinal : "cuda", "soft" or None for the environment's choice, and which one.
+    max_batch_size
+        Maximum number of batch rows of a round, hence of requests that run concurrently.
+    draft_length
+        Drafts per round and request with a drafter, from 1 to 63. "auto": each round uses the
+        number of drafts that maximizes the expected tokens per second, see `DraftBudget`, up to 7
+        for a chain and 31 for a tree, and assigns more drafts to requests with a higher acceptance
+        rate. Rejection sampling is reproducible only with equal lengths, hence not with "auto".
+    draft_tree
+        (branch, levels): drafts are a tree. Each node has at most `branch` children, from 2 to 16,
+        the tree has at most `levels` levels, and the `draft_length` most likely nodes are verified.
+        Drafters that draft level by level are then probed, whatever `draft_masking` is. Or the
+        paths of a tree of fixed shape: (0,) and (2,) are the most likely and the third most likely
+        first draft, (0, 1) is the second most likely continuation of (0,). None: a chain.
+    max_length
+        Maximum number of positions per request, prompt and output together. Default: what the
+        target supports, at most 4096.
+    page_size, pages
+        Positions per page of the KV caches, and number of pages. By default, every batch row can
+        have a request of `max_length`. Pages are allocated as requests grow; with fewer pages,
+        requests may wait or be preempted.
+    prefix_cache_bytes
+        Maximum size of the prefix cache: pages of finished requests that are kept and shared with
+        requests that begin with the same tokens. Unused pages are evicted when pages are needed.
+        None: all pages may be kept; 0 disables the cache.
+    prefill_rows
+        Maximum number of prompt tokens that are prefilled between two rounds while any request is
+        generating (chunked prefill). "auto": the number that takes about as long as a round, see
+        `PrefillScheduler`.
+    mask_drafts
+        Whether drafts are restricted to tokens that the grammar accepts. If not, verification
+        rejects illegal drafts.
+    draft_masking
+        How drafts are masked. "fill" samples each draft under its mask row. "probe" lets the
+        grammar test the drafter's best candidates, which takes less time, and fills all rows during
+        the next target forward pass; probed drafts are verified like coupled ones. If a drafter
+        computes the logits of all levels at once, as DFlash does, one grammar step tests the
+        candidates of all levels.
+    forced_drafts
+        Whether tokens that the grammar forces are drafted. Without a drafter, the longest token of
+        a forced text; with one, the single legal token, whatever the drafter proposes (with
+        "probe", only if no candidate is legal). Forced drafts are verified like others, so the
+        distribution of outputs does not change.
+    verify
+        Default verification mode of sampled requests. "coupled": a draft is accepted if it is the
+        token that the target samples with the same random numbers, so drafts change no token.
+        "rejection": drafts that were sampled from the drafter's distribution are tested against it,
+        all drafts of a chain together (block verification); this accepts more and preserves the
+        distribution. Other drafts are verified as coupled. "per_token": as "rejection", but each
+        draft is tested separately. "relaxed": as "coupled", but sufficiently likely drafts are
+        accepted too (`Request.relaxed`); outputs are not exact (`Output.exact`).
+    grammar_backend
+        "auto", "xgrammar", "llguidance", or a function from a `Vocabulary` to a `GrammarBackend`,
+        for grammars that do not name a backend. "auto" chooses a backend that enforces every
+        keyword of a JSON schema, possibly after rewriting it, and otherwise rejects the schema.
+    grammar_transport
+        Implementation of the grammar steps in the graph: "native" (host nodes), "mailbox",
+        "spinkernel", or "auto": the first of mailbox, spinkernel and native that works, if at least
+        4 cores are usable, else native.
+    grammar_threads
+        Number of threads that serve the requests of a grammar step. Default: by batch and cores.
+    grammar_budget_us
+        Processor time in microseconds that a grammar step waits for one request, see
+        `GuidedDecoder`. A late request is left out of rounds and then continues exactly. Rejection
+        sampling is reproducible only without late requests
+        (``counters()["grammar"]["late_rows"]``). None: a step waits for all requests.
+    overlap
+        Whether a round is launched before the host has read the previous one.
+    composition
+        "one": a round is one graph. "two": drafting has graphs of its own, which the host launches
+        after verification and after each grammar step that they wait for; rounds do not overlap.
+        This mode exists to measure what a single graph saves.
+    activations
+        Precision of the activations that are multiplied with 16-bit weights on GPUs. "rounded":
+        rounded to the type of the weights, as in training and serving; sums and everything else are
+        float32. "float32": at least 16 bits of mantissa, with up to twice the arithmetic.
+    weights
+        Weights of the target's decoder layers. "checkpoint": as stored. "fp8": rounded to E4M3 per
+        row while loading, which halves the bytes that are read per token and changes the model
+        slightly. Embeddings, the output head and drafters are not affected.
+    programmatic
+        Whether a kernel may start while the previous one is running (programmatic dependent
+        launch), see `Graph`.
+    timeline
+        Whether the device records a time stamp after every part of a round
+        (`EngineStats.part_ns`, traces), which costs one kernel each. If not, only the beginning and
+        the end of a round are recorded.
+    limits
+        Limits on the size of requests and on the queue.
+    compile_threads, compile_timeout_s
+        Number of grammars that are compiled concurrently, and the time limit of one grammar in
+        seconds.
+    grammar_cache_bytes
+        Maximum size of the cache of compiled grammars.
+    device, ordinal
+        "auto", "cuda", "soft", or None to use GRAFT_DEVICE; and the index of the device.
 
     Raises
     ------
     OptionError
-        Naming the option and its value.
+        If an option is invalid, with its name and value.
     """
 
     max_batch_size: int = 8
@@ -169,73 +197,91 @@ class Options:
     ordinal: int | None = None
 
     def __post_init__(self) -> None:
-        for name, (low, high, *others) in _WHOLE.items():
-            value = getattr(self, name)
-            if value in others:
-                continue
-            if type(value) is not int or not low <= value <= high:
-                numbers = f"a whole number from {low} to {high}"
-                raise _bad(name, " or ".join([numbers, *map(repr, others)]), value)
-        for name in _SWITCHES:
-            if type(getattr(self, name)) is not bool:
-                raise _bad(name, "True or False", getattr(self, name))
-        for name, choices in _CHOICES.items():
-            value = getattr(self, name)
-            if not (value is None or isinstance(value, str)) or value not in choices:
-                raise _bad(name, "one of " + ", ".join(map(str, choices)), value)
+        self._check_types()
         if self.tree is not None:
             self._check_tree(self.tree)
         _require_number("compile_timeout_s", self.compile_timeout_s, 0)
         if self.grammar_budget_us is not None:
             _require_number("grammar_budget_us", self.grammar_budget_us, 1)
         if not isinstance(self.limits, Limits):
-            raise _bad("limits", "a Limits", self.limits)
+            raise _error("limits", "a Limits", self.limits)
         backends = ("auto", *BACKENDS)
         if not callable(self.grammar_backend) and self.grammar_backend not in backends:
-            wanted = f"one of {', '.join(backends)} or make a GrammarBackend"
-            raise _bad("grammar_backend", wanted, self.grammar_backend)
+            expected = f"one of {', '.join(backends)}, or a function that returns a GrammarBackend"
+            raise _error("grammar_backend", expected, self.grammar_backend)
         if self.draft_masking == "probe" and not self.mask_drafts:
-            raise OptionError("draft_masking 'probe' needs mask_drafts: blind ones are not probed")
+            raise OptionError("draft_masking='probe' requires mask_drafts=True")
+
+    def _check_types(self) -> None:
+        """Check types and ranges of the integers, booleans and choices."""
+        for name, (low, high, *others) in _INTEGERS.items():
+            value = getattr(self, name)
+            if value in others:
+                continue
+            if type(value) is not int or not low <= value <= high:
+                expected = [f"an integer from {low} to {high}", *map(repr, others)]
+                raise _error(name, " or ".join(expected), value)
+        for name in _BOOLEANS:
+            if type(getattr(self, name)) is not bool:
+                raise _error(name, "True or False", getattr(self, name))
+        for name, choices in _CHOICES.items():
+            value = getattr(self, name)
+            if not (value is None or isinstance(value, str)) or value not in choices:
+                raise _error(name, "one of " + ", ".join(map(str, choices)), value)
 
     def _check_tree(self, tree: TreePlan) -> None:
-        most = max(tree.levels, len(tree.paths))
-        if most > self.most_drafts or (tree.levels - 1) * tree.branch > MAX_DRAFTS:
+        """Check that a tree fits and can be combined with the other options."""
+        required = max(tree.levels, len(tree.paths))
+        fed_nodes = (tree.levels - 1) * tree.branch
+        if required > self.max_drafts:
             raise OptionError(
-                f"draft_tree {self.draft_tree} has no place: levels and paths are to be at most "
-                f"draft_length {self.most_drafts}, and nodes before the last level, of which each "
-                f"has room for {tree.branch}, {MAX_DRAFTS}"
+                f"draft_tree {self.draft_tree} has {required} levels or paths; at most "
+                f"draft_length {self.max_drafts} are possible"
+            )
+        if fed_nodes > MAX_DRAFTS:
+            raise OptionError(
+                f"draft_tree {self.draft_tree} feeds (levels - 1) * branch = {fed_nodes} nodes to "
+                f"the drafter; at most {MAX_DRAFTS} are possible"
             )
         if tree.paths and self.draft_length == "auto":
-            raise OptionError("draft_length 'auto' has no say in a draft_tree whose shape is given")
+            raise OptionError("draft_length='auto' cannot be combined with an explicit draft_tree")
         if self.forced_drafts:
-            raise OptionError("forced_drafts needs mask rows while drafting, which a tree lacks")
+            raise OptionError(
+                "forced_drafts cannot be combined with draft_tree: no mask rows are filled while "
+                "a tree grows"
+            )
 
     @property
-    def most_drafts(self) -> int:
-        """Most drafts of a round."""
+    def max_drafts(self) -> int:
+        """Maximum number of drafts of a round."""
         if isinstance(self.draft_length, int):
             return self.draft_length
         return _AUTO_TREE if self.draft_tree else _AUTO_CHAIN
 
     @property
     def tree(self) -> TreePlan | None:
-        """What `draft_tree` asks for."""
+        """`draft_tree` as a plan; None for a chain."""
         return None if self.draft_tree is None else TreePlan.of(self.draft_tree)
 
     @property
     def slack(self) -> int:
-        """Positions beyond its last that a request's drafts use where they branch."""
+        """Number of positions after its last token that a request's draft tree may use."""
         plan = self.tree
-        return 0 if plan is None else max(self.most_drafts, (plan.levels - 1) * plan.branch)
+        if plan is None:
+            return 0
+        return max(self.max_drafts, (plan.levels - 1) * plan.branch)
 
     @property
     def slots(self) -> int:
-        """Two per row: a row is taken over while a replay still names its last owner's slot."""
+        """Number of slots: two per row.
+
+        A row can be reused while a replay in flight still refers to the slot of its last request.
+        """
         return 2 * self.max_batch_size
 
     @property
     def positions(self) -> int:
-        """Positions that one request may use, once the options are sized."""
+        """Maximum number of positions of a request, once the options are sized."""
         length, pages = self.sizes
         return min(length, self.page_size * pages - self.slack)
 
@@ -243,28 +289,37 @@ class Options:
     def sizes(self) -> tuple[int, int]:
         """`max_length` and `pages` as numbers, once the options are sized."""
         if self.max_length is None or self.pages is None:
-            raise OptionError("options must be sized for a target first (Options.sized)")
+            raise OptionError("max_length and pages are not set: call Options.sized first")
         return self.max_length, self.pages
 
-    def sized(self, longest: int) -> Options:
-        """The same with `max_length` and `pages` as numbers, for a target of `longest` positions.
+    def sized(self, model_length: int) -> Options:
+        """Return these options with `max_length` and `pages` as numbers.
+
+        Parameters
+        ----------
+        model_length
+            Maximum number of positions of the target.
 
         Raises
         ------
         OptionError
-            When `max_length` is above it.
+            If `max_length` is greater than `model_length`.
         """
-        length = min(longest, DEFAULT_LENGTH) if self.max_length is None else self.max_length
-        if length > longest:
-            raise OptionError(f"max_length {length} is above the model's {longest} positions")
-        every = self.max_batch_size * -(-(length + self.slack) // self.page_size)
-        return replace(self, max_length=length, pages=every if self.pages is None else self.pages)
+        length = min(model_length, DEFAULT_LENGTH) if self.max_length is None else self.max_length
+        if length > model_length:
+            raise OptionError(
+                f"max_length {length} is greater than the model's {model_length} positions"
+            )
+        pages = self.pages
+        if pages is None:
+            pages = self.max_batch_size * -(-(length + self.slack) // self.page_size)
+        return replace(self, max_length=length, pages=pages)
 
 
-def _bad(name: str, wanted: str, value: Any) -> OptionError:
-    return OptionError(f"{name} must be {wanted}, got {value!r}")
+def _error(name: str, expected: str, value: Any) -> OptionError:
+    return OptionError(f"{name} must be {expected}, got {value!r}")
 
 
 def _require_number(name: str, value: Any, low: float) -> None:
     if type(value) not in (int, float) or not low <= value < math.inf:
-        raise _bad(name, f"a number from {low} on", value)
+        raise _error(name, f"a number of at least {low}", value)

@@ -283,8 +283,10 @@ class Replays:
             ]
             if not numbers:
                 raise
-            text = str(error).replace(f" in replay {error.replay}", f" in replay {numbers[0]}", 1)
-            renumbered = HostWorkError(text, node=error.node, replay=numbers[0])
+            number = numbers[0]
+            text = str(error)
+            text = text.replace(f" in replay {error.replay}", f" in replay {number}", 1)
+            renumbered = HostWorkError(text, node=error.node, replay=number)
             for note in getattr(error, "__notes__", ()):
                 renumbered.add_note(note)
             raise renumbered from error.__cause__
@@ -299,8 +301,9 @@ class Replays:
         result = RowResult(slot, reason, accepted, tested, cut, tokens)
         num_top = flight.rows[index].state.request.logprobs
         if num_top is not None:
-            records = outputs.row("logprobs", flight.number)[index].view(LOGPROBS)[:count]
-            result.logprobs.extend(_read_logprob(record, num_top) for record in records)
+            records = outputs.row("logprobs", flight.number)[index].view(LOGPROBS)
+            for record in records[:count]:
+                result.logprobs.append(_read_logprob(record, num_top))
         if self.on_row is not None:
             self.on_row(flight.rows[index], result)
         return result
@@ -371,11 +374,16 @@ class Replays:
             return
         for part, start, end in zip(parts, stamps, stamps[1:], strict=False):
             if start > 0 and end > 0:
-                stats.part_ns[part.name] = stats.part_ns.get(part.name, 0) + end - start
+                total = stats.part_ns.get(part.name, 0)
+                stats.part_ns[part.name] = total + end - start
 
 
 def _read_logprob(record: np.void, num_top: int) -> Logprob:
     """Return the log probability of a token and its `num_top` most likely legal ids."""
-    top = zip(record["ids"].tolist(), record["logprobs"].tolist(), strict=True)
-    legal = tuple(pair for pair in list(top)[:num_top] if pair[1] > -math.inf)
-    return Logprob(float(record["logprob"]), legal)
+    ids = record["ids"].tolist()
+    logprobs = record["logprobs"].tolist()
+    top = []
+    for token, logprob in zip(ids[:num_top], logprobs[:num_top], strict=True):
+        if logprob > -math.inf:
+            top.append((token, logprob))
+    return Logprob(float(record["logprob"]), tuple(top))

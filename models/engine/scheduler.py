@@ -49,6 +49,11 @@ MAX_BYPASSES = 16
 _QueueEntry = tuple[int, int, RequestState]
 
 
+def _sort_key(entry: _QueueEntry) -> tuple[int, int]:
+    priority, number, _ = entry
+    return priority, number
+
+
 class Outbox:
     """Events that have not been fetched.
 
@@ -255,9 +260,11 @@ class Scheduler:
         """Remove a request from the queue if it is waiting."""
         self.waiting.pop(state.id, None)
         entry = (-state.request.priority, state.queue_number)
-        index = bisect.bisect_left(self._ready, entry, key=lambda ready: ready[:2])
-        if index < len(self._ready) and self._ready[index][2] is state:
-            del self._ready[index]
+        index = bisect.bisect_left(self._ready, entry, key=_sort_key)
+        if index < len(self._ready):
+            _, _, found = self._ready[index]
+            if found is state:
+                del self._ready[index]
         state.queue_number = -1
 
     def _admit(self, state: RequestState) -> bool:
@@ -317,7 +324,8 @@ class Scheduler:
         states = [state for state in running.values() if state not in short]
         if not states:
             return False
-        batch = min(batch for batch, _ in self.round_graphs if batch >= len(states))
+        buckets = [batch for batch, _ in self.round_graphs]
+        batch = min(batch for batch in buckets if batch >= len(states))
         drafts = self.budget.choose(batch, states)
         self.stats.rounds += 1
         self.stats.rounds_by_length[drafts] += 1
@@ -381,7 +389,8 @@ class Scheduler:
         text, stopped = state.append_tokens(row.tokens)
         output = state.output
         if output.logprobs is not None:
-            output.logprobs += row.logprobs[: len(output.tokens) - len(output.logprobs)]
+            num_new = len(output.tokens) - len(output.logprobs)
+            output.logprobs += row.logprobs[:num_new]
         if stopped:
             self.end(state, "stop_string", text=text)
         elif row.reason:
@@ -522,5 +531,6 @@ def _make_event(
     """Return the event of the last `tokens` of an output."""
     logprobs = None
     if output.logprobs is not None:
-        logprobs = tuple(output.logprobs[len(output.tokens) - len(tokens) :])
+        first = len(output.tokens) - len(tokens)
+        logprobs = tuple(output.logprobs[first:])
     return Event(output.id, tokens, text, output if finished else None, logprobs)

@@ -1,9 +1,8 @@
-"""How many drafts a round tests and makes: as many as bring most tokens per second.
+"""Automatic draft length: the number of drafts per round that maximizes tokens per second.
 
-Chosen here is how many rows the target's forward has; whose drafts have a place among them is
-chosen on the device (kernels/round.cu), by how often drafts of each request were accepted. Both are
-chosen from past rounds, never from the drafts that may be cut. So outputs keep their
-distribution.
+The host chooses the number of forward rows of a round. The device assigns these rows to the drafts
+that are most likely to be accepted (kernels/round.cu). Both decisions depend on past rounds only,
+never on the drafts that may be cut, so the distribution of outputs does not change.
 """
 
 from __future__ import annotations
@@ -16,140 +15,213 @@ from weakref import WeakKeyDictionary
 import numpy as np
 from numpy.typing import NDArray
 
-__all__ = ["DraftBudget", "ladder"]
+from graft.models.round.ema import Ema
+
+__all__ = ["DraftBudget", "draft_lengths"]
 
 LOG = logging.getLogger("graft")
-#: What an average keeps of its old value, and a draft's chance before any was tested.
+
+#: Weight of the old value in a moving average.
 DECAY = 0.8
-FIRST = 0.7
-#: Rounds of a bucket between two choices, and how much better another length must be.
-HOLD = 8
-GAIN = 1.05
-#: The last PROBE rounds of every PERIOD try another length than the chosen one.
-PERIOD = 64
-PROBE = 4
+#: Acceptance probability of a draft before any has been verified.
+INITIAL_ACCEPTANCE = 0.7
+#: Rounds of a bucket between two decisions.
+DECISION_INTERVAL = 8
+#: Minimum ratio of rates for which another length is chosen.
+MIN_GAIN = 1.05
+#: The last EXPLORATION_ROUNDS of every EXPLORATION_PERIOD rounds use a neighbouring length.
+EXPLORATION_PERIOD = 64
+EXPLORATION_ROUNDS = 4
 
 
-def ladder(most: int) -> list[int]:
-    """Lengths that have graphs of their own: 0, 1, 3, 7 and so on, and the most. Rows double."""
-    return [*(n for n in ((1 << i) - 1 for i in range(most.bit_length())) if n < most), most]
+def draft_lengths(max_drafts: int) -> list[int]:
+    """Return the lengths that have graphs of their own: 0, 1, 3, 7, ..., and `max_drafts`.
+
+    The number of forward rows per request doubles from one to the next.
+    """
+    powers = [(1 << i) - 1 for i in range(max_drafts.bit_length())]
+    return [*(length for length in powers if length < max_drafts), max_drafts]
 
 
 class DraftBudget:
     """Chooses the draft length of each round.
 
-    A length is the places for drafts that a round has per row of its bucket. A request with K of
-    them is expected to get ``1 + s_1 + .. + s_K`` tokens, where s_j is the product of the chances
-    that drafts 1 to j are accepted if those before are; places go where s is largest. A chance is
-    an exponential average over the request's rounds, which begins with that of all requests; a
-    draft that was not made counts as refused, one that could not be as likely as the one before.
-    Where drafts branch, fewer are another tree: each length has chances of its own, with the places
-    that it gives, and j is the depth.
+    The draft length of a round is its number of forward rows for drafts per row of the bucket. A
+    request with K drafts is expected to get ``1 + s_1 + ... + s_K`` tokens, where ``s_j`` is the
+    product of the acceptance probabilities of drafts 1 to j, each given that the previous drafts
+    were accepted. Rows are assigned where s is greatest.
 
-    Times are exponential averages of live rounds: no profile knows how grammars, long contexts and
-    drafters on the host delay them. A length that has not run yet takes as long as an idle replay,
-    scaled like those that have.
+    An acceptance probability is a moving average over the rounds of a request and starts at the
+    average of all requests. A draft that was not generated counts as rejected; one that could not
+    be generated is assumed to be as likely as the previous one. For trees, j is the depth, and each
+    length has its own probabilities, because fewer drafts are another tree.
+
+    Times are moving averages of real rounds, because grammars, long contexts and host drafters
+    delay rounds in ways that no profile predicts. A length that has not run yet is assumed to take
+    the time of an idle replay, scaled like the other lengths.
 
     Parameters
     ----------
-    lengths : those there are graphs for, ascending; with a lone one nothing is measured.
-    levels : most drafts that a round can have accepted.
-    branches : whether drafts branch.
+    lengths
+        Available lengths in ascending order. With a single one nothing is measured.
+    max_depth
+        Maximum number of drafts that a round can accept.
+    is_tree
+        Whether drafts are a tree.
     """
 
-    def __init__(self, lengths: Sequence[int], levels: int, branches: bool = False):
+    def __init__(self, lengths: Sequence[int], max_depth: int, is_tree: bool = False):
         self.lengths = tuple(lengths)
-        self._branches = branches
-        self._all = np.full((len(self.lengths) if branches else 1, levels), np.nan)
-        self._of: WeakKeyDictionary[object, NDArray[np.float64]] = WeakKeyDictionary()
-        self._idle: dict[tuple[int, int], float] = {}  # by bucket and length
-        self._live: dict[tuple[int, int], float] = {}
-        self._chosen: dict[int, int] = {}  # by bucket, place among the lengths
-        self._rounds: Counter[int] = Counter()  # by bucket
-        self._told = False
+        self._is_tree = is_tree
+        # Acceptance probabilities of all requests: [lengths (1 for a chain), depth]; NaN: unknown.
+        self._overall = np.full((len(self.lengths) if is_tree else 1, max_depth), np.nan)
+        self._by_request: WeakKeyDictionary[object, NDArray[np.float64]] = WeakKeyDictionary()
+        self._idle_ns: dict[tuple[int, int], float] = {}  # by bucket and length
+        self._round_ns: dict[tuple[int, int], Ema] = {}
+        self._chosen: dict[int, int] = {}  # index into lengths, by bucket
+        self._num_rounds: Counter[int] = Counter()  # by bucket
+        self._reported_zero = False
 
-    def took(self, size: int, length: int, ns: int, idle: bool) -> None:
-        """Take the time of a replay of bucket `size` that is over; idle: nobody sat in it."""
-        key = (size, length)
+    def record_time(self, bucket: int, length: int, ns: int, idle: bool) -> None:
+        """Record the time of a completed replay.
+
+        Parameters
+        ----------
+        bucket
+            Batch rows of the replay.
+        length
+            Draft length.
+        ns
+            Time in nanoseconds.
+        idle
+            Whether the replay had no requests.
+        """
+        key = (bucket, length)
         ns = max(ns, 1)
-        if idle:  # the first one also loads what is loaded lazily
-            self._idle[key] = min(ns, self._idle.get(key, ns))
+        if idle:  # the first replay also loads lazily loaded modules: take the minimum
+            self._idle_ns[key] = min(ns, self._idle_ns.get(key, ns))
         else:
-            self._live[key] = DECAY * self._live.get(key, ns) + (1 - DECAY) * ns
+            self._round_ns.setdefault(key, Ema(1 - DECAY)).update(ns)
 
-    def made(self, size: int, length: int) -> int:
-        """Drafts to make per request in a round of this length: more than the round after it has
-        places for on average, so that they can go where they pay."""
-        at = self.lengths.index(length)
-        return self.lengths[min(at + 1, len(self.lengths) - 1)] if size > 1 and length else length
+    def drafts_to_generate(self, bucket: int, length: int) -> int:
+        """Return the maximum number of drafts that a round of this length generates per request.
 
-    def brought(
-        self, request: object, size: int, length: int, made: int, known: int, accepted: int
+        It is the next greater length, so that the rows can go to the requests that benefit.
+        """
+        if bucket == 1 or length == 0:
+            return length
+        index = self.lengths.index(length)
+        return self.lengths[min(index + 1, len(self.lengths) - 1)]
+
+    def record_acceptance(
+        self,
+        request: object,
+        bucket: int,
+        length: int,
+        capacity: int,
+        num_known: int,
+        accepted: int,
     ) -> None:
-        """Take how many drafts of a request were accepted in a round of this bucket and length; up
-        to `made` could have been made before, and of `known` it is known what became of them."""
-        if len(self.lengths) == 1 or (self._branches and made != self.made(size, length)):
-            return
-        at = self.lengths.index(length)
-        known = made if self._branches else known
-        tested = min(known, self._all.shape[1], accepted + 1)
-        own = self._of.setdefault(request, self._all.copy())
-        for every in (self._all, own) if tested else ():
-            chances = every[at if self._branches else 0, :tested]
-            if np.isnan(chances[-1]):
-                chances[:] = _known(chances)
-            chances *= DECAY
-            chances[:accepted] += 1 - DECAY
+        """Record how many drafts of a request were accepted in a round.
 
-    def choose(self, size: int, requests: Sequence[object]) -> int:
-        """The length of the next round, of `requests` in bucket `size`."""
+        Parameters
+        ----------
+        request
+            The request.
+        bucket, length
+            Batch rows and draft length of the round.
+        capacity
+            Maximum number of drafts that the previous round could generate.
+        num_known
+            Number of drafts whose outcome is known: those that were not cut.
+        accepted
+            Number of accepted drafts.
+        """
+        if len(self.lengths) == 1:
+            return
+        row = 0
+        if self._is_tree:
+            if capacity != self.drafts_to_generate(bucket, length):
+                return
+            row = self.lengths.index(length)
+            num_known = capacity
+        num_tested = min(num_known, self._overall.shape[1], accepted + 1)
+        own = self._by_request.setdefault(request, self._overall.copy())
+        if num_tested == 0:
+            return
+        for averages in (self._overall, own):
+            probs = averages[row, :num_tested]
+            if np.isnan(probs[-1]):
+                probs[:] = _fill_unknown(probs)
+            probs *= DECAY
+            probs[:accepted] += 1 - DECAY
+
+    def choose(self, bucket: int, requests: Sequence[object]) -> int:
+        """Return the draft length of the next round of `requests` in a bucket."""
         if len(self.lengths) == 1:
             return self.lengths[0]
-        number = self._rounds[size]
-        self._rounds[size] += 1
-        if number % HOLD == 0:
-            self._decide(size, requests)
-        at = self._chosen[size]
-        if number % PERIOD >= PERIOD - PROBE:  # a longer one, the next time a shorter one
-            step = -1 if number // PERIOD % 2 else 1
-            at += step if 0 <= at + step < len(self.lengths) else -step
-        return self.lengths[at]
+        number = self._num_rounds[bucket]
+        self._num_rounds[bucket] += 1
+        if number % DECISION_INTERVAL == 0:
+            self._decide(bucket, requests)
+        index = self._chosen[bucket]
+        if number % EXPLORATION_PERIOD >= EXPLORATION_PERIOD - EXPLORATION_ROUNDS:
+            # Explore a longer one and a shorter one alternately.
+            step = -1 if number // EXPLORATION_PERIOD % 2 else 1
+            if not 0 <= index + step < len(self.lengths):
+                step = -step
+            index += step
+        return self.lengths[index]
 
-    def _decide(self, size: int, requests: Sequence[object]) -> None:
-        rates = self.rates(size, requests)
+    def _decide(self, bucket: int, requests: Sequence[object]) -> None:
+        """Choose the length with the highest rate, unless the current one is nearly as good."""
+        rates = self.expected_rates(bucket, requests)
         best = rates.index(max(rates))
-        if rates[best] < GAIN * rates[self._chosen.get(size, best)]:
-            best = self._chosen.get(size, best)
-        self._chosen[size] = best
-        if self.lengths[best] == 0 and not self._told:
-            self._told = True
+        current = self._chosen.get(bucket, best)
+        if rates[best] < MIN_GAIN * rates[current]:
+            best = current
+        self._chosen[bucket] = best
+        if self.lengths[best] == 0 and not self._reported_zero:
+            self._reported_zero = True
             LOG.info(
-                "drafts do not pay in rounds of %d: these go on without, and try now and "
-                "then (told once; see stats.rounds_by_length)",
-                size,
+                "speculation does not pay off for batches of %d: continuing without drafts, with "
+                "occasional attempts (reported once; see stats.rounds_by_length)",
+                bucket,
             )
 
-    def rates(self, size: int, requests: Sequence[object]) -> list[float]:
-        """Tokens per nanosecond that rounds of each length are expected to bring."""
-        keys = [(size, length) for length in self.lengths]
-        ran = [key for key in keys if key in self._live]
-        idle = sum(self._idle[key] for key in ran)
-        live = sum(self._live[key] for key in ran)
-        scale = live / idle if ran else 1.0
-        chances = _known(np.stack([self._of.get(request, self._all) for request in requests]))
-        survival = np.cumprod(chances, axis=2)
+    def expected_rates(self, bucket: int, requests: Sequence[object]) -> list[float]:
+        """Return the expected tokens per nanosecond for each length."""
+        keys = [(bucket, length) for length in self.lengths]
+        probs = [self._by_request.get(request, self._overall) for request in requests]
+        # [requests, lengths (1 for a chain), depth]
+        survival = np.cumprod(_fill_unknown(np.stack(probs)), axis=2)
+        times = self._expected_times(keys)
         rates = []
-        for at, key in enumerate(keys):
-            each = survival[:, at if self._branches else 0, : self.made(*key)]
-            best = each if self._branches else np.sort(each, axis=None)[::-1][: size * key[1]]
-            time = self._live.get(key, scale * self._idle[key])
-            rates.append((len(requests) + float(best.sum())) / time)
+        for index, key in enumerate(keys):
+            row = index if self._is_tree else 0
+            expected = survival[:, row, : self.drafts_to_generate(*key)]
+            if not self._is_tree:
+                num_rows = bucket * key[1]
+                expected = np.sort(expected, axis=None)[::-1][:num_rows]
+            rates.append((len(requests) + float(expected.sum())) / times[index])
         return rates
 
+    def _expected_times(self, keys: Sequence[tuple[int, int]]) -> list[float]:
+        """Return the expected round time in nanoseconds for each (bucket, length)."""
+        measured: dict[tuple[int, int], float] = {}
+        for key in keys:
+            average = self._round_ns.get(key)
+            if average is not None and average.value is not None:
+                measured[key] = average.value
+        scale = 1.0
+        if measured:
+            scale = sum(measured.values()) / sum(self._idle_ns[key] for key in measured)
+        return [measured[key] if key in measured else scale * self._idle_ns[key] for key in keys]
 
-def _known(chances: NDArray[np.float64]) -> NDArray[np.float64]:
-    """The same, [.., drafts], with those before in the place of what is not known."""
-    known = [np.full(chances.shape[:-1], FIRST)]
-    for chance in np.moveaxis(chances, -1, 0):
-        known.append(np.where(np.isnan(chance), known[-1], chance))
-    return np.stack(known[1:], axis=-1)
+
+def _fill_unknown(probs: NDArray[np.float64]) -> NDArray[np.float64]:
+    """Replace each NaN of an array [..., depth] by the value of the previous depth."""
+    columns = [np.full(probs.shape[:-1], INITIAL_ACCEPTANCE)]
+    for column in np.moveaxis(probs, -1, 0):
+        columns.append(np.where(np.isnan(column), columns[-1], column))
+    return np.stack(columns[1:], axis=-1)

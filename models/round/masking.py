@@ -1,23 +1,32 @@
-"""How drafts come to be legal: what stands on a round's lanes before and after each level.
+"""Draft-masking strategies: the graph nodes added before and after each draft level.
 
-The two lanes of a round meet at marks, where drafts come level by level::
+The model lane and the grammar lane of a round synchronize at marks. ``--^`` shows where the model
+lane waits for the grammar lane::
 
-    Fill     model    verify - start - [row 0] - draft 1 - step 1 - [row 1] - draft 2 - ...
-             grammar      `- commit, row 0 -^         `- fill row 1 --^
+    FillMasking          model    verify - start - [row 0] - draft 1 - step 1 - [row 1] - draft 2
+                         grammar      `- commit, row 0 -^         `- fill row 1 --^
 
-    Probe    model    verify - start - candidates 1 - [answer] - draft 1 - step 1 - ...
-             grammar      `- commit ------------- probe 1 --^
+    ProbeMasking         model    verify - start - candidates 1 - [result] - draft 1 - step 1 - ...
+                         grammar      `- commit ------------- probe 1 --^
 
-    Walk     model    verify - start - candidates of all levels - [answer] - drafts
-             grammar      `- commit --------------------- walk --^
+    LatticeProbeMasking  model    verify - start - candidates of all levels - [result] - drafts
+                         grammar      `- commit ----------------------- probe --^
 
-    Blind    model    verify - start - draft 1 - step 1 - draft 2 - ...
-             grammar      `- commit
+    NoMasking            model    verify - start - draft 1 - step 1 - draft 2 - ...
+                         grammar      `- commit
 
-In Fill each draft is drawn under its mask row, made beside the drafter forward that leads to it.
-In Probe the grammar tests the drafter's best candidates, and all rows are filled beside the next
-target forward, as they are for Blind, whose illegal drafts are refused there. Walk is the Probe of
-drafters whose logits are all there at once: the grammar joins once a round, for a chain or a tree.
+FillMasking
+    Samples each draft under its mask row. The grammar fills that row concurrently with the drafter
+    forward pass that produces the logits.
+ProbeMasking
+    Lets the grammar test the drafter's best candidates of a level. All mask rows are filled during
+    the next target forward pass.
+LatticeProbeMasking
+    Tests the candidates of all levels in one grammar step, for a chain or a tree. It requires a
+    drafter that produces the logits of all levels in one forward pass.
+NoMasking
+    Samples drafts without the grammar. All mask rows are filled during the next target forward
+    pass, and verification rejects illegal drafts.
 """
 
 from __future__ import annotations
@@ -34,146 +43,212 @@ from graft.models.round.timing import Stamps
 from graft.sampling.sampler import Sampler
 from graft.sampling.tree import TreeSampler
 
-__all__ = ["NoMasking", "FillMasking", "DraftMasking", "ProbeMasking", "LatticeProbeMasking"]
+__all__ = [
+    "DraftMasking",
+    "FillMasking",
+    "LatticeProbeMasking",
+    "MASKING_CLASSES",
+    "NoMasking",
+    "ProbeMasking",
+]
 
 
 class DraftMasking:
-    """Base of the four: the commit, and no more.
+    """Base class of the strategies. It adds the commit step and no per-level nodes.
 
     Parameters
     ----------
-    guide : makes the grammar's steps.
-    model, grammar : the round's lanes.
-    wait : lets the model's lane wait for a mark.
-    stamps : told where the model waits.
-    feed : the bucket's rows.
-    draws : what draws the drafts: a chain's, or a tree's.
-    levels : how many levels are drafted.
+    decoder
+        Creates the grammar steps and adds them to the grammar lane.
+    model_lane, grammar_lane
+        Lanes of the round.
+    wait
+        Makes the model lane wait for a mark.
+    stamps
+        Timeline of the round. Each wait of the model lane is recorded as a separate part.
+    feed
+        Row arrays of the batch bucket.
+    draft_sampler
+        Samples the drafts: a `Sampler` for a chain, a `TreeSampler` for a tree.
+    levels
+        Number of draft levels in this round.
+
+    Attributes
+    ----------
+    name
+        Masking of the draft mode, one of `graft.sampling.mode.MASKINGS`.
+    commit_name
+        Node name of the commit step.
+    commit_row
+        Mask row that is copied to the device after the commit step, because drafts of this round
+        are sampled under it; None if no draft is.
     """
 
     name = "none"
-    masked = False
-    commit = "commit, fill row 0"
-    committed_row: int | None = None  # that drafts are drawn under
+    commit_name = "commit, fill row 0"
+    commit_row: int | None = None
 
     def __init__(
         self,
-        guide: GuidedDecoder,
-        model: GraphLane,
-        grammar: GraphLane,
+        decoder: GuidedDecoder,
+        model_lane: GraphLane,
+        grammar_lane: GraphLane,
         wait: Callable[[GraphMark], None],
         stamps: Stamps,
         feed: Feed,
-        draws: Sampler | TreeSampler,
+        draft_sampler: Sampler | TreeSampler,
         levels: int,
     ):
-        self._guide = guide
-        self._model = model
-        self._grammar = grammar
-        self._let_wait = wait
+        self._decoder = decoder
+        self._model_lane = model_lane
+        self._grammar_lane = grammar_lane
+        self._wait = wait
         self._stamps = stamps
         self._feed = feed
-        self._draws = draws
+        self._draft_sampler = draft_sampler
         self._levels = levels
-        self._ready: GraphMark
+        self._step_done: GraphMark
 
-    def committed(self) -> None:
-        """Behind verification: the matchers take what was committed."""
-        work = self._guide.commit_work()
-        self._ready = self._ask("commit", work, self.commit, self.committed_row)
+    def add_commit(self) -> None:
+        """Add the grammar step that advances the matchers by the committed tokens.
 
-    def at_once(self, drafter: Drafter, most: int) -> int:
-        """Behind the logits of level 0: of `most` drafts make those that need no level's end;
-        returns how many levels are left to be drawn."""
+        Call it after verification has been added to the model lane.
+        """
+        work = self._decoder.commit_work()
+        self._step_done = self._add_grammar_step("commit", work, self.commit_name, self.commit_row)
+
+    def add_all_levels(self, drafter: Drafter, max_drafts: int) -> int:
+        """Add the drafts that can be chosen for all levels at once.
+
+        Call it after the logits of level 0 have been added to the model lane.
+
+        Parameters
+        ----------
+        drafter
+            Drafter of the round.
+        max_drafts
+            Maximum number of drafts per request.
+
+        Returns
+        -------
+        int
+            Number of levels that remain to be drafted level by level.
+        """
         return self._levels
 
-    def before(self, level: int, logits: DeviceArray) -> None:
-        """Between a level's logits and its draft, levels from 1."""
+    def before_draft(self, level: int, logits: DeviceArray) -> None:
+        """Add nodes between the logits of `level` (1-based) and the sampling of its drafts."""
 
-    def after(self, level: int) -> None:
-        """Behind a level's draft."""
+    def after_draft(self, level: int) -> None:
+        """Add nodes after the drafts of `level` (1-based) have been sampled."""
 
-    def wait_rows(self) -> None:
-        """Let the model wait for the rows that follow the commit."""
+    def wait_for_commit(self) -> None:
+        """Make the model lane wait for the mask rows that the commit step fills."""
         self._stamps.end("drafter extend")
-        self._wait("wait for row 0", self.commit)
+        self._wait_for_step("wait for row 0", self.commit_name)
 
-    def _ask(self, mark: str, work: NativeWork, name: str, row: int | None = None) -> GraphMark:
-        """A step of the grammar, once the model's lane is here; it is done at the mark, and the
-        mask row that it fills for this round is on the device."""
-        self._grammar.wait(self._model.record(f"{mark}: asked"))
-        self._guide.add(self._grammar, work, name=name)
+    def _add_grammar_step(
+        self, mark: str, work: NativeWork, name: str, row: int | None = None
+    ) -> GraphMark:
+        """Add a step to the grammar lane that starts when the model lane reaches this point.
+
+        Parameters
+        ----------
+        mark
+            Prefix of the names of the two marks.
+        work
+            Native function that the step runs.
+        name
+            Node name of the step.
+        row
+            Mask row that the step fills. It is copied to the device before the returned mark.
+
+        Returns
+        -------
+        GraphMark
+            Reached when the step, and the copy if there is one, is complete.
+        """
+        self._grammar_lane.wait(self._model_lane.record(f"{mark}: requested"))
+        self._decoder.add(self._grammar_lane, work, name=name)
         if row is not None:
-            self._feed.sampler.exchange.copy_masks_to_device(self._grammar, row, row + 1)
-        return self._grammar.record(f"{mark}: done")
+            self._feed.sampler.exchange.copy_masks_to_device(self._grammar_lane, row, row + 1)
+        return self._grammar_lane.record(f"{mark}: done")
 
-    def _wait(self, part: str, step: str) -> None:
-        self._let_wait(self._ready)
+    def _wait_for_step(self, part: str, step: str) -> None:
+        """Make the model lane wait for the last grammar step and record the wait as `part`."""
+        self._wait(self._step_done)
         self._stamps.end(part, step)
 
-    def _drafted(self, level: int) -> None:
+    def _end_drafter_part(self, level: int) -> None:
+        """End the timeline part of the drafter forward pass that produced the logits of `level`."""
         self._stamps.end("drafter extend" if level == 1 else "drafting")
 
 
 class NoMasking(DraftMasking):
-    """Drafts are made without a look at the grammar."""
+    """Sample drafts without the grammar."""
 
-    def before(self, level: int, logits: DeviceArray) -> None:
+    def before_draft(self, level: int, logits: DeviceArray) -> None:
         if level == 1:
             self._stamps.end("drafter extend")
 
 
 class FillMasking(DraftMasking):
-    """Draft j is drawn under mask row j - 1."""
+    """Sample draft ``j`` under mask row ``j - 1``."""
 
     name = "fill"
-    masked = True
-    committed_row = 0
+    commit_row = 0
 
-    def before(self, level: int, logits: DeviceArray) -> None:
-        self._drafted(level)
-        step = self.commit if level == 1 else f"fill row {level - 1}"
-        self._wait(f"wait for row {level - 1}", step)
+    def before_draft(self, level: int, logits: DeviceArray) -> None:
+        self._end_drafter_part(level)
+        step = self.commit_name if level == 1 else f"fill row {level - 1}"
+        self._wait_for_step(f"wait for row {level - 1}", step)
 
-    def after(self, level: int) -> None:
+    def after_draft(self, level: int) -> None:
         if level < self._levels:
             name = f"fill row {level}"
-            self._ready = self._ask(name, self._guide.draft_work(level), name, row=level)
+            work = self._decoder.draft_work(level)
+            self._step_done = self._add_grammar_step(name, work, name, row=level)
 
 
 class ProbeMasking(DraftMasking):
-    """Drafts are the first of the drafter's candidates that the grammar takes."""
+    """Draft the best candidates of each level that the grammar accepts."""
 
     name = "probe"
-    masked = True
-    commit = "commit"
+    commit_name = "commit"
 
-    def before(self, level: int, logits: DeviceArray) -> None:
-        self._draws.candidates(self._model, logits, self._feed.row_slot, level)
-        self._drafted(level)
+    def before_draft(self, level: int, logits: DeviceArray) -> None:
+        self._draft_sampler.candidates(self._model_lane, logits, self._feed.row_slot, level)
+        self._end_drafter_part(level)
         name = f"probe {level}"
-        self._ready = self._ask(name, self._guide.draft_work(level), name)
-        self._wait(f"wait for row {level - 1}", name)
+        self._step_done = self._add_grammar_step(name, self._decoder.draft_work(level), name)
+        self._wait_for_step(f"wait for row {level - 1}", name)
 
 
 class LatticeProbeMasking(DraftMasking):
-    """Drafts are legal paths through the candidates of all levels; of a chain, those of requests
-    without a grammar are left to be drawn."""
+    """Draft legal paths through the candidates of all levels.
+
+    In a chain, requests without a grammar are left to be sampled level by level.
+    """
 
     name = "lattice-probe"
-    masked = True
-    commit = "commit"
+    commit_name = "commit"
 
-    def at_once(self, drafter: Drafter, most: int) -> int:
+    def add_all_levels(self, drafter: Drafter, max_drafts: int) -> int:
         if not self._levels:
             return 0
         feed = self._feed
-        sampler = self._feed.sampler
-        row_slot = self._feed.row_slot
+        sampler = feed.sampler
         logits = drafter.all_levels(feed)[: self._levels * feed.batch]
-        sampler.candidates(self._model, logits, row_slot, most)
+        sampler.candidates(self._model_lane, logits, feed.row_slot, max_drafts)
         self._stamps.end("drafter extend")
-        self._ready = self._ask("walk", self._guide.draft_work(1), "walk")
-        self._wait("wait for drafts", "walk")
-        sampler.place(self._model, None, row_slot, most=most)
+        work = self._decoder.draft_work(1)
+        self._step_done = self._add_grammar_step("lattice probe", work, "lattice probe")
+        self._wait_for_step("wait for drafts", "lattice probe")
+        sampler.place(self._model_lane, None, feed.row_slot, max_drafts=max_drafts)
         return 0 if feed.branch > 1 else self._levels
+
+
+#: Classes by masking of the draft mode.
+MASKING_CLASSES: dict[str, type[DraftMasking]] = {
+    cls.name: cls for cls in (NoMasking, FillMasking, ProbeMasking, LatticeProbeMasking)
+}

@@ -1,4 +1,4 @@
-"""Prefill: the prompt's keys and values, written before a request joins the rounds."""
+"""Chunked prefill: KV-cache entries of prompts are computed between the rounds."""
 
 from __future__ import annotations
 
@@ -15,96 +15,141 @@ from graft.cudagraph.lanes import StreamLane
 from graft.models.drafters.base import Drafter
 from graft.models.llm.llama import LlamaModel
 from graft.models.llm.rows import Rows
+from graft.models.round.ema import Ema
+
+__all__ = ["CHUNK", "CHUNK_SIZES", "Prefill", "PrefillChunk", "PrefillScheduler", "chunk_size"]
 
 _THREADS = 128
 _KERNELS = Path(__file__).parent / "kernels" / "prefill.cu"
 
+#: Rows of a chunk's forward pass; each size is a CUDA graph. `CHUNK` is the greatest.
+CHUNK_SIZES = (4, 8, 16, 32, 64, 128, 256)
+CHUNK = CHUNK_SIZES[-1]
 
-class PrefillChunk(NamedTuple):
-    """Rows of a prompt that were enqueued, and what tells whether the device is over them, and then
-    how many seconds it had them."""
-
-    rows: int
-    over: Callable[[], bool]
-    took_s: Callable[[], float]
-
-
-#: Rows of a forward: each has a graph of its own. CHUNK is the most.
-SIZES = (4, 8, 16, 32, 64, 128, 256)
-CHUNK = SIZES[-1]
-#: Of what lies between two rounds, where that is not given: the most rows, and how many rounds they
-#: take. Of the times of a size: the last one's share, and what is left of one that was too long.
-MOST = 1024
-ROUNDS = 0.8
-SHARE = 0.2
+#: Maximum rows between two rounds if the number is chosen automatically.
+MAX_ROWS = 1024
+#: Maximum time of the rows between two rounds, as a fraction of the time of a round.
+MAX_ROUND_FRACTION = 0.8
+#: Weight of a new time in the moving average of a chunk size.
+TIME_WEIGHT = 0.2
+#: Factor by which the average of a size that takes too long shrinks each time it is skipped, so
+#: that a size with an outlier is tried again after some hundred chunks.
 FORGET = 0.9998
 
 
-class PrefillScheduler:
-    """How many rows of prompts lie between two rounds: so many as are given, or the most, from 4 to
-    1024, that take no longer than 0.8 of a round.
+class PrefillChunk(NamedTuple):
+    """A prefill chunk that has been enqueued.
 
-    So a token is not delayed by more than a round, what a launch costs the host included.
-
-    What rows cost is known by measuring only, for a forward reads its weights for one or for
-    hundreds. Twice as many take at most twice as long, so a size is tried unmeasured where that
-    would do, and one that took longer by chance is tried again some hundred pieces later.
+    Attributes
+    ----------
+    rows
+        Number of prompt tokens.
+    is_done
+        Returns whether the device has completed the chunk.
+    elapsed_s
+        Returns its device time in seconds, once it is complete.
     """
 
-    def __init__(self, given: int | None) -> None:
-        # by size
-        self._given = given
-        self._took_s = dict[int, float]()
-
-    def took(self, rows: int, seconds: float) -> None:
-        """Take the time of one forward of a prompt."""
-        size = size_of(rows)
-        known = self._took_s.get(size) or seconds
-        self._took_s[size] = known + SHARE * (min(seconds, 2 * known) - known)
-
-    def rows(self, round_s: float) -> int:
-        """Rows before the next round, which takes about so many seconds."""
-        if self._given:
-            return self._given
-        most_s = ROUNDS * round_s
-        rows = SIZES[0]
-        needed_s = math.inf
-        for size in SIZES:
-            known = self._took_s.get(size, math.inf)
-            needed_s = min(known, 2 * needed_s)
-            if needed_s > most_s:
-                self._took_s.update({size: FORGET * known} if known < math.inf else {})
-                return rows
-            rows = size
-        return CHUNK * min(int(most_s / max(needed_s, 1e-9)), MOST // CHUNK)
-
-    def used(self, rows: int, room: int) -> int:
-        """Of the rows there is room for, those in whose time `rows` are run; at least these."""
-        all_s = self._took_s.get(size_of(min(room, CHUNK)), math.inf)
-        share = 0.0 if self._given else self._took_s.get(size_of(rows), 0.0) / max(all_s, 1e-9)
-        return max(rows, int(min(share, 1.0) * min(room, CHUNK)))
+    rows: int
+    is_done: Callable[[], bool]
+    elapsed_s: Callable[[], float]
 
 
-def size_of(rows: int) -> int:
-    """The least size of a forward that has room for so many rows."""
-    return next(size for size in SIZES if size >= rows)
+class PrefillScheduler:
+    """Chooses the number of prompt tokens that are prefilled between two rounds.
 
+    The default is the greatest number of rows whose measured time, including the launch, is at most
+    `MAX_ROUND_FRACTION` of a round, so a token is delayed by less than the time of a round.
 
-class Prefill:
-    """Runs prompts through the target and the drafter on a lane, piece by piece.
-
-    For a prompt t_0 .. t_{P-1} the target caches positions 0 .. P-2 and the drafter entries
-    0 .. P-2, which pair feature i with token t_{i+1}. The last prompt token is left to the
-    request's first round, whose row 0 feeds it like any other `last` token; so the first token is
-    sampled by the very code that samples all others. Kernels are row-invariant, hence no bit
-    depends on where a prompt is cut. A piece is the launch of a graph: enqueued kernel by kernel, a
-    short one took the host longer than the device.
+    The time of a chunk size is known only from measurements, because a forward pass reads the
+    weights once for any number of rows. Twice the rows take at most twice the time, so a size is
+    tried without a measurement if that bound is short enough.
 
     Parameters
     ----------
-    slots : every slot has a staging area of its own, so that a prompt may still be queued behind
-        a running round while the next one is enqueued.
-    max_length : longest prompt, tokens.
+    fixed_rows
+        Number of rows between two rounds; None to choose it by time.
+    """
+
+    def __init__(self, fixed_rows: int | None) -> None:
+        self._fixed_rows = fixed_rows
+        self._times_s: dict[int, Ema] = {}  # by chunk size
+
+    def record_time(self, rows: int, seconds: float) -> None:
+        """Record the time of a chunk."""
+        size = chunk_size(rows)
+        self._times_s.setdefault(size, Ema(TIME_WEIGHT, max_ratio=2.0)).update(seconds)
+
+    def rows(self, round_s: float) -> int:
+        """Return the number of rows before the next round, which takes about `round_s` seconds."""
+        if self._fixed_rows:
+            return self._fixed_rows
+        limit_s = MAX_ROUND_FRACTION * round_s
+        rows = CHUNK_SIZES[0]
+        expected_s = math.inf
+        for size in CHUNK_SIZES:
+            expected_s = min(self._time_s(size, math.inf), 2 * expected_s)
+            if expected_s > limit_s:
+                if size in self._times_s:
+                    self._times_s[size].scale(FORGET)
+                return rows
+            rows = size
+        num_chunks = int(limit_s / max(expected_s, 1e-9))
+        return CHUNK * min(num_chunks, MAX_ROWS // CHUNK)
+
+    def charged_rows(self, rows: int, allowed: int) -> int:
+        """Return the share of the allowed rows that a chunk uses up, by time; at least its rows.
+
+        Parameters
+        ----------
+        rows
+            Rows of the chunk.
+        allowed
+            Rows that are still allowed before the next round.
+        """
+        allowed = min(allowed, CHUNK)
+        fraction = 0.0
+        if not self._fixed_rows:
+            allowed_s = self._time_s(chunk_size(allowed), math.inf)
+            fraction = self._time_s(chunk_size(rows), 0.0) / max(allowed_s, 1e-9)
+        return max(rows, int(min(fraction, 1.0) * allowed))
+
+    def _time_s(self, size: int, default: float) -> float:
+        """Return the average time of a chunk size, or `default` if it has not been measured."""
+        average = self._times_s.get(size)
+        if average is None or average.value is None:
+            return default
+        return average.value
+
+
+def chunk_size(rows: int) -> int:
+    """Return the smallest chunk size with at least `rows` rows."""
+    return next(size for size in CHUNK_SIZES if size >= rows)
+
+
+class Prefill:
+    """Runs prompts through target and drafter in chunks.
+
+    For a prompt t_0 .. t_{P-1}, the target's KV cache gets positions 0 .. P-2, and the drafter's
+    cache gets entries 0 .. P-2, which combine feature i with token t_{i+1}. The last prompt token
+    is fed by the request's first round like any other last token, so the first token is sampled by
+    the same code as all others. Kernels are row-invariant, so results do not depend on the chunk
+    boundaries. Each chunk is one graph launch, because enqueuing its kernels one by one takes the
+    host longer than short chunks take the device.
+
+    Parameters
+    ----------
+    device
+        Device of the models.
+    target
+        Target model.
+    drafter
+        Drafter; None without speculation.
+    slots
+        Number of slots. Each has a staging area of its own, so that a prompt can be enqueued while
+        the copy of another is still pending.
+    max_length
+        Maximum number of prompt tokens.
     """
 
     def __init__(
@@ -119,99 +164,125 @@ class Prefill:
         self._device = device
         self._target = target
         self._drafter = drafter
-        self._staged = [device.pinned(max_length, "int32") for _ in range(slots)]
+        self._staging = [device.pinned(max_length, "int32") for _ in range(slots)]
         self._tokens = device.zeros(max_length, "int32")
-        # Token, next token, slot and position; and slot and position of the drafter's own rows.
+        # Token, next token, slot and position; then slot and position of the drafter's own rows.
         self._rows = device.zeros((6, CHUNK), "int32")
-        self._features = (
-            device.zeros((CHUNK, len(drafter.taps) * target.config.hidden_size), "float32")
-            if drafter is not None and drafter.taps
-            else None
-        )
+        self._features = None
+        if drafter is not None and drafter.feature_layers:
+            width = len(drafter.feature_layers) * target.config.hidden_size
+            self._features = device.zeros((CHUNK, width), "float32")
         self._graphs: dict[int, tuple[Graph, GraphExec]] = {}
-        self._lay = device.load(_KERNELS)["prompt_rows"]
+        self._write_rows = device.load(_KERNELS)["prompt_rows"]
 
     def warm(self, lane: StreamLane) -> list[PrefillChunk]:
-        """Run padding in every size where sizes have kernels of their own, lest the first prompts
-        wait for a compiler between rounds; and again, to know how long that takes."""
-        self._lay_out(lane, 0, 0, 0, 0)
-        sizes = () if self._target.kernels.form == "thread" else SIZES
-        return [self._launch(lane, size) for size in sizes for _ in range(2)][1::2]
+        """Run each chunk size with padding, if sizes have kernels of their own.
+
+        The first run of a size compiles and loads its kernels, so that no prompt waits for the
+        compiler between rounds. The second run is returned, for `PrefillScheduler.record_time`.
+        """
+        self._add_rows(lane, 0, 0, 0, 0)
+        if self._target.kernels.form == "thread":
+            return []
+        chunks = []
+        for size in CHUNK_SIZES:
+            self._launch(lane, size)
+            chunks.append(self._launch(lane, size))
+        return chunks
 
     def _launch(self, lane: StreamLane, rows: int) -> PrefillChunk:
-        """Enqueue the forward of so many rows, once they are laid out."""
-        graph = self._graph(size_of(rows))
-        begun, over = (self._device.event("prefill", timing=True) for _ in range(2))
-        lane.record_event(begun)
+        """Launch the forward pass of `rows` rows that `_add_rows` has written."""
+        graph = self._graph(chunk_size(rows))
+        begin = self._device.event("prefill", timing=True)
+        end = self._device.event("prefill", timing=True)
+        lane.record_event(begin)
         graph.launch(lane.stream)
-        lane.record_event(over)
-        return PrefillChunk(rows, over.query, partial(over.elapsed_s, begun))
+        lane.record_event(end)
+        return PrefillChunk(rows, end.query, partial(end.elapsed_s, begin))
 
     def _graph(self, size: int) -> GraphExec:
-        """A forward of so many rows, made when it is first needed."""
+        """Return the graph of a chunk size; build it on first use."""
         if size not in self._graphs:
             graph = Graph(self._device, f"prompt, {size} rows")
             lane = graph.lane("prompt")
-            token, after, slot, pos, own_slot, own_pos = (self._rows[i][:size] for i in range(6))
+            token, next_token, slot, pos, own_slot, own_pos = (
+                self._rows[i][:size] for i in range(6)
+            )
             features = None if self._features is None else self._features[:size]
             self._target.forward(lane, Rows(token, slot, pos, rows_per_slot=size), features)
             if self._drafter is not None:
-                entries = Rows(after, slot, pos, rows_per_slot=size)
+                entries = Rows(next_token, slot, pos, rows_per_slot=size)
                 own = Rows(token, own_slot, own_pos, rows_per_slot=size)
                 self._drafter.prefill(lane, own, entries, features)
             self._graphs[size] = graph, graph.instantiate()
         return self._graphs[size][1]
 
-    def _lay_out(self, lane: StreamLane, slot: int, begin: int, end: int, last: int) -> None:
-        """Let the rows be tokens `begin` to `end`, and padding."""
+    def _add_rows(self, lane: StreamLane, slot: int, begin: int, end: int, last: int) -> None:
+        """Enqueue the kernel that writes the rows of tokens `begin` to `end`, and padding."""
         args = (self._tokens, slot, begin, end, last, CHUNK, self._rows)
-        lane.kernel(self._lay, 1, _THREADS, args, name="prompt rows")
+        lane.kernel(self._write_rows, 1, _THREADS, args, name="prompt rows")
 
     def run(
         self,
         lane: StreamLane,
         slot: int,
         tokens: Sequence[int],
-        cached: int,
-        most: Callable[[], int],
+        num_cached: int,
+        max_rows: Callable[[], int],
     ) -> Iterator[PrefillChunk]:
-        """Enqueue the prefill of `tokens` for `slot`; the slot's page tables are set already.
+        """Enqueue the prefill of a prompt, one chunk per iteration.
 
-        An earlier prompt of the same slot must have been prefilled by now: its staging area is
-        rewritten. No other prompt may be begun before this one was enqueued as a whole.
+        The page tables of the slot must be set. The previous prompt of the slot must have been
+        copied, because its staging area is overwritten. A prompt must be enqueued completely before
+        the next one begins.
 
         Parameters
         ----------
-        cached : of the first tokens, fewer than all, whose entries all caches hold.
-        most : asked before each piece how many rows it may have, at least 1.
+        lane
+            Lane of the rounds.
+        slot
+            Slot of the request.
+        tokens
+            Token ids of the prompt.
+        num_cached
+            Number of leading tokens, fewer than all, whose entries exist in all caches.
+        max_rows
+            Called before each chunk; returns its maximum number of rows, at least 1.
 
         Yields
         ------
-        Piece
-            After each.
+        PrefillChunk
+            Each chunk after it has been enqueued.
         """
         last = len(tokens) - 1
-        whole = last + (self._drafter is not None)  # the last token is the drafter's alone
-        if cached == whole:
+        end_of_prompt = last + (self._drafter is not None)  # only the drafter processes the last
+        if num_cached == end_of_prompt:
             return
-        self._staged[slot].array[: last + 1] = tokens
-        lane.copy(self._tokens, self._staged[slot], name="prompt")
+        self._staging[slot].array[: last + 1] = tokens
+        lane.copy(self._tokens, self._staging[slot], name="prompt")
         if self._drafter is not None:
-            for begin in range(0, cached, CHUNK):
-                end = min(begin + CHUNK, cached)
-                self._lay_out(lane, slot, begin, end, last)
-                token, slots, pos = (self._rows[i][: end - begin] for i in (0, 4, 5))
-                self._drafter.resume(lane, Rows(token, slots, pos))
-        begin = cached
-        while begin < whole:
-            room = most()
-            end = min(begin + max((size for size in SIZES if size <= room), default=room), whole)
-            self._lay_out(lane, slot, begin, end, last)
+            self._resume(lane, self._drafter, slot, num_cached, last)
+        begin = num_cached
+        while begin < end_of_prompt:
+            limit = max_rows()
+            fitting = [size for size in CHUNK_SIZES if size <= limit]
+            end = min(begin + max(fitting, default=limit), end_of_prompt)
+            self._add_rows(lane, slot, begin, end, last)
             yield self._launch(lane, end - begin)
             begin = end
 
+    def _resume(
+        self, lane: StreamLane, drafter: Drafter, slot: int, num_cached: int, last: int
+    ) -> None:
+        """Let the drafter process the tokens whose cache entries exist."""
+        for begin in range(0, num_cached, CHUNK):
+            end = min(begin + CHUNK, num_cached)
+            self._add_rows(lane, slot, begin, end, last)
+            token, own_slot, own_pos = (self._rows[i][: end - begin] for i in (0, 4, 5))
+            drafter.resume(lane, Rows(token, own_slot, own_pos))
+
     def close(self) -> None:
-        """Drop the graphs."""
+        """Release the graphs."""
         for graph, executable in self._graphs.values():
             executable.close()
             graph.close()

@@ -1,27 +1,25 @@
-"""One round of guided speculative decoding as one explicit CUDA graph.
+"""One round of guided speculative decoding as one CUDA graph.
 
-Two lanes meet at marks::
+The graph has two lanes that synchronize at marks::
 
     model    begin - target forward - [masks] - verify - draft ...
     grammar  open ----------------------^          `- commit ...
 
-`open` fills what the rows of this round still lack, beside the target forward: the row behind the
-drafts made last round, or all rows where drafting filled none. Where a round has fewer rows than
-there may be drafts, `begin` cuts some, and `open` waits for it. What follows verification is drawn
-in `legality`.
-
-Composed in two, for comparison, a round's graph ends with verification; the drafter has graphs of
-its own, one more for each grammar step that it waits for, and the host launches every one of them
-when the one before is over.
+``begin`` assigns the slots of the batch and the forward rows of their drafts. ``open`` fills the
+mask rows that the round still needs, concurrently with the target forward pass: the row after the
+last draft of the previous round, or all rows if no row was filled while drafting. If the round has
+fewer forward rows than there may be drafts, ``begin`` cuts some drafts and ``open`` waits for it.
+The nodes after verification are described in `graft.models.round.masking`.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
-from graft.cudagraph.device import Device
-from graft.cudagraph.graph import Graph, GraphExec, GraphLane
+from graft.cudagraph.device import Device, Stream
+from graft.cudagraph.graph import Graph, GraphExec, GraphMark
 from graft.cudagraph.memory import DeviceArray
 from graft.cudagraph.pinned import PinnedSlots, Ring
 from graft.grammar.decoder import GuidedDecoder
@@ -32,9 +30,12 @@ from graft.models.llm.llama import LlamaModel
 from graft.models.round.masking import DraftMasking
 from graft.models.round.timing import Part, Stamps, timeline_args
 from graft.sampling.exchange import Exchange
+from graft.sampling.mode import DraftMode
 from graft.sampling.sampler import Sampler
 from graft.sampling.state import SlotState
 from graft.sampling.tree import TreeSampler
+
+__all__ = ["ROUND_KERNELS", "RoundGraph", "RoundParts"]
 
 _THREADS = 128
 ROUND_KERNELS = Path(__file__).parent / "kernels" / "round.cu"
@@ -42,11 +43,48 @@ ROUND_KERNELS = Path(__file__).parent / "kernels" / "round.cu"
 
 @dataclass(frozen=True)
 class RoundParts:
-    """Everything a round is made of; shared by the graphs of all buckets."""
+    """Parts of a round that the graphs of all batch buckets share.
+
+    Attributes
+    ----------
+    device
+        Device of the engine.
+    target
+        Target model.
+    drafter
+        Drafter; None decodes without speculation.
+    mode
+        Draft mode.
+    masking
+        Class that adds the grammar steps of the mode.
+    sampler
+        Samples and verifies tokens, and samples the drafts of a chain.
+    tree
+        Grows draft trees; None for other modes.
+    state
+        State of all slots.
+    decoder
+        Creates the grammar steps.
+    exchange
+        Memory shared by kernels, grammar worker and host.
+    inputs, outputs
+        Rings of the slots of each batch row, and of the results.
+    timeline
+        Time stamps of recent replays, see `make_timeline`.
+    replay
+        int32 [1], number of the current replay.
+    depth
+        Maximum number of drafts that a round can accept: the depth of the tree.
+    programmatic
+        Whether kernels use programmatic dependent launch.
+    every_part
+        Whether every part of a round is timed, or only the whole round.
+    """
 
     device: Device
     target: LlamaModel
     drafter: Drafter | None
+    mode: DraftMode
     masking: type[DraftMasking]
     sampler: Sampler
     tree: TreeSampler | None
@@ -57,55 +95,71 @@ class RoundParts:
     outputs: Ring
     timeline: PinnedSlots
     replay: DeviceArray
-    draft_length: int
-    depth: int  # most drafts that a round may accept: a tree's levels
-    composition: str
+    depth: int
     programmatic: bool
-    every_part: bool  # whether the timeline has every part of a round
+    every_part: bool
+
+    @property
+    def draft_length(self) -> int:
+        """Maximum number of drafts per request."""
+        return self.mode.drafts
 
     @property
     def width(self) -> int:
-        """Rows of the target forward per request: `last` and the drafts."""
-        return self.draft_length + 1
+        """Forward rows per request: the last token and its drafts."""
+        return self.mode.drafts + 1
 
     @property
     def branch(self) -> int:
-        """Most drafts under one token; 1: they are a chain."""
-        return self.drafter.shape.branch if self.drafter else 1
+        """Maximum number of children per node; 1 for a chain."""
+        return self.mode.branch
 
     def scratch(self, max_batch: int) -> RoundScratch:
-        """Arrays for buckets of up to `max_batch` requests."""
+        """Allocate the row arrays for buckets of up to `max_batch` requests."""
         config = self.target.config
         drafter = self.drafter
+        features = 0
+        draft_vocab = 0
+        if drafter is not None:
+            features = len(drafter.feature_layers) * config.hidden_size
+            draft_vocab = drafter.vocab.size if drafter.vocab else 0
         return RoundScratch(
             self.device,
             max_batch,
             self.width,
             config.vocab_size,
             branch=self.branch,
-            features=len(drafter.taps) * config.hidden_size if drafter else 0,
-            draft_vocab=drafter.vocab.size if drafter and drafter.vocab else 0,
+            features=features,
+            draft_vocab=draft_vocab,
         )
 
 
 class RoundGraph:
-    """The graphs of one batch bucket and number of rows: built once, replayed every round, one
-    behind the other.
+    """Graph of a round for one batch bucket and draft length: built once, launched every round.
 
     Parameters
     ----------
-    parts : what the round is made of.
-    scratch : row-indexed arrays, at least `batch` requests wide.
-    batch : the bucket: requests (padding rows included) per replay.
-    drafts : so many times the bucket's are the drafts that it has a place for. A fixed draft length
-        is as many as a request can have; with fewer they go to whose are likely to be accepted.
-    made : most drafts per request that it makes for the next round; with 0 the drafter only takes
-        in what was committed.
+    parts
+        Shared parts.
+    scratch
+        Row arrays for at least `batch` requests.
+    batch
+        Batch rows of the bucket, padding included.
+    drafts
+        Forward rows for drafts, per batch row. If that is less than the maximum number of drafts,
+        the rows are assigned to the drafts that are most likely to be accepted.
+    made
+        Maximum number of drafts per request that the round generates for the next one. With 0, the
+        drafter only processes the committed tokens.
 
     Attributes
     ----------
-    graphs, execs : one, unless the round is composed in two.
-    timed : the parts of its timeline.
+    graphs : list of Graph
+        Graph definitions; one, unless a subclass splits the round.
+    execs : tuple of GraphExec
+        Executables of the definitions.
+    timed : tuple of Part
+        Timed parts in order; part ``i`` is between stamps ``i`` and ``i + 1``.
     """
 
     def __init__(
@@ -115,62 +169,108 @@ class RoundGraph:
         self.batch = batch
         self.drafts = drafts
         self.made = made
-        self._name = f"round of {batch}, {drafts} drafts"
-        self.graphs = list[Graph]()
+        self.graphs: list[Graph] = []
         self._add_graph()
-        model, grammar = self._lanes = [self.graphs[0].lane(name) for name in ("model", "grammar")]
-        stamps = Stamps(parts.device, parts.timeline, parts.replay, model, parts.every_part)
+        self._model = self.graphs[0].lane("model")
+        self._grammar = self.graphs[0].lane("grammar")
+        self._stamps = Stamps(
+            parts.device, parts.timeline, parts.replay, self._model, parts.every_part
+        )
         rows = batch * (drafts + 1)
         feed = Feed(
             parts.device, batch, rows, made + 1, parts.branch, parts.state, parts.sampler, scratch
         )
-        self._begin(model, feed)
-        if drafts < parts.draft_length:
-            grammar.wait(model.record("places are given"))
-        opening = "open: missing rows"
-        parts.decoder.add(grammar, parts.decoder.open_work(), name=opening)
-        parts.exchange.copy_masks_to_device(grammar, 0, min(parts.width, rows - batch + 1))
-        masks_ready = grammar.record("masks ready")
-        self._target(model, feed)
-        stamps.end("target forward")
-        model.wait(masks_ready)
-        stamps.end("wait for masks", opening)
-        parts.sampler.target(model, scratch.logits[:rows], feed.rows)
-        parts.sampler.verify(model, feed.rows, parts.outputs)
-        if parts.branch > 1 and rows > batch + 1:
-            parts.target.compact(
-                model, feed.row_slot, parts.sampler.rows[:batch], feed.features, feed.first
-            )
-        stamps.end("verify", last=parts.drafter is None)
+        self._add_target_forward(feed)
+        self._add_verification(feed)
         if parts.drafter is not None:
-            self._draft(model, grammar, stamps, feed, parts.drafter)
-        self.timed: tuple[Part, ...] = tuple(stamps.parts)
+            self._add_drafting(feed, parts.drafter)
+        self.timed: tuple[Part, ...] = tuple(self._stamps.parts)
         self.execs: tuple[GraphExec, ...] = tuple(
             graph.instantiate(priorities=True) for graph in self.graphs
         )
 
+    # Replays ------------------------------------------------------------------------------------
+
+    def launch(self, stream: Stream) -> None:
+        """Launch the round on a stream."""
+        self.execs[0].launch(stream)
+
+    def finish(self, stream: Stream, wait_for: Callable[[GraphExec], None]) -> None:
+        """Launch what remains of a round whose results are published: here, nothing.
+
+        Parameters
+        ----------
+        stream
+            Stream of the round.
+        wait_for
+            Waits until an executable has completed.
+        """
+
+    def check(self) -> None:
+        """Raise the error of a host step of this or a previous replay, if there is one."""
+        for executable in self.execs:
+            executable.check()
+
+    def close(self) -> None:
+        """Release executables and definitions."""
+        for executable, graph in zip(self.execs, self.graphs, strict=True):
+            executable.close()
+            graph.close()
+
+    # Construction -------------------------------------------------------------------------------
+
     def _add_graph(self) -> None:
-        name = f"{self._name} ({len(self.graphs)})" if self.graphs else self._name
+        """Create a graph definition; the first one is the graph of the round."""
+        name = f"round of {self.batch}, {self.drafts} drafts"
+        if self.graphs:
+            name = f"{name} ({len(self.graphs)})"
         self.graphs.append(Graph(self.parts.device, name, programmatic=self.parts.programmatic))
 
-    def _begin(self, lane: GraphLane, feed: Feed) -> None:
-        p = self.parts
+    def _wait(self, mark: GraphMark) -> None:
+        """Make the model lane wait for a mark of the grammar lane."""
+        self._model.wait(mark)
+
+    def _start_drafting(self) -> None:
+        """Add what a subclass needs between verification and drafting."""
+
+    def _add_target_forward(self, feed: Feed) -> None:
+        """Add ``begin``, ``open`` and the target forward pass."""
+        parts = self.parts
+        grammar = self._grammar
+        self._add_begin(feed)
+        if self.drafts < parts.draft_length:
+            grammar.wait(self._model.record("rows are assigned"))
+        open_name = "open: missing rows"
+        parts.decoder.add(grammar, parts.decoder.open_work(), name=open_name)
+        num_mask_rows = min(parts.width, feed.count - self.batch + 1)
+        parts.exchange.copy_masks_to_device(grammar, 0, num_mask_rows)
+        masks_ready = grammar.record("masks ready")
+        scratch = feed.scratch
+        rows = scratch.target_rows.first(feed.count, self.drafts + 1)
+        parts.target.forward(self._model, rows, feed.features, scratch.logits[: feed.count])
+        self._stamps.end("target forward")
+        self._model.wait(masks_ready)
+        self._stamps.end("wait for masks", open_name)
+
+    def _add_begin(self, feed: Feed) -> None:
+        """Add the kernel that assigns slots and forward rows."""
+        parts = self.parts
         rows = feed.scratch.target_rows
-        ring_rows = p.inputs.field("slot")
-        stamp = p.inputs.stamp
+        slots = parts.inputs.field("slot")
+        stamp = parts.inputs.stamp
         args = [
-            p.replay,
-            ring_rows,
-            ring_rows.stride,
+            parts.replay,
+            slots,
+            slots.stride,
             stamp,
             stamp.stride,
-            p.inputs.entries,
-            p.state.array,
-            p.state.slots,
+            parts.inputs.entries,
+            parts.state.array,
+            parts.state.slots,
             self.batch,
             feed.count,
-            p.exchange.memory,
-            p.exchange.layout,
+            parts.exchange.memory,
+            parts.exchange.layout,
             feed.row_slot,
             feed.first,
             feed.rows.map,
@@ -178,54 +278,56 @@ class RoundGraph:
             rows.slot,
             rows.pos,
             rows.ancestors,
-            *timeline_args(p.timeline),
+            *timeline_args(parts.timeline),
         ]
-        lane.kernel(p.device.load(ROUND_KERNELS)["round_begin"], 1, _THREADS, args, name="begin")
+        kernel = parts.device.load(ROUND_KERNELS)["round_begin"]
+        self._model.kernel(kernel, 1, _THREADS, args, name="begin")
 
-    def _target(self, lane: GraphLane, feed: Feed) -> None:
-        p = self.parts
-        count = feed.count
-        scratch = feed.scratch
-        rows = scratch.target_rows.first(count, self.drafts + 1)
-        p.target.forward(lane, rows, feed.features, scratch.logits[:count])
-
-    def _draft(
-        self, model: GraphLane, grammar: GraphLane, stamps: Stamps, feed: Feed, drafter: Drafter
-    ) -> None:
-        """Commit what was accepted, and make the drafts of the next round."""
+    def _add_verification(self, feed: Feed) -> None:
+        """Add sampling, verification and, for trees, the compaction of the KV cache."""
         parts = self.parts
-        levels = min(len(drafter.shape.levels), self.made)
-        draws = parts.tree.of(self.made) if parts.tree and levels else parts.sampler
-        wait = model.wait
-        if parts.composition == "two":
-            wait = self._cut
-            self._cut()
-            stamps.end("host")
-        masking = parts.masking(parts.decoder, model, grammar, wait, stamps, feed, draws, levels)
-        masking.committed()
-        if drafter.reads_rows and self.made:
-            masking.wait_rows()
+        sampler = parts.sampler
+        sampler.target(self._model, feed.scratch.logits[: feed.count], feed.rows)
+        sampler.verify(self._model, feed.rows, parts.outputs)
+        if parts.branch > 1 and feed.count > self.batch + 1:
+            parts.target.compact(
+                self._model, feed.row_slot, sampler.rows[: self.batch], feed.features, feed.first
+            )
+        self._stamps.end("verify", last=parts.drafter is None)
+
+    def _add_drafting(self, feed: Feed, drafter: Drafter) -> None:
+        """Add the processing of the committed tokens and the drafts of the next round."""
+        parts = self.parts
+        model = self._model
+        levels = min(parts.mode.levels, self.made)
+        draft_sampler: Sampler | TreeSampler = parts.sampler
+        if parts.tree is not None and levels > 0:
+            draft_sampler = parts.tree.of(self.made)
+        self._start_drafting()
+        masking = parts.masking(
+            parts.decoder,
+            model,
+            self._grammar,
+            self._wait,
+            self._stamps,
+            feed,
+            draft_sampler,
+            levels,
+        )
+        masking.add_commit()
+        if drafter.reads_mask_rows and self.made:
+            masking.wait_for_commit()
         logits = drafter.start(model, feed)
         if drafter.proposes and self.made:
             parts.sampler.place(model, feed.proposal, feed.row_slot, feed.parents, self.made)
-        for level in range(1, masking.at_once(drafter, self.made) + 1):
+        remaining_levels = masking.add_all_levels(drafter, self.made)
+        for level in range(1, remaining_levels + 1):
             if level > 1:
                 logits = drafter.step(model, feed, level - 1)
             if logits is None:
-                raise DrafterError(f"{type(drafter).__name__}: level {level - 1} has no logits")
-            masking.before(level, logits)
-            draws.draft(model, logits, feed.row_slot, level, masking.masked)
-            masking.after(level)
-        stamps.end("drafting", last=True)
-
-    def _cut(self, mark: object = None) -> None:
-        """End a graph; the lanes go on in the next, which is launched behind all marks of this."""
-        self._add_graph()
-        for lane in self._lanes:
-            lane.graph = self.graphs[-1].lane(lane.name).graph
-
-    def close(self) -> None:
-        """Drop the executables and the definitions."""
-        for executable, graph in zip(self.execs, self.graphs, strict=True):
-            executable.close()
-            graph.close()
+                name = type(drafter).__name__
+                raise DrafterError(f"{name} returned no logits for level {level - 1}")
+            masking.before_draft(level, logits)
+            draft_sampler.draft(model, logits, feed.row_slot, level)
+            masking.after_draft(level)
+        self._stamps.end("drafting", last=True)

@@ -1,4 +1,4 @@
-"""What the device writes down of a round's time: collected while the round's graph is built."""
+"""Timeline of a round: time stamps that the device writes between the parts of its graph."""
 
 from __future__ import annotations
 
@@ -10,19 +10,21 @@ from graft.cudagraph.lanes import Lane
 from graft.cudagraph.memory import DeviceArray
 from graft.cudagraph.pinned import PinnedSlots
 
-__all__ = ["Part", "Stamps", "make_timeline"]
+__all__ = ["Part", "Stamps", "make_timeline", "timeline_args"]
 
 _KERNELS = Path(__file__).parent / "kernels" / "timing.cu"
 
 
 @dataclass(frozen=True)
 class Part:
-    """A part of a round, from the stamp before it to its own; a name may come again.
+    """A timed part of a round, from the previous stamp to its own. Names may repeat.
 
     Attributes
     ----------
-    name : what the model's lane does, or waits for.
-    waits_for : the host step that it waits for; empty where it works.
+    name
+        What the model lane computes, or waits for.
+    waits_for
+        Name of the host step that the lane waits for; empty if it computes.
     """
 
     name: str
@@ -30,30 +32,38 @@ class Part:
 
 
 def make_timeline(device: Device, entries: int, draft_length: int) -> PinnedSlots:
-    """Room for the stamps of so many replays: int64 nanoseconds ``ns`` [entries, stamps]."""
+    """Allocate the stamps of `entries` replays: ``ns``, int64 [entries, stamps], nanoseconds."""
     return PinnedSlots(device, entries, {"ns": ("int64", (8 + 2 * draft_length,))})
 
 
 def timeline_args(timeline: PinnedSlots) -> tuple[object, ...]:
-    """What kernels take that write a stamp."""
+    """Return the arguments of kernels that write a stamp."""
     field = timeline.field("ns")
     return field, field.stride, timeline.slots
 
 
 class Stamps:
-    """Stamps the ends of a round's parts on one lane; the first begins with the first stamp, which
-    the kernel writes that begins the round.
+    """Adds stamps at the ends of a round's parts to a lane.
+
+    The kernel that begins the round writes the first stamp.
 
     Parameters
     ----------
-    timeline : made by `make_timeline`; entry ``replay % entries`` is written.
-    replay : int32 [1], the number of the replay.
-    lane : the model's lane.
-    every : whether there are stamps between the first and the last.
+    device
+        Device of the round.
+    timeline
+        Created by `make_timeline`; entry ``replay % entries`` is written.
+    replay
+        int32 [1], number of the replay.
+    lane
+        Model lane.
+    every
+        Whether to add stamps between the first and the last.
 
     Attributes
     ----------
-    parts : in order; part i lies between the stamps in columns i and i + 1.
+    parts : list of Part
+        Parts in order; part ``i`` is between stamps ``i`` and ``i + 1``.
     """
 
     def __init__(
@@ -72,7 +82,15 @@ class Stamps:
         self.parts: list[Part] = []
 
     def end(self, name: str, waits_for: str = "", last: bool = False) -> None:
-        """A part ends that began at the last stamp."""
+        """End the part that began at the previous stamp.
+
+        Parameters
+        ----------
+        name, waits_for
+            As in `Part`.
+        last
+            Whether the round ends here.
+        """
         if not (self._every or last):
             return
         self.parts.append(Part(name if self._every else "round", waits_for))

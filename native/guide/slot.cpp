@@ -70,9 +70,10 @@ void Slot::size_for(const Exchange& exchange) {
     order.parent[j] = static_cast<int32_t>(j - 1);
     order.depth[j] = static_cast<int32_t>(j);
   }
-  const int asked = std::max(exchange.layout.levels, exchange.layout.branch);
-  order.candidate.resize(at(exchange.layout.candidates * asked));
-  order.share.resize(at(exchange.layout.candidates * exchange.layout.levels));
+  const bool lattice = is_lattice_mode(exchange.layout.mode);
+  const int lists = lattice ? exchange.layout.levels : exchange.layout.branch;
+  order.candidate.resize(at(exchange.layout.candidates * lists));
+  if (lattice) order.share.resize(order.candidate.size());
   legal.resize(at(exchange.layout.branch));
 }
 
@@ -82,23 +83,23 @@ void SlotWork::serve(Slot& slot) const noexcept {
   switch (slot.order.task) {
     case Task::kNone:
       break;
-    case Task::kRows:
+    case Task::kFillRows:
       make_rows(slot);
       break;
-    case Task::kRow0:
+    case Task::kFillRow0:
       if (!is_made(slot, 0)) fill(slot, 0);
       if (chain_) follow(slot);
       break;
-    case Task::kDraft:
+    case Task::kFillDraftRow:
       if (is_made(slot, slot.order.j - 1)) make_row(slot, slot.order.j);
       break;
-    case Task::kProbe:
+    case Task::kProbeChain:
       probe(slot);
       break;
-    case Task::kGrow:
+    case Task::kProbeTree:
       grow(slot);
       break;
-    case Task::kWalk:
+    case Task::kProbeLattice:
       walk(slot);
       break;
   }
@@ -313,7 +314,7 @@ void SlotWork::walk(Slot& slot) const noexcept {
   const int last = order.drafts;
   const bool open =
       last < std::min(order.candidates, order.j) && (last == 0 || (slot.closed & bit(last)) == 0);
-  if (layout.branch == 1 && open && !slot.ended) {
+  if (layout.mode == DRAFT_MODE_CHAIN_LATTICE && open && !slot.ended) {
     slot.tally[count::probe_misses] += 1;
     if (forced_ != nullptr) make_row(slot, last);  // it says what is drafted behind the chain
   }

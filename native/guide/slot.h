@@ -13,8 +13,8 @@
 #include <string>
 #include <vector>
 
-#include "records/exchange.h"
 #include "matcher.h"
+#include "records/exchange.h"
 
 namespace graft::guide {
 
@@ -108,13 +108,13 @@ struct Commit {
 };
 
 enum class Task : int32_t {
-  kNone,   // nothing but the commit
-  kRows,   // mask rows 0 .. v for the drafts at hand
-  kRow0,   // the row after the committed tokens
-  kDraft,  // take draft j and make row j
-  kProbe,  // find the first legal candidate for draft j
-  kGrow,   // of a tree: find the legal candidates of level j
-  kWalk,   // find legal drafts among the candidates of all levels
+  kNone,          // only the commit
+  kFillRows,      // fill the mask rows of the last committed token and of all drafts
+  kFillRow0,      // fill the mask row of the last committed token
+  kFillDraftRow,  // accept draft j and fill row j
+  kProbeChain,    // find the first legal candidate for draft j
+  kProbeTree,     // find the legal candidates of the nodes of level j
+  kProbeLattice,  // find legal drafts among the candidates of all levels
 };
 
 // Everything an order needs is copied into it: the device may write on while it is served.

@@ -104,8 +104,9 @@ void Worker::step(const StepRecord& record) noexcept {
     }
     // A slot that is late for its last owner is joined by the first open that finds it idle.
     if (slot.epoch != request.epoch) continue;
-    const bool walking = exchange_.layout.levels > 0 && record.step == Step::kDraft;
-    if (slot.matcher == nullptr && !walking) continue;
+    // Drafts of a lattice are found by the grammar step for unconstrained requests too.
+    const bool lattice = is_lattice_mode(exchange_.layout.mode) && record.step == Step::kDraft;
+    if (slot.matcher == nullptr && !lattice) continue;
     if (record.step == Step::kOpen) take_commit(slot, idle, replay_ - 1);
     if (record.step == Step::kCommit) take_commit(slot, idle, replay_);
     if (idle && !slot.ended && give_order(slot, record)) given_.push_back(slot.index);
@@ -125,11 +126,11 @@ void Worker::step(const StepRecord& record) noexcept {
     if (slot.busy.load() || !slot.answered) continue;
     ::Answer* answer = exchange_.answer(index);
     const Order& order = slot.order;
-    const bool walked = order.task == Task::kWalk;
-    *answer = {static_cast<int32_t>(replay_), walked ? 0 : order.j, slot.answer};
+    const bool lattice = order.task == Task::kProbeLattice;
+    *answer = {static_cast<int32_t>(replay_), lattice ? 0 : order.j, slot.answer};
     int32_t* ids = Exchange::ids(answer);
-    if (order.task == Task::kGrow) std::copy(slot.legal.begin(), slot.legal.end(), ids);
-    if (walked) {
+    if (order.task == Task::kProbeTree) std::copy(slot.legal.begin(), slot.legal.end(), ids);
+    if (lattice) {
       std::copy_n(order.draft.begin(), order.drafts, ids);
       std::copy_n(order.parent.begin() + 1, order.drafts, ids + exchange_.layout.drafts);
     }
@@ -140,7 +141,6 @@ void Worker::step(const StepRecord& record) noexcept {
 // True when there is something to serve.
 bool Worker::give_order(Slot& slot, const StepRecord& record) noexcept {
   Order& order = slot.order;
-  const bool probing = exchange_.layout.candidates > 0;
   slot.answered = false;
   order.task = Task::kNone;
   order.j = record.draft;
@@ -148,21 +148,35 @@ bool Worker::give_order(Slot& slot, const StepRecord& record) noexcept {
   if (slot.pending.given) std::swap(order.commit, slot.pending);
   slot.pending.given = false;
   if (record.step == Step::kOpen) {
-    order.task = Task::kRows;
+    order.task = Task::kFillRows;
     take_drafts(slot, slot.drafts_of);
   } else if (record.step == Step::kCommit) {
-    if (order.commit.given && !probing) order.task = Task::kRow0;
+    const bool probing = is_probe_mode(exchange_.layout.mode);
+    if (order.commit.given && !probing) order.task = Task::kFillRow0;
   } else {
-    take_drafts(slot, replay_);
-    const bool here = slot.drafts_of == replay_ || slot.matcher == nullptr;
-    if (here && !probing && order.drafts >= order.j) order.task = Task::kDraft;
-    const bool tree = exchange_.layout.branch > 1;
-    if (here && probing && (tree || order.drafts == order.j - 1) && take_candidates(slot)) {
-      order.task = tree ? Task::kGrow : Task::kProbe;
-      if (exchange_.layout.levels > 0) order.task = Task::kWalk;
-    }
+    order.task = draft_task(slot);
   }
   return !slot.ended && (order.task != Task::kNone || order.commit.given);
+}
+
+// Reads what a draft step needs and returns its task; kNone if there is nothing to do.
+Task Worker::draft_task(Slot& slot) noexcept {
+  take_drafts(slot, replay_);
+  if (slot.drafts_of != replay_ && slot.matcher != nullptr) return Task::kNone;
+  const Order& order = slot.order;
+  const bool is_next = order.drafts == order.j - 1;
+  switch (exchange_.layout.mode) {
+    case DRAFT_MODE_CHAIN_PROBE:
+      return is_next && take_candidates(slot) ? Task::kProbeChain : Task::kNone;
+    case DRAFT_MODE_CHAIN_LATTICE:
+      return is_next && take_candidates(slot) ? Task::kProbeLattice : Task::kNone;
+    case DRAFT_MODE_TREE_PROBE:
+      return take_candidates(slot) ? Task::kProbeTree : Task::kNone;
+    case DRAFT_MODE_TREE_LATTICE:
+      return take_candidates(slot) ? Task::kProbeLattice : Task::kNone;
+    default:
+      return order.drafts >= order.j ? Task::kFillDraftRow : Task::kNone;
+  }
 }
 
 void Worker::serve() noexcept {
@@ -284,7 +298,7 @@ void Worker::take_drafts(Slot& slot, int64_t of) noexcept {
   order.drafts = 0;
   if (of == 0 || slot.drafts_of != of || replay_of(drafted->replay) != of) return;
   const int32_t count = drafted->count;
-  const bool growing = order.j > 0 && exchange_.layout.branch > 1;
+  const bool growing = order.j > 0 && is_growing_tree_mode(exchange_.layout.mode);
   if (count < 0 || count > (growing ? exchange_.layout.drafts : exchange_.drafts())) {
     work_.fail(slot);
     return;
@@ -308,18 +322,21 @@ bool Worker::take_candidates(Slot& slot) noexcept {
   Order& order = slot.order;
   const int32_t count = offered->count;
   const ExchangeLayout& layout = exchange_.layout;
-  const bool rows = layout.levels > 0 || layout.branch > 1;  // of `candidates` ids each
-  const int most = layout.levels > 0 ? layout.levels : rows ? layout.branch : layout.candidates;
+  const bool lattice = is_lattice_mode(layout.mode);
+  const bool chain = layout.mode == DRAFT_MODE_CHAIN_PROBE;
+  int max_count = layout.branch;
+  if (lattice) max_count = layout.levels;
+  if (chain) max_count = layout.candidates;
   if (replay_of(offered->replay) != replay_) return false;
-  if (layout.levels > 0) order.j = offered->draft;
+  if (lattice) order.j = offered->draft;
   if (offered->draft != order.j) return false;
-  if (count < 0 || count > most || order.j > exchange_.drafts()) {
+  if (count < 0 || count > max_count || order.j > exchange_.drafts()) {
     work_.fail(slot);
     return false;
   }
   order.candidates = count;
   const int32_t* ids = Exchange::ids(offered);
-  std::copy_n(ids, rows ? count * layout.candidates : count, order.candidate.begin());
+  std::copy_n(ids, chain ? count : count * layout.candidates, order.candidate.begin());
   const size_t shares = order.share.size();
   if (shares > 0) std::memcpy(order.share.data(), ids + shares, shares * sizeof(float));
   return true;

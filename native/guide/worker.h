@@ -176,6 +176,7 @@ class Worker {
   void take_commit(Slot& slot, bool idle, int64_t latest) noexcept;
   void take_drafts(Slot& slot, int64_t of) noexcept;
   bool take_candidates(Slot& slot) noexcept;
+  Task draft_task(Slot& slot) noexcept;
   void take_result(Slot& slot) noexcept;
   void count_open(const Slot& slot, const Request& request) noexcept;
   void stamp_rows(Slot& slot) noexcept;

@@ -1,7 +1,14 @@
-// What the host, the C++ grammar worker and the kernels exchange: stated here and nowhere else.
-// Kernels and worker include this text; Python reads its structs and numbers
-// (cudagraph/cstruct.py).
+// Records that the host, the C++ grammar worker and the kernels exchange through pinned memory.
+//
+// Kernels and worker include this header; Python parses its #defines and structs
+// (cudagraph/cstruct.py). Each record is declared here only.
 #pragma once
+
+#if defined(__CUDACC__) || defined(__SOFTCUDA__)
+#define RECORDS_FUNCTION __device__ __forceinline__
+#else
+#define RECORDS_FUNCTION inline
+#endif
 
 // State of a mask row.
 #define ROW_NOT_READY 0
@@ -10,87 +17,129 @@
 #define ROW_DEAD_END 3
 #define ROW_ERROR 4
 
-// Why verification ended a request.
+// Reason for which verification ended a request.
 #define REASON_NONE 0
 #define REASON_STOP 1
 #define REASON_LENGTH 2
 #define REASON_DEAD_END 3
 #define REASON_ERROR 4
 
-// Stamp of a mask row. It masks the token after `position`. `more` of a free row: 1 if the request
-// has no grammar at all. Of a ready row: 1 + the token that the grammar forces there, or 0.
+// Draft mode: how drafts are generated and masked (sampling/mode.py has the table).
+#define DRAFT_MODE_PROPOSED 0       // token ids, all at once
+#define DRAFT_MODE_CHAIN 1          // sampled level by level, unmasked
+#define DRAFT_MODE_CHAIN_FILL 2     // each draft sampled under its mask row
+#define DRAFT_MODE_CHAIN_PROBE 3    // the grammar tests the candidates of a level
+#define DRAFT_MODE_CHAIN_LATTICE 4  // the grammar tests the candidates of all levels in one step
+#define DRAFT_MODE_TREE 5           // grown level by level, unmasked
+#define DRAFT_MODE_TREE_PROBE 6
+#define DRAFT_MODE_TREE_LATTICE 7
+
+// Stamp of a mask row, which masks the token at position + 1.
 struct RowStamp {
-  int state;
-  int epoch;
-  int position;
-  int more;
+  int state;     // ROW_*
+  int epoch;     // of the slot assignment that the row belongs to
+  int position;  // of the token before the masked one
+  int more;      // ROW_FREE: 1 if the request has no grammar. ROW_READY: 1 + the forced token, or 0
 };
 
-// Tokens that a replay committed to a slot; `rows` ids follow.
+// Tokens that a replay committed to a slot. Followed by `rows` ids.
 struct Committed {
   int replay;
   int count;
 };
 
-// Drafts that follow a slot's committed tokens; `drafts` ids follow, and as many parents: the row
-// that each hangs on, where row 0 is the last committed token and row j is draft j. While a tree
-// grows they are the nodes that its drafter is fed; one that is not there has id -1.
+// Drafts that follow a slot's committed tokens. Followed by `drafts` ids and as many parents. A
+// parent is a row: row 0 is the last committed token, row j is draft j. While a tree grows, the
+// record has the nodes that are fed to the drafter instead; the id of a missing node is -1.
 struct Drafted {
   int replay;
   int count;
 };
 
-// Ids that the grammar is to test for draft `draft`, best first; `candidates` ids follow. Of a tree
-// `draft` is the level and `count` its nodes, each with as many ids; a node's end at the first -1.
-// Where those of all levels come at once `draft` is how many drafts are wanted and `count` the
-// levels, which end alike; behind the ids of `levels` levels stand their probabilities, floats.
+// Candidate ids that the grammar tests, most likely first.
+//
+//   mode           draft             count             words that follow
+//   chain, probe   number of draft   number of ids     ids
+//   tree, probe    level             number of nodes   ids [branch][candidates]
+//   lattice        maximum drafts    number of levels  ids [levels][candidates], then their
+//                                                      probabilities, float [levels][candidates]
+//
+// The ids of a node or level end at the first -1.
 struct Candidates {
   int replay;
   int draft;
   int count;
 };
 
-// The first legal candidate; -1: none is, and the mask row of the draft was filled. Of a tree
-// `branch` words follow, one for each node: bit i is set if its candidate i is legal. To all levels
-// at once `draft` is 0, and `id` drafts follow as in their record.
+// Answer of the grammar to a Candidates record.
+//
+//   mode           draft             id                         words that follow
+//   chain, probe   number of draft   first legal candidate, or  none
+//                                    -1: none is legal, and the
+//                                    mask row was filled
+//   tree, probe    level             number of nodes            legal candidates of each node, as
+//                                                               bits [branch]
+//   lattice        0                 number of drafts           ids [drafts], parents [drafts]
 struct Answer {
   int replay;
   int draft;
   int id;
 };
 
-// Where a slot's records lie in its part of pinned memory: 32-bit words from the slot's first word.
-// What the device writes and what the host writes share no cache line.
+// Sizes and offsets of a slot's records, in 32-bit words from the slot's first word. Records
+// written by the device and records written by the host share no cache line.
 struct ExchangeLayout {
   int slots;
-  int stride;      // words from slot to slot
-  int rows;        // mask rows of a slot: one more than its drafts
-  int words;       // of a mask row
-  int candidates;  // of a draft, or of a node of a tree that grows
-  int drafts;      // that the record of drafts has room for
-  int branch;      // nodes of a level, or most drafts under one; 1: a chain
-  int levels;      // whose candidates come at once; 0: they come one by one
-  int stamps;      // RowStamp[rows]
+  int stride;      // words per slot
+  int rows;        // mask rows per slot: maximum drafts + 1
+  int words;       // words per mask row
+  int mode;        // DRAFT_MODE_*
+  int candidates;  // ids per draft, node or level that the grammar tests
+  int drafts;      // capacity of the Drafted record
+  int branch;      // maximum children per node, and nodes per level of a growing tree
+  int levels;      // number of draft levels
+  int stamps;      // offset of RowStamp[rows]
   int committed;
   int drafted;
-  int candidate_ids;  // Candidates
+  int candidate_ids;
   int answer;
-  int masks;  // of all slots, behind their parts: [rows][slots][words]
+  int masks;  // offset of the mask rows of all slots, [rows][slots][words]
 };
 
-// What a replay brought to one row of its batch; `width` tokens follow, and as many rows: the one
-// whose logits decided each token.
+// Whether one grammar step tests the candidates of all levels.
+RECORDS_FUNCTION bool is_lattice_mode(int mode) {
+  return mode == DRAFT_MODE_CHAIN_LATTICE || mode == DRAFT_MODE_TREE_LATTICE;
+}
+
+// Whether the grammar tests candidates, instead of filling mask rows for drafts.
+RECORDS_FUNCTION bool is_probe_mode(int mode) {
+  return mode == DRAFT_MODE_CHAIN_PROBE || mode == DRAFT_MODE_TREE_PROBE || is_lattice_mode(mode);
+}
+
+// Whether drafts are restricted to tokens that the grammar accepts.
+RECORDS_FUNCTION bool is_masked_mode(int mode) {
+  return mode == DRAFT_MODE_CHAIN_FILL || is_probe_mode(mode);
+}
+
+// Whether drafts are a tree that grows level by level.
+RECORDS_FUNCTION bool is_growing_tree_mode(int mode) {
+  return mode == DRAFT_MODE_TREE || mode == DRAFT_MODE_TREE_PROBE;
+}
+
+// Result of one batch row of a replay. Followed by `width` tokens and, for each token, the forward
+// row whose logits decided it.
 struct RoundRow {
   int slot;      // -1: padding
-  int count;     // tokens committed
+  int count;     // committed tokens
   int reason;    // REASON_*
-  int accepted;  // drafts among the tokens
-  int tested;    // drafts there were
-  int cut;       // drafts that the round had no place for
-  int old_n;     // position of the slot's last token before
+  int accepted;  // drafts among the committed tokens
+  int tested;    // drafts that were verified
+  int cut;       // drafts that were not verified, because the round had no rows for them
+  int old_n;     // position of the slot's last token before the round
 };
 
-// The output ring: entry `replay % entries`, `stride` words apart, rows `row` words apart.
+// Output ring: entry `replay % entries` starts at `stride` words times the entry; its rows are
+// `row` words apart.
 struct OutputLayout {
   int entries;
   int stride;

@@ -1,22 +1,23 @@
-// What a request has done to its target's logits before mask and filters, and is told of them.
+// Logit bias, penalties and log probabilities of the target's rows, and publication of the results.
 //
-// Row r is row j of batch row b by the map, as in sample.cu, and its state is read here and nowhere
-// else; a row whose slot asks for nothing costs no more than that. Only p is changed: verification
-// is exact for any drafts, whatever q they were drawn from.
+// Row r is row j of batch row b, as in sample.cu. The state of its mask row is read here only; a
+// row without adjustments costs no more than that. Only the target distribution p is changed:
+// verification is exact for any drafts, whatever q they were sampled from.
 //
-// A slot's table [2][vocab_size]: the bias of every id as a float's bits, -inf where it is banned;
-// then twice the times it was generated, plus one if the prompt has it.
+// Table of a slot, [2][vocab_size]: the bits of each id's float bias, -inf if it is banned; then
+// twice the number of times that it was generated, plus 1 if it occurs in the prompt.
 #include "row.cuh"
 #include "slot.cuh"
 
 #define MINUS_INFINITY __uint_as_float(0xff800000u)
 
-// The logit of an id that `drafted` drafts before the row hold; the law is sampling/adjust.py's.
+// Adjusts the logit of an id that occurs `drafted` times among the drafts on the path to the row.
+// The formula is documented in sampling/params.py.
 __device__ __forceinline__ float adjusted(const Slot& slot, const int* table, int vocab_size,
                                           int id, float x, int drafted) {
   if (slot.adjust & ADJUST_BIAS) {
     const float bias = __uint_as_float(static_cast<u32>(table[id]));
-    x = bias == MINUS_INFINITY ? bias : fadd(x, bias);  // a banned logit is not looked at
+    x = bias == MINUS_INFINITY ? bias : fadd(x, bias);  // the logit of a banned id is ignored
   }
   if (slot.adjust & ADJUST_COUNTS) {
     const int known = table[vocab_size + id] + 2 * drafted;
@@ -31,8 +32,8 @@ __device__ __forceinline__ float adjusted(const Slot& slot, const int* table, in
 extern "C" __global__ void __launch_bounds__(BLOCK, 1)
     adjust_logits(float* logits, int vocab_size, int token_limit, const int* row_slot,
                   const int* map, const Slot* slots, const int* masks, const ExchangeLayout layout,
-                  const int* exchange, int* row_state, Meeting* meetings, const int* tables,
-                  float* raw) {
+                  const int* exchange, int* row_state, CrossBlockScratch* cross_block,
+                  const int* tables, float* raw) {
   __shared__ Scratch scratch;
   __shared__ float drafted[MAX_DRAFTS];
   const int r = static_cast<int>(blockIdx.x);
@@ -63,7 +64,7 @@ extern "C" __global__ void __launch_bounds__(BLOCK, 1)
   }
   if (slot.adjust & (ADJUST_BIAS | ADJUST_COUNTS)) {
     const int* table = tables + static_cast<long long>(index) * 2 * vocab_size;
-    // The logits of the drafts that row j stands behind are made apart, by hand.
+    // The logits of the ids on the path to row j are computed separately, with their counts.
     for (int t = tid; t < j; t += BLOCK) {
       if (!(path >> t & 1)) continue;
       const int d = slot.drafts[t];
@@ -89,33 +90,33 @@ extern "C" __global__ void __launch_bounds__(BLOCK, 1)
   for (int i = own.begin + tid; masked && i < own.end; i += BLOCK) {
     raw[first + i] = legal<false>(row, legal_word<false>(row, i & ~31), i) ? x[i] : MINUS_INFINITY;
   }
-  if (position + 1 >= slot.earliest) return;
-  // Stop ids stay where there is nothing else, as where a grammar is done.
+  if (position + 1 >= slot.earliest_stop) return;
+  // Stop ids stay legal if nothing else is, as at the end of a grammar.
   u64 other = 0;
   for (int i = own.begin + tid; i < own.end && other == 0; i += BLOCK) {
     const u32 word = legal_word<false>(row, i & ~31);
     if (legal<false>(row, word, i) && x[i] > MINUS_INFINITY && !is_stop(slot, i)) other = 1;
   }
   other = block_reduce(other, scratch, Max());
-  Meeting& meeting = meetings[r];
-  if (tid == 0) atomicMax(&meeting.best, other);
-  if (!is_last(meeting, scratch)) return;
-  for (int s = tid; s < slot.stops && meeting.best != 0; s += BLOCK) {
+  CrossBlockScratch& shared = cross_block[r];
+  if (tid == 0) atomicMax(&shared.best, other);
+  if (!is_last(shared, scratch)) return;
+  for (int s = tid; s < slot.num_stop_ids && shared.best != 0; s += BLOCK) {
     if (slot.stop_ids[s] >= vocab_size) continue;
     x[slot.stop_ids[s]] = MINUS_INFINITY;
     if (masked) raw[first + slot.stop_ids[s]] = MINUS_INFINITY;
   }
   block_sync();
-  if (tid == 0) meeting.best = 0;
+  if (tid == 0) shared.best = 0;
 }
 
-// For the row r that decided token i of a batch row: counts the token, and writes what its request
-// is told to the output entry.
-__device__ __forceinline__ void note_committed(int r, const float* raw, int vocab_size,
-                                               const int* row_slot, const int* map,
-                                               const Slot* slots, const RoundRow* rows,
-                                               int row_words, int* tables, int* told_in,
-                                               const OutputLayout& out, Scratch& scratch) {
+// Counts committed token i of a batch row, where r = first row + i, and writes its log
+// probabilities to the output entry.
+__device__ __forceinline__ void record_token(int r, const float* raw, int vocab_size,
+                                             const int* row_slot, const int* map, const Slot* slots,
+                                             const RoundRow* rows, int row_words, int* tables,
+                                             int* logprobs_out, const OutputLayout& out,
+                                             Scratch& scratch) {
   const int b = batch_row(map[r]);
   const int i = draft_row(map[r]);
   const int index = row_slot[b];
@@ -131,57 +132,58 @@ __device__ __forceinline__ void note_committed(int r, const float* raw, int voca
   }
   if ((slot.adjust & ADJUST_LOGPROBS) == 0) return;
 
-  const long long from = r - i + tokens[row_width(row_words) + i];
-  const Row kept = {raw + from * vocab_size, vocab_size, nullptr, 0, nullptr};
-  Logprobs* told = reinterpret_cast<Logprobs*>(told_in + b * out.row) + i;
+  const long long decided_by = r - i + tokens[row_width(row_words) + i];
+  const Row stored = {raw + decided_by * vocab_size, vocab_size, nullptr, 0, nullptr};
+  Logprobs* logprobs = reinterpret_cast<Logprobs*>(logprobs_out + b * out.row) + i;
   u64 last = ~0ull;
   float best = 0.0f;
   float log_sum = 0.0f;
   for (int k = 0; k == 0 || k < slot.logprobs; ++k) {
     u64 next = 0;
     for (int c = static_cast<int>(threadIdx.x); c < vocab_size; c += BLOCK) {
-      const u64 rank = rank_key(kept, c);
+      const u64 rank = rank_key(stored, c);
       next = rank < last && rank > next ? rank : next;
     }
     last = block_reduce(next, scratch, Max());
     const int id = 0xffffff - static_cast<int>(last & 0xffffffu);
     if (k == 0) {
-      best = kept.logits[id];
+      best = stored.logits[id];
       u64 sum = 0;
       for (int c = static_cast<int>(threadIdx.x); c < vocab_size; c += BLOCK) {
-        sum += fixed_point(exp_nonpositive(fadd(kept.logits[c], -best)));
+        sum += fixed_point(exp_nonpositive(fadd(stored.logits[c], -best)));
       }
       sum = block_reduce(sum, scratch, Sum());
       log_sum = log_positive(from_fixed_point(sum));
-      if (leader) told->logprob = fadd(fadd(kept.logits[token], -best), -log_sum);
+      if (leader) logprobs->logprob = fadd(fadd(stored.logits[token], -best), -log_sum);
     }
     if (leader && k < slot.logprobs) {
-      told->ids[k] = id;
-      told->logprobs[k] = fadd(fadd(kept.logits[id], -best), -log_sum);
+      logprobs->ids[k] = id;
+      logprobs->logprobs[k] = fadd(fadd(stored.logits[id], -best), -log_sum);
     }
   }
   if (leader) __threadfence_system();
 }
 
-// Behind verification, a block for each row: notes it. The last one copies the batch rows' results
-// to the replay's entry of the output ring, marks the entry's unused rows and publishes its stamp
-// to the host. `meeting` is nobody else's.
+// Publishes the results of a round after verification. One block per row records its token; the
+// last block copies the results of all batch rows to the replay's entry of the output ring, sets
+// the entry's unused rows to -1 and publishes its stamp to the host.
 extern "C" __global__ void __launch_bounds__(BLOCK, 1)
     publish_round(const float* raw, int vocab_size, const int* row_slot, const int* map,
                   const Slot* slots, const RoundRow* rows, int row_words, int* tables, int batch,
-                  const int* replay_number, int* told, const OutputLayout told_layout, int* ring,
-                  const OutputLayout out, Meeting* meeting, int* stamp, int stamp_stride) {
+                  const int* replay_number, int* logprobs, const OutputLayout logprobs_layout,
+                  int* ring, const OutputLayout out, CrossBlockScratch* cross_block, int* stamp,
+                  int stamp_stride) {
   __shared__ Scratch scratch;
   const int replay = *replay_number;
   const int entry = static_cast<int>(static_cast<unsigned int>(replay) % out.entries);
-  told += static_cast<long long>(entry) * told_layout.stride;
-  note_committed(static_cast<int>(blockIdx.x), raw, vocab_size, row_slot, map, slots, rows,
-                 row_words, tables, told, told_layout, scratch);
-  if (!is_last(*meeting, scratch, gridDim.x)) return;
+  logprobs += static_cast<long long>(entry) * logprobs_layout.stride;
+  record_token(static_cast<int>(blockIdx.x), raw, vocab_size, row_slot, map, slots, rows, row_words,
+               tables, logprobs, logprobs_layout, scratch);
+  if (!is_last(*cross_block, scratch, gridDim.x)) return;
   const int* results = reinterpret_cast<const int*>(rows);
-  int* to = ring + static_cast<long long>(entry) * out.stride;
+  int* out_rows = ring + static_cast<long long>(entry) * out.stride;
   for (int i = threadIdx.x; i < out.rows * out.row; i += BLOCK) {
-    to[i] = i < batch * out.row ? results[i] : -1;
+    out_rows[i] = i < batch * out.row ? results[i] : -1;
   }
   __threadfence_system();
   block_sync();

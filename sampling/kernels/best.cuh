@@ -1,35 +1,35 @@
-// A row's columns from the best score on, one by one; ties go to the smaller column.
+// Iterates over the columns of a row in descending order of score; ties go to the smaller column.
 #pragma once
 
 #include "row.cuh"
 
-// A thread's columns fall into parts, and it knows the best of each: only the part that a column
-// was taken from is looked through again.
+// The columns of a thread are divided into parts, and the best column of each part is cached: only
+// the part of the last returned column is scanned again.
 constexpr int PARTS = BLOCK == 1 ? 64 : 8;
 
 struct BestFirst {
   const float* score;
   int size;
-  u64 own[PARTS];
+  u64 best_of[PARTS];
 
   __device__ __forceinline__ BestFirst(const float* scores, int columns)
       : score(scores), size(columns) {
-    for (int p = 0; p < PARTS; ++p) own[p] = below(p, ~0ull);
+    for (int p = 0; p < PARTS; ++p) best_of[p] = below(p, ~0ull);
   }
 
-  // The next column, the same for all threads; -1: none is left but those of score -inf.
+  // Returns the next column to all threads; -1 if only columns with score -inf remain.
   __device__ __forceinline__ int next(Scratch& scratch) {
     u64 best = 0;
-    for (int p = 0; p < PARTS; ++p) best = own[p] > best ? own[p] : best;
+    for (int p = 0; p < PARTS; ++p) best = best_of[p] > best ? best_of[p] : best;
     const u64 packed = block_reduce(best, scratch, Max());
     if (packed == 0) return -1;
     for (int p = 0; p < PARTS; ++p) {
-      if (own[p] == packed) own[p] = below(p, packed);
+      if (best_of[p] == packed) best_of[p] = below(p, packed);
     }
     return static_cast<int>(0xffffffffu - static_cast<u32>(packed));
   }
 
-  // The largest (score, smaller column first) below `last` of one part; 0: none is left.
+  // Greatest packed (score, column) of one part that is less than `last`; 0: none.
   __device__ inline u64 below(int part, u64 last) const {
     u64 best = 0;
     for (int i = static_cast<int>(threadIdx.x) + BLOCK * part; i < size; i += BLOCK * PARTS) {

@@ -1,42 +1,44 @@
-// The ids a drafter would like best for draft j, in order, for the grammar to test one by one.
+// Candidates of draft j in descending order of preference, for the grammar to test one by one.
 //
-// Acts on the slots that sample_draft acts on. Without a mask in hand the
-// order is that of the draw to come: by logit for greedy requests, for others by weight / E, the
-// race that the target's draw runs with the same noise. Columns that the filters would take away
-// come after all others: the mask, not known yet, may take those away too.
+// Applies to the slots that sample_draft applies to. The order is that in which the target will
+// prefer tokens: by logit for greedy requests, by weight / E for others, the exponential race with
+// the same random numbers. Columns that the filters remove come last: the mask, which is not known
+// yet, may remove all others.
 //
-// Where the logits of all levels are at hand, row l * batch + b is that of level 1 + l: all is
-// written at once, with the ids' shares in that race, and that j drafts are wanted; of trees for
-// slots without a grammar too.
+// For a lattice, row l * batch + b has the logits of level 1 + l. The candidates of all levels are
+// written with their probabilities in the race, and j is the maximum number of drafts. For trees,
+// slots without a grammar get candidates too.
 #include "best.cuh"
 #include "slot.cuh"
 
 extern "C" __global__ void __launch_bounds__(BLOCK, 1)
     draft_candidates(const float* logits, int draft_vocab, int token_limit, const int* d2t,
-                     const int* row_slot, int batch, int j, Meeting* meetings, const Slot* slots,
-                     const RoundRow* rows, int row_words, float* q, int most_drafts, int* exchange,
-                     const ExchangeLayout layout, const int* replay_number) {
+                     const int* row_slot, int batch, int j, CrossBlockScratch* cross_block,
+                     const Slot* slots, const RoundRow* rows, int row_words, float* q,
+                     int max_drafts, int* exchange, const ExchangeLayout layout,
+                     const int* replay_number) {
   __shared__ Scratch scratch;
   const int tid = static_cast<int>(threadIdx.x);
   const int r = static_cast<int>(blockIdx.x);
-  const int level = r / batch;  // 0 where there is one
-  const bool at_once = layout.levels > 0;
-  const int at = at_once ? 1 : j;
+  const int level = r / batch;  // from 0
+  const bool lattice = is_lattice_mode(layout.mode);
+  const int draft = lattice ? 1 : j;
   const int index = row_slot[r % batch];
-  if (index < 0 || !is_drafting(slots[index], *round_row(rows, row_words, r % batch), at)) return;
+  if (index < 0 || !is_drafting(slots[index], *round_row(rows, row_words, r % batch), draft))
+    return;
   const Slot& slot = slots[index];
-  const int position = slot.n + at + level;  // being drafted
+  const int position = slot.n + draft + level;  // of the draft
   if (position >= slot.limit) return;
-  if (tid == 0) {  // host memory is read once
+  if (tid == 0) {  // one thread reads host memory
     scratch.token = is_unconstrained(stamp_of(exchange, layout, index, 0), slot.epoch);
   }
   block_sync();
-  if (scratch.token && layout.branch == 1) return;
+  if (scratch.token && layout.mode != DRAFT_MODE_TREE_LATTICE) return;
   Candidates* head =
       reinterpret_cast<Candidates*>(record_of(exchange, layout, index, layout.candidate_ids));
   int* ids = reinterpret_cast<int*>(head + 1) + level * layout.candidates;
   float* shares = reinterpret_cast<float*>(ids + layout.levels * layout.candidates);
-  if (at_once && tid == 0 && blockIdx.y == 0) {
+  if (lattice && tid == 0 && blockIdx.y == 0) {
     ids[0] = -1;
     const int levels = static_cast<int>(gridDim.x) / batch;
     const int left = slot.limit - position;
@@ -45,12 +47,12 @@ extern "C" __global__ void __launch_bounds__(BLOCK, 1)
 
   const Row row = {logits + static_cast<long long>(r) * draft_vocab, draft_vocab, nullptr,
                    token_limit, d2t};
-  // There is no table, for the draft is a point: its room holds the scores.
-  float* score = q + (static_cast<long long>(index) * most_drafts + at - 1 + level) * draft_vocab;
+  // The draft will be a point mass, so its table is unused: it holds the scores.
+  float* score = q + (static_cast<long long>(index) * max_drafts + draft - 1 + level) * draft_vocab;
   const bool sampled = slot.temperature >= GREEDY_TEMPERATURE;
   const Filter filter = {slot.temperature, slot.top_k, slot.top_p, slot.min_p};
   int best_column;
-  const int status = row_sample(row, sampled, filter, false, {}, score, meetings[r], STEP_BEST,
+  const int status = row_sample(row, sampled, filter, false, {}, score, cross_block[r], STEP_BEST,
                                 STEP_DRAW, scratch, &best_column);
   if (status != ROW_OK) return;
   block_sync();
@@ -79,7 +81,7 @@ extern "C" __global__ void __launch_bounds__(BLOCK, 1)
   int found = 0;
   float top = 0.0f;
   float sum = 1.0f;
-  // To the best one; nothing for what the filters would take away.
+  // Weight relative to that of the best column; 0 for columns that the filters remove.
   const auto relative = [&](float x) {
     if (!sampled) return exp_nonpositive(fadd(x, -top));
     return x > 0.0f ? fdiv(x, top) : 0.0f;
@@ -87,7 +89,7 @@ extern "C" __global__ void __launch_bounds__(BLOCK, 1)
   for (; found < layout.candidates; ++found) {
     const int column = order.next(scratch);
     if (column < 0) break;
-    if (at_once && found == 0) {
+    if (lattice && found == 0) {
       top = score[column];
       u64 fixed = 0;
       for (int i = tid; i < draft_vocab; i += BLOCK) fixed += fixed_point(relative(score[i]));
@@ -95,10 +97,10 @@ extern "C" __global__ void __launch_bounds__(BLOCK, 1)
     }
     if (tid != 0) continue;
     ids[found] = d2t ? d2t[column] : column;
-    if (at_once) shares[found] = fdiv(relative(score[column]), sum);
+    if (lattice) shares[found] = fdiv(relative(score[column]), sum);
   }
   if (tid != 0) return;
-  if (!at_once) *head = {*replay_number, j, found};
-  if (at_once && found < layout.candidates) ids[found] = -1;
+  if (!lattice) *head = {*replay_number, j, found};
+  if (lattice && found < layout.candidates) ids[found] = -1;
   __threadfence_system();
 }

@@ -1,7 +1,8 @@
-// Apply token bitmasks to logits in place: illegal columns become -inf.
+// Applies token bitmasks to logits in place: the logits of illegal tokens become -inf.
 //
-// Row r uses mask row mask_row[r]; a negative one leaves the row as it is. Columns may be drafter
-// ids, mapped to target ids by d2t in the same pass. The mask is addressed by target id, 32 a word.
+// Row r uses mask row mask_row[r]; a negative value leaves the row unchanged. The bitmask is
+// indexed by target id, 32 ids per word. Columns may be ids of a drafter's vocabulary, which d2t
+// maps to target ids in the same pass.
 #include "row.cuh"
 
 template <class T>
@@ -17,7 +18,7 @@ __device__ __forceinline__ void mask_apply(T* logits, int columns, const unsigne
   const int lane = static_cast<int>(threadIdx.x) % LANES;
   const int warp = static_cast<int>(blockIdx.x) * WARPS + static_cast<int>(threadIdx.x) / LANES;
   const int warps = static_cast<int>(gridDim.x) * WARPS;
-  // Every lane loads one word (a coalesced read, also from host memory) and hands it round.
+  // Every lane loads one word (a coalesced read, also from host memory) and broadcasts it.
   const int words = (columns + 31) / 32;
   for (int group = warp * LANES; group < words; group += warps * LANES) {
     const int own = (group + lane) * 32;

@@ -1,21 +1,19 @@
 // Counter-based random numbers: Philox4x32-10 (Salmon, Moraes, Dror, Shaw, "Parallel random
 // numbers: as easy as 1, 2, 3", SC 2011).
 //
-// One stream per request: key = the 64-bit request seed (low word, high word). A draw is named, not
-// consumed: counter = (absolute position of the token being decided, purpose | sample index << 8,
-// id div 4, turn), and the word used is id mod 4; scalar draws use id 0. So the number a draw sees
-// depends on the request and on what is being decided, never on batch, bucket or page.
+// Each request has one stream, whose key is its 64-bit seed (low word, high word). Random numbers
+// are addressed by counter: (position of the sampled token, purpose | sample index << 8, id div 4,
+// round). The word of id mod 4 is used; scalars use id 0. A random number therefore depends on the
+// request and on what is sampled, and not on batch, bucket or page.
 //
-// The turn is 0 for NOISE and TARGET, which decide a position once. Draws of DRAFT, COIN and
-// RESIDUAL carry the position of the last token when the round began: block verification looks at
-// all of them before it chooses where to stop, so where it stops says something about those behind,
-// and the next round must not see them again. In trees that are drawn, DRAFT and COIN take the row
-// for the depth: nodes side by side draw anew.
+// The last counter word is 0 for purpose NOISE, which samples each position once. For DRAFT, COIN
+// and RESIDUAL it is the position of the last token at the beginning of the round. Block
+// verification reads all of these numbers before it decides where to stop, so the result is
+// correlated with the numbers of later positions; the next round must not use them again.
 //
-// exp and log: every product and sum is rounded on its own (no contraction), and division is IEEE,
-// so that a GPU, the soft device and NumPy return the same bits: sampled tokens then agree
-// everywhere, with no excuse for near-ties. The loops that use them have no calls and vectorise on
-// the soft device.
+// Every product and sum of exp and log is rounded separately (no contraction), and division is
+// IEEE. A GPU, the soft device and NumPy therefore return the same bits and sample the same tokens.
+// The loops that use these functions contain no calls and vectorize on the soft device.
 #pragma once
 
 #include "graft.cuh"
@@ -30,11 +28,11 @@ __device__ __forceinline__ float fadd(float a, float b) { return a + b; }
 __device__ __forceinline__ float fdiv(float a, float b) { return a / b; }
 #endif
 
-// log 2 in two parts: the first has 16 significant bits, so its product with an exponent is exact.
+// log 2 as a sum. LN2_HIGH has 16 significant bits, so its product with an exponent is exact.
 #define LN2_HIGH 0.693145751953125f
 #define LN2_LOW 1.42860682030941723212e-06f
 
-// exp(x) for x <= 0; below -87 (under the smallest normal number) exactly 0.
+// exp(x) for x <= 0; exactly 0 for x < -87, where exp(x) is below the smallest normal number.
 // Range reduction by log 2, then the Taylor polynomial of degree 7 on |r| <= log(2) / 2.
 __device__ __forceinline__ float exp_nonpositive(float x) {
   const float y = x < -87.0f ? -87.0f : x;
@@ -53,7 +51,7 @@ __device__ __forceinline__ float exp_nonpositive(float x) {
   return x < -87.0f ? 0.0f : result;
 }
 
-// log(1 + f) for -0.2929 < f <= 0.4143: 2 artanh(f / (2 + f)) by its series, accurate down to f =
+// log(1 + f) for -0.2929 < f <= 0.4143, by the series of 2 artanh(f / (2 + f)). Accurate near f =
 // 0.
 __device__ __forceinline__ float log1p_small(float f) {
   const float s = fdiv(f, fadd(2.0f, f));
@@ -66,7 +64,7 @@ __device__ __forceinline__ float log1p_small(float f) {
   return fadd(twice, fmul(twice, fmul(t, z)));
 }
 
-// log(y) for normal y > 0: mantissa in [sqrt(1/2), sqrt(2)), exponent apart.
+// log(y) for normal y > 0, from a mantissa in [sqrt(1/2), sqrt(2)) and an exponent.
 __device__ __forceinline__ float log_positive(float y) {
   const unsigned int bits = __float_as_uint(y);
   const unsigned int shifted = bits - 0x3f3504f3u;  // sqrt(1/2)
@@ -76,11 +74,9 @@ __device__ __forceinline__ float log_positive(float y) {
   return fadd(fmul(n, LN2_HIGH), fadd(fmul(n, LN2_LOW), log1p_small(fadd(m, -1.0f))));
 }
 
-// NOISE decides the target token (bonus, no speculation) and, in coupled verification, is shared
-// with the drafter by design. In rejection sampling every purpose must be independent of the
-// others.
+// Purposes of random numbers. NOISE samples target tokens; coupled drafts are sampled with the same
+// numbers. In rejection sampling, the numbers of different purposes must be independent.
 #define PURPOSE_NOISE 0u
-#define PURPOSE_TARGET 0u
 #define PURPOSE_DRAFT 1u
 #define PURPOSE_COIN 2u
 #define PURPOSE_RESIDUAL 3u
@@ -108,12 +104,12 @@ __device__ __forceinline__ Words4 philox4x32_10(Words4 counter, unsigned int key
   return c;
 }
 
-// Everything that names a draw except the token id.
+// Address of a random number, except for the token id.
 struct Noise {
   unsigned long long seed;
   int position;
   unsigned int purpose;  // purpose | sample index << 8
-  int turn = 0;
+  int round = 0;
 };
 
 __device__ __forceinline__ Words4 noise_words(const Noise& noise, unsigned int id_group) {
@@ -121,12 +117,12 @@ __device__ __forceinline__ Words4 noise_words(const Noise& noise, unsigned int i
   counter.x[0] = static_cast<unsigned int>(noise.position);
   counter.x[1] = noise.purpose;
   counter.x[2] = id_group;
-  counter.x[3] = static_cast<unsigned int>(noise.turn);
+  counter.x[3] = static_cast<unsigned int>(noise.round);
   return philox4x32_10(counter, static_cast<unsigned int>(noise.seed),
                        static_cast<unsigned int>(noise.seed >> 32));
 }
 
-// The word of an id, by selects: a run-time index would put the words in local memory.
+// Word of an id. A run-time array index would move the words to local memory.
 __device__ __forceinline__ unsigned int word_of(const Words4& words, unsigned int id) {
   const unsigned int low = id & 1u ? words.x[1] : words.x[0];
   const unsigned int high = id & 1u ? words.x[3] : words.x[2];
@@ -137,17 +133,17 @@ __device__ __forceinline__ unsigned int noise_word(const Noise& noise, unsigned 
   return word_of(noise_words(noise, id >> 2), id);
 }
 
-// Uniform in [0, 1) from the upper 24 bits: every value is exact in fp32 and 1 is never reached.
+// Uniform number in [0, 1) from the upper 24 bits; every value is exact in fp32.
 __device__ __forceinline__ float uniform24(unsigned int x) {
   return static_cast<float>(x >> 8) * 5.9604644775390625e-08f;
 }
 
-// Standard exponential variate E = -log1p(-v), v = min((x + 1/2) 2^-32, 1 - 2^-24).
+// Exponential variate E = -log1p(-v) with v = min((x + 1/2) 2^-32, 1 - 2^-24).
 //
-// argmax(log p + Gumbel) with Gumbel = -log(E) is argmax(p / E): the same winner with one logarithm
-// instead of three, and with relative instead of absolute rounding. Both tails keep full fp32
-// accuracy: near v = 0 the series runs in v itself (E down to 2^-33, so rare tokens can win), near
-// v = 1 the complement is taken from the integer (~x), and E never exceeds 24 log 2.
+// argmax(p / E) equals argmax(log p + Gumbel) with Gumbel = -log(E), but needs one logarithm
+// instead of three and has relative instead of absolute rounding errors. Both tails have full fp32
+// accuracy: near v = 0 the series runs in v itself (E is at least 2^-33, so rare tokens can win),
+// and near v = 1 the complement is computed from the integer (~x). E is at most 24 log 2.
 __device__ __forceinline__ float exponential(unsigned int x) {
   const float v = fmul(fadd(static_cast<float>(x), 0.5f), 2.3283064365386963e-10f);
   if (v < 0.29289f) return -log1p_small(-v);

@@ -1,23 +1,24 @@
-// One row of logits on one block: legality, the best legal token, the filtered distribution, draws.
+// Sampling from one row of logits: legal tokens, argmax, filtered distribution, categorical
+// sampling.
 //
-// Order of filters: vocabulary bound, mask, temperature, top-k, top-p, min-p, renormalise. Ties go
-// to the smaller id everywhere. Only legal logits are looked at: -inf there forbids the token like
-// a mask bit, NaN or +inf means a broken model and fails the row.
+// Filters are applied in the order vocabulary bound, mask, temperature, top-k, top-p, min-p,
+// renormalization. Ties go to the smaller id. Only the logits of legal tokens are read: -inf makes
+// a token illegal like a mask bit, NaN and +inf fail the row.
 //
-// SAMPLE_BLOCK (threads of a block) is a compile-time choice of the loader: wide on a GPU, 1 on the
-// soft device, where a barrier costs more than the work it separates. A row may have several
-// blocks, blockIdx.y of gridDim.y, each with a slice of it; what needs all of it is for the last of
-// them. Results depend on neither: sums are integers, maxima carry their index, so no order of
-// threads or blocks shows in a bit.
+// SAMPLE_BLOCK, the number of threads per block, is set when the kernel is compiled: large on a
+// GPU, 1 on the soft device, where a barrier costs more than the work that it separates. Several
+// blocks (gridDim.y) may share a row, each with a slice of its columns; the last block to finish
+// does the work that needs the whole row. Results depend on neither number, because sums are
+// integers and maxima carry their index: the order of threads and blocks does not affect any bit.
 //
-// Ownership: element i of a slice belongs to thread i mod SAMPLE_BLOCK, so passes that only touch
-// own elements need no barrier between them.
+// Element i of a slice belongs to thread i mod SAMPLE_BLOCK. Consecutive passes over own elements
+// need no barrier.
 #pragma once
 
 #include "philox.cuh"
 
 #ifdef __SOFTCUDA__
-#pragma softcuda quick  // no slower than with -O3, and compiled in 2/3 of the time
+#pragma softcuda quick  // as fast as -O3, with 2/3 of the compile time
 #endif
 
 #ifndef SAMPLE_BLOCK
@@ -28,15 +29,15 @@ typedef unsigned int u32;
 typedef unsigned long long u64;
 
 constexpr int BLOCK = SAMPLE_BLOCK;
-constexpr int LANES = BLOCK < 32 ? BLOCK : 32;  // threads that share a 32-bit mask word
+constexpr int LANES = BLOCK < 32 ? BLOCK : 32;  // threads per 32-bit mask word
 constexpr int WARPS = BLOCK / LANES;
 static_assert(BLOCK == 1 || BLOCK % 32 == 0, "SAMPLE_BLOCK is 1 or a multiple of 32");
 
-#define SPANS 1024  // that weights fall into, by how far they are from the best
+#define SPANS 1024  // bins of weights, by the distance of the logit from the best one
 #define COUNTS 3072
 
-// What the blocks of a row tell one another; all zero between rounds.
-struct Meeting {
+// Global-memory scratch that the blocks of a row share; all zero between rounds.
+struct CrossBlockScratch {
   unsigned long long best;  // packed, see row_best
   unsigned long long sum;
   unsigned long long race;  // packed, see draw_column
@@ -46,17 +47,18 @@ struct Meeting {
   unsigned int spans[COUNTS];  // Histogram<SPANS>
 };
 
-// Fixed-point masses, in halves: a GPU has no 64-bit sum in shared memory.
+// Fixed-point masses and member counts per bin. Masses are stored in two halves, because GPUs have
+// no 64-bit atomic addition in shared memory.
 template <int N>
 struct Histogram {
   u32 low[N];
   u32 high[N];
   u32 members[N];
 
-  template <bool MANY>  // at once
+  template <bool CONCURRENT>
   __device__ __forceinline__ void add(int bin, u64 more, u32 count) {
     const u32 part = static_cast<u32>(more);
-    if (MANY) {
+    if (CONCURRENT) {
       const u32 carry = atomicAdd(&low[bin], part) + part < part;
       atomicAdd(&high[bin], static_cast<u32>(more >> 32) + carry);
       atomicAdd(&members[bin], count);
@@ -85,8 +87,8 @@ struct Histogram {
   }
 };
 
-constexpr int BINS = 256;     // of a digit of a rank
-constexpr int LISTED = 2048;  // columns of one span
+constexpr int BINS = 256;     // values of a radix digit
+constexpr int LISTED = 2048;  // maximum columns of a span that are listed in shared memory
 
 struct Scratch {
   u64 partial[BLOCK];
@@ -104,14 +106,14 @@ __device__ __forceinline__ void block_sync() {
   if (BLOCK > 1) __syncthreads();
 }
 
-// Whether this block is the last of its row to come here: it then sees what all of them wrote.
-__device__ __forceinline__ bool is_last(Meeting& meeting, Scratch& scratch,
+// Whether this block is the last of its row to call this function. It then sees the writes of all.
+__device__ __forceinline__ bool is_last(CrossBlockScratch& cross_block, Scratch& scratch,
                                         unsigned int blocks = gridDim.y) {
   block_sync();
   if (blocks == 1) return true;
   if (threadIdx.x == 0) {
     __threadfence();
-    scratch.token = atomicInc(&meeting.arrived, blocks - 1) == blocks - 1;
+    scratch.token = atomicInc(&cross_block.arrived, blocks - 1) == blocks - 1;
     __threadfence();
   }
   block_sync();
@@ -123,7 +125,7 @@ struct Slice {
   int end;
 };
 
-// The part of a row's columns that is this block's, in whole mask words.
+// Columns of a row that this block processes, in whole mask words.
 __device__ __forceinline__ Slice own_slice(int size) {
   const int parts = static_cast<int>(gridDim.y);
   const int most = ((size + 31) / 32 + parts - 1) / parts * 32;
@@ -139,8 +141,8 @@ struct Sum {
   __device__ __forceinline__ u64 operator()(u64 a, u64 b) const { return a + b; }
 };
 
-// Combine one value of every thread; all threads receive the result. Two barriers: the first of the
-// next call orders this call's reads of `group` before they are overwritten.
+// Combines one value of every thread and returns the result to all threads. The first barrier of
+// the next call orders this call's reads of `group` before they are overwritten.
 template <class Op>
 __device__ __forceinline__ u64 block_reduce(u64 value, Scratch& scratch, Op op) {
   if (BLOCK == 1) return value;
@@ -168,26 +170,26 @@ __device__ __forceinline__ u64 block_reduce(u64 value, Scratch& scratch, Op op) 
 struct Row {
   const float* logits;  // [size]
   int size;             // columns, < 2^24
-  const u32* mask;      // legality bits by target id, or null: unconstrained
+  const u32* mask;      // bitmask by target id; null: unconstrained
   int token_limit;      // target ids at or above are illegal
-  const int* map;       // column -> target id, or null: identity
+  const int* map;       // target id of each column; null: identity
 };
 
 struct Filter {
   float temperature;
-  int top_k;    // 0: off
-  float top_p;  // 1: off
-  float min_p;  // 0: off
+  int top_k;    // 0: disabled
+  float top_p;  // 1: disabled
+  float min_p;  // 0: disabled
 };
 
-// Signed integer with the order of floats; NaN of either sign above +inf, both zeros equal.
+// Returns an integer with the order of floats. NaN is greater than +inf, and both zeros are equal.
 __device__ __forceinline__ int order_key(float x) {
   const u32 bits = __float_as_uint(x + 0.0f);
   const int key = static_cast<int>(bits ^ ((bits >> 31) ? 0x7fffffffu : 0u));
   return (bits & 0x7fffffffu) > 0x7f800000u ? 0x7fffffff : key;
 }
 
-// Legality of the 32 columns from `base` on where columns are target ids (all ones when mapped).
+// Mask bits of the 32 columns from `base` on, if columns are target ids; all ones if mapped.
 template <bool MAPPED>
 __device__ __forceinline__ u32 legal_word(const Row& row, int base) {
   if (MAPPED) return 0xffffffffu;
@@ -205,7 +207,8 @@ __device__ __forceinline__ bool legal(const Row& row, u32 word, int column) {
   return !row.mask || ((row.mask[id >> 5] >> (id & 31)) & 1u);
 }
 
-// Best legal column of a slice, packed for `read_best`; with STORE also work[i] = logit or -inf.
+// Returns the best legal column of a slice, packed for `read_best`. With STORE, also sets work[i]
+// to the logit, or to -inf for illegal columns.
 template <bool MAPPED, bool STORE>
 __device__ __forceinline__ u64 row_best(const Row& row, const Slice& own, float* work,
                                         Scratch& scratch) {
@@ -234,7 +237,7 @@ __device__ __forceinline__ u64 row_best(const Row& row, const Slice& own, float*
       }
     };
     if (count == 32) {
-      scan(32);  // a constant, for the soft device's vectoriser
+      scan(32);  // a constant trip count lets the soft device's compiler vectorize
     } else {
       scan(count);
     }
@@ -243,7 +246,7 @@ __device__ __forceinline__ u64 row_best(const Row& row, const Slice& own, float*
       best_base = base;
     }
   }
-  // The first own column that holds the best key, packed so that ties go to the smaller one.
+  // The first own column with the best key, packed so that ties go to the smaller column.
   u64 packed = 0;
   if (best_base >= 0) {
     const u32 word = legal_word<MAPPED>(row, best_base);
@@ -259,7 +262,7 @@ __device__ __forceinline__ u64 row_best(const Row& row, const Slice& own, float*
   return block_reduce(packed, scratch, Max());
 }
 
-// What the best of all slices is: ROW_OK, ROW_NO_TOKEN or ROW_BAD_LOGIT.
+// Unpacks the best column of all slices. Returns ROW_OK, ROW_NO_TOKEN or ROW_BAD_LOGIT.
 __device__ __forceinline__ int read_best(const Row& row, u64 packed, int* column, float* logit) {
   if (packed == 0) return ROW_NO_TOKEN;
   const int key = static_cast<int>(static_cast<u32>(packed >> 32) ^ 0x80000000u);
@@ -269,7 +272,8 @@ __device__ __forceinline__ int read_best(const Row& row, u64 packed, int* column
   return ROW_OK;
 }
 
-// Weights are in [0, 1]; sums are exact integers of 2^-45 (2^17 columns stay below 2^63).
+// Weights are in [0, 1]. Sums are exact integers in units of 2^-45; those of 2^17 columns are below
+// 2^63.
 __device__ __forceinline__ u64 fixed_point(float weight) {
   return static_cast<u64>(static_cast<long long>(weight * 35184372088832.0f));
 }
@@ -278,14 +282,14 @@ __device__ __forceinline__ float from_fixed_point(u64 sum) {
   return fmul(static_cast<float>(sum), 2.8421709430404007e-14f);
 }
 
-// Rank of a column: by logit, ties to the smaller id. 32 bits of key, 24 bits of column.
+// Rank of a column, by logit with ties to the smaller id: 32 bits of key, 24 bits of column.
 __device__ __forceinline__ u64 rank_key(const Row& row, int column) {
   const u32 key = static_cast<u32>(order_key(row.logits[column])) ^ 0x80000000u;
   return (static_cast<u64>(key) << 24) | static_cast<u64>(0xffffffu - static_cast<u32>(column));
 }
 
-// Weights of columns, and the span that each falls into: where a logit is higher the span is not
-// later. Only columns with a weight have one.
+// Weights of columns and their spans (bins). A column with a higher logit has the same or an
+// earlier span. Columns of weight 0 have none.
 struct Weights {
   const Row& row;
   const Filter& filter;
@@ -297,13 +301,13 @@ struct Weights {
     return (filter.top_k > 0 && filter.top_k < row.size) || filter.top_p < 1.0f;
   }
 
-  // Below SPANS: no weight is below exp(-87).
+  // Less than SPANS, because no positive weight is below exp(-87).
   __device__ __forceinline__ int span(int i) const {
     return static_cast<int>(fmul(fmul(fadd(best, -row.logits[i]), inverse_temperature), 11.5f));
   }
 
-  // The best token's weight is exactly 1, so min_p relative to it is an absolute bound.
-  __device__ __forceinline__ void bound(const Slice& own) const {
+  // Applies min_p. The weight of the best token is exactly 1, so min_p is an absolute bound.
+  __device__ __forceinline__ void apply_min_p(const Slice& own) const {
     const float least = filter.min_p < 1.0f ? filter.min_p : 1.0f;
     if (!(least > 0.0f)) return;
     for (int i = own.begin + static_cast<int>(threadIdx.x); i < own.end; i += BLOCK) {
@@ -312,8 +316,8 @@ struct Weights {
   }
 };
 
-// Which columns top-k and top-p keep: those of the spans before `end`, and of the last of these
-// only what is ranked at `floor` or above. `sum` is the weight of all that is kept.
+// Columns that top-k and top-p keep: those in spans before `end`, except for columns of the last of
+// these spans whose rank is below `floor`. `sum` is the total weight of the kept columns.
 struct Cut {
   int end;
   u64 floor;
@@ -325,8 +329,8 @@ struct Cut {
   }
 };
 
-// work[i] of a slice, logits as row_best stored them, become weights. Returns their sum, or, where
-// filters are to cut, lays them out in scratch.spans.
+// Converts the logits of a slice that row_best stored in work[] to weights. Returns their sum; if
+// top-k or top-p applies, fills scratch.spans instead.
 __device__ __forceinline__ u64 row_weigh(const Weights& w, const Slice& own, Scratch& scratch) {
   const int begin = own.begin + static_cast<int>(threadIdx.x);
   float* work = w.work;
@@ -335,7 +339,7 @@ __device__ __forceinline__ u64 row_weigh(const Weights& w, const Slice& own, Scr
   }
   u64 sum = 0;
   if (!w.cuts()) {
-    w.bound(own);
+    w.apply_min_p(own);
     for (int i = begin; i < own.end; i += BLOCK) sum += fixed_point(work[i]);
     return block_reduce(sum, scratch, Sum());
   }
@@ -348,8 +352,8 @@ __device__ __forceinline__ u64 row_weigh(const Weights& w, const Slice& own, Scr
   return 0;
 }
 
-// The first of `end` bins by which the count reaches `need`, of which it leaves what is wanted of
-// that bin; the last bin where all of them are too little.
+// Returns the first of `end` bins at which the cumulative count reaches `need`, or the last bin,
+// and reduces `need` to the part that falls into this bin.
 template <bool WEIGHTED, int N>
 __device__ __forceinline__ int find_bin(const Histogram<N>& bins, int end, u64* need,
                                         Scratch& scratch) {
@@ -377,9 +381,9 @@ __device__ __forceinline__ int find_bin(const Histogram<N>& bins, int end, u64* 
   return scratch.token;
 }
 
-// Narrows a cut to the smallest set of best-ranked columns whose mass reaches `need`: their number,
-// or with WEIGHTED their fixed-point weight. In the span where that is, a radix select by the
-// rank, eight bits a pass.
+// Narrows a cut to the smallest set of best-ranked columns whose count reaches `need`: their
+// number, or with WEIGHTED their fixed-point weight. Within the last span, a radix select by rank
+// finds the boundary, eight bits per pass.
 template <bool WEIGHTED>
 __device__ __forceinline__ void narrow(Cut& cut, const Weights& w, u64 need, Scratch& scratch) {
   const int tid = static_cast<int>(threadIdx.x);
@@ -417,7 +421,7 @@ __device__ __forceinline__ void narrow(Cut& cut, const Weights& w, u64 need, Scr
     block_sync();
     const int bin = find_bin<WEIGHTED>(scratch.digits, BINS, &need, scratch);
     prefix |= static_cast<u64>(BINS - 1 - bin) << shift;
-    // Done when the whole bin is wanted, or when it is one column.
+    // Done if the whole bin is needed or the bin has a single column.
     done = scratch.digits.count<WEIGHTED>(bin) <= need || scratch.digits.members[bin] <= 1u;
     block_sync();
   }
@@ -429,7 +433,7 @@ __device__ __forceinline__ void narrow(Cut& cut, const Weights& w, u64 need, Scr
   block_sync();
 }
 
-// What filters cut of a row whose weights are laid out in scratch.spans; by one block.
+// Computes the cut of top-k, top-p and min-p from scratch.spans, in one block.
 __device__ __forceinline__ Cut row_cut(const Weights& w, Scratch& scratch) {
   const int tid = static_cast<int>(threadIdx.x);
   Cut cut = {SPANS, 0, 0};
@@ -452,7 +456,7 @@ __device__ __forceinline__ Cut row_cut(const Weights& w, Scratch& scratch) {
     return cut;
   }
   const Slice whole = {0, w.row.size};
-  w.bound(whole);
+  w.apply_min_p(whole);
   for (int i = tid; i < w.row.size; i += BLOCK) {
     if (w.work[i] > 0.0f && cut.keeps(w, i)) cut.sum += fixed_point(w.work[i]);
   }
@@ -460,8 +464,8 @@ __device__ __forceinline__ Cut row_cut(const Weights& w, Scratch& scratch) {
   return cut;
 }
 
-// Weights of a slice become probabilities, zero where filters cut.
-__device__ __forceinline__ void row_normalise(const Weights& w, const Cut& cut, const Slice& own) {
+// Converts the weights of a slice to probabilities; columns outside the cut become 0.
+__device__ __forceinline__ void row_normalize(const Weights& w, const Cut& cut, const Slice& own) {
   const int begin = own.begin + static_cast<int>(threadIdx.x);
   for (int i = begin; i < own.end && w.cuts(); i += BLOCK) {
     if (w.work[i] > 0.0f && !cut.keeps(w, i)) w.work[i] = 0.0f;
@@ -471,14 +475,15 @@ __device__ __forceinline__ void row_normalise(const Weights& w, const Cut& cut, 
   for (int i = begin; i < own.end; i += BLOCK) work[i] = fdiv(work[i], total);
 }
 
-// Categorical draws by the exponential race: argmax(weight / E) over the vocabulary, which is
-// argmax(log weight + Gumbel). The noise is indexed by TARGET id, so a drafter with its own
-// vocabulary and the target see the same number for the same token.
+// Categorical sampling by the exponential race (Gumbel-max): argmax(weight / E) over the vocabulary
+// equals argmax(log weight + Gumbel). Random numbers are indexed by TARGET id, so a drafter with
+// its own vocabulary and the target use the same number for the same token.
 //
-// Column with the largest weight(i) / E(id of i), ties to the smaller column; -1 if no weight is
-// positive. `weight` is a callable of the column; weights need no normalisation. All threads call
-// it and all receive the result; rows written by other threads need a barrier before. Of a slice
-// it comes packed, for the largest of a row's to be read by `drawn`.
+// Returns the column of a slice with the greatest weight(i) / E(id of i), packed; ties go to the
+// smaller column. The greatest value of all slices is read by `drawn`, which returns -1 if no
+// weight is positive. `weight` is a function of the column and needs no normalization. All threads
+// take part and receive the result. A barrier must separate it from writes of other threads to the
+// row.
 template <class Weight>
 __device__ __forceinline__ u64 draw_packed(const Slice& own, const int* map, const Noise& noise,
                                            Scratch& scratch, Weight weight) {
@@ -486,7 +491,7 @@ __device__ __forceinline__ u64 draw_packed(const Slice& own, const int* map, con
   float best = 0.0f;
   u32 cached = 0xffffffffu;
   Words4 words = {};
-  // Four neighbouring columns a step: where columns are ids, they share one Philox block.
+  // Four neighbouring columns per step: if columns are ids, they share one Philox block.
   for (int first = own.begin + static_cast<int>(threadIdx.x) * 4; first < own.end;
        first += BLOCK * 4) {
     const int end = own.end - first < 4 ? own.end : first + 4;
@@ -499,8 +504,8 @@ __device__ __forceinline__ u64 draw_packed(const Slice& own, const int* map, con
         words = noise_words(noise, cached);
       }
       const u32 x = word_of(words, id);
-      // E >= v, so a token that loses even with v in place of E needs no logarithm. The slack is
-      // far above the rounding of either side: no winner is ever skipped.
+      // E >= v, so a token that loses with v in place of E needs no logarithm. The margin is far
+      // greater than the rounding errors, so the winner is never skipped.
       if (w < best * (static_cast<float>(x) * 2.328e-10f)) continue;
       const float score = fdiv(w, exponential(x));
       if (packed != 0 && !(score > best)) continue;
@@ -526,18 +531,22 @@ __device__ __forceinline__ int draw_column(int size, const int* map, const Noise
 #define STEP_WEIGH 1
 #define STEP_DRAW 2
 
-// Samples a row, or what of that lies from step `from` to step `to`: the best column; weights and
-// what filters cut of them; work[0..size), the filtered distribution (fp32, zero where a token
-// cannot be chosen), and a column drawn from it. Where it does not filter the best column is all
-// there is, and work, unless null, holds the legal logits; or nothing is drawn.
+// Samples from a row in the steps `from` to `to`:
 //
-// In a launch of one step all blocks of the row share it. In one of several they share the first,
-// and the others are for the last block. Returns 0 to blocks that have no more to do, to the last
-// one ROW_OK, ROW_NO_TOKEN or ROW_BAD_LOGIT, the column, and the row complete.
-__device__ __forceinline__ int row_sample(const Row& row, bool filters, const Filter& filter,
-                                          bool draws, const Noise& noise, float* work,
-                                          Meeting& meeting, int from, int to, Scratch& scratch,
-                                          int* column) {
+//   STEP_BEST   finds the best column.
+//   STEP_WEIGH  computes weights and the cut of the filters.
+//   STEP_DRAW   writes the filtered distribution to work[0..size), fp32, and samples a column.
+//
+// Without `filtered`, only the best column is found, and `work` receives the legal logits unless it
+// is null. Without `sampled`, no column is sampled.
+//
+// All blocks of the row share the first step of a launch; further steps run in the last block. The
+// last block gets ROW_OK, ROW_NO_TOKEN or ROW_BAD_LOGIT, the column and the complete row; the
+// others get 0.
+__device__ __forceinline__ int row_sample(const Row& row, bool filtered, const Filter& filter,
+                                          bool sampled, const Noise& noise, float* work,
+                                          CrossBlockScratch& cross_block, int from, int to,
+                                          Scratch& scratch, int* column) {
   const bool leader = threadIdx.x == 0;
   Slice own = own_slice(row.size);
   bool alone = gridDim.y == 1;
@@ -546,25 +555,25 @@ __device__ __forceinline__ int row_sample(const Row& row, bool filters, const Fi
                                     : row_best<true, false>(row, own, work, scratch)
                      : work  ? row_best<false, true>(row, own, work, scratch)
                              : row_best<false, false>(row, own, work, scratch);
-    if (leader) atomicMax(&meeting.best, best);
-    if (to == STEP_BEST || !is_last(meeting, scratch)) return 0;
+    if (leader) atomicMax(&cross_block.best, best);
+    if (to == STEP_BEST || !is_last(cross_block, scratch)) return 0;
     alone = true;
     own = {0, row.size};
   }
   float best_logit = 0.0f;
-  const int status = read_best(row, meeting.best, column, &best_logit);
-  if (status == ROW_OK && filters) {
+  const int status = read_best(row, cross_block.best, column, &best_logit);
+  if (status == ROW_OK && filtered) {
     const Weights w = {row, filter, best_logit, fdiv(1.0f, filter.temperature), work};
     if (from <= STEP_WEIGH) {
       const u64 sum = row_weigh(w, own, scratch);
-      Histogram<SPANS>& spans = *reinterpret_cast<Histogram<SPANS>*>(meeting.spans);
+      Histogram<SPANS>& spans = *reinterpret_cast<Histogram<SPANS>*>(cross_block.spans);
       for (int b = static_cast<int>(threadIdx.x); b < SPANS && w.cuts() && !alone; b += BLOCK) {
         const u32 members = scratch.spans.members[b];
         if (members > 0) spans.add<true>(b, scratch.spans.mass(b), members);
       }
       if (!w.cuts()) {
-        if (leader) atomicAdd(&meeting.sum, sum);
-      } else if (alone || is_last(meeting, scratch)) {
+        if (leader) atomicAdd(&cross_block.sum, sum);
+      } else if (alone || is_last(cross_block, scratch)) {
         for (int b = static_cast<int>(threadIdx.x); b < SPANS && !alone; b += BLOCK) {
           scratch.spans.set(b, spans.mass(b), spans.members[b]);
           spans.set(b, 0, 0);
@@ -572,40 +581,41 @@ __device__ __forceinline__ int row_sample(const Row& row, bool filters, const Fi
         block_sync();
         const Cut cut = row_cut(w, scratch);
         if (leader) {
-          meeting.end = cut.end;
-          meeting.floor = cut.floor;
-          meeting.sum = cut.sum;
+          cross_block.end = cut.end;
+          cross_block.floor = cut.floor;
+          cross_block.sum = cut.sum;
         }
       }
       block_sync();
     }
     if (to == STEP_WEIGH) return 0;
-    row_normalise(w, {meeting.end, meeting.floor, meeting.sum}, own);
+    row_normalize(w, {cross_block.end, cross_block.floor, cross_block.sum}, own);
     block_sync();
-    if (draws) {
+    if (sampled) {
       const u64 race = draw_packed(own, row.map, noise, scratch, [work](int i) { return work[i]; });
-      if (leader) atomicMax(&meeting.race, race);
+      if (leader) atomicMax(&cross_block.race, race);
     }
   }
-  if (to == STEP_WEIGH || !(alone || is_last(meeting, scratch))) return 0;
+  if (to == STEP_WEIGH || !(alone || is_last(cross_block, scratch))) return 0;
   block_sync();
-  if (status == ROW_OK && filters && draws) *column = drawn(meeting.race);
+  if (status == ROW_OK && filtered && sampled) *column = drawn(cross_block.race);
   block_sync();
-  if (leader) meeting.best = meeting.sum = meeting.race = meeting.floor = meeting.end = 0;
+  if (leader)
+    cross_block.best = cross_block.sum = cross_block.race = cross_block.floor = cross_block.end = 0;
   return status;
 }
 
-// The column of a target id in a drafter's vocabulary, -1: it has none.
+// Column of a target id in a drafter's vocabulary; -1 if it has none.
 __device__ __forceinline__ int column_of(const int* t2d, int draft_vocab, int id) {
   return t2d ? t2d[id] : id < draft_vocab ? id : -1;
 }
 
-// What tests of drafts leave of the target's distribution, by target id: weight * p - q, not above
-// 0 where the draft may have all of it.
-struct Left {
+// Unnormalized residual distribution of a rejected draft, by target id: weight * p - q. It may be
+// negative, which counts as 0.
+struct Residual {
   float weight;
   const float* p;
-  const float* q;  // of the drafter's columns; null: a point, all on `draft`
+  const float* q;  // by drafter column; null: a point mass at `draft`
   int draft;
   const int* t2d;
   int draft_vocab;

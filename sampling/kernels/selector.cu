@@ -1,10 +1,11 @@
-// A left-to-right selector (DFlash2): the best ids of a row change places by the token before it.
+// Selector of DFlash2: rescores the best ids of a row depending on the previous token.
 #include "best.cuh"
 
 #define MAX_SELECTED 64
-#define ABOVE 40.0f  // between what is selected from and all other ids; exp(-40) is 4e-18
+#define SELECTED_MARGIN 40.0f  // between the selected ids and all others; exp(-40) = 4e-18
 
-// One block a row of logits: its k best columns, the best first; -1 behind the last that is there.
+// Writes the k best columns of each row in descending order, followed by -1 if there are fewer. One
+// block per row of logits.
 extern "C" __global__ void __launch_bounds__(BLOCK, 1)
     selector_best(const float* logits, int vocab, int k, int* best) {
   __shared__ Scratch scratch;
@@ -16,15 +17,15 @@ extern "C" __global__ void __launch_bounds__(BLOCK, 1)
   }
 }
 
-// One block a row of logits; `nodes` of them, side by side, have one row of the block behind them,
-// with its `best` ids and their `successor` [k, rank] and with its `hidden` [rank]. What is best is
-// scored u + sum of predecessor * hidden * successor, and lifted above all other ids: these keep
-// their logits and are drafted only where a grammar takes all of the best.
+// Rescores the best ids of each row as logit + sum(predecessor * hidden * successor) and raises
+// them above all other ids. The others keep their logits and are drafted only if the grammar
+// rejects all of the best ids. One block per row of logits; `nodes` consecutive rows share `best`
+// [k], `successor` [k, rank] and `hidden` [rank].
 extern "C" __global__ void __launch_bounds__(BLOCK, 1)
     selector_score(float* logits, int vocab, int nodes, int k, int rank, const int* best,
                    const float* successor, const float* hidden, const float* predecessor) {
   __shared__ float scores[MAX_SELECTED];
-  __shared__ float last;  // logit of the worst of the best
+  __shared__ float last;  // lowest logit of the best ids
   const int tid = static_cast<int>(threadIdx.x);
   const long long r = blockIdx.x;
   float* row = logits + r * vocab;
@@ -48,6 +49,6 @@ extern "C" __global__ void __launch_bounds__(BLOCK, 1)
     least = c == 0 || scores[c] < least ? scores[c] : least;
   }
   for (int c = tid; c < k && best[c] >= 0; c += BLOCK) {
-    row[best[c]] = (scores[c] - least) + (last + ABOVE);
+    row[best[c]] = (scores[c] - least) + (last + SELECTED_MARGIN);
   }
 }

@@ -1,11 +1,14 @@
-// Admission of a request to a slot, and leaving it. One thread each; a request comes by value, so
-// nothing that the host may overwrite is read later.
+// Joining and leaving a slot, with one thread each. The request is passed by value, so that the
+// host may change its copy after the launch.
 #include "slot.cuh"
 
 extern "C" __global__ void slot_join(Slot* slots, int slot, const Slot request) {
   slots[slot] = request;
-  float reach = 1.0f;
-  for (int j = 0; j < MAX_DRAFTS; ++j) slots[slot].reach[j] = reach *= REACH_FIRST;
+  float prob = 1.0f;
+  for (int j = 0; j < MAX_DRAFTS; ++j) {
+    prob *= ACCEPT_PROB_INITIAL;
+    slots[slot].accept_prob[j] = prob;
+  }
 }
 
 extern "C" __global__ void slot_leave(Slot* slots, int slot) {

@@ -1,38 +1,48 @@
-// Verification: walk the tree of drafts, commit to the slot.
+// Verification of drafts: accept a path of the draft tree and commit its tokens to the slot.
 //
-// The last block of a batch row walks, its thread 0: where a child holds the token of its row the
-// walk goes there, else that token is the last. With a token drawn for each row that is exact on
-// any tree, and on one that was made without chance no other rule accepts more. Where the drafts of
-// a chain are tested (below), their tests say what the tokens are. The walk
-// may also end AFTER an accepted token (row not ready, stop id, limit), then without a bonus.
+// Every ready row of a draft tree has a target token. Starting at row 0, verify_drafts follows
+// the child whose draft equals the row's token. It stops at the first row without such a child;
+// that row's token is the bonus token. This is exact on any tree, and for a tree that was built
+// without randomness no other rule accepts more drafts.
+//
+// A chain of drafts that were sampled from a stored distribution is tested instead (test_drafts).
+// The results of the tests determine the target tokens.
+//
+// A round may also end directly AFTER an accepted draft, without a bonus token: when the mask row
+// is not ready, at a stop id, and at the length limit.
 #include "row.cuh"
 #include "slot.cuh"
 
-// Which drafts of a chain pass their test, all rows at once.
+// Tests all drafts of a chain in parallel, one forward row per block row (blockIdx.x).
 //
-// Row r, row j of batch row b by the map, tests draft j, of which it needs the weight P_j of the
-// chain down to it, and what is left for the next draft. For i drafts before the end g
+// Row r is row j of batch row b (see map) and tests draft j. Let d_i be draft i, p_i and q_i its
+// target and draft distributions, and g the number of drafts whose target row is ready. Then
 //
 //   P_0 = 1    P_i = min(1, P_{i-1} p_i(d_i) / q_i(d_i))
 //   R_i = sum max(P_i p_{i+1} - q_{i+1}, 0)    h_i = R_i / (R_i + 1 - P_i)    h_g = P_g
 //
-// and draft i passes with chance h_i: block verification (Sun et al., ICLR 2025, arXiv 2403.10444).
-// The LAST draft that passes is the last accepted one, and the token behind it comes from
-// max(P p - q, 0). Behind i drafts it goes on with probability P_i whatever the chain's length, so
-// the chain may end anywhere, if only its prefix says so: at a row that is not ready as at a stop
-// id.
+// and draft i passes with probability h_i. This is block verification (Sun et al., ICLR 2025,
+// arXiv 2403.10444). The LAST draft that passes is the last accepted draft, and the next token is
+// sampled from the residual max(P p - q, 0).
 //
-// A draft that was not drawn is a point with q = 1. Chains mix both: no less is accepted than by
-// tests one by one, and more where a draft was drawn behind another draft, of either kind.
+// At least i drafts are accepted with probability P_i, whatever the length of the chain. The chain
+// may therefore end at any row, provided that only the preceding tokens determine where: at a row
+// that is not ready, for example, or at a stop id.
 //
-// VERIFY_PER_TOKEN: draft j passes alone, with chance min(1, p / q), and the FIRST that fails ends
-// the chain (Leviathan, Kalman, Matias, "Fast inference from transformers via speculative
-// decoding", 2023). In either, an illegal draft has p = 0 and never passes, nor does any behind it.
+// A draft that was not sampled is a point mass with q = 1. A chain may contain both kinds. It
+// accepts at least as many drafts as per-token tests do, and more if a sampled draft follows
+// another draft.
+//
+// With VERIFY_PER_TOKEN, draft j passes independently with probability min(1, p / q), and the FIRST
+// draft that fails ends the chain (Leviathan, Kalman, Matias, "Fast inference from transformers via
+// speculative decoding", 2023).
+//
+// In both modes an illegal draft has p = 0, so neither it nor a draft after it is accepted.
 extern "C" __global__ void __launch_bounds__(BLOCK, 1)
     test_drafts(const int* row_slot, const int* map, int vocab_size, int draft_vocab,
                 const int* t2d, const float* probs, const int* row_ok, const Slot* slots,
-                const float* q, int most_drafts, float* weights, int* passed, Meeting* meetings,
-                int* faults) {
+                const float* q, int max_drafts, float* weights, int* passed,
+                CrossBlockScratch* cross_block, int* faults) {
   __shared__ Scratch scratch;
   const int r = static_cast<int>(blockIdx.x);
   const int j = draft_row(map[r]);
@@ -40,13 +50,13 @@ extern "C" __global__ void __launch_bounds__(BLOCK, 1)
   const int index = row_slot[batch_row(map[r])];
   if (index < 0 || !slots[index].active) return;
   const Slot& slot = slots[index];
-  const int most = slot.draft_len;
-  if (j > most || !is_testing(slot, most)) return;
+  const int draft_len = slot.draft_len;
+  if (j > draft_len || !is_testing(slot, draft_len)) return;
 
   int end = 0;
-  while (end < most && row_ok[first + end] == ROW_OK) ++end;
+  while (end < draft_len && row_ok[first + end] == ROW_OK) ++end;
   const bool per_token = slot.verify == VERIFY_PER_TOKEN;
-  const float* tables = q + static_cast<long long>(index) * most_drafts * draft_vocab;
+  const float* tables = q + static_cast<long long>(index) * max_drafts * draft_vocab;
   float weight = j > end ? 0.0f : 1.0f;
   for (int i = per_token && j > 0 ? j - 1 : 0; i < j && j <= end; ++i) {
     const int d = slot.drafts[i];
@@ -56,7 +66,7 @@ extern "C" __global__ void __launch_bounds__(BLOCK, 1)
     const float qd = slot.q_kind[i] == DRAFT_POINT ? 1.0f
                      : column < 0 ? 0.0f
                                   : tables[static_cast<long long>(i) * draft_vocab + column];
-    // A draft its own table calls impossible was not drawn from that table: refuse, count.
+    // A draft with q = 0 cannot have been sampled from its table: reject it and count the fault.
     if (!(qd > 0.0f) && i == j - 1 && threadIdx.x == 0 && blockIdx.y == 0) {
       atomicAdd(faults, 1);
     }
@@ -64,26 +74,26 @@ extern "C" __global__ void __launch_bounds__(BLOCK, 1)
     weight = !(qd > 0.0f) ? 0.0f : mass >= qd ? 1.0f : fdiv(mass, qd);
   }
 
-  // Passes where u < h = win / (win + lose).
+  // The draft passes if u < h = win / (win + lose).
   float win = weight;
   float lose = fadd(1.0f, -weight);
   if (!per_token && j < end && weight > 0.0f && weight < 1.0f) {
     const float* p = probs + static_cast<long long>(r) * vocab_size;
     const float* table = tables + static_cast<long long>(j) * draft_vocab;
     if (slot.q_kind[j] == DRAFT_POINT) table = nullptr;
-    const Left left = {weight, p, table, slot.drafts[j], t2d, draft_vocab};
+    const Residual residual = {weight, p, table, slot.drafts[j], t2d, draft_vocab};
     const Slice own = own_slice(vocab_size);
     u64 sum = 0;
     for (int i = own.begin + static_cast<int>(threadIdx.x); i < own.end; i += BLOCK) {
-      const float mass = left(i);
+      const float mass = residual(i);
       if (mass > 0.0f) sum += fixed_point(mass);
     }
     sum = block_reduce(sum, scratch, Sum());
-    if (threadIdx.x == 0) atomicAdd(&meetings[r].sum, sum);
-    if (!is_last(meetings[r], scratch)) return;
-    win = from_fixed_point(meetings[r].sum);
+    if (threadIdx.x == 0) atomicAdd(&cross_block[r].sum, sum);
+    if (!is_last(cross_block[r], scratch)) return;
+    win = from_fixed_point(cross_block[r].sum);
     block_sync();
-    if (threadIdx.x == 0) meetings[r].sum = 0;
+    if (threadIdx.x == 0) cross_block[r].sum = 0;
   }
   if (threadIdx.x != 0) return;
   const Noise noise = {slot.seed, slot.n + j, PURPOSE_COIN | static_cast<u32>(slot.sample) << 8,
@@ -93,13 +103,15 @@ extern "C" __global__ void __launch_bounds__(BLOCK, 1)
   passed[r] = fmul(u, fadd(win, lose)) < win;
 }
 
-// What tests say of the rows: the accepted drafts, then a token from what is left for the refused
-// one. Rows behind it have none. All blocks of the batch row draw that token.
-__device__ __forceinline__ bool settle(const Slot& slot, int tested, int vocab_size,
-                                       int draft_vocab, const int* t2d, const float* probs,
-                                       const int* row_ok, const float* tables, const float* weights,
-                                       const int* passed, int* target_tok, Meeting& meeting,
-                                       Scratch& scratch) {
+// Converts the test results of a chain into target tokens: the accepted drafts, then one token
+// sampled from the residual distribution of the first rejected draft. Later rows get no token.
+//
+// All blocks of a batch row take part in the sampling. Returns true in the last block to finish,
+// which then sees all target tokens, and false in the others.
+__device__ __forceinline__ bool apply_test_results(
+    const Slot& slot, int tested, int vocab_size, int draft_vocab, const int* t2d,
+    const float* probs, const int* row_ok, const float* tables, const float* weights,
+    const int* passed, int* target_tok, CrossBlockScratch& cross_block, Scratch& scratch) {
   const bool leader = threadIdx.x == 0;
   if (leader) {
     int last = 0;
@@ -115,51 +127,58 @@ __device__ __forceinline__ bool settle(const Slot& slot, int tested, int vocab_s
   }
   block_sync();
   const int j = scratch.token;
-  if (j == tested || row_ok[j] != ROW_OK) return is_last(meeting, scratch);
+  if (j == tested || row_ok[j] != ROW_OK) return is_last(cross_block, scratch);
   const float* p = probs + static_cast<long long>(j) * vocab_size;
   const float* table = tables + static_cast<long long>(j) * draft_vocab;
   if (slot.q_kind[j] == DRAFT_POINT) table = nullptr;
-  const Left left = {weights[j], p, table, slot.drafts[j], t2d, draft_vocab};
+  const Residual residual = {weights[j], p, table, slot.drafts[j], t2d, draft_vocab};
   const Noise noise = {slot.seed, slot.n + j + 1,
                        PURPOSE_RESIDUAL | static_cast<u32>(slot.sample) << 8, slot.n};
-  const u64 race = draw_packed(own_slice(vocab_size), nullptr, noise, scratch, left);
-  if (leader) atomicMax(&meeting.race, race);
-  if (!is_last(meeting, scratch)) return false;
-  int token = drawn(meeting.race);
-  // Nothing left of p: equal to q up to rounding, so p itself is right.
+  const u64 race = draw_packed(own_slice(vocab_size), nullptr, noise, scratch, residual);
+  if (leader) atomicMax(&cross_block.race, race);
+  if (!is_last(cross_block, scratch)) return false;
+  int token = drawn(cross_block.race);
+  // The residual is empty if p equals q up to rounding. Sampling from p is then correct.
   if (token < 0) {
     token = draw_column(vocab_size, nullptr, noise, scratch, [p](int i) { return p[i]; });
   }
   block_sync();
   if (leader) {
     target_tok[j] = token;
-    meeting.race = 0;
+    cross_block.race = 0;
   }
   return true;
 }
 
-// How often each of `most` drafts is accepted, after a round that tested the first of them. No more
-// often than the one before: so what is reached most often is always a beginning.
-__device__ __forceinline__ void keep_reach(Slot& slot, int most, int tested, u64 reached) {
-  float above = 1.0f;
-  float first = 1.0f;
-  for (int j = 1; j <= most; ++j) {
-    float reach = slot.reach[j - 1];
-    const float seen = reached >> (j - 1) & 1 ? 1.0f : 0.0f;
-    first = fmul(first, REACH_FIRST);
-    reach = j <= tested ? fadd(seen, fmul(REACH_KEPT, fadd(reach, -seen)))
-                        : fadd(reach, fmul(REACH_BACK, fadd(first, -reach)));
-    above = reach < above ? reach : above;
-    slot.reach[j - 1] = above;
+// Updates slot.accept_prob, the moving average of how often each of `max_drafts` drafts is
+// accepted, after a round that tested the first `tested` of them. Bit j - 1 of `accepted` is draft
+// j. Values are kept non-increasing, so the most likely drafts always form a prefix.
+__device__ __forceinline__ void update_accept_prob(Slot& slot, int max_drafts, int tested,
+                                                   u64 accepted) {
+  float previous = 1.0f;
+  float initial = 1.0f;
+  for (int j = 1; j <= max_drafts; ++j) {
+    float prob = slot.accept_prob[j - 1];
+    const float outcome = accepted >> (j - 1) & 1 ? 1.0f : 0.0f;
+    initial = fmul(initial, ACCEPT_PROB_INITIAL);
+    prob = j <= tested ? fadd(outcome, fmul(ACCEPT_PROB_DECAY, fadd(prob, -outcome)))
+                       : fadd(prob, fmul(ACCEPT_PROB_RECOVERY, fadd(initial, -prob)));
+    previous = prob < previous ? prob : previous;
+    slot.accept_prob[j - 1] = previous;
   }
 }
 
+// Commits the accepted tokens of every batch row and writes its RoundRow and its Committed record.
+//
+// Grid: x is the batch row, y the blocks that share it. Thread 0 of the last block to finish walks
+// the tree and writes the results; the fence at the end makes them visible to the host.
 extern "C" __global__ void __launch_bounds__(BLOCK, 1)
     verify_drafts(const int* row_slot, const int* first_row, int vocab_size, int draft_vocab,
                   const int* t2d, const float* probs, const int* row_ok, Slot* slots,
-                  const float* q, int most_drafts, const float* weights, const int* passed,
-                  Meeting* meetings, int* target_tok, int* exchange, const ExchangeLayout layout,
-                  const int* replay_number, RoundRow* rows, int row_words) {
+                  const float* q, int max_drafts, const float* weights, const int* passed,
+                  CrossBlockScratch* cross_block, int* target_tok, int* exchange,
+                  const ExchangeLayout layout, const int* replay_number, RoundRow* rows,
+                  int row_words) {
   __shared__ Scratch scratch;
   const int b = static_cast<int>(blockIdx.x);
   const int index = row_slot[b];
@@ -181,28 +200,30 @@ extern "C" __global__ void __launch_bounds__(BLOCK, 1)
   }
 
   Slot& slot = slots[index];
-  const int position = slot.n;  // of `last`
+  const int position = slot.n;  // position of slot.last
   const int tested = slot.draft_len;
   const int first = first_row[b];
   const bool last =
       !is_testing(slot, tested)
-          ? is_last(meetings[b], scratch)
-          : settle(slot, tested, vocab_size, draft_vocab, t2d,
-                   probs + static_cast<long long>(first) * vocab_size, row_ok + first,
-                   q + static_cast<long long>(index) * most_drafts * draft_vocab, weights + first,
-                   passed + first, target_tok + first, meetings[b], scratch);
+          ? is_last(cross_block[b], scratch)
+          : apply_test_results(slot, tested, vocab_size, draft_vocab, t2d,
+                               probs + static_cast<long long>(first) * vocab_size, row_ok + first,
+                               q + static_cast<long long>(index) * max_drafts * draft_vocab,
+                               weights + first, passed + first, target_tok + first, cross_block[b],
+                               scratch);
   if (!leader || !last) return;
 
   int count = 0;
   int accepted = 0;
   int reason = REASON_NONE;
   int j = 0;
-  u64 reached = 0;
+  u64 accepted_bits = 0;
   do {
     const int ok = row_ok[first + j];
     const int token = target_tok[first + j];
     if (ok != ROW_OK || token < 0) {
-      // Behind an accepted draft the round ends here; the next one opens with this very row.
+      // After an accepted draft the round ends without an error; the next round starts with this
+      // row.
       if (j == 0 && ok != 0) reason = ok == ROW_NO_TOKEN ? REASON_DEAD_END : REASON_ERROR;
       break;
     }
@@ -216,14 +237,14 @@ extern "C" __global__ void __launch_bounds__(BLOCK, 1)
     }
     j = child_of(slot, tested, j, token);
     accepted += j > 0;
-    if (j > 0) reached |= 1ull << (j - 1);
+    if (j > 0) accepted_bits |= 1ull << (j - 1);
   } while (j > 0 && reason == REASON_NONE);
 
   if (count > 0) {
     slot.n = position + count;
     slot.last = tokens[count - 1];
     slot.draft_len = 0;
-    keep_reach(slot, layout.rows - 1, tested, reached);
+    update_accept_prob(slot, layout.rows - 1, tested, accepted_bits);
     int* drafted = record_of(exchange, layout, index, layout.drafted);
     *reinterpret_cast<Drafted*>(drafted) = {replay, 0};
   }

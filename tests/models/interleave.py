@@ -36,6 +36,7 @@ from graft.models.engine.slots import SlotManager
 from graft.models.engine.stats import EngineStats
 from graft.models.request import Output, Request
 from graft.models.round.prefill import PrefillScheduler
+from graft.sampling.mode import DraftMode
 from graft.sampling.sampler import row_words
 
 MAX_ACTIONS = 4000
@@ -81,7 +82,7 @@ class Interleaving:
         max_cached = rng.choice((0, 2, pages, pages))
         self.prefixes = PrefixCache(self.toy.caches, lookahead, max_cached)
         self.shared_prefixes = [[rng.randrange(VOCAB - 2) for _ in range(9)] for _ in range(2)]
-        self.toy.exchange = exchange_for(slots, self.k, VOCAB)
+        self.toy.exchange = exchange_for(slots, VOCAB, DraftMode.chain(self.k))
         parts = self._make_parts(device)
         self.scheduler = self._make_scheduler(parts, slots, slack)
         self.expected: dict[str, tuple[list[int], str]] = {}

@@ -9,7 +9,16 @@ from engine_util import TARGET, demo_engine
 
 from graft.models.drafters import UserDrafter
 from graft.models.request import Request
-from graft.models.round.budget import DECAY, FIRST, GAIN, HOLD, PERIOD, PROBE, DraftBudget, ladder
+from graft.models.round.budget import (
+    DECAY,
+    DECISION_INTERVAL,
+    EXPLORATION_PERIOD,
+    EXPLORATION_ROUNDS,
+    INITIAL_ACCEPTANCE,
+    MIN_GAIN,
+    DraftBudget,
+    draft_lengths,
+)
 
 
 class Anyone:
@@ -20,7 +29,7 @@ def budget(times, levels=None, **options):
     """A budget of lengths whose idle replays take so long in bucket 1, and a request."""
     made = DraftBudget(list(times), max(times) if levels is None else levels, **options)
     for length, ns in times.items():
-        made.took(1, length, ns, idle=True)
+        made.record_time(1, length, ns, idle=True)
     return made, [Anyone()]
 
 
@@ -31,8 +40,10 @@ def chosen(made, requests, rounds):
 
 def brought(made, request, length, accepted, size=1, before=None, known=None):
     """A round's drafts, made by one of the same length, and all known of, unless it is said."""
-    before = made.made(size, length) if before is None else before
-    made.brought(request, size, length, before, before if known is None else known, accepted)
+    before = made.drafts_to_generate(size, length) if before is None else before
+    made.record_acceptance(
+        request, size, length, before, before if known is None else known, accepted
+    )
 
 
 def accept(made, request, length, accepted, rounds=40):
@@ -43,7 +54,7 @@ def accept(made, request, length, accepted, rounds=40):
 
 def test_lengths_double_up_to_the_most():
     """Zero drafts, then rows that are powers of two, then the most there are."""
-    assert [ladder(n) for n in (0, 1, 2, 3, 5, 7)] == [
+    assert [draft_lengths(n) for n in (0, 1, 2, 3, 5, 7)] == [
         [0],
         [0, 1],
         [0, 1, 2],
@@ -57,47 +68,47 @@ def test_rates_are_expected_tokens_per_time():
     """Chances are averages with the decay, survival their products, the rate the sum over time."""
     made, (one,) = budget({0: 10, 1: 12, 3: 20})
     other = Anyone()
-    chances = [FIRST] * 3
+    chances = [INITIAL_ACCEPTANCE] * 3
     for accepted in (2, 0, 3, 1, 1):
         brought(made, one, 3, accepted)
         for j in range(min(3, accepted + 1)):
             chances[j] = DECAY * chances[j] + (1 - DECAY) * (j < accepted)
     s = list(accumulate(chances, mul))
     own = [(1 + sum(s[:k])) / t for k, t in ((0, 10), (1, 12), (3, 20))]
-    assert made.rates(1, [one]) == pytest.approx(own)
+    assert made.expected_rates(1, [one]) == pytest.approx(own)
     # A request that nobody knows begins with the average of all: here the same.
     for length, ns in ((0, 10), (1, 12), (3, 20)):
-        made.took(2, length, ns, idle=True)
-    assert made.rates(2, [one, other]) == pytest.approx([2 * r for r in own])
+        made.record_time(2, length, ns, idle=True)
+    assert made.expected_rates(2, [one, other]) == pytest.approx([2 * r for r in own])
     accept(made, other, 3, 0)
-    assert made.rates(1, [one]) == pytest.approx(own)
+    assert made.expected_rates(1, [one]) == pytest.approx(own)
     both = [2 / 10, (2 + s[0] + s[1]) / 12, (2 + sum(s)) / 20]  # both places are the first one's
-    assert made.rates(2, [one, other]) == pytest.approx(both, rel=1e-3)
+    assert made.expected_rates(2, [one, other]) == pytest.approx(both, rel=1e-3)
 
 
 def test_of_several_more_drafts_are_made_than_have_a_place():
     """Places are given away afterwards, to whose are likely to be accepted: the next length, but
     without any none, and no more than there are."""
     made, _ = budget({0: 10, 1: 12, 3: 20, 7: 30})
-    assert [made.made(1, n) for n in made.lengths] == [0, 1, 3, 7]
-    assert [made.made(4, n) for n in made.lengths] == [0, 3, 7, 7]
+    assert [made.drafts_to_generate(1, n) for n in made.lengths] == [0, 1, 3, 7]
+    assert [made.drafts_to_generate(4, n) for n in made.lengths] == [0, 3, 7, 7]
 
 
 def test_what_was_not_drafted_says_nothing_and_what_was_cut_neither():
     """A round's drafts were made by the one before, and no more are tested than it tests. A draft
     that never was is like the one before it."""
     made, (one,) = budget({0: 10, 1: 12, 3: 20})
-    before = made.rates(1, [one])
+    before = made.expected_rates(1, [one])
     brought(made, one, 3, 0, before=0)
-    assert made.rates(1, [one]) == before
+    assert made.expected_rates(1, [one]) == before
     brought(made, one, 1, 1, before=3, known=1)
     brought(made, one, 3, 1, before=1)
-    first = 1 - (1 - FIRST) * DECAY**2
+    first = 1 - (1 - INITIAL_ACCEPTANCE) * DECAY**2
     s = list(accumulate([first] * 3, mul))
-    assert made.rates(1, [one]) == pytest.approx([0.1, (1 + s[0]) / 12, (1 + sum(s)) / 20])
+    assert made.expected_rates(1, [one]) == pytest.approx([0.1, (1 + s[0]) / 12, (1 + sum(s)) / 20])
     brought(made, one, 3, 2, before=2)
     s = list(accumulate([1 - (1 - first) * DECAY] * 3, mul))
-    assert made.rates(1, [one])[2] == pytest.approx((1 + sum(s)) / 20)
+    assert made.expected_rates(1, [one])[2] == pytest.approx((1 + sum(s)) / 20)
 
 
 def test_a_drafter_that_finds_nothing_is_refused():
@@ -105,78 +116,91 @@ def test_a_drafter_that_finds_nothing_is_refused():
     made, (one,) = budget({0: 10, 3: 11})
     assert chosen(made, [one], 1) == [3]
     accept(made, one, 3, 0)
-    assert made.rates(1, [one]) == pytest.approx([1 / 10, 1 / 11], rel=1e-3)
+    assert made.expected_rates(1, [one]) == pytest.approx([1 / 10, 1 / 11], rel=1e-3)
 
 
 def test_live_rounds_count_instead_of_idle_ones():
     """The time of a length that runs is an average of its rounds; others are scaled alike."""
     made, (one,) = budget({0: 10, 1: 12, 3: 20})
-    idle = made.rates(1, [one])
-    made.took(1, 1, 30, idle=False)
-    made.took(1, 1, 40, idle=False)
+    idle = made.expected_rates(1, [one])
+    made.record_time(1, 1, 30, idle=False)
+    made.record_time(1, 1, 40, idle=False)
     live = DECAY * 30 + (1 - DECAY) * 40
-    assert made.rates(1, [one]) == pytest.approx([r * 12 / live for r in idle])
-    made.took(1, 0, 10, idle=False)
+    assert made.expected_rates(1, [one]) == pytest.approx([r * 12 / live for r in idle])
+    made.record_time(1, 0, 10, idle=False)
     scale = (live + 10) / 22
-    assert made.rates(1, [one]) == pytest.approx([idle[0], idle[1] * 12 / live, idle[2] / scale])
+    assert made.expected_rates(1, [one]) == pytest.approx(
+        [idle[0], idle[1] * 12 / live, idle[2] / scale]
+    )
 
 
 def test_the_least_of_idle_replays_counts():
     """The first replay of a graph loads what is loaded lazily."""
     made, (one,) = budget({0: 900, 1: 10})
-    made.took(1, 0, 10, idle=True)
-    made.took(1, 0, 50, idle=True)
-    assert made.rates(1, [one]) == pytest.approx([1 / 10, (1 + FIRST) / 10])
+    made.record_time(1, 0, 10, idle=True)
+    made.record_time(1, 0, 50, idle=True)
+    assert made.expected_rates(1, [one]) == pytest.approx([1 / 10, (1 + INITIAL_ACCEPTANCE) / 10])
 
 
 def test_drafts_that_do_not_pay_end_are_tried_and_come_back(caplog):
     """Off and on again, once told of; a fixed schedule tries the neighbours in between."""
     made, requests = budget({0: 10, 1: 12, 3: 14})
     with caplog.at_level(logging.INFO, "graft"):
-        assert chosen(made, requests, HOLD) == [3] * HOLD
+        assert chosen(made, requests, DECISION_INTERVAL) == [3] * DECISION_INTERVAL
         accept(made, requests[0], 3, 0)
-        assert chosen(made, requests, PERIOD - HOLD) == (
-            [0] * (PERIOD - HOLD - PROBE) + [1] * PROBE
+        assert chosen(made, requests, EXPLORATION_PERIOD - DECISION_INTERVAL) == (
+            [0] * (EXPLORATION_PERIOD - DECISION_INTERVAL - EXPLORATION_ROUNDS)
+            + [1] * EXPLORATION_ROUNDS
         )
-        assert chosen(made, requests, PERIOD) == [0] * (PERIOD - PROBE) + [1] * PROBE
+        assert (
+            chosen(made, requests, EXPLORATION_PERIOD)
+            == [0] * (EXPLORATION_PERIOD - EXPLORATION_ROUNDS) + [1] * EXPLORATION_ROUNDS
+        )
         accept(made, requests[0], 3, 3)
-        assert chosen(made, requests, PERIOD) == [3] * (PERIOD - PROBE) + [1] * PROBE
+        assert (
+            chosen(made, requests, EXPLORATION_PERIOD)
+            == [3] * (EXPLORATION_PERIOD - EXPLORATION_ROUNDS) + [1] * EXPLORATION_ROUNDS
+        )
         accept(made, requests[0], 3, 0)
         chosen(made, requests, 1)
     assert [r.message for r in caplog.records] == [caplog.records[0].message]
-    assert "do not pay in rounds of 1" in caplog.text
+    assert "does not pay off for batches of 1" in caplog.text
 
 
 def test_a_little_better_is_not_enough():
     """Within the margin the length stays; beyond, it changes, at the next choice."""
-    made, (one,) = budget({0: 100, 1: 170 / GAIN})
+    made, (one,) = budget({0: 100, 1: 170 / MIN_GAIN})
     assert chosen(made, [one], 1) == [1]
-    made.took(1, 1, 170 * 1.04, idle=False)
-    made.took(1, 0, 100, idle=False)
-    assert set(chosen(made, [one], HOLD)) == {1}
+    made.record_time(1, 1, 170 * 1.04, idle=False)
+    made.record_time(1, 0, 100, idle=False)
+    assert set(chosen(made, [one], DECISION_INTERVAL)) == {1}
     for _ in range(40):
-        made.took(1, 1, 170 * 1.08, idle=False)
-    changed = chosen(made, [one], HOLD)
-    assert changed == [1] * (HOLD - 1) + [0]
+        made.record_time(1, 1, 170 * 1.08, idle=False)
+    changed = chosen(made, [one], DECISION_INTERVAL)
+    assert changed == [1] * (DECISION_INTERVAL - 1) + [0]
 
 
 def test_buckets_choose_for_themselves():
     """Where more rows cost more, fewer drafts pay in a larger bucket."""
     made, (one,) = budget({0: 10, 3: 11})
     for length, ns in ((0, 10), (3, 40)):
-        made.took(8, length, ns, idle=True)
+        made.record_time(8, length, ns, idle=True)
     assert [made.choose(size, [one] * size) for size in (1, 8)] == [3, 0]
 
 
 def test_of_trees_each_length_knows_its_own():
     """A larger tree does not tell what a smaller one would bring, nor does a cut one; no path is
     longer than there are levels."""
-    made, (one,) = budget({0: 10, 1: 10, 7: 10}, levels=3, branches=True)
-    first = list(accumulate([FIRST] * 3, mul))
-    assert made.rates(1, [one]) == pytest.approx([0.1, (1 + FIRST) / 10, (1 + sum(first)) / 10])
+    made, (one,) = budget({0: 10, 1: 10, 7: 10}, levels=3, is_tree=True)
+    first = list(accumulate([INITIAL_ACCEPTANCE] * 3, mul))
+    assert made.expected_rates(1, [one]) == pytest.approx(
+        [0.1, (1 + INITIAL_ACCEPTANCE) / 10, (1 + sum(first)) / 10]
+    )
     brought(made, one, 1, 1, before=7, known=1)
     accept(made, one, 7, 1)
-    assert made.rates(1, [one]) == pytest.approx([0.1, (1 + FIRST) / 10, 0.2], rel=1e-3)
+    assert made.expected_rates(1, [one]) == pytest.approx(
+        [0.1, (1 + INITIAL_ACCEPTANCE) / 10, 0.2], rel=1e-3
+    )
 
 
 @pytest.mark.parametrize(
@@ -187,16 +211,16 @@ def test_an_engine_drafts_what_pays(drafter, wanted):
     request = Request(tokens=[300, 301, 302], max_tokens=120, min_tokens=120, banned_ids=[5])
     with demo_engine(drafter=drafter, max_batch_size=1, draft_length="auto") as engine:
         budget = engine._scheduler.budget
-        budget._idle = {(1, 0): 10, (1, 1): 11, (1, 3): 13, (1, 7): 16}
-        budget.took = lambda *args, **kwargs: None
+        budget._idle_ns = {(1, 0): 10, (1, 1): 11, (1, 3): 13, (1, 7): 16}
+        budget.record_time = lambda *args, **kwargs: None
         engine.generate([request])
         by_length = engine.stats.rounds_by_length
         assert by_length.most_common(1)[0][0] == wanted
-        assert by_length[3] <= HOLD + 1
+        assert by_length[3] <= DECISION_INTERVAL + 1
 
 
 def test_a_lone_length_is_always_chosen():
     """Of an engine with a number of drafts nothing is measured or kept."""
     made = DraftBudget([3], 3)
     brought(made, one := Anyone(), 3, 2)
-    assert chosen(made, [one], 2 * PERIOD) == [3] * 2 * PERIOD
+    assert chosen(made, [one], 2 * EXPLORATION_PERIOD) == [3] * 2 * EXPLORATION_PERIOD

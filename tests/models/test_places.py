@@ -4,7 +4,7 @@ import itertools
 from types import SimpleNamespace
 
 import numpy as np
-from engine_util import ROUND, UNEVEN, Given, demo_engine, swap_text
+from engine_util import ROUND, UNEVEN_DRAFTS, FixedDraftLengths, demo_engine, patch_kernel_source
 from sampling_round import open_round
 
 from graft.cudagraph.lanes import StreamLane
@@ -12,6 +12,7 @@ from graft.cudagraph.pinned import Ring
 from graft.grammar.grammar_spec import GrammarSpec
 from graft.models.request import Request
 from graft.sampling.exchange import Exchange
+from graft.sampling.mode import DraftMode
 from graft.sampling.state import SLOT, SlotState
 
 SLOTS = 9
@@ -25,7 +26,7 @@ def random_slots(rng, most):
     slots["active"], slots["draft_len"] = rng.random(SLOTS) < 0.8, rng.integers(0, most + 1, SLOTS)
     slots["cut"] = 7
     for slot in slots:
-        slot["reach"] = np.sort(rng.integers(0, 4, len(slot["reach"])))[::-1] / 4
+        slot["accept_prob"] = np.sort(rng.integers(0, 4, len(slot["accept_prob"])))[::-1] / 4
         slot["drafts"][:most] = rng.integers(0, 50, most)
         for j in range(most):
             slot["parent"][j] = on = rng.integers(0, j + 1)
@@ -36,7 +37,7 @@ def random_slots(rng, most):
 def shares(slots, row_slot, places):
     """Drafts of each batch row that have a place: of all, the first by chance, number and row."""
     every = [
-        (-slots[s]["reach"][j - 1], j, b)
+        (-slots[s]["accept_prob"][j - 1], j, b)
         for b, s in enumerate(row_slot)
         if s >= 0
         for j in range(1, slots[s]["draft_len"] + 1)
@@ -49,7 +50,7 @@ def begin(device, stream, slots, given, count, most, replay=REPLAY):
     """What the kernel leaves of a round of `count` rows whose input entry, of REPLAY, names these
     slots."""
     state = SlotState(device, SLOTS, 50)
-    exchange = Exchange(device, SLOTS, most, 50)
+    exchange = Exchange(device, SLOTS, 50, DraftMode.chain(most))
     state.copy_from(slots)
     for s in range(SLOTS):
         exchange.drafted[s, :2] = 3, slots["draft_len"][s]
@@ -134,11 +135,11 @@ def test_a_round_that_nobody_announced_is_padding(device, stream):
 def test_no_row_is_filled_that_no_draft_has(monkeypatch, tmp_path):
     """Of guided requests and a place for one draft a row of two, whose shares change from round to
     round, masks are made for what is tested and nothing else, once."""
-    swap_text(monkeypatch, tmp_path, ROUND, *UNEVEN)
+    patch_kernel_source(monkeypatch, tmp_path, ROUND, *UNEVEN_DRAFTS)
     words = GrammarSpec.regex("([a-z]{1,5} )+")
     requests = [Request(tokens=[300 + i], grammar=words, max_tokens=30) for i in range(2)]
     with demo_engine(draft_length="auto", max_batch_size=2, mask_drafts=False) as engine:
-        engine._scheduler.budget = Given(itertools.repeat(1))
+        engine._scheduler.budget = FixedDraftLengths(itertools.repeat(1))
         rows = []
         engine._replays.on_row = lambda seat, row: rows.append(row)
         engine.generate(requests)

@@ -17,6 +17,7 @@ from graft.cudagraph.pinned import Ring
 from graft.models.round.round import ROUND_KERNELS
 from graft.models.round.timing import make_timeline, timeline_args
 from graft.sampling.exchange import Exchange
+from graft.sampling.mode import DraftMode
 from graft.sampling.params import VERIFY_MODES, SamplingParams
 from graft.sampling.sampler import ROUND_ROW, RowMap, Sampler, output_ring
 from graft.sampling.state import SlotState
@@ -75,7 +76,10 @@ def open_round(
 
 
 class TableRound:
-    """Sampler and state for ``slots`` requests of ``vocab`` tokens and ``draft_length`` drafts."""
+    """Sampler and state for ``slots`` requests of ``vocab`` tokens.
+
+    The draft mode is `mode`, or a chain of `draft_length` drafts under mask rows.
+    """
 
     def __init__(
         self,
@@ -83,25 +87,23 @@ class TableRound:
         stream: Stream,
         *,
         slots: int,
-        draft_length: int,
         vocab: int,
+        draft_length: int = 0,
+        mode: DraftMode | None = None,
         token_limit: int | None = None,
         d2t: np.ndarray | None = None,
         block: int | None = None,
         parts: int | None = None,
-        candidates: int = 0,
-        branch: int = 1,
-        fed: int = 0,
-        levels: int = 0,
         places: int | None = None,
     ) -> None:
         self.device = device
         self.stream = stream
         self.lane = StreamLane(stream)
+        mode = mode or DraftMode.chain(draft_length)
         self.slots = slots
-        self.draft_length = draft_length
+        self.draft_length = mode.drafts
         self.vocab = vocab
-        self.width = draft_length + 1
+        self.width = mode.drafts + 1
         self.token_limit = vocab if token_limit is None else token_limit
         self.d2t = d2t
         self.draft_vocab = vocab if d2t is None else len(d2t)
@@ -111,12 +113,10 @@ class TableRound:
             inside = (d2t >= 0) & (d2t < vocab)
             t2d[d2t[inside]] = np.arange(len(d2t), dtype=np.int32)[inside]
         self.state = SlotState(device, slots, vocab)
-        exchange = self.exchange = Exchange(
-            device, slots, draft_length, vocab, candidates, branch, fed, levels
-        )
+        exchange = self.exchange = Exchange(device, slots, vocab, mode)
         #: int32 [slots, width, 4]: state, epoch, position, more
         self.stamps = exchange.stamps.view(np.int32).reshape(slots, self.width, 4)
-        self.ring = output_ring(device, 2, slots, draft_length)
+        self.ring = output_ring(device, 2, slots, mode.drafts)
         self.replay_ptr = device.zeros((1,), "int32")
         self.sampler = Sampler(
             device,
@@ -298,10 +298,10 @@ class TableRound:
         tokens = rows[:, head : head + self.width]
         return {name: fields[name] for name in ROUND_ROW.names} | {"tokens": tokens}
 
-    def draft(self, j: int, logits: np.ndarray, masked: bool) -> None:
+    def draft(self, j: int, logits: np.ndarray) -> None:
         """Draw draft j from logits [B, Vd]."""
         self.exchange.copy_masks_to_device(self.lane, j - 1, j)
-        self.sampler.draft(self.lane, self._up(logits), self.row_slot, j, masked)
+        self.sampler.draft(self.lane, self._up(logits), self.row_slot, j)
         self.stream.synchronize()
 
     def candidates(self, j: int, logits: np.ndarray) -> None:

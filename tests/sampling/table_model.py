@@ -14,8 +14,9 @@ import reference_round as ref
 from sampling_round import TableRound
 
 from graft.cudagraph.device import Device, Stream
+from graft.sampling.mode import TREE_CANDIDATES, DraftMode
 from graft.sampling.state import SLOT
-from graft.sampling.tree import TREE_CANDIDATES, TreePlan, TreeSampler
+from graft.sampling.tree import TreePlan, TreeSampler
 
 V = 8
 PLAIN = ref.Filter(1.0)
@@ -132,32 +133,39 @@ def run_case(device: Device, stream: Stream, case: Case, samples: int, seed: int
         device,
         stream,
         slots=slots,
-        draft_length=case.draft_length,
         vocab=V,
         d2t=table.d2t,
         places=slots * case.draft_length // 8 if case.placed else None,
-        **_asked(case),
+        mode=_mode(case),
     )
     waves = max(1, -(-samples // (case.length * slots)))
     first = range(seed * 10**6, seed * 10**6 + waves * slots, slots)
     return np.concatenate([generate(r, table, case, each) for each in first])
 
 
-def _asked(case: Case) -> dict[str, int]:
-    """What a round's drafts are made from."""
+def _mode(case: Case) -> DraftMode:
+    """Return the draft mode of a case."""
     if not case.tree:
-        return {"candidates": PROBED if case.probe else 0}
+        masking = "fill" if case.masked else "none"
+        if case.probe:
+            return DraftMode.chain(case.draft_length, "probe", PROBED)
+        return DraftMode.chain(case.draft_length, masking)
     plan = TreePlan.of(case.tree)
-    fed = (plan.levels - 1) * plan.branch
-    asked = TREE_CANDIDATES if case.masked else 0
-    return {"branch": plan.branch, "fed": fed, "candidates": asked}
+    return DraftMode(
+        drafts=case.draft_length,
+        levels=plan.levels,
+        branch=plan.branch,
+        masking="probe" if case.masked else "none",
+        candidates=TREE_CANDIDATES if case.masked else 0,
+        paths=plan.paths,
+    )
 
 
 def generate(r: TableRound, table: Table, case: Case, first_seed: int) -> np.ndarray:
     """One request per slot, from prompt to its end."""
     s = r.slots
     every = np.arange(r.slots)
-    tree = TreeSampler(r.sampler, *TreePlan.of(case.tree)) if case.tree else None
+    tree = TreeSampler(r.sampler) if case.tree else None
     _join_all(r, case, first_seed)
     history = np.full((s, case.length + 2 + r.width), NOTHING)  # the prompt's two, then the tokens
     history[:, :2], accepted = START, np.zeros(s, int)
@@ -203,7 +211,7 @@ def _draft_chain(r: TableRound, table: Table, case: Case, n: np.ndarray, pair: n
         if case.point:
             token = proposal[:, j - 1] = _rule(pair)
         else:
-            r.draft(j, table.drafter[pair[:, 0], pair[:, 1]], case.masked)
+            r.draft(j, table.drafter[pair[:, 0], pair[:, 1]])
             state = r.state.to_host()
             token = np.where(state["draft_len"] >= j, state["drafts"][:, j - 1], 0)
         pair = np.stack([pair[:, 1], token], axis=1)
@@ -227,7 +235,7 @@ def _draft_tree(
             tree.candidates(r.lane, up, r.row_slot, level)
             r.stream.synchronize()
             _answer_trees(r, table, behind, level)
-        tree.draft(r.lane, up, r.row_slot, level, masked=case.masked)
+        tree.draft(r.lane, up, r.row_slot, level)
     r.stream.synchronize()
 
 
@@ -298,13 +306,13 @@ def _join_all(r: TableRound, case: Case, first_seed: int) -> None:
         "active": 1,
         "epoch": 3,
         "limit": FIRST + 1 + case.length,
-        "room": FIRST + 1 + case.length + case.draft_length,
+        "capacity": FIRST + 1 + case.length + case.draft_length,
         "temperature": f.temperature,
         "top_k": f.top_k,
         "top_p": f.top_p,
         "min_p": f.min_p,
         "verify": case.verify,
-        "stops": len(case.stop_ids),
+        "num_stop_ids": len(case.stop_ids),
         "seed": np.arange(first_seed, first_seed + r.slots, dtype=np.uint64),
     }.items():
         state[name] = value

@@ -6,7 +6,7 @@ from dataclasses import replace
 
 import pytest
 import reference_round as ref
-from engine_util import ROUND, UNEVEN, swap_text
+from engine_util import ROUND, UNEVEN_DRAFTS, patch_kernel_source
 from table_model import COVERING, NUCLEUS, PLAIN, Case, wrong_twice
 
 CHAIN = Case(3, PLAIN, masked=False)
@@ -36,7 +36,7 @@ MUTANTS = {
     ),
     "random numbers by position alone, as if nothing had been looked at": (
         "philox.cuh",
-        "static_cast<unsigned int>(noise.turn)",
+        "static_cast<unsigned int>(noise.round)",
         "0u",
         SHARP,
     ),
@@ -48,8 +48,8 @@ MUTANTS = {
     ),
     "what is left of p, not of P p": (
         "verify.cu",
-        "const Left left = {weights[j], p,",
-        "const Left left = {1.0f, p,",
+        "const Residual residual = {weights[j], p,",
+        "const Residual residual = {1.0f, p,",
         SHARP,
     ),
     "end of a chain as if it went on": (
@@ -60,7 +60,7 @@ MUTANTS = {
     ),
     "refused draft not removed from p": (
         "verify.cu",
-        "noise, scratch, left);",
+        "noise, scratch, residual);",
         "noise, scratch, [p](int i) { return p[i]; });",
         ALONE,
     ),
@@ -72,8 +72,8 @@ MUTANTS = {
     ),
     "illegal draft cut instead of refused": (
         "verify.cu",
-        "noise, scratch, left);",
-        "noise, scratch, [=](int i) { return p[slot.drafts[j]] > 0.0f ? left(i) : p[i]; });",
+        "noise, scratch, residual);",
+        "noise, scratch, [=](int i) { return p[slot.drafts[j]] > 0.0f ? residual(i) : p[i]; });",
         ALONE,
     ),
     "mask row off by one": (
@@ -97,8 +97,8 @@ MUTANTS = {
     ),
     "a first draft that has no place because of its own token": (
         ROUND,
-        UNEVEN[0],
-        "const float reach = slot.drafts[0] & 1 ? 1.0f : 0.0f;",
+        UNEVEN_DRAFTS[0],
+        "const float accept_prob = slot.drafts[0] & 1 ? 1.0f : 0.0f;",
         replace(SHARP, placed=True),
     ),
 }
@@ -120,7 +120,9 @@ def test_a_broken_rule_is_caught(device, stream, tmp_path, monkeypatch, name):
     with as many samples."""
     file, old, new, case = MUTANTS[name]
     assert case in COVERING
-    swap_text(monkeypatch, tmp_path, file if "/" in file else f"sampling/kernels/{file}", old, new)
+    patch_kernel_source(
+        monkeypatch, tmp_path, file if "/" in file else f"sampling/kernels/{file}", old, new
+    )
     samples = 200_000 if case.verify == ref.PER_TOKEN else 40_000
     wrong, values = wrong_twice(device, stream, case, samples)
     assert wrong, f"the mutant passed: p-values {values}"

@@ -9,6 +9,8 @@ import pytest
 import reference_round as ref
 from test_verify import FORGED, add_drafts, forged, random_slot
 
+from graft.sampling.mode import DraftMode
+
 V = 45
 K = 3
 SLOTS = 16
@@ -24,6 +26,9 @@ def random_row(rng: np.random.Generator, slot: ref.Slot, j: int) -> ref.MaskRow:
     state = int(rng.choice([ref.FREE, ref.DEAD_END, ref.ERROR])) if rng.random() < 0.1 else 2
     more = int(rng.integers(0, V)) if state == ref.READY and rng.random() < 0.1 else 0
     return ref.MaskRow(state, slot.epoch, slot.n + j, legal, more)
+
+
+MASKING = {"unmasked": "none", "masked": "fill", "probed": "probe"}
 
 
 @pytest.mark.parametrize("mapped", [False, True], ids=["same", "pruned"])
@@ -45,12 +50,11 @@ def test_matches_the_reference(make_round, block, mapped, how):
     probed = how == "probed"
     r = make_round(
         slots=SLOTS,
-        draft_length=K,
+        mode=DraftMode.chain(K, MASKING[how], MOST if probed else 0),
         vocab=V,
         token_limit=limit,
         d2t=d2t,
         block=block,
-        candidates=MOST if probed else 0,
     )
     seen: Counter = Counter()
 
@@ -110,7 +114,7 @@ def test_matches_the_reference(make_round, block, mapped, how):
                 if moved[i]:
                     ref.draft(s, j, logits[i], mask, limit, d2t, V, probed=probed, answer=answer)
                     seen["free"] += free[i] and len(s.drafts) == j
-            r.draft(j, logits[order], how != "unmasked")
+            r.draft(j, logits[order])
         r.compare(slots)
         drafted = r.exchange.drafted
         tables = r.sampler.q.to_host()
@@ -146,14 +150,17 @@ def test_candidates_of_all_levels_come_at_once(make_round, block, mapped, branch
     limit = V - 2
     r = make_round(
         slots=SLOTS,
-        draft_length=levels,
+        mode=DraftMode(
+            drafts=levels,
+            levels=levels,
+            branch=branch,
+            masking="lattice-probe",
+            candidates=most,
+        ),
         vocab=V,
         token_limit=limit,
         d2t=d2t,
         block=block,
-        candidates=most,
-        branch=branch,
-        levels=levels,
     )
     seen: Counter = Counter()
     for _ in range(4):

@@ -94,11 +94,11 @@ def all_that_is_left(make_round, vocab: int, kinds: int, block: int, parts: int)
         for j in range(1, DRAFTS + 1):
             for i in range(kinds):
                 r.write_mask(i, j - 1, ref.MaskRow(ref.READY, 1, state["n"][i] + j - 1, legal[i]))
-            r.draft(j, rng.normal(0, 2.5, (kinds, r.draft_vocab)).astype(np.float32), True)
+            r.draft(j, rng.normal(0, 2.5, (kinds, r.draft_vocab)).astype(np.float32))
         s = r.sampler
         arrays = (s.probs, s.raw, s.target_tok, s.row_ok, s.rows, s.q, s.faults, r.state.array)
         found += [told, *(array.to_host().tobytes() for array in arrays)]
-    assert not r.sampler.meetings.to_host().any(), "a meeting is left as it was found"
+    assert not r.sampler.cross_block.to_host().any(), "scratch is not reset"
     return found
 
 

@@ -14,7 +14,8 @@ import reference_round as ref
 from test_verify import random_slot
 
 from graft.cudagraph.errors import OptionError
-from graft.sampling.tree import TREE_CANDIDATES, TreePlan, TreeSampler
+from graft.sampling.mode import TREE_CANDIDATES, DraftMode
+from graft.sampling.tree import TreePlan, TreeSampler
 
 V = 61
 SLOTS = 12
@@ -23,6 +24,27 @@ LEVELS = 4
 DRAFTS = 7
 FED = BRANCH * (LEVELS - 1)
 RANKS = [(0,), (2,), (0, 0), (0, 1), (2, 1), (0, 1, 0), (0, 1, 0, 2)]
+
+
+def tree_mode(
+    masking: str = "none",
+    drafts: int = DRAFTS,
+    levels: int = LEVELS,
+    branch: int = BRANCH,
+    candidates: int | None = None,
+    paths: tuple[tuple[int, ...], ...] = (),
+) -> DraftMode:
+    """Return the mode of a draft tree."""
+    if candidates is None:
+        candidates = TREE_CANDIDATES if masking == "probe" else 0
+    return DraftMode(
+        drafts=drafts,
+        levels=levels,
+        branch=branch,
+        masking=masking,
+        candidates=candidates,
+        paths=paths,
+    )
 
 
 def noise_of(*key: object) -> np.random.Generator:
@@ -189,17 +211,16 @@ def test_trees_grow_as_the_reference_says(make_round, block, probed, pruned, ran
     limit = V - 2
     r = make_round(
         slots=SLOTS,
-        draft_length=DRAFTS,
+        mode=tree_mode(
+            masking="probe" if probed else "none",
+            paths=TreePlan.of(ranks).paths if ranks else (),
+        ),
         vocab=V,
         token_limit=limit,
         d2t=d2t,
         block=block,
-        candidates=TREE_CANDIDATES if probed else 0,
-        branch=BRANCH,
-        fed=FED,
     )
-    paths = TreePlan.of(ranks).paths if ranks else ()
-    whole = TreeSampler(r.sampler, BRANCH, LEVELS, paths)
+    whole = TreeSampler(r.sampler)
     seen = Counter()
     for nodes in (DRAFTS if ranks else 2, *(DRAFTS,) * (3 if block == 1 else 2)):
         forest = Forest(r, rng, ids, probed, ranks)
@@ -210,7 +231,7 @@ def test_trees_grow_as_the_reference_says(make_round, block, probed, pruned, ran
                 tree.candidates(r.lane, logits, r.row_slot, level)
                 r.stream.synchronize()
                 forest.answer(level)
-            tree.draft(r.lane, logits, r.row_slot, level, masked=probed)
+            tree.draft(r.lane, logits, r.row_slot, level)
             r.stream.synchronize()
         for i in forest.growing:
             (feeds, clear), s = forest.reference(i, limit, nodes), forest.slots[i]
@@ -236,14 +257,14 @@ def test_trees_grow_as_the_reference_says(make_round, block, probed, pruned, ran
 
 def test_of_equal_nodes_the_earlier_is_better(make_round, block):
     """Everything is alike: nodes are fed and kept in the order in which they were seen."""
-    r = make_round(slots=1, draft_length=DRAFTS, vocab=8, block=block, branch=BRANCH, fed=FED)
-    tree = TreeSampler(r.sampler, BRANCH, LEVELS)
+    r = make_round(slots=1, mode=tree_mode(), vocab=8, block=block)
+    tree = TreeSampler(r.sampler)
     slot = ref.Slot(n=4, tree=ref.chain(1), limit=50)
     slot.filter = ref.Filter(0.0)
     r.play([slot], np.zeros((1, 1, 8), np.float32), [[ref.MaskRow(ref.FREE, 1, 4, more=1)]])
     for level in range(1, LEVELS + 1):
         up = r.device.zeros((1 if level == 1 else BRANCH, 8), "float32")
-        tree.draft(r.lane, up, r.row_slot, level, masked=False)
+        tree.draft(r.lane, up, r.row_slot, level)
     slot.tree = ref.Tree((slot.last, 0, 1, 2, 0, 1, 2, 0), (-1, 0, 0, 0, 1, 1, 1, 2))
     slot.kinds = (ref.POINT,) * DRAFTS
     slot.q = (None,) * DRAFTS
@@ -252,8 +273,9 @@ def test_of_equal_nodes_the_earlier_is_better(make_round, block):
 
 def test_a_silent_grammar_leaves_no_drafts(make_round):
     """Without an answer of this replay and level nothing is legal."""
-    r = make_round(slots=1, draft_length=3, vocab=V, candidates=TREE_CANDIDATES, branch=2, fed=2)
-    tree = TreeSampler(r.sampler, 2, 2)
+    mode = tree_mode(drafts=3, branch=2, levels=2, masking="probe")
+    r = make_round(slots=1, mode=mode, vocab=V)
+    tree = TreeSampler(r.sampler)
     slot = ref.Slot(n=4, tree=ref.chain(1), limit=50)
     slot.filter = ref.Filter(0.0)
     r.play([slot], np.zeros((1, 1, V), np.float32), [[ref.MaskRow(ref.FREE, 1, 4)]])
@@ -262,26 +284,16 @@ def test_a_silent_grammar_leaves_no_drafts(make_round):
         r.exchange.answer[0] = answer
         up = r.device.zeros((level, V), "float32")
         tree.candidates(r.lane, up, r.row_slot, level)
-        tree.draft(r.lane, up, r.row_slot, level, masked=True)
+        tree.draft(r.lane, up, r.row_slot, level)
         r.stream.synchronize()
     assert r.state.to_host()["draft_len"][0] == 0
     assert tuple(r.exchange.drafted[0, :2]) == (r.replay, 0)
 
 
-@pytest.mark.parametrize(
-    "branch, levels, what",
-    [
-        (1, 2, "branch must be from 2"),
-        (3, 0, "levels must be"),
-        (3, 5, "levels must be"),
-        (2, 3, "branch of the exchange"),
-    ],
-)
-def test_trees_that_cannot_be_are_refused(make_round, branch, levels, what):
-    """Sizes are checked by name."""
-    r = make_round(slots=1, draft_length=4, vocab=V, candidates=TREE_CANDIDATES, branch=3, fed=9)
-    with pytest.raises(OptionError, match=what):
-        TreeSampler(r.sampler, branch, levels)
+def test_tree_sampler_rejects_chain_mode(make_round):
+    r = make_round(slots=1, draft_length=4, vocab=V)
+    with pytest.raises(OptionError, match="requires a tree that grows level by level"):
+        TreeSampler(r.sampler)
 
 
 def placed(slot: ref.Slot, tokens: list[int], parents: list[int], vocab: int) -> None:
@@ -306,7 +318,10 @@ def test_proposals_may_branch(make_round, kind):
     chain ends before it."""
     answered = kind == "answer"
     rng = np.random.default_rng(2)
-    r = make_round(slots=SLOTS, draft_length=DRAFTS, vocab=V, levels=3 * answered)
+    mode = DraftMode.chain(DRAFTS)
+    if answered:
+        mode = tree_mode(masking="lattice-probe", candidates=1)
+    r = make_round(slots=SLOTS, mode=mode, vocab=V)
     seen: Counter = Counter()
     for _ in range(20):
         slots = [random_slot(rng, 6, 2) for _ in range(SLOTS)]
@@ -335,7 +350,7 @@ def test_proposals_may_branch(make_round, kind):
             "tree": (proposal, r.row_slot, on),
             "answer": (None, r.row_slot),
         }[kind]
-        r.sampler.place(r.lane, *given, most=most)
+        r.sampler.place(r.lane, *given, max_drafts=most)
         r.stream.synchronize()
         for i, s in enumerate(slots):
             if s.n > before[i] and s.active and not late[i]:

@@ -346,12 +346,12 @@ def test_what_is_reached_is_remembered(make_round):
             r.write_mask(i, j, ref.MaskRow(ref.FREE, slot.epoch, 0, more=1))
     state = r.state.to_host()
     first = np.cumprod(np.full(most, 0.7, np.float32))
-    np.testing.assert_array_equal(state["reach"][:, :most], np.tile(first, (count, 1)))
+    np.testing.assert_array_equal(state["accept_prob"][:, :most], np.tile(first, (count, 1)))
     before = np.sort(rng.random((count, most), np.float32))[:, ::-1]
-    state["reach"][:, :most] = before
+    state["accept_prob"][:, :most] = before
     r.state.copy_from(state)
     out = r.verify(logits)
-    got = r.state.to_host()["reach"]
+    got = r.state.to_host()["accept_prob"]
     deepest = 0
     for i, slot in enumerate(slots):
         node = 0

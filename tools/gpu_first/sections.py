@@ -1,17 +1,17 @@
-"""The sections: each measures one thing and writes its figures down as they come."""
+"""Sections of the measurement. Each one writes its figures as soon as they are measured."""
 
 from __future__ import annotations
 
 import ctypes
-import itertools
 import os
 import re
 import statistics
 import subprocess
 import sys
-from collections.abc import Iterable
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -25,414 +25,541 @@ from graft.models.cache.kv import PagedKV
 from graft.models.llm.kernel_library import ModelKernels
 from graft.models.llm.rows import Rows
 from graft.sampling.exchange import NUMBERS, Exchange
+from graft.sampling.mode import DraftMode
 from graft.sampling.params import SamplingParams
 from graft.sampling.sampler import RowMap, Sampler, output_ring
 from graft.sampling.state import SlotState
 from graft.tools.gpu_first.bench import LAUNCHES, LIMIT_S, Bench
 from graft.tools.gpu_first.model import random_engine, round_parts
 
-CLOCK = Path(__file__).parents[1] / "kernels" / "clock.cu"
+CLOCK_KERNELS = Path(__file__).parents[1] / "kernels" / "clock.cu"
 ROW_READY = NUMBERS["ROW_READY"]
 ROWS = (1, 4, 8, 16, 32, 64, 128, 256)
-#: Of the read ceiling: the first kernel by rows, those planned by matrix at 8 rows or fewer.
-FIRST_LINEAR = {1: (80.0, 88.0), 8: (55.0, 65.0)}
-PLANNED_LINEAR = {
+BATCH = 8
+DRAFTS = 3
+PAGE_SIZE = 16
+#: Predicted percentage of the read bandwidth that a product reaches: by rows for the kernel without
+#: tensor cores, and by matrix for at most 8 rows on tensor cores.
+PREDICTED_WARP_LINEAR = {1: (80.0, 88.0), 8: (55.0, 65.0)}
+PREDICTED_LINEAR = {
     "gate, up": (92.0, 100.0),
     "head": (92.0, 100.0),
     "qkv": (75.0, 85.0),
     "out": (75.0, 85.0),
 }
-#: Milliseconds of a target forward by rows: with the first kernels, and as planned.
-PLANNED_FORWARD = {1: (3.7, 3.9), 4: (3.7, 3.9), 8: (3.8, 4.0), 32: (3.9, 4.3)}
+#: Predicted milliseconds of a target forward pass, by rows.
+PREDICTED_FORWARD = {1: (3.7, 3.9), 4: (3.7, 3.9), 8: (3.8, 4.0), 32: (3.9, 4.3)}
+#: cuBLAS constants: CUDA_R_32F, CUDA_R_16BF, CUBLAS_COMPUTE_32F, CUBLAS_GEMM_DEFAULT.
+CUDA_R_32F = 0
+CUDA_R_16BF = 14
+CUBLAS_COMPUTE_32F = 68
+CUBLAS_GEMM_DEFAULT = -1
+CUBLAS_OP_N = 0
+CUBLAS_OP_T = 1
 
 
-def ceilings(b: Bench) -> None:
-    """What memory and bus give."""
-    b.add("read", b.read_ceiling() / 1e9, "GB/s", (4300, 4500))
-    halves = b.random((2, 1 << (30 - 12 * b.small)))
-    with b.timed() as lane:
+# Device -------------------------------------------------------------------------------------------
+
+
+def measure_ceilings(bench: Bench) -> None:
+    """Measure the bandwidths of memory and bus."""
+    bench.add("read", bench.read_bandwidth() / 1e9, "GB/s", (4300, 4500))
+    halves = bench.random((2, 1 << (30 - 12 * bench.small)))
+    with bench.timed_graph() as lane:
         lane.copy(halves[0], halves[1])
-    b.add("copy, bytes read and written", halves.nbytes / lane.seconds / 1e9, "GB/s", (4200, 4400))
-    far = b.device.pinned((1 << (27 - 12 * b.small),), "uint8")
-    with b.timed() as lane:
-        b.read(lane, far, b.device.multiprocessor_count * 8)
-    b.add("pinned memory read by a kernel", far.nbytes / lane.seconds / 1e9, "GB/s")
-    masks = b.device.pinned((128, 4096), "int32")
-    with b.timed() as lane:
+    bandwidth = halves.nbytes / lane.seconds
+    bench.add("copy, bytes read and written", bandwidth / 1e9, "GB/s", (4200, 4400))
+    pinned = bench.device.pinned((1 << (27 - 12 * bench.small),), "uint8")
+    with bench.timed_graph() as lane:
+        bench.read(lane, pinned, bench.device.multiprocessor_count * 8)
+    bench.add("pinned memory read by a kernel", pinned.nbytes / lane.seconds / 1e9, "GB/s")
+    masks = bench.device.pinned((128, 4096), "int32")
+    with bench.timed_graph() as lane:
         for _ in range(20):
-            b.read(lane, masks, 128)
-    b.add("128 mask rows of 16 KB read there", lane.seconds / 20 * 1e6, "us", (40, 100))
+            bench.read(lane, masks, 128)
+    name = "128 mask rows of 16 KB in pinned memory"
+    bench.add(name, lane.seconds / 20 * 1e6, "us", (40, 100))
 
 
-def gaps(b: Bench) -> None:
-    """Between two nodes of a lane, with full and with programmatic edges."""
-    count = 50 if b.small else 1000
-    part = 1 << (22 - 10 * b.small)  # of 8 MB
-    data = b.random((count // 2, part))
-    ceiling = b.read_ceiling()
+def measure_gaps(bench: Bench) -> None:
+    """Measure the time between two nodes of a lane, with full and with programmatic edges."""
+    count = 50 if bench.small else 1000
+    elements = 1 << (22 - 10 * bench.small)  # 8 MB of bfloat16
+    data = bench.random((count // 2, elements))
+    bandwidth = bench.read_bandwidth()
     for programmatic, predicted in ((False, (1.0, 1.4)), (True, (0.3, 0.7))):
         edges = "programmatic" if programmatic else "full"
-        with b.attempt(f"{edges} edges"):
-            with b.timed(programmatic) as lane:
+        with bench.report_refusal(f"{edges} edges"):
+            with bench.timed_graph(programmatic) as lane:
                 for _ in range(count):
-                    lane.kernel(b.kernels["nothing"], 1, 32, [])
-            b.add(f"empty nodes, {edges} edges", lane.seconds / count * 1e6, "us", predicted)
-            with b.timed(programmatic) as lane:
+                    lane.kernel(bench.kernels["nothing"], 1, 32, [])
+            name = f"empty nodes, {edges} edges"
+            bench.add(name, lane.seconds / count * 1e6, "us", predicted)
+            with bench.timed_graph(programmatic) as lane:
                 for i in range(count):
-                    b.read(lane, data[i % (count // 2)], b.device.multiprocessor_count * 8)
-            b.add(
-                f"8-MB nodes beyond the read, {edges} edges",
-                (lane.seconds / count - 2 * part / ceiling) * 1e6,
-                "us",
-                predicted,
-            )
+                    blocks = bench.device.multiprocessor_count * 8
+                    bench.read(lane, data[i % (count // 2)], blocks)
+            gap_s = lane.seconds / count - 2 * elements / bandwidth
+            bench.add(f"8-MB nodes beyond the read, {edges} edges", gap_s * 1e6, "us", predicted)
 
 
-def hops(b: Bench) -> None:
-    """Host work from the kernel before to the kernel behind, beside large products or alone."""
-    kernels = ModelKernels(b.device)
-    stamp = b.device.load(CLOCK)["stamp_ns"]
-    width, replays = (128, 3) if b.small else (8192, 200)
-    weight = b.random((4 * width, width))
-    stamps = b.device.pinned((2,), "uint64")
-    x, y = (b.device.zeros((32, n), "float32") for n in (width, 4 * width))
+def measure_hops(bench: Bench) -> None:
+    """Measure the latency of host work between two kernels, alone and during large products."""
+    kernels = ModelKernels(bench.device)
+    stamp = bench.device.load(CLOCK_KERNELS)["stamp_ns"]
+    width, replays = (128, 3) if bench.small else (8192, 200)
+    weight = bench.random((4 * width, width))
+    x = bench.device.zeros((32, width), "float32")
+    y = bench.device.zeros((32, 4 * width), "float32")
+    stamps = bench.device.pinned((2,), "uint64")
     free = ctypes.cast(ctypes.CDLL(None).free, ctypes.c_void_p).value or 0
     for transport in ("host", "mailbox", "spinkernel"):
-        for beside, priorities in ((False, True), (True, False), (True, True)):
-            what = transport + (", beside products" if beside else ", alone")
-            what += ", priorities" if beside and priorities else ""
-            with b.attempt(what):
-                graph = Graph(b.device, what)
-                for _ in range(2 * beside):
+        for products, priorities in ((0, True), (2, False), (2, True)):
+            name = f"{transport}, {'during products' if products else 'alone'}"
+            if products and priorities:
+                name += ", priorities"
+            with bench.report_refusal(name):
+                graph = Graph(bench.device, name)
+                for _ in range(products):
                     kernels.linear(graph.lane("model"), x, weight, y)
                 lane = graph.lane("grammar")
-                first = highest_priority()
-                lane.kernel(stamp, 1, 1, (stamps, 0), priority=first)
+                priority = highest_priority()
+                lane.kernel(stamp, 1, 1, (stamps, 0), priority=priority)
                 getattr(lane, transport)(NativeWork(free, 0, name="free(NULL)"))
-                lane.kernel(stamp, 1, 1, (stamps, 1), priority=first)
-                run = graph.instantiate(priorities=priorities)
-                times = list[int]()
+                lane.kernel(stamp, 1, 1, (stamps, 1), priority=priority)
+                executable = graph.instantiate(priorities=priorities)
+                times = []
                 for _ in range(replays):
-                    run.launch(b.stream)
-                    run.synchronize(LIMIT_S)
+                    executable.launch(bench.stream)
+                    executable.synchronize(LIMIT_S)
                     times.append(int(stamps.array[1]) - int(stamps.array[0]))
-                run.close()
-                b.add(
-                    what,
-                    statistics.median(times) / 1e3,
-                    "us",
-                    note=f"99 %: {np.quantile(times, 0.99) / 1e3:.1f}",
-                )
+                executable.close()
+                note = f"p99 {np.quantile(times, 0.99) / 1e3:.1f}"
+                bench.add(name, statistics.median(times) / 1e3, "us", note=note)
 
 
-def matrices(b: Bench) -> dict[str, tuple[int, int]]:
-    """Outputs and inputs of an 8B Llama's products."""
-    hidden = b.shape["hidden_size"]
-    inner = b.shape["intermediate_size"]
-    keys = 2 * b.shape["num_key_value_heads"] * b.shape["head_dim"]
+# Products -----------------------------------------------------------------------------------------
+
+
+def matrices(bench: Bench) -> dict[str, tuple[int, int]]:
+    """Return output and input features of the model's matrices."""
+    hidden = bench.shape["hidden_size"]
+    inner = bench.shape["intermediate_size"]
+    kv = 2 * bench.shape["num_key_value_heads"] * bench.shape["head_dim"]
     return {
-        "qkv": (hidden + keys, hidden),
+        "qkv": (hidden + kv, hidden),
         "out": (hidden, hidden),
         "gate, up": (2 * inner, hidden),
         "down": (hidden, inner),
-        "head": (b.shape["vocab_size"], hidden),
+        "head": (bench.shape["vocab_size"], hidden),
     }
 
 
-def copies(
-    b: Bench, size: tuple[int, int], dtype: str = "bfloat16"
+def weight_copies(
+    bench: Bench, size: tuple[int, int], dtype: str = "bfloat16"
 ) -> tuple[list[DeviceArray], int]:
-    """A matrix as often as caches ask for, and how many products make a good measurement."""
+    """Return copies of a matrix that exceed the caches, and the number of products to measure."""
     nbytes = itemsize(dtype) * size[0] * size[1]
-    weights = [b.random(size, 0.02, dtype) for _ in range(max(2, b.cached // nbytes + 1))]
-    return weights, len(weights) if b.small else max(len(weights), int(8e9) // nbytes)
+    num_copies = max(2, bench.cache_bytes // nbytes + 1)
+    weights = [bench.random(size, 0.02, dtype) for _ in range(num_copies)]
+    count = num_copies
+    if not bench.small:
+        count = max(num_copies, int(8e9) // nbytes)
+    return weights, count
 
 
-def linears(b: Bench) -> None:
-    """graft's products, of weights of 16 bits and of 8; and with 8 outputs less, which tensor cores
-    do not take."""
-    read = b.read_ceiling()
-    kernels = ModelKernels(b.device)
-    for (name, (columns, inner)), kind in itertools.product(
-        matrices(b).items(), ("bfloat16", E4M3)
-    ):
-        weights, count = copies(b, (columns, inner), kind)
-        dtype = kernels.input_dtype(weights[0])
-        for rows, less in itertools.product(
-            ROWS[: 2 if b.small else None], (0, 8) if kind != E4M3 else (0,)
-        ):
-            y = b.device.zeros((rows, columns - less), "float32")
-            x = b.device.zeros((rows, inner), "float32" if less else dtype)
-            with b.attempt(f"{name} of {kind}, {rows} rows"):
-                with b.timed() as lane:
-                    for i in range(count):
-                        kernels.linear(lane, x, weights[i % len(weights)][: columns - less], y)
-                planned = PLANNED_LINEAR.get(name) if rows <= 8 and kind != E4M3 else None
-                b.add(
-                    f"{name}{' less 8' * (less > 0)} of {kind}, {rows} rows, {lane.kernels}",
-                    100 * weights[0].nbytes * count / lane.seconds / read,
-                    "% of read",
-                    FIRST_LINEAR.get(rows) if lane.kernels == "linear_warp" else planned,
-                    f"{lane.seconds / count * 1e6:.1f} us",
-                )
+def measure_linears(bench: Bench) -> None:
+    """Measure graft's products with weights of 16 and of 8 bits."""
+    bandwidth = bench.read_bandwidth()
+    kernels = ModelKernels(bench.device)
+    for name, size in matrices(bench).items():
+        for dtype in ("bfloat16", E4M3):
+            weights, count = weight_copies(bench, size, dtype)
+            for rows in ROWS[:2] if bench.small else ROWS:
+                _measure_linear(bench, kernels, name, weights, count, rows, bandwidth)
+                if dtype != E4M3:
+                    _measure_linear(bench, kernels, name, weights, count, rows, bandwidth, cut=8)
 
 
-def cublas(b: Bench) -> None:
-    """The same products by cuBLAS, bfloat16 in and float32 out, through CuPy.
+def _measure_linear(
+    bench: Bench,
+    kernels: ModelKernels,
+    name: str,
+    weights: list[DeviceArray],
+    count: int,
+    rows: int,
+    bandwidth: float,
+    cut: int = 0,
+) -> None:
+    """Measure one product.
 
-    CuPy captures no cuBLAS: the stream is held while the products are enqueued.
+    Parameters
+    ----------
+    bench, kernels
+        Section and kernels.
+    name
+        Name of the matrix.
+    weights
+        Copies of the matrix.
+    count
+        Number of products.
+    rows
+        Rows of the input.
+    bandwidth
+        Read bandwidth in bytes per second.
+    cut
+        Number of output features to leave out. With 8 fewer, the product does not use tensor cores.
     """
-    if b.device.kind == "soft":
-        b.add("cublas.gemmEx", None, "", note="no CuPy on the soft device")
+    columns, inner = weights[0].shape
+    dtype = str(weights[0].dtype)
+    y = bench.device.zeros((rows, columns - cut), "float32")
+    x = bench.device.zeros((rows, inner), "float32" if cut else kernels.input_dtype(weights[0]))
+    with bench.report_refusal(f"{name} of {dtype}, {rows} rows"):
+        with bench.timed_graph() as lane:
+            for i in range(count):
+                kernels.linear(lane, x, weights[i % len(weights)][: columns - cut], y)
+        predicted = None
+        if lane.kernels == "linear_warp":
+            predicted = PREDICTED_WARP_LINEAR.get(rows)
+        elif rows <= 8 and dtype != E4M3:
+            predicted = PREDICTED_LINEAR.get(name)
+        suffix = f" less {cut}" if cut else ""
+        bench.add(
+            f"{name}{suffix} of {dtype}, {rows} rows, {lane.kernels}",
+            100 * weights[0].nbytes * count / lane.seconds / bandwidth,
+            "% of read",
+            predicted,
+            f"{lane.seconds / count * 1e6:.1f} us",
+        )
+
+
+def measure_cublas(bench: Bench) -> None:
+    """Measure the same products with cuBLAS, bfloat16 in and float32 out, through CuPy.
+
+    CuPy cannot capture cuBLAS in a graph. A kernel therefore blocks the stream while the products
+    are enqueued.
+    """
+    if bench.device.kind == "soft":
+        bench.add("cublas.gemmEx", None, "", note="no CuPy on the soft device")
         return
+    bandwidth = bench.read_bandwidth()
+    for name, (columns, inner) in matrices(bench).items():
+        weights, count = weight_copies(bench, (columns, inner))
+        for rows in ROWS:
+            x = bench.random((rows, inner))
+            y = bench.device.zeros((rows, columns), "float32")
+            seconds = _time_gemm(bench, weights, x, y, count) / count
+            bench.add(
+                f"{name}, {rows} rows, gemmEx",
+                100 * weights[0].nbytes / seconds / bandwidth,
+                "% of read",
+                note=f"{seconds * 1e6:.1f} us",
+            )
+
+
+def _time_gemm(
+    bench: Bench, weights: list[DeviceArray], x: DeviceArray, y: DeviceArray, count: int
+) -> float:
+    """Return the median seconds of `count` products ``y = x @ weight.T`` with cuBLAS."""
     import cupy
 
-    stream = cupy.cuda.ExternalStream(b.stream.handle)
+    stream = cupy.cuda.ExternalStream(bench.stream.handle)
     handle = cupy.cuda.get_cublas_handle()
-    hold = b.device.load(CLOCK)["hold"]
-    go = b.device.pinned((1,), "int32")
-    begin, end = (b.device.event(name, timing=True) for name in ("begin", "end"))
-    one = np.ones(1, np.float32)
-    zero = np.zeros(1, np.float32)
-    read = b.read_ceiling()
-    for name, (columns, inner) in matrices(b).items():
-        weights, count = copies(b, (columns, inner))
-        for rows in ROWS:
-            x = b.random((rows, inner))
-            y = b.device.zeros((rows, columns), "float32")
-            times = list[float]()
-            for turn in range(1 + LAUNCHES):
-                go.array[0] = turn == 0  # what is loaded at the first call waits for the device
-                StreamLane(b.stream).kernel(hold, 1, 1, [go, 2_000_000_000])
-                begin.record(b.stream)
-                with stream:
-                    for i in range(count):  # 14 is bfloat16, 0 float32, 68 its arithmetic
-                        cupy.cuda.cublas.gemmEx(
-                            handle,
-                            1,
-                            0,
-                            columns,
-                            rows,
-                            inner,
-                            one.ctypes.data,
-                            weights[i % len(weights)].ptr,
-                            14,
-                            inner,
-                            x.ptr,
-                            14,
-                            inner,
-                            zero.ctypes.data,
-                            y.ptr,
-                            0,
-                            columns,
-                            68,
-                            -1,
-                        )
-                end.record(b.stream)
-                go.array[0] = 1
-                end.synchronize(LIMIT_S)
-                times.append(end.elapsed_s(begin))
-            took = statistics.median(times[1:]) / count
-            b.add(
-                f"{name}, {rows} rows, gemmEx",
-                100 * weights[0].nbytes / took / read,
-                "% of read",
-                note=f"{took * 1e6:.1f} us",
-            )
+    hold = bench.device.load(CLOCK_KERNELS)["hold"]
+    gate = bench.device.pinned((1,), "int32")
+    begin = bench.device.event("begin", timing=True)
+    end = bench.device.event("end", timing=True)
+    alpha = np.ones(1, np.float32)
+    beta = np.zeros(1, np.float32)
+    rows, inner = x.shape
+    columns = y.shape[1]
+    times: list[float] = []
+    for launch in range(1 + LAUNCHES):
+        # The first call loads modules, which waits for the device: do not block the stream.
+        gate.array[0] = launch == 0
+        StreamLane(bench.stream).kernel(hold, 1, 1, [gate, 2_000_000_000])
+        begin.record(bench.stream)
+        with stream:
+            for i in range(count):
+                cupy.cuda.cublas.gemmEx(
+                    handle,
+                    CUBLAS_OP_T,
+                    CUBLAS_OP_N,
+                    columns,
+                    rows,
+                    inner,
+                    alpha.ctypes.data,
+                    weights[i % len(weights)].ptr,
+                    CUDA_R_16BF,
+                    inner,
+                    x.ptr,
+                    CUDA_R_16BF,
+                    inner,
+                    beta.ctypes.data,
+                    y.ptr,
+                    CUDA_R_32F,
+                    columns,
+                    CUBLAS_COMPUTE_32F,
+                    CUBLAS_GEMM_DEFAULT,
+                )
+        end.record(bench.stream)
+        gate.array[0] = 1
+        end.synchronize(LIMIT_S)
+        times.append(end.elapsed_s(begin))
+    return statistics.median(times[1:])
 
 
-def attention(b: Bench) -> None:
-    """One layer's attention, four rows a request where there are as many."""
-    heads = b.shape["num_attention_heads"]
-    dim = b.shape["head_dim"]
-    kv_heads = b.shape["num_key_value_heads"]
-    kernels = ModelKernels(b.device)
-    count_of_layers = b.shape["num_hidden_layers"]
-    for length in (32, 64) if b.small else (256, 2048, 8192):
-        kv = PagedKV(
-            b.device,
-            layers=count_of_layers,
-            pages=8 * length // 16,
-            page_size=16,
-            kv_heads=kv_heads,
-            head_dim=dim,
-            dtype="bfloat16",
-            slots=8,
-            max_pages_per_slot=length // 16,
+# Attention ----------------------------------------------------------------------------------------
+
+
+def measure_attention(bench: Bench) -> None:
+    """Measure the attention of a layer, with up to four rows per request."""
+    kernels = ModelKernels(bench.device)
+    for length in (32, 64) if bench.small else (256, 2048, 8192):
+        kv = _random_kv(bench, length)
+        for rows in (1, 4, 32):
+            _measure_attention(bench, kernels, kv, length, rows)
+
+
+def _random_kv(bench: Bench, length: int) -> PagedKV:
+    """Return a KV cache of eight requests with `length` random entries each."""
+    kv = PagedKV(
+        bench.device,
+        layers=bench.shape["num_hidden_layers"],
+        pages=BATCH * length // PAGE_SIZE,
+        page_size=PAGE_SIZE,
+        kv_heads=bench.shape["num_key_value_heads"],
+        head_dim=bench.shape["head_dim"],
+        dtype="bfloat16",
+        slots=BATCH,
+        max_pages_per_slot=length // PAGE_SIZE,
+    )
+    kv.k = bench.random(kv.k.shape)
+    kv.v = bench.random(kv.v.shape)
+    for slot in range(BATCH):
+        kv.allocate(slot, length)
+        kv.set_table(StreamLane(bench.stream), slot)
+    return kv
+
+
+def _measure_attention(
+    bench: Bench, kernels: ModelKernels, kv: PagedKV, length: int, count: int
+) -> None:
+    """Measure the attention of `count` rows at the last positions of their requests."""
+    heads = bench.shape["num_attention_heads"]
+    dim = bench.shape["head_dim"]
+    kv_heads = bench.shape["num_key_value_heads"]
+    num_layers = bench.shape["num_hidden_layers"]
+    slots = (np.arange(count) // 4).astype(np.int32)
+    positions = (length - min(count, 4) + np.arange(count) % 4).astype(np.int32)
+    rows = Rows(
+        bench.device.from_host(slots),
+        bench.device.from_host(slots),
+        bench.device.from_host(positions),
+        rows_per_slot=min(count, 4),
+    )
+    rng = np.random.default_rng(0)
+    qkv = rng.standard_normal((count, (heads + 2 * kv_heads) * dim)).astype(np.float32)
+    device_qkv = bench.device.from_host(qkv)
+    out = bench.device.zeros((count, heads * dim), "float32")
+    with bench.timed_graph() as lane:
+        for layer in range(num_layers):
+            kernels.attention(lane, device_qkv, rows, kv, layer, heads, out)
+    seconds = lane.seconds / num_layers
+    kv_bytes = -(-count // 4) * length * kv_heads * dim * 4
+    bench.add(
+        f"{length} positions, {count} rows, {lane.kernels}",
+        seconds * 1e6,
+        "us",
+        None,
+        f"{kv_bytes / seconds / 1e9:.0f} GB/s of KV",
+    )
+
+
+# Sampling -----------------------------------------------------------------------------------------
+
+
+class _SamplingSetup:
+    """Slots, mask rows and sampler of eight requests with three drafts each."""
+
+    def __init__(self, bench: Bench):
+        vocab = bench.shape["vocab_size"]
+        self.state = SlotState(bench.device, BATCH, vocab)
+        self._replay = bench.device.zeros((1,), "int32")
+        exchange = Exchange(bench.device, BATCH, vocab, DraftMode.chain(DRAFTS))
+        self._exchange = exchange
+        exchange.masks[:] = -1
+        exchange.stamps["state"] = ROW_READY
+        exchange.stamps["epoch"] = 1
+        exchange.stamps["position"] = 8 + np.arange(1 + DRAFTS)
+        exchange.copy_masks_to_device(StreamLane(bench.stream), 0, 1 + DRAFTS)
+        self.sampler = Sampler(
+            bench.device, self.state, exchange, self._replay, token_limit=vocab, max_batch=BATCH
         )
-        kv.k = b.random(kv.k.shape)
-        kv.v = b.random(kv.v.shape)
-        for slot in range(8):
-            kv.allocate(slot, length)
-            kv.set_table(StreamLane(b.stream), slot)
-        for count in (1, 4, 32):
-            slots = np.arange(count) // 4
-            steps = np.arange(count) % 4
-            ids = [
-                b.device.from_host(a.astype(np.int32))
-                for a in (slots, slots, length - min(count, 4) + steps)
-            ]
-            qkv = b.device.from_host(
-                np.random.default_rng(0)
-                .standard_normal((count, (heads + 2 * kv_heads) * dim))
-                .astype(np.float32)
+        self.ring = output_ring(bench.device, 2, BATCH, DRAFTS)
+
+    def join(self, bench: Bench, params: SamplingParams) -> Any:
+        """Fill all slots with requests, and return the slots on the host with a chain of drafts."""
+        for slot in range(BATCH):
+            self.state.join(
+                StreamLane(bench.stream), slot, params, position=8, last=1, epoch=1, limit=1 << 20
             )
-            out = b.device.zeros((count, heads * dim), "float32")
-            rows = Rows(ids[0], ids[1], ids[2], rows_per_slot=min(count, 4))
-            with b.timed() as lane:
-                for i in range(count_of_layers):
-                    kernels.attention(lane, qkv, rows, kv, i, heads, out)
-            took = lane.seconds / count_of_layers
-            used = -(-count // 4) * length * kv_heads * dim * 4
-            b.add(
-                f"{length} positions, {count} rows, {lane.kernels}",
-                took * 1e6,
-                "us",
-                None,
-                f"{used / took / 1e9:.0f} GB/s of KV",
-            )
+        bench.stream.synchronize(LIMIT_S)
+        slots = self.state.to_host()
+        slots["drafts"][:, :DRAFTS] = 1
+        slots["q_kind"][:, :DRAFTS] = 1
+        slots["parent"][:, :DRAFTS] = (0, 1, 2)
+        slots["path"][:, :DRAFTS] = (1, 3, 7)
+        return slots
 
 
-def sampling(b: Bench) -> None:
-    """A target's rows to tokens: a greedy batch, and one under top-k and top-p."""
-    vocab = b.shape["vocab_size"]
-    batch = 8
-    drafts = 3
-    state = SlotState(b.device, batch, vocab)
-    replay = b.device.zeros((1,), "int32")
-    exchange = Exchange(b.device, batch, drafts, vocab)
-    exchange.masks[:] = -1
-    exchange.stamps["state"] = ROW_READY
-    exchange.stamps["epoch"] = 1
-    exchange.stamps["position"] = 8 + np.arange(1 + drafts)
-    exchange.copy_masks_to_device(StreamLane(b.stream), 0, 1 + drafts)
-    sampler = Sampler(b.device, state, exchange, replay, token_limit=vocab, max_batch=batch)
-    ring = output_ring(b.device, 2, batch, drafts)
-    spread = np.random.default_rng(0)
-    for name, params, planned in (
+def measure_sampling(bench: Bench) -> None:
+    """Measure sampling of the target's rows, greedy and with top-k and top-p."""
+    setup = _SamplingSetup(bench)
+    rng = np.random.default_rng(0)
+    filtered = SamplingParams(temperature=0.8, top_k=50, top_p=0.9)
+    for name, params, predicted in (
         ("greedy", SamplingParams(), (5, 7)),
-        (
-            "top-k 50, top-p 0.9",
-            SamplingParams(temperature=0.8, top_k=50, top_p=0.9),
-            (20, 25),
-        ),
+        ("top-k 50, top-p 0.9", filtered, (20, 25)),
     ):
-        for slot in range(batch):
-            state.join(
-                StreamLane(b.stream), slot, params, position=8, last=1, epoch=1, limit=1 << 20
-            )
-        b.stream.synchronize(LIMIT_S)
-        chain = state.to_host()  # of drafts, which are tested against masks of ones
-        chain["drafts"][:, :drafts] = 1
-        chain["q_kind"][:, :drafts] = 1
-        chain["parent"][:, :drafts] = (0, 1, 2)
-        chain["path"][:, :drafts] = (1, 3, 7)
-        for size, width in ((1, 1), (8, 1), (8, 4)):
-            chain["draft_len"] = width - 1
-            state.copy_from(chain)
-            saved = b.device.from_host(state.array.to_host())
-            slots = np.arange(size, dtype=np.int32)
-            at = np.arange(size * width, dtype=np.int32)
-            rows = RowMap(
-                *map(b.device.from_host, (slots, slots * width, at // width << 16 | at % width))
-            )
-            logits = b.device.from_host(
-                2 * spread.standard_normal((size * width, vocab)).astype(np.float32)
-            )
-            count = 2 if b.small else 20
-            with b.timed() as lane:
-                for _ in range(count):
-                    sampler.target(lane, logits, rows)
-            usable = int((sampler.row_ok.to_host()[: size * width] == 1).sum())
-            b.add(
-                f"{name}, {size * width} rows, {lane.kernels}",
-                lane.seconds / count * 1e6,
-                "us",
-                planned,
-                f"{usable} rows usable",
-            )
-            with b.timed() as lane:
-                for _ in range(count):
-                    lane.copy(state.array, saved)
-                    sampler.target(lane, logits, rows)
-                    sampler.verify(lane, rows, ring)
-            b.add(f"{name}, {size * width} rows, verified", lane.seconds / count * 1e6, "us")
+        slots = setup.join(bench, params)
+        for requests, width in ((1, 1), (8, 1), (8, 4)):
+            slots["draft_len"] = width - 1
+            setup.state.copy_from(slots)
+            _measure_sampling(bench, setup, name, requests, width, predicted, rng)
 
 
-def suite(b: Bench) -> None:
-    """The tests on this device, a process per file: how many fail."""
-    if not Path("tests/cudagraph").is_dir():
-        b.add("suite", None, "", note="there is no folder tests here")
-        return
-    files: Iterable[Path] = [
-        path
-        for room in ("cudagraph", "sampling", "models", "grammar")
-        for path in sorted(Path("tests", room).glob("test_*.py"))
-    ]
-    if b.small:
-        files = [Path("tests/cudagraph/test_lanes.py")]
+def _measure_sampling(
+    bench: Bench,
+    setup: _SamplingSetup,
+    name: str,
+    requests: int,
+    width: int,
+    predicted: tuple[float, float],
+    rng: np.random.Generator,
+) -> None:
+    """Measure sampling, and sampling with verification.
 
-    def play(path: Path) -> None:
-        command = [
-            sys.executable,
-            "-m",
-            "pytest",
-            str(path),
-            "-q",
-            "--tb=line",
-            "-p",
-            "no:cacheprovider",
-            "-o",
-            "faulthandler_timeout=90",
-        ]
-        done = subprocess.run(
-            command,
-            capture_output=True,
-            text=True,
-            env={**os.environ, "GRAFT_DEVICE": b.device.kind},
-        )
-        said = done.stdout.strip().splitlines() or [""]
-        failed = sum(int(n) for n in re.findall(r"(\d+) (?:failed|error)", said[-1]))
-        wrong = [line for line in said if line.startswith(("FAILED", "ERROR"))]
-        b.add(
-            str(path),
-            failed or float(done.returncode not in (0, 5)),
-            "failed",
-            (0, 0),
-            "; ".join([said[-1], *wrong])[:2000],
-        )
+    Parameters
+    ----------
+    bench, setup
+        Section, slots and sampler.
+    name
+        Name of the sampling parameters.
+    requests, width
+        Number of requests and of rows per request.
+    predicted
+        Predicted microseconds of sampling.
+    rng
+        Generator of the logits.
+    """
+    vocab = bench.shape["vocab_size"]
+    count = 2 if bench.small else 20
+    num_rows = requests * width
+    saved = bench.device.from_host(setup.state.array.to_host())
+    batch_rows = np.arange(requests, dtype=np.int32)
+    row_numbers = np.arange(num_rows, dtype=np.int32)
+    rows = RowMap(
+        bench.device.from_host(batch_rows),
+        bench.device.from_host(batch_rows * width),
+        bench.device.from_host(row_numbers // width << 16 | row_numbers % width),
+    )
+    logits = bench.device.from_host(2 * rng.standard_normal((num_rows, vocab)).astype(np.float32))
+    with bench.timed_graph() as lane:
+        for _ in range(count):
+            setup.sampler.target(lane, logits, rows)
+    usable = int((setup.sampler.row_ok.to_host()[:num_rows] == 1).sum())
+    bench.add(
+        f"{name}, {num_rows} rows, {lane.kernels}",
+        lane.seconds / count * 1e6,
+        "us",
+        predicted,
+        f"{usable} rows usable",
+    )
+    with bench.timed_graph() as lane:
+        for _ in range(count):
+            lane.copy(setup.state.array, saved)
+            setup.sampler.target(lane, logits, rows)
+            setup.sampler.verify(lane, rows, setup.ring)
+    bench.add(f"{name}, {num_rows} rows, verified", lane.seconds / count * 1e6, "us")
 
-    with ThreadPoolExecutor(1 if b.small else 6) as pool:
-        list(pool.map(play, files))
+
+# Rounds and tests ---------------------------------------------------------------------------------
 
 
-def rounds(b: Bench) -> None:
-    """Whole rounds of an engine whose weights are random, by batch and drafts."""
-    forward = {} if b.small else PLANNED_FORWARD
-    for drafts in (0, 3):
+def measure_rounds(bench: Bench) -> None:
+    """Measure rounds of an engine with random weights, by batch size and drafts."""
+    forward = {} if bench.small else PREDICTED_FORWARD
+    for drafts in (0, DRAFTS):
         for programmatic in (False, True):
-            what = f"{drafts} drafts" + programmatic * ", programmatic"
-            with b.attempt(what), random_engine(b, drafts, programmatic) as engine:
-                for batch in (1, 8):
-                    for part, ms in round_parts(engine, batch, 8 if b.small else 48).items():
-                        predicted = forward.get(batch * (drafts + 1))
-                        b.add(
-                            f"batch {batch}, {what}: {part}",
+            name = f"{drafts} drafts"
+            if programmatic:
+                name += ", programmatic"
+            with bench.report_refusal(name), random_engine(bench, drafts, programmatic) as engine:
+                for batch in (1, BATCH):
+                    predicted = forward.get(batch * (drafts + 1))
+                    parts = round_parts(engine, batch, 8 if bench.small else 48)
+                    for part, ms in parts.items():
+                        bench.add(
+                            f"batch {batch}, {name}: {part}",
                             ms,
                             "ms",
                             predicted if part == "target forward" else None,
                         )
 
 
-#: By name, in order: what to run, and seconds that it may take.
+def run_tests(bench: Bench) -> None:
+    """Run the tests on this device, one process per file, and report the number of failures."""
+    if not Path("tests/cudagraph").is_dir():
+        bench.add("suite", None, "", note="the working directory has no folder tests")
+        return
+    files: list[Path] = []
+    for package in ("cudagraph", "sampling", "models", "grammar"):
+        files += sorted(Path("tests", package).glob("test_*.py"))
+    if bench.small:
+        files = [Path("tests/cudagraph/test_lanes.py")]
+    with ThreadPoolExecutor(1 if bench.small else 6) as pool:
+        list(pool.map(lambda path: _run_test_file(bench, path), files))
+
+
+def _run_test_file(bench: Bench, path: Path) -> None:
+    command = [sys.executable, "-m", "pytest", str(path), "-q", "--tb=line"]
+    command += ["-p", "no:cacheprovider", "-o", "faulthandler_timeout=90"]
+    environment = {**os.environ, "GRAFT_DEVICE": bench.device.kind}
+    done = subprocess.run(command, capture_output=True, text=True, env=environment)
+    lines = done.stdout.strip().splitlines() or [""]
+    failures = sum(int(count) for count in re.findall(r"(\d+) (?:failed|error)", lines[-1]))
+    if not failures and done.returncode not in (0, 5):  # 5: no tests were collected
+        failures = 1
+    failed_tests = [line for line in lines if line.startswith(("FAILED", "ERROR"))]
+    note = "; ".join([lines[-1], *failed_tests])[:2000]
+    bench.add(str(path), failures, "failed", (0, 0), note)
+
+
+class Section(NamedTuple):
+    """A section of the measurement.
+
+    Attributes
+    ----------
+    measure
+        Measures and adds figures.
+    limit_s
+        Time limit in seconds.
+    """
+
+    measure: Callable[[Bench], None]
+    limit_s: float
+
+
+#: Sections by name in the order in which they run.
 SECTIONS = {
-    "ceilings": (ceilings, 40),
-    "gaps": (gaps, 60),
-    "hops": (hops, 60),
-    "linears": (linears, 90),
-    "cublas": (cublas, 60),
-    "attention": (attention, 60),
-    "sampling": (sampling, 60),
-    "rounds": (rounds, 200),
-    "suite": (suite, 600),
+    "ceilings": Section(measure_ceilings, 40),
+    "gaps": Section(measure_gaps, 60),
+    "hops": Section(measure_hops, 60),
+    "linears": Section(measure_linears, 90),
+    "cublas": Section(measure_cublas, 60),
+    "attention": Section(measure_attention, 60),
+    "sampling": Section(measure_sampling, 60),
+    "rounds": Section(measure_rounds, 200),
+    "suite": Section(run_tests, 600),
 }

@@ -3,39 +3,44 @@
 #include "sampling/kernels/slot.cuh"
 #include "timing.cuh"
 
-// Draft j of batch row b as a number of 62 bits, the greater the sooner it is given a place: by
-// what past rounds say of how likely it is accepted; of equals the one of fewer drafts before it.
-__device__ __forceinline__ unsigned long long precedence(const Slot& slot, int b, int j) {
-  const float reach = slot.reach[j - 1];
-  const unsigned long long likely = __float_as_uint(reach);  // in order, as none is negative
-  return likely << 32 | static_cast<unsigned int>(0xffff - j) << 16 |
+// Priority of draft j of batch row b, 62 bits: drafts with greater priority get forward rows first.
+// It is the acceptance probability in past rounds; among equals, the draft with fewer drafts before
+// it is preferred.
+__device__ __forceinline__ unsigned long long priority(const Slot& slot, int b, int j) {
+  const float accept_prob = slot.accept_prob[j - 1];
+  // The bits of non-negative floats have the order of the floats.
+  const unsigned long long bits = __float_as_uint(accept_prob);
+  return bits << 32 | static_cast<unsigned int>(0xffff - j) << 16 |
          static_cast<unsigned int>(0xffff - b);
 }
 
-// Opens replay `*replay + 1`: takes the slots from the input ring, gives their drafts the rows that
-// the round has, and lays these out. Every batch row has one that feeds `last`, at position n; the
-// others feed drafts, at n + depth. Where there are more drafts than rows, those that are most
-// likely to be accepted have a place: always the first ones of a slot, and whether draft j is one
-// of them depends on what stood before it and on other slots, never on j itself or what follows.
-// The others are cut, and the grammar is told. One block.
+// Begins replay `*replay + 1`: reads the slot of each batch row from the input ring, and assigns
+// forward rows to their last tokens and drafts. One block.
 //
-// An entry without this replay's stamp was never published for it: every row is then padding, so a
-// replay nobody announced changes nothing. The timeline's first stamp is when it ends.
+// Every batch row has a forward row for its last token, at position n. The others are for drafts,
+// at position n + depth. If there are more drafts than rows, the drafts with the greatest priority
+// get rows. These are always the first drafts of a slot, because acceptance probabilities do not
+// increase. Whether draft j gets a row depends on earlier rounds and other slots, never on the
+// tokens of draft j and later ones, so verification remains exact. The other drafts are cut, and
+// the grammar's record is shortened.
+//
+// If the entry does not have this replay's stamp, every row is padding, and the replay changes
+// nothing. The end of this kernel is the first stamp of the timeline.
 extern "C" __global__ void round_begin(int* replay, const int* ring_rows, int ring_rows_stride,
                                        const int* ring_stamp, int ring_stamp_stride,
                                        int ring_entries, Slot* slots, int slot_count, int batch,
                                        int rows, int* exchange, const ExchangeLayout layout,
                                        int* row_slot, int* first, int* map, int* token, int* slot,
-                                       int* pos, unsigned long long* tree, long long* timeline,
+                                       int* pos, unsigned long long* ancestors, long long* timeline,
                                        int timeline_stride, int timeline_entries) {
-  __shared__ int drafts, above;
+  __shared__ int drafts, num_above;
   const int tid = static_cast<int>(threadIdx.x);
   const int step = static_cast<int>(blockDim.x);
   const int now = *replay + 1;
   const int entry = static_cast<int>(static_cast<unsigned int>(now) % ring_entries);
   const bool published = ring_stamp[entry * ring_stamp_stride] == now;
-  const int places = rows - batch;
-  const int most = layout.rows - 1;
+  const int draft_rows = rows - batch;
+  const int max_drafts = layout.rows - 1;
   if (tid == 0) drafts = 0;
   __syncthreads();  // every thread has read the old number before it changes
   if (tid == 0) *replay = now;
@@ -48,30 +53,30 @@ extern "C" __global__ void round_begin(int* replay, const int* ring_rows, int ri
     atomicAdd(&drafts, slots[s].draft_len);
   }
   __syncthreads();
-  if (drafts > places) {
-    unsigned long long least = 0;  // what `places` drafts reach, found bit by bit
+  if (drafts > draft_rows) {
+    unsigned long long threshold = 0;  // priority of `draft_rows` drafts, found bit by bit
     for (int bit = 61; bit >= 0; --bit) {
-      const unsigned long long tried = least | 1ull << bit;
-      if (tid == 0) above = 0;
+      const unsigned long long tried = threshold | 1ull << bit;
+      if (tid == 0) num_above = 0;
       __syncthreads();
-      int reaching = 0;
-      for (int c = tid; c < batch * most; c += step) {
-        const int s = row_slot[c / most];
-        const int j = c % most + 1;
+      int own_above = 0;
+      for (int c = tid; c < batch * max_drafts; c += step) {
+        const int s = row_slot[c / max_drafts];
+        const int j = c % max_drafts + 1;
         if (s < 0 || j > slots[s].draft_len) continue;
-        reaching += precedence(slots[s], c / most, j) >= tried ? 1 : 0;
+        own_above += priority(slots[s], c / max_drafts, j) >= tried ? 1 : 0;
       }
-      if (reaching != 0) atomicAdd(&above, reaching);
+      if (own_above != 0) atomicAdd(&num_above, own_above);
       __syncthreads();
-      const bool found = above == places;
-      if (above >= places) least = tried;
+      const bool found = num_above == draft_rows;
+      if (num_above >= draft_rows) threshold = tried;
       __syncthreads();
       if (found) break;
     }
     for (int b = tid; b < batch; b += step) {
       const int s = row_slot[b];
       for (int j = s < 0 ? 0 : slots[s].draft_len; j > 0; --j) {
-        if (precedence(slots[s], b, j) >= least) break;
+        if (priority(slots[s], b, j) >= threshold) break;
         ++slots[s].cut;
       }
     }
@@ -99,10 +104,11 @@ extern "C" __global__ void round_begin(int* replay, const int* ring_rows, int ri
     const int s = row_slot[batch_row(map[r])];
     const int j = draft_row(map[r]);
     const bool used = s >= 0 && j <= slots[s].draft_len;
-    token[r] = !used ? 0 : j == 0 ? slots[s].last : slots[s].drafts[j - 1];
+    token[r] = 0;
+    if (used) token[r] = j == 0 ? slots[s].last : slots[s].drafts[j - 1];
     slot[r] = used ? s : -1;
     pos[r] = used ? slots[s].n + depth_of(slots[s], j) : -1;
-    if (tree != nullptr) tree[r] = used ? path_of(slots[s], j) : 0;
+    if (ancestors != nullptr) ancestors[r] = used ? path_of(slots[s], j) : 0;
   }
   if (tid == 0) stamp(timeline, timeline_stride, timeline_entries, now, 0);
 }

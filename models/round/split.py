@@ -1,0 +1,58 @@
+"""Rounds split into several graphs, to measure what a single graph saves."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable
+
+from graft.cudagraph.device import Stream
+from graft.cudagraph.graph import GraphExec, GraphMark
+from graft.models.drafters.feed import RoundScratch
+from graft.models.round.round import RoundGraph, RoundParts
+
+__all__ = ["SplitRound"]
+
+
+class SplitRound(RoundGraph):
+    """A round whose drafting has graphs of its own (``composition="two"``).
+
+    The first graph ends with verification. Each grammar step that the drafter waits for ends a
+    graph too. The host launches every graph after the previous one has completed, so rounds cannot
+    overlap. Outputs are the same as those of a `RoundGraph`.
+    """
+
+    def __init__(
+        self, parts: RoundParts, scratch: RoundScratch, batch: int, drafts: int, made: int
+    ):
+        super().__init__(parts, scratch, batch, drafts, made)
+        self._pending: deque[GraphExec] = deque()  # graphs of the current round to be launched
+
+    def launch(self, stream: Stream) -> None:
+        """Launch the first graph of the round."""
+        super().launch(stream)
+        self._pending.extend(self.execs[1:])
+
+    def finish(self, stream: Stream, wait_for: Callable[[GraphExec], None]) -> None:
+        """Launch the other graphs, each after the previous one has completed.
+
+        If `wait_for` raises, for example because of Ctrl-C, the next call continues.
+        """
+        while self._pending:
+            executable = self._pending.popleft()
+            executable.launch(stream)
+            if self._pending:
+                wait_for(executable)
+                self.check()
+
+    def _wait(self, mark: GraphMark) -> None:
+        self._start_graph()
+
+    def _start_drafting(self) -> None:
+        self._start_graph()
+        self._stamps.end("host")
+
+    def _start_graph(self) -> None:
+        """End the current graph. It includes all marks; the lanes continue in the next graph."""
+        self._add_graph()
+        for lane in (self._model, self._grammar):
+            lane.graph = self.graphs[-1].lane(lane.name).graph
