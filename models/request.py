@@ -155,7 +155,9 @@ class Request(SamplingParams):
         seed = secrets.randbits(64) if self.seed is None else self.seed
         requests = []
         for sample in range(self.sample, self.sample + self.n):
-            request_id = f"{self.id}/{sample}" if isinstance(self.id, str) else self.id
+            request_id = self.id
+            if isinstance(request_id, str):
+                request_id = f"{request_id}/{sample}"
             requests.append(replace(self, n=1, sample=sample, seed=seed, id=request_id))
         return requests
 
@@ -316,7 +318,10 @@ def check_size(description: str, value: object, limit: str, limits: Limits) -> N
     pending = [value]
     while pending and size <= max_size:  # terminates for an object that contains itself
         item = pending.pop()
-        size += len(item.encode("utf-8", "surrogatepass")) if isinstance(item, str) else 1
+        if isinstance(item, str):
+            size += len(item.encode("utf-8", "surrogatepass"))
+            continue
+        size += 1
         if isinstance(item, Mapping):
             pending += [*item.keys(), *item.values()]
         elif isinstance(item, (list, tuple)):
@@ -397,7 +402,8 @@ def _check_ranges(request: Request) -> None:
     """Check the numbers that are not sampling parameters."""
     if request.max_tokens is not None:
         check_integer("max_tokens", request.max_tokens, 1, 2**31 - 1)
-    check_integer("min_tokens", request.min_tokens, 0, request.max_tokens or 2**31 - 1)
+    max_min_tokens = request.max_tokens or 2**31 - 1
+    check_integer("min_tokens", request.min_tokens, 0, max_min_tokens)
     check_integer("priority", request.priority, -(2**31), 2**31 - 1)
     if request.timeout_s is not None:
         check_real("timeout_s", request.timeout_s, 0.0, 1e9, open_low=True)

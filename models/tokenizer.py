@@ -72,8 +72,9 @@ class Tokenizer:
         if not self._ids:
             raise TokenizerError(f"{file}: the vocabulary is empty")
         self.vocab_size = max(self._ids.values()) + 1
-        added = self.backend.get_added_tokens_decoder()
-        self.special_names = tuple(t.content for t in added.values() if t.special and t.content)
+        added = self.backend.get_added_tokens_decoder().values()
+        special = [token.content for token in added if token.special]
+        self.special_names = tuple(name for name in special if name)
         self._config = _read_optional(self.path / "tokenizer_config.json")
         if vocab_size is None:
             model = _read_optional(self.path / "config.json")
@@ -281,8 +282,11 @@ class _SpecialNameEscaper:
         result = []
         for index, part in enumerate(parts):
             is_name = index % 2 == 1
-            if part:
-                result.append((self._names[int(part)] if is_name else part, is_name))
+            if not part:
+                continue
+            if is_name:
+                part = self._names[int(part)]
+            result.append((part, is_name))
         return result
 
 

@@ -125,7 +125,8 @@ class PagedKV:
     @property
     def page_bytes(self) -> int:
         """Size of a page in bytes: keys and values of all layers."""
-        return 2 * self.k.nbytes // (self.scratch_page + 1)
+        num_pages = self.scratch_page + 1
+        return 2 * self.k.nbytes // num_pages
 
     def pages_of(self, slot: int) -> tuple[int, ...]:
         """Return the pages of a slot in the order of their positions."""
@@ -156,7 +157,8 @@ class PagedKV:
         num_new = total - len(owned) - len(shared)
         if total > self.max_pages or num_new > len(self.free):
             return False
-        pages = [*shared, *(self.free.pop() for _ in range(num_new))]
+        new = [self.free.pop() for _ in range(num_new)]
+        pages = [*shared, *new]
         for page in pages:
             self.add_reference(page)
         self._staged[slot].array[len(owned) : total] = pages
@@ -187,7 +189,8 @@ class PagedKV:
 
     def set_table(self, lane: Lane, slot: int) -> None:
         """Enqueue the copy of a slot's row of the page table to the device."""
-        lane.copy(self.page_table[self._checked(slot)], self._staged[slot], name="page table")
+        row = self.page_table[self._checked(slot)]
+        lane.copy(row, self._staged[slot], name="page table")
 
     def _checked(self, slot: int) -> int:
         if not 0 <= slot < self.slots:

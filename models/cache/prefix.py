@@ -53,10 +53,12 @@ def page_keys(tokens: Sequence[int], page_size: int, lookahead: int = 0) -> list
         One key of 32 bytes per page; each one depends on all tokens before it.
     """
     array = np.asarray(tokens, np.int32)
+    last_end = len(array) - max(lookahead, 1)
     key = b""
     keys = []
-    for end in range(page_size, len(array) - max(lookahead, 1) + 1, page_size):
-        content = array[end - page_size : end + lookahead].tobytes()
+    for end in range(page_size, last_end + 1, page_size):
+        begin = end - page_size
+        content = array[begin : end + lookahead].tobytes()
         key = hashlib.blake2b(key + content, digest_size=32).digest()
         keys.append(key)
     return keys
@@ -130,12 +132,15 @@ class PrefixCache:
         """
         if self.max_pages == 0:
             return
-        groups = zip(*(cache.pages_of(slot) for cache in self._caches), strict=True)
+        pages_by_cache = [cache.pages_of(slot) for cache in self._caches]
+        groups = zip(*pages_by_cache, strict=True)
         pages = list(zip(self.keys(tokens), groups, strict=False))
         self._insert(pages[: self.max_pages])
 
     def insert_migrated(
-        self, keys: Sequence[bytes], write: Callable[[list[PageGroup], list[int]], object]
+        self,
+        keys: Sequence[bytes],
+        write: Callable[[list[PageGroup], list[int]], object],
     ) -> None:
         """Cache pages of another engine, as many of the first ones as pages can be made free.
 
@@ -149,15 +154,18 @@ class PrefixCache:
         """
         found = self.match(keys)
         self.evict_until_free(len(keys) - len(found), found)
-        free = zip(*(reversed(cache.free) for cache in self._caches), strict=False)
         missing = [i for i, key in enumerate(keys) if key not in self._cached]
-        groups = dict(zip(missing, free, strict=False))
+        # The last pages of `free` are allocated first.
+        free_by_cache = [reversed(cache.free) for cache in self._caches]
+        free_groups = zip(*free_by_cache, strict=False)
+        groups = dict(zip(missing, free_groups, strict=False))
         if not groups:
             return
         write(list(groups.values()), list(groups))
         for cache in self._caches:
             del cache.free[-len(groups) :]
-        self._insert([(keys[i], group) for i, group in groups.items()])
+        pages = [(keys[i], group) for i, group in groups.items()]
+        self._insert(pages)
 
     def evict_until_free(self, pages: int, keep: Collection[PageGroup]) -> None:
         """Evict unused pages, least recently used first, until `pages` pages are free.
@@ -171,7 +179,8 @@ class PrefixCache:
         keep
             Pages that must not be evicted.
         """
-        count = pages - min(len(cache.free) for cache in self._caches)
+        num_free = min(len(cache.free) for cache in self._caches)
+        count = pages - num_free
         kept = set(keep)
         in_use = []
         unused = []
@@ -193,7 +202,8 @@ class PrefixCache:
 
     def _find(self, keys: Iterable[bytes]) -> list[bytes]:
         """Return the keys of the longest cached prefix."""
-        return list(itertools.takewhile(self._cached.__contains__, keys))
+        found = itertools.takewhile(self._cached.__contains__, keys)
+        return list(found)
 
     def _insert(self, pages: Sequence[tuple[bytes, PageGroup]]) -> None:
         """Cache pages, the first one as the most recently used, and enforce `max_pages`."""
@@ -204,13 +214,15 @@ class PrefixCache:
                 self._cached[key] = group
             self._cached.move_to_end(key)
         surplus = max(0, len(self._cached) - self.max_pages)
-        self._evict(list(itertools.islice(self._cached, surplus)))
+        oldest = itertools.islice(self._cached, surplus)
+        self._evict(list(oldest))
 
     def _in_use(self, group: PageGroup) -> bool:
         return self._caches[0].references(group[0]) > 1
 
     def _evict(self, keys: Iterable[bytes]) -> None:
         for key in keys:
-            for cache, page in zip(self._caches, self._cached.pop(key), strict=True):
+            group = self._cached.pop(key)
+            for cache, page in zip(self._caches, group, strict=True):
                 cache.drop_reference(page)
             self.evictions += 1

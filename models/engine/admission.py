@@ -84,7 +84,9 @@ class Admission:
         prompt = self._prompt_tokens(request)
         self._check_waiting_tokens(len(prompt), waiting)
         max_tokens = self._max_tokens(len(prompt), request.max_tokens)
-        stop_ids = tuple(dict.fromkeys((*self._tokenizer.stop_ids, *(request.stop_ids or ()))))
+        requested_stop_ids = request.stop_ids or ()
+        unique = dict.fromkeys((*self._tokenizer.stop_ids, *requested_stop_ids))
+        stop_ids = tuple(unique)
         if len(stop_ids) > MAX_STOP_IDS:
             raise RequestError(
                 f"stop_ids and the model's stop ids are {len(stop_ids)} ids, at most {MAX_STOP_IDS}"

@@ -85,7 +85,9 @@ class MigratedRequest:
     @property
     def tokens(self) -> list[int]:
         """Prompt and output so far."""
-        return [*self.description["request"]["tokens"], *self.description["output"]["tokens"]]
+        prompt = self.description["request"]["tokens"]
+        output = self.description["output"]["tokens"]
+        return [*prompt, *output]
 
     @property
     def num_pages(self) -> int:
@@ -98,7 +100,10 @@ class MigratedRequest:
         text = json.dumps({**self.description, "shapes": shapes}, default=list).encode()
         padding = bytes(-len(text) % _ALIGNMENT)
         header = _HEADER.pack(_MAGIC, FORMAT, len(text)) + text + padding
-        return [memoryview(header), *(array.reshape(-1).data.cast("B") for array in self.pages)]
+        buffers = [memoryview(header)]
+        for array in self.pages:
+            buffers.append(array.reshape(-1).data.cast("B"))
+        return buffers
 
     @classmethod
     def from_bytes(cls, data: np.ndarray) -> MigratedRequest:
@@ -127,7 +132,8 @@ class MigratedRequest:
         begin = end + -size % _ALIGNMENT
         for shape in description.pop("shapes"):
             end = begin + 4 * int(np.prod(shape))
-            pages.append(data[begin:end].view(np.int32).reshape(shape))
+            words = data[begin:end].view(np.int32)
+            pages.append(words.reshape(shape))
             begin = end
         return cls(description, tuple(pages))
 
@@ -196,7 +202,10 @@ def restore_output(state: RequestState, description: Mapping[str, Any]) -> None:
     for name, value in values.items():
         setattr(output, name, value)
     if logprobs is not None:
-        output.logprobs = [Logprob(value, tuple(map(tuple, top))) for value, top in logprobs]
+        output.logprobs = []
+        for value, top in logprobs:
+            pairs = tuple((token, logprob) for token, logprob in top)
+            output.logprobs.append(Logprob(value, pairs))
     state.submitted_at = time.monotonic() - description["age_s"]
     _, stopped = state.append_tokens(tokens)
     state.take_new_tokens()
@@ -210,7 +219,8 @@ def checkpoint_digest(folder: Path) -> str:
     It covers their names and sizes, the contents of small files and samples of large ones.
     """
     digest = hashlib.blake2b(digest_size=16)
-    for file in sorted((*folder.glob("*.json"), *folder.glob("*.safetensors"))):
+    files = [*folder.glob("*.json"), *folder.glob("*.safetensors")]
+    for file in sorted(files):
         size = file.stat().st_size
         digest.update(f"{file.name} {size}\n".encode())
         with file.open("rb") as opened:
@@ -342,12 +352,15 @@ class Migrator:
         packed_arrays = []
         for i, cache in enumerate(self._caches):
             words = cache.page_bytes // (8 * cache.layers)
-            packed = self._device.pinned((2, len(groups), cache.layers, words), "int32")
+            shape = (2, len(groups), cache.layers, words)
+            packed = self._device.pinned(shape, "int32")
             if contents:
                 packed.array[:] = contents[i]
-            pages = self._device.from_host(np.array([group[i] for group in groups], np.int32))
+            indices = np.array([group[i] for group in groups], np.int32)
+            pages = self._device.from_host(indices)
+            half_size = packed.array[0].size
             for kind, array in enumerate((cache.k, cache.v)):
-                half = packed.view(kind * packed.array[0].size, packed.shape[1:])
+                half = packed.view(kind * half_size, packed.shape[1:])
                 read = int(not contents)
                 args = (array, half, pages, cache.scratch_page + 1, words, read)
                 grid = (len(groups), cache.layers, 1)

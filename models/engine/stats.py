@@ -130,7 +130,10 @@ class EngineStats:
         """
         if not self.part_ns:
             return None
-        exposed = sum(ns for name, ns in self.part_ns.items() if name.startswith("wait for"))
+        exposed = 0
+        for name, ns in self.part_ns.items():
+            if name.startswith("wait for"):
+                exposed += ns
         return exposed / self.round_ns if self.round_ns else 0.0
 
     @property

@@ -190,7 +190,7 @@ def test_replay_deadline_is_extended_by_prefill_progress(monkeypatch):
         monkeypatch.setattr(SlotManager, "count_completed_chunks", count_nothing)
         with pytest.raises(DeviceError, match="published no result") as caught:
             engine.generate([prompt])
-        assert "\n" not in str(caught.value) and "the waiting side" in caught.value.__notes__[0]
+        assert "\n" not in str(caught.value) and "waiting: thread" in caught.value.__notes__[0]
 
 
 # Closing ----------------------------------------------------------------------------------------

@@ -162,8 +162,8 @@ MUTANTS = {
     "page of the last token shared": (
         prefix,
         "page_keys",
-        "- max(lookahead, 1) + 1",
-        "+ 1",
+        "len(array) - max(lookahead, 1)",
+        "len(array)",
     ),
     "matched pages evicted": (
         PrefixCache,
