@@ -33,7 +33,7 @@ _SAMPLING_HELP = {
     "min_p": "minimum probability relative to the most likely token; 0: none",
     "presence_penalty": "penalty on tokens that occur in the output; 0: none",
     "frequency_penalty": "penalty per occurrence in the output; 0: none",
-    "repetition_penalty": "divisor of logits of tokens in prompt and output; 1: none",
+    "repetition_penalty": "penalty on tokens of prompt and output; 1: none",
     "min_tokens": "minimum number of tokens before a stop id",
 }
 
@@ -140,7 +140,7 @@ def add_model_arguments(parser: argparse.ArgumentParser) -> None:
         "--weights",
         choices=WEIGHTS,
         default=WEIGHTS[0],
-        help="data type of the target's layer weights; fp8: quantized row by row",
+        help="layer weights of the target: as in the checkpoint, or quantized to fp8 row by row",
     )
     models.add_argument(
         "--parallel",

@@ -267,7 +267,7 @@ def json_schema(**schema):
         (
             {"response_format": response_format(PERSON), "stop": "a"},
             400,
-            "would cut a guided output",
+            "stop cannot be combined with grammar",
         ),
         (
             {"structured_outputs": {"structural_tag": "{"}},
