@@ -1,4 +1,4 @@
-"""The first measurements on a GPU: every section runs, and none takes others with it."""
+"""Tests of the GPU measurement (graft.tools.gpu_first) with small sizes."""
 
 from __future__ import annotations
 
@@ -11,63 +11,63 @@ import pytest
 from graft.tools.gpu_first import __main__ as gpu_first
 from graft.tools.gpu_first.sections import SECTIONS
 
-DIES = """
+#: A section that writes one figure; how it ends is appended.
+SECTION_PROGRAM = """
 import json, os, sys, time
 with open(sys.argv[1], "w") as file:
-    file.write(json.dumps({"what": "x", "measured": 3.0, "unit": "us", "predicted": [1, 2],
+    file.write(json.dumps({"name": "x", "measured": 3.0, "unit": "us", "predicted": [1, 2],
                            "note": ""}) + "\\n")
-print("the last word", flush=True)
+print("the last line", flush=True)
 """
 
 
 @pytest.mark.parametrize(
-    ("end", "said"), [("os.abort()", "exit status -6"), ("time.sleep(600)", "not over in 3 s")]
+    ("ending", "status"),
+    [("os.abort()", "exit status -6"), ("time.sleep(600)", "timed out after 3 s")],
 )
-def test_a_section_that_dies_or_hangs_keeps_its_figures(tmp_path, end: str, said: str) -> None:
-    """What was measured before is kept and tabled, and how it ended is told."""
-    lines = tmp_path / "lines"
-    done = gpu_first.play([sys.executable, "-c", DIES + end, str(lines)], lines, 3.0)
-    assert done["ended"] == said and "the last word" in done["said"]
-    assert gpu_first.figure_rows(done["figures"]) == [("x", "1 to 2", "3 us", "2.00", "")]
+def test_gpu_first_keeps_figures_of_section_that_crashes_or_hangs(tmp_path, ending, status):
+    path = tmp_path / "figures"
+    command = [sys.executable, "-c", SECTION_PROGRAM + ending, str(path)]
+    result = gpu_first.run_section(command, path, 3.0)
+    assert result["status"] == status
+    assert "the last line" in result["output"]
+    assert gpu_first.figure_rows(result["figures"]) == [("x", "1 to 2", "3 us", "2.00", "")]
 
 
-def test_sections_go_on_behind_one_another(device, tmp_path, capsys) -> None:
-    """Small sizes of every section are measured in processes of their own, till time is up."""
-    out = tmp_path / "out.json"
+def test_gpu_first_runs_sections_in_processes(device, tmp_path, capsys):
+    path = tmp_path / "out.json"
     names = [name for name in SECTIONS if name not in ("rounds", "suite")]
-    assert (
-        gpu_first.main(["--small", "--minutes", "30", "--json", str(out), "--sections", *names])
-        == 0
-    )
-    found = json.loads(out.read_text())
-    assert found["device"] == device.describe() and list(found["sections"]) == names
-    for name, section in found["sections"].items():
-        assert section["ended"] == "ok", section
-        figures = {figure["what"]: figure for figure in section["figures"]}
-        assert name == "cublas" or all(
-            one["measured"] is not None or (name == "gaps" and one["note"].startswith("refused"))
-            for one in figures.values()
-        )  # an older GPU has no programmatic edges
-        assert all(figure["note"] != "0 rows usable" for figure in figures.values())
+    options = ["--small", "--minutes", "30", "--json", str(path), "--sections", *names]
+    assert gpu_first.main(options) == 0
+    report = json.loads(path.read_text())
+    assert report["device"] == device.describe()
+    assert list(report["sections"]) == names
+    for name, section in report["sections"].items():
+        assert section["status"] == "ok", section
+        for figure in section["figures"]:
+            # Older GPUs have no programmatic edges, and the soft device has no cuBLAS.
+            refused = name == "gaps" and figure["note"].startswith("refused")
+            assert figure["measured"] is not None or refused or name == "cublas"
+            assert figure["note"] != "0 rows usable"
     printed = capsys.readouterr().out
     assert all(f"\n{name}: ok" in printed for name in names)
-    assert gpu_first.main(["--minutes", "0.01", "--json", str(out), "--sections", "gaps"]) == 0
-    assert json.loads(out.read_text())["sections"]["gaps"]["ended"] == "no time was left"
+
+
+def test_gpu_first_skips_sections_without_time_left(tmp_path):
+    path = tmp_path / "out.json"
+    options = ["--minutes", "0.01", "--json", str(path), "--sections", "gaps"]
+    assert gpu_first.main(options) == 0
+    assert json.loads(path.read_text())["sections"]["gaps"]["status"] == "no time left"
 
 
 @pytest.mark.full
-def test_whole_rounds_and_test_files_are_played(device, tmp_path: Path) -> None:
-    """Rounds on random weights tell their parts; a test file tells how many failed."""
-    out = tmp_path / "out.json"
-    assert (
-        gpu_first.main(
-            ["--small", "--minutes", "30", "--json", str(out), "--sections", "rounds", "suite"]
-        )
-        == 0
-    )
-    sections = json.loads(out.read_text())["sections"]
-    assert {s["ended"] for s in sections.values()} == {"ok"}
-    told = [figure["what"] for figure in sections["rounds"]["figures"]]
+def test_gpu_first_measures_rounds_and_runs_tests(device, tmp_path: Path):
+    path = tmp_path / "out.json"
+    options = ["--small", "--minutes", "30", "--json", str(path), "--sections", "rounds", "suite"]
+    assert gpu_first.main(options) == 0
+    sections = json.loads(path.read_text())["sections"]
+    assert {section["status"] for section in sections.values()} == {"ok"}
+    names = [figure["name"] for figure in sections["rounds"]["figures"]]
     for batch in (1, 8):
-        assert f"batch {batch}, 3 drafts, programmatic: drafting" in told
-    assert [f["measured"] for f in sections["suite"]["figures"]] == [0.0]
+        assert f"batch {batch}, 3 drafts, programmatic: drafting" in names
+    assert [figure["measured"] for figure in sections["suite"]["figures"]] == [0]

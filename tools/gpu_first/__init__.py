@@ -1,1 +1,1 @@
-"""The first ten minutes on a GPU: ``python -m graft.tools.gpu_first``, or ``make gpu``."""
+"""Ten minutes of measurements on a GPU: ``python -m graft.tools.gpu_first`` or ``make gpu``."""

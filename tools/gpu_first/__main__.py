@@ -1,12 +1,13 @@
-"""The first ten minutes on a GPU: what it does, beside what was predicted of it.
+"""Measure a GPU for ten minutes and compare the figures with predictions.
 
     python -m graft.tools.gpu_first [--sections ceilings gaps ...] [--minutes 9.5] [--small]
 
-Every section runs in a process of its own within a limit of its own; one that crashes, hangs or is
-refused costs no more than what it had not measured yet. After each the table is printed and the
-JSON file written anew. Predictions were made from the kernels' machine code and the data sheet of
-an H200 before any ran on one; the ratio is to the middle of what was predicted. `--small` takes
-sizes that the soft device can run, whose figures say nothing.
+Each section runs in its own process with a time limit. If it crashes, hangs or is refused, the
+figures it has measured so far are kept and the next section starts. After each section, its table
+is printed and the JSON file is rewritten. The predictions follow from the machine code of the
+kernels and the data sheet of an H200; they were made before any kernel ran on one. The ratio is
+that of the measured value to the middle of the prediction. ``--small`` selects sizes for the soft
+device, whose figures say nothing about a GPU.
 """
 
 from __future__ import annotations
@@ -29,46 +30,67 @@ from graft.tools.gpu_first.bench import Bench
 from graft.tools.gpu_first.sections import SECTIONS
 from graft.tools.report import program, table
 
-LEAST_S = 5.0
+#: Minimum remaining time in seconds to start a section.
+MIN_SECTION_S = 5.0
+#: Time limit of a section with small sizes.
+SMALL_LIMIT_S = 600.0
+#: Maximum number of characters of a failed section's output.
+MAX_OUTPUT = 2000
 
 
-def play(command: Sequence[str], lines: Path, limit_s: float) -> dict[str, Any]:
-    """Run a section's process; its figures, and how it ended."""
-    begun = time.monotonic()
-    with tempfile.TemporaryFile("w+", errors="replace") as said:
+def run_section(command: Sequence[str], figures_path: Path, limit_s: float) -> dict[str, Any]:
+    """Run the process of a section.
+
+    Parameters
+    ----------
+    command
+        Program and arguments.
+    figures_path
+        File to which the process writes one figure per line.
+    limit_s
+        Time limit in seconds.
+
+    Returns
+    -------
+    dict
+        ``status``, which is "ok" or how the process ended; ``seconds``; ``figures``; and the end of
+        its ``output`` unless the status is "ok".
+    """
+    start = time.monotonic()
+    with tempfile.TemporaryFile("w+", errors="replace") as file:
         child = subprocess.Popen(
-            command, stdout=said, stderr=subprocess.STDOUT, start_new_session=True
+            command, stdout=file, stderr=subprocess.STDOUT, start_new_session=True
         )
         try:
-            status = child.wait(limit_s)
-            ended = "ok" if status == 0 else f"exit status {status}"
+            code = child.wait(limit_s)
+            status = "ok" if code == 0 else f"exit status {code}"
         except subprocess.TimeoutExpired:
-            ended = f"not over in {limit_s:.0f} s"
+            status = f"timed out after {limit_s:.0f} s"
         finally:
-            with suppress(ProcessLookupError):  # what it started too
-                os.killpg(child.pid, signal.SIGKILL)
+            with suppress(ProcessLookupError):
+                os.killpg(child.pid, signal.SIGKILL)  # includes its own children
             child.wait()
-        said.seek(0)
-        told = said.read().strip()[-2000:]
-    found = lines.read_text().splitlines() if lines.exists() else []
+        file.seek(0)
+        output = file.read().strip()[-MAX_OUTPUT:]
+    lines = figures_path.read_text().splitlines() if figures_path.exists() else []
     return {
-        "ended": ended,
-        "seconds": time.monotonic() - begun,
-        "figures": [json.loads(line) for line in found],
-        "said": "" if ended == "ok" else told,
+        "status": status,
+        "seconds": time.monotonic() - start,
+        "figures": [json.loads(line) for line in lines],
+        "output": "" if status == "ok" else output,
     }
 
 
 def figure_rows(figures: Sequence[dict[str, Any]]) -> list[tuple[str, ...]]:
-    """What, predicted, measured, ratio, note."""
-    rows = list[tuple[str, ...]]()
+    """Return table rows: name, prediction, measured value, ratio, note."""
+    rows: list[tuple[str, ...]] = []
     for figure in figures:
         measured = figure["measured"]
         predicted = figure["predicted"]
         middle = sum(predicted) / 2 if predicted else 0.0
         rows.append(
             (
-                figure["what"],
+                figure["name"],
                 "" if predicted is None else "{:g} to {:g}".format(*predicted),
                 "" if measured is None else f"{measured:.4g} {figure['unit']}",
                 f"{measured / middle:.2f}" if measured is not None and middle else "",
@@ -78,14 +100,15 @@ def figure_rows(figures: Sequence[dict[str, Any]]) -> list[tuple[str, ...]]:
     return rows
 
 
-@program
-def main(arguments: Sequence[str] | None = None) -> None:
-    """Run the sections; print their tables and write JSON."""
+def parse_options(arguments: Sequence[str] | None) -> argparse.Namespace:
+    """Parse the command line."""
     parser = argparse.ArgumentParser(
         prog="python -m graft.tools.gpu_first", description=(__doc__ or "").splitlines()[0]
     )
     parser.add_argument("--sections", nargs="+", choices=SECTIONS, default=list(SECTIONS))
-    parser.add_argument("--minutes", type=float, default=9.5, help="for all (default 9.5)")
+    parser.add_argument(
+        "--minutes", type=float, default=9.5, help="time limit of all sections (default 9.5)"
+    )
     parser.add_argument(
         "--json",
         type=Path,
@@ -94,43 +117,47 @@ def main(arguments: Sequence[str] | None = None) -> None:
         help="(default %(default)s)",
     )
     parser.add_argument("--small", action="store_true", help="sizes for the soft device")
-    parser.add_argument("--child", type=Path, metavar="LINES", help=argparse.SUPPRESS)
-    options = parser.parse_args(arguments)
-    if options.child:
-        for name in options.sections:
-            SECTIONS[name][0](Bench(options.child, options.small))
-        return
+    parser.add_argument("--child", type=Path, metavar="FILE", help=argparse.SUPPRESS)
+    return parser.parse_args(arguments)
+
+
+def run_sections(options: argparse.Namespace) -> None:
+    """Run all sections, print their tables and write the JSON file after each."""
     end = time.monotonic() + 60 * options.minutes
-    done = dict[str, Any]()
+    results: dict[str, Any] = {}
+    report = {"device": open_device().describe(), "small": options.small, "sections": results}
     options.json.parent.mkdir(parents=True, exist_ok=True)
-    results = {"device": open_device().describe(), "small": options.small, "sections": done}
-    print(results["device"], flush=True)
+    print(report["device"], flush=True)
     with tempfile.TemporaryDirectory() as folder:
         for name in options.sections:
-            limit = min(600 if options.small else SECTIONS[name][1], end - time.monotonic())
-            lines = Path(folder, name)
-            if limit < LEAST_S:
-                done[name] = {"ended": "no time was left", "figures": [], "said": ""}
+            section_limit_s = SMALL_LIMIT_S if options.small else SECTIONS[name].limit_s
+            limit_s = min(section_limit_s, end - time.monotonic())
+            if limit_s < MIN_SECTION_S:
+                result = {"status": "no time left", "figures": [], "output": ""}
             else:
-                done[name] = play(
-                    [
-                        sys.executable,
-                        "-m",
-                        "graft.tools.gpu_first",
-                        "--sections",
-                        name,
-                        "--child",
-                        str(lines),
-                        *["--small"] * options.small,
-                    ],
-                    lines,
-                    limit,
-                )
-            options.json.write_text(json.dumps(results, indent=1))
-            heading = (f"{name}: {done[name]['ended']}", "predicted", "measured", "ratio", "")
-            print(f"\n{table([heading, *figure_rows(done[name]['figures'])])}", flush=True)
-            if done[name]["said"]:
-                print(done[name]["said"], flush=True)
+                path = Path(folder, name)
+                command = [sys.executable, "-m", "graft.tools.gpu_first", "--sections", name]
+                command += ["--child", str(path)]
+                if options.small:
+                    command.append("--small")
+                result = run_section(command, path, limit_s)
+            results[name] = result
+            options.json.write_text(json.dumps(report, indent=1))
+            heading = (f"{name}: {result['status']}", "predicted", "measured", "ratio", "")
+            print(f"\n{table([heading, *figure_rows(result['figures'])])}", flush=True)
+            if result["output"]:
+                print(result["output"], flush=True)
+
+
+@program
+def main(arguments: Sequence[str] | None = None) -> None:
+    """Run the sections, or one of them in a child process."""
+    options = parse_options(arguments)
+    if options.child:
+        for name in options.sections:
+            SECTIONS[name].measure(Bench(options.child, options.small))
+    else:
+        run_sections(options)
 
 
 if __name__ == "__main__":

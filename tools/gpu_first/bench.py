@@ -1,4 +1,4 @@
-"""What the sections share: figures, timed graphs, random arrays, and the shapes measured."""
+"""Common parts of the sections: figures, timed graphs, random arrays and model shapes."""
 
 from __future__ import annotations
 
@@ -12,13 +12,16 @@ from typing import Any
 from graft.cudagraph.device import open_device
 from graft.cudagraph.errors import GraftError
 from graft.cudagraph.graph import Graph
+from graft.cudagraph.lanes import StreamLane
 from graft.cudagraph.memory import DeviceArray, PinnedArray
 
-KERNELS = Path(__file__).parent / "kernels" / "probe.cu"
+PROBE_KERNELS = Path(__file__).parent / "kernels" / "probe.cu"
+#: Deadline of a wait for the device.
 LIMIT_S = 60.0
+#: Number of timed launches of a graph.
 LAUNCHES = 7
-#: An 8B Llama, and something that a CPU can run.
-FULL = {
+#: Shape of an 8B Llama.
+FULL_SHAPE = {
     "hidden_size": 4096,
     "intermediate_size": 14336,
     "num_attention_heads": 32,
@@ -27,7 +30,8 @@ FULL = {
     "num_hidden_layers": 32,
     "vocab_size": 128256,
 }
-SMALL = {
+#: Shape that the soft device can run.
+SMALL_SHAPE = {
     "hidden_size": 128,
     "intermediate_size": 256,
     "num_attention_heads": 4,
@@ -39,22 +43,28 @@ SMALL = {
 Range = tuple[float, float] | None
 
 
-class Timed:
-    """A lane that notes which kernels are added to it, and then what its graph took."""
+class TimedLane:
+    """A graph lane that records which kernels are added, and the duration of its graph.
+
+    Attributes
+    ----------
+    seconds
+        Median duration; set when the block of `Bench.timed_graph` ends.
+    """
 
     def __init__(self, lane: Any) -> None:
         self._lane = lane
-        self._kernels = dict[str, None]()
+        self._kernels: dict[str, None] = {}
         self.seconds = 0.0
 
     def kernel(self, kernel: Any, *args: Any, **options: Any) -> None:
-        """Add it."""
+        """Add a kernel."""
         self._kernels[kernel.name] = None
         self._lane.kernel(kernel, *args, **options)
 
     @property
     def kernels(self) -> str:
-        """Their names."""
+        """Names of the kernels in the order of their first use."""
         return ", ".join(self._kernels)
 
     def __getattr__(self, name: str) -> Any:
@@ -62,91 +72,118 @@ class Timed:
 
 
 class Bench:
-    """One section's device and its figures, each of which is a line of ``out`` at once."""
+    """Device and output file of one section.
+
+    Parameters
+    ----------
+    out
+        File to which each figure is appended as a line of JSON.
+    small
+        Whether to use sizes for the soft device.
+
+    Attributes
+    ----------
+    shape
+        Config values of the model.
+    cache_bytes
+        Arrays that are read in rotation must exceed this size in total, so that no cache holds
+        them.
+    """
 
     def __init__(self, out: Path, small: bool) -> None:
         self.device = open_device()
         self.small = small
-        self._out = out
         self.stream = self.device.stream("gpu first")
-        self.shape = SMALL if small else FULL
-        self.kernels = self.device.load(KERNELS)
-        self.sink = self.device.zeros((1,), "uint32")
-        # Copies of what is read in turns are more than this, so that no cache holds them.
-        self.cached = 0 if small else 4 * self.device.attribute("L2_CACHE_SIZE")
+        self.shape = SMALL_SHAPE if small else FULL_SHAPE
+        self.kernels = self.device.load(PROBE_KERNELS)
+        self.cache_bytes = 0 if small else 4 * self.device.attribute("L2_CACHE_SIZE")
+        self._sink = self.device.zeros((1,), "uint32")
+        self._out = out
 
     def add(
-        self, what: str, measured: float | None, unit: str, predicted: Range = None, note: str = ""
+        self, name: str, measured: float | None, unit: str, predicted: Range = None, note: str = ""
     ) -> None:
-        """Write a figure down."""
-        line = {
-            "what": what,
+        """Append a figure to the output file.
+
+        Parameters
+        ----------
+        name
+            Name of the figure.
+        measured
+            Value; None if it could not be measured.
+        unit
+            Unit of value and prediction.
+        predicted
+            Predicted range; ignored for small sizes.
+        note
+            Note in the table.
+        """
+        figure = {
+            "name": name,
             "measured": measured,
             "unit": unit,
             "note": note,
             "predicted": None if self.small else predicted,
         }
         with self._out.open("a") as file:
-            file.write(json.dumps(line) + "\n")
+            file.write(json.dumps(figure) + "\n")
 
     @contextmanager
-    def attempt(self, what: str) -> Iterator[None]:
-        """What graft refuses within becomes a figure without a value."""
+    def report_refusal(self, name: str) -> Iterator[None]:
+        """Turn an error of graft within the block into a figure without a value."""
         try:
             yield
         except GraftError as error:
-            self.add(what, None, "", note=f"refused: {error}")
+            self.add(name, None, "", note=f"refused: {error}")
 
     @contextmanager
-    def timed(self, programmatic: bool = False) -> Iterator[Any]:
-        """Replay what is added to a lane within, and give it the median's ``seconds``."""
+    def timed_graph(self, programmatic: bool = False) -> Iterator[Any]:
+        """Yield a `TimedLane`; replay its graph when the block ends and set its ``seconds``."""
         graph = Graph(self.device, "measured", programmatic=programmatic)
-        lane = Timed(graph.lane("main"))
+        lane = TimedLane(graph.lane("main"))
         yield lane
-        run = graph.instantiate()
-        times = list[float]()
-        run.upload(self.stream)
-        begin, end = (self.device.event(name, timing=True) for name in ("begin", "end"))
+        executable = graph.instantiate()
+        executable.upload(self.stream)
+        begin = self.device.event("begin", timing=True)
+        end = self.device.event("end", timing=True)
+        times: list[float] = []
         for _ in range(1 + LAUNCHES):
             begin.record(self.stream)
-            run.launch(self.stream)
+            executable.launch(self.stream)
             end.record(self.stream)
-            run.synchronize(LIMIT_S)
+            executable.synchronize(LIMIT_S)
             end.synchronize(LIMIT_S)
             times.append(end.elapsed_s(begin))
-        run.close()
+        executable.close()
         lane.seconds = statistics.median(times[1:])
 
     def random(
         self, shape: tuple[int, ...], scale: float = 1.0, dtype: str = "bfloat16"
     ) -> DeviceArray:
-        """bfloat16 made on the device; or what its bits are in another dtype."""
+        """Return an array with the bits of random bfloat16 values between -scale and scale."""
         array = self.device.empty(shape, dtype)
         fill_random(self.device, array, scale)
         return array
 
     def read(self, lane: Any, data: DeviceArray | PinnedArray, blocks: int) -> None:
-        """Add a kernel that reads all of an array."""
-        lane.kernel(self.kernels["read_words"], blocks, 256, [data, data.nbytes // 16, self.sink])
+        """Add a kernel that reads an array."""
+        lane.kernel(self.kernels["read_words"], blocks, 256, [data, data.nbytes // 16, self._sink])
 
-    def read_ceiling(self) -> float:
-        """Bytes a second that kernels can read, by the best of some grids."""
+    def read_bandwidth(self) -> float:
+        """Measure how many bytes per second a kernel reads from memory, for the best grid."""
         data = self.random((1 << (31 - 12 * self.small),))
         best = 0.0
-        for blocks in (4, 8, 16):
-            with self.timed() as lane:
-                self.read(lane, data, blocks * self.device.multiprocessor_count)
+        for blocks_per_multiprocessor in (4, 8, 16):
+            with self.timed_graph() as lane:
+                self.read(lane, data, blocks_per_multiprocessor * self.device.multiprocessor_count)
             best = max(best, data.nbytes / lane.seconds)
         return best
 
 
 def fill_random(device: Any, array: DeviceArray, scale: float) -> None:
-    """Fill a bfloat16 array, and wait."""
-    from graft.cudagraph.lanes import StreamLane
-
+    """Fill an array with random bfloat16 values between -scale and scale, and synchronize."""
     stream = device.stream("random")
     count = array.nbytes // 2
-    StreamLane(stream).kernel(
-        device.load(KERNELS)["fill_random"], min(-(-count // 256), 4096), 256, [array, count, scale]
-    )
+    kernel = device.load(PROBE_KERNELS)["fill_random"]
+    StreamLane(stream).kernel(kernel, min(-(-count // 256), 4096), 256, [array, count, scale])
     stream.synchronize(LIMIT_S)

@@ -1,4 +1,4 @@
-"""An engine on weights that are made on the device, behind checkpoints that hold nothing."""
+"""An engine with random weights that are generated on the device."""
 
 from __future__ import annotations
 
@@ -25,12 +25,18 @@ from graft.models.request import Request
 from graft.tools.demo_model import demo_model
 from graft.tools.gpu_first.bench import Bench, fill_random
 
+BATCH_SIZE = 8
+MAX_LENGTH = 1024
+#: Maximum size of the drafter's vocabulary.
+MAX_DRAFT_VOCAB = 32000
+Shapes = dict[str, tuple[int, ...]]
+
 
 class RandomWeights(Weights):
-    """Checks names and shapes as ever, and takes values from nowhere."""
+    """Weights that check names and shapes of a checkpoint but ignore its values."""
 
     def matrix(self, name: str, rows: int, columns: int) -> DeviceArray:
-        """Random, for inputs and outputs of one size."""
+        """Return a random matrix, scaled so that inputs and outputs are of similar size."""
         return self.stacked({name: rows}, columns)
 
     def stacked(
@@ -39,7 +45,7 @@ class RandomWeights(Weights):
         columns: int,
         interleave: Interleave | None = None,
     ) -> DeviceArray:
-        """The same of several; what is random needs no order."""
+        """Return a random matrix in place of several. The order of its rows has no effect."""
         for name, rows in parts.items():
             self.read(name, (rows, columns))
         array = self.device.empty((sum(parts.values()), columns), "bfloat16")
@@ -47,21 +53,34 @@ class RandomWeights(Weights):
         return array
 
     def vector(self, name: str, *shape: int) -> DeviceArray:
-        """Ones."""
+        """Return an array of ones."""
         self.read(name, shape)
         return self.device.from_host(np.ones(shape, np.float32))
 
 
-def layer_tensors(shape: dict[str, int], prefix: str, width: int) -> dict[str, tuple[int, ...]]:
-    """Shapes of one decoder layer's tensors, whose attention reads ``width`` columns."""
+# Checkpoints --------------------------------------------------------------------------------------
+
+
+def layer_shapes(shape: dict[str, int], prefix: str, attention_inputs: int) -> Shapes:
+    """Return the shapes of a decoder layer's tensors by name.
+
+    Parameters
+    ----------
+    shape
+        Config values of the model.
+    prefix
+        Prefix of the names.
+    attention_inputs
+        Input features of the attention projections.
+    """
     hidden = shape["hidden_size"]
     inner = shape["intermediate_size"]
-    dim = shape["head_dim"]
-    queries, keys = (shape[f"num_{kind}_heads"] * dim for kind in ("attention", "key_value"))
-    products = {
-        "self_attn.q_proj": (queries, width),
-        "self_attn.k_proj": (keys, width),
-        "self_attn.v_proj": (keys, width),
+    queries = shape["num_attention_heads"] * shape["head_dim"]
+    keys = shape["num_key_value_heads"] * shape["head_dim"]
+    shapes = {
+        "self_attn.q_proj": (queries, attention_inputs),
+        "self_attn.k_proj": (keys, attention_inputs),
+        "self_attn.v_proj": (keys, attention_inputs),
         "self_attn.o_proj": (hidden, queries),
         "mlp.gate_proj": (inner, hidden),
         "mlp.up_proj": (inner, hidden),
@@ -69,82 +88,120 @@ def layer_tensors(shape: dict[str, int], prefix: str, width: int) -> dict[str, t
         "input_layernorm": (hidden,),
         "post_attention_layernorm": (hidden,),
     }
-    return {f"{prefix}.{name}.weight": size for name, size in products.items()}
+    return {f"{prefix}.{name}.weight": size for name, size in shapes.items()}
 
 
-def write_folder(folder: Path, config: dict[str, Any], tensors: dict[str, tuple[int, ...]]) -> None:
-    """A checkpoint whose tensors take no place on a disk that knows holes."""
+def target_shapes(shape: dict[str, int]) -> Shapes:
+    """Return the shapes of the target's tensors by name."""
+    hidden = shape["hidden_size"]
+    vocab = shape["vocab_size"]
+    shapes: Shapes = {
+        "model.embed_tokens.weight": (vocab, hidden),
+        "lm_head.weight": (vocab, hidden),
+        "model.norm.weight": (hidden,),
+    }
+    for i in range(shape["num_hidden_layers"]):
+        shapes |= layer_shapes(shape, f"model.layers.{i}", hidden)
+    return shapes
+
+
+def head_shapes(shape: dict[str, int], draft_vocab: int) -> Shapes:
+    """Return the shapes of the tensors of an EAGLE-3 head by name."""
+    hidden = shape["hidden_size"]
+    return {
+        "fc.weight": (hidden, 3 * hidden),
+        "midlayer.hidden_norm.weight": (hidden,),
+        "norm.weight": (hidden,),
+        "lm_head.weight": (draft_vocab, hidden),
+        "d2t": (draft_vocab,),
+        **layer_shapes(shape, "midlayer", 2 * hidden),
+    }
+
+
+def write_checkpoint(folder: Path, config: dict[str, Any], shapes: Shapes) -> None:
+    """Write a checkpoint of zeros as a sparse file, which takes no space on disk."""
     folder.mkdir()
     (folder / "config.json").write_text(json.dumps(config))
     shutil.copy(demo_model()[0] / "tokenizer.json", folder)
-    header = dict[str, Any]()
-    at = 0
-    for name, size in tensors.items():
+    header: dict[str, Any] = {}
+    begin = 0
+    for name, size in shapes.items():
         dtype, nbytes = ("I32", 4) if name == "d2t" else ("BF16", 2)
-        end = at + math.prod(size) * nbytes
-        header[name] = {"dtype": dtype, "shape": size, "data_offsets": (at, end)}
-        at = end
+        end = begin + math.prod(size) * nbytes
+        header[name] = {"dtype": dtype, "shape": size, "data_offsets": (begin, end)}
+        begin = end
     text = json.dumps(header).encode()
     with (folder / "model.safetensors").open("wb") as file:
         file.write(len(text).to_bytes(8, "little") + text)
-        file.truncate(8 + len(text) + at)
+        file.truncate(8 + len(text) + begin)
 
 
-@contextmanager
-def random_engine(b: Bench, drafts: int, programmatic: bool) -> Iterator[Engine]:
-    """An engine of the bench's shape for 8 requests, drafting by an EAGLE-3 head where asked."""
-    hidden = b.shape["hidden_size"]
-    vocab = b.shape["vocab_size"]
+def write_checkpoints(bench: Bench, folder: Path) -> tuple[Path, Path]:
+    """Write checkpoints of a Llama and its EAGLE-3 head, and return their folders."""
     config = {
         "architectures": ["LlamaForCausalLM"],
         "model_type": "llama",
         "hidden_act": "silu",
         "torch_dtype": "bfloat16",
-        "max_position_embeddings": 1024,
+        "max_position_embeddings": MAX_LENGTH,
         "eos_token_id": 3,
         "rope_theta": 500000.0,
         "tie_word_embeddings": False,
-        **b.shape,
+        **bench.shape,
     }
-    tensors = {
-        "model.embed_tokens.weight": (vocab, hidden),
-        "lm_head.weight": (vocab, hidden),
-        "model.norm.weight": (hidden,),
-    }
-    for i in range(b.shape["num_hidden_layers"]):
-        tensors |= layer_tensors(b.shape, f"model.layers.{i}", hidden)
-    columns = min(32000, vocab // 2)
-    taps = [0, 1, 2] if b.small else [2, 16, 29]
-    names = {
+    draft_vocab = min(MAX_DRAFT_VOCAB, bench.shape["vocab_size"] // 2)
+    aux_layers = [0, 1, 2] if bench.small else [2, 16, 29]
+    head_config = config | {
         "architectures": ["LlamaForCausalLMEagle3"],
         "num_hidden_layers": 1,
-        "draft_vocab_size": columns,
-        "eagle_config": {"eagle_aux_hidden_state_layer_ids": taps},
+        "draft_vocab_size": draft_vocab,
+        "eagle_config": {"eagle_aux_hidden_state_layer_ids": aux_layers},
     }
-    head = {
-        "fc.weight": (hidden, 3 * hidden),
-        "midlayer.hidden_norm.weight": (hidden,),
-        "norm.weight": (hidden,),
-        "lm_head.weight": (columns, hidden),
-        "d2t": (columns,),
-        **layer_tensors(b.shape, "midlayer", 2 * hidden),
-    }
-    # An engine wants a backend, which requests without grammars do not use.
-    backend: Any = "auto" if guided() else lambda vocabulary: mock.MagicMock()
+    target = folder / "target"
+    head = folder / "head"
+    write_checkpoint(target, config, target_shapes(bench.shape))
+    write_checkpoint(head, head_config, head_shapes(bench.shape, draft_vocab))
+    return target, head
+
+
+# Engine -------------------------------------------------------------------------------------------
+
+
+def has_grammar_backend() -> bool:
+    """Return whether a grammar backend is installed."""
+    return importlib.util.find_spec("llguidance") is not None
+
+
+def _unused_backend(vocabulary: Any) -> Any:
+    """Return a stand-in: an engine requires a backend, but requests without grammar do not."""
+    return mock.MagicMock()
+
+
+@contextmanager
+def random_engine(bench: Bench, drafts: int, programmatic: bool) -> Iterator[Engine]:
+    """Open an engine with random weights of the bench's shape.
+
+    Parameters
+    ----------
+    bench
+        Section that measures the engine.
+    drafts
+        Drafts per round by an EAGLE-3 head; 0 for decoding without speculation.
+    programmatic
+        Whether the graphs have programmatic edges.
+    """
+    backend: Any = "auto" if has_grammar_backend() else _unused_backend
     with (
-        tempfile.TemporaryDirectory() as place,
+        tempfile.TemporaryDirectory() as folder,
         mock.patch.object(llama, "Weights", RandomWeights),
         mock.patch.object(eagle3, "Weights", RandomWeights),
     ):
-        target = Path(place, "target")
-        drafter = Path(place, "head")
-        write_folder(target, config, tensors)
-        write_folder(drafter, config | names, head)
+        target, head = write_checkpoints(bench, Path(folder))
         with Engine(
             target,
-            drafter if drafts else None,
-            max_batch_size=8,
-            max_length=1024,
+            head if drafts else None,
+            max_batch_size=BATCH_SIZE,
+            max_length=MAX_LENGTH,
             draft_length=drafts or 1,
             programmatic=programmatic,
             grammar_backend=backend,
@@ -153,26 +210,34 @@ def random_engine(b: Bench, drafts: int, programmatic: bool) -> Iterator[Engine]
             yield engine
 
 
-def guided() -> bool:
-    """Whether a grammar's backend is installed."""
-    return importlib.util.find_spec("llguidance") is not None
-
-
 def round_parts(engine: Engine, batch: int, tokens: int) -> dict[str, float]:
-    """Milliseconds of a round on the device's clock, guided where a grammar's backend is installed,
-    and of its parts."""
-    grammar = GrammarSpec.regex("[a-z ]{400,}") if guided() else None
+    """Measure the device time of a round and of its parts, with a grammar if possible.
+
+    Parameters
+    ----------
+    engine
+        Engine of `random_engine`.
+    batch
+        Number of requests.
+    tokens
+        Tokens per request.
+
+    Returns
+    -------
+    dict
+        Milliseconds by part.
+    """
+    grammar = None
+    name = "round"
+    if has_grammar_backend():
+        grammar = GrammarSpec.regex("[a-z ]{400,}")
+        name = "round with grammar"
     requests = [
         Request(tokens=[5 + i] * 100, grammar=grammar, max_tokens=tokens) for i in range(batch)
     ]
-    engine.generate(requests)
+    engine.generate(requests)  # warm-up
     engine.reset_stats()
     engine.generate(requests)
     stats = engine.stats
-    return {
-        name: ns / stats.rounds / 1e6
-        for name, ns in {
-            "guided round" if guided() else "round": stats.round_ns,
-            **stats.part_ns,
-        }.items()
-    }
+    parts = {name: stats.round_ns, **stats.part_ns}
+    return {part: ns / stats.rounds / 1e6 for part, ns in parts.items()}

@@ -1,14 +1,15 @@
-// What the first measurements on a GPU launch besides graft's own kernels.
+// Kernels of the GPU measurement: an empty kernel, a memory read and random values.
 #include "graft.cuh"
 
 struct alignas(16) Words {
   unsigned int word[4];
 };
 
-// Does nothing, behind the kernel before it.
+// Waits for the previous kernel and does nothing.
 extern "C" __global__ void nothing() { wait_for_previous_kernel(); }
 
-// Reads `count` times 16 bytes; writes only to keep the reads.
+// Reads `count` words of 16 bytes. The conditional write prevents the compiler from removing the
+// reads.
 extern "C" __global__ void read_words(const Words* data, long long count, unsigned int* sink) {
   wait_for_previous_kernel();
   const long long step = static_cast<long long>(gridDim.x) * blockDim.x;
@@ -22,7 +23,7 @@ extern "C" __global__ void read_words(const Words* data, long long count, unsign
   if (sum == 0x9e3779b9u) *sink = sum;
 }
 
-// Pseudo-random values between -scale and scale.
+// Writes pseudo-random values between -scale and scale.
 extern "C" __global__ void fill_random(bf16_t* out, long long count, float scale) {
   const long long step = static_cast<long long>(gridDim.x) * blockDim.x;
   for (long long i = static_cast<long long>(blockIdx.x) * blockDim.x + threadIdx.x; i < count;
