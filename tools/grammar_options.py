@@ -223,7 +223,9 @@ def _read_structural_tag(value: object, **options: Any) -> GrammarSpec:
     for tag in tags:
         if not isinstance(tag, dict) or set(tag) != {"begin", "schema", "end"}:
             raise GrammarError(f"structural tag: a tag is {tag!r}, needs begin, schema and end")
-        parsed_tags.append(StructuralTag.of(tag["begin"], tag["schema"], tag["end"]))
+        parsed_tag = StructuralTag.of(tag["begin"], tag["schema"], tag["end"])
+        parsed_tag.check()
+        parsed_tags.append(parsed_tag)
     return GrammarSpec.structural_tag(
         parsed_tags,
         triggers,

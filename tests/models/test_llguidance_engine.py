@@ -123,6 +123,6 @@ def test_python_grammar_backend_serves_requests(transport, threads, budget_us):
 
 def test_engine_rejects_unknown_grammar_backend():
     """Also a factory that returns something else than a GrammarBackend."""
-    for choice, message in (("guidance", "guidance"), (lambda v: v, "no GrammarBackend")):
+    for choice, message in (("guidance", "guidance"), (lambda v: v, "not a GrammarBackend")):
         with pytest.raises(OptionError, match=message):
             demo_engine(grammar_backend=choice)
