@@ -210,7 +210,7 @@ class Drafter:
 
 @dataclass(frozen=True)
 class DrafterContext:
-    """What a drafter is created from.
+    """Arguments of every drafter.
 
     Attributes
     ----------

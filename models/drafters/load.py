@@ -55,7 +55,7 @@ def make_drafter(choice: DrafterChoice, context: DrafterContext) -> Drafter:
 
 
 def _from_folder(folder: Path, context: DrafterContext) -> Drafter:
-    """Load a checkpoint; the names of its tensors tell which kind of drafter it is."""
+    """Load a checkpoint; its tensor names determine the kind of drafter."""
     names = Checkpoint(folder).names if (folder / "config.json").is_file() else ()
     if any(name.endswith(".eh_proj.weight") for name in names):
         return Mtp(folder, context)

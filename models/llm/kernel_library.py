@@ -60,7 +60,7 @@ _MMA_TILE_COLUMNS = 128
 # Pipeline stages of 64 inner indices, by bytes of a weight and rows of a tile.
 _MMA_STAGES = {1: {32: 5, 64: 6, 128: 4}, 2: {32: 3, 64: 4, 128: 3}}
 NORM_GROUP = 16  # output columns whose squares are summed for a folded norm
-_MMA_FEW_ROWS = 16  # up to so many rows linear_few streams the weights past the rows
+_MMA_FEW_ROWS = 16  # maximum rows of linear_few, which streams the weights
 _MMA_MIN_BLOCKS = 128  # linear_many splits K until the grid has this many blocks
 _NORM_BLOCK = 256
 _ELEMENT_BLOCK = 128

@@ -227,7 +227,7 @@ class TensorParallelLeader:
     Raises
     ------
     OptionError
-        If the model cannot be split over so many ranks, or this is not rank 0.
+        If the model has too few heads for the group, or this is not rank 0.
     """
 
     def __init__(
@@ -340,7 +340,7 @@ class TensorParallelLeader:
             lane.copy(view, array, name="rows")
         padding = (0,) * (HEADER_WORDS - 1 - len(header))
         message = self._header(*header, *padding, isinstance(lane, GraphLane))
-        sends = []
+        sends: list[tuple[int, np.ndarray | PinnedArray]] = []
         for rank in self.ranks.peers:
             sends += [(rank, message), (rank, payload)]
         self.ranks.exchange(lane, sends, name="rows to ranks")

@@ -171,7 +171,7 @@ class TensorParallelWorker:
         self._stack.reserve_attention(max_rows)
         slot = self._device.zeros((max_rows,), "int32")
         pos = self._device.zeros((max_rows,), "int32")
-        # The embeddings come from rank 0, so the token ids are not read: `pos` stands in for them.
+        # The embeddings come from rank 0. Token ids are not read, so `pos` is passed instead.
         self._rows = Rows(pos, slot, pos, self._device.zeros((max_rows,), "uint64"))
         self._payload = self._pinned(1)
         self._graphs: dict[tuple[int, ...], tuple[PinnedArray, GraphExec]] = {}

@@ -189,16 +189,16 @@ extern "C" __global__ void __launch_bounds__(WARPS * 32, 2)
 #pragma unroll
   for (int q = 0; q < 2; ++q) {
     const int m = g + 8 * q, r = m / tile_heads, head = m % tile_heads;
-    const bool there = tile[r].pos >= 0 && head < head_count;
-    row_of[q] = there ? r : -1;
+    const bool is_valid = tile[r].pos >= 0 && head < head_count;
+    row_of[q] = is_valid ? r : -1;
     const long long row = first_row + r;
     const float* from =
         qkv + (row * (heads + 2 * kv_heads) + first_head + head) * WIDE_HEAD + 8 * t;
     for (int c = warp; c < CHUNKS; c += WARPS) {
 #pragma unroll
       for (int i = 0; i < 4; ++i) {
-        const float x = there ? from[32 * c + 2 * i] * scale : 0.0f;
-        const float y = there ? from[32 * c + 2 * i + 1] * scale : 0.0f;
+        const float x = is_valid ? from[32 * c + 2 * i] * scale : 0.0f;
+        const float y = is_valid ? from[32 * c + 2 * i + 1] * scale : 0.0f;
         split_pair(x, y, &query[c][0][lane][q].u[i], &query[c][1][lane][q].u[i]);
       }
     }
@@ -253,12 +253,12 @@ extern "C" __global__ void __launch_bounds__(WARPS * 32, 2)
       }
       if (more) load_keys(keys, pages, kv_head, at, key);
 
-      bool mine[2];
+      bool is_active[2];
       float shrink[2];
       unsigned int high[4], low[4];
 #pragma unroll
       for (int q = 0; q < 2; ++q) {
-        mine[q] = row_of[q] >= 0 && (row < 0 || row_of[q] == row);
+        is_active[q] = row_of[q] >= 0 && (row < 0 || row_of[q] == row);
         float x[4], tile_top = top[q];
 #pragma unroll
         for (int i = 0; i < 4; ++i) {
@@ -279,7 +279,7 @@ extern "C" __global__ void __launch_bounds__(WARPS * 32, 2)
           x[i] = visible ? e : 0.0f;
         }
         shrink[q] = exp_exact(top[q] - tile_top);
-        if (mine[q]) {
+        if (is_active[q]) {
           mass[q] = fmaf(mass[q], shrink[q], (x[0] + x[1]) + (x[2] + x[3]));
           top[q] = tile_top;
         }
@@ -298,7 +298,7 @@ extern "C" __global__ void __launch_bounds__(WARPS * 32, 2)
           mma_m16n8k16<CACHE16>(next, high, b);
           mma_m16n8k16<CACHE16>(next, low, b);
 #pragma unroll
-          for (int i = 0; i < 4; ++i) sum[h][j][i] = mine[i / 2] ? next[i] : sum[h][j][i];
+          for (int i = 0; i < 4; ++i) sum[h][j][i] = is_active[i / 2] ? next[i] : sum[h][j][i];
         }
       }
     }
@@ -323,7 +323,7 @@ extern "C" __global__ void __launch_bounds__(WARPS * 32, 2)
             {sum[h][j][of], sum[h][j + 1][of], sum[h][j + 2][of], sum[h][j + 3][of]}};
       }
       __syncthreads();
-      const int m = threadIdx.x / 8, at_sum = threadIdx.x % 8;
+      const int m = threadIdx.x / 8, sum_index = threadIdx.x % 8;
       if (part < query_parts[m]) {
         float all_top = LOWEST, all_mass = 0.0f;
         Floats4 all_sum = {};
@@ -332,9 +332,9 @@ extern "C" __global__ void __launch_bounds__(WARPS * 32, 2)
           // A warp without steps for the row has mass 0 and adds exact zeros.
           const float by = part_mass[w][m] > 0.0f ? exp_exact(part_top[w][m] - all_top) : 0.0f;
           all_mass = fmaf(part_mass[w][m], by, all_mass);
-          add_scaled(&all_sum, part_sum[w][m][at_sum], by);
+          add_scaled(&all_sum, part_sum[w][m][sum_index], by);
         }
-        const int d = 64 * h + at_sum / 2 * 16 + 8 * side + at_sum % 2 * 4;
+        const int d = 64 * h + sum_index / 2 * 16 + 8 * side + sum_index % 2 * 4;
         const long long index = query_index[m];
         if (query_parts[m] == 1) {
           store_quotient(out + index * WIDE_HEAD + d, all_sum, all_mass);
@@ -366,13 +366,13 @@ extern "C" __global__ void __launch_bounds__(WARPS * 32, 2)
   const long long part_stride = static_cast<long long>(rows) * heads * PART_WIDTH;
   float* const factor = part_sum[0][0][0].f;  // scale of each part of each query
   for (int m = warp; m < 16; m += WARPS) {
-    const bool there = lane < query_parts[m];
+    const bool is_valid = lane < query_parts[m];
     const float* from = parts + query_index[m] * 1ll * PART_WIDTH + lane * part_stride + WIDE_HEAD;
-    const float part_top_of = there ? from[0] : LOWEST;
+    const float part_top_of = is_valid ? from[0] : LOWEST;
     const float all_top = warp_max(part_top_of);
-    const float by = there ? exp_exact(part_top_of - all_top) : 0.0f;
+    const float by = is_valid ? exp_exact(part_top_of - all_top) : 0.0f;
     factor[m * PARTS + lane] = by;
-    const float all_mass = warp_sum(there ? from[1] * by : 0.0f);
+    const float all_mass = warp_sum(is_valid ? from[1] * by : 0.0f);
     if (lane == 0) total[m] = all_mass;
   }
   __syncthreads();

@@ -77,8 +77,8 @@ extern "C" __global__ void __launch_bounds__(WARPS * 32, 1)
   const int own_column = warp % COLUMN_WARPS * COLUMN_TILES * 16;
   const int own_row = warp / COLUMN_WARPS * ROW_TILES * 8;
   const int begin = blockIdx.z * (PARTS / splits), end = begin + PARTS / splits;
-  StageIterator here = {begin, end < parts ? end : parts, inner / CHUNK, begin, 0};
-  StageIterator ahead = here;
+  StageIterator current = {begin, end < parts ? end : parts, inner / CHUNK, begin, 0};
+  StageIterator next_copy = current;
   Weights* const staged_weight = reinterpret_cast<Weights*>(staged);
   Pack16* const staged_x =
       reinterpret_cast<Pack16*>(staged_weight + STAGES * OUTPUTS * (STAGE / 8));
@@ -89,21 +89,22 @@ extern "C" __global__ void __launch_bounds__(WARPS * 32, 1)
     return x + static_cast<long long>(row < rows ? row : rows - 1) * inner + at.inner() + i % 8 * 8;
   };
   const auto copy_stage = [&](int stage) {
-    if (ahead.valid()) {
+    if (next_copy.valid()) {
       Weights* to = staged_weight + stage * OUTPUTS * (STAGE / 8);
 #pragma unroll
       for (int n = 0; n < OUTPUTS * COPIES / (WARPS * 32); ++n) {
         const int i = n * WARPS * 32 + threadIdx.x, row = i / COPIES, k = i % COPIES * COPIED;
         const int at = column + row < columns ? column + row : columns - 1;
         copy_async(to + swizzle_weight(row, k / 32, k % 32 / 8),
-                   weight + static_cast<long long>(at) * inner + ahead.inner() + k);
+                   weight + static_cast<long long>(at) * inner + next_copy.inner() + k);
       }
 #pragma unroll
       for (int n = 0; n < X_PACKS * X16 / (WARPS * 32); ++n) {
         const int i = n * WARPS * 32 + threadIdx.x;
-        copy_async(staged_x + stage * X_PACKS + swizzle_x(i / 8, i % 8 / 4, i % 4), x_at(i, ahead));
+        copy_async(staged_x + stage * X_PACKS + swizzle_x(i / 8, i % 8 / 4, i % 4),
+                   x_at(i, next_copy));
       }
-      ahead.next();
+      next_copy.next();
     }
     commit_copies();
   };
@@ -114,7 +115,7 @@ extern "C" __global__ void __launch_bounds__(WARPS * 32, 1)
     for (int i = 0; i < X_AT_ONCE; ++i) {
       const int pack = (sub * X_AT_ONCE + i) * WARPS * 32 + threadIdx.x;
       if (ROW_BLOCK < 64 && sub > 0) break;
-      const Floats4* at = reinterpret_cast<const Floats4*>(x_at(pack, here));
+      const Floats4* at = reinterpret_cast<const Floats4*>(x_at(pack, current));
       prefetched[i][0] = at[0];
       prefetched[i][1] = at[1];
     }
@@ -163,15 +164,15 @@ extern "C" __global__ void __launch_bounds__(WARPS * 32, 1)
 
   for (int s = 0; s < STAGES - 1; ++s) copy_stage(s);
   load_scales(square_sums, eps, first, ROW_BLOCK >> SPLIT_X, rows, inner, scale);
-  for (int sub = 0; !X16 && sub < 2 && here.valid(); ++sub) {
+  for (int sub = 0; !X16 && sub < 2 && current.valid(); ++sub) {
     load_x(sub);
     store_x(sub, 0);
   }
-  for (int at = 0; here.valid(); at = at + 1 < STAGES ? at + 1 : 0) {
+  for (int at = 0; current.valid(); at = at + 1 < STAGES ? at + 1 : 0) {
     const int after = at + 1 < STAGES ? at + 1 : 0;
-    const bool ends = here.ends_part();
-    const int part = here.part;
-    here.next();
+    const bool ends = current.ends_part();
+    const int part = current.part;
+    current.next();
     wait_copies<STAGES - 2>();
     __syncthreads();
     copy_stage(at > 0 ? at - 1 : STAGES - 1);
@@ -179,7 +180,7 @@ extern "C" __global__ void __launch_bounds__(WARPS * 32, 1)
     const Pack16* v = staged_x + at * X_PACKS;
 #pragma unroll
     for (int sub = 0; sub < STAGE / 32; ++sub) {
-      if (!X16 && here.valid()) load_x(sub);
+      if (!X16 && current.valid()) load_x(sub);
       Pack16 a[COLUMN_TILES][2];
       Pack16 b[ROW_TILES];
 #pragma unroll
@@ -197,7 +198,7 @@ extern "C" __global__ void __launch_bounds__(WARPS * 32, 1)
           for (int n = 0; n < ROW_TILES; ++n) step(sum[m][n], a[m][0], a[m][1], b[n], h);
         }
       }
-      if (!X16 && here.valid()) store_x(sub, after);
+      if (!X16 && current.valid()) store_x(sub, after);
     }
     if (ends) end_part(part);
   }

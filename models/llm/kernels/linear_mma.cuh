@@ -145,28 +145,28 @@ __device__ __forceinline__ void store_rotated(const RopeStore& to, float* out, i
 // skipped.
 __device__ __forceinline__ void store_pair(const Output& y, const RopeStore& to, int row,
                                            int column, float top, float low) {
-  const bool there = row < y.rows && column < y.columns;
+  const bool in_range = row < y.rows && column < y.columns;
   const int half = column / 16 * 8 + column % 16;
-  if (there && y.weight_scale != nullptr) {
+  if (in_range && y.weight_scale != nullptr) {
     top *= y.weight_scale[column];
     low *= y.weight_scale[column + 8];
   }
 #if GATED
   const long long at = static_cast<long long>(row) * (y.columns / 2) + half;
-  if (there) from_float(gated(top, low), y.out + at);
+  if (in_range) from_float(gated(top, low), y.out + at);
 #elif ROPE_HEAD_DIM
   const int head = half / (ROPE_HEAD_DIM / 2);
-  if (there) store_rotated(to, y.out, row, head, half % (ROPE_HEAD_DIM / 2), top, low);
+  if (in_range) store_rotated(to, y.out, row, head, half % (ROPE_HEAD_DIM / 2), top, low);
 #else
   float sum = 0.0f;
-  if (there) {
+  if (in_range) {
     top = store(y, row, column, top);
     low = store(y, row, column + 8, low);
     sum = fmaf(top, top, low * low);
   }
   if (y.norm == nullptr) return;
   for (int offset = 1; offset < 8; offset *= 2) sum += __shfl_xor_sync(FULL_WARP, sum, offset);
-  if (!there || column % 8 != 0) return;
+  if (!in_range || column % 8 != 0) return;
   y.norm_square_sums[static_cast<long long>(row) * (y.columns / GROUP) + column / GROUP] = sum;
 #endif
 }
