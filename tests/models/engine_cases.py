@@ -112,7 +112,7 @@ class RandomDFlash2:
             "architectures": ["DFlash2DraftModel"],
             "is_causal": False,
             "use_sliding_window": True,
-            "sliding_window": context.length,
+            "sliding_window": context.max_length,
             "layer_types": ["sliding_attention"] * 3,
         }
         config["dflash_config"] |= {

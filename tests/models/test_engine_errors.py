@@ -39,9 +39,11 @@ def live_resources():
 def wait_until_released(before):
     """Wait until no more resources are live than `before`."""
     deadline = time.monotonic() + 30
-    while (live := live_resources()) != before:
-        assert time.monotonic() < deadline, live
+    live = live_resources()
+    while any(live[name] > before[name] for name in live):
+        assert time.monotonic() < deadline, (live, before)
         time.sleep(0.01)
+        live = live_resources()
 
 
 def run_child(script):
