@@ -80,7 +80,7 @@ class Device:
         for j in range(1, draft_length + probe if masked else 0):
             self.works.append([d.draft_work(j) for d in self.decoders])
 
-    # The host's side.
+    # Host.
 
     def join(self, slot: int, compiled: CompiledGrammar | None, *, limit: int) -> None:
         """Put a new request into a slot, from the next published replay on."""
@@ -118,7 +118,7 @@ class Device:
             decoder.publish(self.published, requests)
             requests.clear()  # must not affect the replay
 
-    # The device's side.
+    # Device.
 
     def run(self) -> None:
         """Run and retire one replay: open, verify, commit and draft steps, with all checks."""

@@ -29,7 +29,7 @@ class Grammar:
         """Return the grammar of a route."""
         return cls(found.schema, found.rules)
 
-    def walk(self, choose: Callable[[list[int]], int], max_bytes: int) -> bytes | None:
+    def generate(self, choose: Callable[[list[int]], int], max_bytes: int) -> bytes | None:
         """Return a text of chosen legal bytes; None if it has more than `max_bytes`."""
         matcher = self._compiled.matcher()
         out = bytearray()
@@ -45,7 +45,7 @@ class Grammar:
         """Return whether the whole text is accepted."""
         return accepts(self._compiled, text)
 
-    def takes(self, value: Any) -> bool:
+    def accepts_value(self, value: Any) -> bool:
         """Return whether the value is accepted in the form of ``json.dumps``."""
         return self.accepts(json.dumps(value, ensure_ascii=False))
 

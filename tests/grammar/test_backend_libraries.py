@@ -107,7 +107,7 @@ FILL = "fill_next_token_bitmask"
 
 
 @pytest.mark.parametrize(
-    "kind, text, said",
+    "kind, text, message",
     [
         (
             "llguidance",
@@ -146,9 +146,9 @@ FILL = "fill_next_token_bitmask"
         ("xgrammar", "int nothing;", "no symbol TVMFFIGetVersion"),
     ],
 )
-def test_native_loader_rejects_incompatible_libraries(tmp_path, kind, text, said):
+def test_native_loader_rejects_incompatible_libraries(tmp_path, kind, text, message):
     """Another release, symbol, layout, ABI, type, method or signature is named before any call."""
-    assert said in load(kind, build(tmp_path, text) if text else Path("/nowhere/_lib.so"))
+    assert message in load(kind, build(tmp_path, text) if text else Path("/nowhere/_lib.so"))
 
 
 def test_loading_xgrammar_keeps_signal_handler():
@@ -197,7 +197,7 @@ def test_backend_rejects_incompatible_library(monkeypatch, library, release):
     module, backend, package, name, check = library
     real = importlib.metadata.version
     if release:
-        said = f"{name} 9.9.0 is installed, graft needs .*pip install"
+        message = f"{name} 9.9.0 is installed, graft needs .*pip install"
         why = "9.9.0"
         monkeypatch.setattr(
             importlib.metadata,
@@ -205,10 +205,10 @@ def test_backend_rejects_incompatible_library(monkeypatch, library, release):
             lambda asked: "9.9.0" if asked == package else real(asked),
         )
     else:
-        said = f"{name} cannot be driven natively: the ABI is another"
+        message = f"{name} cannot be driven natively: the ABI is another"
         why = "the ABI is another"
         monkeypatch.setattr(module, "_native", type("Native", (), {"guide": IncompatibleNative()}))
-    with pytest.raises(OptionError, match=said):
+    with pytest.raises(OptionError, match=message):
         backend(byte_vocabulary())
     found = check()
     assert found.status == "missing" and why in found.detail
@@ -225,9 +225,9 @@ def test_backend_reports_missing_library(monkeypatch, serve, library):
         return real(asked)
 
     monkeypatch.setattr(importlib.metadata, "version", version)
-    said = f"grammar_backend: {name} is not installed; install it with: pip install .*{package}"
-    with pytest.raises(OptionError, match=said):
+    message = f"grammar_backend: {name} is not installed; install it with: pip install .*{package}"
+    with pytest.raises(OptionError, match=message):
         GrammarService(byte_vocabulary(), package)
     other = "llguidance" if package == "xgrammar" else "xgrammar"
-    with pytest.raises(GrammarError, match=f"regex: {said}"):
+    with pytest.raises(GrammarError, match=f"regex: {message}"):
         serve(other).submit(GrammarSpec("regex", "a", backend=package)).result(300)

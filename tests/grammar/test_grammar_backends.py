@@ -106,13 +106,13 @@ def test_marked_matcher_rollback_is_limited_in_free_text(backend):
 
 def test_matcher_rejects_invalid_markers(backend):
     ends = "one of the request's stop ids"
-    for token, stops, said in (
+    for token, stops, message in (
         (270, None, "outside"),
         (STOP, None, "stop id"),
         (THINK, [STOP, THINK], ends),
     ):
         grammar = backend.compile(GrammarSpec.regex("a").after(token))
-        with pytest.raises(GrammarError, match=said):
+        with pytest.raises(GrammarError, match=message):
             grammar.matcher(stops)
 
 

@@ -174,7 +174,7 @@ def test_guide_keeps_matchers_until_replay_retires(backend, kind):
     rig.decoder.retire(1)
     rig.start(3, [GuidedRequest(0, 2, None, 0)])
     gc.collect()
-    assert alive() is not None  # replay 2 still names it
+    assert alive() is not None  # replay 2 still refers to it
     rig.decoder.retire(2)
     rig.decoder.retire(3)
     gc.collect()
@@ -238,7 +238,9 @@ def test_guide_publish_rejects_invalid_requests(decoder, backend):
     ):
         with pytest.raises(GuideError, match=message):
             decoder.publish(1, requests)
-    decoder.publish(1, [GuidedRequest(0, 1, shared, 0)])  # none of them took the matcher
+    decoder.publish(
+        1, [GuidedRequest(0, 1, shared, 0)]
+    )  # the rejected replays did not claim the matcher
     for other in (GuidedRequest(0, 1, matcher(backend), 0), GuidedRequest(0, 1, shared, 5)):
         with pytest.raises(GuideError, match="epoch 1 has another request"):
             decoder.publish(2, [other])

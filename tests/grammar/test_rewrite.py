@@ -138,10 +138,10 @@ def test_rewritten_schema_is_equivalent(schema):
     new = rewrite(schema)
     assert not new.lost and json.dumps(schema) == before
     grammar = Grammar(new.schema)
-    judge = jsonschema.Draft202012Validator(schema)
-    assert any(judge.is_valid(value) for value in VALUES)
+    validator = jsonschema.Draft202012Validator(schema)
+    assert any(validator.is_valid(value) for value in VALUES)
     for value in VALUES:
-        assert grammar.takes(value) == judge.is_valid(value), (value, new.schema)
+        assert grammar.accepts_value(value) == validator.is_valid(value), (value, new.schema)
 
 
 def test_negation_is_complement():
@@ -167,7 +167,7 @@ def test_negation_is_complement():
 
 
 NARROWED: list[tuple[Any, list[Any], list[Any]]] = [
-    # Each option requires a list: clear texts have one of them, valid ones may have a broken other.
+    # Each option requires a list. Valid values may have both, if one of them is invalid.
     (
         {
             "type": "object",
@@ -230,24 +230,24 @@ def test_pattern_of_listed_names_allows_no_extra_key(part: dict[str, Any]) -> No
         wanted = b'{"a_b": 1,}'[len(texts) - 1 :]
         return next((byte for byte in wanted if byte in legal), legal[-1])
 
-    assert grammar.walk(choose, 20) == b'{"a_b": 1}'
+    assert grammar.generate(choose, 20) == b'{"a_b": 1}'
     valid = jsonschema.Draft202012Validator(schema)
     for value in ({}, {"a_b": 1}, {"a_b": "x"}, {"c": 1}):
-        assert grammar.takes(value) == valid.is_valid(value)
+        assert grammar.accepts_value(value) == valid.is_valid(value)
 
 
 @pytest.mark.parametrize("schema, clear, invalid", NARROWED)
 def test_one_of_is_narrowed_to_avoid_overlap(schema, clear, invalid):
     """An overlap without an exact complement is excluded and reported."""
-    judge = jsonschema.Draft202012Validator(schema)
+    validator = jsonschema.Draft202012Validator(schema)
     new = rewrite(schema)
     assert new.narrowed and not new.lost
     assert all(reason.keyword == "oneOf" for reason in new.narrowed)
     grammar = Grammar(new.schema)
     for value in clear:
-        assert judge.is_valid(value) and grammar.takes(value), value
+        assert validator.is_valid(value) and grammar.accepts_value(value), value
     for value in invalid:
-        assert not judge.is_valid(value) and not grammar.takes(value), value
+        assert not validator.is_valid(value) and not grammar.accepts_value(value), value
 
 
 def test_one_of_option_is_never_narrowed_to_nothing():
@@ -353,8 +353,8 @@ def test_formats_and_patterns_are_exact(stated, good, bad):
         new = rewrite({"type": "string", keyword: stated}, draft=draft)
         assert not new.lost
         grammar = Grammar(new.schema)
-        assert [text for text in good if not grammar.takes(text)] == []
-        assert [text for text in bad if grammar.takes(text)] == []
+        assert [text for text in good if not grammar.accepts_value(text)] == []
+        assert [text for text in bad if grammar.accepts_value(text)] == []
 
 
 def test_rewrite_ignores_keywords_as_old_drafts_do():
@@ -369,7 +369,7 @@ def test_rewrite_ignores_keywords_as_old_drafts_do():
     new = rewrite(schema)
     assert not new.lost
     grammar = Grammar(new.schema)
-    assert grammar.takes({"a": 1}) and not grammar.takes({"a": "x"})
+    assert grammar.accepts_value({"a": 1}) and not grammar.accepts_value({"a": "x"})
     newer = rewrite(
         {
             **schema,
@@ -379,4 +379,4 @@ def test_rewrite_ignores_keywords_as_old_drafts_do():
         }
     )
     grammar = Grammar(newer.schema)
-    assert not grammar.takes({"a": 1}) and grammar.takes({"a": 7, "b": 1})
+    assert not grammar.accepts_value({"a": 1}) and grammar.accepts_value({"a": 7, "b": 1})

@@ -94,7 +94,7 @@ def test_route_reports_unenforced_keyword_and_pointer(schema, pointer, keyword, 
     assert (pointer, keyword) in {(r.pointer, r.keyword) for r in found.reasons}
     assert f"{pointer}: {keyword}: " in found.refusal()
     if found.backend == "llguidance":
-        assert Grammar(found.schema).takes(value)
+        assert Grammar(found.schema).accepts_value(value)
     with pytest.raises(GrammarError, match="cannot be enforced") as caught:
         GrammarSpec.json_schema(schema, backend="auto").check()
     assert pointer in str(caught.value) and keyword in str(caught.value)
@@ -296,7 +296,7 @@ def test_route_is_exact_for_rewritable_schemas(schema, good, bad):
     assert not resolve_spec(GrammarSpec.json_schema(schema, partial=True), "auto").partial
     grammar = Grammar.routed(found)
     for value in (*good, *bad):
-        assert grammar.takes(value) == validator.is_valid(value) == (value in good), value
+        assert grammar.accepts_value(value) == validator.is_valid(value) == (value in good), value
 
 
 def test_route_asserts_formats_as_the_draft_specifies():
@@ -309,8 +309,8 @@ def test_route_asserts_formats_as_the_draft_specifies():
         ({"$schema": latest, **plain}, True, True),
     ):
         found = route(schema, assert_formats=asked)
-        assert Grammar.routed(found).takes("no date") != enforced
-        assert Grammar.routed(found).takes("2024-02-29")
+        assert Grammar.routed(found).accepts_value("no date") != enforced
+        assert Grammar.routed(found).accepts_value("2024-02-29")
     mail = route({"type": "string", "format": "email"})
     assert [reason.keyword for reason in mail.narrowed] == ["format"]
 
@@ -333,7 +333,7 @@ def test_route_reports_unproduced_spellings(schema, keyword, texts):
     assert route({"type": ["number", "string"], "enum": ["x", True]}).spelling == ()
     found = route({"properties": {"a": {"type": "string", "nullable": True}}})
     assert ("#/properties/a", "nullable") in [reason[:2] for reason in found.narrowed]
-    assert not Grammar.routed(found).takes({"a": None})
+    assert not Grammar.routed(found).accepts_value({"a": None})
 
 
 def test_routed_schema_follows_the_standard():
