@@ -75,16 +75,16 @@ class Fields:
         if value is None:
             return None
         if not isinstance(value, dict):
-            raise ConfigError(f"{self.where}: {name} is {value!r}, must be an object")
+            raise self._error(name, value, "an object")
         return Fields(value, f"{self.where}: {name}")
 
     def integer(self, name: str, *, low: int, high: int, default: Any = _REQUIRED) -> int:
         """Return an integer from `low` to `high`."""
         value = self._value(name, default)
         if isinstance(value, bool) or not isinstance(value, int):
-            raise ConfigError(f"{self.where}: {name} is {value!r}, must be an integer")
+            raise self._error(name, value, "an integer")
         if not low <= value <= high:
-            raise ConfigError(f"{self.where}: {name} is {value}, must be from {low} to {high}")
+            raise self._error(name, value, f"from {low} to {high}")
         return value
 
     def number(
@@ -93,16 +93,16 @@ class Fields:
         """Return a number from `low` to `high`."""
         value = self._value(name, default)
         if isinstance(value, bool) or not isinstance(value, int | float):
-            raise ConfigError(f"{self.where}: {name} is {value!r}, must be a number")
+            raise self._error(name, value, "a number")
         if not low <= value <= high:  # also true for NaN
-            raise ConfigError(f"{self.where}: {name} is {value}, must be from {low} to {high}")
+            raise self._error(name, value, f"from {low} to {high}")
         return float(value)
 
     def boolean(self, name: str, *, default: Any = _REQUIRED) -> bool:
         """Return a boolean."""
         value = self._value(name, default)
         if not isinstance(value, bool):
-            raise ConfigError(f"{self.where}: {name} is {value!r}, must be true or false")
+            raise self._error(name, value, "true or false")
         return value
 
     def integers(self, name: str) -> tuple[int, ...] | None:
@@ -113,16 +113,19 @@ class Fields:
         items = value if isinstance(value, list) else [value]
         for item in items:
             if isinstance(item, bool) or not isinstance(item, int):
-                raise ConfigError(f"{self.where}: {name} contains {item!r}, must be integers")
+                raise self._error(name, value, "an integer or a list of integers")
         return tuple(items)
 
     def require(self, name: str, *allowed: Any) -> None:
         """Raise ConfigError if a field is present with a value other than the `allowed` ones."""
         value = self.get(name)
-        if value is None or any(value is a or value == a for a in allowed):
+        if value is None:
             return
+        for allowed_value in allowed:
+            if value is allowed_value or value == allowed_value:
+                return
         if allowed:
-            supported = "supported: " + " or ".join(repr(a) for a in allowed)
+            supported = "supported: " + " or ".join(map(repr, allowed))
         else:
             supported = "the field must be absent"
         raise ConfigError(f"{self.where}: {name} = {value!r} is not implemented ({supported})")
@@ -139,6 +142,9 @@ class Fields:
             allowed = known.get(name, ())
             if allowed is not None:
                 self.require(name, *allowed)
+
+    def _error(self, name: str, value: object, expected: str) -> ConfigError:
+        return ConfigError(f"{self.where}: {name} is {value!r}, must be {expected}")
 
     def _value(self, name: str, default: Any) -> Any:
         """Return a field or its default; raise if it is required and absent."""

@@ -182,8 +182,8 @@ class PrefixCache:
         num_free = min(len(cache.free) for cache in self._caches)
         count = pages - num_free
         kept = set(keep)
-        in_use = []
-        unused = []
+        in_use: list[bytes] = []
+        unused: list[bytes] = []
         for key, group in self._cached.items():
             if len(unused) >= count:
                 break

@@ -49,9 +49,10 @@ class StopFinder:
         """
         begins = []
         for char in text:
-            self._state = self._step(self._state, char)
+            state = self._step(self._state, char)
+            self._state = state
             self._length += 1
-            match_length = self._match_length[self._state]
+            match_length = self._match_length[state]
             if match_length:
                 begins.append(self._length - match_length)
         return min(begins, default=None)

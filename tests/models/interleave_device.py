@@ -44,7 +44,7 @@ class Replay:
     barrier: int  # number of side operations that must be complete before it begins
     rows: int
     k: int  # maximum number of drafts that it verifies and generates
-    named: frozenset[int]  # slots that the host assigned to its rows
+    slots_named: frozenset[int]  # slots that the host assigned to its rows
     done: set[str] = field(default_factory=set)
     number: int = 0
     slots: list[int] = field(default_factory=list)
@@ -111,15 +111,20 @@ class SteppingDevice:
         self.k = draft_length
         self.masked = masked
         self.branches = branches
-        self.slots = [ref.Slot(n=0, tree=ref.chain(0), limit=0, active=False) for _ in range(slots)]
-        self.prompts: list[list[int]] = [[] for _ in range(slots)]  # pinned memory, one per slot
+        self.slots = []
+        self.prompts: list[list[int]] = []  # pinned memory, one per slot
+        for _ in range(slots):
+            self.slots.append(ref.Slot(n=0, tree=ref.chain(0), limit=0, active=False))
+            self.prompts.append([])
         self.unread: set[int] = set()  # slots whose prompt has not been copied yet
         self.prompt_rows: list[tuple[int, int, int]] = []  # slot, position, token; shared
         self.side: deque[Callable[[], None]] = deque()
-        self.side_done = self.side_enqueued = 0
+        self.side_done = 0
+        self.side_enqueued = 0
         self.queue: deque[Replay] = deque()
         self.replay = 0  # counted by the device
-        self.completed = self.launched = 0
+        self.completed = 0
+        self.launched = 0
         # Maximum number of prompt rows between two replays with the same request.
         self.max_prompt_rows = 0
         # Since the last launch:
@@ -140,16 +145,19 @@ class SteppingDevice:
             pass
 
     def enqueue(self, work: Callable[[], None]) -> None:
+        """Add side work: a copy, a kernel of a prefill chunk, or the update of a slot."""
         self.tick()
         self.side.append(work)
         self.side_enqueued += 1
         self.tick()
 
     def launch(self, rows: int, k: int) -> None:
+        """Launch a replay. Check how many prompt rows its requests have waited for."""
         self.tick()
         self.launched += 1
-        named = self.inputs.field("slot").array[self.launched % self.inputs.entries].tolist()
-        slots = frozenset(named) - {-1}
+        entry = self.launched % self.inputs.entries
+        published = self.inputs.field("slot").array[entry].tolist()
+        slots = frozenset(published) - {-1}
         stayed = slots & self.previous_slots - self.joined
         assert not stayed or self.rows_since <= self.max_prompt_rows, (
             f"slots {set(stayed)} waited for {self.rows_since} prompt rows"
@@ -162,8 +170,10 @@ class SteppingDevice:
 
     def require_idle(self, slot: int, what: str) -> None:
         """Assert that no unfinished replay refers to a slot."""
-        busy = [self.completed + i for i, r in enumerate(self.queue, 1) if slot in r.named]
-        assert not busy, f"slot {slot}: {what} reused while replay {busy[0]} refers to it"
+        for number, replay in enumerate(self.queue, self.completed + 1):
+            assert slot not in replay.slots_named, (
+                f"slot {slot}: {what} reused while replay {number} refers to it"
+            )
 
     def query(self) -> bool:
         return not self.queue and not self.side
@@ -173,7 +183,12 @@ class SteppingDevice:
             pass
 
     def run(
-        self, lane: Any, slot: int, tokens: Sequence[int], cached: int, most: Callable[[], int]
+        self,
+        lane: Any,
+        slot: int,
+        tokens: Sequence[int],
+        cached: int,
+        max_rows: Callable[[], int],
     ) -> Iterator[PrefillChunk]:
         """Simulate `Prefill.run`.
 
@@ -187,7 +202,8 @@ class SteppingDevice:
 
         def copy() -> None:
             self.unread.remove(slot)
-            self.prompt_rows = [(slot, p, t) for p, t in enumerate(self.prompts[slot][:-1])]
+            prompt = self.prompts[slot][:-1]
+            self.prompt_rows = [(slot, position, token) for position, token in enumerate(prompt)]
 
         def chunk(begin: int, end: int) -> None:
             for row in self.prompt_rows[begin:end]:
@@ -197,7 +213,8 @@ class SteppingDevice:
         self.enqueue(copy)
         begin = cached
         while begin < len(tokens) - 1:
-            end = min(begin + min(PAGE - 1, most()), len(tokens) - 1)
+            num_rows = min(PAGE - 1, max_rows())
+            end = min(begin + num_rows, len(tokens) - 1)
             self.rows_since += end - begin
             self.enqueue(functools.partial(chunk, begin, end))
             yield PrefillChunk(end - begin, self.query, lambda: 1.0)
@@ -255,7 +272,8 @@ class SteppingDevice:
             graph["commit"] = ("publish",)
         if k:
             graph["draft 1"] = ("publish", "commit") if self.masked else ("publish",)
-        for j in range(2, k + 1 if not self.branches else 2):
+        num_levels = 1 if self.branches else k
+        for j in range(2, num_levels + 1):
             graph[f"draft {j}"] = (f"draft {j - 1}",)
             if self.masked:
                 graph[f"fill {j - 1}"] = (f"draft {j - 1}",)
@@ -263,18 +281,23 @@ class SteppingDevice:
         return graph
 
     def _ready(self, replay: Replay) -> list[Callable[[], None]]:
-        return [
-            functools.partial(self._run, replay, name)
-            for name, waits in self._graph(replay.k).items()
-            if name not in replay.done and all(wait in replay.done for wait in waits)
-        ]
+        """Return the steps of a replay whose predecessors are complete."""
+        ready = []
+        for name, predecessors in self._graph(replay.k).items():
+            if name not in replay.done and replay.done.issuperset(predecessors):
+                ready.append(functools.partial(self._run, replay, name))
+        return ready
 
     def _run(self, replay: Replay, name: str) -> None:
-        kind, *number = name.split()
+        """Run a step of a replay."""
+        kind, *numbers = name.split()
+        arguments = [int(number) for number in numbers]
         if kind in HOST_STEPS:
-            run_work(getattr(self.decoder, HOST_STEPS[kind])(*map(int, number)))
+            make_work = getattr(self.decoder, HOST_STEPS[kind])
+            run_work(make_work(*arguments))
         else:
-            getattr(self, f"_{kind}")(replay, *map(int, number))
+            step = getattr(self, f"_{kind}")
+            step(replay, *arguments)
         replay.done.add(name)
         if len(replay.done) == len(self._graph(replay.k)):
             self.queue.popleft()
@@ -285,10 +308,10 @@ class SteppingDevice:
         replay.number = self.replay
         entry = replay.number % self.inputs.entries
         published = int(self.inputs.stamp.array[entry, 0]) == replay.number
-        named = self.inputs.field("slot").array[entry].tolist()
-        for b in range(replay.rows):
-            slot = named[b] if published else -1
-            replay.slots.append(slot if slot >= 0 and self.slots[slot].active else -1)
+        slots = self.inputs.field("slot").array[entry].tolist()
+        for slot in slots[: replay.rows]:
+            is_active = published and slot >= 0 and self.slots[slot].active
+            replay.slots.append(slot if is_active else -1)
 
     def _forward(self, replay: Replay) -> None:
         for b, slot in enumerate(replay.slots):
@@ -300,14 +323,17 @@ class SteppingDevice:
                     cache.write(slot, s.n + j, token)
                 cache = self.caches[j % len(self.caches)]
                 route = s.tree.route(j)
-                way = [cache.at(slot, s.n + i + 1) for i in range(j) if route >> i & 1]
-                replay.contexts[b, j] = context_of([*cache.read(slot, s.n + 1), *way])
+                on_path = [i for i in range(j) if route >> i & 1]
+                path = [cache.at(slot, s.n + i + 1) for i in on_path]
+                committed = cache.read(slot, s.n + 1)
+                replay.contexts[b, j] = context_of([*committed, *path])
 
     def _row(self, slot: int, j: int, position: int) -> tuple[int, tuple[int, ...]]:
         """Return the state of a mask row and the ids it allows."""
         state = ref.row_at(self.exchange, slot, j).counts_as(self.slots[slot], position)
-        ready = state == READY
-        return state, row_ids(self.exchange.masks[slot, j].tobytes()) if ready else ALL_IDS
+        if state != READY:
+            return state, ALL_IDS
+        return state, row_ids(self.exchange.masks[slot, j].tobytes())
 
     def _verify(self, replay: Replay) -> None:
         entry = replay.number % self.outputs.entries
@@ -316,17 +342,16 @@ class SteppingDevice:
             if slot >= 0:
                 outcome = self._walk(replay, b, slot)
                 ref.record(self.exchange, slot, replay.number, outcome.tokens)
-            count = replay.counts[b] = len(outcome.tokens)
-            values = (slot, count, outcome.reason, outcome.accepted, outcome.tested, *(0, 0))
-            self.outputs.field("rows").array[entry, b, : len(values) + count] = (
-                *values,
-                *outcome.tokens,
-            )
+            count = len(outcome.tokens)
+            replay.counts[b] = count
+            header = (slot, count, outcome.reason, outcome.accepted, outcome.tested, 0, 0)
+            row = self.outputs.field("rows").array[entry, b]
+            row[: len(header) + count] = (*header, *outcome.tokens)
 
     def _walk(self, replay: Replay, b: int, slot: int) -> ref.Outcome:
         s = self.slots[slot]
         n = self.slots[slot].n
-        way = []
+        path = []
         tree = s.tree.first(replay.k)
 
         def row(node: int, position: int) -> tuple[int, tuple[int, ...]]:
@@ -337,14 +362,14 @@ class SteppingDevice:
             return state, legal
 
         def decide(node: int, position: int, legal: tuple[int, ...]) -> tuple[int, int | None]:
-            way.append(node)
+            path.append(node)
             token = choose(replay.contexts[b, node], s.seed, legal)
             return token, tree.child(node, token)
 
         outcome = ref.walk(s, row, decide, tree)
         ref.commit(s, outcome)
         for cache in self.caches:
-            for i, node in enumerate(way):
+            for i, node in enumerate(path):
                 cache.write(slot, n + i, cache.at(slot, n + node))
         return outcome
 
@@ -363,7 +388,8 @@ class SteppingDevice:
                 state, legal = self._row(slot, j - 1, s.n + j - 1)
                 if state not in (FREE, READY):
                     continue
-            context = context_of([*self.caches[0].read(slot, s.n), *s.tree.token])
+            committed = self.caches[0].read(slot, s.n)
+            context = context_of([*committed, *s.tree.token])
             token = choose(context, s.seed, legal)
             h = mix(context, 77)
             if h % 100 >= self.agreement:
@@ -378,9 +404,11 @@ class SteppingDevice:
         s = self.slots[slot]
         for _ in range(self.rng.randrange(k)):
             node = self.rng.randrange(len(s.tree.token))
-            context = context_of([*self.caches[0].read(slot, s.n + 1), *s.tree.path(node)])
+            committed = self.caches[0].read(slot, s.n + 1)
+            context = context_of([*committed, *s.tree.path(node)])
             token = choose(context, s.seed, ALL_IDS)
-            if mix(context, 77) % 100 >= self.agreement or s.tree.child(node, token) is not None:
+            agrees = mix(context, 77) % 100 < self.agreement
+            if not agrees or s.tree.child(node, token) is not None:
                 token = self.rng.randrange(VOCAB)
             if ref.may_grow(s, node) and s.tree.child(node, token) is None:
                 ref.keep(s, token, parent=node)
