@@ -62,7 +62,8 @@ class TreeShape:
         """
         plan = tree or TreePlan(1, drafts)
         if plan.paths:
-            plan = TreePlan.of([path for path in plan.paths if len(path) <= plan.levels])
+            paths = [path for path in plan.paths if len(path) <= plan.levels]
+            plan = TreePlan.of(paths)
         nodes = len(plan.paths) or drafts
         levels = (1, *(plan.branch,) * (plan.levels - 1))
         return TreeShape(nodes, levels, plan.branch, plan.paths)

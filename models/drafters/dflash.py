@@ -169,7 +169,10 @@ class DFlash(Drafter):
         config = self._config
         width = config.first_row + len(self.shape.levels)
         count = width * feed.batch
-        token, slot, pos, last = (self._block[i][:count] for i in range(4))
+        token = self._block[0][:count]
+        slot = self._block[1][:count]
+        pos = self._block[2][:count]
+        last = self._block[3][:count]
         args = [
             feed.row_slot,
             feed.state.array,
@@ -221,7 +224,8 @@ class DFlash(Drafter):
         previous
             int32, token before each row or node; None if the logits do not depend on it.
         """
-        logits = feed.scratch.logits[level * feed.batch : (level + 1) * feed.batch]
+        begin = level * feed.batch
+        logits = feed.scratch.logits[begin : begin + feed.batch]
         if level and feed.branch > 1:
             row_of_node = self._row_of_node[: feed.batch * feed.branch]
             self._kernels.gather(lane, logits, row_of_node, feed.logits, name="nodes' logits")

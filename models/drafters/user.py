@@ -251,9 +251,9 @@ def _read_proposal(proposal: Any, vocab_size: int, max_drafts: int, tree: bool) 
         With a message that continues "drafter NAME".
     """
     try:
-        parts = proposal if tree else (proposal, range(max_drafts + 1))
-        # One more than allowed is enough to notice that there are too many.
-        ids, parents = ([operator.index(n) for n in islice(part, max_drafts + 1)] for part in parts)
+        proposed_ids, proposed_parents = proposal if tree else (proposal, range(max_drafts + 1))
+        ids = _read_integers(proposed_ids, max_drafts + 1)
+        parents = _read_integers(proposed_parents, max_drafts + 1)
     except (TypeError, ValueError):
         expected = "ids and parents" if tree else "a sequence of ids"
         raise DrafterError(f"returned {proposal!r:.80}, expected {expected}") from None
@@ -267,3 +267,8 @@ def _read_proposal(proposal: Any, vocab_size: int, max_drafts: int, tree: bool) 
         if not 0 <= parent <= i:
             raise DrafterError(f"proposed parent {parent} of id {i + 1}, expected 0 to {i}")
     return ids, parents[: len(ids)]
+
+
+def _read_integers(values: Any, limit: int) -> list[int]:
+    """Return at most `limit` integers of an iterable, which may be infinite."""
+    return [operator.index(value) for value in islice(values, limit)]

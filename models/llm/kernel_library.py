@@ -69,6 +69,9 @@ _ATTENTION_SPLIT = 256  # minimum positions per part of split attention
 _ATTENTION_MAX_PARTS = 32
 _ATTENTION_BLOCKS = 512  # about the number of blocks that a GPU runs at once
 
+# Arguments of a product without RoPE and KV cache write: seven null pointers and six sizes.
+_NO_KV_WRITE: tuple[object, ...] = (None,) * 7 + (0,) * 6
+
 
 def _ceil_div(count: int, unit: int) -> int:
     return -(-count // unit)
@@ -278,7 +281,8 @@ class ModelKernels:
         return found
 
     def _kernel_of_form(self, name: str, **defines: object) -> Kernel:
-        return self._kernel(f"{name}_{self.form}", f"{name}_{self.form}", **defines)
+        name = f"{name}_{self.form}"
+        return self._kernel(name, name, **defines)
 
     def _elementwise_launch(self, rows: int, width: int, chunk: int) -> tuple[int, int]:
         """Return grid and block of an elementwise kernel with `chunk` elements per thread."""
@@ -507,7 +511,17 @@ class ModelKernels:
         copy, offset = copy_to if copy_to is not None else (None, 0)
         stride = copy.shape[1] if copy is not None else 0
         kernel = self._kernel("elements", "add_parts", WEIGHT="float", CHUNK=self._chunk)
-        args = (partials, residual, out, copy, ranks, rows, width, offset, stride)
+        args = (
+            partials,
+            residual,
+            out,
+            copy,
+            ranks,
+            rows,
+            width,
+            offset,
+            stride,
+        )
         lane.kernel(kernel, grid, block, args, name="sum of ranks")
 
     def _check_product(self, x: DeviceArray | Norm, weight: Matrix, name: str) -> _Product:
@@ -646,7 +660,7 @@ class ModelKernels:
             "GATED": int(gated),
             "OUT": _storage(out),
         }
-        store_args: tuple[object, ...] = (*(None,) * 7, *(0,) * 6)
+        store_args = _NO_KV_WRITE
         if store is not None:
             kv, store_args = store
             defines |= {"ROPE_HEAD_DIM": kv.head_dim, "CACHE": STORAGE[kv.dtype]}
@@ -667,9 +681,11 @@ class ModelKernels:
         """Return shared workspace: zeros at first, later what the previous calls have left."""
         if size == 0:
             return None
-        if dtype not in self._workspace or self._workspace[dtype].shape[0] < size:
-            self._workspace[dtype] = self.device.zeros((size,), dtype)
-        return self._workspace[dtype]
+        workspace = self._workspace.get(dtype)
+        if workspace is None or workspace.shape[0] < size:
+            workspace = self.device.zeros((size,), dtype)
+            self._workspace[dtype] = workspace
+        return workspace
 
     # Norms, RoPE and attention.
 
@@ -723,7 +739,16 @@ class ModelKernels:
             expect("head norm: weight", weight, "float32", D=dim)
         block = 1 if self._thread else 32
         kernel = self._kernel("norm", "head_norm", WEIGHT="float", NORM_THREADS=block)
-        args = (qkv, norms.query, norms.key, rows, heads, kv_heads, dim, norms.eps)
+        args = (
+            qkv,
+            norms.query,
+            norms.key,
+            rows,
+            heads,
+            kv_heads,
+            dim,
+            norms.eps,
+        )
         lane.kernel(kernel, rows * (heads + kv_heads), block, args, name="head norm")
 
     def rope_and_store(self, lane: Lane, qkv: DeviceArray, write: KVWrite) -> None:
@@ -894,7 +919,16 @@ class ModelKernels:
         kernel = self._kernel("compact", "compact_cache", CACHE=STORAGE[kv.dtype])
         sizes = (kv.slots, kv.max_pages, kv.page_shift, item)
         layer = (kv.scratch_page + 1) * kv.page_size * item
-        args = (kv.k, kv.v, layer, row_slot, result, result.shape[1], kv.page_table, *sizes)
+        args = (
+            kv.k,
+            kv.v,
+            layer,
+            row_slot,
+            result,
+            result.shape[1],
+            kv.page_table,
+            *sizes,
+        )
         block = 1 if self._thread else _ELEMENT_BLOCK
         lane.kernel(kernel, (batch, kv.layers, 1), block, args, name="compact cache")
         if features is not None:
@@ -966,7 +1000,16 @@ class ModelKernels:
                 OUT=_storage(norm.out),
                 NORM_THREADS=block,
             )
-            args = (x, index, out, norm.weight, norm.out, x.shape[0], width, norm.eps)
+            args = (
+                x,
+                index,
+                out,
+                norm.weight,
+                norm.out,
+                x.shape[0],
+                width,
+                norm.eps,
+            )
             lane.kernel(kernel, count, block, args, name=name)
             return
         grid, block = self._elementwise_launch(count, width, self._chunk)
@@ -1082,7 +1125,15 @@ class ModelKernels:
         kernel = self._kernel(
             "norm", "eagle_input", WEIGHT=_storage(embedding), NORM_THREADS=self._norm_block
         )
-        args = (embedding, token, hidden, embedding_norm, hidden_norm, x, residual)
+        args = (
+            embedding,
+            token,
+            hidden,
+            embedding_norm,
+            hidden_norm,
+            x,
+            residual,
+        )
         sizes = (rows, embedding.shape[0], width, eps, int(norm_before_residual))
         lane.kernel(kernel, rows, self._norm_block, (*args, *sizes), name="eagle input")
 

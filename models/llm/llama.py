@@ -134,10 +134,13 @@ class LlamaModel:
             If the ids are not ascending ids of layers.
         """
         n = self.config.num_hidden_layers
-        if list(ids) != sorted(set(ids)) or not all(0 <= i < n for i in ids):
+        is_ascending = list(ids) == sorted(set(ids))
+        if not is_ascending or not all(0 <= i < n for i in ids):
             raise OptionError(f"feature layers {ids}: expected ascending ids below {n}")
         hidden = self.config.hidden_size
-        self._feature_columns = {layer: part * hidden for part, layer in enumerate(ids)}
+        self._feature_columns = {}
+        for part, layer in enumerate(ids):
+            self._feature_columns[layer] = part * hidden
 
     def forward(
         self,
@@ -174,7 +177,8 @@ class LlamaModel:
                 raise OptionError("features require a previous call of set_feature_layers")
             width = len(self._feature_columns) * self.config.hidden_size
             expect("features", features, "float32", R=count, width=width)
-            copies = {layer: (features, at) for layer, at in self._feature_columns.items()}
+            for layer, column in self._feature_columns.items():
+                copies[layer] = (features, column)
         stack = self.stack
         residual = stack.buffers.residual[:count]
         x = stack.input_norm(count)

@@ -92,9 +92,11 @@ class Rope:
         elif self.kind == "llama3":
             wavelength = 2.0 * math.pi / inverse
             # 0 for long wavelengths, which are stretched; 1 for short ones, which are kept.
-            keep = (self.original / wavelength - self.low) / (self.high - self.low)
+            span = self.high - self.low
+            keep = (self.original / wavelength - self.low) / span
             keep = np.clip(keep, 0.0, 1.0)
-            inverse = (1.0 - keep) * inverse / self.factor + keep * inverse
+            stretched = (1.0 - keep) * inverse / self.factor
+            inverse = stretched + keep * inverse
         return inverse.astype(np.float32)
 
     def table(self, positions: int, head_dim: int) -> np.ndarray:
@@ -104,5 +106,7 @@ class Rope:
         are computed in float64 on the host, so that all devices read the same bits.
         """
         position = np.arange(positions, dtype=np.float32)
-        angle = (position[:, None] * self.frequencies(head_dim)[None, :]).astype(np.float64)
-        return np.concatenate([np.cos(angle), np.sin(angle)], axis=1).astype(np.float32)
+        frequencies = self.frequencies(head_dim)
+        angle = np.multiply.outer(position, frequencies).astype(np.float64)
+        table = np.concatenate([np.cos(angle), np.sin(angle)], axis=1)
+        return table.astype(np.float32)

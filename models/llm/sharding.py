@@ -17,7 +17,6 @@ import json
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, replace
 from enum import IntEnum
-from itertools import accumulate, pairwise
 from pathlib import Path
 from typing import Any
 
@@ -102,9 +101,10 @@ class Shard:
                 f"{size} ranks are too many for a model with {kv_heads} KV heads and {columns} MLP "
                 "columns: each rank needs at least one of both"
             )
-        unit = next(u for u in _COLUMN_UNITS if columns % u == 0 and columns // u >= size)
+        unit = _column_unit(columns, size)
         begin, end = _split_evenly(columns // unit, rank, size)
-        return Shard(config, _split_evenly(kv_heads, rank, size), (begin * unit, end * unit))
+        mlp_columns = (begin * unit, end * unit)
+        return Shard(config, _split_evenly(kv_heads, rank, size), mlp_columns)
 
     @property
     def local_config(self) -> LlamaConfig:
@@ -138,6 +138,14 @@ class Shard:
             "up_proj": (mlp, everything),
             "down_proj": (everything, mlp),
         }
+
+
+def _column_unit(columns: int, size: int) -> int:
+    """Return the largest unit in which MLP columns can be dealt out to all ranks."""
+    for unit in _COLUMN_UNITS:
+        if columns % unit == 0 and columns // unit >= size:
+            return unit
+    raise ValueError(f"{columns} columns cannot be split over {size} ranks")
 
 
 def _split_evenly(count: int, rank: int, size: int) -> tuple[int, int]:
@@ -208,8 +216,13 @@ def make_all_gather(device: Device, ranks: RankGroup, max_elements: int) -> AllG
 
 def split_payload(words: PinnedArray, arrays: Sequence[DeviceArray]) -> list[PinnedArray]:
     """Return the view of each array in the int32 payload that follows a header."""
-    ends = list(accumulate((array.nbytes // 4 for array in arrays), initial=0))
-    return [words.view(begin, (end - begin,)) for begin, end in pairwise(ends)]
+    views = []
+    begin = 0
+    for array in arrays:
+        count = array.nbytes // 4
+        views.append(words.view(begin, (count,)))
+        begin += count
+    return views
 
 
 class TensorParallelLeader:

@@ -115,19 +115,27 @@ class Weights:
         Matrix
             A `ScaledMatrix` with row scales if the dtype is E4M3, else a plain array.
         """
-        arrays = [self._rows(name, rows, columns) for name, rows in parts.items()]
-        first_dtype = arrays[0][1]
-        for name, (_, dtype, _) in zip(parts, arrays, strict=True):
+        arrays = []
+        scales = []
+        dtypes = {}
+        for name, rows in parts.items():
+            array, dtypes[name], row_scale = self._rows(name, rows, columns)
+            arrays.append(array)
+            scales.append(row_scale)
+        first_name = next(iter(parts))
+        first_dtype = dtypes[first_name]
+        for name, dtype in dtypes.items():
             if dtype != first_dtype:
                 raise CheckpointError(
-                    f"{self.checkpoint.path}: {name} is {dtype} but {next(iter(parts))} is "
+                    f"{self.checkpoint.path}: {name} is {dtype} but {first_name} is "
                     f"{first_dtype}; matrices that are stacked must have the same dtype"
                 )
-        stack = np.concatenate([array for array, _, _ in arrays])
-        scale = np.concatenate([scale for *_, scale in arrays])
+        stack = np.concatenate(arrays)
+        scale = np.concatenate(scales)
         group = interleave(first_dtype, *stack.shape) if interleave is not None else 0
         if group:
-            order = np.arange(len(stack)).reshape(-1, 2, group // 16, 8).swapaxes(1, 2).ravel()
+            blocks = np.arange(len(stack)).reshape(-1, 2, group // 16, 8)
+            order = blocks.swapaxes(1, 2).ravel()
             stack = stack[order]
             scale = scale[order]
         values = self.device.from_host(stack, first_dtype)
@@ -190,12 +198,11 @@ class Weights:
             If a tensor is unused.
         """
         ignored += (".input_scale",)
-        unused = [
-            name
-            for name in self.checkpoint.names
-            if name not in self._used
-            and not any(name.startswith(part) or name.endswith(part) for part in ignored)
-        ]
+        unused = []
+        for name in self.checkpoint.names:
+            if name in self._used or name.startswith(ignored) or name.endswith(ignored):
+                continue
+            unused.append(name)
         if unused:
             raise CheckpointError(
                 f"{self.checkpoint.path}: {len(unused)} tensors are not part of this model, "
