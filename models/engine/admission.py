@@ -97,6 +97,8 @@ class Admission:
         output.logprobs = None if request.logprobs is None else []
         grammar: Future[CompiledGrammar] | None = None
         if request.grammar is not None:
+            # Checked and compiled in a child process: an invalid grammar fails this future, and the
+            # scheduler then finishes the request with the reason "refused".
             grammar = self._compiler.submit(request.grammar)
         return RequestState(
             request=request,

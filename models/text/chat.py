@@ -26,9 +26,10 @@ LIMIT_S = 5.0
 MEMORY_BYTES = 1 << 30
 
 _RENDER = f"{__name__}:render_json"
-# The first call imports what rendering needs. It is not subject to the time limit.
+# The first rendering compiles the environment. It is not subject to the time limit.
 _SETUP = Setup("chat", _RENDER, ("", "{}"))
-_CHILD = ChildProcess(MEMORY_BYTES)  # shared by all engines of this process
+# Shared by all engines of this process. Its imports are subject to no limit.
+_CHILD = ChildProcess(MEMORY_BYTES, preload=(__name__,))
 
 
 @functools.lru_cache(maxsize=8)
