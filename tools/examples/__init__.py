@@ -1,1 +1,4 @@
-"""Example programs, at least one for each package: ``python -m graft.tools.examples.NAME``."""
+"""Example programs for cudagraph, sampling, grammar and models.
+
+Run one with ``python -m graft.tools.examples.NAME``.
+"""

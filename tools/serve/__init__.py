@@ -7,7 +7,7 @@
 ``engine_driver``
     The thread that runs an engine.
 ``replicas``, ``router``, ``actors``
-    Data parallel serving: several engines in processes of their own, as Ray actors.
+    Data parallel serving: several engines in separate processes, as Ray actors.
 ``metrics``
     Prometheus metrics.
 ``command``, ``server``

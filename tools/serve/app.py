@@ -101,8 +101,7 @@ class Service:
         self.api_requests = 0
         self.draining = False
         self._max_api_requests = settings.max_waiting + info.max_batch_size
-        # The tokenizer is not thread-safe. Grammars may take long to check, so they have threads
-        # of their own.
+        # The tokenizer is not thread-safe. Checking a grammar may take long.
         self._parser_thread = ThreadPoolExecutor(1, "graft parser")
         self._grammar_threads = ThreadPoolExecutor(2, "graft grammars")
         handlers: Any = {

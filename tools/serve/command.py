@@ -68,7 +68,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--replicas",
         type=int,
         metavar="N",
-        help="serve with N engines in processes of their own, one GPU each if there are GPUs; "
+        help="data parallel: run N engines in separate processes, one GPU each if there are GPUs; "
         "requests of a replica that dies are restarted (needs the extra replicas)",
     )
     group.add_argument(
