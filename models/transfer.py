@@ -1,4 +1,4 @@
-"""KV transfer between processes: shared memory on one machine, Mooncake between machines.
+"""KV transfer for disaggregated prefill: shared memory on one machine, Mooncake between machines.
 
 The sender keeps the data of a migrated request and gets a ticket. The ticket is plain data; the
 application sends it to the other process, for example through a queue. The receiver uses it to

@@ -1,1 +1,1 @@
-"""Chat templates and streaming text decoding."""
+"""Chat templates, incremental detokenization and stop strings."""
