@@ -16,6 +16,7 @@ from graft.sampling.tree import TreePlan
 
 SLOTS = 3
 LENGTH = 40
+MAX_DRAFTS = 24
 
 
 class Rounds:
@@ -49,7 +50,8 @@ class Rounds:
         vocab = target.vocab_size
         self.branch = drafter.shape.branch
         rng = np.random.default_rng(0)
-        self.tokens, self.drafts = (rng.integers(0, vocab, (SLOTS, n)) for n in (LENGTH, 24))
+        self.tokens = rng.integers(0, vocab, (SLOTS, LENGTH))
+        self.drafts = rng.integers(0, vocab, (SLOTS, MAX_DRAFTS))
         if tokens is not None:
             self.tokens[:] = tokens
         target.set_feature_layers(drafter.feature_layers)
@@ -57,7 +59,7 @@ class Rounds:
         self.features = np.zeros((SLOTS, LENGTH, wide), np.float32)
         for slot in range(SLOTS):
             for kv in (target.kv, *drafter.caches):
-                model_util.allocate_pages(stream, kv, slot, LENGTH + 24)
+                model_util.allocate_pages(stream, kv, slot, LENGTH + MAX_DRAFTS)
             made = device.zeros((LENGTH, wide), "float32")
             model_util.forward(stream, target, self.tokens[slot], slot, range(LENGTH), made)
             self.features[slot] = made.to_host()
@@ -65,9 +67,11 @@ class Rounds:
         self.slots = np.zeros(SLOTS, SLOT)
         self.slots["active"] = 1
         self.slots["limit"] = LENGTH
-        self.slots["draft_len"] = 24
+        self.slots["draft_len"] = MAX_DRAFTS
         for slot in range(SLOTS):
-            for j in range(24):  # in a tree the parent is a random node of the previous level
+            for j in range(
+                MAX_DRAFTS
+            ):  # in a tree the parent is a random node of the previous level
                 level = j // self.branch
                 branch = self.branch
                 parent = level and int((level - 1) * branch + rng.integers(branch) + 1)
@@ -117,7 +121,7 @@ class Rounds:
             features[b, :count] = self.features[slot, at]
             self.n[slot] += count
             self.slots["last"][slot] = self.tokens[slot, self.n[slot]]
-        self.slots["drafts"][:, :24] = self.drafts
+        self.slots["drafts"][:, :MAX_DRAFTS] = self.drafts
         self.state.copy_from(self.slots)
         self.scratch.row_slot[: len(batch)].copy_from(np.array(batch, np.int32))
         self.scratch.features[: features[..., 0].size].copy_from(
@@ -152,6 +156,6 @@ class Rounds:
             for r, logits in enumerate(made):
                 slot = feed.row_slot.to_host()[r // nodes]
                 path = int(self.slots["path"][slot, (level - 1) * nodes + r % nodes])
-                path_tokens = [self.drafts[slot, j] for j in range(24) if path >> j & 1]
+                path_tokens = [self.drafts[slot, j] for j in range(MAX_DRAFTS) if path >> j & 1]
                 if slot >= 0:
                     yield slot, path_tokens if level else [], logits

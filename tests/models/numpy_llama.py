@@ -11,7 +11,8 @@ Weights = dict[str, np.ndarray]
 
 
 def rms_norm(x: np.ndarray, weight: np.ndarray, eps: float) -> np.ndarray:
-    return x / np.sqrt((x * x).mean(-1, keepdims=True) + eps) * weight.astype(np.float64)
+    mean_square = (x * x).mean(-1, keepdims=True)
+    return x / np.sqrt(mean_square + eps) * weight.astype(np.float64)
 
 
 def inverse_frequencies(config: dict[str, Any], dim: int) -> np.ndarray:
@@ -45,7 +46,9 @@ def rotate(x: np.ndarray, positions: np.ndarray, frequencies: np.ndarray) -> np.
     c = np.cos(angle)[:, None]
     s = np.sin(angle)[:, None]
     a, b = np.split(x, 2, axis=-1)
-    return np.concatenate([a * c - b * s, b * c + a * s], axis=-1)
+    first = a * c - b * s
+    second = b * c + a * s
+    return np.concatenate([first, second], axis=-1)
 
 
 def attention(q: np.ndarray, k: np.ndarray, v: np.ndarray, mask: np.ndarray) -> np.ndarray:

@@ -60,9 +60,11 @@ class Case:
         at = np.arange(self.length)
         page = self.table[:, at // self.kv.page_size]
         inside = at % self.kv.page_size
-        for cache, given, own in ((self.kv.k, keys, self.key), (self.kv.v, values, self.value)):
+        keys = self.key if keys is None else keys
+        values = self.value if values is None else values
+        for cache, given in ((self.kv.k, keys), (self.kv.v, values)):
             stored = np.zeros(cache.shape, np.float32)
-            stored[1, page, inside] = own if given is None else given
+            stored[1, page, inside] = given
             cache.copy_from(upload(self.device, stored, self.kv.dtype).to_host())
 
     def run(self, lane, slots, positions, run=1, paths=None, queries=None):
@@ -87,9 +89,12 @@ class Case:
 
     def wanted(self, slot, position):
         """Compute the attention of one row in float64."""
-        key, value = (x[slot, : position + 1].astype(np.float64) for x in (self.key, self.value))
-        query = self.query[slot, position : position + 1]
-        return numpy_llama.attention(query, key, value, np.ones((1, len(key)), bool))[0]
+        count = position + 1
+        key = self.key[slot, :count].astype(np.float64)
+        value = self.value[slot, :count].astype(np.float64)
+        query = self.query[slot, position:count]
+        mask = np.ones((1, count), bool)
+        return numpy_llama.attention(query, key, value, mask)[0]
 
 
 @pytest.mark.parametrize(
@@ -111,7 +116,8 @@ def test_split_attention_equals_causal_softmax(device, stream, heads, kv_heads, 
     positions = [0, 15, 16, 63, 64, 5, 255, 256, -1, 257, 599, 511, 512, 10**6, 31, 271]
     got = case.on_stream(stream, slots, positions, run)
     for r, (s, p) in enumerate(zip(slots, positions, strict=True)):
-        wanted = case.wanted(s, p) if s >= 0 and 0 <= p < 600 else np.zeros(heads * dim)
+        is_live = s >= 0 and 0 <= p < 600
+        wanted = case.wanted(s, p) if is_live else np.zeros(heads * dim)
         np.testing.assert_allclose(got[r], wanted, atol=3e-5, err_msg=f"row {r}")
 
 
@@ -212,7 +218,8 @@ def test_split_attention_tree_rows_equal_chain_rows(device, stream, base):
     case = Case(device)
     parent = [0, 0, 0]
     while len(parent) < 24:  # parent[j] of draft j, 0 for the last token; draft 2 is poisoned
-        parent.append(int(rng.choice([i for i in range(len(parent)) if i != 2])))
+        candidates = [i for i in range(len(parent)) if i != 2]
+        parent.append(int(rng.choice(candidates)))
     depth = [0]
     paths = [0]
     for j in range(1, len(parent)):
@@ -232,8 +239,10 @@ def test_split_attention_tree_rows_equal_chain_rows(device, stream, base):
         path = [i for i in range(1, j + 1) if paths[j] >> (i - 1) & 1]
         chain_keys = keys.copy()
         chain_values = values.copy()
-        for x, own in ((chain_keys, keys), (chain_values, values)):
-            x[0, base + 1 : base + 1 + len(path)] = own[0, base + np.array(path, int)]
+        chain = slice(base + 1, base + 1 + len(path))
+        on_path = base + np.array(path, int)
+        chain_keys[0, chain] = keys[0, on_path]
+        chain_values[0, chain] = values[0, on_path]
         case.fill(chain_keys, chain_values)
         alone = case.on_stream(stream, 0, [base + depth[j]], queries=queries[j : j + 1])
         assert np.isfinite(alone).all() and same_bits(got[j], alone[0]), j

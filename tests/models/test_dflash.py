@@ -101,7 +101,8 @@ def test_dspark_adds_markov_logits_of_previous_token(device, stream, tmp_path, r
             wanted = expected[f"logits_{rounds.n[slot]}"][len(down)]
             if rank:
                 w1, w2 = (tensors[f"markov_head.markov_{w}.weight"] for w in ("w1", "w2"))
-                wanted = wanted + w2 @ w1[[expected["tokens"][rounds.n[slot]], *down][-1]]
+                previous = [expected["tokens"][rounds.n[slot]], *down][-1]
+                wanted = wanted + w2 @ w1[previous]
             np.testing.assert_allclose(logits, wanted, atol=1e-4)
             seen += 1
         assert seen == 2 * (1 + (levels - 1) * rounds.branch)

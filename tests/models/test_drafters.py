@@ -160,7 +160,9 @@ def look_up(
     occurrence if `vote` is None.
     """
     branch, levels = tree or (1, max_drafts)
-    suffixes = [histories[own][-k:] for k in range(shortest, min(longest, len(histories[own])) + 1)]
+    history = histories[own]
+    lengths = range(shortest, min(longest, len(history)) + 1)
+    suffixes = [history[-length:] for length in lengths]
     suffixes = [suffix for suffix in suffixes if any(occurrences(histories, own, suffix, []))]
     if not suffixes:
         return []

@@ -18,14 +18,19 @@ from graft.models.llm.kernel_library import ModelKernels
 from graft.models.llm.weights import ScaledMatrix
 
 CODES = np.array([code for code in range(256) if code & 127 != 127], np.uint8)
-#: Values of the codes (Micikevicius et al., 2022): sign, 4 exponent bits, 3 mantissa bits.
-VALUES = np.array(
-    [
-        (-1) ** (c >> 7)
-        * (2.0 ** ((c >> 3 & 15) - 7) * (1 + c % 8 / 8) if c >> 3 & 15 else 2.0**-6 * (c % 8) / 8)
-        for c in CODES.tolist()
-    ]
-)
+
+
+def e4m3_value(code):
+    """Return the value of a code (Micikevicius et al., 2022): sign, exponent and mantissa bits."""
+    sign = -1 if code >= 128 else 1
+    exponent = code >> 3 & 15
+    mantissa = code % 8 / 8
+    if exponent == 0:
+        return sign * 2.0**-6 * mantissa
+    return sign * 2.0 ** (exponent - 7) * (1 + mantissa)
+
+
+VALUES = np.array([e4m3_value(code) for code in CODES.tolist()])
 FORMS = [
     (model_util.FORMS[0], 48, 200, "rounded"),
     ("warp", 20, 100, "rounded"),
@@ -146,10 +151,12 @@ def write_quantised(folder, layout, change=dict):
     plain = make_tiny_llama(folder, dtype="bfloat16", **SHAPE)
     stored = dict(plain)
     for name in [name for name in plain if "_proj" in name]:
-        scale = np.exp2(rng.integers(-9, -5, scales(len(plain[name]))).astype(np.float32))
-        by_row = np.broadcast_to(scale.reshape(-1, 1), (len(plain[name]), 1))
+        rows = len(plain[name])
+        scale = np.exp2(rng.integers(-9, -5, scales(rows)).astype(np.float32))
+        by_row = np.broadcast_to(scale.reshape(-1, 1), (rows, 1))
         stored[name] = nearest(np.clip(plain[name] / by_row, -448, 448))
-        plain[name] = (VALUES[np.searchsorted(CODES, stored[name])] * by_row).astype(np.float32)
+        values = VALUES[np.searchsorted(CODES, stored[name])]
+        plain[name] = (values * by_row).astype(np.float32)
         stored[f"{name}_scale"] = np.asarray(scale)
         if inputs:
             stored[name.replace("weight", "input_scale")] = np.ones((), np.float32)

@@ -127,7 +127,8 @@ def test_linear_with_folded_norm_equals_norm_between_products(
     """A row has the same bits in any batch and with split K."""
     kernels = ModelKernels(device, "warp", activations)
     rng = np.random.default_rng(5)
-    x, start = (rng.standard_normal((count, n)).astype(np.float32) for n in (256, 128))
+    x = rng.standard_normal((count, 256)).astype(np.float32)
+    start = rng.standard_normal((count, 128)).astype(np.float32)
     weight = 1 + 0.3 * rng.standard_normal(128).astype(np.float32)
     producer, consumer = (
         upload(device, rng.standard_normal(size) / 8, "bfloat16")
@@ -149,7 +150,8 @@ def test_linear_with_folded_norm_equals_norm_between_products(
     assert kernels.can_fold_norm(producer, consumer)
     whole, stream = run(slice(None))
     seen = rounded(stream * weight, "bfloat16" if activations == "rounded" else "float32")
-    root = np.sqrt(np.mean(stream.astype(np.float64) ** 2, axis=-1, keepdims=True) + 1e-5)
+    mean_square = np.mean(stream.astype(np.float64) ** 2, axis=-1, keepdims=True)
+    root = np.sqrt(mean_square + 1e-5)
     wanted = seen / root @ to_float32(consumer.to_host(), "bfloat16").T.astype(np.float64)
     np.testing.assert_allclose(whole, wanted, atol=5e-5)
     for rows in map(slice, (0, count - 1, 3, 20, 1), (1, count, 12, 37, 66)):
@@ -295,7 +297,10 @@ def test_gather_copies_rows(kernels, lane, dtype):
     kernels.gather(
         lane, upload(kernels.device, table, dtype), upload_ints(kernels.device, index), out
     )
-    wanted = np.stack([table[i] if 0 <= i < 11 else np.zeros(70, np.float32) for i in index])
+    wanted = np.zeros((6, 70), np.float32)
+    for row, i in enumerate(index):
+        if 0 <= i < 11:
+            wanted[row] = table[i]
     np.testing.assert_array_equal(download(lane.stream, out), wanted)
 
 
@@ -410,8 +415,10 @@ def test_attention_equals_causal_softmax(kernels, lane, stream, heads, kv_heads,
         if r in (6, 7, 9):
             assert (result[r] == 0).all()
             continue
-        k, v = (x[s][: p + 1].astype(np.float64) for x in (keys, values))
-        wanted = numpy_llama.attention(qkv[r : r + 1, :heads], k, v, np.ones((1, p + 1), bool))[0]
+        k = keys[s][: p + 1].astype(np.float64)
+        v = values[s][: p + 1].astype(np.float64)
+        mask = np.ones((1, p + 1), bool)
+        wanted = numpy_llama.attention(qkv[r : r + 1, :heads], k, v, mask)[0]
         np.testing.assert_allclose(result[r], wanted, atol=5e-6, err_msg=f"row {r}")
 
 

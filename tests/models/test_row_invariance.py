@@ -84,7 +84,8 @@ class Case:
         positions = np.asarray(positions)
         tokens = SEQUENCES[sequences, positions]
         following = SEQUENCES[sequences, (positions + 1) % LENGTH]
-        slots, positions = (np.where(sequences < 0, -1, x) for x in (slots, positions))
+        slots = np.where(sequences < 0, -1, slots)
+        positions = np.where(sequences < 0, -1, positions)
         return self.forward_of(len(tokens)).run(stream, tokens, following, slots, positions, tree)
 
     def check(self, stream, sequences, slots, positions, tree=0):

@@ -1,5 +1,6 @@
 """Tensor parallelism: shards, rank-ordered sums, equal outputs, and failures of ranks."""
 
+import itertools
 import json
 import os
 import re
@@ -134,7 +135,8 @@ def test_tensor_parallel_partial_products_are_added_in_rank_order(device, stream
     products = []
     for i in range(3):
         out = device.zeros((5, 40), "float32")
-        part = [model_util.upload(device, a[:, 32 * i : 32 * i + 32]) for a in (x, weight)]
+        columns = slice(32 * i, 32 * i + 32)
+        part = [model_util.upload(device, a[:, columns]) for a in (x, weight)]
         kernels.linear(lane, part[0], part[1], out)
         products.append(model_util.download(stream, out))
         if i == 1:
@@ -210,8 +212,8 @@ def test_tensor_parallel_outputs_are_equal_for_every_batch_and_order():
     # Rounds in flight when a request ends fill a few more rows, depending on timing.
     assert 0 < first["fills"] < 1.2 * alone["fills"]
     for name, logprobs in alone["logprobs"].items():
-        same = [a == b for a, b in zip(alone["tokens"][name], first["tokens"][name], strict=False)]
-        until = (same.index(False) if False in same else len(same)) or 1
+        pairs = zip(alone["tokens"][name], first["tokens"][name], strict=False)
+        until = sum(1 for _ in itertools.takewhile(lambda pair: pair[0] == pair[1], pairs)) or 1
         np.testing.assert_allclose(first["logprobs"][name][:until], logprobs[:until], atol=1e-3)
 
 
