@@ -106,39 +106,12 @@ def ray_cluster(count: int) -> Iterator[Callable[[], Actor]]:
     EngineError
         If Ray does not start.
     """
-    os.environ |= {
-        "RAY_USAGE_STATS_ENABLED": "0",
-        "RAY_AUTH_MODE": "token",
-        "RAY_AUTH_TOKEN": secrets.token_hex(32),
-    }
-    try:
-        import ray
-    except ModuleNotFoundError as error:
-        if error.name != "ray":
-            raise
-        raise OptionError(
-            "--replicas needs the package ray: pip install 'graft-cuda[replicas]'"
-        ) from error
+    ray = _import_ray()
     device = os.environ.get("GRAFT_DEVICE") or "auto"
     uses_cuda = device == "cuda" or (device == "auto" and not chooser.probe_cuda()[1])
     gpus_per_replica = int(uses_cuda)
     with tempfile.TemporaryDirectory(prefix="graft-", ignore_cleanup_errors=True) as folder:
-        try:
-            ray.init(
-                address="local",
-                include_dashboard=False,
-                num_cpus=count,
-                _temp_dir=folder,
-                object_store_memory=_OBJECT_STORE_BYTES,
-                logging_level=logging.ERROR,
-                log_to_driver=False,
-                configure_logging=False,
-                # Ray's default niceness is 15.
-                _system_config={"worker_niceness": 0},
-            )
-        except Exception as error:  # Ray raises no class of its own here
-            ray.shutdown()
-            raise EngineError(f"Ray does not start: {error}") from error
+        _start_ray(ray, count, folder)
         # Ray's handler would end the process without draining.
         signal.signal(signal.SIGTERM, signal.default_int_handler)
         try:
@@ -154,3 +127,41 @@ def ray_cluster(count: int) -> Iterator[Callable[[], Actor]]:
             yield lambda: RayActor(ray, actor_class)
         finally:
             ray.shutdown()
+
+
+def _import_ray() -> Any:
+    """Import Ray with authentication and without usage statistics."""
+    os.environ |= {
+        "RAY_USAGE_STATS_ENABLED": "0",
+        "RAY_AUTH_MODE": "token",
+        "RAY_AUTH_TOKEN": secrets.token_hex(32),
+    }
+    try:
+        import ray
+    except ModuleNotFoundError as error:
+        if error.name != "ray":
+            raise
+        raise OptionError(
+            "--replicas needs the package ray: pip install 'graft-cuda[replicas]'"
+        ) from error
+    return ray
+
+
+def _start_ray(ray: Any, count: int, folder: str) -> None:
+    """Start a local cluster with `count` CPUs and its files in `folder`."""
+    try:
+        ray.init(
+            address="local",
+            include_dashboard=False,
+            num_cpus=count,
+            _temp_dir=folder,
+            object_store_memory=_OBJECT_STORE_BYTES,
+            logging_level=logging.ERROR,
+            log_to_driver=False,
+            configure_logging=False,
+            # Ray's default niceness is 15.
+            _system_config={"worker_niceness": 0},
+        )
+    except Exception as error:  # Ray raises no class of its own here
+        ray.shutdown()
+        raise EngineError(f"Ray does not start: {error}") from error

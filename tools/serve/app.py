@@ -276,7 +276,8 @@ class _GenerateEndpoint:
             disconnect = asyncio.ensure_future(_wait_for_disconnect(receive))
             try:
                 await asyncio.wait((response, disconnect), return_when=asyncio.FIRST_COMPLETED)
-                if response.done() and (complete := response.result()) is not None:
+                complete = response.result() if response.done() else None
+                if complete is not None:
                     await complete(scope, receive, send)
             finally:
                 stream.close()
