@@ -173,7 +173,7 @@ class GuidedDecoder:
             exchange.layout.tobytes(),
             vocab_size=self.vocab_size,
             forced=None if forced is None else forced.native,
-            chain=forced is not None and not masked_drafts,
+            follow_forced=forced is not None and not masked_drafts,
             ring=max_in_flight,
             threads=threads,
             budget_ns=0 if budget_us is None else int(budget_us * 1000),

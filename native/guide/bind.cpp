@@ -23,7 +23,8 @@ using RequestTuple = std::tuple<int32_t, int32_t, int32_t, NativeMatcher*>;
 
 Exchange exchange_of(uintptr_t address, const nb::bytes& layout, int vocab_size) {
   Exchange exchange{reinterpret_cast<int32_t*>(address), {}, vocab_size};
-  if (layout.size() != sizeof exchange.layout) throw std::invalid_argument("layout");
+  if (layout.size() != sizeof exchange.layout)
+    throw std::invalid_argument("layout has the wrong size");
   std::memcpy(&exchange.layout, layout.c_str(), sizeof exchange.layout);
   return exchange;
 }
@@ -32,7 +33,8 @@ bool publish(Worker& worker, int64_t replay, const std::vector<RequestTuple>& tu
   std::vector<Request> requests;
   requests.reserve(tuples.size());
   for (const auto& [slot, epoch, position, matcher] : tuples) {
-    if (slot < 0 || slot >= worker.exchange().layout.slots) throw std::out_of_range("slot");
+    if (slot < 0 || slot >= worker.exchange().layout.slots)
+      throw std::out_of_range("slot is out of range");
     requests.push_back({slot, epoch, position, matcher});
   }
   return worker.publish(replay, requests);
@@ -108,8 +110,10 @@ void bind_matchers(nb::module_& guide) {
       .def(
           "__init__",
           [](Forced* self, const std::vector<uint32_t>& lengths, const nb::bytes& bytes,
-             bool certain) { new (self) Forced(lengths, {bytes.c_str(), bytes.size()}, certain); },
-          nb::arg("lengths"), nb::arg("bytes"), nb::arg("certain"))
+             bool unique_only) {
+            new (self) Forced(lengths, {bytes.c_str(), bytes.size()}, unique_only);
+          },
+          nb::arg("lengths"), nb::arg("bytes"), nb::arg("unique_only"))
       .def(
           "token",
           [](const Forced& forced, const Row& row) {
@@ -120,7 +124,7 @@ void bind_matchers(nb::module_& guide) {
 
 }  // namespace
 
-// Each in the file of its name.
+// Each is defined in the file of its name.
 void bind_xgrammar(nb::module_& guide);
 void bind_llguidance(nb::module_& guide);
 void bind_marked(nb::module_& guide);
@@ -130,8 +134,8 @@ void bind_python_matcher(nb::module_& guide);
 
 void bind_guide(nb::module_& module) {
   using namespace graft::guide;  // NOLINT
-  nb::module_ guide =
-      module.def_submodule("guide", "The guided worker and its ways to grammar backends.");
+  nb::module_ guide = module.def_submodule(
+      "guide", "Grammar worker and native interfaces of the grammar backends.");
   bind_matchers(guide);
   bind_xgrammar(guide);
   bind_llguidance(guide);
@@ -144,14 +148,14 @@ void bind_guide(nb::module_& module) {
           "__init__",
           [](Worker* self, uintptr_t exchange, const nb::bytes& layout, int vocab_size, int ring,
              int threads, int64_t budget_ns, uintptr_t clock, std::shared_ptr<const Forced> forced,
-             bool chain) {
+             bool follow_forced) {
             new (self) Worker(exchange_of(exchange, layout, vocab_size), ring, threads,
                               {budget_ns, reinterpret_cast<const int64_t*>(clock)},
-                              std::move(forced), chain);
+                              std::move(forced), follow_forced);
           },
           nb::arg("exchange"), nb::arg("layout"), nb::arg("vocab_size"), nb::arg("ring"),
           nb::arg("threads") = 1, nb::arg("budget_ns") = 0, nb::arg("clock") = 0,
-          nb::arg("forced").none() = nb::none(), nb::arg("chain") = false)
+          nb::arg("forced").none() = nb::none(), nb::arg("follow_forced") = false)
       .def("busy", &Worker::busy, nb::arg("slot"))
       .def("busy_slots", &Worker::busy_slots)
       .def("waiting", &Worker::waiting)

@@ -1,27 +1,30 @@
 // LLGuidance's matchers, called through the C symbols that its Python module exports: no GIL.
 //
-// 1. load() runs once, before the first call; it checks the release, every symbol and the layout of
-//    the options, and throws std::runtime_error naming what differs.
-// 2. A Tokenizer is read-only once made and shared by its matchers, which keep it alive.
-// 3. A Grammar holds one matcher at the start. Each request gets a copy of it. In release 1.9.1
-//    copies share nothing that changes: two that fill on two threads take the processor time of one
-//    each that one takes alone and do not wait for each other (0 to 5 voluntary context switches in
-//    24,000 fills, with two grammars compiled apart 2 to 8), and what one has learnt the other has
-//    to learn again. LLGuidance builds its lexer's states as it needs them: a matcher that is done
-//    hands its states back for the next copies, if the mask at the start can take the place of the
-//    kept one (invariant 5).
-// 4. A token that LLGuidance refuses to consume leaves it in an error state for good, so each token
-//    is validated first. Stop tokens are never consumed: termination is kept here.
-// 5. LLGuidance keeps the last mask it computed and gives it out again where the parser's row and
-//    the lexer's state have the same numbers. In release 1.9.1 its rollback does not drop that
-//    mask, so a row that was undone and made anew can get the mask of the undone one. On the path
-//    to the state of the kept mask it is always right: there an equal row is the same row.
-//    Behind the place where a path leaves that path, a mask that equals the kept one is suspected:
-//    the kept one is replaced by one at or before the fork, and the mask computed again. A mask
-//    does not take the place of the kept one where the grammar has ended. Such a mask is told by
-//    the tokens it allows (`is_kept`). Where it is not sure, neither mask counts as gone.
-// 6. Where no token is legal LLGuidance gives up on the state for good: going back from there takes
-//    another copy of the start and consumes the history again.
+// Invariants
+// 1. load() runs once, before the first call. It checks the release, every symbol and the layout of
+//    the options, and throws std::runtime_error with the name of what differs.
+// 2. A Tokenizer is immutable and shared by its matchers, which keep it alive.
+// 3. A Grammar holds one matcher at the start. Each request gets a copy of it. In release 1.9.1,
+//    copies share no mutable state: two that fill on two threads take the same processor time as
+//    one alone and do not wait for each other (0 to 5 voluntary context switches in 24,000 fills; 2
+//    to 8 with two separately compiled grammars). A copy does not benefit from the lexer states
+//    that another has built. LLGuidance builds lexer states on demand, so a finished matcher
+//    returns its states for later copies if the mask at the start can replace the cached one
+//    (invariant 5).
+// 4. A token that LLGuidance refuses to consume leaves it in a permanent error state, so each token
+// is
+//    validated first. Stop tokens are never consumed; termination is tracked here.
+// 5. LLGuidance caches the last mask and returns it if the parser's row and the lexer's state have
+//    the same numbers. In release 1.9.1, rollback does not invalidate this cache, so a row that was
+//    undone and computed again may get the mask of the undone row. On the path to the state of the
+//    cached mask, the cache is correct: an equal row is the same row there. After a path has left
+//    that path, a mask that equals the cached one is suspect: the cached mask is replaced by one at
+//    or before the fork, and the mask is computed again. A mask does not replace the cached one
+//    where the grammar has ended; `is_kept` detects such a mask by the tokens that it allows. If
+//    that is uncertain, both masks may be cached.
+// 6. If no token is legal, LLGuidance gives up on the state permanently. To go back, another copy
+// of
+//    the start consumes the history again.
 #include <dlfcn.h>
 #include <nanobind/stl/shared_ptr.h>
 #include <nanobind/stl/string.h>
@@ -48,16 +51,16 @@ namespace {
 
 constexpr char kRelease[] = "llguidance@1.9.";
 // Expressions a matcher may construct at its start, and in one step. LLGuidance's own limits (a
-// million, 200 thousand) are too low for patterns that meet long length bounds: texts would fail in
-// the middle. `graft.grammar.schema.trial` states the same limits.
+// million, 200 thousand) are too low for patterns with long length bounds: texts would fail in the
+// middle. `graft.grammar.schema.trial` states the same limits.
 constexpr uint64_t kLexerFuel = 10'000'000;
 // Items of the parser in a row, and in a step. LLGuidance's own limits (2,000, 50 thousand) end
 // texts of large choices in the middle; what a grammar may cost is bounded by time.
 constexpr size_t kItems = 1'000'000;
-// How LLGuidance fails where no token is legal.
+// Error of LLGuidance if no token is legal.
 constexpr char kDeadEnd[] = "NoExtensionBias";
 
-// Options of a matcher; zeros in `limits` mean LLGuidance's defaults.
+// Options of a matcher; a zero in `limits` selects LLGuidance's default.
 struct Limits {
   size_t max_items_in_row;
   uint64_t initial_lexer_fuel;
@@ -126,7 +129,7 @@ void symbol(void* library, const char* name, Function* out) {
   *out = reinterpret_cast<Function>(address);
 }
 
-// The options carry no size of their own: see where LLGuidance writes its defaults.
+// The options do not contain their size: check where LLGuidance writes its defaults.
 void check_layout(const Api& loaded) {
   std::array<unsigned char, 160> bytes{};
   bytes.fill(0xCC);
@@ -157,7 +160,7 @@ MatcherOptions options_for(const void* tokenizer) {
   return options;
 }
 
-// Loads from the module Python has imported; returns its release.
+// Loads the symbols from the module that Python has imported, and returns its release.
 std::string load(const char* library) {
   if (api.version != nullptr) return api.version();
   void* module = dlopen(library, RTLD_NOW | RTLD_NOLOAD);
@@ -192,9 +195,9 @@ std::string load(const char* library) {
 
 class Tokenizer {
  public:
-  // `bytes` of token i are `lengths[i]` long, one after the other; 0: no text. Special tokens are
-  // their name behind a byte 0xFF. Any spelling of a text in tokens is legal. Throws
-  // std::runtime_error with LLGuidance's reason.
+  // `bytes` has the texts of all tokens, one after the other; that of token i has lengths[i] bytes
+  // (0: no text). The text of a special token is a byte 0xFF and its name. Any tokenization of a
+  // text is legal. Throws std::runtime_error with LLGuidance's message.
   Tokenizer(const std::vector<uint32_t>& lengths, const std::string& bytes,
             const std::vector<uint32_t>& stop_ids)
       : vocab_size_(static_cast<int64_t>(lengths.size())),
@@ -233,8 +236,8 @@ class Tokenizer {
   const void* get() const { return tokenizer_; }
   int64_t vocab_size() const { return vocab_size_; }
   const std::vector<uint32_t>& stop_ids() const { return stop_ids_; }
-  // Whether a mask has surely taken the place of the kept one (invariant 5).
-  // Where the grammar has ended no text is legal.
+  // Whether a mask has certainly replaced the cached one (invariant 5).
+  // No text is legal where the grammar has ended.
   bool is_kept(const uint32_t* mask) const noexcept {
     for (size_t w = 0; w < text_.size(); ++w) {
       if ((mask[w] & text_[w]) != 0) return true;
@@ -246,7 +249,7 @@ class Tokenizer {
   void* tokenizer_ = nullptr;
   int64_t vocab_size_;
   std::vector<uint32_t> stop_ids_;
-  std::vector<uint32_t> text_;  // a bit per id that is text
+  std::vector<uint32_t> text_;  // one bit per id with text
 };
 
 struct Free {
@@ -256,7 +259,7 @@ using Handle = std::unique_ptr<void, Free>;
 
 class Grammar {
  public:
-  // `text`: LLGuidance's own JSON form. Throws std::runtime_error with LLGuidance's reason.
+  // `text` is a grammar in LLGuidance's JSON form. Throws std::runtime_error with its message.
   Grammar(std::shared_ptr<const Tokenizer> tokenizer, const std::string& text)
       : tokenizer_(std::move(tokenizer)) {
     const MatcherOptions options = options_for(tokenizer_->get());
@@ -270,14 +273,14 @@ class Grammar {
     return Handle(api.clone(start_.get()));
   }
 
-  // Called where a request ends, on the thread that drops its matcher.
+  // Called when a request ends, on the thread that drops its matcher.
   void hand_back(Handle matcher) {
     {
       const std::lock_guard<std::mutex> lock(mutex_);
       if (generation_ >= kGenerations) return;
       ++generation_;
     }
-    // The mask at the start must take the place of the matcher's last one (invariant 5).
+    // The mask at the start must replace the matcher's last one (invariant 5).
     const int64_t begun = clock_ns(CLOCK_THREAD_CPUTIME_ID);
     if (api.reset(matcher.get()) != 0 || api.compute_mask(matcher.get()) != 0) return;
     const bool slow = clock_ns(CLOCK_THREAD_CPUTIME_ID) - begun > kSlowNs;
@@ -288,9 +291,9 @@ class Grammar {
   }
 
  private:
-  // So that the lexer of a grammar in use for days stays below LLGuidance's limit of states.
+  // Keeps the lexer of a long-lived grammar below LLGuidance's limit of states.
   static constexpr int kGenerations = 32;
-  static constexpr int64_t kSlowNs = 1'000'000;  // a grammar whose first mask takes longer: once
+  static constexpr int64_t kSlowNs = 1'000'000;  // a slower start state is handed back only once
 
   std::shared_ptr<const Tokenizer> tokenizer_;
   mutable std::mutex mutex_;
@@ -300,7 +303,7 @@ class Grammar {
 
 class LLGuidanceMatcher final : public NativeMatcher {
  public:
-  // `stop_ids`: those of this request, no text.
+  // `stop_ids` are those of this request; they have no text.
   LLGuidanceMatcher(std::shared_ptr<Grammar> grammar, const std::vector<uint32_t>& stop_ids)
       : grammar_(std::move(grammar)),
         tokenizer_(grammar_->tokenizer()),
@@ -319,8 +322,8 @@ class LLGuidanceMatcher final : public NativeMatcher {
       terminated_ = api.is_accepting(live_.get());
       return terminated_ ? Answer::kYes : Answer::kNo;
     }
-    if (contains(tokenizer_.stop_ids(), id)) return Answer::kNo;  // another request's
-    if (size_ == path_.size() || path_[size_] != id) {            // else it was legal before
+    if (contains(tokenizer_.stop_ids(), id)) return Answer::kNo;  // of another request
+    if (size_ == path_.size() || path_[size_] != id) {            // otherwise it was legal before
       if (move(size_, error) == Answer::kFailed) return Answer::kFailed;
       const Answer legal = is_legal(id, error);
       if (legal != Answer::kYes) return legal;
@@ -376,19 +379,19 @@ class LLGuidanceMatcher final : public NativeMatcher {
   }
 
  private:
-  // A computed mask: the sum of its words, and whether it surely became the kept one.
+  // A computed mask: the sum of its words, and whether it certainly became the cached one.
   struct Seen {
     uint32_t sum = 0;
     bool sure = false;
   };
-  // The mask that LLGuidance keeps: the last that it surely did, or an unsure one since.
+  // The mask that LLGuidance caches: the last certain one, or an uncertain one after it.
   struct Kept {
     static constexpr size_t kNowhere = SIZE_MAX;
 
     bool some = false, unsure = false;
-    uint32_t sum = 0;        // of the sure one
-    size_t depth = 0;        // tokens before the deeper of them
-    size_t fork = kNowhere;  // the first place where the path has left theirs
+    uint32_t sum = 0;        // of the certain one
+    size_t depth = 0;        // tokens before the deeper one
+    size_t fork = kNowhere;  // first position at which the path left theirs
 
     void note(const Seen& seen, size_t size) noexcept {
       if (seen.sure) {
@@ -402,7 +405,8 @@ class LLGuidanceMatcher final : public NativeMatcher {
       return seen.sure ? some && seen.sum == sum : unsure;
     }
   };
-  static constexpr size_t kSearch = 24;  // tokens back, for a mask that replaces the kept one
+  static constexpr size_t kSearch =
+      24;  // tokens to go back for a mask that replaces the cached one
 
   Answer failed(ErrorText* error) noexcept {
     const char* message = api.get_error(live_.get());
@@ -410,7 +414,7 @@ class LLGuidanceMatcher final : public NativeMatcher {
     return Answer::kFailed;
   }
 
-  // Invariant 4. The mask at hand spares the question.
+  // Invariant 4. A mask of this state answers without a call.
   Answer is_legal(uint32_t id, ErrorText* error) noexcept {
     const uint32_t* mask = api.get_mask(live_.get());
     if (mask != nullptr) {
@@ -420,7 +424,7 @@ class LLGuidanceMatcher final : public NativeMatcher {
     return valid < 0 ? failed(error) : valid == 0 ? Answer::kNo : Answer::kYes;
   }
 
-  // Brings `live_` to so many tokens of the path.
+  // Moves `live_` to the given number of tokens of the path.
   Answer move(size_t size, ErrorText* error) noexcept {
     if (live_size_ > size) {
       if (api.rollback(live_.get(), live_size_ - size) != 0) return failed(error);
@@ -432,7 +436,7 @@ class LLGuidanceMatcher final : public NativeMatcher {
     return Answer::kYes;
   }
 
-  // Forgets the undone tokens behind the accepted ones: another one follows.
+  // Drops the undone tokens after the accepted ones, because another token follows.
   void leave_path() noexcept {
     if (size_ == path_.size()) return;
     path_.resize(size_);
@@ -440,7 +444,7 @@ class LLGuidanceMatcher final : public NativeMatcher {
     kept_.fork = std::min(kept_.fork, size_);
   }
 
-  // Computes the mask that get_mask() gives, or finds the state dead.
+  // Computes the correct mask of the state, or detects that no token is legal.
   Answer compute(ErrorText* error) noexcept {
     Seen seen;
     if (!compute_once(&seen)) return dead_ ? Answer::kYes : failed(error);
@@ -455,8 +459,8 @@ class LLGuidanceMatcher final : public NativeMatcher {
     return Answer::kYes;
   }
 
-  // Computes a mask that surely takes the place of the kept one, at `back` or else before: not
-  // behind the fork.
+  // Computes a mask that certainly replaces the cached one, at `back` or before, and not after the
+  // fork.
   Answer replace_kept(size_t back, ErrorText* error) noexcept {
     for (size_t tries = kSearch; tries-- > 0;) {
       Seen seen;
@@ -468,13 +472,13 @@ class LLGuidanceMatcher final : public NativeMatcher {
       }
       if (back-- == 0) break;
     }
-    live_ = grammar_->start();  // another copy of the start keeps no mask but that of the start
+    live_ = grammar_->start();  // a new copy caches only the mask of the start
     live_size_ = 0;
     kept_ = Kept();
     return Answer::kYes;
   }
 
-  // Computes the mask where `live_` is, right or not.
+  // Computes the mask at the state of `live_`, which may be the wrong cached one.
   bool compute_once(Seen* seen) noexcept {
     if (api.compute_mask(live_.get()) != 0) {
       const char* message = api.get_error(live_.get());
@@ -492,13 +496,13 @@ class LLGuidanceMatcher final : public NativeMatcher {
   std::shared_ptr<Grammar> grammar_;
   const Tokenizer& tokenizer_;
   std::vector<uint32_t> stop_ids_;
-  Handle live_;                 // LLGuidance's matcher: at `live_size_` tokens of the path
-  std::vector<uint32_t> path_;  // accepted tokens; behind them those that were undone last
-  size_t size_ = 0;             // accepted tokens; undone ones stay in `live_` until they matter
+  Handle live_;                 // LLGuidance's matcher, at `live_size_` tokens of the path
+  std::vector<uint32_t> path_;  // accepted tokens, followed by those that were undone last
+  size_t size_ = 0;  // accepted tokens; undone ones stay in `live_` until another token follows
   size_t live_size_ = 0;
   Kept kept_;
   bool dead_ = false;        // no token is legal: LLGuidance has given up on `live_`
-  bool terminated_ = false;  // by a stop token, beyond the accepted ones
+  bool terminated_ = false;  // by a stop token, after the accepted tokens
 };
 
 }  // namespace

@@ -1,11 +1,16 @@
-// Free text until a marker, then the grammar: a scanner of bytes or ids in front of a matcher.
+// Free text up to a marker, then a grammar: a scanner of bytes or ids in front of a matcher.
 //
-// 1. The grammar begins with the token after the one that completes the marker. A token that would
-//    carry the marker's end and further text is illegal, so no byte escapes the grammar.
-// 2. Text is scanned across tokens; a token that is no text breaks a marker that had begun.
-// 3. Rollback counts tokens over both parts: it un-starts the matcher and restores the scanner. Of
-//    the free part the last kHistory tokens can be undone.
-// 4. A stop token in the free part terminates, unless the marker is required; it is then illegal.
+// Invariants
+// 1. The grammar begins with the token after the one that completes the marker. A token that
+// contains
+//    the end of the marker and further text is illegal, so no byte bypasses the grammar.
+// 2. Text is scanned across tokens. A token without text interrupts a marker that had begun.
+// 3. rollback() counts tokens of both parts: it may return the matcher to its start and restores
+// the
+//    state of the scanner. At most the last kHistory tokens of the free part can be undone.
+// 4. A stop token in the free part terminates the matcher, unless the marker is required; it is
+// then
+//    illegal.
 #include <nanobind/stl/shared_ptr.h>
 #include <nanobind/stl/vector.h>
 
@@ -24,12 +29,12 @@ namespace nb = nanobind;
 namespace graft::guide {
 namespace {
 
-// A marker for one vocabulary, read-only and shared by its matchers.
+// Marker for one vocabulary; immutable and shared by its matchers.
 class Marker {
  public:
-  // `ids` are tokens that are the marker by themselves; `text` is the marker as bytes, or empty.
-  // `tokens` are the bytes of each id, empty for what is no text. Throws std::invalid_argument when
-  // there is no marker, or an id is out of range.
+  // `ids` are tokens that are the complete marker; `text` is the marker as bytes, or empty.
+  // `tokens` are the bytes of each id, empty for ids without text. Throws std::invalid_argument if
+  // there is no marker or an id is out of range.
   Marker(const std::vector<int32_t>& ids, const std::string& text, std::vector<std::string> tokens,
          int64_t vocab_size, bool required);
 
@@ -38,9 +43,9 @@ class Marker {
     bool found;
     int32_t state;
   };
-  // Where the scanner goes from `state` with an id of [0, vocab_size) that is no stop id.
+  // Next state of the scanner for an id in [0, vocab_size) that is no stop id.
   Step step(int32_t state, int32_t token) const noexcept;
-  // The legal ids in `state`, stop ids included; null: all of them.
+  // Bitmask of the legal ids in `state`, including stop ids; null: all ids.
   const int32_t* row(int32_t state) const noexcept;
   int64_t vocab_size() const { return vocab_size_; }
   int64_t words() const { return (vocab_size_ + 31) / 32; }
@@ -52,14 +57,15 @@ class Marker {
 
   std::vector<int32_t> ids_;
   std::string text_;
-  // Knuth-Morris-Pratt: where to go on in the text if the next byte is not the one at a state. A
-  // state with the same byte is left out, so that a repetitive text takes few steps back too.
+  // Knuth-Morris-Pratt: state at which matching continues if the next byte does not match. States
+  // with the same byte are skipped, so that repetitive texts need few steps.
   std::vector<int32_t> fallback_;
   std::vector<std::string> tokens_;
   int64_t vocab_size_;
   bool required_;
-  // A token can run over the marker's end in the last states only: each of those has a row, and the
-  // `shared_` states before them share row 0, where every id is legal. Empty: every id is.
+  // A token can extend past the end of the marker only in the last states; each of these has a row.
+  // The `shared_` states before them share row 0, in which every id is legal. Empty: every id is
+  // legal in all states.
   size_t shared_ = 0;
   std::vector<std::vector<int32_t>> rows_;
 };
@@ -142,7 +148,7 @@ const int32_t* Marker::row(int32_t state) const noexcept {
 
 class MarkedMatcher final : public NativeMatcher {
  public:
-  // `inner` is borrowed and stands at the start of its grammar.
+  // `inner` is borrowed and at the start of its grammar.
   MarkedMatcher(NativeMatcher* inner, std::shared_ptr<const Marker> marker,
                 const std::vector<int32_t>& stop_ids)
       : inner_(inner), marker_(std::move(marker)), stop_ids_(stop_ids) {
@@ -208,7 +214,7 @@ class MarkedMatcher final : public NativeMatcher {
       inside_ -= inside;
     }
     if (outside == 0) return Answer::kYes;
-    // entries older than the ring were overwritten by those undone now
+    // Older entries of the ring have been overwritten by the tokens that are undone now.
     undone_to_ = std::max(undone_to_, scanned_ - kHistory);
     scanned_ -= outside;
     state_ = history_[static_cast<size_t>(scanned_ % kHistory)];
@@ -232,13 +238,13 @@ class MarkedMatcher final : public NativeMatcher {
   NativeMatcher* inner_;
   std::shared_ptr<const Marker> marker_;
   std::vector<int32_t> stop_ids_;
-  std::array<int32_t, kHistory> history_{};  // the scanner's state before each of the last tokens
+  std::array<int32_t, kHistory> history_{};  // state of the scanner before each of the last tokens
   int64_t scanned_ = 0;                      // tokens of the free part
-  int64_t undone_to_ = 0;                    // tokens of the free part that cannot be undone
-  int64_t inside_ = 0;                       // tokens the matcher has accepted
+  int64_t undone_to_ = 0;                    // leading tokens that cannot be undone
+  int64_t inside_ = 0;                       // tokens accepted by the matcher
   int32_t state_ = 0;
   bool started_ = false;  // the marker is complete
-  bool stopped_ = false;  // by a stop token in the free part
+  bool stopped_ = false;  // a stop token ended the free part
 };
 
 }  // namespace

@@ -1,13 +1,16 @@
-// One request's place in its grammar, as the worker drives it, whichever backend stands behind it.
+// Interface of a grammar matcher: the state of one request in its grammar, for any backend.
 //
-// 1. A matcher is used by one thread at a time. No call prints or throws, nor takes the GIL, but
-//    for those of a matcher in Python.
-// 2. accept() answers kNo, and changes nothing, for any id that cannot be taken: illegal, no text,
+// Invariants
+// 1. A matcher is used by one thread at a time. Calls do not print, throw or take the GIL, except
+// for
+//    those of a matcher that is written in Python.
+// 2. accept() returns kNo and changes nothing for an id that is not accepted: illegal, without
+// text,
 //    out of range, or after termination.
-// 3. fill() is not called after termination. Bits at and beyond the vocabulary's size are 0.
-// 4. rollback() undoes the last `tokens` accepted ones; a stop token counts as one.
-// 5. kFailed is an internal error of the backend: its text is kept, and the matcher is used no
-// more.
+// 3. fill() is not called after termination. Bits at and beyond the vocabulary size are 0.
+// 4. rollback() undoes the last `tokens` accepted tokens; a stop token counts as one.
+// 5. kFailed is an internal error of the backend. Its message is kept, and the matcher is not used
+//    again.
 #pragma once
 
 #include <atomic>
@@ -18,19 +21,19 @@
 
 namespace graft::guide {
 
-// The result of a call that may fail inside a backend.
+// Result of a call that may fail inside the backend.
 enum class Answer { kNo = 0, kYes = 1, kFailed = -1 };
 
-// What fill() made of a row.
-enum class Filled { kMask, kFree, kFailed };  // kFree: no constraint here, the row is not written
+// Result of fill(). kFree: every token is legal, and the row was not written.
+enum class Filled { kMask, kFree, kFailed };
 
-// First failure's text, kept without allocating.
+// Message of the first failure, stored without allocation.
 struct ErrorText {
   char text[256] = {};
 
   void keep(const char* message, size_t size) noexcept {
     if (text[0] != '\0') return;
-    if (size > sizeof(text) - 1) {  // cut between characters: Python reads it as UTF-8
+    if (size > sizeof(text) - 1) {  // truncate between UTF-8 characters
       size = sizeof(text) - 1;
       while (size > 0 && (message[size] & 0xC0) == 0x80) --size;
     }
@@ -40,22 +43,23 @@ struct ErrorText {
   void keep(const char* message) noexcept { keep(message, std::strlen(message)); }
 };
 
-// Whether a grammar's work may be done by the step itself although there is a budget. Handing an
-// order over and waiting for it costs some 50 microseconds. A grammar whose orders have all been in
-// time is trusted after a few; the first that is not ends the trust for good. So a grammar holds a
-// round up once at most, and where all are trusted a budget costs nothing.
+// Whether the orders of a grammar may run on the step's own thread although there is a budget.
+// Handing an order to a pool thread and waiting for it costs about 50 microseconds. A grammar is
+// trusted after kProof orders in time, and never again after an order that was late. A grammar can
+// therefore delay a round at most once, and a budget costs nothing if all grammars are trusted.
 //
-// Of one grammar, noted by all threads that serve matchers of it.
+// There is one object per grammar, used by all threads that serve its matchers.
 class Pace {
  public:
-  static constexpr int kProof = 32;  // orders in time
+  static constexpr int kProof = 32;  // orders in time until a grammar is trusted
 
   bool trusted() const { return in_time_.load(std::memory_order_relaxed) >= kProof; }
   void note(bool in_time) {
     if (!in_time) {
       in_time_.store(INT_MIN, std::memory_order_relaxed);
     } else if (const int known = in_time_.load(std::memory_order_relaxed); known >= 0) {
-      // a note lost to another thread's delays the trust; one of distrust is not overwritten
+      // If another thread updates it concurrently, the increment may be lost, which only delays the
+      // trust. INT_MIN is never overwritten.
       int expected = known;
       if (known < kProof) in_time_.compare_exchange_strong(expected, known + 1);
     }
@@ -77,10 +81,10 @@ class NativeMatcher {
   virtual Answer rollback(int32_t tokens, ErrorText* error) noexcept = 0;
   virtual Answer is_terminated(ErrorText* error) noexcept = 0;
 
-  std::shared_ptr<Pace> pace;  // of its grammar, or null: never trusted
+  std::shared_ptr<Pace> pace;  // of the grammar; null: never trusted
 };
 
-// Bits of a row's last word that stand for an id.
+// Bits of the last word of a mask row that correspond to an id.
 inline int32_t last_word_bits(int64_t vocab_size) {
   return static_cast<int32_t>(~0u >> (31 - (vocab_size - 1) % 32));
 }

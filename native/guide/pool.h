@@ -1,16 +1,18 @@
-// Persistent threads that serve the slots of a step.
+// Thread pool that serves the slots of a grammar step.
 //
-// 1. A job is a number. One thread posts; any thread of the pool claims a job, once, in order. A
-//    job that is posted must not be posted again before it was served.
+// Invariants
+// 1. A job is a number. One thread posts jobs; threads claim each job once, in order. A job must
+// not
+//    be posted again before it has been served.
 // 2. post(), wake(), claim() and wait() never allocate, throw, take the GIL or call the driver. The
-//    pool's threads are inside host work: a driver call of theirs is refused.
-// 3. An idle thread spins for kSpins looks and then parks. Posting wakes parked threads; it takes
-//    the mutex only when some are parked.
-// 4. A thread inside a job is never waited for by others' jobs: whoever is not busy goes on with
-//    the queue. Whether all of a step's jobs are done is for the caller to know.
-// 5. The destructor ends each thread after the job it is in; jobs nobody claimed are dropped.
-// 6. Threads do not survive fork(). A forked child must not post; there Pool::End leaks the pool,
-//    whose destructor would wait for threads that do not exist.
+//    pool's threads count as host work, so their driver calls are refused.
+// 3. An idle thread polls kSpins times and then parks. wake() takes the mutex only if threads are
+//    parked.
+// 4. A long job does not delay other jobs: idle threads continue with the queue. The caller
+//    determines whether all jobs of a step are done.
+// 5. The destructor joins each thread after its current job and drops unclaimed jobs.
+// 6. Threads do not survive fork(). A forked child must not post jobs; Pool::End leaks the pool
+//    there, because its destructor would wait for threads that do not exist.
 #pragma once
 
 #include <Python.h>
@@ -32,12 +34,12 @@
 
 namespace graft::guide {
 
-// How long a step waits for a slot. Its clock may be a word that a test moves.
+// Time that a step waits for a slot. Tests replace the clock by a word that they advance.
 struct Budget {
-  // Where threads do not get on although they are not at work, this many budgets are waited.
+  // Maximum waiting time, in budgets, for threads that get no processor time.
   static constexpr int64_t kPatience = 200;
 
-  int64_t ns = 0;  // 0: for ever
+  int64_t ns = 0;  // 0: unlimited
   const int64_t* clock = nullptr;
   int64_t now() const {
     return clock == nullptr ? monotonic_ns() : __atomic_load_n(clock, __ATOMIC_ACQUIRE);
@@ -53,7 +55,7 @@ class Pool {
     }
   };
 
-  // `capacity`: jobs that may be posted and not served. Starts the threads.
+  // Starts the threads. `capacity` is the maximum number of jobs that are posted and not served.
   Pool(int threads, int capacity, Work work, void* context)
       : work_(work), context_(context), ring_(static_cast<size_t>(capacity)) {
     for (int i = 0; i < threads; ++i) threads_.emplace_back([this, i] { run(i); });
@@ -64,7 +66,7 @@ class Pool {
       stop_.store(true);
     }
     posted_more_.notify_all();
-    // A thread that was in Python takes the GIL once more, to give its thread state back.
+    // A thread that has run Python code takes the GIL once more to release its thread state.
     const bool in_python = Py_IsInitialized() != 0 && PyGILState_Check() != 0;
     PyThreadState* const state = in_python ? PyEval_SaveThread() : nullptr;
     for (std::thread& thread : threads_) thread.join();
@@ -85,12 +87,12 @@ class Pool {
     for (int i = 0; i < threads; ++i) posted_more_.notify_one();
   }
 
-  // The next job, or -1.
+  // Claims the next job; returns -1 if there is none.
   int claim() noexcept {
     uint64_t at = claimed_.load();
     while (!stop_.load(std::memory_order_relaxed) && at < posted_.load()) {
       const int job = ring_[at % ring_.size()].load(std::memory_order_relaxed);
-      // The cell is written again only once `claimed_` has passed it: then this fails.
+      // The entry is overwritten only after `claimed_` has passed it; the exchange then fails.
       if (claimed_.compare_exchange_weak(at, at + 1)) return job;
     }
     return -1;
@@ -98,24 +100,26 @@ class Pool {
 
   bool waiting() const { return waiting_.load(); }
 
-  // Waits until `done` says so (true), or the budget is spent and `late` says that whoever is not
-  // done has had as much of a processor (false): a loaded machine makes nobody late. Where jobs are
-  // left unclaimed at half of the budget, every parked thread is woken: those at work may be stuck.
+  // Waits until done() is true, or until the budget is exceeded and late() is true, which means
+  // that all unfinished jobs have used as much processor time. Waiting for a processor on a loaded
+  // machine therefore makes no job late. After half of the budget all parked threads are woken,
+  // because the working ones may be blocked. Returns whether all jobs are done.
   template <typename Done, typename Late>
   bool wait(const Done& done, const Late& late, const Budget& budget, int64_t start) noexcept {
     bool woken = false;
     for (int spins = 0;; ++spins) {
       if (done()) return true;
-      int64_t left = kNap;
+      int64_t left = kMaxSleep;
       if (budget.ns > 0) {
         const int64_t spent = budget.now() - start;
-        const bool given_up = budget.clock != nullptr || spent >= Budget::kPatience * budget.ns;
-        if (spent >= budget.ns && (given_up || late())) return done();
+        const bool out_of_patience =
+            budget.clock != nullptr || spent >= Budget::kPatience * budget.ns;
+        if (spent >= budget.ns && (out_of_patience || late())) return done();
         if (!woken && 2 * spent >= budget.ns) {
           wake(static_cast<int>(threads_.size()));
           woken = true;
         }
-        left = std::min(left, spent < budget.ns ? budget.ns - spent : kLook);
+        left = std::min(left, spent < budget.ns ? budget.ns - spent : kPollInterval);
       }
       if (spins < kSpins) {
         cpu_relax();
@@ -123,7 +127,7 @@ class Pool {
       }
       std::unique_lock<std::mutex> lock(mutex_);
       waiting_.store(true);
-      // the system's clock: the thread sanitizer knows waits by no other
+      // The system clock, because the thread sanitizer does not support waits on others.
       const auto until = std::chrono::system_clock::now() + std::chrono::nanoseconds(left);
       if (!done()) served_one_.wait_until(lock, until);
       waiting_.store(false);
@@ -131,14 +135,14 @@ class Pool {
   }
 
  private:
-  static constexpr int kSpins = 400;          // some 10 to 20 microseconds
-  static constexpr int64_t kNap = 1'000'000;  // ns between looks at a clock that a test moves
-  static constexpr int64_t kLook = 100'000;   // ns between looks at the threads' own clocks
+  static constexpr int kSpins = 400;                 // about 10 to 20 microseconds
+  static constexpr int64_t kMaxSleep = 1'000'000;    // ns between reads of the budget's clock
+  static constexpr int64_t kPollInterval = 100'000;  // ns between reads of the threads' clocks
 
   void run(int index) noexcept {
     pthread_setname_np(pthread_self(), ("guide" + std::to_string(index)).c_str());
-    ask_for_short_slice();  // a step waits for what is done here
-    // On the soft device: from now on a driver call of this thread is refused.
+    ask_for_short_slice();  // a step waits for this thread
+    // On the soft device, driver calls of this thread are refused from now on.
     const hostwork::Driver* const driver = hostwork::bound_driver;
     if (driver != nullptr && driver->owe_answer != nullptr) driver->owe_answer(1);
     const hostwork::HostWorkScope host_work;

@@ -1,11 +1,14 @@
-// A matcher that a backend in Python brings, called through the gate (hostwork/gate.h).
+// Matcher of a backend that is written in Python, called through the gate (hostwork/gate.h).
 //
-// 1. A call takes the GIL with the thread's kept Python thread state, and gives it back. So nobody
-//    waits for a step or for a thread of the pool while holding the GIL.
-// 2. The Python matcher owns this object, which knows it by a weak reference: who publishes the one
-//    keeps the other, so no thread of the worker drops a last reference.
-// 3. Rows go through an array of this object's: Python never sees the exchange's memory.
-// 4. What is raised fails the slot, with its text.
+// Invariants
+// 1. A call takes the GIL with the thread's cached Python thread state and releases it. A thread
+// must
+//    not hold the GIL while it waits for a step or a pool thread.
+// 2. The Python matcher owns this object, which refers to it weakly. The publisher of a request
+// keeps
+//    the Python matcher alive, so no worker thread drops a last reference.
+// 3. Rows are copied through an array of this object; Python never accesses the exchange's memory.
+// 4. An exception fails the slot, with its message.
 #include <cxxabi.h>
 #include <nanobind/ndarray.h>
 
@@ -25,7 +28,7 @@ using Row = nb::ndarray<int32_t, nb::ndim<1>, nb::c_contig, nb::device::cpu>;
 
 class PythonMatcher final : public NativeMatcher {
  public:
-  // `row`: a NumPy array of int32. With the GIL held.
+  // `row` is a NumPy array of int32. Requires the GIL.
   PythonMatcher(const nb::object& matcher, const nb::object& row, int64_t vocab_size)
       : matcher_(nb::steal(PyWeakref_NewRef(matcher.ptr(), nullptr))),
         row_(row),
@@ -71,7 +74,7 @@ class PythonMatcher final : public NativeMatcher {
       return Answer::kFailed;
     }
     try {
-      PyObject* matcher = PyObject_CallNoArgs(matcher_.ptr());  // None if it is gone
+      PyObject* matcher = PyObject_CallNoArgs(matcher_.ptr());  // None if it has been destroyed
       PyObject* said =
           matcher == nullptr ? nullptr : PyObject_CallMethod(matcher, method, format, arguments...);
       const int truth = said == nullptr ? -1 : PyObject_IsTrue(said);

@@ -12,13 +12,14 @@ bool is_made(const Slot& slot, int j) noexcept {
   return slot.made[at(j)].load(std::memory_order_relaxed) != ROW_NOT_READY;
 }
 
+// Sets the state of row j, after its mask has been written.
 void make(Slot& slot, int j, int32_t state) noexcept {
   slot.made[at(j)].store(state, std::memory_order_release);
 }
 
 uint64_t bit(int j) noexcept { return uint64_t{1} << (j - 1); }
 
-// The matcher has accepted draft j, a child of the node where it stood.
+// Records that the matcher has accepted draft j, a child of its node.
 void arrive(Slot& slot, int j) noexcept {
   slot.node = j;
   if (slot.terminated) slot.closed |= bit(j);
@@ -26,24 +27,24 @@ void arrive(Slot& slot, int j) noexcept {
 
 }  // namespace
 
-Forced::Forced(const std::vector<uint32_t>& lengths, std::string bytes, bool certain)
-    : bytes_(std::move(bytes)), most_(certain ? 1 : kMost), starts_{0} {
+Forced::Forced(const std::vector<uint32_t>& lengths, std::string bytes, bool unique_only)
+    : bytes_(std::move(bytes)), max_legal_(unique_only ? 1 : kMaxPrefixes), starts_{0} {
   for (const uint32_t length : lengths) starts_.push_back(starts_.back() + length);
   if (starts_.back() != bytes_.size()) {
-    throw std::invalid_argument("the tokens' lengths do not add up to their bytes");
+    throw std::invalid_argument("the lengths of the tokens do not add up to the number of bytes");
   }
 }
 
 int32_t Forced::token(const int32_t* row, int64_t words) const noexcept {
   int64_t used = 0;
   for (int64_t w = 0; w < words; ++w) used += row[w] != 0;
-  if (used == 0 || used > most_) return -1;
-  int32_t ids[kMost];
+  if (used == 0 || used > max_legal_) return -1;
+  int32_t ids[kMaxPrefixes];
   int count = 0;
   int32_t longest = -1;
   for (int64_t w = 0; w < words; ++w) {
     for (uint32_t bits = static_cast<uint32_t>(row[w]); bits != 0; bits &= bits - 1) {
-      if (count == most_) return -1;
+      if (count == max_legal_) return -1;
       const auto id = static_cast<int32_t>(w * 32 + __builtin_ctz(bits));
       if (count == 0 || length(id) > length(longest)) longest = id;
       ids[count++] = id;
@@ -66,7 +67,7 @@ void Slot::size_for(const Exchange& exchange) {
   order.draft.resize(nodes - 1);
   order.parent.resize(nodes);
   order.depth.resize(nodes);
-  for (size_t j = 1; j < nodes; ++j) {  // a chain, where nothing else is said
+  for (size_t j = 1; j < nodes; ++j) {  // a chain by default
     order.parent[j] = static_cast<int32_t>(j - 1);
     order.depth[j] = static_cast<int32_t>(j);
   }
@@ -84,23 +85,23 @@ void SlotWork::serve(Slot& slot) const noexcept {
     case Task::kNone:
       break;
     case Task::kFillRows:
-      make_rows(slot);
+      fill_rows(slot);
       break;
     case Task::kFillRow0:
-      if (!is_made(slot, 0)) fill(slot, 0);
-      if (chain_) follow(slot);
+      if (!is_made(slot, 0)) fill_mask(slot, 0);
+      if (follow_forced_) follow_forced(slot);
       break;
     case Task::kFillDraftRow:
-      if (is_made(slot, slot.order.j - 1)) make_row(slot, slot.order.j);
+      if (is_made(slot, slot.order.j - 1)) fill_row(slot, slot.order.j);
       break;
     case Task::kProbeChain:
-      probe(slot);
+      probe_chain(slot);
       break;
     case Task::kProbeTree:
-      grow(slot);
+      probe_tree(slot);
       break;
     case Task::kProbeLattice:
-      walk(slot);
+      probe_lattice(slot);
       break;
   }
 }
@@ -108,17 +109,17 @@ void SlotWork::serve(Slot& slot) const noexcept {
 void SlotWork::commit(Slot& slot) const noexcept {
   const Commit& commit = slot.order.commit;
   if (slot.ended) return;
-  bool right = stand_at(slot, 0) && !commit.wrong;
-  slot.tally[count::commits] += right;
-  for (int i = 0; right && i < commit.count; ++i) {
+  bool in_sync = move_to(slot, 0) && !commit.wrong;
+  slot.tally[count::commits] += in_sync;
+  for (int i = 0; in_sync && i < commit.count; ++i) {
     const int32_t token = commit.tokens[at(i)];
-    right = accept(slot, token);
-    slot.tally[count::committed_tokens] += right;
-    if (right && forced_ != nullptr && i < slot.tested && token == slot.forced[at(i)]) {
+    in_sync = accept(slot, token);
+    slot.tally[count::committed_tokens] += in_sync;
+    if (in_sync && forced_ != nullptr && i < slot.tested && token == slot.forced[at(i)]) {
       slot.tally[count::forced_tokens] += 1;
     }
   }
-  if (!right) {
+  if (!in_sync) {
     slot.tally[count::desyncs] += 1;
     fail(slot);
     return;
@@ -128,18 +129,19 @@ void SlotWork::commit(Slot& slot) const noexcept {
   if (!slot.terminated) return;
   slot.tally[count::terminations] += 1;
   slot.ended = true;
-  // Read only if the device does not know the stop id: it then ends the request, not hangs it.
+  // Read only if the device does not know the stop id; it ends the request, which would stall
+  // otherwise.
   make(slot, 0, ROW_DEAD_END);
 }
 
-// Rows 0 .. v, as far as they can be, depth first: what two nodes share is walked once. The matcher
-// is back at the committed tokens afterwards.
-void SlotWork::make_rows(Slot& slot) const noexcept {
+// Fills the rows of node 0 and of all legal drafts in depth-first order, so that common prefixes
+// are accepted once. The matcher returns to node 0.
+void SlotWork::fill_rows(Slot& slot) const noexcept {
   const Order& order = slot.order;
   slot.tested = order.drafts;
   int j = 0;
   while (j >= 0 && !slot.ended) {
-    const bool open = make_row(slot, j);
+    const bool open = fill_row(slot, j);
     // The next node: a first child, else the next sibling of the node or of one above it.
     int next = open ? j + 1 : order.drafts + 1;
     while (next <= order.drafts && order.parent[at(next)] != j) ++next;
@@ -150,27 +152,28 @@ void SlotWork::make_rows(Slot& slot) const noexcept {
     }
     j = next <= order.drafts ? next : -1;
   }
-  stand_at(slot, 0);
+  move_to(slot, 0);
 }
 
-// Row j, unless it is there; false where there can be none.
-bool SlotWork::make_row(Slot& slot, int j) const noexcept {
+// Fills row j unless it is filled. Returns false if nothing may follow node j.
+bool SlotWork::fill_row(Slot& slot, int j) const noexcept {
   if (is_made(slot, j)) return true;
-  if (!stand_at(slot, j)) return false;
-  fill(slot, j);
+  if (!move_to(slot, j)) return false;
+  fill_mask(slot, j);
   return !slot.ended;
 }
 
-// Brings the matcher to node j: back to where the ways part, then down by the drafts. False where
-// it cannot get there, or nothing may follow: it then stands at the last node that it reached.
-bool SlotWork::stand_at(Slot& slot, int j) const noexcept {
+// Moves the matcher to node j: rolls back to the common ancestor and accepts the drafts below it.
+// Returns false if a draft is illegal or nothing may follow node j; the matcher is then at the last
+// node that it reached.
+bool SlotWork::move_to(Slot& slot, int j) const noexcept {
   const std::vector<int32_t>& parent = slot.order.parent;
   if (slot.ended) return false;
   for (int node = j; node != 0; node = parent[at(node)]) {
     if ((slot.closed & bit(node)) != 0) return false;
   }
   int back = 0;
-  for (int node = j; slot.node != node;) {  // a parent's number is the smaller one
+  for (int node = j; slot.node != node;) {  // a parent has a smaller number
     int& deeper = slot.node > node ? slot.node : node;
     back += &deeper == &slot.node;
     deeper = parent[at(deeper)];
@@ -188,7 +191,8 @@ bool SlotWork::stand_at(Slot& slot, int j) const noexcept {
   return !slot.ended;
 }
 
-// Goes from the node where the matcher stands to its child j; false where that is refused or ends.
+// Accepts draft j, a child of the matcher's node. Returns false if it is illegal or nothing may
+// follow.
 bool SlotWork::step_to(Slot& slot, int j) const noexcept {
   if (accept(slot, slot.order.draft[at(j - 1)])) {
     arrive(slot, j);
@@ -199,20 +203,21 @@ bool SlotWork::step_to(Slot& slot, int j) const noexcept {
   return (slot.closed & bit(j)) == 0;
 }
 
-// Takes forced tokens as drafts, one after the other; the row after the last of K is left to open.
-void SlotWork::follow(Slot& slot) const noexcept {
+// Accepts forced tokens as drafts one after the other and fills their rows. The row after draft K
+// is left to the open step.
+void SlotWork::follow_forced(Slot& slot) const noexcept {
   for (int j = 1; j < exchange_.drafts() && is_made(slot, j - 1); ++j) {
     const int32_t token = slot.forced[at(j - 1)];
     slot.order.draft[at(j - 1)] = token;
-    if (token < 0 || !make_row(slot, j)) return;
+    if (token < 0 || !fill_row(slot, j)) return;
   }
 }
 
-// Accepts the first legal candidate for draft j; where there is none, fills the row before it, from
-// which the device may draw one.
-void SlotWork::probe(Slot& slot) const noexcept {
+// Accepts the first legal candidate for draft j. If there is none, fills row j - 1, under which the
+// device then samples the draft.
+void SlotWork::probe_chain(Slot& slot) const noexcept {
   const Order& order = slot.order;
-  if (!stand_at(slot, order.j - 1)) return;
+  if (!move_to(slot, order.j - 1)) return;
   for (int i = 0; i < order.candidates; ++i) {
     const int32_t id = order.candidate[at(i)];
     slot.tally[count::probes] += 1;
@@ -226,24 +231,24 @@ void SlotWork::probe(Slot& slot) const noexcept {
     return;
   }
   slot.tally[count::probe_misses] += 1;
-  make_row(slot, order.j - 1);
+  fill_row(slot, order.j - 1);
   slot.answered = !slot.ended;
   slot.answer = -1;
 }
 
-// Of a tree's nodes at a level, which candidates are legal: of each the best `branch`. The nodes
-// that are fed are no rows of the tree to come, so nothing of them is kept.
-void SlotWork::grow(Slot& slot) const noexcept {
+// Finds the legal candidates of each node of level j, up to `branch` per node. The nodes of a
+// growing tree are not the rows of the final tree, so no state of them is kept.
+void SlotWork::probe_tree(Slot& slot) const noexcept {
   const Order& order = slot.order;
   const int branch = exchange_.layout.branch;
-  const int most = exchange_.layout.candidates;
+  const int max_candidates = exchange_.layout.candidates;
   for (int f = 0; f < branch && !slot.ended; ++f) {
-    const int32_t* ids = &order.candidate[at(f * most)];
+    const int32_t* ids = &order.candidate[at(f * max_candidates)];
     slot.legal[at(f)] = 0;
     if (f >= order.candidates || ids[0] < 0) continue;
-    if (!stand_at(slot, order.j == 1 ? 0 : (order.j - 2) * branch + f + 1)) continue;
+    if (!move_to(slot, order.j == 1 ? 0 : (order.j - 2) * branch + f + 1)) continue;
     int found = 0;
-    for (int i = 0; i < most && ids[i] >= 0 && found < branch && !slot.ended; ++i) {
+    for (int i = 0; i < max_candidates && ids[i] >= 0 && found < branch && !slot.ended; ++i) {
       slot.tally[count::probes] += 1;
       if (!accept(slot, ids[i])) continue;
       ++found;
@@ -253,27 +258,27 @@ void SlotWork::grow(Slot& slot) const noexcept {
     }
     slot.tally[count::probe_misses] += found == 0;
   }
-  stand_at(slot, 0);
+  move_to(slot, 0);
   slot.closed = 0;
   slot.answered = !slot.ended;
   slot.answer = order.candidates;
 }
 
-// The likeliest legal drafts, at most `branch` under one (as DDTree, arXiv 2604.12989, of all). How
-// likely a node is, is the product of the shares of the tokens down to it: each of what its level
-// likes, less what was refused there. Under every node the next candidate waits; the likeliest of
-// these, of equals that of the earlier node, is tested. The number of tests is bounded; the matcher
-// is back at the committed tokens afterwards.
-void SlotWork::walk(Slot& slot) const noexcept {
+// Finds the most likely legal drafts, at most `branch` children per node (similar to DDTree, arXiv
+// 2604.12989). The probability of a node is the product of the probabilities of the tokens on its
+// path, each relative to the candidates of its level that have not been rejected there. Each node
+// has a next candidate; the most likely of these is tested, among equals that of the earlier node.
+// The number of tests is bounded. The matcher returns to node 0.
+void SlotWork::probe_lattice(Slot& slot) const noexcept {
   struct Node {
-    double score, left = 1.0;  // left: of the shares below it
-    double next_score = -1.0;  // -1: none waits
+    double score, left = 1.0;  // left: probability of the candidates below it that are not rejected
+    double next_score = -1.0;  // score of the next candidate; -1: none
     int next = 0, children = 0;
   };
   Order& order = slot.order;
   const ExchangeLayout& layout = exchange_.layout;
-  std::array<Node, kMostNodes> nodes{{{1.0}}};
-  const auto look = [&](int j) {
+  std::array<Node, kMaxNodes> nodes{{{1.0}}};
+  const auto find_next = [&](int j) {
     Node& node = nodes[at(j)];
     node.next_score = -1.0;
     const bool ended = j > 0 && (slot.closed & bit(j)) != 0;
@@ -285,7 +290,7 @@ void SlotWork::walk(Slot& slot) const noexcept {
     node.next_score = share < node.left ? node.score * (share / node.left) : node.score;
   };
   order.drafts = 0;
-  look(0);
+  find_next(0);
   int tests = 4 * order.j + layout.candidates;
   while (order.drafts < order.j && tests-- > 0) {
     int best = 0;
@@ -293,7 +298,7 @@ void SlotWork::walk(Slot& slot) const noexcept {
       if (nodes[at(j)].next_score > nodes[at(best)].next_score) best = j;
     }
     Node& under = nodes[at(best)];
-    if (under.next_score < 0.0 || !stand_at(slot, best)) break;
+    if (under.next_score < 0.0 || !move_to(slot, best)) break;
     const size_t c = at(order.depth[at(best)] * layout.candidates + under.next++);
     const int j = order.drafts + 1;
     order.draft[at(j - 1)] = order.candidate[c];
@@ -305,20 +310,20 @@ void SlotWork::walk(Slot& slot) const noexcept {
       order.drafts = j;
       under.children += 1;
       nodes[at(j)] = {under.next_score};
-      look(j);
+      find_next(j);
     } else {
       under.left -= order.share[c];
     }
-    look(best);
+    find_next(best);
   }
   const int last = order.drafts;
   const bool open =
       last < std::min(order.candidates, order.j) && (last == 0 || (slot.closed & bit(last)) == 0);
   if (layout.mode == DRAFT_MODE_CHAIN_LATTICE && open && !slot.ended) {
     slot.tally[count::probe_misses] += 1;
-    if (forced_ != nullptr) make_row(slot, last);  // it says what is drafted behind the chain
+    if (forced_ != nullptr) fill_row(slot, last);  // its forced token becomes the next draft
   }
-  stand_at(slot, 0);
+  move_to(slot, 0);
   slot.closed = 0;
   slot.answered = !slot.ended;
   slot.answer = order.drafts;
@@ -336,7 +341,7 @@ bool SlotWork::accept(Slot& slot, int32_t token) const noexcept {
   return answer != Answer::kFailed;
 }
 
-void SlotWork::fill(Slot& slot, int j) const noexcept {
+void SlotWork::fill_mask(Slot& slot, int j) const noexcept {
   const int64_t count = exchange_.layout.words;
   int32_t* words = exchange_.mask(slot.index, j);
   slot.tally[count::fills] += 1;
@@ -353,7 +358,7 @@ void SlotWork::fill(Slot& slot, int j) const noexcept {
     return;
   }
   int32_t any = 0;
-  for (int64_t w = 0; w < count && any == 0;) {  // by blocks, which the compiler vectorises
+  for (int64_t w = 0; w < count && any == 0;) {  // in blocks that the compiler vectorizes
     for (const int64_t end = std::min(w + 64, count); w < end; ++w) any |= words[w];
   }
   if (any != 0) {
@@ -377,7 +382,7 @@ void SlotWork::fail(Slot& slot) const noexcept {
   make(slot, 0, ROW_ERROR);
 }
 
-// All but an error: it outlives the state it was met in.
+// Invalidates all rows. An error is kept, because it does not depend on the state.
 void SlotWork::forget_rows(Slot& slot) const noexcept {
   const bool failed = slot.ended && slot.made[0].load(std::memory_order_relaxed) == ROW_ERROR;
   for (auto& row : slot.made) row.store(ROW_NOT_READY, std::memory_order_relaxed);

@@ -1,10 +1,10 @@
-// One slot's place in its grammar, and the work on it: whatever touches the slot's matcher.
+// State of a request slot in its grammar, and all operations on the slot's matcher.
 //
-// Node 0 is the last committed token, nodes 1 .. K are the drafts: a tree, where each hangs on a
-// node of a smaller number. Row j masks what may follow node j.
+// Node 0 is the last committed token, nodes 1 .. K are the drafts. They form a tree in which the
+// parent of a node has a smaller number. Mask row j constrains the token after node j.
 //
-// A slot belongs either to the thread that runs the steps ("the step") or, while `busy` is set, to
-// the one thread that serves its order. See worker.h for who may do what when.
+// A slot is owned by the thread that runs the steps or, while `busy` is set, by the thread that
+// serves its order. worker.h has the rules.
 #pragma once
 
 #include <array>
@@ -18,12 +18,11 @@
 
 namespace graft::guide {
 
-constexpr int kMostNodes = 65;  // `closed` has a bit for each draft
+constexpr int kMaxNodes = 65;  // `closed` has one bit per draft
 
 inline size_t at(int index) { return static_cast<size_t>(index); }
 
-// The guide's view of the pinned memory that it shares with the device: exchange.h states what lies
-// in it.
+// Access to the pinned memory that the worker shares with the device, see exchange.h.
 struct Exchange {
   int32_t* base = nullptr;
   ExchangeLayout layout{};
@@ -39,10 +38,10 @@ struct Exchange {
   Candidates* candidates(int slot) const { return record<Candidates>(slot, layout.candidate_ids); }
   ::Answer* answer(int slot) const { return record<::Answer>(slot, layout.answer); }
 
-  // The ids that follow a record.
+  // Ids that follow a record.
   template <class Record>
-  static int32_t* ids(Record* of) {
-    return reinterpret_cast<int32_t*>(of + 1);
+  static int32_t* ids(Record* record) {
+    return reinterpret_cast<int32_t*>(record + 1);
   }
 
  private:
@@ -52,7 +51,7 @@ struct Exchange {
   }
 };
 
-// What is counted, by the worker and by those who serve its orders.
+// Counters of the worker and of the threads that serve its orders.
 // clang-format off
 #define GRAFT_GUIDE_COUNTS(COUNT)                                                            \
   COUNT(replays) COUNT(missing_snapshots) COUNT(joins) COUNT(fills) COUNT(accepts)           \
@@ -67,27 +66,26 @@ enum : int { GRAFT_GUIDE_COUNTS(GRAFT_GUIDE_COUNT) kinds };
 #undef GRAFT_GUIDE_COUNT
 }  // namespace count
 
-// Forced text: the token to draft where a grammar leaves no choice of what to write.
+// Finds the token to draft if the grammar forces the text (jump-forward decoding).
 //
-// Text is forced where every legal token is a beginning of the longest one: they spell the same
-// text and differ in how much of it they take. The longest is drafted, unless only what is certain
-// is asked for: then a token counts as forced where it is the one legal id. What is drafted is
-// decided by the mask row alone, hence by the prefix alone, and verification tests it as any other
-// draft: a target that prefers another spelling refuses it. Where one id is legal it is always
-// accepted.
+// Text is forced if every legal token is a prefix of the longest one, so that they differ only in
+// length. The longest token is drafted. With `unique_only`, a token counts as forced only if it is
+// the single legal id. The choice depends on the mask row only, hence on the prefix only, and the
+// draft is verified like any other: a target that prefers another tokenization rejects it. A single
+// legal id is always accepted.
 //
-// Read-only once made: any number of threads may ask.
+// Immutable after construction: any number of threads may use it.
 class Forced {
  public:
-  // `bytes` of token i are `lengths[i]` long, one after the other; 0: no text. Throws
-  // std::invalid_argument where they do not add up.
-  Forced(const std::vector<uint32_t>& lengths, std::string bytes, bool certain);
+  // `bytes` has the texts of all tokens, one after the other; that of token i has lengths[i] bytes
+  // (0: no text). Throws std::invalid_argument if the lengths do not add up.
+  Forced(const std::vector<uint32_t>& lengths, std::string bytes, bool unique_only);
 
-  // The forced token of a mask row; -1: there is a choice.
+  // Forced token of a mask row; -1 if there is none.
   int32_t token(const int32_t* row, int64_t words) const noexcept;
 
  private:
-  static constexpr int kMost = 64;  // beginnings of one text: there are never many
+  static constexpr int kMaxPrefixes = 64;  // legal ids of a row that is examined
 
   size_t length(int32_t id) const noexcept {
     return at(id) + 1 < starts_.size() ? starts_[at(id) + 1] - starts_[at(id)] : 0;
@@ -95,14 +93,14 @@ class Forced {
   const char* text(int32_t id) const noexcept { return bytes_.data() + starts_[at(id)]; }
 
   std::string bytes_;
-  int most_;  // legal ids of a row that is looked at
+  int max_legal_;  // rows with more legal ids force nothing
   std::vector<size_t> starts_;
 };
 
 // Tokens that the device committed in one replay.
 struct Commit {
   bool given = false;
-  bool wrong = false;  // a replay or count that cannot be: the slot has lost its place
+  bool wrong = false;  // the replay or the count is impossible: worker and device are out of sync
   int count = 0;
   std::vector<int32_t> tokens;  // [K + 1]
 };
@@ -117,63 +115,64 @@ enum class Task : int32_t {
   kProbeLattice,  // find legal drafts among the candidates of all levels
 };
 
-// Everything an order needs is copied into it: the device may write on while it is served.
+// Work of a slot in one step. It has copies of all inputs, because the device may overwrite them
+// while the order is served.
 struct Order {
   Commit commit;
   Task task = Task::kNone;
-  int j = 0;                       // of all levels: how many drafts are wanted
-  int drafts = 0;                  // v
-  std::vector<int32_t> draft;      // [K] token of node j at j - 1
-  std::vector<int32_t> parent;     // [K + 1] of each node but 0; parent[j] < j
+  int j = 0;                       // number of the draft or level; lattice: maximum drafts
+  int drafts = 0;                  // number of drafts
+  std::vector<int32_t> draft;      // [K], token of node j at j - 1
+  std::vector<int32_t> parent;     // [K + 1], parent[j] < j; unused for node 0
   std::vector<int32_t> depth;      // [K + 1]
-  int candidates = 0;              // of a tree: nodes that have some; of all levels: levels
-  std::vector<int32_t> candidate;  // [candidates], of a tree or all levels [..][candidates]
-  std::vector<float> share;        // of those of all levels: how likely each is
+  int candidates = 0;              // chain: ids; tree: nodes; lattice: levels
+  std::vector<int32_t> candidate;  // [candidates]; tree and lattice: [nodes or levels][candidates]
+  std::vector<float> share;        // lattice: probability of each candidate
 };
 
 struct Slot {
   void size_for(const Exchange& exchange);
 
-  // The step's own.
+  // Owned by the thread that runs the steps.
   int index = 0;
   bool joined = false;
   int32_t epoch = 0;
   int32_t n = 0;                     // position of the last committed token
-  NativeMatcher* matcher = nullptr;  // borrowed; used under a snapshot that names it, or while busy
+  NativeMatcher* matcher = nullptr;  // borrowed; used while a snapshot refers to it, or while busy
   int64_t applied = 0;               // last replay whose commit was considered
-  int64_t drafts_of = 0;             // replay whose drafts follow the present state; 0: none
+  int64_t drafts_of = 0;             // replay whose drafts follow the current state; 0: none
   Commit pending;                    // committed while the slot was busy
-  bool outdated = false;             // what is being served is for a state that is no more
+  bool outdated = false;             // the order being served is for a state before `pending`
   std::vector<int32_t> stamped;      // [K + 1] states as the device sees them
 
-  // The server's, handed over with `busy`.
+  // Owned by the thread that serves the order, while `busy` is set.
   Order order;
-  int node = 0;             // where the matcher stands
-  uint64_t closed = 0;      // nodes nothing follows, bit j - 1: refused, stop or dead-end drafts
-  bool ended = false;       // terminated, dead end or error: the slot is left alone
-  bool terminated = false;  // of the matcher, drafts included
-  std::vector<int32_t> forced;  // [K + 1] forced token of each row, or -1
-  int tested = 0;               // drafts that the rows made last are for
-  bool answered = false;        // a probe has its answer
+  int node = 0;                 // node of the matcher
+  uint64_t closed = 0;          // bit j - 1: node j is an illegal, stop or dead-end draft
+  bool ended = false;           // terminated, dead end or error: the slot gets no more orders
+  bool terminated = false;      // whether the matcher has terminated, drafts included
+  std::vector<int32_t> forced;  // [K + 1], forced token of each row, or -1
+  int tested = 0;               // number of drafts when all rows were filled last
+  bool answered = false;        // whether a probe has its answer
   int32_t answer = -1;
-  std::vector<uint32_t> legal;                // [branch] of a tree: legal candidates of each node
-  std::array<int32_t, count::kinds> tally{};  // folded into the counters by the step
+  std::vector<uint32_t> legal;                // [branch], tree: legal candidates of each node
+  std::array<int32_t, count::kinds> tally{};  // added to the counters by the step
   ErrorText error;
 
-  // Written by the server, read by the step at any time.
-  std::vector<std::atomic<int32_t>> made;  // [K + 1] states of the rows, stored after their masks
+  // Written by the thread that serves the order, read by the step at any time.
+  std::vector<std::atomic<int32_t>> made;  // [K + 1], states of the rows, stored after their masks
   std::atomic<bool> busy{false};
-  int32_t clock = 0;                   // of the serving thread's processor time
-  std::atomic<int64_t> cpu_start{-1};  // by that clock, when it began; -1: nobody has yet
+  int32_t clock = 0;                   // processor-time clock of the serving thread
+  std::atomic<int64_t> cpu_start{-1};  // time on that clock when it began; -1: not yet
 };
 
-// Serves orders. Stateless: different slots may be served at once.
+// Serves orders. Stateless: different slots may be served concurrently.
 class SlotWork {
  public:
-  // `forced`: says which rows force a token; null: nobody wants to know. With `chain` forced tokens
-  // are followed as soon as they are found: there is no drafter to wait for.
-  SlotWork(const Exchange& exchange, const Forced* forced, bool chain)
-      : exchange_(exchange), forced_(forced), chain_(chain) {}
+  // `forced` finds forced tokens; null: not needed. With `follow_forced`, forced tokens are
+  // accepted and the rows after them filled at once, because there is no drafter.
+  SlotWork(const Exchange& exchange, const Forced* forced, bool follow_forced)
+      : exchange_(exchange), forced_(forced), follow_forced_(follow_forced) {}
 
   void serve(Slot& slot) const noexcept;
   void fail(Slot& slot) const noexcept;
@@ -181,20 +180,20 @@ class SlotWork {
 
  private:
   void commit(Slot& slot) const noexcept;
-  void make_rows(Slot& slot) const noexcept;
-  bool make_row(Slot& slot, int j) const noexcept;
-  bool stand_at(Slot& slot, int j) const noexcept;
+  void fill_rows(Slot& slot) const noexcept;
+  bool fill_row(Slot& slot, int j) const noexcept;
+  bool move_to(Slot& slot, int j) const noexcept;
   bool step_to(Slot& slot, int j) const noexcept;
   bool accept(Slot& slot, int32_t token) const noexcept;
-  void probe(Slot& slot) const noexcept;
-  void grow(Slot& slot) const noexcept;
-  void walk(Slot& slot) const noexcept;
-  void fill(Slot& slot, int j) const noexcept;
-  void follow(Slot& slot) const noexcept;
+  void probe_chain(Slot& slot) const noexcept;
+  void probe_tree(Slot& slot) const noexcept;
+  void probe_lattice(Slot& slot) const noexcept;
+  void fill_mask(Slot& slot, int j) const noexcept;
+  void follow_forced(Slot& slot) const noexcept;
 
   Exchange exchange_;
   const Forced* forced_;
-  bool chain_;
+  bool follow_forced_;
 };
 
 }  // namespace graft::guide

@@ -18,10 +18,10 @@ Pace* pace_of(const Slot& slot) {
 }  // namespace
 
 Worker::Worker(const Exchange& exchange, int ring, int threads, const Budget& budget,
-               std::shared_ptr<const Forced> forced, bool chain)
+               std::shared_ptr<const Forced> forced, bool follow_forced)
     : exchange_(exchange),
       forced_(std::move(forced)),
-      work_(exchange, forced_.get(), chain),
+      work_(exchange, forced_.get(), follow_forced),
       slots_(at(exchange.layout.slots)),
       snapshots_(at(ring)),
       timeline_(exchange.drafts() + 2),
@@ -37,8 +37,9 @@ Worker::Worker(const Exchange& exchange, int ring, int threads, const Budget& bu
   records_.push_back({this, Step::kOpen, 0});
   records_.push_back({this, Step::kCommit, 0});
   for (int j = 1; j <= exchange_.drafts(); ++j) records_.push_back({this, Step::kDraft, j});
-  given_.reserve(at(exchange_.layout.slots));
-  // Under a budget a thread may be stuck in any slot: one for each, of which `threads` are woken.
+  ordered_.reserve(at(exchange_.layout.slots));
+  // With a budget, a thread may be blocked in any slot: there is one per slot, of which `threads`
+  // are woken.
   const int helpers = budget_.ns > 0 ? exchange_.layout.slots : threads_ - 1;
   if (helpers > 0) pool_.reset(new Pool(helpers, exchange_.layout.slots, &serve_posted, this));
 }
@@ -53,7 +54,8 @@ bool Worker::publish(int64_t replay, const std::vector<Request>& requests) {
 
 void Worker::retire(int64_t replay) { snapshot(replay).replay.store(0, std::memory_order_release); }
 
-// The replay number of a record. The device counts in 32 bits: take the nearest number.
+// Replay number of a record: the one nearest to the current replay, as the device counts in 32
+// bits.
 int64_t Worker::replay_of(const int32_t& replay) const noexcept {
   const uint32_t word = static_cast<uint32_t>(__atomic_load_n(&replay, __ATOMIC_ACQUIRE));
   return replay_ + static_cast<int32_t>(word - static_cast<uint32_t>(replay_));
@@ -92,9 +94,9 @@ void Worker::run(const StepRecord& record) noexcept {
   timeline_.record(replay_, kind + std::max(record.draft - 1, 0), start, end);
 }
 
-// Orders what each slot needs, has it served, and stamps what came of it.
+// Gives each slot its order, serves the orders and stamps the results.
 void Worker::step(const StepRecord& record) noexcept {
-  given_.clear();
+  ordered_.clear();
   for (const Request& request : current_->requests) {
     Slot& slot = slots_[at(request.slot)];
     const bool idle = !slot.busy.load();
@@ -102,14 +104,15 @@ void Worker::step(const StepRecord& record) noexcept {
     if (idle && record.step == Step::kOpen && !(slot.joined && slot.epoch == request.epoch)) {
       join(slot, request);
     }
-    // A slot that is late for its last owner is joined by the first open that finds it idle.
+    // If the slot is still busy for its previous request, the first open step that finds it idle
+    // joins the new one.
     if (slot.epoch != request.epoch) continue;
     // Drafts of a lattice are found by the grammar step for unconstrained requests too.
     const bool lattice = is_lattice_mode(exchange_.layout.mode) && record.step == Step::kDraft;
     if (slot.matcher == nullptr && !lattice) continue;
     if (record.step == Step::kOpen) take_commit(slot, idle, replay_ - 1);
     if (record.step == Step::kCommit) take_commit(slot, idle, replay_);
-    if (idle && !slot.ended && give_order(slot, record)) given_.push_back(slot.index);
+    if (idle && !slot.ended && give_order(slot, record)) ordered_.push_back(slot.index);
   }
   serve();
   for (const Request& request : current_->requests) {
@@ -121,7 +124,7 @@ void Worker::step(const StepRecord& record) noexcept {
     }
     if (record.step == Step::kOpen) count_open(slot, request);
   }
-  for (const int index : given_) {
+  for (const int index : ordered_) {
     Slot& slot = slots_[at(index)];
     if (slot.busy.load() || !slot.answered) continue;
     ::Answer* answer = exchange_.answer(index);
@@ -138,7 +141,7 @@ void Worker::step(const StepRecord& record) noexcept {
   }
 }
 
-// True when there is something to serve.
+// Fills in the slot's order for this step. Returns whether there is anything to serve.
 bool Worker::give_order(Slot& slot, const StepRecord& record) noexcept {
   Order& order = slot.order;
   slot.answered = false;
@@ -179,49 +182,50 @@ Task Worker::draft_task(Slot& slot) noexcept {
   }
 }
 
+// Serves the orders of this step: on pool threads, or on this thread if hands_over() is false.
 void Worker::serve() noexcept {
-  const auto here = std::partition(given_.begin(), given_.end(),
-                                   [&](int index) { return hands_over(slots_[at(index)]); });
+  const auto pooled_end = std::partition(ordered_.begin(), ordered_.end(),
+                                         [&](int index) { return hands_over(slots_[at(index)]); });
   const int64_t start = budget_.ns > 0 ? budget_.now() : 0;
-  for (auto given = given_.begin(); given != here; ++given) {
-    Slot& slot = slots_[at(*given)];
+  for (auto index = ordered_.begin(); index != pooled_end; ++index) {
+    Slot& slot = slots_[at(*index)];
     slot.cpu_start.store(-1, std::memory_order_relaxed);
     slot.busy.store(true);
-    pool_->post(*given);
+    pool_->post(*index);
   }
-  const int jobs = static_cast<int>(here - given_.begin());
+  const int jobs = static_cast<int>(pooled_end - ordered_.begin());
   if (budget_.ns > 0 && jobs > 0) {
     pool_->wake(std::min(threads_, jobs));
   } else if (jobs > 0) {
     pool_->wake(std::min(threads_, jobs) - 1);
     for (int job = pool_->claim(); job >= 0; job = pool_->claim()) serve_posted(this, job);
   }
-  for (auto given = here; given != given_.end(); ++given) serve_timed(slots_[at(*given)]);
+  for (auto index = pooled_end; index != ordered_.end(); ++index) serve_timed(slots_[at(*index)]);
   if (jobs == 0) return;
-  auto next = given_.begin();
+  auto unfinished = ordered_.begin();
   const auto done = [&] {
-    while (next != here && !slots_[at(*next)].busy.load()) ++next;
-    return next == here;
+    while (unfinished != pooled_end && !slots_[at(*unfinished)].busy.load()) ++unfinished;
+    return unfinished == pooled_end;
   };
   const auto late = [&] {
-    return std::all_of(next, here, [&](int index) {
+    return std::all_of(unfinished, pooled_end, [&](int index) {
       return !slots_[at(index)].busy.load() || over_budget(slots_[at(index)]);
     });
   };
   if (pool_->wait(done, late, budget_, start)) return;
-  counters_.of[count::late_rows].add(
-      std::count_if(next, here, [&](int index) { return slots_[at(index)].busy.load(); }));
+  counters_.of[count::late_rows].add(std::count_if(
+      unfinished, pooled_end, [&](int index) { return slots_[at(index)].busy.load(); }));
 }
 
 bool Worker::hands_over(const Slot& slot) const noexcept {
   if (pool_ == nullptr) return false;
-  if (budget_.ns == 0) return given_.size() > 1;
-  if (budget_.clock != nullptr) return true;  // nothing has a pace by a clock that stands still
+  if (budget_.ns == 0) return ordered_.size() > 1;
+  if (budget_.clock != nullptr) return true;  // the clock of a test does not measure processor time
   const Pace* pace = pace_of(slot);
   return current_->requests.size() > 1 && !(pace != nullptr && pace->trusted());
 }
 
-// Serves an order on this thread and notes whether that took too long.
+// Serves an order on this thread and records whether it was in time.
 void Worker::serve_timed(Slot& slot) noexcept {
   Pace* pace = pace_of(slot);
   const bool timed = budget_.ns > 0 && pace != nullptr;
@@ -230,7 +234,7 @@ void Worker::serve_timed(Slot& slot) noexcept {
   if (timed) pace->note(clock_ns(CLOCK_THREAD_CPUTIME_ID) - start < budget_.ns);
 }
 
-// Of a slot that this step has handed over and that may still be busy.
+// Whether the pool thread that serves a slot has used more processor time than the budget.
 bool Worker::over_budget(const Slot& slot) const noexcept {
   const int64_t start = slot.cpu_start.load(std::memory_order_acquire);
   return start >= 0 && clock_ns(slot.clock) - start >= budget_.ns;
@@ -256,7 +260,7 @@ void Worker::join(Slot& slot, const Request& request) noexcept {
   slot.epoch = request.epoch;
   slot.n = request.position;
   slot.matcher = request.matcher;
-  slot.applied = replay_ - 1;  // what is committed up to now was the previous owner's
+  slot.applied = replay_ - 1;  // earlier commits belong to the previous request
   slot.drafts_of = 0;
   slot.pending.given = false;
   slot.error = ErrorText();
@@ -265,16 +269,16 @@ void Worker::join(Slot& slot, const Request& request) noexcept {
   if (slot.matcher == nullptr) stamp_all(slot, ROW_FREE);
 }
 
-// Notes what the device has committed for this slot since the last time. The stamp is that of a
-// replay up to `latest`; a later one means that worker and device count replays differently.
+// Reads the tokens that the device has committed to this slot since the last call. They belong to a
+// replay up to `latest`; a later number means that worker and device disagree about the replay.
 void Worker::take_commit(Slot& slot, bool idle, int64_t latest) noexcept {
   Committed* committed = exchange_.committed(slot.index);
   const int64_t replay = replay_of(committed->replay);
   if (replay <= slot.applied || (idle && slot.ended)) return;
   const int32_t count = committed->count;
-  const bool known = replay <= latest;
+  const bool is_valid = replay <= latest;
   slot.applied = replay;
-  if (count == 0 && known) return;  // the slot sat the round out
+  if (count == 0 && is_valid) return;  // the slot was left out of the round
   stamp_all(slot, ROW_NOT_READY);
   if (idle) {
     work_.forget_rows(slot);
@@ -282,8 +286,9 @@ void Worker::take_commit(Slot& slot, bool idle, int64_t latest) noexcept {
     slot.outdated = true;
   }
   slot.drafts_of = replay;
-  // With one pending no row is ready, so the device cannot have committed again.
-  slot.pending.wrong = slot.pending.given || !known || count < 0 || count > exchange_.layout.rows;
+  // While a commit is pending no row is ready, so the device cannot have committed again.
+  slot.pending.wrong =
+      slot.pending.given || !is_valid || count < 0 || count > exchange_.layout.rows;
   slot.pending.given = true;
   if (slot.pending.wrong) return;
   slot.pending.count = count;
@@ -291,12 +296,12 @@ void Worker::take_commit(Slot& slot, bool idle, int64_t latest) noexcept {
   std::copy_n(Exchange::ids(committed), count, slot.pending.tokens.begin());
 }
 
-// The drafts of replay `of`, where they follow the slot's present state.
-void Worker::take_drafts(Slot& slot, int64_t of) noexcept {
+// Copies the drafts of a replay into the order, if they follow the slot's current state.
+void Worker::take_drafts(Slot& slot, int64_t replay) noexcept {
   Drafted* drafted = exchange_.drafted(slot.index);
   Order& order = slot.order;
   order.drafts = 0;
-  if (of == 0 || slot.drafts_of != of || replay_of(drafted->replay) != of) return;
+  if (replay == 0 || slot.drafts_of != replay || replay_of(drafted->replay) != replay) return;
   const int32_t count = drafted->count;
   const bool growing = order.j > 0 && is_growing_tree_mode(exchange_.layout.mode);
   if (count < 0 || count > (growing ? exchange_.layout.drafts : exchange_.drafts())) {
@@ -317,6 +322,7 @@ void Worker::take_drafts(Slot& slot, int64_t of) noexcept {
   std::copy_n(Exchange::ids(drafted), count, order.draft.begin());
 }
 
+// Copies the candidates of this replay into the order. Returns false if there are none.
 bool Worker::take_candidates(Slot& slot) noexcept {
   Candidates* offered = exchange_.candidates(slot.index);
   Order& order = slot.order;
@@ -342,7 +348,7 @@ bool Worker::take_candidates(Slot& slot) noexcept {
   return true;
 }
 
-// Of an idle slot: counts and stamps what was served since the last time.
+// Adds the counts of an idle slot to the counters and stamps its new rows.
 void Worker::take_result(Slot& slot) noexcept {
   for (int i = 0; i < count::kinds; ++i) {
     if (slot.tally[at(i)] == 0) continue;
@@ -355,13 +361,14 @@ void Worker::take_result(Slot& slot) noexcept {
 }
 
 void Worker::count_open(const Slot& slot, const Request& request) noexcept {
-  const bool mine = slot.epoch == request.epoch;
-  if (mine && slot.matcher == nullptr) counters_.of[count::free_rows].add(exchange_.layout.rows);
-  const bool ready = mine && slot.stamped[0] != ROW_NOT_READY;
+  const bool is_current = slot.epoch == request.epoch;
+  if (is_current && slot.matcher == nullptr)
+    counters_.of[count::free_rows].add(exchange_.layout.rows);
+  const bool ready = is_current && slot.stamped[0] != ROW_NOT_READY;
   if (slot.busy.load() && !ready) counters_.of[count::budget_stalls].add();
 }
 
-// Stamps the rows that were made since the last time.
+// Stamps the rows whose state has changed.
 void Worker::stamp_rows(Slot& slot) noexcept {
   for (int j = 0; j < exchange_.layout.rows; ++j) {
     const int32_t made = slot.made[at(j)].load(std::memory_order_acquire);

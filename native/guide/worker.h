@@ -1,39 +1,40 @@
-// The guided worker: sole owner of advance, fill, probe, commit and rollback of every slot's
-// matcher.
+// Grammar worker: advances, fills, probes, commits and rolls back the matchers of all slots.
 //
 // Invariants
-// 1. Steps run one at a time, in graph order: open, commit, draft 1 .. K, once per replay. The
-//    graph's edges order them with the kernels that write `committed`, `drafted` and `candidates`
-//    and with those that read `mask`, `row_state` and `answers`.
-// 2. A step never allocates, throws, prints, takes the GIL, makes a driver call or drops a
-//    reference; nor do the threads that serve its slots. A matcher in Python alone takes the GIL:
-//    whoever waits for a step or a thread has released it.
-// 3. A step touches only slots its replay's snapshot names. A replay without a snapshot stands
-//    down: nothing is written, so verification finds stale stamps and accepts nothing new.
-// 4. Stamps and answers are written by the step's own thread, while the step runs. A row's stamp is
-//    written after its mask, with release order, and is withdrawn before the state it was made for
-//    changes. So nothing becomes ready while a kernel looks.
-// 5. An internal error fails one slot (ROW_ERROR); the other slots go on.
-// 6. The matcher stands at a node of the drafts' tree (slot.h); stand_at() alone moves it, and it
-//    is back at node 0 before anything is committed.
-// 7. A slot's work in a step is one order, served by one thread at a time. `busy` hands the slot
-//    over: set before the order is posted, cleared with release order after the last touch. With
-//    one thread and no budget the step serves the orders itself and hands nothing over. Under a
-//    budget it serves those of trusted grammars (Pace), and the order of a replay's only request,
-//    whom nobody waits for.
-// 8. A slot still busy when the budget ends is late. The budget is of its thread's processor time:
-//    waiting for a processor makes nobody late. What it has made so far is stamped; the rest is NOT
-//    READY, so the slot sits out, or its round ends at its last ready row. Later steps leave it
-//    alone but for one thing: a commit they find is copied (`pending`), because the device
-//    overwrites it, and the state being served is then outdated: its stamps are withdrawn and
-//    nothing of it is stamped any more. The first step that finds the slot idle takes the result,
-//    then goes on from the pending commit. While one is pending no row can be ready, so there is
-//    never a second.
-// 9. A late slot's matcher is in use although no replay may name it: busy(slot) tells, and
-//    wait_idle() waits.
-// 10. The requests of a replay belong to the publisher until their `replay` is stored with release
-//    order, then to the worker until retire(); publish() refuses to overwrite one that was not
-//    retired. Their matchers are borrowed: the publisher keeps the Python references until then.
+// 1. Steps run one at a time in graph order: open, commit, draft 1 .. K, once per replay. The edges
+//    of the graph order them with the kernels that write the records `committed`, `drafted` and
+//    `candidates`, and with the kernels that read masks, stamps and answers.
+// 2. A step never allocates, throws, prints, takes the GIL, calls the driver or drops a reference;
+//    neither do the threads that serve its slots. Only a matcher written in Python takes the GIL; a
+//    thread that waits for a step or a pool thread must have released it.
+// 3. A step accesses only the slots in its replay's snapshot. A step of a replay without a snapshot
+//    writes nothing: verification then finds outdated stamps and commits nothing.
+// 4. Stamps and answers are written by the thread that runs the step. A row's stamp is written
+// after
+//    its mask, with release order, and is invalidated before the matcher state that it belongs to
+//    changes. No row becomes ready while a kernel reads it.
+// 5. An internal error fails one slot (ROW_ERROR) and does not affect others.
+// 6. The matcher is at a node of the draft tree (slot.h). Only move_to() moves it, and it is at
+// node
+//    0 whenever tokens are committed.
+// 7. The work of a slot in a step is one order, served by one thread at a time. The flag `busy`
+//    transfers ownership: it is set before the order is posted and cleared with release order after
+//    the last access. With one thread and no budget, the step serves all orders itself. With a
+//    budget, it serves the orders of trusted grammars (Pace), and the order of a replay's only
+//    request, because no other request waits for it.
+// 8. A slot that is busy when the budget ends is late. The budget limits processor time, so waiting
+//    for a processor makes no slot late. The rows that are finished are stamped; the others are not
+//    ready, so the slot is left out of the round or its round ends at its last ready row. Later
+//    steps ignore the slot, except for a commit: it is copied (`pending`), because the device will
+//    overwrite it. The state that is being served is then outdated: its stamps are invalidated, and
+//    no more rows are stamped. The first step that finds the slot idle takes the result and
+//    continues with the pending commit. While a commit is pending no row is ready, so there is at
+//    most one.
+// 9. The matcher of a late slot may be in use although no replay refers to the slot; see busy(slot)
+//    and wait_idle().
+// 10. The requests of a replay belong to the publisher until `replay` is stored with release order,
+//    and then to the worker until retire(). publish() fails if the entry has not been retired. The
+//    matchers are borrowed: the publisher keeps the Python references until then.
 #pragma once
 
 #include <array>
@@ -51,17 +52,17 @@ namespace graft::guide {
 struct Request {
   int32_t slot = 0;
   int32_t epoch = 0;
-  int32_t position = 0;              // position of `last` when the request joined
+  int32_t position = 0;              // position of the last token when the request joined
   NativeMatcher* matcher = nullptr;  // null: unconstrained
 };
 
-// The requests of one replay, published before it is launched.
+// Requests of one replay, published before its launch.
 struct Snapshot {
   std::atomic<int64_t> replay{0};  // 0: empty; replays count from 1
   std::vector<Request> requests;
 };
 
-// Readable from any thread at any time. One thread writes: no read-modify-write is needed.
+// Counter with one writing thread, readable by all.
 class Counter {
  public:
   void add(int64_t amount = 1) { value_.store(value() + amount, std::memory_order_relaxed); }
@@ -76,7 +77,7 @@ struct Counters {
   Counter step_calls[3], step_ns[3];  // open, commit, draft
 };
 
-// Start and end of each step of the last replays, readable like the counters.
+// Start and end of each step of recent replays, with one writing thread, readable by all.
 class Timeline {
  public:
   static constexpr size_t kReplays = 256;
@@ -107,7 +108,7 @@ class Timeline {
                       cell.start.load(std::memory_order_relaxed),
                       cell.end.load(std::memory_order_relaxed)};
       std::atomic_thread_fence(std::memory_order_acquire);
-      // a cell that is being rewritten is left out
+      // Skip an entry that is being overwritten.
       if (span.replay != 0 && cell.replay.load(std::memory_order_relaxed) == span.replay) {
         spans.push_back(span);
       }
@@ -123,25 +124,25 @@ class Timeline {
   std::vector<Cell> cells_;
 };
 
-// kDraft: after draft j was drawn (mode fill), or before it is, when its candidates are known
-// (mode probe).
+// kDraft runs after draft j was sampled (fill), or before it is sampled and after its candidates
+// are written (probe).
 enum class Step : int32_t { kOpen = 0, kCommit = 1, kDraft = 2 };
 
 class Worker;
 
-// What a host node is handed.
+// Argument of a host node.
 struct StepRecord {
   Worker* worker;
   Step step;
-  int32_t draft;  // j of a draft step
+  int32_t draft;  // number of a draft step
 };
 
 class Worker {
  public:
-  // `threads` serve a step's slots, the step's own among them unless there is a budget.
-  // `forced`, or null, and `chain`: see SlotWork.
+  // `threads` serve the slots of a step, including the thread of the step itself if there is no
+  // budget. See SlotWork for `forced` and `follow_forced`.
   Worker(const Exchange& exchange, int ring, int threads, const Budget& budget,
-         std::shared_ptr<const Forced> forced, bool chain);
+         std::shared_ptr<const Forced> forced, bool follow_forced);
   Worker(const Worker&) = delete;
   Worker& operator=(const Worker&) = delete;
 
@@ -158,10 +159,10 @@ class Worker {
   const Exchange& exchange() const { return exchange_; }
   const Counters& counters() const { return counters_; }
   const Timeline& timeline() const { return timeline_; }
-  // Why a slot failed, once the device has read that it did; empty where its backend did not say.
+  // Error message of a failed slot, once the device has read the failure; may be empty.
   std::string error(int slot) const { return slots_[at(slot)].error.text; }
   int busy_slots() const;
-  // Whether a step now sleeps until its slots are done: all its orders are posted then.
+  // Whether a step is blocked until its slots are done; all its orders are posted then.
   bool waiting() const { return pool_ != nullptr && pool_->waiting(); }
 
  private:
@@ -174,7 +175,7 @@ class Worker {
   void serve() noexcept;
   void join(Slot& slot, const Request& request) noexcept;
   void take_commit(Slot& slot, bool idle, int64_t latest) noexcept;
-  void take_drafts(Slot& slot, int64_t of) noexcept;
+  void take_drafts(Slot& slot, int64_t replay) noexcept;
   bool take_candidates(Slot& slot) noexcept;
   Task draft_task(Slot& slot) noexcept;
   void take_result(Slot& slot) noexcept;
@@ -195,16 +196,16 @@ class Worker {
   const Snapshot* current_ = nullptr;
   int64_t replay_ = 0;
   std::vector<StepRecord> records_;
-  std::vector<int> given_;  // slots with an order in this step
+  std::vector<int> ordered_;  // slots with an order in this step
   Counters counters_;
   Timeline timeline_;
   const int threads_;
   const Budget budget_;
-  // The last member: its threads end before anything they use.
+  // Last member: its threads end before the members that they use are destroyed.
   std::unique_ptr<Pool, Pool::End> pool_;
 };
 
 }  // namespace graft::guide
 
-// The C entry of every guide step: a graph's host node calls it with a StepRecord.
+// Host function of every grammar step; its argument is a StepRecord.
 extern "C" void graft_guide_step(void* record);

@@ -1,12 +1,12 @@
 // XGrammar's matcher methods, called through TVM-FFI's C ABI: no torch, no Python, no GIL.
 //
-// 1. load() runs once, on any thread, before the first call; it checks the ABI version and the
-//    signature of each method and throws std::runtime_error naming what differs.
-// 2. A matcher handle is a borrowed reference: whoever makes the call keeps the Python object
-// alive.
-// 3. One matcher is used by one thread at a time; different matchers may be used at once.
-// 4. XGrammar prints a warning when it is handed an id that is out of range or no text, or a token
-//    after termination, and raises when asked to fill after termination. Callers check first.
+// Invariants
+// 1. load() runs once, on any thread, before the first call. It checks the ABI version and the
+//    signature of each method, and throws std::runtime_error with the name of what differs.
+// 2. A matcher handle is a borrowed reference: the caller keeps the Python object alive.
+// 3. A matcher is used by one thread at a time; different matchers may be used concurrently.
+// 4. XGrammar prints a warning for an id that is out of range or without text and for a token after
+//    termination, and raises an error if fill is called after termination. Callers check first.
 #include <dlfcn.h>
 #include <nanobind/nanobind.h>
 
@@ -54,7 +54,7 @@ void symbol(void* library, const char* name, Function* out) {
   *out = reinterpret_cast<Function>(address);
 }
 
-// The method's function object: owned by the type table, which lives as long as the process.
+// Function object of the method; owned by the type table, which lives as long as the process.
 void* method(const TypeInfo& type, const std::string& name, const std::string& arguments) {
   for (int i = 0; i < type.num_methods; ++i) {
     const MethodInfo& found = type.methods[i];
@@ -102,7 +102,7 @@ Answer call(void* function, Any* arguments, int32_t count, ErrorText* error) {
     keep_message(error);
     return Answer::kFailed;
   }
-  // rollback answers None, everything else a bool
+  // rollback returns None, all other methods a bool
   return result.type_index == kNone || result.integer != 0 ? Answer::kYes : Answer::kNo;
 }
 
@@ -142,11 +142,11 @@ void load(const char* tvm_ffi_library) {
   api = loaded;
 }
 
-// A matcher made by XGrammar's Python-visible object, whose reference is borrowed.
+// Matcher of a Python object of XGrammar, whose reference is borrowed.
 class XGrammarMatcher final : public NativeMatcher {
  public:
-  // `acceptable`, borrowed: a bit per id that is text or one of the matcher's stop ids.
-  // Throws std::invalid_argument when the handle is not one of a matcher.
+  // `acceptable`, borrowed: one bit per id that has text or is a stop id of the matcher. Throws
+  // std::invalid_argument if the handle is not that of a matcher.
   XGrammarMatcher(void* handle, const uint32_t* acceptable, int64_t vocab_size)
       : handle_(handle), acceptable_(acceptable), vocab_size_(vocab_size) {
     if (handle == nullptr || acceptable == nullptr || api.is_terminated == nullptr) {
@@ -161,7 +161,7 @@ class XGrammarMatcher final : public NativeMatcher {
   }
 
   Answer accept(int32_t token, ErrorText* error) noexcept override {
-    // XGrammar prints a warning for these
+    // XGrammar would print a warning for these.
     if (token < 0 || token >= vocab_size_) return Answer::kNo;
     if (((acceptable_[token >> 5] >> (token & 31)) & 1u) == 0) return Answer::kNo;
     const Answer terminated = is_terminated(error);
@@ -186,7 +186,7 @@ class XGrammarMatcher final : public NativeMatcher {
     any.pointer = &tensor;
     Any arguments[4] = {self(handle_), any, integer(0), integer(0, kBool)};
     if (call(api.fill, arguments, 4, error) == Answer::kFailed) return Filled::kFailed;
-    // XGrammar sets bits beyond the vocabulary too, and those of stop ids of other requests
+    // XGrammar also sets bits beyond the vocabulary and those of other requests' stop ids.
     for (const int32_t w : partial_) row[w] &= static_cast<int32_t>(acceptable_[w]);
     return Filled::kMask;
   }
@@ -205,7 +205,7 @@ class XGrammarMatcher final : public NativeMatcher {
   void* handle_;
   const uint32_t* acceptable_;
   int64_t vocab_size_;
-  std::vector<int32_t> partial_;  // words of a row in which some id is not acceptable
+  std::vector<int32_t> partial_;  // words of a row with an id that is not acceptable
 };
 
 }  // namespace
