@@ -5,7 +5,7 @@
 // kernel is row invariant.
 //
 // Register tiles of rows x columns are as large as the vector registers allow. With few rows a tile
-// takes columns that are far column_stride, so that memory is read in several long sequential
+// takes columns that are far apart, so that memory is read in several long sequential
 // streams. With many rows, columns are processed in groups of GROUP, whose weights stay in the CPU
 // cache together with the input rows.
 #include "pairs.cuh"
@@ -16,9 +16,8 @@
 #define COLUMNS 64
 #define GROUP 32
 #define ROW_BLOCK 48
-#define MAX_TILE_ROWS (WIDE ? 12 : 6)  // maximum rows of a tile
-#define MAX_STREAMED_ROWS \
-  (WIDE ? 8 : 6)  // maximum rows with which weights are streamed from memory
+#define MAX_TILE_ROWS (WIDE ? 12 : 6)     // maximum rows of a tile
+#define MAX_STREAMED_ROWS (WIDE ? 8 : 6)  // maximum rows for streaming weights
 #define FETCH 32  // weights between prefetches: a cache line of 16-bit weights
 
 struct Product {

@@ -108,11 +108,12 @@ __device__ __noinline__ void mma_portable(float* d, const unsigned int* a, const
 }
 #endif
 
-// d += A B with A 16 x 16 and B 16 x 8 of type T. Fragments of lane 4 g + t, two values per
-// register:
-//   A: rows g and g + 8 of columns 2t, 2t + 1 (a[0], a[1]) and of columns 2t + 8, 2t + 9 (a[2],
-//   a[3]) B: rows 2t, 2t + 1 (b[0]) and 2t + 8, 2t + 9 (b[1]) of column g d: columns 2t, 2t + 1 of
-//   rows g (d[0], d[1]) and g + 8 (d[2], d[3])
+// d += A B with A 16 x 16 and B 16 x 8 of type T. Lane 4 g + t holds these fragments, two values of
+// A or B per register:
+//
+// - A: rows g, g + 8 of columns 2t, 2t + 1 (a[0], a[1]) and 2t + 8, 2t + 9 (a[2], a[3])
+// - B: rows 2t, 2t + 1 (b[0]) and 2t + 8, 2t + 9 (b[1]) of column g
+// - d: columns 2t, 2t + 1 of rows g (d[0], d[1]) and g + 8 (d[2], d[3])
 template <typename T>
 __device__ __forceinline__ void mma_m16n8k16(float* d, const unsigned int* a,
                                              const unsigned int* b) {
