@@ -24,7 +24,7 @@ from graft.tools.examples import own_drafter
 
 
 def test_drafter_example_fits_in_one_file(device):
-    """It has at max_drafts 60 lines and is found by name. test_examples checks that it changes no
+    """It has at most 60 lines and is found by name. test_examples checks that it changes no
     output."""
     assert len(inspect.getsource(own_drafter).splitlines()) <= 60
     sevens = Request(
@@ -34,7 +34,7 @@ def test_drafter_example_fits_in_one_file(device):
         assert engine.generate([sevens])[0].accepted > 4
 
 
-class Wrong(Drafter):
+class InvalidDrafter(Drafter):
     """Proposes nothing; tests override attributes with invalid values."""
 
     shape = TreeShape(2)
@@ -43,27 +43,35 @@ class Wrong(Drafter):
         return None
 
 
-def wrong(**attributes):
-    """Return a factory of `Wrong` with other attributes."""
-    return lambda context: type("Wrong", (Wrong,), attributes)()
+def invalid_drafter(**attributes):
+    """Return a factory of `InvalidDrafter` with other attributes."""
+    return lambda context: type("InvalidDrafter", (InvalidDrafter,), attributes)()
 
 
 @pytest.mark.parametrize(
     "drafter, error, words",
     [
-        (wrong(shape=TreeShape(2, (1, 2, 2), 2)), OptionError, "does not fit in 2 drafts"),
-        (wrong(shape=TreeShape(2, (1, 2))), OptionError, "cannot be verified in a round"),
-        (wrong(shape=TreeShape(0)), OptionError, "0 drafts per round, expected 1 to 2"),
-        (wrong(shape=TreeShape(3)), OptionError, "3 drafts per round, expected 1 to 2"),
-        (wrong(shape=None), OptionError, "does not define `shape`"),
-        (wrong(start=Drafter.start), DrafterError, "Wrong does not define start"),
-        (wrong(shape=TreeShape.by_level(2)), OptionError, "does not define `vocab`"),
         (
-            wrong(shape=TreeShape.by_level(2), vocab=DraftVocab(8)),
+            invalid_drafter(shape=TreeShape(2, (1, 2, 2), 2)),
+            OptionError,
+            "does not fit in 2 drafts",
+        ),
+        (invalid_drafter(shape=TreeShape(2, (1, 2))), OptionError, "cannot be verified in a round"),
+        (invalid_drafter(shape=TreeShape(0)), OptionError, "0 drafts per round, expected 1 to 2"),
+        (invalid_drafter(shape=TreeShape(3)), OptionError, "3 drafts per round, expected 1 to 2"),
+        (invalid_drafter(shape=None), OptionError, "does not define `shape`"),
+        (
+            invalid_drafter(start=Drafter.start),
+            DrafterError,
+            "InvalidDrafter does not define start",
+        ),
+        (invalid_drafter(shape=TreeShape.by_level(2)), OptionError, "does not define `vocab`"),
+        (
+            invalid_drafter(shape=TreeShape.by_level(2), vocab=DraftVocab(8)),
             DrafterError,
             "no logits for level 0",
         ),
-        (wrong(feature_layers=(1, 0)), OptionError, "feature layers"),
+        (invalid_drafter(feature_layers=(1, 0)), OptionError, "feature layers"),
         (lambda context: object(), OptionError, "expected a Drafter"),
         (
             partial(CascadeDrafter, first=NGram, then=NGram),
@@ -76,22 +84,26 @@ def wrong(**attributes):
             "must make all drafts at once",
         ),
         (
-            partial(CascadeDrafter, first=wrong(shape=TreeShape(1)), then=TARGET),
+            partial(CascadeDrafter, first=invalid_drafter(shape=TreeShape(1)), then=TARGET),
             OptionError,
             "`first` makes 1 drafts",
         ),
         (
-            partial(CascadeDrafter, first=wrong(shape=TreeShape(2, branch=2)), then=TARGET),
+            partial(
+                CascadeDrafter, first=invalid_drafter(shape=TreeShape(2, branch=2)), then=TARGET
+            ),
             OptionError,
             "must draft chains, not trees",
         ),
         (
-            partial(CascadeDrafter, first=NGram, then=wrong(shape=TreeShape(2, (1, 2), 2))),
+            partial(
+                CascadeDrafter, first=NGram, then=invalid_drafter(shape=TreeShape(2, (1, 2), 2))
+            ),
             OptionError,
             "must draft chains, not trees",
         ),
         (
-            partial(CascadeDrafter, first=wrong(reads_mask_rows=True), then=TARGET),
+            partial(CascadeDrafter, first=invalid_drafter(reads_mask_rows=True), then=TARGET),
             OptionError,
             "mask rows",
         ),
@@ -114,7 +126,7 @@ def test_drafter_protocol_violations_are_rejected(device, drafter, error, words)
             {"draft_tree": (2, 2)},
             "must draft chains, not trees",
         ),
-        (wrong(), {"forced_drafts": True}, "forced_drafts requires mask_drafts"),
+        (invalid_drafter(), {"forced_drafts": True}, "forced_drafts requires mask_drafts"),
         (
             DRAFTER,
             {"forced_drafts": True, "mask_drafts": False},
@@ -177,14 +189,14 @@ def look_up(
         votes = Counter()
         best = {}
         for suffix in suffixes if len(path) < levels else ():
-            for (mine, p, s), token in occurrences(histories, own, suffix + path, path):
-                place = (mine, len(path) - p if oldest else p - len(path), s)
-                if only in (None, place):
+            for (is_own, p, s), token in occurrences(histories, own, suffix + path, path):
+                occurrence = (is_own, len(path) - p if oldest else p - len(path), s)
+                if only in (None, occurrence):
                     votes[token] += 1
-                    rank = (0 if vote else len(suffix), place)
+                    rank = (0 if vote else len(suffix), occurrence)
                     best[token] = max(best.get(token, rank), rank)
         if vote:
-            best = {token: (votes[token], place) for token, (_, place) in best.items()}
+            best = {token: (votes[token], occurrence) for token, (_, occurrence) in best.items()}
         for token in sorted(votes, key=best.get)[-branch:]:
             share = np.float32(votes[token]) / np.float32(votes.total() if vote else votes[token])
             if score * share >= np.float32(threshold):
@@ -192,12 +204,12 @@ def look_up(
         if not candidates or len(drafts) == max_drafts:
             return drafts
         candidates.sort()
-        score, (_, place), parent, path = candidates.pop()
-        only = place if not vote and branch == 1 else None
+        score, (_, occurrence), parent, path = candidates.pop()
+        only = occurrence if not vote and branch == 1 else None
         drafts.append((path[-1], parent))
 
 
-LOOKED_UP = [
+LOOKUP_CASES = [
     (NGram, {"longest": 4, "shortest": 1}),
     (NGram, {"longest": 2, "shortest": 1, "oldest": True, "drafts": 3}),
     (NGram, {"longest": 3, "shortest": 2, "public": True, "kept": 3}),
@@ -222,7 +234,7 @@ LOOKED_UP = [
     "make, options, block",
     [
         pytest.param(*case, block, marks=[] if turn == number % 2 else pytest.mark.full)
-        for number, case in enumerate(LOOKED_UP)
+        for number, case in enumerate(LOOKUP_CASES)
         for turn, block in enumerate((1, 64))
     ],
 )
