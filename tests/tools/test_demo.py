@@ -146,8 +146,8 @@ def test_score_fields_counts_leaves_and_complete_answers(held_out):
     assert score(" 12 ", demo_tasks.Task("", None, "12")) == (1, 1, True)
     assert score("13", demo_tasks.Task("", None, "12")) == (0, 1, False)
     for task, other in itertools.pairwise(held_out):
-        right, total, whole = score(task.answer, task)
-        assert right == total > 0 and whole
+        correct, total, is_complete = score(task.answer, task)
+        assert correct == total > 0 and is_complete
         if task.answer != other.answer:
             assert not score(other.answer, task)[2]
 

@@ -295,7 +295,7 @@ def test_server_rejects_invalid_requests(client, fields, status, words, stream):
 
 
 def test_completions_limit_number_of_prompts_times_samples(client):
-    with pytest.raises(openai.BadRequestError, match="at most 128 answers, got 256"):
+    with pytest.raises(openai.BadRequestError, match="at most 128 choices, got 256"):
         client.completions.create(model="demo", prompt=["a"] * 64, n=4)
 
 

@@ -326,7 +326,7 @@ class RequestParser:
         prompts = [self._chat(fields, grammar)] if chat else self._prompts(fields.get("prompt"))
         n = fields.get("n", 1)
         if type(n) is int and n <= MAX_SAMPLES < n * len(prompts):
-            raise ApiError(f"at most {MAX_SAMPLES} answers, got {n * len(prompts)}", param="n")
+            raise ApiError(f"at most {MAX_SAMPLES} choices, got {n * len(prompts)}", param="n")
         request_id = f"{'chatcmpl' if chat else 'cmpl'}-{secrets.token_hex(12)}"
         requests: list[Request] = []
         for i, tokens in enumerate(prompts):

@@ -6,7 +6,7 @@ are therefore restarted on another replica, and their clients continue to receiv
 stream was interrupted.
 
 A request that kills engines is isolated: after `SUSPECT_DEATHS` deaths it is a suspect, and a
-replica runs at most one suspect. The suspect that is there at the next death is not restarted.
+replica runs at most one suspect. A suspect that was running at the next death is not restarted.
 """
 
 from __future__ import annotations
