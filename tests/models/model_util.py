@@ -20,6 +20,11 @@ FORMS = kernel_library.FORMS["cuda" if os.environ.get("GRAFT_DEVICE") == "cuda" 
 FIXTURES = Path(__file__).resolve().parents[1] / "fixtures"
 
 
+def normal(rng: np.random.Generator, *shape: int) -> np.ndarray:
+    """Return standard normal float32 values."""
+    return rng.standard_normal(shape).astype(np.float32)
+
+
 def upload(device: Any, x: np.ndarray, dtype: str = "float32") -> Any:
     """Upload float32 values as `dtype`."""
     return device.from_host(np.ascontiguousarray(x, dtype=np.float32), dtype)

@@ -44,10 +44,9 @@ class Case:
         )
         self.kv.free[:] = np.random.default_rng(page).permutation(self.kv.free).tolist()
         self.kernels = ModelKernels(device, "warp")
-        self.query = 3 * rng.standard_normal((2, length, heads, dim)).astype(np.float32)
+        self.query = 3 * model_util.normal(rng, 2, length, heads, dim)
         self.key, self.value = (
-            rounded(rng.standard_normal((2, length, kv_heads, dim)).astype(np.float32), dtype)
-            for _ in range(2)
+            rounded(model_util.normal(rng, 2, length, kv_heads, dim), dtype) for _ in range(2)
         )
         for slot in range(2):
             assert self.kv.allocate(slot, length)

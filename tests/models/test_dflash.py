@@ -75,7 +75,7 @@ def make_dspark(folder, rank):
         "lm_head.weight": target["lm_head.weight"],
         "confidence_head.proj.weight": np.zeros((1, 24 + rank), np.float32),
         **{
-            f"markov_head.markov_{name}.weight": rng.standard_normal((64, rank)).astype(np.float32)
+            f"markov_head.markov_{name}.weight": model_util.normal(rng, 64, rank)
             for name in ("w1", "w2")
             if rank
         },

@@ -96,7 +96,7 @@ def test_eagle3_entries_equal_numpy(device, stream, tmp_path, form, options):
     rng = np.random.default_rng(5)
     tokens = rng.integers(0, 320, 20)
     model_util.allocate_pages(stream, drafter.kv, 2, 20)
-    features = rng.standard_normal((20, 3 * 48)).astype(np.float32)
+    features = model_util.normal(rng, 20, 3 * 48)
     out = entries(stream, drafter, tokens, 2, range(20), features)
     table = weights.get("embed_tokens.weight", target_weights["model.embed_tokens.weight"])
     config = {**TARGET, **options}

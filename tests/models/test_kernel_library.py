@@ -6,7 +6,7 @@ from types import SimpleNamespace
 import numpy as np
 import numpy_llama
 import pytest
-from model_util import FORMS, download, make_rows, same_bits, upload, upload_ints
+from model_util import FORMS, download, make_rows, normal, same_bits, upload, upload_ints
 from tiny_models import rounded
 
 from graft.cudagraph.dtypes import to_float32
@@ -17,6 +17,7 @@ from graft.models.llm.kernel_library import KVWrite, ModelKernels, Norm
 from graft.models.llm.rope import Rope
 
 DTYPES = ("float32", "float16", "bfloat16")
+MIN_BLOCKS = "graft.models.llm.kernel_library._MMA_MIN_BLOCKS"
 
 
 @pytest.fixture(params=FORMS)
@@ -44,8 +45,8 @@ def run_linear(kernels, lane, x, w, **more) -> np.ndarray:
 def test_linear_equals_matrix_product(kernels, lane, dtype, rows, columns, inner):
     """Any sizes and weight dtypes. Sizes that tensor cores do not take use float32 activations."""
     rng = np.random.default_rng(rows * inner)
-    x = rng.standard_normal((rows, inner)).astype(np.float32)
-    w = rounded(rng.standard_normal((columns, inner)).astype(np.float32), dtype)
+    x = normal(rng, rows, inner)
+    w = rounded(normal(rng, columns, inner), dtype)
     out = run_linear(kernels, lane, upload(kernels.device, x), upload(kernels.device, w, dtype))
     wanted = x.astype(np.float64) @ w.astype(np.float64).T
     np.testing.assert_allclose(out, wanted, atol=3e-6 * np.sqrt(inner) * 4)
@@ -67,28 +68,40 @@ def test_tensor_core_linear_is_row_invariant(
     large batches, in any tile and with split K."""
     kernels = ModelKernels(device, "warp", activations)
     rng = np.random.default_rng(inner)
-    x = rng.standard_normal((150, inner)).astype(np.float32)[: None if inner == 384 else 32]
-    w = rounded(rng.standard_normal((columns, inner)).astype(np.float32), dtype)
+    x = normal(rng, 150, inner)
+    if inner != 384:
+        x = x[:32]
+    w = rounded(normal(rng, columns, inner), dtype)
     w_device = upload(device, w, dtype)
+
+    def check_rows(begin, end, dtype="float32"):
+        """Check that rows [begin, end) alone have the bits of the whole product."""
+        out = run_linear(kernels, lane, upload(device, x[begin:end], dtype), w_device)
+        assert same_bits(out, whole[begin:end].copy()), f"rows {begin} to {end}"
+
     whole = run_linear(kernels, lane, upload(device, x), w_device)
-    kept = {"bfloat16": 2.0**-17, "float16": 2.0**-22}[dtype] if activations == "float32" else 0
-    seen = x if kept else rounded(x, dtype)
+    if activations == "float32":
+        seen = x
+        precision = {"bfloat16": 2.0**-17, "float16": 2.0**-22}[dtype]
+    else:
+        seen = rounded(x, dtype)
+        precision = 0
     wanted = seen.astype(np.float64) @ w.astype(np.float64).T
-    np.testing.assert_allclose(whole, wanted, atol=12e-6 * np.sqrt(inner) * (1 + 1e5 * kept))
-    sizes = [(7, 1), (3, 2), (0, 4), (20, 8), (2, 9), (13, 16), (9, 17)]
+    tolerance = 12e-6 * np.sqrt(inner) * (1 + 1e5 * precision)
+    np.testing.assert_allclose(whole, wanted, atol=tolerance)
     for blocks in (1, 2, 4):
-        monkeypatch.setattr("graft.models.llm.kernel_library._MMA_MIN_BLOCKS", blocks)
-        out = run_linear(kernels, lane, upload(device, x[:29]), w_device)
-        assert same_bits(out, whole[:29].copy()), f"split K for {blocks} blocks"
+        monkeypatch.setattr(MIN_BLOCKS, blocks)  # selects split K
+        check_rows(0, 29)
     monkeypatch.undo()
-    if (narrow := kernels.input_dtype(w_device)) != "float32":
-        assert same_bits(run_linear(kernels, lane, upload(device, x, narrow), w_device), whole)
-        few = upload(device, x[:9], narrow)
-        assert same_bits(run_linear(kernels, lane, few, w_device), whole[:9].copy())
-    for first, count in sizes + ([(1, 33), (80, 64), (20, 65)] if inner == 384 else []):
-        part = np.ascontiguousarray(x[first : first + count])
-        out = run_linear(kernels, lane, upload(device, part), w_device)
-        assert same_bits(out, whole[first : first + count].copy()), f"{count} rows from {first}"
+    input_dtype = kernels.input_dtype(w_device)
+    if input_dtype != "float32":
+        check_rows(0, len(x), input_dtype)
+        check_rows(0, 9, input_dtype)
+    ranges = [(7, 8), (3, 5), (0, 4), (20, 28), (2, 11), (13, 29), (9, 26)]
+    if inner == 384:
+        ranges += [(1, 34), (80, 144), (20, 85)]
+    for begin, end in ranges:
+        check_rows(begin, end)
 
 
 @pytest.mark.parametrize(("rows", "activations"), [(3, "rounded"), (20, "rounded"), (9, "float32")])
@@ -101,14 +114,14 @@ def test_gated_linear_equals_linear_and_silu_mul(device, lane, monkeypatch, rows
     w = rng.standard_normal((2, 24, 256)) / 4
     x_device = upload(device, x)
     out = device.zeros((rows, 24), "bfloat16")
-    apart = run_linear(kernels, lane, x_device, upload(device, w.reshape(48, 256), "bfloat16"))
-    kernels.silu_mul(lane, upload(device, apart), out)
+    gate_up = run_linear(kernels, lane, x_device, upload(device, w.reshape(48, 256), "bfloat16"))
+    kernels.silu_mul(lane, upload(device, gate_up), out)
     wanted = download(lane.stream, out)
     interleaved = np.stack([m.reshape(3, 8, 256) for m in w], 1).reshape(48, 256)
     gated = device.zeros((rows, 24), "bfloat16")
     kernels.gated_linear(lane, x_device, upload(device, interleaved, "bfloat16"), gated)
     assert same_bits(download(lane.stream, gated), wanted)
-    monkeypatch.setattr("graft.models.llm.kernel_library._MMA_MIN_BLOCKS", 1)
+    monkeypatch.setattr(MIN_BLOCKS, 1)
     kernels.gated_linear(lane, x_device, upload(device, interleaved, "bfloat16"), gated)
     assert same_bits(download(lane.stream, gated), wanted)
     with pytest.raises(ShapeError, match="gated product requires"):
@@ -127,9 +140,9 @@ def test_linear_with_folded_norm_equals_norm_between_products(
     """A row has the same bits in any batch and with split K."""
     kernels = ModelKernels(device, "warp", activations)
     rng = np.random.default_rng(5)
-    x = rng.standard_normal((count, 256)).astype(np.float32)
-    start = rng.standard_normal((count, 128)).astype(np.float32)
-    weight = 1 + 0.3 * rng.standard_normal(128).astype(np.float32)
+    x = normal(rng, count, 256)
+    start = normal(rng, count, 128)
+    weight = 1 + 0.3 * normal(rng, 128)
     producer, consumer = (
         upload(device, rng.standard_normal(size) / 8, "bfloat16")
         for size in ((128, 256), (48, 128))
@@ -156,7 +169,7 @@ def test_linear_with_folded_norm_equals_norm_between_products(
     np.testing.assert_allclose(whole, wanted, atol=5e-5)
     for rows in map(slice, (0, count - 1, 3, 20, 1), (1, count, 12, 37, 66)):
         assert same_bits(run(rows)[0], whole[rows].copy())
-    monkeypatch.setattr("graft.models.llm.kernel_library._MMA_MIN_BLOCKS", 4)
+    monkeypatch.setattr(MIN_BLOCKS, 4)
     assert same_bits(run(slice(0, 40))[0], whole[:40].copy())
 
 
@@ -170,14 +183,14 @@ def test_fused_qkv_equals_linear_and_rope_and_store(
     with padding, rows of a draft tree and positions that are not allocated."""
     kernels = ModelKernels(device, "warp", activations)
     rng = np.random.default_rng(dim)
-    w = rng.standard_normal((4 * dim, 128)).astype(np.float32)
+    w = normal(rng, 4 * dim, 128)
     interleaved = w.reshape(4, 2, dim // 16, 8, 128).swapaxes(1, 2).reshape(w.shape)
     slots = [1, 0, 1, -1, 1, 2, 0, 1] + 12 * [0]
     pos = [17, 4, 18, 3, -1, 2, 1000, 29, *range(20, 32)]
     tree = np.array([0, 0, 5, *17 * [0]], np.uint64)
     found = []
     for blocks, count in ((128, 8), (128, 20), (1, 20)):
-        monkeypatch.setattr("graft.models.llm.kernel_library._MMA_MIN_BLOCKS", blocks)
+        monkeypatch.setattr(MIN_BLOCKS, blocks)
         x = upload(device, np.random.default_rng(3).standard_normal((20, 128))[:count])
         rows = replace(
             make_rows(device, [0] * count, slots[:count], pos[:count]),
@@ -247,7 +260,7 @@ def test_linear_adds_residual_in_place_and_copies_result(kernels, lane, rows, in
     device = kernels.device
     x = rng.integers(-8, 9, (rows, inner)) / 8
     w = rng.integers(-8, 9, (16, inner)) / 8
-    start = rng.standard_normal((rows, 16)).astype(np.float32)
+    start = normal(rng, rows, 16)
     stream = upload(device, start)
     wide = upload(device, np.full((rows, 48), 7.0))
     x_device = upload(device, x)
@@ -267,7 +280,7 @@ def test_linear_is_row_invariant(kernels, lane, columns, inner):
     """A row has the same bits alone and among 2 to 18 or 40 rows."""
     rng = np.random.default_rng(inner)
     device = kernels.device
-    x = rng.standard_normal((40, inner)).astype(np.float32)
+    x = normal(rng, 40, inner)
     w = upload(device, rng.standard_normal((columns, inner)), "bfloat16")
     whole = run_linear(kernels, lane, upload(device, x), w)
     for rows in range(1, 19):
@@ -279,9 +292,9 @@ def test_linear_is_row_invariant(kernels, lane, columns, inner):
 @pytest.mark.parametrize("width", [1, 48, 100, 600])
 def test_norm_equals_rms_norm(kernels, lane, width):
     rng = np.random.default_rng(width)
-    x = rng.standard_normal((6, width)).astype(np.float32) * 10
+    x = normal(rng, 6, width) * 10
     x[2] = 0
-    w = rng.standard_normal(width).astype(np.float32)
+    w = normal(rng, width)
     out = kernels.device.zeros((6, width), "float32")
     kernels.norm(lane, upload(kernels.device, x), upload(kernels.device, w), 1e-5, out)
     wanted = numpy_llama.rms_norm(x.astype(np.float64), w, 1e-5)
@@ -352,7 +365,7 @@ def test_rope_and_store_rotates_queries_and_writes_cache(
     slots = [1, 0, 1, -1, 1, 2, 0, 1]
     pos = [17, 4, 0, 3, -1, 2, 1000, 29]
     live = [0, 1, 2, 7]
-    qkv = rng.standard_normal((8, heads + 2 * kv_heads, dim)).astype(np.float32)
+    qkv = normal(rng, 8, heads + 2 * kv_heads, dim)
     rows = make_rows(device, [0] * 8, slots, pos)
     rope_table = upload(device, Rope(theta=100.0).table(kv.positions, dim))
     on_device = upload(device, qkv.reshape(8, -1))
@@ -393,10 +406,7 @@ def test_attention_equals_causal_softmax(kernels, lane, stream, heads, kv_heads,
     rng = np.random.default_rng(dim)
     kv = make_kv(device, kv_heads, dim)
     length = {0: 40, 2: 200}
-    keys, values = (
-        {s: rng.standard_normal((n, kv_heads, dim)).astype(np.float32) for s, n in length.items()}
-        for _ in range(2)
-    )
+    keys, values = ({s: normal(rng, n, kv_heads, dim) for s, n in length.items()} for _ in range(2))
     for step in range(0, 200, 24):  # interleaved growth: pages of both slots mix
         for s, n in length.items():
             assert kv.allocate(s, min(step + 24, n))
@@ -406,7 +416,7 @@ def test_attention_equals_causal_softmax(kernels, lane, stream, heads, kv_heads,
         fill_cache(device, kv, s, keys[s], values[s])
     slots = [0, 2, 2, 2, 2, 0, -1, 2, 2, 0]
     pos = [0, 30, 31, 32, 199, 39, 5, -1, 127, 10**6]
-    qkv = 3 * rng.standard_normal((10, heads + 2 * kv_heads, dim)).astype(np.float32)
+    qkv = 3 * normal(rng, 10, heads + 2 * kv_heads, dim)
     out = device.from_host(np.full((10, heads * dim), 9, np.float32))
     rows = make_rows(device, [0] * 10, slots, pos)
     kernels.attention(lane, upload(device, qkv.reshape(10, -1)), rows, kv, 1, heads, out)
@@ -451,9 +461,9 @@ def test_eagle_input_concatenates_normed_embedding_and_feature(
     """The residual stream is the hidden state or its norm, also in place."""
     device = kernels.device
     rng = np.random.default_rng(4)
-    table = rounded(rng.standard_normal((9, 50)).astype(np.float32), "bfloat16")
-    hidden = rng.standard_normal((4, 50)).astype(np.float32)
-    norms = rng.standard_normal((2, 50)).astype(np.float32)
+    table = rounded(normal(rng, 9, 50), "bfloat16")
+    hidden = normal(rng, 4, 50)
+    norms = normal(rng, 2, 50)
     g = upload(device, hidden)
     stream_out = g if in_place else device.zeros((4, 50), "float32")
     x = device.zeros((4, 100), "float32")
