@@ -28,8 +28,8 @@ PROBE_LIMIT_S = 30.0
 #: Packages that call NVIDIA's driver directly and cannot run on the soft device.
 GUARDED = ("cupy", "torch.cuda")
 
-#: Program of the probe. It runs in a child process, because a driver that is loaded here would
-#: take the place of the soft device.
+#: Program of the probe. It runs in a child process, because loading NVIDIA's driver in this process
+#: would prevent loading the soft device later.
 PROBE = """
 import ctypes, json
 cuda = ctypes.CDLL("libcuda.so.1")
@@ -68,7 +68,8 @@ def run_python_child(
     Returns
     -------
     (str, str)
-        Standard output and "", or "" and the reason why the child failed.
+        Standard output of the child and an empty string; if the child failed, an empty string and
+        the reason.
     """
     try:
         child = subprocess.run(
@@ -94,8 +95,9 @@ def probe_cuda() -> tuple[dict[str, Any], str]:
     Returns
     -------
     (dict, str)
-        The driver's ``status`` (of cuInit), ``version`` and names of its ``devices``, empty if no
-        driver was found; and "" if a device is available, otherwise the reason why none is.
+        Properties of the driver, and the reason why no device is available ("" if one is). The
+        properties are ``status`` (the result of cuInit), ``version`` and ``devices`` (their names).
+        They are empty if no driver was found.
     """
     output, reason = run_python_child("-I", "-S", "-c", PROBE, limit_s=PROBE_LIMIT_S)
     if reason:
@@ -109,7 +111,7 @@ def probe_cuda() -> tuple[dict[str, Any], str]:
 
 
 def choose(kind: str) -> tuple[str, str]:
-    """Resolve a device kind.
+    """Select the driver for a requested device kind.
 
     Parameters
     ----------
@@ -119,7 +121,7 @@ def choose(kind: str) -> tuple[str, str]:
     Returns
     -------
     (str, str)
-        "cuda" or "soft", and the reason why "auto" did not select CUDA ("" otherwise).
+        "cuda" or "soft", and the reason why "auto" selected the soft device ("" if it did not).
 
     Raises
     ------
@@ -172,7 +174,7 @@ def _check_no_other_driver(path: Path) -> None:
 
 
 class _ImportGuard(importlib.abc.MetaPathFinder):
-    """Raise a clear error for imports that would otherwise fail in the soft device."""
+    """Raise a clear error for imports of packages that cannot run on the soft device."""
 
     def find_spec(
         self, fullname: str, path: Sequence[str] | None, target: ModuleType | None = None

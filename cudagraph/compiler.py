@@ -24,17 +24,17 @@ from graft.native import _native
 from graft.native.softcuda.compile import KernelCompileError, compile_cpu, included_files
 
 KERNELS = Path(__file__).resolve().parent / "kernels"
-#: Folder that contains graft's packages. Kernels include headers of other packages relative to it:
-#: ``#include "sampling/kernels/slot.cuh"``.
+#: Folder that contains graft's packages. Kernels include headers of other packages by their path
+#: relative to this folder, such as ``#include "sampling/kernels/slot.cuh"``.
 INCLUDE_ROOT = KERNELS.parents[1]
 
 
 def cache_folder() -> Path:
-    """Return the folder for compiled kernels: $GRAFT_CACHE, otherwise ~/.cache/graft.
+    """Return the folder for compiled kernels: $GRAFT_CACHE, or ~/.cache/graft if that is not set.
 
-    Files in this folder are loaded and executed. A folder that belongs to another user, is
-    writable for others, or cannot be written is therefore replaced by a private temporary folder,
-    with a warning.
+    Files in this folder are loaded and executed. If the folder belongs to another user or others
+    may write to it, a private temporary folder is therefore used instead, with a warning. The same
+    happens if the folder cannot be written.
     """
     configured = os.environ.get("GRAFT_CACHE") or os.path.expanduser("~/.cache/graft")
     return _usable_folder(Path(configured))
@@ -72,7 +72,7 @@ def nvrtc_options(
     path
         Source file; its folder is added to the include path.
     defines
-        Macros.
+        Values of macros, by name.
     """
     folders = include_folders(None if path is None else Path(path).parent)
     macros = [f"-D{key}={value}" for key, value in sorted((defines or {}).items())]
@@ -98,9 +98,9 @@ class KernelSource:
     name
         Name in error messages.
     defines
-        Macros.
+        Values of macros, by name.
     folder
-        Folder for ``#include "..."``, in addition to graft's own kernels; None for none.
+        Additional folder in which ``#include "..."`` searches for headers, or None.
     """
 
     text: str
@@ -162,14 +162,16 @@ def _compile_cuda(context: Context, source: KernelSource) -> LoadedModule:
         raise KernelError(
             f"{name}: compiling for CUDA needs CuPy (pip install graft-cuda[cuda13])"
         ) from error
-    # CuPy's cache key does not cover included files: put their digest into the source.
+    # CuPy's cache key covers the source but not the files that it includes. A digest of these files
+    # in the source makes CuPy compile the kernel again when a header has changed.
     digest = _digest_of_includes(source)
     text = f'// includes: {digest}\n#line 1 "{name}"\n{source.text}'
     path = None if source.folder is None else source.folder / name
     options = tuple(nvrtc_options(path, source.defines))
     try:
         with cupy.cuda.Device(context.ordinal):
-            # Keep the Module itself: RawModule holds it only in a cache that may be cleared.
+            # Keep the Module and not the RawModule: a RawModule refers to its Module only through a
+            # cache that may be cleared.
             module = cupy.RawModule(code=text, options=options, backend="nvrtc").module
     except cupy.cuda.compiler.CompileException as error:
         raise KernelError(f"kernel source {name!r} does not compile:\n{error}") from error

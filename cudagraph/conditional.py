@@ -1,10 +1,11 @@
-"""Conditional nodes: IF and WHILE bodies that run when a kernel sets a condition.
+"""Conditional nodes: IF and WHILE nodes, whose bodies run depending on a condition.
 
-A :class:`Condition` is a 32-bit value. Kernels set it with
-``cudaGraphSetConditional(handle, value)`` (``#include "conditional.cuh"``); the condition is passed
-to them as an ``unsigned long long`` argument. The driver allows kernels, copies, fills, child
-graphs and nested conditionals in a body. Other nodes, host work in particular, raise
-:class:`OptionError` when they are added.
+A condition is a 32-bit value on the device. A kernel sets it with
+``cudaGraphSetConditional(handle, value)`` (``#include "conditional.cuh"``). The handle is a
+:class:`Condition`, which is passed to the kernel as an ``unsigned long long`` argument.
+
+The driver allows kernels, copies, fills, child graphs and nested conditionals in a body. Adding
+another node, such as host work, raises :class:`OptionError`.
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ CONDITION_LIMIT = 1 << 32
 
 
 class Condition(int):
-    """Handle of a condition; an ``unsigned long long`` argument of the kernels that set it.
+    """Handle of a condition. Kernels that set it receive it as an ``unsigned long long`` argument.
 
     Attributes
     ----------
@@ -44,7 +45,8 @@ def condition(
     graph
         Graph or body that will contain the conditional node.
     default
-        Value at the start of each replay. None: the value at the end of the previous replay.
+        Value of the condition at the start of each replay. If None, each replay starts with the
+        value from the end of the previous one.
     name
         Name for error messages.
     """

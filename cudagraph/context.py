@@ -27,7 +27,7 @@ RELEASE_POLL_S = 0.002
 
 
 class Context:
-    """The primary context of one device, retained once and never reset.
+    """The primary context of one device. It is retained when the device is opened and never reset.
 
     Parameters
     ----------
@@ -72,7 +72,13 @@ class Context:
             set_context(context)
 
     def attribute(self, name: str) -> int:
-        """Return a device attribute by its name in the driver, without CU_DEVICE_ATTRIBUTE_."""
+        """Return a device attribute.
+
+        Parameters
+        ----------
+        name
+            Name of the CUdevice_attribute without the prefix ``CU_DEVICE_ATTRIBUTE_``.
+        """
         attribute = getattr(cu.CUdevice_attribute, f"CU_DEVICE_ATTRIBUTE_{name}")
         return int(call(cu.cuDeviceGetAttribute, attribute, self._handle))
 
@@ -111,15 +117,18 @@ class Context:
     ) -> None:
         """Enqueue a copy or fill and wait until it has finished.
 
-        It runs on a dedicated stream. The legacy NULL stream is not ordered with non-blocking
-        streams, and a pageable copy on it may return before the data has arrived.
+        The operation runs on a dedicated stream. The legacy NULL stream cannot be used, because it
+        is not ordered with non-blocking streams and a copy from pageable memory on it may return
+        before the data has arrived.
 
         Parameters
         ----------
         buffers
             Memory that the operation uses. It is kept alive if the wait is interrupted.
-        function, args
-            Driver function and its arguments, without the stream, which is its last argument.
+        function
+            Driver function that enqueues the operation.
+        args
+            Arguments of the function except the last one, which is the stream.
         """
         with self._lock:
             if self._transfer_stream is None:
@@ -130,7 +139,7 @@ class Context:
         try:
             wait_streams([stream.handle], None, "transfers")
         except BaseException:
-            # Ctrl-C ends the wait, not the copy: its memory must not be reused.
+            # Ctrl-C interrupts the wait but not the operation, which still accesses the buffers.
             self._interrupted_transfers.append(buffers)
             raise
 
@@ -150,7 +159,7 @@ class Context:
 
 
 def wait_streams(handles: list[int], timeout_s: float | None, subject: str) -> None:
-    """Poll until every stream has been idle once.
+    """Wait until every stream has been idle once. The wait polls and can be interrupted by Ctrl-C.
 
     Parameters
     ----------
@@ -159,7 +168,12 @@ def wait_streams(handles: list[int], timeout_s: float | None, subject: str) -> N
     timeout_s
         Time limit in seconds; None: no limit.
     subject
-        Subject of the error message.
+        Name of the streams in the error message.
+
+    Raises
+    ------
+    DeadlineError
+        A stream was busy for ``timeout_s`` seconds.
     """
     prepare_driver_call("cuStreamQuery")
     finished, code = _native.wait_streams(handles, timeout_s)

@@ -1,7 +1,7 @@
 """Structs and constants of a C header, parsed from its text.
 
-Records that kernels and host share are thus declared once, in the header. The parser supports
-``#define NAME 3`` and structs of 32- and 64-bit scalars and arrays of them.
+Structs that kernels and host code share need to be declared only once, in the header. The parser
+supports ``#define NAME 3`` and structs of 32- and 64-bit scalars and arrays of them.
 """
 
 from __future__ import annotations
@@ -30,13 +30,13 @@ _COMMENT = re.compile(r"//[^\n]*")
 
 @functools.cache
 def read_numbers(path: Path) -> dict[str, int]:
-    """Return the value of every ``#define`` of an integer by name."""
+    """Return the values of all macros of a header that are defined as an integer, by name."""
     return {name: int(value) for name, value in _NUMBER.findall(path.read_text())}
 
 
 @functools.cache
 def read_struct(path: Path, name: str) -> np.dtype:
-    """Return the NumPy dtype of a struct, with the alignment of C.
+    """Return the NumPy dtype of a struct of a header, with the alignment and padding of C.
 
     Raises
     ------

@@ -82,7 +82,7 @@ class Device(Context):
     compute_capability : tuple of int
         Major and minor version.
     multiprocessor_count : int
-        Number of multiprocessors; for the soft device, of worker threads.
+        Number of multiprocessors. The soft device counts its worker threads as multiprocessors.
     fallback_reason : str
         Reason why "auto" selected the soft device; "" otherwise.
     """
@@ -98,7 +98,10 @@ class Device(Context):
         self.multiprocessor_count = self.attribute("MULTIPROCESSOR_COUNT")
 
     def describe(self) -> str:
-        """Return one line about the device and, after a fallback, why it is not CUDA."""
+        """Describe the device in one line.
+
+        If "auto" selected the soft device, the line also says why CUDA is not available.
+        """
         count = self.multiprocessor_count
         if self.kind == "soft":
             line = f"soft device on {count} CPU workers (no GPU; its timings are not GPU timings)"
@@ -143,7 +146,10 @@ class Device(Context):
         return PinnedArray(self, shape, dtype)
 
     def load(self, path: str | Path, defines: Mapping[str, object] | None = None) -> KernelModule:
-        """Compile and load a kernel source file, once per path and macros in this process."""
+        """Compile and load a kernel source file.
+
+        A source that is loaded already, with the same macros, is not loaded again.
+        """
         return load(self, path, defines)
 
     def stats(self) -> dict[str, int | dict[str, int]]:
@@ -157,7 +163,7 @@ class Device(Context):
 
 
 def _at_exit() -> None:
-    """Prevent further threads from entering Python, then print unreported failures."""
+    """Stop host work from entering Python, then print host-step failures that were never raised."""
     _native.close_gate(EXIT_LIMIT_S)
     failures = _native.take_unreported_failures()
     for node, replay, exception, message in failures[:MAX_PRINTED_FAILURES]:

@@ -1,4 +1,4 @@
-"""Conversion of a graph to DOT for Graphviz. Edges between lanes are highlighted."""
+"""Conversion of a graph to Graphviz's DOT language. Edges between lanes are highlighted."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 
 from graft.cudagraph.nodes import Node
 
-#: By kind of node: fill and stroke colour.
+#: Fill and stroke colours, by node kind.
 COLOURS: Mapping[str, tuple[str, str]] = {
     "kernel": ("#dbeafe", "#2563eb"),
     "copy": ("#dcfce7", "#16a34a"),
@@ -25,18 +25,18 @@ _LANE_CROSSING = "#dc2626"
 def dot(
     name: str, lanes: Sequence[str], nodes: Sequence[Node], edges: Sequence[tuple[int, int]]
 ) -> str:
-    """Return a graph as DOT.
+    """Return a graph in Graphviz's DOT language.
 
     Parameters
     ----------
     name
         Name of the graph.
     lanes
-        Names of the lanes; each one becomes a cluster.
+        Names of the lanes. Each lane becomes a cluster.
     nodes
-        Nodes; their ids in DOT are ``n<index>``.
+        Nodes of the graph. Their ids in DOT are ``n<index>``.
     edges
-        Indices of the nodes: from, to.
+        Pairs of node indices (from, to).
     """
     lines = [f"digraph {_quoted(name)} {{", '  node [shape=box, style="filled,rounded"];']
     for i, lane in enumerate(lanes):

@@ -1,8 +1,9 @@
-"""Checked driver calls.
+"""Checked calls of the CUDA driver API.
 
-All driver calls of graft's Python code go through :func:`call`. It sets the primary context of the
-thread, refuses calls from inside host functions, and converts result codes to
-:class:`DeviceError`. ``cuda.bindings`` releases the GIL in every call.
+All driver calls of graft's Python code go through :func:`call`. It makes the device's primary
+context current on the calling thread and raises :class:`DeviceError` if the driver returns an
+error code. It also raises an error on a thread that is inside a host function, because CUDA allows
+no driver calls there. ``cuda.bindings`` releases the GIL during every call.
 """
 
 from __future__ import annotations
@@ -30,7 +31,11 @@ _local = threading.local()
 
 
 def _after_fork() -> None:
-    """Refuse driver calls in a forked child. Its reaper thread does not exist: wait for nothing."""
+    """Refuse driver calls in a forked child.
+
+    The child has no reaper thread. Closing the native gate makes ``flush()`` return at once instead
+    of waiting for that thread.
+    """
     global _forked
     _forked = True
     _native.close_gate(0.0)
@@ -40,7 +45,7 @@ os.register_at_fork(after_in_child=_after_fork)
 
 
 def set_context(context: Any, reopen: Callable[[], None] | None = None) -> None:
-    """Set the primary context that all threads of graft use.
+    """Set the primary context, which every thread makes current before a driver call.
 
     Parameters
     ----------
@@ -60,16 +65,19 @@ def is_current() -> bool:
 
 
 def set_error_detail_source(source: Callable[[bool], str]) -> None:
-    """Set the function that returns the soft device's details on an error.
+    """Register the function that returns the soft device's explanation of an error.
 
-    It is called with True after a fault, and with False after any other failed call.
+    The explanation becomes part of the error message. The function is called with True after a
+    fault, and with False after any other failed call.
     """
     global _error_detail
     _error_detail = source
 
 
 def prepare_driver_call(api: str) -> None:
-    """Set the primary context of this thread, or raise if the thread must not call the driver.
+    """Make the primary context current on the calling thread.
+
+    Call this before driver calls that do not go through :func:`call`.
 
     Parameters
     ----------
@@ -117,7 +125,7 @@ def check(api: str, results: tuple) -> Any:
     Returns
     -------
     object
-        None without values, the value itself if there is one, otherwise a tuple.
+        None if the call returns no value, the value if it returns one, otherwise a tuple.
     """
     check_code(api, int(results[0]))
     values = results[1:]

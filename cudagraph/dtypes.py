@@ -1,4 +1,7 @@
-"""Element types by name, including floats that NumPy lacks or stores as bits."""
+"""Element types by name, including bfloat16 and float8.
+
+NumPy has no such types. Host arrays of them have an unsigned integer dtype and contain the bits.
+"""
 
 from __future__ import annotations
 
@@ -10,7 +13,7 @@ from graft.cudagraph.errors import ShapeError
 #: 8-bit float with four exponent and three mantissa bits. It has no infinity, one NaN per sign, and
 #: a maximum of 448.
 E4M3 = "float8_e4m3fn"
-#: Types that NumPy lacks, and the integers that store their bits.
+#: Unsigned integer types that store the bits of types that NumPy lacks.
 _STORED_AS_BITS = {"bfloat16": "uint16", E4M3: "uint8"}
 _NAMES = (
     "float32",
@@ -41,7 +44,7 @@ def itemsize(name: str) -> int:
 
 
 def dtype_name(dtype: DTypeLike) -> str:
-    """Return graft's name of a NumPy dtype; raise ShapeError if there is none."""
+    """Return graft's name of a NumPy dtype; raise ShapeError if the dtype is not supported."""
     name = np.dtype(dtype).name
     if name not in DTYPES:
         raise ShapeError(f"NumPy dtype {name} is not one of {', '.join(DTYPES)}")
@@ -49,7 +52,7 @@ def dtype_name(dtype: DTypeLike) -> str:
 
 
 def to_float32(array: NDArray, dtype: str) -> NDArray[np.float32]:
-    """Convert an array in the storage type of ``dtype`` to float32; exact for all floats."""
+    """Convert an array in the storage type of ``dtype`` to float32; exact for all float types."""
     if array.dtype != numpy_dtype(dtype):
         raise ShapeError(f"a {dtype} array is stored as {numpy_dtype(dtype)}, not {array.dtype}")
     if dtype == "bfloat16":
@@ -76,8 +79,8 @@ def from_float32(array: NDArray, dtype: str) -> NDArray:
 def _to_bfloat16(values: NDArray[np.float32]) -> NDArray[np.uint16]:
     bits = values.view(np.uint32)
     # Adding 0x7fff plus the lowest kept bit carries into the kept half exactly if rounding to
-    # nearest even rounds up. For a NaN the carry could produce infinity or zero: a NaN is truncated
-    # and made quiet instead.
+    # nearest even rounds up. For a NaN the carry could produce infinity or zero. A NaN is therefore
+    # truncated and made quiet.
     lowest_kept_bit = (bits >> 16) & 1
     rounded = ((bits.astype(np.uint64) + 0x7FFF + lowest_kept_bit) >> 16).astype(np.uint16)
     quiet_nan = ((bits >> 16) | 0x40).astype(np.uint16)
@@ -99,7 +102,7 @@ def _to_e4m3(values: NDArray[np.float32]) -> NDArray[np.uint8]:
 
 
 def _e4m3_values() -> NDArray[np.float32]:
-    """Return the values of all 256 codes."""
+    """Return the float32 values of all 256 E4M3 codes."""
     code = np.arange(256)
     exponent = (code >> 3) & 15
     mantissa = code & 7

@@ -8,18 +8,18 @@ class GraftError(Exception):
 
 
 class DeviceError(GraftError):
-    """A driver call failed, or the device cannot be opened or used this way.
+    """A driver call failed, the device cannot be opened, or a call is not allowed on the device.
 
     Attributes
     ----------
     api : str
         Name of the driver function; "" if no call was made.
     code : int
-        Result of the call, 0 if no call was made.
+        Result code of the call; 0 if no call was made.
     code_name : str
-        Name of the result, such as ``CUDA_ERROR_OUT_OF_MEMORY``.
+        Name of the result code, such as ``CUDA_ERROR_OUT_OF_MEMORY``.
     detail : str
-        Description by the driver.
+        The driver's description of the error.
     """
 
     def __init__(
@@ -37,7 +37,7 @@ class SoftImportError(DeviceError, ImportError):
 
 
 class KernelError(GraftError):
-    """A kernel does not compile, does not exist, or received invalid arguments."""
+    """A kernel does not compile, does not exist, or was given invalid arguments."""
 
 
 class ShapeError(GraftError):
@@ -45,7 +45,7 @@ class ShapeError(GraftError):
 
 
 class OptionError(GraftError):
-    """An option has an invalid value, or calls cannot be combined."""
+    """An argument has an invalid value, or the state of the object does not allow the call."""
 
 
 class DeadlineError(GraftError):
@@ -53,14 +53,14 @@ class DeadlineError(GraftError):
 
 
 class HostWorkError(GraftError):
-    """A host step failed. If it raised a Python exception, that is the ``__cause__``.
+    """A host step failed. If it raised a Python exception, the exception is the ``__cause__``.
 
     Attributes
     ----------
     node : str
         Name of the host step.
     replay : int
-        Number of the replay, from 1; 0 for work enqueued on a stream.
+        Number of the replay, from 1; 0 for host work that was enqueued on a stream.
     """
 
     def __init__(self, message: str, *, node: str, replay: int) -> None:

@@ -20,12 +20,14 @@ from graft.cudagraph.stacks import describe_running
 from graft.cudagraph.streams import Stream
 from graft.native import _native
 
-#: Code that the native executable returns after it was closed.
+#: Code that methods of the native executable return after it was closed.
 CLOSED = -1
-#: Maximum number of replaced operand sets that are kept for launches in flight. Beyond it,
-#: `update_kernel` waits for these launches.
+#: Maximum number of replaced sets of kernel operands that are kept for launches in flight. If there
+#: are more, `update_kernel` waits for these launches.
 MAX_REPLACED = 256
+#: CUDA_ERROR_GRAPH_EXEC_UPDATE_FAILURE.
 UPDATE_FAILURE = 910
+#: Interval at which `clear` checks whether work that missed its deadline has returned.
 OVERRUN_POLL_S = 0.001
 
 
@@ -39,7 +41,7 @@ class NodeTable(Protocol):
 
 @runtime_checkable
 class Definition(NodeTable, Protocol):
-    """What an executable uses of its graph definition."""
+    """The attributes of :class:`Graph` that :class:`GraphExec` uses."""
 
     nodes: list[Node]
     status: PinnedArray
@@ -59,16 +61,16 @@ class Definition(NodeTable, Protocol):
 class GraphExec:
     """An executable graph. Created by :meth:`Graph.instantiate`; it may outlive the Graph object.
 
-    Launches of one executable run one after another, on whichever streams they are enqueued.
-    After a host step has failed, later replays skip their host steps and report the failure to
-    kernels through the graph's ``status``, until :meth:`clear` is called.
+    Each launch is one replay. Launches of one executable run one after another, even if they are
+    enqueued on different streams. After a host step has failed, all later host steps are skipped
+    until :meth:`clear` is called. Kernels can read the failure in the graph's ``status``.
 
     Attributes
     ----------
     name : str
-        Name of the definition that the executable runs now.
+        Name of the current definition, which :meth:`update` replaces.
     status : PinnedArray
-        Status words of that definition; see :class:`Graph`.
+        Status words of the current definition; see :class:`Graph`.
     """
 
     def __init__(self, graph: Definition, priorities: bool = False) -> None:
@@ -85,15 +87,15 @@ class GraphExec:
         self._use_definition(graph)
         for payload in self._payloads:
             payload.native.restart()  # replays of this executable are numbered from 1
-        # The driver copies a changed node's parameters and does not own what they refer to. The
-        # executable therefore holds the current operands by node, and the replaced operands until
-        # no launch is in flight.
+        # The driver copies the parameters of a changed node but does not keep the memory alive that
+        # they refer to. The executable therefore holds the owners of the current operands by node,
+        # and the owners of replaced operands until no launch is in flight.
         self._operands: dict[int, object] = {}
         self._replaced_operands: list[object] = []
         self._native.keep((self._operands, self._replaced_operands))
 
     def _use_definition(self, graph: Definition) -> None:
-        """Hold what launches use of the definition that runs from now on."""
+        """Store the objects of the definition that later launches run."""
         self.name = graph.name
         self.status = graph.status
         self._state = graph.state
@@ -101,7 +103,7 @@ class GraphExec:
         self._child_status = graph.child_status
 
     def is_running(self, state: _native.GraphState) -> bool:
-        """Return whether the executable is open and runs the definition with this state."""
+        """Return whether the executable is open and its current definition has this state."""
         return not self._closed and self._state is state
 
     @property
@@ -139,8 +141,9 @@ class GraphExec:
     def update(self, graph: Definition, timeout_s: float | None = None) -> None:
         """Update this executable to another definition of the same topology.
 
-        Waits for earlier launches first, because both definitions number their replays by the same
-        counter. The old definition's records are released, and ``graph`` counts as instantiated.
+        The call first waits for earlier launches, because the host steps of both definitions number
+        their replays by the launches of this executable. Afterwards the executable no longer uses
+        the old definition, and it is the open executable of ``graph``.
 
         Parameters
         ----------
@@ -179,7 +182,15 @@ class GraphExec:
         graph.set_executable(self)
 
     def set_payload(self, payload: Payload, value: object) -> None:
-        """Set the value of a payload of this graph for all later launches."""
+        """Set the value of a payload for all later launches.
+
+        Parameters
+        ----------
+        payload
+            Payload of the current definition, from :meth:`Graph.payload`.
+        value
+            New value; see :class:`Payload`.
+        """
         self._check_open()
         if payload not in self._payloads:
             raise OptionError(f"payload {payload.name!r} does not belong to graph {self.name!r}")
@@ -212,7 +223,7 @@ class GraphExec:
         packed = kernel.pack(args)
         kernel.allow_shared(shared)
         params = kernel_params(KernelLaunch(kernel.function, *dims, shared, packed))
-        # Held before the change is made, so that a concurrent launch is safe.
+        # Hold the new operands before the change, because another thread may launch right after it.
         self._hold_operands(handle, packed.owners)
         prepare_driver_call("cuGraphExecKernelNodeSetParams")
         self._check_outcome(self._native.set_kernel(handle, params.getPtr()))
@@ -224,8 +235,8 @@ class GraphExec:
     ) -> None:
         """Enable or disable a kernel node for later launches.
 
-        The driver cannot disable host nodes. A host step that should do nothing in some replays
-        reads a flag in its payload.
+        The driver cannot disable host nodes. Give a host step that should do nothing in some
+        replays a payload that tells it so.
 
         Parameters
         ----------
@@ -255,7 +266,7 @@ class GraphExec:
         self._operands[node] = owners
 
     def _release_replaced_operands(self) -> None:
-        """Release replaced operands if no launch can use them any more."""
+        """Release replaced operands if no launch is in flight that may use them."""
         replaced = self._replaced_operands
         if len(replaced) > MAX_REPLACED:
             self._wait_or_raise(None)
@@ -276,7 +287,7 @@ class GraphExec:
     def wait(self, timeout_s: float | None = None) -> bool:
         """Wait for the launches made before this call.
 
-        Unlike :meth:`synchronize` it does not raise errors of host steps.
+        Unlike :meth:`synchronize`, this method does not raise the errors of host steps.
 
         Parameters
         ----------
@@ -324,7 +335,7 @@ class GraphExec:
         ------
         DeadlineError
             A launch has not finished within ``timeout_s`` seconds, or mailbox work that missed its
-            deadline is still running: it may write to what the next replay reads.
+            deadline is still running. Such work could write to data that the next replay reads.
         """
         start = time.monotonic()
         self._wait_or_raise(timeout_s)

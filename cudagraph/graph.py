@@ -1,12 +1,13 @@
 """Graph definitions, built explicitly node by node on lanes.
 
-:class:`GraphBase` stores nodes and edges and is what a :class:`GraphLane` adds nodes to. Its
-subclasses are :class:`Graph`, which is instantiated and launched, and :class:`GraphBody`, the body
-of a conditional node inside a graph.
+A :class:`GraphLane` adds nodes to a :class:`Graph`, which is instantiated and launched, or to a
+:class:`GraphBody`, the body of a conditional node inside a graph. Their common base class
+:class:`GraphBase` stores the nodes and edges.
 
-Lifetime: the owner of every address and handle that a node uses is held by a CUDA user object. The
-user object is retained on the graph before the node is added. It lives as long as the definition,
-its executables or launches in flight, and is released with the last of them.
+Lifetime: a node stores raw addresses and handles. The Python object that keeps such an address or
+handle valid is called its owner. Before a node is added, a CUDA user object that holds the owners
+of the node's operands is retained on the graph. The driver releases the user object after the
+definition, its executables and all launches in flight are gone.
 """
 
 from __future__ import annotations
@@ -35,9 +36,9 @@ from graft.cudagraph.streams import Event
 from graft.native import _native
 
 STATUS_WORDS = 16
-#: Version of CUDA since which a graph can be moved into another one: 12.9.
+#: Minimum CUDA version for moving a graph into another graph: 12.9.
 CHILD_MOVE_MIN_CUDA = 12090
-#: Compute capability (major) and version of CUDA that programmatic edges require: 9.0 and 12.3.
+#: Minimum compute capability (major) and CUDA version for programmatic edges: 9.0 and 12.3.
 PROGRAMMATIC_MIN_CAPABILITY = 9
 PROGRAMMATIC_MIN_CUDA = 12030
 #: Kinds of nodes that the driver allows in the body of a conditional, at any depth.
@@ -45,7 +46,7 @@ BODY_NODE_KINDS = frozenset({"kernel", "copy", "fill", "child", "if", "while"})
 
 
 class Attached(NamedTuple):
-    """What the driver node is created with besides the graph and its dependencies.
+    """Values that the creation of a driver node needs besides the graph and the dependencies.
 
     Attributes
     ----------
@@ -54,7 +55,7 @@ class Attached(NamedTuple):
     host_function, host_data
         Function and data of a host node; 0 for other nodes.
     programmatic
-        Whether the node depends on the previous kernel by a programmatic edge.
+        Whether the edge from the previous kernel to this node is programmatic.
     """
 
     user_object: int
@@ -63,10 +64,11 @@ class Attached(NamedTuple):
     programmatic: bool = False
 
 
-#: Retains the owners of a node's operands on a CUgraph. Returns (code, api, user object) and, for
-#: host nodes, function and data.
+#: Function that retains the owners of a node's operands on a CUgraph. It returns the result code,
+#: the name of the driver function that failed, and the fields of `Attached` except `programmatic`.
 Attach = Callable[[int], tuple]
-#: Creates the driver node from a CUgraph, the CUgraphNodes that it depends on, and `Attached`.
+#: Function that creates a driver node and returns its CUgraphNode. Its arguments are the CUgraph,
+#: the CUgraphNodes that the node depends on, and `Attached`.
 Make = Callable[[int, list[Any], Attached], Any]
 
 
@@ -80,33 +82,36 @@ class NodeSpec(NamedTuple):
 
 
 def keep_owners(owners: tuple[object, ...]) -> Attach:
-    """Return the function that retains ``owners`` on a graph."""
+    """Return a function that retains a user object, which holds ``owners``, on a CUgraph."""
     return lambda graph: _native.attach_keep(graph, owners)
 
 
 class GraphBase(ABC):
-    """Nodes and edges of a graph or of a conditional body; lanes add to it.
+    """Base class of graphs and conditional bodies, which stores their nodes, edges and lanes.
 
     Parameters
     ----------
     context
-        Device.
+        Device that runs the graph.
     name
         Name for error messages and drawings.
     status
-        Status words, see :class:`Graph`.
+        Status words of the graph; a body has the status words of the graph that contains it. See
+        :class:`Graph`.
     state
-        Native state that the host steps of the whole graph share.
+        Native object that numbers the replays of the graph and stores its first failure. A body has
+        the state of the graph that contains it.
 
     Attributes
     ----------
     nodes : list of Node
+        Nodes in the order in which they were added.
     edges : list of (int, int)
-        Indices of the nodes: from, to.
+        Pairs of node indices. The second node of a pair depends on the first one.
     programmatic : bool
-        Whether kernels may depend on the previous kernel by a programmatic edge.
+        Whether an edge between two kernels may be programmatic.
     child_graphs : dict of int to Graph
-        Graphs that were moved in as child nodes, by node index.
+        Graphs that were moved into this one, by the index of their child-graph node.
     """
 
     def __init__(
@@ -121,14 +126,15 @@ class GraphBase(ABC):
         self.programmatic = False
         self.child_graphs: dict[int, Graph] = {}
         self._node_handles: list[Any] = []
-        # By lane name: the nodes that the lane's next node depends on. GraphLane objects only refer
-        # to this table, so that a dropped graph is freed at once and forms no reference cycle.
+        # Indices of the nodes that the lane's next node depends on, by lane name. The table is here
+        # and not in GraphLane, so that a graph refers to no lane and a dropped graph is freed at
+        # once, without a reference cycle.
         self._tails: dict[str, tuple[int, ...]] = {}
-        # Lanes whose next node depends on exactly one kernel of the lane and on no mark.
+        # Names of lanes whose next node depends on exactly one kernel of the lane and on no mark.
         self._kernel_tails: set[str] = set()
-        # Nodes at either end of a programmatic edge.
+        # Indices of the nodes at either end of a programmatic edge.
         self._programmatic_nodes: set[int] = set()
-        # Serialises edits of the definition. Never held while waiting for host work.
+        # Serializes edits of the definition. Never held while waiting for host work.
         self._lock = threading.RLock()
 
     @property
@@ -139,7 +145,7 @@ class GraphBase(ABC):
     @property
     @abstractmethod
     def root(self) -> Graph:
-        """The graph that contains this body; for a graph, itself."""
+        """The graph that contains this body, or the graph itself."""
 
     @abstractmethod
     def check_node_kind(self, kind: str, name: str, child: Graph | None = None) -> None:
@@ -152,15 +158,18 @@ class GraphBase(ABC):
         name
             Name of the node.
         child
-            The graph to be moved in, if the node is a child graph.
+            Graph to be moved in, if the node is a child graph.
         """
 
     def check_open(self) -> None:
-        """Raise OptionError if the graph is closed or was moved into another one."""
+        """Raise OptionError if the graph is closed or was moved into another graph."""
         _ = self.handle
 
     def lane(self, name: str) -> GraphLane:
-        """Return the lane with this name. A new lane starts at the start of the graph."""
+        """Return the lane with this name; create it if it does not exist.
+
+        The first node of a lane depends on no other node.
+        """
         with self._lock:
             self._tails.setdefault(name, ())
         return GraphLane(self, name)
@@ -177,7 +186,7 @@ class GraphBase(ABC):
             yield self.handle
 
     def node_index(self, handle: int) -> int | None:
-        """Return the index of the node with this CUgraphNode handle; None if there is none."""
+        """Return the index of the node with this CUgraphNode handle, or None."""
         for index, node_handle in enumerate(self._node_handles):
             if int(node_handle) == handle:
                 return index
@@ -191,7 +200,8 @@ class GraphBase(ABC):
         node
             Entry of `nodes`, or the name of a node.
         action
-            What the node is needed for; used in error messages.
+            Verb phrase for error messages that says what the caller wants to do with the node, such
+            as "change the".
         kind
             Required kind of the node.
 
@@ -236,8 +246,8 @@ class GraphBase(ABC):
     ) -> int:
         """Add a node at the end of a lane.
 
-        The owners of the node's operands are retained first, and released if the driver rejects
-        the node.
+        The owners of the node's operands are retained on the graph before the node is added, and
+        released if the driver rejects the node.
 
         Parameters
         ----------
@@ -246,12 +256,12 @@ class GraphBase(ABC):
         lane
             Name of the lane.
         attach
-            Retains the owners of the operands.
+            Function that retains the owners of the operands.
         make
-            Creates the driver node.
+            Function that creates the driver node.
         waits_for_previous
-            Whether the node is a kernel that calls ``wait_for_previous_kernel()`` and may therefore
-            depend on the previous kernel by a programmatic edge.
+            Whether the node is a kernel that calls ``wait_for_previous_kernel()``. Only then may
+            the edge from the previous kernel be programmatic.
 
         Returns
         -------
@@ -305,7 +315,7 @@ class GraphBase(ABC):
                 raise
 
     def add_child(self, child: Graph, lane: str, name: str | None) -> None:
-        """Move another graph into this one as one node; see :meth:`GraphLane.child`."""
+        """Move another graph into this one as a single node; see :meth:`GraphLane.child`."""
         if not isinstance(child, Graph):
             raise OptionError(f"{child!r} is not a Graph")
         name = name or child.name
@@ -322,8 +332,8 @@ class GraphBase(ABC):
             raise OptionError(f"graph {child.name!r} cannot be moved into {self.name!r}: {reason}")
         child.wait_for_earlier_launches()
         with child.editing(), self.editing():
-            # The child's kernels read its status words, which report failures of the parent from
-            # now on.
+            # The child's kernels keep reading the child's status words. From now on failures of the
+            # parent are stored there as well.
             index = self.add(
                 "child",
                 name,
@@ -335,7 +345,10 @@ class GraphBase(ABC):
             self.child_graphs[index] = child
 
     def tail(self, lane: str) -> tuple[int, ...]:
-        """Return the nodes that the next node of a lane depends on, and mark this point."""
+        """Return the nodes that the lane's next node depends on, for a mark at this point.
+
+        The next edge of the lane is an ordinary one, because a mark is now before it.
+        """
         with self._lock:
             self._kernel_tails.discard(lane)
             return self._tails[lane]
@@ -356,7 +369,7 @@ class GraphBase(ABC):
 
 
 def _driver_moves_graphs() -> bool:
-    """Return whether driver and bindings can move a graph into another one."""
+    """Return whether the driver and ``cuda.bindings`` support moving a graph into another graph."""
     if not hasattr(cu, "CUgraphChildGraphNodeOwnership"):
         return False
     return int(call(cu.cuDriverGetVersion)) >= CHILD_MOVE_MIN_CUDA
@@ -374,8 +387,8 @@ class Graph(GraphBase):
     programmatic
         Enable programmatic dependent launch: a kernel whose source calls
         ``wait_for_previous_kernel()`` is launched while the previous kernel of its lane still runs.
-        This applies only if no mark or other node is between the two kernels. Kernel nodes at such
-        an edge cannot be changed in executables.
+        This applies only if no mark or other node is between the two kernels. The edge between them
+        is then programmatic, and neither kernel node can be changed in executables.
 
     Raises
     ------
@@ -385,16 +398,16 @@ class Graph(GraphBase):
     Attributes
     ----------
     status : PinnedArray
-        int32 [16]. Word 0 is 0, or the reason why a replay failed: 1 a Python host step raised, 2 a
-        native host step failed, 3 the interpreter is shutting down, 4 a mailbox missed its
-        deadline. Word 1 is the number of that replay. The words stay set until
+        int32 [16]. Word 0 is 0, or the reason why a replay failed: 1 a Python host step raised an
+        exception, 2 a native host step failed, 3 the interpreter is shutting down, 4 a mailbox
+        missed its deadline. Word 1 is the number of that replay. The words stay set until
         ``GraphExec.clear()``. Kernels that must do nothing in a failed replay read them.
     payloads : list of Payload
         Payloads of the graph and of the graphs that were moved into it.
     child_status : list of PinnedArray
         Status words of the graphs that were moved into this one.
     unused_conditions : dict of int to str
-        Names of conditions without a conditional node, by handle.
+        Names of the conditions that no conditional node uses yet, by handle.
     """
 
     def __init__(
@@ -436,12 +449,20 @@ class Graph(GraphBase):
         """Accept nodes of every kind."""
 
     def _check_nodes_exist(self) -> None:
-        # The nodes of a moved graph live on in its parent.
+        # The nodes of a graph that was moved still exist in its parent.
         if self._parent_name is None:
             self.check_open()
 
     def moved_into(self, parent: GraphBase, root: Graph) -> None:
-        """Hand ownership and host-side state over to the graph that contains this one now."""
+        """Pass ownership of the CUgraph and the host-side state to the graph that now contains it.
+
+        Parameters
+        ----------
+        parent
+            Graph or body that the child-graph node was added to.
+        root
+            Graph that contains ``parent``, or ``parent`` itself.
+        """
         if self._resource is not None:
             self._resource.disown()
         _native.adopt_state(self.state, root.state)
@@ -466,13 +487,13 @@ class Graph(GraphBase):
         return payload
 
     def wait_for_earlier_launches(self) -> None:
-        """Wait for launches of an earlier executable: their host steps are still being counted."""
+        """Wait for launches of an earlier executable, whose host steps still count their runs."""
         if self._exec is not None:
             self.context.synchronize()
 
     @property
     def worker(self) -> MailboxWorker:
-        """The thread for mailboxes that were added without a worker; started on first use."""
+        """The worker thread of mailboxes that were added without one; started on first use."""
         with self._lock:
             if self._worker is None:
                 self._worker = MailboxWorker(name="mailbox")
@@ -490,8 +511,8 @@ class Graph(GraphBase):
         Raises
         ------
         OptionError
-            An executable of this definition is still open (two executables would share the status
-            words), or a condition has no conditional node.
+            An executable of this definition is still open, with which the new one would share the
+            status words, or a condition has no conditional node.
         DeviceError
             The driver rejected the graph.
         """
@@ -517,7 +538,7 @@ class Graph(GraphBase):
 
     @property
     def executable(self) -> GraphExec | None:
-        """The open executable that runs this definition; None if there is none."""
+        """The open executable of this definition, or None."""
         executable = self._exec() if self._exec is not None else None
         if executable is None or not executable.is_running(self.state):
             return None
@@ -543,8 +564,9 @@ def _check_programmatic(context: Context, name: str) -> None:
 class GraphBody(GraphBase):
     """The body of a conditional node. Created by ``if_``, ``if_else`` and ``while_``.
 
-    It has lanes like a graph. Only kernels, copies, fills, child graphs and further conditionals
-    can be added. Everything that its nodes use lives as long as the graph that contains it.
+    A body has lanes like a graph. Only kernels, copies, fills, child graphs and further
+    conditionals can be added to it. The owners of its nodes' operands are kept alive by the graph
+    that contains the body.
 
     Parameters
     ----------
@@ -573,7 +595,7 @@ class GraphBody(GraphBase):
         return self._root
 
     def check_node_kind(self, kind: str, name: str, child: Graph | None = None) -> None:
-        """Raise OptionError for a node, also of a child graph, that a body cannot contain."""
+        """Raise OptionError if a body cannot contain the node or a node of its child graph."""
         if kind not in BODY_NODE_KINDS:
             raise OptionError(
                 f"{kind} node {name!r} is not allowed in the body of conditional {self.name!r}: "
@@ -593,11 +615,11 @@ class GraphMark:
     Attributes
     ----------
     graph
-        Graph or body of the lane.
+        Graph or body that the lane belongs to.
     name
         Name for error messages.
     nodes
-        Indices of the nodes that a waiting lane depends on.
+        Indices of the nodes that the next node of a waiting lane will depend on.
     """
 
     graph: GraphBase
@@ -623,7 +645,7 @@ class GraphLane:
         name: str | None = None,
         priority: int | None = None,
     ) -> None:
-        """Add a kernel node. Argument values are copied now.
+        """Add a kernel node. The argument values are copied during this call.
 
         Parameters
         ----------
@@ -636,7 +658,7 @@ class GraphLane:
         shared
             Bytes of dynamic shared memory.
         name
-            Node name. Default: that of the kernel.
+            Node name. Default: the kernel's name.
         priority
             Launch priority; lower values run first. It takes effect in executables that were
             instantiated with ``priorities=True``.
@@ -690,9 +712,10 @@ class GraphLane:
     def child(self, child: Graph, *, name: str | None = None) -> None:
         """Move another graph into this one as a single node.
 
-        The child's host steps are numbered, fail and are skipped together with those of this graph.
-        The child can no longer be edited or instantiated. It must not have an open executable.
-        Requires CUDA 12.9, driver and bindings.
+        The child's host steps become host steps of this graph: they have its replay numbers, and a
+        failure in either graph skips the later host steps of both. The child must not have an open
+        executable, and can no longer be edited or instantiated. Requires a driver and
+        ``cuda.bindings`` of CUDA 12.9 or later.
         """
         self.graph.add_child(child, self.name, name)
 
@@ -711,13 +734,13 @@ class GraphLane:
         work
             Callable, PythonWork or NativeWork.
         name
-            Node name. Default: that of the work.
+            Node name. Default: the name of the work.
         spin
-            Whether the driver thread spins while it waits, see
+            Whether the driver's thread spins until the node may run; see
             :func:`~graft.cudagraph.hostwork.hostfunc`.
         payload
-            Payload of this graph. Python work receives its value before the other arguments, native
-            work in place of ``data``.
+            Payload of this graph, or None. Python work receives the payload's value as its first
+            argument; native work receives it in place of ``data``.
         """
         item = as_work(work)
         spinning = resolve_spin(spin)
@@ -749,10 +772,11 @@ class GraphLane:
         output: PinnedArray | None = None,
         name: str | None = None,
     ) -> None:
-        """Add host work that a worker thread runs: a request node and a node that waits for it.
+        """Add host work that a worker thread runs.
 
-        The wait is a batch memory operation of the driver. Use :meth:`spinkernel` on devices
-        without memory operations in graphs.
+        Two nodes are added: one posts a request to the worker thread, the other waits for the
+        answer. The wait is a batch memory operation of the driver. Use :meth:`spinkernel` on
+        devices that do not support memory operations in graphs.
 
         Parameters
         ----------
@@ -761,18 +785,18 @@ class GraphLane:
         worker
             Thread that runs the work. Default: one thread per graph.
         deadline_s
-            Maximum seconds from the request to the end of the work. After the deadline the device
-            wait is released and the replay fails with the name of this step. The executable then
-            accepts no launch until the work has returned.
+            Maximum seconds from the request to the end of the work. If the work takes longer, the
+            device stops waiting and the replay fails with the name of this step. The executable
+            then accepts no launch until the work has returned.
         replay_deadline_s
-            Maximum seconds from the launch to the request; the replay fails if they pass. None: no
-            limit.
+            Maximum seconds from the launch to the request. If it takes longer, the replay fails.
+            None: no limit.
         output
-            Array for the results. The work fills a private buffer (the last argument of a callable,
-            ``current_output()`` of native work), which is copied to ``output`` only if the work
-            ends before the deadline.
+            Array for the results, or None. The work writes to a private buffer, which is copied to
+            ``output`` only if the work ends before the deadline. A callable receives the buffer as
+            its last argument; native work calls ``current_output()``.
         name
-            Node name. Default: that of the work.
+            Node name. Default: the name of the work.
         """
         limits = Limits(deadline_s, replay_deadline_s, deadline_s)
         self._add_mailbox(work, worker, limits, output, name, spinkernel=False)
@@ -788,11 +812,11 @@ class GraphLane:
         output: PinnedArray | None = None,
         name: str | None = None,
     ) -> None:
-        """Add host work like :meth:`mailbox`, with a spinning one-thread kernel as the wait.
+        """Add host work like :meth:`mailbox`, but wait for the answer in a one-thread kernel.
 
-        The kernel ends after ``device_deadline_s`` seconds of the device's clock (default: twice
-        ``deadline_s``), even if no host thread runs any more. It occupies a block slot of a
-        multiprocessor while it waits. The other parameters are those of :meth:`mailbox`.
+        The kernel spins and occupies a block slot of a multiprocessor. It ends after
+        ``device_deadline_s`` seconds of the device's clock (default: twice ``deadline_s``), even if
+        no host thread runs any more. The other parameters are the same as for :meth:`mailbox`.
         """
         device_s = 2.0 * deadline_s if device_deadline_s is None else device_deadline_s
         limits = Limits(deadline_s, replay_deadline_s, device_s)
@@ -829,7 +853,7 @@ class GraphLane:
         self._add_event("event record", event, cu.cuGraphAddEventRecordNode, name)
 
     def wait_event(self, event: Event, *, name: str | None = None) -> None:
-        """Add a node that waits for the event as it was recorded before the replay's launch."""
+        """Add a node that waits for the last record of the event before the replay's launch."""
         self._add_event("event wait", event, cu.cuGraphAddEventWaitNode, name)
 
     def _add_event(
@@ -846,11 +870,11 @@ class GraphLane:
         )
 
     def record(self, name: str | None = None) -> GraphMark:
-        """Mark this point of the lane; on an empty lane it is the start of the graph."""
+        """Return a mark at the end of the lane. On an empty lane it is the start of the graph."""
         return GraphMark(self.graph, name or f"mark on {self.name}", self.graph.tail(self.name))
 
     def wait(self, mark: Any) -> None:
-        """Make the next node of this lane depend on a mark of this graph as well."""
+        """Make the next node of this lane also depend on a mark of another lane of this graph."""
         if not isinstance(mark, GraphMark) or mark.graph is not self.graph:
             name = getattr(mark, "name", mark)
             raise OptionError(

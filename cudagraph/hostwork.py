@@ -1,8 +1,9 @@
 """Host work: Python callables and native functions that run in stream or graph order.
 
-The driver calls both kinds through graft's trampolines (``native/hostwork``). A trampoline owns its
-record, counts its runs and lets no exception propagate into the driver. A host function must not
-call the driver and must not wait for another host function.
+The driver calls both kinds through a native host function of graft, the trampoline
+(``native/hostwork``). It receives a record, which holds the callable or function and keeps its
+operands alive. The trampoline counts the runs and lets no exception propagate into the driver. Host
+work must not call the driver and must not wait for other host work.
 """
 
 from __future__ import annotations
@@ -24,31 +25,31 @@ from graft.native import _native
 CAPTURING = 1
 CAPTURE_INVALID = 2
 INVALIDATED = 901
-#: Usable cores from which spinning is the default: one each for Python, the device, the spinning
-#: thread, and one spare.
+#: Minimum number of usable cores for threads that spin: one core each for Python, the device and
+#: the spinning thread, and one spare.
 MIN_SPIN_CORES = 4
 MAX_ADDRESS = 1 << 64
 
-#: How the driver's thread waits for a host step's turn: blocked (False) or spinning (True; "force"
-#: also with few cores).
+#: How the driver's thread waits until a host step may run: False blocks, True spins, and "force"
+#: spins even if the process has fewer than `MIN_SPIN_CORES` cores.
 Spin = bool | Literal["force"]
-#: A piece of work for the native side: callable or None, arguments, function address, data address.
+#: Work as native code receives it: callable or None, arguments, function address, data address.
 NativeTuple = tuple[object, tuple[object, ...], int, int]
 
 
 class PythonWork:
     """A Python callable with its arguments. It runs on a driver thread, which acquires the GIL.
 
-    The callable should close over NumPy views, not over device objects. An exception that it raises
-    makes later host steps of its replay be skipped, and is raised by the next launch, check or
-    synchronize.
+    The callable should close over NumPy views, not over device objects. If it raises an exception,
+    later host steps of the graph are skipped, and the next call of ``launch()``, ``check()`` or
+    ``synchronize()`` raises HostWorkError with the exception as its cause.
 
     Parameters
     ----------
     fn
         Callable.
     *args
-        Its arguments.
+        Arguments of the callable.
 
     Raises
     ------
@@ -73,7 +74,7 @@ class PythonWork:
 
     @property
     def native(self) -> NativeTuple:
-        """The work as the native side expects it."""
+        """The work as native code receives it."""
         return (self.fn, self.args, 0, 0)
 
 
@@ -105,7 +106,7 @@ class NativeWork:
     data
         Argument of the function.
     keep
-        Owner of ``data``; it lives as long as the work can run.
+        Owner of ``data``. It is kept alive as long as the work can run.
     name
         Name for error messages and drawings.
     """
@@ -129,7 +130,7 @@ class NativeWork:
 
     @property
     def native(self) -> NativeTuple:
-        """The work as the native side expects it."""
+        """The work as native code receives it."""
         return (None, (), self.address, self.data)
 
 
@@ -148,11 +149,11 @@ def as_work(work: HostWork, *args: object) -> PythonWork | NativeWork:
 def hostfunc(stream: StreamLike | int, work: HostWork, *args: object, spin: Spin = False) -> None:
     """Enqueue host work on a stream, to run once after the work enqueued before it.
 
-    On a stream that is capturing a graph, also one of CuPy or torch, the work becomes a host node
-    of the captured graph. It then lives as long as the graph, its executables and their launches,
-    and runs in every replay. After it has failed, the graph's host steps are skipped until the
-    failure has been raised by :func:`check_captured`, ``Stream.synchronize()`` or the next
-    ``hostfunc()``.
+    If the stream is capturing a graph, for example through CuPy or torch, the work becomes a host
+    node of that graph and runs in every replay. It is kept alive as long as the graph, its
+    executables and their launches. After a failure, the host steps of the graph are skipped until
+    :func:`check_captured`, ``Stream.synchronize()`` or the next ``hostfunc()`` has raised the
+    failure.
 
     Parameters
     ----------
@@ -161,16 +162,17 @@ def hostfunc(stream: StreamLike | int, work: HostWork, *args: object, spin: Spin
     work
         Callable, PythonWork or NativeWork.
     *args
-        Arguments of a callable.
+        Arguments of ``work`` if it is a callable.
     spin : bool or "force"
-        Whether the driver's thread spins while it waits for the work's turn. This lowers latency
-        and occupies a core for as long as the driver decides. Requires CUDA 13.2 (otherwise the
-        thread blocks, with a warning) and 4 usable cores, unless forced.
+        Whether the driver's thread spins until the work may run. Spinning lowers the latency and
+        occupies a core for as long as the driver decides. It requires 4 usable cores, unless
+        "force" is given. Before CUDA 13.2 the thread blocks nevertheless, with a warning.
 
     Raises
     ------
     HostWorkError
-        Earlier host work on this stream, or in a captured graph, failed and was not reported yet.
+        Earlier host work on this stream or in a captured graph failed, and the failure was not
+        raised yet.
     OptionError
         There are too few cores for ``spin``, or ``stream`` is not a stream.
     DeviceError
@@ -194,9 +196,9 @@ def enqueue(
     item
         Work to run.
     name
-        Name for error messages. Default: that of the work.
+        Name for error messages. Default: the name of the work.
     spin
-        Whether the driver's thread spins.
+        Whether the driver's thread spins until the work may run.
     """
     api = "cuLaunchHostFunc"
     prepare_driver_call(api)
@@ -223,12 +225,12 @@ def capture_of(handle: int) -> tuple[int, int] | None:
 def keep_captured(handle: int, owners: tuple[object, ...]) -> bool:
     """Keep objects alive as long as the graph that a stream is capturing.
 
-    Call it before the operation that uses the objects is enqueued.
+    Call this function before enqueueing the operation that uses the objects.
 
     Returns
     -------
     bool
-        Whether the stream is capturing. If not, nothing is kept.
+        Whether the stream is capturing. If it is not, nothing is kept alive.
     """
     capture = capture_of(handle)
     if capture is None:
@@ -240,9 +242,9 @@ def keep_captured(handle: int, owners: tuple[object, ...]) -> bool:
 
 
 def check_captured() -> None:
-    """Raise the oldest unreported failure of host work in a captured graph.
+    """Raise the oldest failure of host work in a captured graph that was not raised yet.
 
-    The graph's host steps, which were skipped since the failure, run again afterwards.
+    The host steps of the graph were skipped since the failure. They run again in later replays.
     """
     failure = _native.take_captured_failure()
     if failure is not None:
@@ -255,7 +257,7 @@ def usable_cores() -> int:
 
 
 def resolve_spin(spin: Spin) -> bool:
-    """Return whether a host step spins, given the option ``spin`` of :func:`hostfunc`."""
+    """Return whether the driver's thread spins, given the option ``spin`` of :func:`hostfunc`."""
     if spin is False:
         return False
     if spin not in (True, "force"):
@@ -276,7 +278,7 @@ def resolve_spin(spin: Spin) -> bool:
 
 
 def raise_eager_failure(handle: int) -> None:
-    """Raise the oldest unreported failure of host work that was enqueued on a stream."""
+    """Raise the oldest failure of host work on a stream that was not raised yet."""
     failure = _native.take_eager_failure(handle)
     if failure is not None:
         raise_failure(failure, "of the stream")
@@ -288,9 +290,9 @@ def raise_failure(failure: tuple[str, int, BaseException | None, str], where: st
     Parameters
     ----------
     failure
-        Name of the host step, replay number or 0, exception or None, message.
+        Name of the host step, replay number or 0, exception or None, and message.
     where
-        What the host step belongs to, for the error message.
+        Phrase for the error message that names the graph or stream, such as "of the stream".
     """
     node, replay, exception, message = failure
     if exception is not None:

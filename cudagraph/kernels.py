@@ -30,17 +30,17 @@ from graft.cudagraph.signature import (
 
 INVALID_VALUE = 1
 NOT_FOUND = 500
-#: Dynamic shared memory, in bytes, that every kernel may use without an attribute.
+#: Bytes of dynamic shared memory that a kernel may use unless its limit is raised by an attribute.
 DEFAULT_SHARED_LIMIT = 48 * 1024
 #: Integers with more bits are described by their size in error messages.
 MAX_PRINTED_BITS = 128
 _POINTER_TYPES = (DeviceArray, PinnedArray, PinnedField)
 _ADDRESS = struct.Struct("<Q")
-#: By size in bytes: name and layout of a float.
+#: Name and layout of a float, by its size in bytes.
 _FLOATS = {4: ("float32", struct.Struct("<f")), 8: ("float64", struct.Struct("<d"))}
-#: By kind of the parameter: kinds of NumPy dtypes that it accepts.
+#: Kinds of NumPy dtypes that a parameter accepts, by the kind of the parameter.
 _NUMPY_KINDS = {INT: "biu", FLOAT: "f", POINTER: "u", OTHER: "biufV"}
-#: By size in bytes: layouts of a non-negative int and of a negative one.
+#: Layouts of a non-negative and of a negative int, by size in bytes.
 _INTS = {
     1: (struct.Struct("<B"), struct.Struct("<b")),
     2: (struct.Struct("<H"), struct.Struct("<h")),
@@ -52,7 +52,8 @@ _INTS = {
 class PackedArgs:
     """Arguments in the memory layout of one kernel.
 
-    The driver copies the values during a launch or node call; this object must live until then.
+    The driver copies the values during the call that launches the kernel or adds the node. This
+    object must live until that call has returned.
 
     Attributes
     ----------
@@ -71,7 +72,7 @@ class PackedArgs:
 
     @property
     def address(self) -> int:
-        """Address of the ``void**`` that the driver expects."""
+        """Address of the array of pointers to the arguments (``void**``) for the driver."""
         return ctypes.addressof(self._pointers)
 
 
@@ -112,14 +113,15 @@ class Kernel:
         args
             One value per parameter. Arrays and pinned fields become device pointers, None becomes
             NULL. A Python int or float is converted to the parameter's type; an int is accepted
-            for a float. A NumPy scalar keeps its dtype, which must be of the parameter's kind. A
-            struct passed by value is given as bytes, a structured NumPy scalar or a
-            ctypes.Structure of exactly its size; the soft device translates no pointers in it.
+            for a float. A NumPy scalar is not converted, so its dtype must match the parameter's
+            kind and size. For a struct that is passed by value, pass bytes, a structured NumPy
+            scalar or a ctypes.Structure of the same size. The soft device does not translate
+            device pointers inside such a struct.
 
         Raises
         ------
         KernelError
-            Wrong number of arguments, or an argument of the wrong size, kind or range.
+            The number of arguments is wrong, or an argument has the wrong size, kind or range.
         """
         values = tuple(args)
         if len(values) != len(self.param_sizes):
@@ -140,7 +142,7 @@ class Kernel:
         return PackedArgs(bytes(data), self._offsets, tuple(owners))
 
     def _encode(self, i: int, value: object) -> bytes:
-        """Encode an argument that is not an array."""
+        """Return the bytes of argument ``i``, which is not an array."""
         size = self.param_sizes[i]
         kind = self._kinds[i]
         if isinstance(value, int):
@@ -221,7 +223,7 @@ def _describe_number(value: float) -> str:
 
 
 class KernelModule:
-    """A loaded kernel source; ``module[name]`` returns an ``extern "C" __global__`` function.
+    """A loaded kernel source; ``module[name]`` returns the :class:`Kernel` with this name.
 
     A module stays loaded as long as Python or a graph holds one of its kernels.
 
@@ -232,7 +234,7 @@ class KernelModule:
     loaded
         CUmodule and its owner.
     kinds
-        Kinds of the parameters by kernel name, see :mod:`graft.cudagraph.signature`.
+        Kinds of the parameters, by kernel name; see :mod:`graft.cudagraph.signature`.
     waiting
         Names of the kernels that call ``wait_for_previous_kernel()``.
     """
@@ -248,7 +250,7 @@ class KernelModule:
         self.kinds = kinds
         self.waiting = waiting
         self._loaded = loaded
-        # Weak: a kernel holds its module, and both are released when they are no longer used.
+        # Weak references: a kernel holds its module, so strong ones would form a reference cycle.
         self._kernels: weakref.WeakValueDictionary[str, Kernel] = weakref.WeakValueDictionary()
 
     def __getitem__(self, name: str) -> Kernel:
@@ -265,8 +267,8 @@ class KernelModule:
             if error.code != NOT_FOUND:
                 raise
             raise KernelError(f'{self.name} has no extern "C" kernel {name!r}') from error
-        # With lazy loading a CUfunction may not be loaded yet, and loading it in the middle of a
-        # replay could wait for the whole device.
+        # With lazy loading the driver may not have loaded the function yet. Load it now, because
+        # loading it during a replay could wait for the whole device.
         call(cu.cuFuncLoad, function)
         state = call(cu.cuFuncIsLoaded, function)
         if state != cu.CUfunctionLoadingState.CU_FUNCTION_LOADING_STATE_LOADED:
@@ -277,7 +279,8 @@ class KernelModule:
         return f"<KernelModule {self.name!r}>"
 
 
-# Weak: modules whose kernels are no longer used are unloaded. A process has one device.
+# Weak references, so that modules whose kernels are no longer used are unloaded. The key needs no
+# device, because a process has only one.
 _modules: weakref.WeakValueDictionary[tuple, KernelModule] = weakref.WeakValueDictionary()
 _modules_lock = threading.Lock()
 
@@ -285,7 +288,9 @@ _modules_lock = threading.Lock()
 def load(
     context: Context, path: str | Path, defines: Mapping[str, object] | None = None
 ) -> KernelModule:
-    """Compile and load a kernel source file, once per path and macros in this process.
+    """Compile and load a kernel source file.
+
+    A source that is loaded already, with the same macros, is not loaded again.
 
     Parameters
     ----------
@@ -294,7 +299,7 @@ def load(
     path
         Source file.
     defines
-        Macros.
+        Values of macros, by name.
     """
     macros = tuple(sorted((key, str(value)) for key, value in (defines or {}).items()))
     # Not Path.resolve(), which takes longer than a launch.
@@ -325,13 +330,13 @@ def load_text(
     context
         Device.
     text
-        CUDA C++ with ``extern "C" __global__`` functions; it includes no CUDA header.
+        CUDA C++ with ``extern "C" __global__`` functions. It must not include CUDA headers.
     name
         Name of the source in error messages.
     defines
-        Macros.
+        Values of macros, by name.
     folder
-        Folder for ``#include "..."``, in addition to graft's own kernels.
+        Additional folder in which ``#include "..."`` searches for headers, or None.
 
     Raises
     ------

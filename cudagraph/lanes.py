@@ -1,7 +1,8 @@
-"""Lanes: one interface for running device work on a stream and for building graphs.
+"""Lanes: one interface for enqueueing work on a stream and for adding nodes to a graph.
 
-Model, sampling and grammar code is written against :class:`Lane`. :class:`StreamLane` enqueues the
-work on a stream at once. :class:`graft.cudagraph.graph.GraphLane` adds it to a graph as nodes.
+A lane is an in-order sequence of device and host work. Model, sampling and grammar code is written
+against the protocol :class:`Lane`. :class:`StreamLane` enqueues the work on a stream at once.
+:class:`graft.cudagraph.graph.GraphLane` adds the work to a graph as nodes.
 """
 
 from __future__ import annotations
@@ -34,7 +35,7 @@ MAX_DIMENSION = 1 << 31
 
 
 class Mark(Protocol):
-    """A point in a lane that other lanes can wait for."""
+    """A point in a lane, returned by :meth:`Lane.record`, that other lanes can wait for."""
 
     @property
     def name(self) -> str:
@@ -42,7 +43,7 @@ class Mark(Protocol):
 
 
 class Lane(Protocol):
-    """An in-order sequence of device and host work."""
+    """Interface of an in-order sequence of device and host work."""
 
     def kernel(
         self,
@@ -54,7 +55,7 @@ class Lane(Protocol):
         shared: int = 0,
         name: str | None = None,
     ) -> None:
-        """Run a kernel with `shared` bytes of dynamic shared memory."""
+        """Launch a kernel with `shared` bytes of dynamic shared memory."""
 
     def copy(self, dst: Array, src: Array, *, name: str | None = None) -> None:
         """Copy between device and pinned arrays of the same size in bytes."""
@@ -63,10 +64,10 @@ class Lane(Protocol):
         """Set every byte of an array."""
 
     def host(self, work: HostWork, *, name: str | None = None, spin: Spin = False) -> None:
-        """Run a callable, PythonWork or NativeWork; `spin` as for hostfunc()."""
+        """Run host work; see :func:`~graft.cudagraph.hostwork.hostfunc` for `spin`."""
 
     def record(self, name: str | None = None) -> Mark:
-        """Mark this point of the lane."""
+        """Return a mark at the current end of the lane."""
 
     def wait(self, mark: Any) -> None:
         """Make later work on this lane wait for a mark of another lane."""
@@ -75,8 +76,8 @@ class Lane(Protocol):
 class StreamLane:
     """A lane that enqueues its work on a stream at once.
 
-    Arrays may be dropped as soon as the work is enqueued: they are freed after the work in flight.
-    On a stream that is capturing a graph, the graph keeps them alive.
+    Arrays may be dropped as soon as the work is enqueued. Their memory is freed only after the work
+    in flight. If the stream is capturing a graph, the graph keeps the arrays alive.
     """
 
     def __init__(self, stream: Stream) -> None:
@@ -129,32 +130,35 @@ class StreamLane:
         call(cu.cuMemsetD8Async, address, check_byte(byte), nbytes, self.stream.handle)
 
     def host(self, work: HostWork, *, name: str | None = None, spin: Spin = False) -> None:
-        """Enqueue host work. Its exceptions are raised by the stream's synchronize()."""
+        """Enqueue host work. If it fails, the stream's ``synchronize()`` raises HostWorkError."""
         enqueue(self.stream.handle, as_work(work), name, resolve_spin(spin))
 
     def record_event(self, event: Event) -> None:
-        """Record an event; in a capture, add a node that records it in every replay."""
+        """Record an event. In a capture, add a node that records the event in every replay."""
         event.record(self.stream)
 
     def wait_event(self, event: Event) -> None:
-        """Make later work wait for an event; in a capture, add a node that waits."""
+        """Make later work wait for an event. In a capture, add a node that waits for it."""
         event.wait(self.stream)
 
     def record(self, name: str | None = None) -> Event:
-        """Record a new event. In a capture, other streams join the capture by waiting for it."""
+        """Record a new event on the stream and return it as the mark.
+
+        In a capture, another stream that waits for the mark joins the capture.
+        """
         event = Event(name or f"mark on {self.stream.name}")
         call(cu.cuEventRecord, event.handle, self.stream.handle)
         return event
 
     def wait(self, mark: Any) -> None:
-        """Make the stream wait for a mark of another stream lane."""
+        """Make later work on the stream wait for a mark of another stream lane."""
         if not isinstance(mark, Event):
             raise OptionError(f"a stream lane can only wait for an Event, not {mark!r}")
         call(cu.cuStreamWaitEvent, self.stream.handle, mark.handle, 0)
 
 
 def check_launch(kernel: Kernel, grid: Dims, block: Dims, shared: int) -> tuple[Triple, Triple]:
-    """Return grid and block as triples.
+    """Check the dimensions of a launch and return grid and block as triples.
 
     Raises
     ------
@@ -189,7 +193,7 @@ def _triple(kernel: Kernel, label: str, dims: Dims) -> Triple:
 
 
 def check_copy(dst: Array, src: Array) -> tuple[Span, Span]:
-    """Return the memory of destination and source of a copy.
+    """Check the arguments of a copy and return the memory of the destination and of the source.
 
     Raises
     ------

@@ -1,8 +1,9 @@
-"""Mailboxes: the device posts a request, a persistent host thread runs the work and answers.
+"""Mailboxes: the device posts a request, and a persistent host thread runs the work and answers.
 
-No driver thread is involved. The work is therefore not serialized with other host functions and
-its completion is not signalled through the driver. A wait without an answer is released at its
-deadline. ``native/hostwork/INVARIANTS.md`` states the rules (M1 to M10).
+Request and answer are words in pinned memory that kernels and the worker thread poll. No driver
+thread is involved, so the work is not serialized with other host functions. If no answer arrives by
+the deadline, a watchdog thread lets the device continue and fails the replay.
+``native/hostwork/INVARIANTS.md`` states the rules (M1 to M10).
 """
 
 from __future__ import annotations
@@ -27,11 +28,12 @@ from graft.native import _native
 KERNELS = Path(__file__).parent / "kernels" / "mailbox.cu"
 #: 32-bit words per cache line.
 LINE_WORDS = 16
-#: Index of the cache line of each word.
+#: Cache lines of the words of a mailbox: number of the posted request; acknowledgement, which the
+#: host stores; and number of the request whose waiting kernel reached its deadline.
 REQUEST, ACK, TIMED_OUT = range(3)
 ONE_THREAD = (1, 1, 1)
 MAX_DEADLINE_S = 86400.0
-#: A parking worker spins for SPIN_S after a request, then polls every SLEEP_S.
+#: A worker in mode "park" polls continuously for SPIN_S after a request and then every SLEEP_S.
 SPIN_S = 50e-6
 SLEEP_S = 50e-6
 
@@ -57,8 +59,8 @@ class MailboxWorker:
     wait : {"spin", "park"}
         Mode in use.
     native
-        Native thread. Its properties ``parked`` and ``stuck`` tell whether it sleeps until the next
-        launch, and whether it is still in work that missed its deadline.
+        Native thread. ``native.parked`` tells whether it sleeps until the next launch,
+        ``native.stuck`` whether it still runs work that missed its deadline.
     """
 
     def __init__(
@@ -84,7 +86,7 @@ class MailboxWorker:
 
     @property
     def served(self) -> int:
-        """Number of requests whose work was run, in time or not."""
+        """Number of requests whose work was run, including work that missed its deadline."""
         return int(self.native.served)
 
     def __repr__(self) -> str:
@@ -98,11 +100,11 @@ class Limits:
     Attributes
     ----------
     answer_s
-        From the request to the end of the work.
+        Maximum time from the request to the end of the work.
     replay_s
-        From the launch to the request; None: no limit.
+        Maximum time from the launch to the request; None: no limit.
     device_s
-        Of the waiting kernel, by the device's clock.
+        Maximum time that a spinning kernel waits, by the device's clock.
     """
 
     answer_s: float
@@ -123,10 +125,10 @@ class Mailbox:
     """One mailbox of a graph: its words in pinned memory, its work and its two nodes.
 
     Created by :meth:`GraphLane.mailbox` and :meth:`GraphLane.spinkernel`. The wait node depends on
-    the request node, and the request node on everything earlier on the lane. A worker is therefore
-    never asked for work that depends on its own answer. In executables instantiated with
-    ``priorities=True`` both kernels have the highest priority, so that they do not queue after the
-    blocks of a large kernel.
+    the request node, and the request node depends on everything earlier on the lane. The work
+    therefore never depends on its own answer. The kernels of both nodes are added with the highest
+    priority, so that in executables instantiated with ``priorities=True`` they do not have to wait
+    for the blocks of a large kernel.
 
     Parameters
     ----------
@@ -199,7 +201,7 @@ class Mailbox:
         return nodes.add_kernel(graph, dependencies, launch, nodes.highest_priority())
 
     def attach_port(self, state: Any, title: str, keep: object) -> Callable[[int], tuple]:
-        """Return the function that attaches the host side of the mailbox to a graph.
+        """Return a function that attaches the host side of the mailbox (its port) to a CUgraph.
 
         Parameters
         ----------
@@ -208,7 +210,7 @@ class Mailbox:
         title
             Name of the step in error messages.
         keep
-            Objects that live as long as the graph can run.
+            Objects to keep alive as long as the graph can run.
         """
         work = self.item.native
         results = (0, 0, 0)

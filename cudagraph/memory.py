@@ -1,8 +1,8 @@
 """Device arrays and pinned host arrays: contiguous, typed, reference-counted.
 
-Memory is freed when its last user is released: the array, its views, and the graphs whose nodes
-use its address. Finalizers only pass the memory to a reaper thread, because garbage collection may
-run in a host function, where the driver must not be called.
+Memory is freed after its last user is gone. Its users are the array, its views, and the graphs
+whose nodes use its address. Garbage collection may run in a host function, where the driver must
+not be called. Finalizers therefore do not free memory but pass it to a reaper thread.
 """
 
 from __future__ import annotations
@@ -24,12 +24,12 @@ from graft.native import _native
 
 CLOSE_LIMIT_S = 10.0
 OUT_OF_MEMORY = 2
-#: Arrays must have fewer bytes than this.
+#: Size limit of arrays, exclusive.
 MAX_BYTES = 1 << 63
 
 
 class Span(NamedTuple):
-    """A contiguous range of memory, as an operand of a copy or fill.
+    """A contiguous range of memory, as the source or destination of a copy.
 
     Attributes
     ----------
@@ -57,7 +57,7 @@ def check_shape(shape: int | tuple[int, ...], subject: str) -> tuple[int, ...]:
     shape
         Size of the only axis, or sizes of all axes.
     subject
-        Subject of the error message.
+        Name of the array or function in the error message.
 
     Raises
     ------
@@ -81,7 +81,7 @@ def _checked_nbytes(shape: tuple[int, ...], dtype: str, subject: str) -> int:
 
 
 class Allocation:
-    """One allocation of the driver, until it is closed.
+    """One memory allocation of the driver.
 
     Parameters
     ----------
@@ -90,7 +90,7 @@ class Allocation:
     nbytes
         Size in bytes.
     description
-        Subject of error messages.
+        Name of the allocation in error messages.
 
     Attributes
     ----------
@@ -104,7 +104,7 @@ class Allocation:
         try:
             address = _allocate(kind, nbytes)
         except DeviceError as error:
-            # Dropped memory may not have been freed by the reaper yet: wait for it and retry.
+            # The reaper may not have freed dropped memory yet. Wait for it and try again.
             if error.code != OUT_OF_MEMORY or not _native.flush(CLOSE_LIMIT_S):
                 raise
             address = _allocate(kind, nbytes)
@@ -115,13 +115,13 @@ class Allocation:
 
     @property
     def resource(self) -> _native.Resource:
-        """Owner to keep as long as the address is in use."""
+        """Object to keep alive as long as the address is in use."""
         if self._resource is None:
             raise DeviceError(f"{self.description} is closed")
         return self._resource
 
     def close(self) -> None:
-        """Drop this reference. The memory is freed on return unless a graph still uses it."""
+        """Release the memory and wait until it is freed, unless a graph still uses it."""
         self._resource = None
         _native.flush(CLOSE_LIMIT_S)
 
@@ -179,7 +179,7 @@ class DeviceArray:
         return self._allocation.resource
 
     def argument(self) -> tuple[int, object]:
-        """Return device address and owner, for a pointer parameter of a kernel."""
+        """Return the device address to pass to a kernel, and the object that owns the memory."""
         resource = self._allocation.resource
         return resource.handle + self._offset, resource
 
@@ -194,7 +194,7 @@ class DeviceArray:
         return self.size * itemsize(self.dtype)
 
     def span(self) -> Span:
-        """Return the memory of this array, as an operand of a copy or fill."""
+        """Return the address range of this array, for a copy node or call."""
         return Span(False, self.ptr, self.nbytes, self.owner)
 
     def __len__(self) -> int:
@@ -206,7 +206,7 @@ class DeviceArray:
         return (self[i] for i in range(len(self)))
 
     def __getitem__(self, key: int | slice) -> DeviceArray:
-        """Return a view of one entry, or of a range with step 1, of the leading axis."""
+        """Return a view of one entry of the leading axis, or of a range of entries with step 1."""
         length = len(self)
         row = self.nbytes // length
         if isinstance(key, slice):
@@ -262,8 +262,8 @@ class DeviceArray:
         Parameters
         ----------
         array
-            Values of this shape, in the storage type. float32 values are rounded to nearest even
-            if this is an 8- or 16-bit float.
+            Values of this shape, in the storage type of this array's dtype. If the dtype is an 8-
+            or 16-bit float, the values may also be float32 and are rounded to nearest even.
         """
         source = _to_storage(array, self.dtype)
         if source.shape != self.shape:
@@ -291,7 +291,10 @@ class DeviceArray:
 
     @property
     def __cuda_array_interface__(self) -> dict[str, Any]:
-        """The array for CuPy, Numba and torch. Types that NumPy lacks appear as integers."""
+        """Description of the array for CuPy, Numba and torch.
+
+        Types that NumPy lacks are described as the unsigned integers that store their bits.
+        """
         return {
             "shape": self.shape,
             "typestr": numpy_dtype(self.dtype).str,
@@ -305,9 +308,9 @@ class DeviceArray:
         return (2, self.context.ordinal)
 
     def __dlpack__(self, **options: Any) -> object:
-        """Export the array through CuPy without a copy; the device is idle on return.
+        """Wait until the device is idle, then export the array through CuPy without a copy.
 
-        Types that NumPy lacks appear as integers.
+        Types that NumPy lacks are exported as the unsigned integers that store their bits.
 
         Raises
         ------
@@ -324,8 +327,8 @@ class DeviceArray:
     def close(self) -> None:
         """Close the array and its views, and free the memory.
 
-        Memory that a graph uses is freed with the graph. Only the array that allocated the memory
-        can close it.
+        Memory that a graph still uses is freed after the graph. A view cannot be closed; close the
+        array that allocated the memory.
         """
         if not self._is_base:
             raise ShapeError("a view cannot close the array that it shares memory with")
@@ -353,7 +356,10 @@ def from_host(context: Context, array: NDArray, dtype: str | None = None) -> Dev
 
 
 def _to_storage(array: NDArray, dtype: str) -> NDArray:
-    """Return a contiguous host array in the storage type; float32 is rounded to smaller floats."""
+    """Return a contiguous host array in the storage type of ``dtype``.
+
+    float32 values are rounded if ``dtype`` is a smaller float type.
+    """
     source = np.asarray(array)
     if source.dtype == np.float32 and dtype in ("float16", "bfloat16", E4M3):
         source = from_float32(source, dtype)
@@ -363,7 +369,7 @@ def _to_storage(array: NDArray, dtype: str) -> NDArray:
 
 
 class _HostView:
-    """Array interface of pinned memory; it keeps the owner alive as long as NumPy uses it."""
+    """Object with an array interface of pinned memory. NumPy arrays keep it and the owner alive."""
 
     def __init__(self, address: int, shape: tuple[int, ...], dtype: str, owner: object) -> None:
         self.owner = owner
@@ -376,12 +382,14 @@ class _HostView:
 
 
 class PinnedArray:
-    """Page-locked host memory that the device can read and write; zeroed when allocated.
+    """An array in page-locked host memory that the device can read and write.
+
+    The array is zeroed when it is allocated.
 
     Attributes
     ----------
     array : ndarray
-        NumPy view. It keeps the memory alive, also after :meth:`close`.
+        NumPy view. It keeps the memory alive, even after :meth:`close`.
     shape : tuple of int
     dtype : str
         Name of the element type, see :mod:`graft.cudagraph.dtypes`.
@@ -443,7 +451,7 @@ class PinnedArray:
         return self._allocation.resource
 
     def argument(self) -> tuple[int, object]:
-        """Return device address and owner, for a pointer parameter of a kernel."""
+        """Return the device address to pass to a kernel, and the object that owns the memory."""
         return self._device_pointer, self._allocation.resource
 
     @property
@@ -452,7 +460,7 @@ class PinnedArray:
         return math.prod(self.shape) * itemsize(self.dtype)
 
     def span(self) -> Span:
-        """Return the memory of this array, as an operand of a copy or fill."""
+        """Return the address range of this array, for a copy node or call."""
         return Span(True, self.host_ptr, self.nbytes, self.owner)
 
     def close(self) -> None:

@@ -1,4 +1,8 @@
-"""All-gather over NCCL (nccl4py), on streams and as child graphs that are captured from NCCL."""
+"""All-gather over NCCL (nccl4py).
+
+On a stream lane, NCCL enqueues its work on the stream. On a graph lane, the work that NCCL enqueues
+is captured and becomes a child graph.
+"""
 
 from __future__ import annotations
 
@@ -19,10 +23,10 @@ _UNIQUE_ID_BYTES = 128
 
 
 class NcclAllGather(AllGather):
-    """All-gather by NCCL.
+    """All-gather over NCCL.
 
-    NCCL only moves data. A kernel adds partial sums in rank order, so that results are
-    bit-identical.
+    NCCL only moves data. Partial sums are added by a kernel in rank order, so that all ranks have
+    bit-identical results.
 
     Raises
     ------
@@ -45,7 +49,7 @@ class NcclAllGather(AllGather):
         self._stream = Stream(context, "nccl")
 
     def connect(self) -> None:
-        """Create the communicator; rank 0 sends the other ranks its unique id."""
+        """Create the NCCL communicator. Rank 0 sends its unique id to the other ranks first."""
         core = self._core
         ranks = self._ranks
         data = np.zeros(_UNIQUE_ID_BYTES, np.uint8)
@@ -69,7 +73,7 @@ class NcclAllGather(AllGather):
         return gathered
 
     def _capture(self, local: DeviceArray, gathered: DeviceArray) -> Graph:
-        """Return the graph that NCCL enqueues for an all-gather."""
+        """Capture the work that NCCL enqueues for an all-gather, and return it as a graph."""
         graph = Graph(self._context, "all-gather")
         stream = self._stream.handle
         mode = cu.CUstreamCaptureMode.CU_STREAM_CAPTURE_MODE_THREAD_LOCAL

@@ -1,8 +1,8 @@
-"""The driver's node parameter structures, built for one call each.
+"""Functions that add one node to a CUgraph.
 
-The structures of ``cuda.bindings`` copy raw pointers and keep nothing alive. Each function here
-therefore holds the structure, its arrays and the values until the driver call has returned; the
-driver copies them during the call.
+The parameter structures of ``cuda.bindings`` contain raw pointers and keep nothing alive. Each
+function here therefore holds the structure, its arrays and the values until the driver call has
+returned. The driver copies them during the call.
 """
 
 from __future__ import annotations
@@ -75,9 +75,9 @@ def add_kernel(
     launch
         Parameters of the launch.
     priority
-        Launch priority. None: that of the stream.
+        Launch priority. None: the priority of the stream that the graph is launched on.
     programmatic
-        Whether the edges are programmatic.
+        Whether the edges from the dependencies are programmatic.
     """
     params = cu.CUgraphNodeParams()
     params.type = cu.CUgraphNodeType.CU_GRAPH_NODE_TYPE_KERNEL
@@ -101,12 +101,12 @@ def _programmatic_edge() -> Any:
 
 
 def highest_priority() -> int:
-    """Return the launch priority that runs first."""
+    """Return the highest launch priority of the device, which is the lowest number."""
     return int(call(cu.cuCtxGetStreamPriorityRange)[1])
 
 
 def kernel_params(launch: KernelLaunch) -> Any:
-    """Return the CUDA_KERNEL_NODE_PARAMS of a launch."""
+    """Return the parameters of a launch as CUDA_KERNEL_NODE_PARAMS."""
     params = cu.CUDA_KERNEL_NODE_PARAMS()
     _set_launch(params, launch)
     return params
@@ -145,7 +145,7 @@ def add_copy(graph: int, dependencies: list[Any], dst: Span, src: Span) -> Any:
 
 
 def add_fill(graph: int, dependencies: list[Any], address: int, byte: int, nbytes: int) -> Any:
-    """Add a memset node of single bytes and return its CUgraphNode."""
+    """Add a memset node that sets each byte of a range, and return its CUgraphNode."""
     params = cu.CUDA_MEMSET_NODE_PARAMS()
     params.dst = cu.CUdeviceptr(address)
     params.value = byte
@@ -157,7 +157,7 @@ def add_fill(graph: int, dependencies: list[Any], address: int, byte: int, nbyte
 
 
 def move_child(graph: int, dependencies: list[Any], child: int) -> Any:
-    """Move another graph into `graph`, which owns it from now on; return its CUgraphNode."""
+    """Add a child-graph node, to which ownership of `child` moves, and return its CUgraphNode."""
     params = cu.CUgraphNodeParams()
     params.type = cu.CUgraphNodeType.CU_GRAPH_NODE_TYPE_GRAPH
     params.graph.graph = cu.CUgraph(child)
@@ -166,7 +166,7 @@ def move_child(graph: int, dependencies: list[Any], child: int) -> Any:
 
 
 def add_event(function: Any, graph: int, dependencies: list[Any], event: int) -> Any:
-    """Add an event record or event wait node with the driver's `function` for it."""
+    """Add a node with `function`, which is cuGraphAddEventRecordNode or cuGraphAddEventWaitNode."""
     return call(function, graph, dependencies, len(dependencies), event)
 
 
@@ -218,9 +218,9 @@ def add_host(
     function, data
         Address of the C function and its argument.
     spin
-        Whether the driver thread spins while it waits for the node's turn.
+        Whether the driver's thread spins until the node may run.
     """
-    if spin:  # only the generic call has the synchronization mode
+    if spin:  # only cuGraphAddNode accepts a synchronization mode
         params = cu.CUgraphNodeParams()
         params.type = cu.CUgraphNodeType.CU_GRAPH_NODE_TYPE_HOST
         params.host.fn = cu.CUhostFn(function)
@@ -236,7 +236,8 @@ def add_host(
 def add_mailbox_wait(graph: int, dependencies: list[Any], address: int) -> Any:
     """Add a batch memory operation that waits until a 32-bit word is 1, then resets it to 0.
 
-    The operations of one batch run in order, so every replay waits for its own answer.
+    The operations of one batch run in order. Because of the reset, each replay waits for a new
+    answer.
     """
     wait = cu.CUstreamBatchMemOpParams()
     reset = cu.CUstreamBatchMemOpParams()

@@ -3,7 +3,7 @@
 The parameters of a node are fixed when the graph is instantiated. A value that changes from replay
 to replay is stored in a :class:`Payload` instead. ``GraphExec.set_payload`` sets the value for all
 later launches; launches in flight keep the value that they were launched with. A value is released
-as soon as no replay can read it, so the number of changes does not matter.
+as soon as no replay can read it, so frequent changes do not accumulate memory.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ class Payload:
 
     @property
     def live_values(self) -> int:
-        """Number of values held: the current one and those that launches in flight may read."""
+        """Number of values held: the current value and older ones that launches may still read."""
         return self.native.size
 
     def __repr__(self) -> str:
@@ -44,7 +44,9 @@ class Payload:
 
 
 def native_address(value: object) -> int:
-    """Return the address that native work receives for a value; 0 if it is a Python object only.
+    """Return the address that native work receives for a payload value.
+
+    The address is the value itself if it is an int, otherwise its ``host_ptr``, or 0 without one.
 
     Raises
     ------

@@ -1,7 +1,9 @@
-"""Pinned memory by slot or by replay, for data that host and device exchange in every replay.
+"""Pinned host memory for data that host and device exchange in every replay.
 
-Every row of a field starts on its own cache line, so that neither two slots that different threads
-write nor a stamp and its data share a line.
+:class:`PinnedSlots` holds named arrays, called fields, with one row per slot. :class:`Ring` holds
+fields with one row, called an entry, per replay in flight.
+
+Every row starts on its own cache line. Rows that different threads write never share a cache line.
 """
 
 from __future__ import annotations
@@ -25,7 +27,7 @@ MAX_REPLAY = 1 << 31
 
 
 class PinnedField:
-    """One field of all slots.
+    """One named array of a :class:`PinnedSlots`, with one row per slot.
 
     Attributes
     ----------
@@ -60,7 +62,7 @@ class PinnedField:
         return self._memory.owner
 
     def argument(self) -> tuple[int, object]:
-        """Return device address and owner, for a pointer parameter of a kernel."""
+        """Return the device address to pass to a kernel, and the object that owns the memory."""
         return self._memory.argument()
 
     def close(self) -> None:
@@ -73,7 +75,7 @@ class PinnedField:
 
 
 class PinnedSlots:
-    """Named fields of pinned memory with one row per slot, at fixed addresses.
+    """Named arrays in pinned memory with one row per slot, at fixed addresses.
 
     Parameters
     ----------
@@ -82,7 +84,7 @@ class PinnedSlots:
     slots
         Number of slots.
     fields
-        By name: dtype and shape of one row.
+        Dtype and shape of one row, by field name.
     """
 
     def __init__(
@@ -112,14 +114,17 @@ class PinnedSlots:
 
 
 class Ring(PinnedSlots):
-    """Pinned fields by replay: replay n uses entry ``n % entries``.
+    """Pinned fields with one entry per replay in flight: replay n uses entry ``n % entries``.
 
-    A stamp in each entry identifies the replay. The writer of an entry stores the stamp last, with
-    release order. The reader polls the stamp first, with acquire order. A stamp is a replay number,
-    from 1; 0 is an entry that was never written.
+    The stamp of an entry is the number of the replay that its data belongs to, or 0 if the entry
+    was never written. Either the host or a kernel writes an entry. The writer fills the fields
+    first and then stores the stamp with release order; on the host, :meth:`publish` stores it. The
+    reader polls the stamp with acquire order before it reads the fields; on the host,
+    :meth:`synchronize` and :meth:`wait` poll it.
 
-    An entry is in use from :meth:`publish` or :meth:`reserve` until :meth:`release`. Using an entry
-    for another replay in between raises an error, so the host cannot overwrite unread data.
+    On the host, an entry is in use from :meth:`reserve` or :meth:`publish` until :meth:`release`.
+    Using an entry for another replay before its release raises an error, so the host cannot
+    overwrite unread data.
 
     Parameters
     ----------
@@ -128,7 +133,7 @@ class Ring(PinnedSlots):
     entries
         Number of entries.
     fields
-        By name: dtype and shape of one row. The name "stamp" is reserved.
+        Dtype and shape of one row, by field name. The name "stamp" is reserved.
     """
 
     def __init__(
@@ -153,7 +158,10 @@ class Ring(PinnedSlots):
         return self._fields[STAMP]
 
     def reserve(self, replay: int) -> int:
-        """Reserve the entry of a replay and return its index, before the device may fill it."""
+        """Reserve the entry of a replay and return its index.
+
+        Reserve an entry that a kernel fills before the replay is launched.
+        """
         entry = self._entry(replay)
         if self._in_use[entry] not in (0, replay):
             raise OptionError(
@@ -164,18 +172,21 @@ class Ring(PinnedSlots):
         return entry
 
     def publish(self, replay: int) -> None:
-        """Stamp the entry of a replay after the host has filled it."""
+        """Store the replay number as the stamp of its entry, which tells the device to read it.
+
+        The caller must have filled the fields of the entry. The entry is reserved if it was not.
+        """
         entry = self.reserve(replay)
         _native.store_release_i32(self._stamp_address(entry), replay)
 
     def synchronize(self, replay: int, timeout_s: float | None = None) -> None:
-        """Wait until the entry of a replay is stamped. Its data may then be read.
+        """Wait until the stamp of the replay's entry shows that its fields can be read.
 
         Raises
         ------
         DeadlineError
-            The entry was not stamped within ``timeout_s`` seconds. The message names the host steps
-            that are running.
+            The writer did not store the stamp within ``timeout_s`` seconds. The message names the
+            host steps that are running.
         """
         if not self.wait(replay, timeout_s):
             stamp = _native.load_acquire_i32(self._stamp_address(self._entry(replay)))
@@ -200,7 +211,7 @@ class Ring(PinnedSlots):
         self._in_use[entry] = 0
 
     def row(self, name: str, replay: int) -> NDArray:
-        """Return a NumPy view of the row of a field for a replay."""
+        """Return a NumPy view of a field's row in the entry of a replay."""
         return self.field(name).array[self._entry(replay)]
 
     def _entry(self, replay: int) -> int:

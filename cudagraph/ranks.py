@@ -1,10 +1,11 @@
 """Communication between the ranks of a tensor-parallel model: point-to-point and all-gather.
 
-An all-reduce of partial sums is an all-gather followed by a kernel that adds the ranks' parts in
-rank order, so that the result is bit-identical on all ranks and in every run.
+A rank is one process. An all-reduce of partial sums is an all-gather followed by a kernel that adds
+the ranks' parts in rank order, so that the result is bit-identical on all ranks and in every run.
 
-On the soft device host steps send and receive through MPI (``native/hostwork/ranks.cpp``, rules T1
-to T4). On CUDA devices :mod:`graft.cudagraph.nccl` gathers.
+On the soft device, host steps send and receive through MPI (``native/hostwork/ranks.cpp``). On CUDA
+devices, :mod:`graft.cudagraph.nccl` performs the all-gathers. Comments refer to the rules T1 to T4
+of ``native/hostwork/INVARIANTS.md``.
 """
 
 from __future__ import annotations
@@ -34,25 +35,26 @@ DEADLINE_S = 60.0
 #: Interval at which waits in Python check for Ctrl-C.
 _INTERRUPT_CHECK_S = 0.2
 _INT_MAX = 2**31 - 1
-#: Length of the header that precedes each request of rank 0, in 64-bit words. An all-zero header
-#: ends the communication.
+#: Length in 64-bit words of the header that rank 0 sends to the other ranks before each request. An
+#: all-zero header tells them to stop receiving requests.
 HEADER_WORDS = 8
 
 Buffer = PinnedArray | NDArray[Any]
-#: Ranks and buffers of the messages of one exchange.
+#: Messages of one exchange, as pairs of the other rank and the buffer.
 RankBuffers = Sequence[tuple[int, Buffer]]
 
 
 class RankGroup:
-    """The processes of a tensor-parallel model, seen from this one.
+    """The processes that run a tensor-parallel model together, with this process as one rank.
 
-    All ranks must make matching calls in the same order. The device work that the calls add must be
-    ordered as well: on one stream, or by marks.
+    All ranks must make matching calls in the same order. The host steps that the calls add to lanes
+    must also run in that order, either on one stream or synchronized by marks.
 
     Parameters
     ----------
     comm : mpi4py.MPI.Comm
-        Communicator. A duplicate is used, so that other messages do not interfere.
+        Communicator. The group uses a duplicate of it, so that messages of other users of the
+        communicator cannot be mixed up with messages of the group.
     deadline_s : float
         Maximum seconds to wait for another rank within a forward pass.
 
@@ -69,6 +71,7 @@ class RankGroup:
     size : int
         Number of processes.
     deadline_s : float
+        Maximum seconds to wait for another rank within a forward pass.
     """
 
     def __init__(self, comm: Any, deadline_s: float = DEADLINE_S) -> None:
@@ -124,7 +127,7 @@ class RankGroup:
 
     @property
     def failure(self) -> str | None:
-        """Reason why the communication was abandoned; None while it works."""
+        """Reason why the communication was abandoned; None if it was not."""
         return self._mpi.failure
 
     def exchange(
@@ -134,16 +137,19 @@ class RankGroup:
         received: RankBuffers = (),
         name: str = "ranks",
     ) -> None:
-        """Add a host step that sends to and receives from other ranks concurrently.
+        """Add a host step that sends messages to other ranks and receives messages from them.
 
-        If a rank does not answer within `deadline_s`, this step and all later ones fail.
+        All messages of the step are in flight concurrently. If a rank does not answer within
+        `deadline_s`, this step and all later steps fail.
 
         Parameters
         ----------
         lane
             Lane to add the step to.
-        sent, received
-            Ranks and buffers of the messages.
+        sent
+            Messages to send, as pairs of receiving rank and buffer.
+        received
+            Messages to receive, as pairs of sending rank and buffer.
         name
             Name of the step.
         """
@@ -153,22 +159,22 @@ class RankGroup:
         lane.host(NativeWork(address, data, keep, name), name=name)
 
     def keep_alive(self, buffer: object) -> None:
-        """Keep a buffer of messages on lanes alive.
+        """Keep a buffer alive that host steps send from or receive into.
 
-        MPI may access it even after the message was abandoned (T4).
+        MPI may access the buffer even after its message was abandoned (T4).
         """
         self._kept_buffers.append(buffer)
 
     def release_buffers(self) -> None:
-        """Release all kept buffers. No message may be in flight."""
+        """Release all buffers that were kept alive. No message may be in flight."""
         self._kept_buffers.clear()
 
     def abort_on_close(self) -> None:
-        """Make :meth:`close` end the processes of all ranks."""
+        """Make :meth:`close` terminate the processes of all ranks."""
         self._abort = True
 
     def send(self, peers: Sequence[int], *buffers: Buffer) -> None:
-        """Send buffers to ranks now.
+        """Send buffers to ranks and wait until they are sent.
 
         Raises
         ------
@@ -179,7 +185,7 @@ class RankGroup:
         self._wait(self._messages(sent, (), self.deadline_s), sent, self.deadline_s)
 
     def receive(self, peer: int, *buffers: Buffer, timeout_s: float = math.inf) -> None:
-        """Receive buffers from a rank now.
+        """Receive buffers from a rank and wait until they are filled.
 
         Raises
         ------
@@ -213,10 +219,11 @@ class RankGroup:
                 raise DeadlineError(f"rank {self.rank}: {self.failure}")
 
     def close(self) -> None:
-        """End the communication.
+        """Shut down the communication.
 
-        Rank 0 sends the other ranks an all-zero header. After a failure, the processes of all ranks
-        are ended instead.
+        Rank 0 sends an all-zero header to the other ranks, which then stop receiving requests. On
+        the other ranks this method does nothing. After a failure or :meth:`abort_on_close`, every
+        rank instead calls ``MPI_Abort``, which terminates the processes of all ranks.
         """
         atexit.unregister(self._end)
         self._end()
@@ -225,7 +232,7 @@ class RankGroup:
         if self.failure is not None or self._abort:
             sys.stdout.flush()
             sys.stderr.flush()
-            # MPI's own message would follow the error that was already printed.
+            # The error was already printed. Discard the message that MPI_Abort prints.
             os.dup2(os.open(os.devnull, os.O_WRONLY), 2)
             self._comm.Abort(1)
         elif self.rank == 0:
@@ -233,14 +240,14 @@ class RankGroup:
 
 
 class AllGather(ABC):
-    """All-gather of float32 arrays.
+    """Interface of all-gathers of float32 arrays.
 
     Parameters
     ----------
     context
-        Device.
+        Device of this rank.
     ranks
-        Ranks that take part.
+        Group of all ranks, which take part in every all-gather.
     max_elements
         Maximum number of elements per rank.
     """
@@ -251,12 +258,12 @@ class AllGather(ABC):
         self._gathered = DeviceArray(context, (ranks.size * max_elements,), "float32")
 
     def connect(self) -> None:  # noqa: B027
-        """Set up the connection before the first all-gather. All ranks must call this."""
+        """Connect the ranks. All ranks must call this method before the first all-gather."""
 
     def local_buffer(self, rows: int, columns: int) -> DeviceArray:
         """Return the float32 [rows, columns] buffer for this rank's part.
 
-        The next call returns the same memory.
+        All calls return the same memory.
         """
         return self._local[: rows * columns].reshape(rows, columns)
 
@@ -267,15 +274,14 @@ class AllGather(ABC):
         Parameters
         ----------
         lane
-            Lane of the operation.
+            Lane to add the operation to.
         local
-            Part of this rank, from :meth:`local_buffer`.
+            This rank's part, from :meth:`local_buffer`.
 
         Returns
         -------
         DeviceArray
-            float32 [ranks, rows, columns]: the parts of all ranks. The next all-gather overwrites
-            it.
+            Parts of all ranks, float32 [ranks, rows, columns]. The next all-gather overwrites them.
         """
 
     def _gathered_like(self, local: DeviceArray) -> DeviceArray:
@@ -284,7 +290,7 @@ class AllGather(ABC):
 
 
 class MpiAllGather(AllGather):
-    """All-gather by host steps that call MPI, through pinned memory."""
+    """All-gather in a host step that calls MPI. The parts are copied through pinned memory."""
 
     def __init__(self, context: Context, ranks: RankGroup, max_elements: int) -> None:
         super().__init__(context, ranks, max_elements)

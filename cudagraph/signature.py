@@ -1,7 +1,8 @@
-"""Kinds of kernel parameters, parsed from the kernel source.
+"""Kinds of kernel parameters (pointer, int, float or other), parsed from the kernel source.
 
-The driver reports the sizes of a kernel's parameters but not their types. Without the source, an
-int that is passed for a float parameter would be passed as its bits.
+The driver reports the sizes of a kernel's parameters but not their types. The type is needed to
+convert Python arguments: an int argument of a float parameter must be converted to a float and not
+be passed as the bits of the int.
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ _ENTRY = re.compile(
     r'extern\s+"C"\s+(?:__forceinline__\s+)?__global__\s+'
     rf"{_BOUNDS}void\s+{_BOUNDS}(\w+)\s*\(([^()]*)\)"
 )
-# A statement of the kernel's body, before any inner block and before any return.
+# A call that is a statement of the kernel's body, before any nested block and before any return.
 _WAIT = re.compile(r"\s*\{(?:(?:(?!\breturn\b)[^{}])*;)?\s*wait_for_previous_kernel\s*\(\s*\)\s*;")
 _INT_WORDS = frozenset({"unsigned", "signed", "char", "short", "int", "long"})
 _INT_NAMES = re.compile(r"bool|size_t|u?int(8|16|32|64|ptr)_t|cudaGraphConditionalHandle")
@@ -28,11 +29,13 @@ _QUALIFIERS = frozenset({"const", "volatile", "__restrict__", "__grid_constant__
 
 
 def parameter_kinds(text: str) -> Mapping[str, tuple[str, ...]]:
-    """Return the kinds of the parameters of each ``extern "C" __global__`` function by name.
+    """Return the kinds of each kernel's parameters, by kernel name.
 
-    The kind is ``OTHER`` for a type that is neither built in nor a pointer, and for a parameter
-    whose kind differs between several functions of the same name. Functions that are written by
-    macros are not found.
+    Kernels are ``extern "C" __global__`` functions. Kernels that a macro expands to are not found.
+
+    A kind is ``POINTER``, ``INT``, ``FLOAT`` or ``OTHER``. ``OTHER`` means that the type is neither
+    built in nor a pointer. It also means that the kind is unknown, because the source defines
+    several kernels with the same name (in branches of ``#if``) and the kind differs between them.
     """
     found: dict[str, tuple[str, ...]] = {}
     for name, parameters, _ in _entries(text):
@@ -48,9 +51,10 @@ def parameter_kinds(text: str) -> Mapping[str, tuple[str, ...]]:
 
 
 def waiting_kernels(text: str) -> frozenset[str]:
-    """Return the kernels that call ``wait_for_previous_kernel()`` before any block or return.
+    """Return the names of the kernels that call ``wait_for_previous_kernel()`` at the top.
 
-    Of several functions with the same name, every one must call it.
+    The call must come before any nested block and any ``return``. If the source defines several
+    kernels with the same name, each of them must contain the call.
     """
     waiting = set()
     others = set()
@@ -63,7 +67,7 @@ def waiting_kernels(text: str) -> frozenset[str]:
 
 
 def _entries(text: str) -> Iterator[tuple[str, str, str]]:
-    """Iterate over (name, parameters, text that follows) of the kernels of a source."""
+    """Iterate over the kernels of a source as (name, parameter list, text after the list)."""
     parts = _ENTRY.split(_COMMENT.sub(" ", text))[1:]
     return zip(parts[::3], parts[1::3], parts[2::3], strict=True)
 

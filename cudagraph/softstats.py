@@ -1,6 +1,6 @@
 """Counters and error descriptions of the soft device.
 
-Usable after the soft device has been opened; every function queries the loaded library.
+Every function queries the loaded library, so the soft device must have been opened before.
 """
 
 from __future__ import annotations
@@ -12,8 +12,9 @@ from collections import Counter, defaultdict
 from graft.cudagraph.chooser import soft_library
 
 TEXT_BYTES = 1 << 16
-#: Groups of counters that are reported by name, and groups of which only the total is.
+#: Groups whose counters `snapshot` reports one by one.
 BY_NAME = ("live", "leaked", "count")
+#: Groups of which `snapshot` reports the sum.
 TOTALS = ("calls", "gil_held")
 
 
@@ -23,13 +24,14 @@ def _library() -> ctypes.CDLL:
 
 
 def counters() -> dict[str, Counter[str]]:
-    """Return all counters.
+    """Return all counters of the soft device.
 
     Returns
     -------
     dict of str to Counter
-        By group: "live" and "leaked" resources by kind, "count" of events by name, "calls" of
-        driver functions by name, and "gil_held": calls by a thread that held the GIL.
+        Counters by group and name. "live" and "leaked" count resources by kind. "count" counts
+        events, such as executed nodes, by name. "calls" counts calls of driver functions, and
+        "gil_held" counts the calls that were made by a thread holding the GIL.
     """
     groups: dict[str, Counter[str]] = defaultdict(Counter)
     for line in _text("counters").splitlines():
@@ -39,7 +41,7 @@ def counters() -> dict[str, Counter[str]]:
 
 
 def snapshot() -> dict[str, int | dict[str, int]]:
-    """Return all counters, with the total number of "calls" and "gil_held"."""
+    """Return all counters; "calls" and "gil_held" contain the sum over all driver functions."""
     groups = counters()
     result: dict[str, int | dict[str, int]] = {}
     for name in BY_NAME:
@@ -50,17 +52,18 @@ def snapshot() -> dict[str, int | dict[str, int]]:
 
 
 def describe() -> str:
-    """Return the calls in progress, the running host function and the running kernels."""
+    """Describe the driver calls in progress, the running host function and the running kernels."""
     return _text("describe")
 
 
 def error_detail(fault: bool) -> str:
-    """Return the cause of the last error.
+    """Return an explanation of the last error.
 
     Parameters
     ----------
     fault
-        True: the fault that lost the context. False: why the last rejected call was rejected.
+        True: explain the fault after which the context is lost. False: explain why the last
+        rejected call was rejected.
     """
     return _text("last_fault" if fault else "last_refusal")
 

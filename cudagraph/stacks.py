@@ -1,4 +1,8 @@
-"""Stack traces, Python and native, of both sides of a wait that exceeded its deadline."""
+"""Reports for waits that exceeded their deadline.
+
+A report contains the Python and native stacks of the waiting thread and of the threads that run
+host functions.
+"""
 
 from __future__ import annotations
 
@@ -19,16 +23,16 @@ STACK_LIMIT_S = 2.0
 
 
 def describe_running() -> str:
-    """Describe the waiting thread and the running host functions, with their stacks.
+    """Describe the calling thread, which waits, and the running host functions, with their stacks.
 
-    The calling thread is the waiting one. The Python stack of a host function is empty while it
-    waits for the GIL, or if it runs no Python; its native stack shows which. To take a native stack
-    the thread is interrupted by a signal, which may end a native sleep early.
+    A host function has no Python stack while it waits for the GIL, or if it runs no Python. Its
+    native stack shows which is the case. Taking a native stack interrupts the thread by a signal,
+    which may end a native sleep early.
 
     Returns
     -------
     str
-        Lines that follow an error message. The first one is empty.
+        Text to append to an error message. It starts with a line break.
     """
     frames = sys._current_frames()
     me = threading.current_thread()

@@ -20,7 +20,7 @@ from graft.native import _native
 class Stream:
     """An in-order queue of device work that does not synchronize with the legacy NULL stream.
 
-    Created by :meth:`Device.stream`. A stream that is dropped finishes its enqueued work.
+    Created by :meth:`Device.stream`. If the object is dropped, the enqueued work still finishes.
     """
 
     def __init__(self, context: Context, name: str = "") -> None:
@@ -30,7 +30,8 @@ class Stream:
             _native.ResourceKind.STREAM, handle
         )
         context.streams.add(self)
-        # The driver may reuse the handle of a dropped stream: report that stream's failure.
+        # The driver reuses handles. A failure that is pending under this handle belongs to a
+        # stream that was dropped. Report it now, so that it is not attributed to the new stream.
         failure = _native.take_eager_failure(handle)
         if failure is not None:
             warnings.warn(f"host step {failure[0]!r} failed on a dropped stream", stacklevel=3)
@@ -49,7 +50,13 @@ class Stream:
         return self._resource is None
 
     def query(self) -> bool:
-        """Return whether all enqueued work has finished; raise DeviceError after a fault."""
+        """Return whether all enqueued work has finished.
+
+        Raises
+        ------
+        DeviceError
+            The device failed.
+        """
         handle = self.handle
         prepare_driver_call("cuStreamQuery")
         return is_ready("cuStreamQuery", _native.query_stream(handle))
@@ -60,8 +67,8 @@ class Stream:
         Raises
         ------
         DeadlineError
-            The work did not finish within ``timeout_s`` seconds; it continues. The message names
-            the host steps that are running.
+            The work did not finish within ``timeout_s`` seconds. The work continues. The message
+            names the host steps that are running.
         HostWorkError
             Host work enqueued on this stream, or in a captured graph, failed. Each failure is
             raised once.
@@ -78,7 +85,8 @@ class Stream:
         Raises
         ------
         HostWorkError
-            Host work failed and was not reported yet; the stream is closed nevertheless.
+            Host work on this stream failed and the failure was not raised yet. The stream is closed
+            nevertheless.
         """
         if self._resource is None:
             return
@@ -92,17 +100,19 @@ class Stream:
 
 
 class Event:
-    """A CUDA event. It lives at least as long as the graphs that use it.
+    """A CUDA event. Graphs that use it keep it alive.
 
-    The events of a replay are resolved when it is launched: its wait nodes wait for the last record
-    before the launch, and later waits for an event wait for the node of the replay that records it.
+    The launch of a replay decides which records its event nodes refer to. An event wait node waits
+    for the last record of its event before the launch. A wait that is enqueued after the launch
+    waits for the event record node of the replay.
 
     Parameters
     ----------
     name
         Name for error messages and drawings.
     timing
-        Whether :meth:`elapsed_s` can be used; adds a small cost to every record.
+        Whether the event records the time, for :meth:`elapsed_s`. This adds a small cost to every
+        record.
     """
 
     def __init__(self, name: str = "event", *, timing: bool = False) -> None:
@@ -135,17 +145,20 @@ class Event:
         call(cu.cuStreamWaitEvent, stream.handle, self.handle, int(external))
 
     def query(self) -> bool:
-        """Return whether the work before the last record has finished; True without a record."""
+        """Return whether the work before the last record of the event has finished.
+
+        An event that was never recorded counts as finished.
+        """
         prepare_driver_call("cuEventQuery")
         return is_ready("cuEventQuery", _native.query_event(self.handle))
 
     def synchronize(self, timeout_s: float | None = None) -> None:
-        """Wait until the work before the last record has finished.
+        """Wait until the work before the last record of the event has finished.
 
         Raises
         ------
         DeadlineError
-            The event was not reached within ``timeout_s`` seconds.
+            The work did not finish within ``timeout_s`` seconds.
         DeviceError
             The device failed.
         """
@@ -160,8 +173,7 @@ class Event:
     def elapsed_s(self, since: Event) -> float:
         """Return the seconds of device time from the event ``since`` to this one.
 
-        Both events must have been created with ``timing=True`` and recorded, and must have
-        finished.
+        Both events must have been created with ``timing=True``, recorded and reached by the device.
         """
         for event in (self, since):
             if not event.timing:

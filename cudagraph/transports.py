@@ -1,4 +1,9 @@
-"""Selection of the transport of host work; each one is probed in a child process."""
+"""Selection of the transport of host work.
+
+A transport is one of the ways to run a host step in a graph: a CUDA host node ("native"), or a
+mailbox whose wait is a batch memory operation ("mailbox") or a spinning kernel ("spinkernel").
+Transports with a mailbox are probed in a child process before they are selected.
+"""
 
 from __future__ import annotations
 
@@ -19,8 +24,8 @@ REPLAY_LIMIT_S = 2.0
 #: machine.
 CHILD_LIMIT_S = 60.0
 
-#: Program of the probe: three replays of one request and its wait. If the driver hangs, only the
-#: child process does.
+#: Program of the probe: three replays of a graph with one mailbox. The program runs in a child
+#: process, because a driver that does not support the transport may hang.
 _PROBE = f"""
 import sys
 from graft.cudagraph.device import open_device
@@ -48,14 +53,14 @@ def probe_transport(transport: str, kind: str, ordinal: int = 0) -> str:
     Parameters
     ----------
     transport
-        "mailbox" or "spinkernel": also the name of the lane method that is tried.
+        "mailbox" or "spinkernel". The probe calls the lane method with this name.
     kind, ordinal
-        Device.
+        Kind and index of the device to probe.
 
     Returns
     -------
     str
-        "" if the transport works, otherwise the reason why it does not.
+        Empty string if the transport works, otherwise the reason why it does not.
     """
     if transport not in WORKER_TRANSPORTS:
         raise OptionError(f"transport {transport!r} needs no probe")
@@ -74,23 +79,23 @@ def probe_transport(transport: str, kind: str, ordinal: int = 0) -> str:
 
 
 def choose_transport(requested: str, device: Context) -> tuple[str, str]:
-    """Resolve a transport.
+    """Check a requested transport, or select one.
 
-    "auto" selects the mailbox if 4 cores or more are usable and its probe passes, otherwise the
-    spinning kernel if its probe passes, otherwise native host nodes. With fewer cores it selects
-    native host nodes, because a worker thread would compete with the work for a core.
+    "auto" selects the first of "mailbox" and "spinkernel" whose probe passes, and "native" if both
+    probes fail. With fewer than 4 usable cores it selects "native" without a probe, because a
+    worker thread would compete with other threads for a core.
 
     Parameters
     ----------
     requested
-        Entry of `TRANSPORTS`.
+        Name of a transport, or "auto"; see `TRANSPORTS`.
     device
         Device to probe.
 
     Returns
     -------
     (str, str)
-        Transport and the reason for it, in one line.
+        Selected transport, and the reason for the selection in one line.
 
     Raises
     ------

@@ -1,8 +1,9 @@
 // Declares cudaGraphSetConditional(handle, value), which sets the condition of an IF or WHILE node.
-// The handle is that of graft.cudagraph.condition(), passed as an unsigned long long argument.
+// `handle` is the Condition that graft.cudagraph.condition() returned. It is passed to the kernel
+// as an unsigned long long argument.
 //
-// On CUDA the function belongs to the device runtime, which the driver links when the module is
-// loaded. Source without CUDA headers only needs the declaration.
+// On CUDA the function belongs to the device runtime, which the driver links when it loads the
+// module. The declaration replaces CUDA's header, which graft's kernels do not include.
 #pragma once
 
 #ifndef __SOFTCUDA__

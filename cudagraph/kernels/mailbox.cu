@@ -1,7 +1,8 @@
-// Device side of a mailbox: post a request, and spin until it is answered.
+// Kernels of a mailbox: one posts a request to a host worker thread, the other spins until the
+// worker has answered the request.
 //
-// The words are pinned host memory, one cache line each. Requests are numbered 1, 2, ... by a
-// counter that only the device writes. 0 means "no request".
+// `request`, `ack` and `timed_out` are words in pinned host memory, on one cache line each.
+// Requests are numbered 1, 2, ... by `counter`, which only the device writes. 0 means "no request".
 #include "graft.cuh"
 
 __device__ __forceinline__ int load_acquire_system(const int* word) {
@@ -33,8 +34,8 @@ __device__ __forceinline__ int next_number(unsigned int* counter) {
   return static_cast<int>(number);
 }
 
-// Polls `ack` until it equals the number. Returns false if deadline_ns of the device's clock have
-// passed first.
+// Polls `ack` until the worker has stored `number` there, the number of the awaited request.
+// Returns false if this takes more than `deadline_ns` nanoseconds of the device's global timer.
 __device__ __forceinline__ bool wait_for(const int* ack, int number,
                                          unsigned long long deadline_ns) {
   const unsigned long long begin = global_timer_ns();
@@ -45,14 +46,15 @@ __device__ __forceinline__ bool wait_for(const int* ack, int number,
   return true;
 }
 
-// Posts a request. One thread. Everything that earlier nodes wrote is visible to the host before
-// the request is.
+// Posts a request. Launched with one thread. Everything that earlier nodes wrote is visible to the
+// host before the request is.
 extern "C" __global__ void mailbox_request(unsigned int* counter, int* request) {
   store_release_system(request, next_number(counter));
 }
 
-// Waits for the answer to the current request. One thread. After deadline_ns it stores the number
-// in `timed_out` and ends: the device no longer waits for this answer.
+// Waits for the answer to the current request. Launched with one thread. After `deadline_ns` it
+// stores the number of the request in `timed_out` and ends, so that the graph continues without the
+// answer.
 extern "C" __global__ void mailbox_wait(const unsigned int* counter, const int* ack, int* timed_out,
                                         unsigned long long deadline_ns) {
   const int number = static_cast<int>(*counter);
