@@ -1,1 +1,1 @@
-"""How the demo model and the tests' fixtures were made: needs torch, and is in no wheel."""
+"""Training of the demo model and its drafters. Requires torch and is not part of the package."""

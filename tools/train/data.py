@@ -1,4 +1,4 @@
-"""Tokenizer, prompt template and batches for the training of the demo model."""
+"""Tokenizer, prompt template and batches for training the demo model."""
 
 from __future__ import annotations
 
@@ -17,17 +17,23 @@ from ..demo_tasks import Task
 
 SPECIAL = ("<|begin|>", "<|user|>", "<|assistant|>", "<|end|>")
 
-#: A schema becomes one short line: key names with type hints, `?` after optional keys, at most 12,
-#: 8, 4, 2 keys an object level by level, 6 choices an enum, 600 characters in all.
+#: Number of tasks that are sorted by length and batched together.
+TASKS_PER_CHUNK = 1024
+
+#: The template describes a schema in one short line: key names with type hints and `?` after
+#: optional keys; at most 12, 8, 4 and 2 keys per object by level, 6 enum values and 600 characters.
 CONFIG = Path(__file__).resolve().parents[2] / "models/demo/target/tokenizer_config.json"
 TEMPLATE: str = json.loads(CONFIG.read_text())["chat_template"]
 
-_compiled = jinja2.Environment(trim_blocks=True, lstrip_blocks=True).from_string(TEMPLATE)
+_template = jinja2.Environment(trim_blocks=True, lstrip_blocks=True).from_string(TEMPLATE)
+
+#: Token ids of a prompt and its answer, and the length of the prompt.
+Row = tuple[list[int], int]
 
 
 def prompt(task: Task) -> str:
-    """The whole prompt of a task, special tokens included."""
-    return _compiled.render(
+    """Return the prompt of a task with special tokens."""
+    return _template.render(
         messages=[{"role": "user", "content": task.text}],
         schema=task.schema,
         add_generation_prompt=True,
@@ -35,10 +41,18 @@ def prompt(task: Task) -> str:
 
 
 def train_tokenizer(texts: Iterator[str], size: int) -> Tokenizer:
-    """Byte-level BPE in which letters, single digits and runs of the rest never mix.
+    """Train a byte-level BPE tokenizer.
 
-    A word therefore has the same tokens wherever it stands, which makes copying a
-    matter of equal tokens, and the seams of JSON (`": "`, `", "`) become one token.
+    A token contains letters, one digit, or other characters, but never a mixture. A word therefore
+    has the same tokens everywhere, so that copying it means repeating its tokens, and separators of
+    JSON (`": "`, `", "`) become single tokens.
+
+    Parameters
+    ----------
+    texts
+        Training texts.
+    size
+        Size of the vocabulary.
     """
     tokenizer = Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.Sequence(
@@ -56,39 +70,63 @@ def train_tokenizer(texts: Iterator[str], size: int) -> Tokenizer:
     )
     tokenizer.train_from_iterator(texts, trainer)
     if tokenizer.get_vocab_size() != size:
-        raise ValueError(f"the tokenizer has {tokenizer.get_vocab_size()} entries, not {size}")
+        raise ValueError(f"the tokenizer has {tokenizer.get_vocab_size()} tokens, not {size}")
     return tokenizer
 
 
-def encode(tokenizer: Tokenizer, tasks: list[Task]) -> list[tuple[list[int], int]]:
-    """Token ids of prompt, answer and <|end|>, with the prompt's length."""
-    heads = tokenizer.encode_batch([prompt(t) for t in tasks])
-    tails = tokenizer.encode_batch([t.answer + "<|end|>" for t in tasks])
-    return [(h.ids + t.ids, len(h.ids)) for h, t in zip(heads, tails, strict=True)]
+def encode(tokenizer: Tokenizer, tasks: list[Task]) -> list[Row]:
+    """Encode prompts, answers and <|end|>."""
+    prompts = tokenizer.encode_batch([prompt(task) for task in tasks])
+    answers = tokenizer.encode_batch([task.answer + "<|end|>" for task in tasks])
+    rows = []
+    for encoded_prompt, answer in zip(prompts, answers, strict=True):
+        rows.append((encoded_prompt.ids + answer.ids, len(encoded_prompt.ids)))
+    return rows
 
 
-def pad(rows: list[tuple[list[int], int]]) -> tuple[Tensor, Tensor]:
-    """Ids (batch, length) padded on the right with 0, and where the answer's tokens are."""
-    width = max(len(ids) for ids, _ in rows)
-    ids = torch.zeros(len(rows), width, dtype=torch.long)
-    answer = torch.zeros(len(rows), width, dtype=torch.bool)
+def pad(rows: list[Row]) -> tuple[Tensor, Tensor]:
+    """Pad rows on the right.
+
+    Returns
+    -------
+    ids : Tensor
+        Token ids, padded with 0; int64 [rows, length].
+    is_answer : Tensor
+        Whether a token belongs to the answer; bool [rows, length].
+    """
+    length = max(len(ids) for ids, _ in rows)
+    ids = torch.zeros(len(rows), length, dtype=torch.long)
+    is_answer = torch.zeros(len(rows), length, dtype=torch.bool)
     for i, (row, start) in enumerate(rows):
         ids[i, : len(row)] = torch.tensor(row)
-        answer[i, start : len(row)] = True
-    return ids, answer
+        is_answer[i, start : len(row)] = True
+    return ids, is_answer
 
 
 def batches(
-    tokenizer: Tokenizer, tasks: Iterator[Task], tokens: int, longest: int, rng: random.Random
+    tokenizer: Tokenizer, tasks: Iterator[Task], tokens: int, max_length: int, rng: random.Random
 ) -> Iterator[tuple[Tensor, Tensor]]:
-    """Batches of about `tokens` tokens, of sequences alike in length, in random order."""
+    """Yield batches of sequences of similar length in random order; see `pad`.
+
+    Parameters
+    ----------
+    tokenizer, tasks
+        Tokenizer and tasks.
+    tokens
+        Approximate number of tokens per batch.
+    max_length
+        Maximum length of a sequence; longer ones are dropped.
+    rng
+        Generator of the order.
+    """
     while True:
-        rows = encode(tokenizer, list(itertools.islice(tasks, 1024)))
-        rows = sorted((r for r in rows if len(r[0]) <= longest), key=lambda r: len(r[0]))
-        groups: list[list[tuple[list[int], int]]] = [[]]
+        rows = encode(tokenizer, list(itertools.islice(tasks, TASKS_PER_CHUNK)))
+        rows = [row for row in rows if len(row[0]) <= max_length]
+        rows.sort(key=lambda row: len(row[0]))
+        groups: list[list[Row]] = [[]]
         for row in rows:
             if (len(groups[-1]) + 1) * len(row[0]) > tokens:
                 groups.append([])
             groups[-1].append(row)
         rng.shuffle(groups)
-        yield from (pad(g) for g in groups)
+        yield from (pad(group) for group in groups)

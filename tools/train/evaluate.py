@@ -1,4 +1,4 @@
-"""Measurements during training: whole answers right, acceptance length."""
+"""Metrics during training: share of correct answers, and acceptance length."""
 
 from __future__ import annotations
 
@@ -6,91 +6,150 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from .data import pad
+from .data import Row, pad
 from .nets import Block, Eagle3, Llama
 
-AUX = (0, 2, 3)
-"""Layers whose residual stream, after the layer, feeds the EAGLE-3 head (low, middle, high)."""
-BLOCK_AUX = (0, 1, 2)
-"""And those that feed the block drafter, which does not read the last one."""
+#: Layers whose outputs the EAGLE-3 head reads: low, middle and high.
+AUX_LAYERS = (0, 2, 3)
+#: Layers whose outputs the block drafter reads.
+BLOCK_AUX_LAYERS = (0, 1, 2)
+#: Number of sequences per forward pass.
+EVALUATION_BATCH = 32
 
 
 @torch.no_grad()
-def whole_right(model: Llama, rows: list[tuple[list[int], int]]) -> float:
-    """Share of answers that greedy decoding gets entirely right.
+def share_of_correct_answers(model: Llama, rows: list[Row]) -> float:
+    """Return the share of answers that greedy decoding reproduces exactly.
 
-    Greedy decoding reproduces the answer exactly when every one of its tokens is
-    the argmax after the true tokens before it: one forward pass decides.
+    Greedy decoding reproduces an answer if each of its tokens is the argmax after the true tokens
+    before it. One forward pass per batch is therefore sufficient.
     """
-    right = 0
-    for i in range(0, len(rows), 32):
-        ids, answer = pad(rows[i : i + 32])
-        wanted = answer[:, 1:]
-        hit = torch.ones_like(wanted)
-        hit[wanted] = model.logits(model(ids[:, :-1])[-1][wanted]).argmax(-1) == ids[:, 1:][wanted]
-        right += int(hit.all(1).sum())
-    return right / len(rows)
+    correct = 0
+    for i in range(0, len(rows), EVALUATION_BATCH):
+        ids, is_answer = pad(rows[i : i + EVALUATION_BATCH])
+        is_target = is_answer[:, 1:]
+        streams = model(ids[:, :-1])
+        predictions = model.logits(streams[-1][is_target]).argmax(-1)
+        hit = torch.ones_like(is_target)
+        hit[is_target] = predictions == ids[:, 1:][is_target]
+        correct += int(hit.all(1).sum())
+    return correct / len(rows)
 
 
-def walked(hits: list[list[bool]], row: list[int], start: int) -> tuple[int, int]:
-    """Rounds and tokens of speculation along a row; ``hits[i][j]`` of draft j behind token i."""
+def simulate_speculation(hits: list[list[bool]], row: list[int], start: int) -> tuple[int, int]:
+    """Simulate greedy speculative decoding along a sequence.
+
+    Parameters
+    ----------
+    hits
+        Whether draft j after token i is correct, by i and j.
+    row
+        Token ids.
+    start
+        Index of the first token of the answer. It is committed before the first round.
+
+    Returns
+    -------
+    rounds, tokens : int
+        Number of rounds and committed tokens.
+    """
     rounds = 0
-    at = start
-    while at < len(row) - 1:
-        m = 0
-        while at + 1 + m < len(row) and m < len(hits[at]) and hits[at][m]:
-            m += 1
-        rounds = rounds + 1
-        at = at + min(m + 1, len(row) - 1 - at)
-    return rounds, at - start
+    position = start
+    last = len(row) - 1
+    while position < last:
+        accepted = 0
+        drafts = hits[position]
+        while position + 1 + accepted < len(row) and accepted < len(drafts) and drafts[accepted]:
+            accepted += 1
+        rounds += 1
+        position += min(accepted + 1, last - position)
+    return rounds, position - start
 
 
 @torch.no_grad()
-def acceptance(head: Eagle3, target: Llama, rows: list[tuple[list[int], int]], k: int) -> float:
-    """Tokens per round of greedy chain speculation with `k` unmasked drafts.
+def acceptance_length(head: Eagle3, target: Llama, rows: list[Row], drafts: int) -> float:
+    """Return the tokens per round of greedy chains of unmasked EAGLE-3 drafts.
 
-    `rows` hold what the target itself would say; a draft is accepted as long as all
-    drafts before it were, so true tokens may stand for them in the unrolled drafter.
+    The rows are taken for the target's own output. A draft is accepted only if all drafts before it
+    are correct, so the drafter can be unrolled along the true tokens.
+
+    Parameters
+    ----------
+    head, target
+        Drafter and target.
+    rows
+        Sequences.
+    drafts
+        Number of drafts per round.
     """
-    rounds = tokens = 0
-    for i in range(0, len(rows), 32):
-        ids, _ = pad(rows[i : i + 32])
+    rounds = 0
+    tokens = 0
+    for i in range(0, len(rows), EVALUATION_BATCH):
+        some = rows[i : i + EVALUATION_BATCH]
+        ids, _ = pad(some)
         streams = target(ids[:, :-1])
-        features = torch.cat([streams[a] for a in AUX], -1)[:, :-1]
-        every = torch.arange(features.shape[1]).expand(len(ids), -1)
-        outs = head.unroll(features, target.model.embed_tokens(ids[:, 1:-1]), k, every)
-        drafts = [head.kept()[head.lm_head(head.norm(o)).argmax(-1)] for o in outs]
-        # Draft j behind token i is the one that entry i + j - 1 predicts in step j.
-        hits = [F.pad(d == ids[:, 2:], (1 - j, j)) for j, d in enumerate(drafts)]
-        every_hit = torch.stack(hits, -1).tolist()
-        for (row, start), hit in zip(rows[i : i + 32], every_hit, strict=True):
-            some = walked(hit, row, start)
-            rounds = rounds + some[0]
-            tokens = tokens + some[1]
+        features = torch.cat([streams[layer] for layer in AUX_LAYERS], -1)[:, :-1]
+        embedded = target.model.embed_tokens(ids[:, 1:-1])
+        positions = torch.arange(features.shape[1]).expand(len(ids), -1)
+        hits = []
+        for j, out in enumerate(head.unroll(features, embedded, drafts, positions)):
+            draft = head.kept()[head.lm_head(head.norm(out)).argmax(-1)]
+            # Draft j after token i is predicted by entry i + j - 1 in step j.
+            hits.append(F.pad(draft == ids[:, 2:], (1 - j, j)))
+        for (row, start), hit in zip(some, torch.stack(hits, -1).tolist(), strict=True):
+            row_rounds, row_tokens = simulate_speculation(hit, row, start)
+            rounds += row_rounds
+            tokens += row_tokens
     return tokens / rounds
 
 
-def blocks_of(target: Llama, ids: Tensor, start: Tensor, width: int, mask: int) -> Tensor:
-    """Rows of blocks that start at positions (batch, blocks): the token there, then masks."""
+def embed_blocks(target: Llama, ids: Tensor, start: Tensor, width: int, mask: int) -> Tensor:
+    """Return the embeddings of blocks: a token followed by mask tokens.
+
+    Parameters
+    ----------
+    target
+        Model whose embedding is used.
+    ids
+        Token ids; int64 [batch, length].
+    start
+        Positions of the first token of each block; int64 [batch, blocks].
+    width
+        Rows per block.
+    mask
+        Id of the mask token.
+
+    Returns
+    -------
+    Tensor
+        [batch, blocks, width, hidden].
+    """
     block = torch.full((*start.shape, width), mask)
     block[..., 0] = ids.gather(1, start)
     return target.model.embed_tokens(block)
 
 
 @torch.no_grad()
-def block_acceptance(
-    drafter: Block, target: Llama, rows: list[tuple[list[int], int]], k: int, mask: int
+def block_acceptance_length(
+    drafter: Block, target: Llama, rows: list[Row], drafts: int, mask: int
 ) -> float:
-    """The same of a block drafter."""
-    rounds = tokens = 0
+    """Return the tokens per round of greedy chains of the block drafter.
+
+    See `acceptance_length`; `mask` is the id of the mask token.
+    """
+    rounds = 0
+    tokens = 0
     for row, start in rows:
         ids = torch.tensor([row])
-        features = torch.cat([target(ids)[a] for a in BLOCK_AUX], -1)
-        at = torch.arange(start, len(row))[None]
-        out = drafter(features, blocks_of(target, ids, at, k + 1, mask), at)[0, :, 1:]
-        drafts = F.linear(out, target.model.embed_tokens.weight).argmax(-1)
-        wanted = F.pad(ids[0], (0, k), value=-1).unfold(0, k, 1)[start + 1 : len(row) + 1]
-        some = walked([[]] * start + (drafts == wanted).tolist(), row, start)
-        rounds = rounds + some[0]
-        tokens = tokens + some[1]
+        streams = target(ids)
+        features = torch.cat([streams[layer] for layer in BLOCK_AUX_LAYERS], -1)
+        positions = torch.arange(start, len(row))[None]
+        blocks = embed_blocks(target, ids, positions, drafts + 1, mask)
+        out = drafter(features, blocks, positions)[0, :, 1:]
+        predictions = F.linear(out, target.model.embed_tokens.weight).argmax(-1)
+        following = F.pad(ids[0], (0, drafts), value=-1).unfold(0, drafts, 1)
+        hits = (predictions == following[start + 1 : len(row) + 1]).tolist()
+        row_rounds, row_tokens = simulate_speculation([[]] * start + hits, row, start)
+        rounds += row_rounds
+        tokens += row_tokens
     return tokens / rounds

@@ -1,21 +1,26 @@
-"""Remake tests/fixtures: tiny random checkpoints and what other implementations make of them.
-
-Run by hand where torch, transformers and published code of drafters (packages dflash 0.1.0 and
-specforge 0.2.0) are installed; graft itself needs none of them::
+"""Regenerate tests/fixtures: tiny random checkpoints and the outputs of reference implementations.
 
     python tools/train/fixtures.py tests/fixtures
 
-Each Llama folder is what ``save_pretrained`` writes, plus ``expected.npz``: token ids, logits and
-the hidden states that enter each layer, computed in float32 by transformers from the stored
-weights. The ``eagle3`` folder holds a target and a head made by the training code of this
-repository (`nets.py`), with the outputs of several draft steps that published training code makes
-of the head, which ours must equal. ``dflash`` is a drafter of
-the target ``eight_layers_bfloat16``, with the logits that its published code makes of that target's
-hidden states at several places, all rows, and of a block that the end of the request cuts;
-``dflash2`` is one with what its selector makes of them: the greedy drafts, the ids that it selects
-from and, behind every token, their probabilities.
-``tensor_cores/bfloat16`` is a Llama of sizes that tensor cores take, with the logits that
-transformers makes in bfloat16 beside those in float32.
+Run by hand in an environment with torch, transformers and the published code of drafters (packages
+dflash 0.1.0 and specforge 0.2.0). graft does not require any of them.
+
+Llama and Qwen3 folders
+    The output of ``save_pretrained``, and ``expected.npz``: token ids, logits, and the hidden
+    states at the input of each layer, computed by transformers in float32 from the stored weights.
+``tensor_cores/bfloat16``
+    A Llama whose sizes fit tensor cores, with the logits that transformers computes in bfloat16
+    besides those in float32.
+``eagle3``
+    A target and a head of this repository's training code (`nets.py`), and the outputs of several
+    draft steps of the published training code, with which the outputs of `nets.py` must agree.
+``dflash``
+    A drafter of the target ``eight_layers_bfloat16``, and the logits that its published code
+    computes from the target's hidden states at several positions: all rows, and a block that is cut
+    by the end of the sequence.
+``dflash2``
+    The same with the outputs of the selector: greedy drafts, the ids it selects from, and their
+    probabilities after every token.
 """
 
 from __future__ import annotations
@@ -55,7 +60,7 @@ SMALL: dict[str, Any] = {
     "bos_token_id": 1,
     "eos_token_id": [0, 2],
 }
-# name -> (stored dtype, shard size, changes of SMALL)
+#: By name: stored dtype, maximum shard size, and values that differ from SMALL.
 CASES: dict[str, tuple[str, str, dict[str, Any]]] = {
     "heads_all_float32": ("float32", "1GB", {}),
     "grouped_llama3_bfloat16": (
@@ -102,7 +107,21 @@ CASES: dict[str, tuple[str, str, dict[str, Any]]] = {
 
 
 def make_llama(folder: Path, seed: int, dtype: str, shard: str, changes: dict[str, Any]) -> None:
-    """Save one random Llama and what transformers computes with it."""
+    """Write a random Llama and the outputs of transformers.
+
+    Parameters
+    ----------
+    folder
+        Output folder.
+    seed
+        Seed of the weights.
+    dtype
+        Stored dtype.
+    shard
+        Maximum shard size.
+    changes
+        Config values that differ from SMALL.
+    """
     torch.manual_seed(seed)
     config = transformers.AutoConfig.for_model(**{"model_type": "llama", **SMALL, **changes})
     model = transformers.AutoModelForCausalLM.from_config(config).to(getattr(torch, dtype))
@@ -126,8 +145,8 @@ def make_llama(folder: Path, seed: int, dtype: str, shard: str, changes: dict[st
     )
 
 
-def make_rounded(folder: Path) -> None:
-    """Save a Llama of 128 columns, and what transformers computes with it in bfloat16 too."""
+def make_tensor_core_llama(folder: Path) -> None:
+    """Write a Llama with 128 columns and the outputs of transformers in float32 and bfloat16."""
     make_llama(
         folder,
         7,
@@ -146,14 +165,14 @@ def make_rounded(folder: Path) -> None:
     model = transformers.AutoModelForCausalLM.from_pretrained(
         folder, dtype=torch.bfloat16, attn_implementation="eager"
     )
-    known = dict(np.load(folder / "expected.npz"))
+    expected = dict(np.load(folder / "expected.npz"))
     with torch.no_grad():
-        logits = model(torch.from_numpy(known["tokens"]).long()[None]).logits[0]
-    np.savez_compressed(folder / "expected.npz", **known, rounded=logits.float().numpy())
+        logits = model(torch.from_numpy(expected["tokens"]).long()[None]).logits[0]
+    np.savez_compressed(folder / "expected.npz", **expected, rounded=logits.float().numpy())
 
 
 def make_eagle3(folder: Path, seed: int) -> None:
-    """Save a target and a head as the training code writes them, and the head's draft steps."""
+    """Write a target and an EAGLE-3 head, and the outputs of the head's draft steps."""
     sys.path.insert(0, str(Path(__file__).resolve().parent))
     from nets import Eagle3, Llama, Sizes
 
@@ -172,29 +191,27 @@ def make_eagle3(folder: Path, seed: int) -> None:
         layers = (0, 2, 3)
         features = torch.cat([streams[i] for i in layers], -1)[:, :-1]
         embedded = target.model.embed_tokens(tokens[:, 1:])
-        everywhere = torch.arange(LENGTH - 1)[None]
-        ours = head.unroll(features, embedded, 4, everywhere)
-        sized = {**sizes.config(), "draft_vocab_size": 40}
-        outs = unroll_published(head, sized, features, embedded)
-        for j, (own, out) in enumerate(zip(ours, outs, strict=True)):
+        positions = torch.arange(LENGTH - 1)[None]
+        own_outs = head.unroll(features, embedded, 4, positions)
+        config = {**sizes.config(), "draft_vocab_size": 40}
+        outs = unroll_published(head, config, features, embedded)
+        for j, (own, out) in enumerate(zip(own_outs, outs, strict=True)):
             torch.testing.assert_close(own[:, j:], out[:, j:], atol=2e-5, rtol=0)
         logits = [head.lm_head(head.norm(out)) for out in outs]
-    of_target = {"architectures": ["LlamaForCausalLM"], "num_hidden_layers": sizes.layers}
-    of_head = {
+    target_config = {
+        "architectures": ["LlamaForCausalLM"],
+        "num_hidden_layers": sizes.layers,
+        "tie_word_embeddings": True,
+    }
+    head_config = {
         "architectures": ["LlamaForCausalLMEagle3"],
         "num_hidden_layers": 1,
         "draft_vocab_size": 40,
         "eagle_config": {"eagle_aux_hidden_state_layer_ids": list(layers)},
+        "tie_word_embeddings": False,
     }
-    for name, module, own in (
-        ("target", target, {**of_target, "tie_word_embeddings": True}),
-        ("head", head, {**of_head, "tie_word_embeddings": False}),
-    ):
-        (folder / name).mkdir(parents=True)
-        text = json.dumps({**sizes.config(), **own}, indent=1) + "\n"
-        (folder / name / "config.json").write_text(text)
-        tensors = {k: v.contiguous() for k, v in module.state_dict().items()}
-        save_file(tensors, folder / name / "model.safetensors")
+    write_checkpoint(folder / "target", target, {**sizes.config(), **target_config})
+    write_checkpoint(folder / "head", head, {**sizes.config(), **head_config})
     np.savez_compressed(
         folder / "expected.npz",
         tokens=tokens[0].numpy().astype(np.int32),
@@ -203,11 +220,31 @@ def make_eagle3(folder: Path, seed: int) -> None:
     )
 
 
+def write_checkpoint(folder: Path, module: torch.nn.Module, config: dict[str, Any]) -> None:
+    """Write config and weights of a model."""
+    folder.mkdir(parents=True)
+    (folder / "config.json").write_text(json.dumps(config, indent=1) + "\n")
+    tensors = {name: tensor.contiguous() for name, tensor in module.state_dict().items()}
+    save_file(tensors, folder / "model.safetensors")
+
+
 def unroll_published(
     head: torch.nn.Module, config: dict[str, Any], features: torch.Tensor, embedded: torch.Tensor
 ) -> list[torch.Tensor]:
-    """Outputs of four draft steps; the entry of step j at position i is made of step j - 1's one
-    before it, and of true ones up to i - j."""
+    """Return the outputs of four draft steps of the published training code.
+
+    The entry of step j at position i is computed from the entry of step j-1 before it, and from
+    entries with true features up to i-j.
+
+    Parameters
+    ----------
+    head
+        Head whose weights are used.
+    config
+        Config of the head.
+    features, embedded
+        See `nets.Eagle3.unroll`.
+    """
     from specforge.modeling.draft.llama3_eagle import (
         LlamaForCausalLMEagle3,
         prepare_decoder_attention_mask,
@@ -223,26 +260,30 @@ def unroll_published(
     )
     hidden = model.project_hidden_states(features)
     for j in range(4):
-        behind = torch.nn.functional.pad(embedded[:, j:], (0, 0, 0, j))
-        hidden = model.backbone(behind, hidden, caches, mask, torch.arange(count)[None])
+        shifted = torch.nn.functional.pad(embedded[:, j:], (0, 0, 0, j))
+        hidden = model.backbone(shifted, hidden, caches, mask, torch.arange(count)[None])
         outs.append(hidden.roll(j, 1))
     return outs
 
 
-def make_dflash(folder: Path, target: Path, seed: int, second: bool = False) -> None:
-    """Save a block drafter, of DFlash or DFlash2, and what it makes of blocks behind positions of
-    the target's tokens."""
-    from dflash.model import DFlash2DraftModel, DFlashDraftModel, _raw_input_embeddings
+DFLASH_TARGET_LAYERS = [1, 3, 6]
+DFLASH_BLOCK = 5
+DFLASH_MASK = 63
+DFLASH_VOCAB = 64
+
+
+def dflash_config(is_dflash2: bool) -> Any:
+    """Return the config of a block drafter."""
     from transformers import Qwen3Config
 
-    torch.manual_seed(seed)
-    made = DFlash2DraftModel if second else DFlashDraftModel
-    mask = 63
-    read = [1, 3, 6]
-    own: dict[str, Any] = {"block_size": 5, "mask_token_id": mask, "target_layer_ids": read}
+    drafter: dict[str, Any] = {
+        "block_size": DFLASH_BLOCK,
+        "mask_token_id": DFLASH_MASK,
+        "target_layer_ids": DFLASH_TARGET_LAYERS,
+    }
     changes: dict[str, Any] = {}
-    if second:
-        own |= {
+    if is_dflash2:
+        drafter |= {
             "conv_kernel_size": 3,
             "conv_group_size": 8,
             "selector_rank": 6,
@@ -257,22 +298,43 @@ def make_dflash(folder: Path, target: Path, seed: int, second: bool = False) -> 
             "sliding_window": LENGTH,
             "layer_types": ["sliding_attention"] * 2,
         }
-    config = Qwen3Config(
+    return Qwen3Config(
         **{
             **SMALL,
-            "vocab_size": 64,
+            "vocab_size": DFLASH_VOCAB,
             "hidden_size": 24,
             "intermediate_size": 40,
             "head_dim": 8,
             "num_key_value_heads": 2,
             "num_target_layers": 8,
-            "dflash_config": own,
+            "dflash_config": drafter,
             "dtype": "bfloat16",
             "rope_parameters": {"rope_type": "default", "rope_theta": 1000.0},
             **changes,
         }
     )
-    model = made(config).to(torch.bfloat16)
+
+
+def make_dflash(folder: Path, target: Path, seed: int, is_dflash2: bool = False) -> None:
+    """Write a block drafter and the outputs of its published code at several positions.
+
+    Parameters
+    ----------
+    folder
+        Output folder.
+    target
+        Folder of the target, with its expected outputs.
+    seed
+        Seed of the weights.
+    is_dflash2
+        Whether to use DFlash2, which has a selector.
+    """
+    from dflash.model import DFlash2DraftModel, DFlashDraftModel, _raw_input_embeddings
+
+    torch.manual_seed(seed)
+    model_class = DFlash2DraftModel if is_dflash2 else DFlashDraftModel
+    config = dflash_config(is_dflash2)
+    model = model_class(config).to(torch.bfloat16)
     with torch.no_grad():
         for name, parameter in model.named_parameters():
             if "norm" in name:
@@ -282,50 +344,68 @@ def make_dflash(folder: Path, target: Path, seed: int, second: bool = False) -> 
             elif "codebook" in name:
                 parameter.mul_(6.0)
         model.save_pretrained(folder)
-        if second:  # as published
+        if is_dflash2:  # rename as in published checkpoints
             tensors = {
                 name.replace("codebook.weight", "codebook"): tensor.contiguous()
                 for name, tensor in model.state_dict().items()
             }
             save_file(tensors, folder / "model.safetensors", {"format": "pt"})
-        exact = made.from_pretrained(folder, dtype=torch.float32)
-        of_target = transformers.AutoModelForCausalLM.from_pretrained(target, dtype=torch.float32)
+        exact = model_class.from_pretrained(folder, dtype=torch.float32)
+        target_model = transformers.AutoModelForCausalLM.from_pretrained(
+            target, dtype=torch.float32
+        )
         known = np.load(target / "expected.npz")
         tokens = torch.from_numpy(known["tokens"]).long()
-        context = torch.cat([torch.from_numpy(known["inputs"][i + 1]) for i in read], -1)
+        inputs = [torch.from_numpy(known["inputs"][i + 1]) for i in DFLASH_TARGET_LAYERS]
+        context = torch.cat(inputs, -1)
+        scale = config.dflash_config.get("input_embedding_scale", 1.0)
         expected: dict[str, Any] = {}
         for n in (1, 2, 6, 7, 12, 20, 33, 37):
-            width = min(5, LENGTH - n)
-            block = torch.full((1, width), mask)
+            width = min(DFLASH_BLOCK, LENGTH - n)
+            block = torch.full((1, width), DFLASH_MASK)
             block[0, 0] = tokens[n]
-            scale = own.get("input_embedding_scale", 1.0)
             out = exact(
                 target_hidden=context[None, :n],
                 position_ids=torch.arange(n + width)[None],
-                noise_embedding=_raw_input_embeddings(of_target, block, scale),
+                noise_embedding=_raw_input_embeddings(target_model, block, scale),
             )
-            logits = exact.compute_logits(out, of_target.lm_head)
+            logits = exact.compute_logits(out, target_model.lm_head)
             expected[f"logits_{n}"] = logits[0].numpy()
-            if not second:
-                continue
-            select = exact.candidate_selector.select
-            path = select(out[:, 1:], logits[:, 1:], block[:, 0], 0.0)[0]
-            expected[f"drafts_{n}"] = path[0].numpy()
-            # Of each row, behind every token, the law of the ids that are selected from.
-            rows = [
-                select(
-                    *(x[:, [row]].expand(64, -1, -1) for x in (out, logits)), torch.arange(64), 1.0
-                )
-                for row in range(1, width)
-            ]
-            ids, order = torch.cat([row[1] for row in rows], 1).transpose(0, 1).sort()
-            law = torch.cat([row[2] for row in rows], 1).transpose(0, 1).gather(-1, order)
-            expected[f"ids_{n}"], expected[f"law_{n}"] = ids[:, 0].numpy(), law.numpy()
+            if is_dflash2:
+                drafts, ids, law = select_drafts(exact.candidate_selector, out, logits, block)
+                expected[f"drafts_{n}"] = drafts
+                expected[f"ids_{n}"] = ids
+                expected[f"law_{n}"] = law
     np.savez_compressed(folder / "expected.npz", tokens=known["tokens"], **expected)
 
 
+def select_drafts(
+    selector: Any, out: torch.Tensor, logits: torch.Tensor, block: torch.Tensor
+) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """Return the outputs of DFlash2's selector for a block.
+
+    Returns
+    -------
+    drafts
+        Greedy drafts.
+    ids
+        Ids that each row selects from, in ascending order.
+    law
+        Probabilities of these ids after every token.
+    """
+    drafts = selector.select(out[:, 1:], logits[:, 1:], block[:, 0], 0.0)[0][0].numpy()
+    every_token = torch.arange(DFLASH_VOCAB)
+    rows = []
+    for row in range(1, block.shape[1]):
+        row_out, row_logits = (x[:, [row]].expand(DFLASH_VOCAB, -1, -1) for x in (out, logits))
+        rows.append(selector.select(row_out, row_logits, every_token, 1.0))
+    ids, order = torch.cat([row[1] for row in rows], 1).transpose(0, 1).sort()
+    law = torch.cat([row[2] for row in rows], 1).transpose(0, 1).gather(-1, order)
+    return drafts, ids[:, 0].numpy(), law.numpy()
+
+
 def main() -> None:
-    """Write every fixture below the given folder, replacing what is there."""
+    """Write all fixtures to a folder, replacing existing ones."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("folder", type=Path)
     folder = parser.parse_args().folder
@@ -334,12 +414,13 @@ def main() -> None:
         shutil.rmtree(folder / name, ignore_errors=True)
         make_llama(folder / name, seed, *case)
     shutil.rmtree(folder / "tensor_cores", ignore_errors=True)
-    make_rounded(folder / "tensor_cores" / "bfloat16")
+    make_tensor_core_llama(folder / "tensor_cores" / "bfloat16")
     shutil.rmtree(folder / "eagle3", ignore_errors=True)
     make_eagle3(folder / "eagle3", 5)
-    for second, name in enumerate(("dflash", "dflash2")):
+    target = folder / "eight_layers_bfloat16"
+    for name, seed in (("dflash", 6), ("dflash2", 7)):
         shutil.rmtree(folder / name, ignore_errors=True)
-        make_dflash(folder / name, folder / "eight_layers_bfloat16", 6 + second, bool(second))
+        make_dflash(folder / name, target, seed, is_dflash2=name == "dflash2")
 
 
 if __name__ == "__main__":

@@ -1,10 +1,9 @@
-"""The demo model and its drafters in plain torch, for training only.
+"""The demo model and its drafters in plain torch, for training.
 
-`Llama` computes what a Hugging Face ``LlamaForCausalLM`` computes (RMSNorm before
-each block, half-split rotary embedding, grouped-query attention, SwiGLU, tied
-output head); parameter names are those of the checkpoint. `Eagle3` is one such
-layer over [embedding, feature] with its own head over a pruned vocabulary. `Block`
-is DFlash: layers with normalised queries and keys, and the target's own head.
+`Llama` is equivalent to Hugging Face's ``LlamaForCausalLM`` (RMSNorm before each block, half-split
+rotary embedding, grouped-query attention, SwiGLU, tied output head), with the parameter names of
+its checkpoints. `Eagle3` is one such layer over [embedding, feature] with an LM head over a draft
+vocabulary. `Block` is DFlash: layers with normalized queries and keys, and the target's LM head.
 """
 
 from __future__ import annotations
@@ -19,7 +18,19 @@ from torch import Tensor, nn
 
 @dataclass(frozen=True)
 class Sizes:
-    """Sizes of the target; the drafter shares all but `layers`."""
+    """Sizes of a model.
+
+    Attributes
+    ----------
+    hidden, layers, heads, kv_heads, head_dim, inner, vocab
+        Hidden size, layers, attention heads, key-value heads, head size, MLP size, vocabulary size.
+    theta
+        Base of the rotary embedding.
+    eps
+        Epsilon of RMSNorm.
+    positions
+        Maximum number of positions.
+    """
 
     hidden: int = 192
     layers: int = 4
@@ -33,7 +44,7 @@ class Sizes:
     positions: int = 1024
 
     def config(self) -> dict[str, Any]:
-        """What a Hugging Face config says of the target and of the drafter alike."""
+        """Return the values of a Hugging Face config that target and drafters share."""
         return {
             "model_type": "llama",
             "hidden_size": self.hidden,
@@ -60,20 +71,33 @@ class RMSNorm(nn.Module):
 
 
 def rotary(s: Sizes, positions: Tensor) -> tuple[Tensor, Tensor]:
-    """cos and sin, shape (positions, head_dim), of the half-split rotary embedding."""
-    inv = s.theta ** (-torch.arange(0, s.head_dim, 2, dtype=torch.float32) / s.head_dim)
-    angle = positions.float()[:, None] * inv[None]
+    """Return cosine and sine of the half-split rotary embedding, [positions, head_dim] each."""
+    frequencies = s.theta ** (-torch.arange(0, s.head_dim, 2, dtype=torch.float32) / s.head_dim)
+    angle = positions.float()[:, None] * frequencies[None]
     angle = torch.cat((angle, angle), -1)
     return angle.cos(), angle.sin()
 
 
 def rotate(x: Tensor, rope: tuple[Tensor, Tensor]) -> Tensor:
+    """Apply the rotary embedding."""
+    cos, sin = rope
     half = x.shape[-1] // 2
-    return x * rope[0] + torch.cat((-x[..., half:], x[..., :half]), -1) * rope[1]
+    rotated_half = torch.cat((-x[..., half:], x[..., :half]), -1)
+    return x * cos + rotated_half * sin
 
 
 class Attention(nn.Module):
-    """Projections and rotary embedding; `width` is the input's size."""
+    """Projections of attention, with rotary embedding.
+
+    Parameters
+    ----------
+    s
+        Sizes of the model.
+    width
+        Input features.
+    head_norm
+        Whether queries and keys are normalized.
+    """
 
     def __init__(self, s: Sizes, width: int, head_norm: bool = False) -> None:
         super().__init__()
@@ -82,26 +106,27 @@ class Attention(nn.Module):
         self.k_proj = nn.Linear(width, s.kv_heads * s.head_dim, bias=False)
         self.v_proj = nn.Linear(width, s.kv_heads * s.head_dim, bias=False)
         self.o_proj = nn.Linear(s.heads * s.head_dim, s.hidden, bias=False)
-        norms = (RMSNorm(s.head_dim, s.eps) if head_norm else nn.Identity() for _ in range(2))
-        self.q_norm, self.k_norm = norms
+        self.q_norm = RMSNorm(s.head_dim, s.eps) if head_norm else nn.Identity()
+        self.k_norm = RMSNorm(s.head_dim, s.eps) if head_norm else nn.Identity()
 
     def q(self, x: Tensor, rope: tuple[Tensor, Tensor]) -> Tensor:
-        """(batch, heads, length, head_dim)."""
+        """Return queries, [batch, heads, length, head_dim]."""
         b, n, _ = x.shape
         q = self.q_norm(self.q_proj(x).view(b, n, self.s.heads, -1))
         return rotate(q.transpose(1, 2), rope)
 
     def kv(self, x: Tensor, rope: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
-        """(batch, heads, length, head_dim) each, repeated from the key-value heads."""
+        """Return keys and values, repeated to [batch, heads, length, head_dim] each."""
         b, n, _ = x.shape
         group = self.s.heads // self.s.kv_heads
         k = self.k_norm(self.k_proj(x).view(b, n, self.s.kv_heads, -1)).transpose(1, 2)
         v = self.v_proj(x).view(b, n, self.s.kv_heads, -1).transpose(1, 2)
         return rotate(k, rope).repeat_interleave(group, 1), v.repeat_interleave(group, 1)
 
-    def out(self, mixed: Tensor) -> Tensor:
-        b, _, n, _ = mixed.shape
-        return self.o_proj(mixed.transpose(1, 2).reshape(b, n, -1))
+    def out(self, attention_output: Tensor) -> Tensor:
+        """Apply the output projection to [batch, heads, length, head_dim]."""
+        b, _, n, _ = attention_output.shape
+        return self.o_proj(attention_output.transpose(1, 2).reshape(b, n, -1))
 
 
 class MLP(nn.Module):
@@ -125,7 +150,8 @@ class Layer(nn.Module):
 
     def forward(self, x: Tensor, rope: tuple[Tensor, Tensor]) -> Tensor:
         y = self.input_layernorm(x)
-        q, (k, v) = self.self_attn.q(y, rope), self.self_attn.kv(y, rope)
+        q = self.self_attn.q(y, rope)
+        k, v = self.self_attn.kv(y, rope)
         x = x + self.self_attn.out(F.scaled_dot_product_attention(q, k, v, is_causal=True))
         return x + self.mlp(self.post_attention_layernorm(x))
 
@@ -139,7 +165,7 @@ class Backbone(nn.Module):
 
 
 class Llama(nn.Module):
-    """The target. Sequences start at position 0 and are padded on the right."""
+    """Target model. Sequences start at position 0 and are padded on the right."""
 
     def __init__(self, s: Sizes) -> None:
         super().__init__()
@@ -147,11 +173,15 @@ class Llama(nn.Module):
         self.model = Backbone(s)
         for name, p in self.named_parameters():
             if p.ndim == 2:
-                deep = name.endswith(("o_proj.weight", "down_proj.weight"))
-                nn.init.normal_(p, std=0.02 if not deep else 0.02 / (2 * s.layers) ** 0.5)
+                is_residual = name.endswith(("o_proj.weight", "down_proj.weight"))
+                std = 0.02 / (2 * s.layers) ** 0.5 if is_residual else 0.02
+                nn.init.normal_(p, std=std)
 
     def forward(self, ids: Tensor) -> list[Tensor]:
-        """Residual streams after each layer, (batch, length, hidden), before any final norm."""
+        """Return the residual stream after each layer, [batch, length, hidden] each.
+
+        The last one is not normalized.
+        """
         x = self.model.embed_tokens(ids)
         rope = rotary(self.s, torch.arange(ids.shape[1]))
         streams = []
@@ -161,6 +191,7 @@ class Llama(nn.Module):
         return streams
 
     def logits(self, stream: Tensor) -> Tensor:
+        """Return the logits of the last residual stream."""
         return F.linear(self.model.norm(stream), self.model.embed_tokens.weight)
 
 
@@ -175,7 +206,22 @@ class MidLayer(nn.Module):
 
 
 class Eagle3(nn.Module):
-    """EAGLE-3 head; entry i = (feature of token i, embedding of token i+1) at position i."""
+    """EAGLE-3 head. Entry i is (feature of token i, embedding of token i+1) at position i.
+
+    Parameters
+    ----------
+    s
+        Sizes of the head.
+    kept
+        Target ids of the draft vocabulary.
+
+    Attributes
+    ----------
+    d2t
+        Target id minus draft id, by draft id.
+    t2d
+        Whether a target id is in the draft vocabulary.
+    """
 
     d2t: Tensor
     t2d: Tensor
@@ -190,72 +236,71 @@ class Eagle3(nn.Module):
         for p in self.parameters():
             if p.ndim == 2:
                 nn.init.normal_(p, std=0.02)
-        known = torch.zeros(s.vocab, dtype=torch.bool)
-        known[kept] = True
+        in_vocabulary = torch.zeros(s.vocab, dtype=torch.bool)
+        in_vocabulary[kept] = True
         self.register_buffer("d2t", kept.sort().values - torch.arange(len(kept)))
-        self.register_buffer("t2d", known)
+        self.register_buffer("t2d", in_vocabulary)
 
     def kept(self) -> Tensor:
-        """Target ids of the draft vocabulary, ascending."""
+        """Return the target ids of the draft vocabulary in ascending order."""
         return self.d2t + torch.arange(len(self.d2t))
 
     def unroll(self, features: Tensor, embedded: Tensor, steps: int, rows: Tensor) -> list[Tensor]:
-        """Drafter outputs of `steps` draft steps at many positions at once.
+        """Return the outputs of several draft steps at many positions (training-time test).
 
         Parameters
         ----------
-        features : Tensor
-            (batch, n, 3 hidden), low|mid|high of tokens 0..n-1.
-        embedded : Tensor
-            (batch, n, hidden), embeddings of tokens 1..n.
-        steps : int
-            Step 0 uses true features; step j feeds each entry the output of step
-            j-1 one position earlier, with the true token embedding.
-        rows : Tensor
-            (batch, r), consecutive positions wanted of each sequence; all other
-            positions only serve as context.
+        features
+            Low, middle and high features of tokens 0..n-1; [batch, n, 3 hidden].
+        embedded
+            Embeddings of tokens 1..n; [batch, n, hidden].
+        steps
+            Number of steps. Step 0 uses true features. In step j, the feature of an entry is the
+            output of step j-1 one position earlier, with the embedding of the true token.
+        rows
+            Consecutive positions to compute; [batch, r]. All other positions are only context.
 
         Returns
         -------
         list of Tensor
-            Per step (batch, r, hidden), before the last norm. The entry at position i
-            predicts token i+2; the first j entries of step j mean nothing.
+            Outputs of each step before the last norm; [batch, r, hidden]. The entry at position i
+            predicts token i+2. The first j entries of step j are meaningless.
 
         Notes
         -----
-        Attention of position i in step j is that of inference: true-feature entries up
-        to i-j (keys of step 0), then the entries i-j+1..i that the draft itself made,
-        where i-j+t was made in step t. (Training-time test, EAGLE-3.)
+        As in inference, position i in step j attends to entries with true features up to i-j (keys
+        of step 0), and to the entries i-j+1..i of the draft itself; entry i-j+t is from step t.
         """
         n = features.shape[1]
         mid = self.midlayer
+        attention = mid.self_attn
         scale = self.s.head_dim**-0.5
-        at = torch.arange(n)
-        attend = mid.self_attn
-        cos, sin = rotary(self.s, at)
+        positions = torch.arange(n)
+        cos, sin = rotary(self.s, positions)
         emb = mid.input_layernorm(embedded)
         g = self.fc(features)
-        k0, v0 = attend.kv(torch.cat((emb, mid.hidden_norm(g)), -1), (cos, sin))
-        pick = rows[..., None].expand(-1, -1, self.s.hidden)
-        emb = emb.gather(1, pick)
-        g = g.gather(1, pick)
+        k0, v0 = attention.kv(torch.cat((emb, mid.hidden_norm(g)), -1), (cos, sin))
+        index = rows[..., None].expand(-1, -1, self.s.hidden)
+        emb = emb.gather(1, index)
+        g = g.gather(1, index)
         rope = cos[rows][:, None], sin[rows][:, None]
-        drafted: list[tuple[Tensor, Tensor]] = []
+        drafted: list[tuple[Tensor, Tensor]] = []  # keys and values of steps 1, 2, ...
         outs = []
         for j in range(steps):
             x = torch.cat((emb, mid.hidden_norm(g)), -1)
-            q = attend.q(x, rope)
+            q = attention.q(x, rope)
             if j > 0:
-                drafted.append(attend.kv(x, rope))
-            unseen = (at > rows[..., None] - j)[:, None]
-            scores = [(q @ k0.transpose(-1, -2) * scale).masked_fill(unseen, -torch.inf)]
+                drafted.append(attention.kv(x, rope))
+            masked = (positions > rows[..., None] - j)[:, None]
+            scores = [(q @ k0.transpose(-1, -2) * scale).masked_fill(masked, -torch.inf)]
             for t, (k, _) in enumerate(drafted, 1):
                 scores.append((q * k.roll(j - t, 2)).sum(-1, keepdim=True) * scale)
             p = torch.cat(scores, -1).softmax(-1)
-            mixed = p[..., :n] @ v0
+            attention_output = p[..., :n] @ v0
             for t, (_, v) in enumerate(drafted, 1):
-                mixed = mixed + p[..., n + t - 1 : n + t] * v.roll(j - t, 2)
-            h = g + attend.out(mixed)
+                weight = p[..., n + t - 1 : n + t]
+                attention_output = attention_output + weight * v.roll(j - t, 2)
+            h = g + attention.out(attention_output)
             out = h + mid.mlp(mid.post_attention_layernorm(h))
             outs.append(out)
             g = F.pad(out[:, :-1], (0, 0, 1, 0))
@@ -263,12 +308,20 @@ class Eagle3(nn.Module):
 
 
 class Block(nn.Module):
-    """DFlash; a block is the last token and masks behind it, in place of tokens to draft."""
+    """DFlash drafter. A block is the last token followed by mask tokens in place of the drafts.
 
-    def __init__(self, s: Sizes, taps: int) -> None:
+    Parameters
+    ----------
+    s
+        Sizes of the drafter.
+    aux_layers
+        Number of target layers whose outputs it reads.
+    """
+
+    def __init__(self, s: Sizes, aux_layers: int) -> None:
         super().__init__()
         self.s = s
-        self.fc = nn.Linear(taps * s.hidden, s.hidden, bias=False)
+        self.fc = nn.Linear(aux_layers * s.hidden, s.hidden, bias=False)
         self.hidden_norm = RMSNorm(s.hidden, s.eps)
         self.norm = RMSNorm(s.hidden, s.eps)
         self.layers = nn.ModuleList(Layer(s, head_norm=True) for _ in range(s.layers))
@@ -277,39 +330,43 @@ class Block(nn.Module):
                 nn.init.normal_(p, std=0.02)
 
     def forward(self, features: Tensor, embedded: Tensor, start: Tensor) -> Tensor:
-        """What the target's head reads, of many blocks of a sequence at once.
+        """Return the inputs of the target's LM head for many blocks of each sequence.
 
         Parameters
         ----------
-        features : Tensor
-            (batch, n, taps * hidden), of the target at positions 0..n-1.
-        embedded : Tensor
-            (batch, blocks, width, hidden), rows of the blocks.
-        start : Tensor
-            (batch, blocks), position of each one's first row; it sees features before it.
+        features
+            Target features at positions 0..n-1; [batch, n, aux_layers * hidden].
+        embedded
+            Embeddings of the rows of the blocks; [batch, blocks, width, hidden].
+        start
+            Position of the first row of each block, which sees the features before it; [batch,
+            blocks].
 
         Returns
         -------
         Tensor
-            (batch, blocks, width, hidden); row j predicts the token at position start + j.
+            [batch, blocks, width, hidden]; row j predicts the token at position start + j.
         """
         batch, blocks, width, _ = embedded.shape
         n = features.shape[1]
-        at = (start[..., None] + torch.arange(width)).flatten(1)
-        own = torch.arange(blocks).repeat_interleave(width)
-        before = torch.arange(n) < start.repeat_interleave(width, 1)[..., None]
-        seen = torch.cat((before, (own == own[:, None]).expand(batch, -1, -1)), -1)[:, None]
+        positions = (start[..., None] + torch.arange(width)).flatten(1)
+        block_of = torch.arange(blocks).repeat_interleave(width)
+        sees_feature = torch.arange(n) < start.repeat_interleave(width, 1)[..., None]
+        sees_row = (block_of == block_of[:, None]).expand(batch, -1, -1)
+        mask = torch.cat((sees_feature, sees_row), -1)[:, None]
         cos, sin = rotary(self.s, torch.arange(n + width))
-        rope = (cos[at][:, None], sin[at][:, None])
-        behind = (cos[:n], sin[:n])
+        block_rope = (cos[positions][:, None], sin[positions][:, None])
+        context_rope = (cos[:n], sin[:n])
         context = self.hidden_norm(self.fc(features))
         x = embedded.flatten(1, 2)
         for layer in self.layers:
             y = layer.input_layernorm(x)
-            attend = layer.self_attn
-            pairs = zip(attend.kv(context, behind), attend.kv(y, rope), strict=True)
-            k, v = (torch.cat(pair, 2) for pair in pairs)
-            q = attend.q(y, rope)
-            x = x + attend.out(F.scaled_dot_product_attention(q, k, v, attn_mask=seen))
+            attention = layer.self_attn
+            context_k, context_v = attention.kv(context, context_rope)
+            block_k, block_v = attention.kv(y, block_rope)
+            k = torch.cat((context_k, block_k), 2)
+            v = torch.cat((context_v, block_v), 2)
+            q = attention.q(y, block_rope)
+            x = x + attention.out(F.scaled_dot_product_attention(q, k, v, attn_mask=mask))
             x = x + layer.mlp(layer.post_attention_layernorm(x))
         return self.norm(x).view_as(embedded)

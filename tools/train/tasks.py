@@ -1,7 +1,7 @@
-"""Training material for the demo model: extraction tasks, plain copies, empty forms, real JSON.
+"""Training tasks of the demo model: extraction, copies, empty forms and real JSON.
 
-Copies teach the one skill that extraction rests on. Forms asked for without any
-data teach to say little and to close what is open, also under unfamiliar schemas.
+Extraction amounts to copying, which copy tasks teach in isolation. Forms without data teach the
+model to give a minimal answer and to close its brackets, with unfamiliar schemas as well.
 """
 
 from __future__ import annotations
@@ -18,10 +18,13 @@ from .. import demo_tasks as demo
 from ..demo_tasks import Json, Schema, Task, object_schema
 
 FILLS: list[str] = demo.WORDS["fills"]
+#: Maximum characters of a document of the corpus, and of an object that is used from it.
+MAX_DOCUMENT = 4000
+MAX_OBJECT = 300
 
 
 def repeat_task(rng: random.Random) -> Task:
-    """Copy a text: the plainest form of the skill that all other tasks rest on."""
+    """Return a task to copy a text."""
     parts = []
     for _ in range(rng.randint(3, 14)):
         form = rng.randrange(5)
@@ -35,7 +38,8 @@ def repeat_task(rng: random.Random) -> Task:
     return Task(f"Repeat: {text}", None, text, None, "repeat")
 
 
-MINIMAL = {
+#: Minimal string by format.
+MINIMAL_STRINGS = {
     "": "none",
     "date": "2000-01-01",
     "date-time": "2000-01-01T00:00:00Z",
@@ -47,11 +51,22 @@ MINIMAL = {
 
 
 def minimal(rng: random.Random, depth: int) -> tuple[Schema, Json]:
-    """A random schema with the smallest answer: what to say when nothing is known."""
+    """Return a random schema and its minimal answer, for tasks without data.
+
+    Parameters
+    ----------
+    rng
+        Generator of the schema.
+    depth
+        Maximum nesting depth.
+    """
     form = rng.randrange(11 if depth else 8)
     if form <= 2:
-        name = rng.choice(tuple(MINIMAL)) if rng.random() < 0.4 else ""
-        return {"type": "string", **({"format": name} if name else {})}, MINIMAL[name]
+        name = rng.choice(tuple(MINIMAL_STRINGS)) if rng.random() < 0.4 else ""
+        schema: Schema = {"type": "string"}
+        if name:
+            schema["format"] = name
+        return schema, MINIMAL_STRINGS[name]
     if form == 3:
         return {"type": "integer"}, 0
     if form == 4:
@@ -64,16 +79,23 @@ def minimal(rng: random.Random, depth: int) -> tuple[Schema, Json]:
     if form == 7:
         return rng.choice(({}, {"type": "object"})), {}
     if form == 8:
-        schema, value = minimal(rng, depth - 1)
-        least = rng.choice((0, 1))
-        bound = {"minItems": 1} if least else {}
-        return {"type": "array", "items": schema, **bound}, [value] * least
+        items, value = minimal(rng, depth - 1)
+        min_items = rng.choice((0, 1))
+        schema = {"type": "array", "items": items}
+        if min_items:
+            schema["minItems"] = 1
+        return schema, [value] * min_items
+    return _minimal_object(rng, depth)
+
+
+def _minimal_object(rng: random.Random, depth: int) -> tuple[Schema, Json]:
+    """Return a random object schema and its minimal answer, without optional keys."""
     fields: list[tuple[str, Schema]] = []
     answer: dict[str, Json] = {}
-    taken: set[str] = set()
+    used_keys: set[str] = set()
     optional: list[str] = []
     for _ in range(rng.randint(1, 5)):
-        key = demo.new_key(rng, rng.choice(tuple(demo.SEEN)), False, taken)
+        key = demo.new_key(rng, rng.choice(tuple(demo.SEEN)), False, used_keys)
         schema, value = minimal(rng, depth - 1)
         fields.append((key, schema))
         if rng.random() < 0.4:
@@ -84,7 +106,7 @@ def minimal(rng: random.Random, depth: int) -> tuple[Schema, Json]:
 
 
 def fill_task(rng: random.Random) -> Task:
-    """Obey a schema with no data at all: the smallest answer, closed soon."""
+    """Return a task to fill a schema without data: the answer is minimal."""
     schema, value = minimal(rng, 3)
     while not isinstance(value, dict | list) and rng.random() < 0.8:
         schema, value = minimal(rng, 3)
@@ -92,81 +114,105 @@ def fill_task(rng: random.Random) -> Task:
 
 
 def training_tasks(start: int = 0, extra: float = 0.2) -> Iterator[Task]:
-    """Endless training tasks; `extra` is the share of `fill` and `repeat` tasks."""
-    n = start
-    while True:
+    """Yield training tasks forever.
+
+    Parameters
+    ----------
+    start
+        Number of the first task.
+    extra
+        Share of `fill_task` and `repeat_task`.
+    """
+    for n in itertools.count(start):
         rng = random.Random(f"train-{n}")
-        n += 1
         if rng.random() < extra:
             yield fill_task(rng) if rng.random() < 0.5 else repeat_task(rng)
         else:
             yield demo.make_task(rng)
 
 
+# Real documents -----------------------------------------------------------------------------------
+
+
+def _keys(value: Any) -> Iterator[str]:
+    """Yield the keys of all objects in a JSON value."""
+    if isinstance(value, dict):
+        yield from value
+        value = list(value.values())
+    if isinstance(value, list):
+        for child in value:
+            yield from _keys(child)
+
+
 def corpus_documents(path: Path) -> list[Any]:
-    """Short JSON objects of the corpus' training split, none with a reserved key."""
+    """Return short JSON objects of the corpus' training split that have no reserved key."""
+    reserved = {key for pool in demo.UNSEEN.values() for key in pool}
 
-    def keys(value: Any) -> Iterator[str]:
-        if isinstance(value, dict):
-            yield from value
-            value = list(value.values())
-        for child in value if isinstance(value, list) else ():
-            yield from keys(child)
+    def is_usable(value: Any) -> bool:
+        return (
+            isinstance(value, dict)
+            and bool(value)
+            and len(json.dumps(value)) < MAX_OBJECT
+            and reserved.isdisjoint(_keys(value))
+        )
 
-    held = {k for pool in demo.UNSEEN.values() for k in pool}
     found = []
     with gzip.open(path, "rt", encoding="utf-8") as lines:
         for line in lines:
             row = json.loads(line)
-            if row["split"] == "train" and len(row["text"]) < 4000:
-                value = json.loads(row["text"])
-                parts = [value, *(value.values() if isinstance(value, dict) else value)]
-                found += [
-                    v
-                    for v in parts
-                    if isinstance(v, dict)
-                    and v
-                    and len(json.dumps(v)) < 300
-                    and held.isdisjoint(keys(v))
-                ]
+            if row["split"] != "train" or len(row["text"]) >= MAX_DOCUMENT:
+                continue
+            value = json.loads(row["text"])
+            children = value.values() if isinstance(value, dict) else value
+            found += filter(is_usable, [value, *children])
     return found
 
 
-def _infer(rng: random.Random, value: Any) -> tuple[dict[str, Any], Any]:
-    """A schema that `value` obeys, and its smallest instance."""
+def _infer_schema(rng: random.Random, value: Any) -> tuple[dict[str, Any], Any]:
+    """Return a schema that `value` satisfies, and the minimal instance of the schema."""
     if isinstance(value, dict):
-        parts = {k: _infer(rng, v) for k, v in value.items()}
-        optional = [k for k in parts if rng.random() < 0.4]
-        schema = object_schema(((k, s) for k, (s, _) in parts.items()), optional)
-        return schema, {k: v for k, (_, v) in parts.items() if k not in optional}
+        fields = {key: _infer_schema(rng, child) for key, child in value.items()}
+        optional = [key for key in fields if rng.random() < 0.4]
+        schema = object_schema(((key, field) for key, (field, _) in fields.items()), optional)
+        return schema, {key: least for key, (_, least) in fields.items() if key not in optional}
     if isinstance(value, list):
-        item, least = _infer(rng, value[0]) if value else ({}, {})
-        filled = int(rng.random() < 0.3)
-        return {"type": "array", "items": item, "minItems": filled}, [least] * filled
-    kinds = {
+        items, least = _infer_schema(rng, value[0]) if value else ({}, {})
+        min_items = int(rng.random() < 0.3)
+        return {"type": "array", "items": items, "minItems": min_items}, [least] * min_items
+    minimal_by_type = {
         bool: ("boolean", False),
         int: ("integer", 0),
         float: ("number", 0),
         str: ("string", "none"),
     }
-    name, least = kinds.get(type(value), ("null", None))
+    name, least = minimal_by_type.get(type(value), ("null", None))
     return {"type": name}, least
 
 
 def corpus_task(rng: random.Random, value: Any) -> Task:
-    """A real JSON object, told leaf by leaf or (half the time) asked for without data."""
-    schema, least = _infer(rng, value)
+    """Return a task from a real JSON object: with its data in words or, half the time, without."""
+    schema, least = _infer_schema(rng, value)
     if rng.random() < 0.5:
         return Task(rng.choice(FILLS), schema, json.dumps(least), None, "fill")
-    told = [
-        f"{k.strip('.').replace('.', ' ')}: {v if isinstance(v, str) else json.dumps(v)}"
-        for k, v in demo.leaves(value).items()
-    ]
-    return Task("\n".join(told), schema, json.dumps(value, ensure_ascii=False), None, "corpus")
+    lines = []
+    for path, leaf in demo.leaves(value).items():
+        name = path.strip(".").replace(".", " ")
+        lines.append(f"{name}: {leaf if isinstance(leaf, str) else json.dumps(leaf)}")
+    return Task("\n".join(lines), schema, json.dumps(value, ensure_ascii=False), None, "corpus")
 
 
 def mixture(documents: list[Any], copying: float, start: int) -> Iterator[Task]:
-    """Training tasks: 1 in 8 from real documents, `copying` of the rest plain copies."""
+    """Yield training tasks: about 1 in 8 from real documents.
+
+    Parameters
+    ----------
+    documents
+        Objects of `corpus_documents`.
+    copying
+        Share of plain copies among the other tasks.
+    start
+        Number of the first task.
+    """
     tasks = training_tasks(start, 0.12)
     for n in itertools.count(start):
         rng = random.Random(f"mix-{n}")
