@@ -7,16 +7,18 @@ from softcuda_util import check, codes
 
 
 def test_error_names_and_strings_are_defined_for_all_codes(soft):
-    """cuGetErrorName and cuGetErrorString know the codes that are returned, by CUDA's names."""
+    """cuGetErrorName and cuGetErrorString know all codes that the soft device returns. The names
+    are those of CUDA."""
     known = [error for error in soft.d.CUresult if soft.d.cuGetErrorName(error)[1]]
-    assert len(known) == 30
+    assert len(known) == 31
     for error in known:
         assert soft.cuGetErrorName(error).decode() == error.name
         assert soft.cuGetErrorString(error)
 
 
 def test_context_create_makes_context_current_until_destroyed(soft):
-    """A created context shares the device's memory with the primary context."""
+    """A created context shares device memory with the primary context, which is current again
+    when the created one is destroyed."""
     d = soft.d
     context = soft.cuCtxCreate(None, 0, 0)
     assert int(context) == int(soft.cuCtxGetCurrent())
@@ -38,7 +40,7 @@ def error_text(result, code):
 
 
 def test_setting_memory_limits_device_memory():
-    """Pinned memory does not count."""
+    """SOFTCUDA_MEMORY limits device memory. Pinned memory does not count."""
     check(
         SETUP
         + """
@@ -55,7 +57,8 @@ s.cuMemFree(s.alloc(1_000_000))
 
 
 def test_memory_addresses_are_reused_after_all_others():
-    """The address space is limited, so that the end of the reserved range is reached."""
+    """The test limits the address space of the process, so that it reaches the end of the range
+    of device addresses."""
     check(
         SETUP
         + """
@@ -95,7 +98,8 @@ s.stream()
 
 
 def test_forked_child_gets_not_initialized():
-    """Error names can still be queried, and the parent is not affected."""
+    """In a forked child, driver calls return NOT_INITIALIZED, but error names can be queried.
+    The parent is not affected."""
     check(
         SETUP
         + """
