@@ -1,4 +1,4 @@
-"""Read symbols of 64-bit little-endian ELF images, for the checks after compilation."""
+"""Read the symbols of 64-bit little-endian ELF images, which `compile` checks after compilation."""
 
 from __future__ import annotations
 
@@ -12,10 +12,11 @@ _STT_TLS = 6
 _WRITABLE_SECTIONS = (".data", ".bss", ".tdata", ".tbss")
 _READ_ONLY_AFTER_RELOCATION = ".data.rel.ro"
 
-#: Names of objects that an image may contain: statics of functions, which are block-shared, their
-#: guard variables, and the variables of the shim and of the C runtime.
+#: Mangled names of the writable objects that an image may contain: function-local statics (these
+#: are ``__shared__`` variables) with their guards, and variables of the shim and the C runtime.
 _ALLOWED = re.compile(r"_ZZ|_ZGVZZ|_ZL\d+softcuda_|softcuda_|completed\.")
-#: Mangled name of a static in an extern "C" function: length and name of the function.
+#: Start of the mangled name of a static in an extern "C" function: length of the function's name,
+#: then the name.
 _FUNCTION_STATIC = re.compile(r"_ZZ(\d+)(\w+)")
 
 
@@ -48,13 +49,14 @@ def _sections(image: bytes) -> tuple[list[_Section], list[str]]:
 
 
 def _is_writable(section_name: str) -> bool:
+    """Return whether a section can be written after relocation."""
     if section_name.startswith(_READ_ONLY_AFTER_RELOCATION):
         return False
     return section_name.startswith(_WRITABLE_SECTIONS)
 
 
 def _writable_objects(image: bytes) -> list[tuple[str, int]]:
-    """Return (symbol name, size in bytes) of every object in a writable section."""
+    """Return the symbol name and size in bytes of every object in a writable section."""
     sections, names = _sections(image)
     writable = {index for index, name in enumerate(names) if _is_writable(name)}
     objects = []
@@ -65,22 +67,25 @@ def _writable_objects(image: bytes) -> list[tuple[str, int]]:
         end = section.offset + section.size
         for symbol in range(section.offset, end, section.entry_size):
             name, info, _, index, _, size = struct.unpack_from("<IBBHQQ", image, symbol)
-            is_object = info & 15 in (_STT_OBJECT, _STT_TLS)
-            if index in writable and size > 0 and is_object:
+            symbol_type = info & 15
+            if symbol_type not in (_STT_OBJECT, _STT_TLS):
+                continue
+            if index in writable and size > 0:
                 objects.append((_string(image, strings + name), size))
     return objects
 
 
 def writable_globals(image: bytes) -> list[str]:
-    """Return the names of writable objects that are neither block-shared nor part of the shim.
+    """Return the names of writable objects that kernels must not have.
 
-    Block-shared variables are function-local statics, whose mangled names start with ``_ZZ``.
+    ``__shared__`` variables are allowed: they are function-local statics, whose mangled names start
+    with ``_ZZ``. The variables of the shim and of the C runtime are allowed too.
     """
     return sorted(name for name, _ in _writable_objects(image) if not _ALLOWED.match(name))
 
 
 def shared_bytes(image: bytes) -> dict[str, int]:
-    """Return the bytes of block-shared variables that each ``extern "C"`` function declares."""
+    """Return the bytes of ``__shared__`` variables that each ``extern "C"`` function declares."""
     total: dict[str, int] = {}
     for name, size in _writable_objects(image):
         match = _FUNCTION_STATIC.match(name)

@@ -23,14 +23,15 @@ from ._elf import shared_bytes, writable_globals
 
 __all__ = ["KernelCompileError", "compile_cpu", "compiler"]
 
-#: Bytes of statically declared shared memory that a block may have on every GPU.
+#: Maximum bytes of statically declared shared memory per block, as on a GPU.
 MAX_STATIC_SHARED = 48 * 1024
-#: Size of the SHA-256 digest that follows a cached image.
+#: Size of the SHA-256 digest that follows the image in a cache file.
 DIGEST_BYTES = 32
+#: Directory of the headers that kernel sources may include.
 INCLUDE = Path(__file__).resolve().parent / "include"
 
-# No -ffast-math: products and sums are contracted only where the source calls fmaf, and nothing is
-# reassociated.
+# -ffast-math is not used: a product and a sum are fused only where the source calls fmaf, and the
+# compiler does not reorder floating-point operations.
 FLAGS = (
     "-std=c++17",
     "-O3",
@@ -40,7 +41,7 @@ FLAGS = (
     "-fno-math-errno",
     "-fno-trapping-math",
     "-fno-strict-aliasing",
-    "-fno-builtin-printf",  # calls the device's printf, never puts
+    "-fno-builtin-printf",  # otherwise the compiler replaces some calls of printf by puts
     "-fno-exceptions",
     "-fno-rtti",
     "-fno-threadsafe-statics",
@@ -49,16 +50,16 @@ FLAGS = (
     "-fvisibility=hidden",
     "-Wl,-z,now",
 )
-#: Added if ``SOFTCUDA_ALIGNMENT=1`` is in the environment: a misaligned access ends the kernel.
+#: Added if ``SOFTCUDA_ALIGNMENT=1`` is in the environment. A misaligned access then raises a fault.
 ALIGNMENT = (
     "-fsanitize=alignment",
     "-fsanitize-undefined-trap-on-error",
     "-DSOFTCUDA_ALIGNMENT=1",
 )
-#: Added for a source that contains ``#pragma softcuda quick``: long sources whose loops gain little
-#: from -O3.
+#: Added for a source that contains ``#pragma softcuda quick``, which long sources use whose loops
+#: gain little from -O3.
 QUICK = ("-O1", "-ftree-vectorize")
-# Without unique symbols: they would be shared between the workers' copies of an image.
+# -fno-gnu-unique, because the workers' copies of an image would share unique symbols (K2).
 GCC_ONLY = ("-fno-gnu-unique", "-fmax-errors=8", "-fvect-cost-model=dynamic")
 
 
@@ -70,7 +71,7 @@ class KernelCompileError(Exception):
     name : str
         Name of the source.
     log : str
-        Output of the compiler, or the reason of a failed check.
+        Output of the compiler, or the reason why a check failed.
     """
 
     def __init__(self, name: str, log: str) -> None:
@@ -102,7 +103,10 @@ def compiler() -> tuple[str, ...]:
 
 @functools.cache
 def _toolchain() -> tuple[tuple[str, ...], str]:
-    """Return the target flags and a digest of compiler, processor and shim."""
+    """Return the flags of the target processor and a digest of all that compilation depends on.
+
+    The digest covers the compiler's version, the processor, the flags, the shim and this file.
+    """
     version = subprocess.run(
         [*compiler(), "--version"], capture_output=True, text=True, check=False
     ).stdout
@@ -120,7 +124,7 @@ def _digest(parts: Sequence[str]) -> str:
 
 
 def _cpu_flags() -> str:
-    """Return the lines of /proc/cpuinfo that describe the instruction set."""
+    """Return the lines of /proc/cpuinfo that describe the processor's instruction set."""
     try:
         info = Path("/proc/cpuinfo").read_text()
     except OSError:
@@ -134,13 +138,16 @@ _INCLUDE_LINE = re.compile(r'^[ \t]*#[ \t]*include[ \t]*["<]([^">]+)[">]', re.MU
 
 @functools.lru_cache(maxsize=256)
 def _file(path: str, _modified_ns: int, _size: int) -> tuple[str, list[str]]:
-    """Return a file's text and the names it includes. Cached until the file changes."""
+    """Return the text of a file and the names of the files that it includes.
+
+    The result is cached until the file's modification time or size changes.
+    """
     text = Path(path).read_text()
     return text, _INCLUDE_LINE.findall(text)
 
 
 def _collect_includes(names: Sequence[str], folders: Sequence[str], found: dict[str, str]) -> None:
-    """Add the text of every file in `folders` that `names` include, recursively, to `found`."""
+    """Add all files in `folders` that `names` include, directly or not, to `found`."""
     for name in names:
         for folder in folders:
             path = os.path.normpath(os.path.join(folder, name))
@@ -154,7 +161,7 @@ def _collect_includes(names: Sequence[str], folders: Sequence[str], found: dict[
 
 
 def included_files(text: str, folders: Sequence[Path]) -> dict[str, str]:
-    """Return the text of every file in `folders` that `text` includes, recursively, by path."""
+    """Return the path and text of all files in `folders` that `text` includes, directly or not."""
     found: dict[str, str] = {}
     _collect_includes(_INCLUDE_LINE.findall(text), [str(folder) for folder in folders], found)
     return found
@@ -173,13 +180,13 @@ def compile_cpu(
     Parameters
     ----------
     source : str
-        CUDA C++ source with at least one ``extern "C" __global__`` function.
+        CUDA C++ source code with at least one ``extern "C" __global__`` function.
     name : str
         Name of the source in error messages, usually a file name.
     defines : mapping of str to str, optional
-        Macro definitions, like those of ``-D``.
+        Values of macros by name, as for the compiler option ``-D``.
     include_dirs : sequence of Path
-        Search path of ``#include "x.cuh"``.
+        Directories in which included files are searched.
     cache_dir : Path
         Directory of compiled images. It is created if it does not exist; concurrent processes may
         share it.
@@ -187,16 +194,18 @@ def compile_cpu(
     Returns
     -------
     bytes
-        Image for ``cuModuleLoadData``.
+        ELF image for ``cuModuleLoadData``.
 
     Raises
     ------
     KernelCompileError
-        The source does not compile, defines no kernel, or has writable state outside of parameters
-        and shared memory, which would exist once per worker thread.
+        The source does not compile, defines no kernel, declares too much shared memory, or has
+        writable state outside of parameters and shared memory. Such state would exist once per
+        worker thread.
     """
     folders = [Path(folder).resolve() for folder in include_dirs]
-    macros = [f"-D{key}={value}" for key, value in sorted((defines or {}).items())]
+    defined = sorted((defines or {}).items())
+    macros = [f"-D{macro}={value}" for macro, value in defined]
     flags, identity = _toolchain()
     if os.environ.get("SOFTCUDA_ALIGNMENT") == "1":
         flags += ALIGNMENT
@@ -220,11 +229,17 @@ def _read_cached(path: Path) -> bytes | None:
         return None
     image = data[:-DIGEST_BYTES]
     digest = data[-DIGEST_BYTES:]
-    return image if hashlib.sha256(image).digest() == digest else None
+    if hashlib.sha256(image).digest() != digest:
+        return None
+    return image
 
 
 def _write_cached(path: Path, image: bytes) -> None:
-    """Write an image and its digest atomically, so that other processes never see a part of it."""
+    """Write an image and its digest to the cache.
+
+    The file is written atomically, so that another process never reads an incomplete one. A failure
+    to write raises a warning only.
+    """
     try:
         path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
         handle, scratch = tempfile.mkstemp(prefix="keep-", dir=path.parent)
@@ -252,7 +267,7 @@ def _build(
     flags: Sequence[str],
     scratch: Path,
 ) -> Path:
-    """Preprocess, rewrite, compile and check a source; return the path of the image."""
+    """Preprocess, rewrite, compile and check a source. Return the path of the image."""
     macros = ["-D__SOFTCUDA__=1", *macros]
     search = [f"-I{folder}" for folder in (*folders, INCLUDE)]
     source_path = scratch / "source.cu"
@@ -272,7 +287,8 @@ def _build(
 
 
 def _check_image(name: str, image: bytes) -> None:
-    """Reject writable state outside of shared memory, and too much shared memory."""
+    """Reject an image with writable state outside of shared memory or with too much shared
+    memory."""
     state = writable_globals(image)
     if state:
         raise KernelCompileError(
@@ -290,7 +306,7 @@ def _check_image(name: str, image: bytes) -> None:
 
 
 def _run(name: str, arguments: Sequence[str]) -> str:
-    """Run the compiler and return its output."""
+    """Run the compiler and return its standard output; raise KernelCompileError if it fails."""
     done = subprocess.run([*compiler(), *arguments], capture_output=True, text=True, check=False)
     if done.returncode != 0:
         log = done.stderr or f"the compiler ended with exit status {done.returncode}"
@@ -317,13 +333,14 @@ _STRING_OR_CHARACTER = re.compile(r'"(?:\\.|[^"\\\n])*"|\'(?:\\.|[^\'\\\n])+\'')
 def rewrite(unit: str, name: str) -> str:
     """Rewrite a preprocessed kernel source for the shim.
 
-    Declarations of dynamic shared memory become pointers to the block's memory, and the kernel
-    table is appended.
+    Each declaration of dynamic shared memory is replaced by a pointer to the block's memory. The
+    kernel table, through which the device finds the kernels, is appended.
 
     Raises
     ------
     KernelCompileError
-        There is no kernel, a writable static, or dynamic shared memory outside of a function.
+        The source defines no kernel, declares a writable static variable, or declares dynamic
+        shared memory outside of a function.
     """
     _check_declarations(unit, name)
     unit = _DYNAMIC_SHARED.sub(_dynamic_shared_pointer, unit)
@@ -340,7 +357,7 @@ def rewrite(unit: str, name: str) -> str:
 
 
 def _check_declarations(unit: str, name: str) -> None:
-    """Reject declarations that the shim cannot express."""
+    """Reject writable statics, and dynamic shared memory outside of a function."""
     for match in _DYNAMIC_SHARED.finditer(unit):
         preceding = _STRING_OR_CHARACTER.sub("", unit[: match.start()])
         if preceding.count("{") <= preceding.count("}"):
@@ -355,7 +372,7 @@ def _check_declarations(unit: str, name: str) -> None:
 
 
 def _dynamic_shared_pointer(match: re.Match[str]) -> str:
-    """Return the pointer that replaces a declaration of dynamic shared memory."""
+    """Return the declaration that replaces a declaration of dynamic shared memory."""
     element = match[2].strip()
     variable = match[4]
     return f"{element}* const {variable} = static_cast<{element}*>(softcuda_self.dynamic_shared);"

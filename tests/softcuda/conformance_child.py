@@ -1,8 +1,11 @@
-"""Child process of the conformance test: calls every function in one state of the driver.
+"""Script of the conformance test: call every driver function in one state of the driver.
 
-``python conformance_child.py STATE IMAGE`` writes a JSON list of [function, case, expected code,
-code]; IMAGE is the compiled TEXT. Functions are called at the addresses that cuGetProcAddress
-returns, with 64-bit words as arguments.
+Usage: ``python conformance_child.py STATE IMAGE``. STATE is a key of ``STATES``, such as
+"before-init". IMAGE is a file with the compiled kernels of ``TEXT``. The script writes a JSON list
+with one entry [function, case, expected code, returned code] per call.
+
+Functions are called at the addresses that cuGetProcAddress returns. All arguments are passed as
+64-bit words, so that every function can be called in the same way, also with invalid arguments.
 """
 
 from __future__ import annotations
@@ -24,15 +27,17 @@ TEXT = """
 extern "C" __global__ void step(int* p) { *p += 1; }
 extern "C" __global__ void stray(int* p) { for (int i = 0; i < 4096; ++i) p[i] = 1; }
 """
+#: A handle or address that the driver has never returned.
 UNKNOWN_HANDLE = 0x1234560
 MAX_ARGUMENTS = 14
+#: (function, case, expected code, returned code)
 Row = tuple[str, str, str, str]
-#: Memory that the driver may access until the process ends.
+#: Objects whose memory the driver may access until the process exits.
 KEEP: list[Any] = []
 
 
 class Driver:
-    """The soft device, whose functions are called by address."""
+    """The soft device, whose functions are called at their addresses."""
 
     def __init__(self) -> None:
         self.library = ctypes.CDLL(str(preload_soft()))
@@ -41,7 +46,7 @@ class Driver:
         self.d = driver
 
     def address(self, call: Call) -> int:
-        """Return the address of a function; 0 if the driver does not have it."""
+        """Return the address of a function; 0 if the driver does not implement it."""
         out = ctypes.c_void_p()
         name, _, version = call.name.partition("@")
         self.library.cuGetProcAddress_v2(
@@ -50,7 +55,7 @@ class Driver:
         return out.value or 0
 
     def call(self, call: Call, words: list[int]) -> str:
-        """Call a function with up to 14 arguments and return the name of its code."""
+        """Call a function with up to 14 words and return the name of its error code."""
         prototype = ctypes.CFUNCTYPE(ctypes.c_int, *[ctypes.c_uint64] * MAX_ARGUMENTS)
         arguments = words + [0] * (MAX_ARGUMENTS - len(words))
         result = prototype(self.address(call))(*arguments)
@@ -58,7 +63,11 @@ class Driver:
 
 
 class Arguments:
-    """Valid arguments for one call, created on first use."""
+    """Valid arguments for one call of a driver function.
+
+    Handles and structures are created on first use, by the functions of ``CREATE`` or by the
+    methods ``create_...``.
+    """
 
     def __init__(self, soft: Soft, image: bytes) -> None:
         self.soft = soft
@@ -67,9 +76,10 @@ class Arguments:
         self.created: dict[str, int] = {}
 
     def word(self, name: str) -> int:
-        """Return a handle, pointer or structure by its name in the table.
+        """Return the handle, pointer or structure address with this name in the table.
 
-        Device pointers, timed events and output buffers are new each time.
+        Device pointers, timed events and output buffers are created anew for each parameter; other
+        objects are created once per call.
         """
         if name in self.created and name not in ("dptr", "timed", "out"):
             return self.created[name]
@@ -82,48 +92,53 @@ class Arguments:
         return self.created[name]
 
     def buffer(self, data: bytes = bytes(4096)) -> int:
-        """Return the address of host memory that is never freed."""
+        """Return the address of host memory with this content. The memory is never freed."""
         memory = ctypes.create_string_buffer(data, len(data) + 1)
         KEEP.append(memory)
         return ctypes.addressof(memory)
 
     def struct(self, value: Any) -> int:
-        """Return the address of a structure of cuda.bindings."""
+        """Return the address of a structure of cuda.bindings and keep the structure alive."""
         KEEP.append(value)
         return int(value.getPtr())
 
     def array(self, *values: int) -> int:
-        """Return the address of an array of words."""
+        """Return the address of an array of 64-bit words."""
         return self.buffer(bytes((ctypes.c_uint64 * len(values))(*values)))
 
     def end(self) -> None:
-        """End the capture, which would affect later calls."""
+        """End the capture if the call needed one, because it would affect later calls."""
         if "capturing" in self.created:
             self.d.cuStreamEndCapture(self.created["capturing"])
 
     create_out = create_bytes = buffer
 
     def create_capturing(self) -> int:
+        """Begin a relaxed capture and return its stream."""
         self.soft.begin(self.word("stream"), 2)
         return self.word("stream")
 
     def create_timed(self) -> Any:
+        """Return an event with timing that was recorded and is complete."""
         event = self.soft.cuEventCreate(0)
         self.soft.cuEventRecord(event, self.word("stream"))
         self.soft.cuEventSynchronize(event)
         return event
 
     def create_retained(self) -> int:
+        """Return a user object to which the graph holds a reference."""
         self.soft.cuGraphRetainUserObject(self.word("graph"), self.word("object"), 1, 1)
         return self.word("object")
 
     def create_graph(self) -> Any:
+        """Return a graph with one node of each kind in ``NODES``."""
         graph = self.soft.cuGraphCreate(0)
         for name, add in NODES.items():
             self.created[name] = int(add(self, graph))
         return graph
 
     def create_graph2(self) -> Any:
+        """Return a second graph, for child graph nodes."""
         graph = self.soft.cuGraphCreate(0)
         self.soft.cuGraphAddEmptyNode(graph, [], 0)
         return graph
@@ -173,47 +188,48 @@ class Arguments:
         return self.struct(p)
 
 
-#: Functions that add the nodes of the graph.
+#: Functions that add the nodes of the graph, by the node's name in the table.
 NODES: dict[str, Callable[[Arguments, Any], Any]] = {
-    "node": lambda w, g: w.soft.cuGraphAddEmptyNode(g, [], 0),
-    "knode": lambda w, g: w.soft.cuGraphAddKernelNode(g, [], 0, w.kernel()),
-    "hnode": lambda w, g: w.soft.cuGraphAddHostNode(g, [], 0, w.host()),
+    "node": lambda a, graph: a.soft.cuGraphAddEmptyNode(graph, [], 0),
+    "knode": lambda a, graph: a.soft.cuGraphAddKernelNode(graph, [], 0, a.kernel()),
+    "hnode": lambda a, graph: a.soft.cuGraphAddHostNode(graph, [], 0, a.host()),
 }
 
-#: Functions that create arguments. Longer ones are methods of Arguments.
+#: Functions that create arguments, by the argument's name in the table. Arguments that need more
+#: than one expression are created by methods of ``Arguments``.
 CREATE: dict[str, Callable[[Arguments], Any]] = {
-    "dev": lambda w: 0,
-    "ctx": lambda w: w.soft.context,
-    "newctx": lambda w: w.soft.cuCtxCreate(None, 0, 0),
-    "dptr": lambda w: w.soft.alloc(64),
-    "pinned": lambda w: w.soft.cuMemHostAlloc(64, 3),
-    "stream": lambda w: w.soft.stream(),
-    "event": lambda w: w.soft.cuEventCreate(2),
-    "module": lambda w: w.soft.cuModuleLoadData(w.image),
-    "function": lambda w: w.soft.cuModuleGetFunction(w.word("module"), b"step"),
-    "library": lambda w: w.soft.cuLibraryLoadData(w.image, [], [], 0, [], [], 0),
-    "kernel": lambda w: w.soft.cuLibraryGetKernel(w.word("library"), b"step"),
-    "object": lambda w: w.soft.cuUserObjectCreate(0, w.d.CUhostFn(w.word("fn")), 1, 1),
-    "exec": lambda w: w.soft.cuGraphInstantiate(w.word("graph"), 0),
-    "fn": lambda w: address(ctypes.CDLL(None).abs),
-    "arguments": lambda w: w.array(w.array(w.word("dptr"))),
-    "symbol": lambda w: w.buffer(b"cuInit"),
-    "name": lambda w: w.buffer(b"step"),
-    "image": lambda w: w.buffer(w.image),
-    "attributes": lambda w: w.array(2),
-    "results": lambda w: w.array(w.buffer()),
-    "host": lambda w: w.struct(w.host()),
-    "copy": lambda w: w.struct(w.copy()),
-    "fill": lambda w: w.struct(w.soft.fill_params(w.word("dptr"), 0)),
-    "batch": lambda w: w.struct(w.batch()),
-    "operations": lambda w: w.struct(w.operation()),
-    "kernel_params": lambda w: w.struct(w.kernel()),
-    "instantiate": lambda w: w.struct(w.d.CUDA_GRAPH_INSTANTIATE_PARAMS()),
+    "dev": lambda a: 0,
+    "ctx": lambda a: a.soft.context,
+    "newctx": lambda a: a.soft.cuCtxCreate(None, 0, 0),
+    "dptr": lambda a: a.soft.alloc(64),
+    "pinned": lambda a: a.soft.cuMemHostAlloc(64, 3),
+    "stream": lambda a: a.soft.stream(),
+    "event": lambda a: a.soft.cuEventCreate(2),
+    "module": lambda a: a.soft.cuModuleLoadData(a.image),
+    "function": lambda a: a.soft.cuModuleGetFunction(a.word("module"), b"step"),
+    "library": lambda a: a.soft.cuLibraryLoadData(a.image, [], [], 0, [], [], 0),
+    "kernel": lambda a: a.soft.cuLibraryGetKernel(a.word("library"), b"step"),
+    "object": lambda a: a.soft.cuUserObjectCreate(0, a.d.CUhostFn(a.word("fn")), 1, 1),
+    "exec": lambda a: a.soft.cuGraphInstantiate(a.word("graph"), 0),
+    "fn": lambda a: address(ctypes.CDLL(None).abs),
+    "arguments": lambda a: a.array(a.array(a.word("dptr"))),
+    "symbol": lambda a: a.buffer(b"cuInit"),
+    "name": lambda a: a.buffer(b"step"),
+    "image": lambda a: a.buffer(a.image),
+    "attributes": lambda a: a.array(2),
+    "results": lambda a: a.array(a.buffer()),
+    "host": lambda a: a.struct(a.host()),
+    "copy": lambda a: a.struct(a.copy()),
+    "fill": lambda a: a.struct(a.soft.fill_params(a.word("dptr"), 0)),
+    "batch": lambda a: a.struct(a.batch()),
+    "operations": lambda a: a.struct(a.operation()),
+    "kernel_params": lambda a: a.struct(a.kernel()),
+    "instantiate": lambda a: a.struct(a.d.CUDA_GRAPH_INSTANTIATE_PARAMS()),
 }
 
 
 def valid_value(arguments: Arguments, parameter: str) -> int:
-    """Return a valid value of a parameter of the table."""
+    """Return a valid value for a parameter of the table."""
     kind = parameter.partition("~")[0].removesuffix("?")
     if kind[0].isdigit():
         return int(kind.split("|")[0])
@@ -223,13 +239,13 @@ def valid_value(arguments: Arguments, parameter: str) -> int:
 
 
 def invalid_values(parameter: str) -> Iterator[tuple[str, int, str]]:
-    """Yield (case, invalid value, expected code) for a parameter of the table."""
+    """Yield the invalid values of a parameter of the table as (case, value, expected code)."""
     kind, _, code = parameter.partition("~")
     if kind[0].isdigit():
         valid, *invalid = kind.split("|")
         for item in invalid:
             value, _, expected = item.partition(":")
-            yield f"{value} for {valid}", int(value), expected or "INVALID_VALUE"
+            yield f"{value} instead of {valid}", int(value), expected or "INVALID_VALUE"
     elif code == "-" or kind.endswith("?"):
         return
     elif kind == "out":
@@ -243,7 +259,11 @@ def invalid_values(parameter: str) -> Iterator[tuple[str, int, str]]:
 
 
 def call_with(soft: Soft, driver: Driver, image: bytes, call: Call, changed: dict[int, int]) -> str:
-    """Call a function with valid arguments except those in ``changed``, by index."""
+    """Call a function and return its error code.
+
+    The arguments are valid, except that those in ``changed`` replace the arguments at their
+    indices.
+    """
     soft.cuCtxSetCurrent(soft.context)
     arguments = Arguments(soft, image)
     words = [valid_value(arguments, parameter) for parameter in call.parameters]
@@ -256,7 +276,7 @@ def call_with(soft: Soft, driver: Driver, image: bytes, call: Call, changed: dic
 
 
 def valid_and_invalid_arguments(driver: Driver, image: bytes) -> Iterator[Row]:
-    """Call every function with one invalid argument at a time, then with valid arguments."""
+    """Call every function with each invalid argument in turn, then with valid arguments."""
     soft = Soft()
     for call in calls():
         for index, parameter in enumerate(call.parameters):
@@ -270,21 +290,24 @@ def valid_and_invalid_arguments(driver: Driver, image: bytes) -> Iterator[Row]:
 def without_arguments(
     driver: Driver, case: str, expected: str, selected: Callable[[frozenset[str]], Any]
 ) -> Iterator[Row]:
-    """Call every function whose flags are selected, without arguments."""
+    """Call every function whose flags `selected` accepts, with zeros as arguments.
+
+    The functions check the driver's state before their arguments, so the arguments do not matter.
+    """
     for call in calls():
         if selected(call.flags):
             yield call.name, case, expected, driver.call(call, [])
 
 
 def before_init(driver: Driver, _: bytes) -> Iterator[Row]:
-    """Call every function before cuInit."""
+    """Call the functions that require cuInit before cuInit was called."""
     return without_arguments(
         driver, "before cuInit", "NOT_INITIALIZED", lambda flags: not flags & {"a", "i"}
     )
 
 
 def without_context(driver: Driver, _: bytes) -> Iterator[Row]:
-    """Call functions that require a context on a thread that has none."""
+    """Call the functions that require a current context on a thread without one."""
     Soft().cuCtxSetCurrent(0)
     return without_arguments(
         driver, "no current context", "INVALID_CONTEXT", lambda flags: "c" in flags
@@ -292,7 +315,7 @@ def without_context(driver: Driver, _: bytes) -> Iterator[Row]:
 
 
 def in_host_function(driver: Driver, _: bytes) -> Iterator[Row]:
-    """Call every function inside a host function."""
+    """Call all functions that are not always allowed inside a host function."""
     soft = Soft()
     rows: list[Row] = []
 
@@ -310,7 +333,7 @@ def in_host_function(driver: Driver, _: bytes) -> Iterator[Row]:
 
 
 def after_fault(driver: Driver, image: bytes) -> Iterator[Row]:
-    """Call every function after a fault of a kernel."""
+    """Call the functions that are not allowed after a fault when a kernel has caused one."""
     soft = Soft()
     soft.launch(soft.kernels(TEXT).stray, 1, 1, soft.alloc(64))
     soft.d.cuCtxSynchronize()
@@ -320,7 +343,10 @@ def after_fault(driver: Driver, image: bytes) -> Iterator[Row]:
 
 
 def during_capture(driver: Driver, image: bytes) -> Iterator[Row]:
-    """Call functions that are illegal while a stream is capturing in global mode."""
+    """Call the functions that are illegal while a stream captures in global mode.
+
+    Each call must also invalidate the capture, which the end of the capture reports.
+    """
     soft = Soft()
     for call in calls():
         stream = soft.stream()
@@ -341,11 +367,11 @@ def during_capture(driver: Driver, image: bytes) -> Iterator[Row]:
         expected = "CAPTURED_EVENT" if is_event_call else "STREAM_CAPTURE_UNSUPPORTED"
         yield call.name, "during a capture", expected, result
         ended = code(soft.d.cuStreamEndCapture(stream))
-        yield call.name, "end of the capture after it", "STREAM_CAPTURE_INVALIDATED", ended
+        yield call.name, "end of the capture after the call", "STREAM_CAPTURE_INVALIDATED", ended
 
 
 def absent(driver: Driver, _: bytes) -> Iterator[Row]:
-    """Look up functions of cuda.bindings that the soft device does not implement."""
+    """Look up the functions of cuda.bindings that the soft device does not implement."""
     known = {call.name.split("@")[0] for call in calls()}
     for name in sorted(set(dir(driver.d)) - known):
         is_function = name.startswith("cu") and name[2:3].isupper()
@@ -357,6 +383,7 @@ def absent(driver: Driver, _: bytes) -> Iterator[Row]:
         yield name, "absent", "NOT_FOUND", "found" if found else "NOT_FOUND"
 
 
+#: States of the driver and the functions that make the calls in them.
 STATES: dict[str, Callable[[Driver, bytes], Iterator[Row]]] = {
     "before-init": before_init,
     "no-context": without_context,
@@ -369,7 +396,7 @@ STATES: dict[str, Callable[[Driver, bytes], Iterator[Row]]] = {
 
 
 def main(state: str, image: Path) -> int:
-    """Write the codes that the functions return in one state."""
+    """Write the error codes that the functions return in one state as JSON."""
     rows = STATES[state](Driver(), image.read_bytes())
     json.dump(list(rows), sys.stdout)
     return 0

@@ -1,27 +1,38 @@
-"""Signatures of all functions of the soft device and the error codes of invalid arguments.
+"""Signatures of all functions of the soft device, and the error codes for invalid arguments.
 
-Each line has the names of functions with the same signature, flags in brackets, the parameters,
-and ``-> CODE`` if a valid call returns an error. ``NAME@VERSION`` is an older ABI of a function.
+A line of ``TABLE`` describes one or more functions with the same signature. It contains the names
+of the functions, their flags in brackets, the parameters and, if a valid call returns an error,
+``-> CODE``. ``NAME@VERSION`` is the ABI of a function in an older CUDA version.
 
-Flags
-    ``c`` requires a current context; ``u`` is unsafe during capture; ``f`` is allowed after a
-    fault; ``i`` is allowed before cuInit; ``a`` is always allowed, also in host functions.
-Parameters
-    ``valid|invalid|...``: an integer. Invalid values return INVALID_VALUE; ``invalid:CODE`` states
-    another code.
-    ``out``: address of a result; NULL is INVALID_VALUE.
-    ``in.NAME``: address of an input structure or array; NULL is INVALID_VALUE.
-    Any other word: a kind of handle or pointer. An unknown one is INVALID_HANDLE, or the code in
-    ``DEFAULT_CODES``.
-Suffixes of parameters
-    ``?``: NULL is allowed. ``~CODE``: code of an unknown handle. ``~-``: not tested.
+Flags:
+
+* ``c``: the function requires a current context.
+* ``u``: the function is unsafe during a capture.
+* ``f``: the function is allowed after a fault.
+* ``i``: the function is allowed before cuInit.
+* ``a``: the function is always allowed, even in host functions.
+
+Parameters:
+
+* ``valid|invalid|...``: an integer. The invalid values return INVALID_VALUE; ``invalid:CODE``
+states another error code.
+* ``out``: the address of a result. NULL returns INVALID_VALUE.
+* ``in.NAME``: the address of an input structure or array. NULL returns INVALID_VALUE.
+* any other word: a kind of handle or pointer. An unknown one returns the code in ``DEFAULT_CODES``,
+or INVALID_HANDLE if the kind is not listed there.
+
+Suffixes of parameters:
+
+* ``?``: NULL is allowed.
+* ``~CODE``: an unknown handle returns this code.
+* ``~-``: an unknown handle is not tested.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 
-#: Codes of unknown handles and pointers other than INVALID_HANDLE.
+#: Error codes for unknown handles and pointers, by kind. Other kinds return INVALID_HANDLE.
 DEFAULT_CODES = {
     "dev": "INVALID_DEVICE",
     "dptr": "INVALID_VALUE",
@@ -29,7 +40,7 @@ DEFAULT_CODES = {
     "ctx": "INVALID_CONTEXT",
     "newctx": "INVALID_CONTEXT",
 }
-#: Kinds of handles and pointers.
+#: All kinds of handles and pointers.
 KINDS = frozenset(
     {
         *DEFAULT_CODES,
@@ -177,7 +188,19 @@ cuDevicePrimaryCtxRelease [f] dev
 
 @dataclass(frozen=True)
 class Call:
-    """A function: name with ``@version``, flags, parameters, and the code of a valid call."""
+    """One function of the table.
+
+    Attributes
+    ----------
+    name : str
+        Name of the function, with ``@VERSION`` for an older ABI.
+    flags : frozenset of str
+        Flags of the function.
+    parameters : tuple of str
+        Parameters in the notation of the table.
+    expected : str
+        Error code of a valid call.
+    """
 
     name: str
     flags: frozenset[str] = frozenset()
@@ -186,7 +209,7 @@ class Call:
 
 
 def calls() -> list[Call]:
-    """Return the functions of the table."""
+    """Return all functions of the table."""
     out = []
     for line in TABLE.strip().splitlines():
         signature, _, expected = line.partition(" -> ")

@@ -1,4 +1,4 @@
-"""Fixtures of the tests of the soft device."""
+"""Fixtures for the tests of the soft device."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import softcuda_util as util
 
 @pytest.fixture
 def soft():
-    """The soft device of the process. Objects that a test creates are destroyed after it."""
+    """The soft device of this process. Objects created through it are destroyed after the test."""
     device = util.device()
     yield device
     device.close()
@@ -16,10 +16,10 @@ def soft():
 
 @pytest.fixture(scope="module")
 def kernels():
-    """The loaded module of the shared kernels."""
+    """The module of the shared kernels ``KERNELS``, loaded once per test file."""
     device = util.device()
     loaded = device.kernels(util.KERNELS)
-    device.created.clear()  # the module is used by more than one test
+    device.created.clear()  # the first test must not unload the module
     yield loaded
     device.cuModuleUnload(loaded.module)
 
@@ -50,5 +50,5 @@ def event(soft):
 
 @pytest.fixture
 def words(soft):
-    """Eight words of pinned memory."""
+    """Eight 64-bit words in pinned memory."""
     return util.Words(soft, 8)

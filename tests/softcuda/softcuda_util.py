@@ -1,4 +1,8 @@
-"""Helpers of the soft-device tests: the device through cuda.bindings, also in child processes."""
+"""Helpers for the soft-device tests.
+
+``Soft`` is the device, accessed through cuda.bindings. ``run_child`` and ``check`` run code with a
+new device in a child process, for example to test faults.
+"""
 
 from __future__ import annotations
 
@@ -39,13 +43,13 @@ USLEEP = ctypes.CDLL(None).usleep
 
 
 def address(function: Any) -> int:
-    """Return the address of a C function or ctypes callback, as driver functions expect it."""
+    """Return the address of a C function or ctypes callback as an integer."""
     value = ctypes.cast(function, ctypes.c_void_p).value
     assert value is not None
     return value
 
 
-#: The function that destroys the result of each function.
+#: For functions that create an object: the function that destroys it.
 DESTROY = {
     "cuStreamCreate": "cuStreamDestroy",
     "cuStreamCreateWithPriority": "cuStreamDestroy",
@@ -86,10 +90,11 @@ extern "C" __global__ void stray(int* p) { for (int i = 0; i < 1024; ++i) p[i] =
 
 
 class Soft:
-    """The soft device through the unmodified cuda.bindings; one per process.
+    """The soft device, accessed through the unmodified cuda.bindings. There is one per process.
 
-    ``soft.cuMemAlloc(4)`` asserts success and returns the values of the call; its result is
-    destroyed by ``close()``. ``soft.d.cuMemAlloc(4)`` returns the tuple that cuda.bindings returns.
+    ``soft.cuMemAlloc(4)`` asserts that the call succeeds and returns its results without the error
+    code. Objects that such calls create are destroyed by ``close()``. ``soft.d.cuMemAlloc(4)``
+    calls cuda.bindings directly and returns its tuple (error code, results...).
     """
 
     fault = staticmethod(functools.partial(softstats.error_detail, True))
@@ -120,13 +125,16 @@ class Soft:
         return checked
 
     def ok(self, result: tuple[Any, ...]) -> Any:
-        """Return the values of a call; fail with the device's error text if it failed."""
-        assert int(result[0]) == 0, f"{result[0]!r}: {self.fault() or self.refusal()}"
-        return result[1] if len(result) == 2 else result[1:]
+        """Return the results of a call; fail with the device's error text if it has failed."""
+        error, *values = result
+        assert int(error) == 0, f"{error!r}: {self.fault() or self.refusal()}"
+        return values[0] if len(values) == 1 else tuple(values)
 
     def close(self) -> None:
-        """Destroy what checked calls created. Destroying an object twice is harmless, because
-        handles are never reused."""
+        """Destroy the objects that checked calls have created.
+
+        Destroying an object twice does no harm, because handles are never reused.
+        """
         while self.created:
             destroy, handle = self.created.pop()
             getattr(self.d, destroy)(handle)
@@ -139,29 +147,31 @@ class Soft:
 
     # ---- conveniences -------------------------------------------------------------------------
     def begin(self, stream: Any, mode: int = 0) -> None:
-        """Begin a capture; the default mode is global."""
+        """Begin a capture. The default mode 0 is the global mode."""
         self.cuStreamBeginCapture(stream, self.mode(mode))
 
     def stream(self) -> Any:
+        """Create a non-blocking stream."""
         return self.cuStreamCreate(self.d.CUstream_flags.CU_STREAM_NON_BLOCKING)
 
     def alloc(self, nbytes: int) -> int:
         return int(self.cuMemAlloc(nbytes))
 
     def put(self, array: Any, dtype: Any = None) -> int:
-        """Copy an array to the device and return its address."""
+        """Copy an array to new device memory and return its address."""
         array = np.ascontiguousarray(array, dtype)
         pointer = self.alloc(array.nbytes)
         self.cuMemcpyHtoD(pointer, array.ctypes.data, array.nbytes)
         return pointer
 
     def get(self, pointer: int, shape: Any, dtype: Any) -> np.ndarray:
+        """Copy an array from the device."""
         out = np.empty(shape, dtype)
         self.cuMemcpyDtoH(out.ctypes.data, pointer, out.nbytes)
         return out
 
     def ints(self, *values: int) -> int:
-        """Copy int32 words to the device and return their address."""
+        """Copy int32 words to new device memory and return its address."""
         return self.put(values, np.int32)
 
     def value(self, pointer: int) -> int:
@@ -169,6 +179,7 @@ class Soft:
         return int(self.get(pointer, 1, np.int32)[0])
 
     def kernels(self, source: str, **options: Any) -> Kernels:
+        """Compile and load a kernel source."""
         return Kernels(self, self.cuModuleLoadData(compile_kernel(source, **options)))
 
     def results(
@@ -183,7 +194,7 @@ class Soft:
     ) -> np.ndarray:
         """Run a kernel and return its output array.
 
-        The output's address is passed for the argument ``None``; it is filled with 0xAB before.
+        The output array is passed for the argument ``None``. Its bytes are 0xAB before the launch.
         """
         out = self.put(np.full(np.empty(shape, dtype).nbytes, 0xAB, np.uint8))
         arguments = [out if argument is None else argument for argument in args]
@@ -191,7 +202,10 @@ class Soft:
         return self.get(out, shape, dtype)
 
     def pack(self, *args: Any) -> Any:
-        """Build kernelParams. An int is a pointer; other arguments have a NumPy dtype."""
+        """Return (kernelParams, values it refers to) for the arguments of a kernel.
+
+        An int is a pointer argument; other arguments have a NumPy dtype.
+        """
         values = []
         for argument in args:
             dtype = np.uint64 if isinstance(argument, int) else None
@@ -201,19 +215,21 @@ class Soft:
     def try_launch(
         self, function: Any, grid: Any, block: Any, *args: Any, stream: Any = 0, shared: int = 0
     ) -> Any:
+        """Launch a kernel and return the tuple of cuda.bindings. `shared` is in bytes."""
         table, _values = self.pack(*args)
         size = (*three(grid), *three(block), shared)
         return self.d.cuLaunchKernel(function, *size, stream, table.ctypes.data, 0)
 
     def launch(self, *args: Any, **options: Any) -> None:
+        """Launch a kernel; the parameters are those of ``try_launch``."""
         self.ok(self.try_launch(*args, **options))
 
     def launch_int(self, function: Any, pointer: int, value: int, stream: Any) -> None:
-        """Launch one thread of a kernel with the parameters (int*, int)."""
+        """Launch one thread of a kernel whose parameters are (int*, int)."""
         self.launch(function, 1, 1, pointer, np.int32(value), stream=stream)
 
     def run(self, *args: Any, **options: Any) -> None:
-        """Launch on the legacy stream and synchronize."""
+        """Launch a kernel on the legacy stream and synchronize."""
         self.launch(*args, **options)
         self.cuCtxSynchronize()
 
@@ -222,7 +238,7 @@ class Soft:
         self.cuLaunchHostFunc_v2(stream, self.d.CUhostFn(address(function)), data, 0)
 
     def kernel_params(self, function: Any, grid: Any, block: Any, *args: Any) -> tuple[Any, Any]:
-        """Return (CUDA_KERNEL_NODE_PARAMS, objects that must outlive the driver call)."""
+        """Return CUDA_KERNEL_NODE_PARAMS and the objects that must outlive the driver call."""
         table, values = self.pack(*args)
         p = self.d.CUDA_KERNEL_NODE_PARAMS()
         p.func = function
@@ -232,16 +248,18 @@ class Soft:
         return p, (table, values)
 
     def add_kernel(self, graph: Any, deps: Sequence[Any], *launch: Any) -> Any:
+        """Add a kernel node; `launch` has the parameters of ``kernel_params``."""
         params, _keep = self.kernel_params(*launch)
         return self.cuGraphAddKernelNode(graph, list(deps), len(deps), params)
 
     def add_int_kernel(
         self, graph: Any, deps: Sequence[Any], function: Any, pointer: int, value: int
     ) -> Any:
-        """Add a node of one thread of a kernel with the parameters (int*, int)."""
+        """Add a kernel node with one thread of a kernel whose parameters are (int*, int)."""
         return self.add_kernel(graph, deps, function, 1, 1, pointer, np.int32(value))
 
     def add_host(self, graph: Any, deps: Sequence[Any], function: Any, data: int = 0) -> Any:
+        """Add a host node."""
         p = self.host_params(function, data)
         return self.cuGraphAddHostNode(graph, list(deps), len(deps), p)
 
@@ -253,23 +271,24 @@ class Soft:
         return p
 
     def add_fill(self, graph: Any, deps: Sequence[Any], pointer: int, value: int) -> Any:
+        """Add a memset node that writes one int32."""
         p = self.fill_params(pointer, value)
         return self.cuGraphAddMemsetNode(graph, list(deps), len(deps), p, self.context)
 
     def replay(self, graph: Any, stream: Any, launches: int = 1) -> None:
-        """Instantiate a graph, launch it, synchronize, and destroy the executable."""
+        """Instantiate a graph, launch it, synchronize, and destroy the executable graph."""
         executable = self.cuGraphInstantiate(graph, 0)
         self.play(executable, stream, launches)
         self.cuGraphExecDestroy(executable)
 
     def play(self, executable: Any, stream: Any, launches: int = 1) -> None:
-        """Launch an executable and synchronize."""
+        """Launch an executable graph and synchronize."""
         for _ in range(launches):
             self.cuGraphLaunch(executable, stream)
         self.cuStreamSynchronize(stream)
 
     def copy_params(self, dst: int, src: int, nbytes: int) -> Any:
-        """Return the parameters of a memcpy node between addresses of any kind."""
+        """Return the parameters of a memcpy node. The addresses may be host or device addresses."""
         p = self.d.CUDA_MEMCPY3D()
         p.srcMemoryType = p.dstMemoryType = self.d.CUmemorytype.CU_MEMORYTYPE_UNIFIED
         p.srcDevice = self.d.CUdeviceptr(src)
@@ -280,7 +299,10 @@ class Soft:
         return p
 
     def fill_params(self, dst: int, value: int, kind: Any = None) -> Any:
-        """Return the parameters of a memset node of one word."""
+        """Return the parameters of a memset node that writes one 32-bit word.
+
+        `kind` is the structure type; the default is CUDA_MEMSET_NODE_PARAMS.
+        """
         p = (kind or self.d.CUDA_MEMSET_NODE_PARAMS)()
         p.dst = self.d.CUdeviceptr(dst)
         p.value = value
@@ -289,13 +311,13 @@ class Soft:
         return p
 
     def node_params(self, kind: str) -> Any:
-        """Return CUgraphNodeParams of a type, given by the end of its name."""
+        """Return CUgraphNodeParams for a node type, such as "MEMSET"."""
         p = self.d.CUgraphNodeParams()
         p.type = getattr(self.d.CUgraphNodeType, f"CU_GRAPH_NODE_TYPE_{kind}")
         return p
 
     def conditional(self, graph: Any, deps: Sequence[Any], handle: Any, kind: int, size: int = 1):
-        """Add a conditional node and return (error code, node, bodies)."""
+        """Add a conditional node and return (error code, node, body graphs)."""
         p = self.node_params("CONDITIONAL")
         p.conditional.handle = handle
         p.conditional.size = size
@@ -306,7 +328,7 @@ class Soft:
 
 
 class Kernels:
-    """A loaded module; its attributes are the kernels."""
+    """A loaded module whose attributes are its kernels."""
 
     def __init__(self, soft: Soft, module: Any) -> None:
         self.soft = soft
@@ -317,7 +339,7 @@ class Kernels:
 
 
 class Words:
-    """64-bit words in pinned memory, one per cache line, with a host view and device addresses."""
+    """64-bit words in pinned memory, one per cache line, accessible from host and device."""
 
     def __init__(self, soft: Soft, count: int) -> None:
         self.soft = soft
@@ -334,6 +356,7 @@ class Words:
         self.view[i, 0] = value
 
     def address(self, i: int) -> int:
+        """Return the device address of a word."""
         return self.device + 64 * i
 
     def block(self, stream: Any) -> None:
@@ -342,30 +365,30 @@ class Words:
 
 
 def three(size: Any) -> tuple[int, int, int]:
-    """Return the three dimensions of a grid or block."""
+    """Return a grid or block size as three dimensions."""
     return (size, 1, 1) if isinstance(size, int) else size
 
 
 def code(result: tuple[Any, ...]) -> str:
-    """Return the name of a call's result code without its prefix."""
+    """Return the name of a call's error code without the prefix CUDA_ERROR_ or CUDA_."""
     name: str = result[0].name
     return name.removeprefix("CUDA_ERROR_").removeprefix("CUDA_")
 
 
 def codes(*results: tuple[Any, ...]) -> set[str]:
-    """Return the names of the result codes of calls."""
+    """Return the names of the error codes of several calls."""
     return set(map(code, results))
 
 
 def in_threads(body: Callable[[Any], Any], *arguments: Any) -> list[Any]:
-    """Call ``body`` for all arguments concurrently, each on its own thread; return the results."""
+    """Call ``body`` for all arguments concurrently, one thread each. Return the results."""
     with ThreadPoolExecutor(len(arguments)) as pool:
         return list(pool.map(body, arguments))
 
 
 @functools.cache
 def device() -> Soft:
-    """Return the soft device of the process; skip the test if another driver is loaded."""
+    """Return the soft device of this process. Skip the test if another driver is loaded."""
     try:
         return Soft()
     except DeviceError as error:
@@ -373,10 +396,10 @@ def device() -> Soft:
 
 
 def child(request: dict[str, Any]) -> None:
-    """Run the code of a request like a script and exit."""
+    """Run the code of a request as a script in this forked process, and exit."""
     for descriptor, path in ((1, request["out"]), (2, request["err"])):
         os.dup2(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC), descriptor)
-    signal.alarm(request["limit"])  # ends a process that hangs, even in native code
+    signal.alarm(request["limit"])  # terminates a process that hangs, even in native code
     os.environ.clear()
     os.environ.update(request["env"])
     exec(compile(request["code"], "<child>", "exec"), {"__name__": "__main__"})
@@ -384,8 +407,11 @@ def child(request: dict[str, Any]) -> None:
 
 
 def serve() -> None:
-    """Fork a child for each JSON request, one per line of standard input, and print its exit status
-    (negative: number of the signal that killed it)."""
+    """Fork a child process for each request and print its exit status.
+
+    A request is a line of JSON on standard input. The exit status of a child that was killed is the
+    negative number of the signal.
+    """
     import cuda.bindings.driver  # noqa: F401
 
     for line in sys.stdin:
@@ -397,9 +423,10 @@ def serve() -> None:
 
 
 class _ForkServer:
-    """Process that forks children with NumPy and cuda.bindings imported and no device opened.
+    """Process that forks child processes with NumPy and cuda.bindings already imported.
 
-    A new interpreter takes a second, and every test of a fault needs its own process.
+    Starting a new interpreter takes a second, and each test of a fault needs a separate process.
+    The fork server opens no device, so its children can.
     """
 
     def __init__(self) -> None:
@@ -438,14 +465,17 @@ d = s.d
 
 
 def run_child(code: str, limit: int = 30, **env: str) -> subprocess.CompletedProcess[str]:
-    """Run Python code in a child process with a new soft device ``s`` and its driver ``d``."""
+    """Run Python code in a child process with a new soft device ``s`` and its driver ``d``.
+
+    `limit` is the time limit in seconds; `env` adds environment variables.
+    """
     return _fork_server().run(PRELUDE + textwrap.dedent(code), {**os.environ, **env}, limit)
 
 
 def check(code: str, source: str = KERNELS, **env: str) -> str:
     """Run code in a child process, assert that it succeeds and return its output.
 
-    The kernels of `source` are available as ``kernels``.
+    The code can use ``s`` and ``d``, and the kernels of `source` as ``kernels``.
     """
     load = f"\nkernels = s.kernels({source!r})\n" if "kernels." in code else "\n"
     done = run_child(load + textwrap.dedent(code), **env)

@@ -1,9 +1,9 @@
-"""Conformance of the soft device: the error code of every function for valid and invalid calls.
+"""Conformance of the soft device: error codes of every function in valid and invalid calls.
 
-Each function is called with valid arguments, with one invalid argument at a time, before cuInit,
-without a context, inside a host function, during a stream capture and after a fault. Each of these
-states has its own process. ``conformance_table.py`` lists the expected codes, which come from the
-driver's documentation.
+Every function is called in several states of the driver: with valid arguments and with each invalid
+argument in turn, before cuInit, without a context, inside a host function, during a stream capture,
+and after a fault. A separate process is used for each state. ``conformance_table.py`` lists the
+expected error codes, which come from the driver's documentation.
 """
 
 from __future__ import annotations
@@ -20,7 +20,10 @@ from conformance_child import STATES, TEXT
 
 @pytest.mark.parametrize("state", STATES)
 def test_conformance_error_codes_match_documentation(state, tmp_path):
-    """Every function returns the code of the table; functions that it does not list are absent."""
+    """Check that each call returns the expected code, and that unlisted functions are not found.
+
+    The minimum number of functions guards against a state in which nothing is called.
+    """
     image = tmp_path / "image"
     image.write_bytes(util.compile_kernel(TEXT))
     environment = {k: v for k, v in os.environ.items() if not k.startswith("SOFTCUDA_")}

@@ -1,4 +1,4 @@
-"""The unmodified cuda.core library on the soft device."""
+"""Tests of the unmodified cuda.core library on the soft device."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ extern "C" __global__ void twice(int* p) { p[0] *= 2; }
 
 @pytest.fixture
 def core(device):
-    """The soft device as a Device of cuda.core."""
+    """The soft device as a Device object of cuda.core."""
     if device.kind != "soft":
         pytest.skip("the test needs the soft device")
     from cuda.core import Device
@@ -45,7 +45,7 @@ def queue(core):
 
 @pytest.fixture
 def image():
-    """Object code of two kernels."""
+    """Compiled image of the kernels in ``TEXT``."""
     return compile_kernel(TEXT, "core.cu")
 
 
@@ -58,7 +58,7 @@ def kernels(core, image):
 
 @pytest.fixture
 def word(core):
-    """One int32 in pinned memory: (host view, device address)."""
+    """One int32 in pinned memory, as a host view and a device address."""
     buffer = LegacyPinnedMemoryResource().allocate(64)
     view = np.from_dlpack(buffer).view(np.int32)
     view[:] = 0
@@ -80,7 +80,8 @@ def test_cuda_core_device_streams_and_events(core, queue):
 
 
 def test_cuda_core_loads_and_launches_kernels(queue, image, kernels, word, tmp_path):
-    """From memory and from a file, with the parameter layout of each kernel."""
+    """Kernels are loaded from memory and from a file. cuda.core reads each kernel's parameter
+    layout from the driver."""
     view, address = word
     add, twice = kernels
     assert [(p.offset, p.size) for p in add.arguments_info] == [(0, 8), (8, 4)]
@@ -99,7 +100,8 @@ def test_cuda_core_loads_and_launches_kernels(queue, image, kernels, word, tmp_p
 
 
 def test_cuda_core_reports_unloadable_kernels(core, image):
-    """A kernel that does not exist, a missing file, and GPU code."""
+    """The error names the cause: an unknown kernel name, a missing file, or an image with GPU
+    code."""
     gpu_code = image[:18] + (190).to_bytes(2, "little") + image[20:]
     for source, name, error in (
         (image, "absent", "NOT_FOUND"),
@@ -111,8 +113,8 @@ def test_cuda_core_reports_unloadable_kernels(core, image):
 
 
 def test_cuda_core_explicit_graph_runs_python_callbacks(queue, kernels, word, monkeypatch):
-    """In the order of the graph, in every launch. An exception of a callback is reported as
-    unraisable, and later nodes run."""
+    """Callbacks run in graph order in every launch. An exception in a callback is reported as
+    unraisable and does not prevent later nodes from running."""
     view, address = word
     add, twice = kernels
     seen: list[int] = []
@@ -136,7 +138,7 @@ def test_cuda_core_explicit_graph_runs_python_callbacks(queue, kernels, word, mo
 
 
 def test_cuda_core_graph_builder_captures_launches_and_callbacks(queue, kernels, word):
-    """Nothing runs before the graph is launched."""
+    """Captured launches and callbacks do not run before the graph is launched."""
     view, address = word
     add, _ = kernels
     seen: list[int] = []
@@ -157,7 +159,8 @@ def test_cuda_core_graph_builder_captures_launches_and_callbacks(queue, kernels,
 
 
 def test_library_functions_enumerate_kernels(core, image):
-    """All queries are consistent; handles are invalid after the library was unloaded."""
+    """The queries of a library, its kernels and its module return the same handles. These
+    handles are invalid after the library was unloaded."""
     library = call(cu.cuLibraryLoadData, image, [], [], 0, [], [], 0)
     assert call(cu.cuLibraryGetKernelCount, library) == 2
     kernels = call(cu.cuLibraryEnumerateKernels, 2, library)
@@ -177,8 +180,9 @@ def test_library_functions_enumerate_kernels(core, image):
 
 
 def test_cuda_core_allocates_device_memory_without_pools(core, queue):
-    """Copies to and from it work. Allocation nodes, which need pools, raise an error that names the
-    missing function."""
+    """cuda.core allocates and copies device memory although the soft device has no memory pools.
+    A graph allocation node needs a pool; adding one raises an error that names the missing
+    function."""
     source, target = (LegacyPinnedMemoryResource().allocate(64) for _ in range(2))
     np.from_dlpack(source).view(np.int32)[:] = np.arange(16) - 7
     middle = core.allocate(64, stream=queue)

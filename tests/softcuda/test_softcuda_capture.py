@@ -1,4 +1,4 @@
-"""Stream capture on the soft device, by the rules of the driver's documentation."""
+"""Stream capture on the soft device, tested against the rules of the driver's documentation."""
 
 from __future__ import annotations
 
@@ -13,23 +13,24 @@ INVALIDATED = "STREAM_CAPTURE_INVALIDATED"
 
 
 def fork(soft, stream, other, event) -> None:
-    """Make `other` wait for the current work of `stream`."""
+    """Make `other` wait for the current work of `stream`. This adds `other` to the capture."""
     soft.cuEventRecord(event, stream)
     soft.cuStreamWaitEvent(other, event, 0)
 
 
 def end_capture(soft, stream) -> str:
-    """End a capture and return the error code."""
+    """End a capture and return the name of the error code."""
     return code(soft.d.cuStreamEndCapture(stream))
 
 
 def status(soft, stream) -> int:
-    """Return the capture status: 0 none, 1 active, 2 invalidated."""
+    """Return the capture status of a stream: 0 none, 1 active, 2 invalidated."""
     return int(soft.cuStreamIsCapturing(stream))
 
 
 def test_capture_forks_and_joins_through_events(soft, kernels, stream, other, event) -> None:
-    """A stream that waits for a captured event joins the capture."""
+    """A stream that waits for a captured event joins the capture. The origin stream joins the
+    branches again by waiting for an event of the other stream."""
     a = soft.ints(0)
     b = soft.ints(0)
     back = soft.cuEventCreate(2)
@@ -51,7 +52,8 @@ def test_capture_forks_and_joins_through_events(soft, kernels, stream, other, ev
 
 
 def test_capture_with_unjoined_fork_fails(soft, stream, other, event) -> None:
-    """It succeeds if the dependencies of the forked stream are removed explicitly."""
+    """The end of the capture fails if a forked stream was not joined. It succeeds if the
+    dependencies of that stream are removed explicitly."""
     a = soft.ints(0)
     live = soft.live()
     for removed in (False, True):
@@ -68,7 +70,7 @@ def test_capture_with_unjoined_fork_fails(soft, stream, other, event) -> None:
 
 
 def test_capture_continues_after_joined_stream_is_destroyed(soft, kernels) -> None:
-    """Destroying a stream that was not joined invalidates the capture."""
+    """Destroying a stream that was not joined invalidates the capture instead."""
     p = soft.ints(0)
     for joins in (True, False):
         main = soft.stream()
@@ -89,7 +91,8 @@ def test_capture_continues_after_joined_stream_is_destroyed(soft, kernels) -> No
 
 
 def test_capture_rejects_calls_after_invalidation(soft, stream, event) -> None:
-    """An event of the capture cannot be used until it is recorded again."""
+    """A synchronization invalidates the capture. An event that was recorded in the capture
+    cannot be used until it is recorded again."""
     a = soft.ints(0)
     soft.begin(stream)
     soft.cuEventRecord(event, stream)
@@ -105,7 +108,8 @@ def test_capture_rejects_calls_after_invalidation(soft, stream, event) -> None:
 
 
 def test_capture_rejects_events_of_other_captures(soft, stream, other, event) -> None:
-    """Events recorded outside of the capture, in another one or in an ended one are errors."""
+    """A capturing stream cannot wait for an event that was recorded outside of its capture, in
+    another capture, or in a capture that has ended."""
     soft.cuEventRecord(event, other)
     soft.begin(stream)
     wait = soft.d.cuStreamWaitEvent
@@ -123,7 +127,8 @@ def test_capture_rejects_events_of_other_captures(soft, stream, other, event) ->
 
 
 def test_capture_must_end_on_origin_stream_and_thread(soft, stream, other, event) -> None:
-    """A relaxed capture may be ended by any thread."""
+    """A capture must be ended on its origin stream and by the thread that began it. A relaxed
+    capture may be ended by any thread."""
 
     def end_in_thread() -> str:
         return in_threads(lambda origin: end_capture(soft, origin), stream)[0]
@@ -141,8 +146,11 @@ def test_capture_must_end_on_origin_stream_and_thread(soft, stream, other, event
 
 
 def test_capture_mode_decides_on_unsafe_calls(soft, stream) -> None:
-    """cuMemAlloc follows the documentation of cuThreadExchangeStreamCaptureMode, in the capturing
-    thread and in another one."""
+    """cuMemAlloc is an unsafe call. Whether it is allowed depends on the mode of the capture and on
+    the mode of the calling thread, as cuThreadExchangeStreamCaptureMode documents.
+
+    ``here`` calls it on the capturing thread, ``there`` on another thread.
+    """
 
     def here() -> str:
         soft.cuCtxSetCurrent(soft.context)
@@ -180,7 +188,8 @@ def test_capture_mode_decides_on_unsafe_calls(soft, stream) -> None:
 
 
 def test_capture_rejects_legacy_stream(soft) -> None:
-    """The legacy stream can neither capture nor be used while a blocking stream captures."""
+    """The legacy stream cannot capture. It cannot be used either while a blocking stream
+    captures."""
     a = soft.ints(0)
     legacy = soft.d.CUstream(0)
     blocking = soft.cuStreamCreate(0)
@@ -206,7 +215,7 @@ def test_capture_graph_cannot_be_used_before_end(soft, kernels, stream) -> None:
 
 
 def test_capture_of_graph_launch_adds_child_graph(soft, kernels, stream, graph) -> None:
-    """The child has the executable's parameters and outlives the executable."""
+    """The child graph has the parameters of the executable graph and outlives it."""
     a = soft.ints(1)
     soft.add_kernel(graph, [], kernels.add, 1, 1, a, np.int32(2))
     executable = soft.cuGraphInstantiate(graph, 0)
@@ -224,7 +233,7 @@ def test_capture_of_graph_launch_adds_child_graph(soft, kernels, stream, graph) 
 
 @pytest.mark.parametrize("kind", [0, 1])
 def test_capture_is_discarded_with_origin_stream(soft, kind) -> None:
-    """Destroying the stream, blocking or not, also destroys the graph."""
+    """Destroying the capturing stream, blocking or not, also destroys the captured graph."""
     live = soft.live()
     stream = soft.cuStreamCreate(kind)
     soft.begin(stream)

@@ -1,4 +1,8 @@
-"""Faults of device code: their texts and the sticky error. Each test runs in a child process."""
+"""Faults of device code: their texts and the sticky error.
+
+A fault makes the device unusable for the rest of the process, so each test runs its code in a child
+process.
+"""
 
 from __future__ import annotations
 
@@ -51,14 +55,18 @@ def faulted(expected, *words):
 
 
 def check(body: str, **env: str) -> None:
-    """Run code in a child process with the kernels ``f`` and 100 words of device memory ``p``."""
+    """Run code in a child process.
+
+    The code can use the kernels ``f`` of ``KERNELS``, 100 words of device memory ``p``, and
+    ``faulted(code, *words)``, which checks the error code and the text of the fault.
+    """
     util.check(f"f = s.kernels({KERNELS!r})\n{SETUP}{body}", **env)
 
 
 ADDRESS = "ILLEGAL_ADDRESS"
 FAILED = "LAUNCH_FAILED"
 WRITE = "'write_at' block (2,0,0) thread (5,0,0): illegal write"
-# By name: arguments of the launch, error code, parts of the text.
+# Faults by name: (arguments of the launch, error code, parts of the text).
 FAULTS = {
     "past the end": (
         "f.write_at, 4, 8, p, np.int64(100)",
@@ -118,7 +126,8 @@ def test_fault_text_names_kernel_thread_and_memory(name):
 
 
 def test_fault_is_returned_by_every_later_call():
-    """Host functions do not run after it, events complete, and live resources count as leaked."""
+    """Every later call returns the fault's code. Host functions that are queued after the
+    faulting kernel do not run, events complete, and live resources count as leaked."""
     check("""
 stream, event = s.stream(), s.cuEventCreate(0)
 called, gate = [], threading.Event()
@@ -145,7 +154,7 @@ assert leaked["graph"] == 0
 
 
 def test_fault_misaligned_access_is_detected_with_alignment_setting():
-    """SOFTCUDA_ALIGNMENT=1, a vector load from a misaligned address."""
+    """With SOFTCUDA_ALIGNMENT=1, a vector load from a misaligned address is a fault."""
     check(
         """
 run = s.kernels('''extern "C" __global__ void quad(const float4* p, float* out) {
@@ -166,7 +175,8 @@ faulted("MISALIGNED_ADDRESS", "'quad'", "misaligned access")
     ],
 )
 def test_fault_graph_launch_detects_freed_memory_and_unloaded_module(destroy, words):
-    """Instead of running a kernel of a graph that refers to them."""
+    """The kernel node refers to freed memory or to an unloaded module, so the launch raises a
+    fault instead of running the kernel."""
     check(f"""
 g = s.cuGraphCreate(0)
 s.add_kernel(g, [], f.nop, 1, 1, p)
@@ -178,7 +188,8 @@ faulted("ILLEGAL_ADDRESS", *{words!r})
 
 
 def test_fault_of_host_code_ends_process():
-    """The soft device handles faults of device code only; faulthandler reports the others."""
+    """The soft device absorbs faults of device code only. A segmentation fault of host code
+    reaches faulthandler and terminates the process."""
     done = util.run_child("import faulthandler; faulthandler.enable()\nctypes.string_at(8, 1)")
     assert done.returncode == -11 and "Segmentation fault" in done.stderr
 
@@ -201,8 +212,8 @@ assert in_threads(lambda q: code(d.cuStreamSynchronize(q)), *stream) == ["ILLEGA
 
 
 def test_fault_completes_pending_events_and_memory_operations():
-    """The event of a graph launch that does not run any more, and a wait whose word is never
-    written."""
+    """A fault completes the event of a graph launch that no longer runs, and a wait for a word
+    that is never written."""
     util.check("""
     a, b, c, words, never = s.stream(), s.stream(), s.stream(), Words(s, 1), Words(s, 1)
     event, graph = s.cuEventCreate(0), s.cuGraphCreate(0)
@@ -228,7 +239,8 @@ def test_fault_completes_pending_events_and_memory_operations():
     ],
 )
 def test_fault_small_overrun_is_detected_at_free(size, index, words):
-    """A write to the bytes between the allocation and its guard page, also with huge pages."""
+    """Guard pages do not detect a write to the bytes between an allocation and its guard page.
+    Such a write is detected when the memory is freed, even with huge pages."""
     check(f"""
 q = s.alloc({size})
 s.run(f.write_at, 4, 8, q, np.int64({index}))

@@ -13,18 +13,18 @@ from softcuda_util import CALLBACK, USLEEP, code, codes
 
 @pytest.fixture
 def log(soft):
-    """A log to which kernels append: the number of entries, then the entries."""
+    """Device memory to which kernels append: the number of entries, then the entries."""
     return soft.ints(*[0] * 128)
 
 
 def entries(soft, log):
-    """Return the entries of a log."""
+    """Return the entries of such a log."""
     words = soft.get(log, 128, np.int32)
     return words[1 : 1 + words[0]].tolist()
 
 
 def test_graph_branches_run_concurrently(soft, kernels, stream, graph, words):
-    """A kernel polls a word that a host node of another branch sets."""
+    """A kernel of one branch polls a word that the host node of another branch sets."""
     out = soft.ints(0)
     callback = CALLBACK(lambda _: time.sleep(0.03) or words.__setitem__(0, 9))
     fork = soft.cuGraphAddEmptyNode(graph, [], 0)
@@ -40,15 +40,18 @@ def test_graph_queries_return_nodes_edges_and_parameters(soft, kernels, graph):
     c = soft.cuGraphAddEmptyNode(graph, [], 0)
     b = soft.add_host(graph, [a, c], USLEEP, 12)
     nodes, count = soft.cuGraphGetNodes(graph, 8)
-    assert count == 3 and [int(n) for n in nodes[:3]] == [int(a), int(c), int(b)]
-    sources, targets, _, edges = soft.cuGraphGetEdges(graph, 8)
-    pairs = {(int(x), int(y)) for x, y in zip(sources[:edges], targets[:edges], strict=True)}
-    assert pairs == {(int(a), int(b)), (int(c), int(b))}
+    assert count == 3
+    assert list(map(int, nodes[:count])) == list(map(int, (a, c, b)))
+    sources, targets, _, count = soft.cuGraphGetEdges(graph, 8)
+    edges = zip(map(int, sources[:count]), map(int, targets[:count]), strict=True)
+    assert set(edges) == {(int(a), int(b)), (int(c), int(b))}
     kernel = soft.cuGraphKernelNodeGetParams(a)
-    assert int(kernel.func) == int(kernels.add) and (kernel.gridDimX, kernel.blockDimY) == (3, 2)
-    table = (ctypes.c_uint64 * 2).from_address(int(kernel.kernelParams))
-    assert ctypes.c_uint64.from_address(table[0]).value == p
-    assert ctypes.c_int.from_address(table[1]).value == 77
+    assert int(kernel.func) == int(kernels.add)
+    assert kernel.gridDimX == 3
+    assert kernel.blockDimY == 2
+    parameters = (ctypes.c_uint64 * 2).from_address(int(kernel.kernelParams))
+    assert ctypes.c_uint64.from_address(parameters[0]).value == p
+    assert ctypes.c_int.from_address(parameters[1]).value == 77
     assert int(soft.cuGraphHostNodeGetParams(b).userData) == 12
 
 
@@ -78,7 +81,10 @@ KERNEL_FIELDS = (
 
 
 def add_kernel_chain(soft, kernel, graph, log, edge) -> None:
-    """Add three kernels that append 0, 1 and 2, connected by edges with this data (None: full)."""
+    """Add three kernels that append 0, 1 and 2 to a log and depend on each other in this order.
+
+    The edges have the edge data `edge`; None makes them full dependencies.
+    """
     last: list = []
     for i in range(3):
         params = soft.node_params("KERNEL")
@@ -91,7 +97,7 @@ def add_kernel_chain(soft, kernel, graph, log, edge) -> None:
 
 @pytest.fixture
 def programmatic_edge(soft):
-    """Data of an edge from port 1 of a kernel."""
+    """Edge data of a programmatic edge from port 1 of a kernel."""
     edge = soft.d.CUgraphEdgeData()
     edge.from_port = 1
     edge.type = soft.d.CUgraphDependencyType(1)
@@ -101,7 +107,8 @@ def programmatic_edge(soft):
 def test_graph_programmatic_edges_order_kernels_like_full_edges(
     soft, kernels, stream, graph, log, programmatic_edge
 ):
-    """The edges are returned by queries, removed with their nodes, and part of the topology."""
+    """Programmatic edges are returned by queries, compared by updates, and removed with their
+    nodes."""
     add_kernel_chain(soft, kernels.append, graph, log, programmatic_edge)
     soft.replay(graph, stream)
     assert entries(soft, log) == [0, 1, 2]
@@ -118,7 +125,8 @@ def test_graph_programmatic_edges_order_kernels_like_full_edges(
 
 
 def test_graph_programmatic_edges_reject_invalid_use(soft, kernels, graph, log, programmatic_edge):
-    """They connect kernels only, from port 1 or 2. A query without edge data is lossy."""
+    """A programmatic edge must connect two kernels and start at port 1 or 2. A query of the
+    edges without an array for their data returns LOSSY_QUERY."""
     d = soft.d
     add_kernel_chain(soft, kernels.append, graph, log, programmatic_edge)
     params = soft.node_params("EMPTY")
@@ -135,7 +143,8 @@ def test_graph_programmatic_edges_reject_invalid_use(soft, kernels, graph, log, 
 
 
 def test_graph_add_node_rejects_invalid_dependencies_and_types(soft, graph):
-    """Nodes of other graphs and duplicate dependencies are INVALID_VALUE."""
+    """Dependencies on nodes of other graphs and duplicate dependencies return INVALID_VALUE,
+    types that are not implemented NOT_SUPPORTED."""
     d = soft.d
     elsewhere = soft.cuGraphCreate(0)
     foreign = soft.cuGraphAddEmptyNode(elsewhere, [], 0)
@@ -148,7 +157,7 @@ def test_graph_add_node_rejects_invalid_dependencies_and_types(soft, graph):
 
 
 def test_graph_executable_is_independent_of_definition(soft, kernels, stream, graph):
-    """Changing or destroying the definition does not affect executables."""
+    """Changing or destroying the definition does not affect its executable graphs."""
     p = soft.ints(0)
     executables = []
     for value in (1, 99):
@@ -161,7 +170,8 @@ def test_graph_executable_is_independent_of_definition(soft, kernels, stream, gr
 
 
 def test_graph_child_is_cloned_into_parent(soft, kernels, stream, graph, log):
-    """The child runs between the neighbours of its node; later changes do not affect the clone."""
+    """The nodes of the child graph run between the predecessors and successors of its node.
+    Later changes of the child do not affect the clone."""
     append = kernels.append
     child = soft.cuGraphCreate(0)
     x = soft.add_int_kernel(child, [], append, log, 2)
@@ -178,7 +188,7 @@ def test_graph_child_is_cloned_into_parent(soft, kernels, stream, graph, log):
 def test_graph_counters_count_launches_nodes_kernels_and_host_functions(
     soft, kernels, stream, graph
 ):
-    """Also uploads and launches an empty graph."""
+    """The test also uploads and launches an empty graph."""
     empty = soft.cuGraphInstantiate(graph, 0)
     soft.cuGraphUpload(empty, stream)
     soft.cuGraphLaunch(empty, stream)
@@ -192,7 +202,8 @@ def test_graph_counters_count_launches_nodes_kernels_and_host_functions(
 
 
 def test_graph_set_params_affects_later_launches_only(soft, kernels, stream, graph, log):
-    """Queued launches keep their parameters. Host nodes cannot be changed or disabled."""
+    """Queued launches keep the parameters with which they were queued. Host nodes cannot be
+    changed or disabled."""
     gate = threading.Event()
     callback = CALLBACK(lambda _: gate.wait(10) and None)
     hold = soft.add_host(graph, [], callback)
@@ -214,7 +225,7 @@ def test_graph_set_params_affects_later_launches_only(soft, kernels, stream, gra
 
 
 def test_graph_exec_update_requires_equal_topology(soft, kernels, stream):
-    """The result info states what differs."""
+    """The result info of the update states what differs."""
     p = soft.ints(0)
 
     def define(value: int, second: str = "kernel"):
@@ -232,7 +243,7 @@ def test_graph_exec_update_requires_equal_topology(soft, kernels, stream):
     soft.cuGraphExecUpdate(executable, define(5))
     for second, reason in (("host", "NODE_TYPE_CHANGED"), ("and more", "TOPOLOGY_CHANGED")):
         graph = define(5, second)
-        # Called by ctypes, because cuda.bindings returns no info after a failure.
+        # Called through ctypes, because cuda.bindings returns no result info after a failure.
         info = soft.d.CUgraphExecUpdateResultInfo()
         arguments = (int(executable), int(graph), info.getPtr())
         error = soft.lib.cuGraphExecUpdate_v2(*map(ctypes.c_void_p, arguments))
@@ -243,7 +254,8 @@ def test_graph_exec_update_requires_equal_topology(soft, kernels, stream):
 
 
 def test_graph_exec_update_accepts_equal_child_graphs(soft, kernels, stream):
-    """The comparison does not depend on the addresses of a child's nodes. New parameters apply."""
+    """The comparison of two child graphs does not depend on the addresses of their nodes. Each
+    launch uses the parameters of the last update."""
     a = soft.ints(0)
     executable = None
     for value in range(1, 21):

@@ -65,7 +65,8 @@ def kernels(soft):
 def shuffle_oracle(op: int, value, mask: int, arg, width: int) -> dict[int, int]:
     """Return the result of each lane by the definition of the CUDA programming guide.
 
-    Lanes whose source is outside of the mask are left out.
+    The result of a lane is undefined if its source lane is not in the mask; such lanes are left
+    out.
     """
     out = {}
     value = [int(v) for v in value]
@@ -86,7 +87,8 @@ def shuffle_oracle(op: int, value, mask: int, arg, width: int) -> dict[int, int]
             if mask >> source & 1:
                 out[lane] = value[source]
         elif op == 7:
-            out[lane] = sum(1 << i for i in lanes if (value[i] ^ value[lane]) & 3 == 0)
+            same = [i for i in lanes if value[i] & 3 == value[lane] & 3]
+            out[lane] = sum(1 << i for i in same)
         else:
             out[lane] = (votes, int(votes != 0), int(votes == mask))[op - 4]
     return out
@@ -100,7 +102,8 @@ def shuffle_oracle(op: int, value, mask: int, arg, width: int) -> dict[int, int]
     ],
 )
 def test_warp_shuffles_and_votes_follow_cuda_guide(soft, kernels, op, width):
-    """For random masks, values and source lanes."""
+    """Compare all warp operations with ``shuffle_oracle`` for random masks, values and source
+    lanes."""
     warps = 24
     value = rng.integers(0, 2**32, (warps, 32), dtype=np.uint32)
     masks = rng.integers(1, 2**32, warps, dtype=np.uint64).astype(np.uint32)
@@ -137,7 +140,8 @@ def test_warp_groups_with_disjoint_masks_are_independent(soft, kernels):
 
 
 def test_warp_sum_has_the_bits_of_five_xor_shuffles(soft, kernels):
-    x = (rng.standard_normal((8, 32)) * 10.0 ** rng.integers(-6, 6, (8, 32))).astype(np.float32)
+    scale = 10.0 ** rng.integers(-6, 6, (8, 32))
+    x = (rng.standard_normal((8, 32)) * scale).astype(np.float32)
     a = soft.alloc(x.nbytes)
     collective = soft.results(x.shape, np.uint32, kernels.sums, 4, 64, soft.put(x), a, None)
     butterfly = soft.get(a, x.shape, np.uint32)
@@ -150,7 +154,8 @@ def test_warp_sum_has_the_bits_of_five_xor_shuffles(soft, kernels):
 
 def test_warp_shuffle_exchanges_64_bit_values(soft, kernels):
     x = rng.standard_normal(32)
-    assert np.array_equal(soft.results(32, float, kernels.wide, 1, 32, soft.put(x), None), x[::-1])
+    reversed_lanes = soft.results(32, float, kernels.wide, 1, 32, soft.put(x), None)
+    assert np.array_equal(reversed_lanes, x[::-1])
 
 
 BLOCK = r"""
@@ -182,7 +187,7 @@ extern "C" __global__ void votes(const int* in, int* count, int* all, int* any) 
   const int o = __syncthreads_or(p);
   if (threadIdx.x == 0) { count[blockIdx.x] = c; all[blockIdx.x] = a; any[blockIdx.x] = o; }
 }
-// Threads exit at different times; barriers of the remaining ones must complete.
+// Threads exit at different times. The barriers of the remaining threads must complete.
 extern "C" __global__ void leavers(int* out) {
   __shared__ int total;
   if (threadIdx.x == 0) total = 0;
@@ -211,7 +216,7 @@ extern "C" __global__ void indices(int* out) {
 
 @pytest.mark.parametrize("name", ["tiles_f32", "tiles_i32"])
 def test_shared_memory_in_templates_is_separate_for_each_block(name):
-    """Blocks run concurrently on four workers."""
+    """Four workers run blocks concurrently. No block sees writes of another block to its tile."""
     check(
         f"""
         bad = s.ints(0)
@@ -230,7 +235,8 @@ def test_barrier_count_and_or_combine_predicates_of_block(soft, kernels):
     source = soft.put(inputs)
     outs = [soft.alloc(24) for _ in range(3)]
     soft.run(kernels.votes, 6, 96, source, *outs)
-    for pointer, expected in zip(outs, (inputs.sum(1), inputs.all(1), inputs.any(1)), strict=True):
+    combined = (inputs.sum(1), inputs.all(1), inputs.any(1))
+    for pointer, expected in zip(outs, combined, strict=True):
         assert np.array_equal(soft.get(pointer, 6, np.int32), expected)
 
 
@@ -240,7 +246,7 @@ def test_barrier_does_not_wait_for_exited_threads(soft, kernels):
 
 @pytest.mark.parametrize("n", [1, 33, 1000, 12288])
 def test_dynamic_shared_memory_has_size_of_launch(soft, kernels, n):
-    """Up to the default limit of 48 KiB."""
+    """A launch may request up to 48 KiB of dynamic shared memory by default."""
     data = rng.integers(0, 1 << 30, (5, n), dtype=np.int32)
     got = soft.results(
         data.shape,
@@ -294,7 +300,7 @@ extern "C" __global__ void atomics(int* i, unsigned* u, unsigned long long* q, f
 
 
 def test_atomics_lose_no_updates_on_several_workers():
-    """For every type and operation."""
+    """Four workers update the same words with atomic operations of every type."""
     check(
         """
         n = 200 * 128
@@ -327,12 +333,12 @@ ENTRY = '\nextern "C" __global__ void f(int* p) { %s }\n'
     [
         # A syntax error is reported with the source's name and line number.
         (ENTRY % "*p = missing;", "bad.cu:2"),
-        # Writable state would exist once per worker.
+        # Writable state is rejected, because it would exist once per worker.
         ("__device__ int state;" + ENTRY % "*p = 1;", "state"),
         ("__constant__ float table[4];" + ENTRY % "*p = 1;", "constant_memory"),
         ("__device__ int bump() { static int n = 0; return ++n; }" + ENTRY % "*p = 1;", "static"),
         ("extern __shared__ float s[];" + ENTRY % "*p = 1;", "inside a function"),
-        # More than 48 KiB of static shared memory is an error on GPUs too.
+        # More than 48 KiB of static shared memory is rejected, as by the compiler for GPUs.
         (
             ENTRY % "__shared__ float s[12289]; s[p[0]] = 1; __syncthreads(); p[1] = (int)s[p[2]];",
             "'f' declares 49156 bytes",
@@ -349,7 +355,7 @@ def test_compile_rejects_unsupported_sources(source, text):
 
 
 def test_compile_supports_defines_includes_and_kernels_in_macros(soft, tmp_path):
-    """A changed include file is detected by the cache."""
+    """A change of a file that the source includes indirectly leads to a new compilation."""
     (tmp_path / "deep.cuh").write_text("#define FACTOR 3\n")
     (tmp_path / "shared.cuh").write_text('#pragma once\n#include "deep.cuh"\n')
     source = """
@@ -373,7 +379,8 @@ def _compile_in(folder: str) -> int:
 
 
 def test_compile_cache_is_shared_by_concurrent_processes(tmp_path):
-    """Processes that compile the same source concurrently all get a complete image."""
+    """Processes that compile the same source concurrently all get a complete image, and no
+    temporary file remains."""
     with multiprocessing.get_context("spawn").Pool(3) as pool:
         sizes = pool.map(_compile_in, [str(tmp_path)] * 6)
     assert len(set(sizes)) == 1

@@ -5,6 +5,8 @@ from __future__ import annotations
 import pytest
 from softcuda_util import check, run_child
 
+#: Helpers for scripts in child processes. The destructor of a user object records the data of the
+#: object, its thread, and the result of a driver call, which must be refused.
 HELPERS = """
 import os
 destroyed, threads, calls = [], [], []
@@ -18,7 +20,7 @@ MOVE = d.CUuserObjectRetain_flags.CU_GRAPH_USER_OBJECT_MOVE
 def user_object(data, count=1):
     return s.cuUserObjectCreate(data, d.CUhostFn(address(destroy)), count, flags)
 def graph_with_object(data):
-    # a graph definition that owns a user object
+    # return a graph definition that owns a user object
     g = s.cuGraphCreate(0)
     s.cuGraphRetainUserObject(g, user_object(data), 1, MOVE)
     return g
@@ -33,12 +35,13 @@ def assert_destroyed(*expected, limit=20):
 """
 
 
-#: Scripts by the behaviour of user objects that they check.
+#: Scripts that check the lifetime of user objects, by the statement that they check.
 USER_OBJECT_SCRIPTS = {
-    "destroyed with the last graph or executable": """
+    "is destroyed with the last graph or executable": """
 g = graph_with_object(1)
 e = s.cuGraphInstantiate(g, 0)
-late = user_object(2)                      # retained after the instantiation: not by the executable
+# The second object is added after the instantiation, so the executable does not retain it.
+late = user_object(2)
 s.cuGraphRetainUserObject(g, late, 1, MOVE)
 s.cuGraphDestroy(g)
 assert_destroyed(2)
@@ -47,7 +50,7 @@ assert_destroyed(1, 2)
 assert s.live()["user_object"] == 0
 assert set(calls) == {"NOT_PERMITTED"}
 """,
-    "retained without MOVE keeps the reference of the caller": """
+    "retained without MOVE leaves the caller's references": """
 g, o = s.cuGraphCreate(0), user_object(1, 2)
 s.cuGraphRetainUserObject(g, o, 3, 0)
 s.cuUserObjectRelease(o, 2)
@@ -74,7 +77,7 @@ assert_destroyed(1)
 s.cuGraphExecDestroy(e)
 assert_destroyed(1, 2)
 """,
-    "of a child graph is retained by its clone": """
+    "of a child graph is retained by the clone": """
 child, g = graph_with_object(1), s.cuGraphCreate(0)
 s.cuGraphAddEmptyNode(child, [], 0)
 s.cuGraphAddChildGraphNode(g, [], 0, child)
@@ -98,12 +101,13 @@ assert (threads[0] == threading.get_native_id()) is inline
 @pytest.mark.parametrize("mode", ["late", "inline"])
 @pytest.mark.parametrize("name", USER_OBJECT_SCRIPTS)
 def test_user_object(name, mode):
-    """Each script runs in a child process, with late and with inline destructors."""
+    """Run one script in a child process, with late or with inline destructors."""
     check(HELPERS + USER_OBJECT_SCRIPTS[name], SOFTCUDA_DESTRUCTORS=mode)
 
 
 def test_counters_of_live_resources_return_to_zero():
-    """After all objects are destroyed; nothing counts as leaked."""
+    """All counters of live resources are zero after all objects were destroyed, and nothing
+    counts as leaked."""
     check(
         HELPERS
         + """
@@ -134,16 +138,17 @@ def test_log_lists_resources_not_freed_at_exit():
     assert "softcuda: not freed at exit: device_memory 2, stream 1" in done.stderr
 
 
-#: A host function that needs the GIL runs while DRIVER_CALL is executed.
+#: Script in which a host function that needs the GIL runs during a driver call. DRIVER_CALL is
+#: replaced by the call.
 CALL_DURING_HOST_FUNCTION = """
 f = s.kernels('extern "C" __global__ void f(int* p) { *p += 1; }').f
 table, values = s.pack(s.ints(0))
 started = threading.Event()
 def body(_):
     started.set()
-    time.sleep(0.3)     # releases the GIL and needs it again
+    time.sleep(0.3)  # releases the GIL and requests it again
 hold, q = CALLBACK(body), s.stream()
-holding_gil = ctypes.PyDLL(s.lib._name)   # calls through it keep the GIL
+holding_gil = ctypes.PyDLL(s.lib._name)   # calls through PyDLL do not release the GIL
 word = ctypes.c_uint64
 s.host(q, hold)
 started.wait(20)
@@ -151,7 +156,8 @@ DRIVER_CALL
 s.cuCtxSynchronize()
 print("done")
 """
-#: By name: the call, and its function in the report ("" for the call that releases the GIL).
+#: Driver calls by name: (Python code of the call, function that the watchdog's report names). The
+#: call "released" releases the GIL, so it does not deadlock and is not in a report.
 CALLS = {
     "alloc": ("holding_gil.cuMemAlloc_v2(ctypes.byref(word()), word(16))", "cuMemAlloc"),
     "hostfunc": (
@@ -185,8 +191,11 @@ CALLS = {
     ],
 )
 def test_lock_model_reproduces_gil_deadlock(model, name, deadlock):
-    """A call that holds the GIL and waits for a host function deadlocks. The watchdog's report
-    names both threads."""
+    """A call that holds the GIL while it waits for a host function deadlocks, because the host
+    function waits for the GIL.
+
+    The watchdog terminates the process, and its report names both threads.
+    """
     call, api = CALLS[name]
     done = run_child(
         CALL_DURING_HOST_FUNCTION.replace("DRIVER_CALL", call),
@@ -205,7 +214,8 @@ def test_lock_model_reproduces_gil_deadlock(model, name, deadlock):
 
 
 def test_describe_lists_calls_in_progress():
-    """Each waiting call with what it waits for, and the running host function."""
+    """softcuda_describe lists each call in progress with the object it waits for, and the
+    running host function. It returns an empty text when no call is in progress."""
     out = check("""
 libc = ctypes.CDLL(None)
 gate = ctypes.create_string_buffer(64)

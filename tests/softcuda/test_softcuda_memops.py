@@ -21,7 +21,7 @@ REDUCE = 8
 
 
 def op(soft, kind: int, address: int = 0, value: int = 0, flags: int = 0):
-    """Return CUstreamBatchMemOpParams of one operation."""
+    """Return the parameters of one operation as CUstreamBatchMemOpParams."""
     p = soft.d.CUstreamBatchMemOpParams()
     p.operation = soft.d.CUstreamBatchMemOpType(kind)
     if kind in (WAIT32, WAIT64, WRITE32, WRITE64):
@@ -46,7 +46,7 @@ def assert_stays_busy(soft, stream) -> None:
     ("bits", "flags", "value", "no", "yes"),
     [
         (32, 0, 5, 4, 6),
-        (32, 0, 0xFFFFFFFE, 0xFFFFFFFD, 3),  # cyclic: 3 comes after -2
+        (32, 0, 0xFFFFFFFE, 0xFFFFFFFD, 3),  # GEQ is cyclic: 3 comes after -2
         (32, EQ, 7, 6, 7),
         (32, AND, 0b0110, 0b1001, 0b0100),
         (32, NOR, 0xFFFFFFFE, 1, 0),
@@ -56,8 +56,9 @@ def assert_stays_busy(soft, stream) -> None:
 def test_memop_wait_blocks_stream_until_comparison_is_true(
     soft, words, stream, bits, flags, value, no, yes
 ):
-    """GEQ is cyclic. AND tests for a common bit, NOR for a bit that neither value has. 64-bit waits
-    and writes access both halves."""
+    """A GEQ wait compares cyclically. An AND wait tests whether the two values have a common
+    bit, a NOR wait whether some bit is in neither value. 64-bit operations access both halves
+    of the word."""
     words[0] = no
     written = 9 << bits - 28
     getattr(soft, f"cuStreamWaitValue{bits}")(stream, words.address(0), value, flags)
@@ -70,7 +71,8 @@ def test_memop_wait_blocks_stream_until_comparison_is_true(
 
 
 def test_memop_batch_runs_in_array_order(soft, words, stream):
-    """Operations before an unsatisfied wait have run, those after it have not."""
+    """While a wait of a batch is not satisfied, the operations before it have run, and the
+    operations after it have not."""
     ops = [
         op(soft, WRITE32, words.address(0), 1),
         op(soft, WAIT32, words.address(1), 1, EQ),
@@ -87,7 +89,7 @@ def test_memop_batch_runs_in_array_order(soft, words, stream):
 
 
 def test_memop_on_capturing_stream_becomes_node(soft, words, stream):
-    """It does not run during the capture, and runs in every launch."""
+    """The operation does not run during the capture; it runs when the graph is launched."""
     soft.begin(stream, 2)
     words.block(stream)
     soft.cuStreamWriteValue32(stream, words.address(1), 5, 0)
@@ -101,7 +103,8 @@ def test_memop_on_capturing_stream_becomes_node(soft, words, stream):
 
 
 def test_memop_rejects_invalid_addresses(soft, words, stream):
-    """Pageable, misaligned, null and freed addresses are INVALID_VALUE, with the reason."""
+    """Pageable, misaligned, null and freed addresses return INVALID_VALUE, and the refusal text
+    states the reason."""
     pageable = np.zeros(16, np.uint64)
     freed = Words(soft, 1)
     soft.cuMemFreeHost(freed.host)
@@ -117,6 +120,7 @@ def test_memop_rejects_invalid_addresses(soft, words, stream):
     assert code(wait(stream, words.address(0) + 4, 1, 0)) == "INVALID_VALUE"
 
 
+#: Script that prints the attributes of memory operations, then the error codes of five operations.
 ATTRIBUTES = """
 from test_softcuda_memops import *
 w, stream = Words(s, 2), s.stream()
@@ -131,19 +135,23 @@ print([int(x[0]) for x in (
 
 
 def test_memop_features_can_be_disabled_by_attribute():
-    """A feature whose attribute is 0 is NOT_SUPPORTED; atomic reductions always are."""
+    """An operation whose device attribute is 0 returns NOT_SUPPORTED. Atomic reductions are
+    never supported."""
     numbers = (92, 93, 94, 98, 122, 123)
+    all_disabled = {f"SOFTCUDA_ATTRIBUTE_{n}": "0" for n in numbers}
     for settings, attributes, codes in (
         ({}, [1, 1, 1, 1, 1, 1, 0], [0, 0, 0, 0, 801]),
-        ({f"SOFTCUDA_ATTRIBUTE_{n}": "0" for n in numbers}, [0] * 7, [0, 801, 801, 801, 801]),
+        (all_disabled, [0] * 7, [0, 801, 801, 801, 801]),
         ({"SOFTCUDA_MEMOPS": "0"}, [1, 1, 1, 1, 1, 1, 0], [801] * 5),
     ):
-        assert check(ATTRIBUTES, **settings).split("\n")[:2] == [str(attributes), str(codes)]
+        lines = check(ATTRIBUTES, **settings).splitlines()
+        assert lines[:2] == [str(attributes), str(codes)]
 
 
 @pytest.mark.parametrize(("settings", "before"), [({}, 1), ({"SOFTCUDA_QUEUES": "1"}, 0)])
 def test_memop_wait_blocks_other_streams_with_one_hardware_queue(settings, before):
-    """With SOFTCUDA_QUEUES=1 the work of other streams waits too; by default it does not."""
+    """With SOFTCUDA_QUEUES=1, a pending wait also delays the work of other streams. By default
+    it does not."""
     check(
         f"""
         w, waits, other = Words(s, 3), s.stream(), s.stream()
@@ -161,7 +169,8 @@ def test_memop_wait_blocks_other_streams_with_one_hardware_queue(settings, befor
 
 
 def test_driver_call_is_not_permitted_while_device_waits_for_thread(soft):
-    """softcuda_set_device_waits(1) forbids driver calls of the thread until it is called with 0."""
+    """Between softcuda_set_device_waits(1) and softcuda_set_device_waits(0), driver calls of the
+    thread return NOT_PERMITTED."""
     soft.lib.softcuda_set_device_waits(1)
     try:
         result = soft.d.cuMemAlloc(64)
@@ -175,7 +184,9 @@ def test_driver_call_is_not_permitted_while_device_waits_for_thread(soft):
 
 @pytest.mark.parametrize("generic", [False, True])
 def test_memop_node_waits_in_each_of_5000_launches(soft, words, stream, graph, generic):
-    """The node resets its word. In every second launch the word is set before the wait starts."""
+    """The node waits for its word and resets it. In every second launch the host sets the word
+    before the launch, otherwise after it. The node is added by cuGraphAddNode (`generic`) or
+    by cuGraphAddBatchMemOpNode."""
     ack = words.address(0)
     ops = [op(soft, WAIT32, ack, 1, EQ), op(soft, WRITE32, ack, 0)]
     if generic:

@@ -1,4 +1,4 @@
-"""Conditional, event and moved child-graph nodes on the soft device."""
+"""Conditional nodes, event nodes and moved child graphs on the soft device."""
 
 from __future__ import annotations
 
@@ -12,20 +12,20 @@ SWITCH = 2
 
 
 def condition(soft, graph, default: int | None = None):
-    """Create a conditional handle, with a default value if one is passed."""
+    """Create a conditional handle. `default` is its default value; None creates it without one."""
     flags = 0 if default is None else 1
     return soft.cuGraphConditionalHandleCreate(graph, soft.context, default or 0, flags)
 
 
 def add_conditional(soft, graph, deps, handle, kind: int, size: int = 1):
-    """Add a conditional node and return (node, bodies)."""
+    """Add a conditional node and return the node and its body graphs."""
     result, node, bodies = soft.conditional(graph, deps, handle, kind, size)
     assert result == "SUCCESS"
     return node, bodies
 
 
 def word(handle):
-    """Return a handle as a kernel argument."""
+    """Return a conditional handle as a kernel argument."""
     return np.uint64(int(handle))
 
 
@@ -37,7 +37,7 @@ def word(handle):
     ],
 )
 def test_conditional_if_runs_body_by_value(soft, kernels, stream, kind, size, table) -> None:
-    """A nonzero value runs body 0; 0 runs body 1, if there is one."""
+    """A nonzero value runs the first body. Zero runs the second body, if there is one."""
     for value, expected in table.items():
         graph = soft.cuGraphCreate(0)
         a = soft.ints(0)
@@ -51,7 +51,7 @@ def test_conditional_if_runs_body_by_value(soft, kernels, stream, kind, size, ta
 
 
 def test_conditional_while_nodes_nest(soft, kernels, stream, graph) -> None:
-    """Each iteration of the outer loop sets the inner condition again."""
+    """Each iteration of the outer loop sets the condition of the inner loop again."""
     a = soft.ints(0)
     inner_count = soft.ints(0)
     outer = condition(soft, graph, 1)
@@ -69,8 +69,8 @@ def test_conditional_while_nodes_nest(soft, kernels, stream, graph) -> None:
 
 
 def test_conditional_body_rejects_unsupported_nodes(soft, graph, event) -> None:
-    """Host nodes, event nodes and copies of pageable memory are rejected, also in a child graph. A
-    graph with a conditional node cannot be cloned as a child."""
+    """A body rejects host nodes, event nodes and copies of pageable memory, even inside a child
+    graph. A graph with a conditional node cannot be cloned as a child graph."""
     d = soft.d
     child = soft.cuGraphCreate(0)
     p = soft.host_params(USLEEP)
@@ -90,8 +90,9 @@ def test_conditional_body_rejects_unsupported_nodes(soft, graph, event) -> None:
 
 
 def test_conditional_handle_belongs_to_one_node(soft, graph) -> None:
-    """Unused handles, handles used twice and handles of other graphs are rejected, and so are nodes
-    with the wrong number of bodies."""
+    """A handle of another graph and a handle that a node already uses are rejected. A graph with
+    an unused handle cannot be instantiated. A node with the wrong number of bodies is
+    rejected."""
     elsewhere = soft.cuGraphCreate(0)
     foreign = condition(soft, elsewhere, 1)
     handle = condition(soft, graph, 1)
@@ -104,7 +105,7 @@ def test_conditional_handle_belongs_to_one_node(soft, graph) -> None:
 
 
 def test_conditional_body_nodes_can_be_updated_in_executable(soft, kernels, stream, graph) -> None:
-    """They accept new parameters and can be disabled."""
+    """Nodes in a body accept new parameters in the executable graph and can be disabled there."""
     a = soft.ints(0)
     _, (body,) = add_conditional(soft, graph, [], condition(soft, graph, 1), IF)
     node = soft.add_int_kernel(body, [], kernels.add, a, 1)
@@ -121,7 +122,7 @@ def test_conditional_body_nodes_can_be_updated_in_executable(soft, kernels, stre
 def test_event_wait_node_waits_for_work_recorded_before_launch(
     soft, stream, other, event, graph, words
 ) -> None:
-    """An event that was never recorded is complete."""
+    """A wait node whose event was never recorded does not wait."""
     a = soft.ints(0)
     wait_node = soft.cuGraphAddEventWaitNode(graph, [], 0, event)
     soft.add_fill(graph, [wait_node], a, 5)
@@ -140,7 +141,7 @@ def test_event_wait_node_waits_for_work_recorded_before_launch(
 
 
 def test_event_node_with_destroyed_event_rejects_launch(soft, stream, event, graph) -> None:
-    """This check is stricter than hardware."""
+    """The soft device is stricter than a GPU here."""
     record_node = soft.cuGraphAddEventRecordNode(graph, [], 0, event)
     wait_node = soft.cuGraphAddEventWaitNode(graph, [], 0, event)
     types = [soft.cuGraphNodeGetType(node).value for node in (wait_node, record_node)]
@@ -152,7 +153,7 @@ def test_event_node_with_destroyed_event_rejects_launch(soft, stream, event, gra
 
 
 def test_event_nodes_are_updated_by_exec_update(soft, stream, event) -> None:
-    """Both kinds are added by cuGraphAddNode; the executable then uses the new events."""
+    """An update of the executable graph replaces the events of its record node and wait node."""
     new = soft.cuEventCreate(0)
     definitions = []
     for which in (event, new):
@@ -169,7 +170,7 @@ def test_event_nodes_are_updated_by_exec_update(soft, stream, event) -> None:
 
 
 def move_child(soft, parent, child, ownership: int = 1) -> str:
-    """Add a child graph node with an ownership (0: clone, 1: move); return the error code."""
+    """Add a child graph node with an ownership (0: clone, 1: move) and return the error code."""
     p = soft.node_params("GRAPH")
     p.graph.graph = child
     p.graph.ownership = soft.d.CUgraphChildGraphNodeOwnership(ownership)
@@ -177,8 +178,8 @@ def move_child(soft, parent, child, ownership: int = 1) -> str:
 
 
 def test_child_graph_moved_into_parent_belongs_to_it(soft, stream) -> None:
-    """It may contain conditional nodes, cannot be used by itself, and is destroyed with the
-    parent."""
+    """A moved child graph may contain conditional nodes. It cannot be used separately, and it is
+    destroyed with its parent."""
     d = soft.d
     before = soft.live()
     parent = soft.cuGraphCreate(0)

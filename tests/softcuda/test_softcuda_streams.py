@@ -17,14 +17,16 @@ from graft.cudagraph.softstats import counters
 
 @pytest.fixture
 def gate():
-    """A threading.Event with a host function, ``callback``, that waits for it."""
+    """A threading.Event with an attribute ``callback``, a host function that waits for the
+    event."""
     opened = threading.Event()
     opened.callback = CALLBACK(lambda _: opened.wait(10) and None)
     return opened
 
 
 def test_streams_run_concurrently_and_wait_for_events(soft, kernels, stream, other, event, gate):
-    """A wait refers to the last record before it and not to later records or other work."""
+    """A wait refers to the last record before the wait. It does not include later records of the
+    event or other work of the stream."""
     log = soft.ints(0, 0, 0)
     assert code(soft.d.cuEventQuery(event)) == "SUCCESS"  # an event that was never recorded
     soft.cuEventRecord(event, stream)
@@ -43,7 +45,7 @@ def test_streams_run_concurrently_and_wait_for_events(soft, kernels, stream, oth
 
 
 def test_event_elapsed_time_covers_work_between_events(soft, stream):
-    """Events that have no timing or were never recorded are rejected."""
+    """Events without timing and events that were never recorded are rejected."""
     timed = [soft.cuEventCreate(0) for _ in range(3)]
     untimed = soft.cuEventCreate(2)
     soft.cuEventRecord(timed[0], stream)
@@ -55,7 +57,9 @@ def test_event_elapsed_time_covers_work_between_events(soft, stream):
     soft.cuStreamSynchronize(stream)
     assert soft.cuEventElapsedTime(timed[0], timed[1]) >= 19.9
     assert soft.cuEventElapsedTime(timed[1], timed[0]) <= -19.9
-    assert codes(elapsed(timed[0], timed[2]), elapsed(timed[0], untimed)) == {"INVALID_HANDLE"}
+    never_recorded = elapsed(timed[0], timed[2])
+    without_timing = elapsed(timed[0], untimed)
+    assert codes(never_recorded, without_timing) == {"INVALID_HANDLE"}
 
 
 def test_legacy_stream_waits_for_blocking_streams_only(soft, other, gate):
@@ -76,8 +80,8 @@ def test_legacy_stream_waits_for_blocking_streams_only(soft, other, gate):
 
 
 def test_per_thread_stream_is_separate_for_each_thread(soft, kernels):
-    """CU_STREAM_PER_THREAD is ordered, waits for the legacy stream, can capture, and is destroyed
-    with its thread."""
+    """CU_STREAM_PER_THREAD runs its work in order, waits for the legacy stream, and can capture.
+    It is destroyed when its thread exits."""
     own = soft.d.CUstream(2)
     log = soft.ints(*[0] * 128)
     add = kernels.append
@@ -102,7 +106,7 @@ def test_per_thread_stream_is_separate_for_each_thread(soft, kernels):
 
 
 def test_stream_queries_return_flags_priority_and_context(soft):
-    """A priority outside of the range is clamped."""
+    """A priority outside of the supported range is clamped."""
     least, greatest = soft.cuCtxGetStreamPriorityRange()
     stream = soft.cuStreamCreateWithPriority(1, greatest - 3)
     assert int(soft.cuStreamGetFlags(stream)) == 1
@@ -111,7 +115,7 @@ def test_stream_queries_return_flags_priority_and_context(soft):
 
 
 def test_stream_and_event_handles_are_never_reused(soft, stream, event):
-    """The handles of destroyed objects are INVALID_HANDLE, also after new ones were created."""
+    """The handles of destroyed objects stay invalid even after new objects were created."""
     d = soft.d
     soft.cuStreamDestroy(stream)
     soft.cuEventDestroy(event)
@@ -125,7 +129,8 @@ def test_stream_and_event_handles_are_never_reused(soft, stream, event):
 
 
 def test_gil_counters_count_calls_that_hold_the_gil(soft):
-    """cuda.bindings releases the GIL in driver calls; ctypes.PyDLL does not."""
+    """The bindings of cuda.bindings release the GIL during driver calls. Calls through
+    ctypes.PyDLL do not."""
     pointer = soft.alloc(64)
 
     def call_counts():
@@ -145,7 +150,8 @@ def test_gil_counters_count_calls_that_hold_the_gil(soft):
 
 
 def test_module_load_rejects_invalid_images(soft):
-    """Text, ELF files for other machines and other kernel ABIs return the documented codes."""
+    """Images that are not ELF files, contain GPU code or have another kernel ABI return the
+    documented codes."""
     load = soft.d.cuModuleLoadData
     image = util.compile_kernel(util.KERNELS)
     assert code(load(b"not an image" + bytes(64))) == "INVALID_IMAGE"
@@ -164,7 +170,7 @@ def test_module_load_rejects_invalid_images(soft):
 
 
 def test_functions_are_found_by_name_and_have_attributes(soft, kernels):
-    """Also checks the loading state and the limit of dynamic shared memory."""
+    """The test also checks the loading state and the limit of dynamic shared memory."""
     d = soft.d
     f = kernels.bounded
     user = kernels.shared_user
@@ -185,10 +191,17 @@ def test_functions_are_found_by_name_and_have_attributes(soft, kernels):
 
 
 @pytest.mark.parametrize(
-    ("grid", "block"), [(1, (64, 32, 1)), ((1, 70000, 1), 1), (1, (1, 1, 65)), (1, 128)]
+    ("grid", "block"),
+    [
+        (1, (64, 32, 1)),  # 2048 threads per block
+        ((1, 70000, 1), 1),
+        (1, (1, 1, 65)),
+        (1, 128),  # exceeds the launch bounds of 64
+    ],
 )
 def test_launch_rejects_invalid_grid_and_block_dimensions(soft, kernels, grid, block):
-    """Dimensions above the device's limits and the launch bounds are INVALID_VALUE."""
+    """Dimensions that exceed the device's limits or the launch bounds of the kernel return
+    INVALID_VALUE."""
     assert code(soft.try_launch(kernels.bounded, grid, block, soft.ints(0))) == "INVALID_VALUE"
     assert "'bounded'" in soft.refusal()
 
@@ -212,8 +225,8 @@ def test_get_proc_address_selects_symbol_by_version(soft):
 
 
 def test_running_kernel_sees_host_stores_and_does_not_block_exit():
-    """A kernel polls pinned memory that the host writes while it runs. A process that exits while a
-    kernel and a host function run ends at once."""
+    """A kernel polls pinned memory and sees a value that the host writes while the kernel runs.
+    A process exits immediately even if a kernel and a host function are running."""
     check(
         """
         words, stream, seen = Words(s, 1), s.stream(), s.ints(0)

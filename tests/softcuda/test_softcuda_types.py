@@ -74,8 +74,11 @@ def kernels(soft):
 
 
 def arithmetic(soft, kernel, *operands):
-    """Run a kernel of 16-bit arithmetic; return one row per operation and the first operand in
-    fp32."""
+    """Run a kernel of 16-bit arithmetic.
+
+    Return an array with one row of 16-bit results per operation, and the first operand converted to
+    fp32.
+    """
     n = operands[0].size
     wide = soft.alloc(4 * n)
     got = soft.results(
@@ -93,14 +96,14 @@ def arithmetic(soft, kernel, *operands):
 
 
 def round_to_bf16(x: np.ndarray) -> np.ndarray:
-    """Round float32 to bfloat16 bits, to nearest even. NaN is not supported."""
+    """Round float32 values to nearest even and return bfloat16 bits. NaN is not supported."""
     bits = x.view(np.uint32).astype(np.uint64)
     return ((bits + 0x7FFF + ((bits >> 16) & 1)) >> 16).astype(np.uint16)
 
 
 def test_half_arithmetic_is_correctly_rounded(soft, kernels):
-    """Operations round once to nearest even, as NumPy's float16 does; __hfma rounds the exact
-    result."""
+    """Each operation rounds its exact result once to nearest even, as NumPy's float16 does.
+    __hfma does not round the product before the sum."""
     a, b, c = (rng.integers(0, 0x10000, 40000, dtype=np.uint16) for _ in range(3))
     got, value = arithmetic(soft, kernels.f16, a, b, c)
     x, y, z = (v.view(np.float16) for v in (a, b, c))
@@ -110,9 +113,9 @@ def test_half_arithmetic_is_correctly_rounded(soft, kernels):
         expected = [x + y, x - y, x * y, x / y, round_exact(exact)]
     for row, values in enumerate(expected):
         nan = np.isnan(got[row].view(np.float16)) & np.isnan(values)
-        same = (got[row] == values.view(np.uint16)) | nan
-        assert same.all(), (row, a[~same][:3], b[~same][:3], c[~same][:3])
-    order = (x < y).astype(int) | (x == y).astype(int) << 1 | (x > y).astype(int) << 2
+        wrong = (got[row] != values.view(np.uint16)) & ~nan
+        assert not wrong.any(), (row, a[wrong][:3], b[wrong][:3], c[wrong][:3])
+    order = 1 * (x < y) + 2 * (x == y) + 4 * (x > y)
     assert np.array_equal(got[5], order)
     assert np.array_equal(np.nan_to_num(value), np.nan_to_num(x.astype(np.float32)))
 
@@ -145,12 +148,14 @@ def test_bfloat16_arithmetic_rounds_fp32_results_once(soft, kernels):
 
 
 def test_float_to_16_bit_conversions_round_to_nearest_even(soft, kernels):
-    """Over the whole range, including subnormal halves."""
+    """The inputs cover the whole range of exponents, including values that become subnormal
+    halves."""
     bits = rng.integers(0, 2**32, 60000, dtype=np.uint64).astype(np.uint32)
     exponents = (100 + rng.integers(0, 50, 30000)).astype(np.uint32)
     bits[:30000] = (bits[:30000] & 0x807FFFFF) | exponents << 23
     x = bits.view(np.float32)
-    x = np.where(np.isfinite(x) & (np.abs(x) > 1e-37), x, np.float32(1.5)).astype(np.float32)
+    normal = np.isfinite(x) & (np.abs(x) > 1e-37)  # the device flushes denormal floats
+    x = np.where(normal, x, np.float32(1.5)).astype(np.float32)
     h = soft.alloc(2 * x.size)
     b = soft.results(
         x.size,
@@ -164,12 +169,13 @@ def test_float_to_16_bit_conversions_round_to_nearest_even(soft, kernels):
         np.int32(x.size),
     )
     with np.errstate(over="ignore"):
-        assert np.array_equal(soft.get(h, x.size, np.uint16), x.astype(np.float16).view(np.uint16))
+        expected = x.astype(np.float16).view(np.uint16)
+    assert np.array_equal(soft.get(h, x.size, np.uint16), expected)
     assert np.array_equal(b, round_to_bf16(x))
 
 
 def test_float_arithmetic_flushes_denormals_and_does_not_contract(soft, kernels):
-    """Only an explicit fmaf is fused."""
+    """A product and a sum are fused only by an explicit fmaf."""
     tiny = soft.put([1.2e-38, 0.0], np.float32)
     assert soft.results(1, np.float32, kernels.flush, 1, 1, tiny, None) == [0.0]
     x = np.array([1 + 2**-13, 1 - 2**-13, -1.0], np.float32)
@@ -179,7 +185,8 @@ def test_float_arithmetic_flushes_denormals_and_does_not_contract(soft, kernels)
 
 
 def test_vector_types_and_parameters_have_cuda_layout(soft, kernels):
-    """Sizes and alignments of vector types, and offsets and sizes of kernel parameters."""
+    """The vector types have CUDA's sizes and alignments, and kernel parameters have CUDA's
+    offsets and sizes."""
     data = rng.standard_normal((8, 4)).astype(np.float32)
     sizes = soft.alloc(20)
     out = soft.results((8, 4), np.float32, kernels.vectors, 1, 8, soft.put(data), None, sizes)

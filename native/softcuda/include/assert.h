@@ -1,4 +1,5 @@
-// Hides the system header: the shim's assert fails the launch instead of ending the process.
+// Takes the place of the system header. The shim's assert raises a fault on the device instead of
+// aborting the process.
 #ifdef NDEBUG
 #undef assert
 #define assert(condition) ((void)0)

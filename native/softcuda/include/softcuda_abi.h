@@ -1,6 +1,6 @@
-// The ABI between kernel images and the soft device. Included by both sides: by the shim, which is
-// compiled into images, and by the device. Plain C layouts without standard headers. Increment
-// SOFTCUDA_ABI with every change of a layout.
+// The ABI between kernel images and the soft device. Both sides include this file: the shim, which
+// is compiled into images, and the device. It contains plain C layouts and uses no standard
+// headers. Increment SOFTCUDA_ABI with every change of a layout.
 #pragma once
 
 #define SOFTCUDA_ABI 4u
@@ -11,19 +11,19 @@ struct softcuda_dim3 {
   unsigned x, y, z;
 };
 
-// State of the block that runs, and of its running thread. There is one per image copy and one
-// image copy per worker, so access needs neither thread-local storage nor a lock.
+// State of the running block and of its running thread. Each worker has its own copy of an image,
+// and each copy has one such object, so access needs neither thread-local storage nor a lock.
 struct softcuda_block {
   softcuda_dim3 thread_idx;
   softcuda_dim3 block_idx;
   softcuda_dim3 block_dim;
   softcuda_dim3 grid_dim;
-  unsigned next;  // linear index of the next thread to start
-  softcuda_dim3 next_idx;
-  unsigned count;    // threads in the block
-  unsigned current;  // linear index of the running thread
-  unsigned exited;   // threads that have returned
-  unsigned tracked;  // nonzero after the first suspension of a thread of this block
+  unsigned next;           // linear index of the next thread to start
+  softcuda_dim3 next_idx;  // its threadIdx
+  unsigned count;          // threads in the block
+  unsigned current;        // linear index of the running thread
+  unsigned exited;         // threads that have returned
+  unsigned tracked;  // nonzero once a thread of this block has waited; thread states are valid then
   void* dynamic_shared;
   unsigned dynamic_bytes;
   void* executor;  // softcuda::Executor
@@ -53,7 +53,8 @@ enum softcuda_barrier_op : unsigned {
 // Functions of the device that kernels call.
 struct softcuda_hooks {
   int (*barrier)(softcuda_block*, unsigned op, int predicate);
-  // `arg` is the source lane, delta or lane mask of a shuffle; `width` is its number of lanes.
+  // For a shuffle, `arg` is the source lane, delta or lane mask, and `width` the number of lanes of
+  // a segment.
   unsigned long long (*warp)(softcuda_block*, unsigned op, unsigned mask, unsigned long long value,
                              unsigned arg, unsigned width);
   unsigned (*active_mask)(softcuda_block*);
@@ -62,12 +63,13 @@ struct softcuda_hooks {
   unsigned long long (*globaltimer)();
 };
 
-// One kernel of an image.
+// Describes one kernel of an image. `sizes`, `offsets` and `is_pointer` have one element for each
+// parameter.
 struct softcuda_entry {
   const char* name;
-  void (*run)(softcuda_block*, void** params);  // runs threads until all have been started
+  void (*run)(softcuda_block*, void** params);  // runs threads until all threads have started
   unsigned nparams;
-  unsigned max_threads;  // from __launch_bounds__; 0 without it
+  unsigned max_threads;  // threads per block from __launch_bounds__; 0 without it
   const unsigned* sizes;
   const unsigned* offsets;
   const unsigned char* is_pointer;
@@ -80,7 +82,7 @@ struct softcuda_image {
   const softcuda_entry* const* entries;
   softcuda_block* block;
   const softcuda_hooks** hooks;
-  unsigned checks_alignment;  // nonzero: an illegal instruction reports a misaligned access
+  unsigned checks_alignment;  // nonzero if an illegal instruction stands for a misaligned access
 };
 
 }  // extern "C"

@@ -1,5 +1,5 @@
-// Atomic functions and memory fences. Blocks run concurrently on the workers, threads of one block
-// one after another. Block, device and system scope are the same here.
+// Atomic functions and memory fences. Blocks run concurrently on the workers, and the threads of
+// one block one after another. Block, device and system scope are the same here.
 #pragma once
 
 #define SOFTCUDA_SCOPES(name, ret, params, args)              \

@@ -1,11 +1,12 @@
-// The condition of an IF or WHILE node, which kernels set. A conditional handle is the address of
-// such a cell. Cells are never freed, so that a stale handle is harmless.
+// The condition of an IF or WHILE node. Kernels set it through a conditional handle, which is the
+// address of this structure. The structures are never freed, so that a stale handle does no harm.
 #pragma once
 
-// In a kernel source the shim has already declared this.
+// A kernel source that includes this file is preprocessed without the shim. The file is empty then,
+// because the shim declares its contents when the result is compiled.
 #if !defined(__SOFTCUDA__) || defined(SOFTCUDA_SHIM)
 struct softcuda_condition {
-  unsigned magic;
+  unsigned magic;  // SOFTCUDA_CONDITION_MAGIC, by which an invalid handle is recognized
   unsigned value;
 };
 #define SOFTCUDA_CONDITION_MAGIC 0x50c0d17eu

@@ -1,6 +1,6 @@
-// Kernel entries. compile.py appends SOFTCUDA_ENTRY(name, bounds) for each extern "C" __global__
-// function. It derives the parameters' sizes and offsets, and which are pointers, from the type of
-// the function.
+// Kernel entries, which describe the kernels of an image. compile.py appends SOFTCUDA_ENTRY(name,
+// bounds) for each extern "C" __global__ function. The type of the function determines the sizes
+// and offsets of its parameters and which of them are pointers.
 #pragma once
 
 template <class T>
@@ -56,8 +56,9 @@ struct softcuda_kernel<Kernel, void(A...)> {
     Kernel(*static_cast<A*>(params[I])...);
   }
 
-  // Runs threads one after another on this stack. A thread that waits keeps the stack, and the
-  // device calls run() on another one for the threads that have not started (X1).
+  // Runs the threads of a block one after another on the current stack. A thread that waits keeps
+  // the stack; the device then calls run() on another stack for the threads that have not started
+  // (X1).
   static void run(softcuda_block* block, void** params) {
     while (block->next < block->count) {
       block->current = block->next++;

@@ -1,6 +1,7 @@
-// 16-bit floating-point types. Arithmetic is done in fp32 and rounded once: fp32 has more than
-// 2p + 2 bits for both formats, so +, -, *, / and sqrt are rounded correctly. A fused multiply-add
-// has no such margin; it computes a sum that is rounded to odd.
+// 16-bit floating-point types. Arithmetic is done in fp32 and rounded once to the 16-bit format.
+// With p bits of precision in the 16-bit format, fp32 has more than 2p + 2 bits, so +, -, *, / and
+// sqrt are rounded correctly. For a fused multiply-add this is not enough; its intermediate result
+// is rounded to odd instead.
 #pragma once
 
 static inline float softcuda_half_to_float(unsigned short bits) {
@@ -9,7 +10,8 @@ static inline float softcuda_half_to_float(unsigned short bits) {
   const unsigned exponent = magnitude & 0x7c00u;
   const unsigned normal = (magnitude << 13) + 0x38000000u;
   const unsigned special = (magnitude << 13) | 0x7f800000u;
-  // Subnormal halves are normal floats, so this is exact and denormal flushing does not affect it.
+  // Subnormal halves are normal floats, so the product is exact, and flushing denormals does not
+  // affect it.
   const unsigned small =
       __float_as_uint(static_cast<float>(static_cast<int>(magnitude)) * 5.9604644775390625e-08f);
   const unsigned finite = exponent == 0 ? small : normal;
@@ -26,8 +28,8 @@ static inline unsigned short softcuda_float_to_half(float f) {
   } else if (magnitude >= 0x477ff000u) {
     half = 0x7c00u;
   } else if (magnitude < 0x38800000u) {
-    // Adding 0.5 aligns the mantissa with the last bit of a subnormal half; the processor rounds to
-    // nearest even.
+    // Adding 0.5 aligns the mantissa with the last bit of a subnormal half. The processor rounds
+    // the sum to nearest even.
     half = __float_as_uint(__uint_as_float(magnitude) + 0.5f) - 0x3f000000u;
   } else {
     half = (magnitude + 0xfffu + ((magnitude >> 13) & 1u) - 0x38000000u) >> 13;
@@ -45,15 +47,16 @@ static inline unsigned short softcuda_float_to_bfloat(float f) {
   return static_cast<unsigned short>((bits + 0x7fffu + ((bits >> 16) & 1u)) >> 16);
 }
 
-// Rounds to odd: if `value` is inexact (`lost` is the rounding error) and its last bit is even,
-// moves it by one bit towards the exact value. Rounding the result again to at most 22 bits is the
-// same as rounding the exact value once (Boldo and Melquiond, 2008).
+// Rounds to odd. If `value` is inexact (`lost` is its rounding error) and its last bit is even, it
+// is moved by one bit towards the exact value. Rounding the result again to at most 22 bits then
+// gives the same value as rounding the exact value once (Boldo and Melquiond, 2008).
 static inline double softcuda_to_odd(double value, double lost) {
   long long bits = __double_as_longlong(value);
   if (lost == 0.0 || (bits & 1) != 0) return value;
   bits += (lost > 0.0) == (value > 0.0) ? 1 : -1;
   return __longlong_as_double(bits);
 }
+// Converts a double to a float that is rounded to odd.
 static inline float softcuda_odd_float(double value) {
   const float f = static_cast<float>(value);
   if (!isfinite(f) || static_cast<double>(f) == value) return f;
@@ -64,8 +67,8 @@ static inline float softcuda_odd_float(double value) {
   }
   return __uint_as_float(bits);
 }
-// Returns a * b + c as a float that rounds correctly to either 16-bit format. The operands are
-// 16-bit values, so the product is exact in double.
+// Returns a * b + c as a float that rounds correctly to either 16-bit format. The operands have at
+// most 11 significant bits, so their product is exact in double.
 static inline float softcuda_fma16(float a, float b, float c) {
   const double p = static_cast<double>(a) * b;
   const double s = p + c;
@@ -76,7 +79,8 @@ static inline float softcuda_fma16(float a, float b, float c) {
   return softcuda_odd_float(softcuda_to_odd(s, lost));
 }
 
-// Defines a 16-bit type and its vector of two, with the operators and intrinsics of CUDA's headers.
+// Defines a 16-bit type and its vector of two elements, with the operators and intrinsics of CUDA's
+// headers.
 #define SOFTCUDA_16BIT(type, pair, to_float, to_bits)                                         \
   struct type {                                                                               \
     unsigned short bits;                                                                      \

@@ -1,5 +1,5 @@
-// Math functions and intrinsics. libm provides the functions. Fast intrinsics such as __expf are
-// the accurate functions, so their error is at most that of a GPU.
+// Math functions and intrinsics. The functions are those of libm. Fast intrinsics such as __expf
+// call the accurate functions, so their error is at most the error on a GPU.
 #pragma once
 
 #define SOFTCUDA_LIBM1(name)                \
@@ -86,7 +86,8 @@ static inline double __fma_rn(double a, double b, double c) { return fma(a, b, c
 static inline float __saturatef(float x) { return x > 0.0f ? (x < 1.0f ? x : 1.0f) : 0.0f; }
 static inline float fdividef(float a, float b) { return a / b; }
 
-// isnan, isinf and isfinite test the bits, so that no compiler assumption about NaN applies.
+// isnan, isinf and isfinite test the bits, so that they do not depend on a compiler's assumptions
+// about NaN.
 template <class To, class From>
 static inline To softcuda_bit_cast(From from) {
   static_assert(sizeof(To) == sizeof(From), "same size");
@@ -105,7 +106,8 @@ static inline bool isinf(float x) { return (__float_as_uint(x) & 0x7fffffffu) ==
 static inline bool isfinite(float x) { return (__float_as_uint(x) & 0x7fffffffu) < 0x7f800000u; }
 static inline bool isnan(double x) { return x != x; }
 
-// Conversions saturate and convert NaN to 0, as on a GPU. A C++ cast would be undefined there.
+// Conversions saturate and convert NaN to 0, as on a GPU. The C++ cast of such a value is
+// undefined.
 static inline int softcuda_to_int(float x) {
   if (isnan(x)) return 0;
   if (x >= 2147483648.0f) return 2147483647;

@@ -1,5 +1,5 @@
 // Included before each kernel source that is compiled for the soft device. Declares the CUDA C++
-// keywords, types and functions that kernels use. Includes no standard header, so that a kernel
+// keywords, types and functions that kernels use. It includes no standard header, so that a kernel
 // compiles in well under 1 s.
 #pragma once
 
@@ -21,7 +21,8 @@
 #define __align__(n) alignas(n)
 #define __grid_constant__
 #define __launch_bounds__(...)
-// Unsupported: other writable state would exist once per worker (K4).
+// Not supported, because such a variable would exist once per worker (K4). The compiler's message
+// contains the name below.
 #define __constant__ SOFTCUDA_ERROR_constant_memory_is_not_supported_pass_it_as_a_parameter
 #define __managed__ SOFTCUDA_ERROR_managed_memory_is_not_supported
 

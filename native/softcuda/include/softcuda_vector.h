@@ -1,4 +1,4 @@
-// CUDA's vector types with their documented alignments, and their make_ functions.
+// CUDA's vector types with their documented alignments, and the functions make_<type>.
 #pragma once
 
 typedef softcuda_dim3 uint3;
@@ -7,7 +7,8 @@ typedef unsigned char uchar;
 typedef unsigned short ushort;
 typedef unsigned int uint;
 
-// may_alias, because kernels access arrays of float through float4 pointers.
+// The types have the attribute may_alias, because kernels access arrays of float through float4
+// pointers.
 #define SOFTCUDA_VECTOR2(name, type)                                  \
   struct __attribute__((may_alias, aligned(2 * sizeof(type)))) name { \
     type x, y;                                                        \

@@ -1,5 +1,6 @@
-// Barriers, warp operations, clocks, assert and printf. A call may suspend the running thread and
-// run another thread of the block, so each one is an opaque call and a compiler fence.
+// Barriers, warp operations, clocks, assert and printf. A barrier or warp operation may suspend the
+// running thread and run another thread of the block. The compiler must therefore not keep memory
+// in registers across it, which SOFTCUDA_FENCE prevents.
 #pragma once
 
 #define SOFTCUDA_FENCE() asm volatile("" ::: "memory")
@@ -78,7 +79,7 @@ static inline T __shfl_xor_sync(unsigned mask, T value, int lane_mask, int width
                                              static_cast<unsigned>(lane_mask), width));
 }
 
-// Extensions of the soft device: the butterfly reduction of a full warp in one operation. The
+// Extensions of the soft device: the butterfly reduction of a full warp as one operation. The
 // result has the same bits as five __shfl_xor_sync steps with lane masks 16, 8, 4, 2 and 1.
 static inline float softcuda_warp_sum(float x) {
   return softcuda_from_word<float>(
@@ -102,5 +103,5 @@ static inline void __trap() { softcuda_hook->trap(&softcuda_self, 719, "__trap()
   ((condition) ? (void)0  \
                : softcuda_hook->trap(&softcuda_self, 710, "assertion failed: " #condition))
 #endif
-// The symbol is the device's even if a kernel also includes <stdio.h>.
+// The assembler name selects the device's function even if a kernel also includes <stdio.h>.
 extern "C" int printf(const char* format, ...) __asm__("softcuda_printf");

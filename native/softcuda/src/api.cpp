@@ -1,5 +1,6 @@
-// The frame of every driver call: GIL bookkeeping, preconditions, the modelled context lock and the
-// records of calls in progress (invariants A1-A4). Also the counters and cuGetProcAddress.
+// Code that runs before and after the body of every entry point: GIL bookkeeping, preconditions,
+// the modelled context lock and the records of calls in progress (invariants A1-A4). Also the
+// resource counters and cuGetProcAddress.
 #include <sys/syscall.h>
 #include <unistd.h>
 
@@ -37,6 +38,7 @@ std::atomic<EntryPoint*> g_entry_points{nullptr};
 
 std::atomic<ThreadRecord*> g_threads{nullptr};
 
+// Returns a record of an exited thread, or a new one.
 ThreadRecord* acquire_record() {
   for (ThreadRecord* record = g_threads.load(); record != nullptr; record = record->next) {
     bool used = false;
@@ -50,6 +52,7 @@ ThreadRecord* acquire_record() {
   return record;
 }
 
+// Owns the record of one thread until the thread exits.
 struct RecordOwner {
   RecordOwner() {
     record.tid = syscall(SYS_gettid);
@@ -62,9 +65,10 @@ struct RecordOwner {
   ThreadRecord& record = *acquire_record();
 };
 
-// Lock model 1: held while a host function runs.
+// With lock model 1, this lock is held while a host function runs.
 std::mutex& g_context_lock = *new std::mutex;
 
+// Returns the index of a name, or -1.
 template <size_t N>
 int index_of(const char* const (&names)[N], const char* name) {
   for (size_t i = 0; name != nullptr && i < N; ++i) {
@@ -135,7 +139,8 @@ void ApiCall::check_preconditions() {
     refuse(CUDA_ERROR_NOT_PERMITTED, std::string(entry_point_.name) + " was called from a " +
                                          t_restricted_scope + ", which may not call the driver");
   }
-  // fork() copies no threads, and it may copy locks that another thread held (A6).
+  // The child of a fork has none of the device's threads, and a lock may have been copied in the
+  // locked state (A6).
   require(!forked(), CUDA_ERROR_NOT_INITIALIZED,
           "this process was forked after cuInit; use the spawn start method for processes that use "
           "the device");
@@ -223,8 +228,8 @@ __attribute__((destructor)) void report_leaks() {
 
 using namespace softcuda;
 
-// Declares that the device waits for an answer of the calling thread (1) or no longer does (0).
-// Until then driver calls of this thread return NOT_PERMITTED (W6).
+// Declares that a pending stream wait depends on the calling thread (1) or no longer does (0). In
+// between, driver calls of the thread return NOT_PERMITTED (W6).
 SC_EXPORT void softcuda_set_device_waits(int waits) {
   if (t_restricted_scope != nullptr && t_restricted_scope != kDeviceWaits) return;
   t_restricted_scope = waits != 0 ? kDeviceWaits : nullptr;
@@ -234,21 +239,22 @@ SC_EXPORT void softcuda_set_device_waits(int waits) {
   if (waits != 0) watch_restricted_scope(nullptr);
 }
 
-// Number of live resources of a kind ("stream", "graph_exec", ...); -1 for an unknown kind.
-
+// Returns the number of live resources of a kind ("stream", "graph_exec", ...); -1 for an unknown
+// kind.
 SC_EXPORT int64_t softcuda_live(const char* kind) {
   const int i = index_of(kResourceNames, kind);
   return i < 0 ? -1 : g_live[i].load();
 }
 
-// Number of events of a kind ("kernel_launch", "node", ...); -1 for an unknown kind.
+// Returns how often something has happened ("kernel_launch", "node", ...); -1 for an unknown name.
 SC_EXPORT int64_t softcuda_count(const char* what) {
   const int i = index_of(kCounterNames, what);
   return i < 0 ? -1 : g_count[i].load();
 }
 
-// All counters, one line "GROUP NAME NUMBER" each. Groups are live, leaked, count, calls (driver
-// calls by function) and gil_held (calls whose thread held the GIL).
+// Copies all counters as text, one line "GROUP NAME NUMBER" each, and returns the length of the
+// text. The groups are live, leaked, count, calls (driver calls by function) and gil_held (driver
+// calls by function whose thread held the GIL).
 SC_EXPORT size_t softcuda_counters(char* buffer, size_t size) {
   std::string out;
   const auto add = [&](const char* group, const char* name, long n) {
@@ -266,13 +272,14 @@ SC_EXPORT size_t softcuda_counters(char* buffer, size_t size) {
   return copy_text(out, buffer, size);
 }
 
-// One line for each call in progress, the running host function and each running kernel.
+// Copies the text of describe(), one line for each driver call in progress, the running host
+// function, each thread that the device waits for, and each running kernel. Returns its length.
 SC_EXPORT size_t softcuda_describe(char* buffer, size_t size) {
   return copy_text(describe(), buffer, size);
 }
 
 // Copies the entry and return times of the last `n` host functions, oldest first, in nanoseconds of
-// CLOCK_MONOTONIC, and returns how many were copied. At most 128 are kept.
+// CLOCK_MONOTONIC. Returns the number of functions copied. At most 128 are kept.
 SC_EXPORT size_t softcuda_hops(uint64_t* out, size_t n) {
   std::lock_guard<std::mutex> lock(g_hops_mutex);
   n = std::min({n, g_recorded, kHops});
@@ -290,7 +297,7 @@ SC_API(cuGetProcAddress_v2, 12000, kAlways, const char*, name, void**, out, int,
   require(name != nullptr && out != nullptr);
   const EntryPoint* newest = nullptr;
   bool known = false;
-  // The only name that differs from the exported symbol in more than a version suffix.
+  // All other names equal the exported symbol without its version suffix.
   if (std::strcmp(name, "cuGraphInstantiate") == 0) name = "cuGraphInstantiateWithFlags";
   for (const EntryPoint* entry = g_entry_points.load(); entry != nullptr; entry = entry->next) {
     if (std::strcmp(entry->name, name) != 0) continue;

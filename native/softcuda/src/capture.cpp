@@ -1,4 +1,5 @@
-// Stream capture (invariants R1-R6).
+// Stream capture: work that is enqueued on a capturing stream becomes nodes of the capture's graph
+// (invariants R1-R6).
 #include "capture.h"
 
 #include <pthread.h>
@@ -12,6 +13,7 @@ namespace {
 enum Mode : int { kGlobal = 0, kThreadLocal = 1, kRelaxed = 2 };
 enum Status : int { kNone = 0, kActive = 1, kInvalidated = 2 };
 
+// One stream capture, from cuStreamBeginCapture to cuStreamEndCapture.
 struct Capture {
   uint64_t id = 0;
   std::shared_ptr<Graph> graph;
@@ -22,7 +24,7 @@ struct Capture {
   bool ended = false;
 };
 using Dependencies = std::vector<CUgraphNode>;
-// A capturing stream or a captured event.
+// The membership of a stream or event in a capture.
 struct Member {
   std::shared_ptr<Capture> capture;
   Dependencies dependencies;           // nodes on which the next captured node depends
@@ -42,7 +44,7 @@ struct State {
   }
 };
 State& g_state = *new State;  // never destroyed, because detached threads may use it
-// Size of both maps together. While it is 0, calls skip all checks.
+// Number of entries of both maps together. While it is 0, calls skip all checks.
 std::atomic<int> g_members{0};
 thread_local int t_mode = kGlobal;
 
@@ -62,8 +64,8 @@ void require_valid(const Capture& capture) {
           "the capture was invalidated by an earlier error");
 }
 
-// Returns the key of a stream in State::streams; for CU_STREAM_PER_THREAD the handle of the calling
-// thread's stream.
+// Returns the key of a stream in State::streams. For CU_STREAM_PER_THREAD this is the handle of the
+// calling thread's stream.
 CUstream stream_key(CUstream handle) {
   if (handle != kPerThread) return handle;
   return static_cast<CUstream>(find_stream(handle)->handle);
@@ -71,12 +73,14 @@ CUstream stream_key(CUstream handle) {
 
 bool is_legacy(CUstream stream) { return reinterpret_cast<uint64_t>(stream) <= 1; }
 
-// Whether the stream synchronizes with the legacy stream, which is then unusable while it captures.
+// Whether the stream synchronizes with the legacy stream. While such a stream captures, the legacy
+// stream cannot be used.
 bool is_blocking(CUstream handle) {
   const auto stream = streams.get(handle);
   return stream && (stream->flags & CU_STREAM_NON_BLOCKING) == 0;
 }
 
+// Refuses a use of the legacy stream and invalidates the captures, if a blocking stream captures.
 void invalidate_for_legacy_stream() {
   bool forbidden = false;
   for (auto& item : g_state.streams) {
@@ -89,14 +93,14 @@ void invalidate_for_legacy_stream() {
           "synchronizes with that stream; the capture is invalidated");
 }
 
-// Adds the nodes that are not in the list yet.
+// Adds the nodes that are not in the list yet, in order.
 void merge(Dependencies* list, const Dependencies& nodes) {
   for (CUgraphNode node : nodes) {
     if (std::find(list->begin(), list->end(), node) == list->end()) list->push_back(node);
   }
 }
 
-// Returns dependencies that the caller passed. They must be nodes of the graph.
+// Returns the dependencies that the caller passed. All must be nodes of the graph.
 Dependencies checked_dependencies(const CUgraphNode* nodes, size_t count, const Graph* graph) {
   require(count == 0 || nodes != nullptr);
   for (size_t i = 0; i < count; ++i) {
@@ -148,7 +152,8 @@ void begin(CUstream handle, int mode) {
   update_member_count();
 }
 
-// Whether the origin stream has joined the work of all streams of the capture, or of `only`.
+// Whether the origin stream depends on the work captured on all other streams of the capture or, if
+// `only` is set, on the work captured on that stream.
 bool joined(const std::shared_ptr<Capture>& capture, CUstream only = nullptr) {
   std::lock_guard<std::mutex> lock(graph_mutex);
   std::set<const void*> seen;
@@ -173,9 +178,9 @@ bool joined(const std::shared_ptr<Capture>& capture, CUstream only = nullptr) {
   return true;
 }
 
-// Ends the capture of all its streams (R4). Captured events still refer to the ended capture.
-// Without `keep_graph`, returns the graph, which the caller destroys after it has released the
-// mutex.
+// Ends a capture and removes all streams from it (R4). Captured events keep referring to the ended
+// capture. Unless `keep_graph` is set, the graph is removed and returned; the caller must destroy
+// it after releasing the mutex.
 std::shared_ptr<Graph> end_capture(const std::shared_ptr<Capture>& capture, bool keep_graph) {
   for (auto it = g_state.streams.begin(); it != g_state.streams.end();) {
     it = it->second.capture == capture ? g_state.streams.erase(it) : std::next(it);
@@ -192,6 +197,7 @@ std::shared_ptr<Graph> end_capture(const std::shared_ptr<Capture>& capture, bool
   return remove_graph(static_cast<CUgraph>(graph->handle));
 }
 
+// Implements cuStreamGetCaptureInfo. All outputs except `status` may be null.
 void info(CUstream handle, int* status, uint64_t* id, CUgraph* graph,
           const CUgraphNode** dependencies, size_t* count, const CUgraphEdgeData** edges) {
   find_stream(handle);
@@ -286,7 +292,7 @@ bool capture_wait(CUstream stream, CUevent event) {
                "the legacy stream cannot join a capture");
   }
   if (member == nullptr) {
-    g_state.streams[stream] = captured_event->second;  // a fork
+    g_state.streams[stream] = captured_event->second;  // the stream joins the capture
     update_member_count();
     return true;
   }
@@ -354,7 +360,8 @@ void capture_reject_device_sync() {
       "cuCtxSynchronize is not allowed while a stream is capturing; the capture is invalidated");
 }
 
-// Rejects a potentially unsafe call, by the thread's capture mode and those of the active captures.
+// Rejects a potentially unsafe call if the thread's capture mode and the modes of the active
+// captures forbid it.
 void capture_reject_unsafe(const char* api) {
   if (nothing_captured() || t_mode == kRelaxed) return;
   std::lock_guard<std::mutex> lock(g_state.mutex);

@@ -1,4 +1,5 @@
-// Conditional nodes and their handles (invariants N1-N4).
+// Conditional handles and conditional nodes: creation, checks, and the choice of the body that runs
+// next (invariants N1-N4).
 #include "conditionals.h"
 
 #include <deque>
@@ -6,8 +7,8 @@
 namespace softcuda {
 namespace {
 
-// Returns the condition of a handle that a node of `graph` may use: one created for `graph` or for
-// a graph that contains it as a body (N1).
+// Returns the condition of a handle if a node of `graph` may use it: the handle must have been
+// created for `graph` or for a graph that contains `graph` as a body (N1). Returns null otherwise.
 std::shared_ptr<Condition> find_condition(const Graph* graph, uint64_t handle) {
   std::lock_guard<std::mutex> lock(graph_mutex);
   for (; graph != nullptr; graph = graph->body_of) {
@@ -120,7 +121,7 @@ SC_API(cuGraphConditionalHandleCreate, 12030, 0, uint64_t*, out, CUgraph, handle
   const auto graph = graphs.find(handle);
   require(out != nullptr && flags <= 1);
   require(context == nullptr || context == primary_context(), CUDA_ERROR_INVALID_CONTEXT);
-  // Never freed, so that a kernel with a stale handle writes to valid memory.
+  // Cells are never freed, so that a kernel with a stale handle writes to valid memory.
   static auto& cells = *new std::deque<softcuda_condition>;
   auto condition = std::make_shared<Condition>();
   condition->initial = initial;

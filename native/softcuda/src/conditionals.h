@@ -6,7 +6,7 @@
 
 namespace softcuda {
 
-// A conditional handle. Kernels set its value in `cell`.
+// A conditional handle. Kernels set its value in `cell`, whose address is the handle's number.
 struct Condition {
   softcuda_condition* cell = nullptr;
   unsigned initial = 0;
@@ -16,22 +16,25 @@ struct Condition {
 
 struct ConditionalWork {
   int type = CU_GRAPH_COND_TYPE_IF;
-  bool endless = false;  // WHILE whose body contains no kernel, so nothing can clear the condition
+  // A WHILE node whose body contains no kernel, so that nothing can clear the condition.
+  bool endless = false;
   softcuda_condition* cell = nullptr;
   std::vector<std::shared_ptr<Program>> bodies;
 };
 
-// Whether the graph contains a conditional node at any depth. The driver does not clone such
-// graphs.
+// Whether the graph contains a conditional node at any depth. Such a graph cannot be cloned.
 bool has_conditional(const Graph& graph);
-// Rejects a node that is not allowed in `graph` because `graph` is a conditional body (N4).
+// If `graph` is a conditional body, rejects a node that is not allowed in bodies (N4).
 void check_body(const Graph& graph, const Node& node);
-// Rejects handles without a node, and nodes in bodies that were added through a child graph (N1,
-// N4).
+// Checks a graph before it is instantiated: rejects conditional handles that no node uses (N1), and
+// nodes that are not allowed in a body but were added to it through a child graph (N4). `in_body`
+// says whether `graph` is inside a body.
 void check_conditions(const Graph& graph, bool in_body);
+// Adds a conditional node with empty bodies, whose handles are returned in `params`.
 void add_conditional(CUgraphNode* out, CUgraph graph, const CUgraphNode* deps, size_t n,
                      CUDA_CONDITIONAL_NODE_PARAMS* params);
-// Returns the body that runs next, or null if the node is complete (N2).
+// Returns the body that runs next, or null if the node is complete (N2). `first` is true when the
+// node becomes ready and false after a run of a body.
 Program* next_body(const ConditionalWork& work, bool first);
 
 }  // namespace softcuda

@@ -1,5 +1,5 @@
-// Copies and fills (memcpy and memset): parameter checks, execution and entry points (invariants
-// C1, C2).
+// Copies (memcpy) and fills (memset): parameter checks, execution and entry points (invariants C1
+// and C2).
 #include <cstring>
 
 #include "capture.h"
@@ -8,7 +8,8 @@
 namespace softcuda {
 namespace {
 
-// Resolves one side of a copy ("source" or "destination") and checks its bounds (C2).
+// Resolves the address of one side of a copy and checks its bounds (C2). `side` is "source" or
+// "destination" and appears in the error text.
 void resolve_end(const CopyEnd& end, size_t bytes, Target* target, const char* side) {
   const bool host = end.type == CU_MEMORYTYPE_HOST;
   const auto base = host ? reinterpret_cast<unsigned long long>(end.host) : end.device;
@@ -86,9 +87,9 @@ bool run_fill(Executor* executor, const FillWork& f) {
 
 namespace {
 
-// Pageable memory follows the driver's API synchronization rules (C1): an asynchronous copy reads a
-// pageable source before it returns, and completes before it returns if the destination is
-// pageable.
+// Implements all memcpy functions. Copies of pageable memory follow the driver's rules for API
+// synchronization (C1): an asynchronous copy reads a pageable source before it returns, and is
+// complete when it returns if the destination is pageable.
 CUresult copy(CopyEnd dst, CopyEnd src, size_t bytes, CUstream handle, bool wait) {
   const auto stream = find_stream(handle);
   const auto c = make_copy(CUDA_MEMCPY3D{src, dst, bytes, 1, 1});

@@ -28,7 +28,7 @@ bool is_context(CUcontext context) {
   return context == kPrimary || g_created.count(context) != 0;
 }
 
-// Returns a numeric environment variable.
+// Returns a numeric environment variable; `fallback` if it is not set or not a number.
 unsigned long number_setting(const char* name, unsigned long fallback) {
   const char* text = std::getenv(name);
   if (text == nullptr || *text == '\0') return fallback;
@@ -77,8 +77,8 @@ const Settings& settings() {
   return s;
 }
 
-// Attributes that are not listed are 0, which means that the device lacks the feature.
-// SOFTCUDA_ATTRIBUTE_<n>=0 sets one to 0.
+// Attributes that are not in the table are 0, which means that the device lacks the feature.
+// SOFTCUDA_ATTRIBUTE_<n>=0 sets an attribute of a stream memory operation to 0.
 int device_attribute(int attribute) {
   static const std::map<int, int>& known = *[] {
     auto* table = new std::map<int, int>{
@@ -211,7 +211,7 @@ SC_API(cuCtxCreate_v4, 12050, 0, CUcontext*, out, const void*, params, unsigned,
        device) {
   require(device == 0, CUDA_ERROR_INVALID_DEVICE);
   require(out != nullptr && (flags & ~0x1fu) == 0);
-  // CUctxCreateParams: two pointers and a count.
+  // The size of CUctxCreateParams: two pointers and a count.
   static const char zeros[24] = {};
   require(params == nullptr || std::memcmp(params, zeros, sizeof zeros) == 0,
           CUDA_ERROR_NOT_SUPPORTED,

@@ -1,4 +1,4 @@
-// Error names, the sticky error and the texts of faults and refused calls (invariants E1-E3).
+// Error names, the sticky error, and the texts of faults and refused calls (invariants E1-E3).
 #include <cctype>
 #include <cstdio>
 #include <cstring>
@@ -97,13 +97,14 @@ using namespace softcuda;
 GET_ERROR(cuGetErrorName, name)
 GET_ERROR(cuGetErrorString, text.c_str())
 
-// Copies the text of the sticky error, "" if there is none, and returns its length.
+// Copies the text of the sticky error and returns its length. The text is "" if there was no fault.
 SC_EXPORT size_t softcuda_last_fault(char* buffer, size_t size) {
   std::lock_guard<std::mutex> lock(g_text_mutex);
   return copy_text(g_fault_text, buffer, size);
 }
 
-// Copies the text of the error that the calling thread's last refused call returned.
+// Copies the text of the error that the calling thread's last refused call returned, and returns
+// its length.
 SC_EXPORT size_t softcuda_last_refusal(char* buffer, size_t size) {
   return copy_text(t_refusal_text, buffer, size);
 }

@@ -15,14 +15,16 @@
 
 namespace softcuda {
 
-// initial-exec, because the signal handler reads it: lazily allocated storage would call malloc.
+// The TLS model is initial-exec because the signal handler reads the variable: the storage of other
+// models may be allocated on first access, and malloc is not allowed in a signal handler.
 __attribute__((tls_model("initial-exec"))) thread_local Executor* t_executor = nullptr;
 
 namespace {
 
 constexpr size_t kSharedMax = 256 << 10;
 
-// Flushes denormals, so that every worker computes the same bits (X10).
+// Flushes denormals to zero on this worker, as all workers do, so that each one computes the same
+// bits (X10).
 void flush_denormals() {
 #if defined(__x86_64__)
   _mm_setcsr(_mm_getcsr() | 0x8040);
@@ -33,6 +35,7 @@ void flush_denormals() {
 #endif
 }
 
+// First function on the stack of every fiber.
 void fiber_entry() {
   announce_new_stack();
   t_executor->fiber_loop();
@@ -47,7 +50,7 @@ std::string triple(const softcuda_dim3& v) {
 Executor::Executor(unsigned worker) : worker_(worker), fibers_(fiber_entry) {
   t_executor = this;
   flush_denormals();
-  // The handler of a stack overflow needs a stack of its own.
+  // After a stack overflow the signal handler cannot use the overflowed stack.
   constexpr size_t kHandlerStack = 64 << 10;
   stack_t alternate{};
   alternate.ss_sp =
@@ -121,8 +124,8 @@ bool Executor::run_blocks(const KernelWork& work, uint64_t first, uint64_t last)
   return !failed_;
 }
 
-// Main loop of a fiber: runs threads that have not started. When none is left, returns the stack to
-// the pool and switches to a ready thread or to the worker.
+// Main loop of a fiber: runs threads that have not started. When none is left, returns the fiber to
+// the pool and switches to a ready thread or, if the block is complete, to the worker's stack.
 void Executor::fiber_loop() {
   for (;;) {
     entry_->run(block_, params_);
@@ -139,8 +142,8 @@ void Executor::fiber_loop() {
   }
 }
 
-// Initializes the thread states at the block's first suspension: all earlier threads have exited
-// (X2).
+// Initializes the thread states when a thread of the block waits for the first time. All threads
+// that started earlier have exited (X2).
 void Executor::begin_tracking() {
   block_->tracked = 1;
   std::memset(ready_, 0, sizeof ready_);
@@ -151,6 +154,7 @@ void Executor::begin_tracking() {
   arrived_ = count_ = 0;
 }
 
+// Makes all threads at the barrier ready and keeps the barrier's result.
 void Executor::release_barrier() {
   for (unsigned w = 0; w < (block_->count + 31) / 32; ++w) {
     ready_[w] |= at_barrier_[w];
@@ -184,7 +188,8 @@ inline __attribute__((always_inline)) int Executor::barrier(unsigned op, int pre
   }
 }
 
-// An exited thread counts as arrived at every barrier and warp operation.
+// Called when a thread exits. An exited thread counts as arrived at every barrier and warp
+// operation, so its exit may release waiting threads.
 void Executor::thread_exit() {
   const unsigned thread = block_->current;
   exited_[thread / 32] |= 1u << (thread % 32);
@@ -242,7 +247,8 @@ void Executor::handle_signal(int signal, unsigned long long address, bool known,
   siglongjmp(recover_, 1);
 }
 
-// Describes the faulting address relative to the nearest allocation or to shared memory.
+// Returns a text about the faulting address: its position relative to the nearest allocation or to
+// the dynamic shared memory, and the kernel parameter that points into this allocation.
 std::string Executor::describe_address(const KernelWork* work) const {
   const auto shared = reinterpret_cast<unsigned long long>(shared_end_);
   const std::shared_ptr<Allocation> nearest = find_for_fault(fault_address_);
@@ -305,7 +311,7 @@ Executor& executor_of(softcuda_block* block) { return *static_cast<Executor*>(bl
 int hook_barrier(softcuda_block* block, unsigned op, int predicate) {
   return executor_of(block).barrier(op, predicate);
 }
-// Threads run one at a time, so the calling lane is never converged with another one.
+// Threads run one after another, so the calling lane is never converged with another lane.
 unsigned hook_active(softcuda_block* block) { return 1u << (block->current % 32); }
 void hook_exit(softcuda_block* block) { executor_of(block).thread_exit(); }
 void hook_trap(softcuda_block* block, int code, const char* text) {
@@ -319,8 +325,8 @@ const softcuda_hooks kHooks = {hook_barrier, hook_warp, hook_active,
 
 }  // namespace softcuda
 
-// printf of device code. Runs on the kernel's stack, writes to stdout, and is flushed when the host
-// waits for the device.
+// printf of kernels. It runs on the kernel's stack and writes to stdout, which is flushed when the
+// host waits for the device.
 SC_EXPORT int softcuda_printf(const char* format, ...) {
   char text[1024];
   va_list values;

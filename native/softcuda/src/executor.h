@@ -1,5 +1,6 @@
-// Runs the blocks of a kernel on one worker. The threads of a block run one after another; a thread
-// gets a stack of its own (a fiber) only when it waits (invariants X1-X10).
+// The executor runs the blocks of kernels on one worker. The threads of a block run one after
+// another on one stack. A thread that waits at a barrier or warp operation keeps that stack, a
+// fiber, and the other threads continue on another one (invariants X1-X10).
 #pragma once
 
 #include <csetjmp>
@@ -17,8 +18,8 @@ class Executor {
   explicit Executor(unsigned worker);
 
   bool run_blocks(const KernelWork& work, uint64_t first, uint64_t last);
-  // Runs `body` and reports a memory fault in it as one of `operation`. Returns false after a
-  // fault.
+  // Runs `body`. If an illegal memory access occurs in it, records a fault whose text names
+  // `operation` and returns false.
   template <class Body>
   bool guarded(const std::string& operation, const Body& body) {
     if (sigsetjmp(recover_, 0) != 0) {
@@ -30,10 +31,11 @@ class Executor {
     armed_ = false;
     return true;
   }
-  // Called by the signal handler. Does not return if device work caused the fault.
+  // Called by the signal handler with the address of the access, if it is known. Does not return if
+  // device work caused the signal.
   void handle_signal(int signal, unsigned long long address, bool known, bool write);
 
-  // Implementation of the hooks that kernel images call.
+  // Implementations of the hooks that kernels call (softcuda_abi.h).
   inline __attribute__((always_inline)) int barrier(unsigned op, int predicate);
   inline __attribute__((always_inline)) unsigned long long warp(unsigned op, unsigned mask,
                                                                 unsigned long long value,
@@ -44,6 +46,7 @@ class Executor {
   const char* running_kernel() const { return running_kernel_.load(std::memory_order_relaxed); }
 
  private:
+  // The warp operation at which a thread waits: its arguments and its result.
   struct Lane {
     unsigned op, mask, arg, width;
     unsigned long long value, result;
@@ -64,30 +67,32 @@ class Executor {
   unsigned worker_;
   FiberPool fibers_;
   Context main_;
-  Fiber* running_ = nullptr;
+  Fiber* running_ = nullptr;  // fiber of the running thread
   softcuda_block* block_ = nullptr;
   const softcuda_entry* entry_ = nullptr;
   void** params_ = nullptr;
-  char* shared_end_ = nullptr;  // end of dynamic shared memory; a guard page follows
+  char* shared_end_ = nullptr;  // end of the dynamic shared memory; guard pages follow
   bool failed_ = false;
   std::atomic<const char*> running_kernel_{nullptr};
 
-  // Valid while block_->tracked: the state of each thread, as one bit per lane of each warp.
+  // Valid while block_->tracked is set: the state of each thread (X2). The arrays of unsigned have
+  // one word per warp and one bit per lane.
   Fiber* suspended_[1024];
   Lane lanes_[1024];
   unsigned ready_[32], at_barrier_[32], at_warp_[32], exited_[32];
-  unsigned arrived_ = 0;
-  unsigned count_ = 0;                          // true predicates at the current barrier
-  unsigned last_count_ = 0, last_arrived_ = 0;  // values of the barrier released last
+  unsigned arrived_ = 0;                        // threads that have arrived at the current barrier
+  unsigned count_ = 0;                          // arrived threads whose predicate is true
+  unsigned last_count_ = 0, last_arrived_ = 0;  // both values of the barrier released last
 
-  sigjmp_buf recover_;
-  volatile bool armed_ = false;
+  sigjmp_buf recover_;           // the position to which the signal handler jumps after a fault
+  volatile bool armed_ = false;  // device work is running, so that a signal is a fault
   int fault_signal_ = 0;
   unsigned long long fault_address_ = 0;
   bool fault_known_ = false, fault_write_ = false;
 };
 
-// Returns the next ready thread in warp order, starting with `warp`.
+// Returns the fiber of the next ready thread, searching the warps in order from `warp` on. Returns
+// null if no thread is ready.
 inline __attribute__((always_inline)) Fiber* Executor::next_ready(unsigned warp) {
   const unsigned warps = (block_->count + 31) / 32;
   for (unsigned i = 0; i < warps; ++i, warp = warp + 1 == warps ? 0 : warp + 1) {
@@ -99,8 +104,9 @@ inline __attribute__((always_inline)) Fiber* Executor::next_ready(unsigned warp)
   return nullptr;
 }
 
-// Suspends the running thread, which keeps its stack, and continues with a ready thread, or else
-// with threads that have not started. If there are neither, the block is deadlocked (X5).
+// Suspends the running thread, which keeps its stack. Continues with a ready thread or, if there is
+// none, starts the remaining threads on another stack. If all threads have started too, the block
+// is deadlocked (X5).
 inline __attribute__((always_inline)) void Executor::suspend() {
   Fiber* self = running_;
   self->thread = block_->current;

@@ -1,5 +1,5 @@
 // Signal handlers that turn memory and arithmetic faults of device code into sticky errors
-// (invariant E4). All other faults are passed to the previous handler.
+// (invariant E4). All other signals are passed to the previously installed handler.
 #include <signal.h>
 #include <ucontext.h>
 #include <unistd.h>
@@ -19,10 +19,12 @@ constexpr int kSignals[] = {SIGSEGV, SIGBUS, SIGFPE, SIGILL};
 struct sigaction g_previous[4];
 __attribute__((tls_model("initial-exec"))) thread_local bool t_chaining = false;
 
+// Passes a signal to the previously installed handler.
 void chain(int signal, siginfo_t* info, void* context, int index) {
   const struct sigaction& before = g_previous[index];
   if (t_chaining || before.sa_handler == SIG_DFL || before.sa_handler == SIG_IGN) {
-    // Restore the default action: the instruction faults again and ends the process.
+    // Restore the default action. The instruction then raises the signal again, which terminates
+    // the process.
     struct sigaction default_action{};
     default_action.sa_handler = SIG_DFL;
     sigaction(signal, &default_action, nullptr);
@@ -37,7 +39,7 @@ void chain(int signal, siginfo_t* info, void* context, int index) {
   t_chaining = false;
 }
 
-// Prints a message for host code that dereferences a device address.
+// Prints a message if host code has dereferenced a device address.
 void report_host_access(unsigned long long address) {
   char text[160];
   const int n = std::snprintf(text, sizeof text,
@@ -51,7 +53,7 @@ void on_fault(int signal, siginfo_t* info, void* raw) {
   int index = 0;
   while (kSignals[index] != signal) ++index;
   const auto address = reinterpret_cast<unsigned long long>(info->si_addr);
-  // A signal sent by kill() or a non-canonical address provides no address.
+  // A signal that was sent by kill() or raised by a non-canonical address comes without an address.
   const bool known = info->si_code > 0 && info->si_code != SI_KERNEL;
   bool written = false;
 #if defined(__x86_64__)
@@ -80,7 +82,8 @@ void install_fault_handlers() {
     g_previous[i] = now;
     struct sigaction ours{};
     ours.sa_sigaction = on_fault;
-    // SA_NODEFER, because the handler leaves by a jump, after which the signal must not be blocked.
+    // SA_NODEFER, because the handler leaves by a jump, and the signal must not stay blocked after
+    // it.
     ours.sa_flags = SA_SIGINFO | SA_ONSTACK | SA_NODEFER;
     sigemptyset(&ours.sa_mask);
     sigaction(kSignals[i], &ours, nullptr);

@@ -1,5 +1,5 @@
-// Fiber stacks and the context switch, which is assembly on x86-64 (fibers.h) and ucontext
-// elsewhere.
+// Memory of the fiber stacks, and the switch of stacks on machines other than x86-64, which uses
+// ucontext. The switch for x86-64 is inline assembly in fibers.h.
 #include "fibers.h"
 
 #include <sys/mman.h>
@@ -16,15 +16,16 @@
 
 namespace softcuda {
 namespace {
-constexpr size_t kStack = 512 << 10;  // CUDA's limit of local memory per thread; committed lazily
+constexpr size_t kStack = 512 << 10;  // CUDA's limit of local memory per thread; pages on demand
 constexpr size_t kGuard = 64 << 10;
 constexpr size_t kSlab = 32;      // stacks mapped at once
 constexpr size_t kStagger = 192;  // bytes by which the tops of successive stacks differ
 }  // namespace
 
+// Initializes a context so that the first switch to it calls `entry`.
 #ifdef SOFTCUDA_OWN_SWITCH
 static void prepare(Context* context, char* stack, size_t size, void (*entry)()) {
-  // The first switch jumps to `entry` with the stack alignment of a call.
+  // The first switch to the fiber jumps to `entry` with the stack alignment of a call.
   char* top = stack + size - 16;
   std::memcpy(top, &entry, sizeof entry);
   context->stack_pointer = top;
@@ -100,8 +101,8 @@ void FiberPool::grow() {
       std::abort();
     }
     auto* fiber = new Fiber;
-    // The stack tops lie in different cache sets. With equal offsets every switch would miss the
-    // first-level cache.
+    // The tops of the stacks are in different cache sets. With equal offsets every switch of stacks
+    // would miss the first-level cache.
     prepare(&fiber->context, stack, kStack - (i + 1) * kStagger, entry_);
 #if defined(SOFTCUDA_ASAN_FIBERS)
     fiber->context.bottom = stack;

@@ -1,4 +1,4 @@
-// Fibers: stacks for the suspended threads of a block, and the switch between them.
+// Fibers: stacks for the waiting threads of a block, and the switch between stacks.
 #pragma once
 
 #include <cstddef>
@@ -17,7 +17,8 @@
 
 namespace softcuda {
 
-// A suspended context of execution.
+// A suspended thread of execution: the position on its stack and the sanitizer's data about the
+// stack.
 struct Context {
 #ifdef SOFTCUDA_OWN_SWITCH
   void* stack_pointer = nullptr;
@@ -25,7 +26,8 @@ struct Context {
   ucontext_t machine;
 #endif
 #if defined(SOFTCUDA_ASAN_FIBERS)
-  const void* bottom = nullptr;  // of the stack; for a worker's own stack set when it is first left
+  // Lower end of the stack. That of a worker's own stack is unknown until the first switch from it.
+  const void* bottom = nullptr;
   size_t size = 0;
   void* fake_stack = nullptr;
 #elif defined(SOFTCUDA_TSAN_FIBERS)
@@ -33,20 +35,22 @@ struct Context {
 #endif
 };
 
+// One stack and the thread that is suspended on it.
 struct Fiber {
   Context context;
   softcuda_dim3 thread_idx{};  // threadIdx of the suspended thread
-  unsigned thread = 0;
+  unsigned thread = 0;         // linear index of the suspended thread
 };
 
-// Pool of stacks with a guard page below each. They are reused by later blocks and never returned
-// to the system.
+// Pool of fibers. Each stack has a guard page below it. Fibers are reused by later blocks; their
+// memory is never returned to the system.
 class FiberPool {
  public:
+  // `entry` is the first function on each new stack.
   explicit FiberPool(void (*entry)()) : entry_(entry) {}
   Fiber* get();
   void put(Fiber* fiber) { free_.push_back(fiber); }
-  // Whether `address` lies in a guard page, which means that a kernel's stack overflowed.
+  // Whether `address` is in a guard page, which means that a kernel's stack has overflowed.
   bool in_guard(unsigned long long address) const;
 
  private:
@@ -58,9 +62,9 @@ class FiberPool {
 
 #if defined(SOFTCUDA_ASAN_FIBERS) || defined(SOFTCUDA_TSAN_FIBERS)
 void switch_context(Context* from, Context* to);
-// Call first on a new stack.
+// Call this first on a new stack.
 void announce_new_stack();
-// Call after a signal handler has jumped to the worker's own stack.
+// Call this after a signal handler has jumped to the worker's own stack.
 void announce_jump(Context* main);
 #else
 inline void announce_new_stack() {}
@@ -68,9 +72,10 @@ inline void announce_jump(Context*) {}
 #endif
 
 #ifdef SOFTCUDA_OWN_SWITCH
-// Inlined, so that each switch mispredicts one return address and not one per call level. All
-// registers that a call preserves are either saved here or listed as clobbered. The first
-// instruction skips the red zone, the 128 bytes below the stack pointer.
+// Saves the current position in `from` and continues at the position in `to`. The function is
+// inlined, so that each switch mispredicts one return address instead of one per call level. All
+// registers that a call preserves are saved here or listed as clobbered. The first instruction
+// skips the red zone, the 128 bytes below the stack pointer.
 inline __attribute__((always_inline)) void switch_stacks(Context* from, Context* to) {
   void** save = &from->stack_pointer;
   void* load = to->stack_pointer;

@@ -1,6 +1,6 @@
 // Entry points of modules, libraries, functions and kernels. A library is a module that is not
-// bound to a context. All contexts share one device here, so a CUlibrary is the same handle as its
-// CUmodule, and a CUkernel the same as its CUfunction.
+// bound to a context. Since all contexts share one device here, a CUlibrary is the same handle as
+// its CUmodule, and a CUkernel the same as its CUfunction.
 #include <algorithm>
 #include <fstream>
 #include <iterator>
@@ -9,7 +9,7 @@
 
 using namespace softcuda;
 
-// Returns the handle of a kernel by name, for modules and libraries.
+// Returns the handle of the kernel with this name in a module or library.
 static void* find_kernel(void* module, const char* name) {
   require(name != nullptr);
   for (auto& function : modules.find(module)->functions) {
@@ -18,7 +18,8 @@ static void* find_kernel(void* module, const char* name) {
   refuse(CUDA_ERROR_NOT_FOUND, "the module has no kernel '" + std::string(name) + "'");
 }
 
-// Returns the function; an unknown handle is INVALID_VALUE, as documented for some queries.
+// Returns the function. An unknown handle ends the call with INVALID_VALUE, the documented code of
+// some queries.
 static std::shared_ptr<Function> find_for_query(void* function) {
   const auto found = functions.get(function);
   require(found != nullptr);

@@ -69,8 +69,8 @@ std::string stack_from(Object* frame) {
 }
 
 // ---- requests for the GIL ---------------------------------------------------------------------
-// The interpreter guards the state of the GIL by one mutex, which is the first mutex that a thread
-// locks when it requests the GIL. A helper thread requests the GIL once to find that mutex (L2).
+// The interpreter guards the state of the GIL with one mutex, the first mutex that a thread locks
+// when it requests the GIL. A helper thread requests the GIL once in order to find this mutex (L2).
 std::atomic<void*> g_gil_mutex{nullptr};
 thread_local bool t_finding_mutex = false;
 constexpr int kFindTicks = 20000;
@@ -78,7 +78,7 @@ constexpr int kFindTickUs = 100;
 void (*g_on_request)() = nullptr;
 void (*g_on_python_call)(const std::string&) = nullptr;
 
-// Replaces the interpreter's calls of pthread_mutex_lock.
+// Replaces pthread_mutex_lock for the interpreter's calls.
 int intercepted_mutex_lock(pthread_mutex_t* mutex) {
   if (t_finding_mutex) {
     t_finding_mutex = false;
@@ -92,7 +92,8 @@ int intercepted_mutex_lock(pthread_mutex_t* mutex) {
 using Ensure = int (*)();
 Ensure g_ensure = nullptr;
 
-// Profile function that reports the first Python call of the thread and removes itself.
+// Profile function that reports the first Python function that the thread enters and then removes
+// itself.
 int first_python_call(Object*, Object* frame, int event, Object*) {
   static const auto set_profile = python<void (*)(TraceFunction, Object*)>("PyEval_SetProfile");
   if (event != kCall) return 0;
@@ -103,8 +104,8 @@ int first_python_call(Object*, Object* frame, int event, Object*) {
 
 thread_local bool t_report_first_call = false;
 
-// Replaces calls of PyGILState_Ensure from other libraries. The thread holds the GIL when the
-// original returns, so the profile function can be installed.
+// Replaces PyGILState_Ensure for the calls of other libraries. The thread holds the GIL when the
+// original function returns, so the profile function can be installed then.
 int intercepted_ensure() {
   static const auto set_profile = python<void (*)(TraceFunction, Object*)>("PyEval_SetProfile");
   const int state = g_ensure();
@@ -115,6 +116,7 @@ int intercepted_ensure() {
   return state;
 }
 
+// Main function of the helper thread.
 void find_gil_mutex() {
   const auto release_gil = python<void (*)(int)>("PyGILState_Release");
   t_finding_mutex = true;
@@ -127,6 +129,7 @@ void find_gil_mutex() {
 int g_stack_file = -1;
 int g_stack_signal = 0;
 
+// Pending call that registers faulthandler. The interpreter runs it on a thread with the GIL.
 int register_handler(void*) {
   const auto run = python<int (*)(const char*)>("PyRun_SimpleString");
   if (run == nullptr) return 0;
@@ -143,7 +146,7 @@ bool gil_held() {
   static std::atomic<int (*)()> check{nullptr}, alive{nullptr};
   if (check.load(std::memory_order_relaxed) == nullptr) {
     static std::atomic<unsigned> attempts{0};
-    // A failing lookup costs microseconds, so only one call in 64 repeats it.
+    // A lookup that fails takes microseconds, so only one call in 64 repeats it.
     if ((attempts++ & 63) != 0) return false;
     alive = python<int (*)()>("Py_IsInitialized");
     check = python<int (*)()>("PyGILState_Check");
@@ -167,8 +170,8 @@ void watch_gil(void (*on_request)(), void (*on_python_call)(const std::string& s
               reinterpret_cast<void*>(intercepted_mutex_lock));
   watch_new_libraries();
   std::thread(find_gil_mutex).detach();
-  // The helper locks the mutex immediately, even if it gets the GIL much later. Waiting for that
-  // ensures that no later request is missed.
+  // The helper thread locks the mutex immediately, even if it gets the GIL much later. No later
+  // request is missed, because this thread waits for the helper's lock.
   for (int i = 0; i < kFindTicks && !gil_watched(); ++i) usleep(kFindTickUs);
 }
 
@@ -197,7 +200,7 @@ std::string all_python_stacks() {
     return "";  // the pending call has not run yet
   }
   const off_t from = lseek(g_stack_file, 0, SEEK_CUR);
-  // A signal to the calling thread is handled before the system call returns.
+  // A signal that a thread sends to itself is handled before the system call returns.
   syscall(SYS_tgkill, getpid(), syscall(SYS_gettid), g_stack_signal);
   std::string out;
   char part[4096];

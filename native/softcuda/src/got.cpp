@@ -1,4 +1,4 @@
-// Interposition by global offset tables: patches the GOT entries of loaded libraries.
+// Redirection of calls by patching entries of the global offset tables (GOTs) of loaded libraries.
 #include <elf.h>
 #include <link.h>
 #include <sys/mman.h>
@@ -12,6 +12,7 @@
 namespace softcuda {
 namespace {
 
+// The arguments of patch_calls().
 struct Patch {
   uintptr_t code;
   Callers callers;
@@ -19,7 +20,8 @@ struct Patch {
   void* replacement;
 };
 
-// A GOT may be read-only after relocation (RELRO), so its page is made writable first.
+// Writes a GOT entry. A GOT may be read-only after relocation (RELRO), so its page is made writable
+// first.
 void write_slot(void** slot, void* value) {
   if (__atomic_load_n(slot, __ATOMIC_RELAXED) == value) return;
   const auto page = static_cast<uintptr_t>(getpagesize());
@@ -28,6 +30,7 @@ void write_slot(void** slot, void* value) {
   __atomic_store_n(slot, value, __ATOMIC_RELEASE);
 }
 
+// Whether a relocation of this type fills a GOT entry with the address of a function.
 bool is_slot(unsigned long type) {
 #if defined(__x86_64__)
   return type == R_X86_64_JUMP_SLOT || type == R_X86_64_GLOB_DAT;
@@ -71,7 +74,8 @@ int patch_object(dl_phdr_info* object, size_t, void* data) {
     if (dynamic->d_tag == DT_SYMTAB) symbols = value;
     if (dynamic->d_tag == DT_STRTAB) names = value;
   }
-  // The kernel's vDSO keeps relative addresses here and imports nothing.
+  // In the vDSO of the Linux kernel these addresses are relative to its start, and it imports
+  // nothing.
   if (symbols < object->dlpi_addr || names == 0) return 0;
   const auto* table = reinterpret_cast<const ElfW(Sym)*>(symbols);
   const auto* text = reinterpret_cast<const char*>(names);

@@ -15,9 +15,10 @@ Exec::~Exec() { live_add(Resource::graph_exec, -1); }
 
 namespace {
 
-// Appends the nodes of a graph to a flat list. The nodes of a child graph lie between two empty
-// nodes, which have the child's incoming and outgoing edges (G4). Root nodes depend on `before`.
-// `tail` receives the flat index on which successors of each node depend.
+// Appends the nodes of a graph to a flat list. The nodes of a child graph are placed between two
+// empty nodes: the first has the incoming edges of the child graph node, and its outgoing edges
+// start at the second (G4). The root nodes of `graph` depend on `before`. For each node, `tail`
+// receives the flat index on which its successors depend.
 void append_flat(const Graph& graph, const std::vector<unsigned>& before,
                  std::vector<FlatNode>* out, References* references,
                  std::map<const Node*, unsigned>* tail) {
@@ -44,7 +45,7 @@ void append_flat(const Graph& graph, const std::vector<unsigned>& before,
     append_flat(*node->child, {entry}, out, references, &inner);
     FlatNode join{CU_GRAPH_NODE_TYPE_EMPTY, Work(), true, nullptr, {entry}};
     for (auto& item : inner) join.dependencies.push_back(item.second);
-    // The map is ordered by address. Sorting makes the result of equal definitions equal.
+    // The map is ordered by address. Sorting the indices gives equal definitions equal results.
     std::sort(join.dependencies.begin(), join.dependencies.end());
     (*tail)[node.get()] = static_cast<unsigned>(out->size());
     out->push_back(std::move(join));
@@ -61,8 +62,8 @@ bool has_kernel(const std::vector<FlatNode>& flat) {
   return false;
 }
 
-// Creates the work of a conditional node. The default of its handle is stored when a launch of
-// `top` begins (N3).
+// Creates the work of a conditional node. If the node's handle has a default value, it is added to
+// the defaults of `top`, which are stored when a launch of `top` begins (N3).
 Work conditional_work(const FlatNode& node, Program* top) {
   auto work = std::make_shared<ConditionalWork>();
   work->type = node.condition_type;
@@ -75,8 +76,9 @@ Work conditional_work(const FlatNode& node, Program* top) {
   return Work(std::shared_ptr<const ConditionalWork>(std::move(work)));
 }
 
-// Returns whether an executable with the nodes `now` can be updated to `after`, as a
-// CUgraphExecUpdateResult. Otherwise sets `error_node` to the first node that differs.
+// Compares the nodes `now` of an executable graph with the nodes `after` of a definition and
+// returns a CUgraphExecUpdateResult: SUCCESS if the executable can be updated. Otherwise
+// `error_node` is the first node that differs.
 int compare_topology(const std::vector<FlatNode>& after, const std::vector<FlatNode>& now,
                      void** error_node) {
   *error_node = nullptr;
@@ -99,7 +101,8 @@ int compare_topology(const std::vector<FlatNode>& after, const std::vector<FlatN
   return CU_GRAPH_EXEC_UPDATE_SUCCESS;
 }
 
-// Replaces the work of all nodes. Whether a node is enabled and its source handle do not change.
+// Replaces the work of all nodes. It does not change which nodes are enabled, or the handles by
+// which callers address the nodes.
 void move_work(std::vector<FlatNode>* now, std::vector<FlatNode>* after) {
   for (size_t i = 0; i < now->size(); ++i) {
     (*now)[i].work = std::move((*after)[i].work);
@@ -110,6 +113,7 @@ void move_work(std::vector<FlatNode>* now, std::vector<FlatNode>* after) {
   }
 }
 
+// Returns the flat list of a graph's nodes and collects its user-object references.
 std::vector<FlatNode> flatten(const Graph& graph, References* references) {
   check_conditions(graph, false);
   std::vector<FlatNode> flat;
@@ -183,8 +187,9 @@ static void instantiate(CUgraphExec* out, CUgraph handle, uint64_t flags) {
   *out = static_cast<CUgraphExec>(exec->handle);
 }
 
-// Applies a changed node. Queued launches keep their program (G5): while there are any, a new
-// program is created; otherwise the node is changed in place.
+// Applies the change of a node to the executable's program. Queued launches keep the program with
+// which they were queued (G5). While there are such launches, or if the node is in a conditional
+// body, a new program is created. Otherwise the node of the program is changed in place.
 static void replace_work(Exec& exec, const FlatNode& changed) {
   const std::less<const FlatNode*> before;
   const FlatNode* const first = exec.flat.data();
@@ -207,7 +212,7 @@ static FlatNode* find_source(std::vector<FlatNode>* flat, const void* source) {
   return nullptr;
 }
 
-// Returns the executable's copy of a definition's node.
+// Returns the executable's copy of a node of the definition.
 static FlatNode* find_flat(Exec& exec, CUgraphNode node) {
   FlatNode* const flat = node == nullptr ? nullptr : find_source(&exec.flat, node);
   require(flat != nullptr, CUDA_ERROR_INVALID_VALUE,
@@ -239,7 +244,7 @@ SC_API(cuGraphExecGetFlags, 12000, 0, CUgraphExec, handle, uint64_t*, flags) {
   *flags = exec->flags;
 }
 
-// Uploading does no work here. It is ordered after earlier launches of the executable.
+// Uploading does no work on this device. It only waits for earlier launches of the executable.
 SC_API(cuGraphUpload, 11010, 0, CUgraphExec, handle, CUstream, stream_handle) {
   const auto exec = graph_execs.find(handle);
   const auto stream = find_stream(stream_handle);
@@ -247,6 +252,7 @@ SC_API(cuGraphUpload, 11010, 0, CUgraphExec, handle, CUstream, stream_handle) {
   enqueue(*stream, Work(), OpRef(), &exec->last);
 }
 
+// Whether a program contains a host node.
 static bool calls_host(const Program& program) {
   for (auto& node : program.nodes) {
     if (node->work.kind == WorkKind::host) return true;
@@ -281,8 +287,9 @@ SC_API(cuGraphExecDestroy, 10000, 0, CUgraphExec, handle) {
   graph_execs.remove(handle);
 }
 
-// Takes over parameters and user-object references of a definition with the same topology. The old
-// references are released after the launches that were queued with them.
+// Replaces the parameters and user-object references of an executable by those of a definition with
+// the same topology. The old references are released when the launches that were queued with them
+// are complete.
 SC_API(cuGraphExecUpdate_v2, 12000, 0, CUgraphExec, handle, CUgraph, graph_handle,
        CUgraphExecUpdateResultInfo*, info) {
   InlineDestructorScope inline_destructors;
@@ -329,7 +336,7 @@ SC_API(cuGraphExecKernelNodeSetParams_v2, 12000, 0, CUgraphExec, handle, CUgraph
   replace_work(*exec, *flat);
 }
 
-// Kernel, memset and memcpy nodes only, as documented.
+// Only kernel, memset and memcpy nodes can be disabled, as documented.
 SC_API(cuGraphNodeSetEnabled, 11060, 0, CUgraphExec, handle, CUgraphNode, node, unsigned, enabled) {
   const auto exec = graph_execs.find(handle);
   std::lock_guard<std::mutex> lock(graph_mutex);

@@ -1,5 +1,5 @@
-// Adding graph nodes and reading their parameters. All functions convert their parameters to
-// CUgraphNodeParams, from which build() creates the work of the node (G1).
+// Adding graph nodes and reading their parameters. Every function that adds a node converts its
+// parameters to CUgraphNodeParams; build() then creates the work of the node (G1).
 #include "conditionals.h"
 #include "graphs.h"
 #include "memops.h"
@@ -15,6 +15,7 @@ constexpr auto kEmpty = CU_GRAPH_NODE_TYPE_EMPTY, kKernel = CU_GRAPH_NODE_TYPE_K
                kWait = CU_GRAPH_NODE_TYPE_WAIT_EVENT, kRecord = CU_GRAPH_NODE_TYPE_EVENT_RECORD,
                kMemops = CU_GRAPH_NODE_TYPE_BATCH_MEM_OP;
 
+// of_type() and of() return the parameters of one kind of node as CUgraphNodeParams.
 Params of_type(CUgraphNodeType type) {
   Params p{};
   p.type = type;
@@ -51,6 +52,7 @@ Params of(CUgraphNodeType type, CUevent event) {
   return p;
 }
 
+// Checks the parameters of a node and creates its work.
 Work build(const Params& p) {
   switch (p.type) {
     case kEmpty:
@@ -80,7 +82,7 @@ Work build(const Params& p) {
   }
 }
 
-// Returns the node; one of another type ends the call.
+// Returns the node of a handle. A node of another type ends the call with INVALID_VALUE.
 std::shared_ptr<Node> find_node(CUgraphNode handle, CUgraphNodeType type) {
   auto node = graph_nodes.find(handle);
   if (node->type == type) return node;
@@ -98,8 +100,8 @@ const char* type_name(CUgraphNodeType type) {
 }
 
 CUgraphNodeType type_of(WorkKind kind) {
-  // In the order of WorkKind. A graph launch becomes a child graph. Conditional work, which is
-  // never enqueued on a stream, has the placeholder kEmpty.
+  // In the order of WorkKind. A captured graph launch becomes a child graph. Conditional work is
+  // never enqueued on a stream, so its entry is a placeholder.
   static constexpr CUgraphNodeType types[] = {kEmpty, kKernel, kCopy,  kFill,   kHost,
                                               kGraph, kMemops, kEmpty, kRecord, kWait};
   return types[static_cast<size_t>(kind)];

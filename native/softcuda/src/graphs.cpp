@@ -108,7 +108,8 @@ SC_API(cuGraphDestroy, 10000, 0, CUgraph, handle) {
   remove_graph(handle);
 }
 
-// Adds a child graph node that contains a clone of `child` and of its current references.
+// Adds a child graph node that contains a clone of `child` with its current nodes and references.
+// Returns the clone's handle.
 static CUgraph add_clone(CUgraphNode* out, CUgraph graph, const CUgraphNode* deps, size_t n,
                          CUgraph child) {
   const auto original = graphs.find(child);
@@ -133,6 +134,7 @@ SC_API(cuGraphAddChildGraphNode, 10000, 0, CUgraphNode*, out, CUgraph, graph, co
   add_clone(out, graph, deps, n, child);
 }
 
+// Whether `wanted` is `top` or a child graph or conditional body inside it, at any depth.
 static bool contains(const Graph& top, const Graph* wanted) {
   if (&top == wanted) return true;
   for (auto& node : top.nodes) {

@@ -16,24 +16,27 @@ struct UserObject {
   std::atomic<unsigned> refs{0};
 };
 
-// User-object references of one graph or executable graph. All are released by the destructor.
+// User-object references of one graph or executable graph. The destructor releases all of them.
 class References {
  public:
   References() = default;
   References(const References& other);  // acquires as many references as `other` holds
   References& operator=(const References&) = delete;
   ~References();
-  // Adds references: new ones with `acquire`, else references that the caller gives up.
+  // Adds references. With `acquire` they are new; otherwise the caller transfers references that it
+  // owns.
   void add(const std::shared_ptr<UserObject>& object, unsigned count, bool acquire);
   // Returns false if fewer than `count` references are held.
   bool release(const std::shared_ptr<UserObject>& object, unsigned count);
+  // Acquires as many references as `other` holds.
   void merge(const References& other);
 
  private:
   std::map<std::shared_ptr<UserObject>, unsigned> held_;
 };
 
-// Marks a call during which destructors run inline with SOFTCUDA_DESTRUCTORS=inline (U3).
+// While an object of this class exists and SOFTCUDA_DESTRUCTORS=inline is set, destructors of user
+// objects run on the current thread (U3).
 class InlineDestructorScope {
  public:
   InlineDestructorScope();
@@ -49,50 +52,56 @@ struct Condition;
 
 constexpr size_t kAttributeBytes = 64;  // CUlaunchAttributeValue
 
+// A node of a graph definition.
 struct Node {
   void* handle = nullptr;
   Graph* graph = nullptr;
   CUgraphNodeType type = CU_GRAPH_NODE_TYPE_EMPTY;
   Work work;
-  std::vector<void*> param_pointers;  // kernelParams that cuGraphKernelNodeGetParams returned
+  std::vector<void*> param_pointers;  // kernelParams array of cuGraphKernelNodeGetParams
   std::map<int, std::array<char, kAttributeBytes>> attributes;  // for a kernel node
-  std::shared_ptr<Graph> child;
-  // For a conditional node.
+  std::shared_ptr<Graph> child;                                 // for a child graph node
+  // Conditional nodes only.
   std::shared_ptr<Condition> condition;
   int condition_type = 0;
   std::vector<std::shared_ptr<Graph>> bodies;
   std::vector<CUgraph> body_handles;
   std::vector<Node*> dependencies;
-  std::map<const Node*, unsigned char> ports;  // from_port of programmatic edges, by source node
+  // from_port of the programmatic edges to this node, by source node (G9). Other edges are full
+  // dependencies, whose port is 0.
+  std::map<const Node*, unsigned char> ports;
   unsigned char port(const Node* from) const { return ports.count(from) ? ports.at(from) : 0; }
 };
 
+// A graph definition.
 struct Graph {
   Graph();
   ~Graph();
   void* handle = nullptr;
   std::vector<std::shared_ptr<Node>> nodes;
   std::shared_ptr<References> references = std::make_shared<References>();
-  Graph* body_of = nullptr;  // for a conditional body: the graph that contains the conditional
+  Graph* body_of = nullptr;  // for a conditional body: the graph that contains its node
   bool moved = false;        // moved into a parent graph, which owns it (G7)
-  std::vector<std::shared_ptr<Condition>> conditions;
-  std::atomic<int> captures{0};  // active stream captures into this graph
+  std::vector<std::shared_ptr<Condition>> conditions;  // conditional handles created for the graph
+  std::atomic<int> captures{0};                        // active stream captures into this graph
 };
 
-// One node of a flattened graph, in which child graphs are expanded and dependencies are indices.
+// One node of an executable graph. Child graphs are expanded, and dependencies are indices of
+// earlier nodes (G4).
 struct FlatNode {
   CUgraphNodeType type;
   Work work;
   bool enabled = true;
-  void* source = nullptr;  // handle of the definition's node, by which callers address this one
+  void* source = nullptr;  // handle of the definition's node, which callers pass for this node
   std::vector<unsigned> dependencies;
   std::vector<unsigned char> ports{};  // from_port of each edge; 0 for a full dependency
-  // For a conditional node.
+  // Conditional nodes only.
   std::shared_ptr<Condition> condition{};
   int condition_type = 0;
   std::vector<std::vector<FlatNode>> bodies{};
 };
 
+// An executable graph.
 struct Exec {
   Exec();
   ~Exec();
@@ -101,11 +110,11 @@ struct Exec {
   std::vector<FlatNode> flat;
   std::shared_ptr<Program> program;
   std::shared_ptr<References> references;
-  OpRef last;  // the last launch; the next one depends on it. Guarded by the scheduler's mutex
+  OpRef last;  // the last launch, on which the next one depends; guarded by the scheduler's mutex
 };
 
-// Guards definitions and executables. The driver requires callers to serialize such accesses; the
-// soft device does not crash if they do not.
+// Guards definitions and executable graphs. The driver requires callers to serialize accesses to
+// them. This mutex keeps the soft device from crashing if they do not.
 inline std::mutex& graph_mutex = *new std::mutex;
 inline Handles<Graph>& graphs =
     *new Handles<Graph>(0x55000000000000, "the graph handle is unknown or was destroyed");
@@ -114,23 +123,26 @@ inline Handles<Node>& graph_nodes =
 inline Handles<Exec>& graph_execs =
     *new Handles<Exec>(0x57000000000000, "the executable graph handle is unknown or was destroyed");
 
-// Adds a node of any type except child graph and conditional.
+// Adds a node of any type except child graph nodes and conditional nodes.
 void add_params(CUgraphNode* out, CUgraph graph, const CUgraphNode* deps, size_t n,
                 const CUgraphNodeParams& params);
 CUgraphNodeType type_of(WorkKind kind);
 const char* type_name(CUgraphNodeType type);
+// Refuses the call if a stream is capturing into the graph.
 void require_not_capturing(const Graph& graph);
-// Rejects a conditional body and a child graph that was moved into a parent.
+// Refuses the call if the graph is a conditional body or was moved into a parent graph.
 void require_standalone(const Graph& graph);
 std::shared_ptr<Graph> clone_graph(const Graph& graph);
-// Returns a definition with the nodes of an executable graph and their current parameters.
+// Returns a definition with the nodes of an executable graph and their current parameters, for the
+// capture of a launch.
 std::shared_ptr<Graph> graph_of(const Exec& exec);
 // Removes the handles of a definition and of its child graphs. Returns null for an unknown handle.
 std::shared_ptr<Graph> remove_graph(CUgraph handle);
-// Adds a node that is fully initialized. On failure the graph is unchanged.
+// Adds a node whose other fields are initialized. If the call fails, the graph is unchanged.
 void add_node(CUgraphNode* out, CUgraph handle, const CUgraphNode* dependencies, size_t n,
               std::shared_ptr<Node> node);
-// Creates the program of an executable graph, or of a conditional body of the program `top`.
+// Creates the program of an executable graph or, if `top` is set, the program of a conditional body
+// inside `top`.
 std::shared_ptr<Program> make_program(const std::vector<FlatNode>& flat,
                                       const std::shared_ptr<References>& references,
                                       Program* top = nullptr);

@@ -1,12 +1,13 @@
-// Attributes of kernel nodes. They are stored and returned but have no effect: ready operations run
-// in the order in which they become ready, so priorities are ignored.
+// Attributes of kernel nodes. They are stored and returned but have no effect. Priorities have no
+// effect because ready operations run in the order in which they became ready.
 #include <cstring>
 
 #include "graphs.h"
 
 using namespace softcuda;
 
-// Returns the stored value of a kernel node's attribute.
+// Returns the storage of an attribute of a kernel node. Checks the node's type, the attribute and
+// that the caller's `value` is not null.
 static std::array<char, kAttributeBytes>& stored_value(Node& node, int attribute,
                                                        const void* value) {
   require(value != nullptr && node.type == CU_GRAPH_NODE_TYPE_KERNEL, CUDA_ERROR_INVALID_VALUE,

@@ -1,5 +1,5 @@
-// Kernel and host-function launches: checks of the launch configuration and translation of kernel
-// parameters (invariants K5, K6).
+// Launches of kernels and host functions: checks of the launch configuration and translation of
+// kernel parameters (invariants K5 and K6).
 #include <cstring>
 
 #include "capture.h"
@@ -8,11 +8,12 @@
 namespace softcuda {
 namespace {
 
-// Rejects the launch; `reason` follows the kernel's name.
+// Rejects the launch. The error text is the kernel's name followed by `reason`.
 [[noreturn]] void refuse_launch(const Function& f, const std::string& reason) {
   refuse(CUDA_ERROR_INVALID_VALUE, "kernel '" + f.name + "'" + reason);
 }
 
+// Checks the sizes of the grid, the blocks and the dynamic shared memory.
 void check_geometry(const Function& f, softcuda_dim3 grid, softcuda_dim3 block,
                     unsigned shared_bytes) {
   const uint64_t threads = static_cast<uint64_t>(block.x) * block.y * block.z;
@@ -63,7 +64,7 @@ std::vector<char> gather(const Function& f, void* const* params, void* const* ex
 
 std::shared_ptr<const KernelWork> make_kernel(const CUDA_KERNEL_NODE_PARAMS& p) {
   auto work = std::make_shared<KernelWork>();
-  // The kernel of a library is in the other field. CUkernel and CUfunction are the same handle here
+  // A caller passes a CUfunction in `func` or a CUkernel in `kern`. Both are the same handle here
   // (functions.cpp).
   work->function = functions.find(p.func != nullptr ? static_cast<void*>(p.func) : p.kern);
   const Function& function = *work->function;
@@ -122,7 +123,8 @@ SC_API(cuLaunchKernel, 4000, kContext, CUfunction, f, unsigned, gx, unsigned, gy
   launch({f, gx, gy, gz, bx, by, bz, shared, params, extra, nullptr, nullptr}, stream);
 }
 
-// Accepts the attributes that are hints, which do not change results.
+// Accepts launch attributes that are hints, because hints do not change results. Refuses all
+// others.
 static void check_launch_attribute(int id) {
   switch (id) {
     case CU_LAUNCH_ATTRIBUTE_IGNORE:

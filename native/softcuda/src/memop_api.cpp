@@ -7,14 +7,14 @@ namespace {
 
 constexpr unsigned kMaxOps = 255;  // the documentation requires fewer than 256
 
-// Checks the operation at index `index` of a batch.
+// Checks one operation of a batch; `index` is its position.
 struct Check {
   unsigned index;
 
   void that(bool condition, const char* reason, CUresult code = CUDA_ERROR_INVALID_VALUE) const {
     if (!condition) fail(code, reason);
   }
-  // Fails if the operation needs a feature whose device attribute is 0.
+  // Refuses the call if the operation needs a feature whose device attribute is 0.
   void attribute(bool needed, int number, const char* feature) const {
     if (!needed || device_attribute(number) != 0) return;
     fail(CUDA_ERROR_NOT_SUPPORTED, std::string(feature) + " is not supported (device attribute " +
@@ -24,8 +24,8 @@ struct Check {
     refuse(code, "memory operation " + std::to_string(index) + ": " + reason);
   }
 
-  // Resolves the memory location of an operation: device memory or pinned memory that is not
-  // write-combined, aligned to the operation's size.
+  // Resolves the address of a wait or write. It must be in device memory, or in pinned memory that
+  // is not write-combined, and aligned to the operation's size.
   void word(CUdeviceptr address, Memop* out) const {
     const size_t bytes = out->wide ? 8 : 4;
     std::string why;
@@ -40,6 +40,7 @@ struct Check {
     fail(CUDA_ERROR_INVALID_VALUE, why);
   }
 
+  // Checks the parameters of an operation and returns the operation.
   Memop operation(const CUstreamBatchMemOpParams& p) const {
     Memop out;
     out.operation = p.operation;

@@ -14,20 +14,21 @@
 namespace softcuda {
 namespace {
 
-constexpr uint64_t kSpinNs = 50000;  // the poller spins this long after the last completed wait
-constexpr long kSleepNs = 50000;     // and then sleeps this long between two polls
+constexpr uint64_t kSpinNs = 50000;  // the poller spins this long after a wait was satisfied
+constexpr long kSleepNs = 50000;     // after that it sleeps this long between two polls
 
+// A suspended batch.
 struct Pending {
   Op* op;
   size_t next;  // index of the unsatisfied wait
 };
 
-// Never destroyed: the poller is a detached thread.
+// Never destroyed, because the poller is a detached thread.
 struct Poller {
   std::mutex mutex;
   std::condition_variable wake;
   std::vector<Pending> pending;
-  std::deque<Op*> held;  // operations that hold_behind_wait() holds back
+  std::deque<Op*> held;  // operations held back by hold_behind_wait()
   bool started = false;
 };
 Poller& g_poller = *new Poller;
@@ -48,7 +49,7 @@ void store(const Memop& op) {
   }
 }
 
-// Evaluates the documented comparison of a wait; GEQ is cyclic.
+// Evaluates the comparison of a wait as documented. GEQ is cyclic.
 bool satisfied(const Memop& op) {
   const uint64_t current = load(op);
   switch (op.flags & 3u) {
@@ -65,8 +66,8 @@ bool satisfied(const Memop& op) {
   }
 }
 
-// Runs operations in array order from `next` on (W1). Returns the index of the first unsatisfied
-// wait, or the number of operations if the batch is complete.
+// Runs the operations of a batch in array order, starting at `next` (W1). Returns the index of the
+// first unsatisfied wait, or the number of operations if the batch is complete.
 size_t advance(const MemopWork& work, size_t next) {
   for (; next < work.ops.size(); ++next) {
     const Memop& op = work.ops[next];
@@ -92,7 +93,8 @@ size_t advance(const MemopWork& work, size_t next) {
   return next;
 }
 
-// Polls every pending wait once and appends completed batches to `done`.
+// Polls the wait of every suspended batch once. Removes the batches that are now complete and
+// appends their operations to `done`.
 void poll_pending(std::vector<Op*>* done) {
   auto completed = [&](Pending& item) {
     const MemopWork& work = *item.op->work.memop;
@@ -122,7 +124,7 @@ void poll_main() {
       poll_pending(&done);
       if (g_poller.pending.empty()) held.swap(g_poller.held);
     }
-    // The workers run the operations that become ready; this thread only polls.
+    // The operations that become ready are queued for the workers, because this thread only polls.
     for (Op* op : done) complete(op, false);
     for (Op* op : held) dispatch(op, false);
     if (!done.empty()) active = now_ns();

@@ -1,4 +1,4 @@
-// Stream memory operations: batches of waits on a memory location, writes to one, and barriers
+// Stream memory operations: batches of waits for a value in memory, writes of a value, and barriers
 // (invariants W1-W6).
 #pragma once
 
@@ -8,7 +8,8 @@
 
 namespace softcuda {
 
-// One checked operation. `word` holds a reference to the allocation of the memory location.
+// One operation whose parameters were checked. `word` is the resolved address and keeps a reference
+// to the allocation; `wide` says that the operation is a 64-bit one.
 struct Memop {
   CUstreamBatchMemOpType operation;
   Target word;
@@ -17,19 +18,20 @@ struct Memop {
   bool wide = false;
 };
 
-// A batch. Immutable; shared by graph definitions and executables.
+// A batch of operations. It is immutable and shared by graph definitions and executables.
 struct MemopWork {
   std::vector<Memop> ops;
 };
 
+// Checks the parameters of a batch and returns its work.
 std::shared_ptr<const MemopWork> make_memops(const CUDA_BATCH_MEM_OP_NODE_PARAMS& params);
 
-// Starts a batch. Returns true if it is complete, and false if it reached an unsatisfied wait; the
-// poller then completes `op` later.
+// Starts a batch. Returns true if the batch is complete. Returns false if it has reached an
+// unsatisfied wait; the poller completes `op` later.
 bool start_memops(Op* op);
 
-// With SOFTCUDA_QUEUES=1 holds back an operation that becomes ready while a wait is pending, like a
-// wait at the head of a single hardware queue (W4). Returns whether `op` was held back.
+// With SOFTCUDA_QUEUES=1, holds back an operation that becomes ready while a wait is pending, as a
+// wait at the head of a single hardware queue would do (W4). Returns whether `op` was held back.
 bool hold_behind_wait(Op* op);
 
 }  // namespace softcuda

@@ -1,4 +1,5 @@
-// Allocation, aliases and translation (invariants M1-M6).
+// Allocation and freeing of memory, device addresses (aliases) and their translation to storage
+// addresses (invariants M1-M6).
 #include "memory.h"
 
 #include <sys/mman.h>
@@ -13,7 +14,7 @@
 namespace softcuda {
 namespace {
 
-constexpr size_t kAliasStep = 1 << 16;  // minimum gap between aliases, so that overruns hit none
+constexpr size_t kAliasStep = 1 << 16;  // minimum gap after an alias range, to detect overruns
 constexpr size_t kHugePage = 2 << 20;
 constexpr size_t kAlign = 16;  // alignment of the storage's end; the guard page follows
 
@@ -22,11 +23,11 @@ struct Table {
   CUdeviceptr base = 0;  // start of the reserved alias range
   CUdeviceptr end = 0;
   CUdeviceptr next = 0;  // where the search for a free alias begins
-  uint64_t ids = 0;
-  size_t used = 0;  // bytes of device memory
+  uint64_t ids = 0;      // the last allocation number, which error texts show
+  size_t used = 0;       // bytes of device memory
   std::map<CUdeviceptr, std::shared_ptr<Allocation>> by_alias;
   std::map<unsigned long long, std::shared_ptr<Allocation>> by_host;
-  std::map<CUdeviceptr, std::shared_ptr<Allocation>> freed;  // recent ones, for error texts
+  std::map<CUdeviceptr, std::shared_ptr<Allocation>> freed;  // recently freed, for error texts
 };
 Table& g_table = *new Table;
 
@@ -54,13 +55,14 @@ bool contains(const Allocation& a, unsigned long long address) {
   return a.mapping != nullptr && address >= from && address < from + a.mapping_bytes;
 }
 
+// Returns the entry with the greatest key that is not greater than `key`, or null.
 template <class Map>
 std::shared_ptr<Allocation> floor_entry(const Map& map, unsigned long long key) {
   auto it = map.upper_bound(key);
   return it == map.begin() ? nullptr : std::prev(it)->second;
 }
 
-// Returns a hint for error texts if the process's address space is limited, else "".
+// Returns a hint for error texts if the address space of the process is limited, otherwise "".
 std::string address_limit() {
   rlimit limit{};
   if (getrlimit(RLIMIT_AS, &limit) != 0 || limit.rlim_cur == RLIM_INFINITY) return "";
@@ -68,11 +70,12 @@ std::string address_limit() {
          " bytes (ulimit -v)";
 }
 
-// Bytes of the alias range that an allocation occupies, including the gap.
+// Returns the bytes of the alias range that an allocation occupies, including the gap after it.
 size_t alias_bytes(size_t size) { return round_up(size + kAliasStep, kAliasStep); }
 
-// Returns the next free address range of `span` bytes, in ascending order. The search starts again
-// at the lowest address when it reaches the end (M1). Returns 0 if no range is free.
+// Returns the start of the next free range of `span` device addresses. The search continues upwards
+// from the last assigned alias, and starts again at the lowest address when it reaches the end
+// (M1). Returns 0 if no range is free.
 CUdeviceptr next_free(size_t span) {
   CUdeviceptr at = g_table.next;
   for (bool wrapped = false;;) {
@@ -94,6 +97,7 @@ CUdeviceptr next_free(size_t span) {
   }
 }
 
+// Assigns an alias to an allocation and enters the allocation into the tables.
 void assign_alias(const std::shared_ptr<Allocation>& a) {
   const size_t span = alias_bytes(a->size);
   if (!reserve()) {
@@ -123,6 +127,7 @@ void assign_alias(const std::shared_ptr<Allocation>& a) {
 // checked when the allocation is freed (M6), because guard pages do not cover them.
 constexpr unsigned char kPadding = 0xc5;
 
+// Calls visit(first, last) for the padding before and after the storage.
 template <class Visit>
 void visit_padding(const Allocation& a, const Visit& visit) {
   const size_t page = static_cast<size_t>(sysconf(_SC_PAGESIZE));
@@ -132,7 +137,7 @@ void visit_padding(const Allocation& a, const Visit& visit) {
   visit(a.storage + a.size, to);
 }
 
-// Reports writes to the padding as a fault.
+// Raises a fault if the padding was overwritten.
 void check_padding(const Allocation& a) {
   if (a.mapping == nullptr) return;
   std::string where;
@@ -150,9 +155,10 @@ void check_padding(const Allocation& a) {
   require(false, sticky());
 }
 
+// Maps the storage of an allocation between two guard pages. Returns false on failure.
 bool map_storage(Allocation* a) {
   const size_t page = static_cast<size_t>(sysconf(_SC_PAGESIZE));
-  // Whole huge pages where they waste at most a quarter (M2): they save TLB misses.
+  // Use whole huge pages, which save TLB misses, if they waste at most a quarter (M2).
   const bool huge = round_up(a->size, kHugePage) - a->size <= a->size / 4;
   const size_t unit = huge ? kHugePage : page;
   const size_t body = round_up(a->size, unit);
@@ -207,8 +213,8 @@ std::shared_ptr<Allocation> allocate(size_t size, bool host, unsigned flags) {
   return a;
 }
 
-// Frees an allocation: callers can no longer use it, and its pages return to the system. The
-// mapping remains reserved until the last reference is released (M4).
+// Frees an allocation: callers can no longer use it, and its pages return to the system. Its
+// address range remains reserved until the last reference is released (M4).
 void retire(const std::shared_ptr<Allocation>& a) {
   a->live.store(false, std::memory_order_release);
   g_table.by_alias.erase(a->alias);

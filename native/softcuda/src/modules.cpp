@@ -1,5 +1,5 @@
-// Loading of kernel images: ELF shared objects, of which each worker has a private copy (invariants
-// K1-K4).
+// Loading of kernel images. An image is an ELF shared library; each worker loads a private copy of
+// it (invariants K1-K4).
 #include "modules.h"
 
 #include <dlfcn.h>
@@ -14,8 +14,8 @@ namespace softcuda {
 
 namespace {
 
-// Returns the size of an image, which cuModuleLoadData does not get: an ELF file ends with its
-// section header table.
+// Returns the size of an image in bytes. cuModuleLoadData has no parameter for the size, so it is
+// computed from the section header table at the end of the ELF file.
 size_t image_size(const void* image) {
   Elf64_Ehdr header;
   std::memcpy(&header, image, sizeof header);
@@ -36,9 +36,9 @@ size_t image_size(const void* image) {
   return header.e_shoff + static_cast<size_t>(header.e_shentsize) * header.e_shnum;
 }
 
-// Returns a path of the descriptor that was not used before. dlopen returns the loaded object if
-// the path is the same, and descriptor numbers are reused. So the path encodes a counter, each
-// bit as "./" or ".//".
+// Returns a path of an open file that was not used before. dlopen would return the library that is
+// already loaded under the same path, and descriptor numbers are reused. The path therefore encodes
+// a counter: each bit is written as "./" or ".//", which does not change the file.
 std::string unique_path(int descriptor) {
   static std::atomic<unsigned> counter{1};
   std::string path = "/proc/self/fd/";

@@ -7,15 +7,21 @@ namespace softcuda {
 
 struct Module;
 
+// One kernel of a module. Each worker runs its own copy of the image (K1), so that the tables of
+// the image exist once per worker.
 struct Function {
   std::string name;
   void* handle = nullptr;
-  std::vector<const softcuda_entry*> copies;  // one per worker
-  std::vector<const softcuda_image*> images;  // one per worker
-  // Set by cuFuncLoad and the first launch; true from the start with CUDA_MODULE_LOADING=EAGER.
+  std::vector<const softcuda_entry*> copies;  // the kernel's entry in the copy of each worker
+  std::vector<const softcuda_image*> images;  // the kernel table in the copy of each worker
+  // Whether the kernel counts as loaded. A real driver loads kernels lazily, at cuFuncLoad or at
+  // the first launch; the soft device only records the state. With CUDA_MODULE_LOADING=EAGER it is
+  // true from the start.
   std::atomic<bool> loaded{!settings().lazy_loading};
-  std::atomic<int> max_dynamic_shared{48 * 1024};
-  std::atomic<float> ns_per_thread{0};  // moving average of the run time; 0 until first measured
+  std::atomic<int> max_dynamic_shared{48 * 1024};  // bytes; cuFuncSetAttribute changes the limit
+  // Moving average of the run time per thread in nanoseconds; 0 until it is measured. It decides
+  // whether a launch is worth sharing between workers (S8).
+  std::atomic<float> ns_per_thread{0};
   const softcuda_entry& entry() const { return *copies[0]; }
   std::shared_ptr<Module> module;  // keeps the image loaded while a launch or graph refers to it
 };
@@ -23,20 +29,24 @@ struct Function {
 struct Module {
   ~Module();
   void* handle = nullptr;
-  std::atomic<bool> live{true};
+  std::atomic<bool> live{true};  // false after the module was unloaded
   std::vector<void*> libraries;  // dlopen handles, one per worker
   std::vector<std::shared_ptr<Function>> functions;
 };
 
+// The functions of the device that kernels call (executor.cpp).
 extern const softcuda_hooks kHooks;
 inline Handles<Module>& modules =
     *new Handles<Module>(0x52000000000000, "the module handle is unknown or was unloaded");
 inline Handles<Function>& functions = *new Handles<Function>(
     0x53000000000000, "the function handle is unknown, or its module was unloaded");
+// Loads a copy of a kernel image for each worker and returns the handle of the new module.
 CUmodule load_module(const void* image);
-// `description` is the text for softcuda_describe() while the call waits for queued work.
+// Waits for all queued work and unloads a module. `description` is the text that
+// softcuda_describe() shows during this wait.
 void unload_module(void* handle, const char* description);
-// Checks the launch configuration and translates the parameters. Error texts name the kernel.
+// Checks the launch configuration, translates the parameters and returns the work of the launch.
+// Error texts name the kernel.
 std::shared_ptr<const KernelWork> make_kernel(const CUDA_KERNEL_NODE_PARAMS& params);
 
 }  // namespace softcuda

@@ -1,10 +1,11 @@
-// Queries of addresses: device pointers of pinned memory and pointer attributes.
+// Queries about addresses: the device address of pinned memory, and pointer attributes.
 #include "memory.h"
 #include "scheduler.h"
 
 using namespace softcuda;
 
-// Returns the allocation of an address. `owner` is null if the device did not allocate it.
+// Returns the allocation that contains an address. `owner` is null if the device did not allocate
+// the memory.
 static Target find_allocation(unsigned long long p) {
   Target target;
   std::string why;
@@ -33,7 +34,8 @@ void write_value(void* out, T value) {
   *static_cast<T*>(out) = value;
 }
 
-// Writes a pointer attribute. Memory that the device did not allocate has the documented defaults.
+// Writes a pointer attribute to `out`. The attributes of memory that the device did not allocate
+// have the documented default values.
 void pointer_attribute(void* out, int attribute, const Target& target) {
   const Allocation* a = target.owner.get();
   switch (attribute) {

@@ -1,6 +1,6 @@
-// Declarations that all files of the soft device share: settings, errors, counters, the frame of an
-// entry point, and handles. Invariants are numbered in INVARIANTS.md and cited by letter and
-// number.
+// Declarations that all files of the soft device share: settings, errors, counters, entry points
+// and handles. An entry point is an exported function of the CUDA driver API. Comments cite the
+// invariants of INVARIANTS.md by letter and number, such as (A1).
 #pragma once
 
 #include <atomic>
@@ -21,7 +21,7 @@
 namespace softcuda {
 
 // ---- settings --------------------------------------------------------------------------------
-// Values of the environment variables that README.md lists, read once.
+// Values of the environment variables that README.md lists. They are read once, on first use.
 struct Settings {
   unsigned workers;
   bool inline_destructors;
@@ -35,27 +35,34 @@ struct Settings {
   unsigned queues;  // 1 models a single hardware queue; any other value means unlimited queues
 };
 const Settings& settings();
-// Value of a device attribute as cuDeviceGetAttribute returns it; 0 for unknown attributes.
+// Returns the value of a device attribute as cuDeviceGetAttribute does; 0 for unknown attributes.
 int device_attribute(int attribute);
 
 // ---- errors ----------------------------------------------------------------------------------
-// The sticky error, which every later call returns; CUDA_SUCCESS before the first fault.
+// A fault is an error of device code, which makes the device unusable. A refused call returns an
+// error code but leaves the device usable.
+//
+// Returns the sticky error, the code of the first fault, which every later call returns.
+// CUDA_SUCCESS if there was no fault.
 CUresult sticky();
-// Records a fault of device code. Only the first one becomes the sticky error and keeps its text.
+// Records a fault. Only the first fault becomes the sticky error and keeps its text.
 void fault(CUresult code, const std::string& text);
-// Thrown by an entry point to return an error code. enter() catches it.
+// Thrown by the body of an entry point to return an error code. enter() catches it.
 struct Refused {
   CUresult code;
 };
-// Ends the call with `code`. softcuda_last_refusal() returns `text`, and the log prints it.
+// Ends the current call with the error `code`. softcuda_last_refusal() returns `text`, and
+// SOFTCUDA_LOG=1 prints it.
 [[noreturn]] void refuse(CUresult code, const std::string& text);
+// Ends the current call with the error `code` if the condition is false.
 inline void require(bool condition, CUresult code = CUDA_ERROR_INVALID_VALUE) {
   if (!condition) throw Refused{code};
 }
 inline void require(bool condition, CUresult code, const char* text) {
   if (!condition) refuse(code, text);
 }
-// Copies as much of `text` as fits and terminates it with a null byte. Returns the full length.
+// Copies as much of `text` as fits into the buffer and terminates it with a null byte. Returns the
+// length of `text`.
 size_t copy_text(const std::string& text, char* buffer, size_t size);
 void log_line(const std::string& text);
 std::string hex(unsigned long long value);
@@ -76,22 +83,23 @@ enum class Resource {
 enum class Counter { graph_launch, kernel_launch, host_func, node, count_ };
 void live_add(Resource resource, long delta);
 void count_add(Counter counter, long delta = 1);
-// Moves the counts of live resources to the counts of leaked ones and freezes them at zero (E3).
+// Adds the counts of live resources to the counts of leaked resources and freezes the former at
+// zero (E3).
 void count_live_as_leaked();
 
 // ---- entry points ----------------------------------------------------------------------------
-// One per exported function of the driver API, in a linked list that cuGetProcAddress searches.
-// Also holds the function's call counters. Never destroyed.
+// Describes one entry point and counts its calls. All objects form a linked list, which
+// cuGetProcAddress searches. They are never destroyed.
 struct EntryPoint {
   EntryPoint(const char* symbol, int version, unsigned flags, void* address);
   char name[40];  // the symbol without its version suffix
   int version;    // CUDA version that introduced this ABI of the function
   unsigned flags;
   void* address;
-  long fails_at = 0;  // number of the call that fails, from SOFTCUDA_FAIL; 0 if none does
+  long fails_at = 0;  // number of the call that SOFTCUDA_FAIL makes fail; 0 if no call fails
   int fails_with = CUDA_ERROR_OUT_OF_MEMORY;
-  std::atomic<long> calls{0};
-  std::atomic<long> gil_held{0};
+  std::atomic<long> calls{0};     // calls so far
+  std::atomic<long> gil_held{0};  // calls whose thread held the GIL
   EntryPoint* next;
 };
 enum : unsigned {
@@ -99,12 +107,13 @@ enum : unsigned {
   kNoInit = 2,      // allowed before cuInit
   kNoLock = 4,      // never waits for the modelled context lock
   kAfterFault = 8,  // allowed after a fault
-  kContext = 16,    // requires a current context on the calling thread
-  kUnsafe = 32,     // potentially unsafe during capture (cuThreadExchangeStreamCaptureMode)
+  kContext = 16,    // requires the calling thread to have a current context
+  kUnsafe = 32,     // potentially unsafe during a capture, see cuThreadExchangeStreamCaptureMode
 };
+// Refuses a kUnsafe call while a stream captures in a mode that forbids it (capture.cpp).
 void capture_reject_unsafe(const char* api);
 
-// Bookkeeping of one driver call: the counters and the calling thread's ThreadRecord.
+// Bookkeeping of one driver call: updates the counters and the calling thread's ThreadRecord.
 class ApiCall {
  public:
   explicit ApiCall(EntryPoint& entry_point);
@@ -120,6 +129,7 @@ class ApiCall {
   const bool gil_;
   const EntryPoint* outer_;
 };
+// Runs the body of an entry point and returns its error code.
 template <class Body>
 CUresult enter(EntryPoint& entry_point, const Body& body) {
   ApiCall call(entry_point);
@@ -135,7 +145,8 @@ CUresult enter(EntryPoint& entry_point, const Body& body) {
     return refused.code;
   }
 }
-// Sets what the calling thread waits for in the output of softcuda_describe().
+// While an object of this class exists, softcuda_describe() reports that the calling thread waits
+// for `description`.
 class WaitScope {
  public:
   explicit WaitScope(const char* description);
@@ -144,18 +155,22 @@ class WaitScope {
  private:
   const char* outer_;
 };
-// Records for the lock-order watch that the current call may wait for device work. Does nothing
-// unless the caller holds the GIL.
+// Records for the lock-order watch (watch.h) that the current call may wait for device work. Does
+// nothing unless the caller holds the GIL.
 void may_wait_for_device(const char* reason);
-// Description of the scope in which the thread may not call the driver: a host function, a
-// user-object destructor, or a worker thread that the device waits for. Null outside of them.
+// Name of the restricted scope that the thread is in, in which it may not call the driver: a host
+// function, a user-object destructor, or a worker thread that the device waits for. Null outside of
+// such a scope.
 extern thread_local const char* t_restricted_scope;
-// Runs a host function, so that softcuda_describe() lists it. Implements lock model 1.
+// Runs a host function in a restricted scope, lists it in softcuda_describe() meanwhile, and
+// implements lock model 1.
 void run_host_function(CUhostFn fn, void* data);
+// Appends one line for each running kernel.
 void describe_workers(std::string* out);
 
-// Defines an entry point: SC_API(symbol, CUDA version of its ABI, flags, type, parameter, ...) {}.
-// The body reports errors by refuse() and require(). That of SC_API_CODE returns a CUresult.
+// Define an entry point: SC_API(symbol, CUDA version of its ABI, flags, type, parameter, ...) {}.
+// The body of SC_API returns nothing and reports errors by refuse() and require(). The body of
+// SC_API_CODE returns a CUresult and may use both functions too.
 #define SC_API(symbol, version, ...) SC_DEFINE(void, symbol, version, __VA_ARGS__)
 #define SC_API_CODE(symbol, version, ...) SC_DEFINE(CUresult, symbol, version, __VA_ARGS__)
 #define SC_DEFINE(Result, symbol, version, ...)                                           \
@@ -171,7 +186,7 @@ void describe_workers(std::string* out);
 #define SC_FIRST(first, ...) first
 #define SC_DECLARE(type, name) [[maybe_unused]] type name
 #define SC_PASS(type, name) name
-// Applies `f` to each (type, parameter) pair after the flags.
+// Expands to f(type, parameter) for each pair after the flags, separated by commas.
 #define SC_EACH(f, ...)                                                                          \
   SC_PICK(__VA_ARGS__, SC_P11, , SC_P10, , SC_P9, , SC_P8, , SC_P7, , SC_P6, , SC_P5, , SC_P4, , \
           SC_P3, , SC_P2, , SC_P1, , SC_P0, )                                                    \
@@ -192,11 +207,12 @@ void describe_workers(std::string* out);
 #define SC_P11(f, flags, t, n, ...) f(t, n), SC_P10(f, flags, __VA_ARGS__)
 
 // ---- handles ---------------------------------------------------------------------------------
-// Maps handles to objects. Handles are numbers that are never reused (A5).
+// Maps handles to objects of one kind. Handles are numbers that are never reused (A5).
 template <class T>
 class Handles {
  public:
-  // `unknown_text` is the error text of find() and remove() for an unknown handle.
+  // `base` is the number below the first handle. `unknown_text` is the error text of find() and
+  // remove() for an unknown handle.
   Handles(uint64_t base, const char* unknown_text) : next_(base), unknown_text_(unknown_text) {}
   void* add(std::shared_ptr<T> object) {
     std::lock_guard<std::mutex> lock(mutex_);
@@ -210,7 +226,7 @@ class Handles {
     auto it = map_.find(reinterpret_cast<uint64_t>(handle));
     return it == map_.end() ? nullptr : it->second;
   }
-  // Returns the object; an unknown handle ends the call with INVALID_HANDLE.
+  // Returns the object. An unknown handle ends the call with INVALID_HANDLE.
   std::shared_ptr<T> find(const void* handle) const {
     std::shared_ptr<T> object = get(handle);
     require(object != nullptr, CUDA_ERROR_INVALID_HANDLE, unknown_text_);
@@ -225,7 +241,7 @@ class Handles {
     map_.erase(it);
     return object;
   }
-  // Removes the handle and returns the object; an unknown handle ends the call.
+  // Removes the handle and returns the object. An unknown handle ends the call with INVALID_HANDLE.
   std::shared_ptr<T> remove(const void* handle) {
     std::shared_ptr<T> object = take(handle);
     require(object != nullptr, CUDA_ERROR_INVALID_HANDLE, unknown_text_);

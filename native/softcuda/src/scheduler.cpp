@@ -13,20 +13,22 @@
 namespace softcuda {
 namespace {
 
-// Never destroyed: destroying a condition variable that a detached worker waits on hangs exit().
+// Never destroyed, because exit() hangs if it destroys a condition variable on which a detached
+// worker waits.
 std::mutex& g_mutex = *new std::mutex;
 std::condition_variable& g_done = *new std::condition_variable;
 int g_waiters = 0;
 Stream& g_legacy = *new Stream;
 std::shared_ptr<Stream>& g_legacy_ref = *new std::shared_ptr<Stream>(&g_legacy, [](Stream*) {});
 
-// Last operations of destroyed streams, which wait_idle() still waits for.
+// Last operations of destroyed streams, for which wait_idle() still waits.
 std::vector<OpRef>& g_detached_tails = *new std::vector<OpRef>;
 
 void unref(Op* op) {
   if (op->refs.fetch_sub(1, std::memory_order_acq_rel) == 1) delete op;
 }
 
+// Makes `op` depend on an operation, unless that operation is done. The caller holds the mutex.
 void add_dependency(Op* op, const OpRef& dependency) {
   Op* before = dependency.get();
   if (before == nullptr || before->done || before == op) return;
@@ -79,7 +81,7 @@ std::shared_ptr<Stream> find_stream(CUstream handle) {
 }
 
 OpRef enqueue(Stream& stream, Work work, const OpRef& after, OpRef* serial) {
-  auto* op = new Op;  // its first reference is the scheduler's, dropped by complete()
+  auto* op = new Op;  // its first reference belongs to the scheduler (S3)
   op->work = std::move(work);
   OpRef ref(op);
   const bool legacy = &stream == &g_legacy;
@@ -137,7 +139,7 @@ std::shared_ptr<const LaunchEvents> launch_events(const Program& program) {
   }
   for (const Op* node : program.event_nodes) {
     if (node->work.kind != WorkKind::event_record) continue;
-    // finish() drops the first reference, as that of any operation (S3).
+    // finish() releases the first reference, as it does for any operation (S3).
     const OpRef signal(new Op);
     node->work.event->op = signal;
     (*resolved)[node->event_slot] = signal;
@@ -196,7 +198,8 @@ CUresult wait_idle(const char* description) {
 
 namespace {
 
-// Makes the root nodes of a program ready. `op` is complete when all nodes are.
+// Starts a launch of a program: resets its counters and appends its root nodes to `ready`. `op` is
+// complete when all nodes are complete.
 void begin_program(Program& program, Op* op, std::vector<Op*>* ready) {
   program.launch = op;
   program.remaining.store(static_cast<int>(program.nodes.size()), std::memory_order_relaxed);
@@ -204,7 +207,8 @@ void begin_program(Program& program, Op* op, std::vector<Op*>* ready) {
   for (unsigned root : program.roots) ready->push_back(program.nodes[root].get());
 }
 
-// Starts the next body of a conditional node. Returns false if the node is complete.
+// Starts the next body of a conditional node. Returns false if no body runs, so that the node is
+// complete.
 bool begin_body(Op* op, std::vector<Op*>* ready, bool first) {
   Program* body = next_body(*op->work.conditional, first);
   if (body == nullptr) return false;
@@ -247,12 +251,13 @@ void finish(Op* op, std::vector<Op*>* ready) {
   }
 }
 
+// Returns the operation to which an event node refers in the current launch.
 const OpRef& event_of(const Op& node) {
   return (*node.program->launch->work.events)[node.event_slot];
 }
 
-// Starts an event wait node. Returns false if the operation it waits for is not done; that
-// operation then makes the node ready (V2).
+// Starts an event wait node. Returns false if the operation for which it waits is not done. The
+// node then becomes ready when that operation completes (V2).
 bool begin_wait(Op* op) {
   Op* before = event_of(*op).get();
   if (before == nullptr) return true;
@@ -263,10 +268,12 @@ bool begin_wait(Op* op) {
   return false;
 }
 
+// Starts a graph launch. An empty graph, or any graph after a fault, completes immediately.
 void begin_launch(Op* op, std::vector<Op*>* ready) {
   Program& program = *op->work.program;
   if (program.nodes.empty() || sticky() != CUDA_SUCCESS) {
-    // Complete the record nodes' operations, so that those that wait for the events proceed (V3).
+    // Complete the operations of the record nodes, so that operations that wait for the events
+    // proceed (V3).
     for (const Op* node : program.event_nodes) {
       if (node->work.kind != WorkKind::event_record) continue;
       const OpRef signal = (*op->work.events)[node->event_slot];
@@ -286,8 +293,8 @@ void begin_launch(Op* op, std::vector<Op*>* ready) {
 void push_host(Op* op);
 void push_device(Op* op);
 
-// Starts all ready operations, including those that become ready meanwhile. With `keep_one` returns
-// one device operation instead of queueing it.
+// Starts all operations in `ready`, including those that become ready meanwhile. With `keep_one`,
+// returns one operation for a worker instead of queueing it.
 static Op* dispatch_all(std::vector<Op*>* ready, bool keep_one) {
   Op* kept = nullptr;
   for (size_t i = 0; i < ready->size(); ++i) {
@@ -329,6 +336,7 @@ static Op* dispatch_all(std::vector<Op*>* ready, bool keep_one) {
   return kept;
 }
 
+// Dispatches the operations that begin(&ready) appends to `ready`.
 template <class Begin>
 static Op* dispatch_from(const Begin& begin, bool keep_one) {
   // The vector is reused, so that dispatching allocates nothing in the steady state.

@@ -1,5 +1,5 @@
-// Operations, streams, events, and the scheduler that runs operations when their dependencies are
-// complete (invariants S1-S9).
+// Operations, streams and events, and the scheduler that starts each operation when its
+// dependencies are complete (invariants S1-S9).
 #pragma once
 
 #include <memory>
@@ -25,25 +25,26 @@ CUcontext primary_context();
 // executables.
 struct KernelWork {
   std::shared_ptr<Function> function;
-  CUDA_KERNEL_NODE_PARAMS params;  // the caller's values; kernelParams is not valid
+  CUDA_KERNEL_NODE_PARAMS params;  // the caller's values; its pointer kernelParams is dangling
   softcuda_dim3 grid{1, 1, 1}, block{1, 1, 1};
   unsigned shared_bytes = 0;
   std::vector<char> given;       // the caller's parameter bytes
-  std::vector<char> translated;  // same with storage addresses instead of aliases
+  std::vector<char> translated;  // the same bytes with storage addresses instead of aliases
   std::vector<void*> arguments;  // address of each parameter in `translated`
-  // (index of a pointer parameter, allocation that it points into).
+  // Pairs (index of a pointer parameter, allocation that the pointer refers to).
   std::vector<std::pair<unsigned, std::shared_ptr<Allocation>>> pointers;
 };
 
 struct CopyWork {
   Target dst, src;
   size_t bytes = 0;
-  std::vector<char> staged;  // contents of a pageable source at the time of the call
+  std::vector<char> staged;  // contents of a pageable source, copied during the call (C1)
 };
 
 struct FillWork {
   Target dst;
-  unsigned value = 0, element = 1;
+  unsigned value = 0;
+  unsigned element = 1;  // bytes per element: 1, 2 or 4
   size_t bytes = 0;
 };
 
@@ -66,13 +67,13 @@ enum class WorkKind : uint8_t {
 };
 
 class OpRef;
-// Operations of one launch's event nodes, in the order of Program::event_nodes (V1). For a record
-// node: the operation that the event refers to after the launch. For a wait node: the operation
-// that it waits for.
+// The operations to which the event nodes of one graph launch refer, in the order of
+// Program::event_nodes (V1). The entry of a record node is the operation that completes when the
+// node runs. The entry of a wait node is the operation for which the node waits.
 using LaunchEvents = std::vector<OpRef>;
 
-// The work of one operation. That of a graph node is built when the node is added or updated, and
-// shared by all launches.
+// The work of one operation: its kind and the data of that kind. The work of a graph node is built
+// when the node is added or updated; all launches of the graph share it.
 struct Work {
   Work() = default;
   explicit Work(std::shared_ptr<const KernelWork> w)
@@ -97,26 +98,26 @@ struct Work {
   std::shared_ptr<const LaunchEvents> events;  // for a graph launch
 };
 
-// One operation: either a stream operation or a node of a Program.
+// One operation: a stream operation, or a node of a Program.
 struct Op {
   Work work;
-  std::atomic<int> pending{1};
+  std::atomic<int> pending{1};  // incomplete dependencies; the operation is ready at 0
   std::atomic<int> refs{1};
-  // For stream operations; guarded by the scheduler's mutex.
+  // Stream operations only. The scheduler's mutex guards these fields.
   std::vector<Op*> successors;
   bool done = false;
   uint64_t finished_ns = 0;
-  // For nodes of a program.
+  // Nodes of a program only.
   Program* program = nullptr;
   std::vector<unsigned> next;  // indices of dependent nodes
-  int indegree = 0;
-  unsigned event_slot = 0;  // index of an event node in LaunchEvents
-  // For kernels: the next block to run, and the number of workers that run blocks.
+  int indegree = 0;            // number of nodes on which this node depends
+  unsigned event_slot = 0;     // for an event node: its index in LaunchEvents
+  // Kernels only: index of the next block to run, and number of workers that run blocks (S8).
   std::atomic<uint64_t> next_block{0};
   std::atomic<int> users{0};
 };
 
-// A counted reference to an operation.
+// A counted reference to an operation, or no reference.
 class OpRef {
  public:
   OpRef() = default;
@@ -142,88 +143,98 @@ struct Stream {
   unsigned flags = 0;
   int priority = 0;
   uint64_t id = 0;
-  // Both are guarded by the scheduler's mutex.
-  OpRef tail;  // the last operation
-  OpRef host;  // the last operation that contains host functions
+  // The scheduler's mutex guards these fields.
+  OpRef tail;  // the operation that was enqueued last
+  OpRef host;  // the last enqueued operation that runs host functions (for lock model 2)
 };
 
 struct Event {
   void* handle = nullptr;
   unsigned flags = 0;
   std::atomic<bool> destroyed{false};
-  OpRef op;  // the operation last recorded; guarded by the scheduler's mutex
+  OpRef op;  // the operation that the last record refers to; the scheduler's mutex guards it
 };
 
-// The operations of an executable graph, with the counters of its one running launch (S6).
+// The operations of an executable graph or of a conditional body, with the counters of its running
+// launch. Launches of one executable are serialized, so that one set of counters is enough (S6).
 struct Program {
   std::vector<std::unique_ptr<Op>> nodes;
-  std::vector<unsigned> roots;
-  std::atomic<int> remaining{0};
+  std::vector<unsigned> roots;             // indices of the nodes without dependencies
+  std::atomic<int> remaining{0};           // nodes that are not complete
   std::atomic<int> launches_in_flight{0};  // launches that hold a reference to this program (G8)
-  Op* launch = nullptr;  // the stream operation, or the conditional node whose body this is
-  // (condition, default value) of conditional handles with a default, stored when a launch begins.
+  Op* launch = nullptr;  // the stream operation of the launch; for a body, the conditional node
+  // Pairs (condition value, default value) for the conditional handles that have a default. The
+  // defaults are stored when a launch begins (N3).
   std::vector<std::pair<unsigned*, unsigned>> defaults;
   std::vector<Op*> event_nodes;
-  std::shared_ptr<void> references;  // references to user objects
+  std::shared_ptr<void> references;  // keeps the user objects alive (U2)
 };
 
-// Returns a launch's reference to a program (G8). The caller holds graph_mutex.
+// Returns a reference to the program for one launch and counts the launch as in flight until the
+// reference is released (G8). The caller holds graph_mutex.
 std::shared_ptr<Program> launch_reference(const std::shared_ptr<Program>& program);
 
 const CUstream kPerThread = reinterpret_cast<CUstream>(2);  // CU_STREAM_PER_THREAD
-// Returns the stream of a handle: for NULL and CU_STREAM_LEGACY the legacy stream, and for
-// CU_STREAM_PER_THREAD the calling thread's default stream.
+// Returns the stream of a handle. NULL and CU_STREAM_LEGACY are the legacy stream;
+// CU_STREAM_PER_THREAD is the calling thread's default stream.
 std::shared_ptr<Stream> find_stream(CUstream handle);
 inline Handles<Stream>& streams =
     *new Handles<Stream>(0x51000000000000, "the stream handle is unknown or was destroyed");
 inline Handles<Event>& events =
     *new Handles<Event>(0x54000000000000, "the event handle is unknown or was destroyed");
-// Check and resolve parameters of stream calls and graph nodes.
+// Check the parameters of a copy or memset, resolve its addresses and return its work.
 std::shared_ptr<CopyWork> make_copy(const CUDA_MEMCPY3D& params);
 std::shared_ptr<FillWork> make_fill(const CUDA_MEMSET_NODE_PARAMS& params);
 
-// Range of stream priorities. They are stored but have no effect.
+// Range of stream priorities. Priorities are stored but have no effect.
 constexpr int kLeastPriority = 0;
 constexpr int kGreatestPriority = -5;
 std::shared_ptr<Stream> new_stream(unsigned flags, int priority);
-// Appends an operation to the stream. `after` is one more operation that it depends on. `serial`
-// orders the launches of one executable: the operation depends on the previous value and becomes
-// the new one.
+// Appends an operation to the stream and returns a reference to it. The operation also depends on
+// `after`, if it is not empty. `serial` orders the launches of one executable graph: the operation
+// depends on the previous value of *serial and becomes its new value.
 OpRef enqueue(Stream& stream, Work work, const OpRef& after = OpRef(), OpRef* serial = nullptr);
-// Read and write an OpRef that the scheduler's mutex guards.
+// Read and write an OpRef under the scheduler's mutex.
 OpRef load(const OpRef& slot);
 void store(OpRef& slot, OpRef op);
-// Call when a stream is destroyed. Its queued work still runs and is waited for by wait_idle().
+// Call when a stream is destroyed. Its queued work still runs, and wait_idle() still waits for it.
 void detach(Stream& stream);
 bool is_done(const OpRef& op);
+// Completion time in nanoseconds of CLOCK_MONOTONIC; 0 for an empty reference.
 uint64_t finished_ns(const OpRef& op);
-// Resolves the event nodes of a launch (V1): wait nodes refer to the operations recorded before the
-// launch, then the events of record nodes refer to this launch. Null without event nodes.
+// Resolves the event nodes of a launch (V1): binds each wait node to the operation that its event
+// recorded before the launch, then makes the events of the record nodes refer to this launch.
+// Returns null if the program has no event nodes.
 std::shared_ptr<const LaunchEvents> launch_events(const Program& program);
-// Block until the operation, or all work, is complete. Return the sticky error.
+// Block until the operation, or all queued work, is complete. Return the sticky error.
+// `description` names the awaited work for softcuda_describe().
 CUresult wait_op(const OpRef& op, const char* description);
 CUresult wait_idle(const char* description);
 
 // ---- workers ----------------------------------------------------------------------------------
 void start_workers();
-// Starts a ready operation and those that become ready as a result. With `keep_one` returns one
-// device operation, which the caller then runs.
+// Starts a ready operation, and the operations that become ready because it needs no worker.
+// Kernels, copies and memsets are queued for the workers. With `keep_one`, one of these is returned
+// instead (null if there is none), and the calling worker must run it.
 Op* dispatch(Op* first, bool keep_one);
-// Marks `op` as complete and dispatches the operations that become ready.
+// Marks `op` as complete and dispatches the operations that become ready. `keep_one` and the result
+// are those of dispatch().
 Op* complete(Op* op, bool keep_one);
+// Current time of CLOCK_MONOTONIC in nanoseconds.
 uint64_t now_ns();
 
 // ---- running device work (executor) -----------------------------------------------------------
 class Executor;
 Executor* make_executor(unsigned worker);
-// Runs blocks [first, last) of a kernel. Returns false after a fault, which has been reported.
+// Runs the blocks [first, last) of a kernel. Returns false after a fault, which has been recorded.
 bool run_blocks(Executor* executor, const KernelWork& work, uint64_t first, uint64_t last);
 bool run_copy(Executor* executor, const CopyWork& work);
 bool run_fill(Executor* executor, const FillWork& work);
-// Installs the signal handlers. A handler that another library (such as faulthandler) installed
-// becomes the one that ours chains to (E4).
+// Installs the signal handlers of device faults. If another library (such as faulthandler) has
+// installed a handler, our handler calls it for signals that device code did not cause (E4).
 void install_fault_handlers();
-// Installs them again if another library replaced them. Called at each launch; one system call.
+// Installs the signal handlers again if another library has replaced them. Called by each launch;
+// costs one system call.
 void restore_fault_handlers();
 
 }  // namespace softcuda

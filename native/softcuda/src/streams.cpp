@@ -5,12 +5,14 @@
 
 namespace softcuda {
 
-// Adds an event node to the capture for CU_EVENT_RECORD_EXTERNAL and CU_EVENT_WAIT_EXTERNAL.
+// Adds an event node to the stream's capture, for the flags CU_EVENT_RECORD_EXTERNAL and
+// CU_EVENT_WAIT_EXTERNAL.
 static void capture_external(CUstream stream, WorkKind kind, std::shared_ptr<Event> event) {
   require(capture_work(stream, Work(kind, std::move(event))), CUDA_ERROR_INVALID_VALUE,
           "the EXTERNAL flag is only valid for a capturing stream");
 }
 
+// Result of a query: SUCCESS if the operation is complete, NOT_READY, or the sticky error.
 static CUresult readiness(const OpRef& op) {
   const bool done = is_done(op);
   if (sticky() != CUDA_SUCCESS) return sticky();
@@ -22,7 +24,7 @@ using namespace softcuda;
 
 static void create_stream(CUstream* out, unsigned flags, int priority) {
   require(out != nullptr && (flags & ~CU_STREAM_NON_BLOCKING) == 0);
-  // Out-of-range priorities are clamped, as documented.
+  // Priorities outside of the range are clamped, as documented.
   auto stream = new_stream(flags, std::clamp(priority, kGreatestPriority, kLeastPriority));
   live_add(Resource::stream, 1);
   *out = static_cast<CUstream>(stream->handle);
@@ -36,7 +38,7 @@ SC_API(cuStreamCreateWithPriority, 5050, kContext, CUstream*, out, unsigned, fla
   create_stream(out, flags, priority);
 }
 
-// Returns immediately; queued work still runs.
+// The call returns immediately. Queued work still runs.
 SC_API(cuStreamDestroy_v2, 4000, 0, CUstream, handle) {
   const auto stream = streams.remove(handle);
   live_add(Resource::stream, -1);

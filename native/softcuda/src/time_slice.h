@@ -1,4 +1,4 @@
-// A short scheduler time slice for the threads of the device.
+// A short time slice of the operating system's scheduler for the threads of the device.
 #pragma once
 
 #include <sys/syscall.h>
@@ -8,7 +8,7 @@
 
 namespace softcuda {
 
-// Linux's struct sched_attr, version 0. The C library has no declaration of it.
+// Version 0 of Linux's struct sched_attr, which the C library does not declare.
 struct SchedAttributes {
   uint32_t size;
   uint32_t policy;
@@ -20,10 +20,11 @@ struct SchedAttributes {
   uint64_t period_ns;
 };
 
-// Requests the shortest time slice for the calling thread; its share of the processor stays the
-// same. Linux 6.12 and later then runs the thread soon after it wakes up. With the default slice it
-// may have to wait for the whole slice of a busy thread, about 3 ms. Older kernels ignore the
-// request. Threads with another policy than SCHED_OTHER are left unchanged.
+// Requests the shortest time slice for the calling thread. Its share of the processor stays the
+// same. Linux 6.12 and later then runs the thread soon after it wakes up. With the default time
+// slice, the thread may have to wait until another busy thread has used up its slice of about 3 ms.
+// Older kernels ignore the request. Threads with a policy other than SCHED_OTHER are left
+// unchanged.
 inline void request_short_time_slice() {
   constexpr uint64_t kShortestSliceNs = 100000;
   constexpr uint32_t kSchedOther = 0;

@@ -52,15 +52,16 @@ using namespace softcuda;
 
 extern "C" {
 struct softcuda_span {
-  uint64_t exec;  // CUgraphExec; 0 for stream work and for programs that no executable has any more
-  uint64_t node;  // CUgraphNode of the definition; 0 if `exec` is 0
+  uint64_t exec;              // CUgraphExec; 0 for stream operations and for replaced programs
+  uint64_t node;              // CUgraphNode of the definition; 0 if `exec` is 0
   uint32_t worker;            // index of the worker; 0xffffffff is the host-function thread
   uint32_t kind;              // 1 kernel, 2 copy, 3 fill, 4 host function
   uint64_t begin_ns, end_ns;  // CLOCK_MONOTONIC, the clock of %globaltimer on this device
 };
 }
 
-// Clears the buffer and starts to record up to `capacity` spans; 0 stops recording.
+// Clears the buffer and starts to record up to `capacity` spans. A capacity of 0 stops recording
+// and keeps the buffer.
 SC_EXPORT void softcuda_trace(size_t capacity) {
   std::lock_guard<std::mutex> lock(g_buffer.mutex);
   g_tracing.store(capacity > 0, std::memory_order_relaxed);
@@ -71,7 +72,7 @@ SC_EXPORT void softcuda_trace(size_t capacity) {
   g_buffer.lost = 0;
 }
 
-// Copies up to `n` spans, ordered by end time, and returns the number of recorded spans.
+// Copies up to `n` spans in the order of their end times. Returns the number of recorded spans.
 SC_EXPORT size_t softcuda_trace_read(softcuda_span* out, size_t n) {
   const std::vector<std::shared_ptr<Exec>> execs = graph_execs.all();
   std::lock_guard<std::mutex> graphs_lock(graph_mutex);
@@ -91,7 +92,7 @@ SC_EXPORT size_t softcuda_trace_read(softcuda_span* out, size_t n) {
   return g_buffer.spans.size();
 }
 
-// Number of spans that were dropped because the buffer was full.
+// Returns the number of spans that were dropped because the buffer was full.
 SC_EXPORT int64_t softcuda_trace_lost() {
   std::lock_guard<std::mutex> lock(g_buffer.mutex);
   return g_buffer.lost;

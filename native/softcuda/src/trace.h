@@ -1,4 +1,5 @@
-// Tracing: start and end times of device and host work (invariants T1-T3).
+// Tracing: start and end times of the operations that workers and the host-function thread run
+// (invariants T1-T3).
 #pragma once
 
 #include "scheduler.h"
@@ -6,10 +7,10 @@
 namespace softcuda {
 
 extern std::atomic<bool> g_tracing;
-constexpr unsigned kHostWorker = 0xffffffffu;
+constexpr unsigned kHostWorker = 0xffffffffu;  // worker index of the host-function thread
 
-// One worker's part of one operation. Construct it before the operation runs; after that the
-// operation may have been destroyed.
+// The time that one worker spends on one operation. Construct the object before the operation runs,
+// because the operation may be destroyed when it is complete.
 class TraceSpan {
  public:
   explicit TraceSpan(const Op* op) {

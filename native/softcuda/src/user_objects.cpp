@@ -18,6 +18,7 @@ struct DestructorThread {
 };
 DestructorThread& g_destructor_thread = *new DestructorThread;
 
+// Runs the destructor of a user object in a restricted scope.
 void destroy(const UserObject& object) {
   const char* outer = t_restricted_scope;
   t_restricted_scope = "user-object destructor";
@@ -40,9 +41,9 @@ void destructor_main() {
 
 thread_local bool t_inline_destructors = false;
 
-// Runs the destructor: on the destructor thread or, with SOFTCUDA_DESTRUCTORS=inline, in the driver
-// call that releases the last reference. A reference that a finished launch releases is always
-// handled by the thread (U3).
+// Called when the last reference was released: runs the destructor now or queues it. With
+// SOFTCUDA_DESTRUCTORS=inline it runs in the driver call that released the reference. Otherwise, or
+// if a completed launch released the reference, the destructor thread runs it (U3).
 void queue_destructor(std::shared_ptr<UserObject> object) {
   objects.take(object->handle);
   if (settings().inline_destructors && t_inline_destructors) {
@@ -56,6 +57,7 @@ void queue_destructor(std::shared_ptr<UserObject> object) {
   g_destructor_thread.wake.notify_one();
 }
 
+// Releases references. Returns false if fewer than `count` exist.
 bool release_references(const std::shared_ptr<UserObject>& object, unsigned count) {
   if (sticky() != CUDA_SUCCESS) return true;  // after a fault no destructor runs (E2)
   unsigned now = object->refs.load();

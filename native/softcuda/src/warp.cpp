@@ -1,4 +1,5 @@
-// Warp operations (invariants X6-X8). The last lane that arrives computes the results of all lanes.
+// Warp operations (invariants X6-X8). The last lane that arrives at an operation computes the
+// results of all lanes.
 #include <cstring>
 
 #include "executor.h"
@@ -21,8 +22,8 @@ unsigned long long as_word(float value) {
 }
 
 // Returns the source lane of a shuffle as the CUDA programming guide defines it. The warp is
-// divided into segments of `width` lanes; with a source outside its segment a lane reads its own
-// value.
+// divided into segments of `width` lanes. A lane whose source is outside of its segment reads its
+// own value.
 unsigned source_lane(unsigned op, unsigned lane, unsigned arg, unsigned width) {
   const unsigned first = lane & ~(width - 1);
   switch (op) {
@@ -47,8 +48,8 @@ const char* op_name(unsigned op) {
   return op < sizeof names / sizeof names[0] ? names[op] : "a warp operation";
 }
 
-// Computes the butterfly reduction of five xor shuffles for all lanes at once, with the same
-// operands in the same order.
+// Computes the butterfly reduction of five xor shuffles for all lanes at once. The operands and
+// their order are the same as those of the shuffles, so the result has the same bits.
 template <class Combine>
 void butterfly(float (&x)[32], const Combine& combine) {
   for (unsigned offset = 16; offset > 0; offset >>= 1) {
@@ -103,8 +104,8 @@ void Executor::reduce_warp(Lane* lanes, unsigned group, unsigned op) {
   for (unsigned i = 0; i < 32; ++i) lanes[i].result = as_word(x[i]);
 }
 
-// Computes the result of lane `i` of a vote, match or shuffle. `votes` has the bits of the lanes of
-// `group` whose value is not 0.
+// Computes the result of lane `i` for a vote, match or shuffle. `group` has a bit for each
+// participating lane, `votes` for each of these whose value is not 0.
 inline __attribute__((always_inline)) void Executor::resolve_lane(Lane* lanes, unsigned group,
                                                                   unsigned votes, unsigned i) {
   Lane& lane = lanes[i];
@@ -136,8 +137,9 @@ inline __attribute__((always_inline)) void Executor::resolve_lane(Lane* lanes, u
   }
 }
 
-// Releases the lanes of `mask` if all of them that have not exited wait at the same operation with
-// this mask (X6). Lanes of the same warp that wait with other masks are not affected.
+// Releases the lanes of `mask` if all of them that exist and have not exited wait at the same
+// operation with this mask (X6). Lanes of the same warp that wait with other masks are not
+// affected. Returns whether the lanes were released.
 bool Executor::try_release_warp(unsigned w, unsigned mask) {
   const unsigned in_block = block_->count - w * 32;
   const unsigned exists = in_block >= 32 ? 0xffffffffu : (1u << in_block) - 1;

@@ -1,4 +1,5 @@
-// The lock-order watch. An edge says that a thread held one resource while it requested another.
+// The lock-order watch. An edge of the record says that a thread held one resource while it
+// requested another one.
 #include "watch.h"
 
 #include <fcntl.h>
@@ -25,7 +26,7 @@ struct Edge {
   std::string python;
 };
 
-// Never destroyed: the driver's threads outlive static objects.
+// Never destroyed, because the device's threads outlive static objects.
 struct Watch {
   std::mutex mutex;
   std::string path;
@@ -40,7 +41,7 @@ std::atomic<long> g_gil_requests{0};
 // State of the restricted scope that the thread is in.
 thread_local bool t_requested_gil = false;  // only the first request of a scope is recorded
 thread_local void* t_function = nullptr;    // the function that the driver called
-// Key of the edge whose first Python function has not been entered yet.
+// Key of the last edge that the thread recorded, until its first Python function is known.
 thread_local std::string* t_edge = nullptr;
 
 std::string quoted(const std::string& text) {
@@ -71,7 +72,8 @@ std::string lines(const std::string& text) {
   return "[" + out + "]";
 }
 
-// Writes one line by a single write, because several processes may share the file.
+// Appends one line of JSON to the file. It is one write, because several processes may share the
+// file.
 void append(const std::string& fields) {
   const int file = open(g_watch.path.c_str(), O_WRONLY | O_APPEND | O_CREAT | O_CLOEXEC, 0666);
   if (file < 0) return;
@@ -88,8 +90,8 @@ void write_edge(const Edge& edge) {
          ", \"python\": " + lines(edge.python));
 }
 
-// Counts an edge. A new one is written immediately, so that it is recorded even if the process is
-// killed.
+// Counts an observation of an edge. A new edge is written immediately, so that it is recorded even
+// if the process is killed.
 void count_edge(const std::string& key, const std::string& text, const std::string& python) {
   const std::lock_guard<std::mutex> lock(g_watch.mutex);
   if (g_watch.ended) return;
@@ -101,7 +103,7 @@ void count_edge(const std::string& key, const std::string& text, const std::stri
   write_edge(edge);
 }
 
-// Returns a key for a native stack: its frames without the offsets inside named functions.
+// Returns a key for a native stack: the names of its frames, without the offsets inside functions.
 std::string stack_key(const std::string& native) {
   std::string out;
   for (size_t at = 0; at < native.size();) {
@@ -129,7 +131,7 @@ const char* held_resources() {
   return "[\"driver lock\"]";  // a user-object destructor
 }
 
-// Called on the thread that requests the GIL, before it may have to wait.
+// Called on the thread that requests the GIL, before the thread may have to wait.
 void on_gil_request() {
   if (t_restricted_scope == nullptr || t_requested_gil) return;
   t_requested_gil = true;
@@ -161,7 +163,7 @@ void on_first_python_call(const std::string& stack) {
       write_edge(edge);
       return;
     }
-    --edge.count;  // same native stack but another Python function: counted as a separate edge
+    --edge.count;  // the Python stack differs, so this is counted as a separate edge
     text = edge.text;
   }
   count_edge(*t_edge + stack, text, stack);
@@ -222,8 +224,8 @@ void end_watch(const std::string& hang) {
 
 using namespace softcuda;
 
-// Number of host functions, destructors and awaited workers that have requested the GIL so far. A
-// request is counted before the thread gets the GIL.
+// Returns how often host functions, destructors and threads that the device waits for have
+// requested the GIL. A request is counted before the thread gets the GIL.
 SC_EXPORT int64_t softcuda_watch_asks() { return g_gil_requests.load(); }
-// 1 if requests for the GIL are observed, else 0.
+// Returns 1 if requests for the GIL are observed, else 0.
 SC_EXPORT int softcuda_watch_ready() { return watching() && gil_watched() ? 1 : 0; }

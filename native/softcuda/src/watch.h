@@ -1,21 +1,29 @@
-// Lock-order watch (SOFTCUDA_WATCH=FILE): records which locks each thread holds while it requests
-// another one (invariants L1-L5). `graft doctor --watch` searches the record for cycles.
+// The lock-order watch (SOFTCUDA_WATCH=FILE). It records which of three resources a thread holds
+// while it requests another one: the GIL, the driver lock, and device work (invariants L1-L5).
+// "Driver lock" stands for the locks of a real driver. "Device work" is a pseudo-lock that stands
+// for the progress of the device: it is held by a thread that the device needs in order to
+// continue, and requested by a call that may wait for the device. `graft doctor --watch` searches
+// the record for cycles, which are possible deadlocks.
 #pragma once
 
 #include <string>
 
 namespace softcuda {
 
+// Whether the watch is on.
 bool watching();
+// Turns the watch on if SOFTCUDA_WATCH is set.
 void start_watch();
 
-// What a driver call waits for, or may wait for, while its thread holds the GIL.
+// The resource that a driver call requests while its thread holds the GIL.
 enum class WaitsFor { driver_lock, device_work };
+// Records that the call `api`, whose thread holds the GIL, requests a resource. `reason` is a text.
 void record_held_gil(const char* api, WaitsFor resource, const char* reason);
-// Call when the thread enters a restricted scope: a host function or destructor (`function`), or a
-// worker that the device waits for (null).
+// Call this when the thread enters a restricted scope. `function` is the host function or
+// destructor; it is null for a thread that the device waits for.
 void watch_restricted_scope(void* function);
-// Ends the record: writes the count of each edge and the watchdog's report, "" if there is none.
+// Ends the record. Writes how often each edge was observed, and `hang`, the report of the watchdog
+// ("" if there is none).
 void end_watch(const std::string& hang);
 
 }  // namespace softcuda

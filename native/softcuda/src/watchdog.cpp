@@ -17,7 +17,7 @@
 namespace softcuda {
 namespace {
 
-// Time that a thread has to write down its native stack.
+// Time limit for reading the native stack of a thread.
 constexpr double kStackLimitS = 5.0;
 
 struct ThreadState {
@@ -30,8 +30,8 @@ std::string milliseconds(uint64_t since) {
   return std::to_string((now_ns() - since) / 1000000) + " ms";
 }
 
-// Returns the threads that are inside a driver call or a host function, and those that the device
-// waits for.
+// Returns the threads that execute a driver call or a host function, and the threads that the
+// device waits for, with a line of text for each.
 std::vector<ThreadState> active_threads() {
   std::vector<ThreadState> out;
   for (ThreadRecord* r = first_thread(); r != nullptr; r = r->next) {
@@ -59,7 +59,8 @@ std::vector<ThreadState> active_threads() {
   return out;
 }
 
-// Removes the stack of one thread from faulthandler's output and returns it; "" if there is none.
+// Removes the stack of one thread from the output of faulthandler and returns it; "" if there is
+// none.
 std::string extract_stack(std::string* stacks, uint64_t pthread) {
   char id[32];
   std::snprintf(id, sizeof id, "0x%016llx", static_cast<unsigned long long>(pthread));
@@ -74,11 +75,11 @@ std::string extract_stack(std::string* stacks, uint64_t pthread) {
   return block + (block.empty() || block.back() == '\n' ? "" : "\n");
 }
 
-// The watchdog counts its own ticks instead of reading a clock. Its time stops with the process, so
-// a process that was stopped or got no processor time does not count as stuck (L6).
+// The watchdog counts its own ticks instead of reading a clock. Its time therefore stops when the
+// process is stopped or gets no processor time, and such a process does not count as stuck (L6).
 constexpr uint64_t kTickNs = 50000000;
 
-// The call that a thread was last observed in, identified by its start time.
+// The call in which a thread was observed last. The call is identified by its start time.
 struct Observation {
   uint64_t call_start = 0;      // CLOCK_MONOTONIC
   uint64_t first_observed = 0;  // watchdog time
@@ -89,6 +90,7 @@ struct Observation {
   }
 };
 
+// Whether any driver call or host function has taken longer than `limit`, in watchdog time.
 bool any_stuck(std::map<const void*, Observation>* observed, uint64_t now, uint64_t limit) {
   const RunningHost& host = g_running_host;
   bool any = (*observed)[&host].is_stuck(host.fn.load() != nullptr, host.since, now, limit);

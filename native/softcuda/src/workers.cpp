@@ -1,5 +1,5 @@
-// The device's threads: N workers, which model the SMs, and the host-function thread (invariants
-// S7-S9).
+// The threads of the device: the workers, which play the role of SMs and run kernels, copies and
+// memsets, and the host-function thread (invariants S7-S9).
 #include <pthread.h>
 #include <sched.h>
 
@@ -22,9 +22,9 @@ namespace {
 struct Pool {
   std::mutex mutex;
   std::condition_variable wake;
-  std::deque<Op*> ready;
-  std::vector<Op*> shared;        // kernels whose remaining blocks other workers may run
-  std::atomic<int> available{0};  // size of both lists together, read by spinning workers
+  std::deque<Op*> ready;          // operations that no worker has taken
+  std::vector<Op*> shared;        // running kernels whose remaining blocks other workers may take
+  std::atomic<int> available{0};  // number of entries of both lists, read by spinning workers
   std::atomic<int> working{0};    // workers that have an operation
   int sleeping = 0;
   unsigned workers = 0;
@@ -39,8 +39,8 @@ struct HostQueue {
 };
 HostQueue& g_hosts = *new HostQueue;
 
-constexpr double kMinSharedNs = 20000;    // shorter kernels do not repay waking a worker
-constexpr double kChunkNs = 10000;        // target run time of the blocks taken at once
+constexpr double kMinSharedNs = 20000;  // run time that repays waking another worker
+constexpr double kChunkNs = 10000;      // target run time of the blocks that a worker takes at once
 constexpr uint64_t kIdleSpinNs = 100000;  // spin time before sleeping while other workers are busy
 
 void relax() {
@@ -53,7 +53,8 @@ void wake_one() {
   if (g_pool.sleeping > 0) g_pool.wake.notify_one();
 }
 
-// Waits for the next operation. Sets `helping` if it is a kernel that another worker has started.
+// Waits for the next operation and takes it. Sets `helping` if the operation is a kernel that
+// another worker has started.
 Op* take(bool* helping) {
   const uint64_t spin_end = now_ns() + kIdleSpinNs;
   for (int spin = 0; g_pool.available.load(std::memory_order_relaxed) == 0; ++spin) {
@@ -83,6 +84,7 @@ Op* take(bool* helping) {
   }
 }
 
+// Withdraws a kernel from the other workers because no block is left.
 void unshare(Op* op) {
   std::lock_guard<std::mutex> lock(g_pool.mutex);
   auto it = std::find(g_pool.shared.begin(), g_pool.shared.end(), op);
@@ -95,7 +97,7 @@ uint64_t blocks_of(const KernelWork& work) {
   return static_cast<uint64_t>(work.grid.x) * work.grid.y * work.grid.z;
 }
 
-// Offers a kernel's blocks to the other workers.
+// Offers the blocks of a kernel to the other workers.
 void share(Op* op) {
   std::lock_guard<std::mutex> lock(g_pool.mutex);
   g_pool.shared.push_back(op);
@@ -128,7 +130,7 @@ bool run_kernel(Executor* executor, Op* op, bool helping) {
     if (shared) share(op);
   } else {
     std::lock_guard<std::mutex> lock(g_pool.mutex);
-    wake_one();  // each worker wakes the next one, so that the first does not pay for all
+    wake_one();  // each worker wakes the next one, so that no worker spends time on waking all
   }
   const bool alone = g_pool.workers == 1 || (!shared && !helping);
   uint64_t chunk = blocks;
@@ -199,7 +201,7 @@ void host_main() {
       op = g_hosts.ready.front();
       g_hosts.ready.pop_front();
     }
-    // Host functions are not called after a fault (E2).
+    // After a fault, host functions are not called (E2).
     if (sticky() == CUDA_SUCCESS) {
       count_add(Counter::host_func);
       TraceSpan span(op);
@@ -212,6 +214,7 @@ void host_main() {
 
 }  // namespace
 
+// Queues an operation for the workers.
 void push_device(Op* op) {
   std::lock_guard<std::mutex> lock(g_pool.mutex);
   g_pool.ready.push_back(op);
@@ -219,6 +222,7 @@ void push_device(Op* op) {
   wake_one();
 }
 
+// Queues a host function for the host-function thread.
 void push_host(Op* op) {
   std::lock_guard<std::mutex> lock(g_hosts.mutex);
   g_hosts.ready.push_back(op);
