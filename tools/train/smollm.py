@@ -2,10 +2,10 @@
 
     python -m tools.train.smollm rows head export --model DIR --work DIR
 
-``--model`` is the folder that ``graft import`` made. A row is a request drawn from
-``smollm_prompts.json`` with what the model says to it under its grammar, and the streams that the
-head reads. The head may be trained beside: it takes new rows as they come. Needs torch (CPU is
-enough), and graft's native part for the grammars.
+``--model`` is the folder that ``graft import`` wrote. A training row is a request drawn from
+``smollm_prompts.json`` with the target's answer under the request's grammar, and the hidden states
+that the head reads. Rows can be generated while the head is being trained: it reads new rows as
+they appear. Requires torch (CPU is sufficient) and graft's native part for the grammars.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ from graft.grammar import GrammarSpec, Vocabulary, make_backend
 from graft.models.tokenizer import Tokenizer
 
 from ..demo_tasks import add_schema_to_prompt
-from .evaluate import walked
+from .evaluate import simulate_speculation
 from .nets import Eagle3, Llama, Sizes, rotary, rotate
 
 SIZES = Sizes(
@@ -48,23 +48,31 @@ SIZES = Sizes(
     theta=100000.0,
     positions=8192,
 )
-#: The head's own: as many key-value heads as heads, for they carry the embedding of the last token.
+#: Sizes of the head. It has as many key-value heads as attention heads, because these carry the
+#: embedding of the last token.
 HEAD = replace(SIZES, kv_heads=9, inner=1664, theta=1e6)
-AUX = (1, 14, 26)  # outputs of the layers that EAGLE-3 reads by default of 30
+#: Layers whose outputs the head reads, by EAGLE-3's default for 30 layers.
+AUX_LAYERS = (1, 14, 26)
 SYSTEM = "You are a helpful AI assistant named SmolLM, trained by Hugging Face"
 END = "<|im_end|>"
-SHARP = 1.5  # times the logits that the loss compares
-HERE = Path(__file__).parent
-H = SIZES.hidden
-#: Kinds of requests by family, whose prompts are alike in length; most tokens of an answer.
+#: Factor of the logits in the loss.
+SHARPNESS = 1.5
+#: Logit of an illegal token.
+MASKED_LOGIT = -1e4
+#: Rows per file and per batch of generation.
+ROWS_PER_FILE = 32
+FOLDER = Path(__file__).parent
+HIDDEN = SIZES.hidden
+#: By family: kinds of requests with prompts of similar length, and maximum tokens of an answer.
+#: Requests of the family "own" are written by the target.
 FAMILIES = {
     "free": (("explain", "tips"), 128),
     "own": (("explain", "tips"), 128),
     "short": (("choices", "choices", "dates"), 16),
     "json": (("calls",) * 5 + ("records", "nested") * 2, 96),
 }
-#: How requests of the family "own" begin, which the model itself makes up.
-BEGUN = (("explain", "Explain in two sentences why"), ("tips", "List three tips for"))
+#: Kinds and beginnings of the requests that the target writes.
+REQUEST_BEGINNINGS = (("explain", "Explain in two sentences why"), ("tips", "List three tips for"))
 
 
 @dataclass
@@ -73,10 +81,16 @@ class Row:
 
     Attributes
     ----------
-    ids, start : of both, and where the answer begins.
-    kind : of the request.
-    legal : bits over the vocabulary for every token of the answer; empty without a grammar.
-    streams : float16 [n - 1, 4 hidden], those of AUX and the normed last one.
+    ids
+        Token ids of prompt and answer.
+    start
+        Index of the first token of the answer.
+    kind
+        Kind of the request.
+    legal
+        Token bitmask of each token of the answer; empty without a grammar.
+    streams
+        Hidden states: outputs of AUX_LAYERS and the normalized last one; float16 [n - 1, 4 hidden].
     """
 
     ids: list[int]
@@ -86,31 +100,36 @@ class Row:
     streams: Tensor = None
 
 
+# Requests -----------------------------------------------------------------------------------------
+
+
 class Prompts:
-    """Requests of ``smollm_prompts.json``: texts with slots, behind ``=>`` what is asked for."""
+    """Draws requests from ``smollm_prompts.json``: texts with slots, ``=>`` and the output form."""
 
     def __init__(self, seed: int) -> None:
-        self._texts = json.loads((HERE / "smollm_prompts.json").read_text())
+        self._texts = json.loads((FOLDER / "smollm_prompts.json").read_text())
         self._rng = random.Random(seed)
 
     def draw(self, kind: str) -> tuple[str, GrammarSpec | None]:
-        text, *asked = self._rng.choice(self._texts[kind]).split(" => ")
+        """Return the text and the grammar of a random request."""
+        text, *form = self._rng.choice(self._texts[kind]).split(" => ")
         if kind == "choices":
-            about = self._fill(self._rng.choice(self._texts[asked[1]]))
-            return f'{text} "{about}"', GrammarSpec.choice(asked[0].split("|"))
+            subject = self._fill(self._rng.choice(self._texts[form[1]]))
+            return f'{text} "{subject}"', GrammarSpec.choice(form[0].split("|"))
         if kind == "dates":
             words, pattern = self._rng.choice(self._texts["date_forms"]).split(" => ")
             return f"{text} {words}", GrammarSpec.regex(pattern)
-        if not asked:
+        if not form:
             return self._fill(text), None
-        called = re.fullmatch(r"(\w+)\((.*)\)", asked[0])
-        schema = record(called[2] if called else asked[0])
-        if called:
-            schema = closed({called[1]: schema})
+        call = re.fullmatch(r"(\w+)\((.*)\)", form[0])
+        if call:
+            schema = closed_object({call[1]: record_schema(call[2])})
+        else:
+            schema = record_schema(form[0])
         return add_schema_to_prompt(self._fill(text), schema), GrammarSpec.json_schema(schema)
 
     def _fill(self, text: str) -> str:
-        """Words in the slots; ``{place}`` and ``{place2}`` are two places."""
+        """Replace slots by words; ``{place}`` and ``{place2}`` are different places."""
         used: list[str] = []
         while slot := re.search(r"\{(\w+)\}", text):
             words = self._texts["slots"][slot[1].rstrip("23")]
@@ -119,8 +138,8 @@ class Prompts:
         return text
 
 
-def closed(properties: dict[str, Any]) -> dict[str, Any]:
-    """Schema of an object with exactly these properties."""
+def closed_object(properties: dict[str, Any]) -> dict[str, Any]:
+    """Return the schema of an object with exactly these properties."""
     return {
         "type": "object",
         "properties": properties,
@@ -129,173 +148,249 @@ def closed(properties: dict[str, Any]) -> dict[str, Any]:
     }
 
 
-def record(text: str) -> dict[str, Any]:
-    """Schema of ``name:type`` fields; ``name[...]`` is a list of such records.
+def record_schema(text: str) -> dict[str, Any]:
+    """Return the schema of a record written as ``name:type`` fields.
 
-    Types: s a string, i an integer, n a number, t a time, d a date, [s] strings, a|b an enum.
+    ``name[...]`` is a list of records. Types: s string, i integer, n number, t time, d date, [s]
+    list of strings, a|b enum.
     """
-    plain = {
+    types = {
         "s": {"type": "string"},
         "i": {"type": "integer"},
         "n": {"type": "number"},
         "t": {"type": "string", "pattern": "^[0-2][0-9]:[0-5][0-9]$"},
         "d": {"type": "string", "pattern": "^20[0-9]{2}-[01][0-9]-[0-3][0-9]$"},
     }
-    found: dict[str, Any] = {}
-    for name, inner, kind in re.findall(r"(\w+)(?:\[(.*?)\]|:(\[s\]|[\w|]+))", text):
-        if inner or kind == "[s]":
-            items = record(inner) if inner else plain["s"]
-            found[name] = {
-                "type": "array",
-                "items": items,
-                "minItems": 1,
-                "maxItems": 2 if inner else 3,
-            }
+    properties: dict[str, Any] = {}
+    for name, record, kind in re.findall(r"(\w+)(?:\[(.*?)\]|:(\[s\]|[\w|]+))", text):
+        if record:
+            items = record_schema(record)
+            properties[name] = {"type": "array", "items": items, "minItems": 1, "maxItems": 2}
+        elif kind == "[s]":
+            properties[name] = {"type": "array", "items": types["s"], "minItems": 1, "maxItems": 3}
+        elif "|" in kind:
+            properties[name] = {"enum": kind.split("|")}
         else:
-            found[name] = {"enum": kind.split("|")} if "|" in kind else plain[kind]
-    return closed(found)
+            properties[name] = types[kind]
+    return closed_object(properties)
 
 
 def prompt(text: str) -> str:
-    """A request as the model's chat template writes it."""
+    """Return the prompt of a request in the format of the model's chat template."""
     return (
         f"<|im_start|>system\n{SYSTEM}{END}\n<|im_start|>user\n{text}{END}\n<|im_start|>assistant\n"
     )
 
 
+# Generation of rows -------------------------------------------------------------------------------
+
+
 def load_target(folder: Path) -> Llama:
-    """The target in float32."""
+    """Load the target in float32."""
     model = Llama(SIZES)
     with safe_open(folder / "model.safetensors", "pt") as file:
         model.load_state_dict({name: file.get_tensor(name).float() for name in file.keys()})  # noqa: SIM118
     return model.eval()
 
 
-def unpacked(bits: np.ndarray) -> np.ndarray:
-    """Bits of mask rows, one a byte."""
-    return np.unpackbits(bits, axis=-1, bitorder="little")
+def unpack_bits(bitmask: np.ndarray) -> np.ndarray:
+    """Return a token bitmask with one byte per token."""
+    return np.unpackbits(bitmask, axis=-1, bitorder="little")
+
+
+class _KVCache:
+    """Keys and values of all layers for a batch of sequences.
+
+    Parameters
+    ----------
+    batch, length
+        Number of sequences and their maximum length.
+    """
+
+    def __init__(self, batch: int, length: int) -> None:
+        s = SIZES
+        self.keys = torch.zeros(s.layers, batch, s.kv_heads, length, s.head_dim)
+        self.values = torch.zeros_like(self.keys)
+
+    def keep(self, rows: list[int]) -> None:
+        """Drop all sequences except the given ones."""
+        self.keys = self.keys[:, rows]
+        self.values = self.values[:, rows]
+
+
+def forward(
+    model: Llama, cache: _KVCache, ids: Tensor, positions: Tensor
+) -> tuple[list[Tensor], Tensor]:
+    """Run the target on new tokens and add them to the KV cache.
+
+    Parameters
+    ----------
+    model, cache
+        Target and KV cache.
+    ids, positions
+        Token ids and their positions; int64 [batch, length].
+
+    Returns
+    -------
+    aux : list of Tensor
+        Outputs of AUX_LAYERS; [batch, length, hidden] each.
+    last : Tensor
+        Normalized last hidden state; [batch, length, hidden].
+    """
+    s = SIZES
+    n, length = ids.shape
+    group = s.heads // s.kv_heads
+    end = int(positions.max()) + 1
+    cos, sin = rotary(s, positions.reshape(-1))
+    rope = cos.view(n, 1, -1, s.head_dim), sin.view(n, 1, -1, s.head_dim)
+    mask = (torch.arange(end) <= positions[..., None])[:, None]
+    index = positions[:, None, :, None].expand(-1, s.kv_heads, -1, s.head_dim)
+    x = model.model.embed_tokens(ids)
+    aux = []
+    for number, layer in enumerate(model.model.layers):
+        y = layer.input_layernorm(x)
+        attention = layer.self_attn
+        shape = (n, length, s.kv_heads, s.head_dim)
+        keys = rotate(attention.k_proj(y).view(shape).transpose(1, 2), rope)
+        values = attention.v_proj(y).view(shape).transpose(1, 2)
+        cache.keys[number].scatter_(2, index, keys)
+        cache.values[number].scatter_(2, index, values)
+        attention_output = F.scaled_dot_product_attention(
+            attention.q(y, rope),
+            cache.keys[number, :, :, :end].repeat_interleave(group, 1),
+            cache.values[number, :, :, :end].repeat_interleave(group, 1),
+            attn_mask=mask,
+        )
+        x = x + attention.out(attention_output)
+        x = x + layer.mlp(layer.post_attention_layernorm(x))
+        if number in AUX_LAYERS:
+            aux.append(x)
+    return aux, model.model.norm(x)
+
+
+def next_token(scores: Tensor, temperature: float) -> int:
+    """Return the argmax, or a sample if the temperature is not 0."""
+    if temperature:
+        return int(torch.multinomial((scores / temperature).softmax(-1), 1))
+    return int(scores.argmax())
 
 
 @torch.no_grad()
-def answer(
-    model: Llama, rows: list[Row], guides: list[Any], most: int, end: int, heat: float = 0.0
+def generate(
+    model: Llama,
+    rows: list[Row],
+    matchers: list[Any],
+    max_tokens: int,
+    end: int,
+    temperature: float = 0.0,
 ) -> None:
-    """Let the model go on with the rows, together; a guide is a matcher or None.
+    """Generate the answers of rows as one batch, and store their hidden states in the rows.
 
-    Greedily, or with `heat` as temperature.
+    Parameters
+    ----------
+    model
+        Target.
+    rows
+        Rows with their prompts.
+    matchers
+        Grammar matcher of each row, or None.
+    max_tokens
+        Maximum tokens per answer.
+    end
+        Id of the end token.
+    temperature
+        Sampling temperature; 0 for greedy decoding.
     """
-    s = SIZES
-    count = len(rows)
-    width = max(len(row.ids) for row in rows) + most
-    keys = torch.zeros(s.layers, count, s.kv_heads, width, s.head_dim)
-    values = torch.zeros_like(keys)
-    group = s.heads // s.kv_heads
-    slots = torch.arange(width)
+    cache = _KVCache(len(rows), max(len(row.ids) for row in rows) + max_tokens)
     last = torch.tensor([row.start - 1 for row in rows])
-    ids = torch.zeros(count, int(last.max()) + 1, dtype=torch.long)
+    ids = torch.zeros(len(rows), int(last.max()) + 1, dtype=torch.long)
     for i, row in enumerate(rows):
         ids[i, : row.start] = torch.tensor(row.ids)
-    at = slots[: ids.shape[1]].expand(count, -1)
-    alive = rows
-    mask = np.zeros(s.vocab // 32, "i4")
-    waiting = guides
-    streams = {id(row): list[Tensor]() for row in rows}
-    for step in range(most):
-        n = len(alive)
-        x = model.model.embed_tokens(ids)
-        top = int(at.max()) + 1
-        kept = []
-        cos, sin = rotary(s, at.reshape(-1))
-        rope = cos.view(n, 1, -1, s.head_dim), sin.view(n, 1, -1, s.head_dim)
-        seen = (slots[:top] <= at[..., None])[:, None]
-        spread = at[:, None, :, None].expand(-1, s.kv_heads, -1, s.head_dim)
-        for number, layer in enumerate(model.model.layers):
-            y = layer.input_layernorm(x)
-            attend = layer.self_attn
-            heads = (n, y.shape[1], s.kv_heads, s.head_dim)
-            for cache, made in (
-                (keys, rotate(attend.k_proj(y).view(heads).transpose(1, 2), rope)),
-                (values, attend.v_proj(y).view(heads).transpose(1, 2)),
-            ):
-                cache[number].scatter_(2, spread, made)
-            mixed = F.scaled_dot_product_attention(
-                attend.q(y, rope),
-                keys[number, :, :, :top].repeat_interleave(group, 1),
-                values[number, :, :, :top].repeat_interleave(group, 1),
-                attn_mask=seen,
-            )
-            x = x + attend.out(mixed)
-            x = x + layer.mlp(layer.post_attention_layernorm(x))
-            if number in AUX:
-                kept.append(x)
-        x = model.model.norm(x)
-        made = torch.cat([*kept, x], -1).half()
+    positions = torch.arange(ids.shape[1]).expand(len(rows), -1)
+    running = rows
+    running_matchers = matchers
+    mask = np.zeros(SIZES.vocab // 32, "i4")
+    streams: dict[int, list[Tensor]] = {id(row): [] for row in rows}
+    for step in range(max_tokens):
+        n = len(running)
+        aux, x = forward(model, cache, ids, positions)
+        states = torch.cat([*aux, x], -1).half()
         scores = F.linear(x[torch.arange(n), last], model.model.embed_tokens.weight)
-        going = []
-        for i, (row, guide) in enumerate(zip(alive, waiting, strict=True)):
-            streams[id(row)].append(made[i, : last[i] + 1])
-            bits = np.full(s.vocab // 8, 255, np.uint8)
-            if guide is not None and guide.fill(mask):
-                bits = mask.view(np.uint8).copy()
-                scores[i, torch.from_numpy(unpacked(bits) == 0)] = -torch.inf
-            row.ids.append(
-                int(
-                    torch.multinomial((scores[i] / heat).softmax(-1), 1)
-                    if heat
-                    else scores[i].argmax()
-                )
-            )
-            if guide is not None:
-                guide.accept(row.ids[-1])
-                row.legal.append(bits)
+        unfinished = []
+        for i, (row, matcher) in enumerate(zip(running, running_matchers, strict=True)):
+            streams[id(row)].append(states[i, : last[i] + 1])
+            legal = np.full(SIZES.vocab // 8, 255, np.uint8)
+            if matcher is not None and matcher.fill(mask):
+                legal = mask.view(np.uint8).copy()
+                scores[i, torch.from_numpy(unpack_bits(legal) == 0)] = -torch.inf
+            row.ids.append(next_token(scores[i], temperature))
+            if matcher is not None:
+                matcher.accept(row.ids[-1])
+                row.legal.append(legal)
             if row.ids[-1] != end:
-                going.append(i)
-        if not going:
+                unfinished.append(i)
+        if not unfinished:
             break
-        at = (at[:, 0] if step else last)[going, None] + 1
-        last = torch.zeros_like(last[going])
-        keys = keys[:, going]
-        values = values[:, going]
-        alive = [alive[i] for i in going]
-        waiting = [waiting[i] for i in going]
-        ids = torch.tensor([row.ids[-1:] for row in alive])
+        # The first step processed the prompts, which end at different positions.
+        last_positions = positions[:, 0] if step else last
+        positions = last_positions[unfinished, None] + 1
+        last = torch.zeros_like(last[unfinished])
+        cache.keep(unfinished)
+        running = [running[i] for i in unfinished]
+        running_matchers = [running_matchers[i] for i in unfinished]
+        ids = torch.tensor([row.ids[-1:] for row in running])
     for row in rows:
         row.streams = torch.cat(streams[id(row)])
 
 
-def made_up(
+def write_requests(
     model: Llama, tokenizer: Tokenizer, rng: random.Random, count: int
 ) -> list[tuple[str, str]]:
-    """Requests, with kinds, that the model makes up: of so many begun those that it ends in a line.
+    """Let the target write requests.
 
-    None is about what a held-out one is about.
+    Parameters
+    ----------
+    model, tokenizer
+        Target and tokenizer.
+    rng
+        Generator of the beginnings.
+    count
+        Number of requests that are begun. Those that do not end within one line, and those about
+        the subject of a held-out prompt, are dropped.
+
+    Returns
+    -------
+    list of (str, str)
+        Kinds and texts.
     """
-    held = [
+    held_out = [
         json.loads(line)["prompt"].lower().rstrip(".")
-        for line in (HERE / "smollm_held.jsonl").read_text().splitlines()
+        for line in (FOLDER / "smollm_held.jsonl").read_text().splitlines()
     ]
-    about = {text.removeprefix(begun.lower()) for text in held for _, begun in BEGUN}
-    rows = []
-    begun = [rng.choice(BEGUN) for _ in range(count)]
-    for kind, text in begun:
-        opened = prompt(text).removesuffix(f"{END}\n<|im_start|>assistant\n")
-        ids = tokenizer.backend.encode(opened).ids
-        rows.append(Row(ids, len(ids), kind))
-    answer(model, rows, [None] * count, 18, tokenizer.stop_ids[0], heat=0.85)
-    texts = {
-        (kind, text + tokenizer.backend.decode(row.ids[row.start :]).rstrip())
-        for row, (kind, text) in zip(rows, begun, strict=True)
-        if row.ids[-1] in tokenizer.stop_ids
+    subjects = {
+        text.removeprefix(beginning.lower())
+        for text in held_out
+        for _, beginning in REQUEST_BEGINNINGS
     }
-    return sorted(
-        (kind, text)
-        for kind, text in texts
-        if "\n" not in text and not any(one in text.lower() for one in about)
-    )
+    begun = [rng.choice(REQUEST_BEGINNINGS) for _ in range(count)]
+    rows = []
+    for kind, text in begun:
+        unfinished = prompt(text).removesuffix(f"{END}\n<|im_start|>assistant\n")
+        ids = tokenizer.backend.encode(unfinished).ids
+        rows.append(Row(ids, len(ids), kind))
+    generate(model, rows, [None] * count, 18, tokenizer.stop_ids[0], temperature=0.85)
+    requests = set()
+    for row, (kind, beginning) in zip(rows, begun, strict=True):
+        if row.ids[-1] not in tokenizer.stop_ids:
+            continue
+        text = beginning + tokenizer.backend.decode(row.ids[row.start :]).rstrip()
+        if "\n" not in text and not any(subject in text.lower() for subject in subjects):
+            requests.add((kind, text))
+    return sorted(requests)
 
 
 def make_rows(args: argparse.Namespace) -> None:
-    """``rows/*.pt``, 32 rows each, by families in turn."""
+    """Write files of rows to ``rows/*.pt``, cycling through the families."""
     tokenizer = Tokenizer(args.model)
     model = load_target(args.model)
     prompts = Prompts(args.seed)
@@ -304,42 +399,55 @@ def make_rows(args: argparse.Namespace) -> None:
     rng = random.Random(args.seed)
     (args.work / "rows").mkdir(exist_ok=True)
     for number, family in zip(tqdm(range(args.batches), "rows"), itertools.cycle(args.families)):
-        kinds, most = FAMILIES[family]
+        kinds, max_tokens = FAMILIES[family]
         rows = []
-        guides = []
-        own = made_up(model, tokenizer, rng, 64) if family == "own" else []
-        for _ in range(32):
+        matchers = []
+        written = write_requests(model, tokenizer, rng, 64) if family == "own" else []
+        for _ in range(ROWS_PER_FILE):
             kind = rng.choice(kinds)
             text, spec = prompts.draw(kind)
-            if own:  # they are some 40
-                (kind, text), spec = own.pop(rng.randrange(len(own))), None
+            if written:  # about 40 of 64
+                kind, text = written.pop(rng.randrange(len(written)))
+                spec = None
             ids = tokenizer.backend.encode(prompt(text)).ids
             rows.append(Row(ids, len(ids), kind))
-            guides.append(None if spec is None else backend.compile(spec).matcher())
-        answer(model, rows, guides, most, tokenizer.stop_ids[0])
-        # What a grammar cuts off runs away, as no document does.
+            matchers.append(None if spec is None else backend.compile(spec).matcher())
+        generate(model, rows, matchers, max_tokens, tokenizer.stop_ids[0])
+        # Drop truncated answers under a grammar: they are degenerate, unlike any document.
         rows = [row for row in rows if row.ids[-1] in tokenizer.stop_ids or not row.legal]
-        made = args.work / "rows" / f"{args.seed}-{number:04}.pt"
-        torch.save([vars(row) for row in rows], made.with_suffix(".part"))
-        made.with_suffix(".part").rename(made)  # whole, for who trains beside
+        path = args.work / "rows" / f"{args.seed}-{number:04}.pt"
+        partial = path.with_suffix(".part")
+        torch.save([vars(row) for row in rows], partial)
+        partial.rename(path)  # a concurrent training reads only complete files
+
+
+# Training data ------------------------------------------------------------------------------------
 
 
 class Data:
-    """The rows found so far; every 16th is held out."""
+    """Training rows; one in 16 is held out.
+
+    Attributes
+    ----------
+    train, held
+        Training rows and held-out rows.
+    scale
+        Root mean square of each feature. A few features are a thousand times larger than the
+        others. The head is trained on normalized features, and `export` folds the scale into
+        ``fc``.
+    """
 
     def __init__(self, folder: Path) -> None:
         self.train: list[Row] = []
         self.held: list[Row] = []
         self._folder = folder
-        self._known = set[Path]()
-        self.look()
-        # A few columns of the streams are a thousand times the others: the head learns on what is
-        # left once each is divided by its size, and `export` takes that into `fc`.
-        some = torch.cat([row.streams[:, : 3 * H].float() for row in self.train[::8]])
-        self.scale = some.square().mean(0).sqrt().clamp(min=1e-4)
+        self._known: set[Path] = set()
+        self.load_new()
+        features = torch.cat([row.streams[:, : 3 * HIDDEN].float() for row in self.train[::8]])
+        self.scale = features.square().mean(0).sqrt().clamp(min=1e-4)
 
-    def look(self) -> None:
-        """Take what is new."""
+    def load_new(self) -> None:
+        """Load the files that have been written since the last call."""
         for path in sorted(set(self._folder.glob("*.pt")) - self._known):
             rows = [Row(**row) for row in torch.load(path, weights_only=False)]
             self.held += rows[5::16]
@@ -347,7 +455,7 @@ class Data:
             self._known.add(path)
 
     def batches(self, tokens: int, rng: random.Random) -> Iterator[list[Row]]:
-        """Rows alike in length together, in random order, for ever."""
+        """Yield batches of rows of similar length in random order, forever."""
         while True:
             groups: list[list[Row]] = [[]]
             for row in sorted(self.train, key=lambda row: len(row.ids) // 48 + rng.random() / 2):
@@ -359,37 +467,70 @@ class Data:
 
 
 class Batch:
-    """Padded rows, and the positions of theirs that are drafted from, for tokens two behind."""
+    """Padded rows and the positions to draft from. The entry at position t predicts token t + 2.
 
-    def __init__(self, rows: list[Row], at: list[list[int]], scale: Tensor, kept: Tensor) -> None:
-        b = len(rows)
-        n = max(len(row.ids) for row in rows)
-        r = max(map(len, at))
-        self.ids = torch.zeros(b, n, dtype=torch.long)
-        streams = torch.zeros(b, n, 4 * H)
-        self.at = torch.full((b, r), n - 3)
-        self.real = torch.zeros(b, r, dtype=torch.bool)
+    Parameters
+    ----------
+    rows
+        Rows of the batch.
+    positions
+        Positions to draft from, by row.
+    scale
+        Scale of the features.
+    kept
+        Ids of the draft vocabulary.
+
+    Attributes
+    ----------
+    ids
+        Token ids; int64 [batch, length].
+    positions, real
+        Padded positions, and which of them are no padding; [batch, positions].
+    illegal
+        Whether a token of the draft vocabulary is illegal; bool [real positions, kept].
+    features
+        Normalized features; [batch, length - 2, 3 hidden].
+    final
+        Normalized last hidden states of the target; [batch, length, hidden].
+    """
+
+    def __init__(
+        self, rows: list[Row], positions: list[list[int]], scale: Tensor, kept: Tensor
+    ) -> None:
+        length = max(len(row.ids) for row in rows)
+        max_positions = max(map(len, positions))
+        self.ids = torch.zeros(len(rows), length, dtype=torch.long)
+        self.positions = torch.full((len(rows), max_positions), length - 3)
+        self.real = torch.zeros(len(rows), max_positions, dtype=torch.bool)
+        streams = torch.zeros(len(rows), length, 4 * HIDDEN)
         legal = []
-        for i, (row, where) in enumerate(zip(rows, at, strict=True)):
+        for i, (row, row_positions) in enumerate(zip(rows, positions, strict=True)):
             self.ids[i, : len(row.ids)] = torch.tensor(row.ids)
             streams[i, : len(row.streams)] = row.streams.float()
-            self.at[i, : len(where)] = torch.tensor(where)
-            self.real[i, : len(where)] = True
-            legal += [
-                row.legal[t + 2 - row.start]
-                if row.legal and t + 2 >= row.start
-                else np.full(SIZES.vocab // 8, 255, np.uint8)
-                for t in where
-            ]
+            self.positions[i, : len(row_positions)] = torch.tensor(row_positions)
+            self.real[i, : len(row_positions)] = True
+            for position in row_positions:
+                if row.legal and position + 2 >= row.start:
+                    legal.append(row.legal[position + 2 - row.start])
+                else:
+                    legal.append(np.full(SIZES.vocab // 8, 255, np.uint8))
         self.kept = kept
-        #: Of the real positions, [_, kept].
-        self.illegal = torch.from_numpy(unpacked(np.stack(legal))[:, kept.numpy()] == 0)
-        self.features = streams[:, :-2, : 3 * H] / scale
-        self.final = streams[..., 3 * H :]
+        self.illegal = torch.from_numpy(unpack_bits(np.stack(legal))[:, kept.numpy()] == 0)
+        self.features = streams[:, :-2, : 3 * HIDDEN] / scale
+        self.final = streams[..., 3 * HIDDEN :]
+
+
+# Training -----------------------------------------------------------------------------------------
 
 
 class Trainer:
-    """A head without output rows of its own: those of the target stand, for a draft vocabulary."""
+    """Trains a head that uses the target's output rows for a draft vocabulary.
+
+    Parameters
+    ----------
+    args
+        Command line options.
+    """
 
     def __init__(self, args: argparse.Namespace) -> None:
         self.args = args
@@ -402,216 +543,254 @@ class Trainer:
         del self.head.lm_head
         self.rng = random.Random(0)
 
-    def drafts(self, batch: Batch, steps: int) -> list[Tensor]:
-        """Logits of the draft steps at the real positions, illegal tokens out of reach."""
+    def draft_logits(self, batch: Batch, steps: int) -> list[Tensor]:
+        """Return the masked logits of each draft step at the real positions."""
         embedded = F.embedding(batch.ids[:, 1:-1], self.embed)
-        rows = self.embed[batch.kept]
-        return [
-            (self.head.norm(out)[batch.real] @ rows.T).masked_fill(batch.illegal, -1e4)
-            for out in self.head.unroll(batch.features, embedded, steps, batch.at)
-        ]
+        output_rows = self.embed[batch.kept]
+        logits = []
+        for out in self.head.unroll(batch.features, embedded, steps, batch.positions):
+            step_logits = self.head.norm(out)[batch.real] @ output_rows.T
+            logits.append(step_logits.masked_fill(batch.illegal, MASKED_LOGIT))
+        return logits
+
+    def _loss_positions(self, row: Row, steps: int) -> list[int]:
+        """Return the positions of a row that the loss is computed at.
+
+        These are the positions of the answer. With one step, a tenth of the prompt's positions is
+        added at random; with more steps, two positions before the answer.
+        """
+        if steps == 1:
+            sample = self.rng.sample(range(28, row.start - 2), (row.start - 30) // 10)
+            before = sorted(sample)
+        else:
+            before = list(range(row.start - 4, row.start - 2))
+        return [*before, *range(row.start - 2, len(row.ids) - 2)]
 
     def loss(self, rows: list[Row], steps: int) -> Tensor:
-        """Sum over draft steps of the cross-entropy with the target's distribution.
+        """Return the cross-entropy with the target's distribution, summed over draft steps.
 
-        Both are sharpened, for greedy decoding. Step 2 weighs 0.7 and step 3 0.5; where a draft
-        before it is wrong, so that it would not be reached, 0.15 of that. One step learns from a
-        tenth of the prompt's positions, too. The vocabulary is that of training, what the answers
-        have beside, and 1,024 ids by lot.
+        Both distributions are sharpened, for greedy decoding. The weights of the steps are 1, 0.7
+        and 0.5. A draft after a wrong draft, which verification would not reach, has 0.15 of that.
+        The vocabulary consists of the draft vocabulary, the tokens of the answers and 1,024 random
+        ids.
         """
-        at = [
-            [
-                *sorted(
-                    self.rng.sample(range(28, row.start - 2), (row.start - 30) // 10)
-                    if steps == 1
-                    else range(row.start - 4, row.start - 2)
-                ),
-                *range(row.start - 2, len(row.ids) - 2),
-            ]
-            for row in rows
-        ]
-        said = [torch.tensor(row.ids[row.start :]) for row in rows]
-        kept = torch.cat([self.kept, torch.randint(SIZES.vocab, (1024,)), *said]).unique()
-        batch = Batch(rows, at, self.data.scale, kept)
+        positions = [self._loss_positions(row, steps) for row in rows]
+        answers = [torch.tensor(row.ids[row.start :]) for row in rows]
+        kept = torch.cat([self.kept, torch.randint(SIZES.vocab, (1024,)), *answers]).unique()
+        batch = Batch(rows, positions, self.data.scale, kept)
         batch.features += torch.empty_like(batch.features).uniform_(-0.1, 0.1)
-        final = batch.final.gather(1, (batch.at + 1)[..., None].expand(-1, -1, H))[batch.real]
-        scores = (SHARP * (final @ self.embed[kept].T)).masked_fill(batch.illegal, -1e4)
-        aim = scores.softmax(-1)
-        right = batch.ids.gather(1, batch.at + 2)[batch.real]
+        index = (batch.positions + 1)[..., None].expand(-1, -1, HIDDEN)
+        final = batch.final.gather(1, index)[batch.real]
+        target_logits = SHARPNESS * (final @ self.embed[kept].T)
+        target_p = target_logits.masked_fill(batch.illegal, MASKED_LOGIT).softmax(-1)
+        correct = batch.ids.gather(1, batch.positions + 2)[batch.real]
         loss = torch.zeros(())
-        known = ~batch.illegal.all(-1)
-        hit = torch.ones(batch.at.shape)
-        order = torch.arange(batch.at.shape[1]).expand_as(batch.at)
-        for step, logits in enumerate(self.drafts(batch, steps)):
-            made = (order >= step)[batch.real] & known
-            weight = made * ((1, 0.7, 0.5)[step] * (0.15 + 0.85 * hit[batch.real]))
-            sharp = SHARP * logits
-            each = sharp.logsumexp(-1) - (aim * sharp).sum(-1)
-            loss = loss + (each * weight).sum() / known.sum()
-            hit[batch.real] *= kept[logits.detach().argmax(-1)] == right
+        has_legal_token = ~batch.illegal.all(-1)
+        hit = torch.ones(batch.positions.shape)
+        order = torch.arange(batch.positions.shape[1]).expand_as(batch.positions)
+        for step, logits in enumerate(self.draft_logits(batch, steps)):
+            counts = (order >= step)[batch.real] & has_legal_token
+            weight = counts * ((1, 0.7, 0.5)[step] * (0.15 + 0.85 * hit[batch.real]))
+            sharp = SHARPNESS * logits
+            cross_entropy = sharp.logsumexp(-1) - (target_p * sharp).sum(-1)
+            loss = loss + (cross_entropy * weight).sum() / has_legal_token.sum()
+            hit[batch.real] *= kept[logits.detach().argmax(-1)] == correct
             hit = F.pad(hit[:, :-1], (1, 0))
         return loss / (1.0 if steps == 1 else 1.6)
 
     @torch.no_grad()
-    def acceptance(self, rows: list[Row], k: int = 3) -> dict[str, float]:
-        """Tokens per round of greedy chains of `k` legal drafts along the answers, by kind."""
-        found: dict[str, list[int]] = {}
+    def acceptance_length(self, rows: list[Row], drafts: int = 3) -> dict[str, float]:
+        """Return tokens per round of greedy chains of legal drafts along the answers, by kind."""
+        sums: dict[str, list[int]] = {}
         for i in range(0, len(rows), 8):
             some = rows[i : i + 8]
-            at = [list(range(row.start - 4, len(row.ids) - 2)) for row in some]
-            batch = Batch(some, at, self.data.scale, self.kept)
-            sizes = [len(where) for where in at]
-            guesses = [self.kept[d.argmax(-1)].split(sizes) for d in self.drafts(batch, k)]
+            positions = [list(range(row.start - 4, len(row.ids) - 2)) for row in some]
+            batch = Batch(some, positions, self.data.scale, self.kept)
+            sizes = [len(row_positions) for row_positions in positions]
+            predictions = [
+                self.kept[logits.argmax(-1)].split(sizes)
+                for logits in self.draft_logits(batch, drafts)
+            ]
             for j, row in enumerate(some):
-                # Draft s behind token t is the one that entry t + s - 1 predicts in step s.
-                hits = [
-                    [
-                        bool(guess[j][t + s + 3 - row.start] == row.ids[t + s + 1])
-                        for s, guess in enumerate(guesses)
-                        if t + s + 1 < len(row.ids)
-                    ]
-                    for t in range(row.start, len(row.ids))
-                ]
-                rounds, tokens = walked([[]] * row.start + hits, row.ids, row.start)
-                sums = found.setdefault(row.kind, [0, 0])
-                sums[:] = sums[0] + rounds, sums[1] + tokens
-        found["all"] = [sum(sums) for sums in zip(*found.values(), strict=True)]
-        return {kind: tokens / rounds for kind, (rounds, tokens) in sorted(found.items())}
+                hits = draft_hits(row, [step[j] for step in predictions])
+                rounds, tokens = simulate_speculation([[]] * row.start + hits, row.ids, row.start)
+                kind_sums = sums.setdefault(row.kind, [0, 0])
+                kind_sums[0] += rounds
+                kind_sums[1] += tokens
+        sums["all"] = [sum(values) for values in zip(*sums.values(), strict=True)]
+        return {kind: tokens / rounds for kind, (rounds, tokens) in sorted(sums.items())}
 
     @torch.no_grad()
-    def warm(self) -> None:
-        """Begin with a linear model, heads that pass the last token on, and heads that copy.
+    def initialize(self) -> None:
+        """Initialize the head with a linear model, heads for the last token, and copying heads.
 
-        ``fc`` is the ridge regression of the target's next normed output on the streams, but for
-        96 directions in which that output hardly varies: these hold which token a stream is of.
-        Six heads find their own position, for queries and keys are the same projection of
-        embeddings, and pass on what the regression says of the last token's embedding. Three look
-        for places where the last token stood before and pass on what came behind it.
+        ``fc`` is the ridge regression of the target's next normalized output on the features,
+        except for 96 directions in which that output hardly varies. These represent the token of a
+        feature. Six heads attend to their own position, because queries and keys are the same
+        projection of the embedding, and output what the regression predicts from the embedding of
+        the last token. Three heads attend to positions after earlier occurrences of the last token
+        and copy the token found there.
         """
         head = self.head
         d = HEAD.head_dim
-        own = 6 * HEAD.head_dim
-        attend = head.midlayer.self_attn
-        q, k, v, o = (getattr(attend, f"{n}_proj").weight for n in "qkvo")
-        some = self.data.train[::3]
-        x = torch.cat([row.streams[:-1, : 3 * H].float() for row in some]) / self.data.scale
-        y = torch.cat([row.streams[1:, 3 * H :].float() for row in some]) / self.norm
-        table = F.rms_norm(self.embed, (H,))
-        this = table[torch.cat([torch.tensor(row.ids[:-2]) for row in some])]
-        z = torch.cat([x, table[torch.cat([torch.tensor(row.ids[1:-1]) for row in some])]], 1)
+        own = 6 * d  # rows of the heads that attend to their own position
+        attention = head.midlayer.self_attn
+        q, k, v, o = (getattr(attention, f"{name}_proj").weight for name in "qkvo")
+        rows = self.data.train[::3]
+        # Regression of the next output on features and the embedding of the last token.
+        table = F.rms_norm(self.embed, (HIDDEN,))
+        x = torch.cat([row.streams[:-1, : 3 * HIDDEN].float() for row in rows]) / self.data.scale
+        y = torch.cat([row.streams[1:, 3 * HIDDEN :].float() for row in rows]) / self.norm
+        feature_token = table[torch.cat([torch.tensor(row.ids[:-2]) for row in rows])]
+        last_token = table[torch.cat([torch.tensor(row.ids[1:-1]) for row in rows])]
+        z = torch.cat([x, last_token], 1)
         gram = z.T @ z / len(z)
-        gram += 0.01 * gram.diagonal().mean() * torch.eye(4 * H)
+        gram += 0.01 * gram.diagonal().mean() * torch.eye(4 * HIDDEN)
         linear = torch.linalg.solve(gram, z.T @ y / len(z)).T
-        # Projections of embeddings in which tokens differ alike.
+        # Whitened random projections of embeddings, in which all tokens differ by similar amounts.
         mean = table.mean(0)
         size, axes = torch.linalg.eigh((table - mean).T @ (table - mean) / len(table))
         white = axes[:, :-16] / size[:-16].sqrt() @ axes[:, :-16].T
-        looks = torch.linalg.qr(torch.randn(H, H))[0] @ (
-            white - torch.outer(white @ mean, mean) / mean.square().sum()
-        )
+        centered = white - torch.outer(white @ mean, mean) / mean.square().sum()
+        projections = torch.linalg.qr(torch.randn(HIDDEN, HIDDEN))[0] @ centered
+        # fc: the regression, with the token of the feature in directions of low variance.
         low = torch.linalg.eigh(torch.cov(y.T))[1][:, :96]
-        known = this @ looks[-96:].T
-        token = torch.linalg.solve(gram[: 3 * H, : 3 * H], x.T @ known / len(x)).T
-        rest = linear[:, : 3 * H] - low @ (low.T @ linear[:, : 3 * H])
-        share = 0.15 * (x @ rest.T).square().mean().sqrt() * 6**0.5 / known.square().mean().sqrt()
-        head.fc.weight.copy_(rest + share * low @ token)
+        token_code = feature_token @ projections[-96:].T
+        token_map = torch.linalg.solve(
+            gram[: 3 * HIDDEN, : 3 * HIDDEN], x.T @ token_code / len(x)
+        ).T
+        rest = linear[:, : 3 * HIDDEN] - low @ (low.T @ linear[:, : 3 * HIDDEN])
+        rest_rms = (x @ rest.T).square().mean().sqrt()
+        share = 0.15 * rest_rms * 6**0.5 / token_code.square().mean().sqrt()
+        head.fc.weight.copy_(rest + share * low @ token_map)
         size = (x @ head.fc.weight.T).square().mean(1).sqrt().mean()
+        # Heads that attend to their own position.
         q.mul_(0.2)
         k.mul_(0.2)
-        q[:own, :H] = k[:own, :H] = 1.2 * looks[:own]
-        left, values, right = torch.linalg.svd(linear[:, 3 * H :])
+        q[:own, :HIDDEN] = 1.2 * projections[:own]
+        k[:own, :HIDDEN] = 1.2 * projections[:own]
+        left, values, right = torch.linalg.svd(linear[:, 3 * HIDDEN :])
         v.zero_()
-        v[:own, :H] = values[:own].sqrt()[:, None] * right[:own]
+        v[:own, :HIDDEN] = values[:own].sqrt()[:, None] * right[:own]
         o[:, :own] = left[:, :own] * values[:own].sqrt()
-        slow = torch.cat([torch.arange(16, 32), torch.arange(48, 64)])  # hardly rotated
-        copied = torch.linalg.qr(torch.randn(H, 3 * d))[0]
+        # Copying heads. They use the dimensions that the rotary embedding hardly rotates.
+        slow = torch.cat([torch.arange(16, 32), torch.arange(48, 64)])
+        copied = torch.linalg.qr(torch.randn(HIDDEN, 3 * d))[0]
         for i in range(3):
-            at = own + i * d + slow
-            which = slice(32 * i, 32 * i + 32)
-            k[at] = 0
-            q[at, :H] = 2.5**0.5 * looks[-96:][which]
-            k[at, H:] = 2.5**0.5 * low[:, which].T * size / share
-        v[own:, :H] = copied.T
+            index = own + i * d + slow
+            code = slice(32 * i, 32 * i + 32)
+            k[index] = 0
+            q[index, :HIDDEN] = 2.5**0.5 * projections[-96:][code]
+            k[index, HIDDEN:] = 2.5**0.5 * low[:, code].T * size / share
+        v[own:, :HIDDEN] = copied.T
         o[:, own:] = 0.3 * copied
         head.midlayer.mlp.down_proj.weight.mul_(0.1)
         head.norm.weight.copy_(0.8 * self.norm)
 
     def run(self) -> None:
-        """AdamW, the rate falling to nothing with the minutes; of one step or of three, by lot."""
+        """Train for the given minutes, with one or three draft steps at random.
+
+        The learning rate of AdamW falls linearly with the time spent.
+        """
         args = self.args
-        head = self.head
-        self.warm()
-        optimizer = torch.optim.AdamW(head.parameters(), betas=(0.9, 0.98), weight_decay=0.01)
+        self.initialize()
+        optimizer = torch.optim.AdamW(self.head.parameters(), betas=(0.9, 0.98), weight_decay=0.01)
         batches = self.data.batches(args.tokens, self.rng)
-        spent = 0.0
-        said = 0.0
+        minutes = 0.0
+        logged_minutes = 0.0
         losses = []
         for step in itertools.count(1):
-            begun = time.monotonic()
-            share = spent / args.minutes
+            start = time.monotonic()
+            rate = args.rate * min(1.0, step / 50) * max(0.03, 1 - minutes / args.minutes)
             loss = self.loss(next(batches), 3 if self.rng.random() < 0.6 else 1)
             loss.backward()
-            torch.nn.utils.clip_grad_norm_(head.parameters(), 1.0)
+            torch.nn.utils.clip_grad_norm_(self.head.parameters(), 1.0)
             for group in optimizer.param_groups:
-                group["lr"] = args.rate * min(1.0, step / 50) * max(0.03, 1 - share)
+                group["lr"] = rate
             optimizer.step()
             optimizer.zero_grad(set_to_none=True)
             losses.append(loss.item())
-            spent += (time.monotonic() - begun) / 60
-            if spent - said < 2 and spent < args.minutes:
+            minutes += (time.monotonic() - start) / 60
+            if minutes - logged_minutes < 2 and minutes < args.minutes:
                 continue
-            said = spent
-            row = {
-                "step": step,
-                "minutes": spent,
-                "rows": len(self.data.train),
-                "loss": sum(losses) / len(losses),
-                "acceptance_length": self.acceptance(self.data.held),
-            }
-            with (args.work / "training_log.jsonl").open("a") as log:
-                log.write(json.dumps(row) + "\n")
-            tqdm.write(json.dumps(row))
-            torch.save(
-                {"head": head.state_dict(), "scale": self.data.scale, "kept": self.kept},
-                args.work / "head.pt",
-            )
-            if spent >= args.minutes:
+            logged_minutes = minutes
+            self.save(step, minutes, sum(losses) / len(losses))
+            if minutes >= args.minutes:
                 return
             losses = []
-            self.data.look()
+            self.data.load_new()
+
+    def save(self, step: int, minutes: float, loss: float) -> None:
+        """Append an entry to the log and write a checkpoint."""
+        entry = {
+            "step": step,
+            "minutes": minutes,
+            "rows": len(self.data.train),
+            "loss": loss,
+            "acceptance_length": self.acceptance_length(self.data.held),
+        }
+        with (self.args.work / "training_log.jsonl").open("a") as log:
+            log.write(json.dumps(entry) + "\n")
+        tqdm.write(json.dumps(entry))
+        checkpoint = {"head": self.head.state_dict(), "scale": self.data.scale, "kept": self.kept}
+        torch.save(checkpoint, self.args.work / "head.pt")
+
+
+def draft_hits(row: Row, predictions: list[Tensor]) -> list[list[bool]]:
+    """Return whether draft s after token t of the answer is correct, by t and s.
+
+    Parameters
+    ----------
+    row
+        Row with its answer.
+    predictions
+        Predicted ids by draft step, from position ``row.start - 4`` on. Draft s after token t is
+        predicted by entry t + s - 1 in step s.
+    """
+    hits = []
+    for t in range(row.start, len(row.ids)):
+        hits.append(
+            [
+                bool(step[t + s + 3 - row.start] == row.ids[t + s + 1])
+                for s, step in enumerate(predictions)
+                if t + s + 1 < len(row.ids)
+            ]
+        )
+    return hits
 
 
 def draft_vocabulary(rows: list[Row], size: int) -> Tensor:
-    """The end and single bytes, then the ids most used in answers, in prompts, and by number."""
-    said = Counter(token for row in rows for token in row.ids[row.start :])
-    seen = Counter(token for row in rows for token in row.ids)
-    common = [token for counts in (said, seen) for token, _ in counts.most_common()]
-    order = dict.fromkeys([2, *range(17, 17 + 256), *common, *range(SIZES.vocab)])
+    """Return the ids of the draft vocabulary in ascending order.
+
+    These are the end token and single bytes, then the most frequent tokens of answers, then those
+    of prompts, then ids in numeric order.
+    """
+    in_answers = Counter(token for row in rows for token in row.ids[row.start :])
+    in_rows = Counter(token for row in rows for token in row.ids)
+    frequent = [token for counts in (in_answers, in_rows) for token, _ in counts.most_common()]
+    order = dict.fromkeys([2, *range(17, 17 + 256), *frequent, *range(SIZES.vocab)])
     return torch.tensor(sorted(list(order)[:size]))
 
 
 def export(args: argparse.Namespace) -> None:
-    """The head as graft's loader reads it, in bfloat16, with its training's log.
+    """Write the head's checkpoint in bfloat16 and its training log.
 
-    Its output rows are the target's, so its draft vocabulary may be larger than in training: it
-    gets ids by number, and those of lower-case letters alone, with which keys begin.
+    Its output rows are those of the target, so the draft vocabulary may be larger than in training.
+    It is filled up with ids in numeric order, and with tokens of lower-case letters, which keys
+    begin with.
     """
-    words = Tokenizer(args.model).backend.get_vocab()
-    was = torch.load(args.work / "head.pt")
-    kept = set(was["kept"].tolist())
-    head = was["head"]
-    kept |= set(
-        [token for token in range(SIZES.vocab) if token not in kept][
-            : args.export_vocab - len(kept)
-        ]
-    )
-    kept |= {token for text, token in words.items() if re.fullmatch("[a-z]+", text)}
-    head["fc.weight"] = head["fc.weight"] / was["scale"]
-    tensors = {
-        name: value.bfloat16().contiguous()
-        for name, value in head.items()
-        if name not in ("d2t", "t2d")
-    }
+    vocabulary = Tokenizer(args.model).backend.get_vocab()
+    checkpoint = torch.load(args.work / "head.pt")
+    kept = set(checkpoint["kept"].tolist())
+    others = [token for token in range(SIZES.vocab) if token not in kept]
+    kept |= set(others[: args.export_vocab - len(kept)])
+    kept |= {token for text, token in vocabulary.items() if re.fullmatch("[a-z]+", text)}
+    head = checkpoint["head"]
+    head["fc.weight"] = head["fc.weight"] / checkpoint["scale"]
+    tensors = {}
+    for name, value in head.items():
+        if name not in ("d2t", "t2d"):
+            tensors[name] = value.bfloat16().contiguous()
     tensors["d2t"] = (torch.tensor(sorted(kept)) - torch.arange(len(kept))).int()
     args.out.mkdir(parents=True, exist_ok=True)
     save_file(tensors, args.out / "model.safetensors", metadata={"format": "pt"})
@@ -625,7 +804,7 @@ def export(args: argparse.Namespace) -> None:
         "tie_word_embeddings": False,
         "eagle_config": {
             "use_aux_hidden_state": True,
-            "eagle_aux_hidden_state_layer_ids": list(AUX),
+            "eagle_aux_hidden_state_layer_ids": list(AUX_LAYERS),
         },
     }
     (args.out / "config.json").write_text(json.dumps(config, indent=2) + "\n")
@@ -640,25 +819,33 @@ STAGES: dict[str, Callable[[argparse.Namespace], None]] = {
 
 
 def main() -> None:
-    """Parse the command line and run the stages named, in order."""
+    """Run the stages of the command line in order."""
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("stages", nargs="+", choices=list(STAGES))
     parser.add_argument("--model", type=Path, required=True, help="folder of the target")
-    parser.add_argument("--work", type=Path, required=True, help="rows, checkpoint and log")
-    parser.add_argument("--out", type=Path, help="where export writes")
-    parser.add_argument("--batches", type=int, default=60, help="of 32 rows to make")
-    parser.add_argument("--families", nargs="+", choices=list(FAMILIES), default=list(FAMILIES))
-    parser.add_argument("--seed", type=int, default=1, help="of the rows")
-    parser.add_argument("--minutes", type=float, default=60.0, help="of training")
-    parser.add_argument("--rate", type=float, default=1.2e-3)
-    parser.add_argument("--tokens", type=int, default=1500, help="a batch")
     parser.add_argument(
-        "--draft-vocab", type=int, default=6144, help="in training, beside what a batch says"
+        "--work", type=Path, required=True, help="folder of rows, checkpoint and log"
+    )
+    parser.add_argument("--out", type=Path, help="folder to which export writes")
+    parser.add_argument("--batches", type=int, default=60, help="files of 32 rows to generate")
+    parser.add_argument("--families", nargs="+", choices=list(FAMILIES), default=list(FAMILIES))
+    parser.add_argument("--seed", type=int, default=1, help="seed of the rows")
+    parser.add_argument("--minutes", type=float, default=60.0, help="training time")
+    parser.add_argument("--rate", type=float, default=1.2e-3, help="learning rate")
+    parser.add_argument("--tokens", type=int, default=1500, help="tokens per batch")
+    parser.add_argument(
+        "--draft-vocab",
+        type=int,
+        default=6144,
+        help="draft vocabulary in training, without the tokens of a batch",
     )
     parser.add_argument(
-        "--export-vocab", type=int, default=24576, help="before words that are keys"
+        "--export-vocab",
+        type=int,
+        default=24576,
+        help="draft vocabulary of the checkpoint, without lower-case words",
     )
     args = parser.parse_args()
     args.work.mkdir(parents=True, exist_ok=True)
