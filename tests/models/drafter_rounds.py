@@ -1,4 +1,4 @@
-"""Simulated rounds for drafter tests: known tokens and features in changing slots and rows."""
+"""Rounds as a drafter sees them: known tokens and features in changing slots and rows."""
 
 import itertools
 from pathlib import Path
@@ -22,7 +22,7 @@ MAX_DRAFTS = 24
 class Rounds:
     """Loads the drafter of a folder and feeds it tokens [SLOTS, LENGTH] round by round.
 
-    The tokens are random unless given; their features are those of the target. Caches are float32.
+    Tokens are random unless given; features are the target's. Caches are float32.
     """
 
     def __init__(self, device, stream, target, folder: Path, drafts: int, tokens=None, tree=None):
@@ -55,14 +55,14 @@ class Rounds:
         if tokens is not None:
             self.tokens[:] = tokens
         target.set_feature_layers(drafter.feature_layers)
-        wide = len(drafter.feature_layers) * target.config.hidden_size
-        self.features = np.zeros((SLOTS, LENGTH, wide), np.float32)
+        feature_size = len(drafter.feature_layers) * target.config.hidden_size
+        self.features = np.zeros((SLOTS, LENGTH, feature_size), np.float32)
         for slot in range(SLOTS):
             for kv in (target.kv, *drafter.caches):
                 model_util.allocate_pages(stream, kv, slot, LENGTH + MAX_DRAFTS)
-            made = device.zeros((LENGTH, wide), "float32")
-            model_util.forward(stream, target, self.tokens[slot], slot, range(LENGTH), made)
-            self.features[slot] = made.to_host()
+            logits_array = device.zeros((LENGTH, feature_size), "float32")
+            model_util.forward(stream, target, self.tokens[slot], slot, range(LENGTH), logits_array)
+            self.features[slot] = logits_array.to_host()
         self.state = SlotState(device, SLOTS, vocab)
         self.slots = np.zeros(SLOTS, SLOT)
         self.slots["active"] = 1
@@ -84,7 +84,7 @@ class Rounds:
             self.width,
             vocab,
             branch=self.branch,
-            features=wide,
+            features=feature_size,
             draft_vocab=drafter.vocab.size,
         )
 
@@ -94,7 +94,7 @@ class Rounds:
         return self.slots["n"]
 
     def prompt(self, slot: int, chunks: tuple[int, ...]) -> None:
-        """Prefill in chunks that end at the positions `chunks`."""
+        """Process the prompt that ends with the token at the last position of `chunks`."""
         for begin, end in itertools.pairwise(chunks):
             rows = model_util.make_rows(
                 self.device, self.tokens[slot, begin + 1 : end + 1], slot, range(begin, end)
@@ -104,7 +104,7 @@ class Rounds:
         self.n[slot] = chunks[-1]
 
     def commit(self, batch: list[int], counts: list[int]) -> Feed:
-        """Commit `counts` tokens in the slots `batch` (-1 is padding); return the feed."""
+        """Return the feed of a round that commits `counts` tokens in the slots `batch` (-1: padding)."""
         words = ROUND_ROW.itemsize // 4
         rows = np.full((len(batch), words + self.width), -1, np.int32)
         features = (
@@ -144,16 +144,16 @@ class Rounds:
         return feed
 
     def levels(self, feed: Feed):
-        """Draft all levels; yield slot, tokens on the path and logits [vocab] of every node."""
+        """Yield slot, path and logits of every node of every level."""
         for level in range(len(self.drafter.shape.levels)):
-            made = (
+            logits_array = (
                 self.drafter.step(self.lane, feed, level)
                 if level
                 else self.drafter.start(self.lane, feed)
             )
-            made = model_util.download(self.stream, made)
-            nodes = len(made) // feed.batch
-            for r, logits in enumerate(made):
+            logits_array = model_util.download(self.stream, logits_array)
+            nodes = len(logits_array) // feed.batch
+            for r, logits in enumerate(logits_array):
                 slot = feed.row_slot.to_host()[r // nodes]
                 path = int(self.slots["path"][slot, (level - 1) * nodes + r % nodes])
                 path_tokens = [self.drafts[slot, j] for j in range(MAX_DRAFTS) if path >> j & 1]
