@@ -25,7 +25,7 @@ ROOT = Path(__file__).resolve().parent.parent
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
-    """Add the options of the Makefile's longer targets."""
+    """Add ``--full`` and ``--soak``, which the Makefile's longer targets use."""
     parser.addoption("--full", action="store_true", help="also run the tests marked full")
     parser.addoption("--soak", action="store_true", help="run only the tests marked soak")
 
@@ -56,7 +56,7 @@ def pytest_collection_finish() -> None:
 
 @pytest.fixture(scope="session")
 def device() -> Device:
-    """The device of the process (``GRAFT_DEVICE``; the Makefile sets soft or cuda)."""
+    """The device of the process, which ``GRAFT_DEVICE`` selects."""
     from graft.cudagraph.device import open_device
 
     return open_device()

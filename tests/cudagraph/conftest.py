@@ -9,11 +9,11 @@ from graft.cudagraph import Device, KernelModule, load_text
 
 @pytest.fixture(scope="module")
 def module(device: Device, request: pytest.FixtureRequest) -> KernelModule:
-    """Kernels of the test file."""
+    """Compiled kernels of the test file."""
     return load_text(device, request.module.TEXT, request.path.with_suffix(".cu").name)
 
 
 @pytest.fixture(params=["mailbox", "spinkernel"])
 def transport(request: pytest.FixtureRequest) -> str:
-    """Name of the lane method that adds the mailbox."""
+    """Name of the lane method that adds a mailbox."""
     return str(request.param)

@@ -35,7 +35,7 @@ stream = device.stream()
 
 
 def replay(graph: Graph | GraphExec, stream: Stream, times: int = 1) -> GraphExec:
-    """Launch an executable, or a graph after instantiating it, `times` times, and wait."""
+    """Launch an executable `times` times, wait, and return it. A graph is instantiated first."""
     run = graph.instantiate() if isinstance(graph, Graph) else graph
     for _ in range(times):
         run.launch(stream)
@@ -117,7 +117,7 @@ def mailbox_graph(device: Device, transport: str, work: object, **options: objec
     Returns
     -------
     (GraphExec, DeviceArray)
-        Executable and copy of the output.
+        Executable, and the device array that the mailbox's output is copied to.
     """
     graph = Graph(device, "one mailbox")
     output = device.pinned((4,), "int32")
@@ -129,7 +129,7 @@ def mailbox_graph(device: Device, transport: str, work: object, **options: objec
 
 
 def replay_in_time(run: GraphExec, stream: Stream) -> None:
-    """Replay until the worker meets its deadline; on a busy machine it may be late."""
+    """Replay until the worker meets its deadline, which it may miss on a busy machine."""
     for _ in range(200):
         try:
             replay(run, stream)
@@ -175,7 +175,7 @@ def compile_library(source: str, folder: Path, name: str = "work.so") -> Path:
 
 
 class ForeignCapture:
-    """A captured graph and its executable, created by driver calls as by another library."""
+    """A graph that is captured and launched by direct driver calls, as another library would do."""
 
     def __init__(self, stream: Stream) -> None:
         self.stream = stream

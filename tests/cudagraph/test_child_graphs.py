@@ -1,4 +1,4 @@
-"""Child graphs, which are moved into their parent with mailboxes, payloads and conditionals."""
+"""Child graphs: graphs with mailboxes, payloads and conditionals that are moved into a parent."""
 
 from __future__ import annotations
 
@@ -92,7 +92,7 @@ def test_child_graph_cannot_be_edited_or_moved_again(device: Device, stream: Str
 
 
 def test_child_graph_failure_fails_replay_of_parent(device: Device, stream: Stream, module) -> None:
-    """Replay number and failure are those of the parent; both status words report it."""
+    """The error has the parent's replay number, and the status words of both graphs report it."""
     kernel = module["unless"]
     good = [device.zeros((1,), "int32") for _ in range(2)]
     fail = [False]
@@ -106,7 +106,7 @@ def test_child_graph_failure_fails_replay_of_parent(device: Device, stream: Stre
     child = Graph(device, "child")
     payload = child.payload("first", name="payload")
     child.lane("x").host(step, name="inner", payload=payload)
-    early = child.instantiate()  # it ran alone before: its records have counted
+    early = child.instantiate()  # the child's records count three runs before the move
     replay(early, stream, 3)
     early.close()
     child.lane("x").kernel(kernel, 1, 1, [child.status, good[0]])

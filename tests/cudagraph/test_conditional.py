@@ -64,7 +64,10 @@ def test_if_else_runs_one_body(
 
 
 def test_conditional_body_keeps_operands_alive(device: Device, stream: Stream) -> None:
-    """Operands, also closed ones, live as long as the executable. The body has a child graph."""
+    """The executable keeps the operands of the body and of its child graph alive.
+
+    This includes arrays that were closed.
+    """
     own = load_text(device, TEXT + "// another image\n", "conditional_keep.cu")
     data = device.zeros((1,), "int32")
     result = device.pinned((1,), "int32")
@@ -86,7 +89,7 @@ def test_conditional_body_keeps_operands_alive(device: Device, stream: Stream) -
 
 
 def test_conditional_body_rejects_host_work(device: Device) -> None:
-    """Also inside child graphs; nothing is added. A body has no instantiate()."""
+    """Host work is also rejected in a child graph of the body. A rejected call adds no node."""
     graph = Graph(device, "g")
     body = while_(graph.lane("main"), condition(graph, 0), name="loop")
     lane = body.lane("inside")
@@ -135,7 +138,7 @@ def test_condition_controls_exactly_one_node(device: Device, module) -> None:
 
 
 def test_invalid_condition_handle_faults(device: Device) -> None:
-    """Run in a child process, because the fault loses the context."""
+    """The test runs in a child process, because a fault makes the context unusable."""
     if device.kind != "soft":
         pytest.skip("only the soft device checks conditional handles")
     done = run_program(f"""
@@ -152,7 +155,7 @@ except DeviceError as error:
 
 
 def test_conditional_header_compiles_with_nvrtc() -> None:
-    """No CUDA header is needed, and the setter is left to the device runtime."""
+    """NVRTC needs no CUDA header and leaves cudaGraphSetConditional() to the device runtime."""
     from graft.cudagraph.compiler import nvrtc_options
 
     nvrtc = pytest.importorskip("cuda.bindings.nvrtc")
@@ -161,7 +164,7 @@ def test_conditional_header_compiles_with_nvrtc() -> None:
     options = [*nvrtc_options(), "--gpu-architecture=compute_90"]
     (code,) = nvrtc.nvrtcCompileProgram(program, len(options), [o.encode() for o in options])
     size = nvrtc.nvrtcGetProgramLogSize(program)[1]
-    log = bytearray(size)  # b" " * 1 is a shared object, which NVRTC would write into
+    log = bytearray(size)  # NVRTC writes into it; bytes of length 1 are shared objects
     nvrtc.nvrtcGetProgramLog(program, log)
     assert int(code) == 0, log.decode()
     text = bytearray(nvrtc.nvrtcGetPTXSize(program)[1])

@@ -81,7 +81,7 @@ def use_everything(device: Device) -> None:
 
 
 def test_driver_calls_release_gil(device: Device) -> None:
-    """The soft device counts calls by a thread that holds the GIL."""
+    """The soft device counts driver calls by threads that hold the GIL. There must be none."""
     if device.kind != "soft":
         pytest.skip("only the soft device counts calls that hold the GIL")
     before = softstats.counters()
@@ -109,7 +109,10 @@ def test_native_host_work_runs_while_gil_is_held(
 
 @pytest.mark.parametrize("model", ["1", "2", "4", "7"])
 def test_callbacks_and_driver_calls_do_not_deadlock(model: str) -> None:
-    """The soft device emulates the locks that drivers were observed to hold."""
+    """Host functions, launches and allocations of several threads make progress.
+
+    Each lock model of the soft device holds a set of locks that drivers were observed to hold.
+    """
     done = run_program(
         """
 other = device.stream()
@@ -172,7 +175,7 @@ def test_driver_threads_create_python_state_once(device: Device, stream: Stream)
 
 
 def test_import_in_subinterpreter_is_rejected() -> None:
-    """Driver threads can only enter the main interpreter."""
+    """The import raises an error, because driver threads can enter only the main interpreter."""
     done = run_python("""
 try:
     import _xxsubinterpreters as interpreters

@@ -53,7 +53,7 @@ extern "C" __global__ void inner(int* data) {
 
 
 def test_graph_lists_nodes_and_edges(device: Device, module) -> None:
-    """Edges are the order within a lane and the marks that a lane waits for, and no others."""
+    """Edges connect consecutive nodes of a lane, and marks with the lanes that wait for them."""
     data = device.zeros((4,), "int32")
     pinned = device.pinned((4,), "int32")
     graph = Graph(device, "shape")
@@ -236,7 +236,7 @@ def test_graph_dot_has_nodes_lanes_and_edges(device: Device) -> None:
 
 
 def test_update_kernel_affects_later_launches(device: Device, stream: Stream, module) -> None:
-    """A kernel node gets another function, grid and operands, by name or Node."""
+    """update_kernel() changes function, block and arguments of a node, given by name or as Node."""
     a = device.zeros((4,), "int32")
     b = device.from_host(np.ones(4, np.int32))
     graph = Graph(device, "changing")
@@ -251,7 +251,7 @@ def test_update_kernel_affects_later_launches(device: Device, stream: Stream, mo
 
 
 def test_update_kernel_operands_live_until_replaced(device: Device, stream: Stream, module) -> None:
-    """Memory does not grow over 300 changes."""
+    """Replaced operands are released, so the number of resources does not grow over 300 changes."""
     data = device.zeros((4,), "int32")
     graph = Graph(device, "kept")
     graph.lane("main").kernel(module["add"], 1, 4, [data, 1], name="work")
@@ -299,8 +299,9 @@ def test_closed_exec_keeps_operands_of_launch_in_flight(
 def test_set_enabled_skips_kernel_node(
     device: Device, stream: Stream, module, priorities: bool
 ) -> None:
-    """The order around a disabled kernel is kept; host nodes cannot be disabled. Kernels with
-    priorities compute the same results.
+    """A disabled kernel node does nothing, and host nodes cannot be disabled.
+
+    Kernels with priorities compute the same results.
     """
     data = device.zeros((1,), "int32")
     graph = Graph(device, "switch")
@@ -321,8 +322,10 @@ def test_set_enabled_skips_kernel_node(
 def test_programmatic_edges_lead_only_to_waiting_kernels(
     device: Device, stream: Stream, monkeypatch
 ) -> None:
-    """Edges are programmatic between two kernels of a lane if the second one waits at its top, and
-    never at a mark, another node or in a body. Such nodes cannot be changed.
+    """An edge between two consecutive kernels of a lane is programmatic if the second one waits.
+
+    The second kernel must call wait_for_previous_kernel() at its top. Edges at a mark, at a node of
+    another kind and in a body are ordinary. Nodes at a programmatic edge cannot be changed.
     """
     monkeypatch.setattr(graph_module, "PROGRAMMATIC_MIN_CUDA", 10**9)
     assert_raises(OptionError, {"'p'.*9.0": lambda: Graph(device, "p", programmatic=True)})
@@ -409,7 +412,7 @@ def test_invalid_node_and_payload_changes_raise(device: Device, stream: Stream, 
 
 
 def test_payload_is_the_value_at_launch(device: Device, stream: Stream) -> None:
-    """A replay reads the value that was set before its launch, however late it runs."""
+    """A replay reads the value at the time of its launch, even if it runs after a change."""
     gate = threading.Event()
     seen: list[tuple[object, str]] = []
     graph = Graph(device, "payloads")
@@ -443,7 +446,7 @@ def test_payload_is_the_value_at_launch(device: Device, stream: Stream) -> None:
 
 
 def test_exec_update_uses_payloads_of_new_definition(device: Device, stream: Stream) -> None:
-    """Payloads of the old definition are rejected afterwards."""
+    """After the update, set_payload() rejects payloads of the old definition."""
     seen: list[object] = []
     graphs = [Graph(device, name) for name in ("old", "new")]
     payloads = [graph.payload(f"{graph.name} first") for graph in graphs]

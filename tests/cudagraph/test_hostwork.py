@@ -38,7 +38,7 @@ extern "C" void answer(void* data) {
 
 
 class Api(ctypes.Structure):
-    """Argument of the native functions above."""
+    """Argument of the C functions in SOURCE (``struct Api``)."""
 
     _fields_ = (
         *((name, ctypes.c_void_p) for name in ("fail", "replay", "output")),
@@ -49,18 +49,21 @@ class Api(ctypes.Structure):
 
 @pytest.fixture(scope="module")
 def native_functions(tmp_path_factory) -> ctypes.CDLL:
-    """C functions with the signature of native work."""
+    """Library with the C functions in SOURCE, which run as native work."""
     return ctypes.CDLL(str(compile_library(SOURCE, tmp_path_factory.mktemp("native"))))
 
 
 def work(functions: ctypes.CDLL, name: str, data: ctypes._SimpleCData | Api) -> NativeWork:
-    """Return native work that calls a function above with the address of `data`."""
+    """Return native work that calls one of the C functions with the address of `data`."""
     address = ctypes.cast(getattr(functions, name), ctypes.c_void_p).value or 0
     return NativeWork(address, ctypes.addressof(data), keep=(functions, data), name=name)
 
 
 def api() -> Api:
-    """Return the argument of the functions, with the addresses of graft's functions."""
+    """Return a new argument for the C functions.
+
+    It contains the addresses of graft's functions for native work, such as fail_current().
+    """
     offered = _native.native_api()
     return Api(
         fail=offered["fail_current"],
@@ -174,7 +177,7 @@ def test_native_host_work_failure_raises_at_synchronize(
 def test_native_work_current_replay_counts_launches(
     device: Device, stream: Stream, native_functions
 ) -> None:
-    """Also after an update; 0 for eager work."""
+    """The count continues after an update. Eager work has no replay and reads 0."""
     data = api()
     item = work(native_functions, "numbers", data)
     executable = replay(one_step(device, item), stream, 3)
@@ -298,7 +301,7 @@ def test_hostfunc_rejects_invalid_stream(device: Device, stream) -> None:
 
 
 def test_host_work_with_spin_runs_in_order(device: Device, stream: Stream) -> None:
-    """Eager and graph steps with spin run once each, in order with blocking ones."""
+    """Host work with ``spin``, on a stream or in a graph, keeps the order with other host work."""
     calls: list[str] = []
     hostfunc(stream, calls.append, "eager", spin="force")
     graph = Graph(device, "spin")

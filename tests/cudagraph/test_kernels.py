@@ -151,7 +151,10 @@ def test_kernel_pack_rejects_values_for_struct(module, value) -> None:
 
 
 def test_parameter_kinds_are_parsed_from_source() -> None:
-    """Comments, qualifiers, missing names, launch bounds and repeated definitions."""
+    """The parser handles comments, qualifiers, launch bounds and unnamed parameters.
+
+    A parameter has the kind "other" if its kind differs between definitions with the same name.
+    """
     text = """
     // extern "C" __global__ void commented(int a) {}
     #if A
@@ -218,7 +221,7 @@ def test_device_load_caches_by_path_and_defines(
 def test_device_load_of_loaded_file_does_not_access_disk(
     device: Device, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Models call it for every launch."""
+    """load() must be fast, because models call it for every kernel launch."""
     source = tmp_path / "found.cu"
     source.write_text('extern "C" __global__ void found(int* out) { out[0] = 1; }\n')
     first = device.load(source)
@@ -273,7 +276,7 @@ def test_kernel_cache_rebuilds_corrupt_images(tmp_path: Path, damage: str) -> No
 
 @pytest.mark.parametrize("why", ["is a file", "others may write", "of another user"])
 def test_kernel_cache_replaces_unusable_folder_with_warning(tmp_path: Path, why: str) -> None:
-    """The private folder is used instead, with one warning, and the other one is not touched."""
+    """A private folder is used instead, with one warning. The unusable folder is not changed."""
     folder = tmp_path / "kernels"
     if why == "is a file":
         folder.write_text("")

@@ -38,7 +38,7 @@ def run(request, device: Device, stream: Stream) -> Callable[[Callable[[Lane, La
 
 
 def test_lane_runs_work_in_order(device: Device, run, module) -> None:
-    """fill, kernel, host and copy of one lane see each other's results."""
+    """Each fill, kernel, host step and copy of a lane sees the results of those before it."""
     data = device.empty((N,), "int32")
     staged = device.pinned((N,), "int32")
     out = device.pinned((N,), "int32")
@@ -124,7 +124,10 @@ def test_lane_rejects_marks_of_other_graphs_and_streams(device: Device, stream: 
 
 
 def test_mark_of_empty_lane_passes_on_dependencies(device: Device) -> None:
-    """A lane that only waits passes its dependencies on; the mark of an empty lane is the start."""
+    """The mark of a lane without nodes stands for the marks that the lane waits for.
+
+    If the lane waits for nothing, its mark is the start of the graph.
+    """
     graph = Graph(device, "chain")
     a, b, c = (graph.lane(name) for name in "abc")
     data = device.zeros((4,), "int32")

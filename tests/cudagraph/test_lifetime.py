@@ -45,9 +45,10 @@ def freed_resources() -> None:
 
 
 class Watched:
-    """A graph of weakly referenced host steps; ``wait_until_gone()`` waits for their release.
+    """A graph with a host step to which only a weak reference is kept after ``del step``.
 
-    With ``all_kinds`` it contains host steps of all transports, events and conditionals.
+    With ``all_kinds`` the graph runs the step by all transports and also contains events and
+    conditionals. ``wait_until_gone()`` waits until the step is released.
     """
 
     def __init__(self, device: Device, all_kinds: bool, before: Any = None):
@@ -66,7 +67,7 @@ class Watched:
         self.records = native.live_records() - live
 
     def _add_all(self, device: Device, lane: GraphLane) -> None:
-        """Add a step by each transport, events and conditionals."""
+        """Add the step by each transport, and add events and conditionals."""
         lane.host(self.step)
         event = device.event("lifetime")
         data = device.zeros((4,), "int32")
@@ -93,7 +94,7 @@ class Watched:
 def test_executable_outlives_closed_or_dropped_definition(
     device: Device, stream: Stream, all_kinds: bool, close: bool
 ) -> None:
-    """L5."""
+    """The executable keeps everything alive that it uses (L5)."""
     watched = Watched(device, all_kinds)
     executable = watched.graph.instantiate()
     if close:
@@ -109,7 +110,7 @@ def test_executable_outlives_closed_or_dropped_definition(
 
 @all_kinds
 def test_definition_outlives_executables(device: Device, stream: Stream, all_kinds: bool) -> None:
-    """Each executable numbers its replays from 1 (L6)."""
+    """The definition keeps its host steps alive and can be instantiated again (L6)."""
     watched = Watched(device, all_kinds)
     for _ in range(3):
         executable = watched.graph.instantiate()
@@ -125,7 +126,7 @@ def test_definition_outlives_executables(device: Device, stream: Stream, all_kin
 
 @all_kinds
 def test_launch_in_flight_keeps_everything_alive(device: Device, all_kinds: bool) -> None:
-    """Steps run after graph, executable, stream and callables were released (L7)."""
+    """Host steps run even if graph, executable, stream and callables were released (L7)."""
     gate = threading.Event()
     done = threading.Event()
     watched = Watched(device, all_kinds, lambda: gate.wait(60))
@@ -157,7 +158,10 @@ def test_launch_in_flight_keeps_everything_alive(device: Device, all_kinds: bool
 def test_failed_graph_build_releases_resources(
     device: Device, stream: Stream, monkeypatch: pytest.MonkeyPatch, function: str, kind: str
 ) -> None:
-    """A rejected node is undone, a wait together with its request; the graph still runs (L9)."""
+    """If the driver rejects a node, its records are released and the graph still runs (L9).
+
+    If it rejects the wait node of a mailbox, the request node is removed as well.
+    """
 
     def reject(*_: object) -> None:
         raise DeviceError("the node was rejected")
@@ -220,7 +224,7 @@ print("parent:", os.waitstatus_to_exitcode(status), len(calls))
 
 
 def test_forked_child_raises_and_exits_while_parent_continues() -> None:
-    """L10."""
+    """Only the child's driver calls fail, and both processes can exit (L10)."""
     done = run_program(FORKED)
     assert done.returncode == 0, done.stderr
     assert "child: cuGraphLaunch: this process was forked" in done.stdout
@@ -248,7 +252,7 @@ hostfunc(stream, print, "never or later")
 
 @pytest.mark.parametrize("ending", ["", "raise SystemExit(3)", "del executable, graph, lane, data"])
 def test_process_exits_cleanly_with_replays_in_flight(ending: str) -> None:
-    """L11."""
+    """The exit prints nothing except that host steps were cut off by the shutdown (L11)."""
     done = run_program(LEAVING + ending)
     assert done.returncode == (3 if "SystemExit" in ending else 0), done.stderr
     assert all("interpreter is shutting down" in line for line in done.stderr.splitlines())
@@ -272,7 +276,7 @@ print("leaving", flush=True)
 
 @pytest.mark.parametrize("_", range(4))
 def test_process_exits_cleanly_with_launching_daemon_threads(_: int) -> None:
-    """Threads inside launch() and synchronize() are parked (L11)."""
+    """Threads that are inside launch() or synchronize() at exit sleep until the end (L11)."""
     done = run_program(THREADS)
     assert (done.returncode, done.stdout, done.stderr) == (0, "leaving\n", "")
 
@@ -299,7 +303,7 @@ device.synchronize()
 
 
 def test_unreported_failure_is_printed_at_exit() -> None:
-    """Failures that were already raised are not repeated."""
+    """Failures that were already raised are not printed."""
     done = run_program(UNREPORTED)
     lines = sorted(done.stderr.splitlines())
     assert done.returncode == 0 and len(lines) == 2, done.stderr
@@ -387,7 +391,7 @@ print("raised:", len(set(raised)), len(raised))
 
 @pytest.mark.parametrize("ending", ["", "del executable, graph, lane, kernel, data, stream"])
 def test_device_fault_raises_once_and_process_exits(ending: str) -> None:
-    """Later host steps never run and eager ones are abandoned; exit prints nothing (L13)."""
+    """After the fault no host step runs, eager work is abandoned, and exit prints nothing (L13)."""
     done = run_program(FAULTY + ending)
     assert done.returncode == 0, done.stderr
     lines = done.stdout.splitlines()

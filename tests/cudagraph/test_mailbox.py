@@ -20,7 +20,7 @@ from graft.native import _native
 
 
 def test_mailbox_answers_every_replay_of_unreferenced_graph(device, stream, transport):
-    """Callable, graph and worker live as long as the executable."""
+    """The executable keeps callable, graph and worker alive."""
 
     def build() -> tuple[GraphExec, object]:
         count = [0]
@@ -54,7 +54,7 @@ def test_mailbox_wait_depends_on_request_and_lane(device, transport):
 
 
 def test_mailbox_work_rejects_driver_calls(device, stream):
-    """Garbage collection of a device array in the work makes no driver call."""
+    """Allocating memory in the work fails the replay. Collecting a device array does not."""
     graph = Graph(device, "forbidden")
     lane = graph.lane("main")
 
@@ -75,7 +75,7 @@ def test_mailbox_work_rejects_driver_calls(device, stream):
 
 
 def test_mailbox_uses_new_definition_after_update(device, stream, transport):
-    """Replays continue to be numbered."""
+    """The numbering of replays continues after the update."""
     seen: list[tuple[str, int]] = []
 
     def definition(name: str) -> Graph:
@@ -139,6 +139,7 @@ print(len(seen))
 
 
 def child(transport: str, **env: str) -> list[str]:
+    """Run CHILD in a process; return the first word and the rest of its output."""
     done = run_program(CHILD, transport, GRAFT_DEVICE="soft", **env)
     assert done.returncode == 0, done.stderr
     return done.stdout.strip().split(maxsplit=1)
@@ -149,7 +150,10 @@ def test_mailboxes_of_two_lanes_run_with_one_hardware_queue(transport):
 
 
 def test_mailbox_requires_memory_operations_and_spinkernel_does_not():
-    """The rejected pair leaves no node in the graph. No other device attribute matters."""
+    """On a device without memory operations, mailbox() adds neither of its two nodes.
+
+    Other device attributes have no effect.
+    """
     code, rest = child("mailbox", SOFTCUDA_MEMOPS="0")
     assert (code, rest) == ("CUDA_ERROR_NOT_SUPPORTED", "['fill'] []")
     assert child("spinkernel", SOFTCUDA_MEMOPS="0") == ["120"]
@@ -158,7 +162,7 @@ def test_mailbox_requires_memory_operations_and_spinkernel_does_not():
 
 
 def test_mailbox_records_and_threads_end_with_executable(device, stream):
-    """An idle worker sleeps."""
+    """The worker sleeps while it is idle, and its thread ends after its last owner is gone."""
     _native.flush(LIMIT_S)
     before = _native.live_records()
     worker = MailboxWorker(name="ending")
@@ -202,7 +206,7 @@ def test_mailbox_worker_runs_on_given_cores(device, stream):
 
 
 def test_mailbox_native_worker_holds_no_python_reference(device):
-    """Its thread may drop the last native reference and must not need the GIL for that."""
+    """The worker's thread may drop the last native reference, which must not require the GIL."""
     worker = MailboxWorker()
     before = sys.getrefcount(worker.native)
     run, _ = mailbox_graph(device, "mailbox", lambda out: None, worker=worker)
@@ -256,7 +260,7 @@ def test_mailbox_deadline_releases_wait_and_discards_late_result(device, stream,
 
 
 def test_mailbox_is_answered_by_worker_or_watchdog_once(device, stream, transport):
-    """The work takes about as long as its deadline: it is published or failed, never both."""
+    """Work takes about as long as its deadline. Either its result is published or it fails."""
     number = [0]
     rng = np.random.default_rng(3)
 
@@ -278,7 +282,7 @@ def test_mailbox_is_answered_by_worker_or_watchdog_once(device, stream, transpor
 
 
 def test_spinkernel_ends_at_device_deadline(device, stream):
-    """The kernel ends without help of the host, and the replay fails."""
+    """The waiting kernel ends without an answer of the host, and the replay fails."""
     go = threading.Event()
 
     def work(out: np.ndarray) -> None:
@@ -302,7 +306,7 @@ def test_spinkernel_ends_at_device_deadline(device, stream):
 
 
 def test_mailbox_replay_deadline_counts_from_launch(device, stream):
-    """The step is skipped when it is reached."""
+    """The replay fails if the request is late, and the work is skipped when it is requested."""
     seen: list[int] = []
     go = threading.Event()
     graph = Graph(device, "queued")
@@ -339,6 +343,6 @@ print(worker.native.parked, worker.served)
 
 
 def test_mailbox_waits_end_after_device_fault():
-    """The wait raises the fault, and a spinning worker goes to sleep."""
+    """synchronize() raises the fault, and a spinning worker goes to sleep."""
     done = run_program(FAULT, GRAFT_DEVICE="soft")
     assert done.stdout.split() == ["CUDA_ERROR_ILLEGAL_ADDRESS", "True", "0"], done.stderr

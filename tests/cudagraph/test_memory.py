@@ -32,7 +32,10 @@ from graft.native import _native
 
 
 def bfloat16_oracle(value: np.float32) -> int:
-    """Round a float32 to bfloat16 by comparing its two neighbours in float64."""
+    """Return the bits of a finite float32 value rounded to bfloat16, to nearest even.
+
+    The distances to the two neighbouring bfloat16 values are compared in float64.
+    """
     bits = int(np.float32(value).view(np.uint32))
     low = bits & 0xFFFF0000
     high = (bits & 0xFFFF0000) + 0x10000
@@ -61,7 +64,7 @@ def test_device_array_round_trip_keeps_bits(device: Device, dtype: str) -> None:
 
 
 def test_bfloat16_rounds_to_nearest_even() -> None:
-    """Agrees with an exact comparison of the two neighbours; NaN stays NaN."""
+    """The conversion agrees with bfloat16_oracle(), and keeps NaN and infinity."""
     rng = np.random.default_rng(2)
     values = rng.integers(0, 1 << 32, 4000, np.uint32).view(np.float32)
     ties = (rng.integers(0, 1 << 16, 500, np.uint32) << 16 | 0x8000).view(np.float32)
@@ -75,7 +78,7 @@ def test_bfloat16_rounds_to_nearest_even() -> None:
 
 
 def test_e4m3_rounds_to_nearest_even() -> None:
-    """Values beyond 464 become NaN, as NaN does."""
+    """Magnitudes above 464, infinity and NaN become NaN."""
     numbers = np.arange(127)  # exponent and mantissa, 7 bits
     fraction = np.where(numbers < 8, numbers % 8, 8 + numbers % 8)
     exponent = numbers // 8
@@ -96,7 +99,7 @@ def test_e4m3_rounds_to_nearest_even() -> None:
 
 
 def test_float16_conversion_matches_numpy() -> None:
-    """Overflow raises no warning."""
+    """Values beyond the range become infinity without a warning."""
     values = np.array([1.0, 65504.0, 1e6, 6e-8, -2.5], np.float32)
     expected = np.array([1, 65504, np.inf, 6e-8, -2.5], np.float16)
     assert np.array_equal(from_float32(values, "float16"), expected)
@@ -281,7 +284,7 @@ def test_ring_rejects_overwriting_entry_in_use(device: Device) -> None:
 
 
 def test_ring_synchronize_waits_for_stamp(device: Device) -> None:
-    """An older stamp in the entry does not end the wait."""
+    """The stamp of an older replay in the same entry does not end the wait."""
     ring = Ring(device, 2, {"token": ("int32", (1,))})
     ring.publish(1)
     ring.release(1)

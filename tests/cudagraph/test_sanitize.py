@@ -1,4 +1,4 @@
-"""Sanitizer builds of the native code: random graphs, device faults and the guide worker.
+"""Stress tests of the native code under sanitizers: random graphs, faults and the guide worker.
 
 ``make test`` runs a short version (AddressSanitizer, 150 graphs). ``make test-sanitize`` adds
 UndefinedBehaviorSanitizer and ThreadSanitizer, more graphs and other settings.
@@ -102,7 +102,7 @@ def run(kind: str, *arguments: object, timeout_s: float = 60, **settings: str) -
 def execute(
     command: list[str], timeout_s: float, settings: dict[str, str]
 ) -> subprocess.CompletedProcess[str]:
-    """Run a command without settings of the soft device and sanitizers from the environment."""
+    """Run a command with `settings`, and without inherited soft-device and sanitizer settings."""
     environment = {
         name: value
         for name, value in os.environ.items()
@@ -121,7 +121,7 @@ def execute(
 def graphs(
     kind: str, seed: int, count: int, threads: int, timeout_s: float = 60, **settings: str
 ) -> None:
-    """Run random graphs. The program checks results, failures, and that nothing is leaked."""
+    """Run random graphs. The program checks results and failures, and that nothing is leaked."""
     output = run(kind, "graphs", image(), seed, count, threads, timeout_s=timeout_s, **settings)
     assert re.match(rf"{count} graphs on {threads} threads; ", output)
 
@@ -134,26 +134,27 @@ def graphs(
     ],
 )
 def test_random_graphs_match_sequential_model(kind, first, count):
-    """Forks, joins, host steps, failures, updates, early releases; no memory error and no leak."""
+    """Graphs with forks, joins, host steps and failures are run, updated and released early."""
     graphs(kind, first, count, 3, SOFTCUDA_WORKERS="3")
 
 
 def test_device_fault_is_named_under_sanitizer():
-    """A kernel that writes out of bounds loses the context; the sanitizer finds nothing else."""
+    """The error names the kernel that wrote out of bounds. The sanitizer reports nothing."""
     assert "stray_cell" in run("address", "faults", image())
 
 
 def test_guide_worker_rows_are_correct_under_sanitizer():
-    """Random threads, time budgets, probes, forced drafts, reused slots and slow grammars.
+    """Mask rows contain the tokens that the grammar allows, and matchers are never shared.
 
-    Every ready mask row is the one of the grammar, and no two threads use a matcher at a time.
+    The cases vary the number of threads, time budgets, probes and forced drafts. Slots are reused,
+    and some grammars are slow.
     """
     guide("address", 1, 6)
 
 
 @pytest.mark.full
 def test_guide_worker_has_no_data_race():
-    """Many more settings, under ThreadSanitizer and UndefinedBehaviorSanitizer."""
+    """The same test runs with more settings under Thread- and UndefinedBehaviorSanitizer."""
     guide("thread", 1000, 60, timeout_s=600)
     guide("undefined", 2000, 100, timeout_s=600)
 
@@ -182,7 +183,7 @@ def test_sanitizers_report_planted_errors(kind, finding):
 
 @pytest.mark.full
 def test_plan_edit_after_launch_has_no_data_race():
-    """The launch is over but was not waited for."""
+    """A kernel node is changed after it has run, without waiting for the launch."""
     assert run("thread", "plans", image(), 300) == "300 plans\n"
 
 
@@ -198,6 +199,6 @@ def test_plan_edit_after_launch_has_no_data_race():
     ],
 )
 def test_random_graphs_match_model_under_all_settings(kind, seed, count, setting):
-    """Four threads, with every setting of how the soft device frees, orders and locks."""
+    """Four threads run graphs with each soft-device setting of workers, locks and destructors."""
     name, _, value = setting.partition("=")
     graphs(kind, seed, count, 4, timeout_s=600, **{f"SOFTCUDA_{name}": value} if name else {})

@@ -1,4 +1,4 @@
-"""The error of an exceeded deadline contains the Python and native stacks of both sides."""
+"""Errors of exceeded deadlines contain the stacks of the waiting thread and of the host step."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def stuck(device: Device, stream: Stream) -> Iterator[threading.Event]:
 
 
 def error_text(error: type[GraftError], wait: Callable[[], object]) -> str:
-    """Return message and notes of the error that a wait raises."""
+    """Call a function that waits, and return the message and notes of the error that it raises."""
 
     def waiting_function() -> None:
         wait()
@@ -52,7 +52,7 @@ def error_text(error: type[GraftError], wait: Callable[[], object]) -> str:
 
 
 def check_both_sides(message: str) -> None:
-    """Check for the Python and native stacks of the waiting thread and of the host step."""
+    """Check that a message has the Python and native stacks of waiting thread and host step."""
     waiting, running = message.split("running: ")
     assert "waiting: thread 'MainThread'" in waiting
     assert "in waiting_function" in waiting
@@ -66,7 +66,7 @@ def check_both_sides(message: str) -> None:
 def test_deadline_report_of_graph_stream_and_device_waits(
     stuck: threading.Event, stream: Stream, device: Device
 ) -> None:
-    """The soft device adds the calls in progress."""
+    """All waits report the stacks. On the soft device, they also report the calls in progress."""
     run = stuck.run  # type: ignore[attr-defined]
     assert not run.query()
     for wait in (run.synchronize, run.clear, stream.synchronize, device.synchronize):
@@ -109,7 +109,10 @@ def test_deadline_report_without_running_host_work(device: Device) -> None:
 def test_mailbox_deadline_report_has_stack_of_worker(
     device: Device, stream: Stream, transport: str
 ) -> None:
-    """The watchdog takes the native stack; Python's is included while the work is still running."""
+    """The message has the native stack, which the watchdog took. A note has the Python stack.
+
+    The note is added because the work is still running when the error is raised.
+    """
     gate = threading.Event()
 
     def slow_work() -> None:
