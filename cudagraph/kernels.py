@@ -301,7 +301,8 @@ def load(
     defines
         Values of macros, by name.
     """
-    macros = tuple(sorted((key, str(value)) for key, value in (defines or {}).items()))
+    values = {name: str(value) for name, value in (defines or {}).items()}
+    macros = tuple(sorted(values.items()))
     # Not Path.resolve(), which takes longer than a launch.
     source = Path(os.path.abspath(path))
     with _modules_lock:
@@ -311,7 +312,7 @@ def load(
             text = source.read_text()
         except OSError as error:
             raise KernelError(f"kernel source {source} cannot be read: {error}") from error
-        module = load_text(context, text, source.name, dict(macros), source.parent)
+        module = load_text(context, text, source.name, values, source.parent)
     with _modules_lock:
         return _modules.setdefault((source, macros), module)
 

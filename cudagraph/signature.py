@@ -68,8 +68,13 @@ def waiting_kernels(text: str) -> frozenset[str]:
 
 def _entries(text: str) -> Iterator[tuple[str, str, str]]:
     """Iterate over the kernels of a source as (name, parameter list, text after the list)."""
-    parts = _ENTRY.split(_COMMENT.sub(" ", text))[1:]
-    return zip(parts[::3], parts[1::3], parts[2::3], strict=True)
+    # split() returns the text before the first kernel, then the two groups of the pattern and the
+    # text up to the next kernel for each kernel.
+    parts = _ENTRY.split(_COMMENT.sub(" ", text))
+    names = parts[1::3]
+    parameters = parts[2::3]
+    following = parts[3::3]
+    return zip(names, parameters, following, strict=True)
 
 
 def _kind(parameter: str) -> str:

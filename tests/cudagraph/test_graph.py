@@ -15,8 +15,12 @@ from cudagraph_util import assert_raises, replay, run_in_threads, wait_until_fre
 from graft import native
 from graft.cudagraph import (
     Device,
+    DeviceArray,
     Graph,
+    GraphBody,
+    GraphLane,
     KernelError,
+    KernelModule,
     NativeWork,
     OptionError,
     PythonWork,
@@ -319,6 +323,54 @@ def test_set_enabled_skips_kernel_node(
         executable.set_enabled("masks", False)
 
 
+def programmatic_edges(graph: Graph | GraphBody) -> list[tuple[int, int]]:
+    """Return the programmatic edges of a CUgraph as pairs of node indices."""
+    nodes, count = call(cu.cuGraphGetNodes, graph.handle, 99)
+    index = {int(node): i for i, node in enumerate(nodes[:count])}
+    starts, ends, properties, count = call(cu.cuGraphGetEdges, graph.handle, 99)
+    found = []
+    for i in range(count):
+        if (int(properties[i].type), properties[i].from_port) == (1, 1):
+            found.append((index[int(starts[i])], index[int(ends[i])]))
+    return found
+
+
+def waiting_graph(
+    device: Device, kernels: KernelModule, data: DeviceArray, programmatic: bool
+) -> tuple[Graph, GraphBody]:
+    """Build a graph of the kernels in WAITING, with marks, other nodes and a conditional body.
+
+    Each kernel increments ``data``.
+
+    Returns
+    -------
+    (Graph, GraphBody)
+        Graph, and the body of its conditional node.
+    """
+    graph = Graph(device, "p", programmatic=programmatic)
+    main = graph.lane("main")
+    other = graph.lane("other")
+
+    def add(name: str, lane: GraphLane = main) -> None:
+        lane.kernel(kernels[name], 1, 1, [data])
+
+    for name in ("wait", "wait", "plain", "wait", "late", "wait", "inner"):
+        add(name)
+    main.fill(device.zeros((1,), "int32"))
+    add("wait")
+    mark = main.record()
+    add("wait")
+    other.wait(mark)
+    add("wait", other)
+    main.wait(other.record())
+    add("wait")
+    main.host(list)
+    body = if_(main, condition(graph, 1))
+    add("wait", body.lane("main"))
+    add("wait", body.lane("main"))
+    return graph, body
+
+
 def test_programmatic_edges_lead_only_to_waiting_kernels(
     device: Device, stream: Stream, monkeypatch
 ) -> None:
@@ -339,40 +391,10 @@ def test_programmatic_edges_lead_only_to_waiting_kernels(
     totals = []
     for programmatic in (False, True):
         data = device.zeros((1,), "int32")
-        graph = Graph(device, "p", programmatic=programmatic)
-        main = graph.lane("main")
-        other = graph.lane("other")
-
-        def add(name: str, lane=main, data=data) -> None:
-            lane.kernel(kernels[name], 1, 1, [data])
-
-        for name in ("wait", "wait", "plain", "wait", "late", "wait", "inner"):
-            add(name)
-        main.fill(device.zeros((1,), "int32"))
-        add("wait")
-        mark = main.record()
-        add("wait")
-        other.wait(mark)
-        add("wait", other)
-        main.wait(other.record())
-        add("wait")
-        main.host(list)
-        body = if_(main, condition(graph, 1))
-        add("wait", body.lane("main"))
-        add("wait", body.lane("main"))
-        found = []
-        for one in (graph, body):
-            nodes, count = call(cu.cuGraphGetNodes, one.handle, 99)
-            at = {int(node): i for i, node in enumerate(nodes[:count])}
-            *edges, count = call(cu.cuGraphGetEdges, one.handle, 99)
-            found.append(
-                [
-                    (at[int(a)], at[int(b)])
-                    for a, b, how in list(zip(*edges, strict=True))[:count]
-                    if (int(how.type), how.from_port) == (1, 1)
-                ]
-            )
-        assert found == [[(0, 1), (2, 3), (4, 5)] if programmatic else [], []]
+        graph, body = waiting_graph(device, kernels, data, programmatic)
+        expected = [(0, 1), (2, 3), (4, 5)] if programmatic else []
+        assert programmatic_edges(graph) == expected
+        assert programmatic_edges(body) == []
         run = replay(graph, stream)
         totals.append(data.to_host()[0])
         for node in graph.nodes[:7]:

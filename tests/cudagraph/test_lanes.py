@@ -129,7 +129,9 @@ def test_mark_of_empty_lane_passes_on_dependencies(device: Device) -> None:
     If the lane waits for nothing, its mark is the start of the graph.
     """
     graph = Graph(device, "chain")
-    a, b, c = (graph.lane(name) for name in "abc")
+    a = graph.lane("a")
+    b = graph.lane("b")
+    c = graph.lane("c")
     data = device.zeros((4,), "int32")
     c.wait(b.record())
     a.fill(data, 1)
