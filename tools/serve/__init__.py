@@ -1,15 +1,15 @@
 """``graft serve``: an OpenAI-compatible HTTP server with streaming, tool calls and replicas.
 
 ``app``
-    ASGI application: endpoints, authentication, admission, streaming.
+    The ASGI application with its endpoints, authentication, admission control and streaming.
 ``protocol``, ``tool_calls``, ``responses``, ``errors``
-    Requests, tool calls, responses and errors in OpenAI's format.
+    Conversion of requests, tool calls, responses and errors from and to OpenAI's format.
 ``engine_driver``
-    The thread that runs an engine.
+    The thread that runs an engine, and its interface to the event loop of the server.
 ``replicas``, ``router``, ``actors``
-    Data parallel serving: several engines in separate processes, as Ray actors.
+    Data parallel serving. Each replica is an engine in a process of its own, a Ray actor.
 ``metrics``
     Prometheus metrics.
 ``command``, ``server``
-    Command line and the life of the server process.
+    The command line, and startup, draining and shutdown of the server process.
 """

@@ -1,4 +1,4 @@
-"""Engines in separate processes, as Ray actors."""
+"""Ray actors: each runs one engine, a replica of data parallel serving, in its own process."""
 
 from __future__ import annotations
 
@@ -27,20 +27,29 @@ _OBJECT_STORE_BYTES = 1 << 27
 
 
 class ReplicaActor:
-    """An engine with its driver. All methods run in the event loop of the actor."""
+    """An engine and the `EngineDriver` that runs it.
+
+    Ray calls the methods in the event loop of the actor's process.
+    """
 
     def __init__(self) -> None:
         self._events: asyncio.Queue[Event] = asyncio.Queue()
         self._driver: EngineDriver
 
     async def start(self, make_engine: Callable[[], Engine]) -> EngineInfo:
-        """Create the engine and start its driver. Errors of `make_engine` propagate."""
+        """Create the engine, start its driver and return the engine's properties.
+
+        An error of `make_engine` is raised to the caller.
+        """
         self._driver = EngineDriver(make_engine())
         self._driver.start(lambda _output: None)
         return self._driver.info
 
     async def send(self, jobs: Sequence[Request | str]) -> None:
-        """Submit the requests, and cancel the requests that are given by id, in order."""
+        """Process jobs in order.
+
+        A job is a `Request` to submit, or the id of a request to cancel.
+        """
         for job in jobs:
             if isinstance(job, str):
                 self._driver.cancel(job)
@@ -48,7 +57,7 @@ class ReplicaActor:
                 self._driver.submit(job, self._events)
 
     async def receive(self) -> list[Event]:
-        """Wait for events and return all that there are.
+        """Wait until there is an event, and return all available events.
 
         Raises
         ------
@@ -61,7 +70,7 @@ class ReplicaActor:
         return events
 
     async def counters(self) -> dict[str, Any] | None:
-        """Return `Engine.counters`; None if the engine does not answer."""
+        """Return `Engine.counters`, or None if the engine does not answer."""
         return (await self._driver.counters())[0]
 
 
@@ -81,14 +90,17 @@ class RayActor:
         self._handle = actor_class.remote()
 
     async def call(self, method: str, *arguments: Any) -> Any:
-        """Call a method of the actor and return its result. Its errors propagate."""
+        """Call a method of the actor and return its result.
+
+        An error that the method raises is raised here too.
+        """
         try:
             return await getattr(self._handle, method).remote(*arguments)
         except self._ray.exceptions.RayTaskError as error:
             raise error.cause from None
 
     def kill(self) -> None:
-        """End the process."""
+        """Terminate the process of the actor."""
         self._ray.kill(self._handle)
 
 
@@ -96,8 +108,8 @@ class RayActor:
 def ray_cluster(count: int) -> Iterator[Callable[[], Actor]]:
     """Run a local Ray cluster for `count` replicas and yield a function that launches an actor.
 
-    The cluster belongs to this process: access requires a random token, usage statistics are
-    disabled, and its files are deleted at the end.
+    Only this process uses the cluster. Clients of the cluster must have a random token, usage
+    statistics are disabled, and the files of the cluster are deleted when the context ends.
 
     Raises
     ------
@@ -112,7 +124,7 @@ def ray_cluster(count: int) -> Iterator[Callable[[], Actor]]:
     gpus_per_replica = int(uses_cuda)
     with tempfile.TemporaryDirectory(prefix="graft-", ignore_cleanup_errors=True) as folder:
         _start_ray(ray, count, folder)
-        # Ray's handler would end the process without draining.
+        # Ray installs a handler that would terminate the process without draining it.
         signal.signal(signal.SIGTERM, signal.default_int_handler)
         try:
             gpus = ray.cluster_resources().get("GPU", 0)
@@ -130,7 +142,7 @@ def ray_cluster(count: int) -> Iterator[Callable[[], Actor]]:
 
 
 def _import_ray() -> Any:
-    """Import Ray with authentication and without usage statistics."""
+    """Import Ray. Before that, enable its authentication and disable its usage statistics."""
     os.environ |= {
         "RAY_USAGE_STATS_ENABLED": "0",
         "RAY_AUTH_MODE": "token",
@@ -148,7 +160,7 @@ def _import_ray() -> Any:
 
 
 def _start_ray(ray: Any, count: int, folder: str) -> None:
-    """Start a local cluster with `count` CPUs and its files in `folder`."""
+    """Start a local cluster with `count` CPUs, which keeps its files in `folder`."""
     try:
         ray.init(
             address="local",
@@ -162,6 +174,6 @@ def _start_ray(ray: Any, count: int, folder: str) -> None:
             # Ray's default niceness is 15.
             _system_config={"worker_niceness": 0},
         )
-    except Exception as error:  # Ray raises no class of its own here
+    except Exception as error:  # Ray raises errors of various classes here
         ray.shutdown()
-        raise EngineError(f"Ray does not start: {error}") from error
+        raise EngineError(f"Ray did not start: {error}") from error

@@ -45,22 +45,22 @@ _STREAM_START: Message = {
 
 @dataclass(frozen=True)
 class Settings:
-    """Settings of the endpoint.
+    """Settings of the HTTP endpoint.
 
     Parameters
     ----------
     name
-        Model name.
+        Model name that clients use.
     api_key
-        Key that clients must send; None: no authentication.
+        Key that clients must send. None disables authentication.
     max_waiting
-        Maximum number of API requests beyond the number of request slots. Further ones get
-        status 429.
+        Maximum number of API requests that are in progress in addition to one per request slot of
+        the engine. Any further request gets status 429.
     max_body_bytes
-        Maximum size of a request body.
+        Maximum size of a request body in bytes.
     io_timeout_s
-        Number of seconds in which a client must send its request body, or accept a chunk of a
-        streamed response.
+        Time limit in seconds for a client to send its request body, and for a client to accept
+        each chunk of a streamed response.
     """
 
     name: str
@@ -71,12 +71,12 @@ class Settings:
 
 
 class Service:
-    """The application and the state that its endpoints share.
+    """The ASGI application and the state that its endpoints share.
 
     Parameters
     ----------
     driver
-        Runs the requests.
+        One engine or several replicas, which run the requests.
     settings
         Settings of the endpoint.
 
@@ -85,11 +85,11 @@ class Service:
     app
         The ASGI application.
     parser
-        Converts API requests; used by one thread.
+        Parser of API requests. It is not thread-safe, so a single worker thread calls it.
     api_requests
         Number of API requests in progress.
     draining
-        Whether new requests are refused because the server is shutting down.
+        Whether the server is shutting down and therefore refuses new requests.
     """
 
     def __init__(self, driver: EngineDriver | Replicas, settings: Settings):
@@ -101,7 +101,8 @@ class Service:
         self.api_requests = 0
         self.draining = False
         self._max_api_requests = settings.max_waiting + info.max_batch_size
-        # The tokenizer is not thread-safe. Checking a grammar may take long.
+        # One thread, because the tokenizer is not thread-safe. Grammars have threads of their
+        # own, because checking one may take long.
         self._parser_thread = ThreadPoolExecutor(1, "graft parser")
         self._grammar_threads = ThreadPoolExecutor(2, "graft grammars")
         handlers: Any = {
@@ -146,7 +147,7 @@ class Service:
             raise ApiError("the API key is missing or wrong", 401, code="invalid_api_key")
 
     def check_capacity(self) -> None:
-        """Check that another request can be accepted.
+        """Check that the server can accept another request.
 
         Raises
         ------
@@ -161,7 +162,7 @@ class Service:
             raise ApiError(f"{self.api_requests} requests are running or waiting already", 429)
 
     async def read_body(self, request: HttpRequest) -> dict[str, Any]:
-        """Return the fields of a request.
+        """Read the JSON body of a request and return its fields.
 
         Raises
         ------
@@ -187,7 +188,13 @@ class Service:
         return fields
 
     async def parse(self, fields: dict[str, Any], chat: bool) -> ApiRequest:
-        """Convert the fields of a request. Errors are ApiError or another GraftError."""
+        """Convert the fields of a request to requests of the engine.
+
+        Raises
+        ------
+        ApiError, GraftError
+            If a field is invalid.
+        """
         fields = check_fields(fields, chat, self.settings.name)
         grammar = None
         found = find_grammar(fields, self.parser.limits)
@@ -229,9 +236,10 @@ class Service:
 
 
 class RequestStream:
-    """Submits requests and iterates over their events; `close` cancels what has not ended.
+    """The events of the engine requests that belong to one API request.
 
-    Iteration yields the index of the request and the event.
+    The constructor submits the requests. Iteration yields pairs of the index of a request and its
+    next event, until all requests have ended.
     """
 
     def __init__(self, driver: EngineDriver | Replicas, requests: Sequence[Request]):
@@ -256,7 +264,10 @@ class RequestStream:
 
 
 class _GenerateEndpoint:
-    """Answers generation requests; a request is cancelled when its client disconnects."""
+    """The endpoint for generation requests.
+
+    When the client of a request disconnects, the request is cancelled.
+    """
 
     def __init__(self, service: Service, chat: bool):
         self._service = service
@@ -292,7 +303,7 @@ class _GenerateEndpoint:
     async def _respond(
         self, api_request: ApiRequest, stream: RequestStream, _send: Send
     ) -> Response:
-        """Return the complete response."""
+        """Wait for all outputs and return the response."""
         parser = self._service.parser
         outputs: dict[int, Output] = {}
         async for index, event in stream:
@@ -308,9 +319,10 @@ class _GenerateEndpoint:
         return _json_response(body | {"usage": token_usage(ordered)})
 
     async def _stream(self, api_request: ApiRequest, stream: RequestStream, send: Send) -> None:
-        """Send server-sent events.
+        """Send the response as server-sent events.
 
-        An error before the first event is raised, so that the response has its HTTP status.
+        An error before the first event is raised, so that the client gets its HTTP status. A later
+        error is sent as an event, because the status has already been sent.
         """
         parser = self._service.parser
         started = False
@@ -368,5 +380,9 @@ async def _handle_error(_request: HttpRequest, error: Exception) -> Response:
 def _json_response(
     body: object, status: int = 200, headers: dict[str, str] | None = None
 ) -> Response:
-    """Return a JSON response in ASCII: an error message may quote lone surrogates."""
+    """Return a JSON response.
+
+    Other characters than ASCII are escaped, because an error message may quote lone surrogates,
+    which UTF-8 cannot encode.
+    """
     return Response(json.dumps(body), status, headers, "application/json")

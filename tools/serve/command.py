@@ -1,4 +1,4 @@
-"""``graft serve``: options, engine or replicas, and listening socket."""
+"""The subcommand ``graft serve``: its options, and creation of engines, socket and server."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from graft.tools.serve.replicas import Replicas
 
 API_KEY_VARIABLE = "GRAFT_API_KEY"
-#: Modules of the packages that the extra ``serve`` installs.
+#: Modules that the optional dependencies ``graft-cuda[serve]`` install.
 EXTRA_MODULES = ("starlette", "uvicorn", "prometheus_client")
 DEFAULT_NAME = "graft-demo"
 
@@ -41,13 +41,14 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--verify",
         choices=VERIFY_MODES,
-        help="verification mode of requests without a seed (default rejection); requests with a "
-        "seed are verified as coupled",
+        help="verification mode for requests without a seed (default rejection); requests with a "
+        "seed always use mode coupled",
     )
     parser.add_argument(
         "--timeline",
         action="store_true",
-        help="measure all parts of a round, for the metric graft_grammar_exposed_seconds",
+        help="record the time of each part of a decoding round, for the metric "
+        "graft_grammar_exposed_seconds",
     )
     group = parser.add_argument_group("endpoint")
     group.add_argument(
@@ -57,12 +58,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--port", type=int, default=8000, help="port; 0 selects a free one (default %(default)s)"
     )
     group.add_argument(
-        "--name", help=f"model name (default: name of the model folder, or {DEFAULT_NAME})"
+        "--name",
+        help=f"model name in the API (default: name of the model folder, or {DEFAULT_NAME})",
     )
     group.add_argument(
         "--api-key",
         default=os.environ.get(API_KEY_VARIABLE),
-        help=f"key that clients must send (default: value of {API_KEY_VARIABLE})",
+        help=f"key that clients must send (default: value of the variable {API_KEY_VARIABLE})",
     )
     group.add_argument(
         "--replicas",
@@ -76,7 +78,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         type=int,
         default=256,
         metavar="N",
-        help="maximum number of waiting requests; further ones get status 429 "
+        help="maximum number of waiting requests; any further request gets status 429 "
         "(default %(default)s)",
     )
     _add_limit_arguments(group)
@@ -85,8 +87,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         type=float,
         default=30.0,
         metavar="SECONDS",
-        help="time for running requests to end after SIGTERM or Ctrl-C; new requests get status "
-        "503, and a second signal ends the server (default %(default)g)",
+        help="time that running requests have to complete after SIGTERM or Ctrl-C; new requests "
+        "get status 503 meanwhile, and a second signal stops the server at once (default "
+        "%(default)g)",
     )
     parser.set_defaults(run=run)
 
@@ -108,12 +111,12 @@ def _add_limit_arguments(group: argparse._ArgumentGroup) -> None:
 
 
 def run(options: argparse.Namespace) -> int:
-    """Serve until a signal arrives.
+    """Run the server until a signal stops it, and return the exit status 0.
 
     Raises
     ------
     OptionError
-        If the extra ``serve`` is not installed, or the address cannot be bound.
+        If ``graft-cuda[serve]`` is not installed, or the address cannot be bound.
     """
     try:
         from graft.tools.serve.app import Service, Settings
@@ -144,7 +147,7 @@ def run(options: argparse.Namespace) -> int:
 
 @contextlib.contextmanager
 def _open_driver(options: argparse.Namespace) -> Iterator[EngineDriver | Replicas]:
-    """Open one engine or several replicas.
+    """Open the engine, or several replicas of it, for as long as the context lasts.
 
     Raises
     ------
@@ -191,7 +194,7 @@ def _open_engine(options: argparse.Namespace, limits: Limits) -> Engine:
 
 
 def bind_socket(host: str, port: int) -> socket.socket:
-    """Return a socket that is bound to an address.
+    """Return a TCP socket that is bound to an address, before a model is loaded.
 
     Raises
     ------

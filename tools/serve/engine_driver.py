@@ -1,4 +1,8 @@
-"""The thread that runs an engine, driven from an asyncio event loop."""
+"""The thread that runs an engine on behalf of an asyncio event loop.
+
+The event loop passes jobs (functions) to the thread through a queue. The thread passes the events
+of the requests back with ``call_soon_threadsafe``.
+"""
 
 from __future__ import annotations
 
@@ -18,7 +22,7 @@ from graft.models.errors import EngineError
 from graft.models.request import Event, Limits, Output, Request
 
 T = TypeVar("T")
-#: Maximum number of seconds that `counters` waits for the engine.
+#: Time limit in seconds for the engine to answer `EngineDriver.counters`.
 COUNTERS_TIMEOUT_S = 5.0
 
 
@@ -31,7 +35,7 @@ class EngineInfo:
     tokenizer
         Folder of the tokenizer.
     limits
-        Limits of requests.
+        Size limits that requests must observe.
     max_batch_size
         Number of request slots.
     page_size
@@ -48,14 +52,14 @@ class EngineInfo:
 
 
 class EngineDriver:
-    """Runs an engine in a thread, which sleeps while there is nothing to do.
+    """Runs an engine in a thread, which sleeps while the engine has no requests.
 
     The public methods must be called from one event loop. Request ids must be unique.
 
     Parameters
     ----------
     engine
-        The engine. Only the thread uses it, apart from its thread-safe methods.
+        The engine. Other threads than the driver's call only its thread-safe methods.
 
     Attributes
     ----------
@@ -95,7 +99,7 @@ class EngineDriver:
         self._thread.start()
 
     async def stop(self) -> None:
-        """Cancel all requests and wait until the thread has ended."""
+        """Cancel all requests and wait until the thread has exited."""
         self.cancel_all()
         self._put(None)
         await asyncio.to_thread(self._thread.join)
@@ -108,8 +112,8 @@ class EngineDriver:
     def submit(self, request: Request, sink: asyncio.Queue[Event]) -> None:
         """Submit a request.
 
-        Its events are put into `sink`. The last event always has an output, also if the request
-        fails.
+        The events of the request are put into `sink`. The last event always has an output, even if
+        the request fails.
         """
         self._sinks[str(request.id)] = sink
         self._put(partial(self._submit, request))
@@ -120,17 +124,19 @@ class EngineDriver:
             self._put(partial(self._engine.cancel, request_id))
 
     def cancel_all(self) -> None:
-        """Cancel all requests. Their last events are still delivered."""
+        """Cancel all requests. The last event of each is still delivered."""
         for request_id in self._sinks:
             self._put(partial(self._engine.cancel, request_id))
 
     @property
     def alive(self) -> list[bool]:
-        """Whether the engine can be used, as a list of one element; see `Replicas.alive`."""
+        """Whether the engine is usable, as a list of one element, like `Replicas.alive`."""
         return [self.failure is None]
 
     async def counters(self) -> list[dict[str, Any] | None]:
-        """Return `Engine.counters`, read between two rounds, as a list of one element.
+        """Return `Engine.counters` as a list of one element.
+
+        The thread reads the counters between two decoding rounds, so they are consistent.
 
         The element is None if the engine has failed or does not answer in time.
         """
@@ -150,7 +156,7 @@ class EngineDriver:
         return [None]
 
     def _put(self, job: Callable[[], object] | None) -> None:
-        """Queue a function for the thread; None ends the thread."""
+        """Queue a function for the thread to call. None makes the thread exit."""
         self._jobs.put(job)
         self._engine.wake()
 
@@ -167,7 +173,13 @@ class EngineDriver:
                 self._loop.call_soon_threadsafe(self._fail_all, self.failure)
 
     def _run_jobs(self) -> bool:
-        """Run the queued jobs, waiting for one if the engine is idle; False: the thread ends."""
+        """Run all queued jobs. If the engine is idle, wait for a job first.
+
+        Returns
+        -------
+        bool
+            False if the thread must exit.
+        """
         with suppress(queue.Empty):
             while True:
                 job = self._jobs.get(block=not self._busy)
@@ -185,11 +197,11 @@ class EngineDriver:
             if self.failure is not None:
                 raise EngineError(self.failure)
             self._engine.submit(request)
-        except Exception as error:  # a request ends with an output in any case
+        except Exception as error:  # every request ends with an output, even a refused one
             self._post([error_event(str(request.id), str(error), type(error).__name__)])
 
     def _post(self, events: Sequence[Event]) -> None:
-        """Pass events to the event loop."""
+        """Pass events from the thread to the event loop."""
         if events:
             self._loop.call_soon_threadsafe(self._deliver, events)
 
@@ -209,13 +221,13 @@ class EngineDriver:
 
 
 def error_event(request_id: str, message: str, error_type: str = "EngineError") -> Event:
-    """Return the last event of a request that ended with an error."""
+    """Return the last event of a request that failed."""
     output = Output(request_id, reason="error", error=message, error_type=error_type)
     return Event(request_id, (), "", output)
 
 
 async def get_all(source: asyncio.Queue[T]) -> list[T]:
-    """Wait until a queue has an item and return all items that it has."""
+    """Wait until a queue has an item, and return all items of the queue."""
     items = [await source.get()]
     while not source.empty():
         items.append(source.get_nowait())

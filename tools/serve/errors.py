@@ -8,7 +8,7 @@ from graft.cudagraph.errors import GraftError
 from graft.grammar.resolve import without_partial_hint
 from graft.models.request import Output
 
-#: HTTP status by the name of the error's class, or by the finish reason of a request.
+#: HTTP status of an error, by the name of its class or by the finish reason of the request.
 _STATUS = {
     "QueueFullError": 429,
     "EngineError": 503,
@@ -16,7 +16,7 @@ _STATUS = {
     "dead_end": 400,
     "cancelled": 503,
 }
-#: Messages of finish reasons without an error.
+#: Messages for finish reasons that have no error message of their own.
 _MESSAGES = {
     "dead_end": "no token is left that grammar, logit bias and token bounds allow",
     "cancelled": "the server is shutting down",
@@ -35,9 +35,9 @@ class ApiError(GraftError):
     status
         HTTP status.
     param
-        Field of the request that caused the error.
+        Name of the request field that caused the error; None if no single field did.
     code
-        OpenAI's error code.
+        OpenAI's error code; None if there is none.
     """
 
     def __init__(
@@ -69,7 +69,7 @@ class ApiError(GraftError):
 
 
 def to_api_error(error: Exception) -> ApiError:
-    """Convert any error to an `ApiError`."""
+    """Return the `ApiError` that reports an error to the client."""
     if isinstance(error, ApiError):
         return error
     if isinstance(error, RecursionError):

@@ -1,4 +1,4 @@
-"""Prometheus metrics."""
+"""Prometheus metrics of the server: its requests, and the counters of its engines."""
 
 from __future__ import annotations
 
@@ -11,7 +11,8 @@ from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metri
 from graft.models.request import Output
 
 _BUCKETS_S = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 300)
-#: Counters: metric name, description, and the two keys of the value in `Engine.counters`.
+#: Counters as tuples of metric name, description, group and key. The value of a counter is
+#: ``Engine.counters()[group][key]``.
 _COUNTERS = (
     ("graft_rounds", "Decoding rounds.", "engine", "rounds"),
     ("graft_request_rounds", "Decoding rounds, summed over requests.", "engine", "row_rounds"),
@@ -33,7 +34,7 @@ _COUNTERS = (
     ),
     ("graft_prefix_evictions", "Pages evicted from the prefix cache.", "prefixes", "evictions"),
 )
-#: Gauges, in the same form.
+#: Gauges, as tuples of the same form.
 _GAUGES = (
     ("graft_prefix_pages", "Pages in the prefix cache.", "prefixes", "pages"),
     ("graft_pages", "KV-cache pages of running requests.", "held", "pages"),
@@ -53,7 +54,7 @@ _HISTOGRAMS = (
 
 
 class Metrics:
-    """Metrics of ended requests and of the engines' counters."""
+    """A Prometheus registry with metrics of ended requests and of the engines' counters."""
 
     def __init__(self) -> None:
         self._registry = CollectorRegistry()
@@ -78,7 +79,7 @@ class Metrics:
         }
 
     def count(self, output: Output) -> None:
-        """Add a request that has ended."""
+        """Count a request that has ended, given its output."""
         self._requests.labels(output.reason).inc()
         self._prompt_tokens.inc(output.prompt_tokens)
         values = {
@@ -97,9 +98,10 @@ class Metrics:
         Parameters
         ----------
         counters
-            `Engine.counters` of each replica. For None, the previous counters are used.
+            `Engine.counters` of each replica; None for a replica that does not answer. Its last
+            known counters are then reported again.
         gauges
-            Values of further gauges by name without ``graft_``.
+            Values of further gauges, by metric name without the prefix ``graft_``.
         """
         self._alive = {str(i): engine is not None for i, engine in enumerate(counters)}
         self._engines |= {str(i): engine for i, engine in enumerate(counters) if engine is not None}
@@ -107,7 +109,7 @@ class Metrics:
         return generate_latest(self._registry)
 
     def collect(self) -> Iterator[Metric]:
-        """Yield the metrics of the engines; called by the registry."""
+        """Yield the metrics of the engines. The registry calls this method."""
         for name, value in self._gauges.items():
             yield GaugeMetricFamily(f"graft_{name}", name, value)
         yield _family(
@@ -156,7 +158,7 @@ class Metrics:
 
 
 def _inter_token_latency(output: Output) -> float | None:
-    """Return the mean time between two tokens; None for fewer than two tokens."""
+    """Return the mean inter-token latency in seconds; None for fewer than two tokens."""
     intervals = len(output.tokens) - 1
     if output.first_token_s is None or output.total_s is None or intervals < 1:
         return None
@@ -166,7 +168,10 @@ def _inter_token_latency(output: Output) -> float | None:
 def _family(
     kind: Any, name: str, description: str, labels: Sequence[str], values: Mapping[Any, float]
 ) -> Any:
-    """Return a metric family whose labels are the replica and `labels`."""
+    """Return a metric family with the label ``replica`` and the further labels `labels`.
+
+    The keys of `values` are tuples of label values.
+    """
     family = kind(name, description, labels=["replica", *labels])
     for key, value in values.items():
         family.add_metric(key, value)

@@ -1,6 +1,7 @@
-"""Requests in OpenAI's format, converted to requests of the engine.
+"""Conversion of requests in OpenAI's format to requests of the engine.
 
-Every field must be known. An unknown or unsupported field is refused by name.
+Every field of a request must be known. A request with an unknown or unsupported field is refused
+with an error that names the field.
 """
 
 from __future__ import annotations
@@ -27,14 +28,15 @@ from graft.tools.serve.tool_calls import read_tools, tool_grammar
 
 #: Sampling parameters that an API request cannot set.
 _UNSUPPORTED_PARAMS = {"sample", "verify", "relaxed", "banned_ids", "logprobs_masked"}
-#: Sampling parameters that `RequestParser` converts.
+#: Sampling parameters whose API form differs from their form in `Request`, so that `RequestParser`
+#: has to convert them.
 _CONVERTED_PARAMS = {"seed", "top_k", "logit_bias", "logprobs"}
-#: API names of sampling parameters, where they differ.
+#: API names of the sampling parameters that have another name in the API.
 _API_NAMES = {"stop_ids": "stop_token_ids", "allowed_ids": "allowed_token_ids"}
 
 
 def _plain_fields() -> dict[str, str]:
-    """Return the API fields that are copied to the request, with the request's field names."""
+    """Return the API fields that are copied unchanged: API name to field name of `Request`."""
     names = {param.name for param in dataclasses.fields(SamplingParams)}
     names -= _UNSUPPORTED_PARAMS | _CONVERTED_PARAMS
     names |= {"n", "max_tokens", "timeout_s"}
@@ -52,7 +54,8 @@ _OTHER_FIELDS = {
     "structured_outputs",
     *_CONVERTED_PARAMS,
 }
-#: Names of the keys of structured_outputs in vLLM before version 0.12.
+#: Fields that vLLM had before version 0.12 in place of structured_outputs, with the keys of
+#: structured_outputs that replace them.
 _GUIDED_FIELDS = {
     f"guided_{key}": key for key in ("json", "json_object", "regex", "choice", "grammar")
 }
@@ -66,9 +69,9 @@ _CHAT_FIELDS = {
     "chat_template_kwargs",
 }
 _COMPLETION_FIELDS = {"prompt"}
-#: Fields that do not affect the output.
+#: Fields that are accepted and ignored, because they do not affect the output.
 _IGNORED_FIELDS = {"user", "metadata", "service_tier", "safety_identifier", "prompt_cache_key"}
-#: Fields of which only one value is supported.
+#: Fields of which only one value is supported, with this value.
 _CONSTANT_FIELDS: dict[str, Any] = {
     "store": False,
     "echo": False,
@@ -76,13 +79,13 @@ _CONSTANT_FIELDS: dict[str, Any] = {
     "modalities": ["text"],
 }
 _STRUCTURED_KEYS = {"json", "json_object", "regex", "choice", "grammar", "structural_tag"}
-#: Maximum number of parallel tool calls.
+#: Maximum number of tool calls in one response choice, if parallel calls are allowed.
 _MAX_TOOL_CALLS = 128
 
 
 @dataclass(frozen=True)
 class ApiRequest:
-    """A generation request of the API.
+    """An API request for generated text, converted to requests of the engine.
 
     Attributes
     ----------
@@ -91,15 +94,16 @@ class ApiRequest:
     chat
         Whether this is a chat completion.
     requests
-        Requests of the engine: all samples of the first prompt, of the second, and so on.
+        Requests of the engine, one per choice of the response: first all samples of the first
+        prompt, then all samples of the second prompt, and so on.
     stream
         Whether the response is streamed.
     include_usage
-        Whether a stream ends with the token usage.
+        Whether the last chunk of a stream reports the token usage.
     tool_choice
-        ``"auto"`` or ``"required"``; empty without tools.
+        ``"auto"`` or ``"required"``; empty if the model must not call tools.
     max_tool_calls
-        Maximum number of tool calls in one choice.
+        Maximum number of tool calls in one choice of the response.
     created
         Unix time of the request.
     """
@@ -115,7 +119,7 @@ class ApiRequest:
 
 
 def check_fields(fields: Mapping[str, Any], chat: bool, model: str) -> dict[str, Any]:
-    """Check the names of all fields and return the fields whose value is not null.
+    """Check the field names of a request and return the fields whose value is not null.
 
     Parameters
     ----------
@@ -129,7 +133,8 @@ def check_fields(fields: Mapping[str, Any], chat: bool, model: str) -> dict[str,
     Raises
     ------
     ApiError
-        If a field is unknown or not supported; with status 404 for a different model.
+        If a field is unknown or not supported. If the request asks for another model, the error
+        has status 404.
     """
     present = {key: value for key, value in fields.items() if value is not None}
     known = {*_PLAIN_FIELDS, *_OTHER_FIELDS, *_GUIDED_FIELDS, *_IGNORED_FIELDS, *_CONSTANT_FIELDS}
@@ -152,24 +157,24 @@ def check_fields(fields: Mapping[str, Any], chat: bool, model: str) -> dict[str,
 
 
 def find_grammar(fields: Mapping[str, Any], limits: Limits) -> tuple[str, str] | None:
-    """Return the grammar of response_format, structured_outputs or tools.
+    """Return the grammar that response_format, structured_outputs or tools define.
 
     Parameters
     ----------
     fields
         Fields of the request without nulls.
     limits
-        Limits of requests.
+        Size limits that requests must observe.
 
     Returns
     -------
     (str, str) or None
-        Arguments of `make_grammar_spec`; None if the request has no grammar.
+        Arguments for `make_grammar_spec`; None if the request has no grammar.
 
     Raises
     ------
     ApiError, RequestError
-        If there are several grammars, or the grammar is too large.
+        If the request has more than one grammar, or the grammar is too large.
     """
     found = [*_response_format(fields), *_structured_outputs(fields)]
     functions, choice = read_tools(fields)
@@ -187,7 +192,11 @@ def find_grammar(fields: Mapping[str, Any], limits: Limits) -> tuple[str, str] |
 
 
 def _response_format(fields: Mapping[str, Any]) -> list[tuple[str, str, Any]]:
-    """Return the grammar of response_format, if any: field name, structured_outputs key, value."""
+    """Return the grammar of response_format as a list of at most one grammar.
+
+    A grammar is a tuple of the name of the request field, a key of structured_outputs, and the
+    value of that key.
+    """
     response_format = fields.get("response_format", {"type": "text"})
     kind = response_format.get("type") if isinstance(response_format, dict) else None
     if kind == "text":
@@ -206,7 +215,10 @@ def _response_format(fields: Mapping[str, Any]) -> list[tuple[str, str, Any]]:
 
 
 def _structured_outputs(fields: Mapping[str, Any]) -> list[tuple[str, str, Any]]:
-    """Return the grammars of structured_outputs and of the guided fields, in the same form."""
+    """Return the grammars of structured_outputs and of the older guided fields.
+
+    Each is a tuple of the name of the request field, a key of structured_outputs, and its value.
+    """
     structured = fields.get("structured_outputs")
     if structured is None:
         structured = {}
@@ -220,6 +232,7 @@ def _structured_outputs(fields: Mapping[str, Any]) -> list[tuple[str, str, Any]]
             f"got {short_repr(structured)}",
             param="structured_outputs",
         )
+    # Keys of structured_outputs stand for the request field too in error messages.
     entries = [(key, key, value) for key, value in structured.items()]
     for name, key in _GUIDED_FIELDS.items():
         if name in fields:
@@ -235,14 +248,15 @@ def _structured_outputs(fields: Mapping[str, Any]) -> list[tuple[str, str, Any]]
 def make_grammar_spec(key: str, text: str) -> GrammarSpec | None:
     """Return the grammar that a key of vLLM's structured_outputs defines.
 
-    The result is cached, because checking a grammar may take long and clients repeat grammars.
+    Results are cached, because checking a grammar may take long and clients send the same grammar
+    repeatedly.
 
     Parameters
     ----------
     key
-        Key of structured_outputs.
+        Key of structured_outputs, for example ``"regex"``.
     text
-        Value of the key as JSON.
+        Value of the key, as JSON text.
 
     Raises
     ------
@@ -262,12 +276,18 @@ def make_grammar_spec(key: str, text: str) -> GrammarSpec | None:
 
 
 def _structural_tag(value: Any) -> Any:
-    """Convert a structural tag in OpenAI's format to that of `make_grammar`."""
+    """Convert a structural tag from OpenAI's format to the format of `make_grammar`."""
     if isinstance(value, str):
         value = parse_json("structural tag", value)
     if not isinstance(value, dict) or value.get("type", "structural_tag") != "structural_tag":
         return value
-    return {"tags" if k == "structures" else k: v for k, v in value.items() if k != "type"}
+    converted = {}
+    for key, entry in value.items():
+        if key == "structures":
+            converted["tags"] = entry
+        elif key != "type":
+            converted[key] = entry
+    return converted
 
 
 class RequestParser:
@@ -278,7 +298,7 @@ class RequestParser:
     tokenizer
         Tokenizer of the model.
     limits
-        Limits of requests.
+        Size limits that requests must observe.
     name
         Name of the model that is served.
     """
@@ -295,16 +315,17 @@ class RequestParser:
         self._added_tokens = {i: token.content.encode() for i, token in added.items()}
 
     def token_bytes(self, token: int) -> bytes:
-        """Return the bytes of a token, or its name if it is a special token."""
+        """Return the bytes of a token. For a special token, return its name in UTF-8."""
         found = self._token_bytes[token] if token < len(self._token_bytes) else b""
         return found or self._added_tokens.get(token, b"")
 
     def parse(
         self, fields: Mapping[str, Any], chat: bool, grammar: GrammarSpec | None
     ) -> ApiRequest:
-        """Convert a request.
+        """Convert an API request to requests of the engine.
 
-        The engine checks the values of the sampling parameters when it gets the requests.
+        The values of most sampling parameters are not checked here, because the engine checks them
+        on submission.
 
         Parameters
         ----------
@@ -313,7 +334,7 @@ class RequestParser:
         chat
             Whether this is a chat completion.
         grammar
-            Grammar of the request.
+            Grammar of the output; None for free text.
 
         Raises
         ------
@@ -321,13 +342,19 @@ class RequestParser:
             If a field is invalid.
         """
         options: dict[str, Any] = {"temperature": 1.0, "max_tokens": None if chat else 16}
-        options |= {own: fields[name] for name, own in _PLAIN_FIELDS.items() if name in fields}
+        for name, request_field in _PLAIN_FIELDS.items():
+            if name in fields:
+                options[request_field] = fields[name]
         options |= self._converted_options(fields, chat)
         prompts = [self._chat(fields, grammar)] if chat else self._prompts(fields.get("prompt"))
         n = fields.get("n", 1)
-        if type(n) is int and n <= MAX_SAMPLES < n * len(prompts):
-            raise ApiError(f"at most {MAX_SAMPLES} choices, got {n * len(prompts)}", param="n")
-        request_id = f"{'chatcmpl' if chat else 'cmpl'}-{secrets.token_hex(12)}"
+        # The engine checks `n` itself; here, only the product of `n` and the number of prompts.
+        if type(n) is int and n <= MAX_SAMPLES:
+            num_choices = n * len(prompts)
+            if num_choices > MAX_SAMPLES:
+                raise ApiError(f"at most {MAX_SAMPLES} choices, got {num_choices}", param="n")
+        prefix = "chatcmpl" if chat else "cmpl"
+        request_id = f"{prefix}-{secrets.token_hex(12)}"
         requests: list[Request] = []
         for i, tokens in enumerate(prompts):
             request = Request(tokens=tokens, id=f"{request_id}/{i}", grammar=grammar, **options)
@@ -353,11 +380,12 @@ class RequestParser:
         )
 
     def _converted_options(self, fields: Mapping[str, Any], chat: bool) -> dict[str, Any]:
-        """Return the options of `Request` whose form differs from that of the API."""
+        """Return the fields of `Request` whose form or name differs from the API's."""
         options: dict[str, Any] = {}
         seed = fields.get("seed")
         if type(seed) is int:
-            # Outputs with a seed must not depend on other requests or on the draft length.
+            # Mode "coupled" makes the output a function of the request and its seed, independent
+            # of the other requests in the batch and of the draft length.
             options["seed"] = seed % (1 << 64)
             options["verify"] = "coupled"
         elif seed is not None:
@@ -367,7 +395,9 @@ class RequestParser:
             raise ApiError(
                 f"priority must be an integer, got {short_repr(priority)}", param="priority"
             )
-        options["priority"] = -priority  # in vLLM, the lowest priority is scheduled first
+        # vLLM, whose API this is, schedules the lowest value first. The engine schedules the
+        # highest first.
+        options["priority"] = -priority
         if "top_k" in fields:
             options["top_k"] = 0 if fields["top_k"] == -1 else fields["top_k"]
         if "max_completion_tokens" in fields:
@@ -386,7 +416,7 @@ class RequestParser:
         return options
 
     def _chat(self, fields: Mapping[str, Any], grammar: GrammarSpec | None) -> list[int]:
-        """Return the tokens of a chat prompt."""
+        """Apply the chat template to the messages and return the tokens of the prompt."""
         if not self._tokenizer.has_chat_template:
             raise ApiError("the model has no chat template: use /v1/completions")
         messages = fields.get("messages")
@@ -411,7 +441,7 @@ class RequestParser:
         )
 
     def _prompts(self, prompt: Any) -> list[list[int]]:
-        """Return the tokens of each prompt of a completion."""
+        """Return the token ids of each prompt of a completion request."""
         check_size("the prompt", prompt, "prompt_bytes", self.limits)
         has_several = isinstance(prompt, list) and prompt and not isinstance(prompt[0], int)
         prompts = prompt if has_several else [prompt]
@@ -422,7 +452,10 @@ class RequestParser:
                 raise ApiError(
                     f"a prompt must be text or token ids, got {short_repr(one)}", param="prompt"
                 )
-        return [self._tokenizer.encode(p) if isinstance(p, str) else p for p in prompts]
+        tokens = []
+        for one in prompts:
+            tokens.append(self._tokenizer.encode(one) if isinstance(one, str) else one)
+        return tokens
 
 
 def _read_bool(fields: Mapping[str, Any], name: str, default: bool = False) -> bool:
@@ -433,7 +466,7 @@ def _read_bool(fields: Mapping[str, Any], name: str, default: bool = False) -> b
 
 
 def _read_logit_bias(bias: Any) -> dict[int, Any]:
-    """Return a logit bias whose keys, which are text in JSON, are token ids."""
+    """Return a logit bias by token id. JSON has the ids as text, because they are object keys."""
     try:
         return {int(token): value for token, value in bias.items()}
     except (AttributeError, ValueError) as error:
@@ -443,9 +476,10 @@ def _read_logit_bias(bias: Any) -> dict[int, Any]:
 
 
 def _read_message(message: Any) -> dict[str, Any]:
-    """Convert a message to the form of chat templates.
+    """Convert a message to the form that chat templates expect.
 
-    Content parts are joined to one text, and arguments of tool calls are parsed.
+    The parts of its content are joined to one text, the arguments of its tool calls are parsed, and
+    the role "developer" becomes "system".
     """
     if not isinstance(message, dict) or not isinstance(message.get("role"), str):
         raise ApiError(
@@ -464,7 +498,7 @@ def _read_message(message: Any) -> dict[str, Any]:
 
 
 def _read_content(content: Any) -> str:
-    """Return the content of a message as one text."""
+    """Return the content of a message, which may be a list of parts, as one text."""
     if isinstance(content, list):
         texts = []
         for part in content:
@@ -478,6 +512,7 @@ def _read_content(content: Any) -> str:
 
 
 def _read_tool_call(call: Any) -> dict[str, Any]:
-    """Return a tool call of the conversation with parsed arguments."""
+    """Return a tool call of an earlier message, with its arguments parsed from JSON."""
     function = call["function"]
-    return call | {"function": function | {"arguments": json.loads(function["arguments"])}}
+    arguments = json.loads(function["arguments"])
+    return call | {"function": function | {"arguments": arguments}}

@@ -1,12 +1,16 @@
 """Data parallel serving: several engines behind one endpoint, and recovery when one dies.
 
-The output of a request depends on the request alone: it is greedy, or it is verified in mode
-``coupled`` with a seed that is fixed when the request arrives. When a replica dies, its requests
-are therefore restarted on another replica, and their clients continue to receive tokens where the
-stream was interrupted.
+A replica is an engine in a process of its own. It dies when the process exits, when the engine
+fails, or when it does not answer for `SILENCE_TIMEOUT_S` seconds; it is then restarted.
 
-A request that kills engines is isolated: after `SUSPECT_DEATHS` deaths it is a suspect, and a
-replica runs at most one suspect. A suspect that was running at the next death is not restarted.
+The output of a request is a function of the request alone, because decoding is greedy, or drafts
+are verified in mode ``coupled`` with a seed that is fixed when the request arrives. When a replica
+dies, its requests are therefore restarted on another replica. The tokens that a client already has
+are not sent again, so its stream continues where it was interrupted.
+
+A request that kills engines must not kill one replica after another. A request during which
+`SUSPECT_DEATHS` replicas died is a suspect, and a replica runs at most one suspect at a time. A
+suspect whose replica dies again ends with an error.
 """
 
 from __future__ import annotations
@@ -32,9 +36,10 @@ from graft.tools.serve.engine_driver import (
 from graft.tools.serve.router import Router
 
 LOG = logging.getLogger("graft")
-#: Number of replica deaths after which a request is suspected of causing them.
+#: Number of replicas that must have died while they ran a request before it becomes a suspect.
 SUSPECT_DEATHS = 2
-#: First and maximum number of seconds between two attempts to restart a replica.
+#: Delay in seconds after the first failed attempt to restart a replica, and its upper bound. The
+#: delay doubles after each failed attempt.
 RESTART_DELAY_S = 1.0
 MAX_RESTART_DELAY_S = 60.0
 #: Number of seconds without an answer after which a replica counts as dead.
@@ -42,16 +47,16 @@ SILENCE_TIMEOUT_S = 120.0
 
 
 class Actor(Protocol):
-    """Handle of a `ReplicaActor` in another process."""
+    """Handle of a `graft.tools.serve.actors.ReplicaActor` in another process."""
 
     def call(self, method: str, *arguments: Any) -> Awaitable[Any]:
-        """Call a method and return its result.
+        """Call a method of the actor and return its result.
 
-        Raises the error of the method, or an error that describes the death of the process.
+        An error of the method is raised here. If the process has died, another error is raised.
         """
 
     def kill(self) -> None:
-        """End the process if it still runs."""
+        """Terminate the process if it still runs."""
 
 
 @dataclass(eq=False)
@@ -61,21 +66,21 @@ class _RoutedRequest:
     Attributes
     ----------
     request
-        The request; its seed is set.
+        The request, which has a seed.
     sink
-        Queue of its events.
+        Queue that receives the events of the request.
     keys
-        Prefix keys of its prompt.
+        Prefix-cache keys of the prompt.
     submitted_at
         Time of submission (``time.monotonic``).
     deaths
-        Number of replicas that died while they ran it.
+        Number of replicas that died while they ran the request.
     tokens
-        Tokens that were delivered.
+        Tokens that were delivered to the client.
     characters
-        Number of characters that were delivered.
+        Number of characters that were delivered to the client.
     received
-        Number of tokens and of characters received from the present replica.
+        Number of tokens and number of characters that the current replica has generated.
     """
 
     request: Request
@@ -88,7 +93,7 @@ class _RoutedRequest:
     received: tuple[int, int] = 0, 0
 
     def start(self) -> Request:
-        """Return the request for the next replica, with the remaining timeout."""
+        """Return the request to send to the next replica, with the timeout that remains."""
         self.received = (0, 0)
         timeout_s = self.request.timeout_s
         if timeout_s is not None:
@@ -97,12 +102,14 @@ class _RoutedRequest:
         return replace(self.request, timeout_s=timeout_s)
 
     def undelivered(self, event: Event) -> Event | None:
-        """Return the part of an event that has not been delivered; None if there is none.
+        """Return the part of an event that the client does not have yet; None if there is none.
+
+        A restarted request generates the delivered tokens again; these are removed from the event.
 
         Raises
         ------
         EngineError
-            If the tokens differ from those that an earlier replica generated.
+            If the tokens differ from the tokens that an earlier replica generated.
         """
         token_start, character_start = self.received
         overlap = max(0, len(self.tokens) - token_start)
@@ -110,8 +117,11 @@ class _RoutedRequest:
         if overlap and tuple(delivered) != event.tokens[:overlap]:
             raise EngineError("the restarted request generated different tokens")
         tokens = event.tokens[overlap:]
-        text = event.text[max(0, self.characters - character_start) :]
-        self.received = (token_start + len(event.tokens), character_start + len(event.text))
+        num_delivered = max(0, self.characters - character_start)
+        text = event.text[num_delivered:]
+        token_end = token_start + len(event.tokens)
+        character_end = character_start + len(event.text)
+        self.received = (token_end, character_end)
         self.tokens += tokens
         self.characters += len(text)
         if not event.finished and not tokens and not text:
@@ -128,15 +138,16 @@ class _Replica:
     number
         Index of the replica.
     actor
-        Handle of its process.
+        Handle of the replica's process.
     alive
-        Whether it accepts requests.
+        Whether the replica accepts requests.
     start_error
-        Message of the error of the last restart; None if it did not fail.
+        Error message of the last restart; None if the last restart succeeded.
     requests
-        Its requests by id.
+        Requests that are assigned to the replica, by id.
     jobs
-        Requests to submit and ids of requests to cancel that were not sent yet.
+        Jobs that have not been sent to the actor: requests to submit, and ids of requests to
+        cancel.
     """
 
     def __init__(self, number: int, actor: Actor):
@@ -149,29 +160,29 @@ class _Replica:
 
     @property
     def has_suspect(self) -> bool:
-        """Whether one of its requests is suspected of killing engines."""
+        """Whether one of the replica's requests is a suspect."""
         return any(request.deaths >= SUSPECT_DEATHS for request in self.requests.values())
 
 
 class Replicas:
-    """Several engines with the interface of one `EngineDriver`.
+    """Several engines, with the same interface as `EngineDriver`, which runs a single one.
 
     Parameters
     ----------
     launch
         Starts a process with a `ReplicaActor` and returns its handle.
     make_engine
-        Creates the engine in that process. The engine must verify in mode ``coupled`` and must not
-        limit the number of waiting requests.
+        Creates the engine in that process. The engine must verify drafts in mode ``coupled``, and
+        must not limit the number of waiting requests.
     count
         Number of replicas.
     max_waiting
-        Maximum number of requests without a slot. Further ones are refused.
+        Maximum number of requests that wait for a slot. Any further request is refused.
 
     Attributes
     ----------
     info
-        Static properties of all engines together.
+        Static properties of the engines. ``max_batch_size`` is the sum over all engines.
     """
 
     def __init__(
@@ -193,7 +204,10 @@ class Replicas:
         self.info: EngineInfo
 
     async def begin(self) -> None:
-        """Wait until all engines have been created. Errors of `make_engine` propagate."""
+        """Create all engines and wait until they are ready.
+
+        An error of `make_engine` is raised here.
+        """
         [info, *_] = await asyncio.gather(
             *(replica.actor.call("start", self._make_engine) for replica in self._replicas)
         )
@@ -202,7 +216,7 @@ class Replicas:
         self.info = replace(info, max_batch_size=count * info.max_batch_size)
 
     def start(self, on_output: Callable[[Output], None]) -> None:
-        """Start to supervise the replicas.
+        """Start the tasks that exchange messages with the replicas and restart them.
 
         Parameters
         ----------
@@ -215,7 +229,7 @@ class Replicas:
         ]
 
     async def stop(self) -> None:
-        """Cancel all requests and end the supervision."""
+        """Cancel all requests and stop these tasks."""
         self.cancel_all()
         for supervisor in self._supervisors:
             supervisor.cancel()
@@ -233,15 +247,15 @@ class Replicas:
 
     @property
     def failure(self) -> str | None:
-        """Message of an error if no replica could be restarted; else None."""
+        """Error message if the last restart of every replica failed; else None."""
         errors = [replica.start_error for replica in self._replicas]
         return errors[0] if all(errors) else None
 
     def submit(self, request: Request, sink: asyncio.Queue[Event]) -> None:
         """Submit a request.
 
-        Its events are put into `sink`. The last event always has an output, also if the request
-        fails.
+        The events of the request are put into `sink`. The last event always has an output, even if
+        the request fails.
         """
         request_id = str(request.id)
         if request.seed is None:
@@ -259,7 +273,7 @@ class Replicas:
             self._assign()
 
     def cancel(self, request_id: str) -> None:
-        """Cancel a request."""
+        """Cancel a request. Its last event is put into its sink at once."""
         for replica in self._replicas:
             if request_id in replica.requests:
                 replica.jobs.put_nowait(request_id)
@@ -267,15 +281,15 @@ class Replicas:
         self._finish(request_id, Event(request_id, (), "", output))
 
     def cancel_all(self) -> None:
-        """Cancel all requests. Their last events are still delivered."""
+        """Cancel all requests. The last event of each is put into its sink at once."""
         for request_id in list(self._requests):
             self.cancel(request_id)
 
     async def counters(self) -> list[dict[str, Any] | None]:
-        """Return `Engine.counters` of each replica; None for one that does not answer."""
+        """Return `Engine.counters` of each replica; None for a replica that does not answer."""
 
         async def read_counters(replica: _Replica) -> dict[str, Any] | None:
-            with suppress(Exception):  # `_monitor` handles errors
+            with suppress(Exception):  # `_monitor` detects that a replica has died
                 async with asyncio.timeout(COUNTERS_TIMEOUT_S):
                     return await replica.actor.call("counters") if replica.alive else None
             return None
@@ -285,7 +299,7 @@ class Replicas:
     # Supervision of a replica -------------------------------------------------------------------
 
     async def _supervise(self, replica: _Replica) -> None:
-        """Exchange messages with a replica and restart it whenever it dies."""
+        """Exchange messages with a replica, and restart the replica whenever it dies."""
         delay = RESTART_DELAY_S
         while True:
             try:
@@ -300,7 +314,7 @@ class Replicas:
                     group.create_task(self._send_jobs(replica))
                     group.create_task(self._receive_events(replica))
                     group.create_task(self._monitor(replica))
-            except Exception as error:  # any error means that the replica is dead
+            except Exception as error:  # after any error, the replica is restarted
                 was_alive = replica.alive
                 self._handle_death(replica, _first_line(error))
                 if not was_alive:
@@ -308,14 +322,14 @@ class Replicas:
                     delay = min(2 * delay, MAX_RESTART_DELAY_S)
 
     async def _send_jobs(self, replica: _Replica) -> None:
-        while True:  # one call at a time, which keeps the order
+        while True:  # each call is awaited before the next one, so jobs arrive in order
             await replica.actor.call("send", await get_all(replica.jobs))
 
     async def _receive_events(self, replica: _Replica) -> None:
         while True:
             for event in await replica.actor.call("receive"):
                 request = replica.requests.get(event.id)
-                if request is not None:  # it may have been cancelled
+                if request is not None:  # None: the request has been cancelled
                     self._deliver(replica, request, event)
 
     def _deliver(self, replica: _Replica, request: _RoutedRequest, event: Event) -> None:
@@ -333,7 +347,7 @@ class Replicas:
             request.sink.put_nowait(rest)
 
     async def _monitor(self, replica: _Replica) -> None:
-        """Raise EngineError when a replica has not answered for `SILENCE_TIMEOUT_S`."""
+        """Query a replica regularly; raise EngineError if it does not answer in time."""
         answered_at = time.monotonic()
         while time.monotonic() - answered_at < SILENCE_TIMEOUT_S:
             with suppress(TimeoutError):
@@ -344,7 +358,7 @@ class Replicas:
         raise EngineError(f"no answer for {SILENCE_TIMEOUT_S:g} s")
 
     def _handle_death(self, replica: _Replica, message: str) -> None:
-        """Make the requests of a dead replica available to the others, or end them."""
+        """Terminate a dead replica and reassign its requests, or fail those that killed it."""
         state = "died" if replica.alive else "did not start"
         LOG.warning("replica %d %s: %s", replica.number, state, message)
         replica.actor.kill()
@@ -373,16 +387,19 @@ class Replicas:
     # Requests -----------------------------------------------------------------------------------
 
     def _assign(self) -> None:
-        """Assign unassigned requests to replicas, as far as there are replicas for them."""
+        """Assign waiting requests to replicas.
+
+        A request stays unassigned while no replica is alive, or while the request is a suspect and
+        every living replica already runs one.
+        """
         requests = self._unassigned
         self._unassigned = []
         for request in requests:
             is_suspect = request.deaths >= SUSPECT_DEATHS
-            loads = {
-                replica.number: len(replica.requests)
-                for replica in self._replicas
-                if replica.alive and not (is_suspect and replica.has_suspect)
-            }
+            loads = {}
+            for replica in self._replicas:
+                if replica.alive and not (is_suspect and replica.has_suspect):
+                    loads[replica.number] = len(replica.requests)
             if not loads:
                 self._unassigned.append(request)
                 continue
@@ -391,7 +408,7 @@ class Replicas:
             replica.jobs.put_nowait(request.start())
 
     def _finish(self, request_id: str, event: Event) -> None:
-        """Deliver the last event of a request, unless the request has already ended."""
+        """End a request with an event, unless the request has already ended."""
         request = self._requests.pop(request_id, None)
         if request is None or event.output is None:
             return
@@ -404,7 +421,7 @@ class Replicas:
 
 
 def _first_line(error: BaseException) -> str:
-    """Return the first line of the message of an error, or of the first error of a group."""
+    """Return the first line of an error message; for an error group, of its first error."""
     while isinstance(error, BaseExceptionGroup):
         error = error.exceptions[0]
     return (str(error) or type(error).__name__).splitlines()[0]

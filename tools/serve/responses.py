@@ -1,4 +1,4 @@
-"""Responses in OpenAI's format, complete or as the chunks of a stream."""
+"""Responses in OpenAI's format: complete responses, and the chunks of streamed ones."""
 
 from __future__ import annotations
 
@@ -9,23 +9,25 @@ from graft.models.request import Event, Logprob, Output
 from graft.tools.serve.protocol import ApiRequest, RequestParser
 from graft.tools.serve.tool_calls import ToolCallParser
 
-#: OpenAI's finish reasons. Outputs with other reasons are errors.
+#: OpenAI's finish reasons by the engine's finish reasons. An output with any other reason is an
+#: error.
 _FINISH_REASONS = {"stop": "stop", "stop_string": "stop", "length": "length", "timeout": "length"}
-#: Replaces minus infinity, which JSON cannot represent.
+#: Lower bound of reported log probabilities. JSON cannot represent minus infinity, the value of
+#: masked tokens.
 _MIN_LOGPROB = -9999.0
 
 
 class ResponseChoice:
-    """One choice of a response, built from the events of its request.
+    """Builds one choice of a response from the events or the output of its engine request.
 
     Parameters
     ----------
     api_request
         The API request.
     index
-        Index of the choice.
+        Index of the choice in the response.
     parser
-        Provides the bytes of tokens.
+        Request parser, which knows the bytes of each token.
     """
 
     def __init__(self, api_request: ApiRequest, index: int, parser: RequestParser):
@@ -39,7 +41,7 @@ class ResponseChoice:
         self._text_offset = 0
 
     def complete(self, output: Output) -> dict[str, Any]:
-        """Return the choice of a response that is not streamed."""
+        """Return the choice for a response that is not streamed."""
         logprobs = None if output.logprobs is None else tuple(output.logprobs)
         event = Event(output.id, tuple(output.tokens), output.text, output, logprobs)
         choice = self._choice(event, streamed=False)
@@ -58,7 +60,7 @@ class ResponseChoice:
         return {**choice, "message": message}
 
     def chunk(self, event: Event) -> dict[str, Any] | None:
-        """Return the choice of the next chunk of a stream; None if there is nothing to send."""
+        """Return the choice for the next chunk of a stream; None if there is nothing to send."""
         choice = self._choice(event, streamed=True)
         content = choice["delta"] if self._api_request.chat else choice["text"]
         if not content and not event.finished and choice["logprobs"] is None:
@@ -91,7 +93,9 @@ class ResponseChoice:
         if text:
             delta["content"] = text
         if calls:
-            delta["tool_calls"] = [{"index": first_call + i, **c} for i, c in enumerate(calls)]
+            delta["tool_calls"] = [
+                {"index": index, **call} for index, call in enumerate(calls, first_call)
+            ]
         return choice | {"delta": delta}
 
     def _logprobs(self, event: Event) -> dict[str, Any] | None:
@@ -99,13 +103,14 @@ class ResponseChoice:
             return None
         pairs = list(zip(event.tokens, event.logprobs, strict=True))
         if event.output is not None and event.output.finished:
-            pairs = pairs[:-1]  # the stop token is not part of the text
+            pairs = pairs[:-1]  # the last token is the stop token, which is not part of the text
         if not self._api_request.chat:
             return self._completion_logprobs(pairs)
         content = []
         for token, logprob in pairs:
-            top = [self._token_logprob(*entry) for entry in logprob.top]
-            content.append(self._token_logprob(token, logprob.value) | {"top_logprobs": top})
+            entry = self._token_logprob(token, logprob.value)
+            entry["top_logprobs"] = [self._token_logprob(*candidate) for candidate in logprob.top]
+            content.append(entry)
         return {"refusal": None, "content": content}
 
     def _completion_logprobs(self, pairs: Sequence[tuple[int, Logprob]]) -> dict[str, Any]:
@@ -115,16 +120,19 @@ class ResponseChoice:
         for text in texts:
             offsets.append(self._text_offset)
             self._text_offset += len(text)
-        values = [max(logprob.value, _MIN_LOGPROB) for _, logprob in pairs]
-        top = [
-            {self._token_text(i): max(value, _MIN_LOGPROB) for i, value in logprob.top}
-            for _, logprob in pairs
-        ]
+        values = []
+        top_logprobs = []
+        for _, logprob in pairs:
+            values.append(max(logprob.value, _MIN_LOGPROB))
+            top = {}
+            for candidate, value in logprob.top:
+                top[self._token_text(candidate)] = max(value, _MIN_LOGPROB)
+            top_logprobs.append(top)
         return {
             "tokens": texts,
             "text_offset": offsets,
             "token_logprobs": values,
-            "top_logprobs": top,
+            "top_logprobs": top_logprobs,
         }
 
     def _token_text(self, token: int) -> str:
@@ -140,7 +148,7 @@ class ResponseChoice:
 
 
 def token_usage(outputs: Sequence[Output]) -> dict[str, Any]:
-    """Return the usage of a response. A prompt counts once, however many samples it has."""
+    """Return the token usage of a response. The tokens of a prompt count once for all samples."""
     # Request ids have the form "<api request>/<prompt>/<sample>".
     prompt_lengths = {output.id.split("/")[1]: output.prompt_tokens for output in outputs}
     prompt_tokens = sum(prompt_lengths.values())
@@ -157,7 +165,7 @@ def token_usage(outputs: Sequence[Output]) -> dict[str, Any]:
 def response_body(
     api_request: ApiRequest, model: str, choices: list[dict[str, Any]]
 ) -> dict[str, Any]:
-    """Return the body of a response, or of a chunk of a stream."""
+    """Return the JSON body of a response, or of one chunk of a streamed response."""
     kind = "text_completion"
     if api_request.chat:
         kind = "chat.completion.chunk" if api_request.stream else "chat.completion"

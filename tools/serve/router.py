@@ -4,25 +4,25 @@ from __future__ import annotations
 
 from collections import OrderedDict
 from collections.abc import Mapping, Sequence
-from itertools import takewhile
 
 from graft.models.cache.prefix import page_keys
 from graft.tools.serve.engine_driver import EngineInfo
 
 
 class Router:
-    """Chooses the replica of each request by its longest known prefix, then by load.
+    """Chooses a replica for each request: the longest cached prefix first, then the lowest load.
 
-    The router keeps a model of the prefix cache of every replica: the keys of the prompts that it
-    sent there, least recently used first, as many as the cache has pages. A replica that has a
-    whole batch of requests more than the least loaded one is not chosen.
+    The router does not query the prefix caches of the replicas but estimates their contents. For
+    each replica it remembers the page keys of the prompts that it sent there, as many as the cache
+    has pages, and drops the least recently used ones. A replica is not chosen if it has more
+    requests than the least loaded replica by a whole batch or more.
 
     Parameters
     ----------
     count
         Number of replicas.
     info
-        Description of one replica; all replicas are equal.
+        Properties of one replica. All replicas have the same properties.
     """
 
     def __init__(self, count: int, info: EngineInfo):
@@ -32,7 +32,7 @@ class Router:
     def keys(self, tokens: Sequence[int]) -> list[bytes]:
         """Return the prefix-cache keys of a prompt: one for each full page that a token follows.
 
-        Invalid tokens have no keys; any replica will refuse them.
+        A prompt with invalid tokens has no keys. It can go to any replica, which will refuse it.
         """
         try:
             return page_keys(tokens, self._info.page_size)
@@ -40,23 +40,24 @@ class Router:
             return []
 
     def choose(self, keys: Sequence[bytes], loads: Mapping[int, int]) -> int:
-        """Return the replica for a prompt and remember that it has the prompt's pages.
+        """Return the replica for a prompt, and remember that it will cache the prompt's pages.
 
         Parameters
         ----------
         keys
-            Prefix keys of the prompt.
+            Prefix-cache keys of the prompt.
         loads
-            Number of requests of each replica that can be chosen.
+            Number of requests of each replica that can be chosen, by index of the replica.
         """
-        lowest = min(loads.values())
-        candidates = [
-            replica for replica, load in loads.items() if load - lowest < self._info.max_batch_size
-        ]
+        max_load = min(loads.values()) + self._info.max_batch_size
+        candidates = [replica for replica, load in loads.items() if load < max_load]
 
         def rank(replica: int) -> tuple[int, int]:
-            cached = self._cached[replica]
-            hits = sum(1 for _ in takewhile(cached.__contains__, keys))
+            hits = 0
+            for key in keys:
+                if key not in self._cached[replica]:
+                    break
+                hits += 1
             return -hits, loads[replica]
 
         chosen = min(candidates, key=rank)
@@ -69,5 +70,5 @@ class Router:
         return chosen
 
     def forget(self, replica: int) -> None:
-        """Forget the pages of a replica that was restarted with an empty cache."""
+        """Forget the cached pages of a replica, whose cache is empty after a restart."""
         self._cached[replica].clear()

@@ -10,22 +10,25 @@ import uvicorn
 
 from graft.tools.serve.app import Service
 
-#: Seconds that clients have to read the last bytes after all requests have ended.
+#: Time limit in seconds for clients to read the rest of their responses at shutdown.
 SHUTDOWN_TIMEOUT_S = 5
 
 
 class Server(uvicorn.Server):
-    """Serves until a signal arrives and the running requests have ended or timed out.
+    """An HTTP server that drains on the first SIGTERM or SIGINT.
+
+    While it drains, it refuses new requests. It exits when the running requests have ended, or when
+    the drain time is over.
 
     Parameters
     ----------
     service
         The application.
     listener
-        Bound socket. The server closes it.
+        Bound socket to listen on. The server closes the socket.
     drain_s
-        Seconds that running requests have to end after the first signal. A second signal ends
-        them immediately.
+        Time in seconds that running requests have to complete after the first signal. A second
+        signal cancels them immediately.
     """
 
     def __init__(self, service: Service, listener: socket.socket, drain_s: float):
@@ -47,19 +50,19 @@ class Server(uvicorn.Server):
         self.url = f"http://{host}:{port}/v1"
 
     def drain(self) -> None:
-        """Refuse new requests and exit when the running ones have ended. Thread-safe."""
+        """Refuse new requests, and exit when the running requests have ended. Thread-safe."""
         self._drain_end = time.monotonic() + self._drain_s
         self.service.draining = True
 
     def handle_exit(self, sig: int, frame: FrameType | None) -> None:
-        """Drain on the first SIGTERM or SIGINT and exit on the second."""
+        """Drain on the first signal and exit on the second."""
         if self.service.draining:
             self.should_exit = True
         else:
             self.drain()
 
     async def on_tick(self, counter: int) -> bool:
-        """Check, ten times per second, whether draining is complete."""
+        """Check whether draining is complete. uvicorn calls this method ten times per second."""
         if self.service.draining:
             timed_out = time.monotonic() > self._drain_end
             if not self.service.api_requests or timed_out:
@@ -74,5 +77,5 @@ class Server(uvicorn.Server):
         print(f"graft: serving {self.service.settings.name} at {self.url}", flush=True)
 
     def start(self) -> None:
-        """Run until shutdown."""
+        """Run the server until it shuts down."""
         self.run(sockets=[self._listener])

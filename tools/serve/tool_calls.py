@@ -1,8 +1,9 @@
-"""Tool calls: the grammar that a request's tools define, and parsing of calls in generated text.
+"""Tool calls: the grammar that enforces their format, and a parser for generated calls.
 
-A call has the form ``{"name": ..., "arguments": ...}``. With ``tool_choice`` "required", or with a
-named function, the whole output is one call. With "auto", calls are embedded in free text between
-`BEGIN` and `END`, in the format of the Hermes models.
+The model generates a call as ``{"name": ..., "arguments": ...}``. If ``tool_choice`` is "required"
+or names a function, the whole output is one call. If ``tool_choice`` is "auto", the output is free
+text in which each call stands between the tags `BEGIN` and `END`, in the format of the Hermes
+models.
 """
 
 from __future__ import annotations
@@ -25,7 +26,7 @@ _NO_ARGUMENTS = {"type": "object", "properties": {}, "additionalProperties": Fal
 
 
 def read_tools(fields: Mapping[str, Any]) -> tuple[list[dict[str, Any]], str]:
-    """Return the functions that the model may call and the mode of calling.
+    """Return the functions that the model may call, and whether it must call one.
 
     Parameters
     ----------
@@ -37,8 +38,8 @@ def read_tools(fields: Mapping[str, Any]) -> tuple[list[dict[str, Any]], str]:
     functions : list of dict
         Function definitions; empty if no function may be called.
     choice : str
-        ``"auto"``, ``"required"`` or ``"none"``. A named function is returned as the only
-        function, with ``"required"``.
+        ``"auto"``, ``"required"`` or ``"none"``. If the request names a function, it is the only
+        one in `functions`, and `choice` is ``"required"``.
 
     Raises
     ------
@@ -80,7 +81,7 @@ def _read_functions(tools: Any) -> dict[str, dict[str, Any]]:
 
 
 def tool_grammar(functions: Sequence[dict[str, Any]], choice: str) -> tuple[str, Any]:
-    """Return the grammar of calls to these functions, as key and value of structured_outputs.
+    """Return the grammar of calls to functions, as a key and a value of structured_outputs.
 
     Parameters
     ----------
@@ -89,25 +90,38 @@ def tool_grammar(functions: Sequence[dict[str, Any]], choice: str) -> tuple[str,
     choice
         ``"auto"`` for calls in free text, ``"required"`` for a single call.
     """
-    schemas = {f["name"]: f.get("parameters") or _NO_ARGUMENTS for f in functions}
+    schemas = {}
+    for function in functions:
+        schemas[function["name"]] = function.get("parameters") or _NO_ARGUMENTS
     if choice == "auto":
         tags = []
         for name, schema in schemas.items():
             begin = f'{BEGIN}\n{{"name": {json.dumps(name)}, "arguments": '
-            tags.append({"begin": begin, "schema": schema, "end": f"}}\n{END}"})
+            end = f"}}\n{END}"
+            tags.append({"begin": begin, "schema": schema, "end": end})
         return "structural_tag", {"tags": tags, "triggers": [BEGIN]}
     if len(schemas) == 1:
         [(name, schema)] = schemas.items()
         return "json", _call_schema(name, schema, "")
-    calls = [
-        _call_schema(name, schema, f"/anyOf/{i}")
-        for i, (name, schema) in enumerate(schemas.items())
-    ]
+    calls: list[dict[str, Any]] = []
+    for name, schema in schemas.items():
+        pointer = f"/anyOf/{len(calls)}"
+        calls.append(_call_schema(name, schema, pointer))
     return "json", {"anyOf": calls}
 
 
 def _call_schema(name: str, schema: Any, pointer: str) -> dict[str, Any]:
-    """Return the JSON schema of a call, to be placed at a JSON pointer of a larger schema."""
+    """Return the JSON schema of a call to a function.
+
+    Parameters
+    ----------
+    name
+        Name of the function.
+    schema
+        JSON schema of the arguments.
+    pointer
+        JSON pointer at which the caller places the result in a larger schema.
+    """
     return {
         "type": "object",
         "required": ["name", "arguments"],
@@ -120,7 +134,11 @@ def _call_schema(name: str, schema: Any, pointer: str) -> dict[str, Any]:
 
 
 def _rebase_references(schema: Any, pointer: str) -> Any:
-    """Return a schema whose internal references are valid at a JSON pointer of another schema."""
+    """Return a schema with its internal references adapted to a new position.
+
+    ``{"$ref": "#/..."}`` refers to the root of the schema. When the schema becomes a part of
+    another schema, at the JSON pointer `pointer`, each reference needs this pointer as a prefix.
+    """
     if isinstance(schema, list):
         return [_rebase_references(part, pointer) for part in schema]
     if not isinstance(schema, dict):
@@ -134,24 +152,33 @@ def _rebase_references(schema: Any, pointer: str) -> Any:
     return rebased
 
 
+def _partial_tag_length(text: str) -> int:
+    """Return the number of characters at the end of a text that may begin the tag `BEGIN`."""
+    for length in range(len(BEGIN) - 1, 0, -1):
+        if text.endswith(BEGIN[:length]):
+            return length
+    return 0
+
+
 class ToolCallParser:
-    """Separates generated text into content and tool calls, incrementally.
+    """Incremental parser that separates generated text into content and tool calls.
 
     Parameters
     ----------
     choice
-        ``"required"``: the whole output is one call. ``"auto"``: calls are enclosed in tags.
+        ``"required"`` if the whole output is one call, ``"auto"`` if calls are enclosed in tags.
     max_calls
         Maximum number of calls; further calls are dropped.
 
     Attributes
     ----------
     calls
-        All calls so far, in OpenAI's format.
+        All calls that have been parsed so far, in OpenAI's format.
     """
 
     def __init__(self, choice: str, max_calls: int):
-        self._begin, end = (BEGIN, END) if choice == "auto" else ("", "")
+        self._begin = BEGIN if choice == "auto" else ""
+        end = END if choice == "auto" else ""
         self._tail = re.compile(rf"\s*\}}\s*{end}")
         self._max_calls = max_calls
         self._text = ""
@@ -165,14 +192,15 @@ class ToolCallParser:
         text
             Generated text.
         last
-            Whether this is the end of the output.
+            Whether the output ends with this text.
 
         Returns
         -------
         content : str
-            Text that belongs to no call. Text that may be the beginning of a call is held back.
+            Text that belongs to no call. Text that may be the beginning of a call is held back
+            until the parser can decide.
         calls : list of dict
-            Calls that this piece completes.
+            Calls that are complete with this text.
         """
         self._text += text
         known_calls = len(self.calls)
@@ -186,15 +214,20 @@ class ToolCallParser:
             self._text = self._text[end:]
         if last:
             start = len(self._text)
-        elif start < 0:  # the text may end in the middle of a tag
-            lengths = range(len(BEGIN))
-            start = len(self._text) - max(n for n in lengths if self._text.endswith(BEGIN[:n]))
+        elif start < 0:
+            start = len(self._text) - _partial_tag_length(self._text)
         content += self._text[:start]
         self._text = self._text[start:]
         return content, self.calls[known_calls:]
 
     def _parse_call(self, start: int) -> int | None:
-        """Parse the call at `start` and return its end; None if it is not complete."""
+        """Parse the call that begins at `start` and append it to `calls`.
+
+        Returns
+        -------
+        int or None
+            Position after the call; None if the call is not complete.
+        """
         head = _HEAD.match(self._text, start + len(self._begin))
         if head is None:
             return None
@@ -206,10 +239,9 @@ class ToolCallParser:
         if tail is None:
             return None
         if len(self.calls) < self._max_calls:
-            function = {
-                "name": json.loads(head[1]),
-                "arguments": self._text[head.end() : arguments_end],
-            }
+            name = json.loads(head[1])
+            arguments = self._text[head.end() : arguments_end]
+            function = {"name": name, "arguments": arguments}
             call_id = f"call_{secrets.token_hex(12)}"
             self.calls.append({"id": call_id, "type": "function", "function": function})
         return tail.end()
