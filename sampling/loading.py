@@ -1,4 +1,4 @@
-"""How the sampling kernels are loaded and shaped for a device."""
+"""Loading of the sampling kernels, and their launch shapes by device."""
 
 from __future__ import annotations
 
@@ -15,19 +15,21 @@ KERNELS = Path(__file__).parent / "kernels"
 #: Maximum number of candidates per row of the draft selector (kernels/selector.cu).
 MAX_SELECTED: int = read_numbers(KERNELS / "selector.cu")["MAX_SELECTED"]
 
-#: Threads of a block that works on one row. Results do not depend on it. On the soft device one
-#: thread runs the row as plain vectorised loops, with no barrier anywhere.
+#: Threads per row block. Results do not depend on it. On the soft device, one thread processes the
+#: row in vectorized loops without barriers.
 _ROW_BLOCK = {"soft": 1, "cuda": 512}
 
 
 def row_block(device: Device) -> int:
-    """Return the threads per row block that suit the device."""
+    """Return the number of threads per row block."""
     return _ROW_BLOCK[device.kind]
 
 
 def row_parts(device: Device, columns: int) -> int:
-    """Return the blocks that share a row, so that each has a few thousand columns."""
-    return 1 if device.kind == "soft" else min(max(columns // 4096, 1), 32)
+    """Return the number of blocks that share a row; each has a few thousand columns."""
+    if device.kind == "soft":
+        return 1
+    return min(max(columns // 4096, 1), 32)
 
 
 def load(device: Device, name: str, block: int) -> Any:

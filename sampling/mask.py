@@ -19,9 +19,10 @@ class MaskApply:
 
     Parameters
     ----------
-    device : Device
-    block : int, optional
-        Threads per block; 1 or a multiple of 32. Default: what suits the device.
+    device
+        Device of the logits.
+    block
+        Threads per block: 1 or a multiple of 32. Default: by device.
     """
 
     def __init__(self, device: Device, *, block: int | None = None) -> None:
@@ -41,32 +42,33 @@ class MaskApply:
         d2t: DeviceArray | None = None,
         token_limit: int | None = None,
     ) -> None:
-        """Write the mask on a lane.
+        """Add the kernel that applies the masks to a lane.
 
         Parameters
         ----------
-        lane : Lane
-        logits : float32, float16 or bfloat16 [R, C]
-            Changed in place.
-        mask : int32 [N, W]
-            Bit ``t % 32`` of word ``t // 32`` is 1 where target id t is legal.
-        mask_row : int32 [R], optional
-            Mask row of each row; a negative entry leaves the row untouched. Default: row r uses
-            mask row r.
-        d2t : int32 [C], optional
-            Target id of each column; default: the column is the id. Columns mapped outside
-            ``0 <= id < token_limit`` are illegal.
-        token_limit : int, optional
-            Ids at or above are illegal; default ``min(32 W, C)``, with ``d2t`` 32 W.
+        lane
+            Lane that the kernel is added to.
+        logits
+            float32, float16 or bfloat16 [R, C]; changed in place.
+        mask
+            int32 [N, W]. Bit ``t % 32`` of word ``t // 32`` is 1 if target id t is legal.
+        mask_row
+            int32 [R], mask row of each row; a negative value leaves the row unchanged. Default: row
+            r uses mask row r.
+        d2t
+            int32 [C], target id of each column. Columns mapped to an id outside of
+            ``0 <= id < token_limit`` are illegal. Default: the column is the id.
+        token_limit
+            Ids at or above it are illegal. Default: ``min(32 W, C)``, or 32 W with `d2t`.
 
         Raises
         ------
         ShapeError, OptionError
-            Naming the array or value that does not fit.
+            If an array or value does not fit, with its name.
         """
         if len(logits.shape) != 2 or len(mask.shape) != 2:
             raise ShapeError(
-                f"logits [R, C] and mask [N, W] have two dimensions each, got "
+                "logits [R, C] and mask [N, W] must have two dimensions, got "
                 f"{tuple(logits.shape)} and {tuple(mask.shape)}"
             )
         rows, columns = logits.shape
@@ -76,19 +78,22 @@ class MaskApply:
         if mask_row is not None:
             expect("mask_row", mask_row, "int32", R=rows)
         elif masks < rows:
-            raise ShapeError(f"mask: N={masks} rows for R={rows} rows of logits, and no mask_row")
+            raise ShapeError(f"mask has N={masks} rows for R={rows} rows of logits: pass mask_row")
         if d2t is not None:
             expect("d2t", d2t, "int32", C=columns)
-        most = 32 * words if d2t is not None else min(32 * words, columns)
+        max_ids = 32 * words if d2t is not None else min(32 * words, columns)
         if d2t is None and 32 * words < columns and token_limit is None:
             raise ShapeError(
-                f"mask: W={words} words hold {32 * words} ids, logits have C={columns}"
+                f"mask has W={words} words for {32 * words} ids, but logits have C={columns} "
+                "columns: pass token_limit"
             )
-        limit = most if token_limit is None else token_limit
-        check_range("token_limit", limit, 1, most)
+        limit = max_ids if token_limit is None else token_limit
+        check_range("token_limit", limit, 1, max_ids)
         if rows == 0:
             return
-        chunks = max(1, min(-(-columns // max(self._block, 32)), 64)) if self._block > 1 else 1
+        chunks = 1
+        if self._block > 1:
+            chunks = max(1, min(-(-columns // max(self._block, 32)), 64))
         lane.kernel(
             self._kernels[logits.dtype],
             (chunks, rows, 1),

@@ -1,4 +1,4 @@
-"""Options: stated once, and wrong ones refused by name before anything is loaded."""
+"""Engine options: types, ranges and invalid combinations."""
 
 from dataclasses import fields
 
@@ -43,8 +43,8 @@ NEEDED = {"max_batch_size", "page_size", "draft_length", "overlap"}  # None is n
 
 
 @pytest.mark.parametrize("name", [field.name for field in fields(Options)])
-def test_values_of_a_wrong_type_or_size_are_refused_by_name(name):
-    """No value is taken for another: not "no" for True, not 2.0 or "2" for 2, not True for 1."""
+def test_options_reject_invalid_values(name):
+    """Values are not converted: not "no" to True, not 2.0 or "2" to 2, not True to 1."""
     for value in (*WRONG, *(None for _ in NEEDED & {name})):
         if any(type(value) is type(r) and value == r for r in RIGHT.get(name, ())):
             continue
@@ -70,14 +70,14 @@ def test_values_of_a_wrong_type_or_size_are_refused_by_name(name):
         [(n, 0)[:k] for n in range(16) for k in (1, 2)] + [(16,)],
     ],
 )
-def test_no_tree_but_of_branch_and_levels_or_of_paths(tree):
-    """Paths are ranks, each once, with their parents, and none too wide."""
+def test_options_reject_invalid_draft_tree(tree):
+    """Paths are distinct, contain their parents and need no branch above 16."""
     with pytest.raises(OptionError, match=r"^draft_tree must be"):
         Options(draft_tree=tree, draft_length=40)
 
 
-def test_paths_are_put_in_order():
-    """By level and rank; as wide as children or nodes that are fed, and no longer than a round."""
+def test_tree_plan_sorts_paths():
+    """Paths are sorted by level and rank; the branch is the maximum of children and fed nodes."""
     paths = [(1,), [0, 2], (0,), (1, 0, 1), (1, 0)]
     plan = Options(draft_tree=paths, draft_length=5).tree
     assert plan == (3, 3, ((0,), (1,), (0, 2), (1, 0), (1, 0, 1)))
@@ -87,8 +87,8 @@ def test_paths_are_put_in_order():
         Options(draft_tree=paths, draft_length=4)
 
 
-def test_an_engine_takes_the_fields_of_options_and_no_others(device):
-    """Unknown names and wrong values never get as far as the model."""
+def test_engine_rejects_unknown_and_invalid_options(device):
+    """Unknown names and invalid values are rejected before the model is read."""
     with pytest.raises(OptionError, match="unknown option batch; the options are activations"):
         Engine("no such folder", batch=3)
     with pytest.raises(OptionError, match="max_batch_size must be an integer from 1 to 4096"):
@@ -105,8 +105,8 @@ def test_an_engine_takes_the_fields_of_options_and_no_others(device):
         assert engine.options.max_batch_size == 2 and engine.options.positions == 1024
 
 
-def test_sizes_come_from_the_target_where_they_were_left_open():
-    """Whole requests for every row; a longer limit than the model's is refused."""
+def test_options_sized_for_target():
+    """By default, every row has pages for a full-length request."""
     with pytest.raises(OptionError, match=r"call Options\.sized first"):
         _ = Options().positions
     assert Options(max_batch_size=3, page_size=16).sized(100).sizes == (100, 21)

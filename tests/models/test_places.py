@@ -1,4 +1,4 @@
-"""Which drafts have a row: the kernel that begins a round against the ranking written out."""
+"""Assignment of forward rows to drafts: the kernel `round_begin`, compared with a reference."""
 
 import itertools
 from types import SimpleNamespace
@@ -76,9 +76,12 @@ def begin(device, stream, slots, given, count, most, replay=REPLAY):
     )
 
 
-def test_places_go_where_drafts_were_reached(device, stream):
-    """Every last token has a row, and as many drafts as there are places for: those with the best
-    chances, of equals the earlier ones; the others are cut, and the grammar is told."""
+def test_round_begin_assigns_rows_by_acceptance(device, stream):
+    """Every last token has a row; the other rows go to the drafts with the highest acceptance.
+
+    Among equals, earlier drafts are preferred. The others are cut, and the grammar's record is
+    shortened.
+    """
     rng = np.random.default_rng(3)
     cuts = 0
     for _ in range(120):
@@ -121,8 +124,8 @@ def test_places_go_where_drafts_were_reached(device, stream):
     assert cuts > 50
 
 
-def test_a_round_that_nobody_announced_is_padding(device, stream):
-    """Another replay's entry names nobody; slots stay as they are."""
+def test_round_begin_without_published_entry_is_padding(device, stream):
+    """If the input entry belongs to another replay, rows are padding and slots do not change."""
     slots = random_slots(np.random.default_rng(2), 3)
     got = begin(device, stream, slots, range(4), 6, 3, replay=REPLAY + 2)
     np.testing.assert_array_equal(got.slots, slots)
@@ -132,9 +135,8 @@ def test_a_round_that_nobody_announced_is_padding(device, stream):
     )
 
 
-def test_no_row_is_filled_that_no_draft_has(monkeypatch, tmp_path):
-    """Of guided requests and a place for one draft a row of two, whose shares change from round to
-    round, masks are made for what is tested and nothing else, once."""
+def test_cut_drafts_get_no_mask_rows(monkeypatch, tmp_path):
+    """With cut drafts, each verified row is filled once and no other row is."""
     patch_kernel_source(monkeypatch, tmp_path, ROUND, *UNEVEN_DRAFTS)
     words = GrammarSpec.regex("([a-z]{1,5} )+")
     requests = [Request(tokens=[300 + i], grammar=words, max_tokens=30) for i in range(2)]

@@ -1,4 +1,4 @@
-"""A round without a model: real state, exchange, ring and sampler; logits from the test."""
+"""A round without a model: real state, exchange, ring and sampler; the test provides the logits."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from graft.sampling.state import SlotState
 
 
 def even_rows(device: Device, row_slot: DeviceArray, width: int) -> RowMap:
-    """The map of a round with as many rows for each batch row, in order."""
+    """Return the map of a round with `width` forward rows per batch row."""
     b, j = np.divmod(np.arange(len(row_slot) * width, dtype=np.int32), width)
     first = device.from_host(np.arange(len(row_slot), dtype=np.int32) * width)
     return RowMap(row_slot, first, device.from_host(b << 16 | j))
@@ -45,8 +45,10 @@ def open_round(
     row_slot: DeviceArray,
     count: int,
 ) -> tuple[RowMap, tuple[DeviceArray, ...]]:
-    """Enqueue the kernel that begins a round of `count` rows, by whatever `ring` says; its map, and
-    token, slot, position and path of each row."""
+    """Add the kernel that begins a round of `count` rows.
+
+    Returns the row map, and token, slot, position and path of each row.
+    """
     batch = len(row_slot)
     rows = RowMap(row_slot, device.zeros((batch,), "int32"), device.zeros((count,), "int32"))
     laid = *(device.zeros((count,), "int32") for _ in range(3)), device.zeros((count,), "uint64")
@@ -129,7 +131,10 @@ class TableRound:
             t2d=None if t2d is None else device.from_host(t2d, "int32"),
             max_batch=slots,
             block=block,
-            parts=parts or (1 if block in (None, 1) else 3),  # blocks too, where threads share
+            parts=parts
+            or (
+                1 if block in (None, 1) else 3
+            ),  # several blocks per row if there are several threads
         )
         self.replay = 0
         self.places = places
@@ -137,11 +142,11 @@ class TableRound:
         self.row_slot = device.from_host(np.arange(slots, dtype=np.int32), "int32")
 
     def rows(self, row_slot: Sequence[int] | np.ndarray) -> None:
-        """Choose the slot of each batch row (-1: padding) for the rounds that follow."""
+        """Set the slot of each batch row (-1: padding) for the following rounds."""
         self.row_slot = self.device.from_host(np.asarray(row_slot, np.int32), "int32")
 
     def put(self, slot: int, s: ref.Slot) -> None:
-        """Join a slot and give it drafts, kinds and q tables, as an earlier round would have."""
+        """Join a slot and give it drafts, kinds and tables, as a previous round would have."""
         adjust = s.adjust or ref.Adjustment(SamplingParams())
         params = replace(
             adjust.params,
@@ -191,10 +196,10 @@ class TableRound:
         self.stamps[slot, j] = (row.state, row.epoch, row.position, row.more)
 
     def verify(self, logits: np.ndarray) -> dict[str, np.ndarray]:
-        """Run target and verify on logits [B, width, V]; return copies of the ring's fields.
+        """Run target sampling and verification on logits [B, width, V]; return the results.
 
-        With `places` the round begins as an engine's does, with a row for so many drafts; else
-        drafts that have no row are cut from every slot alike.
+        With `places`, the round begins as an engine's does, with that many rows for drafts.
+        Otherwise, drafts without a row are cut from every slot.
         """
         self.replay += 1
         batch, width, _ = logits.shape
@@ -217,7 +222,7 @@ class TableRound:
         return out
 
     def _begin(self, count: int) -> RowMap:
-        """Begin a round of all slots that has so many rows."""
+        """Begin a round of all slots with `count` rows."""
         self.replay_ptr.copy_from(np.array([self.replay - 1], np.int32))
         self.inputs.reserve(self.replay)
         self.inputs.row("slot", self.replay)[:] = self.row_slot.to_host()
@@ -244,8 +249,10 @@ class TableRound:
         masks: list[list[ref.MaskRow]],
         order: np.ndarray | None = None,
     ) -> dict[str, np.ndarray]:
-        """A round of these slots by the kernels and by the reference, which moves them on: all that
-        either leaves behind is equal. ``order`` of the batch rows; returns as `verify`."""
+        """Run a round of these slots in kernels and reference, and compare all results.
+
+        The reference's slots move on. `order` is the order of the batch rows. Returns as `verify`.
+        """
         for i, (slot, rows) in enumerate(zip(slots, masks, strict=True)):
             self.put(i, slot)
             for j, row in enumerate(rows):
@@ -268,7 +275,7 @@ class TableRound:
         return out
 
     def compare(self, slots: list[ref.Slot]) -> None:
-        """The slots' state is the reference's."""
+        """Assert that the state of the slots equals the reference's."""
         state = self.state.to_host()
         for i, s in enumerate(slots):
             count = state["draft_len"][i]
@@ -281,7 +288,7 @@ class TableRound:
             assert tuple(state["q_kind"][i, :count]) == s.kinds
 
     def take(self, i: int, s: ref.Slot) -> None:
-        """Give the reference's slot the drafts that the kernels made."""
+        """Copy the drafts that the kernels generated to a slot of the reference."""
         state = self.state.to_host()
         count = state["draft_len"][i]
         drafts = state["drafts"][i, :count].tolist()
@@ -291,7 +298,7 @@ class TableRound:
         s.kinds = tuple(state["q_kind"][i, :count].tolist())
 
     def results(self, replay: int) -> dict[str, np.ndarray]:
-        """Copies of the output entry of a replay: the fields of ROUND_ROW, and tokens."""
+        """Return copies of a replay's results: the fields of ROUND_ROW, and tokens."""
         rows = self.ring.row("rows", replay).copy()
         head = ROUND_ROW.itemsize // 4
         fields = rows[:, :head].copy().view(ROUND_ROW)[:, 0]
@@ -299,7 +306,7 @@ class TableRound:
         return {name: fields[name] for name in ROUND_ROW.names} | {"tokens": tokens}
 
     def draft(self, j: int, logits: np.ndarray) -> None:
-        """Draw draft j from logits [B, Vd]."""
+        """Sample draft j from logits [B, Vd]."""
         self.exchange.copy_masks_to_device(self.lane, j - 1, j)
         self.sampler.draft(self.lane, self._up(logits), self.row_slot, j)
         self.stream.synchronize()

@@ -1,7 +1,9 @@
-"""A model that is a table: eight tokens, logits a function of the last two, legality likewise.
+"""A model that is a table of eight tokens.
 
-``generate`` runs the real sampling kernels round by round with the host in the place of model,
-drafter and grammar; ``pair_laws`` is what must come out, computed exactly.
+Logits and legality are functions of the last two tokens.
+
+`generate` runs the sampling kernels round by round; the host replaces model, drafter and grammar.
+`pair_distributions` computes the exact distribution of the tokens.
 """
 
 from __future__ import annotations
@@ -26,7 +28,7 @@ NARROW = ref.Filter(1.0, top_k=3)
 NUCLEUS = ref.Filter(1.1, top_p=0.85)
 START = (0, 1)  # the prompt's last two tokens
 FIRST = 5  # position of the last prompt token
-NOTHING = V  # symbol of positions behind a stop id
+END = V  # symbol of positions after a stop id
 
 
 @dataclass(frozen=True)
@@ -40,7 +42,7 @@ class Table:
 
 
 def make_table(seed: int, *, d2t: np.ndarray | None = None) -> Table:
-    """Random tables whose drafter often prefers what the target dislikes, or may not say at all."""
+    """Return random tables; the drafter often prefers what the target does not, or lacks it."""
     rng = np.random.default_rng(seed)
     target = rng.normal(0, 1.5, (V, V, V))
     full = -0.6 * target + rng.normal(0, 1.0, (V, V, V))
@@ -51,7 +53,7 @@ def make_table(seed: int, *, d2t: np.ndarray | None = None) -> Table:
 
 
 def sharp_table(seed: int) -> Table:
-    """Tables of four tokens with probabilities far apart."""
+    """Return tables of four tokens with very different probabilities."""
     rng = np.random.default_rng(seed)
     legal = np.arange(V) < 4
     both = np.full((2, V, V, V), -30.0, np.float32)
@@ -61,24 +63,24 @@ def sharp_table(seed: int) -> Table:
 
 @dataclass(frozen=True)
 class Case:
-    """One cell of the matrix of settings."""
+    """A combination of settings."""
 
     draft_length: int = 2
     filter: ref.Filter = PLAIN
     verify: int = ref.REJECTION
     masked: bool = True
     pruned: bool = False
-    point: bool = False  # drafts made by the host, as an n-gram drafter's
+    point: bool = False  # drafts proposed by the host, like those of an n-gram drafter
     stop_ids: tuple[int, ...] = ()
     length: int = 5
-    forced: bool = False  # rows force tokens, beside a drafter's drafts
+    forced: bool = False  # some rows force tokens
     late: bool = False  # mask rows of some prefixes are never ready while verifying
     probe: bool = False  # drafts are the first legal candidate, else the best of the mask row
     sharp: bool = False  # four tokens, and a drafter far from the target
-    short: bool = False  # as many fewer drafts are tested as were accepted the last time
-    placed: bool = False  # an eighth of all drafts has a place, where past rounds say
-    tree: tuple[tuple[int, ...], ...] = ()  # ranks of drafts that branch
-    peaked: bool = False  # a drafter that is next to certain
+    short: bool = False  # the number of drafts is reduced by the last acceptance
+    placed: bool = False  # forward rows for an eighth of all drafts, by past acceptance
+    tree: tuple[tuple[int, ...], ...] = ()  # paths of a fixed tree
+    peaked: bool = False  # a drafter with very low entropy
 
     def __str__(self) -> str:
         parts = {**vars(self), **vars(self.filter), "filter": 0}
@@ -87,7 +89,7 @@ class Case:
 
 TREE = ((0,), (1,), (0, 0), (0, 1), (1, 0), (0, 0, 0))
 
-# Every pair of settings occurs together in one of these.
+# Every pair of settings occurs in one of these cases.
 COVERING = [
     Case(0, PLAIN),
     Case(0, MIXED, stop_ids=(6,)),
@@ -120,13 +122,13 @@ PRUNED = np.array([0, 2, 3, 6, 7], np.int32)
 
 
 def table_of(case: Case) -> Table:
-    """The case's model."""
+    """Return the model of a case."""
     table = sharp_table(5) if case.sharp else make_table(17, d2t=PRUNED if case.pruned else None)
     return replace(table, drafter=table.drafter * np.float32(25)) if case.peaked else table
 
 
 def run_case(device: Device, stream: Stream, case: Case, samples: int, seed: int) -> np.ndarray:
-    """Tokens [requests, length] of about ``samples`` tokens; ``NOTHING`` behind a stop id."""
+    """Return tokens [requests, length], about `samples` in total; `END` after a stop id."""
     table = table_of(case)
     slots = 1024
     r = TableRound(
@@ -162,16 +164,16 @@ def _mode(case: Case) -> DraftMode:
 
 
 def generate(r: TableRound, table: Table, case: Case, first_seed: int) -> np.ndarray:
-    """One request per slot, from prompt to its end."""
+    """Run one request per slot from the prompt to its end."""
     s = r.slots
     every = np.arange(r.slots)
     tree = TreeSampler(r.sampler) if case.tree else None
     _join_all(r, case, first_seed)
-    history = np.full((s, case.length + 2 + r.width), NOTHING)  # the prompt's two, then the tokens
+    history = np.full((s, case.length + 2 + r.width), END)  # the prompt's two, then the tokens
     history[:, :2], accepted = START, np.zeros(s, int)
 
     def known() -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-        """The state, how many tokens there are, and the last two of them."""
+        """Return the state, the number of tokens, and the last two tokens."""
         state = r.state.to_host()
         done = state["n"] - FIRST
         root = np.stack([history[every, done], history[every, done + 1]], axis=1)
@@ -199,7 +201,7 @@ def generate(r: TableRound, table: Table, case: Case, first_seed: int) -> np.nda
 
 
 def _draft_chain(r: TableRound, table: Table, case: Case, n: np.ndarray, pair: np.ndarray) -> None:
-    """Drafts behind the last two tokens of every slot, one after the other."""
+    """Generate drafts after the last two tokens of every slot, one after the other."""
     proposal = np.zeros((r.slots, r.draft_length), np.int32)
     for j in range(1, r.draft_length + 1):
         if case.probe:
@@ -222,7 +224,7 @@ def _draft_chain(r: TableRound, table: Table, case: Case, n: np.ndarray, pair: n
 def _draft_tree(
     r: TableRound, table: Table, case: Case, tree: TreeSampler, root: np.ndarray
 ) -> None:
-    """Drafts of the case's shape, level by level."""
+    """Grow trees of the case's shape."""
     branch, levels, _ = TreePlan.of(case.tree)
     for level in range(1, levels + 1):
         first = max((level - 2) * branch + 1, 0)
@@ -242,8 +244,10 @@ def _draft_tree(
 def _fill_rows(
     r: TableRound, table: Table, case: Case, state: np.ndarray, root: np.ndarray
 ) -> np.ndarray:
-    """The rows of every slot's drafts, and the last two tokens at each; rows behind an illegal
-    draft do not exist."""
+    """Fill the rows of every slot's drafts; return the last two tokens at each.
+
+    Rows after an illegal draft are not filled.
+    """
     every = np.arange(r.slots)
     there = state["draft_len"]
     pairs, depth = _pairs(state, root, r.draft_length, there)
@@ -270,8 +274,10 @@ def _fill_rows(
 def _pairs(
     state: np.ndarray, root: np.ndarray, drafts: int, there: object
 ) -> tuple[np.ndarray, np.ndarray]:
-    """The last two tokens at every row of the slots' trees [slots, rows, 2], and its depth; what
-    is not there is as if it hung on the root."""
+    """Return the last two tokens and the depth of every row of the slots' trees.
+
+    Missing rows are treated as children of the root.
+    """
     every = np.arange(len(root))
     pairs = np.zeros((len(root), drafts + 1, 2), int)
     depth = np.zeros((len(root), drafts + 1), int)
@@ -286,7 +292,7 @@ def _pairs(
 
 
 def _answer_trees(r: TableRound, table: Table, behind: np.ndarray, level: int) -> None:
-    """The grammar's part of a level: which candidates are legal."""
+    """Answer which candidates are legal, as the grammar would."""
     fed = behind.shape[1]
     ids = r.exchange.candidates[:, 3 : 3 + fed * TREE_CANDIDATES].reshape(r.slots, fed, -1)
     legal = table.legal[behind[..., 0], behind[..., 1]]
@@ -297,7 +303,7 @@ def _answer_trees(r: TableRound, table: Table, behind: np.ndarray, level: int) -
 
 
 def _join_all(r: TableRound, case: Case, first_seed: int) -> None:
-    """Join every slot at once: the same request but for its seed."""
+    """Join every slot with the same request and different seeds."""
     f = case.filter
     state = np.zeros(r.slots, SLOT)
     for name, value in {
@@ -321,12 +327,12 @@ def _join_all(r: TableRound, case: Case, first_seed: int) -> None:
 
 
 def _rule(pair: np.ndarray) -> np.ndarray:
-    """A token by a rule of the last two, not always a legal one."""
+    """Return a token that depends on the last two, not always a legal one."""
     return (3 * pair[:, 0] + pair[:, 1] + 2) % V
 
 
 def _forced(pair: np.ndarray) -> np.ndarray:
-    """What a row forces, -1 for nothing."""
+    """Return the token that a row forces; -1 for none."""
     return np.where((pair[:, 0] + 2 * pair[:, 1]) % 3 == 0, -1, _rule(pair))
 
 
@@ -344,7 +350,7 @@ def _write_row(
 
 
 def _answer(r: TableRound, table: Table, pair: np.ndarray, j: int) -> None:
-    """The grammar's part of a probe: the first legal candidate, or -1."""
+    """Answer with the first legal candidate or -1, as the grammar would."""
     records = r.exchange.candidates
     answers = r.exchange.answer
     for slot in range(r.slots):
@@ -355,10 +361,13 @@ def _answer(r: TableRound, table: Table, pair: np.ndarray, j: int) -> None:
             answers[slot] = (replay, j, found[0] if found else -1)
 
 
-def pair_laws(table: Table, case: Case) -> list[np.ndarray]:
-    """Exact joint law [9, 9] of tokens (t, t + 1), t = 0..length-2; index 8 is ``NOTHING``."""
+def pair_distributions(table: Table, case: Case) -> list[np.ndarray]:
+    """Return the exact joint distribution [9, 9] of tokens (t, t + 1) for each t.
+
+    Index 8 is `END`.
+    """
     following = np.zeros((V + 1, V + 1, V + 1))
-    following[..., NOTHING] = 1.0
+    following[..., END] = 1.0
     for a in range(V):
         for b in range(V):
             if b not in case.stop_ids:
@@ -367,23 +376,23 @@ def pair_laws(table: Table, case: Case) -> list[np.ndarray]:
     state = np.zeros((V + 1, V + 1))
     state[START] = 1.0
     state = np.einsum("ab,abc->bc", state, following)  # (prompt, token 0)
-    laws = []
+    distributions = []
     for _ in range(case.length - 1):
         state = np.einsum("ab,abc->bc", state, following)
-        laws.append(state)
-    return laws
+        distributions.append(state)
+    return distributions
 
 
-def chi_square_p(observed: np.ndarray, law: np.ndarray) -> float:
-    """p-value of counts against a law; 0 if an impossible cell was seen.
+def chi_square_p(observed: np.ndarray, expected_share: np.ndarray) -> float:
+    """Return the p-value of counts; 0 if an impossible cell occurred.
 
-    Cells that are expected fewer than five times are pooled.
+    Cells with an expectation below five are pooled.
     """
     observed = observed.ravel()
-    law = law.ravel()
-    if observed[law <= 0].any():
+    expected_share = expected_share.ravel()
+    if observed[expected_share <= 0].any():
         return 0.0
-    expected = law * observed.sum()
+    expected = expected_share * observed.sum()
     big = expected >= 5
     seen = np.append(observed[big], observed[~big].sum())
     wanted = np.append(expected[big], expected[~big].sum())
@@ -395,7 +404,7 @@ def chi_square_p(observed: np.ndarray, law: np.ndarray) -> float:
 
 
 def chi_square_tail(x: float, dof: int) -> float:
-    """P(chi-square with dof degrees > x), by its recurrence over dof."""
+    """Return P(chi-square with `dof` degrees of freedom > x)."""
     if dof < 3:
         return (1.0, math.erfc(math.sqrt(x / 2)), math.exp(-x / 2))[dof]
     half = math.log(max(x, 1e-300) / 2)
@@ -404,20 +413,20 @@ def chi_square_tail(x: float, dof: int) -> float:
 
 
 def smallest_p(tokens: np.ndarray, table: Table, case: Case) -> float:
-    """Smallest p-value over neighbouring pairs, corrected for their number."""
-    laws = pair_laws(table, case)
+    """Return the smallest p-value over neighbouring pairs, corrected for their number."""
+    distributions = pair_distributions(table, case)
     values = []
-    for t, law in enumerate(laws):
+    for t, expected_share in enumerate(distributions):
         counts = np.zeros((V + 1, V + 1))
         np.add.at(counts, (tokens[:, t], tokens[:, t + 1]), 1)
-        values.append(chi_square_p(counts, law))
+        values.append(chi_square_p(counts, expected_share))
     return min(1.0, min(values) * len(values))
 
 
 def wrong_twice(
     device: Device, stream: Stream, case: Case, samples: int
 ) -> tuple[bool, list[float]]:
-    """Whether the case misses its law at p < .001 on two independent sets of seeds."""
+    """Return whether a case fails at p < 0.001 on two sets of seeds, and the p-values."""
     table = table_of(case)
     values: list[float] = []
     for seed in (1, 2):

@@ -1,4 +1,4 @@
-"""Bias, hard bounds, penalties, least lengths and log probabilities, kernels against NumPy."""
+"""Logit bias, penalties, min_tokens and log probabilities, compared with NumPy."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from graft.sampling.state import LOGPROBS
 VOCAB = 90
 DRAFTS = 4
 STOPS = (3, 70)
-EVERY_LAW = [
+ADJUSTMENTS = [
     ref.Adjustment(SamplingParams()),
     ref.Adjustment(SamplingParams(logit_bias={4: 3.5, 7: -2.0, 70: 1e6})),
     ref.Adjustment(SamplingParams(allowed_ids=(1, 3, 5, 40, 70), logit_bias={5: 9.0})),
@@ -50,9 +50,9 @@ EVERY_LAW = [
 
 
 def slot_of(
-    rng: np.random.Generator, law: ref.Adjustment, verify: int, temperature: float
+    rng: np.random.Generator, adjustment: ref.Adjustment, verify: int, temperature: float
 ) -> ref.Slot:
-    """Drafts that repeat, of both kinds, as a request with this law may have them."""
+    """Return a slot with random drafts that repeat tokens, of both kinds."""
     drafts = rng.choice([5, 5, 8, 40], rng.integers(0, DRAFTS + 1))
     tables = [rng.dirichlet(np.full(VOCAB, 0.3)).astype(np.float32) for _ in drafts]
     kinds = tuple(int(q[d] == 0 or rng.random() < 0.5) for q, d in zip(tables, drafts, strict=True))
@@ -64,14 +64,14 @@ def slot_of(
         filter=ref.Filter(temperature, top_k=30),
         verify=verify,
         stop_ids=STOPS,
-        adjust=law,
+        adjust=adjustment,
         kinds=kinds,
         q=tuple(tables),
     )
 
 
 def masks_of(rng: np.random.Generator, slot: ref.Slot) -> list[ref.MaskRow]:
-    """Rows of a grammar, of none, and one that lets the request only end."""
+    """Return mask rows with and without a grammar, and some in which only stop ids are legal."""
     rows = []
     for j in range(DRAFTS + 1):
         legal = rng.random(VOCAB) < 0.7
@@ -83,8 +83,10 @@ def masks_of(rng: np.random.Generator, slot: ref.Slot) -> list[ref.MaskRow]:
     return rows
 
 
-def left(r: TableRound, slot: ref.Slot, j: int, logits: np.ndarray, row: ref.MaskRow) -> np.ndarray:
-    """A row's logits, adjusted and masked."""
+def masked_logits(
+    r: TableRound, slot: ref.Slot, j: int, logits: np.ndarray, row: ref.MaskRow
+) -> np.ndarray:
+    """Return the adjusted and masked logits of a row."""
     legal = row.allows(VOCAB, r.token_limit)
     if j >= len(slot.tree.token):
         return logits
@@ -94,56 +96,67 @@ def left(r: TableRound, slot: ref.Slot, j: int, logits: np.ndarray, row: ref.Mas
 @pytest.mark.parametrize(
     "verify,temperature", [(0, 0.0), (0, 0.9), (1, 0.9)], ids=["greedy", "rejection", "coupled"]
 )
-def test_every_law_in_every_mode(make_round, block, verify: int, temperature: float) -> None:
-    """Rounds with drafts, under masks, bring the reference's tokens; what was committed is counted;
-    log probabilities are of the logits as they were given, or as they are left, by NumPy."""
+def test_logit_adjustments_match_reference_in_all_modes(
+    make_round, block, verify: int, temperature: float
+) -> None:
+    """Tokens, token counts and log probabilities of rounds with drafts match the reference.
+
+    Log probabilities are those of the model's logits or of the adjusted and masked ones.
+    """
     rng = np.random.default_rng(verify + 10)
     r: TableRound = make_round(
-        slots=len(EVERY_LAW), draft_length=DRAFTS, vocab=VOCAB, token_limit=VOCAB - 5, block=block
+        slots=len(ADJUSTMENTS), draft_length=DRAFTS, vocab=VOCAB, token_limit=VOCAB - 5, block=block
     )
     accepted = 0
     for _ in range(6):
-        laws = [EVERY_LAW[i] for i in rng.permutation(len(EVERY_LAW))]  # slots forget the last one
-        slots = [slot_of(rng, law, verify, temperature) for law in laws]
+        adjustments = [
+            ADJUSTMENTS[i] for i in rng.permutation(len(ADJUSTMENTS))
+        ]  # slots forget the last one
+        slots = [slot_of(rng, adjustment, verify, temperature) for adjustment in adjustments]
         logits = rng.normal(0, 2, (len(slots), DRAFTS + 1, VOCAB)).astype(np.float32)
         logits[:, :, 5] += 6
         masks = [masks_of(rng, slot) for slot in slots]
         shaped = [
-            [left(r, slot, j, logits[i, j], row) for j, row in enumerate(masks[i])]
+            [masked_logits(r, slot, j, logits[i, j], row) for j, row in enumerate(masks[i])]
             for i, slot in enumerate(slots)
         ]
         r.ring.row("logprobs", r.replay + 1)[:] = 0
         out = r.play(slots, logits, masks)
         accepted += int(out["accepted"].sum())
         tables = r.state.tables.to_host()
-        told = r.ring.row("logprobs", r.replay).view(LOGPROBS)
-        for i, law in enumerate(laws):
+        reported = r.ring.row("logprobs", r.replay).view(LOGPROBS)
+        for i, adjustment in enumerate(adjustments):
+            params = adjustment.params
             tokens = out["tokens"][i, : out["count"][i]]
-            if law.params.has_penalties:
-                wanted = 2 * np.bincount([*law.output, *tokens], minlength=VOCAB)
-                wanted[list(law.prompt)] += 1
+            if params.has_penalties:
+                wanted = 2 * np.bincount([*adjustment.output, *tokens], minlength=VOCAB)
+                wanted[list(adjustment.prompt)] += 1
                 np.testing.assert_array_equal(tables[i, 1], wanted)
-            if law.params.logprobs is None:
-                assert not told[i].view(np.int32).any()
+            if params.logprobs is None:
+                assert not reported[i].view(np.int32).any()
                 continue
-            x = np.array(shaped[i] if law.params.logprobs_masked else logits[i]).astype(np.float64)
+            x = np.array(shaped[i] if params.logprobs_masked else logits[i]).astype(np.float64)
             x -= np.log(np.exp(x).sum(-1, keepdims=True))
             for j, token in enumerate(tokens):
-                best = np.argsort(-x[j], kind="stable")[: law.params.logprobs]
-                np.testing.assert_allclose(told[i, j]["logprob"], x[j, token], atol=2e-6)
-                np.testing.assert_array_equal(told[i, j]["ids"][: law.params.logprobs], best)
+                best = np.argsort(-x[j], kind="stable")[: params.logprobs]
+                np.testing.assert_allclose(reported[i, j]["logprob"], x[j, token], atol=2e-6)
+                np.testing.assert_array_equal(reported[i, j]["ids"][: params.logprobs], best)
                 np.testing.assert_allclose(
-                    told[i, j]["logprobs"][: law.params.logprobs], x[j, best], atol=2e-6
+                    reported[i, j]["logprobs"][: params.logprobs], x[j, best], atol=2e-6
                 )
     assert accepted > 8
 
 
-def test_the_law_is_bit_for_bit_and_else_nothing_is_touched(make_round, block) -> None:
-    """Logits become the reference's bits in rows that are tested; other rows, and those of requests
-    that ask for nothing, stay; a banned NaN is not looked at."""
+def test_logit_adjustments_are_exact_and_change_no_other_row(make_round, block) -> None:
+    """Adjusted logits match bit for bit; other rows and rows without adjustments do not change.
+
+    The logit of a banned token may be NaN.
+    """
     rng = np.random.default_rng(3)
-    r: TableRound = make_round(slots=len(EVERY_LAW), draft_length=DRAFTS, vocab=VOCAB, block=block)
-    slots = [slot_of(rng, law, 0, 1.0) for law in EVERY_LAW]
+    r: TableRound = make_round(
+        slots=len(ADJUSTMENTS), draft_length=DRAFTS, vocab=VOCAB, block=block
+    )
+    slots = [slot_of(rng, adjustment, 0, 1.0) for adjustment in ADJUSTMENTS]
     everything = np.ones(VOCAB, bool)
     logits = rng.normal(0, 2, (len(slots), DRAFTS + 1, VOCAB)).astype(np.float32)
     logits[3, :, 0] = np.nan

@@ -1,4 +1,4 @@
-"""The statistics have power: kernels with one rule broken are caught by the very same check."""
+"""The statistical tests detect kernels in which one rule is broken."""
 
 from __future__ import annotations
 
@@ -13,64 +13,64 @@ CHAIN = Case(3, PLAIN, masked=False)
 SHARP = Case(4, PLAIN, masked=False, sharp=True)
 ALONE = Case(1, PLAIN, masked=False)
 LATE = Case(2, PLAIN, masked=True, late=True)
-#: A file of the sampling kernels or a whole path, a text that stands in it once, the text instead,
-#: and a case that shows it.
+#: File (of the sampling kernels, or a path), text that occurs once in it, replacement, and a case
+#: that detects the change.
 MUTANTS = {
-    "one random number for draft and coin": (
+    "same random numbers for drafts and acceptance tests": (
         "philox.cuh",
         "#define PURPOSE_COIN 2u",
         "#define PURPOSE_COIN PURPOSE_DRAFT",
         CHAIN,
     ),
-    "one random number for coin and residual": (
+    "same random numbers for acceptance tests and residual": (
         "philox.cuh",
         "#define PURPOSE_RESIDUAL 3u",
         "#define PURPOSE_RESIDUAL PURPOSE_COIN",
         Case(3, PLAIN, verify=ref.PER_TOKEN, masked=False),
     ),
-    "one random number for draft and residual": (
+    "same random numbers for drafts and residual": (
         "philox.cuh",
         "#define PURPOSE_RESIDUAL 3u",
         "#define PURPOSE_RESIDUAL PURPOSE_DRAFT",
         CHAIN,
     ),
-    "random numbers by position alone, as if nothing had been looked at": (
+    "random numbers by position only, reused by the next round": (
         "philox.cuh",
         "static_cast<unsigned int>(noise.round)",
         "0u",
         SHARP,
     ),
-    "the first draft that fails ends the chain": (
+    "first failed test ends the chain in block verification": (
         "verify.cu",
         "} else if (slot.verify == VERIFY_PER_TOKEN) {",
         "} else {",
         SHARP,
     ),
-    "what is left of p, not of P p": (
+    "residual without the weight of the chain": (
         "verify.cu",
         "const Residual residual = {weights[j], p,",
         "const Residual residual = {1.0f, p,",
         SHARP,
     ),
-    "end of a chain as if it went on": (
+    "wrong acceptance probability at the end of the chain": (
         "verify.cu",
         "float win = weight;",
         "float win = fmul(weight, weight);",
         SHARP,
     ),
-    "refused draft not removed from p": (
+    "residual includes the rejected draft": (
         "verify.cu",
         "noise, scratch, residual);",
         "noise, scratch, [p](int i) { return p[i]; });",
         ALONE,
     ),
-    "refused point draft not removed from p": (
+    "residual includes a rejected point-mass draft": (
         "row.cuh",
         " || (!q && id == draft)",
         "",
         Case(3, PLAIN, forced=True),
     ),
-    "illegal draft cut instead of refused": (
+    "illegal draft cut instead of rejected": (
         "verify.cu",
         "noise, scratch, residual);",
         "noise, scratch, [=](int i) { return p[slot.drafts[j]] > 0.0f ? residual(i) : p[i]; });",
@@ -82,7 +82,7 @@ MUTANTS = {
         "mask_of(masks, layout, index, j > 0 ? j - 1 : 0)",
         LATE,
     ),
-    "drafts drawn before the filters of their table": (
+    "drafts not sampled from their stored table": (
         "sample.cu",
         "    if (d2t) token = d2t[token];",
         "    const auto flat = [table](int i) { return table[i] > 0.0f ? 1.0f : 0.0f; };\n"
@@ -95,7 +95,7 @@ MUTANTS = {
         "while (j > 0 && reason != REASON_LENGTH);",
         Case(2, NUCLEUS, masked=True, stop_ids=(3, 6)),
     ),
-    "a first draft that has no place because of its own token": (
+    "forward rows assigned by the token of the draft": (
         ROUND,
         UNEVEN_DRAFTS[0],
         "const float accept_prob = slot.drafts[0] & 1 ? 1.0f : 0.0f;",
@@ -104,8 +104,8 @@ MUTANTS = {
 }
 
 
-#: Words in the names of those that others are much like, or that need many samples.
-LONG = ("residual", "row alone", "position alone", "children", "went on", "instead of refused")
+#: Words in the names of mutants that are similar to others or need many samples.
+LONG = ("and residual", "position only", "end of the chain in", "instead of rejected")
 
 
 @pytest.mark.parametrize(
@@ -115,9 +115,8 @@ LONG = ("residual", "row alone", "position alone", "children", "went on", "inste
         for name in MUTANTS
     ],
 )
-def test_a_broken_rule_is_caught(device, stream, tmp_path, monkeypatch, name):
-    """The law is missed at p < .001 on both sets of seeds, in a case that the right kernels pass
-    with as many samples."""
+def test_distribution_test_detects_broken_kernel(device, stream, tmp_path, monkeypatch, name):
+    """The test fails with p < 0.001 on two sets of seeds, in a case that correct kernels pass."""
     file, old, new, case = MUTANTS[name]
     assert case in COVERING
     patch_kernel_source(

@@ -1,4 +1,4 @@
-"""Drafting against the reference: masks, probes, forced tokens, vocabulary maps, where it stops."""
+"""Sampling of draft chains, compared with the reference."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from collections import Counter
 import numpy as np
 import pytest
 import reference_round as ref
-from test_verify import FORGED, add_drafts, forged, random_slot
+from test_verify import FORGED, add_drafts, forged_row, random_slot
 
 from graft.sampling.mode import DraftMode
 
@@ -18,11 +18,10 @@ MOST = 5
 
 
 def random_row(rng: np.random.Generator, slot: ref.Slot, j: int) -> ref.MaskRow:
-    """Row j of the slot's present state; sometimes late, dead, another's, forcing a token, or
-    without a known one."""
+    """Return mask row j of a slot: ready, late, dead, forged_row or with a forced token."""
     legal = rng.random(V) < rng.choice([0.02, 0.5, 1.0])
     if rng.random() < 0.15:
-        return forged(slot, j, str(rng.choice(list(FORGED))), legal)
+        return forged_row(slot, j, str(rng.choice(list(FORGED))), legal)
     state = int(rng.choice([ref.FREE, ref.DEAD_END, ref.ERROR])) if rng.random() < 0.1 else 2
     more = int(rng.integers(0, V)) if state == ref.READY and rng.random() < 0.1 else 0
     return ref.MaskRow(state, slot.epoch, slot.n + j, legal, more)
@@ -33,12 +32,12 @@ MASKING = {"unmasked": "none", "masked": "fill", "probed": "probe"}
 
 @pytest.mark.parametrize("mapped", [False, True], ids=["same", "pruned"])
 @pytest.mark.parametrize("how", ["unmasked", "masked", "probed"])
-def test_matches_the_reference(make_round, block, mapped, how):
-    """Drafts, kinds, tables, candidates and records equal the reference's through whole rounds;
-    those of slots that committed nothing stay.
+def test_draft_chain_matches_reference(make_round, block, mapped, how):
+    """Drafts, kinds, tables, candidates and records match over whole rounds.
 
-    Of probed drafts the answer is the draft; where none is legal the best of the row is; where
-    nobody answered, or to another probe, there is none; requests without a grammar draw as ever.
+    Slots that committed nothing do not change. A probed draft is the answer; if no candidate is
+    legal, it is the best token of the mask row; without an answer to this probe there is none.
+    Requests without a grammar are sampled.
     """
     rng = np.random.default_rng(100 + 2 * mapped + len(how))
     d2t = None
@@ -59,7 +58,7 @@ def test_matches_the_reference(make_round, block, mapped, how):
     seen: Counter = Counter()
 
     def probe(i: int, s: ref.Slot, j: int, logits: np.ndarray) -> tuple[int, ref.MaskRow]:
-        """Check what is asked about, and answer somehow: the answer and row j - 1."""
+        """Check the candidates of a slot and answer randomly; return the answer and row j - 1."""
         asked = r.exchange.candidates[i]
         row = random_row(rng, s, j - 1)
         drafting = moved[i] and ref.is_drafting(s, j)
@@ -79,7 +78,7 @@ def test_matches_the_reference(make_round, block, mapped, how):
 
     for _ in range(6):
         slots = [random_slot(rng, V, 5) for _ in range(SLOTS)]
-        for s in slots:  # who has a token in row 0 may have one of these tested, and no more
+        for s in slots:  # at most one of these is verified
             add_drafts(rng, s, rng.normal(0, 2, (K, V)), np.isin(np.arange(V), ids))
         free = [probed and i % 4 == 0 for i in range(SLOTS)]  # without a grammar
         rows = [
@@ -139,9 +138,11 @@ def test_matches_the_reference(make_round, block, mapped, how):
 
 @pytest.mark.parametrize("branch", [1, 3])
 @pytest.mark.parametrize("mapped", [False, True], ids=["same", "pruned"])
-def test_candidates_of_all_levels_come_at_once(make_round, block, mapped, branch):
-    """Of each level before the limit those that would be asked about were its turn, and their
-    shares in the draw to come; a broken level has none. Trees of requests without a grammar too."""
+def test_lattice_candidates_match_reference(make_round, block, mapped, branch):
+    """The candidates of each level and their probabilities match those of level-by-level probing.
+
+    A level with invalid logits has none. For trees, requests without a grammar get candidates.
+    """
     rng = np.random.default_rng(5)
     levels = 4
     most = 6

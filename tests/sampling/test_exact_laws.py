@@ -1,7 +1,8 @@
-"""The law of whole requests, every outcome of every draw counted: no statistics, no random numbers.
+"""The distribution of whole requests, by enumeration of all outcomes of the reference.
 
-A round of the reference is run once for each way its coins and draws can fall. Rounds draw anew, so
-their laws multiply; that they do is what `test_distribution` is for.
+A round of the reference runs once for each outcome of its random decisions. Rounds are
+independent, which `test_distribution` tests, so their distributions multiply. No random numbers are
+used.
 """
 
 from __future__ import annotations
@@ -22,14 +23,14 @@ PLAIN = ref.Filter(1.0)
 GREEDY = ref.Filter(0.0)
 
 
-class Chance:
-    """Stands for `reference_round.coin` and `draw`: says how they fall, and how likely that is."""
+class OutcomeEnumerator:
+    """Replaces `reference_round.coin` and `draw`: enumerates outcomes with their probabilities."""
 
     def __init__(self) -> None:
         self.path: list[int] = []
 
-    def fall(self, chances: list[float]) -> int:
-        """One of the things that can happen with these chances."""
+    def choose(self, chances: list[float]) -> int:
+        """Return one of the outcomes with these probabilities."""
         open_ = [i for i, chance in enumerate(chances) if chance > 0]
         if self.depth == len(self.path):
             self.path.append(0)
@@ -41,7 +42,7 @@ class Chance:
         return i
 
     def every(self, run: Callable[[], object]) -> Iterator[tuple[object, float]]:
-        """Results of ``run`` and their probabilities, over all that can happen."""
+        """Yield the result of `run` and its probability for each sequence of outcomes."""
         self.path = []
         self.left = []
         while True:
@@ -56,20 +57,20 @@ class Chance:
                 return
             self.path[-1] += 1
 
-    def coin(self, *name: object) -> Chance:
+    def coin(self, *name: object) -> OutcomeEnumerator:
         return self
 
     def __lt__(self, chance: float) -> bool:
-        return self.fall([1.0 - chance, chance]) == 1
+        return self.choose([1.0 - chance, chance]) == 1
 
     def draw(self, weights: np.ndarray, *name: object, **more: object) -> int:
         total = float(np.sum(weights))
-        return self.fall(list(np.asarray(weights) / total)) if total > 0 else -1
+        return self.choose(list(np.asarray(weights) / total)) if total > 0 else -1
 
 
 @dataclass
 class World:
-    """A target and a drafter that look at the last token; what is legal after it."""
+    """A target and a drafter that depend on the last token, and the legal tokens after it."""
 
     target: np.ndarray
     drafter: np.ndarray
@@ -92,7 +93,7 @@ class World:
         return ref.MaskRow(state, slot.epoch, slot.n + j, self.legal[token])
 
     def round(self, slot: ref.Slot) -> tuple[tuple[int, ...], int]:
-        """Draft and verify: the tokens, and the drafts among them."""
+        """Draft and verify; return the tokens and the number of accepted drafts."""
         for j in range(1, DRAFTS + 1):
             last = slot.tree.token[-1]
             mask = self.row(slot, j - 1, last, verifying=False) if self.masked else None
@@ -107,8 +108,10 @@ class World:
 START = ref.Slot(n=7, tree=ref.chain(1), limit=8 + LENGTH)
 
 
-def law_of_rounds(chance: Chance, world: World, start: ref.Slot) -> tuple[dict, float]:
-    """Law of a request's tokens, and the drafts that its first round accepts in the mean."""
+def distribution_of_rounds(
+    chance: OutcomeEnumerator, world: World, start: ref.Slot
+) -> tuple[dict, float]:
+    """Return the distribution of a request's tokens, and the mean acceptance of its first round."""
     laws: dict[tuple[int, int], list] = {}
 
     def rounds(n: int, last: int) -> list:
@@ -136,8 +139,8 @@ def law_of_rounds(chance: Chance, world: World, start: ref.Slot) -> tuple[dict, 
     return law(start.n, start.last), mean
 
 
-def law_of_target(world: World, start: ref.Slot) -> dict:
-    """What the tokens are without drafts."""
+def target_distribution(world: World, start: ref.Slot) -> dict:
+    """Return the distribution of the tokens without drafts."""
     total: dict = defaultdict(float)
     for tokens in itertools.product(range(V), repeat=LENGTH):
         probability = 1.0
@@ -169,10 +172,13 @@ WORLDS = {
 
 @pytest.mark.parametrize("stop_ids", [(), (2,)], ids=["endless", "stop"])
 @pytest.mark.parametrize("how", WORLDS)
-def test_the_law_of_a_request_is_the_targets(monkeypatch, how, stop_ids):
-    """To 1e-12, over rounds; block verification accepts no less than the test of each draft, and
-    more where one was drawn behind another."""
-    chance = Chance()
+def test_verification_preserves_target_distribution(monkeypatch, how, stop_ids):
+    """The distribution equals the target's to 1e-12.
+
+    Block verification accepts at least as much as per-token tests, and more if a draft was sampled
+    after another one.
+    """
+    chance = OutcomeEnumerator()
     monkeypatch.setattr(ref, "coin", chance.coin)
     monkeypatch.setattr(ref, "draw", chance.draw)
     gain = 0.0
@@ -181,8 +187,8 @@ def test_the_law_of_a_request_is_the_targets(monkeypatch, how, stop_ids):
         means = []
         for verify in (ref.REJECTION, ref.PER_TOKEN):
             start = replace(START, verify=verify, stop_ids=stop_ids)
-            found, mean = law_of_rounds(chance, world, start)
-            wanted = law_of_target(world, start)
+            found, mean = distribution_of_rounds(chance, world, start)
+            wanted = target_distribution(world, start)
             assert found.keys() == wanted.keys()
             assert max(abs(found[t] - wanted[t]) for t in wanted) < 1e-12
             means.append(mean)
@@ -229,14 +235,14 @@ SHAPES = {
 @pytest.mark.parametrize("shape", SHAPES)
 def test_tree_verification_preserves_target_distribution(monkeypatch, shape, how, stop_ids):
     """The distribution of whole requests equals the target's to 1e-12 for every tree shape."""
-    chance = Chance()
+    chance = OutcomeEnumerator()
     monkeypatch.setattr(ref, "coin", chance.coin)
     monkeypatch.setattr(ref, "draw", chance.draw)
     for seed, verify in enumerate((ref.REJECTION, ref.COUPLED)):
         start = replace(START, verify=verify, stop_ids=stop_ids)
         world = TreeWorld.random(seed, **WORLDS[how], shape=SHAPES[shape])
-        found, mean = law_of_rounds(chance, world, start)
-        wanted = law_of_target(world, start)
+        found, mean = distribution_of_rounds(chance, world, start)
+        wanted = target_distribution(world, start)
         assert found.keys() == wanted.keys()
         assert max(abs(found[t] - wanted[t]) for t in wanted) < 1e-12
         assert mean > 0

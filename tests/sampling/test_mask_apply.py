@@ -1,4 +1,4 @@
-"""Bitmasks on logits: dtypes, fused drafter vocabulary, row skip, odd sizes, refusals."""
+"""Token bitmasks applied to logits."""
 
 from __future__ import annotations
 
@@ -44,8 +44,8 @@ def _bits(rng: np.random.Generator, dtype: str, shape: tuple[int, ...]) -> np.nd
 
 @pytest.mark.parametrize("dtype", list(STORAGE))
 @pytest.mark.parametrize("size", [1, 31, 32, 33, 64, 1000])
-def test_illegal_columns_become_minus_infinity_and_others_keep_their_bits(masked, dtype, size):
-    """Every bit of every word decides its column, also where the vocabulary ends inside a word."""
+def test_mask_apply_sets_illegal_logits_only(masked, dtype, size):
+    """Every bit determines its column, also if the vocabulary ends within a word."""
     rng = np.random.default_rng(size)
     legal = rng.random((4, size)) < 0.5
     legal[2:, :] = np.array([[True], [False]])  # words that are all ones and all zeros
@@ -55,8 +55,8 @@ def test_illegal_columns_become_minus_infinity_and_others_keep_their_bits(masked
     np.testing.assert_array_equal(masked(logits, legal, dtype).view(word), wanted)
 
 
-def test_rows_choose_their_mask_and_negative_rows_are_left_alone(masked):
-    """mask_row picks a row per logits row, several may share one, and -1 skips the row."""
+def test_mask_apply_selects_mask_rows(masked):
+    """`mask_row` selects a mask row per row; rows may share one, and -1 skips the row."""
     rng = np.random.default_rng(1)
     legal = rng.random((3, 100)) < 0.3
     logits = _bits(rng, "float32", (5, 100))
@@ -66,8 +66,8 @@ def test_rows_choose_their_mask_and_negative_rows_are_left_alone(masked):
     np.testing.assert_array_equal(got, wanted.astype(np.float32))
 
 
-def test_drafter_columns_are_judged_by_their_target_id(masked):
-    """With d2t a column is legal iff its target id is inside the bound and its bit is set."""
+def test_mask_apply_maps_drafter_columns(masked):
+    """With `d2t`, a column is legal if its target id is below the limit and its bit is set."""
     rng = np.random.default_rng(2)
     legal = rng.random((2, 90)) < 0.5
     d2t = np.array([5, 89, 0, 31, 32, 63, 64, -1, 90, 1000, 5, 79, 80], np.int32)
@@ -78,14 +78,14 @@ def test_drafter_columns_are_judged_by_their_target_id(masked):
 
 
 @pytest.mark.parametrize("limit", [1, 5, 32, 37, 64, 99])
-def test_ids_at_or_above_the_bound_are_illegal_even_with_their_bit_set(masked, limit):
-    """Columns that the tokenizer does not have never pass, whatever the mask says."""
+def test_mask_apply_token_limit_overrides_mask(masked, limit):
+    """Ids beyond the tokenizer's vocabulary are illegal, whatever the mask."""
     got = masked(np.zeros((1, 100), np.float32), np.ones((1, 128), bool), token_limit=limit)
     np.testing.assert_array_equal(np.isneginf(got[0]), np.arange(100) >= limit)
 
 
-def test_wrong_shapes_and_dtypes_are_refused_by_name(device, stream):
-    """Each refusal names the argument and the dimension."""
+def test_mask_apply_rejects_wrong_shapes_and_dtypes(device, stream):
+    """Errors name the argument and the dimension."""
     good = {"logits": device.zeros((2, 64), "float32"), "mask": device.zeros((2, 2), "int32")}
     for change, error, word in (
         ({"logits": device.zeros((2, 64), "int32")}, ShapeError, "logits is int32"),

@@ -1,4 +1,4 @@
-"""Rows that several blocks share: not a bit of a round differs from what one block makes of it."""
+"""Results of the sampling kernels do not depend on the number of blocks per row."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ DRAFTS = 2
 
 
 def slot_of(rng: np.random.Generator, i: int, logits: np.ndarray, legal: np.ndarray) -> ref.Slot:
-    """Two drafts of every kind, a tree where that may be, and a law for every other request."""
+    """Return a slot with two drafts, as a tree where possible, and with adjustments if i is odd."""
     vocab = logits.shape[1]
     slot = ref.Slot(
         n=10,
@@ -62,8 +62,8 @@ def _adjustment(masked: bool) -> ref.Adjustment:
     return ref.Adjustment(params, output=(3, 3, 6))
 
 
-def all_that_is_left(make_round, vocab: int, kinds: int, block: int, parts: int) -> list[bytes]:
-    """What two rounds and their drafts leave behind, on the device and on the host."""
+def run_rounds(make_round, vocab: int, kinds: int, block: int, parts: int) -> list[bytes]:
+    """Return all device and host arrays after two rounds."""
     rng = np.random.default_rng(vocab)
     d2t = np.sort(rng.choice(vocab, vocab // 2, replace=False)).astype(np.int32)
     r: TableRound = make_round(
@@ -114,10 +114,9 @@ def all_that_is_left(make_round, vocab: int, kinds: int, block: int, parts: int)
         pytest.param(151936, SLOTS, [(1, 2), (1, 8), (1, 32), (1024, 32)], marks=pytest.mark.full),
     ],
 )
-def test_blocks_that_share_rows_give_the_same_bits(make_round, vocab, kinds, shapes):
-    """Tokens, distributions, drafts, tables and log probabilities of greedy, filtered, coupled,
-    tested and relaxed rows, of chains and trees."""
-    alone = all_that_is_left(make_round, vocab, kinds, 1, 1)
+def test_sampling_is_bit_identical_for_any_blocks_per_row(make_round, vocab, kinds, shapes):
+    """Greedy, filtered, coupled, tested and relaxed rows of chains and trees are bit-identical."""
+    alone = run_rounds(make_round, vocab, kinds, 1, 1)
     for block, parts in shapes:
-        shared = all_that_is_left(make_round, vocab, kinds, block, parts)
+        shared = run_rounds(make_round, vocab, kinds, block, parts)
         assert shared == alone, (block, parts)

@@ -1,4 +1,4 @@
-"""Random numbers: published vectors, and accuracy of the kernels' in both tails."""
+"""Random numbers: published test vectors, and accuracy of the kernels' functions."""
 
 from __future__ import annotations
 
@@ -62,10 +62,12 @@ def _numbers(device, stream, probe, x, y):
     return [out.to_host().astype(np.float64) for out in outs]
 
 
-def test_words_are_the_generators():
-    """The reference, whose draws those of the kernels must be, gives the published results of the
-    generator's authors: key is the seed's low and high word; counter is position, purpose and
-    sample, id div 4, turn."""
+def test_philox_matches_published_vectors():
+    """The reference matches the vectors of the generator's authors.
+
+    The key is the low and high word of the seed; the counter is position, purpose and sample, id
+    div 4, and round.
+    """
     counter, key, wanted = (np.stack([_hex(row[i]) for row in KNOWN]) for i in range(3))
     np.testing.assert_array_equal(ref.philox4x32_10(counter, key), wanted)
     key = np.array([0x76543210, 0xFEDCBA98], np.uint32)
@@ -75,8 +77,8 @@ def test_words_are_the_generators():
     np.testing.assert_array_equal(found, direct)
 
 
-def test_uniform_and_exponential_are_accurate_and_finite_everywhere(device, stream, probe):
-    """u is exact in [0, 1); E is within 4e-7 relative of its definition, at both ends too."""
+def test_uniform_and_exponential_variates_are_accurate(device, stream, probe):
+    """Uniform numbers are exact in [0, 1); exponential ones are within 4e-7, in both tails."""
     rng = np.random.default_rng(4)
     edges = [
         0,
@@ -109,8 +111,10 @@ def test_uniform_and_exponential_are_accurate_and_finite_everywhere(device, stre
 
 
 def test_exp_and_log_are_accurate(device, stream, probe):
-    """exp on [-87, 0] and log on normal numbers are within a few units in the last place; exp is 1
-    at 0, and exactly 0 below the smallest normal number."""
+    """exp on [-87, 0] and log on normal numbers are within a few units in the last place.
+
+    exp is exactly 1 at 0, and 0 below the smallest normal number.
+    """
     rng = np.random.default_rng(5)
     y = np.concatenate([rng.uniform(0, 87, 3000), 2.0 ** rng.uniform(-30, 6, 3000)])
     y = np.concatenate([y, [1.0, 2.0, 0.5, 86.99, 0.70710678, 0.7071068]]).astype(np.float32)

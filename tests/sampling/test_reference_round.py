@@ -1,4 +1,4 @@
-"""The reference itself: walks of any tree against sequential decoding."""
+"""The reference implementation, compared with sequential decoding."""
 
 from __future__ import annotations
 
@@ -25,9 +25,11 @@ def grow(rng, slot: ref.Slot, nodes: int) -> None:
 
 @pytest.mark.parametrize("f", [GREEDY, PLAIN, MIXED], ids=["greedy", "plain", "mixed"])
 @pytest.mark.parametrize("stop_ids", [(), (3, 6)], ids=["endless", "stop"])
-def test_trees_change_no_token_of_greedy_and_coupled_requests(f, stop_ids):
-    """Random trees, illegal nodes, rows that are late or another's: the tokens and the end are
-    those of decoding one token a round; siblings and depths are really accepted."""
+def test_reference_trees_do_not_change_greedy_and_coupled_tokens(f, stop_ids):
+    """Tokens of random trees, with illegal nodes and late rows, are those of sequential decoding.
+
+    Siblings and deep nodes are accepted in some rounds.
+    """
     table = make_table(17)
     rng = np.random.default_rng(5)
     start = ref.Slot(
@@ -64,9 +66,8 @@ def test_trees_change_no_token_of_greedy_and_coupled_requests(f, stop_ids):
 
 
 @pytest.mark.parametrize("verify", [ref.REJECTION, ref.PER_TOKEN], ids=["block", "per-token"])
-def test_no_random_number_is_used_twice(monkeypatch, verify):
-    """Tests see every draft before they choose where to stop, so that draws behind that place are
-    used up too: in a whole request no name of a draw comes again."""
+def test_rejection_sampling_uses_no_random_number_twice(monkeypatch, verify):
+    """Block verification reads the numbers of drafts after the last accepted one, too."""
     rng = np.random.default_rng(12)
     k = 3
     vocab = 41

@@ -1,4 +1,4 @@
-"""The sampler's wrappers: refusals by name, before any launch."""
+"""Argument checks of SlotState and Sampler, before any launch."""
 
 from __future__ import annotations
 
@@ -42,8 +42,8 @@ def small(make_round) -> TableRound:
         ({"sample": 1 << 24}, "sample"),
     ],
 )
-def test_a_bad_join_is_refused_and_changes_nothing(small, change, word):
-    """The error names the value; the slot stays as it was."""
+def test_slot_join_rejects_invalid_values(small, change, word):
+    """The error names the value, and the slot does not change."""
     values = {"slot": 0, **GOOD, **change}
     names = [f.name for f in fields(SamplingParams) if f.name in values]
     params = SamplingParams(**{name: values.pop(name) for name in names})
@@ -52,8 +52,8 @@ def test_a_bad_join_is_refused_and_changes_nothing(small, change, word):
     assert not small.state.to_host()["active"].any()
 
 
-def test_join_and_leave_write_the_slot_and_no_other(small):
-    """Every parameter lands in its array at the slot; leaving clears active and the drafts."""
+def test_slot_join_and_leave_change_only_their_slot(small):
+    """Every parameter is written to its field; leaving clears `active` and the drafts."""
     before = np.zeros(4, SLOT)
     before["draft_len"] = 2
     small.state.copy_from(before)
@@ -90,8 +90,8 @@ def test_join_and_leave_write_the_slot_and_no_other(small):
     np.testing.assert_array_equal(left["draft_len"], [2, 2, 0, 0])
 
 
-def test_arrays_that_do_not_fit_are_refused_by_name(device, small):
-    """Logits, row maps, widths and replay numbers of the wrong shape never reach a kernel."""
+def test_sampler_rejects_arrays_that_do_not_fit(device, small):
+    """Arrays of the wrong shape or dtype are rejected by name."""
     draft = small.sampler.draft
     rows = small.row_slot
     five = device.zeros((5,), "int32")
@@ -119,8 +119,8 @@ def test_arrays_that_do_not_fit_are_refused_by_name(device, small):
         target(small.lane, device.zeros((4, 40), "float16"), rows, 1)
 
 
-def test_a_sampler_whose_parts_do_not_fit_is_refused(device, small):
-    """Sizes of state, exchange, maps and ring must agree with the sampler's own."""
+def test_sampler_rejects_parts_that_do_not_fit(device, small):
+    """Sizes of state, exchange, maps and ring must agree."""
 
     def make(**change):
         parts = {

@@ -1,4 +1,4 @@
-"""Target rows: the filtered distribution, ties, bounds, broken logits, which rows are touched."""
+"""Target rows: filtered distributions, ties, invalid logits, and rows that are not processed."""
 
 from __future__ import annotations
 
@@ -39,9 +39,11 @@ def run_rows(r: TableRound, logits: np.ndarray, slots: list[ref.Slot], legal: np
 
 
 @pytest.mark.parametrize("vocab", [8, 70, 500, 4097])
-def test_distribution_equals_the_reference(make_round, block, vocab):
-    """For every filter mix, zeros are the reference's and the rest agrees to fp32 rounding; at ties
-    the smaller ids are kept, -0 and +0 being one value."""
+def test_filtered_distribution_matches_reference(make_round, block, vocab):
+    """Zeros match exactly, other values to fp32 rounding.
+
+    Ties keep the smaller ids, and -0 equals +0.
+    """
     rng = np.random.default_rng(vocab)
     count = len(FILTERS)
     limit = vocab - vocab // 7 - 1
@@ -62,8 +64,8 @@ def test_distribution_equals_the_reference(make_round, block, vocab):
             np.testing.assert_allclose(probs[i][kept], wanted[kept], rtol=2e-5, err_msg=str(f))
 
 
-def test_a_row_without_a_legal_token_ends_the_request_and_yields_nothing(make_round, block):
-    """No bit, only bits beyond the bound, or only -inf logits: dead end; NaN or +inf: error."""
+def test_row_without_legal_token_ends_request(make_round, block):
+    """No mask bit, only bits beyond the limit, or only -inf: dead end. NaN or +inf: error."""
     vocab = 64
     limit = 40
     logits = np.zeros((8, vocab), np.float32)
@@ -86,9 +88,8 @@ def test_a_row_without_a_legal_token_ends_the_request_and_yields_nothing(make_ro
         np.testing.assert_array_equal(out["count"], [0, 0, 0, 0, 0, 1, 1, 0])
 
 
-def test_rows_that_nobody_tests_are_not_touched(make_round, block):
-    """Padding, inactive slots, rows behind the drafts or without a stamp leave probs alone, and no
-    state moves for them; padding and rows beyond the batch carry slot -1."""
+def test_unused_rows_are_not_processed(make_round, block):
+    """Padding, inactive slots, rows beyond the drafts and rows without a stamp are skipped."""
     vocab = 40
     width = 3
     r = make_round(slots=5, draft_length=2, vocab=vocab, block=block)

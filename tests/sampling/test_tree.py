@@ -1,4 +1,4 @@
-"""Trees of drafts that grow level by level, against the reference; and proposals that branch."""
+"""Draft trees, compared with the reference, and proposals that are trees."""
 
 from __future__ import annotations
 
@@ -48,12 +48,12 @@ def tree_mode(
 
 
 def noise_of(*key: object) -> np.random.Generator:
-    """A generator that the key alone decides."""
+    """Return a generator that is seeded by the key."""
     return np.random.default_rng(list(hashlib.sha256(repr(key).encode()).digest()))
 
 
 def logits_of(slot: int, path: tuple[int, ...], size: int) -> np.ndarray:
-    """A drafter's logits behind a path; some tie, are -inf, or no numbers."""
+    """Return a drafter's logits after a path; some tie, are -inf or NaN."""
     rng = noise_of("logits", slot, path)
     logits = rng.normal(0, 3, size).astype(np.float32)
     if rng.random() < 0.3:
@@ -65,13 +65,13 @@ def logits_of(slot: int, path: tuple[int, ...], size: int) -> np.ndarray:
 
 
 def is_legal(slot: int, path: tuple[int, ...], token: int) -> bool:
-    """A grammar: here everything is allowed, there next to nothing."""
+    """Return whether the grammar accepts a token after a path."""
     share = noise_of("share", slot, path).choice([0.02, 0.2, 0.7, 1.0])
     return bool(noise_of("legal", slot, path, token).random() < share)
 
 
 def fed_paths(state: np.ndarray, level: int) -> list[tuple[int, ...] | None]:
-    """Paths of the nodes that a slot has to be fed at a level."""
+    """Return the paths of the nodes that a slot feeds to the drafter at a level."""
     if level == 1:
         return [()]
     rows = range((level - 2) * BRANCH + 1, (level - 1) * BRANCH + 1)
@@ -85,8 +85,8 @@ def fed_paths(state: np.ndarray, level: int) -> list[tuple[int, ...] | None]:
     return found
 
 
-class Forest:
-    """Trees of all slots of a round: drafters and grammars that numbers decide."""
+class TreeRound:
+    """Trees of all slots of a round, with hash-based drafters and grammars."""
 
     def __init__(
         self,
@@ -119,7 +119,7 @@ class Forest:
         ]
 
     def logits(self, level: int):
-        """Logits of the nodes that are fed, as the drafter would leave them."""
+        """Return the logits of the nodes that are fed, as the drafter would write them."""
         state = self.r.state.to_host()
         rows = 1 if level == 1 else BRANCH
         logits = np.zeros((SLOTS, rows, len(self.ids)), np.float32)
@@ -130,7 +130,7 @@ class Forest:
         return self.r.device.from_host(logits[self.order].reshape(-1, len(self.ids)), "float32")
 
     def answer(self, level: int) -> None:
-        """Answer as a grammar would; who has none, or drafts nothing, is not asked."""
+        """Answer as a grammar would; slots without a grammar or without drafts are not asked."""
         exchange = self.r.exchange
         state = self.r.state.to_host()
         for i in range(SLOTS):
@@ -152,7 +152,7 @@ class Forest:
             exchange.answer[i] = (self.r.replay, level, BRANCH)
 
     def reference(self, i: int, limit: int, nodes: int) -> tuple[list[int], bool]:
-        """Gives a slot its tree; how many were fed by level, and whether rounding had no say."""
+        """Grow a slot's tree; return the fed nodes by level, and whether all scores differ."""
         s = self.slots[i]
         number = self.number + i
 
@@ -202,9 +202,11 @@ class Forest:
     ],
     indirect=["block"],
 )
-def test_trees_grow_as_the_reference_says(make_round, block, probed, pruned, ranks):
-    """What is asked about, fed and kept: greedy and coupled, with ties, ends and stop ids; the
-    likeliest, also where fewer are wanted, or those whose ranks are given."""
+def test_draft_tree_matches_reference(make_round, block, probed, pruned, ranks):
+    """Candidates, fed nodes and drafts match for greedy and coupled requests.
+
+    The cases include ties, limits, stop ids, smaller trees and fixed shapes.
+    """
     rng = np.random.default_rng(5)
     d2t = np.sort(rng.choice(V, 40, replace=False)).astype(np.int32) if pruned else None
     ids = np.arange(V) if d2t is None else d2t
@@ -223,18 +225,18 @@ def test_trees_grow_as_the_reference_says(make_round, block, probed, pruned, ran
     whole = TreeSampler(r.sampler)
     seen = Counter()
     for nodes in (DRAFTS if ranks else 2, *(DRAFTS,) * (3 if block == 1 else 2)):
-        forest = Forest(r, rng, ids, probed, ranks)
+        trees = TreeRound(r, rng, ids, probed, ranks)
         tree = whole if ranks else whole.of(nodes)
         for level in range(1, min(LEVELS, nodes) + 1):
-            logits = forest.logits(level)
+            logits = trees.logits(level)
             if probed:
                 tree.candidates(r.lane, logits, r.row_slot, level)
                 r.stream.synchronize()
-                forest.answer(level)
+                trees.answer(level)
             tree.draft(r.lane, logits, r.row_slot, level)
             r.stream.synchronize()
-        for i in forest.growing:
-            (feeds, clear), s = forest.reference(i, limit, nodes), forest.slots[i]
+        for i in trees.growing:
+            (feeds, clear), s = trees.reference(i, limit, nodes), trees.slots[i]
             seen["clear"] += clear
             seen["all"] += 1
             if not clear:
@@ -243,9 +245,9 @@ def test_trees_grow_as_the_reference_says(make_round, block, probed, pruned, ran
             seen["drafts", len(s.drafts)] += 1
             seen["stops"] += any(t in s.stop_ids for t in s.drafts)
             seen["narrow"] += any(b < a for a, b in pairwise(feeds))
-        r.compare(forest.slots)
-        for i in forest.growing:
-            s = forest.slots[i]
+        r.compare(trees.slots)
+        for i in trees.growing:
+            s = trees.slots[i]
             record = r.exchange.drafted[i]
             count = len(s.drafts)
             assert tuple(record[: 2 + count]) == (r.replay, count, *s.drafts)
@@ -255,8 +257,8 @@ def test_trees_grow_as_the_reference_says(make_round, block, probed, pruned, ran
     assert not probed or sum(seen["drafts", n] for n in range(DRAFTS)) > 2
 
 
-def test_of_equal_nodes_the_earlier_is_better(make_round, block):
-    """Everything is alike: nodes are fed and kept in the order in which they were seen."""
+def test_draft_tree_prefers_earlier_of_equal_nodes(make_round, block):
+    """With equal logits, nodes are fed and kept in order."""
     r = make_round(slots=1, mode=tree_mode(), vocab=8, block=block)
     tree = TreeSampler(r.sampler)
     slot = ref.Slot(n=4, tree=ref.chain(1), limit=50)
@@ -271,8 +273,8 @@ def test_of_equal_nodes_the_earlier_is_better(make_round, block):
     r.compare([slot])
 
 
-def test_a_silent_grammar_leaves_no_drafts(make_round):
-    """Without an answer of this replay and level nothing is legal."""
+def test_draft_tree_without_answer_is_empty(make_round):
+    """Without an answer of this replay and level, no candidate is legal."""
     mode = tree_mode(drafts=3, branch=2, levels=2, masking="probe")
     r = make_round(slots=1, mode=mode, vocab=V)
     tree = TreeSampler(r.sampler)
@@ -297,7 +299,7 @@ def test_tree_sampler_rejects_chain_mode(make_round):
 
 
 def placed(slot: ref.Slot, tokens: list[int], parents: list[int], vocab: int) -> None:
-    """What is left of a proposal: ids, below a node that is one, before the request's end."""
+    """Apply a proposal to the reference: skip invalid ids and their descendants."""
     rows: dict[int, int] = {0: 0}
     for i, (token, on) in enumerate(zip(tokens, parents, strict=True), 1):
         if not 0 <= token < vocab or not 0 <= on < i or on not in rows:
@@ -312,10 +314,11 @@ def placed(slot: ref.Slot, tokens: list[int], parents: list[int], vocab: int) ->
 
 
 @pytest.mark.parametrize("kind", ["chain", "tree", "answer"])
-def test_proposals_may_branch(make_round, kind):
-    """Random trees with what can be no draft in them: the rest is kept, siblings of one id once, as
-    many as are wanted; the same where they are the grammar's answer, if that is to this replay. A
-    chain ends before it."""
+def test_place_drafts_matches_reference(make_round, kind):
+    """Proposals with invalid entries match the reference, as chain, tree or lattice answer.
+
+    Siblings with equal ids become one draft. An answer of another replay is ignored.
+    """
     answered = kind == "answer"
     rng = np.random.default_rng(2)
     mode = DraftMode.chain(DRAFTS)
@@ -356,7 +359,7 @@ def test_proposals_may_branch(make_round, kind):
             if s.n > before[i] and s.active and not late[i]:
                 placed(s, tokens[i].tolist(), parents[i].tolist(), V)
                 kept = len(s.drafts)
-                # The last is at n + kept: beyond the room nothing is cached.
+                # The last is at n + kept: positions beyond the limit have no pages.
                 fits = min(max(s.limit - s.n - 1, 0), most)
                 s.tree = s.tree.first(fits)
                 s.kinds = s.kinds[:fits]

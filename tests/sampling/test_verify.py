@@ -1,4 +1,4 @@
-"""Verification against the reference, and its rules one by one."""
+"""Verification, compared with the reference, and its rules one by one."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ both = pytest.mark.parametrize("f", [GREEDY, SAMPLED], ids=["greedy", "sampled"]
 
 
 def random_filter(rng: np.random.Generator) -> ref.Filter:
-    """Any mix of filters; a third are greedy."""
+    """Return a random filter; a third are greedy."""
     if rng.random() < 0.33:
         return GREEDY
     return ref.Filter(
@@ -31,7 +31,7 @@ def random_filter(rng: np.random.Generator) -> ref.Filter:
 
 
 def random_slot(rng: np.random.Generator, vocab: int = V, stops: int = 8) -> ref.Slot:
-    """A slot without drafts, with up to so many stop ids."""
+    """Return a slot without drafts, with at most `stops` stop ids."""
     n = int(rng.integers(3, 200))
     return ref.Slot(
         n=n,
@@ -52,8 +52,10 @@ def random_slot(rng: np.random.Generator, vocab: int = V, stops: int = 8) -> ref
 
 
 def add_drafts(rng: np.random.Generator, slot: ref.Slot, logits: np.ndarray, known: np.ndarray):
-    """As many drafts as fit or fewer, most of them likely, some illegal, with q tables near p; of
-    known ids alone. Where one token per row decides, they branch, and now and then elsewhere."""
+    """Append random drafts from the known ids: mostly likely, some illegal, with tables near p.
+
+    They form a tree if rows sample their own token, and sometimes otherwise.
+    """
     most = logits.shape[0] - 1
     size = logits.shape[1]
     branches = slot.filter.greedy or slot.verify == ref.COUPLED or rng.random() < 0.2
@@ -85,8 +87,8 @@ FORGED = {
 }
 
 
-def forged(slot: ref.Slot, j: int, name: str, legal: np.ndarray) -> ref.MaskRow:
-    """Row j with a wrong stamp."""
+def forged_row(slot: ref.Slot, j: int, name: str, legal: np.ndarray) -> ref.MaskRow:
+    """Return row j with a stamp of another request, position or epoch."""
     state, epoch, position, *more = FORGED[name]
     return ref.MaskRow(state, slot.epoch + epoch, slot.n + j + position, legal, *more)
 
@@ -107,13 +109,15 @@ def random_masks(rng: np.random.Generator, slot: ref.Slot, most: int = K) -> lis
         more = int(rng.random() < 0.3)
         row = ref.MaskRow(state, slot.epoch, position, legal, more)
         rows.append(
-            forged(slot, j, str(rng.choice(list(FORGED))), legal) if rng.random() < 0.08 else row
+            forged_row(slot, j, str(rng.choice(list(FORGED))), legal)
+            if rng.random() < 0.08
+            else row
         )
     return rows
 
 
-def test_matches_the_reference_on_random_rounds(make_round, block):
-    """Tokens, counts, reasons, state and records equal the reference's in 400 random slots."""
+def test_verification_matches_reference_on_random_rounds(make_round, block):
+    """Tokens, counts, reasons, state and records match in 400 random slots."""
     rng = np.random.default_rng(7)
     slots = 20
     limit = 39
@@ -137,9 +141,8 @@ def test_matches_the_reference_on_random_rounds(make_round, block):
 
 
 @pytest.mark.parametrize("pruned", [False, True], ids=["same", "pruned"])
-def test_chains_from_tables_match_the_reference(make_round, block, pruned):
-    """Drafts drawn near the target, points and late rows among them, tested as a whole and one by
-    one: what is accepted, and the token behind it, are the reference's."""
+def test_rejection_sampling_matches_reference(make_round, block, pruned):
+    """Block and per-token verification match for sampled drafts, point masses and late rows."""
     rng = np.random.default_rng(11)
     most = 6
     slots = 32
@@ -185,7 +188,7 @@ FAULT = ref.ERROR
 
 
 def slot_of(f=GREEDY, drafts=(10, 11, 12), kind=ref.POINT, q=None, **more) -> ref.Slot:
-    """A slot with the given drafts and nothing special."""
+    """Return a slot with the given drafts."""
     tables = q if isinstance(q, tuple) else (q,) * len(drafts)
     return ref.Slot(
         **{
@@ -202,7 +205,7 @@ def slot_of(f=GREEDY, drafts=(10, 11, 12), kind=ref.POINT, q=None, **more) -> re
 
 
 def rows_of(slot: ref.Slot, *states: int, legal=ALL) -> list[ref.MaskRow]:
-    """Rows of the given states, then ready ones."""
+    """Return rows of the given states, followed by ready rows."""
     states = (*states, *(ref.READY,) * (K + 1 - len(states)))
     return [ref.MaskRow(s, slot.epoch, slot.n + j, legal) for j, s in enumerate(states)]
 
@@ -213,7 +216,7 @@ def small(make_round) -> TableRound:
 
 
 def one(r: TableRound, slot: ref.Slot, rows: list[ref.MaskRow]) -> tuple:
-    """A round of one slot: its tokens, how many drafts are among them, and the reason."""
+    """Run a round of one slot; return tokens, accepted drafts and reason."""
     out = r.play([slot], EYE[None], [rows])
     count = out["count"][0]
     return out["tokens"][0, :count].tolist(), int(out["accepted"][0]), int(out["reason"][0])
@@ -230,10 +233,10 @@ RULES = {
         ([10, 11], 1, ref.STOP),
     ),
     "stop before length": ({"limit": 22, "stop_ids": (10,)}, (), ([10], 1, ref.STOP)),
-    "room for one": ({"limit": 22}, (), ([10], 1, ref.LENGTH)),
-    "room for two": ({"limit": 23}, (), ([10, 11], 2, ref.LENGTH)),
-    "room for three": ({"limit": 24}, (), ([10, 11, 12], 3, ref.LENGTH)),
-    "room for the bonus": ({"limit": 25}, (), ([10, 11, 12, 13], 3, ref.LENGTH)),
+    "limit after one token": ({"limit": 22}, (), ([10], 1, ref.LENGTH)),
+    "limit after two tokens": ({"limit": 23}, (), ([10, 11], 2, ref.LENGTH)),
+    "limit after three tokens": ({"limit": 24}, (), ([10, 11, 12], 3, ref.LENGTH)),
+    "limit after the bonus token": ({"limit": 25}, (), ([10, 11, 12, 13], 3, ref.LENGTH)),
     "row 2 late": ({}, (FREE, FREE, LATE), ([10, 11], 2, 0)),
     "row 2 dead": ({}, (FREE, FREE, DEAD), ([10, 11], 2, 0)),
     "row 2 failed": ({}, (FREE, FREE, FAULT), ([10, 11], 2, 0)),
@@ -245,8 +248,8 @@ RULES = {
 
 @both
 @pytest.mark.parametrize("rule", RULES)
-def test_the_rules_of_the_walk(small, f, rule):
-    """Which tokens come and why it ends; with a reason the slot is inactive and stays as it is."""
+def test_verification_rules(small, f, rule):
+    """Tokens and reason are as expected; an ended slot is inactive and does not change."""
     more, states, expected = RULES[rule]
     slot = slot_of(f, **more)
     rows = rows_of(slot, *states)
@@ -269,17 +272,16 @@ def test_the_rules_of_the_walk(small, f, rule):
         (10, 1155247),  # found by search: its coin is 0
     ],
 )
-def test_an_illegal_draft_is_refused_and_replaced(small, f, kind, wrong, seed):
-    """A draft outside its mask, or no token at all, never passes, however likely its logit; the
-    coin can be exactly 0, and 0 * q < p stays false for p = 0."""
+def test_verification_rejects_illegal_draft(small, f, kind, wrong, seed):
+    """A draft outside the mask or vocabulary is never accepted, even with a coin of exactly 0."""
     assert (ref.coin(seed, 21, 0, 20) == 0.0) == (seed != 9)
     slot = slot_of(f, (wrong, 11, 12), kind, q=np.eye(V)[10], seed=seed)
     tokens, accepted, _ = one(small, slot, rows_of(slot, legal=np.arange(V) != 10))
     assert (len(tokens), accepted) == (1, 0) and tokens[0] not in (wrong, 10)
 
 
-def test_a_negative_draft_does_not_borrow_its_neighbours_probability(small):
-    """Draft -1 of slot 1 is refused although the cell before its row, slot 0's, holds 1."""
+def test_verification_rejects_negative_draft_id(small):
+    """Draft -1 of slot 1 is rejected although the array element before its row is 1."""
     logits = np.stack([EYE, EYE])
     logits[0, K] = -30.0
     logits[0, K, V - 1] = 30.0
@@ -289,9 +291,11 @@ def test_a_negative_draft_does_not_borrow_its_neighbours_probability(small):
     assert (out["count"][1], out["accepted"][1], out["tokens"][1, 0]) == (1, 0, 10)
 
 
-def test_tables_that_do_not_fit_their_drafts(small):
-    """q(d) = 0 for a dense draft is a fault: never accepted, and counted. Where p = q up to
-    rounding and it is refused all the same, nothing is left of p: the token comes from p."""
+def test_verification_counts_impossible_drafts_as_faults(small):
+    """A dense draft with q(d) = 0 is rejected and counted as a fault.
+
+    If p equals q up to rounding and the draft is rejected, the token is sampled from p.
+    """
     p = ref.distribution(EYE[0], ALL, SAMPLED).astype(np.float32).astype(np.float64)
     for drafts, q in (((30,), np.maximum(p, 0.5)), ((30, 11, 12), np.zeros(V))):
         assert small.sampler.faults.to_host()[0] == 0
@@ -315,9 +319,8 @@ LIKELY = {
 
 @both
 @pytest.mark.parametrize("name", LIKELY)
-def test_relaxed_acceptance(small, f, name):
-    """A draft passes among the best ids near the best one, of those that are legal, up to the end
-    of what is relaxed; what passes greedily passes when sampling. Then the request is coupled."""
+def test_relaxed_verification_accepts_likely_drafts(small, f, name):
+    """Likely legal drafts are accepted up to `until`; then the request is coupled."""
     how, illegal, drafts, expected = LIKELY[name]
     logits = np.full((K + 1, V), -30.0, np.float32)
     logits[:, 10:14] = np.log([0.5, 0.3, 0.15, 0.05])
@@ -330,9 +333,8 @@ def test_relaxed_acceptance(small, f, name):
     assert small.state.to_host()["verify"][0] == (ref.COUPLED if ended else ref.RELAXED)
 
 
-def test_what_is_reached_is_remembered(make_round):
-    """By draft an average over the rounds that test it, from 0.7 to the power of its number on; the
-    others bring it back there; it is never more than that of the one before."""
+def test_accept_prob_follows_past_rounds(make_round):
+    """Acceptance probabilities are moving averages that recover to 0.7 ** j and do not increase."""
     rng = np.random.default_rng(8)
     most = 5
     count = 60
