@@ -1,8 +1,8 @@
 """Create graft's virtual environment, install the pinned packages and build the C++ part.
 
-The Makefile runs this script with the system's Python, so it uses only the standard library. Each
-step writes a stamp file with a digest of its inputs and is skipped if the digest has not changed.
-Usage::
+The Makefile runs this script with the system's Python, so it uses only the standard library. After
+each step, a stamp file with a digest of the step's inputs is written to the environment. In a later
+run, the step is skipped if the digest has not changed. Usage::
 
     python3 tools/bootstrap.py VENV [--packages-only | --force-native]
 """
@@ -31,18 +31,19 @@ CXX17_PROGRAM = "#include <optional>\nint main() { if constexpr (sizeof(int) > 1
 
 
 class BootstrapError(Exception):
-    """Something that graft needs is missing or failed. The message says what to do."""
+    """A required program is missing, or a step failed. The message says what to do."""
 
 
 def find_compiler() -> list[str]:
     """Return the command of a C++ compiler that compiles and links C++17.
 
-    ``CXX`` takes precedence over the usual names.
+    The compiler is the one that the environment variable ``CXX`` names, if it is set; otherwise the
+    first one that works of ``c++``, ``g++`` and ``clang++``.
 
     Raises
     ------
     BootstrapError
-        If no compiler is found, or the one named by ``CXX`` does not work.
+        If no compiler is found, or the compiler that ``CXX`` names does not work.
     """
     named = os.environ.get("CXX")
     for candidate in [named] if named else ["c++", "g++", "clang++"]:
@@ -69,7 +70,13 @@ def find_compiler() -> list[str]:
 
 
 def check_tools() -> None:
-    """Check the tools that pip cannot install. Raises BootstrapError."""
+    """Check the tools that pip cannot install.
+
+    Raises
+    ------
+    BootstrapError
+        If a tool is missing, or the operating system is not Linux.
+    """
     if sys.platform != "linux":
         raise BootstrapError(f"graft runs on Linux; this is {sys.platform}")
     for tool in ("git", "make"):
@@ -86,7 +93,7 @@ def read_project() -> dict[str, Any]:
 
 
 def digest(*parts: bytes) -> str:
-    """Return a digest of byte strings. Lengths are included, so the boundaries matter."""
+    """Return a digest of byte strings. It depends on how the bytes are divided into strings."""
     state = hashlib.sha256()
     for part in parts:
         state.update(len(part).to_bytes(8, "little") + part)
@@ -94,14 +101,14 @@ def digest(*parts: bytes) -> str:
 
 
 def native_sources() -> list[Path]:
-    """Return the files on which the C++ part depends, in a fixed order."""
+    """Return the source files from which the C++ part is built, in a fixed order."""
     kinds = {".cpp", ".h", ".hpp", ".S", ".txt", ".cmake", ".in"}
     return sorted(p for p in (ROOT / "native").rglob("*") if p.suffix in kinds)
 
 
 @contextmanager
 def step(title: str) -> Iterator[None]:
-    """Print the title of a step, and its duration when it is done, on one line."""
+    """Print the title of a step, and after the step its duration, on one line."""
     start = time.monotonic()
     print(f"[graft] {title} ...", end="", flush=True)
     try:
@@ -113,7 +120,22 @@ def step(title: str) -> Iterator[None]:
 
 
 def run(command: Sequence[str], doing: str, **env: str) -> None:
-    """Run a command silently. If it fails, raise BootstrapError with the end of its output."""
+    """Run a command without printing its output.
+
+    Parameters
+    ----------
+    command
+        Program and arguments.
+    doing
+        Description of the command for error messages.
+    **env
+        Additional environment variables.
+
+    Raises
+    ------
+    BootstrapError
+        If the command fails. The message contains the end of its output.
+    """
     done = subprocess.run(
         command,
         cwd=ROOT,
@@ -129,7 +151,7 @@ def run(command: Sequence[str], doing: str, **env: str) -> None:
 
 @contextmanager
 def build_lock(folder: Path) -> Iterator[None]:
-    """Hold the build lock of a folder, so that concurrent runs of make are serialized."""
+    """Hold the lock file of a folder, so that concurrent runs of make wait for each other."""
     folder.parent.mkdir(parents=True, exist_ok=True)
     with open(f"{folder}.lock", "w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
@@ -137,7 +159,7 @@ def build_lock(folder: Path) -> Iterator[None]:
 
 
 def make_environment(folder: Path) -> Path:
-    """Create the virtual environment if it does not exist, and return its Python."""
+    """Create the virtual environment if it does not exist; return the path of its Python."""
     python = folder / "bin" / "python"
     if not python.exists():
         version = ".".join(map(str, sys.version_info[:3]))
@@ -147,9 +169,10 @@ def make_environment(folder: Path) -> Path:
 
 
 def install_pins(folder: Path, python: Path, project: dict[str, Any]) -> None:
-    """Install the required packages in the versions of constraints.txt.
+    """Install the required packages in the versions that constraints.txt specifies.
 
-    Packages of ``tool.graft.no-deps`` are installed without their dependencies.
+    The packages that ``tool.graft.no-deps`` in pyproject.toml lists are installed without their
+    dependencies.
     """
     table = project["project"]
     packages = [*table["dependencies"], *table["optional-dependencies"]["dev"]]
@@ -169,16 +192,20 @@ def install_pins(folder: Path, python: Path, project: dict[str, Any]) -> None:
 
 
 def pip_install(python: Path, *options: str) -> list[str]:
-    """Return the command ``pip install`` with options."""
+    """Return the command line of ``pip install`` with options."""
     pip = [str(python), "-m", "pip", "install", "--quiet", "--disable-pip-version-check"]
     return [*pip, *options]
 
 
 def build_native(folder: Path, python: Path, force: bool) -> None:
-    """Build the C++ part and install graft in editable mode, if a source file has changed."""
+    """Build the C++ part and install graft in editable mode.
+
+    Without `force`, nothing is done if no source file has changed.
+    """
     parts = [(ROOT / "pyproject.toml").read_bytes()]
     for source in native_sources():
-        parts.append(str(source.relative_to(ROOT)).encode() + b"\0" + source.read_bytes())
+        name = str(source.relative_to(ROOT)).encode()
+        parts.append(name + b"\0" + source.read_bytes())
     state = digest(*parts)
     stamp = folder / ".graft-native"
     if not force and stamp.exists() and stamp.read_text() == state:
@@ -186,14 +213,15 @@ def build_native(folder: Path, python: Path, force: bool) -> None:
     command = pip_install(python, "--no-build-isolation", "--no-deps", "-e", ".")
     cores = len(os.sched_getaffinity(0))
     jobs = os.environ.get("CMAKE_BUILD_PARALLEL_LEVEL", str(cores))
-    path = f"{folder / 'bin'}{os.pathsep}{os.environ.get('PATH', '')}"
+    system_path = os.environ.get("PATH", "")
+    path = f"{folder / 'bin'}{os.pathsep}{system_path}"
     with step("building the C++ part"):
         run(command, "building the C++ part", CMAKE_BUILD_PARALLEL_LEVEL=jobs, PATH=path)
     stamp.write_text(state)
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run all steps that are necessary and return the exit status."""
+    """Run the steps that are necessary, and return the exit status."""
     parser = argparse.ArgumentParser(description="Create graft's virtual environment.")
     parser.add_argument("venv", type=Path, help="folder of the virtual environment")
     parser.add_argument("--packages-only", action="store_true", help="do not build the C++ part")

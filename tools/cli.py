@@ -20,11 +20,11 @@ from graft.tools.demo_model import DRAFTERS
 from graft.tools.report import print_refusal
 from graft.tools.serve import command as serve
 
-#: Exit status when the output cannot be written.
+#: Exit status if the output cannot be written.
 FAILED = 1
 #: Exit status after Ctrl-C.
 INTERRUPTED = 130
-#: Exit status when the reader of the output has closed the pipe.
+#: Exit status if the reader of the output has closed the pipe.
 BROKEN_PIPE = 141
 
 
@@ -39,7 +39,10 @@ def version() -> str:
 
 
 def parser() -> argparse.ArgumentParser:
-    """Return the parser. Each subcommand sets `run`, a function of the parsed options."""
+    """Return the argument parser of ``graft``.
+
+    The attribute `run` of the parsed options is the function that runs the subcommand.
+    """
     top = argparse.ArgumentParser(
         prog="graft",
         description="LLM inference with structured output and speculative decoding in one CUDA "
@@ -78,10 +81,11 @@ def _sentence(text: str) -> str:
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run a subcommand and return the exit status.
 
-    A GraftError is printed as one line on stderr, with exit status 2.
+    If the subcommand raises a GraftError, the error is printed as one line on stderr, and the exit
+    status is 2.
     """
     if isinstance(sys.stdout, io.TextIOWrapper):
-        # Escape characters that the encoding of the terminal does not have.
+        # Print characters that the encoding of the terminal lacks as escape sequences.
         sys.stdout.reconfigure(errors="backslashreplace")
     try:
         options = parser().parse_args(arguments)
@@ -100,7 +104,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         print("graft: interrupted", file=sys.stderr)
         return INTERRUPTED
     except OSError as error:
-        # Prevent the interpreter from flushing stdout at exit, which would fail again.
+        # The interpreter flushes stdout at exit, which would fail again: redirect it to /dev/null.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         if isinstance(error, BrokenPipeError):
             return BROKEN_PIPE

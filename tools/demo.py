@@ -1,6 +1,6 @@
-"""``make demo``: ten requests with ten grammars in one batch, verified and measured.
+"""``make demo``: run ten requests with ten grammars in one batch, check and measure the outputs.
 
-``make demo-llm`` does the same with SmolLM2-135M-Instruct (see `graft.tools.smollm`).
+``make demo-llm`` does the same with SmolLM2-135M-Instruct, which is downloaded with pip.
 """
 
 from __future__ import annotations
@@ -26,20 +26,20 @@ from graft.tools.validity import is_valid
 DRAFT_LENGTH = 3
 MAX_TOKENS = 128
 MAX_LENGTH = 1024
-#: Independent check of outputs by kind of grammar.
+#: Name of the check that is independent of the grammar backend, by kind of grammar.
 CHECKERS = {"json_schema": "jsonschema", "regex": "re", "choice": "comparison"}
 #: Two times that differ by less than this fraction are reported as equal.
 TIME_TOLERANCE = 0.05
 
 SOFT_NOTE = """\
-These are times of the soft device, which runs kernels on the CPU; they are not GPU times. Its
-forward pass is bound by compute and not by memory bandwidth, so each verified draft costs time of
-its own."""
+These are times of the soft device, which runs kernels on the CPU. They are not GPU times. The
+forward pass of the soft device is limited by compute and not by memory bandwidth, so each draft to
+verify adds time."""
 
 
 @dataclass(frozen=True)
 class Configuration:
-    """A configuration in which the batch was run, with its results.
+    """A configuration of the engine, and the results of running the batch with it.
 
     Attributes
     ----------
@@ -67,7 +67,7 @@ def run_configuration(
     *,
     mask_drafts: bool = True,
 ) -> Configuration:
-    """Run all prompts in one batch at temperature 0, on a new engine, after a warm-up."""
+    """Run all prompts in one batch at temperature 0, on a new engine that is warmed up first."""
     requests = [
         Request(prompt=prompt.text, grammar=prompt.grammar, max_tokens=MAX_TOKENS)
         for prompt in prompts
@@ -82,7 +82,7 @@ def run_configuration(
         prefix_cache_bytes=0,  # the warm-up must not cache the prompts
         timeline=True,
     ) as engine:
-        # Exclude compilation of kernels and grammars from the time.
+        # The warm-up compiles kernels and grammars, so that the measured time does not include it.
         engine.generate([replace(request, max_tokens=1) for request in requests])
         engine.reset_stats()
         started = time.perf_counter()
@@ -92,9 +92,9 @@ def run_configuration(
 
 
 def check_demo_output(prompt: DemoPrompt, output: Output) -> tuple[bool, str]:
-    """Return whether an output satisfies its grammar, and a description of the result.
+    """Return whether an output is valid, and a description of the result.
 
-    A truncated output is not valid.
+    An output is valid if it is complete and satisfies its grammar.
     """
     if output.error:
         return False, f"{output.reason}: {output.error}"
@@ -112,7 +112,7 @@ def check_demo_output(prompt: DemoPrompt, output: Output) -> tuple[bool, str]:
 
 
 def print_statistics(configurations: Sequence[Configuration]) -> None:
-    """Print rounds, tokens per round and acceptance, and the parts of a round."""
+    """Print the decoding statistics of each configuration, and how a round's time is divided."""
     rows: list[tuple[object, ...]] = [
         (
             "",
@@ -145,7 +145,7 @@ def print_statistics(configurations: Sequence[Configuration]) -> None:
         "launches: graph launches, each for the whole batch; rounds: summed over requests;"
         "\nacceptance length: mean number of tokens per round with drafts"
     )
-    print(f"\nparts of a round, '{configurations[0].name}'")
+    print(f"\ntime shares of the parts of a round, '{configurations[0].name}'")
     parts = configurations[0].stats.part_share.items()
     print(table([("", name, f"{share:.1%}") for name, share in parts], left=2))
 
@@ -176,7 +176,13 @@ def describe_speculation(speculative: Configuration, baseline: Configuration) ->
 
 
 def main(llm: bool = False, drafter_name: str | None = None) -> int:
-    """Run a demo and return 1 if an output violates its grammar or configurations differ.
+    """Run a demo and print its results.
+
+    Returns
+    -------
+    int
+        Exit status: 1 if an output violates its grammar, or if two configurations generated
+        different text; else 0.
 
     Raises
     ------

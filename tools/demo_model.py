@@ -1,4 +1,4 @@
-"""Location of the demo model: a small Llama and its drafters, which are part of the package."""
+"""The folders of the demo model, a small Llama with two drafters that the package contains."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from pathlib import Path
 
 import graft.models
 
-#: Drafters of the demo model: an EAGLE-3 head and a block drafter.
+#: Names of the demo model's drafters: an EAGLE-3 head and a block drafter.
 DRAFTERS = ("eagle3", "dflash")
 
 

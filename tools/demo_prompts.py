@@ -22,9 +22,9 @@ class DemoPrompt:
     text
         Prompt.
     grammar
-        Grammar of the output.
+        Grammar of the output; None for free text.
     answer
-        Correct output; None if there is not exactly one.
+        Correct output; None if more than one output is correct.
     """
 
     shows: str
@@ -34,7 +34,13 @@ class DemoPrompt:
 
 
 def demo_prompts(name: str = "demo_prompts") -> list[DemoPrompt]:
-    """Return the prompts of a JSON Lines file of this folder, by its name without suffix."""
+    """Return the prompts in a JSON Lines file of this folder.
+
+    Parameters
+    ----------
+    name
+        File name without suffix.
+    """
     text = Path(__file__).with_name(f"{name}.jsonl").read_text(encoding="utf-8")
     prompts = []
     for line in text.split("\n")[:-1]:
@@ -45,7 +51,7 @@ def demo_prompts(name: str = "demo_prompts") -> list[DemoPrompt]:
 
 
 def llm_prompts() -> list[DemoPrompt]:
-    """Return the prompts for SmolLM2, which contain the JSON schema as text."""
+    """Return the prompts for SmolLM2. JSON schemas are part of the prompt text."""
     prompts = []
     for prompt in demo_prompts("llm_prompts"):
         if prompt.grammar is not None and prompt.grammar.kind == "json_schema":

@@ -1,13 +1,14 @@
 """Extraction tasks for the demo model: generator, held-out sets and scoring.
 
-A task is a short text that describes a record, a JSON schema and the only correct answer. All
-choices are made by a ``random.Random``, so a seed identifies a task permanently. The generator is
-used for training, the demo and the evaluation, and therefore requires only the standard library.
-Its vocabulary is ``demo_words.json``.
+A task is a short text that describes a record, a JSON schema and the only correct answer. A
+``random.Random`` makes all choices, so its seed identifies a task permanently. Any change to the
+order of the random draws changes all tasks. The generator is used for training, the demo and the
+evaluation, and requires only the standard library. Its vocabulary is ``demo_words.json``.
 
-Seeds of training tasks are ``train-<n>``, those of held-out tasks ``held-<seed>-<n>``, and those of
-tasks with unseen keys ``unseen-<seed>-<n>``. Keys of the last kind never occur as keys in training:
-invented keys are split by a checksum, natural keys by two lists.
+There are three sets of tasks. Training tasks have the seeds ``train-<n>``, held-out tasks the seeds
+``held-<seed>-<n>``, and tasks with unseen keys the seeds ``unseen-<seed>-<n>``. Unseen keys are
+property names that no training task has: natural words are divided into seen and unseen ones by two
+lists, and invented words by a checksum.
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ from typing import Any
 
 Json = Any
 Schema = dict[str, Any]
-#: Schema, value and text of a value that is not an object.
+#: A value that is not an object: its schema, the value, and the value as text.
 Scalar = tuple[Schema, Json, str]
 
 
@@ -35,11 +36,11 @@ class Task:
     text
         Prompt.
     schema
-        JSON schema of the answer; None for tasks without JSON.
+        JSON schema of the answer; None if the answer is not JSON.
     answer
-        Correct answer. JSON is in the default form of ``json.dumps``.
+        Correct answer. JSON is formatted as ``json.dumps`` does by default.
     pattern
-        Regular expression of the whole answer of a ``regex`` task.
+        Regular expression that the whole answer of a ``regex`` task matches; None for other tasks.
     kind
         ``"record"``, ``"regex"`` or ``"free"``; training has further kinds.
     """
@@ -53,7 +54,7 @@ class Task:
 
 @dataclass(frozen=True)
 class Field:
-    """A key of a record, with its value.
+    """A field of a record: a key with its value, and how the text describes them.
 
     Attributes
     ----------
@@ -66,9 +67,9 @@ class Field:
     value
         Value.
     words
-        Value as it is written in the text.
+        Value as the text writes it.
     phrase
-        Words that can precede the value in place of the label; None if there are none.
+        Words that can introduce the value in place of the label; None if there are none.
     """
 
     key: str
@@ -107,14 +108,19 @@ def make_word(rng: random.Random, syllables: int | None = None) -> str:
 
 
 def is_reserved(key: str) -> bool:
-    """Return whether `key` is excluded from training: natural held-out keys and 1/8 of others."""
+    """Return whether a key is unseen, that is, excluded from training.
+
+    These are the keys of `UNSEEN`, and one in eight of the keys that are in neither list.
+    """
     if any(key in keys for keys in UNSEEN.values()):
         return True
-    return zlib.crc32(key.encode()) % 8 == 0 and not any(key in keys for keys in SEEN.values())
+    if any(key in keys for keys in SEEN.values()):
+        return False
+    return zlib.crc32(key.encode()) % 8 == 0
 
 
 def make_code(rng: random.Random) -> tuple[str, str]:
-    """Return a random identifier and the regular expression of its form."""
+    """Return a random identifier, and a regular expression that describes its form."""
     upper = "ABCDEFGHIJKLMNOPQRSTUVWXYZ"
     digit = "0123456789"
     hexadecimal = "0123456789abcdef"
@@ -128,48 +134,80 @@ def make_code(rng: random.Random) -> tuple[str, str]:
     digits = f"[0-9]{{{num_digits}}}"
     form = rng.randrange(5)
     if form == 0:
-        return f"{pick(upper, num_letters)}-{pick(digit, num_digits)}", f"{letters}-{digits}"
+        prefix = pick(upper, num_letters)
+        number = pick(digit, num_digits)
+        return f"{prefix}-{number}", f"{letters}-{digits}"
     if form == 1:
-        return f"{pick(upper, num_letters)}{pick(digit, num_digits)}", f"{letters}{digits}"
+        prefix = pick(upper, num_letters)
+        number = pick(digit, num_digits)
+        return prefix + number, letters + digits
     if form == 2:
-        return f"{pick(digit, 3)}-{pick(upper, 2)}", "[0-9]{3}-[A-Z]{2}"
+        number = pick(digit, 3)
+        suffix = pick(upper, 2)
+        return f"{number}-{suffix}", "[0-9]{3}-[A-Z]{2}"
     if form == 3:
         return pick(hexadecimal, 6), "[0-9a-f]{6}"
-    return f"#{pick(digit, num_digits)}", f"#{digits}"
+    number = pick(digit, num_digits)
+    return f"#{number}", f"#{digits}"
 
 
 def make_string(rng: random.Random, kind: str) -> str:
-    """Return a person's name, a place name or a noun."""
+    """Return a name of a person or place, or a noun, depending on `kind`."""
     if kind == "person":
-        first = rng.choice(FIRST_NAMES) if rng.random() < 0.5 else make_word(rng, 2).capitalize()
-        last = rng.choice(LAST_NAMES) if rng.random() < 0.4 else make_word(rng).capitalize()
-        return first if rng.random() < 0.25 else f"{first} {last}"
+        return _make_person(rng)
     if kind == "place":
-        place = rng.choice(PLACES) if rng.random() < 0.5 else make_word(rng).capitalize()
-        if rng.random() < 0.9:
-            return place
-        prefix = rng.choice(("New", "Port", "San"))
-        return f"{prefix} {place}"
+        return _make_place(rng)
     word = rng.choice(NOUNS) if rng.random() < 0.5 else make_word(rng)
     if rng.random() < 0.75:
         return word
-    return f"{word} {rng.choice(NOUNS)}"
+    second = rng.choice(NOUNS)
+    return f"{word} {second}"
+
+
+def _make_name(
+    rng: random.Random, names: Sequence[str], known_share: float, syllables: int | None = None
+) -> str:
+    """Return one of `names` with probability `known_share`, and an invented name otherwise."""
+    if rng.random() < known_share:
+        return rng.choice(names)
+    return make_word(rng, syllables).capitalize()
+
+
+def _make_person(rng: random.Random) -> str:
+    """Return a first name, usually followed by a last name. Both can be invented."""
+    first = _make_name(rng, FIRST_NAMES, 0.5, syllables=2)
+    last = _make_name(rng, LAST_NAMES, 0.4)
+    if rng.random() < 0.25:
+        return first
+    return f"{first} {last}"
+
+
+def _make_place(rng: random.Random) -> str:
+    """Return a place name, which can be invented and can have a prefix such as "New"."""
+    place = _make_name(rng, PLACES, 0.5)
+    if rng.random() < 0.9:
+        return place
+    prefix = rng.choice(("New", "Port", "San"))
+    return f"{prefix} {place}"
 
 
 def make_integer(rng: random.Random) -> int:
     """Return a non-negative integer of at most five digits."""
-    return rng.randrange(10 ** rng.choice((1, 2, 2, 3, 4, 5)))
+    digits = rng.choice((1, 2, 2, 3, 4, 5))
+    return rng.randrange(10**digits)
 
 
 def _join_words(rng: random.Random, parts: Sequence[str]) -> str:
-    """Return a list as text."""
+    """Return a list as text: separated by commas, or with "and" before its last part."""
+    if not parts:
+        return "none"
     if len(parts) > 1 and rng.random() < 0.4:
         return ", ".join(parts[:-1]) + " and " + parts[-1]
-    return ", ".join(parts) if parts else "none"
+    return ", ".join(parts)
 
 
 def _scalar(rng: random.Random, kind: str) -> Scalar:
-    """Return the schema, the value and the text of a value that is not an object."""
+    """Return a random value of a kind that is not an object."""
     if kind in _SCALAR_MAKERS:
         return _SCALAR_MAKERS[kind](rng)
     text = make_string(rng, kind)
@@ -187,7 +225,8 @@ def _integer(rng: random.Random) -> Scalar:
 
 
 def _number(rng: random.Random) -> Scalar:
-    tenths = rng.randrange(10 ** rng.choice((2, 3, 4)))
+    digits = rng.choice((2, 3, 4))
+    tenths = rng.randrange(10**digits)
     value = round(tenths / 10 + 0.05 * rng.randrange(2), 2)
     schema: Schema = {"type": "number"}
     if rng.random() < 0.2:
@@ -218,7 +257,10 @@ def _word_list(rng: random.Random) -> Scalar:
 
 def _integer_list(rng: random.Random) -> Scalar:
     count = rng.randint(1, 4)
-    numbers = [rng.randrange(rng.choice((10, 100))) for _ in range(count)]
+    numbers = []
+    for _ in range(count):
+        limit = rng.choice((10, 100))
+        numbers.append(rng.randrange(limit))
     text = _join_words(rng, [str(number) for number in numbers])
     return {"type": "array", "items": {"type": "integer"}}, numbers, text
 
@@ -251,13 +293,13 @@ _SCALAR_MAKERS: dict[str, Callable[[random.Random], Scalar]] = {
 
 
 def object_schema(fields: Iterable[tuple[str, Schema]], optional: Iterable[str] = ()) -> Schema:
-    """Return the schema of an object without additional properties, in the order of `fields`."""
+    """Return the schema of an object with the properties `fields`, in this order, and no others."""
     properties = dict(fields)
     optional_keys = set(optional)
     return {
         "type": "object",
         "properties": properties,
-        "required": [k for k in properties if k not in optional_keys],
+        "required": [key for key in properties if key not in optional_keys],
         "additionalProperties": False,
     }
 
@@ -281,24 +323,25 @@ WEIGHTS = {
 
 
 def new_key(rng: random.Random, kind: str, unseen: bool, used: set[str]) -> str:
-    """Return a key that is not in `used`, and add it to `used`.
+    """Return a random key that is not in `used`, and add the key to `used`.
 
     Parameters
     ----------
     rng
         Random number generator.
     kind
-        Kind of the value.
+        Kind of the value, for which natural keys are suitable.
     unseen
-        Whether the key must be one that is excluded from training.
+        Whether to return an unseen key, one that training excludes.
     used
-        Keys of the same object.
+        Keys that the object already has.
     """
     pools = UNSEEN if unseen else SEEN
+    invented_share = 0.5 if unseen else 0.4
     while True:
         pool = kind if rng.random() < 0.85 else rng.choice(tuple(pools))
         key = rng.choice(pools[pool])
-        if rng.random() < (0.5 if unseen else 0.4):
+        if rng.random() < invented_share:
             key = make_word(rng, 2)
             if rng.random() < 0.2:
                 key += rng.choice(("_id", "_name", "_no", "_date"))
@@ -310,15 +353,19 @@ def new_key(rng: random.Random, kind: str, unseen: bool, used: set[str]) -> str:
 
 
 def _make_label(rng: random.Random, key: str) -> str:
-    """Return the key, or the words that it consists of."""
+    """Return the key itself, or the words that the key consists of."""
     if rng.random() < 0.4:
         return key
-    spaced = "".join(" " + c.lower() if c.isupper() else c for c in key)
-    return spaced.replace("_", " ")
+    label = ""
+    for character in key:
+        if character.isupper():
+            label += " "
+        label += character.lower()
+    return label.replace("_", " ")
 
 
 def _make_field(rng: random.Random, kind: str, unseen: bool, used: set[str]) -> Field:
-    """Return a field of a kind; see `new_key` for the other parameters."""
+    """Return a field of a kind. `unseen` and `used` are those of `new_key`."""
     key = new_key(rng, kind, unseen, used)
     label = _make_label(rng, key)
     if kind not in ("object", "objects"):
@@ -327,35 +374,48 @@ def _make_field(rng: random.Random, kind: str, unseen: bool, used: set[str]) -> 
     count = 2 if kind == "objects" else rng.randint(2, 3)
     kinds = [rng.choice(SCALARS) for _ in range(count)]
     used_inside: set[str] = set()
-    columns = [_make_field(rng, k, unseen, used_inside) for k in kinds]
-    schema = object_schema((f.key, f.schema) for f in columns)
+    columns = [_make_field(rng, column_kind, unseen, used_inside) for column_kind in kinds]
+    schema = object_schema((column.key, column.schema) for column in columns)
     joiner = rng.choice((" ", ": ", " is "))
     if kind == "object":
         wrapper = rng.choice(("{}", "({})", "[{}]"))
-        words = wrapper.format(_row_words(rng.sample(columns, len(columns)), joiner))
-        return Field(key, label, schema, {f.key: f.value for f in columns}, words)
+        shuffled = rng.sample(columns, len(columns))
+        words = wrapper.format(_object_words(shuffled, joiner))
+        return Field(key, label, schema, _object_value(columns), words)
     rows = []
     for _ in range(rng.randint(1, 3)):
-        row = []
-        for column_kind, column in zip(kinds, columns, strict=True):
-            value, words = _resample(rng, column_kind, column.schema)
-            row.append(Field(column.key, column.label, column.schema, value, words))
-        rows.append(row)
+        rows.append(_resample_object(rng, kinds, columns))
     wrapper, separator = rng.choice(
         (("({})", ", "), ("{}", " / "), ("[{}]", " "), ("({})", " and "))
     )
-    words = separator.join(wrapper.format(_row_words(row, joiner)) for row in rows)
-    values = [{f.key: f.value for f in row} for row in rows]
+    words = separator.join(wrapper.format(_object_words(row, joiner)) for row in rows)
+    values = [_object_value(row) for row in rows]
     return Field(key, label, {"type": "array", "items": schema}, values, words)
 
 
-def _row_words(fields: Iterable[Field], joiner: str) -> str:
-    """Return the text of a nested object."""
-    return ", ".join(f"{f.label}{joiner}{f.words}" for f in fields)
+def _object_words(fields: Iterable[Field], joiner: str) -> str:
+    """Return a nested object as text."""
+    return ", ".join(field.label + joiner + field.words for field in fields)
+
+
+def _object_value(fields: Iterable[Field]) -> dict[str, Json]:
+    """Return the values of fields by key."""
+    return {field.key: field.value for field in fields}
+
+
+def _resample_object(
+    rng: random.Random, kinds: Sequence[str], fields: Sequence[Field]
+) -> list[Field]:
+    """Return another object of a list: the same fields with other values."""
+    resampled = []
+    for kind, field in zip(kinds, fields, strict=True):
+        value, words = _resample(rng, kind, field.schema)
+        resampled.append(Field(field.key, field.label, field.schema, value, words))
+    return resampled
 
 
 def _resample(rng: random.Random, kind: str, schema: Schema) -> tuple[Json, str]:
-    """Return another value of a schema, and its text."""
+    """Return a random value of a schema, and the value as text."""
     while True:
         other, value, words = _scalar(rng, kind)
         if kind == "enum":
@@ -365,59 +425,74 @@ def _resample(rng: random.Random, kind: str, schema: Schema) -> tuple[Json, str]
 
 
 def _describe(rng: random.Random, fields: Sequence[Field]) -> str:
-    """Return a text that contains the fields in random order, in one of several styles."""
+    """Return a text that contains the fields in random order, in one of six styles."""
     shuffled = rng.sample(fields, len(fields))
-    # Values without commas can be separated by commas.
-    is_plain = all("," not in f.words and " and " not in f.words for f in fields)
+    # Commas can separate the fields only if no value contains a comma or "and".
+    is_plain = all("," not in field.words and " and " not in field.words for field in fields)
     style = rng.randrange(6)
     if style == 0:
         separators = ["; ", "\n", " | ", ". "]
         if is_plain:
             separators.append(", ")
         separator = rng.choice(separators)
-        return separator.join(f"{f.label}: {f.words}" for f in shuffled)
+        return separator.join(_format_fields("{}: {}", shuffled))
     if style == 1:
         separators = ["; ", "\n", "\n"]
         if is_plain:
             separators.append(" ")
         separator = rng.choice(separators)
-        mark = rng.choice((" = ", "=", " - "))
-        return separator.join(f"{f.label}{mark}{f.words}" for f in shuffled)
+        sign = rng.choice((" = ", "=", " - "))
+        return separator.join(_format_fields("{}" + sign + "{}", shuffled))
     if style == 2:
-        return " ".join(f"The {f.label} is {f.words}." for f in shuffled)
+        return " ".join(_format_fields("The {} is {}.", shuffled))
     separator = ", " if is_plain else "; "
     if style == 3:
-        return "A record with " + separator.join(f"{f.label} {f.words}" for f in shuffled) + "."
+        return "A record with " + separator.join(_format_fields("{} {}", shuffled)) + "."
     if style == 4:
-        return "\n".join(f"- {f.label}: {f.words}" for f in shuffled)
+        return "\n".join(_format_fields("- {}: {}", shuffled))
     clauses = []
-    for f in shuffled:
+    for field in shuffled:
         template = rng.choice(
             ("with {} {}", "{} is {}", "its {} is {}", "{}: {}", "the {} being {}")
         )
-        uses_phrase = f.phrase and rng.random() < 0.7
-        clauses.append(
-            f"{f.phrase} {f.words}" if uses_phrase else template.format(f.label, f.words)
-        )
-    return rng.choice(("It ", "This one ", "")) + separator.join(clauses) + "."
+        if field.phrase and rng.random() < 0.7:
+            clauses.append(f"{field.phrase} {field.words}")
+        else:
+            clauses.append(template.format(field.label, field.words))
+    opening = rng.choice(("It ", "This one ", ""))
+    return opening + separator.join(clauses) + "."
+
+
+def _format_fields(template: str, fields: Iterable[Field]) -> list[str]:
+    """Return the text of each field. The placeholders of `template` are for label and value."""
+    return [template.format(field.label, field.words) for field in fields]
 
 
 def _make_fields(
     rng: random.Random, unseen: bool, low: int, high: int, kinds: Sequence[str]
 ) -> list[Field]:
-    """Return `low` to `high` fields, at most one of them with a nested value."""
+    """Return `low` to `high` fields of random kinds.
+
+    An object or a list of objects is only added while no other value is an object or a list.
+    """
     used: set[str] = set()
-    weights = [WEIGHTS[k] for k in kinds]
+    weights = [WEIGHTS[kind] for kind in kinds]
+    count = rng.randint(low, high)
     fields: list[Field] = []
-    for kind in rng.choices(kinds, weights, k=rng.randint(low, high)):
-        if kind in ("object", "objects") and any(isinstance(f.value, dict | list) for f in fields):
+    for kind in rng.choices(kinds, weights, k=count):
+        has_nested_value = any(isinstance(field.value, dict | list) for field in fields)
+        if kind in ("object", "objects") and has_nested_value:
             kind = "noun"
         fields.append(_make_field(rng, kind, unseen, used))
     return fields
 
 
 def record_task(rng: random.Random, unseen: bool = False) -> Task:
-    """Return a task to extract a record; fields may be optional, missing or not part of it."""
+    """Return a task to extract a record.
+
+    The text may describe a field that the schema does not have. Fields of the schema may be
+    optional, and the text may lack optional fields.
+    """
     fields = _make_fields(rng, unseen, 2, 6, tuple(WEIGHTS))
     wanted = list(fields)
     described = list(fields)
@@ -429,26 +504,30 @@ def record_task(rng: random.Random, unseen: bool = False) -> Task:
             optional.append(field.key)
             if rng.random() < 0.5:
                 described.remove(field)
-    answer = {f.key: f.value for f in wanted if f in described}
-    schema = object_schema(((f.key, f.schema) for f in wanted), optional)
+    answer = _object_value(field for field in wanted if field in described)
+    schema = object_schema(((field.key, field.schema) for field in wanted), optional)
     intro = rng.choice(INTROS)
     words = _describe(rng, described)
     if words.startswith("-"):  # a list starts on a new line
         intro = f"{intro.strip()}\n".lstrip()
     words = intro + words
     instruction = rng.choice(INSTRUCTIONS)
-    text = f"{instruction}\n{words}" if rng.random() < 0.5 else f"{words}\n{instruction}"
-    return Task(text.strip(), schema, json.dumps(answer))
+    lines = [instruction, words] if rng.random() < 0.5 else [words, instruction]
+    text = "\n".join(lines).strip()
+    return Task(text, schema, json.dumps(answer))
 
 
 def regex_task(rng: random.Random, unseen: bool = False) -> Task:
-    """Return a task to extract one value, whose form is a regular expression."""
+    """Return a task to extract one value, whose form a regular expression describes."""
     fields = _make_fields(rng, unseen, 1, 3, SCALARS)
     kind = rng.choice(("date", "code", "integer", "phone"))
-    used = {f.key for f in fields}
-    wanted = _make_field(rng, "code" if kind == "phone" else kind, unseen, used)
+    used = {field.key for field in fields}
+    field_kind = "code" if kind == "phone" else kind
+    wanted = _make_field(rng, field_kind, unseen, used)
     patterns = {"date": DATE, "integer": "[0-9]+", "phone": PHONE}
-    pattern = patterns[kind] if kind in patterns else wanted.schema["pattern"][1:-1]
+    pattern = patterns.get(kind)
+    if pattern is None:  # the schema of a code has the pattern between ^ and $
+        pattern = wanted.schema["pattern"][1:-1]
     if kind == "phone":
         digits = "".join(rng.choice("0123456789") for _ in range(9))
         number = f"+{digits[:2]} {digits[2:5]} {digits[5:]}"
@@ -457,15 +536,16 @@ def regex_task(rng: random.Random, unseen: bool = False) -> Task:
     instruction = rng.choice(
         ("Give only the {}.", "What is the {}?", "Answer with the {} only.", "Just the {}, please.")
     )
-    prompt = f"{text}\n{instruction.format(wanted.label)}"
+    request = instruction.format(wanted.label)
+    prompt = f"{text}\n{request}"
     return Task(prompt, None, wanted.words, pattern, "regex")
 
 
 def free_task(rng: random.Random, unseen: bool = False) -> Task:
     """Return a task to describe a record in one sentence, without a grammar."""
     fields = _make_fields(rng, unseen, 2, 3, SCALARS)
-    sentence = " and ".join(f"the {f.label} is {f.words}" for f in fields)
-    text = "; ".join(f"{f.label}: {f.words}" for f in fields)
+    sentence = " and ".join(_format_fields("the {} is {}", fields))
+    text = "; ".join(_format_fields("{}: {}", fields))
     instruction = rng.choice(
         ("Say it in one sentence.", "Summarise in one sentence.", "Describe the record.")
     )
@@ -474,7 +554,7 @@ def free_task(rng: random.Random, unseen: bool = False) -> Task:
 
 
 def add_schema_to_prompt(text: str, schema: Any) -> str:
-    """Return a prompt that contains the schema as text, for pretrained models."""
+    """Append a JSON schema to a prompt, for models whose chat template does not render schemas."""
     return f"{text}\nReply with JSON that follows this schema:\n{json.dumps(schema)}"
 
 
@@ -483,24 +563,26 @@ def make_task(rng: random.Random, unseen: bool = False) -> Task:
     draw = rng.random()
     if draw < 0.84:
         return record_task(rng, unseen)
-    return regex_task(rng, unseen) if draw < 0.94 else free_task(rng, unseen)
+    if draw < 0.94:
+        return regex_task(rng, unseen)
+    return free_task(rng, unseen)
 
 
 def held_out_tasks(count: int, seed: int = 0) -> list[Task]:
-    """Return tasks like those of training, with seeds that training never uses."""
+    """Return tasks of the same distribution as training tasks, with seeds not used in training."""
     return [make_task(random.Random(f"held-{seed}-{i}")) for i in range(count)]
 
 
 def unseen_key_tasks(count: int, seed: int = 0) -> list[Task]:
-    """Return record tasks whose keys never occur as keys in training."""
+    """Return record tasks with unseen keys, which never occur as keys in training."""
     return [record_task(random.Random(f"unseen-{seed}-{i}"), True) for i in range(count)]
 
 
 def leaves(value: Json, path: str = "") -> dict[str, Json]:
-    """Return the leaves of a JSON value by path. A list without objects is one leaf."""
+    """Return the leaves of a JSON value by their paths. A list without objects is one leaf."""
     if isinstance(value, dict):
         parts = {f"{path}.{key}": part for key, part in value.items()}
-    elif isinstance(value, list) and any(isinstance(v, dict) for v in value):
+    elif isinstance(value, list) and any(isinstance(part, dict) for part in value):
         parts = {f"{path}[{i}]": part for i, part in enumerate(value)}
     else:
         return {path: value}
@@ -513,8 +595,8 @@ def leaves(value: Json, path: str = "") -> dict[str, Json]:
 def score_fields(answer_text: str, task: Task) -> tuple[int, int, bool]:
     """Compare an answer with the correct one.
 
-    Fields are the leaves of the answer. Text that is not JSON has no correct fields. Tasks without
-    a schema have one field.
+    The fields of an answer are its leaves. A text that is not JSON has no correct fields. The
+    answer of a task without a schema is one field.
 
     Returns
     -------
@@ -532,6 +614,8 @@ def score_fields(answer_text: str, task: Task) -> tuple[int, int, bool]:
     found = leaves(value)
     num_correct = 0
     for path, wanted in expected.items():
-        if path in found and type(found[path]) is type(wanted) and found[path] == wanted:
+        value = found.get(path)
+        if path in found and type(value) is type(wanted) and value == wanted:
             num_correct += 1
-    return num_correct, len(expected), num_correct == len(expected) == len(found)
+    is_correct = num_correct == len(expected) == len(found)
+    return num_correct, len(expected), is_correct

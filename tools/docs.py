@@ -1,7 +1,7 @@
 """Write the API reference of all packages as HTML: ``make docs``.
 
-pdoc renders the docstrings, which are in NumPy style. The README page of a package is shown on the
-page of the package, below its docstring. Usage::
+pdoc renders the docstrings, which are in NumPy style. The HTML page of a package also contains the
+README.md of the package, below the docstring. Usage::
 
     python -m graft.tools.docs [PACKAGE...] [--output build/docs]
 """
@@ -41,8 +41,8 @@ _LINK = re.compile(r"(!?)\[([^\]]*)\]\(([^)\s]+)\)")
 class PackageModule(pdoc.doc.Module):
     """A module whose navigation lists all public submodules.
 
-    pdoc lists only submodules in ``__all__``, where the packages of graft have classes and
-    functions.
+    pdoc lists only the submodules that are in ``__all__``, but the ``__all__`` of graft's packages
+    contains classes and functions.
     """
 
     @cached_property
@@ -51,14 +51,14 @@ class PackageModule(pdoc.doc.Module):
 
 
 def submodule_names(module: ModuleType) -> list[str]:
-    """Return the names of the public submodules of a package; none for a module."""
+    """Return the names of the public submodules of a package; an empty list for a module."""
     found = pkgutil.iter_modules(getattr(module, "__path__", ()), f"{module.__name__}.")
     names = [info.name for info in found]
     return [name for name in names if not _EXCLUDED.search(name)]
 
 
 def find_modules(name: str) -> dict[str, pdoc.doc.Module]:
-    """Return a module and all its submodules by name."""
+    """Return a module and, recursively, all its public submodules, by name."""
     module = PackageModule.from_name(name)
     found: dict[str, pdoc.doc.Module] = {name: module}
     for submodule in submodule_names(module.obj):
@@ -69,7 +69,8 @@ def find_modules(name: str) -> dict[str, pdoc.doc.Module]:
 def resolve_named_tuples(module: ModuleType) -> None:
     """Evaluate the annotations of the named tuples of a module.
 
-    The generated ``__new__`` does not refer to the module, so pdoc cannot evaluate them itself.
+    pdoc cannot evaluate these annotations, because the generated ``__new__`` of a named tuple does
+    not refer to the module whose names they use.
     """
     for value in vars(module).values():
         if isinstance(value, type) and issubclass(value, tuple) and hasattr(value, "_fields"):
@@ -77,10 +78,11 @@ def resolve_named_tuples(module: ModuleType) -> None:
 
 
 def add_readme(package: str, output: Path) -> None:
-    """Append the README page of a package to the docstring of its module.
+    """Append the README.md of a package to the package's docstring.
 
-    Links to other README pages become links to the pages of these packages, and images are copied
-    to the output folder. The text of any other link into the repository stays without the link.
+    A link to the README.md of another package becomes a link to the HTML page of that package. An
+    image is copied to the output folder. Any other link into the repository is replaced by its
+    text.
 
     Parameters
     ----------
@@ -96,7 +98,7 @@ def add_readme(package: str, output: Path) -> None:
     def replace_link(match: re.Match[str]) -> str:
         is_image, text, target = match.groups()
         path, _, anchor = target.partition("#")
-        if not path or ":" in path:
+        if not path or ":" in path:  # a link within the page, or an external one
             return match[0]
         file = (page.parent / path).resolve()
         if is_image:
@@ -105,14 +107,19 @@ def add_readme(package: str, output: Path) -> None:
             shutil.copy(file, folder)
             return f"![{text}]({file.name})"
         other = file.parent.name
-        if file.name == "README.md" and file.parent.parent == ROOT and other in PACKAGES:
-            return f"[{text}]({other}.html{'#' + anchor if anchor else ''})"
-        return text
+        is_readme = file.name == "README.md" and file.parent.parent == ROOT
+        if not is_readme or other not in PACKAGES:
+            return text
+        suffix = f"#{anchor}" if anchor else ""
+        return f"[{text}]({other}.html{suffix})"
 
-    # The title repeats the module name that pdoc shows.
-    text = re.sub(r"\A# .*\n", "", page.read_text(encoding="utf-8"))
+    text = page.read_text(encoding="utf-8")
+    # Remove the title, because pdoc shows the name of the package as the title.
+    text = re.sub(r"\A# .*\n", "", text)
+    text = _LINK.sub(replace_link, text)
     module = importlib.import_module(f"graft.{package}")
-    module.__doc__ = f"{module.__doc__ or ''}\n\n{_LINK.sub(replace_link, text)}"
+    docstring = module.__doc__ or ""
+    module.__doc__ = f"{docstring}\n\n{text}"
 
 
 def write_docs(packages: Sequence[str], output: Path) -> list[str]:
@@ -128,7 +135,7 @@ def write_docs(packages: Sequence[str], output: Path) -> list[str]:
     Returns
     -------
     list of str
-        Messages of all warnings that were issued while the pages were written.
+        Texts of all warnings that were issued during the import and the writing of the pages.
 
     Raises
     ------
@@ -139,7 +146,7 @@ def write_docs(packages: Sequence[str], output: Path) -> list[str]:
         path = ROOT / package.replace(".", "/")
         if not path.is_dir() and not path.with_suffix(".py").is_file():
             raise OptionError(f"there is no package graft.{package}")
-    if (output / "search.js").is_file():
+    if (output / "search.js").is_file():  # the folder contains pages of an earlier run
         shutil.rmtree(output / "graft", ignore_errors=True)
     pdoc.render.configure(
         docformat="numpy", footer_text="graft API reference", include_undocumented=False
@@ -148,26 +155,42 @@ def write_docs(packages: Sequence[str], output: Path) -> list[str]:
         warnings.simplefilter("always")
         modules: dict[str, pdoc.doc.Module] = {}
         for package in packages:
-            started = time.monotonic()
-            print(f"[docs] importing graft.{package} ...", end="", flush=True)
-            found = find_modules(f"graft.{package}")
-            for module in found.values():
-                resolve_named_tuples(module.obj)
-            modules |= found
-            add_readme(package, output)
-            print(f" {len(found)} modules, {time.monotonic() - started:.1f} s", flush=True)
-        started = time.monotonic()
-        print("[docs] writing pages", end="", flush=True)
-        for count, (name, module) in enumerate(modules.items(), 1):
-            page = output / f"{name.replace('.', '/')}.html"
-            page.parent.mkdir(parents=True, exist_ok=True)
-            page.write_text(pdoc.render.html_module(module, modules), encoding="utf-8")
-            if count % 20 == 0:
-                print(" .", end="", flush=True)
-        (output / "index.html").write_text(pdoc.render.html_index(modules), encoding="utf-8")
-        (output / "search.js").write_text(pdoc.render.search_index(modules), encoding="utf-8")
-        print(f" {len(modules)} in {time.monotonic() - started:.1f} s", flush=True)
+            modules |= _import_package(package, output)
+        _write_pages(modules, output)
     return [f"{warning.category.__name__}: {warning.message}" for warning in caught]
+
+
+def _import_package(package: str, output: Path) -> dict[str, pdoc.doc.Module]:
+    """Import a package with all its modules, append its README.md, and return the modules."""
+    started = time.monotonic()
+    print(f"[docs] importing graft.{package} ...", end="", flush=True)
+    modules = find_modules(f"graft.{package}")
+    for module in modules.values():
+        resolve_named_tuples(module.obj)
+    add_readme(package, output)
+    seconds = time.monotonic() - started
+    print(f" {len(modules)} modules, {seconds:.1f} s", flush=True)
+    return modules
+
+
+def _write_pages(modules: dict[str, pdoc.doc.Module], output: Path) -> None:
+    """Write the HTML pages of all modules, the index page and the search index."""
+    started = time.monotonic()
+    print("[docs] writing pages", end="", flush=True)
+    for count, (name, module) in enumerate(modules.items(), 1):
+        path = name.replace(".", "/")
+        page = output / f"{path}.html"
+        page.parent.mkdir(parents=True, exist_ok=True)
+        html = pdoc.render.html_module(module, modules)
+        page.write_text(html, encoding="utf-8")
+        if count % 20 == 0:
+            print(" .", end="", flush=True)
+    index = pdoc.render.html_index(modules)
+    (output / "index.html").write_text(index, encoding="utf-8")
+    search_index = pdoc.render.search_index(modules)
+    (output / "search.js").write_text(search_index, encoding="utf-8")
+    seconds = time.monotonic() - started
+    print(f" {len(modules)} in {seconds:.1f} s", flush=True)
 
 
 @program

@@ -1,7 +1,8 @@
 """``graft doctor``: check the machine and suggest fixes.
 
-``graft doctor --watch PROGRAM [ARGS...]`` instead runs a program on the soft device and reports
-whether it can deadlock between the GIL and the driver; see `graft.tools.watch`.
+With ``--watch PROGRAM [ARGS...]``, the command does not check the machine. It runs a program on the
+soft device and reports whether the GIL and the CUDA driver can cause a deadlock in the program; the
+module `graft.tools.watch` describes how.
 """
 
 from __future__ import annotations
@@ -24,7 +25,7 @@ from graft.tools import watch
 
 #: Default of ``--limit`` in seconds.
 WATCH_LIMIT_S = 60
-#: Distributions that every part of graft imports.
+#: Distributions that graft requires.
 REQUIRED_PACKAGES = (
     "numpy",
     "cuda-bindings",
@@ -43,13 +44,14 @@ class Finding:
     Attributes
     ----------
     name
-        What was checked.
+        Name of the check.
     status
-        ``"ok"``, ``"absent"`` (graft works without it) or ``"missing"``.
+        ``"ok"``; ``"missing"`` if graft does not work without this component; or ``"absent"`` if
+        graft works without it.
     detail
-        What was found.
+        Version, path or error that the check found.
     advice
-        What to do if the status is not ``"ok"``.
+        Suggested action if the status is not ``"ok"``.
     """
 
     name: str
@@ -59,7 +61,7 @@ class Finding:
 
 
 def version_of(package: str) -> str | None:
-    """Return the installed version of a distribution, without importing it."""
+    """Return the version of an installed distribution, without importing it; None if absent."""
     try:
         return importlib.metadata.version(package)
     except importlib.metadata.PackageNotFoundError:
@@ -86,12 +88,12 @@ def check_packages() -> Finding:
 
 
 def check_native() -> Finding:
-    """Return the location of graft's C++ part, without which this program would not run."""
+    """Report the path of graft's C++ part, which exists because this program imports it."""
     return Finding("native part", "ok", str(_native.__file__))
 
 
 def check_compiler() -> Finding:
-    """Check the C++ compiler, with which the soft device compiles kernels."""
+    """Check the C++ compiler that the soft device uses to compile kernels."""
     from graft.native.softcuda.compile import KernelCompileError, compiler
 
     try:
@@ -106,7 +108,7 @@ def check_compiler() -> Finding:
 
 
 def check_driver() -> Finding:
-    """Query NVIDIA's driver in a child process."""
+    """Query NVIDIA's driver in a child process, which cannot hang or crash this one."""
     properties, error = chooser.probe_cuda()
     number = properties.get("version", 0)
     detail = f"CUDA {number // 1000}.{number % 1000 // 10}, " if number else ""
@@ -121,7 +123,7 @@ def check_driver() -> Finding:
 
 
 def check_device() -> Finding:
-    """Open the device that graft would use."""
+    """Open the device that graft selects on this machine."""
     from graft.cudagraph.device import open_device
 
     choice = os.environ.get("GRAFT_DEVICE", "auto")
@@ -138,7 +140,7 @@ def check_device() -> Finding:
 
 
 def check_transports() -> Finding:
-    """Test the transports of host work in graphs, each in a child process."""
+    """Test the transports by which a CUDA graph calls host work, each in a child process."""
     from graft.cudagraph.device import open_device
     from graft.cudagraph.transports import choose_transport, probe_transport
 
@@ -160,7 +162,7 @@ def check_transports() -> Finding:
 
 
 def check_cupy() -> Finding:
-    """Check CuPy, which compiles kernels on CUDA, without importing it."""
+    """Check CuPy, which compiles kernels for CUDA devices, without importing it."""
     for package in ("cupy-cuda13x", "cupy-cuda12x", "cupy"):
         version = version_of(package)
         if version:
@@ -174,16 +176,16 @@ def check_cupy() -> Finding:
 
 
 def check_backend(name: str, requirement: str, fallback: str = "") -> Finding:
-    """Check that a grammar backend has the methods and symbols that graft uses.
+    """Check that a grammar backend is installed with the methods and symbols that graft uses.
 
     Parameters
     ----------
     name
-        Distribution and module of the backend.
+        Name of the backend's distribution and module.
     requirement
-        Argument of ``pip install``.
+        Arguments of ``pip install`` that install the backend.
     fallback
-        What happens without the backend; empty if it is required.
+        Consequence of a missing backend, for the report; empty if graft requires the backend.
     """
     version = version_of(name)
     if version is None:
@@ -251,15 +253,20 @@ CHECKS: tuple[Callable[[], Finding], ...] = (
 
 
 def examine() -> list[Finding]:
-    """Run all checks. A missing CuPy counts as an error only on a machine with a GPU."""
+    """Run all checks and return their findings.
+
+    CuPy is required, and its absence an error, only if graft would use a GPU of this machine.
+    """
     findings = [check() for check in CHECKS]
-    has_gpu = any(f.name == "nvidia driver" and f.status == "ok" for f in findings)
+    has_gpu = any(
+        finding.name == "nvidia driver" and finding.status == "ok" for finding in findings
+    )
     if not has_gpu or os.environ.get("GRAFT_DEVICE") == "soft":
         return findings
-    return [
-        replace(f, status="missing") if f.name == "cupy" and f.status == "absent" else f
-        for f in findings
-    ]
+    for index, finding in enumerate(findings):
+        if finding.name == "cupy" and finding.status == "absent":
+            findings[index] = replace(finding, status="missing")
+    return findings
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -284,7 +291,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run_watch(program: list[str], limit_s: int, as_json: bool) -> int:
-    """Run a program and print the report, to stderr as text or to stdout as JSON."""
+    """Run a program on the soft device, print the report, and return the exit status.
+
+    The report is printed as JSON to stdout, or as text to stderr.
+    """
     sys.stdout.flush()
     stdout = sys.stderr.fileno() if as_json else None
     report, status = watch.run_watched(program, limit_s, stdout=stdout)
@@ -299,7 +309,10 @@ def run_watch(program: list[str], limit_s: int, as_json: bool) -> int:
 
 
 def read_watch_options(options: argparse.Namespace) -> list[str]:
-    """Return the program of --watch and apply --json and --limit if they precede it.
+    """Return the program of --watch, and apply the options that precede it.
+
+    argparse passes everything after --watch on unparsed, so --json and --limit are parsed here if
+    they stand between --watch and the program.
 
     Raises
     ------
@@ -321,7 +334,10 @@ def read_watch_options(options: argparse.Namespace) -> list[str]:
 
 
 def run(options: argparse.Namespace) -> int:
-    """Print the findings and return 1 if something that graft needs is missing."""
+    """Print the findings, and return 1 if a required component is missing.
+
+    With --watch, run a program instead and return the exit status that the report implies.
+    """
     if options.watch is not None:
         program = read_watch_options(options)
         limit_s = WATCH_LIMIT_S if options.limit is None else options.limit
