@@ -46,6 +46,19 @@ def answer(output):
     return output.reason, output.tokens, output.text, output.logprobs
 
 
+def answers(outputs):
+    """Return the answers of several outputs."""
+    return [answer(output) for output in outputs]
+
+
+def answers_and_drafts(outputs):
+    """Return the answers of outputs with their rounds and numbers of drafts."""
+    results = []
+    for output in outputs:
+        results.append((answer(output), output.rounds, output.drafted, output.accepted))
+    return results
+
+
 @contextmanager
 def settled(engine):
     """Check at the end of the block that the engine holds no resources; then close it."""

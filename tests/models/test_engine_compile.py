@@ -16,7 +16,9 @@ ENDLESS = GrammarSpec.json_schema('{"items": ' * 500 + "{}" + "}" * 500, backend
 
 def test_grammar_compile_timeout_refuses_only_its_request():
     """Twenty other requests are served."""
-    cheap = [guided(f"cheap {i}", f"[A-Z]{{2}}-{i}") for i in range(20)]
+    cheap = []
+    for i in range(20):
+        cheap.append(guided(f"cheap {i}", f"[A-Z]{{2}}-{i}"))
     with demo_engine(max_batch_size=4, compile_timeout_s=2) as engine:
         refused, *served = engine.generate([Request(prompt="?", grammar=ENDLESS), *cheap])
         counters = engine.counters()["compile"]
@@ -97,7 +99,8 @@ def test_grammar_compilation_does_not_delay_rounds():
         assert all(re.match("held", output.text) for output in outputs.values())
         assert outputs["held 1"].tokens == outputs["held 3"].tokens
         assert [spec.text for spec in asked].count("held+") == 1
-        assert engine.generate([guided("again", "held+")])[0].tokens == outputs["held 1"].tokens
+        [again] = engine.generate([guided("again", "held+")])
+        assert again.tokens == outputs["held 1"].tokens
         assert [spec.text for spec in asked].count("held+") == 1
         assert engine.counters()["grammar"]["errors"] == 0
     finally:

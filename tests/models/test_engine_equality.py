@@ -16,6 +16,7 @@ from engine_cases import (
     RandomDFlash2,
     RandomDrafter,
     answer,
+    answers,
     propose_repeat,
     random_lengths,
     settled,
@@ -134,7 +135,7 @@ def prompts_and_answers(count):
     requests = [replace(r, seed=i, **MODES[mode]) for i, r in enumerate(guided) for mode in MODES]
     requests += [replace(request, grammar=None) for request in requests]
     with settled(demo_engine(speculation=False, max_batch_size=1, overlap=False)) as engine:
-        return requests, [answer(output) for output in engine.generate(requests)]
+        return requests, answers(engine.generate(requests))
 
 
 ALL_DRAFTER_OPTIONS = DRAFTER_OPTIONS | MORE_TREE_OPTIONS

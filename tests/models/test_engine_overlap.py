@@ -3,7 +3,7 @@
 from dataclasses import replace
 
 import pytest
-from engine_cases import answer, settled, workload
+from engine_cases import answers, settled, workload
 from engine_util import demo_engine
 
 from graft.models.request import Request
@@ -20,7 +20,7 @@ def test_overlap_and_composition_do_not_change_rejection_sampling() -> None:
     outputs = []
     for graphs, options in ((1, {}), (1, {"overlap": False}), (5, {"composition": "two"})):
         with settled(demo_engine(max_batch_size=4, **options)) as engine:
-            outputs.append([answer(o) for o in engine.generate(requests)])
+            outputs.append(answers(engine.generate(requests)))
             assert {len(round_graph.graphs) for round_graph in engine.round_graphs.values()} == {
                 graphs
             }

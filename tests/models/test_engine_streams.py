@@ -25,10 +25,12 @@ def test_engine_rejects_duplicate_ids_before_submission(engine):
     with pytest.raises(RequestError, match="'b' is already running"):
         engine.generate([replace(FREE, id="c"), replace(FREE, id="b")])
     assert drain(engine).keys() == {"b"}
-    numbers = [int(engine.generate([FREE])[0].id.removeprefix("request-")) for _ in range(2)]
-    next_id = f"request-{numbers[1] + 1}"
+    [output] = engine.generate([FREE])
+    number = int(output.id.removeprefix("request-"))
+    next_id = f"request-{number + 1}"
     found = engine.generate([FREE, replace(FREE, id=next_id), FREE])
-    assert found[1].id == next_id and len({output.id for output in found}) == 3
+    assert found[1].id == next_id
+    assert len({output.id for output in found}) == 3
 
 
 def test_engine_streams_get_exactly_their_own_events(engine):
@@ -36,7 +38,9 @@ def test_engine_streams_get_exactly_their_own_events(engine):
 
     Outputs are those of the requests alone.
     """
-    requests = [replace(r, id=f"r{i}") for i, r in enumerate(mixed_requests(6, seed=3))]
+    requests = []
+    for i, request in enumerate(mixed_requests(6, seed=3)):
+        requests.append(replace(request, id=f"r{i}"))
     expected = {o.id: o.tokens for o in engine.generate(requests)}
     found = {}
 
@@ -65,9 +69,10 @@ def test_engine_streams_get_exactly_their_own_events(engine):
     events = [next(stream)]
     assert drain(engine) == {}, "step() runs the requests of a stream but returns no events of it"
     events += stream
-    assert {i: o.tokens for i, o in outputs(events).items()} == {
-        request_id: expected[request_id] for request_id in ("r0", "r1")
-    }
+    streamed_outputs = outputs(events)
+    assert streamed_outputs.keys() == {"r0", "r1"}
+    for request_id, output in streamed_outputs.items():
+        assert output.tokens == expected[request_id]
     streamed = [token for event in events if event.id == "r0" for token in event.tokens]
     assert streamed == expected["r0"] and not engine.busy
 
@@ -131,7 +136,8 @@ def test_chunked_prefill_interleaves_prompts_with_decoding(engine):
     while not any(event.id == "running" for event in engine.step()):
         pass
     for i in range(3):
-        engine.submit(Request(tokens=[7 + i] * 300, max_tokens=4, id=f"long {i}"))
+        prompt = [7 + i] * 300
+        engine.submit(Request(tokens=prompt, max_tokens=4, id=f"long {i}"))
     order = []
     while engine.busy:
         order += [event.id for event in engine.step()]

@@ -8,7 +8,7 @@ from functools import partial
 
 import numpy as np
 import pytest
-from engine_cases import MODES, answer, settled, workload
+from engine_cases import MODES, answers, settled, workload
 from engine_util import DEMO, demo_engine, drain
 
 from graft.cudagraph.errors import OptionError
@@ -85,7 +85,7 @@ def test_migration_does_not_change_outputs(options):
     with settled(engines[0]) as first, settled(engines[1]) as second:
         outputs, num_pages = generate_with_migration(first, second, requests)
         expected = first.generate(requests)
-    assert [answer(output) for output in outputs] == [answer(output) for output in expected]
+    assert answers(outputs) == answers(expected)
     assert num_pages > 20 and sum(output.cached_tokens for output in outputs) >= 4 * num_pages
 
 

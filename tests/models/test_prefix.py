@@ -4,7 +4,7 @@ import json
 import random
 
 import pytest
-from engine_cases import LOOKUP_CASCADE, propose_repeat
+from engine_cases import LOOKUP_CASCADE, answers_and_drafts, propose_repeat
 from engine_util import TARGET, demo_engine, mixed_requests
 from tiny_models import make_tiny_mtp
 
@@ -158,7 +158,7 @@ def test_prefix_cache_does_not_change_outputs_or_drafts(options):
             max_batch_size=2, prefix_cache_bytes=cache_bytes, page_size=8, **options
         ) as engine:
             outputs = engine.generate(requests)
-            results.append([(o.tokens, o.rounds, o.drafted, o.accepted) for o in outputs])
+            results.append(answers_and_drafts(outputs))
             cached.append([o.cached_tokens for o in outputs])
             engine.synchronize()
             counters = engine.counters()

@@ -3,7 +3,16 @@
 from dataclasses import replace
 
 import pytest
-from engine_cases import DFLASH, GROWN_TREE, LOOKUP_CASCADE, TARGET, RandomDrafter, answer, settled
+from engine_cases import (
+    DFLASH,
+    GROWN_TREE,
+    LOOKUP_CASCADE,
+    TARGET,
+    RandomDrafter,
+    answers,
+    answers_and_drafts,
+    settled,
+)
 from engine_util import demo_engine, mixed_requests
 
 from graft.models.drafters import NGram
@@ -146,7 +155,7 @@ def test_chunked_prefill_size_does_not_change_outputs(options):
     for rows in (512, 16, 100):
         with settled(demo_engine(max_batch_size=2, prefill_rows=rows, **options)) as engine:
             outputs = engine.generate(requests)
-            results.append([(answer(o), o.rounds, o.drafted, o.accepted) for o in outputs])
+            results.append(answers_and_drafts(outputs))
     assert results[0] == results[1] == results[2]
 
 
@@ -234,7 +243,7 @@ def test_scheduler_preempts_lowest_priority_when_pages_run_out(options):
     with settled(demo_engine(**sizes, prefill_rows=512, **options)) as engine:
         too_large = replace(free, max_tokens=4 * pages - slack)
         *outputs, refused = engine.generate([*requests, too_large])
-        assert [answer(o) for o in outputs] == [answer(o) for o in expected]
+        assert answers(outputs) == answers(expected)
         assert sum(o.preempted for o in outputs) == engine.stats.preemptions > 0
         assert outputs[4].preempted == 0 and refused.error_type == "RequestError"
 
@@ -268,6 +277,6 @@ def test_kv_pages_cover_all_drafts_in_flight(options, monkeypatch):
     for _ in range(2):
         with settled(demo_engine(max_batch_size=2, page_size=1, **options)) as engine:
             outputs = engine.generate(requests)
-            results.append([(o.tokens, o.rounds, o.drafted, o.accepted) for o in outputs])
+            results.append(answers_and_drafts(outputs))
         monkeypatch.setattr(SlotManager, "_required_positions", whole_request)
     assert results[0] == results[1]

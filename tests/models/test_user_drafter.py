@@ -6,7 +6,7 @@ from dataclasses import replace
 from functools import partial
 
 import pytest
-from engine_cases import answer, settled
+from engine_cases import answers, answers_and_drafts, settled
 from engine_util import TARGET, mixed_requests
 from test_drafters import look_up
 
@@ -53,7 +53,7 @@ def test_user_drafter_equals_device_prompt_lookup(device):
     outputs = []
     for drafter in (UserDrafter.of(propose, deadline_s=10), partial(NGram, **LOOK_UP)):
         outputs = generate(drafter, requests)
-        rounds.append([(answer(o), o.rounds, o.drafted, o.accepted) for o in outputs])
+        rounds.append(answers_and_drafts(outputs))
     assert rounds[0] == rounds[1] and sum(o.accepted for o in outputs) > 10
     for request, output in zip(requests[-2:], outputs[-2:], strict=True):
         whole = (*request.tokens, *output.tokens)
@@ -91,14 +91,23 @@ def test_user_drafter_error_fails_only_its_request(device, tree):
     faults = TREE_FAULTS if tree else FAULTS
     requests = [free(first) for first in (*faults, 70, 71)] + mixed_requests(2)
     expected = generate(None, requests)
-    known = [[*r.tokens, *o.tokens] for r, o in zip(requests, expected, strict=True) if r.tokens]
+    known = []
+    for request, output in zip(requests, expected, strict=True):
+        if request.tokens:
+            known.append([*request.tokens, *output.tokens])
 
     def faulty(tokens):
         if tokens[0] in faults:
             return faults[tokens[0]][0]()
-        text = next((text for text in known if text[: len(tokens)] == tokens), tokens)
+        text = tokens
+        for candidate in known:
+            if candidate[: len(tokens)] == tokens:
+                text = candidate
+                break
         ids = text[len(tokens) :][:2]
-        return ([9, *ids], [0, 0, 2][: len(ids) + 1]) if tree else ids
+        if not tree:
+            return ids
+        return [9, *ids], [0, 0, 2][: len(ids) + 1]
 
     outputs = generate(UserDrafter.of(faulty, tree=tree, deadline_s=10), requests)
     for output, correct, (_, message) in zip(outputs, expected, faults.values(), strict=False):
@@ -106,7 +115,7 @@ def test_user_drafter_error_fails_only_its_request(device, tree):
         assert ".faulty " in output.error and message in output.error, output.error
         assert output.tokens == correct.tokens[:1]
     good = slice(len(faults), None)
-    assert [answer(o) for o in outputs[good]] == [answer(o) for o in expected[good]]
+    assert answers(outputs[good]) == answers(expected[good])
     for output in outputs[good][:2]:  # one token in the first round, three in the others
         assert output.rounds == -(-(len(output.tokens) + 2) // 3)
 
@@ -131,7 +140,7 @@ def test_user_drafter_deadline_continues_without_drafts(device, caplog):
         resume.set()
         outputs += engine.generate([free(62)])
         assert calls.count(62) > 3
-    assert [answer(o) for o in outputs] == [answer(o) for o in expected]
+    assert answers(outputs) == answers(expected)
 
 
 def test_user_drafter_that_hangs_does_not_block_engine_close(device):
