@@ -27,9 +27,9 @@ namespace {
 
 using PollClock = std::chrono::steady_clock;
 
-// Polls `done()` until it returns true or `until` has passed; returns whether it became true. Spins
-// for 20 us, yields until 200 us, then sleeps for increasing times: on a machine with few cores the
-// awaited work needs them. Called without the GIL.
+// Polls `done()` until it returns true or `until` has passed; returns whether it became true. The
+// wait began at `begin`. It spins for 20 us, yields until 200 us, and then sleeps for increasing
+// times, to leave the cores to the awaited work. Called without the GIL.
 template <typename Done>
 bool poll_slice(Done&& done, PollClock::time_point begin, PollClock::time_point until) {
   while (true) {
@@ -49,12 +49,12 @@ bool poll_slice(Done&& done, PollClock::time_point begin, PollClock::time_point 
 }
 
 // Polls until `done()` returns true or the timeout has passed (no value: no limit). Called with the
-// GIL held. The GIL is released while polling and acquired at intervals, so that Ctrl-C raises
-// KeyboardInterrupt here.
+// GIL held. The GIL is released while polling and acquired at intervals to check for signals, so
+// that Ctrl-C raises KeyboardInterrupt.
 template <typename Done>
 bool poll_until(Done&& done, std::optional<double> timeout_s) {
   const auto begin = PollClock::now();
-  // 100 years mean no limit: the clock arithmetic must not overflow.
+  // No limit is represented by about 100 years, so that the clock arithmetic does not overflow.
   const double limit = std::min(timeout_s.value_or(3.0e9), 3.0e9);
   const auto end =
       begin + std::chrono::duration_cast<PollClock::duration>(std::chrono::duration<double>(limit));
@@ -96,11 +96,12 @@ void bind_lifetime(nb::module_& m) {
         start_reaper();
       },
       nb::call_guard<GilRelease>(),
-      "Fill the native driver table from the loaded libcuda.so.1, which must be the file `path`.");
+      "Resolve the driver functions of native code from the loaded libcuda.so.1, which must be the "
+      "file `path`, and start the reaper.");
   m.def(
       "set_primary_context",
       [](std::uint64_t context) { set_primary_context(pointer<void>(context)); },
-      "Set the primary context; 0 while it is released.");
+      "Set the primary context; 0 if it is not retained.");
   m.def("in_host_work", &in_host_work, "Return whether this thread is inside a host function.");
   nb::enum_<ResourceKind>(m, "ResourceKind")
       .value("DEVICE_MEMORY", ResourceKind::kDeviceMemory)
@@ -109,7 +110,7 @@ void bind_lifetime(nb::module_& m) {
       .value("STREAM", ResourceKind::kStream)
       .value("MODULE", ResourceKind::kModule)
       .value("GRAPH", ResourceKind::kGraph);
-  nb::class_<Resource>(m, "Resource", "Owner of one driver handle; freed by the reaper.")
+  nb::class_<Resource>(m, "Resource", "Owner of one driver handle, which the reaper frees.")
       .def(nb::init<ResourceKind, std::uint64_t>())
       .def_prop_ro("handle", &Resource::handle)
       .def("disown", &Resource::disown, "Give up ownership of the handle.");
@@ -130,8 +131,9 @@ void bind_lifetime(nb::module_& m) {
         return out;
       },
       nb::call_guard<GilRelease>(),
-      "Return the native stack of a thread (0: this one), innermost frame first; [] if it does not "
-      "answer.");
+      "Return the native stack of a thread (0: the calling thread), innermost frame first. The "
+      "list "
+      "is empty if the thread does not answer in time.");
 }
 
 void bind_exec(nb::module_& m) {
@@ -187,7 +189,8 @@ void bind_exec(nb::module_& m) {
             return std::make_tuple(result, info.result, address_of(info.error_node));
           },
           Guard(),
-          "Update the executable; return (code, update result, node that caused the failure).")
+          "Update the executable to another definition; return (code, update result, node that "
+          "caused the failure).")
       .def("close", &Exec::close, Guard());
 }
 

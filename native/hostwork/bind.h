@@ -1,6 +1,6 @@
-// Python bindings of hostwork. Rules (INVARIANTS.md): arguments are converted with the GIL held,
-// every driver call is made with the GIL released, and driver codes are returned for Python to
-// raise. Handles and addresses are passed as plain integers.
+// Python bindings of hostwork. Arguments are converted with the GIL held, and every driver call is
+// made with the GIL released. Functions return the driver's result codes, which Python code
+// converts to exceptions. Handles and addresses are passed as integers.
 #pragma once
 
 #include <nanobind/nanobind.h>

@@ -1,4 +1,5 @@
-// Python bindings of host work. Work is passed as (callable or None, arguments, function, data).
+// Python bindings of host work. Work is passed as a tuple: (callable or None, arguments, function
+// address, data address).
 #include <nanobind/stl/pair.h>
 #include <nanobind/stl/shared_ptr.h>
 #include <nanobind/stl/string.h>
@@ -36,7 +37,7 @@ Attachment attach_record(std::uint64_t graph, Record* record) {
   return {a.result, a.api, address_of(a.object)};
 }
 
-// Returns (node, replay, exception or None, message).
+// Converts a failure to the tuple (name of the host step, replay, exception or None, message).
 nb::object failure_tuple(const Failure& failure) {
   nb::object exception =
       failure.exception == nullptr ? nb::none() : nb::steal<nb::object>(failure.exception);
@@ -62,7 +63,7 @@ void bind_records(nb::module_& m) {
         return child->set_parent(parent);
       },
       nb::call_guard<GilRelease>(),
-      "Number, fail and skip the host steps of a moved graph together with those of its parent.");
+      "Make the state of a moved graph a child of the state of the graph that it was moved into.");
   nb::class_<PayloadCell>(m, "PayloadCell", "A value that changes between replays.")
       .def(nb::new_([](nb::object value, std::uint64_t address) {
              return std::make_shared<PayloadCell>(value.release().ptr(), address);
@@ -200,19 +201,21 @@ void bind_mailboxes(nb::module_& m) {
                          pointer<std::uint32_t>(timed_out)},
             MailboxOutput{pointer<void>(scratch), pointer<void>(results), bytes},
             MailboxLimits{limits.first, limits.second});
-        auto* const keeper = new PortKeeper(port);  // the port lives as long as the graph can run
+        auto* const keeper = new PortKeeper(port);  // keeps the port alive as long as the graph
         {
           const GilRelease release;
           worker->add(port);
           state->add_listener(port);
           watch(port);
         }
-        return attach_record(graph, keeper);  // retired on failure
+        return attach_record(graph, keeper);  // passes the keeper to the reaper on failure
       },
       "Attach a mailbox to a graph and a worker; return (code, api, user object). `words` are the "
-      "addresses (request, ack, timed_out or 0), `output` is (scratch, output, bytes), and "
-      "`limits` "
-      "are seconds from the request to the answer and from the launch to the request (0: none).");
+      "addresses (request, ack, timed_out or 0). `output` is (scratch, output, bytes). `limits` "
+      "are "
+      "the maximum seconds from the request to the answer and from the launch to the request (0: "
+      "no "
+      "limit).");
   m.def("abandon_mailboxes", &abandon_mailboxes);
 }
 

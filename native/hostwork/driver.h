@@ -1,6 +1,6 @@
 // Driver entry points for native code, from the libcuda.so.1 that the process uses.
 //
-// No CUDA header is needed: the types below are those of the public driver ABI.
+// The file needs no CUDA header, because it declares the types of the public driver ABI itself.
 #pragma once
 
 #include <cstddef>
@@ -23,8 +23,8 @@ struct UpdateInfo {  // CUgraphExecUpdateResultInfo
   Handle error_from_node;
 };
 
-// Driver functions that native code calls, always with the GIL released: member of the table, name
-// and version of the driver function, and parameters.
+// Driver functions that native code calls, always with the GIL released. Each entry is a member of
+// struct Driver, the name and version of the driver function, and its parameters.
 #define GRAFT_DRIVER_CALLS(CALL)                                                                   \
   CALL(ctx_set_current, cuCtxSetCurrent, 4000, (Handle context))                                   \
   CALL(launch_host_func, cuLaunchHostFunc, 10000, (Handle stream, HostFunction fn, void* data))    \
@@ -66,11 +66,12 @@ struct Driver {
 #undef GRAFT_DRIVER_MEMBER
   Result (*launch_host_func_v2)(Handle stream, HostFunction fn, void* data,
                                 unsigned int sync_mode);  // null before CUDA 13.2
-  void (*owe_answer)(int owes);                           // of the soft device; null on CUDA
+  // Tells the soft device whether the device waits for the calling thread; null on CUDA.
+  void (*owe_answer)(int owes);
 };
 
-// Fills the table from the loaded libcuda.so.1. Throws std::runtime_error unless that is the file
-// at `path`, on which the device was opened. Called once.
+// Fills the table from the loaded libcuda.so.1. Throws std::runtime_error unless the library is the
+// file at `path`, with which the device was opened. Called once.
 void bind_driver(const std::string& path, Handle context);
 inline const Driver* bound_driver = nullptr;
 
@@ -80,15 +81,16 @@ inline const Driver& driver() {
   throw std::logic_error("no device is open: call graft.cudagraph.open_device first");
 }
 
-// Sets the primary context after it was retained again, or null after it was released. No driver
-// resource may exist at that time (live_resources() == 0).
+// Sets the primary context: the new context after it was retained again, or null before it is
+// released. No driver resource may exist at that time (live_resources() == 0).
 void set_primary_context(Handle context);
 Handle primary_context();
 
 // Returns the path of the library that is loaded under a SONAME in this process, or "".
 std::string loaded_library(const std::string& soname);
 
-// Marks the calling thread as inside a host function, where driver calls are refused (D3).
+// Marks the calling thread as inside a host function for the scope. Driver calls of such a thread
+// raise an error (D3).
 inline thread_local int host_work_depth = 0;
 class HostWorkScope {
  public:

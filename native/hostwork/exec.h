@@ -18,9 +18,9 @@ using Outcome = std::pair<Result, const char*>;  // result and name of the last 
 
 constexpr Result kClosed = -1;  // the executable was closed
 
-// Destroys an executable. The driver frees an executable, or an event, in flight when its launches
-// end. The operands of changed nodes do not belong to the driver, so their release waits for the
-// launches here (L3).
+// Destroys an executable on the reaper thread. The driver frees an executable that is in flight
+// after its launches have ended. The driver does not keep the operands of changed nodes alive, so
+// the reaper waits for the launches before it releases them (L3).
 class ExecRelease final : public Reapable {
  public:
   explicit ExecRelease(Handle exec) : exec_(exec) {}
@@ -35,15 +35,16 @@ class ExecRelease final : public Reapable {
   }
 
   // Both are set before the object is retired.
-  PyObject* owners = nullptr;       // of the operands of changed nodes
+  PyObject* owners = nullptr;       // owners of the operands of changed nodes
   std::shared_ptr<Resource> event;  // recorded after the last launch
 
  private:
   const Handle exec_;
 };
 
-// The driver does not synchronize calls on graph objects: one mutex per executable serializes them.
-// It is locked without the GIL and never held while acquiring the GIL.
+// An executable graph. The driver does not synchronize calls on graph objects, so one mutex per
+// executable serializes them. The mutex is locked without the GIL and never held while acquiring
+// the GIL.
 class Exec {
  public:
   // Takes ownership of both handles. `event` is recorded after each launch.
@@ -91,9 +92,9 @@ class Exec {
     return locked("cuEventQuery",
                   [&] { return launches_ == 0 ? kSuccess : driver().event_query(event()); });
   }
-  // Returns kNotReady and the event after the last launch, or the result of the wait and null if
-  // there is nothing to wait for. Later launches record another event, so that a wait for this one
-  // does not include launches of other threads.
+  // Returns kNotReady and the event that was recorded after the last launch. If there is nothing to
+  // wait for, returns the result of the wait and null. Later launches record another event, so that
+  // a wait for this event does not include launches that other threads make during the wait.
   std::pair<Result, std::shared_ptr<Resource>> last_launch() {
     const std::lock_guard<std::mutex> lock(mutex_);
     if (release_ == nullptr || launches_ == 0)
@@ -106,8 +107,9 @@ class Exec {
     return locked("cuGraphUpload",
                   [&] { return driver().graph_upload(exec_, reinterpret_cast<Handle>(stream)); });
   }
-  // Calls cuGraphExecUpdate. `info` receives the node that caused a failure. `state`, that of the
-  // other definition, counts the launches from now on.
+  // Updates the executable to another definition, with cuGraphExecUpdate. `graph` is the CUgraph of
+  // the other definition and `state` its state, which counts the launches from now on. If the
+  // driver rejects the update, `info` receives the reason and the node that caused it.
   Result update(std::uint64_t graph, std::shared_ptr<GraphState> state, UpdateInfo* info) {
     const std::lock_guard<std::mutex> lock(mutex_);
     if (release_ == nullptr) return kClosed;
@@ -129,8 +131,8 @@ class Exec {
     });
   }
 
-  // Keeps the operands of changed nodes alive until the executable and its launches have ended.
-  // Steals the reference. Called once.
+  // Keeps `owners`, the owners of the operands of changed nodes, alive until the executable is
+  // closed and its launches have ended. Steals the reference. Called once.
   void keep(PyObject* owners) {
     const std::lock_guard<std::mutex> lock(mutex_);
     if (release_ == nullptr) {
@@ -139,7 +141,8 @@ class Exec {
       release_->owners = owners;
     }
   }
-  // Sets the value for launches from now on. Steals the reference and may return another one.
+  // Sets the value of a payload for later launches. Steals the reference to `value`. Returns the
+  // replaced value, which the caller then owns, or null; see PayloadCell::set().
   [[nodiscard]] PyObject* set_payload(PayloadCell& cell, PyObject* value, std::uint64_t address) {
     const std::lock_guard<std::mutex> lock(mutex_);
     return cell.set(launches_ + 1, value, address);
@@ -155,7 +158,7 @@ class Exec {
   Handle event() const { return reinterpret_cast<Handle>(event_->handle()); }
   // Called with the mutex held, or by the constructor.
   void use_state(std::shared_ptr<GraphState> state) {
-    // Records count all of their runs, including those under an earlier executable.
+    // Records also count their runs under earlier executables, which the base must subtract.
     state->set_base(launches_ - state->launched());
     state_ = std::move(state);
   }

@@ -14,8 +14,9 @@ std::atomic<bool> closed{false};
 std::atomic<std::int64_t> entered{0};
 std::atomic<std::int64_t> thread_states{0};
 
-// Counts the calling thread as entered; false if the gate is closed. The count is incremented
-// before the flag is read, so that close_gate() sees this thread or this thread sees the flag.
+// Counts the calling thread as entered. Returns false if the gate is closed. The count is
+// incremented before the flag is read. Therefore either close_gate() sees this thread in the count,
+// or this thread sees that the gate is closed.
 bool enter() {
   entered.fetch_add(1);
   if (!closed.load()) return true;
@@ -34,12 +35,13 @@ PyGILState_STATE take_gil() {
   }
 }
 
-// Owns the extra PyGILState reference that keeps the thread state of a driver thread between calls.
+// Owns an extra PyGILState reference of the thread. The reference keeps the Python thread state of
+// a driver thread alive between two host functions. Its destructor runs when the thread ends.
 struct ThreadState {
   bool held = false;
   ~ThreadState() { release(); }
   void release() {
-    if (!held || !enter()) return;  // after the gate has closed, the state is leaked on purpose
+    if (!held || !enter()) return;  // once the gate is closed, the state is leaked on purpose
     held = false;
     const PyGILState_STATE outer = take_gil();
     PyGILState_Release(PyGILState_LOCKED);  // the extra reference; the GIL stays held

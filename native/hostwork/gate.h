@@ -1,4 +1,5 @@
-// Acquisition of the GIL on threads that Python did not create, and its prevention at exit.
+// The gate: acquisition of the GIL on threads that Python did not create. The gate is closed when
+// the interpreter exits. Afterwards no such thread acquires the GIL.
 //
 // INVARIANTS.md states the rules that this file implements: P1 to P5.
 #pragma once
@@ -10,9 +11,10 @@
 
 namespace graft::hostwork {
 
-// Holds the GIL for its scope; false if the interpreter is shutting down.
-// A driver thread keeps its Python thread state until it ends: creating one per call costs several
-// times as much as the call.
+// Holds the GIL for its scope. Converts to false if the gate is closed; the GIL is then not held.
+//
+// A driver thread keeps its Python thread state until it ends, because creating one per call would
+// cost several times as much as the call.
 class PythonEntry {
  public:
   PythonEntry();
@@ -26,14 +28,14 @@ class PythonEntry {
   PyGILState_STATE state_;
 };
 
-// Called when the ending interpreter makes this thread exit, because the thread was in Python after
-// the time limit of close_gate(). The exit must not unwind through scope guards or into the driver:
-// the thread sleeps until the process ends.
+// Lets the calling thread sleep until the process ends. Called when the exiting interpreter makes
+// the thread exit, because the thread was still in Python after the time limit of close_gate().
+// Such an exit must not unwind through scope guards or into the driver.
 [[noreturn]] void park_forever();
 
-// Releases the GIL for its scope like nanobind's guard. If the ending interpreter makes the thread
-// exit when it reacquires the GIL, for example a daemon thread that launches, the thread is parked
-// instead (P5).
+// Releases the GIL for its scope, like nanobind's guard. The exiting interpreter makes a thread
+// exit that reacquires the GIL, such as a daemon thread that launches a graph. The destructor parks
+// such a thread instead (P5).
 class GilRelease {
  public:
   GilRelease() : state_(PyEval_SaveThread()) {}
@@ -45,21 +47,23 @@ class GilRelease {
   PyThreadState* const state_;
 };
 
-// Closes the gate permanently and waits at most timeout_s seconds until every thread has left
-// Python. Called with the GIL held; it is released during the wait. Returns whether all have left.
+// Closes the gate permanently and waits at most timeout_s seconds until every thread that entered
+// through it has left Python. Returns whether all of them have left. Called with the GIL held,
+// which is released during the wait.
 bool close_gate(double timeout_s);
 bool gate_open();
 
-// Returns the number of driver threads that keep a Python thread state.
+// Returns the number of foreign threads that keep a Python thread state.
 std::int64_t live_thread_states();
 
-// Host function that releases the Python thread state of the calling thread; the thread creates a
-// new one when it next enters Python. For measurements; acquires the GIL.
+// Releases the Python thread state of the calling thread, which creates a new one when it next
+// enters Python. A host function, used by measurements; acquires the GIL.
 void release_thread_state(void*);
 
-// Returns the raised exception with its traceback and clears the error indicator. GIL held.
+// Returns the raised exception with its traceback and clears the error indicator. Requires the GIL.
 PyObject* take_exception();
-// Returns "type: message" of an exception, for reports that carry no exception object. GIL held.
+// Returns the type and message of an exception as text, for reports without an exception object.
+// Requires the GIL.
 std::string describe_exception(PyObject* exception);
 
 }  // namespace graft::hostwork

@@ -20,9 +20,9 @@ struct CapturedGraph {
 struct EnqueuedWork {
   std::mutex mutex;  // never held while acquiring the GIL or calling the driver
   std::set<EagerRecord*> pending;
-  std::map<std::uint64_t, std::deque<Failure>> failures;  // of eager work, by stream
-  std::map<Handle, CapturedGraph> captured;               // by graph
-  std::deque<std::weak_ptr<GraphState>> failed;           // captured graphs with a failure
+  std::map<std::uint64_t, std::deque<Failure>> failures;  // failures of eager work, by stream
+  std::map<Handle, CapturedGraph> captured;               // captured graphs, by CUgraph
+  std::deque<std::weak_ptr<GraphState>> failed;           // states of captured graphs that failed
 };
 EnqueuedWork& enqueued_work = *new EnqueuedWork;
 
@@ -60,7 +60,7 @@ void register_failed_state(GraphState& state) {
 
 void EagerRecord::entry(void* data) {
   auto* record = static_cast<EagerRecord*>(static_cast<HostRecord*>(data));
-  if (record->claimed_.exchange(true)) return;  // was abandoned
+  if (record->claimed_.exchange(true)) return;  // the record was abandoned
   record->run();
   unregister(record);
   retire(record);
@@ -126,7 +126,7 @@ std::shared_ptr<GraphState> capture_state(const CaptureInfo& capture) {
   if (found != captured.end() && found->second.id == capture.id) {
     if (std::shared_ptr<GraphState> state = found->second.state.lock()) return state;
   }
-  // The driver may reuse handles: remove the entries of destroyed graphs from time to time.
+  // Entries of destroyed graphs are removed only when there are many.
   if (captured.size() >= kCapturedLimit) {
     for (auto it = captured.begin(); it != captured.end();) {
       it = it->second.state.expired() ? captured.erase(it) : std::next(it);

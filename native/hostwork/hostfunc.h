@@ -1,4 +1,5 @@
-// Host functions enqueued on a stream, which run once or become nodes of the captured graph.
+// Host functions that are enqueued on a stream. They run once (eager work), or become nodes of the
+// graph that the stream is capturing.
 #pragma once
 
 #include <cstdint>
@@ -9,14 +10,14 @@
 
 namespace graft::hostwork {
 
-// A record that is freed after its only run, or abandoned if it can never run. It is registered
-// until then, so that exactly one of the two happens (R5).
+// A record of eager work. It is freed after its only run, or abandoned if the driver will never
+// call it (see abandon_eager). An atomic flag ensures that only one of the two happens (R5).
 class EagerRecord final : public HostRecord {
  public:
   using HostRecord::HostRecord;
-  // Enqueues the record, which it consumes also on failure. Called without the GIL. With `spin` the
-  // driver's thread spins while it waits (cuLaunchHostFunc_v2 of CUDA 13.2); returns NOT_SUPPORTED
-  // if the driver does not have that function.
+  // Enqueues the record on a stream. The record frees itself, even if enqueueing fails. Called
+  // without the GIL. With `spin` the driver's thread spins until the work may run, which needs
+  // cuLaunchHostFunc_v2 of CUDA 13.2; without it CUDA_ERROR_NOT_SUPPORTED is returned.
   Result launch(std::uint64_t stream, bool spin);
 
  private:
@@ -28,15 +29,16 @@ class EagerRecord final : public HostRecord {
   std::uint64_t stream_ = 0;
 };
 
-// Takes the oldest unreported failure on this stream; false if there is none. The caller owns the
-// exception. GIL held.
+// Removes the oldest failure on this stream that was not reported yet and copies it to `out`.
+// Returns false if there is none. The caller owns the exception and must hold the GIL.
 bool take_eager_failure(std::uint64_t stream, Failure* out);
 
-// Takes all unreported failures of all streams.
+// Removes and returns all failures of all streams that were not reported yet.
 std::vector<Failure> take_eager_failures();
 
-// Abandons all pending records after a context fault, when the driver calls no host function any
-// more. Their Python references are released. The native parts stay, in case one is called.
+// Abandons all pending eager records. Called after a context fault, when the driver calls no host
+// function any more. The Python references of the records are released. The native parts are never
+// freed, in case the driver calls one of them after all.
 void abandon_eager();
 
 constexpr int kCapturing = 1;  // CU_STREAM_CAPTURE_STATUS_ACTIVE
@@ -48,17 +50,18 @@ struct CaptureInfo {
 };
 Result capture_info(std::uint64_t stream, CaptureInfo* out);
 
-// Returns the state that all host functions of one capture share. It lives as long as their
-// records.
+// Returns the state that the host functions of one capture share, and creates it at the first call.
+// The records of the host functions keep the state alive.
 std::shared_ptr<GraphState> capture_state(const CaptureInfo& capture);
 
-// Retains `record` on the captured graph, then enqueues it (INVARIANTS.md C1, C2). Consumes the
-// record also on failure. Called without the GIL.
+// Retains `record` on the captured graph, then enqueues its host function (INVARIANTS.md C1, C2).
+// If this fails, the record is passed to the reaper. Called without the GIL.
 Attached launch_captured(std::uint64_t stream, const CaptureInfo& capture, HostRecord* record,
                          bool spin);
 
-// Takes the oldest unreported failure in a captured graph, whose host steps run again afterwards;
-// false if there is none. The caller owns the exception. GIL held.
+// Removes the oldest failure of a captured graph that was not reported yet and copies it to `out`.
+// The host steps of that graph, which were skipped since the failure, run again afterwards. Returns
+// false if there is none. The caller owns the exception and must hold the GIL.
 bool take_captured_failure(Failure* out);
 
 }  // namespace graft::hostwork

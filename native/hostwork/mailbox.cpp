@@ -12,8 +12,8 @@ namespace {
 std::atomic<bool> abandoned{false};
 thread_local void* thread_output = nullptr;
 
-// Scope in which the calling thread owes the device an answer. The soft device rejects every driver
-// call of the thread in it (M6).
+// Tells the soft device, for the scope, that the device waits for the calling thread. The soft
+// device then rejects every driver call of the thread (M6).
 class AnswerScope {
  public:
   AnswerScope() : owe_answer_(driver().owe_answer) {
@@ -38,7 +38,7 @@ std::string seconds(double value) {
   return text + " s";
 }
 
-// Returns the native stacks of the threads that run this record, as lines that follow a message.
+// Returns the native stacks of the threads that run this record, as text to append to a message.
 // Called without the GIL.
 std::string native_stacks_of(const HostRecord* record) {
   constexpr double kAnswerLimitS = 1.0;
@@ -90,8 +90,9 @@ double Port::shortest_limit_s() const {
                                                                      : limits_.answer_s;
 }
 
-// The first thread that sees a request opens it. An earlier request without an answer, which the
-// device no longer waits for, can then not be claimed any more.
+// Makes a request claimable. The first thread that sees the request opens it. If an earlier request
+// has no answer, the device no longer waits for one; the earlier request then fails and cannot be
+// claimed any more.
 void Port::open_request(std::uint32_t seq) noexcept {
   std::uint64_t claim = claim_.load(std::memory_order_acquire);
   while (newer(seq, seq_of(claim))) {
@@ -106,8 +107,9 @@ bool Port::try_claim(std::uint32_t seq, Claimant claimant) noexcept {
   return claim_.compare_exchange_strong(expected, pack(seq, claimant));
 }
 
-// Called by the winner of the claim, once per request. The request is withdrawn before the device
-// can continue and post the next one.
+// Stores the answer to a request. Called once per request, by the thread that claimed it. The
+// request word is cleared first, because the device may post the next request as soon as it sees
+// the answer.
 void Port::acknowledge(std::uint32_t seq) noexcept {
   if (expecting(seq)) due_since_ns_.store(monotonic_ns(), std::memory_order_relaxed);
   __atomic_store_n(words_.request, 0u, __ATOMIC_RELAXED);
@@ -151,7 +153,8 @@ void Port::serve(std::uint32_t seq) noexcept {
 }
 
 void Port::launched() noexcept {
-  // Called after the launch was counted: if only one launch is not answered, it is this one.
+  // This launch is already counted. If only one launch is not answered, it is this one, and its
+  // request is expected from now on.
   const auto ahead =
       static_cast<std::uint32_t>(state_->launched() - launches_before_) - last_closed();
   if (ahead <= 1) due_since_ns_.store(monotonic_ns(), std::memory_order_relaxed);
@@ -169,7 +172,8 @@ void Port::fail(std::uint32_t seq, std::string reason) noexcept {
                Failure{record_->name(), replay_of(seq), nullptr, std::move(reason)});
 }
 
-// Stores the status, then the answer (M5). The loser of the claim stores nothing.
+// Fails a request on behalf of the watchdog: stores the status, then the answer (M5). Does nothing
+// if the worker has claimed the request.
 void Port::release(std::uint32_t seq, const std::string& reason) {
   if (!try_claim(seq, kWatchdog)) return;
   fail(seq, reason);
@@ -180,7 +184,7 @@ void Port::check_device_timeout() {
   if (words_.timed_out == nullptr) return;
   const std::uint32_t seq = __atomic_load_n(words_.timed_out, __ATOMIC_ACQUIRE);
   if (seq == 0 || newer(last_closed(), seq)) return;
-  open_request(seq);  // the deadline may have passed before any host thread saw the request
+  open_request(seq);  // no host thread may have seen the request before its deadline passed
   if (claim_.load() != pack(seq, kOpen)) return;
   release(seq, "the waiting kernel reached its own deadline" + native_stacks_of(record_));
 }
@@ -196,7 +200,7 @@ bool Port::check_deadlines(std::int64_t now_ns) {
     }
     const double waited = static_cast<double>(now_ns - watched_since_ns_) * 1e-9;
     if (waited >= limits_.answer_s) {
-      // The stack is taken before the release, after which the work may end.
+      // Take the stack before the wait is released, because the work may end right afterwards.
       const std::string where = native_stacks_of(record_);
       release(seq,
               "no answer within " + seconds(limits_.answer_s) + "; the wait was released" + where);

@@ -1,6 +1,8 @@
-// Mailboxes: the device posts a request, a persistent host thread runs the work and answers.
+// Mailboxes: the device posts a request, and a persistent host thread runs the work and answers.
 //
-// INVARIANTS.md states the rules: M1 to M10.
+// A worker is such a thread. The watchdog is a thread that answers in place of a worker that
+// exceeds its deadline. A port is the host side of one mailbox. INVARIANTS.md states the rules: M1
+// to M10.
 #pragma once
 
 #include <atomic>
@@ -24,11 +26,11 @@ struct WorkerOptions {
   std::string name;
 };
 
-// A thread and the ports it serves. The thread sleeps while no launch of any of its graphs is in
-// flight (M7), and ends after the last owner of this object is gone.
+// A thread and the ports that it serves. The thread sleeps while no launch of any of its graphs is
+// in flight (M7). It ends after the last owner of this object is gone.
 //
-// Created by std::make_shared only, like GraphState: dropping the last reference, possibly on the
-// worker's own thread, then acquires no GIL.
+// Created by std::make_shared only, like GraphState. The last reference may be dropped on the
+// worker's own thread, and dropping it then acquires no GIL.
 class Worker : public std::enable_shared_from_this<Worker> {
  public:
   explicit Worker(WorkerOptions options);
@@ -37,7 +39,7 @@ class Worker : public std::enable_shared_from_this<Worker> {
   void add(const std::shared_ptr<Port>& port);
   void remove(const Port* port) noexcept;
   void wake() noexcept;
-  // Number of requests whose work was run, in time or not.
+  // Returns the number of requests whose work was run, including work that missed its deadline.
   std::int64_t served() const;
   // Returns whether the thread sleeps until the next launch.
   bool parked() const;
@@ -52,12 +54,18 @@ class Worker : public std::enable_shared_from_this<Worker> {
 
 // Pinned words of one mailbox, each on its own cache line, private to one executable.
 struct MailboxWords {
-  std::uint32_t* request = nullptr;    // written by the device: number of the request; 0: none
-  std::uint32_t* ack = nullptr;        // written by the host: 1, or the number with `timed_out`
-  std::uint32_t* timed_out = nullptr;  // written by a spinning kernel after its deadline; or null
+  // Number of the posted request, which the device stores; 0: none.
+  std::uint32_t* request = nullptr;
+  // Answer, which the host stores: the number of the request if a spinning kernel waits,
+  // otherwise 1.
+  std::uint32_t* ack = nullptr;
+  // Number of the request whose spinning kernel reached its deadline. Null without a spinning
+  // kernel.
+  std::uint32_t* timed_out = nullptr;
 };
 
-// Buffers of the results: the work fills `scratch`; the winner of the claim copies it to `output`.
+// Buffers of the results. The work fills `scratch`. If the worker answers in time, it copies
+// `scratch` to `output`.
 struct MailboxOutput {
   void* scratch = nullptr;
   void* output = nullptr;
@@ -65,13 +73,14 @@ struct MailboxOutput {
 };
 
 struct MailboxLimits {
-  double answer_s = 0;  // from the request to the answer
-  double replay_s = 0;  // from the launch to the request; 0: none
+  double answer_s = 0;  // maximum time from the request to the answer
+  double replay_s = 0;  // maximum time from the launch to the request; 0: no limit
 };
 
 // The host side of one mailbox. Shared by its worker and the watchdog.
 //
-// A request is answered by whoever claims it first, the worker or the watchdog (M5).
+// Both the worker and the watchdog may answer a request. The thread that claims the request first
+// answers it (M5).
 class Port final : public LaunchListener, public std::enable_shared_from_this<Port> {
  public:
   // Takes ownership of `record`.
@@ -79,12 +88,13 @@ class Port final : public LaunchListener, public std::enable_shared_from_this<Po
        MailboxWords words, MailboxOutput output, MailboxLimits limits);
   ~Port() override;
 
-  // Called by the worker: runs the work of a new request and answers it. Returns whether there was
-  // a new request, and sets `expecting_more` if another one will come.
+  // If there is a new request, runs its work and answers it. Returns whether there was one. Sets
+  // `expecting_more` to true if a launch in flight will post another request. Called by the worker.
   bool poll(bool* expecting_more) noexcept;
-  // Called by the watchdog: releases waits that are overdue. Returns whether it must check again.
+  // Answers requests that are overdue, so that the device stops waiting. Returns whether the port
+  // must be checked again. Called by the watchdog.
   bool check_deadlines(std::int64_t now_ns);
-  // Handles a spinning kernel that ended at its own deadline. Any thread.
+  // Fails the replay if its spinning kernel ended at its own deadline. Any thread may call it.
   void check_device_timeout();
 
   void launched() noexcept override;
@@ -95,7 +105,8 @@ class Port final : public LaunchListener, public std::enable_shared_from_this<Po
 
  private:
   enum Claimant : std::uint64_t { kOpen = 0, kWorker = 1, kWatchdog = 2 };
-  // A claim is a request number and who has answered it; kOpen: not answered yet.
+  // A claim is the number of a request together with the thread that answered it, or kOpen if it
+  // was not answered yet.
   static std::uint64_t pack(std::uint32_t seq, Claimant claimant) {
     return std::uint64_t{seq} << 2 | claimant;
   }
@@ -109,11 +120,12 @@ class Port final : public LaunchListener, public std::enable_shared_from_this<Po
   void acknowledge(std::uint32_t seq) noexcept;
   void release(std::uint32_t seq, const std::string& reason);
   void fail(std::uint32_t seq, std::string reason) noexcept;
-  // Number of the last request that was answered.
+  // Returns the number of the last request that was answered.
   std::uint32_t last_closed() const;
-  // Number of the request that is posted now; 0: none.
+  // Returns the number of the posted request; 0: none.
   std::uint32_t request() const { return __atomic_load_n(words_.request, __ATOMIC_ACQUIRE); }
-  // Returns whether a request will come that is newer than `last` and than the last answered one.
+  // Returns whether a launch in flight will post a request that is newer than request `last` and
+  // than the last request that was answered.
   bool expecting(std::uint32_t last) const;
   std::int64_t replay_of(std::uint32_t seq) const {
     return state_->base() + launches_before_ + seq;
@@ -125,12 +137,12 @@ class Port final : public LaunchListener, public std::enable_shared_from_this<Po
   const MailboxWords words_;
   const MailboxOutput output_;
   const MailboxLimits limits_;
-  const std::int64_t launches_before_;         // of the definition, before this step was part of it
-  std::atomic<std::uint64_t> claim_{kWorker};  // request 0, answered
+  const std::int64_t launches_before_;  // launches of the definition before this step was added
+  std::atomic<std::uint64_t> claim_{kWorker};  // initially request 0, answered
   std::atomic<bool> serving_{false};           // the worker is in serve()
-  std::atomic<std::int64_t> due_since_ns_{0};  // since when the next request is expected
-  std::uint32_t last_seen_ = 0;                // by the worker
-  // Used by the watchdog only: the request it watches, and since when.
+  std::atomic<std::int64_t> due_since_ns_{0};  // time since which the next request is expected
+  std::uint32_t last_seen_ = 0;                // last request that the worker has seen
+  // Request that the watchdog watches, and the time since which it does. Used by the watchdog only.
   std::uint32_t watched_ = 0;
   std::int64_t watched_since_ns_ = 0;
 };
@@ -145,16 +157,18 @@ class PortKeeper final : public Record {
   std::shared_ptr<Port> port_;
 };
 
-// Returns the result buffer of the mailbox whose work this thread runs; null without one.
+// Returns the result buffer of the mailbox whose work this thread runs; null if it has none.
 void* current_output();
 
-// Adds a port to the watchdog: the thread that enforces all deadlines, without GIL or driver calls.
+// Adds a port to the watchdog, which then enforces the port's deadlines.
 void watch(const std::shared_ptr<Port>& port);
 void wake_watchdog() noexcept;
-// Calls check_device_timeout() of every port, so that no device timeout is unreported after a wait.
+// Calls check_device_timeout() of every port. Called after every wait of the host, so that the
+// failure is recorded before the host checks for failures.
 void check_device_timeouts();
 
-// Called after a context fault: no request comes any more, and workers and watchdog sleep.
+// Makes workers and watchdog sleep. Called after a context fault, when no request is posted any
+// more.
 void abandon_mailboxes();
 bool mailboxes_abandoned();
 

@@ -32,10 +32,11 @@ namespace {
 
 using Core = Worker::Core;
 
-// The default of 50 us would double the length of a short sleep.
+// Timer slack of the worker. The system's default of 50 us would double the length of a short
+// sleep.
 constexpr unsigned long kTimerSlackNs = 1000;
 
-// Sets name, scheduling and affinity of the calling thread.
+// Sets the name, scheduling and core affinity of the calling thread.
 void configure_thread(Core& core) {
   pthread_setname_np(pthread_self(), core.options.name.substr(0, 15).c_str());
   ask_for_short_slice();
@@ -47,7 +48,7 @@ void configure_thread(Core& core) {
   pthread_setaffinity_np(pthread_self(), sizeof set, &set);  // checked in Python
 }
 
-// Copies the list of ports; returns false if the thread must end.
+// Copies the worker's current list of ports to `ports`. Returns false if the thread must end.
 bool update_ports(Core& core, std::vector<std::shared_ptr<Port>>* ports, std::uint64_t* version) {
   std::vector<std::shared_ptr<Port>> before = std::move(*ports);  // destroyed without the mutex
   const std::lock_guard<std::mutex> lock(core.mutex);
@@ -56,7 +57,8 @@ bool update_ports(Core& core, std::vector<std::shared_ptr<Port>>* ports, std::ui
   return !core.stop;
 }
 
-// Sleeps until the thread is woken after `wakeups` was read.
+// Sleeps until the worker's counter of wake-ups differs from `wakeups`, its last value that the
+// thread has seen.
 void park(Core& core, std::uint64_t wakeups) {
   std::unique_lock<std::mutex> lock(core.mutex);
   core.parked = true;
@@ -101,7 +103,7 @@ void run_worker(const std::shared_ptr<Core>& shared) {
   }
 }
 
-// Applies a change under the mutex and wakes the thread.
+// Applies a change under the mutex and wakes the worker thread.
 template <typename Change>
 void update_and_wake(Core& core, const Change& change) {
   {

@@ -16,7 +16,8 @@ namespace {
 
 using Clock = std::chrono::steady_clock;
 constexpr int kTag = 1;
-// A wait yields first, then sleeps, longer after kShortS.
+// A wait yields the core for kYieldS, then sleeps in intervals of kShortNs, and of kLongNs after
+// kShortS.
 constexpr double kYieldS = 200e-6, kShortS = 20e-3;
 constexpr long kShortNs = 20'000, kLongNs = 100'000;
 
@@ -55,7 +56,8 @@ int Messages::post(const Message& message, std::uint64_t* request) {
 
 template <typename Handle>
 int Messages::test(std::uint64_t* request, int* done) {
-  // Large enough for the status of any implementation. MPI_STATUS_IGNORE differs between them.
+  // Large enough for the MPI_Status of any implementation. MPI_STATUS_IGNORE cannot be used,
+  // because its value differs between implementations.
   alignas(16) unsigned char status[256];
   Handle handle;
   std::memcpy(&handle, request, sizeof handle);

@@ -10,8 +10,8 @@
 
 namespace graft::hostwork {
 
-// Addresses of MPI's functions, and one communicator. Handles are stored as integers; they are ints
-// in some implementations and pointers (`wide`) in others.
+// Addresses of MPI's functions, and one communicator. MPI handles are stored as 64-bit integers.
+// They are pointers in MPI implementations with `wide` handles and ints in the others.
 struct Mpi {
   Mpi(std::uint64_t isend, std::uint64_t irecv, std::uint64_t test, bool wide, std::uint64_t comm,
       std::uint64_t byte)
@@ -41,12 +41,14 @@ class Messages {
   Messages(std::shared_ptr<Mpi> mpi, std::vector<Message> messages, double deadline_s);
 
   enum class Outcome { kDone, kPending, kFailed };
-  // Posts the messages unless that was done, and waits up to `seconds`.
+  // Posts the messages unless they are posted already, and waits up to `seconds` until all of them
+  // are sent and received.
   Outcome wait(double seconds);
-  // Abandons these and all later messages of the communicator. The reason names the missing rank.
+  // Abandons the communicator: these messages and all later ones fail. The reason names the missing
+  // rank.
   void abandon() noexcept;
 
-  // Function of a host step; `data` is the Messages object.
+  // Host-step function that sends and receives the messages; `data` is the Messages object.
   static void step(void* data);
 
  private:
@@ -58,11 +60,11 @@ class Messages {
 
   const std::shared_ptr<Mpi> mpi_;
   const std::vector<Message> messages_;
-  const double deadline_s_;  // of a host step
+  const double deadline_s_;  // maximum wait of a host step
   std::vector<std::uint64_t> requests_;
   std::vector<char> open_;
   bool posted_ = false;
-  int code_ = 0;  // of the MPI call that failed
+  int code_ = 0;  // result of the last MPI call; 0: success
 };
 
 }  // namespace graft::hostwork

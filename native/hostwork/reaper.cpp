@@ -33,8 +33,8 @@ class Reaper {
     while (true) {
       while (sem_wait(&wake_) != 0) {
       }
-      // The primary context may have been released and retained again. While it is released, no
-      // driver resource exists and nothing here needs it.
+      // Make the context current before each batch, because it may have been released and retained
+      // again. While it is released, no driver resource exists and the batch needs no context.
       const Handle context = primary_context();
       if (context != nullptr) driver().ctx_set_current(context);
       drain();
@@ -48,12 +48,12 @@ class Reaper {
     Reapable* const items = reversed(head_.exchange(nullptr));
     std::int64_t count = 0;
     for (Reapable* item = items; item != nullptr; item = item->next_) ++count;
-    if (gate_open()) free(items);  // at exit (L4) the process frees everything
+    if (gate_open()) free(items);  // otherwise the exiting process frees everything (L4)
     pending_.fetch_sub(count);
   }
 
-  // Deletes items, and thereby counts them as released, only after their Python references are
-  // gone.
+  // Releases the resources of all items, then their Python references, and then deletes the items.
+  // Deleting a record counts it as released, so this must come last.
   void free(Reapable* items) {
     std::vector<PyObject*> references;
     for (Reapable* item = items; item != nullptr; item = item->next_) item->reap(references);
@@ -68,7 +68,7 @@ class Reaper {
     }
   }
 
-  // Returns the list oldest first.
+  // Returns the list with the oldest item first.
   static Reapable* reversed(Reapable* head) {
     Reapable* out = nullptr;
     while (head != nullptr) {
@@ -127,7 +127,7 @@ class ResourceRelease final : public Reapable {
   ResourceRelease(ResourceKind kind, std::uint64_t handle) : kind_(kind), handle_(handle) {}
 
   void reap(std::vector<PyObject*>&) noexcept override {
-    // After a context fault every call fails; the handle is then freed with the context.
+    // After a context fault every call fails. The handle is then freed together with the context.
     if (owned && destroy(kind_, handle_) != kSuccess) failed.fetch_add(1);
     live.fetch_sub(1);
   }

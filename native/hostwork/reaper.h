@@ -1,8 +1,8 @@
-// The reaper: a thread that releases resources on behalf of destructors.
+// The reaper: a thread that frees driver resources and Python references on behalf of destructors.
 //
-// Destructors run on driver threads, in garbage collection and inside host functions, where no
-// driver call may be made and no lock or GIL acquired. They push an object to the reaper and
-// return.
+// Destructors run on driver threads, in garbage collection and inside host functions. There they
+// must not call the driver or acquire a lock or the GIL. They retire an object instead, that is,
+// they push it to the reaper's list.
 #pragma once
 
 #include <Python.h>
@@ -13,13 +13,14 @@
 
 namespace graft::hostwork {
 
-// Base class of objects that the reaper processes. They are allocated together with the resource
-// that they release, so that a destructor allocates nothing.
+// Base class of objects that the reaper processes. Such an object is allocated together with the
+// resource that it releases, so that the destructor of the resource allocates nothing.
 class Reapable {
  public:
   virtual ~Reapable() = default;
-  // Releases the resource on the reaper thread, without the GIL; may call the driver. Python
-  // references are added to `references`, which are released together afterwards.
+  // Releases the resource. Called on the reaper thread without the GIL; may call the driver. Python
+  // references are not released here but appended to `references`, which the reaper releases
+  // afterwards, all under one acquisition of the GIL.
   virtual void reap(std::vector<PyObject*>& references) noexcept = 0;
 
  private:
@@ -27,13 +28,16 @@ class Reapable {
   Reapable* next_ = nullptr;
 };
 
-// Passes `item` to the reaper, which reaps and deletes it. Lock-free, from any thread.
+// Passes `item` to the reaper, which calls reap() and deletes it. Lock-free; any thread may call
+// it.
 void retire(Reapable* item) noexcept;
+// Deleter for std::unique_ptr that passes the object to the reaper.
 struct Retire {
   void operator()(Reapable* item) const noexcept { retire(item); }
 };
 
-// Releases one Python reference. Created together with the reference, for destructors (L1).
+// Releases one Python reference on the reaper thread. For use in destructors, it is allocated in
+// advance, when the owner of the reference is created (L1).
 class ReferenceRelease final : public Reapable {
  public:
   explicit ReferenceRelease(PyObject* object = nullptr) : reference(object) {}
@@ -44,22 +48,22 @@ class ReferenceRelease final : public Reapable {
 };
 using Reference = std::unique_ptr<ReferenceRelease, Retire>;
 
-// Releases a Python reference from any thread, with or without the GIL. It allocates and is
-// therefore not for destructors.
+// Lets the reaper release a Python reference. May be called on any thread, with or without the GIL.
+// It allocates memory and must therefore not be called by destructors.
 inline void release_later(PyObject* reference) noexcept {
   if (reference != nullptr) retire(new ReferenceRelease(reference));
 }
 
-// Owns one driver handle, which the reaper frees after the last owner is gone. The functions that
-// free each kind are listed in the same order in reaper.cpp.
+// Kinds of driver handles. The functions that free them are listed in the same order in reaper.cpp.
 enum class ResourceKind : int { kDeviceMemory, kPinnedMemory, kEvent, kStream, kModule, kGraph };
 class ResourceRelease;
+// Owns one driver handle. The destructor lets the reaper free the handle.
 class Resource {
  public:
   Resource(ResourceKind kind, std::uint64_t handle);
   ~Resource();
   std::uint64_t handle() const { return handle_; }
-  // Gives up ownership: the handle is not freed here.
+  // Gives up ownership, so that the destructor does not free the handle.
   void disown() noexcept;
 
  private:
@@ -68,15 +72,17 @@ class Resource {
   const std::uint64_t handle_;
 };
 
-// Number of handles that are owned, and of driver calls that failed to free one (which is leaked).
+// Returns the number of driver handles that were not freed yet.
 std::int64_t live_resources();
+// Returns the number of handles that the driver failed to free and that are leaked.
 std::int64_t failed_frees();
 
-// Waits until everything retired so far, including objects retired as a consequence, is released.
-// Called without the GIL. Returns false on timeout or inside host work.
+// Waits until the reaper has processed all retired objects, including those that are retired while
+// it processes others. Called without the GIL. Returns false on timeout, inside host work, and if
+// the gate is closed.
 bool flush(double timeout_s);
 
-// Starts the thread. Called once, after bind_driver().
+// Starts the reaper thread. Called once, after bind_driver().
 void start_reaper();
 
 }  // namespace graft::hostwork

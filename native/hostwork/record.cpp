@@ -28,7 +28,7 @@ struct Registry {
 };
 Registry& registry = *new Registry;
 
-// The host function that a thread runs, for deadline reports and for current_replay().
+// The host step that a thread is running, for deadline reports and for current_replay().
 struct HostThread {
   std::mutex mutex;
   HostRecord* record = nullptr;
@@ -64,7 +64,8 @@ PyObject* new_reference(PyObject* object) {
   return object;
 }
 
-// Destructor of the user object; runs on a driver thread or inside a destroy call.
+// Destructor of the CUDA user object. Runs on a driver thread or inside a driver call that destroys
+// a graph.
 void retire_record(void* data) { retire(static_cast<Record*>(data)); }
 
 }  // namespace
@@ -120,7 +121,7 @@ void HostRecord::run_as(std::int64_t replay) noexcept {
       work_.function(fixed ? work_.data : reinterpret_cast<void*>(cell_->pick(replay).address));
     }
   } catch (abi::__forced_unwind&) {
-    while (true) pause();  // like park_forever(): foreign native work was in Python (P5)
+    while (true) pause();  // like park_forever(): the native work had entered Python itself (P5)
   } catch (const std::exception& error) {
     fail(kStatusNative, replay, nullptr, error.what());
   } catch (...) {
@@ -150,7 +151,8 @@ Attached attach(Handle graph, Record* record) {
   }
   result = d.graph_retain_user_object(graph, object, 1, kMove);
   if (result != kSuccess) {
-    d.user_object_release(object, 1);  // the reference was not moved; this retires the record
+    // The reference was not moved to the graph. Releasing it retires the record.
+    d.user_object_release(object, 1);
     return {result, "cuGraphRetainUserObject", nullptr};
   }
   return {kSuccess, "", object};

@@ -1,4 +1,6 @@
-// Records: the immutable data that a graph node or an eager host function points to.
+// Records: the objects that the driver passes to host functions. A record holds the work and keeps
+// everything alive that the work uses. Eager records belong to work that is enqueued on a stream
+// and runs once. The other records belong to nodes of graphs.
 //
 // INVARIANTS.md states the rules: R1 to R5, E1 to E3.
 #pragma once
@@ -37,22 +39,23 @@ struct Work {
   void* data = nullptr;
 };
 
+// A record of host work.
 class HostRecord : public Record {
  public:
-  // Takes new references, like Record.
+  // Takes new references to the objects in `work` and to `keep` (GIL held).
   HostRecord(std::string name, const Work& work, PyObject* keep);
 
-  // Passes the cell's value for the replay to the work: Python work receives it before its
-  // arguments, native work in place of its data.
+  // Sets a payload, whose value for the replay is passed to the work. Python work receives it
+  // before its arguments, native work in place of its data.
   void set_cell(std::shared_ptr<PayloadCell> cell) { cell_ = std::move(cell); }
   void set_state(std::shared_ptr<GraphState> state) { state_ = std::move(state); }
   const std::string& name() const { return name_; }
   void reap(std::vector<PyObject*>& references) noexcept override;
 
-  // Runs the work once. Nothing is thrown: failures are stored in the state or, for eager work, in
-  // the list of the stream.
+  // Runs the work once and counts the run. Failures are stored in the state of the graph or, for
+  // eager work, in the stream's list of failures.
   void run() noexcept;
-  // Runs the work for a replay that the caller counts.
+  // Runs the work as part of a given replay; the run is not counted here.
   void run_as(std::int64_t replay) noexcept;
 
   // Reports a failure of the current run. Takes ownership of `exception`.
@@ -71,24 +74,27 @@ class HostRecord : public Record {
   std::atomic<std::int64_t> runs_{0};  // written only by the run itself
 };
 
-// The function a host node carries; `data` is its HostRecord.
+// Function of all host nodes (the trampoline); `data` is the HostRecord of the node.
 void run_host_record(void* data);
 
-// For native work: returns the number of the replay that runs on this thread, from 1; 0 in eager
-// work or outside host work. No GIL, no allocation.
+// Returns the number of the replay that runs on this thread, from 1; 0 in eager work or outside
+// host work. For native work; needs no GIL and allocates nothing.
 std::int64_t current_replay();
-// For native work: fails that replay. Its later host steps are skipped, and the next launch(),
-// check() or synchronize() raises the error. No effect outside host work.
+// Fails the replay that runs on this thread. Its later host steps are skipped, and the next
+// launch(), check() or synchronize() raises the error. For native work; no effect outside host
+// work.
 void fail_current(const char* message);
 
+// Result of attach().
 struct Attached {
   Result result;
   const char* api;  // driver function that failed
   Handle object;    // user object, for detach()
 };
 
-// Retains `record` on `graph` through a user object. The record is retired when the graph, its
-// executables, clones and launches in flight are all gone. Consumes the record also on failure.
+// Creates a CUDA user object that owns `record` and retains it on `graph`. The record is passed to
+// the reaper after the graph, its clones, its executables and all launches in flight are gone. If
+// this function fails, it passes the record to the reaper itself, so the caller never frees it.
 // Called without the GIL, before the node is added.
 Attached attach(Handle graph, Record* record);
 // Reverts attach() after the node could not be added.
@@ -97,14 +103,14 @@ Result detach(Handle graph, Handle object);
 std::int64_t live_records();
 std::int64_t released_records();
 
-// A host function that is running now, for reports about exceeded deadlines.
+// A host step that is running now, for reports about exceeded deadlines.
 struct RunningHostWork {
   const HostRecord* record;
   std::string node;
   std::int64_t replay;
   double seconds;
-  std::uint64_t thread;  // threading.get_ident() of the thread
-  int tid;               // its kernel thread id
+  std::uint64_t thread;  // threading.get_ident() of the thread that runs it
+  int tid;               // kernel thread id of the thread
 };
 std::vector<RunningHostWork> running_host_work();
 

@@ -9,8 +9,9 @@ namespace {
 
 std::atomic<std::uint64_t> states{0};
 
-// Failures that are reported at exit; they may outlive their states. Leaked on purpose: driver
-// threads may use it while static objects are being destroyed.
+// Failures that were not raised yet and are printed at exit, by the id of their state. They may
+// outlive their states. Leaked on purpose, because driver threads may use it while static objects
+// are being destroyed.
 struct UnreportedFailures {
   std::mutex mutex;  // never held while acquiring the GIL
   std::map<std::uint64_t, Failure> failures;
@@ -107,7 +108,8 @@ std::int64_t GraphState::launched() const {
   return parent == nullptr ? own : own + parent->launched() - parent_launches_at_join_;
 }
 
-// Replays are numbered like those of the parent. This graph's records ran `launched_` times before.
+// The replays of a child graph have the numbers of the parent's replays. Before the move, the
+// records of the child graph had run `launched_` times.
 std::int64_t GraphState::base() const {
   const GraphState* parent = parent_.load(std::memory_order_acquire);
   if (parent == nullptr) return base_.load(std::memory_order_acquire);
@@ -172,7 +174,7 @@ PyObject* PayloadCell::set(std::int64_t first, PyObject* value, std::uint64_t ad
     entries_.push_back({first, Reference(new ReferenceRelease(value)), address});
     return nullptr;
   }
-  // No replay was launched in between: the value was never read.
+  // No replay was launched since the last change, so the previous value was never read.
   entries_.back().address = address;
   return std::exchange(entries_.back().value->reference, value);
 }

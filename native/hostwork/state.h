@@ -1,5 +1,5 @@
-// State shared by the host steps of one graph: replay status, first failure, and the values that
-// change between replays (INVARIANTS.md A1 to A3, E1 to E3).
+// State shared by the host steps of one graph: replay status, first failure, and payloads, which
+// are values that change between replays (INVARIANTS.md A1 to A3, E1 to E3).
 #pragma once
 
 #include <Python.h>
@@ -22,7 +22,7 @@ enum StatusCode : std::int32_t {
   kStatusPython = 1,    // a Python callable raised
   kStatusNative = 2,    // a native function reported failure or threw
   kStatusShutdown = 3,  // the interpreter is shutting down
-  kStatusDeadline = 4,  // a mailbox was not answered, or not reached, in time
+  kStatusDeadline = 4,  // a mailbox request was not posted or not answered in time
 };
 
 struct Failure {
@@ -32,10 +32,11 @@ struct Failure {
   std::string message;
 };
 
-// Notified of every launch of a definition; called without the GIL.
+// Interface for objects that are notified of every launch of a definition (ports of mailboxes).
 class LaunchListener {
  public:
   virtual ~LaunchListener() = default;
+  // Called after every launch, without the GIL.
   virtual void launched() noexcept = 0;
   // Returns whether host work of a replay that has ended is still running.
   virtual bool overrun() const = 0;
@@ -44,8 +45,9 @@ class LaunchListener {
 // Replay status and first failure of one graph. The status stays set until clear(), so that every
 // later replay skips its host steps as well.
 //
-// Created by std::make_shared only, like PayloadCell. With enable_shared_from_this nanobind uses
-// the same owner; otherwise it would create one whose deleter acquires the GIL on any thread.
+// Created by std::make_shared only, like PayloadCell. Because of enable_shared_from_this, nanobind
+// shares the existing control block. Otherwise it would create another one, whose deleter acquires
+// the GIL on whatever thread drops the last reference.
 class GraphState : public std::enable_shared_from_this<GraphState> {
  public:
   // `status` points to two pinned int32 words that outlive this object, or is null.
@@ -60,12 +62,13 @@ class GraphState : public std::enable_shared_from_this<GraphState> {
     return parent != nullptr && parent->failed();
   }
 
-  // Joins the state of the graph that this state's graph was moved into: failures are recorded in
-  // the parent, its failures make host steps here be skipped, and its launches count as launches of
-  // this graph. Returns false if the state already has another parent.
+  // Makes this state a child of `parent`, the state of the graph that this state's graph was moved
+  // into. Failures are then recorded in the parent, a failure of the parent skips the host steps of
+  // both graphs, and launches of the parent count as launches of this graph. Returns false if the
+  // state already has another parent.
   bool set_parent(const std::shared_ptr<GraphState>& parent);
-  // Sets the function that is called with the first failure of a state without a parent, on the
-  // failing thread.
+  // Sets the function that is called on the failing thread after the first failure was recorded. It
+  // is not called if the state has a parent.
   void set_failure_callback(void (*report)(GraphState&)) { failure_callback_ = report; }
 
   // Records a failure, unless there is one already. Takes ownership of failure.exception.
@@ -76,11 +79,11 @@ class GraphState : public std::enable_shared_from_this<GraphState> {
   bool pending(Failure* out) const;
   void clear();
 
-  // Difference between the replay number of the executable and a record's count of runs.
+  // Returns the number to add to a record's run count to get the replay number of the executable.
   std::int64_t base() const;
   void set_base(std::int64_t base) { base_.store(base, std::memory_order_release); }
 
-  // Number of launches of the definition by all of its executables.
+  // Returns the number of launches of the definition by all of its executables.
   std::int64_t launched() const;
   void count_launch() noexcept;
 
@@ -102,7 +105,7 @@ class GraphState : public std::enable_shared_from_this<GraphState> {
   std::atomic<std::int64_t> launched_{0};
   std::atomic<GraphState*> parent_{nullptr};
   std::shared_ptr<GraphState> parent_owner_;
-  std::int64_t parent_launches_at_join_ = 0;  // before this graph was moved into it
+  std::int64_t parent_launches_at_join_ = 0;  // launches of the parent before the move
   void (*failure_callback_)(GraphState&) = nullptr;
   mutable std::mutex listeners_mutex_;
   std::vector<std::weak_ptr<LaunchListener>> listeners_;
@@ -110,16 +113,21 @@ class GraphState : public std::enable_shared_from_this<GraphState> {
   Failure first_;
 };
 
-// A value per replay: the last one that was set for the replay or for an earlier one. Values that
-// no later run can read are released when a run reads a newer one.
+// Storage of a payload: a value that host steps receive and that may change between replays. A
+// replay receives the last value that was set for it or for an earlier replay. Older values are
+// released when a run reads a newer one.
+//
+// Each value exists in two forms. Python work receives a Python object, and native work receives an
+// address (the object's host_ptr, or the object itself if it is an int).
 class PayloadCell : public std::enable_shared_from_this<PayloadCell> {
  public:
-  // Steals the reference; `address` is the value for native work.
+  // Sets the initial value, with the same arguments as set().
   PayloadCell(PyObject* value, std::uint64_t address) { (void)set(0, value, address); }
 
-  // Sets the value for replays from `first` on. Steals the reference. Returns the value it replaces
-  // if no replay can have read it; the caller then owns it. Retiring such values instead could
-  // queue millions of them for the reaper.
+  // Sets the value for the replays from `first` on. Python work receives `value`, whose reference
+  // is stolen; native work receives `address`. If no replay can have read the previous value, that
+  // value is returned and the caller owns it: passing such values to the reaper instead could queue
+  // millions of them. Otherwise returns null.
   [[nodiscard]] PyObject* set(std::int64_t first, PyObject* value, std::uint64_t address);
 
   struct Payload {
@@ -129,21 +137,22 @@ class PayloadCell : public std::enable_shared_from_this<PayloadCell> {
   // Returns the value for a replay.
   Payload pick(std::int64_t replay);
 
-  // Replays are numbered from 1 again: the last value applies to all of them.
+  // Called when replays are numbered from 1 again. The last value applies to all of them.
   void restart();
   std::size_t size();
 
  private:
   struct Entry {
     std::int64_t first;
-    Reference value;  // released without an allocation
+    Reference value;  // releasing it allocates nothing
     std::uint64_t address;
   };
   std::mutex mutex_;           // never held while acquiring the GIL
   std::deque<Entry> entries_;  // never empty
 };
 
-// Takes the first failures that pending() has not returned yet, without their exceptions.
+// Returns and removes, for all states, the first failure that pending() has not returned yet. The
+// exceptions are not included.
 std::vector<Failure> take_unreported_failures();
 
 }  // namespace graft::hostwork

@@ -1,5 +1,6 @@
-// The thread that enforces the deadlines of all mailboxes. It acquires no GIL and makes no driver
-// call: a plain store releases a stuck wait, whatever the driver or Python are doing (M5).
+// The watchdog: a thread that enforces the deadlines of all mailboxes. It acquires no GIL and makes
+// no driver call. A store to pinned memory releases a wait, so the watchdog works even if the
+// driver or Python hang (M5).
 #include <pthread.h>
 #include <time.h>
 
@@ -81,7 +82,7 @@ void watch(const std::shared_ptr<Port>& port) {
     if (!watchdog.started) std::thread(run_watchdog).detach();
     watchdog.started = true;
   }
-  wake_watchdog();  // launches of captured graphs are not announced
+  wake_watchdog();  // a launch that does not go through an Exec does not wake the watchdog
 }
 
 void check_device_timeouts() {

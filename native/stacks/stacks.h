@@ -6,7 +6,7 @@
 //    taken for reports only.
 // 2. The wait for a thread has a time limit. A thread that answers after the limit writes only to
 //    memory that is not read.
-// 3. No GIL, no driver call.
+// 3. Taking a stack needs no GIL and makes no driver call.
 #pragma once
 
 #include <sys/types.h>
@@ -18,12 +18,14 @@ namespace stacks {
 
 using Frames = std::vector<void*>;
 
-// Returns the stack of the calling thread without its innermost `skip` functions.
+// Returns the call stack of the calling thread, innermost function first. The `skip` innermost
+// functions are omitted, counted from the caller of this function.
 __attribute__((noinline)) Frames of_this_thread(int skip);
-// Returns the stack of another thread of this process; empty if it does not answer within the
-// limit.
+// Returns the call stack of a thread of this process; empty if the thread does not answer within
+// `limit_s` seconds.
 Frames of_thread(pid_t tid, double limit_s);
-// Returns "name+0x12 (libx.so)" for a code address, or "libx.so+0x1234" without an exported symbol.
+// Returns a name for a code address: "name+0x12 (libx.so)", or "libx.so+0x1234" if the library
+// exports no symbol for it.
 std::string name_of(const void* address);
 // Returns one line per frame, innermost first.
 std::string format(const Frames& frames, const char* indent);
