@@ -1,10 +1,10 @@
 // graft.native._native.labs: replay loops without the GIL, for latency measurements of host work.
 //
-// The measured callbacks compete for the GIL with a busy Python thread, which releases it whenever
-// another thread requests it. A launcher in Python would request it between any two replays, so
-// that callbacks would find a GIL that was just released. In this loop only callbacks request the
-// GIL. The busy thread reports by `tick` that it runs, and a replay is launched after it has ticked
-// since the previous one.
+// The measurement shows how long Python callbacks wait for the GIL while a busy Python thread holds
+// it. The busy thread releases the GIL whenever another thread requests it. A launcher in Python
+// would itself request the GIL between two replays, and the callbacks would find a GIL that was
+// just released. In this loop only the callbacks request the GIL. The busy thread calls tick() to
+// report that it holds the GIL, and the loop launches a replay only after such a report.
 #include <dlfcn.h>
 #include <nanobind/stl/pair.h>
 #include <nanobind/stl/tuple.h>
@@ -31,8 +31,8 @@ namespace {
 using Times = std::vector<std::uint64_t>;
 
 constexpr std::size_t kMaxGaps = 1 << 16;
-constexpr std::uint64_t kGapNs = 5000;
-constexpr std::uint64_t kTickTimeoutNs = 1000000000;  // without a tick, no busy thread is running
+constexpr std::uint64_t kGapNs = 5000;                // longer intervals without a tick are gaps
+constexpr std::uint64_t kTickTimeoutNs = 1000000000;  // then no busy thread is assumed to run
 constexpr unsigned kPollUs = 20;
 
 std::atomic<std::uint64_t> ticks{0};
@@ -42,7 +42,7 @@ std::uint64_t last_tick = 0;  // guarded by the GIL
 
 std::uint64_t now_ns() { return static_cast<std::uint64_t>(monotonic_ns()); }
 
-// Called by the busy thread, with the GIL held, to report that it is running bytecode.
+// Reports that the calling thread is running bytecode. Called by the busy thread with the GIL held.
 void tick() {
   const std::uint64_t now = now_ns();
   if (now - last_tick > kGapNs) {
@@ -53,15 +53,15 @@ void tick() {
   ticks.fetch_add(1);
 }
 
-// Returns and clears the intervals longer than kGapNs without a tick. Outside them the busy thread
-// held the GIL.
+// Returns and clears the gaps: the intervals longer than kGapNs without a tick. Outside these
+// intervals the busy thread held the GIL.
 std::vector<std::pair<std::uint64_t, std::uint64_t>> gaps() {
   const std::lock_guard<std::mutex> lock(gaps_mutex);
   return std::exchange(gap_list, {});
 }
 
-// Waits until the busy thread has ticked twice: it then holds the GIL and is not about to release
-// it.
+// Waits until the busy thread has called tick() twice. It then holds the GIL and is not about to
+// release it.
 void await_busy_thread() {
   const std::uint64_t begin = now_ns();
   const std::uint64_t target = ticks.load() + 2;
@@ -74,8 +74,8 @@ struct ReplayOptions {
   std::uint64_t stream;
   std::size_t callbacks;              // host steps per replay
   const std::uint64_t* stamps;        // device times before and after the host steps of a replay
-  std::uint64_t hops;                 // address of softcuda_hops, or 0
-  const std::uint64_t* body_written;  // one word per host step, written by native bodies; or null
+  std::uint64_t hops;                 // address of the soft device's softcuda_hops(), or 0
+  const std::uint64_t* body_written;  // one time per host step, written by native work; or null
   bool busy;                          // wait for the busy thread before each launch
 };
 
@@ -83,15 +83,16 @@ struct Samples {
   Times launched;      // (launch, end) of each replay, CLOCK_MONOTONIC
   Times join;          // ns between the two stamps of each replay
   Times hops;          // (entry, return) of each host step of each replay
-  Times body_written;  // words of the native bodies after each replay
+  Times body_written;  // times that native work has written, after each replay
 };
 
-// Replays `count` times, one at a time. Returns the driver's code. Called without the GIL.
+// Launches `count` replays and waits after each of them. Returns the driver's result code. Called
+// without the GIL.
 int replay(const ReplayOptions& options, std::size_t count, Samples* out) {
   using Wait = int (*)(void* stream);
   using Hops = std::size_t (*)(std::uint64_t* out, std::size_t n);
   constexpr int kNotFound = 500;                                   // CUDA_ERROR_NOT_FOUND
-  void* library = dlopen("libcuda.so.1", RTLD_NOLOAD | RTLD_NOW);  // kept: the process uses it
+  void* library = dlopen("libcuda.so.1", RTLD_NOLOAD | RTLD_NOW);  // never closed
   if (library == nullptr) return kNotFound;
   const auto wait = reinterpret_cast<Wait>(dlsym(library, "cuStreamSynchronize"));
   const auto hops = reinterpret_cast<Hops>(options.hops);
@@ -120,12 +121,12 @@ int replay(const ReplayOptions& options, std::size_t count, Samples* out) {
                                options.body_written + options.callbacks);
     }
   }
-  if (options.busy) await_busy_thread();  // its last gap is then complete
+  if (options.busy) await_busy_thread();  // the busy thread has then recorded its last gap
   return 0;
 }
 
-// Measures `count` times the nanoseconds from waking a thread that sleeps on a condition variable
-// until it runs.
+// Measures `count` times how many nanoseconds pass between the notification of a thread that sleeps
+// on a condition variable and the time at which the thread runs.
 Times wake_ups(std::size_t count) {
   std::mutex mutex;
   std::condition_variable condition;
@@ -159,11 +160,11 @@ Times wake_ups(std::size_t count) {
 void bind_labs(nb::module_& m) {
   using namespace graft::labs;  // NOLINT
   nb::module_ labs = m.def_submodule("labs", "Measurement loops that run without the GIL.");
-  labs.def("tick", &tick, "Report that the calling thread keeps the GIL busy.");
+  labs.def("tick", &tick, "Report that the calling thread holds the GIL and runs bytecode.");
   labs.def("gaps", &gaps,
            "Return and clear the intervals (begin, end) without a tick, in ns of CLOCK_MONOTONIC.");
   labs.def("wake_ups", &wake_ups, nb::arg("count"), nb::call_guard<graft::hostwork::GilRelease>(),
-           "Measure `count` times the nanoseconds that a sleeping thread takes to wake up.");
+           "Measure `count` times how many nanoseconds a sleeping thread takes to wake up.");
   labs.def(
       "replay",
       [](graft::hostwork::Exec* exec, std::uint64_t handle, std::uint64_t stream,
@@ -188,5 +189,7 @@ void bind_labs(nb::module_& m) {
       nb::arg("exec").none(), nb::arg("handle"), nb::arg("stream"), nb::arg("callbacks"),
       nb::arg("stamps"), nb::arg("hops"), nb::arg("body_written"), nb::arg("busy"),
       nb::arg("count"),
-      "Replay without the GIL; return (code, launched, join, hops, body_written), see Samples.");
+      "Launch `count` replays without the GIL. Return the driver's result code and four lists of "
+      "times in ns: launch and end of each replay; time between its two device stamps; entry and "
+      "return of each host step; and the values of `body_written` after each replay.");
 }

@@ -1,4 +1,4 @@
-// Driver functions that the stress test calls, and macros that check their results.
+// Declarations of the driver functions that the stress test calls, and macros that check results.
 #pragma once
 
 #include <cstdio>
@@ -76,8 +76,10 @@ namespace stress {
   std::exit(1);
 }
 
+// Ends the program with an error message if the condition is false.
 #define WANT(condition) \
   if (!(condition)) stress::fail(#condition, __FILE__, __LINE__)
+// Ends the program with an error message if a driver call does not return CUDA_SUCCESS.
 #define CALL(expression) \
   if ((expression) != CUDA_SUCCESS) stress::fail(#expression, __FILE__, __LINE__)
 

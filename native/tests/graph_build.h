@@ -1,4 +1,5 @@
-// Builds a random graph: its memory, and its nodes, added explicitly or captured.
+// Builds a CUgraph from a random graph specification (GraphSpec). The nodes are added explicitly or
+// captured from a stream.
 #pragma once
 
 #include <cstring>
@@ -12,7 +13,8 @@
 
 namespace stress {
 
-// Pinned words of one mailbox, one cache line each, and the scratch buffer of its results.
+// Memory of one mailbox: its pinned words, one cache line each, and the scratch buffer for the
+// results of its work.
 class Box {
  public:
   enum Line { kRequest, kAck, kTimedOut, kCounter, kLines };
@@ -35,15 +37,16 @@ class Box {
   CUdeviceptr alias_ = 0;
 };
 
-// A host step that owns its data: a record that is released too early is a use after free.
+// A record that owns the data of its host step. If the record is released too early, the sanitizer
+// reports a use after free.
 class HostStep : public graft::hostwork::HostRecord {
  public:
   struct Data {
     unsigned* cells;
     NodeSpec node;
     int out;
-    int runs;                  // one run at a time
-    std::unique_ptr<Box> box;  // of a mailbox
+    int runs;                  // number of runs; not atomic, because runs never overlap
+    std::unique_ptr<Box> box;  // memory of the mailbox; null in a host node
   };
   HostStep(const std::string& name, Data* data)
       : HostRecord(name, {nullptr, nullptr, run, data}, nullptr), data_(data) {}
@@ -72,7 +75,8 @@ struct Kernels {
   CUfunction plain = nullptr, barrier = nullptr, warp = nullptr, stray = nullptr;
   CUfunction decide = nullptr, loop = nullptr;
   CUfunction request = nullptr, wait = nullptr;
-  // Addresses of host functions that the request and wait kernels call; 0: none.
+  // Addresses of the host functions store_word() and load_word(), which the request and wait
+  // kernels call; 0: the kernels access their words directly.
   uint64_t store = 0, load = 0;
   std::shared_ptr<graft::hostwork::Worker> worker;
 };
@@ -97,7 +101,8 @@ struct Launch {
 
   Launch(CUfunction function, unsigned grid, unsigned block, std::vector<uint64_t> arguments)
       : values(std::move(arguments)) {
-    for (uint64_t& value : values) pointers.push_back(&value);  // little endian: also for ints
+    // An int argument is read from the low half of its 64-bit value (little endian).
+    for (uint64_t& value : values) pointers.push_back(&value);
     params.func = function;
     params.gridDimX = grid;
     params.blockDimX = block;
@@ -107,9 +112,11 @@ struct Launch {
   Launch(const Launch&) = delete;
 };
 
+// Owns the memory, events and stream of one test case, and builds its graph, possibly several
+// times.
 class Builder {
  public:
-  using After = std::vector<CUgraphNode>;
+  using After = std::vector<CUgraphNode>;  // nodes that a node depends on
   static constexpr size_t kBytes = kWords * sizeof(unsigned);
 
   Builder(const Kernels& kernels, const GraphSpec& spec, bool captured)
@@ -158,7 +165,7 @@ class Builder {
     return made;
   }
 
-  // Returns the launch of the kernel that writes cell i, with `more` added to its salt.
+  // Returns the launch of the kernel that writes cell i, with `more` added to the node's salt.
   std::unique_ptr<Launch> cell_kernel(size_t i, unsigned more = 0) const {
     const NodeSpec& node = spec_.nodes[i];
     const CUfunction function = node.kind == Kind::barrier ? kernels_.barrier
@@ -171,8 +178,8 @@ class Builder {
   }
 
   unsigned* cells = nullptr;
-  std::vector<CUevent> recorded_events;  // of the event record nodes, in order
-  CUevent waited_event = nullptr;        // of all event wait nodes
+  std::vector<CUevent> recorded_events;  // one per event record node, in the order of the nodes
+  CUevent waited_event = nullptr;        // event that all event wait nodes wait for
 
  private:
   static uint64_t number(int value) { return static_cast<uint64_t>(value); }
@@ -197,7 +204,7 @@ class Builder {
     return step;
   }
 
-  // Creates the host side of a mailbox and retains it on the graph.
+  // Creates the host side of the mailbox of node i and retains it on the graph.
   const Box& port(const Definition& made, size_t i, bool spinkernel) const {
     auto own = std::make_unique<Box>(kBytes);
     const Box& box = *own;
@@ -246,7 +253,8 @@ class Builder {
     return handle;
   }
 
-  // Adds a conditional whose body b runs the kernel of the cell with b added to its salt.
+  // Adds a conditional node. Its body b runs the kernel that writes cell i, with b added to the
+  // salt.
   CUgraphNode conditional(CUgraph graph, size_t i, const After& after, int type, unsigned bodies,
                           uint64_t handle) const {
     CUgraphNodeParams params{};
@@ -342,7 +350,8 @@ class Builder {
     }
   }
 
-  // Captures node i after the given nodes. Returns null for kinds that are added explicitly.
+  // Captures node i with the dependencies `after`. Returns null for kinds of nodes that cannot be
+  // captured and are added explicitly.
   CUgraphNode capture(const Definition& made, size_t i, const After& after,
                       const graft::hostwork::CaptureInfo& info) {
     const NodeSpec& node = spec_.nodes[i];

@@ -1,4 +1,6 @@
-// Applies random operations to a random graph on the device and to its sequential model.
+// One test case: builds a random graph and applies random operations to it, such as launches,
+// updates and changes of nodes. A sequential model (model.h) performs the same operations, and the
+// results are compared.
 #pragma once
 
 #include "graph_build.h"
@@ -50,7 +52,8 @@ class GraphCase {
       }
     }
     launch(exec, &model);
-    // Released while it runs: the launch keeps everything it needs alive.
+    // Release definition and executable while the launch is in flight, which must keep everything
+    // alive that it needs.
     if (below(random_, 2) == 0) {
       definition.drop();
       exec.close();
@@ -87,7 +90,7 @@ class GraphCase {
     CALL(cuStreamSynchronize(streams_[1]));
   }
 
-  // Waits, then compares cells and failure with the model.
+  // Waits for all launches, then compares the cells and the failure with the model.
   void compare(Definition& definition, Model* model) {
     synchronize();
     const std::vector<unsigned>& wanted = model->words();
@@ -105,8 +108,8 @@ class GraphCase {
     model->clear_failure();
   }
 
-  // Updates to another definition of the same topology. A failure is compared first, because the
-  // old state is released.
+  // Updates the executable to another definition of the same topology. If the graph has host steps,
+  // compares first, because the update releases the old state and the failure that it may contain.
   void update(graft::hostwork::Exec& exec, Definition* definition, Model* model) {
     if (spec_.has_host() || below(random_, 2) == 0) compare(*definition, model);
     for (NodeSpec& node : spec_.nodes) {
@@ -122,7 +125,8 @@ class GraphCase {
     updated_ = true;
   }
 
-  // Only the nodes of the definition that was instantiated identify nodes of the executable.
+  // Changes a random kernel node of the executable. This is not possible after an update, because
+  // only nodes of the definition that was instantiated identify nodes of the executable.
   void change_kernel(CUgraphExec exec, const Definition& definition) {
     const size_t i = below(random_, static_cast<unsigned>(spec_.nodes.size()));
     if (updated_ || spec_.nodes[i].kind > Kind::warp) return;
@@ -143,7 +147,7 @@ class GraphCase {
   const bool chain_;
   GraphSpec spec_;
   Builder builder_;
-  bool updated_ = false;  // the definition is not the instantiated one any more
+  bool updated_ = false;  // the executable was updated to another definition
   CUstream streams_[2] = {};
 };
 

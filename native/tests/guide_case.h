@@ -1,10 +1,13 @@
-// Stress test of the guide worker's threads, time budgets and probes. A host thread publishes
-// requests; a device thread accepts tokens, drafts and offers candidates at random. The grammars
-// are hash functions.
+// Stress test of the guide worker (guide/worker.h), which fills the token bitmasks of structured
+// output. It exercises the worker's threads, time budgets and draft probes.
 //
-// tests/grammar checks the results of rounds against tests/reference_round.py. This test checks
-// that every ready mask row is the one of the grammar, and that no two threads use a matcher at a
-// time.
+// One thread plays the host and publishes requests. Another thread plays the device: in each replay
+// it accepts random tokens, drafts random tokens and offers random candidates to the worker. A
+// grammar is a hash function that decides which tokens are allowed.
+//
+// The test checks that every mask row that is marked as ready contains the tokens that the grammar
+// allows, and that a matcher is never used by two threads at the same time. The results of whole
+// rounds are not checked here: tests/grammar compares them with tests/reference_round.py.
 #pragma once
 
 #include <cstdio>
@@ -25,7 +28,7 @@ namespace guided = graft::guide;
 
 constexpr int kVocab = 70, kStop = 0, kMaxDrafts = 4, kMaxCandidates = 3, kGuidedSlots = 6;
 constexpr int kBranch = 2;
-using Path = std::vector<uint32_t>;  // states of the grammar, the current one last
+using Path = std::vector<uint32_t>;  // states of the grammar; the last entry is the current state
 
 inline uint32_t mix(uint32_t a, uint32_t b) {
   uint32_t hash = (a ^ (b + 0x9e3779b9u + (a << 6) + (a >> 2))) * 0x85ebca6bu;
@@ -48,8 +51,9 @@ inline Path extended(Path path, int32_t token) {
   return path;
 }
 
-// A matcher that stores its whole path and is slow on request, so that slots become late. It checks
-// the contract of matchers: one thread at a time, known ids only, no mask after the end.
+// A matcher of a hash grammar. With `slow` it randomly wastes CPU time, so that slots exceed their
+// time budget. It checks that the worker uses matchers correctly: not from two threads at the same
+// time, only with token ids of the vocabulary, and without a mask after the stop token.
 class HashMatcher final : public guided::NativeMatcher {
  public:
   HashMatcher(uint32_t seed, bool slow) : path_{seed}, random_(seed), slow_(slow) {}
@@ -106,14 +110,16 @@ class HashMatcher final : public guided::NativeMatcher {
   std::atomic<bool> in_use_{false};
 };
 
-// Every token has a different text, so that text is forced where only one token is allowed.
+// Returns token texts for forced drafts. Every token has a different text, so that the text is
+// forced where the grammar allows only one token.
 inline std::shared_ptr<const guided::Forced> forced_text() {
   std::string bytes(kVocab, ' ');
   std::iota(bytes.begin(), bytes.end(), ' ');
   return std::make_shared<guided::Forced>(std::vector<uint32_t>(kVocab, 1), bytes, false);
 }
 
-// A request in a slot, as the device sees it.
+// A request in a slot: its position, its state of the grammar and its drafts. Used by the device
+// thread, and by the host thread while no replay uses it.
 struct SlotRequest {
   SlotRequest(uint32_t seed, int number, bool slow)
       : epoch(number),
@@ -127,8 +133,8 @@ struct SlotRequest {
   int32_t n, limit;
   Path path;
   std::vector<int32_t> drafts;
-  std::vector<int32_t> parents;  // rows of the parents of the drafts
-  std::vector<Path> paths;       // of the rows, while a tree is drafted
+  std::vector<int32_t> parents;  // row of each draft's parent
+  std::vector<Path> paths;       // grammar path of each row, while a tree is drafted
   bool active = true;
   HashMatcher matcher;
   std::atomic<bool> over{false};
@@ -158,7 +164,7 @@ class GuidedCase {
         worker_(exchange_, kMaxInFlight + 2, setting.threads, {setting.budget_ns, nullptr},
                 setting.forced ? forced_text() : nullptr, setting.forced && !setting.masked) {}
 
-  // Runs requests in the slots until all of them have ended.
+  // Runs the host thread: puts requests into free slots until all of them have ended.
   void run(int requests) {
     std::thread device([this] { run_device(); });
     std::thread reader([this] { read(); });
@@ -265,7 +271,8 @@ class GuidedCase {
 
   int32_t random_below(int32_t below) { return static_cast<int32_t>(random_device_() % below); }
 
-  // Returns a random token that row j, at a depth, allows after `path`; -1 if the row is not ready.
+  // Checks mask row j of slot s, whose grammar path is `path`, and returns a random token that it
+  // allows. `depth` is the number of drafts before the row. Returns -1 if the row is not ready.
   int32_t legal_token(const SlotRequest& request, int s, int j, int depth, const Path& path) {
     const RowStamp& stamp = *exchange_.stamp(s, j);
     if (stamp.state != ROW_READY || stamp.epoch != request.epoch ||
@@ -283,7 +290,8 @@ class GuidedCase {
     return tokens[static_cast<size_t>(random_below(static_cast<int32_t>(tokens.size())))];
   }
 
-  // Accepts some of the drafts and one more token. Returns whether the request continues to draft.
+  // Verifies the drafts of a slot: accepts some of them and one more token, and publishes these as
+  // committed. Returns whether the request needs further drafts.
   bool verify(SlotRequest& request, int s, int32_t replay) {
     std::vector<int32_t> tokens;
     int row = 0;
@@ -315,7 +323,7 @@ class GuidedCase {
     return request.active;
   }
 
-  // Adds draft j of every slot that has all earlier drafts.
+  // Adds draft j to the chain of every slot that has all earlier drafts.
   void draft_chain(const Plan& plan, const bool* advanced, int j, int32_t replay) {
     const bool probing = exchange_.layout.candidates > 0;
     const auto drafting = [&](int s) {
@@ -353,7 +361,8 @@ class GuidedCase {
     if (!probing && setting_.masked && j < exchange_.drafts()) step(guided::Step::kDraft, j);
   }
 
-  // Publishes the drafts of a slot or, while a tree is drafted, the nodes fed to the drafter.
+  // Publishes the drafts of a slot or, while a tree is drafted, the nodes that the drafter has
+  // processed.
   void publish_drafts(const SlotRequest& request, int s, int32_t replay) {
     Drafted* drafted = exchange_.drafted(s);
     *drafted = {replay, static_cast<int32_t>(request.drafts.size())};
@@ -362,8 +371,10 @@ class GuidedCase {
     std::copy(request.parents.begin(), request.parents.end(), ids + exchange_.layout.drafts);
   }
 
-  // Drafts one level of trees: probes the children of the fed nodes and feeds some of the legal
-  // ones. At the last level some of the fed nodes, with their parents, become the drafts.
+  // Drafts one level of the trees of all slots. The candidates for the children of the current
+  // nodes are offered to the worker, which answers which of them the grammar allows. Some of the
+  // allowed children become the nodes of the next level. At the last level, some of all nodes
+  // become the drafts, each together with its parent.
   void draft_tree_level(const Plan& plan, const bool* advanced, int level, int32_t replay) {
     const int width = exchange_.layout.candidates;
     const int count = level == 1 ? 1 : kBranch;
@@ -413,8 +424,9 @@ class GuidedCase {
     }
   }
 
-  // Offers candidates of all levels at once; the answer contains the drafts. After a chain that
-  // ended early, its last row may allow one more draft.
+  // Offers the candidates of all levels to the worker at once. The worker's answer contains the
+  // drafts. If the answer is a chain that ends early, the mask row after it may allow one more
+  // draft.
   void probe_lattice(const Plan& plan, const bool* advanced, int32_t replay) {
     const ExchangeLayout& layout = exchange_.layout;
     for (int s = 0; s < kGuidedSlots; ++s) {
@@ -485,7 +497,8 @@ class GuidedCase {
   std::atomic<int64_t> published_{0}, finished_{0}, last_{-1};
 };
 
-// Runs `cases` random settings with 40 requests each.
+// Runs the test with `cases` random settings and 40 requests each, and prints how often the worker
+// was late, probed candidates and forced tokens.
 inline int guide(unsigned seed, int cases) {
   std::minstd_rand random(seed);
   long late = 0, probes = 0, forced = 0;

@@ -1,5 +1,5 @@
-// Kernels of the stress test. Each one writes a cell of kWords words from its old value and up to
-// three other cells. model.h computes the same values.
+// Kernels of the stress test. The kernels of cells compute new words for cell `out` from its old
+// words and from the cells a, b and c; see stress_cell.h. model.h computes the same values.
 #include "conditional.cuh"
 #include "mailbox.cu"
 #include "stress_cell.h"
@@ -10,7 +10,7 @@ extern "C" __global__ void plain_cell(unsigned* cells, int out, unsigned salt, i
   cells[out * kWords + word] = gather_word(cells, out, salt, a, b, c, word);
 }
 
-// Mixes each word with its right neighbour within the block.
+// Mixes each word with the word of the next thread of the block.
 extern "C" __global__ void barrier_cell(unsigned* cells, int out, unsigned salt, int a, int b,
                                         int c) {
   __shared__ unsigned words[kBlock];
@@ -21,7 +21,7 @@ extern "C" __global__ void barrier_cell(unsigned* cells, int out, unsigned salt,
   cells[out * kWords + word] = mix_word(words[thread], words[(thread + 1) % kBlock]);
 }
 
-// Mixes each word with that of the warp lane whose index differs in bit 3.
+// Mixes each word with the word of the warp lane whose index differs in bit 3.
 extern "C" __global__ void warp_cell(unsigned* cells, int out, unsigned salt, int a, int b, int c) {
   const int word = static_cast<int>(blockIdx.x * blockDim.x + threadIdx.x);
   const unsigned own = gather_word(cells, out, salt, a, b, c, word);
@@ -29,22 +29,23 @@ extern "C" __global__ void warp_cell(unsigned* cells, int out, unsigned salt, in
   cells[out * kWords + word] = mix_word(own, other);
 }
 
-// Writes out of bounds.
+// Writes to cells[out]; the test passes an index that is out of bounds.
 extern "C" __global__ void stray_cell(unsigned* cells, int out) { cells[out] = 1; }
 
-// Set conditions: from the value of a cell, and from the number of loop iterations.
+// Sets the condition of an IF node to a value that depends on cell a.
 extern "C" __global__ void decide_cell(unsigned long long condition, const unsigned* cells, int a,
                                        unsigned cases) {
   cudaGraphSetConditional(condition, cells[a * kWords] % cases);
 }
+// Sets the condition of the WHILE node i, so that its body runs `limit` times.
 extern "C" __global__ void loop_cell(unsigned long long condition, unsigned* iterations, int i,
                                      unsigned limit) {
   if (++iterations[i] == limit) iterations[i] = 0;
   cudaGraphSetConditional(condition, iterations[i]);
 }
 
-// Mailbox kernels whose stores and loads are functions of the program: ThreadSanitizer does not
-// instrument kernels, but must see these accesses.
+// Mailbox kernels that call functions of the host program to store and load their words.
+// ThreadSanitizer does not instrument kernels, but sees the accesses in these functions.
 using Store = void (*)(int* word, int value);
 using Load = int (*)(const int* word);
 

@@ -1,4 +1,5 @@
-// A random graph, as nodes in topological order, and a sequential model of its results.
+// The specification of a random graph, with the nodes in topological order, and a sequential model
+// that computes the graph's results.
 #pragma once
 
 #include <cstring>
@@ -26,8 +27,8 @@ enum class Kind {
   mailbox,     // request and batch memory operation
   spinkernel,  // request and waiting kernel
   moved,       // child graph that was moved and contains an IF
-  choice,      // IF-ELSE by the value of a cell
-  loop,        // WHILE, one to three iterations
+  choice,      // IF-ELSE; the value of a cell selects the body
+  loop,        // WHILE with one to three iterations
   record_event,
   wait_event,
   count_
@@ -37,10 +38,11 @@ enum class Kind {
 struct NodeSpec {
   Kind kind = Kind::plain;
   unsigned salt = 0;
-  std::vector<int> after;  // earlier nodes; up to three are read
+  std::vector<int> after;  // nodes that this node depends on; the first three are also read
   bool enabled = true;
-  int fails_in_run = 0;  // of a host step: the run that fails, from 1
+  int fails_in_run = 0;  // number of the run, from 1, in which a host step fails; 0: none
 
+  // Returns the i-th node whose cell this node reads, or -1.
   int reads(size_t i) const { return i < after.size() && i < 3 ? after[i] : -1; }
   bool can_be_disabled() const { return kind != Kind::host && kind < Kind::empty; }
   bool is_host() const { return kind == Kind::host || is_mailbox(); }
@@ -48,7 +50,7 @@ struct NodeSpec {
   bool writes_nothing() const {
     return kind == Kind::empty || kind == Kind::record_event || kind == Kind::wait_event;
   }
-  // For a conditional: the cell that determines the condition.
+  // Returns the cell whose value determines the condition of a `choice` node.
   int decider(int out) const { return after.empty() ? out : after[0]; }
   unsigned iterations() const { return 1 + salt % 3; }
 };
@@ -64,7 +66,8 @@ struct GraphSpec {
   }
 };
 
-// With `chain` each node follows the previous one, so that it is known which nodes a failure skips.
+// Returns a random graph. With `chain` each node depends on the previous one, so that the model
+// knows which nodes a failure skips.
 inline GraphSpec random_graph(Random& random, bool chain) {
   GraphSpec spec;
   const unsigned count = 2 + below(random, 22);
@@ -75,7 +78,8 @@ inline GraphSpec random_graph(Random& random, bool chain) {
     if (chain && i > 0) {
       node.after.push_back(static_cast<int>(i) - 1);
     } else if (i > 0) {
-      // Forks and joins: no dependency, or up to four of the last eight nodes.
+      // A node depends on none or on up to four of the last eight nodes, which gives forks and
+      // joins.
       const unsigned wanted = below(random, 5);
       for (unsigned k = 0; k < wanted; ++k) {
         const int from = static_cast<int>(i - 1 - below(random, i < 8 ? i : 8));
@@ -90,7 +94,7 @@ inline GraphSpec random_graph(Random& random, bool chain) {
   return spec;
 }
 
-// Computes the cells sequentially, one node after another.
+// Computes the cells and failures of replays by running one node after another.
 class Model {
  public:
   explicit Model(size_t nodes) : words_(nodes * kWords, 0), runs_(nodes, 0) {}

@@ -1,13 +1,13 @@
 // Stress test of the soft device and of hostwork, built with sanitizers.
 //
-//   stress graphs IMAGE SEED GRAPHS THREADS   random graphs against a model
-//   stress plans IMAGE TIMES                  plans edited right after they have run
-//   stress faults IMAGE                       a kernel that writes out of bounds
-//   stress guide SEED CASES                   threads and time budgets of the guide worker
-//   stress broken                             a planted data race and use after free
+//   stress graphs IMAGE SEED GRAPHS THREADS   run random graphs and compare them with a model
+//   stress plans IMAGE TIMES                  change a kernel node right after it has run
+//   stress faults IMAGE                       run a kernel that writes out of bounds
+//   stress guide SEED CASES                   run the guide worker with random settings
+//   stress broken                             run code with a data race and a use after free
 //
-// IMAGE is kernels.cu compiled by softcuda/compile.py. On a difference the program prints a line
-// and exits with status 1.
+// IMAGE is kernels.cu compiled by softcuda/compile.py. If a check fails, the program prints the
+// failed expression and exits with status 1.
 #include <dlfcn.h>
 
 #include <chrono>
@@ -35,7 +35,8 @@ CUcontext open_device() {
 }
 
 #ifdef SOFTCUDA_TSAN_FIBERS
-// The accesses of mailbox kernels to their words, where the sanitizer sees them.
+// Functions by which mailbox kernels access their words. ThreadSanitizer does not instrument
+// kernels but sees the accesses in these functions.
 void store_word(int* word, int value) { __atomic_store_n(word, value, __ATOMIC_RELEASE); }
 int load_word(const int* word) { return __atomic_load_n(word, __ATOMIC_ACQUIRE); }
 #endif
@@ -100,8 +101,9 @@ int graphs(const char* image, unsigned seed, unsigned count, unsigned threads) {
   return 0;
 }
 
-// Frees a kernel's plan right after a worker ran it. The launch is over but was not waited for, so
-// that only the plan's own count orders the two threads (invariant G8).
+// Changes a kernel node right after a worker thread of the soft device has run it, which frees the
+// node's old plan (the translated parameters). The test does not wait for the launch, so that only
+// the soft device's counter of launches in flight orders the two threads (its invariant G8).
 int plans(const char* image, int times) {
   open_device();
   const Kernels kernels = load(image);
@@ -120,7 +122,7 @@ int plans(const char* image, int times) {
     std::this_thread::sleep_for(std::chrono::microseconds(i % 2 * 500));
     const auto launch = builder.cell_kernel(0, 1);
     CALL(cuGraphExecKernelNodeSetParams_v2(exec, made.nodes[0], &launch->params));
-    made.drop();  // the definition held the plan that ran
+    made.drop();  // releases the last reference to the plan that ran
     CALL(cuGraphExecDestroy(exec));
   }
   CALL(cuStreamDestroy_v2(stream));
@@ -128,7 +130,7 @@ int plans(const char* image, int times) {
   return 0;
 }
 
-// A fault must name its kernel, and later calls must return errors and not crash.
+// Checks that the report of a fault names the kernel and that later calls return errors.
 int faults(const char* image) {
   open_device();
   Kernels kernels = load(image);
@@ -150,7 +152,8 @@ int faults(const char* image) {
   return 0;
 }
 
-// Contains errors that the sanitizer must find, also on a thread of the soft device.
+// Contains a data race and a use after free that the sanitizer must find. They occur in host
+// functions, which run on a thread of the soft device.
 int broken() {
   open_device();
   static int shared = 0;

@@ -1,4 +1,7 @@
-// Functions that kernels, host steps and the model of the stress test share.
+// Functions that the kernels, the host steps and the sequential model of the stress test share.
+//
+// The test's memory is an array of cells of kWords words, one cell per graph node. A node computes
+// new words for its cell from the old words and from the cells of nodes that it depends on.
 #pragma once
 
 #ifdef __SOFTCUDA__
@@ -14,7 +17,8 @@ CELL_CODE unsigned mix_word(unsigned hash, unsigned word) {
   return hash ^ (hash >> 15);
 }
 
-// Returns the new value of a word from cell `out` and up to three others; a, b and c may be -1.
+// Returns the new value of word `word` of cell `out`. It is a hash of `salt`, of the word's old
+// value and of the same word in the cells a, b and c. A cell index of -1 is ignored.
 CELL_CODE unsigned gather_word(const unsigned* cells, int out, unsigned salt, int a, int b, int c,
                                int word) {
   unsigned hash = mix_word(salt, cells[out * kWords + word]);
