@@ -50,6 +50,7 @@ _QueueEntry = tuple[int, int, RequestState]
 
 
 def _sort_key(entry: _QueueEntry) -> tuple[int, int]:
+    """Return the part of a queue entry that determines its order."""
     priority, number, _ = entry
     return priority, number
 

@@ -262,7 +262,7 @@ class SlotManager:
         return self._completed_chunks
 
     def _start(self, request: _PrefillingRequest) -> None:
-        """Let a request whose prefill is enqueued take part in rounds."""
+        """Add a request whose prefill is enqueued completely to the running requests."""
         state = request.state
         self._prefix_cache.insert(state.slot, state.tokens)
         del self._prefilling[state.slot]
