@@ -1,8 +1,22 @@
-"""The guided decoder: token bitmasks for all requests of a batch, filled inside the graph.
+"""The guided decoder fills the token bitmasks of all requests of a batch inside the CUDA graph.
 
-The decoder owns the matchers of the requests in flight. Before the engine launches a replay of the
-graph, it publishes the requests of that replay. The host nodes of the replay advance their matchers
-and fill their mask rows; no Python code runs in them, unless a backend is written in Python.
+Terms used here:
+
+replay
+    One launch of the graph. A replay executes one round of speculative decoding.
+step
+    Host work inside the graph, which the device waits for. A step is either a host node of the
+    graph or runs on a worker thread (see `STEP_TRANSPORTS`).
+mask row
+    Token bitmask of one position, as int32 words. Row ``j`` of a request constrains the token that
+    follows its draft ``j``; row 0 constrains the token that follows the committed tokens.
+slot
+    Index of a request in the memory shared with the device.
+
+The decoder owns the matchers of the requests in flight. Before the engine launches a replay, it
+publishes the requests that take part in it. The steps of the replay advance the matchers of these
+requests and fill their mask rows. A step runs no Python code, unless a backend is written in
+Python.
 """
 
 from __future__ import annotations
@@ -24,11 +38,13 @@ from graft.sampling.exchange import Exchange
 
 __all__ = ["GuidedDecoder", "GuidedRequest", "StepSpan"]
 
-#: Candidates that the drafter offers per draft, or per level, when candidates are probed.
+#: Number of candidates per draft, or per tree level, among which draft steps find legal tokens.
 CANDIDATES = 16
-#: Implementations of a step in a graph.
+#: Implementations of a step in a graph. ``"native"``: a host node. ``"mailbox"``: a worker thread
+#: that the device waits for with memory operations. ``"spinkernel"``: a worker thread that the
+#: device waits for with a spinning kernel.
 STEP_TRANSPORTS = ("native", "mailbox", "spinkernel")
-#: JsonTypes of steps, in the order of the native worker's `Step`.
+#: Names of the kinds of steps, in the order of the native worker's enumeration `Step`.
 STEPS = ("open", "commit", "draft")
 _OPEN, _COMMIT, _DRAFT = range(3)
 
@@ -42,14 +58,14 @@ class GuidedRequest:
     slot
         Slot of the request, ``0 <= slot < slots``.
     epoch
-        Number of requests that have used the slot, this one included. Another epoch in the same
-        slot is another request.
+        Number of requests that have used the slot so far, including this request. It distinguishes
+        the request from earlier requests in the same slot.
     matcher
-        Matcher of the request, positioned after the text that was known when the request joined
-        the batch; None if the request is unconstrained.
+        Matcher of the request; None if the request is unconstrained. The matcher must have
+        accepted the output tokens that were known when the request joined the batch.
     position
-        Position of the last token that was known when the request joined the batch. It is the same
-        in all replays of an epoch.
+        Position of the last token that was known when the request joined the batch. It must be the
+        same in all replays of the request.
     """
 
     slot: int
@@ -75,7 +91,7 @@ def default_threads(batch: int, cores: int | None = None) -> int:
     batch
         Maximum number of requests of a step.
     cores
-        Number of usable cores; None for those of this process.
+        Number of usable cores; None for the number of cores that this process may use.
     """
     usable = len(os.sched_getaffinity(0)) if cores is None else cores
     return max(1, min(usable // 2, batch // 8))
@@ -84,17 +100,17 @@ def default_threads(batch: int, cores: int | None = None) -> int:
 class GuidedDecoder:
     """Advances matchers by the tokens of a round and fills mask rows.
 
-    A round has up to three kinds of steps. The open step rolls back the drafts of the previous
-    round and fills the rows of the drafts at hand. The commit step advances the matchers by the
-    tokens that verification accepted. The draft steps constrain the drafts of this round. There
-    are three modes:
+    A round has up to three kinds of steps. The open step rolls back each matcher to the last
+    committed token and fills the mask rows of the drafts that the round verifies. The commit step
+    advances the matchers by the tokens that verification accepted. The draft steps constrain the
+    drafts for the next verification. They work in one of three ways, which the draft mode of
+    `exchange` selects:
 
-    * Fill: a draft is sampled under its mask row, which a draft step fills.
-    * Probe: a draft step finds the first legal candidate; the open step of the next round fills
-      all rows.
-    * Lattice probe: one draft step finds legal drafts among the candidates of all levels.
-
-    The draft mode of `exchange` selects one of them.
+    * Fill: a draft step fills the mask row under which the next draft is sampled.
+    * Probe: a draft step finds the first legal token among the drafter's candidates for one draft.
+      The open step of the next round fills the mask rows.
+    * Lattice probe: a single draft step finds legal drafts among the candidates of all levels of
+      the draft tree.
 
     Parameters
     ----------
@@ -103,12 +119,11 @@ class GuidedDecoder:
     masked_drafts
         Whether the graph has draft steps, so that every draft is legal.
     forced
-        Determines the forced token of each filled row, for the device to draft. Without draft
-        steps, the commit step itself follows forced tokens and fills the rows after them
-        (jump-forward decoding). None: forced tokens are not used.
+        Determines the forced token of each filled mask row, which the device then drafts; None if
+        forced tokens are not used. If the graph has no draft steps, the commit step follows the
+        forced tokens by itself and fills the rows after them (jump-forward decoding).
     transport
-        ``"native"``: steps are host nodes. ``"mailbox"``, ``"spinkernel"``: steps run on a worker
-        thread; the device waits for it with memory operations or with a spinning kernel.
+        Implementation of the steps, one of `STEP_TRANSPORTS`.
     deadline_s
         Maximum time of one step on a worker thread, in seconds; see
         `graft.cudagraph.graph.GraphLane.mailbox`.
@@ -118,10 +133,11 @@ class GuidedDecoder:
         Number of threads that serve the slots of a step; None for `default_threads`.
     budget_us
         Processor time that one slot may use per step, in microseconds, at least 1; None for no
-        limit. A slot that exceeds it is late: rows that it has finished are used, and the request
-        is left out of rounds until its thread has finished. The tokens do not change, except with
-        rejection sampling, where rounds end at other tokens. ``native/guide/matcher.h`` describes
-        the cost of a budget.
+        limit. A request that exceeds the budget is late: the rows that are already filled are used,
+        and the request takes no part in further rounds until the thread that serves it has
+        finished. The budget does not change the tokens of a request, except with rejection
+        sampling, where it changes the tokens at which rounds end. ``native/guide/matcher.h``
+        describes the cost of a budget.
     """
 
     def __init__(
@@ -159,14 +175,14 @@ class GuidedDecoder:
         self.max_in_flight = max_in_flight
         self.threads = threads
         self.budget_us = budget_us
-        self._exchange = exchange  # steps write its memory as long as they can run
+        self._exchange = exchange  # steps write to its memory, so it must stay alive
         self._last_published = 0
-        self._late: list[GuidedRequest] = []  # retired requests whose threads still run
+        self._late: list[GuidedRequest] = []  # retired requests whose matcher a thread still uses
         self._in_flight: dict[int, tuple[GuidedRequest, ...]] = {}  # by replay
         self._owners: dict[int, GuidedRequest] = {}  # by slot
         self._closed = False
         self._deadline_s = deadline_s
-        # one thread serves all mailboxes, because steps run in order
+        # One thread serves the mailboxes of all steps, because the steps run one after another.
         self._mailbox_worker = None if transport == "native" else MailboxWorker(name="grammar")
         self._worker = _native.guide.Worker(
             exchange.host_ptr,
@@ -180,10 +196,18 @@ class GuidedDecoder:
         )
 
     def publish(self, replay: int, requests: Sequence[GuidedRequest]) -> None:
-        """Declare the requests of a replay, in row order. Call it before the replay is launched.
+        """Declare the requests of a replay. Must be called before the replay is launched.
 
-        The decoder keeps their matchers until `retire`. An empty list makes the replay a no-op,
-        as for warm-up.
+        The decoder keeps the matchers of the requests until the replay is retired.
+
+        Parameters
+        ----------
+        replay
+            Number of the replay. Replays are numbered from 1 in the order in which they are
+            published.
+        requests
+            Requests in the order of their batch rows. With an empty list, the steps of the replay
+            do nothing; warm-up replays use this.
 
         Raises
         ------
@@ -211,14 +235,23 @@ class GuidedDecoder:
         if replay not in self._in_flight:
             raise GuideError(f"replay {replay} is not in flight")
         self._worker.retire(replay)
-        # The thread of a late slot uses its matcher even when no replay refers to it any more.
+        # A thread that serves a late request uses its matcher even after the replay is retired.
         requests = (*self._late, *self._in_flight.pop(replay))
         self._late = [request for request in requests if self._worker.busy(request.slot)]
 
     def add(self, lane: GraphLane, work: NativeWork, *, name: str) -> None:
-        """Add a step to a lane, with the decoder's transport.
+        """Add a step to a graph lane, with the decoder's transport.
 
-        Later work of the lane starts after the step.
+        Work that is added to the lane later starts after the step.
+
+        Parameters
+        ----------
+        lane
+            In-order sequence of graph nodes that the step is appended to.
+        work
+            The step, as returned by `open_work`, `commit_work` or `draft_work`.
+        name
+            Name of the graph node.
         """
         if self.transport == "mailbox":
             add = lane.mailbox
@@ -230,26 +263,34 @@ class GuidedDecoder:
         add(work, worker=self._mailbox_worker, deadline_s=self._deadline_s, name=name)
 
     def open_work(self) -> NativeWork:
-        """Return the first step of a replay.
+        """Return the open step, the first step of a replay.
 
-        It rolls back the previous drafts and fills the mask rows of the drafts at hand.
+        It rolls back each matcher to the last committed token and fills the mask rows of the drafts
+        that this round verifies.
         """
         return self._step_work(_OPEN, 0)
 
     def commit_work(self) -> NativeWork:
-        """Return the step after verification.
+        """Return the commit step, which runs after verification.
 
-        It advances the matchers by the committed tokens and fills row 0.
+        It advances the matchers by the committed tokens and fills mask row 0.
         """
         return self._step_work(_COMMIT, 0)
 
     def draft_work(self, j: int) -> NativeWork:
-        """Return a step that constrains a draft.
+        """Return a draft step.
 
-        Fill: fill row `j` after draft `j` was sampled, ``1 <= j < draft_length``. Probe: find the
-        first legal candidate of draft `j` when its candidates are known,
-        ``1 <= j <= draft_length``. Lattice probe: `j` is 1; find legal drafts for all levels, best
-        first, with at most 4 tests per draft and one per candidate of a level.
+        Parameters
+        ----------
+        j
+            Number of the draft. What the step does depends on the draft mode:
+
+            * Fill: the step runs after draft `j` was sampled and fills mask row `j`, for
+              ``1 <= j < draft_length``.
+            * Probe: the step runs when the candidates of draft `j` are known and finds the first
+              legal one, for ``1 <= j <= draft_length``.
+            * Lattice probe: the step finds legal drafts for all levels, best first. It makes at
+              most 4 tests per draft and one per candidate of a level. `j` must be 1.
 
         Raises
         ------
@@ -269,15 +310,21 @@ class GuidedDecoder:
         return self._step_work(_DRAFT, j)
 
     def counters(self) -> dict[str, int]:
-        """Return counters since creation; ``*_ns`` are host nanoseconds per kind of step."""
+        """Return the counters since the decoder was created.
+
+        Counters whose names end in ``_ns`` are the host time of each kind of step in nanoseconds.
+        """
         return dict(self._worker.counters())
 
     def error(self, slot: int) -> str:
-        """Return the backend's message of the last failed request of a slot, or an empty string."""
+        """Return the backend's error message of the last request that failed in a slot.
+
+        The message is empty if no request has failed.
+        """
         return str(self._worker.error(slot))
 
     def timeline(self) -> list[StepSpan]:
-        """Return start and end of the steps of the last 256 replays, by start time."""
+        """Return the start and end times of the steps of the last 256 replays, by start time."""
         spans = []
         for replay, index, start_ns, end_ns in self._worker.timeline():
             step = STEPS[index] if index < _DRAFT else f"draft {index - 1}"
@@ -302,7 +349,7 @@ class GuidedDecoder:
     def __del__(self) -> None:
         worker = getattr(self, "_worker", None)
         if worker is not None:
-            # This object keeps the matchers alive; the threads that use them belong to the worker.
+            # The worker's threads may still use matchers that only this object keeps alive.
             worker.wait_idle()
 
     def _require_open(self) -> None:

@@ -9,17 +9,39 @@ from graft.native.children.errors import Refusal
 
 __all__ = ["GrammarError", "GuideError", "clean_message"]
 
+_MAX_MESSAGE = 500
+#: Parts of the backends' error messages that are removed, in this order.
+_NOISE = (
+    re.compile(r"\[\d\d:\d\d:\d\d\] \S+:\d+: (Warning: )?"),
+    re.compile(r"Check failed: \(.*?\) is false: "),
+    re.compile(r"<(state|backtrace)>.*", re.DOTALL),
+    re.compile(r" The JSON string is:.*", re.DOTALL),
+    re.compile(r";? following special tokens are available: \W*$"),
+    re.compile(r"\s*(Stack backtrace:|<backtrace>|\s0: ).*", re.DOTALL),
+)
+
+_MAX_MESSAGE = 500
+#: Parts of the backends' error messages that are removed, in this order.
+_NOISE = (
+    re.compile(r"\[\d\d:\d\d:\d\d\] \S+:\d+: (Warning: )?"),
+    re.compile(r"Check failed: \(.*?\) is false: "),
+    re.compile(r"<(state|backtrace)>.*", re.DOTALL),
+    re.compile(r" The JSON string is:.*", re.DOTALL),
+    re.compile(r";? following special tokens are available: \W*$"),
+    re.compile(r"\s*(Stack backtrace:|<backtrace>|\s0: ).*", re.DOTALL),
+)
+
 
 class GrammarError(GraftError, Refusal):
     """A grammar or a vocabulary is not valid or not supported.
 
-    In an engine it fails only the request that the grammar belongs to. A child process passes it on
-    to its caller (see `Refusal`).
+    In an engine, only the request that the grammar belongs to fails. If a function raises the error
+    in a child process, the call raises it in the parent process (see `Refusal`).
     """
 
 
 class GuideError(GraftError):
-    """The guided decoder was used against its protocol.
+    """A method of the guided decoder was called in a state that does not allow it.
 
     For example, replays were published out of order, one matcher was used for two requests, or the
     decoder is closed.
@@ -29,15 +51,13 @@ class GuideError(GraftError):
 def clean_message(error: BaseException | str) -> str:
     """Return a backend's error message as one line of at most 500 characters.
 
-    Times, source files, failed checks, parser states and backtraces are removed.
+    Time stamps, source locations, failed checks, parser states and backtraces are removed. Of a
+    Python traceback, only the last line is kept.
     """
     lines = str(error).strip().splitlines()
-    traceback = bool(lines) and re.match(r"(\w+: )?Traceback", lines[0]) is not None
-    text = lines[-1] if traceback else " ".join(lines)
-    text = re.sub(r"\[\d\d:\d\d:\d\d\] \S+:\d+: (Warning: )?", "", text)
-    text = re.sub(r"Check failed: \(.*?\) is false: ", "", text)
-    text = re.sub(r"<(state|backtrace)>.*", "", text, flags=re.DOTALL)
-    text = re.sub(r" The JSON string is:.*", "", text, flags=re.DOTALL)
-    text = re.sub(r";? following special tokens are available: \W*$", "", text)
-    text = re.sub(r"\s*(Stack backtrace:|<backtrace>|\s0: ).*", "", text, flags=re.DOTALL)
-    return re.sub(r"\s+", " ", text).strip()[:500]
+    is_traceback = bool(lines) and re.match(r"(\w+: )?Traceback", lines[0]) is not None
+    text = lines[-1] if is_traceback else " ".join(lines)
+    for noise in _NOISE:
+        text = noise.sub("", text)
+    text = re.sub(r"\s+", " ", text).strip()
+    return text[:_MAX_MESSAGE]

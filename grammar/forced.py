@@ -1,4 +1,7 @@
-"""Forced tokens: the draft where the grammar allows only one text (jump-forward decoding)."""
+"""Forced tokens: drafts for positions where the grammar allows only one text.
+
+This is jump-forward decoding: a forced token is drafted without the drafter's model.
+"""
 
 from __future__ import annotations
 
@@ -13,20 +16,22 @@ __all__ = ["ForcedTokens"]
 class ForcedTokens:
     """Determines the forced token of a mask row.
 
-    A text is forced if every legal token is a prefix of the longest legal token: all of them spell
-    the same text and differ only in length. The longest token is drafted; in nine of ten cases it
-    is the one that a tokenizer would use. The choice depends on the mask row only, hence on the
-    prefix only, and the draft is verified like any other, so the output distribution does not
-    change. If only one id is legal, verification cannot reject it.
+    A text is forced if every legal token is a prefix of the longest legal token: all legal tokens
+    then spell the same text and differ only in length. The forced token is the longest one, which
+    in nine of ten cases is the token that the tokenizer would use.
+
+    Forced tokens do not change the output distribution, because the choice depends only on the mask
+    row, and the draft is verified like any other draft. If only one id is legal, verification
+    cannot reject it.
 
     Parameters
     ----------
     vocabulary
-        Text of each id. An id without text, such as a stop id, is forced only if it is the only
-        legal id.
+        Vocabulary with the text of each id. An id without text, such as a stop id, is forced only
+        if no other id is legal.
     unique_only
-        Whether a token is forced only if it is the only legal id, so that verification cannot
-        reject it.
+        Whether a token is forced only if no other id is legal, so that verification cannot reject
+        it.
     """
 
     def __init__(self, vocabulary: Vocabulary, *, unique_only: bool = False):

@@ -1,8 +1,9 @@
 """Constructors of grammar specifications.
 
-The constructors parse their arguments and check types; they start no process and take at most a few
-milliseconds. Reading a pattern or routing a schema can take unbounded time. It happens in child
-processes: when an engine compiles the grammar of a submitted request, and in `GrammarSpec.check`.
+The constructors only parse their arguments and check their types. They start no process and take at
+most a few milliseconds. Reading a pattern and routing a schema can take unbounded time. They
+therefore run in child processes: when an engine compiles the grammar of a submitted request, and
+when `GrammarSpec.check` is called.
 """
 
 from __future__ import annotations
@@ -28,15 +29,16 @@ __all__ = ["GrammarSpec", "StructuralTag"]
 
 @dataclass(frozen=True)
 class StructuralTag:
-    """A tagged part of free text, such as a tool call.
+    """A tag with constrained content in otherwise free text, such as a tool call.
 
     Attributes
     ----------
     begin, end
-        Text before and after the content. `begin` starts with one of the triggers; `end` may be
-        empty.
+        Text before and after the content. `begin` must start with one of the triggers of the
+        structural tag (see `GrammarSpec.structural_tag`). `end` may be empty.
     schema
-        JSON schema of the content, as JSON text. Object keys are written in its order.
+        JSON schema of the content, as JSON text. Object keys are written in the order of the
+        schema.
     """
 
     begin: str
@@ -52,7 +54,7 @@ class StructuralTag:
 
     @classmethod
     def of(cls, begin: str, schema: Any, end: str) -> StructuralTag:
-        """Return a tag whose schema has any of the forms that `GrammarSpec.json_schema` accepts."""
+        """Return a tag. `schema` may have any form that `GrammarSpec.json_schema` accepts."""
         try:
             text = GrammarSpec.json_schema(schema).text
         except GrammarError as error:
@@ -68,14 +70,14 @@ class StructuralTag:
 
 
 class GrammarSpec(Spec):
-    """An immutable, hashable grammar specification. Create it with the class methods.
+    """An immutable, hashable grammar specification. It is created with the class methods.
 
-    The class methods raise `GrammarError` for arguments of the wrong type or form. Errors that only
-    a backend can find, such as the syntax error of a pattern or a schema keyword that cannot be
-    enforced, are raised by `check`. An engine finds them when it compiles the grammar of a
-    submitted request, and finishes that request with the reason ``"refused"``.
+    The class methods raise `GrammarError` for arguments of the wrong type or form. Some errors can
+    only be found by a backend, such as a syntax error in a pattern or a schema keyword that cannot
+    be enforced. `check` raises them. If a request is submitted without `check`, the engine finds
+    them while it compiles the grammar, and finishes the request with the reason ``"refused"``.
 
-    The attributes are those of `Spec`.
+    `Spec` describes the attributes.
     """
 
     @classmethod
@@ -95,16 +97,17 @@ class GrammarSpec(Spec):
         Parameters
         ----------
         schema
-            JSON text, the parsed schema, or an object that provides one: with the method
-            ``model_json_schema`` (a pydantic model) or the method or attribute
+            JSON text, the parsed schema, or an object that provides a schema: through the method
+            ``model_json_schema`` (a pydantic model) or through the method or attribute
             ``__json_schema__``.
         backend
-            ``"llguidance"``: rewrite the schema where an equivalent one can be enforced.
-            ``"auto"``: the same if LLGuidance is installed. ``"xgrammar"``: compile the schema
-            unchanged. Empty: the engine's backend.
+            Name of the backend that compiles the schema; empty for the engine's backend.
+            ``"llguidance"`` rewrites keywords that it does not support where an equivalent schema
+            is known. ``"xgrammar"`` compiles the schema unchanged. ``"auto"`` selects LLGuidance
+            if it is installed.
         whitespace, strict, partial, key_order, assert_formats
-            As in `Spec`. ``key_order="any"`` is not supported by XGrammar, nor for objects with
-            more than 64 named properties.
+            As in `Spec`. ``key_order="any"`` is not supported by XGrammar. It is not supported for
+            objects with more than 64 named properties either.
 
         Raises
         ------
@@ -137,10 +140,14 @@ class GrammarSpec(Spec):
     def regex(cls, pattern: str | re.Pattern[str]) -> GrammarSpec:
         """Return the grammar of a regular expression that the whole output must match.
 
-        The supported syntax depends on the backend; see grammar/README.md.
+        The supported syntax depends on the backend. The table of backends in grammar/README.md
+        lists the differences.
         """
         if isinstance(pattern, re.Pattern):
-            flags = "".join(c for c in "imsx" if pattern.flags & re.RegexFlag[c.upper()])
+            flags = ""
+            for letter in "imsx":
+                if pattern.flags & re.RegexFlag[letter.upper()]:
+                    flags += letter
             pattern = f"(?{flags}){pattern.pattern}" if flags else pattern.pattern
         return cls("regex", pattern)
 
@@ -148,11 +155,18 @@ class GrammarSpec(Spec):
     def ebnf(cls, text: str, root: str = "root") -> GrammarSpec:
         """Return a grammar in XGrammar's EBNF notation (GBNF) that starts at the rule `root`."""
         check_text("EBNF", text)
-        return cls("ebnf", _DOT.sub(lambda m: m[1] or _ANY_CHARACTER, text), root=root)
+        text = _DOT.sub(lambda match: match[1] or _ANY_CHARACTER, text)
+        return cls("ebnf", text, root=root)
 
     @classmethod
     def choice(cls, options: Iterable[str | int | float] | type[enum.Enum]) -> GrammarSpec:
-        """Return the grammar of exactly one of some strings, numbers or values of an ``Enum``."""
+        """Return the grammar that allows exactly one of several options.
+
+        Parameters
+        ----------
+        options
+            Strings and numbers, or an ``Enum`` class whose values are strings or numbers.
+        """
         if isinstance(options, (str, bytes, Mapping)) or not isinstance(options, Iterable):
             raise GrammarError(f"choice: must be a list of strings, not {type(options).__name__}")
         texts = dict.fromkeys(map(_choice_text, options))
@@ -182,20 +196,20 @@ class GrammarSpec(Spec):
         tags
             Tags that may occur in the text, for example tool calls.
         triggers
-            Texts that start a tag and never occur in the free text. Each tag begins with exactly
-            one of them.
+            Texts that start a tag. A trigger never occurs in the free text. The begin text of each
+            tag must start with exactly one trigger.
         at_least_one
-            Whether the output must contain a tag. Free text may precede it.
+            Whether the output must contain a tag. Free text may precede the first tag.
         at_once
             Whether the output must start with a tag, as for a forced tool call.
         whitespace
-            As for JSON schemas.
+            White space between the JSON tokens of the content, as in `Spec`.
 
         Raises
         ------
         GrammarError
-            There is no tag or no trigger, a tag begins with none or several of the triggers, or no
-            tag begins with one of them.
+            There is no tag or no trigger, a tag begins with no trigger or with several triggers,
+            or there is a trigger that no tag begins with.
         """
         _check_tags(tags, triggers)
         for name, flag in (("at_least_one", at_least_one), ("at_once", at_once)):
@@ -216,15 +230,15 @@ class GrammarSpec(Spec):
     def after(self, marker: str | int, *, required: bool = False) -> GrammarSpec:
         """Return this grammar preceded by free text that ends with `marker`.
 
-        For reasoning models, whose answer follows a marker such as ``</think>``.
+        This is meant for reasoning models, whose answer follows a marker such as ``</think>``.
 
         Parameters
         ----------
         marker
-            Text, which may span several tokens, or a token id.
+            Text of the marker, which may span several tokens, or the token id of the marker.
         required
-            Whether stop ids are illegal before the marker. If False, a stop id in the free text
-            ends the output and the grammar never applies.
+            Whether stop ids are illegal before the marker. If False, the model may end its output
+            in the free text, and the grammar then never applies.
         """
         if isinstance(marker, (str, bool)):
             check_text("marker", marker)
@@ -236,13 +250,13 @@ class GrammarSpec(Spec):
     def check(self) -> None:
         """Check in a child process whether the installed backends accept the grammar.
 
-        A JSON schema is routed as its `backend` does, or as ``"auto"`` does if it names none. A
+        A JSON schema is routed for its `backend`, or for ``"auto"`` if it names no backend. A
         grammar of another kind is accepted if at least one installed backend can read it. No
         vocabulary is needed, and nothing is compiled.
 
-        The call blocks until the result is known, at most for the time limit of a child process
-        (30 s). Submitting a request does not require it: an engine finds the same errors while it
-        compiles the grammar, outside its decoding loop.
+        The call blocks until the result is known, for at most 30 s, the time limit of a child
+        process. It is optional: an engine finds the same errors when it compiles the grammar of a
+        submitted request.
 
         Raises
         ------
@@ -265,14 +279,14 @@ class GrammarSpec(Spec):
             raise GrammarError(f"{subject}: {clean_message(error)}") from error
 
 
-# In GBNF, "." is any character; XGrammar does not support it. Strings, character classes and
-# comments (group 1) are left unchanged.
+# In GBNF, "." matches any character. XGrammar does not support it, so `GrammarSpec.ebnf` replaces
+# it. Group 1 matches strings, character classes and comments, which are left unchanged.
 _DOT = re.compile(r'("(?:\\.|[^"\\\n])*"|\[(?:\\.|[^\]\\\n])*\]|#[^\n]*)|\.')
 _ANY_CHARACTER = "([^a] | [a])"
 
 
 def _check_tags(tags: Sequence[StructuralTag], triggers: Sequence[str]) -> None:
-    """Raise `GrammarError` unless each tag has one trigger and each trigger a tag."""
+    """Raise `GrammarError` unless each tag has exactly one trigger and each trigger has a tag."""
     are_lists = isinstance(tags, Sequence) and isinstance(triggers, Sequence)
     if not are_lists or isinstance(triggers, str) or not tags or not triggers:
         raise GrammarError("structural tag: needs lists of at least one tag and one trigger")
@@ -302,7 +316,7 @@ def _choice_text(option: Any) -> str:
 
 
 def _schema_document(schema: Any) -> Any:
-    """Return the parsed schema of an argument of `GrammarSpec.json_schema`."""
+    """Return the parsed schema, given the `schema` argument of `GrammarSpec.json_schema`."""
     for name in ("model_json_schema", "__json_schema__"):
         provider = getattr(schema, name, None)
         if provider is None:
@@ -324,7 +338,10 @@ def _schema_document(schema: Any) -> Any:
 
 
 def _check_keys(value: Any) -> None:
-    """Raise `GrammarError` for a key that is not a string; ``json.dumps`` would convert it."""
+    """Raise `GrammarError` for a key that is not a string.
+
+    ``json.dumps`` would convert some of these keys to strings without an error.
+    """
     pending = [value]
     seen: set[int] = set()
     while pending:

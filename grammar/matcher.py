@@ -25,14 +25,14 @@ __all__ = ["CompiledGrammar", "GrammarBackend", "Matcher", "NativeBackedMatcher"
 class GrammarBackend(Protocol):
     """Compiles grammars for one vocabulary and creates matchers.
 
-    A backend may be written in pure Python; see `Matcher`. Backends other than the built-in ones
-    receive a JSON schema unchanged if it names no backend. They must enforce all of it or refuse
-    it.
+    A backend may be written in pure Python; `Matcher` lists the methods of its matchers. If a JSON
+    schema names no backend, a user-defined backend receives it unchanged. The backend must then
+    either enforce the whole schema or refuse it.
 
     Attributes
     ----------
     name
-        Name of the backend in messages.
+        Name of the backend in error messages.
     vocabulary
         Vocabulary of the grammars and matchers.
     """
@@ -46,36 +46,36 @@ class GrammarBackend(Protocol):
     def matcher(self, compiled: CompiledGrammar, stop_ids: Iterable[int] | None = None) -> Matcher:
         """Return a new matcher at the start of a grammar.
 
-        It must share no mutable state with other matchers, because matchers of one grammar run on
-        different threads. Markers are handled by `CompiledGrammar.matcher`.
+        The matchers of one grammar run on different threads, so they must not share mutable state.
+        The method ignores the marker of the specification; `CompiledGrammar.matcher` handles it.
 
         Parameters
         ----------
         compiled
             A grammar that this backend compiled.
         stop_ids
-            Ids that terminate the matcher; None for those of the vocabulary.
+            Ids that terminate the matcher; None for the stop ids of the vocabulary.
         """
 
 
 class CompiledGrammar:
-    """A grammar compiled for one vocabulary. Immutable, shared by all its matchers.
+    """A grammar compiled for one vocabulary. It is immutable and shared by all its matchers.
 
     Parameters
     ----------
     backend
         Backend that compiled the grammar.
     spec
-        Specification that it was compiled from.
+        Specification of the grammar.
     native
-        The backend's own form of the grammar.
+        The backend's own compiled form of the grammar.
     nbytes
         Memory that the grammar occupies, in bytes, as reported by the backend.
 
     Attributes
     ----------
     pace
-        Speed of the grammar's matchers, as measured by the native worker.
+        Measured speed of the grammar's matchers. The native worker updates it.
     """
 
     def __init__(self, backend: GrammarBackend, spec: Spec, native: Any, nbytes: int):
@@ -88,14 +88,14 @@ class CompiledGrammar:
     def matcher(self, stop_ids: Iterable[int] | None = None, tokens: Iterable[int] = ()) -> Matcher:
         """Return a new matcher that has accepted some tokens.
 
-        If the specification has a marker, the matcher starts in the free text before it.
+        If the specification has a marker, the matcher starts in the free text before the marker.
 
         Parameters
         ----------
         stop_ids
-            Ids that terminate the matcher; None for those of the vocabulary.
+            Ids that terminate the matcher; None for the stop ids of the vocabulary.
         tokens
-            Tokens to accept.
+            Token ids to accept, in order.
 
         Raises
         ------
@@ -112,11 +112,11 @@ class CompiledGrammar:
 
 
 class Matcher(ABC):
-    """State of one request in its grammar: determines which tokens may come next.
+    """State of one request in its grammar. It determines which tokens are legal next.
 
-    At most one thread may use a matcher at a time. The guided decoder owns it while replays that
-    refer to it are in flight. A backend in pure Python implements the abstract methods; the native
-    worker calls them on its threads with the GIL held.
+    A matcher is not thread-safe. The guided decoder owns it while replays that refer to it are in
+    flight. A backend in pure Python derives a class from `Matcher` and implements the abstract
+    methods; the native worker calls these methods on its threads with the GIL held.
 
     Attributes
     ----------
@@ -129,7 +129,8 @@ class Matcher(ABC):
     words
         Number of int32 words of a mask row, ``ceil(size / 32)``.
     claimed
-        Whether a request of a guided decoder uses the matcher; the caller must not use it then.
+        Whether a request of a guided decoder uses the matcher. If it is True, no other code may
+        use the matcher.
     """
 
     def __init__(self, compiled: CompiledGrammar, stop_ids: tuple[int, ...]):
@@ -141,7 +142,7 @@ class Matcher(ABC):
 
     @functools.cached_property
     def native(self) -> Any:
-        """Native matcher that the worker uses; it shares the state of this object."""
+        """Native matcher that shares the state of this object; the native worker uses it."""
         return _native.guide.PythonMatcher(self, np.zeros(self.words, np.int32), self.size)
 
     @abstractmethod
@@ -151,8 +152,8 @@ class Matcher(ABC):
         Returns
         -------
         bool
-            False, without a change of state, if the token is illegal, outside the vocabulary, or
-            follows a stop id.
+            Whether the token was accepted. It is False if the token is illegal or outside the
+            vocabulary, or if the matcher has terminated; the state then does not change.
         """
 
     @abstractmethod
@@ -167,7 +168,7 @@ class Matcher(ABC):
         Returns
         -------
         bool
-            False if no token is constrained; the row is not written then.
+            Whether the row was written. It is False if every token is legal.
 
         Raises
         ------
@@ -177,7 +178,7 @@ class Matcher(ABC):
 
     @abstractmethod
     def rollback(self, tokens: int) -> None:
-        """Undo the last `tokens` accepted tokens. A stop id counts as one."""
+        """Undo the last `tokens` accepted tokens. An accepted stop id counts as one token."""
 
     @abstractmethod
     def is_terminated(self) -> bool:
@@ -197,7 +198,8 @@ class Matcher(ABC):
     def _require_mask_row(self, row: np.ndarray) -> None:
         if not isinstance(row, np.ndarray):
             raise GrammarError(f"mask row: must be an int32 array, got {row!r}")
-        # The libraries only use the address: another layout would corrupt memory.
+        # The libraries receive only the address, so an array of another layout would corrupt
+        # memory.
         if row.dtype != np.int32 or row.shape != (self.words,) or not row.flags.c_contiguous:
             raise GrammarError(
                 f"mask row: is {row.dtype} {list(row.shape)}, "
@@ -228,7 +230,7 @@ class NativeBackedMatcher(Matcher):
     native
         The native matcher.
     keep
-        Objects that the native matcher refers to, kept alive with this object.
+        Objects that the native matcher refers to. This object keeps them alive.
     """
 
     def __init__(
@@ -273,7 +275,7 @@ def _native_marker(vocabulary: Vocabulary, marker: Marker) -> Any:
 
 
 def _with_marker(inner: Matcher, marker: Marker) -> Matcher:
-    """Return a matcher of free text, the marker, and the grammar of `inner`."""
+    """Return a matcher of free text, followed by the marker and the grammar of `inner`."""
     compiled = inner.compiled
     vocabulary = compiled.backend.vocabulary
     if set(marker.ids(vocabulary)) & set(inner.stop_ids):

@@ -1,4 +1,4 @@
-"""Child processes of the grammar package, for work whose time and memory are not bounded."""
+"""Pool of child processes for grammar work whose time and memory are not bounded."""
 
 from __future__ import annotations
 
@@ -6,5 +6,5 @@ from graft.native.children.process import ProcessPool
 
 __all__ = ["POOL"]
 
-#: Processes that have imported the grammar package.
+#: Each process of the pool imports the grammar package when it starts.
 POOL = ProcessPool(preload=("graft.grammar",))

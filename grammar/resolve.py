@@ -1,4 +1,4 @@
-"""Choice of the backend of a grammar, and the form in which that backend compiles it."""
+"""Selection of a grammar's backend, and conversion of JSON schemas to the form that it compiles."""
 
 from __future__ import annotations
 
@@ -23,21 +23,22 @@ _PARTIAL_HINT = " (pass partial=True to enforce the rest of the schema)"
 def resolve_spec(spec: AnySpec, backend: str) -> AnySpec:
     """Return the specification in the form that an engine with this backend compiles.
 
-    A JSON schema is routed to LLGuidance if the backend is ``"llguidance"``, or ``"auto"`` and
-    LLGuidance is installed: it is rewritten into an equivalent schema where necessary. XGrammar
-    compiles the schema unchanged, provided that it ignores no keyword of it. The `backend` of the
-    specification takes precedence over the argument. The schemas of a structural tag are resolved
-    likewise. Grammars of other kinds and schemas that have been routed are returned unchanged.
+    JSON schemas and the schemas of structural tags are converted as follows. LLGuidance compiles a
+    schema that is rewritten into an equivalent one where necessary. XGrammar compiles a schema
+    unchanged; a schema with a keyword that XGrammar would ignore is refused. ``"auto"`` selects
+    LLGuidance if it is installed. Grammars of other kinds and schemas that have already been
+    routed are returned unchanged.
 
-    The cost depends on the schema and has no bound: call it in a child process for untrusted
-    input. The most recent results are cached.
+    The running time depends on the schema and is not bounded, so untrusted schemas should be
+    resolved in a child process. The most recent results are cached.
 
     Parameters
     ----------
     spec
         The grammar.
     backend
-        Backend of the engine: ``"auto"``, ``"llguidance"`` or ``"xgrammar"``.
+        Backend of the engine: ``"auto"``, ``"llguidance"`` or ``"xgrammar"``. If the specification
+        of a JSON schema names a backend, that backend is used instead.
 
     Raises
     ------
@@ -58,9 +59,9 @@ def resolve_spec(spec: AnySpec, backend: str) -> AnySpec:
 
 
 def without_partial_hint(message: str) -> str:
-    """Return an error message without the hint at ``partial=True``.
+    """Return an error message without the hint to pass ``partial=True``.
 
-    For places that do not offer that option, such as tags and the HTTP API.
+    Tags and the HTTP API, for example, do not offer this option.
     """
     return message.removesuffix(_PARTIAL_HINT)
 
@@ -78,7 +79,7 @@ def json_text(schema: Any) -> str:
 
 
 def check_backend(backend: str) -> None:
-    """Raise `GrammarError` unless the name is ``"auto"`` or that of a backend."""
+    """Raise `GrammarError` unless `backend` is ``"auto"`` or the name of a backend."""
     if backend != "auto" and backend not in BACKENDS:
         raise GrammarError(
             f"grammar backend {backend!r} is unknown; use auto, {', '.join(BACKENDS)}"
@@ -93,7 +94,7 @@ def _resolve_schema(spec: AnySpec, backend: str) -> AnySpec:
         if _installed_backend(backend) == "xgrammar":
             check_schema(value)
             return _resolve_for_xgrammar(spec, value)
-        # with allOf, closing one schema would forbid the properties of another
+        # Closing one schema of an allOf would forbid the properties of the other schemas.
         if spec.strict and '"allOf"' not in json.dumps(value):
             value = _close_objects(value)
         found = route(
@@ -130,7 +131,7 @@ _COMBINING_KEYWORDS = word_set(
 def _close_objects(schema: Any) -> Any:
     """Return the schema with ``additionalProperties: false`` added to plain object schemas.
 
-    An object schema is plain if it lists properties and has no keyword of `_COMBINING_KEYWORDS`.
+    An object schema is plain if it has ``properties`` and none of `_COMBINING_KEYWORDS`.
     """
     if not isinstance(schema, dict):
         return schema
@@ -151,7 +152,13 @@ def _close_objects(schema: Any) -> Any:
 
 
 def _installed_backend(backend: str) -> str:
-    """Return the name of the installed backend that a name, or ``"auto"``, selects."""
+    """Return the name of the backend that `backend`, a name or ``"auto"``, selects.
+
+    Raises
+    ------
+    GrammarError
+        The name is unknown or the backend is not installed.
+    """
     check_backend(backend)
     available = available_backends()
     if backend == "auto" and available:
@@ -180,8 +187,8 @@ def _resolve_for_xgrammar(spec: AnySpec, value: Any) -> AnySpec:
 def _resolve_tags(spec: AnySpec, backend: str) -> AnySpec:
     """Resolve the schemas of a structural tag for a backend.
 
-    Their objects are closed as with ``strict``. XGrammar, which compiles the schemas unchanged,
-    closes them itself.
+    The schemas are strict: their objects allow no additional properties. XGrammar receives the
+    schemas unchanged and enforces this itself.
     """
     structural_tag = json.loads(spec.text)
     for tag in structural_tag["tags"]:

@@ -1,4 +1,4 @@
-"""Grammar specifications as plain data. `GrammarSpec` builds them; backends compile them."""
+"""Grammar specifications as plain data. `GrammarSpec` creates them, and backends compile them."""
 
 from __future__ import annotations
 
@@ -17,22 +17,22 @@ Kind = Literal["json_schema", "regex", "ebnf", "choice", "lark", "structural_tag
 
 @dataclass(frozen=True)
 class Marker:
-    """The end of free text, after which the grammar applies. For models that reason first.
+    """Marks the end of free text, such as ``</think>`` after the reasoning of a model.
 
-    Text before the marker is unconstrained. The grammar starts with the token after the one that
+    Text before the marker is unconstrained. The grammar applies from the token after the one that
     completes the marker. A token that contains the end of the marker and further text is illegal,
-    so every byte of the answer is subject to the grammar.
+    so that every byte of the answer is subject to the grammar.
 
     Attributes
     ----------
     text
-        Text of the marker, which may span several tokens; empty if there is none. If an added
-        token of the tokenizer has exactly this text, its id also counts as the marker.
+        Text of the marker, which may span several tokens; empty if the marker is a token id. If an
+        added token of the tokenizer has exactly this text, its id counts as the marker, too.
     token
         Token id of the marker, or None.
     required
-        Whether stop ids are illegal before the marker. If False, a stop id in the free text ends
-        the output and the grammar never applies.
+        Whether stop ids are illegal before the marker. If False, the model may end its output in
+        the free text, and the grammar then never applies.
     """
 
     text: str = ""
@@ -40,7 +40,7 @@ class Marker:
     required: bool = False
 
     def ids(self, vocabulary: Vocabulary) -> tuple[int, ...]:
-        """Return the token ids that are the marker by themselves.
+        """Return the ids of the tokens each of which is the whole marker.
 
         Raises
         ------
@@ -73,35 +73,40 @@ class Spec:
     root
         Start rule of an EBNF grammar.
     whitespace
-        White space between JSON tokens. ``"line"``: a single line with the separators ``", "`` and
-        ``": "``, which small models follow best. ``"compact"``: none. ``"any"``: any. A number: at
-        most this many characters in a row.
+        White space between JSON tokens:
+
+        * ``"line"``: all tokens on one line, separated by ``", "`` and ``": "``. Small models
+          follow this layout best.
+        * ``"compact"``: no white space.
+        * ``"any"``: any white space.
+        * A number: at most this many white-space characters in a row.
     strict
-        JSON schema only. True: an object schema with properties allows no additional properties
-        unless it says so; such output also satisfies the original schema. False: additional
-        properties are allowed as in the JSON Schema standard. None: as False, but as True when
-        XGrammar compiles a schema that was not rewritten, because it would otherwise enforce less.
+        Whether object schemas with ``properties`` forbid additional properties that they do not
+        mention. Only for JSON schemas. False: additional properties are allowed, as in the JSON
+        Schema standard. None: False, except that a schema which XGrammar compiles unchanged is
+        strict, because XGrammar would otherwise enforce less.
     partial
-        Whether a grammar may be enforced in part. False: refuse a grammar that contains a part
-        which cannot be enforced. True: accept it; outputs may violate that part.
+        Whether a grammar may be enforced only in part. If False, a grammar with a part that cannot
+        be enforced is refused. If True, the grammar is accepted, and outputs may violate that part.
     backend
         Name of the backend that compiles the grammar; empty for the engine's backend. ``"auto"``
         is allowed for a JSON schema (see `resolve_spec`).
     key_order
-        JSON schema only. ``"schema"``: object keys in the order of the schema, so that reasoning
-        fields precede answers and more text is forced. ``"any"``: keys in any order.
+        Order of object keys. Only for JSON schemas. ``"schema"``: the order of the schema, so that
+        reasoning fields can precede answers, and more text is forced. ``"any"``: any order.
     assert_formats
-        JSON schema only. Whether ``format`` is enforced. None: as specified by the schema's draft,
-        that is, not in schemas that declare 2019-09 or 2020-12, where it is an annotation.
+        Whether ``format`` is enforced. Only for JSON schemas. None: as the schema's draft
+        specifies. In schemas that declare draft 2019-09 or 2020-12, ``format`` is an annotation and
+        is not enforced.
     source
-        Original schema if `text` is the form that the router made of it; empty if the schema has
-        not been routed to LLGuidance. Outputs of a `partial` grammar are checked against it (see
-        `graft.grammar.check_output`).
+        The user's original JSON schema if `text` is the schema that the router has produced from
+        it; empty if the schema has not been routed. Outputs of a `partial` grammar are checked
+        against the original schema (see `graft.grammar.check_output`).
     rules
-        Lark grammar that replaces `text` where LLGuidance's ``%json`` cannot express the schema
-        (keys in any order).
+        Lark grammar that replaces `text` where LLGuidance's ``%json`` cannot express the schema,
+        as for keys in any order; empty if there is none.
     marker
-        End of the free text before the grammar; None if the grammar applies from the start.
+        Marker at the end of the free text before the grammar; None if there is no free text.
     """
 
     kind: Kind
@@ -138,7 +143,20 @@ class Spec:
 
 
 def parse_json(subject: str, text: object) -> Any:
-    """Return the value of a JSON text; raise `GrammarError` naming `subject` if it is not JSON."""
+    """Return the value of a JSON text.
+
+    Parameters
+    ----------
+    subject
+        Name of the text in error messages.
+    text
+        The text.
+
+    Raises
+    ------
+    GrammarError
+        `text` is not a string, is not JSON, or is nested too deeply.
+    """
     if not isinstance(text, str):
         raise GrammarError(f"{subject}: must be JSON text, not {type(text).__name__}")
     try:

@@ -1,7 +1,7 @@
-"""Checks of finished texts against JSON schemas and of texts against patterns.
+"""Checks of finished texts against JSON schemas, and searches for patterns in texts.
 
 Python's ``re`` takes exponential time for some patterns and holds the GIL while it searches. A
-search that could take long therefore runs in a child process that can be killed.
+search whose time is not bounded therefore runs in a child process that can be killed.
 """
 
 from __future__ import annotations
@@ -22,15 +22,16 @@ __all__ = ["CHECK_TIMEOUT_S", "SEARCH_TIMEOUT_S", "check_output", "search_patter
 #: Time limits of one `check_output` and one `search_pattern`, in seconds.
 CHECK_TIMEOUT_S = 5.0
 SEARCH_TIMEOUT_S = 1.0
-_MAX_STEPS = 1e5  # of a search in this process
+_MAX_STEPS = 1e5  # maximum number of steps of a search in this process
 _MODULE = __name__ + ":"
 
 
 def check_output(schema: Any, text: str) -> bool:
-    """Return whether a finished text is JSON that satisfies the schema, formats included.
+    """Return whether a finished text is JSON that satisfies the schema, including its formats.
 
-    The engine marks outputs of partially enforced schemas with the result. Requires the package
-    ``jsonschema``. References to other documents are never fetched.
+    The engine calls this function for outputs of partially enforced schemas and reports the result
+    with the output. The function requires the package ``jsonschema``. References to other
+    documents are never fetched.
 
     Raises
     ------
@@ -38,7 +39,7 @@ def check_output(schema: Any, text: str) -> bool:
         ``jsonschema`` is not installed, it raised an exception (for example because of a reference
         to another document), or the check took longer than `CHECK_TIMEOUT_S`.
     """
-    # importing jsonschema takes a second, which is not charged to the check
+    # Importing jsonschema takes a second. As a setup, it does not count towards the time limit.
     setup = Setup("jsonschema", _MODULE + "import_jsonschema", ())
     request = Call(_MODULE + "satisfies_schema", (json.dumps(schema), text), setup)
     return _call_bounded("JSON schema: an output", request, CHECK_TIMEOUT_S)
@@ -47,10 +48,11 @@ def check_output(schema: Any, text: str) -> bool:
 def search_pattern(pattern: str, text: str) -> bool:
     """Return whether ``re.search`` finds a user's pattern in the text.
 
-    The search runs in this process if its number of steps is bounded. It is bounded if no group is
-    repeated and there is no back-reference: at each position of the text, each of the ``n``
-    repetition and alternation operators then has at most ``len(text) + 1`` continuations. All
-    other searches run in a child process.
+    The search runs in this process if it takes at most `_MAX_STEPS` steps, and in a child process
+    otherwise. The number of steps is bounded if the pattern repeats no group and has no
+    back-reference. With ``n`` repetition and alternation operators, it is then at most
+    ``(len(text) + 2) ** (n + 1)``: the search tries each position of the text, and each operator
+    has at most ``len(text) + 1`` continuations.
 
     Raises
     ------
@@ -80,7 +82,7 @@ def _call_bounded(subject: str, request: Call, timeout_s: float) -> bool:
 
 
 def import_jsonschema() -> None:
-    """Import what every check needs."""
+    """Import ``jsonschema``, and allow integers of any length in its checks."""
     sys.set_int_max_str_digits(0)
     try:
         import jsonschema  # noqa: F401
@@ -105,7 +107,7 @@ def satisfies_schema(schema: str, text: str) -> bool:
         return bool(checker.is_valid(value))
     except MemoryError:
         raise
-    except Exception as error:  # of the schema: jsonschema raises many types
+    except Exception as error:  # jsonschema raises exceptions of many types for a bad schema
         raise GrammarError(str(error)) from error
 
 

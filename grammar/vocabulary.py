@@ -18,19 +18,19 @@ __all__ = ["Vocabulary"]
 
 
 class Vocabulary:
-    """Token bytes, number of logit columns, and stop ids of a model. Immutable.
+    """The bytes of each token of a model, its number of logit columns, and its stop ids. Immutable.
 
     Parameters
     ----------
     tokens
         Bytes of each token, by id; empty for ids without text (special tokens, unused ids).
     size
-        Number of logit columns of the model, at least ``len(tokens)``. Ids beyond `tokens` are
-        never legal.
+        Number of logit columns of the model, at least ``len(tokens)``. Ids that are not in `tokens`
+        are never legal.
     stop_ids
-        Ids that end a sequence. They are never text, even if `tokens` has bytes for them.
+        Ids that end a sequence. Their bytes in `tokens` are ignored, so they are never text.
     names
-        Ids of named tokens without text, such as ``<|tool|>``.
+        Ids of named tokens without text, such as ``<|tool|>``, by name.
 
     Raises
     ------
@@ -84,15 +84,19 @@ class Vocabulary:
 
     @functools.cached_property
     def spells_everything(self) -> bool:
-        """Whether every text can be tokenized: each byte that occurs in UTF-8 is a token."""
-        bytes_of_utf8 = {bytes([b]) for b in range(0xF5) if b not in (0xC0, 0xC1)}
-        return bytes_of_utf8 <= {token for token in self.tokens if len(token) == 1}
+        """Whether every text has a tokenization: each byte that occurs in UTF-8 is a token."""
+        single_bytes = {token for token in self.tokens if len(token) == 1}
+        # UTF-8 never uses the bytes 0xC0, 0xC1 and 0xF5 to 0xFF.
+        utf8_bytes = {bytes([byte]) for byte in range(0xF5)}
+        utf8_bytes -= {b"\xc0", b"\xc1"}
+        return utf8_bytes <= single_bytes
 
     @functools.cached_property
     def fingerprint(self) -> str:
-        """Hash of everything that compiled grammars depend on; equal for equal vocabularies."""
-        rest = (self.size, self.stop_ids, sorted(self.names.items()))
-        digest = hashlib.sha256(repr(rest).encode())
+        """Hash of all data of the vocabulary. Equal vocabularies have equal fingerprints."""
+        names = sorted(self.names.items())
+        other_fields = (self.size, self.stop_ids, names)
+        digest = hashlib.sha256(repr(other_fields).encode())
         for token in self.tokens:
             digest.update(len(token).to_bytes(4, "little") + token)
         return digest.hexdigest()
@@ -107,13 +111,14 @@ class Vocabulary:
     ) -> Vocabulary:
         """Return the vocabulary of a tokenizer.
 
-        Supports byte-level BPE (GPT-2's byte alphabet) and byte-fallback tokenizers (pieces such
-        as ``<0x0A>``, and U+2581 for a space). Added tokens, special or not, are not text.
+        Two kinds of tokenizers are supported: byte-level BPE, which writes pieces in GPT-2's byte
+        alphabet, and byte-fallback tokenizers, which have pieces such as ``<0x0A>`` and write a
+        space as U+2581. Added tokens are not text, whether they are special or not.
 
         Parameters
         ----------
         source
-            Tokenizer object, path of ``tokenizer.json``, or folder that contains it.
+            Tokenizer object, path of ``tokenizer.json``, or path of the folder that contains it.
         size, stop_ids
             As in `Vocabulary`.
 
@@ -124,18 +129,12 @@ class Vocabulary:
         """
         description = _read_tokenizer(source)
         vocab = description["model"]["vocab"]
-        if not isinstance(vocab, dict):  # unigram models list [piece, score]
+        if not isinstance(vocab, dict):  # unigram models list pairs [piece, score]
             vocab = {piece: token for token, (piece, _) in enumerate(vocab)}
-        steps = _pipeline_steps(description.get("decoder"))
-        to_bytes: Callable[[str], bytes] = _byte_level
-        if "ByteLevel" not in [*steps, *_pipeline_steps(description.get("pre_tokenizer"))]:
-            if "ByteFallback" not in steps and not description["model"].get("byte_fallback"):
-                raise GrammarError(
-                    "tokenizer: neither byte-level nor byte-fallback (decoder steps: "
-                    f"{sorted(steps) or 'none'})"
-                )
-            to_bytes = _byte_fallback(steps.get("Metaspace", {}).get("replacement", "\u2581"))
-        names = {token["content"]: token["id"] for token in description.get("added_tokens") or []}
+        to_bytes = _piece_conversion(description)
+        names = {}
+        for added_token in description.get("added_tokens") or []:
+            names[added_token["content"]] = added_token["id"]
         added = set(names.values())
         last = max(max(vocab.values(), default=-1), max(added, default=-1))
         if last >= size:
@@ -168,8 +167,34 @@ def _read_tokenizer(source: tokenizers.Tokenizer | str | Path) -> dict[str, Any]
     return description
 
 
+def _piece_conversion(description: dict[str, Any]) -> Callable[[str], bytes]:
+    """Return the function that converts a tokenizer's pieces to bytes.
+
+    Parameters
+    ----------
+    description
+        Content of ``tokenizer.json``.
+
+    Raises
+    ------
+    GrammarError
+        The tokenizer is neither byte-level nor byte-fallback.
+    """
+    decoder_steps = _pipeline_steps(description.get("decoder"))
+    pre_tokenizer_steps = _pipeline_steps(description.get("pre_tokenizer"))
+    if "ByteLevel" in decoder_steps or "ByteLevel" in pre_tokenizer_steps:
+        return _byte_level
+    if "ByteFallback" not in decoder_steps and not description["model"].get("byte_fallback"):
+        raise GrammarError(
+            "tokenizer: neither byte-level nor byte-fallback (decoder steps: "
+            f"{sorted(decoder_steps) or 'none'})"
+        )
+    metaspace = decoder_steps.get("Metaspace", {})
+    return _byte_fallback(metaspace.get("replacement", "\u2581"))
+
+
 def _pipeline_steps(pipeline: dict[str, Any] | None) -> dict[str, dict[str, Any]]:
-    """Return the steps of a pipeline by type. Nested sequences are flattened."""
+    """Return the steps of a decoder or pre-tokenizer by type. Nested sequences are flattened."""
     found = {}
     pending = [pipeline] if pipeline else []
     while pending:
@@ -191,12 +216,19 @@ def _byte_level(piece: str) -> bytes:
     """Return the bytes of a piece that is written in GPT-2's byte alphabet."""
     try:
         return bytes(_ALPHABET[char] for char in piece)
-    except KeyError:  # a character outside the alphabet: decoders take the piece literally
+    except KeyError:
+        # Tokenizers decode a piece with a character outside the alphabet literally.
         return piece.encode("utf-8")
 
 
 def _byte_fallback(space: str) -> Callable[[str], bytes]:
-    """Return the conversion of pieces to bytes; `space` is the character for a space."""
+    """Return the function that converts pieces of a byte-fallback tokenizer to bytes.
+
+    Parameters
+    ----------
+    space
+        Character that stands for a space in the pieces.
+    """
 
     def to_bytes(piece: str) -> bytes:
         byte = re.fullmatch(r"<0x([0-9A-Fa-f]{2})>", piece)

@@ -17,7 +17,11 @@ __all__ = ["BoundedBackend", "ending_ids", "require_release"]
 
 @runtime_checkable
 class BoundedBackend(GrammarBackend, Protocol):
-    """A backend whose unbounded work runs in a child process with limits of time and memory."""
+    """A backend that can compile a grammar in a child process with limits of time and memory.
+
+    The child process runs the call that `compile_call` returns. Its result is passed to `load`,
+    which creates the compiled grammar in the engine's process.
+    """
 
     def compile_call(self, spec: Spec, routed: bool) -> Call:
         """Return the call that compiles a grammar in a child process.
@@ -27,14 +31,14 @@ class BoundedBackend(GrammarBackend, Protocol):
         spec
             The grammar.
         routed
-            Whether the same child process has just routed this schema, so that LLGuidance is known
-            to accept it.
+            Whether the grammar is a JSON schema that the same child process has just routed, so
+            that LLGuidance is known to accept it.
         """
 
     def load(self, spec: Spec, result: Any) -> CompiledGrammar:
-        """Return the compiled grammar, given the result of `compile_call`.
+        """Return the compiled grammar, given the result of the call in the child process.
 
-        The child process used an equal vocabulary.
+        The child process must have used an equal vocabulary.
         """
 
 
@@ -46,7 +50,7 @@ def require_release(name: str, package: str, release: str, install: str) -> None
     name
         Name of the library in messages.
     package
-        Name of its distribution.
+        Name of the library's distribution package.
     release
         Prefix of the supported versions, such as ``"1.9."``.
     install
@@ -68,10 +72,20 @@ def require_release(name: str, package: str, release: str, install: str) -> None
 def ending_ids(
     backend: GrammarBackend, compiled: CompiledGrammar, stop_ids: Iterable[int] | None
 ) -> tuple[int, ...]:
-    """Return the stop ids that terminate a matcher: those that are not text.
+    """Return the stop ids that terminate a matcher: the stop ids that are not text.
 
-    Stop ids with text remain text for the grammar, and the device decides whether they end the
-    request. Without them the grammar could reach a state in which no token is legal.
+    A stop id with text stays an ordinary token for the grammar, because the grammar could otherwise
+    reach a state in which no token is legal. The device decides whether such a stop id ends the
+    request.
+
+    Parameters
+    ----------
+    backend
+        Backend that creates the matcher.
+    compiled
+        Grammar of the matcher.
+    stop_ids
+        Stop ids of the request; None for the stop ids of the vocabulary.
 
     Raises
     ------

@@ -1,4 +1,4 @@
-"""The LLGuidance backend, driven through LLGuidance's C interface."""
+"""The LLGuidance backend. The native worker calls LLGuidance's C interface without the GIL."""
 
 from __future__ import annotations
 
@@ -29,7 +29,8 @@ __all__ = [
     "validated_grammar_text",
 ]
 
-# LLGuidance does not report the size of a grammar: measured for a schema and 129k tokens.
+# LLGuidance does not report the size of a grammar. This value was measured for a JSON schema and a
+# vocabulary of 129k tokens.
 _MATCHER_BYTES = 80 << 10
 
 
@@ -56,22 +57,23 @@ def load_native() -> str:
 def grammar_text(spec: Spec) -> str:
     """Return a grammar in LLGuidance's JSON form.
 
-    Every tokenization of a legal text is legal under it.
+    The grammar allows every tokenization of a legal text.
     """
     return json.dumps({"grammars": [_grammar(spec)]})
 
 
 def validated_grammar_text(spec: Spec) -> str:
-    """Return `grammar_text` after LLGuidance has accepted the grammar.
+    """Check a grammar with LLGuidance and return its `grammar_text`.
 
     Raises
     ------
     GrammarError
-        LLGuidance refuses the grammar, or it warns about a part and the grammar is not `partial`.
+        LLGuidance refuses the grammar, or LLGuidance warns that it cannot enforce a part of the
+        grammar and the specification is not `partial`.
     """
     grammar = _grammar(spec)
     refused, lines = validate(grammar)
-    # Special tokens are resolved with the vocabulary: `load` refuses an unknown one.
+    # Special tokens cannot be resolved without the vocabulary. `load` refuses unknown ones.
     lines = [line for line in lines if not line.startswith("no tokenizer")]
     message = _error_message("\n".join(lines), spec.kind)
     if refused:
@@ -82,7 +84,10 @@ def validated_grammar_text(spec: Spec) -> str:
 
 
 def syntax_error(spec: Spec) -> str:
-    """Return LLGuidance's error for a grammar; empty if it can read it. Compiles nothing."""
+    """Return LLGuidance's error for a grammar, or an empty string if there is none.
+
+    LLGuidance reads the grammar but does not compile it.
+    """
     try:
         validated_grammar_text(replace(spec, partial=True))
     except GrammarError as error:
@@ -93,7 +98,8 @@ def syntax_error(spec: Spec) -> str:
 def _grammar(spec: Spec) -> dict[str, Any]:
     """Return a grammar as one element of LLGuidance's ``grammars`` list."""
     spec = resolve_spec(spec, "llguidance")
-    if spec.kind == "json_schema" and not spec.rules:  # faster than Lark, which takes 1 ms to read
+    if spec.kind == "json_schema" and not spec.rules:
+        # LLGuidance reads a schema faster than a Lark grammar, which takes about 1 ms.
         return {"json_schema": _schema_with_options(json.loads(spec.text), spec.whitespace)}
     header = '%llguidance {"no_forcing": true}'
     return {"lark_grammar": f"{header}\n{spec.rules or _lark_text(spec)}"}
@@ -102,15 +108,16 @@ def _grammar(spec: Spec) -> dict[str, Any]:
 def _lark_text(spec: Spec) -> str:
     """Return a grammar other than a JSON schema in LLGuidance's Lark dialect."""
     if spec.kind == "regex":
-        # in Lark, unescaped slashes and newlines end a regular expression
+        # In Lark, an unescaped slash or newline ends a regular expression.
         pattern = re.sub(r"(\\.)|/", lambda m: m[1] or r"\/", spec.text, flags=re.DOTALL)
-        return "start: /" + pattern.replace("\n", r"\n") + "/"
+        pattern = pattern.replace("\n", r"\n")
+        return f"start: /{pattern}/"
     if spec.kind == "lark":
         return spec.text
     if spec.kind == "choice":
         options = (literal(option) for option in json.loads(spec.text))
-        # One lexeme: a rule with one alternative per option is slow and can exceed the parser's
-        # limit of items.
+        # All options form one lexeme, because a rule with one alternative per option is slow and
+        # can exceed the parser's limit of items.
         return "start: CHOICE\nCHOICE: " + " | ".join(options)
     if spec.kind == "structural_tag":
         return _structural_tag(json.loads(spec.text), spec.whitespace)
@@ -127,8 +134,8 @@ def _lark_text(spec: Spec) -> str:
 def _structural_tag(document: dict[str, Any], whitespace: Whitespace) -> str:
     """Return a structural tag in the Lark dialect.
 
-    Free text is a lazy lexeme that ends at a trigger. The rest of the tag's begin text, its content
-    and its end follow.
+    Free text is a lazy lexeme that ends with a trigger. It is followed by the rest of the tag's
+    begin text, by the content of the tag, and by its end text.
     """
     tags = document["tags"]
     indices = range(len(tags))
@@ -161,34 +168,40 @@ def _schema_with_options(schema: Any, whitespace: Whitespace) -> dict[str, Any]:
 
 
 def _was_validated(spec: Spec) -> bool:
-    """Whether LLGuidance accepted exactly this schema while it was routed."""
+    """Return whether LLGuidance accepted exactly this schema while it was routed."""
     return bool(spec.source) and not spec.partial
 
 
 def _error_message(message: str, kind: str) -> str:
     """Return LLGuidance's error as one sentence.
 
-    Line and column are kept only for Lark grammars, where they refer to the user's text.
+    The line and column are kept only for Lark grammars, where they refer to the user's text.
     """
+    prefix = "error: "
     lines = message.strip().split("\n")
-    reasons = [line[len("error: ") :] for line in lines if line.startswith("error: ")]
+    reasons = [line.removeprefix(prefix) for line in lines if line.startswith(prefix)]
     text = re.split(r"\s\d+ \| ", clean_message(message))[0]
-    if reasons:  # of a regular expression: an excerpt of it precedes the reason
-        text = re.split(r" \(in regex\)|: regex parse error", text)[0] + f": {reasons[0]}"
+    if reasons:
+        # LLGuidance prints an excerpt of a regular expression before the reason of its error.
+        subject = re.split(r" \(in regex\)|: regex parse error", text)[0]
+        text = f"{subject}: {reasons[0]}"
     position = re.match(r"(?:at )?(\d+)\((\d+)\): ", text)
-    if position:
-        line = int(position[1]) - 1  # without graft's header line
-        where = f"line {line}, column {position[2]}: " if kind == "lark" else ""
-        text = where + text[position.end() :]
-    return text
+    if position is None:
+        return text
+    text = text[position.end() :]
+    if kind != "lark":
+        return text
+    line = int(position[1]) - 1  # the first line is the header that graft adds
+    column = position[2]
+    return f"line {line}, column {column}: {text}"
 
 
 class LLGuidanceBackend:
     """Compiles grammars with LLGuidance and creates matchers.
 
-    Construction sorts the vocabulary, which takes about 0.6 s for 128k tokens. A matcher is a deep
-    copy of a matcher at the start, made in microseconds; matchers share no state and no lock. Every
-    tokenization of a legal text is legal.
+    The constructor sorts the vocabulary, which takes about 0.6 s for 128k tokens. Creating a
+    matcher takes microseconds, because it is a deep copy of a matcher at the start of the grammar.
+    Matchers share neither state nor locks. They allow every tokenization of a legal text.
 
     Parameters
     ----------
@@ -201,31 +214,37 @@ class LLGuidanceBackend:
     def __init__(self, vocabulary: Vocabulary):
         self.vocabulary = vocabulary
         load_native()
-        tokens = [*vocabulary.tokens, *[b""] * (vocabulary.size - len(vocabulary.tokens))]
+        tokens = list(vocabulary.tokens)
+        tokens += [b""] * (vocabulary.size - len(tokens))
         for name, token in vocabulary.names.items():
+            # LLGuidance's mark of a special token is the byte 0xff before its name.
             tokens[token] = b"\xff" + name.encode("utf-8")
+        lengths = [len(token) for token in tokens]
         try:
             self._tokenizer = _native.guide.LLGuidanceTokenizer(
-                [len(token) for token in tokens], b"".join(tokens), vocabulary.stop_ids
+                lengths, b"".join(tokens), vocabulary.stop_ids
             )
         except RuntimeError as error:
             raise GrammarError(f"LLGuidance refuses the vocabulary: {error}") from error
 
     def compile(self, spec: Spec) -> CompiledGrammar:
-        """Compile on the calling thread. LLGuidance limits the size of grammar and lexer."""
+        """Compile a grammar on the calling thread.
+
+        LLGuidance limits the size of the grammar and of its lexer.
+        """
         resolved = resolve_spec(spec, "llguidance")
         if _was_validated(resolved):
             return self.load(spec, grammar_text(resolved))
         return self.load(spec, validated_grammar_text(resolved))
 
     def compile_call(self, spec: Spec, routed: bool) -> Call:
-        """See `BoundedBackend`."""
+        """Return the call that compiles a grammar in a child process; see `BoundedBackend`."""
         validated = routed and _was_validated(spec)
         function = "grammar_text" if validated else "validated_grammar_text"
         return Call(f"{__name__}:{function}", (spec,))
 
     def load(self, spec: Spec, result: str) -> CompiledGrammar:
-        """Return the compiled grammar of a grammar text. Releases the GIL."""
+        """Return the compiled grammar, given its `grammar_text`. Releases the GIL."""
         try:
             native = _native.guide.LLGuidanceGrammar(self._tokenizer, result)
         except RuntimeError as error:
@@ -236,7 +255,10 @@ class LLGuidanceBackend:
         return CompiledGrammar(self, spec, native, _MATCHER_BYTES + len(result))
 
     def matcher(self, compiled: CompiledGrammar, stop_ids: Iterable[int] | None = None) -> Matcher:
-        """Return a new matcher at the start; each of its `ending_ids` terminates it."""
+        """Return a new matcher at the start of a grammar.
+
+        The stop ids that are not text terminate the matcher; see `ending_ids`.
+        """
         ending = ending_ids(self, compiled, stop_ids)
         handle = _native.guide.LLGuidanceMatcher(compiled.native, ending)
         return NativeBackedMatcher(compiled, ending, handle)

@@ -1,4 +1,4 @@
-"""Backends by name, and the syntax check by the installed backends."""
+"""Registry of backends by name, and a syntax check with the installed backends."""
 
 from __future__ import annotations
 
@@ -37,8 +37,8 @@ def make_backend(
     Raises
     ------
     OptionError
-        The name is unknown, its library is missing or of an unsupported release, or the factory
-        did not return a `GrammarBackend`.
+        The name is unknown, the backend's library is not installed or has an unsupported version,
+        or the factory did not return a `GrammarBackend`.
     """
     if callable(choice):
         backend = choice(vocabulary)
@@ -56,19 +56,24 @@ def make_backend(
 def check_syntax(spec: Spec) -> None:
     """Raise `GrammarError` if no installed backend can read a grammar.
 
-    Needs no vocabulary. The cost depends on the grammar and has no bound: for child processes.
+    No vocabulary is needed. The running time depends on the grammar and is not bounded, so the
+    function should run in a child process.
     """
     readers = {"llguidance": llguidance.syntax_error, "xgrammar": _xgrammar_syntax_error}
     names = ["llguidance", "xgrammar"]
-    if spec.kind == "ebnf":  # XGrammar's notation: its error is the one to report
+    if spec.kind == "ebnf":
+        # EBNF is XGrammar's own notation, so XGrammar's error is the more helpful one.
         names.reverse()
-    errors = [readers[name](spec) for name in names if importlib.util.find_spec(name)]
+    errors = []
+    for name in names:
+        if importlib.util.find_spec(name):
+            errors.append(readers[name](spec))
     if errors and all(errors):
         raise GrammarError(f"{spec.kind}: {errors[0]}")
 
 
 def _xgrammar_syntax_error(spec: Spec) -> str:
-    """Return XGrammar's error for a grammar; empty if it can read it."""
+    """Return XGrammar's error for a grammar, or an empty string if there is none."""
     try:
         return xgrammar.syntax_error(resolve_spec(spec, "xgrammar"))
     except GrammarError as error:

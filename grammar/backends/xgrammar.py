@@ -1,7 +1,7 @@
-"""The XGrammar backend, driven through TVM-FFI.
+"""The XGrammar backend. It calls XGrammar through TVM-FFI.
 
-Loads only the shared library of XGrammar's wheel: neither the Python package ``xgrammar`` nor torch
-is imported.
+This module loads only the shared library from XGrammar's wheel. It imports neither the Python
+package ``xgrammar`` nor torch.
 """
 
 from __future__ import annotations
@@ -34,19 +34,20 @@ __all__ = ["XGrammarBackend", "library", "load_native", "syntax_error", "tokeniz
 _TYPES = ("TokenizerInfo", "Grammar", "GrammarCompiler", "CompiledGrammar", "GrammarMatcher")
 _RAW = 0  # XGrammar's vocabulary type for tokens given as bytes
 _MODULE = __name__ + ":"
-_TRIM_BYTES = 1 << 19  # serialized size from which on reading a grammar fragments the heap
+# Reading a serialized grammar of at least this size fragments the heap.
+_TRIM_BYTES = 1 << 19
 _XGRAMMAR_ERRORS = (RuntimeError, ValueError, TypeError)
 _libc = ctypes.CDLL(None)
 
 
 @functools.cache
 def library() -> Any:
-    """Load XGrammar's library once and return its types.
+    """Load XGrammar's library once and return the namespace of its types.
 
     Raises
     ------
     OptionError
-        XGrammar is not installed, of an unsupported release, or cannot be loaded.
+        XGrammar is not installed, has an unsupported version, or cannot be loaded.
     """
     require_release("XGrammar", "xgrammar", "0.2.", "--no-deps xgrammar==0.2.8")
     try:
@@ -69,7 +70,10 @@ def _register_types() -> SimpleNamespace:
 
 @contextlib.contextmanager
 def _keep_signal_handler(number: int) -> Iterator[None]:
-    """Restore a signal's handler on exit: TVM-FFI would replace the soft device's."""
+    """Restore a signal's handler on exit.
+
+    Loading TVM-FFI replaces the handler that the soft device has installed.
+    """
     handler = ctypes.create_string_buffer(512)  # larger than struct sigaction
     _libc.sigaction(number, None, handler)
     try:
@@ -80,7 +84,7 @@ def _keep_signal_handler(number: int) -> Iterator[None]:
 
 @functools.cache
 def load_native() -> None:
-    """Hand XGrammar's methods to the native worker, which checks version and signatures.
+    """Hand XGrammar's methods to the native worker, which checks their version and signatures.
 
     Raises
     ------
@@ -99,7 +103,10 @@ def load_native() -> None:
 
 
 def tokenizer_info(tokens: Sequence[bytes], size: int, stops: Sequence[int]) -> Any:
-    """Return XGrammar's form of a vocabulary. Sorting it takes about 0.1 s for 128k tokens."""
+    """Return XGrammar's ``TokenizerInfo`` of a vocabulary.
+
+    XGrammar sorts the tokens, which takes about 0.1 s for 128k tokens.
+    """
     return library().TokenizerInfo(list(tokens), _RAW, size, list(stops), False)
 
 
@@ -109,7 +116,8 @@ def _compile(info: Any, spec: Spec) -> Any:
     types = library()
     text = spec.text
     root = spec.root
-    compiler = types.GrammarCompiler(info, 1, False, -1)  # one thread, no cache
+    # The compiler uses one thread and no cache.
+    compiler = types.GrammarCompiler(info, 1, False, -1)
     try:
         if spec.kind == "json_schema":
             layout = _layout(spec.whitespace, spec.strict is not False)
@@ -129,7 +137,10 @@ def _compile(info: Any, spec: Spec) -> Any:
 
 
 def syntax_error(spec: Spec) -> str:
-    """Return XGrammar's error for a grammar; empty if it can read it. Compiles nothing."""
+    """Return XGrammar's error for a grammar, or an empty string if there is none.
+
+    XGrammar reads the grammar but does not compile it.
+    """
     grammar = library().Grammar
     text = spec.text
     try:
@@ -147,7 +158,7 @@ def syntax_error(spec: Spec) -> str:
 
 
 def _quote(text: str) -> str:
-    """Return an EBNF string literal. All but ASCII letters and digits are escaped."""
+    """Return an EBNF string literal, in which all but ASCII letters and digits are escaped."""
     return '"' + "".join(_escape(c) for c in text) + '"'
 
 
@@ -159,10 +170,10 @@ def _escape(char: str) -> str:
 
 
 def _layout(whitespace: Whitespace, strict: bool) -> tuple[Any, ...]:
-    """Return the arguments of ``compile_json_schema`` after the schema.
+    """Return the arguments of XGrammar's ``compile_json_schema`` that follow the schema.
 
-    They are: any white space, indentation, separators, strict mode, maximum number of white-space
-    characters, and keys in any order.
+    In order, they are: whether any white space is allowed, indentation, separators, strict mode,
+    maximum number of white-space characters, and whether keys may come in any order.
     """
     any_whitespace = whitespace != "line"
     max_whitespace = whitespace if isinstance(whitespace, int) else None
@@ -172,8 +183,8 @@ def _layout(whitespace: Whitespace, strict: bool) -> tuple[Any, ...]:
 def _structural_tag(text: str, whitespace: Whitespace) -> str:
     """Return a structural tag in XGrammar's JSON form.
 
-    The content of a tag is given as EBNF rules, because XGrammar would allow any white space in a
-    schema.
+    The schema of each tag is converted to EBNF rules, because XGrammar would allow any white space
+    in the content if it received the schema itself.
     """
     document = json.loads(text)
     any_whitespace, indent, separators, strict, max_whitespace, any_order = _layout(
@@ -201,7 +212,8 @@ def _structural_tag(text: str, whitespace: Whitespace) -> str:
         "stop_after_first": False,
     }
     if document["at_least_one"] and not document["at_once"]:
-        # XGrammar's at_least_one means at_once: allow free text before the first tag
+        # XGrammar's at_least_one requires the output to start with a tag. The free text before the
+        # first tag must therefore be added explicitly.
         free_text = {"type": "any_text", "excludes": document["triggers"]}
         form = {"type": "sequence", "elements": [free_text, form]}
     return json.dumps({"type": "structural_tag", "format": form})
@@ -209,21 +221,24 @@ def _structural_tag(text: str, whitespace: Whitespace) -> str:
 
 # Functions that run in a child process.
 
-_vocabularies: dict[str, Any] = {}  # XGrammar's form of each vocabulary, by fingerprint
+_vocabularies: dict[str, Any] = {}  # TokenizerInfo by fingerprint of the vocabulary
 
 
 def add_vocabulary(fingerprint: str, *vocabulary: Any) -> None:
-    """Keep a vocabulary for later calls of `compiled_text`."""
+    """Store a vocabulary for later calls of `compiled_text`."""
     _vocabularies[fingerprint] = tokenizer_info(*vocabulary)
 
 
 def compiled_text(fingerprint: str, spec: Spec) -> str:
-    """Compile a grammar and return it as JSON text, which is several times its size in memory.
+    """Compile a grammar and return its compiled form as JSON text.
+
+    The text is several times as large as the compiled grammar in memory.
 
     Raises
     ------
     GrammarError
-        XGrammar refuses the grammar, or would enforce it in part and it is not `partial`.
+        XGrammar refuses the grammar, or XGrammar would enforce only a part of it and the
+        specification is not `partial`.
     """
     text = str(_compile(_vocabularies[fingerprint], spec).serialize_json())
     # XGrammar prints a warning about each part that it ignores. The child process redirects file
@@ -238,8 +253,8 @@ def compiled_text(fingerprint: str, spec: Spec) -> str:
 class XGrammarBackend:
     """Compiles grammars with XGrammar and creates matchers.
 
-    Construction sorts the vocabulary (about 0.1 s for 128k tokens) and holds the GIL: create the
-    backend at start-up. `compile` releases the GIL.
+    The constructor sorts the vocabulary while it holds the GIL, which takes about 0.1 s for 128k
+    tokens. The backend should therefore be created at start-up. `compile` releases the GIL.
 
     Parameters
     ----------
@@ -257,25 +272,33 @@ class XGrammarBackend:
         self._acceptable_by_stops: dict[tuple[int, ...], np.ndarray] = {}
 
     def compile(self, spec: Spec) -> CompiledGrammar:
-        """Compile on the calling thread, in this process."""
+        """Compile a grammar on the calling thread."""
         return self._compiled_grammar(spec, _compile(self._info, spec))
 
     def compile_call(self, spec: Spec, routed: bool) -> Call:
-        """See `BoundedBackend`."""
-        v = self.vocabulary
-        arguments = (v.fingerprint, v.tokens, v.size, v.stop_ids)
-        setup = Setup(f"xgrammar {v.fingerprint}", _MODULE + "add_vocabulary", arguments)
-        return Call(_MODULE + "compiled_text", (v.fingerprint, spec), setup)
+        """Return the call that compiles a grammar in a child process; see `BoundedBackend`."""
+        vocabulary = self.vocabulary
+        fingerprint = vocabulary.fingerprint
+        setup = Setup(
+            f"xgrammar {fingerprint}",
+            _MODULE + "add_vocabulary",
+            (fingerprint, vocabulary.tokens, vocabulary.size, vocabulary.stop_ids),
+        )
+        return Call(_MODULE + "compiled_text", (fingerprint, spec), setup)
 
     def load(self, spec: Spec, result: str) -> CompiledGrammar:
-        """Return the compiled grammar of a JSON text that a child process serialized."""
+        """Return the compiled grammar, given the JSON text that `compiled_text` returned."""
         native = self._types.CompiledGrammar.deserialize_json(result, self._info)
         if len(result) > _TRIM_BYTES:
-            _libc.malloc_trim(0)  # otherwise the memory of reading it is never returned
+            # Otherwise the memory that was used to read the text is never returned to the system.
+            _libc.malloc_trim(0)
         return self._compiled_grammar(spec, native)
 
     def matcher(self, compiled: CompiledGrammar, stop_ids: Iterable[int] | None = None) -> Matcher:
-        """Return a new matcher at the start; each of its `ending_ids` terminates it."""
+        """Return a new matcher at the start of a grammar.
+
+        The stop ids that are not text terminate the matcher; see `ending_ids`.
+        """
         ending = ending_ids(self, compiled, stop_ids)
         override = None if ending == self.vocabulary.stop_ids else list(ending)
         handle = self._types.GrammarMatcher(compiled.native, override, False, -1, None)
@@ -289,11 +312,12 @@ class XGrammarBackend:
         return CompiledGrammar(self, spec, native, int(native.memory_size_bytes()))
 
     def _acceptable(self, stops: tuple[int, ...]) -> np.ndarray:
-        """Return a bitmask of the ids that XGrammar can accept: text, or a stop id."""
+        """Return a bitmask of the ids that XGrammar can accept: text tokens and `stops`."""
         if stops not in self._acceptable_by_stops:
-            flags = np.zeros(self.vocabulary.words * 32, bool)
-            flags[: len(self.vocabulary.tokens)] = [bool(text) for text in self.vocabulary.tokens]
+            vocabulary = self.vocabulary
+            flags = np.zeros(vocabulary.words * 32, bool)
+            flags[: len(vocabulary.tokens)] = [bool(text) for text in vocabulary.tokens]
             flags[list(stops)] = True
-            packed = np.packbits(flags, bitorder="little").view(np.uint32)
-            self._acceptable_by_stops[stops] = packed
+            packed = np.packbits(flags, bitorder="little")
+            self._acceptable_by_stops[stops] = packed.view(np.uint32)
         return self._acceptable_by_stops[stops]

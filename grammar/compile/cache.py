@@ -14,15 +14,16 @@ __all__ = ["CACHE_BYTES", "GrammarCache"]
 
 #: Default size limit in bytes.
 CACHE_BYTES = 1 << 29
-_ENTRY_BYTES = 1024  # overhead of an entry in addition to its texts and its grammar
+_ENTRY_BYTES = 1024  # estimated overhead of an entry, besides its specification and its grammar
 
 
 class GrammarCache:
-    """Compiled grammars and refusals of one backend, by specification. Thread-safe.
+    """LRU cache of completed compilations, by specification. Thread-safe.
 
-    The size of an entry is `CompiledGrammar.nbytes` plus its specification plus 1 KiB. The least
-    recently used entries are evicted first. An entry larger than the limit is not stored. Eviction
-    does not affect matchers, which hold a reference to their grammar.
+    An entry is the completed future of a compilation. Its result is a compiled grammar, or the
+    error with which the grammar was refused. The size of an entry is the sum of
+    `CompiledGrammar.nbytes`, the length of the specification and 1 KiB. An entry larger than the
+    limit is not stored. Eviction does not affect matchers, which hold a reference to their grammar.
 
     Parameters
     ----------
@@ -39,7 +40,7 @@ class GrammarCache:
         self._nbytes = 0
 
     def get(self, spec: Spec) -> Future[CompiledGrammar] | None:
-        """Return the completed future of an equal specification, or None."""
+        """Return the completed future of an equal specification; None if there is none."""
         with self._lock:
             if spec not in self._entries:
                 return None
@@ -48,9 +49,13 @@ class GrammarCache:
             return future
 
     def put(self, spec: Spec, future: Future[CompiledGrammar]) -> None:
-        """Store a completed future, and evict the least recently used until the limit holds."""
-        grammar_bytes = 0 if future.exception() else future.result().nbytes
-        size = grammar_bytes + len(spec.text) + len(spec.source) + _ENTRY_BYTES
+        """Store a completed future.
+
+        The least recently used entries are evicted until the total size is within the limit.
+        """
+        size = len(spec.text) + len(spec.source) + _ENTRY_BYTES
+        if not future.exception():
+            size += future.result().nbytes
         if size > self._limit_bytes:
             return
         with self._lock:

@@ -1,4 +1,4 @@
-"""Compilation of an engine's grammars in child processes, outside its decoding loop."""
+"""Compilation of an engine's grammars in child processes, concurrently with decoding."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ class _Job(NamedTuple):
 
 
 class _Lane:
-    """A queue of jobs, and the time limit of each.
+    """A queue of compilation jobs and the threads that serve it.
 
     Parameters
     ----------
@@ -74,7 +74,7 @@ class _SharedBackends:
     cache
         Compiled grammars by specification.
     default
-        Backend of grammars that name none.
+        Backend of grammars whose specification names no backend.
     """
 
     def __init__(self, vocabulary: Vocabulary, choice: BackendChoice, cache_bytes: int):
@@ -83,12 +83,13 @@ class _SharedBackends:
         self._backends: dict[str, GrammarBackend] = {}
         self.cache = GrammarCache(cache_bytes)
         if isinstance(choice, str):
-            self.default = self.backend(available_backends()[0] if choice == "auto" else choice)
+            name = available_backends()[0] if choice == "auto" else choice
+            self.default = self.backend(name)
         else:
             self.default = make_backend(choice, vocabulary)
 
     def backend(self, name: str) -> GrammarBackend:
-        """Return the backend of a name; create it on first use."""
+        """Return the backend with this name. The backend is created on first use."""
         with self._lock:
             if name not in self._backends:
                 self._backends[name] = make_backend(name, self._vocabulary)
@@ -104,7 +105,10 @@ _shared_backends_lock = threading.Lock()
 def _get_shared_backends(
     vocabulary: Vocabulary, choice: BackendChoice, cache_bytes: int
 ) -> _SharedBackends:
-    """Return the shared backends of equal settings. A factory's backends are not shared."""
+    """Return the backends that all services with these settings share.
+
+    If `choice` is a factory, each call returns new backends.
+    """
     if not isinstance(choice, str):
         return _SharedBackends(vocabulary, choice, cache_bytes)
     key = (choice, vocabulary.fingerprint, cache_bytes)
@@ -117,42 +121,43 @@ def _get_shared_backends(
 
 
 class GrammarService:
-    """Compiles each grammar with the backend that it names, or with the engine's backend.
+    """Compiles the grammars of an engine's requests.
 
-    All work whose cost depends on the text of a grammar (routing and rewriting a schema, reading
-    and compiling a grammar) runs in child processes with limits of time and memory. A grammar that
-    takes too long or crashes a library fails alone.
+    A grammar is compiled with the backend that its specification names, or else with the engine's
+    backend. All work whose cost depends on the text of a grammar runs in child processes with
+    limits of time and memory: routing and rewriting a schema, and reading and compiling a grammar.
+    If a grammar takes too long or crashes a library, only its own compilation fails.
 
-    There are two lanes of threads. Each grammar starts in the fast lane with a time limit of one
-    second. If it exceeds the limit, it starts again in the slow lane with the limit `timeout_s`, so
-    that slow grammars only delay each other.
+    The service has two lanes. A lane is a queue with the threads that serve it. Each compilation
+    starts in the fast lane with a time limit of one second. If it exceeds this limit, it starts
+    again in the slow lane with the limit `timeout_s`. Slow grammars therefore delay only each
+    other.
 
-    Matchers of different backends may be used in one batch. Services of a process with equal
-    vocabularies and settings share their backends and compiled grammars while at least one of them
-    exists, unless a factory creates the backend.
+    Services of a process with equal vocabularies and settings share their backends and compiled
+    grammars while at least one of these services exists, unless a factory creates the backend.
 
     Parameters
     ----------
     vocabulary
         Vocabulary that the grammars are compiled for.
     choice
-        Backend of grammars that name none: a name, ``"auto"``, or a factory that is called with the
-        vocabulary. ``"auto"`` routes JSON schemas (see `resolve_spec`), compiles EBNF with
-        XGrammar, whose notation it is, and other grammars with the first installed backend. A
-        backend that is not a `BoundedBackend` compiles in this process without limits.
+        Backend of grammars whose specification names no backend: a name, ``"auto"``, or a factory
+        that is called with the vocabulary. ``"auto"`` routes JSON schemas (see `resolve_spec`),
+        compiles EBNF with XGrammar, and compiles other grammars with the first installed backend.
+        A backend that is not a `BoundedBackend` compiles in this process without limits.
     threads
-        Number of concurrent compilations per lane.
+        Number of threads per lane, that is, of concurrent compilations in a lane.
     timeout_s
         Maximum time of one compilation in seconds, not including the time in the queue.
     memory_bytes
-        Address space that the compilations of one process may add, in bytes.
+        Address space that the compilations of one child process may add, in bytes.
     cache_bytes
-        Size limit of the compiled grammars that are kept, in bytes.
+        Size limit of the cache of compiled grammars, in bytes.
 
     Attributes
     ----------
     backend
-        Backend of grammars that name none.
+        Backend of grammars whose specification names no backend.
     """
 
     def __init__(
@@ -195,10 +200,10 @@ class GrammarService:
         Returns
         -------
         Future
-            Result of the compilation, shared by all submissions of an equal `spec`. It cannot be
-            cancelled. It raises `GrammarError` with one sentence if the backend is not available,
-            refuses the grammar or cannot enforce a part of it, or if the compilation exceeds its
-            limit of time or memory or crashes.
+            Result of the compilation. All submissions of an equal `spec` share one future, so it
+            cannot be cancelled. Its exception is a `GrammarError` with a message of one sentence if
+            the backend is not available, refuses the grammar or cannot enforce a part of it, or if
+            the compilation crashes or exceeds its limit of time or memory.
 
         Raises
         ------
@@ -212,7 +217,8 @@ class GrammarService:
             if future is not None:
                 return future
             future = Future()
-            future.set_running_or_notify_cancel()  # several requests may wait: no cancellation
+            # A running future cannot be cancelled. Several requests may wait for this one.
+            future.set_running_or_notify_cancel()
             self._pending[spec] = future
         self._fast_lane.jobs.put(_Job(spec, future))
         return future
@@ -225,16 +231,17 @@ class GrammarService:
     def close(self) -> None:
         """Kill the child processes. Unfinished compilations fail with `GrammarError`.
 
-        Waits for work that threads do in this process: compilations of unbounded backends, and
-        loading the result of a child process. A second call has no effect.
+        Work in this process cannot be interrupted, so `close` waits for it: compilations of
+        backends that are not a `BoundedBackend`, and loading the result of a child process. A
+        second call has no effect.
         """
         with self._lock:
-            if self._closed:  # a process must not be released twice
+            if self._closed:  # a child process must not be released twice
                 return
             self._closed = True
         for child in self._children:
             POOL.release(child)
-        # The slow lane ends last, because the fast lane passes jobs on to it.
+        # The fast lane passes jobs on to the slow lane, so the slow lane must end last.
         for lane in (self._fast_lane, self._slow_lane):
             for _ in lane.threads:
                 lane.jobs.put(None)
@@ -252,26 +259,34 @@ class GrammarService:
     def _run(self, lane: _Lane, child: ChildProcess) -> None:
         """Compile the jobs of a lane until the service is closed. Runs on a thread of the lane."""
         if lane is self._fast_lane and isinstance(self.backend, BoundedBackend):
-            child.start()  # while the engine loads its models
-        while (job := lane.jobs.get()) is not None:
-            kind = job.spec.kind
-            try:
-                if self._closed:
-                    raise ChildLost("the compile service was closed")
-                compiled = self._compile(job.spec, child, lane.timeout_s)
-                _require_output(compiled)
-            except ChildLost as error:
-                self._handle_lost_child(job, lane, error)
-            except GrammarError as error:
-                self._finish(job, error, "refused")
-            except OptionError as error:
-                self._finish(job, GrammarError(f"{kind}: {error}"), "refused", keep=False)
-            except BaseException as error:  # requests wait for the future: it must be completed
-                failure = GrammarError(f"{kind}: {type(error).__name__}: {clean_message(error)}")
-                failure.__cause__ = error
-                self._finish(job, failure, "failed", keep=False)
-            else:
-                self._finish(job, compiled, "compiled")
+            child.start()  # the process starts while the engine loads its models
+        while True:
+            job = lane.jobs.get()
+            if job is None:
+                return
+            self._run_job(job, lane, child)
+
+    def _run_job(self, job: _Job, lane: _Lane, child: ChildProcess) -> None:
+        """Compile the grammar of a job and complete the job's future."""
+        kind = job.spec.kind
+        try:
+            if self._closed:
+                raise ChildLost("the compile service was closed")
+            compiled = self._compile(job.spec, child, lane.timeout_s)
+            _require_output(compiled)
+        except ChildLost as error:
+            self._handle_lost_child(job, lane, error)
+        except GrammarError as error:
+            self._finish(job, error, "refused")
+        except OptionError as error:
+            self._finish(job, GrammarError(f"{kind}: {error}"), "refused", keep=False)
+        except BaseException as error:
+            # Requests wait for the future, so it must be completed whatever happens.
+            failure = GrammarError(f"{kind}: {type(error).__name__}: {clean_message(error)}")
+            failure.__cause__ = error
+            self._finish(job, failure, "failed", keep=False)
+        else:
+            self._finish(job, compiled, "compiled")
 
     def _handle_lost_child(self, job: _Job, lane: _Lane, error: ChildLost) -> None:
         """Pass a job that timed out in the fast lane on to the slow lane, or fail it."""
@@ -300,8 +315,10 @@ class GrammarService:
         backend = self._shared.backend(spec.backend) if spec.backend else self.backend
         if not isinstance(backend, BoundedBackend):
             return backend.compile(spec)
+        request = backend.compile_call(spec, routed)
         remaining_s = max(0.0, deadline - time.monotonic())
-        return backend.load(spec, child.call(backend.compile_call(spec, routed), remaining_s))
+        result = child.call(request, remaining_s)
+        return backend.load(spec, result)
 
     def _finish(
         self, job: _Job, result: CompiledGrammar | GrammarError, outcome: str, *, keep: bool = True
@@ -315,9 +332,9 @@ class GrammarService:
         result
             The compiled grammar, or the exception of the future.
         outcome
-            Counter to increment.
+            Name of the counter to increment.
         keep
-            Whether to cache the result. False if another attempt may have another result.
+            Whether to cache the result. It is False if another attempt may have another result.
         """
         with self._lock:
             self._counts[outcome] += 1
@@ -331,17 +348,17 @@ class GrammarService:
             return
         try:
             self._shared.cache.put(job.spec, job.future)
-        except Exception as error:  # of a user's backend whose nbytes is not a number
+        except Exception as error:  # nbytes of a user-defined backend may not be a number
             _log.warning("compiled grammar not kept: %s: %s", type(error).__name__, error)
         with self._lock:
             del self._pending[job.spec]
 
 
 def _require_output(compiled: CompiledGrammar) -> None:
-    """Raise `GrammarError` if the grammar allows no text at all.
+    """Raise `GrammarError` if the grammar allows no first token.
 
-    If the vocabulary cannot spell every text, the vocabulary may be the cause; such a grammar is
-    accepted and its request ends in a dead end.
+    If some texts have no tokenization in the vocabulary, the cause may be the vocabulary instead of
+    the grammar. Such a grammar is accepted, and its request fails when no token is legal.
     """
     vocabulary = compiled.backend.vocabulary
     if not (vocabulary.spells_everything and vocabulary.stop_ids):
