@@ -12,8 +12,8 @@ The parent (`process.ChildProcess`) sends ``(function, arguments)`` through a pi
 ``("failed", "Type: message")``
     The function raised another exception.
 
-File descriptors 1 and 2 refer to one file in memory, which is truncated before each call: a
-function can read there what a library printed during the call.
+In the child, file descriptors 1 and 2 refer to the same file in memory. It is truncated before each
+call, so that a function can read from it what a library has printed during the call.
 """
 
 from __future__ import annotations
@@ -32,28 +32,31 @@ from graft.native.children.errors import Refusal
 __all__ = ["main"]
 
 _PR_SET_PDEATHSIG = 1
-_MAX_MESSAGE = 10_000  # characters of an unexpected exception that are sent to the parent
+_MAX_MESSAGE = 10_000  # maximum length of the message of an unexpected exception
 
 
 def _run(function: str, arguments: tuple[Any, ...]) -> tuple[str, Any]:
-    """Call a function by name and return the reply."""
-    module, _, name = function.partition(":")
+    """Call a function by name and return the reply for the parent."""
+    module_name, _, function_name = function.partition(":")
     os.ftruncate(1, 0)
     os.lseek(1, 0, os.SEEK_SET)
     try:
-        return "value", getattr(importlib.import_module(module), name)(*arguments)
+        module = importlib.import_module(module_name)
+        result = getattr(module, function_name)(*arguments)
     except Refusal as error:
         return "refused", (type(error), str(error))
     except BaseException as error:  # a Rust panic in LLGuidance is not an Exception
         if isinstance(error, MemoryError) or "bad_alloc" in str(error):
             return "memory", ""
-        return "failed", f"{type(error).__name__}: {error}"[:_MAX_MESSAGE]
+        message = f"{type(error).__name__}: {error}"
+        return "failed", message[:_MAX_MESSAGE]
+    return "value", result
 
 
 def _limit_memory(additional_bytes: int) -> None:
-    """Limit the address space to the present size plus `additional_bytes`.
+    """Limit the address space to its present size plus `additional_bytes`.
 
-    A hard limit that the process inherited is kept if it is lower.
+    If the process has inherited a lower hard limit, that limit applies.
     """
     with open("/proc/self/statm", encoding="ascii") as statm:
         mapped = int(statm.read().split()[0]) * resource.getpagesize()
@@ -70,8 +73,9 @@ def main(arguments: Sequence[str]) -> None:
     Parameters
     ----------
     arguments
-        Process id of the parent; address space that the calls may add, in bytes; file descriptor
-        of this end of the pipe; names of modules to import before the address space is limited.
+        In order: process id of the parent; address space that the calls may add, in bytes; file
+        descriptor of the child's end of the pipe; names of modules that are imported before the
+        address space is limited.
     """
     parent, memory_bytes, pipe_fd = map(int, arguments[:3])
     ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)

@@ -6,20 +6,21 @@ __all__ = ["ChildLost", "ChildTimeout", "Refusal"]
 
 
 class Refusal(Exception):
-    """Base class of the exceptions that a child process passes on to its caller.
+    """Base class of the exceptions that are passed from a child process to its caller.
 
-    A function that raises a subclass in the child makes the call raise the same type with the same
-    message in the parent. The type must be importable and constructible from the message alone.
-    Every other exception becomes a `ChildLost`.
+    If the called function raises a subclass of `Refusal` in the child, the call raises an exception
+    of the same type with the same message in the parent. The type must be importable, and its
+    constructor must accept the message as its only argument. For every other exception, the call
+    raises `ChildLost`.
     """
 
 
 class ChildLost(Exception):
-    """The call has no result, but another attempt may have one.
+    """A call failed without a definite result, so that another attempt may succeed.
 
-    The child process was killed, died, ran out of memory, could not be started, or the function
-    raised an exception that is not a `Refusal`. The message states the reason and does not name
-    the function.
+    The child process could not be started, was killed, exited, or ran out of memory, or the
+    function raised an exception that is not a `Refusal`. The message states the reason and does not
+    name the function.
     """
 
 

@@ -1,9 +1,10 @@
 """Calls in child processes that can be killed.
 
-Neither Python's ``re``, a grammar library nor a chat template can be interrupted from within. Work
-whose cost depends on a user's input (reading, routing, compiling and checking grammars, rendering
-chat templates) therefore runs in a child process with a limit of time and memory. A process is
-started on first use, reused for later calls, and replaced after it was lost.
+A search with Python's ``re``, a call of a grammar library and the rendering of a chat template
+cannot be interrupted. Work whose cost depends on a user's input (reading, routing, compiling and
+checking grammars, rendering chat templates) therefore runs in a child process with limits of time
+and memory. A process is started on first use and reused for later calls. If it was killed or has
+exited, the next call starts a new one.
 """
 
 from __future__ import annotations
@@ -34,20 +35,23 @@ __all__ = [
 TIMEOUT_S = 30.0
 #: Default address space that the calls of one process may add, in bytes.
 MEMORY_BYTES = 4 << 30
-_START_TIMEOUT_S = 120.0  # of starting Python and importing graft; also of a call's setup
-_MAX_IDLE = 3  # processes kept for reuse: as many as an engine uses; starting one takes 0.5 s
+# Time limit of starting Python and importing graft, and of a call's setup.
+_START_TIMEOUT_S = 120.0
+# Maximum number of idle processes that are kept for reuse. An engine uses three processes, and
+# starting one takes 0.5 s.
+_MAX_IDLE = 3
 _COMMAND = "import sys; from graft.native.children.child import main; main(sys.argv[1:])"
 
 
 class Setup(NamedTuple):
-    """A call that each process must have made before another one.
+    """A function that a process runs once before the calls that require it.
 
     Attributes
     ----------
     key
-        Identifies the setup. A process runs the setup of a key once.
+        Identifier of the setup. A process runs only one setup per key.
     function, arguments
-        As of `Call`.
+        As in `Call`.
     """
 
     key: str
@@ -56,16 +60,17 @@ class Setup(NamedTuple):
 
 
 class Call(NamedTuple):
-    """A function of graft and its arguments.
+    """A function to run in a child process, and its arguments.
 
     Attributes
     ----------
     function
         Name in the form ``"package.module:function"``.
     arguments
-        Positional arguments; they and the result must be picklable.
+        Positional arguments. They and the result of the function must be picklable.
     setup
-        Call that the process makes first, once, outside the time limit of this call.
+        Setup that the call requires; None if there is none. If the process has not run it yet, the
+        process runs it before the call, and its time does not count towards the call's time limit.
     """
 
     function: str
@@ -74,14 +79,15 @@ class Call(NamedTuple):
 
 
 class ChildProcess:
-    """A process that runs one call after the other. Thread-safe.
+    """A child process that runs one call after another. Thread-safe.
 
     Parameters
     ----------
     memory_bytes
         Address space that calls may add to the size of the process after its imports, in bytes.
     preload
-        Modules that the process imports at start, outside the limits of time and memory of calls.
+        Names of modules that the process imports at start. The limits of calls do not apply to
+        these imports.
     """
 
     def __init__(self, memory_bytes: int = MEMORY_BYTES, preload: tuple[str, ...] = ()):
@@ -91,7 +97,7 @@ class ChildProcess:
         self._lock = threading.Lock()  # guards the fields below
         self._process: subprocess.Popen[bytes] | None = None
         self._pipe: Connection
-        self._ready = False  # whether the process has reported that it reads the pipe
+        self._ready = False  # whether the process has reported that it has started
         self._closed = False
         self._finished_setups: set[str] = set()
         _children.add(self)
@@ -99,17 +105,18 @@ class ChildProcess:
     def call(self, call: Call, timeout_s: float = TIMEOUT_S) -> Any:
         """Run a call in the process and return its result.
 
-        Starts the process if there is none. Waits for the calls of other threads first.
+        The process is started if it does not run. If other threads have calls under way, the call
+        waits for them first; `timeout_s` does not include this time.
 
         Raises
         ------
         Refusal
-            The function raised this subclass of `Refusal`.
+            The function raised a subclass of `Refusal`; the exception is of the same type.
         ChildTimeout
             The call took longer than `timeout_s`; the process was killed.
         ChildLost
-            The process was killed, died or ran out of memory, or the function raised an exception
-            that is not a `Refusal`.
+            The process could not be started, was killed, exited or ran out of memory, or the
+            function raised an exception that is not a `Refusal`.
         """
         with self._call_lock:
             try:
@@ -157,13 +164,15 @@ class ChildProcess:
             return self._exchange(call.function, call.arguments, timeout_s)
         except (Refusal, ChildLost, EOFError, OSError):  # TimeoutError is an OSError
             raise
-        except BaseException:  # as Ctrl-C: the next call must not receive the reply to this one
+        except BaseException:
+            # For example Ctrl-C. The process is killed, because the next call would otherwise
+            # receive the reply to this one.
             self._reap(kill=True)
             raise
 
     def _exchange(self, function: str, arguments: tuple[Any, ...], timeout_s: float) -> Any:
         """Send a call and return the result of its reply, or raise its exception."""
-        self._pipe.send((function, arguments))  # does not block: the process reads the pipe
+        self._pipe.send((function, arguments))  # does not block, because the process reads the pipe
         outcome, value = self._read(timeout_s)
         if outcome == "value":
             return value
@@ -203,7 +212,7 @@ class ChildProcess:
         self._ready = False
 
     def _reap(self, *, kill: bool) -> int | None:
-        """Wait for the process to end and return its exit status; None if there is none."""
+        """Wait for the process to exit and return its exit status; None if there is no process."""
         with self._lock:
             process = self._process
             self._process = None
@@ -215,8 +224,8 @@ class ChildProcess:
         return process.wait()
 
 
-# PR_SET_PDEATHSIG kills a child when the thread that started it ends, not the process. One thread
-# that lives as long as Python therefore starts all children.
+# PR_SET_PDEATHSIG kills a child when the thread that started it ends, even if the parent process
+# continues. All children are therefore started by one thread, which lives as long as Python.
 _starter = ThreadPoolExecutor(1, thread_name_prefix="graft-children")
 _children: weakref.WeakSet[ChildProcess] = weakref.WeakSet()
 
@@ -230,7 +239,8 @@ def _spawn(
     pipe_fd = child_end.fileno()
     numbers = map(str, (os.getpid(), memory_bytes, pipe_fd))
     command = [sys.executable, "-P", "-c", _COMMAND, *numbers, *preload]
-    # With lazy binding, resolving a symbol after memory is exhausted would end the process.
+    # With lazy binding, the process would be terminated if a symbol had to be resolved after its
+    # memory is exhausted.
     environment = {**os.environ, "PYTHONPATH": path, "LD_BIND_NOW": "1"}
 
     def start() -> subprocess.Popen[bytes]:
@@ -247,12 +257,12 @@ def _spawn(
 
 
 class ProcessPool:
-    """Child processes that are reused. Thread-safe.
+    """A pool of reusable child processes. Thread-safe.
 
     Parameters
     ----------
     preload
-        As of `ChildProcess`.
+        As in `ChildProcess`.
     """
 
     def __init__(self, preload: tuple[str, ...] = ()):
@@ -260,18 +270,25 @@ class ProcessPool:
         self._idle: list[ChildProcess] = []
 
     def new(self, memory_bytes: int = MEMORY_BYTES) -> ChildProcess:
-        """Return a process that has not been started. Return it with `release`."""
+        """Return a process that has not been started. The caller must pass it to `release`."""
         return ChildProcess(memory_bytes, self._preload)
 
     def acquire(self, memory_bytes: int = MEMORY_BYTES) -> ChildProcess:
-        """Return an idle process if there is one, else a new one. Return it with `release`."""
+        """Return an idle process, or a new one if none is idle.
+
+        The caller must pass it to `release`.
+        """
         if memory_bytes == MEMORY_BYTES:
             with contextlib.suppress(IndexError):
                 return self._idle.pop()
         return self.new(memory_bytes)
 
     def release(self, child: ChildProcess) -> None:
-        """Keep a process for reuse. It is killed if it serves a call or enough are kept."""
+        """Return a process to the pool.
+
+        The process is killed instead if a call is under way, if its memory limit is not the default
+        one, or if the pool already has enough idle processes.
+        """
         reusable = child.memory_bytes == MEMORY_BYTES and child.idle
         if reusable and len(self._idle) < _MAX_IDLE:
             self._idle.append(child)
@@ -281,7 +298,7 @@ class ProcessPool:
     def call(self, call: Call, timeout_s: float | None = None) -> Any:
         """Run a call in a process of the pool and return its result.
 
-        Concurrent calls use different processes.
+        Concurrent calls run in different processes.
 
         Parameters
         ----------
@@ -303,7 +320,11 @@ class ProcessPool:
 
 
 def _reset_after_fork() -> None:
-    """Forget all processes: after fork, the starter thread is gone and the pipes are shared."""
+    """Forget all processes in a forked process.
+
+    The forked process does not have the starter thread and shares the pipes with its parent, so it
+    must start its own children.
+    """
     global _starter
     _starter = ThreadPoolExecutor(1, thread_name_prefix="graft-children")
     for child in list(_children):
