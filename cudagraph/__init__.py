@@ -1,6 +1,15 @@
 """CUDA graphs with host work: devices, memory, kernels, streams, lanes and graphs.
 
 See README.md for an introduction. Importing this package loads no driver; :func:`open_device` does.
+
+Terms:
+
+* The *soft device* is graft's CPU implementation of the CUDA driver API.
+* A *lane* is an in-order sequence of device and host work, on a stream or in a graph.
+* A *mark* is a point in a lane that other lanes can wait for.
+* A *host step* is CPU work that a graph runs: a Python callable or a native function.
+* A *replay* is one launch of an executable graph. Replays are numbered from 1.
+* A *payload* is a value that a host step receives and that can be changed between replays.
 """
 
 from graft.cudagraph.conditional import (

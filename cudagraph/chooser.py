@@ -1,8 +1,8 @@
 """Selection of ``libcuda.so.1`` for this process: NVIDIA's driver or the soft device.
 
-The dynamic loader uses the first library loaded under a SONAME for the whole process. NVIDIA's
-driver is therefore probed in a child process only, and the soft device is loaded before anything
-else can load the driver.
+The soft device is graft's CPU implementation of the CUDA driver API. The dynamic loader uses the
+first library that is loaded under a SONAME for the whole process. NVIDIA's driver is therefore
+probed only in a child process, and the soft device is loaded before other code can load the driver.
 """
 
 from __future__ import annotations
@@ -63,7 +63,7 @@ def run_python_child(
     limit_s
         Time limit in seconds.
     environment
-        Environment of the child. Default: that of this process.
+        Environment of the child. Default: the environment of this process.
 
     Returns
     -------

@@ -1,6 +1,6 @@
 """Compilation of kernel source: NVRTC through CuPy on CUDA, the C++ compiler on the soft device.
 
-Above the driver API, this module is the only code that distinguishes the two devices.
+Code above the driver API is mostly the same for both devices. Compilation is the main difference.
 """
 
 from __future__ import annotations

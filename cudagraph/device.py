@@ -136,7 +136,7 @@ class Device(Context):
         array
             Values in the storage dtype, or float32 values to be rounded to an 8- or 16-bit float.
         dtype
-            Element type. Default: that of the array.
+            Element type. Default: the element type of the array.
         """
         return from_host(self, array, dtype)
 

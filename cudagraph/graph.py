@@ -131,6 +131,7 @@ class GraphBase(ABC):
         # once, without a reference cycle.
         self._tails: dict[str, tuple[int, ...]] = {}
         # Names of lanes whose next node depends on exactly one kernel of the lane and on no mark.
+        # Only in these lanes can the next edge be programmatic.
         self._kernel_tails: set[str] = set()
         # Indices of the nodes at either end of a programmatic edge.
         self._programmatic_nodes: set[int] = set()

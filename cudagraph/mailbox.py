@@ -28,8 +28,9 @@ from graft.native import _native
 KERNELS = Path(__file__).parent / "kernels" / "mailbox.cu"
 #: 32-bit words per cache line.
 LINE_WORDS = 16
-#: Cache lines of the words of a mailbox: number of the posted request; acknowledgement, which the
-#: host stores; and number of the request whose waiting kernel reached its deadline.
+#: Cache lines of the words of a mailbox. REQUEST is the number of the posted request. ACK is the
+#: answer, which the host stores. TIMED_OUT is the number of the request whose waiting kernel
+#: reached its deadline.
 REQUEST, ACK, TIMED_OUT = range(3)
 ONE_THREAD = (1, 1, 1)
 MAX_DEADLINE_S = 86400.0
@@ -44,7 +45,7 @@ class MailboxWorker:
     Parameters
     ----------
     cpus
-        Cores the thread may run on. Default: those of the process.
+        Cores the thread may run on. Default: all cores of the process.
     wait : {"auto", "spin", "park"}
         How the thread waits while a replay is in flight. "spin" polls continuously and occupies a
         core. "park" polls continuously for 50 us and then every 50 us. "auto" selects "spin" if at

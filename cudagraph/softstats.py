@@ -1,4 +1,4 @@
-"""Counters and error descriptions of the soft device.
+"""Counters and error descriptions of the soft device, graft's CPU implementation of the driver.
 
 Every function queries the loaded library, so the soft device must have been opened before.
 """

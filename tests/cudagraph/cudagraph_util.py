@@ -81,9 +81,9 @@ class Step:
 def wait_until_freed() -> int:
     """Wait until all resources of earlier tests are freed; return the number of released records.
 
-    The reaper destroys dropped graphs. The driver may run their destructors late, on its own
-    thread, and they pass their records to the reaper again. A token that takes the same path is
-    released after everything else.
+    The reaper destroys dropped graphs. The driver may run the destructors of their user objects
+    late, on its own thread, and these pass records to the reaper again. This function therefore
+    sends a token the same way. When the token is released, everything before it is released too.
     """
     gc.collect()
     if is_current():
