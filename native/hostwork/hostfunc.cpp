@@ -16,7 +16,7 @@ struct CapturedGraph {
   std::weak_ptr<GraphState> state;
 };
 
-// Leaked on purpose: driver threads may use it while static objects are being destroyed.
+// Leaked on purpose, because driver threads may use it while static objects are being destroyed.
 struct EnqueuedWork {
   std::mutex mutex;  // never held while acquiring the GIL or calling the driver
   std::set<EagerRecord*> pending;

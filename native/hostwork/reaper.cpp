@@ -87,7 +87,7 @@ class Reaper {
 
 namespace {
 
-// Never destroyed: its thread uses it until the process ends.
+// Never destroyed, because its thread uses it until the process ends.
 Reaper& reaper = *new Reaper;
 
 }  // namespace

@@ -21,7 +21,7 @@ std::atomic<std::int64_t> released{0};
 
 struct HostThread;
 
-// Leaked on purpose: driver threads may use it while static objects are being destroyed.
+// Leaked on purpose, because driver threads may use it while static objects are being destroyed.
 struct Registry {
   std::mutex mutex;
   std::set<HostThread*> threads;

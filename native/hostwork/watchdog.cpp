@@ -19,7 +19,7 @@ namespace {
 constexpr double kMinTickS = 0.5e-3;
 constexpr double kMaxTickS = 20e-3;
 
-// Leaked on purpose: a detached thread uses it until the process ends.
+// Leaked on purpose, because a detached thread uses it until the process ends.
 struct Watchdog {
   std::mutex mutex;
   std::condition_variable wake;
