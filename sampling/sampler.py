@@ -394,9 +394,8 @@ class Sampler:
         """
         batch = self._check_draft(draft_logits, row_slot, j)
         # After an unsuccessful probe, which is rare, the row is read from host memory.
-        masks = self.exchange.device_masks
-        if self.mode.probes:
-            masks = self.exchange.host_masks
+        exchange = self.exchange
+        masks = exchange.host_masks if self.mode.probes else exchange.device_masks
         args = [
             draft_logits,
             self.draft_vocab,

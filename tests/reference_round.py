@@ -1,18 +1,19 @@
-"""One round of guided speculative decoding, stated once: the oracle of every test of a round.
+"""Reference implementation of a round of guided speculative decoding, used by all tests of rounds.
 
 A slot's drafts are a tree. Node 0 is the last committed token, at position `n`; the others are
-drafts, with ``parent[j] < j``; a chain is ``parent[j] = j - 1``. A node of depth e stands at
-position n + e: its mask row and its logits decide position n + e + 1. A round
+drafts, with ``parent[j] < j``; a chain has ``parent[j] = j - 1``. A node of depth e is at position
+n + e; its mask row and its logits decide position n + e + 1. A round
 
-1. verifies (`walk`): from node 0 on, each node's row decides a token; where a child holds that
-   token the walk goes there, else it stops. A sampled draft is always tested: the walk may end
-   after an accepted token (row not ready, stop id, limit), then without a bonus, never instead of
-   a test;
+1. verifies (`walk`): from node 0 on, each node's row decides a token. If a child has that token,
+   the walk continues there, otherwise it stops. A sampled draft is always tested: the walk may end
+   after an accepted token (row not ready, stop id, limit) without a bonus token, but never instead
+   of a test;
 2. commits (`commit`): the tokens, the new node 0, the end of the request;
-3. drafts (`draft`) where the prefix lets it (`may_grow`, the row's state), whatever would be drawn.
+3. drafts (`draft`) if the prefix allows it (`may_grow`, the state of the row), whatever token would
+   be sampled.
 
-Nothing here looks at how kernels compute: float64, distributions by sorting, draws by
-argmax(log p + Gumbel), one request at a time.
+The reference uses float64, sorts distributions, samples by argmax(log p + Gumbel), and processes
+one request at a time, independently of how the kernels compute.
 """
 
 from __future__ import annotations
@@ -28,23 +29,23 @@ from numpy.typing import NDArray
 
 from graft.sampling.params import Relaxed, SamplingParams
 
-F64 = NDArray[np.float64]
-Bool = NDArray[np.bool_]
-# purposes of random numbers
+FloatArray = NDArray[np.float64]
+BoolArray = NDArray[np.bool_]
+# Purposes of random numbers.
 NOISE = 0
 DRAFT = 1
 COIN = 2
 RESIDUAL = 3
 NOT_READY, FREE, READY, DEAD_END, ERROR = range(5)  # states of a mask row
-RUNNING, STOP, LENGTH, DEAD, FAULT = range(5)  # why a request ended
-REJECTION, COUPLED, PER_TOKEN, RELAXED = range(4)  # how sampled drafts are tested
-#: What a draft was drawn from: a table q, or nothing.
+RUNNING, STOP, LENGTH, DEAD, FAULT = range(5)  # reason for which a request ended
+REJECTION, COUPLED, PER_TOKEN, RELAXED = range(4)  # verification modes
+#: Distribution that a draft was sampled from: a table q, or a point mass.
 DENSE = 0
 POINT = 1
 
 
 def philox4x32_10(counter: np.ndarray, key: np.ndarray) -> np.ndarray:
-    """Philox4x32, ten rounds: counter uint32 [..., 4], key uint32 [..., 2] -> uint32 [..., 4]."""
+    """Return Philox4x32-10 of a counter uint32 [..., 4] and a key uint32 [..., 2]."""
     c = [counter[..., i].astype(np.uint64) for i in range(4)]
     k = [key[..., i].astype(np.uint64) for i in range(2)]
     low = np.uint64(0xFFFFFFFF)
@@ -58,48 +59,48 @@ def philox4x32_10(counter: np.ndarray, key: np.ndarray) -> np.ndarray:
 
 
 def words(
-    seed: int, position: int, purpose: int, ids: np.ndarray, sample: int = 0, turn: int = 0
+    seed: int, position: int, purpose: int, ids: np.ndarray, sample: int = 0, round_start: int = 0
 ) -> np.ndarray:
-    """Random word of each id for one (seed, position, purpose) and turn, the `n` of a round."""
+    """Return the random word of each id for a seed, position, purpose and round."""
     ids = np.asarray(ids)
-    parts = np.broadcast_arrays(position, purpose | sample << 8, ids // 4, turn)
+    parts = np.broadcast_arrays(position, purpose | sample << 8, ids // 4, round_start)
     counter = np.stack(parts, axis=-1).astype(np.uint32)
     key = np.array([seed & 0xFFFFFFFF, seed >> 32 & 0xFFFFFFFF], np.uint32)
     drawn = philox4x32_10(counter, np.broadcast_to(key, (*ids.shape, 2)))
     return np.take_along_axis(drawn, (ids % 4)[..., None], axis=-1)[..., 0]
 
 
-def uniform(word: np.ndarray) -> F64:
-    """Uniform in [0, 1) with 24 bits."""
+def uniform(word: np.ndarray) -> FloatArray:
+    """Return a uniform number in [0, 1) with 24 bits."""
     return (np.asarray(word, np.uint32) >> np.uint32(8)).astype(np.float64) * 2.0**-24
 
 
-def gumbel(word: np.ndarray) -> F64:
-    """Gumbel variate of a random word."""
+def gumbel(word: np.ndarray) -> FloatArray:
+    """Return the Gumbel variate of a random word."""
     v = np.minimum((np.asarray(word, np.float64) + 0.5) * 2.0**-32, 1.0 - 2.0**-24)
     return -np.log(-np.log1p(-v))
 
 
-def coin(seed: int, position: int, sample: int, turn: int) -> float:
-    """Uniform of the acceptance test of a position."""
-    return float(uniform(words(seed, position, COIN, np.array([0]), sample, turn))[0])
+def coin(seed: int, position: int, sample: int, round_start: int) -> float:
+    """Return the uniform number of the acceptance test of a position."""
+    return float(uniform(words(seed, position, COIN, np.array([0]), sample, round_start))[0])
 
 
 def draw(
-    weights: F64,
+    weights: FloatArray,
     seed: int,
     position: int,
     purpose: int,
     ids: np.ndarray | None = None,
     sample: int = 0,
-    turn: int = 0,
+    round_start: int = 0,
 ) -> int:
-    """argmax(log weight + Gumbel by id), ties to the smaller column; -1 if all weights are 0."""
+    """Return argmax(log weight + Gumbel), ties to the smaller column; -1 if all weights are 0."""
     weights = np.asarray(weights, np.float64)
     if not (weights > 0).any():
         return -1
     ids = np.arange(weights.size) if ids is None else ids
-    noise = gumbel(words(seed, position, purpose, ids, sample, turn))
+    noise = gumbel(words(seed, position, purpose, ids, sample, round_start))
     with np.errstate(divide="ignore"):
         scores = np.where(weights > 0, np.log(np.maximum(weights, 0)) + noise, -np.inf)
     return int(np.argmax(scores))
@@ -107,7 +108,7 @@ def draw(
 
 @dataclass(frozen=True)
 class Filter:
-    """Sampling parameters of a request."""
+    """Temperature and filters of a request."""
 
     temperature: float = 1.0
     top_k: int = 0
@@ -116,17 +117,17 @@ class Filter:
 
     @property
     def greedy(self) -> bool:
-        """Whether the request takes the most likely token."""
+        """Whether decoding is greedy."""
         return bool(np.float32(self.temperature) < np.float32(1e-5))
 
 
 def ranking(logits: np.ndarray) -> np.ndarray:
-    """Columns from best to worst; equal logits by smaller id."""
+    """Return the columns from best to worst; equal logits by smaller id."""
     return np.argsort(-logits.astype(np.float64), kind="stable")
 
 
-def distribution(logits: np.ndarray, legal: np.ndarray, f: Filter) -> F64:
-    """Mask, temperature, top-k, top-p, min-p, renormalise; ties by smaller id."""
+def distribution(logits: np.ndarray, legal: np.ndarray, f: Filter) -> FloatArray:
+    """Return the filtered distribution; ties go to the smaller id."""
     legal = legal & (logits > -np.inf)
     x = np.where(legal, logits.astype(np.float64), -np.inf) / np.float64(np.float32(f.temperature))
     p = np.exp(x - x.max())
@@ -142,7 +143,7 @@ def distribution(logits: np.ndarray, legal: np.ndarray, f: Filter) -> F64:
 
 
 def pack_bits(legal: np.ndarray) -> np.ndarray:
-    """Mask words (int32, last axis ceil(V/32)): id i is bit i % 32 of word i // 32."""
+    """Return mask words (int32 [..., ceil(V/32)]): id i is bit i % 32 of word i // 32."""
     size = legal.shape[-1]
     padded = np.zeros((*legal.shape[:-1], -(-size // 32) * 32), np.uint8)
     padded[..., :size] = legal
@@ -150,14 +151,14 @@ def pack_bits(legal: np.ndarray) -> np.ndarray:
 
 
 def bits(row: np.ndarray) -> np.ndarray:
-    """Ids whose bit is set in the words of one mask row."""
+    """Return the ids whose bit is set in a mask row."""
     words = np.ascontiguousarray(row)
     return np.flatnonzero(np.unpackbits(words.view(np.uint8), bitorder="little"))
 
 
 @dataclass(frozen=True)
 class Tree:
-    """Tokens and parents of nodes, parents before children; siblings hold different tokens."""
+    """Tokens and parents of nodes, parents before children; siblings have different tokens."""
 
     token: tuple[int, ...]
     parent: tuple[int, ...]
@@ -167,25 +168,25 @@ class Tree:
         return Tree((*self.token, token), (*self.parent, node))
 
     def child(self, node: int, token: int) -> int | None:
-        """The node under ``node`` that holds the token."""
+        """Return the child of `node` with this token; None if there is none."""
         found = [j for j, p in enumerate(self.parent) if p == node and self.token[j] == token]
         return found[0] if found else None
 
     def path(self, node: int) -> tuple[int, ...]:
-        """Tokens from below node 0 down to the node; as many as the node is deep."""
+        """Return the tokens on the path to a node, without node 0."""
         return (*self.path(self.parent[node]), self.token[node]) if node else ()
 
     def route(self, node: int) -> int:
-        """Bits of the drafts on the way to the node and of itself: bit j - 1 is draft j."""
+        """Return the drafts on the path to a node as bits: bit j - 1 is draft j."""
         return self.route(self.parent[node]) | 1 << node - 1 if node else 0
 
     def first(self, drafts: int) -> Tree:
-        """Node 0 and the first drafts."""
+        """Return node 0 and the first drafts."""
         return Tree(self.token[: drafts + 1], self.parent[: drafts + 1])
 
 
 def chain(last: int, *drafts: int) -> Tree:
-    """A tree without branches."""
+    """Return a tree without branches."""
     return Tree((last, *drafts), tuple(range(-1, len(drafts))))
 
 
@@ -230,10 +231,10 @@ class Slot:
 
 @dataclass(frozen=True)
 class MaskRow:
-    """A mask row with its stamp; ``legal`` by id.
+    """A mask row with its stamp; `legal` is indexed by id.
 
-    ``more`` of a free row: its request has no grammar. Of a ready row: 1 + the token that the
-    grammar forces, or 0.
+    `more` of a free row: whether its request has no grammar. Of a ready row: 1 + the forced token,
+    or 0.
     """
 
     state: int
@@ -243,36 +244,39 @@ class MaskRow:
     more: int = 0
 
     def counts_as(self, slot: Slot, position: int) -> int:
-        """State for `slot` at a node's position: a row counts with this epoch and position; the
-        free rows of a request without a grammar count at every position."""
+        """Return the state of the row for `slot` at a node's position.
+
+        A row with another epoch or position is not ready. Free rows of a request without a grammar
+        are free at every position.
+        """
         anywhere = self.state == FREE and self.more != 0
         mine = self.epoch == slot.epoch and (anywhere or self.position == position)
         return self.state if mine else NOT_READY
 
     def forced(self, slot: Slot, position: int) -> int:
-        """The token that the grammar forces; -1: none."""
+        """Return the token that the grammar forces; -1 if there is none."""
         return self.more - 1 if self.counts_as(slot, position) == READY else -1
 
-    def allows(self, size: int, token_limit: int) -> Bool:
-        """Legality of each id of a row that counts as free or ready."""
+    def allows(self, size: int, token_limit: int) -> BoolArray:
+        """Return the legality of each id for a free or ready row."""
         ids = np.arange(size)
         return (ids < token_limit) & (True if self.state == FREE else self.legal[:size])
 
 
 def row_at(exchange: Any, slot: int, j: int) -> MaskRow:
-    """What mask row j of a slot says in exchange memory, but for its mask."""
+    """Return mask row j of a slot in exchange memory, without its mask."""
     state, epoch, position, more = exchange.stamps[slot, j].tolist()
     return MaskRow(state, epoch, position, more=more)
 
 
 @dataclass(frozen=True)
 class Outcome:
-    """What verification brings."""
+    """Result of verification."""
 
     tokens: tuple[int, ...] = ()
-    accepted: int = 0  # drafts among them
+    accepted: int = 0  # accepted drafts
     reason: int = RUNNING
-    tested: int = 0  # drafts there were
+    tested: int = 0  # number of verified drafts
 
 
 def walk(
@@ -283,9 +287,9 @@ def walk(
 ) -> Outcome:
     """Walk the slot's tree.
 
-    ``row(node, position)`` gives the state of the node's row and what it allows, for a node at the
-    position; ``decide(node, position, allowed)`` the token of the position behind it and the child
-    that holds it, if that is accepted.
+    `row(node, position)` returns the state of the node's row and what it allows.
+    `decide(node, position, allowed)` returns the token after the position, and the child with that
+    token if it is accepted.
     """
     tree = slot.tree if tree is None else tree
     tokens: list[int] = []
@@ -299,7 +303,7 @@ def walk(
             break
         state, allowed = row(node, position - 1)
         if state not in (FREE, READY):
-            if not tokens:  # else the next round opens with this very row
+            if not tokens:  # else the next round begins with this row
                 reason = {DEAD_END: DEAD, ERROR: FAULT}.get(state, RUNNING)
             break
         token, child = decide(node, position, allowed)
@@ -318,7 +322,7 @@ def walk(
 
 
 def commit(slot: Slot, outcome: Outcome) -> None:
-    """Move the slot on; one that got no token keeps its drafts, a stalled one is as before."""
+    """Commit the tokens of a round. A slot without tokens keeps its drafts."""
     if outcome.tokens:
         slot.n += len(outcome.tokens)
         slot.tree = chain(outcome.tokens[-1])
@@ -327,10 +331,10 @@ def commit(slot: Slot, outcome: Outcome) -> None:
     slot.active = slot.active and outcome.reason == RUNNING
 
 
-def adjusted(slot: Slot, node: int, logits: np.ndarray, legal: Bool) -> np.ndarray:
-    """The float32 logits of a node's row as the slot's request wants them.
+def adjusted(slot: Slot, node: int, logits: np.ndarray, legal: BoolArray) -> np.ndarray:
+    """Return the adjusted float32 logits of a node's row.
 
-    What was generated is what was known at joining and the path to the node.
+    The output consists of the tokens at joining and the path to the node.
     """
     a = slot.adjust
     size = logits.size
@@ -377,7 +381,7 @@ def verify(slot: Slot, logits: np.ndarray, masks: Sequence[MaskRow], token_limit
         x = adjusted(slot, node, logits[node], legal)
         return broken(x, legal) or state, (x, legal)
 
-    chosen: dict[int, int] = {}  # by testing; nothing is known of other nodes
+    chosen: dict[int, int] = {}  # results of tests, by node
     drawn = DENSE in slot.kinds[:most] and tree.parent == tuple(range(-1, most))
     testing = drawn and not slot.filter.greedy and slot.verify in (REJECTION, PER_TOKEN)
     if testing:
@@ -386,7 +390,7 @@ def verify(slot: Slot, logits: np.ndarray, masks: Sequence[MaskRow], token_limit
         laws = [distribution(*row[1], slot.filter) for row in usable]
         chosen = dict(enumerate(_tested(slot, laws)))
 
-    def decide(node: int, position: int, row: tuple[Any, Bool]) -> tuple[int, int | None]:
+    def decide(node: int, position: int, row: tuple[Any, BoolArray]) -> tuple[int, int | None]:
         x, legal = row
         if slot.filter.greedy:
             token = int(np.argmax(np.where(legal, x, -np.inf)))
@@ -407,15 +411,15 @@ def verify(slot: Slot, logits: np.ndarray, masks: Sequence[MaskRow], token_limit
     return outcome
 
 
-def _relaxed(how: Any, tree: Tree, node: int, p: F64, token: int) -> int:
-    """The likeliest child that is likely enough, unless one holds the token; else the token."""
+def _relaxed(how: Any, tree: Tree, node: int, p: FloatArray, token: int) -> int:
+    """Return the most likely acceptable child, unless a child has the token; else the token."""
     children = [tree.token[j] for j, parent in enumerate(tree.parent) if parent == node]
     good = [d for d in ranking(p)[: how.top_k] if p[d] > 0 and p[d] >= p.max() - how.delta]
     return next((int(d) for d in good if d in children and token not in children), token)
 
 
-def broken(logits: np.ndarray, legal: Bool) -> int:
-    """DEAD_END without a legal token, ERROR with a legal logit that is no number; 0: neither."""
+def broken(logits: np.ndarray, legal: BoolArray) -> int:
+    """Return DEAD_END without a legal token, ERROR with a NaN or +inf legal logit, else 0."""
     seen = logits[legal]
     if np.isnan(seen).any() or (seen == np.inf).any():
         return ERROR
@@ -423,13 +427,13 @@ def broken(logits: np.ndarray, legal: Bool) -> int:
 
 
 def block_chances(
-    drafts: Sequence[int], p: Sequence[F64], q: Sequence[F64]
+    drafts: Sequence[int], p: Sequence[FloatArray], q: Sequence[FloatArray]
 ) -> tuple[list[float], list[float]]:
-    """Weights P and chances h of stopping behind 0, 1, .. drafts, where draft i came from q[i].
+    """Return weights P and acceptance probabilities h for 0, 1, .. drafts; draft i came from q[i].
 
     Block verification (Sun et al., ICLR 2025, arXiv 2403.10444): the last i whose coin is below
-    h[i] is the number of accepted drafts, a failure before it does not count; the token behind
-    them comes from max(P[i] p[i] - q[i], 0).
+    h[i] is the number of accepted drafts, whether or not earlier ones failed. The next token is
+    sampled from max(P[i] p[i] - q[i], 0).
     """
     weight = [1.0]
     chance = []
@@ -441,12 +445,11 @@ def block_chances(
     return weight, [*chance, weight[-1]]
 
 
-def _tested(slot: Slot, p: list[F64]) -> list[int]:
-    """What the first drafts of a chain are tested to, against the laws of their rows: the accepted
-    drafts and the token in place of a refused one.
+def _tested(slot: Slot, p: list[FloatArray]) -> list[int]:
+    """Return the tokens of a tested chain: accepted drafts, and the replacement of the next one.
 
-    A point has the table that knows of nothing else. `PER_TOKEN` accepts each iff u q(d) < p(d) and
-    ends at the first that fails (Leviathan et al., 2023). Where nothing is left of p, from p.
+    A point mass has a table with a single entry. `PER_TOKEN` accepts a draft if u q(d) < p(d) and
+    ends at the first failure (Leviathan et al., 2023). If the residual is empty, p is used.
     """
     drafts = slot.drafts[: len(p)]
     q = [
@@ -473,20 +476,20 @@ def _tested(slot: Slot, p: list[F64]) -> list[int]:
 
 
 def may_grow(slot: Slot, node: int) -> bool:
-    """Whether a node may have children: decided by the prefix, never by what would be drawn."""
+    """Return whether a node may have children. This depends on the prefix only."""
     ended = node > 0 and slot.tree.token[node] in slot.stop_ids
     return slot.active and slot.n + len(slot.tree.path(node)) + 1 < slot.limit and not ended
 
 
 def is_drafting(slot: Slot, j: int) -> bool:
-    """Whether draft j (from 1) of a chain is to be made."""
+    """Return whether draft j (from 1) of a chain is to be generated."""
     return len(slot.drafts) == j - 1 and may_grow(slot, j - 1)
 
 
 def keep(
     slot: Slot, token: int, kind: int = POINT, q: Any = None, parent: int | None = None
 ) -> None:
-    """Append a draft under a node, or to a chain."""
+    """Append a draft below a node, or to a chain."""
     slot.tree = slot.tree.grow(len(slot.drafts) if parent is None else parent, token)
     slot.kinds = (*slot.kinds, kind)
     slot.q = (*slot.q, q)
@@ -504,11 +507,11 @@ def draft(
     probed: bool = False,
     answer: int = -1,
 ) -> None:
-    """Draft j of one slot (mask None: drafting without masks); none where drafting stops.
+    """Generate draft j of a slot, if drafting continues (mask None: unmasked).
 
-    The answer to a probe is the draft, then the token that the row forces. Else it is drawn: with
-    the target's own noise for coupled requests and those that are probed, for others from a table q
-    that is kept.
+    The answer to a probe is the draft, else the token that the row forces. Otherwise it is sampled:
+    with the target's random numbers for coupled and probed requests, from a stored table q for
+    others.
     """
     position = slot.n + j
     if not is_drafting(slot, j):
@@ -535,15 +538,20 @@ def draft(
     p = distribution(logits, legal, slot.filter)
     q = np.zeros(vocab_size)
     purpose = NOISE if coupled else DRAFT
-    turn = 0 if coupled else slot.n
-    column = draw(p, slot.seed, position, purpose, ids=ids, sample=slot.sample, turn=turn)
+    round_start = 0 if coupled else slot.n
+    column = draw(
+        p, slot.seed, position, purpose, ids=ids, sample=slot.sample, round_start=round_start
+    )
     q[ids[legal]] = p[legal]
     return keep(slot, int(ids[column]), POINT if coupled else DENSE, q)
 
 
 def candidates(slot: Slot, j: int, logits: np.ndarray, ids: np.ndarray, token_limit: int) -> list:
-    """Ids to probe for draft j, best first: in the order of the draw to come; what the filters take
-    away comes last, for the mask, not known yet, may take away the rest."""
+    """Return the ids to probe for draft j in the order in which the target will prefer them.
+
+    Ids that the filters remove come last, because the mask, which is not known yet, may remove the
+    others.
+    """
     legal = (ids >= 0) & (ids < token_limit)
     if broken(logits, legal):
         return []
@@ -558,8 +566,7 @@ def candidates(slot: Slot, j: int, logits: np.ndarray, ids: np.ndarray, token_li
 
 
 def shares(slot: Slot, j: int, logits: np.ndarray, ids: np.ndarray, limit: int) -> dict[int, float]:
-    """How likely each legal id is in the draw of draft j: for sampled requests its part of all
-    p / E, where the largest wins."""
+    """Return the probability of each legal id for draft j in the exponential race."""
     legal = (ids >= 0) & (ids < limit) & (logits > -np.inf)
     if broken(logits, legal):
         return {}
@@ -572,7 +579,7 @@ def shares(slot: Slot, j: int, logits: np.ndarray, ids: np.ndarray, limit: int) 
 
 
 def record(exchange: Any, slot: int, replay: int, tokens: Sequence[int]) -> None:
-    """What verification tells the grammar: the tokens, and after some that there are no drafts."""
+    """Write the record of committed tokens; if there are any, there are no drafts."""
     exchange.committed[slot, : 2 + len(tokens)] = (replay, len(tokens), *tokens)
     if len(tokens):
         record_drafts(exchange, slot, replay, ())
@@ -585,7 +592,7 @@ def record_drafts(
     drafts: Sequence[int],
     parents: Sequence[int] | None = None,
 ) -> None:
-    """What drafting tells the grammar, after every draft; without parents they are a chain."""
+    """Write the record of drafts; without parents they are a chain."""
     exchange.drafted[slot, : 2 + len(drafts)] = (replay, len(drafts), *drafts)
     hang = range(len(drafts)) if parents is None else parents
     exchange.drafted[slot, 2 + exchange.layout["drafts"] :][: len(drafts)] = hang
@@ -601,10 +608,10 @@ def children(
     most: int,
     branch: int,
 ) -> list[tuple[float, int]]:
-    """(log probability, id) of the children of a tree's node, best first.
+    """Return (log probability, id) of the children of a node, best first.
 
-    Of its best `most` ids those that the grammar takes, `branch` at most; their probabilities are
-    those without what was refused on the way. Sampled requests race with the position's noise.
+    These are the first `branch` ids among the best `most` that the grammar accepts. Probabilities
+    exclude rejected candidates. Sampled requests use the race with the position's random numbers.
     """
     known = (ids >= 0) & (ids < token_limit)
     if broken(logits, known):
@@ -617,7 +624,9 @@ def children(
     found = []
     refused = 0.0
     for c in ranking(value)[:most]:
-        if x[c] - x.max() <= np.log(1e-30) or len(found) == branch:  # less is nothing to kernels
+        if (
+            x[c] - x.max() <= np.log(1e-30) or len(found) == branch
+        ):  # kernels treat smaller values as 0
             break
         if legal is None or legal(int(ids[c])):
             found.append((float(np.exp(value[c])), int(ids[c])))
@@ -666,7 +675,7 @@ def grow_given(
     room: int,
     children_of: Callable[[tuple[int, ...], tuple[int, ...]], list[tuple[float, int]]],
 ) -> tuple[Tree, list[int], float]:
-    """As `grow`, for a tree whose shape is given: of each draft the ranks down to it."""
+    """Grow a tree of fixed shape; parameters and results as in `grow`."""
     found: dict[tuple[int, ...], tuple[int, ...]] = {(): ()}
     feeds = [0] * max(map(len, ranks))
     gap = 1.0
@@ -686,7 +695,7 @@ def grow_given(
 
 
 def tree_of(last: int, paths: list[tuple[int, ...]]) -> Tree:
-    """The tree of paths that stand in order."""
+    """Return the tree of paths in this order."""
     parents = [paths.index(p[:-1]) + 1 if len(p) > 1 else 0 for p in paths]
     return Tree((last, *(p[-1] for p in paths)), (-1, *parents))
 
@@ -700,12 +709,12 @@ def legal_tree(
     legal: Callable[[tuple[int, ...], int], bool],
     ended: Callable[[tuple[int, ...]], bool],
 ) -> Tree:
-    """The likeliest legal drafts that so many tests find, when each level brings (id, share) at
-    once; at most `branch` under one, none under what has ended.
+    """Return the most likely legal drafts that `tests` grammar tests find in a lattice.
 
-    A node is as likely as its parent times the token's share in what is left of the level there:
-    without what was refused before it. The next token of each node waits, and the likeliest is
-    tested; of equals that of the earlier node.
+    `levels` has (id, probability) of each level. At most `branch` children per node, none after an
+    ended path. The probability of a node is the product along its path, each relative to the
+    candidates that have not been rejected there. The most likely next candidate of all nodes is
+    tested, among equals that of the earlier node.
     """
     tree = chain(last)
     score = [1.0]

@@ -104,7 +104,7 @@ class Rounds:
         self.n[slot] = chunks[-1]
 
     def commit(self, batch: list[int], counts: list[int]) -> Feed:
-        """Return the feed of a round that commits `counts` tokens in the slots `batch` (-1: padding)."""
+        """Return the feed of a round that commits `counts` tokens in these slots (-1: padding)."""
         words = ROUND_ROW.itemsize // 4
         rows = np.full((len(batch), words + self.width), -1, np.int32)
         features = (
