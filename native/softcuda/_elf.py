@@ -35,13 +35,31 @@ class _Section(NamedTuple):
     entry_size: int
 
 
+class _Symbol(NamedTuple):
+    """An ELF symbol, in the order of its fields."""
+
+    name: int
+    info: int
+    other: int
+    section: int
+    value: int
+    size: int
+
+    @property
+    def is_object(self) -> bool:
+        """Whether the symbol is a variable, thread-local or not."""
+        symbol_type = self.info & 15
+        return symbol_type in (_STT_OBJECT, _STT_TLS)
+
+
 def _sections(image: bytes) -> tuple[list[_Section], list[str]]:
     """Return the section headers and their names."""
     (table,) = struct.unpack_from("<Q", image, 0x28)
     entry_size, count, names_index = struct.unpack_from("<HHH", image, 0x3A)
     sections = []
     for index in range(count):
-        fields = struct.unpack_from("<IIQQQQIIQQ", image, table + index * entry_size)
+        offset = table + index * entry_size
+        fields = struct.unpack_from("<IIQQQQIIQQ", image, offset)
         sections.append(_Section(*fields))
     strings = sections[names_index].offset
     names = [_string(image, strings + section.name) for section in sections]
@@ -59,19 +77,20 @@ def _writable_objects(image: bytes) -> list[tuple[str, int]]:
     """Return the symbol name and size in bytes of every object in a writable section."""
     sections, names = _sections(image)
     writable = {index for index, name in enumerate(names) if _is_writable(name)}
-    objects = []
+    objects: list[tuple[str, int]] = []
     for section in sections:
         if section.type != _SHT_SYMTAB:
             continue
         strings = sections[section.link].offset
         end = section.offset + section.size
-        for symbol in range(section.offset, end, section.entry_size):
-            name, info, _, index, _, size = struct.unpack_from("<IBBHQQ", image, symbol)
-            symbol_type = info & 15
-            if symbol_type not in (_STT_OBJECT, _STT_TLS):
+        for offset in range(section.offset, end, section.entry_size):
+            fields = struct.unpack_from("<IBBHQQ", image, offset)
+            symbol = _Symbol(*fields)
+            if not symbol.is_object or symbol.size == 0:
                 continue
-            if index in writable and size > 0:
-                objects.append((_string(image, strings + name), size))
+            if symbol.section in writable:
+                name = _string(image, strings + symbol.name)
+                objects.append((name, symbol.size))
     return objects
 
 
@@ -81,7 +100,8 @@ def writable_globals(image: bytes) -> list[str]:
     ``__shared__`` variables are allowed: they are function-local statics, whose mangled names start
     with ``_ZZ``. The variables of the shim and of the C runtime are allowed too.
     """
-    return sorted(name for name, _ in _writable_objects(image) if not _ALLOWED.match(name))
+    names = [name for name, _size in _writable_objects(image)]
+    return sorted(name for name in names if not _ALLOWED.match(name))
 
 
 def shared_bytes(image: bytes) -> dict[str, int]:
@@ -91,11 +111,13 @@ def shared_bytes(image: bytes) -> dict[str, int]:
         match = _FUNCTION_STATIC.match(name)
         if match is None:
             continue
-        function = match[2][: int(match[1])]
+        length = int(match[1])
+        function = match[2][:length]
         total[function] = total.get(function, 0) + size
     return total
 
 
 def _string(image: bytes, offset: int) -> str:
     """Return the null-terminated string at an offset."""
-    return image[offset : image.index(b"\0", offset)].decode()
+    end = image.index(b"\0", offset)
+    return image[offset:end].decode()

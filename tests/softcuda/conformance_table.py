@@ -15,11 +15,11 @@ Flags:
 Parameters:
 
 * ``valid|invalid|...``: an integer. The invalid values return INVALID_VALUE; ``invalid:CODE``
-states another error code.
+  states another error code.
 * ``out``: the address of a result. NULL returns INVALID_VALUE.
 * ``in.NAME``: the address of an input structure or array. NULL returns INVALID_VALUE.
 * any other word: a kind of handle or pointer. An unknown one returns the code in ``DEFAULT_CODES``,
-or INVALID_HANDLE if the kind is not listed there.
+  or INVALID_HANDLE if the kind is not listed there.
 
 Suffixes of parameters:
 

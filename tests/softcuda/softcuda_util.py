@@ -217,7 +217,7 @@ class Soft:
     ) -> Any:
         """Launch a kernel and return the tuple of cuda.bindings. `shared` is in bytes."""
         table, _values = self.pack(*args)
-        size = (*three(grid), *three(block), shared)
+        size = (*dimensions(grid), *dimensions(block), shared)
         return self.d.cuLaunchKernel(function, *size, stream, table.ctypes.data, 0)
 
     def launch(self, *args: Any, **options: Any) -> None:
@@ -242,8 +242,8 @@ class Soft:
         table, values = self.pack(*args)
         p = self.d.CUDA_KERNEL_NODE_PARAMS()
         p.func = function
-        p.gridDimX, p.gridDimY, p.gridDimZ = three(grid)
-        p.blockDimX, p.blockDimY, p.blockDimZ = three(block)
+        p.gridDimX, p.gridDimY, p.gridDimZ = dimensions(grid)
+        p.blockDimX, p.blockDimY, p.blockDimZ = dimensions(block)
         p.kernelParams = table.ctypes.data
         return p, (table, values)
 
@@ -364,7 +364,7 @@ class Words:
         self.soft.cuStreamWaitValue32(stream, self.address(0), 1, 1)
 
 
-def three(size: Any) -> tuple[int, int, int]:
+def dimensions(size: Any) -> tuple[int, int, int]:
     """Return a grid or block size as three dimensions."""
     return (size, 1, 1) if isinstance(size, int) else size
 

@@ -149,40 +149,40 @@ def test_capture_mode_decides_on_unsafe_calls(soft, stream) -> None:
     """cuMemAlloc is an unsafe call. Whether it is allowed depends on the mode of the capture and on
     the mode of the calling thread, as cuThreadExchangeStreamCaptureMode documents.
 
-    ``here`` calls it on the capturing thread, ``there`` on another thread.
+    ``allocate`` calls it on the capturing thread, ``allocate_in_other_thread`` on another one.
     """
 
-    def here() -> str:
+    def allocate() -> str:
         soft.cuCtxSetCurrent(soft.context)
         result = soft.d.cuMemAlloc(4)
         if int(result[0]) == 0:
             soft.cuMemFree(result[1])
         return code(result)
 
-    def body(own: int) -> str:
-        soft.cuThreadExchangeStreamCaptureMode(soft.mode(own))
-        return here()
+    def allocate_in_mode(mode: int) -> str:
+        soft.cuThreadExchangeStreamCaptureMode(soft.mode(mode))
+        return allocate()
 
-    def there(own: int = GLOBAL) -> str:
-        return in_threads(body, own)[0]
+    def allocate_in_other_thread(mode: int = GLOBAL) -> str:
+        return in_threads(allocate_in_mode, mode)[0]
 
     forbidden = "STREAM_CAPTURE_UNSUPPORTED"
     for mode, call, expected in (
-        (GLOBAL, here, forbidden),
-        (GLOBAL, there, forbidden),
-        (THREAD_LOCAL, here, forbidden),
-        (THREAD_LOCAL, there, "SUCCESS"),
-        (RELAXED, here, "SUCCESS"),
-        (RELAXED, there, "SUCCESS"),
+        (GLOBAL, allocate, forbidden),
+        (GLOBAL, allocate_in_other_thread, forbidden),
+        (THREAD_LOCAL, allocate, forbidden),
+        (THREAD_LOCAL, allocate_in_other_thread, "SUCCESS"),
+        (RELAXED, allocate, "SUCCESS"),
+        (RELAXED, allocate_in_other_thread, "SUCCESS"),
     ):
         soft.begin(stream, mode)
         assert call() == expected, (mode, call)
         assert end_capture(soft, stream) == (INVALIDATED if expected == forbidden else "SUCCESS")
     soft.begin(stream)
-    assert there(THREAD_LOCAL) == "SUCCESS"
+    assert allocate_in_other_thread(THREAD_LOCAL) == "SUCCESS"
     before = soft.cuThreadExchangeStreamCaptureMode(soft.mode(RELAXED))
     assert int(before) == GLOBAL
-    assert here() == "SUCCESS"
+    assert allocate() == "SUCCESS"
     assert int(soft.cuThreadExchangeStreamCaptureMode(before)) == RELAXED
     soft.cuStreamEndCapture(stream)
 

@@ -21,29 +21,29 @@ Params of_type(CUgraphNodeType type) {
   p.type = type;
   return p;
 }
-Params of(const CUDA_KERNEL_NODE_PARAMS& given) {
+Params of(const CUDA_KERNEL_NODE_PARAMS& params) {
   Params p = of_type(kKernel);
-  p.kernel = given;
+  p.kernel = params;
   return p;
 }
-Params of(const CUDA_MEMCPY3D& given) {
+Params of(const CUDA_MEMCPY3D& params) {
   Params p = of_type(kCopy);
-  p.memcpy.copyParams = given;
+  p.memcpy.copyParams = params;
   return p;
 }
-Params of(const CUDA_MEMSET_NODE_PARAMS& given) {
+Params of(const CUDA_MEMSET_NODE_PARAMS& params) {
   Params p = of_type(kFill);
-  p.memset = given;
+  p.memset = params;
   return p;
 }
-Params of(const CUDA_HOST_NODE_PARAMS& given) {
+Params of(const CUDA_HOST_NODE_PARAMS& params) {
   Params p = of_type(kHost);
-  p.host = {given.fn, given.userData, 0, nullptr};
+  p.host = {params.fn, params.userData, 0, nullptr};
   return p;
 }
-Params of(const CUDA_BATCH_MEM_OP_NODE_PARAMS& given) {
+Params of(const CUDA_BATCH_MEM_OP_NODE_PARAMS& params) {
   Params p = of_type(kMemops);
-  p.memOp = given;
+  p.memOp = params;
   return p;
 }
 Params of(CUgraphNodeType type, CUevent event) {
@@ -146,7 +146,7 @@ SC_API(cuGraphKernelNodeGetParams_v2, 12000, 0, CUgraphNode, handle, CUDA_KERNEL
   const softcuda_entry& entry = k.function->entry();
   node->param_pointers.clear();
   for (unsigned i = 0; i < entry.nparams; ++i) {
-    node->param_pointers.push_back(const_cast<char*>(k.given.data()) + entry.offsets[i]);
+    node->param_pointers.push_back(const_cast<char*>(k.original.data()) + entry.offsets[i]);
   }
   *out = k.params;
   out->kernelParams = node->param_pointers.data();

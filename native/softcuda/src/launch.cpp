@@ -78,8 +78,8 @@ std::shared_ptr<const KernelWork> make_kernel(const CUDA_KERNEL_NODE_PARAMS& p) 
   work->block = {p.blockDimX, p.blockDimY, p.blockDimZ};
   work->shared_bytes = p.sharedMemBytes;
   check_geometry(function, work->grid, work->block, p.sharedMemBytes);
-  work->given = gather(function, p.kernelParams, p.extra);
-  work->translated = work->given;
+  work->original = gather(function, p.kernelParams, p.extra);
+  work->translated = work->original;
   work->arguments.resize(entry.nparams);
   for (unsigned i = 0; i < entry.nparams; ++i) {
     char* at = work->translated.data() + entry.offsets[i];

@@ -28,7 +28,7 @@ struct KernelWork {
   CUDA_KERNEL_NODE_PARAMS params;  // the caller's values; its pointer kernelParams is dangling
   softcuda_dim3 grid{1, 1, 1}, block{1, 1, 1};
   unsigned shared_bytes = 0;
-  std::vector<char> given;       // the caller's parameter bytes
+  std::vector<char> original;    // the caller's parameter bytes
   std::vector<char> translated;  // the same bytes with storage addresses instead of aliases
   std::vector<void*> arguments;  // address of each parameter in `translated`
   // Pairs (index of a pointer parameter, allocation that the pointer refers to).

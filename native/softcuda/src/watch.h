@@ -1,9 +1,9 @@
 // The lock-order watch (SOFTCUDA_WATCH=FILE). It records which of three resources a thread holds
-// while it requests another one: the GIL, the driver lock, and device work (invariants L1-L5).
-// "Driver lock" stands for the locks of a real driver. "Device work" is a pseudo-lock that stands
-// for the progress of the device: it is held by a thread that the device needs in order to
-// continue, and requested by a call that may wait for the device. `graft doctor --watch` searches
-// the record for cycles, which are possible deadlocks.
+// while it requests another one: the GIL, the driver lock, and device work (invariants L1-L5). The
+// driver lock represents all locks of a real driver. Device work is a pseudo-lock that represents
+// the progress of the device: a thread holds it if the device needs the thread in order to
+// continue, and a call requests it if the call may wait for the device. `graft doctor --watch`
+// searches the record for cycles, which are possible deadlocks.
 #pragma once
 
 #include <string>
