@@ -24,13 +24,13 @@ from graft.tools.prompt_rows import PromptRow, read_requests
 from graft.tools.trace.rounds import trace_rounds
 from graft.tools.trace.timeline import check_trace_path, write_trace
 
-#: Help texts of the sampling parameters that are simple options. Types and defaults are those of
-#: `SamplingParams`.
+#: Help texts of the sampling parameters whose options have a single value. The types and defaults
+#: of these options are taken from `SamplingParams`.
 _SAMPLING_HELP = {
     "temperature": "softmax temperature; 0: greedy decoding",
-    "top_k": "number of most likely tokens to sample from; 0: all",
-    "top_p": "cumulative probability of the tokens to sample from; 1: all tokens",
-    "min_p": "minimum probability relative to the most likely token; 0: none",
+    "top_k": "sample from this number of most likely tokens; 0: from all tokens",
+    "top_p": "sample from the most likely tokens with this total probability; 1: from all tokens",
+    "min_p": "minimum probability of a token, relative to the most likely token; 0: none",
     "presence_penalty": "penalty on tokens that occur in the output; 0: none",
     "frequency_penalty": "penalty per occurrence in the output; 0: none",
     "repetition_penalty": "penalty on tokens of prompt and output; 1: none",
@@ -51,7 +51,7 @@ _REPORTED_OPTIONS = (
 
 
 def parse_draft_length(text: str) -> int | str:
-    """Parse the value of ``--draft-length``."""
+    """Parse the value of ``--draft-length``: a number, or "auto"."""
     if text == "auto":
         return text
     if not text.isdecimal():
@@ -62,8 +62,9 @@ def parse_draft_length(text: str) -> int | str:
 def parse_draft_tree(text: str) -> tuple[Any, ...]:
     """Parse the value of ``--draft-tree``.
 
-    ``4x5`` is a branching factor and a number of levels. ``0,1,0.0`` is a list of paths:
-    (0,), (1,) and (0, 0).
+    The value has one of two forms. ``4x5`` is a branching factor and a number of levels.
+    ``0,1,0.0`` is a list of paths from the root, here (0,), (1,) and (0, 0), in which each number
+    selects a child.
     """
     try:
         if "x" in text:
@@ -77,7 +78,7 @@ def parse_draft_tree(text: str) -> tuple[Any, ...]:
 
 
 def parse_logit_bias(text: str) -> tuple[int, float]:
-    """Parse ID=V, the value of ``--logit-bias``."""
+    """Parse the value of ``--logit-bias``, which has the form ID=V."""
     token, _, value = text.partition("=")
     try:
         return int(token), float(value)
@@ -86,13 +87,13 @@ def parse_logit_bias(text: str) -> tuple[int, float]:
 
 
 def add_model_arguments(parser: argparse.ArgumentParser) -> None:
-    """Declare the options of `open_engine`, except --backend and --verify."""
+    """Declare the options that `open_engine` reads, except --backend and --verify."""
     models = parser.add_argument_group("models")
-    models.add_argument("--model", type=Path, help="model folder (default: the demo model)")
+    models.add_argument("--model", type=Path, help="target model folder (default: the demo model)")
     models.add_argument(
         "--draft",
         metavar="FOLDER|MODULE:NAME",
-        help="drafter folder or drafter class; for the demo model "
+        help="folder of the drafter, or drafter class; for the demo model "
         f"{' or '.join(DRAFTERS)} (default {DRAFTERS[0]})",
     )
     models.add_argument(
@@ -100,7 +101,7 @@ def add_model_arguments(parser: argparse.ArgumentParser) -> None:
         type=parse_draft_length,
         default=3,
         metavar="N|auto",
-        help="drafts per round; auto: the number with the highest throughput (default 3)",
+        help="drafts per round; auto: choose the number with the highest throughput (default 3)",
     )
     models.add_argument("--no-speculation", action="store_true", help="decode without a drafter")
     models.add_argument(
@@ -116,31 +117,33 @@ def add_model_arguments(parser: argparse.ArgumentParser) -> None:
         "--draft-masking",
         choices=("fill", "probe"),
         default="fill",
-        help="fill a mask row for each draft, or let the grammar test the drafter's best "
-        "candidates (default fill)",
+        help="how drafts are masked: fill a token bitmask for each draft, or let the grammar test "
+        "the drafter's best candidates (default fill)",
     )
     models.add_argument(
         "--forced-drafts",
         action="store_true",
-        help="draft the tokens that the grammar forces; does not change outputs",
+        help="draft tokens that are the only ones the grammar allows; does not change outputs",
     )
     models.add_argument(
         "--overlap",
         action=argparse.BooleanOptionalAction,
         default=True,
-        help="launch a round before the previous one was read (default: yes)",
+        help="launch a round before the results of the previous round are read (default: yes)",
     )
     models.add_argument(
         "--composition",
         choices=("one", "two"),
         default="one",
-        help="graphs per round; two: separate graphs for the drafter, for comparison",
+        help="number of CUDA graphs per round; two: a separate one for the drafter, to compare "
+        "(default one)",
     )
     models.add_argument(
         "--weights",
         choices=WEIGHTS,
         default=WEIGHTS[0],
-        help="layer weights of the target: as in the checkpoint, or quantized to fp8 row by row",
+        help="format of the target's layer weights: as in the checkpoint, or quantized to fp8 with "
+        "one scale per row",
     )
     models.add_argument(
         "--parallel",
@@ -155,7 +158,8 @@ def add_model_arguments(parser: argparse.ArgumentParser) -> None:
         "--max-length",
         type=int,
         metavar="N",
-        help="maximum tokens of prompt and output (default: the model's, at most 4096)",
+        help="maximum number of tokens of prompt and output together (default: the model's "
+        "maximum, at most 4096)",
     )
 
 
@@ -168,10 +172,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--prompts",
         type=Path,
         metavar="FILE.jsonl",
-        help="file with one request per line (-: standard input): an object with prompt or "
-        "messages and, optionally, id, raw, tools and variables of the chat template, and "
-        "the grammar and sampling options by name, for example json_object or max_tokens; "
-        "schemas and structural tags may be objects",
+        help="file with one request per line (-: standard input); a request is a JSON object with "
+        "prompt or messages and, optionally, id, raw, tools and variables of the chat template, "
+        "and the grammar and sampling options by name, for example json_object or max_tokens; "
+        "schemas and structural tags may be JSON objects",
     )
     parser.add_argument(
         "--raw", action="store_true", help="do not apply the chat template to prompts"
@@ -183,7 +187,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--trace",
         type=Path,
         metavar="FILE.json",
-        help="write a timeline of the rounds for Perfetto, and the graph of a round to FILE.svg",
+        help="write a timeline of the decoding rounds for Perfetto, and a drawing of their CUDA "
+        "graph to FILE.svg",
     )
     output.add_argument("--json", action="store_true", help="print outputs and statistics as JSON")
     output.add_argument("--stream", action="store_true", help="print text as it is generated")
@@ -193,7 +198,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def _add_sampling_arguments(parser: argparse.ArgumentParser) -> None:
     sampling = parser.add_argument_group("sampling")
     sampling.add_argument(
-        "--max-tokens", type=int, default=256, help="maximum tokens to generate (default 256)"
+        "--max-tokens",
+        type=int,
+        default=256,
+        help="maximum number of tokens to generate (default 256)",
     )
     defaults = SamplingParams()
     for name, text in _SAMPLING_HELP.items():
@@ -205,9 +213,11 @@ def _add_sampling_arguments(parser: argparse.ArgumentParser) -> None:
             help=f"{text} (default {default:g})",
         )
     sampling.add_argument(
-        "--seed", type=int, help="seed of the first prompt; prompt i uses seed + i"
+        "--seed", type=int, help="seed of the first prompt; prompt i, counted from 0, uses seed + i"
     )
-    sampling.add_argument("--n", type=int, default=1, help="outputs per prompt (default 1)")
+    sampling.add_argument(
+        "--n", type=int, default=1, help="number of outputs per prompt (default 1)"
+    )
     sampling.add_argument(
         "--logit-bias",
         type=parse_logit_bias,
@@ -239,14 +249,14 @@ def _add_sampling_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def open_engine(options: argparse.Namespace, batch_size: int, **engine_options: Any) -> Engine:
-    """Open the engine that the command line describes.
+    """Create the engine that the options of the command line describe.
 
     Parameters
     ----------
     options
         Parsed options.
     batch_size
-        Number of requests. The engine has no more slots than that.
+        Number of requests that will be submitted, which limits the number of request slots.
     **engine_options
         Further arguments of `Engine`.
 
@@ -286,7 +296,10 @@ def open_engine(options: argparse.Namespace, batch_size: int, **engine_options: 
 
 
 def run_requests(engine: Engine, requests: Sequence[Request], stream: bool) -> list[Output]:
-    """Return the outputs in the order of the requests; with `stream`, print text as it arrives."""
+    """Run requests and return their outputs in the same order.
+
+    With `stream`, the text is printed as it is generated.
+    """
     if not stream:
         return engine.generate(requests, progress=sys.stderr.isatty())
     outputs: dict[str, Output] = {}
@@ -306,7 +319,7 @@ def run_requests(engine: Engine, requests: Sequence[Request], stream: bool) -> l
 def make_report(
     engine: Engine, rows: Sequence[PromptRow], outputs: Sequence[Output], seconds: float
 ) -> dict[str, Any]:
-    """Return what ``--json`` prints."""
+    """Return the report that ``--json`` prints: outputs and statistics."""
     stats = engine.stats
     tokens = sum(len(output.tokens) for output in outputs)
     reports = []
@@ -336,8 +349,8 @@ def run(options: argparse.Namespace) -> int:
     Returns
     -------
     int
-        Exit status: 2 if a request was refused; 1 if a request failed, a structured output was
-        truncated, or the trace could not be written; else 0.
+        Exit status: 2 if a request was refused; otherwise 1 if a request failed, a structured
+        output was truncated, or the trace could not be written; otherwise 0.
     """
     if options.json and options.stream:
         raise OptionError("--json cannot be combined with --stream")
@@ -379,12 +392,12 @@ def run(options: argparse.Namespace) -> int:
 def prepare_requests(
     rows: Sequence[PromptRow], engine: Engine
 ) -> tuple[list[PromptRow], list[Request]]:
-    """Apply chat templates and expand samples.
+    """Apply the chat template to the prompts, and expand each request to its samples.
 
     Returns
     -------
     rows : list of PromptRow
-        One row per output. A row whose prompt could not be processed is refused.
+        One row per output. A row whose prompt could not be processed has a refusal.
     requests : list of Request
         Requests of the rows that are not refused.
     """
@@ -405,7 +418,7 @@ def prepare_requests(
 def print_outputs(
     rows: Sequence[PromptRow], outputs: Sequence[Output], report: dict[str, Any], streamed: bool
 ) -> None:
-    """Print the texts to stdout, and errors and statistics to stderr."""
+    """Print the texts to stdout, unless they were streamed, and errors and statistics to stderr."""
     for row, output, entry in zip(rows, outputs, report["outputs"], strict=True):
         if not streamed and not output.error:
             text = output.text if len(outputs) == 1 else f"[{output.id}] {output.text}"
@@ -430,7 +443,7 @@ def print_outputs(
 
 
 def _is_partial(row: PromptRow, backend: str) -> bool:
-    """Return whether only a part of the schema of a row is enforced."""
+    """Return whether only a part of a row's schema is enforced."""
     grammar = row.request.grammar
     if grammar is None or not grammar.partial:
         return False
@@ -438,7 +451,7 @@ def _is_partial(row: PromptRow, backend: str) -> bool:
 
 
 def exit_status(rows: Sequence[PromptRow], outputs: Sequence[Output]) -> int:
-    """Return the exit status; see `run`."""
+    """Return the exit status of ``graft generate``, as `run` describes."""
     reasons = {output.reason for output in outputs}
     if "refused" in reasons:
         return 2

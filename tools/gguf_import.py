@@ -1,8 +1,9 @@
-"""``graft import``: convert a GGUF file of a Llama model to a Hugging Face folder.
+"""``graft import``: convert a GGUF file of a Llama model to a folder in Hugging Face format.
 
-Tensors are dequantized with the package ``gguf`` and written one at a time, so memory use does not
-grow with the model. Anything in the file that graft does not support is refused by name before
-anything is written. The folder appears in its final form or not at all.
+Each tensor is dequantized with the package ``gguf`` and written before the next one is read, so the
+memory use does not grow with the model. If the file contains anything that graft does not support,
+an error that names it is raised before anything is written. The files are written to a temporary
+folder, which is renamed at the end, so that no incomplete model remains after an error.
 """
 
 from __future__ import annotations
@@ -27,7 +28,7 @@ from graft.tools.gguf_tokenizer import tokenizer_files
 
 __all__ = ["GgufError", "add_arguments", "convert"]
 
-#: Hugging Face names of the tensors of a layer, by their GGUF names.
+#: Tensors of a decoder layer: GGUF name to Hugging Face name.
 LAYER_TENSORS = {
     "attn_norm": "input_layernorm",
     "ffn_norm": "post_attention_layernorm",
@@ -39,21 +40,22 @@ LAYER_TENSORS = {
     "ffn_up": "mlp.up_proj",
     "ffn_down": "mlp.down_proj",
 }
-#: The same for tensors outside of layers.
+#: Tensors outside the decoder layers: GGUF name to Hugging Face name.
 MODEL_TENSORS = {
     "token_embd.weight": "model.embed_tokens.weight",
     "output_norm.weight": "model.norm.weight",
     "output.weight": "lm_head.weight",
 }
 ROPE_FACTORS = "rope_freqs.weight"
-#: Parameters of Llama 3's RoPE scaling. A GGUF file has only the factors that result from them.
+#: Parameters of Llama 3's RoPE scaling. A GGUF file contains only the frequency factors that result
+#: from them.
 LOW_FREQ_FACTOR = 1.0
 HIGH_FREQ_FACTOR = 4.0
 ORIGINAL_MAX_POSITIONS = 8192
 
 
 class GgufError(GraftError):
-    """A GGUF file cannot be read, or contains a model that graft does not support."""
+    """A GGUF file cannot be read or converted, or contains a model that graft does not support."""
 
 
 def import_gguf() -> Any:
@@ -86,12 +88,12 @@ class GgufFile:
     gguf
         The module ``gguf``.
     tensors
-        Tensors by GGUF name.
+        Tensors of the file, by GGUF name.
 
     Raises
     ------
     GgufError
-        If the file does not exist, is not GGUF, or has another architecture than Llama.
+        If the file does not exist, is not a GGUF file, or has another architecture than Llama.
     """
 
     def __init__(self, path: str | Path) -> None:
@@ -122,7 +124,13 @@ class GgufFile:
         return default
 
     def get_size(self, key: str, default: int | None = None) -> int:
-        """Return a non-negative integer of the section ``llama``; see `get`."""
+        """Return the metadata value ``llama.<key>``, which must be a non-negative integer.
+
+        Raises
+        ------
+        GgufError
+            If the value is not a non-negative integer, or is absent and `default` is None.
+        """
         value = self.get(f"llama.{key}", default)
         if not isinstance(value, int) or value < 0:
             raise GgufError(
@@ -131,11 +139,11 @@ class GgufFile:
         return value
 
     def has(self, key: str) -> bool:
-        """Return whether the metadata has a key."""
+        """Return whether the metadata contains a key."""
         return self._reader.get_field(key) is not None
 
     def read_tensor(self, name: str) -> np.ndarray:
-        """Return a dequantized tensor: float32, outermost dimension first."""
+        """Return a dequantized tensor in float32, with the outermost dimension first."""
         tensor = self.tensors[name]
         values = self.gguf.dequantize(tensor.data, tensor.tensor_type)
         return np.asarray(values, np.float32).reshape(tensor_shape(tensor))
@@ -147,12 +155,12 @@ def tensor_shape(tensor: Any) -> tuple[int, ...]:
 
 
 def make_config(file: GgufFile) -> dict[str, Any]:
-    """Return the content of ``config.json``.
+    """Return the content of ``config.json`` for the model of a GGUF file.
 
     Raises
     ------
     GgufError
-        If the model is a mixture of experts or has an unsupported shape.
+        If the model is a mixture of experts, or has an unsupported shape or RoPE scaling.
     """
     experts = file.get_size("expert_count", 0)
     if experts:
@@ -190,7 +198,16 @@ def make_config(file: GgufFile) -> dict[str, Any]:
 
 
 def make_rope_parameters(file: GgufFile, head_dim: int) -> dict[str, Any]:
-    """Return the RoPE parameters. Those of Llama 3 are derived from the factors in the file."""
+    """Return the RoPE parameters.
+
+    For Llama 3's scaling, the file contains frequency factors, from which the parameters are
+    derived.
+
+    Raises
+    ------
+    GgufError
+        If the scaling is not supported, or the factors do not follow Llama 3's formula.
+    """
     theta = float(file.get("llama.rope.freq_base", 10000.0))
     rope: dict[str, Any] = {"rope_type": "default", "rope_theta": theta}
     scaling = file.get("llama.rope.scaling.type", "none")
@@ -221,18 +238,22 @@ def make_rope_parameters(file: GgufFile, head_dim: int) -> dict[str, Any]:
 
 
 def to_half_split(weight: np.ndarray, num_heads: int) -> np.ndarray:
-    """Reorder the rows of a query or key projection from interleaved to half-split RoPE."""
+    """Reorder the rows of a query or key projection for half-split RoPE.
+
+    GGUF files have the rows in interleaved order: RoPE rotates rows ``2i`` and ``2i + 1`` of a head
+    together. In half-split order, it rotates rows ``i`` and ``i + head_dim / 2``.
+    """
     half_dim = weight.shape[0] // num_heads // 2
     return weight.reshape(num_heads, half_dim, 2, -1).swapaxes(1, 2).reshape(weight.shape)
 
 
 def map_tensor_names(file: GgufFile, config: dict[str, Any]) -> dict[str, str]:
-    """Return the GGUF names of all tensors by their Hugging Face names.
+    """Return the GGUF name of each tensor, by Hugging Face name.
 
     Raises
     ------
     GgufError
-        If a tensor is missing, unknown, or has an unsupported quantization.
+        If a tensor is missing, is not part of a Llama model, or has an unsupported quantization.
     """
     names = {hf: gguf for gguf, hf in MODEL_TENSORS.items() if gguf in file.tensors}
     for layer in range(config["num_hidden_layers"]):
@@ -259,7 +280,7 @@ def map_tensor_names(file: GgufFile, config: dict[str, Any]) -> dict[str, str]:
 def write_weights(
     path: Path, file: GgufFile, names: dict[str, str], config: dict[str, Any]
 ) -> None:
-    """Write the safetensors file, one tensor at a time."""
+    """Write all tensors to a safetensors file in bfloat16, one after the other."""
     header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
     end = 0
     for hf_name, gguf_name in names.items():
@@ -268,7 +289,7 @@ def write_weights(
         end += 2 * int(np.prod(shape))
         header[hf_name] = {"dtype": "BF16", "shape": shape, "data_offsets": [start, end]}
     text = json.dumps(header).encode()
-    text += b" " * (-len(text) % 8)
+    text += b" " * (-len(text) % 8)  # tensor data must be aligned to 8 bytes
     num_heads = {
         "q_proj": config["num_attention_heads"],
         "k_proj": config["num_key_value_heads"],
@@ -291,8 +312,8 @@ def convert(file: str | Path, out: str | Path) -> Path:
     file
         GGUF file of architecture ``llama``, with any quantization that the package ``gguf`` reads.
     out
-        Folder to create. It gets ``config.json``, ``model.safetensors``, ``tokenizer.json``,
-        ``tokenizer_config.json`` and ``generation_config.json``.
+        Folder to create. The files written to it are ``config.json``, ``model.safetensors``,
+        ``tokenizer.json``, ``tokenizer_config.json`` and ``generation_config.json``.
 
     Returns
     -------
@@ -302,10 +323,12 @@ def convert(file: str | Path, out: str | Path) -> Path:
     Raises
     ------
     GgufError
-        If `out` exists, or the file is not GGUF, or has an unsupported architecture, quantization,
-        RoPE scaling or tokenizer.
+        If `out` exists, or if the file is not a GGUF file or has an unsupported architecture,
+        quantization or RoPE scaling.
+    GgufTokenizerError
+        If the tokenizer is not supported.
     ConfigError, TokenizerError
-        If the result is not a model that graft loads.
+        If graft cannot load the resulting model.
     """
     source = GgufFile(file)
     out = Path(out)
@@ -347,7 +370,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(options: argparse.Namespace) -> int:
-    """Convert the file and print how to use the result."""
+    """Convert the file, and print the command that uses the result."""
     out = convert(options.file, options.out)
     print(f"{out}: written; graft generate --model {out} ...")
     return 0

@@ -1,4 +1,4 @@
-"""The tokenizer of a GGUF file, converted to the files of a Hugging Face folder."""
+"""Conversion of the tokenizer of a GGUF file to the tokenizer files of a Hugging Face folder."""
 
 from __future__ import annotations
 
@@ -12,19 +12,20 @@ from graft.cudagraph.errors import GraftError
 
 __all__ = ["GgufTokenizerError", "tokenizer_files"]
 
-#: Token types of GGUF.
+#: Token types in the GGUF metadata.
 NORMAL = 1
 UNKNOWN = 2
 CONTROL = 3
 USER_DEFINED = 4
 
-#: Pre-tokenization pattern of Llama 3 and Qwen2, with a placeholder for the length of digit groups.
+#: Pre-tokenization pattern of Llama 3 and Qwen2. The placeholder is for the maximum length of a
+#: group of digits.
 _PATTERN = (
     r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}%s| ?[^\s\p{L}\p{N}]+"
     r"[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
 )
-#: Pre-tokenizers of byte-level tokenizers by GGUF name: a pattern that replaces GPT-2's, or steps
-#: that precede it.
+#: Pre-tokenizers of byte-level tokenizers, by GGUF name. A value is either a pattern, which
+#: replaces GPT-2's pattern, or a list of steps that precede GPT-2's pattern.
 PRE_TOKENIZERS: dict[str, str | list[pre_tokenizers.PreTokenizer]] = {
     "gpt-2": [],
     "default": [],
@@ -32,7 +33,7 @@ PRE_TOKENIZERS: dict[str, str | list[pre_tokenizers.PreTokenizer]] = {
     "llama-bpe": _PATTERN % "{1,3}",
     "qwen2": _PATTERN % "",
 }
-#: SentencePiece's replacement for a space.
+#: Character that SentencePiece uses in place of a space.
 SPACE = "▁"
 
 
@@ -46,8 +47,8 @@ def tokenizer_files(file: Any) -> dict[str, dict[str, Any]]:
     Parameters
     ----------
     file
-        `graft.tools.gguf_import.GgufFile` with tokens, their types, and their merges (byte-level
-        BPE) or scores (SentencePiece).
+        `graft.tools.gguf_import.GgufFile` whose metadata contains the tokens, their types, and
+        either merges (byte-level BPE) or scores (SentencePiece).
 
     Raises
     ------
@@ -74,7 +75,7 @@ def tokenizer_files(file: Any) -> dict[str, dict[str, Any]]:
         backend = makers[kind](file, tokens, types)
     except GraftError:
         raise
-    except Exception as error:  # the library raises no narrower type
+    except Exception as error:  # the package tokenizers raises no narrower type
         raise GgufTokenizerError(f"{file.path}: its tokenizer is inconsistent ({error})") from error
     _add_special_tokens(backend, tokens, types)
     if value("add_bos_token", kind == "llama" or value("pre", "") == "llama-bpe"):
@@ -83,11 +84,10 @@ def tokenizer_files(file: Any) -> dict[str, dict[str, Any]]:
         backend.post_processor = processors.TemplateProcessing(
             single=f"{bos} $A", pair=f"{bos} $A $B", special_tokens=[(bos, bos_id)]
         )
-    stop_ids = [
-        value(f"{key}_token_id")
-        for key in ("eos", "eot", "eom")
-        if file.has(f"tokenizer.ggml.{key}_token_id")
-    ]
+    stop_ids = []
+    for name in ("eos", "eot", "eom"):
+        if file.has(f"tokenizer.ggml.{name}_token_id"):
+            stop_ids.append(value(f"{name}_token_id"))
     return {
         "tokenizer.json": json.loads(backend.to_str()),
         "tokenizer_config.json": _tokenizer_config(file, tokens),
@@ -108,7 +108,7 @@ def _add_special_tokens(backend: Backend, tokens: list[str], types: list[int]) -
 
 
 def _tokenizer_config(file: Any, tokens: list[str]) -> dict[str, Any]:
-    """Return ``tokenizer_config.json``: names of special tokens and the chat template."""
+    """Return ``tokenizer_config.json``, with the special tokens and the chat template."""
     config: dict[str, Any] = {}
     for name, key in (
         ("bos_token", "bos"),
@@ -125,7 +125,7 @@ def _tokenizer_config(file: Any, tokens: list[str]) -> dict[str, Any]:
 
 
 def make_byte_level_bpe(file: Any, tokens: list[str], types: list[int]) -> Backend:
-    """Return a byte-level BPE tokenizer, as GPT-2, Llama 3, Qwen2 and SmolLM have."""
+    """Return a byte-level BPE tokenizer, the kind that GPT-2, Llama 3, Qwen2 and SmolLM use."""
     name = file.get("tokenizer.ggml.pre", "default")
     if name not in PRE_TOKENIZERS:
         raise GgufTokenizerError(
@@ -151,10 +151,11 @@ def make_byte_level_bpe(file: Any, tokens: list[str], types: list[int]) -> Backe
 
 
 def make_sentencepiece_bpe(file: Any, tokens: list[str], types: list[int]) -> Backend:
-    """Return a SentencePiece BPE tokenizer with byte fallback, as Llama 1 and 2 have.
+    """Return a SentencePiece BPE tokenizer with byte fallback, the kind that Llama 1 and 2 use.
 
-    The file has a score for each piece and no merges. Every pair of pieces that form a piece is a
-    merge, in the order of decreasing scores.
+    The file contains a score for each token and no merges. The merges are therefore reconstructed:
+    they are all pairs of tokens whose concatenation is a token, in the order of its decreasing
+    score.
     """
     ids = {token: i for i, token in enumerate(tokens)}
     scores = file.get("tokenizer.ggml.scores")
@@ -163,14 +164,16 @@ def make_sentencepiece_bpe(file: Any, tokens: list[str], types: list[int]) -> Ba
         if types[token_id] != NORMAL:
             continue
         for split in range(1, len(piece)):
-            left, right = piece[:split], piece[split:]
+            left = piece[:split]
+            right = piece[split:]
             if left in ids and right in ids:
-                merges.append((-scores[token_id], ids[left], ids[right], (left, right)))
+                order = (-scores[token_id], ids[left], ids[right])
+                merges.append((order, (left, right)))
     unknown = tokens[file.get("tokenizer.ggml.unknown_token_id", 0)]
     backend = Backend(
         models.BPE(
             vocab=ids,
-            merges=[pair for *_, pair in sorted(merges)],
+            merges=[pair for _, pair in sorted(merges)],
             unk_token=unknown,
             byte_fallback=True,
             fuse_unk=True,

@@ -1,4 +1,7 @@
-"""Grammars from command line options and from rows of ``--prompts``."""
+"""Grammars that command line options or rows of a prompt file define.
+
+A row is one JSON object of the file that ``--prompts`` names. It describes one request.
+"""
 
 from __future__ import annotations
 
@@ -15,15 +18,15 @@ from graft.grammar.grammar_spec import GrammarSpec, StructuralTag
 from graft.grammar.schema.options import KEY_ORDERS
 from graft.grammar.spec import parse_json
 
-#: Keys that define a grammar. A request has at most one of them.
+#: Keys of a row that define a grammar. A row has at most one of them.
 GRAMMARS = ("schema", "json_object", "regex", "ebnf", "lark", "choice", "structural_tag")
-#: Options of grammars, and the grammars to which they apply.
+#: Options of grammars, with the grammars to which each option applies.
 GRAMMAR_OPTIONS = {
     "key_order": ("schema",),
     "assert_formats": ("schema",),
     "whitespace": ("schema", "json_object", "structural_tag"),
 }
-#: All keys of a row that concern its grammar; the last two apply to every grammar.
+#: All keys of a row that concern its grammar. The last two apply to every grammar.
 GRAMMAR_KEYS = (*GRAMMARS, *GRAMMAR_OPTIONS, "after", "backend")
 BACKEND_CHOICES = ("auto", "xgrammar", "llguidance")
 _FILE_KEYS = ("schema", "ebnf", "lark", "structural_tag")
@@ -39,7 +42,7 @@ def add_grammar_arguments(parser: argparse.ArgumentParser) -> None:
     grammar.add_argument("--regex", metavar="R", help="regular expression for the whole output")
     grammar.add_argument("--ebnf", type=Path, metavar="FILE", help="EBNF grammar with rule root")
     grammar.add_argument("--lark", type=Path, metavar="FILE", help="Lark grammar with rule start")
-    grammar.add_argument("--choice", metavar="A,B", help="one of these texts")
+    grammar.add_argument("--choice", metavar="A,B", help="one of these texts, separated by commas")
     grammar.add_argument(
         "--structural-tag",
         type=Path,
@@ -49,7 +52,9 @@ def add_grammar_arguments(parser: argparse.ArgumentParser) -> None:
         '"at_once": false}',
     )
     group.add_argument(
-        "--after", metavar="MARKER", help="apply the grammar after this text; before it, free text"
+        "--after",
+        metavar="MARKER",
+        help="generate free text up to this text, and apply the grammar after it",
     )
     group.add_argument(
         "--backend",
@@ -67,8 +72,8 @@ def add_grammar_arguments(parser: argparse.ArgumentParser) -> None:
         "--whitespace",
         type=lambda text: int(text) if text.isdecimal() else text,
         metavar="{line,compact,any,N}",
-        help="whitespace in JSON: on one line (default), none, any, or at most N characters in a "
-        "row",
+        help="whitespace in JSON: on one line (default), none, any, or at most N consecutive "
+        "characters",
     )
     group.add_argument(
         "--assert-formats",
@@ -86,7 +91,7 @@ def add_grammar_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def read_text(path: Path, option: str) -> str:
-    """Return the text of a file that an option names.
+    """Return the text of a file that is the value of a command line option.
 
     Raises
     ------
@@ -100,12 +105,13 @@ def read_text(path: Path, option: str) -> str:
 
 
 def read_grammar(options: argparse.Namespace) -> dict[str, Any]:
-    """Return the grammar of the command line as fields of a row of ``--prompts``.
+    """Return the grammar that the command line defines, in the form of the fields of a row.
 
     Raises
     ------
     OptionError
-        If a file cannot be read, or the grammar is invalid; with the options and their values.
+        If a file cannot be read, or the grammar is invalid. The message contains the options with
+        their values.
     """
     fields = {key: getattr(options, key) for key in (*GRAMMARS, "after", *GRAMMAR_OPTIONS)}
     for key in _FILE_KEYS:
@@ -113,7 +119,7 @@ def read_grammar(options: argparse.Namespace) -> dict[str, Any]:
             fields[key] = read_text(fields[key], _option_name(key))
     defined = [key for key in GRAMMARS if fields[key] is not None]
     if not defined and options.prompts is not None:
-        return fields  # --after and the like apply to grammars of rows
+        return fields  # options such as --after apply to the grammars of the rows
     if options.partial and "schema" not in defined and options.prompts is None:
         raise OptionError("--partial requires --schema")
     try:
@@ -135,14 +141,14 @@ def _option_name(key: str) -> str:
 
 
 def make_grammar(fields: Mapping[str, Any], partial: bool) -> GrammarSpec | None:
-    """Return the grammar of a row; None if it has none.
+    """Return the grammar of a row; None if the row has no grammar.
 
     Parameters
     ----------
     fields
-        Values of `GRAMMAR_KEYS`; absent or None if not set.
+        Values by keys of `GRAMMAR_KEYS`. A key that is not set is absent, or its value is None.
     partial
-        Whether a schema of which a part cannot be enforced is accepted.
+        Whether to accept a schema of which a part cannot be enforced.
 
     Raises
     ------
@@ -185,7 +191,7 @@ def make_grammar(fields: Mapping[str, Any], partial: bool) -> GrammarSpec | None
 
 
 def _grammar_key(fields: Mapping[str, Any]) -> str | None:
-    """Return the key of `GRAMMARS` that is set; None if there is none."""
+    """Return the key of `GRAMMARS` that is set; None if no key is set."""
     json_object = fields.get("json_object")
     if json_object not in (None, True, False):
         raise OptionError(f"json_object must be true or false, got {json_object!r}")
@@ -198,7 +204,7 @@ def _grammar_key(fields: Mapping[str, Any]) -> str | None:
 
 
 def _read_choices(value: object) -> list[str]:
-    """Return the options of a choice, from a list or from a text with commas."""
+    """Return the texts of a choice. `value` is a list, or a text with commas between them."""
     if isinstance(value, str):
         value = value.split(",")
     if not isinstance(value, list) or not all(isinstance(v, str) for v in value):
@@ -207,7 +213,7 @@ def _read_choices(value: object) -> list[str]:
 
 
 def _read_structural_tag(value: object, **options: Any) -> GrammarSpec:
-    """Return the grammar of a structural tag, from an object or its JSON text."""
+    """Return the grammar of a structural tag. `value` is an object, or an object as JSON text."""
     if isinstance(value, str):
         value = parse_json("structural tag", value)
     if not isinstance(value, dict):

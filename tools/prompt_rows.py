@@ -1,4 +1,8 @@
-"""Requests of ``graft generate``, from the command line or from the rows of a JSON Lines file."""
+"""The requests of ``graft generate``, read from the command line or from a prompt file.
+
+A prompt file has the format JSON Lines. Each of its lines is a row: an object that describes one
+request.
+"""
 
 from __future__ import annotations
 
@@ -7,7 +11,7 @@ import dataclasses
 import itertools
 import json
 import sys
-from collections.abc import Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -33,7 +37,7 @@ REQUEST_FIELDS = ("prompt", "messages", "tokens", "max_tokens", "n", "stop", *SA
 TEMPLATE_FIELDS = ("raw", "tools", "variables")
 ROW_FIELDS = {"id", *REQUEST_FIELDS, *TEMPLATE_FIELDS, *grammars.GRAMMAR_KEYS}
 
-#: Request fields that have a command line option with a single value.
+#: Request fields whose command line option has a single value.
 _SCALAR_OPTIONS = tuple(
     name
     for name in ("max_tokens", "n", *SAMPLING_FIELDS)
@@ -43,18 +47,18 @@ _SCALAR_OPTIONS = tuple(
 
 @dataclass(frozen=True)
 class PromptRow:
-    """A request, or the error of a row, and how the prompt is processed.
+    """A request that was read from a row, or the reason why the row was refused.
 
     Attributes
     ----------
     request
-        The request. Of a refused row, it has only an id.
+        The request. If the row was refused, only the id of the request is set.
     refusal
-        Error of the row; None if the row is valid.
+        Error message; None if the row is valid.
     raw
         Whether the prompt is used without the chat template.
     variables
-        Additional variables of the chat template, including ``tools``.
+        Additional variables for the chat template, including ``tools``.
     """
 
     request: Request
@@ -63,16 +67,23 @@ class PromptRow:
     variables: dict[str, Any] = field(default_factory=dict)
 
     def is_valid(self, text: str) -> bool | None:
-        """Return whether an output satisfies the grammar; None if there is no independent check."""
+        """Return whether an output satisfies the grammar of the row.
+
+        The check is independent of the grammar backend. The result is None if there is no such
+        check.
+        """
         grammar = self.request.grammar
         if grammar is not None and grammar.marker is not None:
             _, marker, text = text.partition(grammar.marker.text or "\0")
-            if not marker:  # the marker is a token without text, or was not generated
+            if not marker:  # the marker is a special token without text, or was not generated
                 return None
         return is_valid(grammar, text)
 
     def for_engine(self, engine: Engine) -> Request:
-        """Return the request, with the prompt as tokens if the row controls the chat template.
+        """Return the request to submit.
+
+        If the row controls how the chat template is applied, the prompt of the returned request is
+        token ids.
 
         Raises
         ------
@@ -96,14 +107,16 @@ class PromptRow:
 
 
 def read_requests(options: argparse.Namespace) -> list[PromptRow]:
-    """Return the requests of the command line. Fields of a row take precedence over options.
+    """Return the requests that the command line defines.
 
-    A row that is invalid on its own is returned with a refusal and does not affect other rows.
+    The fields of a row take precedence over command line options. An invalid row is returned with a
+    refusal, and does not affect the other rows.
 
     Raises
     ------
     OptionError
-        If an option is invalid, or a line of the file is not a row.
+        If an option is invalid, or a line of the file is not a row: not an object, or an object
+        with unknown keys.
     """
     defaults: dict[str, Any] = {name: getattr(options, name) for name in _SCALAR_OPTIONS}
     defaults["stop"] = tuple(options.stop)
@@ -113,9 +126,8 @@ def read_requests(options: argparse.Namespace) -> list[PromptRow]:
         rows = {0: {"prompt": options.prompt}}
     else:
         rows = _read_rows(options.prompts)
-    used_ids = [row["id"] for row in rows.values() if isinstance(row.get("id"), str)]
-    free_ids = (name for name in map(str, itertools.count()) if name not in used_ids)
-    lines: dict[str, int] = {}
+    free_ids = _free_ids(rows.values())
+    lines: dict[str, int] = {}  # line numbers by id
     result = []
     for index, (number, row) in enumerate(rows.items()):
         fields = _request_fields(row, defaults)
@@ -131,7 +143,8 @@ def read_requests(options: argparse.Namespace) -> list[PromptRow]:
             spec = grammars.make_grammar(_grammar_fields(row, grammar), options.partial)
         except (GrammarError, OptionError) as error:
             has_unique_id = isinstance(row_id, str) and row_id not in lines
-            request = Request(id=row_id if has_unique_id else next(free_ids))
+            request_id = row_id if has_unique_id else next(free_ids)
+            request = Request(id=request_id)
             result.append(PromptRow(request, refusal=f"line {number}: {error}"))
         else:
             request_id = next(free_ids) if row_id is None else row_id
@@ -141,11 +154,21 @@ def read_requests(options: argparse.Namespace) -> list[PromptRow]:
     return result
 
 
+def _free_ids(rows: Iterable[Mapping[str, Any]]) -> Iterator[str]:
+    """Yield the numbers from 0, as text, that are not the id of a row."""
+    used_ids = {row["id"] for row in rows if isinstance(row.get("id"), str)}
+    for number in itertools.count():
+        name = str(number)
+        if name not in used_ids:
+            yield name
+
+
 def _read_rows(path: Path) -> dict[int, dict[str, Any]]:
-    """Return the rows of a JSON Lines file by line number; blank lines are skipped."""
+    """Return the rows of a prompt file by line number. Blank lines are skipped."""
     text = sys.stdin.read() if str(path) == "-" else grammars.read_text(path, "--prompts")
     rows = {}
-    # Only a line feed ends a row. str.splitlines would split at separators inside JSON strings.
+    # Rows end at line feeds only. str.splitlines would also split at other separators, such as
+    # U+2028, which may occur inside JSON strings.
     for number, line in enumerate(text.split("\n"), 1):
         if not line.strip():
             continue
@@ -166,37 +189,39 @@ def _read_rows(path: Path) -> dict[int, dict[str, Any]]:
 
 
 def _request_fields(row: Mapping[str, Any], defaults: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the request fields of a row, with the defaults of the command line."""
+    """Return the request fields of a row, completed with the values of the command line."""
     fields = dict(defaults)
     fields |= {name: row[name] for name in REQUEST_FIELDS if name in row}
     bias = fields["logit_bias"]
-    if isinstance(bias, dict):  # keys of JSON objects are text
-        fields["logit_bias"] = {
-            int(key) if str(key).isdecimal() else key: value for key, value in bias.items()
-        }
+    if isinstance(bias, dict):  # the keys of JSON objects are text; convert them to token ids
+        converted = {}
+        for key, value in bias.items():
+            token = int(key) if str(key).isdecimal() else key
+            converted[token] = value
+        fields["logit_bias"] = converted
     return fields
 
 
 def _grammar_fields(row: Mapping[str, Any], defaults: Mapping[str, Any]) -> dict[str, Any]:
     """Return the grammar fields of a row.
 
-    The grammar of a row replaces that of the command line. Grammar options of the command line are
-    kept if they apply to it.
+    A row without a grammar has the grammar of the command line. If the row has a grammar, only the
+    grammar options of the command line that apply to this grammar are kept.
     """
-    own = {key: row[key] for key in grammars.GRAMMAR_KEYS if row.get(key) is not None}
-    if any(key in own for key in grammars.GRAMMARS):
-        applicable = {
-            option: defaults[option]
-            for option, kinds in grammars.GRAMMAR_OPTIONS.items()
-            if any(kind in own for kind in kinds)
-        }
-        return {"after": defaults["after"]} | applicable | own
-    has_default = any(defaults[key] is not None for key in grammars.GRAMMARS)
-    return (dict(defaults) if has_default else {}) | own
+    row_fields = {key: row[key] for key in grammars.GRAMMAR_KEYS if row.get(key) is not None}
+    if any(key in row_fields for key in grammars.GRAMMARS):
+        inherited = {"after": defaults["after"]}
+        for option, kinds in grammars.GRAMMAR_OPTIONS.items():
+            if any(kind in row_fields for kind in kinds):
+                inherited[option] = defaults[option]
+        return inherited | row_fields
+    if any(defaults[key] is not None for key in grammars.GRAMMARS):
+        return dict(defaults) | row_fields
+    return row_fields
 
 
 def _template_fields(row: Mapping[str, Any]) -> dict[str, Any]:
-    """Return `raw` and `variables` of a `PromptRow`."""
+    """Return the fields `raw` and `variables` for a `PromptRow`."""
     variables = row.get("variables") or {}
     raw = row.get("raw", False)
     if not isinstance(variables, dict) or not isinstance(raw, bool):

@@ -1,4 +1,7 @@
-"""Pytest plugin that reports the driver of the tests: ``pytest -p graft.tools.pytest_device``."""
+"""Pytest plugin that reports which CUDA driver the tests used.
+
+Usage: ``pytest -p graft.tools.pytest_device``.
+"""
 
 from __future__ import annotations
 
@@ -9,7 +12,10 @@ import pytest
 
 
 def describe_driver() -> str:
-    """Return which libcuda.so.1 this process has loaded; for the soft device, also its counts."""
+    """Describe the library libcuda.so.1 that this process has loaded.
+
+    For the soft device, the text contains the number of launched kernels and graphs.
+    """
     try:
         library = ctypes.CDLL("libcuda.so.1", mode=os.RTLD_NOLOAD)
     except OSError:
@@ -23,5 +29,5 @@ def describe_driver() -> str:
 
 
 def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
-    """Add the driver to the summary."""
+    """Add a line that describes the driver to pytest's summary."""
     terminalreporter.write_line(f"cuda: {describe_driver()}")

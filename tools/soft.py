@@ -1,7 +1,8 @@
 """``graft soft PROGRAM [ARGS...]``: run a program on the soft device.
 
-The library of the soft device is preloaded, so that cuda.bindings, cuda.core and graft load it
-under the name of the CUDA driver. ``native/softcuda/README.md`` describes what it supports.
+The soft device is a library that implements the CUDA driver API on the CPU. The library is
+preloaded into the program, so that cuda.bindings, cuda.core and graft find it in place of
+``libcuda.so.1``. ``native/softcuda/README.md`` describes what the soft device supports.
 """
 
 from __future__ import annotations
@@ -23,8 +24,8 @@ def resolve_command(program: list[str]) -> list[str]:
     Parameters
     ----------
     program
-        A Python file, ``-m module``, ``-c code`` or an executable, with arguments; optionally
-        after ``--``.
+        A Python file, ``-m module``, ``-c code`` or an executable, followed by its arguments. A
+        leading ``--`` is ignored.
 
     Raises
     ------
@@ -47,7 +48,7 @@ def resolve_command(program: list[str]) -> list[str]:
 
 
 def soft_environment() -> Mapping[str, str]:
-    """Return environment variables with which a program uses the soft device.
+    """Return the environment variables that make a program use the soft device.
 
     Raises
     ------
@@ -67,14 +68,14 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "program",
         nargs=argparse.REMAINDER,
         metavar="PROGRAM [ARGS...]",
-        help="a .py file, -m MODULE, -c CODE or an executable; use -- before it if it begins with "
-        "a dash",
+        help="a .py file, -m MODULE, -c CODE or an executable, with its arguments; put -- before a "
+        "program that begins with a dash",
     )
     parser.set_defaults(run=run)
 
 
 def run(options: argparse.Namespace) -> int:
-    """Replace this process by the program."""
+    """Replace this process by the program, which runs on the soft device."""
     command = resolve_command(options.program)
     sys.stdout.flush()
     os.execve(command[0], command, soft_environment())

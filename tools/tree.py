@@ -1,12 +1,16 @@
-"""Create build/tree, from which graft can be imported without being installed.
+"""Create the folder build/tree, from which graft can be imported without being installed.
 
-``build/tree/graft/<package>`` is a link to the package. ``build/tree/graft/native`` is a folder of
-links to the Python files and, with ``--build``, the libraries that CMake installs. Usage::
+Usage::
 
     python3 tools/tree.py [--build]      then set PYTHONPATH=build/tree
 
-It serves machines without network and scikit-build-core (``--build`` still needs CMake and
-nanobind), and mypy, which checks the packages under their installed names.
+``build/tree/graft/<package>`` is a symbolic link to the folder of a package. Only
+``build/tree/graft/native`` is a real folder. It contains symbolic links to the Python files and,
+with ``--build``, the libraries that CMake builds.
+
+The tree has two uses. On a machine without network or scikit-build-core, graft can be built and run
+with CMake and nanobind alone. And mypy checks the packages in the tree, where they have the same
+names as after an installation.
 """
 
 from __future__ import annotations
@@ -27,7 +31,7 @@ PACKAGES = ("cudagraph", "sampling", "grammar", "models", "tools")
 
 
 def link(target: Path, path: Path) -> None:
-    """Make `path` a relative link to `target`, replacing an older link."""
+    """Make `path` a relative symbolic link to `target`, replacing an older link."""
     text = os.path.relpath(target, path.parent)
     if path.is_symlink():
         if os.readlink(path) == text:
@@ -37,12 +41,15 @@ def link(target: Path, path: Path) -> None:
 
 
 def make_tree() -> Path:
-    """Create the links and return the folder for PYTHONPATH."""
+    """Create the symbolic links, and return the folder for PYTHONPATH."""
     native = TREE / "graft" / "native"
     native.mkdir(parents=True, exist_ok=True)
     for package in PACKAGES:
         link(ROOT / package, TREE / "graft" / package)
-    sources = {p.name: p for p in (ROOT / "native").iterdir() if p.is_dir() or p.suffix == ".py"}
+    sources = {}
+    for path in (ROOT / "native").iterdir():
+        if path.is_dir() or path.suffix == ".py":
+            sources[path.name] = path
     for path in native.iterdir():
         if path.is_symlink() and path.name not in sources:
             path.unlink()
@@ -53,7 +60,13 @@ def make_tree() -> Path:
 
 
 def build(python: str) -> int:
-    """Configure, build and install the C++ part into the tree; return the exit status."""
+    """Build the C++ part with CMake, install it into the tree, and return the exit status.
+
+    Parameters
+    ----------
+    python
+        Path of the Python interpreter to build for.
+    """
     cmake = shutil.which("cmake")
     if cmake is None:
         print("graft: building the C++ part needs cmake, which was not found", file=sys.stderr)
@@ -65,7 +78,8 @@ def build(python: str) -> int:
         )
         return 1
     generator = ["-G", "Ninja"] if shutil.which("ninja") else []
-    jobs = os.environ.get("CMAKE_BUILD_PARALLEL_LEVEL", str(len(os.sched_getaffinity(0))))
+    cores = len(os.sched_getaffinity(0))
+    jobs = os.environ.get("CMAKE_BUILD_PARALLEL_LEVEL", str(cores))
     configure = [cmake, "-S", str(ROOT / "native"), "-B", str(BUILD), *generator]
     configure += [f"-DPython_EXECUTABLE={python}", "-DCMAKE_BUILD_TYPE=Release"]
     compile_sources = [cmake, "--build", str(BUILD), "--parallel", jobs]
@@ -80,7 +94,7 @@ def build(python: str) -> int:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Create the tree, with --build also the C++ part; return the exit status."""
+    """Create the tree, with --build including the C++ part, and return the exit status."""
     parser = argparse.ArgumentParser(description="Create an importable graft in build/tree.")
     parser.add_argument("--build", action="store_true", help="also build the C++ part into it")
     options = parser.parse_args(arguments)

@@ -13,9 +13,9 @@ from graft.grammar.validate import check_output, search_pattern
 def is_valid(spec: GrammarSpec | None, text: str) -> bool | None:
     """Return whether `text` satisfies a grammar; None if there is no independent check.
 
-    JSON schemas are checked with ``jsonschema`` and regular expressions with ``re``, both with a
-    time limit of seconds. There is no check of EBNF and Lark grammars, and of regular expressions
-    that ``re`` cannot parse.
+    JSON schemas are checked with ``jsonschema``, and regular expressions with ``re``, both with a
+    time limit of a few seconds. There is no check for EBNF and Lark grammars, nor for regular
+    expressions that ``re`` cannot parse.
     """
     if spec is None:
         return None
@@ -26,6 +26,6 @@ def is_valid(spec: GrammarSpec | None, text: str) -> bool | None:
             return text in json.loads(spec.text)
         if spec.kind == "regex":
             return search_pattern(rf"\A(?:{spec.text})\Z", text)
-    except (re.error, GrammarError):  # another dialect, or the time limit was exceeded
+    except (re.error, GrammarError):  # `re` cannot parse it, or the time limit was exceeded
         pass
     return None

@@ -1,18 +1,21 @@
 """Lock-order detector: find possible deadlocks between the GIL and the CUDA driver.
 
-A program runs on the soft device, which records two kinds of edges:
+The GIL and the driver's resources (its locks, and device work that must complete) are the nodes of
+a graph. A program runs on the soft device, which records an edge whenever a thread that holds one
+node requests another. There are two kinds of edges:
 
 *GIL to driver*
     A thread that holds the GIL enters a driver call that may take a lock of the driver or wait for
     device work.
 *Driver to GIL*
     A function that the driver calls, or a thread that the device waits for, requests the GIL. The
-    request itself is observed (the interpreter's lock of the GIL's mutex), so slow code is not
-    mistaken for one.
+    soft device observes the request itself, when the interpreter locks the GIL's mutex. A slow
+    function that does not use Python is therefore not recorded.
 
-If edges of both kinds exist for one resource, two threads can wait for each other forever, whether
-that happened in this run or not. ``SOFTCUDA_WATCH=FILE`` makes the soft device write the edges.
-``graft doctor --watch PROGRAM`` sets it, runs the program and prints the result.
+If edges of both kinds exist for one resource, they form a cycle: two threads can wait for each
+other forever, even if that did not happen in the observed run. The environment variable
+``SOFTCUDA_WATCH=FILE`` makes the soft device write the edges to a file. ``graft doctor --watch
+PROGRAM`` sets the variable, runs the program and prints the result.
 """
 
 from __future__ import annotations
@@ -28,9 +31,10 @@ from graft.cudagraph.errors import OptionError
 from graft.tools.soft import resolve_command, soft_environment
 
 GIL = "GIL"
-#: Exit status of a process that the watchdog of the soft device ended.
+#: Exit status of a process that the watchdog of the soft device terminated.
 WATCHDOG_STATUS = 86
-#: Exit statuses of ``graft doctor --watch``. The exit status of the program is printed instead.
+#: Exit statuses of ``graft doctor --watch``. They describe the result of the analysis; the exit
+#: status of the program is part of the printed report.
 FAILED = 1
 UNSEEN = 2
 POTENTIAL = 3
@@ -46,28 +50,31 @@ VERDICTS = {
 
 @dataclass
 class Edge:
-    """A combination of resources: a thread that held some requested others.
+    """An edge of the lock-order graph: a thread held some resources and requested others.
 
     Attributes
     ----------
     pid
         Process id.
     number
-        Number of the edge in its process.
+        Index of the edge among the edges of its process.
     holds, wants
-        Lists of ``"GIL"``, ``"driver lock"`` (locks of the driver) and ``"device work"`` (work that
-        the device cannot complete before the thread continues, or that the thread waits for).
+        Resources that the thread held and requested. A resource is ``"GIL"``, ``"driver lock"``
+        (any lock of the driver) or ``"device work"``. A thread holds device work if the device
+        cannot complete the work before the thread continues, and requests device work by waiting
+        for it.
     at
-        Name of the driver function, or of the function that the driver called.
+        Name of the driver function that was called, or of the function that the driver called.
     why
-        Reason why the call may wait; empty for driver to GIL.
+        Reason why the driver call may wait; empty for an edge from driver to GIL.
     thread
         Name of the thread.
     python, native
-        Stack, innermost frame first. Python's stack of a driver-to-GIL edge is the first function
-        that was entered after the GIL was acquired; empty if it was not acquired.
+        Python stack and native stack, innermost frame first. For an edge from driver to GIL, the
+        Python stack contains only the first function that was entered after the GIL was acquired;
+        it is empty if the GIL was not acquired.
     count
-        Number of occurrences; a lower bound if the process was killed.
+        Number of times the edge occurred. If the process was killed, this is a lower bound.
     """
 
     pid: int
@@ -84,7 +91,7 @@ class Edge:
 
 @dataclass
 class Report:
-    """Result for a program and its child processes.
+    """Result of the analysis of a program and its child processes.
 
     Attributes
     ----------
@@ -93,9 +100,9 @@ class Report:
     edges
         Edges of all processes.
     sees_gil
-        False if a process ended normally and requests for the GIL could not be observed in it.
+        Whether requests for the GIL could be observed in all processes that exited normally.
     hang
-        The watchdog's report of a process that hung; empty if none did.
+        Lines of the watchdog's report on a process that hung; empty if no process hung.
     """
 
     processes: int
@@ -105,7 +112,11 @@ class Report:
 
     @property
     def cycle(self) -> list[str]:
-        """Resources that a thread requested with the GIL and whose holder requested the GIL."""
+        """Resources of cycles with the GIL.
+
+        In one process, a thread that held the GIL requested the resource, and a thread that held
+        the resource requested the GIL.
+        """
         resources: set[str] = set()
         for pid in {edge.pid for edge in self.edges}:
             requested: set[str] = set()
@@ -120,7 +131,7 @@ class Report:
 
     @property
     def verdict(self) -> str:
-        """A key of `VERDICTS`."""
+        """The conclusion, as a key of `VERDICTS`."""
         if self.hang:
             return "deadlock" if self.cycle else "hang"
         if self.cycle:
@@ -133,7 +144,10 @@ class Report:
 
 
 def read_report(path: Path) -> Report:
-    """Read a file that ``SOFTCUDA_WATCH`` wrote: one JSON object per line, of all processes."""
+    """Read a file of edges that the soft device wrote, with one JSON object per line.
+
+    All processes of the program append to the same file.
+    """
     edges: dict[tuple[int, int], Edge] = {}
     pids: set[int] = set()
     sees_gil = True
@@ -165,8 +179,8 @@ def run_watched(
     program
         Program and arguments; see `graft.tools.soft.resolve_command`.
     limit_s
-        Number of seconds after which a driver call or host function counts as hanging. The process
-        is then ended, and the report has the stacks of both sides.
+        Time in seconds after which a driver call or host function counts as hanging. The watchdog
+        then terminates the process, and the report contains the stacks of the threads involved.
     stdout
         File descriptor for the output of the program.
 
@@ -194,7 +208,17 @@ def run_watched(
 
 
 def format_report(report: Report, status: int | None = None, max_frames: int = 12) -> str:
-    """Return the report as text: edges with stacks, the verdict, the program's exit status."""
+    """Return the report as text.
+
+    Parameters
+    ----------
+    report
+        The report.
+    status
+        Exit status of the program; None to leave it out.
+    max_frames
+        Maximum number of frames of each stack.
+    """
     lines: list[str] = []
     for edge in report.edges:
         line = (
@@ -228,7 +252,7 @@ def format_report(report: Report, status: int | None = None, max_frames: int = 1
 
 
 def _format_stack(title: str, frames: list[str], max_frames: int) -> list[str]:
-    """Return the lines of a stack."""
+    """Return the lines that describe a stack; none if the stack is empty."""
     if not frames:
         return []
     lines = [f"      {title}"]

@@ -1,4 +1,4 @@
-"""Example programs for cudagraph, sampling, grammar and models.
+"""Example programs for the packages cudagraph, sampling, grammar and models.
 
-Run one with ``python -m graft.tools.examples.NAME``.
+Run an example with ``python -m graft.tools.examples.NAME``.
 """

@@ -1,4 +1,9 @@
-"""models: disaggregated prefill. One process prefills the prompts, another one decodes."""
+"""Package models: disaggregated prefill. One process prefills the prompts, another one decodes.
+
+The prefilling engine exports each request after its first tokens with `Engine.migrate_out`. The KV
+cache of the request is transferred through shared memory. A ticket, which is small, tells the
+decoding process where the data is.
+"""
 
 from __future__ import annotations
 
@@ -29,14 +34,14 @@ REQUESTS = [
 
 
 def decode(tickets: Any, finished: Any) -> None:
-    """Continue the requests of the other process.
+    """Receive the requests of the other process and decode them. Runs in the decoding process.
 
     Parameters
     ----------
     tickets
-        Queue of tickets, one per request; None after the last one.
+        Queue of tickets, one per request. None follows the last ticket.
     finished
-        Queue for lists of the last events of requests.
+        Queue to which the last event of each request is put, in lists.
     """
     transfer = SharedMemory()
     expects_tickets = True
@@ -52,7 +57,7 @@ def decode(tickets: Any, finished: Any) -> None:
 
 
 def main() -> None:
-    """Migrate each request after its first tokens, and compare with the outputs of one engine."""
+    """Migrate each request after its first tokens, and compare with outputs of a single engine."""
     context = multiprocessing.get_context("spawn")
     transfer = SharedMemory()
     tickets = context.Queue()
@@ -67,7 +72,7 @@ def main() -> None:
         outputs: dict[str, Any] = {}
         while len(outputs) < len(REQUESTS):
             outputs.update((event.id, event.output) for event in finished.get())
-        transfer.close()  # everything was received
+        transfer.close()  # safe, because the other process has received everything
         for expected in engine.generate(REQUESTS):
             output = outputs[expected.id]
             print(

@@ -1,6 +1,7 @@
-"""cudagraph: a kernel, a Python function and a kernel in one CUDA graph, launched three times.
+"""Package cudagraph: a kernel, a Python function and a kernel in one CUDA graph.
 
-The Python function uses pinned memory, which host and device share. It must not call the driver.
+The graph is launched three times. The Python function is a host step: a node of the graph that runs
+on the CPU. It accesses pinned memory, which host and device share, and must not call the driver.
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ extern "C" __global__ void square(int* numbers, int n) {
 
 
 def main() -> None:
-    """Square on the device, add one on the host, square on the device."""
+    """Square numbers on the device, add one on the host, and square again on the device."""
     device = open_device()
     numbers = device.pinned((8,), "int32")
     numbers.array[:] = range(8)

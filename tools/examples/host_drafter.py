@@ -1,4 +1,7 @@
-"""models: a drafter written in Python, called in a host step of the round's graph."""
+"""Package models: a drafter that is a Python function.
+
+Each decoding round is one CUDA graph. The function is called by a node of this graph.
+"""
 
 from __future__ import annotations
 

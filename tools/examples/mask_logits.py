@@ -1,6 +1,7 @@
-"""sampling: apply token bitmasks to a batch of logits in place, with one kernel.
+"""Package sampling: apply token bitmasks to a batch of logits in place, with one kernel.
 
-Bit ``i`` of a mask row says whether token ``i`` is legal. A word has 32 tokens, lowest bit first.
+A mask row is the token bitmask of one row of logits. Bit ``i`` of a mask row is set if token ``i``
+is legal. A row consists of 32-bit words, and the lowest bit of a word belongs to its first token.
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ VOCABULARY = 40
 
 
 def main() -> None:
-    """Mask three rows of logits with two mask rows; the second row of logits is not masked."""
+    """Mask the first and the third of three rows of logits, and print the legal tokens of each."""
     device = open_device()
     values = np.tile(np.arange(VOCABULARY, dtype=np.float32), (3, 1))
     logits = device.from_host(values)

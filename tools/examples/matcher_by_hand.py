@@ -1,7 +1,7 @@
-"""grammar: use a matcher directly, as a custom decoding loop would.
+"""Package grammar: use a matcher directly, as a custom decoding loop would.
 
-`fill` writes the bitmask of the legal next tokens, `accept` advances the matcher by a token, and
-`rollback` undoes the last tokens.
+A matcher is the parsing state of one output. Its method `fill` writes the bitmask of the legal next
+tokens, `accept` advances the matcher by a token, and `rollback` undoes the last tokens.
 """
 
 from __future__ import annotations
@@ -14,7 +14,10 @@ from graft.tools.demo_model import demo_model
 
 
 def main() -> None:
-    """Generate a match of a regular expression: in each step, the first of the shortest tokens."""
+    """Generate a text that matches a regular expression.
+
+    Each step selects the shortest legal token; among several, the first in byte order.
+    """
     target, _ = demo_model()
     tokenizer = Tokenizer(target)
     vocabulary = Vocabulary.from_tokenizer(tokenizer.backend, 2048, tokenizer.stop_ids)

@@ -1,6 +1,7 @@
-"""models: a custom drafter class, which proposes the last token again.
+"""Package models: a custom drafter class, which proposes to repeat the last token.
 
-The engine constructs it, checks its drafts and verifies them. No other code has to know it.
+The class is passed to `Engine`, which creates the drafter, checks its drafts against the grammar
+and verifies them.
 """
 
 from __future__ import annotations
@@ -21,14 +22,14 @@ extern "C" __global__ void propose_last(int batch, const int* row_slot, const Sl
 
 
 class LastToken(Drafter):
-    """A drafter that proposes all drafts of a round at once."""
+    """A drafter that proposes all drafts of a round with one kernel."""
 
     def __init__(self, context: DrafterContext):
         self.shape = TreeShape(context.max_drafts)
         self._kernel = load_text(context.device, KERNEL, "last_token.cu")["propose_last"]
 
     def start(self, lane, feed: Feed) -> None:
-        """Add the kernel that writes the drafts."""
+        """Add the kernel that writes the drafts to the graph of a round."""
         arguments = [feed.batch, feed.row_slot, feed.state.array, self.shape.nodes, feed.proposal]
         lane.kernel(self._kernel, feed.batch, 1, arguments, name="propose the last token")
 
