@@ -1,12 +1,17 @@
-# `make demo` and `make test` set up everything they need in a clean clone. `make help` lists the
-# other targets.
+# `make demo` and `make test` work in a clean clone: they first create a virtual environment, install
+# the pinned packages and build the C++ part. `make help` lists the other targets. Variables:
 #
-#   PYTHON=/path/to/python3   Python to build with (default: the newest usable one, 3.11 or later)
-#   VENV=folder               virtual environment (default .venv); VENV=none uses PYTHON directly,
-#                             downloads nothing and builds into build/tree with CMake
-#   TESTS="tests/grammar"     tests to run
-#   PYTEST="-x -k name"       options for pytest
-#   GPU="--sections gaps --minutes 2"   options for `make gpu`
+#   PYTHON=/path/to/python3   Python interpreter (default: the newest usable one, 3.11 or later)
+#   VENV=folder               virtual environment (default .venv). VENV=none uses PYTHON without a
+#                             virtual environment, downloads nothing, and builds the C++ part with
+#                             CMake into build/tree
+#   TESTS="tests/grammar"     folder or file of the tests to run (default: all tests)
+#   PYTEST="-x -k name"       additional options for pytest
+#   GRAFT_DEVICE=auto|cuda|soft
+#                             device of the targets demo and demo-llm (default auto), test-cuda and
+#                             gpu (default cuda)
+#   GPU="--sections gaps --minutes 2"
+#                             options for `make gpu`
 
 PYTHON ?=
 VENV ?= .venv
@@ -22,10 +27,12 @@ else
   PY := $(VENV)/bin/python
   CLANG_FORMAT := $(VENV)/bin/clang-format
 endif
-# Keep bytecode, whatever the environment says: tests start hundreds of processes.
+# Let Python write bytecode files even if the environment disables that, because the tests start
+# hundreds of processes.
 export PYTHONDONTWRITEBYTECODE :=
-# With pytest-xdist, one process more than cores, because some tests wait, but at most 9. Each
-# process runs whole files. PYTEST="-n 0" runs all tests in one process.
+# If pytest-xdist is installed, run the tests in parallel: with one process more than there are cores,
+# because some tests wait, but with at most 9 processes. The tests of a file run in one process.
+# PYTEST="-n 0" runs all tests in one process.
 CORES := $(shell getconf _NPROCESSORS_ONLN)
 PARALLEL = $(if $(shell $(PY) -c "import xdist" 2>&1),, \
   -n $(shell expr $(CORES) + 1) --maxprocesses 9 --dist loadfile --no-loadscope-reorder)
@@ -39,14 +46,14 @@ BOOTSTRAP = @python=$$(sh tools/find_python.sh $(PYTHON)) && "$$python" tools/bo
 help: ## list the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-13s %s\n", $$1, $$2 }' Makefile
 
-setup: ## create .venv, install the pinned packages and build the C++ part, as far as out of date
+setup: ## create .venv, install the pinned packages and build the C++ part, where out of date
 ifeq ($(VENV),none)
 	@$(PY) tools/tree.py --build
 else
 	$(BOOTSTRAP)
 endif
 
-packages: # the virtual environment without the C++ part
+packages: # create the virtual environment without building the C++ part
 ifneq ($(VENV),none)
 	$(BOOTSTRAP) --packages-only
 endif
@@ -61,31 +68,31 @@ endif
 demo: setup ## generate ten outputs in one batch, each with a different grammar, and verify them
 	@$(if $(GRAFT_DEVICE),GRAFT_DEVICE=$(GRAFT_DEVICE)) $(PY) -m graft.tools.cli demo
 
-demo-llm: setup ## the same with SmolLM2-135M-Instruct (downloads 93 MB once)
+demo-llm: setup ## run the demo with SmolLM2-135M-Instruct (downloads 93 MB once)
 	@$(if $(GRAFT_DEVICE),GRAFT_DEVICE=$(GRAFT_DEVICE)) $(PY) -m graft.tools.cli demo --llm
 
 docs: setup ## write the API reference as HTML to build/docs
 	@GRAFT_DEVICE=soft $(PY) -m graft.tools.docs
 
-test: setup ## run all tests that take at most a minute, on the soft device; 6 minutes on 2 cores
+test: setup ## run the tests of at most a minute each, on the soft device; 6 minutes on 2 cores
 	@GRAFT_DEVICE=soft $(RUN_TESTS) $(PARALLEL) $(PYTEST)
 
-test-full: setup ## run the longer tests too
+test-full: setup ## run all tests but the endurance tests, on the soft device
 	@GRAFT_DEVICE=soft $(RUN_TESTS) --full -o faulthandler_timeout=3600 $(PYTEST)
 
-soak: setup ## run the endurance tests only
+soak: setup ## run the endurance tests, on the soft device
 	@GRAFT_DEVICE=soft $(RUN_TESTS) --soak -o faulthandler_timeout=0 $(PYTEST)
 
 test-sanitize: setup ## stress the C++ part under address, undefined-behavior and thread sanitizers
 	@GRAFT_DEVICE=soft $(PY) -m pytest tests/cudagraph/test_sanitize.py --full $(PYTEST)
 
-test-cuda: setup ## run all tests on a GPU (without a network: PYTHON=python3 VENV=none)
+test-cuda: setup ## run the tests on a GPU (on a machine without network: VENV=none)
 	@GRAFT_DEVICE=$(or $(GRAFT_DEVICE),cuda) $(RUN_TESTS) $(PYTEST)
 
-gpu: setup ## measure a GPU for ten minutes and compare with predictions (PYTHON=python3 VENV=none)
+gpu: setup ## measure a GPU for ten minutes and compare the results with predictions
 	@GRAFT_DEVICE=$(or $(GRAFT_DEVICE),cuda) $(PY) -m graft.tools.gpu_first $(GPU)
 
-lint: packages ## check with ruff, mypy and clang-format
+lint: packages ## check the code with ruff, mypy and clang-format
 	@$(PY) -m ruff format --check .
 	@$(PY) -m ruff check .
 	@$(PY) tools/tree.py
