@@ -1,4 +1,4 @@
-"""Fixtures: an engine of the demo model, a server of it, and a client."""
+"""Fixtures for tests of the server: an engine with the demo model, a server, and clients."""
 
 import pytest
 
@@ -9,16 +9,16 @@ from graft.tools.demo_model import demo_model
 
 @pytest.fixture(scope="module")
 def engine():
-    """An engine of the demo model with eight slots. At the end it must hold no resources."""
+    """Return an engine with the demo model. After the tests, it must not hold any resource."""
     with Engine(
         *demo_model(),
         max_batch_size=8,
         max_length=512,
         limits=Limits(grammar_bytes=4096, waiting=100),
-    ) as made:
-        yield made
-        made.synchronize()
-        assert made.counters()["held"] == {
+    ) as engine:
+        yield engine
+        engine.synchronize()
+        assert engine.counters()["held"] == {
             "slots": 0,
             "leaving_slots": 0,
             "pages": 0,
@@ -29,17 +29,26 @@ def engine():
 
 @pytest.fixture(scope="module")
 def server(engine):
-    """A server of the engine that requires an API key."""
+    """Return a server of the engine that requires an API key."""
     from serving_util import run_server
 
-    with run_server(engine, api_key="key", max_body_bytes=20_000) as made:
-        yield made
+    with run_server(engine, api_key="key", max_body_bytes=20_000) as server:
+        yield server
 
 
 @pytest.fixture(scope="module")
 def client(server):
-    """OpenAI's client without retries."""
+    """Return OpenAI's client for the server. It does not retry failed requests."""
     import openai
 
-    with openai.OpenAI(base_url=server.url, api_key="key", max_retries=0) as made:
-        yield made
+    with openai.OpenAI(base_url=server.url, api_key="key", max_retries=0) as client:
+        yield client
+
+
+@pytest.fixture(scope="module")
+def http():
+    """Return an HTTP client for requests without OpenAI's client, such as pages of the server."""
+    import httpx
+
+    with httpx.Client(verify=False) as client:
+        yield client

@@ -1,4 +1,4 @@
-"""Helpers for server tests: a server in a thread, requests, and a load of concurrent requests."""
+"""Helpers for tests of the server: a server in a thread, requests, and load tests."""
 
 import asyncio
 import contextlib
@@ -22,7 +22,7 @@ PERSON = {
     "additionalProperties": False,
 }
 PROMPT = "Extract the fields.\nname: Olga Novak; age: 42"
-#: Fields that the client library passes in `extra_body`.
+#: Fields that OpenAI's client does not know, so that they are passed to it in ``extra_body``.
 EXTRA_FIELDS = (
     "structured_outputs",
     "top_k",
@@ -36,7 +36,7 @@ EXTRA_FIELDS = (
 
 @contextlib.contextmanager
 def run_server(engine, drain_s=20.0, **settings):
-    """Run a server of the engine in a thread; it is drained at the end."""
+    """Run a server of the engine in a thread, and drain the server when the context ends."""
     service = Service(EngineDriver(engine), Settings("demo", **settings))
     server = Server(service, bind_socket("127.0.0.1", 0), drain_s)
     thread = threading.Thread(target=server.start)
@@ -51,7 +51,7 @@ def run_server(engine, drain_s=20.0, **settings):
 
 
 def wait_for(condition, seconds=20.0):
-    """Wait until a condition holds."""
+    """Wait until a condition holds; fail after a time limit in seconds."""
     end = time.monotonic() + seconds
     while not condition():
         assert time.monotonic() < end
@@ -59,12 +59,12 @@ def wait_for(condition, seconds=20.0):
 
 
 def response_format(schema):
-    """Return a JSON schema as response_format."""
+    """Return the value of response_format for a JSON schema."""
     return {"type": "json_schema", "json_schema": {"name": "x", "schema": schema}}
 
 
 def chat(client, **fields):
-    """Send a chat completion request of one message."""
+    """Send a chat completion request with one message, unless `fields` override it."""
     extra = {key: fields.pop(key) for key in EXTRA_FIELDS if key in fields}
     defaults = {
         "model": "demo",
@@ -83,7 +83,7 @@ INVALID = [
 
 
 def load_requests():
-    """Return the requests of a load test: pairs of the demo prompt and the API fields."""
+    """Return the requests of a load test, as pairs of a demo prompt and API fields."""
     rng = random.Random(1)
     requests = []
     for prompt in demo_prompts() * 4:
@@ -104,7 +104,7 @@ def load_requests():
 async def send_numbered(client, slots, requests, number):
     """Send one request of a load test and return its text and finish reason.
 
-    Every tenth request is closed early, and every twentieth is invalid.
+    One in ten requests is closed early, and one in twenty is invalid, depending on `number`.
     """
     fields = requests[number % len(requests)][1]
     closes_early = number % 10 == 3
@@ -129,9 +129,9 @@ async def send_numbered(client, slots, requests, number):
 
 
 async def run_load(url, requests, count, on_end=None):
-    """Send `count` requests, 32 at a time, and return their texts and finish reasons.
+    """Send `count` requests, at most 32 at a time; return their texts and finish reasons.
 
-    `on_end` is called with the number of each request that has ended.
+    Whenever a request has ended, `on_end` is called with its number.
     """
     slots = asyncio.Semaphore(32)
 
@@ -141,7 +141,7 @@ async def run_load(url, requests, count, on_end=None):
             on_end(number)
         return result
 
-    # Connections are not reused: one could time out just when the next request is sent.
+    # Connections are not reused, because one could time out just when the next request is sent.
     async with openai.AsyncOpenAI(
         base_url=url,
         api_key="-",
@@ -153,13 +153,17 @@ async def run_load(url, requests, count, on_end=None):
 
 
 def run_sequentially(url, requests):
-    """Return the choices of requests that are sent one after the other."""
+    """Send requests one after the other, and return their response choices."""
     with openai.OpenAI(base_url=url, api_key="-", max_retries=0) as client:
         return [chat(client, **fields).choices[0] for _, fields in requests]
 
 
 def check_load(requests, sequential, results):
-    """Check that each response equals its sequential one, and that complete ones are valid."""
+    """Check the responses of a load test.
+
+    Each must equal the response to the same request in `sequential`. Complete structured outputs
+    must satisfy their grammars.
+    """
     for number, (text, finish_reason) in enumerate(results):
         prompt = requests[number % len(requests)][0]
         expected = sequential[number % len(requests)]

@@ -1,4 +1,4 @@
-"""The command graft: requests from options and files, errors, and outputs of the demo model."""
+"""Tests of the command ``graft``: parsing of requests, errors, and outputs of the demo model."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ UNIQUE = {"type": "array", "uniqueItems": True}
 
 
 def parse_requests(*arguments: str):
-    """Return the requests of a command line without running them."""
+    """Return the requests that a command line of ``graft generate`` defines."""
     return read_requests(cli.parser().parse_args(["generate", *arguments]))
 
 
@@ -43,7 +43,10 @@ def run_json(capsys, *arguments: str, status: int = 0):
 
 @pytest.fixture
 def parse_rows(tmp_path):
-    """Return a function that parses a file of rows, each an object or the text of a line."""
+    """Return a function that writes rows to a prompt file and parses the file.
+
+    A row is an object, or the text of a line.
+    """
 
     def read(*rows, flags=()):
         lines = [row if isinstance(row, str) else json.dumps(row) for row in rows]
@@ -86,7 +89,7 @@ def test_generate_options_set_request_fields(tmp_path):
 
 
 def test_sampling_options_have_the_defaults_of_sampling_params():
-    """Options are derived from SamplingParams, and rows accept its other parameters too."""
+    """Prompt rows accept all parameters of SamplingParams, except ``sample`` and ``relaxed``."""
     [row] = parse_requests("--prompt", "x")
     defaults = dataclasses.replace(SamplingParams(), verify="rejection", logit_bias={})
     assert SamplingParams.from_fields(row.request) == defaults
@@ -95,7 +98,7 @@ def test_sampling_options_have_the_defaults_of_sampling_params():
 
 
 def test_prompt_rows_take_precedence_over_options(parse_rows):
-    """Rows without a seed get consecutive seeds."""
+    """A row without a seed uses the seed of the command line plus the index of the row."""
     one, other = parse_rows(
         {"prompt": "a"},
         "",
@@ -142,8 +145,10 @@ def test_forced_drafts_option_reduces_rounds(tmp_path, capsys):
 
 
 def test_prompt_rows_accept_partial_schemas_and_json_object_false(parse_rows):
-    """--partial accepts schemas that cannot be enforced in full. With json_object false, a row has
-    no grammar."""
+    """The option --partial accepts schemas that cannot be enforced in full.
+
+    A row with json_object false has no grammar.
+    """
     rows = {"prompt": "a", "schema": UNIQUE}, {"prompt": "p", "json_object": False}
     partial, free = parse_rows(*rows, flags=["--partial"])
     assert partial.refusal is None and partial.request.grammar.partial
@@ -159,7 +164,7 @@ def test_prompt_rows_accept_partial_schemas_and_json_object_false(parse_rows):
         ({"regex": "a", "backend": "telepathy"}, "backend must be one of"),
         ({"id": 5}, "id must be text, got 5"),
         ({"id": True}, "id must be text, got True"),
-        ({"id": "first"}, "id 'first' is that of line 1"),
+        ({"id": "first"}, "id 'first' is already used in line 1"),
         ({"json_object": "no"}, "json_object must be true or false"),
         ({"variables": 3}, "variables must be an object"),
         ({"variables": {"messages": []}}, "variables must not contain messages"),
@@ -177,7 +182,7 @@ def test_prompt_rows_accept_partial_schemas_and_json_object_false(parse_rows):
     ],
 )
 def test_invalid_prompt_row_is_refused_alone(parse_rows, row, words):
-    """The refusal has the line number. The other rows are accepted, and all ids are unique."""
+    """The refusal contains the line number. Other rows are accepted, and all ids are unique."""
     changes = ({"id": "first"}, row, {"id": "0"}, {"id": None})
     first, bad, zero, free = parse_rows(*({"prompt": "a"} | change for change in changes))
     assert bad.refusal is not None
@@ -188,7 +193,10 @@ def test_invalid_prompt_row_is_refused_alone(parse_rows, row, words):
 
 
 def test_prompt_rows_end_at_line_feeds_only(tmp_path, monkeypatch):
-    """A Unicode line separator inside a string does not end a row; `-` reads standard input."""
+    """A Unicode line separator inside a string does not end a row.
+
+    The same text is read from standard input if the file name is ``-``.
+    """
     text = json.dumps({"prompt": "a\u2028b\x85c"}, ensure_ascii=False) + '\r\n\n{"prompt": "d"}'
     rows = tmp_path / "rows.jsonl"
     rows.write_bytes(text.encode())
@@ -199,7 +207,7 @@ def test_prompt_rows_end_at_line_feeds_only(tmp_path, monkeypatch):
 
 
 def test_prompt_rows_control_the_chat_template(parse_rows):
-    """A raw prompt is encoded without the template; tools and variables are passed to it."""
+    """The template is not applied to a raw prompt. It receives the row's tools and variables."""
     received = {}
 
     def render_chat(messages, **variables):
@@ -245,7 +253,7 @@ LARK = 'start: NUM "+" NUM\nNUM: /[0-9]{1,2}/'
     ],
 )
 def test_grammar_options_and_row_keys_define_grammars(tmp_path, parse_rows, flag, text, grammar):
-    """--after applies to all kinds of grammars."""
+    """The option --after applies to grammars of every kind, on the command line and in rows."""
     (tmp_path / "g").write_text(text or "")
     values = {"--json-object": [], "--regex": ["a+"], "--choice": ["x,y"]}
     flags = (flag, *values.get(flag, [str(tmp_path / "g")]))
@@ -280,7 +288,10 @@ def test_grammar_options_and_row_keys_define_grammars(tmp_path, parse_rows, flag
     ],
 )
 def test_json_options_apply_to_grammars_of_rows(parse_rows, flags, options, kind):
-    """Whitespace, formats and key order can be set by options and by rows."""
+    """An option has the same effect on a row's grammar as the key of the same name in the row.
+
+    The options are ignored for a row whose grammar is not JSON.
+    """
     value, constructor, arguments = {
         "schema": (SCHEMA, GrammarSpec.json_schema, [SCHEMA]),
         "json_object": (True, GrammarSpec.json_object, []),
@@ -347,7 +358,7 @@ def test_invalid_grammar_option_is_rejected_with_its_value(tmp_path, arguments, 
 
 
 def test_output_validity_ignores_text_before_the_marker():
-    """Without the marker, validity is unknown."""
+    """The validity of an output without the marker is unknown."""
     (row,) = parse_requests("--prompt", "x", "--choice", "a,b", "--after", "#")
     assert [row.is_valid(text) for text in ("so#a", "so#c", "so")] == [True, False, None]
 
@@ -417,7 +428,7 @@ def test_generate_names_option_values_that_do_not_parse(arguments, message, caps
 
 
 def test_draft_length_auto_counts_rounds_by_length(capsys):
-    """The greedy output is that of a fixed length."""
+    """The greedy output is the same as with a fixed draft length."""
     fixed = run_json(capsys, *CODE, "--draft-length", "2")
     auto = run_json(capsys, *CODE, "--draft-length", "auto")
     assert auto["outputs"][0]["tokens"] == fixed["outputs"][0]["tokens"]
@@ -446,7 +457,7 @@ def test_draft_options_do_not_change_greedy_output(options, capsys):
 
 
 def test_generate_prompt_rows_with_different_grammars(tmp_path, capsys):
-    """Outputs have the order of the rows, and each satisfies its grammar."""
+    """The outputs have the same order as the rows, and each satisfies its grammar."""
     rows = tmp_path / "rows.jsonl"
     rows.write_text(
         "\n".join(
@@ -503,7 +514,7 @@ def test_generate_stream_numbers_rows_without_id(tmp_path, capsys):
     ],
 )
 def test_generate_exit_status(grammar, reason, status):
-    """A truncated structured output is a failure; truncated free text is not."""
+    """A truncated structured output is a failure, but truncated free text is not."""
     spec = GrammarSpec.regex("a+") if grammar else None
     rows = [PromptRow(Request(prompt="x", grammar=spec)), PromptRow(Request(prompt="y"))]
     outputs = [Output(id="0", reason=reason), Output(id="1", reason="stop")]
@@ -511,7 +522,7 @@ def test_generate_exit_status(grammar, reason, status):
 
 
 def run_program(*arguments: str, **options):
-    """Run `python -m graft.tools.cli` in another process."""
+    """Run ``python -m graft.tools.cli`` in another process."""
     env = {**os.environ, "GRAFT_DEVICE": "soft"} | options.pop("env", {})
     return subprocess.run(
         [sys.executable, "-m", "graft.tools.cli", *arguments],
@@ -531,8 +542,11 @@ def test_command_prints_usage_and_version():
 
 
 def test_command_handles_write_errors_and_limited_encodings(tmp_path, monkeypatch):
-    """A full disk gives one error line and status 1. Characters that the encoding lacks are
-    escaped. The text is printed even if the trace cannot be written."""
+    """A full disk leads to one error line and exit status 1.
+
+    Characters that the encoding of the output lacks are escaped. The text is printed even if the
+    trace cannot be written.
+    """
     arguments = ("generate", "--prompt", "x", "--choice", "\u017d,\u017d\u017d")
     with open("/dev/full", "w") as full:
         done = run_program(*arguments, stdout=full)

@@ -1,4 +1,4 @@
-"""The demo: tasks, chat template, tokenizer, prompts, checks of outputs, and evaluation."""
+"""Tests of the demo: its tasks, chat template, tokenizer, prompts, output checks and evaluation."""
 
 from __future__ import annotations
 
@@ -55,14 +55,17 @@ def unseen() -> list[demo_tasks.Task]:
 
 
 def test_demo_tasks_are_deterministic(held_out):
-    """Equal seeds give equal tasks, and different seeds give different ones."""
+    """Equal seeds give equal tasks, and different seeds give different tasks."""
     assert demo_tasks.held_out_tasks(500) == held_out
     assert demo_tasks.held_out_tasks(50, seed=1) != held_out[:50]
     assert demo_tasks.make_task(random.Random(5)) == demo_tasks.make_task(random.Random(5))
 
 
 def test_demo_task_answers_satisfy_their_schemas(training, held_out, unseen):
-    """Keys have the order of the schema, the text is canonical, and no other keys are allowed."""
+    """The keys of an answer have the order of the schema, which allows no other keys.
+
+    The text of an answer is formatted as ``json.dumps`` does.
+    """
     for task in itertools.chain(training, held_out, unseen):
         if task.schema is None:
             continue
@@ -77,7 +80,7 @@ def test_demo_task_answers_satisfy_their_schemas(training, held_out, unseen):
 
 
 def test_demo_regex_task_answers_match_their_patterns(held_out):
-    """The answer occurs in the text."""
+    """The answer also occurs in the text of the task."""
     tasks = [t for t in held_out if t.kind == "regex"]
     assert len(tasks) > 20
     for task in tasks:
@@ -99,7 +102,7 @@ def test_demo_record_task_strings_occur_in_the_text(held_out):
 
 
 def test_demo_training_excludes_held_out_prompts_and_unseen_keys(training, held_out, unseen):
-    """All keys of the unseen set are reserved, and no key of training is."""
+    """All keys of the unseen-key tasks are reserved, and no key of a training task is."""
     seen = {(t.text, json.dumps(t.schema)) for t in training}
     assert all((t.text, json.dumps(t.schema)) not in seen for t in held_out + unseen)
     used = {k for t in training for k in property_names(t.schema)}
@@ -110,7 +113,10 @@ def test_demo_training_excludes_held_out_prompts_and_unseen_keys(training, held_
 
 
 def test_demo_tasks_cover_all_kinds_of_schemas(held_out):
-    """Nested objects, arrays, enums, bounds, patterns, optional fields, regexes, free text."""
+    """The tasks contain nested objects, arrays, enums, bounds, patterns and optional fields.
+
+    There are also tasks with a regular expression, and tasks without a grammar.
+    """
     everything = " ".join(json.dumps(t.schema) for t in held_out)
     for part in (
         '"enum"',
@@ -130,8 +136,10 @@ def test_demo_tasks_cover_all_kinds_of_schemas(held_out):
 
 
 def test_score_fields_counts_leaves_and_complete_answers(held_out):
-    """Answers are correct, wrong, incomplete, with additional fields, or broken. The answer of each
-    task is correct in full, and that of another task is not."""
+    """Wrong, missing and additional fields and text that is not JSON lower the score.
+
+    The answer of each task scores as completely correct, and the answer of another task does not.
+    """
     task = demo_tasks.Task("", {}, '{"a": 1, "b": {"c": "x", "d": [1, 2]}}')
     score = demo_tasks.score_fields
     for text, found in (
@@ -166,7 +174,7 @@ def render(text: str, **variables: Any) -> str:
 
 
 def test_demo_template_renders_keys_and_types_of_schema():
-    """A schema becomes one line of nested keys with types and marks for optional keys."""
+    """A schema is rendered as one line of nested keys and types. ``?`` marks optional keys."""
     schema = demo_tasks.object_schema(
         [
             ("id", {"type": "string", "pattern": "^[A-Z]$"}),
@@ -219,7 +227,7 @@ def test_demo_template_renders_keys_and_types_of_schema():
     ids=json.dumps,
 )
 def test_demo_template_renders_any_schema(schema):
-    """Unusual, recursive and invalid schemas are rendered without an error."""
+    """The template renders unusual, recursive and invalid schemas without an error."""
     text = render("Hi.", schema=schema)
     assert text.startswith("<|begin|><|user|>Hi.\nSchema: ") and text.endswith("<|assistant|>")
 
@@ -232,7 +240,7 @@ def test_demo_template_truncates_large_schemas():
 
 
 def test_demo_tokenizer_roundtrip_and_prompt_length(held_out):
-    """Prompt and answer have at most 320 tokens, and decoding inverts encoding for any text."""
+    """Prompt and answer together have fewer than 320 tokens, and decoding inverts encoding."""
     tokenizer = tokenizers.Tokenizer.from_file(str(DEMO / "target" / "tokenizer.json"))
     config = json.loads((DEMO / "target" / "config.json").read_text())
     assert tokenizer.get_vocab_size() == config["vocab_size"]
@@ -256,7 +264,7 @@ def test_demo_model_is_small_and_draft_vocabulary_has_stop_id():
 
 
 def test_demo_prompts_have_different_grammars_and_valid_answers():
-    """There are at least eight schemas, a regular expression, and a request without a grammar."""
+    """At least eight prompts have a schema, one has a regular expression, and one no grammar."""
     prompts = demo_prompts()
     schemas = [p.grammar.text for p in prompts if p.grammar and p.grammar.kind == "json_schema"]
     assert len(schemas) >= 8 and len(set(schemas)) == len(schemas)
@@ -295,7 +303,7 @@ def test_is_valid_checks_outputs_independently_of_the_backend(spec, good, bad):
 
 
 def test_is_valid_returns_none_without_independent_check():
-    """There is none for EBNF, free text, and expressions that `re` cannot parse."""
+    """No independent check exists for EBNF, free text, and expressions that ``re`` cannot parse."""
     for spec in (GrammarSpec.regex(r"\p{L}+"), GrammarSpec.ebnf('root ::= "a"'), None):
         assert is_valid(spec, "a") is None
 
@@ -330,7 +338,7 @@ def test_describe_speculation_follows_from_measured_times(seconds, effect):
 
 
 def make_result(tasks, texts, rounds=2):
-    """Return an evaluation result whose outputs have these texts."""
+    """Return an evaluation result whose outputs have the given texts."""
     outputs = [
         Output(id=str(i), text=text, reason="stop", tokens=[1] * len(text), rounds=rounds)
         for i, text in enumerate(texts)
@@ -339,7 +347,7 @@ def make_result(tasks, texts, rounds=2):
 
 
 def test_demo_evaluation_correctness_of_right_and_wrong_answers():
-    """Correct answers score 100 %. A wrong field counts against the fields and the answers."""
+    """Correct answers score 100 %. A wrong field lowers the score of fields and of answers."""
     tasks = demo_tasks.held_out_tasks(40)
     texts = [task.answer for task in tasks]
     scores = evaluate_demo.correctness(make_result(tasks, texts))
@@ -357,7 +365,7 @@ def test_demo_evaluation_correctness_of_right_and_wrong_answers():
 
 
 def test_demo_evaluation_compares_masking_on_tasks_with_grammar():
-    """The difference is that of masked minus unmasked drafts."""
+    """The reported difference is the value with masked drafts minus the value without masks."""
     tasks = demo_tasks.held_out_tasks(60)
     guided = sum(task.schema is not None or task.pattern is not None for task in tasks)
     assert guided < 60

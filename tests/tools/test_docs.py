@@ -1,4 +1,4 @@
-"""The API reference: `make docs`."""
+"""Tests of ``make docs``, which writes the API reference."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from graft.tools import docs
 
 
 def test_docs_write_page_with_docstrings_and_readme(tmp_path):
-    """The page of a package has its docstring, its README page and its public classes."""
+    """The page of a package contains its docstring, its README.md and its public classes."""
     assert docs.main(["sampling", "--output", str(tmp_path)]) == 0
     page = (tmp_path / "graft" / "sampling.html").read_text(encoding="utf-8")
     assert 'id="MaskApply"' in page
@@ -27,7 +27,7 @@ def test_docs_write_page_with_docstrings_and_readme(tmp_path):
 
 
 def test_docs_fail_on_warning(tmp_path, monkeypatch, capsys):
-    """An annotation that cannot be resolved is reported and fails the target."""
+    """A warning of pdoc is printed, and the exit status is 1."""
     monkeypatch.setattr(docs, "write_docs", lambda packages, output: ["UserWarning: no such name"])
     assert docs.main(["sampling", "--output", str(tmp_path)]) == 1
     assert "graft: UserWarning: no such name" in capsys.readouterr().err

@@ -50,7 +50,7 @@ def test_doctor_reports_healthy_environment(capsys):
 def test_doctor_reports_missing_package_with_install_command(
     package, name, status, monkeypatch, capsys
 ):
-    """XGrammar is optional."""
+    """A missing optional package, such as XGrammar, does not change the exit status."""
     real = doctor.version_of
     monkeypatch.setattr(doctor, "version_of", lambda p: None if p == package else real(p))
     assert cli.main(["doctor"]) == (status == "missing")
@@ -65,7 +65,7 @@ def test_doctor_reports_missing_package_with_install_command(
     [("CXX", "no-such-compiler", "compiler"), ("GRAFT_DEVICE", "abacus", "device")],
 )
 def test_doctor_reports_invalid_environment_variable(variable, value, name):
-    """An unknown compiler or device is a finding and not a traceback."""
+    """An unknown compiler or device is reported as a finding, without a traceback."""
     done = subprocess.run(
         [sys.executable, "-m", "graft.tools.cli", "doctor", "--json"],
         text=True,
@@ -78,7 +78,7 @@ def test_doctor_reports_invalid_environment_variable(variable, value, name):
 
 
 def test_doctor_reports_driver_that_hangs(monkeypatch):
-    """The query of the driver has a deadline."""
+    """The query of the driver has a time limit."""
     monkeypatch.setattr(chooser, "PROBE", "import time; time.sleep(60)")
     monkeypatch.setattr(doctor.chooser, "PROBE_LIMIT_S", 0.5)
     finding = doctor.check_driver()
@@ -86,7 +86,7 @@ def test_doctor_reports_driver_that_hangs(monkeypatch):
 
 
 def test_doctor_requires_cupy_with_gpu(monkeypatch):
-    """CuPy is a missing package if the NVIDIA driver finds a device."""
+    """If the NVIDIA driver finds a device, the absence of CuPy is an error."""
     gpu = doctor.Finding("nvidia driver", "ok", "CUDA 13.0, a device")
     monkeypatch.setattr(doctor, "CHECKS", (lambda: gpu, doctor.check_cupy))
     monkeypatch.setattr(doctor, "version_of", lambda package: None)
@@ -123,7 +123,7 @@ def callback():
 
 @pytest.fixture
 def program(tmp_path):
-    """Function that writes a program, the prelude and the code, and returns its path."""
+    """Return a function that writes a program, prelude plus code, and returns its path."""
 
     def write(code: str, prelude: str = PRELUDE) -> str:
         path = tmp_path / "program.py"
@@ -134,7 +134,10 @@ def program(tmp_path):
 
 
 def test_watch_reports_potential_deadlock(program, capfd):
-    """A callback requests the GIL, and a driver call holds it. The report has both stacks."""
+    """A callback requests the GIL while another driver call holds it.
+
+    The report contains the stacks of both.
+    """
     path = program("""
         for _ in range(3):
             hostfunc(stream, callback)
@@ -161,8 +164,10 @@ def test_watch_reports_potential_deadlock(program, capfd):
 
 
 def test_watch_ignores_slow_native_host_functions(program, capfd):
-    """A host function that does not request the GIL is no edge, whatever its duration. The
-    program's exit status is reported."""
+    """A host function that does not request the GIL is not recorded, however long it runs.
+
+    The exit status of the program is part of the report.
+    """
     path = program("""
         usleep = ctypes.cast(ctypes.CDLL(None).usleep, ctypes.c_void_p).value
         lane.host(NativeWork(usleep, 300_000))
@@ -183,7 +188,7 @@ def test_watch_ignores_slow_native_host_functions(program, capfd):
 
 
 def test_watch_finds_no_cycle_with_python_callbacks_alone(program):
-    """Callbacks of every kind request the GIL, but no driver call holds it."""
+    """Callbacks of all kinds request the GIL, but no driver call holds the GIL."""
     path = program("""
         lane.host(callback)
         lane.mailbox(callback)
@@ -204,8 +209,11 @@ def test_watch_finds_no_cycle_with_python_callbacks_alone(program):
 
 
 def test_watch_mailbox_worker_holds_device_work_only(program):
-    """A Python mailbox worker forms a cycle with a call that waits for the device, but not with one
-    that only takes a lock."""
+    """A mailbox worker is a host thread that the device waits for; it holds no driver lock.
+
+    A Python function in such a thread therefore forms a cycle with a driver call that waits for the
+    device, but not with a call that only takes a lock of the driver.
+    """
     code = """
         lane.mailbox(callback)
         replay(1)
@@ -241,8 +249,7 @@ PROGRAM_WITHOUT_GRAFT = """
 
 
 def test_watch_works_without_graft_and_after_exit(program):
-    """A program that uses cuda.bindings and ctypes only. Edges are recorded even if it ends by
-    ``os._exit``."""
+    """The program uses only cuda.bindings and ctypes, and exits with ``os._exit``."""
     path = program(PROGRAM_WITHOUT_GRAFT, prelude="")
     report, status = watch.run_watched([path], LIMIT_S)
     assert status == 0
@@ -257,7 +264,7 @@ def test_watch_works_without_graft_and_after_exit(program):
 
 
 def test_watch_reports_deadlock_with_stacks_of_both_threads(program, capfd):
-    """A program that deadlocks is ended by the watchdog."""
+    """The watchdog terminates a program that deadlocks."""
     path = program("""
         libc, gate = ctypes.PyDLL(None), ctypes.create_string_buffer(64)
         wait = ctypes.cast(libc.sem_wait, ctypes.c_void_p).value
@@ -266,7 +273,7 @@ def test_watch_reports_deadlock_with_stacks_of_both_threads(program, capfd):
         sys.setswitchinterval(1e6)
         hostfunc(stream, NativeWork(wait, ctypes.addressof(gate)))
         hostfunc(stream, callback)
-        libc.sem_post(gate)  # this thread does not release the GIL from here on
+        libc.sem_post(gate)  # from here on, this thread does not release the GIL
         while not holding_gil.softcuda_watch_asks():  # until the callback requests the GIL
             libc.usleep(1000)
         def synchronize_holding_gil():
@@ -285,7 +292,7 @@ def test_watch_reports_deadlock_with_stacks_of_both_threads(program, capfd):
 
 
 def test_watch_variable_records_edges_without_the_tool(program, tmp_path):
-    """SOFTCUDA_WATCH=FILE: every process that opens the soft device writes to the file."""
+    """Every process that opens the soft device writes to the file that SOFTCUDA_WATCH names."""
     path = tmp_path / "edges.jsonl"
     env = {**os.environ, "GRAFT_DEVICE": "soft", "SOFTCUDA_WATCH": str(path)}
     code = program("call_holding_gil()")
@@ -297,7 +304,10 @@ def test_watch_variable_records_edges_without_the_tool(program, tmp_path):
 
 
 def test_watch_rejects_invalid_commands(program, capfd, tmp_path):
-    """A missing or unknown program, an invalid limit, and a program that opens no device."""
+    """A missing or unknown program and an invalid limit are errors with exit status 2.
+
+    A program that does not open the soft device has an exit status of its own.
+    """
     for command in ([], ["no-such-program"], ["--limit", "5"], ["--limit", "soon", "-c", "0"]):
         assert cli.main(["doctor", "--watch", *command]) == 2
         assert re.search("no program|must be a number of seconds", capfd.readouterr().err)
@@ -309,7 +319,7 @@ def test_watch_rejects_invalid_commands(program, capfd, tmp_path):
 
 @pytest.mark.parametrize("status", [2, 3, 4])
 def test_watch_reports_failure_for_any_exit_status_of_program(status, program, capfd):
-    """Also for a status that the tool itself uses for a verdict."""
+    """The program may exit with a status that the tool itself uses for a verdict."""
     assert cli.main(["doctor", "--watch", program(f"sys.exit({status})")]) == watch.FAILED
     text = capfd.readouterr().err
     assert "verdict: no cycle" in text
@@ -317,8 +327,10 @@ def test_watch_reports_failure_for_any_exit_status_of_program(status, program, c
 
 
 def test_soft_launcher_runs_programs_on_the_soft_device(tmp_path):
-    """cuda.bindings finds the soft device, arguments and exit status are passed on, and pytest
-    reports the device."""
+    """In the program, cuda.bindings finds the soft device, and the pytest plugin reports it.
+
+    Arguments are passed to the program, and its exit status is returned.
+    """
     (tmp_path / "test_it.py").write_text(
         "from cuda.bindings import driver\n"
         "def test_it():\n"

@@ -1,4 +1,4 @@
-"""The example programs run and print the expected results."""
+"""Tests that the example programs run and print the expected results."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Conversion of GGUF files: weights, configuration, tokenizer, and unsupported files."""
+"""Tests of ``graft import``: converted weights, config and tokenizer, and unsupported files."""
 
 from __future__ import annotations
 
@@ -34,7 +34,10 @@ GGUF_MODEL_TENSORS = {hf: name for name, hf in gguf_import.MODEL_TENSORS.items()
 
 
 def interleave_rows(weight: np.ndarray, heads: int) -> np.ndarray:
-    """Reorder rows of a projection as llama.cpp does: the halves of a head alternate."""
+    """Reorder the rows of a projection as llama.cpp does.
+
+    Rows of the two halves of a head alternate.
+    """
     halves = weight.reshape(heads, 2, weight.shape[0] // heads // 2, weight.shape[1])
     return halves.transpose(0, 2, 1, 3).reshape(weight.shape)
 
@@ -51,7 +54,7 @@ def write_gguf(
 ) -> None:
     """Write a GGUF file of a tiny Llama and its tokenizer.
 
-    `changed` replaces metadata; None removes it.
+    The keyword arguments `changed` replace metadata values by key. None removes a key.
     """
     writer = gguf.GGUFWriter(str(file), architecture)
     tokenizer = json.loads((folder / "tokenizer.json").read_text())["model"]
@@ -98,7 +101,7 @@ def write_gguf(
 
 
 def gguf_name(name: str) -> str:
-    """Return the GGUF name of a tensor; other names are kept."""
+    """Return the GGUF name of a tensor; a name that is not a model tensor's is unchanged."""
     if name in GGUF_MODEL_TENSORS:
         return GGUF_MODEL_TENSORS[name]
     parts = name.split(".")
@@ -110,7 +113,10 @@ def gguf_name(name: str) -> str:
 
 @pytest.fixture
 def tiny(tmp_path):
-    """Return a function that writes a GGUF file and returns its path, config and weights."""
+    """Return a function that writes a GGUF file of a tiny model.
+
+    The function returns the path of the file, the config and the weights.
+    """
     make_tiny_tokenizer(tmp_path / "hf")
 
     def make(kind=Q.F32, weights=None, tied=True, **changed):
@@ -124,7 +130,7 @@ def tiny(tmp_path):
 
 @pytest.mark.parametrize(("kind", "tied"), [(Q.F32, True), (Q.F16, False), (Q.Q8_0, True)])
 def test_gguf_import_preserves_weights_and_config(tiny, tmp_path, kind, tied):
-    """Weights are the dequantized values, rounded to bfloat16."""
+    """The converted weights are the dequantized values, rounded to bfloat16."""
     file, config, weights = tiny(kind, tied=tied)
     folder = convert(file, tmp_path / "out")
     assert LlamaConfig.from_dir(folder) == LlamaConfig.from_dict(
@@ -139,7 +145,7 @@ def test_gguf_import_preserves_weights_and_config(tiny, tmp_path, kind, tied):
 
 
 def test_gguf_import_preserves_byte_level_tokenizer(tiny, tmp_path):
-    """Token ids, text, special tokens, stop ids and chat template are equal."""
+    """Original and converted tokenizer agree on ids, text, special tokens and chat template."""
     folder = convert(tiny()[0], tmp_path / "out")
     original = Tokenizer(tmp_path / "hf")
     imported = Tokenizer(folder)
@@ -153,7 +159,7 @@ def test_gguf_import_preserves_byte_level_tokenizer(tiny, tmp_path):
 
 
 def test_gguf_import_sentencepiece_merges_by_score(tiny, tmp_path):
-    """Pieces with higher scores are merged first, and unknown characters become byte tokens."""
+    """Tokens with higher scores are merged first, and unknown characters become byte tokens."""
     tokens = [
         "<unk>",
         "<s>",
@@ -189,7 +195,7 @@ def test_gguf_import_sentencepiece_merges_by_score(tiny, tmp_path):
 
 
 def test_gguf_import_derives_llama3_rope_scaling_from_factors(tiny, tmp_path):
-    """Factors that do not result from Llama 3's formula are refused."""
+    """Frequency factors that do not follow Llama 3's formula are refused."""
     published = {
         "rope_type": "llama3",
         "rope_theta": 10000.0,
@@ -233,7 +239,7 @@ def test_gguf_import_derives_llama3_rope_scaling_from_factors(tiny, tmp_path):
     ],
 )
 def test_gguf_import_rejects_unsupported_models(tiny, tmp_path, changed, error, message):
-    """The error has name and value, and nothing is written."""
+    """The error contains name and value of the unsupported setting, and nothing is written."""
     file, *_ = tiny(**changed)
     with pytest.raises(error, match=message):
         convert(file, tmp_path / "out")

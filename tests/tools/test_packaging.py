@@ -1,4 +1,4 @@
-"""Packaging: pinned versions, packages, contents of the wheel, and rebuilds of the environment."""
+"""Tests of packaging: pinned versions, contents of the wheel, and setup of the environment."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ PINS = dict(
 
 
 def test_requirements_have_bounds_that_contain_the_pins():
-    """The upper bound is the next major or minor release after the lower bound."""
+    """The upper bound of a requirement is the next major or minor release after its lower bound."""
     for text in (*REQUIRED, *PROJECT["build-system"]["requires"]):
         wanted = Requirement(text)
         ends = {s.operator: s.version for s in wanted.specifier}
@@ -77,8 +77,10 @@ def test_installed_graft_is_this_working_tree():
     ],
 )
 def test_find_python_reports_why_candidates_are_unusable(tmp_path, name, script, words):
-    """Without any Python, one sentence says what to install. Broken shims and old versions are
-    skipped, and the sentence has the reason."""
+    """If no Python is found, one sentence says what to install.
+
+    Interpreters that do not run or are too old are skipped, and the sentence contains the reason.
+    """
     for tool in ("sh", "tail"):
         found = shutil.which(tool)
         assert found
@@ -185,8 +187,11 @@ def build_wheel(folder: Path, *options: str) -> Path:
 
 
 def test_wheel_contains_runtime_files_only(tmp_path):
-    """Kernels, headers, models and commands are included; C++ sources, training and development
-    scripts are not. The C++ part is not built here, because it takes minutes."""
+    """The wheel contains kernels, headers, models and commands.
+
+    It does not contain C++ sources, training code and development scripts. The C++ part is not
+    built here, because that takes minutes.
+    """
     wheel = build_wheel(tmp_path, "--config-settings=wheel.cmake=false")
     names = {Path(name) for name in zipfile.ZipFile(wheel).namelist()}
     files = [Path("graft", name) for name in repository_files() if name.parts[0] in PACKAGES]
@@ -221,15 +226,18 @@ def test_wheel_contains_runtime_files_only(tmp_path):
 
 @pytest.fixture(scope="module")
 def wheel(tmp_path_factory) -> Path:
-    """A complete wheel."""
+    """Return a complete wheel, including the C++ part."""
     return build_wheel(tmp_path_factory.mktemp("wheel"))
 
 
 @pytest.mark.full
 @pytest.mark.parametrize("which", ["lower", "upper"])
 def test_wheel_runs_in_empty_environment(tmp_path, wheel, which):
-    """With the oldest and the newest supported packages, outside of the repository, the wheel runs
-    the demo and reports which package XGrammar and the server need."""
+    """The wheel runs the demo outside of the repository.
+
+    It runs with the oldest and the newest supported versions of the required packages. Errors name
+    the packages that XGrammar and the server need.
+    """
     venv.create(tmp_path / "venv", symlinks=True, with_pip=True)
     limits = tmp_path / "limits.txt"
     limits.write_text(
@@ -263,7 +271,7 @@ def test_wheel_runs_in_empty_environment(tmp_path, wheel, which):
 
 @pytest.fixture
 def commands(monkeypatch):
-    """Commands of the bootstrap, which are recorded instead of run."""
+    """Return the list of commands of the bootstrap, which are recorded but not run."""
     recorded: list[list[str]] = []
 
     def record(command, doing, **env):
@@ -274,7 +282,7 @@ def commands(monkeypatch):
 
 
 def test_bootstrap_installs_pins_again_only_after_changes(tmp_path, commands, monkeypatch):
-    """xgrammar is installed without its dependencies."""
+    """The package xgrammar is installed without its dependencies."""
     project = bootstrap.read_project()
     for _ in range(2):
         bootstrap.install_pins(tmp_path, Path("python"), project)
@@ -305,7 +313,7 @@ def test_bootstrap_repeats_failed_installation(tmp_path, monkeypatch):
 
 @pytest.mark.parametrize("name", ["worker.cpp", "worker.h", "CMakeLists.txt"])
 def test_bootstrap_rebuilds_after_source_changes(tmp_path, commands, monkeypatch, name):
-    """All kinds of source files count; Python files do not."""
+    """A change of any kind of source file causes a rebuild. A change of a Python file does not."""
     monkeypatch.setattr(bootstrap, "ROOT", tmp_path)
     shutil.copy(ROOT / "pyproject.toml", tmp_path)
     source = tmp_path / "native" / "guide" / name
@@ -329,7 +337,7 @@ def test_bootstrap_error_contains_output_of_failed_command():
 
 
 def test_tree_links_packages_and_removes_stale_links(tmp_path, monkeypatch):
-    """Libraries in the tree are kept when the links are updated."""
+    """Updating the links does not remove the built libraries from the tree."""
     monkeypatch.setattr(tree, "TREE", tmp_path / "tree")
     made = tree.make_tree() / "graft"
     native = made / "native"
@@ -345,7 +353,7 @@ def test_tree_links_packages_and_removes_stale_links(tmp_path, monkeypatch):
 
 @pytest.mark.full
 def test_make_test_cuda_runs_without_installation():
-    """With VENV=none, it builds with CMake and runs the tests from build/tree."""
+    """With VENV=none, ``make test-cuda`` builds with CMake and runs the tests from build/tree."""
     python = Path(sys.executable).resolve()
     env = {**os.environ, "PYTHONPATH": str(Path(pytest.__file__).parents[1])}
     done = subprocess.run(

@@ -1,4 +1,4 @@
-"""Data parallel replicas: routing, recovery from dead replicas, and load over Ray."""
+"""Tests of data parallel serving: routing, recovery from dead replicas, and load with Ray."""
 
 from __future__ import annotations
 
@@ -30,8 +30,10 @@ INFO = EngineInfo(
 
 
 def test_router_prefers_longest_cached_prefix_then_lowest_load():
-    """A replica that is a whole batch behind is not chosen. Evicted pages, and those of a replica
-    that died, are forgotten."""
+    """A replica with a whole batch of requests more than the least loaded one is not chosen.
+
+    The router forgets evicted pages, and all pages of a replica that died.
+    """
     router = Router(2, INFO)
     first = list(range(40))
     other = list(range(100, 140))
@@ -41,7 +43,7 @@ def test_router_prefers_longest_cached_prefix_then_lowest_load():
     assert router.keys([*first[:16], *other])[:1] == keys[:1] != router.keys(other)[:1]
     assert router.choose(keys, {0: 1, 1: 0}) == 1  # not cached anywhere
     assert router.choose(keys, {0: 0, 1: 3}) == 1  # cached at 1
-    assert router.choose(keys, {0: 0, 1: 4}) == 0  # 1 is a batch behind
+    assert router.choose(keys, {0: 0, 1: 4}) == 0  # 1 has a whole batch more
     assert router.choose(keys, {0: 1, 1: 0}) == 1  # cached at both
     assert router.choose(router.keys([*first[:16], *other]), {0: 0, 1: 3}) == 0
     assert router.choose(keys, {1: 9}) == 1
@@ -52,23 +54,23 @@ def test_router_prefers_longest_cached_prefix_then_lowest_load():
 
 
 class FakeActor:
-    """An actor whose engine generates the tokens 0, 1, 2, ... and a letter for each.
+    """An actor that generates the tokens 0, 1, 2, ... for each request, with a letter per token.
 
-    Each actor commits a different number of tokens per event. An actor dies by `kill`, or when it
-    gets a request of priority 13.
+    The number of tokens per event differs between actors. An actor dies when `kill` is called, or
+    when it receives a request of priority 13.
 
     Attributes
     ----------
     instances
         All actors, in order of creation.
     can_start
-        Whether new actors start.
+        Whether a new actor can start its engine.
     requests
-        Requests that this actor got, by id.
+        Requests that this actor received, by id.
     cancelled
-        Ids of requests that were cancelled.
+        Ids of cancelled requests.
     silence_s
-        Delay of the answer to "counters".
+        Delay in seconds of the answer to ``counters``.
     """
 
     instances: ClassVar[list[FakeActor]] = []
@@ -130,7 +132,7 @@ class FakeActor:
 
 @asynccontextmanager
 async def fake_replicas(count=2, max_waiting=100):
-    """Yield replicas, their actors (restarted ones too), and the list of outputs."""
+    """Yield the replicas, the list of all actors ever created, and the list of outputs."""
     FakeActor.instances = []
     outputs = []
     replicas = Replicas(FakeActor, None, count, max_waiting)
@@ -143,7 +145,7 @@ async def fake_replicas(count=2, max_waiting=100):
 
 
 async def receive(stream):
-    """Return all tokens, texts and log probabilities of a stream of one request, and its output."""
+    """Read the stream of one request; return its tokens, text, log probabilities and output."""
     tokens = []
     text = ""
     logprobs = []
@@ -155,20 +157,23 @@ async def receive(stream):
 
 
 async def settle():
-    """Run the event loop until all tasks wait."""
+    """Run the event loop until all tasks are blocked."""
     for _ in range(50):
         await asyncio.sleep(0)
 
 
 def submit(replicas, name="a", **fields):
-    """Submit a request."""
+    """Submit a request with the id `name`, and return its stream."""
     fields = {"tokens": [1] * 20, "max_tokens": 9, "id": name} | fields
     return RequestStream(replicas, [Request(**fields)])
 
 
 def test_replicas_restart_requests_of_dead_replica_without_gap():
-    """No token is repeated or lost, the seed stays and the timeout continues. Different tokens
-    after the restart are an error. A cancelled request is not restarted."""
+    """A restarted request repeats and loses no token.
+
+    It keeps its seed and the rest of its timeout. A request that generates different tokens after
+    the restart ends with an error. A cancelled request is not restarted.
+    """
 
     async def run():
         async with fake_replicas() as (replicas, actors, outputs):
@@ -213,8 +218,10 @@ def test_replicas_restart_requests_of_dead_replica_without_gap():
 
 
 def test_replicas_isolate_request_that_kills_engines():
-    """It ends with an error after the third death. All other requests complete, also those that
-    ran on the same replicas."""
+    """A request that kills its engine ends with an error after the third death.
+
+    All other requests complete, even those that ran on the same replicas.
+    """
 
     async def run():
         async with fake_replicas() as (replicas, actors, ended):
@@ -238,7 +245,10 @@ def test_replicas_isolate_request_that_kills_engines():
 
 
 def test_replicas_queue_requests_while_restarting_and_fail_them_if_restart_fails(monkeypatch):
-    """A full queue refuses requests, and `stop` cancels them."""
+    """While no replica is alive, requests wait in the queue, and a full queue refuses requests.
+
+    `Replicas.stop` cancels the waiting requests.
+    """
 
     async def run():
         async with fake_replicas(1) as (replicas, _, _):
@@ -264,8 +274,10 @@ def test_replicas_queue_requests_while_restarting_and_fail_them_if_restart_fails
 
 @pytest.mark.parametrize("silence_s", [9.0, 0.01])
 def test_replicas_restart_replica_that_does_not_answer(monkeypatch, silence_s):
-    """The actor does not answer at all, or it reports that the engine does not. The request is
-    restarted on the other replica."""
+    """A request of a replica that does not answer is restarted on the other replica.
+
+    Either the actor does not answer at all, or it reports that its engine does not answer.
+    """
     monkeypatch.setattr("graft.tools.serve.replicas.SILENCE_TIMEOUT_S", 0.2)
 
     async def run():
@@ -284,7 +296,7 @@ def test_replicas_restart_replica_that_does_not_answer(monkeypatch, silence_s):
 
 
 class LocalActor:
-    """A `ReplicaActor` in this process."""
+    """An actor handle that calls a `ReplicaActor` in this process."""
 
     def __init__(self):
         self.actor = ReplicaActor()
@@ -327,7 +339,7 @@ def test_replica_actor_returns_engine_outputs_and_reports_engine_failure(engine,
 
 
 def find_processes(mark):
-    """Return ids and command lines of the processes whose environment contains `mark`."""
+    """Return the command lines, by process id, of processes whose environment contains `mark`."""
     found = {}
     for folder in Path("/proc").iterdir():
         try:
@@ -340,7 +352,10 @@ def find_processes(mark):
 
 @contextmanager
 def serve_replicas(*options):
-    """Run ``graft serve`` with two replicas; yield its URL and the mark of its processes."""
+    """Run ``graft serve`` with two replicas.
+
+    Yields the URL, and a random text that the environment of all its processes contains.
+    """
     mark = secrets.token_hex(16)
     command = [
         sys.executable,
@@ -370,9 +385,11 @@ def serve_replicas(*options):
 @pytest.mark.skipif(find_spec("ray") is None, reason="the extra replicas is not installed")
 @pytest.mark.parametrize("count", [80, 1000])
 def test_serve_replicas_survive_kill_of_one_replica(count):
-    """One replica gets SIGKILL during a load of 32 concurrent requests: every response equals its
-    sequential one, both replicas are available again, no slot leaks, and SIGTERM ends all
-    processes."""
+    """One of two replicas is killed while 32 requests are in progress at a time.
+
+    Every response equals the response to the same request sent alone. Later, both replicas are
+    available, no slot is in use, and SIGTERM terminates all processes.
+    """
     httpx = pytest.importorskip("httpx")
     util = pytest.importorskip("serving_util")
     requests = util.load_requests()

@@ -1,4 +1,4 @@
-"""Rules of the repository: layered imports, no torch, readable pages."""
+"""Tests of the rules of the repository: layered imports, no torch, readable README pages."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ import pytest
 
 ROOT = Path(__file__).resolve().parents[2]
 MAX_PARAGRAPH_CHARACTERS = 600
-#: The packages, lowest layer first. A package imports only from those before it.
+#: The packages, lowest layer first. A package may import only from packages before it.
 PACKAGES = ("native", "cudagraph", "sampling", "grammar", "models", "tools")
 
 
@@ -39,7 +39,7 @@ def test_readme_has_short_paragraphs_and_valid_links(page):
 
 
 def find_modules() -> dict[str, Path]:
-    """Return the files of all modules by name, without ``graft.``."""
+    """Return the files of all modules, by module name without ``graft.``."""
     modules = {}
     for package in PACKAGES:
         for path in (ROOT / package).rglob("*.py"):
@@ -52,7 +52,10 @@ MODULES = find_modules()
 
 
 def imports(name: str) -> Iterator[str]:
-    """Yield the modules that a module imports, also inside functions and for type checking."""
+    """Yield the modules that a module imports.
+
+    Imports inside functions and for type checking are included.
+    """
     path = MODULES[name]
     package = name.split(".") if path.name == "__init__.py" else name.split(".")[:-1]
     for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
@@ -86,8 +89,10 @@ def test_packages_import_only_from_lower_packages():
 
 
 def test_modules_import_without_cycles():
-    """Imports inside functions and for type checking count too. In cudagraph, `device` is the
-    highest module."""
+    """Imports inside functions and for type checking count too.
+
+    In cudagraph, `device` is the highest module: no other module of the package imports it.
+    """
     try:
         TopologicalSorter({name: set(imports(name)) for name in MODULES}).prepare()
     except CycleError as error:
@@ -97,7 +102,7 @@ def test_modules_import_without_cycles():
 
 
 def test_grammar_folders_import_without_cycles():
-    """Each folder of the grammar package counts as one module."""
+    """For this test, each folder of the grammar package counts as one module."""
     folders = {"grammar.backends", "grammar.compile", "grammar.schema"}
 
     def unit(name: str) -> str:
@@ -139,7 +144,7 @@ print(json.dumps({"imported": imported, "findings": findings, "foreign": foreign
 
 
 def test_imports_and_doctor_do_not_import_torch():
-    """All modules of graft and the checks of the doctor work without torch, JAX and CuPy."""
+    """Importing all modules of graft and running the doctor imports neither torch, JAX nor CuPy."""
     done = subprocess.run(
         [sys.executable, "-c", IMPORT_EVERYTHING],
         text=True,

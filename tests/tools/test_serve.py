@@ -1,4 +1,7 @@
-"""The server API through OpenAI's client: responses, structured outputs, tools, errors, pages."""
+"""Tests of the server's API with OpenAI's client.
+
+The subjects are responses, structured outputs, tool calls, errors, authentication and metrics.
+"""
 
 from __future__ import annotations
 
@@ -15,12 +18,11 @@ from graft.tools.serve import tool_calls
 for package in ("starlette", "uvicorn", "prometheus_client"):
     pytest.importorskip(package, reason="the extra serve is not installed")
 openai = pytest.importorskip("openai", reason="the package openai is not installed")
-httpx = pytest.importorskip("httpx", reason="the package httpx is not installed")
+pytest.importorskip("httpx", reason="the package httpx is not installed")
 
 from serving_util import PERSON, PROMPT, chat, response_format, wait_for  # noqa: E402
 
-HTTP = httpx.Client(verify=False)
-#: API fields and the equal options of `Request`.
+#: Pairs of API fields and the equivalent arguments of `Request`.
 EQUAL_REQUESTS = [
     ({}, {}),
     ({"response_format": response_format(PERSON)}, {"grammar": PERSON}),
@@ -57,7 +59,7 @@ EQUAL_REQUESTS = [
 
 @pytest.mark.parametrize(("fields", "options"), EQUAL_REQUESTS)
 def test_server_responses_equal_engine_outputs(engine, client, fields, options):
-    """Text, finish reason, usage and log probabilities are the engine's, streamed or not."""
+    """Text, finish reason, usage and log probabilities are equal, with and without streaming."""
     if "grammar" in options:
         options = {"grammar": GrammarSpec.json_schema(options["grammar"])}
     outputs = engine.generate(
@@ -143,7 +145,7 @@ TAGS = {
     ],
 )
 def test_structured_outputs_satisfy_every_kind_of_grammar(client, fields, is_valid):
-    """All keys of vLLM's structured_outputs and response_format are enforced."""
+    """Grammars can be given in response_format, and in all keys of vLLM's structured_outputs."""
     choice = chat(client, **fields).choices[0]
     assert choice.finish_reason == "stop"
     assert is_valid(choice.message.content)
@@ -168,7 +170,10 @@ TOOLS = [
     "choice", ["required", "auto", {"type": "function", "function": {"name": "town"}}]
 )
 def test_tool_calls_satisfy_function_schemas(engine, client, choice, stream):
-    """With tool_choice "auto", a logit bias makes the model begin a call."""
+    """Arguments of a call satisfy the function's schema, and a later request can contain the call.
+
+    With tool_choice "auto", a logit bias makes the model begin a call.
+    """
     fields = {"tools": TOOLS, "tool_choice": choice, "stream": stream}
     if choice == "auto":
         tag = engine.tokenizer.encode("<tool_call>")
@@ -197,7 +202,10 @@ def test_tool_calls_satisfy_function_schemas(engine, client, choice, stream):
 
 @pytest.mark.parametrize("size", [1, 7, 1000])
 def test_tool_call_parser_separates_calls_from_content(size):
-    """The result does not depend on the chunk size. An incomplete call remains content."""
+    """The result does not depend on the size of the text pieces.
+
+    The text of an incomplete call remains content.
+    """
     arguments = ['{"x": "</tool_call> \\"}"}', "[1, {}]"]
     written = [
         f'<tool_call>\n{{"name": "f{i}", "arguments": {a}}}\n</tool_call>'
@@ -286,7 +294,7 @@ def json_schema(**schema):
 )
 @pytest.mark.parametrize("stream", [False, True])
 def test_server_rejects_invalid_requests(client, fields, status, words, stream):
-    """The error names the field. A stream is refused with an HTTP status before it starts."""
+    """The error names the field. The HTTP status is an error even if a stream was requested."""
     with pytest.raises(openai.APIStatusError, match=re.escape(words)) as caught:
         chat(client, **fields, stream=stream)
     assert caught.value.status_code == status
@@ -300,14 +308,17 @@ def test_completions_limit_number_of_prompts_times_samples(client):
 
 
 def test_api_priority_is_inverted_for_the_engine(server):
-    """As in vLLM, the API schedules the lowest priority first; the engine, the highest."""
+    """The API, like vLLM, schedules the lowest value first, and the engine the highest value."""
     fields = {"prompt": "a", "priority": -7}
     [request] = server.service.parser.parse(fields, False, None).requests
     assert request.priority == 7
 
 
-def test_server_authentication_models_health_and_metrics(engine, server, client):
-    """Requests without key, to unknown pages, without JSON or above the queue limit are refused."""
+def test_server_authentication_models_health_and_metrics(engine, server, client, http):
+    """The server refuses requests with a wrong key, an unknown path or invalid JSON.
+
+    It also refuses requests above the queue limit. The metrics count refused requests and drafts.
+    """
     with pytest.raises(openai.AuthenticationError):
         client.with_options(api_key="other").models.list()
     assert [model.id for model in client.models.list()] == ["demo"]
@@ -317,15 +328,15 @@ def test_server_authentication_models_health_and_metrics(engine, server, client)
     root = server.url.removesuffix("/v1")
     key = {"authorization": "Bearer key"}
     for path, status in (("/v1/chat/completions", 405), ("/v2", 404), ("/health", 200)):
-        assert HTTP.get(root + path).status_code == status
+        assert http.get(root + path).status_code == status
     for body in ("{", "[]", "[" * 10_000, '{"messages": 1e999}'):
-        response = HTTP.post(f"{server.url}/chat/completions", content=body, headers=key)
+        response = http.post(f"{server.url}/chat/completions", content=body, headers=key)
         assert response.status_code == 400
         assert response.json()["error"]["message"]
     with pytest.raises(openai.RateLimitError, match="100 requests are already waiting"):
         chat(client, n=128)
     wait_for(lambda: not engine.busy)
-    page = HTTP.get(f"{root}/metrics").text
+    page = http.get(f"{root}/metrics").text
     assert 'graft_up{replica="0"} 1.0' in page
     assert 'graft_drafts_accepted_total{position="0",replica="0"}' in page
     assert 'graft_requests_total{reason="refused"}' in page

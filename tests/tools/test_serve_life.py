@@ -1,4 +1,4 @@
-"""Server lifecycle: concurrency, disconnects, overload, draining, engine failure, startup."""
+"""Tests of the server process: concurrency, disconnects, overload, draining, failure, startup."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from graft.tools.serve.command import bind_socket
 for package in ("starlette", "uvicorn", "prometheus_client"):
     pytest.importorskip(package, reason="the extra serve is not installed")
 openai = pytest.importorskip("openai", reason="the package openai is not installed")
-httpx = pytest.importorskip("httpx", reason="the package httpx is not installed")
+pytest.importorskip("httpx", reason="the package httpx is not installed")
 
 from serving_util import (  # noqa: E402
     PERSON,
@@ -36,12 +36,11 @@ from serving_util import (  # noqa: E402
     wait_for,
 )
 
-HTTP = httpx.Client(verify=False)
 LONG_REQUEST = {"prompt": "a", "max_tokens": 400, "logit_bias": {"3": -1000}, "temperature": 0}
 
 
 def test_server_concurrent_requests_equal_sequential_ones(engine, server):
-    """64 requests: sampled and greedy, with and without structured output."""
+    """The 64 requests are greedy and sampled, with and without structured output."""
     kinds = [{"seed": i, "temperature": 1.0} for i in range(4)] + [
         {"temperature": 0},
         {"response_format": response_format(PERSON)},
@@ -63,7 +62,7 @@ def test_server_concurrent_requests_equal_sequential_ones(engine, server):
 
 @pytest.fixture
 def steps(engine, monkeypatch):
-    """A semaphore: the engine runs as many steps as are released."""
+    """Return a semaphore that limits the engine. It runs one step for each release."""
     released = threading.Semaphore(0)
     step = engine.step
 
@@ -75,11 +74,11 @@ def steps(engine, monkeypatch):
     return released
 
 
-def test_server_cancels_requests_of_disconnected_clients(server, client, steps):
-    """Both a closed stream and a request that timed out at the client are cancelled."""
+def test_server_cancels_requests_of_disconnected_clients(server, client, http, steps):
+    """A request is cancelled when its client closes the stream, or when its client times out."""
 
     def cancelled():
-        page = HTTP.get(f"{server.url.removesuffix('/v1')}/metrics").text
+        page = http.get(f"{server.url.removesuffix('/v1')}/metrics").text
         found = re.search(r'reason="cancelled"\} (\d+)', page)
         return int(found[1]) if found else 0
 
@@ -99,7 +98,7 @@ def test_server_cancels_requests_of_disconnected_clients(server, client, steps):
     assert driver.open_requests == 0
 
 
-def test_server_returns_429_when_full_and_finishes_requests_while_draining(engine, steps):
+def test_server_returns_429_when_full_and_finishes_requests_while_draining(engine, http, steps):
     with (
         run_server(engine, max_waiting=-7) as server,
         openai.OpenAI(base_url=server.url, api_key="-", max_retries=0) as client,
@@ -113,7 +112,7 @@ def test_server_returns_429_when_full_and_finishes_requests_while_draining(engin
         server.drain()
         with pytest.raises(openai.InternalServerError, match="shutting down"):
             chat(client)
-        assert HTTP.get(f"{server.url.removesuffix('/v1')}/health").status_code == 503
+        assert http.get(f"{server.url.removesuffix('/v1')}/health").status_code == 503
         steps.release(1000)
         assert [chunk.choices[0].finish_reason for chunk in chunks][-1] == "length"
 
@@ -133,8 +132,8 @@ def test_server_drain_timeout_ends_streams_with_error(engine, steps):
             list(chunks)
 
 
-def test_server_reports_engine_failure(engine, monkeypatch):
-    """Running and new requests get status 503, and the health page has the error."""
+def test_server_reports_engine_failure(engine, http, monkeypatch):
+    """Running and new requests get status 503, and the health endpoint reports the error."""
 
     def fail():
         raise RuntimeError("the device burns")
@@ -149,12 +148,12 @@ def test_server_reports_engine_failure(engine, monkeypatch):
                 chat(client)
             assert caught.value.status_code == 503
         root = server.url.removesuffix("/v1")
-        assert HTTP.get(f"{root}/health").json() == {
+        assert http.get(f"{root}/health").json() == {
             "status": "the device burns",
             "live": 0,
             "replicas": 1,
         }
-        assert 'graft_up{replica="0"} 0.0' in HTTP.get(f"{root}/metrics").text
+        assert 'graft_up{replica="0"} 0.0' in http.get(f"{root}/metrics").text
     monkeypatch.undo()
     while engine.busy:
         [engine.cancel(name) for name in list(engine._scheduler.unfinished)]
@@ -182,7 +181,7 @@ def test_serve_command_reports_missing_packages_and_used_addresses(monkeypatch, 
 
 @pytest.mark.full
 def test_serving_bench_completes_all_requests_of_every_rate(tmp_path, capsys):
-    """``graft serve`` exits with status 0 on SIGTERM, and the measured figures are consistent."""
+    """The server exits with status 0 on SIGTERM, and the measured figures are consistent."""
     assert serving_bench.main(["--rates", "2", "4", "--calls", "6", "--out", str(tmp_path)]) == 0
     results = json.loads((tmp_path / "serving.json").read_text())
     counts = [(result["rate"], result["complete"], result["requests"]) for result in results]
@@ -196,7 +195,11 @@ def test_serving_bench_completes_all_requests_of_every_rate(tmp_path, capsys):
 
 
 def resources(engine):
-    """Return (open files, threads, resources held by the engine) and the resident bytes."""
+    """Return resources that must not leak, and the resident memory in bytes.
+
+    The resources are the number of open files, the names of the threads, and the slots and pages
+    that the engine holds.
+    """
     engine.synchronize()
     threads = sorted(thread.name for thread in threading.enumerate())
     pages = int(Path("/proc/self/statm").read_text().split()[1])
@@ -206,9 +209,12 @@ def resources(engine):
 
 @pytest.mark.full
 def test_server_load_leaks_nothing_and_equals_sequential_requests(engine):
-    """1000 requests, 32 at a time, a tenth closed early and a twentieth invalid: responses equal
-    sequential ones, structured outputs are valid, and no files, threads, slots, pages or memory
-    leak."""
+    """The load is 1000 requests, 32 of them at a time.
+
+    Clients close a tenth of the streams early, and a twentieth of the requests is invalid.
+    Responses equal those to requests sent one after the other, structured outputs are valid, and no
+    files, threads, slots, pages or memory leak.
+    """
     requests = load_requests()
     with run_server(engine) as server:
         sequential = run_sequentially(server.url, requests)

