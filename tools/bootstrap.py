@@ -175,12 +175,14 @@ def install_pins(folder: Path, python: Path, project: dict[str, Any]) -> None:
     dependencies.
     """
     table = project["project"]
-    packages = [*table["dependencies"], *table["optional-dependencies"]["dev"]]
+    development_packages = table["optional-dependencies"]["dev"]
+    packages = [*table["dependencies"], *development_packages]
     without_dependencies = project["tool"]["graft"]["no-deps"]
     pins = ROOT / "constraints.txt"
     stamp = folder / ".graft-pins"
     names = [*packages, "--no-deps", *without_dependencies]
-    state = digest(pins.read_bytes(), *(name.encode() for name in names))
+    encoded_names = [name.encode() for name in names]
+    state = digest(pins.read_bytes(), *encoded_names)
     if stamp.exists() and stamp.read_text() == state:
         return
     command = pip_install(python, "--constraint", str(pins))

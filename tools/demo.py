@@ -111,6 +111,17 @@ def check_demo_output(prompt: DemoPrompt, output: Output) -> tuple[bool, str]:
     return valid, f"{'valid' if valid else 'INVALID'} ({checker}){comment}"
 
 
+def print_outputs(prompts: Sequence[DemoPrompt], outputs: Sequence[Output]) -> bool:
+    """Print each output with the result of its check; return whether all outputs are valid."""
+    all_valid = True
+    for index, (prompt, output) in enumerate(zip(prompts, outputs, strict=True)):
+        valid, description = check_demo_output(prompt, output)
+        all_valid = all_valid and valid
+        number = f"{index + 1:>2}"
+        print(f"{number}. {prompt.shows}\n    {output.text}\n    {description}")
+    return all_valid
+
+
 def print_statistics(configurations: Sequence[Configuration]) -> None:
     """Print the decoding statistics of each configuration, and how a round's time is divided."""
     rows: list[tuple[object, ...]] = [
@@ -200,13 +211,7 @@ def main(llm: bool = False, drafter_name: str | None = None) -> int:
     print(f"device: {device.describe()}")
     print(f"{len(prompts)} requests in one batch, temperature 0, {DRAFT_LENGTH} drafts per round\n")
     configurations = [run_configuration("drafts masked", prompts, target, drafter)]
-    all_valid = True
-    for number, (prompt, output) in enumerate(
-        zip(prompts, configurations[0].outputs, strict=True), 1
-    ):
-        valid, description = check_demo_output(prompt, output)
-        all_valid = all_valid and valid
-        print(f"{number:>2}. {prompt.shows}\n    {output.text}\n    {description}")
+    all_valid = print_outputs(prompts, configurations[0].outputs)
     if not llm:
         unmasked = run_configuration("drafts unmasked", prompts, target, drafter, mask_drafts=False)
         configurations.append(unmasked)

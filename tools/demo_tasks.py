@@ -368,9 +368,14 @@ def _make_field(rng: random.Random, kind: str, unseen: bool, used: set[str]) -> 
     """Return a field of a kind. `unseen` and `used` are those of `new_key`."""
     key = new_key(rng, kind, unseen, used)
     label = _make_label(rng, key)
-    if kind not in ("object", "objects"):
-        schema, value, words = _scalar(rng, kind)
-        return Field(key, label, schema, value, words, PHRASES.get(key))
+    if kind in ("object", "objects"):
+        return _make_nested_field(rng, kind, unseen, key, label)
+    schema, value, words = _scalar(rng, kind)
+    return Field(key, label, schema, value, words, PHRASES.get(key))
+
+
+def _make_nested_field(rng: random.Random, kind: str, unseen: bool, key: str, label: str) -> Field:
+    """Return a field whose value is an object or a list of objects."""
     count = 2 if kind == "objects" else rng.randint(2, 3)
     kinds = [rng.choice(SCALARS) for _ in range(count)]
     used_inside: set[str] = set()
@@ -498,7 +503,8 @@ def record_task(rng: random.Random, unseen: bool = False) -> Task:
     described = list(fields)
     optional = []
     if len(fields) > 2 and rng.random() < 0.2:
-        wanted.remove(rng.choice(fields))
+        unwanted = rng.choice(fields)
+        wanted.remove(unwanted)
     for field in wanted:
         if rng.random() < 0.1 and len(described) > 1:
             optional.append(field.key)
@@ -580,15 +586,15 @@ def unseen_key_tasks(count: int, seed: int = 0) -> list[Task]:
 
 def leaves(value: Json, path: str = "") -> dict[str, Json]:
     """Return the leaves of a JSON value by their paths. A list without objects is one leaf."""
-    if isinstance(value, dict):
-        parts = {f"{path}.{key}": part for key, part in value.items()}
-    elif isinstance(value, list) and any(isinstance(part, dict) for part in value):
-        parts = {f"{path}[{i}]": part for i, part in enumerate(value)}
-    else:
-        return {path: value}
     found: dict[str, Json] = {}
-    for part_path, part in parts.items():
-        found |= leaves(part, part_path)
+    if isinstance(value, dict):
+        for key, part in value.items():
+            found |= leaves(part, f"{path}.{key}")
+    elif isinstance(value, list) and any(isinstance(part, dict) for part in value):
+        for index, part in enumerate(value):
+            found |= leaves(part, f"{path}[{index}]")
+    else:
+        found[path] = value
     return found
 
 

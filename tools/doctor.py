@@ -78,9 +78,14 @@ def check_python() -> Finding:
 
 def check_packages() -> Finding:
     """Check the required packages."""
-    versions = {name: version_of(name) for name in REQUIRED_PACKAGES}
-    missing = [name for name, version in versions.items() if version is None]
-    parts = [f"{name} {version or 'not installed'}" for name, version in versions.items()]
+    missing = []
+    parts = []
+    for name in REQUIRED_PACKAGES:
+        version = version_of(name)
+        if version is None:
+            missing.append(name)
+            version = "not installed"
+        parts.append(f"{name} {version}")
     detail = ", ".join(parts)
     if missing:
         return Finding("packages", "missing", detail, f"pip install {' '.join(missing)}")
@@ -347,12 +352,18 @@ def run(options: argparse.Namespace) -> int:
     findings = examine()
     healthy = all(finding.status != "missing" for finding in findings)
     if options.json:
-        report = {"healthy": healthy, "findings": [asdict(f) for f in findings]}
+        report = {"healthy": healthy, "findings": [asdict(finding) for finding in findings]}
         print(json.dumps(report, indent=1))
-        return 0 if healthy else 1
+    else:
+        _print_findings(findings)
+    return 0 if healthy else 1
+
+
+def _print_findings(findings: list[Finding]) -> None:
+    """Print one line for each finding, and a second line with the advice if there is any."""
     width = max(len(finding.name) for finding in findings)
     for finding in findings:
         print(f"{finding.name:<{width}}  {finding.status:<7}  {finding.detail}")
         if finding.status != "ok" and finding.advice:
-            print(f"{'':<{width}}  {'':<7}  -> {finding.advice}")
-    return 0 if healthy else 1
+            indent = " " * (width + len("  missing  "))
+            print(f"{indent}-> {finding.advice}")

@@ -369,10 +369,11 @@ def run(options: argparse.Namespace) -> int:
         outputs = []
         for row in rows:
             if row.refusal is None:
-                outputs.append(next(served))
+                output = next(served)
             else:
                 request_id = str(row.request.id)
-                outputs.append(Output(id=request_id, reason="refused", error=row.refusal))
+                output = Output(id=request_id, reason="refused", error=row.refusal)
+            outputs.append(output)
         report = make_report(engine, rows, outputs, time.perf_counter() - started)
     if options.json:
         is_utf8 = (sys.stdout.encoding or "").lower() in ("utf-8", "utf8")

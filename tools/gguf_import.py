@@ -281,6 +281,27 @@ def write_weights(
     path: Path, file: GgufFile, names: dict[str, str], config: dict[str, Any]
 ) -> None:
     """Write all tensors to a safetensors file in bfloat16, one after the other."""
+    header, size = _safetensors_header(file, names)
+    text = json.dumps(header).encode()
+    text += b" " * (-len(text) % 8)  # tensor data must be aligned to 8 bytes
+    num_heads = {
+        "q_proj": config["num_attention_heads"],
+        "k_proj": config["num_key_value_heads"],
+    }
+    with path.open("wb") as out, tqdm(total=size, unit="B", unit_scale=True, desc="tensors") as bar:
+        out.write(struct.pack("<Q", len(text)) + text)
+        for hf_name, gguf_name in names.items():
+            weight = file.read_tensor(gguf_name)
+            projection = hf_name.split(".")[-2]
+            if projection in num_heads:
+                weight = to_half_split(weight, num_heads[projection])
+            data = from_float32(weight, "bfloat16").tobytes()
+            out.write(data)
+            bar.update(len(data))
+
+
+def _safetensors_header(file: GgufFile, names: dict[str, str]) -> tuple[dict[str, Any], int]:
+    """Return the header of the safetensors file, and the size of all tensors in bytes."""
     header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
     end = 0
     for hf_name, gguf_name in names.items():
@@ -288,20 +309,7 @@ def write_weights(
         start = end
         end += 2 * int(np.prod(shape))
         header[hf_name] = {"dtype": "BF16", "shape": shape, "data_offsets": [start, end]}
-    text = json.dumps(header).encode()
-    text += b" " * (-len(text) % 8)  # tensor data must be aligned to 8 bytes
-    num_heads = {
-        "q_proj": config["num_attention_heads"],
-        "k_proj": config["num_key_value_heads"],
-    }
-    with path.open("wb") as out, tqdm(total=end, unit="B", unit_scale=True, desc="tensors") as bar:
-        out.write(struct.pack("<Q", len(text)) + text)
-        for hf_name, gguf_name in names.items():
-            weight = file.read_tensor(gguf_name)
-            projection = hf_name.split(".")[-2]
-            if projection in num_heads:
-                weight = to_half_split(weight, num_heads[projection])
-            bar.update(out.write(from_float32(weight, "bfloat16").tobytes()))
+    return header, end
 
 
 def convert(file: str | Path, out: str | Path) -> Path:

@@ -135,23 +135,32 @@ def read_requests(options: argparse.Namespace) -> list[PromptRow]:
             fields.setdefault("seed", options.seed + index)
         row_id = row.get("id")
         try:
-            if row_id is not None and not isinstance(row_id, str):
-                raise OptionError(f"id must be text, got {row_id!r}")
-            if row_id in lines:
-                raise OptionError(f"id {row_id!r} is that of line {lines[row_id]}")
+            _check_id(row_id, lines)
             template = _template_fields({"raw": options.raw} | row)
-            spec = grammars.make_grammar(_grammar_fields(row, grammar), options.partial)
+            grammar_fields = _grammar_fields(row, grammar)
+            spec = grammars.make_grammar(grammar_fields, options.partial)
         except (GrammarError, OptionError) as error:
             has_unique_id = isinstance(row_id, str) and row_id not in lines
             request_id = row_id if has_unique_id else next(free_ids)
-            request = Request(id=request_id)
-            result.append(PromptRow(request, refusal=f"line {number}: {error}"))
+            refusal = f"line {number}: {error}"
+            prompt_row = PromptRow(Request(id=request_id), refusal=refusal)
         else:
             request_id = next(free_ids) if row_id is None else row_id
             request = Request(**fields, id=request_id, grammar=spec)
-            result.append(PromptRow(request, **template))
-        lines[str(result[-1].request.id)] = number
+            prompt_row = PromptRow(request, **template)
+        result.append(prompt_row)
+        lines[request_id] = number
     return result
+
+
+def _check_id(row_id: object, lines: Mapping[str, int]) -> None:
+    """Check that the id of a row is absent or a new text. `lines` has line numbers by id."""
+    if row_id is None:
+        return
+    if not isinstance(row_id, str):
+        raise OptionError(f"id must be text, got {row_id!r}")
+    if row_id in lines:
+        raise OptionError(f"id {row_id!r} is already used in line {lines[row_id]}")
 
 
 def _free_ids(rows: Iterable[Mapping[str, Any]]) -> Iterator[str]:

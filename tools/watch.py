@@ -160,7 +160,7 @@ def read_report(path: Path) -> Report:
         if "edge" in record:
             number = record.pop("edge")
             edges[pid, number] = Edge(pid=pid, number=number, **record)
-        elif "counts" in record:
+        elif "counts" in record:  # the last record of a process that exited
             for number, count in record["counts"].items():
                 edges[pid, int(number)].count = count
             sees_gil = sees_gil and record["sees_gil"]

@@ -69,7 +69,9 @@ def read_tools(fields: Mapping[str, Any]) -> tuple[list[dict[str, Any]], str]:
 def _read_functions(tools: Any) -> dict[str, dict[str, Any]]:
     """Return the function definitions of ``tools`` by name."""
     functions: dict[str, dict[str, Any]] = {}
-    for tool in tools if isinstance(tools, list) else [tools]:
+    if not isinstance(tools, list):
+        tools = [tools]
+    for tool in tools:
         function = tool.get("function") if isinstance(tool, dict) else None
         name = function.get("name") if isinstance(function, dict) else None
         if function is None or not name or not isinstance(name, str):
