@@ -365,10 +365,10 @@ def adjusted(slot: Slot, node: int, logits: np.ndarray, legal: BoolArray) -> np.
 def verify(slot: Slot, logits: np.ndarray, masks: Sequence[MaskRow], token_limit: int) -> Outcome:
     """One round of one slot: logits [width, V] and mask rows by node; the slot moves on.
 
-    Every node wants a token and the walk goes where it leads: of greedy and coupled requests one
-    drawn with the noise of its position, exact on any tree. So do all others whose drafts are
-    points, for a test against p(d) is no better. Where a draft of a chain was drawn from a table,
-    they test the chain.
+    Every node samples a token with the random numbers of its position, and the walk follows the
+    child with this token, which is exact on any tree. A chain with at least one draft that was
+    sampled from a table is tested instead, unless the request is greedy or coupled. For point
+    masses, a test would not accept more.
     """
     tree = slot.tree.first(len(logits) - 1)
     most = len(tree.token) - 1

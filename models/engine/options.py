@@ -66,12 +66,12 @@ class Options:
     Parameters
     ----------
     max_batch_size
-        Maximum number of batch rows of a round, hence of requests that run concurrently.
+        Maximum number of batch rows of a round: the number of requests that run concurrently.
     draft_length
         Drafts per round and request with a drafter, from 1 to 63. "auto": each round uses the
         number of drafts that maximizes the expected tokens per second, see `DraftBudget`, up to 7
         for a chain and 31 for a tree, and assigns more drafts to requests with a higher acceptance
-        rate. Rejection sampling is reproducible only with equal lengths, hence not with "auto".
+        rate. Rejection sampling is reproducible only with equal lengths, so not with "auto".
     draft_tree
         (branch, levels): drafts are a tree. Each node has at most `branch` children, from 2 to 16,
         the tree has at most `levels` levels, and the `draft_length` most likely nodes are verified.
@@ -79,8 +79,8 @@ class Options:
         paths of a tree of fixed shape: (0,) and (2,) are the most likely and the third most likely
         first draft, (0, 1) is the second most likely continuation of (0,). None: a chain.
     max_length
-        Maximum number of positions per request, prompt and output together. Default: what the
-        target supports, at most 4096.
+        Maximum number of positions per request, prompt and output together. Default: the maximum
+        of the target, at most 4096.
     page_size, pages
         Positions per page of the KV caches, and number of pages. By default, every batch row can
         have a request of `max_length`. Pages are allocated as requests grow; with fewer pages,
@@ -133,9 +133,9 @@ class Options:
     overlap
         Whether a round is launched before the host has read the previous one.
     composition
-        "one": a round is one graph. "two": drafting has graphs of its own, which the host launches
-        after verification and after each grammar step that they wait for; rounds do not overlap.
-        This mode exists to measure what a single graph saves.
+        "one": a round is one graph. "two": drafting is split into further graphs, which the host
+        launches after verification and after each grammar step that they wait for; rounds do not
+        overlap. This mode exists to measure what a single graph saves.
     activations
         Precision of the activations that are multiplied with 16-bit weights on GPUs. "rounded":
         rounded to the type of the weights, as in training and serving; sums and everything else are

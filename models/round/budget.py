@@ -35,7 +35,7 @@ EXPLORATION_ROUNDS = 4
 
 
 def draft_lengths(max_drafts: int) -> list[int]:
-    """Return the lengths that have graphs of their own: 0, 1, 3, 7, ..., and `max_drafts`.
+    """Return the draft lengths for which graphs are built: 0, 1, 3, 7, ..., and `max_drafts`.
 
     The number of forward rows per request doubles from one to the next.
     """

@@ -146,7 +146,7 @@ class Prefill:
     drafter
         Drafter; None without speculation.
     slots
-        Number of slots. Each has a staging area of its own, so that a prompt can be enqueued while
+        Number of slots. Each has a separate staging area, so that a prompt can be enqueued while
         the copy of another is still pending.
     max_length
         Maximum number of prompt tokens.
@@ -176,7 +176,7 @@ class Prefill:
         self._write_rows = device.load(_KERNELS)["prompt_rows"]
 
     def warm(self, lane: StreamLane) -> list[PrefillChunk]:
-        """Run each chunk size with padding, if sizes have kernels of their own.
+        """Run each chunk size with padding, if there are separate kernels per size.
 
         The first run of a size compiles and loads its kernels, so that no prompt waits for the
         compiler between rounds. The second run is returned, for `PrefillScheduler.record_time`.

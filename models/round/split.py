@@ -14,7 +14,7 @@ __all__ = ["SplitRound"]
 
 
 class SplitRound(RoundGraph):
-    """A round whose drafting has graphs of its own (``composition="two"``).
+    """A round whose drafting is in separate graphs (``composition="two"``).
 
     The first graph ends with verification. Each grammar step that the drafter waits for ends a
     graph too. The host launches every graph after the previous one has completed, so rounds cannot

@@ -43,7 +43,7 @@ class Marker {
     bool found;
     int32_t state;
   };
-  // Next state of the scanner for an id in [0, vocab_size) that is no stop id.
+  // Next state of the scanner for an id in [0, vocab_size) other than stop ids.
   Step step(int32_t state, int32_t token) const noexcept;
   // Bitmask of the legal ids in `state`, including stop ids; null: all ids.
   const int32_t* row(int32_t state) const noexcept;

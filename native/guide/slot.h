@@ -70,9 +70,9 @@ enum : int { GRAFT_GUIDE_COUNTS(GRAFT_GUIDE_COUNT) kinds };
 //
 // Text is forced if every legal token is a prefix of the longest one, so that they differ only in
 // length. The longest token is drafted. With `unique_only`, a token counts as forced only if it is
-// the single legal id. The choice depends on the mask row only, hence on the prefix only, and the
-// draft is verified like any other: a target that prefers another tokenization rejects it. A single
-// legal id is always accepted.
+// the single legal id. The choice depends only on the mask row, which depends only on the prefix,
+// and the draft is verified like any other: a target that prefers another tokenization rejects it.
+// A single legal id is always accepted.
 //
 // Immutable after construction: any number of threads may use it.
 class Forced {

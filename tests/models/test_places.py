@@ -20,7 +20,7 @@ REPLAY = 5
 
 
 def random_slots(rng, most):
-    """Slots with up to `most` drafts that branch, which were reached by few different chances."""
+    """Return slots with up to `most` drafts of a tree and few distinct acceptance probabilities."""
     slots = np.zeros(SLOTS, SLOT)
     slots["n"], slots["last"] = rng.integers(0, 90, SLOTS), rng.integers(0, 50, SLOTS)
     slots["active"], slots["draft_len"] = rng.random(SLOTS) < 0.8, rng.integers(0, most + 1, SLOTS)
@@ -35,7 +35,7 @@ def random_slots(rng, most):
 
 
 def shares(slots, row_slot, places):
-    """Drafts of each batch row that have a place: of all, the first by chance, number and row."""
+    """Return the number of drafts of each batch row that get a forward row."""
     every = [
         (-slots[s]["accept_prob"][j - 1], j, b)
         for b, s in enumerate(row_slot)
@@ -47,8 +47,7 @@ def shares(slots, row_slot, places):
 
 
 def begin(device, stream, slots, given, count, most, replay=REPLAY):
-    """What the kernel leaves of a round of `count` rows whose input entry, of REPLAY, names these
-    slots."""
+    """Run the kernel for `count` rows and an input entry of REPLAY with these slots."""
     state = SlotState(device, SLOTS, 50)
     exchange = Exchange(device, SLOTS, 50, DraftMode.chain(most))
     state.copy_from(slots)

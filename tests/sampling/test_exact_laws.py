@@ -77,7 +77,7 @@ class World:
     legal: np.ndarray
     kinds: str = "ddd"  # of drafts: d(rawn) or p(oint)
     masked: bool = True
-    late: bool = False  # rows behind some tokens are not ready while verifying
+    late: bool = False  # rows after some tokens are not ready during verification
 
     @classmethod
     def random(cls, seed: int, **more: object) -> World:
@@ -152,7 +152,7 @@ def target_distribution(world: World, start: ref.Slot) -> dict:
             last = token
             kept.append(token)
             if token in start.stop_ids:
-                probability /= V ** (LENGTH - len(kept))  # told once for all that might follow
+                probability /= V ** (LENGTH - len(kept))  # counted once for all continuations
                 break
         if probability > 0:
             total[tuple(kept)] += probability

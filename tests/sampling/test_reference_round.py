@@ -15,7 +15,7 @@ PLAIN = ref.Filter(1.0)
 
 
 def grow(rng, slot: ref.Slot, nodes: int) -> None:
-    """Add up to so many nodes anywhere."""
+    """Add up to `nodes` random nodes."""
     for _ in range(nodes):
         node = int(rng.integers(len(slot.tree.token)))
         token = int(rng.integers(V))
