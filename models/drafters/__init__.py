@@ -1,4 +1,4 @@
-"""Drafters of speculative decoding. All implement the protocol of `Drafter`.
+"""Drafters for speculative decoding. All of them are subclasses of `Drafter`.
 
 ===================  ==========================================================================
 `Eagle3`             EAGLE-3 draft head
@@ -8,8 +8,8 @@
 `NGram`              n-gram prompt lookup
 `Suffix`             suffix decoding
 `UserDrafter`        a Python function
-`Forced`             tokens that the grammar forces
-`CascadeDrafter`     a lookup whose proposals a draft model continues
+`Forced`             tokens that are the only ones that the grammar allows
+`CascadeDrafter`     a lookup drafter whose proposals a draft model continues
 ===================  ==========================================================================
 """
 

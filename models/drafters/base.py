@@ -1,8 +1,13 @@
 """Drafter protocol: the interface between a decoding round and the code that proposes tokens.
 
-The drafts of a round form a tree whose row 0 is the last token of the slot: the parent of draft j
-(from 1) is row ``parent[j] < j``. In a chain ``parent[j] = j - 1``. Drafts are made level by level,
-as by a draft model, or all at once, as by a lookup.
+A round proposes drafts for every request, verifies them in one forward pass of the target, and
+commits the accepted ones. The drafts of a request form a tree. Its root, number 0, is the last
+committed token of the request's slot; drafts are numbered from 1. The parent of draft j is number
+``parent[j] < j``; in a chain ``parent[j] = j - 1``. A draft model makes the drafts level by level,
+where a level is the set of drafts of equal depth. A lookup makes all drafts at once.
+
+A drafter does not launch kernels itself. It adds them to a `Lane`, an in-order sequence of work
+that becomes a part of a CUDA graph or runs on a stream.
 """
 
 from __future__ import annotations
@@ -34,14 +39,16 @@ class TreeShape:
     Attributes
     ----------
     nodes
-        Number of drafts per round; the target's forward pass has one more row per request.
+        Number of drafts per request and round. The target's forward pass has ``nodes + 1`` rows
+        per request.
     levels
-        Rows per request that each drafter step is fed, one entry per step; empty if all drafts are
-        made at once.
+        Number of input rows per request of each drafter step, one entry per step. Empty if all
+        drafts are made at once.
     branch
-        Maximum number of children of a row; 1 for a chain.
+        Maximum number of children of a node; 1 for a chain.
     paths
-        Paths of a tree of fixed shape, see `TreePlan`; empty if the tree grows by score.
+        Paths from the root that make up a tree of fixed shape, in the form of `TreePlan`. Empty
+        for a chain and for a tree that grows by score.
     """
 
     nodes: int
@@ -51,12 +58,13 @@ class TreeShape:
 
     @staticmethod
     def by_level(drafts: int, tree: TreePlan | None = None) -> TreeShape:
-        """Return the shape of drafts that are made level by level.
+        """Return the shape for a drafter that makes its drafts level by level.
 
         Parameters
         ----------
         drafts
-            Number of drafts of a chain or of a growing tree.
+            Number of drafts, for a chain or for a tree that grows by score. A tree of fixed shape
+            has its own number.
         tree
             Tree to grow; None for a chain.
         """
@@ -101,16 +109,16 @@ class TreeShape:
 
 @dataclass(frozen=True)
 class DraftVocab:
-    """Vocabulary of a drafter's logits.
+    """Mapping between the columns of a drafter's logits and the token ids of the target.
 
     Attributes
     ----------
     size
-        Number of columns.
+        Number of columns of the logits.
     d2t
-        int32[size], target id of each column; None if the column is the id.
+        int32[size], target id of each column. None if column i stands for token id i.
     t2d
-        int32[V], column of each target id, or -1; given exactly if `d2t` is.
+        int32[V], column of each target id, or -1 if it has none. None exactly if `d2t` is None.
     """
 
     size: int
@@ -119,27 +127,32 @@ class DraftVocab:
 
 
 class Drafter:
-    """Base class of all drafters. A subclass sets `shape` and overrides what differs.
+    """Base class of all drafters.
+
+    A subclass sets `shape`, implements `start`, and overrides the other methods and attributes
+    whose defaults do not fit.
 
     Attributes
     ----------
     shape
         Shape of the drafts.
     feature_layers
-        Ids of the target layers whose output residual streams the drafter reads, ascending.
+        Ids of the target layers, ascending, whose output residual streams the drafter reads.
     vocab
-        Vocabulary of the logits, for a drafter that drafts level by level; else None.
+        Vocabulary of the logits; None for a drafter that makes all drafts at once.
     caches
-        KV caches of the drafter; slots get pages in all of them.
+        KV caches of the drafter. Every slot gets pages in all of them.
     reads_mask_rows
-        Whether `start` reads the mask rows of this round, which are filled after the commit. The
-        drafter then waits for them.
+        Whether `start` reads the token bitmask rows of the grammar for this round. The rows are
+        filled after the commit, so that `start` of such a drafter runs after the fill.
     logits_at_once
-        Whether `start` produces the logits of all levels, independent of the drafts chosen.
+        Whether `start` produces the logits of all levels, because they do not depend on the drafts
+        chosen at earlier levels.
     lookahead
-        Number of tokens after a position that its entries in `caches` depend on. None means that
-        the entries depend on other state, so that they cannot be shared as prefixes. A drafter
-        that sets it and keeps other state of a request overrides `resume`.
+        Number of following tokens that the entries of a position in `caches` depend on. None means
+        that the entries depend on other state and cannot be shared through the prefix cache. A
+        drafter that sets `lookahead` and keeps state of a request outside `caches` must override
+        `resume`.
     """
 
     shape: TreeShape
@@ -158,77 +171,111 @@ class Drafter:
     def prefill(
         self, lane: Lane, rows: Rows, next_rows: Rows, features: DeviceArray | None
     ) -> None:
-        """Process a chunk of a prompt. A chunk is one graph launch and may contain padding rows.
+        """Process a chunk of a prompt.
+
+        Each chunk is processed in one graph launch and may contain padding rows.
 
         Parameters
         ----------
         lane
             Lane that the work is added to.
         rows
-            Tokens at their positions; the last chunk includes the last token of the prompt.
+            Tokens of the chunk at their positions. The last chunk includes the last prompt token.
         next_rows
-            The token that FOLLOWS each position, for all positions but the last.
+            Rows whose token is the one AFTER the row's position. They cover all positions of the
+            prompt except the last.
         features
             float32[R, layers * hidden], features of the target at the positions of `next_rows`.
+            None if `feature_layers` is empty.
         """
 
     def resume(self, lane: Lane, rows: Rows) -> None:
-        """Process the tokens of a cached prefix, whose entries in `caches` already exist."""
+        """Process the tokens of a prefix-cache hit.
+
+        The KV cache entries of these tokens already exist; only other state has to be updated.
+        """
 
     def start(self, lane: Lane, feed: Feed) -> DeviceArray | None:
-        """Process the tokens that this round committed and start to draft.
+        """Process the tokens that this round committed and make the first drafts.
 
-        If ``feed.width`` is 1 no drafts are needed; results are then not read.
+        If ``feed.width`` is 1 the next round verifies no drafts, and the result is not read.
 
         Returns
         -------
         DeviceArray or None
-            Logits of level 0, float32[B, Vd]; None from a drafter that writes all drafts to
-            ``feed.proposal``.
+            Logits of level 0, float32[B, Vd], with Vd columns of the draft vocabulary. None from a
+            drafter that writes all drafts to ``feed.proposal``.
         """
         raise DrafterError(f"{type(self).__name__} does not define start")
 
     def step(self, lane: Lane, feed: Feed, level: int) -> DeviceArray:
-        """Process the drafts of `level` (from 1) and return their logits, float32[B * branch, Vd].
+        """Process the drafts chosen at a level and return the logits of their children.
 
-        Called only for a drafter that drafts level by level.
+        The engine calls this method only for a drafter that drafts level by level.
+
+        Parameters
+        ----------
+        lane
+            Lane that the kernels are added to.
+        feed
+            Inputs and output buffers of the round.
+        level
+            Depth of the processed drafts, from 1.
+
+        Returns
+        -------
+        DeviceArray
+            float32[B * branch, Vd].
         """
         raise DrafterError(f"{type(self).__name__} drafts level by level but does not define step")
 
     def all_levels(self, feed: Feed) -> DeviceArray:
-        """Return the logits of all levels after `start`, float32[levels * B, Vd], level by level.
+        """Return the logits of all levels, float32[levels * B, Vd], ordered by level.
 
-        Called only if `logits_at_once` is set.
+        The engine calls this method after `start`, and only if `logits_at_once` is set.
         """
         raise DrafterError(
             f"{type(self).__name__} sets logits_at_once but does not define all_levels"
         )
 
     def failure(self, slot: int, epoch: int) -> DrafterError | None:
-        """Return the error with which the drafter ended the request of a slot, if it did."""
+        """Return the error because of which the drafter terminated a request; None without one.
+
+        Parameters
+        ----------
+        slot
+            Slot of the request.
+        epoch
+            Counter that distinguishes the request from earlier requests of the slot.
+        """
         return None
 
 
 @dataclass(frozen=True)
 class DrafterContext:
-    """Arguments of every drafter.
+    """What the engine passes to every drafter that it creates.
 
     Attributes
     ----------
-    device, target, tokenizer
-        Those of the engine.
+    device
+        Device of the engine.
+    target
+        Target model.
+    tokenizer
+        Tokenizer of the target.
     max_drafts
         Maximum number of drafts per round.
     tree
         Tree to draft; None for a chain.
     slots
-        Number of request slots.
+        Number of request slots, which is the maximum batch size.
     max_length
         Maximum number of positions per slot.
     max_rows
-        Maximum number of rows of a call: of a prefill chunk, or of all requests in a round.
+        Maximum number of rows of a call, for a prefill chunk and for all requests of a round.
     make_cache
-        Creates a KV cache of the engine's size from layers, kv_heads, head_dim and dtype.
+        Function that creates a KV cache with as many positions as the target's. Its arguments are
+        layers, kv_heads, head_dim and dtype.
     """
 
     device: Device
@@ -245,6 +292,13 @@ class DrafterContext:
 def check_target(target: LlamaModel, **expected: int) -> None:
     """Check that the target has the config that a drafter was trained for.
 
+    Parameters
+    ----------
+    target
+        Target model.
+    **expected
+        Expected values by field of the target's config.
+
     Raises
     ------
     ConfigError
@@ -255,11 +309,11 @@ def check_target(target: LlamaModel, **expected: int) -> None:
         if actual != value:
             raise ConfigError(
                 f"the drafter was made for a target with {name} {value}, but this target has "
-                f"{actual}"
+                f"{name} {actual}"
             )
 
 
-#: A drafter class or another callable; an engine calls it once.
+#: A drafter class or another callable that creates a drafter. An engine calls it once.
 MakeDrafter = Callable[[DrafterContext], Drafter]
 #: A checkpoint folder, the name ``module:attribute`` of a `MakeDrafter`, or a `MakeDrafter`.
 DrafterChoice = str | Path | MakeDrafter

@@ -15,12 +15,12 @@ __all__ = ["CascadeDrafter"]
 
 
 class CascadeDrafter(Drafter):
-    """Drafts what `first` proposes; `then` drafts the remaining levels.
+    """Drafts the tokens that `first` proposes, and drafts the remaining levels with `then`.
 
     Parameters
     ----------
     context
-        Engine that the drafters are created for.
+        Arguments from the engine, passed on to both drafters.
     first
         Drafter that makes all drafts at once, such as `NGram`.
     then
@@ -29,8 +29,8 @@ class CascadeDrafter(Drafter):
     Raises
     ------
     OptionError
-        If the drafters are not of these kinds, do not draft chains of the same length, or read
-        different target layers.
+        If the drafters are not of these kinds, if they do not draft chains of the same length, or
+        if they read different target layers.
     """
 
     def __init__(self, context: DrafterContext, first: DrafterChoice, then: DrafterChoice):
@@ -40,18 +40,18 @@ class CascadeDrafter(Drafter):
         drafters = (self._first, self._then)
         self.shape = self._then.shape
         self.vocab = self._then.vocab
-        layers = {layer for drafter in drafters for layer in drafter.feature_layers}
-        self.feature_layers = tuple(sorted(layers))
-        if any(drafter.feature_layers not in ((), self.feature_layers) for drafter in drafters):
-            raise OptionError("CascadeDrafter: both drafters must read the same target layers")
-        lookaheads = [drafter.lookahead for drafter in drafters]
-        if None in lookaheads:
+        self.feature_layers = self._first.feature_layers or self._then.feature_layers
+        for drafter in drafters:
+            if drafter.feature_layers not in ((), self.feature_layers):
+                raise OptionError("CascadeDrafter: both drafters must read the same target layers")
+        if self._first.lookahead is None or self._then.lookahead is None:
             self.lookahead = None
         else:
-            self.lookahead = max(n for n in lookaheads if n is not None)
+            self.lookahead = max(self._first.lookahead, self._then.lookahead)
         self.caches = (*self._first.caches, *self._then.caches)
 
     def _check(self) -> None:
+        """Check that the two drafters can be combined."""
         first = self._first
         then = self._then
         if first.shape.levels or not then.shape.levels:

@@ -1,14 +1,17 @@
-"""Block drafters: one forward pass gives the logits of all drafts.
+"""Block drafters, which compute the logits of all drafts in one forward pass.
 
-* DFlash (arXiv 2602.06036)
-* DFlash2, see dflash2.py
-* DSpark (arXiv 2607.05147), which adds logits that depend on the previous draft (Markov head)
+There are three kinds:
 
-The context of a block drafter is c = norm(fc [outputs of some layers of the target]) per committed
-position. Every layer projects it to keys and values with the same projections that it applies to
-the rows of the block: the last token, followed by mask tokens. The rows of the block attend to the
-whole context and to each other. A row of DFlash predicts the token at its own position, so the
-first row predicts none; a row of DSpark predicts the next token.
+* DFlash (arXiv 2602.06036).
+* DFlash2, which adds convolutions and a candidate selector (module `dflash2`).
+* DSpark (arXiv 2607.05147), which adds a Markov head. Its logits depend on the previous draft.
+
+The input of the forward pass is a block of rows: the last committed token, followed by mask tokens.
+The rows of a block attend to each other and to a context. The context has one vector per committed
+position, norm(fc [outputs of some layers of the target]). Every layer projects the context to keys
+and values, with the projections that it also applies to the rows of the block, and stores them in
+the drafter's KV cache. A row of DFlash predicts the token at its own position, so that the first
+row predicts nothing. A row of DSpark predicts the next token.
 """
 
 from __future__ import annotations
@@ -38,25 +41,28 @@ _BLOCK = 64
 
 
 class DFlash(Drafter):
-    """Drafts level by level; the logits of all levels come from one forward pass.
+    """Drafts level by level with logits that one forward pass computes for all levels.
 
-    For DFlash they do not depend on the drafts, so that `logits_at_once` is set.
+    The logits of DFlash do not depend on the drafts, so that `logits_at_once` is set.
 
     Parameters
     ----------
     folder
-        A folder with config.json and tensors as published: ``fc``, ``hidden_norm``,
-        ``layers.{i}.*`` and ``norm``; ``embed_tokens`` and ``lm_head`` if they differ from the
-        target's; for DSpark ``markov_head.*``; for DFlash2 ``candidate_selector.*`` and, in every
-        layer, ``attention_conv.*`` and ``mlp_conv.*``. A confidence head is ignored.
+        A folder with config.json and tensors with the published names. All kinds have ``fc``,
+        ``hidden_norm``, ``layers.{i}.*`` and ``norm``. ``embed_tokens`` and ``lm_head`` are needed
+        only if they differ from the target's. DSpark adds ``markov_head.*``. DFlash2 adds
+        ``candidate_selector.*`` and, in every layer, ``attention_conv.*`` and ``mlp_conv.*``. A
+        confidence head is ignored.
     context
-        Engine that the drafter is created for.
+        Arguments from the engine.
 
     Raises
     ------
-    CheckpointError, ConfigError
-        Also if the drafter was made for another target, or its sliding window is shorter than
-        the engine's max_length.
+    CheckpointError
+        If tensors are missing or do not match the config.
+    ConfigError
+        If the config is invalid, the drafter was made for another target, or its sliding window
+        is shorter than the engine's max_length.
     """
 
     lookahead = 1
@@ -92,7 +98,13 @@ class DFlash(Drafter):
         dim = config.head_dim
         self._kv = context.make_cache(config.num_hidden_layers, heads, dim, config.dtype)
         self.caches = (self._kv,)
-        self._stack = DecoderStack(self._kernels, config, layers, self._kv, max_rows=rows)
+        self._stack = DecoderStack(
+            self._kernels,
+            config,
+            layers,
+            self._kv,
+            max_rows=rows,
+        )
         self._context_kv = device.empty((rows, 2 * heads * dim), "float32")
         self._previous = device.empty((nodes, max(config.markov_rank, 1)), "float32")
         row_of_node = np.arange(nodes, dtype=np.int32) // self.shape.branch
@@ -102,7 +114,7 @@ class DFlash(Drafter):
         self._block_rows = device.load(KERNELS)["block_rows"]
 
     def _load(self, weights: Weights, target: LlamaModel) -> list[DecoderLayer]:
-        """Upload the tensors that all kinds have, and the Markov head; return the layers."""
+        """Upload the tensors that all kinds have and the Markov head, and return the layers."""
         config = self._config
         hidden = config.hidden_size
         vocab = config.vocab_size
@@ -116,7 +128,13 @@ class DFlash(Drafter):
         self._fc = weights.matrix("fc.weight", hidden, len(self.feature_layers) * hidden)
         self._context_norm = weights.vector("hidden_norm.weight", hidden)
         layers = [
-            DecoderLayer.load(weights, f"layers.{i}", config, hidden, self._kernels)
+            DecoderLayer.load(
+                weights,
+                f"layers.{i}",
+                config,
+                hidden,
+                self._kernels,
+            )
             for i in range(config.num_hidden_layers)
         ]
         self._norm = weights.vector("norm.weight", hidden)
@@ -144,11 +162,24 @@ class DFlash(Drafter):
         self._run_layers(lane, batch, rows, attend_rows)
         residual = self._stack.buffers.residual[:count]
         normed = self._stack.buffers.normed[:count]
-        kernels.norm(lane, residual, self._norm, config.rms_norm_eps, normed)
+        kernels.norm(
+            lane,
+            residual,
+            self._norm,
+            config.rms_norm_eps,
+            normed,
+        )
         first = config.first_row * batch
-        # The target's logits of this round have been read: their buffer is free, and large enough.
+        # The target's logits of this round have already been read, so that their buffer can be
+        # reused. It is large enough.
         logits = feed.scratch.logits[: count - first]
-        kernels.linear(lane, normed[first:], self._head, logits, name="draft head")
+        kernels.linear(
+            lane,
+            normed[first:],
+            self._head,
+            logits,
+            name="draft head",
+        )
         factor = config.output_multiplier
         cap = config.final_logit_softcapping
         if factor != 1 or cap:
@@ -165,7 +196,15 @@ class DFlash(Drafter):
         return feed.scratch.logits[: len(self.shape.levels) * feed.batch]
 
     def _lay_out_block(self, lane: Lane, feed: Feed) -> tuple[Rows, Rows]:
-        """Lay out the rows of the block; also return rows with the last attended positions."""
+        """Lay out the rows of the blocks of all requests.
+
+        Returns
+        -------
+        rows : Rows
+            Rows of the blocks with their tokens and positions.
+        attend_rows : Rows
+            The same rows with the last position that each one attends to, the end of its block.
+        """
         config = self._config
         width = config.first_row + len(self.shape.levels)
         count = width * feed.batch
@@ -186,7 +225,13 @@ class DFlash(Drafter):
             pos,
             last,
         ]
-        lane.kernel(self._block_rows, -(-count // _BLOCK), _BLOCK, args, name="block rows")
+        lane.kernel(
+            self._block_rows,
+            -(-count // _BLOCK),
+            _BLOCK,
+            args,
+            name="block rows",
+        )
         return Rows(token, slot, pos), Rows(token, slot, last)
 
     def _run_layers(self, lane: Lane, batch: int, rows: Rows, attend_rows: Rows) -> None:
@@ -196,53 +241,97 @@ class DFlash(Drafter):
         residual = self._stack.buffers.residual[: rows.count]
         x = self._stack.input_norm(rows.count)
         is_scaled = config.input_embedding_scale != 1
-        # The gather computes the norm too, unless something comes between them.
+        # The gather kernel computes the norm as well, unless a scaling or a convolution has to run
+        # between the two.
         norm = None if is_scaled or self._convolutions else x
-        kernels.gather(lane, self._embedding, rows.token, residual, name="embed", norm=norm)
+        kernels.gather(
+            lane,
+            self._embedding,
+            rows.token,
+            residual,
+            name="embed",
+            norm=norm,
+        )
         if is_scaled:
             kernels.scale(lane, residual, config.input_embedding_scale)
         if self._convolutions:
-            self._convolutions.run(lane, self._stack, rows, attend_rows, batch)
+            self._convolutions.run(
+                lane,
+                self._stack,
+                rows,
+                attend_rows,
+                batch,
+            )
             return
         if is_scaled:
-            kernels.norm(lane, residual, x.weight, config.rms_norm_eps, x.out)
+            kernels.norm(
+                lane,
+                residual,
+                x.weight,
+                config.rms_norm_eps,
+                x.out,
+            )
         self._stack.run(lane, rows, x, attend_rows=attend_rows)
 
     def _level(
         self, lane: Lane, feed: Feed, level: int, previous: DeviceArray | None
     ) -> DeviceArray:
-        """Return the logits of a level; in a tree once for every node.
+        """Return the logits of a level. In a tree the row of a request is repeated for every node.
 
         Parameters
         ----------
         lane
             Lane that the kernels are added to.
         feed
-            Round.
+            Inputs and output buffers of the round.
         level
             Level, from 0.
         previous
-            int32, token before each row or node; None if the logits do not depend on it.
+            int32[B] or, in a tree, int32[B * branch]: the token before each row or node. None if
+            the logits do not depend on it.
         """
         begin = level * feed.batch
         logits = feed.scratch.logits[begin : begin + feed.batch]
         if level and feed.branch > 1:
             row_of_node = self._row_of_node[: feed.batch * feed.branch]
-            self._kernels.gather(lane, logits, row_of_node, feed.logits, name="nodes' logits")
+            self._kernels.gather(
+                lane,
+                logits,
+                row_of_node,
+                feed.logits,
+                name="nodes' logits",
+            )
             logits = feed.logits
         if self._markov is not None and previous is not None:
             w1, w2 = self._markov
             gathered_rows = self._previous[: logits.shape[0]]
-            self._kernels.gather(lane, w1, previous, gathered_rows, name="draft before")
+            self._kernels.gather(
+                lane,
+                w1,
+                previous,
+                gathered_rows,
+                name="draft before",
+            )
             self._kernels.linear(
-                lane, gathered_rows, w2, logits, residual=logits, name="markov head"
+                lane,
+                gathered_rows,
+                w2,
+                logits,
+                residual=logits,
+                name="markov head",
             )
         if self._selector and previous is not None:
-            self._selector.score(lane, logits, level, feed.batch, previous)
+            self._selector.score(
+                lane,
+                logits,
+                level,
+                feed.batch,
+                previous,
+            )
         return logits
 
     def _write_context(self, lane: Lane, rows: Rows, features: DeviceArray | None) -> None:
-        """Write keys and values of committed positions to the cache."""
+        """Compute the context of committed positions and write its keys and values to the cache."""
         if features is None:
             raise DrafterError("a block drafter needs features of the target")
         config = self._config
@@ -252,16 +341,41 @@ class DFlash(Drafter):
         residual = self._stack.buffers.residual[:count]
         context = self._stack.buffers.normed[:count]
         kv = self._context_kv[:count]
-        kernels.linear(lane, features, self._fc, residual, name="fc")
-        kernels.norm(lane, residual, self._context_norm, config.rms_norm_eps, context)
+        kernels.linear(
+            lane,
+            features,
+            self._fc,
+            residual,
+            name="fc",
+        )
+        kernels.norm(
+            lane,
+            residual,
+            self._context_norm,
+            config.rms_norm_eps,
+            context,
+        )
         for layer, weights in enumerate(self._stack.layers):
-            write = KVWrite(self._stack.rope_table, rows, self._kv, layer, heads=0)
+            write = KVWrite(
+                self._stack.rope_table,
+                rows,
+                self._kv,
+                layer,
+                heads=0,
+            )
             key_value = weights.qkv[queries:]
-            kernels.project_qkv(lane, context, key_value, kv, write, weights.head_norms)
+            kernels.project_qkv(
+                lane,
+                context,
+                key_value,
+                kv,
+                write,
+                weights.head_norms,
+            )
 
 
 def _check_config(folder: Path, config: DFlashConfig, context: DrafterContext) -> None:
-    """Check that the drafter fits the target and the engine."""
+    """Check that the drafter was made for the target and supports the engine's max_length."""
     check_target(
         context.target,
         vocab_size=config.vocab_size,
@@ -271,6 +385,6 @@ def _check_config(folder: Path, config: DFlashConfig, context: DrafterContext) -
     window = config.sliding_window
     if window is not None and window < context.max_length:
         raise ConfigError(
-            f"{folder}: sliding_window = {window} is only implemented for requests of at most as "
-            f"many positions, but max_length is {context.max_length}"
+            f"{folder}: sliding_window = {window} is shorter than max_length = "
+            f"{context.max_length}, which is not implemented; set max_length to at most {window}"
         )

@@ -1,17 +1,19 @@
-"""What DFlash2 adds to DFlash: convolutions over the rows of a block, and a candidate selector.
+"""Convolutions over the rows of a block and a candidate selector, which DFlash2 adds to DFlash.
 
-Every layer convolves the input and the output of its attention and of its MLP: each row with the
-previous rows of the block. The kernel is the sum of a static one per column and a dynamic one that
-the row computes for a group of columns. The context is not convolved.
+A block is the group of rows from which one request drafts (module `dflash`). Every layer convolves
+the input and the output of its attention and of its MLP along the rows of the block. The result for
+a row depends on the row and on previous rows. The convolution kernel is the sum of two kernels: a
+static one for each column, and a dynamic one that is computed from the row for each group of
+columns. The context is not convolved.
 
-The selector makes a level depend on the previous draft. With u the logits of a row and h its
-output, the k best ids x of the row get the scores
+The selector makes the logits of a level depend on the previous draft. With u the logits of a row
+and h its final hidden state, the k most likely ids x of the row get the scores
 
     u(x) + sum over r of predecessor[previous token]_r (W h)_r successor[x]_r
 
-and the drafts are sampled from their softmax, left to right. All other ids keep their order, at
-logits so low that they are not sampled. If the grammar forbids all k, the best of the others is
-drafted; the published selector has no score for this case.
+The drafts are sampled from the softmax of the scores, from left to right. All other ids keep their
+order, at logits so low that they are not sampled. If the grammar forbids all k ids, the most likely
+of the other ids is drafted; the published selector has no score for this case.
 """
 
 from __future__ import annotations
@@ -36,9 +38,9 @@ class _Convolution(NamedTuple):
     Attributes
     ----------
     base
-        float32[2, size, hidden], static kernels before and after.
+        float32[2, size, hidden], static kernels of the convolutions before and after.
     projection
-        [columns, hidden], computes the dynamic kernels of a row.
+        [columns, hidden], matrix that computes the dynamic kernels of a row.
     """
 
     base: DeviceArray
@@ -61,7 +63,7 @@ def _dynamic_columns(config: DFlashConfig) -> int:
 
 
 class Convolutions:
-    """Convolutions of all layers, before and after attention and MLP.
+    """Convolutions before and after the attention and the MLP of all layers.
 
     Parameters
     ----------
@@ -72,7 +74,7 @@ class Convolutions:
     kernels
         Kernel library.
     max_rows
-        Maximum number of rows of all blocks.
+        Maximum number of rows in a call, over the blocks of all requests.
     """
 
     def __init__(
@@ -87,7 +89,12 @@ class Convolutions:
         self._convolved = kernels.device.empty((max_rows, config.hidden_size), "float32")
 
     def run(
-        self, lane: Lane, stack: DecoderStack, rows: Rows, attend_rows: Rows, row_stride: int
+        self,
+        lane: Lane,
+        stack: DecoderStack,
+        rows: Rows,
+        attend_rows: Rows,
+        row_stride: int,
     ) -> None:
         """Run all layers of `stack` with convolutions, like `DecoderStack.run`.
 
@@ -100,9 +107,9 @@ class Convolutions:
         rows
             Rows of all blocks.
         attend_rows
-            Rows that give the last position to attend to.
+            The same rows with the last position that each one attends to.
         row_stride
-            Distance between consecutive rows of a block.
+            Distance between consecutive rows of a block, in rows.
         """
         count = rows.count
         kernels = stack.kernels
@@ -114,17 +121,47 @@ class Convolutions:
 
         def convolve_input(norm: DeviceArray, convolution: _Convolution) -> None:
             kernels.norm(lane, residual, norm, eps, x)
-            kernels.linear(lane, x, convolution.projection, dynamic, name="kernels")
-            kernels.convolve(lane, x, convolution.base, dynamic, 0, row_stride, convolved)
+            kernels.linear(
+                lane,
+                x,
+                convolution.projection,
+                dynamic,
+                name="kernels",
+            )
+            kernels.convolve(
+                lane,
+                x,
+                convolution.base,
+                dynamic,
+                0,
+                row_stride,
+                convolved,
+            )
 
         def convolve_output(convolution: _Convolution) -> None:
             base = convolution.base
-            kernels.convolve(lane, x, base, dynamic, 1, row_stride, residual, residual)
+            kernels.convolve(
+                lane,
+                x,
+                base,
+                dynamic,
+                1,
+                row_stride,
+                residual,
+                residual,
+            )
 
         for layer, (attention, mlp) in enumerate(self._layers):
             weights = stack.layers[layer]
             convolve_input(weights.input_norm, attention)
-            stack.attention(lane, layer, rows, convolved, x, attend_rows=attend_rows)
+            stack.attention(
+                lane,
+                layer,
+                rows,
+                convolved,
+                x,
+                attend_rows=attend_rows,
+            )
             convolve_output(attention)
             convolve_input(weights.post_norm, mlp)
             stack.mlp(lane, layer, convolved, x)
@@ -132,7 +169,7 @@ class Convolutions:
 
 
 class Selector:
-    """Scores the best ids of every level, given the previous tokens.
+    """Candidate selector: chooses the most likely ids of each row and scores them.
 
     Parameters
     ----------
@@ -143,9 +180,9 @@ class Selector:
     kernels
         Kernel library.
     rows
-        Maximum number of rows of all levels.
+        Maximum number of rows, over all levels and requests.
     nodes
-        Maximum number of nodes of one level; in a tree several nodes share a row.
+        Maximum number of nodes of one level. In a tree several nodes share a row.
     """
 
     def __init__(
@@ -183,22 +220,43 @@ class Selector:
         lane
             Lane that the kernels are added to.
         normed
-            float32[R, hidden], outputs of all levels.
+            float32[R, hidden], final hidden states of all levels.
         logits
             float32[R, V], logits of all levels.
         """
         rows, vocab = logits.shape
         best = self._best[: rows * self._count]
         self._model_kernels.linear(
-            lane, normed, self._projection, self._hidden[:rows], name="selector"
+            lane,
+            normed,
+            self._projection,
+            self._hidden[:rows],
+            name="selector",
         )
         args = [logits, vocab, self._count, best]
-        lane.kernel(self._kernels["selector_best"], rows, self._block, args, name="best ids")
+        lane.kernel(
+            self._kernels["selector_best"],
+            rows,
+            self._block,
+            args,
+            name="best ids",
+        )
         successor = self._successor[: rows * self._count]
-        self._model_kernels.gather(lane, self._successors, best, successor, name="successors")
+        self._model_kernels.gather(
+            lane,
+            self._successors,
+            best,
+            successor,
+            name="successors",
+        )
 
     def score(
-        self, lane: Lane, logits: DeviceArray, level: int, batch: int, previous: DeviceArray
+        self,
+        lane: Lane,
+        logits: DeviceArray,
+        level: int,
+        batch: int,
+        previous: DeviceArray,
     ) -> None:
         """Score the logits of a level in place.
 
@@ -207,7 +265,7 @@ class Selector:
         lane
             Lane that the kernels are added to.
         logits
-            float32[nodes, V]; in a tree consecutive nodes share a row of the block.
+            float32[nodes, V]. In a tree consecutive nodes share a row of the block.
         level
             Level, from 0.
         batch
@@ -219,7 +277,11 @@ class Selector:
         first = level * batch
         predecessor = self._predecessor[:nodes]
         self._model_kernels.gather(
-            lane, self._predecessors, previous, predecessor, name="predecessors"
+            lane,
+            self._predecessors,
+            previous,
+            predecessor,
+            name="predecessors",
         )
         args = [
             logits,
@@ -232,4 +294,10 @@ class Selector:
             self._hidden[first:],
             predecessor,
         ]
-        lane.kernel(self._kernels["selector_score"], nodes, self._block, args, name="select")
+        lane.kernel(
+            self._kernels["selector_score"],
+            nodes,
+            self._block,
+            args,
+            name="select",
+        )

@@ -1,7 +1,9 @@
-"""EAGLE-3 draft head (Li et al., 2025): one or more decoder layers over [embedding, feature].
+"""EAGLE-3 draft head (Li et al., 2025).
 
-Entry i of the head pairs the target's feature of token i with the embedding of token i + 1, at RoPE
-position i. Its output predicts token i + 2 and is the feature of the next draft step.
+The head consists of one or more decoder layers. The input of the first layer is the concatenation
+[embedding, feature]. Entry i of the head's KV cache combines the target's feature of token i with
+the embedding of token i + 1, at RoPE position i. The output of entry i predicts token i + 2. It is
+also the feature of the next draft step.
 """
 
 from __future__ import annotations
@@ -27,14 +29,14 @@ from graft.models.llm.stack import DecoderLayer, DecoderStack, check_cache
 from graft.models.llm.weights import Matrix, Weights
 from graft.sampling.checks import expect
 
-# Tensors that are used in training only.
+# Tensors of a checkpoint that only training uses.
 _TRAINING = ("t2d", "verifier_lm_head.weight", "verifier_norm.weight", "rotary_emb.inv_freq")
 
 
 class Eagle3Head:
     """An EAGLE-3 head of a Llama target, with its own KV cache.
 
-    Calls share activation buffers: all work of one head must be ordered.
+    All calls use the same activation buffers, so that the work of one head must run in order.
 
     Parameters
     ----------
@@ -43,13 +45,13 @@ class Eagle3Head:
     config
         Shape of the head.
     checkpoint
-        Tensors with the official names (``midlayer.*``) or those of converted checkpoints
-        (``layers.0.*``).
+        Tensors with the official names (``midlayer.*``) or with the names of converted
+        checkpoints (``layers.0.*``).
     target
-        Provides the embedding and the LM head if the checkpoint has none. With a pruned vocabulary
-        the rows of ``d2t`` are taken from the LM head.
+        Target model. Its embedding and LM head are used if the checkpoint has none. If the draft
+        vocabulary is smaller, only the LM head rows of the ids in ``d2t`` are used.
     kv
-        KV cache of the head's shape.
+        KV cache with the layers and heads of the draft head.
     max_rows
         Maximum number of rows of a call.
 
@@ -64,8 +66,12 @@ class Eagle3Head:
 
     Raises
     ------
-    CheckpointError, ConfigError, ShapeError
-        Also if the head was made for another target.
+    CheckpointError
+        If tensors are missing or do not match the config.
+    ConfigError
+        If the head was made for another target.
+    ShapeError
+        If `kv` does not have the head's shape.
     """
 
     def __init__(
@@ -93,7 +99,12 @@ class Eagle3Head:
         layers = self._load(Weights(device, checkpoint))
         hidden = config.hidden_size
         self.stack = DecoderStack(
-            self.kernels, config, layers, kv, max_rows=max_rows, attention_width=2 * hidden
+            self.kernels,
+            config,
+            layers,
+            kv,
+            max_rows=max_rows,
+            attention_width=2 * hidden,
         )
         self._fused = device.empty((max_rows, hidden), "float32")
         self._gathered = device.empty((max_rows, hidden), "float32")
@@ -106,9 +117,25 @@ class Eagle3Head:
         vocab = config.vocab_size
         prefix = "midlayer" if "midlayer.hidden_norm.weight" in checkpoint else "layers.0"
         self.fc = weights.matrix("fc.weight", hidden, 3 * config.target_hidden_size)
-        layers = [DecoderLayer.load(weights, prefix, config, 2 * hidden, self.kernels)]
+        layers = [
+            DecoderLayer.load(
+                weights,
+                prefix,
+                config,
+                2 * hidden,
+                self.kernels,
+            )
+        ]
         for i in range(1, config.num_hidden_layers):
-            layers.append(DecoderLayer.load(weights, f"layers.{i}", config, hidden, self.kernels))
+            layers.append(
+                DecoderLayer.load(
+                    weights,
+                    f"layers.{i}",
+                    config,
+                    hidden,
+                    self.kernels,
+                )
+            )
         self.hidden_norm = weights.vector(f"{prefix}.hidden_norm.weight", hidden)
         self.final_norm = weights.vector("norm.weight", hidden)
         if "embed_tokens.weight" in checkpoint:
@@ -146,61 +173,88 @@ class Eagle3Head:
         width = self.target.config.hidden_size
         if width != self.config.hidden_size:
             raise CheckpointError(
-                f"{checkpoint.path}: {name} is missing, and that of the target cannot be used: it "
-                f"has width {width}, not {self.config.hidden_size}"
+                f"{checkpoint.path}: {name} is missing, and the target's {name} cannot be used: it "
+                f"has width {width}, expected {self.config.hidden_size}"
             )
 
     def entries(self, lane: Lane, rows: Rows, features: DeviceArray) -> DeviceArray:
-        """Process entries with features of the target.
+        """Run the head on tokens whose features come from the target.
 
         Parameters
         ----------
         lane
             Lane that the kernels are added to.
         rows
-            ``token`` is the NEXT token (t_{i+1}) of entry i; ``pos`` is i.
+            Entries of the head. ``pos`` is the position i of an entry and ``token`` is the NEXT
+            token, t_{i+1}.
         features
-            float32[R, 3 * target_hidden], features low | mid | high of token i.
+            float32[R, 3 * target_hidden], target features of token i: the outputs of a low, a
+            middle and a high layer, concatenated.
 
         Returns
         -------
         DeviceArray
-            float32[R, hidden] before the final norm; a view that the next call overwrites.
+            float32[R, hidden], output before the final norm; a view that the next call overwrites.
         """
         count = rows.check(self.max_rows)
-        expect("features", features, "float32", R=count, width=3 * self.config.target_hidden_size)
+        expect(
+            "features",
+            features,
+            "float32",
+            R=count,
+            width=3 * self.config.target_hidden_size,
+        )
         fused = self._fused[:count]
-        self.kernels.linear(lane, features, self.fc, fused, name="fc")
+        self.kernels.linear(
+            lane,
+            features,
+            self.fc,
+            fused,
+            name="fc",
+        )
         return self._run(lane, rows, fused)
 
     def step(
         self, lane: Lane, rows: Rows, hidden: DeviceArray, logits: DeviceArray | None = None
     ) -> DeviceArray:
-        """Process entries whose features are earlier outputs of the head.
+        """Run the head on drafts, whose features are earlier outputs of the head.
 
         Parameters
         ----------
         lane
             Lane that the kernels are added to.
         rows
-            As in `entries`.
+            Entries of the head, as in `entries`.
         hidden
-            float32[B, hidden], which may be the result of an earlier call.
+            float32[B, hidden], features; may be the result of an earlier call.
         logits
-            float32[B, draft_vocab], receives the logits; equal to those of `head` up to rounding.
+            float32[B, draft_vocab], receives the logits. They equal the result of `head` up to
+            rounding. None computes no logits.
 
         Returns
         -------
         DeviceArray
-            As in `entries`.
+            float32[B, hidden], output before the final norm; a view that the next call overwrites.
         """
         count = rows.check(self.max_rows)
-        expect("hidden", hidden, "float32", B=count, width=self.config.hidden_size)
+        expect(
+            "hidden",
+            hidden,
+            "float32",
+            B=count,
+            width=self.config.hidden_size,
+        )
         if logits is None:
             return self._run(lane, rows, hidden)
         final = self._final_norm(count, self.stack.layers[-1].down)
         out = self._run(lane, rows, hidden, final)
-        self.kernels.linear(lane, final, self.lm_head, logits, name="draft head")
+        self.kernels.linear(
+            lane,
+            final,
+            self.lm_head,
+            logits,
+            name="draft head",
+        )
         return out
 
     def head(
@@ -217,7 +271,7 @@ class Eagle3Head:
         logits
             float32[B, draft_vocab], receives the result.
         index
-            int32[B], rows of `out`; None for all.
+            int32[B], rows of `out` to use; None for all rows.
 
         Returns
         -------
@@ -226,13 +280,26 @@ class Eagle3Head:
         """
         final = self._final_norm(logits.shape[0])
         if index is None:
-            self.kernels.norm(lane, out, final.weight, final.eps, final.out)
+            self.kernels.norm(
+                lane,
+                out,
+                final.weight,
+                final.eps,
+                final.out,
+            )
         else:
             out = self.gather(lane, out, index, norm=final)
-        self.kernels.linear(lane, final, self.lm_head, logits, name="draft head")
+        self.kernels.linear(
+            lane,
+            final,
+            self.lm_head,
+            logits,
+            name="draft head",
+        )
         return out
 
     def _final_norm(self, count: int, producer: Matrix | None = None) -> Norm:
+        """Return the norm before the LM head, as described in `ActivationBuffers.norm`."""
         return self.stack.buffers.norm(count, self.final_norm, self.lm_head, producer)
 
     def gather(
@@ -255,10 +322,10 @@ class Eagle3Head:
         index
             int32[B], rows of `out`.
         again
-            Whether `out` may be the result of an earlier `gather`. The result then goes to another
-            buffer, which `entries` overwrites.
+            Whether `out` may be the result of an earlier `gather`. The rows are then written to a
+            second buffer, which `entries` overwrites.
         norm
-            Norm of the gathered rows.
+            Norm to compute from the gathered rows; None for none.
 
         Returns
         -------
@@ -267,7 +334,13 @@ class Eagle3Head:
         """
         buffer = self._fused if again else self._gathered
         gathered_rows = buffer[: index.shape[0]]
-        self.kernels.gather(lane, out, index, gathered_rows, norm=norm)
+        self.kernels.gather(
+            lane,
+            out,
+            index,
+            gathered_rows,
+            norm=norm,
+        )
         return gathered_rows
 
     def _run(
@@ -295,7 +368,11 @@ class Eagle3Head:
 
 
 class Eagle3(Drafter):
-    """Drafts with an EAGLE-3 head: first from features of the target, then from its own."""
+    """Drafts with an EAGLE-3 head.
+
+    The first level uses features of the target. Later levels use the head's own outputs as
+    features.
+    """
 
     lookahead = 1
 
@@ -309,7 +386,7 @@ class Eagle3(Drafter):
 
     @classmethod
     def from_dir(cls, folder: Path, config: Eagle3Config, context: DrafterContext) -> Eagle3:
-        """Load the head of a checkpoint; raises like `Eagle3Head`."""
+        """Load the head of a checkpoint folder. The exceptions are those of `Eagle3Head`."""
         cache = context.make_cache(
             config.num_hidden_layers, config.num_key_value_heads, config.head_dim, config.dtype
         )
@@ -348,16 +425,20 @@ class Eagle3(Drafter):
 
 def _require(array: DeviceArray | None) -> DeviceArray:
     if array is None:
-        raise OptionError("an EAGLE-3 head needs features: call start before step, with features")
+        raise OptionError(
+            "the EAGLE-3 head has no features: pass the target's features to prefill and start, "
+            "and call start before step"
+        )
     return array
 
 
 def read_vocab_map(
     checkpoint: Checkpoint, draft_vocab: int, vocab: int
 ) -> tuple[np.ndarray, np.ndarray] | None:
-    """Read the maps between draft ids and target ids; None if the vocabularies are equal.
+    """Read the maps between draft ids and target ids; return None if the vocabularies are equal.
 
-    The checkpoint stores differences: target id = draft id + d2t[draft id].
+    The tensor ``d2t`` of the checkpoint stores differences, so that the target id of a draft id is
+    ``draft id + d2t[draft id]``.
 
     Parameters
     ----------
@@ -376,7 +457,8 @@ def read_vocab_map(
     Raises
     ------
     CheckpointError
-        If the map is missing, leaves the target's vocabulary or maps two draft ids to one id.
+        If the map is missing, contains an id outside the target's vocabulary, or maps two draft
+        ids to the same target id.
     """
     if "d2t" not in checkpoint:
         if draft_vocab != vocab:

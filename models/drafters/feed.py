@@ -1,4 +1,8 @@
-"""Data of a round that a drafter reads and writes, and the arrays that all rounds share."""
+"""Arrays of a decoding round that a drafter reads and writes.
+
+A round is captured as one CUDA graph per batch bucket, which is a batch size to which smaller
+batches are padded. Launching that graph again is called a replay.
+"""
 
 from __future__ import annotations
 
@@ -18,9 +22,10 @@ _KERNELS = Path(__file__).parent / "kernels" / "feed.cu"
 
 
 class RoundScratch:
-    """Row-indexed arrays of the largest batch bucket; smaller buckets use views of them.
+    """Row-indexed arrays for the largest batch bucket.
 
-    Replays of all buckets run on one stream, one after another, so they can share the arrays.
+    Smaller buckets use views of the arrays. The replays of all buckets run one after another on
+    one stream, so that they can share the arrays.
 
     Parameters
     ----------
@@ -35,9 +40,9 @@ class RoundScratch:
     branch
         Maximum number of draft nodes per level and request.
     features
-        Columns of the features; 0 if no drafter reads them.
+        Number of columns of the features; 0 if no drafter reads features.
     draft_vocab
-        Columns of the draft logits.
+        Number of columns of the draft logits.
     """
 
     def __init__(
@@ -77,7 +82,7 @@ class RoundScratch:
 
 
 class Feed:
-    """The round of one batch bucket as its drafter sees it.
+    """Inputs and output buffers of a drafter in the round of one batch bucket.
 
     Attributes
     ----------
@@ -86,14 +91,15 @@ class Feed:
     count
         Number R of rows of the target's forward pass.
     width
-        Maximum number of tokens per request that the next target forward pass verifies: at most
-        width - 1 drafts are needed, none if it is 1.
+        Maximum number of rows per request in the next target forward pass. The drafter makes at
+        most ``width - 1`` drafts; if the width is 1 it makes none.
     branch
         Number of rows per request of a draft level; 1 for a chain.
     state
-        ``Slot`` of every request, for kernels.
+        Device array of ``Slot`` structures, the state of every request slot.
     sampler
-        Sampler of the round, with the ``RoundRow`` of every batch row.
+        Sampler of the round. It owns the ``RoundRow`` of every batch row, which contains the
+        tokens that verification committed.
     rows
         Maps forward rows to batch rows and draft indices.
     row_slot
@@ -101,19 +107,20 @@ class Feed:
     first
         int32[B], first forward row of each batch row.
     features
-        float32[R, layers * hidden], features of the target; row first[b] + j is position n + j
-        before the commit. None if the drafter reads none.
+        float32[R, layers * hidden], features of the target. Row ``first[b] + j`` belongs to
+        position n + j, where n is the request's length before the commit. None if the drafter
+        reads no features.
     last
-        int32[B], after `committed`: the row of the last token of each request.
+        int32[B], row of the last committed token of each request. `committed` fills it.
     logits
         float32[B * branch, Vd], output buffer for draft logits.
     origin
-        int32[B * branch], after `drafts`: the row of the parent in the previous level.
+        int32[B * branch], row of each draft's parent in the previous level. `drafts` fills it.
     proposal
-        int32[B, drafts], output buffer for drafts that are made all at once; -1 for none.
+        int32[B, drafts], output buffer for drafts that are made all at once; -1 for no draft.
     parents
-        int32[B, drafts], parents of `proposal` in a tree: 0 for the last token, j for draft j
-        before it. None in a chain.
+        int32[B, drafts], output buffer for the parents of the drafts in `proposal`: 0 for the last
+        committed token, or the number of an earlier draft, from 1. None for a chain.
     """
 
     def __init__(
@@ -147,17 +154,18 @@ class Feed:
         self.features = None if features is None else features[:count]
 
     def committed(self, lane: Lane, shift: int = 0) -> Rows:
-        """Lay out the tokens that this round committed as rows [R].
+        """Add a kernel that lays out the tokens that this round committed as rows [R].
 
-        Token i is at position ``old_n + shift + i``.
+        Token i of a request is at position ``old_n + shift + i``, where ``old_n`` is the length of
+        the request before the commit.
 
         Parameters
         ----------
         lane
             Lane that the kernel is added to.
         shift
-            0: a token has the position of the previous token, with whose feature it is paired. 1:
-            it has its own position.
+            1 gives each token its own position. 0 gives it the position of the previous token, for
+            heads that combine a token with the feature of the previous one.
         """
         rows = self.scratch.committed.first(self.count, self.count // self.batch)
         args = [
@@ -174,17 +182,35 @@ class Feed:
         return rows
 
     def drafts(self, lane: Lane, level: int, shift: int = 0) -> Rows:
-        """Lay out the drafts of `level` (from 1) as rows, at position ``n + shift + level - 1``.
+        """Add a kernel that lays out the drafts of a level as rows.
+
+        Parameters
+        ----------
+        lane
+            Lane that the kernel is added to.
+        level
+            Depth of the drafts, from 1.
+        shift
+            Offset of the positions: the drafts are at position ``n + shift + level - 1``, where n
+            is the length of the request.
 
         Returns
         -------
         Rows
-            [B] in a chain. [B * branch] in a tree, where not every row has a draft; `origin` then
-            has the parents.
+            B rows for a chain, B * branch rows for a tree. In a tree some rows may be padding, and
+            `origin` receives the parents' rows.
         """
         rows = self.scratch.drafts.first(self.batch * self.branch, self.branch)
         if rows.ancestors is None:
-            args = [*self._round_args, self.batch, level, shift, rows.token, rows.slot, rows.pos]
+            args = [
+                *self._round_args,
+                self.batch,
+                level,
+                shift,
+                rows.token,
+                rows.slot,
+                rows.pos,
+            ]
             self._launch(lane, "draft_rows", args, f"draft {level} rows")
             return rows
         args = [
@@ -204,8 +230,20 @@ class Feed:
 
     @property
     def _round_args(self) -> list[object]:
+        """Arguments that all layout kernels have in common."""
         sampler = self.sampler
-        return [self.row_slot, self.state.array, sampler.rows, sampler.row_words]
+        return [
+            self.row_slot,
+            self.state.array,
+            sampler.rows,
+            sampler.row_words,
+        ]
 
     def _launch(self, lane: Lane, kernel: str, args: list[object], name: str) -> None:
-        lane.kernel(self.device.load(_KERNELS)[kernel], 1, _THREADS, args, name=name)
+        lane.kernel(
+            self.device.load(_KERNELS)[kernel],
+            1,
+            _THREADS,
+            args,
+            name=name,
+        )

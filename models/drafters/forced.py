@@ -1,4 +1,4 @@
-"""Forced tokens as drafts: tokens that are the only ones that the grammar accepts."""
+"""Drafter for forced tokens: positions where the grammar allows exactly one token."""
 
 from __future__ import annotations
 
@@ -8,9 +8,11 @@ from graft.models.drafters.feed import Feed
 
 
 class Forced(Drafter):
-    """Drafts the tokens that mask rows 0, 1, ... force.
+    """Drafts the run of forced tokens after the last committed token.
 
-    At the commit the grammar advances along forced tokens and fills the mask rows after them.
+    A token is forced if it is the only one in its row of the grammar's token bitmask. At the commit
+    the grammar advances along forced tokens and fills the mask row after each of them. The drafter
+    then reads one token from each of the mask rows 0, 1, ... until a row allows several tokens.
     """
 
     lookahead = 1

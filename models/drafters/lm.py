@@ -1,4 +1,4 @@
-"""Small draft model: a Llama with the target's tokenizer."""
+"""Small draft model: a Llama model that uses the target's tokenizer."""
 
 from __future__ import annotations
 
@@ -19,7 +19,10 @@ __all__ = ["SmallModel"]
 
 
 class SmallModel(Drafter):
-    """Drafts with a Llama that has its own KV cache and is fed every token at its position."""
+    """Drafts with a small Llama model that has its own KV cache.
+
+    Unlike a draft head, the model processes every token at the token's own position.
+    """
 
     lookahead = 1
 
@@ -36,8 +39,9 @@ class SmallModel(Drafter):
         Raises
         ------
         OptionError
-            If its tokenizer differs from the target's.
+            If the folder's tokenizer differs from the target's.
         CheckpointError, ConfigError, TokenizerError
+            If a file of the folder is missing or invalid.
         """
         config = LlamaConfig.from_dir(folder)
         check_tokenizer(folder, context.tokenizer)
@@ -75,12 +79,12 @@ class SmallModel(Drafter):
 
 
 def check_tokenizer(folder: Path, target: Tokenizer) -> None:
-    """Check that drafter and target give every token the same id.
+    """Check that the tokenizers of drafter and target assign the same id to every token.
 
     Raises
     ------
     OptionError
-        With the first token, by id, that differs.
+        If an id differs. The message names the first such token in the order of ids.
     """
     draft_ids = Tokenizer(folder).backend.get_vocab(with_added_tokens=True)
     target_ids = target.backend.get_vocab(with_added_tokens=True)

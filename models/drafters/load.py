@@ -1,4 +1,4 @@
-"""Creation of a drafter from a checkpoint folder, a name or a callable."""
+"""Creation of a drafter from a checkpoint folder, an import name or a callable."""
 
 from __future__ import annotations
 
@@ -23,10 +23,10 @@ def make_drafter(choice: DrafterChoice, context: DrafterContext) -> Drafter:
     Parameters
     ----------
     choice
-        A callable that takes the context; the name ``module:attribute`` of one; or a checkpoint
-        folder.
+        A callable that takes the context and returns a drafter, the import name
+        ``module:attribute`` of such a callable, or a checkpoint folder.
     context
-        Engine that the drafter is created for.
+        Arguments from the engine.
 
     Raises
     ------
@@ -43,7 +43,7 @@ def make_drafter(choice: DrafterChoice, context: DrafterContext) -> Drafter:
             drafter = getattr(importlib.import_module(module), attribute)(context)
         except GraftError:
             raise
-        except Exception as error:  # anything that the module or the callable raises
+        except Exception as error:  # the module or the callable may raise any exception
             raise OptionError(f"drafter {choice!r}: {error}") from error
     else:
         drafter = _from_folder(Path(choice), context)
@@ -55,8 +55,10 @@ def make_drafter(choice: DrafterChoice, context: DrafterContext) -> Drafter:
 
 
 def _from_folder(folder: Path, context: DrafterContext) -> Drafter:
-    """Load a checkpoint; its tensor names determine the kind of drafter."""
-    names = Checkpoint(folder).names if (folder / "config.json").is_file() else ()
+    """Load a checkpoint folder. The tensor names determine the kind of drafter."""
+    names: tuple[str, ...] = ()
+    if (folder / "config.json").is_file():
+        names = Checkpoint(folder).names
     if any(name.endswith(".eh_proj.weight") for name in names):
         return Mtp(folder, context)
     if "hidden_norm.weight" in names:

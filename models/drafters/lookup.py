@@ -1,8 +1,8 @@
-"""Prompt lookup: drafts the continuations of earlier occurrences of the last tokens, on the device.
+"""Prompt lookup on the device, which drafts the continuation of earlier occurrences of a suffix.
 
-The kernels search the token histories directly, with one thread block per request. That takes 4
-bytes per token and finds what a suffix automaton would find; maintaining an automaton's exact
-counts would take a serial walk over its suffix links for every token.
+The kernels search the token histories directly, with one thread block per request. A history takes
+4 bytes per token, and the search finds the same occurrences as a suffix automaton. To keep the
+counts of an automaton exact, every new token would require a serial traversal of its suffix links.
 """
 
 from __future__ import annotations
@@ -31,36 +31,39 @@ _MAX_FACTOR = 1e6
 
 
 class PromptLookup(Drafter):
-    """Base class of `NGram` and `Suffix`: stores the tokens of every slot and looks suffixes up.
+    """Base class of `NGram` and `Suffix`, which stores the tokens of every slot and searches them.
 
-    In a tree every node is looked up, with the suffix extended by the drafts on its path. With
-    votes the drafts with the greatest product of vote shares are chosen; without votes the best
-    occurrences are followed in turn.
+    An occurrence is an earlier position whose preceding tokens equal the suffix of the request, its
+    last tokens. In a tree the search is repeated for every node, with the suffix extended by the
+    drafts on the node's path. If occurrences vote, each one votes for the token that follows it,
+    and the drafts with the greatest product of vote shares are chosen. Without votes the best
+    occurrences are followed, best first.
 
     Parameters
     ----------
     context
-        Engine that the drafter is created for.
+        Arguments from the engine.
     longest, shortest
-        Maximum and minimum number of tokens of a suffix that is looked up.
+        Maximum and minimum number of tokens of a suffix that is searched for.
     drafts
-        Maximum number of drafts; by default as many as a round has.
+        Maximum number of drafts per request; None for the maximum of a round.
     public
-        Whether to search the histories of all requests, finished ones included. Drafts of a
-        request then depend on other requests; its tokens do not, nor, with rejection sampling,
-        their distribution.
+        Whether to search the histories of all requests, including finished ones. The drafts of a
+        request then depend on other requests. Its output tokens do not depend on them; with
+        rejection sampling the distribution of its output tokens does not.
     kept
-        With `public`, number of histories that are kept after their slot was reused; the oldest is
-        replaced first. They end with the engine.
+        Number of histories that are kept after their slot was reused; only used with `public`. The
+        oldest history is replaced first. The histories are freed with the engine.
     oldest
-        Whether the earliest of several equally good occurrences is chosen, instead of the latest.
-        Occurrences in the request's own history are preferred.
+        Whether to choose the earliest of several equally good occurrences instead of the latest.
+        Occurrences in the request's own history are always preferred.
     vote
-        "NONE", "ALL" or "LONGEST", see kernels/lookup.cu.
+        Which occurrences vote: "NONE"; "ALL", all that match at least `shortest` tokens; or
+        "LONGEST", all that match the longest suffix that occurs.
     factor
-        Maximum number of drafts per matched token.
+        Maximum number of drafts per token of the matched suffix.
     threshold
-        Minimum product of the drafts' shares, 0 to 1.
+        Minimum product of the vote shares on a draft's path, 0 to 1.
 
     Raises
     ------
@@ -148,10 +151,16 @@ class PromptLookup(Drafter):
             feed.proposal,
             feed.parents,
         ]
-        lane.kernel(self._kernels["propose_drafts"], feed.batch, self._block, args, name="look up")
+        lane.kernel(
+            self._kernels["propose_drafts"],
+            feed.batch,
+            self._block,
+            args,
+            name="look up",
+        )
 
     def _record(self, lane: Lane, rows: Rows) -> None:
-        """Add the kernel that stores tokens in the histories of their slots."""
+        """Add a kernel that stores the tokens of `rows` in the histories of their slots."""
         args = [
             rows.token,
             rows.slot,
@@ -163,4 +172,10 @@ class PromptLookup(Drafter):
             self._kept,
             self._next_kept,
         ]
-        lane.kernel(self._kernels["record_tokens"], 1, self._block, args, name="record tokens")
+        lane.kernel(
+            self._kernels["record_tokens"],
+            1,
+            self._block,
+            args,
+            name="record tokens",
+        )

@@ -1,9 +1,11 @@
 """Multi-token prediction (MTP) modules (DeepSeek-V3 technical report, section 2.2) as a drafter.
 
-Module j combines h_i of the previous module with the embedding of token i + 1 + j, runs one decoder
-layer at RoPE position i and norms the result. That is its own h_i, from which its head predicts
-token i + 2 + j. h_i of the first module is the output of the target after the final norm: the
-report leaves this open, but DeepSeek's code and the serving engines do so.
+Each module computes a hidden state h_i for every position i. Module j (from 0) combines h_i of the
+previous module with the embedding of token i + 1 + j, runs one decoder layer at RoPE position i,
+and applies a norm. The result is module j's own h_i, from which its head predicts token i + 2 + j.
+
+The first module reads h_i from the target, after the target's final norm. The report does not say
+whether the norm is applied, but DeepSeek's code and the serving engines apply it.
 """
 
 from __future__ import annotations
@@ -31,7 +33,7 @@ _BLOCK = 64
 
 @dataclass(frozen=True)
 class _Module:
-    """Weights of one prediction module, named as in the checkpoint."""
+    """Weights of one prediction module, with the names of the checkpoint."""
 
     embedding: DeviceArray
     enorm: DeviceArray
@@ -45,23 +47,27 @@ class _Module:
 class Mtp(Drafter):
     """Drafts level by level with the MTP modules of a checkpoint.
 
-    A single module drafts every level; its own h replaces that of the target. With several modules
-    module j drafts level j of a chain, and there are at most as many drafts as modules.
+    A single module drafts every level: after the first level its own hidden state replaces the
+    target's. With several modules, module j drafts level j of a chain, so that there are at most as
+    many drafts as modules.
 
     Parameters
     ----------
     folder
-        A folder with a config.json of the target's shape with `num_nextn_predict_layers`, and
-        tensors ``model.layers.{n}.*`` for the layers after those of the target: of each a decoder
-        layer, ``enorm``, ``hnorm``, ``eh_proj`` and ``shared_head.norm``, and ``embed_tokens`` and
-        ``shared_head.head`` if they differ from the target's. Tensors of the target may be present.
+        A folder with config.json and tensors. The config has the target's shape and
+        `num_nextn_predict_layers`. The tensors of the modules are ``model.layers.{n}.*``, numbered
+        after the target's layers. Each module has a decoder layer, ``enorm``, ``hnorm``,
+        ``eh_proj`` and ``shared_head.norm``. It has ``embed_tokens`` and ``shared_head.head`` only
+        if they differ from the target's. Tensors of the target may be present and are ignored.
     context
-        Engine that the drafter is created for.
+        Arguments from the engine.
 
     Raises
     ------
-    CheckpointError, ConfigError
-        Also if the modules were made for another target.
+    CheckpointError
+        If tensors are missing or do not match the config.
+    ConfigError
+        If the config is invalid or the modules were made for another target.
     """
 
     def __init__(self, folder: Path, context: DrafterContext) -> None:
@@ -78,7 +84,7 @@ class Mtp(Drafter):
         )
         modules = _load_modules(folder, config, target)
         self._several = len(modules) > 1
-        # Modules after the first depend on carried state, so prefixes cannot be shared.
+        # Modules after the first depend on carried state, so that cached prefixes cannot be shared.
         self.lookahead = None if self._several else 1
         if self._several:
             drafts = min(context.max_drafts, len(modules))
@@ -104,9 +110,9 @@ class Mtp(Drafter):
         )
         self._hidden = device.empty((context.max_rows, hidden), "float32")
         self._earlier = device.empty((context.max_rows,), "int32")
-        # State per module: for each slot h of its last committed token, which the next module reads
-        # later; and for each row h of entry n - 1 - j, which passes through the next modules level
-        # by level.
+        # State of each module between calls. `_carried` has, for each slot, h of the last committed
+        # token, which the next module reads in the next call. `_last_hidden` has, for each batch
+        # row, h of entry n - 1 - j, which the next modules process level by level.
         size = (count, context.slots * self.shape.branch, hidden)
         self._carried = device.zeros(size, "float32")
         self._last_hidden = device.zeros(size, "float32")
@@ -126,15 +132,18 @@ class Mtp(Drafter):
         if feed.branch > 1:
             return self._tree_step(lane, feed, level)
         j = level if self._several else 0
-        # Entries n - j .. n - 1 of module j are paired with drafts; a single module only has the
-        # last one to process.
+        # Entries n - j .. n - 1 of module j combine hidden states with drafts. A single module has
+        # only the last of them to process.
         for back in reversed(range(max(j, 1))):
             rows = feed.drafts(lane, level - back, -j)
             self._run(lane, j, rows, self._last_hidden[back][: feed.batch])
         return self._predict(lane, feed, j, self._last_hidden[0][: feed.batch])
 
     def _tree_step(self, lane: Lane, feed: Feed, level: int) -> DeviceArray:
-        """Process a level of a tree with the single module; two buffers take turns for h."""
+        """Process a level of a tree with the single module.
+
+        The hidden states of consecutive levels are stored in two alternating buffers.
+        """
         if level % 2:
             parents = self._last_hidden[0]
             hidden = self._hidden
@@ -150,14 +159,16 @@ class Mtp(Drafter):
     def _process_committed(
         self, lane: Lane, rows: Rows, features: DeviceArray | None, last: DeviceArray | None = None
     ) -> None:
-        """Run committed tokens through all modules; row r is entry ``rows.pos[r] - j`` of module j.
+        """Run committed tokens through all modules.
+
+        Row r is entry ``rows.pos[r] - j`` of module j.
 
         Parameters
         ----------
         lane
             Lane that the kernels are added to.
         rows
-            Tokens i + 1 at positions i.
+            Rows in which token i + 1 has position i.
         features
             float32[R, hidden], output of the target's last layer.
         last
@@ -171,20 +182,53 @@ class Mtp(Drafter):
         count = rows.check(len(self._hidden))
         hidden = self._hidden[:count]
         earlier = self._earlier[:count]
-        kernels.norm(lane, features, target.final_norm, target.config.rms_norm_eps, hidden)
+        kernels.norm(
+            lane,
+            features,
+            target.final_norm,
+            target.config.rms_norm_eps,
+            hidden,
+        )
         for j in range(len(self._modules)):
             if j:
                 carried = self._carried[j - 1]
-                args = [hidden, rows.slot, rows.pos, earlier, carried, count, len(carried), width]
+                args = [
+                    hidden,
+                    rows.slot,
+                    rows.pos,
+                    earlier,
+                    carried,
+                    count,
+                    len(carried),
+                    width,
+                ]
                 kernel = target.device.load(KERNELS)["delay_rows"]
-                lane.kernel(kernel, -(-width // _BLOCK), _BLOCK, args, name="delay rows")
+                lane.kernel(
+                    kernel,
+                    -(-width // _BLOCK),
+                    _BLOCK,
+                    args,
+                    name="delay rows",
+                )
                 rows = Rows(rows.token, rows.slot, earlier, rows_per_slot=rows.rows_per_slot)
             self._run(lane, j, rows, hidden)
             if last is not None:
                 kernels.gather(lane, hidden, last, self._last_hidden[j][: len(last)])
 
     def _run(self, lane: Lane, j: int, rows: Rows, hidden: DeviceArray) -> None:
-        """Replace `hidden`, float32[R, hidden] of the previous module, by that of module j."""
+        """Run module j and replace `hidden` in place by the module's output.
+
+        Parameters
+        ----------
+        lane
+            Lane that the kernels are added to.
+        j
+            Number of the module.
+        rows
+            Tokens and positions of the module's entries.
+        hidden
+            float32[R, hidden]: h of the previous module before the call, h of module j after it.
+        """
         count = rows.count
         module = self._modules[j]
         kernels = self._target.kernels
@@ -204,19 +248,32 @@ class Mtp(Drafter):
             residual,
         )
         x = self._stack.input_norm(count, j, module.eh_proj)
-        kernels.linear(lane, joined, module.eh_proj, residual, norm=x, name="eh_proj")
+        kernels.linear(
+            lane,
+            joined,
+            module.eh_proj,
+            residual,
+            norm=x,
+            name="eh_proj",
+        )
         self._stack.run(lane, rows, x, layers=range(j, j + 1))
         kernels.norm(lane, residual, module.norm, eps, hidden)
 
     def _predict(self, lane: Lane, feed: Feed, j: int, hidden: DeviceArray) -> DeviceArray:
-        """Return the logits of module j."""
+        """Compute the logits of module j from its hidden states and return them."""
         logits = feed.logits[: hidden.shape[0]]
-        self._target.kernels.linear(lane, hidden, self._modules[j].head, logits, name="MTP head")
+        self._target.kernels.linear(
+            lane,
+            hidden,
+            self._modules[j].head,
+            logits,
+            name="MTP head",
+        )
         return logits
 
 
 def _load_modules(folder: Path, config: LlamaConfig, target: LlamaModel) -> list[_Module]:
-    """Upload the prediction modules of a checkpoint."""
+    """Upload the prediction modules of a checkpoint and return them in order."""
     weights = Weights(target.device, Checkpoint(folder))
     hidden = config.hidden_size
     layers = config.num_hidden_layers
@@ -235,7 +292,13 @@ def _load_modules(folder: Path, config: LlamaConfig, target: LlamaModel) -> list
                 enorm=weights.vector(f"{name}.enorm.weight", hidden),
                 hnorm=weights.vector(f"{name}.hnorm.weight", hidden),
                 eh_proj=weights.matrix(f"{name}.eh_proj.weight", hidden, 2 * hidden),
-                layer=DecoderLayer.load(weights, name, config, hidden, target.kernels),
+                layer=DecoderLayer.load(
+                    weights,
+                    name,
+                    config,
+                    hidden,
+                    target.kernels,
+                ),
                 norm=weights.vector(f"{name}.shared_head.norm.weight", hidden),
                 head=load_or_share(f"{name}.shared_head.head.weight", target.lm_head),
             )

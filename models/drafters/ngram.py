@@ -1,4 +1,4 @@
-"""Prompt lookup decoding (Saxena, 2023): what followed earlier occurrences of the last n-gram."""
+"""Prompt lookup decoding (Saxena, 2023), which drafts the continuation of an earlier n-gram."""
 
 from __future__ import annotations
 
@@ -12,15 +12,18 @@ _VOTES = {"longest": "NONE", "all": "ALL"}
 
 
 class NGram(PromptLookup):
-    """Drafts the tokens that followed an earlier occurrence of the last tokens.
+    """Drafts the tokens that followed an earlier occurrence of the request's last tokens.
 
     Parameters
     ----------
+    context
+        Arguments from the engine.
     longest, shortest, drafts, public, kept, oldest
         As in `PromptLookup`.
     match
-        "longest" continues the occurrence that matches the most tokens. "all" looks up every
-        suffix of `shortest` to `longest` tokens and drafts the most frequent continuations.
+        "longest" drafts the continuation of the occurrence that matches the most tokens. "all"
+        searches for every suffix of `shortest` to `longest` tokens and drafts the most frequent
+        continuations.
 
     Raises
     ------

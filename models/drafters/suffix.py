@@ -1,4 +1,7 @@
-"""Suffix decoding (Oliaro et al., "SuffixDecoding", 2024): longer matches give longer drafts."""
+"""Suffix decoding (Oliaro et al., "SuffixDecoding", 2024).
+
+A longer match gives a longer sequence of drafts.
+"""
 
 from __future__ import annotations
 
@@ -13,13 +16,16 @@ class Suffix(PromptLookup):
 
     Parameters
     ----------
+    context
+        Arguments from the engine.
     longest, shortest, drafts, public, kept
         As in `PromptLookup`.
     factor
         Maximum number of drafts per token of the matched suffix.
     threshold
-        Drafting stops before the estimated probability of all drafts falls below this value. The
-        probability of a draft is its share of the continuations.
+        Minimum estimated probability that all drafts of a path are right, 0 to 1; no draft is
+        added that would fall below it. The probability of one draft is estimated as its share of
+        the continuations found.
 
     Raises
     ------

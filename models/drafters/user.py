@@ -1,4 +1,7 @@
-"""Drafter that calls a user's Python function from a host step of the round's graph."""
+"""Drafter that calls a user's Python function.
+
+The function is called from a host node of the round's CUDA graph.
+"""
 
 from __future__ import annotations
 
@@ -34,23 +37,24 @@ _FAILED = read_numbers(_KERNELS)["FAILED"]
 _THREADS = 128
 _MAX_DEADLINE_S = 60.0
 
-_Proposal = tuple[list[int], list[int]]  # ids and parents
+#: Proposed token ids, and the parent of each of them.
+_Proposal = tuple[list[int], list[int]]
 
 
 @dataclass
 class _Query:
-    """Calls of the function that a round waits for.
+    """Calls of the function for one round: one call per request.
 
     Attributes
     ----------
     histories
-        Tokens of each request, the arguments of the calls.
+        Tokens of each request, which are the arguments of the calls.
     proposals
-        Results in the same order, appended as the calls return.
+        Results in the same order. The drafter's thread appends a result when a call returns.
     done
-        Set after the last call.
+        Event that is set after the last call.
     is_abandoned
-        Whether the deadline has passed, so that no round waits any more.
+        Whether the deadline has passed, so that no round waits for the results any more.
     """
 
     histories: list[list[int]]
@@ -62,25 +66,26 @@ class _Query:
 class UserDrafter(Drafter):
     """Drafts the tokens that a Python function proposes.
 
-    The function runs on a thread of the drafter, for one request after another, while the graph of
-    the round waits in a host step between the commit and the next target forward pass. It must not
-    call the device driver or wait for a thread that does.
+    The function runs on a thread of the drafter and is called for one request after another.
+    Meanwhile the round's graph waits in a host node between the commit and the next target forward
+    pass. The function must not call the device driver, and must not wait for a thread that does.
 
-    If the function raises or returns an invalid proposal for a request, that request ends with the
-    reason "error" and a `DrafterError` with the name of the function and the value; other requests
-    continue. If it does not return in time, rounds go on without its drafts until it does, and the
-    logger "graft" warns.
+    If the function raises for a request or returns an invalid proposal, that request finishes with
+    the reason "error" and a `DrafterError`, whose message has the name of the function and the
+    value. Other requests continue. If the function does not return in time, the logger "graft"
+    logs a warning, and rounds continue without drafts until the function has returned.
 
     Parameters
     ----------
     context
-        Engine that the drafter is created for.
+        Arguments from the engine.
     propose
-        Takes the list of all tokens of a request, prompt and output. Returns the ids of proposed
-        tokens, at most as many as a round drafts. For a tree it returns ids and parents: the parent
-        of an id is 0 for the last token of the request, or the number, from 1, of an earlier id.
+        Function that takes the list of all tokens of a request, prompt and output. It returns the
+        ids of the proposed tokens, at most as many as a round drafts. With `tree` it returns ids
+        and parents. The parent of an id is 0 for the last token of the request, or the number of
+        an earlier id, from 1.
     deadline_s
-        Time limit of a round for all its requests, in seconds; at most 60.
+        Time limit in seconds for all calls of one round; at most 60.
     tree
         Whether `propose` returns trees.
 
@@ -120,7 +125,7 @@ class UserDrafter(Drafter):
         def propose_checked(history: list[int]) -> _Proposal:
             return _read_proposal(propose(history), vocab, max_drafts, tree)
 
-        # The thread must not hold a reference to the drafter, whose finalizer ends it.
+        # The thread must not hold a reference to the drafter: the drafter's finalizer stops it.
         threading.Thread(
             target=_serve,
             args=(self._queries, name, propose_checked),
@@ -160,8 +165,20 @@ class UserDrafter(Drafter):
         lane.host(work, name=f"drafter {self._name}")
         for array, pinned in zip(outputs, staging, strict=True):
             lane.copy(array, pinned, name="drafts")
-        args = [feed.row_slot, feed.batch, feed.proposal, self.shape.nodes, feed.state.array]
-        lane.kernel(self._kernels["end_failed"], 1, _THREADS, args, name="end failed requests")
+        args = [
+            feed.row_slot,
+            feed.batch,
+            feed.proposal,
+            self.shape.nodes,
+            feed.state.array,
+        ]
+        lane.kernel(
+            self._kernels["end_failed"],
+            1,
+            _THREADS,
+            args,
+            name="end failed requests",
+        )
 
     def failure(self, slot: int, epoch: int) -> DrafterError | None:
         failed_epoch, error = self._failures.get(slot, (epoch, None))
@@ -171,20 +188,46 @@ class UserDrafter(Drafter):
         self, lane: Lane, rows: Rows, slots: DeviceArray | None, host_rows: PinnedArray
     ) -> None:
         """Add the kernel that writes slot, epoch, position and token of every row to the host."""
-        args = [rows.token, rows.slot, rows.pos, rows.count, slots, host_rows]
+        args = [
+            rows.token,
+            rows.slot,
+            rows.pos,
+            rows.count,
+            slots,
+            host_rows,
+        ]
         kernel = self._kernels["copy_rows_to_host"]
         lane.kernel(kernel, 1, _THREADS, args, name="rows to host")
 
-    # Host steps. They run in stream order, never two at the same time.
+    # The methods `_record` and `_draft` run in host nodes. Host nodes run in stream order, so that
+    # the two methods never run at the same time.
 
     def _record(self, rows: NDArray) -> None:
-        """Store tokens at their positions; later entries belong to an earlier request."""
+        """Store tokens in the histories and truncate each history after the stored token.
+
+        What stood at later positions belongs to an earlier request of the slot.
+
+        Parameters
+        ----------
+        rows
+            int32[R, 4]: slot (-1 for padding), epoch, position and token of each row.
+        """
         for slot, _, position, token in rows.tolist():
             if slot >= 0:
                 self._histories.setdefault(slot, [])[position:] = [token]
 
     def _draft(self, rows: NDArray, first: NDArray, *outputs: NDArray) -> None:
-        """Request drafts for every active request with committed tokens, and wait for them."""
+        """Request drafts for every active request with committed tokens, and wait for them.
+
+        Parameters
+        ----------
+        rows
+            int32[R, 4], as in `_record`.
+        first
+            int32[B], index in `rows` of each request's first row.
+        *outputs
+            int32[B, max_drafts]: proposed ids and, in a tree, their parents.
+        """
         self._record(rows)
         for array in outputs:
             array.fill(-1)
@@ -222,7 +265,7 @@ def _serve(
     name: str,
     propose: Callable[[list[int]], _Proposal],
 ) -> None:
-    """Serve queries until None arrives: the thread of a drafter."""
+    """Answer queries until None arrives. This function runs on the drafter's thread."""
     while True:
         query = queries.get()
         if query is None:
@@ -245,13 +288,28 @@ def _serve(
 def _read_proposal(proposal: Any, vocab_size: int, max_drafts: int, tree: bool) -> _Proposal:
     """Check a returned proposal and return its ids and parents.
 
+    Parameters
+    ----------
+    proposal
+        Value that the user's function returned.
+    vocab_size
+        Vocabulary size of the target.
+    max_drafts
+        Maximum number of ids.
+    tree
+        Whether the value consists of ids and parents, not of ids only.
+
     Raises
     ------
     DrafterError
-        With a message that continues "drafter NAME".
+        If the proposal is invalid. The caller puts "drafter NAME" before the message.
     """
     try:
-        proposed_ids, proposed_parents = proposal if tree else (proposal, range(max_drafts + 1))
+        if tree:
+            proposed_ids, proposed_parents = proposal
+        else:
+            proposed_ids = proposal
+            proposed_parents = range(max_drafts + 1)
         ids = _read_integers(proposed_ids, max_drafts + 1)
         parents = _read_integers(proposed_parents, max_drafts + 1)
     except (TypeError, ValueError):

@@ -1,8 +1,9 @@
-"""Reading of safetensors checkpoints, one file or several shards, through memory-mapped files.
+"""Reading of safetensors checkpoints through memory-mapped files.
 
-Format of a safetensors file: an 8-byte little-endian header length, a JSON header of
-``name -> {dtype, shape, data_offsets}``, then the bytes of the tensors. NumPy has no bfloat16, so
-such tensors are returned as their bits.
+A checkpoint is one file or several shards. A safetensors file has three parts: an 8-byte
+little-endian header length, a JSON header of ``name -> {dtype, shape, data_offsets}``, and the
+bytes of the tensors. NumPy has no bfloat16, so that tensors of this dtype are returned as their
+16-bit patterns.
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ from graft.models.errors import CheckpointError, ConfigError
 from graft.models.json_fields import read_json
 
 FLOATS = ("float32", "float16", "bfloat16")
-# By safetensors dtype: dtype name of graft, and NumPy dtype of the stored bits.
+# Maps a safetensors dtype to graft's dtype name and to the NumPy dtype of the stored bits.
 _DTYPES = {
     "F32": ("float32", "<f4"),
     "F16": ("float16", "<f2"),
@@ -37,7 +38,7 @@ _DTYPES = {
 
 @dataclass(frozen=True)
 class _Entry:
-    """Location of one tensor: its file and byte range."""
+    """Location of one tensor: its file and its byte range in the file."""
 
     file: Path
     dtype: str
@@ -58,8 +59,8 @@ class Checkpoint:
     Raises
     ------
     CheckpointError
-        If files are missing, truncated or inconsistent. Every header is read and checked here, so
-        a damaged checkpoint is refused before any tensor is read.
+        If files are missing, truncated or inconsistent. The constructor reads and checks every
+        header, so that a damaged checkpoint is rejected before any tensor is read.
     """
 
     def __init__(self, path: str | Path) -> None:
@@ -114,7 +115,8 @@ class Checkpoint:
         Returns
         -------
         array : np.ndarray
-            Read-only view of the mapped file; bfloat16 and E4M3 as their bits, booleans as uint8.
+            Read-only view of the mapped file. bfloat16 is returned as uint16 bit patterns, E4M3
+            and booleans as uint8.
         dtype : str
             Name of the dtype.
 
@@ -147,6 +149,7 @@ class Checkpoint:
             raise CheckpointError(f"{self.path}: tensor {name} is missing") from None
 
     def _map(self, file: Path) -> np.memmap[Any, Any]:
+        """Return the bytes of a file, mapped on first use."""
         if file not in self._maps:
             try:
                 self._maps[file] = np.memmap(file, dtype=np.uint8, mode="r")
@@ -180,7 +183,7 @@ def _read_shards(index: Path) -> dict[str, _Entry]:
 
 
 def _read_header(file: Path) -> dict[str, _Entry]:
-    """Read the header of one file. safetensors checks that byte ranges do not overlap."""
+    """Read the header of one file. `safe_open` checks that the byte ranges do not overlap."""
     try:
         with safe_open(file, "numpy"), file.open("rb") as stream:
             length = int.from_bytes(stream.read(8), "little")
@@ -191,5 +194,11 @@ def _read_header(file: Path) -> dict[str, _Entry]:
     entries = {}
     for name, spec in header.items():
         begin, end = (8 + length + offset for offset in spec["data_offsets"])
-        entries[name] = _Entry(file, spec["dtype"], tuple(spec["shape"]), begin, end)
+        entries[name] = _Entry(
+            file,
+            spec["dtype"],
+            tuple(spec["shape"]),
+            begin,
+            end,
+        )
     return entries

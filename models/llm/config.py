@@ -1,7 +1,7 @@
 """Configurations of target models and drafters, read from Hugging Face ``config.json`` files.
 
-A field that asks for something that graft does not implement is an error with the name and value of
-the field. Nothing that would change the output is ignored.
+A field that requires something that graft does not implement raises a `ConfigError` with the name
+and value of the field. No field that would change the output is ignored.
 """
 
 from __future__ import annotations
@@ -28,8 +28,9 @@ FLOATS = ("float32", "float16", "bfloat16")
 #: Target architectures with their model_type.
 TARGETS = {"LlamaForCausalLM": "llama", "Qwen3ForCausalLM": "qwen3"}
 
-# Allowed values of the fields of `quantization_config`, by quant_method, of a config group and of
-# its weights. None allows any value; fields that are not listed must be absent.
+# Allowed values of the fields of `quantization_config` (by quant_method), of each of its config
+# groups, and of the section `weights` of a group. None allows any value. Fields that are not listed
+# must be absent.
 _MODULE_LISTS = dict.fromkeys(
     ("quant_method", "ignore", "ignored_layers", "modules_to_not_convert")
 )
@@ -44,7 +45,11 @@ _QUANTIZATION: dict[str, dict[str, tuple[Any, ...] | None]] = {
         "sparsity_config": ({},),
         "transform_config": ({},),
     },
-    "fp8": {**_MODULE_LISTS, "activation_scheme": ("dynamic", "static"), "fmt": ("e4m3",)},
+    "fp8": {
+        **_MODULE_LISTS,
+        "activation_scheme": ("dynamic", "static"),
+        "fmt": ("e4m3",),
+    },
 }
 _QUANTIZATION_GROUP = {
     "targets": None,
@@ -73,21 +78,21 @@ class LlamaConfig:
     vocab_size, hidden_size, intermediate_size, num_hidden_layers
         Sizes of the model.
     num_attention_heads, num_key_value_heads
-        Query heads and KV heads; the first is a multiple of the second.
+        Number of query heads and number of KV heads. The first is a multiple of the second.
     head_dim
-        Elements of a head; even.
+        Number of elements of a head, an even number.
     rms_norm_eps
-        Added to the mean square in RMSNorm.
+        Constant that RMSNorm adds to the mean square.
     rope
-        Rotary embedding.
+        Parameters of the rotary position embedding.
     max_position_embeddings
         Maximum sequence length that the model was trained for.
     tie_word_embeddings
         Whether the LM head is the embedding matrix.
     dtype
-        dtype that the config names; float32 if it names none.
+        dtype of the weights according to the config; float32 if the config has none.
     head_norm
-        Whether each query head and key head is normed (Qwen3).
+        Whether RMSNorm is applied to each query head and key head (Qwen3).
     num_nextn_predict_layers
         Number of multi-token prediction modules after the last layer.
     """
@@ -134,20 +139,23 @@ class LlamaConfig:
 class Eagle3Config(LlamaConfig):
     """Shape of an EAGLE-3 draft head.
 
-    The inherited attributes describe the decoder layers of the head. `vocab_size` is that of the
-    target. The RoPE base is that of the head (10000 if its config has none), never the target's.
+    The inherited attributes describe the decoder layers of the head, except that `vocab_size` is
+    the target's vocabulary size. The RoPE base comes from the head's own config, with the default
+    10000; the target's RoPE base is not used.
 
     Attributes
     ----------
     draft_vocab_size
         Number of columns of the draft logits.
     target_hidden_size
-        Width of the target's features; by default the hidden size of the head.
+        Hidden size of the target, which is the width of one feature. The default is the hidden
+        size of the head.
     norm_before_residual
-        Whether the residual stream starts with the normed feature (some converted checkpoints).
+        Whether the residual stream starts with the normed feature instead of the feature. Some
+        converted checkpoints require it.
     feature_layers
-        Ids of the three target layers whose outputs are the features, ascending; None if the
-        config names none, see `resolve_feature_layers`.
+        Ids of the three target layers, ascending, whose outputs are the features. None if the
+        config does not name them; `resolve_feature_layers` then uses the default layers.
     """
 
     draft_vocab_size: int
@@ -191,10 +199,11 @@ class Eagle3Config(LlamaConfig):
         )
 
     def resolve_feature_layers(self, target_layers: int) -> tuple[int, int, int]:
-        """Return the ids of the target layers whose outputs are the features, ascending.
+        """Return the ids of the target layers, ascending, whose outputs are the features.
 
-        By default these are the inputs of layers 2, n//2 and n-3. In a target with fewer than
-        seven layers they coincide or do not exist, so that the config has to name the layers.
+        The default features are the inputs of layers 2, n//2 and n-3, which are the outputs of the
+        layers before. In a target with fewer than seven layers these layers coincide or do not
+        exist, so that the config has to name the layers.
 
         Parameters
         ----------
@@ -233,26 +242,29 @@ class DFlashConfig(LlamaConfig):
     num_target_layers
         Number of layers of the target that the drafter was trained for.
     target_layer_ids
-        Ids of the target layers whose outputs are the features, ascending, without the last layer.
+        Ids of the target layers, ascending, whose outputs are the features. The last layer is not
+        allowed.
     block_size
-        Maximum number of rows of a block: the last token, then mask tokens.
+        Maximum number of rows of a block, which consists of the last token and of mask tokens.
     mask_token_id
-        Token id of the target's vocabulary whose embedding is that of a mask token.
+        Token id that stands for a mask token in the target's vocabulary.
     first_row
-        First row of a block that predicts a draft: 1, or 0 for DSpark.
+        Index of the first row of a block that predicts a draft: 0 for DSpark, else 1.
     markov_rank
         Rank of the Markov head (DSpark), which adds logits that depend on the previous draft; 0
-        for none.
+        for no Markov head.
     sliding_window
         Number of positions on either side that a row attends to, itself included; None for all.
     input_embedding_scale, output_multiplier
         Factors of the input embeddings and of the logits.
     final_logit_softcapping
-        Cap c of the logits, c * tanh(logit / c); 0 for none.
+        Soft cap c, which replaces a logit by c * tanh(logit / c); 0 for no cap.
     conv_kernel_size, conv_group_size
-        Rows of a convolution kernel and columns that share a dynamic kernel (DFlash2); 0 for none.
+        Number of rows that a convolution spans, and number of adjacent columns that share a
+        dynamic kernel (DFlash2); 0 for no convolutions.
     selector_rank, selector_top_k
-        Rank of the candidate selector and number of candidates per row (DFlash2); 0 for none.
+        Rank of the candidate selector and number of candidates per row (DFlash2); 0 for no
+        selector.
     """
 
     num_target_layers: int
@@ -289,7 +301,8 @@ class DFlashConfig(LlamaConfig):
             numbers = _DFLASH_NUMBERS
             has_windows = fields.boolean("use_sliding_window", default=False)
         if has_windows:
-            # Without the field, layers with sliding windows are causal: require it.
+            # If is_causal is absent, layers with sliding windows are causal. Such layers are not
+            # implemented, so that the field must be present; its value is checked below.
             fields.boolean("is_causal")
         fields.require("is_causal", False)
         decoder = _decoder(fields, "qwen3", has_windows)
@@ -348,11 +361,17 @@ def _speculators_decoder(fields: Fields) -> Fields:
 
 
 def _dflash_section(fields: Fields, sizes: Mapping[str, int]) -> Fields:
-    """Return the top-level fields overlaid with those of `dflash_config`."""
+    """Return the top-level fields, overridden by the fields of the section `dflash_config`."""
     section = fields.section("dflash_config")
     if section is None:
         raise ConfigError(f"{fields.where}: dflash_config is missing")
-    known = {"block_size", "mask_token_id", "target_layer_ids", *_DFLASH_NUMBERS, *sizes}
+    known = {
+        "block_size",
+        "mask_token_id",
+        "target_layer_ids",
+        *_DFLASH_NUMBERS,
+        *sizes,
+    }
     for name in section.data.keys() - known:
         section.require(name)
     return Fields({**fields.data, **section.data}, section.where)
@@ -362,7 +381,9 @@ def _target_layer_ids(fields: Fields, target_layers: int) -> tuple[int, ...]:
     """Return the feature layers of a block drafter."""
     ids = fields.integers("target_layer_ids") or ()
     is_ascending = list(ids) == sorted(set(ids))
-    if not ids or not is_ascending or not 0 <= ids[0] <= ids[-1] < target_layers - 1:
+    last_layer = target_layers - 1
+    is_valid = bool(ids) and is_ascending and ids[0] >= 0 and ids[-1] < last_layer
+    if not is_valid:
         raise ConfigError(
             f"{fields.where}: target_layer_ids {list(ids)}: expected ascending ids below the last "
             f"of {target_layers} layers"
@@ -371,10 +392,11 @@ def _target_layer_ids(fields: Fields, target_layers: int) -> tuple[int, ...]:
 
 
 def _check_quantization(fields: Fields) -> None:
-    """Refuse quantised weights other than E4M3 with one scale per row or per matrix.
+    """Check that quantised weights are E4M3 with one scale per row or per matrix.
 
-    Which matrices are quantised follows from their dtypes. Inputs are never quantised, whatever
-    the config says about them; no weight depends on that.
+    Which matrices are quantised is not read from the config; their dtypes in the checkpoint decide.
+    Settings for quantised inputs are ignored, because graft never quantises inputs and the weights
+    do not depend on these settings.
     """
     section = fields.section("quantization_config")
     if section is None:
@@ -397,14 +419,14 @@ def _check_quantization(fields: Fields) -> None:
 
 
 def _architecture(fields: Fields, known: Mapping[str, str]) -> str:
-    """Return the model_type, from the architecture if the config names one.
+    """Check the architecture or the model_type of a config and return the model_type.
 
     Parameters
     ----------
     fields
         Fields of the config.
     known
-        model_type by name of the architecture.
+        Maps each allowed architecture to its model_type.
     """
     names = fields.get("architectures")
     model_type = fields.get("model_type")
@@ -424,7 +446,7 @@ def _architecture(fields: Fields, known: Mapping[str, str]) -> str:
 def _decoder(
     fields: Fields, model_type: str = "llama", has_windows: bool = False
 ) -> dict[str, Any]:
-    """Return the arguments of `LlamaConfig`, which all decoders share.
+    """Read the fields that all decoders have and return them as arguments of `LlamaConfig`.
 
     Parameters
     ----------
@@ -477,7 +499,7 @@ def _decoder(
 
 
 def _refuse_unimplemented(fields: Fields, model_type: str, has_windows: bool) -> None:
-    """Refuse decoder options that graft does not implement."""
+    """Raise a `ConfigError` for decoder options that graft does not implement."""
     fields.require("model_type", model_type)
     fields.require("hidden_act", "silu")
     for switch in ("attention_bias", "mlp_bias", "use_qk_norm"):
@@ -497,11 +519,11 @@ def _refuse_unimplemented(fields: Fields, model_type: str, has_windows: bool) ->
 
 
 def _feature_layers(fields: Fields) -> tuple[int, int, int] | None:
-    """Return the feature layers that an EAGLE-3 config names, as layer ids.
+    """Return the layers whose outputs are the features of an EAGLE-3 head; None if not configured.
 
-    There are two conventions. In ``eagle_config`` an id means the output of the layer. On the top
-    level, in the speculators format and elsewhere, boundaries are counted: id j is the input of
-    layer j, and j = n the output of the last layer.
+    Configs number the layers in two ways. In the section ``eagle_config``, id j means the output of
+    layer j. In a top-level field, which the speculators format and others use, id j means the input
+    of layer j, which is the output of layer j - 1; j = n means the output of the last layer.
     """
     name = "eagle_aux_hidden_state_layer_ids"
     nested = fields.section("eagle_config")
@@ -515,7 +537,8 @@ def _feature_layers(fields: Fields) -> tuple[int, int, int] | None:
             ids = tuple(i - 1 for i in boundaries)
     if ids is None:
         return None
-    if len(ids) != 3 or not 0 <= ids[0] < ids[1] < ids[2]:
+    is_valid = len(ids) == 3 and 0 <= ids[0] < ids[1] < ids[2]
+    if not is_valid:
         raise ConfigError(
             f"{fields.where}: {name} gives layer outputs {list(ids)}; expected three ascending ids "
             "of decoder layers"

@@ -1,25 +1,29 @@
-"""Kernel library of the decoder models: each method checks its operands and launches kernels.
+"""Kernel library of the decoder models. Each method checks its operands and launches kernels.
 
-Matrix and attention kernels exist in two forms, norms in two block sizes:
+Matrix and attention kernels exist in two forms; norm kernels have one block size for each form:
 
 ``thread``
-    One thread computes many outputs and there are no barriers, so that a C++ compiler vectorises
-    the loops. Only for the soft device.
+    For the soft device, which runs kernels on the CPU. One thread computes many outputs and there
+    are no barriers, so that a C++ compiler vectorises the loops.
 ``warp``
-    For GPUs; the soft device runs it in tests.
+    For GPUs. The soft device runs this form in tests only.
 
-A process uses one form. The forms give different bits; within a form every kernel is row
-invariant: the bits of an output row depend on its input row only, not on the rows next to it.
+A process uses one form. The results of the two forms differ in rounding. Within a form every kernel
+is row invariant: the bits of an output row depend only on its input row, not on the other rows of
+the batch.
 
-Form ``warp`` multiplies on tensor cores if the weights have 16 bits, or 8 bits that are converted
-to bfloat16 when they are loaded, the inner size is a multiple of 128 and the outer size a multiple
-of 16. Activations are float32 elsewhere; for tensor cores they are rounded to the dtype of the
-weights, as in training and serving. With ``activations="float32"`` each is split into two such
-numbers, the rounded value and the remainder: 16 bits of mantissa with bfloat16, 22 with float16.
-Accumulation is float32.
+Form ``warp`` runs a matrix product on tensor cores if three conditions hold. The weights have 16
+bits, or 8 bits that are converted to bfloat16 when they are loaded. The inner size is a multiple of
+128. The number of output columns is a multiple of 16.
 
-Attention over a 16-bit KV cache with heads of 64 or 128 elements runs on tensor cores as well.
-Both use workspace that all calls share, so all work of one `ModelKernels` must be ordered.
+Activations are float32. For tensor cores they are rounded to the dtype of the weights, as is usual
+in training and serving. With ``activations="float32"`` each activation is instead split into two
+numbers of that dtype, the rounded value and the remainder. The two have 16 bits of mantissa with
+bfloat16 and 22 bits with float16. Sums are accumulated in float32.
+
+Attention runs on tensor cores if the KV cache has 16 bits and heads have 64 or 128 elements.
+Products and attention on tensor cores use workspace that all calls share, so that the work of one
+`ModelKernels` must run in order.
 """
 
 from __future__ import annotations
@@ -57,7 +61,8 @@ _MMA_K_MULTIPLE = 128
 _MMA_COLUMNS = 16
 _MMA_MAX_SPLITS = 8  # split-K: maximum number of blocks that share a tile's sum
 _MMA_TILE_COLUMNS = 128
-# Pipeline stages of 64 inner indices, by bytes of a weight and rows of a tile.
+# Number of pipeline stages in shared memory, by bytes per weight and rows per tile. A stage has 64
+# inner indices.
 _MMA_STAGES = {1: {32: 5, 64: 6, 128: 4}, 2: {32: 3, 64: 4, 128: 3}}
 NORM_GROUP = 16  # output columns whose squares are summed for a folded norm
 _MMA_FEW_ROWS = 16  # maximum rows of linear_few, which streams the weights
@@ -67,7 +72,7 @@ _ELEMENT_BLOCK = 128
 _ATTENTION_TILE = 16
 _ATTENTION_SPLIT = 256  # minimum positions per part of split attention
 _ATTENTION_MAX_PARTS = 32
-_ATTENTION_BLOCKS = 512  # about the number of blocks that a GPU runs at once
+_ATTENTION_BLOCKS = 512  # approximate number of blocks that a GPU runs at the same time
 
 # Arguments of a product without RoPE and KV cache write: seven null pointers and six sizes.
 _NO_KV_WRITE: tuple[object, ...] = (None,) * 7 + (0,) * 6
@@ -78,7 +83,7 @@ def _ceil_div(count: int, unit: int) -> int:
 
 
 class MmaShape(NamedTuple):
-    """Launch of a tensor-core product, see kernels/linear_mma.cuh.
+    """Launch configuration of a tensor-core product (kernels/linear_mma.cuh).
 
     Attributes
     ----------
@@ -102,12 +107,15 @@ class MmaShape(NamedTuple):
 
 
 def mma_shape(rows: int, columns: int, nbytes: int = 2) -> MmaShape:
-    """Return the launch of a tensor-core product. All launches give the same bits.
+    """Return the launch configuration of a tensor-core product.
+
+    The result of a product has the same bits with every configuration.
 
     Parameters
     ----------
     rows
-        Number of input rows; twice that with split activations.
+        Number of rows that are multiplied: the number of input rows, or twice that number if
+        activations are split.
     columns
         Number of outputs per row.
     nbytes
@@ -133,20 +141,22 @@ def mma_shape(rows: int, columns: int, nbytes: int = 2) -> MmaShape:
 class Norm(NamedTuple):
     """An RMSNorm of the rows that one product writes and another product reads.
 
-    If `square_sums` is given the norm is folded into the two products and takes no kernel: the
-    producer writes its rows times `weight` to `out` and the sums of their squares to
-    `square_sums`; the consumer divides its results by the root mean square.
+    A folded norm, whose `square_sums` is not None, needs no kernel. The producer multiplies its rows
+    by `weight`, writes them to `out`, and writes the sums of the squares of its rows to
+    `square_sums`. The consumer computes the root mean square of each row from the sums and divides
+    its results by it.
 
     Attributes
     ----------
     weight
-        float32[width].
+        float32[width], weight of the norm.
     eps
-        Added to the mean square.
+        Constant added to the mean square.
     out
-        [R, width] of the dtype that the consumer reads.
+        [R, width], the normed rows in the dtype that the consumer reads.
     square_sums
-        float32[R, width / NORM_GROUP] of a folded norm; None for a norm with its own kernel.
+        float32[R, width / NORM_GROUP], sums of squares of a folded norm. None for a norm with its
+        own kernel.
     """
 
     weight: DeviceArray
@@ -161,9 +171,9 @@ class HeadNorms(NamedTuple):
     Attributes
     ----------
     query, key
-        Weights, float32[head_dim].
+        Weights of the norms, float32[head_dim].
     eps
-        Added to the mean square.
+        Constant added to the mean square.
     """
 
     query: DeviceArray
@@ -177,7 +187,7 @@ class KVWrite(NamedTuple):
     Attributes
     ----------
     rope_table
-        float32[positions, head_dim]: cosines, then sines (`Rope.table`).
+        float32[positions, head_dim], cosines and then sines of each position (`Rope.table`).
     rows
         Slot and position of each row.
     kv
@@ -185,7 +195,7 @@ class KVWrite(NamedTuple):
     layer
         Layer of `kv`.
     heads
-        Number of query heads; they are rotated but not cached.
+        Number of query heads. Queries are rotated but not cached.
     """
 
     rope_table: DeviceArray
@@ -206,11 +216,13 @@ class _Product:
     weight
         [columns, inner] as stored.
     scale
-        float32[columns], or None.
+        float32[columns], scales of the weight's rows; None if there are none.
     square_sums, eps
-        Of the folded norm of `x`; None and 0 without one.
+        Sums of squares and eps of the folded norm of `x`; None and 0 without a folded norm.
+    rows, columns, inner
+        Number of input rows, of output columns and of elements per dot product.
     x_is_rounded
-        Whether `x` already has the dtype in which tensor cores multiply.
+        Whether `x` already has the 16-bit dtype in which tensor cores multiply.
     tensor_cores
         Whether the product runs on tensor cores.
     """
@@ -230,16 +242,16 @@ class _Product:
 class ModelKernels:
     """The model kernels of one device in one form.
 
-    Calls share workspace: all work of one object must be ordered.
+    All calls use the same workspace, so that the work of one object must run in order.
 
     Parameters
     ----------
     device
         Device that the kernels are compiled for.
     form
-        ``thread`` (soft device only) or ``warp``; None selects the device's default.
+        ``thread`` (soft device only) or ``warp``. None selects the device's default.
     activations
-        ``rounded`` or ``float32``: precision of the activations on tensor cores.
+        Precision of the activations on tensor cores, ``rounded`` or ``float32``.
 
     Raises
     ------
@@ -260,8 +272,8 @@ class ModelKernels:
         if activations not in ACTIVATIONS:
             raise OptionError(f"activations {activations!r}: expected one of {ACTIVATIONS}")
         self.activations = activations
-        # Keeps the modules loaded: one that no graph references would otherwise be unloaded after
-        # each launch of a prefill.
+        # Keeps the compiled modules loaded. A module that no graph references would otherwise be
+        # unloaded after each launch of a prefill.
         self._kernels: dict[tuple, Kernel] = {}
         self._workspace: dict[str, DeviceArray] = {}
         # Split attention: partial results, and counters that every kernel leaves at zero.
@@ -285,7 +297,7 @@ class ModelKernels:
         return self._kernel(name, name, **defines)
 
     def _elementwise_launch(self, rows: int, width: int, chunk: int) -> tuple[int, int]:
-        """Return grid and block of an elementwise kernel with `chunk` elements per thread."""
+        """Return the grid and block sizes of an elementwise kernel, `chunk` elements per thread."""
         block = 8 if self._thread else _ELEMENT_BLOCK
         return _ceil_div(rows * _ceil_div(width, chunk), block), block
 
@@ -301,27 +313,29 @@ class ModelKernels:
     def _splits_activations(self) -> bool:
         return self.activations == "float32"
 
-    # Which kernels a product can use.
+    # Queries about the kernels that a product can use.
 
     def input_dtype(self, weight: Matrix) -> str:
         """Return the dtype that `linear` reads fastest for `weight`.
 
-        The bits are those of a float32 input, because `linear` would round it in the same way.
+        An input of this dtype gives the same bits as a float32 input, because `linear` rounds a
+        float32 input in the same way.
         """
         if self.activations == "rounded" and self.uses_tensor_cores(weight.dtype, *weight.shape):
             return _mma_dtype(weight.dtype)
         return "float32"
 
     def uses_tensor_cores(self, dtype: str, columns: int, inner: int) -> bool:
-        """Return whether products with such a weight run on tensor cores."""
+        """Return whether a product with a weight of this dtype and shape runs on tensor cores."""
         fits = inner % _MMA_K_MULTIPLE == 0 and columns % _MMA_COLUMNS == 0
         return not self._thread and fits and dtype != "float32"
 
     def can_fold_norm(self, producer: Matrix, consumer: Matrix) -> bool:
-        """Return whether the norm between products with these weights can be folded, see `Norm`.
+        """Return whether the norm between products with these weights can be folded (`Norm`).
 
-        It cannot with float16 weights, because rows before the division may exceed float16's
-        range, nor after a row-parallel shard, whose sum is complete only after the all-gather.
+        Both products must run on tensor cores. With float16 weights a norm cannot be folded,
+        because the rows before the division may exceed the range of float16. After a row-parallel
+        shard it cannot be folded, because the sums are complete only after the all-gather.
         """
         if isinstance(producer, ScaledMatrix) and producer.all_gather is not None:
             return False
@@ -331,7 +345,15 @@ class ModelKernels:
         )
 
     def can_fuse_rope(self, head_dim: int, dtype: str, columns: int, inner: int) -> bool:
-        """Return whether the product with such a QKV weight can apply RoPE and write the cache."""
+        """Return whether a QKV product can apply RoPE and write the KV cache in the same kernel.
+
+        Parameters
+        ----------
+        head_dim
+            Elements of a head.
+        dtype, columns, inner
+            Dtype and shape of the weight.
+        """
         fits = head_dim % _MMA_COLUMNS == 0
         return fits and self.uses_tensor_cores(dtype, columns, inner)
 
@@ -349,26 +371,27 @@ class ModelKernels:
         norm: Norm | None = None,
         name: str = "linear",
     ) -> None:
-        """Compute out = x W^T + residual, then optionally a copy and the RMSNorm of the result.
+        """Compute out = x W^T + residual and, if requested, a copy and an RMSNorm of the result.
 
         Parameters
         ----------
         lane
             Lane that the kernel is added to.
         x
-            [R, inner], float32 or of `input_dtype`; or the norm that another product wrote.
+            [R, inner], float32 or of `input_dtype`; or the `Norm` that another product wrote.
         weight
-            [columns, inner], float32, float16, bfloat16 or E4M3 without NaN. Sums are multiplied
-            by the row scales before anything else. For a row-parallel shard the partial products
-            of all ranks are added in rank order, then the residual.
+            [columns, inner], float32, float16, bfloat16 or E4M3 without NaN. If it has row scales,
+            the sums are multiplied by them before the residual is added. For a row-parallel shard
+            the partial products of all ranks are added in rank order, and then the residual.
         out
-            float32[R, columns].
+            float32[R, columns], receives the result.
         residual
             float32[R, columns], which may be `out`; None adds nothing.
         copy_to
-            float32[R, stride] and the first column of it that receives a copy of the result.
+            Array float32[R, stride] that receives a copy of the result, and the first column to
+            write; None for no copy.
         norm
-            Norm of the result for the next product.
+            Norm of the result for the next product; None for none.
         name
             Node name and prefix of error messages.
 
@@ -379,7 +402,15 @@ class ModelKernels:
             not run on tensor cores.
         """
         if isinstance(weight, ScaledMatrix) and weight.all_gather is not None:
-            self._linear_row_parallel(lane, x, weight, out, residual, copy_to, name)
+            self._linear_row_parallel(
+                lane,
+                x,
+                weight,
+                out,
+                residual,
+                copy_to,
+                name,
+            )
             if norm is not None:
                 self.norm(lane, out, norm.weight, norm.eps, norm.out)
             return
@@ -394,7 +425,14 @@ class ModelKernels:
             folded = norm
         args = self._linear_args(product, out, residual, copy_to, name)
         if product.tensor_cores:
-            self._launch_mma(lane, product, out, args, name, norm=folded)
+            self._launch_mma(
+                lane,
+                product,
+                out,
+                args,
+                name,
+                norm=folded,
+            )
         else:
             self._launch_without_tensor_cores(lane, product, args, name)
         if norm is not None and folded is None:
@@ -408,7 +446,7 @@ class ModelKernels:
         out: DeviceArray,
         name: str = "linear",
     ) -> None:
-        """Compute out = silu(x G^T) * (x U^T), the first half of a gated MLP, in one kernel.
+        """Compute out = silu(x G^T) * (x U^T) in one kernel: the first half of a gated MLP.
 
         Parameters
         ----------
@@ -417,8 +455,8 @@ class ModelKernels:
         x
             [R, inner], as in `linear`.
         weight
-            [columns, inner]: gate and up projections, interleaved in groups of 8 rows
-            (`Weights.stacked`).
+            [columns, inner], gate and up projections that `Weights.stacked` has interleaved in
+            blocks of 8 rows.
         out
             [R, columns / 2] of any dtype.
         name
@@ -434,7 +472,14 @@ class ModelKernels:
         expect(f"{name}: out", out, out.dtype, R=product.rows, columns=product.columns >> 1)
         self._require_tensor_cores(product, "a gated product", name)
         args = self._linear_args(product, out, None, None, name)
-        self._launch_mma(lane, product, out, args, name, gated=True)
+        self._launch_mma(
+            lane,
+            product,
+            out,
+            args,
+            name,
+            gated=True,
+        )
 
     def project_qkv(
         self,
@@ -445,10 +490,11 @@ class ModelKernels:
         write: KVWrite,
         head_norms: HeadNorms | None = None,
     ) -> None:
-        """Compute queries, keys and values, apply RoPE and write keys and values to the cache.
+        """Compute queries, keys and values, apply RoPE, and write keys and values to the KV cache.
 
-        Without head norms this is one kernel if `can_fuse_rope`; only the queries are then left
-        in `qkv`. Otherwise it is `linear`, `head_norm` and `rope_and_store`.
+        If there are no head norms and `can_fuse_rope` returns True, this is one kernel, which
+        stores only the queries in `qkv`. Otherwise it is the sequence `linear`, `head_norm`,
+        `rope_and_store`.
 
         Parameters
         ----------
@@ -457,10 +503,10 @@ class ModelKernels:
         x
             [R, inner], as in `linear`.
         weight
-            [(heads + 2 kv_heads) * head_dim, inner]; interleaved by heads if RoPE is fused
-            (`Weights.stacked`).
+            [(heads + 2 kv_heads) * head_dim, inner]. If RoPE is fused, `Weights.stacked` must have
+            interleaved the rows of each head.
         qkv
-            float32[R, (heads + 2 kv_heads) * head_dim].
+            float32[R, (heads + 2 kv_heads) * head_dim], receives the result.
         write
             RoPE table, rows and cache layer.
         head_norms
@@ -483,13 +529,20 @@ class ModelKernels:
         qkv: DeviceArray,
         write: KVWrite,
     ) -> None:
-        """Compute `project_qkv` in one kernel; the weight is interleaved by heads."""
+        """Compute `project_qkv` in one kernel. The rows of each head are interleaved."""
         name = "qkv"
         store_args = _kv_write_args(qkv, write)
         product = self._check_product(x, weight, name)
         expect(f"{name}: out", qkv, "float32", R=product.rows, columns=product.columns)
         args = self._linear_args(product, qkv, None, None, name)
-        self._launch_mma(lane, product, qkv, args, name, store=(write.kv, store_args))
+        self._launch_mma(
+            lane,
+            product,
+            qkv,
+            args,
+            name,
+            store=(write.kv, store_args),
+        )
 
     def _linear_row_parallel(
         self,
@@ -501,7 +554,7 @@ class ModelKernels:
         copy_to: tuple[DeviceArray, int] | None,
         name: str,
     ) -> None:
-        """Compute the partial product of this rank, gather all and add them in rank order."""
+        """Compute this rank's partial product, gather those of all ranks, and add them in order."""
         assert weight.all_gather is not None
         partial = weight.all_gather.local_buffer(*out.shape)
         self.linear(lane, x, ScaledMatrix(weight.values, weight.scale), partial, name=name)
@@ -562,6 +615,7 @@ class ModelKernels:
         return product
 
     def _require_tensor_cores(self, product: _Product, what: str, name: str) -> None:
+        """Raise a `ShapeError` unless the product, which needs `what`, runs on tensor cores."""
         if not product.tensor_cores:
             raise ShapeError(
                 f"{name}: {what} requires tensor cores, which kernel form {self.form!r} does not "
@@ -569,6 +623,7 @@ class ModelKernels:
             )
 
     def _check_folded_norm(self, product: _Product, norm: Norm, weight: Matrix, name: str) -> None:
+        """Check that a product can write a folded norm of its result."""
         self._require_tensor_cores(product, "a folded norm", name)
         assert norm.square_sums is not None
         rows = product.rows
@@ -586,7 +641,7 @@ class ModelKernels:
         copy_to: tuple[DeviceArray, int] | None,
         name: str,
     ) -> tuple[object, ...]:
-        """Return the arguments that all linear kernels have in common."""
+        """Return the kernel arguments that all linear kernels have in common."""
         rows = product.rows
         columns = product.columns
         copy, offset = copy_to if copy_to is not None else (None, 0)
@@ -643,14 +698,19 @@ class ModelKernels:
 
         Parameters
         ----------
-        lane, product, out, args, name
-            As in `linear`; `args` from `_linear_args`.
+        lane, out, name
+            As in `linear`.
+        product
+            Checked operands.
+        args
+            Result of `_linear_args`.
         norm
-            Folded norm that the epilogue writes.
+            Folded norm that the epilogue writes; None for none.
         gated
-            Whether the epilogue is silu(gate) * up.
+            Whether the epilogue computes silu(gate) * up.
         store
-            KV cache and `_kv_write_args` of an epilogue that applies RoPE and writes the cache.
+            KV cache and result of `_kv_write_args`, for an epilogue that applies RoPE and writes
+            the cache; None for other epilogues.
         """
         defines: dict[str, object] = {
             "SPLIT_X": int(self._splits_activations),
@@ -670,15 +730,32 @@ class ModelKernels:
         rows = product.rows << self._splits_activations
         shape = mma_shape(rows, product.columns, itemsize(product.weight.dtype))
         kernel = self._kernel(shape.kernel, shape.kernel, **defines, **shape.defines)
-        args = (*args, product.square_sums, product.eps, *norm_args, *store_args)
+        args = (
+            *args,
+            product.square_sums,
+            product.eps,
+            *norm_args,
+            *store_args,
+        )
         if shape.kernel == "linear_many":
             partials = self._zeroed_workspace("float32", shape.partials)
             counters = self._zeroed_workspace("int32", shape.grid[0] * shape.grid[1])
             args = (*args, partials, counters)
-        lane.kernel(kernel, shape.grid, _MMA_BLOCK, args, shared=shape.shared, name=name)
+        lane.kernel(
+            kernel,
+            shape.grid,
+            _MMA_BLOCK,
+            args,
+            shared=shape.shared,
+            name=name,
+        )
 
     def _zeroed_workspace(self, dtype: str, size: int) -> DeviceArray | None:
-        """Return shared workspace: zeros at first, later what the previous calls have left."""
+        """Return workspace that is zero when allocated and keeps what earlier calls wrote.
+
+        All calls share the workspace. Partial sums are written before they are read, and the
+        kernels reset counters to zero.
+        """
         if size == 0:
             return None
         workspace = self._workspace.get(dtype)
@@ -690,7 +767,12 @@ class ModelKernels:
     # Norms, RoPE and attention.
 
     def norm(
-        self, lane: Lane, x: DeviceArray, weight: DeviceArray, eps: float, out: DeviceArray
+        self,
+        lane: Lane,
+        x: DeviceArray,
+        weight: DeviceArray,
+        eps: float,
+        out: DeviceArray,
     ) -> None:
         """Compute the RMSNorm of each row.
 
@@ -703,7 +785,7 @@ class ModelKernels:
         weight
             float32[width].
         eps
-            Added to the mean square.
+            Constant added to the mean square.
         out
             [R, width], float32 or of `input_dtype`.
         """
@@ -727,7 +809,7 @@ class ModelKernels:
         qkv
             float32[R, (heads + 2 kv_heads) * head_dim].
         norms
-            Weights and eps.
+            Weights and eps of the norms.
         heads
             Number of query heads.
         """
@@ -752,14 +834,14 @@ class ModelKernels:
         lane.kernel(kernel, rows * (heads + kv_heads), block, args, name="head norm")
 
     def rope_and_store(self, lane: Lane, qkv: DeviceArray, write: KVWrite) -> None:
-        """Rotate the queries in place, rotate the keys, and write keys and values to the cache.
+        """Rotate queries (in place) and keys, and write keys and values to the KV cache.
 
         Parameters
         ----------
         lane
             Lane that the kernel is added to.
         qkv
-            float32[R, (heads + 2 kv_heads) * head_dim]: queries, keys, values.
+            float32[R, (heads + 2 kv_heads) * head_dim], queries, keys and values.
         write
             RoPE table, rows and cache layer.
         """
@@ -785,19 +867,19 @@ class ModelKernels:
         heads: int,
         out: DeviceArray,
     ) -> None:
-        """Compute causal attention of each row over its slot; padding rows give zeros.
+        """Compute causal attention of each row over the KV cache of its slot.
 
-        A row attends to the positions 0..pos of its slot; the draft of a tree attends to the
-        committed positions and its ancestors.
+        A row attends to the positions 0..pos of its slot. A row that is a draft of a tree attends
+        to the committed positions, to its ancestors and to itself. Padding rows give zeros.
 
         Parameters
         ----------
         lane
             Lane that the kernel is added to.
         qkv
-            float32[R, (heads + 2 kv_heads) * head_dim]; only the queries are read.
+            float32[R, (heads + 2 kv_heads) * head_dim], of which only the queries are read.
         rows
-            Slot, last position and ancestors of each row.
+            Slot, last visible position and ancestors of each row.
         kv, layer
             KV cache and its layer.
         heads
@@ -829,7 +911,14 @@ class ModelKernels:
         )
         parts = self.reserve_attention(count, heads, kv)
         if parts:
-            self._launch_split_attention(lane, args, rows, kv, heads, parts)
+            self._launch_split_attention(
+                lane,
+                args,
+                rows,
+                kv,
+                heads,
+                parts,
+            )
             return
         kernel = self._kernel_of_form("attention", CACHE=STORAGE[kv.dtype], HEAD_DIM=dim)
         if self._thread:
@@ -850,7 +939,10 @@ class ModelKernels:
         heads: int,
         parts: int,
     ) -> None:
-        """Launch attention on tensor cores; blocks share the positions of a tile of queries."""
+        """Launch attention on tensor cores.
+
+        The positions of a tile of queries are divided among several blocks.
+        """
         count = rows.count
         dim = kv.head_dim
         kernel = self._kernel(
@@ -864,7 +956,13 @@ class ModelKernels:
         head_tiles = kv.kv_heads * tiles_per_group
         blocks = _ATTENTION_BLOCKS // (tiles * head_tiles)
         grid = (tiles, head_tiles, max(1, min(blocks, parts)))
-        args = (*args, run, tile_heads, self._attention_partials, self._attention_counters)
+        args = (
+            *args,
+            run,
+            tile_heads,
+            self._attention_partials,
+            self._attention_counters,
+        )
         lane.kernel(kernel, grid, _WARP_BLOCK, args, name="attention")
 
     def reserve_attention(self, rows: int, heads: int, kv: PagedKV) -> int:
@@ -873,8 +971,8 @@ class ModelKernels:
         Returns
         -------
         int
-            Number of parts into which the positions of a row are split; 0 if the cache is read by
-            a kernel without tensor cores, which needs no workspace.
+            Maximum number of parts into which the positions of a row are split; 0 for a KV cache
+            whose attention does not run on tensor cores and needs no workspace.
         """
         if self._thread or kv.head_dim not in (64, 128) or kv.dtype == "float32":
             return 0
@@ -899,6 +997,8 @@ class ModelKernels:
     ) -> None:
         """Move the KV entries of the accepted path of a draft tree to their sequence positions.
 
+        Before verification draft j of a tree is cached j positions after the root.
+
         Parameters
         ----------
         lane
@@ -908,9 +1008,10 @@ class ModelKernels:
         row_slot
             int32[B], slot of each batch row.
         result
-            int32[B, row words], the ``RoundRow`` of each batch row after verification.
+            int32[B, row words], ``RoundRow`` of each batch row after verification, with the
+            accepted drafts.
         features
-            float32[R, columns], rows that are compacted in the same way; or None.
+            float32[R, columns], features whose rows are moved in the same way; None for none.
         first
             int32[B], first forward row of each batch row.
         """
@@ -934,7 +1035,14 @@ class ModelKernels:
         if features is not None:
             expect("compact: first", first, "int32", B=batch)
             kernel = self._kernel("compact", "compact_rows", CACHE=STORAGE[kv.dtype])
-            row_args = (features, first, features.shape[1], row_slot, result, result.shape[1])
+            row_args = (
+                features,
+                first,
+                features.shape[1],
+                row_slot,
+                result,
+                result.shape[1],
+            )
             lane.kernel(kernel, batch, block, row_args, name="compact features")
 
     # Elementwise kernels.
@@ -969,7 +1077,9 @@ class ModelKernels:
         name: str = "gather",
         norm: Norm | None = None,
     ) -> None:
-        """Compute out[b] = x[index[b]], and optionally its norm; an index out of range gives zeros.
+        """Compute out[b] = x[index[b]] and, if requested, its norm.
+
+        A row whose index is out of range becomes zero.
 
         Parameters
         ----------
@@ -984,7 +1094,7 @@ class ModelKernels:
         name
             Node name and prefix of error messages.
         norm
-            Norm of the gathered rows, computed by the same kernel.
+            Norm of the gathered rows, which the same kernel computes; None for none.
         """
         count, width = out.shape
         expect(f"{name}: index", index, "int32", B=count)
@@ -1017,7 +1127,7 @@ class ModelKernels:
         lane.kernel(kernel, grid, block, (x, index, out, count, x.shape[0], width), name=name)
 
     def scale(self, lane: Lane, x: DeviceArray, factor: float, cap: float = 0.0) -> None:
-        """Compute x = factor * x in place; with a cap then x = cap * tanh(x / cap).
+        """Compute x = factor * x in place, and then x = cap * tanh(x / cap) if `cap` is not 0.
 
         Parameters
         ----------
@@ -1056,19 +1166,27 @@ class ModelKernels:
         x, out, residual
             float32[R, width].
         base
-            float32[2, size, width]: two static kernels per column; tap 0 is the row itself.
+            float32[2, size, width], two static kernels per column. Element 0 of a kernel is the
+            weight of the row itself, element o the weight of the o-th row before it.
         dynamic
-            float32[R, 2 * size * groups]: two kernels per row and group of adjacent columns. They
-            are added to the static ones.
+            float32[R, 2 * size * groups], two dynamic kernels per row and group of adjacent
+            columns, which are added to the static kernels.
         kernel_index
-            Which of the two kernels is used: 0 or 1.
+            Index of the kernel to use, 0 or 1.
         row_stride
-            Distance between consecutive rows of a block.
+            Distance between consecutive rows of a block, in rows.
         """
         rows, width = x.shape
         size = base.shape[1]
         groups = dynamic.shape[1] // (2 * size)
-        expect("convolve: base", base, "float32", two=2, size=size, width=width)
+        expect(
+            "convolve: base",
+            base,
+            "float32",
+            two=2,
+            size=size,
+            width=width,
+        )
         expect("convolve: dynamic", dynamic, "float32", R=rows, columns=2 * size * groups)
         for array in (x, out, residual):
             if array is not None:
@@ -1107,13 +1225,13 @@ class ModelKernels:
         embedding_norm, hidden_norm
             Weights of the two norms, float32[width].
         eps
-            Added to the mean squares.
+            Constant added to the mean squares.
         norm_before_residual
             Whether the residual stream starts with norm(hidden) instead of hidden.
         x
-            float32[R, 2 width].
+            float32[R, 2 width], receives the two normed inputs.
         residual
-            float32[R, width], which may be `hidden`.
+            float32[R, width], receives the residual stream; may be `hidden`.
         """
         rows, width = hidden.shape
         expect("eagle input: token", token, "int32", R=rows)
@@ -1134,12 +1252,18 @@ class ModelKernels:
             x,
             residual,
         )
-        sizes = (rows, embedding.shape[0], width, eps, int(norm_before_residual))
+        sizes = (
+            rows,
+            embedding.shape[0],
+            width,
+            eps,
+            int(norm_before_residual),
+        )
         lane.kernel(kernel, rows, self._norm_block, (*args, *sizes), name="eagle input")
 
 
 def _kv_write_args(qkv: DeviceArray, write: KVWrite) -> tuple[object, ...]:
-    """Return the kernel arguments of RoPE and of the cache write."""
+    """Return the arguments that kernels with RoPE and a KV cache write have in common."""
     kv = write.kv
     rows = write.rows
     width = (write.heads + 2 * kv.kv_heads) * kv.head_dim

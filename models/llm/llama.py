@@ -1,4 +1,4 @@
-"""Target model: Llama, or Qwen3, which adds norms of query and key heads, on a paged KV cache."""
+"""Target model on a paged KV cache: Llama, or Qwen3, which adds norms of query and key heads."""
 
 from __future__ import annotations
 
@@ -18,28 +18,31 @@ from graft.sampling.checks import expect
 
 
 class LlamaModel:
-    """A Llama target model.
+    """A Llama or Qwen3 model.
 
-    Calls share activation buffers: all work of one model must be ordered, on one lane or by
-    marks. The forward pass is row invariant: the bits of a row's output depend only on the row
-    and on the earlier positions of its slot.
+    All calls use the same activation buffers, so that the work of one model must run in order: on
+    one lane, or on several lanes with dependencies between them. The forward pass is row invariant,
+    which means that the bits of a row's output depend only on the row itself and on the earlier
+    positions of its slot.
 
     Parameters
     ----------
     device
         Device of the model.
     config
-        Shape of the model, over all ranks.
+        Shape of the whole model, also with tensor parallelism.
     checkpoint
-        Tensors, which are checked by name, shape and dtype; unused tensors are an error.
+        Tensors of the model. Their names, shapes and dtypes are checked, and unused tensors are an
+        error.
     kv
-        KV cache of the model's shape; with tensor parallelism, of rank 0's shard.
+        KV cache with the model's layers and heads. With tensor parallelism it has only the heads of
+        rank 0's shard.
     max_rows
         Maximum number of rows of a forward pass.
     form, activations
-        Kernel form and precision of activations, see `ModelKernels`.
+        Kernel form and precision of the activations, as in `ModelKernels`.
     weights
-        "checkpoint" or "fp8", see `Weights`.
+        Storage of the matrices, "checkpoint" or "fp8", as in `Weights`.
     leader
         Rank 0 of tensor parallelism; None for a model on one device.
 
@@ -50,13 +53,16 @@ class LlamaModel:
     stack
         Decoder layers.
     embedding, lm_head
-        [vocab, hidden] as stored; the same array if the embeddings are tied.
+        [vocab, hidden] in the stored dtype; the same array if the embeddings are tied.
     final_norm
-        float32[hidden].
+        float32[hidden], weight of the norm before the LM head.
 
     Raises
     ------
-    CheckpointError, ShapeError
+    CheckpointError
+        If a tensor is missing, unused, or of the wrong shape or dtype.
+    ShapeError
+        If `kv` does not have the model's shape.
     """
 
     def __init__(
@@ -86,9 +92,21 @@ class LlamaModel:
         if leader is None:
             tensors = Weights(device, checkpoint, weights)
         else:
-            tensors = ShardedWeights(device, checkpoint, weights, leader.shard, leader.all_gather)
+            tensors = ShardedWeights(
+                device,
+                checkpoint,
+                weights,
+                leader.shard,
+                leader.all_gather,
+            )
         layers = self._load(tensors)
-        self.stack = DecoderStack(self.kernels, local_config, layers, kv, max_rows=max_rows)
+        self.stack = DecoderStack(
+            self.kernels,
+            local_config,
+            layers,
+            kv,
+            max_rows=max_rows,
+        )
         self.stack.reserve_attention(max_rows)
 
     def _load(self, tensors: Weights) -> list[DecoderLayer]:
@@ -98,7 +116,13 @@ class LlamaModel:
         vocab = config.vocab_size
         self.embedding = tensors.matrix("model.embed_tokens.weight", vocab, hidden)
         layers = [
-            DecoderLayer.load(tensors, f"model.layers.{i}", config, hidden, self.kernels)
+            DecoderLayer.load(
+                tensors,
+                f"model.layers.{i}",
+                config,
+                hidden,
+                self.kernels,
+            )
             for i in range(config.num_hidden_layers)
         ]
         self.final_norm = tensors.vector("model.norm.weight", hidden)
@@ -108,7 +132,8 @@ class LlamaModel:
             ignored.append("lm_head.weight")
         else:
             self.lm_head = tensors.matrix("lm_head.weight", vocab, hidden)
-        # The prediction modules are layers after the last one; only an MTP drafter reads them.
+        # Multi-token prediction modules are stored as layers after the last decoder layer. Only an
+        # MTP drafter reads them.
         for i in range(config.num_nextn_predict_layers):
             ignored.append(f"model.layers.{config.num_hidden_layers + i}.")
         tensors.finish(tuple(ignored))
@@ -120,13 +145,13 @@ class LlamaModel:
         return self.config.vocab_size
 
     def set_feature_layers(self, ids: tuple[int, ...]) -> None:
-        """Select the layers whose output residual stream becomes features.
+        """Select the layers whose outputs `forward` copies to its `features` argument.
 
         Parameters
         ----------
         ids
-            Ascending layer ids. Id ``n - 1`` is the stream after the last layer, before the final
-            norm.
+            Ascending layer ids. The output of a layer is the residual stream after it. For the
+            last layer that is the stream before the final norm.
 
         Raises
         ------
@@ -149,7 +174,7 @@ class LlamaModel:
         features: DeviceArray | None = None,
         logits: DeviceArray | None = None,
     ) -> DeviceArray:
-        """Run all layers over `rows` and write their keys and values.
+        """Run all layers over `rows` and write the keys and values of the rows to the KV cache.
 
         Parameters
         ----------
@@ -158,11 +183,11 @@ class LlamaModel:
         rows
             Tokens, slots and positions.
         features
-            float32[R, layers * hidden], receives the outputs of the feature layers, in ascending
-            order of the layers.
+            float32[R, layers * hidden], receives the outputs of the layers that
+            `set_feature_layers` selected. None copies no features.
         logits
-            float32[R, vocab], receives the logits of all rows; equal to those of `head` up to
-            rounding.
+            float32[R, vocab], receives the logits of all rows. They equal the result of `head` up
+            to rounding. None computes no logits.
 
         Returns
         -------
@@ -174,15 +199,28 @@ class LlamaModel:
         copies = {}
         if features is not None:
             if not self._feature_columns:
-                raise OptionError("features require a previous call of set_feature_layers")
+                raise OptionError("no feature layers: call set_feature_layers before forward")
             width = len(self._feature_columns) * self.config.hidden_size
-            expect("features", features, "float32", R=count, width=width)
+            expect(
+                "features",
+                features,
+                "float32",
+                R=count,
+                width=width,
+            )
             for layer, column in self._feature_columns.items():
                 copies[layer] = (features, column)
         stack = self.stack
         residual = stack.buffers.residual[:count]
         x = stack.input_norm(count)
-        self.kernels.gather(lane, self.embedding, rows.token, residual, name="embed", norm=x)
+        self.kernels.gather(
+            lane,
+            self.embedding,
+            rows.token,
+            residual,
+            name="embed",
+            norm=x,
+        )
         if self._leader is not None:
             self._leader.forward(lane, rows, residual, self.kv)
         final = None
@@ -191,7 +229,13 @@ class LlamaModel:
             final = stack.buffers.norm(count, self.final_norm, self.lm_head, producer)
         stack.run(lane, rows, x, copies=copies, final_norm=final)
         if final is not None and logits is not None:
-            self.kernels.linear(lane, final, self.lm_head, logits, name="lm head")
+            self.kernels.linear(
+                lane,
+                final,
+                self.lm_head,
+                logits,
+                name="lm head",
+            )
         return residual
 
     def compact(
@@ -202,8 +246,18 @@ class LlamaModel:
         features: DeviceArray | None,
         first: DeviceArray,
     ) -> None:
-        """Compact the KV cache on all ranks after a draft tree, see `ModelKernels.compact`."""
-        self.kernels.compact(lane, self.kv, row_slot, result, features, first)
+        """Move the KV entries of accepted tree drafts to their sequence positions on all ranks.
+
+        The parameters are those of `ModelKernels.compact`.
+        """
+        self.kernels.compact(
+            lane,
+            self.kv,
+            row_slot,
+            result,
+            features,
+            first,
+        )
         if self._leader is not None:
             self._leader.compact(lane, row_slot, result)
 
@@ -231,5 +285,17 @@ class LlamaModel:
         buffers = self.stack.buffers
         norm = buffers.norm(logits.shape[0], self.final_norm, self.lm_head)
         gathered = buffers.array("gathered_rows", hidden.shape[1])[: index.shape[0]]
-        self.kernels.gather(lane, hidden, index, gathered, norm=norm)
-        self.kernels.linear(lane, norm, self.lm_head, logits, name="lm head")
+        self.kernels.gather(
+            lane,
+            hidden,
+            index,
+            gathered,
+            norm=norm,
+        )
+        self.kernels.linear(
+            lane,
+            norm,
+            self.lm_head,
+            logits,
+            name="lm head",
+        )

@@ -1,4 +1,4 @@
-"""Rotary position embedding (RoPE): frequencies, llama3 scaling and the table for the kernels."""
+"""Rotary position embedding (RoPE): frequencies, scaling, and the cosine and sine table."""
 
 from __future__ import annotations
 
@@ -16,19 +16,23 @@ KINDS = ("default", "linear", "llama3")
 
 @dataclass(frozen=True)
 class Rope:
-    """Rotary embedding of a model. Dimension i is paired with i + head_dim / 2 (half-split).
+    """RoPE parameters of a model.
+
+    Dimension i of a head is rotated together with dimension i + head_dim / 2 (half-split layout).
 
     Attributes
     ----------
     theta
         Base of the frequencies, ``theta ** (-2 i / head_dim)``.
     kind
-        ``default``, ``linear`` (every frequency is divided by `factor`) or ``llama3``.
+        Kind of scaling. ``default`` does not scale, ``linear`` divides every frequency by
+        `factor`, and ``llama3`` scales the frequencies by wavelength.
     factor
         Scaling factor of ``linear`` and ``llama3``.
     low, high, original
-        Limits of ``llama3``: wavelengths below ``original / high`` are kept, those above
-        ``original / low`` are multiplied by `factor`, those between are interpolated.
+        Limits of ``llama3`` scaling. Wavelengths below ``original / high`` are kept. Wavelengths
+        above ``original / low`` are multiplied by `factor`. Wavelengths between the two limits are
+        interpolated.
     """
 
     theta: float = 10000.0
@@ -40,9 +44,11 @@ class Rope:
 
     @staticmethod
     def from_fields(fields: Fields) -> Rope:
-        """Read ``rope_parameters``, or the older ``rope_theta`` with ``rope_scaling``.
+        """Read the RoPE fields of a config.
 
-        If both are given they must agree, because libraries differ in which of them they read.
+        The fields are ``rope_parameters``, or ``rope_theta`` and ``rope_scaling`` in older configs.
+        If a config has both forms they must agree, because libraries differ in which one they
+        read.
 
         Raises
         ------
@@ -63,7 +69,9 @@ class Rope:
         theta = scaling.number("rope_theta", default=theta, low=1.0)
         kind: Any = scaling.get("rope_type", scaling.get("type", "default"))
         if kind not in KINDS:
-            raise ConfigError(f"{scaling.where}: rope_type {kind!r} is not implemented ({KINDS})")
+            raise ConfigError(
+                f"{scaling.where}: rope_type {kind!r} is not implemented, expected one of {KINDS}"
+            )
         if scaling.number("partial_rotary_factor", default=1.0) != 1.0:
             raise ConfigError(
                 f"{scaling.where}: partial_rotary_factor "
@@ -91,7 +99,8 @@ class Rope:
             inverse = inverse / self.factor
         elif self.kind == "llama3":
             wavelength = 2.0 * math.pi / inverse
-            # 0 for long wavelengths, which are stretched; 1 for short ones, which are kept.
+            # `keep` is 1 for short wavelengths, which are kept, and 0 for long ones, which are
+            # multiplied by the factor.
             span = self.high - self.low
             keep = (self.original / wavelength - self.low) / span
             keep = np.clip(keep, 0.0, 1.0)
@@ -100,10 +109,11 @@ class Rope:
         return inverse.astype(np.float32)
 
     def table(self, positions: int, head_dim: int) -> np.ndarray:
-        """Return cosines, then sines, of every position, float32[positions, head_dim].
+        """Return the table that the kernels read, float32[positions, head_dim].
 
-        The angle is the float32 product of position and frequency, as in training. Cosine and sine
-        are computed in float64 on the host, so that all devices read the same bits.
+        A row has the cosines of a position, then its sines. The angle is the float32 product of
+        position and frequency, as in training. Cosine and sine are computed in float64 on the
+        host, so that all devices read the same bits.
         """
         position = np.arange(positions, dtype=np.float32)
         frequencies = self.frequencies(head_dim)

@@ -1,4 +1,7 @@
-"""Token, slot and position of each row of a forward pass."""
+"""Token, slot and position of each row of a forward pass.
+
+A row is one token of one request. A slot is the place of a running request in the KV cache.
+"""
 
 from __future__ import annotations
 
@@ -13,21 +16,22 @@ from graft.sampling.checks import expect
 class Rows:
     """Rows of a forward pass, as device arrays or views of them.
 
-    A row with slot -1 or position -1 is padding: it writes no keys or values and its attention
-    output is zero. Its token may have any value.
+    A row with slot -1 or position -1 is padding. A padding row writes no keys or values, and its
+    attention output is zero. Its token may have any value.
 
     Attributes
     ----------
     token, slot, pos
-        int32[R].
+        int32[R], token id, slot and sequence position of each row.
     ancestors
-        uint64[R], for rows that are drafts of a tree: bit mask of the drafts on the path from the
-        root to the row, including itself; bit j - 1 is draft j. Draft j is cached j positions
-        after the root of the tree, whatever its own position. 0, or None for all rows: the row is
-        cached at its position.
+        uint64[R], bit mask for rows that are drafts of a tree: bit j - 1 is set if draft j is on
+        the path from the root to the row. The row's own bit is set. Attention uses the mask to
+        find the keys on the path, because draft j is cached j positions after the root, whatever
+        its sequence position is. A row with mask 0 is cached at its position. None means that all
+        masks are 0.
     rows_per_slot
         Length of the runs of consecutive rows that usually belong to one slot. Attention then
-        reads a key once for several rows. It affects no bits.
+        reads a key once for several rows. The value does not affect results.
     """
 
     token: DeviceArray
@@ -45,7 +49,11 @@ class Rows:
         """Return the first `count` rows as views."""
         ancestors = None if self.ancestors is None else self.ancestors[:count]
         return Rows(
-            self.token[:count], self.slot[:count], self.pos[:count], ancestors, rows_per_slot
+            self.token[:count],
+            self.slot[:count],
+            self.pos[:count],
+            ancestors,
+            rows_per_slot,
         )
 
     def check(self, limit: int) -> int:
@@ -54,7 +62,7 @@ class Rows:
         Raises
         ------
         ShapeError
-            If an array does not fit, or R is not in 1..limit.
+            If an array has the wrong shape or dtype, or R is not in 1..limit.
         """
         for name in ("token", "slot", "pos"):
             expect(f"rows.{name}", getattr(self, name), "int32", R=self.count)

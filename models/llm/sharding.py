@@ -1,14 +1,14 @@
-"""Tensor parallelism: the shard of each rank, and rank 0, which drives the worker ranks.
+"""Tensor parallelism: the shard of each rank, and the leader, which is rank 0.
 
 Attention is split by KV heads and the MLP by columns, as in Megatron-LM: q, k, v, gate and up
 projections are column parallel, o and down projections are row parallel. Embedding, norms and LM
 head are not split.
 
 Rank 0 runs the engine. At the start of a target forward pass it sends the rows and their embeddings
-to the worker ranks (worker_rank.py), which run the same layers on their shards. The partial
-products of the row-parallel projections are gathered on every rank and added in rank order, an
-all-reduce whose bits are the same on all ranks. Workers see no grammar, mask or sample: the result
-of verification reaches them as the rows of the next forward pass.
+to the worker ranks (worker_rank.py), which run the same layers on their shards. Every rank gathers
+the partial products of the row-parallel projections and adds them in rank order. The result is an
+all-reduce that gives the same bits on all ranks. Grammar, masks and sampling run on rank 0 only.
+The workers receive the results of verification as the rows of the next forward pass.
 """
 
 from __future__ import annotations
@@ -38,10 +38,22 @@ from graft.models.llm.weights import Interleave, Matrix, ScaledMatrix, Weights
 
 
 class Command(IntEnum):
-    """First word of a message header from rank 0 to the worker ranks.
+    """Command in the first word of a message header from rank 0 to the worker ranks.
 
-    CLOSE ends the worker; UNLOAD releases its shard; LOAD loads another one (payload: JSON);
-    FORWARD and COMPACT run on the loaded shard (payload: device arrays).
+    A message consists of a header and, for some commands, a payload.
+
+    Attributes
+    ----------
+    CLOSE
+        Stop the worker. No payload.
+    UNLOAD
+        Release the shard. No payload.
+    LOAD
+        Load a shard in place of the current one. The payload is JSON.
+    FORWARD
+        Run the layers of the shard. The payload is the contents of device arrays.
+    COMPACT
+        Compact the KV cache of the shard. The payload is the contents of device arrays.
     """
 
     CLOSE = 0
@@ -51,11 +63,12 @@ class Command(IntEnum):
     COMPACT = 4
 
 
-#: Size of a worker's reply to LOAD, in bytes: an error message, or empty.
+#: Size of a worker's reply to LOAD, in bytes. The reply is an error message or zeros.
 REPLY_BYTES = 512
 #: Time limit of LOAD, in seconds.
 LOAD_TIMEOUT_S = 900.0
-#: MLP columns are dealt out in units of the first of these sizes that leaves every rank a unit.
+#: Sizes of the units in which MLP columns are assigned to ranks. The first size is used that gives
+#: every rank at least one unit.
 _COLUMN_UNITS = (128, 16, 1)
 _ROW_PARALLEL = ("o_proj.weight", "down_proj.weight")
 
@@ -69,7 +82,7 @@ class Shard:
     config
         Shape of the whole model.
     kv_heads
-        Range [begin, end) of KV heads; their query heads belong to the same rank.
+        Range [begin, end) of KV heads. The query heads that share a KV head belong to its rank.
     mlp_columns
         Range [begin, end) of columns of the MLP.
     """
@@ -87,7 +100,7 @@ class Shard:
         config
             Shape of the whole model.
         rank, size
-            Rank, and number of ranks.
+            Rank whose shard is returned, and number of ranks.
 
         Raises
         ------
@@ -99,7 +112,7 @@ class Shard:
         if size > min(kv_heads, columns):
             raise OptionError(
                 f"{size} ranks are too many for a model with {kv_heads} KV heads and {columns} MLP "
-                "columns: each rank needs at least one of both"
+                "columns: each rank needs at least one of each"
             )
         unit = _column_unit(columns, size)
         begin, end = _split_evenly(columns // unit, rank, size)
@@ -141,7 +154,7 @@ class Shard:
 
 
 def _column_unit(columns: int, size: int) -> int:
-    """Return the largest unit in which MLP columns can be dealt out to all ranks."""
+    """Return the largest unit in which MLP columns can be assigned to all ranks."""
     for unit in _COLUMN_UNITS:
         if columns % unit == 0 and columns // unit >= size:
             return unit
@@ -149,7 +162,10 @@ def _column_unit(columns: int, size: int) -> int:
 
 
 def _split_evenly(count: int, rank: int, size: int) -> tuple[int, int]:
-    """Return the range of `count` items that a rank gets; the first ranks get one more."""
+    """Return the range of items that belongs to a rank when `count` items are split evenly.
+
+    If `count` is not a multiple of `size`, the first ranks get one item more.
+    """
     each, remainder = divmod(count, size)
     begin = rank * each + min(rank, remainder)
     end = begin + each + (rank < remainder)
@@ -157,7 +173,7 @@ def _split_evenly(count: int, rank: int, size: int) -> tuple[int, int]:
 
 
 class ShardedWeights(Weights):
-    """Uploads the shard of every layer matrix, and all other tensors completely.
+    """Uploads the rank's shard of every decoder layer matrix, and all other tensors completely.
 
     Parameters
     ----------
@@ -166,7 +182,7 @@ class ShardedWeights(Weights):
     shard
         Shard of this rank.
     all_gather
-        Gathers the partial products of row-parallel projections.
+        Collective that gathers the partial products of row-parallel projections.
     """
 
     def __init__(
@@ -201,9 +217,9 @@ class ShardedWeights(Weights):
 
 
 def make_all_gather(device: Device, ranks: RankGroup, max_elements: int) -> AllGather:
-    """Create the all-gather of partial products with at most `max_elements` elements.
+    """Create the collective that gathers partial products of at most `max_elements` elements.
 
-    It uses NCCL on CUDA devices and MPI on the soft device.
+    The collective uses NCCL on CUDA devices and MPI on the soft device.
 
     Raises
     ------
@@ -215,7 +231,15 @@ def make_all_gather(device: Device, ranks: RankGroup, max_elements: int) -> AllG
 
 
 def split_payload(words: PinnedArray, arrays: Sequence[DeviceArray]) -> list[PinnedArray]:
-    """Return the view of each array in the int32 payload that follows a header."""
+    """Split the payload of a message into one view per array.
+
+    Parameters
+    ----------
+    words
+        Payload, int32.
+    arrays
+        Device arrays whose contents the payload has, in this order.
+    """
     views = []
     begin = 0
     for array in arrays:
@@ -231,16 +255,17 @@ class TensorParallelLeader:
     Attributes
     ----------
     ranks
-        The group.
+        The tensor-parallel group.
     shard
         Shard of rank 0.
     all_gather
-        Gathers the partial products of row-parallel projections.
+        Collective that gathers the partial products of row-parallel projections.
 
     Raises
     ------
     OptionError
-        If the model has too few heads for the group, or this is not rank 0.
+        If the model has fewer KV heads or MLP columns than the group has ranks, or if this process
+        is not rank 0.
     """
 
     def __init__(
@@ -259,7 +284,7 @@ class TensorParallelLeader:
         self._payload = device.pinned((1,), "int32")
 
     def load_workers(self, model: Path, kv: PagedKV, **options: Any) -> None:
-        """Let the worker ranks start to load their shards.
+        """Send the command to load a shard to every worker rank, without waiting for the result.
 
         Parameters
         ----------
@@ -297,7 +322,7 @@ class TensorParallelLeader:
         Raises
         ------
         EngineError
-            With the message of a worker that failed.
+            If a worker failed to load its shard. The message has the rank and the worker's error.
         """
         for rank in self.ranks.peers:
             reply = np.zeros(REPLY_BYTES, np.uint8)
@@ -308,9 +333,9 @@ class TensorParallelLeader:
         self.all_gather.connect()
 
     def forward(self, lane: Lane, rows: Rows, embeddings: DeviceArray, kv: PagedKV) -> None:
-        """Let the worker ranks run their layers over `rows`.
+        """Send the rows of a forward pass to the worker ranks, which run their layers over them.
 
-        Call it before the first layer of rank 0.
+        Call this method before the kernels of rank 0's first layer are added.
 
         Parameters
         ----------
@@ -319,30 +344,44 @@ class TensorParallelLeader:
         rows
             Rows of the forward pass.
         embeddings
-            float32[R, hidden].
+            float32[R, hidden], embeddings of the rows' tokens.
         kv
-            KV cache of rank 0, whose page table the workers use.
+            KV cache of rank 0. The workers receive a copy of its page table.
         """
         ancestors = () if rows.ancestors is None else (rows.ancestors,)
-        header = (Command.FORWARD, rows.count, rows.rows_per_slot, len(ancestors))
-        arrays = (rows.slot, rows.pos, kv.page_table, embeddings, *ancestors)
+        header = (
+            Command.FORWARD,
+            rows.count,
+            rows.rows_per_slot,
+            len(ancestors),
+        )
+        arrays = (
+            rows.slot,
+            rows.pos,
+            kv.page_table,
+            embeddings,
+            *ancestors,
+        )
         self._send(lane, header, arrays)
 
     def compact(self, lane: Lane, row_slot: DeviceArray, result: DeviceArray) -> None:
-        """Let the worker ranks compact their KV caches, see `ModelKernels.compact`."""
+        """Let the worker ranks move the KV entries of accepted tree drafts.
+
+        The parameters are those of `ModelKernels.compact`.
+        """
         self._send(lane, (Command.COMPACT, *result.shape), (row_slot, result))
 
     def release_workers(self) -> None:
-        """Let the worker ranks release their shards, unless the group has failed."""
+        """Send the command to release the shards, unless the group has failed."""
         if self.ranks.failure is None:
             self.ranks.send(self.ranks.peers, self._header(Command.UNLOAD))
             self.ranks.release_buffers()
 
     def _send(self, lane: Lane, header: tuple[int, ...], arrays: tuple[DeviceArray, ...]) -> None:
-        """Send a header and device arrays.
+        """Add a message to all worker ranks: a header and the contents of device arrays.
 
-        The last word of the header is 1 on a graph lane: the same message then comes with every
-        replay, and the worker builds a graph for it too.
+        The last word of the header is 1 if the lane belongs to a CUDA graph. The message is then
+        sent with every launch of the graph, and the worker builds a CUDA graph for it too.
         """
         count = sum(array.nbytes for array in arrays) // 4
         if count > self._payload.shape[0]:
@@ -359,9 +398,10 @@ class TensorParallelLeader:
         self.ranks.exchange(lane, sends, name="rows to ranks")
 
     def _header(self, *words: int) -> np.ndarray:
-        """Return the header array of these words.
+        """Return the header with these words, padded with zeros.
 
-        Equal headers share an array that is never changed, because a send of it may be pending.
+        Equal headers share one array. The array is never modified, because a send of it may still
+        be pending.
         """
         if words not in self._headers:
             padded = (*words, *(0,) * (HEADER_WORDS - len(words)))

@@ -1,9 +1,11 @@
 """Decoder layers: weights, activation buffers, and the stack that runs them.
 
-A `DecoderStack` is shared by the target model, the drafters with layers of their own, and the
-worker ranks of tensor parallelism.
+The target model, the drafters with decoder layers, and the worker ranks of tensor parallelism all
+run their layers with the class `DecoderStack`.
 
-A layer takes nine kernels, ten with head norms; on tensor cores five, seven with head norms.
+A layer launches nine kernels, or five if its products run on tensor cores, where norms, RoPE and
+the gate are fused into the products. With head norms (Qwen3) it launches ten, or seven on tensor
+cores.
 """
 
 from __future__ import annotations
@@ -23,18 +25,20 @@ from graft.models.llm.weights import Matrix, Weights
 
 @dataclass(frozen=True)
 class DecoderLayer:
-    """Weights of one decoder layer; matrices with the same input are stacked.
+    """Weights of one decoder layer. Matrices with the same input are stacked into one.
 
     Attributes
     ----------
     input_norm, post_norm
         Norm weights before attention and before the MLP, float32[hidden].
     qkv
-        Stacked query, key and value projections, interleaved by heads if the kernels fuse RoPE.
+        Stacked query, key and value projections. The rows of each head are interleaved if the
+        product applies RoPE.
     out
         Output projection of attention.
     gate_up
-        Stacked gate and up projections, interleaved if the kernels fuse the gate.
+        Stacked gate and up projections. Their rows are interleaved if the product applies the
+        gate.
     down
         Down projection of the MLP.
     head_norms
@@ -66,7 +70,7 @@ class DecoderLayer:
         prefix
             Prefix of the tensor names, without the last dot.
         config
-            Shape of the layer, over all ranks.
+            Shape of the whole layer, also with tensor parallelism.
         input_width
             Input width of the QKV projection.
         kernels
@@ -101,7 +105,10 @@ class DecoderLayer:
         out = weights.stacked({f"{attention}.o_proj.weight": hidden}, queries)
         post_norm = weights.vector(f"{prefix}.post_attention_layernorm.weight", hidden)
         gate_up = weights.stacked(
-            {f"{mlp}.gate_proj.weight": inner, f"{mlp}.up_proj.weight": inner},
+            {
+                f"{mlp}.gate_proj.weight": inner,
+                f"{mlp}.up_proj.weight": inner,
+            },
             hidden,
             gate_up_group,
         )
@@ -113,27 +120,36 @@ class DecoderLayer:
                 key=weights.vector(f"{attention}.k_norm.weight", config.head_dim),
                 eps=config.rms_norm_eps,
             )
-        return DecoderLayer(input_norm, qkv, out, post_norm, gate_up, down, head_norms)
+        return DecoderLayer(
+            input_norm,
+            qkv,
+            out,
+            post_norm,
+            gate_up,
+            down,
+            head_norms,
+        )
 
 
 class ActivationBuffers:
     """Activation buffers of one decoder stack, each with `max_rows` rows.
 
-    Buffers are float32, except that the input of a product has the dtype that the product reads
-    fastest.
+    Buffers are float32, except that a buffer for the input of a product has the dtype that the
+    product reads fastest.
 
     Attributes
     ----------
     residual
         float32[max_rows, hidden], the residual stream.
     normed
-        float32[max_rows, hidden], a normed residual stream.
+        float32[max_rows, hidden], the residual stream after a norm.
     attention_input
-        float32[max_rows, attention_width], the input of the first QKV projection.
+        float32[max_rows, attention_width], the input of the first QKV projection. It is the same
+        buffer as `normed` if the widths are equal.
     qkv
-        float32[max_rows, (heads + 2 kv_heads) * head_dim].
+        float32[max_rows, (heads + 2 kv_heads) * head_dim], queries, keys and values.
     attention_output
-        float32[max_rows, heads * head_dim].
+        float32[max_rows, heads * head_dim], the result of attention before the output projection.
     """
 
     def __init__(
@@ -152,14 +168,14 @@ class ActivationBuffers:
         self.attention_output = self.array("attention_output", queries)
 
     def array(self, name: str, columns: int, dtype: str = "float32") -> DeviceArray:
-        """Return the buffer [max_rows, columns] of this name, allocated on first use."""
+        """Return the buffer [max_rows, columns] with this name; allocate it on first use."""
         key = (name, columns, dtype)
         if key not in self._arrays:
             self._arrays[key] = self._kernels.device.empty((self._max_rows, columns), dtype)
         return self._arrays[key]
 
     def input_of(self, weight: Matrix, name: str) -> DeviceArray:
-        """Return the buffer of this name for the input of a product with `weight`."""
+        """Return the buffer with this name for the input of a product with `weight`."""
         return self.array(name, weight.shape[1], self._kernels.input_dtype(weight))
 
     def norm(
@@ -169,7 +185,9 @@ class ActivationBuffers:
         consumer: Matrix,
         producer: Matrix | None = None,
     ) -> Norm:
-        """Return the norm between two products. All norms share one buffer.
+        """Return the `Norm` between two products.
+
+        All norms whose outputs have the same width and dtype share one output buffer.
 
         Parameters
         ----------
@@ -178,10 +196,10 @@ class ActivationBuffers:
         weight
             Norm weight.
         consumer
-            Weight of the product that reads the norm.
+            Weight of the product that reads the normed rows.
         producer
-            Weight of the product that writes the rows. The norm is folded if the kernels can; it
-            is not if `producer` is None.
+            Weight of the product that writes the rows. The norm is then folded into the two
+            products if the kernels support it. None for a norm with its own kernel.
         """
         out = self.input_of(consumer, "normed")[:count]
         square_sums = None
@@ -191,9 +209,9 @@ class ActivationBuffers:
 
 
 class DecoderStack:
-    """Decoder layers with everything that they need to run.
+    """Decoder layers with the KV cache, the RoPE table and the buffers that they need to run.
 
-    Calls share the activation buffers: all work of one stack must be ordered.
+    All calls use the same activation buffers, so that the work of one stack must run in order.
 
     Parameters
     ----------
@@ -213,9 +231,9 @@ class DecoderStack:
     Attributes
     ----------
     kernels, config, layers, kv
-        As given.
+        The arguments of the constructor.
     rope_table
-        float32[positions, head_dim], see `Rope.table`.
+        float32[positions, head_dim], cosines and sines of all positions (`Rope.table`).
     buffers
         Activation buffers.
     """
@@ -243,7 +261,17 @@ class DecoderStack:
         self.kernels.reserve_attention(max_rows, self.config.num_attention_heads, self.kv)
 
     def input_norm(self, count: int, layer: int = 0, producer: Matrix | None = None) -> Norm:
-        """Return the norm before the attention of `layer`, see `ActivationBuffers.norm`."""
+        """Return the norm before the attention of a layer.
+
+        Parameters
+        ----------
+        count
+            Number of rows.
+        layer
+            Layer whose attention reads the norm.
+        producer
+            Weight of the product that writes the rows, as in `ActivationBuffers.norm`.
+        """
         weights = self.layers[layer]
         return self.buffers.norm(count, weights.input_norm, weights.qkv, producer)
 
@@ -258,7 +286,7 @@ class DecoderStack:
         attend_rows: Rows | None = None,
         final_norm: Norm | None = None,
     ) -> None:
-        """Add attention and MLP of each layer to the residual stream and fill the KV cache.
+        """Run layers over rows: update ``buffers.residual`` and write keys and values.
 
         Parameters
         ----------
@@ -267,15 +295,16 @@ class DecoderStack:
         rows
             Rows of the forward pass.
         x
-            Input of the first attention.
+            Input of the first layer's attention, already normed, or the norm that computes it.
         layers
             Consecutive layers to run; None for all.
         copies
-            By layer, where to copy the residual stream after it: an array and its first column.
+            Destinations for copies of the residual stream, by the layer after which it is copied:
+            an array and the first column to write.
         attend_rows
-            Rows that give the last position to attend to, if not `rows`.
+            Rows whose positions are the last ones that attention reads. None for `rows`.
         final_norm
-            Norm of the residual stream after the last layer.
+            Norm to compute from the residual stream after the last layer; None for none.
         """
         count = rows.count
         residual = self.buffers.residual[:count]
@@ -322,16 +351,41 @@ class DecoderStack:
         attend_rows: Rows | None = None,
         norm: Norm | None = None,
     ) -> None:
-        """Run the attention of one layer: out = attention(x) + residual, and its norm."""
+        """Run the attention of one layer: out = attention(x) + residual.
+
+        If `norm` is given, the norm of `out` is computed as well. The other parameters are those of
+        `run`.
+        """
         weights = self.layers[layer]
         heads = self.config.num_attention_heads
         qkv = self.buffers.qkv[: rows.count]
         output = self.buffers.attention_output[: rows.count]
         write = KVWrite(self.rope_table, rows, self.kv, layer, heads)
-        self.kernels.project_qkv(lane, x, weights.qkv, qkv, write, weights.head_norms)
-        self.kernels.attention(lane, qkv, attend_rows or rows, self.kv, layer, heads, output)
+        self.kernels.project_qkv(
+            lane,
+            x,
+            weights.qkv,
+            qkv,
+            write,
+            weights.head_norms,
+        )
+        self.kernels.attention(
+            lane,
+            qkv,
+            attend_rows or rows,
+            self.kv,
+            layer,
+            heads,
+            output,
+        )
         self.kernels.linear(
-            lane, output, weights.out, out, residual=residual, norm=norm, name="attention out"
+            lane,
+            output,
+            weights.out,
+            out,
+            residual=residual,
+            norm=norm,
+            name="attention out",
         )
 
     def mlp(
@@ -345,7 +399,11 @@ class DecoderStack:
         copy_to: tuple[DeviceArray, int] | None = None,
         norm: Norm | None = None,
     ) -> None:
-        """Run the MLP of one layer: out = mlp(x) + residual, a copy of it, and its norm."""
+        """Run the MLP of one layer: out = mlp(x) + residual.
+
+        If `copy_to` is given, `out` is copied to that array from that column on. If `norm` is
+        given, the norm of `out` is computed as well.
+        """
         weights = self.layers[layer]
         count = out.shape[0]
         gate_up = weights.gate_up
@@ -374,9 +432,9 @@ def check_cache(config: LlamaConfig, kv: PagedKV, layers: int) -> None:
     Raises
     ------
     ShapeError
-        If layers, KV heads or head size differ.
+        If the number of layers, the number of KV heads or the head size differs.
     """
-    wanted = (layers, config.num_key_value_heads, config.head_dim)
-    given = (kv.layers, kv.kv_heads, kv.head_dim)
-    if wanted != given:
-        raise ShapeError(f"kv: (layers, kv_heads, head_dim) is {given}, expected {wanted}")
+    expected = (layers, config.num_key_value_heads, config.head_dim)
+    actual = (kv.layers, kv.kv_heads, kv.head_dim)
+    if expected != actual:
+        raise ShapeError(f"kv: (layers, kv_heads, head_dim) is {actual}, expected {expected}")

@@ -1,4 +1,4 @@
-"""Upload of checkpoint tensors to the device, with a strict account of the tensors used."""
+"""Upload of checkpoint tensors to the device, with a check that every tensor is used."""
 
 from __future__ import annotations
 
@@ -19,23 +19,24 @@ WEIGHTS = ("checkpoint", "fp8")
 _E4M3_MAX = np.float32(448)
 _SMALLEST_NORMAL = np.float32(2.0**-126)
 
-#: Takes dtype, rows and columns of a stacked matrix; returns the rows per interleaved group, or 0.
+#: Function that takes the dtype, rows and columns of a stacked matrix and returns the number of
+#: rows per interleaved group, or 0 for no interleaving.
 Interleave = Callable[[str, int, int], int]
 
 
 @dataclass(frozen=True)
 class ScaledMatrix:
-    """A weight matrix [rows, columns] with row scales, or a row-parallel shard of one.
+    """A weight matrix [rows, columns] with one scale per row, or a row-parallel shard of a matrix.
 
     Attributes
     ----------
     values
-        [rows, columns] as stored.
+        [rows, columns] in the stored dtype.
     scale
-        float32[rows], multiplied with the rows; None for 1.
+        float32[rows], factors of the rows; None if all are 1.
     all_gather
-        For a row-parallel shard, which has some of the columns: gathers the partial products of
-        all ranks. None for a matrix that a rank holds completely.
+        Collective that gathers the partial products of all ranks. It is set for a row-parallel
+        shard, which has only some of the columns; otherwise None.
     """
 
     values: DeviceArray
@@ -68,8 +69,8 @@ class Weights:
     checkpoint
         Source of the tensors.
     weights
-        One of `WEIGHTS`. "fp8" quantises the rows of stacked matrices to E4M3, each with a scale
-        that maps its largest magnitude to the largest E4M3 value.
+        Storage of stacked matrices on the device, one of `WEIGHTS`. "fp8" quantises them to E4M3.
+        Each row gets a scale that maps its largest magnitude to the largest E4M3 value.
     """
 
     def __init__(self, device: Device, checkpoint: Checkpoint, weights: str = "checkpoint") -> None:
@@ -81,7 +82,7 @@ class Weights:
     def read(
         self, name: str, shape: tuple[int, ...] | None, dtypes: tuple[str, ...] = FLOATS
     ) -> tuple[np.ndarray, str]:
-        """Return a floating-point tensor on the host, as stored, and its dtype."""
+        """Return a floating-point tensor on the host with its dtype, and mark it as used."""
         array = self.checkpoint.get(name, shape, dtypes)
         self._used.add(name)
         return array
@@ -106,9 +107,9 @@ class Weights:
         columns
             Number of columns of all tensors.
         interleave
-            Returns the group size for the dtype and shape of the result. The two halves of every
-            group are then interleaved in blocks of 8 rows, as the fused kernels read them. 0
-            keeps the order.
+            Function that returns the group size for the dtype and shape of the result. The two
+            halves of every group are then interleaved in blocks of 8 rows, as the fused kernels
+            read them. None, or a group size of 0, keeps the order.
 
         Returns
         -------
@@ -134,6 +135,7 @@ class Weights:
         scale = np.concatenate(scales)
         group = interleave(first_dtype, *stack.shape) if interleave is not None else 0
         if group:
+            # Axes: group, half, block in the half, row in the block.
             blocks = np.arange(len(stack)).reshape(-1, 2, group // 16, 8)
             order = blocks.swapaxes(1, 2).ravel()
             stack = stack[order]
@@ -144,7 +146,7 @@ class Weights:
         return ScaledMatrix(values, self.device.from_host(scale))
 
     def _rows(self, name: str, rows: int, columns: int) -> tuple[np.ndarray, str, np.ndarray]:
-        """Return a matrix, its dtype and its row scales, float32[rows] (1 if it has none)."""
+        """Return a matrix, its dtype and its row scales, float32[rows]; unscaled rows have 1."""
         array, dtype = self.read(name, (rows, columns), (*FLOATS, E4M3))
         if dtype == E4M3:
             if (array & 0x7F == 0x7F).any():
@@ -161,7 +163,7 @@ class Weights:
         return from_float32(values / scale[:, None], E4M3), E4M3, scale
 
     def _scale(self, name: str, rows: int) -> np.ndarray:
-        """Return float32[rows] from a tensor with one scale per row or one scale for all."""
+        """Return float32[rows] from a tensor with one scale per row or a single scale."""
         array, dtype = self.read(name, None)
         if array.shape not in ((), (1,), (rows,), (rows, 1)):
             raise CheckpointError(
@@ -183,14 +185,14 @@ class Weights:
     def finish(self, ignored: tuple[str, ...] = ()) -> None:
         """Check that all tensors of the checkpoint were used.
 
-        An unused tensor (a bias, a second layer) means that the model is not the one its config
-        describes, and its output would be silently wrong. Scales of statically quantised inputs
-        are allowed, because inputs are not quantised here.
+        An unused tensor, such as a bias or another layer, means that the model differs from its
+        config and that its output would be wrong without any error. Scales of statically quantised
+        inputs may be unused, because graft does not quantise inputs.
 
         Parameters
         ----------
         ignored
-            Prefixes and suffixes of names that need not be used.
+            Prefixes and suffixes of the names of tensors that may be unused.
 
         Raises
         ------

@@ -1,4 +1,8 @@
-"""Worker ranks of tensor parallelism: every rank but 0 holds a shard of the target and runs it."""
+"""Worker ranks of tensor parallelism.
+
+Every rank except rank 0 is a worker. It holds a shard of the target model and runs it on command of
+rank 0, which runs the engine. The messages are defined in sharding.py.
+"""
 
 from __future__ import annotations
 
@@ -41,9 +45,14 @@ def run_worker(ranks: RankGroup) -> None:
     Raises
     ------
     DeadlineError, HostWorkError
-        If another rank was late or has ended. Any error ends all processes of the group.
+        If another rank did not answer in time or has exited.
     DeviceError
         If the device of this rank failed.
+
+    Notes
+    -----
+    After any error the process aborts the group when it exits, which terminates the processes of
+    all ranks.
     """
     header = np.zeros(HEADER_WORDS, np.int64)
     worker = None
@@ -65,7 +74,15 @@ def run_worker(ranks: RankGroup) -> None:
 
 
 def _load(ranks: RankGroup, size: int) -> TensorParallelWorker | None:
-    """Load the shard that rank 0 asks for and reply; return None if loading failed."""
+    """Load the shard that rank 0 requests and send the reply; return None if loading failed.
+
+    Parameters
+    ----------
+    ranks
+        The tensor-parallel group.
+    size
+        Size of the payload in bytes: the JSON arguments of `TensorParallelWorker`.
+    """
     text = np.zeros(size, np.uint8)
     reply = np.zeros(REPLY_BYTES, np.uint8)
     ranks.receive(0, text, timeout_s=ranks.deadline_s)
@@ -84,14 +101,16 @@ def _load(ranks: RankGroup, size: int) -> TensorParallelWorker | None:
 
 @dataclass(frozen=True)
 class _Task:
-    """Work of one message.
+    """Work that one message requests.
+
+    A message consists of a header and a payload, the contents of some device arrays.
 
     Attributes
     ----------
     arrays
         Device arrays that the payload is copied to.
     launch
-        Adds the work to a lane.
+        Function that adds the work to a lane.
     """
 
     arrays: list[DeviceArray]
@@ -125,7 +144,7 @@ class TensorParallelWorker:
     device
         Kind of rank 0's device.
     ordinal
-        Ordinal of rank 0's device. On CUDA rank r uses device ``ordinal + r``.
+        Ordinal of rank 0's device. On CUDA devices rank r uses device ``ordinal + r``.
     max_rows, activations, weights
         As in `LlamaModel`.
 
@@ -151,7 +170,9 @@ class TensorParallelWorker:
         folder = Path(model)
         whole = LlamaConfig.from_dir(folder)
         if str(asdict(whole)) != config:
-            raise ConfigError(f"{folder}: config.json differs from that of rank 0")
+            raise ConfigError(
+                f"{folder}: config.json differs from rank 0's; all ranks must load the same model"
+            )
         if device == "cuda":
             ordinal += ranks.rank
         self._device = open_device(device, ordinal)
@@ -162,26 +183,46 @@ class TensorParallelWorker:
         cache = PagedKV(self._device, **{**kv, "kv_heads": local.num_key_value_heads})
         kernels = ModelKernels(self._device, activations=activations)
         self.all_gather = make_all_gather(self._device, ranks, max_rows * hidden)
-        tensors = ShardedWeights(self._device, Checkpoint(folder), weights, shard, self.all_gather)
+        tensors = ShardedWeights(
+            self._device,
+            Checkpoint(folder),
+            weights,
+            shard,
+            self.all_gather,
+        )
         layers = [
-            DecoderLayer.load(tensors, f"model.layers.{i}", whole, hidden, kernels)
+            DecoderLayer.load(
+                tensors,
+                f"model.layers.{i}",
+                whole,
+                hidden,
+                kernels,
+            )
             for i in range(whole.num_hidden_layers)
         ]
-        self._stack = DecoderStack(kernels, local, layers, cache, max_rows=max_rows)
+        self._stack = DecoderStack(
+            kernels,
+            local,
+            layers,
+            cache,
+            max_rows=max_rows,
+        )
         self._stack.reserve_attention(max_rows)
         slot = self._device.zeros((max_rows,), "int32")
         pos = self._device.zeros((max_rows,), "int32")
-        # The embeddings come from rank 0. Token ids are not read, so `pos` is passed instead.
+        # The embeddings come from rank 0, so that the token ids are not read. `pos` stands in for
+        # the array of token ids.
         self._rows = Rows(pos, slot, pos, self._device.zeros((max_rows,), "uint64"))
         self._payload = self._pinned(1)
         self._graphs: dict[tuple[int, ...], tuple[PinnedArray, GraphExec]] = {}
         self._stream = self._device.stream("tensor parallel worker")
 
     def run(self, header: tuple[int, ...]) -> None:
-        """Receive the payload of a header and run its command.
+        """Receive the payload that belongs to a header and run the header's command.
 
-        A message that comes with every replay of a graph (last word 1) runs as a graph, which is
-        built once per header; others run on the stream.
+        The last word of a header is 1 if rank 0 sends the message from a CUDA graph, with every
+        launch of that graph. The command then runs as a CUDA graph too, which is built once per
+        header. Other commands run on the stream.
         """
         command, *arguments, is_replayed = header
         if is_replayed:
@@ -202,20 +243,24 @@ class TensorParallelWorker:
         self._stream.synchronize()
 
     def _receive(self, payload: PinnedArray) -> None:
+        """Receive a payload from rank 0."""
         self._ranks.receive(0, payload, timeout_s=self._ranks.deadline_s)
 
     def _pinned(self, count: int) -> PinnedArray:
+        """Allocate `count` int32 words of pinned memory for payloads."""
         words = self._device.pinned((count,), "int32")
         self._ranks.keep_alive(words)
         return words
 
     def _build_graph(self, arguments: list[int], task: _Task) -> tuple[PinnedArray, GraphExec]:
+        """Build a graph of a task; return its payload buffer and the instantiated graph."""
         payload = self._pinned(task.words)
         graph = Graph(self._device, f"shard of {arguments}")
         task.add(graph.lane("model"), payload)
         return payload, graph.instantiate()
 
     def _task(self, command: int, arguments: list[int]) -> _Task:
+        """Return the task of a header, a forward pass or a compaction of the KV cache."""
         if command == Command.COMPACT:
             return self._compact_task(*arguments)
         return self._forward_task(*arguments)
@@ -232,7 +277,13 @@ class TensorParallelWorker:
 
     def _forward(self, rows: Rows, residual: DeviceArray, lane: Lane) -> None:
         x = self._stack.input_norm(rows.count)
-        self._stack.kernels.norm(lane, residual, x.weight, x.eps, x.out)
+        self._stack.kernels.norm(
+            lane,
+            residual,
+            x.weight,
+            x.eps,
+            x.out,
+        )
         self._stack.run(lane, rows, x)
 
     def _compact_task(self, batch: int, width: int, *_: int) -> _Task:
@@ -241,6 +292,13 @@ class TensorParallelWorker:
 
         def launch(lane: Lane) -> None:
             stack = self._stack
-            stack.kernels.compact(lane, stack.kv, row_slot, result, None, row_slot)
+            stack.kernels.compact(
+                lane,
+                stack.kv,
+                row_slot,
+                result,
+                None,
+                row_slot,
+            )
 
         return _Task([row_slot, result], launch)

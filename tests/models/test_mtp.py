@@ -96,7 +96,12 @@ def test_mtp_modules_may_share_folder_with_target(device, stream, tmp_path):
         (lambda t: None, {"num_nextn_predict_layers": 1}, CheckpointError, "model.layers.4"),
         (lambda t: None, {"num_nextn_predict_layers": 3}, CheckpointError, "model.layers.5"),
         (lambda t: None, {"num_nextn_predict_layers": -1}, ConfigError, "num_nextn_predict_layers"),
-        (lambda t: None, {"vocab_size": 321}, ConfigError, "with vocab_size 321, .* has 320"),
+        (
+            lambda t: None,
+            {"vocab_size": 321},
+            ConfigError,
+            "size 321, .* has vocab_size 320",
+        ),
         (lambda t: None, {"num_hidden_layers": 4}, ConfigError, "with num_hidden_layers 4"),
     ],
 )

@@ -1,10 +1,11 @@
-// Lays out the rows of a block drafter's forward pass level by level, so that the logits of a level
-// are contiguous.
+// Lays out the rows of a block drafter's forward pass. A block has one row per level. The rows of
+// all requests are ordered level by level, so that the logits of a level are contiguous.
 #include "sampling/kernels/slot.cuh"
 
-// Row i * batch + b is the last token (i = 0) or a mask token at position n + i of batch row b, up
-// to the length limit of the slot. It attends to positions 0..last, where `last` is the last of the
-// block.
+// Row i * batch + b is row i of the block of batch row b, at position n + i, where n is the length
+// of the request. Row 0 has the last committed token and the others have the token `mask`. The row
+// attends to positions 0..last, where `last` is the last position of the block. Positions beyond
+// the length limit of the slot are padding.
 extern "C" __global__ void block_rows(const int* row_slot, const Slot* slots, const RoundRow* rows,
                                       int row_words, int batch, int width, int mask, int* token,
                                       int* slot, int* pos, int* last) {

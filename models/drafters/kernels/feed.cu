@@ -1,9 +1,10 @@
-// Assigns token, slot and position to each row of a drafter's forward passes. A row without work
-// has slot -1 and position -1.
+// Assigns token, slot and position to each row of a drafter's forward passes. A padding row has
+// slot -1 and position -1.
 #include "sampling/kernels/slot.cuh"
 
-// Lays out the tokens that verification committed: row i of a batch row is its token i, at position
-// old_n + shift + i. `last[b]` is the row of the last of them.
+// Lays out the tokens that verification committed. Row i of a batch row has committed token i, at
+// position old_n + shift + i, where old_n is the length before the commit. `last[b]` receives the
+// row of the last committed token.
 extern "C" __global__ void committed_rows(const int* row_slot, const Slot* slots,
                                           const RoundRow* rows, int row_words, const int* map,
                                           int count, int shift, int* token, int* slot, int* pos,
@@ -21,7 +22,8 @@ extern "C" __global__ void committed_rows(const int* row_slot, const Slot* slots
   }
 }
 
-// Lays out draft `j` of every slot that is still drafting, at position n + shift + j - 1.
+// Lays out draft `j` of a chain, one row per batch row, at position n + shift + j - 1. A request
+// whose chain has fewer than `j` drafts gets a padding row.
 extern "C" __global__ void draft_rows(const int* row_slot, const Slot* slots, const RoundRow* rows,
                                       int row_words, int batch, int j, int shift, int* token,
                                       int* slot, int* pos) {
@@ -36,8 +38,9 @@ extern "C" __global__ void draft_rows(const int* row_slot, const Slot* slots, co
   }
 }
 
-// Lays out the tree nodes that the drafter is fed at `level` (from 2): row b * branch + f is node
-// f, at position n + shift + level - 2. `origin` is the row of its parent in the previous level.
+// Lays out the tree nodes that the drafter processes at `level` (from 2). Row b * branch + f is
+// node f of the level, at position n + shift + level - 2. `origin` receives the row of the node's
+// parent in the previous level.
 extern "C" __global__ void node_rows(const int* row_slot, const Slot* slots, const RoundRow* rows,
                                      int row_words, int batch, int branch, int level, int shift,
                                      int* token, int* slot, int* pos, unsigned long long* ancestors,

@@ -1,16 +1,17 @@
-// Prompt lookup: stores the token history of every slot and drafts the continuations of earlier
-// occurrences of the last tokens.
+// Prompt lookup: stores the token history of every slot, searches the histories for the last tokens
+// of a request, and drafts the tokens that followed.
 //
-// A history is a row of `histories`, int32 [count, length], filled with -1 after its end. Row s
-// belongs to slot s; the rows after the slots are histories of finished requests.
+// A history is a row of `histories`, int32 [count, length]. Entries after its last token are -1.
+// Row s belongs to slot s; the rows after the last slot are kept histories of finished requests.
 #include "sampling/kernels/slot.cuh"
 
 #define VOTE_NONE 0     // follow the best occurrence
 #define VOTE_ALL 1      // all occurrences of `shortest` or more tokens vote, once per suffix
 #define VOTE_LONGEST 2  // all occurrences of the longest matching suffix vote
 
-// Stores tokens at their positions. When a slot starts a new request (position 0), its history is
-// copied over the oldest kept history, if histories are kept, and cleared. One block.
+// Stores the tokens of all rows in the histories of their slots. A token at position 0 starts a new
+// request: the history of the slot is then cleared, after it was copied over the oldest kept
+// history if histories are kept. The launch has one block.
 extern "C" __global__ void record_tokens(const int* token, const int* slot, const int* pos,
                                          int rows, int* histories, int length, int slot_count,
                                          int kept_count, int* next_kept) {
@@ -37,16 +38,17 @@ extern "C" __global__ void record_tokens(const int* token, const int* slot, cons
   }
 }
 
-// Lookup for one batch row. An occurrence (s, p) is token p of history s.
+// Search for one batch row. The suffix is the last tokens of the request. An occurrence (s, p)
+// means that the suffix, or its end, matches the tokens of history s up to token p.
 struct Lookup {
   const int* histories;
   int count;
   int length;
-  int self;  // history of the request, whose occurrences are preferred
-  int n;     // index of its last token
-  bool everywhere;
-  bool oldest;
-  const int* drafted;
+  int self;            // history of the request, whose occurrences are preferred
+  int n;               // index of the request's last token
+  bool everywhere;     // search all histories, not only the request's own
+  bool oldest;         // prefer the earliest occurrence, not the latest
+  const int* drafted;  // drafts on the path of the node that is looked up
 
   // Returns how many tokens up to (s, p) match the last tokens of the request, at most
   // `max_tokens`.
@@ -59,16 +61,18 @@ struct Lookup {
     return found;
   }
 
-  // Returns token j + 1 after an occurrence. The request's own history continues with the drafts,
-  // so that repetitions are drafted in full.
+  // Returns the token j + 1 positions after an occurrence, or -1 after the end of the history. The
+  // drafts count as the continuation of the request's own history, so that a repeating sequence can
+  // be drafted beyond the last token.
   __device__ int following(int s, int p, int j) const {
     const int at = p + 1 + j;
     if (s == self && at > n) return drafted[at - n - 1];
     return at < length ? histories[static_cast<long long>(s) * length + at] : -1;
   }
 
-  // Calls visit(s, p, match length) for those occurrences of this thread that match at least
-  // `shortest` tokens and are followed by the first `j` drafts and one more token.
+  // Calls visit(s, p, match length) for every occurrence that matches at least `shortest` tokens
+  // and is followed by the first `j` drafts and one more token. The threads of the block share the
+  // occurrences.
   template <class Visit>
   __device__ void for_each_occurrence(int longest, int shortest, int j, Visit visit) const {
     for (int s = 0; s < count; ++s) {
@@ -85,8 +89,9 @@ struct Lookup {
     }
   }
 
-  // Returns the rank of an occurrence: by `score` (22 bits), then the own history, then latest or
-  // oldest.
+  // Returns the rank of an occurrence, by which atomicMax selects the best one. From the highest
+  // bits: `score` (22 bits), whether the history is the request's own (1 bit), the order by
+  // position (26 bits, see `oldest`), and the history s (15 bits).
   __device__ unsigned long long rank(int score, int s, int p) const {
     const unsigned long long first = score < (1 << 22) ? score : (1 << 22) - 1;
     const unsigned long long order = oldest ? length - p : p + 1;
@@ -103,17 +108,18 @@ struct Lookup {
   }
 };
 
-// A draft or a candidate for one.
+// A chosen draft or a candidate.
 struct Candidate {
   int token;
-  int parent;  // parent draft, from 1; 0: the last token
+  int parent;  // number of the parent draft, from 1; 0 for the last token of the request
   int depth;
-  bool single;  // only one occurrence is followed from here on
+  bool single;  // whether all descendants follow one occurrence, without another search
   float score;
-  unsigned long long rank;  // of the occurrence that is followed
+  unsigned long long rank;  // rank of the occurrence that the token follows
 };
 
-// The chosen drafts, followed by the candidates for the next ones, best first; at most `capacity`.
+// The first `drafts` entries are the chosen drafts. The entries up to `end` are candidates for the
+// next drafts, best first. There are at most `capacity` entries.
 struct CandidateList {
   int drafts;
   int capacity;
@@ -132,12 +138,13 @@ struct CandidateList {
   }
 };
 
-// Proposes at most `drafts` tokens, and at most `factor` per matched token, in a row of `proposal`
-// of `width` entries, the rest of which is -1: a tree with up to `branch` children per node and
-// `levels` levels, best score first. With votes, the share of a child is that of the votes of the
-// occurrences that it follows, and its score the product of the shares on its path, which must
-// reach `threshold`. Without votes occurrences are ordered by rank. `votes_of`, int32 [slots,
-// vocab], is zero before and after. One block per batch row.
+// Writes the drafts of every batch row to `proposal`, int32 [batch, width], and fills the rest of
+// the row with -1. There are at most `drafts` drafts, and at most `factor` drafts per token of the
+// best match. They form a tree with up to `branch` children per node and `levels` levels, and are
+// chosen in the order of their scores. With votes, a child's share is the fraction of the votes
+// that its token received. Its score is the product of the shares on its path and must be at least
+// `threshold`. Without votes all scores are 1 and the rank of the occurrences decides. `votes_of`,
+// int32 [slots, vocab], is workspace that must be zero and is left zero. One block per batch row.
 extern "C" __global__ void propose_drafts(const int* row_slot, const Slot* slots,
                                           const int* histories, int history_count, int length,
                                           int longest, int shortest, int everywhere, int oldest,

@@ -1,9 +1,10 @@
-// Data exchange between a round and a drafter function on the host.
+// Data exchange between a round on the device and a drafter function on the host.
 #include "sampling/kernels/slot.cuh"
 
-#define FAILED -2  // replaces the first draft of a request
+#define FAILED -2  // written by the host in place of a request's first draft
 
-// Writes slot (-1: padding), epoch, position and token of every row to host memory.
+// Writes slot, epoch, position and token of every row to host memory. Padding rows have slot -1.
+// The epoch distinguishes the requests that use a slot one after another.
 extern "C" __global__ void copy_rows_to_host(const int* token, const int* slot, const int* pos,
                                              int rows, const Slot* slots, int* host_rows) {
   for (int r = threadIdx.x; r < rows; r += blockDim.x) {
@@ -14,7 +15,7 @@ extern "C" __global__ void copy_rows_to_host(const int* token, const int* slot, 
   }
 }
 
-// Ends the requests for which the drafter function has failed.
+// Deactivates the requests for which the drafter function has failed.
 extern "C" __global__ void end_failed(const int* row_slot, int batch, const int* proposal,
                                       int max_drafts, Slot* slots) {
   for (int b = threadIdx.x; b < batch; b += blockDim.x) {
