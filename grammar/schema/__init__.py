@@ -1,1 +1,1 @@
-"""Routing of JSON schemas: find the form of a schema that a backend enforces exactly."""
+"""Routing of JSON schemas: finds a form of a schema that a backend enforces exactly."""

@@ -1,9 +1,9 @@
 """JSON schema keywords that each backend enforces by itself.
 
-LLGuidance refuses unsupported keywords (see `schema_error`). XGrammar ignores many of them without
-an error: it uses the first of ``$ref``, ``const``, ``enum``, ``anyOf``, ``oneOf``, ``allOf`` and
-``type`` that a schema has, and only the keywords that belong to it. This module therefore knows
-what XGrammar ignores.
+LLGuidance refuses schemas with unsupported keywords (see `schema_error`). XGrammar ignores many
+keywords without an error. It uses the first of ``$ref``, ``const``, ``enum``, ``anyOf``, ``oneOf``,
+``allOf`` and ``type`` that a schema has, and reads only the keywords that belong to this one.
+`ignored_keywords` finds the keywords of a schema that XGrammar ignores.
 """
 
 from __future__ import annotations
@@ -38,7 +38,8 @@ _BY_TREATMENT = (
         """type enum const properties required additionalProperties items minItems
      maxItems minimum maximum exclusiveMinimum exclusiveMaximum anyOf $ref""",
     ),
-    # XGrammar's length bounds allow unescaped control characters, its patterns quotes as well.
+    # With minLength and maxLength, XGrammar allows unescaped control characters in strings. With
+    # pattern, it also allows unescaped quotes.
     (
         "exact",
         "loose",
@@ -59,8 +60,9 @@ _BY_TREATMENT = (
      $dynamicRef $recursiveRef""",
     ),
 )
-#: Treatment of each keyword by LLGuidance and XGrammar, without the router. ``exact``: enforced.
-#: ``loose``: violations are possible. ``refused``: an error. ``dropped``: ignored.
+#: Treatment of each keyword by LLGuidance and by XGrammar, without the router. ``"exact"``: the
+#: keyword is enforced. ``"loose"``: violations are possible without an error. ``"refused"``: some
+#: or all uses are errors. ``"dropped"``: the keyword is ignored without an error.
 KEYWORDS: dict[str, list[str]] = {
     keyword: [llguidance, xgrammar]
     for llguidance, xgrammar, keywords in _BY_TREATMENT
@@ -71,9 +73,9 @@ _DROPPED = frozenset(
 )
 _MEANINGLESS_ALONE = word_set("format contentEncoding contentMediaType minContains maxContains")
 _ASSERTIONS = KEYWORDS.keys() - _DROPPED - _MEANINGLESS_ALONE - word_set("then else uniqueItems")
-#: Keywords of which XGrammar uses the first one only.
+#: If a schema has several of these keywords, XGrammar uses only the first one in this order.
 _EXCLUSIVE = ("$ref", "const", "enum", "anyOf", "oneOf", "allOf")
-#: Types that XGrammar infers from keywords.
+#: Keywords from which XGrammar infers the type of a schema without ``type``.
 _INFERRED_TYPES = {
     "object": word_set("properties additionalProperties unevaluatedProperties"),
     "array": word_set("items prefixItems unevaluatedItems"),
@@ -91,22 +93,21 @@ def ignored_keywords(schema: Any) -> list[Reason]:
     uri = str(schema.get("$schema", "")) if isinstance(schema, dict) else ""
     old_draft = _OLD_DRAFT.search(uri) is not None
     dropped: list[str] = []  # pointers of subschemas that XGrammar does not read
-    found = []
+    reasons = []
     for pointer, part in subschemas(schema):
         if pointer.startswith(tuple(dropped)):
             continue
         dropped += [f"{pointer}/{keyword}" for keyword in _DROPPED & part.keys()]
-        found += [
-            Reason(pointer, what.split(" ")[0], f"XGrammar ignores {what}")
-            for what in _ignored_keywords(part, old_draft)
-        ]
-    return found
+        for description in _ignored_keywords(part, old_draft):
+            keyword, *_ = description.split(" ")
+            reasons.append(Reason(pointer, keyword, f"XGrammar ignores {description}"))
+    return reasons
 
 
 def _ignored_keywords(schema: dict[str, Any], old_draft: bool) -> Iterator[str]:
     """Yield a description of each keyword of one subschema that XGrammar ignores.
 
-    The first word is the keyword.
+    The first word of a description is the keyword.
     """
     yield from sorted(_DROPPED & schema.keys())
     if schema.get("uniqueItems") is True:
@@ -122,24 +123,42 @@ def _ignored_keywords(schema: dict[str, Any], old_draft: bool) -> Iterator[str]:
             if not (keyword == "type" and _type_is_redundant(schema, used)):
                 yield f"{keyword} next to {used}"
         return
-    inferred = {
-        json_type for json_type, keywords in _INFERRED_TYPES.items() if keywords & schema.keys()
-    }
-    if "type" not in schema and not inferred:
-        yield from (f"{keyword} without type" for keyword in sorted(assertions))
-    elif "object" in (types_of(schema) if "type" in schema else inferred):
+    if "type" in schema:
+        types = types_of(schema)
+    else:
+        types = _inferred_types(schema)
+        if not types:
+            yield from (f"{keyword} without type" for keyword in sorted(assertions))
+    if "object" in types:
         yield from _ignored_of_object(schema)
 
 
+def _inferred_types(schema: dict[str, Any]) -> frozenset[str]:
+    """Return the types that XGrammar infers from the keywords of a schema without ``type``."""
+    return frozenset(
+        json_type for json_type, keywords in _INFERRED_TYPES.items() if keywords & schema.keys()
+    )
+
+
 def _type_is_redundant(schema: dict[str, Any], used: str) -> bool:
-    """Return whether ``type`` excludes no value that the used keyword allows."""
+    """Return whether ``type`` excludes no value that another keyword allows.
+
+    Parameters
+    ----------
+    schema
+        A schema with ``type`` and the other keyword.
+    used
+        The other keyword, one of `_EXCLUSIVE`.
+    """
     types = types_of({"type": schema["type"]})
     if used in ("const", "enum"):
         return all(_has_type(value, types) for value in values_of(schema) or ())
-    return used != "$ref" and all(
-        isinstance(part, dict) and "type" in part and types_of(part) <= types
-        for part in schema[used]
-    )
+    if used == "$ref":
+        return False
+    for part in schema[used]:
+        if not isinstance(part, dict) or "type" not in part or not types_of(part) <= types:
+            return False
+    return True
 
 
 def _has_type(value: Any, types: frozenset[str]) -> bool:
@@ -153,7 +172,7 @@ def _has_type(value: Any, types: frozenset[str]) -> bool:
 
 
 def _ignored_of_object(schema: dict[str, Any]) -> Iterator[str]:
-    """Yield the ignored keywords of an object schema, as `_ignored_keywords`."""
+    """Yield descriptions of the ignored keywords of an object schema; see `_ignored_keywords`."""
     names = set(schema.get("properties", ()))
     missing = sorted(set(required_of(schema)) - names)
     if missing:

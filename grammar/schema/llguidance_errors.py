@@ -1,4 +1,4 @@
-"""LLGuidance's own errors for schemas and grammars. No vocabulary is needed."""
+"""Checks of schemas and grammars with LLGuidance. They need no vocabulary."""
 
 from __future__ import annotations
 
@@ -10,17 +10,17 @@ from graft.grammar.schema.terms import Reason, subschemas
 
 __all__ = ["is_unsatisfiable", "lark_error", "schema_error", "schema_errors", "validate"]
 
-#: Equal to the limits of the native worker (see ``native/guide/llguidance_abi``).
+#: Limits of LLGuidance. The native worker uses the same ones (``native/guide/llguidance_abi.cpp``).
 _LIMITS: dict[str, Any] = {
     "initial_lexer_fuel": 10**7,
     "step_lexer_fuel": 10**7,
     "max_items_in_row": 10**6,
     "step_max_items": 10**6,
 }
-#: For proofs of unsatisfiability, which may remain undecided.
+#: Lower limits for proofs of unsatisfiability. A proof that exceeds them is given up.
 _SMALL_LIMITS: dict[str, Any] = {"max_grammar_size": 20_000, "initial_lexer_fuel": 50_000}
-_MAX_SEARCHED = 400  # subschemas in which the cause of an error is searched
-#: Patterns of error messages and the keyword that causes them.
+_MAX_SEARCHED = 400  # maximum number of subschemas that are searched for the cause of an error
+#: Patterns of error messages, with the keyword that causes the error.
 _KEYWORD_OF = (
     (r"Unknown format", "format"),
     (r"range: min=None", "maximum"),
@@ -34,7 +34,20 @@ _KEYWORD_OF = (
 
 
 def validate(grammar: dict[str, Any], limits: dict[str, Any] = _LIMITS) -> tuple[bool, list[str]]:
-    """Return whether LLGuidance refuses a grammar, and its messages."""
+    """Check a grammar with LLGuidance.
+
+    Parameters
+    ----------
+    grammar
+        One element of LLGuidance's ``grammars`` list.
+    limits
+        Arguments of ``LLParserLimits``.
+
+    Returns
+    -------
+    tuple
+        Whether LLGuidance refuses the grammar, and its error messages and warnings.
+    """
     from llguidance import LLMatcher, LLParserLimits  # type: ignore[import-not-found, unused-ignore]
 
     text = json.dumps({"grammars": [grammar]})
@@ -49,7 +62,8 @@ def schema_error(schema: Any, *, lenient: bool = False) -> str:
     schema
         Parsed JSON schema.
     lenient
-        Whether LLGuidance ignores unsupported keywords, and its limits are low.
+        Whether LLGuidance ignores unsupported keywords. The lower limits `_SMALL_LIMITS` then
+        apply.
     """
     document = schema
     if schema is True:
@@ -71,23 +85,27 @@ def _first_error(refused: bool, messages: list[str]) -> str:
     if not refused:
         return ""
     first, *details = messages[0].split("\n")
-    # an error of a regular expression follows an excerpt of it
+    # LLGuidance prints an excerpt of a regular expression before the reason of its error.
     reasons = [line for line in details if line.startswith("error: ")]
-    return f"{first} {reasons[0].removeprefix('error: ')}" if reasons else first
+    if not reasons:
+        return first
+    reason = reasons[0].removeprefix("error: ")
+    return f"{first} {reason}"
 
 
 def is_unsatisfiable(schema: dict[str, Any]) -> bool:
     """Return whether LLGuidance proves that no value satisfies a schema.
 
-    Unsupported keywords count as satisfied.
+    Keywords that LLGuidance does not support are assumed to be satisfied.
     """
     return schema_error(schema, lenient=True).startswith("Unsatisfiable")
 
 
 def schema_errors(schema: Any) -> list[Reason]:
-    """Return why LLGuidance refuses a schema; empty if it accepts the schema.
+    """Return why LLGuidance refuses a schema; an empty list if LLGuidance accepts it.
 
-    The reason names the innermost subschema that causes the same error by itself.
+    The list has at most one reason. It names the innermost subschema that causes the same error by
+    itself.
     """
     error = schema_error(schema)
     if not error:
@@ -95,11 +113,10 @@ def schema_errors(schema: Any) -> list[Reason]:
     if error.startswith("Unsatisfiable"):
         return [Reason("#", "schema", f"allows no output ({error})")]
     keyword = _keyword_of(error)
-    shared = {
-        key: schema[key]
-        for key in ("$schema", "$id", "id", "$defs", "definitions")
-        if isinstance(schema, dict) and key in schema
-    }
+    shared = {}  # keywords of the document that every subschema needs
+    for key in ("$schema", "$id", "id", "$defs", "definitions"):
+        if isinstance(schema, dict) and key in schema:
+            shared[key] = schema[key]
     innermost = "#"
     for pointer, part in subschemas(schema)[:_MAX_SEARCHED]:
         inside = pointer == innermost or pointer.startswith(innermost + "/")

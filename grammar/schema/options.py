@@ -1,4 +1,4 @@
-"""Options for the JSON text that a schema's grammar produces, and their form in LLGuidance."""
+"""Options of the JSON text that a schema's grammar produces, and their form in LLGuidance."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def check_options(key_order: Any, whitespace: Any, assert_formats: Any) -> None:
 
 
 def json_options(whitespace: Whitespace) -> dict[str, Any]:
-    """Return LLGuidance's options of ``%json`` for a white-space option."""
+    """Return the options of LLGuidance's ``%json`` for a value of `Spec.whitespace`."""
     if whitespace == "any":
         return {"whitespace_flexible": True}
     if isinstance(whitespace, int):
@@ -50,5 +50,9 @@ def json_options(whitespace: Whitespace) -> dict[str, Any]:
 def literal(text: str) -> str:
     """Return a string literal of LLGuidance's Lark dialect."""
     quoted = json.dumps(text, ensure_ascii=False)
-    # json.dumps does not escape these control characters
-    return re.sub("[\x7f-\x9f]", lambda match: f"\\u{ord(match[0]):04x}", quoted)
+
+    def escape(match: re.Match[str]) -> str:
+        return f"\\u{ord(match[0]):04x}"
+
+    # json.dumps does not escape these control characters.
+    return re.sub("[\x7f-\x9f]", escape, quoted)

@@ -1,4 +1,8 @@
-"""Routing of JSON schemas to a form that LLGuidance enforces, with reasons for deviations."""
+"""Router of JSON schemas.
+
+The router converts a schema to a form that LLGuidance enforces exactly, and reports where the form
+deviates from the schema.
+"""
 
 from __future__ import annotations
 
@@ -24,32 +28,33 @@ _BOUNDS = word_set("minimum maximum exclusiveMinimum exclusiveMaximum")
 
 @dataclass(frozen=True)
 class Route:
-    """The form in which a JSON schema is compiled. Every deviation from the schema is reported.
+    """The form in which a JSON schema is compiled, and its deviations from the schema.
 
     Attributes
     ----------
     backend
-        ``"llguidance"``, or None if LLGuidance refuses even the closest form.
+        ``"llguidance"``; None if LLGuidance refuses even the closest form of the schema.
     schema
-        Schema to compile: rewritten into an equivalent one where necessary. If the route is not
-        `exact`, the parts that `reasons` names are missing.
+        Schema to compile. Keywords that LLGuidance does not support are rewritten into equivalent
+        ones. If the route is not exact, the parts that `reasons` names are missing.
     exact
         Whether every output satisfies the original schema.
     rules
         Lark grammar to compile instead of `schema`; empty if there is none.
     reasons
-        Why the route is not exact.
+        Reasons why the route is not exact.
     narrowed
-        Valid values that an exact route does not produce; includes `ordered`. For example, options
-        of a ``oneOf`` may overlap in a way that has no exact form; outputs then avoid the overlap.
-        If empty, every value that satisfies the schema can be produced.
+        Valid values that are never produced, including those of `ordered`. For example, the options
+        of a ``oneOf`` may overlap in a way that has no exact form, so that outputs avoid the
+        overlap. If the route is exact and `narrowed` is empty, every value that satisfies the
+        schema can be produced.
     ordered
-        Objects whose keys are produced in one order only, either by default or because any order
-        was requested and has no exact form.
+        Objects whose keys are produced in one order only. This is the default; with
+        ``key_order="any"``, it applies to objects that have no exact form.
     spelling
-        Values of which not all JSON spellings are produced, such as ``2`` but not ``2.0``. The
-        layout of white space and the minimal escapes in strings apply everywhere and are not
-        reported.
+        Values that can be produced, but not in every JSON spelling, such as ``2`` but not ``2.0``.
+        Restrictions that apply everywhere are not listed: the layout of white space, and strings
+        with as few escape sequences as possible.
     """
 
     backend: str | None
@@ -67,10 +72,11 @@ class Route:
 
 
 def refusal(reasons: Sequence[Reason]) -> str:
-    """Return the reasons why a schema is refused as one sentence."""
+    """Return one sentence with the reasons why a schema is refused."""
     named = "; ".join(map(str, reasons[:_MAX_REASONS_IN_MESSAGE]))
     more = len(reasons) - _MAX_REASONS_IN_MESSAGE
-    return f"cannot be enforced: {named}" + (f"; and {more} more" if more > 0 else "")
+    suffix = f"; and {more} more" if more > 0 else ""
+    return f"cannot be enforced: {named}{suffix}"
 
 
 def route(
@@ -88,7 +94,7 @@ def route(
     schema
         Parsed JSON schema: an object or a boolean. It is not modified.
     draft
-        Draft of schemas that declare none: 3, 4, 6, 7, 2019 or 2020.
+        JSON schema draft that applies if the schema declares none: 3, 4, 6, 7, 2019 or 2020.
     key_order, whitespace, assert_formats
         As in `Spec`.
 
@@ -121,13 +127,13 @@ def route(
 
 
 def _closest_accepted(rewritten: Rewritten) -> tuple[Any, list[Reason], bool]:
-    """Remove the keywords that LLGuidance refuses from a schema, one by one.
+    """Remove the keywords that LLGuidance refuses from a rewritten schema, one by one.
 
     Returns
     -------
     tuple
-        The remaining schema, the reasons for everything that is missing in it, and whether
-        LLGuidance accepts it.
+        The remaining schema, the reasons why parts of the original schema are missing in it, and
+        whether LLGuidance accepts the remaining schema.
     """
     schema = rewritten.schema
     reasons = list(rewritten.lost)
@@ -136,25 +142,29 @@ def _closest_accepted(rewritten: Rewritten) -> tuple[Any, list[Reason], bool]:
     if schema is False:
         return {}, [Reason("#", "schema", "allows no output")], False
     remaining = schema
-    while errors := schema_errors(remaining):
+    while True:
+        errors = schema_errors(remaining)
+        if not errors:
+            return remaining, reasons, True
         reasons += errors
         reason = errors[0]
         if remaining is schema:
             remaining = copy.deepcopy(schema)
         parts = dict(subschemas(remaining))
         refused_part = parts.get(reason.pointer, {})
-        if reason.keyword not in refused_part:  # for example, the schema is unsatisfiable
+        if reason.keyword not in refused_part:
+            # No keyword can be removed, for example because the schema is unsatisfiable.
             return schema, list(dict.fromkeys([reason, *reasons])), False
-        if len(reasons) > _MAX_REASONS:  # remove the keyword everywhere, to bound the time
+        if len(reasons) > _MAX_REASONS:
+            # The keyword is removed everywhere, so that the number of iterations is bounded.
             for part in parts.values():
                 part.pop(reason.keyword, None)
         else:
             refused_part.pop(reason.keyword, None)
-    return remaining, reasons, True
 
 
 def _restricted_spellings(schema: Any) -> Iterator[Reason]:
-    """Yield where numbers have fewer spellings than JSON allows."""
+    """Yield a reason for each subschema whose numbers have fewer spellings than JSON allows."""
     for pointer, part in subschemas(schema):
         json_type = part.get("type")
         types = json_type if isinstance(json_type, list) else [json_type]

@@ -1,4 +1,4 @@
-"""Terms shared by the schema passes: reasons, drafts, JSON types, subschemas, references."""
+"""Types and functions for JSON schemas that the modules of this package share."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ JsonTypes = frozenset[str]
 
 
 def word_set(text: str) -> frozenset[str]:
-    """Return the words of a text."""
+    """Return the set of the words of a text."""
     return frozenset(text.split())
 
 
@@ -43,7 +43,7 @@ _MAX_REFERENCE_CHAIN = 8
 
 
 class Reason(NamedTuple):
-    """Why a part of a schema is not enforced as written.
+    """The reason why a part of a schema is not enforced as written.
 
     Attributes
     ----------
@@ -64,7 +64,10 @@ class Reason(NamedTuple):
 
 
 class NoExactForm(Exception):
-    """No equivalent form of a keyword is known. The caller reports it as a `Reason`."""
+    """No form of a keyword is known that a backend enforces exactly.
+
+    The caller reports the error as a `Reason`.
+    """
 
     def __init__(self, keyword: str, why: str):
         super().__init__(f"{keyword}: {why}")
@@ -73,24 +76,30 @@ class NoExactForm(Exception):
 
 
 def dialect(schema: Any, default: int) -> int:
-    """Return the draft that a schema declares: 3, 4, 6, 7, 2019 or 2020; else `default`."""
+    """Return the draft that a schema declares: 3, 4, 6, 7, 2019 or 2020.
+
+    Return `default` if the schema declares none.
+    """
     uri = schema.get("$schema") if isinstance(schema, dict) else None
-    found = _DRAFT.search(uri) if isinstance(uri, str) else None
+    if not isinstance(uri, str):
+        return default
+    found = _DRAFT.search(uri)
     return _YEARS[found[1]] if found else default
 
 
 def escape(name: object) -> str:
-    """Return a name as a step of a JSON pointer."""
+    """Return a name in the escaped form that JSON pointers use."""
     return str(name).replace("~", "~0").replace("/", "~1")
 
 
 def pointer_steps(pointer: str) -> list[str]:
-    """Return the keys of a JSON pointer."""
+    """Return the unescaped keys and indices of a JSON pointer."""
     _, *steps = pointer.split("/")
-    return [unquote(step).replace("~1", "/").replace("~0", "~") for step in steps]
+    steps = [unquote(step) for step in steps]
+    return [step.replace("~1", "/").replace("~0", "~") for step in steps]
 
 
-#: Keywords whose value is a map of schemas.
+#: Keywords whose value is an object with a schema per key.
 MAPS = word_set("properties patternProperties $defs definitions dependentSchemas dependencies")
 _SCHEMA_KEYWORDS = word_set(
     """allOf anyOf oneOf prefixItems items additionalItems additionalProperties propertyNames
@@ -99,7 +108,7 @@ _SCHEMA_KEYWORDS = word_set(
 
 
 def subschemas(schema: Any, at: str = "#") -> list[tuple[str, dict[str, Any]]]:
-    """Return all subschemas that are objects, with their pointers. Parents precede children.
+    """Return all subschemas that are dicts, with their pointers. Parents precede children.
 
     Parameters
     ----------
@@ -129,9 +138,14 @@ def subschemas(schema: Any, at: str = "#") -> list[tuple[str, dict[str, Any]]]:
 
 
 def common_types(one: JsonTypes, other: JsonTypes) -> JsonTypes:
-    """Return the types in both sets. ``number`` and ``integer`` have ``integer`` in common."""
+    """Return the types that two sets have in common.
+
+    If one set contains ``number`` and the other ``integer``, they have ``integer`` in common.
+    """
     both = set(one & other)
-    if ("integer" in one and "number" in other) or ("integer" in other and "number" in one):
+    if "integer" in one and "number" in other:
+        both.add("integer")
+    if "number" in one and "integer" in other:
         both.add("integer")
     if "number" in both:
         both.discard("integer")
@@ -177,9 +191,10 @@ def required_of(schema: dict[str, Any]) -> list[str]:
 
 
 def has_orders(part: dict[str, Any]) -> bool:
-    """Return whether objects of the schema can have their keys in several orders.
+    """Return whether objects that satisfy the schema can have their keys in several orders.
 
-    That is, whether an object can have at least two keys, one of which the schema names.
+    This is the case if an object can have at least two keys, and the schema has a name or a pattern
+    for one of them.
     """
     values = values_of(part)
     if values is not None:
@@ -201,7 +216,7 @@ def _contains_several_keys(value: Any) -> bool:
 
 
 def any_of(options: list[Any]) -> Any:
-    """Return the union of schemas, without duplicates and unsatisfiable options."""
+    """Return the union of schemas. Duplicates and ``false`` are removed."""
     kept: list[Any] = []
     for option in options:
         if option is True:
@@ -224,7 +239,8 @@ class References:
     Attributes
     ----------
     nested
-        Whether a subschema has a base URI of its own. Then no reference is treated as local.
+        Whether a subschema has a base URI of its own. If so, no reference is treated as local,
+        because references inside the subschema may be relative to that URI.
     """
 
     def __init__(self, root: Any):
@@ -277,7 +293,7 @@ class References:
 def _has_nested_id(root: Any) -> bool:
     """Return whether a subschema seems to have a base URI of its own.
 
-    A property that is named ``id`` does not count.
+    A property with the name ``id`` does not count, because its value is not a string.
     """
     pending = list(root.values()) if isinstance(root, dict) else []
     while pending:

@@ -19,9 +19,19 @@ _SCHEMA_KEYWORDS = word_set(
 
 
 class _Wrapper(NamedTuple):
-    """A kind of document that contains a schema and is none itself."""
+    """A kind of document that contains a JSON schema but is not a JSON schema itself.
 
-    keys: tuple[str, ...]  # that identify it
+    Attributes
+    ----------
+    keys
+        Keys that identify the kind of document.
+    schema_key
+        Key of the schema in the document.
+    name
+        Name of the kind of document, for error messages.
+    """
+
+    keys: tuple[str, ...]
     schema_key: str
     name: str
 
@@ -100,7 +110,7 @@ def _is_map_of(is_valid: Callable[[Any], bool]) -> Callable[[Any], bool]:
     return is_map
 
 
-#: Description of the valid values, predicate, keywords.
+#: Forms of keyword values: the description of a form, its predicate, and the keywords that have it.
 _FORMS: tuple[tuple[str, Callable[[Any], bool], str], ...] = (
     ("a number", _is_number, "minimum maximum"),
     (
@@ -154,7 +164,7 @@ def check_schema(schema: Any) -> None:
     ------
     GrammarError
         A keyword has an invalid value, a reference has no target, or references make the schema
-        unsatisfiable. The message names pointer and keyword.
+        unsatisfiable. The message contains the JSON pointer and the keyword.
     """
     if not _is_schema(schema):
         raise GrammarError(
@@ -166,7 +176,8 @@ def check_schema(schema: Any) -> None:
     references = References(schema)
     parts = subschemas(schema)
     known = {id(part) for _, part in parts}
-    # References may lead to subschemas outside of keywords: the list grows.
+    # A reference may lead to a subschema that is not the value of a known keyword. Such subschemas
+    # are appended to the list during the loop.
     for pointer, part in parts:
         _check_keywords(pointer, part)
         for keyword in ("$ref", "$dynamicRef", "$recursiveRef"):
@@ -174,12 +185,12 @@ def check_schema(schema: Any) -> None:
             if references.pointer(reference) is None:
                 continue
             target = _resolve(references, pointer, keyword, reference)
-            if id(target) not in known:
-                new = [
-                    entry for entry in subschemas(target, reference) if id(entry[1]) not in known
-                ]
-                known.update(id(found) for _, found in new)
-                parts += new
+            if id(target) in known:
+                continue
+            for new_pointer, new_part in subschemas(target, reference):
+                if id(new_part) not in known:
+                    known.add(id(new_part))
+                    parts.append((new_pointer, new_part))
     if _is_endless(schema, [part for _, part in parts], references):
         raise GrammarError(
             "JSON schema: allows no output: a $ref leads back to itself in every value"
@@ -187,14 +198,15 @@ def check_schema(schema: Any) -> None:
 
 
 def _check_wrapper(schema: Any) -> None:
-    """Raise `GrammarError` for a document that contains a schema and is none itself."""
+    """Raise `GrammarError` for a document of one of the kinds `_WRAPPERS`."""
     if not isinstance(schema, dict) or _SCHEMA_KEYWORDS & (schema.keys() - {"type"}):
         return
     for wrapper in _WRAPPERS:
         holds_schema = isinstance(schema.get(wrapper.schema_key), dict)
         if holds_schema and all(key in schema for key in wrapper.keys):
             raise GrammarError(
-                f"JSON schema: this is {wrapper.name}: give what is in its {wrapper.schema_key!r}"
+                f"JSON schema: this is {wrapper.name}; pass the value of its key "
+                f"{wrapper.schema_key!r}"
             )
 
 
@@ -210,7 +222,7 @@ def _check_keywords(pointer: str, part: dict[str, Any]) -> None:
 
 
 def _resolve(references: References, pointer: str, keyword: str, reference: Any) -> Any:
-    """Return the target of a local reference; raise `GrammarError` if it is no schema."""
+    """Return the target of a local reference; raise `GrammarError` if it is not a schema."""
     try:
         target = references.resolve(reference)
     except NoExactForm as error:
@@ -225,9 +237,10 @@ def _resolve(references: References, pointer: str, keyword: str, reference: Any)
 def _is_endless(schema: Any, parts: list[dict[str, Any]], references: References) -> bool:
     """Return whether no finite value satisfies a schema, because of its references.
 
-    Computes a least fixed point. A subschema has a finite value if everything that it requires has
-    one: the target of its reference, required properties and items, every part of ``allOf``, and
-    one part of ``anyOf`` and ``oneOf``. All other keywords count as satisfied.
+    The function computes a least fixed point. A subschema has a finite value if everything that it
+    requires has a finite value: the target of its reference, the required properties and items,
+    every part of ``allOf``, and at least one part of ``anyOf`` and of ``oneOf``. All other keywords
+    are assumed to be satisfied.
     """
     if not any("$ref" in part for part in parts):
         return False
@@ -237,7 +250,7 @@ def _is_endless(schema: Any, parts: list[dict[str, Any]], references: References
         return finite[id(part)] if isinstance(part, dict) else part is not False
 
     def becomes_finite(part: dict[str, Any]) -> bool:
-        if "$ref" in part:  # older drafts ignore keywords next to it
+        if "$ref" in part:  # older drafts ignore the keywords next to $ref
             is_local = references.pointer(part["$ref"]) is not None
             return not is_local or is_finite(references.resolve(part["$ref"]))
         for keyword in ("anyOf", "oneOf"):

@@ -1,8 +1,8 @@
-"""Keys, arrays and objects in LLGuidance's Lark dialect.
+"""Rules for keys, arrays and objects in LLGuidance's Lark dialect.
 
-A key has exactly one spelling: escapes only where JSON requires them, the short form if there is
-one, else ``\\u00xx`` in lower case. A key that a schema names can therefore not occur a second time
-in another spelling.
+The grammar allows only one spelling of each key. Only characters that JSON requires to be escaped
+are escaped, with the short escape if there is one (such as ``\\n``), else with ``\\u00xx`` in lower
+case. Therefore, a key that a schema names cannot occur a second time in another spelling.
 """
 
 from __future__ import annotations
@@ -26,14 +26,14 @@ __all__ = [
     "separators",
 ]
 
-BITS = 64  # of the parameter of a rule
+BITS = 64  # number of bits of the parameter of a Lark rule
 _SHORT = {8: "b", 9: "t", 10: "n", 12: "f", 13: "r", 34: '"', 92: "\\"}
 _PLAIN_CHARACTER = r"[\x20-\x21\x23-\x5b\x5d-\x7e\x{80}-\x{10ffff}]"
 _ESCAPED_CHARACTER = r'\\(?:["\\bfnrt]|u00(?:0[0-7bef]|1[0-9a-f]|7f))'
 _PATTERN_PIECE = re.compile(r"\\.|\[(?:\\.|[^\]\\])*\]|.", re.DOTALL)
 _ANY_TEXT = r"(?s:.)*"
 
-#: Regular expressions of all keys, and of the keys without escapes.
+#: Regular expressions of all keys, and of the keys without escape sequences.
 ANY_KEY = f'"(?:{_PLAIN_CHARACTER}|{_ESCAPED_CHARACTER})*"'
 PLAIN_KEY = f'"{_PLAIN_CHARACTER}*"'
 
@@ -51,7 +51,9 @@ def _spelling(char: str) -> str:
 
 
 def pattern_key(pattern: str) -> str:
-    """Return an expression of the keys without escapes in which a pattern is found.
+    """Return a regular expression of the keys in which a search finds `pattern`.
+
+    Keys with escape sequences are not included.
 
     Raises
     ------
@@ -61,17 +63,29 @@ def pattern_key(pattern: str) -> str:
     alternatives = [""]
     depth = 0
     for piece in _PATTERN_PIECE.findall(pattern):
-        depth += (piece == "(") - (piece == ")")
+        if piece == "(":
+            depth += 1
+        elif piece == ")":
+            depth -= 1
         if piece == "|" and depth == 0:
             alternatives.append("")
         else:
             alternatives[-1] += piece
-    texts = [_containing(alternative, pattern) for alternative in alternatives]
-    return f'"(?:{"|".join(texts)})"'
+    expressions = [_containing(alternative, pattern) for alternative in alternatives]
+    joined = "|".join(expressions)
+    return f'"(?:{joined})"'
 
 
 def _containing(alternative: str, pattern: str) -> str:
-    """Return an expression of the texts in which an alternative of a pattern is found."""
+    """Return a regular expression of the texts in which a search finds `alternative`.
+
+    Parameters
+    ----------
+    alternative
+        One of the alternatives of `pattern`.
+    pattern
+        The whole pattern, for error messages.
+    """
     pieces = _PATTERN_PIECE.findall(alternative)
     at_start = pieces[:1] == ["^"]
     at_end = pieces[-1:] == ["$"]
@@ -89,9 +103,15 @@ def regex(expression: str) -> str:
 
 
 def separators(options: dict[str, Any]) -> str:
-    """Return the terminals between values, given the options of ``%json``.
+    """Return the definitions of the terminals between values.
 
-    ``%json`` skips no white space before a value, so the terminals before values contain it.
+    ``%json`` allows no white space before a value. If the layout is flexible, the terminals that
+    precede a value therefore include white space.
+
+    Parameters
+    ----------
+    options
+        Options of ``%json``, as returned by `json_options`.
     """
     space = r"[\x20\x0A\x0D\x09]"
     if options["whitespace_flexible"]:
@@ -116,7 +136,7 @@ def array_body(item: str | None, low: int, high: int | None) -> str:
     Parameters
     ----------
     item
-        Rule of its items; None if there is none, so that the array is empty.
+        Name of the rule of the items; None if no item is possible, so that the array is empty.
     low, high
         Minimum and maximum number of items; `high` is None if there is no maximum.
     """
@@ -136,11 +156,11 @@ class Pairs(NamedTuple):
     Attributes
     ----------
     names
-        Named keys and the rules of their values, the required ones first.
+        Each named key with the rule of its value. Required keys come first.
     required
         Number of required keys.
     others
-        Rule of a pair with any other key; None if there can be none.
+        Rule of a pair with a key that is not in `names`; None if such pairs are not allowed.
     """
 
     names: tuple[tuple[str, str], ...]
@@ -149,18 +169,29 @@ class Pairs(NamedTuple):
 
 
 def object_rules(name: str, pairs: Pairs) -> dict[str, str]:
-    """Return the rules of an object, by head.
+    """Return the rules of an object, as a dict from rule head to rule body.
 
-    A run of other keys can only be followed by a named key, so that the grammar is unambiguous. The
-    closing brace belongs to the rule after a pair and not to the rule of the object, so that the
-    parser has no rule to complete at the end of each pair.
+    Pairs with other keys are grouped into runs, and a run can only be followed by a named key. The
+    grammar is unambiguous for this reason. The closing brace belongs to the rules that follow a
+    pair and not to the rule of the object, so that the parser has no rule to complete at the end of
+    each pair.
+
+    Parameters
+    ----------
+    name
+        Name of the object's rule, which is the prefix of the names of the other rules.
+    pairs
+        The key-value pairs that the object may contain.
     """
     count = len(pairs.names)
     required = pairs.required
     others = pairs.others
     if not pairs.names:
-        return {name: f'"{{" ({others} (COMMA {others})*)? "}}"' if others else '"{" "}"'}
-    end = '"}"' + (f" %if is_ones([0:{required}])" if required else "")
+        content = f"({others} (COMMA {others})*)? " if others else ""
+        return {name: f'"{{" {content}"}}"'}
+    end = '"}"'
+    if required:
+        end += f" %if is_ones([0:{required}])"
     more = f"COMMA {name}-named::_ %if not(is_ones([0:{count}]))"
     rules = {name: f'"{{" {name}-first::0'}
     rules[f"{name}-first::_"] = f"{end} | {name}-named::_"

@@ -1,4 +1,8 @@
-"""Leaves of an any-order grammar: parts of a schema that LLGuidance compiles as ``%json``."""
+"""Leaves of an any-order grammar.
+
+A leaf is a part of the schema document that LLGuidance compiles as ``%json``, because no object in
+it has several possible key orders.
+"""
 
 from __future__ import annotations
 
@@ -12,7 +16,7 @@ from graft.grammar.schema.terms import References, has_orders, word_set
 
 __all__ = ["KNOWN", "Leaves"]
 
-#: Keywords of leaves, other than references and combinations.
+#: Keywords that a leaf may have, besides ``$ref``, ``anyOf``, ``allOf`` and ``oneOf``.
 KNOWN = (
     OBJECTS
     | ARRAYS
@@ -26,7 +30,7 @@ _MAPS = ("properties", "patternProperties")
 _LISTS = ("anyOf", "allOf", "oneOf", "prefixItems", "items")
 _SINGLE = ("additionalProperties", "additionalItems", "items")
 
-_StripKey = tuple[int, tuple[str, ...]]  # id of a schema, removed keywords
+_StripKey = tuple[int, tuple[str, ...]]  # id of a schema object, removed keywords
 
 
 class Leaves:
@@ -39,7 +43,7 @@ class Leaves:
     options
         LLGuidance's options of ``%json``.
     check_satisfiable
-        Whether LLGuidance is queried about the satisfiability of each leaf, which takes time.
+        Whether `leaf` asks LLGuidance if the leaf is satisfiable, which takes time.
     """
 
     def __init__(self, root: Any, options: dict[str, Any], check_satisfiable: bool):
@@ -48,11 +52,12 @@ class Leaves:
         self._check_satisfiable = check_satisfiable
         self._references = References(root)
         self._references.nested &= _has_reference_below_id(root)
-        #: Results of `without`, with the schema that each was made from: its id must stay valid.
+        #: Results of `without`. Each is stored with its original schema, so that the original's id
+        #: stays valid.
         self._stripped: dict[_StripKey, tuple[dict[str, Any], Any]] = {}
         self._definitions: dict[str, str] = {}  # names of definitions in leaves, by pointer
         self._parts: dict[int, dict[str, Any]] = {}  # reachable schemas, by id
-        self._with_orders: set[int] = set()  # ids of those that contain objects with several keys
+        self._with_orders: set[int] = set()  # ids of reachable schemas for which `has_orders`
         self._find_parts()
 
     def resolve(self, reference: Any) -> Any:
@@ -62,19 +67,30 @@ class Leaves:
     def without(self, part: dict[str, Any], *keywords: str) -> dict[str, Any]:
         """Return the schema without annotations and without some keywords.
 
-        Equal arguments give the same object.
+        Calls with the same arguments return the same object, so that schemas can be compared by id.
         """
         if not keywords and part.keys() <= _KEPT:
             return part
         key = id(part), keywords
         if key not in self._stripped:
-            kept = {k: v for k, v in part.items() if k in _KEPT and k not in keywords}
-            self._stripped[key] = kept, part
+            names = [name for name in part if name in _KEPT and name not in keywords]
+            self._stripped[key] = {name: part[name] for name in names}, part
         stripped, _ = self._stripped[key]
         return stripped
 
     def conjuncts(self, parts: Conjuncts) -> tuple[dict[str, Any], ...] | None:
-        """Return the distinct conjuncts, with ``allOf`` expanded; None if one is ``false``."""
+        """Return the distinct conjuncts of a conjunction of schemas, with ``allOf`` expanded.
+
+        Parameters
+        ----------
+        parts
+            Schemas that must all hold.
+
+        Returns
+        -------
+        tuple or None
+            The conjuncts without annotations; None if one of them is ``false``.
+        """
         found: dict[int, dict[str, Any]] = {}
         pending = list(reversed(parts))
         while pending:
@@ -98,14 +114,14 @@ class Leaves:
         return has_orders(part) or any(map(self.has_orders, self._inner(part)))
 
     def leaf(self, parts: Conjuncts, types: frozenset[str] | None = None) -> str | None:
-        """Return the ``%json`` of a conjunction of schemas.
+        """Return a conjunction of schemas as a ``%json`` expression.
 
         Parameters
         ----------
         parts
-            The schemas.
+            Schemas that must all hold.
         types
-            JSON types that the values may have; None if any.
+            JSON types that the values may have; None if they may have any type.
 
         Returns
         -------
@@ -114,19 +130,7 @@ class Leaves:
         """
         reached: dict[str, None] = {}
         copies = [self._copy(part, reached) for part in parts]
-        if types is not None:
-            irrelevant: set[str] = set()
-            if "object" not in types:
-                irrelevant |= OBJECTS
-            if "array" not in types:
-                irrelevant |= ARRAYS
-            for copy in copies:
-                for keyword in irrelevant & copy.keys():
-                    del copy[keyword]
-        document = _conjunction(copies)
-        if types is not None:
-            names = sorted(types)
-            document["type"] = names[0] if len(names) == 1 else names
+        document = _conjunction(copies, types)
         definitions = self._copy_definitions(reached)
         if definitions:
             document = {**document, "$defs": definitions}
@@ -137,20 +141,23 @@ class Leaves:
         return "%json " + json.dumps({**document, "x-guidance": self._options})
 
     def _inner(self, part: dict[str, Any]) -> Iterator[Any]:
-        """Yield the schemas inside a schema, and the target of its reference."""
+        """Yield the direct subschemas of a schema, and the target of its reference."""
         for keyword in _MAPS:
-            yield from part.get(keyword, {}).values()
+            schemas = part.get(keyword, {})
+            yield from schemas.values()
         for keyword in _LISTS:
-            if isinstance(part.get(keyword), list):
-                yield from part[keyword]
+            value = part.get(keyword)
+            if isinstance(value, list):
+                yield from value
         for keyword in _SINGLE:
-            if isinstance(part.get(keyword), dict):
-                yield part[keyword]
+            value = part.get(keyword)
+            if isinstance(value, dict):
+                yield value
         if "$ref" in part:
             yield self.resolve(part["$ref"])
 
     def _find_parts(self) -> None:
-        """Find all reachable schemas, and those that contain objects with several key orders."""
+        """Find all reachable schemas, and which of them contain objects with several key orders."""
         pending = [self._root]
         while pending:
             part = pending.pop()
@@ -160,35 +167,41 @@ class Leaves:
         new = {key for key, part in self._parts.items() if has_orders(part)}
         while new:
             self._with_orders |= new
-            new = {
-                key
-                for key, part in self._parts.items()
-                if key not in self._with_orders
-                and any(id(inner) in self._with_orders for inner in self._inner(part))
-            }
+            new = set()
+            for key, part in self._parts.items():
+                if key not in self._with_orders and self._has_inner_with_orders(part):
+                    new.add(key)
+
+    def _has_inner_with_orders(self, part: dict[str, Any]) -> bool:
+        return any(id(inner) in self._with_orders for inner in self._inner(part))
 
     def _copy_definitions(self, reached: dict[str, None]) -> dict[str, Any]:
-        """Return the definitions of all pointers in `reached`, which grows meanwhile, by name."""
+        """Return copies of the schemas that the pointers in `reached` refer to, by name.
+
+        `reached` grows while the schemas are copied, because they may contain further references.
+        """
         definitions: dict[str, Any] = {}
         while len(definitions) < len(reached):
             for pointer in list(reached):
                 name = self._definition_name(pointer)
                 if name not in definitions:
-                    definitions[name] = self._copy(self.resolve(f"#{pointer}"), reached)
+                    target = self.resolve(f"#{pointer}")
+                    definitions[name] = self._copy(target, reached)
         return definitions
 
     def _definition_name(self, pointer: str) -> str:
-        return self._definitions.setdefault(pointer, f"d{len(self._definitions)}")
+        new_name = f"d{len(self._definitions)}"
+        return self._definitions.setdefault(pointer, new_name)
 
     def _copy(self, part: Any, reached: dict[str, None]) -> Any:
-        """Copy a schema without annotations, with references renamed to the leaf's definitions.
+        """Copy a schema without annotations. References are redirected to the leaf's definitions.
 
         Parameters
         ----------
         part
             The schema.
         reached
-            Pointers of the references; extended by those of `part`.
+            Pointers that references refer to. The pointers that occur in `part` are added.
         """
         if not isinstance(part, dict):
             return part
@@ -212,21 +225,49 @@ class Leaves:
         return out
 
 
-def _conjunction(schemas: list[dict[str, Any]]) -> dict[str, Any]:
-    if not schemas:
-        return {}
-    return schemas[0] if len(schemas) == 1 else {"allOf": schemas}
+def _conjunction(schemas: list[dict[str, Any]], types: frozenset[str] | None) -> dict[str, Any]:
+    """Return the conjunction of schemas, restricted to values of some JSON types.
+
+    Keywords that constrain only other types are removed from the schemas in place. If `types` is
+    None, the types are not restricted.
+    """
+    if types is not None:
+        _remove_irrelevant_keywords(schemas, types)
+    document: dict[str, Any] = {}
+    if len(schemas) == 1:
+        document = schemas[0]
+    elif schemas:
+        document["allOf"] = schemas
+    if types is not None:
+        names = sorted(types)
+        document["type"] = names[0] if len(names) == 1 else names
+    return document
+
+
+def _remove_irrelevant_keywords(schemas: list[dict[str, Any]], types: frozenset[str]) -> None:
+    """Remove the object and array keywords of schemas that apply to no objects or no arrays."""
+    irrelevant: set[str] = set()
+    if "object" not in types:
+        irrelevant |= OBJECTS
+    if "array" not in types:
+        irrelevant |= ARRAYS
+    for schema in schemas:
+        for keyword in irrelevant & schema.keys():
+            del schema[keyword]
 
 
 def _has_reference_below_id(root: Any) -> bool:
-    """Return whether a subschema that seems to have a base URI of its own has a reference."""
+    """Return whether there is a reference inside a subschema that seems to have its own base URI.
+
+    Such a reference may be relative to the base URI of the subschema.
+    """
     pending = [(root, False)]
     while pending:
         part, inside = pending.pop()
         if isinstance(part, list):
             pending += [(item, inside) for item in part]
         elif isinstance(part, dict):
-            has_id = any(isinstance(part.get(key), str) for key in ("$id", "id"))
+            has_id = isinstance(part.get("$id"), str) or isinstance(part.get("id"), str)
             inside = inside or (has_id and part is not root)
             if inside and "$ref" in part:
                 return True

@@ -1,12 +1,15 @@
 """Lark grammars for LLGuidance in which objects accept their keys in any order.
 
-LLGuidance's own schema compiler produces the properties of an object in one order. Here an object
-is a rule with one bit per named property, which is set when the property has been written::
+LLGuidance's own schema compiler (``%json``) produces the properties of an object in one order only.
+The grammars of this module have rules for each object instead. These rules have a parameter with
+one bit per named property. The bit is set when the property has been written, so that no property
+occurs twice. For example::
 
     pairs::_: "\\"a\\"" COLON r1 more::set_bit(0) %if bit_clear(0) | ...
     more::_: "" %if is_ones([0:1]) | COMMA pairs::_
 
-Parts of the schema without such objects are compiled by LLGuidance's schema compiler (``%json``).
+Parts of the schema that contain no object with several key orders remain ``%json`` expressions.
+They are called leaves (see `leaves.py`).
 """
 
 from __future__ import annotations
@@ -38,7 +41,7 @@ __all__ = ["any_order_grammar"]
 
 _WHOLE = "schema"  # keyword of a `NoExactForm` that applies to the schema as a whole
 _MAX_RULES = 3000
-_MAX_OPTIONS = 256  # of a union that is distributed over a conjunction
+_MAX_OPTIONS = 256  # maximum number of options of a union that is distributed over a conjunction
 _MAX_CHARACTERS = 400_000
 _KEPT_ORDER = "keys in the schema's order only: "
 
@@ -59,17 +62,18 @@ def any_order_grammar(schema: Any, whitespace: Whitespace) -> tuple[str, Reasons
     Returns
     -------
     rules
-        The grammar; empty if ``%json`` is equivalent, or if there is no such grammar.
+        The grammar; empty if ``%json`` is equivalent, or if no such grammar could be built.
     ordered
-        Where and why keys keep the schema's order: in some objects if there is a grammar, else in
-        all.
+        Where and why keys are produced in the schema's order only. If `rules` is empty, this
+        applies to all objects.
     excluded
         Where valid keys are not produced.
     """
     error = NoExactForm("schema", "it is too deep")
     try:
-        # Querying the satisfiability of each leaf takes time, and few schemas have unsatisfiable
-        # leaves: query only if LLGuidance refuses the grammar because of one.
+        # Checking the satisfiability of each leaf takes time, and few schemas have unsatisfiable
+        # leaves. The leaves are therefore checked only if LLGuidance refuses the first grammar
+        # because a leaf is unsatisfiable.
         for check_satisfiable in (False, True):
             builder = _RuleBuilder(Leaves(schema, json_options(whitespace), check_satisfiable))
             rules = builder.grammar(schema, whitespace)
@@ -88,7 +92,10 @@ def any_order_grammar(schema: Any, whitespace: Whitespace) -> tuple[str, Reasons
 
 
 def _locate(schema: Any, errors: list[NoExactForm], prefix: str) -> Reasons:
-    """Return a reason per error, at the subschema where the keyword is largest.
+    """Return a reason for each error, with the pointer of the subschema that probably caused it.
+
+    An error does not name its subschema. The subschema in which the value of the error's keyword
+    is largest is taken to be the cause.
 
     Parameters
     ----------
@@ -102,14 +109,22 @@ def _locate(schema: Any, errors: list[NoExactForm], prefix: str) -> Reasons:
     parts = subschemas(schema) if errors else []
     reasons = []
     for error in errors:
-        sizes = [(_size_of_cause(part, error), pointer) for pointer, part in parts]
-        _, pointer = max(sizes, key=lambda entry: entry[0], default=(0, "#"))
+        pointer = "#"
+        largest = -1
+        for part_pointer, part in parts:
+            size = _size_of_cause(part, error)
+            if size > largest:
+                largest = size
+                pointer = part_pointer
         reasons.append(Reason(pointer, error.keyword, prefix + error.why))
     return tuple(dict.fromkeys(reasons))
 
 
 def _size_of_cause(part: dict[str, Any], error: NoExactForm) -> int:
-    """Return the number of elements of a subschema's keyword that may have caused an error."""
+    """Return the number of elements of the keyword's value in a subschema.
+
+    For ``$ref``, return 1 if the error's explanation contains the reference, else 0.
+    """
     value = part.get(error.keyword)
     if error.keyword == "$ref":
         return int(repr(value) in error.why)
@@ -119,6 +134,8 @@ def _size_of_cause(part: dict[str, Any], error: NoExactForm) -> int:
 class _RuleBuilder:
     """Builds the rules of one document.
 
+    There is one rule per conjunction of schemas, that is, per set of schemas that must all hold.
+
     Parameters
     ----------
     leaves
@@ -127,22 +144,23 @@ class _RuleBuilder:
     Attributes
     ----------
     ordered, excluded
-        As returned by `any_order_grammar`, without their locations.
+        Errors from which `any_order_grammar` makes the reasons of the same names.
     """
 
     def __init__(self, leaves: Leaves):
         self.ordered: list[NoExactForm] = []
         self.excluded: list[NoExactForm] = []
         self._leaves = leaves
-        self._names: dict[tuple[int, ...], str | None] = {}  # of conjunctions, by schema ids
-        self._unfinished: set[str] = set()  # names whose rules are being built
-        self._recursive: set[str] = set()  # names that were referred to while unfinished
-        self._alive: list[Any] = []  # keeps the schemas alive whose ids are used
-        self._rules: dict[str, str] = {}
+        # Name of the rule of each conjunction, by the ids of its schemas; None: unsatisfiable.
+        self._names: dict[tuple[int, ...], str | None] = {}
+        self._unfinished: set[str] = set()  # names of rules that are being built
+        self._recursive: set[str] = set()  # names of rules that were used while unfinished
+        self._alive: list[Any] = []  # keeps schemas alive, so that their ids stay unique
+        self._rules: dict[str, str] = {}  # rule bodies by name
         self._name_of_body: dict[str, str] = {}
-        self._terminals: dict[str, str] = {}  # names, by body
-        self._count = 0
-        self._size = 0
+        self._terminals: dict[str, str] = {}  # names of terminals by body
+        self._count = 0  # number of names
+        self._size = 0  # number of characters of all rule bodies
 
     def grammar(self, root: Any, whitespace: Whitespace) -> str:
         """Return all rules, starting at ``start``; empty if a single ``%json`` is equivalent."""
@@ -159,13 +177,15 @@ class _RuleBuilder:
     # Names -------------------------------------------------------------------------------------
 
     def _rule(self, parts: Conjuncts) -> str | None:
-        """Return the name of the rule of a conjunction; None if it is unsatisfiable."""
+        """Return the name of a conjunction's rule; None if the conjunction is unsatisfiable."""
         conjuncts = self._leaves.conjuncts(parts)
         if conjuncts is None:
             return None
         if len(conjuncts) == 1 and conjuncts[0].keys() == {"$ref"}:
-            return self._rule((self._leaves.resolve(conjuncts[0]["$ref"]),))
-        key = tuple(sorted({id(part) for part in conjuncts}))
+            target = self._leaves.resolve(conjuncts[0]["$ref"])
+            return self._rule((target,))
+        ids = {id(part) for part in conjuncts}
+        key = tuple(sorted(ids))
         if key in self._names:
             known_name = self._names[key]
             if known_name in self._unfinished:
@@ -179,7 +199,7 @@ class _RuleBuilder:
             body = self._body(conjuncts)
         except NoExactForm as error:
             del self._names[key]
-            if name in self._recursive:  # rules that are kept may refer to it
+            if name in self._recursive:  # other rules may refer to this one
                 raise NoExactForm(_WHOLE, error.why) from None
             raise
         finally:
@@ -209,19 +229,28 @@ class _RuleBuilder:
             raise NoExactForm(_WHOLE, "too large")
 
     def _shared_rule(self, body: str, name: str = "") -> str:
-        """Return the name of the rule with this body; define it, as `name`, if there is none."""
+        """Return the name of the rule with this body. If there is none, define it.
+
+        Parameters
+        ----------
+        body
+            Body of the rule.
+        name
+            Name for a rule that is defined; empty to create a name.
+        """
         if body not in self._name_of_body:
             self._name_of_body[body] = name or self._new_name("r")
             self._define(self._name_of_body[body], body)
         return self._name_of_body[body]
 
     def _terminal(self, body: str) -> str:
-        return self._terminals.setdefault(body, f"T{len(self._terminals)}")
+        new_name = f"T{len(self._terminals)}"
+        return self._terminals.setdefault(body, new_name)
 
     # Bodies ------------------------------------------------------------------------------------
 
     def _body(self, parts: tuple[dict[str, Any], ...]) -> str | None:
-        """Return the body of the rule of a conjunction; None if it is unsatisfiable."""
+        """Return the body of a conjunction's rule; None if the conjunction is unsatisfiable."""
         if not any(self._leaves.has_orders(part) for part in parts):
             return self._leaves.leaf(parts)
         for index, part in enumerate(parts):
@@ -235,7 +264,17 @@ class _RuleBuilder:
         return self._plain(parts)
 
     def _union(self, options: list[Any], rest: Conjuncts) -> str | None:
-        """Return the body of ``anyOf``, distributed over the other conjuncts."""
+        """Return the body of the rule of ``anyOf`` in a conjunction.
+
+        The union is distributed over the conjunction: there is one alternative per option.
+
+        Parameters
+        ----------
+        options
+            Options of the ``anyOf``.
+        rest
+            The other schemas of the conjunction.
+        """
         if len(options) > _MAX_OPTIONS:
             raise NoExactForm("anyOf", f"{len(options)} options")
         conjuncts = self._leaves.conjuncts(rest)
@@ -254,10 +293,11 @@ class _RuleBuilder:
         return " | ".join(distinct) or None
 
     def _plain(self, parts: tuple[dict[str, Any], ...]) -> str | None:
-        """Return the body of a conjunction without references and unions."""
+        """Return the body of the rule of a conjunction without references and unions."""
         for part in parts:
-            if part.keys() - KNOWN:
-                raise NoExactForm(min(part.keys() - KNOWN), "in an object")
+            unknown = part.keys() - KNOWN
+            if unknown:
+                raise NoExactForm(min(unknown), "in an object")
         for part in parts:
             if "enum" in part or "const" in part:
                 if has_orders(part):
@@ -267,18 +307,20 @@ class _RuleBuilder:
         types = JSON_TYPES
         for part in parts:
             types = common_types(types, types_of(part))
-        names = [
-            self._object_or_array(json_type, parts)
-            for json_type in ("object", "array")
-            if json_type in types
-        ]
-        if types - {"object", "array"}:
-            names.append(self._leaf_rule(parts, types - {"object", "array"}))
-        return " | ".join(name for name in names if name) or None
+        names = []
+        for json_type in ("object", "array"):
+            if json_type in types:
+                names.append(self._object_or_array(json_type, parts))
+        scalar_types = types - {"object", "array"}
+        if scalar_types:
+            names.append(self._leaf_rule(parts, scalar_types))
+        return " | ".join(filter(None, names)) or None
 
     def _object_or_array(self, json_type: str, parts: tuple[dict[str, Any], ...]) -> str | None:
-        """Return the rule of the objects or arrays of a conjunction; in the schema's order if
-        there is no exact form."""
+        """Return the rule of a conjunction's objects or arrays.
+
+        If there is no exact form, the rule is a leaf, in which keys have the schema's order.
+        """
         try:
             if json_type == "object":
                 return self._object(merge_objects(parts))
@@ -290,10 +332,12 @@ class _RuleBuilder:
             return self._leaf_rule(parts, frozenset((json_type,)))
 
     def _leaf_rule(self, parts: Conjuncts, types: frozenset[str]) -> str | None:
+        """Return the rule of a conjunction as a leaf; None if it is unsatisfiable."""
         body = self._leaves.leaf(parts, types)
         return None if body is None else self._shared_rule(body)
 
     def _array(self, shape: ArrayShape, parts: Conjuncts) -> str | None:
+        """Return the rule of a conjunction's arrays; None if there are none."""
         if not any(map(self._leaves.has_orders, shape.items)):
             return self._leaf_rule(parts, frozenset(("array",)))
         item = None if shape.high == 0 else self._rule(shape.items)
@@ -303,8 +347,11 @@ class _RuleBuilder:
         return self._shared_rule(lark.array_body(item, shape.low, high))
 
     def _object(self, shape: ObjectShape) -> str | None:
+        """Return the rule of objects with these constraints; None if there are none."""
+        required = [name for name in shape.names if name in shape.required]
+        optional = [name for name in shape.names if name not in shape.required]
         rules: dict[str, str] = {}
-        for name in sorted(shape.names, key=lambda name: name not in shape.required):
+        for name in required + optional:
             rule = self._rule(shape.names[name])
             if rule is not None:
                 rules[name] = rule
@@ -312,7 +359,8 @@ class _RuleBuilder:
                 return None
         if len(rules) > lark.BITS:
             raise NoExactForm("properties", f"{len(rules)} of them or more")
-        pairs = lark.Pairs(tuple(rules.items()), len(shape.required), self._other_pairs(shape))
+        others = self._other_pairs(shape)
+        pairs = lark.Pairs(tuple(rules.items()), len(shape.required), others)
         key = repr(pairs)
         if key not in self._name_of_body:
             name = self._new_name("o")
@@ -328,16 +376,20 @@ class _RuleBuilder:
         any_key = lark.regex(lark.PLAIN_KEY if patterns else lark.ANY_KEY)
         if patterns:
             self.excluded.append(NoExactForm("patternProperties", "no keys that JSON escapes"))
-        # Keys in which a pattern is found, by pattern; then the keys in which none is.
-        groups: list[tuple[str, list[str], Conjuncts]] = [
-            (f"{pattern} & ", names, schemas)
-            for pattern, schemas in zip(patterns, shape.patterns.values(), strict=True)
-        ]
+        # There is one group of keys per pattern, and one of the keys in which no pattern is found.
+        # A group consists of a prefix, the keys that do not belong to it, and the schemas of the
+        # values.
+        groups: list[tuple[str, list[str], Conjuncts]] = []
+        for pattern, schemas in zip(patterns, shape.patterns.values(), strict=True):
+            groups.append((f"{pattern} & ", names, schemas))
         groups.append(("", names + patterns, shape.rest))
         options = []
-        for required, excluded, schemas in groups:
+        for prefix, excluded, schemas in groups:
             rule = self._rule(schemas)
-            if rule is not None:
-                exclusion = f" & ~({' | '.join(excluded)})" if excluded else ""
-                options.append(f"{self._terminal(required + any_key + exclusion)} COLON {rule}")
+            if rule is None:
+                continue
+            keys = prefix + any_key
+            if excluded:
+                keys += f" & ~({' | '.join(excluded)})"
+            options.append(f"{self._terminal(keys)} COLON {rule}")
         return self._shared_rule(" | ".join(options)) if options else None

@@ -1,4 +1,4 @@
-"""Object and array constraints of a conjunction of schemas."""
+"""The constraints on objects and arrays that several schemas impose together."""
 
 from __future__ import annotations
 
@@ -20,15 +20,15 @@ __all__ = [
     "merge_objects",
 ]
 
-#: Keywords that constrain objects, and arrays.
+#: Keywords that constrain objects, and keywords that constrain arrays.
 OBJECTS = word_set(
     "properties patternProperties additionalProperties required minProperties maxProperties"
 )
 ARRAYS = word_set("items prefixItems additionalItems minItems maxItems")
-#: Escapes that ``re`` does not support.
+#: Escape sequences that Python's ``re`` does not support.
 _UNSUPPORTED_ESCAPE = re.compile(r"\\[pPux]\{")
 
-#: Schemas that all hold.
+#: A conjunction: schemas that must all hold for a value.
 Conjuncts = tuple[Any, ...]
 
 
@@ -39,9 +39,10 @@ class ObjectShape:
     Attributes
     ----------
     names
-        Schemas of each named property.
+        Schemas of each property that a schema names.
     patterns
-        Schemas of the properties without a name in which a pattern is found.
+        Schemas of the properties that no schema names and whose name contains a match of a pattern,
+        by pattern.
     rest
         Schemas of all other properties.
     required
@@ -60,7 +61,7 @@ class ArrayShape(NamedTuple):
     Attributes
     ----------
     items
-        Schemas of each item.
+        Schemas that every item must satisfy.
     low, high
         Minimum and maximum number of items; `high` is None if there is no maximum.
     """
@@ -76,37 +77,46 @@ def merge_objects(parts: Conjuncts) -> ObjectShape:
     Raises
     ------
     NoExactForm
-        A schema counts properties, or patterns of several schemas would have to be intersected.
+        A schema limits the number of properties, or several schemas have different patterns.
     """
     parts = tuple(part for part in parts if OBJECTS & part.keys())
     for part in parts:
-        for keyword in part.keys() & {"minProperties", "maxProperties"}:
-            raise NoExactForm(keyword, "keys are counted")
-    with_patterns = [part for part in parts if part.get("patternProperties")]
-    if len({tuple(part["patternProperties"]) for part in with_patterns}) > 1:
+        for keyword in ("minProperties", "maxProperties"):
+            if keyword in part:
+                raise NoExactForm(keyword, "keys are counted")
+    pattern_lists = [tuple(part.get("patternProperties", ())) for part in parts]
+    distinct_lists = {patterns for patterns in pattern_lists if patterns}
+    if len(distinct_lists) > 1:
         raise NoExactForm("patternProperties", "of several schemas that hold together")
-    required = [name for part in parts for name in required_of(part)]
-    shape = ObjectShape(required=frozenset(required))
-    listed = [name for part in parts for name in part.get("properties", ())]
+    listed: list[str] = []
+    required: list[str] = []
+    rest = []
+    for part in parts:
+        listed += part.get("properties", ())
+        required += required_of(part)
+        if "additionalProperties" in part:
+            rest.append(part["additionalProperties"])
+    shape = ObjectShape(rest=tuple(rest), required=frozenset(required))
     for name in dict.fromkeys(listed + required):
-        shape.names[name] = tuple(
-            schema for part in parts for schema in _property_schemas(part, name)
-        )
-    for pattern in with_patterns[0]["patternProperties"] if with_patterns else ():
-        shape.patterns[pattern] = tuple(_pattern_schema(part, pattern) for part in parts)
-    shape.rest = tuple(p["additionalProperties"] for p in parts if "additionalProperties" in p)
+        schemas: list[Any] = []
+        for part in parts:
+            schemas += _property_schemas(part, name)
+        shape.names[name] = tuple(schemas)
+    for patterns in distinct_lists:
+        for pattern in patterns:
+            shape.patterns[pattern] = tuple(_pattern_schema(part, pattern) for part in parts)
     return shape
 
 
 def _pattern_schema(part: dict[str, Any], pattern: str) -> Any:
-    """Return the schema of properties in which a pattern is found, but which have no name."""
+    """Return the schema that `part` has for properties that match `pattern` and are not named."""
     if part.get("patternProperties"):
         return part["patternProperties"][pattern]
     return part.get("additionalProperties", True)
 
 
 def _property_schemas(part: dict[str, Any], name: str) -> list[Any]:
-    """Return the schemas that one schema has for a named property."""
+    """Return the schemas that `part` has for the property `name`."""
     schemas = [part["properties"][name]] if name in part.get("properties", ()) else []
     for pattern, schema in part.get("patternProperties", {}).items():
         if _matches(pattern, name):
@@ -115,6 +125,13 @@ def _property_schemas(part: dict[str, Any], name: str) -> list[Any]:
 
 
 def _matches(pattern: str, name: str) -> bool:
+    """Return whether a search finds `pattern` in a property name.
+
+    Raises
+    ------
+    NoExactForm
+        The pattern is not valid for Python's ``re``, or the search takes too long.
+    """
     try:
         if _UNSUPPORTED_ESCAPE.search(pattern):
             raise NoExactForm(

@@ -1,10 +1,13 @@
-"""Rewriting of JSON schemas into equivalent ones that grammar backends can enforce.
+"""Rewriting of JSON schemas into equivalent schemas that grammar backends can enforce.
 
-Grammar backends cannot complement a language and cannot count across an object. ``not``, ``oneOf``,
-``if``, ``dependencies``, ``propertyNames``, ``uniqueItems``, ``contains`` and the property counts
-are therefore expanded into unions and intersections where that is exact. For example, options of a
-``oneOf`` that exclude each other become an ``anyOf``, and formats that the standard does not define
-are removed as annotations. Parts without an exact form are removed and reported.
+Grammar backends can neither complement a language nor count the properties of an object. The
+keywords ``not``, ``oneOf``, ``if``, ``dependencies``, ``propertyNames``, ``uniqueItems``,
+``contains``, ``minProperties`` and ``maxProperties`` are therefore expanded into unions and
+intersections of schemas. For example, a ``oneOf`` whose options exclude each other becomes an
+``anyOf``. Formats that the standard does not define are annotations and are removed.
+
+The result is called an exact form if it is equivalent to the original. Parts of a schema that have
+no known exact form are removed and reported.
 """
 
 from __future__ import annotations
@@ -25,11 +28,13 @@ class Rewritten(NamedTuple):
     Attributes
     ----------
     schema
-        The new schema, without the parts in `lost`.
+        The new schema.
     lost
-        Parts of the original schema that have no exact form. The new schema allows more.
+        Parts of the original schema that have no exact form and are missing in the new schema. The
+        new schema allows values that these parts exclude.
     narrowed
-        Parts where the new schema allows less: some valid values have no exact form, others have.
+        Parts of the original schema for which the new schema excludes some valid values, because no
+        form is known that allows exactly the valid ones.
     """
 
     schema: Any
@@ -38,7 +43,15 @@ class Rewritten(NamedTuple):
 
 
 def rewrite(schema: Any, *, draft: int = 2020, assert_formats: bool | None = None) -> Rewritten:
-    """Rewrite a schema that `check_schema` accepts. The options are those of `route`."""
+    """Rewrite a schema.
+
+    Parameters
+    ----------
+    schema
+        A parsed JSON schema that `check_schema` accepts.
+    draft, assert_formats
+        As in `graft.grammar.route`.
+    """
     if not isinstance(schema, dict):
         return Rewritten(schema)
     if assert_formats is None:

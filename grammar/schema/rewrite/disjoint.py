@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-import functools
+import itertools
 import json
 import math
 import re
@@ -25,33 +25,46 @@ from graft.grammar.validate import search_pattern
 __all__ = ["Disjointness"]
 
 _MAX_DEPTH = 6
-_MAX_QUERIES = 60  # of LLGuidance, per document
+_MAX_QUERIES = 60  # maximum number of checks by LLGuidance per document
 _MAX_QUERY_CHARACTERS = 15_000  # LLGuidance takes half a second for some larger documents
 _REFERENCE = re.compile(r'"\$ref": "([^"]*)"')
 
 
 class Disjointness:
-    """Proofs within one document. A pair that is not proved disjoint may still be.
+    """Proofs that schemas of one document are disjoint.
 
-    Types, constants and required properties are compared first. LLGuidance is queried about the
-    rest.
+    Two schemas are first compared by their types, constants and required properties. If that
+    proves nothing, LLGuidance is asked whether their intersection is unsatisfiable. The method is
+    incomplete: schemas that are not proved disjoint may still be disjoint.
 
     Parameters
     ----------
     root
         The document.
     references
-        Its references.
+        References of the document.
     """
 
     def __init__(self, root: Any, references: References):
-        shared = ("$schema", "$defs", "definitions")
         self._references = references
-        self._definitions = {k: root[k] for k in shared if k in root}
+        self._definitions: dict[str, Any] = {}
+        for keyword in ("$schema", "$defs", "definitions"):
+            if keyword in root:
+                self._definitions[keyword] = root[keyword]
         self._remaining_queries = _MAX_QUERIES
 
     def proved(self, one: Any, other: Any, base: Any = True, types: JsonTypes = JSON_TYPES) -> bool:
-        """Return whether provably no value of the types satisfies `base` and both schemas."""
+        """Return whether two schemas are provably disjoint.
+
+        Parameters
+        ----------
+        one, other
+            The schemas.
+        base
+            A schema that all considered values satisfy.
+        types
+            JSON types of the considered values.
+        """
         if self._are_apart(one, other, types, _MAX_DEPTH):
             return True
         if self._remaining_queries <= 0:
@@ -67,17 +80,19 @@ class Disjointness:
         document: dict[str, Any] = {"allOf": parts}
         if "$schema" in self._definitions:
             document["$schema"] = self._definitions["$schema"]
-        pending = set(_REFERENCE.findall(json.dumps(parts)))
+        pending = _references_in(parts)
         done: set[str] = set()
-        while pending - done:
-            reference = (pending - done).pop()
+        while pending:
+            reference = pending.pop()
             done.add(reference)
-            home, _, name = reference.removeprefix("#/").partition("/")
-            if home not in ("$defs", "definitions") or name not in self._definitions.get(home, {}):
+            keyword, _, name = reference.removeprefix("#/").partition("/")
+            known = keyword in ("$defs", "definitions")
+            definitions = self._definitions.get(keyword, {}) if known else {}
+            if name not in definitions:
                 return {**self._definitions, "allOf": parts}
-            target = self._definitions[home][name]
-            document.setdefault(home, {})[name] = target
-            pending |= set(_REFERENCE.findall(json.dumps(target)))
+            target = definitions[name]
+            document.setdefault(keyword, {})[name] = target
+            pending |= _references_in(target) - done
         return document
 
     def _are_apart(self, one: Any, other: Any, types: JsonTypes, depth: int) -> bool:
@@ -106,18 +121,24 @@ class Disjointness:
     def _part_is_apart(
         self, one: dict[str, Any], other: dict[str, Any], types: JsonTypes, depth: int
     ) -> bool:
-        """Return whether a conjunct, or all options of a union, of `one` exclude `other`."""
-        for part in self._conjuncts(one):
-            if self._are_apart(part, other, types, depth - 1):
-                return True
+        """Return whether a part of `one` proves that `one` and `other` are disjoint.
+
+        That is the case if a conjunct of `one` is disjoint from `other`, or if all options of a
+        union of `one` are.
+        """
+
+        def is_apart(part: Any) -> bool:
+            return self._are_apart(part, other, types, depth - 1)
+
+        if any(map(is_apart, self._conjuncts(one))):
+            return True
         for keyword in ("anyOf", "oneOf"):
-            if keyword in one and all(
-                self._are_apart(part, other, types, depth - 1) for part in one[keyword]
-            ):
+            if keyword in one and all(map(is_apart, one[keyword])):
                 return True
         return False
 
     def _conjuncts(self, schema: dict[str, Any]) -> list[Any]:
+        """Return the schemas of ``allOf`` and the target of ``$ref``."""
         parts = list(schema.get("allOf", ()))
         if "$ref" in schema:
             with contextlib.suppress(NoExactForm):
@@ -125,26 +146,30 @@ class Disjointness:
         return parts
 
     def _objects_are_apart(self, one: dict[str, Any], other: dict[str, Any], depth: int) -> bool:
-        """Return whether the schemas of a required property are disjoint."""
-        return any(
-            self._are_apart(
-                _property_schema(one, name), _property_schema(other, name), JSON_TYPES, depth - 1
-            )
-            for name in dict.fromkeys((*required_of(one), *required_of(other)))
-        )
+        """Return whether two object schemas have disjoint schemas for a required property."""
+        for name in dict.fromkeys(required_of(one) + required_of(other)):
+            schema = _property_schema(one, name)
+            other_schema = _property_schema(other, name)
+            if self._are_apart(schema, other_schema, JSON_TYPES, depth - 1):
+                return True
+        return False
+
+
+def _references_in(schemas: Any) -> set[str]:
+    """Return the values of all ``$ref`` in schemas."""
+    return set(_REFERENCE.findall(json.dumps(schemas)))
 
 
 def _have_common_value(values: list[Any], others: list[Any]) -> bool:
-    """Return whether two lists have an equal value; ``True`` and ``1`` differ."""
-    return any(
-        value == other and isinstance(value, bool) == isinstance(other, bool)
-        for value in values
-        for other in others
-    )
+    """Return whether two lists have a JSON value in common. In JSON, ``true`` and 1 differ."""
+    for value, other in itertools.product(values, others):
+        if value == other and isinstance(value, bool) == isinstance(other, bool):
+            return True
+    return False
 
 
 def _strings_are_apart(one: dict[str, Any], other: dict[str, Any]) -> bool:
-    """Return whether no string satisfies two schemas."""
+    """Return whether provably no string satisfies both schemas."""
     values = values_of(one)
     if values is not None and _all_refused(values, other):
         return True
@@ -157,7 +182,10 @@ def _strings_are_apart(one: dict[str, Any], other: dict[str, Any]) -> bool:
 
 
 def _property_schema(schema: dict[str, Any], name: str) -> Any:
-    """Return a schema that the property of this name must satisfy, possibly not all of it."""
+    """Return a schema that the property with this name must satisfy.
+
+    The property may have to satisfy further schemas.
+    """
     properties = schema.get("properties", {})
     if name in properties:
         return properties[name]
@@ -167,16 +195,22 @@ def _property_schema(schema: dict[str, Any], name: str) -> Any:
 
 
 def _all_refused(words: list[Any], schema: dict[str, Any]) -> bool:
-    """Return whether the schema's own string keywords refuse every one of the words."""
+    """Return whether no word is a string that the schema's own string keywords allow."""
     min_length = schema.get("minLength", 0)
     max_length = schema.get("maxLength", math.inf)
-    matches = None
-    with contextlib.suppress(re.error, KeyError):
-        re.compile(schema["pattern"])
-        matches = functools.partial(search_pattern, schema["pattern"])
-    return all(
-        not isinstance(word, str)
-        or not min_length <= len(word) <= max_length
-        or (matches and word.isascii() and not matches(word))
-        for word in words
-    )
+    pattern = schema.get("pattern")
+    if pattern is not None:
+        try:
+            re.compile(pattern)
+        except re.error:
+            pattern = None
+
+    def is_refused(word: Any) -> bool:
+        if not isinstance(word, str):
+            return True
+        if not min_length <= len(word) <= max_length:
+            return True
+        # Python's and the backend's patterns may differ for other characters than ASCII.
+        return pattern is not None and word.isascii() and not search_pattern(pattern, word)
+
+    return all(map(is_refused, words))

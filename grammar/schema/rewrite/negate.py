@@ -24,16 +24,16 @@ from graft.grammar.validate import search_pattern
 __all__ = ["Negation"]
 
 _MAX_DEPTH = 12
-_MAX_ONE_OF = 6  # options of a oneOf whose complement is expanded
-_MAX_ITEMS = 4  # of an array, any of which may violate the schema
-_MAX_LISTED = 5  # properties of a closed object whose combinations are expanded
+_MAX_ONE_OF = 6  # maximum number of options of a oneOf whose complement is expanded
+_MAX_ITEMS = 4  # maximum length of arrays for which "some item is invalid" is expanded
+_MAX_LISTED = 5  # maximum number of properties of a closed object for which it is expanded
 _SOME_PROPERTY_DIFFERS = "that some property differs cannot be expressed in JSON schema"
 _SOME_ITEM_DIFFERS = "that some item differs cannot be expressed in JSON schema"
 _KNOWN_FORMATS = word_set(
     """date-time time date duration email hostname ipv4 ipv6 uuid uri idn-email idn-hostname iri
     iri-reference json-pointer relative-json-pointer regex uri-reference uri-template"""
 )
-#: Keywords that are annotations or are handled together with others.
+#: Keywords that are annotations or are negated together with other keywords.
 _HANDLED_ELSEWHERE = word_set(
     """$schema $id id $anchor $defs definitions $comment title description default examples
     deprecated readOnly writeOnly type const enum required properties additionalProperties
@@ -84,14 +84,15 @@ class Negation:
     references
         References of the document.
     draft
-        Its draft: 3, 4, 6, 7, 2019 or 2020.
+        JSON schema draft of the document: 3, 4, 6, 7, 2019 or 2020.
     """
 
     def __init__(self, references: References, draft: int):
         self._references = references
         self._draft = draft
         self._depth = 0
-        self._omitted: list[NoExactForm] | None = None  # not None while parts may be omitted
+        # Reasons for omitted parts during `partial_complement`; None during `complement`.
+        self._omitted: list[NoExactForm] | None = None
 
     def complement(self, schema: Any, types: JsonTypes = JSON_TYPES, names: Names = None) -> Any:
         """Return the schema of all values that `schema` refuses.
@@ -101,9 +102,9 @@ class Negation:
         schema
             The schema to negate.
         types
-            Types that matter. The result may accept or refuse values of other types.
+            JSON types of the values for which the result must be correct.
         names
-            The only property names that objects can have; None if any.
+            Names of all properties that objects can have; None if they can have any name.
 
         Raises
         ------
@@ -123,11 +124,22 @@ class Negation:
     def partial_complement(
         self, schema: Any, types: JsonTypes = JSON_TYPES, names: Names = None
     ) -> tuple[Any, NoExactForm | None]:
-        """Return the complement, or a part of it, and the reason if parts are omitted.
+        """Return the complement of a schema or, if it cannot be expressed, a part of it.
 
-        Objects that violate the schema only in the value of a property are omitted if the
-        complement of that property's schema cannot be expressed. Objects without the property are
-        not omitted.
+        If the complement of a property's schema cannot be expressed, the result does not include
+        the objects that violate the schema only in the value of this property. Objects without the
+        property are included.
+
+        Parameters
+        ----------
+        schema, types, names
+            As in `complement`.
+
+        Returns
+        -------
+        tuple
+            The schema, and the reason for the first part that it does not include; None if it is
+            the whole complement.
 
         Raises
         ------
@@ -145,9 +157,9 @@ class Negation:
         return found, omitted[0] if omitted else None
 
     def _options(self, schema: dict[str, Any], types: JsonTypes, names: Names) -> Iterator[Any]:
-        """Yield schemas whose union is the complement."""
+        """Yield schemas whose union is the complement of a schema."""
         yield from _other_types(schema, types)
-        # Values of types that the schema excludes are covered already.
+        # The values of all types that the schema excludes have been yielded.
         if "type" in schema:
             types = common_types(types, types_of({"type": schema["type"]}))
         else:
@@ -202,11 +214,15 @@ class Negation:
             raise NoExactForm(keyword, "its complement cannot be expressed in JSON schema")
 
     def _other_values(self, values: Any, types: JsonTypes) -> Iterator[Any]:
-        """Yield schemas whose union is all values except these."""
+        """Yield schemas whose union contains all values except `values`."""
         by_type: dict[str, list[Any]] = {}
         for value in values:
             by_type.setdefault(type_of_value(value), []).append(value)
-        absent = [t for t in types if ("number" if t == "integer" else t) not in by_type]
+        absent = []
+        for json_type in types:
+            kind = "number" if json_type == "integer" else json_type
+            if kind not in by_type:
+                absent.append(json_type)
         if absent:
             yield {"type": sorted(absent)}
         if "boolean" in types and len(set(by_type.get("boolean", ()))) == 1:
@@ -226,7 +242,7 @@ class Negation:
                 yield others[0] if len(others) == 1 else {"allOf": others}
 
     def _other_than(self, value: Any) -> Any:
-        """Return the schema of the arrays (or objects) that differ from this one."""
+        """Return the schema of the arrays that differ from an array, or objects from an object."""
         options: list[Any] = []
         if isinstance(value, list):
             if value:
@@ -242,14 +258,14 @@ class Negation:
         return any_of(options)
 
     def _item(self, index: int, schema: Any) -> Any:
-        """Return the schema of arrays whose item at `index` exists and satisfies a schema."""
+        """Return the schema of arrays that have an item at `index` which satisfies `schema`."""
         if schema is False:
             return False
         prefix = "prefixItems" if self._draft >= 2020 else "items"
         return {"type": "array", "minItems": index + 1, prefix: [True] * index + [schema]}
 
     def _arrays(self, schema: dict[str, Any]) -> Iterator[Any]:
-        """Yield schemas of the arrays with an item that violates the schema."""
+        """Yield schemas whose union contains the arrays with an item that violates a schema."""
         items = schema.get("items")
         if isinstance(items, list):
             prefix = items
@@ -272,7 +288,7 @@ class Negation:
             yield self._item(index, complement)
 
     def _objects(self, schema: dict[str, Any], names: Names) -> Iterator[Any]:
-        """Yield schemas of the objects with a missing or invalid property."""
+        """Yield schemas whose union contains the objects with a missing or invalid property."""
         properties = schema.get("properties", {})
         for name in required_of(schema):
             yield {"type": "object", "properties": {name: False}}
@@ -298,7 +314,10 @@ class Negation:
             raise NoExactForm("additionalProperties", _SOME_PROPERTY_DIFFERS)
 
     def _invalid_property(self, name: str, part: Any) -> Any:
-        """Return the schema of objects whose property violates a schema; see `_omitted`."""
+        """Return the schema of objects whose property `name` violates the schema `part`.
+
+        During `partial_complement`, return False if this schema cannot be expressed.
+        """
         try:
             return _property(name, self.complement(part))
         except NoExactForm as error:
@@ -323,14 +342,17 @@ def _is_assertion(keyword: str) -> bool:
 
 
 def _property(name: str, schema: Any) -> Any:
-    """Return the schema of objects that have a property which satisfies a schema."""
+    """Return the schema of objects that have the property `name` with a value of `schema`."""
     if schema is False:
         return False
     return {"type": "object", "required": [name], "properties": {name: schema}}
 
 
 def _with_another_property(present: tuple[str, ...], names: tuple[str, ...]) -> Any:
-    """Return the schema of objects with exactly `present` of the names, and another property."""
+    """Return the schema of objects that have a property which is not in `names`.
+
+    Of the properties in `names`, the objects have exactly those in `present`.
+    """
     return {
         "type": "object",
         "properties": {name: name in present for name in names},
@@ -340,7 +362,7 @@ def _with_another_property(present: tuple[str, ...], names: tuple[str, ...]) -> 
 
 
 def _other_types(schema: dict[str, Any], types: JsonTypes) -> Iterator[Any]:
-    """Yield the schema of the types that a schema's ``type`` excludes."""
+    """Yield the schema of all values whose type is excluded by the ``type`` of a schema."""
     if "type" not in schema:
         return
     own_types = types_of({"type": schema["type"]})
@@ -354,7 +376,11 @@ def _other_types(schema: dict[str, Any], types: JsonTypes) -> Iterator[Any]:
 
 
 def _numbers(schema: dict[str, Any], json_type: str) -> Iterator[Any]:
-    """Yield schemas of the numbers outside the bounds, in the notation of any draft."""
+    """Yield schemas of the numbers that violate a bound of a schema of any draft.
+
+    In draft 4, ``exclusiveMinimum`` is a boolean that belongs to ``minimum``. In later drafts, it
+    is a bound by itself.
+    """
     for bound, other in (("minimum", "Maximum"), ("maximum", "Minimum")):
         strict = schema.get("exclusive" + bound.capitalize())
         if bound in schema:

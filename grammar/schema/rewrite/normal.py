@@ -1,9 +1,9 @@
-"""Normal form of a schema, which the rewriter takes as input.
+"""Normalization of a schema before it is rewritten.
 
 Keywords that the schema's draft ignores, unused definitions and keywords without effect are
-removed. Named references, and dynamic ones with a single target, become JSON pointers.
-``unevaluatedProperties`` and ``unevaluatedItems`` are replaced where the schema alone determines
-their scope.
+removed. References by name, and dynamic references with a single target, are replaced by JSON
+pointers. ``unevaluatedProperties`` and ``unevaluatedItems`` are replaced where the properties or
+items that they apply to do not depend on the value.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from graft.grammar.schema.terms import (
 
 __all__ = ["normalize"]
 
-#: First draft of each newer keyword.
+#: First JSON schema draft that defines each of the newer keywords.
 _SINCE = {
     "contains": 6,
     "propertyNames": 6,
@@ -49,7 +49,7 @@ _DEFINITIONS = ("$defs", "definitions")
 _CONDITIONAL = ("anyOf", "oneOf", "if", "then", "else", "dependentSchemas")
 _DYNAMIC_REFERENCES = ("$dynamicRef", "$recursiveRef")
 
-#: Property names and patterns, as the keys of two dicts.
+#: Property names and property patterns, as the keys of two dicts.
 Names = tuple[dict[str, Any], dict[str, Any]]
 
 
@@ -61,7 +61,7 @@ def normalize(root: dict[str, Any], draft: int) -> dict[str, Any]:
     root
         The document.
     draft
-        Its draft: 3, 4, 6, 7, 2019 or 2020.
+        JSON schema draft of the document: 3, 4, 6, 7, 2019 or 2020.
     """
     root = _without_ignored(root, draft, is_map=False)
     if not References(root).nested:
@@ -74,14 +74,14 @@ def normalize(root: dict[str, Any], draft: int) -> dict[str, Any]:
                 try:
                     replace_keyword(part, part[keyword], references)
                 except NoExactForm:
-                    continue  # the rewriter reports it
+                    continue  # the rewriter reports the keyword
                 del part[keyword]
     _remove_unused_definitions(root, references)
     return root
 
 
 def _remove_idle_contains(part: dict[str, Any]) -> None:
-    """Remove ``contains`` that requires nothing, and its bounds where there is no ``contains``."""
+    """Remove a ``contains`` that requires nothing, and bounds that belong to no ``contains``."""
     if part.get("minContains") == 0 and "maxContains" not in part:
         part.pop("contains", None)
     if "contains" not in part:
@@ -90,7 +90,7 @@ def _remove_idle_contains(part: dict[str, Any]) -> None:
 
 
 def _without_ignored(part: Any, draft: int, is_map: bool) -> Any:
-    """Return a copy without the keywords that the draft ignores.
+    """Return a copy of a part of the document without the keywords that the draft ignores.
 
     Parameters
     ----------
@@ -99,7 +99,7 @@ def _without_ignored(part: Any, draft: int, is_map: bool) -> Any:
     draft
         Draft of the document.
     is_map
-        Whether `part` is a map of schemas, whose keys are names and not keywords.
+        Whether `part` is a map of schemas. The keys of a map are names and not keywords.
     """
     if isinstance(part, list):
         return [_without_ignored(item, draft, is_map=False) for item in part]
@@ -122,26 +122,37 @@ def _without_ignored(part: Any, draft: int, is_map: bool) -> Any:
 
 
 def _resolve_names(root: dict[str, Any]) -> None:
-    """Replace references by name, and dynamic ones with a single target, by pointers."""
-    pointers: dict[str, list[str]] = {}  # of the subschemas with a name
-    for pointer, part in subschemas(root):
-        for keyword in ("$anchor", "$dynamicAnchor"):
-            if isinstance(part.get(keyword), str):
-                pointers.setdefault(part[keyword], []).append(pointer)
-        name = part.get("$id", part.get("id"))  # names a subschema up to draft 7
-        if isinstance(name, str) and re.fullmatch(r"#[A-Za-z][^/]*", name):
-            pointers.setdefault(name[1:], []).append(pointer)
+    """Replace references by name, and dynamic references with a single target, by pointers.
+
+    The document is modified in place.
+    """
+    pointers = _pointers_by_name(root)
     for _, part in subschemas(root):
         part.pop("$dynamicAnchor", None)
         part.pop("$recursiveAnchor", None)
         for keyword in (*_DYNAMIC_REFERENCES, "$ref"):
             target = part.get(keyword, "")
-            found = pointers.get(target[1:], []) if target[:1] == "#" else []
-            if keyword != "$ref" and (target == "#" or target[:2] == "#/"):
+            found = []
+            if keyword != "$ref" and (target == "#" or target.startswith("#/")):
                 found = [target]
+            elif target.startswith("#"):
+                found = pointers.get(target[1:], [])
             if len(found) == 1 and (keyword == "$ref" or "$ref" not in part):
                 del part[keyword]
                 part["$ref"] = found[0]
+
+
+def _pointers_by_name(root: dict[str, Any]) -> dict[str, list[str]]:
+    """Return the JSON pointers of the subschemas that have a name, by name."""
+    pointers: dict[str, list[str]] = {}
+    for pointer, part in subschemas(root):
+        for keyword in ("$anchor", "$dynamicAnchor"):
+            if isinstance(part.get(keyword), str):
+                pointers.setdefault(part[keyword], []).append(pointer)
+        identifier = part.get("$id", part.get("id"))  # up to draft 7, "#name" names a subschema
+        if isinstance(identifier, str) and re.fullmatch(r"#[A-Za-z][^/]*", identifier):
+            pointers.setdefault(identifier[1:], []).append(pointer)
+    return pointers
 
 
 def _replace_unevaluated_properties(
@@ -160,7 +171,9 @@ def _replace_unevaluated_properties(
 def _evaluated_names(
     part: Any, references: References, ignored: tuple[str, ...], ancestors: list[Any]
 ) -> Names | None:
-    """Return the names and patterns that a schema evaluates for every value; None if all.
+    """Return the property names and patterns that a schema evaluates for every value.
+
+    In JSON schema, a property is evaluated if a keyword such as ``properties`` applies to it.
 
     Parameters
     ----------
@@ -171,7 +184,12 @@ def _evaluated_names(
     ignored
         Keywords of `part` that are not considered.
     ancestors
-        Schemas whose evaluation led here; a recursive reference adds nothing.
+        Schemas that contain or refer to `part`. A recursive reference adds no names.
+
+    Returns
+    -------
+    tuple or None
+        The names and the patterns; None if all properties are evaluated.
 
     Raises
     ------
@@ -187,14 +205,16 @@ def _evaluated_names(
     conjuncts = list(part.get("allOf", ()))
     if "$ref" in part:
         conjuncts.append(references.resolve(part["$ref"]))
+    path = [*ancestors, part]
     for conjunct in conjuncts:
-        found = _evaluated_names(conjunct, references, (), [*ancestors, part])
+        found = _evaluated_names(conjunct, references, (), path)
         if found is None:
             return None
-        names = names | found[0]
-        patterns = patterns | found[1]
+        more_names, more_patterns = found
+        names |= more_names
+        patterns |= more_patterns
     for conditional in _conditional_parts(part):
-        found = _evaluated_names(conditional, references, (), [*ancestors, part])
+        found = _evaluated_names(conditional, references, (), path)
         if found is None or found[0].keys() - names or found[1].keys() - patterns:
             raise NoExactForm("unevaluatedProperties", "depends on the value")
     if part.keys() & set(_DYNAMIC_REFERENCES):
@@ -203,7 +223,7 @@ def _evaluated_names(
 
 
 def _conditional_parts(part: dict[str, Any]) -> list[Any]:
-    """Return the subschemas that apply to the same value, depending on that value."""
+    """Return the subschemas that apply to the same value as `part`, depending on that value."""
     parts: list[Any] = []
     for keyword in _CONDITIONAL:
         value = part.get(keyword, [])
@@ -236,8 +256,11 @@ _REFERENCE = re.compile(r'"\$(?:ref|dynamicRef|recursiveRef)": "((?:[^"\\]|\\.)*
 
 
 def _remove_unused_definitions(root: dict[str, Any], references: References) -> None:
-    """Remove definitions without references. Keep all if a reference is no local pointer."""
-    pending: list[Any] = [{k: v for k, v in root.items() if k not in _DEFINITIONS}]
+    """Remove the definitions that no reference leads to.
+
+    If a reference is not a local pointer, all definitions are kept.
+    """
+    pending: list[Any] = [{key: value for key, value in root.items() if key not in _DEFINITIONS}]
     used: set[tuple[str, str]] = set()
     while pending:
         for target in _REFERENCE.findall(json.dumps(pending.pop())):
@@ -249,7 +272,10 @@ def _remove_unused_definitions(root: dict[str, Any], references: References) -> 
                 used.add((home, name))
                 pending.append(root.get(home, {}).get(name))
     for home in _DEFINITIONS:
-        if home in root:
-            root[home] = {k: v for k, v in root[home].items() if (home, k) in used}
-            if not root[home]:
-                del root[home]
+        if home not in root:
+            continue
+        kept = {name: part for name, part in root[home].items() if (home, name) in used}
+        if kept:
+            root[home] = kept
+        else:
+            del root[home]

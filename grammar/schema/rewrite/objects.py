@@ -1,4 +1,4 @@
-"""Equivalent forms of keywords that constrain whole objects and arrays."""
+"""Equivalent forms of keywords that constrain objects and arrays as a whole."""
 
 from __future__ import annotations
 
@@ -12,23 +12,25 @@ from graft.grammar.validate import search_pattern
 
 __all__ = ["contains", "dependencies", "distinct", "property_count", "property_names"]
 
-_MAX_OPTIONS = 64  # that a rewrite may introduce
-_MAX_CONDITIONS = 7  # dependencies that become unions
-_MAX_ORDERS = 400  # permutations of items
+_MAX_OPTIONS = 64  # maximum number of options of a union that replaces a keyword
+_MAX_CONDITIONS = 7  # maximum number of unions that replace dependencies
+_MAX_ORDERS = 400  # maximum number of arrays that replace uniqueItems
 _ANNOTATIONS = word_set("type title description $comment examples default")
 
 
 def dependencies(value: Any, required: list[str]) -> list[Any]:
     """Return schemas whose intersection is equivalent to ``dependencies``.
 
-    Also handles its successors ``dependentRequired`` and ``dependentSchemas``. The dependency of a
-    required property becomes unconditional. Any other becomes a union: the property is absent, or
-    it is present and its dependency holds. Properties that depend on each other share one union.
+    The function also handles ``dependentRequired`` and ``dependentSchemas``, the successors of
+    ``dependencies``. The dependency of a required property becomes unconditional. Every other
+    dependency becomes a union: either the property is absent, or it is present and its dependency
+    holds. Properties that depend on each other share one union.
 
     Parameters
     ----------
     value
-        Value of the keyword.
+        Value of the keyword: the dependency of each property, by name. A dependency is a schema or
+        a list of names of properties that must be present.
     required
         Names of the required properties.
 
@@ -37,43 +39,60 @@ def dependencies(value: Any, required: list[str]) -> list[Any]:
     NoExactForm
         There are too many unions.
     """
-    always_present = set(required)
-    #: By group of names: the names in order, and the properties that depend on all of them.
-    groups: dict[frozenset[str], tuple[list[str], list[str]]] = {}
+    name_lists: dict[str, list[str]] = {}
     parts: list[Any] = []
     for name, dependency in value.items():
-        if isinstance(dependency, str):  # draft 3
-            dependency = [dependency]
-        if isinstance(dependency, list):
-            group = list(dict.fromkeys((*dependency, name)))
-            _, owners = groups.setdefault(frozenset(group), (group, []))
-            owners.append(name)
-        elif name in always_present:
+        if isinstance(dependency, str):  # draft 3 allows a single name
+            name_lists[name] = [dependency]
+        elif isinstance(dependency, list):
+            name_lists[name] = dependency
+        elif name in required:
             parts.append(dependency)
         elif dependency is not True and dependency != {}:
-            present = {"required": [name]}
             absent = {"properties": {name: False}}
-            parts.append({"anyOf": [absent, {"allOf": [present, dependency]}]})
-    for group, owners in groups.values():
-        if len(group) == 1:
-            continue
-        all_present = {"required": group}
-        if always_present & set(owners):
-            parts.append(all_present)
-        else:
-            absent = {"properties": dict.fromkeys(owners, False)}
-            parts.append({"anyOf": [absent, all_present]})
+            present = {"allOf": [{"required": [name]}, dependency]}
+            parts.append({"anyOf": [absent, present]})
+    parts += _required_together(name_lists, set(required))
     conditions = sum("anyOf" in part for part in parts if isinstance(part, dict))
     if conditions > _MAX_CONDITIONS:
         raise NoExactForm("dependencies", f"{len(parts)} of them are too many to spell out")
     return parts
 
 
-def property_names(names: Any, schema: dict[str, Any]) -> dict[str, Any]:
-    """Return keywords that replace those of an object schema with ``propertyNames``.
+def _required_together(name_lists: dict[str, list[str]], required: set[str]) -> list[Any]:
+    """Return schemas for the dependencies that are lists of names.
 
-    They are ``properties``, ``patternProperties`` and ``additionalProperties``, or only
-    ``maxProperties: 0``.
+    Parameters
+    ----------
+    name_lists
+        By property: the names of the properties that must be present if it is present.
+    required
+        Names of the required properties.
+    """
+    # Properties that must be present together, and the properties that require all of them.
+    groups: dict[frozenset[str], tuple[list[str], list[str]]] = {}
+    for name, names in name_lists.items():
+        group = list(dict.fromkeys([*names, name]))
+        _, owners = groups.setdefault(frozenset(group), (group, []))
+        owners.append(name)
+    parts: list[Any] = []
+    for group, owners in groups.values():
+        if len(group) == 1:
+            continue
+        all_present = {"required": group}
+        if required & set(owners):
+            parts.append(all_present)
+        else:
+            absent = {"properties": dict.fromkeys(owners, False)}
+            parts.append({"anyOf": [absent, all_present]})
+    return parts
+
+
+def property_names(names: Any, schema: dict[str, Any]) -> dict[str, Any]:
+    """Return the keywords that replace ``propertyNames`` in an object schema.
+
+    They are new values of ``properties``, ``patternProperties`` and ``additionalProperties``. If no
+    name is allowed, the only keyword is ``maxProperties: 0``.
 
     Parameters
     ----------
@@ -85,12 +104,17 @@ def property_names(names: Any, schema: dict[str, Any]) -> dict[str, Any]:
     Raises
     ------
     NoExactForm
-        The names are not a regular language that graft knows, or patterns would be intersected.
+        No pattern is known for the names, or the object schema has ``patternProperties``, so that
+        two patterns would have to be intersected.
     """
     if names is True or names == {}:
         return {}
-    types = names.get("type", "string") if isinstance(names, dict) else "string"
-    if names is False or "string" not in ([types] if isinstance(types, str) else types):
+    if names is False:
+        return {"maxProperties": 0}
+    types = names.get("type", "string")
+    if isinstance(types, str):
+        types = [types]
+    if "string" not in types:
         return {"maxProperties": 0}
     pattern = _name_pattern(names)
     if schema.get("patternProperties"):
@@ -116,16 +140,19 @@ def property_names(names: Any, schema: dict[str, Any]) -> dict[str, Any]:
 
 def _name_pattern(names: Any) -> str:
     """Return a pattern of the names that satisfy the value of ``propertyNames``."""
-    keywords = {key: value for key, value in names.items() if key not in _ANNOTATIONS}
-    if set(keywords) == {"pattern"}:
-        return keywords["pattern"]
-    if set(keywords) in ({"enum"}, {"const"}):
-        words = keywords["enum"] if "enum" in keywords else [keywords["const"]]
-        texts = [re.sub(r"([^A-Za-z0-9 _-])", r"\\\1", w) for w in words if isinstance(w, str)]
-        return f"^(?:{'|'.join(texts)})$"
-    if set(keywords) <= {"minLength", "maxLength"}:
-        low = keywords.get("minLength", 0)
-        high = keywords.get("maxLength", "")
+    keywords = names.keys() - _ANNOTATIONS
+    if keywords == {"pattern"}:
+        return names["pattern"]
+    if keywords in ({"enum"}, {"const"}):
+        words = names["enum"] if "enum" in names else [names["const"]]
+        escaped = []
+        for word in words:
+            if isinstance(word, str):
+                escaped.append(re.sub(r"([^A-Za-z0-9 _-])", r"\\\1", word))
+        return f"^(?:{'|'.join(escaped)})$"
+    if keywords <= {"minLength", "maxLength"}:
+        low = names.get("minLength", 0)
+        high = names.get("maxLength", "")
         return f"^[\\s\\S]{{{low},{high}}}$"
     raise NoExactForm("propertyNames", f"with {', '.join(sorted(keywords))} cannot be enforced")
 
@@ -133,11 +160,18 @@ def _name_pattern(names: Any) -> str:
 def property_count(schema: dict[str, Any]) -> list[Any] | None:
     """Return schemas whose union is equivalent to ``minProperties`` and ``maxProperties``.
 
+    The union has one option for each set of optional properties that may be present together.
+
+    Parameters
+    ----------
+    schema
+        An object schema with at least one of the two keywords.
+
     Returns
     -------
     list or None
-        The schemas; empty if the bounds always hold; None if the bounds can be kept, because every
-        listed property is required or impossible.
+        The schemas. The list is empty if the bounds always hold. The result is None if the two
+        keywords can be kept, because every listed property is either required or impossible.
 
     Raises
     ------
@@ -148,9 +182,10 @@ def property_count(schema: dict[str, Any]) -> list[Any] | None:
     high = schema.get("maxProperties")
     properties = schema.get("properties", {})
     required = set(required_of(schema))
-    optional = [
-        name for name, part in properties.items() if part is not False and name not in required
-    ]
+    optional = []
+    for name, part in properties.items():
+        if part is not False and name not in required:
+            optional.append(name)
     closed = schema.get("additionalProperties") is False and not schema.get("patternProperties")
     if not optional:
         return None
@@ -162,30 +197,42 @@ def property_count(schema: dict[str, Any]) -> list[Any] | None:
         return []
     if closed and high is None:
         missing = low - len(required)
-        _check_combinations(math.comb(len(optional), missing) if missing <= len(optional) else 0)
-        return [
-            {"required": list(present)} for present in itertools.combinations(optional, missing)
-        ]
+        _check_combinations(math.comb(len(optional), missing))
+        combinations = itertools.combinations(optional, missing)
+        return [{"required": list(present)} for present in combinations]
     if low - len(required) == 1 and high is None:
         one_present: list[Any] = [{"required": [name]} for name in optional]
         all_absent = dict.fromkeys(optional, False)
         return [*one_present, {"properties": all_absent, "minProperties": low}]
     max_present = len(optional)
+    bounds: dict[str, int] = {}
+    if low:
+        bounds["minProperties"] = low
     if high is not None:
+        bounds["maxProperties"] = int(high)
         max_present = min(max_present, int(high) - len(required))
+    return _presence_options(optional, max_present, bounds)
+
+
+def _presence_options(
+    optional: list[str], max_present: int, bounds: dict[str, int]
+) -> list[dict[str, Any]]:
+    """Return a schema for each set of at most `max_present` optional properties.
+
+    The schema requires the properties of the set, forbids the other optional properties, and has
+    the keywords `bounds`.
+    """
     sizes = range(max_present + 1)
     _check_combinations(sum(math.comb(len(optional), size) for size in sizes))
     options = []
     for size in sizes:
         for present in itertools.combinations(optional, size):
+            absent = [name for name in optional if name not in present]
             option: dict[str, Any] = {
-                "properties": {name: False for name in optional if name not in present},
+                "properties": dict.fromkeys(absent, False),
                 "required": list(present),
+                **bounds,
             }
-            if low:
-                option["minProperties"] = low
-            if high is not None:
-                option["maxProperties"] = int(high)
             options.append(option)
     return options
 
@@ -203,7 +250,7 @@ def distinct(schema: dict[str, Any], values: list[Any] | None) -> list[Any] | No
     schema
         The array schema.
     values
-        All values that an item can have; None if they are not a short list.
+        All values that an item can have; None if the schema of the items does not list them.
 
     Returns
     -------
@@ -213,7 +260,7 @@ def distinct(schema: dict[str, Any], values: list[Any] | None) -> list[Any] | No
     Raises
     ------
     NoExactForm
-        The values are unknown, or have too many orders.
+        The values are not listed, or there are too many arrays of distinct values.
     """
     max_items = schema.get("maxItems")
     if max_items is not None and max_items <= 1:
@@ -228,27 +275,32 @@ def distinct(schema: dict[str, Any], values: list[Any] | None) -> list[Any] | No
         raise NoExactForm(
             "uniqueItems", f"{len(values)} values have more than {_MAX_ORDERS} orders"
         )
-    return [{"const": list(row)} for size in sizes for row in itertools.permutations(values, size)]
+    options = []
+    for size in sizes:
+        for items in itertools.permutations(values, size):
+            options.append({"const": list(items)})
+    return options
 
 
 def contains(part: Any, schema: dict[str, Any], prefix: str) -> list[Any]:
     """Return schemas whose union is equivalent to ``contains`` for arrays.
 
-    There is one schema for each set of positions of the contained items.
+    There is one schema for each set of positions at which the contained items can be.
 
     Parameters
     ----------
     part
-        Value of the keyword.
+        Value of the keyword: the schema of the contained items.
     schema
         The array schema.
     prefix
-        Keyword for the first items in the draft: ``"prefixItems"`` or ``"items"``.
+        Keyword for the schemas of the first items in the draft: ``"prefixItems"`` or ``"items"``.
 
     Raises
     ------
     NoExactForm
-        There is no ``maxItems``, there is ``maxContains``, or there are too many positions.
+        The array schema has no ``maxItems`` or has ``maxContains``, or there are too many sets of
+        positions.
     """
     min_contains = int(schema.get("minContains", 1))
     max_items = schema.get("maxItems")
@@ -261,11 +313,9 @@ def contains(part: Any, schema: dict[str, Any], prefix: str) -> list[Any]:
     count = math.comb(int(max_items), min_contains) if max_items < 1000 else _MAX_OPTIONS + 1
     if count > _MAX_OPTIONS:
         raise NoExactForm("contains", f"has more than {_MAX_OPTIONS} combinations of positions")
-    return [
-        {
-            "type": "array",
-            "minItems": positions[-1] + 1,
-            prefix: [part if i in positions else True for i in range(positions[-1] + 1)],
-        }
-        for positions in itertools.combinations(range(int(max_items)), min_contains)
-    ]
+    options = []
+    for positions in itertools.combinations(range(int(max_items)), min_contains):
+        size = positions[-1] + 1
+        items = [part if index in positions else True for index in range(size)]
+        options.append({"type": "array", "minItems": size, prefix: items})
+    return options

@@ -1,4 +1,4 @@
-"""Traversal of a schema that rewrites each keyword and collects the reasons."""
+"""Traversal of a schema that applies the rewriting rules and collects the reasons."""
 
 from __future__ import annotations
 
@@ -32,7 +32,8 @@ _UNSUPPORTED = word_set(
     divisibleBy"""
 )
 _DRAFT_3 = frozenset(("extends", "disallow", "divisibleBy"))
-#: Annotations. ``x-guidance`` would also change LLGuidance's options.
+#: Keywords that are removed, because they are annotations. ``x-guidance`` would change LLGuidance's
+#: options.
 _REMOVED = ("x-guidance", "contentEncoding", "contentMediaType")
 #: The only type that each keyword constrains.
 _TYPE_OF_KEYWORD = {
@@ -51,7 +52,8 @@ _TYPE_OF_KEYWORD = {
         "object",
     ),
 }
-#: Keywords that are rewritten last, because their rules read the new form of others.
+#: Keywords that are rewritten after all others (which have 0), because their rules read the new
+#: form of other keywords.
 _LAST = {"oneOf": 1, "minProperties": 2, "maxProperties": 2}
 
 
@@ -64,13 +66,13 @@ class Site:
     schema
         The original subschema.
     at
-        Its JSON pointer.
+        JSON pointer of the subschema.
     types
-        JSON types that its values can have.
+        JSON types of the values that the subschema applies to.
     out
-        Keywords of the new subschema so far.
+        The new subschema: the keywords that have been rewritten so far.
     extra
-        Schemas that the new subschema requires in addition.
+        Schemas that values must satisfy in addition to the keywords in `out`.
     """
 
     schema: dict[str, Any]
@@ -88,18 +90,19 @@ class Rewriter:
     root
         The normalized document.
     draft
-        Its draft: 3, 4, 6, 7, 2019 or 2020.
+        JSON schema draft of the document: 3, 4, 6, 7, 2019 or 2020.
     assert_formats
         Whether formats are enforced.
     rules
-        Rule of each keyword that is not copied. Rules call methods of the rewriter.
+        Rewriting rules by keyword. A keyword without a rule is copied, and its subschemas are
+        rewritten.
 
     Attributes
     ----------
     lost, narrowed
-        As in `Rewritten`; duplicates are possible.
+        As in `Rewritten`, but possibly with duplicates.
     references, negation, disjoint
-        References, complements and disjointness proofs of the document, for the rules.
+        References, complements and disjointness proofs of the document. The rules use them.
     """
 
     def __init__(
@@ -114,16 +117,20 @@ class Rewriter:
         self.negation = Negation(self.references, draft)
         self.disjoint = Disjointness(root, self.references)
         self._definitions_keyword = "definitions" if draft <= 7 else "$defs"
-        self._aliases: dict[str, str] = {}  # pointer -> name of the copy among the definitions
+        # A reference target that is not a definition is copied to the definitions, because
+        # rewriting may move the target. This maps the target's pointer to the name of the copy.
+        self._aliases: dict[str, str] = {}
         self._aliased_pointers: list[str] = []
 
     def rewrite_document(self, root: dict[str, Any]) -> dict[str, Any]:
-        """Rewrite the document, with copies of reference targets that rewriting would move."""
+        """Rewrite the document, and add copies of reference targets to its definitions."""
         new: dict[str, Any] = self.rewrite(root, "#", JSON_TYPES)
-        for pointer in self._aliased_pointers:  # grows while copies are rewritten
+        # The list grows during the loop, because rewriting a copy may add further targets.
+        for pointer in self._aliased_pointers:
             target = self.references.resolve(f"#{pointer}")
             copy = self.rewrite(target, f"#{pointer}", JSON_TYPES)
-            new.setdefault(self._definitions_keyword, {})[self._aliases[pointer]] = copy
+            definitions = new.setdefault(self._definitions_keyword, {})
+            definitions[self._aliases[pointer]] = copy
         return new
 
     def rewrite(self, schema: Any, at: str, types: JsonTypes) -> Any:
@@ -134,23 +141,32 @@ class Rewriter:
         schema
             The schema.
         at
-            Its JSON pointer.
+            JSON pointer of the schema.
         types
-            Types of the values that it applies to; the result may be arbitrary for others.
+            JSON types of the values that the schema applies to. The result may allow or refuse
+            values of other types.
         """
         if isinstance(schema, bool):
             return schema
         site = Site(schema, at, common_types(types, types_of(schema)))
-        for keyword, value in sorted(schema.items(), key=lambda item: _LAST.get(item[0], 0)):
+        for keyword in sorted(schema, key=lambda keyword: _LAST.get(keyword, 0)):
             try:
-                self._rewrite_keyword(keyword, value, site)
+                self._rewrite_keyword(keyword, schema[keyword], site)
             except NoExactForm as error:
                 self.report_lost(at, keyword, error.why)
         _fold_pattern_properties(site.out)
         return _add_conjuncts(site.out, [part for part in site.extra if part is not True])
 
     def rewrite_exactly(self, schema: Any, at: str, types: JsonTypes) -> Any:
-        """Rewrite a schema that a rule has created; raise `NoExactForm` if a part is lost."""
+        """Rewrite a schema that a rule has created.
+
+        The parameters are those of `rewrite`.
+
+        Raises
+        ------
+        NoExactForm
+            A part of the schema has no exact form.
+        """
         lost_before = len(self.lost)
         new = self.rewrite(schema, at, types)
         if len(self.lost) > lost_before:
@@ -160,12 +176,12 @@ class Rewriter:
         return new
 
     def replace_keyword(self, keyword: str, value: Any, site: Site) -> None:
-        """Set a keyword to a new value, which is rewritten."""
+        """Rewrite a new value of a keyword and put it in the place of the old one."""
         site.out.pop(keyword, None)
         self._rewrite_keyword(keyword, value, site)
 
     def report_lost(self, at: str, keyword: str, why: str) -> None:
-        """Report a keyword that has no exact form."""
+        """Report that a keyword has no exact form."""
         self.lost.append(Reason(at, keyword, why))
 
     def _rewrite_keyword(self, keyword: str, value: Any, site: Site) -> None:
@@ -182,23 +198,25 @@ class Rewriter:
                 self.narrowed.append(Reason(site.at, keyword, why))
         elif keyword in _REMOVED:
             return
-        elif keyword not in site.out:  # otherwise, a rule has replaced it
+        elif keyword not in site.out:  # otherwise, the rule of another keyword has replaced it
             site.out[keyword] = self._rewritten_value(keyword, value, site)
 
     def _rewritten_value(self, keyword: str, value: Any, site: Site) -> Any:
         """Return the new value of a keyword that has no rule."""
         pointer = f"{site.at}/{escape(keyword)}"
         if keyword in _MAPS:
-            new = {
-                name: self.rewrite(part, f"{pointer}/{escape(name)}", JSON_TYPES)
-                for name, part in value.items()
-            }
+            new: dict[str, Any] = {}
+            for name, part in value.items():
+                new[name] = self.rewrite(part, f"{pointer}/{escape(name)}", JSON_TYPES)
             if keyword == "patternProperties":
                 return {ecma_pattern(pattern): part for pattern, part in new.items()}
             return new
         if keyword in _LISTS or (keyword == "items" and isinstance(value, list)):
             types = site.types if keyword in ("allOf", "anyOf") else JSON_TYPES
-            return [self.rewrite(part, f"{pointer}/{i}", types) for i, part in enumerate(value)]
+            parts = []
+            for index, part in enumerate(value):
+                parts.append(self.rewrite(part, f"{pointer}/{index}", types))
+            return parts
         if keyword in _SINGLE:
             return self.rewrite(value, pointer, JSON_TYPES)
         if keyword == "$ref":
@@ -208,7 +226,7 @@ class Rewriter:
         return value
 
     def _rewritten_reference(self, reference: Any) -> Any:
-        """Return a reference, or that of a copy if rewriting may move its target."""
+        """Return a reference, redirected to a copy of its target if rewriting may move it."""
         pointer = self.references.pointer(reference)
         if pointer is None or pointer == "":
             return reference
@@ -218,7 +236,7 @@ class Rewriter:
         try:
             self.references.resolve(reference)
         except NoExactForm:
-            return reference  # the backend reports it
+            return reference  # the backend reports the missing target
         if pointer not in self._aliases:
             self._aliases[pointer] = f"graft-{len(self._aliases)}"
             self._aliased_pointers.append(pointer)
@@ -231,7 +249,7 @@ Rule = Callable[[Rewriter, Any, Site], None]
 def _fold_pattern_properties(out: dict[str, Any]) -> None:
     """Move patterns that match only listed names from ``patternProperties`` to ``properties``.
 
-    LLGuidance would allow the names a second time otherwise.
+    Otherwise, LLGuidance would allow a second property with the same name.
     """
     listed = out.get("properties", {})
     patterns = out.get("patternProperties", {})
@@ -247,7 +265,7 @@ def _fold_pattern_properties(out: dict[str, Any]) -> None:
 
 
 def _add_conjuncts(out: dict[str, Any], extra: list[Any]) -> dict[str, Any]:
-    """Add schemas that must hold in addition to the keywords of `out`."""
+    """Return the schema `out` with the additional schemas `extra`, all of which must hold."""
     if len(extra) == 1:
         [schema] = extra
         if isinstance(schema, dict) and not schema.keys() & out.keys():

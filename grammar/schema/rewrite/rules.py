@@ -1,4 +1,9 @@
-"""Rewriting rules: one per keyword that grammar backends cannot enforce as written."""
+"""Rewriting rules, one for each keyword that grammar backends cannot enforce as written.
+
+A rule is a function with three arguments: the rewriter of the document, the value of the keyword,
+and the `Site`, that is, the subschema with the keyword. It adds keywords or schemas to the site, or
+raises `NoExactForm`.
+"""
 
 from __future__ import annotations
 
@@ -37,25 +42,25 @@ _NARROWED_FORMATS = {
     "time": "leap seconds are not produced",
     "date-time": "leap seconds are not produced",
 }
-#: Keywords that do not restrict values by themselves.
+#: Keywords that are left out of the schema that all options of a ``oneOf`` are combined with.
 _NOT_ABOUT_VALUES = word_set("oneOf $schema $id id $defs definitions")
-#: Keywords that do not restrict values beyond a list of them.
+#: Keywords that a schema which lists all its values may have.
 _PLAIN = word_set("type enum const title description default examples $comment")
 _MAX_OVERLAPS = 40
-#: By type: the keyword of its elements, and the keyword of their minimum number.
+#: By type: the keyword for the schema of its elements, and the keyword for their minimum number.
 _ELEMENTS = {"array": ("items", "minItems"), "object": ("additionalProperties", "minProperties")}
 _COUNTS = ("minProperties", "maxProperties")
 _OBJECT_KEYWORDS = ("properties", "patternProperties", "additionalProperties")
 
 
 def _one_of(rewriter: Rewriter, value: Any, site: Site) -> None:
-    """Replace ``oneOf`` by ``anyOf``: its options are made to exclude each other."""
-    pointer = f"{site.at}/oneOf"
+    """Replace ``oneOf`` by ``anyOf``, with options that exclude each other."""
     narrowed_before = len(rewriter.narrowed)
-    rewritten = [
-        rewriter.rewrite(part, f"{pointer}/{i}", site.types) for i, part in enumerate(value)
-    ]
-    # Values that a narrowed option leaves out still have to be excluded from other options.
+    rewritten = []
+    for index, part in enumerate(value):
+        rewritten.append(rewriter.rewrite(part, f"{site.at}/oneOf/{index}", site.types))
+    # If an option was narrowed, the original options are compared: a valid value that the narrowed
+    # option leaves out must still be excluded from the other options.
     complete = rewritten if len(rewriter.narrowed) == narrowed_before else value
     base = {k: part for k, part in site.out.items() if k not in _NOT_ABOUT_VALUES}
     overlaps = _overlaps(rewriter, complete, base)
@@ -75,7 +80,10 @@ def _one_of(rewriter: Rewriter, value: Any, site: Site) -> None:
 
 
 def _overlaps(rewriter: Rewriter, options: list[Any], base: Any) -> dict[int, list[int]]:
-    """Return, for each option that may overlap with others, the indices of the others."""
+    """Return the indices of the options that may overlap with an option, by its index.
+
+    Options that overlap with no other option are not in the result.
+    """
     overlaps: dict[int, list[int]] = {}
     for i in range(len(options)):
         for j in range(i):
@@ -111,7 +119,8 @@ def _exclusive_options(
     Returns
     -------
     tuple
-        The restricted options without unsatisfiable ones, and the values that they leave out.
+        The restricted options, without unsatisfiable ones, and the reasons for valid values that
+        the options leave out.
     """
     exclusive: list[Any] = []
     narrowed: list[Reason] = []
@@ -130,11 +139,10 @@ def _exclusive_options(
                 restriction = _exclude(rewriter, pair, base, types, names, omitted)
             restrictions.append(restriction)
         if False not in restrictions:
-            conjuncts = [
-                rewriter.rewrite_exactly(restriction, pointer, types)
-                for restriction in restrictions
-                if restriction is not True
-            ]
+            conjuncts = []
+            for restriction in restrictions:
+                if restriction is not True:
+                    conjuncts.append(rewriter.rewrite_exactly(restriction, pointer, types))
             if omitted and rewriter.disjoint.proved(part, {"allOf": conjuncts}, base):
                 raise omitted[0]  # nothing of the option would remain
             exclusive.append({"allOf": [part, *conjuncts]} if conjuncts else part)
@@ -150,10 +158,24 @@ def _exclude(
     names: frozenset[str] | None,
     omitted: list[NoExactForm],
 ) -> Any:
-    """Return a schema that, combined with the first of a pair, excludes the second.
+    """Return a schema that excludes the values of the second schema of a pair from the first.
 
-    Values of types that the two do not share are not restricted. Parts of the complement that
-    cannot be expressed are left out and appended to `omitted`.
+    Parameters
+    ----------
+    rewriter
+        Rewriter of the document.
+    pair
+        The two schemas.
+    base
+        Schema that both are combined with.
+    types
+        JSON types of the values. Values of types that the two schemas do not share are not
+        restricted.
+    names
+        Names of all properties that objects can have; None if they can have any name.
+    omitted
+        List of errors. If a part of the second schema's complement cannot be expressed, the part is
+        left out and its error is appended.
     """
 
     def complement(types: JsonTypes) -> Any:
@@ -162,22 +184,27 @@ def _exclude(
             omitted.append(error)
         return found
 
-    shared = frozenset(
+    disjoint_types = frozenset(
         json_type
         for json_type in types
-        if not rewriter.disjoint.proved(*pair, base, frozenset((json_type,)))
+        if rewriter.disjoint.proved(*pair, base, frozenset((json_type,)))
     )
-    if shared == types:
+    shared_types = types - disjoint_types
+    if not disjoint_types:
         return complement(types)
-    options: list[Any] = [{"type": sorted(types - shared)}]
-    rest = complement(shared) if shared else False
-    if rest is not False:
-        options.append({"allOf": [{"type": sorted(shared)}, rest]})
+    options: list[Any] = [{"type": sorted(disjoint_types)}]
+    if shared_types:
+        rest = complement(shared_types)
+        if rest is not False:
+            options.append({"allOf": [{"type": sorted(shared_types)}, rest]})
     return any_of(options)
 
 
 def _exclude_empty(rewriter: Rewriter, one: Any, other: Any) -> dict[str, Any] | None:
-    """Return a schema that excludes ``[]`` or ``{}`` if the pair shares no other value."""
+    """Return a schema that excludes the only value which two schemas share, ``[]`` or ``{}``.
+
+    Return None if the schemas may share other values.
+    """
     one = rewriter.references.follow(one)
     other = rewriter.references.follow(other)
     if not isinstance(one, dict) or not isinstance(other, dict):
@@ -195,6 +222,7 @@ def _exclude_empty(rewriter: Rewriter, one: Any, other: Any) -> dict[str, Any] |
 
 
 def _not(rewriter: Rewriter, value: Any, site: Site) -> None:
+    """Replace ``not`` by the complement of its schema."""
     names = _closed_names(rewriter, site.schema)
     complement = rewriter.negation.complement(value, site.types, names)
     site.extra.append(rewriter.rewrite_exactly(complement, f"{site.at}/not", site.types))
@@ -207,7 +235,7 @@ def _if(rewriter: Rewriter, value: Any, site: Site) -> None:
     if then is True and otherwise is True:
         return
     if then is True:
-        options = [value, otherwise]  # needs no complement
+        options = [value, otherwise]  # equivalent, and needs no complement
     else:
         names = _closed_names(rewriter, site.schema)
         complement = rewriter.negation.complement(value, site.types, names)
@@ -218,7 +246,7 @@ def _if(rewriter: Rewriter, value: Any, site: Site) -> None:
 
 
 def _handled_elsewhere(rewriter: Rewriter, value: Any, site: Site) -> None:
-    """Do nothing: the rule of another keyword reads this one."""
+    """Do nothing. The rule of another keyword reads this keyword."""
 
 
 def _dependencies(rewriter: Rewriter, value: Any, site: Site) -> None:
@@ -237,9 +265,9 @@ def _property_names(rewriter: Rewriter, value: Any, site: Site) -> None:
 
 def _property_counts(rewriter: Rewriter, value: Any, site: Site) -> None:
     """Replace ``minProperties`` and ``maxProperties``."""
-    bounds = {k: int(site.schema[k]) for k in _COUNTS if k in site.schema}
+    bounds = {key: int(site.schema[key]) for key in _COUNTS if key in site.schema}
     required_count = len(set(required_of(site.schema)))
-    new_keywords = {k: site.out[k] for k in _OBJECT_KEYWORDS if k in site.out}
+    new_keywords = {key: site.out[key] for key in _OBJECT_KEYWORDS if key in site.out}
     options = property_count({**site.schema, **new_keywords})
     if options is None:
         site.out.update(bounds)
@@ -253,29 +281,30 @@ def _property_counts(rewriter: Rewriter, value: Any, site: Site) -> None:
 
 
 def _max_properties(rewriter: Rewriter, value: Any, site: Site) -> None:
-    if "minProperties" not in site.schema:  # its rule handles both
+    if "minProperties" not in site.schema:  # the rule of minProperties handles both keywords
         _property_counts(rewriter, value, site)
 
 
 def _unique_items(rewriter: Rewriter, value: Any, site: Site) -> None:
     if value is not True:
         return
-    options = distinct(site.schema, _listed_values(rewriter, site.schema.get("items", True)))
+    values = _listed_values(rewriter, site.schema.get("items", True))
+    options = distinct(site.schema, values)
     if options is not None:
         options += _other_than_arrays(site)
         site.extra.append({"anyOf": options} if options else False)
 
 
 def _contains(rewriter: Rewriter, value: Any, site: Site) -> None:
-    options = contains(value, site.schema, "prefixItems" if rewriter.draft >= 2020 else "items")
+    prefix = "prefixItems" if rewriter.draft >= 2020 else "items"
+    options = contains(value, site.schema, prefix)
     options += _other_than_arrays(site)
-    site.extra.append(
-        rewriter.rewrite_exactly({"anyOf": options}, f"{site.at}/contains", site.types)
-    )
+    pointer = f"{site.at}/contains"
+    site.extra.append(rewriter.rewrite_exactly({"anyOf": options}, pointer, site.types))
 
 
 def _other_than_arrays(site: Site) -> list[Any]:
-    """Return the schema of all other types that the site allows, if any."""
+    """Return a list of the schema of all types besides arrays that the site allows, if any."""
     others = sorted(site.types - {"array"})
     return [{"type": others}] if others else []
 
@@ -288,7 +317,7 @@ def _format(rewriter: Rewriter, value: Any, site: Site) -> None:
         site.out["format"] = value
     elif value in FORMATS:
         site.extra.append({"pattern": FORMATS[value]})
-    elif value == "hostname" and rewriter.draft <= 6:  # later drafts also check punycode
+    elif value == "hostname" and rewriter.draft <= 6:  # later drafts check punycode, too
         site.extra.append({"pattern": HOSTNAME, "maxLength": 253})
     elif value in _REFUSED_FORMATS:
         raise NoExactForm("format", f"{value!r} cannot be enforced exactly")
@@ -301,7 +330,7 @@ def _pattern(rewriter: Rewriter, value: Any, site: Site) -> None:
 
 
 def _listed_values(rewriter: Rewriter, items: Any) -> list[Any] | None:
-    """Return the distinct values of a schema that is an ``enum``; None if it is not."""
+    """Return the distinct values of the schema `items` if it is an ``enum``, else None."""
     items = rewriter.references.follow(items)
     if not isinstance(items, dict) or "enum" not in items or items.keys() - _PLAIN:
         return None
@@ -316,14 +345,19 @@ def _listed_values(rewriter: Rewriter, items: Any) -> list[Any] | None:
 
 
 def _closed_names(rewriter: Rewriter, schema: Any) -> frozenset[str] | None:
-    """Return the only property names that a schema allows; None if it allows others."""
+    """Return the names of the properties that a closed object schema allows.
+
+    Return None if the schema is not closed, that is, if it allows properties with other names.
+    """
     schema = rewriter.references.follow(schema)
     if not isinstance(schema, dict) or schema.get("additionalProperties") is not False:
         return None
-    return None if schema.get("patternProperties") else frozenset(schema.get("properties", ()))
+    if schema.get("patternProperties"):
+        return None
+    return frozenset(schema.get("properties", ()))
 
 
-#: Rule of each keyword. A rule adds to the site or raises `NoExactForm`.
+#: The rule of each keyword that has one.
 RULES: dict[str, Rule] = {
     "oneOf": _one_of,
     "not": _not,

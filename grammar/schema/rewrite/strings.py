@@ -1,4 +1,4 @@
-"""Equivalent forms of string constraints: ECMAScript patterns, formats, complements."""
+"""Equivalent forms of string constraints: ECMAScript patterns, formats and complements."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ _NOT_LINE_END = r"[^\n\r\u2028\u2029]"
 
 
 def code_point(code: int) -> str:
-    """Return the escape of a character that Rust's and Python's regular expressions share."""
+    """Return the escape sequence of a character, as Rust's and Python's patterns write it."""
     return f"\\u{code:04X}" if code < 0x10000 else f"\\U{code:08X}"
 
 
@@ -34,10 +34,11 @@ def _quote_character(char: str) -> str:
 
 @functools.lru_cache(maxsize=256)
 def ecma_pattern(pattern: str) -> str:
-    """Return an ECMA-262 pattern in the syntax of Rust's regular expressions.
+    """Convert an ECMA-262 pattern to the syntax of Rust's regular expressions.
 
-    In ECMA-262, U+FEFF is white space and U+0085 is not, four characters end a line, ``\\cX`` is a
-    control character, and ``[``, ``&&``, ``--`` and ``~~`` are literal in a character class.
+    ECMA-262 differs from Rust's syntax in these points: U+FEFF is white space and U+0085 is not;
+    four characters end a line; ``\\cX`` is a control character; ``[``, ``&&``, ``--`` and ``~~``
+    are literal in a character class.
 
     Raises
     ------
@@ -48,7 +49,7 @@ def ecma_pattern(pattern: str) -> str:
     out: list[str] = []
     at = 0
     in_class = False
-    class_start = 0  # index in `out` of the class's first piece
+    class_start = 0  # index in `out` of the first piece of the character class
     while at < len(pattern):
         char = pattern[at]
         if char == "\\":
@@ -76,7 +77,7 @@ def ecma_pattern(pattern: str) -> str:
 
 
 def _class_character(pattern: str, at: int) -> str:
-    """Return the new form of a character in a character class."""
+    """Return the converted form of a character in a character class."""
     char = pattern[at]
     is_bracket = char == "[" and not pattern.startswith("[:", at)
     if is_bracket or pattern[at : at + 2] in ("&&", "--", "~~"):
@@ -85,7 +86,7 @@ def _class_character(pattern: str, at: int) -> str:
 
 
 def _character(pattern: str, at: int) -> str:
-    """Return the new form of a character outside character classes."""
+    """Return the converted form of a character outside character classes."""
     char = pattern[at]
     if pattern.startswith(("(?=", "(?!", "(?<=", "(?<!"), at):
         raise NoExactForm("pattern", f"look-around in {pattern!r} cannot be enforced")
@@ -99,10 +100,10 @@ def _character(pattern: str, at: int) -> str:
 
 
 def _without_nul(characters: str) -> str:
-    """Return a character class without U+0000 if LLGuidance would enforce it incorrectly.
+    """Return a character class, without U+0000 if LLGuidance would enforce it incorrectly.
 
-    If a class contains all of U+0000 to U+001F, LLGuidance 1.9 allows every JSON escape sequence,
-    including those of the quote and the backslash, which the class may exclude.
+    If a class contains all characters from U+0000 to U+001F, LLGuidance 1.9 allows every JSON
+    escape sequence, including the ones of the quote and the backslash, which the class may exclude.
     """
     with contextlib.suppress(re.error):
         matches = re.compile(characters).fullmatch
@@ -116,7 +117,7 @@ def _without_nul(characters: str) -> str:
 
 
 def _escape(pattern: str, at: int, in_class: bool) -> tuple[str, int]:
-    """Return the new form of the escape at a position, and the length of the old form."""
+    """Return the converted form of the escape sequence at a position, and its original length."""
     char = pattern[at + 1 : at + 2]
     control = re.match(r"\\c([A-Za-z])", pattern[at:])
     if control:
@@ -148,7 +149,7 @@ def _escape(pattern: str, at: int, in_class: bool) -> tuple[str, int]:
 
 
 def _not_space(in_class: bool) -> str:
-    """Return the form of ``\\S``, inside or outside a character class."""
+    """Return the converted form of ``\\S``, for the inside or the outside of a character class."""
     ranges = []
     start = 0
     spaces = [
@@ -173,7 +174,7 @@ def _not_space(in_class: bool) -> str:
 
 
 def literals(pattern: str) -> list[str] | None:
-    """Return the words of a pattern that is an anchored list of plain words, else None."""
+    """Return the words that a pattern such as ``^(a|b)$`` allows; None for other patterns."""
     body = re.fullmatch(r"\^\(?(?:\?:)?([A-Za-z0-9 _:,@%#|-]*)\)?\$", pattern)
     if body is None or ("|" in body[1] and "(" not in pattern):
         return None
@@ -181,7 +182,7 @@ def literals(pattern: str) -> list[str] | None:
 
 
 def none_of(words: Iterable[str]) -> str:
-    """Return a pattern of every string except the words, built from their prefix tree."""
+    """Return a pattern of all strings except some words, built from the words' prefix tree."""
     tree: dict = {}
     for word in words:
         node = tree
@@ -192,10 +193,17 @@ def none_of(words: Iterable[str]) -> str:
 
 
 def _complement(node: dict) -> str:
-    """Return a pattern of the strings that are no words below a node of the prefix tree."""
+    """Return a pattern of the strings that do not complete a word from a node of the prefix tree.
+
+    A node maps each next character to a node. The key ``""`` marks the end of a word.
+    """
     chars = [char for char in node if char]
-    excluded = "".join(map(quote, chars))
-    options = [f"[^{excluded}]{ANY}*" if chars else f"{ANY}+"]
+    options = []
+    if chars:
+        excluded = "".join(map(quote, chars))
+        options.append(f"[^{excluded}]{ANY}*")
+    else:
+        options.append(f"{ANY}+")
     for char in chars:
         options.append(quote(char) + _complement(node[char]))
     pattern = f"(?:{'|'.join(options)})"
@@ -203,7 +211,7 @@ def _complement(node: dict) -> str:
 
 
 def _dates() -> str:
-    """Return a pattern of the valid dates of RFC 3339, leap years included."""
+    """Return a pattern of the valid dates of RFC 3339, including leap days."""
     leap4 = "(?:[02468][048]|[13579][26])"
     leap = f"(?:[0-9][0-9](?:0[48]|[2468][048]|[13579][26])|{leap4}00)"
     long = "(?:(?:0[13578]|1[02])-(?:0[1-9]|[12][0-9]|3[01])"
@@ -236,7 +244,13 @@ def _formats() -> dict[str, str]:
 
 
 def _uri_reference(v4: str, v6: str) -> str:
-    """Return a pattern of the URI references of RFC 3986, given those of IP addresses."""
+    """Return a pattern of the URI references of RFC 3986.
+
+    Parameters
+    ----------
+    v4, v6
+        Patterns of IPv4 and IPv6 addresses.
+    """
     free = r"A-Za-z0-9._~!$&'()*+,;=\-"
     pct = "%[0-9A-Fa-f]{2}"
     char = f"(?:[{free}:@]|{pct})"
@@ -253,7 +267,8 @@ def _uri_reference(v4: str, v6: str) -> str:
 #: Patterns of the formats that are regular languages.
 FORMATS: dict[str, str] = _formats()
 
-#: Host names of RFC 1034: letters, digits and hyphens. Drafts before 7 allow no others.
+#: Pattern of the host names of RFC 1034, which consist of letters, digits and hyphens. JSON schema
+#: drafts before 7 allow no other host names.
 HOSTNAME = (
     r"^[A-Za-z0-9](?:[A-Za-z0-9-]{0,61}[A-Za-z0-9])?"
     r"(?:\.[A-Za-z0-9](?:[A-Za-z0-9-]{0,61}[A-Za-z0-9])?)*$"
