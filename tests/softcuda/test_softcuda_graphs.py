@@ -18,7 +18,7 @@ def log(soft):
 
 
 def entries(soft, log):
-    """Return the entries of such a log."""
+    """Return the entries of a log as a list, without their number."""
     words = soft.get(log, 128, np.int32)
     return words[1 : 1 + words[0]].tolist()
 

@@ -128,7 +128,7 @@ def test_memory_async_copy_reads_pageable_source_before_returning(soft, stream):
 
 
 def test_memory_allocation_requires_current_context(soft):
-    """The test runs on a thread without a context, and also pushes and pops one."""
+    """On a thread without a context, allocations are refused until the thread pushes one."""
 
     def work(_: int) -> int:
         assert codes(soft.d.cuMemAlloc(16), soft.d.cuCtxGetDevice()) == {"INVALID_CONTEXT"}

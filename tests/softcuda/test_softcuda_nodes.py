@@ -141,7 +141,7 @@ def test_event_wait_node_waits_for_work_recorded_before_launch(
 
 
 def test_event_node_with_destroyed_event_rejects_launch(soft, stream, event, graph) -> None:
-    """The soft device is stricter than a GPU here."""
+    """The soft device makes this check although hardware does not."""
     record_node = soft.cuGraphAddEventRecordNode(graph, [], 0, event)
     wait_node = soft.cuGraphAddEventWaitNode(graph, [], 0, event)
     types = [soft.cuGraphNodeGetType(node).value for node in (wait_node, record_node)]
