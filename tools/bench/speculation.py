@@ -314,7 +314,7 @@ def masking_of(engine: Engine) -> str | None:
 
 def _verify_modes(
     options: argparse.Namespace, temperature: float, tree: str | None
-) -> dict[str, str]:
+) -> dict[str | None, str]:
     """Return the verification modes to measure: the mode that is effective and the option for it.
 
     Greedy requests are verified greedily and trees are sampled by coupled sampling, unless the mode
@@ -325,7 +325,7 @@ def _verify_modes(
         effective = "greedy"
     elif tree:
         effective = "coupled"
-    modes: dict[str, str] = {}
+    modes: dict[str | None, str] = {}
     for mode in options.verify:
         modes[mode if mode == "relaxed" else effective or mode] = mode
     return modes
@@ -363,7 +363,7 @@ def measure(
     for temperature, batch in itertools.product(options.temperatures, options.batches):
         modes: dict[str | None, str] = {None: options.verify[0]}
         if parts.drafter:
-            modes = dict(_verify_modes(options, temperature, tree))
+            modes = _verify_modes(options, temperature, tree)
         for effective, mode in modes.items():
             requests = [
                 replace(

@@ -124,7 +124,7 @@ def parse_options(arguments: Sequence[str] | None) -> argparse.Namespace:
 def run_sections(options: argparse.Namespace) -> None:
     """Run all sections, print their tables and write the JSON file after each."""
     end = time.monotonic() + 60 * options.minutes
-    results: dict[str, Any] = {}
+    results: dict[str, dict[str, Any]] = {}
     report = {"device": open_device().describe(), "small": options.small, "sections": results}
     options.json.parent.mkdir(parents=True, exist_ok=True)
     print(report["device"], flush=True)
@@ -132,6 +132,7 @@ def run_sections(options: argparse.Namespace) -> None:
         for name in options.sections:
             section_limit_s = SMALL_LIMIT_S if options.small else SECTIONS[name].limit_s
             limit_s = min(section_limit_s, end - time.monotonic())
+            result: dict[str, Any]
             if limit_s < MIN_SECTION_S:
                 result = {"status": "no time left", "figures": [], "output": ""}
             else:

@@ -12,6 +12,7 @@ from pathlib import Path
 
 from graft.cudagraph.device import Device
 from graft.cudagraph.errors import OptionError
+from graft.cudagraph.graph import Graph, GraphExec
 from graft.cudagraph.lanes import StreamLane
 from graft.models.engine.engine import Engine
 from graft.models.engine.replay import ReplayInFlight
@@ -65,7 +66,7 @@ def trace_rounds(engine: Engine) -> Iterator[Trace]:
     """
     engine.synchronize()  # exclude rounds that were launched before the block
     if engine.device.kind == "soft":
-        watched = {}
+        watched: dict[GraphExec, Graph] = {}
         for round_graph in engine.round_graphs.values():
             watched.update(zip(round_graph.execs, round_graph.graphs, strict=True))
         with record(engine.device, watched) as trace:

@@ -156,7 +156,7 @@ def corpus_documents(path: Path) -> list[Any]:
             and reserved.isdisjoint(_keys(value))
         )
 
-    found = []
+    found: list[Any] = []
     with gzip.open(path, "rt", encoding="utf-8") as lines:
         for line in lines:
             row = json.loads(line)

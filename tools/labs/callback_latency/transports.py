@@ -137,8 +137,7 @@ class TransportGraph:
         elif self.transport == "spinkernel":
             lane.spinkernel(work, name=name)
         else:
-            spin = "force" if self.transport == "native spin" else False
-            lane.host(work, spin=spin, name=name)
+            lane.host(work, spin="force" if self.transport == "native spin" else False, name=name)
 
     def _default_work(self, index: int) -> NativeWork | PythonWork:
         if self.transport == "python":
