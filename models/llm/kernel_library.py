@@ -141,8 +141,8 @@ def mma_shape(rows: int, columns: int, nbytes: int = 2) -> MmaShape:
 class Norm(NamedTuple):
     """An RMSNorm of the rows that one product writes and another product reads.
 
-    A folded norm, whose `square_sums` is not None, needs no kernel. The producer multiplies its rows
-    by `weight`, writes them to `out`, and writes the sums of the squares of its rows to
+    A norm whose `square_sums` is not None is folded and needs no kernel. The producer multiplies
+    its rows by `weight`, writes them to `out`, and writes the sums of the squares of its rows to
     `square_sums`. The consumer computes the root mean square of each row from the sums and divides
     its results by it.
 

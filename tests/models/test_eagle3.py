@@ -173,7 +173,7 @@ def test_eagle3_with_pruned_vocab_takes_rows_of_target_head(device, tmp_path):
 def test_eagle3_narrower_than_target_requires_lm_head(device, tmp_path):
     model, *_ = make_head(device, tmp_path, **HEADS["narrower than its target"])
     edit_tensors(tmp_path / "head", lambda t: t.pop("lm_head.weight"))
-    with pytest.raises(CheckpointError, match=r"lm_head\.weight is missing, .* width 48, not 32"):
+    with pytest.raises(CheckpointError, match=r"lm_head\.weight is missing, .* width 48, expected 32"):
         model_util.load_eagle3(device, tmp_path / "head", model)
 
 

@@ -1,18 +1,20 @@
-// Causal attention over the KV cache on tensor cores, with split K. A row attends to positions
-// 0..pos of its slot; a row of a draft tree to the positions of its path. A tile is up to 16
-// queries of one KV head and of adjacent rows, usually of one slot, so that keys and values are
-// read once for all.
+// Causal attention over the KV cache on tensor cores. The positions are divided among several
+// blocks (split K). A row attends to positions 0..pos of its slot. A row of a draft tree attends to
+// the committed positions and to the drafts on its path. A tile is up to 16 queries of one KV head
+// and of adjacent rows. The rows usually belong to one slot, so that keys and values are read once
+// for all of them.
 //
-// Reduction order: positions are divided, from 0 on, into splits of SPLIT positions and steps
-// of 16. Split s belongs to part s % PARTS. Of the steps of a part, warp w takes those whose number
-// is w modulo WARPS, in order, with an online softmax. The warps of a part are added in order, then
-// the parts by the last block to arrive. The order depends on the position of the row only, not on
-// the number of blocks that share the parts (row invariance).
+// Reduction order: positions are divided, from 0 on, into splits of SPLIT positions and steps of 16
+// positions. Split s belongs to part s % PARTS. Warp w computes the steps of a part whose number is
+// w modulo WARPS, in order, with an online softmax. The sums of the warps of a part are added in
+// order. The last block to arrive then adds the parts in order. The order depends only on the
+// position of the row, not on the number of blocks among which the parts are divided, so that the
+// kernel is row invariant.
 //
 // A step is computed for all rows at once if they all see the same 16 positions, else row by row.
-// Values that a row does not see (positions after it, drafts of other branches) therefore never
+// Values that a row must not see (positions after it, drafts of other branches) therefore never
 // enter its sums, not even multiplied by zero, so that they may be NaN. Queries and softmax weights
-// are split into two 16-bit floats, high and low, and keep at least 16 bits of mantissa.
+// are each split into two 16-bit floats, high and low, which keep at least 16 bits of mantissa.
 #ifndef WIDE_HEAD
 #define WIDE_HEAD 128
 #endif
@@ -28,23 +30,25 @@
 #define PARTS 32
 #define CHUNKS (WIDE_HEAD / 32)
 #define HALVES (WIDE_HEAD / 64)
-#define PART_WIDTH (WIDE_HEAD + 4)  // sums of a part, then its maximum score and its mass
+// Workspace entries of a part: the weighted sums, the maximum score, the mass (the sum of the
+// softmax weights) and padding.
+#define PART_WIDTH (WIDE_HEAD + 4)
 #define LOWEST -3.0e38f
 
 struct TileRow {
   Path path;
   int slot;
-  int pos;  // -1: padding
+  int pos;  // -1 for padding
 };
 
 struct Tile {
   int leader;  // first row that is not padding
-  int last;    // maximum position of a row
-  int common;  // up to this position all rows see the same; -1 if there are several slots
+  int last;    // maximum position over the rows
+  int common;  // all rows see the same entries up to this position; -1 if there are several slots
 };
 
-// Returns the cache index of position `first` + lane % 16 of a row. After the end of the row it is
-// that of the last position; the loaded value is then masked.
+// Returns the cache index of position `first` + lane % 16 of a row. For a position after the end of
+// the row it returns the index of the last position; the loaded value is then masked.
 __device__ __forceinline__ int locate(const Pages& pages, const TileRow& row, int first) {
   const int cached =
       cached_at(row.path, min(first + static_cast<int>(threadIdx.x) % STEP, row.pos));
@@ -56,8 +60,8 @@ __device__ __forceinline__ long long head_at(const Pages& pages, int index, int 
   return (static_cast<long long>(index) * pages.kv_heads + kv_head) * WIDE_HEAD;
 }
 
-// Loads key fragments: lane 4 g + t loads dimensions 32 c + 8 t .. + 7 of keys g and g + 8, which
-// are B of two mma steps.
+// Loads key fragments. Lane 4 g + t loads dimensions 32 c + 8 t .. 32 c + 8 t + 7 of keys g and
+// g + 8, which are operand B of two mma steps.
 __device__ __forceinline__ void load_keys(const CACHE16* keys, const Pages& pages, int kv_head,
                                           int at, Pack16 (*key)[CHUNKS]) {
   const int lane = threadIdx.x % 32;
@@ -70,8 +74,8 @@ __device__ __forceinline__ void load_keys(const CACHE16* keys, const Pages& page
   }
 }
 
-// Loads value fragments: lane 4 g + t loads dimensions 64 h + 8 g .. + 7 of values 2t, 2t + 1, 2t +
-// 8 and 2t + 9, which are column g of B of eight mma steps.
+// Loads value fragments. Lane 4 g + t loads dimensions 64 h + 8 g .. 64 h + 8 g + 7 of values 2t,
+// 2t + 1, 2t + 8 and 2t + 9, which are column g of operand B of eight mma steps.
 __device__ __forceinline__ void load_values(const CACHE16* values, const Pages& pages, int kv_head,
                                             int at, Pack16 (*value)[HALVES]) {
   const int lane = threadIdx.x % 32;
@@ -84,20 +88,20 @@ __device__ __forceinline__ void load_values(const CACHE16* values, const Pages& 
   }
 }
 
-// Splits x and y into packed high parts and packed low parts (remainders).
+// Splits x and y into a pair of high parts (rounded values) and a pair of low parts (remainders).
 __device__ __forceinline__ void split_pair(float x, float y, unsigned int* high,
                                            unsigned int* low) {
   *high = pack_pair<CACHE16>(x, y);
   *low = pack_pair<CACHE16>(x - half_of<CACHE16>(*high, 0), y - half_of<CACHE16>(*high, 1));
 }
 
-// Packs element j of two packs.
+// Packs element j of two packs into a pair.
 __device__ __forceinline__ unsigned int pair_of(const Pack16& low, const Pack16& high, int j) {
   const unsigned int a = low.u[j / 2], b = high.u[j / 2];
   return j % 2 ? a >> 16 | (b & 0xffff0000u) : (a & 0xffffu) | b << 16;
 }
 
-// Returns the number of parts of a row at this position.
+// Returns the number of parts into which the positions of a row at `pos` are divided.
 __device__ __forceinline__ int parts_at(int pos) {
   return pos / SPLIT + 1 < PARTS ? pos / SPLIT + 1 : PARTS;
 }
@@ -115,12 +119,13 @@ __device__ __forceinline__ void store_quotient(float* y, Floats4 sum, float mass
   *reinterpret_cast<Floats4*>(y) = sum;
 }
 
-// Grid: (row tiles, head tiles, blocks that share the parts).
+// Grid: (row tiles, head tiles, blocks among which the parts are divided).
 //
-// A row tile has rows of one run of `run` consecutive rows, a head tile `tile_heads` query heads of
-// one KV head. A row of `qkv` holds heads + 2 kv_heads heads, queries first. `parts` is workspace
-// [PARTS, rows, heads, PART_WIDTH]; null if no slot has more than SPLIT positions. `arrived` has a
-// counter per tile, which is zero before and after.
+// The rows are divided into runs of `run` consecutive rows; a row tile contains rows of one run. A
+// head tile contains `tile_heads` query heads of one KV head. A row of `qkv` has heads + 2 kv_heads
+// heads, queries first. `parts` is workspace [PARTS, rows, heads, PART_WIDTH], or null if no slot
+// has more than SPLIT positions. `arrived` has one counter per tile, which must be zero and is left
+// zero.
 extern "C" __global__ void __launch_bounds__(WARPS * 32, 2)
     attention_split(const float* qkv, const int* slot, const int* pos,
                     const unsigned long long* ancestors, const int* page_table, const CACHE16* keys,
@@ -131,7 +136,7 @@ extern "C" __global__ void __launch_bounds__(WARPS * 32, 2)
   __shared__ Pack16 query[CHUNKS][2][32][2];  // high and low parts, in fragment order
   __shared__ TileRow tile[16];
   __shared__ Tile all;
-  __shared__ int query_parts[16];  // 0: no query
+  __shared__ int query_parts[16];  // number of parts of each query; 0 for no query
   __shared__ int query_index[16];
   __shared__ Floats4 part_sum[WARPS][16][8 + 1];  // + 1: padding against bank conflicts
   __shared__ float part_top[WARPS][16];
@@ -141,7 +146,7 @@ extern "C" __global__ void __launch_bounds__(WARPS * 32, 2)
   const int lane = threadIdx.x % 32, warp = threadIdx.x / 32, g = lane / 4, t = lane % 4;
   const Pages pages = {page_table, slots, max_pages, page_shift, kv_heads, WIDE_HEAD};
 
-  // Rows of the tile start at first_row, query heads at first_head.
+  // The rows of the tile start at first_row, its query heads at first_head.
   const int tile_rows = 16 / tile_heads, run_tiles = (run + tile_rows - 1) / tile_rows;
   const int run_row = static_cast<int>(blockIdx.x) / run_tiles * run;
   const int first_row = run_row + static_cast<int>(blockIdx.x) % run_tiles * tile_rows;
@@ -184,8 +189,8 @@ extern "C" __global__ void __launch_bounds__(WARPS * 32, 2)
   const int tile_parts = parts_at(all.last), blocks = min(static_cast<int>(gridDim.z), tile_parts);
   if (static_cast<int>(blockIdx.z) >= blocks) return;
 
-  // Load queries g and g + 8 to shared memory; every warp loads some of the dimensions.
-  int row_of[2];  // -1: padding or no query
+  // Load queries g and g + 8 to shared memory. Every warp loads some of the dimensions.
+  int row_of[2];  // row in the tile of each query; -1 for padding or no query
 #pragma unroll
   for (int q = 0; q < 2; ++q) {
     const int m = g + 8 * q, r = m / tile_heads, head = m % tile_heads;
@@ -208,8 +213,9 @@ extern "C" __global__ void __launch_bounds__(WARPS * 32, 2)
   for (int part = blockIdx.z; part < tile_parts; part += blocks) {
     float sum[HALVES][8][4] = {};
     float top[2] = {LOWEST, LOWEST}, mass[2] = {};
-    // Steps of this warp: `number` counts them; `waiting` is the set of rows that still have to
-    // take the current step alone, `only` the row that takes it now (-1: all rows).
+    // Steps of this warp. `number` is the index of the current step. `waiting` is the set of rows
+    // for which the step still has to be computed row by row. `only` is the row for which it is
+    // computed now; -1 for all rows.
     int number = -1, first = 0, only = -1;
     unsigned int waiting = 0;
     const auto next_step = [&] {
@@ -303,7 +309,7 @@ extern "C" __global__ void __launch_bounds__(WARPS * 32, 2)
       }
     }
 
-    // Combine the warps in order, 32 dimensions at a time: eight adjacent ones of every 16.
+    // Combine the warps in order. Each pass combines 32 dimensions: 8 of every 16 adjacent ones.
 #pragma unroll
     for (int q = 0; q < 2; ++q) {
 #pragma unroll

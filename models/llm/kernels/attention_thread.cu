@@ -1,11 +1,12 @@
-// Causal attention over the KV cache for the soft device: a thread computes several queries of one
-// KV head (grouped-query attention: consecutive query heads share it), without barriers. A row
-// attends to positions 0..pos of its slot; a row of a draft tree to the positions of its path.
+// Causal attention over the KV cache for the soft device, which runs kernels on the CPU. A thread
+// computes several queries of one KV head without barriers. In grouped-query attention consecutive
+// query heads share a KV head. A row attends to positions 0..pos of its slot. A row of a draft tree
+// attends to the committed positions and to the drafts on its path.
 //
-// Reduction order: online softmax (Milakov and Gimelshein, 2018) over tiles of TILE positions, from
-// position 0 on, in order. Masked positions are not added. The order depends on the position of the
-// row only (row invariance). A tile of keys and values is converted to floats once for all queries
-// that see the same positions.
+// Reduction order: online softmax (Milakov and Gimelshein, 2018) over tiles of TILE positions, in
+// order from position 0. Masked positions are not added. The order depends only on the position of
+// the row, so that the kernel is row invariant. A tile of keys and values is converted to floats
+// once for all queries that see the same positions.
 #ifndef HEAD_DIM
 #define HEAD_DIM 64
 #endif
@@ -26,19 +27,19 @@ static_assert(TILE == 4 * LANES && TILE % (2 * KEYS) == 0, "see softmax_weights 
 struct Query {
   int row;
   int slot;
-  int last;  // -1: padding
+  int last;  // position of the row; -1 for padding
   Path path;
   float top;
   float mass;
-  alignas(64) float of[WIDTH];  // scaled query; like all arrays of WIDTH, zeros after HEAD_DIM
+  alignas(64) float of[WIDTH];  // scaled query; arrays of WIDTH have zeros after HEAD_DIM
   alignas(64) float sum[WIDTH];
 };
 
-// Keys and values of a tile as floats. Keys are interleaved: of every 2 KEYS keys, each group of
-// LANES dimensions is contiguous.
+// Keys and values of a tile as floats. The keys are interleaved in groups of 2 KEYS keys: the same
+// LANES dimensions of all keys of a group are contiguous.
 struct Tile {
   int slot;
-  int row;  // row whose path was loaded; -1: positions in order
+  int row;  // row whose path was loaded; -1 if the positions were loaded in order
   int count;
   alignas(64) float key[TILE * WIDTH];
   alignas(64) float value[TILE * WIDTH];
@@ -49,7 +50,8 @@ __device__ __forceinline__ bool in_order(const Query& query, int end) {
   return query.path.drafts == 0 || end - 1 <= query.path.base;
 }
 
-// Loads positions first .. first + count - 1 as seen by `query`, unless the tile has them already.
+// Loads positions first .. first + count - 1 of the path of `query`. Positions that the tile
+// already contains are not loaded again.
 __device__ __forceinline__ void load_tile(Tile& tile, const Query& query, const Pages& pages,
                                           const CACHE* keys, const CACHE* values, int kv_head,
                                           int first, int count) {
@@ -81,8 +83,8 @@ __device__ __forceinline__ bool covers_tile(const Tile& tile, const Query& query
   return tile.slot == query.slot && query.last >= end - 1 && in_order(query, end);
 }
 
-// Computes the dot products of COUNT queries with 2 KEYS keys. Partial sum i of a key takes
-// dimensions i, i + LANES, ... in order.
+// Computes the dot products of COUNT queries with 2 KEYS keys. Each dot product has LANES partial
+// sums; partial sum i adds dimensions i, i + LANES, ... in order.
 template <int COUNT>
 __device__ __forceinline__ void score_keys(const Query* query, const float* key, int at,
                                            float (*score)[TILE]) {
@@ -100,13 +102,13 @@ __device__ __forceinline__ void score_keys(const Query* query, const float* key,
   }
 }
 
-// Converts the scores of `count` positions to softmax weights, updates maximum and mass of the
-// queries, and returns the factors by which their earlier sums shrink. The mass of a tile is a tree
-// sum.
+// Converts the scores of `count` positions to softmax weights and updates the maximum score and the
+// mass (sum of weights) of the queries. `shrink` receives the factors by which their earlier sums
+// must be multiplied. The weights of a tile are added in a tree.
 template <int COUNT>
 __device__ __forceinline__ void softmax_weights(Query* query, float (*score)[TILE], int count,
                                                 float* shrink) {
-  // Returns b if a is NaN; b is always a number.
+  // If a is NaN the result is b, which is never NaN.
   const auto greater = [](Lanes a, Lanes b) { return a > b ? a : b; };
   Lanes tops[LANES] = {}, mass[LANES] = {};
   for (int i = 0; i < COUNT; ++i) {
@@ -133,8 +135,8 @@ __device__ __forceinline__ void softmax_weights(Query* query, float (*score)[TIL
   }
 }
 
-// sum = sum * shrink + weighted values, position by position, for PAIRS Pairs of dimensions from
-// `at` on.
+// Computes sum = sum * shrink + weighted values, position by position, for the dimensions of PAIRS
+// Pairs from `at` on.
 template <int COUNT, int PAIRS>
 __device__ __forceinline__ void add_values(Query* query, const float (*weight)[TILE],
                                            const float* shrink, const float* value, int at,
@@ -160,6 +162,7 @@ __device__ __forceinline__ void add_values(Query* query, const float (*weight)[T
   }
 }
 
+// Adds `count` positions of a tile to the softmax and the sums of COUNT queries.
 template <int COUNT>
 __device__ __noinline__ void attend(Query* query, const Tile& tile, int count) {
   float score[COUNT][TILE], shrink[COUNT];
@@ -179,9 +182,9 @@ __device__ __noinline__ void attend(Query* query, const Tile& tile, int count) {
   }
 }
 
-// Grid: (queries of the KV head / `queries`, kv_heads), block 1; queries <= QUERIES. The queries of
-// a KV head are ordered by row, then head. A row of `qkv` holds heads + 2 kv_heads heads, queries
-// first.
+// Grid: (queries of a KV head / `queries`, kv_heads); one thread per block. `queries` is the number
+// of queries per thread, at most QUERIES. The queries of a KV head are ordered by row, then by
+// head. A row of `qkv` has heads + 2 kv_heads heads, queries first.
 extern "C" __global__ void attention_thread(const float* qkv, const int* slot, const int* pos,
                                             const unsigned long long* ancestors,
                                             const int* page_table, const CACHE* keys,

@@ -1,11 +1,13 @@
-// Causal attention over the KV cache without tensor cores: one block of WARPS warps per (row,
-// head). A row attends to positions 0..pos of its slot; a row of a draft tree to the positions of
-// its path. Grouped-query attention: consecutive query heads share a KV head.
+// Causal attention over the KV cache without tensor cores, with one block of WARPS warps for each
+// row and head. A row attends to positions 0..pos of its slot. A row of a draft tree attends to the
+// committed positions and to the drafts on its path. In grouped-query attention consecutive query
+// heads share a KV head.
 //
-// Reduction order: positions are split into tiles of 32 that start at position 0. Warp w takes
-// tiles w, w + WARPS, ... with an online softmax, where each lane scores one position. The warps
-// are combined in order. Masked positions contribute exact zeros. The order depends on the position
-// of the row only, so the kernel is row invariant.
+// Reduction order: positions are divided into tiles of 32 that start at position 0. Warp w
+// processes tiles w, w + WARPS, ... with an online softmax, in which each lane computes the score
+// of one position. The results of the warps are combined in order. Masked positions contribute
+// exact zeros. The order depends only on the position of the row, so that the kernel is row
+// invariant.
 #ifndef HEAD_DIM
 #define HEAD_DIM 64
 #endif
@@ -36,7 +38,7 @@ __device__ __forceinline__ float dot_key(const float* query, const CACHE* key) {
   return tree_sum<PACK>(partial);
 }
 
-// Grid: (heads, rows). A row of `qkv` holds heads + 2 kv_heads heads, queries first.
+// Grid: (heads, rows). A row of `qkv` has heads + 2 kv_heads heads, queries first.
 extern "C" __global__ void attention_warp(const float* qkv, const int* slot, const int* pos,
                                           const unsigned long long* ancestors,
                                           const int* page_table, const CACHE* keys,

@@ -1,17 +1,19 @@
-// Compaction after the verification of a draft tree: moves the entries of the accepted path to the
-// positions that they would have in a chain.
+// Compaction of the KV cache after the verification of a draft tree: moves the entries of the
+// accepted path to the positions that they would have in a chain.
 //
-// Token i of a batch row was decided by row from[i] of the tree. Its keys and values are cached
-// from[i] positions after row 0 and belong i positions after it. Row numbers increase along a path,
-// so from[i] >= i, and moving in ascending order overwrites nothing that is still to be read.
+// Row 0 of a tree is the last committed token and row j is draft j. Row j is cached j positions
+// after row 0. Entry i of the accepted path is row from[i] of the tree. Its keys and values must
+// therefore move from offset from[i] to offset i after row 0. Row numbers increase along a path, so
+// that from[i] >= i. If the entries are moved in ascending order, no entry is overwritten that is
+// still to be moved.
 #ifndef CACHE
 #define CACHE bf16_t
 #endif
 #include "model.cuh"
 #include "sampling/kernels/slot.cuh"
 
-// Grid: (batch rows, layers). `layer` is the stride of a layer, item = kv_heads * head_dim; both in
-// elements.
+// Grid: (batch rows, layers). `layer` is the distance between two layers of the cache, and `item`
+// the size of a position, kv_heads * head_dim; both are in elements.
 extern "C" __global__ void compact_cache(CACHE* keys, CACHE* values, long long layer,
                                          const int* row_slot, const RoundRow* rows, int row_words,
                                          const int* page_table, int slots, int max_pages,
@@ -36,8 +38,8 @@ extern "C" __global__ void compact_cache(CACHE* keys, CACHE* values, long long l
   }
 }
 
-// The same for an array [rows, columns]; batch row b begins at row first_row[b]. Grid: (batch
-// rows).
+// Moves the rows of an array [rows, columns] in the same way. The rows of batch row b begin at row
+// first_row[b]. Grid: (batch rows).
 extern "C" __global__ void compact_rows(float* array, const int* first_row, int columns,
                                         const int* row_slot, const RoundRow* rows, int row_words) {
   const int b = static_cast<int>(blockIdx.x);

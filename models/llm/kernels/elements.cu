@@ -24,7 +24,8 @@ __device__ __forceinline__ Chunk chunk_of_thread(int width) {
   return {index / chunks, begin, begin + CHUNK < width ? begin + CHUNK : width};
 }
 
-// out[r] = x[index[r]] as float; an index out of range gives zeros. Also used for embeddings.
+// Computes out[r] = x[index[r]], converted to float. An index out of range gives zeros. Embedding
+// lookups use this kernel too.
 extern "C" __global__ void gather_rows(const WEIGHT* x, const int* index, float* out, int count,
                                        int rows, int width) {
   wait_for_previous_kernel();
@@ -37,7 +38,7 @@ extern "C" __global__ void gather_rows(const WEIGHT* x, const int* index, float*
   for (int i = chunk.begin; i < chunk.end; ++i) to[i] = known ? to_float(from[i]) : 0.0f;
 }
 
-// out = silu(gate) * up. A row of `gate_up` holds gate, then up.
+// Computes out = silu(gate) * up. A row of `gate_up` has the values of gate, then those of up.
 extern "C" __global__ void silu_mul(const float* gate_up, OUT* out, int rows, int width) {
   wait_for_previous_kernel();
   const Chunk chunk = chunk_of_thread(width);
@@ -48,9 +49,9 @@ extern "C" __global__ void silu_mul(const float* gate_up, OUT* out, int rows, in
   for (int i = chunk.begin; i < chunk.end; ++i) from_float(gated(gate[i], up[i]), to + i);
 }
 
-// out = residual + (parts[0] + parts[1] + ...): adds the partial products [rows, width] of all
-// ranks in rank order. `copy`, [rows, stride], receives a copy from column `offset` on unless it is
-// null.
+// Computes out = residual + (parts[0] + parts[1] + ...), where `parts` has the partial products
+// [rows, width] of all ranks. They are added in rank order. Unless `copy`, [rows, stride], is null,
+// the result is also written to it, from column `offset` on.
 extern "C" __global__ void add_parts(const float* parts, const float* residual, float* out,
                                      float* copy, int ranks, int rows, int width, int offset,
                                      int stride) {
@@ -69,7 +70,7 @@ extern "C" __global__ void add_parts(const float* parts, const float* residual, 
   }
 }
 
-// x = factor * x; then x = cap * tanh(x / cap) unless cap is 0.
+// Computes x = factor * x, and then x = cap * tanh(x / cap) unless cap is 0.
 extern "C" __global__ void scale_rows(float* x, int rows, int width, float factor, float cap) {
   wait_for_previous_kernel();
   const Chunk chunk = chunk_of_thread(width);
@@ -83,12 +84,14 @@ extern "C" __global__ void scale_rows(float* x, int rows, int width, float facto
   }
 }
 
-// Causal convolution over the rows of a block, `row_stride` apart, with a kernel per row:
+// Computes a causal convolution over the rows of a block, which are `row_stride` rows apart. Each
+// row has its own convolution kernel:
 //
 //   out[r] = residual[r] + sum over o of (base[o] + dynamic[r][o]) * x[r - o * row_stride]
 //
-// `base` is [2, size, width] and `dynamic` is [rows, 2, size, groups], one value per group of
-// adjacent columns. `which` selects one of the two kernels. `residual` may be null.
+// `base` is [2, size, width]. `dynamic` is [rows, 2, size, groups] with one value per group of
+// adjacent columns. `which` (0 or 1) selects one of the two kernels in both. `residual` may be
+// null.
 extern "C" __global__ void convolve_rows(const float* x, const float* base, const float* dynamic,
                                          const float* residual, float* out, int rows, int width,
                                          int size, int groups, int which, int row_stride) {

@@ -1,5 +1,6 @@
-// Lanes: a vector register of eight floats, for the thread form on the soft device. Loops over the
-// lanes compile to one instruction. Arrays of them stay in registers if their loops are UNROLLED.
+// The type Lanes: a vector register of eight floats, for the kernels that the soft device runs on
+// the CPU. A loop over the lanes compiles to one instruction. An array of Lanes stays in registers
+// if the loops over it are UNROLLED.
 #pragma once
 #include "model.cuh"
 
@@ -24,7 +25,8 @@ __device__ __forceinline__ Lanes load_lanes(const float* from) {
   return x;
 }
 
-#ifdef __AVX2__  // compilers do not vectorise the generic loop well for 16-bit types
+// The generic load_lanes is not vectorised well for 16-bit types, hence these overloads.
+#ifdef __AVX2__
 __device__ __forceinline__ Lanes load_lanes(const bf16_t* from) {
   int x __attribute__((vector_size(4 * LANES)));
   asm("vpmovzxwd %1, %0" : "=v"(x) : "m"(*reinterpret_cast<const bf16_t(*)[LANES]>(from)));
@@ -56,7 +58,8 @@ __device__ __noinline__ void pad(const T* from, int count, float* padded) {
   for (int i = 0; i < LANES; ++i) padded[i] = i < count ? to_float(from[i]) : 0.0f;
 }
 
-// Forces a value that is used several times into a register; compilers would reload it from memory.
+// Forces a value that is used several times into a register. Compilers would otherwise reload it
+// from memory.
 __device__ __forceinline__ Lanes in_register(Lanes x) {
 #ifdef __AVX__
   asm("" : "+v"(x));
@@ -69,9 +72,10 @@ __device__ __forceinline__ Lanes fma_lanes(Lanes a, Lanes b, Lanes c) {
   return c;
 }
 
-// fold_eight reduces the lanes of eight vectors; lane i of the result is the reduction of vector i.
-// Each is a fixed tree: lane i + 4 onto i, i + 2 onto i, then the last two. Vectors of 16 lanes are
-// two groups of eight that are reduced separately.
+// fold_eight reduces each of eight vectors to one value; lane i of the result is the reduction of
+// vector i. The order is a fixed tree: lane i + 4 is folded onto lane i, lane i + 2 onto lane i,
+// and then the last two lanes. A vector of 16 lanes is two groups of eight that are reduced
+// separately.
 typedef int LaneIds __attribute__((vector_size(4 * LANES)));
 typedef int WideIds __attribute__((vector_size(8 * LANES)));
 #ifdef __clang__
@@ -80,7 +84,8 @@ typedef int WideIds __attribute__((vector_size(8 * LANES)));
 #define SHUFFLE(ids, a, b, ...) __builtin_shuffle(a, b, ids{__VA_ARGS__})
 #endif
 
-// Shuffles every group of eight lanes: index I < 8 selects from `a`, 8 and more from `b`.
+// Shuffles every group of eight lanes. Index I selects lane I of `a` if I < 8, else lane I - 8 of
+// `b`.
 template <int... I, typename T>
 __device__ __forceinline__ T shuffle_groups(T a, T b) {
   if constexpr (sizeof(T) == sizeof(Lanes)) {

@@ -1,5 +1,6 @@
-// Tensor-core product for few rows: the weights are streamed from global memory to registers. A
-// block computes a tile of 16 outputs x (8 TILES) rows of B; warp p computes part p of the sums.
+// Tensor-core product for few rows, which streams the weights from global memory to registers. A
+// block computes a tile of 16 output columns x (8 TILES) rows of operand B. Warp p computes part p
+// of the sums (linear_mma.cuh).
 #ifndef TILES
 #define TILES 1
 #endif
@@ -26,8 +27,8 @@ __device__ __forceinline__ Pack16 load_x(const float* from, int split) {
   return pack_x(eight, split);
 }
 
-// Grid: (columns / 16, rows / (8 TILES)); with SPLIT_X a block has half as many rows of x. The
-// operands are documented in linear_mma.cuh.
+// Grid: (columns / 16, rows / (8 TILES)). With SPLIT_X a row of x takes two rows of B, so that a
+// block has half as many rows of x. linear_mma.cuh documents the operands.
 extern "C" __global__ void __launch_bounds__(WARPS * 32, 2)
     linear_few(const Weight* weight, const float* weight_scale, const Input* x,
                const float* residual, OUT* out, float* copy, int rows, int columns, int inner,
@@ -47,7 +48,7 @@ extern "C" __global__ void __launch_bounds__(WARPS * 32, 2)
   const Input* from[TILES];
 #pragma unroll
   for (int n = 0; n < TILES; ++n) {
-    const int row = first + (n * 8 + g >> SPLIT_X);  // after the end: the last row again
+    const int row = first + (n * 8 + g >> SPLIT_X);  // rows after the end read the last row
     from[n] = x + static_cast<long long>(row < rows ? row : rows - 1) * inner + 8 * t;
   }
   const int chunks = inner / CHUNK;

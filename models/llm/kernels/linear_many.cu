@@ -1,14 +1,14 @@
-// Tensor-core product for many rows: a block computes a tile of 128 outputs x ROW_BLOCK rows of B
-// from a shared-memory pipeline. With split K (grid z > 1) it sums a range of consecutive parts
-// only.
+// Tensor-core product for many rows. A block computes a tile of 128 output columns x ROW_BLOCK rows
+// of operand B from a shared-memory pipeline. With split K (grid z > 1) a block computes only some
+// consecutive parts of the sums (linear_mma.cuh).
 #ifndef ROW_BLOCK
 #define ROW_BLOCK 64
 #endif
 #include "linear_mma.cuh"
 
 #define OUTPUTS 128
-// Inner indices per pipeline stage. STAGES - 1 stages are in flight by asynchronous copies; float
-// inputs, which have to be converted, are prefetched to registers half a stage ahead.
+// Inner indices per pipeline stage. Asynchronous copies keep STAGES - 1 stages in flight. Float
+// inputs have to be converted and are therefore prefetched to registers, half a stage ahead.
 #define STAGE 64
 #define STAGES (3 + (ROW_BLOCK == 64) + WEIGHT8 * (ROW_BLOCK == 128 ? 1 : 2))
 #define COPIED (16 / static_cast<int>(sizeof(Weight)))  // weights per asynchronous copy
@@ -20,9 +20,10 @@
 #define X_PACKS (ROW_BLOCK * (STAGE / 8))
 #define X_AT_ONCE ((ROW_BLOCK + 63) / 64)
 
-// Swizzled shared-memory index of pack t of half-stage `sub` (32 inner indices) of a row; a row has
-// four packs. It avoids bank conflicts between the lanes of one access, which are adjacent rows of
-// one half-stage or one row of both. `half` is 1 for packs of 16 bytes, 2 for packs of 8 bytes.
+// Returns the swizzled shared-memory index of pack t (0 to 3) of half-stage `sub` (32 inner
+// indices) of a row. The swizzle avoids bank conflicts between the lanes of one access, which read
+// adjacent rows of one half-stage or one row of both half-stages. `half` is 1 for packs of 16 bytes
+// and 2 for packs of 8 bytes.
 __device__ __forceinline__ int swizzle(int rows, int row, int sub, int t, int half) {
   return (sub * rows + (row ^ sub * half)) * 4 + t;
 }
@@ -54,10 +55,11 @@ struct StageIterator {
   }
 };
 
-// Grid: (columns / 128, rows / ROW_BLOCK, splits); with SPLIT_X a block has half as many rows of x.
-// With split K the blocks write their parts to `partials` [tiles, PARTS, ROW_BLOCK, 128], and the
-// last block of a tile to arrive adds them in order. `arrived` [tiles] is zero before and after.
-// The other operands are documented in linear_mma.cuh.
+// Grid: (columns / 128, rows / ROW_BLOCK, splits). With SPLIT_X a row of x takes two rows of B, so
+// that a block has half as many rows of x. With split K the blocks write their parts to `partials`
+// [tiles, PARTS, ROW_BLOCK, 128], and the last block of a tile to arrive adds them in order.
+// `arrived` [tiles] counts the blocks that have arrived; it must be zero and is left zero.
+// linear_mma.cuh documents the other operands.
 extern "C" __global__ void __launch_bounds__(WARPS * 32, 1)
     linear_many(const Weight* weight, const float* weight_scale, const Input* x,
                 const float* residual, OUT* out, float* copy, int rows, int columns, int inner,
@@ -83,7 +85,7 @@ extern "C" __global__ void __launch_bounds__(WARPS * 32, 1)
   Pack16* const staged_x =
       reinterpret_cast<Pack16*>(staged_weight + STAGES * OUTPUTS * (STAGE / 8));
 
-  // Returns the address of pack i of a stage of x; after the end: the last row again.
+  // Returns the address of pack i of a stage of x. Rows after the end read the last row.
   const auto x_at = [&](int i, const StageIterator& at) {
     const int row = first + (i / 8 >> SPLIT_X);
     return x + static_cast<long long>(row < rows ? row : rows - 1) * inner + at.inner() + i % 8 * 8;
@@ -108,7 +110,7 @@ extern "C" __global__ void __launch_bounds__(WARPS * 32, 1)
     }
     commit_copies();
   };
-  // Float inputs that are loaded while half-stage `sub` is multiplied.
+  // Float inputs that are loaded while half-stage `sub` is multiplied, and stored afterwards.
   Floats4 prefetched[X_AT_ONCE][2];
   const auto load_x = [&](int sub) {
 #pragma unroll
@@ -204,7 +206,7 @@ extern "C" __global__ void __launch_bounds__(WARPS * 32, 1)
   }
 
   const volatile float* of = tile_partials;
-  if (splits == 1) {  // exchange through shared memory, to which no copy is in flight any more
+  if (splits == 1) {  // exchange the sums through shared memory; all copies to it have completed
     float* const whole = reinterpret_cast<float*>(staged);
     __syncthreads();
 #pragma unroll

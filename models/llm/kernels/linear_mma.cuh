@@ -1,25 +1,28 @@
-// y = x W^T (+ residual) on tensor cores. In each mma, A is 16 rows of W and B is 8 rows of x.
+// Common parts of the tensor-core products linear_few and linear_many: y = x W^T (+ residual). In
+// each mma instruction operand A is 16 rows of W and operand B is 8 rows of x.
 //
-// Reduction order: a dot product is PARTS interleaved partial sums. Part p takes the chunks p,
-// p + PARTS, ... of CHUNK inner indices in order, starting from zero; the parts are added in order.
-// Within a chunk the order is always the same: of every 32 indices lane 4 g + t loads eight
-// adjacent ones for two mma steps. The bits of a row therefore depend neither on the rows that
-// share a tile, nor on which kernel, block or warp sums a part (row invariance).
+// Reduction order: a dot product consists of PARTS partial sums. The inner indices are divided into
+// chunks of CHUNK indices. Part p starts from zero and adds chunks p, p + PARTS, ... in order; the
+// parts are then added in order. Within a chunk the order is always the same: of every 32 indices
+// lane 4 g + t loads eight adjacent ones for two mma steps. The bits of a row therefore do not
+// depend on the other rows of a tile, nor on which kernel, block or warp sums a part (row
+// invariance).
 //
-// Input: x is float and is rounded to WEIGHT16; with X16 it already has that type, and the bits are
-// the same. With SPLIT_X each row of x becomes two rows of B, the rounded value and the remainder,
-// whose partial sums are added first. With WEIGHT8 the weights are stored as E4M3 and converted to
-// WEIGHT16. Sums are multiplied by the scale of the row of W, if there are scales.
+// Input: x is float and is rounded to WEIGHT16. With X16 it already has that type, which gives the
+// same bits. With SPLIT_X each row of x becomes two rows of B, the rounded values and the
+// remainders, whose partial sums are added first. With WEIGHT8 the weights are stored as E4M3 and
+// are converted to WEIGHT16. If there are scales, a sum is multiplied by the scale of its row of W.
 //
-// Folded norms: if `square_sums` is given, x is a row times a norm weight, and the result is
-// divided by the root mean square of the row. If `norm` is given, the result times the norm weight
-// and the sums of its squares are written for the next product.
+// Folded norms: if `square_sums` is not null, x has been multiplied by a norm weight, and the
+// result is divided by the root mean square of the row. If `norm` is not null, the result times the
+// norm weight is written for the next product, together with the sums of the squares of the result.
 //
-// Epilogues: with GATED, the rows of W are interleaved: eight rows of the gate projection, the same
-// eight rows of the up projection, and so on; silu(gate) * up is stored. With ROPE_HEAD_DIM (the
-// head size) they are queries, keys and values whose heads are interleaved: eight rows of the first
-// half of a head, the eight rows of the second half that they are rotated with, and so on. Rotated
-// queries are stored to `out`; keys (rotated) and values are written to the KV cache.
+// Epilogues: with GATED the rows of W are interleaved, alternating between eight rows of the gate
+// projection and the same eight rows of the up projection; silu(gate) * up is stored. With
+// ROPE_HEAD_DIM (the head size) the rows of W give queries, keys and values. Within a head they
+// alternate between eight rows of the first half and the eight rows of the second half that are
+// rotated with them. Rotated queries are stored to `out`; rotated keys and values are written to
+// the KV cache.
 #pragma once
 #include "mma.cuh"
 #include "model.cuh"
@@ -101,7 +104,7 @@ struct RopeStore {
   int scratch_page;
 };
 
-// Adds the residual, stores the result and its copies, and returns it.
+// Adds the residual to an output, stores the result and its copies, and returns the result.
 __device__ __forceinline__ float store(const Output& y, int row, int column, float value) {
   const long long at = static_cast<long long>(row) * y.columns + column;
   if (y.residual != nullptr) value += y.residual[at];
@@ -112,7 +115,8 @@ __device__ __forceinline__ float store(const Output& y, int row, int column, flo
 }
 
 #if ROPE_HEAD_DIM
-// Stores dimensions i and i + ROPE_HEAD_DIM / 2 of a head; same arithmetic as rope.cu.
+// Rotates and stores dimensions i and i + ROPE_HEAD_DIM / 2 of a head, with the arithmetic of
+// rope.cu.
 __device__ __forceinline__ void store_rotated(const RopeStore& to, float* out, int row, int head,
                                               int i, float a, float b) {
   const int p = to.pos[row], slot = to.slot[row], half = ROPE_HEAD_DIM / 2;
@@ -140,9 +144,9 @@ __device__ __forceinline__ void store_rotated(const RopeStore& to, float* out, i
 }
 #endif
 
-// Stores outputs `column` and `column` + 8 of a row. Eight adjacent lanes call it for a group of 16
-// columns, and all lanes of the warp must call it (it shuffles). Rows and columns after the end are
-// skipped.
+// Stores outputs `column` and `column` + 8 of a row. Eight adjacent lanes store a group of 16
+// columns. All lanes of the warp must call the function, because it contains a shuffle. Rows and
+// columns after the end are skipped.
 __device__ __forceinline__ void store_pair(const Output& y, const RopeStore& to, int row,
                                            int column, float top, float low) {
   const bool in_range = row < y.rows && column < y.columns;
@@ -171,7 +175,8 @@ __device__ __forceinline__ void store_pair(const Output& y, const RopeStore& to,
 #endif
 }
 
-// Loads the factors of rows [first, first + count): 1 / root mean square for a folded norm, else 1.
+// Computes the factors of rows [first, first + count): 1 / root mean square for a folded norm,
+// else 1.
 __device__ __forceinline__ void load_scales(const float* square_sums, float eps, int first,
                                             int count, int rows, int inner, float* scale) {
   const int groups = inner / GROUP;
@@ -197,7 +202,8 @@ __device__ __forceinline__ void load_scales(const float* square_sums, float eps,
   }
 }
 
-// Packs eight adjacent values of a row of x: rounded (split 0), or the remainders (split 1).
+// Packs eight adjacent values of a row of x: the rounded values (split 0) or the remainders (split
+// 1).
 __device__ __forceinline__ Pack16 pack_x(const Floats4* from, int split) {
   Pack16 pack;
 #pragma unroll
@@ -213,13 +219,15 @@ __device__ __forceinline__ Pack16 pack_x(const Floats4* from, int split) {
   return pack;
 }
 
-// Runs mma step `h` (0 or 1) of 32 inner indices; `top` and `low` are weight rows g and g + 8.
+// Runs mma step `h` (0 or 1) of 32 inner indices. `top` and `low` belong to weight rows g and g
+// + 8.
 __device__ __forceinline__ void step(float* sum, const Pack16& top, const Pack16& low,
                                      const Pack16& x, int h) {
   const unsigned int a[4] = {top.u[2 * h], low.u[2 * h], top.u[2 * h + 1], low.u[2 * h + 1]};
   mma_m16n8k16<WEIGHT16>(sum, a, x.u + 2 * h);
 }
 
+// Returns the number of parts that contain at least one chunk.
 __device__ __forceinline__ int parts_of(int inner) {
   return inner / CHUNK < PARTS ? inner / CHUNK : PARTS;
 }

@@ -1,13 +1,15 @@
-// y = x W^T (+ residual) for the soft device: one thread per COLUMNS output columns, no barrier.
+// Computes y = x W^T (+ residual) on the soft device, which runs kernels on the CPU. Each thread
+// computes COLUMNS output columns without barriers.
 //
-// Reduction order: each output has LANES partial sums. Partial i takes the inner indices i,
-// i + LANES, ... in order; the partials are folded as a tree. It depends on `inner` only, so the
-// kernel is row invariant.
+// Reduction order: each output has LANES partial sums. Partial sum i adds inner indices i, i +
+// LANES,
+// ... in order; the partial sums are then folded as a tree. The order depends only on `inner`, so
+// that the kernel is row invariant.
 //
-// Register tiles of rows x columns are as large as the vector registers allow. With few rows a tile
-// takes columns that are far apart, so that memory is read in several long sequential
-// streams. With many rows, columns are processed in groups of GROUP, whose weights stay in the CPU
-// cache together with the input rows.
+// Register tiles of rows x columns are as large as the vector registers allow. With few rows, the
+// columns of a tile are far apart, so that memory is read in several long sequential streams. With
+// many rows, columns are processed in groups of GROUP, whose weights stay in the CPU cache together
+// with the input rows.
 #include "pairs.cuh"
 
 #ifndef WEIGHT
@@ -32,8 +34,8 @@ struct Product {
   int copy_stride;
 };
 
-// Computes a register tile: ROWS rows from `row` on, 2 * PAIRS columns from `column` on that are
-// `column_stride` apart. A row of `sums` has COLUMNS entries.
+// Computes a register tile: ROWS rows from `row` on, and 2 * PAIRS columns that start at `column`
+// and are `column_stride` apart. A row of `sums` has COLUMNS entries.
 template <int ROWS, int PAIRS>
 __device__ __forceinline__ void tile(const Product& y, int row, int column, int column_stride,
                                      float* sums) {
@@ -81,7 +83,8 @@ __device__ __forceinline__ void tile(const Product& y, int row, int column, int 
   }
 }
 
-// Computes ROWS rows of columns [column, end), at most COLUMNS, and writes each row at once.
+// Computes ROWS rows of columns [column, end), at most COLUMNS of them, and writes each row in one
+// piece.
 template <int ROWS, int PAIRS>
 __device__ __noinline__ void band(const Product& y, int row, int column, int end) {
   float sums[ROWS * COLUMNS];

@@ -1,9 +1,10 @@
-// y = x W^T (+ residual) without tensor cores: one warp per COLUMNS output columns and up to 8
-// rows, so that the weights are read once.
+// Computes y = x W^T (+ residual) without tensor cores. Each warp computes COLUMNS output columns
+// of up to 8 rows, so that the weights are read once for all rows.
 //
-// Reduction order: lane l takes packs l, l + 32, ... of PACK inner indices in order, then one index
-// of the remainder; the lanes are added as a butterfly. It depends on `inner` and the weight type
-// only, so the kernel is row invariant.
+// Reduction order: the inner indices are divided into packs of PACK indices. Lane l adds packs l,
+// l + 32, ... in order, then at most one index of the remainder. The lanes are added as a
+// butterfly. The order depends only on `inner` and on the weight type, so that the kernel is row
+// invariant.
 #include "graft.cuh"
 
 #ifndef WEIGHT
@@ -18,8 +19,8 @@ struct alignas(COUNT * sizeof(T)) Pack {
   T item[COUNT];
 };
 
-// Loads PACK values: vector loads of 16 bytes or eight weights if rows of W and x are 16-byte
-// aligned, else scalar loads of the same values.
+// Loads PACK values. If the rows of W and x are aligned, the loads are vector loads of 16 bytes or
+// of eight weights; otherwise they are scalar loads of the same values.
 template <bool ALIGNED, typename T>
 __device__ __forceinline__ void load_pack(const T* from, float* to) {
   if (ALIGNED) {
@@ -81,8 +82,8 @@ struct Output {
   int copy_stride;
 };
 
-// Computes ROWS x COLUMNS outputs. Rows after `last` and columns after the end read the last one
-// and are not stored.
+// Computes ROWS x COLUMNS outputs. Rows after `last` and columns after the end use the values of
+// the last row or column and are not stored.
 template <int ROWS>
 __device__ __forceinline__ void rows_by_columns(const WEIGHT* weight, const float* x, int inner,
                                                 const Output& y, int row, int last, int column) {

@@ -4,7 +4,7 @@
 #include "graft.cuh"
 
 #ifdef __SOFTCUDA__
-#pragma softcuda quick  // on the soft device only tests run these kernels
+#pragma softcuda quick  // compile quickly: on the soft device only tests run these kernels
 #endif
 
 template <typename T>
@@ -28,7 +28,7 @@ struct alignas(16) Floats4 {
   float f[4];
 };
 
-// Rounds two floats to the 16-bit type T (nearest even) and packs them, `low` in the low half.
+// Rounds two floats to the 16-bit type T (nearest even) and packs them, `low` in the lower 16 bits.
 template <typename T>
 __device__ __forceinline__ unsigned int pack_pair(float low, float high) {
 #ifdef __CUDA_ARCH__
@@ -55,8 +55,8 @@ __device__ __forceinline__ float half_of(unsigned int pair, int which) {
   return to_float(value);
 }
 
-// widen converts eight weights to the type in which they are multiplied. E4M3 values other than NaN
-// are exact in bfloat16.
+// The overloads of widen convert eight weights to the 16-bit type in which they are multiplied. All
+// E4M3 values except NaN are exact in bfloat16.
 __device__ __forceinline__ Pack16 widen(const Pack16& pack) { return pack; }
 
 __device__ __forceinline__ Pack16 widen(const Pack8& pack) {
@@ -64,8 +64,8 @@ __device__ __forceinline__ Pack16 widen(const Pack8& pack) {
 #pragma unroll
   for (int i = 0; i < 4; ++i) {
 #ifdef __CUDA_ARCH__
-    // The 4-bit exponent is placed in an 8-bit field, which scales the value by 2^-120, subnormal
-    // values included. The multiplication by 2^120 is exact.
+    // The 4-bit exponent is placed in an 8-bit field, which scales the value by 2^-120. This holds
+    // for subnormal values too. The multiplication by 2^120 is exact.
     const unsigned int two = __byte_perm(pack.u[i / 2], 0, i % 2 ? 0x3424 : 0x1404);
     asm("fma.rn.bf16x2 %0, %1, %2, %3;"
         : "=r"(wide.u[i])
@@ -134,7 +134,7 @@ __device__ __forceinline__ void mma_m16n8k16(float* d, const unsigned int* a,
 #endif
 }
 
-// Loads eight weights, bypassing L1 because each is read once.
+// Loads eight weights. The load bypasses L1, because each weight is read once.
 template <typename T>
 __device__ __forceinline__ Pack16 load_weight(const T* from) {
 #ifdef __CUDA_ARCH__

@@ -1,11 +1,12 @@
-// Shared by the model kernels: arithmetic that gives the same bits on every device and that C++
-// compilers vectorise, and addressing of the paged KV cache.
+// Functions that all model kernels use: arithmetic that gives the same bits on every device and
+// that C++ compilers vectorise, and addressing of the paged KV cache.
 #pragma once
 #include "graft.cuh"
 
-// Returns e^x for x in about [-87, 88], clamped outside; relative error about 1e-7. NaN stays NaN.
-// x = n ln2 + r with |r| <= ln2 / 2; e^r is its Taylor series up to r^7; n is added to the
-// exponent.
+// Returns e^x with a relative error of about 1e-7. x is clamped to [-87, 88]. NaN gives NaN.
+//
+// With x = n ln2 + r and |r| <= ln2 / 2, e^r is computed as a Taylor series up to r^7, and n is
+// added to the exponent of the result.
 __device__ __forceinline__ float exp_exact(float x) {
   x = x < -87.0f ? -87.0f : x;
   x = x > 88.0f ? 88.0f : x;
@@ -30,9 +31,9 @@ __device__ __forceinline__ float gated(float gate, float up) {
   return gate / (1.0f + exp_exact(-gate)) * up;
 }
 
-// Sums COUNT values (a power of two) in a fixed tree, folding the halves onto each other.
-// Overwrites the values. Recursive, because a compiler that does not unroll the outer loop does not
-// vectorise.
+// Sums COUNT values (a power of two) in a fixed tree, folding the halves onto each other. The
+// values are overwritten. The function is recursive, because compilers vectorise a loop nest only
+// if they unroll the outer loop.
 template <int COUNT>
 __device__ __forceinline__ float tree_sum(float* values) {
   if constexpr (COUNT == 1) {
@@ -46,8 +47,8 @@ __device__ __forceinline__ float tree_sum(float* values) {
 
 // Layout of the paged KV cache.
 //
-// A page holds 2^page_shift positions of [kv_heads, head_dim]. Page table entries of positions that
-// are not allocated contain the scratch page, which is never written.
+// A page has 2^page_shift positions of [kv_heads, head_dim] elements. Page table entries of
+// positions that are not allocated contain the number of the scratch page, which is never written.
 struct Pages {
   const int* table;  // [slots, max_pages]
   int slots;
@@ -57,7 +58,7 @@ struct Pages {
   int head_dim;
 };
 
-// Padding rows and rows beyond the page table read and write nothing.
+// Returns false for padding rows and for rows beyond the page table, which read and write nothing.
 __device__ __forceinline__ bool row_is_live(const Pages& pages, int slot, int pos) {
   return slot >= 0 && slot < pages.slots && pos >= 0 && (pos >> pages.page_shift) < pages.max_pages;
 }
@@ -73,12 +74,13 @@ __device__ __forceinline__ long long element_of(const Pages& pages, int page, in
   return (at * pages.kv_heads + head) * pages.head_dim;
 }
 
-// Addressing of the positions of a draft tree. Draft j is cached j positions after row 0 of the
-// tree, whatever its depth. A row addresses its keys through its path, in the order of positions,
-// so that its sums have the bits of a chain.
+// Addressing of the cached positions of a draft tree. Row 0 of a tree is the last committed token.
+// Draft j is cached j positions after row 0, whatever its depth in the tree is. A row reads the
+// keys of its ancestors through its path, in the order of their sequence positions. Its sums
+// therefore have the same bits as if the path were a chain.
 struct Path {
-  // Bit j - 1 is set for every draft j on the path, including the row itself. 0: the row is cached
-  // at its position.
+  // Bit j - 1 is set for every draft j on the path, including the row itself. 0 if the row is
+  // cached at its sequence position.
   unsigned long long drafts;
   int base;  // position of row 0 of the tree
 };
@@ -88,7 +90,7 @@ __device__ __forceinline__ Path path_at(const unsigned long long* ancestors, int
   return {drafts, pos - __popcll(drafts)};
 }
 
-// Returns the position at which position `pos` of the path is cached.
+// Returns the cache position of the row that has sequence position `pos` on a path.
 __device__ __forceinline__ int cached_at(const Path& path, int pos) {
   if (path.drafts == 0 || pos <= path.base) return pos;
   unsigned long long rest = path.drafts;

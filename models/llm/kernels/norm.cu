@@ -1,6 +1,6 @@
 // RMSNorm of rows, y_i = x_i / sqrt(mean(x^2) + eps) * weight_i (Zhang and Sennrich, 2019), and the
-// input of an EAGLE-3 layer, which consists of two norms. One block of NORM_THREADS threads per
-// row; the soft device uses one thread.
+// input of an EAGLE-3 layer, which consists of two norms. A row is computed by one block of
+// NORM_THREADS threads; on the soft device NORM_THREADS is 1.
 #include "model.cuh"
 
 #ifndef WEIGHT
@@ -14,10 +14,11 @@
 #endif
 #define NORM_LANES 32
 
-// inverse_rms returns 1 / sqrt(mean(x^2) + eps) of a row, the same bits in every thread of the
-// block.
+// inverse_rms returns 1 / sqrt(mean(x^2) + eps) of a row. All threads of the block get the same
+// bits.
 #if NORM_THREADS == 1
-// Reduction order: partial sum i takes indices i, i + NORM_LANES, ..., then the partials as a tree.
+// Reduction order: partial sum i adds indices i, i + NORM_LANES, ...; the partial sums are then
+// added as a tree.
 template <typename T>
 __device__ __forceinline__ float inverse_rms(const T* x, int width, float eps) {
   float partial[NORM_LANES] = {};
@@ -39,7 +40,8 @@ __device__ __forceinline__ float inverse_rms(const T* x, int width, float eps) {
   return 1.0f / sqrtf(tree_sum<NORM_LANES>(partial) / static_cast<float>(width) + eps);
 }
 #else
-// Reduction order: thread i takes indices i, i + NORM_THREADS, ..., then the lanes, then the warps.
+// Reduction order: thread i adds indices i, i + NORM_THREADS, ...; then the lanes of each warp are
+// added, and then the warps.
 template <typename T>
 __device__ __forceinline__ float inverse_rms(const T* x, int width, float eps) {
   __shared__ float of_warp[NORM_THREADS / 32];
@@ -76,7 +78,7 @@ extern "C" __global__ void norm_rows(const float* x, const float* weight, OUT* y
   if (row < rows) norm_row(x + at, weight, y + at, width, eps);
 }
 
-// out[r] = x[index[r]], zeros for an index out of range, and y = norm(out).
+// Computes out[r] = x[index[r]] and y = norm(out). An index out of range gives zeros.
 extern "C" __global__ void gather_norm(const WEIGHT* x, const int* index, float* out,
                                        const float* weight, OUT* y, int rows, int width,
                                        float eps) {
@@ -91,7 +93,7 @@ extern "C" __global__ void gather_norm(const WEIGHT* x, const int* index, float*
   norm_row(out + at, weight, y + at, width, eps);  // no barrier: a thread reads only what it wrote
 }
 
-// Norms every query head and key head of the rows of `qkv` in place; one block per head.
+// Computes the norm of every query head and key head of `qkv` in place, with one block per head.
 extern "C" __global__ void head_norm(float* qkv, const float* query_weight, const float* key_weight,
                                      int rows, int heads, int kv_heads, int head_dim, float eps) {
   wait_for_previous_kernel();
@@ -102,9 +104,9 @@ extern "C" __global__ void head_norm(float* qkv, const float* query_weight, cons
   norm_row(x, head < heads ? query_weight : key_weight, x, head_dim, eps);
 }
 
-// x = [norm(table[token]), norm(hidden)], zeros for a token out of range. The residual stream is
-// `hidden`, or norm(hidden) with norm_before_residual. `hidden` and `residual` may be the same
-// array.
+// Computes x = [norm(table[token]), norm(hidden)]; a token out of range gives zeros. The residual
+// stream becomes `hidden`, or norm(hidden) with norm_before_residual. `hidden` and `residual` may
+// be the same array.
 extern "C" __global__ void eagle_input(const WEIGHT* table, const int* token, const float* hidden,
                                        const float* embedding_norm, const float* hidden_norm,
                                        float* x, float* residual, int rows, int vocab, int width,

@@ -1,5 +1,6 @@
-// Pair: two groups of eight floats, for two columns, two keys or two parts of a row. It is one
-// 512-bit register if the processor has AVX-512, else two registers. The bits are the same.
+// The type Pair: two groups of eight floats, for two columns, two keys or two parts of a row. A
+// Pair is one 512-bit register if the processor has AVX-512, else two registers. Results have the
+// same bits in both cases.
 #pragma once
 #include "lanes.cuh"
 
@@ -11,7 +12,9 @@
 #endif
 #endif
 
-#if WIDE  // inline assembly, because GCC splits 512-bit vectors that are loaded from memory
+// The functions use inline assembly, because GCC splits 512-bit vectors that are loaded from
+// memory.
+#if WIDE
 typedef float Pair __attribute__((vector_size(8 * LANES)));
 
 template <typename T>
@@ -99,7 +102,7 @@ __device__ __forceinline__ Pair fma_pair(const Pair& a, const Pair& b, const Pai
 }
 #endif
 
-// Sums each half of COUNT pairs over its lanes.
+// Sums the lanes of each half of COUNT pairs.
 template <int COUNT>
 __device__ __forceinline__ void fold_pairs(const Pair* of, float (*sum)[2]) {
 #if WIDE

@@ -1,5 +1,6 @@
-// RoPE of queries (in place) and keys, and the write of keys and values to the KV cache.
-// Dimension i is paired with i + HEAD_DIM / 2; each thread rotates CHUNK pairs of one head.
+// Applies RoPE to queries (in place) and keys, and writes keys and values to the KV cache.
+// Dimension i is rotated together with dimension i + HEAD_DIM / 2. Each thread rotates CHUNK such
+// pairs of one head.
 #ifndef HEAD_DIM
 #define HEAD_DIM 64
 #endif
@@ -13,9 +14,9 @@
 
 #define HALF (HEAD_DIM / 2)
 
-// A row of `qkv` holds heads queries, kv_heads keys and kv_heads values. A row of `rope_table`
-// holds the cosines, then the sines, of a position. `ancestors` is null if no row is in a draft
-// tree.
+// A row of `qkv` has `heads` queries, `kv_heads` keys and `kv_heads` values. A row of `rope_table`
+// has the cosines and then the sines of a position. `ancestors` is null if no row belongs to a
+// draft tree. Padding rows are skipped, and nothing is written to the scratch page.
 extern "C" __global__ void rope_and_store(float* qkv, int rows, const float* rope_table,
                                           const int* slot, const int* pos,
                                           const unsigned long long* ancestors,
