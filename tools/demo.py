@@ -1,6 +1,9 @@
 """``make demo``: run ten requests with ten grammars in one batch, check and measure the outputs.
 
 ``make demo-llm`` does the same with SmolLM2-135M-Instruct, which is downloaded with pip.
+
+The statistics count rounds. A round is one launch of the CUDA graph in which the target model
+verifies the drafts of each request, and the drafter generates the next drafts.
 """
 
 from __future__ import annotations

@@ -317,7 +317,7 @@ def read_watch_options(options: argparse.Namespace) -> list[str]:
     """Return the program of --watch, and apply the options that precede it.
 
     argparse passes everything after --watch on unparsed, so --json and --limit are parsed here if
-    they stand between --watch and the program.
+    they occur between --watch and the program.
 
     Raises
     ------

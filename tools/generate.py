@@ -1,4 +1,8 @@
-"""``graft generate``: generate outputs for a prompt or for a file of prompts."""
+"""``graft generate``: generate outputs for a prompt or for a file of prompts.
+
+The engine works in rounds. A round is one launch of a CUDA graph, in which the target model
+verifies the drafts of each running request, and the drafter generates the next drafts.
+"""
 
 from __future__ import annotations
 

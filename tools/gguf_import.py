@@ -227,7 +227,10 @@ def make_rope_parameters(file: GgufFile, head_dim: int) -> dict[str, Any]:
     expected = plain.frequencies(head_dim) / scaled.frequencies(head_dim)
     is_llama3 = factors.shape == expected.shape and np.allclose(factors, expected, rtol=1e-3)
     if scaling != "none" or not is_llama3:
-        raise GgufError(f"{file.path}: {ROPE_FACTORS} is not Llama 3's scaling")
+        raise GgufError(
+            f"{file.path}: {ROPE_FACTORS} does not follow Llama 3's RoPE scaling; other frequency "
+            "factors are not supported"
+        )
     return rope | {
         "rope_type": "llama3",
         "factor": factor,

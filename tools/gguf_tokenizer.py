@@ -69,7 +69,7 @@ def tokenizer_files(file: Any) -> dict[str, dict[str, Any]]:
         )
     if len(types) != len(tokens):
         raise GgufTokenizerError(
-            f"{file.path}: there are {len(tokens)} tokens, and types of {len(types)}"
+            f"{file.path}: there are {len(tokens)} tokens, but token_type has {len(types)} entries"
         )
     try:
         backend = makers[kind](file, tokens, types)

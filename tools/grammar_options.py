@@ -220,7 +220,7 @@ def _read_structural_tag(value: object, **options: Any) -> GrammarSpec:
         raise GrammarError(f"structural tag: must be an object, not {type(value).__name__}")
     unknown = sorted(set(value) - _TAG_KEYS)
     if unknown:
-        raise GrammarError(f"structural tag: unknown {', '.join(unknown)}")
+        raise GrammarError(f"structural tag: unknown keys: {', '.join(unknown)}")
     tags = value.get("tags", [])
     triggers = value.get("triggers", [])
     if not isinstance(tags, list) or not isinstance(triggers, list):
@@ -228,7 +228,9 @@ def _read_structural_tag(value: object, **options: Any) -> GrammarSpec:
     parsed_tags = []
     for tag in tags:
         if not isinstance(tag, dict) or set(tag) != {"begin", "schema", "end"}:
-            raise GrammarError(f"structural tag: a tag is {tag!r}, needs begin, schema and end")
+            raise GrammarError(
+                f"structural tag: a tag must have exactly begin, schema and end, got {tag!r}"
+            )
         parsed_tag = StructuralTag.of(tag["begin"], tag["schema"], tag["end"])
         parsed_tag.check()
         parsed_tags.append(parsed_tag)

@@ -133,7 +133,7 @@ def read_requests(options: argparse.Namespace) -> list[PromptRow]:
         fields = _request_fields(row, defaults)
         if options.seed is not None:
             fields.setdefault("seed", options.seed + index)
-        row_id = row.get("id")
+        row_id: Any = row.get("id")
         try:
             _check_id(row_id, lines)
             template = _template_fields({"raw": options.raw} | row)
@@ -190,7 +190,7 @@ def _read_rows(path: Path) -> dict[int, dict[str, Any]]:
             raise OptionError(f"{location}: a row must be an object")
         unknown = sorted(set(row) - ROW_FIELDS)
         if unknown:
-            raise OptionError(f"{location}: unknown {', '.join(unknown)}")
+            raise OptionError(f"{location}: unknown keys: {', '.join(unknown)}")
         rows[number] = row
     if not rows:
         raise OptionError(f"--prompts {path} contains no prompt")
@@ -234,7 +234,7 @@ def _template_fields(row: Mapping[str, Any]) -> dict[str, Any]:
     variables = row.get("variables") or {}
     raw = row.get("raw", False)
     if not isinstance(variables, dict) or not isinstance(raw, bool):
-        raise OptionError("variables must be an object, and raw true or false")
+        raise OptionError("variables must be an object, and raw must be true or false")
     reserved = RESERVED_VARIABLES & variables.keys()
     if reserved:
         raise OptionError(f"variables must not contain {', '.join(sorted(reserved))}")

@@ -123,7 +123,7 @@ def test_prompt_rows_take_precedence_over_options(parse_rows):
 @pytest.mark.parametrize(
     ("line", "words"),
     [
-        ('{"prompt": "a", "tempreature": 1}', "line 1: unknown tempreature"),
+        ('{"prompt": "a", "tempreature": 1}', "line 1: unknown keys: tempreature"),
         ('{"prompt": ', "line 1: "),
         ("[1, 2]", "line 1: a row must be an object"),
         ("", "contains no prompt"),
@@ -175,9 +175,9 @@ def test_prompt_rows_accept_partial_schemas_and_json_object_false(parse_rows):
         ({"structural_tag": {"tags": 3}}, "must be lists"),
         (
             {"structural_tag": {"tags": [{"begin": "<"}], "triggers": ["<"]}},
-            "needs begin, schema and end",
+            "exactly begin, schema and end",
         ),
-        ({"structural_tag": {"tags": [], "triggers": [], "x": 1}}, "unknown x"),
+        ({"structural_tag": {"tags": [], "triggers": [], "x": 1}}, "unknown keys: x"),
         ({"structural_tag": {"tags": [], "triggers": []}}, "at least one"),
     ],
 )

@@ -1,4 +1,4 @@
-"""``graft doctor``, the lock-order detector (``--watch``), and ``graft soft``."""
+"""Tests of ``graft doctor``, its lock-order detector (``--watch``), and ``graft soft``."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from graft.tools import cli, doctor, watch
 
 
 def test_doctor_reports_healthy_environment(capsys):
-    """The environment of the tests lacks nothing; the report is JSON."""
+    """In the environment of the tests, no required component is missing. The report is JSON."""
     assert cli.main(["doctor", "--limit", "5"]) == 2
     assert "--limit requires --watch" in capsys.readouterr().err
     assert cli.main(["doctor", "--json"]) == 0

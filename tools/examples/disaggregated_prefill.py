@@ -1,8 +1,8 @@
 """Package models: disaggregated prefill. One process prefills the prompts, another one decodes.
 
 The prefilling engine exports each request after its first tokens with `Engine.migrate_out`. The KV
-cache of the request is transferred through shared memory. A ticket, which is small, tells the
-decoding process where the data is.
+cache of the request is transferred through shared memory. A ticket is a small message with which
+the decoding process finds this data.
 """
 
 from __future__ import annotations

@@ -7,7 +7,7 @@
 ``engine_driver``
     The thread that runs an engine, and its interface to the event loop of the server.
 ``replicas``, ``router``, ``actors``
-    Data parallel serving. Each replica is an engine in a process of its own, a Ray actor.
+    Data parallel serving. Each replica is an engine in a separate process, a Ray actor.
 ``metrics``
     Prometheus metrics.
 ``command``, ``server``

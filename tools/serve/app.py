@@ -178,13 +178,14 @@ class Service:
                     if len(body) > max_bytes:
                         raise ApiError(f"the body is longer than {max_bytes} bytes", 413)
         except TimeoutError as error:
-            raise ApiError("timed out while the body was read", 408) from error
+            seconds = self.settings.io_timeout_s
+            raise ApiError(f"the body was not received within {seconds:g} s", 408) from error
         try:
             fields = json.loads(body)
         except (ValueError, RecursionError) as error:
             raise ApiError(f"the body is not JSON: {error}") from error
         if not isinstance(fields, dict):
-            raise ApiError("the body must be an object")
+            raise ApiError("the body must be a JSON object")
         return fields
 
     async def parse(self, fields: dict[str, Any], chat: bool) -> ApiRequest:

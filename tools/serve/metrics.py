@@ -1,4 +1,7 @@
-"""Prometheus metrics of the server: its requests, and the counters of its engines."""
+"""Prometheus metrics of the server: its requests, and the counters of its engines.
+
+The counters count decoding rounds. A round is one launch of an engine's CUDA graph.
+"""
 
 from __future__ import annotations
 

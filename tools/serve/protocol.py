@@ -232,7 +232,7 @@ def _structured_outputs(fields: Mapping[str, Any]) -> list[tuple[str, str, Any]]
             f"got {short_repr(structured)}",
             param="structured_outputs",
         )
-    # Keys of structured_outputs stand for the request field too in error messages.
+    # Error messages name the key of structured_outputs as the request field.
     entries = [(key, key, value) for key, value in structured.items()]
     for name, key in _GUIDED_FIELDS.items():
         if name in fields:
@@ -422,7 +422,7 @@ class RequestParser:
         messages = fields.get("messages")
         variables = fields.get("chat_template_kwargs", {})
         if not isinstance(messages, list) or not messages:
-            raise ApiError("messages must be a list of at least one", param="messages")
+            raise ApiError("messages must be a list of at least one message", param="messages")
         check_size("the prompt", messages, "prompt_bytes", self.limits)
         reserved = RESERVED_VARIABLES | {"schema", "tools"}
         if not isinstance(variables, dict) or reserved & set(variables):

@@ -1,6 +1,6 @@
-"""Data parallel serving: several engines behind one endpoint, and recovery when one dies.
+"""Data parallel serving: one endpoint for several engines, and recovery when an engine dies.
 
-A replica is an engine in a process of its own. It dies when the process exits, when the engine
+A replica is an engine in a separate process. It dies when the process exits, when the engine
 fails, or when it does not answer for `SILENCE_TIMEOUT_S` seconds; it is then restarted.
 
 The output of a request is a function of the request alone, because decoding is greedy, or drafts
@@ -355,7 +355,7 @@ class Replicas:
                     if await replica.actor.call("counters") is not None:
                         answered_at = time.monotonic()
             await asyncio.sleep(SILENCE_TIMEOUT_S / 10)
-        raise EngineError(f"no answer for {SILENCE_TIMEOUT_S:g} s")
+        raise EngineError(f"the replica has not answered for {SILENCE_TIMEOUT_S:g} s")
 
     def _handle_death(self, replica: _Replica, message: str) -> None:
         """Terminate a dead replica and reassign its requests, or fail those that killed it."""

@@ -2,8 +2,7 @@
 
 The model generates a call as ``{"name": ..., "arguments": ...}``. If ``tool_choice`` is "required"
 or names a function, the whole output is one call. If ``tool_choice`` is "auto", the output is free
-text in which each call stands between the tags `BEGIN` and `END`, in the format of the Hermes
-models.
+text in which the tags `BEGIN` and `END` enclose each call, in the format of the Hermes models.
 """
 
 from __future__ import annotations
