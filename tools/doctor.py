@@ -115,8 +115,10 @@ def check_compiler() -> Finding:
 def check_driver() -> Finding:
     """Query NVIDIA's driver in a child process, which cannot hang or crash this one."""
     properties, error = chooser.probe_cuda()
-    number = properties.get("version", 0)
-    detail = f"CUDA {number // 1000}.{number % 1000 // 10}, " if number else ""
+    number = properties.get("version", 0)  # 1000 * major + 10 * minor
+    major = number // 1000
+    minor = number % 1000 // 10
+    detail = f"CUDA {major}.{minor}, " if number else ""
     if error:
         return Finding(
             "nvidia driver",
@@ -161,7 +163,8 @@ def check_transports() -> Finding:
     chosen, reason = choose_transport("auto", device)
     detail = f"grammars use {chosen} ({reason})"
     if errors:
-        advice = "; ".join(f"no {transport}: {error}" for transport, error in errors.items())
+        failures = [f"no {transport}: {error}" for transport, error in errors.items()]
+        advice = "; ".join(failures)
         return Finding("host work", "absent", detail, advice)
     return Finding("host work", "ok", f"{detail}; mailbox and spinkernel work")
 

@@ -74,7 +74,8 @@ def parse_draft_tree(text: str) -> tuple[Any, ...]:
         if "x" in text:
             branch, levels = map(int, text.split("x"))
             return branch, levels
-        return tuple(tuple(map(int, path.split("."))) for path in text.split(","))
+        paths = [path.split(".") for path in text.split(",")]
+        return tuple(tuple(map(int, path)) for path in paths)
     except ValueError:
         raise argparse.ArgumentTypeError(
             f"{text!r} is not a tree, such as 4x5 or 0,1,0.0"
@@ -363,7 +364,10 @@ def run(options: argparse.Namespace) -> int:
     if options.trace is not None:
         check_trace_path(options.trace)
     rows = read_requests(options)
-    batch_size = sum(len(row.request.samples()) for row in rows if row.refusal is None)
+    batch_size = 0
+    for row in rows:
+        if row.refusal is None:
+            batch_size += len(row.request.samples())
     timeline = options.json or options.trace is not None
     with open_engine(options, batch_size, timeline=timeline) as engine:
         rows, requests = prepare_requests(rows, engine)
@@ -426,8 +430,8 @@ def print_outputs(
     """Print the texts to stdout, unless they were streamed, and errors and statistics to stderr."""
     for row, output, entry in zip(rows, outputs, report["outputs"], strict=True):
         if not streamed and not output.error:
-            text = output.text if len(outputs) == 1 else f"[{output.id}] {output.text}"
-            print(text, flush=True)
+            label = "" if len(outputs) == 1 else f"[{output.id}] "
+            print(f"{label}{output.text}", flush=True)
         if output.error:
             print(f"graft: request {output.id} {output.reason}: {output.error}", file=sys.stderr)
         elif output.reason not in ("stop", "stop_string"):

@@ -56,10 +56,9 @@ def table(rows: Sequence[Sequence[object]], left: int = 1) -> str:
     widths = [max(map(len, column)) for column in zip(*texts, strict=True)]
     lines = []
     for row in texts:
-        cells = [
-            cell.ljust(width) if i < left else cell.rjust(width)
-            for i, (cell, width) in enumerate(zip(row, widths, strict=True))
-        ]
+        cells = []
+        for column, (cell, width) in enumerate(zip(row, widths, strict=True)):
+            cells.append(cell.ljust(width) if column < left else cell.rjust(width))
         lines.append("  ".join(cells).rstrip())
     return "\n".join(lines)
 

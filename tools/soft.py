@@ -58,7 +58,9 @@ def soft_environment() -> Mapping[str, str]:
     library = soft_library()
     if not library.is_file():
         raise DeviceError(f"the soft device is not built: {library} does not exist (make native)")
-    preloaded = " ".join(filter(None, (str(library), os.environ.get("LD_PRELOAD"))))
+    preloaded = str(library)
+    if os.environ.get("LD_PRELOAD"):
+        preloaded += " " + os.environ["LD_PRELOAD"]
     return {**os.environ, "GRAFT_DEVICE": "soft", "LD_PRELOAD": preloaded}
 
 

@@ -120,7 +120,10 @@ def ray_cluster(count: int) -> Iterator[Callable[[], Actor]]:
     """
     ray = _import_ray()
     device = os.environ.get("GRAFT_DEVICE") or "auto"
-    uses_cuda = device == "cuda" or (device == "auto" and not chooser.probe_cuda()[1])
+    uses_cuda = device == "cuda"
+    if device == "auto":
+        _, error = chooser.probe_cuda()
+        uses_cuda = not error
     gpus_per_replica = int(uses_cuda)
     with tempfile.TemporaryDirectory(prefix="graft-", ignore_cleanup_errors=True) as folder:
         _start_ray(ray, count, folder)

@@ -198,7 +198,8 @@ class EngineDriver:
                 raise EngineError(self.failure)
             self._engine.submit(request)
         except Exception as error:  # every request ends with an output, even a refused one
-            self._post([error_event(str(request.id), str(error), type(error).__name__)])
+            event = error_event(str(request.id), str(error), type(error).__name__)
+            self._post([event])
 
     def _post(self, events: Sequence[Event]) -> None:
         """Pass events from the thread to the event loop."""

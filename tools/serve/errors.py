@@ -59,7 +59,12 @@ class ApiError(GraftError):
     @property
     def body(self) -> dict[str, Any]:
         """The JSON body of the response."""
-        error = {"message": str(self), "type": self.type, "param": self.param, "code": self.code}
+        error = {
+            "message": str(self),
+            "type": self.type,
+            "param": self.param,
+            "code": self.code,
+        }
         return {"error": error}
 
     @property
@@ -90,6 +95,8 @@ def check_output(output: Output) -> None:
     """
     if output.reason in _COMPLETE:
         return
-    status = _STATUS.get(output.error_type or "") or _STATUS.get(output.reason, 500)
+    status = _STATUS.get(output.error_type or "")
+    if status is None:
+        status = _STATUS.get(output.reason, 500)
     message = output.error or _MESSAGES.get(output.reason, output.reason)
     raise ApiError(without_partial_hint(message), status)

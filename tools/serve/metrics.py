@@ -106,8 +106,13 @@ class Metrics:
         gauges
             Values of further gauges, by metric name without the prefix ``graft_``.
         """
-        self._alive = {str(i): engine is not None for i, engine in enumerate(counters)}
-        self._engines |= {str(i): engine for i, engine in enumerate(counters) if engine is not None}
+        alive = {}
+        for index, engine in enumerate(counters):
+            replica = str(index)
+            alive[replica] = engine is not None
+            if engine is not None:
+                self._engines[replica] = engine
+        self._alive = alive
         self._gauges = gauges
         return generate_latest(self._registry)
 
@@ -115,44 +120,39 @@ class Metrics:
         """Yield the metrics of the engines. The registry calls this method."""
         for name, value in self._gauges.items():
             yield GaugeMetricFamily(f"graft_{name}", name, value)
-        yield _family(
-            GaugeMetricFamily,
-            "graft_up",
-            "Whether the replica answers.",
-            (),
-            {(replica,): alive for replica, alive in self._alive.items()},
-        )
+        alive = {(replica,): is_alive for replica, is_alive in self._alive.items()}
+        yield _family(GaugeMetricFamily, "graft_up", "Whether the replica answers.", (), alive)
         for kind, table in ((CounterMetricFamily, _COUNTERS), (GaugeMetricFamily, _GAUGES)):
             for name, description, group, key in table:
-                values = {(i,): engine[group].get(key, 0) for i, engine in self._engines.items()}
+                values = {}
+                for replica, engine in self._engines.items():
+                    values[(replica,)] = engine[group].get(key, 0)
                 yield _family(kind, name, description, (), values)
         yield from self._draft_counters()
         yield from self._grammar_times()
 
     def _draft_counters(self) -> Iterator[Metric]:
         for key, description in _DRAFT_COUNTERS:
-            values = {
-                (i, str(position)): value
-                for i, engine in self._engines.items()
-                for position, value in enumerate(engine["engine"][key])
-            }
+            values = {}
+            for replica, engine in self._engines.items():
+                for position, value in enumerate(engine["engine"][key]):
+                    values[(replica, str(position))] = value
             yield _family(
                 CounterMetricFamily, f"graft_drafts_{key}", description, ("position",), values
             )
 
     def _grammar_times(self) -> Iterator[Metric]:
-        values: dict[tuple[str, ...], float] = {
-            (i, step): engine["grammar"][f"{step}_ns"] / 1e9
-            for i, engine in self._engines.items()
-            for step in ("open", "commit", "draft")
-        }
+        values: dict[tuple[str, ...], float] = {}
+        for replica, engine in self._engines.items():
+            for step in ("open", "commit", "draft"):
+                values[(replica, step)] = engine["grammar"][f"{step}_ns"] / 1e9
         description = "Time of grammar steps in seconds."
         yield _family(CounterMetricFamily, "graft_grammar_seconds", description, ("step",), values)
         exposed: dict[tuple[str, ...], float] = {}
-        for i, engine in self._engines.items():
+        for replica, engine in self._engines.items():
             stats = engine["engine"]
             if stats["exposed_share"] is not None:
-                exposed[(i,)] = stats["exposed_share"] * stats["round_ns"] / 1e9
+                exposed[(replica,)] = stats["exposed_share"] * stats["round_ns"] / 1e9
         if exposed:
             description = "Time in seconds during which the model lane waited for the grammar."
             yield _family(

@@ -454,7 +454,9 @@ class RequestParser:
                 )
         tokens = []
         for one in prompts:
-            tokens.append(self._tokenizer.encode(one) if isinstance(one, str) else one)
+            if isinstance(one, str):
+                one = self._tokenizer.encode(one)
+            tokens.append(one)
         return tokens
 
 
