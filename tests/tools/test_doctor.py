@@ -123,7 +123,7 @@ def callback():
 
 @pytest.fixture
 def program(tmp_path):
-    """Return a function that writes a program, prelude plus code, and returns its path."""
+    """Return a function that writes a program (prelude and code) and returns its path."""
 
     def write(code: str, prelude: str = PRELUDE) -> str:
         path = tmp_path / "program.py"
@@ -134,7 +134,7 @@ def program(tmp_path):
 
 
 def test_watch_reports_potential_deadlock(program, capfd):
-    """A callback requests the GIL while another driver call holds it.
+    """A callback requests the GIL, and another call to the driver is made with the GIL held.
 
     The report contains the stacks of both.
     """
