@@ -1,4 +1,4 @@
-"""Helpers of the model tests: arrays, caches, rows, and forward passes over a sequence."""
+"""Helper functions of the model tests: arrays, KV caches, rows and forward passes."""
 
 import os
 from collections.abc import Sequence
@@ -42,14 +42,14 @@ def download(stream: Any, array: Any) -> np.ndarray:
 
 
 def make_rows(device: Any, token: Any, slot: Any, pos: Any) -> Rows:
-    """Create rows from host lists; a scalar slot applies to all."""
+    """Create rows from host lists; a scalar slot applies to all rows."""
     count = len(token)
     slots = np.broadcast_to(np.asarray(slot, dtype=np.int32), (count,))
     return Rows(upload_ints(device, token), upload_ints(device, slots), upload_ints(device, pos))
 
 
 def make_cache(device: Any, config: Any, layers: int | None = None, **changes: Any) -> PagedKV:
-    """Create a KV cache for a model: 3 slots of 64 positions in pages of 8, unless changed."""
+    """Create a KV cache for a model, by default with 3 slots of 64 positions in pages of 8."""
     sizes = {"pages": 40, "page_size": 8, "slots": 3, "max_pages_per_slot": 8, **changes}
     of_model = {
         "kv_heads": config.num_key_value_heads,
@@ -97,7 +97,7 @@ def load_eagle3(
 
 
 def allocate_pages(stream: Any, kv: PagedKV, slot: int, positions: int) -> None:
-    """Allocate pages for positions of a slot and update the page table on the device."""
+    """Allocate the pages of a slot's first positions and update the page table on the device."""
     assert kv.allocate(slot, positions)
     kv.set_table(StreamLane(stream), slot)
 

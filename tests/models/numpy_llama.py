@@ -1,6 +1,7 @@
-"""NumPy reference implementation of Llama, EAGLE-3 and MTP over whole sequences, without a cache.
+"""NumPy reference implementation of Llama, EAGLE-3 and MTP.
 
-Weights are float32 dictionaries by Hugging Face name; computation is float64.
+The functions process whole sequences without a KV cache. Weights are dictionaries of float32 arrays
+by Hugging Face name. The computation is in float64.
 """
 
 from typing import Any
@@ -11,6 +12,7 @@ Weights = dict[str, np.ndarray]
 
 
 def rms_norm(x: np.ndarray, weight: np.ndarray, eps: float) -> np.ndarray:
+    """Return the RMSNorm of the rows of x."""
     mean_square = (x * x).mean(-1, keepdims=True)
     return x / np.sqrt(mean_square + eps) * weight.astype(np.float64)
 
@@ -122,7 +124,8 @@ def eagle3_outputs(
 ) -> np.ndarray:
     """Return outputs [E, hidden] of entries 0..E-1, before the final norm.
 
-    Entry i pairs features [E, 3 hidden] of token i with token i + 1, next_tokens [E].
+    Entry i combines row i of features [E, 3 hidden], the features of token i, with element i of
+    next_tokens [E], which is token i + 1.
     """
     eps = config["rms_norm_eps"]
     g = features @ w["fc.weight"].astype(np.float64).T
@@ -137,7 +140,7 @@ def eagle3_outputs(
 
 
 def eagle3_logits(w: Weights, config: dict[str, Any], out: np.ndarray) -> np.ndarray:
-    """Return the draft logits of outputs."""
+    """Return the draft logits of outputs [E, hidden]."""
     head = w["lm_head.weight"].astype(np.float64)
     return rms_norm(out, w["norm.weight"], config["rms_norm_eps"]) @ head.T
 
@@ -150,7 +153,10 @@ def mtp_states(
     h: np.ndarray,
     tokens: np.ndarray,
 ) -> np.ndarray:
-    """Return the normed states [E, hidden] of an MTP module; entry i joins h[i] and tokens[i]."""
+    """Return the normed states [E, hidden] of an MTP module.
+
+    Entry i combines the previous module's state h[i] with tokens[i].
+    """
     eps = config["rms_norm_eps"]
     embedded = embedding.astype(np.float64)[tokens]
     joined = [

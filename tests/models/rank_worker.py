@@ -41,7 +41,11 @@ def answers(
     drafter: Path = DRAFTER,
     **options: Any,
 ) -> dict[str, Any]:
-    """Run the workload; return tokens and log probabilities by request, and mask fills."""
+    """Run the workload on an engine.
+
+    Return tokens, log probabilities and finish reasons by request, and the number of mask fills.
+    `order` is 1, or -1 to submit the requests in reverse order.
+    """
     with Engine(model, drafter, max_length=512, ranks=ranks, **options) as engine:
         requests = workload() if model == TARGET else workload()[:3]
         found = {output.id: output for output in engine.generate(requests[::order])}
@@ -55,7 +59,7 @@ def answers(
 
 
 def equal(ranks: RankGroup) -> None:
-    """Run the requests in one process and on all ranks, in several batches and orders."""
+    """Run the workload in one process and on all ranks, with several batch sizes and orders."""
     found: dict[str, Any] = {}
     try:
         answers(ranks, 1, max_batch_size=1)
@@ -74,7 +78,7 @@ def equal(ranks: RankGroup) -> None:
 
 
 def real(ranks: RankGroup) -> None:
-    """Run three requests with SmolLM2."""
+    """Run three requests with SmolLM2 on all ranks, with two batch sizes and orders."""
     print(
         json.dumps(
             [
@@ -86,7 +90,11 @@ def real(ranks: RankGroup) -> None:
 
 
 def disturb(case: str) -> None:
-    """Let this rank fail to load its first shard, or let it be killed or late during a run."""
+    """Patch this rank so that it fails in the way that the case tests.
+
+    In case "equal" loading of the first shard fails. Otherwise the rank is killed ("killed") or
+    sleeps too long in its 12th command.
+    """
     plain_load = worker_rank.TensorParallelWorker.__init__
     plain_run = worker_rank.TensorParallelWorker.run
     runs = [0]

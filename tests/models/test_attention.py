@@ -1,5 +1,8 @@
-"""Split attention on tensor cores, against float64 and against single rows, and the kernels of the
-soft device in both register widths."""
+"""Attention kernels.
+
+Split attention on tensor cores is compared with a float64 reference and, bit for bit, with single
+rows. The kernels of the soft device are compared between their two register widths.
+"""
 
 from dataclasses import replace
 from pathlib import Path
@@ -55,7 +58,7 @@ class Case:
         self.fill()
 
     def fill(self, keys=None, values=None):
-        """Write keys and values [2, length, kv_heads, dim] to layer 1."""
+        """Write keys and values [2, length, kv_heads, dim] of both slots to layer 1."""
         at = np.arange(self.length)
         page = self.table[:, at // self.kv.page_size]
         inside = at % self.kv.page_size
@@ -67,7 +70,11 @@ class Case:
             cache.copy_from(upload(self.device, stored, self.kv.dtype).to_host())
 
     def run(self, lane, slots, positions, run=1, paths=None, queries=None):
-        """Launch attention and return the output array."""
+        """Add the attention kernel to a lane and return its output array.
+
+        Row r has the query of position ``positions[r]`` of slot ``slots[r]``, unless `queries` are
+        given. `run` is ``rows_per_slot`` and `paths` are the ancestor masks of the rows.
+        """
         count = len(positions)
         dim = self.kv.head_dim
         slots = np.broadcast_to(slots, count)
@@ -84,6 +91,7 @@ class Case:
         return out
 
     def on_stream(self, stream, *args, **more):
+        """Run attention on a stream and return the result on the host."""
         return download(stream, self.run(StreamLane(stream), *args, **more))
 
     def wanted(self, slot, position):
@@ -108,8 +116,10 @@ class Case:
     ],
 )
 def test_split_attention_equals_causal_softmax(device, stream, heads, kv_heads, dim, dtype, run):
-    """Groups of 1 to 18 heads, both head sizes and dtypes, at every boundary of steps, splits
-    and runs. Padding rows give zeros."""
+    """The positions include all boundaries of steps, splits and runs. Padding rows give zeros.
+
+    The cases have 1 to 18 query heads per KV head, both head sizes and both dtypes.
+    """
     case = Case(device, heads, kv_heads, dim, dtype)
     slots = [0, 0, 0, 1, 1, -1, 0, 0, 0, 1, 1, 0, 0, 0, 1, 0]
     positions = [0, 15, 16, 63, 64, 5, 255, 256, -1, 257, 599, 511, 512, 10**6, 31, 271]
@@ -121,7 +131,7 @@ def test_split_attention_equals_causal_softmax(device, stream, heads, kv_heads, 
 
 
 def test_split_attention_reuses_parts_for_long_rows(device, stream):
-    """A row has more splits than there are parts."""
+    """A row with more splits than PARTS assigns several splits to one part."""
     case = Case(device, heads=2, length=33 * SPLIT + 40, page=64)
     positions = [32 * SPLIT - 1, 32 * SPLIT, 33 * SPLIT + 39]
     got = case.on_stream(stream, 1, positions, run=3)
@@ -131,8 +141,10 @@ def test_split_attention_reuses_parts_for_long_rows(device, stream):
 
 @pytest.mark.parametrize("heads", [4, pytest.param(1, marks=pytest.mark.full)])
 def test_split_attention_is_row_invariant(device, stream, monkeypatch, heads):
-    """Decoding, chunks and prefill, batches of both slots with a wrong `rows_per_slot`, and any
-    number of blocks per row."""
+    """A row has the same bits alone, in prefill chunks and in batches that mix both slots.
+
+    `rows_per_slot` does not match the mixed batches, and the number of blocks per row varies.
+    """
     case = Case(device, heads)
     alone = {
         (s, p): case.on_stream(stream, s, [p])[0]
@@ -163,8 +175,11 @@ def test_split_attention_is_row_invariant(device, stream, monkeypatch, heads):
 def test_thread_kernels_are_bit_identical_for_all_register_widths(
     device, stream, monkeypatch, dim, dtype
 ):
-    """Linear and attention with and without 64-byte registers: prompts, trees, padding, and all
-    row counts with a tile size of their own."""
+    """The linear and attention kernels give the same bits with and without 64-byte registers.
+
+    Attention runs over prompts, tree rows and padding. The linear kernel runs with every number of
+    rows that selects another tile size.
+    """
     x = np.random.default_rng(dim).standard_normal((25, 100)).astype(np.float32)
     weights = [rounded(np.resize(x, (columns, 100)), dtype) for columns in (7, 130)]
 
@@ -193,7 +208,10 @@ def test_thread_kernels_are_bit_identical_for_all_register_widths(
 
 
 def test_split_attention_is_bit_identical_for_any_page_size_and_in_graphs(device, stream):
-    """The counters are zero afterwards."""
+    """Page sizes 1, 16 and 512 give the same bits on a stream and in a graph launched twice.
+
+    The counters are zero afterwards.
+    """
     results = []
     for page in (1, 16, 512):
         case = Case(device, page=page)
@@ -212,7 +230,11 @@ def test_split_attention_is_bit_identical_for_any_page_size_and_in_graphs(device
 
 @pytest.mark.parametrize("base", [13, 250])
 def test_split_attention_tree_rows_equal_chain_rows(device, stream, base):
-    """The siblings of a row, and the positions after the tree, contain NaN and infinity."""
+    """A tree row has the bits of the same path as a chain.
+
+    Draft 2, which is no ancestor of another draft, and the positions after the tree contain NaN and
+    infinity. They must not affect rows that do not attend to them.
+    """
     rng = np.random.default_rng(base)
     case = Case(device)
     parent = [0, 0, 0]
@@ -248,7 +270,7 @@ def test_split_attention_tree_rows_equal_chain_rows(device, stream, base):
 
 
 def test_attention_nan_in_later_row_does_not_affect_earlier_rows(device, stream):
-    """NaN at a position affects only the rows of a tile that see it."""
+    """NaN at a position affects only the rows of a tile that attend to the position."""
     case = Case(device)
     wanted = case.on_stream(stream, 0, range(260, 268), run=8)
     values = case.value.copy()
@@ -263,7 +285,7 @@ def test_attention_nan_in_later_row_does_not_affect_earlier_rows(device, stream)
 )
 @pytest.mark.parametrize("dim", ["64", "128"])
 def test_split_attention_fits_two_blocks_per_multiprocessor(arch, dim):
-    """No registers spill, on all supported architectures."""
+    """The kernel spills no registers, and two blocks fit in the registers of a multiprocessor."""
     variant = Variant(FOLDER / "attention_split.cu", (("WIDE_HEAD", dim),))
     (usage,) = compile_variant(variant, arch)
     assert usage.spilled_bytes == 0 and usage.registers * 128 * 2 <= 65536

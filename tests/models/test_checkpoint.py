@@ -1,4 +1,4 @@
-"""Reading of checkpoints, and rejection of damaged files when they are opened."""
+"""Reading of checkpoints and rejection of damaged files, which happens when they are opened."""
 
 import json
 
@@ -15,7 +15,7 @@ from graft.models.llm.checkpoint import Checkpoint
 @pytest.mark.parametrize("dtype", ["float32", "float16", "bfloat16"])
 @pytest.mark.parametrize("shards", [1, 3])
 def test_checkpoint_returns_tensors_exactly(tmp_path, dtype, shards):
-    """From one file and from shards, in every dtype."""
+    """Tensors in every dtype have the written values, from one file and from three shards."""
     written = make_tiny_llama(tmp_path, dtype=dtype, shards=shards)
     checkpoint = Checkpoint(tmp_path)
     assert checkpoint.names == tuple(sorted(written))
@@ -26,7 +26,7 @@ def test_checkpoint_returns_tensors_exactly(tmp_path, dtype, shards):
 
 
 def test_checkpoint_rejects_wrong_name_shape_or_dtype(tmp_path):
-    """int64 and bool tensors are returned only if their dtype is allowed."""
+    """The error names the tensor. int64 and bool tensors are returned only if allowed."""
     make_tiny_llama(tmp_path)
     checkpoint = Checkpoint(tmp_path)
     with pytest.raises(CheckpointError, match=r"\[48\], expected \[49\]"):
@@ -56,7 +56,7 @@ def test_checkpoint_rejects_wrong_name_shape_or_dtype(tmp_path):
     ],
 )
 def test_checkpoint_rejects_damaged_files(tmp_path, spoil):
-    """Truncated files, pickles, zip files, other content, and bytes after the last tensor."""
+    """Truncated files, pickles, zip files and files with trailing bytes raise an error."""
     make_tiny_llama(tmp_path)
     file = tmp_path / "model.safetensors"
     file.write_bytes(spoil(file.read_bytes()))
@@ -88,7 +88,7 @@ def test_checkpoint_rejects_damaged_files(tmp_path, spoil):
     ],
 )
 def test_checkpoint_rejects_inconsistent_headers(tmp_path, change):
-    """Shapes, dtypes and offsets that do not fit each other or the file."""
+    """Shapes, dtypes and offsets must agree with each other and with the size of the file."""
     file = tmp_path / "model.safetensors"
     save_file({"a": np.zeros((2, 2), np.float32), "b": np.ones(3, np.float32)}, file)
     Checkpoint(tmp_path)
@@ -103,7 +103,7 @@ def test_checkpoint_rejects_inconsistent_headers(tmp_path, change):
 
 
 def test_checkpoint_rejects_missing_shards_and_tensors(tmp_path):
-    """A tensor that is not in its shard, and a shard that does not exist."""
+    """The error names a tensor that is not in its shard, or a shard that does not exist."""
     make_tiny_llama(tmp_path, shards=3)
     index = tmp_path / "model.safetensors.index.json"
     whole = json.loads(index.read_text())
@@ -139,14 +139,14 @@ def test_checkpoint_rejects_missing_shards_and_tensors(tmp_path):
     ids=lambda text: text[:40],
 )
 def test_checkpoint_rejects_broken_shard_index(tmp_path, text):
-    """An index that is not valid or refers to files outside of its folder."""
+    """The index must be valid and must not refer to files outside of its folder."""
     (tmp_path / "model.safetensors.index.json").write_text(text)
     with pytest.raises(CheckpointError, match="index"):
         Checkpoint(tmp_path)
 
 
 def test_checkpoint_rejects_pickled_weights_with_conversion_hint(tmp_path):
-    """An empty folder is reported as such."""
+    """For pickled weights the error says how to convert them. A folder may also be empty."""
     with pytest.raises(CheckpointError, match=r"neither model\.safetensors"):
         Checkpoint(tmp_path)
     (tmp_path / "pytorch_model.bin").write_bytes(b"\x80")

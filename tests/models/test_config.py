@@ -27,8 +27,11 @@ def read(**overrides) -> LlamaConfig:
 
 
 def test_llama_config_defaults():
-    """KV heads default to heads, head_dim to hidden / heads (a whole number), ties to false,
-    the RoPE base to 10000."""
+    """Absent fields have the defaults of Hugging Face.
+
+    KV heads default to the number of heads, head_dim to hidden_size / heads, which must be an
+    integer, tied embeddings to false, and the RoPE base to 10000.
+    """
     absent = ("num_key_value_heads", "head_dim", "tie_word_embeddings", "rope_theta")
     config = read(**dict.fromkeys(absent))
     assert (config.num_key_value_heads, config.head_dim) == (6, 8)
@@ -80,8 +83,10 @@ SIZES = (
     ],
 )
 def test_llama_config_rejects_invalid_fields(name, value):
-    """Missing and invalid sizes and unimplemented options; the error names the field, and the
-    value of a size."""
+    """Missing or invalid sizes and unimplemented options raise an error that names the field.
+
+    For a size the error also contains the value.
+    """
     wanted = {"torch_dtype": "dtype", "rope_scaling": "rope|factor"}.get(name, name)
     with pytest.raises(ConfigError, match=wanted) as refused:
         read(**{name: value})
@@ -103,7 +108,7 @@ NO_OBJECTS = ["{", "[1, 2]", '"config"', '{"a":' * 99999, "[1" + "0" * 5000]
     ],
 )
 def test_llama_config_rejects_unreadable_files(tmp_path, monkeypatch, make, words):
-    """Broken, deeply nested or non-object JSON; pipes, devices, oversized and missing files."""
+    """config.json must be a regular file of limited size with a JSON object."""
     make(tmp_path / "config.json")
     if words.startswith("more"):
         monkeypatch.setattr(fields, "_MAX_BYTES", 10)
@@ -112,7 +117,7 @@ def test_llama_config_rejects_unreadable_files(tmp_path, monkeypatch, make, word
 
 
 def test_rope_parameters_and_rope_scaling_must_agree():
-    """Libraries differ in which of the two they read."""
+    """A config with both sections is rejected if they differ."""
     linear = {"rope_type": "linear", "factor": 2.0}
     assert read(rope_scaling=linear, rope_parameters=linear).rope.factor == 2.0
     with pytest.raises(ConfigError, match=r"rope_parameters .* and rope_scaling .* differ"):
@@ -130,7 +135,7 @@ def test_rope_parameters_and_rope_scaling_must_agree():
     ],
 )
 def test_rope_frequencies_equal_reference(rope):
-    """Every kind, in both spellings of the config."""
+    """Frequencies and table equal the reference for every kind and both spellings of the config."""
     data = llama_config(head_dim=64, **rope)
     config = LlamaConfig.from_dict(data)
     wanted = numpy_llama.inverse_frequencies(data, 64)
@@ -148,8 +153,10 @@ def eagle(tmp_path, *, layers=8, names="official", **overrides) -> Eagle3Config:
 
 
 def test_eagle3_config_reads_flat_and_speculators_formats(tmp_path):
-    """Both formats of one head give equal configs, layer ids included. The default RoPE base is
-    10000."""
+    """The two formats of the same head give equal configs, including the feature layers.
+
+    The default RoPE base is 10000.
+    """
     assert eagle(tmp_path).rope.theta == 10000.0
     assert eagle(tmp_path, rope_theta=25000.0).rope.theta == 25000.0
     flat = eagle(tmp_path / "a", layers=4)
@@ -170,8 +177,10 @@ def test_eagle3_config_rejects_target_checkpoint(tmp_path):
 
 @pytest.mark.parametrize(("layers", "ids"), [(7, (1, 2, 3)), (8, (1, 3, 4)), (32, (1, 15, 28))])
 def test_eagle3_config_default_feature_layers(tmp_path, layers, ids):
-    """The inputs of layers 2, n//2 and n-3 are the outputs of the layers before them. With
-    fewer than seven layers there is no default."""
+    """The default features are the outputs of layers 1, n//2 - 1 and n - 4.
+
+    With fewer than seven layers there is no default.
+    """
     config = eagle(tmp_path, layers=layers)
     assert config.feature_layers is None
     assert config.resolve_feature_layers(layers) == ids
@@ -184,7 +193,7 @@ LAYERS = "eagle_aux_hidden_state_layer_ids"
 
 
 def test_eagle3_config_rejects_feature_layers_beyond_target(tmp_path):
-    """The output of the last layer is allowed."""
+    """The output of the last layer is allowed as a feature; a later layer is an error."""
     config = eagle(tmp_path, eagle_config={LAYERS: [1, 3, 7]})
     assert config.resolve_feature_layers(8) == (1, 3, 7)
     with pytest.raises(ConfigError, match="layer 7"):
@@ -212,8 +221,10 @@ def test_eagle3_config_rejects_feature_layers_beyond_target(tmp_path):
     ],
 )
 def test_eagle3_config_rejects_unimplemented_heads(tmp_path, name, value):
-    """Options of other head versions, invalid sizes, and anything but three ascending layer
-    ids; the error names the field."""
+    """Options of other head versions, invalid sizes and invalid layer ids raise an error.
+
+    The error names the field. Feature layers must be three ascending layer ids.
+    """
     eagle(tmp_path)
     data = json.loads((tmp_path / "config.json").read_text())
     with pytest.raises(ConfigError, match=LAYERS if name == "eagle_config" else name):
@@ -221,7 +232,7 @@ def test_eagle3_config_rejects_unimplemented_heads(tmp_path, name, value):
 
 
 def test_speculators_config_requires_norm_before_residual(tmp_path):
-    """The nested format has no safe default."""
+    """In the nested format `norm_before_residual` and the layer config are required."""
     eagle(tmp_path, names="speculators")
     data = json.loads((tmp_path / "config.json").read_text())
     del data["norm_before_residual"]

@@ -1,4 +1,4 @@
-"""Block drafters (DFlash, DFlash2, DSpark) against the published code, and rejected checkpoints."""
+"""Block drafters (DFlash, DFlash2, DSpark) compared with the published code; checkpoint errors."""
 
 import shutil
 
@@ -26,8 +26,11 @@ def read(folder):
 
 @pytest.mark.parametrize("form", model_util.FORMS)
 def test_dflash_logits_equal_published_code(device, stream, form):
-    """Prompts in chunks, rounds that commit one to five tokens in changing batch rows, and
-    blocks that the length limit truncates."""
+    """The logits of every level equal the published ones.
+
+    Prompts are processed in chunks. Rounds commit one to five tokens in changing batch rows, and
+    the length limit truncates some blocks.
+    """
     expected = np.load(FOLDER / "expected.npz")
     target = model_util.load_llama(device, TARGET, form=form, dtype="float32")
     rounds = Rounds(device, stream, target, FOLDER, 4, expected["tokens"])
@@ -47,7 +50,7 @@ def test_dflash_logits_equal_published_code(device, stream, form):
 
 
 def test_dflash_block_has_draft_length_rows(device, stream):
-    """The draft length is limited by the block size of the drafter."""
+    """A drafter makes as many drafts as requested, but at most as its block size allows."""
     target = model_util.load_llama(device, TARGET)
     for drafts, wanted in ((1, 1), (3, 3), (9, 4)):
         drafter = Rounds(device, stream, target, FOLDER, drafts).drafter
@@ -55,7 +58,7 @@ def test_dflash_block_has_draft_length_rows(device, stream):
 
 
 def make_dspark(folder, rank):
-    """Write the fixture in the layout of DSpark with a random Markov head; return the tensors."""
+    """Write a DSpark drafter with the fixture's tensors and a random Markov head; return them."""
     shutil.copytree(FOLDER, folder)
     edit_json(
         folder / "config.json",
@@ -86,8 +89,10 @@ def make_dspark(folder, rank):
 
 @pytest.mark.parametrize("rank, tree", [(0, None), (6, None), (0, (3, 7)), (6, (3, 5))])
 def test_dspark_adds_markov_logits_of_previous_token(device, stream, tmp_path, rank, tree):
-    """Logits are those of the block plus w2 w1[previous token], for every node of a tree. A row
-    predicts the token after it."""
+    """The logits of a node are the logits of its block row plus w2 w1[previous token].
+
+    The rank is 0 for a drafter without a Markov head. Drafts form a chain or a tree.
+    """
     tensors = make_dspark(tmp_path / "dspark", rank)
     expected = np.load(FOLDER / "expected.npz")
     target = model_util.load_llama(device, TARGET, dtype="float32")
@@ -111,8 +116,11 @@ def test_dspark_adds_markov_logits_of_previous_token(device, stream, tmp_path, r
 @pytest.mark.parametrize("tree", [None, (3, 4)], ids=["chain", "tree"])
 @pytest.mark.parametrize("form", model_util.FORMS)
 def test_dflash2_selector_equals_published_code(device, stream, form, tree):
-    """For any previous token the candidates have the published distribution, all other ids are
-    far below in the order of their logits, and greedy drafts are the published ones."""
+    """For any previous token the candidates have the published distribution.
+
+    The logits of all other ids are far lower and keep their order. In a chain the greedy drafts
+    equal the published drafts.
+    """
     expected = np.load(DFLASH2 / "expected.npz")
     target = model_util.load_llama(device, TARGET, form=form, dtype="float32")
     rounds = Rounds(device, stream, target, DFLASH2, 4, expected["tokens"], tree)
@@ -142,17 +150,19 @@ def test_dflash2_selector_equals_published_code(device, stream, form, tree):
 
 
 def of_dflash(**changes):
-    """Return the change of a config that sets `dflash_config`."""
+    """Return config changes that set `dflash_config`, with `changes` of its fields."""
     own = {"block_size": 5, "mask_token_id": 63, "target_layer_ids": [1, 3, 6], **changes}
     return {"dflash_config": {name: value for name, value in own.items() if value is not None}}
 
 
 def of_dflash2(**changes):
+    """Return config changes that set `dflash_config` of a DFlash2 drafter."""
     sizes = {"conv_kernel_size": 3, "conv_group_size": 8, "selector_rank": 6, "selector_top_k": 7}
     return of_dflash(**(sizes | changes))
 
 
-#: By fixture: change of the tensors, changes of the config, expected error and words of it.
+#: Cases by fixture. A case has the change of the tensors, the changes of the config, the expected
+#: exception and a pattern of its message.
 UNFIT = {
     FOLDER: [
         (lambda t: t.pop("fc.weight"), {}, CheckpointError, "fc.weight is missing"),
@@ -237,8 +247,11 @@ UNFIT = {
 def test_dflash_rejects_unsuitable_checkpoints(
     device, stream, tmp_path, source, change, fields, error, words
 ):
-    """Missing and unused tensors, unimplemented options, drafters of another target, and
-    sliding windows that are too short or causal."""
+    """Unsuitable tensors and configs raise an error.
+
+    The cases are missing and unused tensors, unimplemented options, drafters for another target,
+    and sliding windows that are too short or causal.
+    """
     folder = shutil.copytree(source, tmp_path / "drafter")
     if change is not None:
         tensors = read(source)

@@ -1,4 +1,4 @@
-"""Drafter protocol, prompt lookup, suffix decoding, cascade and small draft model."""
+"""Tests of the drafter protocol, prompt lookup, suffix decoding, cascades and small models."""
 
 import inspect
 import json
@@ -24,8 +24,10 @@ from graft.tools.examples import own_drafter
 
 
 def test_drafter_example_fits_in_one_file(device):
-    """It has at most 60 lines and is found by name. test_examples checks that it changes no
-    output."""
+    """The example drafter has at most 60 lines, and an engine finds it by its import name.
+
+    test_examples checks that the drafter does not change outputs.
+    """
     assert len(inspect.getsource(own_drafter).splitlines()) <= 60
     sevens = Request(
         prompt="code: 7777777\nGive only the code.", grammar=GrammarSpec.regex("7{9,12}")
@@ -35,7 +37,7 @@ def test_drafter_example_fits_in_one_file(device):
 
 
 class InvalidDrafter(Drafter):
-    """Proposes nothing; tests override attributes with invalid values."""
+    """Drafter without proposals, whose attributes the tests override with invalid values."""
 
     shape = TreeShape(2)
 
@@ -112,7 +114,7 @@ def invalid_drafter(**attributes):
     ],
 )
 def test_drafter_protocol_violations_are_rejected(device, drafter, error, words):
-    """Shape, vocabulary, feature layers and name are checked before a round is built."""
+    """The engine checks the drafter's shape, vocabulary, feature layers and name at creation."""
     with pytest.raises(error, match=words):
         Engine(TARGET, drafter, draft_length=2, max_batch_size=1)
 
@@ -135,8 +137,11 @@ def test_drafter_protocol_violations_are_rejected(device, drafter, error, words)
     ],
 )
 def test_drafter_rejects_unsupported_options(device, drafter, options, words):
-    """Fixed tree shapes for lookups, trees for a cascade, and forced drafts without masked
-    drafts."""
+    """Options that a drafter does not support raise an error.
+
+    The cases are trees of fixed shape for lookups, trees for a cascade, and forced drafts without
+    masked drafts.
+    """
     with pytest.raises(OptionError, match=words):
         Engine(TARGET, drafter, max_batch_size=1, **options)
     with pytest.raises(OptionError, match="cannot be verified in a round"):
@@ -144,8 +149,11 @@ def test_drafter_rejects_unsupported_options(device, drafter, options, words):
 
 
 def occurrences(histories, own, pattern, drafts):
-    """Yield (own history?, position, history) of the last token of every occurrence of a pattern,
-    and the token after it. The history of the request continues with its drafts."""
+    """Yield every occurrence of a pattern in the histories, and the token after it.
+
+    An occurrence is a tuple: whether the history is the request's own, the position of the pattern's
+    last token, and the history. The drafts continue the request's own history.
+    """
     for s, history in histories.items():
         tokens = history + drafts if s == own else history
         for i in range(len(tokens) - len(pattern)):
@@ -166,10 +174,10 @@ def look_up(
     threshold=0.0,
     tree=None,
 ):
-    """Reference implementation of the lookup: return (id, parent) of the drafts for history `own`.
+    """Return (id, parent) of each draft for history `own`: the reference implementation of lookups.
 
-    Continuations of earlier occurrences are ranked by votes of all occurrences, or by the best
-    occurrence if `vote` is None.
+    Continuations of earlier occurrences are ranked by the votes of all occurrences. If `vote` is
+    None they are ranked by their best occurrence.
     """
     branch, levels = tree or (1, max_drafts)
     history = histories[own]
@@ -239,7 +247,7 @@ LOOKUP_CASES = [
     ],
 )
 def test_prompt_lookup_equals_reference(device, stream, make, options, block):
-    """Requests start, continue and are replaced in their slots."""
+    """Drafts equal the reference while requests start, continue and are replaced in their slots."""
     slots = 4
     length = 40
     tree = options.get("tree")
@@ -338,7 +346,7 @@ def test_prompt_lookup_rejects_invalid_options(device, make, options, words):
 
 
 def test_small_model_drafter_equal_to_target_has_full_acceptance(device):
-    """For all requests, prompts of one token included."""
+    """Every draft is accepted, even for a prompt of one token."""
     with Engine(TARGET, TARGET, draft_length=3, max_batch_size=3) as engine:
         asked = [
             Request(
@@ -357,7 +365,7 @@ def test_small_model_drafter_equal_to_target_has_full_acceptance(device):
 
 
 def test_small_model_drafter_rejects_different_tokenizer(device, tmp_path):
-    """The error names the first token that differs."""
+    """The error names the first token whose ids differ."""
     shutil.copytree(TARGET, tmp_path / "other")
     file = tmp_path / "other" / "tokenizer.json"
     data = json.loads(file.read_text())

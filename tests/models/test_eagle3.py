@@ -1,4 +1,4 @@
-"""EAGLE-3 heads against NumPy and published code; checkpoint formats and vocabulary maps."""
+"""EAGLE-3 heads compared with NumPy and published code; checkpoint formats and vocabulary maps."""
 
 import functools
 
@@ -18,6 +18,7 @@ TARGET = llama_config()
 
 
 def entries(stream, drafter, token, slot, pos, features, call="entries") -> np.ndarray:
+    """Run `Eagle3Head.entries`, or the method `call`, and return the result on the host."""
     rows = model_util.make_rows(drafter.device, token, slot, pos)
     out = getattr(drafter, call)(
         StreamLane(stream), rows, model_util.upload(drafter.device, features)
@@ -29,13 +30,14 @@ step = functools.partial(entries, call="step")
 
 
 def draft_logits(stream, drafter, out) -> np.ndarray:
+    """Return the draft logits of outputs of the head."""
     logits = drafter.device.zeros((out.shape[0], drafter.draft_vocab), "float32")
     drafter.head(StreamLane(stream), model_util.upload(drafter.device, out), logits)
     return model_util.download(stream, logits)
 
 
 def make_head(device, tmp_path, *, form=None, target=None, **options):
-    """Return a tiny target, a head for it, and the weights of both."""
+    """Create a tiny target and a head; return both models, then the weights of both."""
     target_weights = make_tiny_llama(tmp_path / "target", **(target or {}))
     weights = make_tiny_eagle3(tmp_path / "head", llama_config(**(target or {})), **options)
     model = model_util.load_llama(device, tmp_path / "target", form=form)
@@ -45,8 +47,10 @@ def make_head(device, tmp_path, *, form=None, target=None, **options):
 
 @pytest.mark.parametrize("form", model_util.FORMS)
 def test_eagle3_draft_steps_equal_published_code(device, stream, form):
-    """After target features for every prefix, three steps over the outputs of the head equal
-    the unrolled steps of the published training code."""
+    """Three draft steps equal the unrolled steps of the published training code.
+
+    Before the steps, the head processes a prefix of the sequence with features of the target.
+    """
     folder = model_util.FIXTURES / "eagle3"
     expected = np.load(folder / "expected.npz")
     model = model_util.load_llama(device, folder / "target", form=form)
@@ -89,8 +93,11 @@ HEADS = {
 @pytest.mark.parametrize("form", model_util.FORMS)
 @pytest.mark.parametrize("options", HEADS.values(), ids=HEADS)
 def test_eagle3_entries_equal_numpy(device, stream, tmp_path, form, options):
-    """Both formats and residual variants, and heads with their own embedding, RoPE base, width
-    or number of layers."""
+    """Outputs and logits of the head equal the NumPy reference.
+
+    The cases have both formats and both residual variants, and heads whose embedding, RoPE base,
+    width or number of layers differs from the default.
+    """
     options = {"form": form, "draft_vocab": 70, **options}
     model, drafter, target_weights, weights = make_head(device, tmp_path, **options)
     rng = np.random.default_rng(5)
@@ -121,7 +128,7 @@ def test_eagle3_entries_equal_numpy(device, stream, tmp_path, form, options):
 
 
 def test_eagle3_step_accepts_views_of_earlier_calls(device, stream, tmp_path):
-    """Device views pass from entries through gather to step without a host copy."""
+    """Views that `entries`, `gather` and `step` return can be passed on without a host copy."""
     _, drafter, _, _ = make_head(device, tmp_path, draft_vocab=30)
     features = np.random.default_rng(1).standard_normal((6, 144)).astype(np.float32)
     lane = StreamLane(stream)
@@ -139,7 +146,7 @@ def test_eagle3_step_accepts_views_of_earlier_calls(device, stream, tmp_path):
 
 
 def test_eagle3_vocab_maps_are_inverse(device, tmp_path):
-    """d2t contains target ids; t2d is the inverse, -1 elsewhere."""
+    """d2t has the target id of each draft id; t2d is its inverse and -1 for other target ids."""
     _, drafter, _, weights = make_head(device, tmp_path, draft_vocab=70)
     d2t = drafter.d2t.to_host()
     t2d = drafter.t2d.to_host()
@@ -150,7 +157,7 @@ def test_eagle3_vocab_maps_are_inverse(device, tmp_path):
 
 
 def test_eagle3_with_full_vocab_shares_target_head(device, tmp_path):
-    """There are no maps, and a missing LM head is that of the target."""
+    """A head with the full vocabulary has no maps and uses the target's LM head if it has none."""
     make_tiny_llama(tmp_path / "target")
     make_tiny_eagle3(tmp_path / "head", TARGET)
     edit_tensors(tmp_path / "head", lambda t: t.pop("lm_head.weight"))
@@ -173,7 +180,7 @@ def test_eagle3_with_pruned_vocab_takes_rows_of_target_head(device, tmp_path):
 def test_eagle3_narrower_than_target_requires_lm_head(device, tmp_path):
     model, *_ = make_head(device, tmp_path, **HEADS["narrower than its target"])
     edit_tensors(tmp_path / "head", lambda t: t.pop("lm_head.weight"))
-    with pytest.raises(CheckpointError, match=r"lm_head\.weight is missing, .* width 48, expected 32"):
+    with pytest.raises(CheckpointError, match=r"lm_head\.weight is miss.* width 48, expected 32"):
         model_util.load_eagle3(device, tmp_path / "head", model)
 
 
@@ -195,8 +202,11 @@ def test_eagle3_narrower_than_target_requires_lm_head(device, tmp_path):
     ],
 )
 def test_eagle3_rejects_damaged_checkpoints(device, tmp_path, change, words):
-    """Missing, misshapen, mistyped and unused tensors, and vocabulary maps that are out of
-    range or not one to one."""
+    """Damaged checkpoints raise an error that names the tensor.
+
+    The cases are missing and unused tensors, tensors of a wrong shape or dtype, and vocabulary maps
+    that are out of range or not one to one.
+    """
     model, _, _, _ = make_head(device, tmp_path, draft_vocab=70)
     edit_tensors(tmp_path / "head", change)
     with pytest.raises(CheckpointError, match=words):
@@ -212,7 +222,7 @@ def test_eagle3_rejects_damaged_checkpoints(device, tmp_path, change, words):
     ],
 )
 def test_eagle3_rejects_other_targets(device, tmp_path, other, options, words):
-    """Another vocabulary or feature width, and default feature layers for a small target."""
+    """A head must have the target's vocabulary and width, and feature layers that exist."""
     model, drafter, _, _ = make_head(device, tmp_path, draft_vocab=70)
     assert drafter.feature_layers == (0, 1, 2)
     make_tiny_eagle3(tmp_path / "head", llama_config(**other), draft_vocab=70, **options)

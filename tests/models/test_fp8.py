@@ -1,4 +1,4 @@
-"""FP8 (E4M3) weights: arithmetic, published checkpoint layouts, quantisation at load time."""
+"""Tests of FP8 (E4M3) weights: arithmetic, checkpoint layouts and quantisation at load time."""
 
 from dataclasses import replace
 
@@ -21,7 +21,7 @@ CODES = np.array([code for code in range(256) if code & 127 != 127], np.uint8)
 
 
 def e4m3_value(code):
-    """Return the value of a code (Micikevicius et al., 2022): sign, exponent and mantissa bits."""
+    """Return the value of an E4M3 code (Micikevicius et al., 2022)."""
     sign = -1 if code >= 128 else 1
     exponent = code >> 3 & 15
     mantissa = code % 8 / 8
@@ -42,7 +42,7 @@ LAYER = "model.layers.0.mlp.down_proj.weight"
 
 
 def nearest(values):
-    """Return the codes of the nearest values, ties to even codes."""
+    """Return the code whose value is nearest to each value; ties go to the even code."""
     off = np.abs(values.ravel()[:, None].astype(np.float64) - VALUES)
     order = np.where(off == off.min(1, keepdims=True), CODES % 2, 2).argmin(1)
     return CODES[order].reshape(values.shape)
@@ -50,8 +50,10 @@ def nearest(values):
 
 @pytest.mark.parametrize(("form", "columns", "inner", "activations"), FORMS)
 def test_fp8_linear_equals_bfloat16_linear(device, stream, form, columns, inner, activations):
-    """With power-of-two scales the result has the bits of the same weights in bfloat16, for 1
-    to 150 rows and with a residual. Other scales add one rounding."""
+    """With power-of-two scales the result has the same bits as with equal weights in bfloat16.
+
+    This holds for 1 to 150 rows and with a residual. Other scales add one rounding.
+    """
     kernels = ModelKernels(device, form, activations)
     lane = StreamLane(stream)
     rng = np.random.default_rng(1)
@@ -89,7 +91,7 @@ def test_fp8_linear_equals_bfloat16_linear(device, stream, form, columns, inner,
 
 @pytest.mark.parametrize(("form", "inner"), [(model_util.FORMS[0], 8), ("warp", 8), ("warp", 128)])
 def test_fp8_linear_uses_exact_value_of_every_code(device, stream, form, inner):
-    """All 254 codes other than NaN, at every index of a row, in every kernel."""
+    """Every kernel uses the exact value of all 254 codes except NaN, at every index of a row."""
     kernels = ModelKernels(device, form)
     out = device.empty((inner, 256), "float32")
     at = (np.arange(256)[:, None] + np.arange(inner)) % len(CODES)
@@ -126,7 +128,8 @@ COMPRESSED = {
     },
 }
 STATIC = {"quant_method": "fp8", "activation_scheme": "static", "ignored_layers": ["lm_head"]}
-#: quantization_config, shape of the scales by number of rows, and whether inputs have scales.
+#: By layout: quantization_config, function from the number of rows to the shape of the scales, and
+#: whether inputs have scales.
 LAYOUTS = {
     "channel": (COMPRESSED, lambda rows: (rows, 1), False),
     "rows": (STATIC, lambda rows: (rows,), False),
@@ -145,7 +148,7 @@ SHAPE = {
 
 
 def write_quantised(folder, layout, change=dict):
-    """Write a random quantised model, and the equivalent bfloat16 model to the folder `plain`."""
+    """Write a random quantised model, and an equal bfloat16 model to the subfolder `plain`."""
     quantisation, scales, inputs = LAYOUTS[layout]
     rng = np.random.default_rng(5)
     plain = make_tiny_llama(folder, dtype="bfloat16", **SHAPE)
@@ -178,7 +181,10 @@ def logits(device, stream, folder, form="warp", **options):
 
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_fp8_checkpoint_layouts_equal_bfloat16_model(device, stream, tmp_path, layout):
-    """Row scales and matrix scales, bit for bit; input scales are ignored."""
+    """Row scales and matrix scales give the bits of the bfloat16 model.
+
+    Scales of inputs are ignored.
+    """
     write_quantised(tmp_path, layout)
     for form in model_util.FORMS:
         got, wanted = (logits(device, stream, f, form) for f in (tmp_path, tmp_path / "plain"))
@@ -186,8 +192,10 @@ def test_fp8_checkpoint_layouts_equal_bfloat16_model(device, stream, tmp_path, l
 
 
 def test_fp8_quantisation_rounds_rows_to_nearest(device, stream, tmp_path):
-    """weights="fp8" uses the largest magnitude of each row as its scale; rows of zeros stay
-    zero."""
+    """weights="fp8" scales each row by its largest magnitude and rounds to the nearest code.
+
+    Rows of zeros stay zero.
+    """
     shape = {**SHAPE, "torch_dtype": "float32"}
     plain = make_tiny_llama(tmp_path / "plain", **shape)
     stored = dict(plain)
@@ -230,7 +238,11 @@ def test_fp8_quantisation_rounds_rows_to_nearest(device, stream, tmp_path):
     ],
 )
 def test_fp8_rejects_invalid_tensors(device, tmp_path, change, words):
-    """NaN; missing, misshapen or non-finite scales; an FP8 LM head; scales of a KV cache."""
+    """Invalid tensors raise an error that names the tensor.
+
+    The cases are NaN, scales that are missing, of a wrong shape or not finite, an LM head in FP8,
+    and scales for a KV cache.
+    """
     write_quantised(tmp_path, "channel", change)
     with pytest.raises(CheckpointError, match=words):
         model_util.load_llama(device, tmp_path)
@@ -281,7 +293,7 @@ WEIGHTS = ("config_groups", "group_0", "weights")
     ],
 )
 def test_fp8_config_rejects_other_quantisations(config, path, value):
-    """The error names the field."""
+    """A config field of another quantisation scheme raises an error that names the field."""
     LlamaConfig.from_dict(llama_config(quantization_config=config))
     refused = llama_config(quantization_config=changed(config, path, value))
     with pytest.raises(ConfigError, match=path[-1]):
@@ -289,7 +301,7 @@ def test_fp8_config_rejects_other_quantisations(config, path, value):
 
 
 def test_fp8_engine_output_is_unchanged_by_speculation():
-    """Greedy outputs of the quantised demo model under grammars."""
+    """The quantised demo model has equal greedy outputs with and without speculation."""
     requests = [replace(r, id=str(i)) for i, r in enumerate(mixed_requests(4, seed=3))]
     texts = []
     for speculation in (False, True):

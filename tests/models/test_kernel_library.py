@@ -1,4 +1,4 @@
-"""Model kernels against NumPy, in both kernel forms and at unaligned sizes."""
+"""Model kernels compared with NumPy, in both kernel forms and at unaligned sizes."""
 
 from dataclasses import replace
 from types import SimpleNamespace
@@ -31,6 +31,7 @@ def lane(stream) -> StreamLane:
 
 
 def run_linear(kernels, lane, x, w, **more) -> np.ndarray:
+    """Run `ModelKernels.linear` and return the result on the host."""
     rows = x.out.shape[0] if isinstance(x, Norm) else x.shape[0]
     out = kernels.device.zeros((rows, w.shape[0]), "float32")
     kernels.linear(lane, x, w, out, **more)
@@ -43,7 +44,7 @@ def run_linear(kernels, lane, x, w, **more) -> np.ndarray:
     [(1, 1, 1), (3, 5, 31), (4, 65, 64), (18, 20, 200), (9, 7, 520), (40, 16, 120), (40, 24, 128)],
 )
 def test_linear_equals_matrix_product(kernels, lane, dtype, rows, columns, inner):
-    """Any sizes and weight dtypes. Sizes that tensor cores do not take use float32 activations."""
+    """The product is accurate for all weight dtypes and for sizes without tensor cores."""
     rng = np.random.default_rng(rows * inner)
     x = normal(rng, rows, inner)
     w = rounded(normal(rng, columns, inner), dtype)
@@ -64,8 +65,10 @@ def test_linear_equals_matrix_product(kernels, lane, dtype, rows, columns, inner
 def test_tensor_core_linear_is_row_invariant(
     device, lane, monkeypatch, dtype, activations, columns, inner
 ):
-    """The result is x W^T of rounded or split x. A row has the same bits alone, in small and
-    large batches, in any tile and with split K."""
+    """The result is x W^T with rounded or split x, and every row is row invariant.
+
+    A row has the same bits alone, in small and large batches, in any tile and with split K.
+    """
     kernels = ModelKernels(device, "warp", activations)
     rng = np.random.default_rng(inner)
     x = normal(rng, 150, inner)
@@ -106,8 +109,10 @@ def test_tensor_core_linear_is_row_invariant(
 
 @pytest.mark.parametrize(("rows", "activations"), [(3, "rounded"), (20, "rounded"), (9, "float32")])
 def test_gated_linear_equals_linear_and_silu_mul(device, lane, monkeypatch, rows, activations):
-    """Bit for bit, for few and many rows, with and without split K; gate and up rows are
-    interleaved in groups of eight."""
+    """The fused kernel gives the same bits as two kernels, for few and many rows and with split K.
+
+    Its gate and up rows are interleaved in groups of eight.
+    """
     kernels = ModelKernels(device, "warp", activations)
     rng = np.random.default_rng(rows)
     x = rng.standard_normal((rows, 256))
@@ -137,7 +142,7 @@ def test_gated_linear_equals_linear_and_silu_mul(device, lane, monkeypatch, rows
 def test_linear_with_folded_norm_equals_norm_between_products(
     device, lane, monkeypatch, activations, count
 ):
-    """A row has the same bits in any batch and with split K."""
+    """A folded norm gives the expected result, and a row has the same bits in any batch."""
     kernels = ModelKernels(device, "warp", activations)
     rng = np.random.default_rng(5)
     x = normal(rng, count, 256)
@@ -179,8 +184,11 @@ def test_linear_with_folded_norm_equals_norm_between_products(
 def test_fused_qkv_equals_linear_and_rope_and_store(
     device, lane, monkeypatch, dim, activations, dtype
 ):
-    """Queries and both caches are equal bit for bit, for few and many rows and with split K,
-    with padding, rows of a draft tree and positions that are not allocated."""
+    """The fused kernel gives the same queries, keys and values as two kernels, bit for bit.
+
+    The cases have few and many rows, split K, padding, rows of a draft tree, and positions that are
+    not allocated.
+    """
     kernels = ModelKernels(device, "warp", activations)
     rng = np.random.default_rng(dim)
     w = normal(rng, 4 * dim, 128)
@@ -218,7 +226,7 @@ def test_fused_qkv_equals_linear_and_rope_and_store(
 
 
 def test_folded_norm_requires_tensor_cores(kernels, lane, device):
-    """Norms are not folded around float16 or float32 weights."""
+    """Norms cannot be folded into products with float16 or float32 weights."""
     half, whole = (device.zeros((16, 128), dtype) for dtype in ("float16", "float32"))
     assert not kernels.can_fold_norm(half, half) and not kernels.can_fold_norm(whole, whole)
     norm = Norm(
@@ -235,8 +243,10 @@ def test_folded_norm_requires_tensor_cores(kernels, lane, device):
 
 
 def test_linear_uses_exact_value_of_every_16_bit_weight(kernels, lane):
-    """All finite float16 and bfloat16 values. Values below the smallest normal float32 may be
-    flushed to zero."""
+    """Every finite float16 and bfloat16 weight is multiplied exactly.
+
+    Values below the smallest normal float32 may be flushed to zero.
+    """
     for dtype in ("float16", "bfloat16"):
         bits = np.arange(1 << 16, dtype=np.uint16)
         if dtype == "float16":
@@ -255,7 +265,10 @@ def test_linear_uses_exact_value_of_every_16_bit_weight(kernels, lane):
 
 @pytest.mark.parametrize(("rows", "inner"), [(5, 40), (5, 128), (20, 128), (20, 1024)])
 def test_linear_adds_residual_in_place_and_copies_result(kernels, lane, rows, inner):
-    """The residual may be the output. The copy has the same bits and only its columns change."""
+    """The residual and the output may be the same array. The copy has the same bits as the output.
+
+    Other columns of the copy's array do not change.
+    """
     rng = np.random.default_rng(0)
     device = kernels.device
     x = rng.integers(-8, 9, (rows, inner)) / 8
@@ -277,7 +290,7 @@ def test_linear_adds_residual_in_place_and_copies_result(kernels, lane, rows, in
     ("columns", "inner"), [(21, 24), (21, 33), (21, 300), (16, 120), (24, 128)]
 )
 def test_linear_is_row_invariant(kernels, lane, columns, inner):
-    """A row has the same bits alone and among 2 to 18 or 40 rows."""
+    """A row has the same bits alone, among 2 to 18 rows and among 40 rows."""
     rng = np.random.default_rng(inner)
     device = kernels.device
     x = normal(rng, 40, inner)
@@ -303,7 +316,7 @@ def test_norm_equals_rms_norm(kernels, lane, width):
 
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_gather_copies_rows(kernels, lane, dtype):
-    """Rows are exact in every dtype; an index out of range gives zeros."""
+    """Rows of every dtype are copied exactly, and an index out of range gives zeros."""
     table = rounded(np.random.default_rng(1).standard_normal((11, 70)).astype(np.float32), dtype)
     index = [3, 10, -1, 11, 0, 3]
     out = kernels.device.zeros((6, 70), "float32")
@@ -318,8 +331,10 @@ def test_gather_copies_rows(kernels, lane, dtype):
 
 
 def test_silu_mul_is_accurate_for_all_gates(kernels, lane):
-    """The relative error is at most 1e-6 for gates from -100 to 100, and the result is finite
-    for all."""
+    """The relative error is at most 1e-6 for gates from -100 to 100.
+
+    The result is finite for all gates.
+    """
     g = np.linspace(-100, 100, 4001, dtype=np.float32)
     g = np.concatenate([g, np.array([-3e38, 3e38, 0.0], np.float32)])
     u = np.random.default_rng(3).standard_normal(g.size).astype(np.float32)
@@ -354,7 +369,10 @@ def make_kv(device, kv_heads, dim, dtype="float32") -> PagedKV:
 def test_rope_and_store_rotates_queries_and_writes_cache(
     kernels, lane, stream, dtype, heads, kv_heads, dim
 ):
-    """Padding rows, positions that are not allocated and other layers stay unchanged."""
+    """Queries are rotated in place, and keys and values are written to the live rows' positions.
+
+    Padding rows, positions that are not allocated and other layers stay unchanged.
+    """
     device = kernels.device
     rng = np.random.default_rng(dim)
     kv = make_kv(device, kv_heads, dim, dtype)
@@ -400,8 +418,10 @@ def fill_cache(device, kv, slot, keys, values, layer=1) -> None:
     ("heads", "kv_heads", "dim"), [(4, 2, 8), (3, 1, 10), (2, 2, 80), (6, 2, 32)]
 )
 def test_attention_equals_causal_softmax(kernels, lane, stream, heads, kv_heads, dim):
-    """Each row attends to positions 0..pos of its slot, at every tile boundary; padding rows
-    give zeros."""
+    """Each row attends to positions 0..pos of its slot. Padding rows give zeros.
+
+    The positions include the boundaries of tiles.
+    """
     device = kernels.device
     rng = np.random.default_rng(dim)
     kv = make_kv(device, kv_heads, dim)
@@ -433,7 +453,7 @@ def test_attention_equals_causal_softmax(kernels, lane, stream, heads, kv_heads,
 
 
 def test_attention_is_stable_for_large_scores(kernels, lane, stream):
-    """Scores of thousands, ascending or descending along the sequence."""
+    """Scores of several thousand, ascending or descending along the sequence, do not overflow."""
     device = kernels.device
     kv = make_kv(kernels.device, 1, 8)
     assert kv.allocate(0, 100)
@@ -458,7 +478,10 @@ def test_attention_is_stable_for_large_scores(kernels, lane, stream):
 def test_eagle_input_concatenates_normed_embedding_and_feature(
     kernels, lane, stream, before, in_place
 ):
-    """The residual stream is the hidden state or its norm, also in place."""
+    """The kernel writes [norm(embedding), norm(feature)] and the residual stream.
+
+    The residual stream is the feature or, with `before`, its norm. It may replace the feature.
+    """
     device = kernels.device
     rng = np.random.default_rng(4)
     table = rounded(normal(rng, 9, 50), "bfloat16")
@@ -487,7 +510,7 @@ def test_eagle_input_concatenates_normed_embedding_and_feature(
 
 
 def test_model_kernels_reject_wrong_operands(kernels, lane, device):
-    """Shapes and dtypes are checked before the launch, and the error names the dimension."""
+    """Operands are checked before the launch, and the error names the wrong dimension."""
     x = device.zeros((4, 32), "float32")
     w = device.zeros((8, 32), "float32")
     good = device.zeros((4, 8), "float32")

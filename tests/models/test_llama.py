@@ -1,4 +1,4 @@
-"""Llama and Qwen3 targets against Hugging Face transformers and NumPy; features, rejections."""
+"""Llama and Qwen3 targets compared with Hugging Face transformers and NumPy; argument checks."""
 
 from dataclasses import replace
 
@@ -19,7 +19,7 @@ CASES = sorted(p.parent.name for p in model_util.FIXTURES.glob("*/generation_con
 
 
 def test_llama_fixtures_cover_all_layouts():
-    """Every attention layout, RoPE kind and dtype has a fixture."""
+    """The fixtures contain every attention layout, RoPE kind and dtype."""
     configs = [LlamaConfig.from_dir(model_util.FIXTURES / case) for case in CASES]
     assert {c.rope.kind for c in configs} == {"default", "linear", "llama3"}
     assert {c.dtype for c in configs} == {"float32", "float16", "bfloat16"}
@@ -31,7 +31,7 @@ def test_llama_fixtures_cover_all_layouts():
 @pytest.mark.parametrize("form", model_util.FORMS)
 @pytest.mark.parametrize("case", CASES)
 def test_llama_logits_equal_transformers(device, stream, case, form):
-    """A prompt in two chunks, at every position."""
+    """The logits of a prompt that is processed in two chunks are equal at every position."""
     expected = np.load(model_util.FIXTURES / case / "expected.npz")
     model = model_util.load_llama(device, model_util.FIXTURES / case, form=form, dtype="float32")
     model_util.allocate_pages(stream, model.kv, 1, 40)
@@ -43,8 +43,11 @@ def test_llama_logits_equal_transformers(device, stream, case, form):
 
 
 def test_llama_rounded_activations_are_more_accurate_than_transformers_bfloat16(device, stream):
-    """The error on tensor cores is below that of transformers in bfloat16, and below a
-    hundredth of it with split activations. Chunks give the same bits."""
+    """On tensor cores the error of the logits is below the error of transformers in bfloat16.
+
+    With split activations it is below a hundredth of that error. Prompts in chunks give the same
+    bits as whole prompts.
+    """
     expected = np.load(model_util.FIXTURES / "tensor_cores/bfloat16/expected.npz")
     exact = expected["logits"]
     error = {}
@@ -69,8 +72,10 @@ def test_llama_rounded_activations_are_more_accurate_than_transformers_bfloat16(
 
 
 def test_llama_features_are_layer_outputs(device, stream, tmp_path):
-    """Id n-1 is the residual stream before the final norm. Features do not change the bits of
-    the logits."""
+    """Features are the residual streams after the layers, before the final norm.
+
+    Copying features does not change the bits of the logits.
+    """
     weights = make_tiny_llama(tmp_path)
     model = model_util.load_llama(device, tmp_path)
     model_util.allocate_pages(stream, model.kv, 0, 9)
@@ -121,8 +126,11 @@ def _set(name, value):
     ],
 )
 def test_llama_rejects_unsuitable_checkpoints(device, tmp_path, change, words):
-    """Missing, misshapen, mistyped and unused tensors, and stacked matrices of different
-    dtypes."""
+    """Unsuitable checkpoints raise an error that names the tensor.
+
+    The cases are missing and unused tensors, tensors of a wrong shape or dtype, and stacked
+    matrices of different dtypes.
+    """
     make_tiny_llama(tmp_path)
     edit_tensors(tmp_path, change)
     with pytest.raises(CheckpointError, match=words):
@@ -130,7 +138,7 @@ def test_llama_rejects_unsuitable_checkpoints(device, tmp_path, change, words):
 
 
 def test_llama_tied_embeddings_decide_lm_head(device, stream, tmp_path):
-    """An untied model requires lm_head, a tied one ignores it."""
+    """A model with untied embeddings requires lm_head; a model with tied ones ignores it."""
     make_tiny_llama(tmp_path / "a", tie_word_embeddings=False)
     edit_tensors(tmp_path / "a", lambda t: t.pop("lm_head.weight"))
     with pytest.raises(CheckpointError, match=r"lm_head\.weight is missing"):
@@ -146,7 +154,7 @@ def test_llama_tied_embeddings_decide_lm_head(device, stream, tmp_path):
 
 
 def test_llama_rejects_invalid_forward_arguments(device, stream, tmp_path):
-    """Wrong caches, too many rows, unset or invalid feature layers."""
+    """Caches of a wrong shape, too many rows and invalid feature layers raise an error."""
     make_tiny_llama(tmp_path)
     config = LlamaConfig.from_dir(tmp_path)
     kv = model_util.make_cache(device, config, 2)

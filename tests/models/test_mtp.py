@@ -1,4 +1,4 @@
-"""Multi-token prediction (MTP) modules against NumPy over whole sequences."""
+"""Multi-token prediction (MTP) modules compared with a NumPy reference over whole sequences."""
 
 import model_util
 import numpy as np
@@ -16,8 +16,8 @@ TARGET = llama_config()
 def reference_logits(weights, of_target, tokens, features, drafts, modules):
     """Return the logits [vocab] of the token after `tokens` and `drafts`.
 
-    `features` are those of all tokens but the last. A single module continues from its own states;
-    of several modules each reads the states of the previous one.
+    `features` has the target's features of all tokens except the last. A single module continues
+    from its own hidden states. With several modules each one reads the states of the previous one.
     """
     sequence = np.concatenate([tokens, drafts]).astype(np.int64)
     norm = of_target["model.norm.weight"]
@@ -44,9 +44,11 @@ def reference_logits(weights, of_target, tokens, features, drafts, modules):
     ],
 )
 def test_mtp_logits_equal_numpy(device, stream, tmp_path, form, modules, own, tree):
-    """Prompts of every length in chunks, and rounds that commit one to five tokens in changing
-    batch rows: the logits of every level, or of every node of a tree, equal those of the whole
-    sequence."""
+    """The logits of every draft equal the reference over the whole sequence.
+
+    Prompts are processed in chunks. Rounds commit one to five tokens in changing batch rows. Drafts
+    form a chain or a tree.
+    """
     of_target = make_tiny_llama(tmp_path / "target")
     weights = make_tiny_mtp(tmp_path / "mtp", TARGET, modules=modules, own=own)
     target = model_util.load_llama(device, tmp_path / "target", form=form)
@@ -70,8 +72,10 @@ def test_mtp_logits_equal_numpy(device, stream, tmp_path, form, modules, own, tr
 
 
 def test_mtp_modules_may_share_folder_with_target(device, stream, tmp_path):
-    """The target ignores the modules and the modules ignore the target. With fewer drafts than
-    modules the cache has fewer layers."""
+    """Target and drafter can be loaded from one folder; each ignores the tensors of the other.
+
+    With fewer drafts than modules the drafter's KV cache has fewer layers.
+    """
     make_tiny_llama(tmp_path / "both")
     weights = make_tiny_mtp(tmp_path / "mtp", TARGET, modules=2)
     edit_tensors(tmp_path / "both", lambda tensors: tensors.update(weights))
@@ -106,7 +110,7 @@ def test_mtp_modules_may_share_folder_with_target(device, stream, tmp_path):
     ],
 )
 def test_mtp_rejects_unsuitable_checkpoints(device, stream, tmp_path, change, fields, error, words):
-    """Missing and unused tensors, another number of modules, and modules of another target."""
+    """Missing and unused tensors, a wrong number of modules and another target raise an error."""
     make_tiny_llama(tmp_path / "target")
     make_tiny_mtp(tmp_path / "mtp", TARGET, modules=2)
     edit_tensors(tmp_path / "mtp", change)

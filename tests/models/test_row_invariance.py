@@ -1,7 +1,7 @@
 """Row invariance: the bits of a row depend only on the row and the earlier positions of its slot.
 
-Every test compares logits, features and KV cache bit for bit with a slot that was fed one token at
-a time.
+Every test compares logits, features and KV cache bit for bit with a reference, for which each
+forward pass processed a single token.
 """
 
 import functools
@@ -20,9 +20,9 @@ LENGTH = 35  # past one attention tile of 32
 SHAPE = {"vocab_size": 72, "intermediate_size": 40, "num_attention_heads": 4}
 NAMES = ("logits", "features", "draft")
 SLOTS = 8
-RUN = 5  # rows_per_slot, which does not match the slots of the rows
+RUN = 5  # rows_per_slot; deliberately differs from the actual number of rows per slot
 SEQUENCES = np.random.default_rng(12).integers(0, 72, (4, LENGTH))
-# three sequences share a prefix, and two of them a longer one
+# Three sequences have the same tokens up to position ROOT, and two of them up to position FORK.
 ROOT = 26
 FORK = 31
 SEQUENCES[:2, : ROOT + 1] = SEQUENCES[2, : ROOT + 1]
@@ -30,7 +30,7 @@ SEQUENCES[1, : FORK + 1] = SEQUENCES[2, : FORK + 1]
 
 
 class Forward:
-    """Graph of a forward pass of `count` rows and of the drafter entries of the same rows."""
+    """CUDA graph of a forward pass of `count` rows and of the EAGLE-3 entries of the same rows."""
 
     def __init__(self, model, drafter, count):
         device = model.device
@@ -59,13 +59,13 @@ class Forward:
 
 
 class Case:
-    """A model with its drafter, and the results of each sequence fed one token at a time."""
+    """A model with its drafter, and the reference results of each sequence."""
 
     def __init__(self, model, drafter, stream):
         self.both = model.kv, drafter.kv
         self.model = model
         self.forward_of = functools.cache(functools.partial(Forward, model, drafter))
-        # by sequence: logits, features, draft outputs; two caches
+        # Reference results by sequence: [logits, features, draft outputs], and the two caches.
         self.parts = []
         self.caches = []
         for number in range(len(SEQUENCES)):
@@ -79,7 +79,10 @@ class Case:
             allocate_pages(stream, kv, slot, positions)
 
     def feed(self, stream, sequences, slots, positions, tree=0):
-        """Run a forward pass; return logits, features and draft outputs. Sequence -1 is padding."""
+        """Run a forward pass over one row per sequence and position; sequence -1 is padding.
+
+        Return logits, features and draft outputs.
+        """
         sequences = np.asarray(sequences)
         positions = np.asarray(positions)
         tokens = SEQUENCES[sequences, positions]
@@ -89,7 +92,7 @@ class Case:
         return self.forward_of(len(tokens)).run(stream, tokens, following, slots, positions, tree)
 
     def check(self, stream, sequences, slots, positions, tree=0):
-        """Check that each row equals its sequence at its position, bit for bit."""
+        """Check that each row has the bits of the reference at its position of its sequence."""
         result = self.feed(stream, sequences, slots, positions, tree)
         for r, (s, p) in enumerate(zip(sequences, positions, strict=True)):
             for name, got, wanted in zip(NAMES, result, self.parts[s], strict=True):
@@ -145,8 +148,11 @@ def test_row_invariance_of_prefill_chunks(clean, stream, chunk):
 
 
 def test_row_invariance_of_mixed_batches(clean, stream):
-    """One to eight slots per forward pass with one to three rows each, in changing composition
-    and order, with shuffled pages and padding."""
+    """Random batches have the bits of the reference.
+
+    A forward pass has one to eight slots with one to three rows each, in random order. Pages are
+    shuffled, and some rows are padding.
+    """
     rng = np.random.default_rng(3)
     done = np.zeros(SLOTS, int)
     for kv in clean.both:
@@ -180,7 +186,10 @@ def test_row_invariance_of_mixed_batches(clean, stream):
 
 
 def random_tree(rng):
-    """Return (sequence, position) and ancestor bits of all nodes, parents first."""
+    """Return (sequence, position) of all nodes of a random tree, parents first, and their masks.
+
+    The mask of a node has the bits of its ancestors and its own bit.
+    """
     nodes_left = {(2, p) for p in range(ROOT + 1, LENGTH)} | {
         (0, p) for p in range(ROOT + 1, LENGTH)
     }
@@ -200,8 +209,11 @@ def random_tree(rng):
 
 
 def test_row_invariance_of_draft_trees_and_compaction(clean, stream):
-    """Drafts of three paths in one forward pass, in any order, equal a chain. After compaction
-    cache and features are those of the accepted path."""
+    """The rows of a draft tree have the bits of a chain.
+
+    The tree has three paths in one forward pass, in random order. After compaction the KV cache and
+    the features equal those of the accepted path as a chain.
+    """
     rng = np.random.default_rng(3)
     for slot, accepted in ((1, 2), (5, 1), (6, 0)):
         clean.reserve(stream, slot, 64)

@@ -1,4 +1,4 @@
-"""Rounds with the warp kernels on the soft device: number of launches, and unchanged outputs."""
+"""Rounds with the GPU kernels (form ``warp``) on the soft device: launch counts and outputs."""
 
 import numpy as np
 import pytest
@@ -45,8 +45,11 @@ def engine(tmp_path, monkeypatch):
 
 
 def test_tensor_core_round_has_five_launches_per_layer(engine, monkeypatch):
-    """A round of 32 layers has at most 200 launches and no norm kernel. Greedy outputs equal
-    those without speculation."""
+    """A round launches five kernels per layer and no norm kernel.
+
+    A round with 32 layers would have at most 200 launches. Greedy outputs are the same without
+    speculation.
+    """
     monkeypatch.setattr(prefill.Prefill, "warm", lambda *_: [])  # long without tensor cores
     rng = np.random.default_rng(4)
     requests = [
@@ -73,7 +76,7 @@ def test_tensor_core_round_has_five_launches_per_layer(engine, monkeypatch):
 @pytest.mark.full
 @pytest.mark.parametrize("activations", ["float32", "rounded"])
 def test_prefill_kernels_are_loaded_before_first_request(engine, monkeypatch, activations):
-    """Prompts of any length load no further kernels."""
+    """The engine loads all prefill kernels at creation; prompts of any length load no others."""
     asked = []
     load = Device.load
 

@@ -1,4 +1,4 @@
-"""Tensor parallelism: shards, rank-ordered sums, equal outputs, and failures of ranks."""
+"""Tests of tensor parallelism: shards, sums over ranks, outputs, and failures of ranks."""
 
 import itertools
 import json
@@ -44,8 +44,8 @@ SMOL = replace(
 def run_ranks(case, told="", alone=False):
     """Run a case of rank_worker.py on two ranks; return exit code, stdout and stderr.
 
-    All processes have ended when it returns. With `alone` the launcher sees only shells that exit
-    with 0, so that it does not end the other ranks when one fails.
+    All processes have exited when the function returns. With `alone` every rank runs in a shell
+    that exits with 0, so that the launcher does not terminate the other ranks when one fails.
     """
     pytest.importorskip("mpi4py", reason="the extra parallel is not installed")
     if not MPIEXEC.is_file():
@@ -80,7 +80,10 @@ def run_ranks(case, told="", alone=False):
     ],
 )
 def test_tensor_parallel_shards_cover_the_model(config, size, keys, inner):
-    """Heads and columns are split without gap or overlap, query heads with their KV head."""
+    """KV heads and MLP columns are split without gap or overlap.
+
+    The query heads that share a KV head belong to the same rank.
+    """
     shards = [Shard.of(config, rank, size) for rank in range(size)]
     assert [(s.kv_heads, s.mlp_columns) for s in shards] == list(zip(keys, inner, strict=True))
     group = config.num_attention_heads // config.num_key_value_heads
@@ -107,7 +110,7 @@ def test_tensor_parallel_rejects_more_ranks_than_kv_heads():
 
 
 class FixedAllGather:
-    """All-gather of three ranks in one process, with fixed partial products of the other two."""
+    """All-gather of rank 1 of 3 in one process; the other ranks' partial products are fixed."""
 
     def __init__(self, device, others):
         self.device = device
@@ -124,8 +127,10 @@ class FixedAllGather:
 
 @pytest.mark.parametrize("form", model_util.FORMS)
 def test_tensor_parallel_partial_products_are_added_in_rank_order(device, stream, form):
-    """The result is ((p0 + p1) + p2) + residual bit for bit, also in its copy and its norm, and
-    equals the whole product up to rounding."""
+    """The result is ((p0 + p1) + p2) + residual, bit for bit, where p0 to p2 are the products.
+
+    The copy and the norm are computed from this result. It equals the whole product up to rounding.
+    """
     rng = np.random.default_rng(5)
     x, weight = (rng.standard_normal(shape, np.float32) for shape in ((5, 96), (40, 96)))
     residual = rng.standard_normal((5, 40), np.float32)
@@ -159,8 +164,10 @@ def test_tensor_parallel_partial_products_are_added_in_rank_order(device, stream
 
 
 def test_nccl_all_gather_runs_on_streams_and_in_graphs(device, stream, monkeypatch):
-    """The work that a communicator enqueues on its stream is captured as a child graph. Without
-    nccl4py the error names the package."""
+    """In a graph, the work that a communicator enqueues on its stream becomes a child graph.
+
+    Without nccl4py an error names the package.
+    """
     ranks = types.SimpleNamespace(rank=0, size=1, peers=(), send=lambda *_: None)
     monkeypatch.setitem(sys.modules, "nccl", None)
     with pytest.raises(OptionError, match="needs nccl4py"):
@@ -197,9 +204,12 @@ def test_nccl_all_gather_runs_on_streams_and_in_graphs(device, stream, monkeypat
 
 
 def test_tensor_parallel_outputs_are_equal_for_every_batch_and_order():
-    """Greedy and coupled outputs of two ranks are equal for all batches, orders and draft
-    shapes, and equal those of one process up to rounding. Only rank 0 computes masks. A rank
-    that cannot load reports the reason to rank 0, and the next engine works."""
+    """Outputs of two ranks are equal for all batch sizes, orders and draft shapes.
+
+    They equal the outputs of one process up to rounding. Requests use greedy and coupled sampling.
+    Only rank 0 computes masks. A rank that cannot load its shard reports the error to rank 0, and
+    the next engine works.
+    """
     code, said, errors = run_ranks("equal")
     assert code == 0, errors
     found = json.loads(said)
@@ -209,7 +219,7 @@ def test_tensor_parallel_outputs_are_equal_for_every_batch_and_order():
     for other in found["ranks"][1:]:
         assert (other["tokens"], other["logprobs"]) == (first["tokens"], first["logprobs"])
     assert set(first["reasons"].values()) <= {"stop", "length"}
-    # Rounds in flight when a request ends fill a few more rows, depending on timing.
+    # Rounds that are in flight when a request finishes fill a few more rows, depending on timing.
     assert 0 < first["fills"] < 1.2 * alone["fills"]
     for name, logprobs in alone["logprobs"].items():
         pairs = zip(alone["tokens"][name], first["tokens"][name], strict=False)
@@ -219,7 +229,7 @@ def test_tensor_parallel_outputs_are_equal_for_every_batch_and_order():
 
 @pytest.mark.full
 def test_tensor_parallel_outputs_are_equal_for_real_model():
-    """The three KV heads of SmolLM2 over two ranks."""
+    """SmolLM2, whose three KV heads are split unevenly over two ranks, has equal outputs."""
     if not cache_folder().is_dir():
         pytest.skip(f"{cache_folder()} is not there: graft demo --llm makes it")
     code, said, errors = run_ranks("real")
@@ -230,7 +240,10 @@ def test_tensor_parallel_outputs_are_equal_for_real_model():
 
 
 def test_tensor_parallel_rank_timeout_ends_all_processes():
-    """One line on stderr names the rank and the time limit."""
+    """If a rank does not answer in time, all processes exit.
+
+    One line on stderr names the rank and the time limit.
+    """
     code, said, errors = run_ranks("late")
     told = [line for line in errors.splitlines() if line.startswith("graft:")]
     assert code != 0 and not said.strip()
@@ -239,8 +252,11 @@ def test_tensor_parallel_rank_timeout_ends_all_processes():
 
 @pytest.mark.full
 def test_tensor_parallel_killed_rank_ends_all_processes(tmp_path):
-    """If the launcher does not end the other ranks, the deadline does, with one line on stderr;
-    if it does, they end at once."""
+    """If a rank is killed, all processes exit.
+
+    If the launcher does not terminate the other ranks, they exit at the deadline with one line on
+    stderr. If it does, they exit immediately without a message.
+    """
     code, _, _ = run_ranks("killed", tmp_path / "told", alone=True)
     limit = time.monotonic() + 60
     while not (text := (tmp_path / "told").read_text()).endswith("\n"):

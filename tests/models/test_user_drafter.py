@@ -1,4 +1,4 @@
-"""User-defined drafters: a Python function, its errors and its deadline."""
+"""Drafters that call a user's Python function: drafts, errors and the deadline."""
 
 import itertools
 import threading
@@ -32,7 +32,7 @@ def free(first, **options):
 def test_user_drafter_equals_device_prompt_lookup(device):
     """Prompt lookup in Python has the same rounds, drafts and tokens as `NGram`.
 
-    Also for prompts of one token and of several prefill chunks.
+    The prompts include one with a single token and one that takes several prefill chunks.
     """
     seen = []
 
@@ -84,9 +84,10 @@ TREE_FAULTS = {
 
 @pytest.mark.parametrize("tree", [False, True])
 def test_user_drafter_error_fails_only_its_request(device, tree):
-    """An exception or an invalid result ends the request with an error that names both.
+    """An exception or an invalid result finishes the request with an error.
 
-    The other requests get their tokens in fewer rounds.
+    The error names the function and the exception or value. The other requests use their drafts
+    and therefore take fewer rounds.
     """
     faults = TREE_FAULTS if tree else FAULTS
     requests = [free(first) for first in (*faults, 70, 71)] + mixed_requests(2)
@@ -121,7 +122,10 @@ def test_user_drafter_error_fails_only_its_request(device, tree):
 
 
 def test_user_drafter_deadline_continues_without_drafts(device, caplog):
-    """The engine logs it once, and uses drafts again after the function has returned."""
+    """After the deadline the engine logs one warning and continues without drafts.
+
+    It uses drafts again after the function has returned.
+    """
     resume = threading.Event()
     calls = []
 
@@ -144,7 +148,7 @@ def test_user_drafter_deadline_continues_without_drafts(device, caplog):
 
 
 def test_user_drafter_that_hangs_does_not_block_engine_close(device):
-    """The drafter's thread ends when the function returns."""
+    """The engine closes while the function hangs; the thread exits when the function returns."""
     forever = threading.Event()
     outputs = generate(UserDrafter.of(lambda tokens: forever.wait(), deadline_s=0.02), [free(60)])
     assert outputs[0].reason in ("stop", "length")

@@ -171,10 +171,10 @@ def make_tiny_eagle3(
 ) -> dict[str, np.ndarray]:
     """Write a random EAGLE-3 head for a target and return its tensors as float32 values.
 
-    Without `draft_vocab` it has the vocabulary of the target and no d2t. `names` is "official"
-    (``midlayer.*``, flat config) or "speculators" (``layers.0.*``, nested config). Overrides are
-    fields of config.json; None removes a field. For targets with fewer than seven layers
-    ``eagle_config`` names the outputs 0, n//2 and n-1.
+    Without `draft_vocab` the head has the vocabulary of the target and no d2t. `names` selects the
+    format: "official" (``midlayer.*``, flat config) or "speculators" (``layers.0.*``, nested
+    config). Overrides are fields of config.json; None removes a field. For a target with fewer than
+    seven layers ``eagle_config`` names the outputs of layers 0, n//2 and n-1.
     """
     folder.mkdir(parents=True, exist_ok=True)
     rng = np.random.default_rng(seed)
@@ -232,8 +232,10 @@ def make_tiny_eagle3(
 def make_tiny_mtp(
     folder: Path, target_config: dict[str, Any], *, modules: int, seed: int = 1, own: bool = False
 ) -> dict[str, np.ndarray]:
-    """Write random multi-token prediction modules for a target, with or without embeddings and
-    heads of their own; returns their tensors."""
+    """Write random multi-token prediction modules for a target and return their tensors.
+
+    With `own` the modules have their own embeddings and heads.
+    """
     folder.mkdir(parents=True, exist_ok=True)
     rng = np.random.default_rng(seed)
     hidden = target_config["hidden_size"]
@@ -261,8 +263,10 @@ def make_tiny_dflash(
     rank: int = 0,
     seed: int = 1,
 ) -> None:
-    """Write a random block drafter of two layers that reads outputs of these target's layers: a
-    DFlash one, or given a rank one of DSpark."""
+    """Write a random block drafter with two layers that reads the outputs of target layers.
+
+    The drafter is a DFlash drafter, or a DSpark drafter if `rank` is not 0.
+    """
     folder.mkdir(parents=True, exist_ok=True)
     rng = np.random.default_rng(seed)
     hidden = target_config["hidden_size"]
@@ -292,7 +296,10 @@ def make_tiny_dflash(
 
 
 def _speculators(config: dict[str, Any]) -> dict[str, Any]:
-    """Return the nested form of a flat EAGLE-3 config, in which layer ids count layer inputs."""
+    """Convert a flat EAGLE-3 config to the nested speculators format.
+
+    In that format a feature layer id means the input of the layer, not its output.
+    """
     outer = {
         "architectures": ["Eagle3Speculator"],
         "speculators_model_type": "eagle3",
