@@ -178,8 +178,8 @@ class GuidedDecoder:
         self._exchange = exchange  # steps write to its memory, so it must stay alive
         self._last_published = 0
         self._late: list[GuidedRequest] = []  # retired requests whose matcher a thread still uses
-        self._in_flight: dict[int, tuple[GuidedRequest, ...]] = {}  # by replay
-        self._owners: dict[int, GuidedRequest] = {}  # by slot
+        self._in_flight: dict[int, tuple[GuidedRequest, ...]] = {}  # requests by replay number
+        self._owners: dict[int, GuidedRequest] = {}  # latest request of each slot
         self._closed = False
         self._deadline_s = deadline_s
         # One thread serves the mailboxes of all steps, because the steps run one after another.
@@ -283,7 +283,7 @@ class GuidedDecoder:
         Parameters
         ----------
         j
-            Number of the draft. What the step does depends on the draft mode:
+            Number of the draft. Its meaning depends on the draft mode:
 
             * Fill: the step runs after draft `j` was sampled and fills mask row `j`, for
               ``1 <= j < draft_length``.

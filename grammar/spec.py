@@ -106,7 +106,8 @@ class Spec:
         Lark grammar that replaces `text` where LLGuidance's ``%json`` cannot express the schema,
         as for keys in any order; empty if there is none.
     marker
-        Marker at the end of the free text before the grammar; None if there is no free text.
+        Marker at the end of the free text before the grammar; None if the grammar applies from the
+        first token.
     """
 
     kind: Kind

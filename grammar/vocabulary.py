@@ -46,7 +46,8 @@ class Vocabulary:
         stop_ids: Iterable[int],
         names: Mapping[str, int] | None = None,
     ):
-        self.stop_ids: tuple[int, ...] = tuple(dict.fromkeys(int(i) for i in stop_ids))
+        distinct_stop_ids = dict.fromkeys(map(int, stop_ids))
+        self.stop_ids: tuple[int, ...] = tuple(distinct_stop_ids)
         self.size = int(size)
         if len(tokens) > self.size:
             raise GrammarError(

@@ -113,7 +113,7 @@ def route(
     if key_order == "any" and accepted:
         rules, ordered, excluded_keys = any_order_grammar(closest, whitespace)
     elif accepted and any(has_orders(part) for _, part in subschemas(closest)):
-        ordered = (Reason("#", "properties", "keys come in the schema's order only"),)
+        ordered = (Reason("#", "properties", "keys are produced in the schema's order only"),)
     return Route(
         backend="llguidance" if accepted else None,
         schema=closest,
@@ -172,12 +172,12 @@ def _restricted_spellings(schema: Any) -> Iterator[Reason]:
             yield Reason(pointer, "type", "integers are written without a fraction or exponent")
         elif _BOUNDS & part.keys():
             keyword = min(_BOUNDS & part.keys())
-            yield Reason(pointer, keyword, "numbers are written without an exponent, 0 without -")
+            yield Reason(pointer, keyword, "numbers have no exponent, and zero has no minus sign")
         if isinstance(part.get("multipleOf"), float):
             yield Reason(pointer, "multipleOf", "multiples have as many digits as the divisor")
         for keyword in ("const", "enum"):
             if keyword in part and _contains_number(part[keyword]):
-                yield Reason(pointer, keyword, "numbers are written in one way")
+                yield Reason(pointer, keyword, "each number has only one spelling")
 
 
 def _contains_number(value: Any) -> bool:

@@ -198,7 +198,10 @@ def check_schema(schema: Any) -> None:
 
 
 def _check_wrapper(schema: Any) -> None:
-    """Raise `GrammarError` for a document of one of the kinds `_WRAPPERS`."""
+    """Raise `GrammarError` for a document that contains a schema but is not one itself.
+
+    `_WRAPPERS` lists the kinds of such documents.
+    """
     if not isinstance(schema, dict) or _SCHEMA_KEYWORDS & (schema.keys() - {"type"}):
         return
     for wrapper in _WRAPPERS:

@@ -1,4 +1,4 @@
-"""Structural tags: the schemas of tags are enforced exactly or refused."""
+"""Tests of structural tags. The schema of a tag is either enforced exactly or refused."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def tagged(schema: Any, begin: str = "<t>") -> GrammarSpec:
 
 
 def accepts_content(compiled: Any, content: str) -> bool:
-    """Return whether a text with a tag of this content is accepted."""
+    """Return whether a text that contains a tag with this content is accepted."""
     return accepts(compiled, f"say <t>{content}</t> so")
 
 
@@ -38,7 +38,8 @@ def closed_object(**properties: Any) -> dict[str, Any]:
     }
 
 
-#: Schemas, a text that satisfies each, one that does not, and whether XGrammar enforces it.
+#: Schemas, each with a text that satisfies it, a text that violates it, and whether XGrammar
+#: enforces it.
 SCHEMAS: dict[str, tuple[Any, str, str, bool]] = {
     "bounds": ({"type": "string", "minLength": 3, "maxLength": 5}, '"abc"', '"ab"', True),
     "multipleOf": ({"type": "integer", "multipleOf": 7}, "42", "41", True),
@@ -69,7 +70,10 @@ SCHEMAS: dict[str, tuple[Any, str, str, bool]] = {
 
 @pytest.mark.parametrize("schema, good, bad, plain", SCHEMAS.values(), ids=SCHEMAS)
 def test_structural_tag_schema_is_enforced_or_refused(service, schema, good, bad, plain):
-    """Tags are routed like whole outputs. XGrammar refuses schemas with ignored keywords."""
+    """The schema of a tag is routed like the schema of a whole output.
+
+    With XGrammar, a schema with a keyword that XGrammar ignores is refused.
+    """
     future = service.submit(tagged(schema))
     if service.backend.name == "XGrammar" and not plain:
         refusal = str(future.exception(timeout=300))
@@ -81,9 +85,12 @@ def test_structural_tag_schema_is_enforced_or_refused(service, schema, good, bad
 
 
 def test_structural_tag_error_names_tag_and_pointer(service):
-    """check() fails if no backend enforces the schema; compilation, if the engine's does not."""
+    """check() fails if no installed backend enforces the schema of a tag.
+
+    Compilation fails if the engine's backend does not enforce it.
+    """
     unique = {"type": "object", "properties": {"a": {"type": "array", "uniqueItems": True}}}
-    with pytest.raises(GrammarError, match=r"^tag schema: .*#/properties/a: uniqueItems: items"):
+    with pytest.raises(GrammarError, match=r"^tag schema: .*#/properties/a: uniqueItems: cannot"):
         StructuralTag.of("<t>", unique, "</t>").check()
     tag = StructuralTag("<tool=b>", GrammarSpec.json_schema(unique, partial=True).text, "</t>")
     with pytest.raises(GrammarError, match=r"<tool=b>.*#/properties/a: uniqueItems"):
@@ -98,7 +105,7 @@ def test_structural_tag_error_names_tag_and_pointer(service):
 
 
 def test_structural_tag_schemas_are_independent(service):
-    """Each tag accepts only its own content, also after a marker."""
+    """Each tag accepts only content of its own schema, with and without a marker."""
     tags = [
         StructuralTag.of("<t=n>", {"type": "integer", "minimum": 5}, "</t>"),
         StructuralTag.of("<t=s>", {"enum": ["a", "b"]}, "</t>"),
@@ -126,7 +133,10 @@ def test_structural_tag_schemas_are_independent(service):
     ],
 )
 def test_structural_tag_at_least_one_and_at_once(service, flags, fits):
-    """at_least_one allows text before the first tag, at_once does not; more tags may follow."""
+    """With at_least_one, free text may precede the first tag; with at_once, it may not.
+
+    In both cases, more tags may follow.
+    """
     tag = StructuralTag.of("<t>", {"type": "integer"}, "</t>")
     compiled = service.submit(GrammarSpec.structural_tag([tag], ["<t"], **flags)).result(300)
     texts = ["none", "so <<t>1</t>", "<t>1</t>", "<t>1</t> and <t>2</t>."]

@@ -1,4 +1,4 @@
-"""key_order="any": grammars of objects whose keys come in any order."""
+"""Tests of ``key_order="any"``, with which objects may have their keys in any order."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ VALUES: list[Any] = [1, 3, 5, "x", "y", True, None, [], {}]
 
 
 def random_schema(rng: random.Random, depth: int) -> Any:
-    """Return a schema of objects, arrays, unions, conjunctions and references."""
+    """Return a random schema of objects, arrays, unions, conjunctions and references."""
     kind = rng.choice(["object"] * 4 + ["array", "union", "ref", "values"]) if depth else "scalar"
     if kind == "scalar" or rng.random() < 0.2:
         return rng.choice(SCALARS)
@@ -82,7 +82,7 @@ def document(rng: random.Random) -> dict[str, Any]:
 
 
 def random_value(rng: random.Random, schema: Any, defs: Any, depth: int = 0) -> Any:
-    """Return a value that satisfies the schema in some cases."""
+    """Return a random value that may or may not satisfy the schema."""
     if not isinstance(schema, dict) or depth > 6 or rng.random() < 0.03:
         return rng.choice(VALUES)
     if "$ref" in schema:
@@ -112,7 +112,7 @@ def random_value(rng: random.Random, schema: Any, defs: Any, depth: int = 0) -> 
 
 
 def shuffled(rng: random.Random, value: Any) -> Any:
-    """Return the value with the keys of its objects in another order."""
+    """Return the value with the keys of its objects in random order."""
     if isinstance(value, dict):
         keys = rng.sample(list(value), len(value))
         return {key: shuffled(rng, value[key]) for key in keys}
@@ -120,13 +120,13 @@ def shuffled(rng: random.Random, value: Any) -> Any:
 
 
 def exact_grammars(rng: random.Random, count: int) -> list[tuple[dict[str, Any], Grammar]]:
-    """Return random schemas that are enforced exactly in any order, and their grammars."""
+    """Return `count` random schemas that have an exact any-order grammar, with the grammars."""
     found = []
     while len(found) < count:
         schema = document(rng)
         try:
             answer = route(schema, key_order="any")
-        except GrammarError:  # endless
+        except GrammarError:  # no finite value satisfies the schema
             continue
         if answer.exact and not answer.narrowed and answer.rules:
             found.append((schema, Grammar.routed(answer)))
@@ -149,7 +149,7 @@ def test_any_order_accepts_exactly_valid_values(count, seed):
 
 
 def test_any_order_has_no_dead_ends():
-    """Random legal bytes always continue, and end in a valid value without duplicate keys."""
+    """A text of random legal bytes is always a valid value without duplicate keys."""
     rng = random.Random(3)
     ended = 0
 
@@ -175,7 +175,7 @@ def test_any_order_has_no_dead_ends():
 
 
 def test_any_order_keys_have_one_spelling():
-    """A named key cannot occur a second time in another spelling."""
+    """A key that the schema names cannot occur a second time in another spelling."""
     schema = {"properties": {"a": {"const": 1}, 'q"\n\\': {"const": 2}, "\x01": {"const": 3}}}
     spec = GrammarSpec.json_schema(schema, backend="llguidance", key_order="any")
     grammar = Grammar(spec=spec)
@@ -198,7 +198,7 @@ def test_any_order_keys_have_one_spelling():
 
 
 def test_any_order_whitespace_equals_schema_order():
-    """Both forms of the grammar accept the same layouts."""
+    """With both key orders, the grammar accepts the same layouts of white space."""
     schema = {
         "type": "object",
         "properties": {
@@ -231,7 +231,7 @@ def test_any_order_whitespace_equals_schema_order():
 
 
 def test_key_order_option():
-    """The schema's order is the default and the only one that XGrammar supports."""
+    """The schema's order is the default, and it is the only order that XGrammar supports."""
     schema = {"type": "object", "properties": {"why": {}, "what": {}}, "required": ["why", "what"]}
     kept = GrammarSpec.json_schema(schema, backend="auto")
     free = GrammarSpec.json_schema(schema, backend="auto", key_order="any")
@@ -253,8 +253,10 @@ def test_key_order_option():
 
 
 def test_any_order_falls_back_to_schema_order():
-    """Objects with more than 64 names keep the schema's order; the route reports it, and check()
-    refuses it."""
+    """For objects with more than 64 names, the route reports that keys keep the schema's order.
+
+    check() refuses such a schema with ``key_order="any"``.
+    """
     wide: dict[str, Any] = {"type": "object", "properties": {f"k{i}": {} for i in range(65)}}
     schema = {"type": "object", "properties": {"a": {}, "b": wide}}
     found = route(schema, key_order="any")
@@ -263,7 +265,7 @@ def test_any_order_falls_back_to_schema_order():
     grammar = Grammar.routed(found)
     assert grammar.accepts_value({"b": {"k0": 1, "k64": 1}, "a": 1})
     assert not grammar.accepts_value({"a": 1, "b": {"k64": 1, "k0": 1}})
-    with pytest.raises(GrammarError, match="65 of them"):
+    with pytest.raises(GrammarError, match=r"more than 64 properties \(65\)"):
         GrammarSpec.json_schema(schema, key_order="any").check()
     del wide["properties"]["k64"]
     assert route(schema, key_order="any").narrowed == ()

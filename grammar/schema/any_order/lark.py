@@ -91,7 +91,9 @@ def _containing(alternative: str, pattern: str) -> str:
     at_end = pieces[-1:] == ["$"]
     inner = pieces[at_start : len(pieces) - at_end]
     if "^" in inner or "$" in inner:
-        raise NoExactForm("patternProperties", f"pattern {pattern[:40]!r} has anchors inside")
+        raise NoExactForm(
+            "patternProperties", f"pattern {pattern[:40]!r} has an anchor that is not at its ends"
+        )
     before = "" if at_start else _ANY_TEXT
     after = "" if at_end else _ANY_TEXT
     return before + "".join(inner) + after

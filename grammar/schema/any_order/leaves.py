@@ -108,7 +108,7 @@ class Leaves:
         return tuple(found.values())
 
     def has_orders(self, part: Any) -> bool:
-        """Return whether values of a schema can contain an object with several key orders."""
+        """Return whether values of a schema can contain objects with several orders of keys."""
         if not isinstance(part, dict) or id(part) in self._parts:
             return id(part) in self._with_orders
         return has_orders(part) or any(map(self.has_orders, self._inner(part)))

@@ -43,7 +43,7 @@ _WHOLE = "schema"  # keyword of a `NoExactForm` that applies to the schema as a 
 _MAX_RULES = 3000
 _MAX_OPTIONS = 256  # maximum number of options of a union that is distributed over a conjunction
 _MAX_CHARACTERS = 400_000
-_KEPT_ORDER = "keys in the schema's order only: "
+_KEPT_ORDER = "keys are produced in the schema's order only: "
 
 
 Reasons = tuple[Reason, ...]
@@ -64,12 +64,12 @@ def any_order_grammar(schema: Any, whitespace: Whitespace) -> tuple[str, Reasons
     rules
         The grammar; empty if ``%json`` is equivalent, or if no such grammar could be built.
     ordered
-        Where and why keys are produced in the schema's order only. If `rules` is empty, this
-        applies to all objects.
+        Reasons for objects whose keys are produced in the schema's order only. If `rules` is empty
+        because no grammar could be built, all objects keep the schema's order.
     excluded
-        Where valid keys are not produced.
+        Reasons for valid keys that are not produced.
     """
-    error = NoExactForm("schema", "it is too deep")
+    error = NoExactForm("schema", "the schema is nested too deeply")
     try:
         # Checking the satisfiability of each leaf takes time, and few schemas have unsatisfiable
         # leaves. The leaves are therefore checked only if LLGuidance refuses the first grammar
@@ -206,7 +206,7 @@ class _RuleBuilder:
             self._unfinished.remove(name)
         if body is None:
             if name in self._recursive:
-                raise NoExactForm("$ref", "a recursive schema that allows nothing")
+                raise NoExactForm("$ref", "a recursive schema allows no value")
             self._names[key] = None
             return None
         if name in self._recursive:
@@ -219,14 +219,14 @@ class _RuleBuilder:
     def _new_name(self, prefix: str) -> str:
         self._count += 1
         if self._count > _MAX_RULES:
-            raise NoExactForm(_WHOLE, "too large")
+            raise NoExactForm(_WHOLE, "the grammar would be too large")
         return f"{prefix}{self._count}"
 
     def _define(self, name: str, body: str) -> None:
         self._rules[name] = body
         self._size += len(body)
         if self._size > _MAX_CHARACTERS:
-            raise NoExactForm(_WHOLE, "too large")
+            raise NoExactForm(_WHOLE, "the grammar would be too large")
 
     def _shared_rule(self, body: str, name: str = "") -> str:
         """Return the name of the rule with this body. If there is none, define it.
@@ -276,7 +276,7 @@ class _RuleBuilder:
             The other schemas of the conjunction.
         """
         if len(options) > _MAX_OPTIONS:
-            raise NoExactForm("anyOf", f"{len(options)} options")
+            raise NoExactForm("anyOf", f"more than {_MAX_OPTIONS} options ({len(options)})")
         conjuncts = self._leaves.conjuncts(rest)
         if conjuncts is None:
             return None
@@ -297,12 +297,12 @@ class _RuleBuilder:
         for part in parts:
             unknown = part.keys() - KNOWN
             if unknown:
-                raise NoExactForm(min(unknown), "in an object")
+                raise NoExactForm(min(unknown), "not supported for keys in any order")
         for part in parts:
             if "enum" in part or "const" in part:
                 if has_orders(part):
                     keyword = "enum" if "enum" in part else "const"
-                    self.ordered.append(NoExactForm(keyword, "of objects"))
+                    self.ordered.append(NoExactForm(keyword, "the listed values contain objects"))
                 return self._leaves.leaf(parts)
         types = JSON_TYPES
         for part in parts:
@@ -358,7 +358,7 @@ class _RuleBuilder:
             elif name in shape.required:
                 return None
         if len(rules) > lark.BITS:
-            raise NoExactForm("properties", f"{len(rules)} of them or more")
+            raise NoExactForm("properties", f"more than {lark.BITS} properties ({len(rules)})")
         others = self._other_pairs(shape)
         pairs = lark.Pairs(tuple(rules.items()), len(shape.required), others)
         key = repr(pairs)
@@ -375,7 +375,8 @@ class _RuleBuilder:
         patterns = [lark.regex(lark.pattern_key(pattern)) for pattern in shape.patterns]
         any_key = lark.regex(lark.PLAIN_KEY if patterns else lark.ANY_KEY)
         if patterns:
-            self.excluded.append(NoExactForm("patternProperties", "no keys that JSON escapes"))
+            why = "keys with characters that JSON escapes are not produced"
+            self.excluded.append(NoExactForm("patternProperties", why))
         # There is one group of keys per pattern, and one of the keys in which no pattern is found.
         # A group consists of a prefix, the keys that do not belong to it, and the schemas of the
         # values.

@@ -83,11 +83,11 @@ def merge_objects(parts: Conjuncts) -> ObjectShape:
     for part in parts:
         for keyword in ("minProperties", "maxProperties"):
             if keyword in part:
-                raise NoExactForm(keyword, "keys are counted")
+                raise NoExactForm(keyword, "the number of keys is limited")
     pattern_lists = [tuple(part.get("patternProperties", ())) for part in parts]
     distinct_lists = {patterns for patterns in pattern_lists if patterns}
     if len(distinct_lists) > 1:
-        raise NoExactForm("patternProperties", "of several schemas that hold together")
+        raise NoExactForm("patternProperties", "several schemas have different patterns")
     listed: list[str] = []
     required: list[str] = []
     rest = []
@@ -153,9 +153,9 @@ def merge_arrays(parts: Conjuncts) -> ArrayShape:
     parts = tuple(part for part in parts if ARRAYS & part.keys())
     for part in parts:
         if "prefixItems" in part:
-            raise NoExactForm("prefixItems", "first items")
+            raise NoExactForm("prefixItems", "the first items have schemas of their own")
         if isinstance(part.get("items"), list):
-            raise NoExactForm("items", "first items")
+            raise NoExactForm("items", "the first items have schemas of their own")
     items = tuple(part.get("items", True) for part in parts)
     lows = [int(part.get("minItems", 0)) for part in parts]
     highs = [int(part["maxItems"]) for part in parts if "maxItems" in part]

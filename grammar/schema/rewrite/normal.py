@@ -215,7 +215,10 @@ def _evaluated_names(
         patterns |= more_patterns
     for conditional in _conditional_parts(part):
         found = _evaluated_names(conditional, references, (), path)
-        if found is None or found[0].keys() - names or found[1].keys() - patterns:
+        if found is None:
+            raise NoExactForm("unevaluatedProperties", "depends on the value")
+        more_names, more_patterns = found
+        if more_names.keys() - names or more_patterns.keys() - patterns:
             raise NoExactForm("unevaluatedProperties", "depends on the value")
     if part.keys() & set(_DYNAMIC_REFERENCES):
         raise NoExactForm("unevaluatedProperties", "depends on the value")

@@ -55,7 +55,7 @@ def dependencies(value: Any, required: list[str]) -> list[Any]:
     parts += _required_together(name_lists, set(required))
     conditions = sum("anyOf" in part for part in parts if isinstance(part, dict))
     if conditions > _MAX_CONDITIONS:
-        raise NoExactForm("dependencies", f"{len(parts)} of them are too many to spell out")
+        raise NoExactForm("dependencies", f"more than {_MAX_CONDITIONS} conditions ({conditions})")
     return parts
 
 
@@ -154,7 +154,8 @@ def _name_pattern(names: Any) -> str:
         low = names.get("minLength", 0)
         high = names.get("maxLength", "")
         return f"^[\\s\\S]{{{low},{high}}}$"
-    raise NoExactForm("propertyNames", f"with {', '.join(sorted(keywords))} cannot be enforced")
+    listed = ", ".join(sorted(keywords))
+    raise NoExactForm("propertyNames", f"a schema with {listed} cannot be enforced for names")
 
 
 def property_count(schema: dict[str, Any]) -> list[Any] | None:
@@ -266,14 +267,14 @@ def distinct(schema: dict[str, Any], values: list[Any] | None) -> list[Any] | No
     if max_items is not None and max_items <= 1:
         return None
     if values is None:
-        raise NoExactForm("uniqueItems", "items that differ cannot be enforced")
+        raise NoExactForm("uniqueItems", "cannot be enforced unless items is an enum")
     largest = len(values) if max_items is None else min(len(values), int(max_items))
     smallest = int(schema.get("minItems", 0))
     sizes = range(smallest, largest + 1)
     count = sum(math.perm(len(values), size) for size in sizes)
     if count > _MAX_ORDERS:
         raise NoExactForm(
-            "uniqueItems", f"{len(values)} values have more than {_MAX_ORDERS} orders"
+            "uniqueItems", f"{len(values)} values form more than {_MAX_ORDERS} arrays"
         )
     options = []
     for size in sizes:
@@ -305,11 +306,11 @@ def contains(part: Any, schema: dict[str, Any], prefix: str) -> list[Any]:
     min_contains = int(schema.get("minContains", 1))
     max_items = schema.get("maxItems")
     if "maxContains" in schema:
-        raise NoExactForm("contains", "with maxContains cannot be enforced")
+        raise NoExactForm("contains", "cannot be enforced together with maxContains")
     if part is True or part == {}:
         return [{"type": "array", "minItems": min_contains}]
     if max_items is None:
-        raise NoExactForm("contains", "in arrays without maxItems cannot be enforced")
+        raise NoExactForm("contains", "cannot be enforced in arrays without maxItems")
     count = math.comb(int(max_items), min_contains) if max_items < 1000 else _MAX_OPTIONS + 1
     if count > _MAX_OPTIONS:
         raise NoExactForm("contains", f"has more than {_MAX_OPTIONS} combinations of positions")

@@ -194,7 +194,7 @@ class Rewriter:
                 raise NoExactForm(keyword, "cannot be enforced")
         elif keyword == "nullable":
             if value is True and "null" not in site.types:
-                why = "OpenAPI's, an annotation here: null is not produced unless type lists it"
+                why = "only OpenAPI defines it; null is not produced unless type lists it"
                 self.narrowed.append(Reason(site.at, keyword, why))
         elif keyword in _REMOVED:
             return

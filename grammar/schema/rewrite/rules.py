@@ -146,7 +146,9 @@ def _exclusive_options(
             if omitted and rewriter.disjoint.proved(part, {"allOf": conjuncts}, base):
                 raise omitted[0]  # nothing of the option would remain
             exclusive.append({"allOf": [part, *conjuncts]} if conjuncts else part)
-        narrowed += [Reason(pointer, "oneOf", f"leaves values out: {error}") for error in omitted]
+        for error in omitted:
+            why = f"some valid values are not produced: {error}"
+            narrowed.append(Reason(pointer, "oneOf", why))
     return exclusive, narrowed
 
 
@@ -304,7 +306,10 @@ def _contains(rewriter: Rewriter, value: Any, site: Site) -> None:
 
 
 def _other_than_arrays(site: Site) -> list[Any]:
-    """Return a list of the schema of all types besides arrays that the site allows, if any."""
+    """Return a list with one schema, which allows all values of a site except arrays.
+
+    The list is empty if the site allows only arrays.
+    """
     others = sorted(site.types - {"array"})
     return [{"type": others}] if others else []
 

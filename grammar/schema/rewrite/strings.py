@@ -212,11 +212,27 @@ def _complement(node: dict) -> str:
 
 def _dates() -> str:
     """Return a pattern of the valid dates of RFC 3339, including leap days."""
-    leap4 = "(?:[02468][048]|[13579][26])"
-    leap = f"(?:[0-9][0-9](?:0[48]|[2468][048]|[13579][26])|{leap4}00)"
-    long = "(?:(?:0[13578]|1[02])-(?:0[1-9]|[12][0-9]|3[01])"
-    short = "(?:0[469]|11)-(?:0[1-9]|[12][0-9]|30)|02-(?:0[1-9]|1[0-9]|2[0-8]))"
-    return f"(?:[0-9]{{4}}-{long}|{short}|{leap}-02-29)"
+    leap_century = "(?:[02468][048]|[13579][26])00"
+    leap_year = f"(?:[0-9][0-9](?:0[48]|[2468][048]|[13579][26])|{leap_century})"
+    long_months = "(?:0[13578]|1[02])-(?:0[1-9]|[12][0-9]|3[01])"
+    short_months = "(?:0[469]|11)-(?:0[1-9]|[12][0-9]|30)"
+    february = "02-(?:0[1-9]|1[0-9]|2[0-8])"
+    return f"(?:[0-9]{{4}}-(?:{long_months}|{short_months}|{february})|{leap_year}-02-29)"
+
+
+def _ipv6(v4: str) -> str:
+    """Return a pattern of the IPv6 addresses of RFC 4291; `v4` is a pattern of IPv4 addresses."""
+    group = "[0-9A-Fa-f]{1,4}"
+    last_two_groups = f"(?:{group}:{group}|{v4})"
+    options = [f"(?:{group}:){{6}}{last_two_groups}", f"::(?:{group}:){{5}}{last_two_groups}"]
+    for before in range(1, 6):
+        # At most `before` groups precede the "::".
+        first_groups = f"(?:{group}:){{0,{before - 1}}}{group}"
+        middle_groups = f"(?:{group}:){{{5 - before}}}"
+        options.append(f"(?:{first_groups})?::{middle_groups}{last_two_groups}")
+    options.append(f"(?:(?:{group}:){{0,5}}{group})?::{group}")
+    options.append(f"(?:(?:{group}:){{0,6}}{group})?::")
+    return "|".join(options)
 
 
 def _formats() -> dict[str, str]:
@@ -226,42 +242,39 @@ def _formats() -> dict[str, str]:
     date = _dates()
     byte = r"(?:25[0-5]|2[0-4][0-9]|1[0-9]{2}|[1-9]?[0-9])"
     v4 = rf"(?:{byte}\.){{3}}{byte}"
-    g = "[0-9A-Fa-f]{1,4}"
-    tail = f"(?:{g}:{g}|{v4})"
-    v6 = [f"(?:{g}:){{6}}{tail}", f"::(?:{g}:){{5}}{tail}"]
-    for before in range(1, 6):
-        lead = f"(?:{g}:){{0,{before - 1}}}{g}"
-        v6.append(f"(?:{lead})?::(?:{g}:){{{5 - before}}}{tail}")
-    v6 += [f"(?:(?:{g}:){{0,5}}{g})?::{g}", f"(?:(?:{g}:){{0,6}}{g})?::"]
+    v6 = _ipv6(v4)
     return {
         "date": f"^{date}$",
         "time": f"^{time}$",
         "date-time": f"^{date}[Tt]{time}$",
-        "ipv6": f"^(?:{'|'.join(v6)})$",
+        "ipv6": f"^(?:{v6})$",
         "json-pointer": r"^(?:/(?:[^/~]|~[01])*)*$",
-        "uri-reference": _uri_reference(v4, "|".join(v6)),
+        "uri-reference": _uri_reference(v6),
     }
 
 
-def _uri_reference(v4: str, v6: str) -> str:
-    """Return a pattern of the URI references of RFC 3986.
+def _uri_reference(v6: str) -> str:
+    """Return a pattern of the URI references of RFC 3986; `v6` is a pattern of IPv6 addresses.
 
-    Parameters
-    ----------
-    v4, v6
-        Patterns of IPv4 and IPv6 addresses.
+    The variables are named for the rules of the RFC's grammar. IPv4 addresses need no alternative
+    of their own, because they are registered names as well.
     """
-    free = r"A-Za-z0-9._~!$&'()*+,;=\-"
-    pct = "%[0-9A-Fa-f]{2}"
-    char = f"(?:[{free}:@]|{pct})"
-    no_colon = f"(?:[{free}@]|{pct})+"
-    host = rf"(?:\[(?:{v6}|[vV][0-9A-Fa-f]+\.[{free}:]+)\]|(?:[{free}]|{pct})*)"
-    net = f"//(?:(?:[{free}:]|{pct})*@)?{host}(?::[0-9]*)?(?:/{char}*)*"
-    rooted = f"/(?:{char}+(?:/{char}*)*)?"
-    more = f"(?:/{char}*)*"
-    tail = rf"(?:\?(?:{char}|[/?])*)?(?:#(?:{char}|[/?])*)?"
-    absolute = rf"[A-Za-z][A-Za-z0-9+.\-]*:(?:{net}|{rooted}|{char}+{more}|){tail}"
-    return f"^(?:{absolute}|(?:{net}|{rooted}|{no_colon}{more}|){tail})$"
+    unreserved = r"A-Za-z0-9._~!$&'()*+,;=\-"  # with sub-delims
+    encoded = "%[0-9A-Fa-f]{2}"
+    pchar = f"(?:[{unreserved}:@]|{encoded})"
+    segment_without_colon = f"(?:[{unreserved}@]|{encoded})+"
+    ip_literal = rf"\[(?:{v6}|[vV][0-9A-Fa-f]+\.[{unreserved}:]+)\]"
+    host = rf"(?:{ip_literal}|(?:[{unreserved}]|{encoded})*)"
+    user = f"(?:(?:[{unreserved}:]|{encoded})*@)?"
+    segments = f"(?:/{pchar}*)*"
+    with_authority = f"//{user}{host}(?::[0-9]*)?{segments}"
+    absolute_path = f"/(?:{pchar}+{segments})?"
+    query = rf"(?:\?(?:{pchar}|[/?])*)?"
+    fragment = f"(?:#(?:{pchar}|[/?])*)?"
+    either = f"{with_authority}|{absolute_path}"
+    uri = rf"[A-Za-z][A-Za-z0-9+.\-]*:(?:{either}|{pchar}+{segments}|){query}{fragment}"
+    relative = f"(?:{either}|{segment_without_colon}{segments}|){query}{fragment}"
+    return f"^(?:{uri}|{relative})$"
 
 
 #: Patterns of the formats that are regular languages.
