@@ -1,4 +1,8 @@
-"""Fixtures of the grammar tests. A file whose tests need a single backend overrides `backend`."""
+"""Fixtures of the grammar tests.
+
+Tests with the fixture `backend` run once per backend. A test file that needs only one backend
+overrides the fixture.
+"""
 
 from __future__ import annotations
 
@@ -13,24 +17,25 @@ from graft.grammar import GrammarBackend, GrammarService, make_backend
 
 @pytest.fixture(scope="module", params=["xgrammar", "llguidance"])
 def backend(request: pytest.FixtureRequest) -> GrammarBackend:
-    """Return each backend, with a small vocabulary."""
+    """Return a backend with a small vocabulary. The fixture is parametrized by backend."""
     return make_backend(request.param, byte_vocabulary(names={"</think>": THINK}))
 
 
 @pytest.fixture(scope="session")
 def xgrammar() -> GrammarBackend:
-    """Return XGrammar, for tests that do not depend on the backend."""
+    """Return the XGrammar backend, for tests that do not depend on the backend."""
     return make_backend("xgrammar", byte_vocabulary())
 
 
 @pytest.fixture
 def serve() -> Iterator[Callable[..., GrammarService]]:
-    """Yield a factory of compile services; they are closed after the test."""
+    """Yield a factory of compile services, which are closed after the test."""
     opened: list[GrammarService] = []
 
     def make(choice: Any = "xgrammar", vocabulary: Any = None, **limits: Any) -> GrammarService:
-        opened.append(GrammarService(vocabulary or byte_vocabulary(), choice, **limits))
-        return opened[-1]
+        service = GrammarService(vocabulary or byte_vocabulary(), choice, **limits)
+        opened.append(service)
+        return service
 
     yield make
     for service in opened:

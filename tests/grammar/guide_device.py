@@ -1,7 +1,8 @@
 """A simulated device for the guided decoder's tests.
 
-`Device` does what the kernels do with a slot: verify against mask rows, commit, draft. It chooses
-tokens with a random generator under the given masks, and compares the masks with `oracle_row`.
+`Device` does what the kernels do with the slots: it verifies drafts against mask rows, commits
+tokens, and drafts new ones. It chooses tokens with a random generator under the masks of the
+decoder, and compares every mask row with `oracle_row`.
 """
 
 from __future__ import annotations
@@ -26,19 +27,61 @@ MARKER_TOKENS = [*b'a":', 261, 265]
 
 @dataclass
 class SlotTruth(ref.Slot):
-    """State of one slot of the simulated device."""
+    """Expected state of one slot of the simulated device.
+
+    Attributes
+    ----------
+    index
+        Slot number.
+    start
+        Function that creates a reference matcher; None if the request is unconstrained.
+    position
+        Position of the last token when the request joined.
+    history
+        Tokens that were committed since the request joined.
+    reason
+        Reason why the request has ended; 0 if it has not.
+    confused
+        Whether an illegal token was committed on purpose.
+    left
+        Whether the host has seen that the request has ended.
+    """
 
     index: int = 0
-    start: Callable[[], Matcher] | None = None  # None: unconstrained
-    position: int = 0  # n when the request joined
+    start: Callable[[], Matcher] | None = None
+    position: int = 0
     history: list[int] = field(default_factory=list)
     reason: int = 0
-    confused: bool = False  # an illegal token was committed on purpose
-    left: bool = False  # the host has seen its end
+    confused: bool = False
+    left: bool = False
 
 
 class Device:
-    """Runs rounds with one decoder per kind of matcher, which must agree, and checks every row."""
+    """Runs rounds with one decoder per kind of matcher, and checks every mask row.
+
+    All decoders receive the same tokens and must write the same mask rows.
+
+    Parameters
+    ----------
+    backend
+        Backend of the grammars.
+    oracle
+        Backend of the reference matchers; None for `backend`.
+    slots, draft_length
+        Number of slots, and number of drafts per round.
+    masked
+        Whether the graph has draft steps.
+    seed
+        Seed of the random generator.
+    kinds
+        Kinds of matchers; see `MATCHER_KINDS`.
+    wrong
+        Probability with which verification commits an illegal token.
+    probe
+        Whether draft steps probe candidates instead of filling mask rows.
+    forced, options
+        Forced tokens, and further options of the decoders.
+    """
 
     def __init__(
         self,
@@ -80,10 +123,10 @@ class Device:
         for j in range(1, draft_length + probe if masked else 0):
             self.works.append([d.draft_work(j) for d in self.decoders])
 
-    # Host.
+    # Methods that do the work of the host.
 
     def join(self, slot: int, compiled: CompiledGrammar | None, *, limit: int) -> None:
-        """Put a new request into a slot, from the next published replay on."""
+        """Put a new request into a slot. It takes part in replays that are published later."""
         self.epoch += 1
         position = mix(self.epoch) % 50
         self.slots[slot] = SlotTruth(
@@ -100,28 +143,38 @@ class Device:
             matchers[slot] = compiled and MATCHER_KINDS[kind](compiled.matcher())
 
     def is_idle(self, slot: int) -> bool:
-        """Return whether a slot can get a new request: no replay in flight contains it."""
+        """Return whether a slot can get a new request.
+
+        Its previous request must have left, and no replay in flight may contain it.
+        """
         truth = self.slots[slot]
-        named = any(slot in rows for rows in self.snapshots.values())
-        return truth is None or (truth.left and not named)
+        in_flight = any(slot in rows for rows in self.snapshots.values())
+        return truth is None or (truth.left and not in_flight)
 
     def publish(self, leave_out: Sequence[int] = ()) -> None:
-        """Publish the next replay with all slots whose end the host has not seen."""
+        """Publish the next replay.
+
+        It contains all requests that have not left, except the slots in `leave_out`.
+        """
         self.published += 1
-        here = [s for s, truth in enumerate(self.slots) if truth and not truth.left]
-        rows = [s for s in here if s not in leave_out]
+        rows = []
+        for slot, truth in enumerate(self.slots):
+            if truth and not truth.left and slot not in leave_out:
+                rows.append(slot)
         self.rng.shuffle(rows)
         self.snapshots[self.published] = rows
         for decoder, matchers in zip(self.decoders, self.matchers, strict=True):
-            named = [(s, self.slots[s]) for s in rows]
-            requests = [GuidedRequest(s, t.epoch, matchers[s], t.position) for s, t in named]
+            requests = []
+            for slot in rows:
+                truth = self.slots[slot]
+                requests.append(GuidedRequest(slot, truth.epoch, matchers[slot], truth.position))
             decoder.publish(self.published, requests)
             requests.clear()  # must not affect the replay
 
-    # Device.
+    # Methods that do the work of the device.
 
     def run(self) -> None:
-        """Run and retire one replay: open, verify, commit and draft steps, with all checks."""
+        """Run and retire one replay with its open, commit and draft steps, and make all checks."""
         self.replay += 1
         truths = [self.slots[s] for s in self.snapshots.pop(self.replay)]
         self._step(0)
@@ -129,8 +182,10 @@ class Device:
             made = len(truth.drafts) + 1 if truth.active else 0
             for j in range(made):
                 self._check_row(truth, j)
-            if made and truth.start and not truth.confused:  # no rows of a longer round remain
-                assert {self._state(truth, j) for j in range(made, self.k + 1)} <= {NOT_READY}
+            if made and truth.start and not truth.confused:
+                # Rows of an earlier round with more drafts must not count as ready.
+                unused = range(made, self.k + 1)
+                assert {self._state(truth, j) for j in unused} <= {NOT_READY}
         drafting = [truth for truth in truths if self._verify(truth)]
         if self.k:
             self._step(1)
@@ -152,7 +207,7 @@ class Device:
             decoder.retire(self.replay)
 
     def clear_ended(self) -> None:
-        """Leave slots whose request has ended out of later replays."""
+        """Record that the host has seen the end of requests; later replays do not contain them."""
         for truth in self.slots:
             if truth and not truth.active and not truth.left:
                 truth.left = True
@@ -167,7 +222,7 @@ class Device:
                 np.testing.assert_array_equal(getattr(first, name), getattr(other, name))
 
     def _state(self, truth: SlotTruth, j: int) -> int:
-        """Return the state of a row as a kernel reads it."""
+        """Return the state of mask row `j` as a kernel reads it."""
         return ref.row_at(self.exchanges[0], truth.index, j).counts_as(truth, truth.n + j)
 
     def _legal(self, truth: SlotTruth, j: int) -> np.ndarray:
@@ -178,13 +233,18 @@ class Device:
         return oracle_row(truth.start, [*truth.history, *drafts])
 
     def _known(self, truth: SlotTruth) -> np.ndarray:
-        """Return the legal ids after the drafts; all if none is legal or nothing is constrained."""
+        """Return the ids that are legal after the drafts, according to the reference matcher.
+
+        Return all ids if the request is unconstrained or no id is legal.
+        """
         row = self._oracle_row(truth, truth.drafts) if truth.start else None
-        ids = bits(row) if row is not None and row.any() else np.arange(self.size)
+        if row is None or not row.any():
+            return np.arange(self.size)
+        ids = bits(row)
         return ids[ids < self.size]
 
     def _check_row(self, truth: SlotTruth, j: int) -> None:
-        """Check that row j and its state are those of a fresh matcher after j drafts."""
+        """Check mask row `j` and its state against the reference matcher after `j` drafts."""
         state = self._state(truth, j)
         where = (truth.index, j)
         if truth.start is None:
@@ -195,15 +255,15 @@ class Device:
             return
         row = self._oracle_row(truth, truth.drafts[:j])
         if row is None:
-            # the text has ended (row 0), or the drafts are illegal
+            # The text has ended (row 0), or a draft is illegal (other rows).
             assert state == (DEAD_END if j == 0 else NOT_READY), where
         elif (row == -1).all():
             assert state == FREE, where
         else:
             assert state == (READY if row.any() else DEAD_END), where
             if self.forced is not None and state == READY:
-                more = self.exchanges[0].stamps["more"][where]
-                assert more == 1 + self.forced.token(row)
+                detail = self.exchanges[0].stamps["detail"][where]
+                assert detail == 1 + self.forced.token(row)
             np.testing.assert_array_equal(self.exchanges[0].masks[where], row)
 
     def _verify(self, truth: SlotTruth) -> bool:
@@ -233,9 +293,14 @@ class Device:
         return truth.active and bool(outcome.tokens)
 
     def _wanted(self, truth: SlotTruth, position: int, legal: np.ndarray) -> int:
-        """Return a legal id that depends only on request and position, often one of a marker."""
+        """Return the legal id that the target model would choose.
+
+        It depends only on the request and the position. In free text, it is often a token of a
+        marker.
+        """
         likely = np.intersect1d(MARKER_TOKENS, legal)
-        if len(likely) and len(legal) > 200 and mix(truth.epoch, position) % 10 < 8:
+        is_free_text = len(legal) > 200
+        if len(likely) and is_free_text and mix(truth.epoch, position) % 10 < 8:
             legal = likely
         return max(legal.tolist(), key=lambda token: mix(truth.epoch, position, token))
 
@@ -250,7 +315,7 @@ class Device:
             return
         if self.masked and self._state(truth, j - 1) not in (FREE, READY):
             return
-        # without masks, the drafter mostly proposes legal tokens
+        # Without masks, the drafter still proposes legal tokens most of the time.
         choices = self._legal(truth, j - 1) if self.masked else self._known(truth)
         token = self._wanted(truth, truth.n + j, choices)
         if self.rng.random() < 0.25:
@@ -260,7 +325,7 @@ class Device:
         self._keep(truth, token)
 
     def _probe(self, j: int, truths: Sequence[SlotTruth]) -> None:
-        """Offer candidates and check that the answer is the first legal one."""
+        """Offer candidates for draft `j`, and check that the answer is the first legal one."""
         offers = [(truth, self._offer(truth, j)) for truth in truths if ref.is_drafting(truth, j)]
         self._step(1 + j)
         for truth, offer in offers:
@@ -273,7 +338,7 @@ class Device:
                     assert answer[:2] != (self.replay, j)
                     continue
                 legal = bits(row)
-                if not len(legal):  # a dead end, detected when the row is filled
+                if not len(legal):  # the decoder detects the dead end when it fills the row
                     self._check_row(truth, j - 1)
                     continue
                 legal = legal[legal < self.size]
@@ -284,6 +349,7 @@ class Device:
             self._keep(truth, token if token >= 0 else self._wanted(truth, truth.n + j, legal))
 
     def _offer(self, truth: SlotTruth, j: int) -> list[int]:
+        """Write random candidates for draft `j` to the exchange memory and return them."""
         knows = self.rng.random() < 0.8
         likely = self._known(truth) if knows else np.arange(self.size)
         count = int(self.rng.integers(0, 5))
@@ -295,6 +361,7 @@ class Device:
         return offer
 
     def _keep(self, truth: SlotTruth, token: int) -> None:
+        """Add a draft and write all drafts to the exchange memory."""
         ref.keep(truth, token)
         for exchange in self.exchanges:
             ref.record_drafts(exchange, truth.index, self.replay, truth.drafts)

@@ -1,8 +1,12 @@
 """Helpers of the guided decoder's tests: exchange memory, and a decoder driven step by step.
 
-`oracle_row` returns the expected mask row: that of a fresh matcher that accepts the tokens from the
-start. There are two kinds of matchers: "native", and "python", which the worker calls with the GIL
-held.
+The expected mask rows come from `oracle_row`, which creates a new matcher and lets it accept all
+tokens from the start. Tests run with two kinds of matchers: "native" matchers, and "python"
+matchers, which the native worker calls with the GIL held.
+
+The exchange memory contains a stamp for each mask row: the state of the row (READY, NOT_READY,
+FREE, DEAD_END or ERROR), and the epoch and the position that the row is valid for. FREE means that
+every token is legal.
 """
 
 from __future__ import annotations
@@ -35,9 +39,17 @@ BYTES = Vocabulary([bytes([byte]) for byte in range(256)] + [b""], 257, [STOP])
 
 
 def accepts(compiled: CompiledGrammar, *parts: str | int) -> bool:
-    """Return whether texts (byte by byte) and ids, and then the stop id, are accepted."""
+    """Return whether a new matcher accepts all parts and then the stop id.
+
+    A part is a token id, or a text whose bytes are accepted one by one.
+    """
     matcher = compiled.matcher()
-    tokens = [t for part in parts for t in ([part] if isinstance(part, int) else part.encode())]
+    tokens: list[int] = []
+    for part in parts:
+        if isinstance(part, int):
+            tokens.append(part)
+        else:
+            tokens += part.encode()
     return all(map(matcher.accept, tokens)) and matcher.accept(STOP)
 
 
@@ -55,9 +67,9 @@ def output_of(code: str, *arguments: str, **options: Any) -> str:
 
 
 def byte_vocabulary(size: int = 270, names: dict[str, int] | None = None) -> Vocabulary:
-    """Return a vocabulary of all bytes but ``Z``, two stop ids and some longer tokens.
+    """Return a vocabulary of all single bytes except ``Z``, two stop ids and some longer tokens.
 
-    The default size is not a multiple of 32.
+    The default size is not a multiple of 32, so that the last word of a mask row has unused bits.
     """
     tokens = [bytes([byte]) for byte in range(256)]
     tokens[ord("Z")] = b""
@@ -66,12 +78,12 @@ def byte_vocabulary(size: int = 270, names: dict[str, int] | None = None) -> Voc
 
 
 def exchange_for(slots: int, vocab_size: int, mode: DraftMode) -> Exchange:
-    """Return exchange memory of this process's device; the tests act as the device."""
+    """Return exchange memory on this process's device. The tests write what the device would."""
     return Exchange(open_device(), slots, vocab_size, mode)
 
 
 class PythonMatcher(Matcher):
-    """Another matcher, in the form of a backend in pure Python."""
+    """Wraps a matcher as if it belonged to a backend in pure Python."""
 
     def __init__(self, inner: Matcher):
         super().__init__(inner.compiled, inner.stop_ids)
@@ -91,10 +103,16 @@ class PythonMatcher(Matcher):
 
 
 class GatedMatcher(PythonMatcher):
-    """A matcher whose calls can be blocked, so that tests of late slots need no real time.
+    """A matcher whose calls can be blocked, so that tests of late slots do not depend on timing.
 
-    gate[2] counts the calls of accept and fill. From call number gate[0] on they block until
-    gate[0] is 0; if it is 0, none blocks. gate[1] is the number of blocked calls.
+    Parameters
+    ----------
+    inner
+        The wrapped matcher.
+    gate
+        int32 array that is shared with the test. ``gate[0]``: number of the call of `accept` or
+        `fill` from which on calls block until the test sets ``gate[0]`` to 0; 0 if no call blocks.
+        ``gate[1]``: number of calls that are blocked. ``gate[2]``: number of calls so far.
     """
 
     def __init__(self, inner: Matcher, gate: np.ndarray):
@@ -105,7 +123,7 @@ class GatedMatcher(PythonMatcher):
         self.gate[2] += 1
         if 0 < self.gate[0] <= self.gate[2]:
             self.gate[1] += 1
-            end = time.monotonic() + 60  # a failed test leaves its gate closed
+            end = time.monotonic() + 60  # a failed test may leave its gate closed
             while self.gate[0] and time.monotonic() < end:
                 time.sleep(1e-4)
             self.gate[1] -= 1
@@ -123,7 +141,7 @@ MATCHER_KINDS = {"native": lambda matcher: matcher, "python": PythonMatcher}
 
 
 def run_work(work: Any) -> None:
-    """Run a host step without the GIL, as a driver thread does."""
+    """Run a host step as a thread of the CUDA driver would, without the GIL."""
     ctypes.CFUNCTYPE(None, ctypes.c_void_p)(work.address)(work.data)
 
 
@@ -137,9 +155,10 @@ def mix(*values: int) -> int:
 
 
 def oracle_row(start: Callable[[], Matcher], tokens: Sequence[int]) -> np.ndarray | None:
-    """Return the mask row of a fresh matcher after `tokens`; None if there is none.
+    """Return the mask row of a new matcher that has accepted `tokens`.
 
-    If nothing is constrained, all bits are set, including those beyond the vocabulary.
+    Return None if a token is illegal or the matcher has terminated. If every token is legal, all
+    bits of the row are set, including bits beyond the vocabulary.
     """
     matcher = start()
     for token in tokens:
@@ -158,7 +177,15 @@ BUDGET_NS = 1_000_000
 
 @contextlib.contextmanager
 def simulated_clock(clock: np.ndarray) -> Iterator[None]:
-    """Decoders created meanwhile measure budgets with `clock` (int64 ns) and use threads only."""
+    """Let decoders that are created in the context measure budgets with a simulated clock.
+
+    These decoders serve slots only on threads of the worker.
+
+    Parameters
+    ----------
+    clock
+        int64 array with the time in nanoseconds.
+    """
     plain = _native.guide.Worker
     _native.guide.Worker = functools.partial(plain, clock=clock.ctypes.data)
     try:
@@ -168,10 +195,11 @@ def simulated_clock(clock: np.ndarray) -> Iterator[None]:
 
 
 class Rig:
-    """A decoder that is driven step by step.
+    """A decoder that a test drives step by step.
 
-    With `held`, budgets are measured by a simulated clock, and slot 0's matchers have a gate. The
-    clock advances when only slot 0 is busy, so slot 0 is late, on any machine.
+    If `held` is True, budgets are measured with a simulated clock, and the matchers of slot 0 are
+    `GatedMatcher`. The clock advances while only slot 0 is busy. Whether slot 0 is late therefore
+    does not depend on the speed of the machine.
     """
 
     def __init__(self, backend, kind="native", *, k=2, slots=1, mode=None, held=False):
@@ -200,11 +228,12 @@ class Rig:
         return GuidedRequest(slot, epoch, matcher, position)
 
     def committed(self, replay, *tokens, slot=0):
-        """Write committed tokens as verification does; there are no drafts yet."""
+        """Write committed tokens to the exchange memory, as verification does."""
         for one in np.atleast_1d(slot):
             ref.record(self.exchange, one, replay, tokens)
 
     def drafted(self, replay, *tokens, slot=0, parents=None):
+        """Write drafts to the exchange memory, as the drafter does."""
         for one in np.atleast_1d(slot):
             ref.record_drafts(self.exchange, one, replay, tokens, parents)
 
@@ -224,7 +253,7 @@ class Rig:
         self.run(self.drafts[0])
 
     def run(self, *works):
-        """Run steps. A budget ends when only a blocked slot is busy."""
+        """Run steps. A simulated budget ends when only the blocked slot is busy."""
         for work in works:
             if not self.held:
                 run_work(work)
@@ -237,12 +266,12 @@ class Rig:
                 if posted and self.gate[1] and self.decoder._worker.busy_slots() == 1:
                     self.clock += BUDGET_NS
                 elif posted and self.gate[1] and not half:
-                    self.clock += BUDGET_NS // 2  # wakes threads for queued slots
+                    self.clock += BUDGET_NS // 2  # makes the worker wake threads for queued slots
                     half = True
                 step.join(1e-4)
 
     def close_gate(self, call):
-        """Block slot 0's matcher in the `call`-th call from now."""
+        """Block the matcher of slot 0 from its `call`-th call from now on."""
         self.gate[2] = 0
         self.gate[0] = call
 
@@ -251,16 +280,16 @@ class Rig:
         self.decoder._worker.wait_idle()
 
     def states(self, slot=0):
-        """Return the stamps of a slot's rows; only the state of rows that are not ready."""
+        """Return the stamps of a slot's mask rows. Of NOT_READY rows, return only the state."""
         rows = self.exchange.stamps[slot].tolist()
         return [list(row) if row[0] != NOT_READY else [NOT_READY] for row in rows]
 
     def rows(self, slot=0):
-        """Return state, epoch and position of the rows that are not NOT_READY."""
+        """Return the state, epoch and position of a slot's mask rows that are not NOT_READY."""
         return [tuple(row[:3]) for row in self.states(slot) if row[0] != NOT_READY]
 
     def expect_row(self, tokens, *, slot=0, j=0, spec="regex"):
-        """Check that mask row j is that of a fresh matcher after the tokens, or is free."""
+        """Check mask row `j` against a new matcher that has accepted `tokens`."""
         compiled = self.backend.compile(SPECS[spec])
         row = oracle_row(lambda: compiled.matcher(), tokens)
         free = (row == -1).all()
@@ -270,7 +299,7 @@ class Rig:
 
 
 def joined(backend, kind="native", *, slots=1, **options):
-    """Return a rig with a request in each slot after the first open step, and the requests."""
+    """Return a rig and its requests, one per slot, after the open step of replay 1."""
     rig = Rig(backend, kind, slots=slots, **options)
     requests = [rig.request(slot=slot, epoch=slot + 1) for slot in range(slots)]
     rig.start(1, requests)

@@ -1,4 +1,7 @@
-"""Reference matchers: the libraries' own Python objects, to which native matchers are compared."""
+"""Reference matchers, which use the libraries' own Python objects.
+
+Tests compare the native matchers with them.
+"""
 
 from __future__ import annotations
 
@@ -14,31 +17,44 @@ from graft.grammar.backends.base import ending_ids
 from graft.grammar.backends.llguidance import grammar_text
 from graft.grammar.backends.xgrammar import library
 
-_LIMITS = llguidance.LLParserLimits(  # equal to native/guide/llguidance_abi.cpp
+_LIMITS = llguidance.LLParserLimits(  # the same limits as in native/guide/llguidance_abi.cpp
     initial_lexer_fuel=10**7, step_lexer_fuel=10**7, max_items_in_row=10**6, step_max_items=10**6
 )
 
 
 def reference_tokenizer(vocabulary: Vocabulary) -> Any:
-    """Return LLGuidance's own tokenizer object for a vocabulary without a tokenizer."""
+    """Return LLGuidance's own tokenizer object for a vocabulary.
+
+    The vocabulary has no tokenizer, so the object tokenizes a text greedily.
+    """
     v = vocabulary
-    ids = {token: i for i, token in reversed(list(enumerate(v.tokens))) if token}
+    ids: dict[bytes, int] = {}
+    for token, text in enumerate(v.tokens):
+        if text:
+            ids.setdefault(text, token)
     longest = max(map(len, ids))
+
+    def longest_token(data: bytes) -> bytes:
+        """Return the longest token at the start of `data`; empty if no token has the byte."""
+        for size in range(min(longest, len(data)), 0, -1):
+            if data[:size] in ids:
+                return data[:size]
+        return b""
 
     def greedy(data: bytes) -> list[int]:
         out = []
-        at = 0
-        while at < len(data):
-            sizes = range(min(longest, len(data) - at), 0, -1)
-            found = next((data[at : at + n] for n in sizes if data[at : at + n] in ids), b"")
-            if not found:  # no token has this byte
+        while data:
+            found = longest_token(data)
+            if not found:
                 break
             out.append(ids[found])
-            at += len(found)
+            data = data[len(found) :]
         return out
 
     class Wrapper(llguidance.TokenizerWrapper):
-        def __init__(self) -> None:  # LLGuidance reads these; the base class requires a tokenizer
+        # LLGuidance reads these attributes. The constructor of the base class is not called,
+        # because it requires a tokenizer.
+        def __init__(self) -> None:
             self.tokens = [*v.tokens, *[b""] * (v.size - len(v.tokens))]
             self.special_token_ids = sorted({*v.stop_ids, *v.names.values()})
             for name, token in v.names.items():
@@ -56,7 +72,7 @@ def reference_tokenizer(vocabulary: Vocabulary) -> Any:
 
 
 class ReferenceLLGuidance:
-    """A backend of LLGuidance's own matchers."""
+    """A backend that creates LLGuidance's own Python matchers."""
 
     name = "reference LLGuidance"
 
@@ -67,7 +83,9 @@ class ReferenceLLGuidance:
     def compile(self, spec: GrammarSpec) -> CompiledGrammar:
         """Compile a grammar; raise ValueError with LLGuidance's message if it is refused."""
         grammar = json.loads(grammar_text(spec))["grammars"][0]
-        if "json_schema" in grammar:  # LLGuidance would tokenize forced text of it in one way only
+        if "json_schema" in grammar:
+            # For a schema that is not part of a Lark grammar, LLGuidance would allow only one
+            # tokenization of forced text.
             rules = "start: %json " + json.dumps(grammar["json_schema"])
             grammar = {"lark_grammar": '%llguidance {"no_forcing": true}\n' + rules}
         text = json.dumps({"grammars": [grammar]})
@@ -82,11 +100,11 @@ class ReferenceLLGuidance:
 
 
 class LLGuidanceMatcher(Matcher):
-    """LLGuidance's own Python matcher, with termination by stop ids added."""
+    """LLGuidance's own Python matcher, extended by termination with the request's stop ids."""
 
     def __init__(self, compiled: CompiledGrammar, stop_ids: tuple[int, ...]):
         super().__init__(compiled, stop_ids)
-        self._start = compiled.native  # never advanced: LLGuidance's rollback is not used
+        self._start = compiled.native  # never advanced; `rollback` starts again from a copy of it
         self._handle = self._start.deep_copy()
         self._history: list[int] = []
         self._terminated = self._dead = False
@@ -111,7 +129,8 @@ class LLGuidanceMatcher(Matcher):
         if not self._dead:
             try:
                 self._handle.unsafe_compute_mask_ptr(row.ctypes.data, row.nbytes)
-            except ValueError as error:  # also where no token is legal
+            except ValueError as error:
+                # LLGuidance reports a state without legal tokens as an error, too.
                 self._dead = "NoExtensionBias" in str(error)
                 if not self._dead:
                     raise RuntimeError(str(error)) from error
@@ -143,7 +162,7 @@ class LLGuidanceMatcher(Matcher):
 
 
 class ReferenceXGrammar(XGrammarBackend):
-    """A backend of XGrammar's own matchers, without calls that print warnings."""
+    """A backend that creates XGrammar's own Python matchers."""
 
     def matcher(self, compiled: CompiledGrammar, stop_ids: Iterable[int] | None = None) -> Matcher:
         """Return a new matcher at the start."""
@@ -151,7 +170,10 @@ class ReferenceXGrammar(XGrammarBackend):
 
 
 class XGrammarMatcher(Matcher):
-    """XGrammar's own Python matcher. Only text and stop ids of the request are legal."""
+    """XGrammar's own Python matcher, restricted to tokens with text and the request's stop ids.
+
+    Calls for which XGrammar would print a warning are not made.
+    """
 
     def __init__(self, compiled: CompiledGrammar, stop_ids: tuple[int, ...]):
         super().__init__(compiled, stop_ids)

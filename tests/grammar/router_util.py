@@ -1,4 +1,7 @@
-"""Helpers of the router's tests: grammars in LLGuidance's form, compiled for single bytes."""
+"""Helpers of the router's tests.
+
+Grammars are compiled with LLGuidance for a vocabulary of single bytes.
+"""
 
 from __future__ import annotations
 
@@ -15,7 +18,17 @@ _backend = functools.cache(lambda: LLGuidanceBackend(BYTES))
 
 
 class Grammar:
-    """A schema that is compiled unchanged, a Lark grammar, or a specification."""
+    """A compiled grammar.
+
+    Parameters
+    ----------
+    schema
+        JSON schema, which is compiled without being routed.
+    rules
+        Lark grammar to compile instead of the schema.
+    spec
+        Specification to compile instead of the schema.
+    """
 
     def __init__(self, schema: Any = None, rules: str = "", spec: GrammarSpec | None = None):
         text = json.dumps(schema)
@@ -26,11 +39,24 @@ class Grammar:
 
     @classmethod
     def routed(cls, found: Route) -> Grammar:
-        """Return the grammar of a route."""
+        """Return the grammar that a route compiles."""
         return cls(found.schema, found.rules)
 
     def generate(self, choose: Callable[[list[int]], int], max_bytes: int) -> bytes | None:
-        """Return a text of chosen legal bytes; None if it has more than `max_bytes`."""
+        """Generate a text of the grammar.
+
+        Parameters
+        ----------
+        choose
+            Function that selects the next byte, or `STOP`, from the legal ones.
+        max_bytes
+            Maximum length of the text.
+
+        Returns
+        -------
+        bytes or None
+            The text; None if it is not complete after `max_bytes` bytes.
+        """
         matcher = self._compiled.matcher()
         out = bytearray()
         while len(out) < max_bytes:
@@ -46,12 +72,12 @@ class Grammar:
         return accepts(self._compiled, text)
 
     def accepts_value(self, value: Any) -> bool:
-        """Return whether the value is accepted in the form of ``json.dumps``."""
+        """Return whether the text that ``json.dumps`` writes for a value is accepted."""
         return self.accepts(json.dumps(value, ensure_ascii=False))
 
 
 def plain(value: Any) -> Any:
-    """Return the value with whole floats as integers, as grammars produce them."""
+    """Return a value in which floats without a fraction are integers, as grammars write them."""
     if isinstance(value, dict):
         return {key: plain(part) for key, part in value.items()}
     if isinstance(value, list):

@@ -1,4 +1,4 @@
-"""Missing and incompatible grammar libraries are reported by what differs."""
+"""Errors for grammar libraries that are missing or incompatible."""
 
 from __future__ import annotations
 
@@ -67,7 +67,7 @@ def llguidance_like(version: str, *, without: str = "", defaults: str = "") -> s
 
 
 def load(kind: str, library: Path) -> str:
-    """Return the native loader's error for a library, in a process that has loaded no other."""
+    """Return the native loader's error for a library. It is loaded in a process of its own."""
     code = (
         "import ctypes, os, sys\nfrom graft.native import _native\n"
         "if os.path.exists(sys.argv[1]):\n    ctypes.CDLL(sys.argv[1])\n"
@@ -78,7 +78,17 @@ def load(kind: str, library: Path) -> str:
 
 
 def tvm_ffi_like(*, version: int = 1, method: str = "", arguments: str = "", key: int = 0) -> str:
-    """Return C++ text of a library with TVM-FFI's symbols, whose matcher type has one method."""
+    """Return C++ text of a library with TVM-FFI's symbols.
+
+    Parameters
+    ----------
+    version
+        Minor version of the C ABI.
+    method, arguments
+        Name of the only method of the matcher type, and the types of its arguments as JSON.
+    key
+        Index of the matcher type; -1 if the type is not registered.
+    """
     return f"""
 #include "tvm_ffi_abi.h"
 using namespace graft::tvm_ffi;
@@ -147,12 +157,12 @@ FILL = "fill_next_token_bitmask"
     ],
 )
 def test_native_loader_rejects_incompatible_libraries(tmp_path, kind, text, message):
-    """Another release, symbol, layout, ABI, type, method or signature is named before any call."""
+    """The loader names the difference in version, symbol, layout, type, method or signature."""
     assert message in load(kind, build(tmp_path, text) if text else Path("/nowhere/_lib.so"))
 
 
 def test_loading_xgrammar_keeps_signal_handler():
-    """TVM-FFI's handler does not replace the soft device's."""
+    """TVM-FFI installs a SIGSEGV handler, which must not replace the existing one."""
     code = (
         "import ctypes\nfrom graft.grammar.backends.xgrammar import library\n"
         "def handler():\n"
@@ -173,8 +183,10 @@ def test_loading_xgrammar_keeps_signal_handler():
     ids=["llguidance", "xgrammar"],
 )
 def library(request, monkeypatch):
-    """Yield a backend's module, class, package, name and doctor check, as if nothing were
-    loaded."""
+    """Yield a backend's module, class, package, name and doctor check.
+
+    The caches of loaded libraries are empty during the test.
+    """
     caches = [llguidance_module.load_native, xgrammar_module.load_native, xgrammar_module.library]
     for cache in caches:
         cache.cache_clear()
@@ -185,7 +197,7 @@ def library(request, monkeypatch):
 
 
 class IncompatibleNative:
-    """Native code that rejects every library."""
+    """A replacement for the native module that rejects every library."""
 
     def __getattr__(self, attribute):
         raise RuntimeError("the ABI is another one")
@@ -193,7 +205,10 @@ class IncompatibleNative:
 
 @pytest.mark.parametrize("release", [True, False], ids=["release", "ABI"])
 def test_backend_rejects_incompatible_library(monkeypatch, library, release):
-    """Another release is rejected before it is loaded. Backend and doctor give the reason."""
+    """The backend and `graft doctor` report why a library is rejected.
+
+    A library of an unsupported version is not loaded.
+    """
     module, backend, package, name, check = library
     real = importlib.metadata.version
     if release:
@@ -216,8 +231,12 @@ def test_backend_rejects_incompatible_library(monkeypatch, library, release):
 
 
 def test_backend_reports_missing_library(monkeypatch, serve, library):
-    """With the installation command: for the engine's backend, and for a grammar that names one."""
-    package, name, real = *library[2:4], importlib.metadata.version
+    """The error contains the installation command.
+
+    It is raised if the engine's backend is missing, and if the backend that a grammar names is.
+    """
+    package, name = library[2:4]
+    real = importlib.metadata.version
 
     def version(asked):
         if asked == package:

@@ -1,4 +1,4 @@
-"""Child processes: results, exceptions, limits, reuse, fork and exit."""
+"""Tests of child processes: results, exceptions, limits, reuse, fork and exit."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def test_child_process_returns_results_and_is_reused(child):
 
 
 def test_child_process_passes_refusals_on_by_type(child):
-    """The type and the message are those that the function raised."""
+    """The caller receives an exception of the same type and with the same message."""
     invalid = Call("graft.grammar.spec:parse_json", ("text", "{"))
     with pytest.raises(GrammarError, match="text: the text is not JSON") as caught:
         child.call(invalid)
@@ -79,7 +79,7 @@ def test_process_pool_reuses_idle_processes():
     pool.release(first)
     limited = pool.acquire(1 << 30)
     assert limited is not first
-    pool.release(limited)  # other limits: not kept
+    pool.release(limited)  # not kept, because its memory limit is not the default one
     assert pool.acquire() is first
     first.close()
 
@@ -121,7 +121,7 @@ service.submit(GrammarSpec.json_object()).result(300)
 
 @pytest.mark.parametrize("limit", [None, 16 << 30])
 def test_child_processes_end_with_python(limit):
-    """All processes have been reaped at exit, also if the address space is limited (ulimit -v)."""
+    """No child process is left when Python exits, even if the address space is limited."""
 
     def limited() -> None:
         if limit is not None:
@@ -152,5 +152,5 @@ print(os.waitstatus_to_exitcode(status))
 
 
 def test_child_processes_work_after_fork():
-    """After fork, parent and child process use different child processes."""
+    """After a fork, the parent and the forked process use different child processes."""
     assert output_of(FORKED) == "5\n"

@@ -1,5 +1,8 @@
-"""States in which no token is legal: the request ends; if only the drafter has no legal token, its
-drafts end."""
+"""Tests of dead ends, that is, of states in which no token is legal.
+
+If no token is legal for the target model, the request ends with the reason ``"dead_end"``. If some
+tokens are legal but none of them is in the drafter's vocabulary, only the drafts of the round end.
+"""
 
 from __future__ import annotations
 
@@ -27,16 +30,16 @@ def xgrammar_without(
 
 
 def generate_both(requests: list[Request], masking: str, **options: Any) -> list:
-    """Return the outputs without a drafter, and those with one."""
+    """Return the outputs without a drafter, and the outputs with a drafter."""
     outputs = []
-    for more in ({"speculation": False}, {"draft_masking": masking}):
-        with demo_engine(**more, **options) as engine:
+    for drafting in ({"speculation": False}, {"draft_masking": masking}):
+        with demo_engine(**drafting, **options) as engine:
             outputs.append(engine.generate(requests))
     return outputs
 
 
 def results_of(outputs: list) -> list[tuple[str, list[int]]]:
-    """Return the reasons and tokens of outputs."""
+    """Return the finish reason and the tokens of each output."""
     return [(output.reason, output.tokens) for output in outputs]
 
 
@@ -48,8 +51,10 @@ def draft_vocabulary() -> np.ndarray:
 
 @pytest.mark.parametrize("masking", ["fill", "probe"])
 def test_grammar_dead_end_finishes_only_its_request(masking: str) -> None:
-    """A grammar requires a text that no token spells: its request ends with the reason dead_end,
-    and the tokens of other requests do not change."""
+    """One request's grammar requires a text that no token spells.
+
+    The request ends with the reason ``"dead_end"``. The tokens of other requests do not change.
+    """
     backend = xgrammar_without(lambda id, text: b"~" in text)
     others = [
         Request(prompt=f"Say {word}.", grammar=GrammarSpec.choice([word, "no"]), max_tokens=20)
@@ -75,7 +80,7 @@ def test_grammar_dead_end_finishes_only_its_request(masking: str) -> None:
 
 @pytest.mark.parametrize("masking", ["fill", "probe"])
 def test_grammar_outside_draft_vocabulary_is_decoded_without_drafts(masking: str) -> None:
-    """No candidate is legal; tokens and reasons are those of the target."""
+    """No candidate of the drafter is legal. The output is the same as without a drafter."""
     known = np.zeros(1 << 16, bool)
     known[draft_vocabulary()] = True
     backend = xgrammar_without(lambda id, text: bool(known[id]))
@@ -88,15 +93,18 @@ def test_grammar_outside_draft_vocabulary_is_decoded_without_drafts(masking: str
     plain, drafted = generate_both(requests, masking, **options)
     assert results_of(drafted) == results_of(plain)
     for output in drafted:
-        assert output.drafted <= 1  # the stop id is the only legal id that the drafter knows
+        assert output.drafted <= 1  # the drafter can propose only the stop id
         assert len(output.tokens) > 1
         assert not known[output.tokens[:-1]].any()
 
 
 @pytest.mark.parametrize("masking", ["fill", "probe"])
 def test_drafts_end_before_token_outside_draft_vocabulary(masking: str) -> None:
-    """Every other token is missing in the draft vocabulary: the drafts end before it, the last
-    draft is verified, and the target continues as without a drafter."""
+    """Every second token of the text is missing in the draft vocabulary.
+
+    The drafts end before such a token, and the last draft is verified. The output is the same as
+    without a drafter.
+    """
     known = draft_vocabulary()
     with demo_engine() as engine:
         tokens = engine._built.compiler.backend.vocabulary.tokens

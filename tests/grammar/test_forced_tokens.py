@@ -1,4 +1,4 @@
-"""Forced tokens: they are drafted, and change nothing but the number of rounds."""
+"""Tests of forced tokens: drafting them changes only the number of rounds, not the outputs."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from graft.grammar.forced import ForcedTokens
 
 
 def test_forced_tokens_match_brute_force():
-    """Rows with few and with many legal ids."""
+    """Rows with few legal ids and rows with many take different paths in the native code."""
     rng = np.random.default_rng(0)
     text = b"abababababababababababab"
     tokens = [text[: i % 20 + 1] for i in range(90)] + [b"c", b"", b"abc"]
@@ -36,7 +36,7 @@ def test_forced_tokens_match_brute_force():
         legal[0, ids] = True
         row = pack_bits(legal)[0]
         texts = [vocabulary.tokens[i] for i in ids]
-        longest = max(texts, key=len, default=b"")  # the first of them
+        longest = max(texts, key=len, default=b"")  # the first one of the greatest length
         begin = len(ids) <= 64 and all(text and longest.startswith(text) for text in texts)
         expected = ids[texts.index(longest)] if ids and (begin or len(ids) == 1) else -1
         assert forced.token(row) == expected
@@ -46,7 +46,7 @@ def test_forced_tokens_match_brute_force():
 @pytest.mark.parametrize("chain", [False, True], ids=["with a drafter", "without a drafter"])
 @pytest.mark.parametrize("name", sorted(SPECS))
 def test_guide_follows_forced_tokens(xgrammar, name, chain):
-    """Rows equal those of the reference; Python and native matchers agree."""
+    """The mask rows are those of the reference matcher, for Python and for native matchers."""
     forced = ForcedTokens(xgrammar.vocabulary)
     device = Device(xgrammar, slots=3, draft_length=3, masked=not chain, seed=5, forced=forced)
     for slot in range(3):
@@ -78,7 +78,10 @@ CASES = [
     ids=str,
 )
 def test_forced_drafts_preserve_target_distribution(device, stream, case):
-    """100,000 tokens with forced drafts, some of them illegal, also with coupled sampling."""
+    """100,000 tokens are sampled with forced drafts, some of which are illegal.
+
+    The cases include coupled sampling.
+    """
     wrong, values = wrong_twice(device, stream, case, 100_000)
     assert not wrong, f"p-values {values}"
 
@@ -91,9 +94,10 @@ def outputs(requests: list, **options: Any) -> tuple[list, Any, dict[str, int]]:
 
 @pytest.mark.parametrize("sampled", [False, True], ids=["greedy", "coupled"])
 def test_engine_forced_drafts_do_not_change_outputs(pytestconfig, sampled):
-    """With and without a drafter; without one, rounds are saved.
+    """Outputs with forced drafts are compared with outputs without them.
 
-    All variants of sampled requests run only with --full.
+    Without a drafter, the forced drafts save rounds. All variants of sampled requests run only with
+    the option ``--full``.
     """
     requests = mixed_requests(6)
     if sampled:
@@ -116,7 +120,8 @@ def test_engine_forced_drafts_do_not_change_outputs(pytestconfig, sampled):
         assert grammar["desyncs"] == grammar["errors"] == 0
         assert stats.tokens == plain.tokens
         if not options["speculation"]:
-            # every accepted draft saves a round, but for a stop id, which comes without a bonus
+            # Every accepted draft saves a round, except a stop id, which is followed by no bonus
+            # token.
             saved = stats.forced_tokens - len(requests)
             assert 0 < saved <= plain.row_rounds - stats.row_rounds
 

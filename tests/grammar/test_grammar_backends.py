@@ -1,4 +1,4 @@
-"""Grammars of every kind on every backend, and the matcher interface."""
+"""Tests of all kinds of grammars with every backend, and of the matcher interface."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ def test_regex_with_slashes_and_newlines(backend):
 
 
 def test_strict_schema_forbids_additional_properties(backend):
-    """XGrammar is strict by default."""
+    """For XGrammar, ``strict=True`` is the default."""
     inner = {"type": "object", "properties": {"a": {"type": "integer"}}}
     schema = {"type": "object", "properties": {"o": inner}}
     text = '{"o": {"a": 1, "z": 2}}'
@@ -58,27 +58,30 @@ def test_strict_schema_forbids_additional_properties(backend):
 
 
 def test_marker_as_token_name_id_and_text(backend):
-    """A marker that names an added token is that token or its text. An id is that token only."""
+    """A marker text that names an added token matches the token and its text.
+
+    A marker that is a token id matches only the token.
+    """
     yes = GrammarSpec.choice(["yes"])
     assert fits(backend, yes.after("</think>"), "so... ", THINK, "yes")
     assert fits(backend, yes.after("</think>"), "so... </think>yes")
     assert fits(backend, yes.after(THINK), "a </think> b", THINK, "yes")
     assert not fits(backend, yes.after(THINK), "</think>yes", THINK)
     assert not fits(backend, yes.after("</think>"), "so", THINK, "no")
-    # a stop id in the free text ends it, unless the marker is required
+    # A stop id is legal in the free text and ends the output, unless the marker is required.
     assert fits(backend, yes.after("</think>"), "so")
     assert not fits(backend, yes.after("</think>", required=True), "so")
 
 
 def test_marker_must_end_with_its_token(backend):
-    """A token with the end of the marker and further text is illegal."""
+    """A token that contains the end of the marker and further text is illegal."""
     matcher = backend.compile(GrammarSpec.choice(["yes"]).after('t"')).matcher()
     assert 261 in matcher.legal() and matcher.accept(ord("t"))
-    assert 261 not in matcher.legal() and not matcher.accept(261)  # it is '": '
+    assert 261 not in matcher.legal() and not matcher.accept(261)  # the token '": '
     assert matcher.accept(ord('"'))
     assert matcher.legal().tolist() == [ord("y")]
     matcher.rollback(2)
-    assert matcher.legal().size > 200  # the matcher is un-started
+    assert matcher.legal().size > 200  # the matcher is in the free text again
 
 
 def test_matcher_starts_after_given_tokens(backend):
@@ -92,7 +95,7 @@ def test_matcher_starts_after_given_tokens(backend):
 
 
 def test_marked_matcher_rollback_is_limited_in_free_text(backend):
-    """The scanner keeps the last 64 tokens of free text; a deeper rollback is an error."""
+    """The matcher keeps the last 64 tokens of free text. A rollback of more tokens is an error."""
     matcher = backend.compile(GrammarSpec.choice(["yes"]).after("</t>")).matcher()
     for token in (b"abcd" * 50) + b"</t":
         assert matcher.accept(token)
@@ -100,7 +103,7 @@ def test_marked_matcher_rollback_is_limited_in_free_text(backend):
     for token in b"</t>":
         assert matcher.accept(token)
     assert matcher.legal().tolist() == [ord("y")]
-    with pytest.raises(GrammarError, match="more free text than is kept"):
+    with pytest.raises(GrammarError, match="more tokens of free text than the history has"):
         matcher.rollback(9)
 
 
@@ -117,7 +120,7 @@ def test_matcher_rejects_invalid_markers(backend):
 
 
 def test_backend_error_is_one_sentence(backend, serve):
-    """Directly and through the compile service."""
+    """The message is one sentence, whether the backend or the compile service is called."""
     service = serve(backend.name.lower())
     for spec in (GrammarSpec("regex", "(a"), GrammarSpec("lark", "start: missing_rule")):
         with pytest.raises(GrammarError) as here:
@@ -129,7 +132,7 @@ def test_backend_error_is_one_sentence(backend, serve):
 
 
 def test_matcher_fill_rejects_invalid_rows(backend):
-    """The libraries ignore strides: a row with gaps would corrupt memory."""
+    """The libraries ignore strides, so a row that is not contiguous would corrupt memory."""
     matcher = backend.compile(SPECS["regex"]).matcher()
     words = backend.vocabulary.words
     memory = np.full(2 * words, 7, np.int32)
@@ -142,9 +145,10 @@ def test_matcher_fill_rejects_invalid_rows(backend):
 
 
 def test_matcher_rejects_invalid_tokens_and_arguments(backend, capfd):
-    """Illegal tokens change nothing and print nothing.
+    """An illegal token changes no state, and the library prints nothing.
 
-    Each stop id ends a complete grammar, until it is rolled back.
+    After a stop id has ended a complete grammar, no token is accepted until the stop id is rolled
+    back.
     """
     matcher = backend.compile(GrammarSpec.regex("ab+")).matcher()
     for token in (-1, 270, 2**31, -(2**31) - 1, 2**40):

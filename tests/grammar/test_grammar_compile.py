@@ -1,4 +1,4 @@
-"""GrammarService: results, cache, routing, limits of time and memory, and child processes."""
+"""Tests of GrammarService: results, cache, routing, limits and child processes."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ NOT = {
 
 
 def assert_equal_masks(one: CompiledGrammar, other: CompiledGrammar, text: bytes) -> None:
-    """Check that two grammars allow the same tokens before each byte of a text, and accept it."""
+    """Check that two grammars accept a text and allow the same tokens before each of its bytes."""
     first = one.matcher()
     second = other.matcher()
     for byte in text:
@@ -52,15 +52,16 @@ def test_compile_service_gives_same_masks_as_backend(xgrammar, serve):
 
 
 def test_compile_service_shares_results(serve):
-    """Equal specs share a future that cannot be cancelled.
+    """Submissions of equal specifications return the same future, which cannot be cancelled.
 
-    Services with equal settings share compiled grammars; a service with other settings does not.
+    Services with equal settings share compiled grammars. A service with other settings does not.
     """
     spec = GrammarSpec.regex("shared+")
     first = serve()
     second = serve()
     other = serve(cache_bytes=1 << 20)
-    known = first.counters()["cache_entries"]  # of services that are not collected yet
+    # Services of earlier tests may still be alive and share the cache.
+    known = first.counters()["cache_entries"]
     future = first.submit(spec)
     assert first.submit(GrammarSpec.regex("shared+")) is future and not future.cancel()
     compiled = future.result()
@@ -104,13 +105,16 @@ def test_compile_service_shares_results(serve):
 def test_compile_service_reports_xgrammar_errors_and_warnings(
     xgrammar, serve, capfd, spec, message
 ):
-    """One sentence without source files, times or backtraces. Nothing is printed."""
+    """The message is one sentence without source locations, time stamps or backtraces.
+
+    XGrammar's own message is not printed.
+    """
     in_service = serve(timeout_s=600).submit(spec).result
 
     def in_process():
         return xgrammar.compile(spec)
 
-    # only a child process notices XGrammar's warnings
+    # XGrammar prints its warnings, which only the child process can read.
     compilers = [in_service] if "enforced" in message else [in_service, in_process]
     for compile_spec in compilers:
         with pytest.raises(GrammarError, match=message) as caught:
@@ -121,7 +125,7 @@ def test_compile_service_reports_xgrammar_errors_and_warnings(
 
 
 class SlowBackend(LLGuidanceBackend):
-    """Patterns of the form sleepN make the compiling process sleep N seconds."""
+    """A backend that sleeps N seconds in the child process for a pattern of the form sleepN."""
 
     def compile_call(self, spec, routed):
         if spec.text.startswith("sleep"):
@@ -135,7 +139,7 @@ def sleeping(seconds: float) -> GrammarSpec:
 
 @pytest.mark.parametrize("count", [1, 3])
 def test_compile_service_does_not_delay_fast_grammars(serve, count):
-    """Slow grammars move to the slow lane after the fast lane's time limit."""
+    """A slow grammar moves to the slow lane after the time limit of the fast lane."""
     service = serve(SlowBackend, timeout_s=3600)
     slow = [service.submit(sleeping(3600 + i)) for i in range(count)]
     quick = [service.submit(GrammarSpec.regex(f"b{i}+")) for i in range(20)]
@@ -160,7 +164,7 @@ def test_compile_service_time_limit(serve, choice, spec):
 def test_compile_service_memory_limit_fails_one_grammar(serve):
     service = serve(memory_bytes=1 << 27, timeout_s=600)
     large = {"type": "array", "maxItems": 3000, "items": {"type": "string", "maxLength": 3000}}
-    # without memory, some libraries raise and others end the process
+    # When memory is exhausted, some libraries raise an exception and others abort the process.
     message = r"json_schema: (needs more than|the process, limited to) 0\.125 GiB of memory"
     with pytest.raises(GrammarError, match=message):
         service.submit(GrammarSpec.json_schema(large)).result(timeout=300)
@@ -177,14 +181,14 @@ def test_compile_service_caches_refusals_but_not_timeouts(serve, spec, kept):
 
 
 def busy_process_id(service: GrammarService) -> int:
-    """Return the id of the slow lane's process, once it compiles a grammar."""
+    """Wait until the slow lane's child process compiles a grammar, and return its process id."""
     child = service._children[1]
     wait_until(lambda: child._process is not None and not child.idle)
     return child._process.pid
 
 
 def test_compile_service_survives_killed_process(serve):
-    """The grammar that was compiled fails; the next one compiles in a new process."""
+    """The grammar that was being compiled fails. The next one is compiled in a new process."""
     service = serve(SlowBackend)
     doomed = service.submit(sleeping(25))
     os.kill(busy_process_id(service), signal.SIGKILL)
@@ -194,8 +198,10 @@ def test_compile_service_survives_killed_process(serve):
 
 
 def test_compile_service_close_fails_pending_grammars(serve):
-    """close() kills compilations, and returns each process to the pool once, also if called
-    twice."""
+    """close() kills running compilations and returns each child process to the pool.
+
+    A second call returns no process again.
+    """
     service = serve(SlowBackend, timeout_s=3600)
     futures = [service.submit(sleeping(3600 + i)) for i in range(3)]
     pid = busy_process_id(service)
@@ -236,8 +242,8 @@ print(resident() - before)
 
 @pytest.mark.full
 def test_xgrammar_load_returns_memory():
-    """Loading large grammars that a child process compiled does not grow this process."""
-    assert int(output_of(RETAINED)) < 45  # MiB: 18, or 76 without malloc_trim
+    """The process does not grow when it loads large grammars that a child process has compiled."""
+    assert int(output_of(RETAINED)) < 45  # MiB; measured: 18, and 76 without malloc_trim
 
 
 def test_grammar_cache_evicts_least_recently_used(serve):
@@ -258,7 +264,7 @@ def test_grammar_cache_evicts_least_recently_used(serve):
 
 
 def wait_until(condition):
-    """Wait for a condition that the service's threads establish after a future is done."""
+    """Wait for a condition that a thread of the service may establish after a future is done."""
     deadline = time.monotonic() + 300
     while not condition():
         assert time.monotonic() < deadline
@@ -267,7 +273,10 @@ def wait_until(condition):
 
 @pytest.mark.parametrize("choice", ["xgrammar", "auto"])
 def test_compile_service_refuses_grammars_without_output(serve, choice):
-    """Only if the vocabulary can spell every text; otherwise the request ends in a dead end."""
+    """A grammar without output is refused only if the vocabulary can spell every text.
+
+    Otherwise, the vocabulary may be the cause, and the request ends in a dead end.
+    """
     some = Vocabulary([bytes([b]) for b in range(128)] + [b""], 129, [128])
     nothing = (GrammarSpec.regex(r"[^\s\S]"), GrammarSpec.ebnf('root ::= root "a"'))
     for vocabulary, refused in ((BYTES, True), (some, False)):
@@ -279,7 +288,7 @@ def test_compile_service_refuses_grammars_without_output(serve, choice):
 
 
 class FaultyBackend:
-    """A backend that raises a foreign exception, and whose grammars have no size."""
+    """A backend that raises an unexpected exception, and whose grammars have an invalid size."""
 
     name = "vague"
 
@@ -297,7 +306,7 @@ class FaultyBackend:
 
 
 def test_compile_service_survives_faulty_backend(serve, caplog):
-    """Any exception becomes a GrammarError of that grammar."""
+    """Every exception of a backend is reported as a GrammarError of the grammar."""
     service = serve(FaultyBackend)
     failed = service.submit(GrammarSpec("regex", "fails+")).exception(timeout=300)
     assert isinstance(failed, GrammarError) and str(failed) == "regex: KeyError: 'fails'"
@@ -308,7 +317,7 @@ def test_compile_service_survives_faulty_backend(serve, caplog):
 
 
 def test_grammar_larger_than_cache_is_not_cached(serve, xgrammar):
-    """The grammar stays usable."""
+    """A grammar that is not cached can still be used."""
     service = serve(cache_bytes=1)
     spec = GrammarSpec.json_object()
     compiled = service.submit(spec).result()
@@ -332,8 +341,11 @@ PLAIN = {"type": "object", "properties": {"n": {"type": "integer"}}, "required":
 
 @pytest.mark.parametrize("choice", ["auto", "llguidance"])
 def test_compile_service_routes_json_schemas(serve, choice):
-    """A schema with a complement is enforced exactly, with equal masks in the service, in the
-    backend, and for a grammar that names the backend."""
+    """A schema with ``not`` is enforced exactly.
+
+    The masks are the same if the service routes the schema, if the backend does, and if the grammar
+    names the backend.
+    """
     service = serve(choice, BYTES)
     compiled = service.submit(GrammarSpec.json_schema(NOT)).result(120)
     assert compiled.spec.backend == "llguidance" and not compiled.spec.partial
@@ -348,7 +360,7 @@ def test_compile_service_routes_json_schemas(serve, choice):
 
 
 def test_compile_service_auto_backend_compiles_every_kind(serve):
-    """EBNF is compiled by XGrammar. Markers are kept."""
+    """EBNF is compiled by XGrammar. The markers of specifications are kept."""
     service = serve("auto", BYTES)
     ebnf = service.submit(GrammarSpec.ebnf('root ::= "a" [0-9]')).result(120)
     assert isinstance(ebnf.backend, XGrammarBackend)

@@ -1,4 +1,4 @@
-"""GrammarSpec: constructors, check(), equality, and what each kind of grammar accepts."""
+"""Tests of GrammarSpec: constructors, check(), equality, and texts that grammars accept."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def nested(levels: int) -> dict[str, Any]:
 
 
 class Raises:
-    """A model whose schema cannot be made."""
+    """A model class whose method model_json_schema raises an exception."""
 
     @classmethod
     def model_json_schema(cls) -> Any:
@@ -52,7 +52,7 @@ def no_child_process(monkeypatch):
 
 def assert_one_sentence(error: BaseException) -> None:
     assert len(str(error)) < 300 and "\n" not in str(error)
-    assert "no_forcing" not in str(error)  # part of a line that graft adds to Lark grammars
+    assert "no_forcing" not in str(error)  # from the line that graft adds to Lark grammars
 
 
 @pytest.mark.parametrize(
@@ -150,7 +150,7 @@ def test_grammar_constructor_rejects_invalid_arguments(no_child_process, make, m
     ],
 )
 def test_grammar_check_reports_syntax_errors(spec, message, capfd):
-    """No vocabulary and no model is needed, and nothing is printed."""
+    """check() needs neither a vocabulary nor a model. The libraries print nothing."""
     with pytest.raises(GrammarError, match=message) as caught:
         spec.check()
     assert_one_sentence(caught.value)
@@ -158,7 +158,7 @@ def test_grammar_check_reports_syntax_errors(spec, message, capfd):
 
 
 def test_grammar_constructors_start_no_child_process(no_child_process):
-    """Not even for grammars whose check would fail or not end."""
+    """This holds even for grammars whose check would fail or never end."""
     specs = [
         GrammarSpec.regex("(" * 100_000),
         GrammarSpec.regex("(a|a)*" * 1000),
@@ -200,21 +200,21 @@ def test_grammar_constructors_accept_models_enums_and_patterns():
     ],
 )
 def test_json_schema_rejects_tool_descriptions(wrapped, what):
-    """A document that contains a schema, but is none itself, must not mean any JSON."""
+    """A tool description contains a schema, but as a schema itself it would allow any JSON."""
     with pytest.raises(GrammarError, match=what):
         GrammarSpec.json_schema(wrapped)
     GrammarSpec.json_schema({**wrapped, "type": "object", "properties": {}})
 
 
 def test_grammar_check_accepts_notation_of_any_backend():
-    """Syntax that only one of the installed backends supports is valid."""
+    """A grammar is valid if at least one of the installed backends supports its syntax."""
     for pattern in (r"\p{L}+", "(?i)abc"):
         GrammarSpec.regex(pattern).check()
     GrammarSpec.lark('start: "a" /[0-9]+/').check()
 
 
 def test_grammar_check_is_limited_in_time_and_stack(monkeypatch):
-    """Nesting and repetition that exhaust a backend's stack or time end a child process."""
+    """A grammar that exhausts a backend's stack or the time limit affects only a child process."""
     with pytest.raises(GrammarError, match="ebnf: "):
         GrammarSpec.ebnf("root ::= " + "(" * 5000).check()
     GrammarSpec.regex("a{1,100000}" * 30).check()
@@ -222,14 +222,15 @@ def test_grammar_check_is_limited_in_time_and_stack(monkeypatch):
     with pytest.raises(GrammarError, match="regex: "):
         GrammarSpec.regex("(" * 100_000).check()
     monkeypatch.setattr(process, "TIMEOUT_S", 0.0)
-    wide = {"properties": {str(i): nested(100) for i in range(300)}}  # takes some time
+    # Checking this schema takes longer than the time limit.
+    wide = {"properties": {str(i): nested(100) for i in range(300)}}
     for spec in (GrammarSpec.json_schema(wide), GrammarSpec.regex("a" * 300_000)):
         with pytest.raises(GrammarError, match=r"(JSON schema|regex): took longer than 0 s"):
             spec.check()
 
 
 def test_grammar_specs_are_equal_by_content():
-    """The order of properties is part of a schema's text."""
+    """Schemas with their properties in different orders are different specifications."""
     a = GrammarSpec.json_schema({"properties": {"x": {}, "y": {}}, "type": "object"})
     b = GrammarSpec.json_schema('{"properties": {"x": {}, "y": {}}, "type": "object"}')
     c = GrammarSpec.json_schema({"properties": {"y": {}, "x": {}}, "type": "object"})
@@ -250,7 +251,7 @@ TEXTS = ['{"a": [1, 2]}', '{"a":[1,2]}', '{"a":  [1,\n 2]}', '{\n   "a" : [1,\n2
     ],
 )
 def test_json_schema_whitespace_option(backend, whitespace, accepted):
-    """The option applies to schemas and to the content of tags."""
+    """The option applies to JSON schemas and to the content of structural tags."""
     schema = {"type": "object", "properties": {"a": {"type": "array"}}, "required": ["a"]}
     spec = GrammarSpec.json_schema(schema, whitespace=whitespace)
     if (backend.name, whitespace) == ("XGrammar", "compact"):
@@ -264,7 +265,7 @@ def test_json_schema_whitespace_option(backend, whitespace, accepted):
 
 
 def test_ebnf_dot_is_any_character(backend):
-    """Only outside strings, character classes and comments."""
+    """The dot is literal in strings, character classes and comments."""
     spec = GrammarSpec.ebnf('root ::= . "." [.] # a comment.')
     for text, accepted in (("\n..", True), ("\u65e5..", True), ("x.x", False), ("xx.", False)):
         assert fits(backend, spec, text) == accepted
@@ -277,7 +278,7 @@ def test_json_object_accepts_exactly_json_objects(xgrammar):
         assert not fits(xgrammar, GrammarSpec.json_object(), other)
 
 
-# Schemas, and an instance that violates a part that XGrammar silently ignores.
+# Schemas with a keyword that XGrammar ignores without an error, and an instance that violates it.
 UNENFORCED = [
     ({"not": {"type": "string"}}, "x"),
     (
@@ -319,7 +320,7 @@ UNENFORCED = [
 
 @pytest.mark.parametrize("schema, instance", UNENFORCED)
 def test_xgrammar_schema_with_ignored_keyword_is_refused_unless_partial(xgrammar, schema, instance):
-    """The error names keyword and JSON pointer."""
+    """The error names the keyword and its JSON pointer."""
     assert not jsonschema.Draft202012Validator(schema).is_valid(instance)
     partial = GrammarSpec.json_schema(schema, partial=True, backend="xgrammar")
     assert fits(xgrammar, partial, json.dumps(instance))  # the reason for the refusal
@@ -332,7 +333,7 @@ def test_xgrammar_schema_with_ignored_keyword_is_refused_unless_partial(xgrammar
 
 
 def test_grammar_check_accepts_redundant_keywords_and_annotations():
-    """For example a type that agrees with its enum."""
+    """For example, a type is redundant if all values of the enum have it."""
     for schema in (
         {"type": "string", "enum": ["a", "b"], "title": "t", "description": "d", "default": "a"},
         {"type": ["integer", "null"], "const": None},
@@ -351,7 +352,10 @@ def test_grammar_check_accepts_redundant_keywords_and_annotations():
 
 
 def test_matcher_treats_textual_stop_ids_as_text(xgrammar):
-    """A stop id with text does not terminate the grammar. Also: a matcher needs its own backend."""
+    """A stop id with text does not terminate the matcher.
+
+    The test also checks that a backend rejects grammars that another backend compiled.
+    """
     compiled = xgrammar.compile(GrammarSpec.regex("abc"))
     matcher = compiled.matcher([257, ord("b")])
     assert matcher.stop_ids == (257,)
@@ -368,7 +372,7 @@ def test_matcher_treats_textual_stop_ids_as_text(xgrammar):
 
 @pytest.mark.parametrize("size", [266, 287, 288, 289, 320])
 def test_bitmask_sets_only_text_and_stop_ids(size):
-    """No bit is set for special ids, unused ids, or columns beyond the vocabulary."""
+    """The bits of special ids, unused ids and columns beyond the vocabulary are never set."""
     backend = XGrammarBackend(byte_vocabulary(size))
     vocabulary = backend.vocabulary
     for spec in (GrammarSpec.json_object(), GrammarSpec.regex("(.|\\n)*")):

@@ -1,4 +1,4 @@
-"""Vocabulary: bytes of token ids, compared with the tokenizers' own encoding and decoding."""
+"""Tests of Vocabulary. Token bytes are compared with the tokenizers' encoding and decoding."""
 
 from __future__ import annotations
 
@@ -32,8 +32,11 @@ def real(request, shared_data: Path) -> tuple[tokenizers.Tokenizer, Vocabulary]:
 
 
 def test_vocabulary_bytes_match_tokenizer(real):
-    """Each id decodes to its bytes, and the tokens of a text join to its UTF-8, also across split
-    characters. Added tokens have no bytes."""
+    """The tokenizer decodes each id to the bytes of the vocabulary.
+
+    The bytes of a text's tokens are the UTF-8 of the text, even if a character is split between
+    tokens. Added tokens have no bytes.
+    """
     tokenizer, vocabulary = real
     added = set(tokenizer.get_added_tokens_decoder())
     seen = set()
@@ -51,7 +54,7 @@ def test_vocabulary_bytes_match_tokenizer(real):
 
 
 def test_bitmask_of_large_vocabulary_is_exact(real):
-    """The legal ids are exactly those whose bytes continue the text."""
+    """An id is legal if and only if its bytes continue the text."""
     _, vocabulary = real
     backend = XGrammarBackend(vocabulary)
     text = b'{"name": "'
@@ -90,7 +93,7 @@ def byte_fallback_tokenizer() -> tokenizers.Tokenizer:
 
 
 def test_vocabulary_reads_byte_fallback_tokenizers(tmp_path):
-    """From an object, a file or a folder."""
+    """The tokenizer may be an object, a file or a folder."""
     tokenizer = byte_fallback_tokenizer()
     tokenizer.save(str(tmp_path / "tokenizer.json"))
     for source in (tokenizer, tmp_path, tmp_path / "tokenizer.json"):

@@ -1,5 +1,7 @@
-"""The guided decoder and its native worker: GIL, errors of one slot, lifetimes, and the
-protocol."""
+"""Tests of the guided decoder and its native worker.
+
+They cover the GIL, errors of a single request, lifetimes, and checks of the decoder's methods.
+"""
 
 from __future__ import annotations
 
@@ -38,11 +40,11 @@ both = pytest.mark.parametrize("kind", MATCHER_KINDS)
 
 
 def test_guide_step_does_not_need_gil(backend):
-    """A native step on a foreign thread completes although this thread holds the GIL."""
+    """A native step on another thread completes while this thread holds the GIL."""
     rig = Rig(backend)
     assert isinstance(rig.open, NativeWork)
     rig.decoder.publish(1, [rig.request()])
-    libc = ctypes.PyDLL(None)  # PyDLL: calls keep the GIL
+    libc = ctypes.PyDLL(None)  # calls through PyDLL do not release the GIL
     thread = ctypes.c_void_p()
     step = ctypes.c_void_p(rig.open.address), ctypes.c_void_p(rig.open.data)
     assert libc.pthread_create(ctypes.byref(thread), None, *step) == 0
@@ -53,8 +55,10 @@ def test_guide_step_does_not_need_gil(backend):
 
 @both
 def test_guide_marks_unconstrained_requests_as_free(backend, kind):
-    """A request without a matcher gets FREE rows when it joins; nothing is filled or accepted
-    later."""
+    """All mask rows of a request without a matcher are FREE from the first open step on.
+
+    Later steps do no work for the request.
+    """
     rig = Rig(backend, kind)
     request = GuidedRequest(0, 3, None, 5)
     for replay in (1, 2, 3):
@@ -69,7 +73,7 @@ def test_guide_marks_unconstrained_requests_as_free(backend, kind):
 
 @both
 def test_guide_skips_unpublished_replays(backend, kind):
-    """Steps of an unpublished replay write nothing and are counted."""
+    """The steps of a replay that was not published write nothing. They are counted."""
     rig, [request] = joined(backend, kind)
     before = rig.exchange.masks.copy(), rig.exchange.stamps.copy()
     rig.run(rig.open)  # replay 2 was never published
@@ -78,7 +82,7 @@ def test_guide_skips_unpublished_replays(backend, kind):
     np.testing.assert_array_equal(rig.exchange.masks, before[0])
     np.testing.assert_array_equal(rig.exchange.stamps, before[1])
     assert rig.decoder.counters()["missing_snapshots"] == 1
-    # The next replay with the slot applies what that replay committed.
+    # The next replay that contains the slot applies the commit of the unpublished replay.
     rig.decoder.publish(2, [])
     rig.start(3, [request])
     assert rig.states()[0] == [READY, 1, 12, 0]
@@ -87,15 +91,18 @@ def test_guide_skips_unpublished_replays(backend, kind):
 
 @both
 def test_guide_fails_request_with_inconsistent_commit(backend, kind):
-    """Commits of a future replay, too many committed tokens or drafts, and tokens after the end
-    fail the slot. A commit is never applied twice."""
+    """A request fails if its commit record is invalid, and a commit is never applied twice.
+
+    A record is invalid if it is of a future replay, has too many tokens or drafts, or has tokens
+    after the end of the request.
+    """
     rig, requests = joined(backend, kind, slots=2)
     rig.committed(2, ord("c"), slot=0)  # a future replay
     rig.verify(1, ord("c"), slot=1)
     assert rig.states(0)[0][0] == ERROR
     assert rig.states(1)[0] == [READY, 2, 11, 0]
     rig.start(2, requests)
-    rig.run(rig.commit)  # slot 1's commit is still that of replay 1
+    rig.run(rig.commit)  # the commit record of slot 1 is still the one of replay 1
     rig.expect_row(b"c", slot=1)
     counters = rig.decoder.counters()
     assert counters["committed_tokens"] == counters["desyncs"] == counters["errors"] == 1
@@ -113,7 +120,7 @@ def test_guide_fails_request_with_inconsistent_commit(backend, kind):
 
 def test_guide_internal_error_fails_one_slot(backend):
     exchange = exchange_for(2, 64, DraftMode.chain(1))
-    # The worker fills masks of 64 columns, which XGrammar refuses.
+    # The worker fills mask rows for 64 columns, which XGrammar refuses.
     worker = _native.guide.Worker(
         exchange.host_ptr, exchange.layout.tobytes(), vocab_size=64, ring=4
     )
@@ -133,8 +140,10 @@ def test_guide_internal_error_fails_one_slot(backend):
 
 
 def test_guide_timeline_and_counters(backend):
-    """The timeline holds the steps of the last 256 replays in order; the counters are their
-    sums."""
+    """The timeline contains the steps of the last 256 replays in order of time.
+
+    The times in the counters are the sums of the times of the steps.
+    """
     rig = Rig(backend)
     start = time.monotonic_ns()
     for replay in range(1, 4):
@@ -189,7 +198,7 @@ def test_guide_step_keeps_decoder_alive(backend):
     del device
     gc.collect()
     assert decoder() is not None
-    run_work(work)  # no published replay: does nothing
+    run_work(work)  # does nothing, because no replay is published
     kept = work.keep
     assert isinstance(kept, GuidedDecoder)
     assert kept.counters()["missing_snapshots"] == 1
@@ -226,7 +235,7 @@ def test_guide_publish_requires_order_and_retired_replays(decoder):
 
 
 def test_guide_publish_rejects_invalid_requests(decoder, backend):
-    """Nothing of a rejected replay is published."""
+    """If one request of a replay is rejected, none of its requests is published."""
     foreign = matcher(XGrammarBackend(byte_vocabulary(300)))
     shared = matcher(backend)
     for requests, message in (
@@ -250,7 +259,7 @@ def test_guide_publish_rejects_invalid_requests(decoder, backend):
 
 
 def test_guide_close(decoder, backend):
-    """close() raises while replays are in flight; afterwards, steps do nothing."""
+    """close() raises while replays are in flight. After close(), steps do nothing."""
     work = decoder.open_work()
     decoder.publish(1, [GuidedRequest(0, 1, matcher(backend), 0)])
     with pytest.raises(GuideError, match=r"replays \[1\] have not been retired"):
@@ -285,7 +294,7 @@ def test_guide_rejects_invalid_options(changes, message):
 
 
 def test_guide_draft_work_range():
-    """Steps 1..K-1: the next open step fills the row after draft K."""
+    """There are draft steps 1 to K - 1, because the next open step fills the row after draft K."""
     decoder = make()
     for j in (0, 3, 4):
         with pytest.raises(OptionError, match=f"draft step {j}"):

@@ -1,4 +1,4 @@
-"""Rounds of the guided decoder on a NumPy device, compared with a reference matcher per row."""
+"""Tests of the guided decoder with the simulated device of `guide_device.py`."""
 
 from __future__ import annotations
 
@@ -12,12 +12,15 @@ from graft.grammar import GrammarBackend
 
 @pytest.fixture(scope="module")
 def oracle(backend) -> GrammarBackend:
-    """Return the same library driven by its Python API; for XGrammar, the backend itself."""
+    """Return the backend of the reference matchers.
+
+    For LLGuidance, it uses the library's Python interface. For XGrammar, it is the tested backend.
+    """
     return backend if backend.name == "XGrammar" else ReferenceLLGuidance(byte_vocabulary())
 
 
 def play(device: Device, requests: int) -> int:
-    """Run rounds with random requests until a number of them have ended.
+    """Run rounds with random requests until `requests` of them have ended.
 
     Return the number of rounds.
     """
@@ -30,7 +33,8 @@ def play(device: Device, requests: int) -> int:
                 pick = int(device.rng.integers(len(grammars) + 1))
                 limit = int(device.rng.integers(2, 24))
                 device.join(slot, grammars[pick] if pick < len(grammars) else None, limit=limit)
-        # One replay is published ahead: the next runs before the host has seen this one's end.
+        # One replay is published ahead, so that the next replay runs before the host has seen
+        # which requests have ended in this one.
         absent = [s for s in range(len(device.slots)) if device.rng.random() < 0.05]
         device.publish(leave_out=absent)
         device.run()
@@ -41,7 +45,7 @@ def play(device: Device, requests: int) -> int:
 
 
 def equal_counters(device: Device) -> dict[str, int]:
-    """Check that Python and native matchers have equal counters, except for times; return them."""
+    """Check that the decoders have equal counters, except for times, and return the counters."""
     native, python = (decoder.counters() for decoder in device.decoders)
     for name, value in native.items():
         assert name.endswith("_ns") or value == python[name], name
@@ -69,9 +73,12 @@ def equal_counters(device: Device) -> dict[str, int]:
     ],
 )
 def test_guide_rows_equal_reference_matcher(backend, oracle, draft_length, masked, threads, probe):
-    """After every step, each row's mask and stamp are those of a reference matcher that accepts
-    the text from the start. Python matchers and several threads give the same rows, stamps and
-    counters. In mode probe, the first legal candidate is returned, and a miss fills the row."""
+    """Mask rows and stamps are compared with a reference matcher after every step.
+
+    The reference matcher accepts the text from the start. Native and Python matchers must give the
+    same rows, stamps and counters, with any number of threads. When candidates are probed, the
+    answer must be the first legal candidate; if there is none, the mask row is filled.
+    """
     device = Device(
         backend,
         oracle=oracle,

@@ -1,4 +1,8 @@
-"""Late slots (a step's budget is exceeded) and the threads that serve slots."""
+"""Tests of late slots and of the threads that serve slots.
+
+A slot is late if its work exceeds the processor-time budget of a step. A thread then continues the
+work while the graph proceeds.
+"""
 
 from __future__ import annotations
 
@@ -18,20 +22,20 @@ from graft.sampling.mode import DraftMode
 
 
 def test_late_mask_row_truncates_round(backend):
-    """Rows finished in time are stamped.
+    """A late slot keeps the rows that were filled in time, and a later commit is not lost.
 
-    A commit that arrives meanwhile is kept; rows for the outdated state are never stamped.
+    Rows that the thread fills for the state before this commit are never stamped as ready.
     """
     rig, requests = joined(backend, k=3, slots=2, held=True)
     rig.verify(1, *b"a", slot=(0, 1))
     rig.drafted(1, *b"bcc", slot=(0, 1))
     rig.decoder.publish(2, requests)
-    rig.close_gate(4)  # accept b, fill row 1, accept c, then the fill of row 2
+    rig.close_gate(4)  # the fourth call fills row 2, after accept, fill and accept
     rig.run(rig.open)
     assert rig.rows(0) == [(READY, 1, 11), (READY, 1, 12)]
     assert rig.rows(1) == [(READY, 2, 11), (READY, 2, 12), (READY, 2, 13), (READY, 2, 14)]
     assert rig.decoder._worker.busy(0) and not rig.decoder._worker.busy(1)
-    for slot, text in ((0, b"bc"), (1, b"bccc")):  # as far as rows were ready
+    for slot, text in ((0, b"bc"), (1, b"bccc")):  # up to the last row that was ready
         rig.committed(2, *text, slot=slot)
     rig.run(rig.commit)
     assert rig.rows(0) == []
@@ -39,7 +43,7 @@ def test_late_mask_row_truncates_round(backend):
     rig.start(3, requests)
     assert rig.rows(0) == []
     assert rig.decoder.counters()["committed_tokens"] == 1 + len(b"abccc")
-    rig.committed(3)  # the device has overwritten the commit: slot 0 is left out
+    rig.committed(3)  # slot 0 takes no part in replay 3, so the device writes an empty commit
     rig.open_gate()
     assert rig.rows(0) == []  # nothing is stamped between steps
     rig.run(rig.commit)
@@ -53,8 +57,10 @@ def test_late_mask_row_truncates_round(backend):
 
 
 def test_late_slot_accepts_new_request_only_when_idle(backend):
-    """A new request never gets rows or commits of the previous one, whose matcher lives as long as
-    its thread uses it."""
+    """A new request in a late slot receives no rows or commits of the previous request.
+
+    The matcher of the previous request stays alive as long as a thread uses it.
+    """
     rig = Rig(backend, k=3, slots=2, held=True)
     old = rig.request()
     rig.decoder.publish(1, [old])
@@ -106,7 +112,11 @@ def test_late_slot_advances_one_token_per_round(backend):
 def play_by_processor_time(
     backend, slots: int, budget_us: float, steps: int = 40
 ) -> tuple[dict[str, int], bool]:
-    """Return the counters after rounds of one grammar, and whether the grammar is trusted."""
+    """Run rounds with one grammar; return the counters and whether the grammar is trusted.
+
+    A grammar is trusted if its matchers have been so fast that a step serves them on the thread
+    that runs the step, instead of the threads that can exceed the budget.
+    """
     size = backend.vocabulary.size
     exchange = exchange_for(slots, size, DraftMode.chain(0))
     decoder = GuidedDecoder(exchange, masked_drafts=False, threads=1, budget_us=budget_us)
@@ -130,9 +140,10 @@ def play_by_processor_time(
 
 @pytest.mark.parametrize("slots, budget_us, late", [(2, 1e9, 0), (2, 1.0, None), (1, 1.0, 0)])
 def test_guide_trusts_fast_grammars(backend, slots, budget_us, late):
-    """After 32 orders in time, the step itself serves a grammar; one late order ends that.
+    """A grammar is trusted after it has met the budget 32 times, and never after it was late.
 
-    The step also serves the only request of a replay.
+    The step itself, instead of another thread, serves the requests of trusted grammars. It also
+    serves a request that is alone in its replay.
     """
     counters, trusted = play_by_processor_time(backend, slots, budget_us)
     assert trusted == (budget_us > 1)
@@ -141,11 +152,14 @@ def test_guide_trusts_fast_grammars(backend, slots, budget_us, late):
 
 
 def test_late_probe_is_not_answered(backend):
-    """The device drafts nothing; tokens that the thread accepted meanwhile are rolled back."""
+    """If a probe is late, the device drafts nothing.
+
+    Tokens that the thread has accepted during the probe are rolled back.
+    """
     rig, requests = joined(backend, mode=DraftMode.chain(3, "probe", 4), slots=2, held=True)
     rig.verify(1, *b"a", slot=(0, 1))
     rig.exchange.candidates[:, :5] = (1, 1, 2, ord("!"), ord("b"))
-    rig.close_gate(2)  # inside the test of the second candidate
+    rig.close_gate(2)  # the second call belongs to the test of the second candidate
     rig.run(rig.drafts[0])
     assert rig.exchange.answer.tolist() == [(0, 0, 0), (1, 1, ord("b"))]
     rig.open_gate()
@@ -194,7 +208,7 @@ if child:
 
 
 def test_guide_can_be_destroyed_after_fork():
-    """The threads do not exist in the child."""
+    """The worker's threads do not exist in the forked process."""
     guide_util.output_of(FORKING, os.path.dirname(__file__))
 
 

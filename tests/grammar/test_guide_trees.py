@@ -1,5 +1,8 @@
-"""Draft trees in the guided decoder: rows, fills and legal children, compared with fresh
-matchers."""
+"""Tests of draft trees in the guided decoder.
+
+Mask rows, counters and legal children are compared with new matchers that accept each path of the
+tree from its root.
+"""
 
 from __future__ import annotations
 
@@ -13,28 +16,50 @@ from graft.sampling.mode import TREE_CANDIDATES, DraftMode
 
 both = pytest.mark.parametrize("kind", MATCHER_KINDS)
 NODES = 12
-TEXT = [*b"abcab", STOP, OTHER_STOP, 261, 264]  # tokens of random drafts
+VOCAB_SIZE = 270
+TEXT = [*b"abcab", STOP, OTHER_STOP, 261, 264]  # tokens that random drafts consist of
 
 
 def random_tree(rng: np.random.Generator, start, last: list[int], nodes: int) -> Tree:
-    """Return a tree of mostly legal drafts; the children of a node are distinct."""
+    """Return a random tree of mostly legal drafts, in which the children of a node are distinct."""
     tree = chain(last[-1])
     while len(tree.token) <= nodes:
         node = int(rng.integers(len(tree.token)))
         row = oracle_row(start, [*last, *tree.path(node)])
-        legal = [] if row is None else [t for t in bits(row) if t < 270]
-        token = int(rng.choice(legal if legal and rng.random() < 0.8 else TEXT))
+        legal = [] if row is None else [t for t in bits(row) if t < VOCAB_SIZE]
+        choices = legal if legal and rng.random() < 0.8 else TEXT
+        token = int(rng.choice(choices))
         if tree.child(node, token) is None:
             tree = tree.grow(node, token)
     return tree
 
 
+def continuing_tokens(start, text: list[int]) -> list[int]:
+    """Return the legal ids after a text, except stop ids and ids that lead to a dead end.
+
+    Parameters
+    ----------
+    start
+        Function that creates a matcher; None for a request without a grammar.
+    text
+        Tokens of the text.
+    """
+    row = oracle_row(start, text) if start else np.full(9, -1, np.int32)
+    tokens = []
+    for token in bits(row).tolist():
+        if token >= VOCAB_SIZE or token in (STOP, OTHER_STOP):
+            continue
+        if not start or oracle_row(start, [*text, token]).any():
+            tokens.append(token)
+    return tokens
+
+
 @both
 @pytest.mark.parametrize("spec", ["regex", "schema", "dead end"])
 def test_guide_fills_row_of_each_draft_tree_node(backend, kind, spec):
-    """Rows after illegal or ending drafts are not filled, all others once.
+    """Each mask row is filled once, except rows after illegal drafts and after stop ids.
 
-    The matcher follows any accepted path.
+    Verification may then accept any path of the tree.
     """
     rng = np.random.default_rng(1)
     start = backend.compile(SPECS[spec]).matcher
@@ -50,17 +75,12 @@ def test_guide_fills_row_of_each_draft_tree_node(backend, kind, spec):
             path = list(tree.path(int(rng.integers(len(tree.token)))))
             while path and oracle_row(start, [*text, *path]) is None:
                 path.pop()
-            legal = {t for t in bits(oracle_row(start, [*text, *path])).tolist() if t < 270}
-            legal = [
-                t
-                for t in sorted(legal - {STOP, OTHER_STOP})
-                if oracle_row(start, [*text, *path, t]).any()
-            ]
+            legal = continuing_tokens(start, [*text, *path])
             if not legal:
                 break
-            taken = [*path, int(rng.choice(legal))]
-            rig.verify(replay, *taken)
-            text += taken
+            committed = [*path, int(rng.choice(legal))]
+            rig.verify(replay, *committed)
+            text += committed
             tree = random_tree(rng, start, text, int(rng.integers(1, NODES + 1)))
             rig.drafted(replay, *tree.token[1:], parents=tree.parent[1:])
             rig.decoder.retire(replay)
@@ -74,7 +94,7 @@ def test_guide_fills_row_of_each_draft_tree_node(backend, kind, spec):
                 if row is None:
                     assert states[node][0] == NOT_READY
                     continue
-                filled += node > 0  # the commit step filled row 0
+                filled += node > 0  # row 0 was filled by the commit step
                 assert states[node][2] == 10 + len(text) + len(path)
                 if row.any():
                     rig.expect_row([*text, *path], j=node, spec=spec)
@@ -89,9 +109,9 @@ def test_guide_fills_row_of_each_draft_tree_node(backend, kind, spec):
 
 @both
 def test_guide_returns_legal_children_of_each_node(backend, kind):
-    """For each node the first `branch` legal candidates; none for absent nodes.
+    """A probe finds the first `branch` legal candidates of each node, and none for absent nodes.
 
-    Probing does not change later rows.
+    It does not change mask rows that are filled later.
     """
     branch = 2
     max_candidates = TREE_CANDIDATES
@@ -104,8 +124,9 @@ def test_guide_returns_legal_children_of_each_node(backend, kind):
         record = rig.exchange.candidates[0]
         record[:head] = (replay, level, len(nodes))
         record[head:] = -1
-        for f, ids in enumerate(nodes):
-            record[head + f * max_candidates :][: len(ids)] = ids
+        for index, ids in enumerate(nodes):
+            at = head + index * max_candidates
+            record[at : at + len(ids)] = ids
         rig.run(rig.drafts[level - 1])
         assert tuple(rig.exchange.answer[0])[:2] == (replay, level)
         return rig.exchange.legal[0, : len(nodes)].tolist()
@@ -149,19 +170,25 @@ def test_guide_returns_legal_children_of_each_node(backend, kind):
 def offer(
     rng: np.random.Generator, max_candidates: int, choices: list[int]
 ) -> list[tuple[int, float]]:
-    """Return the distinct ids of a level and their shares, some of them equal or zero."""
-    ids = rng.permutation(list(dict.fromkeys(choices)))[: int(rng.integers(max_candidates + 1))]
-    shares = np.round(np.sort(rng.dirichlet([0.6] * (len(ids) + 1)))[::-1], 2).astype(np.float32)
-    return list(zip(ids.tolist(), shares[: len(ids)].tolist(), strict=True))
+    """Return distinct candidates of a level and their shares, some of which are equal or zero."""
+    distinct = list(dict.fromkeys(choices))
+    order = rng.permutation(distinct)
+    count = int(rng.integers(max_candidates + 1))
+    ids = order[:count].tolist()
+    weights = rng.dirichlet([0.6] * (len(ids) + 1))
+    descending = np.sort(weights)[::-1]
+    shares = np.round(descending, 2).astype(np.float32)
+    return list(zip(ids, shares[: len(ids)].tolist(), strict=True))
 
 
 @both
 @pytest.mark.parametrize("branch", [1, 3])
 @pytest.mark.parametrize("spec", ["regex", "schema", "dead end", None])
 def test_guide_lattice_probe_matches_reference(backend, kind, spec, branch):
-    """One step finds the drafts that the reference finds with fresh matchers.
+    """A lattice probe finds the same drafts as the reference with new matchers.
 
-    Later rows do not change. Without a grammar, every id is legal.
+    It does not change mask rows that are filled later. For a request without a grammar, every id is
+    legal.
     """
     rng = np.random.default_rng(8)
     levels = 5
@@ -194,27 +221,22 @@ def test_guide_lattice_probe_matches_reference(backend, kind, spec, branch):
         return matcher if all(map(matcher.accept, [*text, *path])) else None
 
     def legal(path, token):
-        return token in range(rig.decoder.vocab_size) and (
-            not spec or bool(matcher_after((*path, token)))
-        )
+        if not 0 <= token < rig.decoder.vocab_size:
+            return False
+        return not spec or bool(matcher_after((*path, token)))
 
     def ended(path):
         return bool(spec) and matcher_after(path).is_terminated()
 
     for replay in range(1, 20):
-        row = oracle_row(compiled.matcher, text) if spec else np.full(9, -1, np.int32)
-        candidates = [t for t in bits(row).tolist() if t < 270 and t not in (STOP, OTHER_STOP)]
-        candidates = [
-            t for t in candidates if not spec or oracle_row(compiled.matcher, [*text, t]).any()
-        ]
+        candidates = continuing_tokens(compiled.matcher if spec else None, text)
         if not candidates:
             break
         text.append(int(rng.choice(candidates)))
         rig.verify(replay, text[-1])
-        texts = [*TEXT, *candidates[:4], ord("0"), ord('"'), 270]
-        offers = [
-            offer(rng, max_candidates, texts) for _ in range(int(rng.integers(1, levels + 1)))
-        ]
+        choices = [*TEXT, *candidates[:4], ord("0"), ord('"'), VOCAB_SIZE]
+        level_count = int(rng.integers(1, levels + 1))
+        offers = [offer(rng, max_candidates, choices) for _ in range(level_count)]
         max_drafts = int(rng.integers(k // 2, k + 1))
         probe(replay, max_drafts, offers)
         tests = 4 * max_drafts + max_candidates
@@ -240,7 +262,7 @@ def test_guide_lattice_probe_matches_reference(backend, kind, spec, branch):
 
 @pytest.mark.parametrize("parents", [(0, 2), (0, -1), (1, 0)])
 def test_guide_fails_request_with_invalid_draft_parent(backend, parents):
-    """A record that no kernel writes fails the request instead of the process."""
+    """If a draft's parent is invalid, only the request fails. No kernel writes such a record."""
     rig, [request] = joined(backend, k=2)
     rig.verify(1, ord("c"))
     rig.drafted(1, ord("c"), ord("c"), parents=parents)

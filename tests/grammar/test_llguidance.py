@@ -1,9 +1,11 @@
-"""Known defects of LLGuidance that graft works around: stale masks, and limits within a text.
+"""Tests of workarounds for defects of LLGuidance.
 
-LLGuidance keeps its last mask past a rollback. The grammars of the first tests have states with
-equal numbers but different continuations: the strings of an object and of an array. The expected
-masks come from a reference matcher that accepts each text from the start and
-never rolls back.
+Stale masks: LLGuidance caches its last mask by the number of a parser state, and keeps the cached
+mask after a rollback. The grammars of the first tests have states with equal numbers but different
+continuations, namely in strings of an object and of an array. The expected masks come from a
+reference matcher that accepts each text from the start and never rolls back.
+
+Limits: LLGuidance's default limits can be exceeded in the middle of a text.
 """
 
 from __future__ import annotations
@@ -43,7 +45,7 @@ def vocabulary() -> Vocabulary:
 
 
 class ExpectedMasks:
-    """Tokens of the values, and the mask of the reference matcher after each of them."""
+    """Tokens of some texts, and the reference matcher's mask after each token."""
 
     def __init__(self, spec: GrammarSpec):
         self.native = LLGuidanceBackend(vocabulary())
@@ -63,7 +65,7 @@ class ExpectedMasks:
                 self.masks[path[:done]] = row
 
     def _spell(self, oracle: CompiledGrammar, text: str) -> tuple[int, ...]:
-        """Return the tokens of a text, each the longest legal one."""
+        """Return the tokens of a text. Each is the longest legal token that the text allows."""
         matcher = oracle.matcher()
         left = text.encode()
         path = []
@@ -80,7 +82,7 @@ class ExpectedMasks:
         return tuple(path)
 
     def check(self, matcher: Matcher, done: tuple[int, ...]) -> None:
-        """Check that the matcher's mask is the expected one."""
+        """Check the mask of a matcher that has accepted the tokens `done`."""
         row = np.full(vocabulary().words, -1, np.int32)
         matcher.fill(row)
         np.testing.assert_array_equal(row, self.masks[done])
@@ -88,8 +90,10 @@ class ExpectedMasks:
 
 @pytest.mark.parametrize("spec", SPECS.values(), ids=SPECS)
 def test_llguidance_masks_do_not_depend_on_history(spec):
-    """Random walks that accept, roll back and accept another text, with masks filled at every
-    step, at some, or hardly ever."""
+    """Matchers accept a text, roll back, and accept another text, in random order.
+
+    Masks are filled at every step, at some steps, or rarely.
+    """
     expected = ExpectedMasks(spec)
     rng = np.random.default_rng(2)
     for walk in range(120):
@@ -114,7 +118,8 @@ def test_llguidance_masks_do_not_depend_on_history(spec):
         expected.check(matcher, path)
 
 
-#: A pattern under a long length bound: LLGuidance's own limits end in the middle of its texts.
+#: A pattern with a large bound on the length. LLGuidance's default limits are exceeded in the
+#: middle of its texts.
 BOUNDED = {
     "type": "string",
     "minLength": 1,
@@ -153,15 +158,15 @@ def schema(value: object) -> GrammarSpec:
         (schema(BOUNDED), "what is it"),
         (schema(OPTIONS), {"p2050": 2050}),
         (schema(OPTIONAL), {"p3": 1, "p800": 2, "p899": 3}),
-        (2_000, None),  # number of choices; created by the test, not at collection
+        (2_000, None),  # number of choices; the test creates the grammar
         (100_000, None),
     ],
     ids=["long bound", "options", "optional properties", "choice", "large choice"],
 )
 def test_llguidance_accepts_long_grammars_to_the_end(spec, value):
-    """With a mask before each token, after rollbacks too.
+    """The whole text is accepted, with a mask before each token and with rollbacks.
 
-    LLGuidance's default limits would stop within the text.
+    With LLGuidance's default limits, the matcher would fail within the text.
     """
     spec = choice(spec) if isinstance(spec, int) else spec
     text = json.dumps(value) if value is not None else json.loads(spec.text)[1234]

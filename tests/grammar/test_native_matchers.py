@@ -1,4 +1,4 @@
-"""Native and reference matchers of every backend, step by step on random token streams."""
+"""Tests that compare the native matchers with the reference matchers on random tokens."""
 
 from __future__ import annotations
 
@@ -46,8 +46,8 @@ SPECS = {
         ["<f"],
     ),
 }
-# Markers that end inside or with a token, that are a token id, that name a token, and that can
-# start again within a partial match.
+# The markers cover these cases: a marker that ends inside a token or with a token, a marker that is
+# a token id or the name of a token, and a marker that can start again within a partial match.
 FREE = {
     "text": SPECS["regex"].after('a":'),
     "required": SPECS["choice"].after('a":', required=True),
@@ -64,9 +64,9 @@ LIKELY = {key: [*b'a":<end>', 259, 261, 265, 266] for key in FREE} | {
 def compare_streams(
     native, reference, rng: np.random.Generator, length: int, kind: str
 ) -> tuple[int, int]:
-    """Feed random tokens, some illegal, and rollbacks to both matchers, and compare them.
+    """Compare two matchers while they accept random tokens, some illegal, and roll back.
 
-    Return the number of endings and of rows.
+    Return the number of times that the matchers terminated, and the number of compared mask rows.
     """
     rows = [np.full((SIZE + 31) // 32, seed, np.int32) for seed in (-1, 0)]
     ends = 0
@@ -83,7 +83,7 @@ def compare_streams(
             taken -= back
             continue
         constrained = reference.fill(rows[1])
-        if rng.random() < 0.7:  # a mask that is not filled cannot be cached by the library
+        if rng.random() < 0.7:  # sometimes no mask is filled that the library could cache
             assert native.fill(rows[0]) == constrained
             if constrained:
                 np.testing.assert_array_equal(rows[0], rows[1])
@@ -121,9 +121,9 @@ def vocabulary() -> Vocabulary:
 )
 @pytest.mark.parametrize("name", BACKENDS)
 def test_native_matcher_equals_reference_matcher(name, specs, streams, seed, least, capfd):
-    """Every mask and result is equal, whether or not the mask of the previous step was filled.
+    """All masks and results are equal, whether or not the previous mask was filled.
 
-    With markers, the native byte scanner agrees with a search in the whole text.
+    For specifications with a marker, the reference matcher searches the whole text for the marker.
     """
     native = BACKENDS[name](vocabulary())
     reference = REFERENCES[name](vocabulary())
@@ -145,7 +145,10 @@ def test_native_matcher_equals_reference_matcher(name, specs, streams, seed, lea
 
 
 class SearchingMatcher(Matcher):
-    """Free text, then another matcher. The whole text is searched for the marker at every step."""
+    """A reference matcher of free text, a marker and the grammar of another matcher.
+
+    It searches the whole text for the marker at every step.
+    """
 
     def __init__(self, inner, marker):
         super().__init__(inner.compiled, inner.stop_ids)
@@ -160,14 +163,14 @@ class SearchingMatcher(Matcher):
         self.stopped = False
 
     def tail(self):
-        """Return the text after the last token without text, where a marker may have begun."""
+        """Return the text in which a marker may have begun: all text after the last special id."""
         taken = [self.pieces[t] if t < len(self.pieces) else b"" for t in self.free]
         while b"" in taken:
             del taken[: taken.index(b"") + 1]
         return b"".join(taken)
 
     def found(self, token, tail):
-        """Return whether the marker ends with the token; None if it ends within the token."""
+        """Return whether a token ends with the end of the marker; None if the end is inside it."""
         if token in self.ids:
             return True
         piece = self.pieces[token] if token < len(self.pieces) else b""

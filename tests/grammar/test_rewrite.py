@@ -1,4 +1,4 @@
-"""Rewritten schemas mean what the original schemas mean."""
+"""Tests of schema rewriting: a rewritten schema is equivalent to the original."""
 
 from __future__ import annotations
 
@@ -133,7 +133,10 @@ SCHEMAS: list[Any] = [
 
 @pytest.mark.parametrize("schema", SCHEMAS, ids=lambda s: json.dumps(s)[:60])
 def test_rewritten_schema_is_equivalent(schema):
-    """LLGuidance with the rewritten schema agrees with jsonschema with the original."""
+    """LLGuidance with the rewritten schema accepts the same values as jsonschema with the original.
+
+    The original schema is not modified.
+    """
     before = json.dumps(schema)
     new = rewrite(schema)
     assert not new.lost and json.dumps(schema) == before
@@ -167,7 +170,7 @@ def test_negation_is_complement():
 
 
 NARROWED: list[tuple[Any, list[Any], list[Any]]] = [
-    # Each option requires a list. Valid values may have both, if one of them is invalid.
+    # Each option requires a list property. A valid value may have both lists if one is invalid.
     (
         {
             "type": "object",
@@ -185,7 +188,7 @@ NARROWED: list[tuple[Any, list[Any], list[Any]]] = [
         [{"a": ["x"]}, {"b": [None]}, {"a": [], "c": 1}],
         [{}, {"a": [], "b": []}, {"a": [1]}, {"a": ["x"], "b": [None]}, {"c": 1}],
     ),
-    # A narrowed option inside another oneOf: the values that it leaves out are excluded as well.
+    # A narrowed option leaves out valid values. The other options must not allow these values.
     (
         {
             "oneOf": [
@@ -220,7 +223,7 @@ NARROWED: list[tuple[Any, list[Any], list[Any]]] = [
     ],
 )
 def test_pattern_of_listed_names_allows_no_extra_key(part: dict[str, Any]) -> None:
-    """A pattern that matches only listed names allows no comma after them, and applies to them."""
+    """A pattern that matches only listed names applies to them and allows no further property."""
     schema = {"type": "object", "properties": {"a_b": {"enum": [1, "x"]}}, **part}
     grammar = Grammar(rewrite(schema).schema)
     texts: list[bytes] = []
@@ -238,7 +241,7 @@ def test_pattern_of_listed_names_allows_no_extra_key(part: dict[str, Any]) -> No
 
 @pytest.mark.parametrize("schema, clear, invalid", NARROWED)
 def test_one_of_is_narrowed_to_avoid_overlap(schema, clear, invalid):
-    """An overlap without an exact complement is excluded and reported."""
+    """If the overlap of options has no exact complement, outputs avoid it, and it is reported."""
     validator = jsonschema.Draft202012Validator(schema)
     new = rewrite(schema)
     assert new.narrowed and not new.lost
@@ -251,7 +254,7 @@ def test_one_of_is_narrowed_to_avoid_overlap(schema, clear, invalid):
 
 
 def test_one_of_option_is_never_narrowed_to_nothing():
-    """Options that differ only in the value of a required property are reported as lost."""
+    """If excluding the overlap would leave nothing of an option, the oneOf is reported as lost."""
     schema = {
         "type": "object",
         "required": ["a"],
@@ -345,8 +348,12 @@ OTHERS = ["", "a", "ab", "abc", "abcd", "b", "x", "xx", "[", "[[", "é", "a-"]
     ],
 )
 def test_formats_and_patterns_are_exact(stated, good, bad):
-    """Formats that are replaced by patterns, host names up to draft 6, complements of words, and
-    classes without quotes or backslashes, in escaped form as well."""
+    """Strings are accepted if and only if they are valid.
+
+    The cases are formats that are replaced by patterns, host names up to draft 6, complements of
+    words, and character classes without quotes or backslashes, which must not be allowed as escape
+    sequences either.
+    """
     keyword = "format" if stated in {*FORMATS, "hostname"} else "pattern"
     assert (keyword == "format") == stated.replace("-", "").isalnum()
     for draft in (4, 6) if stated == "hostname" else (2020,):
@@ -358,7 +365,7 @@ def test_formats_and_patterns_are_exact(stated, good, bad):
 
 
 def test_rewrite_ignores_keywords_as_old_drafts_do():
-    """Up to draft 7, siblings of $ref are ignored; if is an annotation in draft 4."""
+    """Up to draft 7, keywords next to $ref are ignored. In draft 4, if is ignored."""
     schema = {
         "$schema": "http://json-schema.org/draft-04/schema#",
         "definitions": {"n": {"type": "integer"}},

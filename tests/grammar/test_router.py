@@ -1,4 +1,4 @@
-"""Routing of JSON schemas: exact forms, reasons, and refusals."""
+"""Tests of the JSON schema router: exact forms, reasons and refusals."""
 
 from __future__ import annotations
 
@@ -24,7 +24,8 @@ from graft.grammar.schema.router import route
 from graft.grammar.schema.wellformed import check_schema
 
 pytest.importorskip("llguidance")
-# Schemas that no backend enforces exactly, pointer, keyword, and an invalid value that is accepted.
+# Schemas that no backend enforces exactly, each with the pointer and the keyword of the reason, and
+# with an invalid value that the closest form accepts.
 INEXACT: list[tuple[Any, str, str, Any]] = [
     (
         {"type": "array", "items": {"type": "string"}, "uniqueItems": True},
@@ -85,9 +86,9 @@ INEXACT: list[tuple[Any, str, str, Any]] = [
 
 @pytest.mark.parametrize("schema, pointer, keyword, value", INEXACT, ids=lambda x: str(x)[:30])
 def test_route_reports_unenforced_keyword_and_pointer(schema, pointer, keyword, value):
-    """The closest schema indeed accepts more, and is used only if partial=True.
+    """The closest form accepts an invalid value, and it is used only with partial=True.
 
-    Options of LLGuidance in a schema have no effect.
+    Options of LLGuidance that are contained in a schema have no effect.
     """
     found = route(schema)
     assert not found.exact and "x-guidance" not in json.dumps(found.schema)
@@ -114,7 +115,7 @@ def test_route_reports_unenforced_keyword_and_pointer(schema, pointer, keyword, 
     ],
 )
 def test_grammar_check_refuses_unsatisfiable_schema(schema):
-    """The error does not suggest partial=True."""
+    """The error does not suggest partial=True, which would not help."""
     for partial in (False, True):
         with pytest.raises(GrammarError, match="allows no output") as caught:
             GrammarSpec.json_schema(schema, partial=partial).check()
@@ -122,7 +123,10 @@ def test_grammar_check_refuses_unsatisfiable_schema(schema):
 
 
 def test_resolve_spec_rejects_unknown_and_missing_backends(monkeypatch):
-    """auto uses XGrammar if it is the only installed backend."""
+    """A backend that is unknown or not installed is an error.
+
+    With ``auto``, XGrammar is used if no other backend is installed.
+    """
     with pytest.raises(GrammarError, match="unknown"):
         GrammarSpec.json_schema({}, backend="outlines")
     monkeypatch.setattr(resolve, "available_backends", lambda: ("xgrammar",))
@@ -152,7 +156,7 @@ def test_llguidance_refuses_keywords_listed_as_refused(keyword, schema):
 
 
 def test_refusal_names_only_unenforced_keywords():
-    """Keywords that were rewritten are not named."""
+    """Keywords that were rewritten are not named in the refusal."""
     schema = {
         "type": "object",
         "properties": {
@@ -168,7 +172,7 @@ def test_refusal_names_only_unenforced_keywords():
 
 
 def test_grammar_check_refuses_malformed_schemas():
-    """Always with a short GrammarError."""
+    """The error is always a GrammarError with a short message."""
     nonsense: list[Any] = [
         {"properties": []},
         {"properties": {"a": 3}},
@@ -207,7 +211,7 @@ def test_grammar_check_refuses_malformed_schemas():
 
 
 REST = {"unevaluatedProperties": False}
-#: Schemas, values that satisfy each, and values that do not.
+#: Schemas, each with values that satisfy it and values that do not.
 ENFORCED: dict[str, tuple[Any, list[Any], list[Any]]] = {
     "unused definitions": ({"type": "integer", "$defs": {"x": {"$ref": "https://a.b/c"}}}, [1], []),
     "no-ops": (
@@ -287,7 +291,10 @@ ENFORCED: dict[str, tuple[Any, list[Any], list[Any]]] = {
 
 @pytest.mark.parametrize("schema, good, bad", ENFORCED.values(), ids=ENFORCED)
 def test_route_is_exact_for_rewritable_schemas(schema, good, bad):
-    """Among them unused definitions, unevaluated properties, contains and dynamic references."""
+    """The route is exact: the grammar accepts the valid values and refuses the invalid ones.
+
+    The schemas have unused definitions, unevaluated properties, contains and dynamic references.
+    """
     validator = jsonschema.validators.validator_for(schema, jsonschema.Draft202012Validator)(schema)
     before = json.dumps(schema)
     found = route(schema)
@@ -325,7 +332,7 @@ def test_route_asserts_formats_as_the_draft_specifies():
     ],
 )
 def test_route_reports_unproduced_spellings(schema, keyword, texts):
-    """Also OpenAI's nullable, for which null is not produced."""
+    """The cases include ``nullable`` of OpenAPI, for which null is not produced."""
     found = route({"properties": {"a": schema}})
     assert [reason[:2] for reason in found.spelling] == [("#/properties/a", keyword)]
     for text in texts:
@@ -337,7 +344,7 @@ def test_route_reports_unproduced_spellings(schema, keyword, texts):
 
 
 def test_routed_schema_follows_the_standard():
-    """Additional properties are legal unless strict."""
+    """Additional properties are legal unless the grammar is strict."""
     schema = {
         "type": "object",
         "properties": {"a": {"type": "integer"}, "b": {}},
@@ -347,7 +354,7 @@ def test_routed_schema_follows_the_standard():
     for strict, open_end in ((None, True), (True, False)):
         spec = GrammarSpec.json_schema(schema, backend="auto", strict=strict)
         spec.check()
-        spec = resolve_spec(spec, "xgrammar")  # its own backend takes precedence
+        spec = resolve_spec(spec, "xgrammar")  # the backend of the specification is used
         assert spec.backend == "llguidance" and not spec.partial and spec.schema == schema
         compiled = make_backend(spec.backend, BYTES).compile(spec)
         taken = [accepts(compiled, text) for text in texts]
@@ -373,7 +380,7 @@ ENDLESS: dict[str, Any] = {
     "far away": {"$ref": "#/x/y~1z/0", "x": {"y/z": [{"oneOf": [{"$ref": "#/x/y~1z/0"}]}]}},
     "quoted": {"$ref": "#/$defs/a%20b", "$defs": {"a b": {"$ref": "#/$defs/a%20b"}}},
 }
-#: Schemas that refer to themselves, and a value that satisfies each.
+#: Schemas that refer to themselves, each with a value that satisfies it.
 FINITE: dict[str, tuple[Any, Any]] = {
     "a property": (node(required=["v"]), {"v": 1}),
     "another type": (node(required=["n"]) | {"type": ["object", "null"]}, None),
@@ -407,7 +414,7 @@ FINITE: dict[str, tuple[Any, Any]] = {
 
 @pytest.mark.parametrize("schema", ENDLESS.values(), ids=ENDLESS)
 def test_json_schema_rejects_schema_without_finite_value(schema: Any):
-    """For every backend, in tags, and with partial=True."""
+    """The schema is rejected for every backend, in structural tags, and with partial=True."""
     for backend in ("", "auto", "xgrammar", "llguidance"):
         for partial in (False, True):
             with pytest.raises(GrammarError, match=r"allows no output: a \$ref leads back"):

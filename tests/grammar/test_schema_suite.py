@@ -1,4 +1,4 @@
-"""The official JSON schema test suite, draft 7, and real schemas with instances."""
+"""Tests with the official JSON schema test suite, draft 7, and with schemas from real use."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from graft.grammar.schema.router import route
 
 pytest.importorskip("llguidance")
 
-#: Keywords for which groups may be refused, in addition to unsatisfiable schemas.
+#: Keywords for which groups of the suite may be refused. Unsatisfiable schemas may be, too.
 REFUSED = {
     "$ref",
     "contains",
@@ -39,7 +39,8 @@ REFUSED = {
     "propertyNames",
     "additionalItems",
 }
-#: Spellings of large whole numbers that grammars do not produce, and annotations of content.
+#: Tests of the suite whose wrong results are ignored: spellings of large whole numbers that
+#: grammars do not produce, and annotations of string content.
 EXEMPT = ("draft7/optional/float-overflow#0", "draft7/optional/content#")
 
 
@@ -65,10 +66,10 @@ def key_orders(value: Any) -> Iterator[Any]:
 
 @pytest.mark.parametrize("key_order", ["schema", "any"])
 def test_json_schema_test_suite(shared_data: Path, key_order: Any):
-    """Each group is enforced exactly, or refused with a reason.
+    """The schema of each group is either enforced exactly or refused with a reason.
 
-    A valid value must be accepted with its keys in every order, or in one order if the route is
-    narrowed. An invalid value must not be accepted in any order.
+    A valid value must be accepted with its keys in every order, or in at least one order if the
+    route is narrowed. An invalid value must not be accepted in any order.
     """
     right = 0
     refused = {}
@@ -106,7 +107,11 @@ def test_json_schema_test_suite(shared_data: Path, key_order: Any):
 
 @pytest.mark.parametrize("share, timeout_s", [(6, 3), pytest.param(25, 5, marks=pytest.mark.full)])
 def test_real_schemas_accept_no_invalid_instance(shared_data, serve, share, timeout_s):
-    """Most valid instances are accepted; fixed key order and closed objects exclude some."""
+    """No invalid instance is accepted, and most valid instances are.
+
+    Some valid instances are not accepted, because the order of keys is fixed and objects are
+    closed.
+    """
     service = serve(vocabulary=BYTES, timeout_s=timeout_s)  # slower schemas count as refused
     compiled = refused = 0
     outcome = {True: [0, 0], False: [0, 0]}  # valid: [refused, accepted]
