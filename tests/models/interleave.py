@@ -70,7 +70,8 @@ class Interleaving:
         if self.k > 1 and branches and not masked:
             self.k += 3
             slack = self.k
-        self.toy = SteppingDevice(rng, slots, self.k, masked, slack > 0)
+        exchange = exchange_for(slots, VOCAB, DraftMode.chain(self.k))
+        self.toy = SteppingDevice(rng, exchange, slots, self.k, masked, slack > 0)
         self.toy.max_prompt_rows = rng.choice((1, 2, 4, 100))
         length = MAX_LENGTH + slack
         spare_pages = 3 if self.scarce else self.rows * length // PAGE
@@ -82,7 +83,6 @@ class Interleaving:
         max_cached = rng.choice((0, 2, pages, pages))
         self.prefixes = PrefixCache(self.toy.caches, lookahead, max_cached)
         self.shared_prefixes = [[rng.randrange(VOCAB - 2) for _ in range(9)] for _ in range(2)]
-        self.toy.exchange = exchange_for(slots, VOCAB, DraftMode.chain(self.k))
         parts = self._make_parts(device)
         self.scheduler = self._make_scheduler(parts, slots, slack)
         self.expected: dict[str, tuple[list[int], str]] = {}
@@ -312,7 +312,7 @@ class Interleaving:
         assert all(len(c.free) == c.scratch_page for c in self.toy.caches), "pages are leaked"
         assert scheduler.replays.retired == scheduler.replays.launched == self.toy.completed
         self.toy.decoder.close()  # raises while a snapshot is in use
-        assert self.toy.starved == 0, "a slot was skipped for lack of a mask row"
+        assert self.toy.decision.starved == 0, "a slot was skipped for lack of a mask row"
         counters = self.toy.decoder.counters()
         for name in ("desyncs", "errors", "missing_snapshots"):
             assert counters[name] == 0, f"{counters[name]} {name}"

@@ -21,12 +21,14 @@ import numpy as np
 import reference_round as ref
 from guide_util import run_work
 from interleave_language import ALL_IDS, VOCAB, choose, context_of, mix, row_ids
-from reference_round import FREE, NOT_READY, READY
+from reference_round import NOT_READY
+from round_simulator import USABLE, Decision, RoundSimulator
 
 from graft.cudagraph.pinned import Ring
 from graft.grammar.decoder import GuidedDecoder
 from graft.models.cache.kv import PagedKV
 from graft.models.round.prefill import PrefillChunk
+from graft.sampling.exchange import Exchange
 from graft.sampling.params import SamplingParams
 
 PAGE = 4
@@ -48,8 +50,61 @@ class Replay:
     done: set[str] = field(default_factory=set)
     number: int = 0
     slots: list[int] = field(default_factory=list)
-    contexts: dict[tuple[int, int], int] = field(default_factory=dict)  # by batch row and j
     counts: dict[int, int] = field(default_factory=dict)
+
+
+@dataclass
+class SteppingSlot(ref.Slot):
+    """A slot with the target's state after each node of its draft tree.
+
+    The states are computed from the pages, so that a wrong page changes the tokens.
+    """
+
+    contexts: dict[int, int] = field(default_factory=dict)
+
+
+class LanguageDecision(Decision):
+    """Chooses tokens of the simulated language.
+
+    Parameters
+    ----------
+    rng
+        Random generator of the device.
+    stall
+        Probability with which the grammar exceeds its time budget for a mask row.
+    agreement
+        Percentage of drafts that match the target.
+
+    Attributes
+    ----------
+    starved
+        Number of times that the first mask row of a slot was not filled in time.
+    """
+
+    def __init__(self, rng: random.Random, stall: float, agreement: int):
+        self.rng = rng
+        self.stall = stall
+        self.agreement = agreement
+        self.starved = 0
+
+    def legal_ids(self, mask: np.ndarray | None) -> tuple[int, ...]:
+        return ALL_IDS if mask is None else row_ids(mask.tobytes())
+
+    def is_late(self, slot: SteppingSlot, node: int, state: int) -> bool:
+        if node == 0 and state == NOT_READY:
+            self.starved += 1
+        return state in USABLE and self.rng.random() < self.stall
+
+    def target(self, slot: SteppingSlot, node: int, position: int, legal: tuple[int, ...]) -> int:
+        return choose(slot.contexts[node], slot.seed, legal)
+
+    def draft(self, slot: SteppingSlot, j: int, legal: tuple[int, ...] | None) -> int:
+        legal = ALL_IDS if legal is None else legal
+        context = slot.contexts[j - 1]
+        h = mix(context, 77)
+        if h % 100 < self.agreement:
+            return choose(context, slot.seed, legal)
+        return legal[(h >> 8) % len(legal)]
 
 
 class SteppingCache(PagedKV):
@@ -101,20 +156,27 @@ class SteppingCache(PagedKV):
 class SteppingDevice:
     """Slots, pages, a queue of replays, and the side work that joins and leaves slots.
 
-    The creator sets `caches`, `exchange`, the rings `inputs` and `outputs`, and `decoder`.
+    The creator sets `caches`, the rings `inputs` and `outputs`, and `decoder`.
     """
 
     def __init__(
-        self, rng: random.Random, slots: int, draft_length: int, masked: bool, branches: bool
+        self,
+        rng: random.Random,
+        exchange: Exchange,
+        slots: int,
+        draft_length: int,
+        masked: bool,
+        branches: bool,
     ):
         self.rng = rng
+        self.exchange = exchange
         self.k = draft_length
         self.masked = masked
         self.branches = branches
         self.slots = []
         self.prompts: list[list[int]] = []  # pinned memory, one per slot
         for _ in range(slots):
-            self.slots.append(ref.Slot(n=0, tree=ref.chain(0), limit=0, active=False))
+            self.slots.append(SteppingSlot(n=0, tree=ref.chain(0), limit=0, active=False))
             self.prompts.append([])
         self.unread: set[int] = set()  # slots whose prompt has not been copied yet
         self.prompt_rows: list[tuple[int, int, int]] = []  # slot, position, token; shared
@@ -122,7 +184,6 @@ class SteppingDevice:
         self.side_done = 0
         self.side_enqueued = 0
         self.queue: deque[Replay] = deque()
-        self.replay = 0  # counted by the device
         self.completed = 0
         self.launched = 0
         # Maximum number of prompt rows between two replays with the same request.
@@ -131,11 +192,11 @@ class SteppingDevice:
         self.rows_since = 0
         self.previous_slots = frozenset[int]()  # slots of the last replay
         self.joined = set[int]()
-        self.starved = 0  # rows skipped for a mask row that was not filled in time
-        self.stall = rng.choice((0.0, 0.1, 0.3))
+        stall = rng.choice((0.0, 0.1, 0.3))
         # Average number of device steps per host action.
         self.eager = rng.choice((0.0, 0.3, 1.0, 4.0))
-        self.agreement = rng.choice((30, 70, 95))  # percentage of drafts that match the target
+        self.decision = LanguageDecision(rng, stall, agreement=rng.choice((30, 70, 95)))
+        self.simulator = RoundSimulator([exchange], self.slots, self.decision)
 
     # What the host sees -------------------------------------------------------------------------
 
@@ -224,7 +285,7 @@ class SteppingDevice:
         self.joined.add(slot)
 
         def joined() -> None:
-            self.slots[slot] = ref.Slot(
+            self.slots[slot] = SteppingSlot(
                 n=values["position"],
                 tree=ref.chain(values["last"]),
                 epoch=values["epoch"],
@@ -304,8 +365,8 @@ class SteppingDevice:
             self.completed += 1
 
     def _begin(self, replay: Replay) -> None:
-        self.replay += 1
-        replay.number = self.replay
+        self.simulator.replay += 1
+        replay.number = self.simulator.replay
         entry = replay.number % self.inputs.entries
         published = int(self.inputs.stamp.array[entry, 0]) == replay.number
         slots = self.inputs.field("slot").array[entry].tolist()
@@ -314,10 +375,11 @@ class SteppingDevice:
             replay.slots.append(slot if is_active else -1)
 
     def _forward(self, replay: Replay) -> None:
-        for b, slot in enumerate(replay.slots):
+        for slot in replay.slots:
             if slot < 0:
                 continue
             s = self.slots[slot]
+            s.contexts.clear()
             for j, token in enumerate(s.tree.first(replay.k).token):
                 for cache in self.caches:
                     cache.write(slot, s.n + j, token)
@@ -326,51 +388,31 @@ class SteppingDevice:
                 on_path = [i for i in range(j) if route >> i & 1]
                 path = [cache.at(slot, s.n + i + 1) for i in on_path]
                 committed = cache.read(slot, s.n + 1)
-                replay.contexts[b, j] = context_of([*committed, *path])
-
-    def _row(self, slot: int, j: int, position: int) -> tuple[int, tuple[int, ...]]:
-        """Return the state of a mask row and the ids it allows."""
-        state = ref.row_at(self.exchange, slot, j).counts_as(self.slots[slot], position)
-        if state != READY:
-            return state, ALL_IDS
-        return state, row_ids(self.exchange.masks[slot, j].tobytes())
+                s.contexts[j] = context_of([*committed, *path])
 
     def _verify(self, replay: Replay) -> None:
         entry = replay.number % self.outputs.entries
         for b, slot in enumerate(replay.slots):
             outcome = ref.Outcome()
             if slot >= 0:
-                outcome = self._walk(replay, b, slot)
-                ref.record(self.exchange, slot, replay.number, outcome.tokens)
+                outcome = self._verify_slot(slot, replay.k)
             count = len(outcome.tokens)
             replay.counts[b] = count
             header = (slot, count, outcome.reason, outcome.accepted, outcome.tested, 0, 0)
             row = self.outputs.field("rows").array[entry, b]
             row[: len(header) + count] = (*header, *outcome.tokens)
 
-    def _walk(self, replay: Replay, b: int, slot: int) -> ref.Outcome:
+    def _verify_slot(self, slot: int, k: int) -> ref.Outcome:
+        """Verify at most `k` drafts, and move the entries of accepted drafts in the caches."""
         s = self.slots[slot]
-        n = self.slots[slot].n
-        path = []
-        tree = s.tree.first(replay.k)
-
-        def row(node: int, position: int) -> tuple[int, tuple[int, ...]]:
-            state, legal = self._row(slot, node, position)
-            self.starved += node == 0 and state == NOT_READY
-            if state in (FREE, READY) and self.rng.random() < self.stall:
-                state = NOT_READY  # the grammar exceeded its time budget
-            return state, legal
-
-        def decide(node: int, position: int, legal: tuple[int, ...]) -> tuple[int, int | None]:
-            path.append(node)
-            token = choose(replay.contexts[b, node], s.seed, legal)
-            return token, tree.child(node, token)
-
-        outcome = ref.walk(s, row, decide, tree)
-        ref.commit(s, outcome)
+        n = s.n
+        tree = s.tree
+        outcome = self.simulator.verify(slot, k)
         for cache in self.caches:
-            for i, node in enumerate(path):
+            node = 0
+            for i, token in enumerate(outcome.tokens):
                 cache.write(slot, n + i, cache.at(slot, n + node))
+                node = tree.child(node, token)
         return outcome
 
     def _publish(self, replay: Replay) -> None:
@@ -380,38 +422,29 @@ class SteppingDevice:
 
     def _draft(self, replay: Replay, j: int) -> None:
         for b, slot in enumerate(replay.slots):
-            s = self.slots[slot]
-            if slot < 0 or not replay.counts[b] or not ref.is_drafting(s, j):
+            if slot < 0 or not replay.counts[b]:
                 continue
-            legal = ALL_IDS
-            if self.masked:
-                state, legal = self._row(slot, j - 1, s.n + j - 1)
-                if state not in (FREE, READY):
-                    continue
+            s = self.slots[slot]
             committed = self.caches[0].read(slot, s.n)
-            context = context_of([*committed, *s.tree.token])
-            token = choose(context, s.seed, legal)
-            h = mix(context, 77)
-            if h % 100 >= self.agreement:
-                token = legal[(h >> 8) % len(legal)]
-            ref.keep(s, token)
-            if self.branches:
+            s.contexts[j - 1] = context_of([*committed, *s.tree.token])
+            added = self.simulator.draft(slot, j, masked=self.masked)
+            if added and self.branches:
                 self._branch_off(slot, replay.k)
-            ref.record_drafts(self.exchange, slot, replay.number, s.drafts, s.tree.parent[1:])
 
     def _branch_off(self, slot: int, k: int) -> None:
         """Add drafts at random nodes of the tree."""
         s = self.slots[slot]
+        agreement = self.decision.agreement
         for _ in range(self.rng.randrange(k)):
             node = self.rng.randrange(len(s.tree.token))
             committed = self.caches[0].read(slot, s.n + 1)
             context = context_of([*committed, *s.tree.path(node)])
             token = choose(context, s.seed, ALL_IDS)
-            agrees = mix(context, 77) % 100 < self.agreement
+            agrees = mix(context, 77) % 100 < agreement
             if not agrees or s.tree.child(node, token) is not None:
                 token = self.rng.randrange(VOCAB)
             if ref.may_grow(s, node) and s.tree.child(node, token) is None:
-                ref.keep(s, token, parent=node)
+                self.simulator.add_draft(slot, token, parent=node)
 
 
 class SteppingRing(Ring):
