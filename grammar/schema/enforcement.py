@@ -15,6 +15,7 @@ from typing import Any
 
 from graft.grammar.schema.terms import (
     Reason,
+    SchemaObject,
     common_types,
     required_of,
     subschemas,
@@ -104,7 +105,7 @@ def ignored_keywords(schema: Any) -> list[Reason]:
     return reasons
 
 
-def _ignored_keywords(schema: dict[str, Any], old_draft: bool) -> Iterator[str]:
+def _ignored_keywords(schema: SchemaObject, old_draft: bool) -> Iterator[str]:
     """Yield a description of each keyword of one subschema that XGrammar ignores.
 
     The first word of a description is the keyword.
@@ -133,14 +134,14 @@ def _ignored_keywords(schema: dict[str, Any], old_draft: bool) -> Iterator[str]:
         yield from _ignored_of_object(schema)
 
 
-def _inferred_types(schema: dict[str, Any]) -> frozenset[str]:
+def _inferred_types(schema: SchemaObject) -> frozenset[str]:
     """Return the types that XGrammar infers from the keywords of a schema without ``type``."""
     return frozenset(
         json_type for json_type, keywords in _INFERRED_TYPES.items() if keywords & schema.keys()
     )
 
 
-def _type_is_redundant(schema: dict[str, Any], used: str) -> bool:
+def _type_is_redundant(schema: SchemaObject, used: str) -> bool:
     """Return whether ``type`` excludes no value that another keyword allows.
 
     Parameters
@@ -171,7 +172,7 @@ def _has_type(value: Any, types: frozenset[str]) -> bool:
     return isinstance(value, int) or (isinstance(value, float) and value.is_integer())
 
 
-def _ignored_of_object(schema: dict[str, Any]) -> Iterator[str]:
+def _ignored_of_object(schema: SchemaObject) -> Iterator[str]:
     """Yield descriptions of the ignored keywords of an object schema; see `_ignored_keywords`."""
     names = set(schema.get("properties", ()))
     missing = sorted(set(required_of(schema)) - names)

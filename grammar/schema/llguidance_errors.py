@@ -6,7 +6,7 @@ import json
 import re
 from typing import Any
 
-from graft.grammar.schema.terms import Reason, subschemas
+from graft.grammar.schema.terms import Reason, SchemaObject, subschemas
 
 __all__ = ["is_unsatisfiable", "lark_error", "schema_error", "schema_errors", "validate"]
 
@@ -93,7 +93,7 @@ def _first_error(refused: bool, messages: list[str]) -> str:
     return f"{first} {reason}"
 
 
-def is_unsatisfiable(schema: dict[str, Any]) -> bool:
+def is_unsatisfiable(schema: SchemaObject) -> bool:
     """Return whether LLGuidance proves that no value satisfies a schema.
 
     Keywords that LLGuidance does not support are assumed to be satisfied.

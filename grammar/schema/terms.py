@@ -13,6 +13,7 @@ __all__ = [
     "NoExactForm",
     "Reason",
     "References",
+    "SchemaObject",
     "any_of",
     "common_types",
     "dialect",
@@ -28,6 +29,8 @@ __all__ = [
 ]
 
 JsonTypes = frozenset[str]
+#: A JSON schema that is an object. A schema can also be a boolean.
+SchemaObject = dict[str, Any]
 
 
 def word_set(text: str) -> frozenset[str]:
@@ -107,7 +110,7 @@ _SCHEMA_KEYWORDS = word_set(
 )
 
 
-def subschemas(schema: Any, at: str = "#") -> list[tuple[str, dict[str, Any]]]:
+def subschemas(schema: Any, at: str = "#") -> list[tuple[str, SchemaObject]]:
     """Return all subschemas that are dicts, with their pointers. Parents precede children.
 
     Parameters
@@ -117,7 +120,7 @@ def subschemas(schema: Any, at: str = "#") -> list[tuple[str, dict[str, Any]]]:
     at
         Pointer of `schema`.
     """
-    found: list[tuple[str, dict[str, Any]]] = []
+    found: list[tuple[str, SchemaObject]] = []
     pending = [(at, schema)]
     while pending:
         pointer, part = pending.pop()
@@ -179,18 +182,18 @@ def types_of(schema: Any) -> JsonTypes:
     return types
 
 
-def values_of(schema: dict[str, Any]) -> list[Any] | None:
+def values_of(schema: SchemaObject) -> list[Any] | None:
     """Return the values that the schema's ``const`` or ``enum`` allows; None if it has neither."""
     return [schema["const"]] if "const" in schema else schema.get("enum")
 
 
-def required_of(schema: dict[str, Any]) -> list[str]:
+def required_of(schema: SchemaObject) -> list[str]:
     """Return the names of required properties. In draft 3, ``required`` is a boolean."""
     required = schema.get("required")
     return required if isinstance(required, list) else []
 
 
-def has_orders(part: dict[str, Any]) -> bool:
+def has_orders(part: SchemaObject) -> bool:
     """Return whether objects that satisfy the schema can have their keys in several orders.
 
     This is the case if an object can have at least two keys, and the schema has a name or a pattern

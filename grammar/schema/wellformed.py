@@ -6,7 +6,14 @@ from collections.abc import Callable
 from typing import Any, NamedTuple
 
 from graft.grammar.errors import GrammarError
-from graft.grammar.schema.terms import NoExactForm, References, required_of, subschemas, word_set
+from graft.grammar.schema.terms import (
+    NoExactForm,
+    References,
+    SchemaObject,
+    required_of,
+    subschemas,
+    word_set,
+)
 
 __all__ = ["check_schema"]
 
@@ -213,7 +220,7 @@ def _check_wrapper(schema: Any) -> None:
             )
 
 
-def _check_keywords(pointer: str, part: dict[str, Any]) -> None:
+def _check_keywords(pointer: str, part: SchemaObject) -> None:
     """Raise `GrammarError` if a keyword of a subschema has an invalid value."""
     for keyword in _FORM_OF_KEYWORD.keys() & part.keys():
         description, is_valid = _FORM_OF_KEYWORD[keyword]
@@ -237,7 +244,7 @@ def _resolve(references: References, pointer: str, keyword: str, reference: Any)
     return target
 
 
-def _is_endless(schema: Any, parts: list[dict[str, Any]], references: References) -> bool:
+def _is_endless(schema: Any, parts: list[SchemaObject], references: References) -> bool:
     """Return whether no finite value satisfies a schema, because of its references.
 
     The function computes a least fixed point. A subschema has a finite value if everything that it
@@ -252,7 +259,7 @@ def _is_endless(schema: Any, parts: list[dict[str, Any]], references: References
     def is_finite(part: Any) -> bool:
         return finite[id(part)] if isinstance(part, dict) else part is not False
 
-    def becomes_finite(part: dict[str, Any]) -> bool:
+    def becomes_finite(part: SchemaObject) -> bool:
         if "$ref" in part:  # older drafts ignore the keywords next to $ref
             is_local = references.pointer(part["$ref"]) is not None
             return not is_local or is_finite(references.resolve(part["$ref"]))
@@ -271,7 +278,7 @@ def _is_endless(schema: Any, parts: list[dict[str, Any]], references: References
     return isinstance(schema, dict) and not finite[id(schema)]
 
 
-def _required_parts(part: dict[str, Any]) -> list[Any]:
+def _required_parts(part: SchemaObject) -> list[Any]:
     """Return the schemas of required properties and items."""
     json_type = part.get("type")
     min_items = int(part.get("minItems", 0))

@@ -12,7 +12,7 @@ from typing import Any
 
 from graft.grammar.schema.any_order.shape import ARRAYS, OBJECTS, Conjuncts
 from graft.grammar.schema.llguidance_errors import schema_error
-from graft.grammar.schema.terms import References, has_orders, word_set
+from graft.grammar.schema.terms import References, SchemaObject, has_orders, word_set
 
 __all__ = ["KNOWN", "Leaves"]
 
@@ -54,9 +54,9 @@ class Leaves:
         self._references.nested &= _has_reference_below_id(root)
         #: Results of `without`. Each is stored with its original schema, so that the original's id
         #: stays valid.
-        self._stripped: dict[_StripKey, tuple[dict[str, Any], Any]] = {}
+        self._stripped: dict[_StripKey, tuple[SchemaObject, Any]] = {}
         self._definitions: dict[str, str] = {}  # names of definitions in leaves, by pointer
-        self._parts: dict[int, dict[str, Any]] = {}  # reachable schemas, by id
+        self._parts: dict[int, SchemaObject] = {}  # reachable schemas, by id
         self._with_orders: set[int] = set()  # ids of reachable schemas for which `has_orders`
         self._find_parts()
 
@@ -64,7 +64,7 @@ class Leaves:
         """Return the target of a reference; raise `NoExactForm` if it is not a local pointer."""
         return self._references.resolve(reference)
 
-    def without(self, part: dict[str, Any], *keywords: str) -> dict[str, Any]:
+    def without(self, part: SchemaObject, *keywords: str) -> SchemaObject:
         """Return the schema without annotations and without some keywords.
 
         Calls with the same arguments return the same object, so that schemas can be compared by id.
@@ -78,7 +78,7 @@ class Leaves:
         stripped, _ = self._stripped[key]
         return stripped
 
-    def conjuncts(self, parts: Conjuncts) -> tuple[dict[str, Any], ...] | None:
+    def conjuncts(self, parts: Conjuncts) -> tuple[SchemaObject, ...] | None:
         """Return the distinct conjuncts of a conjunction of schemas, with ``allOf`` expanded.
 
         Parameters
@@ -91,7 +91,7 @@ class Leaves:
         tuple or None
             The conjuncts without annotations; None if one of them is ``false``.
         """
-        found: dict[int, dict[str, Any]] = {}
+        found: dict[int, SchemaObject] = {}
         pending = list(reversed(parts))
         while pending:
             part = pending.pop()
@@ -140,7 +140,7 @@ class Leaves:
             return None
         return "%json " + json.dumps({**document, "x-guidance": self._options})
 
-    def _inner(self, part: dict[str, Any]) -> Iterator[Any]:
+    def _inner(self, part: SchemaObject) -> Iterator[Any]:
         """Yield the direct subschemas of a schema, and the target of its reference."""
         for keyword in _MAPS:
             schemas = part.get(keyword, {})
@@ -172,7 +172,7 @@ class Leaves:
                 if key not in self._with_orders and self._has_inner_with_orders(part):
                     new.add(key)
 
-    def _has_inner_with_orders(self, part: dict[str, Any]) -> bool:
+    def _has_inner_with_orders(self, part: SchemaObject) -> bool:
         return any(id(inner) in self._with_orders for inner in self._inner(part))
 
     def _copy_definitions(self, reached: dict[str, None]) -> dict[str, Any]:
@@ -205,7 +205,7 @@ class Leaves:
         """
         if not isinstance(part, dict):
             return part
-        out: dict[str, Any] = {}
+        out: SchemaObject = {}
         for keyword, value in part.items():
             if keyword not in _KEPT:
                 continue
@@ -225,7 +225,7 @@ class Leaves:
         return out
 
 
-def _conjunction(schemas: list[dict[str, Any]], types: frozenset[str] | None) -> dict[str, Any]:
+def _conjunction(schemas: list[SchemaObject], types: frozenset[str] | None) -> SchemaObject:
     """Return the conjunction of schemas, restricted to values of some JSON types.
 
     Keywords that constrain only other types are removed from the schemas in place. If `types` is
@@ -233,7 +233,7 @@ def _conjunction(schemas: list[dict[str, Any]], types: frozenset[str] | None) ->
     """
     if types is not None:
         _remove_irrelevant_keywords(schemas, types)
-    document: dict[str, Any] = {}
+    document: SchemaObject = {}
     if len(schemas) == 1:
         document = schemas[0]
     elif schemas:
@@ -244,7 +244,7 @@ def _conjunction(schemas: list[dict[str, Any]], types: frozenset[str] | None) ->
     return document
 
 
-def _remove_irrelevant_keywords(schemas: list[dict[str, Any]], types: frozenset[str]) -> None:
+def _remove_irrelevant_keywords(schemas: list[SchemaObject], types: frozenset[str]) -> None:
     """Remove the object and array keywords of schemas that apply to no objects or no arrays."""
     irrelevant: set[str] = set()
     if "object" not in types:

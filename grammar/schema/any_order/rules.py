@@ -31,6 +31,7 @@ from graft.grammar.schema.terms import (
     JSON_TYPES,
     NoExactForm,
     Reason,
+    SchemaObject,
     common_types,
     has_orders,
     subschemas,
@@ -120,7 +121,7 @@ def _locate(schema: Any, errors: list[NoExactForm], prefix: str) -> Reasons:
     return tuple(dict.fromkeys(reasons))
 
 
-def _size_of_cause(part: dict[str, Any], error: NoExactForm) -> int:
+def _size_of_cause(part: SchemaObject, error: NoExactForm) -> int:
     """Return the number of elements of the keyword's value in a subschema.
 
     For ``$ref``, return 1 if the error's explanation contains the reference, else 0.
@@ -249,7 +250,7 @@ class _RuleBuilder:
 
     # Bodies ------------------------------------------------------------------------------------
 
-    def _body(self, parts: tuple[dict[str, Any], ...]) -> str | None:
+    def _body(self, parts: tuple[SchemaObject, ...]) -> str | None:
         """Return the body of a conjunction's rule; None if the conjunction is unsatisfiable."""
         if not any(self._leaves.has_orders(part) for part in parts):
             return self._leaves.leaf(parts)
@@ -292,7 +293,7 @@ class _RuleBuilder:
         distinct = list(dict.fromkeys(name for name in names if name is not None))
         return " | ".join(distinct) or None
 
-    def _plain(self, parts: tuple[dict[str, Any], ...]) -> str | None:
+    def _plain(self, parts: tuple[SchemaObject, ...]) -> str | None:
         """Return the body of the rule of a conjunction without references and unions."""
         for part in parts:
             unknown = part.keys() - KNOWN
@@ -316,7 +317,7 @@ class _RuleBuilder:
             names.append(self._leaf_rule(parts, scalar_types))
         return " | ".join(filter(None, names)) or None
 
-    def _object_or_array(self, json_type: str, parts: tuple[dict[str, Any], ...]) -> str | None:
+    def _object_or_array(self, json_type: str, parts: tuple[SchemaObject, ...]) -> str | None:
         """Return the rule of a conjunction's objects or arrays.
 
         If there is no exact form, the rule is a leaf, in which keys have the schema's order.

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 from graft.grammar.errors import GrammarError
-from graft.grammar.schema.terms import NoExactForm, required_of, word_set
+from graft.grammar.schema.terms import NoExactForm, SchemaObject, required_of, word_set
 from graft.grammar.validate import search_pattern
 
 __all__ = [
@@ -108,14 +108,14 @@ def merge_objects(parts: Conjuncts) -> ObjectShape:
     return shape
 
 
-def _pattern_schema(part: dict[str, Any], pattern: str) -> Any:
+def _pattern_schema(part: SchemaObject, pattern: str) -> Any:
     """Return the schema that `part` has for properties that match `pattern` and are not named."""
     if part.get("patternProperties"):
         return part["patternProperties"][pattern]
     return part.get("additionalProperties", True)
 
 
-def _property_schemas(part: dict[str, Any], name: str) -> list[Any]:
+def _property_schemas(part: SchemaObject, name: str) -> list[Any]:
     """Return the schemas that `part` has for the property `name`."""
     schemas = [part["properties"][name]] if name in part.get("properties", ()) else []
     for pattern, schema in part.get("patternProperties", {}).items():

@@ -15,6 +15,7 @@ from graft.grammar.schema.terms import (
     JsonTypes,
     NoExactForm,
     References,
+    SchemaObject,
     common_types,
     required_of,
     types_of,
@@ -75,9 +76,9 @@ class Disjointness:
         small = len(json.dumps(document)) <= _MAX_QUERY_CHARACTERS
         return small and is_unsatisfiable(document)
 
-    def _intersection(self, parts: list[Any]) -> dict[str, Any]:
+    def _intersection(self, parts: list[Any]) -> SchemaObject:
         """Return the intersection of schemas, with the definitions that it refers to."""
-        document: dict[str, Any] = {"allOf": parts}
+        document: SchemaObject = {"allOf": parts}
         if "$schema" in self._definitions:
             document["$schema"] = self._definitions["$schema"]
         pending = _references_in(parts)
@@ -119,7 +120,7 @@ class Disjointness:
         return False
 
     def _part_is_apart(
-        self, one: dict[str, Any], other: dict[str, Any], types: JsonTypes, depth: int
+        self, one: SchemaObject, other: SchemaObject, types: JsonTypes, depth: int
     ) -> bool:
         """Return whether a part of `one` proves that `one` and `other` are disjoint.
 
@@ -137,7 +138,7 @@ class Disjointness:
                 return True
         return False
 
-    def _conjuncts(self, schema: dict[str, Any]) -> list[Any]:
+    def _conjuncts(self, schema: SchemaObject) -> list[Any]:
         """Return the schemas of ``allOf`` and the target of ``$ref``."""
         parts = list(schema.get("allOf", ()))
         if "$ref" in schema:
@@ -145,7 +146,7 @@ class Disjointness:
                 parts.append(self._references.resolve(schema["$ref"]))
         return parts
 
-    def _objects_are_apart(self, one: dict[str, Any], other: dict[str, Any], depth: int) -> bool:
+    def _objects_are_apart(self, one: SchemaObject, other: SchemaObject, depth: int) -> bool:
         """Return whether two object schemas have disjoint schemas for a required property."""
         for name in dict.fromkeys(required_of(one) + required_of(other)):
             schema = _property_schema(one, name)
@@ -168,7 +169,7 @@ def _have_common_value(values: list[Any], others: list[Any]) -> bool:
     return False
 
 
-def _strings_are_apart(one: dict[str, Any], other: dict[str, Any]) -> bool:
+def _strings_are_apart(one: SchemaObject, other: SchemaObject) -> bool:
     """Return whether provably no string satisfies both schemas."""
     values = values_of(one)
     if values is not None and _all_refused(values, other):
@@ -181,7 +182,7 @@ def _strings_are_apart(one: dict[str, Any], other: dict[str, Any]) -> bool:
     return bool(other.get("minLength", 0) > one.get("maxLength", math.inf))
 
 
-def _property_schema(schema: dict[str, Any], name: str) -> Any:
+def _property_schema(schema: SchemaObject, name: str) -> Any:
     """Return a schema that the property with this name must satisfy.
 
     The property may have to satisfy further schemas.
@@ -194,7 +195,7 @@ def _property_schema(schema: dict[str, Any], name: str) -> Any:
     return schema.get("additionalProperties", True)
 
 
-def _all_refused(words: list[Any], schema: dict[str, Any]) -> bool:
+def _all_refused(words: list[Any], schema: SchemaObject) -> bool:
     """Return whether no word is a string that the schema's own string keywords allow."""
     min_length = schema.get("minLength", 0)
     max_length = schema.get("maxLength", math.inf)

@@ -12,6 +12,7 @@ from graft.grammar.schema.terms import (
     JsonTypes,
     NoExactForm,
     References,
+    SchemaObject,
     any_of,
     common_types,
     required_of,
@@ -156,7 +157,7 @@ class Negation:
             raise omitted[0]
         return found, omitted[0] if omitted else None
 
-    def _options(self, schema: dict[str, Any], types: JsonTypes, names: Names) -> Iterator[Any]:
+    def _options(self, schema: SchemaObject, types: JsonTypes, names: Names) -> Iterator[Any]:
         """Yield schemas whose union is the complement of a schema."""
         yield from _other_types(schema, types)
         # The values of all types that the schema excludes have been yielded.
@@ -231,7 +232,7 @@ class Negation:
             yield {"type": "string", "pattern": none_of(by_type["string"])}
         if "number" in by_type and types & {"number", "integer"}:
             json_type = "number" if "number" in types else "integer"
-            lower: dict[str, Any] = {}
+            lower: SchemaObject = {}
             for number in sorted(set(by_type["number"])):
                 yield {"type": json_type, **lower, "exclusiveMaximum": number}
                 lower = {"exclusiveMinimum": number}
@@ -264,7 +265,7 @@ class Negation:
         prefix = "prefixItems" if self._draft >= 2020 else "items"
         return {"type": "array", "minItems": index + 1, prefix: [True] * index + [schema]}
 
-    def _arrays(self, schema: dict[str, Any]) -> Iterator[Any]:
+    def _arrays(self, schema: SchemaObject) -> Iterator[Any]:
         """Yield schemas whose union contains the arrays with an item that violates a schema."""
         items = schema.get("items")
         if isinstance(items, list):
@@ -287,7 +288,7 @@ class Negation:
         for index in range(len(prefix), int(max_items)):
             yield self._item(index, complement)
 
-    def _objects(self, schema: dict[str, Any], names: Names) -> Iterator[Any]:
+    def _objects(self, schema: SchemaObject, names: Names) -> Iterator[Any]:
         """Yield schemas whose union contains the objects with a missing or invalid property."""
         properties = schema.get("properties", {})
         for name in required_of(schema):
@@ -361,7 +362,7 @@ def _with_another_property(present: tuple[str, ...], names: tuple[str, ...]) -> 
     }
 
 
-def _other_types(schema: dict[str, Any], types: JsonTypes) -> Iterator[Any]:
+def _other_types(schema: SchemaObject, types: JsonTypes) -> Iterator[Any]:
     """Yield the schema of all values whose type is excluded by the ``type`` of a schema."""
     if "type" not in schema:
         return
@@ -375,7 +376,7 @@ def _other_types(schema: dict[str, Any], types: JsonTypes) -> Iterator[Any]:
         yield {"type": sorted(excluded)}
 
 
-def _numbers(schema: dict[str, Any], json_type: str) -> Iterator[Any]:
+def _numbers(schema: SchemaObject, json_type: str) -> Iterator[Any]:
     """Yield schemas of the numbers that violate a bound of a schema of any draft.
 
     In draft 4, ``exclusiveMinimum`` is a boolean that belongs to ``minimum``. In later drafts, it

@@ -16,6 +16,7 @@ from graft.grammar.schema.terms import (
     MAPS,
     NoExactForm,
     References,
+    SchemaObject,
     pointer_steps,
     subschemas,
     word_set,
@@ -53,7 +54,7 @@ _DYNAMIC_REFERENCES = ("$dynamicRef", "$recursiveRef")
 Names = tuple[dict[str, Any], dict[str, Any]]
 
 
-def normalize(root: dict[str, Any], draft: int) -> dict[str, Any]:
+def normalize(root: SchemaObject, draft: int) -> SchemaObject:
     """Return a normalized copy of a schema document.
 
     Parameters
@@ -80,7 +81,7 @@ def normalize(root: dict[str, Any], draft: int) -> dict[str, Any]:
     return root
 
 
-def _remove_idle_contains(part: dict[str, Any]) -> None:
+def _remove_idle_contains(part: SchemaObject) -> None:
     """Remove a ``contains`` that requires nothing, and bounds that belong to no ``contains``."""
     if part.get("minContains") == 0 and "maxContains" not in part:
         part.pop("contains", None)
@@ -121,7 +122,7 @@ def _without_ignored(part: Any, draft: int, is_map: bool) -> Any:
     return kept
 
 
-def _resolve_names(root: dict[str, Any]) -> None:
+def _resolve_names(root: SchemaObject) -> None:
     """Replace references by name, and dynamic references with a single target, by pointers.
 
     The document is modified in place.
@@ -142,7 +143,7 @@ def _resolve_names(root: dict[str, Any]) -> None:
                 part["$ref"] = found[0]
 
 
-def _pointers_by_name(root: dict[str, Any]) -> dict[str, list[str]]:
+def _pointers_by_name(root: SchemaObject) -> dict[str, list[str]]:
     """Return the JSON pointers of the subschemas that have a name, by name."""
     pointers: dict[str, list[str]] = {}
     for pointer, part in subschemas(root):
@@ -155,9 +156,7 @@ def _pointers_by_name(root: dict[str, Any]) -> dict[str, list[str]]:
     return pointers
 
 
-def _replace_unevaluated_properties(
-    part: dict[str, Any], rest: Any, references: References
-) -> None:
+def _replace_unevaluated_properties(part: SchemaObject, rest: Any, references: References) -> None:
     """Replace ``unevaluatedProperties: rest`` by ``additionalProperties``."""
     found = _evaluated_names(part, references, ("unevaluatedProperties",), [])
     if found is None or rest is True or rest == {}:
@@ -225,7 +224,7 @@ def _evaluated_names(
     return names, patterns
 
 
-def _conditional_parts(part: dict[str, Any]) -> list[Any]:
+def _conditional_parts(part: SchemaObject) -> list[Any]:
     """Return the subschemas that apply to the same value as `part`, depending on that value."""
     parts: list[Any] = []
     for keyword in _CONDITIONAL:
@@ -239,7 +238,7 @@ def _conditional_parts(part: dict[str, Any]) -> list[Any]:
     return parts
 
 
-def _replace_unevaluated_items(part: dict[str, Any], rest: Any, references: References) -> None:
+def _replace_unevaluated_items(part: SchemaObject, rest: Any, references: References) -> None:
     """Replace ``unevaluatedItems: rest`` by ``items`` or ``additionalItems``."""
     if rest is True or rest == {}:
         return
@@ -258,7 +257,7 @@ _UNEVALUATED = {
 _REFERENCE = re.compile(r'"\$(?:ref|dynamicRef|recursiveRef)": "((?:[^"\\]|\\.)*)"')
 
 
-def _remove_unused_definitions(root: dict[str, Any], references: References) -> None:
+def _remove_unused_definitions(root: SchemaObject, references: References) -> None:
     """Remove the definitions that no reference leads to.
 
     If a reference is not a local pointer, all definitions are kept.

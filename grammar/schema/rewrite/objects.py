@@ -7,7 +7,7 @@ import math
 import re
 from typing import Any
 
-from graft.grammar.schema.terms import NoExactForm, required_of, word_set
+from graft.grammar.schema.terms import NoExactForm, SchemaObject, required_of, word_set
 from graft.grammar.validate import search_pattern
 
 __all__ = ["contains", "dependencies", "distinct", "property_count", "property_names"]
@@ -88,7 +88,7 @@ def _required_together(name_lists: dict[str, list[str]], required: set[str]) -> 
     return parts
 
 
-def property_names(names: Any, schema: dict[str, Any]) -> dict[str, Any]:
+def property_names(names: Any, schema: SchemaObject) -> SchemaObject:
     """Return the keywords that replace ``propertyNames`` in an object schema.
 
     They are new values of ``properties``, ``patternProperties`` and ``additionalProperties``. If no
@@ -130,7 +130,7 @@ def property_names(names: Any, schema: dict[str, Any]) -> dict[str, Any]:
         if name not in listed and not search_pattern(pattern, name):
             listed[name] = False
     rest = schema.get("additionalProperties", True)
-    replacements: dict[str, Any] = {"additionalProperties": False}
+    replacements: SchemaObject = {"additionalProperties": False}
     if listed:
         replacements["properties"] = listed
     if rest is not False:
@@ -158,7 +158,7 @@ def _name_pattern(names: Any) -> str:
     raise NoExactForm("propertyNames", f"a schema with {listed} cannot be enforced for names")
 
 
-def property_count(schema: dict[str, Any]) -> list[Any] | None:
+def property_count(schema: SchemaObject) -> list[Any] | None:
     """Return schemas whose union is equivalent to ``minProperties`` and ``maxProperties``.
 
     The union has one option for each set of optional properties that may be present together.
@@ -217,7 +217,7 @@ def property_count(schema: dict[str, Any]) -> list[Any] | None:
 
 def _presence_options(
     optional: list[str], max_present: int, bounds: dict[str, int]
-) -> list[dict[str, Any]]:
+) -> list[SchemaObject]:
     """Return a schema for each set of at most `max_present` optional properties.
 
     The schema requires the properties of the set, forbids the other optional properties, and has
@@ -229,7 +229,7 @@ def _presence_options(
     for size in sizes:
         for present in itertools.combinations(optional, size):
             absent = [name for name in optional if name not in present]
-            option: dict[str, Any] = {
+            option: SchemaObject = {
                 "properties": dict.fromkeys(absent, False),
                 "required": list(present),
                 **bounds,
@@ -243,7 +243,7 @@ def _check_combinations(count: int) -> None:
         raise NoExactForm("minProperties/maxProperties", f"more than {_MAX_OPTIONS} combinations")
 
 
-def distinct(schema: dict[str, Any], values: list[Any] | None) -> list[Any] | None:
+def distinct(schema: SchemaObject, values: list[Any] | None) -> list[Any] | None:
     """Return schemas whose union is equivalent to ``uniqueItems: true`` for arrays.
 
     Parameters
@@ -283,7 +283,7 @@ def distinct(schema: dict[str, Any], values: list[Any] | None) -> list[Any] | No
     return options
 
 
-def contains(part: Any, schema: dict[str, Any], prefix: str) -> list[Any]:
+def contains(part: Any, schema: SchemaObject, prefix: str) -> list[Any]:
     """Return schemas whose union is equivalent to ``contains`` for arrays.
 
     There is one schema for each set of positions at which the contained items can be.

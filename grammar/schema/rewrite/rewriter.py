@@ -15,6 +15,7 @@ from graft.grammar.schema.terms import (
     NoExactForm,
     Reason,
     References,
+    SchemaObject,
     common_types,
     escape,
     types_of,
@@ -75,10 +76,10 @@ class Site:
         Schemas that values must satisfy in addition to the keywords in `out`.
     """
 
-    schema: dict[str, Any]
+    schema: SchemaObject
     at: str
     types: JsonTypes
-    out: dict[str, Any] = field(default_factory=dict)
+    out: SchemaObject = field(default_factory=dict)
     extra: list[Any] = field(default_factory=list)
 
 
@@ -106,7 +107,7 @@ class Rewriter:
     """
 
     def __init__(
-        self, root: dict[str, Any], draft: int, assert_formats: bool, rules: Mapping[str, Rule]
+        self, root: SchemaObject, draft: int, assert_formats: bool, rules: Mapping[str, Rule]
     ):
         self.lost: list[Reason] = []
         self.narrowed: list[Reason] = []
@@ -122,9 +123,9 @@ class Rewriter:
         self._aliases: dict[str, str] = {}
         self._aliased_pointers: list[str] = []
 
-    def rewrite_document(self, root: dict[str, Any]) -> dict[str, Any]:
+    def rewrite_document(self, root: SchemaObject) -> SchemaObject:
         """Rewrite the document, and add copies of reference targets to its definitions."""
-        new: dict[str, Any] = self.rewrite(root, "#", JSON_TYPES)
+        new: SchemaObject = self.rewrite(root, "#", JSON_TYPES)
         # The list grows during the loop, because rewriting a copy may add further targets.
         for pointer in self._aliased_pointers:
             target = self.references.resolve(f"#{pointer}")
@@ -246,7 +247,7 @@ class Rewriter:
 Rule = Callable[[Rewriter, Any, Site], None]
 
 
-def _fold_pattern_properties(out: dict[str, Any]) -> None:
+def _fold_pattern_properties(out: SchemaObject) -> None:
     """Move patterns that match only listed names from ``patternProperties`` to ``properties``.
 
     Otherwise, LLGuidance would allow a second property with the same name.
@@ -264,7 +265,7 @@ def _fold_pattern_properties(out: dict[str, Any]) -> None:
             listed[word] = {"allOf": [listed[word], part]}
 
 
-def _add_conjuncts(out: dict[str, Any], extra: list[Any]) -> dict[str, Any]:
+def _add_conjuncts(out: SchemaObject, extra: list[Any]) -> SchemaObject:
     """Return the schema `out` with the additional schemas `extra`, all of which must hold."""
     if len(extra) == 1:
         [schema] = extra

@@ -23,6 +23,7 @@ from graft.grammar.schema.terms import (
     JsonTypes,
     NoExactForm,
     Reason,
+    SchemaObject,
     any_of,
     common_types,
     required_of,
@@ -202,7 +203,7 @@ def _exclude(
     return any_of(options)
 
 
-def _exclude_empty(rewriter: Rewriter, one: Any, other: Any) -> dict[str, Any] | None:
+def _exclude_empty(rewriter: Rewriter, one: Any, other: Any) -> SchemaObject | None:
     """Return a schema that excludes the only value which two schemas share, ``[]`` or ``{}``.
 
     Return None if the schemas may share other values.
