@@ -16,6 +16,7 @@ import numpy as np
 import reference_round as ref
 from guide_util import MATCHER_KINDS, OTHER_STOP, STOP, exchange_for, mix, oracle_row, run_work
 from reference_round import DEAD_END, ERROR, FREE, NOT_READY, READY, bits
+from round_simulator import Decision, RoundSimulator
 
 from graft.grammar import CompiledGrammar, GrammarBackend, Matcher
 from graft.grammar.decoder import GuidedDecoder, GuidedRequest
@@ -54,6 +55,63 @@ class SlotTruth(ref.Slot):
     reason: int = 0
     confused: bool = False
     left: bool = False
+
+
+def wanted_token(truth: SlotTruth, position: int, legal: np.ndarray) -> int:
+    """Return the legal id that the target model would choose.
+
+    It depends only on the request and the position. In free text, it is often a token of a marker.
+    """
+    likely = np.intersect1d(MARKER_TOKENS, legal)
+    is_free_text = len(legal) > 200
+    if len(likely) and is_free_text and mix(truth.epoch, position) % 10 < 8:
+        legal = likely
+    return max(legal.tolist(), key=lambda token: mix(truth.epoch, position, token))
+
+
+class RandomDecision(Decision):
+    """Chooses the wanted token of each request, and sometimes a random or illegal one.
+
+    Parameters
+    ----------
+    device
+        The simulated device, whose random generator and options are used.
+    """
+
+    def __init__(self, device: Device):
+        self.device = device
+        self.rng = device.rng
+        self.all_ids = np.arange(device.size)
+
+    def legal_ids(self, mask: np.ndarray | None) -> np.ndarray:
+        return self.all_ids if mask is None else bits(mask)
+
+    def is_late(self, slot: SlotTruth, node: int, state: int) -> bool:
+        return node == 0 and self.rng.random() < 0.05
+
+    def target(self, slot: SlotTruth, node: int, position: int, legal: np.ndarray) -> int:
+        if slot.start and self.rng.random() < self.device.wrong:
+            slot.confused = True
+            illegal = np.setdiff1d(np.arange(self.device.size + 3), legal)
+            return int(self.rng.choice(illegal))
+        return wanted_token(slot, position, legal)
+
+    def draft(self, slot: SlotTruth, j: int, legal: np.ndarray | None) -> int | None:
+        device = self.device
+        row = ref.row_at(device.exchanges[0], slot.index, j - 1)
+        forced = row.forced(slot, slot.n + j - 1)
+        if forced >= 0:
+            return forced
+        if device.forced is not None and not device.masked:
+            return None
+        # Without masks, the drafter still proposes legal tokens most of the time.
+        choices = device.known_ids(slot) if legal is None else legal
+        token = wanted_token(slot, slot.n + j, choices)
+        if self.rng.random() < 0.25:
+            token = int(self.rng.choice(choices))
+        if self.rng.random() < 0.1:
+            token = int(self.rng.choice([-1, device.size, 2**31 - 1, *range(device.size)]))
+        return token
 
 
 class Device:
@@ -113,8 +171,10 @@ class Device:
         options = {"masked_drafts": masked, "forced": forced, "max_in_flight": 4, **(options or {})}
         self.decoders = [GuidedDecoder(exchange, **options) for exchange in self.exchanges]
         self.slots: list[Any] = [None] * slots
+        self.simulator = RoundSimulator(self.exchanges, self.slots, RandomDecision(self))
         self.matchers: list[list[Matcher | None]] = [[None] * slots for _ in kinds]
-        self.epoch = self.replay = self.published = 0
+        self.epoch = 0
+        self.published = 0
         self.snapshots: dict[int, list[int]] = {}
         self.ended: list[SlotTruth] = []
         self.works = [[d.open_work() for d in self.decoders]]
@@ -122,6 +182,11 @@ class Device:
             self.works.append([d.commit_work() for d in self.decoders])
         for j in range(1, draft_length + probe if masked else 0):
             self.works.append([d.draft_work(j) for d in self.decoders])
+
+    @property
+    def replay(self) -> int:
+        """Number of the replay that runs or has run last."""
+        return self.simulator.replay
 
     # Methods that do the work of the host.
 
@@ -154,7 +219,8 @@ class Device:
     def publish(self, leave_out: Sequence[int] = ()) -> None:
         """Publish the next replay.
 
-        It contains all requests that have not left, except the slots in `leave_out`.
+        It contains the requests of all slots except `leave_out`. Requests whose end the host has
+        seen are not included.
         """
         self.published += 1
         rows = []
@@ -175,7 +241,7 @@ class Device:
 
     def run(self) -> None:
         """Run and retire one replay with its open, commit and draft steps, and make all checks."""
-        self.replay += 1
+        self.simulator.replay += 1
         truths = [self.slots[s] for s in self.snapshots.pop(self.replay)]
         self._step(0)
         for truth in truths:
@@ -197,7 +263,7 @@ class Device:
                 self._probe(j, drafting)
                 continue
             for truth in drafting:
-                self._draft(truth, j)
+                self.simulator.draft(truth.index, j, masked=self.masked)
             if self.masked and j < self.k:
                 self._step(1 + j)
                 for truth in drafting:
@@ -223,16 +289,12 @@ class Device:
 
     def _state(self, truth: SlotTruth, j: int) -> int:
         """Return the state of mask row `j` as a kernel reads it."""
-        return ref.row_at(self.exchanges[0], truth.index, j).counts_as(truth, truth.n + j)
-
-    def _legal(self, truth: SlotTruth, j: int) -> np.ndarray:
-        ready = self._state(truth, j) == READY
-        return bits(self.exchanges[0].masks[truth.index, j]) if ready else np.arange(self.size)
+        return self.simulator.row_state(truth.index, j, truth.n + j)
 
     def _oracle_row(self, truth: SlotTruth, drafts: Sequence[int]) -> np.ndarray | None:
         return oracle_row(truth.start, [*truth.history, *drafts])
 
-    def _known(self, truth: SlotTruth) -> np.ndarray:
+    def known_ids(self, truth: SlotTruth) -> np.ndarray:
         """Return the ids that are legal after the drafts, according to the reference matcher.
 
         Return all ids if the request is unconstrained or no id is legal.
@@ -268,61 +330,11 @@ class Device:
 
     def _verify(self, truth: SlotTruth) -> bool:
         """Verify and commit; return whether the slot continues to draft."""
-
-        def row(node: int, position: int) -> tuple[int, np.ndarray]:
-            state = self._state(truth, node)
-            stalls = node == 0 and self.rng.random() < 0.05
-            stalls = stalls and state in (FREE, READY)
-            return NOT_READY if stalls else state, self._legal(truth, node)
-
-        def decide(node: int, position: int, legal: np.ndarray) -> tuple[int, int | None]:
-            if truth.start and self.rng.random() < self.wrong:
-                truth.confused = True
-                illegal = np.setdiff1d(np.arange(self.size + 3), legal)
-                return int(self.rng.choice(illegal)), None
-            token = self._wanted(truth, position, legal)
-            return token, truth.tree.child(node, token)
-
-        outcome = ref.walk(truth, row, decide)
-        ref.commit(truth, outcome)
-        for exchange in self.exchanges:
-            ref.record(exchange, truth.index, self.replay, outcome.tokens)
+        outcome = self.simulator.verify(truth.index)
         if not truth.confused:
             truth.history += outcome.tokens
         truth.reason = truth.reason or outcome.reason
         return truth.active and bool(outcome.tokens)
-
-    def _wanted(self, truth: SlotTruth, position: int, legal: np.ndarray) -> int:
-        """Return the legal id that the target model would choose.
-
-        It depends only on the request and the position. In free text, it is often a token of a
-        marker.
-        """
-        likely = np.intersect1d(MARKER_TOKENS, legal)
-        is_free_text = len(legal) > 200
-        if len(likely) and is_free_text and mix(truth.epoch, position) % 10 < 8:
-            legal = likely
-        return max(legal.tolist(), key=lambda token: mix(truth.epoch, position, token))
-
-    def _draft(self, truth: SlotTruth, j: int) -> None:
-        if not ref.is_drafting(truth, j):
-            return
-        token = ref.row_at(self.exchanges[0], truth.index, j - 1).forced(truth, truth.n + j - 1)
-        if token >= 0:
-            self._keep(truth, token)
-            return
-        if self.forced is not None and not self.masked:
-            return
-        if self.masked and self._state(truth, j - 1) not in (FREE, READY):
-            return
-        # Without masks, the drafter still proposes legal tokens most of the time.
-        choices = self._legal(truth, j - 1) if self.masked else self._known(truth)
-        token = self._wanted(truth, truth.n + j, choices)
-        if self.rng.random() < 0.25:
-            token = int(self.rng.choice(choices))
-        if self.rng.random() < 0.1:
-            token = int(self.rng.choice([-1, self.size, 2**31 - 1, *range(self.size)]))
-        self._keep(truth, token)
 
     def _probe(self, j: int, truths: Sequence[SlotTruth]) -> None:
         """Offer candidates for draft `j`, and check that the answer is the first legal one."""
@@ -346,22 +358,18 @@ class Device:
                 assert answer == (self.replay, j, token)
                 if token < 0:
                     self._check_row(truth, j - 1)
-            self._keep(truth, token if token >= 0 else self._wanted(truth, truth.n + j, legal))
+            if token < 0:
+                token = wanted_token(truth, truth.n + j, legal)
+            self.simulator.add_draft(truth.index, token)
 
     def _offer(self, truth: SlotTruth, j: int) -> list[int]:
         """Write random candidates for draft `j` to the exchange memory and return them."""
         knows = self.rng.random() < 0.8
-        likely = self._known(truth) if knows else np.arange(self.size)
+        likely = self.known_ids(truth) if knows else np.arange(self.size)
         count = int(self.rng.integers(0, 5))
         offer = self.rng.choice([-1, self.size, 2**31 - 1, *likely], count).tolist()
         if count and knows:
-            offer[-1] = self._wanted(truth, truth.n + j, likely)
+            offer[-1] = wanted_token(truth, truth.n + j, likely)
         for exchange in self.exchanges:
             exchange.candidates[truth.index, : 3 + count] = [self.replay, j, count, *offer]
         return offer
-
-    def _keep(self, truth: SlotTruth, token: int) -> None:
-        """Add a draft and write all drafts to the exchange memory."""
-        ref.keep(truth, token)
-        for exchange in self.exchanges:
-            ref.record_drafts(exchange, truth.index, self.replay, truth.drafts)
