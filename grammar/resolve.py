@@ -137,8 +137,9 @@ def _close_objects(schema: Any) -> Any:
         return schema
     out = dict(schema)
     for keyword in ("properties", "patternProperties", "$defs", "definitions"):
-        if isinstance(out.get(keyword), dict):
-            out[keyword] = {name: _close_objects(part) for name, part in out[keyword].items()}
+        schemas = out.get(keyword)
+        if isinstance(schemas, dict):
+            out[keyword] = {name: _close_objects(part) for name, part in schemas.items()}
     for keyword in ("items", "additionalProperties", "contains"):
         if keyword in out:
             out[keyword] = _close_objects(out[keyword])

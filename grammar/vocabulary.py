@@ -137,7 +137,7 @@ class Vocabulary:
         for added_token in description.get("added_tokens") or []:
             names[added_token["content"]] = added_token["id"]
         added = set(names.values())
-        last = max(max(vocab.values(), default=-1), max(added, default=-1))
+        last = max([-1, *vocab.values(), *added])
         if last >= size:
             raise GrammarError(f"tokenizer: has id {last} but the model has {size} logit columns")
         tokens = [b""] * (last + 1)

@@ -196,17 +196,24 @@ def required_of(schema: SchemaObject) -> list[str]:
 def has_orders(part: SchemaObject) -> bool:
     """Return whether objects that satisfy the schema can have their keys in several orders.
 
-    This is the case if an object can have at least two keys, and the schema has a name or a pattern
-    for one of them.
+    This is the case if keys of at least two kinds are allowed, and the schema names a key or has a
+    pattern for keys. Each named key is a kind, the keys of each pattern are a kind, and all other
+    keys are a kind.
     """
     values = values_of(part)
     if values is not None:
         return _contains_several_keys(values)
-    names = {name for name, schema in part.get("properties", {}).items() if schema is not False}
-    names.update(required_of(part))
+    names = set(required_of(part))
+    for name, schema in part.get("properties", {}).items():
+        if schema is not False:
+            names.add(name)
     patterns = len(part.get("patternProperties", ()))
-    unnamed = patterns + (part.get("additionalProperties") is not False)
-    return bool(names or patterns) and len(names) + unnamed > 1
+    if not names and not patterns:
+        return False
+    kinds = len(names) + patterns
+    if part.get("additionalProperties") is not False:
+        kinds += 1
+    return kinds > 1
 
 
 def _contains_several_keys(value: Any) -> bool:

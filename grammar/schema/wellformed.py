@@ -266,7 +266,8 @@ def _is_endless(schema: Any, parts: list[SchemaObject], references: References) 
         for keyword in ("anyOf", "oneOf"):
             if keyword in part and not any(map(is_finite, part[keyword])):
                 return False
-        return all(map(is_finite, [*part.get("allOf", ()), *_required_parts(part)]))
+        conjuncts = part.get("allOf", [])
+        return all(map(is_finite, conjuncts + _required_parts(part)))
 
     changed = True
     while changed:

@@ -45,7 +45,7 @@ def _run(function: str, arguments: tuple[Any, ...]) -> tuple[str, Any]:
         result = getattr(module, function_name)(*arguments)
     except Refusal as error:
         return "refused", (type(error), str(error))
-    except BaseException as error:  # a Rust panic in LLGuidance is not an Exception
+    except BaseException as error:  # a Rust panic in LLGuidance is raised as a BaseException
         if isinstance(error, MemoryError) or "bad_alloc" in str(error):
             return "memory", ""
         message = f"{type(error).__name__}: {error}"

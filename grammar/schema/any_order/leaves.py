@@ -215,9 +215,12 @@ class Leaves:
                 reached[pointer] = None
                 out[keyword] = f"#/$defs/{self._definition_name(pointer)}"
             elif keyword in _MAPS:
-                out[keyword] = {name: self._copy(s, reached) for name, s in value.items()}
+                schemas: dict[str, Any] = {}
+                for name, schema in value.items():
+                    schemas[name] = self._copy(schema, reached)
+                out[keyword] = schemas
             elif keyword in _LISTS and isinstance(value, list):
-                out[keyword] = [self._copy(s, reached) for s in value]
+                out[keyword] = [self._copy(schema, reached) for schema in value]
             elif keyword in _SINGLE:
                 out[keyword] = self._copy(value, reached)
             else:

@@ -171,9 +171,12 @@ class _RuleBuilder:
         if start is None:
             raise NoExactForm(_WHOLE, "allows no output")
         lines = [f"start: {start}"]
-        lines += [f"{name}: {body}" for name, body in self._rules.items()]
-        lines += [f"{name}: {body}" for body, name in self._terminals.items()]
-        return "\n".join([*lines, lark.separators(json_options(whitespace))])
+        for name, body in self._rules.items():
+            lines.append(f"{name}: {body}")
+        for body, name in self._terminals.items():
+            lines.append(f"{name}: {body}")
+        lines.append(lark.separators(json_options(whitespace)))
+        return "\n".join(lines)
 
     # Names -------------------------------------------------------------------------------------
 
@@ -255,13 +258,14 @@ class _RuleBuilder:
         if not any(self._leaves.has_orders(part) for part in parts):
             return self._leaves.leaf(parts)
         for index, part in enumerate(parts):
-            others = (*parts[:index], *parts[index + 1 :])
+            others = parts[:index] + parts[index + 1 :]
             if "$ref" in part:
                 target = self._leaves.resolve(part["$ref"])
-                return self._rule((target, self._leaves.without(part, "$ref"), *others))
+                rest = self._leaves.without(part, "$ref")
+                return self._rule((target, rest, *others))
             if "anyOf" in part:
-                rest = (self._leaves.without(part, "anyOf"), *others)
-                return self._union(part["anyOf"], rest)
+                rest = self._leaves.without(part, "anyOf")
+                return self._union(part["anyOf"], (rest, *others))
         return self._plain(parts)
 
     def _union(self, options: list[Any], rest: Conjuncts) -> str | None:

@@ -117,7 +117,10 @@ def _pattern_schema(part: SchemaObject, pattern: str) -> Any:
 
 def _property_schemas(part: SchemaObject, name: str) -> list[Any]:
     """Return the schemas that `part` has for the property `name`."""
-    schemas = [part["properties"][name]] if name in part.get("properties", ()) else []
+    schemas: list[Any] = []
+    properties = part.get("properties", {})
+    if name in properties:
+        schemas.append(properties[name])
     for pattern, schema in part.get("patternProperties", {}).items():
         if _matches(pattern, name):
             schemas.append(schema)

@@ -211,7 +211,7 @@ def _all_refused(words: list[Any], schema: SchemaObject) -> bool:
             return True
         if not min_length <= len(word) <= max_length:
             return True
-        # Python's and the backend's patterns may differ for other characters than ASCII.
+        # For non-ASCII characters, Python's patterns may differ from the backend's.
         return pattern is not None and word.isascii() and not search_pattern(pattern, word)
 
     return all(map(is_refused, words))

@@ -63,7 +63,7 @@ def _one_of(rewriter: Rewriter, value: Any, site: Site) -> None:
     # If an option was narrowed, the original options are compared: a valid value that the narrowed
     # option leaves out must still be excluded from the other options.
     complete = rewritten if len(rewriter.narrowed) == narrowed_before else value
-    base = {k: part for k, part in site.out.items() if k not in _NOT_ABOUT_VALUES}
+    base = {key: site.out[key] for key in site.out if key not in _NOT_ABOUT_VALUES}
     overlaps = _overlaps(rewriter, complete, base)
     if not overlaps:
         site.extra.append({"anyOf": rewritten})
@@ -224,11 +224,18 @@ def _exclude_empty(rewriter: Rewriter, one: Any, other: Any) -> SchemaObject | N
     return {min_elements: 1}
 
 
+def _require(rewriter: Rewriter, schema: Any, site: Site, keyword: str) -> None:
+    """Add a schema that replaces a keyword to a site, after rewriting the schema."""
+    pointer = f"{site.at}/{keyword}"
+    new_schema = rewriter.rewrite_exactly(schema, pointer, site.types)
+    site.extra.append(new_schema)
+
+
 def _not(rewriter: Rewriter, value: Any, site: Site) -> None:
     """Replace ``not`` by the complement of its schema."""
     names = _closed_names(rewriter, site.schema)
     complement = rewriter.negation.complement(value, site.types, names)
-    site.extra.append(rewriter.rewrite_exactly(complement, f"{site.at}/not", site.types))
+    _require(rewriter, complement, site, "not")
 
 
 def _if(rewriter: Rewriter, value: Any, site: Site) -> None:
@@ -245,7 +252,7 @@ def _if(rewriter: Rewriter, value: Any, site: Site) -> None:
         if otherwise is not True:
             complement = {"allOf": [complement, otherwise]}
         options = [{"allOf": [value, then]}, complement]
-    site.extra.append(rewriter.rewrite_exactly({"anyOf": options}, f"{site.at}/if", site.types))
+    _require(rewriter, {"anyOf": options}, site, "if")
 
 
 def _handled_elsewhere(rewriter: Rewriter, value: Any, site: Site) -> None:
@@ -254,8 +261,7 @@ def _handled_elsewhere(rewriter: Rewriter, value: Any, site: Site) -> None:
 
 def _dependencies(rewriter: Rewriter, value: Any, site: Site) -> None:
     for part in dependencies(value, required_of(site.schema)):
-        pointer = f"{site.at}/dependencies"
-        site.extra.append(rewriter.rewrite_exactly(part, pointer, site.types))
+        _require(rewriter, part, site, "dependencies")
 
 
 def _property_names(rewriter: Rewriter, value: Any, site: Site) -> None:
@@ -302,8 +308,7 @@ def _contains(rewriter: Rewriter, value: Any, site: Site) -> None:
     prefix = "prefixItems" if rewriter.draft >= 2020 else "items"
     options = contains(value, site.schema, prefix)
     options += _other_than_arrays(site)
-    pointer = f"{site.at}/contains"
-    site.extra.append(rewriter.rewrite_exactly({"anyOf": options}, pointer, site.types))
+    _require(rewriter, {"anyOf": options}, site, "contains")
 
 
 def _other_than_arrays(site: Site) -> list[Any]:

@@ -59,7 +59,8 @@ def ecma_pattern(pattern: str) -> str:
             continue
         if in_class and char == "]":
             in_class = False
-            out[class_start:] = [_without_nul("".join(out[class_start:]) + char)]
+            characters = "".join(out[class_start:]) + char
+            out[class_start:] = [_without_nul(characters)]
             at += 1
             continue
         if char == "[" and not in_class:
@@ -137,9 +138,10 @@ def _escape(pattern: str, at: int, in_class: bool) -> tuple[str, int]:
     digits = "[0-9A-Fa-f]{2}"
     surrogates = re.match(rf"\\u([Dd][89ABab]{digits})\\u([Dd][C-Fc-f]{digits})", pattern[at:])
     if surrogates:
-        high = int(surrogates[1], 16)
-        low = int(surrogates[2], 16)
-        return code_point(0x10000 + ((high - 0xD800) << 10) + (low - 0xDC00)), 12
+        high_bits = int(surrogates[1], 16) - 0xD800
+        low_bits = int(surrogates[2], 16) - 0xDC00
+        code = 0x10000 + (high_bits << 10) + low_bits
+        return code_point(code), 12
     braced = re.match(r"\\[uxpP]\{[^}]*\}", pattern[at:])
     if braced:
         return braced[0], len(braced[0])
