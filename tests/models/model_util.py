@@ -50,7 +50,13 @@ def make_rows(device: Any, token: Any, slot: Any, pos: Any) -> Rows:
 
 def make_cache(device: Any, config: Any, layers: int | None = None, **changes: Any) -> PagedKV:
     """Create a KV cache for a model, by default with 3 slots of 64 positions in pages of 8."""
-    sizes = {"pages": 40, "page_size": 8, "slots": 3, "max_pages_per_slot": 8, **changes}
+    sizes = {
+        "pages": 40,
+        "page_size": 8,
+        "slots": 3,
+        "max_pages_per_slot": 8,
+        **changes,
+    }
     of_model = {
         "kv_heads": config.num_key_value_heads,
         "head_dim": config.head_dim,
@@ -91,7 +97,14 @@ def load_eagle3(
     """Load an EAGLE-3 head with its own KV cache and set the feature layers of the target."""
     config = Eagle3Config.from_dir(folder)
     kv = make_cache(device, config, config.num_hidden_layers, **cache)
-    head = Eagle3Head(device, config, Checkpoint(folder), target, kv, max_rows=max_rows)
+    head = Eagle3Head(
+        device,
+        config,
+        Checkpoint(folder),
+        target,
+        kv,
+        max_rows=max_rows,
+    )
     target.set_feature_layers(head.feature_layers)
     return head
 

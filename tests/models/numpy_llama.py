@@ -14,7 +14,8 @@ Weights = dict[str, np.ndarray]
 def rms_norm(x: np.ndarray, weight: np.ndarray, eps: float) -> np.ndarray:
     """Return the RMSNorm of the rows of x."""
     mean_square = (x * x).mean(-1, keepdims=True)
-    return x / np.sqrt(mean_square + eps) * weight.astype(np.float64)
+    root = np.sqrt(mean_square + eps)
+    return x / root * weight.astype(np.float64)
 
 
 def inverse_frequencies(config: dict[str, Any], dim: int) -> np.ndarray:
@@ -35,9 +36,10 @@ def inverse_frequencies(config: dict[str, Any], dim: int) -> np.ndarray:
                 f /= rope["factor"]
             elif wavelength >= high:
                 span = rope["high_freq_factor"] - rope["low_freq_factor"]
-                s = rope["original_max_position_embeddings"] / wavelength - rope["low_freq_factor"]
-                s /= span
-                f = (1 - s) * f / rope["factor"] + s * f
+                ratio = rope["original_max_position_embeddings"] / wavelength
+                s = (ratio - rope["low_freq_factor"]) / span
+                stretched = (1 - s) * f / rope["factor"]
+                f = stretched + s * f
         result.append(f)
     return np.array(result)
 
@@ -58,11 +60,14 @@ def attention(q: np.ndarray, k: np.ndarray, v: np.ndarray, mask: np.ndarray) -> 
     group = q.shape[1] // k.shape[1]
     k = np.repeat(k, group, axis=1)
     v = np.repeat(v, group, axis=1)
-    scores = np.einsum("qhd,khd->hqk", q, k) / np.sqrt(q.shape[-1])
+    products = np.einsum("qhd,khd->hqk", q, k)
+    scores = products / np.sqrt(q.shape[-1])
     scores = np.where(mask, scores, -np.inf)
-    p = np.exp(scores - scores.max(-1, keepdims=True))
+    top = scores.max(-1, keepdims=True)
+    p = np.exp(scores - top)
     p /= p.sum(-1, keepdims=True)
-    return np.einsum("hqk,khd->qhd", p, v).reshape(q.shape[0], -1)
+    out = np.einsum("hqk,khd->qhd", p, v)
+    return out.reshape(q.shape[0], -1)
 
 
 def silu(x: np.ndarray) -> np.ndarray:
@@ -81,25 +86,33 @@ def decoder_layer(
     at = np.arange(length)
 
     def linear(name: str, y: np.ndarray) -> np.ndarray:
-        return y @ w[f"{prefix}.{name}.weight"].astype(np.float64).T
+        weight = w[f"{prefix}.{name}.weight"]
+        return y @ weight.astype(np.float64).T
 
-    q = rotate(linear("self_attn.q_proj", x).reshape(length, heads, dim), at, frequencies)
-    k = rotate(linear("self_attn.k_proj", x).reshape(length, kv_heads, dim), at, frequencies)
+    q = linear("self_attn.q_proj", x).reshape(length, heads, dim)
+    k = linear("self_attn.k_proj", x).reshape(length, kv_heads, dim)
     v = linear("self_attn.v_proj", x).reshape(length, kv_heads, dim)
+    q = rotate(q, at, frequencies)
+    k = rotate(k, at, frequencies)
     causal = np.tril(np.ones((length, length), dtype=bool))
-    h = residual + linear("self_attn.o_proj", attention(q, k, v, causal))
-    y = rms_norm(h, w[f"{prefix}.post_attention_layernorm.weight"], config["rms_norm_eps"])
-    gated = silu(linear("mlp.gate_proj", y)) * linear("mlp.up_proj", y)
-    return h + linear("mlp.down_proj", gated)
+    attended = attention(q, k, v, causal)
+    h = residual + linear("self_attn.o_proj", attended)
+    norm_weight = w[f"{prefix}.post_attention_layernorm.weight"]
+    y = rms_norm(h, norm_weight, config["rms_norm_eps"])
+    gate = linear("mlp.gate_proj", y)
+    up = linear("mlp.up_proj", y)
+    return h + linear("mlp.down_proj", silu(gate) * up)
 
 
 def llama_streams(w: Weights, config: dict[str, Any], tokens: np.ndarray) -> list[np.ndarray]:
     """Return the residual streams [T, hidden] after each layer."""
     x = w["model.embed_tokens.weight"].astype(np.float64)[tokens]
+    eps = config["rms_norm_eps"]
     streams = []
     for i in range(config["num_hidden_layers"]):
         prefix = f"model.layers.{i}"
-        y = rms_norm(x, w[f"{prefix}.input_layernorm.weight"], config["rms_norm_eps"])
+        norm_weight = w[f"{prefix}.input_layernorm.weight"]
+        y = rms_norm(x, norm_weight, eps)
         x = decoder_layer(w, prefix, config, y, x)
         streams.append(x)
     return streams
@@ -109,8 +122,10 @@ def llama_logits(w: Weights, config: dict[str, Any], tokens: np.ndarray) -> np.n
     """Return logits [T, vocab]."""
     x = llama_streams(w, config, tokens)[-1]
     tied = config.get("tie_word_embeddings")
-    head = w["model.embed_tokens.weight" if tied else "lm_head.weight"].astype(np.float64)
-    return rms_norm(x, w["model.norm.weight"], config["rms_norm_eps"]) @ head.T
+    name = "model.embed_tokens.weight" if tied else "lm_head.weight"
+    head = w[name].astype(np.float64)
+    final = rms_norm(x, w["model.norm.weight"], config["rms_norm_eps"])
+    return final @ head.T
 
 
 def eagle3_outputs(
@@ -131,10 +146,13 @@ def eagle3_outputs(
     g = features @ w["fc.weight"].astype(np.float64).T
     normed = rms_norm(g, w[f"{prefix}.hidden_norm.weight"], eps)
     embedded = embedding.astype(np.float64)[next_tokens]
-    x = np.concatenate([rms_norm(embedded, w[f"{prefix}.input_layernorm.weight"], eps), normed], -1)
-    out = decoder_layer(w, prefix, config, x, normed if config.get("norm_before_residual") else g)
+    input_norm = w[f"{prefix}.input_layernorm.weight"]
+    x = np.concatenate([rms_norm(embedded, input_norm, eps), normed], -1)
+    residual = normed if config.get("norm_before_residual") else g
+    out = decoder_layer(w, prefix, config, x, residual)
     for i in range(1, layers):
-        x = rms_norm(out, w[f"layers.{i}.input_layernorm.weight"], eps)
+        input_norm = w[f"layers.{i}.input_layernorm.weight"]
+        x = rms_norm(out, input_norm, eps)
         out = decoder_layer(w, f"layers.{i}", config, x, out)
     return out
 
@@ -142,7 +160,8 @@ def eagle3_outputs(
 def eagle3_logits(w: Weights, config: dict[str, Any], out: np.ndarray) -> np.ndarray:
     """Return the draft logits of outputs [E, hidden]."""
     head = w["lm_head.weight"].astype(np.float64)
-    return rms_norm(out, w["norm.weight"], config["rms_norm_eps"]) @ head.T
+    final = rms_norm(out, w["norm.weight"], config["rms_norm_eps"])
+    return final @ head.T
 
 
 def mtp_states(
@@ -163,7 +182,9 @@ def mtp_states(
         rms_norm(embedded, w[f"{prefix}.enorm.weight"], eps),
         rms_norm(h, w[f"{prefix}.hnorm.weight"], eps),
     ]
-    x = np.concatenate(joined, -1) @ w[f"{prefix}.eh_proj.weight"].astype(np.float64).T
-    y = rms_norm(x, w[f"{prefix}.input_layernorm.weight"], eps)
+    projection = w[f"{prefix}.eh_proj.weight"].astype(np.float64)
+    x = np.concatenate(joined, -1) @ projection.T
+    input_norm = w[f"{prefix}.input_layernorm.weight"]
+    y = rms_norm(x, input_norm, eps)
     out = decoder_layer(w, prefix, config, y, x)
     return rms_norm(out, w[f"{prefix}.shared_head.norm.weight"], eps)

@@ -45,15 +45,18 @@ class Case:
             slots=2,
             max_pages_per_slot=pages,
         )
-        self.kv.free[:] = np.random.default_rng(page).permutation(self.kv.free).tolist()
+        shuffled = np.random.default_rng(page).permutation(self.kv.free)
+        self.kv.free[:] = shuffled.tolist()
         self.kernels = ModelKernels(device, "warp")
         self.query = 3 * model_util.normal(rng, 2, length, heads, dim)
-        self.key, self.value = (
-            rounded(model_util.normal(rng, 2, length, kv_heads, dim), dtype) for _ in range(2)
-        )
+        key = model_util.normal(rng, 2, length, kv_heads, dim)
+        value = model_util.normal(rng, 2, length, kv_heads, dim)
+        self.key = rounded(key, dtype)
+        self.value = rounded(value, dtype)
         for slot in range(2):
             assert self.kv.allocate(slot, length)
-        self.table = np.array([self.kv.pages_of(slot) for slot in range(2)], np.int32)
+        pages_by_slot = [self.kv.pages_of(slot) for slot in range(2)]
+        self.table = np.array(pages_by_slot, np.int32)
         self.kv.page_table.copy_from(self.table)
         self.fill()
 
@@ -78,15 +81,27 @@ class Case:
         count = len(positions)
         dim = self.kv.head_dim
         slots = np.broadcast_to(slots, count)
-        qkv = np.full((count, self.heads + 2 * self.kv.kv_heads, dim), 7.0, np.float32)
-        clipped = np.clip(positions, 0, self.length - 1)
-        qkv[:, : self.heads] = self.query[slots, clipped] if queries is None else queries
+        all_heads = self.heads + 2 * self.kv.kv_heads
+        qkv = np.full((count, all_heads, dim), 7.0, np.float32)
+        if queries is None:
+            clipped = np.clip(positions, 0, self.length - 1)
+            queries = self.query[slots, clipped]
+        qkv[:, : self.heads] = queries
         rows = replace(make_rows(self.device, [0] * count, slots, positions), rows_per_slot=run)
         if paths is not None:
-            rows = replace(rows, ancestors=self.device.from_host(np.array(paths, np.uint64)))
-        out = self.device.from_host(np.full((count, self.heads * dim), 9, np.float32))
+            ancestors = self.device.from_host(np.array(paths, np.uint64))
+            rows = replace(rows, ancestors=ancestors)
+        filler = np.full((count, self.heads * dim), 9, np.float32)
+        out = self.device.from_host(filler)
+        qkv_on_device = upload(self.device, qkv.reshape(count, -1))
         self.kernels.attention(
-            lane, upload(self.device, qkv.reshape(count, -1)), rows, self.kv, 1, self.heads, out
+            lane,
+            qkv_on_device,
+            rows,
+            self.kv,
+            1,
+            self.heads,
+            out,
         )
         return out
 
@@ -122,7 +137,24 @@ def test_split_attention_equals_causal_softmax(device, stream, heads, kv_heads, 
     """
     case = Case(device, heads, kv_heads, dim, dtype)
     slots = [0, 0, 0, 1, 1, -1, 0, 0, 0, 1, 1, 0, 0, 0, 1, 0]
-    positions = [0, 15, 16, 63, 64, 5, 255, 256, -1, 257, 599, 511, 512, 10**6, 31, 271]
+    positions = [
+        0,
+        15,
+        16,
+        63,
+        64,
+        5,
+        255,
+        256,
+        -1,
+        257,
+        599,
+        511,
+        512,
+        10**6,
+        31,
+        271,
+    ]
     got = case.on_stream(stream, slots, positions, run)
     for r, (s, p) in enumerate(zip(slots, positions, strict=True)):
         is_live = s >= 0 and 0 <= p < 600
@@ -135,8 +167,10 @@ def test_split_attention_reuses_parts_for_long_rows(device, stream):
     case = Case(device, heads=2, length=33 * SPLIT + 40, page=64)
     positions = [32 * SPLIT - 1, 32 * SPLIT, 33 * SPLIT + 39]
     got = case.on_stream(stream, 1, positions, run=3)
-    np.testing.assert_allclose(got, [case.wanted(1, p) for p in positions], atol=3e-5)
-    assert same_bits(got[1], case.on_stream(stream, 1, positions[1:2])[0])
+    wanted = [case.wanted(1, p) for p in positions]
+    np.testing.assert_allclose(got, wanted, atol=3e-5)
+    alone = case.on_stream(stream, 1, positions[1:2])
+    assert same_bits(got[1], alone[0])
 
 
 @pytest.mark.parametrize("heads", [4, pytest.param(1, marks=pytest.mark.full)])
@@ -146,15 +180,15 @@ def test_split_attention_is_row_invariant(device, stream, monkeypatch, heads):
     `rows_per_slot` does not match the mixed batches, and the number of blocks per row varies.
     """
     case = Case(device, heads)
-    alone = {
-        (s, p): case.on_stream(stream, s, [p])[0]
-        for s in range(2)
-        for p in (*range(0, 36, 5), *range(240, 280), 599)
-    }
+    alone = {}
+    for s in range(2):
+        for p in (*range(0, 36, 5), *range(240, 280), 599):
+            alone[s, p] = case.on_stream(stream, s, [p])[0]
 
     def check(slots, positions, run):
         got = case.on_stream(stream, slots, positions, run)
-        for row, s, p in zip(got, np.broadcast_to(slots, len(got)), positions, strict=True):
+        slots = np.broadcast_to(slots, len(got))
+        for row, s, p in zip(got, slots, positions, strict=True):
             if (s, p) in alone:
                 assert same_bits(row, alone[s, p]), (s, p, run)
 
@@ -163,8 +197,9 @@ def test_split_attention_is_row_invariant(device, stream, monkeypatch, heads):
     rng = np.random.default_rng(5)
     known = list(alone)
     for run in (1, 3, 24):
-        shuffled = [known[i] for i in rng.permutation(len(known))[:24]]
-        check(*(np.array(x) for x in zip(*shuffled, strict=True)), run)
+        order = rng.permutation(len(known))[:24]
+        shuffled = np.array([known[i] for i in order])
+        check(shuffled[:, 0], shuffled[:, 1], run)
     for blocks in (1, 2, 10**6):
         monkeypatch.setattr(kernel_library, "_ATTENTION_BLOCKS", blocks)
         check(1, [599, 255, 256, 260], 4)
@@ -184,7 +219,14 @@ def test_thread_kernels_are_bit_identical_for_all_register_widths(
     weights = [rounded(np.resize(x, (columns, 100)), dtype) for columns in (7, 130)]
 
     def results():
-        case = Case(device, heads=6, kv_heads=2, dim=dim, dtype=dtype, length=150)
+        case = Case(
+            device,
+            heads=6,
+            kv_heads=2,
+            dim=dim,
+            dtype=dtype,
+            length=150,
+        )
         case.kernels = ModelKernels(device, "thread")
         positions = [*range(90, 130), *range(9, 29), 3, 149]
         slots = [0] * 40 + [1] * 20 + [-1, 1]
@@ -193,16 +235,23 @@ def test_thread_kernels_are_bit_identical_for_all_register_widths(
         for weight in weights:
             for rows in (1, 2, 3, 4, 6, 8, 12, 25):
                 out = device.zeros((rows, len(weight)), "float32")
+                x_on_device = upload(device, x[:rows])
+                weight_on_device = upload(device, weight, dtype)
                 case.kernels.linear(
-                    StreamLane(stream), upload(device, x[:rows]), upload(device, weight, dtype), out
+                    StreamLane(stream),
+                    x_on_device,
+                    weight_on_device,
+                    out,
                 )
                 yield download(stream, out)
 
     wide = list(results())
     load = type(device).load
-    monkeypatch.setattr(
-        type(device), "load", lambda self, path, defines: load(self, path, {**defines, "WIDE": 0})
-    )
+
+    def load_narrow(self, path, defines):
+        return load(self, path, {**defines, "WIDE": 0})
+
+    monkeypatch.setattr(type(device), "load", load_narrow)
     for one, other in zip(wide, results(), strict=True):
         assert same_bits(one, other)
 
@@ -254,10 +303,20 @@ def test_split_attention_tree_rows_equal_chain_rows(device, stream, base):
     values[0, base + len(parent) :] = np.nan
     case.fill(keys, values)
     queries = case.query[0, base : base + len(parent)]
-    got = case.on_stream(stream, 0, base + np.array(depth), 12, paths, queries)
+    got = case.on_stream(
+        stream,
+        0,
+        base + np.array(depth),
+        12,
+        paths,
+        queries,
+    )
     assert np.isnan(got[2]).all()
     for j in {*range(len(parent))} - {2}:
-        path = [i for i in range(1, j + 1) if paths[j] >> (i - 1) & 1]
+        path = []
+        for i in range(1, j + 1):
+            if paths[j] >> (i - 1) & 1:
+                path.append(i)
         chain_keys = keys.copy()
         chain_values = values.copy()
         chain = slice(base + 1, base + 1 + len(path))
@@ -266,7 +325,8 @@ def test_split_attention_tree_rows_equal_chain_rows(device, stream, base):
         chain_values[0, chain] = values[0, on_path]
         case.fill(chain_keys, chain_values)
         alone = case.on_stream(stream, 0, [base + depth[j]], queries=queries[j : j + 1])
-        assert np.isfinite(alone).all() and same_bits(got[j], alone[0]), j
+        assert np.isfinite(alone).all(), j
+        assert same_bits(got[j], alone[0]), j
 
 
 def test_attention_nan_in_later_row_does_not_affect_earlier_rows(device, stream):
@@ -277,7 +337,8 @@ def test_attention_nan_in_later_row_does_not_affect_earlier_rows(device, stream)
     values[0, 264:] = np.nan
     case.fill(values=values)
     got = case.on_stream(stream, 0, range(260, 268), run=8)
-    assert same_bits(got[:4], wanted[:4]) and np.isnan(got[4:]).all()
+    assert same_bits(got[:4], wanted[:4])
+    assert np.isnan(got[4:]).all()
 
 
 @pytest.mark.parametrize(

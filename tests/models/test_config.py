@@ -129,9 +129,18 @@ def test_rope_parameters_and_rope_scaling_must_agree():
     [
         {"rope_theta": 500000.0},
         {"rope_theta": 500000.0, "rope_scaling": LLAMA3},
-        {"rope_theta": 10000.0, "rope_scaling": {"type": "linear", "factor": 2.5}},
-        {"rope_theta": None, "rope_parameters": {**LLAMA3, "rope_theta": 300000.0}},
-        {"rope_theta": None, "rope_parameters": {"rope_type": "default", "rope_theta": 1e6}},
+        {
+            "rope_theta": 10000.0,
+            "rope_scaling": {"type": "linear", "factor": 2.5},
+        },
+        {
+            "rope_theta": None,
+            "rope_parameters": {**LLAMA3, "rope_theta": 300000.0},
+        },
+        {
+            "rope_theta": None,
+            "rope_parameters": {"rope_type": "default", "rope_theta": 1e6},
+        },
     ],
 )
 def test_rope_frequencies_equal_reference(rope):
@@ -148,7 +157,13 @@ def test_rope_frequencies_equal_reference(rope):
 
 def eagle(tmp_path, *, layers=8, names="official", **overrides) -> Eagle3Config:
     target = llama_config(num_hidden_layers=layers)
-    make_tiny_eagle3(tmp_path, target, draft_vocab=64, names=names, **overrides)
+    make_tiny_eagle3(
+        tmp_path,
+        target,
+        draft_vocab=64,
+        names=names,
+        **overrides,
+    )
     return Eagle3Config.from_dir(tmp_path)
 
 

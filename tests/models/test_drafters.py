@@ -10,13 +10,13 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 from engine_util import DRAFTER, TARGET
+from model_util import make_rows
 
 from graft.cudagraph import OptionError
 from graft.cudagraph.lanes import StreamLane
 from graft.grammar import GrammarSpec
 from graft.models import Drafter, DrafterError, DraftVocab, Engine, Request, TreeShape
 from graft.models.drafters import CascadeDrafter, NGram, Suffix
-from graft.models.llm.rows import Rows
 from graft.sampling.state import SLOT
 from graft.sampling.tree import TreePlan
 from graft.tools.demo_prompts import demo_prompts
@@ -151,8 +151,8 @@ def test_drafter_rejects_unsupported_options(device, drafter, options, words):
 def occurrences(histories, own, pattern, drafts):
     """Yield every occurrence of a pattern in the histories, and the token after it.
 
-    An occurrence is a tuple: whether the history is the request's own, the position of the pattern's
-    last token, and the history. The drafts continue the request's own history.
+    An occurrence is a tuple: whether the history is the request's own, the position of the last
+    token of the pattern, and the history. The drafts continue the request's own history.
     """
     for s, history in histories.items():
         tokens = history + drafts if s == own else history
@@ -221,19 +221,80 @@ LOOKUP_CASES = [
     (NGram, {"longest": 4, "shortest": 1}),
     (NGram, {"longest": 2, "shortest": 1, "oldest": True, "drafts": 3}),
     (NGram, {"longest": 3, "shortest": 2, "public": True, "kept": 3}),
-    (NGram, {"longest": 3, "shortest": 1, "public": True, "kept": 0, "oldest": True}),
+    (
+        NGram,
+        {
+            "longest": 3,
+            "shortest": 1,
+            "public": True,
+            "kept": 0,
+            "oldest": True,
+        },
+    ),
     (NGram, {"longest": 4, "shortest": 2, "match": "all"}),
-    (NGram, {"longest": 3, "shortest": 1, "match": "all", "oldest": True, "public": True}),
+    (
+        NGram,
+        {
+            "longest": 3,
+            "shortest": 1,
+            "match": "all",
+            "oldest": True,
+            "public": True,
+        },
+    ),
     (Suffix, {"longest": 64, "shortest": 1, "factor": 0.75, "threshold": 0.4}),
-    (Suffix, {"longest": 5, "shortest": 2, "threshold": 0.0, "public": True, "kept": 2}),
-    (Suffix, {"longest": 64, "shortest": 1, "factor": 2.0, "public": True, "kept": 4}),
+    (
+        Suffix,
+        {
+            "longest": 5,
+            "shortest": 2,
+            "threshold": 0.0,
+            "public": True,
+            "kept": 2,
+        },
+    ),
+    (
+        Suffix,
+        {
+            "longest": 64,
+            "shortest": 1,
+            "factor": 2.0,
+            "public": True,
+            "kept": 4,
+        },
+    ),
     (NGram, {"longest": 4, "shortest": 1, "tree": (2, 3)}),
-    (NGram, {"longest": 3, "shortest": 1, "public": True, "kept": 3, "tree": (4, 7)}),
-    (NGram, {"longest": 3, "shortest": 2, "match": "all", "oldest": True, "tree": (3, 2)}),
+    (
+        NGram,
+        {
+            "longest": 3,
+            "shortest": 1,
+            "public": True,
+            "kept": 3,
+            "tree": (4, 7),
+        },
+    ),
+    (
+        NGram,
+        {
+            "longest": 3,
+            "shortest": 2,
+            "match": "all",
+            "oldest": True,
+            "tree": (3, 2),
+        },
+    ),
     (Suffix, {"longest": 64, "shortest": 1, "threshold": 0.0, "tree": (2, 4)}),
     (
         Suffix,
-        {"longest": 4, "shortest": 1, "factor": 3.0, "public": True, "kept": 2, "tree": (3, 9)},
+        {
+            "longest": 4,
+            "shortest": 1,
+            "factor": 3.0,
+            "public": True,
+            "kept": 2,
+            "tree": (3, 9),
+        },
     ),
 ]
 
@@ -272,20 +333,17 @@ def test_prompt_lookup_equals_reference(device, stream, make, options, block):
     histories = {}
 
     def rows(tokens, slot, begin):
-        return Rows(
-            *(
-                device.from_host(np.asarray(part, np.int32))
-                for part in (tokens, [slot] * len(tokens), range(begin, begin + len(tokens)))
-            )
-        )
+        count = len(tokens)
+        positions = range(begin, begin + count)
+        return make_rows(device, tokens, slot, positions)
 
     for step in range(120):
         slot = int(rng.integers(slots - 1))  # the last slot stays empty
         history = histories.get(slot, [])
         new = not history or len(history) > length - 6 or rng.random() < 0.1
-        tokens = rng.integers(
-            0, int(rng.integers(1, 5)), rng.integers(1, 20 if new else 5)
-        ).tolist()
+        vocab = int(rng.integers(1, 5))
+        count = rng.integers(1, 20 if new else 5)
+        tokens = rng.integers(0, vocab, count).tolist()
         if new and history and kept and options.get("public"):
             histories[slots + next_kept % kept] = history
             next_kept += 1

@@ -60,11 +60,25 @@ def test_eagle3_draft_steps_equal_published_code(device, stream, form):
     model_util.allocate_pages(stream, model.kv, 0, 40)
     model_util.allocate_pages(stream, drafter.kv, 0, 40)
     features = device.zeros((40, 3 * 32), "float32")
-    model_util.forward(stream, model, tokens, 0, range(40), features)
+    model_util.forward(
+        stream,
+        model,
+        tokens,
+        0,
+        range(40),
+        features,
+    )
     features = features.to_host()
     for last in (0, 1, 7, 30, 35):  # entries 0..last have features of the target
         count = last + 1
-        out = entries(stream, drafter, tokens[1 : count + 1], 0, range(count), features[:count])
+        out = entries(
+            stream,
+            drafter,
+            tokens[1 : count + 1],
+            0,
+            range(count),
+            features[:count],
+        )
         np.testing.assert_allclose(out, outs[0, :count], atol=5e-5)
         hidden = out[-1:]
         for j in range(1, 4):
@@ -123,14 +137,20 @@ def test_eagle3_entries_equal_numpy(device, stream, tmp_path, form, options):
     assert model.vocab_size == 320 and drafter.draft_vocab == 70
     if "target" in options:
         config["rope_theta"] = 500000.0
-        off = numpy_llama.eagle3_outputs(weights, config, table, features, tokens)
+        off = numpy_llama.eagle3_outputs(
+            weights,
+            config,
+            table,
+            features,
+            tokens,
+        )
         assert np.abs(off - wanted).max() > 1e-3
 
 
 def test_eagle3_step_accepts_views_of_earlier_calls(device, stream, tmp_path):
     """Views that `entries`, `gather` and `step` return can be passed on without a host copy."""
     _, drafter, _, _ = make_head(device, tmp_path, draft_vocab=30)
-    features = np.random.default_rng(1).standard_normal((6, 144)).astype(np.float32)
+    features = model_util.normal(np.random.default_rng(1), 6, 144)
     lane = StreamLane(stream)
     for slot in (0, 1):
         model_util.allocate_pages(stream, drafter.kv, slot, 9)
@@ -169,7 +189,10 @@ def test_eagle3_with_full_vocab_shares_target_head(device, tmp_path):
 
 def test_eagle3_with_pruned_vocab_takes_rows_of_target_head(device, tmp_path):
     model, _, target, _ = make_head(
-        device, tmp_path, draft_vocab=70, target={"tie_word_embeddings": False}
+        device,
+        tmp_path,
+        draft_vocab=70,
+        target={"tie_word_embeddings": False},
     )
     edit_tensors(tmp_path / "head", lambda t: t.pop("lm_head.weight"))
     drafter = model_util.load_eagle3(device, tmp_path / "head", model)
@@ -225,7 +248,12 @@ def test_eagle3_rejects_other_targets(device, tmp_path, other, options, words):
     """A head must have the target's vocabulary and width, and feature layers that exist."""
     model, drafter, _, _ = make_head(device, tmp_path, draft_vocab=70)
     assert drafter.feature_layers == (0, 1, 2)
-    make_tiny_eagle3(tmp_path / "head", llama_config(**other), draft_vocab=70, **options)
+    make_tiny_eagle3(
+        tmp_path / "head",
+        llama_config(**other),
+        draft_vocab=70,
+        **options,
+    )
     with pytest.raises(ConfigError, match=words):
         model_util.load_eagle3(device, tmp_path / "head", model)
 
@@ -241,5 +269,10 @@ def test_eagle3_rejects_wrong_operands(device, stream, tmp_path):
     kv = model_util.make_cache(device, drafter.config, 2)
     with pytest.raises(ShapeError, match="kv"):
         Eagle3Head(
-            device, drafter.config, Checkpoint(tmp_path / "head"), drafter.target, kv, max_rows=4
+            device,
+            drafter.config,
+            Checkpoint(tmp_path / "head"),
+            drafter.target,
+            kv,
+            max_rows=4,
         )

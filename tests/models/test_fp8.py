@@ -36,15 +36,23 @@ FORMS = [
     ("warp", 20, 100, "rounded"),
     ("warp", 144, 384, "rounded"),
     ("warp", 16, 1152, "rounded"),
-    pytest.param("warp", 144, 384, "float32", marks=pytest.mark.full),
+    pytest.param(
+        "warp",
+        144,
+        384,
+        "float32",
+        marks=pytest.mark.full,
+    ),
 ]
 LAYER = "model.layers.0.mlp.down_proj.weight"
 
 
 def nearest(values):
     """Return the code whose value is nearest to each value; ties go to the even code."""
-    off = np.abs(values.ravel()[:, None].astype(np.float64) - VALUES)
-    order = np.where(off == off.min(1, keepdims=True), CODES % 2, 2).argmin(1)
+    column = values.ravel()[:, None].astype(np.float64)
+    off = np.abs(column - VALUES)
+    is_nearest = off == off.min(1, keepdims=True)
+    order = np.where(is_nearest, CODES % 2, 2).argmin(1)
     return CODES[order].reshape(values.shape)
 
 
@@ -84,9 +92,8 @@ def test_fp8_linear_equals_bfloat16_linear(device, stream, form, columns, inner,
     if columns > 16:  # rows of a weight are a weight
         out = device.empty((2, columns - 16), "float32")
         kernels.linear(lane, model_util.upload(device, x[:2]), weight[16:], out)
-        np.testing.assert_array_equal(
-            model_util.download(stream, out), product(weight, x[:2])[:, 16:]
-        )
+        got = model_util.download(stream, out)
+        np.testing.assert_array_equal(got, product(weight, x[:2])[:, 16:])
 
 
 @pytest.mark.parametrize(("form", "inner"), [(model_util.FORMS[0], 8), ("warp", 8), ("warp", 128)])
@@ -127,7 +134,11 @@ COMPRESSED = {
         }
     },
 }
-STATIC = {"quant_method": "fp8", "activation_scheme": "static", "ignored_layers": ["lm_head"]}
+STATIC = {
+    "quant_method": "fp8",
+    "activation_scheme": "static",
+    "ignored_layers": ["lm_head"],
+}
 #: By layout: quantization_config, function from the number of rows to the shape of the scales, and
 #: whether inputs have scales.
 LAYOUTS = {
@@ -176,7 +187,13 @@ def logits(device, stream, folder, form="warp", **options):
     """Return the logits of a prompt of 24 tokens."""
     model = model_util.load_llama(device, folder, form=form, **options)
     model_util.allocate_pages(stream, model.kv, 0, 24)
-    return model_util.forward(stream, model, np.arange(24), 0, np.arange(24))
+    return model_util.forward(
+        stream,
+        model,
+        np.arange(24),
+        0,
+        np.arange(24),
+    )
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
@@ -187,7 +204,8 @@ def test_fp8_checkpoint_layouts_equal_bfloat16_model(device, stream, tmp_path, l
     """
     write_quantised(tmp_path, layout)
     for form in model_util.FORMS:
-        got, wanted = (logits(device, stream, f, form) for f in (tmp_path, tmp_path / "plain"))
+        got = logits(device, stream, tmp_path, form)
+        wanted = logits(device, stream, tmp_path / "plain", form)
         assert model_util.same_bits(got, wanted)
 
 
@@ -208,13 +226,12 @@ def test_fp8_quantisation_rounds_rows_to_nearest(device, stream, tmp_path):
         stored[name] = (VALUES[codes] * scale).astype(np.float32)
     write_json(tmp_path / "config.json", llama_config(**shape))
     write_safetensors(tmp_path / "model.safetensors", stored, "float32")
-    got = logits(device, stream, tmp_path / "plain", model_util.FORMS[0], weights="fp8")
-    np.testing.assert_allclose(
-        got, logits(device, stream, tmp_path, model_util.FORMS[0]), atol=2e-4
-    )
-    assert (
-        np.abs(got - logits(device, stream, tmp_path / "plain", model_util.FORMS[0])).max() > 0.01
-    )
+    form = model_util.FORMS[0]
+    got = logits(device, stream, tmp_path / "plain", form, weights="fp8")
+    wanted = logits(device, stream, tmp_path, form)
+    np.testing.assert_allclose(got, wanted, atol=2e-4)
+    unquantised = logits(device, stream, tmp_path / "plain", form)
+    assert np.abs(got - unquantised).max() > 0.01
 
 
 @pytest.mark.parametrize(
@@ -234,7 +251,13 @@ def test_fp8_quantisation_rounds_rows_to_nearest(device, stream, tmp_path):
             lambda t: {**t, "lm_head.weight": t[LAYER][:, :128]},
             "lm_head.weight has dtype float8_e4m3",
         ),
-        (lambda t: {**t, "model.layers.0.self_attn.k_scale": np.ones(1, np.float32)}, "k_scale"),
+        (
+            lambda t: {
+                **t,
+                "model.layers.0.self_attn.k_scale": np.ones(1, np.float32),
+            },
+            "k_scale",
+        ),
     ],
 )
 def test_fp8_rejects_invalid_tensors(device, tmp_path, change, words):
@@ -251,7 +274,10 @@ def test_fp8_rejects_invalid_tensors(device, tmp_path, change, words):
 def changed(config, path, value):
     """Return a copy of a config with one (nested) field changed."""
     first, *rest = path
-    return {**config, first: changed(config.get(first, {}), rest, value) if rest else value}
+    return {
+        **config,
+        first: changed(config.get(first, {}), rest, value) if rest else value,
+    }
 
 
 WEIGHTS = ("config_groups", "group_0", "weights")

@@ -22,15 +22,24 @@ def reference_logits(weights, of_target, tokens, features, drafts, modules):
     sequence = np.concatenate([tokens, drafts]).astype(np.int64)
     norm = of_target["model.norm.weight"]
     table = of_target["model.embed_tokens.weight"]
-    h = numpy_llama.rms_norm(features[: len(tokens) - 1].astype(np.float64), norm, 1e-5)
+    known = features[: len(tokens) - 1].astype(np.float64)
+    h = numpy_llama.rms_norm(known, norm, 1e-5)
     for level in range(len(drafts) + 1):
         j = level if modules > 1 else 0
         prefix = f"model.layers.{3 + j}"
         own = weights.get(f"{prefix}.embed_tokens.weight", table)
         following = sequence[1 + j :][: len(h)]
-        out = numpy_llama.mtp_states(weights, TARGET, prefix, own, h, following)
+        out = numpy_llama.mtp_states(
+            weights,
+            TARGET,
+            prefix,
+            own,
+            h,
+            following,
+        )
         h = out if modules > 1 else np.concatenate([h, out[-1:]])
-    return weights.get(f"{prefix}.shared_head.head.weight", table).astype(np.float64) @ h[-1]
+    head = weights.get(f"{prefix}.shared_head.head.weight", table)
+    return head.astype(np.float64) @ h[-1]
 
 
 @pytest.mark.parametrize("form", model_util.FORMS)
@@ -53,7 +62,8 @@ def test_mtp_logits_equal_numpy(device, stream, tmp_path, form, modules, own, tr
     weights = make_tiny_mtp(tmp_path / "mtp", TARGET, modules=modules, own=own)
     target = model_util.load_llama(device, tmp_path / "target", form=form)
     rounds = Rounds(device, stream, target, tmp_path / "mtp", 4, tree=tree)
-    assert isinstance(rounds.drafter, Mtp) and rounds.width == (5 if modules == 1 else modules + 1)
+    assert isinstance(rounds.drafter, Mtp)
+    assert rounds.width == (5 if modules == 1 else modules + 1)
     for slot, chunks in enumerate([(0,), (0, 1), (0, 3, 4, 11)]):
         rounds.prompt(slot, chunks)
     for batch, counts in [
@@ -66,7 +76,12 @@ def test_mtp_logits_equal_numpy(device, stream, tmp_path, form, modules, own, tr
         for slot, down, logits in rounds.levels(rounds.commit(batch, counts)):
             tokens = rounds.tokens[slot, : rounds.n[slot] + 1]
             wanted = reference_logits(
-                weights, of_target, tokens, rounds.features[slot], down, modules
+                weights,
+                of_target,
+                tokens,
+                rounds.features[slot],
+                down,
+                modules,
             )
             np.testing.assert_allclose(logits, wanted, atol=1e-4)
 
@@ -96,17 +111,42 @@ def test_mtp_modules_may_share_folder_with_target(device, stream, tmp_path):
             CheckpointError,
             "3.enorm.weight is mi",
         ),
-        (lambda t: t.update(x=np.ones(3, np.float32)), {}, CheckpointError, "first x"),
-        (lambda t: None, {"num_nextn_predict_layers": 1}, CheckpointError, "model.layers.4"),
-        (lambda t: None, {"num_nextn_predict_layers": 3}, CheckpointError, "model.layers.5"),
-        (lambda t: None, {"num_nextn_predict_layers": -1}, ConfigError, "num_nextn_predict_layers"),
+        (
+            lambda t: t.update(x=np.ones(3, np.float32)),
+            {},
+            CheckpointError,
+            "first x",
+        ),
+        (
+            lambda t: None,
+            {"num_nextn_predict_layers": 1},
+            CheckpointError,
+            "model.layers.4",
+        ),
+        (
+            lambda t: None,
+            {"num_nextn_predict_layers": 3},
+            CheckpointError,
+            "model.layers.5",
+        ),
+        (
+            lambda t: None,
+            {"num_nextn_predict_layers": -1},
+            ConfigError,
+            "num_nextn_predict_layers",
+        ),
         (
             lambda t: None,
             {"vocab_size": 321},
             ConfigError,
             "size 321, .* has vocab_size 320",
         ),
-        (lambda t: None, {"num_hidden_layers": 4}, ConfigError, "with num_hidden_layers 4"),
+        (
+            lambda t: None,
+            {"num_hidden_layers": 4},
+            ConfigError,
+            "with num_hidden_layers 4",
+        ),
     ],
 )
 def test_mtp_rejects_unsuitable_checkpoints(device, stream, tmp_path, change, fields, error, words):

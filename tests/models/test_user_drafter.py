@@ -54,7 +54,8 @@ def test_user_drafter_equals_device_prompt_lookup(device):
     for drafter in (UserDrafter.of(propose, deadline_s=10), partial(NGram, **LOOK_UP)):
         outputs = generate(drafter, requests)
         rounds.append(answers_and_drafts(outputs))
-    assert rounds[0] == rounds[1] and sum(o.accepted for o in outputs) > 10
+    assert rounds[0] == rounds[1]
+    assert sum(output.accepted for output in outputs) > 10
     for request, output in zip(requests[-2:], outputs[-2:], strict=True):
         whole = (*request.tokens, *output.tokens)
         mine = [text for text in seen if text == whole[: len(text)]]

@@ -219,7 +219,10 @@ def make_tiny_eagle3(
     result = {name: rounded(t, dtype) for name, t in tensors.items()}
     if draft_vocab:
         kept = np.sort(rng.permutation(vocab)[:draft_vocab])
-        maps = {"d2t": kept - np.arange(draft_vocab), "t2d": np.isin(np.arange(vocab), kept)}
+        maps = {
+            "d2t": kept - np.arange(draft_vocab),
+            "t2d": np.isin(np.arange(vocab), kept),
+        }
         tensors |= maps
         result |= maps
     if names == "speculators":
@@ -270,7 +273,11 @@ def make_tiny_dflash(
     folder.mkdir(parents=True, exist_ok=True)
     rng = np.random.default_rng(seed)
     hidden = target_config["hidden_size"]
-    own = {"block_size": block, "mask_token_id": 3, "target_layer_ids": list(layers)}
+    own = {
+        "block_size": block,
+        "mask_token_id": 3,
+        "target_layer_ids": list(layers),
+    }
     write_json(
         folder / "config.json",
         {
@@ -366,5 +373,9 @@ def make_tiny_tokenizer(folder: Path, vocab_size: int = 300) -> None:
         ),
     )
     tokenizer.save(str(folder / "tokenizer.json"))
-    config = {"bos_token": "<bos>", "eos_token": "<eos>", "chat_template": CHAT_TEMPLATE}
+    config = {
+        "bos_token": "<bos>",
+        "eos_token": "<eos>",
+        "chat_template": CHAT_TEMPLATE,
+    }
     write_json(folder / "tokenizer_config.json", config)
