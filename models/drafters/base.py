@@ -116,7 +116,7 @@ class DraftVocab:
     size
         Number of columns of the logits.
     d2t
-        int32[size], target id of each column. None if column i stands for token id i.
+        int32[size], target id of each column. None if column i belongs to token id i.
     t2d
         int32[V], column of each target id, or -1 if it has none. None exactly if `d2t` is None.
     """
@@ -253,7 +253,7 @@ class Drafter:
 
 @dataclass(frozen=True)
 class DrafterContext:
-    """What the engine passes to every drafter that it creates.
+    """Arguments that the engine passes to every drafter that it creates.
 
     Attributes
     ----------

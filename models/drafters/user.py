@@ -205,7 +205,7 @@ class UserDrafter(Drafter):
     def _record(self, rows: NDArray) -> None:
         """Store tokens in the histories and truncate each history after the stored token.
 
-        What stood at later positions belongs to an earlier request of the slot.
+        Tokens at later positions belong to an earlier request of the slot.
 
         Parameters
         ----------

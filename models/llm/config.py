@@ -247,7 +247,7 @@ class DFlashConfig(LlamaConfig):
     block_size
         Maximum number of rows of a block, which consists of the last token and of mask tokens.
     mask_token_id
-        Token id that stands for a mask token in the target's vocabulary.
+        Token id that represents mask tokens in the target's vocabulary.
     first_row
         Index of the first row of a block that predicts a draft: 0 for DSpark, else 1.
     markov_rank

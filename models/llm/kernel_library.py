@@ -1,4 +1,7 @@
-"""Kernel library of the decoder models. Each method checks its operands and launches kernels.
+"""Kernel library of the decoder models.
+
+Each method checks its operands and adds kernels to a `Lane`, an in-order sequence of work that
+becomes a part of a CUDA graph or runs on a stream.
 
 Matrix and attention kernels exist in two forms; norm kernels have one block size for each form:
 
@@ -1292,7 +1295,7 @@ def _mma_dtype(dtype: str) -> str:
 
 
 def _storage(array: DeviceArray) -> str:
-    """Return the C++ element type of an array."""
+    """Return the C++ type of an array's elements, which selects the variant of a kernel."""
     names = {**STORAGE, E4M3: "e4m3_t"}
     if array.dtype not in names:
         raise ShapeError(f"weights are {array.dtype}, expected one of {sorted(names)}")

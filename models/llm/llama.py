@@ -30,7 +30,8 @@ class LlamaModel:
     device
         Device of the model.
     config
-        Shape of the whole model, also with tensor parallelism.
+        Shape of the whole model. With tensor parallelism it covers all ranks, not only rank 0's
+        shard.
     checkpoint
         Tensors of the model. Their names, shapes and dtypes are checked, and unused tensors are an
         error.

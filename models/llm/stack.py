@@ -1,7 +1,8 @@
 """Decoder layers: weights, activation buffers, and the stack that runs them.
 
 The target model, the drafters with decoder layers, and the worker ranks of tensor parallelism all
-run their layers with the class `DecoderStack`.
+run their layers with the class `DecoderStack`. A lane, to which a stack adds its kernels, is an
+in-order sequence of work that becomes a part of a CUDA graph or runs on a stream.
 
 A layer launches nine kernels, or five if its products run on tensor cores, where norms, RoPE and
 the gate are fused into the products. With head norms (Qwen3) it launches ten, or seven on tensor
@@ -70,7 +71,8 @@ class DecoderLayer:
         prefix
             Prefix of the tensor names, without the last dot.
         config
-            Shape of the whole layer, also with tensor parallelism.
+            Shape of the whole layer. With tensor parallelism `weights` reduces it to the shard of
+            this rank.
         input_width
             Input width of the QKV projection.
         kernels

@@ -210,7 +210,7 @@ class TensorParallelWorker:
         self._stack.reserve_attention(max_rows)
         slot = self._device.zeros((max_rows,), "int32")
         pos = self._device.zeros((max_rows,), "int32")
-        # The embeddings come from rank 0, so that the token ids are not read. `pos` stands in for
+        # The embeddings come from rank 0, so that the token ids are not read. `pos` replaces
         # the array of token ids.
         self._rows = Rows(pos, slot, pos, self._device.zeros((max_rows,), "uint64"))
         self._payload = self._pinned(1)

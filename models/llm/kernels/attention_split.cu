@@ -1,8 +1,8 @@
-// Causal attention over the KV cache on tensor cores. The positions are divided among several
-// blocks (split K). A row attends to positions 0..pos of its slot. A row of a draft tree attends to
-// the committed positions and to the drafts on its path. A tile is up to 16 queries of one KV head
-// and of adjacent rows. The rows usually belong to one slot, so that keys and values are read once
-// for all of them.
+// Causal attention over the KV cache on tensor cores. The positions of a row are divided among
+// several blocks, as in Flash-Decoding. A row attends to positions 0..pos of its slot. A row of a
+// draft tree attends to the committed positions and to the drafts on its path. A tile is up to 16
+// queries of one KV head and of adjacent rows. The rows usually belong to one slot, so that keys
+// and values are read once for all of them.
 //
 // Reduction order: positions are divided, from 0 on, into splits of SPLIT positions and steps of 16
 // positions. Split s belongs to part s % PARTS. Warp w computes the steps of a part whose number is
@@ -56,6 +56,7 @@ __device__ __forceinline__ int locate(const Pages& pages, const TileRow& row, in
   return (page_of(pages, row.slot, cached) << pages.page_shift) + inside;
 }
 
+// Returns the offset of a head's first element at a cache index.
 __device__ __forceinline__ long long head_at(const Pages& pages, int index, int kv_head) {
   return (static_cast<long long>(index) * pages.kv_heads + kv_head) * WIDE_HEAD;
 }
@@ -106,6 +107,7 @@ __device__ __forceinline__ int parts_at(int pos) {
   return pos / SPLIT + 1 < PARTS ? pos / SPLIT + 1 : PARTS;
 }
 
+// Computes sum += part * by.
 __device__ __forceinline__ void add_scaled(Floats4* sum, const Floats4& part, float by) {
 #pragma unroll
   for (int i = 0; i < 4; ++i) sum->f[i] = fmaf(part.f[i], by, sum->f[i]);

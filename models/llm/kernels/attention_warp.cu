@@ -25,6 +25,7 @@ struct alignas(sizeof(CACHE) * PACK > 16 ? 16 : sizeof(CACHE) * PACK) KeyPack {
   CACHE item[PACK];
 };
 
+// Returns the dot product of the query with one key.
 __device__ __forceinline__ float dot_key(const float* query, const CACHE* key) {
   float partial[PACK] = {};
 #pragma unroll 4

@@ -17,6 +17,7 @@ struct Chunk {
   int end;
 };
 
+// Returns the row and the range of columns that this thread processes.
 __device__ __forceinline__ Chunk chunk_of_thread(int width) {
   const int chunks = (width + CHUNK - 1) / CHUNK;
   const int index = blockIdx.x * blockDim.x + threadIdx.x;

@@ -25,7 +25,8 @@ __device__ __forceinline__ Lanes load_lanes(const float* from) {
   return x;
 }
 
-// The generic load_lanes is not vectorised well for 16-bit types, hence these overloads.
+// Compilers do not vectorise the generic load_lanes well for 16-bit types. These overloads use
+// vector instructions directly.
 #ifdef __AVX2__
 __device__ __forceinline__ Lanes load_lanes(const bf16_t* from) {
   int x __attribute__((vector_size(4 * LANES)));

@@ -8,6 +8,7 @@
 
 #define DEPTH (WEIGHT8 ? 4 : 2)  // register pipeline stages: chunks of a warp in flight or in use
 
+// Loads this lane's weights of one chunk, for weight rows g and g + 8.
 __device__ __forceinline__ void load_chunk(const Weight* top, const Weight* low,
                                            Weights (*weight)[2]) {
 #pragma unroll
@@ -17,6 +18,7 @@ __device__ __forceinline__ void load_chunk(const Weight* top, const Weight* low,
   }
 }
 
+// The overloads of load_x load eight values of a row of x and convert them to WEIGHT16.
 __device__ __forceinline__ Pack16 load_x(const WEIGHT16* from, int) {
   return *reinterpret_cast<const Pack16*>(from);
 }

@@ -36,7 +36,7 @@ __device__ __forceinline__ int swizzle_x(int row, int sub, int t) {
   return swizzle(ROW_BLOCK, row, sub, t, 1);
 }
 
-// Iterates over the pipeline stages of parts [part, end) in order.
+// Iterates over the pipeline stages of parts [part, end) in order. A chunk has two stages.
 struct StageIterator {
   int part;
   int end;

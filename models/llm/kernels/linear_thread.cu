@@ -115,7 +115,7 @@ __device__ __noinline__ void band(const Product& y, int row, int column, int end
   }
 }
 
-// Grid: (columns / (COLUMNS * block), rows / ROW_BLOCK).
+// Grid: (columns / (COLUMNS * block), rows / ROW_BLOCK), where `block` is the number of threads.
 extern "C" __global__ void linear_thread(const WEIGHT* weight, const float* weight_scale,
                                          const float* x, const float* residual, float* out,
                                          float* copy, int rows, int columns, int inner,

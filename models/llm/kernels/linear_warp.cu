@@ -37,6 +37,7 @@ __device__ __forceinline__ void load_pack(const T* from, float* to) {
   }
 }
 
+// Computes the dot products of ROWS rows of x with COLUMNS rows of W.
 template <int ROWS, bool ALIGNED>
 __device__ __forceinline__ void dot(const WEIGHT* const* w, const float* const* x, int inner,
                                     float (*sum)[COLUMNS]) {

@@ -63,6 +63,7 @@ __device__ __forceinline__ bool row_is_live(const Pages& pages, int slot, int po
   return slot >= 0 && slot < pages.slots && pos >= 0 && (pos >> pages.page_shift) < pages.max_pages;
 }
 
+// Returns the page that contains a cache position of a slot.
 __device__ __forceinline__ int page_of(const Pages& pages, int slot, int pos) {
   return pages.table[static_cast<long long>(slot) * pages.max_pages + (pos >> pages.page_shift)];
 }
@@ -85,6 +86,7 @@ struct Path {
   int base;  // position of row 0 of the tree
 };
 
+// Returns the path of a row at sequence position `pos`. `ancestors` may be null.
 __device__ __forceinline__ Path path_at(const unsigned long long* ancestors, int row, int pos) {
   const unsigned long long drafts = ancestors == nullptr ? 0 : ancestors[row];
   return {drafts, pos - __popcll(drafts)};

@@ -61,6 +61,7 @@ __device__ __forceinline__ float inverse_rms(const T* x, int width, float eps) {
 }
 #endif
 
+// Computes the RMSNorm of one row with all threads of the block.
 template <typename T, typename Y>
 __device__ __forceinline__ void norm_row(const T* x, const float* weight, Y* y, int width,
                                          float eps) {
@@ -70,6 +71,7 @@ __device__ __forceinline__ void norm_row(const T* x, const float* weight, Y* y, 
   }
 }
 
+// Computes the RMSNorm of every row; one block per row.
 extern "C" __global__ void norm_rows(const float* x, const float* weight, OUT* y, int rows,
                                      int width, float eps) {
   wait_for_previous_kernel();
