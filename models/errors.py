@@ -1,4 +1,4 @@
-"""Errors of graft.models. Each message names the file, field or option and the offending value."""
+"""Errors of graft.models. Each message names the file, field or option and the invalid value."""
 
 from __future__ import annotations
 
@@ -34,12 +34,12 @@ class RequestTimeoutError(RequestError):
 
 
 class EngineError(GraftError):
-    """The engine has failed for good because of its device or one of its rounds."""
+    """The engine has failed permanently because of its device or one of its rounds."""
 
 
 class EngineUseError(EngineError):
-    """An engine was called during another call. That call is not affected."""
+    """An engine was called during another call, which continues unaffected."""
 
 
 class DrafterError(GraftError):
-    """A drafter violates its own declaration or returned invalid drafts."""
+    """A drafter does not match its declared shape, or returned invalid drafts."""

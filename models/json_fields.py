@@ -10,7 +10,8 @@ from typing import Any
 from graft.models.errors import ConfigError
 
 _REQUIRED: Any = object()
-#: Maximum size of a JSON file of a checkpoint. The index of thousands of shards is much smaller.
+#: Maximum size of a JSON file of a checkpoint in bytes. Even an index of thousands of shards is
+#: much smaller.
 _MAX_BYTES = 1 << 26
 
 
@@ -41,7 +42,7 @@ class Fields:
     Parameters
     ----------
     data
-        The decoded object.
+        The decoded JSON object.
     where
         Location of the object for error messages, such as the path of its file.
     """
@@ -81,7 +82,7 @@ class Fields:
     def integer(self, name: str, *, low: int, high: int, default: Any = _REQUIRED) -> int:
         """Return an integer from `low` to `high`."""
         value = self._value(name, default)
-        if isinstance(value, bool) or not isinstance(value, int):
+        if not _is_integer(value):
             raise self._error(name, value, "an integer")
         if not low <= value <= high:
             raise self._error(name, value, f"from {low} to {high}")
@@ -92,7 +93,7 @@ class Fields:
     ) -> float:
         """Return a number from `low` to `high`."""
         value = self._value(name, default)
-        if isinstance(value, bool) or not isinstance(value, int | float):
+        if not _is_integer(value) and not isinstance(value, float):
             raise self._error(name, value, "a number")
         if not low <= value <= high:  # also true for NaN
             raise self._error(name, value, f"from {low} to {high}")
@@ -106,37 +107,40 @@ class Fields:
         return value
 
     def integers(self, name: str) -> tuple[int, ...] | None:
-        """Return a list of integers, or None if it is absent. A single integer is a list of one."""
+        """Return a list of integers as a tuple, or None if the field is absent.
+
+        A single integer counts as a list with one element.
+        """
         value = self.get(name)
         if value is None:
             return None
         items = value if isinstance(value, list) else [value]
         for item in items:
-            if isinstance(item, bool) or not isinstance(item, int):
+            if not _is_integer(item):
                 raise self._error(name, value, "an integer or a list of integers")
         return tuple(items)
 
     def require(self, name: str, *allowed: Any) -> None:
-        """Raise ConfigError if a field is present with a value other than the `allowed` ones."""
+        """Raise ConfigError if a field is present and its value is not one of `allowed`."""
         value = self.get(name)
         if value is None:
             return
         for allowed_value in allowed:
             if value is allowed_value or value == allowed_value:
                 return
+        supported = "the field must be absent"
         if allowed:
-            supported = "supported: " + " or ".join(map(repr, allowed))
-        else:
-            supported = "the field must be absent"
+            values = [repr(allowed_value) for allowed_value in allowed]
+            supported = "supported: " + " or ".join(values)
         raise ConfigError(f"{self.where}: {name} = {value!r} is not implemented ({supported})")
 
     def require_known(self, known: Mapping[str, tuple[Any, ...] | None]) -> None:
-        """Raise ConfigError if a field is not in `known` or has another value than those listed.
+        """Raise ConfigError if a field is unknown or has a value that is not allowed.
 
         Parameters
         ----------
         known
-            Allowed values by field; None allows any value.
+            Allowed values of each known field; None allows any value.
         """
         for name in self.data:
             allowed = known.get(name, ())
@@ -147,10 +151,15 @@ class Fields:
         return ConfigError(f"{self.where}: {name} is {value!r}, must be {expected}")
 
     def _value(self, name: str, default: Any) -> Any:
-        """Return a field or its default; raise if it is required and absent."""
+        """Return a field, or `default` if it is absent; raise if it is absent and required."""
         value = self.get(name)
         if value is not None:
             return value
         if default is _REQUIRED:
             raise ConfigError(f"{self.where}: {name} is missing")
         return default
+
+
+def _is_integer(value: object) -> bool:
+    """Return whether a value is an integer. A boolean is not, although bool derives from int."""
+    return isinstance(value, int) and not isinstance(value, bool)

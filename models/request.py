@@ -42,26 +42,28 @@ MAX_SAMPLES = 128
 
 @dataclass(frozen=True)
 class Limits:
-    """Limits on the host resources of requests, checked before any work is done for a request.
+    """Limits on the host resources of requests.
+
+    The engine checks them before it does any other work for a request.
 
     Parameters
     ----------
     prompt_bytes
-        Maximum UTF-8 bytes of a prompt, of the messages, and of a rendered chat template.
+        Maximum size of a prompt, of the messages, and of a rendered chat template in UTF-8 bytes.
     stop_strings
         Maximum number of stop strings.
     stop_characters
         Maximum total number of characters of the stop strings.
     grammar_bytes
-        Maximum UTF-8 bytes of a grammar.
+        Maximum size of a grammar in UTF-8 bytes.
     logit_biases
         Maximum number of ids with a logit bias.
     waiting
-        Maximum number of requests without a slot; None for no limit. Further requests are refused
+        Maximum number of requests in the queue; None for no limit. Further requests are refused
         with `QueueFullError`.
     waiting_tokens
-        Maximum number of tokens of the requests without a slot; None for no limit. A request is not
-        refused for its tokens if no other request is waiting.
+        Maximum total number of tokens of the requests in the queue; None for no limit. The limit
+        does not apply to a request if no other request is waiting.
 
     Raises
     ------
@@ -87,46 +89,47 @@ class Limits:
 
 @dataclass(frozen=True)
 class Request(SamplingParams):
-    """A prompt and how to continue it.
+    """A prompt with the parameters of its continuation.
 
-    Exactly one of `prompt`, `messages` and `tokens` must be set. All fields of
-    `graft.sampling.params.SamplingParams` are keyword arguments too: temperature and filters, seed,
-    verification mode, logit bias and penalties, stop ids and log probabilities. If `seed` is None,
-    the engine draws one and reports it in `Output.seed`.
+    Exactly one of `prompt`, `messages` and `tokens` must be set. The fields of
+    `graft.sampling.params.SamplingParams` are further keyword arguments: temperature and filters,
+    seed, verification mode, logit bias and penalties, stop ids and log probabilities. If `seed` is
+    None, the engine draws a seed and reports it in `Output.seed`.
 
     Parameters
     ----------
     prompt
-        Text. If the tokenizer has a chat template, it becomes one user message.
+        Text of the prompt. If the tokenizer has a chat template, this text becomes one user
+        message.
     messages
         Chat messages, rendered with the tokenizer's chat template.
     tokens
-        Token ids, used unchanged.
+        Token ids of the prompt, used unchanged.
     grammar
         Grammar of the output; None for unconstrained text. If `GrammarSpec.partial` is set, use
         `graft.grammar.check_output` to check finished text against the whole schema.
     schema
-        Schema that is passed to the chat template as ``schema``. By default, that of a JSON-schema
-        grammar, so that a template can show it to the model.
+        Schema that is passed to the chat template as ``schema``, so that the template can show it
+        to the model. By default, it is the schema of a JSON-schema grammar.
     max_tokens
         Maximum number of tokens to generate, including the stop id; None for all remaining
         positions.
     n
-        Number of completions; `samples` makes one request of each.
+        Number of completions. `samples` returns one request for each of them.
     stop
-        Strings that end the output and are cut from it. Not allowed with a grammar, because the cut
-        would violate it. `min_tokens` does not apply to them.
+        Strings that end the output and are removed from its end. Not allowed with a grammar,
+        because the shortened output could violate it. `min_tokens` does not apply to stop strings.
     special_tokens
-        Whether names of special tokens in the prompt or messages become special ids; otherwise they
-        are plain text. Names in the chat template itself always become special ids.
+        Whether names of special tokens in the prompt or messages are encoded as special ids. If
+        not, they are plain text. Names in the chat template itself always become special ids.
     priority
         Waiting requests with the highest priority get slots first. Running requests with the lowest
         priority are preempted first when KV-cache pages run out.
     timeout_s
-        Seconds after submission at which the request ends with its output so far; None for no
-        timeout.
+        Time in seconds, from submission, after which the request ends with its output so far; None
+        for no timeout.
     id
-        Id of outputs and events; None to have the engine assign one.
+        Id of outputs and events. If None, the engine assigns one.
     """
 
     prompt: str | None = None
@@ -145,9 +148,10 @@ class Request(SamplingParams):
     def samples(self) -> list[Request]:
         """Return one request for each of the `n` completions.
 
-        They differ in `sample` and in the id, which becomes "id/sample". They share the seed, so
-        each completion can be reproduced separately. `generate` and `stream` call this method;
-        callers of `submit` do so themselves.
+        The requests differ in `sample` and in their ids, which become "id/sample". They have the
+        same seed, so each completion can be reproduced separately from seed and sample number.
+        `Engine.generate` and `Engine.stream` call this method. Callers of `Engine.submit` have to
+        call it themselves.
         """
         valid = type(self.n) is int and type(self.sample) is int
         if not valid or not 1 < self.n <= MAX_SAMPLES:
@@ -163,10 +167,11 @@ class Request(SamplingParams):
 
 
 class Logprob(NamedTuple):
-    """Log probability of a token, and those of the most likely ids.
+    """Log probabilities of a token and of the most likely ids at its position.
 
-    They are the log-softmax over the vocabulary of the model's logits, before bias, penalties,
-    mask, temperature and filters; with `Request.logprobs_masked`, after bias, penalties and mask.
+    The log probabilities are the log-softmax of the model's logits over the vocabulary. By default,
+    they are computed before bias, penalties, mask, temperature and filters. With
+    `Request.logprobs_masked`, they are computed after bias, penalties and mask.
 
     Attributes
     ----------
@@ -196,31 +201,35 @@ class Output:
         Decoded output without the stop id and without a stop string. An incomplete last character
         is omitted. Set when the request finishes.
     reason
-        Finish reason: "stop", "stop_string", "length", "timeout", "dead_end", "cancelled",
-        "refused", "error", or "moved" if another engine continues the request
-        (`Engine.migrate_out`).
+        Finish reason. "stop": a stop id. "stop_string": a stop string. "length": `max_tokens`.
+        "timeout": `timeout_s`. "dead_end": the grammar allows no token. "cancelled":
+        `Engine.cancel`. "refused": the request is invalid or the queue is full. "error": the
+        request failed. "moved": another engine continues the request (`Engine.migrate_out`).
     error
-        Error message, for "refused", "error" and "timeout".
+        Error message, for "refused", "error" and "timeout"; None otherwise.
     error_type
         Name of the error's class, such as "GrammarError" or "QueueFullError".
     seed, sample
-        Values with which the request can be reproduced.
+        Seed and sample number with which the request can be reproduced.
     logprobs
         Log probabilities of the tokens in order; None unless requested.
     exact
-        Whether verification was exact; False with ``verify="relaxed"``.
+        Whether verification preserved the model's distribution; False with ``verify="relaxed"``.
     rounds
         Number of rounds in which at least one token was committed.
     drafted, accepted
         Number of drafts verified and accepted.
     cached_tokens
-        Number of tokens that were not prefilled because the prefix cache had their pages; summed
-        over all times the request joined.
+        Number of tokens that were not prefilled because the prefix cache had their pages. A request
+        that was preempted counts them each time it is prefilled.
     preempted
         Number of times the request was preempted.
-    queue_s, first_token_s, total_s
-        Seconds from submission to the first slot, to the first token read by the host (TTFT), and
-        to the end; None if it did not happen.
+    queue_s
+        Seconds from submission until the request got its first slot; None if it never did.
+    first_token_s
+        Seconds from submission until the host read the first token (TTFT); None if there is none.
+    total_s
+        Seconds from submission until the request finished; None until then.
     """
 
     id: str
@@ -245,7 +254,7 @@ class Output:
 
     @property
     def finished(self) -> bool:
-        """Whether the output is complete: a stop id ended it and its grammar, if any, accepts."""
+        """Whether the output is complete: it ended with a stop id and satisfies its grammar."""
         return self.reason == "stop"
 
 
@@ -260,10 +269,10 @@ class Event:
     tokens
         Committed tokens.
     text
-        New text. Bytes of an incomplete character are held back, and so is text that may be the
+        New text. An incomplete character at its end is held back, and so is text that may be the
         beginning of a stop string.
     output
-        Output of the request in its last event; otherwise None.
+        Output of the request if this is its last event; otherwise None.
     logprobs
         Log probabilities of the tokens; None unless requested.
     """
@@ -286,7 +295,7 @@ def check_token_ids(name: str, ids: Iterable[object], vocab_size: int) -> None:
     Raises
     ------
     RequestError
-        With `name` and the first invalid id.
+        If an id is invalid. The message contains `name` and the first invalid id.
     """
     try:
         check_ids(name, ids, vocab_size)
@@ -300,23 +309,24 @@ def check_size(description: str, value: object, limit: str, limits: Limits) -> N
     Parameters
     ----------
     description
-        Subject of the error message.
+        Name of the value for the error message.
     value
-        Text or nested object. It may contain itself.
+        Text or nested object. A cyclic object, which contains itself, is allowed.
     limit
-        Field of `limits` with the maximum number of UTF-8 bytes.
+        Name of the field of `limits` that has the maximum number of UTF-8 bytes.
     limits
         Limits of the engine.
 
     Raises
     ------
     RequestError
-        If the size exceeds the limit, with its name.
+        If the size exceeds the limit. The message contains the name of the limit.
     """
     max_size: int = getattr(limits, limit)
     size = 0
     pending = [value]
-    while pending and size <= max_size:  # terminates for an object that contains itself
+    # Each item counts at least one byte, so the loop terminates for cyclic objects too.
+    while pending and size <= max_size:
         item = pending.pop()
         if isinstance(item, str):
             size += len(item.encode("utf-8", "surrogatepass"))
@@ -345,7 +355,7 @@ def check_request(request: Request, vocab_size: int, limits: Limits) -> None:
     Raises
     ------
     RequestError
-        If a field is invalid, with its name and value.
+        If a field is invalid. The message contains its name and value.
     """
     if not isinstance(request, Request):
         raise RequestError(f"a request must be a Request, got {short_repr(request)}")

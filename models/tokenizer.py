@@ -1,4 +1,4 @@
-"""Tokenizer and chat template of a model, checked against the model before use."""
+"""Tokenizer and chat template of a checkpoint, checked against the model before use."""
 
 from __future__ import annotations
 
@@ -24,29 +24,29 @@ RESERVED_VARIABLES = frozenset({"self", "messages", "parse_special", "max_bytes"
 class Tokenizer:
     """The tokenizer of a checkpoint: ``tokenizer.json``, stop ids and chat template.
 
-    Truncation, padding and dropout, which the file may configure for training, are disabled.
+    Checkpoints may configure truncation, padding and dropout for training. They are disabled here.
 
     Parameters
     ----------
     path
         Checkpoint folder.
     vocab_size
-        Number of rows of the model's embedding; by default, that of ``config.json`` if the file
-        exists.
+        Number of rows of the model's embedding. By default, it is read from ``config.json`` if the
+        file exists.
 
     Attributes
     ----------
     path
         Checkpoint folder.
     backend
-        Object of the tokenizers library.
+        Tokenizer object of the tokenizers library.
     vocab_size
-        One more than the largest token id.
+        Largest token id plus one.
     special_names
-        Names of the special tokens, which `decode` omits by default.
+        Names of the special tokens, such as ``<s>``. `decode` omits these tokens by default.
     stop_ids
-        Ids that end the output: those of ``generation_config.json``, else those of
-        ``config.json``, else the end-of-sequence token of the tokenizer.
+        Ids that end the output. They are read from ``generation_config.json`` or else from
+        ``config.json``. If neither file has any, the tokenizer's end-of-sequence token is used.
 
     Raises
     ------
@@ -110,8 +110,8 @@ class Tokenizer:
         special
             Whether to add the special tokens that the model expects around a text, such as BOS.
         parse_special
-            Whether the name of a special token in the text becomes its id; otherwise it is plain
-            text.
+            Whether the name of a special token in the text is encoded as its id. If not, the name
+            is plain text.
 
         Raises
         ------
@@ -146,19 +146,19 @@ class Tokenizer:
         max_bytes: int | None = None,
         **variables: Any,
     ) -> list[int]:
-        """Return the token ids of a conversation that is rendered with the chat template.
+        """Return the token ids of a conversation, rendered with the chat template.
 
         Parameters
         ----------
         messages
             Messages as the template expects them, usually with ``role`` and ``content``.
         add_generation_prompt
-            Variable of the template: whether to append the header of the assistant's message.
+            Whether the template appends the header of the assistant's message.
         parse_special
-            Whether names of special tokens in messages and variables become their ids; otherwise
-            they are plain text. Names in the template itself always become ids.
+            Whether names of special tokens in messages and variables are encoded as their ids. If
+            not, they are plain text. Names in the template itself always become ids.
         max_bytes
-            Maximum UTF-8 bytes of the rendered text; None for no limit.
+            Maximum size of the rendered text in UTF-8 bytes; None for no limit.
         **variables
             Further variables of the template (``tools``, ``date_string``, ...).
 
@@ -167,10 +167,12 @@ class Tokenizer:
         TokenizerError
             If there is no template, the template rejects the messages, or the text is too long.
         """
-        escaper = _SpecialNameEscaper(() if parse_special else self.special_names)
+        names = () if parse_special else self.special_names
+        escaper = _SpecialNameEscaper(names)
         escaped = escaper.escape({**variables, "messages": list(messages)})
         text = self.render(**{"add_generation_prompt": add_generation_prompt, **escaped})
-        if max_bytes is not None and len(text.encode("utf-8", "surrogatepass")) > max_bytes:
+        num_bytes = len(text.encode("utf-8", "surrogatepass"))
+        if max_bytes is not None and num_bytes > max_bytes:
             raise TokenizerError(
                 f"{self.path}: the chat template rendered more than {max_bytes} bytes"
             )
@@ -180,14 +182,18 @@ class Tokenizer:
         return ids
 
     def render(self, messages: Sequence[Mapping[str, Any]], **variables: Any) -> str:
-        """Return the text that `chat` encodes."""
+        """Return the text of a conversation, rendered with the chat template."""
         if self._template is None:
             raise TokenizerError(f"{self.path}: the tokenizer has no chat template")
         special = {name: text for name, text in self._special.items() if text is not None}
-        return self._template.render({"messages": list(messages), **special, **variables})
+        all_variables = {"messages": list(messages), **special, **variables}
+        return self._template.render(all_variables)
 
     def _content(self, name: str) -> str | None:
-        """Return the text of a special token of tokenizer_config.json: a string or an object."""
+        """Return the text of a special token of tokenizer_config.json, or None if it is absent.
+
+        The file has a string, or an object with the string in its field "content".
+        """
         value = self._config.get(name)
         if isinstance(value, dict):
             value = value.get("content")
@@ -244,6 +250,8 @@ class Tokenizer:
 class _SpecialNameEscaper:
     """Replaces names of special tokens in user text by markers while a template is rendered.
 
+    After rendering, a marker shows that the name came from user text and not from the template.
+
     Parameters
     ----------
     names
@@ -276,8 +284,10 @@ class _SpecialNameEscaper:
         Returns
         -------
         list of tuple
-            Parts of the text in order, each with whether it is a name from user text.
+            Parts of the text in order. Each tuple is a text and whether that text is a name that
+            came from user text.
         """
+        # re.split returns the captured numbers at odd indices.
         parts = re.split(rf"{re.escape(self._marker)}(\d+)\ue001", text)
         result = []
         for index, part in enumerate(parts):

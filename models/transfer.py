@@ -1,8 +1,9 @@
 """KV transfer for disaggregated prefill: shared memory on one machine, Mooncake between machines.
 
-The sender keeps the data of a migrated request and gets a ticket. The ticket is plain data; the
-application sends it to the other process, for example through a queue. The receiver uses it to
-fetch the data. The sender frees the data after the receiver has confirmed the receipt or is gone.
+`Transfer.send` keeps the data of a migrated request in the sender's memory and returns a ticket.
+The ticket is plain data. The application passes it to the other process, for example through a
+queue, and the receiver fetches the data with it. The application calls `Transfer.free` at the
+sender after the receiver has fetched the data or has exited.
 """
 
 from __future__ import annotations
@@ -26,16 +27,16 @@ _ALIGNMENT = 8
 
 
 class Ticket(NamedTuple):
-    """Location of sent data.
+    """Location and checksum of sent data.
 
     Attributes
     ----------
     sender
-        Process or host that keeps the data.
+        Process id or network address of the sender.
     address
-        Location of the data at the sender.
+        File descriptor or memory address of the data at the sender.
     nbytes
-        Size of the data.
+        Size of the data in bytes.
     checksum
         Sum of the data as 64-bit integers.
     """
@@ -52,11 +53,11 @@ class SendBuffer(NamedTuple):
     Attributes
     ----------
     sender, address
-        Fields of the ticket.
+        Values of the ticket's fields of the same names.
     data
-        The memory, uint8.
+        View of the memory as uint8.
     resource
-        Object to pass to `Transfer.release_buffer`.
+        Object that `Transfer.release_buffer` needs to free the memory.
     """
 
     sender: str
@@ -75,7 +76,7 @@ class Transfer(ABC):
     Attributes
     ----------
     sent
-        Resource of each ticket that has not been freed.
+        Resource (`SendBuffer.resource`) of each ticket that has not been freed.
     """
 
     def __init__(self) -> None:
@@ -90,13 +91,15 @@ class Transfer(ABC):
             If there is not enough memory.
         """
         buffers = migrated.buffers()
-        nbytes = -(-sum(map(len, buffers)) // _ALIGNMENT) * _ALIGNMENT
+        total = sum(map(len, buffers))
+        nbytes = -(-total // _ALIGNMENT) * _ALIGNMENT
         sender, address, data, resource = self.allocate(nbytes)
         data[-_ALIGNMENT:] = 0
         begin = 0
         for buffer in buffers:
-            data[begin : begin + len(buffer)] = np.frombuffer(buffer, np.uint8)
-            begin += len(buffer)
+            end = begin + len(buffer)
+            data[begin:end] = np.frombuffer(buffer, np.uint8)
+            begin = end
         ticket = Ticket(sender, address, len(data), _checksum(data))
         self.sent[ticket] = resource
         return ticket
@@ -107,7 +110,8 @@ class Transfer(ABC):
         Raises
         ------
         MigrationError
-            If the data has been freed, its sender is gone, or it is damaged or of another format.
+            If the data has been freed, its sender has exited, or the data is damaged or has another
+            format.
         """
         ticket = Ticket(*ticket)
         data = self.fetch(ticket)
@@ -118,13 +122,13 @@ class Transfer(ABC):
         return MigratedRequest.from_bytes(data)
 
     def free(self, ticket: Sequence[Any]) -> None:
-        """Free the data of a ticket, received or not. Freeing it again has no effect."""
+        """Free the data of a ticket, whether or not it was received. Repeated calls do nothing."""
         ticket = Ticket(*ticket)
         if ticket in self.sent:
             self.release_buffer(ticket.address, self.sent.pop(ticket))
 
     def close(self) -> None:
-        """Free all data."""
+        """Free the data of all tickets."""
         for ticket in list(self.sent):
             self.free(ticket)
 
@@ -156,9 +160,9 @@ class Transfer(ABC):
 class SharedMemory(Transfer):
     """Transport between processes of one user on one machine that see each other in /proc.
 
-    The data is an anonymous file in memory (memfd), which the receiver opens through the sender's
-    file descriptors. The kernel frees it with its last user, however that process ends, and the
-    size limit of /dev/shm does not apply.
+    The data is an anonymous file in memory (memfd). The receiver opens the file through
+    ``/proc/<pid>/fd`` of the sender. The kernel frees the file when the last process that uses it
+    has closed it or exited. The size limit of /dev/shm does not apply.
     """
 
     def allocate(self, nbytes: int) -> SendBuffer:
@@ -187,7 +191,8 @@ class SharedMemory(Transfer):
 
 
 def _open_nonblocking(path: str, _flags: int) -> int:
-    # The descriptor may have been reused by a pipe; opening that must not block.
+    # After the data was freed, the sender may have reused the descriptor for a pipe. Opening a pipe
+    # must not block.
     return os.open(path, os.O_RDONLY | os.O_NONBLOCK)
 
 
@@ -197,9 +202,11 @@ class Mooncake(Transfer):
     Parameters
     ----------
     host
-        Name or address by which other machines reach this one.
-    protocol, device
-        Arguments of Mooncake, such as "rdma" and the name of a network card.
+        Host name or address at which other machines can reach this machine.
+    protocol
+        Mooncake protocol, such as "tcp" or "rdma".
+    device
+        Name of the network device for Mooncake, such as an RDMA network card.
 
     Raises
     ------
@@ -243,7 +250,8 @@ class Mooncake(Transfer):
         return buffer.data
 
     def release_buffer(self, address: int, resource: Any) -> None:
-        resource[:_ALIGNMENT] = 0  # so that a late reader detects that the data is gone
+        # A receiver that still reads the memory detects by the checksum that it has been freed.
+        resource[:_ALIGNMENT] = 0
         self._engine.unregister_memory(address)
 
     def _check(self, code: int, message: str) -> None:

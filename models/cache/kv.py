@@ -1,17 +1,21 @@
 """Paged KV cache: device pages, the page table that kernels read, and the host's page allocator.
 
+A *slot* is the index of a running request on the device. Row ``s`` of the page table lists the
+pages of slot ``s`` in the order of their positions.
+
 Pages are reference-counted. A page is free again when its last reference is dropped.
 
-A rollback after rejected drafts needs no work on the device: keys and values are addressed by
-position, so a rejected position is overwritten when it is processed again.
+Rejected drafts need no cleanup on the device. Keys and values are addressed by position, so a
+rejected position is overwritten when it is processed again.
 
 Invariants
 ----------
-1. `PagedKV.allocate` only appends to a slot's row of the page table. Existing entries keep their
-   meaning.
+1. `PagedKV.allocate` only appends entries to a slot's row of the page table. It never changes
+   existing entries.
 2. `PagedKV.release` may be called only when no launched work reads the slot's positions any more.
-3. Hence the staged row that `PagedKV.set_table` copies may be rewritten while an older copy of the
-   same row is pending: that copy then contains newer entries of the same owner.
+3. `PagedKV.set_table` copies a row from pinned memory. Because of 1 and 2, the host may extend this
+   row while an older copy of it is pending. The pending copy then transfers additional pages of the
+   same request, which is harmless.
 """
 
 from __future__ import annotations
@@ -25,7 +29,7 @@ from graft.cudagraph.errors import OptionError
 from graft.cudagraph.lanes import Lane
 from graft.cudagraph.memory import DeviceArray
 
-#: Storage dtypes of weights and caches, and the name of each in kernels.
+#: Storage dtypes of weights and caches, each with the name of its type in kernels.
 STORAGE = {"float32": "float", "float16": "fp16_t", "bfloat16": "bf16_t"}
 
 
@@ -39,8 +43,8 @@ class PagedKV:
     layers, kv_heads, head_dim
         Attention shape of the model.
     pages
-        Number of pages, shared by all slots. One more page, the scratch page, is added; it is
-        never written.
+        Number of pages for all slots together. One more page, the scratch page, is added. Page
+        table entries without a page refer to it, and it is never written.
     page_size
         Positions per page, a power of two.
     dtype
@@ -56,9 +60,9 @@ class PagedKV:
         int32 array of shape [slots, max_pages_per_slot]. Unallocated entries refer to the scratch
         page.
     scratch_page
-        Index of the scratch page, which is the number of the other pages.
+        Index of the scratch page. It equals the parameter `pages`.
     free
-        Pages without a reference. The last one is allocated first.
+        Pages without a reference, used as a stack: the last one is allocated first.
 
     Raises
     ------
@@ -113,9 +117,11 @@ class PagedKV:
         self.free = list(range(pages - 1, -1, -1))
         self._references = [0] * pages
         self._owned: list[list[int]] = [[] for _ in range(slots)]
-        self._staged = [device.pinned((self.max_pages,), "int32") for _ in range(slots)]
-        for row in self._staged:
+        self._staged = []  # rows of the page table in pinned memory
+        for _ in range(slots):
+            row = device.pinned((self.max_pages,), "int32")
             row.array[:] = self.scratch_page
+            self._staged.append(row)
 
     @property
     def positions(self) -> int:
@@ -133,7 +139,9 @@ class PagedKV:
         return tuple(self._owned[self._checked(slot)])
 
     def allocate(self, slot: int, positions: int, shared: Sequence[int] = ()) -> bool:
-        """Allocate pages for the first `positions` positions of a slot; existing ones are kept.
+        """Allocate pages for the first `positions` positions of a slot.
+
+        Pages that the slot already has are kept.
 
         Parameters
         ----------
@@ -142,7 +150,8 @@ class PagedKV:
         positions
             Number of positions that the slot must have.
         shared
-            Pages of other owners to use for the first positions. Only for a slot without pages.
+            Pages with other references, such as prefix-cache pages, to use for the first positions.
+            Allowed only if the slot has no pages yet.
 
         Returns
         -------
@@ -154,11 +163,14 @@ class PagedKV:
         total = -(-positions // self.page_size)
         if total <= len(owned):
             return True
-        num_new = total - len(owned) - len(shared)
-        if total > self.max_pages or num_new > len(self.free):
+        if total > self.max_pages:
             return False
-        new = [self.free.pop() for _ in range(num_new)]
-        pages = [*shared, *new]
+        num_new = total - len(owned) - len(shared)
+        if num_new > len(self.free):
+            return False
+        pages = list(shared)
+        for _ in range(num_new):
+            pages.append(self.free.pop())
         for page in pages:
             self.add_reference(page)
         self._staged[slot].array[len(owned) : total] = pages
@@ -166,11 +178,11 @@ class PagedKV:
         return True
 
     def add_reference(self, page: int) -> None:
-        """Add a reference to a page that is in use or was just taken from `free`."""
+        """Add a reference to a page that is in use or was just removed from `free`."""
         self._references[page] += 1
 
     def drop_reference(self, page: int) -> None:
-        """Drop a reference; the page is free when it was the last one."""
+        """Drop a reference. The page becomes free if this was its last reference."""
         self._references[page] -= 1
         if self._references[page] == 0:
             self.free.append(page)
@@ -180,7 +192,7 @@ class PagedKV:
         return self._references[page]
 
     def release(self, slot: int) -> None:
-        """Drop the references of a slot to all its pages."""
+        """Drop a slot's references to all its pages."""
         owned = self._owned[self._checked(slot)]
         self._staged[slot].array[: len(owned)] = self.scratch_page
         for page in reversed(owned):
@@ -188,9 +200,10 @@ class PagedKV:
         owned.clear()
 
     def set_table(self, lane: Lane, slot: int) -> None:
-        """Enqueue the copy of a slot's row of the page table to the device."""
+        """Enqueue a copy of a slot's row of the page table from pinned memory to the device."""
         row = self.page_table[self._checked(slot)]
-        lane.copy(row, self._staged[slot], name="page table")
+        staged = self._staged[slot]
+        lane.copy(row, staged, name="page table")
 
     def _checked(self, slot: int) -> int:
         if not 0 <= slot < self.slots:

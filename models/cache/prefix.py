@@ -1,18 +1,21 @@
 """Prefix cache: KV-cache pages that outlive their request and are found again by their tokens.
 
 The key of a page is a hash chain over all tokens up to the end of the page and over `lookahead`
-tokens after it, because entry ``i`` of a draft head depends on token ``i + 1``. Kernels are
-row-invariant, so a page has the same bits whichever request wrote it, in prefill or in a round.
-Grammars do not affect the contents of a page.
+tokens after it. These tokens are included because entry ``i`` in the KV cache of a draft head
+depends on token ``i + 1``.
+
+The contents of a page depend on the tokens of its key alone. Kernels are row-invariant, so the bits
+are the same whether the page was written in prefill or in a decoding round, and in any batch.
+Grammars do not affect keys and values.
 
 Invariants
 ----------
-1. A cached page is never written. The first position that a request writes is after the cached
-   pages it shares, because `PrefixCache.match` leaves at least one token.
-2. The writes of a page were enqueued on the stream of the replays before the page was cached, so
-   every reader is ordered after them.
-3. The cache owns one reference to each of its pages. A page may be evicted while that is the only
-   reference.
+1. A cached page is never written. A request writes only positions after the cached pages that it
+   shares, because at least its last token has no cached page.
+2. The writes of a page were enqueued on the stream of the rounds before the page was cached. Every
+   reader is enqueued on the same stream later.
+3. The cache owns one reference to each of its pages. A page may be evicted only while no slot has
+   another reference to it.
 """
 
 from __future__ import annotations
@@ -28,15 +31,15 @@ from graft.models.cache.kv import PagedKV
 
 __all__ = ["PageGroup", "PrefixCache", "page_keys"]
 
-#: Pages of the same positions, one in each cache.
+#: Pages of the same positions, one page index for each cache (target and drafter).
 PageGroup = tuple[int, ...]
 
 
 def page_keys(tokens: Sequence[int], page_size: int, lookahead: int = 0) -> list[bytes]:
     """Return the keys of the full pages of a token sequence.
 
-    The page of the last token is excluded: a request must process at least one token to get the
-    logits of the next one.
+    A page that contains the last token is excluded, because a request must process at least one
+    token to get the logits of the next one.
 
     Parameters
     ----------
@@ -45,12 +48,12 @@ def page_keys(tokens: Sequence[int], page_size: int, lookahead: int = 0) -> list
     page_size
         Positions per page.
     lookahead
-        Number of tokens after a page that its entries depend on.
+        Number of tokens after a page on which the entries of the page depend.
 
     Returns
     -------
     list of bytes
-        One key of 32 bytes per page; each one depends on all tokens before it.
+        One key of 32 bytes per page. Each key depends on all tokens up to the end of its page.
     """
     array = np.asarray(tokens, np.int32)
     last_end = len(array) - max(lookahead, 1)
@@ -59,29 +62,32 @@ def page_keys(tokens: Sequence[int], page_size: int, lookahead: int = 0) -> list
     for end in range(page_size, last_end + 1, page_size):
         begin = end - page_size
         content = array[begin : end + lookahead].tobytes()
-        key = hashlib.blake2b(key + content, digest_size=32).digest()
+        digest = hashlib.blake2b(key + content, digest_size=32)
+        key = digest.digest()
         keys.append(key)
     return keys
 
 
 class PrefixCache:
-    """Maps token prefixes to KV-cache pages, for several paged caches with common positions.
+    """Maps token prefixes to pages of several paged KV caches.
+
+    A cached page is a `PageGroup`: one page in each of the caches, for the same positions.
 
     Parameters
     ----------
     caches
-        Paged caches with the same page size.
+        Paged KV caches of target and drafter, with the same page size.
     lookahead
-        Number of tokens after a page that its entries depend on.
+        Number of tokens after a page on which the entries of the page depend.
     max_pages
-        Maximum number of cached pages; 0 disables the cache.
+        Maximum number of cached pages; 0 disables the prefix cache.
 
     Attributes
     ----------
     max_pages
-        As given.
+        Parameter of the same name.
     hit_tokens
-        Number of tokens whose prefill was saved.
+        Number of tokens that were not prefilled because their pages were cached.
     evictions
         Number of pages evicted.
     """
@@ -99,11 +105,15 @@ class PrefixCache:
 
     @property
     def num_unused(self) -> int:
-        """Number of cached pages that no slot has."""
-        return sum(not self._in_use(group) for group in self._cached.values())
+        """Number of cached pages that belong to no slot."""
+        count = 0
+        for group in self._cached.values():
+            if not self._in_use(group):
+                count += 1
+        return count
 
     def keys(self, tokens: Sequence[int]) -> list[bytes]:
-        """Return the keys of the full pages of `tokens`; see `page_keys`."""
+        """Return the keys of the full pages of `tokens`, or none if the cache is disabled."""
         if not self.max_pages:
             return []
         return page_keys(tokens, self._caches[0].page_size, self._lookahead)
@@ -115,7 +125,9 @@ class PrefixCache:
     def match(self, keys: Iterable[bytes]) -> list[PageGroup]:
         """Return the pages of the longest cached prefix and mark them as recently used."""
         found = self._find(keys)
-        for key in reversed(found):  # the first page last: later ones cannot be found without it
+        # The first page becomes the most recently used one, because no later page can be found
+        # without it.
+        for key in reversed(found):
             self._cached.move_to_end(key)
         return [self._cached[key] for key in found]
 
@@ -125,35 +137,40 @@ class PrefixCache:
         Parameters
         ----------
         slot
-            Slot that has the pages.
+            Slot that owns the pages.
         tokens
-            Tokens of the slot. Their entries, except for those of the last token, must have been
-            enqueued in all caches.
+            Tokens of the slot. The writes of their keys and values in all caches, except for the
+            last token, must have been enqueued.
         """
         if self.max_pages == 0:
             return
         pages_by_cache = [cache.pages_of(slot) for cache in self._caches]
         groups = zip(*pages_by_cache, strict=True)
-        pages = list(zip(self.keys(tokens), groups, strict=False))
-        self._insert(pages[: self.max_pages])
+        keys = self.keys(tokens)[: self.max_pages]
+        pages = list(zip(keys, groups, strict=False))
+        self._insert(pages)
 
     def insert_migrated(
         self,
         keys: Sequence[bytes],
         write: Callable[[list[PageGroup], list[int]], object],
     ) -> None:
-        """Cache pages of another engine, as many of the first ones as pages can be made free.
+        """Cache pages of another engine.
+
+        Unused pages are evicted to make free pages for them. If there are still too few free pages,
+        only the first of the migrated pages are cached.
 
         Parameters
         ----------
         keys
-            Keys of the pages.
+            Keys of the migrated pages.
         write
-            Enqueues the contents of pages. It is called with the pages to write and the index in
-            `keys` of each.
+            Function that enqueues the writes of page contents. It is called with the free pages to
+            write and, for each of them, the index in `keys` of the page to write into it.
         """
         found = self.match(keys)
-        self.evict_until_free(len(keys) - len(found), found)
+        num_missing = len(keys) - len(found)
+        self.evict_until_free(num_missing, found)
         missing = [i for i, key in enumerate(keys) if key not in self._cached]
         # The last pages of `free` are allocated first.
         free_by_cache = [reversed(cache.free) for cache in self._caches]
@@ -170,7 +187,7 @@ class PrefixCache:
     def evict_until_free(self, pages: int, keep: Collection[PageGroup]) -> None:
         """Evict unused pages, least recently used first, until `pages` pages are free.
 
-        Nothing is evicted if that would not suffice.
+        If evicting all unused pages would not suffice, no page is evicted.
 
         Parameters
         ----------
@@ -180,20 +197,22 @@ class PrefixCache:
             Pages that must not be evicted.
         """
         num_free = min(len(cache.free) for cache in self._caches)
-        count = pages - num_free
+        num_evictions = pages - num_free
         kept = set(keep)
         in_use: list[bytes] = []
         unused: list[bytes] = []
         for key, group in self._cached.items():
-            if len(unused) >= count:
+            if len(unused) >= num_evictions:
                 break
-            if self._in_use(group) or group in kept:
+            if group in kept or self._in_use(group):
                 in_use.append(key)
             else:
                 unused.append(key)
-        for key in in_use:  # so that the next call does not visit them first
+        # Pages in use become the most recently used ones, so that the next call finds unused pages
+        # sooner.
+        for key in in_use:
             self._cached.move_to_end(key)
-        if len(unused) >= count:
+        if len(unused) >= num_evictions:
             self._evict(unused)
 
     def clear(self) -> None:
@@ -202,11 +221,18 @@ class PrefixCache:
 
     def _find(self, keys: Iterable[bytes]) -> list[bytes]:
         """Return the keys of the longest cached prefix."""
-        found = itertools.takewhile(self._cached.__contains__, keys)
-        return list(found)
+        found = []
+        for key in keys:
+            if key not in self._cached:
+                break
+            found.append(key)
+        return found
 
     def _insert(self, pages: Sequence[tuple[bytes, PageGroup]]) -> None:
-        """Cache pages, the first one as the most recently used, and enforce `max_pages`."""
+        """Cache pages, and evict the least recently used ones if there are too many.
+
+        The first page becomes the most recently used one.
+        """
         for key, group in reversed(pages):
             if key not in self._cached:
                 for cache, page in zip(self._caches, group, strict=True):
@@ -218,7 +244,9 @@ class PrefixCache:
         self._evict(list(oldest))
 
     def _in_use(self, group: PageGroup) -> bool:
-        return self._caches[0].references(group[0]) > 1
+        """Return whether a slot has a reference to the page, in addition to the prefix cache."""
+        first_cache = self._caches[0]
+        return first_cache.references(group[0]) > 1
 
     def _evict(self, keys: Iterable[bytes]) -> None:
         for key in keys:

@@ -24,7 +24,7 @@ class Admission:
     Parameters
     ----------
     options
-        Engine options. The positions of a request must fit into its caches.
+        Engine options, with the number of positions of a request and the request limits.
     tokenizer
         Tokenizer of the model.
     vocab_size
@@ -66,7 +66,7 @@ class Admission:
         request
             Request to admit.
         output
-            Output under construction. Its prompt length, seed and sample number are set.
+            Output under construction. This method sets its prompt length, seed and sample number.
         waiting
             Requests that are waiting for a slot.
 
@@ -75,7 +75,7 @@ class Admission:
         QueueFullError
             If the limits on waiting requests are reached.
         RequestError, TokenizerError, GrammarError
-            If an option is invalid, with its name and value.
+            If a field of the request is invalid. The message contains its name and value.
         """
         limit = self._limits.waiting
         if limit is not None and len(waiting) >= limit:
@@ -89,7 +89,8 @@ class Admission:
         stop_ids = tuple(unique)
         if len(stop_ids) > MAX_STOP_IDS:
             raise RequestError(
-                f"stop_ids and the model's stop ids are {len(stop_ids)} ids, at most {MAX_STOP_IDS}"
+                f"stop_ids and the model's stop ids are {len(stop_ids)} different ids, at most "
+                f"{MAX_STOP_IDS} are supported"
             )
         output.prompt_tokens = len(prompt)
         output.seed = secrets.randbits(64) if request.seed is None else request.seed
@@ -97,8 +98,8 @@ class Admission:
         output.logprobs = None if request.logprobs is None else []
         grammar: Future[CompiledGrammar] | None = None
         if request.grammar is not None:
-            # Checked and compiled in a child process: an invalid grammar fails this future, and the
-            # scheduler then finishes the request with the reason "refused".
+            # A child process checks and compiles the grammar. If it is invalid, this future fails,
+            # and the scheduler finishes the request with reason "refused".
             grammar = self._compiler.submit(request.grammar)
         return RequestState(
             request=request,
@@ -111,7 +112,7 @@ class Admission:
         )
 
     def _check_waiting_tokens(self, prompt: int, waiting: Collection[RequestState]) -> None:
-        """Check the limit on waiting tokens. It does not apply to the first waiting request."""
+        """Check the limit on waiting tokens. It does not apply if no other request is waiting."""
         limit = self._limits.waiting_tokens
         if limit is None or not waiting:
             return
@@ -155,7 +156,7 @@ class Admission:
     def _prompt_tokens(self, request: Request) -> list[int]:
         """Return the token ids of a request's prompt, messages or tokens."""
         if request.tokens is not None:
-            # The length first: it bounds the cost of checking each id.
+            # The length is checked first, because it bounds the cost of checking every id.
             self._max_tokens(len(request.tokens), request.max_tokens)
             check_token_ids("tokens", request.tokens, self._vocab_size)
             return list(request.tokens)

@@ -1,9 +1,10 @@
 """Engine: LLM inference with speculative decoding and structured output.
 
-One decoding round is one launch of a CUDA graph. The host publishes which request has which batch
-row, launches the graph, and reads the tokens of the round from a ring as soon as verification has
-written them. With `overlap` the next round has been launched by then, so the device never waits for
-the host.
+One decoding round is one *replay*, that is one launch, of a CUDA graph. Before the launch, the host
+writes the request slot of each batch row into pinned memory. Verification writes the committed
+tokens into a ring of pinned buffers. The host reads the tokens from there while the graph generates
+the next drafts. With `overlap`, the host launches the next round before it reads the tokens, so the
+device never waits for the host.
 """
 
 from __future__ import annotations
@@ -58,12 +59,12 @@ __all__ = ["Engine", "batch_buckets"]
 LOG = logging.getLogger("graft")
 LOG.addHandler(logging.NullHandler())
 
-#: Time in which a device resource must be freed; `Engine.close` stops waiting after it.
+#: `Engine.close` stops waiting when no device resource has been freed for this many seconds.
 RELEASE_POLL_S = 0.25
 
 
 def batch_buckets(max_batch_size: int) -> list[int]:
-    """Return the batch sizes that have a graph: powers of two, and the maximum."""
+    """Return the batch sizes for which graphs are built: powers of two, and the maximum."""
     sizes = []
     size = 1
     while size < max_batch_size:
@@ -77,22 +78,23 @@ class Engine:
 
     `submit` and `step` are the two primitives; `generate` and `stream` are built on them. An engine
     handles one call at a time: a call from a second thread raises `EngineUseError`, except for
-    `cancel` and `wake`, which are thread-safe. The logger "graft" reports refused, failed and late
-    requests and engine failures.
+    `cancel` and `wake`, which are thread-safe. The logger "graft" reports engine failures, and
+    requests that are refused, fail or time out.
 
     Parameters
     ----------
     model
-        Folder of a Llama or Qwen3 checkpoint: config.json, safetensors, tokenizer.json.
+        Folder of a Llama or Qwen3 checkpoint with config.json, safetensors and tokenizer.json.
     drafter
-        Folder of a drafter checkpoint, a drafter class or another `MakeDrafter`, or its name as
-        ``module:name``. None decodes without speculation, except for forced drafts.
+        Drafter: the folder of a checkpoint, a drafter class or another `MakeDrafter` callable, or
+        the name of one in the form ``module:name``. None disables speculation, except for the
+        drafts of `Options.forced_drafts`.
     ranks
-        Tensor-parallel processes. This process is rank 0; the others run
-        `graft.models.llm.worker_rank.run_worker`. Outputs equal those of one process up to
-        rounding and do not depend on batch, order or time.
+        Group of tensor-parallel processes. This process is rank 0; the others run
+        `graft.models.llm.worker_rank.run_worker`. The outputs equal the outputs of a single process
+        up to rounding. They do not depend on the batch, the order of requests or timing.
     **options
-        Fields of `Options`.
+        Keyword arguments of `Options`.
 
     Attributes
     ----------
@@ -107,14 +109,14 @@ class Engine:
     stats : EngineStats
         Counters since the start or the last `reset_stats`.
     round_graphs : dict
-        Graphs by (batch size, drafts per batch row).
+        Graph of a round for each (batch size, number of drafts per batch row).
     failure : str or None
-        Error that has stopped the engine for good; None while it works.
+        Message of the error that stopped the engine permanently; None while the engine works.
 
     Raises
     ------
     ConfigError, CheckpointError, TokenizerError, OptionError, DeviceError
-        If a file, an option or the device is unsuitable, before any request is accepted.
+        If a checkpoint file, an option or the device is unsuitable.
     """
 
     def __init__(
@@ -129,7 +131,8 @@ class Engine:
         folder = Path(model)
         config = LlamaConfig.from_dir(folder)
         tokenizer = Tokenizer(folder, vocab_size=config.vocab_size)
-        # max_position_embeddings of a draft head is its training length and limits nothing here.
+        # Only the target limits the number of positions. The max_position_embeddings of a draft
+        # head is its training length and is ignored.
         requested = requested.sized(config.max_position_embeddings)
         self.device = open_device(requested.device, requested.ordinal)
         transport, self.transport_reason = choose_transport(
@@ -155,7 +158,8 @@ class Engine:
         self._scheduler = self._make_scheduler()
         self._ids = itertools.count()
         self._guard = ReentrancyGuard()
-        # Streams that were left and requests to cancel: (claimed ids to release, ids to cancel).
+        # Work for `_end_abandoned`, added by `cancel` and by each stream that ends: ids whose event
+        # claims are released, and ids of requests to cancel.
         self._abandoned: deque[tuple[Sequence[str], set[str]]] = deque()
         self.failure: str | None = None
         self._device_failed = False
@@ -197,10 +201,11 @@ class Engine:
         )
 
     def _build_rounds(self) -> None:
-        """Build the graph of each batch bucket and draft length, and run idle replays.
+        """Build the graph of each batch bucket and draft length, and run replays without requests.
 
-        The first replay of a graph loads everything that is loaded lazily. The times of the others
-        tell the draft budget what a length costs. Idle prefill chunks are run for the same reasons.
+        The first replay of a graph triggers lazy loading in the driver. From the times of the other
+        replays the draft budget learns the cost of each draft length. Prefill chunks without
+        requests are run for the same two reasons.
         """
         scratch = self._parts.scratch(self.options.max_batch_size)
         stats = EngineStats()
@@ -208,8 +213,8 @@ class Engine:
         num_replays = 1 if len(budget.lengths) == 1 else 3
         buckets = batch_buckets(self.options.max_batch_size)
         for batch, drafts in itertools.product(buckets, budget.lengths):
-            made = budget.drafts_to_generate(batch, drafts)
-            graph = self._built.round_class(self._parts, scratch, batch, drafts, made)
+            generated = budget.drafts_to_generate(batch, drafts)
+            graph = self._built.round_class(self._parts, scratch, batch, drafts, generated)
             self.round_graphs[batch, drafts] = graph
             for _ in range(num_replays):
                 self._replays.launch(graph, [])
@@ -225,9 +230,9 @@ class Engine:
     def submit(self, request: Request) -> str:
         """Submit a request and return its id.
 
-        Its grammar is compiled in the background. A request that cannot be served does not raise:
-        it finishes at once with reason "refused" and an error message, and other requests are not
-        affected.
+        The request's grammar is compiled in the background. If the request cannot be served, this
+        method does not raise an error. Instead, the request finishes at once with reason "refused"
+        and an error message. Other requests are not affected.
 
         Raises
         ------
@@ -243,10 +248,12 @@ class Engine:
     def migrate_out(self, request_id: str) -> MigratedRequest:
         """Remove an unfinished request so that another engine can continue it (`migrate_in`).
 
-        The request may be waiting, prefilled or generating. Here it finishes with reason "moved"
-        and the output that has been reported. Its full pages are migrated as far as they are in the
-        prefix cache, which keeps them: all of them once the request generates, or none if the cache
-        is disabled.
+        The request may be waiting, prefilling or running. On this engine it finishes with reason
+        "moved", and its output contains the tokens reported so far.
+
+        The migrated request contains copies of the full KV-cache pages that this engine's prefix
+        cache has for its tokens. These are all its full pages if the request is running, and none
+        if the prefix cache is disabled.
 
         Raises
         ------
@@ -267,15 +274,15 @@ class Engine:
     def migrate_in(self, migrated: MigratedRequest) -> str:
         """Continue a request of another engine and return its id.
 
-        Events report what follows here; the final output contains everything. Tokens whose pages do
-        not fit into the prefix cache are prefilled again. The request may be refused like one that
-        is submitted.
+        Events report only the tokens that this engine generates. The final output contains the
+        tokens of both engines. Tokens whose pages do not fit into the prefix cache are prefilled
+        again. The request may be refused for the same reasons as a submitted one.
 
         Raises
         ------
         MigrationError
             If the engines differ in model, drafter, page size, number formats or device, or if the
-            prefix cache cannot hold the pages. Nothing has been changed then.
+            prefix cache cannot hold the pages. The engine's state is unchanged in this case.
         RequestError
             If an unfinished request has the same id.
         """
@@ -317,7 +324,8 @@ class Engine:
     def cancel(self, request_id: str) -> bool:
         """End a request with the output it has so far. Thread-safe.
 
-        If another call is running, the request ends before the next round.
+        If another call of the engine is running, the request ends at the beginning of the next
+        step.
 
         Returns
         -------
@@ -339,13 +347,14 @@ class Engine:
         """Take the slot and KV-cache pages of a running request and requeue it.
 
         The request keeps its output and resumes by prefilling prompt and output. Greedy and coupled
-        outputs are identical to those without preemption. The engine preempts requests itself when
-        pages run out, but then puts them at the front of the queue instead of the end.
+        outputs are the same with and without preemption. The request goes to the end of the queue
+        of its priority. A request that the engine itself preempts, because pages have run out, goes
+        to the front of that queue instead.
 
         Returns
         -------
         bool
-            False if no such request has a slot.
+            False if the request is unknown or has no slot.
         """
         with self._guard:
             self._require_working()
@@ -373,7 +382,8 @@ class Engine:
         DeviceError, HostWorkError
             If the device or a round failed. All later calls raise `EngineError`.
         KeyboardInterrupt
-            On Ctrl-C while the device works. Nothing is lost; the next step continues.
+            On Ctrl-C while the host waits for the device. No result is lost: the next step reads
+            the same round.
         """
         self._advance()
         return self._scheduler.outbox.fetch_rest()
@@ -385,7 +395,8 @@ class Engine:
                 self._end_abandoned()
                 self._scheduler.step(shield)
             except Exception as failure:
-                # As text: an exception's traceback would keep the resources that close() frees.
+                # Only the text is stored, because the traceback of a stored exception would keep
+                # the resources alive that close() frees.
                 self.failure = str(failure)
                 self._device_failed = isinstance(failure, DeviceError)
                 LOG.error("the engine has failed: %s", self.failure)
@@ -402,13 +413,13 @@ class Engine:
     def stream(self, requests: Iterable[Request]) -> Iterator[Event]:
         """Run requests together and yield their events after each round.
 
-        Several streams of one engine can be used in turns, nested, and combined with `submit`.
-        Leaving the iterator early, or Ctrl-C, cancels the unfinished requests.
+        Several streams of one engine can be interleaved, nested, and combined with `submit`. If the
+        caller closes the iterator early, or presses Ctrl-C, the unfinished requests are cancelled.
 
         Raises
         ------
         RequestError
-            If two requests have the same id; no request has been submitted then.
+            If two requests have the same id. In this case no request is submitted.
         """
         return self._stream(_expand_samples(requests), [])
 
@@ -437,7 +448,7 @@ class Engine:
             self._try_end_abandoned()
 
     def _try_end_abandoned(self) -> None:
-        """End cancelled and abandoned requests now or, during another call, in the next step."""
+        """End cancelled and abandoned requests now, or in the next step if another call runs."""
         with suppress(EngineUseError), self._guard:
             self._end_abandoned()
 
@@ -458,14 +469,14 @@ class Engine:
         Parameters
         ----------
         requests
-            Requests. One with ``n > 1`` has `n` outputs, in the order of their sample numbers.
+            Requests. A request with ``n > 1`` has `n` outputs, in the order of sample numbers.
         progress
             Whether to show a progress bar.
 
         Raises
         ------
         RequestError
-            If two requests have the same id; no request has been submitted then.
+            If two requests have the same id. In this case no request is submitted.
         KeyboardInterrupt
             On Ctrl-C, after all unfinished requests have been cancelled.
         """
@@ -484,7 +495,7 @@ class Engine:
         """Prefill a prompt, such as a common prefix of many requests, into the prefix cache.
 
         Without a prefix cache (`Options.prefix_cache_bytes`), or with a drafter whose entries
-        cannot be shared (`Drafter.lookahead`), nothing is kept.
+        cannot be shared (`Drafter.lookahead`), no pages are kept.
 
         Raises
         ------
@@ -509,7 +520,7 @@ class Engine:
     def counters(self) -> dict[str, Any]:
         """Return the counters of engine, grammar, compiler, device and prefix cache.
 
-        The entry "held" has the resources that are in use now.
+        The entry "held" counts the resources in use at the time of the call.
         """
         if self._closed:
             raise OptionError("the engine is closed")
@@ -551,8 +562,8 @@ class Engine:
     def synchronize(self) -> None:
         """Wait until the device is idle, and reclaim the resources of finished requests.
 
-        Rounds in flight are read first, and running requests are kept. Generation does not need
-        this call; measurements and tests do.
+        The results of rounds in flight are read first. Running requests keep their slots.
+        Generation does not need this call; it is meant for measurements and tests.
         """
         with Shield() as shield, self._guard:
             self._require_working()
@@ -566,8 +577,8 @@ class Engine:
         Raises
         ------
         DeviceError, HostWorkError
-            If the device or a round in flight failed and no step has raised it yet. All resources
-            are freed nevertheless.
+            If the device or a round in flight failed and no step has raised the error yet. All
+            resources are freed in this case too.
         """
         with self._guard:
             if self._closed:
@@ -579,16 +590,20 @@ class Engine:
                 if self.failure is None:
                     raise
             finally:
-                self._scheduler.close()  # frames of a traceback may still refer to it
+                # Frames of a traceback may keep the scheduler alive: drop its device objects.
+                self._scheduler.close()
                 del self._built, self._parts, self._admission, self._replays, self._scheduler
                 del self._migrator
                 gc.collect()  # reference cycles must not keep device memory until a later pass
-                # Work that a failed device was running never completes, nor is it freed.
+                # The work of a failed device never completes, so its resources are never freed.
                 if not self._device_failed:
                     _wait_for_release(self.device)
 
     def _drain(self) -> None:
-        """Close all parts in reverse order, each one even if another raises."""
+        """Close all parts. An error of one part does not prevent closing the others.
+
+        `ExitStack` calls the registered functions last to first: requests end first.
+        """
         with ExitStack() as stack:
             parts = self._parts
             built = self._built
@@ -608,13 +623,13 @@ class Engine:
         self.round_graphs.clear()
 
     def __del__(self) -> None:
-        # Without it, threads and graphs of an engine that was not closed would remain.
+        # Threads and graphs must not outlive an engine that was never closed.
         if getattr(self, "_closed", True) or sys.is_finalizing():
             return
         try:
             prepare_driver_call("Engine.close")
         except DeviceError:
-            return  # collected in a host function or after a fork: driver calls are not allowed
+            return  # inside a host function or a forked child, where driver calls are not allowed
         self.close()
 
     def __enter__(self) -> Engine:
@@ -653,7 +668,10 @@ def _check_arguments(
 
 
 def _wait_for_release(device: Device) -> None:
-    """Wait while the number of live device resources decreases; those of other engines remain."""
+    """Wait until the number of live device resources no longer decreases.
+
+    The number need not reach zero, because other engines may use the same device.
+    """
     previous = math.inf
     while not device.release_unused(RELEASE_POLL_S):
         live = device.stats()["live"]
@@ -682,12 +700,12 @@ def _expand_samples(requests: Iterable[Request]) -> list[Request]:
 
 
 def _explicit_ids(requests: Sequence[Request], unfinished: Container[str]) -> set[str]:
-    """Return the ids of requests that have one.
+    """Return the ids that the caller has given to requests.
 
     Raises
     ------
     RequestError
-        If two requests have the same id, or an unfinished request has it.
+        If two requests have the same id, or an unfinished request already has one of the ids.
     """
     ids: set[str] = set()
     for request in requests:

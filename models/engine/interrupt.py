@@ -16,9 +16,9 @@ __all__ = ["ReentrancyGuard", "Shield"]
 class Shield:
     """Context manager that defers SIGINT while engine state changes.
 
-    `check` and the end of the block pass a deferred signal to the previous handler, which raises
-    KeyboardInterrupt by default. Only the main thread receives signals; in other threads a shield
-    does nothing.
+    `check` and the end of the ``with`` block pass a deferred signal to the previous handler. By
+    default, that handler raises KeyboardInterrupt. Python runs signal handlers in the main thread
+    only, so a shield does nothing in other threads.
     """
 
     def __init__(self) -> None:
@@ -28,7 +28,8 @@ class Shield:
 
     def __enter__(self) -> Shield:
         in_main_thread = threading.current_thread() is threading.main_thread()
-        # None: the handler was installed by C code and could not be restored from Python.
+        # getsignal returns None for a handler that C code has installed. Python could not restore
+        # such a handler, so it is not replaced.
         if in_main_thread and signal.getsignal(signal.SIGINT) is not None:
             self._previous_handler = signal.signal(signal.SIGINT, self._defer)
             self._installed = True
@@ -38,7 +39,7 @@ class Shield:
         self._pending = True
 
     def check(self) -> None:
-        """Pass a deferred signal to the previous handler."""
+        """Pass the deferred signal, if there is one, to the previous handler."""
         if self._pending:
             self._pending = False
             signal.signal(signal.SIGINT, self._previous_handler)
@@ -61,7 +62,7 @@ class Shield:
 
 
 class _Call(NamedTuple):
-    """A call of the engine.
+    """A call of an engine method.
 
     Attributes
     ----------
@@ -78,7 +79,7 @@ class _Call(NamedTuple):
     thread_name: str
 
     def is_active(self) -> bool:
-        """Return whether the frame is still on the stack of its thread."""
+        """Return whether the calling frame is still on the stack of its thread."""
         frame = sys._current_frames().get(self.thread_id)
         while frame is not None and id(frame) != self.frame_id:
             frame = frame.f_back
@@ -88,14 +89,16 @@ class _Call(NamedTuple):
 class ReentrancyGuard:
     """Context manager that rejects a second call of the engine while another one runs.
 
-    It never blocks: a call from a signal handler or finalizer inside another call would wait for
-    itself. It is not a `threading.Lock` because KeyboardInterrupt may be raised between acquiring
-    the lock and the first statement of the block, or before the release, and would leave the lock
-    acquired forever. Here a call owns the guard only as long as its frame is on the stack.
+    The guard never blocks, because a call from a signal handler or finalizer inside another call
+    would wait for itself.
+
+    The guard is not a `threading.Lock`. KeyboardInterrupt may be raised between acquiring a lock
+    and the first statement of the block, or before its release, and would leave the lock acquired
+    forever. Here a call owns the guard only while its frame is on the stack.
     """
 
     def __init__(self) -> None:
-        # At most one entry. `dict.setdefault` is an atomic test-and-set.
+        # The dictionary has at most one entry. `dict.setdefault` is an atomic test-and-set.
         self._owner: dict[None, _Call] = {}
 
     def __enter__(self) -> None:

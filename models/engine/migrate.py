@@ -1,11 +1,15 @@
 """KV transfer between engines, for disaggregated prefill and for moving requests.
 
-A migrated request consists of the request, its output so far, and its full KV-cache pages. A
-grammar is transferred as its specification; the other engine compiles it and advances the matcher
-by the output tokens. Pages are those of target and drafter that a prefix cache would find again.
-They are inserted into the prefix cache of the other engine, which computes their keys from the
-tokens itself. The request then continues like one that was preempted: tokens without a page are
-prefilled. Kernels are row-invariant, so greedy and coupled outputs are those of a single engine.
+A migrated request consists of the request, its output so far, and full KV-cache pages of target and
+drafter. A grammar is transferred as its specification. The receiving engine compiles it and
+advances the matcher by the output tokens.
+
+Only pages in the source engine's prefix cache are transferred. The receiving engine computes their
+keys from the tokens and inserts the pages into its own prefix cache. The request then continues
+like one that was preempted: tokens without a page are prefilled.
+
+Kernels are row-invariant: the results of a row do not depend on the other rows of a batch. Greedy
+and coupled outputs are therefore the same as on a single engine.
 """
 
 from __future__ import annotations
@@ -51,7 +55,7 @@ _MAX_SAMPLES = 64
 _THREADS = 128
 _KERNELS = Path(__file__).parents[1] / "cache" / "kernels" / "pages.cu"
 
-#: Fields of `Output` that the other engine sets itself or that are transferred separately.
+#: Fields of `Output` that the receiving engine sets itself or that are transferred separately.
 _LOCAL_OUTPUT_FIELDS = (
     "id",
     "prompt_tokens",
@@ -75,7 +79,7 @@ class MigratedRequest:
     description
         JSON-compatible data: properties of the source engine, the request and its output.
     pages
-        KV-cache pages, one array per cache, that of the target first: int32 of shape
+        KV-cache pages, one array per cache, the target's cache first. Each array is int32 of shape
         [2 (keys, values), pages, layers, 32-bit words per page].
     """
 
@@ -91,18 +95,22 @@ class MigratedRequest:
 
     @property
     def num_pages(self) -> int:
-        """Number of KV-cache pages per cache; they contain the first of the tokens."""
-        return self.pages[0].shape[1] if self.pages else 0
+        """Number of KV-cache pages per cache. They contain the request's first tokens."""
+        if not self.pages:
+            return 0
+        return self.pages[0].shape[1]
 
     def buffers(self) -> list[memoryview]:
         """Return the serialized request as a sequence of buffers."""
         shapes = [array.shape for array in self.pages]
-        text = json.dumps({**self.description, "shapes": shapes}, default=list).encode()
+        described = {**self.description, "shapes": shapes}
+        text = json.dumps(described, default=list).encode()
         padding = bytes(-len(text) % _ALIGNMENT)
-        header = _HEADER.pack(_MAGIC, FORMAT, len(text)) + text + padding
-        buffers = [memoryview(header)]
+        header = _HEADER.pack(_MAGIC, FORMAT, len(text))
+        buffers = [memoryview(header + text + padding)]
         for array in self.pages:
-            buffers.append(array.reshape(-1).data.cast("B"))
+            flat = array.reshape(-1)
+            buffers.append(flat.data.cast("B"))
         return buffers
 
     @classmethod
@@ -112,7 +120,7 @@ class MigratedRequest:
         Parameters
         ----------
         data
-            The concatenated buffers, uint8. The returned pages are views of it.
+            The concatenated buffers, uint8. The returned pages are views of this array.
 
         Raises
         ------
@@ -127,11 +135,14 @@ class MigratedRequest:
                 f"{FORMAT}, the only format this version reads"
             )
         end = _HEADER.size + size
-        description = json.loads(bytes(data[_HEADER.size : end]))
+        text = bytes(data[_HEADER.size : end])
+        description = json.loads(text)
         pages = []
-        begin = end + -size % _ALIGNMENT
+        padding = -size % _ALIGNMENT
+        begin = end + padding
         for shape in description.pop("shapes"):
-            end = begin + 4 * int(np.prod(shape))
+            num_words = int(np.prod(shape))
+            end = begin + 4 * num_words
             words = data[begin:end].view(np.int32)
             pages.append(words.reshape(shape))
             begin = end
@@ -144,9 +155,9 @@ def describe_request(state: RequestState, verify: str) -> dict[str, Any]:
     Parameters
     ----------
     state
-        The request.
+        State of the request.
     verify
-        Verification mode of the engine, for a request that does not specify one.
+        Verification mode of the engine. It applies if the request does not specify one.
     """
     output = state.output
     request = state.request
@@ -166,29 +177,33 @@ def describe_request(state: RequestState, verify: str) -> dict[str, Any]:
     values["grammar"] = None if resolved.grammar is None else asdict(resolved.grammar)
     values["relaxed"] = asdict(resolved.relaxed)
     values["logit_bias"] = list((resolved.logit_bias or {}).items())
-    output_values = {
-        name: value for name, value in vars(output).items() if name not in _LOCAL_OUTPUT_FIELDS
-    }
+    output_values = {}
+    for name, value in vars(output).items():
+        if name not in _LOCAL_OUTPUT_FIELDS:
+            output_values[name] = value
     output_values["tokens"] = list(output.tokens)
     return {"request": values, "output": output_values, "age_s": state.age_s}
 
 
 def read_request(description: Mapping[str, Any]) -> Request:
-    """Return the request of a description made by `describe_request`."""
+    """Return the request of a description that `describe_request` has returned."""
     values = dict(description["request"])
     grammar = values["grammar"]
     if grammar is not None:
-        marker = grammar["marker"] and Marker(**grammar["marker"])
-        values["grammar"] = GrammarSpec(**{**grammar, "marker": marker})
+        grammar = dict(grammar)
+        if grammar["marker"]:
+            grammar["marker"] = Marker(**grammar["marker"])
+        values["grammar"] = GrammarSpec(**grammar)
     values["relaxed"] = Relaxed(**values["relaxed"])
     values["logit_bias"] = dict(values["logit_bias"])
     return Request(**values)
 
 
 def restore_output(state: RequestState, description: Mapping[str, Any]) -> None:
-    """Set the output of a newly admitted request to that of a description.
+    """Set the output of a newly admitted request to the output in a description.
 
-    The output counts as reported: later events do not repeat it.
+    The tokens and text of this output are marked as reported, so that later events do not repeat
+    them.
 
     Raises
     ------
@@ -214,17 +229,19 @@ def restore_output(state: RequestState, description: Mapping[str, Any]) -> None:
 
 
 def checkpoint_digest(folder: Path) -> str:
-    """Return a digest of a checkpoint's files.
+    """Return a digest of a checkpoint's JSON and safetensors files.
 
-    It covers their names and sizes, the contents of small files and samples of large ones.
+    The digest covers the names and sizes of the files, the contents of small files, and samples of
+    the contents of large files.
     """
     digest = hashlib.blake2b(digest_size=16)
     files = [*folder.glob("*.json"), *folder.glob("*.safetensors")]
     for file in sorted(files):
         size = file.stat().st_size
         digest.update(f"{file.name} {size}\n".encode())
+        stride = max(size // _MAX_SAMPLES, _SAMPLE_BYTES)
         with file.open("rb") as opened:
-            for offset in range(0, size, max(size // _MAX_SAMPLES, _SAMPLE_BYTES)):
+            for offset in range(0, size, stride):
                 opened.seek(offset)
                 digest.update(opened.read(_SAMPLE_BYTES))
     return digest.hexdigest()
@@ -237,12 +254,17 @@ def engine_properties(
     choice: DrafterChoice | None,
     drafter: Drafter | None,
 ) -> dict[str, str | int]:
-    """Return the properties that two engines must share, by name, except for cache shapes."""
-    is_folder = isinstance(choice, (str, Path)) and Path(choice).is_dir()
+    """Return the properties that must be equal in two engines between which requests migrate.
+
+    The shapes of the caches must be equal too. `Migrator` adds them.
+    """
+    drafter_name = type(drafter).__name__
+    if isinstance(choice, (str, Path)) and Path(choice).is_dir():
+        drafter_name = checkpoint_digest(Path(choice))
     backend = options.grammar_backend
     return {
         "model": checkpoint_digest(model),
-        "drafter": (checkpoint_digest(Path(str(choice))) if is_folder else type(drafter).__name__),
+        "drafter": drafter_name,
         "activations": options.activations,
         "weights": options.weights,
         "grammar_backend": str(getattr(backend, "__qualname__", backend)),
@@ -258,8 +280,8 @@ class Migrator:
     device
         Device of the engine.
     lane
-        Lane on the stream of the replays. Copies are therefore ordered after all work that has
-        written the pages and before all work that will read or overwrite them.
+        In-order work queue on the stream of the replays. Copies are therefore ordered after all
+        work that has written the pages and before all work that will read or overwrite them.
     caches
         All paged caches of the engine.
     prefix_cache
@@ -292,7 +314,15 @@ class Migrator:
         self._copy_pages = device.load(_KERNELS)["copy_pages"]
 
     def pack(self, state: RequestState, verify: str) -> MigratedRequest:
-        """Return a request with its pages in the prefix cache; waits for the device."""
+        """Return a request with its pages that are in the prefix cache, and wait for the copies.
+
+        Parameters
+        ----------
+        state
+            State of an unfinished request.
+        verify
+            Verification mode of the engine.
+        """
         groups = self._prefix_cache.match(self._prefix_cache.keys(state.tokens))
         packed = self._enqueue_copies(groups, ()) if groups else []
         self._lane.record("pages").synchronize()
@@ -319,8 +349,8 @@ class Migrator:
         if migrated.num_pages > max_pages:
             raise MigrationError(
                 f"the request has {migrated.num_pages} pages, but the prefix cache of this engine "
-                f"holds at most {max_pages} (it depends on prefix_cache_bytes and is 0 with a "
-                "drafter whose entries cannot be shared)"
+                f"holds at most {max_pages} (the limit depends on prefix_cache_bytes and is 0 with "
+                "a drafter whose entries cannot be shared)"
             )
 
     def insert_pages(self, migrated: MigratedRequest) -> None:
@@ -328,7 +358,8 @@ class Migrator:
         keys = self._prefix_cache.keys(migrated.tokens)[: migrated.num_pages]
 
         def write(groups: Sequence[PageGroup], indices: Sequence[int]) -> None:
-            self._enqueue_copies(groups, [array[:, indices] for array in migrated.pages])
+            contents = [array[:, indices] for array in migrated.pages]
+            self._enqueue_copies(groups, contents)
 
         self._prefix_cache.insert_migrated(keys, write)
 
@@ -340,14 +371,16 @@ class Migrator:
         Parameters
         ----------
         groups
-            Pages to copy.
+            Pages of the caches to copy.
         contents
-            Contents to write into the pages, one array per cache. If empty, the pages are read.
+            Contents to write into the pages, one array per cache. If `contents` is empty, the pages
+            are read instead.
 
         Returns
         -------
         list of PinnedArray
-            One array per cache, of the shape of `MigratedRequest.pages`.
+            Pinned copies of the pages, one array per cache, shaped like `MigratedRequest.pages`.
+            The arrays are valid once the lane has completed the copies.
         """
         packed_arrays = []
         for i, cache in enumerate(self._caches):

@@ -1,8 +1,12 @@
 """Replays of round graphs: launch, wait, read results and retire.
 
-Several replays may be in flight. A replay is *unread* from its launch until its results have been
-read. It is *retired* once all its work is complete: after verification has published the results,
-the tail of the replay still generates drafts while the host reads.
+A *replay* is one launch of the CUDA graph of a round. It reads the slots of its batch rows from an
+entry of an input ring, and publishes its results in an entry of an output ring. Both rings are in
+pinned memory.
+
+Several replays may be in flight. A replay is *unread* from its launch until the host has read its
+results. It is *retired* once the host knows that all its work is complete. This is later, because
+the replay generates the next drafts after it has published its results.
 """
 
 from __future__ import annotations
@@ -34,7 +38,7 @@ from graft.sampling.state import LOGPROBS
 
 __all__ = ["ReplayInFlight", "Replays", "RowAssignment", "RowResult"]
 
-#: Maximum time without a result and without prefill progress.
+#: Maximum time that the host waits without a result and without prefill progress.
 ROUND_DEADLINE_S = 120.0
 #: Interval at which a wait checks for device failures and Ctrl-C.
 POLL_S = 0.1
@@ -46,11 +50,11 @@ _HEADER_WORDS = ROUND_ROW.itemsize // 4
 
 @dataclass(frozen=True)
 class RowAssignment:
-    """The request, slot and epoch that had a batch row when its replay was launched.
+    """The request of a batch row at the time its replay was launched, with its slot and epoch.
 
-    The request may have left the slot since (stop string, cancellation or preemption) and may even
-    have joined it again with another epoch. The assignment is then stale, and the results of the
-    row are discarded.
+    The request may have left the slot since, because of a stop string, cancellation or preemption.
+    It may even have joined the slot again, which changes its epoch. The assignment is then stale,
+    and the results of the row are discarded.
     """
 
     state: RequestState
@@ -70,13 +74,14 @@ class ReplayInFlight:
     Attributes
     ----------
     number
-        Number of the replay; the first one of an engine is 1.
+        Number of the replay; the first replay of an engine has number 1.
     graph
         Graph that was launched.
     graph_number
-        Number of the replay among those of its graph.
+        Number of the replay if only the replays of this graph are counted. Errors of host steps
+        report this number.
     rows
-        Requests of the batch rows; padding rows are omitted.
+        Requests of the batch rows, without padding rows.
     """
 
     number: int
@@ -94,17 +99,17 @@ class RowResult:
     slot
         Slot of the row; -1 for a padding row.
     reason
-        REASON_* code of native/records/exchange.h; 0 if the request continues.
+        Finish reason, a REASON_* code of native/records/exchange.h; 0 if the request continues.
     accepted
         Number of drafts accepted.
     tested
         Number of drafts verified.
     cut
-        Number of pending drafts for which the round had no forward rows.
+        Number of pending drafts that were dropped because the round had no forward rows for them.
     tokens
         Committed tokens in order.
     logprobs
-        Log probabilities of the tokens, if the request asks for them.
+        Log probabilities of the tokens; empty unless requested.
     """
 
     slot: int
@@ -119,13 +124,14 @@ class RowResult:
 class Replays:
     """Launches rounds one after another on one stream and reads their results.
 
-    When replay ``r`` has published its results, replay ``r - 1`` is complete. Only then its
-    snapshot is retired and its timeline is read.
+    When replay ``r`` has published its results, replay ``r - 1`` is complete, because replays run
+    in order. Only then does the host retire replay ``r - 1``: it releases the snapshot of the
+    grammar matchers that the replay used, and reads the replay's time stamps.
 
     Parameters
     ----------
     parts
-        Rings, snapshots and timeline of the engine.
+        Parts that all round graphs share: rings, grammar decoder, drafter and timeline.
     stream
         Stream of the replays.
     budget
@@ -134,15 +140,17 @@ class Replays:
     Attributes
     ----------
     launched
-        Number of the last replay launched; the device counts the same number.
+        Number of the last replay launched. A counter on the device has the same value.
     retired
         Number of the last replay known to be complete.
     unread
         Launched replays whose results have not been read, oldest first.
     on_parts
-        Callback for each complete replay with its time stamps in order, in device nanoseconds.
+        Function to call for each complete replay, or None. It gets the replay and its time stamps
+        in order, in device nanoseconds.
     on_row
-        Callback for each row that is read, with its assignment and results.
+        Function to call for each row that is read, or None. It gets the assignment and the results
+        of the row.
     """
 
     def __init__(self, parts: RoundParts, stream: Stream, budget: DraftBudget):
@@ -153,8 +161,8 @@ class Replays:
         self.retired = 0
         self._round_s = Ema(ROUND_SHARE, max_ratio=2.0)
         self.unread: deque[ReplayInFlight] = deque()
-        self._unretired: deque[ReplayInFlight] = deque()  # read, tail possibly running
-        self._launches: Counter[int] = Counter()  # by the id() of a graph
+        self._unretired: deque[ReplayInFlight] = deque()  # read, but possibly still running
+        self._launches: Counter[int] = Counter()  # number of launches by id() of the graph
         self.on_parts: Callable[[ReplayInFlight, list[int]], None] | None = None
         self.on_row: Callable[[RowAssignment, RowResult], None] | None = None
 
@@ -162,16 +170,18 @@ class Replays:
     def round_s(self) -> float:
         """Moving average of the round time in seconds; 0.0 before the first round.
 
-        It includes rounds with at least one request. Samples are clamped to twice the average.
+        Only rounds with at least one request are included. A sample is clamped to at most twice the
+        average.
         """
         return self._round_s.value or 0.0
 
     def launch(self, graph: RoundGraph, states: Sequence[RequestState]) -> None:
         """Publish the slot of each batch row and launch one replay.
 
-        The input entry, the matcher snapshot and the output entry contain the replay's number. A
-        replay that finds another number treats every row as padding. The rings reject an entry that
-        an unread replay still uses, so an excess replay raises before anything is overwritten.
+        The ring entries and the snapshot of the matchers contain the number of the replay. A replay
+        that finds another number there treats every row as padding. The rings refuse to reserve an
+        entry that an unread replay still uses. Launching too many replays therefore raises an error
+        before anything is overwritten.
         """
         parts = self._parts
         number = self.launched + 1
@@ -181,14 +191,13 @@ class Replays:
         timeline = parts.timeline
         timeline.field("ns").array[number % timeline.slots] = 0
         slots[:] = -1
-        slots[: len(states)] = [state.slot for state in states]
-        parts.decoder.publish(
-            number,
-            [
+        guided = []
+        for row, state in enumerate(states):
+            slots[row] = state.slot
+            guided.append(
                 GuidedRequest(state.slot, state.epoch, state.matcher, state.start_position)
-                for state in states
-            ],
-        )
+            )
+        parts.decoder.publish(number, guided)
         parts.inputs.publish(number)
         self.launched = number
         rows = tuple(RowAssignment(state, state.slot, state.epoch) for state in states)
@@ -209,22 +218,24 @@ class Replays:
         Parameters
         ----------
         stats
-            Receives the times of replays that retire.
+            Counters to which the times of retired replays are added.
         shield
-            Raises KeyboardInterrupt for a deferred Ctrl-C.
+            Shield that defers Ctrl-C. It raises KeyboardInterrupt here.
         count_progress
-            Counts the completed work before the replay, such as prefill chunks. Each change
-            restarts the deadline.
+            Function that counts completed work which precedes the replay, such as prefill chunks.
+            Each change of the count restarts the deadline.
 
         Raises
         ------
         DeviceError
             If the device failed, or published no result and made no progress for
-            `ROUND_DEADLINE_S`. A note then contains the stacks of host and device.
+            `ROUND_DEADLINE_S`. In the second case a note of the error contains the stacks of host
+            and device.
         HostWorkError
-            If a host step of a replay failed.
+            If a host step of a replay failed, that is CPU work that the graph runs as a node.
         """
-        # After Ctrl-C a traceback keeps this frame: no local may own device resources.
+        # The traceback of a KeyboardInterrupt keeps this frame alive, so no local variable may own
+        # device resources.
         self._wait_until_published(self.unread[0].number, shield, count_progress)
         flight = self.unread[0]
         self._retire(flight.number - 1, stats)
@@ -239,7 +250,7 @@ class Replays:
         return self._parts.decoder.error(slot)
 
     def drafter_error(self, assignment: RowAssignment) -> GraftError | None:
-        """Return the drafter's error if it has failed the request of a row; otherwise None."""
+        """Return the drafter's error if the drafter failed for the request of a row, or None."""
         drafter = self._parts.drafter
         return None if drafter is None else drafter.failure(assignment.slot, assignment.epoch)
 
@@ -250,7 +261,10 @@ class Replays:
         count_progress: Callable[[], int],
         graph: GraphExec | None = None,
     ) -> None:
-        """Wait until a replay has published its results or, if given, until `graph` is complete."""
+        """Wait until a replay has published its results.
+
+        If `graph` is given, wait until this graph is complete instead.
+        """
         progress = count_progress()
         deadline = time.monotonic() + ROUND_DEADLINE_S
         shield.check()
@@ -272,18 +286,13 @@ class Replays:
 
     @contextmanager
     def _engine_numbers(self, flight: ReplayInFlight) -> Iterator[None]:
-        """Replace the graph's replay number in host-work errors by the engine's replay number."""
+        """Report the engine's replay number, not the graph's, in errors of host steps."""
         try:
             yield
         except HostWorkError as error:
-            numbers = [
-                other.number
-                for other in (flight, *self._unretired, *self.unread)
-                if other.graph is flight.graph and other.graph_number == error.replay
-            ]
-            if not numbers:
+            number = self._engine_number(flight, error.replay)
+            if number is None:
                 raise
-            number = numbers[0]
             text = str(error)
             text = text.replace(f" in replay {error.replay}", f" in replay {number}", 1)
             renumbered = HostWorkError(text, node=error.node, replay=number)
@@ -291,8 +300,18 @@ class Replays:
                 renumbered.add_note(note)
             raise renumbered from error.__cause__
 
+    def _engine_number(self, flight: ReplayInFlight, graph_number: int) -> int | None:
+        """Return the engine's number of a replay of `flight`'s graph; None if it has retired."""
+        for other in (flight, *self._unretired, *self.unread):
+            if other.graph is flight.graph and other.graph_number == graph_number:
+                return other.number
+        return None
+
     def row(self, index: int) -> RowResult:
-        """Return the results of a batch row of the oldest unread replay; call `wait` first."""
+        """Return the results of a batch row of the oldest unread replay.
+
+        `wait` must have returned this replay.
+        """
         outputs = self._parts.outputs
         flight = self.unread[0]
         row = outputs.row("rows", flight.number)[index]
@@ -351,7 +370,7 @@ class Replays:
             self._check(flight)
 
     def _check(self, flight: ReplayInFlight) -> None:
-        """Raise the error of a host step of the replay's graphs, in this or an earlier replay."""
+        """Raise the error of a failed host step of the replay's graph, from any replay so far."""
         with self._engine_numbers(flight):
             flight.graph.check()
 
@@ -366,10 +385,11 @@ class Replays:
             self.on_parts(flight, stamps)
         if stamps[0] > 0:
             ns = max(stamps) - stamps[0]
+            is_idle = not flight.rows
             stats.round_ns += ns
-            if flight.rows:
+            if not is_idle:
                 self._round_s.update(1e-9 * ns)
-            self._budget.record_time(graph.batch, graph.drafts, ns, idle=not flight.rows)
+            self._budget.record_time(graph.batch, graph.drafts, ns, idle=is_idle)
         if not self._parts.every_part:
             return
         for part, start, end in zip(parts, stamps, stamps[1:], strict=False):
@@ -379,7 +399,7 @@ class Replays:
 
 
 def _read_logprob(record: np.void, num_top: int) -> Logprob:
-    """Return the log probability of a token and its `num_top` most likely legal ids."""
+    """Return the log probability of a token, and those of the `num_top` most likely legal ids."""
     ids = record["ids"].tolist()
     logprobs = record["logprobs"].tolist()
     top = []

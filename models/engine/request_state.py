@@ -18,15 +18,17 @@ __all__ = ["RequestState"]
 class RequestState:
     """An unfinished request: waiting, prefilling, running or preempted.
 
-    `Admission` creates it, `Scheduler` queues and finishes it, and `SlotManager` gives it a request
-    slot and KV-cache pages. A preempted request keeps its state and returns to the queue; when it
-    joins again, its prompt and its output so far are prefilled.
+    `Admission` creates the state, `Scheduler` queues and finishes the request, and `SlotManager`
+    gives it a slot and KV-cache pages. A slot is the index of the request's state on the device. A
+    preempted request keeps this object and returns to the queue. When it joins a slot again, its
+    prompt and its output so far are prefilled.
 
     Invariants
     ----------
     1. ``slot == -1`` exactly while the request has no slot. It then owns no KV-cache pages.
-    2. ``epoch`` changes whenever the request joins a slot. A replay records slot and epoch at
-       launch, and its results are discarded if either has changed.
+    2. ``epoch`` changes whenever the request joins a slot. The slot and epoch of each request are
+       recorded when a round is launched. The results of the round are discarded for a request whose
+       slot or epoch has changed since.
     3. ``output.tokens`` only grows. `take_new_tokens` returns each token once, and the strings
        returned by `append_tokens` and `finish_text` concatenate to ``output.text``.
 
@@ -50,11 +52,11 @@ class RequestState:
     Attributes
     ----------
     matcher
-        Grammar matcher, created at admission and dropped when the request leaves its slot; None
-        otherwise, and for an unconstrained request.
+        Grammar matcher. It is created before the request joins a slot and dropped when the request
+        leaves the slot. None at other times and for an unconstrained request.
     queue_number
-        Sequence number in the queue, negative for a request that was preempted for its pages; -1
-        while the request is not waiting. Numbers are never reused.
+        Sequence number in the queue; -1 while the request is not waiting. It is less than -1 for a
+        request that was preempted because pages ran out. Numbers are never reused.
     bypass_count
         Number of times another request was given a slot while this one was first in the queue.
     prefix_keys
@@ -64,20 +66,21 @@ class RequestState:
     epoch
         Number of the current slot assignment; unique within an engine.
     start_position
-        Position of the last known token at the time the request joined its slot.
+        Position of the request's last token at the time the request joined its slot.
     start_output
-        Tokens that had been generated at that time; empty unless the request was preempted.
+        Output tokens at the time the request joined its slot. Empty unless the request was
+        preempted or comes from another engine.
     reserved_positions
         Number of positions for which the slot has pages.
     draft_capacity
         Maximum number of drafts in the round that produced the pending drafts; 0 after joining.
     undrafted_tokens
-        Number of tokens at the end of the output that the drafter has not processed: the tokens of
-        the round in which the device ended the request.
+        Number of tokens at the end of the output that the drafter has not processed. These are the
+        tokens of the round in which the device ended the request.
     stalled_rounds
-        Number of consecutive rounds in which nothing was committed.
+        Number of consecutive rounds, up to the last one read, in which no token was committed.
     stalled_since
-        Time (`time.monotonic`) at which the first of these rounds was read.
+        Time (`time.monotonic`) at which the host read the first of the `stalled_rounds`.
     submitted_at
         Time (`time.monotonic`) of submission.
     """
@@ -141,7 +144,8 @@ class RequestState:
     def preemption_key(self) -> tuple[int, float]:
         """Sort key for preemption: the running request with the greatest key is preempted first.
 
-        That is the request with the lowest priority, and among equals the most recent one.
+        This is the request with the lowest priority. Among several, it is the one that was
+        submitted last.
         """
         return -self.request.priority, self.submitted_at
 
@@ -155,7 +159,8 @@ class RequestState:
         """
         if self.grammar is None:
             return None
-        return self.grammar.result().matcher(self.stop_ids, self.output.tokens)
+        compiled = self.grammar.result()
+        return compiled.matcher(self.stop_ids, self.output.tokens)
 
     def append_tokens(self, tokens: list[int]) -> tuple[str, bool]:
         """Append the tokens that a round committed, up to the end of the first stop string.
@@ -171,9 +176,11 @@ class RequestState:
             self._append(tokens)
             return self._emit(), False
         for token in tokens:
-            stop_begin = self._stop_finder.feed(self._append([token]))
+            text = self._append([token])
+            stop_begin = self._stop_finder.feed(text)
             if stop_begin is not None:
-                self._pending_text = self._pending_text[: stop_begin - self._emitted_chars]
+                end = stop_begin - self._emitted_chars
+                self._pending_text = self._pending_text[:end]
                 return self._emit(), True
         return self._emit(held=self._stop_finder.held), False
 
@@ -189,17 +196,22 @@ class RequestState:
         ``output.reason`` must be set. With reason "moved" nothing is emitted, because another
         engine continues the text.
         """
-        moved = self.output.reason == "moved"
-        if not moved and self.output.reason != "stop_string":
-            self._pending_text += self.decoder.finish(cut=self.output.reason != "stop")
-        text = self._emit(held=len(self._pending_text) if moved else 0)
+        reason = self.output.reason
+        held = 0
+        if reason == "moved":
+            held = len(self._pending_text)
+        elif reason != "stop_string":
+            was_cut = reason != "stop"
+            self._pending_text += self.decoder.finish(cut=was_cut)
+        text = self._emit(held)
         self.output.text = "".join(self._emitted_text)
         return text
 
     def _append(self, tokens: list[int]) -> str:
         """Append tokens to the output and return their text. Stop ids produce no text."""
         self.output.tokens.extend(tokens)
-        text = self.decoder.push([token for token in tokens if token not in self.stop_ids])
+        visible = [token for token in tokens if token not in self.stop_ids]
+        text = self.decoder.push(visible)
         self._pending_text += text
         return text
 

@@ -1,9 +1,13 @@
 """Scheduler: selects the requests of each round and distributes the results.
 
-The scheduler handles replays, slots and requests and never touches a tensor. Up to `max_in_flight`
-replays are in flight. With two, round ``i + 1`` is launched before the host has read round ``i``,
-so the device never waits for the host. The cost is that a request which finished in round ``i``
-still occupies a row of round ``i + 1``; the tokens of that row are discarded.
+A *replay* is one launch of the CUDA graph of a round. A *slot* is the index of a request's state on
+the device. A *row* is the index of a request in the batch of one replay. The scheduler handles
+these objects on the host and never touches a tensor.
+
+Up to `max_in_flight` replays are in flight. With two, round ``i + 1`` is launched before the host
+has read round ``i``, so the device never waits for the host. The cost is that a request which
+finished in round ``i`` still occupies a row of round ``i + 1``. The tokens of that row are
+discarded.
 """
 
 from __future__ import annotations
@@ -32,14 +36,15 @@ from graft.sampling.params import SamplingParams
 
 LOG = logging.getLogger("graft")
 
-#: A slot is stuck after this many consecutive rounds and seconds without a committed token.
+#: A request fails as stuck when it has committed no token for more than this many consecutive
+#: rounds and for more than this many seconds.
 MAX_STALLED_ROUNDS = 256
 MAX_STALL_S = 30.0
 
 #: Maximum time that a step blocks while every request waits for its grammar.
 IDLE_WAIT_S = 0.1
 
-#: Number of requests at the head of the queue that are compared by prefix-cache hits.
+#: Number of requests at the front of the queue that are compared by prefix-cache hits.
 PREFIX_LOOKAHEAD = 16
 
 #: Maximum number of times that the first request in the queue is bypassed for more cache hits.
@@ -58,14 +63,14 @@ def _sort_key(entry: _QueueEntry) -> tuple[int, int]:
 class Outbox:
     """Events that have not been fetched.
 
-    A caller that drives its own requests, such as `Engine.stream`, claims them and receives their
-    events exclusively. The events of all other requests are fetched together by `Engine.step`.
-    Several users of one engine can therefore take turns or be nested.
+    A caller such as `Engine.stream` claims the requests that it has submitted, and only this caller
+    receives their events. `Engine.step` fetches the events of all other requests. Several users of
+    one engine can therefore take turns or be nested.
 
     Attributes
     ----------
     posted
-        Total number of events posted.
+        Number of events that have been posted since the outbox was created.
     """
 
     def __init__(self) -> None:
@@ -88,29 +93,34 @@ class Outbox:
         self._claimed.add(request_id)
 
     def release(self, ids: Iterable[str]) -> None:
-        """Give up claims and drop the events of these requests that were not fetched."""
+        """Give up the claims of requests and drop their events that have not been fetched."""
         for request_id in ids:
             self._claimed.discard(request_id)
             self._events.pop(request_id, None)
 
     def fetch(self, claimed: Collection[str]) -> list[Event]:
         """Return and remove the events of requests that the caller has claimed."""
-        return self._take([i for i in self._events if i in claimed])
+        ids = [request_id for request_id in self._events if request_id in claimed]
+        return self._take(ids)
 
     def fetch_rest(self) -> list[Event]:
         """Return and remove the events of unclaimed requests."""
-        return self._take([i for i in self._events if i not in self._claimed])
+        ids = [request_id for request_id in self._events if request_id not in self._claimed]
+        return self._take(ids)
 
     def _take(self, ids: list[str]) -> list[Event]:
-        return [event for request_id in ids for event in self._events.pop(request_id)]
+        events = []
+        for request_id in ids:
+            events += self._events.pop(request_id)
+        return events
 
 
 class Scheduler:
     """Continuous batching: requests join, run round by round, and leave; some are preempted.
 
-    Requests whose grammar is compiled are admitted by priority. Among requests of equal priority,
-    the one with the most prefix-cache hits of the first `PREFIX_LOOKAHEAD` in the queue is next.
-    The first request in the queue is bypassed at most `MAX_BYPASSES` times.
+    Requests whose grammar is compiled are admitted by priority. Of the first `PREFIX_LOOKAHEAD`
+    requests in the queue that have the highest priority, the one with the most prefix-cache hits is
+    admitted next. The first request in the queue is bypassed at most `MAX_BYPASSES` times.
 
     Parameters
     ----------
@@ -119,9 +129,9 @@ class Scheduler:
     slots
         Assigns request slots and KV-cache pages.
     round_graphs
-        Graphs by (batch rows, drafts per batch row).
+        Graph of a round for each (number of batch rows, number of drafts per batch row).
     stats
-        Counters. The attribute may be replaced by a fresh object at any time.
+        Counters to update. `Engine.reset_stats` replaces this attribute by a new object.
     budget
         Chooses the number of drafts of each round.
     max_in_flight
@@ -161,11 +171,13 @@ class Scheduler:
         self.waiting: dict[str, RequestState] = {}
         self.outbox = Outbox()
         self._numbers = itertools.count()
-        self._front_numbers = itertools.count(-2, -1)  # -1 means "not waiting"
+        # Numbers of preempted requests: -2, -3, ... because -1 means "not waiting".
+        self._front_numbers = itertools.count(-2, -1)
         self._ready: list[_QueueEntry] = []  # sorted
         self._compiled: deque[tuple[int, RequestState]] = deque()  # appended by compiler threads
         self._woken = threading.Event()
-        self._deadlines: list[tuple[float, int, weakref.ref[RequestState]]] = []  # heap
+        # Heap of (deadline, sequence number, request).
+        self._deadlines: list[tuple[float, int, weakref.ref[RequestState]]] = []
 
     @property
     def busy(self) -> bool:
@@ -178,7 +190,8 @@ class Scheduler:
         self._enqueue(state)
         if state.request.timeout_s is not None:
             deadline = state.submitted_at + state.request.timeout_s
-            heapq.heappush(self._deadlines, (deadline, state.queue_number, weakref.ref(state)))
+            entry = (deadline, state.queue_number, weakref.ref(state))
+            heapq.heappush(self._deadlines, entry)
 
     def _enqueue(self, state: RequestState, to_front: bool = False) -> None:
         """Add a request to the queue, at the front of its priority if `to_front` is true."""
@@ -197,7 +210,8 @@ class Scheduler:
         state.grammar.add_done_callback(on_compiled)
 
     def _insert_ready(self, number: int, state: RequestState) -> None:
-        bisect.insort(self._ready, (-state.request.priority, number, state))
+        entry = (-state.request.priority, number, state)
+        bisect.insort(self._ready, entry)
 
     # Phases of a step ---------------------------------------------------------------------------
 
@@ -212,7 +226,8 @@ class Scheduler:
         if self.replays.unread:
             self.read(shield)
         elif self.waiting and posted == self.outbox.posted and not self.outbox.pending:
-            self._woken.wait(IDLE_WAIT_S)  # until a grammar is compiled or `wake` is called
+            # All requests wait for their grammars: block until one is compiled or `wake` is called.
+            self._woken.wait(IDLE_WAIT_S)
             self._woken.clear()
 
     def wake(self) -> None:
@@ -222,7 +237,8 @@ class Scheduler:
     def _expire(self) -> None:
         """Finish the requests whose timeout has elapsed."""
         while self._deadlines and self._deadlines[0][0] <= time.monotonic():
-            state = heapq.heappop(self._deadlines)[2]()
+            _, _, reference = heapq.heappop(self._deadlines)
+            state = reference()
             if state is not None and self.unfinished.get(state.id) is state:
                 error = RequestTimeoutError(
                     f"request did not finish within timeout_s = {state.request.timeout_s} s"
@@ -233,7 +249,7 @@ class Scheduler:
         """Assign slots to ready requests in order, until a request cannot be admitted."""
         while self._compiled:
             number, state = self._compiled.popleft()
-            if state.queue_number == number:  # else it has left the queue since
+            if state.queue_number == number:  # otherwise the request has left the queue meanwhile
                 self._insert_ready(number, state)
         self.slots.reclaim(self.replays.retired)
         while self._ready:
@@ -247,7 +263,7 @@ class Scheduler:
     def _choose(self) -> RequestState:
         """Return the ready request that gets the next slot."""
         priority, number, first = self._ready[0]
-        at_front = number < 0  # preempted because pages ran out: always next
+        at_front = number < 0  # it was preempted because pages ran out, and is always next
         if at_front or first.bypass_count >= MAX_BYPASSES or not self.slots.has_free_slot:
             return first
         candidates = [
@@ -274,13 +290,15 @@ class Scheduler:
             if state.matcher is None:
                 state.matcher = state.make_matcher()
         except Exception as error:  # a grammar backend may raise anything
-            self.end(state, "error" if state.output.tokens else "refused", error)
+            reason = "error" if state.output.tokens else "refused"
+            self.end(state, reason, error)
             return True
         if self._join(state):
             return True
         if self.slots.num_assigned or self.replays.unread or not self.slots.num_leaving:
             return False
-        # No launch will follow that could retire the last replay, so wait for its tail.
+        # The last replay is retired only when a later one is read, but no replay is in flight. Wait
+        # until the device is idle instead.
         self.replays.wait_idle(self.stats)
         self.slots.reclaim_all()
         return self._join(state)
@@ -316,17 +334,18 @@ class Scheduler:
         short = self._allocate_pages()
         while short and len(short) == len(running):
             if self.replays.unread:
-                return False  # reading may end a request, and retired replays give pages back
+                return False  # reading a replay may end requests and free their pages
             self.replays.wait_idle(self.stats)
             self.slots.reclaim_all()
             short = self._allocate_pages()
         self.slots.prefill(self.replays.round_s)
-        # From here on a replay must be launched, see `SlotManager.prefill`.
+        # Slots are freed by replay number. If `prefill` has enqueued work, a replay must follow, so
+        # that a slot is not freed before its prefill is complete.
         states = [state for state in running.values() if state not in short]
         if not states:
             return False
-        buckets = [batch for batch, _ in self.round_graphs]
-        batch = min(batch for batch in buckets if batch >= len(states))
+        buckets = [batch for batch, _ in self.round_graphs if batch >= len(states)]
+        batch = min(buckets)
         drafts = self.budget.choose(batch, states)
         self.stats.rounds += 1
         self.stats.rounds_by_length[drafts] += 1
@@ -336,9 +355,10 @@ class Scheduler:
     def _allocate_pages(self) -> list[RequestState]:
         """Allocate KV-cache pages for the next round; preempt a request if pages have run out.
 
-        No request is preempted while pages are about to be reclaimed. Otherwise the lowest-ranked
-        request loses its slot and pages, so that the others can continue. If it is the only one
-        that needs pages, it waits for them instead, because the others can continue anyway.
+        No request is preempted while a slot that requests have left is still to be reclaimed,
+        because that will free pages. Otherwise the request with the greatest `preemption_key` loses
+        its slot and pages, so that the others can continue. If it is the only one that needs pages,
+        it waits for them instead, because the others can continue anyway.
 
         Returns
         -------
@@ -359,7 +379,7 @@ class Scheduler:
         Raises
         ------
         KeyboardInterrupt
-            On Ctrl-C during the wait. The round remains unread; the next call reads it.
+            On Ctrl-C during the wait. The round remains unread, and the next call reads it.
         """
         flight = self.replays.wait(self.stats, shield, self.slots.count_completed_chunks)
         for index, assignment in enumerate(flight.rows):
@@ -385,7 +405,8 @@ class Scheduler:
         if row.tokens:
             self._record_drafts(state, row, graph)
         elif row.cut:
-            state.draft_capacity = row.tested  # the drafts that remain pending
+            # Nothing was committed, so the drafts that were not cut remain pending.
+            state.draft_capacity = row.tested
         state.undrafted_tokens = len(row.tokens) if row.reason else 0
         text, stopped = state.append_tokens(row.tokens)
         output = state.output
@@ -405,7 +426,7 @@ class Scheduler:
             self.outbox.post(_make_event(output, state.take_new_tokens(), text))
 
     def _update_stall(self, state: RequestState, row: RowResult) -> None:
-        """Count consecutive rounds in which a request committed nothing."""
+        """Update the number of consecutive rounds in which the request committed no token."""
         if row.tokens or row.reason:
             state.stalled_rounds = 0
             return
@@ -420,9 +441,14 @@ class Scheduler:
 
     def _record_drafts(self, state: RequestState, row: RowResult, graph: RoundGraph) -> None:
         """Record the acceptance of a round that committed tokens."""
-        known = row.tested if row.cut else state.draft_capacity
+        num_known = row.tested if row.cut else state.draft_capacity
         self.budget.record_acceptance(
-            state, graph.batch, graph.drafts, state.draft_capacity, known, row.accepted
+            state,
+            graph.batch,
+            graph.drafts,
+            capacity=state.draft_capacity,
+            num_known=num_known,
+            accepted=row.accepted,
         )
         state.draft_capacity = graph.made
         output = state.output
@@ -443,7 +469,7 @@ class Scheduler:
         return GraftError(f"{invalid_logits}, or the grammar rejected a verified token")
 
     def wait_idle(self, shield: Shield) -> None:
-        """Read all rounds in flight, wait for the device and reclaim all slots that were left."""
+        """Read all rounds in flight, wait for the device and reclaim the slots without requests."""
         while self.replays.unread:
             self.read(shield)
         self.replays.wait_idle(self.stats)
@@ -460,16 +486,16 @@ class Scheduler:
     def preempt(self, state: RequestState, to_front: bool = False) -> None:
         """Take the slot and pages of a request and put it back into the queue.
 
-        The results of replays in flight are discarded for it. When it joins again, prompt and
-        output are prefilled. Each position is then decided by the same logits, mask and random
-        numbers as without preemption.
+        The results that replays in flight produce for this request are discarded. When the request
+        joins a slot again, its prompt and its output are prefilled. The logits, mask and random
+        numbers at each position are then the same as without preemption.
 
         Parameters
         ----------
         state
             Request with a slot.
         to_front
-            Whether it goes to the front of the queue of its priority instead of to the end.
+            Whether the request goes to the front of the queue of its priority instead of the end.
         """
         self.slots.leave(state, self.replays.launched, ended_on_device=False)
         state.output.preempted += 1
@@ -529,9 +555,10 @@ class Scheduler:
 def _make_event(
     output: Output, tokens: tuple[int, ...], text: str, *, finished: bool = False
 ) -> Event:
-    """Return the event of the last `tokens` of an output."""
+    """Return an event that reports `tokens`, which are the last tokens of `output`."""
     logprobs = None
     if output.logprobs is not None:
         first = len(output.tokens) - len(tokens)
         logprobs = tuple(output.logprobs[first:])
-    return Event(output.id, tokens, text, output if finished else None, logprobs)
+    final_output = output if finished else None
+    return Event(output.id, tokens, text, final_output, logprobs)

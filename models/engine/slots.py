@@ -1,17 +1,22 @@
 """Slot manager: assigns request slots and KV-cache pages, and enqueues chunked prefill.
 
+A *slot* is the index of a request's state on the device and of its row in the page tables. A
+*replay* is one launch of the CUDA graph of a round. It is *retired* once the host knows that all
+its work is complete.
+
 Invariants
 ----------
 1. A slot and its pages belong to a request from `join` until every replay launched before `leave`
-   has retired. Only then they are assigned again. Until then a replay in flight may still write
+   has retired. Only then are they assigned again. Until then a replay in flight may still write
    the slot's pages and state and advance its matcher.
-2. A replay is launched after all prefill enqueued so far, on the same stream. A slot's prompt
-   staging buffer is rewritten only by the next owner of the slot, hence after it has been read.
+2. Prefill is enqueued on the stream of the replays and is always followed by a replay. A slot is
+   assigned again after that replay has retired. The next request of the slot can therefore
+   overwrite the slot's staging buffer for prompts, because the device has read it.
 3. Prompts are prefilled one after another, chunk by chunk, with replays between the chunks. A
    prompt is enqueued completely before the next one begins, because they share the row arrays on
    the device. While a request is running, at most the number of tokens that `PrefillScheduler`
    allows is enqueued between two replays.
-4. Shared pages are only read, see `graft.models.cache.prefix`.
+4. Pages that requests share through the prefix cache are never written.
 5. Pages cover every position that a replay in flight can write. A request for which `grow` found
    no pages is left out of the next round. A single request always has enough pages; a request that
    would need more is refused at submission.
@@ -49,9 +54,9 @@ class _PrefillingRequest:
     state
         The request.
     chunks
-        Enqueues one prefill chunk per iteration.
+        Iterator that enqueues one prefill chunk per step.
     last_token
-        Last token of the prompt, processed by the first round of the request.
+        Last token of the request. Its first round processes this token.
     params
         Sampling parameters, with seed, verification mode and all stop ids.
     """
@@ -68,35 +73,37 @@ class SlotManager:
     Parameters
     ----------
     num_slots
-        Number of slots. There are more slots than batch rows, so that a batch row can be reused
-        while a replay in flight still refers to the slot of its previous request.
+        Number of slots. It exceeds `max_batch_size`, so that a new request can join while a replay
+        in flight still refers to the slot of a request that has left.
     max_batch_size
         Maximum number of requests that have a slot at the same time.
     caches
         All paged caches of the engine. A request needs pages in each of them.
     prefix_cache
-        Pages of earlier requests.
+        KV-cache pages that outlive their requests.
     prefill
-        Writes the prompts' entries into the caches.
+        Runs the forward passes that write the KV-cache entries of prompts.
     slot_state
         Device state of the slots.
     lane
-        Lane on which prefill and slot updates are enqueued; that of the replays.
+        In-order work queue of the replays, on which prefill and slot updates are enqueued too.
     prefill_scheduler
         Chooses how many prompt tokens are enqueued between two rounds.
     positions_ahead
-        Maximum number of positions after the last token known to the host that the replays in
-        flight, the next replay and its drafts can write.
+        Number of positions after the last token known to the host that must have pages. It is the
+        maximum number of positions that the replays in flight, the next replay and its drafts can
+        write.
     slack_positions
-        Additional positions, also after the last token of a request, that draft trees use.
+        Number of additional positions that draft trees use. They have pages even if they are after
+        the last position that the request may generate.
 
     Attributes
     ----------
     running
-        Requests that take part in rounds, by slot in the order of joining. A request that is being
-        prefilled is not included.
+        Requests that take part in rounds, by slot, in the order in which their prefill was
+        completed. A request that is being prefilled is not included.
     prefill_scheduler
-        As given.
+        Parameter of the same name.
     """
 
     def __init__(
@@ -125,20 +132,22 @@ class SlotManager:
         self.running: dict[int, RequestState] = {}
         self._prefilling: dict[int, _PrefillingRequest] = {}
         self._free = list(range(num_slots))
-        self._leaving: dict[int, int] = {}  # slot: number of the replay that must have retired
+        # For each slot that a request has left, the number of the replay that must retire before
+        # the slot is free.
+        self._leaving: dict[int, int] = {}
         self._epochs = itertools.count(1)
         self._rows_left = 0  # prompt tokens that may still be enqueued before the next replay
-        self._chunks: deque[PrefillChunk] = deque()  # enqueued and not known to be complete
+        self._chunks: deque[PrefillChunk] = deque()  # enqueued, not known to be complete
         self._completed_chunks = 0
 
     @property
     def num_assigned(self) -> int:
-        """Number of slots that requests have."""
+        """Number of slots that are assigned to requests."""
         return len(self.running) + len(self._prefilling)
 
     @property
     def num_leaving(self) -> int:
-        """Number of slots that have left the batch and cannot be assigned yet."""
+        """Number of slots that requests have left and that cannot be assigned again yet."""
         return len(self._leaving)
 
     @property
@@ -164,10 +173,11 @@ class SlotManager:
     def join(self, state: RequestState, params: SamplingParams) -> bool:
         """Give a request a slot and the pages for its first rounds.
 
-        The request is prefilled by later calls of `prefill` and then takes part in rounds. All its
-        tokens except for the last one are prefilled; a request that was preempted continues after
-        its output. Pages that the running requests need, at least one for each, are left free;
-        otherwise the new request would be the next one to be preempted.
+        Later calls of `prefill` prefill all tokens of the request except for the last one. The
+        request then takes part in rounds. If it was preempted, it continues after its output.
+
+        The pages that the running requests need for the next round, at least one for each, are left
+        free. Otherwise the new request would be the next one to be preempted.
 
         Parameters
         ----------
@@ -224,16 +234,16 @@ class SlotManager:
         return True
 
     def prefill(self, round_s: float) -> None:
-        """Enqueue prefill chunks in the order of joining, and start the requests that are complete.
+        """Enqueue prefill chunks and start the requests whose prompts are enqueued completely.
 
-        If any request has joined, at least one is running afterwards. A replay must be launched
-        next.
+        Prompts are prefilled in the order of joining. If any request has a slot, at least one
+        request is running afterwards. The caller must launch a replay next (invariant 2).
 
         Parameters
         ----------
         round_s
-            Seconds of a round, which limit the chunk size while a request is running. If none is,
-            the first prompt is prefilled completely.
+            Duration of a round in seconds. It limits the chunk size while a request is running. If
+            no request is running, the first prompt is prefilled completely.
         """
         if not self._prefilling:
             return
@@ -244,9 +254,9 @@ class SlotManager:
             if chunk is None:
                 self._start(request)
             else:
-                self._rows_left -= self.prefill_scheduler.charged_rows(
-                    chunk.rows, max(self._rows_left, 1)
-                )
+                max_rows = max(self._rows_left, 1)
+                charged_rows = self.prefill_scheduler.charged_rows(chunk.rows, max_rows)
+                self._rows_left -= charged_rows
                 self._chunks.append(chunk)
 
     def _max_chunk_rows(self) -> int:
@@ -262,7 +272,7 @@ class SlotManager:
         return self._completed_chunks
 
     def _start(self, request: _PrefillingRequest) -> None:
-        """Add a request whose prefill is enqueued completely to the running requests."""
+        """Make a request running. Its prefill has been enqueued completely."""
         state = request.state
         self._prefix_cache.insert(state.slot, state.tokens)
         del self._prefilling[state.slot]
@@ -281,7 +291,7 @@ class SlotManager:
         )
 
     def leave(self, state: RequestState, last_replay: int, *, ended_on_device: bool) -> None:
-        """Take a request off its slot. The slot is free once `last_replay` has retired.
+        """Remove a request from its slot. The slot is free once `last_replay` has retired.
 
         Parameters
         ----------
@@ -290,7 +300,7 @@ class SlotManager:
         last_replay
             Number of the last replay launched.
         ended_on_device
-            Whether the device has ended the request itself; otherwise its slot is deactivated.
+            Whether the device has already deactivated the slot. If not, this method enqueues that.
         """
         slot = state.slot
         prefilling = self._prefilling.pop(slot, None)
@@ -307,18 +317,20 @@ class SlotManager:
 
     def reclaim(self, retired: int) -> None:
         """Free the slots and pages to which no replay after number `retired` refers."""
-        for slot in [slot for slot, replay in self._leaving.items() if replay <= retired]:
+        reclaimable = [slot for slot, replay in self._leaving.items() if replay <= retired]
+        for slot in reclaimable:
             del self._leaving[slot]
             for cache in self._caches:
                 cache.release(slot)
             self._free.append(slot)
 
     def reclaim_all(self) -> None:
-        """Free all slots that have left the batch. The device must be idle."""
-        self.reclaim(max(self._leaving.values(), default=0))
+        """Free all slots that requests have left. The device must be idle."""
+        last_replay = max(self._leaving.values(), default=0)
+        self.reclaim(last_replay)
 
     def close(self) -> None:
-        """Drop the references to device objects, which a traceback could keep alive otherwise."""
+        """Drop the references to device objects. A traceback could keep them alive otherwise."""
         self._prefilling.clear()
         del self._caches, self._prefix_cache, self._prefill, self._slot_state, self._lane
 
@@ -328,7 +340,7 @@ class SlotManager:
         return end + self._slack_positions
 
     def _pages_for_next_round(self) -> int:
-        """Return the pages that the running requests need for a round, at least one for each."""
+        """Return how many pages the running requests need for a round, counting one at least."""
         page_size = self._caches[0].page_size
         pages = 0
         for state in self.running.values():
@@ -345,27 +357,28 @@ class SlotManager:
     ) -> bool:
         """Allocate pages in all caches for the next round, or in none.
 
-        `PAGES_AHEAD` more pages are taken if they are free. Cached prefixes are evicted only for
-        the pages that the request needs.
+        `PAGES_AHEAD` more pages than needed are allocated if they are free. Pages are evicted from
+        the prefix cache only if the request needs them for the next round.
 
         Parameters
         ----------
         state
             Request that needs pages.
         slot
-            Its slot.
+            Slot of the request.
         shared
             Prefix-cache pages that are used as the first pages of the slot.
         spare
-            Number of free pages to leave.
+            Number of pages that must remain free.
 
         Returns
         -------
         bool
-            False, with no page taken, if there are not enough pages.
+            False, with no page allocated, if there are not enough pages.
         """
         page_size = self._caches[0].page_size
-        max_pages = -(-(state.position_limit + self._slack_positions) // page_size)
+        max_positions = state.position_limit + self._slack_positions
+        max_pages = -(-max_positions // page_size)
         needed = -(-self._required_positions(state) // page_size)
         reserved = state.reserved_positions // page_size
         present = len(shared) + reserved
@@ -375,10 +388,12 @@ class SlotManager:
             self._prefix_cache.evict_until_free(pages - present + spare, shared)
             if not self._has_free_pages(pages - present + spare):
                 return False
+        positions = pages * page_size
         for i, cache in enumerate(self._caches):
-            if not cache.allocate(slot, pages * page_size, [group[i] for group in shared]):
+            shared_pages = [group[i] for group in shared]
+            if not cache.allocate(slot, positions, shared_pages):
                 raise GraftError(f"slot {slot} cannot hold {pages} pages")
-        state.reserved_positions = pages * page_size
+        state.reserved_positions = positions
         return True
 
     def _has_free_pages(self, pages: int) -> bool:

@@ -13,7 +13,8 @@ __all__ = ["EngineStats"]
 class EngineStats:
     """Counters since the engine was created or `Engine.reset_stats` was called.
 
-    A *row round* is a batch row of a round that belongs to a request.
+    A *row round* is one batch row, with a request, of one round. A round with four requests thus
+    counts as four row rounds.
 
     Parameters
     ----------
@@ -25,7 +26,7 @@ class EngineStats:
     rounds
         Number of rounds with at least one request.
     rounds_by_length
-        Number of rounds by the number of drafts per batch row.
+        Number of rounds for each number of drafts per batch row.
     joins
         Number of times a request got a slot.
     row_rounds
@@ -33,25 +34,27 @@ class EngineStats:
     stalls
         Number of row rounds in which no token was committed.
     stale_rows
-        Number of rows that were read after their request had left the slot. They are the cost of
+        Number of rows whose request had left its slot when the host read them. They are the cost of
         launching a round before the previous one has been read.
     surplus_tokens
-        Number of tokens of stale rows, which were discarded.
+        Number of tokens in stale rows. They were discarded.
     preemptions
         Number of preemptions.
     tokens
         Number of committed tokens.
     tested, accepted
-        Number of drafts verified and accepted, by draft position or tree depth.
+        Number of drafts verified and accepted, for each draft position or tree depth.
     forced_tokens
-        Number of accepted drafts that the grammar forced. Updated at the end of `Engine.generate`
-        and by `Engine.counters`.
-    speculated_rounds, speculated_tokens
-        Number of row rounds in which at least one draft was verified, and tokens committed in them.
+        Number of accepted drafts that the grammar forced. `Engine.generate` updates it at its end,
+        and so does `Engine.counters`.
+    speculated_rounds
+        Number of row rounds in which at least one draft was verified and a token was committed.
+    speculated_tokens
+        Number of tokens committed in the `speculated_rounds`.
     round_ns
-        Device time of all rounds in nanoseconds, as of the last round read.
+        Device time of all retired rounds in nanoseconds.
     part_ns
-        Device time in nanoseconds by part of the round; empty without the option `timeline`.
+        Device time in nanoseconds for each part of a round; empty without the option `timeline`.
     """
 
     draft_length: int = 0
@@ -77,7 +80,7 @@ class EngineStats:
         self.accepted = [0] * self.draft_length
 
     def count_row(self, count: int, tested: int, accepted: int) -> None:
-        """Add a row round.
+        """Count a row round.
 
         Parameters
         ----------
@@ -93,40 +96,42 @@ class EngineStats:
         elif tested > 0:
             self.speculated_rounds += 1
             self.speculated_tokens += count
-        # Verification tests one draft more than it accepts, unless there are no more drafts.
-        for position in range(min(tested, accepted + 1, self.draft_length)):
+        # Verification stops at the first rejected draft. Later drafts do not count as tested.
+        num_tested = min(tested, accepted + 1, self.draft_length)
+        for position in range(num_tested):
             self.tested[position] += 1
             if position < accepted:
                 self.accepted[position] += 1
 
     def count_stale(self, count: int) -> None:
-        """Add a stale row with `count` tokens."""
+        """Count a stale row with `count` tokens."""
         self.stale_rows += 1
         self.surplus_tokens += count
 
     @property
     def tokens_per_round(self) -> float:
         """Mean number of tokens per row round."""
-        return self.tokens / self.row_rounds if self.row_rounds else 0.0
+        return _ratio(self.tokens, self.row_rounds)
 
     @property
     def acceptance_length(self) -> float:
         """Mean number of tokens per row round with drafts: accepted drafts and the bonus token."""
-        return self.speculated_tokens / self.speculated_rounds if self.speculated_rounds else 0.0
+        return _ratio(self.speculated_tokens, self.speculated_rounds)
 
     @property
     def acceptance(self) -> list[float]:
-        """Acceptance rate by draft position or tree depth."""
+        """Acceptance rate for each draft position or tree depth."""
         rates = []
         for accepted, tested in zip(self.accepted, self.tested, strict=True):
-            rates.append(accepted / tested if tested else 0.0)
+            rates.append(_ratio(accepted, tested))
         return rates
 
     @property
     def exposed_share(self) -> float | None:
-        """Fraction of the round time in which the model lane waited for the grammar lane.
+        """Fraction of the round time in which forward passes and sampling waited for the grammar.
 
-        None without the option `timeline`.
+        None without the option `timeline`. The grammar steps of a round run on a lane of their own,
+        concurrently with the model's lane.
         """
         if not self.part_ns:
             return None
@@ -134,13 +139,13 @@ class EngineStats:
         for name, ns in self.part_ns.items():
             if name.startswith("wait for"):
                 exposed += ns
-        return exposed / self.round_ns if self.round_ns else 0.0
+        return _ratio(exposed, self.round_ns)
 
     @property
     def part_share(self) -> dict[str, float]:
-        """Fraction of the time of all parts, by part of the round."""
+        """Time of each part of a round as a fraction of the time of all parts."""
         total = sum(self.part_ns.values())
-        return {name: ns / total if total else 0.0 for name, ns in self.part_ns.items()}
+        return {name: _ratio(ns, total) for name, ns in self.part_ns.items()}
 
     def as_dict(self) -> dict[str, Any]:
         """Return all counters and derived values, convertible to JSON."""
@@ -151,3 +156,8 @@ class EngineStats:
             "part_share": self.part_share,
             "exposed_share": self.exposed_share,
         }
+
+
+def _ratio(part: int, whole: int) -> float:
+    """Return ``part / whole``, or 0.0 if `whole` is 0."""
+    return part / whole if whole else 0.0

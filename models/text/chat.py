@@ -1,6 +1,6 @@
 """Chat templates, rendered in a child process with limited time and memory.
 
-A chat template is a program that comes with the checkpoint and is not trusted.
+A chat template is a program that is part of a checkpoint, so it is not trusted.
 """
 
 from __future__ import annotations
@@ -21,14 +21,16 @@ from graft.native.children.process import Call, ChildProcess, Setup
 
 __all__ = ["ChatTemplate"]
 
-#: Maximum time of one rendering, and maximum additional address space of its process.
+#: Maximum duration of one rendering in seconds.
 LIMIT_S = 5.0
+#: Maximum address space that the child process may allocate for renderings.
 MEMORY_BYTES = 1 << 30
 
 _RENDER = f"{__name__}:render_json"
-# The first rendering compiles the environment. It is not subject to the time limit.
+# The child renders an empty template first, which creates the Jinja environment. The time limit
+# does not apply to this call.
 _SETUP = Setup("chat", _RENDER, ("", "{}"))
-# Shared by all engines of this process. Its imports are subject to no limit.
+# All engines of this process share one child. Its imports are not subject to the limits.
 _CHILD = ChildProcess(MEMORY_BYTES, preload=(__name__,))
 
 
@@ -45,7 +47,7 @@ class ChatTemplate:
     source
         Jinja template.
     where
-        Location of the template for error messages.
+        Path of the template or its checkpoint, for error messages.
 
     Raises
     ------
@@ -80,8 +82,9 @@ class ChatTemplate:
             text = json.dumps(variables)
         except (TypeError, ValueError, RecursionError) as error:
             raise TokenizerError(f"{self._where}: invalid chat messages: {error}") from error
+        call = Call(_RENDER, (self._source, text), _SETUP)
         try:
-            return str(_CHILD.call(Call(_RENDER, (self._source, text), _SETUP), LIMIT_S))
+            return str(_CHILD.call(call, LIMIT_S))
         except (Refusal, ChildLost) as error:
             raise TokenizerError(f"{self._where}: the chat template failed: {error}") from error
 
@@ -97,7 +100,8 @@ def render_json(source: str, variables: str) -> str:
         JSON object with the variables of the template.
     """
     try:
-        return _compile(source).render(**json.loads(variables))
+        template = _compile(source)
+        return template.render(**json.loads(variables))
     except MemoryError:
         raise
     except Exception as error:  # a template may raise anything
@@ -110,7 +114,7 @@ def _compile(source: str) -> jinja2.Template:
 
 
 def _make_environment() -> ImmutableSandboxedEnvironment:
-    """Return an environment with what chat templates expect: block trimming and helpers."""
+    """Return a Jinja environment with the settings and helper functions that templates expect."""
     environment = ImmutableSandboxedEnvironment(
         trim_blocks=True, lstrip_blocks=True, extensions=[loopcontrols]
     )
@@ -121,7 +125,8 @@ def _make_environment() -> ImmutableSandboxedEnvironment:
 
 
 def _strftime_now(form: str) -> str:
-    return datetime.datetime.now().strftime(form)
+    now = datetime.datetime.now()
+    return now.strftime(form)
 
 
 def _to_json(
@@ -133,7 +138,11 @@ def _to_json(
 ) -> str:
     """Return a value as JSON, without the HTML escapes of Jinja's own filter."""
     return json.dumps(
-        value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys
+        value,
+        ensure_ascii=ensure_ascii,
+        indent=indent,
+        separators=separators,
+        sort_keys=sort_keys,
     )
 
 

@@ -11,8 +11,8 @@ __all__ = ["StopFinder"]
 class StopFinder:
     """Finds the first stop string in a text that arrives in pieces.
 
-    The search is an Aho-Corasick automaton. The cost per character depends neither on the number
-    and length of the stop strings nor on the length of the text so far.
+    The search uses an Aho-Corasick automaton. Its cost per character depends neither on the stop
+    strings nor on the length of the text so far.
 
     Parameters
     ----------
@@ -24,7 +24,8 @@ class StopFinder:
         # A state is a prefix of a stop string. State 0 is the empty prefix.
         self._children: list[dict[str, int]] = [{}]
         self._prefix_length = [0]
-        self._match_length = [0]  # length of the longest stop string that ends here; 0: none
+        # For each state, the length of the longest stop string that ends there; 0 if none does.
+        self._match_length = [0]
         for string in strings:
             self._insert(string)
         # For each state, the state of its longest proper suffix that is also a prefix.
@@ -44,33 +45,39 @@ class StopFinder:
         Returns
         -------
         int or None
-            Begin of the first stop string that ends in this piece, as an offset from the start of
-            the whole text; None if no stop string ends in it.
+            Offset in the whole text at which a stop string begins; None if no stop string ends in
+            this piece. Of several stop strings that end in this piece, the first one is returned.
         """
-        begins = []
+        first_begin = None
         for char in text:
-            state = self._step(self._state, char)
-            self._state = state
+            self._state = self._step(self._state, char)
             self._length += 1
-            match_length = self._match_length[state]
-            if match_length:
-                begins.append(self._length - match_length)
-        return min(begins, default=None)
+            match_length = self._match_length[self._state]
+            if match_length == 0:
+                continue
+            begin = self._length - match_length
+            if first_begin is None or begin < first_begin:
+                first_begin = begin
+        return first_begin
 
     def _insert(self, string: str) -> None:
         """Add the states of one stop string."""
         state = 0
         for depth, char in enumerate(string, 1):
-            child = self._children[state].setdefault(char, len(self._children))
-            if child == len(self._children):
+            children = self._children[state]
+            if char not in children:
+                children[char] = len(self._children)
                 self._children.append({})
                 self._prefix_length.append(depth)
                 self._match_length.append(0)
-            state = child
+            state = children[char]
         self._match_length[state] = len(string)
 
     def _link_suffixes(self) -> None:
-        """Compute suffix links breadth first: a link leads to a shorter, finished state."""
+        """Compute the suffix links breadth first.
+
+        A link leads to a state of smaller depth, whose own link has therefore been computed before.
+        """
         queue = deque(self._children[0].values())
         while queue:
             state = queue.popleft()
@@ -85,4 +92,5 @@ class StopFinder:
         """Return the state after `char`."""
         while state and char not in self._children[state]:
             state = self._suffix[state]
-        return self._children[state].get(char, 0)
+        children = self._children[state]
+        return children.get(char, 0)

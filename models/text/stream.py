@@ -13,14 +13,14 @@ __all__ = ["IncrementalDecoder", "call_tokenizer", "decode"]
 
 T = TypeVar("T")
 
-#: Maximum number of ids whose text is held back because their last character is incomplete.
+#: Maximum number of ids whose text is held back because it ends with an incomplete character.
 _MAX_HELD_IDS = 16
 
 
 def call_tokenizer(work: Callable[[], T]) -> T:
-    """Call the tokenizers library and convert its failures.
+    """Call a function of the tokenizers library and convert its failures to `TokenizerError`.
 
-    Panics of the library derive from BaseException, not from Exception.
+    Panics of this Rust library raise exceptions that derive from BaseException, not from Exception.
 
     Raises
     ------
@@ -58,19 +58,20 @@ def decode(
     """
     for i in ids:
         if not 0 <= i < size:
-            raise TokenizerError(f"token id {i} outside 0..{size - 1}")
-    return call_tokenizer(lambda: backend.decode(list(ids), skip_special_tokens=not special))
+            raise TokenizerError(f"token id {i} is outside 0..{size - 1}")
+    id_list = list(ids)
+    return call_tokenizer(lambda: backend.decode(id_list, skip_special_tokens=not special))
 
 
 class IncrementalDecoder:
     """Converts a growing sequence of ids to text.
 
     The returned pieces concatenate to the result of `Tokenizer.decode`. A token may end inside a
-    UTF-8 character. Its text is held back until the character is complete, or until more ids are
-    pending than a character can have.
+    UTF-8 character. Its text is then held back until the character is complete, or until more than
+    `_MAX_HELD_IDS` ids are pending.
 
-    Only a window is decoded again: the ids since the last complete character, and the ids of the
-    piece before them, which decide whether a leading space is written.
+    Each call decodes only a window of ids: the pending ids and the ids of the last returned piece.
+    The latter are included because they decide whether the new text begins with a space.
 
     Parameters
     ----------
@@ -85,14 +86,15 @@ class IncrementalDecoder:
         self._size = size
         self._ids: list[int] = []
         self._window_begin = 0
-        self._num_emitted = 0  # ids whose text has been returned
+        self._num_emitted = 0  # number of ids whose text has been returned
 
     def push(self, ids: Sequence[int]) -> str:
         """Append ids and return the text that became complete, possibly empty."""
         self._ids.extend(ids)
         text = self._pending_text()
-        may_hold = len(self._ids) - self._num_emitted <= _MAX_HELD_IDS
-        if may_hold and (not text or text.endswith("\ufffd")):
+        num_pending = len(self._ids) - self._num_emitted
+        is_incomplete = not text or text.endswith("\ufffd")
+        if is_incomplete and num_pending <= _MAX_HELD_IDS:
             return ""
         del self._ids[: self._window_begin]
         self._window_begin = self._num_emitted - self._window_begin
@@ -105,8 +107,8 @@ class IncrementalDecoder:
         Parameters
         ----------
         cut
-            Whether the sequence was cut off. If so, an incomplete last character is omitted;
-            otherwise it becomes U+FFFD.
+            Whether the sequence was cut off, for example by a length limit. If so, an incomplete
+            last character is omitted. Otherwise it becomes U+FFFD.
         """
         text = self._pending_text()
         self._ids = []
@@ -116,6 +118,8 @@ class IncrementalDecoder:
 
     def _pending_text(self) -> str:
         """Return the text of the ids that have not been emitted."""
-        known = decode(self._backend, self._size, self._ids[self._window_begin : self._num_emitted])
-        window = decode(self._backend, self._size, self._ids[self._window_begin :])
-        return window[len(known) :]
+        emitted = self._ids[self._window_begin : self._num_emitted]
+        window = self._ids[self._window_begin :]
+        emitted_text = decode(self._backend, self._size, emitted)
+        window_text = decode(self._backend, self._size, window)
+        return window_text[len(emitted_text) :]

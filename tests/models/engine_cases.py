@@ -22,12 +22,16 @@ MODES = {"greedy": {}, "coupled": {"temperature": 0.9, "top_p": 0.95, "verify": 
 
 
 def workload(**options):
-    """Return requests with and without grammar and with all finish reasons and penalties."""
+    """Return requests with and without grammars, with various finish reasons and penalties.
+
+    Parameters
+    ----------
+    **options
+        Fields to set in all requests.
+    """
     requests = mixed_requests(8, seed=17)
-    requests = [
-        replace(r, max_tokens=n) if n else r
-        for r, n in zip(requests, (1, 0, 3, 0, 7, 0, 12, 0), strict=True)
-    ]
+    for index, max_tokens in ((0, 1), (2, 3), (4, 7), (6, 12)):
+        requests[index] = replace(requests[index], max_tokens=max_tokens)
     free = Request(tokens=[300, 301, 302], max_tokens=40)
     requests += [replace(free, stop=["e", "a"]), replace(free, tokens=[41]), free]
     penalties = {"presence_penalty": 1.0, "frequency_penalty": 0.5, "repetition_penalty": 1.2}
@@ -37,11 +41,14 @@ def workload(**options):
         replace(free, **penalties, banned_ids=range(100, 200, 3), logprobs=0, stop=["e", "a"]),
         replace(free, allowed_ids=range(4, 400), min_tokens=20, logprobs=20, presence_penalty=-1.5),
     ]
-    return [replace(r, id=str(i), seed=500 + i, **options) for i, r in enumerate(requests)]
+    numbered = []
+    for i, request in enumerate(requests):
+        numbered.append(replace(request, id=str(i), seed=500 + i, **options))
+    return numbered
 
 
 def answer(output):
-    """Return the part of an output that must not depend on drafts, batch or overlap."""
+    """Return the fields of an output that must not depend on drafts, batch or overlap."""
     assert output.logprobs is None or len(output.logprobs) == len(output.tokens)
     return output.reason, output.tokens, output.text, output.logprobs
 
@@ -52,7 +59,7 @@ def answers(outputs):
 
 
 def answers_and_drafts(outputs):
-    """Return the answers of outputs with their rounds and numbers of drafts."""
+    """Return the answer of each output with its numbers of rounds, drafts and accepted drafts."""
     results = []
     for output in outputs:
         results.append((answer(output), output.rounds, output.drafted, output.accepted))
@@ -61,22 +68,27 @@ def answers_and_drafts(outputs):
 
 @contextmanager
 def settled(engine):
-    """Check at the end of the block that the engine holds no resources; then close it."""
+    """Context manager that closes an engine at the end of the block.
+
+    Before that, it checks that no slot, page or replay is in use, and that the grammar decoder
+    counted no errors.
+    """
     with engine:
         yield engine
         engine.synchronize()
         counters = engine.counters()
         assert not any(counters["held"].values()), counters["held"]
         grammar = counters["grammar"]
-        assert not any(grammar[n] for n in ("desyncs", "errors", "missing_snapshots")), grammar
+        for name in ("desyncs", "errors", "missing_snapshots"):
+            assert not grammar[name], grammar
 
 
 @dataclass(frozen=True)
 class RandomDrafter:
-    """Makes a drafter with random weights for the demo target.
+    """Factory of drafters with random weights for the demo target.
 
-    It has `modules` multi-token prediction modules. With 0 modules it is a block drafter: DFlash,
-    or DSpark with the given rank.
+    If `modules` is positive, the drafter has this number of multi-token prediction modules.
+    Otherwise it is a block drafter: DFlash if `rank` is 0, else DSpark with this rank.
     """
 
     modules: int = 0
@@ -94,10 +106,10 @@ class RandomDrafter:
 
 @dataclass(frozen=True)
 class RandomDFlash2:
-    """Makes a DFlash2 drafter from the demo's block drafter.
+    """Factory of DFlash2 drafters with the weights of the demo's block drafter.
 
-    Its convolutions are identities, its selector is random among `top_k` ids, and its attention
-    windows are as long as requests.
+    The convolutions are identities. The selector has random weights and chooses among `top_k` ids.
+    The attention windows are as long as requests.
     """
 
     top_k: int = 16
@@ -108,18 +120,18 @@ class RandomDFlash2:
         tensors = {name: to_float32(*checkpoint.get(name)) for name in checkpoint.names}
         hidden = context.target.config.hidden_size
         vocab = context.target.config.vocab_size
-        for name in (f"layers.{i}.{part}_conv" for i in range(3) for part in ("attention", "mlp")):
-            base = np.zeros((2, 2, hidden), "f4")
-            projection = np.zeros((hidden // 4, hidden), "f4")
-            base[:, 0] = 1.0
-            tensors |= {f"{name}.base_kernel": base, f"{name}.kernel_projection.weight": projection}
-        for name, rows in (
-            ("hidden_projection.weight", 8),
-            ("predecessor_codebook", vocab),
-            ("successor_codebook", vocab),
-        ):
-            columns = 8 if rows == vocab else hidden
-            tensors[f"candidate_selector.{name}"] = matrix(rng, rows, columns)
+        base = np.zeros((2, 2, hidden), "f4")
+        base[:, 0] = 1.0
+        projection = np.zeros((hidden // 4, hidden), "f4")
+        for layer in range(3):
+            for part in ("attention", "mlp"):
+                name = f"layers.{layer}.{part}_conv"
+                tensors[f"{name}.base_kernel"] = base
+                tensors[f"{name}.kernel_projection.weight"] = projection
+        selector = "candidate_selector"
+        tensors[f"{selector}.hidden_projection.weight"] = matrix(rng, 8, hidden)
+        tensors[f"{selector}.predecessor_codebook"] = matrix(rng, vocab, 8)
+        tensors[f"{selector}.successor_codebook"] = matrix(rng, vocab, 8)
         config = json.loads((DFLASH / "config.json").read_text())
         config |= {
             "architectures": ["DFlash2DraftModel"],
@@ -141,18 +153,18 @@ class RandomDFlash2:
 
 
 def propose_repeat(tokens):
-    """Propose three recent tokens again."""
+    """Propose three recent tokens as drafts."""
     return tokens[-9:-6]
 
 
 def propose_tree(tokens):
-    """Propose a tree: two children of the last token, and one of the first child."""
+    """Propose a tree of drafts: two children of the last token, and a child of the first one."""
     ids = tokens[-4:-1]
     return ids, [0, 0, 1][: len(ids)]
 
 
 def random_lengths(lengths, seed):
-    """Yield random lengths, with some runs of zeros."""
+    """Yield an endless sequence of random draft lengths, with some runs of five zeros."""
     rng = random.Random(seed)
     while True:
         yield rng.choice(lengths)
@@ -184,16 +196,15 @@ DRAFTER_OPTIONS = {
     "forced": {"speculation": False, "forced_drafts": True},
     "ngram before eagle3": {"drafter": LOOKUP_CASCADE},
 }
+#: Draft trees of further drafters, for the full suite only.
 MORE_TREE_OPTIONS = {
-    f"{name}, tree": {"drafter": drafter, **GROWN_TREE}
-    for name, drafter in {
-        "dspark": RandomDrafter(rank=8),
-        "mtp": RandomDrafter(1),
-        "model": TARGET,
-        "ngram": NGram,
-    }.items()
+    "dspark, tree": {"drafter": RandomDrafter(rank=8), **GROWN_TREE},
+    "mtp, tree": {"drafter": RandomDrafter(1), **GROWN_TREE},
+    "model, tree": {"drafter": TARGET, **GROWN_TREE},
+    "ngram, tree": {"drafter": NGram, **GROWN_TREE},
 }
-#: Engine options for the tests with disturbed requests; the first ones run in the quick suite.
+#: Engine options for the tests in which requests are submitted, cancelled and preempted at random
+#: times. The first `NUM_QUICK` run in the quick suite.
 ENGINE_OPTIONS = [
     {"max_batch_size": 1, "mask_drafts": False},
     {"max_batch_size": 4, "grammar_threads": 2, "grammar_budget_us": 1.0},
@@ -204,12 +215,10 @@ ENGINE_OPTIONS = [
     {"max_batch_size": 3, "drafter": DFLASH, "draft_masking": "probe", "forced_drafts": True},
 ]
 NUM_QUICK = len(ENGINE_OPTIONS)
-ENGINE_OPTIONS += [
-    {"max_batch_size": 3, **cell} for cell in (DRAFTER_OPTIONS | MORE_TREE_OPTIONS).values()
-]
-ENGINE_OPTIONS += [
-    {"max_batch_size": 2, **cell, "draft_length": "auto"} for cell in DRAFTER_OPTIONS.values()
-]
+for drafter_options in (*DRAFTER_OPTIONS.values(), *MORE_TREE_OPTIONS.values()):
+    ENGINE_OPTIONS.append({"max_batch_size": 3, **drafter_options})
+for drafter_options in DRAFTER_OPTIONS.values():
+    ENGINE_OPTIONS.append({"max_batch_size": 2, **drafter_options, "draft_length": "auto"})
 ENGINE_OPTIONS += [
     {"max_batch_size": 4, "draft_masking": "probe"},
     {"max_batch_size": 3, "speculation": False},

@@ -23,7 +23,8 @@ ROUND = "models/round/kernels/round.cu"
 FREE = Request(tokens=[300, 301, 302], max_tokens=40)
 #: Unconstrained request that generates `max_tokens` tokens.
 LONG = Request(tokens=[300, 301, 302], max_tokens=1000, temperature=4.0, seed=1)
-#: Replacement in `ROUND` after which drafts are assigned by request instead of by acceptance.
+#: Text in the kernel file `ROUND`, and a replacement that assigns forward rows to the drafts of
+#: arbitrary requests instead of the drafts most likely to be accepted.
 UNEVEN_DRAFTS = (
     "const float accept_prob = slot.accept_prob[j - 1];",
     "const float accept_prob = 1.0f / ((slot.n + b) % 3 + 1);",
@@ -32,13 +33,15 @@ UNEVEN_DRAFTS = (
 
 def demo_engine(*, speculation: bool = True, drafter: Any = DRAFTER, **options: Any) -> Engine:
     """Return an engine with the demo model, and with `drafter` if `speculation` is true."""
-    return Engine(TARGET, drafter if speculation else None, **options)
+    if not speculation:
+        drafter = None
+    return Engine(TARGET, drafter, **options)
 
 
 def patch_kernel_source(
     monkeypatch: pytest.MonkeyPatch, folder: Path, path: str, old: str, new: str
 ) -> None:
-    """Replace a text in a kernel file for all kernels that are loaded from now on.
+    """Replace a text in a kernel source file for all kernels that are loaded from now on.
 
     Parameters
     ----------
@@ -47,7 +50,7 @@ def patch_kernel_source(
     folder
         Folder for copies of the sources.
     path
-        End of the file's path. A header affects all kernels of its folder.
+        Path of the file, relative to the package. A header affects all kernels of its folder.
     old, new
         Text that occurs exactly once in the file, and its replacement.
     """
@@ -57,9 +60,10 @@ def patch_kernel_source(
     @functools.cache  # one copy per folder, so that each text is compiled once
     def patched_copy(source_folder: Path) -> Path:
         copy = shutil.copytree(source_folder, Path(mkdtemp(dir=folder), changed.parent))
-        text = (copy / changed.name).read_text()
+        file = copy / changed.name
+        text = file.read_text()
         assert text.count(old) == 1, f"{path} contains {old!r} {text.count(old)} times"
-        (copy / changed.name).write_text(text.replace(old, new))
+        file.write_text(text.replace(old, new))
         return copy
 
     def load(device: Device, source: Path, defines: Any = None) -> Any:
@@ -72,7 +76,10 @@ def patch_kernel_source(
 
 
 class FixedDraftLengths:
-    """Replaces a `DraftBudget` by given draft lengths and checks what it is notified of."""
+    """Replacement of `DraftBudget` that returns given draft lengths in order.
+
+    It also checks that the acceptance numbers it receives are consistent.
+    """
 
     def __init__(self, lengths: Iterable[int]):
         self._lengths = iter(lengths)
@@ -81,14 +88,16 @@ class FixedDraftLengths:
         return next(self._lengths)
 
     def record_acceptance(
-        self, request: Any, bucket: int, length: int, capacity: int, known: int, accepted: int
+        self, request: Any, bucket: int, length: int, capacity: int, num_known: int, accepted: int
     ) -> None:
-        assert accepted <= known <= capacity and accepted <= bucket * length
+        assert accepted <= num_known <= capacity
+        assert accepted <= bucket * length
 
 
 def task_request(task: Task, **options: Any) -> Request:
-    """Return a request for the answer of a task."""
-    return Request(prompt=task.text, grammar=task_grammar(task), **({"max_tokens": 160} | options))
+    """Return a request with the prompt and grammar of a task."""
+    fields = {"max_tokens": 160, **options}
+    return Request(prompt=task.text, grammar=task_grammar(task), **fields)
 
 
 def outputs(events: Iterable[Event]) -> dict[str, Output]:
@@ -105,8 +114,8 @@ def drain(engine: Engine) -> dict[str, Output]:
 
 
 def mixed_requests(count: int, seed: int = 7, **options: Any) -> list[Request]:
-    """Return requests for demo tasks; every third has keys that are not in the training data."""
-    known = list(held_out_tasks(count, seed))
+    """Return requests for demo tasks. Every third has keys that are not in the training data."""
+    tasks = list(held_out_tasks(count, seed))
     unseen = list(unseen_key_tasks(count, seed))
-    tasks = [unseen[i] if i % 3 == 2 else known[i] for i in range(count)]
+    tasks[2::3] = unseen[2::3]
     return [task_request(task, **options) for task in tasks]

@@ -10,12 +10,12 @@ from engine_util import demo_engine
 from graft.grammar import GrammarError, GrammarSpec, XGrammarBackend
 from graft.models.request import Request
 
-#: Nested so deeply that XGrammar takes minutes for any vocabulary.
+#: Schema nested so deeply that XGrammar takes minutes to compile it for any vocabulary.
 ENDLESS = GrammarSpec.json_schema('{"items": ' * 500 + "{}" + "}" * 500, backend="xgrammar")
 
 
 def test_grammar_compile_timeout_refuses_only_its_request():
-    """Twenty other requests are served."""
+    """One grammar exceeds the compile timeout. Twenty other requests finish normally."""
     cheap = []
     for i in range(20):
         cheap.append(guided(f"cheap {i}", f"[A-Z]{{2}}-{i}"))
@@ -30,19 +30,23 @@ def test_grammar_compile_timeout_refuses_only_its_request():
 
 
 class HeldBackend:
-    """Backend whose grammars compile when a gate opens, or fail, depending on their text."""
+    """Grammar backend whose behavior depends on the text of the grammar.
+
+    "held+" compiles after the event `gate` is set. "refused+" and "crash+" fail. All grammars that
+    are compiled are appended to `compiled`.
+    """
 
     name = "held"
 
-    def __init__(self, vocabulary, gate, asked):
+    def __init__(self, vocabulary, gate, compiled):
         self.vocabulary = vocabulary
         self.gate = gate
-        self.asked = asked
+        self.compiled = compiled
         self.inner = XGrammarBackend(vocabulary)
         self.matcher = self.inner.matcher
 
     def compile(self, spec):
-        self.asked.append(spec)
+        self.compiled.append(spec.text)
         if spec.text == "held+":
             self.gate.wait()
         if spec.text == "refused+":
@@ -53,16 +57,19 @@ class HeldBackend:
 
 
 def step_until_finished(engine, ids):
-    """Step until all these requests have finished; return all outputs."""
+    """Step until all requests with these ids have finished; return all outputs by id."""
     outputs = {}
     deadline = time.monotonic() + 300
     while not ids <= outputs.keys():
         assert time.monotonic() < deadline
-        outputs |= {e.id: e.output for e in engine.step() if e.output is not None}
+        for event in engine.step():
+            if event.output is not None:
+                outputs[event.id] = event.output
     return outputs
 
 
 def guided(name, pattern):
+    """Return a request whose output must match a regular expression."""
     return Request(prompt="Code?", grammar=GrammarSpec.regex(pattern), max_tokens=24, id=name)
 
 
@@ -70,13 +77,14 @@ CHEAP = {f"cheap {i}": f"[A-Z]{{2}}-{i}" for i in range(6)}
 
 
 def test_grammar_compilation_does_not_delay_rounds():
-    """Other requests run while a grammar is compiled; failing grammars fail only their requests.
+    """Other requests run while a grammar is compiled, and failing grammars do not affect them.
 
-    Requests that wait for the grammar have no slot, share one compilation and can be cancelled.
+    Requests that wait for a grammar have no slot and can be cancelled. Requests with the same
+    grammar share one compilation.
     """
     gate = threading.Event()
-    asked = []
-    backend = functools.partial(HeldBackend, gate=gate, asked=asked)
+    compiled = []
+    backend = functools.partial(HeldBackend, gate=gate, compiled=compiled)
     engine = demo_engine(max_batch_size=2, compile_threads=2, grammar_backend=backend)
     try:
         for name in ("held 1", "held 2", "held 3"):
@@ -98,10 +106,10 @@ def test_grammar_compilation_does_not_delay_rounds():
         outputs = step_until_finished(engine, {"held 1", "held 3"})
         assert all(re.match("held", output.text) for output in outputs.values())
         assert outputs["held 1"].tokens == outputs["held 3"].tokens
-        assert [spec.text for spec in asked].count("held+") == 1
+        assert compiled.count("held+") == 1
         [again] = engine.generate([guided("again", "held+")])
         assert again.tokens == outputs["held 1"].tokens
-        assert [spec.text for spec in asked].count("held+") == 1
+        assert compiled.count("held+") == 1
         assert engine.counters()["grammar"]["errors"] == 0
     finally:
         gate.set()

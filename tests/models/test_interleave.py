@@ -1,4 +1,8 @@
-"""Overlapped rounds: outputs are the sequential ones for every interleaving of host and device."""
+"""Overlapped rounds: the order in which host and device run does not affect outputs.
+
+Each test seed is one interleaving of the real host code with a simulated device (`interleave.py`).
+The expected output of each request is computed token by token, without an engine.
+"""
 
 import inspect
 import textwrap
@@ -21,7 +25,7 @@ from graft.models.engine.slots import SlotManager
 
 
 def first_failure(device, seeds):
-    """Return the error of the first seed that fails, with the seed as a note, or None."""
+    """Return the error of the first failing seed, with the seed as a note; None if all pass."""
     for seed in seeds:
         try:
             Interleaving(device, seed).run()
@@ -35,7 +39,7 @@ def first_failure(device, seeds):
     "seeds", [range(120), pytest.param(range(10_000, 22_000), marks=pytest.mark.full)]
 )
 def test_scheduler_interleavings_give_sequential_outputs(device, seeds):
-    """Schedules include joins, endings, cancellation, preemption, stalls and Ctrl-C."""
+    """Requests join, stall, finish and are cancelled, preempted or migrated, and Ctrl-C occurs."""
     error = first_failure(device, seeds)
     if error is not None:
         raise error
@@ -50,7 +54,7 @@ def test_interleaving_is_reproducible_from_its_seed(device):
     assert run(5) == run(5) != run(6)
 
 
-#: Faults to inject: (owner, function, text of its source, replacement).
+#: Faults to inject: (owner, function, text in the source of the function, replacement).
 MUTANTS = {
     "slot reused one replay too early": (
         SlotManager,
@@ -151,7 +155,7 @@ MUTANTS = {
         "self._rows_left if",
         "99 if",
     ),
-    "prefill without a limit": (SlotManager, "prefill", "_left -= self", "_left - self"),
+    "prefill without a limit": (SlotManager, "prefill", "_left -= charged", "_left - charged"),
     "request started before its prefill is enqueued": (
         SlotManager,
         "prefill",
@@ -168,7 +172,7 @@ MUTANTS = {
     "matched pages evicted": (
         PrefixCache,
         "evict_until_free",
-        " or group in kept",
+        "group in kept or ",
         "",
     ),
     "pages cached before their prefill is complete": (
@@ -200,7 +204,7 @@ MUTANTS = {
 
 
 def mutate(monkeypatch, mutant):
-    """Replace a function or method by its source with one text changed."""
+    """Replace a function or method by a copy in whose source one text has been replaced."""
     owner, name, old, new = mutant
     found = inspect.getattr_static(owner, name)
     function = found.fget if isinstance(found, property) else found
@@ -213,14 +217,17 @@ def mutate(monkeypatch, mutant):
 
 @pytest.mark.parametrize("mutant", MUTANTS.values(), ids=MUTANTS)
 def test_interleaving_detects_injected_fault(device, monkeypatch, mutant):
-    """A few hundred schedules are enough to detect each fault."""
+    """Each fault makes at least one of 400 interleavings fail."""
     mutate(monkeypatch, mutant)
     monkeypatch.setattr(SteppingDecoder, "kept", [])
     assert first_failure(device, range(400))
 
 
 def test_interleaving_detects_overwritten_ring_entry(device, monkeypatch):
-    """A ring with one entry too few raises; without that check, results are overwritten unread."""
+    """A ring with two entries fewer raises an error before an unread entry is overwritten.
+
+    Without this check in `Ring`, unread results are overwritten and outputs differ.
+    """
     original = SteppingRing.__init__
 
     def init_smaller(self, device, entries, fields):

@@ -24,10 +24,11 @@ REQUESTS = [r for i in range(3) for r in workload()[i::5]]
 
 
 def generate_with_migration(first, second, requests):
-    """Submit requests to `first` and migrate them to `second`.
+    """Submit requests to engine `first` and migrate them to engine `second`.
 
-    Some are migrated while they wait, others after their first tokens or later. The events must
-    agree with the outputs. Returns the outputs and the number of migrated pages.
+    A third of the requests is migrated while they wait, a third after the first token and a third
+    after nine tokens. The tokens and texts of all events must agree with the outputs. Return the
+    outputs and the number of migrated pages.
     """
     transfer = SharedMemory()
     outputs = {}
@@ -46,7 +47,8 @@ def generate_with_migration(first, second, requests):
             num_pages += migrated.num_pages
             del pending[request_id]
         for engine in (first, second):
-            for event in engine.step() if engine.busy else ():
+            events = engine.step() if engine.busy else []
+            for event in events:
                 tokens[event.id] += event.tokens
                 texts[event.id] += event.text
                 if event.output is not None and event.output.reason != "moved":
@@ -71,52 +73,59 @@ def generate_with_migration(first, second, requests):
     ids=str,
 )
 def test_migration_does_not_change_outputs(options):
-    """Outputs equal those of one engine, and migrated pages are not prefilled again.
+    """Migrated requests have the outputs of a single engine, and their pages are not recomputed.
 
-    Requests are with and without grammar, greedy and coupled, with penalties, stop strings and log
-    probabilities.
+    The requests are greedy and coupled. They have grammars, penalties, stop strings and log
+    probabilities in various combinations.
     """
-    requests = [
-        replace(request, id=f"{request.id} {mode}", **changes)
-        for mode, changes in MODES.items()
-        for request in REQUESTS
-    ]
-    engines = [demo_engine(max_batch_size=4, page_size=4, **options) for _ in range(2)]
-    with settled(engines[0]) as first, settled(engines[1]) as second:
+    requests = []
+    for mode, changes in MODES.items():
+        for request in REQUESTS:
+            requests.append(replace(request, id=f"{request.id} {mode}", **changes))
+    options = {"max_batch_size": 4, "page_size": 4, **options}
+    with settled(demo_engine(**options)) as first, settled(demo_engine(**options)) as second:
         outputs, num_pages = generate_with_migration(first, second, requests)
         expected = first.generate(requests)
     assert answers(outputs) == answers(expected)
-    assert num_pages > 20 and sum(output.cached_tokens for output in outputs) >= 4 * num_pages
+    num_cached = sum(output.cached_tokens for output in outputs)
+    assert num_pages > 20
+    assert num_cached >= 4 * num_pages
 
 
 @pytest.fixture(scope="module")
 def pair():
-    """Two equal engines without a drafter."""
+    """Two engines with the same model and options, and no drafter."""
     with demo_engine(speculation=False) as first, demo_engine(speculation=False) as second:
         yield first, second
 
 
 def migrate_after_first_tokens(engine, request=FREE):
-    """Return the migrated request and its first tokens."""
+    """Run a request until its first event; return the migrated request and its first tokens."""
     engine.submit(request)
-    while not (events := engine.step()):
-        pass
+    events = []
+    while not events:
+        events = engine.step()
     return engine.migrate_out(request.id), list(events[0].tokens)
 
 
 def test_migration_keeps_output_counters_and_deadline(pair):
-    """The source reports "moved"; counters and age continue, and so does the timeout."""
+    """On the source, the request finishes as "moved". On the target, counters and age continue.
+
+    The timeout counts from the submission to the source.
+    """
     first, second = pair
     migrated, tokens = migrate_after_first_tokens(first, replace(FREE, timeout_s=1000.0))
     output = drain(first)["free"]
     assert (output.reason, output.tokens) == ("moved", tokens) and migrated.num_pages == 1
-    second.migrate_in(MigratedRequest({**migrated.description, "age_s": 990.0}, migrated.pages))
+    aged = {**migrated.description, "age_s": 990.0}
+    second.migrate_in(MigratedRequest(aged, migrated.pages))
     finished = drain(second)["free"]
     assert finished.finished or finished.reason == "length"
     assert finished.total_s > 990 and finished.tokens[: len(tokens)] == tokens
     assert finished.rounds > output.rounds > 0
     assert finished.first_token_s == output.first_token_s
-    second.migrate_in(MigratedRequest({**migrated.description, "age_s": 1001.0}, migrated.pages))
+    expired = {**migrated.description, "age_s": 1001.0}
+    second.migrate_in(MigratedRequest(expired, migrated.pages))
     assert drain(second)["free"].reason == "timeout"
 
 
@@ -129,19 +138,23 @@ def test_migration_rejects_unknown_duplicate_and_complete_requests(pair):
     with pytest.raises(RequestError, match="'free' is already running"):
         second.migrate_in(migrated)
     request = {**migrated.description["request"], "max_tokens": 1, "min_tokens": 0, "id": "late"}
-    second.migrate_in(MigratedRequest({**migrated.description, "request": request}, migrated.pages))
+    description = {**migrated.description, "request": request}
+    second.migrate_in(MigratedRequest(description, migrated.pages))
     assert "'late' was migrated after its output was complete" in drain(second)["late"].error
 
 
 def test_migration_rejects_different_engines(pair):
-    """A difference is named before anything is changed; without pages the cache may be off."""
+    """`migrate_in` names the difference and changes nothing.
+
+    An engine without a prefix cache is accepted if the request has no pages.
+    """
     first, _ = pair
     migrated, _ = migrate_after_first_tokens(first)
     for message, options in {
         "page_size 16, this one 8": {"speculation": False, "page_size": 8},
         "drafter NoneType, this one [0-9a-f]{32}": {},
         "grammar_backend auto": {"speculation": False, "grammar_backend": "xgrammar"},
-        "holds at most 0 .it depends on prefix_cache": {
+        "holds at most 0 .the limit depends on prefix_cache": {
             "speculation": False,
             "prefix_cache_bytes": 0,
         },
@@ -165,7 +178,10 @@ def make_migrated_request():
 
 
 def is_equal(one, other):
-    return one.description == other.description and all(map(np.array_equal, one.pages, other.pages))
+    """Return whether two migrated requests have equal descriptions and pages."""
+    if one.description != other.description:
+        return False
+    return all(map(np.array_equal, one.pages, other.pages))
 
 
 def send_and_wait(make_transfer, tickets):
@@ -177,7 +193,7 @@ def send_and_wait(make_transfer, tickets):
 
 @pytest.mark.parametrize("make_transfer", [SharedMemory, partial(Mooncake, "127.0.0.1")])
 def test_kv_transfer_handles_exit_of_sender_or_receiver(make_transfer):
-    """Data can be received repeatedly until the sender frees it or exits; then it is an error."""
+    """Data can be received repeatedly. After the sender freed it or exited, `receive` raises."""
     try:
         transfer = make_transfer()
     except OptionError as error:
@@ -202,7 +218,7 @@ def test_kv_transfer_handles_exit_of_sender_or_receiver(make_transfer):
 
 
 class DamagingTransfer(SharedMemory):
-    """Shared memory whose data is changed on receipt."""
+    """Shared-memory transport that changes the data on receipt."""
 
     def __init__(self, damage):
         super().__init__()
@@ -232,8 +248,9 @@ def test_kv_transfer_rejects_damaged_data(damage):
 
 
 def test_migrated_request_rejects_other_formats(monkeypatch):
-    """Data of another format version or of another program."""
-    data = np.frombuffer(b"".join(make_migrated_request().buffers()), np.uint8)
+    """The data has another format version, is empty, or is not a migrated request."""
+    buffers = make_migrated_request().buffers()
+    data = np.frombuffer(b"".join(buffers), np.uint8)
     assert is_equal(MigratedRequest.from_bytes(data), make_migrated_request())
     monkeypatch.setattr(migrate, "FORMAT", 2)
     for other in (data, data[:0], np.zeros(99, np.uint8)):

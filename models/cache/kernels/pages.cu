@@ -1,13 +1,13 @@
 // Copies KV-cache pages between a paged cache and a packed buffer (KV transfer).
 
-// Grid: (pages, layers). Each block copies one page of one layer.
+// Grid: (number of pages to copy, layers). Each block copies one page of one layer.
 //
-// cache            keys or values, [layers, pages_per_layer, words]
-// packed           contiguous pages, [pages, layers, words]
-// pages            page indices in the cache, [pages]
-// pages_per_layer  pages of a layer of the cache, including the scratch page
-// words            32-bit words of a page in one layer
-// read             1: cache to packed; 0: packed to cache
+// cache            keys or values of a paged cache, [layers, pages_per_layer, words]
+// packed           copied pages, contiguous, [pages, layers, words]
+// pages            indices in the cache of the pages to copy, [pages]
+// pages_per_layer  number of pages in the cache, including the scratch page
+// words            number of 32-bit words of one page in one layer
+// read             direction: 1 copies from cache to packed, 0 from packed to cache
 extern "C" __global__ void copy_pages(int* cache, int* packed, const int* pages,
                                       int pages_per_layer, int words, int read) {
   const int page = static_cast<int>(blockIdx.x);
