@@ -1,1 +1,1 @@
-"""Timelines of replays, and pictures of a round's graph."""
+"""Record timelines of graph replays, and draw the graph of a decoding round."""

@@ -1,6 +1,16 @@
-"""Draw the graph of a decoding round with speculation and structured output.
+"""Draw the CUDA graph of a decoding round with speculation and structured output.
 
-python -m graft.tools.trace.draw_round OUT.svg|OUT.dot [--fold]
+    python -m graft.tools.trace.draw_round OUT.svg|OUT.dot [--fold]
+
+A round is one replay of the engine's graph: the target model verifies the drafts of the previous
+round, tokens are sampled and committed, and the drafter proposes the next drafts. A lane is an
+in-order sequence of graph nodes. A round has the lane "model" for its kernels and the lane
+"grammar" for host steps and copies of token bitmasks.
+
+With ``--fold``, consecutive nodes of a lane are merged into one box. The picture
+``models/round.svg`` is written by this command:
+
+    python -m graft.tools.trace.draw_round models/round.svg --fold
 """
 
 from __future__ import annotations
@@ -17,13 +27,15 @@ from graft.models.engine.engine import Engine
 from graft.tools.demo_model import demo_model
 from graft.tools.report import program
 
-#: Maximum number of characters in a box.
+#: Maximum number of characters of the text in a box.
 MAX_LABEL = 34
-#: Lanes of a round in the order of their columns.
+#: Lanes of a round, in the order of their columns in the picture.
 LANES = ("model", "grammar")
-#: Colours of edges within a lane and between lanes.
+#: Colour of edges within a lane.
 EDGE_COLOUR = "#9ca3af"
+#: Colour of edges between lanes.
 CROSSING_COLOUR = "#dc2626"
+#: Sizes and distances in pixels.
 LEFT = 40
 BOX_WIDTH = 260
 BOX_HEIGHT = 26
@@ -36,38 +48,40 @@ TOP = 70
 
 
 def run_label(names: Sequence[str]) -> str:
-    """Return the label of a run: its first and last node and the number of nodes.
+    """Return the label of a run of nodes.
 
-    Nodes that write time stamps are not named unless the run has no others.
+    The label has the names of the first and the last node, and the number of nodes. Nodes that
+    write time stamps are not named unless the run has no other nodes.
+
+    Parameters
+    ----------
+    names
+        Names of the nodes of the run, in order.
     """
     if len(names) == 1:
         return names[0]
-    named = [name for name in names if not name.startswith("stamp ")] or list(names)
+    named = [name for name in names if not name.startswith("stamp ")]
+    if not named:
+        named = list(names)
     if len(named) == 1:
         return named[0]
-    label = f"{named[0]} … {named[-1]} ({len(names)})"
-    return label if len(label) <= MAX_LABEL else f"{named[0]} … ({len(names)})"
+    count = len(names)
+    label = f"{named[0]} … {named[-1]} ({count})"
+    if len(label) > MAX_LABEL:
+        label = f"{named[0]} … ({count})"
+    return label
 
 
-def fold(graph: Graph) -> tuple[list[Node], list[tuple[int, int]]]:
-    """Merge the runs of a graph.
-
-    A run is a sequence of nodes of the same lane and kind. It ends at a node that another lane
-    waits for, and begins at a node that waits for another lane.
-
-    Returns
-    -------
-    runs : list of Node
-        Runs in the order in which they begin.
-    edges : list of (int, int)
-        Edges between runs.
-    """
+def _split_runs(graph: Graph) -> list[list[int]]:
+    """Return the node indices of each run of a graph; see `fold`."""
     nodes = graph.nodes
-    crossing = [(a, b) for a, b in graph.edges if nodes[a].lane != nodes[b].lane]
-    run_ends = {a for a, _ in crossing}
-    run_starts = {b for _, b in crossing}
+    run_ends = set()
+    run_starts = set()
+    for start, end in graph.edges:
+        if nodes[start].lane != nodes[end].lane:
+            run_ends.add(start)
+            run_starts.add(end)
     runs: list[list[int]] = []
-    run_of: dict[int, int] = {}
     current: dict[str, list[int]] = {}
     for i, node in enumerate(nodes):
         run = current.get(node.lane)
@@ -81,69 +95,120 @@ def fold(graph: Graph) -> tuple[list[Node], list[tuple[int, int]]]:
             current[node.lane] = run
             runs.append(run)
         run.append(i)
+    return runs
+
+
+def fold(graph: Graph) -> tuple[list[Node], list[tuple[int, int]]]:
+    """Merge each run of nodes of a graph into one node.
+
+    A run is a sequence of consecutive nodes of one lane that have the same kind. A node on which a
+    node of another lane depends is the last node of its run. A node that depends on a node of
+    another lane is the first node of its run.
+
+    Returns
+    -------
+    runs : list of Node
+        One node per run, in the order in which the runs begin.
+    edges : list of (int, int)
+        Edges between runs, as pairs of indices into `runs`.
+    """
     folded = []
-    for number, run in enumerate(runs):
-        first = nodes[run[0]]
-        label = run_label([nodes[i].name for i in run])
+    run_of_node: dict[int, int] = {}
+    for number, run in enumerate(_split_runs(graph)):
+        first = graph.nodes[run[0]]
+        label = run_label([graph.nodes[i].name for i in run])
         folded.append(Node(label, first.kind, first.lane, number))
         for i in run:
-            run_of[i] = number
-    edges = {(run_of[a], run_of[b]) for a, b in graph.edges}
-    return folded, sorted((a, b) for a, b in edges if a != b)
+            run_of_node[i] = number
+    edges = set()
+    for start, end in graph.edges:
+        edge = (run_of_node[start], run_of_node[end])
+        if edge[0] != edge[1]:
+            edges.add(edge)
+    return folded, sorted(edges)
 
 
 # Drawing ------------------------------------------------------------------------------------------
 
 
 class _Layout:
-    """Positions of nodes: a column per lane and a row per node."""
+    """Positions of the boxes: a column per lane and a row per node.
+
+    Attributes
+    ----------
+    x
+        Horizontal position of the middle of each lane's column, in pixels.
+    width, height
+        Size of the picture in pixels.
+    """
 
     def __init__(self, lanes: Sequence[str], nodes: Sequence[Node]):
         self._nodes = nodes
+        column_width = BOX_WIDTH + COLUMN_GAP
         self.x = {}
         for i, lane in enumerate(lanes):
-            self.x[lane] = LEFT + BOX_WIDTH / 2 + i * (BOX_WIDTH + COLUMN_GAP)
+            self.x[lane] = LEFT + BOX_WIDTH / 2 + i * column_width
         self._y = [TOP + ROW_HEIGHT * i + BOX_HEIGHT / 2 for i in range(len(nodes))]
-        self.width = 2 * LEFT + len(lanes) * (BOX_WIDTH + COLUMN_GAP) - COLUMN_GAP
+        self.width = 2 * LEFT + len(lanes) * column_width - COLUMN_GAP
         self.height = TOP + ROW_HEIGHT * len(nodes) + 20
 
     def draw_edge(self, start: int, end: int) -> str:
-        """Return an edge as an SVG element."""
+        """Return the edge between two nodes as an SVG element."""
         nodes = self._nodes
-        lane = nodes[start].lane
-        x1 = self.x[lane]
-        x2 = self.x[nodes[end].lane]
-        y1 = self._y[start]
-        y2 = self._y[end]
-        crosses = x1 != x2
-        if crosses:
-            # Edges leave below the middle of a box and enter above it, so that they do not touch.
-            side = 1 if x2 > x1 else -1
-            x1 += side * BOX_WIDTH / 2
-            x2 -= side * (BOX_WIDTH / 2 + 2)
-            bend = side * COLUMN_GAP / 2
-            path = f"M{x1},{y1 + 5} C{x1 + bend},{y1 + 5} {x2 - bend},{y2 - 5} {x2},{y2 - 5}"
-        elif any(node.lane == lane for node in nodes[start + 1 : end]):
-            # Pass the boxes in between on their left.
-            left = x1 - BOX_WIDTH / 2
-            path = f"M{left},{y1} C{left - 28},{y1} {left - 28},{y2} {left - 2},{y2}"
+        if nodes[start].lane != nodes[end].lane:
+            path = self._path_between_lanes(start, end)
+            marker = "cross"
+            colour = CROSSING_COLOUR
         else:
-            path = f"M{x1},{y1 + BOX_HEIGHT / 2} L{x2},{y2 - BOX_HEIGHT / 2 - 2}"
-        marker, colour = ("cross", CROSSING_COLOUR) if crosses else ("plain", EDGE_COLOUR)
+            path = self._path_within_lane(start, end)
+            marker = "plain"
+            colour = EDGE_COLOUR
         return (
             f'<path d="{path}" fill="none" stroke="{colour}" stroke-width="1.6" '
             f'marker-end="url(#{marker})"/>'
         )
 
+    def _path_between_lanes(self, start: int, end: int) -> str:
+        """Return a curve from the side of one box to the side of a box in another column."""
+        x1 = self.x[self._nodes[start].lane]
+        x2 = self.x[self._nodes[end].lane]
+        direction = 1 if x2 > x1 else -1
+        x1 += direction * BOX_WIDTH / 2
+        x2 -= direction * (BOX_WIDTH / 2 + 2)
+        # Edges leave below the middle of a box and enter above it, so that they do not touch.
+        y1 = self._y[start] + 5
+        y2 = self._y[end] - 5
+        bend = direction * COLUMN_GAP / 2
+        return f"M{x1},{y1} C{x1 + bend},{y1} {x2 - bend},{y2} {x2},{y2}"
+
+    def _path_within_lane(self, start: int, end: int) -> str:
+        """Return a line between two boxes of a column, or a curve around the boxes in between."""
+        lane = self._nodes[start].lane
+        x = self.x[lane]
+        y1 = self._y[start]
+        y2 = self._y[end]
+        if any(node.lane == lane for node in self._nodes[start + 1 : end]):
+            left = x - BOX_WIDTH / 2
+            bend = left - 28
+            return f"M{left},{y1} C{bend},{y1} {bend},{y2} {left - 2},{y2}"
+        bottom = y1 + BOX_HEIGHT / 2
+        top = y2 - BOX_HEIGHT / 2 - 2
+        return f"M{x},{bottom} L{x},{top}"
+
     def draw_node(self, node: Node) -> str:
-        """Return a node as an SVG element."""
+        """Return the box of a node as an SVG element."""
         x = self.x[node.lane]
         y = self._y[node.index]
+        left = x - BOX_WIDTH / 2
+        top = y - BOX_HEIGHT / 2
         fill, stroke = COLOURS.get(node.kind, OTHER_COLOURS)
-        text = node.name if len(node.name) <= MAX_LABEL else node.name[: MAX_LABEL - 1] + "…"
+        title = escape(f"{node.index}: {node.kind} {node.name}")
+        text = node.name
+        if len(text) > MAX_LABEL:
+            text = text[: MAX_LABEL - 1] + "…"
         return (
-            f"<g><title>{escape(f'{node.index}: {node.kind} {node.name}')}</title>"
-            f'<rect x="{x - BOX_WIDTH / 2}" y="{y - BOX_HEIGHT / 2}" width="{BOX_WIDTH}" '
+            f"<g><title>{title}</title>"
+            f'<rect x="{left}" y="{top}" width="{BOX_WIDTH}" '
             f'height="{BOX_HEIGHT}" rx="6" fill="{fill}" stroke="{stroke}"/>'
             f'<text x="{x}" y="{y + 4}" text-anchor="middle">'
             f"{escape(text)}</text></g>"
@@ -151,6 +216,7 @@ class _Layout:
 
 
 def _arrow(name: str, colour: str) -> str:
+    """Return the definition of an arrow head that edges refer to by name."""
     return (
         f'<marker id="{name}" viewBox="0 0 8 8" refX="7" refY="4" markerWidth="7" '
         f'markerHeight="7" orient="auto"><path d="M0,0 L8,4 L0,8 z" fill="{colour}"/></marker>'
@@ -167,29 +233,35 @@ def svg(
     name
         Title of the picture.
     lanes
-        Names of the lanes.
+        Names of the lanes, from left to right.
     nodes
         Nodes by index.
     edges
-        Indices of the nodes: from, to.
+        Pairs of node indices: the node that an edge leaves and the node that it enters.
     """
     layout = _Layout(lanes, nodes)
+    title = escape(name)
+    markers = _arrow("plain", EDGE_COLOUR) + _arrow("cross", CROSSING_COLOUR)
     parts = [
         f'<svg xmlns="http://www.w3.org/2000/svg" width="{layout.width}" '
         f'height="{layout.height}" font-family="Helvetica, Arial, sans-serif" font-size="12">',
-        f"<title>{escape(name)}</title>",
+        f"<title>{title}</title>",
         '<rect width="100%" height="100%" fill="white"/>',
-        f"<defs>{_arrow('plain', EDGE_COLOUR)}{_arrow('cross', CROSSING_COLOUR)}</defs>",
-        f'<text x="24" y="24" font-size="16" font-weight="bold">{escape(name)}</text>',
+        f"<defs>{markers}</defs>",
+        f'<text x="24" y="24" font-size="16" font-weight="bold">{title}</text>',
     ]
     for lane in lanes:
+        x = layout.x[lane]
         parts.append(
-            f'<text x="{layout.x[lane]:.0f}" y="50" text-anchor="middle" font-weight="bold">'
+            f'<text x="{x:.0f}" y="50" text-anchor="middle" font-weight="bold">'
             f"{escape(lane)}</text>"
         )
-    parts += [layout.draw_edge(start, end) for start, end in edges]
-    parts += [layout.draw_node(node) for node in nodes]
-    return "\n".join([*parts, "</svg>"]) + "\n"
+    for start, end in edges:
+        parts.append(layout.draw_edge(start, end))
+    for node in nodes:
+        parts.append(layout.draw_node(node))
+    parts.append("</svg>")
+    return "\n".join(parts) + "\n"
 
 
 # Program ------------------------------------------------------------------------------------------
@@ -211,9 +283,13 @@ def main(arguments: Sequence[str] | None = None) -> None:
         target, drafter, max_batch_size=1, draft_length=3, grammar_transport="native", timeline=True
     ) as engine:
         graph = engine.round_graphs[1, 3].graphs[0]
-        nodes, edges = fold(graph) if options.fold else (graph.nodes, graph.edges)
-    write = dot if options.out.suffix == ".dot" else svg
-    options.out.write_text(write(f"a round: {len(graph.nodes)} nodes", LANES, nodes, edges))
+        nodes = graph.nodes
+        edges = graph.edges
+        if options.fold:
+            nodes, edges = fold(graph)
+    draw = dot if options.out.suffix == ".dot" else svg
+    title = f"a round: {len(graph.nodes)} nodes"
+    options.out.write_text(draw(title, LANES, nodes, edges))
     print(f"{options.out}: {len(nodes)} boxes")
 
 

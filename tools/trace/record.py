@@ -1,4 +1,9 @@
-"""Timelines of replays: when each node ran, on which lane, and which waits were exposed."""
+"""Record timelines of graph replays on the soft device.
+
+A timeline shows when each node ran and on which lane. A lane is an in-order sequence of graph
+nodes. A host step is a graph node that runs on the host. An exposed wait is a time in which device
+work was ready on its own lane, but waited for a host step of another lane.
+"""
 
 from __future__ import annotations
 
@@ -16,12 +21,15 @@ from graft.cudagraph.device import Device
 from graft.cudagraph.errors import OptionError
 from graft.cudagraph.graph import Graph, GraphExec
 
-#: Default number of spans that a recording can hold, 40 bytes each.
+#: Default number of spans that a recording can hold. A span has 40 bytes.
 CAPACITY = 1 << 20
 
 
 class Span(ctypes.Structure):
-    """Record of the soft device: the share of one worker thread in one operation."""
+    """Span of time in which one worker thread of the soft device executed a node or part of it.
+
+    The layout is that of the records that ``softcuda_trace_read`` copies.
+    """
 
     _fields_ = (
         ("exec", ctypes.c_uint64),
@@ -35,7 +43,7 @@ class Span(ctypes.Structure):
 
 @dataclass(frozen=True)
 class TraceEvent:
-    """Execution of one node or part of a round.
+    """Execution of one graph node, or of one part of a round.
 
     Attributes
     ----------
@@ -60,7 +68,7 @@ class TraceEvent:
 
 @dataclass(frozen=True)
 class Wait:
-    """An exposed wait: device work was idle until a host step of another lane ended.
+    """An exposed wait: a lane's device work was idle until a host step of another lane ended.
 
     Attributes
     ----------
@@ -71,7 +79,7 @@ class Wait:
     replay
         Number of the replay.
     start_ns, end_ns
-        Times of ``time.monotonic_ns``.
+        Interval of the wait, in times of ``time.monotonic_ns``.
     """
 
     lane: str
@@ -95,7 +103,7 @@ class Trace:
     waits
         Exposed waits between lanes by start time.
     clock_error_ns
-        Maximum error between times of host events and device events.
+        Maximum error of device times in nanoseconds, after their conversion to the host's clock.
     lost
         Number of spans that did not fit into the recording.
     """
@@ -112,11 +120,17 @@ class Trace:
         self.waits.sort(key=lambda wait: wait.start_ns)
 
     def replays(self) -> list[tuple[str, int]]:
-        """Return (graph, replay) of all replays with events by start time."""
-        return list(dict.fromkeys((event.graph, event.replay) for event in self.events))
+        """Return the pairs (graph name, replay number) of all recorded replays by start time."""
+        keys = [(event.graph, event.replay) for event in self.events]
+        return list(dict.fromkeys(keys))
 
     def select(self, graph: str, replay: int) -> Trace:
         """Return the timeline of one replay.
+
+        Parameters
+        ----------
+        graph, replay
+            Name of the graph and number of the replay.
 
         Raises
         ------
@@ -132,18 +146,24 @@ class Trace:
         return Trace(self.device, events, waits, self.clock_error_ns, self.lost)
 
     def add_graph(self, graph: Graph, spans: Sequence[Span]) -> None:
-        """Add the replays of one executable.
+        """Add all replays of one executable graph.
 
         Parameters
         ----------
         graph
-            Definition of the executable.
+            Graph from which the executable was instantiated.
         spans
-            Spans of the executable by begin.
+            Recorded spans of the executable, by begin.
         """
-        index = {node: graph.node_index(node) for node in {span.node for span in spans}}
-        known = [(i, span) for span in spans if (i := index[span.node]) is not None]
-        last_replay = max((e.replay for e in self.events if e.graph == graph.name), default=0)
+        handles = {span.node for span in spans}
+        index_by_handle = {handle: graph.node_index(handle) for handle in handles}
+        known = []
+        for span in spans:
+            i = index_by_handle[span.node]
+            if i is not None:
+                known.append((i, span))
+        replays = [event.replay for event in self.events if event.graph == graph.name]
+        last_replay = max(replays, default=0)
         launches = split_launches(known, graph.edges)
         for replay, launch in enumerate(launches, last_replay + 1):
             spans_by_node: dict[int, list[Span]] = defaultdict(list)
@@ -152,20 +172,25 @@ class Trace:
             events = {}
             for i, shares in spans_by_node.items():
                 node = graph.nodes[i]
+                start_ns = min(span.begin_ns for span in shares)
+                end_ns = max(span.end_ns for span in shares)
                 events[i] = TraceEvent(
                     node.name,
                     node.kind,
                     node.lane,
                     graph.name,
                     replay,
-                    min(span.begin_ns for span in shares),
-                    max(span.end_ns for span in shares),
+                    start_ns,
+                    end_ns,
                 )
             self.events.extend(events.values())
             self.waits.extend(exposed_waits(events, graph.edges))
 
     def summary(self) -> dict[str, Any]:
-        """Return busy time by lane and exposed waits by cause as an object for ``json.dumps``."""
+        """Return the busy time of each lane and the exposed waits for each host step.
+
+        The result can be passed to ``json.dumps``. Times are in nanoseconds.
+        """
         busy: dict[str, int] = defaultdict(int)
         for event in self.events:
             busy[event.lane] += event.end_ns - event.start_ns
@@ -191,7 +216,11 @@ class Trace:
         }
 
     def to_chrome(self) -> str:
-        """Return JSON in Chrome's trace event format, which Perfetto reads; times are in µs."""
+        """Return the trace as JSON in Chrome's trace event format, which Perfetto can open.
+
+        Each lane is a track. The exposed waits of a lane are a track of their own. Times are in
+        microseconds since the first event.
+        """
         origin = min((event.start_ns for event in self.events), default=0)
         tracks: dict[str, int] = {}
         complete = []
@@ -221,7 +250,7 @@ class Trace:
 def _complete_event(
     name: str, category: str, track: int, timed: TraceEvent | Wait, origin: int
 ) -> dict[str, Any]:
-    """Return a complete event of Chrome's trace event format."""
+    """Return an event or wait as a complete event (phase "X") of Chrome's trace event format."""
     return {
         "ph": "X",
         "name": name,
@@ -238,23 +267,24 @@ def _complete_event(
 def record(
     device: Device, watched: Mapping[GraphExec, Graph], capacity: int = CAPACITY
 ) -> Iterator[Trace]:
-    """Record all replays of executables while the block runs.
+    """Record all replays of the given executables while the block runs.
 
-    The trace is filled when the block ends.
+    The yielded trace is empty until the block ends.
 
     Parameters
     ----------
     device
         Soft device.
     watched
-        Executables and their definitions. They must be open until the block has ended.
+        Graph of each executable to record. The executables must stay open until the block has
+        ended.
     capacity
-        Maximum number of spans.
+        Maximum number of spans. Further spans are dropped and counted in `Trace.lost`.
 
     Raises
     ------
     OptionError
-        On CUDA hardware, whose driver does not report when a node runs.
+        If the device is CUDA hardware, whose driver does not report when a node runs.
     """
     if device.kind != "soft":
         raise OptionError("the driver of CUDA hardware does not report when a node runs")
@@ -283,17 +313,25 @@ def split_launches(
 ) -> list[list[tuple[int, Span]]]:
     """Split the spans of one executable into launches.
 
-    Launches of an executable run one after another, and each runs every node once. A node may have
-    several spans, because worker threads share it and one of them may be late. A new launch
-    therefore begins with a second span of a node without predecessors, provided that a successor of
-    the node has run since. If the node has no successors, everything before must have ended.
+    Launches of an executable run one after another, and each launch runs every node once. Several
+    worker threads can share a node, so one launch may record several spans of the same node, and
+    one of these spans may begin late. A repeated node alone is therefore no sign of a new launch.
+
+    A new launch begins with a repeated span of a node without predecessors, provided that a
+    successor of the node has run since its first span. If the node has no successors, all earlier
+    spans must have ended.
 
     Parameters
     ----------
     spans
-        Node indices and spans by begin.
+        Pairs of node index and span, by begin.
     edges
         Edges of the graph.
+
+    Returns
+    -------
+    list of list of (int, Span)
+        The pairs of each launch.
     """
     successors: dict[int, set[int]] = defaultdict(set)
     with_predecessors = set()
@@ -322,8 +360,8 @@ def split_launches(
 def exposed_waits(events: Mapping[int, TraceEvent], edges: Sequence[tuple[int, int]]) -> list[Wait]:
     """Return the waits of device work for host steps of other lanes within one replay.
 
-    A node is ready on its own lane when its predecessors on that lane have ended. The time from
-    then until the last host step it depends on has ended is exposed.
+    A node is ready on its own lane when its predecessors on that lane have ended. If a host step
+    of another lane on which the node depends ends later, the time in between is an exposed wait.
 
     Parameters
     ----------

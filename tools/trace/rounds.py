@@ -1,6 +1,9 @@
-"""Timelines of an engine's rounds.
+"""Record timelines of an engine's decoding rounds.
 
-On the soft device they contain every node; on CUDA hardware the parts of a round and host steps.
+A round is one replay of the engine's graph. On the soft device, a timeline contains every graph
+node. On CUDA hardware, whose driver does not report when a node runs, it contains the host steps
+and the parts of a round, such as the target forward pass. Kernels of the round write a time stamp
+between two parts.
 """
 
 from __future__ import annotations
@@ -19,15 +22,15 @@ from graft.models.engine.replay import ReplayInFlight
 from graft.tools.trace.record import Trace, TraceEvent, Wait, record
 
 CLOCK_KERNELS = Path(__file__).parents[1] / "kernels" / "clock.cu"
-#: Number of clock comparisons; the most precise one is used.
+#: Number of measurements of the clock offset. The one with the smallest error is used.
 CLOCK_SAMPLES = 16
 
 
 def clock_offset(device: Device) -> tuple[int, int]:
-    """Measure the offset between the device's clock and the host's.
+    """Measure the offset between the device's clock and the host's clock.
 
-    The device's clock is read between two readings of the host's. Half the distance of these
-    readings bounds the error (Cristian's algorithm).
+    A kernel reads the device's clock between two readings of the host's clock. The error is at
+    most half the time between these two readings (Cristian's algorithm).
 
     Returns
     -------
@@ -45,7 +48,8 @@ def clock_offset(device: Device) -> tuple[int, int]:
         stream.synchronize()
         after = time.monotonic_ns()
         error_ns = (after - before + 1) // 2
-        samples.append((error_ns, (before + after) // 2 - int(stamps.to_host()[0])))
+        device_ns = int(stamps.to_host()[0])
+        samples.append((error_ns, (before + after) // 2 - device_ns))
     stream.close()
     error_ns, offset_ns = min(samples)
     return offset_ns, error_ns
@@ -55,14 +59,15 @@ def clock_offset(device: Device) -> tuple[int, int]:
 def trace_rounds(engine: Engine) -> Iterator[Trace]:
     """Record the rounds that an engine replays while the block runs.
 
-    The trace is filled when the block ends. On the soft device, the driver reports begin and end of
-    every node. On CUDA hardware, the round's kernels write time stamps between its parts, and host
-    steps are timed on the host's clock; see `Trace.clock_error_ns`.
+    The yielded trace is empty until the block ends. On the soft device, the driver reports the
+    begin and the end of every node. On CUDA hardware, the parts of a round are timed on the
+    device's clock and host steps on the host's clock; `Trace.clock_error_ns` bounds the error of
+    the conversion.
 
     Raises
     ------
     OptionError
-        If an engine on CUDA hardware does not have the option ``timeline=True``.
+        If the device is CUDA hardware and the engine was created without ``timeline=True``.
     """
     engine.synchronize()  # exclude rounds that were launched before the block
     if engine.device.kind == "soft":
@@ -94,8 +99,9 @@ def trace_rounds(engine: Engine) -> Iterator[Trace]:
         _add_parts(trace, flight, stamps, flight.number - launched_before, offset_ns)
     parts = next(iter(engine.round_graphs.values())).parts
     for span in parts.decoder.timeline():
-        if span.replay > launched_before:
-            times = (span.replay - launched_before, span.start_ns, span.end_ns)
+        replay = span.replay - launched_before
+        if replay > 0:
+            times = (replay, span.start_ns, span.end_ns)
             trace.events.append(TraceEvent(span.step, "host", "grammar", "round", *times))
     trace.sort()
 
@@ -103,11 +109,27 @@ def trace_rounds(engine: Engine) -> Iterator[Trace]:
 def _add_parts(
     trace: Trace, flight: ReplayInFlight, stamps: list[int], replay: int, offset_ns: int
 ) -> None:
-    """Add the parts of a round between its time stamps. A stamp of 0 has not been written."""
+    """Add the parts of a round to a trace.
+
+    Parameters
+    ----------
+    trace
+        Trace to extend.
+    flight
+        Completed replay.
+    stamps
+        Device times in nanoseconds between the parts; 0 if the kernel did not write a stamp.
+    replay
+        Number of the replay in the trace.
+    offset_ns
+        Offset that converts device times to host times.
+    """
     for part, start, end in zip(flight.graph.timed, stamps, stamps[1:], strict=False):
         if start == 0 or end == 0:
             continue
-        times = (replay, start + offset_ns, max(start, end) + offset_ns)
+        start_ns = start + offset_ns
+        end_ns = max(start, end) + offset_ns
+        times = (replay, start_ns, end_ns)
         if part.waits_for:
             trace.waits.append(Wait("model", part.name, part.waits_for, *times))
         else:

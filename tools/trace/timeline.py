@@ -1,4 +1,8 @@
-"""Files of traced rounds: JSON for Perfetto, and a picture of one round."""
+"""Write the timeline of traced rounds: JSON for Perfetto, and an SVG picture of one round.
+
+An exposed wait is a time in which the device had no work on a lane because it waited for a host
+step; the picture shows these waits in red.
+"""
 
 from __future__ import annotations
 
@@ -16,7 +20,7 @@ TOP = 70
 LANE_HEIGHT = 74
 BOX_HEIGHT = 44
 CHARACTER_WIDTH = 6.6
-#: Fill and stroke of exposed waits.
+#: Fill and stroke colours of exposed waits.
 WAIT_COLOURS = ("#fee2e2", "#dc2626")
 
 
@@ -35,16 +39,28 @@ def check_trace_path(path: Path) -> None:
 
 
 def median_replay(trace: Trace) -> Trace:
-    """Return the replay of median duration among those with the most events."""
+    """Return the replay of median duration among the replays with the most events.
+
+    Replays with fewer events were recorded only in part.
+    """
     replays = [trace.select(graph, number) for graph, number in trace.replays()]
     max_events = max(len(replay.events) for replay in replays)
     complete = [replay for replay in replays if len(replay.events) == max_events]
-    complete.sort(key=lambda one: max(e.end_ns for e in one.events) - one.events[0].start_ns)
+    complete.sort(key=_duration_ns)
     return complete[len(complete) // 2]
 
 
+def _duration_ns(replay: Trace) -> int:
+    """Return the time from the first start to the last end of an event."""
+    end_ns = max(event.end_ns for event in replay.events)
+    return end_ns - replay.events[0].start_ns
+
+
 def write_trace(trace: Trace, path: Path) -> None:
-    """Write the trace as JSON, and its median replay as SVG with the same stem."""
+    """Write a trace as JSON, and its median replay as SVG to the same path with suffix ``.svg``.
+
+    If the trace has no events, no picture is written.
+    """
     path.write_text(trace.to_chrome())
     if trace.events:
         replay = median_replay(trace)
@@ -54,38 +70,68 @@ def write_trace(trace: Trace, path: Path) -> None:
 
 
 class _Timeline:
-    """Scales of a picture in which time runs to the right and each lane is a row."""
+    """Scales of a picture in which time runs to the right and each lane is a row.
+
+    Attributes
+    ----------
+    begin_ns, end_ns
+        Start of the first event and end of the last one.
+    lanes
+        Names of the lanes, from top to bottom.
+    """
 
     def __init__(self, trace: Trace):
         self.begin_ns = trace.events[0].start_ns
         self.end_ns = max(event.end_ns for event in trace.events)
         self.lanes = list(dict.fromkeys(event.lane for event in trace.events))
-        self._scale = (WIDTH - LEFT - RIGHT) / max(self.end_ns - self.begin_ns, 1)
+        pixels = WIDTH - LEFT - RIGHT
+        self._pixels_per_ns = pixels / max(self.end_ns - self.begin_ns, 1)
 
     def draw_box(
         self, lane: str, start_ns: int, end_ns: int, name: str, colours: tuple[str, str]
     ) -> str:
-        """Return an event as an SVG element."""
-        x = LEFT + (start_ns - self.begin_ns) * self._scale
+        """Return the box of an event or wait as an SVG element.
+
+        Parameters
+        ----------
+        lane
+            Lane in whose row the box is drawn.
+        start_ns, end_ns
+            Times of ``time.monotonic_ns``.
+        name
+            Text of the box, shortened to its width.
+        colours
+            Fill and stroke colours.
+        """
+        offset_ns = start_ns - self.begin_ns
+        duration_ns = end_ns - start_ns
+        x = LEFT + offset_ns * self._pixels_per_ns
         y = TOP + LANE_HEIGHT * self.lanes.index(lane)
-        width = max((end_ns - start_ns) * self._scale, 0.6)
-        duration_us = (end_ns - start_ns) / 1000
-        title = f"{name}: {duration_us:.1f} µs at {(start_ns - self.begin_ns) / 1000:.1f} µs"
+        width = max(duration_ns * self._pixels_per_ns, 0.6)
+        text_x = x + width / 2
+        text_y = y + BOX_HEIGHT / 2 + 4
+        text = escape(_fit(name, width))
+        title = escape(f"{name}: {duration_ns / 1000:.1f} µs at {offset_ns / 1000:.1f} µs")
         fill, stroke = colours
         return (
-            f'<g><title>{escape(title)}</title><rect x="{x:.2f}" y="{y}" width="{width:.2f}" '
+            f'<g><title>{title}</title><rect x="{x:.2f}" y="{y}" width="{width:.2f}" '
             f'height="{BOX_HEIGHT}" fill="{fill}" stroke="{stroke}" stroke-width="0.5"/>'
-            f'<text x="{x + width / 2:.2f}" y="{y + BOX_HEIGHT / 2 + 4:.0f}" text-anchor="middle" '
-            f'font-size="11">{escape(_fit(name, width))}</text></g>'
+            f'<text x="{text_x:.2f}" y="{text_y:.0f}" text-anchor="middle" '
+            f'font-size="11">{text}</text></g>'
         )
 
 
 def _fit(name: str, width: float) -> str:
-    """Shorten a name to the width of a box; empty if fewer than four characters fit."""
+    """Shorten a name to the width of a box in pixels.
+
+    The result is empty if the name must be shortened to fewer than four characters.
+    """
     max_characters = int((width - 6) / CHARACTER_WIDTH)
     if len(name) <= max_characters:
         return name
-    return f"{name[: max_characters - 1]}…" if max_characters > 3 else ""
+    if max_characters <= 3:
+        return ""
+    return name[: max_characters - 1] + "…"
 
 
 def draw(trace: Trace, title: str) -> str:
@@ -97,16 +143,18 @@ def draw(trace: Trace, title: str) -> str:
     if trace.clock_error_ns:
         note += f"; clock error at most {trace.clock_error_ns / 1000:.1f} µs"
     height = TOP + LANE_HEIGHT * len(timeline.lanes) + 10
+    heading = escape(title)
     parts = [
         f'<svg xmlns="http://www.w3.org/2000/svg" width="{WIDTH}" height="{height}" '
         'font-family="Helvetica, Arial, sans-serif" font-size="12">',
         '<rect width="100%" height="100%" fill="white"/>',
-        f'<text x="24" y="28" font-size="16" font-weight="bold">{escape(title)}</text>',
+        f'<text x="24" y="28" font-size="16" font-weight="bold">{heading}</text>',
         f'<text x="24" y="48" fill="#374151">{escape(note)}</text>',
     ]
     for i, lane in enumerate(timeline.lanes):
         y = TOP + LANE_HEIGHT * i + BOX_HEIGHT / 2 + 4
-        parts.append(f'<text x="{LEFT - 10}" y="{y:.0f}" text-anchor="end">{escape(lane)}</text>')
+        x = LEFT - 10
+        parts.append(f'<text x="{x}" y="{y:.0f}" text-anchor="end">{escape(lane)}</text>')
     for wait in trace.waits:
         name = f"waits for {wait.cause}"
         box = timeline.draw_box(wait.lane, wait.start_ns, wait.end_ns, name, WAIT_COLOURS)
@@ -115,4 +163,5 @@ def draw(trace: Trace, title: str) -> str:
         colours = COLOURS.get(event.kind, OTHER_COLOURS)
         box = timeline.draw_box(event.lane, event.start_ns, event.end_ns, event.name, colours)
         parts.append(box)
-    return "\n".join([*parts, "</svg>"]) + "\n"
+    parts.append("</svg>")
+    return "\n".join(parts) + "\n"
