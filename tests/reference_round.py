@@ -231,17 +231,22 @@ class Slot:
 
 @dataclass(frozen=True)
 class MaskRow:
-    """A mask row with its stamp; `legal` is indexed by id.
+    """A mask row and its stamp.
 
-    `more` of a free row: whether its request has no grammar. Of a ready row: 1 + the forced token,
-    or 0.
+    Attributes
+    ----------
+    state, epoch, position, detail
+        As in ``struct RowStamp`` of native/records/exchange.h. In a free row, `detail` is 1 if the
+        request has no grammar. In a ready row, it is 1 + the forced token, or 0 without one.
+    legal
+        bool [V], whether each token id is legal.
     """
 
     state: int
     epoch: int
     position: int
     legal: Any = None
-    more: int = 0
+    detail: int = 0
 
     def counts_as(self, slot: Slot, position: int) -> int:
         """Return the state of the row for `slot` at a node's position.
@@ -249,13 +254,13 @@ class MaskRow:
         A row with another epoch or position is not ready. Free rows of a request without a grammar
         are free at every position.
         """
-        anywhere = self.state == FREE and self.more != 0
+        anywhere = self.state == FREE and self.detail != 0
         mine = self.epoch == slot.epoch and (anywhere or self.position == position)
         return self.state if mine else NOT_READY
 
     def forced(self, slot: Slot, position: int) -> int:
         """Return the token that the grammar forces; -1 if there is none."""
-        return self.more - 1 if self.counts_as(slot, position) == READY else -1
+        return self.detail - 1 if self.counts_as(slot, position) == READY else -1
 
     def allows(self, size: int, token_limit: int) -> BoolArray:
         """Return the legality of each id for a free or ready row."""
@@ -265,8 +270,8 @@ class MaskRow:
 
 def row_at(exchange: Any, slot: int, j: int) -> MaskRow:
     """Return mask row j of a slot in exchange memory, without its mask."""
-    state, epoch, position, more = exchange.stamps[slot, j].tolist()
-    return MaskRow(state, epoch, position, more=more)
+    state, epoch, position, detail = exchange.stamps[slot, j].tolist()
+    return MaskRow(state, epoch, position, detail=detail)
 
 
 @dataclass(frozen=True)
@@ -531,7 +536,7 @@ def draft(
     legal = inside & mask.allows(vocab_size, token_limit)[np.where(inside, ids, 0)]
     if broken(logits, legal):
         return None
-    free = mask.state == FREE and mask.more
+    free = mask.state == FREE and mask.detail
     coupled = slot.verify in (COUPLED, RELAXED) or (probed and not free)
     if slot.filter.greedy:
         return keep(slot, int(ids[np.argmax(np.where(legal, logits, -np.inf))]))

@@ -3,6 +3,10 @@
 `RoundSimulator` does what the sampling kernels of a round do: it verifies drafts against the mask
 rows of the grammar, commits tokens and adds drafts. The slots are those of `reference_round`, and
 the exchange memory is real. A `Decision` chooses the tokens that target and drafter would choose.
+
+The functions write and read what host, kernels and grammar exchange in a round: draft trees in slot
+state, mask rows, the slots of a replay, and its results. Tests that run the real kernels use them,
+too.
 """
 
 from __future__ import annotations
@@ -14,8 +18,84 @@ import numpy as np
 import reference_round as ref
 from reference_round import FREE, NOT_READY, READY
 
+from graft.cudagraph.pinned import Ring
+from graft.sampling.exchange import Exchange
+from graft.sampling.sampler import ROUND_ROW
+
+_HEADER_WORDS = ROUND_ROW.itemsize // 4
+
 #: States of mask rows that allow tokens to be committed or drafted.
 USABLE = (FREE, READY)
+
+
+def write_draft_tree(record: Any, tree: ref.Tree) -> None:
+    """Write the drafts of a tree to a slot's state, a record of dtype `SLOT`."""
+    count = len(tree.token) - 1
+    record["draft_len"] = count
+    record["drafts"][:count] = tree.token[1:]
+    record["parent"][:count] = tree.parent[1:]
+    record["path"][:count] = [tree.route(node) for node in range(1, count + 1)]
+
+
+def read_draft_tree(record: Any) -> ref.Tree:
+    """Return the last committed token and the drafts of a slot's state as a tree."""
+    count = int(record["draft_len"])
+    drafts = record["drafts"][:count].tolist()
+    parents = record["parent"][:count].tolist()
+    return ref.Tree((int(record["last"]), *drafts), (-1, *parents))
+
+
+def write_mask_row(exchange: Exchange, slot: int | slice, j: int, row: ref.MaskRow) -> None:
+    """Write mask row `j` of a slot to exchange memory, as the grammar does.
+
+    With a slice of slots, the values of `row` may be arrays with one entry per slot.
+    """
+    if row.legal is not None:
+        exchange.masks[slot, j] = ref.pack_bits(row.legal)
+    stamps = exchange.stamps
+    for name in ("state", "epoch", "position", "detail"):
+        stamps[name][slot, j] = getattr(row, name)
+
+
+def publish_slots(ring: Ring, replay: int, slots: Sequence[int] | np.ndarray) -> None:
+    """Publish the slot of each batch row of a replay, as the host does before the launch."""
+    ring.reserve(replay)
+    ring.row("slot", replay)[:] = slots
+    ring.publish(replay)
+
+
+def pack_even_rows(batch: int, width: int) -> tuple[np.ndarray, np.ndarray]:
+    """Return the row map of a round with `width` forward rows per batch row.
+
+    Returns
+    -------
+    tuple
+        int32 [batch], the first forward row of each batch row; and int32 [batch * width], the batch
+        row and the draft index of each forward row, packed as in `RowMap.map`.
+    """
+    b, j = np.divmod(np.arange(batch * width, dtype=np.int32), width)
+    return np.arange(batch, dtype=np.int32) * width, b << 16 | j
+
+
+def result_row(tokens: Sequence[int], **header: int) -> np.ndarray:
+    """Return the result of a batch row as verification writes it: header and committed tokens.
+
+    `header` contains fields of `ROUND_ROW`. `count` is the number of tokens; other fields that are
+    not given are 0.
+    """
+    fields = np.zeros(1, ROUND_ROW)
+    fields["count"] = len(tokens)
+    for name, value in header.items():
+        fields[name] = value
+    return np.array([*fields.view(np.int32), *tokens], np.int32)
+
+
+def read_results(rows: np.ndarray, width: int) -> dict[str, np.ndarray]:
+    """Return copies of the fields and the tokens [B, width] of result rows [B, words]."""
+    fields = rows[:, :_HEADER_WORDS].copy().view(ROUND_ROW)[:, 0]
+    results = {name: fields[name] for name in ROUND_ROW.names}
+    results["tokens"] = rows[:, _HEADER_WORDS : _HEADER_WORDS + width].copy()
+    return results
 
 
 class Decision:

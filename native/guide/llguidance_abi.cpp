@@ -11,20 +11,19 @@
 //    that another has built. LLGuidance builds lexer states on demand, so a finished matcher
 //    returns its states for later copies if the mask at the start can replace the cached one
 //    (invariant 5).
-// 4. A token that LLGuidance refuses to consume leaves it in a permanent error state, so each token
-// is
-//    validated first. Stop tokens are never consumed; termination is tracked here.
+// 4. An illegal token puts LLGuidance into a permanent error state, so each token is validated
+//    first. Stop tokens are never given to LLGuidance; this file tracks termination.
 // 5. LLGuidance caches the last mask and returns it if the parser's row and the lexer's state have
 //    the same numbers. In release 1.9.1, rollback does not invalidate this cache, so a row that was
 //    undone and computed again may get the mask of the undone row. On the path to the state of the
-//    cached mask, the cache is correct: an equal row is the same row there. After a path has left
-//    that path, a mask that equals the cached one is suspect: the cached mask is replaced by one at
-//    or before the fork, and the mask is computed again. A mask does not replace the cached one
-//    where the grammar has ended; `is_kept` detects such a mask by the tokens that it allows. If
-//    that is uncertain, both masks may be cached.
-// 6. If no token is legal, LLGuidance gives up on the state permanently. To go back, another copy
-// of
-//    the start consumes the history again.
+//    cached mask, the cache is correct, because equal row numbers mean the same row there. After
+//    the fork at which another path leaves that path, a mask that equals the cached one may be
+//    wrong. The cached mask is then replaced by computing a mask at or before the fork, and the
+//    mask in question is computed again. A mask does not replace the cached one if the grammar has
+//    ended. `is_kept` detects such a mask by the tokens that it allows. If the result is uncertain,
+//    either mask may be cached.
+// 6. If no token is legal, LLGuidance refuses all further calls. A rollback then creates another
+//    copy of the start state, which consumes the accepted tokens again.
 #include <dlfcn.h>
 #include <nanobind/stl/shared_ptr.h>
 #include <nanobind/stl/string.h>
@@ -54,8 +53,8 @@ constexpr char kRelease[] = "llguidance@1.9.";
 // million, 200 thousand) are too low for patterns with long length bounds: texts would fail in the
 // middle. `graft.grammar.schema.trial` states the same limits.
 constexpr uint64_t kLexerFuel = 10'000'000;
-// Items of the parser in a row, and in a step. LLGuidance's own limits (2,000, 50 thousand) end
-// texts of large choices in the middle; what a grammar may cost is bounded by time.
+// Parser items in a row, and in a step. LLGuidance's own limits (2,000 and 50 thousand) stop texts
+// of large choices in the middle. The cost of a grammar is limited by the time budget instead.
 constexpr size_t kItems = 1'000'000;
 // Error of LLGuidance if no token is legal.
 constexpr char kDeadEnd[] = "NoExtensionBias";
@@ -195,7 +194,7 @@ std::string load(const char* library) {
 
 class Tokenizer {
  public:
-  // `bytes` has the texts of all tokens, one after the other; that of token i has lengths[i] bytes
+  // `bytes` is the concatenation of all tokens' texts. The text of token i has lengths[i] bytes
   // (0: no text). The text of a special token is a byte 0xFF and its name. Any tokenization of a
   // text is legal. Throws std::runtime_error with LLGuidance's message.
   Tokenizer(const std::vector<uint32_t>& lengths, const std::string& bytes,
@@ -209,7 +208,7 @@ class Tokenizer {
     uint64_t total = 0;
     for (const uint32_t length : lengths) total += length;
     if (total != bytes.size()) {
-      throw std::runtime_error("the tokens' lengths do not add up to their bytes");
+      throw std::runtime_error("the lengths of the tokens do not add up to the number of bytes");
     }
     TokenizerOptions options{};
     options.struct_size = sizeof(options);
@@ -322,7 +321,7 @@ class LLGuidanceMatcher final : public NativeMatcher {
       terminated_ = api.is_accepting(live_.get());
       return terminated_ ? Answer::kYes : Answer::kNo;
     }
-    if (contains(tokenizer_.stop_ids(), id)) return Answer::kNo;  // of another request
+    if (contains(tokenizer_.stop_ids(), id)) return Answer::kNo;  // stop id of another request
     if (size_ == path_.size() || path_[size_] != id) {            // otherwise it was legal before
       if (move(size_, error) == Answer::kFailed) return Answer::kFailed;
       const Answer legal = is_legal(id, error);
@@ -336,7 +335,7 @@ class LLGuidanceMatcher final : public NativeMatcher {
 
   Filled fill(int32_t* row, int64_t words, ErrorText* error) noexcept override {
     if (words != (tokenizer_.vocab_size() + 31) / 32) {
-      error->keep("the mask row is not one of this vocabulary");
+      error->keep("the mask row does not have the size of the matcher's vocabulary");
       return Filled::kFailed;
     }
     if (!dead_ && (move(size_, error) == Answer::kFailed || compute(error) == Answer::kFailed)) {
@@ -379,19 +378,21 @@ class LLGuidanceMatcher final : public NativeMatcher {
   }
 
  private:
-  // A computed mask: the sum of its words, and whether it certainly became the cached one.
+  // Summary of a mask that was computed.
   struct Seen {
-    uint32_t sum = 0;
-    bool sure = false;
+    uint32_t sum = 0;   // sum of its words, which identifies the mask
+    bool sure = false;  // whether the mask has certainly replaced the cached one
   };
-  // The mask that LLGuidance caches: the last certain one, or an uncertain one after it.
+  // What is known about the mask that LLGuidance caches (invariant 5). The cached mask is the last
+  // one with `sure`, or, if `unsure`, possibly a later one.
   struct Kept {
     static constexpr size_t kNowhere = SIZE_MAX;
 
-    bool some = false, unsure = false;
-    uint32_t sum = 0;        // of the certain one
-    size_t depth = 0;        // tokens before the deeper one
-    size_t fork = kNowhere;  // first position at which the path left theirs
+    bool some = false;       // whether there has been a mask with `sure`
+    bool unsure = false;     // whether a mask without `sure` has been computed after it
+    uint32_t sum = 0;        // sum of the mask with `sure`
+    size_t depth = 0;        // number of tokens before the later mask
+    size_t fork = kNowhere;  // first position at which the path differs from the path of that mask
 
     void note(const Seen& seen, size_t size) noexcept {
       if (seen.sure) {
@@ -405,8 +406,8 @@ class LLGuidanceMatcher final : public NativeMatcher {
       return seen.sure ? some && seen.sum == sum : unsure;
     }
   };
-  static constexpr size_t kSearch =
-      24;  // tokens to go back for a mask that replaces the cached one
+  // Maximum number of tokens to go back for a mask that replaces the cached one.
+  static constexpr size_t kSearch = 24;
 
   Answer failed(ErrorText* error) noexcept {
     const char* message = api.get_error(live_.get());
@@ -414,14 +415,16 @@ class LLGuidanceMatcher final : public NativeMatcher {
     return Answer::kFailed;
   }
 
-  // Invariant 4. A mask of this state answers without a call.
+  // Returns whether a token is legal (invariant 4). If the mask of this state is known, it has the
+  // answer; otherwise LLGuidance validates the token.
   Answer is_legal(uint32_t id, ErrorText* error) noexcept {
     const uint32_t* mask = api.get_mask(live_.get());
     if (mask != nullptr) {
       return (mask[id >> 5] >> (id & 31) & 1u) != 0 ? Answer::kYes : Answer::kNo;
     }
     const int32_t valid = api.validate(live_.get(), &id, 1);
-    return valid < 0 ? failed(error) : valid == 0 ? Answer::kNo : Answer::kYes;
+    if (valid < 0) return failed(error);
+    return valid == 0 ? Answer::kNo : Answer::kYes;
   }
 
   // Moves `live_` to the given number of tokens of the path.
@@ -459,8 +462,8 @@ class LLGuidanceMatcher final : public NativeMatcher {
     return Answer::kYes;
   }
 
-  // Computes a mask that certainly replaces the cached one, at `back` or before, and not after the
-  // fork.
+  // Goes back along the path, from `back` tokens on, until a computed mask certainly replaces the
+  // cached one. If none does within kSearch tokens, continues with a new copy of the start state.
   Answer replace_kept(size_t back, ErrorText* error) noexcept {
     for (size_t tries = kSearch; tries-- > 0;) {
       Seen seen;
@@ -472,13 +475,13 @@ class LLGuidanceMatcher final : public NativeMatcher {
       }
       if (back-- == 0) break;
     }
-    live_ = grammar_->start();  // a new copy caches only the mask of the start
+    live_ = grammar_->start();  // a new copy caches only the mask of the start state
     live_size_ = 0;
     kept_ = Kept();
     return Answer::kYes;
   }
 
-  // Computes the mask at the state of `live_`, which may be the wrong cached one.
+  // Computes the mask at the state of `live_`. LLGuidance may return a cached mask that is wrong.
   bool compute_once(Seen* seen) noexcept {
     if (api.compute_mask(live_.get()) != 0) {
       const char* message = api.get_error(live_.get());

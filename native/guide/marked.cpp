@@ -1,16 +1,16 @@
-// Free text up to a marker, then a grammar: a scanner of bytes or ids in front of a matcher.
+// Matcher of free text that is followed by a grammar. A scanner searches the free text for a
+// marker, such as the tag that ends a reasoning section; the matcher of the grammar starts after
+// the marker.
 //
 // Invariants
 // 1. The grammar begins with the token after the one that completes the marker. A token that
-// contains
-//    the end of the marker and further text is illegal, so no byte bypasses the grammar.
-// 2. Text is scanned across tokens. A token without text interrupts a marker that had begun.
-// 3. rollback() counts tokens of both parts: it may return the matcher to its start and restores
-// the
-//    state of the scanner. At most the last kHistory tokens of the free part can be undone.
-// 4. A stop token in the free part terminates the matcher, unless the marker is required; it is
-// then
-//    illegal.
+//    contains the end of the marker and further text is illegal, so no byte bypasses the grammar.
+// 2. The marker may extend over several tokens. A token without text resets the search.
+// 3. rollback() may undo tokens of the grammar and then tokens of the free text, for which it
+//    restores the state of the scanner. At most the last kHistory tokens of the free text can be
+//    undone.
+// 4. A stop token in the free text terminates the matcher. If the marker is required, a stop token
+//    in the free text is illegal.
 #include <nanobind/stl/shared_ptr.h>
 #include <nanobind/stl/vector.h>
 
@@ -32,9 +32,9 @@ namespace {
 // Marker for one vocabulary; immutable and shared by its matchers.
 class Marker {
  public:
-  // `ids` are tokens that are the complete marker; `text` is the marker as bytes, or empty.
-  // `tokens` are the bytes of each id, empty for ids without text. Throws std::invalid_argument if
-  // there is no marker or an id is out of range.
+  // `ids` are the tokens that are a complete marker. `text` is the marker as bytes; it may be empty
+  // if there are ids. `tokens` has the bytes of each id, which are empty for ids without text.
+  // Throws std::invalid_argument if there is neither an id nor a text, or if an id is out of range.
   Marker(const std::vector<int32_t>& ids, const std::string& text, std::vector<std::string> tokens,
          int64_t vocab_size, bool required);
 
@@ -63,9 +63,9 @@ class Marker {
   std::vector<std::string> tokens_;
   int64_t vocab_size_;
   bool required_;
-  // A token can extend past the end of the marker only in the last states; each of these has a row.
-  // The `shared_` states before them share row 0, in which every id is legal. Empty: every id is
-  // legal in all states.
+  // Bitmasks of the legal ids. A token can extend past the end of the marker only in the last
+  // states; each of these has its own row. The `shared_` states before them share row 0, in which
+  // every id is legal. An empty row means that every id is legal and no mask is needed.
   size_t shared_ = 0;
   std::vector<std::vector<int32_t>> rows_;
 };
@@ -80,7 +80,7 @@ Marker::Marker(const std::vector<int32_t>& ids, const std::string& text,
       required_(required) {
   if (ids.empty() && text.empty()) throw std::invalid_argument("the marker is empty");
   if (static_cast<int64_t>(tokens_.size()) > vocab_size_) {
-    throw std::invalid_argument("more tokens than the vocabulary has ids");
+    throw std::invalid_argument("there are more tokens than the vocabulary has ids");
   }
   for (const int32_t id : ids) {
     if (id < 0 || id >= vocab_size_) throw std::invalid_argument("a marker id is out of range");
@@ -99,11 +99,12 @@ Marker::Marker(const std::vector<int32_t>& ids, const std::string& text,
 void Marker::make_rows() {
   size_t longest = 1;
   for (const std::string& token : tokens_) longest = std::max(longest, token.size());
-  const size_t states = text_.size(), most = std::min(states, longest - 1);
-  shared_ = states == 0 ? 1 : states - most;
+  const size_t states = text_.size();
+  const size_t num_rows = std::min(states, longest - 1);
+  shared_ = states == 0 ? 1 : states - num_rows;
   std::vector<int32_t> all(static_cast<size_t>(words()), -1);
   all.back() = last_word_bits(vocab_size_);
-  rows_.assign(1 + most, all);
+  rows_.assign(1 + num_rows, all);
   for (int32_t token = 0; token < static_cast<int32_t>(tokens_.size()); ++token) {
     const size_t size = std::max<size_t>(tokens_[static_cast<size_t>(token)].size(), 1);
     for (size_t state = states - std::min(states, size - 1); state < states; ++state) {
@@ -148,7 +149,7 @@ const int32_t* Marker::row(int32_t state) const noexcept {
 
 class MarkedMatcher final : public NativeMatcher {
  public:
-  // `inner` is borrowed and at the start of its grammar.
+  // `inner` is the matcher of the grammar, at its start. It is borrowed: the caller keeps it alive.
   MarkedMatcher(NativeMatcher* inner, std::shared_ptr<const Marker> marker,
                 const std::vector<int32_t>& stop_ids)
       : inner_(inner), marker_(std::move(marker)), stop_ids_(stop_ids) {
@@ -185,7 +186,7 @@ class MarkedMatcher final : public NativeMatcher {
     const int32_t* legal = marker_->row(state_);
     if (legal == nullptr) return Filled::kFree;
     if (words != marker_->words()) {
-      error->keep("the mask row is not one of this vocabulary");
+      error->keep("the mask row does not have the size of the matcher's vocabulary");
       return Filled::kFailed;
     }
     std::copy(legal, legal + words, row);
@@ -205,7 +206,7 @@ class MarkedMatcher final : public NativeMatcher {
     const int64_t inside = std::min<int64_t>(tokens, inside_);
     const int64_t outside = tokens - inside;
     if (outside > std::min(scanned_ - undone_to_, kHistory)) {
-      error->keep("rollback of more free text than is kept");
+      error->keep("rollback of more tokens of free text than the history has");
       return Answer::kFailed;
     }
     if (inside > 0) {
@@ -239,12 +240,12 @@ class MarkedMatcher final : public NativeMatcher {
   std::shared_ptr<const Marker> marker_;
   std::vector<int32_t> stop_ids_;
   std::array<int32_t, kHistory> history_{};  // state of the scanner before each of the last tokens
-  int64_t scanned_ = 0;                      // tokens of the free part
+  int64_t scanned_ = 0;                      // number of tokens of the free text
   int64_t undone_to_ = 0;                    // leading tokens that cannot be undone
-  int64_t inside_ = 0;                       // tokens accepted by the matcher
+  int64_t inside_ = 0;                       // tokens that `inner_` has accepted
   int32_t state_ = 0;
   bool started_ = false;  // the marker is complete
-  bool stopped_ = false;  // a stop token ended the free part
+  bool stopped_ = false;  // a stop token ended the free text
 };
 
 }  // namespace

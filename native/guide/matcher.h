@@ -1,16 +1,15 @@
 // Interface of a grammar matcher: the state of one request in its grammar, for any backend.
 //
 // Invariants
-// 1. A matcher is used by one thread at a time. Calls do not print, throw or take the GIL, except
-// for
-//    those of a matcher that is written in Python.
-// 2. accept() returns kNo and changes nothing for an id that is not accepted: illegal, without
-// text,
-//    out of range, or after termination.
-// 3. fill() is not called after termination. Bits at and beyond the vocabulary size are 0.
+// 1. Only one thread uses a matcher at any time. Calls do not print, throw or take the GIL. The
+//    matchers that are written in Python are the exception: their calls take the GIL.
+// 2. accept() returns kNo and changes nothing if the id is illegal, has no text or is out of range,
+//    or if the matcher has terminated.
+// 3. fill() is not called after termination. It sets the bits at and beyond the vocabulary size
+//    to 0.
 // 4. rollback() undoes the last `tokens` accepted tokens; a stop token counts as one.
-// 5. kFailed is an internal error of the backend. Its message is kept, and the matcher is not used
-//    again.
+// 5. kFailed reports an internal error of the backend. The caller keeps the message and stops using
+//    the matcher.
 #pragma once
 
 #include <atomic>
@@ -43,10 +42,11 @@ struct ErrorText {
   void keep(const char* message) noexcept { keep(message, std::strlen(message)); }
 };
 
-// Whether the orders of a grammar may run on the step's own thread although there is a budget.
-// Handing an order to a pool thread and waiting for it costs about 50 microseconds. A grammar is
-// trusted after kProof orders in time, and never again after an order that was late. A grammar can
-// therefore delay a round at most once, and a budget costs nothing if all grammars are trusted.
+// Decides whether the orders of a grammar may run on the step's own thread although the step has a
+// time budget. An order is the work of one slot in one step (slot.h). Handing it to a pool thread
+// and waiting for the thread costs about 50 microseconds. A grammar is trusted after kProof orders
+// that finished within the budget, and never again after one that did not. A grammar can therefore
+// delay a round at most once, and the budget adds no cost if all grammars are trusted.
 //
 // There is one object per grammar, used by all threads that serve its matchers.
 class Pace {
@@ -58,8 +58,8 @@ class Pace {
     if (!in_time) {
       in_time_.store(INT_MIN, std::memory_order_relaxed);
     } else if (const int known = in_time_.load(std::memory_order_relaxed); known >= 0) {
-      // If another thread updates it concurrently, the increment may be lost, which only delays the
-      // trust. INT_MIN is never overwritten.
+      // A concurrent update by another thread may lose this increment, which only delays the trust.
+      // INT_MIN is never overwritten.
       int expected = known;
       if (known < kProof) in_time_.compare_exchange_strong(expected, known + 1);
     }
@@ -81,10 +81,10 @@ class NativeMatcher {
   virtual Answer rollback(int32_t tokens, ErrorText* error) noexcept = 0;
   virtual Answer is_terminated(ErrorText* error) noexcept = 0;
 
-  std::shared_ptr<Pace> pace;  // of the grammar; null: never trusted
+  std::shared_ptr<Pace> pace;  // shared by all matchers of the grammar; null: never trusted
 };
 
-// Bits of the last word of a mask row that correspond to an id.
+// Returns a mask of the bits in the last word of a mask row that correspond to token ids.
 inline int32_t last_word_bits(int64_t vocab_size) {
   return static_cast<int32_t>(~0u >> (31 - (vocab_size - 1) % 32));
 }

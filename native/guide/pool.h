@@ -1,9 +1,9 @@
 // Thread pool that serves the slots of a grammar step.
 //
 // Invariants
-// 1. A job is a number. One thread posts jobs; threads claim each job once, in order. A job must
-// not
-//    be posted again before it has been served.
+// 1. A job is a number, for the grammar worker the index of a slot. One thread posts jobs. The
+//    pool's threads claim them in order, each job once. A job must not be posted again before it
+//    has been served.
 // 2. post(), wake(), claim() and wait() never allocate, throw, take the GIL or call the driver. The
 //    pool's threads count as host work, so their driver calls are refused.
 // 3. An idle thread polls kSpins times and then parks. wake() takes the mutex only if threads are
@@ -34,9 +34,10 @@
 
 namespace graft::guide {
 
-// Time that a step waits for a slot. Tests replace the clock by a word that they advance.
+// Time limit for which a step waits for its slots. Tests replace the clock by a word of memory that
+// they increment.
 struct Budget {
-  // Maximum waiting time, in budgets, for threads that get no processor time.
+  // Maximum waiting time, as a multiple of the budget, for threads that get no processor time.
   static constexpr int64_t kPatience = 200;
 
   int64_t ns = 0;  // 0: unlimited
@@ -100,10 +101,10 @@ class Pool {
 
   bool waiting() const { return waiting_.load(); }
 
-  // Waits until done() is true, or until the budget is exceeded and late() is true, which means
-  // that all unfinished jobs have used as much processor time. Waiting for a processor on a loaded
-  // machine therefore makes no job late. After half of the budget all parked threads are woken,
-  // because the working ones may be blocked. Returns whether all jobs are done.
+  // Waits until done() is true, or until the budget has passed and late() is true. late() means
+  // that every unfinished job has used the budget in processor time. A job that only waits for a
+  // processor on a loaded machine is therefore not late. After half of the budget, wait() wakes all
+  // parked threads, because the working ones may be blocked. Returns whether all jobs are done.
   template <typename Done, typename Late>
   bool wait(const Done& done, const Late& late, const Budget& budget, int64_t start) noexcept {
     bool woken = false;

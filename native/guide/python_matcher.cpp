@@ -1,14 +1,14 @@
 // Matcher of a backend that is written in Python, called through the gate (hostwork/gate.h).
 //
 // Invariants
-// 1. A call takes the GIL with the thread's cached Python thread state and releases it. A thread
-// must
-//    not hold the GIL while it waits for a step or a pool thread.
-// 2. The Python matcher owns this object, which refers to it weakly. The publisher of a request
-// keeps
-//    the Python matcher alive, so no worker thread drops a last reference.
-// 3. Rows are copied through an array of this object; Python never accesses the exchange's memory.
-// 4. An exception fails the slot, with its message.
+// 1. A call takes the GIL with the thread's cached Python thread state. It releases the GIL before
+//    it returns. A thread must not hold the GIL while it waits for a step or a pool thread.
+// 2. The Python matcher owns this object, which has only a weak reference to its owner. The
+//    publisher of a request keeps the Python matcher alive, so no worker thread drops the last
+//    reference.
+// 3. Python fills an array of this object, which is then copied to the mask row. Python code never
+//    accesses the pinned memory of the mask rows.
+// 4. If a method raises an exception, the slot fails with the exception's message.
 #include <cxxabi.h>
 #include <nanobind/ndarray.h>
 
@@ -45,7 +45,7 @@ class PythonMatcher final : public NativeMatcher {
   }
   Filled fill(int32_t* row, int64_t words, ErrorText* error) noexcept override {
     if (words != this->words()) {
-      error->keep("the mask row is not one of this vocabulary");
+      error->keep("the mask row does not have the size of the matcher's vocabulary");
       return Filled::kFailed;
     }
     const Answer filled = ask(error, "fill", "O", row_.ptr());
@@ -55,8 +55,8 @@ class PythonMatcher final : public NativeMatcher {
     return Filled::kMask;
   }
   Answer rollback(int32_t tokens, ErrorText* error) noexcept override {
-    const Answer said = ask(error, "rollback", "i", tokens);
-    return said == Answer::kFailed ? said : Answer::kYes;
+    const Answer answer = ask(error, "rollback", "i", tokens);
+    return answer == Answer::kFailed ? answer : Answer::kYes;
   }
   Answer is_terminated(ErrorText* error) noexcept override {
     return ask(error, "is_terminated", nullptr);
@@ -75,18 +75,19 @@ class PythonMatcher final : public NativeMatcher {
     }
     try {
       PyObject* matcher = PyObject_CallNoArgs(matcher_.ptr());  // None if it has been destroyed
-      PyObject* said =
+      PyObject* result =
           matcher == nullptr ? nullptr : PyObject_CallMethod(matcher, method, format, arguments...);
-      const int truth = said == nullptr ? -1 : PyObject_IsTrue(said);
+      const int truth = result == nullptr ? -1 : PyObject_IsTrue(result);
       if (truth < 0) {
         PyObject* const raised = hostwork::take_exception();
-        const std::string words = hostwork::describe_exception(raised);
-        error->keep(words.data(), words.size());
+        const std::string message = hostwork::describe_exception(raised);
+        error->keep(message.data(), message.size());
         Py_DECREF(raised);
       }
-      Py_XDECREF(said);
+      Py_XDECREF(result);
       Py_XDECREF(matcher);
-      return truth < 0 ? Answer::kFailed : truth != 0 ? Answer::kYes : Answer::kNo;
+      if (truth < 0) return Answer::kFailed;
+      return truth != 0 ? Answer::kYes : Answer::kNo;
     } catch (abi::__forced_unwind&) {
       hostwork::park_forever();
     }
@@ -94,7 +95,7 @@ class PythonMatcher final : public NativeMatcher {
 
   const nb::object matcher_;  // a weak reference
   const nb::object row_;
-  const Row bits_;  // its memory
+  const Row bits_;  // memory of row_
   const int32_t last_word_;
 };
 

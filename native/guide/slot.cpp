@@ -129,8 +129,8 @@ void SlotWork::commit(Slot& slot) const noexcept {
   if (!slot.terminated) return;
   slot.tally[count::terminations] += 1;
   slot.ended = true;
-  // Read only if the device does not know the stop id; it ends the request, which would stall
-  // otherwise.
+  // The device normally ends the request at the stop id. If the device does not know this id, it
+  // reads row 0 in the next round. The state then ends the request, which would stall otherwise.
   make(slot, 0, ROW_DEAD_END);
 }
 
@@ -142,7 +142,7 @@ void SlotWork::fill_rows(Slot& slot) const noexcept {
   int j = 0;
   while (j >= 0 && !slot.ended) {
     const bool open = fill_row(slot, j);
-    // The next node: a first child, else the next sibling of the node or of one above it.
+    // Find the next node: the first child of j, or else the next sibling of j or of an ancestor.
     int next = open ? j + 1 : order.drafts + 1;
     while (next <= order.drafts && order.parent[at(next)] != j) ++next;
     for (; next > order.drafts && j > 0; j = order.parent[at(j)]) {
@@ -173,7 +173,9 @@ bool SlotWork::move_to(Slot& slot, int j) const noexcept {
     if ((slot.closed & bit(node)) != 0) return false;
   }
   int back = 0;
-  for (int node = j; slot.node != node;) {  // a parent has a smaller number
+  // Replace the greater of the two nodes by its parent until they meet: a parent has a smaller
+  // number.
+  for (int node = j; slot.node != node;) {
     int& deeper = slot.node > node ? slot.node : node;
     back += &deeper == &slot.node;
     deeper = parent[at(deeper)];
@@ -236,8 +238,9 @@ void SlotWork::probe_chain(Slot& slot) const noexcept {
   slot.answer = -1;
 }
 
-// Finds the legal candidates of each node of level j, up to `branch` per node. The nodes of a
-// growing tree are not the rows of the final tree, so no state of them is kept.
+// Finds the legal candidates of each node of level j, up to `branch` per node. No state of the
+// nodes is kept, because the numbers of the nodes of a growing tree are not the numbers of the
+// final drafts.
 void SlotWork::probe_tree(Slot& slot) const noexcept {
   const Order& order = slot.order;
   const int branch = exchange_.layout.branch;
@@ -266,14 +269,17 @@ void SlotWork::probe_tree(Slot& slot) const noexcept {
 
 // Finds the most likely legal drafts, at most `branch` children per node (similar to DDTree, arXiv
 // 2604.12989). The probability of a node is the product of the probabilities of the tokens on its
-// path, each relative to the candidates of its level that have not been rejected there. Each node
-// has a next candidate; the most likely of these is tested, among equals that of the earlier node.
-// The number of tests is bounded. The matcher returns to node 0.
+// path, where the probability of a token is relative to the candidates that have not been rejected
+// after its parent. Each node has a next candidate. The most likely of these candidates is tested;
+// of equal ones, the candidate of the earlier node. The number of tests is bounded. The matcher
+// returns to node 0.
 void SlotWork::probe_lattice(Slot& slot) const noexcept {
   struct Node {
-    double score, left = 1.0;  // left: probability of the candidates below it that are not rejected
+    double score;              // probability of the node
+    double left = 1.0;         // probability of its candidates that have not been rejected
     double next_score = -1.0;  // score of the next candidate; -1: none
-    int next = 0, children = 0;
+    int next = 0;              // index of the next candidate
+    int children = 0;
   };
   Order& order = slot.order;
   const ExchangeLayout& layout = exchange_.layout;

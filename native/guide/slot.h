@@ -3,8 +3,8 @@
 // Node 0 is the last committed token, nodes 1 .. K are the drafts. They form a tree in which the
 // parent of a node has a smaller number. Mask row j constrains the token after node j.
 //
-// A slot is owned by the thread that runs the steps or, while `busy` is set, by the thread that
-// serves its order. worker.h has the rules.
+// An order is the work that a grammar step has for one slot. A slot is owned by the thread that
+// runs the steps or, while `busy` is set, by the thread that serves the slot's order (worker.h).
 #pragma once
 
 #include <array>
@@ -77,8 +77,9 @@ enum : int { GRAFT_GUIDE_COUNTS(GRAFT_GUIDE_COUNT) kinds };
 // Immutable after construction: any number of threads may use it.
 class Forced {
  public:
-  // `bytes` has the texts of all tokens, one after the other; that of token i has lengths[i] bytes
-  // (0: no text). Throws std::invalid_argument if the lengths do not add up.
+  // `bytes` is the concatenation of all tokens' texts. The text of token i has lengths[i] bytes; 0
+  // means that the token has no text. Throws std::invalid_argument unless the lengths add up to the
+  // size of `bytes`.
   Forced(const std::vector<uint32_t>& lengths, std::string bytes, bool unique_only);
 
   // Forced token of a mask row; -1 if there is none.
@@ -99,8 +100,8 @@ class Forced {
 
 // Tokens that the device committed in one replay.
 struct Commit {
-  bool given = false;
-  bool wrong = false;  // the replay or the count is impossible: worker and device are out of sync
+  bool given = false;  // whether there is a commit
+  bool wrong = false;  // replay or count is impossible, so worker and device are out of sync
   int count = 0;
   std::vector<int32_t> tokens;  // [K + 1]
 };
@@ -169,8 +170,9 @@ struct Slot {
 // Serves orders. Stateless: different slots may be served concurrently.
 class SlotWork {
  public:
-  // `forced` finds forced tokens; null: not needed. With `follow_forced`, forced tokens are
-  // accepted and the rows after them filled at once, because there is no drafter.
+  // `forced` finds forced tokens; null if forced tokens are not drafted. With `follow_forced`,
+  // which is used without a drafter, the commit step accepts forced tokens as drafts and fills the
+  // rows after them.
   SlotWork(const Exchange& exchange, const Forced* forced, bool follow_forced)
       : exchange_(exchange), forced_(forced), follow_forced_(follow_forced) {}
 

@@ -38,8 +38,8 @@ Worker::Worker(const Exchange& exchange, int ring, int threads, const Budget& bu
   records_.push_back({this, Step::kCommit, 0});
   for (int j = 1; j <= exchange_.drafts(); ++j) records_.push_back({this, Step::kDraft, j});
   ordered_.reserve(at(exchange_.layout.slots));
-  // With a budget, a thread may be blocked in any slot: there is one per slot, of which `threads`
-  // are woken.
+  // With a budget, every slot may block a pool thread for longer than a step. The pool therefore
+  // has one thread per slot, and a step wakes `threads` of them.
   const int helpers = budget_.ns > 0 ? exchange_.layout.slots : threads_ - 1;
   if (helpers > 0) pool_.reset(new Pool(helpers, exchange_.layout.slots, &serve_posted, this));
 }
@@ -54,8 +54,8 @@ bool Worker::publish(int64_t replay, const std::vector<Request>& requests) {
 
 void Worker::retire(int64_t replay) { snapshot(replay).replay.store(0, std::memory_order_release); }
 
-// Replay number of a record: the one nearest to the current replay, as the device counts in 32
-// bits.
+// Returns the replay number of a record. The device counts in 32 bits; of the 64-bit numbers with
+// these low bits, this is the one nearest to the current replay.
 int64_t Worker::replay_of(const int32_t& replay) const noexcept {
   const uint32_t word = static_cast<uint32_t>(__atomic_load_n(&replay, __ATOMIC_ACQUIRE));
   return replay_ + static_cast<int32_t>(word - static_cast<uint32_t>(replay_));
@@ -141,7 +141,7 @@ void Worker::step(const StepRecord& record) noexcept {
   }
 }
 
-// Fills in the slot's order for this step. Returns whether there is anything to serve.
+// Writes the slot's order for this step. Returns whether there is work to do.
 bool Worker::give_order(Slot& slot, const StepRecord& record) noexcept {
   Order& order = slot.order;
   slot.answered = false;
@@ -162,7 +162,7 @@ bool Worker::give_order(Slot& slot, const StepRecord& record) noexcept {
   return !slot.ended && (order.task != Task::kNone || order.commit.given);
 }
 
-// Reads what a draft step needs and returns its task; kNone if there is nothing to do.
+// Copies the inputs of a draft step into the order and returns its task; kNone if there is no work.
 Task Worker::draft_task(Slot& slot) noexcept {
   take_drafts(slot, replay_);
   if (slot.drafts_of != replay_ && slot.matcher != nullptr) return Task::kNone;
@@ -324,31 +324,32 @@ void Worker::take_drafts(Slot& slot, int64_t replay) noexcept {
 
 // Copies the candidates of this replay into the order. Returns false if there are none.
 bool Worker::take_candidates(Slot& slot) noexcept {
-  Candidates* offered = exchange_.candidates(slot.index);
+  Candidates* record = exchange_.candidates(slot.index);
   Order& order = slot.order;
-  const int32_t count = offered->count;
+  const int32_t count = record->count;
   const ExchangeLayout& layout = exchange_.layout;
   const bool lattice = is_lattice_mode(layout.mode);
   const bool chain = layout.mode == DRAFT_MODE_CHAIN_PROBE;
   int max_count = layout.branch;
   if (lattice) max_count = layout.levels;
   if (chain) max_count = layout.candidates;
-  if (replay_of(offered->replay) != replay_) return false;
-  if (lattice) order.j = offered->draft;
-  if (offered->draft != order.j) return false;
+  if (replay_of(record->replay) != replay_) return false;
+  if (lattice) order.j = record->draft;
+  if (record->draft != order.j) return false;
   if (count < 0 || count > max_count || order.j > exchange_.drafts()) {
     work_.fail(slot);
     return false;
   }
   order.candidates = count;
-  const int32_t* ids = Exchange::ids(offered);
+  const int32_t* ids = Exchange::ids(record);
   std::copy_n(ids, chain ? count : count * layout.candidates, order.candidate.begin());
   const size_t shares = order.share.size();
   if (shares > 0) std::memcpy(order.share.data(), ids + shares, shares * sizeof(float));
   return true;
 }
 
-// Adds the counts of an idle slot to the counters and stamps its new rows.
+// Takes over the result of an order that has been served: adds its counts to the counters and
+// stamps its new rows.
 void Worker::take_result(Slot& slot) noexcept {
   for (int i = 0; i < count::kinds; ++i) {
     if (slot.tally[at(i)] == 0) continue;
@@ -386,9 +387,9 @@ void Worker::stamp(Slot& slot, int j, int32_t state, int32_t position) noexcept 
   __atomic_store_n(&row->state, ROW_NOT_READY, __ATOMIC_RELEASE);
   row->epoch = slot.epoch;
   row->position = position;
-  row->more = 0;
-  if (state == ROW_FREE && slot.matcher == nullptr) row->more = 1;
-  if (state == ROW_READY) row->more = 1 + slot.forced[at(j)];
+  row->detail = 0;
+  if (state == ROW_FREE && slot.matcher == nullptr) row->detail = 1;
+  if (state == ROW_READY) row->detail = 1 + slot.forced[at(j)];
   __atomic_store_n(&row->state, state, __ATOMIC_RELEASE);
 }
 

@@ -1,22 +1,27 @@
-// Grammar worker: advances, fills, probes, commits and rolls back the matchers of all slots.
+// Grammar worker: runs the grammar steps of a round.
+//
+// A grammar step is a host function in the round's graph. It commits tokens to the matchers of the
+// replay's requests, fills their mask rows, or tests candidates for drafts. Each replay has one
+// open step, which fills the rows that are still missing; one commit step, which follows
+// verification; and up to K draft steps.
 //
 // Invariants
-// 1. Steps run one at a time in graph order: open, commit, draft 1 .. K, once per replay. The edges
-//    of the graph order them with the kernels that write the records `committed`, `drafted` and
-//    `candidates`, and with the kernels that read masks, stamps and answers.
+// 1. Steps never run concurrently. In each replay they run once, in the order open, commit, draft 1
+//    .. K. Edges of the graph order each step after the kernels that write the records `committed`,
+//    `drafted` and `candidates`, and before the kernels that read masks, stamps and answers.
 // 2. A step never allocates, throws, prints, takes the GIL, calls the driver or drops a reference;
-//    neither do the threads that serve its slots. Only a matcher written in Python takes the GIL; a
-//    thread that waits for a step or a pool thread must have released it.
-// 3. A step accesses only the slots in its replay's snapshot. A step of a replay without a snapshot
-//    writes nothing: verification then finds outdated stamps and commits nothing.
-// 4. Stamps and answers are written by the thread that runs the step. A row's stamp is written
-// after
-//    its mask, with release order, and is invalidated before the matcher state that it belongs to
-//    changes. No row becomes ready while a kernel reads it.
+//    neither do the threads that serve its slots. Only a matcher that is written in Python takes
+//    the GIL. A thread must therefore release the GIL before it waits for a step or a pool thread.
+// 3. A step accesses only the slots of its replay's snapshot, the list of requests that the host
+//    publishes before the launch. A step of a replay without a snapshot writes nothing;
+//    verification then finds outdated stamps and commits nothing.
+// 4. Stamps and answers are written by the thread that runs the step. This thread writes the stamp
+//    of a row after the row's mask, with release order. It invalidates the stamp before the matcher
+//    leaves the state for which the row was filled. No row becomes ready while a kernel reads it.
 // 5. An internal error fails one slot (ROW_ERROR) and does not affect others.
-// 6. The matcher is at a node of the draft tree (slot.h). Only move_to() moves it, and it is at
-// node
-//    0 whenever tokens are committed.
+// 6. The matcher is always at one node of the draft tree (slot.h): it has accepted the tokens on
+//    the path to this node. Only move_to() changes the node. Before tokens are committed, the
+//    matcher is moved back to node 0.
 // 7. The work of a slot in a step is one order, served by one thread at a time. The flag `busy`
 //    transfers ownership: it is set before the order is posted and cleared with release order after
 //    the last access. With one thread and no budget, the step serves all orders itself. With a
@@ -56,7 +61,7 @@ struct Request {
   NativeMatcher* matcher = nullptr;  // null: unconstrained
 };
 
-// Requests of one replay, published before its launch.
+// Requests of one replay. The host publishes them before it launches the replay.
 struct Snapshot {
   std::atomic<int64_t> replay{0};  // 0: empty; replays count from 1
   std::vector<Request> requests;
@@ -73,7 +78,7 @@ class Counter {
 };
 
 struct Counters {
-  Counter of[count::kinds];
+  Counter of[count::kinds];           // indexed by count::*
   Counter step_calls[3], step_ns[3];  // open, commit, draft
 };
 
@@ -146,7 +151,8 @@ class Worker {
   Worker(const Worker&) = delete;
   Worker& operator=(const Worker&) = delete;
 
-  // Called by the publishing thread.
+  // Called by the publishing thread, which launches the rounds. publish() returns false if the
+  // entry of the ring has not been retired.
   bool publish(int64_t replay, const std::vector<Request>& requests);
   void retire(int64_t replay);
   StepRecord* record(Step step, int draft);
@@ -194,9 +200,9 @@ class Worker {
   std::vector<Slot> slots_;
   std::vector<Snapshot> snapshots_;  // a ring
   const Snapshot* current_ = nullptr;
-  int64_t replay_ = 0;
-  std::vector<StepRecord> records_;
-  std::vector<int> ordered_;  // slots with an order in this step
+  int64_t replay_ = 0;               // current replay
+  std::vector<StepRecord> records_;  // open, commit, draft 1 .. K
+  std::vector<int> ordered_;         // slots with an order in this step
   Counters counters_;
   Timeline timeline_;
   const int threads_;

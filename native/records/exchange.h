@@ -2,6 +2,11 @@
 //
 // Kernels and worker include this header; Python parses its #defines and structs
 // (cudagraph/cstruct.py). Each record is declared here only.
+//
+// A *slot* holds the state of one running request. A *replay* is one launch of a round's graph;
+// replays are numbered from 1, so that a reader can tell a current record from an older one. A
+// *mask row* is a bitmask with one bit per token id. Row 0 of a slot constrains the token after the
+// last committed one, row j the token after draft j.
 #pragma once
 
 #if defined(__CUDACC__) || defined(__SOFTCUDA__)
@@ -11,11 +16,11 @@
 #endif
 
 // State of a mask row.
-#define ROW_NOT_READY 0
-#define ROW_FREE 1
-#define ROW_READY 2
-#define ROW_DEAD_END 3
-#define ROW_ERROR 4
+#define ROW_NOT_READY 0  // not filled for the current position
+#define ROW_FREE 1       // every id is legal; the mask is not written
+#define ROW_READY 2      // the mask is filled and has a legal id
+#define ROW_DEAD_END 3   // no id is legal
+#define ROW_ERROR 4      // the grammar backend failed
 
 // Reason for which verification ended a request.
 #define REASON_NONE 0
@@ -34,29 +39,36 @@
 #define DRAFT_MODE_TREE_PROBE 6
 #define DRAFT_MODE_TREE_LATTICE 7
 
-// Stamp of a mask row, which masks the token at position + 1.
+// Stamp of a mask row: the state of the row, and the request and position for which it was filled.
+// Kernels use a row only if its epoch and position are the slot's.
 struct RowStamp {
   int state;     // ROW_*
-  int epoch;     // of the slot assignment that the row belongs to
-  int position;  // of the token before the masked one
-  int more;      // ROW_FREE: 1 if the request has no grammar. ROW_READY: 1 + the forced token, or 0
+  int epoch;     // number of the slot assignment, which identifies the request
+  int position;  // position of the token before the masked one
+  int detail;    // meaning depends on the state:
+                 // ROW_FREE: 1 if the request has no grammar, so that every position is free;
+                 //   0 if only this position is free
+                 // ROW_READY: 1 + the token that the grammar forces; 0 if it forces none
+                 // other states: 0
 };
 
-// Tokens that a replay committed to a slot. Followed by `rows` ids.
+// Tokens that a replay committed to a slot. `rows` ids follow, of which `count` are used.
 struct Committed {
   int replay;
   int count;
 };
 
-// Drafts that follow a slot's committed tokens. Followed by `drafts` ids and as many parents. A
-// parent is a row: row 0 is the last committed token, row j is draft j. While a tree grows, the
-// record has the nodes that are fed to the drafter instead; the id of a missing node is -1.
+// Drafts that follow a slot's committed tokens. `drafts` ids and `drafts` parents follow, of which
+// the first `count` are used. A parent is a row: row 0 is the last committed token, row j is draft
+// j. While a tree grows, the record has the nodes that are fed to the drafter instead of the
+// drafts; the id of a missing node is -1.
 struct Drafted {
   int replay;
   int count;
 };
 
-// Candidate ids that the grammar tests, most likely first.
+// Candidate ids that the grammar tests, most likely first. "Lattice" means that the candidates of
+// all levels are tested in one step.
 //
 //   mode           draft             count             words that follow
 //   chain, probe   number of draft   number of ids     ids
@@ -90,20 +102,20 @@ struct Answer {
 // written by the device and records written by the host share no cache line.
 struct ExchangeLayout {
   int slots;
-  int stride;      // words per slot
-  int rows;        // mask rows per slot: maximum drafts + 1
-  int words;       // words per mask row
-  int mode;        // DRAFT_MODE_*
-  int candidates;  // ids per draft, node or level that the grammar tests
-  int drafts;      // capacity of the Drafted record
-  int branch;      // maximum children per node, and nodes per level of a growing tree
-  int levels;      // number of draft levels
-  int stamps;      // offset of RowStamp[rows]
-  int committed;
-  int drafted;
-  int candidate_ids;
-  int answer;
-  int masks;  // offset of the mask rows of all slots, [rows][slots][words]
+  int stride;         // words per slot
+  int rows;           // mask rows per slot: maximum drafts + 1
+  int words;          // 32-bit words per mask row
+  int mode;           // DRAFT_MODE_*
+  int candidates;     // ids per draft, node or level that the grammar tests
+  int drafts;         // capacity of the Drafted record
+  int branch;         // maximum children per node, and nodes per level of a growing tree
+  int levels;         // number of draft levels
+  int stamps;         // offset of RowStamp[rows]
+  int committed;      // offset of Committed
+  int drafted;        // offset of Drafted
+  int candidate_ids;  // offset of Candidates
+  int answer;         // offset of Answer
+  int masks;          // offset of the mask rows of all slots, [rows][slots][words]
 };
 
 // Whether one grammar step tests the candidates of all levels.
@@ -126,8 +138,8 @@ RECORDS_FUNCTION bool is_growing_tree_mode(int mode) {
   return mode == DRAFT_MODE_TREE || mode == DRAFT_MODE_TREE_PROBE;
 }
 
-// Result of one batch row of a replay. Followed by `width` tokens and, for each token, the forward
-// row whose logits decided it.
+// Result of one batch row of a replay. `width` = maximum drafts + 1 tokens follow, and then, for
+// each token, the index of the forward row whose logits decided it.
 struct RoundRow {
   int slot;      // -1: padding
   int count;     // committed tokens
@@ -138,11 +150,10 @@ struct RoundRow {
   int old_n;     // position of the slot's last token before the round
 };
 
-// Output ring: entry `replay % entries` starts at `stride` words times the entry; its rows are
-// `row` words apart.
+// Layout of a field of the output ring, in 32-bit words. A replay writes entry `replay % entries`.
 struct OutputLayout {
   int entries;
-  int stride;
-  int rows;
-  int row;
+  int stride;  // words from one entry to the next
+  int rows;    // batch rows per entry
+  int row;     // words per batch row
 };

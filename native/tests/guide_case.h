@@ -286,7 +286,7 @@ class GuidedCase {
       if (may_follow(path, token)) tokens.push_back(token);
     }
     const bool forced = setting_.forced && tokens.size() == 1;
-    WANT(stamp.more == (forced ? 1 + tokens[0] : 0));
+    WANT(stamp.detail == (forced ? 1 + tokens[0] : 0));
     return tokens[static_cast<size_t>(random_below(static_cast<int32_t>(tokens.size())))];
   }
 
@@ -349,7 +349,7 @@ class GuidedCase {
         token = answer.id;
       }
       const bool chained = setting_.forced && !setting_.masked;  // only forced tokens are drafted
-      if (chained && exchange_.stamp(s, j - 1)->more == 0) continue;
+      if (chained && exchange_.stamp(s, j - 1)->detail == 0) continue;
       if (token < 0 && setting_.masked) continue;
       if (!setting_.masked && !chained) token = random_token();
       if (token < 0) continue;

@@ -113,7 +113,7 @@ __device__ __forceinline__ const RoundRow* round_row(const RoundRow* rows, int r
 // grammar are free at every position.
 __device__ __forceinline__ int stamped_state(const RowStamp* stamp, int epoch, int position) {
   if (stamp->epoch != epoch) return ROW_NOT_READY;
-  if (stamp->state == ROW_FREE && stamp->more != 0) return ROW_FREE;
+  if (stamp->state == ROW_FREE && stamp->detail != 0) return ROW_FREE;
   return stamp->position == position ? stamp->state : ROW_NOT_READY;
 }
 
@@ -129,13 +129,13 @@ __device__ __forceinline__ int draft_row(int entry) { return entry & 0xffff; }
 // Whether the slot's request has no grammar, given the stamp of its row 0. Unlike the state of
 // other rows, this does not change while a round drafts.
 __device__ __forceinline__ bool is_unconstrained(const RowStamp* first, int epoch) {
-  return first->state == ROW_FREE && first->epoch == epoch && first->more != 0;
+  return first->state == ROW_FREE && first->epoch == epoch && first->detail != 0;
 }
 
 // Token that the grammar forces after `position`; -1: none.
 __device__ __forceinline__ int forced_token(const RowStamp* stamp, int epoch, int position) {
   if (stamped_state(stamp, epoch, position) != ROW_READY) return -1;
-  return stamp->more - 1;
+  return stamp->detail - 1;
 }
 
 __device__ __forceinline__ bool is_stop(const Slot& slot, int token) {

@@ -9,6 +9,14 @@ from typing import Any
 
 import numpy as np
 import reference_round as ref
+from round_simulator import (
+    pack_even_rows,
+    publish_slots,
+    read_draft_tree,
+    read_results,
+    write_draft_tree,
+    write_mask_row,
+)
 
 from graft.cudagraph.device import Device, Stream
 from graft.cudagraph.lanes import StreamLane
@@ -19,15 +27,14 @@ from graft.models.round.timing import make_timeline, timeline_args
 from graft.sampling.exchange import Exchange
 from graft.sampling.mode import DraftMode
 from graft.sampling.params import VERIFY_MODES, SamplingParams
-from graft.sampling.sampler import ROUND_ROW, RowMap, Sampler, output_ring
+from graft.sampling.sampler import RowMap, Sampler, output_ring
 from graft.sampling.state import SlotState
 
 
 def even_rows(device: Device, row_slot: DeviceArray, width: int) -> RowMap:
     """Return the map of a round with `width` forward rows per batch row."""
-    b, j = np.divmod(np.arange(len(row_slot) * width, dtype=np.int32), width)
-    first = device.from_host(np.arange(len(row_slot), dtype=np.int32) * width)
-    return RowMap(row_slot, first, device.from_host(b << 16 | j))
+    first, packed = pack_even_rows(len(row_slot), width)
+    return RowMap(row_slot, device.from_host(first), device.from_host(packed))
 
 
 @functools.cache
@@ -115,9 +122,7 @@ class TableRound:
             inside = (d2t >= 0) & (d2t < vocab)
             t2d[d2t[inside]] = np.arange(len(d2t), dtype=np.int32)[inside]
         self.state = SlotState(device, slots, vocab)
-        exchange = self.exchange = Exchange(device, slots, vocab, mode)
-        #: int32 [slots, width, 4]: state, epoch, position, more
-        self.stamps = exchange.stamps.view(np.int32).reshape(slots, self.width, 4)
+        self.exchange = Exchange(device, slots, vocab, mode)
         self.ring = output_ring(device, 2, slots, mode.drafts)
         self.replay_ptr = device.zeros((1,), "int32")
         self.sampler = Sampler(
@@ -145,8 +150,11 @@ class TableRound:
         """Set the slot of each batch row (-1: padding) for the following rounds."""
         self.row_slot = self.device.from_host(np.asarray(row_slot, np.int32), "int32")
 
-    def put(self, slot: int, s: ref.Slot) -> None:
-        """Join a slot and give it drafts, kinds and tables, as a previous round would have."""
+    def put(self, slot: int, s: ref.Slot, capacity: int | None = None) -> None:
+        """Join a slot and give it drafts, kinds and tables, as a previous round would have.
+
+        `capacity` is the number of positions with pages, by default the slot's limit.
+        """
         adjust = s.adjust or ref.Adjustment(SamplingParams())
         params = replace(
             adjust.params,
@@ -168,16 +176,15 @@ class TableRound:
             last=s.last,
             epoch=s.epoch,
             limit=s.limit,
+            capacity=capacity,
             prompt=adjust.prompt,
             output=adjust.output,
         )
         self.stream.synchronize()
         state = self.state.to_host()
-        for j, (d, kind) in enumerate(zip(s.drafts, s.kinds, strict=True)):
-            state["drafts"][slot, j] = d
-            state["q_kind"][slot, j] = kind
-            state["parent"][slot, j] = s.tree.parent[j + 1]
-            state["path"][slot, j] = s.tree.route(j + 1)
+        write_draft_tree(state[slot], s.tree)
+        state["q_kind"][slot, : len(s.drafts)] = s.kinds
+        for j, kind in enumerate(s.kinds):
             if kind == ref.POINT:
                 continue
             columns = np.arange(self.vocab) if self.d2t is None else self.d2t
@@ -185,15 +192,12 @@ class TableRound:
             table = np.zeros(self.draft_vocab, np.float32)
             table[inside] = s.q[j][columns[inside]]
             self.sampler.q[slot][j : j + 1].copy_from(table[None])
-        state["draft_len"][slot] = len(s.drafts)
         state["active"][slot] = s.active
         self.state.copy_from(state)
 
-    def write_mask(self, slot: int, j: int, row: ref.MaskRow) -> None:
-        """Write mask row j of a slot with its stamp."""
-        if row.legal is not None:
-            self.exchange.masks[slot, j] = ref.pack_bits(row.legal)
-        self.stamps[slot, j] = (row.state, row.epoch, row.position, row.more)
+    def write_mask(self, slot: int | slice, j: int, row: ref.MaskRow) -> None:
+        """Write mask row j of a slot with its stamp; see `write_mask_row`."""
+        write_mask_row(self.exchange, slot, j, row)
 
     def verify(self, logits: np.ndarray) -> dict[str, np.ndarray]:
         """Run target sampling and verification on logits [B, width, V]; return the results.
@@ -208,7 +212,8 @@ class TableRound:
             slots = self.state.to_host()
             slots["draft_len"] = np.minimum(slots["draft_len"], width - 1)
             self.state.copy_from(slots)
-        placed, b, j = even_rows(self.device, self.row_slot, width), *np.indices((batch, width))
+        placed = even_rows(self.device, self.row_slot, width)
+        b, j = np.indices((batch, width))
         if self.places is not None:
             placed = self._begin(batch + self.places)
             b, j = np.divmod(placed.map.to_host(), 1 << 16)
@@ -224,9 +229,7 @@ class TableRound:
     def _begin(self, count: int) -> RowMap:
         """Begin a round of all slots with `count` rows."""
         self.replay_ptr.copy_from(np.array([self.replay - 1], np.int32))
-        self.inputs.reserve(self.replay)
-        self.inputs.row("slot", self.replay)[:] = self.row_slot.to_host()
-        self.inputs.publish(self.replay)
+        publish_slots(self.inputs, self.replay, self.row_slot.to_host())
         named = self.device.zeros(self.row_slot.shape, "int32")
         placed, _ = open_round(
             self.device,
@@ -278,32 +281,24 @@ class TableRound:
         """Assert that the state of the slots equals the reference's."""
         state = self.state.to_host()
         for i, s in enumerate(slots):
-            count = state["draft_len"][i]
-            assert (state["n"][i], state["last"][i], state["active"][i]) == (s.n, s.last, s.active)
-            assert tuple(state["drafts"][i, :count]) == s.drafts
-            if count:
-                assert tuple(state["parent"][i, :count]) == s.tree.parent[1:]
-                routes = [s.tree.route(j) for j in range(1, count + 1)]
-                assert state["path"][i, :count].tolist() == routes
+            count = len(s.drafts)
+            assert (state["n"][i], state["active"][i]) == (s.n, s.active)
+            assert read_draft_tree(state[i]) == s.tree
+            routes = [s.tree.route(j) for j in range(1, count + 1)]
+            assert state["path"][i, :count].tolist() == routes
             assert tuple(state["q_kind"][i, :count]) == s.kinds
 
     def take(self, i: int, s: ref.Slot) -> None:
         """Copy the drafts that the kernels generated to a slot of the reference."""
         state = self.state.to_host()
-        count = state["draft_len"][i]
-        drafts = state["drafts"][i, :count].tolist()
-        parents = state["parent"][i, :count].tolist()
-        s.tree = ref.Tree((s.last, *drafts), (-1, *parents))
+        s.tree = read_draft_tree(state[i])
+        count = len(s.drafts)
         s.q = (None,) * count
         s.kinds = tuple(state["q_kind"][i, :count].tolist())
 
     def results(self, replay: int) -> dict[str, np.ndarray]:
         """Return copies of a replay's results: the fields of ROUND_ROW, and tokens."""
-        rows = self.ring.row("rows", replay).copy()
-        head = ROUND_ROW.itemsize // 4
-        fields = rows[:, :head].copy().view(ROUND_ROW)[:, 0]
-        tokens = rows[:, head : head + self.width]
-        return {name: fields[name] for name in ROUND_ROW.names} | {"tokens": tokens}
+        return read_results(self.ring.row("rows", replay), self.width)
 
     def draft(self, j: int, logits: np.ndarray) -> None:
         """Sample draft j from logits [B, Vd]."""

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass, replace
+from typing import Any
 
 import numpy as np
 import reference_round as ref
@@ -17,7 +18,6 @@ from sampling_round import TableRound
 
 from graft.cudagraph.device import Device, Stream
 from graft.sampling.mode import TREE_CANDIDATES, DraftMode
-from graft.sampling.state import SLOT
 from graft.sampling.tree import TreePlan, TreeSampler
 
 V = 8
@@ -28,6 +28,7 @@ NARROW = ref.Filter(1.0, top_k=3)
 NUCLEUS = ref.Filter(1.1, top_p=0.85)
 START = (0, 1)  # the prompt's last two tokens
 FIRST = 5  # position of the last prompt token
+EPOCH = 3
 END = V  # symbol of positions after a stop id
 
 
@@ -304,25 +305,20 @@ def _answer_trees(r: TableRound, table: Table, behind: np.ndarray, level: int) -
 
 def _join_all(r: TableRound, case: Case, first_seed: int) -> None:
     """Join every slot with the same request and different seeds."""
-    f = case.filter
-    state = np.zeros(r.slots, SLOT)
-    for name, value in {
-        "n": FIRST,
-        "last": START[1],
-        "active": 1,
-        "epoch": 3,
-        "limit": FIRST + 1 + case.length,
-        "capacity": FIRST + 1 + case.length + case.draft_length,
-        "temperature": f.temperature,
-        "top_k": f.top_k,
-        "top_p": f.top_p,
-        "min_p": f.min_p,
-        "verify": case.verify,
-        "num_stop_ids": len(case.stop_ids),
-        "seed": np.arange(first_seed, first_seed + r.slots, dtype=np.uint64),
-    }.items():
-        state[name] = value
-    state["stop_ids"][:, : len(case.stop_ids)] = case.stop_ids
+    limit = FIRST + 1 + case.length
+    request = ref.Slot(
+        n=FIRST,
+        tree=ref.chain(START[1]),
+        limit=limit,
+        filter=case.filter,
+        verify=case.verify,
+        epoch=EPOCH,
+        stop_ids=case.stop_ids,
+    )
+    r.put(0, request, capacity=limit + case.draft_length)
+    state = r.state.to_host()
+    state[:] = state[0]
+    state["seed"] = np.arange(first_seed, first_seed + r.slots, dtype=np.uint64)
     r.state.copy_from(state)
 
 
@@ -340,13 +336,12 @@ def _write_row(
     r: TableRound,
     j: int,
     legal: np.ndarray,
-    state: object,
-    position: np.ndarray,
-    more: object = 0,
+    state: Any,
+    position: Any,
+    detail: Any = 0,
 ) -> None:
-    r.exchange.masks[:, j] = ref.pack_bits(legal)
-    for i, values in enumerate((state, 3, position, more)):
-        r.stamps[:, j, i] = values
+    """Write mask row `j` of all slots."""
+    r.write_mask(slice(None), j, ref.MaskRow(state, EPOCH, position, legal, detail))
 
 
 def _answer(r: TableRound, table: Table, pair: np.ndarray, j: int) -> None:

@@ -23,8 +23,8 @@ def random_row(rng: np.random.Generator, slot: ref.Slot, j: int) -> ref.MaskRow:
     if rng.random() < 0.15:
         return forged_row(slot, j, str(rng.choice(list(FORGED))), legal)
     state = int(rng.choice([ref.FREE, ref.DEAD_END, ref.ERROR])) if rng.random() < 0.1 else 2
-    more = int(rng.integers(0, V)) if state == ref.READY and rng.random() < 0.1 else 0
-    return ref.MaskRow(state, slot.epoch, slot.n + j, legal, more)
+    detail = int(rng.integers(0, V)) if state == ref.READY and rng.random() < 0.1 else 0
+    return ref.MaskRow(state, slot.epoch, slot.n + j, legal, detail)
 
 
 MASKING = {"unmasked": "none", "masked": "fill", "probed": "probe"}
@@ -84,7 +84,7 @@ def test_draft_chain_matches_reference(make_round, block, mapped, how):
         rows = [
             [
                 ref.MaskRow(
-                    ref.FREE if rng.random() < 0.9 else ref.NOT_READY, s.epoch, s.n, more=f
+                    ref.FREE if rng.random() < 0.9 else ref.NOT_READY, s.epoch, s.n, detail=f
                 ),
                 *[ref.MaskRow(ref.NOT_READY, s.epoch, s.n)] * K,
             ]
@@ -104,7 +104,7 @@ def test_draft_chain_matches_reference(make_round, block, mapped, how):
                 answer = -1
                 row = random_row(rng, s, j - 1)
                 if free[i]:
-                    row = ref.MaskRow(ref.FREE, s.epoch, 0, more=1)
+                    row = ref.MaskRow(ref.FREE, s.epoch, 0, detail=1)
                     assert tuple(r.exchange.candidates[i, :2]) != (r.replay, j)
                 elif probed:
                     answer, row = probe(i, s, j, logits[i])
@@ -168,7 +168,8 @@ def test_lattice_candidates_match_reference(make_round, block, mapped, branch):
         slots = [random_slot(rng, V, 5) for _ in range(SLOTS)]
         free = [i % 4 == 0 for i in range(SLOTS)]
         rows = [
-            [ref.MaskRow(ref.FREE, s.epoch, s.n, more=f)] for s, f in zip(slots, free, strict=True)
+            [ref.MaskRow(ref.FREE, s.epoch, s.n, detail=f)]
+            for s, f in zip(slots, free, strict=True)
         ]
         before = [s.n for s in slots]
         order = rng.permutation(SLOTS)

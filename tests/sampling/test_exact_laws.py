@@ -63,7 +63,7 @@ class OutcomeEnumerator:
     def __lt__(self, chance: float) -> bool:
         return self.choose([1.0 - chance, chance]) == 1
 
-    def draw(self, weights: np.ndarray, *name: object, **more: object) -> int:
+    def draw(self, weights: np.ndarray, *name: object, **options: object) -> int:
         total = float(np.sum(weights))
         return self.choose(list(np.asarray(weights) / total)) if total > 0 else -1
 
@@ -80,12 +80,12 @@ class World:
     late: bool = False  # rows after some tokens are not ready during verification
 
     @classmethod
-    def random(cls, seed: int, **more: object) -> World:
+    def random(cls, seed: int, **fields: object) -> World:
         rng = np.random.default_rng(seed)
         legal = rng.random((V, V)) < 0.75
         legal[np.arange(V), (np.arange(V) + seed) % V] = True
         tables = (np.log(rng.dirichlet([0.5] * V, V)).astype(np.float32) for _ in range(2))
-        return cls(*tables, legal, **more)
+        return cls(*tables, legal, **fields)
 
     def row(self, slot: ref.Slot, j: int, token: int, verifying: bool = True) -> ref.MaskRow:
         late = verifying and self.late and j > 0 and (token + slot.n) % 2 == 0
@@ -130,9 +130,9 @@ def distribution_of_rounds(
     def law(n: int, last: int) -> dict:
         total: dict = defaultdict(float)
         for (tokens, _, active), probability in rounds(n, last):
-            behind = law(n + len(tokens), tokens[-1]) if active else {(): 1.0}
-            for more, p in behind.items():
-                total[tokens + more] += probability * p
+            rest = law(n + len(tokens), tokens[-1]) if active else {(): 1.0}
+            for continuation, p in rest.items():
+                total[tokens + continuation] += probability * p
         return total
 
     mean = sum(accepted * p for (_, accepted, _), p in rounds(start.n, start.last))

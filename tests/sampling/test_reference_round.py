@@ -79,7 +79,7 @@ def test_rejection_sampling_uses_no_random_number_twice(monkeypatch, verify):
         return original(seed, position, purpose, ids, *rest)
 
     monkeypatch.setattr(ref, "words", spy)
-    everything = [ref.MaskRow(ref.FREE, 1, 0, more=1)] * (k + 1)
+    everything = [ref.MaskRow(ref.FREE, 1, 0, detail=1)] * (k + 1)
     for seed in range(8):
         slot = ref.Slot(n=5, tree=ref.chain(0), limit=40, seed=seed, verify=verify)
         while slot.active:

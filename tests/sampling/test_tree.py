@@ -107,7 +107,7 @@ class TreeRound:
             s.verify = ref.COUPLED
             s.limit = s.limit + 3
         rows = [
-            [ref.MaskRow(ref.FREE, s.epoch, s.n, more=f)]
+            [ref.MaskRow(ref.FREE, s.epoch, s.n, detail=f)]
             for s, f in zip(self.slots, self.free, strict=True)
         ]
         before = [s.n for s in self.slots]
@@ -263,7 +263,7 @@ def test_draft_tree_prefers_earlier_of_equal_nodes(make_round, block):
     tree = TreeSampler(r.sampler)
     slot = ref.Slot(n=4, tree=ref.chain(1), limit=50)
     slot.filter = ref.Filter(0.0)
-    r.play([slot], np.zeros((1, 1, 8), np.float32), [[ref.MaskRow(ref.FREE, 1, 4, more=1)]])
+    r.play([slot], np.zeros((1, 1, 8), np.float32), [[ref.MaskRow(ref.FREE, 1, 4, detail=1)]])
     for level in range(1, LEVELS + 1):
         up = r.device.zeros((1 if level == 1 else BRANCH, 8), "float32")
         tree.draft(r.lane, up, r.row_slot, level)
@@ -329,7 +329,7 @@ def test_place_drafts_matches_reference(make_round, kind):
     for _ in range(20):
         slots = [random_slot(rng, 6, 2) for _ in range(SLOTS)]
         before = [s.n for s in slots]
-        rows = [[ref.MaskRow(ref.FREE, s.epoch, s.n, more=1)] for s in slots]
+        rows = [[ref.MaskRow(ref.FREE, s.epoch, s.n, detail=1)] for s in slots]
         for s in slots:
             s.limit = s.n + int(rng.integers(2, 30))
             s.verify = ref.COUPLED

@@ -71,7 +71,7 @@ def add_drafts(rng: np.random.Generator, slot: ref.Slot, logits: np.ndarray, kno
             ref.keep(slot, d, int(rng.random() < 0.3), table, j)
 
 
-#: State, and what is added to epoch and position; `more`.
+#: Stamps that make a row unusable: state, offsets of epoch and position, and `detail`.
 FORGED = {
     "older epoch": (ref.READY, -1, 0),
     "newer epoch": (ref.READY, 1, 0),
@@ -89,8 +89,8 @@ FORGED = {
 
 def forged_row(slot: ref.Slot, j: int, name: str, legal: np.ndarray) -> ref.MaskRow:
     """Return row j with a stamp of another request, position or epoch."""
-    state, epoch, position, *more = FORGED[name]
-    return ref.MaskRow(state, slot.epoch + epoch, slot.n + j + position, legal, *more)
+    state, epoch, position, *detail = FORGED[name]
+    return ref.MaskRow(state, slot.epoch + epoch, slot.n + j + position, legal, *detail)
 
 
 def random_masks(rng: np.random.Generator, slot: ref.Slot, most: int = K) -> list[ref.MaskRow]:
@@ -106,8 +106,8 @@ def random_masks(rng: np.random.Generator, slot: ref.Slot, most: int = K) -> lis
         position = slot.n + depth + int(state == ref.FREE and rng.random() < 0.3)
         if not legal.any() and rng.random() < 0.5:
             legal[:] = True
-        more = int(rng.random() < 0.3)
-        row = ref.MaskRow(state, slot.epoch, position, legal, more)
+        detail = int(rng.random() < 0.3)
+        row = ref.MaskRow(state, slot.epoch, position, legal, detail)
         rows.append(
             forged_row(slot, j, str(rng.choice(list(FORGED))), legal)
             if rng.random() < 0.08
@@ -187,7 +187,7 @@ DEAD = ref.DEAD_END
 FAULT = ref.ERROR
 
 
-def slot_of(f=GREEDY, drafts=(10, 11, 12), kind=ref.POINT, q=None, **more) -> ref.Slot:
+def slot_of(f=GREEDY, drafts=(10, 11, 12), kind=ref.POINT, q=None, **changes) -> ref.Slot:
     """Return a slot with the given drafts."""
     tables = q if isinstance(q, tuple) else (q,) * len(drafts)
     return ref.Slot(
@@ -199,7 +199,7 @@ def slot_of(f=GREEDY, drafts=(10, 11, 12), kind=ref.POINT, q=None, **more) -> re
             "filter": f,
             "kinds": (kind,) * len(drafts),
             "q": tables,
-            **more,
+            **changes,
         }
     )
 
@@ -250,8 +250,8 @@ RULES = {
 @pytest.mark.parametrize("rule", RULES)
 def test_verification_rules(small, f, rule):
     """Tokens and reason are as expected; an ended slot is inactive and does not change."""
-    more, states, expected = RULES[rule]
-    slot = slot_of(f, **more)
+    changes, states, expected = RULES[rule]
+    slot = slot_of(f, **changes)
     rows = rows_of(slot, *states)
     assert one(small, slot, rows) == expected
     assert slot.active == (expected[2] == 0)
@@ -345,7 +345,7 @@ def test_accept_prob_follows_past_rounds(make_round):
         add_drafts(rng, slot, logits[i], np.ones(V, bool))
         r.put(i, slot)
         for j in range(most + 1):
-            r.write_mask(i, j, ref.MaskRow(ref.FREE, slot.epoch, 0, more=1))
+            r.write_mask(i, j, ref.MaskRow(ref.FREE, slot.epoch, 0, detail=1))
     state = r.state.to_host()
     first = np.cumprod(np.full(most, 0.7, np.float32))
     np.testing.assert_array_equal(state["accept_prob"][:, :most], np.tile(first, (count, 1)))
