@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterable
 from typing import Any
 
@@ -37,12 +36,14 @@ def expect(name: str, array: Any, dtype: str | tuple[str, ...], **dims: int) -> 
     ShapeError
         If dtype or shape differs.
     """
-    allowed = (dtype,) if isinstance(dtype, str) else dtype
-    if array.dtype not in allowed or tuple(array.shape) != tuple(dims.values()):
-        wanted = ", ".join(f"{dim}={size}" for dim, size in dims.items())
-        raise ShapeError(
-            f"{name} is {array.dtype}{list(array.shape)}, expected {' or '.join(allowed)}[{wanted}]"
-        )
+    dtypes = (dtype,) if isinstance(dtype, str) else dtype
+    sizes = tuple(dims.values())
+    if array.dtype in dtypes and tuple(array.shape) == sizes:
+        return
+    found = f"{array.dtype}{list(array.shape)}"
+    expected_dtype = " or ".join(dtypes)
+    expected_shape = ", ".join(f"{dim}={size}" for dim, size in dims.items())
+    raise ShapeError(f"{name} is {found}, expected {expected_dtype}[{expected_shape}]")
 
 
 def check_range(name: str, value: float, low: float, high: float) -> None:
@@ -53,10 +54,10 @@ def check_range(name: str, value: float, low: float, high: float) -> None:
 
 def check_integer(name: str, value: object, low: int, high: int) -> None:
     """Raise OptionError unless `value` is an int, not a bool, from `low` to `high`."""
-    if isinstance(value, bool) or not isinstance(value, int) or not low <= value <= high:
-        raise OptionError(
-            f"{name} must be an integer from {low} to {high}, got {short_repr(value)}"
-        )
+    is_integer = isinstance(value, int) and not isinstance(value, bool)
+    if is_integer and low <= value <= high:  # type: ignore[operator]
+        return
+    raise OptionError(f"{name} must be an integer from {low} to {high}, got {short_repr(value)}")
 
 
 def check_real(
@@ -67,8 +68,7 @@ def check_real(
     With `open_low`, `low` itself is not allowed either.
     """
     is_number = isinstance(value, (int, float)) and not isinstance(value, bool)
-    if is_number and isinstance(value, float) and math.isnan(value):
-        is_number = False
+    # NaN is out of every range, because comparisons with NaN are false.
     if not is_number or not low <= value <= high:  # type: ignore[operator]
         raise OptionError(f"{name} must be a number from {low} to {high}, got {short_repr(value)}")
     if open_low and value == low:
@@ -84,11 +84,13 @@ def check_ids(name: str, ids: Iterable[object], vocab_size: int) -> None:
 def short_repr(value: object, max_length: int = 80) -> str:
     """Return the repr of a value, truncated to `max_length` characters.
 
-    If the repr cannot be computed, such as that of an integer with thousands of digits, a
-    description of the type is returned.
+    If `repr` raises an exception, for example for an integer with thousands of digits, return a
+    description of the type.
     """
     try:
         text = repr(value)
     except Exception:
         return f"a {type(value).__name__} without a printable value"
-    return text if len(text) <= max_length else f"{text[:max_length]}..."
+    if len(text) > max_length:
+        return f"{text[:max_length]}..."
+    return text

@@ -1,7 +1,8 @@
-"""Pinned memory that the kernels, the grammar worker and the host share, slot by slot.
+"""Pinned memory through which kernels, grammar worker and host exchange records.
 
-The records are declared in ``native/records/exchange.h``. This module allocates them and computes
-their offsets.
+Every slot, the state of one running request, has one record of each kind: stamps of its mask rows,
+committed tokens, drafts, candidates, and the grammar's answer. ``native/records/exchange.h``
+declares the records. This module allocates the memory and computes the offsets.
 """
 
 from __future__ import annotations
@@ -26,7 +27,7 @@ _LINE_WORDS = 16  # 32-bit words of a cache line
 
 
 class Exchange:
-    """Records of every slot at fixed addresses.
+    """Records of all slots at fixed addresses, and the mask rows.
 
     Parameters
     ----------
@@ -52,9 +53,11 @@ class Exchange:
     host_masks : PinnedArray
         int32 [rows, S, words]: mask rows as the grammar worker writes them.
     device_masks : DeviceArray
-        int32 [rows, S, words]: copy that kernels read, see `copy_masks_to_device`.
+        int32 [rows, S, words]: copy in device memory that kernels read; `copy_masks_to_device`
+        updates it.
     committed, drafted, candidates : numpy.ndarray
-        int32 [S, ...]: the words of the record of that name, followed by its ids.
+        int32 [S, ...]: the fields of ``Committed``, ``Drafted`` and ``Candidates``, followed by
+        the ids.
     answer : numpy.ndarray
         Answer [S].
     legal : numpy.ndarray
@@ -75,29 +78,32 @@ class Exchange:
         self.vocab_size = vocab_size
         self.mode = mode
         rows = mode.drafts + 1
-        words = -(-vocab_size // 32)
-        stamp = read_struct(RECORDS_HEADER, "RowStamp")
-        answer = read_struct(RECORDS_HEADER, "Answer")
+        words = -(-vocab_size // 32)  # per mask row
         sizes = _record_words(mode)
         offsets, stride = _offsets(sizes)
         self.layout = _layout(slots, rows, words, mode, offsets, stride)
-        self.memory = PinnedArray(context, slots * (stride + rows * words), "int32")
-        records, masks = np.split(self.memory.array, [slots * stride])
-        records = records.reshape(slots, stride)
+        num_record_words = slots * stride
+        num_mask_words = slots * rows * words
+        self.memory = PinnedArray(context, num_record_words + num_mask_words, "int32")
+        records = self.memory.array[:num_record_words].reshape(slots, stride)
+        masks = self.memory.array[num_record_words:].reshape(rows, slots, words)
 
         def view(name: str) -> NDArray:
-            return records[:, offsets[name] : offsets[name] + sizes[name]]
+            first = offsets[name]
+            return records[:, first : first + sizes[name]]
 
-        self.stamps = view("stamps").view(stamp)
-        self.masks = masks.reshape(rows, slots, words).swapaxes(0, 1)
+        self.stamps = view("stamps").view(read_struct(RECORDS_HEADER, "RowStamp"))
+        self.masks = masks.swapaxes(0, 1)
         self.device_masks = zeros(context, (rows, slots, words), "int32")
-        self.host_masks = self.memory.view(slots * stride, (rows, slots, words))
+        self.host_masks = self.memory.view(num_record_words, (rows, slots, words))
         self.committed = view("committed")
         self.drafted = view("drafted")
         self.candidates = view("candidate_ids")
-        answer_words = answer.itemsize // 4
-        self.answer = view("answer")[:, :answer_words].view(answer)[:, 0]
-        self.legal = view("answer")[:, answer_words:].view(np.uint32)
+        answer_dtype = read_struct(RECORDS_HEADER, "Answer")
+        answer_words = answer_dtype.itemsize // 4
+        answers = view("answer")
+        self.answer = answers[:, :answer_words].view(answer_dtype)[:, 0]
+        self.legal = answers[:, answer_words:].view(np.uint32)
 
     @property
     def host_ptr(self) -> int:
@@ -110,8 +116,10 @@ class Exchange:
         The lane must be ordered after the grammar step that writes the rows.
         """
         _, slots, words = self.host_masks.shape
-        host_masks = self.host_masks.view(first * slots * words, (end - first, slots, words))
-        lane.copy(self.device_masks[first:end], host_masks, name=f"mask rows {first} to {end - 1}")
+        offset = first * slots * words
+        host_masks = self.host_masks.view(offset, (end - first, slots, words))
+        device_masks = self.device_masks[first:end]
+        lane.copy(device_masks, host_masks, name=f"mask rows {first} to {end - 1}")
 
     def close(self) -> None:
         """Free the memory. The views must not be used afterwards."""
@@ -119,26 +127,33 @@ class Exchange:
 
 
 def _record_words(mode: DraftMode) -> dict[str, int]:
-    """Return the size of each record of a slot, in 32-bit words, with the ids that follow it."""
-    names = ("RowStamp", "Committed", "Drafted", "Candidates", "Answer")
-    head = {name: read_struct(RECORDS_HEADER, name).itemsize // 4 for name in names}
+    """Return the size of each record of a slot, in 32-bit words.
+
+    The size includes the ids that follow the record's struct.
+    """
     rows = mode.drafts + 1
     return {
-        "stamps": rows * head["RowStamp"],
-        "committed": head["Committed"] + rows,
-        "drafted": head["Drafted"] + 2 * mode.recorded_drafts,
-        "candidate_ids": head["Candidates"] + mode.candidate_words,
-        "answer": head["Answer"] + mode.answer_words,
+        "stamps": rows * _struct_words("RowStamp"),
+        "committed": _struct_words("Committed") + rows,
+        "drafted": _struct_words("Drafted") + 2 * mode.recorded_drafts,
+        "candidate_ids": _struct_words("Candidates") + mode.candidate_words,
+        "answer": _struct_words("Answer") + mode.answer_words,
     }
 
 
+def _struct_words(name: str) -> int:
+    """Return the size of a struct of exchange.h in 32-bit words."""
+    return read_struct(RECORDS_HEADER, name).itemsize // 4
+
+
 def _offsets(sizes: dict[str, int]) -> tuple[dict[str, int], int]:
-    """Return the offset of each record, aligned to cache lines, and the words of a slot."""
+    """Return the offset of each record, aligned to cache lines, and the words per slot."""
     offsets = {}
     end = 0
     for name, count in sizes.items():
         offsets[name] = end
-        end += -(-count // _LINE_WORDS) * _LINE_WORDS
+        num_lines = -(-count // _LINE_WORDS)
+        end += num_lines * _LINE_WORDS
     return offsets, end
 
 

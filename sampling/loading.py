@@ -15,8 +15,9 @@ KERNELS = Path(__file__).parent / "kernels"
 #: Maximum number of candidates per row of the draft selector (kernels/selector.cu).
 MAX_SELECTED: int = read_numbers(KERNELS / "selector.cu")["MAX_SELECTED"]
 
-#: Threads per row block. Results do not depend on it. On the soft device, one thread processes the
-#: row in vectorized loops without barriers.
+#: Threads per row block, a thread block that processes one row of logits or a part of it. Results
+#: do not depend on the number. On the soft device, one thread processes the row in vectorized loops
+#: without barriers.
 _ROW_BLOCK = {"soft": 1, "cuda": 512}
 
 
@@ -29,9 +30,11 @@ def row_parts(device: Device, columns: int) -> int:
     """Return the number of blocks that share a row; each has a few thousand columns."""
     if device.kind == "soft":
         return 1
-    return min(max(columns // 4096, 1), 32)
+    parts = columns // 4096
+    return min(max(parts, 1), 32)
 
 
 def load(device: Device, name: str, block: int) -> Any:
     """Load ``kernels/<name>.cu`` for blocks of ``block`` threads (1 or a multiple of 32)."""
-    return device.load(KERNELS / f"{name}.cu", defines={"SAMPLE_BLOCK": str(block)})
+    path = KERNELS / f"{name}.cu"
+    return device.load(path, defines={"SAMPLE_BLOCK": str(block)})

@@ -28,9 +28,9 @@ class MaskApply:
     def __init__(self, device: Device, *, block: int | None = None) -> None:
         self._block = _THREADS[device.kind] if block is None else block
         kernels = load(device, "mask", self._block)
-        self._kernels = {
-            name: kernels[f"mask_apply_{name}"] for name in ("float32", "float16", "bfloat16")
-        }
+        self._kernels = {}
+        for dtype in ("float32", "float16", "bfloat16"):
+            self._kernels[dtype] = kernels[f"mask_apply_{dtype}"]
 
     def __call__(
         self,
@@ -93,7 +93,9 @@ class MaskApply:
             return
         chunks = 1
         if self._block > 1:
-            chunks = max(1, min(-(-columns // max(self._block, 32)), 64))
+            columns_per_chunk = max(self._block, 32)
+            chunks = min(-(-columns // columns_per_chunk), 64)
+            chunks = max(chunks, 1)
         lane.kernel(
             self._kernels[logits.dtype],
             (chunks, rows, 1),

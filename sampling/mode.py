@@ -51,8 +51,9 @@ class DraftMode:
     tree       best nodes by logits, per level     "none", "probe", "lattice-probe"
     =========  ==================================  ======================================
 
-    A drafter that generates a chain or a tree from logits may propose token ids too; they are then
-    the first drafts. With "lattice-probe" the logits of all levels are available at once.
+    A drafter that generates a chain or a tree from logits may propose token ids, too; these are
+    then the first drafts. "lattice-probe" requires a drafter that computes the logits of all levels
+    at once.
 
     Parameters
     ----------
@@ -153,16 +154,19 @@ class DraftMode:
 
     @property
     def candidate_words(self) -> int:
-        """32-bit words that follow a ``Candidates`` record: ids, and shares of a lattice."""
+        """Number of 32-bit words that follow a ``Candidates`` record.
+
+        They are the ids and, for a lattice, the probabilities of the ids.
+        """
         if self.is_lattice:
             return 2 * self.levels * self.candidates
         return self.branch * self.candidates
 
     @property
     def answer_words(self) -> int:
-        """32-bit words that follow an ``Answer`` record.
+        """Number of 32-bit words that follow an ``Answer`` record.
 
-        They are drafts and parents for a lattice, and legality bits per node for a tree.
+        They are drafts and parents for a lattice, and bits of legal candidates per node for a tree.
         """
         if self.is_lattice:
             return 2 * self.drafts

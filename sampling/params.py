@@ -77,20 +77,19 @@ class SamplingParams:
 
     `SlotState.join` writes these parameters to ``struct Slot`` of sampling/kernels/slot.cuh.
 
-    The logit ``x`` of a token is changed in this order, which is that of vLLM
-    (https://docs.vllm.ai/en/latest/api/vllm/v1/sample/sampler/), before mask, temperature and
-    filters::
+    Before mask, temperature and filters are applied, the logit ``x`` of a token is changed in this
+    order, which is vLLM's order (https://docs.vllm.ai/en/latest/api/vllm/v1/sample/sampler/)::
 
         -inf                                         not in allowed_ids, or in banned_ids
         x + logit_bias
         x / repetition if x > 0 else x * repetition  token occurs in the prompt or the output
         x - frequency * count - presence             token occurs `count` > 0 times in the output
 
-    The repetition penalty is that of CTRL (arXiv 1909.05858), as in Hugging Face and vLLM. Presence
-    and frequency penalty are those of OpenAI (https://platform.openai.com/docs/api-reference).
-    Computation is in float32, and each operation is rounded. The output of a row consists of the
-    committed tokens and the drafts on the path to the row, so speculation does not change the
-    distribution.
+    The repetition penalty is defined as in CTRL (arXiv 1909.05858), Hugging Face and vLLM. Presence
+    and frequency penalty are defined as in OpenAI's API
+    (https://platform.openai.com/docs/api-reference). Computation is in float32, and each operation
+    is rounded. For the row of a draft, "the output" consists of the committed tokens and the drafts
+    on the path to this row, so speculation does not change the distribution.
 
     Parameters
     ----------
@@ -200,7 +199,10 @@ class SamplingParams:
         self._check_bias(vocab_size)
 
     def check_values(self, vocab_size: int) -> None:
-        """Check everything except lists of token ids, in constant time. Raises as `check`."""
+        """Check all parameters except for lists of token ids, in constant time.
+
+        Parameters and exceptions are those of `check`.
+        """
         for name, (low, high) in _INTEGERS.items():
             check_integer(name, getattr(self, name), low, high)
         for name, (lowest, highest, open_low) in _REALS.items():
@@ -237,18 +239,16 @@ class SamplingParams:
         check_ids("logit_bias", bias, vocab_size)
         for value in bias.values():
             check_real("each value of logit_bias", value, -_MAX_BIAS, _MAX_BIAS)
-        banned = self.banned_ids or ()
-        lists = {"banned_ids": banned}
-        if self.allowed_ids is not None:
-            lists["allowed_ids"] = self.allowed_ids
-        for name, ids in lists.items():
+        for name in ("banned_ids", "allowed_ids"):
+            ids = getattr(self, name) or ()
             if len(ids) > vocab_size:
                 raise OptionError(f"{name} has {len(ids)} ids, the vocabulary {vocab_size}")
             check_ids(name, ids, vocab_size)
+        banned = set(self.banned_ids or ())
         if self.allowed_ids is None:
-            num_left = vocab_size - len(set(banned))
+            num_left = vocab_size - len(banned)
         else:
-            num_left = len(set(self.allowed_ids) - set(banned))
+            num_left = len(set(self.allowed_ids) - banned)
         if num_left == 0:
             raise OptionError("allowed_ids and banned_ids leave no id")
 
@@ -260,16 +260,23 @@ class SamplingParams:
         Parameters
         ----------
         table
-            int32 [2, V]: the bits of each token's float32 bias, and its token count.
+            int32 [2, V], overwritten. Row 0 has the bits of each token's float32 bias. Row 1 has
+            twice the token's count in `output`, plus 1 if it occurs in `prompt`.
         prompt, output
             Token ids of the prompt and of the output so far.
         """
         bias = table[0].view(np.float32)
         counts = table[1]
-        bias[:] = 0.0 if self.allowed_ids is None else -np.inf
-        bias[list(self.allowed_ids or ())] = 0.0
-        for token, value in (self.logit_bias or {}).items():
-            bias[token] += np.float32(value)
-        bias[list(self.banned_ids or ())] = -np.inf
-        counts[:] = 2 * np.bincount(np.asarray(output, np.int64), minlength=counts.size)
+        if self.allowed_ids is None:
+            bias[:] = 0.0
+        else:
+            bias[:] = -np.inf
+            bias[list(self.allowed_ids)] = 0.0
+        if self.logit_bias:
+            for token, value in self.logit_bias.items():
+                bias[token] += np.float32(value)
+        if self.banned_ids:
+            bias[list(self.banned_ids)] = -np.inf
+        output_ids = np.asarray(output, np.int64)
+        counts[:] = 2 * np.bincount(output_ids, minlength=counts.size)
         counts[list(prompt)] += 1

@@ -105,8 +105,8 @@ class RowMap:
 class Sampler:
     """Adds the sampling kernels of a round to lanes.
 
-    A round calls `target` and `verify`, and then `draft` for j = 1 .. K or `place`. Before mask
-    rows are read, `Exchange.copy_masks_to_device` must have copied them.
+    A round calls `target` and `verify`, and then either `draft` for j = 1 .. K or `place`. The lane
+    must be ordered after the `Exchange.copy_masks_to_device` of the mask rows that a kernel reads.
 
     Logits are filtered in the order: adjustments of `SamplingParams`, vocabulary bound, mask,
     temperature, top-k, top-p, min-p, renormalization. Ties go to the smaller id. A NaN or +inf
@@ -131,11 +131,11 @@ class Sampler:
     max_batch
         Maximum number of batch rows.
     draft_vocab
-        Number of columns Vd of the drafter's logits; 0 if it has none.
+        Number of columns Vd of the drafter's logits; 0 if the drafter computes no logits.
     d2t
-        int32 [Vd], target id of each drafter column; None if they are equal.
+        int32 [Vd], target id of each drafter column; None if columns are target ids.
     t2d
-        int32 [V], drafter column of each target id, or -1; given exactly if `d2t` is.
+        int32 [V], drafter column of each target id, or -1. Required with `d2t`, else None.
     block
         Threads per row: 1 or a multiple of 32, at most 1024. Default: by device. Results do not
         depend on it.
@@ -288,7 +288,8 @@ class Sampler:
             self.raw,
         ]
         lane.kernel(self._adjust, grid, self.block, args, name="adjust logits")
-        # Blocks can share only the first step of a launch; a single block needs one launch.
+        # The blocks of a row share only the first step of a launch, so several blocks need one
+        # launch per step. A single block runs all steps in one launch.
         steps = [(0, 2)] if self._parts == 1 else [(step, step) for step in range(3)]
         for first, last in steps:
             args = [
@@ -456,7 +457,9 @@ class Sampler:
         parents: DeviceArray | None = None,
         max_drafts: int | None = None,
     ) -> None:
-        """Make drafts of proposed token ids, as point masses, for the slots of `draft`.
+        """Make proposed token ids the drafts of the slots that committed tokens in this replay.
+
+        The drafts are point masses: they were not sampled from a stored distribution.
 
         Parameters
         ----------

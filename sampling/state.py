@@ -42,10 +42,10 @@ class SlotState:
     Attributes
     ----------
     array
-        uint8 [S, SLOT.itemsize]; kernels take it as ``Slot*``.
+        uint8 [S, SLOT.itemsize]; the type of the kernels' argument is ``Slot*``.
     tables
-        int32 [S, 2, V], logit bias and token counts; see kernels/adjust.cu. Undefined for requests
-        without bias and penalties.
+        int32 [S, 2, V], logit bias and token counts in the layout of
+        `SamplingParams.write_logit_table`. Undefined for requests without bias and penalties.
     """
 
     def __init__(self, device: Device, slots: int, vocab_size: int) -> None:
@@ -87,10 +87,10 @@ class SlotState:
         The target's KV cache must have the entries of all positions below `position`. The next
         round feeds `last` at `position` and samples the token at ``position + 1``.
 
-        All values are passed to the kernel by value, so a later call does not affect this one. The
-        exception is the table of logit bias and counts, which is copied from pinned memory owned by
-        the slot: do not call `join` again for a slot before its previous `join` has completed on
-        the device.
+        The kernel receives all values by value, so later changes on the host do not affect it. The
+        exception is the table of logit bias and token counts, which is copied from pinned memory
+        that belongs to the slot. Do not call `join` again for a slot before the previous `join` of
+        the slot has completed on the device.
 
         Parameters
         ----------
@@ -105,7 +105,8 @@ class SlotState:
         last
             Id of that token.
         epoch
-            Number of the slot assignment. Mask rows carry it.
+            Number of the slot assignment. Stamps of mask rows contain it, so that kernels ignore
+            the rows of the slot's previous request.
         limit
             Exclusive upper bound of the request's positions.
         capacity
@@ -144,7 +145,7 @@ class SlotState:
         lane.kernel(self._join, 1, 1, args, name=f"join slot {slot}")
 
     def leave(self, lane: Lane, slot: int) -> None:
-        """Deactivate a slot: later rounds neither read nor write it.
+        """Deactivate a slot, so that later rounds neither read nor write it.
 
         Raises
         ------
@@ -156,8 +157,10 @@ class SlotState:
 
 
 def slot_record(params: SamplingParams) -> Any:
-    """Return a ``Slot``, SLOT [], with the sampling parameters and zeros elsewhere."""
+    """Return a record of dtype SLOT that has the sampling parameters, and zeros elsewhere."""
     record = np.zeros((), SLOT)
+    relaxed = params.relaxed
+    relaxed_until = -1 if relaxed.until is None else relaxed.until
     stop_ids = params.stop_ids or ()
     values = {
         "verify": VERIFY_MODES.index(params.verify or "rejection"),
@@ -173,9 +176,9 @@ def slot_record(params: SamplingParams) -> Any:
         "presence": params.presence_penalty,
         "frequency": params.frequency_penalty,
         "repetition": params.repetition_penalty,
-        "relaxed_k": params.relaxed.top_k,
-        "relaxed_delta": params.relaxed.delta,
-        "relaxed_until": -1 if params.relaxed.until is None else params.relaxed.until,
+        "relaxed_k": relaxed.top_k,
+        "relaxed_delta": relaxed.delta,
+        "relaxed_until": relaxed_until,
     }
     for name, value in values.items():
         record[name] = value

@@ -62,18 +62,23 @@ class TreePlan(NamedTuple):
 
     @classmethod
     def _parse(cls, tree: Any) -> TreePlan | None:
-        items = list(tree) if isinstance(tree, (tuple, list)) else []
-        if len(items) == 2 and all(type(number) is int for number in items):
-            return cls(*items)
-        if not items or not all(_is_path(path) for path in items):
+        """Return the plan, without a check of its bounds; None if `tree` is malformed."""
+        if not isinstance(tree, (tuple, list)):
             return None
-        paths = sorted(map(tuple, items), key=lambda path: (len(path), path))
+        if len(tree) == 2 and all(type(number) is int for number in tree):
+            return cls(*tree)
+        if not tree or not all(_is_path(path) for path in tree):
+            return None
+        paths = sorted(map(tuple, tree), key=lambda path: (len(path), path))
+        distinct = set(paths)
         parents = {path[:-1] for path in paths}
-        if len(set(paths)) < len(paths) or not parents <= {(), *paths}:
+        has_all_parents = parents <= distinct | {()}
+        if len(distinct) < len(paths) or not has_all_parents:
             return None
+        # Nodes with children are fed to the drafter.
         fed_per_level = Counter(map(len, parents))
-        widest_rank = max(path[-1] for path in paths)
-        branch = max(2, *fed_per_level.values(), widest_rank + 1)
+        highest_rank = max(path[-1] for path in paths)
+        branch = max(2, *fed_per_level.values(), highest_rank + 1)
         return cls(branch, len(paths[-1]), tuple(paths))
 
     def table(self) -> NDArray:
@@ -82,28 +87,42 @@ class TreePlan(NamedTuple):
         Returns
         -------
         numpy.ndarray
-            int32, one entry per child in the order of `Children` in kernels/tree.cu: the index of
-            the node that it becomes in the next level; `branch` for a draft that is not fed to the
-            drafter; -1 for a child that is no draft.
+            int32, one entry per possible child of the tree, in the order of ``struct TreeSize`` in
+            kernels/tree.cu. If the child is fed to the drafter, its index among the nodes of the
+            next level. If the child is a draft that is not fed, `branch`. Otherwise -1.
         """
         branch = self.branch
-        table = np.full(branch + (self.levels - 1) * branch**2, -1, np.int32)
-        node_of: dict[tuple[int, ...], int] = {(): 0}
+        children_per_level = branch**2  # of levels 2 and above; level 1 has `branch` children
+        table = np.full(branch + (self.levels - 1) * children_per_level, -1, np.int32)
+        node_of: dict[tuple[int, ...], int] = {(): 0}  # index of each parent in its level
         for level in range(1, self.levels + 1):
-            first = max(branch + (level - 2) * branch**2, 0)
-            fed_paths = dict.fromkeys(path[:-1] for path in self.paths if len(path) == level + 1)
-            fed = {path: f for f, path in enumerate(fed_paths)}
+            first = 0
+            if level > 1:
+                first = branch + (level - 2) * children_per_level
+            fed = self._fed_nodes(level)
             for path in self.paths:
-                if len(path) == level:
-                    child = first + node_of[path[:-1]] * branch + path[-1]
-                    table[child] = fed.get(path, branch)
+                if len(path) != level:
+                    continue
+                parent = node_of[path[:-1]]
+                child = first + parent * branch + path[-1]
+                table[child] = fed.get(path, branch)
             node_of = fed
         return table
 
+    def _fed_nodes(self, level: int) -> dict[tuple[int, ...], int]:
+        """Return the paths of a level that have children, with their indices in the next level."""
+        nodes: dict[tuple[int, ...], int] = {}
+        for path in self.paths:
+            if len(path) == level + 1:
+                nodes.setdefault(path[:-1], len(nodes))
+        return nodes
+
 
 def _is_path(path: Any) -> bool:
-    ranks = path if isinstance(path, (tuple, list)) else ()
-    return len(ranks) > 0 and all(type(rank) is int and rank >= 0 for rank in ranks)
+    """Return whether a value is a non-empty sequence of ranks."""
+    if not isinstance(path, (tuple, list)) or not path:
+        return False
+    return all(type(rank) is int and rank >= 0 for rank in path)
 
 
 class TreeSampler:
@@ -112,16 +131,19 @@ class TreeSampler:
     For each level, call `candidates` if the grammar tests candidates, then `draft`. Level 1 reads
     one row of logits per request, later levels read `branch` rows.
 
-    The score of a node is the sum of the log probabilities on its path. The `branch` nodes with the
-    highest scores of a level are fed to the drafter; the K nodes with the highest scores of all
-    levels become drafts, in descending order (EAGLE-2, Li et al., 2024). The earlier of equal nodes
-    is preferred. For sampled requests, the probabilities are those of the exponential race that the
-    target will run with the same random numbers. In a fixed tree, the ranks of the paths determine
-    instead which nodes are fed and which become drafts.
+    The score of a node is the sum of the log probabilities on its path. The `branch` nodes of a
+    level with the highest scores are fed to the drafter. The K nodes of all levels with the highest
+    scores become drafts, in descending order (EAGLE-2, Li et al., 2024). Of nodes with equal
+    scores, the earlier one is preferred. In a fixed tree, the ranks of the paths determine which
+    nodes are fed and which become drafts.
 
-    Probabilities exclude candidates that the grammar has rejected; a single legal candidate has
-    probability 1. A node without a legal token among its first `TREE_CANDIDATES` candidates has no
-    children, so a request may have fewer than K drafts.
+    For sampled requests, probabilities are weighted with random numbers: the weight of a token is
+    p / E, where E is the exponential variate that the target will use for the same token and
+    position. A token with a high weight is therefore likely to be sampled by the target.
+
+    Probabilities are renormalized after the grammar has rejected candidates, so a single legal
+    candidate has probability 1. A node without a legal token among its first `TREE_CANDIDATES`
+    candidates has no children, so a request may have fewer than K drafts.
 
     Parameters
     ----------
@@ -178,7 +200,10 @@ class TreeSampler:
         self._grow = kernels["tree_grow"]
 
     def of(self, drafts: int) -> TreeSampler:
-        """Return a sampler of at most `drafts` drafts, hence levels, that shares the arrays."""
+        """Return a sampler of at most `drafts` drafts that shares the arrays of this one.
+
+        Its number of levels is at most `drafts`, too.
+        """
         check_range("drafts", drafts, 1, self._sampler.draft_length)
         smaller = copy(self)
         smaller._levels = min(self._levels, drafts)
@@ -208,7 +233,13 @@ class TreeSampler:
         self._rank(lane, logits, row_slot, level)
 
     def draft(self, lane: Lane, logits: DeviceArray, row_slot: DeviceArray, level: int) -> None:
-        """Choose the nodes of a level, and at the last level the drafts. Parameters as above."""
+        """Choose the nodes of a level, or at the last level the drafts.
+
+        Parameters
+        ----------
+        lane, logits, row_slot, level
+            As in `candidates`.
+        """
         if not self._probes:
             self._rank(lane, logits, row_slot, level)
         sampler = self._sampler
@@ -231,7 +262,9 @@ class TreeSampler:
         """Add the kernel that finds the most likely candidates of each node."""
         sampler = self._sampler
         check_range("level", level, 1, self._levels)
-        rows = row_slot.shape[0] * (1 if level == 1 else self._branch)
+        rows = row_slot.shape[0]
+        if level > 1:
+            rows *= self._branch
         expect("logits", logits, "float32", R=rows, Vd=sampler.draft_vocab)
         args = [
             logits,

@@ -41,13 +41,14 @@ from graft.sampling.tree import TreeSampler
 
 __all__ = ["Assembly", "assemble"]
 
-#: Entries of the rings: two unread replays, one whose drafting is still running, and one spare.
+#: Number of entries of the input and output rings: two for replays whose results the host has not
+#: read, one for a replay that is still drafting, and one spare.
 RING_ENTRIES = 4
 
 
 @dataclass(frozen=True)
 class Assembly:
-    """Parts of an engine, before its first graph is built.
+    """Parts from which an engine builds its graphs.
 
     Attributes
     ----------
@@ -155,16 +156,18 @@ def assemble(
 def _load_target(
     device: Device, options: Options, model: Path, config: LlamaConfig, ranks: RankGroup | None
 ) -> LlamaModel:
-    """Load the target; as rank 0 of a tensor-parallel group, let the other ranks load theirs."""
+    """Load the target.
+
+    Rank 0 of a tensor-parallel group also makes the other ranks load their shards.
+    """
     max_rows = _max_rows(options)
     leader = None
     kv_heads = config.num_key_value_heads
     if ranks is not None:
         leader = TensorParallelLeader(device, ranks, config, max_rows)
         kv_heads = leader.shard.local_config.num_key_value_heads
-    cache = _make_cache(
-        device, options, config.num_hidden_layers, kv_heads, config.head_dim, config.dtype
-    )
+    layers = config.num_hidden_layers
+    cache = _make_cache(device, options, layers, kv_heads, config.head_dim, config.dtype)
     precision = {"activations": options.activations, "weights": options.weights}
     if leader is not None:
         leader.load_workers(model, cache, **precision)
@@ -312,7 +315,7 @@ def _num_candidates(masking: str, drafter: Drafter) -> int:
 
 
 def _check_forced_drafts(options: Options, drafter: Drafter | None, mode: DraftMode) -> None:
-    """Raise OptionError if forced tokens are requested, but no mask rows exist while drafting."""
+    """Raise OptionError if `forced_drafts` is set and the drafter cannot draft forced tokens."""
     if options.forced_drafts and not isinstance(drafter, Forced) and not mode.masked:
         raise OptionError(
             "forced_drafts requires mask_drafts=True and a drafter that drafts level by level: "
@@ -395,8 +398,8 @@ def _make_decoder(
 ) -> GuidedDecoder:
     """Create the grammar decoder.
 
-    With a drafter, only tokens that are the single legal id are forced: the drafter proposes all
-    others. Without one, the longest token of a forced text is drafted.
+    With a drafter, a token is forced only if it is the single legal id; the drafter proposes all
+    other tokens. Without a drafter, the longest token of a forced text is drafted.
     """
     forced = None
     if options.forced_drafts:

@@ -68,31 +68,33 @@ class Options:
     max_batch_size
         Maximum number of batch rows of a round: the number of requests that run concurrently.
     draft_length
-        Drafts per round and request with a drafter, from 1 to 63. "auto": each round uses the
-        number of drafts that maximizes the expected tokens per second, see `DraftBudget`, up to 7
-        for a chain and 31 for a tree, and assigns more drafts to requests with a higher acceptance
-        rate. Rejection sampling is reproducible only with equal lengths, so not with "auto".
+        Number of drafts per round and request with a drafter, from 1 to 63. With "auto", each round
+        uses the number of drafts that maximizes the expected tokens per second, up to 7 for a chain
+        and 31 for a tree, and assigns more drafts to requests with a higher acceptance rate
+        (`DraftBudget`). Rejection sampling is reproducible only with equal draft lengths, so it is
+        not reproducible with "auto".
     draft_tree
-        (branch, levels): drafts are a tree. Each node has at most `branch` children, from 2 to 16,
-        the tree has at most `levels` levels, and the `draft_length` most likely nodes are verified.
-        Drafters that draft level by level are then probed, whatever `draft_masking` is. Or the
-        paths of a tree of fixed shape: (0,) and (2,) are the most likely and the third most likely
-        first draft, (0, 1) is the second most likely continuation of (0,). None: a chain.
+        Shape of the drafts. None selects a chain. (branch, levels) selects a tree: each node has at
+        most `branch` children, from 2 to 16, the tree has at most `levels` levels, and the
+        `draft_length` most likely nodes are verified. A sequence of paths selects a tree of fixed
+        shape: (0,) and (2,) are the most likely and the third most likely first draft, and (0, 1)
+        is the second most likely continuation of (0,). Trees of drafters that draft level by level
+        are masked with "probe", whatever `draft_masking` is.
     max_length
         Maximum number of positions per request, prompt and output together. Default: the maximum
         of the target, at most 4096.
     page_size, pages
-        Positions per page of the KV caches, and number of pages. By default, every batch row can
-        have a request of `max_length`. Pages are allocated as requests grow; with fewer pages,
-        requests may wait or be preempted.
+        Number of positions per page of the KV caches, and number of pages. By default, there are
+        enough pages for a request of `max_length` in every batch row. Pages are allocated as
+        requests grow. With fewer pages, requests may wait or be preempted.
     prefix_cache_bytes
-        Maximum size of the prefix cache: pages of finished requests that are kept and shared with
-        requests that begin with the same tokens. Unused pages are evicted when pages are needed.
-        None: all pages may be kept; 0 disables the cache.
+        Maximum size in bytes of the prefix cache. The prefix cache keeps pages of finished requests
+        and shares them with requests that begin with the same tokens. Unused pages are evicted when
+        pages are needed. None sets no limit; 0 disables the cache.
     prefill_rows
         Maximum number of prompt tokens that are prefilled between two rounds while any request is
-        generating (chunked prefill). "auto": the number that takes about as long as a round, see
-        `PrefillScheduler`.
+        generating (chunked prefill). "auto" chooses the number from measured times, so that prefill
+        takes less time than a round (`PrefillScheduler`).
     mask_drafts
         Whether drafts are restricted to tokens that the grammar accepts. If not, verification
         rejects illegal drafts.
@@ -124,18 +126,21 @@ class Options:
         "spinkernel", or "auto": the first of mailbox, spinkernel and native that works, if at least
         4 cores are usable, else native.
     grammar_threads
-        Number of threads that serve the requests of a grammar step. Default: by batch and cores.
+        Number of threads that serve the requests of a grammar step. The default depends on the
+        batch size and the number of cores.
     grammar_budget_us
-        Processor time in microseconds that a grammar step waits for one request, see
-        `GuidedDecoder`. A late request is left out of rounds and then continues exactly. Rejection
-        sampling is reproducible only without late requests
-        (``counters()["grammar"]["late_rows"]``). None: a step waits for all requests.
+        Processor time in microseconds that the grammar of one request may use per grammar step
+        (`GuidedDecoder`). A request that exceeds it is late: it is left out of rounds until its
+        grammar is ready, and its output does not change. Rejection sampling is reproducible only
+        without late requests (``counters()["grammar"]["late_rows"]``). None: a step waits for all
+        requests.
     overlap
         Whether a round is launched before the host has read the previous one.
     composition
-        "one": a round is one graph. "two": drafting is split into further graphs, which the host
-        launches after verification and after each grammar step that they wait for; rounds do not
-        overlap. This mode exists to measure what a single graph saves.
+        "one": a round is one graph. "two": the graph ends after verification, and drafting is in
+        further graphs, each of which the host launches when the grammar step that it needs has
+        completed. Rounds then do not overlap. This mode exists to measure the benefit of a single
+        graph.
     activations
         Precision of the activations that are multiplied with 16-bit weights on GPUs. "rounded":
         rounded to the type of the weights, as in training and serving; sums and everything else are
@@ -159,7 +164,8 @@ class Options:
     grammar_cache_bytes
         Maximum size of the cache of compiled grammars.
     device, ordinal
-        "auto", "cuda", "soft", or None to use GRAFT_DEVICE; and the index of the device.
+        Kind and index of the device. The kind is "auto", "cuda" or "soft"; None uses the
+        environment variable GRAFT_DEVICE.
 
     Raises
     ------
@@ -222,12 +228,15 @@ class Options:
                 expected = [f"an integer from {low} to {high}", *map(repr, others)]
                 raise _error(name, " or ".join(expected), value)
         for name in _BOOLEANS:
-            if type(getattr(self, name)) is not bool:
-                raise _error(name, "True or False", getattr(self, name))
+            value = getattr(self, name)
+            if type(value) is not bool:
+                raise _error(name, "True or False", value)
         for name, choices in _CHOICES.items():
             value = getattr(self, name)
-            if not (value is None or isinstance(value, str)) or value not in choices:
-                raise _error(name, "one of " + ", ".join(map(str, choices)), value)
+            if isinstance(value, str | None) and value in choices:
+                continue
+            names = ", ".join(map(str, choices))
+            raise _error(name, f"one of {names}", value)
 
     def _check_tree(self, tree: TreePlan) -> None:
         """Check that a tree fits and can be combined with the other options."""
@@ -265,7 +274,7 @@ class Options:
 
     @property
     def slack(self) -> int:
-        """Number of positions after its last token that a request's draft tree may use."""
+        """Number of positions after a request's last token that its draft tree may use."""
         plan = self.tree
         if plan is None:
             return 0
@@ -305,14 +314,17 @@ class Options:
         OptionError
             If `max_length` is greater than `model_length`.
         """
-        length = min(model_length, DEFAULT_LENGTH) if self.max_length is None else self.max_length
+        length = self.max_length
+        if length is None:
+            length = min(model_length, DEFAULT_LENGTH)
         if length > model_length:
             raise OptionError(
                 f"max_length {length} is greater than the model's {model_length} positions"
             )
         pages = self.pages
         if pages is None:
-            pages = self.max_batch_size * -(-(length + self.slack) // self.page_size)
+            pages_per_request = -(-(length + self.slack) // self.page_size)
+            pages = self.max_batch_size * pages_per_request
         return replace(self, max_length=length, pages=pages)
 
 

@@ -1,8 +1,12 @@
 """Automatic draft length: the number of drafts per round that maximizes tokens per second.
 
-The host chooses the number of forward rows of a round. The device assigns these rows to the drafts
-that are most likely to be accepted (kernels/round.cu). Both decisions depend on past rounds only,
-never on the drafts that may be cut, so the distribution of outputs does not change.
+The host chooses the draft length of a round, and with it the number of forward rows. The device
+assigns these rows to the drafts that are most likely to be accepted (kernels/round.cu). A draft
+without a row is cut: it is not verified. Both decisions depend on past rounds only, never on the
+drafts that may be cut, so the distribution of outputs does not change.
+
+A *bucket* is a number of batch rows for which graphs are built; there is one graph per bucket and
+draft length.
 """
 
 from __future__ import annotations
@@ -37,28 +41,36 @@ EXPLORATION_ROUNDS = 4
 def draft_lengths(max_drafts: int) -> list[int]:
     """Return the draft lengths for which graphs are built: 0, 1, 3, 7, ..., and `max_drafts`.
 
-    The number of forward rows per request doubles from one to the next.
+    The number of forward rows per request, 1 + length, doubles from one length to the next.
     """
-    powers = [(1 << i) - 1 for i in range(max_drafts.bit_length())]
-    return [*(length for length in powers if length < max_drafts), max_drafts]
+    lengths = []
+    length = 0
+    while length < max_drafts:
+        lengths.append(length)
+        length = 2 * length + 1
+    lengths.append(max_drafts)
+    return lengths
 
 
 class DraftBudget:
     """Chooses the draft length of each round.
 
-    The draft length of a round is its number of forward rows for drafts per row of the bucket. A
-    request with K drafts is expected to get ``1 + s_1 + ... + s_K`` tokens, where ``s_j`` is the
-    product of the acceptance probabilities of drafts 1 to j, each given that the previous drafts
-    were accepted. Rows are assigned where s is greatest.
+    The draft length of a round is the number of forward rows for drafts, per batch row of the
+    bucket. A request with K drafts is expected to get ``1 + s_1 + ... + s_K`` tokens. Here ``s_j``
+    is the product of the acceptance probabilities of drafts 1 to j, where the probability of a
+    draft is conditional on the acceptance of the previous drafts. The rows of a round are assigned
+    to the drafts with the greatest ``s_j`` of all requests.
 
-    An acceptance probability is a moving average over the rounds of a request and starts at the
-    average of all requests. A draft that was not generated counts as rejected; one that could not
-    be generated is assumed to be as likely as the previous one. For trees, j is the depth, and each
-    length has its own probabilities, because fewer drafts are another tree.
+    An acceptance probability is a moving average over the rounds of a request. It starts at the
+    average of all requests. A draft that could have been generated but was not counts as rejected.
+    A draft number that has never been generated is assumed to be accepted as often as the previous
+    one. For trees, j is the depth. Each length then has its own probabilities, because a tree with
+    fewer drafts has another shape.
 
-    Times are moving averages of real rounds, because grammars, long contexts and host drafters
-    delay rounds in ways that no profile predicts. A length that has not run yet is assumed to take
-    the time of an idle replay, scaled like the other lengths.
+    Round times are moving averages of measured rounds, because grammars, long contexts and host
+    drafters delay rounds in ways that a profile of the graph does not show. The time of a length
+    that has not run yet is estimated from the time of its idle replay (a replay without requests),
+    multiplied by the ratio of measured times to idle times of the other lengths.
 
     Parameters
     ----------
@@ -73,8 +85,9 @@ class DraftBudget:
     def __init__(self, lengths: Sequence[int], max_depth: int, is_tree: bool = False):
         self.lengths = tuple(lengths)
         self._is_tree = is_tree
-        # Acceptance probabilities of all requests: [lengths (1 for a chain), depth]; NaN: unknown.
-        self._overall = np.full((len(self.lengths) if is_tree else 1, max_depth), np.nan)
+        # Acceptance probabilities, [lengths or 1 for a chain, depth]; NaN: never measured.
+        num_tables = len(self.lengths) if is_tree else 1
+        self._overall = np.full((num_tables, max_depth), np.nan)
         self._by_request: WeakKeyDictionary[object, NDArray[np.float64]] = WeakKeyDictionary()
         self._idle_ns: dict[tuple[int, int], float] = {}  # by bucket and length
         self._round_ns: dict[tuple[int, int], Ema] = {}
@@ -98,20 +111,25 @@ class DraftBudget:
         """
         key = (bucket, length)
         ns = max(ns, 1)
-        if idle:  # the first replay also loads lazily loaded modules: take the minimum
-            self._idle_ns[key] = min(ns, self._idle_ns.get(key, ns))
-        else:
-            self._round_ns.setdefault(key, Ema(1 - DECAY)).update(ns)
+        if idle:
+            # The minimum, because the first replay also loads modules lazily.
+            known = self._idle_ns.get(key, ns)
+            self._idle_ns[key] = min(ns, known)
+            return
+        average = self._round_ns.setdefault(key, Ema(1 - DECAY))
+        average.update(ns)
 
     def drafts_to_generate(self, bucket: int, length: int) -> int:
         """Return the maximum number of drafts that a round of this length generates per request.
 
-        It is the next greater length, so that the rows can go to the requests that benefit.
+        A round with several batch rows generates the next greater length, so that the device can
+        give more rows to some requests and fewer to others.
         """
         if bucket == 1 or length == 0:
             return length
+        last = len(self.lengths) - 1
         index = self.lengths.index(length)
-        return self.lengths[min(index + 1, len(self.lengths) - 1)]
+        return self.lengths[min(index + 1, last)]
 
     def record_acceptance(
         self,
@@ -131,9 +149,9 @@ class DraftBudget:
         bucket, length
             Batch rows and draft length of the round.
         capacity
-            Maximum number of drafts that the previous round could generate.
+            Maximum number of drafts that the previous round could generate for this one.
         num_known
-            Number of drafts whose outcome is known: those that were not cut.
+            Number of drafts whose outcome is known, because they were not cut.
         accepted
             Number of accepted drafts.
         """
@@ -145,7 +163,9 @@ class DraftBudget:
                 return
             row = self.lengths.index(length)
             num_known = capacity
-        num_tested = min(num_known, self._overall.shape[1], accepted + 1)
+        max_depth = self._overall.shape[1]
+        # Nothing is known about drafts after the first rejected one.
+        num_tested = min(num_known, max_depth, accepted + 1)
         own = self._by_request.setdefault(request, self._overall.copy())
         if num_tested == 0:
             return
@@ -165,16 +185,21 @@ class DraftBudget:
         if number % DECISION_INTERVAL == 0:
             self._decide(bucket, requests)
         index = self._chosen[bucket]
-        if number % EXPLORATION_PERIOD >= EXPLORATION_PERIOD - EXPLORATION_ROUNDS:
-            # Explore a longer one and a shorter one alternately.
-            step = -1 if number // EXPLORATION_PERIOD % 2 else 1
-            if not 0 <= index + step < len(self.lengths):
-                step = -step
-            index += step
+        period, position = divmod(number, EXPLORATION_PERIOD)
+        if position >= EXPLORATION_PERIOD - EXPLORATION_ROUNDS:
+            index = self._neighbour(index, longer=period % 2 == 0)
         return self.lengths[index]
 
+    def _neighbour(self, index: int, longer: bool) -> int:
+        """Return the index of the next longer or shorter length, or else of the other neighbour."""
+        step = 1 if longer else -1
+        neighbour = index + step
+        if 0 <= neighbour < len(self.lengths):
+            return neighbour
+        return index - step
+
     def _decide(self, bucket: int, requests: Sequence[object]) -> None:
-        """Choose the length with the highest rate, unless the current one is nearly as good."""
+        """Choose the length with the highest rate, unless the current length is nearly as good."""
         rates = self.expected_rates(bucket, requests)
         best = rates.index(max(rates))
         current = self._chosen.get(bucket, best)
@@ -191,19 +216,21 @@ class DraftBudget:
 
     def expected_rates(self, bucket: int, requests: Sequence[object]) -> list[float]:
         """Return the expected tokens per nanosecond for each length."""
-        keys = [(bucket, length) for length in self.lengths]
         probs = [self._by_request.get(request, self._overall) for request in requests]
-        # [requests, lengths (1 for a chain), depth]
+        # s_j of the class docstring, [requests, lengths or 1 for a chain, depth].
         survival = np.cumprod(_fill_unknown(np.stack(probs)), axis=2)
-        times = self._expected_times(keys)
+        times = self._expected_times([(bucket, length) for length in self.lengths])
         rates = []
-        for index, key in enumerate(keys):
-            row = index if self._is_tree else 0
-            expected = survival[:, row, : self.drafts_to_generate(*key)]
-            if not self._is_tree:
-                num_rows = bucket * key[1]
-                expected = np.sort(expected, axis=None)[::-1][:num_rows]
-            rates.append((len(requests) + float(expected.sum())) / times[index])
+        for index, length in enumerate(self.lengths):
+            num_drafts = self.drafts_to_generate(bucket, length)
+            if self._is_tree:
+                accepted = survival[:, index, :num_drafts]
+            else:
+                # The rows of the round go to the drafts that are most likely to be accepted.
+                best_first = np.sort(survival[:, 0, :num_drafts], axis=None)[::-1]
+                accepted = best_first[: bucket * length]
+            tokens = len(requests) + float(accepted.sum())
+            rates.append(tokens / times[index])
         return rates
 
     def _expected_times(self, keys: Sequence[tuple[int, int]]) -> list[float]:
@@ -215,13 +242,26 @@ class DraftBudget:
                 measured[key] = average.value
         scale = 1.0
         if measured:
-            scale = sum(measured.values()) / sum(self._idle_ns[key] for key in measured)
-        return [measured[key] if key in measured else scale * self._idle_ns[key] for key in keys]
+            idle_ns = sum(self._idle_ns[key] for key in measured)
+            scale = sum(measured.values()) / idle_ns
+        times = []
+        for key in keys:
+            time = measured.get(key)
+            if time is None:
+                time = scale * self._idle_ns[key]
+            times.append(time)
+        return times
 
 
 def _fill_unknown(probs: NDArray[np.float64]) -> NDArray[np.float64]:
-    """Replace each NaN of an array [..., depth] by the value of the previous depth."""
-    columns = [np.full(probs.shape[:-1], INITIAL_ACCEPTANCE)]
-    for column in np.moveaxis(probs, -1, 0):
-        columns.append(np.where(np.isnan(column), columns[-1], column))
-    return np.stack(columns[1:], axis=-1)
+    """Return an array [..., depth] in which each NaN is replaced by the value before it.
+
+    A NaN at depth 0 is replaced by `INITIAL_ACCEPTANCE`.
+    """
+    filled = probs.copy()
+    previous = np.full(probs.shape[:-1], INITIAL_ACCEPTANCE)
+    for depth in range(probs.shape[-1]):
+        unknown = np.isnan(probs[..., depth])
+        filled[..., depth] = np.where(unknown, previous, probs[..., depth])
+        previous = filled[..., depth]
+    return filled

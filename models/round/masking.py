@@ -1,7 +1,9 @@
 """Draft-masking strategies: the graph nodes added before and after each draft level.
 
-The model lane and the grammar lane of a round synchronize at marks. ``--^`` shows where the model
-lane waits for the grammar lane::
+A *level* of drafts is one draft of a chain, or all nodes of a tree at one depth. A round's graph
+has two lanes, in-order sequences of nodes: the model lane runs kernels, and the grammar lane runs
+the host functions of the grammar. The lanes synchronize at marks: one lane records a mark, and the
+other lane waits for it. ``--^`` shows where the model lane waits for the grammar lane::
 
     FillMasking          model    verify - start - [row 0] - draft 1 - step 1 - [row 1] - draft 2
                          grammar      `- commit, row 0 -^         `- fill row 1 --^
@@ -250,5 +252,8 @@ class LatticeProbeMasking(DraftMasking):
 
 #: Classes by masking of the draft mode.
 MASKING_CLASSES: dict[str, type[DraftMasking]] = {
-    cls.name: cls for cls in (NoMasking, FillMasking, ProbeMasking, LatticeProbeMasking)
+    "none": NoMasking,
+    "fill": FillMasking,
+    "probe": ProbeMasking,
+    "lattice-probe": LatticeProbeMasking,
 }

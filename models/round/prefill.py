@@ -59,11 +59,13 @@ class PrefillScheduler:
     """Chooses the number of prompt tokens that are prefilled between two rounds.
 
     The default is the greatest number of rows whose measured time, including the launch, is at most
-    `MAX_ROUND_FRACTION` of a round, so a token is delayed by less than the time of a round.
+    `MAX_ROUND_FRACTION` of a round. Prefill therefore delays a token by less than the time of a
+    round.
 
-    The time of a chunk size is known only from measurements, because a forward pass reads the
-    weights once for any number of rows. Twice the rows take at most twice the time, so a size is
-    tried without a measurement if that bound is short enough.
+    The time of a chunk size is measured, because it is not proportional to the number of rows: a
+    forward pass reads the weights once for any number of rows. Twice the rows take at most twice
+    the time. A size that has not been measured is tried if twice the time of the next smaller size
+    is short enough.
 
     Parameters
     ----------
@@ -88,7 +90,8 @@ class PrefillScheduler:
         rows = CHUNK_SIZES[0]
         expected_s = math.inf
         for size in CHUNK_SIZES:
-            expected_s = min(self._time_s(size, math.inf), 2 * expected_s)
+            measured_s = self._time_s(size, math.inf)
+            expected_s = min(measured_s, 2 * expected_s)
             if expected_s > limit_s:
                 if size in self._times_s:
                     self._times_s[size].scale(FORGET)
@@ -98,7 +101,9 @@ class PrefillScheduler:
         return CHUNK * min(num_chunks, MAX_ROWS // CHUNK)
 
     def charged_rows(self, rows: int, allowed: int) -> int:
-        """Return the share of the allowed rows that a chunk uses up, by time; at least its rows.
+        """Return the number of allowed rows that a chunk uses up.
+
+        The number is proportional to the chunk's time, and at least the chunk's number of rows.
 
         Parameters
         ----------
@@ -111,8 +116,9 @@ class PrefillScheduler:
         fraction = 0.0
         if not self._fixed_rows:
             allowed_s = self._time_s(chunk_size(allowed), math.inf)
-            fraction = self._time_s(chunk_size(rows), 0.0) / max(allowed_s, 1e-9)
-        return max(rows, int(min(fraction, 1.0) * allowed))
+            chunk_s = self._time_s(chunk_size(rows), 0.0)
+            fraction = min(chunk_s / max(allowed_s, 1e-9), 1.0)
+        return max(rows, int(fraction * allowed))
 
     def _time_s(self, size: int, default: float) -> float:
         """Return the average time of a chunk size, or `default` if it has not been measured."""
@@ -128,14 +134,16 @@ def chunk_size(rows: int) -> int:
 
 
 class Prefill:
-    """Runs prompts through target and drafter in chunks.
+    """Runs prompts through target and drafter in chunks (chunked prefill).
 
     For a prompt t_0 .. t_{P-1}, the target's KV cache gets positions 0 .. P-2, and the drafter's
-    cache gets entries 0 .. P-2, which combine feature i with token t_{i+1}. The last prompt token
-    is fed by the request's first round like any other last token, so the first token is sampled by
-    the same code as all others. Kernels are row-invariant, so results do not depend on the chunk
-    boundaries. Each chunk is one graph launch, because enqueuing its kernels one by one takes the
-    host longer than short chunks take the device.
+    cache gets entries 0 .. P-2, which combine feature i with token t_{i+1}. The request's first
+    round feeds the last prompt token to the target, so the first output token is sampled by the
+    same code as all others. A kernel computes a row independently of the other rows, so outputs do
+    not depend on the chunk boundaries.
+
+    Each chunk is one graph launch, because the host needs more time to enqueue the kernels of a
+    short chunk one by one than the device needs to run them.
 
     Parameters
     ----------
@@ -166,7 +174,7 @@ class Prefill:
         self._drafter = drafter
         self._staging = [device.pinned(max_length, "int32") for _ in range(slots)]
         self._tokens = device.zeros(max_length, "int32")
-        # Token, next token, slot and position; then slot and position of the drafter's own rows.
+        # Token, next token, slot and position for the target; slot and position for the drafter.
         self._rows = device.zeros((6, CHUNK), "int32")
         self._features = None
         if drafter is not None and drafter.feature_layers:
@@ -176,10 +184,16 @@ class Prefill:
         self._write_rows = device.load(_KERNELS)["prompt_rows"]
 
     def warm(self, lane: StreamLane) -> list[PrefillChunk]:
-        """Run each chunk size with padding, if there are separate kernels per size.
+        """Run each chunk size twice, with rows that are all padding.
 
         The first run of a size compiles and loads its kernels, so that no prompt waits for the
-        compiler between rounds. The second run is returned, for `PrefillScheduler.record_time`.
+        compiler between rounds.
+
+        Returns
+        -------
+        list of PrefillChunk
+            The second run of each size, for `PrefillScheduler.record_time`. Empty if all sizes use
+            the same kernels; then nothing is run.
         """
         self._add_rows(lane, 0, 0, 0, 0)
         if self._target.kernels.form == "thread":
@@ -205,17 +219,20 @@ class Prefill:
         if size not in self._graphs:
             graph = Graph(self._device, f"prompt, {size} rows")
             lane = graph.lane("prompt")
-            token, next_token, slot, pos, own_slot, own_pos = (
-                self._rows[i][:size] for i in range(6)
-            )
-            features = None if self._features is None else self._features[:size]
-            self._target.forward(lane, Rows(token, slot, pos, rows_per_slot=size), features)
+            arrays = [self._rows[i][:size] for i in range(6)]
+            token, next_token, slot, pos, drafter_slot, drafter_pos = arrays
+            features = None
+            if self._features is not None:
+                features = self._features[:size]
+            target_rows = Rows(token, slot, pos, rows_per_slot=size)
+            self._target.forward(lane, target_rows, features)
             if self._drafter is not None:
                 entries = Rows(next_token, slot, pos, rows_per_slot=size)
-                own = Rows(token, own_slot, own_pos, rows_per_slot=size)
-                self._drafter.prefill(lane, own, entries, features)
+                drafter_rows = Rows(token, drafter_slot, drafter_pos, rows_per_slot=size)
+                self._drafter.prefill(lane, drafter_rows, entries, features)
             self._graphs[size] = graph, graph.instantiate()
-        return self._graphs[size][1]
+        _, executable = self._graphs[size]
+        return executable
 
     def _add_rows(self, lane: StreamLane, slot: int, begin: int, end: int, last: int) -> None:
         """Enqueue the kernel that writes the rows of tokens `begin` to `end`, and padding."""
@@ -255,7 +272,9 @@ class Prefill:
             Each chunk after it has been enqueued.
         """
         last = len(tokens) - 1
-        end_of_prompt = last + (self._drafter is not None)  # only the drafter processes the last
+        end_of_prompt = last  # the first round feeds the last token to the target
+        if self._drafter is not None:
+            end_of_prompt += 1  # but prefill feeds it to the drafter
         if num_cached == end_of_prompt:
             return
         self._staging[slot].array[: last + 1] = tokens
@@ -266,7 +285,8 @@ class Prefill:
         while begin < end_of_prompt:
             limit = max_rows()
             fitting = [size for size in CHUNK_SIZES if size <= limit]
-            end = min(begin + max(fitting, default=limit), end_of_prompt)
+            num_rows = max(fitting, default=limit)
+            end = min(begin + num_rows, end_of_prompt)
             self._add_rows(lane, slot, begin, end, last)
             yield self._launch(lane, end - begin)
             begin = end
@@ -274,12 +294,12 @@ class Prefill:
     def _resume(
         self, lane: StreamLane, drafter: Drafter, slot: int, num_cached: int, last: int
     ) -> None:
-        """Let the drafter process the tokens whose cache entries exist."""
+        """Let the drafter process the first `num_cached` tokens, whose cache entries exist."""
         for begin in range(0, num_cached, CHUNK):
             end = min(begin + CHUNK, num_cached)
             self._add_rows(lane, slot, begin, end, last)
-            token, own_slot, own_pos = (self._rows[i][: end - begin] for i in (0, 4, 5))
-            drafter.resume(lane, Rows(token, own_slot, own_pos))
+            token, drafter_slot, pos = (self._rows[i][: end - begin] for i in (0, 4, 5))
+            drafter.resume(lane, Rows(token, drafter_slot, pos))
 
     def close(self) -> None:
         """Release the graphs."""

@@ -1,15 +1,19 @@
 """One round of guided speculative decoding as one CUDA graph.
 
-The graph has two lanes that synchronize at marks::
+The graph has two lanes, in-order sequences of nodes. The model lane runs kernels, and the grammar
+lane runs the host functions of the grammar. A lane waits for a mark that the other lane has
+recorded::
 
     model    begin - target forward - [masks] - verify - draft ...
     grammar  open ----------------------^          `- commit ...
 
-``begin`` assigns the slots of the batch and the forward rows of their drafts. ``open`` fills the
-mask rows that the round still needs, concurrently with the target forward pass: the row after the
-last draft of the previous round, or all rows if no row was filled while drafting. If the round has
-fewer forward rows than there may be drafts, ``begin`` cuts some drafts and ``open`` waits for it.
-The nodes after verification are described in `graft.models.round.masking`.
+``begin`` assigns slots to batch rows, and forward rows to drafts. ``open`` fills the mask rows that
+the round still needs, concurrently with the target forward pass. These are the row after the last
+draft or, if no row was filled while drafting, all rows. If the round has fewer forward rows than
+there may be drafts, ``begin`` cuts some drafts, and ``open`` waits for ``begin``. The nodes after
+verification are described in `graft.models.round.masking`.
+
+A *replay* is one launch of the graph; replays are numbered from 1.
 """
 
 from __future__ import annotations
@@ -68,7 +72,8 @@ class RoundParts:
     exchange
         Memory shared by kernels, grammar worker and host.
     inputs, outputs
-        Rings of the slots of each batch row, and of the results.
+        Ring through which the host passes the slot of each batch row, and ring through which the
+        device returns the results. Each replay uses one entry.
     timeline
         Time stamps of recent replays, see `make_timeline`.
     replay
@@ -146,11 +151,11 @@ class RoundGraph:
     batch
         Batch rows of the bucket, padding included.
     drafts
-        Forward rows for drafts, per batch row. If that is less than the maximum number of drafts,
-        the rows are assigned to the drafts that are most likely to be accepted.
+        Number of forward rows for drafts, per batch row. If it is less than the maximum number of
+        drafts, the rows are assigned to the drafts that are most likely to be accepted.
     made
-        Maximum number of drafts per request that the round generates for the next one. With 0, the
-        drafter only processes the committed tokens.
+        Maximum number of drafts per request that this round generates for the next round. With 0,
+        the drafter only processes the committed tokens.
 
     Attributes
     ----------
@@ -196,7 +201,9 @@ class RoundGraph:
         self.execs[0].launch(stream)
 
     def finish(self, stream: Stream, wait_for: Callable[[GraphExec], None]) -> None:
-        """Launch what remains of a round whose results are published: here, nothing.
+        """Launch the remaining graphs of a round whose results are published.
+
+        A round of this class has a single graph, so this method does nothing.
 
         Parameters
         ----------

@@ -1,4 +1,4 @@
-"""Rounds split into several graphs, to measure what a single graph saves."""
+"""Rounds that are split into several graphs, to measure the benefit of a single graph."""
 
 from __future__ import annotations
 
@@ -52,7 +52,10 @@ class SplitRound(RoundGraph):
         self._stamps.end("host")
 
     def _start_graph(self) -> None:
-        """End the current graph. It includes all marks; the lanes continue in the next graph."""
+        """End the current graph and continue both lanes in a new one.
+
+        The new graph is launched after the old one has completed, so all marks are reached by then.
+        """
         self._add_graph()
         for lane in (self._model, self._grammar):
             lane.graph = self.graphs[-1].lane(lane.name).graph

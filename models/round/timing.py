@@ -17,7 +17,9 @@ _KERNELS = Path(__file__).parent / "kernels" / "timing.cu"
 
 @dataclass(frozen=True)
 class Part:
-    """A timed part of a round, from the previous stamp to its own. Names may repeat.
+    """A timed part of a round, from the previous time stamp to the stamp at the end of the part.
+
+    Several parts of a round may have the same name.
 
     Attributes
     ----------
@@ -32,7 +34,13 @@ class Part:
 
 
 def make_timeline(device: Device, entries: int, draft_length: int) -> PinnedSlots:
-    """Allocate the stamps of `entries` replays: ``ns``, int64 [entries, stamps], nanoseconds."""
+    """Allocate the time stamps of `entries` replays.
+
+    Returns
+    -------
+    PinnedSlots
+        Field ``ns``, int64 [entries, stamps]: device time in nanoseconds.
+    """
     return PinnedSlots(device, entries, {"ns": ("int64", (8 + 2 * draft_length,))})
 
 
