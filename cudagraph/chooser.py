@@ -1,8 +1,8 @@
 """Selection of ``libcuda.so.1`` for this process: NVIDIA's driver or the soft device.
 
-The soft device is graft's CPU implementation of the CUDA driver API. The dynamic loader uses the
-first library that is loaded under a SONAME for the whole process. NVIDIA's driver is therefore
-probed only in a child process, and the soft device is loaded before other code can load the driver.
+The soft device is graft's CPU implementation of the CUDA driver API. A process uses only one
+library per SONAME, namely the first one that it loads. NVIDIA's driver is therefore probed only in
+a child process, and the soft device is loaded before other code can load NVIDIA's driver.
 """
 
 from __future__ import annotations
@@ -68,8 +68,8 @@ def run_python_child(
     Returns
     -------
     (str, str)
-        Standard output of the child and an empty string; if the child failed, an empty string and
-        the reason.
+        The child's standard output and the reason for its failure. The reason is "" if the child
+        succeeded; the output is "" if it failed.
     """
     try:
         child = subprocess.run(
@@ -95,9 +95,9 @@ def probe_cuda() -> tuple[dict[str, Any], str]:
     Returns
     -------
     (dict, str)
-        Properties of the driver, and the reason why no device is available ("" if one is). The
-        properties are ``status`` (the result of cuInit), ``version`` and ``devices`` (their names).
-        They are empty if no driver was found.
+        Properties of the driver, and the reason why no device is available ("" if a device is
+        available). The properties are ``status`` (the result of cuInit), ``version`` and
+        ``devices`` (their names). They are empty if no driver was found.
     """
     output, reason = run_python_child("-I", "-S", "-c", PROBE, limit_s=PROBE_LIMIT_S)
     if reason:
@@ -121,7 +121,8 @@ def choose(kind: str) -> tuple[str, str]:
     Returns
     -------
     (str, str)
-        "cuda" or "soft", and the reason why "auto" selected the soft device ("" if it did not).
+        "cuda" or "soft", and the reason why "auto" selected the soft device ("" in all other
+        cases).
 
     Raises
     ------

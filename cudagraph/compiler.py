@@ -1,6 +1,7 @@
 """Compilation of kernel source: NVRTC through CuPy on CUDA, the C++ compiler on the soft device.
 
-Code above the driver API is mostly the same for both devices. Compilation is the main difference.
+Most code of graft only calls the driver API and is the same for both kinds of devices. Compilation
+is the main difference.
 """
 
 from __future__ import annotations
@@ -148,7 +149,7 @@ def _compile_soft(source: KernelSource) -> LoadedModule:
         )
     except KernelCompileError as error:
         raise KernelError(str(error)) from error
-    # The soft device copies the image during the call.
+    # The soft device copies the image during the call, so the image need not be kept alive.
     module = call(cu.cuModuleLoadData, image)
     return LoadedModule(module, _native.Resource(_native.ResourceKind.MODULE, int(module)))
 

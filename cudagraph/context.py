@@ -50,7 +50,8 @@ class Context:
             set_error_detail_source(softstats.error_detail)
         try:
             results = cu.cuInit(0)
-        except Exception as error:  # the bindings raise various types if there is no library
+        except Exception as error:
+            # If libcuda is missing, cuda.bindings raises exceptions of various types.
             raise DeviceError(f"NVIDIA's driver cannot be loaded: {error}") from error
         check("cuInit", results)
         count = check("cuDeviceGetCount", cu.cuDeviceGetCount())

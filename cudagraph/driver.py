@@ -33,8 +33,9 @@ _local = threading.local()
 def _after_fork() -> None:
     """Refuse driver calls in a forked child.
 
-    The child has no reaper thread. Closing the native gate makes ``flush()`` return at once instead
-    of waiting for that thread.
+    The child has no reaper thread, the thread that frees driver resources. ``flush()`` would wait
+    for this thread. Closing the native gate, through which native threads enter Python, makes
+    ``flush()`` return at once.
     """
     global _forked
     _forked = True
@@ -68,7 +69,7 @@ def set_error_detail_source(source: Callable[[bool], str]) -> None:
     """Register the function that returns the soft device's explanation of an error.
 
     The explanation becomes part of the error message. The function is called with True after a
-    fault, and with False after any other failed call.
+    fault, which makes the context unusable, and with False after any other failed call.
     """
     global _error_detail
     _error_detail = source
@@ -155,7 +156,10 @@ def check_code(api: str, code: int) -> None:
 
 
 def is_ready(api: str, code: int) -> bool:
-    """Return whether a query reports that all work has finished; raise for errors."""
+    """Return whether the result code of a query means that all work has finished.
+
+    Other codes than "success" and "not ready" raise a DeviceError.
+    """
     if code == NOT_READY:
         return False
     check_code(api, code)

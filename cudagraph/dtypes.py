@@ -78,9 +78,9 @@ def from_float32(array: NDArray, dtype: str) -> NDArray:
 
 def _to_bfloat16(values: NDArray[np.float32]) -> NDArray[np.uint16]:
     bits = values.view(np.uint32)
-    # Adding 0x7fff plus the lowest kept bit carries into the kept half exactly if rounding to
-    # nearest even rounds up. For a NaN the carry could produce infinity or zero. A NaN is therefore
-    # truncated and made quiet.
+    # The upper 16 bits are kept. Adding 0x7fff plus the lowest kept bit carries into the kept bits
+    # exactly if rounding to nearest even rounds up. For a NaN the carry could produce infinity or
+    # zero. A NaN is therefore truncated and made quiet.
     lowest_kept_bit = (bits >> 16) & 1
     rounded = ((bits.astype(np.uint64) + 0x7FFF + lowest_kept_bit) >> 16).astype(np.uint16)
     quiet_nan = ((bits >> 16) | 0x40).astype(np.uint16)
@@ -91,8 +91,8 @@ def _to_e4m3(values: NDArray[np.float32]) -> NDArray[np.uint8]:
     bits = values.view(np.uint32)
     sign = (bits >> 24) & 0x80
     magnitude = bits & 0x7FFFFFFF
-    # Subnormals are multiples of 2^-9. Adding 2^14 rounds to such a multiple, and the low bits of
-    # the sum are the code.
+    # Subnormal E4M3 values are multiples of 2^-9. Adding 2^14 rounds a float32 to such a multiple,
+    # and the low bits of the sum are then the E4M3 code.
     smallest_normal = 121 << 23
     shifted = np.minimum(magnitude, smallest_normal).view(np.float32) + np.float32(1 << 14)
     subnormal = shifted.view(np.uint32) - (141 << 23)

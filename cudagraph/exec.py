@@ -95,7 +95,7 @@ class GraphExec:
         self._native.keep((self._operands, self._replaced_operands))
 
     def _use_definition(self, graph: Definition) -> None:
-        """Store the objects of the definition that later launches run."""
+        """Store the objects that later launches need from the definition."""
         self.name = graph.name
         self.status = graph.status
         self._state = graph.state
@@ -103,7 +103,7 @@ class GraphExec:
         self._child_status = graph.child_status
 
     def is_running(self, state: _native.GraphState) -> bool:
-        """Return whether the executable is open and its current definition has this state."""
+        """Return whether the executable is open and ``state`` belongs to its current definition."""
         return not self._closed and self._state is state
 
     @property
@@ -223,7 +223,8 @@ class GraphExec:
         packed = kernel.pack(args)
         kernel.allow_shared(shared)
         params = kernel_params(KernelLaunch(kernel.function, *dims, shared, packed))
-        # Hold the new operands before the change, because another thread may launch right after it.
+        # Store the owners of the new operands before the node is changed, because another thread
+        # may launch right after the change.
         self._hold_operands(handle, packed.owners)
         prepare_driver_call("cuGraphExecKernelNodeSetParams")
         self._check_outcome(self._native.set_kernel(handle, params.getPtr()))
@@ -235,8 +236,8 @@ class GraphExec:
     ) -> None:
         """Enable or disable a kernel node for later launches.
 
-        The driver cannot disable host nodes. Give a host step that should do nothing in some
-        replays a payload that tells it so.
+        The driver cannot disable host nodes. If a host step should do nothing in some replays, pass
+        it a payload and let the step check the payload's value.
 
         Parameters
         ----------

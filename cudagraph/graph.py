@@ -46,7 +46,7 @@ BODY_NODE_KINDS = frozenset({"kernel", "copy", "fill", "child", "if", "while"})
 
 
 class Attached(NamedTuple):
-    """Values that the creation of a driver node needs besides the graph and the dependencies.
+    """Arguments for the creation of a driver node, besides the graph and the dependencies.
 
     Attributes
     ----------
@@ -82,7 +82,7 @@ class NodeSpec(NamedTuple):
 
 
 def keep_owners(owners: tuple[object, ...]) -> Attach:
-    """Return a function that retains a user object, which holds ``owners``, on a CUgraph."""
+    """Return a function that makes a CUgraph keep ``owners`` alive, in a CUDA user object."""
     return lambda graph: _native.attach_keep(graph, owners)
 
 
@@ -126,9 +126,9 @@ class GraphBase(ABC):
         self.programmatic = False
         self.child_graphs: dict[int, Graph] = {}
         self._node_handles: list[Any] = []
-        # Indices of the nodes that the lane's next node depends on, by lane name. The table is here
-        # and not in GraphLane, so that a graph refers to no lane and a dropped graph is freed at
-        # once, without a reference cycle.
+        # Indices of the nodes that the lane's next node depends on, by lane name. The graph stores
+        # this table, not GraphLane: a graph that referred to its lanes would be part of a reference
+        # cycle and would not be freed as soon as it is dropped.
         self._tails: dict[str, tuple[int, ...]] = {}
         # Names of lanes whose next node depends on exactly one kernel of the lane and on no mark.
         # Only in these lanes can the next edge be programmatic.
@@ -146,7 +146,7 @@ class GraphBase(ABC):
     @property
     @abstractmethod
     def root(self) -> Graph:
-        """The graph that contains this body, or the graph itself."""
+        """The outermost graph: this graph, or the graph that contains this body."""
 
     @abstractmethod
     def check_node_kind(self, kind: str, name: str, child: Graph | None = None) -> None:
@@ -273,7 +273,8 @@ class GraphBase(ABC):
         with self.editing() as graph:
             prepare_driver_call("cuGraphAddNode")
             depends = self._tails[lane]
-            # User objects are retained on the root, which also owns the bodies.
+            # User objects are retained on the root graph, because it owns the CUgraphs of its
+            # bodies.
             keeper = self.root.handle
             code, api, *attached = attach(keeper)
             check_code(api, code)
@@ -348,7 +349,7 @@ class GraphBase(ABC):
     def tail(self, lane: str) -> tuple[int, ...]:
         """Return the nodes that the lane's next node depends on, for a mark at this point.
 
-        The next edge of the lane is an ordinary one, because a mark is now before it.
+        The mark makes the next edge of the lane an ordinary dependency, not a programmatic edge.
         """
         with self._lock:
             self._kernel_tails.discard(lane)
@@ -450,7 +451,7 @@ class Graph(GraphBase):
         """Accept nodes of every kind."""
 
     def _check_nodes_exist(self) -> None:
-        # The nodes of a graph that was moved still exist in its parent.
+        # After a graph was moved into a parent, its nodes still exist as nodes of the parent.
         if self._parent_name is None:
             self.check_open()
 
@@ -488,13 +489,17 @@ class Graph(GraphBase):
         return payload
 
     def wait_for_earlier_launches(self) -> None:
-        """Wait for launches of an earlier executable, whose host steps still count their runs."""
+        """Wait for the launches of an earlier executable.
+
+        The host steps of a definition count their runs. A new executable derives its replay numbers
+        from these counts, so no earlier launch may change them any more.
+        """
         if self._exec is not None:
             self.context.synchronize()
 
     @property
     def worker(self) -> MailboxWorker:
-        """The worker thread of mailboxes that were added without one; started on first use."""
+        """Worker thread of the mailboxes that were added without a worker; started on first use."""
         with self._lock:
             if self._worker is None:
                 self._worker = MailboxWorker(name="mailbox")
@@ -512,8 +517,8 @@ class Graph(GraphBase):
         Raises
         ------
         OptionError
-            An executable of this definition is still open, with which the new one would share the
-            status words, or a condition has no conditional node.
+            An executable of this definition is still open (both executables would share the status
+            words), or a condition of the graph is not used by a conditional node.
         DeviceError
             The driver rejected the graph.
         """
@@ -854,7 +859,7 @@ class GraphLane:
         self._add_event("event record", event, cu.cuGraphAddEventRecordNode, name)
 
     def wait_event(self, event: Event, *, name: str | None = None) -> None:
-        """Add a node that waits for the last record of the event before the replay's launch."""
+        """Add a node that waits for the event's last record before the launch of the replay."""
         self._add_event("event wait", event, cu.cuGraphAddEventWaitNode, name)
 
     def _add_event(
@@ -871,7 +876,11 @@ class GraphLane:
         )
 
     def record(self, name: str | None = None) -> GraphMark:
-        """Return a mark at the end of the lane. On an empty lane it is the start of the graph."""
+        """Return a mark at the end of the lane.
+
+        On a lane without nodes, the mark stands for the marks that the lane waits for. If there are
+        none, the mark is the start of the graph.
+        """
         return GraphMark(self.graph, name or f"mark on {self.name}", self.graph.tail(self.name))
 
     def wait(self, mark: Any) -> None:

@@ -79,7 +79,7 @@ class PythonWork:
 
 
 def _is_coroutine_or_generator(fn: object) -> bool:
-    """Return whether a call creates a coroutine or generator instead of running the body."""
+    """Return whether calling ``fn`` only creates a coroutine or generator."""
     while isinstance(fn, functools.partial):
         fn = fn.func
     call_method = type(fn).__dict__.get("__call__")
@@ -244,7 +244,8 @@ def keep_captured(handle: int, owners: tuple[object, ...]) -> bool:
 def check_captured() -> None:
     """Raise the oldest failure of host work in a captured graph that was not raised yet.
 
-    The host steps of the graph were skipped since the failure. They run again in later replays.
+    Since the failure, the host steps of the graph were skipped. After this call, later replays run
+    them again.
     """
     failure = _native.take_captured_failure()
     if failure is not None:

@@ -303,7 +303,7 @@ def load(
     """
     values = {name: str(value) for name, value in (defines or {}).items()}
     macros = tuple(sorted(values.items()))
-    # Not Path.resolve(), which takes longer than a launch.
+    # Path.resolve() would take longer than a kernel launch.
     source = Path(os.path.abspath(path))
     with _modules_lock:
         module = _modules.get((source, macros))

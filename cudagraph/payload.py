@@ -36,7 +36,10 @@ class Payload:
 
     @property
     def live_values(self) -> int:
-        """Number of values held: the current value and older ones that launches may still read."""
+        """Number of stored values.
+
+        These are the current value and the older values that launches in flight may still read.
+        """
         return self.native.size
 
     def __repr__(self) -> str:
@@ -46,7 +49,8 @@ class Payload:
 def native_address(value: object) -> int:
     """Return the address that native work receives for a payload value.
 
-    The address is the value itself if it is an int, otherwise its ``host_ptr``, or 0 without one.
+    The address is the value itself if it is an int, otherwise its ``host_ptr``. A value without
+    ``host_ptr`` has the address 0.
 
     Raises
     ------

@@ -160,7 +160,7 @@ class Ring(PinnedSlots):
     def reserve(self, replay: int) -> int:
         """Reserve the entry of a replay and return its index.
 
-        Reserve an entry that a kernel fills before the replay is launched.
+        If a kernel fills the entry, reserve the entry before the launch of the replay.
         """
         entry = self._entry(replay)
         if self._in_use[entry] not in (0, replay):
@@ -174,7 +174,8 @@ class Ring(PinnedSlots):
     def publish(self, replay: int) -> None:
         """Store the replay number as the stamp of its entry, which tells the device to read it.
 
-        The caller must have filled the fields of the entry. The entry is reserved if it was not.
+        The caller must have filled the fields of the entry. If the entry is not reserved yet, this
+        method reserves it.
         """
         entry = self.reserve(replay)
         _native.store_release_i32(self._stamp_address(entry), replay)

@@ -57,13 +57,13 @@ def describe() -> str:
 
 
 def error_detail(fault: bool) -> str:
-    """Return an explanation of the last error.
+    """Return the soft device's explanation of the last fault or of the last rejected call.
 
     Parameters
     ----------
     fault
-        True: explain the fault after which the context is lost. False: explain why the last
-        rejected call was rejected.
+        If True, explain the fault that made the context unusable. If False, explain why the soft
+        device rejected the most recent call that returned an error.
     """
     return _text("last_fault" if fault else "last_refusal")
 

@@ -1,8 +1,8 @@
 """Streams and events, with waits that do not block in the driver.
 
-Lanes of one graph synchronize at marks. An :class:`Event` synchronizes a graph with the outside: a
-node of the graph records it in every replay, and another stream, another graph or the host
-continues from there while the rest of the replay still runs.
+Lanes of one graph synchronize at marks. An :class:`Event` synchronizes a graph with work outside
+the graph: a node of the graph records the event in every replay. Another stream, another graph or
+the host waits for the event and continues while the rest of the replay still runs.
 """
 
 from __future__ import annotations
@@ -102,9 +102,10 @@ class Stream:
 class Event:
     """A CUDA event. Graphs that use it keep it alive.
 
-    The launch of a replay decides which records its event nodes refer to. An event wait node waits
-    for the last record of its event before the launch. A wait that is enqueued after the launch
-    waits for the event record node of the replay.
+    Waits and records of an event are matched in the order in which they are enqueued; for the nodes
+    of a replay, this is the time of its launch. An event wait node therefore waits for the last
+    record before the launch. A wait that is enqueued after the launch waits for the event record
+    node of that replay.
 
     Parameters
     ----------

@@ -8,7 +8,9 @@
 
 #define FULL_WARP 0xffffffffu
 
-// Storage types of 16-bit and 8-bit (E4M3) floats. They hold bits and are converted explicitly.
+// Storage types for 16-bit floats (bfloat16 and float16) and 8-bit floats (E4M3). Such a struct
+// contains only the bits of a value. Kernels convert it to float with to_float() before they
+// compute.
 struct bf16_t {
   unsigned short bits;
 };
@@ -31,7 +33,8 @@ __device__ __forceinline__ float to_float(fp16_t x) {
   asm("cvt.f32.f16 %0, %1;" : "=f"(f) : "h"(x.bits));
   return f;
 #else
-  // Branch-free expansion; subnormals are scaled by a power of two that is exact in fp32.
+  // Expands the bits without a branch. Subnormals are multiplied by a power of two, which is exact
+  // in fp32.
   const unsigned int sign = (static_cast<unsigned int>(x.bits) & 0x8000u) << 16;
   const unsigned int magnitude = (static_cast<unsigned int>(x.bits) & 0x7fffu);
   const unsigned int exponent = magnitude & 0x7c00u;
@@ -44,7 +47,7 @@ __device__ __forceinline__ float to_float(fp16_t x) {
 #endif
 }
 
-// Converts any code except NaN. Subnormals are multiples of 2^-9.
+// Converts any 8-bit code except NaN. Subnormals are multiples of 2^-9.
 __device__ __forceinline__ float to_float(e4m3_t x) {
   const unsigned int magnitude = x.bits & 0x7fu;
   const float subnormal = static_cast<float>(static_cast<int>(magnitude)) * 0.001953125f;
@@ -81,7 +84,8 @@ __device__ __forceinline__ void from_float(float f, fp16_t* out) {
   } else if (magnitude >= 0x477ff000u) {
     half = 0x7c00u;  // rounds to infinity
   } else if (magnitude < 0x38800000u) {
-    // Subnormal or zero: adding 0.5 aligns the mantissa so that the hardware rounds.
+    // The result is subnormal or zero. Adding 0.5 aligns the mantissa so that the addition itself
+    // rounds the value to the right bit.
     const float aligned = __uint_as_float(magnitude) + 0.5f;
     half = __float_as_uint(aligned) - 0x3f000000u;
   } else {
@@ -101,7 +105,8 @@ __device__ __forceinline__ void wait_for_previous_kernel() {
 #endif
 }
 
-// Sums over a full warp. Every lane receives the same bits (xor butterfly, fixed order).
+// Returns the sum of x over a full warp. The values are added in a fixed order (xor butterfly), so
+// that every lane of the warp receives the same bits.
 __device__ __forceinline__ float warp_sum(float x) {
   for (int offset = 16; offset > 0; offset >>= 1) x += __shfl_xor_sync(FULL_WARP, x, offset);
   return x;
@@ -115,8 +120,8 @@ __device__ __forceinline__ float warp_max(float x) {
   return x;
 }
 
-// Publishes `value` to the host after all earlier writes of this thread. The word is in mapped host
-// memory; the host reads it with an acquire load before it reads other data.
+// Stores `value` in a word of mapped host memory with release order. A host thread that reads the
+// value with an acquire load then also sees all earlier writes of this thread.
 __device__ __forceinline__ void store_release_system(int* word, int value) {
 #ifdef __CUDA_ARCH__
   asm volatile("st.release.sys.global.s32 [%0], %1;" ::"l"(word), "r"(value) : "memory");

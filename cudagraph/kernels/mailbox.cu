@@ -46,8 +46,8 @@ __device__ __forceinline__ bool wait_for(const int* ack, int number,
   return true;
 }
 
-// Posts a request. Launched with one thread. Everything that earlier nodes wrote is visible to the
-// host before the request is.
+// Posts a request. Launched with one thread. A host thread that sees the request also sees
+// everything that earlier nodes wrote.
 extern "C" __global__ void mailbox_request(unsigned int* counter, int* request) {
   store_release_system(request, next_number(counter));
 }
