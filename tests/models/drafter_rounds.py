@@ -6,11 +6,13 @@ from types import SimpleNamespace
 
 import model_util
 import numpy as np
+from reference_round import Tree
+from round_simulator import pack_even_rows, result_row, write_draft_tree
 
 from graft.cudagraph.lanes import StreamLane
 from graft.models.drafters.feed import Feed, RoundScratch
 from graft.models.drafters.load import make_drafter
-from graft.sampling.sampler import ROUND_ROW
+from graft.sampling.sampler import row_words
 from graft.sampling.state import SLOT, SlotState
 from graft.sampling.tree import TreePlan
 
@@ -67,17 +69,7 @@ class Rounds:
         self.slots = np.zeros(SLOTS, SLOT)
         self.slots["active"] = 1
         self.slots["limit"] = LENGTH
-        self.slots["draft_len"] = MAX_DRAFTS
-        for slot in range(SLOTS):
-            for j in range(
-                MAX_DRAFTS
-            ):  # in a tree the parent is a random node of the previous level
-                level = j // self.branch
-                branch = self.branch
-                parent = level and int((level - 1) * branch + rng.integers(branch) + 1)
-                ancestors = int(self.slots["path"][slot, parent - 1]) if parent else 0
-                self.slots["parent"][slot, j] = parent
-                self.slots["path"][slot, j] = ancestors | 1 << j
+        self.parents = [self._random_parents(rng) for _ in range(SLOTS)]
         self.scratch = RoundScratch(
             device,
             SLOTS,
@@ -87,6 +79,20 @@ class Rounds:
             features=feature_size,
             draft_vocab=drafter.vocab.size,
         )
+
+    def _random_parents(self, rng: np.random.Generator) -> list[int]:
+        """Return the parents of a slot's drafts: random nodes of the previous level."""
+        parents = []
+        for j in range(MAX_DRAFTS):
+            level = j // self.branch
+            first = (level - 1) * self.branch + 1
+            parents.append(first + int(rng.integers(self.branch)) if level else 0)
+        return parents
+
+    def tree(self, slot: int) -> Tree:
+        """Return the last committed token and the drafts of a slot."""
+        last = int(self.slots["last"][slot])
+        return Tree((last, *self.drafts[slot].tolist()), (-1, *self.parents[slot]))
 
     @property
     def n(self):
@@ -105,8 +111,7 @@ class Rounds:
 
     def commit(self, batch: list[int], counts: list[int]) -> Feed:
         """Return the feed of a round that commits `counts` tokens in these slots (-1: padding)."""
-        words = ROUND_ROW.itemsize // 4
-        rows = np.full((len(batch), words + self.width), -1, np.int32)
+        rows = np.full((len(batch), row_words(self.width - 1)), -1, np.int32)
         features = (
             np.random.default_rng(1)
             .standard_normal((len(batch), self.width, self.features.shape[2]))
@@ -114,14 +119,13 @@ class Rounds:
         )
         for b, (slot, count) in enumerate(zip(batch, counts, strict=True)):
             at = np.arange(self.n[slot], self.n[slot] + count)
-            rows[b, :words] = np.array([(slot, count, 0, 0, 0, 0, self.n[slot])], ROUND_ROW).view(
-                "i4"
-            )
-            rows[b, words:][:count] = self.tokens[slot, at + 1]
+            result = result_row(self.tokens[slot, at + 1], slot=slot, old_n=self.n[slot])
+            rows[b, : len(result)] = result
             features[b, :count] = self.features[slot, at]
             self.n[slot] += count
             self.slots["last"][slot] = self.tokens[slot, self.n[slot]]
-        self.slots["drafts"][:, :MAX_DRAFTS] = self.drafts
+        for slot in range(SLOTS):
+            write_draft_tree(self.slots[slot], self.tree(slot))
         self.state.copy_from(self.slots)
         self.scratch.row_slot[: len(batch)].copy_from(np.array(batch, np.int32))
         self.scratch.features[: features[..., 0].size].copy_from(
@@ -138,9 +142,9 @@ class Rounds:
             sampler,
             self.scratch,
         )
-        b, j = np.divmod(np.arange(feed.count, dtype=np.int32), self.width)
-        feed.first.copy_from(np.arange(len(batch), dtype=np.int32) * self.width)
-        feed.rows.map.copy_from(b << 16 | j)
+        first, packed = pack_even_rows(len(batch), self.width)
+        feed.first.copy_from(first)
+        feed.rows.map.copy_from(packed)
         return feed
 
     def levels(self, feed: Feed):
@@ -153,9 +157,9 @@ class Rounds:
             )
             logits_array = model_util.download(self.stream, logits_array)
             nodes = len(logits_array) // feed.batch
+            row_slot = feed.row_slot.to_host()
             for r, logits in enumerate(logits_array):
-                slot = feed.row_slot.to_host()[r // nodes]
-                path = int(self.slots["path"][slot, (level - 1) * nodes + r % nodes])
-                path_tokens = [self.drafts[slot, j] for j in range(MAX_DRAFTS) if path >> j & 1]
+                slot = row_slot[r // nodes]
+                node = (level - 1) * nodes + r % nodes + 1 if level else 0
                 if slot >= 0:
-                    yield slot, path_tokens if level else [], logits
+                    yield slot, self.tree(slot).path(node), logits

@@ -22,7 +22,7 @@ import reference_round as ref
 from guide_util import run_work
 from interleave_language import ALL_IDS, VOCAB, choose, context_of, mix, row_ids
 from reference_round import NOT_READY
-from round_simulator import USABLE, Decision, RoundSimulator
+from round_simulator import USABLE, Decision, RoundSimulator, result_row
 
 from graft.cudagraph.pinned import Ring
 from graft.grammar.decoder import GuidedDecoder
@@ -396,11 +396,15 @@ class SteppingDevice:
             outcome = ref.Outcome()
             if slot >= 0:
                 outcome = self._verify_slot(slot, replay.k)
-            count = len(outcome.tokens)
-            replay.counts[b] = count
-            header = (slot, count, outcome.reason, outcome.accepted, outcome.tested, 0, 0)
-            row = self.outputs.field("rows").array[entry, b]
-            row[: len(header) + count] = (*header, *outcome.tokens)
+            replay.counts[b] = len(outcome.tokens)
+            result = result_row(
+                outcome.tokens,
+                slot=slot,
+                reason=outcome.reason,
+                accepted=outcome.accepted,
+                tested=outcome.tested,
+            )
+            self.outputs.field("rows").array[entry, b, : len(result)] = result
 
     def _verify_slot(self, slot: int, k: int) -> ref.Outcome:
         """Verify at most `k` drafts, and move the entries of accepted drafts in the caches."""

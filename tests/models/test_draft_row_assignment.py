@@ -5,6 +5,8 @@ from types import SimpleNamespace
 
 import numpy as np
 from engine_util import ROUND, UNEVEN_DRAFTS, FixedDraftLengths, demo_engine, patch_kernel_source
+from reference_round import Tree
+from round_simulator import publish_slots, write_draft_tree
 from sampling_round import open_round
 
 from graft.cudagraph.lanes import StreamLane
@@ -25,19 +27,15 @@ def random_slots(rng, max_drafts):
     slots["n"] = rng.integers(0, 90, SLOTS)
     slots["last"] = rng.integers(0, 50, SLOTS)
     slots["active"] = rng.random(SLOTS) < 0.8
-    slots["draft_len"] = rng.integers(0, max_drafts + 1, SLOTS)
+    num_drafts = rng.integers(0, max_drafts + 1, SLOTS)
     slots["cut"] = 7
     for slot in slots:
         levels = rng.integers(0, 4, len(slot["accept_prob"]))
         slot["accept_prob"] = np.sort(levels)[::-1] / 4
-        slot["drafts"][:max_drafts] = rng.integers(0, 50, max_drafts)
-        for j in range(max_drafts):
-            parent = rng.integers(0, j + 1)
-            path = np.uint64(1 << j)
-            if parent:
-                path |= slot["path"][parent - 1]
-            slot["parent"][j] = parent
-            slot["path"][j] = path
+        drafts = rng.integers(0, 50, max_drafts).tolist()
+        parents = [int(rng.integers(0, j + 1)) for j in range(max_drafts)]
+        write_draft_tree(slot, Tree((int(slot["last"]), *drafts), (-1, *parents)))
+    slots["draft_len"] = num_drafts  # the drafts after these belong to an earlier round
     return slots
 
 
@@ -72,9 +70,7 @@ def begin(device, stream, slots, input_slots, num_rows, max_drafts, replay=REPLA
     exchange.drafted[:, 1] = slots["draft_len"]
     batch = len(input_slots)
     ring = Ring(device, 2, {"slot": ("int32", (batch,))})
-    ring.reserve(REPLAY)
-    ring.row("slot", REPLAY)[:] = input_slots
-    ring.publish(REPLAY)
+    publish_slots(ring, REPLAY, input_slots)
     number = device.from_host(np.array([replay - 1], np.int32))
     row_slot = device.zeros((batch,), "int32")
     lane = StreamLane(stream)
