@@ -6,6 +6,9 @@ from engine_util import demo_engine
 
 @pytest.fixture(scope="module")
 def engine():
-    """Engine with the demo model, its drafter and four batch rows. Tests must leave it idle."""
+    """Engine with the demo model, its drafter and four batch rows.
+
+    All tests of a module share it, so each test must leave it without requests.
+    """
     with demo_engine(max_batch_size=4) as shared:
         yield shared

@@ -1,8 +1,9 @@
 """Interleaves the engine's host code with a simulated device at every point where they interact.
 
 `Interleaving(device, seed)` builds the real `Scheduler`, `SlotManager`, `Replays`, rings and guided
-decoder on a `SteppingDevice`. From the seed it draws requests, sizes and a sequence of host
-actions, lets the device advance between them, and compares each request with its sequential output.
+decoder on a simulated `SteppingDevice`. A random generator with this seed chooses requests, sizes,
+a sequence of host actions, and the steps of the device between them. At the end, the output of each
+request is compared with the output of sequential decoding.
 """
 
 import itertools
@@ -44,7 +45,7 @@ MAX_LENGTH = 56  # positions of a request
 
 
 class RandomInterrupts:
-    """Shield whose `check` raises KeyboardInterrupt at random."""
+    """Replacement of `Shield` whose `check` raises KeyboardInterrupt at random."""
 
     def __init__(self, rng: random.Random):
         self._rng = rng
@@ -55,7 +56,11 @@ class RandomInterrupts:
 
 
 class Interleaving:
-    """One schedule. `run` raises AssertionError if an output differs from the sequential one."""
+    """One random schedule of host and device.
+
+    `run` raises AssertionError if an output differs from the sequential output, or if slots, pages
+    or ring entries are not freed.
+    """
 
     def __init__(self, device: Device, seed: int):
         rng = self.rng = random.Random(seed)
@@ -97,7 +102,7 @@ class Interleaving:
         self.migrate_rate = rng.choice((0.0, 0.0, 0.05))
 
     def _make_parts(self, device: Device) -> Any:
-        """Return the part of `RoundParts` that `Replays` uses. The rings use pinned memory."""
+        """Return a replacement of `RoundParts` with the fields that `Replays` uses."""
         toy = self.toy
         entries = self.max_in_flight + 1
         self.rings = [
@@ -164,7 +169,7 @@ class Interleaving:
         )
 
     def _submit_request(self, number: int) -> None:
-        """Submit a request. Its grammar is compiled later and may turn out to be invalid."""
+        """Submit a random request. Its grammar, if any, is compiled by a later `_compile`."""
         rng = self.rng
         shared: list[int] = []
         for begin in range(0, 9, PAGE):
@@ -196,7 +201,7 @@ class Interleaving:
         self.scheduler.submit(state)
 
     def _compile(self) -> None:
-        """Complete the compilation of a random grammar."""
+        """Complete the compilation of a randomly chosen grammar, in few cases with an error."""
         state, grammar = self.compiling.pop(self.rng.randrange(len(self.compiling)))
         assert state.grammar is not None
         if self.rng.random() < 0.05:
@@ -208,7 +213,7 @@ class Interleaving:
     # Host actions -------------------------------------------------------------------------------
 
     def _act(self) -> None:
-        """Perform a random action of host or device."""
+        """Perform a random action of the host or the device."""
         scheduler = self.scheduler
         rng = self.rng
         actions = [self.toy.tick]
@@ -231,7 +236,7 @@ class Interleaving:
             self._migrate(state)
 
     def _migrate(self, state: RequestState) -> None:
-        """Migrate a request to the same engine."""
+        """Migrate a request out of the engine and back into it."""
         description = migrate.describe_request(state, "coupled")
         self.scheduler.end(state, "moved")
         migrated = RequestState(
@@ -263,7 +268,7 @@ class Interleaving:
                 self.outputs[event.id] = event.output
 
     def run(self) -> None:
-        """Submit requests, act until all have finished, and check the outputs."""
+        """Submit requests, perform actions until all have finished, and check the outputs."""
         num_requests = self.rng.randint(2, 9)
         submitted = 0
         for _ in range(MAX_ACTIONS):
@@ -282,7 +287,7 @@ class Interleaving:
     # Checks -------------------------------------------------------------------------------------
 
     def _check_outputs(self) -> None:
-        """Compare outputs and events with the sequential outputs."""
+        """Compare outputs with sequential decoding, and events with outputs."""
         for request_id, (tokens, reason) in self.expected.items():
             output = self.outputs[request_id]
             where = f"request {request_id}"

@@ -1,8 +1,9 @@
-"""A simulated language: target, drafter, grammars and text as pure functions, and their oracle.
+"""A simulated language model with grammars and text, and a sequential reference decoder.
 
-Every choice is a hash of what it may depend on: the preceding tokens, the seed of the request and
-the ids that the grammar allows. The sequential output of a request is therefore a pure function,
-and any mix-up of tokens, pages, masks or seeds between requests changes it.
+The model's next token is a hash of everything it may depend on: the preceding tokens, the seed of
+the request and the ids that the grammar allows. The output of a request is therefore a pure
+function of the request. If the engine confuses the tokens, pages, masks or seeds of two requests,
+an output changes.
 """
 
 import functools
@@ -25,18 +26,31 @@ _MASK64 = (1 << 64) - 1
 
 @functools.lru_cache(1 << 16)
 def choose(context: int, seed: int, legal: tuple[int, ...]) -> int:
-    """Return the target's token after a context, with or without speculation."""
+    """Return the target model's next token.
+
+    Parameters
+    ----------
+    context
+        Hash of the preceding tokens, from `context_of`.
+    seed
+        Seed of the request.
+    legal
+        Ids that the grammar allows.
+    """
     return min(legal, key=lambda token: mix(context, seed, token))
 
 
 def context_of(tokens: Sequence[int]) -> int:
-    """Return the target's state after a token sequence."""
+    """Return a hash of a token sequence, which represents the target's state after it."""
     return hash(tuple(tokens)) & _MASK64
 
 
 @functools.lru_cache(1 << 16)
 def legal_ids(grammar: int, state: int) -> tuple[int, ...]:
-    """Return the ids that a grammar allows in a state: none in a dead end, or all of them."""
+    """Return the ids that a grammar allows in a state.
+
+    The result is empty in a dead end, and `ALL_IDS` if the state has no constraint.
+    """
     h = mix(grammar, state)
     if h % 61 == 0:
         return ()
@@ -50,13 +64,13 @@ def legal_ids(grammar: int, state: int) -> tuple[int, ...]:
 
 @functools.lru_cache(1 << 16)
 def mask_row(legal: tuple[int, ...]) -> np.ndarray:
-    """Return the mask row of the ids: bits in int32 words."""
+    """Return the token bitmask of the ids, in int32 words."""
     return pack_bits(np.isin(ALL_IDS, legal))
 
 
 @functools.lru_cache(1 << 16)
 def row_ids(words: bytes) -> tuple[int, ...]:
-    """Return the ids of a mask row, given as bytes."""
+    """Return the ids of a token bitmask, which is given as bytes."""
     return tuple(bits(np.frombuffer(words, np.int32)).tolist())
 
 
@@ -94,12 +108,12 @@ class ToyMatcher(Matcher):
         return self._ended
 
 
-#: One letter per id.
+#: Vocabulary with one letter per id. The stop ids have no text.
 TOY = Vocabulary([bytes([0x41 + i]) for i in range(STOPS[0])] + [b"", b""], VOCAB, STOPS)
 
 
 class ToyBackend:
-    """Backend whose grammars are integers."""
+    """Grammar backend whose grammars are integers, the first argument of `legal_ids`."""
 
     name = "toy"
     vocabulary = TOY
@@ -112,7 +126,10 @@ class ToyBackend:
 
 
 class ToyText:
-    """Incremental decoder that holds back every other letter until the next one arrives."""
+    """Incremental decoder of the simulated text.
+
+    It holds back half of the letters of the alphabet until the next letter arrives.
+    """
 
     def __init__(self) -> None:
         self._held = ""
@@ -131,7 +148,7 @@ class ToyText:
 def decode_sequentially(
     state: RequestState, compiled: CompiledGrammar | None
 ) -> tuple[list[int], str]:
-    """Return tokens and finish reason of a request decoded token by token, without an engine."""
+    """Decode a request token by token without an engine; return its tokens and finish reason."""
     tokens: list[int] = []
     matcher = None if compiled is None else compiled.matcher(state.stop_ids)
     text = ""

@@ -1,6 +1,6 @@
 """Logit bias, penalties, minimum lengths, log probabilities and samples of engine requests.
 
-`test_engine_equality` checks that drafts, batches and preemption do not affect them.
+`test_engine_equality` checks that drafts, batches and preemption do not change their effects.
 """
 
 import numpy as np
@@ -42,7 +42,7 @@ def test_allowed_ids_banned_ids_and_min_tokens(engine: Engine, sampling) -> None
 
 
 def test_penalties_prevent_or_cause_repetition(engine: Engine) -> None:
-    """A large repetition penalty prevents any repetition, also of prompt tokens.
+    """A large repetition penalty prevents any repetition, including repetition of prompt tokens.
 
     Negative presence and frequency penalties cause the repetition of one token.
     """
@@ -68,7 +68,7 @@ def test_penalties_prevent_or_cause_repetition(engine: Engine) -> None:
 
 
 def test_logprobs_equal_log_softmax_of_model_logits(tmp_path) -> None:
-    """Values and top ids equal those of NumPy, independent of the sampling parameters."""
+    """Values and top ids equal a NumPy computation and do not depend on sampling parameters."""
     config = llama_config()
     weights = make_tiny_llama(tmp_path)
     make_tiny_tokenizer(tmp_path)
@@ -105,7 +105,10 @@ def test_logprobs_equal_log_softmax_of_model_logits(tmp_path) -> None:
 
 
 def test_samples_of_a_request_are_reproducible(engine: Engine) -> None:
-    """Each of `n` completions has its own id and can be reproduced from seed and sample number."""
+    """Each of the `n` completions has an id and can be reproduced from its seed and sample number.
+
+    `submit` refuses requests with ``n > 1``.
+    """
     request = Request(tokens=[300], max_tokens=12, temperature=2.0, n=3, id="a")
     outputs = engine.generate([request, FREE])
     assert [o.id for o in outputs[:3]] == ["a/0", "a/1", "a/2"]

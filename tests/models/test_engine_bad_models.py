@@ -21,7 +21,8 @@ def add_token_outside_vocabulary(file):
 
 
 WEIGHTS = (TARGET / "model.safetensors").read_bytes()
-#: Relative path of a file, change to it, and expected error. The tests of each file have more.
+#: Damages by name: relative path of a file, function that damages it, and expected error. Tests of
+#: the config, checkpoint and tokenizer modules cover more damages.
 DAMAGES = {
     "truncated": (
         "target/model.safetensors",
@@ -39,14 +40,14 @@ DAMAGES = {
 
 @pytest.fixture
 def target(tmp_path):
-    """Return a copy of the demo target; its parent folder also has a copy of the drafter."""
+    """Return the folder of a copy of the demo target. A copy of the drafter is next to it."""
     shutil.copytree(DRAFTER, tmp_path / "drafter")
     return shutil.copytree(TARGET, tmp_path / "target")
 
 
 @pytest.mark.parametrize(("name", "change", "error"), DAMAGES.values(), ids=DAMAGES)
 def test_engine_rejects_damaged_checkpoint(name, change, error, target, engine):
-    """The error has one line and its own type; the running engine still works."""
+    """The error has the expected type and a message of one line. A running engine still works."""
     change(target.parent / name)
     with pytest.raises(error) as caught:
         Engine(target, target.parent / "drafter", max_batch_size=1)
@@ -56,7 +57,10 @@ def test_engine_rejects_damaged_checkpoint(name, change, error, target, engine):
 
 
 def test_engine_checks_weight_shapes_before_building_vocabulary(target, monkeypatch):
-    """A config with four million ids that the weights do not have costs no time or memory."""
+    """The config declares four million ids, but the weights have fewer rows.
+
+    The engine rejects the checkpoint before it spends time and memory on that vocabulary.
+    """
     monkeypatch.setattr(
         Vocabulary, "from_tokenizer", lambda *_: pytest.fail("the vocabulary was built")
     )
@@ -66,7 +70,7 @@ def test_engine_checks_weight_shapes_before_building_vocabulary(target, monkeypa
 
 
 def test_engine_reports_nan_logits(target):
-    """NaN weights end requests with an error about the logits, with and without a grammar."""
+    """If weights are NaN, requests with and without a grammar fail with an error about logits."""
     data = bytearray(WEIGHTS)
     size = int.from_bytes(data[:8], "little")
     begin, end = json.loads(data[8 : 8 + size])["model.norm.weight"]["data_offsets"]

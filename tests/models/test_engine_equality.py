@@ -1,4 +1,9 @@
-"""Outputs do not depend on drafts, batch, overlap, transport or other requests."""
+"""Outputs do not depend on drafts, batch, overlap, transport or other requests.
+
+The expected outputs come from an engine without a drafter that runs one request at a time. Only
+greedy and coupled requests are compared, because rejection sampling uses other random numbers when
+the drafts change.
+"""
 
 import functools
 import random
@@ -41,18 +46,21 @@ from graft.tools.demo_tasks import held_out_tasks
 
 @pytest.fixture(scope="module")
 def expected_answers():
-    """Answers of the requests alone: no drafter, batch size 1, one round in flight."""
+    """Answers by mode, generated one by one: no drafter, batch size 1, one round in flight."""
+    expected = {}
     with settled(demo_engine(speculation=False, max_batch_size=1, overlap=False)) as engine:
-        return {
-            mode: [answer(engine.generate([request])[0]) for request in workload(**options)]
-            for mode, options in MODES.items()
-        }
+        for mode, options in MODES.items():
+            expected[mode] = []
+            for request in workload(**options):
+                [output] = engine.generate([request])
+                expected[mode].append(answer(output))
+    return expected
 
 
 def check_disturbed(engine, expected_answers, mode, seed):
-    """Submit requests over time, preempt and cancel some, and compare their answers.
+    """Submit, preempt and cancel requests at random times, and compare their answers.
 
-    Returns the number of preemptions.
+    Return the number of preemptions.
     """
     rng = random.Random(seed)
     requests = workload(**MODES[mode])
@@ -61,7 +69,8 @@ def check_disturbed(engine, expected_answers, mode, seed):
     preemptions = 0
     rng.shuffle(pending)
     while pending or engine.busy:
-        for _ in range(min(rng.choice((0, 1, 1, 3)), len(pending))):
+        num_submitted = min(rng.choice((0, 1, 1, 3)), len(pending))
+        for _ in range(num_submitted):
             engine.submit(pending.pop())
         for event in engine.step():
             if event.output is not None:
@@ -95,7 +104,7 @@ def check_disturbed(engine, expected_answers, mode, seed):
 def test_engine_output_is_unchanged_by_join_cancel_and_preemption(
     expected_answers, number, monkeypatch, tmp_path
 ):
-    """For all drafters, grammar transports and batch sizes, with late mask rows and cut drafts."""
+    """The options cover all drafters and transports, late mask rows and drafts without rows."""
     options = ENGINE_OPTIONS[number]
     mode = ("greedy", "coupled")[number % 2]
     tested_when_cut = set()
@@ -114,25 +123,31 @@ def test_engine_output_is_unchanged_by_join_cancel_and_preemption(
             engine._scheduler.budget = FixedDraftLengths(lengths)
         preemptions = check_disturbed(engine, expected_answers, mode, seed=number)
         assert preemptions == engine.stats.preemptions > 0
-        assert (len(engine.stats.rounds_by_length) > 1) == auto == bool(tested_when_cut)
-        drafts = options.get("speculation", True) or options.get("forced_drafts", False)
-        assert (engine.stats.speculated_rounds > 0) == drafts
+        has_many_lengths = len(engine.stats.rounds_by_length) > 1
+        assert has_many_lengths == auto == bool(tested_when_cut)
+        has_drafts = options.get("speculation", True) or options.get("forced_drafts", False)
+        assert (engine.stats.speculated_rounds > 0) == has_drafts
         probes = engine.counters()["grammar"]["probes"]
-        probed = options.get("draft_masking") == "probe" or engine._parts.decoder.probing
-        assert (probes > 0) == (probed and options.get("mask_drafts", True))
+        has_probes = options.get("draft_masking") == "probe" or engine._parts.decoder.probing
+        assert (probes > 0) == (has_probes and options.get("mask_drafts", True))
 
 
 @functools.cache
 def prompts_and_answers(count):
-    """Return requests, in each mode with and without grammar, and their answers without drafts.
+    """Return requests and their answers without drafts.
 
-    A small number of them are the shortest of many tasks, with short outputs.
+    For each of `count` tasks there are four requests: greedy and coupled, with and without grammar.
+    If `count` is less than 100, the shortest tasks are chosen and the outputs are short.
     """
-    few = count < 100
+    is_quick = count < 100
     tasks = [t for t in held_out_tasks(2 * count + 40, seed=29) if task_grammar(t) is not None]
-    tasks = sorted(tasks, key=lambda task: len(task.text))[:count] if few else tasks[:count]
-    guided = [task_request(task, max_tokens=6 if few else 48) for task in tasks]
-    requests = [replace(r, seed=i, **MODES[mode]) for i, r in enumerate(guided) for mode in MODES]
+    if is_quick:
+        tasks.sort(key=lambda task: len(task.text))
+    requests = []
+    for seed, task in enumerate(tasks[:count]):
+        request = task_request(task, max_tokens=6 if is_quick else 48)
+        for sampling in MODES.values():
+            requests.append(replace(request, seed=seed, **sampling))
     requests += [replace(request, grammar=None) for request in requests]
     with settled(demo_engine(speculation=False, max_batch_size=1, overlap=False)) as engine:
         return requests, answers(engine.generate(requests))
@@ -149,22 +164,25 @@ ALL_DRAFTER_OPTIONS = DRAFTER_OPTIONS | MORE_TREE_OPTIONS
     ],
 )
 def test_drafts_do_not_change_outputs(drafter, count):
-    """Every drafter, chains and trees, in batches of mixed requests in random order."""
+    """Each drafter, as chain and as tree, runs all requests in random order in mixed batches."""
     requests, expected = prompts_and_answers(count)
     order = random.Random(drafter).sample(range(len(requests)), len(requests))
     with settled(demo_engine(max_batch_size=5, **ALL_DRAFTER_OPTIONS[drafter])) as engine:
         outputs = engine.generate([requests[i] for i in order])
         assert engine.stats.speculated_rounds > 0
-    different = [
-        (output.reason, output.error, requests[i])
-        for i, output in zip(order, outputs, strict=True)
-        if answer(output) != expected[i]
-    ]
-    assert len(requests) == 4 * count and not different, different
+    different = []
+    for i, output in zip(order, outputs, strict=True):
+        if answer(output) != expected[i]:
+            different.append((output.reason, output.error, requests[i]))
+    assert len(requests) == 4 * count
+    assert not different
 
 
 def drafts_by_position(lengths, **options):
-    """Return draft ids and parents of a coupled request after each round, by position."""
+    """Run a coupled request with given draft lengths; return the drafts after each round.
+
+    The result has a tuple (draft ids, parents) for each position of the last committed token.
+    """
     coupled = {"temperature": 0.9, "verify": "coupled", "seed": 3}
     request = Request(tokens=[300, 301, 302], max_tokens=60, min_tokens=60, **coupled)
     found = {}
@@ -177,8 +195,10 @@ def drafts_by_position(lengths, **options):
             engine.synchronize()
             for state in engine._scheduler.unfinished.values():
                 slot = engine._parts.state.to_host()[state.slot]
-                ids, parents = (slot[name][: slot["draft_len"]] for name in ("drafts", "parent"))
-                found[int(slot["n"])] = ids.tolist(), parents.tolist()
+                num_drafts = slot["draft_len"]
+                ids = slot["drafts"][:num_drafts].tolist()
+                parents = slot["parent"][:num_drafts].tolist()
+                found[int(slot["n"])] = ids, parents
     return found
 
 
@@ -201,7 +221,10 @@ def drafts_by_position(lengths, **options):
     ids=["eagle3", "lookup", "tree", "mtp", "model", "block", "host"],
 )
 def test_drafter_continues_after_rounds_without_drafts(options):
-    """A drafter that only processed committed tokens for some rounds then drafts as usual."""
+    """After some rounds without drafts, a drafter makes the same drafts as without this pause.
+
+    In the rounds without drafts it only processes the committed tokens.
+    """
     always = drafts_by_position([3] * 60, **options)
     paused = drafts_by_position([3] * 3 + [0] * 4 + [3] * 60, **options)
     assert sum(not ids for ids, _ in paused.values()) >= 4
@@ -216,7 +239,7 @@ def test_drafter_continues_after_rounds_without_drafts(options):
 def test_engine_output_is_unchanged_in_many_disturbed_runs(
     expected_answers, transport, mask_drafts
 ):
-    """Forty runs for every transport, at batch sizes from 1 to 8."""
+    """For each transport, there are five runs at each batch size from 1 to 8."""
     for batch in range(1, 9):
         options = {"grammar_transport": transport, "mask_drafts": mask_drafts}
         with settled(demo_engine(max_batch_size=batch, **options)) as engine:
@@ -227,8 +250,9 @@ def test_engine_output_is_unchanged_in_many_disturbed_runs(
 
 @pytest.mark.parametrize("mode", ["greedy", "coupled", "rejection"])
 def test_probe_masking_drafts_equal_fill_masking(mode: str) -> None:
-    """Without filters, rounds and acceptance are the same, except for rejection sampling.
+    """With both kinds of masking, outputs, rounds and acceptance are the same.
 
+    Rejection sampling is excluded from this comparison, and no request uses filters such as top_p.
     With probe masking, only the mask rows that verification reads are filled.
     """
     options = {} if mode == "greedy" else {"temperature": 0.8, "verify": mode}
@@ -249,7 +273,10 @@ def test_probe_masking_drafts_equal_fill_masking(mode: str) -> None:
 
 
 def test_dflash2_drafts_unselected_id_when_selected_ids_are_illegal() -> None:
-    """With a selector of one id, rounds and acceptance equal those of DFlash."""
+    """A selector that chooses a single id per level must not change DFlash's drafts.
+
+    If the grammar rejects this id, the most likely legal id is drafted instead.
+    """
     rounds = []
     for drafter in (DFLASH, RandomDFlash2(1)):
         with settled(demo_engine(max_batch_size=4, draft_length=6, drafter=drafter)) as engine:
@@ -261,7 +288,7 @@ def test_dflash2_drafts_unselected_id_when_selected_ids_are_illegal() -> None:
 
 @pytest.mark.parametrize("tree", [None, (3, 4)], ids=["chain", "tree"])
 def test_lattice_probe_runs_one_grammar_step_per_round(tree) -> None:
-    """No draft is illegal, and the trained drafter is accepted more often than a random one."""
+    """The step returns only legal drafts, and trained weights beat random ones in acceptance."""
     options = {"draft_length": 4, "draft_masking": "probe", "draft_tree": tree}
     tokens_per_round = []
     for drafter in (RandomDrafter(), DFLASH):

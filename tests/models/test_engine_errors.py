@@ -30,14 +30,17 @@ from graft.models.request import Request
 
 
 def live_resources():
-    """Return the numbers of live device allocations and graphs after garbage collection."""
+    """Return how many device allocations, pinned allocations and graphs are live.
+
+    Objects that garbage collection can free are not counted.
+    """
     gc.collect()
     live = open_device().stats()["live"]
     return {name: live[name] for name in ("device_memory", "pinned_memory", "graph_exec")}
 
 
 def wait_until_released(before):
-    """Wait until no more resources are live than `before`."""
+    """Wait until no more resources are live than in `before`, a result of `live_resources`."""
     deadline = time.monotonic() + 30
     live = live_resources()
     while any(live[name] > before[name] for name in live):
@@ -74,7 +77,7 @@ def run_child(script):
     ],
 )
 def test_engine_reports_driver_error_while_request_joins(call, nth, monkeypatch):
-    """The error is raised and stored in `failure`, and close() releases everything."""
+    """The step raises the error, `failure` has its message, and close() frees all resources."""
     before = live_resources()
     engine = demo_engine(max_batch_size=2)
     count = itertools.count()
@@ -99,7 +102,10 @@ def test_engine_reports_driver_error_while_request_joins(call, nth, monkeypatch)
 
 @pytest.mark.parametrize("options", [{}, {"overlap": False}, {"composition": "two"}], ids=str)
 def test_engine_raises_failed_round_once(monkeypatch, options):
-    """One step raises the error of a host step; later calls report that the engine has failed."""
+    """The error of a failed host step is raised by one call.
+
+    All later calls raise an `EngineError` that contains it.
+    """
     calls = itertools.count(1)
 
     def fail_seventh(work):
@@ -159,7 +165,10 @@ print("closed")
 
 
 def test_engine_device_fault_ends_rounds_in_flight():
-    """A fault during two rounds raises one DeviceError, then EngineErrors, and close() returns."""
+    """An illegal memory access occurs while rounds are in flight.
+
+    The next step raises a DeviceError, later steps raise EngineErrors, and close() returns.
+    """
     assert run_child(DEVICE_FAULT) == [
         "unread: 1",
         "first: CUDA_ERROR_ILLEGAL_ADDRESS",
@@ -169,7 +178,7 @@ def test_engine_device_fault_ends_rounds_in_flight():
 
 
 def test_replay_deadline_is_extended_by_prefill_progress(monkeypatch):
-    """A round waits as long as prefill before it makes progress, and no longer."""
+    """A wait does not time out while prefill chunks complete; without progress it does."""
     prompt = Request(tokens=[7] * 1000, max_tokens=2)
     completed = [0]
     original = SlotManager.count_completed_chunks
@@ -241,7 +250,10 @@ print(json.dumps({"kind": device.kind, "live": live, "leaked": leaked, "gil_held
 
 
 def test_engine_close_releases_all_device_resources():
-    """close() with rounds in flight leaks nothing, and no driver call held the GIL."""
+    """After close() with rounds in flight, no resource is live or leaked.
+
+    In addition, no driver call of the engine held the GIL.
+    """
     report = json.loads(run_child(CLOSE_IN_FLIGHT)[-1])
     if report["kind"] == "soft":
         assert not any(report["live"].values()), report["live"]
@@ -252,7 +264,10 @@ def test_engine_close_releases_all_device_resources():
 
 
 def test_engine_dropped_without_close_releases_its_resources():
-    """While it generates, in a reference cycle or not: no thread, memory or graph remains."""
+    """The engine is dropped while it generates, once inside a reference cycle.
+
+    After garbage collection, no thread, device memory or graph of it remains.
+    """
     demo_engine(max_batch_size=1).close()
     before = live_resources()
     threads = len(os.listdir("/proc/self/task"))
@@ -279,7 +294,10 @@ print("continued", held)
 
 
 def test_engine_dropped_in_host_function_makes_no_driver_call():
-    """The stream continues. The memory is released only at process exit."""
+    """The engine's last reference is dropped in a host function, where driver calls are illegal.
+
+    The stream must continue to run. The engine's memory is freed only at process exit.
+    """
     assert run_child(DROP_IN_HOST_FUNCTION) == ["continued []"]
 
 
@@ -287,7 +305,7 @@ def test_engine_dropped_in_host_function_makes_no_driver_call():
 
 
 def test_engine_generate_cancels_requests_on_keyboard_interrupt(engine):
-    """KeyboardInterrupt leaves generate(), and the engine can be used as before."""
+    """generate() raises KeyboardInterrupt. The engine then has no requests and works as before."""
     requests = mixed_requests(12, seed=61)
     begin = time.perf_counter()
     expected = [o.tokens for o in engine.generate(requests)]
@@ -310,7 +328,7 @@ def test_engine_generate_cancels_requests_on_keyboard_interrupt(engine):
 
 
 def test_engine_close_after_keyboard_interrupt_releases_device_memory(monkeypatch):
-    """The frames that the exception's traceback keeps alive own no device resources."""
+    """The traceback of the exception keeps frames alive, but they own no device resources."""
     before = live_resources()
     count = itertools.count(1)
 

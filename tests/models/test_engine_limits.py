@@ -1,4 +1,4 @@
-"""Limits on requests, and costs that do not grow with the queue or the output."""
+"""Limits on requests; host cost of a step for long queues and outputs."""
 
 import sys
 from collections import Counter
@@ -17,7 +17,10 @@ from graft.models.request import Limits, Request
 
 
 def test_engine_limits_reject_oversized_requests():
-    """Prompts, rendered templates, stop strings and grammars; the error names the limit."""
+    """Prompts, rendered templates, stop strings and grammars are limited.
+
+    The error of a refused request names the limit.
+    """
     limits = {"prompt_bytes": 600, "stop_strings": 2, "stop_characters": 9, "grammar_bytes": 20}
     grammar = GrammarSpec.choice(["a" * 30, "b"])
     oversized = {
@@ -44,10 +47,12 @@ def test_engine_limits_reject_requests_when_queue_is_full():
         assert found[4].error_type == "QueueFullError"
         assert engine.generate([FREE])[0].tokens == found[0].tokens
     with demo_engine(max_batch_size=1, limits=Limits(waiting_tokens=7)) as engine:
-        three, eight = (replace(FREE, tokens=range(300, end), max_tokens=2) for end in (303, 308))
+        three = replace(FREE, tokens=range(300, 303), max_tokens=2)
+        eight = replace(FREE, tokens=range(300, 308), max_tokens=2)
         found = engine.generate([three, three, replace(three, tokens=[5, 6]), replace(three, n=1)])
         assert [output.reason == "refused" for output in found] == [False, False, True, True]
         assert found[2].error_type == "QueueFullError" and "waiting_tokens" in str(found[2].error)
+        # The first waiting request may exceed the limit alone.
         assert [o.error is None for o in engine.generate([eight, three])] == [True, False]
 
 
@@ -78,9 +83,10 @@ def count_calls(work):
 
 
 def test_engine_costs_do_not_grow_with_queue_or_output(monkeypatch):
-    """`submit` and `step` do not iterate over waiting requests, nor a round over all tokens.
+    """`submit` and `step` iterate neither over the waiting requests nor over all tokens.
 
-    All tokens and pages of a request are read twice: when it joins and when it starts.
+    The list of all tokens or pages of a request is built only twice: when the request joins a slot
+    and when its prefill is complete.
     """
     reads = Counter()
     original_tokens = RequestState.tokens.fget

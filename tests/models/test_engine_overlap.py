@@ -1,4 +1,7 @@
-"""Overlapped rounds: launches, reuse of batch rows, and surplus tokens."""
+"""Overlapped rounds: launches, reuse of batch rows, and surplus tokens.
+
+With overlap, a round is launched before the host has read the previous one.
+"""
 
 from dataclasses import replace
 
@@ -11,10 +14,10 @@ from graft.models.request import Request
 
 @pytest.mark.full
 def test_overlap_and_composition_do_not_change_rejection_sampling() -> None:
-    """Rounds have the same boundaries, so even rejection sampling draws the same tokens.
+    """In all three modes a round does the same work, so even rejection sampling is unchanged.
 
-    With composition "two", a graph ends after verification and after each grammar step that the
-    model lane waits for.
+    With composition "two", a round consists of five graphs: the first ends after verification, and
+    each later one at a grammar step for which the model waits.
     """
     requests = workload(temperature=0.9, verify="rejection")
     outputs = []
@@ -28,7 +31,7 @@ def test_overlap_and_composition_do_not_change_rejection_sampling() -> None:
 
 
 def test_overlap_launches_next_round_before_reading() -> None:
-    """One round is in flight when a step returns; without overlap none is."""
+    """When a step returns, one round is in flight. Without overlap, none is."""
     for options, in_flight in (({}, 1), ({"overlap": False}, 0), ({"composition": "two"}, 0)):
         with demo_engine(max_batch_size=2, **options) as engine:
             for seed in range(2):
@@ -39,7 +42,10 @@ def test_overlap_launches_next_round_before_reading() -> None:
 
 
 def test_batch_row_is_reused_in_next_round() -> None:
-    """A batch row is empty for at most one round between two requests."""
+    """When a request finishes, the next one takes its batch row without an empty round.
+
+    One-token requests therefore need hardly more rounds than there are requests.
+    """
     requests = [Request(tokens=[60 + i, 70], max_tokens=1) for i in range(24)]
     with settled(demo_engine(max_batch_size=2, prefill_rows=64)) as engine:
         assert all(o.reason == "length" for o in engine.generate(requests))
@@ -49,7 +55,10 @@ def test_batch_row_is_reused_in_next_round() -> None:
 
 
 def test_surplus_tokens_of_stale_rows_are_discarded() -> None:
-    """A stop string is detected one round late; the tokens of that round are not in the output."""
+    """The host finds a stop string when the next round has been launched already.
+
+    The tokens of that round are counted as surplus and are not part of the output.
+    """
     free = Request(tokens=[300, 301, 302], max_tokens=40)
     with settled(demo_engine(max_batch_size=1)) as engine:
         (whole,) = engine.generate([free])

@@ -1,4 +1,4 @@
-"""Requests: invalid fields, finish reasons, stop strings, and graph launches per round."""
+"""Requests: invalid fields, relaxed verification, stop strings, and graph launches per round."""
 
 import json
 from dataclasses import replace
@@ -12,7 +12,10 @@ from graft.sampling.params import MAX_STOP_IDS
 
 
 def test_engine_launches_one_graph_per_round(engine):
-    """Plus one per prefill chunk. At most K + 1 mask rows per request and round are filled."""
+    """A round is one graph launch, and so is a prefill chunk.
+
+    With K drafts, at most K + 1 mask rows per request and round are filled.
+    """
     count_chunks = engine._scheduler.slots.count_completed_chunks
     engine.generate(mixed_requests(1))
     engine.synchronize()
@@ -83,7 +86,7 @@ INVALID_FIELDS = [
 
 @pytest.mark.parametrize("fields", INVALID_FIELDS, ids=lambda fields: "-".join(fields))
 def test_engine_refuses_request_with_invalid_field(engine, fields):
-    """The error is short and has a type; the other request of the batch is served."""
+    """The request is refused with a short error. The other request in the batch is served."""
     valid = mixed_requests(1)[0]
     refused, served = engine.generate([replace(valid, **fields), valid])
     assert refused.reason == "refused" and refused.error and not refused.tokens
@@ -92,7 +95,10 @@ def test_engine_refuses_request_with_invalid_field(engine, fields):
 
 
 def test_engine_refuses_other_types_than_request(engine):
-    """None as stop strings and stop ids means none."""
+    """An object that is not a request is refused. A valid request next to it is served.
+
+    The valid request has None for stop strings and stop ids, which means that it has none.
+    """
     valid = replace(mixed_requests(1)[0], stop=None, stop_ids=None)
     with pytest.raises(RequestError, match="must be a Request, got 5"):
         engine.warm(5)
@@ -103,21 +109,21 @@ def test_engine_refuses_other_types_than_request(engine):
 
 
 def test_relaxed_verification_accepts_more_drafts(engine):
-    """Outputs obey their grammar and report ``exact == False``."""
+    """Relaxed outputs still satisfy their grammars, and they have ``exact == False``."""
     requests = coupled_requests()
     exact = engine.generate(requests)
     relaxed = engine.generate(relax(requests))
     assert all(o.exact for o in exact) and not any(o.exact for o in relaxed)
     assert {o.reason for o in relaxed} <= {"stop", "length"}
-    rates = [
-        sum(o.accepted for o in found) / sum(o.drafted for o in found) for found in (exact, relaxed)
-    ]
-    assert rates[0] < 0.9 < rates[1]
+    assert acceptance_rate(exact) < 0.9 < acceptance_rate(relaxed)
     assert not engine.counters()["grammar"]["desyncs"]
 
 
 def test_relaxed_verification_is_exact_after_its_end_id(engine):
-    """Relaxed until their first token, outputs are the exact ones, also after preemption."""
+    """Requests that are relaxed only until their first token have the exact outputs.
+
+    This holds even if they are preempted.
+    """
     requests = coupled_requests()
     expected = engine.generate(requests)
     for request, output in zip(relax(requests), expected, strict=True):
@@ -134,18 +140,28 @@ def test_relaxed_verification_is_exact_after_its_end_id(engine):
 
 
 def coupled_requests():
-    return [
-        replace(r, temperature=1.2, verify="coupled", seed=i, id=str(i))
-        for i, r in enumerate(mixed_requests(6))
-    ]
+    """Return requests that are verified with coupled sampling, which is exact."""
+    requests = []
+    for i, request in enumerate(mixed_requests(6)):
+        sampling = {"temperature": 1.2, "verify": "coupled", "seed": i}
+        requests.append(replace(request, id=str(i), **sampling))
+    return requests
 
 
 def relax(requests):
+    """Return the requests with relaxed verification that accepts almost every legal draft."""
     return [replace(r, verify="relaxed", relaxed=Relaxed(10**6, 1.0)) for r in requests]
 
 
+def acceptance_rate(outputs):
+    """Return the fraction of verified drafts that were accepted."""
+    accepted = sum(output.accepted for output in outputs)
+    drafted = sum(output.drafted for output in outputs)
+    return accepted / drafted
+
+
 def test_max_tokens_limits_output_length(engine):
-    """A request ends after exactly max_tokens tokens, at any position within a round."""
+    """A request ends after exactly `max_tokens` tokens, even in the middle of a round's tokens."""
     request = mixed_requests(1)[0]
     for max_tokens in range(1, 9):
         (output,) = engine.generate([replace(request, max_tokens=max_tokens)])
@@ -165,10 +181,9 @@ def test_stop_string_ends_output_and_is_never_streamed(engine):
 
 
 def test_json_schema_outputs_parse_at_high_temperature(engine):
-    requests = [
-        replace(r, temperature=1.5, seed=i, max_tokens=200)
-        for i, r in enumerate(mixed_requests(8, seed=51))
-    ]
+    requests = []
+    for i, request in enumerate(mixed_requests(8, seed=51)):
+        requests.append(replace(request, temperature=1.5, seed=i, max_tokens=200))
     finished = 0
     for output, request in zip(engine.generate(requests), requests, strict=True):
         if output.finished and getattr(request.grammar, "kind", None) == "json_schema":

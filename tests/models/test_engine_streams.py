@@ -1,4 +1,4 @@
-"""Request ids, streams, concurrent calls, prefill of several prompts, timeouts and the log."""
+"""Request ids, streams, concurrent calls, chunked prefill, timeouts and log messages."""
 
 import gc
 import logging
@@ -14,7 +14,7 @@ from graft.models.request import Request
 
 
 def test_engine_rejects_duplicate_ids_before_submission(engine):
-    """An id may occur once per call and engine. Requests without an id get an unused one."""
+    """Two unfinished requests cannot have the same id. Requests without an id get an unused one."""
     for call in (engine.generate, lambda requests: list(engine.stream(requests))):
         with pytest.raises(RequestError, match="two requests have id 'a'"):
             call([replace(FREE, id="a"), replace(FREE, id="a")])
@@ -34,9 +34,10 @@ def test_engine_rejects_duplicate_ids_before_submission(engine):
 
 
 def test_engine_streams_get_exactly_their_own_events(engine):
-    """Streams in turns or nested, `generate` and `step` each get all events of their own requests.
+    """Streams may be interleaved or nested, and combined with `generate` and `step`.
 
-    Outputs are those of the requests alone.
+    Each call gets all events of its own requests and no others. The outputs are the same as when
+    the requests run together in one `generate`.
     """
     requests = []
     for i, request in enumerate(mixed_requests(6, seed=3)):
@@ -78,7 +79,7 @@ def test_engine_streams_get_exactly_their_own_events(engine):
 
 
 def test_engine_stream_cancels_its_requests_when_left(engine):
-    """A stream that is closed, collected or never started leaves no request behind."""
+    """If a stream is closed, garbage-collected or never started, none of its requests remains."""
     stream = engine.stream([replace(LONG, id="left"), replace(LONG, id="other")])
     next(stream)
     stream.close()
@@ -93,7 +94,10 @@ def test_engine_stream_cancels_its_requests_when_left(engine):
 
 
 def test_engine_rejects_concurrent_calls_except_cancel(engine, monkeypatch):
-    """The second thread gets an error that names both threads; the first call continues."""
+    """A call from a second thread raises an error that names both threads.
+
+    The first call continues. Only `cancel` is allowed from the second thread.
+    """
     inside = threading.Event()
     resume = threading.Event()
     original_read = Scheduler.read
@@ -131,7 +135,10 @@ def test_engine_rejects_concurrent_calls_except_cancel(engine, monkeypatch):
 
 
 def test_chunked_prefill_interleaves_prompts_with_decoding(engine):
-    """A running request gets tokens, and prompts finish in order, while others are prefilled."""
+    """While three prompts are prefilled, a running request continues to generate tokens.
+
+    The prompts are prefilled one after another.
+    """
     engine.submit(replace(LONG, id="running", max_tokens=400))
     while not any(event.id == "running" for event in engine.step()):
         pass
@@ -150,7 +157,7 @@ def test_chunked_prefill_interleaves_prompts_with_decoding(engine):
 
 
 def test_engine_timeout_ends_waiting_and_running_requests(engine):
-    """The output so far is kept, with reason "timeout"; other requests are not affected."""
+    """A request that times out keeps its output so far. Other requests are not affected."""
     late = replace(LONG, timeout_s=0.5)
     found = engine.generate([*([late] * 5), replace(FREE, timeout_s=1000.0)])
     for output in found[:5]:
@@ -160,7 +167,10 @@ def test_engine_timeout_ends_waiting_and_running_requests(engine):
 
 
 def test_output_times_are_in_order(engine):
-    """Time to the slot, to the first token and in total; None for what did not happen."""
+    """The times to the slot, to the first token and to the end are ordered.
+
+    A refused request has no slot and no first token, so these times are None.
+    """
     output, refused = engine.generate([FREE, replace(FREE, temperature=-1.0)])
     times = (0.0, output.queue_s, output.first_token_s, output.total_s)
     assert None not in times and list(times) == sorted(times)
@@ -169,7 +179,7 @@ def test_output_times_are_in_order(engine):
 
 
 def test_engine_logs_refused_requests(engine, caplog):
-    """The logger "graft" has a NullHandler and reports id and error of refused requests."""
+    """The logger "graft" reports the id and error of a refused request. It has a NullHandler."""
     with caplog.at_level(logging.INFO, "graft"):
         engine.generate([replace(FREE, temperature=-1.0, id="bad"), FREE])
     assert [r.getMessage() for r in caplog.records] == [

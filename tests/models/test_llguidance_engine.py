@@ -16,6 +16,7 @@ from graft.tools.validity import is_valid
 
 
 def generate(requests, **options):
+    """Return the outputs of an engine. Its matchers must stay in sync with the committed tokens."""
     with demo_engine(max_batch_size=4, **options) as engine:
         outputs = engine.generate(requests)
         assert engine._parts.decoder.counters()["desyncs"] == 0
@@ -23,7 +24,7 @@ def generate(requests, **options):
 
 
 def schema_requests(**options):
-    """Return requests whose prompts contain a schema that no grammar enforces."""
+    """Return requests without a grammar whose chat prompts contain a JSON schema."""
     return [
         Request(prompt=request.prompt, schema=request.grammar.schema, **options)
         for request in mixed_requests(7, seed=5)
@@ -32,7 +33,7 @@ def schema_requests(**options):
 
 
 def test_llguidance_native_matcher_equals_python_matcher():
-    """Tokens are the same, and outputs satisfy their grammars."""
+    """Both matchers lead to the same tokens, and outputs satisfy their grammars."""
     requests = mixed_requests(8, seed=3)
     native = generate(requests, grammar_backend="llguidance")
     python = generate(requests, grammar_backend=ReferenceLLGuidance)
@@ -45,9 +46,10 @@ def test_llguidance_native_matcher_equals_python_matcher():
 
 @pytest.mark.parametrize("backend", ["xgrammar", "llguidance"])
 def test_grammar_starts_after_marker(backend):
-    """Text before the marker is unconstrained; after it the grammar applies.
+    """Text before the marker is unconstrained, and text after it follows the grammar.
 
-    Drafts cross the marker, so tokens are compared with those without a drafter.
+    A draft sequence may contain the marker. The tokens are therefore compared with the tokens of an
+    engine without a drafter.
     """
     free = schema_requests(max_tokens=60)
     grammar = GrammarSpec.choice(["alpha", "beta", "gamma"]).after('": "', required=True)
@@ -69,7 +71,10 @@ def test_grammar_starts_after_marker(backend):
 
 @pytest.mark.parametrize("backend", ["xgrammar", "llguidance"])
 def test_structural_tag_constrains_text_after_trigger(backend):
-    """Text after a trigger continues as one of the tags, and its content satisfies the schema."""
+    """After the trigger text, the output continues as one of the tags.
+
+    The content of a tag satisfies the tag's schema.
+    """
     schema = {"type": "object", "properties": {"n": {"enum": [7]}}, "required": ["n"]}
     tags = [StructuralTag.of('{"call": ', schema, "}!")]
     spec = GrammarSpec.structural_tag(tags, ['{"'])
@@ -83,7 +88,7 @@ def test_structural_tag_constrains_text_after_trigger(backend):
 
 
 class FailingMatcher(LLGuidanceMatcher):
-    """Matcher of which one grammar raises after two tokens."""
+    """Matcher that raises an error after two tokens of one particular grammar."""
 
     def accept(self, token):
         if len(self._history) == 2 and self.compiled.spec.text == "[0-9]{13}":
@@ -92,7 +97,7 @@ class FailingMatcher(LLGuidanceMatcher):
 
 
 class PythonBackend(ReferenceLLGuidance):
-    """User-defined backend without native matchers."""
+    """User-defined grammar backend whose matchers are Python objects."""
 
     def matcher(self, compiled, stop_ids=None):
         return FailingMatcher(compiled, ending_ids(self, compiled, stop_ids))
@@ -101,13 +106,14 @@ class PythonBackend(ReferenceLLGuidance):
 @pytest.mark.parametrize("transport", ["native", "mailbox", "spinkernel"])
 @pytest.mark.parametrize("threads, budget_us", [(1, None), (2, None), (2, 1e6)])
 def test_python_grammar_backend_serves_requests(transport, threads, budget_us):
-    """On every transport, with several threads and a time budget.
+    """A backend with Python matchers works with every transport, several threads and a budget.
 
-    A matcher that raises fails only its request, with the exception as the error.
+    If a matcher raises an exception, only its request fails, and the exception is its error.
     """
-    requests = [
-        Request(prompt="Digits.", grammar=GrammarSpec.regex(f"[0-9]{{{n}}}")) for n in (1, 13, 5, 9)
-    ]
+    requests = []
+    for length in (1, 13, 5, 9):
+        grammar = GrammarSpec.regex(f"[0-9]{{{length}}}")
+        requests.append(Request(prompt="Digits.", grammar=grammar))
     with demo_engine(
         max_batch_size=4,
         grammar_backend=PythonBackend,
@@ -122,7 +128,7 @@ def test_python_grammar_backend_serves_requests(transport, threads, budget_us):
 
 
 def test_engine_rejects_unknown_grammar_backend():
-    """Also a factory that returns something else than a GrammarBackend."""
+    """A factory that does not return a GrammarBackend is rejected too."""
     for choice, message in (("guidance", "guidance"), (lambda v: v, "not a GrammarBackend")):
         with pytest.raises(OptionError, match=message):
             demo_engine(grammar_backend=choice)

@@ -1,4 +1,4 @@
-"""Prefix cache: lookup, eviction, and outputs that do not depend on it."""
+"""Prefix cache: lookup, eviction, and outputs with and without the cache."""
 
 import json
 import random
@@ -33,21 +33,34 @@ def make_cache(device, pages=PAGES):
 
 
 def random_texts(rng, count):
-    """Return random texts over two tokens; many of them have a common prefix."""
-    return [[rng.randrange(2) for _ in range(rng.randrange(2, 26))] for _ in range(count)]
+    """Return random sequences of the tokens 0 and 1, many of which have common prefixes."""
+    texts = []
+    for _ in range(count):
+        length = rng.randrange(2, 26)
+        texts.append([rng.randrange(2) for _ in range(length)])
+    return texts
 
 
 def assign_pages(prefixes, caches, slot, tokens):
-    """Give a slot the pages of a text, cached ones first.
+    """Allocate the pages of a text for a slot. Its first pages are those found in the cache.
 
-    Returns the cached pages, or None if there are not enough pages.
+    Return the cached pages, or None if there are not enough pages.
     """
     found = prefixes.match(prefixes.keys(tokens))
-    prefixes.evict_until_free(-(-len(tokens) // PAGE_SIZE) - len(found), found)
+    num_pages = -(-len(tokens) // PAGE_SIZE)
+    prefixes.evict_until_free(num_pages - len(found), found)
     for i, cache in enumerate(caches):
         if not cache.allocate(slot, len(tokens), [group[i] for group in found]):
             return None
     return found
+
+
+def pages_of_slots(cache, slots):
+    """Return the set of all pages of several slots."""
+    pages = set()
+    for slot in slots:
+        pages.update(cache.pages_of(slot))
+    return pages
 
 
 def release_slot(caches, slot):
@@ -57,9 +70,9 @@ def release_slot(caches, slot):
 
 @pytest.mark.parametrize("lookahead", [0, 1])
 def test_prefix_cache_finds_longest_cached_prefix(device, lookahead):
-    """Full pages with the same tokens, and lookahead, are found, but never the last token's page.
+    """`match` finds the full pages that were cached for the same tokens and lookahead tokens.
 
-    Each page that is found is the one that was written for these tokens.
+    The page of the last token is never found.
     """
     rng = random.Random(lookahead)
     caches = [make_cache(device, 400), make_cache(device, 401)]
@@ -81,7 +94,10 @@ def test_prefix_cache_finds_longest_cached_prefix(device, lookahead):
 
 
 def test_prefix_cache_evicts_least_recently_used_unused_pages(device):
-    """Under random use no page is lost or reused while in use, and the size limit holds."""
+    """Slots and migrated requests use the cache at random for 600 steps.
+
+    No page is lost or assigned to two owners, and the cache never exceeds its maximum size.
+    """
     rng = random.Random(3)
     caches = [make_cache(device), make_cache(device)]
     prefixes = PrefixCache(caches, 1, 7)
@@ -104,11 +120,11 @@ def test_prefix_cache_evicts_least_recently_used_unused_pages(device):
             if found is None:
                 release_slot(caches, slot)
             else:
-                texts[slot] = tokens
-                others = {page for s in texts if s != slot for page in caches[0].pages_of(s)}
                 new = set(caches[0].pages_of(slot)[len(found) :])
-                assert not others & new and not new & set(caches[0].free)
-        owned = {page for s in range(3) for page in caches[0].pages_of(s)}
+                assert not new & pages_of_slots(caches[0], texts)
+                assert not new & set(caches[0].free)
+                texts[slot] = tokens
+        owned = pages_of_slots(caches[0], range(3))
         assert len(owned) + len(caches[0].free) + prefixes.num_unused == PAGES
         assert len(prefixes) <= 7
     assert prefixes.evictions > 50 and len(migrated) > 50
@@ -147,10 +163,14 @@ def test_prefix_cache_evicts_least_recently_used_unused_pages(device):
     ],
 )
 def test_prefix_cache_does_not_change_outputs_or_drafts(options):
-    """Tokens, rounds and accepted drafts are the same, so cached drafter entries are complete."""
-    requests = mixed_requests(5, seed=3)
+    """Tokens, rounds and accepted drafts are the same with and without the prefix cache.
+
+    Equal acceptance shows that the cached KV entries of the drafter are complete.
+    """
+    greedy = mixed_requests(5, seed=3)
     sampled = {"seed": 5, "temperature": 0.8, "verify": "coupled"}
-    requests += [Request(prompt=r.prompt, max_tokens=30, **sampled) for r in requests] + requests
+    coupled = [Request(prompt=r.prompt, max_tokens=30, **sampled) for r in greedy]
+    requests = [*greedy, *coupled, *greedy]
     results = []
     cached = []
     for cache_bytes in (0, None):
@@ -166,14 +186,18 @@ def test_prefix_cache_does_not_change_outputs_or_drafts(options):
             assert sum(cached[-1]) == counters["prefixes"]["hit_tokens"]
             assert bool(counters["prefixes"]["pages"]) == (cache_bytes is None)
     assert results[0] == results[1] and not any(cached[0])
-    assert all(8 <= n < o.prompt_tokens for n, o in zip(cached[1][10:], outputs[10:], strict=True))
+    for num_cached, output in zip(cached[1][10:], outputs[10:], strict=True):
+        assert 8 <= num_cached < output.prompt_tokens
 
 
 @pytest.mark.parametrize(
     "ending", [{"max_tokens": 11}, {"max_tokens": 40, "stop_ids": [257]}], ids=str
 )
 def test_prefix_cache_excludes_pages_the_drafter_has_not_processed(ending):
-    """Continuing an output that ended on the device gives the same drafts as without the cache."""
+    """The drafter has not processed the last tokens of an output, so their pages are not cached.
+
+    Requests that continue such an output therefore get the same drafts as without the cache.
+    """
     results = []
     for cache_bytes in (0, None):
         with demo_engine(max_batch_size=1, page_size=1, prefix_cache_bytes=cache_bytes) as engine:
@@ -189,7 +213,10 @@ def test_prefix_cache_excludes_pages_the_drafter_has_not_processed(ending):
 
 
 def test_prefix_cache_warm_prompt_is_not_prefilled_again():
-    """`Engine.warm` caches all but the last page, raises if refused, and keeps nothing if off."""
+    """`Engine.warm` caches all pages of a prompt but the last one.
+
+    It keeps no pages if the cache is disabled, and raises an error if the request is refused.
+    """
     shared = "the same beginning of many requests " * 6
     for cache_bytes, min_cached in ((None, 100), (0, 0)):
         with demo_engine(max_batch_size=1, prefix_cache_bytes=cache_bytes) as engine:
@@ -202,7 +229,7 @@ def test_prefix_cache_warm_prompt_is_not_prefilled_again():
 
 
 def test_prefix_cache_is_disabled_for_stateful_mtp_modules(tmp_path):
-    """Entries of several multi-token prediction modules cannot be shared."""
+    """Several multi-token prediction modules carry state, so their KV pages cannot be shared."""
     make_tiny_mtp(tmp_path, json.loads((TARGET / "config.json").read_text()), modules=2)
     with demo_engine(max_batch_size=1, drafter=tmp_path) as engine:
         engine.generate([Request(tokens=range(4, 80), max_tokens=2)])

@@ -1,6 +1,7 @@
 """Scheduling: chunked prefill, queue order, preemption, and KV-cache pages on demand."""
 
 from dataclasses import replace
+from functools import partial
 
 import pytest
 from engine_cases import (
@@ -24,7 +25,10 @@ RUNNING = Request(tokens=[300, 301, 302], max_tokens=120, min_tokens=120, id="ru
 
 
 def record_launches(engine):
-    """Record prefill chunks (their rows) and rounds (their request ids) in launch order."""
+    """Return a list to which the engine's launches are appended.
+
+    A prefill chunk appends its number of rows. A round appends the set of its request ids.
+    """
     launches = []
     prefill = engine._built.prefill
     replays = engine._replays
@@ -46,15 +50,16 @@ def record_launches(engine):
 
 
 def test_chunked_prefill_interleaves_chunks_with_rounds():
-    """A running request is in every round while a prompt is prefilled in chunks of 16 tokens.
+    """A prompt is prefilled in chunks of 16 tokens, and a running request is in every round.
 
-    Without a running request, the prompt is prefilled at once.
+    Without a running request, the whole prompt is prefilled before the next round.
     """
     with settled(demo_engine(max_batch_size=2, prefill_rows=16)) as engine:
         launches = record_launches(engine)
         engine.submit(RUNNING)
         engine.step()
-        engine.submit(Request(tokens=[7 + i % 90 for i in range(280)], max_tokens=3, id="long"))
+        prompt = [7 + i % 90 for i in range(280)]
+        engine.submit(Request(tokens=prompt, max_tokens=3, id="long"))
         while "long" in engine._scheduler.unfinished:
             engine.step()
         rows_between_rounds = [0]
@@ -64,62 +69,87 @@ def test_chunked_prefill_interleaves_chunks_with_rounds():
                 rows_between_rounds.append(0)
             else:
                 rows_between_rounds[-1] += launch
-        assert max(rows_between_rounds) == 16 and sum(rows_between_rounds) == 280
+        assert max(rows_between_rounds) == 16
+        assert sum(rows_between_rounds) == 280
         assert rows_between_rounds.count(16) == 17
-        assert all("running" in ids for ids in rounds) and {"running", "long"} in rounds
+        assert all("running" in ids for ids in rounds)
+        assert {"running", "long"} in rounds
         engine.cancel("running")
         launches.clear()
-        engine.generate([Request(tokens=[9 + i % 80 for i in range(300)], max_tokens=1)])
+        prompt = [9 + i % 80 for i in range(300)]
+        engine.generate([Request(tokens=prompt, max_tokens=1)])
         assert [launch for launch in launches if isinstance(launch, int)] == [256, 44]
+
+
+def chunk_cost(fixed, each, rows):
+    """Return the simulated time of `rows` prefill rows in seconds.
+
+    Parameters
+    ----------
+    fixed
+        Seconds of each graph launch, of which there is one per `CHUNK` rows.
+    each
+        Seconds of each row. At least four rows are computed.
+    rows
+        Number of rows.
+    """
+    num_launches = -(-rows // CHUNK)
+    return fixed * num_launches + each * max(rows, 4)
 
 
 @pytest.mark.parametrize("fixed, each", [(0.0, 1e-4), (2e-3, 1e-5), (9e-3, 1e-6), (1e-3, 0.0)])
 @pytest.mark.parametrize("round_s", [1e-3, 4e-3, 1e-2])
 @pytest.mark.parametrize("warmed", [False, True])
 def test_prefill_scheduler_chooses_chunks_of_about_one_round(fixed, each, round_s, warmed):
-    """The chunk is the largest one that takes at most 0.8 of a round, or four tokens.
+    """The scheduler chooses the largest chunk that takes at most 0.8 of a round, or four tokens.
 
     Chunks almost never take more than 1.5 rounds. An unmeasured size is chosen only if twice the
     time of half its size is short enough. Single slow chunks do not change the choice for long.
     """
-
-    def cost(rows):
-        return fixed * -(-rows // CHUNK) + each * max(rows, 4)
-
+    cost = partial(chunk_cost, fixed, each)
     scheduler = PrefillScheduler(None)
     chosen = []
     slow = [100, 300]
     for size in CHUNK_SIZES if warmed else (CHUNK, 64):
         scheduler.record_time(size, cost(size))
     for number in range(2000):
-        chosen.append(scheduler.rows(round_s))
-        forward = min(chosen[-1], CHUNK)
-        scheduler.record_time(forward, cost(forward) * (10 if number in slow else 1))
-        scheduler.record_time(1, cost(4))  # the rest of a prompt
+        rows = scheduler.rows(round_s)
+        chosen.append(rows)
+        launched = min(rows, CHUNK)
+        slowdown = 10 if number in slow else 1
+        scheduler.record_time(launched, cost(launched) * slowdown)
+        scheduler.record_time(1, cost(4))  # the last row of a prompt
     sizes = [*CHUNK_SIZES, *range(2 * CHUNK, MAX_ROWS + 1, CHUNK)]
-    fits = [rows for rows in sizes if cost(rows) <= 0.8 * round_s] or [4]
+    assert set(chosen) <= set(sizes)
     late = [rows for rows in chosen if rows > 4 and cost(rows) > 1.5 * round_s]
-    assert set(chosen) <= {*sizes} and len(late) <= 3
+    assert len(late) <= 3
+    fits = [rows for rows in sizes if cost(rows) <= 0.8 * round_s] or [4]
     halves = [rows for rows in fits if 2 * cost(rows // 2) <= 0.8 * round_s] or [4]
-    assert chosen[-1] == fits[-1] if warmed else halves[-1] <= chosen[-1] <= fits[-1]
+    if warmed:
+        assert chosen[-1] == fits[-1]
+    else:
+        assert halves[-1] <= chosen[-1] <= fits[-1]
 
 
 @pytest.mark.parametrize("fixed, each", [(0.0, 1e-4), (2e-3, 1e-5), (9e-3, 1e-6), (1e-3, 0.0)])
 def test_prefill_scheduler_counts_short_chunks_by_their_time(fixed, each):
-    """A chunk uses the share of the rows that corresponds to its share of the time."""
+    """A short chunk is charged as many rows as a full chunk could process in the same time.
 
-    def cost(rows):
-        return fixed * -(-rows // CHUNK) + each * max(rows, 4)
-
-    assert PrefillScheduler(77).rows(1e-3) == 77 and PrefillScheduler(77).charged_rows(5, 77) == 5
+    With a fixed number of rows, a chunk is charged its own rows.
+    """
+    cost = partial(chunk_cost, fixed, each)
+    fixed_scheduler = PrefillScheduler(77)
+    assert fixed_scheduler.rows(1e-3) == 77
+    assert fixed_scheduler.charged_rows(5, 77) == 5
     scheduler = PrefillScheduler(None)
     for size in CHUNK_SIZES:
         scheduler.record_time(size, cost(size))
     for rows, allowed in ((5, 64), (8, 16), (200, 256), (9, 256), (60, 512)):
-        used = scheduler.charged_rows(rows, allowed)
+        charged = scheduler.charged_rows(rows, allowed)
         chunk = min(allowed, CHUNK)
-        assert rows <= used <= chunk
-        assert used == rows or abs(used / chunk - cost(chunk_size(rows)) / cost(chunk)) < 1 / chunk
+        assert rows <= charged <= chunk
+        time_share = cost(chunk_size(rows)) / cost(chunk)
+        assert charged == rows or abs(charged / chunk - time_share) < 1 / chunk
 
 
 @pytest.mark.parametrize(
@@ -140,7 +170,7 @@ def test_prefill_scheduler_counts_short_chunks_by_their_time(fixed, each):
     ids=str,
 )
 def test_chunked_prefill_size_does_not_change_outputs(options):
-    """Tokens, rounds and accepted drafts of greedy and coupled requests are the same."""
+    """Greedy and coupled requests have the same tokens, rounds and accepted drafts."""
     requests = [replace(r, prompt=r.prompt * 3) for r in mixed_requests(3, seed=5, max_tokens=12)]
     requests.append(
         Request(
@@ -165,12 +195,15 @@ def finish_order(engine, requests):
 
 
 def test_scheduler_admits_by_priority_then_prefix_cache_hits():
-    """Among equals the first is admitted; the first in the queue is bypassed at most 16 times."""
+    """Of requests with equal priority and equal cache hits, the first one is admitted.
+
+    The first request in the queue is bypassed at most 16 times.
+    """
     options = {"max_tokens": 1, "grammar": None}
     shared = list(range(50, 70))
     with settled(demo_engine(max_batch_size=1, page_size=4)) as engine:
         engine.warm(Request(tokens=shared))
-        # Own token, number of shared tokens and priority.
+        # For each request: a token that no other request has, number of shared tokens, priority.
         cases = {
             "cold": (90, 0, 0),
             "half": (91, 8, 0),
@@ -180,10 +213,10 @@ def test_scheduler_admits_by_priority_then_prefix_cache_hits():
             "urgent": (95, 0, 2),
             "same": (96, 19, 0),
         }
-        requests = [
-            Request(tokens=[*shared[:n], *[own] * 6], priority=priority, id=name, **options)
-            for name, (own, n, priority) in cases.items()
-        ]
+        requests = []
+        for name, (token, num_shared, priority) in cases.items():
+            tokens = [*shared[:num_shared], *[token] * 6]
+            requests.append(Request(tokens=tokens, priority=priority, id=name, **options))
         expected = ["urgent", "most", "same", "half", "cold", "late", "low"]
         assert finish_order(engine, requests) == expected
         cold = Request(tokens=[97] * 9, id="cold", **options)
@@ -215,9 +248,10 @@ def test_scheduler_admits_by_priority_then_prefix_cache_hits():
     ids=str,
 )
 def test_scheduler_preempts_lowest_priority_when_pages_run_out(options):
-    """With pages for one full request only, outputs are the same and a larger request is refused.
+    """The cache has pages for one full request only, but four requests run together.
 
-    The request with the lowest priority, and among equals the youngest, is preempted.
+    Outputs are the same as with enough pages. The request with the highest priority is never
+    preempted, and a request that needs more pages than there are is refused.
     """
     free = Request(tokens=range(300, 309), max_tokens=48, min_tokens=48)
     requests = [
@@ -232,14 +266,13 @@ def test_scheduler_preempts_lowest_priority_when_pages_run_out(options):
     requests = [replace(r, id=str(i), priority=int(i == 4)) for i, r in enumerate(requests)]
     with settled(demo_engine(speculation=False, max_batch_size=4)) as engine:
         expected = engine.generate(requests)
-    longest = max(
-        output.prompt_tokens + request.max_tokens
-        for output, request in zip(expected, requests, strict=True)
-    )
+    longest = 0
+    for output, request in zip(expected, requests, strict=True):
+        longest = max(longest, output.prompt_tokens + request.max_tokens)
     slack = 6 if options.get("draft_tree") is not None else 0
     pages = -(-(longest + slack) // 4)
     sizes = {"max_batch_size": 4, "page_size": 4, "pages": pages}
-    # prefill_rows: all requests join at once.
+    # With 512 prefill rows, all requests join at once.
     with settled(demo_engine(**sizes, prefill_rows=512, **options)) as engine:
         too_large = replace(free, max_tokens=4 * pages - slack)
         *outputs, refused = engine.generate([*requests, too_large])
@@ -267,7 +300,11 @@ def test_scheduler_preempts_lowest_priority_when_pages_run_out(options):
     ids=str,
 )
 def test_kv_pages_cover_all_drafts_in_flight(options, monkeypatch):
-    """With pages of one position, drafts equal those with pages for the whole request."""
+    """Pages are allocated early enough for all positions that drafts can write.
+
+    Pages have one position here, so a missing page would change drafts. The reference allocates
+    pages for the whole request when it joins.
+    """
     requests = [*mixed_requests(2, seed=5, max_tokens=50), RUNNING]
     results = []
 

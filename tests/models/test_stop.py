@@ -1,4 +1,4 @@
-"""Stop strings: incremental search compared with searching the whole text."""
+"""Stop strings: incremental search, compared with a search in the whole text."""
 
 import random
 
@@ -6,13 +6,17 @@ from graft.models.text.stop import StopFinder
 
 
 def test_stop_finder_equals_search_in_whole_text():
-    """Overlapping strings in pieces of any size are found in the same piece at the same offset.
+    """The text arrives in random pieces. After each piece, the finder must give the same result.
 
-    The held characters are the longest suffix of the text that is a prefix of a stop string.
+    The number of held characters must be the length of the longest suffix of the text that is a
+    prefix of a stop string.
     """
     rng = random.Random(4)
     for _ in range(400):
-        stops = {"".join(rng.choices("ab", k=rng.randint(1, 6))) for _ in range(rng.randint(1, 4))}
+        stops = set()
+        for _ in range(rng.randint(1, 4)):
+            letters = rng.choices("ab", k=rng.randint(1, 6))
+            stops.add("".join(letters))
         finder = StopFinder(sorted(stops))
         text = ""
         for _ in range(30):
@@ -22,5 +26,10 @@ def test_stop_finder_equals_search_in_whole_text():
             assert finder.feed(piece) == expected
             if expected is not None:
                 break
-            begins = [n for n in range(len(text) + 1) if any(s.startswith(text[n:]) for s in stops)]
-            assert finder.held == len(text) - begins[0]
+            held = max(n for n in range(len(text) + 1) if is_prefix(text[len(text) - n :], stops))
+            assert finder.held == held
+
+
+def is_prefix(text, strings):
+    """Return whether a text is a prefix of one of the strings."""
+    return any(string.startswith(text) for string in strings)

@@ -47,7 +47,7 @@ def test_tokenizer_stop_ids_precedence(folder):
 
 
 def test_tokenizer_rejects_ids_outside_model_vocabulary(folder):
-    """The vocabulary of the model may be larger, but not smaller."""
+    """The model's vocabulary may be larger than the tokenizer's, but not smaller."""
     size = Tokenizer(folder, vocab_size=4096).vocab_size
     assert Tokenizer(folder, vocab_size=size).vocab_size == size
     with pytest.raises(TokenizerError, match=f"id {size - 1}, outside"):
@@ -68,7 +68,7 @@ def test_tokenizer_rejects_ids_outside_model_vocabulary(folder):
     ],
 )
 def test_tokenizer_rejects_invalid_stop_ids(folder, file, name, value, words):
-    """Ids outside the vocabulary, values that are not ids, and unknown tokens."""
+    """Stop ids must be ids of the vocabulary, and the end-of-sequence token must exist."""
     write_json(folder / f"{file}.json", {name: value})
     with pytest.raises(TokenizerError, match=words):
         Tokenizer(folder, vocab_size=300)
@@ -93,7 +93,10 @@ def test_tokenizer_decode_rejects_unknown_ids(tokenizer):
 
 @pytest.mark.parametrize("seed", range(20))
 def test_incremental_decoder_pieces_concatenate_to_decoded_text(tokenizer, seed):
-    """For random ids and for text, in portions of random size, without U+FFFD within text."""
+    """Random ids or the ids of a text are pushed in portions of random size.
+
+    For a text, no piece contains the replacement character U+FFFD.
+    """
     rng = np.random.default_rng(seed)
     if seed % 2:
         ids = rng.integers(0, tokenizer.vocab_size, 60).tolist()
@@ -122,7 +125,7 @@ def test_incremental_decoder_holds_back_incomplete_characters(tokenizer):
 
 
 def test_incremental_decoder_emits_invalid_bytes_after_a_while(tokenizer, monkeypatch):
-    """Neither held text nor decoding work grows without bound."""
+    """A long sequence of invalid bytes neither delays text nor slows decoding without bound."""
     stray = tokenizer.encode("🙂", special=False)[1]
     stream = tokenizer.incremental()
     decoded = []
@@ -133,8 +136,9 @@ def test_incremental_decoder_emits_invalid_bytes_after_a_while(tokenizer, monkey
         return original(backend, size, ids, special)
 
     monkeypatch.setattr(stream_module, "decode", counting_decode)
-    found = "".join(stream.push([i]) for i in [stray] * 100 + [0] * 100)
-    assert found and set(found) == {"\ufffd"} and max(decoded) < 50
+    pieces = [stream.push([i]) for i in [stray] * 100 + [0] * 100]
+    assert set("".join(pieces)) == {"\ufffd"}
+    assert max(decoded) < 50
 
 
 def test_tokenizer_disables_truncation_padding_and_dropout(folder):
@@ -162,7 +166,10 @@ def test_tokenizer_disables_truncation_padding_and_dropout(folder):
 
 
 def test_tokenizer_parses_special_names_in_user_text_on_request(tokenizer):
-    """Names in the template itself always become ids. Text without names is encoded as a whole."""
+    """With ``parse_special=False``, names of special tokens in user text are plain text.
+
+    Names in the template itself always become ids. Text without names is encoded in one piece.
+    """
     assert tokenizer.encode("a<eos>") == [*tokenizer.encode("a"), 0]
     assert 0 not in tokenizer.encode("a<eos>", parse_special=False)
     for content, ends in (("say <eos> and <bos>!", 1), ("the name", 0)):
@@ -183,7 +190,10 @@ def test_tokenizer_rejects_lone_surrogates(tokenizer, text):
 
 
 def test_incremental_decoder_keeps_spaces_of_metaspace_tokenizers(tmp_path):
-    """The decoder of the library strips the first space of a text, not of each piece."""
+    """The library strips the first space of each text that it decodes.
+
+    The incremental decoder must strip only the first space of the whole output.
+    """
     vocab = {"<unk>": 0, "▁a": 1, "▁b": 2, "c": 3}
     backend = tokenizers.Tokenizer(tokenizers.models.BPE(vocab=vocab, merges=[], unk_token="<unk>"))
     backend.decoder = tokenizers.decoders.Metaspace()
@@ -195,7 +205,7 @@ def test_incremental_decoder_keeps_spaces_of_metaspace_tokenizers(tmp_path):
 
 
 def test_chat_template_renders_messages(tokenizer):
-    """Special tokens of the template become their ids once."""
+    """Each special token in the template becomes one id."""
     assert tokenizer.has_chat_template
     messages = [{"role": "user", "content": "hé"}]
     ids = tokenizer.chat(messages)
@@ -210,7 +220,10 @@ def set_template(folder, template) -> Tokenizer:
 
 
 def test_chat_template_has_expected_helpers(folder):
-    """`tojson` without HTML escapes, trimmed blocks, loop controls and extra variables."""
+    """Templates can use `tojson` without HTML escapes, loop controls and further variables.
+
+    Blocks are trimmed.
+    """
     template = (
         "{% for m in messages %}\n  {% if loop.index > 1 %}{% break %}{% endif %}\n"
         "{{ m | tojson }}|{{ tools | tojson(indent=1) }}\n{% endfor %}"
@@ -231,7 +244,7 @@ def test_chat_template_precedence(folder):
 
 @pytest.fixture(scope="module")
 def child():
-    """A rendering process that the tests may kill."""
+    """Child process for renderings that is not shared with engines, so that tests may kill it."""
     process = chat.ChildProcess(chat.MEMORY_BYTES)
     yield process
     process.close()
@@ -252,9 +265,10 @@ def child():
     ],
 )
 def test_chat_template_runs_in_sandbox_with_limits(folder, template, child, monkeypatch):
-    """Forbidden access, errors, and excessive memory, time or text raise TokenizerError.
+    """A template that accesses internals, fails or exceeds a limit raises TokenizerError.
 
-    The next template is rendered normally.
+    The limits apply to memory, time and the length of the text. Afterwards, another template is
+    rendered normally.
     """
     monkeypatch.setattr(chat, "_CHILD", child)
     monkeypatch.setattr(chat, "LIMIT_S", 0.5)
@@ -265,7 +279,7 @@ def test_chat_template_runs_in_sandbox_with_limits(folder, template, child, monk
 
 
 def test_chat_template_errors_are_tokenizer_errors(folder):
-    """Errors that the template raises are reported at rendering, invalid templates at loading."""
+    """An invalid template is reported when it is loaded, other errors when it is rendered."""
     tokenizer = set_template(folder, "{{ raise_exception('roles must alternate') }}")
     with pytest.raises(TokenizerError, match="roles must alternate"):
         tokenizer.chat([])
