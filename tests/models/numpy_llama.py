@@ -89,11 +89,12 @@ def decoder_layer(
         weight = w[f"{prefix}.{name}.weight"]
         return y @ weight.astype(np.float64).T
 
-    q = linear("self_attn.q_proj", x).reshape(length, heads, dim)
-    k = linear("self_attn.k_proj", x).reshape(length, kv_heads, dim)
-    v = linear("self_attn.v_proj", x).reshape(length, kv_heads, dim)
-    q = rotate(q, at, frequencies)
-    k = rotate(k, at, frequencies)
+    q = linear("self_attn.q_proj", x)
+    k = linear("self_attn.k_proj", x)
+    v = linear("self_attn.v_proj", x)
+    q = rotate(q.reshape(length, heads, dim), at, frequencies)
+    k = rotate(k.reshape(length, kv_heads, dim), at, frequencies)
+    v = v.reshape(length, kv_heads, dim)
     causal = np.tril(np.ones((length, length), dtype=bool))
     attended = attention(q, k, v, causal)
     h = residual + linear("self_attn.o_proj", attended)

@@ -377,7 +377,12 @@ def test_prompt_lookup_equals_reference(device, stream, make, options, block):
         ]
         shown = histories if options.get("public") else None
         wanted = [
-            look_up(shown or {s: histories[s]}, s, options.get("drafts", max_drafts), **plain)
+            look_up(
+                shown or {s: histories[s]},
+                s,
+                options.get("drafts", max_drafts),
+                **plain,
+            )
             if s >= 0 and state[s]["active"]
             else []
             for s in row_slot

@@ -104,7 +104,12 @@ def test_fp8_linear_uses_exact_value_of_every_code(device, stream, form, inner):
     at = (np.arange(256)[:, None] + np.arange(inner)) % len(CODES)
     for rows in (inner, 8):
         eye = model_util.upload(device, np.eye(inner)[:rows])
-        kernels.linear(StreamLane(stream), eye, device.from_host(CODES[at], E4M3), out[:rows])
+        kernels.linear(
+            StreamLane(stream),
+            eye,
+            device.from_host(CODES[at], E4M3),
+            out[:rows],
+        )
         np.testing.assert_array_equal(model_util.download(stream, out)[:rows], VALUES[at].T[:rows])
 
 

@@ -204,7 +204,8 @@ def test_linear_with_folded_norm_equals_norm_between_products(
     seen = rounded(stream * weight, "bfloat16" if activations == "rounded" else "float32")
     mean_square = np.mean(stream.astype(np.float64) ** 2, axis=-1, keepdims=True)
     root = np.sqrt(mean_square + 1e-5)
-    wanted = seen / root @ to_float32(consumer.to_host(), "bfloat16").T.astype(np.float64)
+    consumer_values = to_float32(consumer.to_host(), "bfloat16").astype(np.float64)
+    wanted = seen / root @ consumer_values.T
     np.testing.assert_allclose(whole, wanted, atol=5e-5)
     for begin, end in ((0, 1), (count - 1, count), (3, 12), (20, 37), (1, 66)):
         part, _ = run(slice(begin, end))

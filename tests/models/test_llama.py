@@ -33,7 +33,12 @@ def test_llama_fixtures_cover_all_layouts():
 def test_llama_logits_equal_transformers(device, stream, case, form):
     """The logits of a prompt that is processed in two chunks are equal at every position."""
     expected = np.load(model_util.FIXTURES / case / "expected.npz")
-    model = model_util.load_llama(device, model_util.FIXTURES / case, form=form, dtype="float32")
+    model = model_util.load_llama(
+        device,
+        model_util.FIXTURES / case,
+        form=form,
+        dtype="float32",
+    )
     model_util.allocate_pages(stream, model.kv, 1, 40)
     tokens = expected["tokens"]
     first = model_util.forward(stream, model, tokens[:23], 1, np.arange(23))

@@ -224,7 +224,8 @@ def random_tree(rng):
         parent = (2 if is_fork else s, tips[s])
         tips[s] += 1
         node = (s, tips[s])
-        paths[node] = paths.get(parent, 0) | 1 << len(nodes)
+        own_bit = 1 << len(nodes)
+        paths[node] = paths.get(parent, 0) | own_bit
         nodes.append(node)
         if s == 2 and tips[s] == FORK:
             tips[1] = FORK
