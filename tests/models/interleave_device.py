@@ -426,25 +426,26 @@ class SteppingDevice:
 
     def _draft(self, replay: Replay, j: int) -> None:
         for b, slot in enumerate(replay.slots):
-            if slot < 0 or not replay.counts[b]:
+            if slot < 0 or not replay.counts[b] or not ref.is_drafting(self.slots[slot], j):
                 continue
-            s = self.slots[slot]
-            committed = self.caches[0].read(slot, s.n)
-            s.contexts[j - 1] = context_of([*committed, *s.tree.token])
+            self.slots[slot].contexts[j - 1] = self._drafter_context(slot, j - 1)
             added = self.simulator.draft(slot, j, masked=self.masked)
             if added and self.branches:
                 self._branch_off(slot, replay.k)
 
+    def _drafter_context(self, slot: int, node: int) -> int:
+        """Return the target's state after a node. The cache has no entry of node 0 yet."""
+        s = self.slots[slot]
+        return context_of([*self.caches[0].read(slot, s.n), s.last, *s.tree.path(node)])
+
     def _branch_off(self, slot: int, k: int) -> None:
         """Add drafts at random nodes of the tree."""
         s = self.slots[slot]
-        agreement = self.decision.agreement
         for _ in range(self.rng.randrange(k)):
             node = self.rng.randrange(len(s.tree.token))
-            committed = self.caches[0].read(slot, s.n + 1)
-            context = context_of([*committed, *s.tree.path(node)])
+            context = self._drafter_context(slot, node)
             token = choose(context, s.seed, ALL_IDS)
-            agrees = mix(context, 77) % 100 < agreement
+            agrees = mix(context, 77) % 100 < self.decision.agreement
             if not agrees or s.tree.child(node, token) is not None:
                 token = self.rng.randrange(VOCAB)
             if ref.may_grow(s, node) and s.tree.child(node, token) is None:
