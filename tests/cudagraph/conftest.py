@@ -15,5 +15,5 @@ def module(device: Device, request: pytest.FixtureRequest) -> KernelModule:
 
 @pytest.fixture(params=["mailbox", "spinkernel"])
 def transport(request: pytest.FixtureRequest) -> str:
-    """Name of the lane method that adds a mailbox."""
+    """Name of the lane method that adds a mailbox, "mailbox" or "spinkernel"."""
     return str(request.param)

@@ -35,7 +35,7 @@ stream = device.stream()
 
 
 def replay(graph: Graph | GraphExec, stream: Stream, times: int = 1) -> GraphExec:
-    """Launch an executable `times` times, wait, and return it. A graph is instantiated first."""
+    """Launch an executable or a graph `times` times, wait, and return the executable."""
     run = graph.instantiate() if isinstance(graph, Graph) else graph
     for _ in range(times):
         run.launch(stream)
@@ -58,7 +58,11 @@ def run_in_threads(*work: Callable[[], object]) -> None:
 
 
 def wait_until(done: Callable[[], bool], limit_s: float = LIMIT_S) -> None:
-    """Wait until `done()` is true. A driver may run destructors late, on its own thread."""
+    """Wait until `done()` is true.
+
+    Tests use this function to wait for released resources, because a driver may run the destructors
+    of user objects late, on its own thread.
+    """
     end = time.monotonic() + limit_s
     while not done():
         assert time.monotonic() < end, (
@@ -82,8 +86,9 @@ def wait_until_freed() -> int:
     """Wait until all resources of earlier tests are freed; return the number of released records.
 
     The reaper destroys dropped graphs. The driver may run the destructors of their user objects
-    late, on its own thread, and these pass records to the reaper again. This function therefore
-    sends a token the same way. When the token is released, everything before it is released too.
+    late, on its own thread, and these destructors pass records to the reaper again. This function
+    therefore drops one more graph, which keeps a token object alive. When the token is released,
+    the resources that were dropped before it are released too.
     """
     gc.collect()
     if is_current():
@@ -101,7 +106,7 @@ def wait_until_freed() -> int:
 
 
 def wait_for_records(count: int) -> None:
-    """Wait until `count` records are released. A driver may run destructors late."""
+    """Wait until `count` records are released."""
     wait_until(lambda: native.released_records() >= count)
 
 
@@ -129,7 +134,7 @@ def mailbox_graph(device: Device, transport: str, work: object, **options: objec
 
 
 def replay_in_time(run: GraphExec, stream: Stream) -> None:
-    """Replay until the worker meets its deadline, which it may miss on a busy machine."""
+    """Replay until an answer meets its deadline; the first ones may miss it on a busy machine."""
     for _ in range(200):
         try:
             replay(run, stream)
@@ -151,7 +156,7 @@ def run_python(code: str, *arguments: str, **environment: str) -> Finished:
 
 
 def run_program(code: str, *arguments: str, **environment: str) -> Finished:
-    """Run code in a new process after PRELUDE: imports, a device and a stream."""
+    """Run PRELUDE (imports, a device and a stream) and then the code, in a new process."""
     return run_python(PRELUDE + code, *arguments, **environment)
 
 

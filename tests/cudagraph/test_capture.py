@@ -28,7 +28,7 @@ def foreign(stream: Stream) -> Iterator[ForeignCapture]:
 
 
 def test_hostfunc_in_capture_becomes_graph_node(foreign: ForeignCapture) -> None:
-    """The work runs once per replay, not at capture, and lives as long as the graph."""
+    """Captured host work runs once per replay, not at capture, and lives as long as the graph."""
     calls: list[int] = []
 
     class Work:
@@ -58,7 +58,7 @@ def test_hostfunc_in_capture_becomes_graph_node(foreign: ForeignCapture) -> None
 
 
 def test_captured_host_work_is_skipped_until_failure_is_raised(foreign: ForeignCapture) -> None:
-    """The failure is raised once, with its cause; the graph's host steps run again afterwards."""
+    """A failure in a captured graph is raised once; afterwards the graph's host steps run again."""
     ran: list[str] = []
     fail = [True]
 
@@ -105,7 +105,7 @@ def test_stream_lane_operands_live_as_long_as_captured_graph(
 
 
 def test_events_in_capture_become_nodes(device: Device, foreign: ForeignCapture) -> None:
-    """record_event() and wait_event() become nodes that keep their event alive."""
+    """In a capture, record_event() and wait_event() become nodes that keep their event alive."""
     data = device.zeros((1,), "int32")
     event = device.event("captured")
     lane = StreamLane(foreign.stream)
@@ -126,7 +126,7 @@ def test_events_in_capture_become_nodes(device: Device, foreign: ForeignCapture)
 
 
 def test_freeing_memory_does_not_invalidate_capture(device: Device, stream: Stream) -> None:
-    """The reaper frees memory during a capture in the global mode."""
+    """Dropped memory is freed even while a stream captures a graph in the global mode."""
     mode = cu.CUstreamCaptureMode.CU_STREAM_CAPTURE_MODE_GLOBAL
     array = device.zeros((1024,), "int32")
     wait_until_freed()
@@ -141,7 +141,7 @@ def test_freeing_memory_does_not_invalidate_capture(device: Device, stream: Stre
 
 
 def test_hostfunc_rejects_invalidated_capture(stream: Stream) -> None:
-    """The error names the result code, and no record remains."""
+    """Enqueueing host work in an invalidated capture raises its result code and keeps no record."""
     wait_until_freed()
     live = native.live_records()
     call(cu.cuStreamBeginCapture, stream.handle, THREAD_LOCAL)

@@ -92,7 +92,7 @@ def test_child_graph_cannot_be_edited_or_moved_again(device: Device, stream: Str
 
 
 def test_child_graph_failure_fails_replay_of_parent(device: Device, stream: Stream, module) -> None:
-    """The error has the parent's replay number, and the status words of both graphs report it."""
+    """A child's failure has the parent's replay number and is in both graphs' status words."""
     kernel = module["unless"]
     good = [device.zeros((1,), "int32") for _ in range(2)]
     fail = [False]
@@ -134,7 +134,7 @@ def test_child_graph_failure_fails_replay_of_parent(device: Device, stream: Stre
 def test_child_graph_requires_cuda_12_9(
     device: Device, stream: Stream, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """On an older driver the error names the requirement, and the child can still be launched."""
+    """If the driver is too old, the error says so and the child can still be launched."""
     step = Step()
     child = Graph(device, "child")
     parent = Graph(device, "parent")

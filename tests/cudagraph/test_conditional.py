@@ -64,7 +64,7 @@ def test_if_else_runs_one_body(
 
 
 def test_conditional_body_keeps_operands_alive(device: Device, stream: Stream) -> None:
-    """The executable keeps the operands of the body and of its child graph alive.
+    """The executable keeps the operands of a body, and of a child graph in the body, alive.
 
     This includes arrays that were closed.
     """
@@ -89,7 +89,7 @@ def test_conditional_body_keeps_operands_alive(device: Device, stream: Stream) -
 
 
 def test_conditional_body_rejects_host_work(device: Device) -> None:
-    """Host work is also rejected in a child graph of the body. A rejected call adds no node."""
+    """A body rejects host work, also inside a child graph. The rejected call adds no node."""
     graph = Graph(device, "g")
     body = while_(graph.lane("main"), condition(graph, 0), name="loop")
     lane = body.lane("inside")
@@ -155,7 +155,7 @@ except DeviceError as error:
 
 
 def test_conditional_header_compiles_with_nvrtc() -> None:
-    """NVRTC needs no CUDA header and leaves cudaGraphSetConditional() to the device runtime."""
+    """NVRTC compiles conditional.cuh without CUDA headers and leaves the function undefined."""
     from graft.cudagraph.compiler import nvrtc_options
 
     nvrtc = pytest.importorskip("cuda.bindings.nvrtc")
@@ -164,7 +164,7 @@ def test_conditional_header_compiles_with_nvrtc() -> None:
     options = [*nvrtc_options(), "--gpu-architecture=compute_90"]
     (code,) = nvrtc.nvrtcCompileProgram(program, len(options), [o.encode() for o in options])
     size = nvrtc.nvrtcGetProgramLogSize(program)[1]
-    log = bytearray(size)  # NVRTC writes into it; bytes of length 1 are shared objects
+    log = bytearray(size)  # not bytes, because NVRTC writes into the object
     nvrtc.nvrtcGetProgramLog(program, log)
     assert int(code) == 0, log.decode()
     text = bytearray(nvrtc.nvrtcGetPTXSize(program)[1])

@@ -56,7 +56,7 @@ def test_import_loads_no_driver() -> None:
 
 
 def test_soft_device_rejects_other_loaded_driver(tmp_path) -> None:
-    """The error names the loaded library and the required import order."""
+    """If another driver is already loaded, the error names it and the required import order."""
     source = 'extern "C" int cuInit(unsigned) { return 100; }\n'
     fake = compile_library(source, tmp_path, "libcuda.so.1")
     loads = f"import ctypes; ctypes.CDLL({str(fake)!r})\n"
@@ -85,7 +85,7 @@ print(device.kind, bool(why), device.fallback_reason == why and device.describe(
 def test_device_selection_waits_for_slow_driver(
     monkeypatch, startup_s: float, chosen: tuple[str, str]
 ) -> None:
-    """The probe waits 30 s; a slower driver is reported as the reason for the fallback."""
+    """If NVIDIA's driver does not answer within 30 s, the fallback reason of the device says so."""
 
     def slow_child(command: list[str], *, timeout: float, **_: object) -> object:
         if timeout < startup_s:
@@ -98,7 +98,7 @@ def test_device_selection_waits_for_slow_driver(
 
 
 def test_soft_device_rejects_cupy_import(device: Device) -> None:
-    """The error is an ImportError with a message of one line."""
+    """Importing a package that needs NVIDIA's driver raises an ImportError of one line."""
     if device.kind != "soft":
         pytest.skip("requires the soft device")
     with pytest.raises(ImportError, match="soft device") as caught:

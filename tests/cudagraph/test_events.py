@@ -21,7 +21,7 @@ from graft.cudagraph import (
 
 
 def test_event_record_node_is_reached_before_end_of_replay(device: Device, stream: Stream) -> None:
-    """In every replay, the host continues at the event while the rest of the replay runs."""
+    """In every replay, a host wait for the event ends while the rest of the replay still runs."""
     go = threading.Event()
     data = device.zeros((4,), "int32")
     result = device.pinned((4,), "int32")
@@ -69,7 +69,7 @@ def test_event_nodes_order_two_graphs(device: Device, stream: Stream) -> None:
 
 
 def test_event_synchronize_deadline_names_event(device: Device, stream: Stream) -> None:
-    """Waiting for an event that was never recorded returns at once."""
+    """A wait for an event that was never recorded returns at once."""
     go = threading.Event()
     lane = StreamLane(stream)
     late = device.event("late")
@@ -99,7 +99,7 @@ def test_event_elapsed_s_requires_timing(device: Device, stream: Stream) -> None
 
 
 def test_conditional_body_rejects_event_nodes(device: Device) -> None:
-    """Event nodes are also rejected in a child graph of the body."""
+    """A conditional body rejects event nodes, also inside a child graph."""
     first = device.event("first")
     graph = Graph(device, "around")
     lane = graph.lane("main")

@@ -111,7 +111,8 @@ def test_native_host_work_runs_while_gil_is_held(
 def test_callbacks_and_driver_calls_do_not_deadlock(model: str) -> None:
     """Host functions, launches and allocations of several threads make progress.
 
-    Each lock model of the soft device holds a set of locks that drivers were observed to hold.
+    The test runs with several lock models of the soft device. A lock model is a set of locks that
+    the device holds during driver calls and host functions, as real drivers were observed to do.
     """
     done = run_program(
         """
@@ -175,7 +176,10 @@ def test_driver_threads_create_python_state_once(device: Device, stream: Stream)
 
 
 def test_import_in_subinterpreter_is_rejected() -> None:
-    """The import raises an error, because driver threads can enter only the main interpreter."""
+    """The import of graft in a subinterpreter raises an error.
+
+    Driver threads can enter only the main interpreter.
+    """
     done = run_python("""
 try:
     import _xxsubinterpreters as interpreters

@@ -120,7 +120,7 @@ def test_exec_update_rejects_other_topology_and_busy_graph(device: Device, modul
 
 
 def test_exec_launches_of_threads_are_serialized(device: Device, module) -> None:
-    """Three threads launch on three streams; each replay runs once and none overlaps another."""
+    """If three threads launch on three streams, each replay runs once and no two overlap."""
     data = device.zeros((8,), "int32")
     graph = Graph(device, "shared")
     running_at_start = []
@@ -255,7 +255,7 @@ def test_update_kernel_affects_later_launches(device: Device, stream: Stream, mo
 
 
 def test_update_kernel_operands_live_until_replaced(device: Device, stream: Stream, module) -> None:
-    """Replaced operands are released, so the number of resources does not grow over 300 changes."""
+    """Replaced operands are released, so 300 changes of a node do not accumulate resources."""
     data = device.zeros((4,), "int32")
     graph = Graph(device, "kept")
     graph.lane("main").kernel(module["add"], 1, 4, [data, 1], name="work")
@@ -374,10 +374,11 @@ def waiting_graph(
 def test_programmatic_edges_lead_only_to_waiting_kernels(
     device: Device, stream: Stream, monkeypatch
 ) -> None:
-    """An edge between two consecutive kernels of a lane is programmatic if the second one waits.
+    """Only an edge to a kernel that calls wait_for_previous_kernel() is programmatic.
 
-    The second kernel must call wait_for_previous_kernel() at its top. Edges at a mark, at a node of
-    another kind and in a body are ordinary. Nodes at a programmatic edge cannot be changed.
+    The edge must connect two consecutive kernels of a lane, and the second kernel must make the
+    call at its top. Edges at a mark, at a node of another kind and in a body are ordinary
+    dependencies. Nodes at a programmatic edge cannot be changed.
     """
     monkeypatch.setattr(graph_module, "PROGRAMMATIC_MIN_CUDA", 10**9)
     assert_raises(OptionError, {"'p'.*9.0": lambda: Graph(device, "p", programmatic=True)})
@@ -434,7 +435,7 @@ def test_invalid_node_and_payload_changes_raise(device: Device, stream: Stream, 
 
 
 def test_payload_is_the_value_at_launch(device: Device, stream: Stream) -> None:
-    """A replay reads the value at the time of its launch, even if it runs after a change."""
+    """A replay reads the payload value that was set before its launch, even if it runs later."""
     gate = threading.Event()
     seen: list[tuple[object, str]] = []
     graph = Graph(device, "payloads")
@@ -468,7 +469,7 @@ def test_payload_is_the_value_at_launch(device: Device, stream: Stream) -> None:
 
 
 def test_exec_update_uses_payloads_of_new_definition(device: Device, stream: Stream) -> None:
-    """After the update, set_payload() rejects payloads of the old definition."""
+    """After an update of the executable, set_payload() rejects payloads of the old definition."""
     seen: list[object] = []
     graphs = [Graph(device, name) for name in ("old", "new")]
     payloads = [graph.payload(f"{graph.name} first") for graph in graphs]

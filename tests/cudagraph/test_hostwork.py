@@ -95,7 +95,7 @@ def test_host_work_rejects_invalid_callables(stream: Stream) -> None:
 def test_python_host_work_exception_skips_later_steps(
     device: Device, stream: Stream, error: BaseException
 ) -> None:
-    """The error names node and replay; later steps are skipped until clear()."""
+    """The error of a host step names node and replay; later steps are skipped until clear()."""
     ran: list[str] = []
     failing = [False]
 
@@ -177,7 +177,7 @@ def test_native_host_work_failure_raises_at_synchronize(
 def test_native_work_current_replay_counts_launches(
     device: Device, stream: Stream, native_functions
 ) -> None:
-    """The count continues after an update. Eager work has no replay and reads 0."""
+    """Native work reads its replay number, also after an update; in eager work it is 0."""
     data = api()
     item = work(native_functions, "numbers", data)
     executable = replay(one_step(device, item), stream, 3)

@@ -138,7 +138,7 @@ def test_kernel_uses_dynamic_shared_memory(device: Device, stream: Stream, modul
     ],
 )
 def test_kernel_pack_rejects_invalid_arguments(module, args, words: str) -> None:
-    """Count, size, range and kind are checked; the error names kernel and argument."""
+    """Arguments are checked for count, size, range and kind; the error names the argument."""
     with pytest.raises(KernelError, match=words) as caught:
         module["saxpy"].pack(args)
     assert "saxpy" in str(caught.value)
@@ -276,7 +276,7 @@ def test_kernel_cache_rebuilds_corrupt_images(tmp_path: Path, damage: str) -> No
 
 @pytest.mark.parametrize("why", ["is a file", "others may write", "of another user"])
 def test_kernel_cache_replaces_unusable_folder_with_warning(tmp_path: Path, why: str) -> None:
-    """A private folder is used instead, with one warning. The unusable folder is not changed."""
+    """An unusable cache folder is left unchanged. A private one is used, with a warning."""
     folder = tmp_path / "kernels"
     if why == "is a file":
         folder.write_text("")

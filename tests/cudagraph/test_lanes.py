@@ -59,7 +59,7 @@ def test_lane_runs_work_in_order(device: Device, run, module) -> None:
 
 
 def test_lanes_synchronize_at_marks(device: Device, run, module) -> None:
-    """Work after wait() sees everything before record() on the other lane."""
+    """Work after wait() sees the results of the work before record() on the other lane."""
     data = device.zeros((N,), "int32")
     other = device.zeros((N,), "int32")
     first = device.pinned((N,), "int32")
@@ -124,10 +124,7 @@ def test_lane_rejects_marks_of_other_graphs_and_streams(device: Device, stream: 
 
 
 def test_mark_of_empty_lane_passes_on_dependencies(device: Device) -> None:
-    """The mark of a lane without nodes stands for the marks that the lane waits for.
-
-    If the lane waits for nothing, its mark is the start of the graph.
-    """
+    """Waiting for a lane without nodes means waiting for the marks that this lane waits for."""
     graph = Graph(device, "chain")
     a = graph.lane("a")
     b = graph.lane("b")

@@ -45,10 +45,11 @@ def freed_resources() -> None:
 
 
 class Watched:
-    """A graph with a host step to which only a weak reference is kept after ``del step``.
+    """A graph with a host step that the test can watch through a weak reference.
 
-    With ``all_kinds`` the graph runs the step by all transports and also contains events and
-    conditionals. ``wait_until_gone()`` waits until the step is released.
+    After ``del step`` only the graph and its executable keep the step alive, and
+    ``wait_until_gone()`` waits until it is released. With ``all_kinds`` the graph runs the step by
+    all transports and also contains events and conditionals.
     """
 
     def __init__(self, device: Device, all_kinds: bool, before: Any = None):
@@ -94,7 +95,7 @@ class Watched:
 def test_executable_outlives_closed_or_dropped_definition(
     device: Device, stream: Stream, all_kinds: bool, close: bool
 ) -> None:
-    """The executable keeps everything alive that it uses (L5)."""
+    """After its definition was released, an executable keeps everything alive that it uses (L5)."""
     watched = Watched(device, all_kinds)
     executable = watched.graph.instantiate()
     if close:
@@ -184,7 +185,8 @@ def test_failed_graph_build_releases_resources(
                 getattr(lane, kind)(bad)
     del bad
     gc.collect()
-    # Port and work of the request live until the graph is closed.
+    # For a mailbox, two records were added with the request node: those of the port and of the
+    # work. The graph keeps them until it is closed.
     kept = 2 if kind == "mailbox" else 0
     wait_until(lambda: native.live_records() <= live + kept)
     assert [node.kind for node in graph.nodes] == ["host"]
@@ -224,7 +226,7 @@ print("parent:", os.waitstatus_to_exitcode(status), len(calls))
 
 
 def test_forked_child_raises_and_exits_while_parent_continues() -> None:
-    """Only the child's driver calls fail, and both processes can exit (L10)."""
+    """After a fork, driver calls fail only in the child, and both processes can exit (L10)."""
     done = run_program(FORKED)
     assert done.returncode == 0, done.stderr
     assert "child: cuGraphLaunch: this process was forked" in done.stdout
@@ -252,7 +254,7 @@ hostfunc(stream, print, "never or later")
 
 @pytest.mark.parametrize("ending", ["", "raise SystemExit(3)", "del executable, graph, lane, data"])
 def test_process_exits_cleanly_with_replays_in_flight(ending: str) -> None:
-    """The exit prints nothing except that host steps were cut off by the shutdown (L11)."""
+    """At exit, only errors of host steps that the shutdown interrupted are printed (L11)."""
     done = run_program(LEAVING + ending)
     assert done.returncode == (3 if "SystemExit" in ending else 0), done.stderr
     assert all("interpreter is shutting down" in line for line in done.stderr.splitlines())
@@ -367,7 +369,7 @@ lane.host(lambda: ran.append("after"))
 executable = graph.instantiate()
 raised = []
 try:
-    executable.launch(stream)  # the fault may come before the call has returned
+    executable.launch(stream)  # the fault may occur before launch() has returned
     hostfunc(stream, eager)
     executable.synchronize(60)
 except DeviceError as error:

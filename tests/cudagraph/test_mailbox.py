@@ -54,7 +54,7 @@ def test_mailbox_wait_depends_on_request_and_lane(device, transport):
 
 
 def test_mailbox_work_rejects_driver_calls(device, stream):
-    """Allocating memory in the work fails the replay. Collecting a device array does not."""
+    """Mailbox work may not allocate device memory, but may drop the last reference to an array."""
     graph = Graph(device, "forbidden")
     lane = graph.lane("main")
 
@@ -239,7 +239,7 @@ def test_mailbox_deadline_releases_wait_and_discards_late_result(device, stream,
     before = run.launches
     slow[0] = True
     run.launch(stream)
-    run.launch(stream)  # in flight when the first of the two fails: it must not hang
+    run.launch(stream)  # already in flight when the first launch fails; must not hang
     with pytest.raises(HostWorkError, match=r"no answer within 1\.5 s") as failed:
         run.synchronize(LIMIT_S)
     assert (failed.value.node, failed.value.replay) == ("grammar", before + 1)
@@ -260,7 +260,7 @@ def test_mailbox_deadline_releases_wait_and_discards_late_result(device, stream,
 
 
 def test_mailbox_is_answered_by_worker_or_watchdog_once(device, stream, transport):
-    """Work takes about as long as its deadline. Either its result is published or it fails."""
+    """Work that takes about as long as its deadline either publishes its result or fails."""
     number = [0]
     rng = np.random.default_rng(3)
 
@@ -282,7 +282,7 @@ def test_mailbox_is_answered_by_worker_or_watchdog_once(device, stream, transpor
 
 
 def test_spinkernel_ends_at_device_deadline(device, stream):
-    """The waiting kernel ends without an answer of the host, and the replay fails."""
+    """Without an answer, the waiting kernel ends at its own deadline and the replay fails."""
     go = threading.Event()
 
     def work(out: np.ndarray) -> None:
@@ -306,7 +306,7 @@ def test_spinkernel_ends_at_device_deadline(device, stream):
 
 
 def test_mailbox_replay_deadline_counts_from_launch(device, stream):
-    """The replay fails if the request is late, and the work is skipped when it is requested."""
+    """If the request is posted too late, the replay fails and the work is skipped."""
     seen: list[int] = []
     go = threading.Event()
     graph = Graph(device, "queued")
@@ -343,6 +343,6 @@ print(worker.native.parked, worker.served)
 
 
 def test_mailbox_waits_end_after_device_fault():
-    """synchronize() raises the fault, and a spinning worker goes to sleep."""
+    """After a kernel fault, synchronize() raises an error and a spinning worker goes to sleep."""
     done = run_program(FAULT, GRAFT_DEVICE="soft")
     assert done.stdout.split() == ["CUDA_ERROR_ILLEGAL_ADDRESS", "True", "0"], done.stderr

@@ -64,7 +64,7 @@ def test_device_array_round_trip_keeps_bits(device: Device, dtype: str) -> None:
 
 
 def test_bfloat16_rounds_to_nearest_even() -> None:
-    """The conversion agrees with bfloat16_oracle(), and keeps NaN and infinity."""
+    """The conversion to bfloat16 agrees with bfloat16_oracle() and keeps NaN and infinity."""
     rng = np.random.default_rng(2)
     values = rng.integers(0, 1 << 32, 4000, np.uint32).view(np.float32)
     ties = (rng.integers(0, 1 << 16, 500, np.uint32) << 16 | 0x8000).view(np.float32)
@@ -284,7 +284,7 @@ def test_ring_rejects_overwriting_entry_in_use(device: Device) -> None:
 
 
 def test_ring_synchronize_waits_for_stamp(device: Device) -> None:
-    """The stamp of an older replay in the same entry does not end the wait."""
+    """A wait for a ring entry does not end because of an older replay's stamp in that entry."""
     ring = Ring(device, 2, {"token": ("int32", (1,))})
     ring.publish(1)
     ring.release(1)

@@ -21,8 +21,8 @@ MAX_REGISTERS = 65536
 def in_short_run(variant: Variant) -> bool:
     """Return whether the short test run compiles a variant.
 
-    It compiles files with default macros, and products of rounded rows of all sizes that are either
-    gated or have weights of 8 bits.
+    The short run compiles every file with default macros. It also compiles the matrix products with
+    16-bit inputs (macro X16) in all sizes, with either GATED or WEIGHT8 set but not both.
     """
     title = variant.title
     return not variant.defines or ("X16" in title and ("GATED" in title) != ("WEIGHT8" in title))
@@ -31,7 +31,8 @@ def in_short_run(variant: Variant) -> bool:
 def make_cases() -> list:
     """Return all variants for all architectures.
 
-    The short run compiles each variant for one architecture, and all architectures in turn.
+    The short run compiles each variant for only one architecture. Successive variants use
+    successive architectures, so that every architecture is covered.
     """
     cases = []
     for number, variant in enumerate(VARIANTS):
@@ -58,7 +59,8 @@ EXPECTED_USAGE = {
     ("linear_many", 64, 1, 0): (192, 272, 32, 0, 16, 6),
     ("linear_many", 128, 0, 0): (248, 528, 64, 8, 24, 4),
     ("linear_many", 128, 1, 0): (240, 528, 64, 0, 24, 8),
-    # linear_few loads eight weights of 8 bits with 8 bytes, in twice as many chunks.
+    # With 8-bit weights, linear_few loads eight weights (8 bytes) at a time, in twice as many
+    # chunks.
     ("linear_few", 1, 0, 1): (128, 4128, 32, 32, 0, 0),
     ("linear_few", 1, 1, 1): (128, 4128, 32, 16, 0, 0),
     ("linear_few", 2, 0, 1): (128, 8256, 64, 64, 0, 0),
@@ -74,9 +76,10 @@ EXPECTED_USAGE = {
 
 @pytest.mark.parametrize(("variant", "arch"), make_cases())
 def test_nvrtc_compiles_kernel_within_resource_limits(variant, arch):
-    """All kernels are in the machine code, fit into a multiprocessor and use no local memory.
+    """Every kernel is in the machine code, fits into a multiprocessor and uses no local memory.
 
-    Tensor-core kernels have the main loop they were written for and spill nothing.
+    Tensor-core kernels have the instructions of EXPECTED_USAGE in their main loop and spill no
+    registers.
     """
     usages = kernel_report.compile_variant(variant, arch)
     assert {usage.kernel for usage in usages} >= set(kernel_report.entry_names(variant.path)), (
@@ -87,8 +90,8 @@ def test_nvrtc_compiles_kernel_within_resource_limits(variant, arch):
     for usage in usages:
         assert -(-usage.registers // 8) * 8 * block_size <= MAX_REGISTERS, usage
         if block_size > 1:
-            # No arrays in local memory. For two kernels on sm_100 and later, ptxas reports spilled
-            # registers only as their stack frame.
+            # The kernel must not keep arrays in local memory. For two kernels on sm_100 and later,
+            # ptxas reports spilled registers only as their stack frame.
             assert usage.spilled_bytes <= 256, usage
             assert usage.spilled_bytes or usage.stack_bytes in (0, 80), usage
         assert usage.loop["local"] == 0
@@ -117,7 +120,7 @@ def test_mma_shape_fits_into_shared_memory_of_every_gpu(nbytes):
 
 
 def test_roofline_memory_bound_products_follow_from_weight_bytes():
-    """A memory-bound product takes the time of its weights at the memory bandwidth."""
+    """A memory-bound matrix product takes as long as loading its weights from memory."""
     e4m3, bfloat16 = (roofline.Product.of(1, 6144, 4096, nbytes) for nbytes in (1, 2))
     assert e4m3.weight_bytes == 6144 * (4096 + 4)
     assert bfloat16.weight_bytes == 6144 * 4096 * 2

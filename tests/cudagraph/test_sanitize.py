@@ -139,7 +139,7 @@ def test_random_graphs_match_sequential_model(kind, first, count):
 
 
 def test_device_fault_is_named_under_sanitizer():
-    """The error names the kernel that wrote out of bounds. The sanitizer reports nothing."""
+    """The error names a kernel that writes out of bounds, and the sanitizer reports nothing."""
     assert "stray_cell" in run("address", "faults", image())
 
 
@@ -154,7 +154,7 @@ def test_guide_worker_rows_are_correct_under_sanitizer():
 
 @pytest.mark.full
 def test_guide_worker_has_no_data_race():
-    """The same test runs with more settings under Thread- and UndefinedBehaviorSanitizer."""
+    """The guide worker runs with more settings under Thread- and UndefinedBehaviorSanitizer."""
     guide("thread", 1000, 60, timeout_s=600)
     guide("undefined", 2000, 100, timeout_s=600)
 

@@ -38,13 +38,15 @@ def replay_all(
 
 
 def repeated(count: int) -> pytest.MarkDecorator:
-    """Run a test `count` times, and with --soak a million times."""
+    """Parametrize a test to repeat an operation `count` times, with --soak also a million times."""
     return pytest.mark.parametrize("count", [count, pytest.param(10**6, marks=pytest.mark.soak)])
 
 
 @repeated(20_000)
 def test_replays_keep_memory_constant(device: Device, stream: Stream, module, count: int) -> None:
-    """The graph has two Python and two native host nodes between two kernels that count.
+    """Memory stays constant over many replays, in which every node runs exactly once.
+
+    The graph has two Python and two native host nodes between two kernels that increment counters.
 
     One of the kernels is changed before each replay, while several replays are in flight.
     """
@@ -92,7 +94,7 @@ def test_replays_keep_memory_constant(device: Device, stream: Stream, module, co
 
 @repeated(50_000)
 def test_payload_changes_keep_memory_constant(device: Device, stream: Stream, count: int) -> None:
-    """Values that no replay can read any more are released. Every replay reads its own value."""
+    """Payload values that no replay can read are released. Each replay reads its own value."""
     seen: list[int] = []
 
     class Value:

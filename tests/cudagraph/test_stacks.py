@@ -66,7 +66,7 @@ def check_both_sides(message: str) -> None:
 def test_deadline_report_of_graph_stream_and_device_waits(
     stuck: threading.Event, stream: Stream, device: Device
 ) -> None:
-    """All waits report the stacks. On the soft device, they also report the calls in progress."""
+    """Every kind of wait reports the stacks, and on the soft device also the calls in progress."""
     run = stuck.run  # type: ignore[attr-defined]
     assert not run.query()
     for wait in (run.synchronize, run.clear, stream.synchronize, device.synchronize):
@@ -109,9 +109,10 @@ def test_deadline_report_without_running_host_work(device: Device) -> None:
 def test_mailbox_deadline_report_has_stack_of_worker(
     device: Device, stream: Stream, transport: str
 ) -> None:
-    """The message has the native stack, which the watchdog took. A note has the Python stack.
+    """The error of a mailbox deadline has the worker's native stack, a note the Python stack.
 
-    The note is added because the work is still running when the error is raised.
+    The watchdog takes the native stack when the deadline passes. The note is added when the error
+    is raised, because the work is then still running.
     """
     gate = threading.Event()
 
