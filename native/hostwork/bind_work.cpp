@@ -111,7 +111,7 @@ void bind_records(nb::module_& m) {
     }
     return out;
   });
-  // Addresses of functions for native work that is compiled elsewhere.
+  // Returns the addresses of the functions that native work in other libraries may call.
   m.def("native_api", [] {
     nb::dict out;
     out["current_replay"] = reinterpret_cast<std::uint64_t>(&current_replay);

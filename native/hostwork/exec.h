@@ -19,8 +19,8 @@ using Outcome = std::pair<Result, const char*>;  // result and name of the last 
 constexpr Result kClosed = -1;  // the executable was closed
 
 // Destroys an executable on the reaper thread. The driver frees an executable that is in flight
-// after its launches have ended. The driver does not keep the operands of changed nodes alive, so
-// the reaper waits for the launches before it releases them (L3).
+// after its launches have ended. The driver does not keep the operands of changed nodes alive. The
+// reaper therefore waits for the launches before it releases these operands (L3).
 class ExecRelease final : public Reapable {
  public:
   explicit ExecRelease(Handle exec) : exec_(exec) {}
@@ -158,7 +158,8 @@ class Exec {
   Handle event() const { return reinterpret_cast<Handle>(event_->handle()); }
   // Called with the mutex held, or by the constructor.
   void use_state(std::shared_ptr<GraphState> state) {
-    // Records also count their runs under earlier executables, which the base must subtract.
+    // The run count of a record includes its runs under earlier executables. The base subtracts
+    // these earlier runs.
     state->set_base(launches_ - state->launched());
     state_ = std::move(state);
   }

@@ -126,7 +126,8 @@ std::shared_ptr<GraphState> capture_state(const CaptureInfo& capture) {
   if (found != captured.end() && found->second.id == capture.id) {
     if (std::shared_ptr<GraphState> state = found->second.state.lock()) return state;
   }
-  // Entries of destroyed graphs are removed only when there are many.
+  // Entries of destroyed graphs are removed only when the table has become large, so that most
+  // calls need not search it.
   if (captured.size() >= kCapturedLimit) {
     for (auto it = captured.begin(); it != captured.end();) {
       it = it->second.state.expired() ? captured.erase(it) : std::next(it);

@@ -90,9 +90,9 @@ double Port::shortest_limit_s() const {
                                                                      : limits_.answer_s;
 }
 
-// Makes a request claimable. The first thread that sees the request opens it. If an earlier request
-// has no answer, the device no longer waits for one; the earlier request then fails and cannot be
-// claimed any more.
+// Opens a request, so that a thread can claim it and then answer it. Called by the first thread
+// that sees the request. A new request shows that the device no longer waits for the earlier ones.
+// If the earlier request has no answer yet, it fails and cannot be claimed any more.
 void Port::open_request(std::uint32_t seq) noexcept {
   std::uint64_t claim = claim_.load(std::memory_order_acquire);
   while (newer(seq, seq_of(claim))) {
@@ -153,8 +153,8 @@ void Port::serve(std::uint32_t seq) noexcept {
 }
 
 void Port::launched() noexcept {
-  // This launch is already counted. If only one launch is not answered, it is this one, and its
-  // request is expected from now on.
+  // The count of launches includes this launch. If at most one request has no answer, it is the
+  // request of this launch, whose replay deadline starts now.
   const auto ahead =
       static_cast<std::uint32_t>(state_->launched() - launches_before_) - last_closed();
   if (ahead <= 1) due_since_ns_.store(monotonic_ns(), std::memory_order_relaxed);
@@ -172,8 +172,8 @@ void Port::fail(std::uint32_t seq, std::string reason) noexcept {
                Failure{record_->name(), replay_of(seq), nullptr, std::move(reason)});
 }
 
-// Fails a request on behalf of the watchdog: stores the status, then the answer (M5). Does nothing
-// if the worker has claimed the request.
+// Claims a request for the watchdog and lets it fail: stores the graph's status, then the answer
+// (M5), which ends the device's wait. Does nothing if the worker has claimed the request.
 void Port::release(std::uint32_t seq, const std::string& reason) {
   if (!try_claim(seq, kWatchdog)) return;
   fail(seq, reason);
@@ -184,7 +184,7 @@ void Port::check_device_timeout() {
   if (words_.timed_out == nullptr) return;
   const std::uint32_t seq = __atomic_load_n(words_.timed_out, __ATOMIC_ACQUIRE);
   if (seq == 0 || newer(last_closed(), seq)) return;
-  open_request(seq);  // no host thread may have seen the request before its deadline passed
+  open_request(seq);  // possibly no host thread has seen the request yet
   if (claim_.load() != pack(seq, kOpen)) return;
   release(seq, "the waiting kernel reached its own deadline" + native_stacks_of(record_));
 }
@@ -200,7 +200,8 @@ bool Port::check_deadlines(std::int64_t now_ns) {
     }
     const double waited = static_cast<double>(now_ns - watched_since_ns_) * 1e-9;
     if (waited >= limits_.answer_s) {
-      // Take the stack before the wait is released, because the work may end right afterwards.
+      // Take the native stack before ending the device's wait, because the work may end right
+      // afterwards.
       const std::string where = native_stacks_of(record_);
       release(seq,
               "no answer within " + seconds(limits_.answer_s) + "; the wait was released" + where);

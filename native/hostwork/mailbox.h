@@ -43,7 +43,8 @@ class Worker : public std::enable_shared_from_this<Worker> {
   std::int64_t served() const;
   // Returns whether the thread sleeps until the next launch.
   bool parked() const;
-  // Returns whether the thread is still in work whose wait the watchdog has released.
+  // Returns whether the thread still runs work that missed its deadline, so that the watchdog has
+  // answered the request in its place.
   bool stuck() const;
 
   struct Core;  // shared with the thread
@@ -88,8 +89,9 @@ class Port final : public LaunchListener, public std::enable_shared_from_this<Po
        MailboxWords words, MailboxOutput output, MailboxLimits limits);
   ~Port() override;
 
-  // If there is a new request, runs its work and answers it. Returns whether there was one. Sets
-  // `expecting_more` to true if a launch in flight will post another request. Called by the worker.
+  // If there is a new request, runs its work and answers it. Returns whether there was a new
+  // request. Sets `expecting_more` to true if a launch in flight will post another request. Called
+  // by the worker.
   bool poll(bool* expecting_more) noexcept;
   // Answers requests that are overdue, so that the device stops waiting. Returns whether the port
   // must be checked again. Called by the watchdog.
@@ -98,7 +100,8 @@ class Port final : public LaunchListener, public std::enable_shared_from_this<Po
   void check_device_timeout();
 
   void launched() noexcept override;
-  // Returns whether the worker is still in work whose wait the watchdog has released.
+  // Returns whether the worker still runs work that missed its deadline, so that the watchdog has
+  // answered the request in its place.
   bool overrun() const override;
   const std::shared_ptr<Worker>& worker() const { return worker_; }
   double shortest_limit_s() const;
@@ -124,8 +127,8 @@ class Port final : public LaunchListener, public std::enable_shared_from_this<Po
   std::uint32_t last_closed() const;
   // Returns the number of the posted request; 0: none.
   std::uint32_t request() const { return __atomic_load_n(words_.request, __ATOMIC_ACQUIRE); }
-  // Returns whether a launch in flight will post a request that is newer than request `last` and
-  // than the last request that was answered.
+  // Returns whether a launch in flight has yet to post its request. Request `last` and all requests
+  // up to the last answered one have been posted.
   bool expecting(std::uint32_t last) const;
   std::int64_t replay_of(std::uint32_t seq) const {
     return state_->base() + launches_before_ + seq;
@@ -140,14 +143,15 @@ class Port final : public LaunchListener, public std::enable_shared_from_this<Po
   const std::int64_t launches_before_;  // launches of the definition before this step was added
   std::atomic<std::uint64_t> claim_{kWorker};  // initially request 0, answered
   std::atomic<bool> serving_{false};           // the worker is in serve()
-  std::atomic<std::int64_t> due_since_ns_{0};  // time since which the next request is expected
+  std::atomic<std::int64_t> due_since_ns_{0};  // start of the replay deadline of the next request
   std::uint32_t last_seen_ = 0;                // last request that the worker has seen
-  // Request that the watchdog watches, and the time since which it does. Used by the watchdog only.
+  // The request whose deadline the watchdog checks, and the time at which the watchdog first saw
+  // this request. Used by the watchdog only.
   std::uint32_t watched_ = 0;
   std::int64_t watched_since_ns_ = 0;
 };
 
-// Keeps a port on its worker as long as the graph can run.
+// Keeps a port registered with its worker as long as the graph can run.
 class PortKeeper final : public Record {
  public:
   explicit PortKeeper(std::shared_ptr<Port> port) : Record(nullptr), port_(std::move(port)) {}

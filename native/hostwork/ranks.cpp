@@ -16,8 +16,8 @@ namespace {
 
 using Clock = std::chrono::steady_clock;
 constexpr int kTag = 1;
-// A wait yields the core for kYieldS, then sleeps in intervals of kShortNs, and of kLongNs after
-// kShortS.
+// A wait for messages polls. Between two polls it yields the core until kYieldS seconds have
+// passed, then sleeps for kShortNs until kShortS seconds have passed, and then sleeps for kLongNs.
 constexpr double kYieldS = 200e-6, kShortS = 20e-3;
 constexpr long kShortNs = 20'000, kLongNs = 100'000;
 

@@ -121,7 +121,7 @@ void HostRecord::run_as(std::int64_t replay) noexcept {
       work_.function(fixed ? work_.data : reinterpret_cast<void*>(cell_->pick(replay).address));
     }
   } catch (abi::__forced_unwind&) {
-    while (true) pause();  // like park_forever(): the native work had entered Python itself (P5)
+    while (true) pause();  // native work used Python at exit (P5); see park_forever()
   } catch (const std::exception& error) {
     fail(kStatusNative, replay, nullptr, error.what());
   } catch (...) {

@@ -88,8 +88,8 @@ class GraphState : public std::enable_shared_from_this<GraphState> {
   void count_launch() noexcept;
 
   void add_listener(std::weak_ptr<LaunchListener> listener);
-  // Returns whether host work whose wait was released is still running. No replay may start before
-  // it has ended.
+  // Returns whether host work is still running that missed its deadline, so that the device no
+  // longer waits for it. No replay may start before this work has ended.
   bool overrun() const;
 
  private:
@@ -113,21 +113,23 @@ class GraphState : public std::enable_shared_from_this<GraphState> {
   Failure first_;
 };
 
-// Storage of a payload: a value that host steps receive and that may change between replays. A
-// replay receives the last value that was set for it or for an earlier replay. Older values are
-// released when a run reads a newer one.
+// Stores the values of one payload. A payload is an argument of host steps whose value may change
+// between replays. Each value is stored with the number of the first replay that receives it. Later
+// replays receive the same value until another value was set. When a host step reads a value, all
+// older values are released, because no later replay can receive them.
 //
-// Each value exists in two forms. Python work receives a Python object, and native work receives an
-// address (the object's host_ptr, or the object itself if it is an int).
+// Each value is stored in two forms: as a Python object, which Python work receives, and as an
+// address, which native work receives (the object's host_ptr, or the object itself if it is an
+// int).
 class PayloadCell : public std::enable_shared_from_this<PayloadCell> {
  public:
   // Sets the initial value, with the same arguments as set().
   PayloadCell(PyObject* value, std::uint64_t address) { (void)set(0, value, address); }
 
   // Sets the value for the replays from `first` on. Python work receives `value`, whose reference
-  // is stolen; native work receives `address`. If no replay can have read the previous value, that
-  // value is returned and the caller owns it: passing such values to the reaper instead could queue
-  // millions of them. Otherwise returns null.
+  // is stolen; native work receives `address`. If no replay can have read the previous value, the
+  // function returns the previous value, and the caller must release it. Such values are not passed
+  // to the reaper, because frequent changes could queue millions of them. Otherwise returns null.
   [[nodiscard]] PyObject* set(std::int64_t first, PyObject* value, std::uint64_t address);
 
   struct Payload {
@@ -137,7 +139,8 @@ class PayloadCell : public std::enable_shared_from_this<PayloadCell> {
   // Returns the value for a replay.
   Payload pick(std::int64_t replay);
 
-  // Called when replays are numbered from 1 again. The last value applies to all of them.
+  // Called when a new executable numbers its replays from 1 again. All of these replays receive the
+  // last value that was set before the call.
   void restart();
   std::size_t size();
 
@@ -151,8 +154,9 @@ class PayloadCell : public std::enable_shared_from_this<PayloadCell> {
   std::deque<Entry> entries_;  // never empty
 };
 
-// Returns and removes, for all states, the first failure that pending() has not returned yet. The
-// exceptions are not included.
+// Returns the failures that neither pending() nor an earlier call of this function has returned.
+// The process prints them at exit. The result contains at most one failure of each GraphState,
+// namely the first one, and no exception objects.
 std::vector<Failure> take_unreported_failures();
 
 }  // namespace graft::hostwork

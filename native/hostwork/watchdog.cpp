@@ -29,7 +29,7 @@ struct Watchdog {
 };
 Watchdog& watchdog = *new Watchdog;
 
-// Returns the ports that still exist and removes the others.
+// Returns the ports that still exist, and removes destroyed ports from the list.
 std::vector<std::shared_ptr<Port>> live_ports(std::uint64_t* wakeups) {
   std::vector<std::shared_ptr<Port>> out;
   const std::lock_guard<std::mutex> lock(watchdog.mutex);
@@ -82,7 +82,7 @@ void watch(const std::shared_ptr<Port>& port) {
     if (!watchdog.started) std::thread(run_watchdog).detach();
     watchdog.started = true;
   }
-  wake_watchdog();  // a launch that does not go through an Exec does not wake the watchdog
+  wake_watchdog();  // not every launch wakes the watchdog: it may bypass Exec
 }
 
 void check_device_timeouts() {

@@ -32,7 +32,7 @@ using Times = std::vector<std::uint64_t>;
 
 constexpr std::size_t kMaxGaps = 1 << 16;
 constexpr std::uint64_t kGapNs = 5000;                // longer intervals without a tick are gaps
-constexpr std::uint64_t kTickTimeoutNs = 1000000000;  // then no busy thread is assumed to run
+constexpr std::uint64_t kTickTimeoutNs = 1000000000;  // limit of await_busy_thread()
 constexpr unsigned kPollUs = 20;
 
 std::atomic<std::uint64_t> ticks{0};
@@ -83,7 +83,7 @@ struct Samples {
   Times launched;      // (launch, end) of each replay, CLOCK_MONOTONIC
   Times join;          // ns between the two stamps of each replay
   Times hops;          // (entry, return) of each host step of each replay
-  Times body_written;  // times that native work has written, after each replay
+  Times body_written;  // copies of ReplayOptions::body_written, taken after each replay
 };
 
 // Launches `count` replays and waits after each of them. Returns the driver's result code. Called

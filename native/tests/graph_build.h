@@ -165,7 +165,8 @@ class Builder {
     return made;
   }
 
-  // Returns the launch of the kernel that writes cell i, with `more` added to the node's salt.
+  // Returns the launch of the kernel that writes cell i. The salt is a kernel argument that changes
+  // the words which the kernel computes; `more` is added to the node's salt.
   std::unique_ptr<Launch> cell_kernel(size_t i, unsigned more = 0) const {
     const NodeSpec& node = spec_.nodes[i];
     const CUfunction function = node.kind == Kind::barrier ? kernels_.barrier

@@ -110,16 +110,17 @@ class HashMatcher final : public guided::NativeMatcher {
   std::atomic<bool> in_use_{false};
 };
 
-// Returns token texts for forced drafts. Every token has a different text, so that the text is
-// forced where the grammar allows only one token.
+// Returns the texts of the tokens. The worker needs them for forced drafts, which are drafts of
+// text that the grammar leaves no alternative to. Every token has a different text, so that text is
+// forced exactly where the grammar allows only one token.
 inline std::shared_ptr<const guided::Forced> forced_text() {
   std::string bytes(kVocab, ' ');
   std::iota(bytes.begin(), bytes.end(), ' ');
   return std::make_shared<guided::Forced>(std::vector<uint32_t>(kVocab, 1), bytes, false);
 }
 
-// A request in a slot: its position, its state of the grammar and its drafts. Used by the device
-// thread, and by the host thread while no replay uses it.
+// A request in a slot: its position, its state of the grammar and its drafts. The device thread
+// uses this object in replays. The host thread uses it only while no replay does.
 struct SlotRequest {
   SlotRequest(uint32_t seed, int number, bool slow)
       : epoch(number),
@@ -291,7 +292,7 @@ class GuidedCase {
   }
 
   // Verifies the drafts of a slot: accepts some of them and one more token, and publishes these as
-  // committed. Returns whether the request needs further drafts.
+  // committed. Returns whether the request continues and needs further drafts.
   bool verify(SlotRequest& request, int s, int32_t replay) {
     std::vector<int32_t> tokens;
     int row = 0;

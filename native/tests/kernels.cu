@@ -1,5 +1,6 @@
-// Kernels of the stress test. The kernels of cells compute new words for cell `out` from its old
-// words and from the cells a, b and c; see stress_cell.h. model.h computes the same values.
+// Kernels of the stress test. A kernel that writes a cell computes new words for cell `out` from
+// its old words and from the cells a, b and c; see stress_cell.h. The sequential model (model.h)
+// computes the same values.
 #include "conditional.cuh"
 #include "mailbox.cu"
 #include "stress_cell.h"

@@ -40,7 +40,7 @@ struct NodeSpec {
   unsigned salt = 0;
   std::vector<int> after;  // nodes that this node depends on; the first three are also read
   bool enabled = true;
-  int fails_in_run = 0;  // number of the run, from 1, in which a host step fails; 0: none
+  int fails_in_run = 0;  // the host step fails in its run with this number, from 1; 0: never
 
   // Returns the i-th node whose cell this node reads, or -1.
   int reads(size_t i) const { return i < after.size() && i < 3 ? after[i] : -1; }

@@ -76,7 +76,7 @@ int graphs(const char* image, unsigned seed, unsigned count, unsigned threads) {
     running.emplace_back([&, t] {
       CALL(cuCtxSetCurrent(context));
       for (unsigned i = t; i < count; i += threads) {
-        Random random(seed + i);  // a failure can be reproduced with its seed on one thread
+        Random random(seed + i);  // one thread with the seed of a failure reproduces the failure
         GraphCase(random, kernels).run();
       }
     });
