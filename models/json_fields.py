@@ -29,7 +29,8 @@ def read_json(path: Path) -> Any:
         size = path.stat().st_size
         if size > _MAX_BYTES:
             raise ConfigError(f"{path}: the file has {size} bytes, more than {_MAX_BYTES}")
-        return json.loads(path.read_text(encoding="utf-8"))
+        text = path.read_text(encoding="utf-8")
+        return json.loads(text)
     except OSError as error:
         raise ConfigError(f"{path}: cannot be read ({error.strerror})") from error
     except (ValueError, RecursionError) as error:

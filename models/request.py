@@ -375,8 +375,10 @@ def _check_prompt(request: Request, limits: Limits) -> None:
     """Check id, prompt and messages."""
     if request.id is not None and not isinstance(request.id, str):
         raise RequestError(f"id must be a string, got {short_repr(request.id)}")
-    names = ("prompt", "messages", "tokens")
-    given = [name for name in names if getattr(request, name) is not None]
+    given = []
+    for name in ("prompt", "messages", "tokens"):
+        if getattr(request, name) is not None:
+            given.append(name)
     if len(given) != 1:
         got = " and ".join(given) or "none"
         raise RequestError(f"exactly one of prompt, messages and tokens must be set, got {got}")

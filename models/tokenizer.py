@@ -72,9 +72,11 @@ class Tokenizer:
         if not self._ids:
             raise TokenizerError(f"{file}: the vocabulary is empty")
         self.vocab_size = max(self._ids.values()) + 1
-        added = self.backend.get_added_tokens_decoder().values()
-        special = [token.content for token in added if token.special]
-        self.special_names = tuple(name for name in special if name)
+        special_names = []
+        for token in self.backend.get_added_tokens_decoder().values():
+            if token.special and token.content:
+                special_names.append(token.content)
+        self.special_names = tuple(special_names)
         self._config = _read_optional(self.path / "tokenizer_config.json")
         if vocab_size is None:
             model = _read_optional(self.path / "config.json")
@@ -85,10 +87,9 @@ class Tokenizer:
                 f"{file}: token {name!r} has id {self.vocab_size - 1}, outside the model's "
                 f"vocabulary of {vocab_size}"
             )
-        self._special = {
-            name: self._content(name)
-            for name in ("bos_token", "eos_token", "unk_token", "pad_token")
-        }
+        self._special = {}
+        for name in ("bos_token", "eos_token", "unk_token", "pad_token"):
+            self._special[name] = self._content(name)
         bos = self._special["bos_token"]
         if bos is not None:
             self._id_of("bos_token", bos)

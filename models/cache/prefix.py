@@ -172,17 +172,27 @@ class PrefixCache:
         num_missing = len(keys) - len(found)
         self.evict_until_free(num_missing, found)
         missing = [i for i, key in enumerate(keys) if key not in self._cached]
-        # The last pages of `free` are allocated first.
-        free_by_cache = [reversed(cache.free) for cache in self._caches]
-        free_groups = zip(*free_by_cache, strict=False)
-        groups = dict(zip(missing, free_groups, strict=False))
-        if not groups:
+        num_free = min(len(cache.free) for cache in self._caches)
+        indices = missing[:num_free]
+        if not indices:
             return
-        write(list(groups.values()), list(groups))
+        groups = self._next_free_pages(len(indices))
+        write(groups, indices)
         for cache in self._caches:
             del cache.free[-len(groups) :]
-        pages = [(keys[i], group) for i, group in groups.items()]
+        pages = []
+        for i, group in zip(indices, groups, strict=True):
+            pages.append((keys[i], group))
         self._insert(pages)
+
+    def _next_free_pages(self, count: int) -> list[PageGroup]:
+        """Return the free pages that would be allocated next. They remain free."""
+        pages_by_cache = []
+        for cache in self._caches:
+            pages = cache.free[-count:]
+            pages.reverse()  # the last free page is allocated first
+            pages_by_cache.append(pages)
+        return list(zip(*pages_by_cache, strict=True))
 
     def evict_until_free(self, pages: int, keep: Collection[PageGroup]) -> None:
         """Evict unused pages, least recently used first, until `pages` pages are free.

@@ -201,8 +201,9 @@ class Replays:
         parts.inputs.publish(number)
         self.launched = number
         rows = tuple(RowAssignment(state, state.slot, state.epoch) for state in states)
-        self._launches[id(graph)] += 1
-        flight = ReplayInFlight(number, graph, self._launches[id(graph)], rows)
+        graph_id = id(graph)
+        self._launches[graph_id] += 1
+        flight = ReplayInFlight(number, graph, self._launches[graph_id], rows)
         self.unread.append(flight)
         with self._engine_numbers(flight):
             graph.launch(self._stream)
@@ -318,13 +319,14 @@ class Replays:
         slot, count, reason, accepted, tested, cut = row[:6].tolist()
         tokens = row[_HEADER_WORDS : _HEADER_WORDS + count].tolist()
         result = RowResult(slot, reason, accepted, tested, cut, tokens)
-        num_top = flight.rows[index].state.request.logprobs
+        assignment = flight.rows[index]
+        num_top = assignment.state.request.logprobs
         if num_top is not None:
             records = outputs.row("logprobs", flight.number)[index].view(LOGPROBS)
             for record in records[:count]:
                 result.logprobs.append(_read_logprob(record, num_top))
         if self.on_row is not None:
-            self.on_row(flight.rows[index], result)
+            self.on_row(assignment, result)
         return result
 
     def finish(self) -> None:
@@ -393,9 +395,10 @@ class Replays:
         if not self._parts.every_part:
             return
         for part, start, end in zip(parts, stamps, stamps[1:], strict=False):
-            if start > 0 and end > 0:
-                total = stats.part_ns.get(part.name, 0)
-                stats.part_ns[part.name] = total + end - start
+            if start <= 0 or end <= 0:
+                continue
+            total = stats.part_ns.get(part.name, 0)
+            stats.part_ns[part.name] = total + end - start
 
 
 def _read_logprob(record: np.void, num_top: int) -> Logprob:

@@ -266,12 +266,11 @@ class Scheduler:
         at_front = number < 0  # it was preempted because pages ran out, and is always next
         if at_front or first.bypass_count >= MAX_BYPASSES or not self.slots.has_free_slot:
             return first
-        candidates = [
-            state
-            for entry_priority, _, state in self._ready[:PREFIX_LOOKAHEAD]
-            if entry_priority == priority
-        ]
-        return max(candidates, key=self.slots.cached_pages)  # the first one of equals
+        candidates = []
+        for entry_priority, _, state in self._ready[:PREFIX_LOOKAHEAD]:
+            if entry_priority == priority:
+                candidates.append(state)
+        return max(candidates, key=self.slots.cached_pages)  # of several, the first one
 
     def _dequeue(self, state: RequestState) -> None:
         """Remove a request from the queue if it is waiting."""
@@ -411,13 +410,16 @@ class Scheduler:
         text, stopped = state.append_tokens(row.tokens)
         output = state.output
         if output.logprobs is not None:
+            # Tokens of the row after a stop string were not appended.
             num_new = len(output.tokens) - len(output.logprobs)
             output.logprobs += row.logprobs[:num_new]
         if stopped:
             self.end(state, "stop_string", text=text)
         elif row.reason:
             reason = DEVICE_REASONS[row.reason]
-            error = self._device_error(state) if reason == "error" else None
+            error = None
+            if reason == "error":
+                error = self._device_error(state)
             self.end(state, reason, error, text=text, ended_on_device=True)
         elif self._is_stuck(state):
             stuck = GraftError(f"no mask row was filled for {state.stalled_rounds} rounds")
