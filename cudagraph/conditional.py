@@ -4,8 +4,8 @@ A condition is a 32-bit value on the device. A kernel sets it with
 ``cudaGraphSetConditional(handle, value)`` (``#include "conditional.cuh"``). The handle is a
 :class:`Condition`, which is passed to the kernel as an ``unsigned long long`` argument.
 
-The driver allows kernels, copies, fills, child graphs and nested conditionals in a body. Adding
-another node, such as host work, raises :class:`OptionError`.
+The driver allows kernels, copies, fills, child graphs and nested conditionals in a body. Adding a
+node of another kind, such as host work, raises :class:`OptionError`.
 """
 
 from __future__ import annotations
@@ -95,7 +95,9 @@ def _add_conditional(
     if condition.graph_handle != root.handle:
         raise OptionError(f"condition {condition.name!r} does not belong to graph {root.name!r}")
     if condition not in root.unused_conditions:
-        raise OptionError(f"condition {condition.name!r} already controls a conditional node")
+        raise OptionError(
+            f"condition {condition.name!r} already controls a conditional node; create another one"
+        )
     body_handles: list[int] = []
 
     def make(handle: int, dependencies: list[Any], _: Attached) -> Any:

@@ -64,7 +64,7 @@ def open_device(kind: str | None = None, ordinal: int | None = None) -> Device:
         if not same_kind or ordinal not in (None, _device.ordinal):
             raise OptionError(
                 f"device {kind or _device.kind}:{ordinal or 0} was requested, but this process "
-                f"runs on {_device.kind}:{_device.ordinal}"
+                f"runs on {_device.kind}:{_device.ordinal}; a process can open only one device"
             )
         return _device
 

@@ -166,7 +166,9 @@ class GraphExec:
                 f"executable {self.name!r} can only be updated to a Graph, not {graph!r}"
             )
         if graph.executable not in (None, self):
-            raise OptionError(f"graph {graph.name!r} has an open executable of its own")
+            raise OptionError(
+                f"graph {graph.name!r} has an open executable of its own; close it first"
+            )
         self.synchronize(timeout_s)
         prepare_driver_call("cuGraphExecUpdate")
         with graph.editing() as handle:
@@ -257,7 +259,8 @@ class GraphExec:
         table = within or self._definition()
         if table is None:
             raise OptionError(
-                f"cannot change a node of {self.name!r}: its definition no longer exists"
+                f"cannot change a node of {self.name!r}: its definition no longer exists; keep the "
+                "Graph object alive"
             )
         return table.find(node, "change the", "kernel")
 

@@ -215,7 +215,10 @@ class GraphBase(ABC):
         if isinstance(node, str):
             found = [n for n in self.nodes if n.name == node]
             if len(found) != 1:
-                raise OptionError(f"graph {self.name!r} has {len(found)} nodes named {node!r}")
+                raise OptionError(
+                    f"graph {self.name!r} has {len(found)} nodes named {node!r}; pass the "
+                    "Node object or the name of a single node"
+                )
             node = found[0]
         if node.index >= len(self.nodes) or self.nodes[node.index] != node:
             raise OptionError(f"{node} is not a node of graph {self.name!r}")
@@ -226,8 +229,8 @@ class GraphBase(ABC):
             )
         if node.index in self._programmatic_nodes:
             raise OptionError(
-                f"cannot {action} node {node.name!r} of graph {self.name!r}: its edge is "
-                "programmatic"
+                f"cannot {action} node {node.name!r} of graph {self.name!r}: it has a "
+                "programmatic edge; create the graph without programmatic=True"
             )
         self._check_nodes_exist()
         return int(self._node_handles[node.index])
@@ -528,7 +531,8 @@ class Graph(GraphBase):
             self._check_no_executable()
             for name in self.unused_conditions.values():
                 raise OptionError(
-                    f"condition {name!r} of graph {self.name!r} controls no conditional node"
+                    f"condition {name!r} of graph {self.name!r} controls no conditional node; "
+                    "use it in if_(), if_else() or while_()"
                 )
             executable = GraphExec(self, priorities)
             self._exec = weakref.ref(executable)

@@ -66,7 +66,7 @@ class PythonWork:
         if _is_coroutine_or_generator(fn):
             raise OptionError(
                 f"host work {fn!r} would never run: calling a coroutine or generator function only "
-                "creates an object"
+                "creates an object; pass a plain function"
             )
         self.fn = fn
         self.args = args

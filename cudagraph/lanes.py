@@ -206,7 +206,10 @@ def check_copy(dst: Array, src: Array) -> tuple[Span, Span]:
                 f"copy {label} must be a DeviceArray or PinnedArray, not {type(array).__name__}"
             )
     if dst.nbytes != src.nbytes:
-        raise ShapeError(f"copy of {src.nbytes} bytes ({src!r}) to {dst.nbytes} bytes ({dst!r})")
+        raise ShapeError(
+            f"copy source and destination differ in size: {src.nbytes} bytes ({src!r}) and "
+            f"{dst.nbytes} bytes ({dst!r})"
+        )
     to = dst.span()
     source = src.span()
     if to.pinned and source.pinned:

@@ -331,7 +331,7 @@ class DeviceArray:
         array that allocated the memory.
         """
         if not self._is_base:
-            raise ShapeError("a view cannot close the array that it shares memory with")
+            raise ShapeError("a view cannot be closed; close the array that allocated the memory")
         self._allocation.close()
 
     def __repr__(self) -> str:

@@ -166,7 +166,8 @@ class Ring(PinnedSlots):
         if self._in_use[entry] not in (0, replay):
             raise OptionError(
                 f"replay {replay} would overwrite entry {entry}, which is in use by replay "
-                f"{self._in_use[entry]} (the ring has {self.entries} entries)"
+                f"{self._in_use[entry]} (the ring has {self.entries} entries); "
+                "call release() for that replay first"
             )
         self._in_use[entry] = replay
         return entry

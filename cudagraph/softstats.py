@@ -1,6 +1,6 @@
 """Counters and error descriptions of the soft device, graft's CPU implementation of the driver.
 
-Every function queries the loaded library, so the soft device must have been opened before.
+Every function queries the loaded library. Open the soft device before calling these functions.
 """
 
 from __future__ import annotations

@@ -401,7 +401,7 @@ def test_programmatic_edges_lead_only_to_waiting_kernels(
         for node in graph.nodes[:7]:
             change = partial(run.set_enabled, node, True)
             if programmatic and node.index < 6:
-                assert_raises(OptionError, {"is programmatic": change})
+                assert_raises(OptionError, {"programmatic edge": change})
             else:
                 change()
     assert totals == [13, 13]

@@ -75,7 +75,7 @@ def test_mailbox_work_rejects_driver_calls(device, stream):
 
 
 def test_mailbox_uses_new_definition_after_update(device, stream, transport):
-    """The numbering of replays continues after the update."""
+    """A mailbox of the new definition continues the replay numbers of the executable."""
     seen: list[tuple[str, int]] = []
 
     def definition(name: str) -> Graph:
