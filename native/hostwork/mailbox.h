@@ -108,8 +108,8 @@ class Port final : public LaunchListener, public std::enable_shared_from_this<Po
 
  private:
   enum Claimant : std::uint64_t { kOpen = 0, kWorker = 1, kWatchdog = 2 };
-  // A claim is the number of a request together with the thread that answered it, or kOpen if it
-  // was not answered yet.
+  // A claim is the number of a request together with the thread that claimed the request, or with
+  // kOpen as long as no thread has claimed it. The claiming thread answers the request.
   static std::uint64_t pack(std::uint32_t seq, Claimant claimant) {
     return std::uint64_t{seq} << 2 | claimant;
   }
@@ -141,7 +141,7 @@ class Port final : public LaunchListener, public std::enable_shared_from_this<Po
   const MailboxOutput output_;
   const MailboxLimits limits_;
   const std::int64_t launches_before_;  // launches of the definition before this step was added
-  std::atomic<std::uint64_t> claim_{kWorker};  // initially request 0, answered
+  std::atomic<std::uint64_t> claim_{kWorker};  // initially request 0, which counts as answered
   std::atomic<bool> serving_{false};           // the worker is in serve()
   std::atomic<std::int64_t> due_since_ns_{0};  // start of the replay deadline of the next request
   std::uint32_t last_seen_ = 0;                // last request that the worker has seen

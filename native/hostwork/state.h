@@ -62,10 +62,10 @@ class GraphState : public std::enable_shared_from_this<GraphState> {
     return parent != nullptr && parent->failed();
   }
 
-  // Makes this state a child of `parent`, the state of the graph that this state's graph was moved
-  // into. Failures are then recorded in the parent, a failure of the parent skips the host steps of
-  // both graphs, and launches of the parent count as launches of this graph. Returns false if the
-  // state already has another parent.
+  // Makes this state a child of `parent`. Called when the graph of this state is moved into the
+  // graph of `parent`. From then on, failures of either graph are recorded in `parent` and skip the
+  // host steps of both graphs, and launches of the parent count as launches of this graph. Returns
+  // false if the state already has another parent.
   bool set_parent(const std::shared_ptr<GraphState>& parent);
   // Sets the function that is called on the failing thread after the first failure was recorded. It
   // is not called if the state has a parent.
@@ -98,8 +98,8 @@ class GraphState : public std::enable_shared_from_this<GraphState> {
   void store_status(std::int32_t code, std::int64_t replay) noexcept;
 
   const std::uint64_t id_;             // never reused
-  const Reference release_;            // preallocated: the destructor must not allocate
-  std::vector<std::int32_t*> status_;  // guarded by the mutex
+  const Reference release_;            // preallocated, because the destructor must not allocate
+  std::vector<std::int32_t*> status_;  // guarded by mutex_
   std::atomic<bool> failed_{false};
   std::atomic<std::int64_t> base_{0};
   std::atomic<std::int64_t> launched_{0};

@@ -24,8 +24,8 @@ constexpr int kSignalFrames = 2;  // the handler and the return trampoline
 
 enum State : int { kIdle, kRequested, kWriting, kAnswered };
 
-// The only stack request, serialized by `mutex`. `frames` belongs to the thread that moved `state`
-// to kWriting.
+// The request for a stack. `mutex` serializes requests, so there is at most one at a time. Only the
+// thread that changed `state` to kWriting may write `frames`.
 struct StackRequest {
   std::mutex mutex;
   int signal = 0;

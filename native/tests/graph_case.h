@@ -52,8 +52,8 @@ class GraphCase {
       }
     }
     launch(exec, &model);
-    // Release definition and executable while the launch is in flight, which must keep everything
-    // alive that it needs.
+    // Release definition and executable while the launch is in flight. The launch must keep
+    // everything alive that it needs.
     if (below(random_, 2) == 0) {
       definition.drop();
       exec.close();
@@ -109,7 +109,8 @@ class GraphCase {
   }
 
   // Updates the executable to another definition of the same topology. If the graph has host steps,
-  // compares first, because the update releases the old state and the failure that it may contain.
+  // first compares the results with the model, because the update releases the old state together
+  // with a failure that may be stored there.
   void update(graft::hostwork::Exec& exec, Definition* definition, Model* model) {
     if (spec_.has_host() || below(random_, 2) == 0) compare(*definition, model);
     for (NodeSpec& node : spec_.nodes) {

@@ -324,7 +324,7 @@ class GuidedCase {
     return request.active;
   }
 
-  // Adds draft j to the chain of every slot that has all earlier drafts.
+  // Adds draft j to the chain of every slot that already has the drafts 0 to j - 1.
   void draft_chain(const Plan& plan, const bool* advanced, int j, int32_t replay) {
     const bool probing = exchange_.layout.candidates > 0;
     const auto drafting = [&](int s) {

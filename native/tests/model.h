@@ -38,7 +38,7 @@ enum class Kind {
 struct NodeSpec {
   Kind kind = Kind::plain;
   unsigned salt = 0;
-  std::vector<int> after;  // nodes that this node depends on; the first three are also read
+  std::vector<int> after;  // nodes that this node depends on; it reads the cells of the first three
   bool enabled = true;
   int fails_in_run = 0;  // the host step fails in its run with this number, from 1; 0: never
 
