@@ -21,7 +21,7 @@ _FUNCTION_STATIC = re.compile(r"_ZZ(\d+)(\w+)")
 
 
 class _Section(NamedTuple):
-    """An ELF section header, in the order of its fields."""
+    """An ELF section header. The attributes are in the order of the fields in the file."""
 
     name: int
     type: int
@@ -36,7 +36,7 @@ class _Section(NamedTuple):
 
 
 class _Symbol(NamedTuple):
-    """An ELF symbol, in the order of its fields."""
+    """An ELF symbol. The attributes are in the order of the fields in the file."""
 
     name: int
     info: int
@@ -47,7 +47,7 @@ class _Symbol(NamedTuple):
 
     @property
     def is_object(self) -> bool:
-        """Whether the symbol is a variable, thread-local or not."""
+        """Return whether the symbol is a variable. Thread-local variables are included."""
         symbol_type = self.info & 15
         return symbol_type in (_STT_OBJECT, _STT_TLS)
 
@@ -95,17 +95,18 @@ def _writable_objects(image: bytes) -> list[tuple[str, int]]:
 
 
 def writable_globals(image: bytes) -> list[str]:
-    """Return the names of writable objects that kernels must not have.
+    """Return the names of the writable global variables in an image that kernels must not have.
 
-    ``__shared__`` variables are allowed: they are function-local statics, whose mangled names start
-    with ``_ZZ``. The variables of the shim and of the C runtime are allowed too.
+    ``__shared__`` variables are writable but allowed. They are static variables of functions, so
+    their mangled names start with ``_ZZ``. The variables of the shim and of the C runtime are
+    allowed too.
     """
     names = [name for name, _size in _writable_objects(image)]
     return sorted(name for name in names if not _ALLOWED.match(name))
 
 
 def shared_bytes(image: bytes) -> dict[str, int]:
-    """Return the bytes of ``__shared__`` variables that each ``extern "C"`` function declares."""
+    """Return the size in bytes of all ``__shared__`` variables of each ``extern "C"`` function."""
     total: dict[str, int] = {}
     for name, size in _writable_objects(image):
         match = _FUNCTION_STATIC.match(name)

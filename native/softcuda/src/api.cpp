@@ -1,5 +1,6 @@
-// Code that runs before and after the body of every entry point: GIL bookkeeping, preconditions,
-// the modelled context lock and the records of calls in progress (invariants A1-A4). Also the
+// The code that runs before and after the body of every entry point. It checks the entry point's
+// preconditions, takes the context lock that lock model 1 simulates, and records the call in
+// progress and whether its thread holds the GIL (invariants A1-A4). This file also contains the
 // resource counters and cuGetProcAddress.
 #include <sys/syscall.h>
 #include <unistd.h>
@@ -38,7 +39,8 @@ std::atomic<EntryPoint*> g_entry_points{nullptr};
 
 std::atomic<ThreadRecord*> g_threads{nullptr};
 
-// Returns a record of an exited thread, or a new one.
+// Returns the calling thread's new ThreadRecord: the record of a thread that has exited, or a newly
+// allocated one.
 ThreadRecord* acquire_record() {
   for (ThreadRecord* record = g_threads.load(); record != nullptr; record = record->next) {
     bool used = false;
@@ -52,7 +54,8 @@ ThreadRecord* acquire_record() {
   return record;
 }
 
-// Owns the record of one thread until the thread exits.
+// Holds the calling thread's ThreadRecord. The destructor, which runs when the thread exits, makes
+// the record available to other threads.
 struct RecordOwner {
   RecordOwner() {
     record.tid = syscall(SYS_gettid);
@@ -65,7 +68,8 @@ struct RecordOwner {
   ThreadRecord& record = *acquire_record();
 };
 
-// With lock model 1, this lock is held while a host function runs.
+// The simulated lock of the CUDA context. With lock model 1 (SOFTCUDA_LOCK_MODEL), it is held while
+// a host function runs.
 std::mutex& g_context_lock = *new std::mutex;
 
 // Returns the index of a name, or -1.
@@ -86,7 +90,8 @@ ThreadRecord& this_thread() {
 }
 
 void live_add(Resource kind, long delta) {
-  // After a fault all live resources have been counted as leaked (E3).
+  // A fault has counted all live resources as leaked and has set the live counters to zero, where
+  // they stay (E3).
   if (!g_frozen.load(std::memory_order_acquire)) g_live[static_cast<size_t>(kind)] += delta;
 }
 void count_add(Counter what, long delta) {
@@ -139,8 +144,8 @@ void ApiCall::check_preconditions() {
     refuse(CUDA_ERROR_NOT_PERMITTED, std::string(entry_point_.name) + " was called from a " +
                                          t_restricted_scope + ", which may not call the driver");
   }
-  // The child of a fork has none of the device's threads, and a lock may have been copied in the
-  // locked state (A6).
+  // A forked child has none of the device's threads, and a mutex may be locked in its copy of the
+  // memory although no thread of the child holds it (A6).
   require(!forked(), CUDA_ERROR_NOT_INITIALIZED,
           "this process was forked after cuInit; use the spawn start method for processes that use "
           "the device");
@@ -179,7 +184,7 @@ void may_wait_for_device(const char* reason) {
   record_held_gil(entry_point->name, WaitsFor::device_work, reason);
 }
 
-// Entry and return times of the most recent host functions, for softcuda_hops.
+// Start and return times of the most recent host functions, which softcuda_hops() returns.
 constexpr size_t kHops = 128;
 static std::mutex& g_hops_mutex = *new std::mutex;
 static uint64_t g_hops[kHops][2];
@@ -228,8 +233,9 @@ __attribute__((destructor)) void report_leaks() {
 
 using namespace softcuda;
 
-// Declares that a pending stream wait depends on the calling thread (1) or no longer does (0). In
-// between, driver calls of the thread return NOT_PERMITTED (W6).
+// Called with 1, declares that a pending stream wait depends on the calling thread: the device
+// cannot continue before this thread stores the awaited value. Called with 0, ends this state.
+// Until then, driver calls of the thread return NOT_PERMITTED (W6).
 SC_EXPORT void softcuda_set_device_waits(int waits) {
   if (t_restricted_scope != nullptr && t_restricted_scope != kDeviceWaits) return;
   t_restricted_scope = waits != 0 ? kDeviceWaits : nullptr;
@@ -252,9 +258,10 @@ SC_EXPORT int64_t softcuda_count(const char* what) {
   return i < 0 ? -1 : g_count[i].load();
 }
 
-// Copies all counters as text, one line "GROUP NAME NUMBER" each, and returns the length of the
-// text. The groups are live, leaked, count, calls (driver calls by function) and gil_held (driver
-// calls by function whose thread held the GIL).
+// Writes all counters to `buffer`, one line "GROUP NAME NUMBER" each, and returns the length of the
+// text. The groups are: live (live resources), leaked (leaked resources), count (events such as
+// kernel launches), calls (calls of each driver function), and gil_held (calls of each driver
+// function that were made by a thread holding the GIL).
 SC_EXPORT size_t softcuda_counters(char* buffer, size_t size) {
   std::string out;
   const auto add = [&](const char* group, const char* name, long n) {
@@ -272,14 +279,16 @@ SC_EXPORT size_t softcuda_counters(char* buffer, size_t size) {
   return copy_text(out, buffer, size);
 }
 
-// Copies the text of describe(), one line for each driver call in progress, the running host
-// function, each thread that the device waits for, and each running kernel. Returns its length.
+// Writes a text about the current activity to `buffer` and returns its length. The text has one
+// line for each driver call in progress, for the running host function, for each thread on which a
+// pending stream wait depends, and for each running kernel.
 SC_EXPORT size_t softcuda_describe(char* buffer, size_t size) {
   return copy_text(describe(), buffer, size);
 }
 
-// Copies the entry and return times of the last `n` host functions, oldest first, in nanoseconds of
-// CLOCK_MONOTONIC. Returns the number of functions copied. At most 128 are kept.
+// Copies the start and return times of the last `n` host functions, oldest first, in nanoseconds of
+// CLOCK_MONOTONIC. At most 128 host functions are kept. Returns the number of host functions whose
+// times were copied.
 SC_EXPORT size_t softcuda_hops(uint64_t* out, size_t n) {
   std::lock_guard<std::mutex> lock(g_hops_mutex);
   n = std::min({n, g_recorded, kHops});
@@ -297,7 +306,7 @@ SC_API(cuGetProcAddress_v2, 12000, kAlways, const char*, name, void**, out, int,
   require(name != nullptr && out != nullptr);
   const EntryPoint* newest = nullptr;
   bool known = false;
-  // All other names equal the exported symbol without its version suffix.
+  // Every other name is the exported symbol without its version suffix.
   if (std::strcmp(name, "cuGraphInstantiate") == 0) name = "cuGraphInstantiateWithFlags";
   for (const EntryPoint* entry = g_entry_points.load(); entry != nullptr; entry = entry->next) {
     if (std::strcmp(entry->name, name) != 0) continue;
@@ -321,7 +330,7 @@ SC_API_CODE(cuGetProcAddress, 11030, kAlways, const char*, name, void**, out, in
   return cuGetProcAddress_v2(name, out, version, flags, nullptr);
 }
 
-// The export tables are undocumented; the soft device has none.
+// Real drivers return tables of undocumented functions here. The soft device has no such tables.
 SC_API(cuGetExportTable, 3000, kAlways, const void**, out, const void*, id) {
   require(false, CUDA_ERROR_NOT_FOUND);
 }

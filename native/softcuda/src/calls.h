@@ -6,17 +6,22 @@
 
 namespace softcuda {
 
-// State of one thread that has called the driver. All records form a linked list; the record of an
-// exited thread is reused.
+// Records what one thread is doing in the driver. The records of all threads form a linked list.
+// The record of a thread that has exited is reused for a new thread.
 struct ThreadRecord {
   std::atomic<bool> used{false};  // false after the thread has exited
   std::atomic<long> tid{0};
   std::atomic<uint64_t> pthread{0};
-  std::atomic<const EntryPoint*> entry_point{nullptr};  // of the call in progress; null if none is
-  std::atomic<bool> gil{false};                         // whether the call's thread held the GIL
-  std::atomic<const char*> waiting{nullptr};            // what the call waits for; null if nothing
-  std::atomic<bool> device_waits{false};                // set by softcuda_set_device_waits
-  std::atomic<uint64_t> since{0};  // start of the call, or of the time that the device waits
+  // The entry point that the thread is executing; null if no driver call is in progress.
+  std::atomic<const EntryPoint*> entry_point{nullptr};
+  // Whether the thread held the GIL when it made this call.
+  std::atomic<bool> gil{false};
+  // Description of the object for which the call waits; null if it does not wait.
+  std::atomic<const char*> waiting{nullptr};
+  // Whether a pending stream wait depends on the thread, see softcuda_set_device_waits().
+  std::atomic<bool> device_waits{false};
+  // Start time of the call or, if `device_waits` is set, the time at which it was set.
+  std::atomic<uint64_t> since{0};
   ThreadRecord* next = nullptr;
 };
 ThreadRecord* first_thread();
@@ -37,10 +42,10 @@ std::string describe();
 // Returns the same lines with the native and Python stacks of their threads, followed by the stacks
 // of all other Python threads.
 std::string describe_with_stacks();
-// Starts the watchdog thread if SOFTCUDA_WATCHDOG is set. When one call or host function takes
-// longer than this number of seconds, the watchdog prints describe_with_stacks() and terminates the
-// process with status 86. The watchdog does not take the GIL, so it also reports a process in which
-// a thread never releases the GIL.
+// Starts the watchdog thread if SOFTCUDA_WATCHDOG is set to a time limit in seconds. When one
+// driver call or host function exceeds the limit, the watchdog prints describe_with_stacks() and
+// terminates the process with status 86. The watchdog does not take the GIL. It therefore also
+// works if a thread never releases the GIL.
 void start_watchdog();
 
 }  // namespace softcuda

@@ -24,11 +24,12 @@ struct Capture {
   bool ended = false;
 };
 using Dependencies = std::vector<CUgraphNode>;
-// The membership of a stream or event in a capture.
+// The state of one stream or event that belongs to a capture.
 struct Member {
   std::shared_ptr<Capture> capture;
-  Dependencies dependencies;           // nodes on which the next captured node depends
-  std::vector<CUgraphEdgeData> edges;  // full edges, for cuStreamGetCaptureInfo
+  Dependencies dependencies;  // nodes on which the next captured node depends
+  // One full edge for each dependency, which cuStreamGetCaptureInfo returns as edge data.
+  std::vector<CUgraphEdgeData> edges;
 };
 
 struct State {
@@ -43,8 +44,10 @@ struct State {
     return it == streams.end() ? nullptr : &it->second;
   }
 };
-State& g_state = *new State;  // never destroyed, because detached threads may use it
-// Number of entries of both maps together. While it is 0, calls skip all checks.
+// Never destroyed, because detached threads may use it until the process exits.
+State& g_state = *new State;
+// Total number of entries of State::streams and State::events. While it is 0, nothing is captured,
+// and calls skip all checks.
 std::atomic<int> g_members{0};
 thread_local int t_mode = kGlobal;
 
@@ -73,14 +76,15 @@ CUstream stream_key(CUstream handle) {
 
 bool is_legacy(CUstream stream) { return reinterpret_cast<uint64_t>(stream) <= 1; }
 
-// Whether the stream synchronizes with the legacy stream. While such a stream captures, the legacy
-// stream cannot be used.
+// Whether the stream is a blocking stream, which synchronizes with the legacy stream. While a
+// blocking stream captures, calls must not use the legacy stream.
 bool is_blocking(CUstream handle) {
   const auto stream = streams.get(handle);
   return stream && (stream->flags & CU_STREAM_NON_BLOCKING) == 0;
 }
 
-// Refuses a use of the legacy stream and invalidates the captures, if a blocking stream captures.
+// Called when a call uses the legacy stream. If a blocking stream is capturing, invalidates the
+// captures of all blocking streams and refuses the call.
 void invalidate_for_legacy_stream() {
   bool forbidden = false;
   for (auto& item : g_state.streams) {
@@ -111,7 +115,8 @@ Dependencies checked_dependencies(const CUgraphNode* nodes, size_t count, const 
   return Dependencies(nodes, nodes + count);
 }
 
-// If the stream is capturing, adds a node that `initialize` fills in and returns true.
+// If the stream is capturing, adds a node to the captured graph, calls `initialize` on the node to
+// set its type and work, and returns true. Otherwise, returns false.
 template <class Initialize>
 bool capture_node(CUstream stream, const Initialize& initialize) {
   if (nothing_captured()) return false;
@@ -152,8 +157,8 @@ void begin(CUstream handle, int mode) {
   update_member_count();
 }
 
-// Whether the origin stream depends on the work captured on all other streams of the capture or, if
-// `only` is set, on the work captured on that stream.
+// Whether the captured work of other streams has been joined, so that the origin stream depends on
+// it. Checks all streams of the capture or, if `only` is set, this stream only.
 bool joined(const std::shared_ptr<Capture>& capture, CUstream only = nullptr) {
   std::lock_guard<std::mutex> lock(graph_mutex);
   std::set<const void*> seen;
@@ -178,9 +183,10 @@ bool joined(const std::shared_ptr<Capture>& capture, CUstream only = nullptr) {
   return true;
 }
 
-// Ends a capture and removes all streams from it (R4). Captured events keep referring to the ended
-// capture. Unless `keep_graph` is set, the graph is removed and returned; the caller must destroy
-// it after releasing the mutex.
+// Ends a capture and removes all streams from it (R4). Events that were recorded in the capture
+// keep referring to it. With `keep_graph`, the captured graph stays registered. Otherwise its
+// handle is removed, and the graph is returned; the caller must destroy it after releasing the
+// mutex.
 std::shared_ptr<Graph> end_capture(const std::shared_ptr<Capture>& capture, bool keep_graph) {
   for (auto it = g_state.streams.begin(); it != g_state.streams.end();) {
     it = it->second.capture == capture ? g_state.streams.erase(it) : std::next(it);
@@ -237,7 +243,8 @@ bool capture_work(CUstream stream, const Work& work) {
   });
 }
 
-// A graph launch becomes a child graph node with the current parameters of the executable graph.
+// Captures the launch of an executable graph as a child graph node, which gets the current
+// parameters of the executable graph.
 bool capture_launch(CUstream stream, const Exec& exec) {
   return capture_node(stream, [&](Node& node) {
     for (const FlatNode& flat : exec.flat) {
@@ -257,7 +264,8 @@ bool capture_record(CUstream stream, CUevent event) {
   if (is_legacy(stream)) return invalidate_for_legacy_stream(), false;
   Member* const member = g_state.member(stream);
   if (member == nullptr) {
-    g_state.events.erase(event);  // the event's last record is now outside of captures
+    // The last record of this event was not captured, so the event belongs to no capture.
+    g_state.events.erase(event);
   } else {
     require_valid(*member->capture);
     g_state.events[event] = *member;

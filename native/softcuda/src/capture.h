@@ -5,25 +5,26 @@
 
 namespace softcuda {
 
-// Called by functions that enqueue work. They return true if the stream is capturing, in which case
-// the work was added to the capture's graph, and false if the caller has to enqueue it. A call that
-// is illegal during the capture ends with an error. While no stream captures, each function costs
-// one load.
+// Functions that enqueue work on a stream call capture_work() or capture_launch() first. If the
+// stream is capturing, these add the work to the captured graph and return true. Otherwise they
+// return false, and the caller enqueues the work. They refuse a call that is illegal during the
+// capture. While no stream captures, they cost one atomic load.
 bool capture_work(CUstream stream, const Work& work);
 bool capture_launch(CUstream stream, const Exec& exec);
-// The same for cuEventRecord and cuStreamWaitEvent, by which other streams join a capture.
+// The corresponding functions for cuEventRecord and cuStreamWaitEvent. A stream joins a capture by
+// waiting for an event that was recorded in the capture.
 bool capture_record(CUstream stream, CUevent event);
 bool capture_wait(CUstream stream, CUevent event);
 
 // Forgets the captured nodes of an event.
 void capture_event_destroyed(CUevent event);
-// Invalidates the stream's capture, unless the capture's origin stream already depends on all work
-// that was captured on the destroyed stream.
+// Removes a destroyed stream from its capture. This invalidates the capture, unless the work
+// captured on the destroyed stream was already joined to the origin stream.
 void capture_stream_destroyed(CUstream stream);
 
-// Reject calls that are illegal during a capture, and invalidate the affected captures (R3):
-// synchronizing with or querying a capturing stream or a captured event, and synchronizing with the
-// device.
+// These functions reject a call that is illegal during a capture and invalidate the affected
+// captures (R3). Illegal calls are: synchronizing with a capturing stream or a captured event,
+// querying one of these, and synchronizing with the device.
 void capture_reject_stream_sync(CUstream stream);
 void capture_reject_event_sync(CUevent event);
 void capture_reject_device_sync();

@@ -100,7 +100,9 @@ Program* next_body(const ConditionalWork& work, bool first) {
   const bool loops = work.type == CU_GRAPH_COND_TYPE_WHILE;
   if (sticky() != CUDA_SUCCESS || (!first && !loops)) return nullptr;
   if (loops && value == 0) return nullptr;
-  const size_t index = value != 0 ? 0 : 1;  // IF: body 1, if there is one, is the else branch
+  // An IF node runs body 0 if the value is not 0. Otherwise it runs body 1, the else branch, if it
+  // has one.
+  const size_t index = value != 0 ? 0 : 1;
   if (index >= work.bodies.size()) return nullptr;
   if (loops && work.endless) {
     fault(CUDA_ERROR_LAUNCH_FAILED,
@@ -121,7 +123,8 @@ SC_API(cuGraphConditionalHandleCreate, 12030, 0, uint64_t*, out, CUgraph, handle
   const auto graph = graphs.find(handle);
   require(out != nullptr && flags <= 1);
   require(context == nullptr || context == primary_context(), CUDA_ERROR_INVALID_CONTEXT);
-  // Cells are never freed, so that a kernel with a stale handle writes to valid memory.
+  // The cells are never freed. A kernel that uses the handle of a destroyed graph therefore writes
+  // to valid memory.
   static auto& cells = *new std::deque<softcuda_condition>;
   auto condition = std::make_shared<Condition>();
   condition->initial = initial;

@@ -6,29 +6,35 @@
 
 namespace softcuda {
 
-// A conditional handle. Kernels set its value in `cell`, whose address is the handle's number.
+// A conditional handle. The handle's number is the address of `cell`, in which kernels store the
+// value of the condition.
 struct Condition {
   softcuda_condition* cell = nullptr;
   unsigned initial = 0;
-  bool assign = false;  // CU_GRAPH_COND_ASSIGN_DEFAULT: store `initial` at each launch
-  bool used = false;    // a node uses the handle
+  // Whether each launch stores `initial` in the cell (CU_GRAPH_COND_ASSIGN_DEFAULT).
+  bool assign = false;
+  // Whether a conditional node uses the handle. Each handle can be used by one node only.
+  bool used = false;
 };
 
 struct ConditionalWork {
   int type = CU_GRAPH_COND_TYPE_IF;
-  // A WHILE node whose body contains no kernel, so that nothing can clear the condition.
+  // Set for a WHILE node whose body contains no kernel. Its loop would never end, because only a
+  // kernel can set the condition to 0.
   bool endless = false;
   softcuda_condition* cell = nullptr;
   std::vector<std::shared_ptr<Program>> bodies;
 };
 
-// Whether the graph contains a conditional node at any depth. Such a graph cannot be cloned.
+// Whether the graph contains a conditional node, also in its child graphs. Such a graph cannot be
+// cloned.
 bool has_conditional(const Graph& graph);
 // If `graph` is a conditional body, rejects a node that is not allowed in bodies (N4).
 void check_body(const Graph& graph, const Node& node);
-// Checks a graph before it is instantiated: rejects conditional handles that no node uses (N1), and
-// nodes that are not allowed in a body but were added to it through a child graph (N4). `in_body`
-// says whether `graph` is inside a body.
+// Checks the conditional nodes of a graph before the graph is instantiated. Rejects conditional
+// handles that no node uses (N1). Also rejects nodes that are not allowed in a conditional body but
+// have become part of it inside a child graph (N4). `in_body` says whether `graph` itself is inside
+// a conditional body.
 void check_conditions(const Graph& graph, bool in_body);
 // Adds a conditional node with empty bodies, whose handles are returned in `params`.
 void add_conditional(CUgraphNode* out, CUgraph graph, const CUgraphNode* deps, size_t n,

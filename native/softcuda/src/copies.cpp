@@ -87,9 +87,9 @@ bool run_fill(Executor* executor, const FillWork& f) {
 
 namespace {
 
-// Implements all memcpy functions. Copies of pageable memory follow the driver's rules for API
-// synchronization (C1): an asynchronous copy reads a pageable source before it returns, and is
-// complete when it returns if the destination is pageable.
+// Implements all memcpy functions. The copy follows the driver's rules for pageable memory (C1). If
+// the source is pageable, an asynchronous copy reads it before the call returns. If the destination
+// is pageable, the copy is complete when the call returns.
 CUresult copy(CopyEnd dst, CopyEnd src, size_t bytes, CUstream handle, bool wait) {
   const auto stream = find_stream(handle);
   const auto c = make_copy(CUDA_MEMCPY3D{src, dst, bytes, 1, 1});

@@ -202,7 +202,8 @@ struct CUDA_CONDITIONAL_NODE_PARAMS {
 };
 static_assert(sizeof(CUDA_CONDITIONAL_NODE_PARAMS) == 32, "driver ABI");
 
-// The fields of CUDA_MEMCPY3D that begin with "src", or those that begin with "dst".
+// The source or the destination of a copy. CUDA_MEMCPY3D contains these fields twice, once with the
+// prefix "src" and once with the prefix "dst".
 struct CopyEnd {
   size_t x_in_bytes, y, z, lod;
   CUmemorytype type;

@@ -17,7 +17,8 @@ namespace {
 std::atomic<bool> g_initialised{false}, g_forked{false};
 std::mutex& g_context_mutex = *new std::mutex;
 unsigned g_retains = 0;
-thread_local std::vector<CUcontext> t_stack;  // context stack; the last element is current
+// The context stack of the thread (cuCtxPushCurrent). Its last element is the current context.
+thread_local std::vector<CUcontext> t_stack;
 // Handle of the primary context; never dereferenced. Memory, streams and modules belong to the
 // device, so all contexts share them.
 const CUcontext kPrimary = reinterpret_cast<CUcontext>(0x50000000000010);
@@ -77,8 +78,9 @@ const Settings& settings() {
   return s;
 }
 
-// Attributes that are not in the table are 0, which means that the device lacks the feature.
-// SOFTCUDA_ATTRIBUTE_<n>=0 sets an attribute of a stream memory operation to 0.
+// Returns the value of a device attribute. An attribute that is not in the table is 0, which means
+// that the device lacks the feature. For attributes of stream memory operations, the environment
+// variable SOFTCUDA_ATTRIBUTE_<n>=0 has the same effect.
 int device_attribute(int attribute) {
   static const std::map<int, int>& known = *[] {
     auto* table = new std::map<int, int>{
@@ -211,7 +213,8 @@ SC_API(cuCtxCreate_v4, 12050, 0, CUcontext*, out, const void*, params, unsigned,
        device) {
   require(device == 0, CUDA_ERROR_INVALID_DEVICE);
   require(out != nullptr && (flags & ~0x1fu) == 0);
-  // The size of CUctxCreateParams: two pointers and a count.
+  // CUctxCreateParams contains two pointers and a count. Only a structure of zeros is accepted,
+  // because the features that it requests are not implemented.
   static const char zeros[24] = {};
   require(params == nullptr || std::memcmp(params, zeros, sizeof zeros) == 0,
           CUDA_ERROR_NOT_SUPPORTED,

@@ -11,7 +11,8 @@ namespace {
 struct ErrorName {
   CUresult code;
   const char* name;
-  std::string text;  // the name in lower case without prefix and underscores
+  // The error's name in lower case, without "CUDA_ERROR_" and with spaces for underscores.
+  std::string text;
 };
 
 ErrorName error_name(CUresult code, const char* name) {
@@ -103,8 +104,8 @@ SC_EXPORT size_t softcuda_last_fault(char* buffer, size_t size) {
   return copy_text(g_fault_text, buffer, size);
 }
 
-// Copies the text of the error that the calling thread's last refused call returned, and returns
-// its length.
+// Copies the error text of the calling thread's last refused call to `buffer` and returns its
+// length.
 SC_EXPORT size_t softcuda_last_refusal(char* buffer, size_t size) {
   return copy_text(t_refusal_text, buffer, size);
 }

@@ -23,8 +23,8 @@ namespace {
 
 constexpr size_t kSharedMax = 256 << 10;
 
-// Flushes denormals to zero on this worker, as all workers do, so that each one computes the same
-// bits (X10).
+// Flushes denormals to zero on the calling thread. Every worker does so, because results must not
+// depend on the worker that computes them (X10).
 void flush_denormals() {
 #if defined(__x86_64__)
   _mm_setcsr(_mm_getcsr() | 0x8040);
@@ -132,7 +132,9 @@ void Executor::fiber_loop() {
     Fiber* self = running_;
     Fiber* next = block_->tracked != 0 ? next_ready(0) : nullptr;
     if (next == nullptr && block_->exited != block_->count) deadlock();
-    fibers_.put(self);  // safe before the switch, because only this worker takes stacks
+    // The fiber may be reused from here on. This is safe although the thread still runs on its
+    // stack, because only this worker takes stacks from the pool.
+    fibers_.put(self);
     if (next == nullptr) {
       switch_context(&self->context, &main_);
     } else {
@@ -154,7 +156,8 @@ void Executor::begin_tracking() {
   arrived_ = count_ = 0;
 }
 
-// Makes all threads at the barrier ready and keeps the barrier's result.
+// Completes a barrier: makes all threads that wait at it ready and keeps the numbers that the
+// threads read as the barrier's result.
 void Executor::release_barrier() {
   for (unsigned w = 0; w < (block_->count + 31) / 32; ++w) {
     ready_[w] |= at_barrier_[w];
@@ -175,7 +178,9 @@ inline __attribute__((always_inline)) int Executor::barrier(unsigned op, int pre
     at_barrier_[thread / 32] |= 1u << (thread % 32);
     suspend();
   }
-  // The next barrier cannot complete before this thread has read these values (X3).
+  // A thread that was suspended here reads the result later than the last thread to arrive. The
+  // values are still those of this barrier, because the next barrier cannot complete before this
+  // thread arrives at it (X3).
   switch (op) {
     case SOFTCUDA_BARRIER_COUNT:
       return static_cast<int>(last_count_);
@@ -212,7 +217,9 @@ void Executor::fail(CUresult code, const std::string& text) {
 
 void Executor::abort_block() {
   failed_ = true;
-  Context discarded;  // the block's stacks are lost; nothing runs after a fault
+  // Receives the context of the running thread, which is discarded. The other stacks of the block
+  // are abandoned too, because no device code runs after a fault.
+  Context discarded;
   switch_context(&discarded, &main_);
   __builtin_unreachable();
 }
@@ -311,7 +318,8 @@ Executor& executor_of(softcuda_block* block) { return *static_cast<Executor*>(bl
 int hook_barrier(softcuda_block* block, unsigned op, int predicate) {
   return executor_of(block).barrier(op, predicate);
 }
-// Threads run one after another, so the calling lane is never converged with another lane.
+// Returns the mask of the active lanes (__activemask). It contains only the calling lane, because
+// the threads of a block run one after another.
 unsigned hook_active(softcuda_block* block) { return 1u << (block->current % 32); }
 void hook_exit(softcuda_block* block) { executor_of(block).thread_exit(); }
 void hook_trap(softcuda_block* block, int code, const char* text) {

@@ -35,7 +35,7 @@ class Executor {
   // device work caused the signal.
   void handle_signal(int signal, unsigned long long address, bool known, bool write);
 
-  // Implementations of the hooks that kernels call (softcuda_abi.h).
+  // The device functions that kernels call through the table of hooks (softcuda_abi.h).
   inline __attribute__((always_inline)) int barrier(unsigned op, int predicate);
   inline __attribute__((always_inline)) unsigned long long warp(unsigned op, unsigned mask,
                                                                 unsigned long long value,
@@ -46,7 +46,8 @@ class Executor {
   const char* running_kernel() const { return running_kernel_.load(std::memory_order_relaxed); }
 
  private:
-  // The warp operation at which a thread waits: its arguments and its result.
+  // The warp operation at which one lane waits: the arguments of the operation and the lane's
+  // result.
   struct Lane {
     unsigned op, mask, arg, width;
     unsigned long long value, result;
@@ -59,8 +60,10 @@ class Executor {
   static void resolve_lane(Lane* lanes, unsigned group, unsigned votes, unsigned i);
   bool try_release_warp(unsigned warp, unsigned mask);
   [[noreturn]] void deadlock();
-  [[noreturn]] void abort_block();  // after a fault
-  std::string location() const;     // "kernel 'name' block (x,y,z)"
+  // Leaves the block after a fault and returns to the worker's own stack.
+  [[noreturn]] void abort_block();
+  // Returns the text "kernel 'name' block (x,y,z)" for error messages.
+  std::string location() const;
   void report_fault(const std::string& operation, const KernelWork* work);
   std::string describe_address(const KernelWork* work) const;
 
@@ -75,17 +78,20 @@ class Executor {
   bool failed_ = false;
   std::atomic<const char*> running_kernel_{nullptr};
 
-  // Valid while block_->tracked is set: the state of each thread (X2). The arrays of unsigned have
-  // one word per warp and one bit per lane.
+  // States of the threads of the block. They are valid while block_->tracked is set (X2). Each
+  // element of the `unsigned` arrays is a bit mask of the lanes of one warp.
   Fiber* suspended_[1024];
   Lane lanes_[1024];
   unsigned ready_[32], at_barrier_[32], at_warp_[32], exited_[32];
-  unsigned arrived_ = 0;                        // threads that have arrived at the current barrier
-  unsigned count_ = 0;                          // arrived threads whose predicate is true
-  unsigned last_count_ = 0, last_arrived_ = 0;  // both values of the barrier released last
+  unsigned arrived_ = 0;  // threads that have arrived at the current barrier
+  unsigned count_ = 0;    // arrived threads whose predicate is true
+  // The values of `count_` and `arrived_` when the last barrier was completed.
+  unsigned last_count_ = 0, last_arrived_ = 0;
 
-  sigjmp_buf recover_;           // the position to which the signal handler jumps after a fault
-  volatile bool armed_ = false;  // device work is running, so that a signal is a fault
+  // Where the signal handler jumps to after a fault.
+  sigjmp_buf recover_;
+  // Set while device work runs on this worker. Only then does a signal mean a fault of device code.
+  volatile bool armed_ = false;
   int fault_signal_ = 0;
   unsigned long long fault_address_ = 0;
   bool fault_known_ = false, fault_write_ = false;
@@ -104,9 +110,9 @@ inline __attribute__((always_inline)) Fiber* Executor::next_ready(unsigned warp)
   return nullptr;
 }
 
-// Suspends the running thread, which keeps its stack. Continues with a ready thread or, if there is
-// none, starts the remaining threads on another stack. If all threads have started too, the block
-// is deadlocked (X5).
+// Suspends the running thread, which keeps its stack, and runs another one. This is a ready thread
+// or, if no thread is ready, the next thread that has not started, on another stack. If no such
+// thread exists either, the block is deadlocked (X5).
 inline __attribute__((always_inline)) void Executor::suspend() {
   Fiber* self = running_;
   self->thread = block_->current;

@@ -23,8 +23,8 @@ __attribute__((tls_model("initial-exec"))) thread_local bool t_chaining = false;
 void chain(int signal, siginfo_t* info, void* context, int index) {
   const struct sigaction& before = g_previous[index];
   if (t_chaining || before.sa_handler == SIG_DFL || before.sa_handler == SIG_IGN) {
-    // Restore the default action. The instruction then raises the signal again, which terminates
-    // the process.
+    // Restore the default action of the signal and return. The instruction then raises the signal
+    // again, which terminates the process.
     struct sigaction default_action{};
     default_action.sa_handler = SIG_DFL;
     sigaction(signal, &default_action, nullptr);
@@ -53,7 +53,8 @@ void on_fault(int signal, siginfo_t* info, void* raw) {
   int index = 0;
   while (kSignals[index] != signal) ++index;
   const auto address = reinterpret_cast<unsigned long long>(info->si_addr);
-  // A signal that was sent by kill() or raised by a non-canonical address comes without an address.
+  // The signal contains no address if kill() has sent it or if the accessed address is not
+  // canonical.
   const bool known = info->si_code > 0 && info->si_code != SI_KERNEL;
   bool written = false;
 #if defined(__x86_64__)
@@ -82,8 +83,8 @@ void install_fault_handlers() {
     g_previous[i] = now;
     struct sigaction ours{};
     ours.sa_sigaction = on_fault;
-    // SA_NODEFER, because the handler leaves by a jump, and the signal must not stay blocked after
-    // it.
+    // SA_NODEFER is needed because the handler is left by a jump. Without this flag the signal
+    // would remain blocked afterwards.
     ours.sa_flags = SA_SIGINFO | SA_ONSTACK | SA_NODEFER;
     sigemptyset(&ours.sa_mask);
     sigaction(kSignals[i], &ours, nullptr);

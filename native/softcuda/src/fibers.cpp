@@ -16,10 +16,14 @@
 
 namespace softcuda {
 namespace {
-constexpr size_t kStack = 512 << 10;  // CUDA's limit of local memory per thread; pages on demand
+// Size of a stack, CUDA's limit of local memory per thread. The system allocates its pages on
+// demand.
+constexpr size_t kStack = 512 << 10;
 constexpr size_t kGuard = 64 << 10;
-constexpr size_t kSlab = 32;      // stacks mapped at once
-constexpr size_t kStagger = 192;  // bytes by which the tops of successive stacks differ
+// Number of stacks that are mapped at once.
+constexpr size_t kSlab = 32;
+// Difference in bytes between the top offsets of two successive stacks.
+constexpr size_t kStagger = 192;
 }  // namespace
 
 // Initializes a context so that the first switch to it calls `entry`.
@@ -44,8 +48,8 @@ static void prepare(Context* context, char* stack, size_t size, void (*entry)())
 
 #if defined(SOFTCUDA_ASAN_FIBERS)
 namespace {
-// The context from which the running stack was entered. The bounds of the worker's own stack are
-// unknown until it is left for the first time.
+// The context that was left by the last switch of stacks. It is needed because the bounds of the
+// worker's own stack become known only when the worker leaves that stack for the first time.
 thread_local Context* t_left = nullptr;
 
 void finish_switch(void* fake_stack) {
@@ -101,8 +105,8 @@ void FiberPool::grow() {
       std::abort();
     }
     auto* fiber = new Fiber;
-    // The tops of the stacks are in different cache sets. With equal offsets every switch of stacks
-    // would miss the first-level cache.
+    // The tops of the stacks have different offsets, so that they are in different cache sets. With
+    // equal offsets, every switch of stacks would miss the first-level cache.
     prepare(&fiber->context, stack, kStack - (i + 1) * kStagger, entry_);
 #if defined(SOFTCUDA_ASAN_FIBERS)
     fiber->context.bottom = stack;

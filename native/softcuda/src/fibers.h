@@ -17,8 +17,8 @@
 
 namespace softcuda {
 
-// A suspended thread of execution: the position on its stack and the sanitizer's data about the
-// stack.
+// The state of a suspended thread of execution: its stack pointer or registers, and the sanitizer's
+// data about its stack.
 struct Context {
 #ifdef SOFTCUDA_OWN_SWITCH
   void* stack_pointer = nullptr;
@@ -26,7 +26,8 @@ struct Context {
   ucontext_t machine;
 #endif
 #if defined(SOFTCUDA_ASAN_FIBERS)
-  // Lower end of the stack. That of a worker's own stack is unknown until the first switch from it.
+  // Lower end of the stack. For a worker's own stack, this is unknown until the first switch away
+  // from it.
   const void* bottom = nullptr;
   size_t size = 0;
   void* fake_stack = nullptr;
@@ -35,7 +36,7 @@ struct Context {
 #endif
 };
 
-// One stack and the thread that is suspended on it.
+// A stack and the state of the GPU thread that is suspended on it.
 struct Fiber {
   Context context;
   softcuda_dim3 thread_idx{};  // threadIdx of the suspended thread
@@ -64,7 +65,8 @@ class FiberPool {
 void switch_context(Context* from, Context* to);
 // Call this first on a new stack.
 void announce_new_stack();
-// Call this after a signal handler has jumped to the worker's own stack.
+// Announces to the sanitizer that a signal handler has jumped to the worker's own stack. Call this
+// function after the jump.
 void announce_jump(Context* main);
 #else
 inline void announce_new_stack() {}
@@ -72,10 +74,11 @@ inline void announce_jump(Context*) {}
 #endif
 
 #ifdef SOFTCUDA_OWN_SWITCH
-// Saves the current position in `from` and continues at the position in `to`. The function is
-// inlined, so that each switch mispredicts one return address instead of one per call level. All
-// registers that a call preserves are saved here or listed as clobbered. The first instruction
-// skips the red zone, the 128 bytes below the stack pointer.
+// Saves the current position in `from` and continues at the position in `to`. Inlining this
+// function reduces the mispredictions of return addresses to one per switch instead of one per call
+// level. The assembly saves some of the registers that a call preserves and lists the others as
+// clobbered. The first instruction skips the red zone, the 128 bytes below the stack pointer, which
+// the compiler may use.
 inline __attribute__((always_inline)) void switch_stacks(Context* from, Context* to) {
   void** save = &from->stack_pointer;
   void* load = to->stack_pointer;

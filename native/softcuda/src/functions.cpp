@@ -1,6 +1,6 @@
-// Entry points of modules, libraries, functions and kernels. A library is a module that is not
-// bound to a context. Since all contexts share one device here, a CUlibrary is the same handle as
-// its CUmodule, and a CUkernel the same as its CUfunction.
+// Entry points of modules, libraries, functions and kernels. In CUDA, a library is a module that is
+// not bound to a context. All contexts share one device here. A CUlibrary is therefore the same
+// handle as its CUmodule, and a CUkernel is the same handle as its CUfunction.
 #include <algorithm>
 #include <fstream>
 #include <iterator>
@@ -18,8 +18,8 @@ static void* find_kernel(void* module, const char* name) {
   refuse(CUDA_ERROR_NOT_FOUND, "the module has no kernel '" + std::string(name) + "'");
 }
 
-// Returns the function. An unknown handle ends the call with INVALID_VALUE, the documented code of
-// some queries.
+// Returns the function of a handle. For an unknown handle, the call ends with INVALID_VALUE, as
+// documented for some queries, instead of INVALID_HANDLE.
 static std::shared_ptr<Function> find_for_query(void* function) {
   const auto found = functions.get(function);
   require(found != nullptr);
@@ -83,7 +83,8 @@ SC_API(cuLibraryLoadFromFile, 12000, kUnsafe, CUmodule*, out, const char*, path,
   std::ifstream file(path, std::ios::binary);
   if (!file) refuse(CUDA_ERROR_FILE_NOT_FOUND, std::string("cannot read ") + path);
   std::vector<char> image((std::istreambuf_iterator<char>(file)), std::istreambuf_iterator<char>());
-  image.resize(image.size() + 64);  // so that an ELF header can be read from a shorter file
+  // load_module() reads an ELF header first. The zeros make this safe for a file that is too short.
+  image.resize(image.size() + 64);
   *out = load_module(image.data());
 }
 

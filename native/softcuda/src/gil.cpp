@@ -69,8 +69,8 @@ std::string stack_from(Object* frame) {
 }
 
 // ---- requests for the GIL ---------------------------------------------------------------------
-// The interpreter guards the state of the GIL with one mutex, the first mutex that a thread locks
-// when it requests the GIL. A helper thread requests the GIL once in order to find this mutex (L2).
+// The interpreter guards the state of the GIL with a mutex. It is the first mutex that a thread
+// locks when it requests the GIL. To find this mutex, a helper thread requests the GIL once (L2).
 std::atomic<void*> g_gil_mutex{nullptr};
 thread_local bool t_finding_mutex = false;
 constexpr int kFindTicks = 20000;
@@ -92,8 +92,8 @@ int intercepted_mutex_lock(pthread_mutex_t* mutex) {
 using Ensure = int (*)();
 Ensure g_ensure = nullptr;
 
-// Profile function that reports the first Python function that the thread enters and then removes
-// itself.
+// Profile function (PyEval_SetProfile) that reports the first Python function that the thread
+// enters. It then removes itself.
 int first_python_call(Object*, Object* frame, int event, Object*) {
   static const auto set_profile = python<void (*)(TraceFunction, Object*)>("PyEval_SetProfile");
   if (event != kCall) return 0;
@@ -104,8 +104,9 @@ int first_python_call(Object*, Object* frame, int event, Object*) {
 
 thread_local bool t_report_first_call = false;
 
-// Replaces PyGILState_Ensure for the calls of other libraries. The thread holds the GIL when the
-// original function returns, so the profile function can be installed then.
+// Replaces PyGILState_Ensure in the calls that libraries other than the interpreter make. After the
+// original function has returned, the thread holds the GIL. Only then can the profile function be
+// installed.
 int intercepted_ensure() {
   static const auto set_profile = python<void (*)(TraceFunction, Object*)>("PyEval_SetProfile");
   const int state = g_ensure();
@@ -129,7 +130,8 @@ void find_gil_mutex() {
 int g_stack_file = -1;
 int g_stack_signal = 0;
 
-// Pending call that registers faulthandler. The interpreter runs it on a thread with the GIL.
+// Registers faulthandler for the signal that requests the stacks. The interpreter runs this
+// function as a pending call on a thread that holds the GIL.
 int register_handler(void*) {
   const auto run = python<int (*)(const char*)>("PyRun_SimpleString");
   if (run == nullptr) return 0;
@@ -146,7 +148,8 @@ bool gil_held() {
   static std::atomic<int (*)()> check{nullptr}, alive{nullptr};
   if (check.load(std::memory_order_relaxed) == nullptr) {
     static std::atomic<unsigned> attempts{0};
-    // A lookup that fails takes microseconds, so only one call in 64 repeats it.
+    // While the process has no interpreter, every lookup fails and takes microseconds. Only one
+    // call in 64 therefore repeats it.
     if ((attempts++ & 63) != 0) return false;
     alive = python<int (*)()>("Py_IsInitialized");
     check = python<int (*)()>("PyGILState_Check");
@@ -170,8 +173,9 @@ void watch_gil(void (*on_request)(), void (*on_python_call)(const std::string& s
               reinterpret_cast<void*>(intercepted_mutex_lock));
   watch_new_libraries();
   std::thread(find_gil_mutex).detach();
-  // The helper thread locks the mutex immediately, even if it gets the GIL much later. No later
-  // request is missed, because this thread waits for the helper's lock.
+  // Wait until the helper thread has locked the mutex, so that no request after this call is
+  // missed. The wait is short: the helper thread locks the mutex immediately, even if it gets the
+  // GIL much later.
   for (int i = 0; i < kFindTicks && !gil_watched(); ++i) usleep(kFindTickUs);
 }
 

@@ -16,9 +16,10 @@ Exec::~Exec() { live_add(Resource::graph_exec, -1); }
 namespace {
 
 // Appends the nodes of a graph to a flat list. The nodes of a child graph are placed between two
-// empty nodes: the first has the incoming edges of the child graph node, and its outgoing edges
-// start at the second (G4). The root nodes of `graph` depend on `before`. For each node, `tail`
-// receives the flat index on which its successors depend.
+// empty nodes. The first empty node has the dependencies of the child graph node, and the
+// successors of the child graph node depend on the second one (G4). The root nodes of `graph`
+// depend on the list indices `before`. For each node of `graph`, `tail` receives the list index on
+// which the node's successors depend.
 void append_flat(const Graph& graph, const std::vector<unsigned>& before,
                  std::vector<FlatNode>* out, References* references,
                  std::map<const Node*, unsigned>* tail) {
@@ -45,7 +46,8 @@ void append_flat(const Graph& graph, const std::vector<unsigned>& before,
     append_flat(*node->child, {entry}, out, references, &inner);
     FlatNode join{CU_GRAPH_NODE_TYPE_EMPTY, Work(), true, nullptr, {entry}};
     for (auto& item : inner) join.dependencies.push_back(item.second);
-    // The map is ordered by address. Sorting the indices gives equal definitions equal results.
+    // The map is ordered by the addresses of the nodes. Without this sort, two instantiations of
+    // the same definition could differ.
     std::sort(join.dependencies.begin(), join.dependencies.end());
     (*tail)[node.get()] = static_cast<unsigned>(out->size());
     out->push_back(std::move(join));
@@ -62,8 +64,9 @@ bool has_kernel(const std::vector<FlatNode>& flat) {
   return false;
 }
 
-// Creates the work of a conditional node. If the node's handle has a default value, it is added to
-// the defaults of `top`, which are stored when a launch of `top` begins (N3).
+// Creates the work of a conditional node. `top` is the program of the whole graph. If the node's
+// handle has a default value, this value is added to the defaults of `top`, which are stored when a
+// launch of `top` begins (N3).
 Work conditional_work(const FlatNode& node, Program* top) {
   auto work = std::make_shared<ConditionalWork>();
   work->type = node.condition_type;
@@ -76,9 +79,9 @@ Work conditional_work(const FlatNode& node, Program* top) {
   return Work(std::shared_ptr<const ConditionalWork>(std::move(work)));
 }
 
-// Compares the nodes `now` of an executable graph with the nodes `after` of a definition and
-// returns a CUgraphExecUpdateResult: SUCCESS if the executable can be updated. Otherwise
-// `error_node` is the first node that differs.
+// Compares the nodes `now` of an executable graph with the nodes `after` of a definition. Returns
+// the CUgraphExecUpdateResult SUCCESS if the executable graph can be updated to the definition.
+// Otherwise returns the reason, and sets `error_node` to the first node that differs.
 int compare_topology(const std::vector<FlatNode>& after, const std::vector<FlatNode>& now,
                      void** error_node) {
   *error_node = nullptr;
@@ -101,8 +104,8 @@ int compare_topology(const std::vector<FlatNode>& after, const std::vector<FlatN
   return CU_GRAPH_EXEC_UPDATE_SUCCESS;
 }
 
-// Replaces the work of all nodes. It does not change which nodes are enabled, or the handles by
-// which callers address the nodes.
+// Replaces the work of all nodes of an executable graph. The nodes stay enabled or disabled as they
+// are, and callers still address them by the handles of the original definition.
 void move_work(std::vector<FlatNode>* now, std::vector<FlatNode>* after) {
   for (size_t i = 0; i < now->size(); ++i) {
     (*now)[i].work = std::move((*after)[i].work);
@@ -187,9 +190,10 @@ static void instantiate(CUgraphExec* out, CUgraph handle, uint64_t flags) {
   *out = static_cast<CUgraphExec>(exec->handle);
 }
 
-// Applies the change of a node to the executable's program. Queued launches keep the program with
-// which they were queued (G5). While there are such launches, or if the node is in a conditional
-// body, a new program is created. Otherwise the node of the program is changed in place.
+// Applies the change of one node to the program of the executable graph. The change must not affect
+// queued launches, which keep the program with which they were queued (G5). If there are such
+// launches, or if the node is in a conditional body, a new program is created. Otherwise the node
+// of the program is changed in place.
 static void replace_work(Exec& exec, const FlatNode& changed) {
   const std::less<const FlatNode*> before;
   const FlatNode* const first = exec.flat.data();
@@ -212,7 +216,7 @@ static FlatNode* find_source(std::vector<FlatNode>* flat, const void* source) {
   return nullptr;
 }
 
-// Returns the executable's copy of a node of the definition.
+// Returns the node of the executable graph that was created from a node of the definition.
 static FlatNode* find_flat(Exec& exec, CUgraphNode node) {
   FlatNode* const flat = node == nullptr ? nullptr : find_source(&exec.flat, node);
   require(flat != nullptr, CUDA_ERROR_INVALID_VALUE,

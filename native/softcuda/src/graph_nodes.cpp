@@ -15,7 +15,8 @@ constexpr auto kEmpty = CU_GRAPH_NODE_TYPE_EMPTY, kKernel = CU_GRAPH_NODE_TYPE_K
                kWait = CU_GRAPH_NODE_TYPE_WAIT_EVENT, kRecord = CU_GRAPH_NODE_TYPE_EVENT_RECORD,
                kMemops = CU_GRAPH_NODE_TYPE_BATCH_MEM_OP;
 
-// of_type() and of() return the parameters of one kind of node as CUgraphNodeParams.
+// of_type() returns empty parameters of one node type. The of() functions convert the parameter
+// structure of one node type to CUgraphNodeParams.
 Params of_type(CUgraphNodeType type) {
   Params p{};
   p.type = type;
@@ -52,7 +53,7 @@ Params of(CUgraphNodeType type, CUevent event) {
   return p;
 }
 
-// Checks the parameters of a node and creates its work.
+// Checks the parameters of a node and returns the work that they describe.
 Work build(const Params& p) {
   switch (p.type) {
     case kEmpty:
@@ -82,7 +83,8 @@ Work build(const Params& p) {
   }
 }
 
-// Returns the node of a handle. A node of another type ends the call with INVALID_VALUE.
+// Returns the node with this handle. If the node has a type other than `type`, the call ends with
+// INVALID_VALUE.
 std::shared_ptr<Node> find_node(CUgraphNode handle, CUgraphNodeType type) {
   auto node = graph_nodes.find(handle);
   if (node->type == type) return node;
@@ -100,8 +102,8 @@ const char* type_name(CUgraphNodeType type) {
 }
 
 CUgraphNodeType type_of(WorkKind kind) {
-  // In the order of WorkKind. A captured graph launch becomes a child graph. Conditional work is
-  // never enqueued on a stream, so its entry is a placeholder.
+  // The node type for each WorkKind. A graph launch is captured as a child graph node. Conditional
+  // work is never enqueued on a stream, so its entry is not used.
   static constexpr CUgraphNodeType types[] = {kEmpty, kKernel, kCopy,  kFill,   kHost,
                                               kGraph, kMemops, kEmpty, kRecord, kWait};
   return types[static_cast<size_t>(kind)];

@@ -5,9 +5,9 @@
 
 using namespace softcuda;
 
-// Returns a list of handles as the driver does. Without an array, *n receives the length of the
-// list. With an array, up to *n handles are stored, the rest of the array is set to null, and *n
-// receives the number of handles stored.
+// Returns a list of handles as the driver's queries do. If `out` is null, *n receives the length of
+// the list. Otherwise up to *n handles are stored in `out`, the remaining elements of `out` are set
+// to null, and *n receives the number of stored handles.
 static void copy_handles(CUgraphNode* out, size_t* n, const std::vector<void*>& list) {
   require(n != nullptr);
   for (size_t i = 0; out != nullptr && i < *n; ++i) {

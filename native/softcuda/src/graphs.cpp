@@ -108,8 +108,8 @@ SC_API(cuGraphDestroy, 10000, 0, CUgraph, handle) {
   remove_graph(handle);
 }
 
-// Adds a child graph node that contains a clone of `child` with its current nodes and references.
-// Returns the clone's handle.
+// Adds a child graph node with a clone of `child`. The clone gets the nodes and the user-object
+// references that `child` has now. Returns the handle of the clone.
 static CUgraph add_clone(CUgraphNode* out, CUgraph graph, const CUgraphNode* deps, size_t n,
                          CUgraph child) {
   const auto original = graphs.find(child);
@@ -134,7 +134,8 @@ SC_API(cuGraphAddChildGraphNode, 10000, 0, CUgraphNode*, out, CUgraph, graph, co
   add_clone(out, graph, deps, n, child);
 }
 
-// Whether `wanted` is `top` or a child graph or conditional body inside it, at any depth.
+// Whether the graph `wanted` is `top` itself, or a child graph or conditional body inside `top` at
+// any depth.
 static bool contains(const Graph& top, const Graph* wanted) {
   if (&top == wanted) return true;
   for (auto& node : top.nodes) {
@@ -146,8 +147,8 @@ static bool contains(const Graph& top, const Graph* wanted) {
   return false;
 }
 
-// Adds a child graph node that takes ownership of `child`, which keeps its handle and references
-// (G7).
+// Adds a child graph node that takes ownership of `child`. The child graph keeps its handle and its
+// user-object references (G7).
 static void move_child(CUgraphNode* out, CUgraph graph, const CUgraphNode* deps, size_t n,
                        CUgraph child) {
   const auto moving = graphs.find(child);

@@ -23,8 +23,8 @@ class References {
   References(const References& other);  // acquires as many references as `other` holds
   References& operator=(const References&) = delete;
   ~References();
-  // Adds references. With `acquire` they are new; otherwise the caller transfers references that it
-  // owns.
+  // Adds references to a user object. With `acquire`, the reference count of the object is
+  // increased. Otherwise the caller transfers references that it owns.
   void add(const std::shared_ptr<UserObject>& object, unsigned count, bool acquire);
   // Returns false if fewer than `count` references are held.
   bool release(const std::shared_ptr<UserObject>& object, unsigned count);
@@ -35,8 +35,8 @@ class References {
   std::map<std::shared_ptr<UserObject>, unsigned> held_;
 };
 
-// While an object of this class exists and SOFTCUDA_DESTRUCTORS=inline is set, destructors of user
-// objects run on the current thread (U3).
+// Allows inline destructors. While an object of this class exists and SOFTCUDA_DESTRUCTORS=inline
+// is set, the destructors of user objects run on the current thread (U3).
 class InlineDestructorScope {
  public:
   InlineDestructorScope();
@@ -58,17 +58,20 @@ struct Node {
   Graph* graph = nullptr;
   CUgraphNodeType type = CU_GRAPH_NODE_TYPE_EMPTY;
   Work work;
-  std::vector<void*> param_pointers;  // kernelParams array of cuGraphKernelNodeGetParams
-  std::map<int, std::array<char, kAttributeBytes>> attributes;  // for a kernel node
-  std::shared_ptr<Graph> child;                                 // for a child graph node
-  // Conditional nodes only.
+  // The array that cuGraphKernelNodeGetParams returns as kernelParams.
+  std::vector<void*> param_pointers;
+  // Attributes of a kernel node, by their number.
+  std::map<int, std::array<char, kAttributeBytes>> attributes;
+  // The child graph of a child graph node.
+  std::shared_ptr<Graph> child;
+  // The next four members are used by conditional nodes only.
   std::shared_ptr<Condition> condition;
   int condition_type = 0;
   std::vector<std::shared_ptr<Graph>> bodies;
   std::vector<CUgraph> body_handles;
   std::vector<Node*> dependencies;
-  // from_port of the programmatic edges to this node, by source node (G9). Other edges are full
-  // dependencies, whose port is 0.
+  // For each programmatic edge to this node: the source node and the port of the source from which
+  // the edge starts (G9). All other edges are full dependencies, which have port 0.
   std::map<const Node*, unsigned char> ports;
   unsigned char port(const Node* from) const { return ports.count(from) ? ports.at(from) : 0; }
 };
@@ -80,22 +83,28 @@ struct Graph {
   void* handle = nullptr;
   std::vector<std::shared_ptr<Node>> nodes;
   std::shared_ptr<References> references = std::make_shared<References>();
-  Graph* body_of = nullptr;  // for a conditional body: the graph that contains its node
-  bool moved = false;        // moved into a parent graph, which owns it (G7)
-  std::vector<std::shared_ptr<Condition>> conditions;  // conditional handles created for the graph
-  std::atomic<int> captures{0};                        // active stream captures into this graph
+  // If this graph is a conditional body: the graph that contains the conditional node.
+  Graph* body_of = nullptr;
+  // Whether the graph was moved into a parent graph, which owns it (G7).
+  bool moved = false;
+  // The conditional handles that were created for this graph.
+  std::vector<std::shared_ptr<Condition>> conditions;
+  // Number of active stream captures that add nodes to this graph.
+  std::atomic<int> captures{0};
 };
 
-// One node of an executable graph. Child graphs are expanded, and dependencies are indices of
-// earlier nodes (G4).
+// One node of an executable graph. Child graphs are replaced by their nodes. The dependencies of a
+// node are indices of earlier nodes (G4).
 struct FlatNode {
   CUgraphNodeType type;
   Work work;
   bool enabled = true;
-  void* source = nullptr;  // handle of the definition's node, which callers pass for this node
+  // Handle of the node in the definition, by which callers address this node.
+  void* source = nullptr;
   std::vector<unsigned> dependencies;
-  std::vector<unsigned char> ports{};  // from_port of each edge; 0 for a full dependency
-  // Conditional nodes only.
+  // For each dependency, the port of the source node; 0 for a full dependency (G9).
+  std::vector<unsigned char> ports{};
+  // The next three members are used by conditional nodes only.
   std::shared_ptr<Condition> condition{};
   int condition_type = 0;
   std::vector<std::vector<FlatNode>> bodies{};
@@ -110,11 +119,12 @@ struct Exec {
   std::vector<FlatNode> flat;
   std::shared_ptr<Program> program;
   std::shared_ptr<References> references;
-  OpRef last;  // the last launch, on which the next one depends; guarded by the scheduler's mutex
+  // The last launch. The next launch depends on it. Guarded by the scheduler's mutex.
+  OpRef last;
 };
 
-// Guards definitions and executable graphs. The driver requires callers to serialize accesses to
-// them. This mutex keeps the soft device from crashing if they do not.
+// Guards graph definitions and executable graphs. The driver's documentation requires callers to
+// serialize their accesses to a graph. The mutex prevents a crash if they do not.
 inline std::mutex& graph_mutex = *new std::mutex;
 inline Handles<Graph>& graphs =
     *new Handles<Graph>(0x55000000000000, "the graph handle is unknown or was destroyed");

@@ -6,8 +6,9 @@
 
 using namespace softcuda;
 
-// Returns the storage of an attribute of a kernel node. Checks the node's type, the attribute and
-// that the caller's `value` is not null.
+// Returns the memory in which an attribute of a kernel node is stored. Refuses the call if the node
+// is not a kernel node, if the attribute is not supported, or if the caller's pointer `value` is
+// null.
 static std::array<char, kAttributeBytes>& stored_value(Node& node, int attribute,
                                                        const void* value) {
   require(value != nullptr && node.type == CU_GRAPH_NODE_TYPE_KERNEL, CUDA_ERROR_INVALID_VALUE,

@@ -64,8 +64,8 @@ std::vector<char> gather(const Function& f, void* const* params, void* const* ex
 
 std::shared_ptr<const KernelWork> make_kernel(const CUDA_KERNEL_NODE_PARAMS& p) {
   auto work = std::make_shared<KernelWork>();
-  // A caller passes a CUfunction in `func` or a CUkernel in `kern`. Both are the same handle here
-  // (functions.cpp).
+  // The caller sets either `func`, a CUfunction, or `kern`, a CUkernel. Both are the same handle on
+  // this device (functions.cpp).
   work->function = functions.find(p.func != nullptr ? static_cast<void*>(p.func) : p.kern);
   const Function& function = *work->function;
   const softcuda_entry& entry = function.entry();
@@ -166,6 +166,8 @@ SC_API(cuLaunchHostFunc, 10000, 0, CUstream, stream, CUhostFn, fn, void*, data) 
 }
 
 SC_API(cuLaunchHostFunc_v2, 13020, 0, CUstream, stream, CUhostFn, fn, void*, data, unsigned, mode) {
-  require(mode <= 1);  // BLOCKING or SPINWAIT; the same thread runs both kinds
+  // The modes are BLOCKING and SPINWAIT. They make no difference here, because one thread runs all
+  // host functions.
+  require(mode <= 1);
   launch_host(stream, fn, data);
 }

@@ -7,7 +7,8 @@ namespace {
 
 constexpr unsigned kMaxOps = 255;  // the documentation requires fewer than 256
 
-// Checks one operation of a batch; `index` is its position.
+// Parameter checks of one operation of a batch. `index` is the operation's position in the batch,
+// which error texts name.
 struct Check {
   unsigned index;
 

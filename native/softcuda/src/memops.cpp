@@ -14,8 +14,10 @@
 namespace softcuda {
 namespace {
 
-constexpr uint64_t kSpinNs = 50000;  // the poller spins this long after a wait was satisfied
-constexpr long kSleepNs = 50000;     // after that it sleeps this long between two polls
+// How long the poller spins after a wait was satisfied, in nanoseconds.
+constexpr uint64_t kSpinNs = 50000;
+// How long the poller sleeps between two polls when it does not spin, in nanoseconds.
+constexpr long kSleepNs = 50000;
 
 // A suspended batch.
 struct Pending {
@@ -110,7 +112,9 @@ void poll_pending(std::vector<Op*>* done) {
 void poll_main() {
   pthread_setname_np(pthread_self(), "softcuda-poll");
   request_short_time_slice();
-  prctl(PR_SET_TIMERSLACK, 1000UL);  // the default of 50 us would double the sleep time
+  // The kernel may delay a wake-up by the timer slack. The default slack of 50 us would double the
+  // sleep time.
+  prctl(PR_SET_TIMERSLACK, 1000UL);
   uint64_t active = now_ns();
   std::vector<Op*> done;
   std::deque<Op*> held;
@@ -124,7 +128,8 @@ void poll_main() {
       poll_pending(&done);
       if (g_poller.pending.empty()) held.swap(g_poller.held);
     }
-    // The operations that become ready are queued for the workers, because this thread only polls.
+    // All operations that become ready are queued for the workers (keep_one is false). The poller
+    // thread runs no device work itself.
     for (Op* op : done) complete(op, false);
     for (Op* op : held) dispatch(op, false);
     if (!done.empty()) active = now_ns();

@@ -14,17 +14,21 @@
 namespace softcuda {
 namespace {
 
-constexpr size_t kAliasStep = 1 << 16;  // minimum gap after an alias range, to detect overruns
+// Minimum gap between the alias ranges of two allocations, so that overruns are detected.
+constexpr size_t kAliasStep = 1 << 16;
 constexpr size_t kHugePage = 2 << 20;
-constexpr size_t kAlign = 16;  // alignment of the storage's end; the guard page follows
+// Alignment in bytes of the end of an allocation's storage, where the guard page begins.
+constexpr size_t kAlign = 16;
 
 struct Table {
   std::mutex mutex;
   CUdeviceptr base = 0;  // start of the reserved alias range
   CUdeviceptr end = 0;
   CUdeviceptr next = 0;  // where the search for a free alias begins
-  uint64_t ids = 0;      // the last allocation number, which error texts show
-  size_t used = 0;       // bytes of device memory
+  // Number of the last allocation. Error texts identify allocations by their numbers.
+  uint64_t ids = 0;
+  // Bytes of device memory that are allocated.
+  size_t used = 0;
   std::map<CUdeviceptr, std::shared_ptr<Allocation>> by_alias;
   std::map<unsigned long long, std::shared_ptr<Allocation>> by_host;
   std::map<CUdeviceptr, std::shared_ptr<Allocation>> freed;  // recently freed, for error texts
@@ -123,8 +127,9 @@ void assign_alias(const std::shared_ptr<Allocation>& a) {
   if (a->host) g_table.by_host.emplace(reinterpret_cast<unsigned long long>(a->storage), a);
 }
 
-// The bytes between the storage and the ends of its pages are filled with this value. They are
-// checked when the allocation is freed (M6), because guard pages do not cover them.
+// The value with which the padding is filled: the bytes between the storage and the ends of its
+// pages. Guard pages do not protect these bytes. The fill value is therefore checked when the
+// allocation is freed (M6).
 constexpr unsigned char kPadding = 0xc5;
 
 // Calls visit(first, last) for the padding before and after the storage.
@@ -192,7 +197,7 @@ size_t physical_memory() {
 }
 
 std::shared_ptr<Allocation> allocate(size_t size, bool host, unsigned flags) {
-  require(size > 0, CUDA_ERROR_INVALID_VALUE, "an allocation of 0 bytes");
+  require(size > 0, CUDA_ERROR_INVALID_VALUE, "an allocation must have at least 1 byte");
   auto a = std::make_shared<Allocation>();
   a->size = size;
   a->host = host;
@@ -299,7 +304,8 @@ bool resolve_for_device(unsigned long long p, size_t bytes, Target* out, std::st
 }
 
 std::shared_ptr<Allocation> find_for_fault(unsigned long long address) {
-  // Called while a worker reports a fault. Taking the lock is safe: kernels run without locks.
+  // A worker that reports a fault calls this function from the code that handles the signal. It can
+  // take the lock, because kernels run without holding a lock.
   std::lock_guard<std::mutex> lock(g_table.mutex);
   if (is_alias(address)) {
     auto a = floor_entry(g_table.by_alias, address);
@@ -324,7 +330,8 @@ SC_API(cuMemAlloc_v2, 3020, kContext | kUnsafe, CUdeviceptr*, out, size_t, size)
 
 SC_API(cuMemFree_v2, 3020, kContext | kUnsafe, CUdeviceptr, p) {
   if (p == 0) return;
-  // The documentation allows implicit synchronization; here it always happens (M5).
+  // The documentation allows cuMemFree to synchronize with the device. The soft device always does
+  // so (M5).
   wait_idle("cuMemFree: all work to finish");
   require(sticky() == CUDA_SUCCESS, sticky());
   std::lock_guard<std::mutex> lock(g_table.mutex);

@@ -1,5 +1,5 @@
-// Device memory and pinned host memory: device addresses (aliases) and the memory to which they are
-// translated (storage).
+// Device memory and pinned host memory. Each allocation has an alias, which is its device address,
+// and a storage, which is the host memory behind the alias.
 #pragma once
 
 #include <memory>
@@ -8,10 +8,11 @@
 
 namespace softcuda {
 
-// One allocation of device memory or pinned host memory. Programs hold `alias`, an address in a
-// reserved PROT_NONE range, so that host code that dereferences it faults (M1). Kernels and copies
-// access `storage`, which is in a separate mapping between two guard pages and ends at the upper
-// one (M2). The mapping exists until the last operation that refers to the allocation is destroyed.
+// One allocation of device memory or pinned host memory. Programs use `alias`, an address in a
+// reserved PROT_NONE range. Host code that dereferences it therefore faults (M1). Kernels and
+// copies access `storage`, which is in a separate mapping. The mapping has a guard page at each
+// end, and the storage ends at the upper guard page (M2). The mapping exists until the last
+// operation that refers to the allocation is destroyed.
 struct Allocation {
   ~Allocation();
   CUdeviceptr alias = 0;
@@ -19,9 +20,12 @@ struct Allocation {
   char* storage = nullptr;
   void* mapping = nullptr;  // the mapping with its guard pages
   size_t mapping_bytes = 0;
-  bool host = false;             // pinned host memory: `storage` is also the host pointer
-  unsigned flags = 0;            // flags of cuMemHostAlloc
-  uint64_t id = 0;               // number of the allocation, for error texts
+  // Whether this is pinned host memory. Its host pointer is `storage`.
+  bool host = false;
+  // Flags of cuMemHostAlloc.
+  unsigned flags = 0;
+  // Number of the allocation, which error texts show.
+  uint64_t id = 0;
   std::atomic<bool> live{true};  // false after the memory was freed
   std::string describe() const;
 };
@@ -40,8 +44,9 @@ bool is_alias(unsigned long long address);
 // are checked; any other address is a pageable host address. On failure, returns false and sets
 // `why` to the reason.
 bool resolve(unsigned long long p, size_t bytes, Target* out, std::string* why);
-// The same for an address that device code accesses: a device address or, because the device
-// reports unified addressing, a host address of pinned memory (K6). Pageable memory fails.
+// Resolves an address range that device code accesses. The address must be a device address or,
+// because the device has unified addressing, the host address of pinned memory (K6). The call fails
+// for pageable memory.
 bool resolve_for_device(unsigned long long p, size_t bytes, Target* out, std::string* why);
 // Returns the allocation whose alias range or mapping, including guard pages, contains `address`;
 // null if there is none.

@@ -7,20 +7,23 @@ namespace softcuda {
 
 struct Module;
 
-// One kernel of a module. Each worker runs its own copy of the image (K1), so that the tables of
-// the image exist once per worker.
+// One kernel of a module. Each worker has its own copy of the kernel image (K1). The tables of the
+// image therefore exist once per worker.
 struct Function {
   std::string name;
   void* handle = nullptr;
-  std::vector<const softcuda_entry*> copies;  // the kernel's entry in the copy of each worker
-  std::vector<const softcuda_image*> images;  // the kernel table in the copy of each worker
-  // Whether the kernel counts as loaded. A real driver loads kernels lazily, at cuFuncLoad or at
-  // the first launch; the soft device only records the state. With CUDA_MODULE_LOADING=EAGER it is
-  // true from the start.
+  // The kernel's entry in the image copy of each worker.
+  std::vector<const softcuda_entry*> copies;
+  // The kernel table in the image copy of each worker.
+  std::vector<const softcuda_image*> images;
+  // Whether the driver reports the kernel as loaded. A real driver loads a kernel at cuFuncLoad or
+  // at its first launch. The soft device has loaded it already and only tracks this state. With
+  // CUDA_MODULE_LOADING=EAGER, the state is true from the start.
   std::atomic<bool> loaded{!settings().lazy_loading};
-  std::atomic<int> max_dynamic_shared{48 * 1024};  // bytes; cuFuncSetAttribute changes the limit
-  // Moving average of the run time per thread in nanoseconds; 0 until it is measured. It decides
-  // whether a launch is worth sharing between workers (S8).
+  // Limit of dynamic shared memory in bytes, which cuFuncSetAttribute can raise.
+  std::atomic<int> max_dynamic_shared{48 * 1024};
+  // Moving average of the kernel's run time per thread in nanoseconds; 0 before the first
+  // measurement. The device uses it to decide whether several workers share a launch (S8).
   std::atomic<float> ns_per_thread{0};
   const softcuda_entry& entry() const { return *copies[0]; }
   std::shared_ptr<Module> module;  // keeps the image loaded while a launch or graph refers to it

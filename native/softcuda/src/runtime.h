@@ -30,9 +30,12 @@ struct Settings {
   unsigned watchdog_seconds;
   bool poison;
   size_t memory;  // bytes of device memory; 0 means the physical memory of the machine
-  bool memops;    // false: every stream memory operation returns NOT_SUPPORTED
+  // If false, every stream memory operation returns NOT_SUPPORTED.
+  bool memops;
   bool lazy_loading;
-  unsigned queues;  // 1 models a single hardware queue; any other value means unlimited queues
+  // Number of hardware queues to model. The value 1 models a single queue; any other value means
+  // that queues are unlimited.
+  unsigned queues;
 };
 const Settings& settings();
 // Returns the value of a device attribute as cuDeviceGetAttribute does; 0 for unknown attributes.
@@ -51,8 +54,8 @@ void fault(CUresult code, const std::string& text);
 struct Refused {
   CUresult code;
 };
-// Ends the current call with the error `code`. softcuda_last_refusal() returns `text`, and
-// SOFTCUDA_LOG=1 prints it.
+// Ends the current call with the error `code`. softcuda_last_refusal() returns `text`, and the
+// device prints it if SOFTCUDA_LOG=1 is set.
 [[noreturn]] void refuse(CUresult code, const std::string& text);
 // Ends the current call with the error `code` if the condition is false.
 inline void require(bool condition, CUresult code = CUDA_ERROR_INVALID_VALUE) {
@@ -83,8 +86,8 @@ enum class Resource {
 enum class Counter { graph_launch, kernel_launch, host_func, node, count_ };
 void live_add(Resource resource, long delta);
 void count_add(Counter counter, long delta = 1);
-// Adds the counts of live resources to the counts of leaked resources and freezes the former at
-// zero (E3).
+// Adds the counters of live resources to the counters of leaked resources. The counters of live
+// resources are then zero for the rest of the process (E3).
 void count_live_as_leaked();
 
 // ---- entry points ----------------------------------------------------------------------------
@@ -92,23 +95,27 @@ void count_live_as_leaked();
 // cuGetProcAddress searches. They are never destroyed.
 struct EntryPoint {
   EntryPoint(const char* symbol, int version, unsigned flags, void* address);
-  char name[40];  // the symbol without its version suffix
-  int version;    // CUDA version that introduced this ABI of the function
+  // Name of the function: the exported symbol without its version suffix.
+  char name[40];
+  // CUDA version in which the function got this signature.
+  int version;
   unsigned flags;
   void* address;
-  long fails_at = 0;  // number of the call that SOFTCUDA_FAIL makes fail; 0 if no call fails
+  // Number of the call that fails because of the setting SOFTCUDA_FAIL; 0 if none fails.
+  long fails_at = 0;
   int fails_with = CUDA_ERROR_OUT_OF_MEMORY;
-  std::atomic<long> calls{0};     // calls so far
-  std::atomic<long> gil_held{0};  // calls whose thread held the GIL
+  std::atomic<long> calls{0};  // calls so far
+  // Number of calls that were made by a thread holding the GIL.
+  std::atomic<long> gil_held{0};
   EntryPoint* next;
 };
 enum : unsigned {
   kAlways = 1,      // allowed after a fault, before cuInit and in host functions
   kNoInit = 2,      // allowed before cuInit
-  kNoLock = 4,      // never waits for the modelled context lock
+  kNoLock = 4,      // never waits for the simulated context lock
   kAfterFault = 8,  // allowed after a fault
   kContext = 16,    // requires the calling thread to have a current context
-  kUnsafe = 32,     // potentially unsafe during a capture, see cuThreadExchangeStreamCaptureMode
+  kUnsafe = 32,     // unsafe during a capture, see cuThreadExchangeStreamCaptureMode
 };
 // Refuses a kUnsafe call while a stream captures in a mode that forbids it (capture.cpp).
 void capture_reject_unsafe(const char* api);
@@ -155,15 +162,15 @@ class WaitScope {
  private:
   const char* outer_;
 };
-// Records for the lock-order watch (watch.h) that the current call may wait for device work. Does
-// nothing unless the caller holds the GIL.
+// Records for the lock-order watch (watch.h) that the current call may have to wait for device
+// work. Does nothing if the calling thread does not hold the GIL.
 void may_wait_for_device(const char* reason);
-// Name of the restricted scope that the thread is in, in which it may not call the driver: a host
-// function, a user-object destructor, or a worker thread that the device waits for. Null outside of
-// such a scope.
+// Name of the restricted scope in which the calling thread runs; null outside of such a scope. A
+// thread may not call the driver in a restricted scope. The scopes are host functions, user-object
+// destructors, and the time in which a pending stream wait depends on the thread.
 extern thread_local const char* t_restricted_scope;
-// Runs a host function in a restricted scope, lists it in softcuda_describe() meanwhile, and
-// implements lock model 1.
+// Runs a host function in a restricted scope. While it runs, softcuda_describe() lists it and, with
+// lock model 1, the context lock is held.
 void run_host_function(CUhostFn fn, void* data);
 // Appends one line for each running kernel.
 void describe_workers(std::string* out);

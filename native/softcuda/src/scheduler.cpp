@@ -21,7 +21,7 @@ int g_waiters = 0;
 Stream& g_legacy = *new Stream;
 std::shared_ptr<Stream>& g_legacy_ref = *new std::shared_ptr<Stream>(&g_legacy, [](Stream*) {});
 
-// Last operations of destroyed streams, for which wait_idle() still waits.
+// The last operations of destroyed streams. Their work still runs, so wait_idle() must wait for it.
 std::vector<OpRef>& g_detached_tails = *new std::vector<OpRef>;
 
 void unref(Op* op) {
@@ -139,7 +139,7 @@ std::shared_ptr<const LaunchEvents> launch_events(const Program& program) {
   }
   for (const Op* node : program.event_nodes) {
     if (node->work.kind != WorkKind::event_record) continue;
-    // finish() releases the first reference, as it does for any operation (S3).
+    // The new operation has one reference, which finish() releases as for any other operation (S3).
     const OpRef signal(new Op);
     node->work.event->op = signal;
     (*resolved)[node->event_slot] = signal;
@@ -228,13 +228,14 @@ void finish(Op* op, std::vector<Op*>* ready) {
     }
     count_add(Counter::node);
     Op* launch = program->launch;
-    // After this decrement another worker may finish the launch and free the program.
+    // The worker that decrements the counter to zero completes the launch. After its own decrement,
+    // any other worker must not access the program, because the program may already be freed.
     if (program->remaining.fetch_sub(1, std::memory_order_acq_rel) != 1) return;
     op = launch;
     if (op->work.kind == WorkKind::conditional && begin_body(op, ready, false)) return;
   }
-  // Operands are released before `done` is set, so that counters read after a synchronization are
-  // final (S5).
+  // Release the operands before `done` is set. A thread that synchronizes with the operation and
+  // then reads the resource counters sees their final values (S5).
   op->work = Work();
   std::vector<Op*> successors;
   {
@@ -251,13 +252,14 @@ void finish(Op* op, std::vector<Op*>* ready) {
   }
 }
 
-// Returns the operation to which an event node refers in the current launch.
+// Returns the operation of an event node in the current launch: the operation for which a wait node
+// waits, or the operation that a record node completes.
 const OpRef& event_of(const Op& node) {
   return (*node.program->launch->work.events)[node.event_slot];
 }
 
-// Starts an event wait node. Returns false if the operation for which it waits is not done. The
-// node then becomes ready when that operation completes (V2).
+// Starts an event wait node. Returns true if the operation for which the node waits is complete.
+// Otherwise returns false, and the node becomes ready when that operation completes (V2).
 bool begin_wait(Op* op) {
   Op* before = event_of(*op).get();
   if (before == nullptr) return true;
@@ -268,7 +270,8 @@ bool begin_wait(Op* op) {
   return false;
 }
 
-// Starts a graph launch. An empty graph, or any graph after a fault, completes immediately.
+// Starts a graph launch. The launch completes immediately if the graph is empty or if a fault has
+// occurred.
 void begin_launch(Op* op, std::vector<Op*>* ready) {
   Program& program = *op->work.program;
   if (program.nodes.empty() || sticky() != CUDA_SUCCESS) {
@@ -293,8 +296,8 @@ void begin_launch(Op* op, std::vector<Op*>* ready) {
 void push_host(Op* op);
 void push_device(Op* op);
 
-// Starts all operations in `ready`, including those that become ready meanwhile. With `keep_one`,
-// returns one operation for a worker instead of queueing it.
+// Starts all operations in `ready`, and the operations that become ready as a result. With
+// `keep_one`, one operation is not queued but returned, and the calling worker runs it.
 static Op* dispatch_all(std::vector<Op*>* ready, bool keep_one) {
   Op* kept = nullptr;
   for (size_t i = 0; i < ready->size(); ++i) {

@@ -38,7 +38,8 @@ struct KernelWork {
 struct CopyWork {
   Target dst, src;
   size_t bytes = 0;
-  std::vector<char> staged;  // contents of a pageable source, copied during the call (C1)
+  // If the source is pageable: its contents, which were copied during the call (C1).
+  std::vector<char> staged;
 };
 
 struct FillWork {
@@ -111,8 +112,10 @@ struct Op {
   Program* program = nullptr;
   std::vector<unsigned> next;  // indices of dependent nodes
   int indegree = 0;            // number of nodes on which this node depends
-  unsigned event_slot = 0;     // for an event node: its index in LaunchEvents
-  // Kernels only: index of the next block to run, and number of workers that run blocks (S8).
+  // For an event node: the index of its operation in LaunchEvents.
+  unsigned event_slot = 0;
+  // The next two members are used by kernels only: the index of the next block to run, and the
+  // number of workers that run blocks of the kernel (S8).
   std::atomic<uint64_t> next_block{0};
   std::atomic<int> users{0};
 };
@@ -145,26 +148,31 @@ struct Stream {
   uint64_t id = 0;
   // The scheduler's mutex guards these fields.
   OpRef tail;  // the operation that was enqueued last
-  OpRef host;  // the last enqueued operation that runs host functions (for lock model 2)
+  // The last enqueued operation that runs a host function. Lock model 2 waits for it.
+  OpRef host;
 };
 
 struct Event {
   void* handle = nullptr;
   unsigned flags = 0;
   std::atomic<bool> destroyed{false};
-  OpRef op;  // the operation that the last record refers to; the scheduler's mutex guards it
+  // The operation after which the event is complete, set by the last record of the event. Guarded
+  // by the scheduler's mutex.
+  OpRef op;
 };
 
 // The operations of an executable graph or of a conditional body, with the counters of its running
 // launch. Launches of one executable are serialized, so that one set of counters is enough (S6).
 struct Program {
   std::vector<std::unique_ptr<Op>> nodes;
-  std::vector<unsigned> roots;             // indices of the nodes without dependencies
-  std::atomic<int> remaining{0};           // nodes that are not complete
-  std::atomic<int> launches_in_flight{0};  // launches that hold a reference to this program (G8)
-  Op* launch = nullptr;  // the stream operation of the launch; for a body, the conditional node
-  // Pairs (condition value, default value) for the conditional handles that have a default. The
-  // defaults are stored when a launch begins (N3).
+  std::vector<unsigned> roots;    // indices of the nodes without dependencies
+  std::atomic<int> remaining{0};  // nodes that are not complete
+  // Number of launches that hold a reference to this program (G8).
+  std::atomic<int> launches_in_flight{0};
+  // The operation of the running launch. For a conditional body, this is the conditional node.
+  Op* launch = nullptr;
+  // The cell and the default value of each conditional handle that has a default. The default
+  // values are stored in the cells when a launch begins (N3).
   std::vector<std::pair<unsigned*, unsigned>> defaults;
   std::vector<Op*> event_nodes;
   std::shared_ptr<void> references;  // keeps the user objects alive (U2)
@@ -190,35 +198,39 @@ std::shared_ptr<FillWork> make_fill(const CUDA_MEMSET_NODE_PARAMS& params);
 constexpr int kLeastPriority = 0;
 constexpr int kGreatestPriority = -5;
 std::shared_ptr<Stream> new_stream(unsigned flags, int priority);
-// Appends an operation to the stream and returns a reference to it. The operation also depends on
-// `after`, if it is not empty. `serial` orders the launches of one executable graph: the operation
-// depends on the previous value of *serial and becomes its new value.
+// Appends an operation to the stream and returns a reference to the operation. If `after` is not
+// empty, the operation also depends on the operation `after`. `serial` serializes the launches of
+// one executable graph: it points to a reference to the last launch, on which the new operation
+// depends, and then refers to the new operation.
 OpRef enqueue(Stream& stream, Work work, const OpRef& after = OpRef(), OpRef* serial = nullptr);
 // Read and write an OpRef under the scheduler's mutex.
 OpRef load(const OpRef& slot);
 void store(OpRef& slot, OpRef op);
-// Call when a stream is destroyed. Its queued work still runs, and wait_idle() still waits for it.
+// Must be called when a stream is destroyed. The work that was queued on the stream still runs, and
+// wait_idle() still waits for it.
 void detach(Stream& stream);
 bool is_done(const OpRef& op);
 // Completion time in nanoseconds of CLOCK_MONOTONIC; 0 for an empty reference.
 uint64_t finished_ns(const OpRef& op);
-// Resolves the event nodes of a launch (V1): binds each wait node to the operation that its event
-// recorded before the launch, then makes the events of the record nodes refer to this launch.
-// Returns null if the program has no event nodes.
+// Resolves the event nodes of a launch (V1). First binds each wait node to the operation that its
+// event recorded before the launch. Then sets the event of each record node to the operation of
+// this launch's record node. Returns null if the program has no event nodes.
 std::shared_ptr<const LaunchEvents> launch_events(const Program& program);
-// Block until the operation, or all queued work, is complete. Return the sticky error.
-// `description` names the awaited work for softcuda_describe().
+// wait_op() blocks until the operation is complete; wait_idle() blocks until all queued work is
+// complete. Both functions return the sticky error. `description` names the awaited work in the
+// text of softcuda_describe().
 CUresult wait_op(const OpRef& op, const char* description);
 CUresult wait_idle(const char* description);
 
 // ---- workers ----------------------------------------------------------------------------------
 void start_workers();
-// Starts a ready operation, and the operations that become ready because it needs no worker.
-// Kernels, copies and memsets are queued for the workers. With `keep_one`, one of these is returned
-// instead (null if there is none), and the calling worker must run it.
+// Starts a ready operation. An operation that needs no worker completes immediately, and its
+// successors are started too. Kernels, copies and memsets are queued for the workers. With
+// `keep_one`, one such operation is not queued but returned, and the calling worker must run it.
+// Returns null if there is none.
 Op* dispatch(Op* first, bool keep_one);
-// Marks `op` as complete and dispatches the operations that become ready. `keep_one` and the result
-// are those of dispatch().
+// Marks `op` as complete and dispatches the operations that become ready. The parameter `keep_one`
+// and the return value have the same meaning as for dispatch().
 Op* complete(Op* op, bool keep_one);
 // Current time of CLOCK_MONOTONIC in nanoseconds.
 uint64_t now_ns();

@@ -5,14 +5,15 @@
 
 namespace softcuda {
 
-// Adds an event node to the stream's capture, for the flags CU_EVENT_RECORD_EXTERNAL and
-// CU_EVENT_WAIT_EXTERNAL.
+// Adds an event node to the graph that the stream captures. Implements the flags
+// CU_EVENT_RECORD_EXTERNAL and CU_EVENT_WAIT_EXTERNAL, which are only valid on a capturing stream.
 static void capture_external(CUstream stream, WorkKind kind, std::shared_ptr<Event> event) {
   require(capture_work(stream, Work(kind, std::move(event))), CUDA_ERROR_INVALID_VALUE,
           "the EXTERNAL flag is only valid for a capturing stream");
 }
 
-// Result of a query: SUCCESS if the operation is complete, NOT_READY, or the sticky error.
+// Returns the result of a query: the sticky error after a fault, SUCCESS if the operation is
+// complete, else NOT_READY.
 static CUresult readiness(const OpRef& op) {
   const bool done = is_done(op);
   if (sticky() != CUDA_SUCCESS) return sticky();

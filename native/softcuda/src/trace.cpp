@@ -52,11 +52,16 @@ using namespace softcuda;
 
 extern "C" {
 struct softcuda_span {
-  uint64_t exec;              // CUgraphExec; 0 for stream operations and for replaced programs
-  uint64_t node;              // CUgraphNode of the definition; 0 if `exec` is 0
-  uint32_t worker;            // index of the worker; 0xffffffff is the host-function thread
-  uint32_t kind;              // 1 kernel, 2 copy, 3 fill, 4 host function
-  uint64_t begin_ns, end_ns;  // CLOCK_MONOTONIC, the clock of %globaltimer on this device
+  // The CUgraphExec; 0 for a stream operation or if the executable graph has another program now.
+  uint64_t exec;
+  // The CUgraphNode of the definition; 0 if `exec` is 0.
+  uint64_t node;
+  // Index of the worker; 0xffffffff for the host-function thread.
+  uint32_t worker;
+  // Kind of the operation: 1 kernel, 2 copy, 3 memset, 4 host function.
+  uint32_t kind;
+  // Start and end in nanoseconds of CLOCK_MONOTONIC, which %globaltimer returns on this device.
+  uint64_t begin_ns, end_ns;
 };
 }
 

@@ -9,8 +9,9 @@ namespace softcuda {
 extern std::atomic<bool> g_tracing;
 constexpr unsigned kHostWorker = 0xffffffffu;  // worker index of the host-function thread
 
-// The time that one worker spends on one operation. Construct the object before the operation runs,
-// because the operation may be destroyed when it is complete.
+// Records the time that one worker spends on one operation. Construct the object before the
+// operation runs. It copies what it needs, because the operation may be destroyed when it is
+// complete.
 class TraceSpan {
  public:
   explicit TraceSpan(const Op* op) {

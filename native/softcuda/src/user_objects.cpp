@@ -41,9 +41,10 @@ void destructor_main() {
 
 thread_local bool t_inline_destructors = false;
 
-// Called when the last reference was released: runs the destructor now or queues it. With
-// SOFTCUDA_DESTRUCTORS=inline it runs in the driver call that released the reference. Otherwise, or
-// if a completed launch released the reference, the destructor thread runs it (U3).
+// Called after the last reference to a user object was released. Runs the destructor now or queues
+// it for the destructor thread. With SOFTCUDA_DESTRUCTORS=inline, the destructor runs in the driver
+// call that released the reference. If the setting is not `inline`, or if a completed launch
+// released the reference, the destructor thread runs it (U3).
 void queue_destructor(std::shared_ptr<UserObject> object) {
   objects.take(object->handle);
   if (settings().inline_destructors && t_inline_destructors) {

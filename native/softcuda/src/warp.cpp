@@ -7,7 +7,8 @@
 namespace softcuda {
 namespace {
 
-constexpr unsigned long long kAbsentLane = ~0ull;  // value read from an absent lane: NaN or -1 (X8)
+// The value that a lane reads from an absent lane: NaN as a float, -1 as an integer (X8).
+constexpr unsigned long long kAbsentLane = ~0ull;
 
 float as_float(unsigned long long word) {
   float value;
@@ -80,7 +81,9 @@ inline __attribute__((always_inline)) unsigned long long Executor::warp(unsigned
   lanes_[thread] = Lane{op, mask, arg, width, value, 0};
   at_warp_[w] |= bit;
   if (try_release_warp(w, mask)) {
-    ready_[w] &= ~bit;  // the calling lane is released too, but it is already running
+    // The calling lane was marked as ready like the other lanes. Clear its bit, because it is
+    // already running.
+    ready_[w] &= ~bit;
   } else {
     suspend();
   }
@@ -104,8 +107,8 @@ void Executor::reduce_warp(Lane* lanes, unsigned group, unsigned op) {
   for (unsigned i = 0; i < 32; ++i) lanes[i].result = as_word(x[i]);
 }
 
-// Computes the result of lane `i` for a vote, match or shuffle. `group` has a bit for each
-// participating lane, `votes` for each of these whose value is not 0.
+// Computes the result of lane `i` for a vote, match or shuffle. `group` is the mask of the
+// participating lanes. `votes` is the mask of those participating lanes whose value is not 0.
 inline __attribute__((always_inline)) void Executor::resolve_lane(Lane* lanes, unsigned group,
                                                                   unsigned votes, unsigned i) {
   Lane& lane = lanes[i];

@@ -15,15 +15,17 @@ bool watching();
 // Turns the watch on if SOFTCUDA_WATCH is set.
 void start_watch();
 
-// The resource that a driver call requests while its thread holds the GIL.
+// What a driver call requests while its thread holds the GIL.
 enum class WaitsFor { driver_lock, device_work };
-// Records that the call `api`, whose thread holds the GIL, requests a resource. `reason` is a text.
+// Records that the driver call `api`, whose thread holds the GIL, requests `resource`. `reason` is
+// a text that `graft doctor` prints.
 void record_held_gil(const char* api, WaitsFor resource, const char* reason);
-// Call this when the thread enters a restricted scope. `function` is the host function or
-// destructor; it is null for a thread that the device waits for.
+// Must be called when the thread enters a restricted scope. `function` is the host function or
+// destructor that runs. It is null if the scope was entered because a pending stream wait depends
+// on the thread.
 void watch_restricted_scope(void* function);
-// Ends the record. Writes how often each edge was observed, and `hang`, the report of the watchdog
-// ("" if there is none).
+// Ends the record. Writes how often each edge was observed. Also writes `hang`, the watchdog's
+// report about a process that hangs, or "" if there is none.
 void end_watch(const std::string& hang);
 
 }  // namespace softcuda

@@ -79,7 +79,7 @@ std::string extract_stack(std::string* stacks, uint64_t pthread) {
 // process is stopped or gets no processor time, and such a process does not count as stuck (L6).
 constexpr uint64_t kTickNs = 50000000;
 
-// The call in which a thread was observed last. The call is identified by its start time.
+// The call in which the watchdog has last seen a thread. A call is identified by its start time.
 struct Observation {
   uint64_t call_start = 0;      // CLOCK_MONOTONIC
   uint64_t first_observed = 0;  // watchdog time

@@ -22,10 +22,14 @@ namespace {
 struct Pool {
   std::mutex mutex;
   std::condition_variable wake;
-  std::deque<Op*> ready;          // operations that no worker has taken
-  std::vector<Op*> shared;        // running kernels whose remaining blocks other workers may take
-  std::atomic<int> available{0};  // number of entries of both lists, read by spinning workers
-  std::atomic<int> working{0};    // workers that have an operation
+  // Operations that wait for a worker.
+  std::deque<Op*> ready;
+  // Running kernels with remaining blocks, which other workers may help to run.
+  std::vector<Op*> shared;
+  // Total number of entries of `ready` and `shared`. Idle workers poll it while they spin.
+  std::atomic<int> available{0};
+  // Number of workers that are running an operation.
+  std::atomic<int> working{0};
   int sleeping = 0;
   unsigned workers = 0;
   std::vector<std::atomic<Executor*>> executors;
@@ -39,9 +43,12 @@ struct HostQueue {
 };
 HostQueue& g_hosts = *new HostQueue;
 
-constexpr double kMinSharedNs = 20000;  // run time that repays waking another worker
-constexpr double kChunkNs = 10000;      // target run time of the blocks that a worker takes at once
-constexpr uint64_t kIdleSpinNs = 100000;  // spin time before sleeping while other workers are busy
+// A kernel is shared with other workers only if its estimated run time is at least this long.
+constexpr double kMinSharedNs = 20000;
+// Target run time of the group of blocks that a worker takes at once.
+constexpr double kChunkNs = 10000;
+// How long an idle worker spins before it sleeps, while other workers are busy.
+constexpr uint64_t kIdleSpinNs = 100000;
 
 void relax() {
 #if defined(__x86_64__)
@@ -53,8 +60,8 @@ void wake_one() {
   if (g_pool.sleeping > 0) g_pool.wake.notify_one();
 }
 
-// Waits for the next operation and takes it. Sets `helping` if the operation is a kernel that
-// another worker has started.
+// Waits for the next operation and returns it. Sets `helping` if the operation is a kernel that
+// another worker has already started.
 Op* take(bool* helping) {
   const uint64_t spin_end = now_ns() + kIdleSpinNs;
   for (int spin = 0; g_pool.available.load(std::memory_order_relaxed) == 0; ++spin) {
@@ -130,7 +137,9 @@ bool run_kernel(Executor* executor, Op* op, bool helping) {
     if (shared) share(op);
   } else {
     std::lock_guard<std::mutex> lock(g_pool.mutex);
-    wake_one();  // each worker wakes the next one, so that no worker spends time on waking all
+    // Wake one more worker. Each woken worker wakes the next one, so that no worker has to wake all
+    // others.
+    wake_one();
   }
   const bool alone = g_pool.workers == 1 || (!shared && !helping);
   uint64_t chunk = blocks;
