@@ -37,7 +37,7 @@ KEEP: list[Any] = []
 
 
 class Driver:
-    """The soft device, whose functions are called at their addresses."""
+    """The driver functions of the soft device, called through ctypes at their addresses."""
 
     def __init__(self) -> None:
         self.library = ctypes.CDLL(str(preload_soft()))
@@ -65,8 +65,8 @@ class Driver:
 class Arguments:
     """Valid arguments for one call of a driver function.
 
-    Handles and structures are created on first use, by the functions of ``CREATE`` or by the
-    methods ``create_...``.
+    An object or structure is created when its name is used for the first time. The functions of
+    ``CREATE`` and the methods ``create_NAME`` create them.
     """
 
     def __init__(self, soft: Soft, image: bytes) -> None:
@@ -76,10 +76,11 @@ class Arguments:
         self.created: dict[str, int] = {}
 
     def word(self, name: str) -> int:
-        """Return the handle, pointer or structure address with this name in the table.
+        """Return the handle, pointer or structure address for a name of the table.
 
-        Device pointers, timed events and output buffers are created anew for each parameter; other
-        objects are created once per call.
+        An object is created once per call, so that all parameters with its name get the same
+        object. Device pointers, events with timing and output buffers are exceptions: each
+        parameter gets a new one.
         """
         if name in self.created and name not in ("dptr", "timed", "out"):
             return self.created[name]
@@ -92,7 +93,7 @@ class Arguments:
         return self.created[name]
 
     def buffer(self, data: bytes = bytes(4096)) -> int:
-        """Return the address of host memory with this content. The memory is never freed."""
+        """Return the address of host memory with the content `data`. The memory is never freed."""
         memory = ctypes.create_string_buffer(data, len(data) + 1)
         KEEP.append(memory)
         return ctypes.addressof(memory)
@@ -107,7 +108,7 @@ class Arguments:
         return self.buffer(bytes((ctypes.c_uint64 * len(values))(*values)))
 
     def end(self) -> None:
-        """End the capture if the call needed one, because it would affect later calls."""
+        """End the capture if this call has begun one. Otherwise it would affect later calls."""
         if "capturing" in self.created:
             self.d.cuStreamEndCapture(self.created["capturing"])
 
@@ -119,7 +120,7 @@ class Arguments:
         return self.word("stream")
 
     def create_timed(self) -> Any:
-        """Return an event with timing that was recorded and is complete."""
+        """Return an event with timing that was recorded. The recorded work is complete."""
         event = self.soft.cuEventCreate(0)
         self.soft.cuEventRecord(event, self.word("stream"))
         self.soft.cuEventSynchronize(event)
@@ -292,7 +293,7 @@ def without_arguments(
 ) -> Iterator[Row]:
     """Call every function whose flags `selected` accepts, with zeros as arguments.
 
-    The functions check the driver's state before their arguments, so the arguments do not matter.
+    Zeros are sufficient, because a function checks the driver's state before its arguments.
     """
     for call in calls():
         if selected(call.flags):
@@ -343,9 +344,10 @@ def after_fault(driver: Driver, image: bytes) -> Iterator[Row]:
 
 
 def during_capture(driver: Driver, image: bytes) -> Iterator[Row]:
-    """Call the functions that are illegal while a stream captures in global mode.
+    """Call the functions that are not allowed while a stream captures in global mode.
 
-    Each call must also invalidate the capture, which the end of the capture reports.
+    Each call must return the documented code and invalidate the capture. The call that ends the
+    capture reports the invalidation.
     """
     soft = Soft()
     for call in calls():
@@ -371,14 +373,14 @@ def during_capture(driver: Driver, image: bytes) -> Iterator[Row]:
 
 
 def absent(driver: Driver, _: bytes) -> Iterator[Row]:
-    """Look up the functions of cuda.bindings that the soft device does not implement."""
+    """Look up each function of cuda.bindings that the soft device does not implement."""
     known = {call.name.split("@")[0] for call in calls()}
     for name in sorted(set(dir(driver.d)) - known):
         is_function = name.startswith("cu") and name[2:3].isupper()
         if not is_function or not callable(getattr(driver.d, name)):
             continue
         if "_v" in name:
-            continue  # cuGetProcAddress finds versions by the name without the suffix
+            continue  # cuGetProcAddress takes names without a version suffix
         found = driver.address(Call(name))
         yield name, "absent", "NOT_FOUND", "found" if found else "NOT_FOUND"
 

@@ -8,7 +8,10 @@ import softcuda_util as util
 
 @pytest.fixture
 def soft():
-    """The soft device of this process. Objects created through it are destroyed after the test."""
+    """The soft device of this process, with helper methods.
+
+    Objects that a test creates with its methods are destroyed after the test.
+    """
     device = util.device()
     yield device
     device.close()
@@ -16,7 +19,7 @@ def soft():
 
 @pytest.fixture(scope="module")
 def kernels():
-    """The module of the shared kernels ``KERNELS``, loaded once per test file."""
+    """The module with the kernels of ``softcuda_util.KERNELS``, loaded once per test file."""
     device = util.device()
     loaded = device.kernels(util.KERNELS)
     device.created.clear()  # the first test must not unload the module

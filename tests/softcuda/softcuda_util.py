@@ -90,11 +90,12 @@ extern "C" __global__ void stray(int* p) { for (int i = 0; i < 1024; ++i) p[i] =
 
 
 class Soft:
-    """The soft device, accessed through the unmodified cuda.bindings. There is one per process.
+    """The soft device, called through the unmodified cuda.bindings. A process has one such device.
 
     ``soft.cuMemAlloc(4)`` asserts that the call succeeds and returns its results without the error
-    code. Objects that such calls create are destroyed by ``close()``. ``soft.d.cuMemAlloc(4)``
-    calls cuda.bindings directly and returns its tuple (error code, results...).
+    code. ``close()`` destroys the objects that such calls have created. ``soft.d`` is the module
+    ``cuda.bindings.driver``: ``soft.d.cuMemAlloc(4)`` asserts nothing and returns the error code
+    and the results.
     """
 
     fault = staticmethod(functools.partial(softstats.error_detail, True))
@@ -147,7 +148,7 @@ class Soft:
 
     # ---- conveniences -------------------------------------------------------------------------
     def begin(self, stream: Any, mode: int = 0) -> None:
-        """Begin a capture. The default mode 0 is the global mode."""
+        """Begin a stream capture. The default `mode` 0 is the global mode."""
         self.cuStreamBeginCapture(stream, self.mode(mode))
 
     def stream(self) -> Any:
@@ -192,9 +193,10 @@ class Soft:
         *args: Any,
         **options: Any,
     ) -> np.ndarray:
-        """Run a kernel and return its output array.
+        """Run a kernel and return the contents of its output array.
 
-        The output array is passed for the argument ``None``. Its bytes are 0xAB before the launch.
+        The argument ``None`` stands for the output array. Before the launch, each byte of the array
+        is set to 0xAB.
         """
         out = self.put(np.full(np.empty(shape, dtype).nbytes, 0xAB, np.uint8))
         arguments = [out if argument is None else argument for argument in args]
@@ -202,9 +204,11 @@ class Soft:
         return self.get(out, shape, dtype)
 
     def pack(self, *args: Any) -> Any:
-        """Return (kernelParams, values it refers to) for the arguments of a kernel.
+        """Return the array kernelParams for a kernel's arguments and the values to which it points.
 
-        An int is a pointer argument; other arguments have a NumPy dtype.
+
+        An argument of type int is a pointer. All other arguments are NumPy scalars, whose dtypes
+        determine the sizes of the parameters.
         """
         values = []
         for argument in args:
@@ -215,7 +219,10 @@ class Soft:
     def try_launch(
         self, function: Any, grid: Any, block: Any, *args: Any, stream: Any = 0, shared: int = 0
     ) -> Any:
-        """Launch a kernel and return the tuple of cuda.bindings. `shared` is in bytes."""
+        """Launch a kernel without checking the result. Return the tuple of cuda.bindings.
+
+        `shared` is the size of the dynamic shared memory in bytes.
+        """
         table, _values = self.pack(*args)
         size = (*dimensions(grid), *dimensions(block), shared)
         return self.d.cuLaunchKernel(function, *size, stream, table.ctypes.data, 0)
@@ -238,7 +245,10 @@ class Soft:
         self.cuLaunchHostFunc_v2(stream, self.d.CUhostFn(address(function)), data, 0)
 
     def kernel_params(self, function: Any, grid: Any, block: Any, *args: Any) -> tuple[Any, Any]:
-        """Return CUDA_KERNEL_NODE_PARAMS and the objects that must outlive the driver call."""
+        """Return CUDA_KERNEL_NODE_PARAMS and the values to which they point.
+
+        The caller must keep the values alive until the driver call has returned.
+        """
         table, values = self.pack(*args)
         p = self.d.CUDA_KERNEL_NODE_PARAMS()
         p.func = function
@@ -248,7 +258,7 @@ class Soft:
         return p, (table, values)
 
     def add_kernel(self, graph: Any, deps: Sequence[Any], *launch: Any) -> Any:
-        """Add a kernel node; `launch` has the parameters of ``kernel_params``."""
+        """Add a kernel node. `launch` contains the arguments of ``kernel_params``."""
         params, _keep = self.kernel_params(*launch)
         return self.cuGraphAddKernelNode(graph, list(deps), len(deps), params)
 
@@ -317,7 +327,7 @@ class Soft:
         return p
 
     def conditional(self, graph: Any, deps: Sequence[Any], handle: Any, kind: int, size: int = 1):
-        """Add a conditional node and return (error code, node, body graphs)."""
+        """Add a conditional node with `size` bodies. Return (error code, node, bodies)."""
         p = self.node_params("CONDITIONAL")
         p.conditional.handle = handle
         p.conditional.size = size
@@ -339,7 +349,7 @@ class Kernels:
 
 
 class Words:
-    """64-bit words in pinned memory, one per cache line, accessible from host and device."""
+    """64-bit words in pinned memory for host code and kernels, one word per cache line."""
 
     def __init__(self, soft: Soft, count: int) -> None:
         self.soft = soft
@@ -381,14 +391,14 @@ def codes(*results: tuple[Any, ...]) -> set[str]:
 
 
 def in_threads(body: Callable[[Any], Any], *arguments: Any) -> list[Any]:
-    """Call ``body`` for all arguments concurrently, one thread each. Return the results."""
+    """Call `body` with each argument, in one thread per argument. Return the results in order."""
     with ThreadPoolExecutor(len(arguments)) as pool:
         return list(pool.map(body, arguments))
 
 
 @functools.cache
 def device() -> Soft:
-    """Return the soft device of this process. Skip the test if another driver is loaded."""
+    """Return the soft device of this process. Skip the calling test if another driver is loaded."""
     try:
         return Soft()
     except DeviceError as error:
@@ -396,7 +406,7 @@ def device() -> Soft:
 
 
 def child(request: dict[str, Any]) -> None:
-    """Run the code of a request as a script in this forked process, and exit."""
+    """Execute one request of the fork server in this forked child process, and exit."""
     for descriptor, path in ((1, request["out"]), (2, request["err"])):
         os.dup2(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC), descriptor)
     signal.alarm(request["limit"])  # terminates a process that hangs, even in native code
@@ -407,10 +417,10 @@ def child(request: dict[str, Any]) -> None:
 
 
 def serve() -> None:
-    """Fork a child process for each request and print its exit status.
+    """Main loop of the fork server: fork a child process for each request, print its exit status.
 
-    A request is a line of JSON on standard input. The exit status of a child that was killed is the
-    negative number of the signal.
+    A request is a line of JSON on standard input. If a signal has killed the child process, the
+    exit status is the negative number of this signal.
     """
     import cuda.bindings.driver  # noqa: F401
 
@@ -423,10 +433,11 @@ def serve() -> None:
 
 
 class _ForkServer:
-    """Process that forks child processes with NumPy and cuda.bindings already imported.
+    """A process that has imported NumPy and cuda.bindings and forks a child process per request.
 
-    Starting a new interpreter takes a second, and each test of a fault needs a separate process.
-    The fork server opens no device, so its children can.
+    Each test of a fault needs a new process, and starting a Python interpreter takes a second. The
+    fork server itself does not open a device. A child process that is forked after cuInit could not
+    use the device.
     """
 
     def __init__(self) -> None:
@@ -465,9 +476,10 @@ d = s.d
 
 
 def run_child(code: str, limit: int = 30, **env: str) -> subprocess.CompletedProcess[str]:
-    """Run Python code in a child process with a new soft device ``s`` and its driver ``d``.
+    """Run Python code in a child process with a new soft device.
 
-    `limit` is the time limit in seconds; `env` adds environment variables.
+    The code can use the device as ``s`` and ``cuda.bindings.driver`` as ``d``.
+    `limit` is the time limit in seconds. `env` contains additional environment variables.
     """
     return _fork_server().run(PRELUDE + textwrap.dedent(code), {**os.environ, **env}, limit)
 

@@ -58,7 +58,7 @@ def kernels(core, image):
 
 @pytest.fixture
 def word(core):
-    """One int32 in pinned memory, as a host view and a device address."""
+    """One int32 in pinned memory. The value is a pair: the NumPy view and the device address."""
     buffer = LegacyPinnedMemoryResource().allocate(64)
     view = np.from_dlpack(buffer).view(np.int32)
     view[:] = 0
@@ -80,8 +80,7 @@ def test_cuda_core_device_streams_and_events(core, queue):
 
 
 def test_cuda_core_loads_and_launches_kernels(queue, image, kernels, word, tmp_path):
-    """Kernels are loaded from memory and from a file. cuda.core reads each kernel's parameter
-    layout from the driver."""
+    """cuda.core loads kernels from memory and from a file, and reads their parameter layouts."""
     view, address = word
     add, twice = kernels
     assert [(p.offset, p.size) for p in add.arguments_info] == [(0, 8), (8, 4)]
@@ -100,8 +99,10 @@ def test_cuda_core_loads_and_launches_kernels(queue, image, kernels, word, tmp_p
 
 
 def test_cuda_core_reports_unloadable_kernels(core, image):
-    """The error names the cause: an unknown kernel name, a missing file, or an image with GPU
-    code."""
+    """The error message of cuda.core names the cause of the failure.
+
+    The causes are an unknown kernel name, a missing file, and an image with GPU code.
+    """
     gpu_code = image[:18] + (190).to_bytes(2, "little") + image[20:]
     for source, name, error in (
         (image, "absent", "NOT_FOUND"),
@@ -159,8 +160,10 @@ def test_cuda_core_graph_builder_captures_launches_and_callbacks(queue, kernels,
 
 
 def test_library_functions_enumerate_kernels(core, image):
-    """The queries of a library, its kernels and its module return the same handles. These
-    handles are invalid after the library was unloaded."""
+    """A library and its module return the same kernel handles.
+
+    The kernel handles are invalid after the library was unloaded.
+    """
     library = call(cu.cuLibraryLoadData, image, [], [], 0, [], [], 0)
     assert call(cu.cuLibraryGetKernelCount, library) == 2
     kernels = call(cu.cuLibraryEnumerateKernels, 2, library)
@@ -180,9 +183,11 @@ def test_library_functions_enumerate_kernels(core, image):
 
 
 def test_cuda_core_allocates_device_memory_without_pools(core, queue):
-    """cuda.core allocates and copies device memory although the soft device has no memory pools.
-    A graph allocation node needs a pool; adding one raises an error that names the missing
-    function."""
+    """cuda.core can allocate and copy device memory, although the soft device has no memory pools.
+
+    Adding a memory allocation node to a graph needs a pool. It raises an error that names the
+    driver function that is not implemented.
+    """
     source, target = (LegacyPinnedMemoryResource().allocate(64) for _ in range(2))
     np.from_dlpack(source).view(np.int32)[:] = np.arange(16) - 7
     middle = core.allocate(64, stream=queue)

@@ -1,4 +1,4 @@
-"""Stream capture on the soft device, tested against the rules of the driver's documentation."""
+"""Tests of stream capture on the soft device, which must follow the documentation of CUDA."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ INVALIDATED = "STREAM_CAPTURE_INVALIDATED"
 
 
 def fork(soft, stream, other, event) -> None:
-    """Make `other` wait for the current work of `stream`. This adds `other` to the capture."""
+    """Make the stream `other` join the capture of `stream` by waiting for an event."""
     soft.cuEventRecord(event, stream)
     soft.cuStreamWaitEvent(other, event, 0)
 
@@ -29,8 +29,11 @@ def status(soft, stream) -> int:
 
 
 def test_capture_forks_and_joins_through_events(soft, kernels, stream, other, event) -> None:
-    """A stream that waits for a captured event joins the capture. The origin stream joins the
-    branches again by waiting for an event of the other stream."""
+    """Waiting for events forks streams from a capture and joins them to the origin stream.
+
+    A stream joins the capture when it waits for an event that was recorded in the capture. Its work
+    is joined when the origin stream waits for an event that was recorded on it.
+    """
     a = soft.ints(0)
     b = soft.ints(0)
     back = soft.cuEventCreate(2)
@@ -52,8 +55,10 @@ def test_capture_forks_and_joins_through_events(soft, kernels, stream, other, ev
 
 
 def test_capture_with_unjoined_fork_fails(soft, stream, other, event) -> None:
-    """The end of the capture fails if a forked stream was not joined. It succeeds if the
-    dependencies of that stream are removed explicitly."""
+    """cuStreamEndCapture fails if a forked stream was not joined to the origin stream.
+
+    It succeeds if the test removes the dependencies of the forked stream explicitly.
+    """
     a = soft.ints(0)
     live = soft.live()
     for removed in (False, True):
@@ -70,7 +75,7 @@ def test_capture_with_unjoined_fork_fails(soft, stream, other, event) -> None:
 
 
 def test_capture_continues_after_joined_stream_is_destroyed(soft, kernels) -> None:
-    """Destroying a stream that was not joined invalidates the capture instead."""
+    """Destroying a forked stream invalidates the capture unless the stream was joined before."""
     p = soft.ints(0)
     for joins in (True, False):
         main = soft.stream()
@@ -91,8 +96,10 @@ def test_capture_continues_after_joined_stream_is_destroyed(soft, kernels) -> No
 
 
 def test_capture_rejects_calls_after_invalidation(soft, stream, event) -> None:
-    """A synchronization invalidates the capture. An event that was recorded in the capture
-    cannot be used until it is recorded again."""
+    """After a synchronization has invalidated a capture, calls on its streams fail.
+
+    An event that was recorded in the capture cannot be used until it is recorded again.
+    """
     a = soft.ints(0)
     soft.begin(stream)
     soft.cuEventRecord(event, stream)
@@ -146,10 +153,10 @@ def test_capture_must_end_on_origin_stream_and_thread(soft, stream, other, event
 
 
 def test_capture_mode_decides_on_unsafe_calls(soft, stream) -> None:
-    """cuMemAlloc is an unsafe call. Whether it is allowed depends on the mode of the capture and on
-    the mode of the calling thread, as cuThreadExchangeStreamCaptureMode documents.
+    """The capture mode and the mode of the calling thread decide whether cuMemAlloc is allowed.
 
-    ``allocate`` calls it on the capturing thread, ``allocate_in_other_thread`` on another one.
+    cuMemAlloc is an unsafe call in the sense of cuThreadExchangeStreamCaptureMode. ``allocate``
+    calls it on the capturing thread, and ``allocate_in_other_thread`` calls it on another thread.
     """
 
     def allocate() -> str:
@@ -188,8 +195,7 @@ def test_capture_mode_decides_on_unsafe_calls(soft, stream) -> None:
 
 
 def test_capture_rejects_legacy_stream(soft) -> None:
-    """The legacy stream cannot capture. It cannot be used either while a blocking stream
-    captures."""
+    """The legacy stream cannot capture, and cannot be used while a blocking stream captures."""
     a = soft.ints(0)
     legacy = soft.d.CUstream(0)
     blocking = soft.cuStreamCreate(0)
@@ -215,7 +221,11 @@ def test_capture_graph_cannot_be_used_before_end(soft, kernels, stream) -> None:
 
 
 def test_capture_of_graph_launch_adds_child_graph(soft, kernels, stream, graph) -> None:
-    """The child graph has the parameters of the executable graph and outlives it."""
+    """A captured graph launch becomes a child graph node.
+
+    The child graph has the parameters of the executable graph. It remains valid after the
+    executable graph is destroyed.
+    """
     a = soft.ints(1)
     soft.add_kernel(graph, [], kernels.add, 1, 1, a, np.int32(2))
     executable = soft.cuGraphInstantiate(graph, 0)
@@ -233,7 +243,10 @@ def test_capture_of_graph_launch_adds_child_graph(soft, kernels, stream, graph) 
 
 @pytest.mark.parametrize("kind", [0, 1])
 def test_capture_is_discarded_with_origin_stream(soft, kind) -> None:
-    """Destroying the capturing stream, blocking or not, also destroys the captured graph."""
+    """Destroying the capturing stream also destroys the captured graph.
+
+    This holds for blocking and for non-blocking streams.
+    """
     live = soft.live()
     stream = soft.cuStreamCreate(kind)
     soft.begin(stream)

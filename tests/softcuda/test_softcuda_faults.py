@@ -126,8 +126,11 @@ def test_fault_text_names_kernel_thread_and_memory(name):
 
 
 def test_fault_is_returned_by_every_later_call():
-    """Every later call returns the fault's code. Host functions that are queued after the
-    faulting kernel do not run, events complete, and live resources count as leaked."""
+    """After a fault, every driver call returns the code of the fault.
+
+    Host functions that were queued after the faulting kernel do not run, but events complete. Live
+    resources are counted as leaked.
+    """
     check("""
 stream, event = s.stream(), s.cuEventCreate(0)
 called, gate = [], threading.Event()
@@ -175,8 +178,10 @@ faulted("MISALIGNED_ADDRESS", "'quad'", "misaligned access")
     ],
 )
 def test_fault_graph_launch_detects_freed_memory_and_unloaded_module(destroy, words):
-    """The kernel node refers to freed memory or to an unloaded module, so the launch raises a
-    fault instead of running the kernel."""
+    """A graph launch raises a fault if a kernel node uses freed memory or an unloaded module.
+
+    The kernel does not run.
+    """
     check(f"""
 g = s.cuGraphCreate(0)
 s.add_kernel(g, [], f.nop, 1, 1, p)
@@ -188,8 +193,10 @@ faulted("ILLEGAL_ADDRESS", *{words!r})
 
 
 def test_fault_of_host_code_ends_process():
-    """The soft device absorbs faults of device code only. A segmentation fault of host code
-    reaches faulthandler and terminates the process."""
+    """A segmentation fault of host code reaches faulthandler and terminates the process.
+
+    Only signals that device code has raised become sticky errors.
+    """
     done = util.run_child("import faulthandler; faulthandler.enable()\nctypes.string_at(8, 1)")
     assert done.returncode == -11 and "Segmentation fault" in done.stderr
 
@@ -212,8 +219,11 @@ assert in_threads(lambda q: code(d.cuStreamSynchronize(q)), *stream) == ["ILLEGA
 
 
 def test_fault_completes_pending_events_and_memory_operations():
-    """A fault completes the event of a graph launch that no longer runs, and a wait for a word
-    that is never written."""
+    """A fault completes work that is still pending, so that no thread waits forever.
+
+    The pending work is a graph launch with an event after it, and a stream wait for a word that
+    nobody writes.
+    """
     util.check("""
     a, b, c, words, never = s.stream(), s.stream(), s.stream(), Words(s, 1), Words(s, 1)
     event, graph = s.cuEventCreate(0), s.cuGraphCreate(0)
@@ -239,8 +249,10 @@ def test_fault_completes_pending_events_and_memory_operations():
     ],
 )
 def test_fault_small_overrun_is_detected_at_free(size, index, words):
-    """Guard pages do not detect a write to the bytes between an allocation and its guard page.
-    Such a write is detected when the memory is freed, even with huge pages."""
+    """Freeing an allocation detects writes between the allocation and its guard page.
+
+    The guard page itself does not detect them. The check also works for allocations in huge pages.
+    """
     check(f"""
 q = s.alloc({size})
 s.run(f.write_at, 4, 8, q, np.int64({index}))

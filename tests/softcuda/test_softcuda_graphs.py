@@ -13,18 +13,21 @@ from softcuda_util import CALLBACK, USLEEP, code, codes
 
 @pytest.fixture
 def log(soft):
-    """Device memory to which kernels append: the number of entries, then the entries."""
+    """Device memory to which kernels append numbers. The first word counts the numbers after it."""
     return soft.ints(*[0] * 128)
 
 
 def entries(soft, log):
-    """Return the entries of a log as a list, without their number."""
+    """Return the numbers that kernels have appended to a log, as a list."""
     words = soft.get(log, 128, np.int32)
     return words[1 : 1 + words[0]].tolist()
 
 
 def test_graph_branches_run_concurrently(soft, kernels, stream, graph, words):
-    """A kernel of one branch polls a word that the host node of another branch sets."""
+    """Two branches of a graph run at the same time.
+
+    The kernel of one branch polls a word that the host node of the other branch sets.
+    """
     out = soft.ints(0)
     callback = CALLBACK(lambda _: time.sleep(0.03) or words.__setitem__(0, 9))
     fork = soft.cuGraphAddEmptyNode(graph, [], 0)
@@ -81,9 +84,9 @@ KERNEL_FIELDS = (
 
 
 def add_kernel_chain(soft, kernel, graph, log, edge) -> None:
-    """Add three kernels that append 0, 1 and 2 to a log and depend on each other in this order.
+    """Add three kernels, each of which depends on the one before it and appends its index to a log.
 
-    The edges have the edge data `edge`; None makes them full dependencies.
+    `edge` is the edge data of the dependencies. None makes them full dependencies.
     """
     last: list = []
     for i in range(3):
@@ -107,8 +110,11 @@ def programmatic_edge(soft):
 def test_graph_programmatic_edges_order_kernels_like_full_edges(
     soft, kernels, stream, graph, log, programmatic_edge
 ):
-    """Programmatic edges are returned by queries, compared by updates, and removed with their
-    nodes."""
+    """Kernels connected by programmatic edges run in order.
+
+    Queries return these edges, an update with other edges fails, and removing a node removes its
+    edges.
+    """
     add_kernel_chain(soft, kernels.append, graph, log, programmatic_edge)
     soft.replay(graph, stream)
     assert entries(soft, log) == [0, 1, 2]
@@ -125,8 +131,10 @@ def test_graph_programmatic_edges_order_kernels_like_full_edges(
 
 
 def test_graph_programmatic_edges_reject_invalid_use(soft, kernels, graph, log, programmatic_edge):
-    """A programmatic edge must connect two kernels and start at port 1 or 2. A query of the
-    edges without an array for their data returns LOSSY_QUERY."""
+    """A programmatic edge must connect two kernels and start at port 1 or 2.
+
+    A query of the edges returns LOSSY_QUERY if the caller passes no array for the edge data.
+    """
     d = soft.d
     add_kernel_chain(soft, kernels.append, graph, log, programmatic_edge)
     params = soft.node_params("EMPTY")
@@ -143,8 +151,11 @@ def test_graph_programmatic_edges_reject_invalid_use(soft, kernels, graph, log, 
 
 
 def test_graph_add_node_rejects_invalid_dependencies_and_types(soft, graph):
-    """Dependencies on nodes of other graphs and duplicate dependencies return INVALID_VALUE,
-    types that are not implemented NOT_SUPPORTED."""
+    """Adding a node fails for invalid dependencies and for unsupported node types.
+
+    A dependency on a node of another graph and a duplicate dependency return INVALID_VALUE. A node
+    type that is not implemented returns NOT_SUPPORTED.
+    """
     d = soft.d
     elsewhere = soft.cuGraphCreate(0)
     foreign = soft.cuGraphAddEmptyNode(elsewhere, [], 0)
@@ -170,8 +181,10 @@ def test_graph_executable_is_independent_of_definition(soft, kernels, stream, gr
 
 
 def test_graph_child_is_cloned_into_parent(soft, kernels, stream, graph, log):
-    """The nodes of the child graph run between the predecessors and successors of its node.
-    Later changes of the child do not affect the clone."""
+    """A child graph node runs a clone of the child graph, at the position of this node.
+
+    Changing the original child graph later does not affect the clone.
+    """
     append = kernels.append
     child = soft.cuGraphCreate(0)
     x = soft.add_int_kernel(child, [], append, log, 2)
@@ -188,7 +201,7 @@ def test_graph_child_is_cloned_into_parent(soft, kernels, stream, graph, log):
 def test_graph_counters_count_launches_nodes_kernels_and_host_functions(
     soft, kernels, stream, graph
 ):
-    """The test also uploads and launches an empty graph."""
+    """Launches, nodes, kernels and host functions are counted, also for an empty graph."""
     empty = soft.cuGraphInstantiate(graph, 0)
     soft.cuGraphUpload(empty, stream)
     soft.cuGraphLaunch(empty, stream)
@@ -202,8 +215,10 @@ def test_graph_counters_count_launches_nodes_kernels_and_host_functions(
 
 
 def test_graph_set_params_affects_later_launches_only(soft, kernels, stream, graph, log):
-    """Queued launches keep the parameters with which they were queued. Host nodes cannot be
-    changed or disabled."""
+    """Setting node parameters does not affect launches that are already queued.
+
+    Host nodes cannot be changed or disabled.
+    """
     gate = threading.Event()
     callback = CALLBACK(lambda _: gate.wait(10) and None)
     hold = soft.add_host(graph, [], callback)
@@ -225,7 +240,7 @@ def test_graph_set_params_affects_later_launches_only(soft, kernels, stream, gra
 
 
 def test_graph_exec_update_requires_equal_topology(soft, kernels, stream):
-    """The result info of the update states what differs."""
+    """An update with another topology fails, and its result info states what differs."""
     p = soft.ints(0)
 
     def define(value: int, second: str = "kernel"):
@@ -243,7 +258,7 @@ def test_graph_exec_update_requires_equal_topology(soft, kernels, stream):
     soft.cuGraphExecUpdate(executable, define(5))
     for second, reason in (("host", "NODE_TYPE_CHANGED"), ("and more", "TOPOLOGY_CHANGED")):
         graph = define(5, second)
-        # Called through ctypes, because cuda.bindings returns no result info after a failure.
+        # Call the driver through ctypes, because cuda.bindings returns no result info on failure.
         info = soft.d.CUgraphExecUpdateResultInfo()
         arguments = (int(executable), int(graph), info.getPtr())
         error = soft.lib.cuGraphExecUpdate_v2(*map(ctypes.c_void_p, arguments))
@@ -254,8 +269,11 @@ def test_graph_exec_update_requires_equal_topology(soft, kernels, stream):
 
 
 def test_graph_exec_update_accepts_equal_child_graphs(soft, kernels, stream):
-    """The comparison of two child graphs does not depend on the addresses of their nodes. Each
-    launch uses the parameters of the last update."""
+    """An executable graph can be updated to a definition with an equal child graph.
+
+    The comparison of child graphs must not depend on the addresses of their nodes. Each launch uses
+    the parameters of the last update.
+    """
     a = soft.ints(0)
     executable = None
     for value in range(1, 21):

@@ -63,10 +63,10 @@ def kernels(soft):
 
 
 def shuffle_oracle(op: int, value, mask: int, arg, width: int) -> dict[int, int]:
-    """Return the result of each lane by the definition of the CUDA programming guide.
+    """Return the result of each lane for a warp operation as the CUDA programming guide defines it.
 
-    The result of a lane is undefined if its source lane is not in the mask; such lanes are left
-    out.
+    The result of a lane whose source lane is not in the mask is undefined. Such lanes are not in
+    the returned dictionary.
     """
     out = {}
     value = [int(v) for v in value]
@@ -102,15 +102,14 @@ def shuffle_oracle(op: int, value, mask: int, arg, width: int) -> dict[int, int]
     ],
 )
 def test_warp_shuffles_and_votes_follow_cuda_guide(soft, kernels, op, width):
-    """Compare all warp operations with ``shuffle_oracle`` for random masks, values and source
-    lanes."""
+    """Warp operations on random masks, values and source lanes agree with ``shuffle_oracle``."""
     warps = 24
     value = rng.integers(0, 2**32, (warps, 32), dtype=np.uint32)
     masks = rng.integers(1, 2**32, warps, dtype=np.uint64).astype(np.uint32)
     masks[:2] = 0xFFFFFFFF, 1 << 31
     arg = rng.integers(0, 32, (warps, 32), dtype=np.int32)
     pointers = [soft.put(value), soft.put(np.repeat(masks, 32)), soft.put(arg)]
-    # Two warps per block with different masks, which must not affect each other.
+    # Each block has two warps with different masks. The masks must not affect each other.
     got = soft.results(
         (warps, 32),
         np.uint32,
@@ -132,7 +131,7 @@ def test_warp_shuffles_and_votes_follow_cuda_guide(soft, kernels, op, width):
 
 
 def test_warp_groups_with_disjoint_masks_are_independent(soft, kernels):
-    """Two groups of lanes of one warp execute different numbers of shuffles."""
+    """Two groups of lanes of one warp can execute different numbers of shuffles."""
     lane = np.arange(32)
     rounds = np.repeat([3, 5], 16)
     got = soft.results(32, np.uint32, kernels.groups, 1, 32, None)
@@ -216,7 +215,7 @@ extern "C" __global__ void indices(int* out) {
 
 @pytest.mark.parametrize("name", ["tiles_f32", "tiles_i32"])
 def test_shared_memory_in_templates_is_separate_for_each_block(name):
-    """Four workers run blocks concurrently. No block sees writes of another block to its tile."""
+    """Blocks on four workers do not share the ``__shared__`` arrays of templates."""
     check(
         f"""
         bad = s.ints(0)
@@ -246,7 +245,7 @@ def test_barrier_does_not_wait_for_exited_threads(soft, kernels):
 
 @pytest.mark.parametrize("n", [1, 33, 1000, 12288])
 def test_dynamic_shared_memory_has_size_of_launch(soft, kernels, n):
-    """A launch may request up to 48 KiB of dynamic shared memory by default."""
+    """Each launch gets the dynamic shared memory that it requests, up to 48 KiB by default."""
     data = rng.integers(0, 1 << 30, (5, n), dtype=np.int32)
     got = soft.results(
         data.shape,
@@ -300,7 +299,7 @@ extern "C" __global__ void atomics(int* i, unsigned* u, unsigned long long* q, f
 
 
 def test_atomics_lose_no_updates_on_several_workers():
-    """Four workers update the same words with atomic operations of every type."""
+    """Atomic operations of every type are correct when four workers update the same words."""
     check(
         """
         n = 200 * 128
@@ -355,7 +354,7 @@ def test_compile_rejects_unsupported_sources(source, text):
 
 
 def test_compile_supports_defines_includes_and_kernels_in_macros(soft, tmp_path):
-    """A change of a file that the source includes indirectly leads to a new compilation."""
+    """Sources can use macros and includes; changing an indirectly included file recompiles them."""
     (tmp_path / "deep.cuh").write_text("#define FACTOR 3\n")
     (tmp_path / "shared.cuh").write_text('#pragma once\n#include "deep.cuh"\n')
     source = """
@@ -379,8 +378,10 @@ def _compile_in(folder: str) -> int:
 
 
 def test_compile_cache_is_shared_by_concurrent_processes(tmp_path):
-    """Processes that compile the same source concurrently all get a complete image, and no
-    temporary file remains."""
+    """Processes that compile the same source at the same time all get a complete image.
+
+    No temporary file remains in the cache directory.
+    """
     with multiprocessing.get_context("spawn").Pool(3) as pool:
         sizes = pool.map(_compile_in, [str(tmp_path)] * 6)
     assert len(set(sizes)) == 1

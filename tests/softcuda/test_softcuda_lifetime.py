@@ -35,7 +35,7 @@ def assert_destroyed(*expected, limit=20):
 """
 
 
-#: Scripts that check the lifetime of user objects, by the statement that they check.
+#: Scripts that check the lifetime of user objects. Each key states what its script checks.
 USER_OBJECT_SCRIPTS = {
     "is destroyed with the last graph or executable": """
 g = graph_with_object(1)
@@ -101,13 +101,12 @@ assert (threads[0] == threading.get_native_id()) is inline
 @pytest.mark.parametrize("mode", ["late", "inline"])
 @pytest.mark.parametrize("name", USER_OBJECT_SCRIPTS)
 def test_user_object(name, mode):
-    """Run one script in a child process, with late or with inline destructors."""
+    """Run one script about user objects with late destructors and with inline destructors."""
     check(HELPERS + USER_OBJECT_SCRIPTS[name], SOFTCUDA_DESTRUCTORS=mode)
 
 
 def test_counters_of_live_resources_return_to_zero():
-    """All counters of live resources are zero after all objects were destroyed, and nothing
-    counts as leaked."""
+    """After all objects were destroyed, no resource counts as live or leaked."""
     check(
         HELPERS
         + """
@@ -191,10 +190,10 @@ CALLS = {
     ],
 )
 def test_lock_model_reproduces_gil_deadlock(model, name, deadlock):
-    """A call that holds the GIL while it waits for a host function deadlocks, because the host
-    function waits for the GIL.
+    """With a lock model, a driver call that holds the GIL deadlocks with a Python host function.
 
-    The watchdog terminates the process, and its report names both threads.
+    The call waits for the host function, and the host function waits for the GIL. The watchdog
+    terminates the process, and its report names both threads.
     """
     call, api = CALLS[name]
     done = run_child(
@@ -214,8 +213,10 @@ def test_lock_model_reproduces_gil_deadlock(model, name, deadlock):
 
 
 def test_describe_lists_calls_in_progress():
-    """softcuda_describe lists each call in progress with the object it waits for, and the
-    running host function. It returns an empty text when no call is in progress."""
+    """softcuda_describe() lists the calls in progress and the running host function.
+
+    The text states for which object each call waits. It is empty if no call is in progress.
+    """
     out = check("""
 libc = ctypes.CDLL(None)
 gate = ctypes.create_string_buffer(64)

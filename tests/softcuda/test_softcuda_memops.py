@@ -56,9 +56,11 @@ def assert_stays_busy(soft, stream) -> None:
 def test_memop_wait_blocks_stream_until_comparison_is_true(
     soft, words, stream, bits, flags, value, no, yes
 ):
-    """A GEQ wait compares cyclically. An AND wait tests whether the two values have a common
-    bit, a NOR wait whether some bit is in neither value. 64-bit operations access both halves
-    of the word."""
+    """A wait blocks its stream until the word in memory satisfies the comparison.
+
+    GEQ compares cyclically. AND is satisfied if some bit is set in both values, and NOR if some bit
+    is set in neither value. 64-bit operations compare both halves of the word.
+    """
     words[0] = no
     written = 9 << bits - 28
     getattr(soft, f"cuStreamWaitValue{bits}")(stream, words.address(0), value, flags)
@@ -71,8 +73,7 @@ def test_memop_wait_blocks_stream_until_comparison_is_true(
 
 
 def test_memop_batch_runs_in_array_order(soft, words, stream):
-    """While a wait of a batch is not satisfied, the operations before it have run, and the
-    operations after it have not."""
+    """The operations of a batch run in order, and an unsatisfied wait delays those after it."""
     ops = [
         op(soft, WRITE32, words.address(0), 1),
         op(soft, WAIT32, words.address(1), 1, EQ),
@@ -89,7 +90,7 @@ def test_memop_batch_runs_in_array_order(soft, words, stream):
 
 
 def test_memop_on_capturing_stream_becomes_node(soft, words, stream):
-    """The operation does not run during the capture; it runs when the graph is launched."""
+    """A captured operation does not run during the capture. It runs when the graph is launched."""
     soft.begin(stream, 2)
     words.block(stream)
     soft.cuStreamWriteValue32(stream, words.address(1), 5, 0)
@@ -103,8 +104,10 @@ def test_memop_on_capturing_stream_becomes_node(soft, words, stream):
 
 
 def test_memop_rejects_invalid_addresses(soft, words, stream):
-    """Pageable, misaligned, null and freed addresses return INVALID_VALUE, and the refusal text
-    states the reason."""
+    """Pageable, misaligned, null and freed addresses return INVALID_VALUE.
+
+    The error text of the refused call states the reason.
+    """
     pageable = np.zeros(16, np.uint64)
     freed = Words(soft, 1)
     soft.cuMemFreeHost(freed.host)
@@ -150,8 +153,10 @@ def test_memop_features_can_be_disabled_by_attribute():
 
 @pytest.mark.parametrize(("settings", "before"), [({}, 1), ({"SOFTCUDA_QUEUES": "1"}, 0)])
 def test_memop_wait_blocks_other_streams_with_one_hardware_queue(settings, before):
-    """With SOFTCUDA_QUEUES=1, a pending wait also delays the work of other streams. By default
-    it does not."""
+    """With SOFTCUDA_QUEUES=1, a pending wait also delays the work of other streams.
+
+    By default, it does not delay them.
+    """
     check(
         f"""
         w, waits, other = Words(s, 3), s.stream(), s.stream()
@@ -169,8 +174,11 @@ def test_memop_wait_blocks_other_streams_with_one_hardware_queue(settings, befor
 
 
 def test_driver_call_is_not_permitted_while_device_waits_for_thread(soft):
-    """Between softcuda_set_device_waits(1) and softcuda_set_device_waits(0), driver calls of the
-    thread return NOT_PERMITTED."""
+    """A thread on which a pending stream wait depends may not call the driver.
+
+    Its calls return NOT_PERMITTED between softcuda_set_device_waits(1) and
+    softcuda_set_device_waits(0).
+    """
     soft.lib.softcuda_set_device_waits(1)
     try:
         result = soft.d.cuMemAlloc(64)
@@ -184,9 +192,11 @@ def test_driver_call_is_not_permitted_while_device_waits_for_thread(soft):
 
 @pytest.mark.parametrize("generic", [False, True])
 def test_memop_node_waits_in_each_of_5000_launches(soft, words, stream, graph, generic):
-    """The node waits for its word and resets it. In every second launch the host sets the word
-    before the launch, otherwise after it. The node is added by cuGraphAddNode (`generic`) or
-    by cuGraphAddBatchMemOpNode."""
+    """A graph node that waits for a word and then resets it works in each of many launches.
+
+    In every second launch, the host sets the word before the launch, otherwise after it. With
+    `generic`, the node is added by cuGraphAddNode, otherwise by cuGraphAddBatchMemOpNode.
+    """
     ack = words.address(0)
     ops = [op(soft, WAIT32, ack, 1, EQ), op(soft, WRITE32, ack, 0)]
     if generic:

@@ -9,7 +9,7 @@ from softcuda_util import USLEEP, code, codes, in_threads, run_child
 
 
 def test_memory_allocations_are_aligned_and_addresses_not_reused(soft):
-    """The address of freed memory is not reused while other addresses are free."""
+    """Allocations are aligned. A freed address is not reused while other addresses are free."""
     seen = set()
     for size in (1, 3, 100, 256, 4096, 70000):
         for _ in range(20):
@@ -20,16 +20,20 @@ def test_memory_allocations_are_aligned_and_addresses_not_reused(soft):
 
 
 def test_memory_host_access_to_device_address_ends_process():
-    """Host code that dereferences a device address gets a segmentation fault. A message on
-    standard error explains it."""
+    """Host code that dereferences a device address gets a segmentation fault and an explanation.
+
+    The explanation is printed to standard error.
+    """
     done = run_child("ctypes.string_at(s.ints(1), 4)")
     assert done.returncode < 0 and "host code accessed device address" in done.stderr
 
 
 def test_memory_copy_memset_and_free_check_bounds_and_lifetime(soft, words):
-    """Copies and memsets return INVALID_VALUE for ranges that exceed an allocation and for freed
-    memory. cuMemFree returns it for any address that is not the start of device memory, but
-    accepts NULL."""
+    """Copies, memsets and cuMemFree return INVALID_VALUE for invalid addresses and ranges.
+
+    A copy or memset rejects a range that exceeds its allocation or lies in freed memory. cuMemFree
+    rejects an address that is not the start of an allocation of device memory. It accepts NULL.
+    """
     d = soft.d
     host = np.zeros(128, np.uint8).ctypes.data
     p = soft.alloc(64)
@@ -51,8 +55,11 @@ def test_memory_copy_memset_and_free_check_bounds_and_lifetime(soft, words):
 
 
 def test_memory_kernel_pointers_are_checked_at_launch(soft, kernels):
-    """A launch with a pointer to freed, unknown or pageable memory is refused, and the text
-    names the parameter. Pointers into the middle of an allocation and NULL are valid."""
+    """A launch is refused if a pointer parameter is freed, unknown or pageable memory.
+
+    The error text names the parameter. NULL and a pointer into the middle of an allocation are
+    valid.
+    """
     a = soft.ints(*range(1000))
     b = soft.alloc(4000)
     soft.run(kernels.copy, 4, 128, a + 400, b + 400, np.int32(500))
@@ -74,7 +81,7 @@ def test_memory_kernel_pointers_are_checked_at_launch(soft, kernels):
 
 
 def test_memory_pinned_allocation_has_separate_device_address(soft, kernels):
-    """Kernels accept both the host address and the device address of pinned memory."""
+    """Pinned memory has a host address and a different device address. Kernels accept both."""
     host = soft.cuMemHostAlloc(400, 1 | 2)
     view = np.ctypeslib.as_array((ctypes.c_int32 * 100).from_address(host))
     view[:] = np.arange(100)
@@ -115,8 +122,10 @@ def test_memory_unified_copy_accepts_host_and_device_addresses(soft):
 
 
 def test_memory_async_copy_reads_pageable_source_before_returning(soft, stream):
-    """The source may be overwritten after the call. An asynchronous copy to pageable memory is
-    complete when the call returns."""
+    """The caller may overwrite a pageable source after an asynchronous copy has returned.
+
+    An asynchronous copy to pageable memory is complete when the call returns.
+    """
     source = np.full(1 << 14, 7, np.int32)
     p = soft.alloc(1 << 16)
     soft.host(stream, USLEEP, 30000)
@@ -128,7 +137,7 @@ def test_memory_async_copy_reads_pageable_source_before_returning(soft, stream):
 
 
 def test_memory_allocation_requires_current_context(soft):
-    """On a thread without a context, allocations are refused until the thread pushes one."""
+    """A thread without a current context cannot allocate memory until it pushes a context."""
 
     def work(_: int) -> int:
         assert codes(soft.d.cuMemAlloc(16), soft.d.cuCtxGetDevice()) == {"INVALID_CONTEXT"}
@@ -141,8 +150,10 @@ def test_memory_allocation_requires_current_context(soft):
 
 
 def test_memory_pointer_attributes_of_device_pinned_and_pageable_memory(soft, words):
-    """cuPointerGetAttributes succeeds for every address. The attributes of pageable memory have
-    default values."""
+    """cuPointerGetAttributes succeeds for every address.
+
+    For pageable memory, it returns the documented default values.
+    """
     attribute = soft.d.CUpointer_attribute
     pageable = np.zeros(64, np.uint8)
     attributes = [attribute(n) for n in (1, 2, 3, 4, 7, 8, 9, 11, 12, 13)]

@@ -12,7 +12,11 @@ SWITCH = 2
 
 
 def condition(soft, graph, default: int | None = None):
-    """Create a conditional handle. `default` is its default value; None creates it without one."""
+    """Create a conditional handle.
+
+    `default` is the value that each launch stores in the handle. None creates a handle without a
+    default value.
+    """
     flags = 0 if default is None else 1
     return soft.cuGraphConditionalHandleCreate(graph, soft.context, default or 0, flags)
 
@@ -37,7 +41,7 @@ def word(handle):
     ],
 )
 def test_conditional_if_runs_body_by_value(soft, kernels, stream, kind, size, table) -> None:
-    """A nonzero value runs the first body. Zero runs the second body, if there is one."""
+    """An IF node runs its first body for a nonzero value and its second body, if any, for zero."""
     for value, expected in table.items():
         graph = soft.cuGraphCreate(0)
         a = soft.ints(0)
@@ -51,7 +55,10 @@ def test_conditional_if_runs_body_by_value(soft, kernels, stream, kind, size, ta
 
 
 def test_conditional_while_nodes_nest(soft, kernels, stream, graph) -> None:
-    """Each iteration of the outer loop sets the condition of the inner loop again."""
+    """A WHILE node can be nested in a WHILE node.
+
+    Each iteration of the outer loop sets the condition of the inner loop again.
+    """
     a = soft.ints(0)
     inner_count = soft.ints(0)
     outer = condition(soft, graph, 1)
@@ -69,8 +76,11 @@ def test_conditional_while_nodes_nest(soft, kernels, stream, graph) -> None:
 
 
 def test_conditional_body_rejects_unsupported_nodes(soft, graph, event) -> None:
-    """A body rejects host nodes, event nodes and copies of pageable memory, even inside a child
-    graph. A graph with a conditional node cannot be cloned as a child graph."""
+    """A conditional body rejects host nodes, event nodes and copies of pageable memory.
+
+    It rejects them even inside a child graph. A graph with a conditional node cannot be cloned as a
+    child graph.
+    """
     d = soft.d
     child = soft.cuGraphCreate(0)
     p = soft.host_params(USLEEP)
@@ -90,9 +100,12 @@ def test_conditional_body_rejects_unsupported_nodes(soft, graph, event) -> None:
 
 
 def test_conditional_handle_belongs_to_one_node(soft, graph) -> None:
-    """A handle of another graph and a handle that a node already uses are rejected. A graph with
-    an unused handle cannot be instantiated. A node with the wrong number of bodies is
-    rejected."""
+    """A conditional handle must be used by exactly one node of its own graph.
+
+    A handle of another graph and a handle that is already used are rejected. A graph with an unused
+    handle cannot be instantiated. The test also checks that a node with the wrong number of bodies
+    is rejected.
+    """
     elsewhere = soft.cuGraphCreate(0)
     foreign = condition(soft, elsewhere, 1)
     handle = condition(soft, graph, 1)
@@ -105,7 +118,7 @@ def test_conditional_handle_belongs_to_one_node(soft, graph) -> None:
 
 
 def test_conditional_body_nodes_can_be_updated_in_executable(soft, kernels, stream, graph) -> None:
-    """Nodes in a body accept new parameters in the executable graph and can be disabled there."""
+    """Nodes of a conditional body can be updated and disabled in the executable graph."""
     a = soft.ints(0)
     _, (body,) = add_conditional(soft, graph, [], condition(soft, graph, 1), IF)
     node = soft.add_int_kernel(body, [], kernels.add, a, 1)
@@ -122,7 +135,10 @@ def test_conditional_body_nodes_can_be_updated_in_executable(soft, kernels, stre
 def test_event_wait_node_waits_for_work_recorded_before_launch(
     soft, stream, other, event, graph, words
 ) -> None:
-    """A wait node whose event was never recorded does not wait."""
+    """An event wait node waits for the last record before the launch.
+
+    It does not wait if the event was never recorded.
+    """
     a = soft.ints(0)
     wait_node = soft.cuGraphAddEventWaitNode(graph, [], 0, event)
     soft.add_fill(graph, [wait_node], a, 5)
@@ -141,7 +157,10 @@ def test_event_wait_node_waits_for_work_recorded_before_launch(
 
 
 def test_event_node_with_destroyed_event_rejects_launch(soft, stream, event, graph) -> None:
-    """The soft device makes this check although hardware does not."""
+    """A graph launch is rejected if the event of one of its nodes was destroyed.
+
+    A GPU's driver does not make this check.
+    """
     record_node = soft.cuGraphAddEventRecordNode(graph, [], 0, event)
     wait_node = soft.cuGraphAddEventWaitNode(graph, [], 0, event)
     types = [soft.cuGraphNodeGetType(node).value for node in (wait_node, record_node)]
@@ -153,7 +172,7 @@ def test_event_node_with_destroyed_event_rejects_launch(soft, stream, event, gra
 
 
 def test_event_nodes_are_updated_by_exec_update(soft, stream, event) -> None:
-    """An update of the executable graph replaces the events of its record node and wait node."""
+    """Updating an executable graph replaces the events of its event nodes."""
     new = soft.cuEventCreate(0)
     definitions = []
     for which in (event, new):
@@ -170,7 +189,7 @@ def test_event_nodes_are_updated_by_exec_update(soft, stream, event) -> None:
 
 
 def move_child(soft, parent, child, ownership: int = 1) -> str:
-    """Add a child graph node with an ownership (0: clone, 1: move) and return the error code."""
+    """Add a child graph node with an ownership (0 clone, 1 move). Return the error code."""
     p = soft.node_params("GRAPH")
     p.graph.graph = child
     p.graph.ownership = soft.d.CUgraphChildGraphNodeOwnership(ownership)
@@ -178,8 +197,10 @@ def move_child(soft, parent, child, ownership: int = 1) -> str:
 
 
 def test_child_graph_moved_into_parent_belongs_to_it(soft, stream) -> None:
-    """A moved child graph may contain conditional nodes. It cannot be used separately, and it is
-    destroyed with its parent."""
+    """A child graph that was moved into a parent cannot be used separately.
+
+    It is destroyed with its parent. It may contain conditional nodes.
+    """
     d = soft.d
     before = soft.live()
     parent = soft.cuGraphCreate(0)

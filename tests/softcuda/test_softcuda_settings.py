@@ -7,8 +7,7 @@ from softcuda_util import check, codes
 
 
 def test_error_names_and_strings_are_defined_for_all_codes(soft):
-    """cuGetErrorName and cuGetErrorString know all codes that the soft device returns. The names
-    are those of CUDA."""
+    """Each code that the soft device returns has the name that CUDA defines, and a text."""
     known = [error for error in soft.d.CUresult if soft.d.cuGetErrorName(error)[1]]
     assert len(known) == 31
     for error in known:
@@ -17,8 +16,10 @@ def test_error_names_and_strings_are_defined_for_all_codes(soft):
 
 
 def test_context_create_makes_context_current_until_destroyed(soft):
-    """A created context shares device memory with the primary context, which is current again
-    when the created one is destroyed."""
+    """cuCtxCreate makes a context current until that context is destroyed.
+
+    The primary context is current again afterwards. Both contexts share device memory.
+    """
     d = soft.d
     context = soft.cuCtxCreate(None, 0, 0)
     assert int(context) == int(soft.cuCtxGetCurrent())
@@ -40,7 +41,7 @@ def error_text(result, code):
 
 
 def test_setting_memory_limits_device_memory():
-    """SOFTCUDA_MEMORY limits device memory. Pinned memory does not count."""
+    """SOFTCUDA_MEMORY limits the amount of device memory but not of pinned memory."""
     check(
         SETUP
         + """
@@ -57,8 +58,11 @@ s.cuMemFree(s.alloc(1_000_000))
 
 
 def test_memory_addresses_are_reused_after_all_others():
-    """The test limits the address space of the process, so that it reaches the end of the range
-    of device addresses."""
+    """Device addresses of freed memory are reused after all other device addresses were used.
+
+    The test limits the address space of the process. The range of device addresses is then small
+    enough to be used up.
+    """
     check(
         SETUP
         + """
@@ -98,8 +102,10 @@ s.stream()
 
 
 def test_forked_child_gets_not_initialized():
-    """In a forked child, driver calls return NOT_INITIALIZED, but error names can be queried.
-    The parent is not affected."""
+    """In a child that was forked after cuInit, driver calls return NOT_INITIALIZED.
+
+    Error names can still be queried. The parent process is not affected.
+    """
     check(
         SETUP
         + """

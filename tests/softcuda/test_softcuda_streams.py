@@ -17,20 +17,21 @@ from graft.cudagraph.softstats import counters
 
 @pytest.fixture
 def gate():
-    """A threading.Event with an attribute ``callback``, a host function that waits for the
-    event."""
+    """A threading.Event. Its attribute ``callback`` is a host function that waits for the event."""
     opened = threading.Event()
     opened.callback = CALLBACK(lambda _: opened.wait(10) and None)
     return opened
 
 
 def test_streams_run_concurrently_and_wait_for_events(soft, kernels, stream, other, event, gate):
-    """A wait refers to the last record before the wait. It does not include later records of the
-    event or other work of the stream."""
+    """A stream wait covers the work before the last record of the event, and nothing else.
+
+    It does not cover later records of the event or other work on the recording stream.
+    """
     log = soft.ints(0, 0, 0)
     assert code(soft.d.cuEventQuery(event)) == "SUCCESS"  # an event that was never recorded
     soft.cuEventRecord(event, stream)
-    soft.cuStreamWaitEvent(other, event, 0)  # waits for this record and not for the next one
+    soft.cuStreamWaitEvent(other, event, 0)  # waits for the record in the line above
     soft.host(stream, gate.callback)
     soft.cuEventRecord(event, stream)
     soft.launch_int(kernels.append, log, 1, other)
@@ -45,7 +46,10 @@ def test_streams_run_concurrently_and_wait_for_events(soft, kernels, stream, oth
 
 
 def test_event_elapsed_time_covers_work_between_events(soft, stream):
-    """Events without timing and events that were never recorded are rejected."""
+    """cuEventElapsedTime measures the work between two records.
+
+    It rejects events without timing and events that were never recorded.
+    """
     timed = [soft.cuEventCreate(0) for _ in range(3)]
     untimed = soft.cuEventCreate(2)
     soft.cuEventRecord(timed[0], stream)
@@ -80,8 +84,10 @@ def test_legacy_stream_waits_for_blocking_streams_only(soft, other, gate):
 
 
 def test_per_thread_stream_is_separate_for_each_thread(soft, kernels):
-    """CU_STREAM_PER_THREAD runs its work in order, waits for the legacy stream, and can capture.
-    It is destroyed when its thread exits."""
+    """Each thread has its own CU_STREAM_PER_THREAD, which is destroyed when the thread exits.
+
+    The stream runs its work in order, waits for the legacy stream, and can capture.
+    """
     own = soft.d.CUstream(2)
     log = soft.ints(*[0] * 128)
     add = kernels.append
@@ -106,7 +112,7 @@ def test_per_thread_stream_is_separate_for_each_thread(soft, kernels):
 
 
 def test_stream_queries_return_flags_priority_and_context(soft):
-    """A priority outside of the supported range is clamped."""
+    """A stream has the flags, priority and context of its creation. Priorities are clamped."""
     least, greatest = soft.cuCtxGetStreamPriorityRange()
     stream = soft.cuStreamCreateWithPriority(1, greatest - 3)
     assert int(soft.cuStreamGetFlags(stream)) == 1
@@ -115,7 +121,7 @@ def test_stream_queries_return_flags_priority_and_context(soft):
 
 
 def test_stream_and_event_handles_are_never_reused(soft, stream, event):
-    """The handles of destroyed objects stay invalid even after new objects were created."""
+    """The handle of a destroyed object stays invalid after other objects were created."""
     d = soft.d
     soft.cuStreamDestroy(stream)
     soft.cuEventDestroy(event)
@@ -129,8 +135,11 @@ def test_stream_and_event_handles_are_never_reused(soft, stream, event):
 
 
 def test_gil_counters_count_calls_that_hold_the_gil(soft):
-    """The bindings of cuda.bindings release the GIL during driver calls. Calls through
-    ctypes.PyDLL do not."""
+    """Only driver calls of threads that hold the GIL are counted in the group ``gil_held``.
+
+    cuda.bindings releases the GIL during driver calls. Calls through ctypes.PyDLL do not release
+    it.
+    """
     pointer = soft.alloc(64)
 
     def call_counts():
@@ -150,15 +159,18 @@ def test_gil_counters_count_calls_that_hold_the_gil(soft):
 
 
 def test_module_load_rejects_invalid_images(soft):
-    """Images that are not ELF files, contain GPU code or have another kernel ABI return the
-    documented codes."""
+    """Loading an invalid image returns the documented error code.
+
+    Invalid images are files that are not ELF files, images with GPU code, and images with another
+    kernel ABI.
+    """
     load = soft.d.cuModuleLoadData
     image = util.compile_kernel(util.KERNELS)
     assert code(load(b"not an image" + bytes(64))) == "INVALID_IMAGE"
     foreign = image[:18] + (190).to_bytes(2, "little") + image[20:]  # EM_CUDA
     assert code(load(foreign)) == "NO_BINARY_FOR_GPU"
-    # The kernel table begins with the ABI and the number of kernels. 77 kernels make these bytes
-    # unique in the image.
+    # The kernel table begins with the ABI number and the number of kernels. An image with 77
+    # kernels contains these bytes only once, so that the test can find the table.
     header = (util.SOURCE / "include" / "softcuda_abi.h").read_text()
     abi = int(re.findall(r"SOFTCUDA_ABI (\d+)u", header)[0])
     many = "".join(f'extern "C" __global__ void k{i}(int* p) {{}}\n' for i in range(77))
@@ -170,7 +182,7 @@ def test_module_load_rejects_invalid_images(soft):
 
 
 def test_functions_are_found_by_name_and_have_attributes(soft, kernels):
-    """The test also checks the loading state and the limit of dynamic shared memory."""
+    """Functions are found by name, and have a loading state and a limit of shared memory."""
     d = soft.d
     f = kernels.bounded
     user = kernels.shared_user
@@ -200,8 +212,7 @@ def test_functions_are_found_by_name_and_have_attributes(soft, kernels):
     ],
 )
 def test_launch_rejects_invalid_grid_and_block_dimensions(soft, kernels, grid, block):
-    """Dimensions that exceed the device's limits or the launch bounds of the kernel return
-    INVALID_VALUE."""
+    """Grid and block sizes above the device's limits or the launch bounds are rejected."""
     assert code(soft.try_launch(kernels.bounded, grid, block, soft.ints(0))) == "INVALID_VALUE"
     assert "'bounded'" in soft.refusal()
 
@@ -225,8 +236,10 @@ def test_get_proc_address_selects_symbol_by_version(soft):
 
 
 def test_running_kernel_sees_host_stores_and_does_not_block_exit():
-    """A kernel polls pinned memory and sees a value that the host writes while the kernel runs.
-    A process exits immediately even if a kernel and a host function are running."""
+    """A running kernel sees a value that the host writes to pinned memory.
+
+    A process can exit immediately while a kernel and a host function are running.
+    """
     check(
         """
         words, stream, seen = Words(s, 1), s.stream(), s.ints(0)

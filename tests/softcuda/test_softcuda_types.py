@@ -74,7 +74,7 @@ def kernels(soft):
 
 
 def arithmetic(soft, kernel, *operands):
-    """Run a kernel of 16-bit arithmetic.
+    """Run a kernel that computes several 16-bit operations on the same operands.
 
     Return an array with one row of 16-bit results per operation, and the first operand converted to
     fp32.
@@ -102,13 +102,15 @@ def round_to_bf16(x: np.ndarray) -> np.ndarray:
 
 
 def test_half_arithmetic_is_correctly_rounded(soft, kernels):
-    """Each operation rounds its exact result once to nearest even, as NumPy's float16 does.
-    __hfma does not round the product before the sum."""
+    """Each half operation rounds its exact result once to nearest even, as NumPy's float16 does.
+
+    __hfma rounds only after the addition and not after the multiplication.
+    """
     a, b, c = (rng.integers(0, 0x10000, 40000, dtype=np.uint16) for _ in range(3))
     got, value = arithmetic(soft, kernels.f16, a, b, c)
     x, y, z = (v.view(np.float16) for v in (a, b, c))
     with np.errstate(all="ignore"):
-        # Longdouble holds the exact product and, for these exponents, the exact sum of the fma.
+        # The product and, for these exponents, the sum of the fma are exact in longdouble.
         exact = x.astype(np.longdouble) * y.astype(np.longdouble) + z.astype(np.longdouble)
         expected = [x + y, x - y, x * y, x / y, round_exact(exact)]
     for row, values in enumerate(expected):
@@ -141,15 +143,17 @@ def test_bfloat16_arithmetic_rounds_fp32_results_once(soft, kernels):
     x, y, z = ((v.astype(np.uint32) << 16).view(np.float32) for v in (a, b, c))
     for row, values in enumerate((x + y, x - y, x * y, x / y)):
         assert np.array_equal(got[row], round_to_bf16(values)), row
-    # The product has 16 bits and the exponents are close, so the sum is exact in double.
+    # The sum is exact in double, because the product has 16 bits and the exponents are close.
     exact = x.astype(np.float64) * y + z
     fused = exact.astype(np.float32)
     assert (got[4] == round_to_bf16(fused)).mean() > 0.9999
 
 
 def test_float_to_16_bit_conversions_round_to_nearest_even(soft, kernels):
-    """The inputs cover the whole range of exponents, including values that become subnormal
-    halves."""
+    """Conversions of fp32 to half and bfloat16 round to nearest even.
+
+    The inputs cover the whole range of exponents, including values that become subnormal halves.
+    """
     bits = rng.integers(0, 2**32, 60000, dtype=np.uint64).astype(np.uint32)
     exponents = (100 + rng.integers(0, 50, 30000)).astype(np.uint32)
     bits[:30000] = (bits[:30000] & 0x807FFFFF) | exponents << 23
@@ -175,7 +179,7 @@ def test_float_to_16_bit_conversions_round_to_nearest_even(soft, kernels):
 
 
 def test_float_arithmetic_flushes_denormals_and_does_not_contract(soft, kernels):
-    """A product and a sum are fused only by an explicit fmaf."""
+    """Denormals are flushed to zero. A multiplication and an addition are fused only by fmaf."""
     tiny = soft.put([1.2e-38, 0.0], np.float32)
     assert soft.results(1, np.float32, kernels.flush, 1, 1, tiny, None) == [0.0]
     x = np.array([1 + 2**-13, 1 - 2**-13, -1.0], np.float32)
@@ -185,8 +189,7 @@ def test_float_arithmetic_flushes_denormals_and_does_not_contract(soft, kernels)
 
 
 def test_vector_types_and_parameters_have_cuda_layout(soft, kernels):
-    """The vector types have CUDA's sizes and alignments, and kernel parameters have CUDA's
-    offsets and sizes."""
+    """Vector types and kernel parameters have the sizes and alignments that CUDA defines."""
     data = rng.standard_normal((8, 4)).astype(np.float32)
     sizes = soft.alloc(20)
     out = soft.results((8, 4), np.float32, kernels.vectors, 1, 8, soft.put(data), None, sizes)
