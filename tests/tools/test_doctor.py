@@ -17,7 +17,7 @@ from graft.tools import cli, doctor, watch
 
 
 def test_doctor_reports_healthy_environment(capsys):
-    """In the environment of the tests, no required component is missing. The report is JSON."""
+    """In the environment of the tests, ``graft doctor --json`` finds all required components."""
     assert cli.main(["doctor", "--limit", "5"]) == 2
     assert "--limit requires --watch" in capsys.readouterr().err
     assert cli.main(["doctor", "--json"]) == 0
@@ -50,7 +50,10 @@ def test_doctor_reports_healthy_environment(capsys):
 def test_doctor_reports_missing_package_with_install_command(
     package, name, status, monkeypatch, capsys
 ):
-    """A missing optional package, such as XGrammar, does not change the exit status."""
+    """The report suggests the command that installs a missing package.
+
+    The exit status is 1 if graft requires the package, and 0 if it is optional, like XGrammar.
+    """
     real = doctor.version_of
     monkeypatch.setattr(doctor, "version_of", lambda p: None if p == package else real(p))
     assert cli.main(["doctor"]) == (status == "missing")
@@ -65,7 +68,7 @@ def test_doctor_reports_missing_package_with_install_command(
     [("CXX", "no-such-compiler", "compiler"), ("GRAFT_DEVICE", "abacus", "device")],
 )
 def test_doctor_reports_invalid_environment_variable(variable, value, name):
-    """An unknown compiler or device is reported as a finding, without a traceback."""
+    """If CXX or GRAFT_DEVICE has an invalid value, the report says so; there is no traceback."""
     done = subprocess.run(
         [sys.executable, "-m", "graft.tools.cli", "doctor", "--json"],
         text=True,
@@ -78,7 +81,7 @@ def test_doctor_reports_invalid_environment_variable(variable, value, name):
 
 
 def test_doctor_reports_driver_that_hangs(monkeypatch):
-    """The query of the driver has a time limit."""
+    """A driver that does not answer within the time limit is reported as absent."""
     monkeypatch.setattr(chooser, "PROBE", "import time; time.sleep(60)")
     monkeypatch.setattr(doctor.chooser, "PROBE_LIMIT_S", 0.5)
     finding = doctor.check_driver()
@@ -86,7 +89,7 @@ def test_doctor_reports_driver_that_hangs(monkeypatch):
 
 
 def test_doctor_requires_cupy_with_gpu(monkeypatch):
-    """If the NVIDIA driver finds a device, the absence of CuPy is an error."""
+    """If NVIDIA's driver reports a GPU, graft needs CuPy, so a missing CuPy is an error."""
     gpu = doctor.Finding("nvidia driver", "ok", "CUDA 13.0, a device")
     monkeypatch.setattr(doctor, "CHECKS", (lambda: gpu, doctor.check_cupy))
     monkeypatch.setattr(doctor, "version_of", lambda package: None)
@@ -123,7 +126,10 @@ def callback():
 
 @pytest.fixture
 def program(tmp_path):
-    """Return a function that writes a program (prelude and code) and returns its path."""
+    """Return a function that writes a program to a file and returns the path of the file.
+
+    The program is `prelude` followed by `code`.
+    """
 
     def write(code: str, prelude: str = PRELUDE) -> str:
         path = tmp_path / "program.py"
@@ -134,9 +140,10 @@ def program(tmp_path):
 
 
 def test_watch_reports_potential_deadlock(program, capfd):
-    """A callback requests the GIL, and another call to the driver is made with the GIL held.
+    """A potential deadlock is found even if the program does not hang.
 
-    The report contains the stacks of both.
+    The program has a callback that requests the GIL, and a driver call made with the GIL held. The
+    report contains the stacks of the callback and of the driver call.
     """
     path = program("""
         for _ in range(3):
@@ -164,9 +171,9 @@ def test_watch_reports_potential_deadlock(program, capfd):
 
 
 def test_watch_ignores_slow_native_host_functions(program, capfd):
-    """A host function that does not request the GIL is not recorded, however long it runs.
+    """A native host function is not recorded, even if it runs long, unless it requests the GIL.
 
-    The exit status of the program is part of the report.
+    The report contains the exit status of the program.
     """
     path = program("""
         usleep = ctypes.cast(ctypes.CDLL(None).usleep, ctypes.c_void_p).value
@@ -188,7 +195,9 @@ def test_watch_ignores_slow_native_host_functions(program, capfd):
 
 
 def test_watch_finds_no_cycle_with_python_callbacks_alone(program):
-    """Callbacks of all kinds request the GIL, but no driver call holds the GIL."""
+    """Python callbacks request the GIL, but without a driver call that holds the GIL there is no
+    cycle.
+    """
     path = program("""
         lane.host(callback)
         lane.mailbox(callback)
@@ -209,10 +218,11 @@ def test_watch_finds_no_cycle_with_python_callbacks_alone(program):
 
 
 def test_watch_mailbox_worker_holds_device_work_only(program):
-    """A mailbox worker is a host thread that the device waits for; it holds no driver lock.
+    """The device waits for a mailbox worker (a host thread), which holds no lock of the driver.
 
-    A Python function in such a thread therefore forms a cycle with a driver call that waits for the
-    device, but not with a call that only takes a lock of the driver.
+    If the worker runs a Python function, the worker requests the GIL. This forms a cycle with a
+    driver call that holds the GIL and waits for the device. It does not form a cycle with a driver
+    call that holds the GIL and only takes a lock of the driver.
     """
     code = """
         lane.mailbox(callback)
@@ -249,7 +259,10 @@ PROGRAM_WITHOUT_GRAFT = """
 
 
 def test_watch_works_without_graft_and_after_exit(program):
-    """The program uses only cuda.bindings and ctypes, and exits with ``os._exit``."""
+    """A deadlock is found in a program that uses cuda.bindings and ctypes in place of graft.
+
+    The edges are recorded although the program exits with ``os._exit``.
+    """
     path = program(PROGRAM_WITHOUT_GRAFT, prelude="")
     report, status = watch.run_watched([path], LIMIT_S)
     assert status == 0
@@ -269,12 +282,12 @@ def test_watch_reports_deadlock_with_stacks_of_both_threads(program, capfd):
         libc, gate = ctypes.PyDLL(None), ctypes.create_string_buffer(64)
         wait = ctypes.cast(libc.sem_wait, ctypes.c_void_p).value
         libc.sem_init(gate, 0, 0)
-        holding_gil.softcuda_watch_asks.restype = ctypes.c_int64
+        holding_gil.softcuda_gil_requests.restype = ctypes.c_int64
         sys.setswitchinterval(1e6)
         hostfunc(stream, NativeWork(wait, ctypes.addressof(gate)))
         hostfunc(stream, callback)
-        libc.sem_post(gate)  # from here on, this thread does not release the GIL
-        while not holding_gil.softcuda_watch_asks():  # until the callback requests the GIL
+        libc.sem_post(gate)  # this thread keeps the GIL from here on
+        while not holding_gil.softcuda_gil_requests():  # until the callback requests the GIL
             libc.usleep(1000)
         def synchronize_holding_gil():
             holding_gil.cuStreamSynchronize(ctypes.c_void_p(stream.handle))
@@ -292,7 +305,7 @@ def test_watch_reports_deadlock_with_stacks_of_both_threads(program, capfd):
 
 
 def test_watch_variable_records_edges_without_the_tool(program, tmp_path):
-    """Every process that opens the soft device writes to the file that SOFTCUDA_WATCH names."""
+    """If SOFTCUDA_WATCH names a file, each process that opens the soft device appends its edges."""
     path = tmp_path / "edges.jsonl"
     env = {**os.environ, "GRAFT_DEVICE": "soft", "SOFTCUDA_WATCH": str(path)}
     code = program("call_holding_gil()")
@@ -304,9 +317,9 @@ def test_watch_variable_records_edges_without_the_tool(program, tmp_path):
 
 
 def test_watch_rejects_invalid_commands(program, capfd, tmp_path):
-    """A missing or unknown program and an invalid limit are errors with exit status 2.
+    """If the program is missing or does not exist, or --limit is invalid, the exit status is 2.
 
-    A program that does not open the soft device has an exit status of its own.
+    If the program does not open the soft device, the exit status is `watch.UNSEEN`.
     """
     for command in ([], ["no-such-program"], ["--limit", "5"], ["--limit", "soon", "-c", "0"]):
         assert cli.main(["doctor", "--watch", *command]) == 2
@@ -319,7 +332,10 @@ def test_watch_rejects_invalid_commands(program, capfd, tmp_path):
 
 @pytest.mark.parametrize("status", [2, 3, 4])
 def test_watch_reports_failure_for_any_exit_status_of_program(status, program, capfd):
-    """The program may exit with a status that the tool itself uses for a verdict."""
+    """If a program fails, the exit status of ``graft doctor --watch`` is `watch.FAILED`.
+
+    This also applies if the status of the program equals one of the tool's own exit statuses.
+    """
     assert cli.main(["doctor", "--watch", program(f"sys.exit({status})")]) == watch.FAILED
     text = capfd.readouterr().err
     assert "verdict: no cycle" in text
@@ -327,9 +343,10 @@ def test_watch_reports_failure_for_any_exit_status_of_program(status, program, c
 
 
 def test_soft_launcher_runs_programs_on_the_soft_device(tmp_path):
-    """In the program, cuda.bindings finds the soft device, and the pytest plugin reports it.
+    """In a program run by ``graft soft``, cuda.bindings uses the soft device.
 
-    Arguments are passed to the program, and its exit status is returned.
+    The pytest plugin of graft reports this. ``graft soft`` passes the arguments to the program and
+    returns the exit status of the program.
     """
     (tmp_path / "test_it.py").write_text(
         "from cuda.bindings import driver\n"

@@ -1,5 +1,5 @@
-// The lock-order watch. An edge of the record says that a thread held one resource while it
-// requested another one.
+// The lock-order watch. It records lock-order edges: an edge A -> B says that a thread held the
+// resource A while it requested the resource B.
 #include "watch.h"
 
 #include <fcntl.h>
@@ -38,10 +38,12 @@ Watch& g_watch = *new Watch;
 
 std::atomic<bool> g_on{false};
 std::atomic<long> g_gil_requests{0};
-// State of the restricted scope that the thread is in.
-thread_local bool t_requested_gil = false;  // only the first request of a scope is recorded
-thread_local void* t_function = nullptr;    // the function that the driver called
-// Key of the last edge that the thread recorded, until its first Python function is known.
+// State of the restricted scope in which the thread runs (see t_restricted_scope).
+thread_local bool t_requested_gil = false;
+// The host function or destructor that the driver has called.
+thread_local void* t_function = nullptr;
+// Key of the edge that the thread has recorded last. It is kept until the first Python function
+// that the thread enters is known, which is then added to the edge.
 thread_local std::string* t_edge = nullptr;
 
 std::string quoted(const std::string& text) {
@@ -72,8 +74,8 @@ std::string lines(const std::string& text) {
   return "[" + out + "]";
 }
 
-// Appends one line of JSON to the file. It is one write, because several processes may share the
-// file.
+// Appends one line of JSON to the file with a single write, so that the lines of several processes
+// are not mixed.
 void append(const std::string& fields) {
   const int file = open(g_watch.path.c_str(), O_WRONLY | O_APPEND | O_CREAT | O_CLOEXEC, 0666);
   if (file < 0) return;
@@ -90,8 +92,8 @@ void write_edge(const Edge& edge) {
          ", \"python\": " + lines(edge.python));
 }
 
-// Counts an observation of an edge. A new edge is written immediately, so that it is recorded even
-// if the process is killed.
+// Counts one observation of a lock-order edge A -> B. The first observation of an edge is also
+// written to the file immediately. The edge is therefore in the file even if the process is killed.
 void count_edge(const std::string& key, const std::string& text, const std::string& python) {
   const std::lock_guard<std::mutex> lock(g_watch.mutex);
   if (g_watch.ended) return;
@@ -103,7 +105,8 @@ void count_edge(const std::string& key, const std::string& text, const std::stri
   write_edge(edge);
 }
 
-// Returns a key for a native stack: the names of its frames, without the offsets inside functions.
+// Returns the names of the frames of a native stack without the offsets inside the functions. Two
+// stacks with the same functions have the same key.
 std::string stack_key(const std::string& native) {
   std::string out;
   for (size_t at = 0; at < native.size();) {
@@ -122,7 +125,7 @@ std::string thread_name() {
   return name;
 }
 
-// Returns the resources that the thread's restricted scope holds, as a JSON array (L3).
+// Returns the resources that the thread holds in its restricted scope, as a JSON array (L3).
 const char* held_resources() {
   if (std::strcmp(t_restricted_scope, "host function") == 0) {
     return "[\"driver lock\", \"device work\"]";
@@ -131,7 +134,7 @@ const char* held_resources() {
   return "[\"driver lock\"]";  // a user-object destructor
 }
 
-// Called on the thread that requests the GIL, before the thread may have to wait.
+// Called when a thread requests the GIL, on this thread and before it may have to wait.
 void on_gil_request() {
   if (t_restricted_scope == nullptr || t_requested_gil) return;
   t_requested_gil = true;
@@ -150,7 +153,8 @@ void on_gil_request() {
   report_first_python_call(true);
 }
 
-// Called with the stack of the first Python function that the thread enters with the GIL.
+// Called when a thread that has got the GIL enters its first Python function. `stack` is the Python
+// stack.
 void on_first_python_call(const std::string& stack) {
   if (t_edge == nullptr || t_restricted_scope == nullptr) return;
   std::string text;
@@ -163,7 +167,9 @@ void on_first_python_call(const std::string& stack) {
       write_edge(edge);
       return;
     }
-    --edge.count;  // the Python stack differs, so this is counted as a separate edge
+    // The edge was observed before with another Python stack. Count this observation as a separate
+    // edge.
+    --edge.count;
     text = edge.text;
   }
   count_edge(*t_edge + stack, text, stack);
@@ -224,8 +230,9 @@ void end_watch(const std::string& hang) {
 
 using namespace softcuda;
 
-// Returns how often host functions, destructors and threads that the device waits for have
-// requested the GIL. A request is counted before the thread gets the GIL.
-SC_EXPORT int64_t softcuda_watch_asks() { return g_gil_requests.load(); }
+// Returns the number of requests for the GIL from host functions, from user-object destructors, and
+// from threads on which a pending stream wait depends. A request is counted before the thread gets
+// the GIL.
+SC_EXPORT int64_t softcuda_gil_requests() { return g_gil_requests.load(); }
 // Returns 1 if requests for the GIL are observed, else 0.
 SC_EXPORT int softcuda_watch_ready() { return watching() && gil_watched() ? 1 : 0; }

@@ -1,11 +1,15 @@
-"""One case of the deadlock matrix, run in the process that calls `run`.
+"""Run one case of the deadlock test in the current process.
 
     python -m graft.tools.labs.gil_deadlock.case PATTERN:TRANSPORT:MODEL[:released]
 
-Events, not delays, bring both sides into position. A kernel blocks the stream until everything is
-enqueued. This thread then takes the GIL for good: calls through ``ctypes.PyDLL`` do not release it,
-and the switch interval is longer than any case. The stream is unblocked, and the driver call of the
-pattern is made once the callback is waiting for the GIL or has begun without it.
+The order of events is the same in every run and does not depend on delays:
+
+1. A kernel blocks the stream until the callback is enqueued behind it.
+2. This thread keeps the GIL from now on. The switch interval is longer than any case, and driver
+   calls through ``ctypes.PyDLL`` do not release the GIL.
+3. The host unblocks the stream, so that the callback begins.
+4. As soon as the callback waits for the GIL, or runs without needing it, this thread makes the
+   driver call of the pattern.
 """
 
 from __future__ import annotations
@@ -36,7 +40,7 @@ PATTERNS = {
     "first-launch": "first cuLaunchKernel of a lazily loaded kernel",
     "copy": "cuMemcpyDtoH, which waits for the callback",
 }
-#: How the host function is called. The mailbox is tested with a native and with a Python body.
+#: Ways in which the callback is called. The mailbox is tested with a native and a Python body.
 TRANSPORTS = (
     "python",
     "native",
@@ -46,7 +50,8 @@ TRANSPORTS = (
     "ctypes",
     "cuda.core",
 )
-#: Before 13.5, cuda.bindings wraps even a C function in a function that takes the GIL.
+#: Before version 13.5, cuda.bindings wraps every callback in a function that takes the GIL, even if
+#: the callback is a C function.
 _BINDINGS_VERSION = importlib.metadata.version("cuda-bindings").split(".")
 BINDINGS_TAKE_GIL = (int(_BINDINGS_VERSION[0]), int(_BINDINGS_VERSION[1])) < (13, 5)
 #: Transports whose callback takes the GIL.
@@ -59,16 +64,20 @@ GIL_TRANSPORTS = (
 )
 #: Values of SOFTCUDA_LOCK_MODEL.
 LOCK_MODELS = (0, 1, 2, 4)
-#: Exit status of a case whose wait was ended by the mailbox's deadline.
+#: Exit status of a case in which the mailbox's deadline ended the wait.
 RELEASED_STATUS = 3
 
+#: Duration of a native callback in microseconds.
 NATIVE_CALLBACK_US = 150_000
 MAILBOX_DEADLINE_S = 6.0
+#: Maximum time in seconds for which the kernel blocks the stream.
 BLOCK_LIMIT_S = 60.0
+#: Maximum time in seconds until the callback waits for the GIL or runs.
 POSITION_LIMIT_S = 60.0
-#: Time to get into position on CUDA hardware, which does not report requests for the GIL.
+#: Time that the callback is given to begin on CUDA hardware, which does not report requests for the
+#: GIL.
 CUDA_POSITION_S = 0.5
-#: Switch interval with which this thread keeps the GIL.
+#: Switch interval in seconds with which this thread keeps the GIL.
 NEVER_SWITCH_S = 1e6
 DEFAULT_SWITCH_S = 0.005
 STREAM_LIMIT_S = 100.0
@@ -83,11 +92,11 @@ class Case:
     pattern
         Driver call; a key of `PATTERNS`.
     transport
-        How the callback is called; one of `TRANSPORTS`.
+        Way in which the callback is called; one of `TRANSPORTS`.
     model
         Lock model of the soft device; -1 on CUDA hardware.
     gil_held
-        Whether the driver call is made with the GIL held. The control case releases it.
+        Whether the driver call is made with the GIL held. It is released only in the control case.
     """
 
     pattern: str
@@ -97,13 +106,13 @@ class Case:
 
     @property
     def name(self) -> str:
-        """The case as an argument of ``--case``."""
+        """Name of the case, which is an argument of ``--case``."""
         suffix = "" if self.gil_held else ":released"
         return f"{self.pattern}:{self.transport}:{self.model}{suffix}"
 
     @staticmethod
     def parse(name: str) -> Case:
-        """Return the case with a name.
+        """Return the case with the given name.
 
         Raises
         ------
@@ -121,7 +130,7 @@ class Case:
 
 
 def unavailable(transport: str) -> str:
-    """Return why a transport cannot be tested here; empty if it can."""
+    """Return the reason why a transport cannot be tested here, or "" if it can be tested."""
     if transport == "cuda.core" and importlib.util.find_spec("cuda.core") is None:
         return "cuda.core is not installed (pip install cuda-core)"
     return ""
@@ -129,7 +138,8 @@ def unavailable(transport: str) -> str:
 
 def _c_function(name: str) -> int:
     """Return the address of a C function of the process."""
-    return ctypes.cast(getattr(ctypes.CDLL(None), name), ctypes.c_void_p).value or 0
+    function = getattr(ctypes.CDLL(None), name)
+    return ctypes.cast(function, ctypes.c_void_p).value or 0
 
 
 def _check(api: str, status: int) -> None:
@@ -139,7 +149,11 @@ def _check(api: str, status: int) -> None:
 
 @dataclass(frozen=True)
 class _Stream:
-    """A blocking stream: it synchronizes with the legacy default stream, as is CUDA's default."""
+    """Handle of a blocking stream.
+
+    A blocking stream synchronizes with the legacy default stream. This is CUDA's default, but not
+    the kind of stream that graft creates.
+    """
 
     handle: int
 
@@ -150,13 +164,13 @@ class _Stream:
 def enqueue_callback(
     device: Device, transport: str, stream: _Stream
 ) -> tuple[Callable[[], None], object]:
-    """Enqueue the callback.
+    """Enqueue the callback on a stream.
 
     Returns
     -------
-    check
-        Raises the callback's error, if any.
-    keep
+    check : callable
+        Function that raises the callback's error, if there is one.
+    keep : object
         Objects that must live until the callback has run.
     """
     if transport in ("python", "native", "mailbox", "mailbox-python"):
@@ -182,7 +196,7 @@ def _enqueue_graft(
     if transport in ("python", "mailbox-python"):
         work = PythonWork(int)
     else:
-        # A C function that takes some time and not the GIL.
+        # A C function that runs for some time without the GIL.
         work = NativeWork(_c_function("usleep"), NATIVE_CALLBACK_US, name="usleep")
     graph = Graph(device, transport)
     lane = graph.lane("main")
@@ -217,12 +231,12 @@ def prepare_call(device: Device, case: Case, stream: _Stream) -> tuple[Callable[
 
     Returns
     -------
-    make_call
-        Makes the driver call.
-    keep
-        Objects that must live until then.
+    make_call : callable
+        Function that makes the driver call.
+    keep : object
+        Objects that must live until the driver call has returned.
     """
-    # The only difference between the two: PyDLL keeps the GIL during calls, CDLL releases it.
+    # PyDLL keeps the GIL during calls and CDLL releases it. They do not differ otherwise.
     library = ctypes.PyDLL if case.gil_held else ctypes.CDLL
     driver: Any = library(SONAME)
     if case.pattern == "alloc":
@@ -250,7 +264,7 @@ def prepare_call(device: Device, case: Case, stream: _Stream) -> tuple[Callable[
 
 
 def _prepare_first_launch(device: Device, driver: Any) -> tuple[Callable[[], None], object]:
-    """Prepare the first launch of a kernel on another stream."""
+    """Prepare the first launch of a kernel, on a stream of its own."""
     text = CLOCK_KERNELS.read_text()
     kernel_source = KernelSource(text, CLOCK_KERNELS.name, {}, CLOCK_KERNELS.parent)
     module, keep = compile_source(device, kernel_source)
@@ -274,15 +288,15 @@ def _prepare_first_launch(device: Device, driver: Any) -> tuple[Callable[[], Non
 def make_position_wait(device: Device, case: Case) -> Callable[[], None]:
     """Return a function that waits, holding the GIL, until the callback is in position.
 
-    The callback is in position when it has requested the GIL or runs without it.
+    The callback is in position when it has requested the GIL, or when it runs without needing it.
     """
-    # The libraries are opened here because opening one may release the GIL.
+    # Open the libraries before the wait, because opening a library may release the GIL.
     sleep_us = ctypes.PyDLL(None).usleep
     if device.kind != "soft":
         return lambda: sleep_us(int(CUDA_POSITION_S * 1e6))
     soft = ctypes.PyDLL(SONAME)
     count = soft.softcuda_count
-    gil_requests = soft.softcuda_watch_asks
+    gil_requests = soft.softcuda_gil_requests
     count.restype = ctypes.c_int64
     gil_requests.restype = ctypes.c_int64
 
@@ -327,7 +341,7 @@ def _block_stream(device: Device, stream: _Stream) -> Any:
 
 
 def run(case: Case) -> int:
-    """Run a case. It does not return if the case hangs.
+    """Run a case. If the case deadlocks, this function does not return.
 
     Returns
     -------
