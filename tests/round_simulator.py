@@ -5,7 +5,8 @@ rows of the grammar, commits tokens and adds drafts. The slots are those of `ref
 the exchange memory is real. A `Decision` chooses the tokens that target and drafter would choose.
 
 The functions write and read what host, kernels and grammar exchange in a round: draft trees in slot
-state, mask rows, the slots of a replay, and its results. Tests that run the real kernels use them,
+state, mask rows, the records of committed tokens and drafts, the slots of a replay, and its
+results. Tests that run the real kernels use them,
 too.
 """
 
@@ -55,6 +56,47 @@ def write_mask_row(exchange: Exchange, slot: int | slice, j: int, row: ref.MaskR
     stamps = exchange.stamps
     for name in ("state", "epoch", "position", "detail"):
         stamps[name][slot, j] = getattr(row, name)
+
+
+def read_mask_stamp(exchange: Exchange, slot: int, j: int) -> ref.MaskRow:
+    """Return mask row `j` of a slot in exchange memory with its stamp, but without its mask."""
+    state, epoch, position, detail = exchange.stamps[slot, j].tolist()
+    return ref.MaskRow(state, epoch, position, detail=detail)
+
+
+def write_committed(exchange: Exchange, slot: int, replay: int, tokens: Sequence[int]) -> None:
+    """Write the record of committed tokens. If there are any, the slot has no drafts."""
+    exchange.committed[slot, : 2 + len(tokens)] = (replay, len(tokens), *tokens)
+    if len(tokens):
+        write_drafted(exchange, slot, replay, ())
+
+
+def read_committed(exchange: Exchange, slot: int) -> tuple[int, tuple[int, ...]]:
+    """Return the replay and the tokens of the record of committed tokens."""
+    replay, count, *tokens = exchange.committed[slot].tolist()
+    return replay, tuple(tokens[:count])
+
+
+def write_drafted(
+    exchange: Exchange,
+    slot: int,
+    replay: int,
+    drafts: Sequence[int],
+    parents: Sequence[int] | None = None,
+) -> None:
+    """Write the record of drafts. Without `parents`, they are a chain."""
+    count = len(drafts)
+    words = exchange.drafted[slot]
+    words[: 2 + count] = (replay, count, *drafts)
+    first_parent = 2 + exchange.layout["drafts"]
+    words[first_parent : first_parent + count] = range(count) if parents is None else parents
+
+
+def read_drafted(exchange: Exchange, slot: int) -> tuple[int, tuple[int, ...], tuple[int, ...]]:
+    """Return the replay, the drafts and their parents of the record of drafts."""
+    replay, count, *words = exchange.drafted[slot].tolist()
+    parents = words[exchange.layout["drafts"] :]
+    return replay, tuple(words[:count]), tuple(parents[:count])
 
 
 def publish_slots(ring: Ring, replay: int, slots: Sequence[int] | np.ndarray) -> None:
@@ -152,7 +194,7 @@ class RoundSimulator:
 
     def row_state(self, index: int, j: int, position: int) -> int:
         """Return the state of mask row `j` of a slot, as a kernel reads it for a position."""
-        row = ref.row_at(self.exchanges[0], index, j)
+        row = read_mask_stamp(self.exchanges[0], index, j)
         return row.counts_as(self.slots[index], position)
 
     def legal_ids(self, index: int, j: int, state: int) -> Any:
@@ -181,7 +223,7 @@ class RoundSimulator:
         outcome = ref.walk(slot, row, decide, tree)
         ref.commit(slot, outcome)
         for exchange in self.exchanges:
-            ref.record(exchange, index, self.replay, outcome.tokens)
+            write_committed(exchange, index, self.replay, outcome.tokens)
         return outcome
 
     def draft(self, index: int, j: int, *, masked: bool) -> bool:
@@ -209,4 +251,4 @@ class RoundSimulator:
         slot = self.slots[index]
         ref.keep(slot, token, parent=parent)
         for exchange in self.exchanges:
-            ref.record_drafts(exchange, index, self.replay, slot.drafts, slot.tree.parent[1:])
+            write_drafted(exchange, index, self.replay, slot.drafts, slot.tree.parent[1:])

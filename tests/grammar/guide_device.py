@@ -16,7 +16,7 @@ import numpy as np
 import reference_round as ref
 from guide_util import MATCHER_KINDS, OTHER_STOP, STOP, exchange_for, mix, oracle_row, run_work
 from reference_round import DEAD_END, ERROR, FREE, NOT_READY, READY, bits
-from round_simulator import Decision, RoundSimulator
+from round_simulator import Decision, RoundSimulator, read_mask_stamp
 
 from graft.grammar import CompiledGrammar, GrammarBackend, Matcher
 from graft.grammar.decoder import GuidedDecoder, GuidedRequest
@@ -98,7 +98,7 @@ class RandomDecision(Decision):
 
     def draft(self, slot: SlotTruth, j: int, legal: np.ndarray | None) -> int | None:
         device = self.device
-        row = ref.row_at(device.exchanges[0], slot.index, j - 1)
+        row = read_mask_stamp(device.exchanges[0], slot.index, j - 1)
         forced = row.forced(slot, slot.n + j - 1)
         if forced >= 0:
             return forced

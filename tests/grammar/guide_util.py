@@ -22,8 +22,8 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import numpy as np
-import reference_round as ref
 from reference_round import FREE, NOT_READY, READY
+from round_simulator import write_committed, write_drafted
 
 from graft.cudagraph.device import open_device
 from graft.grammar import CompiledGrammar, GrammarBackend, GrammarSpec, Matcher, Vocabulary
@@ -230,12 +230,12 @@ class Rig:
     def committed(self, replay, *tokens, slot=0):
         """Write committed tokens to the exchange memory, as verification does."""
         for one in np.atleast_1d(slot):
-            ref.record(self.exchange, one, replay, tokens)
+            write_committed(self.exchange, one, replay, tokens)
 
     def drafted(self, replay, *tokens, slot=0, parents=None):
         """Write drafts to the exchange memory, as the drafter does."""
         for one in np.atleast_1d(slot):
-            ref.record_drafts(self.exchange, one, replay, tokens, parents)
+            write_drafted(self.exchange, one, replay, tokens, parents)
 
     def start(self, replay, requests):
         """Publish a replay and run its open step."""

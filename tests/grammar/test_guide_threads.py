@@ -14,7 +14,8 @@ import weakref
 import guide_util
 import pytest
 from guide_util import SPECS, Rig, exchange_for, joined, run_work
-from reference_round import READY, record
+from reference_round import READY
+from round_simulator import write_committed
 
 from graft.grammar import GuidedDecoder, GuidedRequest
 from graft.grammar.decoder import default_threads
@@ -131,7 +132,7 @@ def play_by_processor_time(
             ready = bool(exchange.stamps["state"][slot, 0] == READY)
             text = b"ab".ljust(steps, b"c")[done[slot] :][:ready]
             done[slot] += len(text)
-            record(exchange, slot, replay, text)
+            write_committed(exchange, slot, replay, text)
         decoder.retire(replay)
     counters = decoder.counters()
     decoder.close()

@@ -12,7 +12,9 @@ import reference_round as ref
 from round_simulator import (
     pack_even_rows,
     publish_slots,
+    read_committed,
     read_draft_tree,
+    read_drafted,
     read_results,
     write_draft_tree,
     write_mask_row,
@@ -265,17 +267,22 @@ class TableRound:
         out = self.verify(logits[order])
         for b, i in enumerate(order):
             outcome = ref.verify(slots[i], logits[i], masks[i], self.token_limit)
-            got = tuple(int(out[name][b]) for name in ("slot", "count", "accepted", "reason"))
-            count = len(outcome.tokens)
-            assert got == (i, count, outcome.accepted, outcome.reason)
-            assert out["tested"][b] == outcome.tested
-            assert tuple(out["tokens"][b, :count]) == outcome.tokens
-            told = self.exchange.committed[i, : 2 + count]
-            assert tuple(told) == (self.replay, count, *outcome.tokens)
-            if count:
-                assert tuple(self.exchange.drafted[i, :2]) == (self.replay, 0)
+            self._check_outcome(i, outcome, {name: values[b] for name, values in out.items()})
         self.compare(slots)
         return out
+
+    def _check_outcome(self, slot: int, expected: ref.Outcome, result: dict[str, Any]) -> None:
+        """Compare a slot's result and its record in exchange memory with the reference."""
+        count = len(expected.tokens)
+        assert result["slot"] == slot
+        assert result["count"] == count
+        assert result["accepted"] == expected.accepted
+        assert result["reason"] == expected.reason
+        assert result["tested"] == expected.tested
+        assert tuple(result["tokens"][:count]) == expected.tokens
+        assert read_committed(self.exchange, slot) == (self.replay, expected.tokens)
+        if count:
+            assert read_drafted(self.exchange, slot) == (self.replay, (), ())
 
     def compare(self, slots: list[ref.Slot]) -> None:
         """Assert that the state of the slots equals the reference's."""

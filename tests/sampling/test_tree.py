@@ -11,6 +11,7 @@ from typing import Any
 import numpy as np
 import pytest
 import reference_round as ref
+from round_simulator import read_drafted
 from test_verify import random_slot
 
 from graft.cudagraph.errors import OptionError
@@ -22,7 +23,6 @@ SLOTS = 12
 BRANCH = 3
 LEVELS = 4
 DRAFTS = 7
-FED = BRANCH * (LEVELS - 1)
 RANKS = [(0,), (2,), (0, 0), (0, 1), (2, 1), (0, 1, 0), (0, 1, 0, 2)]
 
 
@@ -248,10 +248,7 @@ def test_draft_tree_matches_reference(make_round, block, probed, pruned, ranks):
         r.compare(trees.slots)
         for i in trees.growing:
             s = trees.slots[i]
-            record = r.exchange.drafted[i]
-            count = len(s.drafts)
-            assert tuple(record[: 2 + count]) == (r.replay, count, *s.drafts)
-            assert tuple(record[2 + FED :][:count]) == s.tree.parent[1:]
+            assert read_drafted(r.exchange, i) == (r.replay, s.drafts, s.tree.parent[1:])
     assert seen["clear"] > 0.8 * seen["all"] and seen["stops"] > 1 and seen["narrow"] > 1
     assert seen["drafts", DRAFTS] > 2
     assert not probed or sum(seen["drafts", n] for n in range(DRAFTS)) > 2
