@@ -31,14 +31,17 @@ CXX17_PROGRAM = "#include <optional>\nint main() { if constexpr (sizeof(int) > 1
 
 
 class BootstrapError(Exception):
-    """A required program is missing, or a step failed. The message says what to do."""
+    """A required program is missing, or a step of the setup failed.
+
+    The message says what to install, or contains the output of the failed command.
+    """
 
 
 def find_compiler() -> list[str]:
     """Return the command of a C++ compiler that compiles and links C++17.
 
-    The compiler is the one that the environment variable ``CXX`` names, if it is set; otherwise the
-    first one that works of ``c++``, ``g++`` and ``clang++``.
+    If the environment variable ``CXX`` is set, its value is the compiler. Otherwise, the compiler
+    is the first of ``c++``, ``g++`` and ``clang++`` that works.
 
     Raises
     ------
@@ -93,7 +96,11 @@ def read_project() -> dict[str, Any]:
 
 
 def digest(*parts: bytes) -> str:
-    """Return a digest of byte strings. It depends on how the bytes are divided into strings."""
+    """Return a digest of a sequence of byte strings.
+
+    The length of each string is part of the digest, so that different sequences whose
+    concatenations are equal have different digests.
+    """
     state = hashlib.sha256()
     for part in parts:
         state.update(len(part).to_bytes(8, "little") + part)
@@ -108,7 +115,7 @@ def native_sources() -> list[Path]:
 
 @contextmanager
 def step(title: str) -> Iterator[None]:
-    """Print the title of a step, and after the step its duration, on one line."""
+    """Print the title of a step, run the step, and add its duration to the line."""
     start = time.monotonic()
     print(f"[graft] {title} ...", end="", flush=True)
     try:
@@ -127,7 +134,7 @@ def run(command: Sequence[str], doing: str, **env: str) -> None:
     command
         Program and arguments.
     doing
-        Description of the command for error messages.
+        Description of what the command does, for error messages.
     **env
         Additional environment variables.
 
@@ -202,7 +209,7 @@ def pip_install(python: Path, *options: str) -> list[str]:
 def build_native(folder: Path, python: Path, force: bool) -> None:
     """Build the C++ part and install graft in editable mode.
 
-    Without `force`, nothing is done if no source file has changed.
+    If no source file has changed since the last build, this is skipped unless `force` is set.
     """
     parts = [(ROOT / "pyproject.toml").read_bytes()]
     for source in native_sources():

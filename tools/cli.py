@@ -85,7 +85,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     status is 2.
     """
     if isinstance(sys.stdout, io.TextIOWrapper):
-        # Print characters that the encoding of the terminal lacks as escape sequences.
+        # Print characters that the terminal cannot encode as escape sequences.
         sys.stdout.reconfigure(errors="backslashreplace")
     try:
         options = parser().parse_args(arguments)
@@ -104,7 +104,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         print("graft: interrupted", file=sys.stderr)
         return INTERRUPTED
     except OSError as error:
-        # The interpreter flushes stdout at exit, which would fail again: redirect it to /dev/null.
+        # The interpreter flushes stdout at exit, which would raise this error again. Redirect
+        # stdout to /dev/null to prevent that.
         devnull = os.open(os.devnull, os.O_WRONLY)
         os.dup2(devnull, sys.stdout.fileno())
         if isinstance(error, BrokenPipeError):

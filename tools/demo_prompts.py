@@ -18,7 +18,7 @@ class DemoPrompt:
     Attributes
     ----------
     shows
-        Feature that the request demonstrates.
+        Feature that the request demonstrates, as a title for the printed output.
     text
         Prompt.
     grammar

@@ -1,14 +1,15 @@
 """Extraction tasks for the demo model: generator, held-out sets and scoring.
 
-A task is a short text that describes a record, a JSON schema and the only correct answer. A
-``random.Random`` makes all choices, so its seed identifies a task permanently. Any change to the
-order of the random draws changes all tasks. The generator is used for training, the demo and the
-evaluation, and requires only the standard library. Its vocabulary is ``demo_words.json``.
+A task is a short text that describes a record, a JSON schema and the only correct answer. All
+random choices use one ``random.Random``, so the seed of this generator determines the task. A code
+change that alters the order of the random draws changes all tasks. The task generator is used for
+training, the demo and the evaluation, and requires only the standard library. The words in the
+tasks are from ``demo_words.json``.
 
 There are three sets of tasks. Training tasks have the seeds ``train-<n>``, held-out tasks the seeds
 ``held-<seed>-<n>``, and tasks with unseen keys the seeds ``unseen-<seed>-<n>``. Unseen keys are
-property names that no training task has: natural words are divided into seen and unseen ones by two
-lists, and invented words by a checksum.
+property names that no training task has. Two word lists contain the seen and the unseen natural
+words; for an invented word, a checksum decides whether it is unseen.
 """
 
 from __future__ import annotations
@@ -54,7 +55,7 @@ class Task:
 
 @dataclass(frozen=True)
 class Field:
-    """A field of a record: a key with its value, and how the text describes them.
+    """A field of a record: its key and value, and the words that describe them in the text.
 
     Attributes
     ----------
@@ -67,7 +68,7 @@ class Field:
     value
         Value.
     words
-        Value as the text writes it.
+        Value in the form in which it occurs in the text.
     phrase
         Words that can introduce the value in place of the label; None if there are none.
     """
@@ -111,7 +112,8 @@ def make_word(rng: random.Random, syllables: int | None = None) -> str:
 def is_reserved(key: str) -> bool:
     """Return whether a key is unseen, that is, excluded from training.
 
-    These are the keys of `UNSEEN`, and one in eight of the keys that are in neither list.
+    The unseen keys are the keys in `UNSEEN`, and one in eight of the keys that are in neither
+    `SEEN` nor `UNSEEN`.
     """
     if any(key in keys for keys in UNSEEN.values()):
         return True
@@ -121,7 +123,7 @@ def is_reserved(key: str) -> bool:
 
 
 def make_code(rng: random.Random) -> tuple[str, str]:
-    """Return a random identifier, and a regular expression that describes its form."""
+    """Return a random identifier, and a regular expression for identifiers of the same form."""
     upper = "ABCDEFGHIJKLMNOPQRSTUVWXYZ"
     digit = "0123456789"
     hexadecimal = "0123456789abcdef"
@@ -175,7 +177,7 @@ def _make_name(
 
 
 def _make_person(rng: random.Random) -> str:
-    """Return a first name, usually followed by a last name. Both can be invented."""
+    """Return a first name, usually followed by a last name. Either name can be an invented word."""
     first = _make_name(rng, FIRST_NAMES, 0.5, syllables=2)
     last = _make_name(rng, LAST_NAMES, 0.4)
     if rng.random() < 0.25:
@@ -184,7 +186,7 @@ def _make_person(rng: random.Random) -> str:
 
 
 def _make_place(rng: random.Random) -> str:
-    """Return a place name, which can be invented and can have a prefix such as "New"."""
+    """Return a place name, which can be an invented word and can have a prefix such as "New"."""
     place = _make_name(rng, PLACES, 0.5)
     if rng.random() < 0.9:
         return place
@@ -199,7 +201,7 @@ def make_integer(rng: random.Random) -> int:
 
 
 def _join_words(rng: random.Random, parts: Sequence[str]) -> str:
-    """Return a list as text: separated by commas, or with "and" before its last part."""
+    """Return the text of a list, with commas between the parts or "and" before the last part."""
     if not parts:
         return "none"
     if len(parts) > 1 and rng.random() < 0.4:
@@ -354,7 +356,7 @@ def new_key(rng: random.Random, kind: str, unseen: bool, used: set[str]) -> str:
 
 
 def _make_label(rng: random.Random, key: str) -> str:
-    """Return the key itself, or the words that the key consists of."""
+    """Return the name of a field in the text: the key, or the words of which the key consists."""
     if rng.random() < 0.4:
         return key
     label = ""
@@ -366,7 +368,7 @@ def _make_label(rng: random.Random, key: str) -> str:
 
 
 def _make_field(rng: random.Random, kind: str, unseen: bool, used: set[str]) -> Field:
-    """Return a field of a kind. `unseen` and `used` are those of `new_key`."""
+    """Return a random field of a kind. `unseen` and `used` are passed to `new_key`."""
     key = new_key(rng, kind, unseen, used)
     label = _make_label(rng, key)
     if kind in ("object", "objects"):
@@ -413,7 +415,7 @@ def _object_value(fields: Iterable[Field]) -> dict[str, Json]:
 def _resample_object(
     rng: random.Random, kinds: Sequence[str], fields: Sequence[Field]
 ) -> list[Field]:
-    """Return another object of a list: the same fields with other values."""
+    """Return fields with the same keys and new random values, for the next object of a list."""
     resampled = []
     for kind, field in zip(kinds, fields, strict=True):
         value, words = _resample(rng, kind, field.schema)
@@ -471,7 +473,7 @@ def _describe(rng: random.Random, fields: Sequence[Field]) -> str:
 
 
 def _format_fields(template: str, fields: Iterable[Field]) -> list[str]:
-    """Return the text of each field. The placeholders of `template` are for label and value."""
+    """Return the text of each field. `template` has placeholders for the label and the value."""
     return [template.format(field.label, field.words) for field in fields]
 
 
@@ -480,7 +482,8 @@ def _make_fields(
 ) -> list[Field]:
     """Return `low` to `high` fields of random kinds.
 
-    An object or a list of objects is only added while no other value is an object or a list.
+    A field with an object or a list of objects is only added if no earlier field has an object or a
+    list as its value.
     """
     used: set[str] = set()
     weights = [WEIGHTS[kind] for kind in kinds]
@@ -497,8 +500,8 @@ def _make_fields(
 def record_task(rng: random.Random, unseen: bool = False) -> Task:
     """Return a task to extract a record.
 
-    The text may describe a field that the schema does not have. Fields of the schema may be
-    optional, and the text may lack optional fields.
+    The text may describe a field that is not in the schema. Some fields of the schema are optional
+    and may be missing in the text.
     """
     fields = _make_fields(rng, unseen, 2, 6, tuple(WEIGHTS))
     wanted = list(fields)
@@ -526,7 +529,7 @@ def record_task(rng: random.Random, unseen: bool = False) -> Task:
 
 
 def regex_task(rng: random.Random, unseen: bool = False) -> Task:
-    """Return a task to extract one value, whose form a regular expression describes."""
+    """Return a task to extract one value. The grammar of the answer is a regular expression."""
     fields = _make_fields(rng, unseen, 1, 3, SCALARS)
     kind = rng.choice(("date", "code", "integer", "phone"))
     used = {field.key for field in fields}
@@ -534,7 +537,7 @@ def regex_task(rng: random.Random, unseen: bool = False) -> Task:
     wanted = _make_field(rng, field_kind, unseen, used)
     patterns = {"date": DATE, "integer": "[0-9]+", "phone": PHONE}
     pattern = patterns.get(kind)
-    if pattern is None:  # the schema of a code has the pattern between ^ and $
+    if pattern is None:  # a code: remove ^ and $ from the pattern of its schema
         pattern = wanted.schema["pattern"][1:-1]
     if kind == "phone":
         digits = "".join(rng.choice("0123456789") for _ in range(9))
@@ -577,7 +580,7 @@ def make_task(rng: random.Random, unseen: bool = False) -> Task:
 
 
 def held_out_tasks(count: int, seed: int = 0) -> list[Task]:
-    """Return tasks of the same distribution as training tasks, with seeds not used in training."""
+    """Return tasks with the distribution of the training tasks and seeds not used in training."""
     return [make_task(random.Random(f"held-{seed}-{i}")) for i in range(count)]
 
 
@@ -587,7 +590,7 @@ def unseen_key_tasks(count: int, seed: int = 0) -> list[Task]:
 
 
 def leaves(value: Json, path: str = "") -> dict[str, Json]:
-    """Return the leaves of a JSON value by their paths. A list without objects is one leaf."""
+    """Return the leaves of a JSON value, by path. A list that contains no objects is one leaf."""
     found: dict[str, Json] = {}
     if isinstance(value, dict):
         for key, part in value.items():
@@ -601,10 +604,10 @@ def leaves(value: Json, path: str = "") -> dict[str, Json]:
 
 
 def score_fields(answer_text: str, task: Task) -> tuple[int, int, bool]:
-    """Compare an answer with the correct one.
+    """Compare a generated answer with the correct answer of a task.
 
-    The fields of an answer are its leaves. A text that is not JSON has no correct fields. The
-    answer of a task without a schema is one field.
+    Each leaf of the correct answer is a field. If the generated answer is not JSON, it has no
+    correct fields. If the task has no schema, the whole answer is one field.
 
     Returns
     -------

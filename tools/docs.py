@@ -39,10 +39,10 @@ _LINK = re.compile(r"(!?)\[([^\]]*)\]\(([^)\s]+)\)")
 
 
 class PackageModule(pdoc.doc.Module):
-    """A module whose navigation lists all public submodules.
+    """A module of which pdoc lists all public submodules in the navigation.
 
-    pdoc lists only the submodules that are in ``__all__``, but the ``__all__`` of graft's packages
-    contains classes and functions.
+    By default, pdoc lists the submodules that ``__all__`` contains. In graft's packages,
+    ``__all__`` contains classes and functions, so pdoc would list no submodules.
     """
 
     @cached_property
@@ -51,7 +51,7 @@ class PackageModule(pdoc.doc.Module):
 
 
 def submodule_names(module: ModuleType) -> list[str]:
-    """Return the names of the public submodules of a package; an empty list for a module."""
+    """Return the names of a package's public submodules. A module has none."""
     found = pkgutil.iter_modules(getattr(module, "__path__", ()), f"{module.__name__}.")
     names = [info.name for info in found]
     return [name for name in names if not _EXCLUDED.search(name)]
@@ -69,8 +69,8 @@ def find_modules(name: str) -> dict[str, pdoc.doc.Module]:
 def resolve_named_tuples(module: ModuleType) -> None:
     """Evaluate the annotations of the named tuples of a module.
 
-    pdoc cannot evaluate these annotations, because the generated ``__new__`` of a named tuple does
-    not refer to the module whose names they use.
+    pdoc cannot evaluate these annotations itself, because the generated ``__new__`` method of a
+    named tuple does not refer to the module that defines the names in the annotations.
     """
     for value in vars(module).values():
         if isinstance(value, type) and issubclass(value, tuple) and hasattr(value, "_fields"):
@@ -98,7 +98,7 @@ def add_readme(package: str, output: Path) -> None:
     def replace_link(match: re.Match[str]) -> str:
         is_image, text, target = match.groups()
         path, _, anchor = target.partition("#")
-        if not path or ":" in path:  # a link within the page, or an external one
+        if not path or ":" in path:  # keep external links and links within the page
             return match[0]
         file = (page.parent / path).resolve()
         if is_image:
@@ -195,7 +195,7 @@ def _write_pages(modules: dict[str, pdoc.doc.Module], output: Path) -> None:
 
 @program
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Write the pages; return 1 if pdoc issued a warning."""
+    """Write the pages. Return 1 if pdoc issued a warning, else 0."""
     parser = argparse.ArgumentParser(description="Write the API reference as HTML.")
     parser.add_argument("packages", nargs="*", metavar="PACKAGE", help="default: all packages")
     parser.add_argument("--output", type=Path, default=ROOT / "build" / "docs")

@@ -93,7 +93,7 @@ def check_packages() -> Finding:
 
 
 def check_native() -> Finding:
-    """Report the path of graft's C++ part, which exists because this program imports it."""
+    """Report the path of graft's C++ part. It exists, because this program has imported it."""
     return Finding("native part", "ok", str(_native.__file__))
 
 
@@ -113,7 +113,7 @@ def check_compiler() -> Finding:
 
 
 def check_driver() -> Finding:
-    """Query NVIDIA's driver in a child process, which cannot hang or crash this one."""
+    """Query NVIDIA's driver in a child process, so that this process cannot hang or crash."""
     properties, error = chooser.probe_cuda()
     number = properties.get("version", 0)  # 1000 * major + 10 * minor
     major = number // 1000
@@ -124,7 +124,7 @@ def check_driver() -> Finding:
             "nvidia driver",
             "absent",
             detail + error,
-            "graft then runs on the soft device; a GPU needs NVIDIA's driver",
+            "graft uses the soft device; install NVIDIA's driver to use a GPU",
         )
     return Finding("nvidia driver", "ok", detail + ", ".join(properties["devices"]))
 
@@ -147,7 +147,7 @@ def check_device() -> Finding:
 
 
 def check_transports() -> Finding:
-    """Test the transports by which a CUDA graph calls host work, each in a child process."""
+    """Test each transport (mechanism by which a CUDA graph calls host work) in a child process."""
     from graft.cudagraph.device import open_device
     from graft.cudagraph.transports import choose_transport, probe_transport
 
@@ -163,14 +163,14 @@ def check_transports() -> Finding:
     chosen, reason = choose_transport("auto", device)
     detail = f"grammars use {chosen} ({reason})"
     if errors:
-        failures = [f"no {transport}: {error}" for transport, error in errors.items()]
+        failures = [f"{transport} does not work: {error}" for transport, error in errors.items()]
         advice = "; ".join(failures)
         return Finding("host work", "absent", detail, advice)
     return Finding("host work", "ok", f"{detail}; mailbox and spinkernel work")
 
 
 def check_cupy() -> Finding:
-    """Check CuPy, which compiles kernels for CUDA devices, without importing it."""
+    """Check, without importing CuPy, that CuPy is installed. It compiles kernels for GPUs."""
     for package in ("cupy-cuda13x", "cupy-cuda12x", "cupy"):
         version = version_of(package)
         if version:
@@ -179,12 +179,14 @@ def check_cupy() -> Finding:
         "cupy",
         "absent",
         "not installed",
-        "CUDA needs it: pip install 'graft-cuda[cuda13]' (or [cuda12])",
+        "CuPy is required to use a GPU: pip install 'graft-cuda[cuda13]' (or [cuda12])",
     )
 
 
 def check_backend(name: str, requirement: str, fallback: str = "") -> Finding:
-    """Check that a grammar backend is installed with the methods and symbols that graft uses.
+    """Check that a grammar backend is installed, and that graft can use the installed version.
+
+    The native library of the backend must have all methods and symbols that graft calls.
 
     Parameters
     ----------
@@ -193,7 +195,8 @@ def check_backend(name: str, requirement: str, fallback: str = "") -> Finding:
     requirement
         Arguments of ``pip install`` that install the backend.
     fallback
-        Consequence of a missing backend, for the report; empty if graft requires the backend.
+        Text for the report that says what graft does without the backend; empty if graft cannot
+        run without the backend.
     """
     version = version_of(name)
     if version is None:
@@ -263,7 +266,7 @@ CHECKS: tuple[Callable[[], Finding], ...] = (
 def examine() -> list[Finding]:
     """Run all checks and return their findings.
 
-    CuPy is required, and its absence an error, only if graft would use a GPU of this machine.
+    A missing CuPy has the status ``"missing"`` only if graft would use a GPU of this machine.
     """
     findings = [check() for check in CHECKS]
     has_gpu = any(
@@ -319,8 +322,8 @@ def run_watch(program: list[str], limit_s: int, as_json: bool) -> int:
 def read_watch_options(options: argparse.Namespace) -> list[str]:
     """Return the program of --watch, and apply the options that precede it.
 
-    argparse passes everything after --watch on unparsed, so --json and --limit are parsed here if
-    they occur between --watch and the program.
+    argparse does not parse the arguments after --watch. Therefore, this function parses the options
+    --json and --limit if they occur between --watch and the program.
 
     Raises
     ------
@@ -344,7 +347,7 @@ def read_watch_options(options: argparse.Namespace) -> list[str]:
 def run(options: argparse.Namespace) -> int:
     """Print the findings, and return 1 if a required component is missing.
 
-    With --watch, run a program instead and return the exit status that the report implies.
+    With --watch, run a program instead, and return the exit status for the result of the analysis.
     """
     if options.watch is not None:
         program = read_watch_options(options)

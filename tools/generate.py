@@ -66,9 +66,9 @@ def parse_draft_length(text: str) -> int | str:
 def parse_draft_tree(text: str) -> tuple[Any, ...]:
     """Parse the value of ``--draft-tree``.
 
-    The value has one of two forms. ``4x5`` is a branching factor and a number of levels.
-    ``0,1,0.0`` is a list of paths from the root, here (0,), (1,) and (0, 0), in which each number
-    selects a child.
+    The value has one of two forms. ``4x5`` is a tree with branching factor 4 and 5 levels.
+    ``0,1,0.0`` is a list with one path for each node: here (0,), (1,) and (0, 0). Each number of a
+    path is the index of a child, starting at the root.
     """
     try:
         if "x" in text:
@@ -261,7 +261,7 @@ def open_engine(options: argparse.Namespace, batch_size: int, **engine_options: 
     options
         Parsed options.
     batch_size
-        Number of requests that will be submitted, which limits the number of request slots.
+        Number of requests that will be submitted. The engine has at most this many request slots.
     **engine_options
         Further arguments of `Engine`.
 
@@ -401,14 +401,14 @@ def run(options: argparse.Namespace) -> int:
 def prepare_requests(
     rows: Sequence[PromptRow], engine: Engine
 ) -> tuple[list[PromptRow], list[Request]]:
-    """Apply the chat template to the prompts, and expand each request to its samples.
+    """Apply the chat template to the prompts, and create one request per sample.
 
     Returns
     -------
     rows : list of PromptRow
-        One row per output. A row whose prompt could not be processed has a refusal.
+        One row per output. If the prompt of a row cannot be processed, the row has a refusal.
     requests : list of Request
-        Requests of the rows that are not refused.
+        Requests of the rows without a refusal.
     """
     expanded = []
     accepted: list[Request] = []
@@ -427,7 +427,10 @@ def prepare_requests(
 def print_outputs(
     rows: Sequence[PromptRow], outputs: Sequence[Output], report: dict[str, Any], streamed: bool
 ) -> None:
-    """Print the texts to stdout, unless they were streamed, and errors and statistics to stderr."""
+    """Print the texts to stdout, and errors and statistics to stderr.
+
+    Texts are omitted if they were streamed, because they have already been printed.
+    """
     for row, output, entry in zip(rows, outputs, report["outputs"], strict=True):
         if not streamed and not output.error:
             label = "" if len(outputs) == 1 else f"[{output.id}] "
@@ -452,7 +455,7 @@ def print_outputs(
 
 
 def _is_partial(row: PromptRow, backend: str) -> bool:
-    """Return whether only a part of a row's schema is enforced."""
+    """Return whether the backend enforces only a part of a row's schema."""
     grammar = row.request.grammar
     if grammar is None or not grammar.partial:
         return False

@@ -1,9 +1,9 @@
 """``graft import``: convert a GGUF file of a Llama model to a folder in Hugging Face format.
 
-Each tensor is dequantized with the package ``gguf`` and written before the next one is read, so the
-memory use does not grow with the model. If the file contains anything that graft does not support,
-an error that names it is raised before anything is written. The files are written to a temporary
-folder, which is renamed at the end, so that no incomplete model remains after an error.
+Each tensor is dequantized with the package ``gguf`` and written before the next tensor is read, so
+the memory use does not grow with the model. If graft does not support a property of the model, an
+error names the property before any file is written. The files are written to a temporary folder,
+which is renamed at the end, so that no incomplete model remains after an error.
 """
 
 from __future__ import annotations
@@ -81,7 +81,7 @@ class GgufFile:
     Parameters
     ----------
     path
-        The file.
+        Path of the file.
 
     Attributes
     ----------
@@ -200,8 +200,8 @@ def make_config(file: GgufFile) -> dict[str, Any]:
 def make_rope_parameters(file: GgufFile, head_dim: int) -> dict[str, Any]:
     """Return the RoPE parameters.
 
-    For Llama 3's scaling, the file contains frequency factors, from which the parameters are
-    derived.
+    If the model uses Llama 3's scaling, the GGUF file contains frequency factors in place of the
+    parameters. The parameters are then derived from the factors.
 
     Raises
     ------
@@ -381,7 +381,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(options: argparse.Namespace) -> int:
-    """Convert the file, and print the command that uses the result."""
+    """Convert the file, and print a command that runs the converted model."""
     out = convert(options.file, options.out)
     print(f"{out}: written; graft generate --model {out} ...")
     return 0

@@ -153,9 +153,9 @@ def make_byte_level_bpe(file: Any, tokens: list[str], types: list[int]) -> Backe
 def make_sentencepiece_bpe(file: Any, tokens: list[str], types: list[int]) -> Backend:
     """Return a SentencePiece BPE tokenizer with byte fallback, the kind that Llama 1 and 2 use.
 
-    The file contains a score for each token and no merges. The merges are therefore reconstructed:
-    they are all pairs of tokens whose concatenation is a token, in the order of its decreasing
-    score.
+    A GGUF file of this kind contains a score for each token but no merges, so this function
+    reconstructs the merges. A merge exists for each pair of tokens whose concatenation is a token.
+    The merges are sorted by the score of the concatenation, the highest score first.
     """
     ids = {token: i for i, token in enumerate(tokens)}
     scores = file.get("tokenizer.ggml.scores")

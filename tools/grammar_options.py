@@ -1,6 +1,7 @@
-"""Grammars that command line options or rows of a prompt file define.
+"""Conversion of command line options, or rows of a prompt file, to grammars.
 
-A row is one JSON object of the file that ``--prompts`` names. It describes one request.
+A prompt file is the file that ``--prompts`` names. Each of its rows is a JSON object that describes
+one request.
 """
 
 from __future__ import annotations
@@ -91,7 +92,7 @@ def add_grammar_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def read_text(path: Path, option: str) -> str:
-    """Return the text of a file that is the value of a command line option.
+    """Return the text of the file whose path is the value of a command line option.
 
     Raises
     ------
@@ -105,7 +106,7 @@ def read_text(path: Path, option: str) -> str:
 
 
 def read_grammar(options: argparse.Namespace) -> dict[str, Any]:
-    """Return the grammar that the command line defines, in the form of the fields of a row.
+    """Return the grammar options of the command line, as fields of a row for `make_grammar`.
 
     Raises
     ------
@@ -119,7 +120,7 @@ def read_grammar(options: argparse.Namespace) -> dict[str, Any]:
             fields[key] = read_text(fields[key], _option_name(key))
     defined = [key for key in GRAMMARS if fields[key] is not None]
     if not defined and options.prompts is not None:
-        return fields  # options such as --after apply to the grammars of the rows
+        return fields  # only options such as --after, which apply to the grammars of the rows
     if options.partial and "schema" not in defined and options.prompts is None:
         raise OptionError("--partial requires --schema")
     try:
@@ -148,7 +149,7 @@ def make_grammar(fields: Mapping[str, Any], partial: bool) -> GrammarSpec | None
     fields
         Values by keys of `GRAMMAR_KEYS`. A key that is not set is absent, or its value is None.
     partial
-        Whether to accept a schema of which a part cannot be enforced.
+        Whether to accept a schema with keywords that cannot be enforced.
 
     Raises
     ------
@@ -191,7 +192,7 @@ def make_grammar(fields: Mapping[str, Any], partial: bool) -> GrammarSpec | None
 
 
 def _grammar_key(fields: Mapping[str, Any]) -> str | None:
-    """Return the key of `GRAMMARS` that is set; None if no key is set."""
+    """Return the key of `GRAMMARS` that defines the grammar; None if there is no grammar."""
     json_object = fields.get("json_object")
     if json_object not in (None, True, False):
         raise OptionError(f"json_object must be true or false, got {json_object!r}")
@@ -204,7 +205,7 @@ def _grammar_key(fields: Mapping[str, Any]) -> str | None:
 
 
 def _read_choices(value: object) -> list[str]:
-    """Return the texts of a choice. `value` is a list, or a text with commas between them."""
+    """Return the alternatives of a choice. `value` is a list, or a string with commas."""
     if isinstance(value, str):
         value = value.split(",")
     if not isinstance(value, list) or not all(isinstance(v, str) for v in value):
@@ -213,7 +214,7 @@ def _read_choices(value: object) -> list[str]:
 
 
 def _read_structural_tag(value: object, **options: Any) -> GrammarSpec:
-    """Return the grammar of a structural tag. `value` is an object, or an object as JSON text."""
+    """Return the grammar of a structural tag. `value` is an object, or JSON text of an object."""
     if isinstance(value, str):
         value = parse_json("structural tag", value)
     if not isinstance(value, dict):

@@ -1,6 +1,6 @@
-"""The requests of ``graft generate``, read from the command line or from a prompt file.
+"""Parser of the requests of ``graft generate``, from the command line or from a prompt file.
 
-A prompt file has the format JSON Lines. Each of its lines is a row: an object that describes one
+A prompt file has the format JSON Lines. Each line is a row: a JSON object that describes one
 request.
 """
 
@@ -69,21 +69,25 @@ class PromptRow:
     def is_valid(self, text: str) -> bool | None:
         """Return whether an output satisfies the grammar of the row.
 
-        The check is independent of the grammar backend. The result is None if there is no such
-        check.
+        The check does not use the grammar backend. Return None if the output cannot be checked:
+        `graft.tools.validity.is_valid` has no check for the kind of grammar, or the start of the
+        part to which the grammar applies is unknown.
         """
         grammar = self.request.grammar
         if grammar is not None and grammar.marker is not None:
             _, marker, text = text.partition(grammar.marker.text or "\0")
-            if not marker:  # the marker is a special token without text, or was not generated
+            # The grammar applies to the text after the marker that --after (or the key "after")
+            # specifies. The output does not contain the marker if the model did not generate it, or
+            # if it is a token id, which has no text.
+            if not marker:
                 return None
         return is_valid(grammar, text)
 
     def for_engine(self, engine: Engine) -> Request:
         """Return the request to submit.
 
-        If the row controls how the chat template is applied, the prompt of the returned request is
-        token ids.
+        If the row has ``raw`` or variables of the chat template, the returned request contains the
+        token ids of the prompt in place of the text.
 
         Raises
         ------
@@ -109,8 +113,8 @@ class PromptRow:
 def read_requests(options: argparse.Namespace) -> list[PromptRow]:
     """Return the requests that the command line defines.
 
-    The fields of a row take precedence over command line options. An invalid row is returned with a
-    refusal, and does not affect the other rows.
+    The fields of a row take precedence over command line options. For an invalid row, the
+    returned `PromptRow` contains a refusal; the other rows are not affected.
 
     Raises
     ------
@@ -154,17 +158,20 @@ def read_requests(options: argparse.Namespace) -> list[PromptRow]:
 
 
 def _check_id(row_id: object, lines: Mapping[str, int]) -> None:
-    """Check that the id of a row is absent or a new text. `lines` has line numbers by id."""
+    """Check that the id of a row is None, or a string that no earlier row has as its id.
+
+    `lines` contains the line number of each earlier row, by id.
+    """
     if row_id is None:
         return
     if not isinstance(row_id, str):
-        raise OptionError(f"id must be text, got {row_id!r}")
+        raise OptionError(f"id must be a string, got {row_id!r}")
     if row_id in lines:
         raise OptionError(f"id {row_id!r} is already used in line {lines[row_id]}")
 
 
 def _free_ids(rows: Iterable[Mapping[str, Any]]) -> Iterator[str]:
-    """Yield the numbers from 0, as text, that are not the id of a row."""
+    """Yield ids for rows without an id: "0", "1", ... except ids that are specified in a row."""
     used_ids = {row["id"] for row in rows if isinstance(row.get("id"), str)}
     for number in itertools.count():
         name = str(number)
@@ -176,7 +183,7 @@ def _read_rows(path: Path) -> dict[int, dict[str, Any]]:
     """Return the rows of a prompt file by line number. Blank lines are skipped."""
     text = sys.stdin.read() if str(path) == "-" else grammars.read_text(path, "--prompts")
     rows = {}
-    # Rows end at line feeds only. str.splitlines would also split at other separators, such as
+    # Split at line feeds only. str.splitlines would also split at other separators, such as
     # U+2028, which may occur inside JSON strings.
     for number, line in enumerate(text.split("\n"), 1):
         if not line.strip():
@@ -198,11 +205,11 @@ def _read_rows(path: Path) -> dict[int, dict[str, Any]]:
 
 
 def _request_fields(row: Mapping[str, Any], defaults: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the request fields of a row, completed with the values of the command line."""
+    """Return the request fields of a row. Missing fields have the values of the command line."""
     fields = dict(defaults)
     fields |= {name: row[name] for name in REQUEST_FIELDS if name in row}
     bias = fields["logit_bias"]
-    if isinstance(bias, dict):  # the keys of JSON objects are text; convert them to token ids
+    if isinstance(bias, dict):  # convert the keys, which are strings in JSON, to token ids
         converted = {}
         for key, value in bias.items():
             token = int(key) if str(key).isdecimal() else key
@@ -214,8 +221,8 @@ def _request_fields(row: Mapping[str, Any], defaults: Mapping[str, Any]) -> dict
 def _grammar_fields(row: Mapping[str, Any], defaults: Mapping[str, Any]) -> dict[str, Any]:
     """Return the grammar fields of a row.
 
-    A row without a grammar has the grammar of the command line. If the row has a grammar, only the
-    grammar options of the command line that apply to this grammar are kept.
+    If the row has no grammar, it uses the grammar of the command line. If the row has a grammar, it
+    uses only those grammar options of the command line that apply to this kind of grammar.
     """
     row_fields = {key: row[key] for key in grammars.GRAMMAR_KEYS if row.get(key) is not None}
     if any(key in row_fields for key in grammars.GRAMMARS):
@@ -230,7 +237,7 @@ def _grammar_fields(row: Mapping[str, Any], defaults: Mapping[str, Any]) -> dict
 
 
 def _template_fields(row: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the fields `raw` and `variables` for a `PromptRow`."""
+    """Return the values of the attributes `raw` and `variables` of a `PromptRow`."""
     variables = row.get("variables") or {}
     raw = row.get("raw", False)
     if not isinstance(variables, dict) or not isinstance(raw, bool):

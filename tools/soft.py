@@ -1,7 +1,7 @@
 """``graft soft PROGRAM [ARGS...]``: run a program on the soft device.
 
 The soft device is a library that implements the CUDA driver API on the CPU. The library is
-preloaded into the program, so that cuda.bindings, cuda.core and graft find it in place of
+preloaded into the program, so that cuda.bindings, cuda.core and graft use it in place of NVIDIA's
 ``libcuda.so.1``. ``native/softcuda/README.md`` describes what the soft device supports.
 """
 

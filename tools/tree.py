@@ -8,9 +8,9 @@ Usage::
 ``build/tree/graft/native`` is a real folder. It contains symbolic links to the Python files and,
 with ``--build``, the libraries that CMake builds.
 
-The tree has two uses. On a machine without network or scikit-build-core, graft can be built and run
-with CMake and nanobind alone. And mypy checks the packages in the tree, where they have the same
-names as after an installation.
+The folder has two uses. First, on a machine without network access or scikit-build-core, graft can
+be built and run with only CMake and nanobind. Second, mypy checks the packages in this folder,
+because there the packages have the names that they have after an installation.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ PACKAGES = ("cudagraph", "sampling", "grammar", "models", "tools")
 
 
 def link(target: Path, path: Path) -> None:
-    """Make `path` a relative symbolic link to `target`, replacing an older link."""
+    """Create a relative symbolic link at `path` to `target`. Replace an existing link."""
     text = os.path.relpath(target, path.parent)
     if path.is_symlink():
         if os.readlink(path) == text:
@@ -94,7 +94,7 @@ def build(python: str) -> int:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Create the tree, with --build including the C++ part, and return the exit status."""
+    """Create the tree, with --build also the C++ part, and return the exit status."""
     parser = argparse.ArgumentParser(description="Create an importable graft in build/tree.")
     parser.add_argument("--build", action="store_true", help="also build the C++ part into it")
     options = parser.parse_args(arguments)

@@ -9,8 +9,8 @@ node requests another. There are two kinds of edges:
     device work.
 *Driver to GIL*
     A function that the driver calls, or a thread that the device waits for, requests the GIL. The
-    soft device observes the request itself, when the interpreter locks the GIL's mutex. A slow
-    function that does not use Python is therefore not recorded.
+    soft device detects the request at the moment when the interpreter locks the mutex of the GIL.
+    Therefore, a slow function that does not use Python is not recorded.
 
 If edges of both kinds exist for one resource, they form a cycle: two threads can wait for each
 other forever, even if that did not happen in the observed run. The environment variable
@@ -66,7 +66,7 @@ class Edge:
     at
         Name of the driver function that was called, or of the function that the driver called.
     why
-        Reason why the driver call may wait; empty for an edge from driver to GIL.
+        Reason for which the driver call may wait; empty for an edge from driver to GIL.
     thread
         Name of the thread.
     python, native
@@ -112,10 +112,10 @@ class Report:
 
     @property
     def cycle(self) -> list[str]:
-        """Resources of cycles with the GIL.
+        """Resources that form a cycle with the GIL.
 
-        In one process, a thread that held the GIL requested the resource, and a thread that held
-        the resource requested the GIL.
+        A resource is part of a cycle if, in one process, a thread that held the GIL requested the
+        resource, and a thread that held the resource requested the GIL.
         """
         resources: set[str] = set()
         for pid in {edge.pid for edge in self.edges}:
@@ -252,7 +252,7 @@ def format_report(report: Report, status: int | None = None, max_frames: int = 1
 
 
 def _format_stack(title: str, frames: list[str], max_frames: int) -> list[str]:
-    """Return the lines that describe a stack; none if the stack is empty."""
+    """Return the lines that describe a stack; an empty list if the stack is empty."""
     if not frames:
         return []
     lines = [f"      {title}"]

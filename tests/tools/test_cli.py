@@ -45,7 +45,7 @@ def run_json(capsys, *arguments: str, status: int = 0):
 def parse_rows(tmp_path):
     """Return a function that writes rows to a prompt file and parses the file.
 
-    A row is an object, or the text of a line.
+    Each row is given as an object, or as the text of its line.
     """
 
     def read(*rows, flags=()):
@@ -98,7 +98,7 @@ def test_sampling_options_have_the_defaults_of_sampling_params():
 
 
 def test_prompt_rows_take_precedence_over_options(parse_rows):
-    """A row without a seed uses the seed of the command line plus the index of the row."""
+    """The seed of a row without ``seed`` is the value of --seed plus the index of the row."""
     one, other = parse_rows(
         {"prompt": "a"},
         "",
@@ -130,7 +130,7 @@ def test_prompt_rows_take_precedence_over_options(parse_rows):
     ],
 )
 def test_prompt_file_with_invalid_line_is_rejected(parse_rows, line, words):
-    """The error has the line number and is raised before a model is opened."""
+    """A line that is not a row raises an error with the line number, before a model is loaded."""
     with pytest.raises(OptionError, match=words):
         parse_rows(line)
 
@@ -145,9 +145,9 @@ def test_forced_drafts_option_reduces_rounds(tmp_path, capsys):
 
 
 def test_prompt_rows_accept_partial_schemas_and_json_object_false(parse_rows):
-    """The option --partial accepts schemas that cannot be enforced in full.
+    """With --partial, a schema is accepted even if no backend enforces all its keywords.
 
-    A row with json_object false has no grammar.
+    A row with ``"json_object": false`` has no grammar.
     """
     rows = {"prompt": "a", "schema": UNIQUE}, {"prompt": "p", "json_object": False}
     partial, free = parse_rows(*rows, flags=["--partial"])
@@ -162,8 +162,8 @@ def test_prompt_rows_accept_partial_schemas_and_json_object_false(parse_rows):
         ({"choice": "a,,b"}, "choice option: is empty"),
         ({"choice": 3}, "choice must be a list"),
         ({"regex": "a", "backend": "telepathy"}, "backend must be one of"),
-        ({"id": 5}, "id must be text, got 5"),
-        ({"id": True}, "id must be text, got True"),
+        ({"id": 5}, "id must be a string, got 5"),
+        ({"id": True}, "id must be a string, got True"),
         ({"id": "first"}, "id 'first' is already used in line 1"),
         ({"json_object": "no"}, "json_object must be true or false"),
         ({"variables": 3}, "variables must be an object"),
@@ -182,7 +182,11 @@ def test_prompt_rows_accept_partial_schemas_and_json_object_false(parse_rows):
     ],
 )
 def test_invalid_prompt_row_is_refused_alone(parse_rows, row, words):
-    """The refusal contains the line number. Other rows are accepted, and all ids are unique."""
+    """An invalid row is refused with a message that contains its line number.
+
+    The other rows of the file are accepted. The ids generated for rows without an id differ from
+    the ids that other rows specify.
+    """
     changes = ({"id": "first"}, row, {"id": "0"}, {"id": None})
     first, bad, zero, free = parse_rows(*({"prompt": "a"} | change for change in changes))
     assert bad.refusal is not None
@@ -193,9 +197,9 @@ def test_invalid_prompt_row_is_refused_alone(parse_rows, row, words):
 
 
 def test_prompt_rows_end_at_line_feeds_only(tmp_path, monkeypatch):
-    """A Unicode line separator inside a string does not end a row.
+    """A Unicode line separator inside a JSON string does not end a row.
 
-    The same text is read from standard input if the file name is ``-``.
+    With ``--prompts -``, the rows are read from standard input.
     """
     text = json.dumps({"prompt": "a\u2028b\x85c"}, ensure_ascii=False) + '\r\n\n{"prompt": "d"}'
     rows = tmp_path / "rows.jsonl"
@@ -207,7 +211,10 @@ def test_prompt_rows_end_at_line_feeds_only(tmp_path, monkeypatch):
 
 
 def test_prompt_rows_control_the_chat_template(parse_rows):
-    """The template is not applied to a raw prompt. It receives the row's tools and variables."""
+    """The chat template is not applied to a raw prompt.
+
+    For other rows, the template receives the tools, variables and schema of the row.
+    """
     received = {}
 
     def render_chat(messages, **variables):
@@ -253,7 +260,10 @@ LARK = 'start: NUM "+" NUM\nNUM: /[0-9]{1,2}/'
     ],
 )
 def test_grammar_options_and_row_keys_define_grammars(tmp_path, parse_rows, flag, text, grammar):
-    """The option --after applies to grammars of every kind, on the command line and in rows."""
+    """Grammars of every kind can be given on the command line and in rows.
+
+    The option --after applies to all of them, unless a row has its own key ``after``.
+    """
     (tmp_path / "g").write_text(text or "")
     values = {"--json-object": [], "--regex": ["a+"], "--choice": ["x,y"]}
     flags = (flag, *values.get(flag, [str(tmp_path / "g")]))
@@ -288,9 +298,9 @@ def test_grammar_options_and_row_keys_define_grammars(tmp_path, parse_rows, flag
     ],
 )
 def test_json_options_apply_to_grammars_of_rows(parse_rows, flags, options, kind):
-    """An option has the same effect on a row's grammar as the key of the same name in the row.
+    """A JSON option of the command line has the same effect as the key of that name in a row.
 
-    The options are ignored for a row whose grammar is not JSON.
+    These options do not affect a row with another kind of grammar, such as ``regex``.
     """
     value, constructor, arguments = {
         "schema": (SCHEMA, GrammarSpec.json_schema, [SCHEMA]),
@@ -350,7 +360,7 @@ def test_prompt_row_selects_grammar_backend(parse_rows):
     ],
 )
 def test_invalid_grammar_option_is_rejected_with_its_value(tmp_path, arguments, message):
-    """The error is raised before a model is opened."""
+    """An invalid grammar option raises an error with its value, before a model is loaded."""
     (tmp_path / "bad").write_text("no grammar: (")
     arguments = [str(tmp_path / "bad") if a == "FILE" else a for a in arguments]
     with pytest.raises(OptionError, match=message):
@@ -358,7 +368,10 @@ def test_invalid_grammar_option_is_rejected_with_its_value(tmp_path, arguments, 
 
 
 def test_output_validity_ignores_text_before_the_marker():
-    """The validity of an output without the marker is unknown."""
+    """With --after, only the text after the marker must satisfy the grammar.
+
+    If an output does not contain the marker, `PromptRow.is_valid` returns None.
+    """
     (row,) = parse_requests("--prompt", "x", "--choice", "a,b", "--after", "#")
     assert [row.is_valid(text) for text in ("so#a", "so#c", "so")] == [True, False, None]
 
@@ -428,7 +441,10 @@ def test_generate_names_option_values_that_do_not_parse(arguments, message, caps
 
 
 def test_draft_length_auto_counts_rounds_by_length(capsys):
-    """The greedy output is the same as with a fixed draft length."""
+    """With --draft-length auto, greedy outputs are the same as with a fixed draft length.
+
+    The report contains the number of rounds for each draft length.
+    """
     fixed = run_json(capsys, *CODE, "--draft-length", "2")
     auto = run_json(capsys, *CODE, "--draft-length", "auto")
     assert auto["outputs"][0]["tokens"] == fixed["outputs"][0]["tokens"]
@@ -457,7 +473,7 @@ def test_draft_options_do_not_change_greedy_output(options, capsys):
 
 
 def test_generate_prompt_rows_with_different_grammars(tmp_path, capsys):
-    """The outputs have the same order as the rows, and each satisfies its grammar."""
+    """The outputs have the same order as the rows, and each output satisfies the row's grammar."""
     rows = tmp_path / "rows.jsonl"
     rows.write_text(
         "\n".join(
@@ -514,7 +530,7 @@ def test_generate_stream_numbers_rows_without_id(tmp_path, capsys):
     ],
 )
 def test_generate_exit_status(grammar, reason, status):
-    """A truncated structured output is a failure, but truncated free text is not."""
+    """The exit status is 1 for a truncated structured output, but 0 for truncated free text."""
     spec = GrammarSpec.regex("a+") if grammar else None
     rows = [PromptRow(Request(prompt="x", grammar=spec)), PromptRow(Request(prompt="y"))]
     outputs = [Output(id="0", reason=reason), Output(id="1", reason="stop")]
@@ -542,10 +558,10 @@ def test_command_prints_usage_and_version():
 
 
 def test_command_handles_write_errors_and_limited_encodings(tmp_path, monkeypatch):
-    """A full disk leads to one error line and exit status 1.
+    """If the disk is full, graft prints a one-line error and returns exit status 1.
 
-    Characters that the encoding of the output lacks are escaped. The text is printed even if the
-    trace cannot be written.
+    Characters that stdout cannot encode are printed as escape sequences. The generated text is
+    printed even if the trace file cannot be written.
     """
     arguments = ("generate", "--prompt", "x", "--choice", "\u017d,\u017d\u017d")
     with open("/dev/full", "w") as full:

@@ -1,8 +1,8 @@
 """Package models: disaggregated prefill. One process prefills the prompts, another one decodes.
 
 The prefilling engine exports each request after its first tokens with `Engine.migrate_out`. The KV
-cache of the request is transferred through shared memory. A ticket is a small message with which
-the decoding process finds this data.
+cache of the request is transferred through shared memory. For each request, the decoding process
+receives a ticket: a small message that identifies the shared memory of the request.
 """
 
 from __future__ import annotations
@@ -34,14 +34,14 @@ REQUESTS = [
 
 
 def decode(tickets: Any, finished: Any) -> None:
-    """Receive the requests of the other process and decode them. Runs in the decoding process.
+    """Receive requests from the prefilling process and decode them. Run in the decoding process.
 
     Parameters
     ----------
     tickets
         Queue of tickets, one per request. None follows the last ticket.
     finished
-        Queue to which the last event of each request is put, in lists.
+        Queue for the results. Each entry is a list with the last events of requests that ended.
     """
     transfer = SharedMemory()
     expects_tickets = True
@@ -57,7 +57,7 @@ def decode(tickets: Any, finished: Any) -> None:
 
 
 def main() -> None:
-    """Migrate each request after its first tokens, and compare with outputs of a single engine."""
+    """Migrate each request after its first tokens. Compare the outputs with a single engine's."""
     context = multiprocessing.get_context("spawn")
     transfer = SharedMemory()
     tickets = context.Queue()

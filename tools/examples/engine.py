@@ -16,7 +16,7 @@ PROMPT = "name: Olga Novak; age: 42\nReturn JSON."
 
 
 def main() -> None:
-    """Run three requests in one batch, and stream the text of a fourth request."""
+    """Run three requests in one batch, and then stream the text of a fourth request."""
     target, drafter = demo_model()  # or the folders of a Llama model and its EAGLE-3 head
     with Engine(target, drafter, max_batch_size=4, draft_length=3) as engine:
         requests = [

@@ -1,7 +1,8 @@
 """Package cudagraph: a kernel, a Python function and a kernel in one CUDA graph.
 
 The graph is launched three times. The Python function is a host step: a node of the graph that runs
-on the CPU. It accesses pinned memory, which host and device share, and must not call the driver.
+on the CPU. The function uses pinned memory, which host and device share. It must not call the CUDA
+driver.
 """
 
 from __future__ import annotations

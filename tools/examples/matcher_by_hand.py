@@ -16,7 +16,8 @@ from graft.tools.demo_model import demo_model
 def main() -> None:
     """Generate a text that matches a regular expression.
 
-    Each step selects the shortest legal token; among several, the first in byte order.
+    Each step selects the shortest legal token. Of several tokens with this length, it selects the
+    first one in byte order.
     """
     target, _ = demo_model()
     tokenizer = Tokenizer(target)

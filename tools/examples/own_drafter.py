@@ -22,7 +22,7 @@ extern "C" __global__ void propose_last(int batch, const int* row_slot, const Sl
 
 
 class LastToken(Drafter):
-    """A drafter that proposes all drafts of a round with one kernel."""
+    """A drafter that generates all drafts of a round with one kernel."""
 
     def __init__(self, context: DrafterContext):
         self.shape = TreeShape(context.max_drafts)

@@ -1,4 +1,4 @@
-"""Ray actors: each runs one engine, a replica of data parallel serving, in its own process."""
+"""Ray actors for data parallel serving: each actor is a process that runs one engine."""
 
 from __future__ import annotations
 
@@ -39,14 +39,14 @@ class ReplicaActor:
     async def start(self, make_engine: Callable[[], Engine]) -> EngineInfo:
         """Create the engine, start its driver and return the engine's properties.
 
-        An error of `make_engine` is raised to the caller.
+        If `make_engine` raises an error, this method raises it too.
         """
         self._driver = EngineDriver(make_engine())
         self._driver.start(lambda _output: None)
         return self._driver.info
 
     async def send(self, jobs: Sequence[Request | str]) -> None:
-        """Process jobs in order.
+        """Process jobs in the given order.
 
         A job is a `Request` to submit, or the id of a request to cancel.
         """
@@ -57,7 +57,7 @@ class ReplicaActor:
                 self._driver.submit(job, self._events)
 
     async def receive(self) -> list[Event]:
-        """Wait until there is an event, and return all available events.
+        """Wait until at least one event is available, and return all available events.
 
         Raises
         ------
@@ -92,7 +92,7 @@ class RayActor:
     async def call(self, method: str, *arguments: Any) -> Any:
         """Call a method of the actor and return its result.
 
-        An error that the method raises is raised here too.
+        If the method raises an error, the error is raised in this process too.
         """
         try:
             return await getattr(self._handle, method).remote(*arguments)
@@ -108,8 +108,9 @@ class RayActor:
 def ray_cluster(count: int) -> Iterator[Callable[[], Actor]]:
     """Run a local Ray cluster for `count` replicas and yield a function that launches an actor.
 
-    Only this process uses the cluster. Clients of the cluster must have a random token, usage
-    statistics are disabled, and the files of the cluster are deleted when the context ends.
+    The cluster is private to this process, because it requires a random token from its clients.
+    Ray's usage statistics are disabled. When the context ends, the cluster is shut down and its
+    files are deleted.
 
     Raises
     ------
@@ -127,7 +128,8 @@ def ray_cluster(count: int) -> Iterator[Callable[[], Actor]]:
     gpus_per_replica = int(uses_cuda)
     with tempfile.TemporaryDirectory(prefix="graft-", ignore_cleanup_errors=True) as folder:
         _start_ray(ray, count, folder)
-        # Ray installs a handler that would terminate the process without draining it.
+        # Ray has installed a SIGTERM handler that would exit at once. Replace it, so that the
+        # server can complete its running requests.
         signal.signal(signal.SIGTERM, signal.default_int_handler)
         try:
             gpus = ray.cluster_resources().get("GPU", 0)

@@ -54,8 +54,8 @@ class Settings:
     api_key
         Key that clients must send. None disables authentication.
     max_waiting
-        Maximum number of API requests that are in progress in addition to one per request slot of
-        the engine. Any further request gets status 429.
+        Maximum number of API requests in the queue. If the number of API requests in progress
+        reaches this value plus the number of request slots, further requests get status 429.
     max_body_bytes
         Maximum size of a request body in bytes.
     io_timeout_s
@@ -101,8 +101,8 @@ class Service:
         self.api_requests = 0
         self.draining = False
         self._max_api_requests = settings.max_waiting + info.max_batch_size
-        # One thread, because the tokenizer is not thread-safe. Grammars have threads of their
-        # own, because checking one may take long.
+        # The parser has a single thread, because the tokenizer is not thread-safe. Grammars are
+        # checked in other threads, because a check can be slow and would delay other requests.
         self._parser_thread = ThreadPoolExecutor(1, "graft parser")
         self._grammar_threads = ThreadPoolExecutor(2, "graft grammars")
         handlers: Any = {
@@ -159,7 +159,11 @@ class Service:
         if self.driver.failure is not None:
             raise ApiError(f"the engine has failed: {self.driver.failure}", 503)
         if self.api_requests >= self._max_api_requests:
-            raise ApiError(f"{self.api_requests} requests are running or waiting already", 429)
+            raise ApiError(
+                f"the server has {self.api_requests} requests in progress, which is its limit; "
+                "retry later",
+                429,
+            )
 
     async def read_body(self, request: HttpRequest) -> dict[str, Any]:
         """Read the JSON body of a request and return its fields.
@@ -239,8 +243,8 @@ class Service:
 class RequestStream:
     """The events of the engine requests that belong to one API request.
 
-    The constructor submits the requests. Iteration yields pairs of the index of a request and its
-    next event, until all requests have ended.
+    The constructor submits the requests. Iteration yields pairs ``(index, event)`` until all
+    requests have ended; ``index`` is the position of the event's request in `requests`.
     """
 
     def __init__(self, driver: EngineDriver | Replicas, requests: Sequence[Request]):
@@ -265,7 +269,7 @@ class RequestStream:
 
 
 class _GenerateEndpoint:
-    """The endpoint for generation requests.
+    """The endpoint that generates text: chat completions if `chat`, otherwise completions.
 
     When the client of a request disconnects, the request is cancelled.
     """
@@ -297,7 +301,7 @@ class _GenerateEndpoint:
                 disconnect.cancel()
                 await asyncio.gather(response, disconnect, return_exceptions=True)
         except (ClientDisconnect, TimeoutError):
-            pass  # the client disconnected while it sent the body, or stopped reading
+            pass  # no response: the client disconnected, or did not read the stream in time
         finally:
             service.api_requests -= 1
 
@@ -383,7 +387,7 @@ def _json_response(
 ) -> Response:
     """Return a JSON response.
 
-    Other characters than ASCII are escaped, because an error message may quote lone surrogates,
-    which UTF-8 cannot encode.
+    Non-ASCII characters are escaped, because an error message may quote a lone surrogate from the
+    request, which cannot be encoded in UTF-8.
     """
     return Response(json.dumps(body), status, headers, "application/json")

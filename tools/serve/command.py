@@ -194,7 +194,10 @@ def _open_engine(options: argparse.Namespace, limits: Limits) -> Engine:
 
 
 def bind_socket(host: str, port: int) -> socket.socket:
-    """Return a TCP socket that is bound to an address, before a model is loaded.
+    """Return a TCP socket that is bound to an address.
+
+    The server calls this function before it loads a model, so that an invalid address is reported
+    early.
 
     Raises
     ------

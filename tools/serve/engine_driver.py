@@ -59,14 +59,14 @@ class EngineDriver:
     Parameters
     ----------
     engine
-        The engine. Other threads than the driver's call only its thread-safe methods.
+        The engine. Threads other than the driver's thread must call only its thread-safe methods.
 
     Attributes
     ----------
     info
         Static properties of the engine.
     failure
-        Message of the error after which the engine cannot be used; None if there was none.
+        Message of the error that made the engine unusable; None while the engine is usable.
     """
 
     def __init__(self, engine: Engine):
@@ -130,15 +130,17 @@ class EngineDriver:
 
     @property
     def alive(self) -> list[bool]:
-        """Whether the engine is usable, as a list of one element, like `Replicas.alive`."""
+        """List with one element: whether the engine is usable.
+
+        `Replicas.alive` has the same form, with one element per replica.
+        """
         return [self.failure is None]
 
     async def counters(self) -> list[dict[str, Any] | None]:
-        """Return `Engine.counters` as a list of one element.
+        """Return a list with one element: the result of `Engine.counters`.
 
-        The thread reads the counters between two decoding rounds, so they are consistent.
-
-        The element is None if the engine has failed or does not answer in time.
+        The driver's thread reads the counters between two decoding rounds, so the values belong to
+        the same moment. The element is None if the engine has failed or does not answer in time.
         """
         answer: Future[dict[str, Any] | None] = Future()
 
@@ -197,7 +199,7 @@ class EngineDriver:
             if self.failure is not None:
                 raise EngineError(self.failure)
             self._engine.submit(request)
-        except Exception as error:  # every request ends with an output, even a refused one
+        except Exception as error:  # report the error as the output of the request
             event = error_event(str(request.id), str(error), type(error).__name__)
             self._post([event])
 
@@ -222,7 +224,7 @@ class EngineDriver:
 
 
 def error_event(request_id: str, message: str, error_type: str = "EngineError") -> Event:
-    """Return the last event of a request that failed."""
+    """Return the last event of a failed request, whose output contains the error message."""
     output = Output(request_id, reason="error", error=message, error_type=error_type)
     return Event(request_id, (), "", output)
 

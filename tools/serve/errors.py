@@ -35,7 +35,7 @@ class ApiError(GraftError):
     status
         HTTP status.
     param
-        Name of the request field that caused the error; None if no single field did.
+        Name of the request field that caused the error; None if the error has no single field.
     code
         OpenAI's error code; None if there is none.
     """
@@ -86,7 +86,7 @@ def to_api_error(error: Exception) -> ApiError:
 
 
 def check_output(output: Output) -> None:
-    """Check that an output is a complete response.
+    """Check that a request has generated an output that the server can return.
 
     Raises
     ------

@@ -57,7 +57,11 @@ _HISTOGRAMS = (
 
 
 class Metrics:
-    """A Prometheus registry with metrics of ended requests and of the engines' counters."""
+    """The metrics of the server, in a Prometheus registry.
+
+    Metrics of requests, such as latency histograms, are updated when a request ends. Metrics of the
+    engines are computed from the counters that the caller passes to `page`.
+    """
 
     def __init__(self) -> None:
         self._registry = CollectorRegistry()
@@ -82,7 +86,7 @@ class Metrics:
         }
 
     def count(self, output: Output) -> None:
-        """Count a request that has ended, given its output."""
+        """Update the metrics of requests with the output of a request that has ended."""
         self._requests.labels(output.reason).inc()
         self._prompt_tokens.inc(output.prompt_tokens)
         values = {
@@ -101,8 +105,8 @@ class Metrics:
         Parameters
         ----------
         counters
-            `Engine.counters` of each replica; None for a replica that does not answer. Its last
-            known counters are then reported again.
+            `Engine.counters` of each replica, or None for a replica that does not answer. The last
+            known counters of such a replica are then reported again.
         gauges
             Values of further gauges, by metric name without the prefix ``graft_``.
         """
@@ -117,7 +121,7 @@ class Metrics:
         return generate_latest(self._registry)
 
     def collect(self) -> Iterator[Metric]:
-        """Yield the metrics of the engines. The registry calls this method."""
+        """Yield the metrics of the engines. The registry calls this method for each page."""
         for name, value in self._gauges.items():
             yield GaugeMetricFamily(f"graft_{name}", name, value)
         alive = {(replica,): is_alive for replica, is_alive in self._alive.items()}
@@ -171,9 +175,9 @@ def _inter_token_latency(output: Output) -> float | None:
 def _family(
     kind: Any, name: str, description: str, labels: Sequence[str], values: Mapping[Any, float]
 ) -> Any:
-    """Return a metric family with the label ``replica`` and the further labels `labels`.
+    """Return a metric with the label ``replica`` and additional labels.
 
-    The keys of `values` are tuples of label values.
+    The keys of `values` are tuples: the number of the replica, followed by the values of `labels`.
     """
     family = kind(name, description, labels=["replica", *labels])
     for key, value in values.items():

@@ -1,7 +1,7 @@
 """Conversion of requests in OpenAI's format to requests of the engine.
 
-Every field of a request must be known. A request with an unknown or unsupported field is refused
-with an error that names the field.
+A request with an unknown or unsupported field is refused with an error that names the field. Only
+a few fields that cannot affect the output, such as ``user``, are ignored.
 """
 
 from __future__ import annotations
@@ -36,7 +36,10 @@ _API_NAMES = {"stop_ids": "stop_token_ids", "allowed_ids": "allowed_token_ids"}
 
 
 def _plain_fields() -> dict[str, str]:
-    """Return the API fields that are copied unchanged: API name to field name of `Request`."""
+    """Return the API fields whose values become values of a `Request` without conversion.
+
+    Keys are names in the API, and values are names of the corresponding fields of `Request`.
+    """
     names = {param.name for param in dataclasses.fields(SamplingParams)}
     names -= _UNSUPPORTED_PARAMS | _CONVERTED_PARAMS
     names |= {"n", "max_tokens", "timeout_s"}
@@ -217,7 +220,8 @@ def _response_format(fields: Mapping[str, Any]) -> list[tuple[str, str, Any]]:
 def _structured_outputs(fields: Mapping[str, Any]) -> list[tuple[str, str, Any]]:
     """Return the grammars of structured_outputs and of the older guided fields.
 
-    Each is a tuple of the name of the request field, a key of structured_outputs, and its value.
+    Each grammar is a tuple of the name of the request field, a key of structured_outputs, and the
+    value of that key. Guided fields, such as ``guided_json``, are vLLM's former request fields.
     """
     structured = fields.get("structured_outputs")
     if structured is None:
@@ -232,7 +236,7 @@ def _structured_outputs(fields: Mapping[str, Any]) -> list[tuple[str, str, Any]]
             f"got {short_repr(structured)}",
             param="structured_outputs",
         )
-    # Error messages name the key of structured_outputs as the request field.
+    # The first element of an entry is the name in error messages: here, the key itself.
     entries = [(key, key, value) for key, value in structured.items()]
     for name, key in _GUIDED_FIELDS.items():
         if name in fields:
@@ -248,8 +252,8 @@ def _structured_outputs(fields: Mapping[str, Any]) -> list[tuple[str, str, Any]]
 def make_grammar_spec(key: str, text: str) -> GrammarSpec | None:
     """Return the grammar that a key of vLLM's structured_outputs defines.
 
-    Results are cached, because checking a grammar may take long and clients send the same grammar
-    repeatedly.
+    Results are cached, because the check of a grammar can be slow, and clients often send the same
+    grammar in many requests.
 
     Parameters
     ----------
@@ -270,7 +274,7 @@ def make_grammar_spec(key: str, text: str) -> GrammarSpec | None:
         key = "schema"
     elif key == "json_object":
         value = True
-    elif key == "grammar":  # "::=" occurs in EBNF rules and not in Lark rules
+    elif key == "grammar":  # only EBNF rules contain "::=", Lark rules do not
         key = "ebnf" if "::=" in str(value) else "lark"
     return make_grammar({key: value}, partial=False)
 
@@ -291,7 +295,7 @@ def _structural_tag(value: Any) -> Any:
 
 
 class RequestParser:
-    """Converts API requests to requests of the engine. Not thread-safe.
+    """A converter of API requests to requests of the engine. It is not thread-safe.
 
     Parameters
     ----------
@@ -348,7 +352,8 @@ class RequestParser:
         options |= self._converted_options(fields, chat)
         prompts = [self._chat(fields, grammar)] if chat else self._prompts(fields.get("prompt"))
         n = fields.get("n", 1)
-        # The engine checks `n` itself; here, only the product of `n` and the number of prompts.
+        # Limit the number of choices, which is `n` times the number of prompts. If `n` itself is
+        # invalid, the engine reports the error.
         if type(n) is int and n <= MAX_SAMPLES:
             num_choices = n * len(prompts)
             if num_choices > MAX_SAMPLES:
@@ -380,7 +385,7 @@ class RequestParser:
         )
 
     def _converted_options(self, fields: Mapping[str, Any], chat: bool) -> dict[str, Any]:
-        """Return the fields of `Request` whose form or name differs from the API's."""
+        """Return the fields of `Request` whose values must be converted from the API's format."""
         options: dict[str, Any] = {}
         seed = fields.get("seed")
         if type(seed) is int:
@@ -395,8 +400,8 @@ class RequestParser:
             raise ApiError(
                 f"priority must be an integer, got {short_repr(priority)}", param="priority"
             )
-        # vLLM, whose API this is, schedules the lowest value first. The engine schedules the
-        # highest first.
+        # In the API, as in vLLM, requests with a lower value run first. In the engine, requests
+        # with a higher value run first.
         options["priority"] = -priority
         if "top_k" in fields:
             options["top_k"] = 0 if fields["top_k"] == -1 else fields["top_k"]
@@ -468,7 +473,7 @@ def _read_bool(fields: Mapping[str, Any], name: str, default: bool = False) -> b
 
 
 def _read_logit_bias(bias: Any) -> dict[int, Any]:
-    """Return a logit bias by token id. JSON has the ids as text, because they are object keys."""
+    """Return a logit bias by token id. In JSON, the token ids are object keys and hence strings."""
     try:
         return {int(token): value for token, value in bias.items()}
     except (AttributeError, ValueError) as error:
@@ -480,8 +485,8 @@ def _read_logit_bias(bias: Any) -> dict[int, Any]:
 def _read_message(message: Any) -> dict[str, Any]:
     """Convert a message to the form that chat templates expect.
 
-    The parts of its content are joined to one text, the arguments of its tool calls are parsed, and
-    the role "developer" becomes "system".
+    The content parts of the message are joined into one text, the arguments of its tool calls are
+    parsed from JSON, and the role "developer" is replaced by "system".
     """
     if not isinstance(message, dict) or not isinstance(message.get("role"), str):
         raise ApiError(

@@ -1,16 +1,18 @@
 """Data parallel serving: one endpoint for several engines, and recovery when an engine dies.
 
-A replica is an engine in a separate process. It dies when the process exits, when the engine
-fails, or when it does not answer for `SILENCE_TIMEOUT_S` seconds; it is then restarted.
+A replica is an engine in a separate process. A replica counts as dead when its process exits, when
+its engine fails, or when it has not answered for `SILENCE_TIMEOUT_S` seconds. Dead replicas are
+restarted.
 
-The output of a request is a function of the request alone, because decoding is greedy, or drafts
-are verified in mode ``coupled`` with a seed that is fixed when the request arrives. When a replica
-dies, its requests are therefore restarted on another replica. The tokens that a client already has
-are not sent again, so its stream continues where it was interrupted.
+The output of a request depends on nothing but the request: decoding is either greedy, or drafts
+are verified in mode ``coupled`` with a seed that is fixed when the request arrives. Therefore, when
+a replica dies, its requests can be restarted on another replica and generate the same tokens again.
+Tokens that the client has received are not sent again, so the stream of the client continues where
+it was interrupted.
 
-A request that kills engines must not kill one replica after another. A request during which
-`SUSPECT_DEATHS` replicas died is a suspect, and a replica runs at most one suspect at a time. A
-suspect whose replica dies again ends with an error.
+A request that crashes its engine must not crash all replicas, one after the other. A request is a
+suspect if `SUSPECT_DEATHS` replicas have died while they ran it. A replica runs at most one suspect
+at a time. If another replica dies while it runs a suspect, the suspect ends with an error.
 """
 
 from __future__ import annotations
@@ -52,7 +54,7 @@ class Actor(Protocol):
     def call(self, method: str, *arguments: Any) -> Awaitable[Any]:
         """Call a method of the actor and return its result.
 
-        An error of the method is raised here. If the process has died, another error is raised.
+        If the method raises an error, or the actor's process has died, this call raises an error.
         """
 
     def kill(self) -> None:
@@ -80,7 +82,7 @@ class _RoutedRequest:
     characters
         Number of characters that were delivered to the client.
     received
-        Number of tokens and number of characters that the current replica has generated.
+        Number of tokens, and number of characters, that the current replica has generated so far.
     """
 
     request: Request
@@ -93,7 +95,7 @@ class _RoutedRequest:
     received: tuple[int, int] = 0, 0
 
     def start(self) -> Request:
-        """Return the request to send to the next replica, with the timeout that remains."""
+        """Return the request to send to the next replica. Its timeout is the remaining time."""
         self.received = (0, 0)
         timeout_s = self.request.timeout_s
         if timeout_s is not None:
@@ -102,9 +104,10 @@ class _RoutedRequest:
         return replace(self.request, timeout_s=timeout_s)
 
     def undelivered(self, event: Event) -> Event | None:
-        """Return the part of an event that the client does not have yet; None if there is none.
+        """Return the part of an event that the client has not received; None if this part is empty.
 
-        A restarted request generates the delivered tokens again; these are removed from the event.
+        A restarted request generates tokens again that the client has received from an earlier
+        replica. These tokens and their text are removed from the event.
 
         Raises
         ------
@@ -115,7 +118,9 @@ class _RoutedRequest:
         overlap = max(0, len(self.tokens) - token_start)
         delivered = self.tokens[token_start : token_start + len(event.tokens)]
         if overlap and tuple(delivered) != event.tokens[:overlap]:
-            raise EngineError("the restarted request generated different tokens")
+            raise EngineError(
+                "the request was restarted on another replica and generated different tokens"
+            )
         tokens = event.tokens[overlap:]
         num_delivered = max(0, self.characters - character_start)
         text = event.text[num_delivered:]
@@ -165,7 +170,7 @@ class _Replica:
 
 
 class Replicas:
-    """Several engines, with the same interface as `EngineDriver`, which runs a single one.
+    """Several engines in separate processes, with the same interface as `EngineDriver`.
 
     Parameters
     ----------
@@ -206,7 +211,7 @@ class Replicas:
     async def begin(self) -> None:
         """Create all engines and wait until they are ready.
 
-        An error of `make_engine` is raised here.
+        If `make_engine` raises an error in any process, this method raises it too.
         """
         [info, *_] = await asyncio.gather(
             *(replica.actor.call("start", self._make_engine) for replica in self._replicas)
@@ -322,7 +327,7 @@ class Replicas:
                     delay = min(2 * delay, MAX_RESTART_DELAY_S)
 
     async def _send_jobs(self, replica: _Replica) -> None:
-        while True:  # each call is awaited before the next one, so jobs arrive in order
+        while True:  # one call at a time, so that jobs arrive in order
             await replica.actor.call("send", await get_all(replica.jobs))
 
     async def _receive_events(self, replica: _Replica) -> None:
@@ -333,7 +338,7 @@ class Replicas:
                     self._deliver(replica, request, event)
 
     def _deliver(self, replica: _Replica, request: _RoutedRequest, event: Event) -> None:
-        """Deliver the part of an event that the client has not received."""
+        """Put the part of an event that the client has not received into the request's sink."""
         try:
             rest = request.undelivered(event)
         except EngineError as error:
@@ -358,7 +363,11 @@ class Replicas:
         raise EngineError(f"the replica has not answered for {SILENCE_TIMEOUT_S:g} s")
 
     def _handle_death(self, replica: _Replica, message: str) -> None:
-        """Terminate a dead replica and reassign its requests, or fail those that killed it."""
+        """Terminate a dead replica, and assign its requests to other replicas.
+
+        Requests during which more than `SUSPECT_DEATHS` replicas have died fail instead. If no
+        replica can be restarted, all waiting requests fail.
+        """
         state = "died" if replica.alive else "did not start"
         LOG.warning("replica %d %s: %s", replica.number, state, message)
         replica.actor.kill()
@@ -390,7 +399,7 @@ class Replicas:
         """Assign waiting requests to replicas.
 
         A request stays unassigned while no replica is alive, or while the request is a suspect and
-        every living replica already runs one.
+        every living replica already runs another suspect.
         """
         requests = self._unassigned
         self._unassigned = []

@@ -18,7 +18,7 @@ _MIN_LOGPROB = -9999.0
 
 
 class ResponseChoice:
-    """Builds one choice of a response from the events or the output of its engine request.
+    """A builder of one choice of a response, from the events or the output of an engine request.
 
     Parameters
     ----------
@@ -27,7 +27,7 @@ class ResponseChoice:
     index
         Index of the choice in the response.
     parser
-        Request parser, which knows the bytes of each token.
+        Request parser, which provides the bytes of each token.
     """
 
     def __init__(self, api_request: ApiRequest, index: int, parser: RequestParser):
@@ -103,7 +103,7 @@ class ResponseChoice:
             return None
         pairs = list(zip(event.tokens, event.logprobs, strict=True))
         if event.output is not None and event.output.finished:
-            pairs = pairs[:-1]  # the last token is the stop token, which is not part of the text
+            pairs = pairs[:-1]  # remove the stop token, which is not part of the text
         if not self._api_request.chat:
             return self._completion_logprobs(pairs)
         content = []
@@ -148,7 +148,10 @@ class ResponseChoice:
 
 
 def token_usage(outputs: Sequence[Output]) -> dict[str, Any]:
-    """Return the token usage of a response. The tokens of a prompt count once for all samples."""
+    """Return the token usage of a response.
+
+    If a prompt has several samples, its tokens are counted once.
+    """
     # Request ids have the form "<api request>/<prompt>/<sample>".
     prompt_lengths = {output.id.split("/")[1]: output.prompt_tokens for output in outputs}
     prompt_tokens = sum(prompt_lengths.values())

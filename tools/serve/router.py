@@ -10,12 +10,12 @@ from graft.tools.serve.engine_driver import EngineInfo
 
 
 class Router:
-    """Chooses a replica for each request: the longest cached prefix first, then the lowest load.
+    """A router that chooses the replica with the longest cached prefix, then with the lowest load.
 
-    The router does not query the prefix caches of the replicas but estimates their contents. For
-    each replica it remembers the page keys of the prompts that it sent there, as many as the cache
-    has pages, and drops the least recently used ones. A replica is not chosen if it has more
-    requests than the least loaded replica by a whole batch or more.
+    The router estimates the contents of the replicas' prefix caches instead of querying them. For
+    each replica, it stores the page keys of the prompts that were routed to the replica. It stores
+    at most as many keys as the cache has pages and evicts the least recently used ones. A replica
+    is not chosen if its number of requests exceeds the lowest one by ``max_batch_size`` or more.
 
     Parameters
     ----------
@@ -30,9 +30,10 @@ class Router:
         self._cached: list[OrderedDict[bytes, None]] = [OrderedDict() for _ in range(count)]
 
     def keys(self, tokens: Sequence[int]) -> list[bytes]:
-        """Return the prefix-cache keys of a prompt: one for each full page that a token follows.
+        """Return the prefix-cache keys of a prompt, one for each page that can be reused.
 
-        A prompt with invalid tokens has no keys. It can go to any replica, which will refuse it.
+        These are the full pages that do not contain the last token, which is always computed. A
+        prompt with invalid tokens has no keys: it is routed to any replica, which refuses it.
         """
         try:
             return page_keys(tokens, self._info.page_size)
@@ -40,7 +41,7 @@ class Router:
             return []
 
     def choose(self, keys: Sequence[bytes], loads: Mapping[int, int]) -> int:
-        """Return the replica for a prompt, and remember that it will cache the prompt's pages.
+        """Return the replica for a prompt, and record that the replica caches the prompt's pages.
 
         Parameters
         ----------
@@ -62,7 +63,7 @@ class Router:
 
         chosen = min(candidates, key=rank)
         cached = self._cached[chosen]
-        for key in reversed(keys):  # the first page of the prompt is evicted last
+        for key in reversed(keys):  # reversed, so that the first page of the prompt is evicted last
             cached[key] = None
             cached.move_to_end(key)
         while len(cached) > self._info.pages:

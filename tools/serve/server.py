@@ -27,7 +27,7 @@ class Server(uvicorn.Server):
     listener
         Bound socket to listen on. The server closes the socket.
     drain_s
-        Time in seconds that running requests have to complete after the first signal. A second
+        Time in seconds after the first signal in which running requests can complete. A second
         signal cancels them immediately.
     """
 
@@ -55,7 +55,7 @@ class Server(uvicorn.Server):
         self.service.draining = True
 
     def handle_exit(self, sig: int, frame: FrameType | None) -> None:
-        """Drain on the first signal and exit on the second."""
+        """Start draining on the first signal, and exit on the second signal."""
         if self.service.draining:
             self.should_exit = True
         else:

@@ -51,7 +51,10 @@ def read_tools(fields: Mapping[str, Any]) -> tuple[list[dict[str, Any]], str]:
         named = choice.get("function")
         name = named.get("name") if isinstance(named, dict) else None
         if not isinstance(name, str) or name not in functions:
-            raise ApiError(f"there is no tool {name!r}", param="tool_choice")
+            raise ApiError(
+                f"tool_choice names {name!r}, which is not a function in tools",
+                param="tool_choice",
+            )
         return [functions[name]], "required"
     if choice not in ("none", "auto", "required"):
         raise ApiError(
@@ -121,7 +124,7 @@ def _call_schema(name: str, schema: Any, pointer: str) -> dict[str, Any]:
     schema
         JSON schema of the arguments.
     pointer
-        JSON pointer at which the caller places the result in a larger schema.
+        JSON pointer of the position in a larger schema to which the caller will copy the result.
     """
     return {
         "type": "object",
@@ -135,10 +138,11 @@ def _call_schema(name: str, schema: Any, pointer: str) -> dict[str, Any]:
 
 
 def _rebase_references(schema: Any, pointer: str) -> Any:
-    """Return a schema with its internal references adapted to a new position.
+    """Return a schema with its references adapted to a position in a larger schema.
 
-    ``{"$ref": "#/..."}`` refers to the root of the schema. When the schema becomes a part of
-    another schema, at the JSON pointer `pointer`, each reference needs this pointer as a prefix.
+    ``{"$ref": "#/..."}`` refers to the root of the schema. When the schema is copied into
+    a larger schema, at the JSON pointer `pointer`, this pointer must precede the path of each
+    reference.
     """
     if isinstance(schema, list):
         return [_rebase_references(part, pointer) for part in schema]
@@ -154,7 +158,7 @@ def _rebase_references(schema: Any, pointer: str) -> Any:
 
 
 def _partial_tag_length(text: str) -> int:
-    """Return the number of characters at the end of a text that may begin the tag `BEGIN`."""
+    """Return the length of the longest end of a text with which the tag `BEGIN` begins."""
     for length in range(len(BEGIN) - 1, 0, -1):
         if text.endswith(BEGIN[:length]):
             return length
@@ -186,14 +190,14 @@ class ToolCallParser:
         self.calls: list[dict[str, Any]] = []
 
     def feed(self, text: str, last: bool) -> tuple[str, list[dict[str, Any]]]:
-        """Process the next piece of text.
+        """Process the next piece of the generated text.
 
         Parameters
         ----------
         text
             Generated text.
         last
-            Whether the output ends with this text.
+            Whether this is the last piece of the output.
 
         Returns
         -------
