@@ -9,7 +9,10 @@ from graft.tools.demo_model import demo_model
 
 @pytest.fixture(scope="module")
 def engine():
-    """Return an engine with the demo model. After the tests, it must not hold any resource."""
+    """Return an engine with the demo model.
+
+    After the tests of a module, check that the engine has released all slots and pages.
+    """
     with Engine(
         *demo_model(),
         max_batch_size=8,
@@ -47,7 +50,7 @@ def client(server):
 
 @pytest.fixture(scope="module")
 def http():
-    """Return an HTTP client for requests without OpenAI's client, such as pages of the server."""
+    """Return a plain HTTP client, for endpoints that OpenAI's client does not have."""
     import httpx
 
     with httpx.Client(verify=False) as client:

@@ -64,7 +64,7 @@ def response_format(schema):
 
 
 def chat(client, **fields):
-    """Send a chat completion request with one message, unless `fields` override it."""
+    """Send a chat completion request. `fields` replace the default values of request fields."""
     extra = {key: fields.pop(key) for key in EXTRA_FIELDS if key in fields}
     defaults = {
         "model": "demo",
@@ -104,7 +104,8 @@ def load_requests():
 async def send_numbered(client, slots, requests, number):
     """Send one request of a load test and return its text and finish reason.
 
-    One in ten requests is closed early, and one in twenty is invalid, depending on `number`.
+    `number` selects one of `requests`. The client closes the stream of every tenth request after
+    the first chunk, and sends an invalid field in every twentieth request.
     """
     fields = requests[number % len(requests)][1]
     closes_early = number % 10 == 3
@@ -131,7 +132,7 @@ async def send_numbered(client, slots, requests, number):
 async def run_load(url, requests, count, on_end=None):
     """Send `count` requests, at most 32 at a time; return their texts and finish reasons.
 
-    Whenever a request has ended, `on_end` is called with its number.
+    When a request has ended, `on_end` is called with the number of the request.
     """
     slots = asyncio.Semaphore(32)
 
@@ -141,7 +142,8 @@ async def run_load(url, requests, count, on_end=None):
             on_end(number)
         return result
 
-    # Connections are not reused, because one could time out just when the next request is sent.
+    # Disable keep-alive: the server could close an idle connection just when the client sends
+    # the next request on it.
     async with openai.AsyncOpenAI(
         base_url=url,
         api_key="-",
@@ -161,8 +163,8 @@ def run_sequentially(url, requests):
 def check_load(requests, sequential, results):
     """Check the responses of a load test.
 
-    Each must equal the response to the same request in `sequential`. Complete structured outputs
-    must satisfy their grammars.
+    Each response must equal the response in `sequential`, for which the same request was sent
+    alone. Structured outputs that are not truncated must satisfy their grammars.
     """
     for number, (text, finish_reason) in enumerate(results):
         prompt = requests[number % len(requests)][0]

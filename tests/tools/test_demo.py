@@ -62,9 +62,10 @@ def test_demo_tasks_are_deterministic(held_out):
 
 
 def test_demo_task_answers_satisfy_their_schemas(training, held_out, unseen):
-    """The keys of an answer have the order of the schema, which allows no other keys.
+    """The answer of a task is valid under the task's schema.
 
-    The text of an answer is formatted as ``json.dumps`` does.
+    The keys of the answer have the order of the schema, and the schema allows no additional keys.
+    The answer has the format of ``json.dumps``.
     """
     for task in itertools.chain(training, held_out, unseen):
         if task.schema is None:
@@ -80,7 +81,7 @@ def test_demo_task_answers_satisfy_their_schemas(training, held_out, unseen):
 
 
 def test_demo_regex_task_answers_match_their_patterns(held_out):
-    """The answer also occurs in the text of the task."""
+    """The answer of a ``regex`` task matches the pattern and occurs in the text of the task."""
     tasks = [t for t in held_out if t.kind == "regex"]
     assert len(tasks) > 20
     for task in tasks:
@@ -102,7 +103,10 @@ def test_demo_record_task_strings_occur_in_the_text(held_out):
 
 
 def test_demo_training_excludes_held_out_prompts_and_unseen_keys(training, held_out, unseen):
-    """All keys of the unseen-key tasks are reserved, and no key of a training task is."""
+    """No task of the held-out sets is a training task.
+
+    All keys of the tasks with unseen keys are reserved: no training task uses them.
+    """
     seen = {(t.text, json.dumps(t.schema)) for t in training}
     assert all((t.text, json.dumps(t.schema)) not in seen for t in held_out + unseen)
     used = {k for t in training for k in property_names(t.schema)}
@@ -113,9 +117,9 @@ def test_demo_training_excludes_held_out_prompts_and_unseen_keys(training, held_
 
 
 def test_demo_tasks_cover_all_kinds_of_schemas(held_out):
-    """The tasks contain nested objects, arrays, enums, bounds, patterns and optional fields.
+    """The schemas contain nested objects, arrays, enums, bounds, patterns and optional fields.
 
-    There are also tasks with a regular expression, and tasks without a grammar.
+    Some tasks have a regular expression in place of a schema, and some have no grammar.
     """
     everything = " ".join(json.dumps(t.schema) for t in held_out)
     for part in (
@@ -136,9 +140,9 @@ def test_demo_tasks_cover_all_kinds_of_schemas(held_out):
 
 
 def test_score_fields_counts_leaves_and_complete_answers(held_out):
-    """Wrong, missing and additional fields and text that is not JSON lower the score.
+    """Wrong, missing or additional fields lower the score, and so does text that is not JSON.
 
-    The answer of each task scores as completely correct, and the answer of another task does not.
+    Each task's own answer is scored as completely correct. The answer of another task is not.
     """
     task = demo_tasks.Task("", {}, '{"a": 1, "b": {"c": "x", "d": [1, 2]}}')
     score = demo_tasks.score_fields
@@ -174,7 +178,10 @@ def render(text: str, **variables: Any) -> str:
 
 
 def test_demo_template_renders_keys_and_types_of_schema():
-    """A schema is rendered as one line of nested keys and types. ``?`` marks optional keys."""
+    """The chat template renders a schema as one line of nested keys and types.
+
+    Optional keys are marked with ``?``.
+    """
     schema = demo_tasks.object_schema(
         [
             ("id", {"type": "string", "pattern": "^[A-Z]$"}),
@@ -240,7 +247,10 @@ def test_demo_template_truncates_large_schemas():
 
 
 def test_demo_tokenizer_roundtrip_and_prompt_length(held_out):
-    """Prompt and answer together have fewer than 320 tokens, and decoding inverts encoding."""
+    """The prompt and the answer of each task have fewer than 320 tokens in total.
+
+    Decoding the encoded text returns the text, also for control characters and other scripts.
+    """
     tokenizer = tokenizers.Tokenizer.from_file(str(DEMO / "target" / "tokenizer.json"))
     config = json.loads((DEMO / "target" / "config.json").read_text())
     assert tokenizer.get_vocab_size() == config["vocab_size"]
@@ -264,7 +274,7 @@ def test_demo_model_is_small_and_draft_vocabulary_has_stop_id():
 
 
 def test_demo_prompts_have_different_grammars_and_valid_answers():
-    """At least eight prompts have a schema, one has a regular expression, and one no grammar."""
+    """Eight or more demo prompts have a schema, one a regular expression, and one no grammar."""
     prompts = demo_prompts()
     schemas = [p.grammar.text for p in prompts if p.grammar and p.grammar.kind == "json_schema"]
     assert len(schemas) >= 8 and len(set(schemas)) == len(schemas)
@@ -303,7 +313,7 @@ def test_is_valid_checks_outputs_independently_of_the_backend(spec, good, bad):
 
 
 def test_is_valid_returns_none_without_independent_check():
-    """No independent check exists for EBNF, free text, and expressions that ``re`` cannot parse."""
+    """`is_valid` returns None for EBNF, free text and expressions that ``re`` cannot parse."""
     for spec in (GrammarSpec.regex(r"\p{L}+"), GrammarSpec.ebnf('root ::= "a"'), None):
         assert is_valid(spec, "a") is None
 
@@ -338,7 +348,7 @@ def test_describe_speculation_follows_from_measured_times(seconds, effect):
 
 
 def make_result(tasks, texts, rounds=2):
-    """Return an evaluation result whose outputs have the given texts."""
+    """Return the evaluation result of a model that generates `texts`, one for each task."""
     outputs = [
         Output(id=str(i), text=text, reason="stop", tokens=[1] * len(text), rounds=rounds)
         for i, text in enumerate(texts)
@@ -347,7 +357,9 @@ def make_result(tasks, texts, rounds=2):
 
 
 def test_demo_evaluation_correctness_of_right_and_wrong_answers():
-    """Correct answers score 100 %. A wrong field lowers the score of fields and of answers."""
+    """If all answers are correct, all rates are 1. A wrong field lowers the rates of correct
+    fields, correct answers and valid outputs.
+    """
     tasks = demo_tasks.held_out_tasks(40)
     texts = [task.answer for task in tasks]
     scores = evaluate_demo.correctness(make_result(tasks, texts))
@@ -365,7 +377,10 @@ def test_demo_evaluation_correctness_of_right_and_wrong_answers():
 
 
 def test_demo_evaluation_compares_masking_on_tasks_with_grammar():
-    """The reported difference is the value with masked drafts minus the value without masks."""
+    """The difference in tokens per round is the value with masked drafts minus the value without.
+
+    It is computed for the tasks with a grammar only.
+    """
     tasks = demo_tasks.held_out_tasks(60)
     guided = sum(task.schema is not None or task.pattern is not None for task in tasks)
     assert guided < 60

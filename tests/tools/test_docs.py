@@ -13,7 +13,7 @@ from graft.tools import docs
 
 
 def test_docs_write_page_with_docstrings_and_readme(tmp_path):
-    """The page of a package contains its docstring, its README.md and its public classes."""
+    """The HTML page of a package contains the package's docstring, README.md and public classes."""
     assert docs.main(["sampling", "--output", str(tmp_path)]) == 0
     page = (tmp_path / "graft" / "sampling.html").read_text(encoding="utf-8")
     assert 'id="MaskApply"' in page
@@ -27,7 +27,7 @@ def test_docs_write_page_with_docstrings_and_readme(tmp_path):
 
 
 def test_docs_fail_on_warning(tmp_path, monkeypatch, capsys):
-    """A warning of pdoc is printed, and the exit status is 1."""
+    """If pdoc issues a warning, ``make docs`` prints the warning and returns exit status 1."""
     monkeypatch.setattr(docs, "write_docs", lambda packages, output: ["UserWarning: no such name"])
     assert docs.main(["sampling", "--output", str(tmp_path)]) == 1
     assert "graft: UserWarning: no such name" in capsys.readouterr().err

@@ -27,7 +27,7 @@ def check_mask_logits(lines):
 
 
 def check_matcher_by_hand(lines):
-    # At most y, ye, n and no are legal first tokens.
+    # The grammar allows yes and no, so the four legal first tokens are y, ye, n and no.
     assert lines[0].split() == ["4", "legal", "tokens,", "chosen:", "b'n'"]
     assert re.fullmatch(r"no, [0-9]7 \| only the stop token is legal: True", lines[-1])
     assert len(lines) == len("no, 17") + 2

@@ -34,9 +34,9 @@ GGUF_MODEL_TENSORS = {hf: name for name, hf in gguf_import.MODEL_TENSORS.items()
 
 
 def interleave_rows(weight: np.ndarray, heads: int) -> np.ndarray:
-    """Reorder the rows of a projection as llama.cpp does.
+    """Reorder the rows of a query or key projection as llama.cpp does for GGUF files.
 
-    Rows of the two halves of a head alternate.
+    In the result, rows of the first half of a head alternate with rows of the second half.
     """
     halves = weight.reshape(heads, 2, weight.shape[0] // heads // 2, weight.shape[1])
     return halves.transpose(0, 2, 1, 3).reshape(weight.shape)
@@ -54,7 +54,7 @@ def write_gguf(
 ) -> None:
     """Write a GGUF file of a tiny Llama and its tokenizer.
 
-    The keyword arguments `changed` replace metadata values by key. None removes a key.
+    The keyword arguments `changed` replace metadata values by key; the value None removes the key.
     """
     writer = gguf.GGUFWriter(str(file), architecture)
     tokenizer = json.loads((folder / "tokenizer.json").read_text())["model"]
@@ -101,7 +101,7 @@ def write_gguf(
 
 
 def gguf_name(name: str) -> str:
-    """Return the GGUF name of a tensor; a name that is not a model tensor's is unchanged."""
+    """Return the GGUF name of a tensor of the model; return any other name unchanged."""
     if name in GGUF_MODEL_TENSORS:
         return GGUF_MODEL_TENSORS[name]
     parts = name.split(".")
@@ -145,7 +145,10 @@ def test_gguf_import_preserves_weights_and_config(tiny, tmp_path, kind, tied):
 
 
 def test_gguf_import_preserves_byte_level_tokenizer(tiny, tmp_path):
-    """Original and converted tokenizer agree on ids, text, special tokens and chat template."""
+    """The converted tokenizer gives the same ids and texts as the original tokenizer.
+
+    It also has the same special tokens and the same chat template.
+    """
     folder = convert(tiny()[0], tmp_path / "out")
     original = Tokenizer(tmp_path / "hf")
     imported = Tokenizer(folder)
@@ -195,7 +198,10 @@ def test_gguf_import_sentencepiece_merges_by_score(tiny, tmp_path):
 
 
 def test_gguf_import_derives_llama3_rope_scaling_from_factors(tiny, tmp_path):
-    """Frequency factors that do not follow Llama 3's formula are refused."""
+    """The parameters of Llama 3's RoPE scaling are derived from the frequency factors of the file.
+
+    Factors that do not follow Llama 3's formula raise an error.
+    """
     published = {
         "rope_type": "llama3",
         "rope_theta": 10000.0,
@@ -243,7 +249,7 @@ def test_gguf_import_derives_llama3_rope_scaling_from_factors(tiny, tmp_path):
     ],
 )
 def test_gguf_import_rejects_unsupported_models(tiny, tmp_path, changed, error, message):
-    """The error contains name and value of the unsupported setting, and nothing is written."""
+    """The error contains the name and the value of the unsupported setting; no file is written."""
     file, *_ = tiny(**changed)
     with pytest.raises(error, match=message):
         convert(file, tmp_path / "out")

@@ -32,7 +32,10 @@ PINS = dict(
 
 
 def test_requirements_have_bounds_that_contain_the_pins():
-    """The upper bound of a requirement is the next major or minor release after its lower bound."""
+    """Each requirement has a lower bound, an upper bound and a pinned version between the bounds.
+
+    The upper bound is the next major or minor release after the lower bound.
+    """
     for text in (*REQUIRED, *PROJECT["build-system"]["requires"]):
         wanted = Requirement(text)
         ends = {s.operator: s.version for s in wanted.specifier}
@@ -77,9 +80,9 @@ def test_installed_graft_is_this_working_tree():
     ],
 )
 def test_find_python_reports_why_candidates_are_unusable(tmp_path, name, script, words):
-    """If no Python is found, one sentence says what to install.
+    """If no suitable Python is found, a one-sentence error says what to install.
 
-    Interpreters that do not run or are too old are skipped, and the sentence contains the reason.
+    Interpreters that do not run or are too old are skipped. The error contains the reason.
     """
     for tool in ("sh", "tail"):
         found = shutil.which(tool)
@@ -131,7 +134,7 @@ def test_find_python_prints_usable_interpreter():
     ],
 )
 def test_bootstrap_rejects_missing_or_old_compiler(tmp_path, script, message):
-    """The compiler is checked before the environment is created."""
+    """An unsuitable compiler is reported before the virtual environment is created."""
     fake = tmp_path / "c++"
     if script:
         fake.write_text(f"#!/bin/sh\n{script}\n")
@@ -147,7 +150,7 @@ def test_bootstrap_rejects_missing_or_old_compiler(tmp_path, script, message):
 
 
 def repository_files() -> list[Path]:
-    """Return the tracked files and new ones that git does not ignore."""
+    """Return the files that git tracks, and new files that git does not ignore."""
     listed = subprocess.run(
         ["git", "ls-files", "-co", "--exclude-standard"],
         cwd=ROOT,
@@ -187,10 +190,10 @@ def build_wheel(folder: Path, *options: str) -> Path:
 
 
 def test_wheel_contains_runtime_files_only(tmp_path):
-    """The wheel contains kernels, headers, models and commands.
+    """The wheel contains the kernels, headers, models and commands.
 
-    It does not contain C++ sources, training code and development scripts. The C++ part is not
-    built here, because that takes minutes.
+    C++ sources, training code and development scripts are excluded. The wheel of this test lacks
+    the C++ part, because building the C++ part takes minutes.
     """
     wheel = build_wheel(tmp_path, "--config-settings=wheel.cmake=false")
     names = {Path(name) for name in zipfile.ZipFile(wheel).namelist()}
@@ -233,10 +236,10 @@ def wheel(tmp_path_factory) -> Path:
 @pytest.mark.full
 @pytest.mark.parametrize("which", ["lower", "upper"])
 def test_wheel_runs_in_empty_environment(tmp_path, wheel, which):
-    """The wheel runs the demo outside of the repository.
+    """The demo runs from the installed wheel, without the repository.
 
-    It runs with the oldest and the newest supported versions of the required packages. Errors name
-    the packages that XGrammar and the server need.
+    The required packages are installed in the oldest or the newest supported versions. If XGrammar
+    or the server is used, an error names the optional packages to install.
     """
     venv.create(tmp_path / "venv", symlinks=True, with_pip=True)
     limits = tmp_path / "limits.txt"
@@ -271,7 +274,7 @@ def test_wheel_runs_in_empty_environment(tmp_path, wheel, which):
 
 @pytest.fixture
 def commands(monkeypatch):
-    """Return the list of commands of the bootstrap, which are recorded but not run."""
+    """Return a list to which the bootstrap appends its commands instead of running them."""
     recorded: list[list[str]] = []
 
     def record(command, doing, **env):
@@ -313,7 +316,7 @@ def test_bootstrap_repeats_failed_installation(tmp_path, monkeypatch):
 
 @pytest.mark.parametrize("name", ["worker.cpp", "worker.h", "CMakeLists.txt"])
 def test_bootstrap_rebuilds_after_source_changes(tmp_path, commands, monkeypatch, name):
-    """A change of any kind of source file causes a rebuild. A change of a Python file does not."""
+    """A changed C++ source, header or CMake file causes a rebuild. A Python file does not."""
     monkeypatch.setattr(bootstrap, "ROOT", tmp_path)
     shutil.copy(ROOT / "pyproject.toml", tmp_path)
     source = tmp_path / "native" / "guide" / name
@@ -337,7 +340,10 @@ def test_bootstrap_error_contains_output_of_failed_command():
 
 
 def test_tree_links_packages_and_removes_stale_links(tmp_path, monkeypatch):
-    """Updating the links does not remove the built libraries from the tree."""
+    """`make_tree` links all packages and removes links to deleted files.
+
+    It keeps the built libraries, which are in the same folder as the links.
+    """
     monkeypatch.setattr(tree, "TREE", tmp_path / "tree")
     made = tree.make_tree() / "graft"
     native = made / "native"

@@ -30,33 +30,35 @@ INFO = EngineInfo(
 
 
 def test_router_prefers_longest_cached_prefix_then_lowest_load():
-    """A replica with a whole batch of requests more than the least loaded one is not chosen.
+    """A replica is not chosen if its load exceeds the lowest load by ``max_batch_size`` requests.
 
-    The router forgets evicted pages, and all pages of a replica that died.
+    The router assumes that a page is no longer cached when the replica's cache would have evicted
+    the page, or when the replica died.
     """
     router = Router(2, INFO)
     first = list(range(40))
     other = list(range(100, 140))
     keys = router.keys(first)
     assert len(keys) == 2 and router.keys(first[:32]) == keys[:1]
-    assert router.keys(["x"] * 40) == router.keys([2**40] * 40) == []  # any replica refuses them
+    assert router.keys(["x"] * 40) == router.keys([2**40] * 40) == []  # invalid tokens
     assert router.keys([*first[:16], *other])[:1] == keys[:1] != router.keys(other)[:1]
-    assert router.choose(keys, {0: 1, 1: 0}) == 1  # not cached anywhere
-    assert router.choose(keys, {0: 0, 1: 3}) == 1  # cached at 1
-    assert router.choose(keys, {0: 0, 1: 4}) == 0  # 1 has a whole batch more
-    assert router.choose(keys, {0: 1, 1: 0}) == 1  # cached at both
+    assert router.choose(keys, {0: 1, 1: 0}) == 1  # no replica has the prompt cached
+    assert router.choose(keys, {0: 0, 1: 3}) == 1  # replica 1 has the prompt cached
+    assert router.choose(keys, {0: 0, 1: 4}) == 0  # the load of replica 1 is too high
+    assert router.choose(keys, {0: 1, 1: 0}) == 1  # both replicas have the prompt cached
     assert router.choose(router.keys([*first[:16], *other]), {0: 0, 1: 3}) == 0
     assert router.choose(keys, {1: 9}) == 1
-    router.choose(router.keys(list(range(1000, 3000))), {1: 0})  # evicts: 64 pages are remembered
+    router.choose(router.keys(list(range(1000, 3000))), {1: 0})  # evicts the other pages
     assert router.choose(keys, {0: 3, 1: 0}) == 0
     router.forget(0)
     assert router.choose(keys, {0: 3, 1: 0}) == 1
 
 
 class FakeActor:
-    """An actor that generates the tokens 0, 1, 2, ... for each request, with a letter per token.
+    """A replica without an engine, which generates the tokens 0, 1, 2, ... for each request.
 
-    The number of tokens per event differs between actors. An actor dies when `kill` is called, or
+    The text of each token is one letter. The number of tokens per event differs between actors, so
+    that a restarted request is split into other events. An actor dies when `kill` is called, or
     when it receives a request of priority 13.
 
     Attributes
@@ -90,7 +92,7 @@ class FakeActor:
         self.events.put_nowait(None)
 
     def generate(self, request_id, count=None, first=0):
-        """Generate the first `count` tokens of a request, or all of them."""
+        """Queue events with the first `count` tokens of a request, or with all its tokens."""
         tokens = range(first, first + self.requests[request_id].max_tokens)
         text = "".join(chr(97 + token) for token in tokens)
         output = Output(request_id, tokens=list(tokens), text=text, reason="length")
@@ -132,7 +134,7 @@ class FakeActor:
 
 @asynccontextmanager
 async def fake_replicas(count=2, max_waiting=100):
-    """Yield the replicas, the list of all actors ever created, and the list of outputs."""
+    """Yield the `Replicas`, the list of all actors created so far, and the list of outputs."""
     FakeActor.instances = []
     outputs = []
     replicas = Replicas(FakeActor, None, count, max_waiting)
@@ -169,10 +171,11 @@ def submit(replicas, name="a", **fields):
 
 
 def test_replicas_restart_requests_of_dead_replica_without_gap():
-    """A restarted request repeats and loses no token.
+    """When a replica dies, its requests restart on the other replica.
 
-    It keeps its seed and the rest of its timeout. A request that generates different tokens after
-    the restart ends with an error. A cancelled request is not restarted.
+    The client receives each token exactly once. A restarted request has the same seed and the
+    remaining time of its timeout. If a restarted request generates other tokens than before, the
+    request ends with an error. A cancelled request is not restarted.
     """
 
     async def run():
@@ -218,9 +221,9 @@ def test_replicas_restart_requests_of_dead_replica_without_gap():
 
 
 def test_replicas_isolate_request_that_kills_engines():
-    """A request that kills its engine ends with an error after the third death.
+    """A request that crashes its engine ends with an error after three engines have died.
 
-    All other requests complete, even those that ran on the same replicas.
+    All other requests complete, including requests that ran on the same replicas.
     """
 
     async def run():
@@ -245,9 +248,10 @@ def test_replicas_isolate_request_that_kills_engines():
 
 
 def test_replicas_queue_requests_while_restarting_and_fail_them_if_restart_fails(monkeypatch):
-    """While no replica is alive, requests wait in the queue, and a full queue refuses requests.
+    """While no replica is alive, new requests wait in the queue; if the queue is full, they fail.
 
-    `Replicas.stop` cancels the waiting requests.
+    If the restart of the replica fails too, all waiting requests fail. `Replicas.stop` cancels
+    waiting requests.
     """
 
     async def run():
@@ -274,9 +278,10 @@ def test_replicas_queue_requests_while_restarting_and_fail_them_if_restart_fails
 
 @pytest.mark.parametrize("silence_s", [9.0, 0.01])
 def test_replicas_restart_replica_that_does_not_answer(monkeypatch, silence_s):
-    """A request of a replica that does not answer is restarted on the other replica.
+    """If a replica does not answer, it is restarted, and its request restarts on the other one.
 
-    Either the actor does not answer at all, or it reports that its engine does not answer.
+    In the first case, the actor does not answer. In the second case, the actor answers that its
+    engine does not answer.
     """
     monkeypatch.setattr("graft.tools.serve.replicas.SILENCE_TIMEOUT_S", 0.2)
 
@@ -296,7 +301,7 @@ def test_replicas_restart_replica_that_does_not_answer(monkeypatch, silence_s):
 
 
 class LocalActor:
-    """An actor handle that calls a `ReplicaActor` in this process."""
+    """A handle of a `ReplicaActor` that runs in this process instead of a Ray process."""
 
     def __init__(self):
         self.actor = ReplicaActor()
@@ -354,7 +359,7 @@ def find_processes(mark):
 def serve_replicas(*options):
     """Run ``graft serve`` with two replicas.
 
-    Yields the URL, and a random text that the environment of all its processes contains.
+    Yields the URL, and a random text by which `find_processes` finds all processes of the server.
     """
     mark = secrets.token_hex(16)
     command = [
@@ -385,10 +390,10 @@ def serve_replicas(*options):
 @pytest.mark.skipif(find_spec("ray") is None, reason="the extra replicas is not installed")
 @pytest.mark.parametrize("count", [80, 1000])
 def test_serve_replicas_survive_kill_of_one_replica(count):
-    """One of two replicas is killed while 32 requests are in progress at a time.
+    """One of two replicas is killed under a load of 32 concurrent requests.
 
-    Every response equals the response to the same request sent alone. Later, both replicas are
-    available, no slot is in use, and SIGTERM terminates all processes.
+    Each response equals the response to the same request sent alone. After the restart, both
+    replicas are available, and no slot is in use. SIGTERM terminates all processes.
     """
     httpx = pytest.importorskip("httpx")
     util = pytest.importorskip("serving_util")

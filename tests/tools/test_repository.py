@@ -39,7 +39,7 @@ def test_readme_has_short_paragraphs_and_valid_links(page):
 
 
 def find_modules() -> dict[str, Path]:
-    """Return the files of all modules, by module name without ``graft.``."""
+    """Return the file of each module, by module name without the prefix ``graft.``."""
     modules = {}
     for package in PACKAGES:
         for path in (ROOT / package).rglob("*.py"):
@@ -70,7 +70,7 @@ def imports(name: str) -> Iterator[str]:
         else:
             continue
         for names in candidates:
-            # The imported name is a module, or an attribute of the module `base`.
+            # In ``from a import b``, b is a module or an attribute of module a: try a.b, then a.
             short_names = [candidate.removeprefix("graft.") for candidate in names]
             found = [short for short in short_names if short in MODULES and short != name]
             yield from found[:1]
@@ -89,9 +89,9 @@ def test_packages_import_only_from_lower_packages():
 
 
 def test_modules_import_without_cycles():
-    """Imports inside functions and for type checking count too.
+    """No module imports itself indirectly, even inside functions or for type checking.
 
-    In cudagraph, `device` is the highest module: no other module of the package imports it.
+    In the package cudagraph, no other module imports the module ``device``.
     """
     try:
         TopologicalSorter({name: set(imports(name)) for name in MODULES}).prepare()
@@ -102,7 +102,10 @@ def test_modules_import_without_cycles():
 
 
 def test_grammar_folders_import_without_cycles():
-    """For this test, each folder of the grammar package counts as one module."""
+    """The folders of the grammar package do not import each other in a cycle.
+
+    Each folder counts as one node of the import graph, and so does each module outside the folders.
+    """
     folders = {"grammar.backends", "grammar.compile", "grammar.schema"}
 
     def unit(name: str) -> str:

