@@ -53,7 +53,8 @@ def set_context(context: Any, reopen: Callable[[], None] | None = None) -> None:
     context
         The CUcontext; None after it was released.
     reopen
-        Called before the next driver call after a release, to retain the context again.
+        Function that retains the context again. It is called before the first driver call after a
+        release.
     """
     global _context, _reopen
     _context = context

@@ -337,8 +337,8 @@ class GraphBase(ABC):
             raise OptionError(f"graph {child.name!r} cannot be moved into {self.name!r}: {reason}")
         child.wait_for_earlier_launches()
         with child.editing(), self.editing():
-            # The child's kernels keep reading the child's status words. From now on failures of the
-            # parent are stored there as well.
+            # The child's kernels keep reading the child's status words. After the move, failures of
+            # the parent are stored in these words as well.
             index = self.add(
                 "child",
                 name,

@@ -194,7 +194,7 @@ class DeviceArray:
         return self.size * itemsize(self.dtype)
 
     def span(self) -> Span:
-        """Return the address range of this array, for a copy node or call."""
+        """Return the address range of this array, for a copy node or a copy call."""
         return Span(False, self.ptr, self.nbytes, self.owner)
 
     def __len__(self) -> int:
@@ -460,7 +460,7 @@ class PinnedArray:
         return math.prod(self.shape) * itemsize(self.dtype)
 
     def span(self) -> Span:
-        """Return the address range of this array, for a copy node or call."""
+        """Return the address range of this array, for a copy node or a copy call."""
         return Span(True, self.host_ptr, self.nbytes, self.owner)
 
     def close(self) -> None:

@@ -203,7 +203,7 @@ class Ring(PinnedSlots):
         return bool(_native.poll_i32_eq(self._stamp_address(entry), replay, timeout_s))
 
     def release(self, replay: int) -> None:
-        """Make the entry of a replay available to a later replay."""
+        """Free the entry of a replay, so that a later replay can use the entry."""
         entry = self._entry(replay)
         if self._in_use[entry] not in (0, replay):
             raise OptionError(

@@ -21,8 +21,8 @@ _ENTRY = re.compile(
     r'extern\s+"C"\s+(?:__forceinline__\s+)?__global__\s+'
     rf"{_BOUNDS}void\s+{_BOUNDS}(\w+)\s*\(([^()]*)\)"
 )
-# Matches a kernel's body up to a call of wait_for_previous_kernel() that is a statement of this body,
-# before any nested block and any return.
+# Matches the start of a kernel's body up to a call of wait_for_previous_kernel(). The call must be
+# a statement of this body, before any nested block and any return.
 _WAIT = re.compile(r"\s*\{(?:(?:(?!\breturn\b)[^{}])*;)?\s*wait_for_previous_kernel\s*\(\s*\)\s*;")
 _INT_WORDS = frozenset({"unsigned", "signed", "char", "short", "int", "long"})
 _INT_NAMES = re.compile(r"bool|size_t|u?int(8|16|32|64|ptr)_t|cudaGraphConditionalHandle")

@@ -96,9 +96,10 @@ __device__ __forceinline__ void from_float(float f, fp16_t* out) {
 }
 
 // Waits until the previous kernel of the lane has completed and its writes are visible, and allows
-// the next kernel to be launched (programmatic dependent launch). Every thread calls it at the top
-// of the kernel: before the call it may only read memory that no kernel of the graph writes. It is
-// required in graphs with programmatic edges and has no effect elsewhere.
+// the next kernel to be launched (programmatic dependent launch). Every thread must call this
+// function at the top of the kernel. Before the call, a thread may read only memory that no kernel
+// of the graph writes. The call is required in graphs with programmatic edges and has no effect
+// elsewhere.
 __device__ __forceinline__ void wait_for_previous_kernel() {
 #if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 900
   asm volatile("griddepcontrol.wait;\n\tgriddepcontrol.launch_dependents;" ::: "memory");

@@ -41,7 +41,8 @@ struct ThreadState {
   bool held = false;
   ~ThreadState() { release(); }
   void release() {
-    if (!held || !enter()) return;  // once the gate is closed, the state is leaked on purpose
+    // After the gate has closed, the thread state is leaked on purpose.
+    if (!held || !enter()) return;
     held = false;
     const PyGILState_STATE outer = take_gil();
     PyGILState_Release(PyGILState_LOCKED);  // the extra reference; the GIL stays held

@@ -36,9 +36,9 @@ bool take_eager_failure(std::uint64_t stream, Failure* out);
 // Removes and returns all failures of all streams that were not reported yet.
 std::vector<Failure> take_eager_failures();
 
-// Abandons all pending eager records. Called after a context fault, when the driver calls no host
-// function any more. The Python references of the records are released. The native parts are never
-// freed, in case the driver calls one of them after all.
+// Abandons all pending eager records. Called after a context fault, because the driver then calls
+// no host function any more. The Python references of the records are released. The native parts
+// are never freed, in case the driver calls one of them after all.
 void abandon_eager();
 
 constexpr int kCapturing = 1;  // CU_STREAM_CAPTURE_STATUS_ACTIVE

@@ -171,8 +171,8 @@ void wake_watchdog() noexcept;
 // failure is recorded before the host checks for failures.
 void check_device_timeouts();
 
-// Makes workers and watchdog sleep. Called after a context fault, when no request is posted any
-// more.
+// Makes workers and watchdog sleep permanently. Called after a context fault, because the device
+// then posts no request any more.
 void abandon_mailboxes();
 bool mailboxes_abandoned();
 

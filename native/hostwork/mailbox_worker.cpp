@@ -135,7 +135,8 @@ void Worker::add(const std::shared_ptr<Port>& port) {
 }
 
 void Worker::remove(const Port* port) noexcept {
-  // Destroyed without the mutex, because the port may hold the last reference to this worker.
+  // The port is destroyed after the mutex is released, because the port may hold the last reference
+  // to this worker.
   std::shared_ptr<Port> dropped;
   update_and_wake(*core_, [&] {
     auto& ports = core_->ports;

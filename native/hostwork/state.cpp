@@ -9,9 +9,9 @@ namespace {
 
 std::atomic<std::uint64_t> states{0};
 
-// Failures that were not raised yet and are printed at exit, by the id of their state. They may
-// outlive their states. Leaked on purpose, because driver threads may use it while static objects
-// are being destroyed.
+// Failures that were not raised yet and are printed at exit, by the id of their state. Failures may
+// outlive their states. The table is leaked on purpose, because driver threads may use it while
+// static objects are being destroyed.
 struct UnreportedFailures {
   std::mutex mutex;  // never held while acquiring the GIL
   std::map<std::uint64_t, Failure> failures;

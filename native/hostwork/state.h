@@ -38,7 +38,8 @@ class LaunchListener {
   virtual ~LaunchListener() = default;
   // Called after every launch, without the GIL.
   virtual void launched() noexcept = 0;
-  // Returns whether host work of a replay that has ended is still running.
+  // Returns whether host work that missed its deadline is still running although its replay has
+  // ended.
   virtual bool overrun() const = 0;
 };
 

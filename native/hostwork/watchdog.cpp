@@ -1,6 +1,6 @@
 // The watchdog: a thread that enforces the deadlines of all mailboxes. It acquires no GIL and makes
-// no driver call. A store to pinned memory releases a wait, so the watchdog works even if the
-// driver or Python hang (M5).
+// no driver call. The watchdog ends a wait of the device by a store to pinned memory, which works
+// even if the driver or Python hang (M5).
 #include <pthread.h>
 #include <time.h>
 
@@ -82,7 +82,7 @@ void watch(const std::shared_ptr<Port>& port) {
     if (!watchdog.started) std::thread(run_watchdog).detach();
     watchdog.started = true;
   }
-  wake_watchdog();  // not every launch wakes the watchdog: it may bypass Exec
+  wake_watchdog();  // a launch that bypasses Exec would not wake it
 }
 
 void check_device_timeouts() {

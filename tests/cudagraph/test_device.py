@@ -29,7 +29,7 @@ def test_open_device_returns_open_device(device: Device) -> None:
 
 
 def test_open_device_rejects_other_or_unknown_device(device: Device) -> None:
-    """The error names the requested kind or ordinal."""
+    """The error for a device that cannot be opened names the requested kind or ordinal."""
     other = "cuda" if device.kind == "soft" else "soft"
     assert_raises(
         OptionError,
@@ -145,7 +145,7 @@ def test_stream_synchronize_deadline_names_host_function(stream: Stream) -> None
 
 
 def test_ctrl_c_interrupts_synchronize(device: Device) -> None:
-    """KeyboardInterrupt ends the wait; the work continues."""
+    """KeyboardInterrupt ends the wait for a stream; the enqueued work continues."""
     done = run_program("""
 import _thread
 gate = threading.Event()

@@ -278,7 +278,7 @@ print("leaving", flush=True)
 
 @pytest.mark.parametrize("_", range(4))
 def test_process_exits_cleanly_with_launching_daemon_threads(_: int) -> None:
-    """Threads that are inside launch() or synchronize() at exit sleep until the end (L11)."""
+    """The exit does not crash or hang while threads are in launch() or synchronize() (L11)."""
     done = run_program(THREADS)
     assert (done.returncode, done.stdout, done.stderr) == (0, "leaving\n", "")
 
@@ -305,7 +305,7 @@ device.synchronize()
 
 
 def test_unreported_failure_is_printed_at_exit() -> None:
-    """Failures that were already raised are not printed."""
+    """The exit prints only failures of host steps that were never raised."""
     done = run_program(UNREPORTED)
     lines = sorted(done.stderr.splitlines())
     assert done.returncode == 0 and len(lines) == 2, done.stderr
@@ -393,7 +393,7 @@ print("raised:", len(set(raised)), len(raised))
 
 @pytest.mark.parametrize("ending", ["", "del executable, graph, lane, kernel, data, stream"])
 def test_device_fault_raises_once_and_process_exits(ending: str) -> None:
-    """After the fault no host step runs, eager work is abandoned, and exit prints nothing (L13)."""
+    """After a fault no host step runs, eager work is abandoned and exit prints nothing (L13)."""
     done = run_program(FAULTY + ending)
     assert done.returncode == 0, done.stderr
     lines = done.stdout.splitlines()

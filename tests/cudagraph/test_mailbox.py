@@ -98,7 +98,7 @@ def test_mailbox_uses_new_definition_after_update(device, stream, transport):
 
 
 def test_mailbox_rejects_invalid_options(device):
-    """A rejected call adds nothing to the graph."""
+    """A rejected call of mailbox() or spinkernel() adds nothing to the graph."""
     graph = Graph(device, "invalid")
     lane = graph.lane("main")
     for options in (
@@ -182,7 +182,7 @@ def test_mailbox_records_and_threads_end_with_executable(device, stream):
     del run, _
     gc.collect()
     wait_until(lambda: _native.live_records() <= before)
-    del worker  # the last owner, because the port of its graph is gone
+    del worker  # the worker's last owner, because the graph's port is gone
     wait_until(lambda: threads() == 0)
 
 

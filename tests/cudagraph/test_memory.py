@@ -78,7 +78,7 @@ def test_bfloat16_rounds_to_nearest_even() -> None:
 
 
 def test_e4m3_rounds_to_nearest_even() -> None:
-    """Magnitudes above 464, infinity and NaN become NaN."""
+    """In the conversion to float8 E4M3, magnitudes above 464, infinity and NaN become NaN."""
     numbers = np.arange(127)  # exponent and mantissa, 7 bits
     fraction = np.where(numbers < 8, numbers % 8, 8 + numbers % 8)
     exponent = numbers // 8
@@ -99,7 +99,7 @@ def test_e4m3_rounds_to_nearest_even() -> None:
 
 
 def test_float16_conversion_matches_numpy() -> None:
-    """Values beyond the range become infinity without a warning."""
+    """Values beyond the range of the dtype become infinity, without a warning of NumPy."""
     values = np.array([1.0, 65504.0, 1e6, 6e-8, -2.5], np.float32)
     expected = np.array([1, 65504, np.inf, 6e-8, -2.5], np.float16)
     assert np.array_equal(from_float32(values, "float16"), expected)

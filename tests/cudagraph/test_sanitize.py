@@ -134,7 +134,7 @@ def graphs(
     ],
 )
 def test_random_graphs_match_sequential_model(kind, first, count):
-    """Graphs with forks, joins, host steps and failures are run, updated and released early."""
+    """Random graphs with forks, joins, host steps and failures agree with the sequential model."""
     graphs(kind, first, count, 3, SOFTCUDA_WORKERS="3")
 
 
