@@ -1,4 +1,4 @@
-"""Line charts as SVG, with both axes starting at 0 and a legend on the right."""
+"""Draw line charts as SVG. Both axes start at 0, and the legend is on the right."""
 
 from __future__ import annotations
 
@@ -7,8 +7,10 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from html import escape
 
+#: Width and minimum height of a chart in pixels.
 WIDTH = 960
 HEIGHT = 440
+#: Margins around the plot area in pixels.
 LEFT = 70
 TOP = 70
 RIGHT = 300
@@ -27,10 +29,15 @@ def ticks(maximum: float) -> list[float]:
     """
     if maximum <= 0:
         return [0.0, 1.0]
-    power = math.floor(math.log10(maximum / MAX_TICKS))
-    steps = [n * 10.0**p for p in (power, power + 1) for n in (1, 2, 5)]
+    first_power = math.floor(math.log10(maximum / MAX_TICKS))
+    steps = []
+    for power in (first_power, first_power + 1):
+        for factor in (1, 2, 5):
+            steps.append(factor * 10.0**power)
     step = next(step for step in steps if maximum / step <= MAX_TICKS)
-    return [i * step for i in range(math.ceil(maximum / step - 1e-9) + 1)]
+    # The small number keeps rounding errors from adding a tick.
+    last = math.ceil(maximum / step - 1e-9)
+    return [i * step for i in range(last + 1)]
 
 
 def _text(x: float, y: float, content: str, anchor: str = "start", attributes: str = "") -> str:
@@ -41,7 +48,7 @@ def _text(x: float, y: float, content: str, anchor: str = "start", attributes: s
 
 @dataclass(frozen=True)
 class _Frame:
-    """Plot area of a chart and the scales of its axes.
+    """Plot area of a chart, and the scales of its axes.
 
     Attributes
     ----------
@@ -67,18 +74,22 @@ class _Frame:
         """Return the pixel coordinates of a data point."""
         width = self.right - LEFT
         height = self.bottom - TOP
-        return LEFT + width * x / self.x_ticks[-1], self.bottom - height * y / self.y_ticks[-1]
+        x_pixel = LEFT + width * x / self.x_ticks[-1]
+        y_pixel = self.bottom - height * y / self.y_ticks[-1]
+        return x_pixel, y_pixel
 
     def draw_axes(self, x_label: str, y_label: str) -> list[str]:
-        """Return SVG elements of axes, grid lines, tick values and labels."""
-        middle = (TOP + self.bottom) / 2
-        rotation = f' transform="rotate(-90 16 {middle:.1f})"'
+        """Return the SVG elements of the axes, grid lines, tick values and labels."""
+        middle_x = (LEFT + self.right) / 2
+        middle_y = (TOP + self.bottom) / 2
+        rotation = f' transform="rotate(-90 16 {middle_y:.1f})"'
         parts = [
-            _text((LEFT + self.right) / 2, self.height - 12, x_label, "middle"),
-            _text(16, middle, y_label, "middle", rotation),
+            _text(middle_x, self.height - 12, x_label, "middle"),
+            _text(16, middle_y, y_label, "middle", rotation),
         ]
         for x in self.x_ticks:
-            parts.append(_text(self.to_pixels(x, 0)[0], self.bottom + 18, f"{x:g}", "middle"))
+            x_pixel = self.to_pixels(x, 0)[0]
+            parts.append(_text(x_pixel, self.bottom + 18, f"{x:g}", "middle"))
         for y in self.y_ticks:
             y_pixel = self.to_pixels(0, y)[1]
             parts.append(_text(LEFT - 8, y_pixel + 4, f"{y:g}", "end"))
@@ -89,14 +100,26 @@ class _Frame:
         return parts
 
     def draw_series(self, number: int, name: str, points: Points) -> list[str]:
-        """Return SVG elements of one line, its points and its entry in the legend."""
+        """Return the SVG elements of one line, its points and its entry in the legend.
+
+        Parameters
+        ----------
+        number
+            Number of the series, which determines its colour and its row in the legend. Series
+            that reuse a colour are dashed.
+        name
+            Name of the series.
+        points
+            Points (x, y) of the series.
+        """
         colour = COLOURS[number % len(COLOURS)]
         dash = 4 * (number // len(COLOURS))
         pixels = [self.to_pixels(x, y) for x, y in points]
         path = " ".join(f"{x:.1f},{y:.1f}" for x, y in pixels)
+        dash_array = dash or "none"
         parts = [
             f'<polyline points="{path}" fill="none" stroke="{colour}" '
-            f'stroke-width="2" stroke-dasharray="{dash or "none"}"/>'
+            f'stroke-width="2" stroke-dasharray="{dash_array}"/>'
         ]
         for (x, y), (x_value, y_value) in zip(pixels, points, strict=True):
             title = escape(f"{name}: {x_value:g}, {y_value:.4g}")
@@ -104,8 +127,9 @@ class _Frame:
                 f'<circle cx="{x:.1f}" cy="{y:.1f}" r="3.5" fill="{colour}">'
                 f"<title>{title}</title></circle>"
             )
-        legend = _text(self.right + 20, TOP + 20 * number, name, attributes=f' fill="{colour}"')
-        return [*parts, legend]
+        legend_y = TOP + 20 * number
+        parts.append(_text(self.right + 20, legend_y, name, attributes=f' fill="{colour}"'))
+        return parts
 
 
 def chart(title: str, note: str, x_label: str, y_label: str, series: Mapping[str, Points]) -> str:
@@ -114,19 +138,19 @@ def chart(title: str, note: str, x_label: str, y_label: str, series: Mapping[str
     Parameters
     ----------
     title, note
-        Two lines above the chart.
+        Two lines of text above the chart.
     x_label, y_label
         Labels of the axes.
     series
-        Points (x, y) by name of the series, in the order in which they are connected. No value is
-        negative.
+        Points (x, y) of each series by its name, in the order in which they are connected. Values
+        must not be negative.
     """
     points = [point for line in series.values() for point in line]
-    frame = _Frame(
-        max(HEIGHT, TOP + BOTTOM + 20 * len(series)),
-        ticks(max((x for x, _ in points), default=0.0)),
-        ticks(max((y for _, y in points), default=0.0)),
-    )
+    max_x = max((x for x, _ in points), default=0.0)
+    max_y = max((y for _, y in points), default=0.0)
+    legend_height = 20 * len(series)
+    height = max(HEIGHT, TOP + BOTTOM + legend_height)
+    frame = _Frame(height, ticks(max_x), ticks(max_y))
     parts = [
         f'<svg xmlns="http://www.w3.org/2000/svg" width="{WIDTH}" height="{frame.height}" '
         'font-family="Helvetica, Arial, sans-serif" font-size="12">',
@@ -137,4 +161,5 @@ def chart(title: str, note: str, x_label: str, y_label: str, series: Mapping[str
     ]
     for number, (name, line) in enumerate(series.items()):
         parts += frame.draw_series(number, name, line)
-    return "\n".join([*parts, "</svg>"]) + "\n"
+    parts.append("</svg>")
+    return "\n".join(parts) + "\n"

@@ -1,4 +1,8 @@
-"""Input files of the grammar benchmarks: labelled JSON schemas and tokenizers."""
+"""Read the input files of the grammar benchmark: labelled JSON schemas and tokenizers.
+
+A labelled schema is a JSON object with a ``schema`` and two lists of instances, ``valid`` and
+``invalid``.
+"""
 
 from __future__ import annotations
 
@@ -15,7 +19,7 @@ import tokenizers
 from graft.cudagraph.errors import OptionError
 from graft.grammar.vocabulary import Vocabulary
 
-#: Names that published vocabularies give to the end token.
+#: Names of the end token in published vocabularies.
 _END_TOKEN_NAMES = re.compile(
     r"</s>|\W*(eos|eot|im_end|eot_id|end\W?of\W?(text|sentence|turn)|endoftext|end)"
     r"\W*",
@@ -44,12 +48,12 @@ def _read_text(path: Path) -> str:
 def read_schemas(folder: Path, every: int = 1) -> Iterator[dict[str, Any]]:
     """Yield every `every`-th schema of each ``.jsonl`` and ``.jsonl.gz`` file below a folder.
 
-    Schemas without instances are skipped before counting.
+    Schemas without instances are left out, and are not counted.
 
     Raises
     ------
     OptionError
-        If there is no such file, or a file cannot be read.
+        If the folder contains no such file, or a file cannot be read.
     """
     files = sorted([*folder.rglob("*.jsonl.gz"), *folder.rglob("*.jsonl")])
     if not files:
@@ -71,7 +75,8 @@ def load_tokenizer(
     path
         Tokenizer file.
     stop_token
-        Token that ends a text. By default it is the first special token with a known name.
+        Text of the end token. By default, the first special token whose name is a usual name of an
+        end token.
 
     Raises
     ------
@@ -90,9 +95,10 @@ def load_tokenizer(
     stop_id = None if name is None else tokenizer.token_to_id(name)
     if stop_id is None:
         missing = "end token with a known name" if name is None else f"token {name!r}"
+        names = ", ".join(special[:8]) or "none"
         raise OptionError(
-            f"{path.name} has no {missing}; its special tokens are "
-            f"{', '.join(special[:8]) or 'none'}: specify one with --stop-token"
+            f"{path.name} has no {missing}; its special tokens are {names}: specify one with "
+            "--stop-token"
         )
     size = tokenizer.get_vocab_size(with_added_tokens=True)
     return tokenizer, Vocabulary.from_tokenizer(tokenizer, size, [stop_id])

@@ -2,8 +2,9 @@
 
     python -m graft.tools.bench.demo_evaluation [--tasks 500] [--json build/evaluation.json]
 
-All tasks are answered at temperature 0 under their grammars, once with masked and once with
-unmasked drafts. The figures are printed as JSON.
+The demo model generates the answers to all tasks at temperature 0 under the tasks' grammars. The
+evaluation runs once with masked drafts, which the drafter samples only from tokens that the grammar
+allows, and once with unmasked drafts. The results are printed as JSON.
 """
 
 from __future__ import annotations
@@ -32,7 +33,7 @@ TASK_SETS: dict[str, Callable[[int], list[Task]]] = {
     "unseen_keys": unseen_key_tasks,
 }
 MAX_TOKENS = 320
-#: Counters of `EngineStats` that are reported.
+#: Fields of `EngineStats` that are included in the report.
 REPORTED_STATS = (
     "rounds",
     "tokens",
@@ -44,10 +45,12 @@ REPORTED_STATS = (
 
 
 def task_grammar(task: Task) -> GrammarSpec | None:
-    """Return the grammar of a task's answer; None for free text."""
+    """Return the grammar of a task's answer, or None if the answer is free text."""
     if task.schema is not None:
         return GrammarSpec.json_schema(task.schema)
-    return GrammarSpec.regex(task.pattern) if task.pattern is not None else None
+    if task.pattern is not None:
+        return GrammarSpec.regex(task.pattern)
+    return None
 
 
 @dataclass(frozen=True)
@@ -59,7 +62,7 @@ class Result:
     tasks, outputs
         Tasks and their outputs in the same order.
     counters
-        Counters of the engine, for these tasks only.
+        Counters of the engine that were counted during these tasks.
     seconds
         Duration on the host's clock.
     """
@@ -71,7 +74,7 @@ class Result:
 
 
 def run_tasks(engine: Engine, tasks: list[Task]) -> Result:
-    """Answer all tasks at temperature 0."""
+    """Generate the answers to all tasks at temperature 0."""
     engine.reset_stats()
     before = engine.counters()["grammar"]
     requests = [
@@ -96,30 +99,35 @@ def run_tasks(engine: Engine, tasks: list[Task]) -> Result:
 def correctness(result: Result) -> dict[str, Any]:
     """Return the shares of correct fields, correct answers and valid outputs.
 
-    Validity is checked independently of the grammar backends. Outputs that were truncated by the
-    token limit and outputs without a checkable grammar are left out.
+    An output is valid if it matches the task's grammar according to a check that does not use the
+    grammar backends. Outputs that were truncated by the token limit and outputs whose grammar this
+    check does not support are not counted.
     """
     pairs = list(zip(result.tasks, result.outputs, strict=True))
     scores = [score_fields(output.text, task) for task, output in pairs]
     correct_fields, fields, correct_answers = map(sum, zip(*scores, strict=True))
-    verdicts = [is_valid(task_grammar(task), o.text) for task, o in pairs if o.finished]
-    checked = [verdict for verdict in verdicts if verdict is not None]
+    finished = [(task, output) for task, output in pairs if output.finished]
+    checked = []
+    for task, output in finished:
+        valid = is_valid(task_grammar(task), output.text)
+        if valid is not None:
+            checked.append(valid)
     return {
         "tasks": len(pairs),
         "fields": fields,
         "correct_fields": correct_fields / fields,
         "correct_answers": correct_answers / len(pairs),
-        "finished": sum(output.finished for _, output in pairs) / len(pairs),
+        "finished": len(finished) / len(pairs),
         "checked": len(checked),
         "valid": mean(checked) if checked else None,
     }
 
 
 def speculation(result: Result) -> dict[str, Any]:
-    """Return rounds, acceptance, and the share of drafts that the grammar rejected.
+    """Return the engine's counters and the share of drafts that the grammar rejected.
 
-    The grammar tests a draft if all earlier drafts of its round are legal. The share refers to
-    tested drafts. Masked drafts are legal by construction.
+    The grammar tests a draft only if all earlier drafts of its round are legal, so the share is
+    relative to the number of tested drafts. Masked drafts are always legal.
     """
     stats = result.counters["engine"]
     grammar = result.counters["grammar"]
@@ -139,18 +147,23 @@ def compare_masking(masked: Result, unmasked: Result) -> dict[str, Any]:
     Returns
     -------
     dict
-        ``tokens_per_round_difference``, masked minus unmasked, over tasks with a grammar, and
-        ``same_tokens``, the number of tasks with identical outputs.
+        ``tokens_per_round_difference``
+            Estimated mean of the difference in tokens per round, masked minus unmasked. Only tasks
+            with a grammar are compared.
+        ``same_tokens``
+            Number of tasks whose outputs are identical.
     """
-    triples = list(zip(masked.tasks, masked.outputs, unmasked.outputs, strict=True))
-    differences = [
-        len(a.tokens) / a.rounds - len(b.tokens) / b.rounds
-        for task, a, b in triples
-        if task_grammar(task) is not None and a.rounds and b.rounds
-    ]
+    same_tokens = 0
+    differences = []
+    for task, a, b in zip(masked.tasks, masked.outputs, unmasked.outputs, strict=True):
+        same_tokens += a.tokens == b.tokens
+        if task_grammar(task) is not None and a.rounds and b.rounds:
+            masked_rate = len(a.tokens) / a.rounds
+            unmasked_rate = len(b.tokens) / b.rounds
+            differences.append(masked_rate - unmasked_rate)
     return {
         "tokens_per_round_difference": estimate_mean(differences),
-        "same_tokens": sum(a.tokens == b.tokens for _, a, b in triples),
+        "same_tokens": same_tokens,
     }
 
 
@@ -171,7 +184,7 @@ def parse_options(arguments: Sequence[str] | None) -> argparse.Namespace:
 
 
 def evaluate(options: argparse.Namespace) -> dict[str, Any]:
-    """Run all sets of tasks with masked and unmasked drafts, and return the report."""
+    """Run all task sets with masked and with unmasked drafts, and return the report."""
     report: dict[str, Any] = {"draft_length": options.draft_length, "batch": options.batch}
     results: dict[str, dict[str, Result]] = {name: {} for name in TASK_SETS}
     for masking in ("masked", "unmasked"):

@@ -15,49 +15,62 @@ MIN_SAMPLES = 4
 def student_t_95(degrees: int) -> float:
     """Return the two-sided 95 % quantile of Student's t distribution.
 
-    Uses the expansion 26.7.5 of Abramowitz and Stegun, whose error is below 0.2 % from three
-    degrees of freedom on.
+    The quantile is computed with the expansion 26.7.5 of Abramowitz and Stegun. Its error is below
+    0.2 % for three or more degrees of freedom.
     """
     z = Z95
-    series = (
-        (z**3 + z) / 4,
-        (5 * z**5 + 16 * z**3 + 3 * z) / 96,
-        (3 * z**7 + 19 * z**5 + 17 * z**3 - 15 * z) / 384,
-        (79 * z**9 + 776 * z**7 + 1482 * z**5 - 1920 * z**3 - 945 * z) / 92160,
+    z3 = z**3
+    z5 = z**5
+    z7 = z**7
+    z9 = z**9
+    terms = (
+        (z3 + z) / 4,
+        (5 * z5 + 16 * z3 + 3 * z) / 96,
+        (3 * z7 + 19 * z5 + 17 * z3 - 15 * z) / 384,
+        (79 * z9 + 776 * z7 + 1482 * z5 - 1920 * z3 - 945 * z) / 92160,
     )
-    return z + sum(term / degrees**power for power, term in enumerate(series, 1))
+    correction = 0.0
+    for power, term in enumerate(terms, 1):
+        correction += term / degrees**power
+    return z + correction
 
 
 def estimate_ratio(samples: Sequence[tuple[float, float]]) -> dict[str, Any]:
     """Estimate the ratio of two sums over independent samples.
 
-    The variance is that of the ratio estimator (Cochran, "Sampling Techniques", 1977, 6.3).
+    The variance is computed as for the ratio estimator (Cochran, "Sampling Techniques", 1977, 6.3).
 
     Parameters
     ----------
     samples
-        Pairs (numerator, denominator), one per independent sample. A sample is for example a
-        prompt: the sum of the values measured for it and their number. Samples whose denominator
-        is 0 are ignored.
+        Pairs (numerator, denominator), one per independent sample. If a sample is a prompt, for
+        example, the numerator is the sum of the values measured for the prompt, and the
+        denominator is the number of these values. Samples whose denominator is 0 are ignored.
 
     Returns
     -------
     dict
-        ``mean``, the limits ``low`` and ``high`` of the interval, and the number ``n`` of samples.
-        ``mean`` is None without samples; the limits are None below `MIN_SAMPLES` samples.
+        ``mean``, the limits ``low`` and ``high`` of the 95 % confidence interval, and the number
+        ``n`` of samples. ``mean`` is None if there are no samples. The limits are None if there are
+        fewer than `MIN_SAMPLES` samples.
     """
     samples = [sample for sample in samples if sample[1]]
     n = len(samples)
-    denominator = sum(b for _, b in samples)
     if not n:
         return {"mean": None, "low": None, "high": None, "n": 0}
-    mean = sum(a for a, _ in samples) / denominator
+    numerator = sum(a for a, _ in samples)
+    denominator = sum(b for _, b in samples)
+    mean = numerator / denominator
     if n < MIN_SAMPLES:
         return {"mean": mean, "low": None, "high": None, "n": n}
-    squares = sum((a - mean * b) ** 2 for a, b in samples)
+    squares = 0.0
+    for a, b in samples:
+        squares += (a - mean * b) ** 2
     standard_error = math.sqrt(n / (n - 1) * squares) / denominator
     half = student_t_95(n - 1) * standard_error
-    return {"mean": mean, "low": mean - half, "high": mean + half, "n": n}
+    low = mean - half
+    high = mean + half
+    return {"mean": mean, "low": low, "high": high, "n": n}
 
 
 def estimate_mean(values: Sequence[float]) -> dict[str, Any]:

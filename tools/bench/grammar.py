@@ -3,19 +3,22 @@
     python -m graft.tools.bench.grammar ../shared/data/maskbench \\
         --tokenizer ../shared/data/tokenizers/deepseek-128k.json.gz --every 10
 
-The input is a folder of schemas with instances that are labelled valid or invalid. ``auto`` is
-graft's router; the other subjects are the libraries' own Python APIs. The subjects alternate on
-each schema. A schema is compiled in a child process with a time limit, so that a crash or a hang
-affects only that schema.
+The input is a folder of JSON schemas, each with instances that are labelled valid or invalid. A
+subject is an implementation of constrained decoding that the benchmark evaluates. The subject
+``auto`` is graft's router, which selects a backend for each schema. The other subjects are the
+Python APIs of the backends' libraries. Each schema is evaluated with all subjects before the next
+one. It is compiled in a child process with a time limit, so that a crash or a hang affects only
+that schema.
 
-An instance is matched as ``json.dumps`` writes it, with its keys in the order of the file. The
-verdict on a schema is one of:
+To match an instance, the benchmark feeds the tokens of its ``json.dumps`` text to a grammar
+matcher. The keys have the order of the input file. The verdict on a schema is one of:
 
 correct
     All valid instances are accepted, and all invalid ones are rejected.
 flagged
-    The result deviates, and the router announced it: it compiled the schema with ``partial=True``,
-    or all rejected valid instances are covered by `Route.narrowed` or `Route.spelling`.
+    The subject accepts other instances than the labels require, but the router announced it. The
+    router either compiled the schema with ``partial=True``, or reported all rejected valid
+    instances through `Route.narrowed` or `Route.spelling`.
 refused
     The schema does not compile.
 overconstrained
@@ -23,7 +26,7 @@ overconstrained
 underconstrained
     An invalid instance is accepted.
 timeout, crash
-    There is no result.
+    The child process exceeded the time limit or died.
 """
 
 from __future__ import annotations
@@ -48,7 +51,7 @@ from graft.tools.bench.grammar_child import SUBJECTS
 from graft.tools.report import program, table
 
 QUANTILES = {"p50": 0.5, "p99": 0.99, "p99.9": 0.999, "max": 1.0}
-#: Memory limit of a child process.
+#: Memory limit of a child process in bytes.
 MEMORY_BYTES = 16 << 30
 CHILD_MODULE = "graft.tools.bench.grammar_child"
 VERDICTS = (
@@ -65,7 +68,18 @@ VERDICTS = (
 class Subject:
     """Child process that evaluates schemas with one implementation.
 
-    The process is restarted after it has died.
+    If the process has died, it is restarted for the next schema.
+
+    Parameters
+    ----------
+    name
+        Name of the implementation; a key of `SUBJECTS`.
+    tokenizer
+        Tokenizer file.
+    stop_token
+        Text of the end token; detected by its name if None.
+    key_order
+        Key order of graft's router: "schema" or "any".
 
     Raises
     ------
@@ -86,9 +100,20 @@ class Subject:
         self._child.call(Call("builtins:bool", (), self._setup))
 
     def evaluate(self, row: dict[str, Any], timeout_s: float) -> dict[str, Any]:
-        """Evaluate a schema; see `grammar_child.evaluate_schema`.
+        """Evaluate a schema in the child process.
 
-        Without a result, ``outcome`` is "timeout" or "crash".
+        Parameters
+        ----------
+        row
+            ``schema`` with its ``valid`` and ``invalid`` instances.
+        timeout_s
+            Time limit in seconds.
+
+        Returns
+        -------
+        dict
+            Result of `grammar_child.evaluate_schema`. If the process exceeded the time limit or
+            died, only ``outcome``, which is "timeout" or "crash", and ``why``.
         """
         call = Call(f"{CHILD_MODULE}:answer", (row,), self._setup)
         try:
@@ -99,7 +124,7 @@ class Subject:
             return {"outcome": outcome, "why": str(error)[:300]}
 
     def close(self) -> None:
-        """End the process."""
+        """Terminate the child process."""
         self._child.close()
 
 
@@ -121,16 +146,16 @@ def verdict(answer: dict[str, Any]) -> str:
 
 
 def quantiles(values: np.ndarray) -> dict[str, float]:
-    """Return median, p99, p99.9 and maximum; empty without values."""
+    """Return median, p99, p99.9 and maximum, or an empty dict if there are no values."""
     if not len(values):
         return {}
     return {name: round(float(np.quantile(values, q)), 4) for name, q in QUANTILES.items()}
 
 
 def summary(answers: Sequence[dict[str, Any]]) -> dict[str, Any]:
-    """Return counts, shares and quantiles of one subject.
+    """Return the counts of verdicts and instances, and the quantiles of times, of one subject.
 
-    Counts of instances exclude schemas that were compiled with ``partial=True``.
+    The counts of instances exclude schemas that were compiled with ``partial=True``.
     """
     verdicts = collections.Counter(map(verdict, answers))
     compiled = [answer for answer in answers if answer["outcome"] == "compiled"]
@@ -156,6 +181,13 @@ def summary(answers: Sequence[dict[str, Any]]) -> dict[str, Any]:
     return result
 
 
+def _format_quantiles(values: dict[str, float]) -> str:
+    """Return quantiles separated by slashes, or a dash if there are none."""
+    if not values:
+        return "-"
+    return "/".join(f"{values[name]:.3g}" for name in QUANTILES)
+
+
 def summary_table(summaries: dict[str, dict[str, Any]]) -> str:
     """Return a table with one line per subject."""
     rows = [
@@ -169,10 +201,7 @@ def summary_table(summaries: dict[str, dict[str, Any]]) -> str:
         ]
     ]
     for name, figures in summaries.items():
-        times = [
-            "/".join(f"{figures[key][q]:.3g}" for q in QUANTILES) if figures[key] else "-"
-            for key in ("compile_ms", "fill_us")
-        ]
+        times = [_format_quantiles(figures[key]) for key in ("compile_ms", "fill_us")]
         rows.append(
             [
                 name,
@@ -208,12 +237,12 @@ def parse_options(arguments: Sequence[str] | None) -> argparse.Namespace:
 def run(
     rows: Sequence[dict[str, Any]], subjects: dict[str, Subject], timeout_s: float
 ) -> dict[str, list[dict[str, Any]]]:
-    """Evaluate all schemas with all subjects, and end the subjects.
+    """Evaluate all schemas with all subjects, and terminate the subjects' child processes.
 
     Returns
     -------
     dict
-        Answers of each subject in the order of the rows.
+        Results of each subject by its name, in the order of the rows.
     """
     answers: dict[str, list[dict[str, Any]]] = {name: [] for name in subjects}
     try:
@@ -262,7 +291,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     """Run the benchmark, print a table and write the JSON file."""
     options = parse_options(arguments)
     rows = list(read_schemas(options.folder, options.every))
-    # Report an unusable tokenizer before a child process is started.
+    # Load the tokenizer here so that an unusable file is reported before a child process starts.
     load_tokenizer(options.tokenizer, options.stop_token)
     subjects = {
         name: Subject(name, options.tokenizer, options.stop_token, options.key_order)

@@ -1,6 +1,9 @@
 """Grammar implementations that the grammar benchmark compares, run in child processes.
 
-A child process may crash, hang or run out of memory without ending the benchmark.
+The benchmark (`graft.tools.bench.grammar`) continues if a child process crashes, hangs or runs out
+of memory. Every implementation has the methods ``compile``, which returns a function that creates a
+matcher for a schema; ``fill``, which computes the token bitmask of a matcher's state; ``accept``,
+which advances a matcher by a token; and ``complete``, which returns whether the text may end here.
 """
 
 from __future__ import annotations
@@ -23,11 +26,11 @@ _MAX_TIMED_FILLS = 3000
 
 
 class SchemaRefused(Exception):
-    """The implementation does not accept the schema. The message is its reason."""
+    """The implementation does not support the schema. The message gives the reason."""
 
 
 class LLGuidance:
-    """LLGuidance's Python API, used as its documentation describes."""
+    """Implementation with LLGuidance's Python API, used as its documentation describes."""
 
     def __init__(self, vocabulary: Vocabulary, tokenizer: Any):
         import llguidance  # type: ignore[import-not-found, unused-ignore]
@@ -60,7 +63,7 @@ class LLGuidance:
 
 
 class XGrammar:
-    """XGrammar's Python API: the TVM-FFI classes that its own package wraps."""
+    """Implementation with XGrammar's Python API: the TVM-FFI classes that its package wraps."""
 
     def __init__(self, vocabulary: Vocabulary, tokenizer: Any):
         self._types = library()
@@ -89,14 +92,14 @@ class XGrammar:
 
 
 class Auto:
-    """graft's router and backends.
+    """Implementation with graft's router and backends.
 
-    A schema without an exact form is compiled with ``partial=True`` and flagged.
+    A schema that cannot be enforced exactly is compiled with ``partial=True``.
 
     Attributes
     ----------
     route
-        Route of the last schema; None if routing failed.
+        Route of the most recently compiled schema; None if routing failed.
     key_order
         Order in which the keys of an object may be generated.
     """
@@ -212,7 +215,7 @@ def evaluate_schema(
         ``valid``, ``invalid``
             Whether each instance was accepted.
         ``declared``
-            Number of rejected valid instances that the route announced.
+            Number of rejected valid instances whose rejection the route announced.
     """
     answer: dict[str, Any] = {"partial": False, "backend": None, "why": "", "keyword": ""}
     start = time.perf_counter()
@@ -220,10 +223,10 @@ def evaluate_schema(
         new_matcher = subject.compile(row["schema"])
     except (SchemaRefused, GrammarError) as error:
         answer |= {"outcome": "refused", "why": str(error)[:300]}
-        found = subject.route if isinstance(subject, Auto) else None
-        reasons = () if found is None else (*found.reasons, *found.narrowed)
-        if reasons:
-            answer["keyword"] = reasons[0].keyword
+        if isinstance(subject, Auto) and subject.route is not None:
+            reasons = (*subject.route.reasons, *subject.route.narrowed)
+            if reasons:
+                answer["keyword"] = reasons[0].keyword
         return answer
     answer |= {"outcome": "compiled", "compile_s": time.perf_counter() - start}
     instances = _Instances(subject, new_matcher, encode)
@@ -233,22 +236,26 @@ def evaluate_schema(
     if isinstance(subject, Auto):
         found = subject.route
         answer |= {"partial": not found.exact, "backend": found.backend}
-        if reasons := (*found.reasons, *found.narrowed, *found.spelling):
+        reasons = (*found.reasons, *found.narrowed, *found.spelling)
+        if reasons:
             answer |= {"why": reasons[0].why, "keyword": reasons[0].keyword}
         declared = sum(_is_declared(found, value, instances) for value in rejected)
+    invalid = [instances.accepts(value, False) for value in row["invalid"]]
     return answer | {
         "valid": valid,
         "declared": declared,
         "fill_ns": instances.fill_ns,
-        "invalid": [instances.accepts(value, False) for value in row["invalid"]],
+        "invalid": invalid,
     }
 
 
 def _is_declared(found: Any, value: Any, instances: _Instances) -> bool:
-    """Return whether a route announced that it rejects a valid instance.
+    """Return whether a route announced that its grammar rejects a valid instance.
 
-    It announced either that it generates fewer values, or that it generates fewer spellings of
-    numbers and accepts the value if its whole numbers are written as integers.
+    There are two such announcements. If the route is narrowed, its grammar generates fewer values
+    than the schema allows. If the spelling of numbers is restricted, the grammar may reject ``1.0``
+    and accept ``1``; the instance is then declared if it is accepted with its whole numbers written
+    as integers.
     """
     if found.narrowed:
         return True
@@ -256,12 +263,14 @@ def _is_declared(found: Any, value: Any, instances: _Instances) -> bool:
 
 
 def _with_integers(value: Any) -> Any:
-    """Return the value with whole numbers as integers."""
+    """Return a JSON value in which floats with a whole-number value are replaced by integers."""
     if isinstance(value, dict):
         return {key: _with_integers(item) for key, item in value.items()}
     if isinstance(value, list):
         return [_with_integers(item) for item in value]
-    return int(value) if isinstance(value, float) and value.is_integer() else value
+    if isinstance(value, float) and value.is_integer():
+        return int(value)
+    return value
 
 
 # Entry points of the child process ----------------------------------------------------------------
@@ -271,7 +280,7 @@ _tokenizer: Any = None
 
 
 def prepare(name: str, tokenizer: str, stop_token: str | None, key_order: str) -> None:
-    """Create the implementation that `answer` evaluates."""
+    """Create the implementation that later calls of `answer` use."""
     global _subject, _tokenizer
     _tokenizer, vocabulary = load_tokenizer(Path(tokenizer), stop_token)
     _subject = SUBJECTS[name](vocabulary, _tokenizer)

@@ -1,10 +1,11 @@
-"""Compile every kernel for NVIDIA GPUs with NVRTC and report what ptxas says about it.
+"""Compile every kernel for NVIDIA GPUs with NVRTC and report its resource usage.
 
     python -m graft.tools.bench.kernel_report [--arch 80 90 100 120]
 
-No GPU is needed. Text and compiler options are those that CuPy passes to NVRTC on hardware. For
-kernels that use tensor cores, the instructions of the main loop are counted in the machine code:
-the loop with the most MMA instructions.
+No GPU is needed. The report shows the registers, the shared memory and the spilled bytes that ptxas
+prints. Source text and compiler options are the same that CuPy passes to NVRTC on hardware. For
+kernels that use tensor cores, the report also counts instructions of the main loop in the machine
+code. The main loop is the loop with the most MMA instructions.
 """
 
 from __future__ import annotations
@@ -27,13 +28,14 @@ from graft.cudagraph.compiler import nvrtc_options
 from graft.cudagraph.signature import parameter_kinds
 from graft.tools.report import table
 
-#: Compute capabilities, times 10.
+#: Compute capabilities times 10, such as 90 for sm_90.
 ARCHITECTURES = (80, 90, 100, 120)
 PACKAGES = ("cudagraph", "sampling", "models", "tools")
-#: Options that CuPy appends. The second flushes denormals to zero, as the soft device does.
+#: Compiler options that CuPy appends. ``-ftz=true`` flushes denormals to zero, as the soft device
+#: does.
 CUPY_OPTIONS = ("--device-as-default-execution-space", "-ftz=true")
 
-#: Values of the macros that kernel files leave to their loader.
+#: Kernel files declare macros that the loader may define. These are the values to compile.
 STORAGE = ("float", "fp16_t", "bf16_t")
 MACRO_VALUES = {
     "WEIGHT": (*STORAGE, "e4m3_t"),
@@ -54,8 +56,8 @@ MACRO_VALUES = {
     "GATED": ("0", "1"),
     "ROPE_HEAD_DIM": ("0", "64", "128"),
 }
-#: Macros that set the number of rows per block of a product. Each of their values is also compiled
-#: with the macros of products whose input is rounded to 16 bits or whose weights have 8 bits.
+#: Macros that set the number of activation rows per thread block of a product. Each of their values
+#: is also compiled in combination with the macros for inputs of 16 bits and for weights of 8 bits.
 ROW_MACROS = ("TILES", "ROW_BLOCK")
 _WEIGHT8 = (("WEIGHT8", "1"),)
 _GATED = (("GATED", "1"), ("OUT", "bf16_t"), ("X16", "1"))
@@ -68,10 +70,10 @@ ROW_MACRO_COMBINATIONS = (
     _ROPE + _WEIGHT8,
 )
 
-# Kernel files.
+# Patterns for kernel files.
 MACRO_DEFAULT = re.compile(r"^#ifndef (\w+)\n#define \1 (\S+)\n#endif", re.M)
 INCLUDE = re.compile(r'^#include "([^"]+)"', re.M)
-# The log of --ptxas-options=-v.
+# Patterns for the log of --ptxas-options=-v.
 STACK = re.compile(r"(\d+) bytes stack frame")
 SPILLS = re.compile(r"(\d+) bytes spill stores, (\d+) bytes spill loads")
 USED = re.compile(r"Used (\d+) registers")
@@ -109,7 +111,8 @@ class Variant:
     def title(self) -> str:
         """Package, file name and macros in one line."""
         package = self.path.parent.parent.name
-        return " ".join([f"{package}/{self.path.name}", *(f"{k}={v}" for k, v in self.defines)])
+        macros = [f"{name}={value}" for name, value in self.defines]
+        return " ".join([f"{package}/{self.path.name}", *macros])
 
 
 @dataclass(frozen=True)
@@ -129,11 +132,12 @@ class Usage:
     shared_bytes
         Static shared memory per block.
     spilled_bytes
-        Spilled bytes per thread, stores and loads.
+        Bytes of spill stores and spill loads per thread.
     stack_bytes
-        Stack frame per thread: arrays with run-time indices, and spilled registers.
+        Size of the stack frame per thread. The frame holds spilled registers, and arrays with
+        indices that are known only at run time.
     loop
-        Instruction counts of the main loop; see `main_loops`.
+        Instruction counts of the main loop, by the keys of `COUNTED_INSTRUCTIONS`.
     """
 
     variant: str
@@ -154,18 +158,18 @@ class CompileError(Exception):
 
 
 def package_folder(package: str) -> Path:
-    """Return the folder that a package of graft is imported from."""
+    """Return the folder from which a package of graft is imported."""
     module = importlib.import_module(f"graft.{package}")
     return Path(module.__path__[0])
 
 
 def macro_defaults(path: Path) -> dict[str, str]:
-    """Return the macros that a kernel file and its includes leave to their loader.
+    """Return the macros of a kernel file and its includes that the loader may define.
 
     Returns
     -------
     dict
-        Default values by name.
+        Default value of each macro by its name.
     """
     text = path.read_text()
     found = dict(MACRO_DEFAULT.findall(text))
@@ -178,13 +182,14 @@ def macro_defaults(path: Path) -> dict[str, str]:
 def file_variants(path: Path) -> list[Variant]:
     """Return the variants of a kernel file.
 
-    These are the file with default macros, with each other value of each macro, and with
-    `ROW_MACRO_COMBINATIONS`.
+    One variant has the default values of all macros. For each macro and each of its other values,
+    there is a variant that changes only this macro. Files with one of the `ROW_MACROS` have
+    variants with the `ROW_MACRO_COMBINATIONS` in addition.
 
     Raises
     ------
     CompileError
-        If `MACRO_VALUES` lacks a macro of the file.
+        If `MACRO_VALUES` does not contain a macro of the file.
     """
     variants = [Variant(path)]
     for name, default in sorted(macro_defaults(path).items()):
@@ -201,7 +206,7 @@ def file_variants(path: Path) -> list[Variant]:
 
 
 def all_variants(packages: Iterable[str] = PACKAGES) -> list[Variant]:
-    """Return the variants of all kernel files, except those of the soft device."""
+    """Return the variants of all kernel files, except the files for the soft device only."""
     variants = []
     for package in packages:
         for path in sorted(package_folder(package).glob("**/kernels/*.cu")):
@@ -211,7 +216,7 @@ def all_variants(packages: Iterable[str] = PACKAGES) -> list[Variant]:
 
 
 def entry_names(path: Path) -> list[str]:
-    """Return the kernels of a file (``extern "C" __global__``) in order."""
+    """Return the names of the ``extern "C" __global__`` functions of a file, in order."""
     return list(parameter_kinds(path.read_text()))
 
 
@@ -219,10 +224,13 @@ def entry_names(path: Path) -> list[str]:
 
 
 def _check(result: Sequence[Any]) -> Any:
-    """Return the value of an NVRTC call, if it has one."""
-    if int(result[0]):
-        raise CompileError(f"NVRTC call failed: {result[0]}")
-    return result[1] if len(result) > 1 else None
+    """Check the status of an NVRTC call, and return the call's value if it has one."""
+    status = result[0]
+    if int(status):
+        raise CompileError(f"NVRTC call failed: {status}")
+    if len(result) > 1:
+        return result[1]
+    return None
 
 
 def compile_variant(variant: Variant, arch: int) -> list[Usage]:
@@ -243,7 +251,7 @@ def compile_variant(variant: Variant, arch: int) -> list[Usage]:
     Raises
     ------
     CompileError
-        If the text does not compile.
+        If the source text does not compile.
     """
     from cuda.bindings import nvrtc
 
@@ -275,7 +283,7 @@ def compile_variant(variant: Variant, arch: int) -> list[Usage]:
 
 
 def _text_with_includes(path: Path) -> bytes:
-    """Return a kernel file and the files of its folder that it includes."""
+    """Return the text of a kernel file followed by the texts of its includes in its folder."""
     text = path.read_bytes()
     included = (path.parent / name for name in INCLUDE.findall(text.decode()))
     return text + b"".join(_text_with_includes(file) for file in included if file.exists())
@@ -287,7 +295,7 @@ def parse_log(title: str, arch: str, log: str) -> list[Usage]:
     Raises
     ------
     CompileError
-        If the log has no usage of a kernel.
+        If the log does not contain the resource usage of a kernel.
     """
     usages = []
     for part in log.split("ptxas info    : Compiling entry function ")[1:]:
@@ -316,7 +324,7 @@ def parse_log(title: str, arch: str, log: str) -> list[Usage]:
 
 
 def _find_nvdisasm() -> str:
-    """Return the path of nvdisasm, of the package nvidia-cuda-nvdisasm or on PATH."""
+    """Return the path of nvdisasm from the package nvidia-cuda-nvdisasm, or else from PATH."""
     try:
         files = importlib.metadata.files("nvidia-cuda-nvdisasm") or []
     except importlib.metadata.PackageNotFoundError:
@@ -353,7 +361,10 @@ def main_loops(cubin: bytes) -> dict[str, Counter[str]]:
 
 
 def parse_sass(text: str) -> dict[str, Counter[str]]:
-    """Find the main loop of each kernel in nvdisasm's output; see `main_loops`."""
+    """Count the instructions of the main loop of each kernel in nvdisasm's output.
+
+    A loop consists of the instructions from a label to a branch back to this label.
+    """
     found: dict[str, Counter[str]] = {}
     kernel = ""
     labels: dict[str, int] = {}
@@ -368,7 +379,8 @@ def parse_sass(text: str) -> dict[str, Counter[str]]:
         else:
             instructions.append(instruction)
             target = operands.partition("`(")[2].partition(")")[0]
-            if instruction.startswith("BRA") and target in labels:  # a branch backwards
+            is_branch_back = instruction.startswith("BRA") and target in labels
+            if is_branch_back:
                 loop = _count(instructions[labels[target] :])
                 best = found.get(kernel, Counter())
                 found[kernel] = max(best, loop, key=lambda counts: counts["mma"])
@@ -376,6 +388,7 @@ def parse_sass(text: str) -> dict[str, Counter[str]]:
 
 
 def _count(instructions: Iterable[str]) -> Counter[str]:
+    """Count the instructions that match each of the `COUNTED_INSTRUCTIONS`."""
     counts: Counter[str] = Counter()
     for instruction in instructions:
         for name, pattern in COUNTED_INSTRUCTIONS.items():
@@ -392,10 +405,14 @@ def usage_table(usages: Iterable[Usage]) -> str:
     by_kernel: dict[tuple[str, str], dict[str, Usage]] = {}
     for usage in usages:
         by_kernel.setdefault((usage.variant, usage.kernel), {})[usage.arch] = usage
-    arches = sorted({a for row in by_kernel.values() for a in row}, key=lambda a: int(a[3:]))
+    arches = sorted(
+        {arch for by_arch in by_kernel.values() for arch in by_arch},
+        key=lambda arch: int(arch.removeprefix("sm_")),
+    )
     rows = [("registers / shared bytes / spilled bytes, main loop", *arches)]
     for names, by_arch in by_kernel.items():
-        rows.append((": ".join(names), *(_format_usage(by_arch[arch]) for arch in arches)))
+        cells = [_format_usage(by_arch[arch]) for arch in arches]
+        rows.append((": ".join(names), *cells))
     return table(rows)
 
 
@@ -405,7 +422,7 @@ def _format_usage(usage: Usage) -> str:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Compile everything and print the table; return 1 if a kernel does not compile."""
+    """Compile all kernels and print the table. Return 1 if a kernel does not compile."""
     parser = argparse.ArgumentParser(
         prog="python -m graft.tools.bench.kernel_report",
         description="Compile every kernel with NVRTC (no GPU needed).",

@@ -1,11 +1,12 @@
-"""Benchmark of the prefix cache: time to first token with a system prompt shared by all requests.
+"""Benchmark of the prefix cache: TTFT of requests that share a long prompt prefix.
 
     python -m graft.tools.bench.prefix [--tokens 2048] [--calls 5] [--model FOLDER --draft FOLDER]
 
-Two engines, one with and one without the prefix cache, get the same requests one at a time and in
-alternation. The requests share a prefix and end with different questions. The default model is
-SmolLM2-135M-Instruct with its EAGLE-3 head. The first request of each engine finds an empty cache
-and is reported separately.
+TTFT is the time to first token. Two engines, one with and one without the prefix cache, process the
+same requests alternately, one request at a time. All requests share a prefix, as requests with the
+same system prompt do, and end with different questions. The default model is SmolLM2-135M-Instruct
+with its EAGLE-3 head. The first request of each engine finds an empty cache and is reported
+separately.
 """
 
 from __future__ import annotations
@@ -32,7 +33,7 @@ UNCACHED = "without"
 
 
 def make_prompts(engine: Engine, tokens: int, calls: int) -> list[list[int]]:
-    """Return `calls` prompts that share their first `tokens` tokens."""
+    """Return token ids of `calls` prompts that share their first `tokens` tokens."""
     texts = [engine.tokenizer.encode(task.text) for task in held_out_tasks(calls + tokens)]
     shared = list(chain.from_iterable(texts[calls:]))[:tokens]
     return [shared + text for text in texts[:calls]]
@@ -60,7 +61,7 @@ def parse_options(arguments: Sequence[str] | None) -> argparse.Namespace:
 
 
 def measure(options: argparse.Namespace) -> dict[str, list[Output]]:
-    """Run all requests on both engines and return the outputs by engine.
+    """Run all requests on both engines and return the outputs by the engine's name.
 
     Raises
     ------
@@ -74,12 +75,10 @@ def measure(options: argparse.Namespace) -> dict[str, list[Output]]:
     cache_bytes = {CACHED: None, UNCACHED: 0}
     outputs: dict[str, list[Output]] = {name: [] for name in cache_bytes}
     with ExitStack() as stack:
-        engines = {
-            name: stack.enter_context(
-                Engine(model, drafter, max_batch_size=1, prefix_cache_bytes=nbytes)
-            )
-            for name, nbytes in cache_bytes.items()
-        }
+        engines = {}
+        for name, nbytes in cache_bytes.items():
+            engine = Engine(model, drafter, max_batch_size=1, prefix_cache_bytes=nbytes)
+            engines[name] = stack.enter_context(engine)
         prompts = make_prompts(engines[CACHED], options.tokens, options.calls + 1)
         for tokens in tqdm(prompts, unit="request", disable=None):
             for name, engine in engines.items():
@@ -87,13 +86,15 @@ def measure(options: argparse.Namespace) -> dict[str, list[Output]]:
                 if output.error is not None:
                     raise GraftError(f"{name}: {output.error}")
                 outputs[name].append(output)
-            if outputs[CACHED][-1].tokens != outputs[UNCACHED][-1].tokens:
+            cached_output = outputs[CACHED][-1]
+            uncached_output = outputs[UNCACHED][-1]
+            if cached_output.tokens != uncached_output.tokens:
                 raise GraftError("the prefix cache changed an output")
     return outputs
 
 
 def make_report(outputs: dict[str, list[Output]], tokens: int) -> str:
-    """Return a table of times to first token and the ratio of the two engines."""
+    """Return a table of the engines' TTFT, followed by the speedup from the prefix cache."""
     rows: list[tuple[object, ...]] = [
         ("TTFT in ms", "cached tokens", "first request", "p50", "min", "max")
     ]
@@ -102,13 +103,17 @@ def make_report(outputs: dict[str, list[Output]], tokens: int) -> str:
         times[name] = [(output.first_token_s or 0.0) * 1e3 for output in found]
         first, *others = times[name]
         cached_tokens = statistics.median(output.cached_tokens for output in found[1:])
-        figures = (cached_tokens, first, statistics.median(others), min(others), max(others))
+        median = statistics.median(others)
+        figures = (cached_tokens, first, median, min(others), max(others))
         rows.append((name, *(f"{figure:.0f}" for figure in figures)))
     pairs = zip(times[CACHED], times[UNCACHED], strict=True)
     speedups = [uncached / cached for cached, uncached in pairs][1:]
+    speedup = statistics.median(speedups)
+    lowest = min(speedups)
+    highest = max(speedups)
     return (
-        f"{table(rows)}\n{tokens} shared tokens: TTFT is {statistics.median(speedups):.1f} times "
-        f"shorter ({min(speedups):.1f} to {max(speedups):.1f} by request)"
+        f"{table(rows)}\n{tokens} shared tokens: TTFT is {speedup:.1f} times "
+        f"shorter ({lowest:.1f} to {highest:.1f} by request)"
     )
 
 

@@ -2,11 +2,14 @@
 
     python -m graft.tools.bench.roofline
 
-The estimated time of a product is the maximum of three times: reading the weights from memory;
-traffic through the L2 cache; and the MMA operations of the tensor cores. L2 traffic is weights and
-rows once per block that reads them (two neighbouring blocks of `linear_few` share the rows in L1),
-and the partial sums of split products, written and read. Prologue and epilogue of a kernel are not
-included.
+A product multiplies the rows of an activation matrix by a weight matrix. Its estimated time is the
+maximum of three times: the time to read the weights from memory, the time of the traffic through
+the L2 cache, and the time of the MMA instructions on the tensor cores.
+
+The L2 traffic contains the weights and the activation rows, once per thread block that reads them.
+Two neighbouring blocks of the kernel `linear_few` share the rows in the L1 cache, so these rows
+count once. If a product is split along its inner dimension, the partial sums are written and read
+as well. The prologue and the epilogue of a kernel are not included.
 """
 
 from __future__ import annotations
@@ -16,10 +19,11 @@ from dataclasses import dataclass
 from graft.models.llm.kernel_library import mma_shape
 from graft.tools.report import table
 
-#: Bandwidths of an H200 in bytes per second and its rate of bfloat16 ``mma.sync`` in operations per
-#: second. The last two are published measurements.
+#: Memory bandwidth of an H200 in bytes per second.
 MEMORY_BANDWIDTH = 4.3e12
+#: L2 bandwidth of an H200 in bytes per second, from published measurements.
 L2_BANDWIDTH = 5.5e12
+#: bfloat16 operations per second of ``mma.sync`` on an H200, from published measurements.
 MMA_RATE = 6.0e14
 #: Multiply-accumulate operations of one m16n8k16 instruction.
 MMA_MACS = 16 * 8 * 16
@@ -36,16 +40,16 @@ ROWS = (1, 8, 16, 64, 256)
 
 @dataclass(frozen=True)
 class Product:
-    """Cost of one product of a weight matrix with rows of 16 bits.
+    """Cost of one product of a weight matrix with activation rows of 16 bits per element.
 
     Attributes
     ----------
     weight_bytes
-        Bytes read from memory.
+        Bytes of weights read from memory.
     l2_bytes
         Bytes read and written through the L2 cache.
     mma_steps
-        Number of m16n8k16 instructions of all warps.
+        Number of m16n8k16 instructions that all warps execute together.
     """
 
     weight_bytes: int
@@ -63,7 +67,8 @@ class Product:
         columns, inner
             Output and input features.
         nbytes
-            Bytes per weight: 2, or 1 for E4M3, which has a float32 scale per output feature.
+            Bytes per weight: 2 for bfloat16, or 1 for E4M3. E4M3 weights have a float32 scale per
+            output feature in addition.
         """
         shape = mma_shape(rows, columns, nbytes)
         weight_bytes = nbytes * columns * inner
@@ -71,22 +76,21 @@ class Product:
             weight_bytes += 4 * columns
         if shape.kernel == "linear_few":
             padded_rows = 8 * shape.defines["TILES"]
-            l2_bytes = weight_bytes + shape.grid[0] // 2 * rows * inner * 2
+            row_readers = shape.grid[0] // 2
+            l2_bytes = weight_bytes + row_readers * rows * inner * 2
         else:
             column_blocks, row_blocks, splits = shape.grid
             padded_rows = row_blocks * shape.defines["ROW_BLOCK"]
             l2_bytes = row_blocks * weight_bytes + column_blocks * rows * inner * 2
             if splits > 1:
                 l2_bytes += 2 * 8 * 4 * rows * columns
-        return Product(
-            weight_bytes,
-            l2_bytes + 4 * rows * columns,
-            columns * inner * padded_rows // MMA_MACS,
-        )
+        l2_bytes += 4 * rows * columns
+        mma_steps = columns * inner * padded_rows // MMA_MACS
+        return Product(weight_bytes, l2_bytes, mma_steps)
 
     @property
     def seconds(self) -> dict[str, float]:
-        """Time of each resource: "memory", "cache" and "tensor"."""
+        """Seconds that each resource needs: "memory", "cache" (L2) and "tensor" (tensor cores)."""
         return {
             "memory": self.weight_bytes / MEMORY_BANDWIDTH,
             "cache": self.l2_bytes / L2_BANDWIDTH,
@@ -95,12 +99,12 @@ class Product:
 
     @property
     def bound(self) -> str:
-        """Resource that takes the longest."""
+        """Name of the resource that needs the longest time."""
         return max(self.seconds, key=lambda name: self.seconds[name])
 
 
 def roofline() -> str:
-    """Return the table. The column of measured times is empty."""
+    """Return the table of all products. The column for measured times is empty."""
     rows: list[tuple[object, ...]] = [
         (
             "matrix",

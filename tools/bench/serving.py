@@ -1,12 +1,14 @@
-"""Benchmark of an OpenAI-compatible endpoint: TTFT, time per output token and goodput by rate.
+"""Benchmark of an OpenAI-compatible endpoint: latencies and goodput by request rate.
 
     python -m graft.tools.bench.serving [--url URL] [--rates 1 2 4 8] [--calls 100] [--out FOLDER]
 
-Without a URL, ``graft serve`` is started with the demo model. The requests are held-out tasks of
-the demo model with their schemas. They are streamed and arrive as a Poisson process, independently
-of earlier responses (open loop). Goodput is the number of complete responses per second whose TTFT
-and time per output token are both within their limits. On the soft device these are times of a CPU
-and say nothing about a GPU.
+Without a URL, the benchmark starts ``graft serve`` with the demo model. The requests are held-out
+tasks of the demo model with their schemas, and the responses are streamed. Requests are sent as a
+Poisson process that does not wait for earlier responses (open loop).
+
+The latencies are the time to first token (TTFT) and the mean time per output token. Goodput is the
+number of complete responses per second for which both latencies are within their limits. On the
+soft device, all times are times of a CPU and say nothing about a GPU.
 """
 
 from __future__ import annotations
@@ -45,9 +47,9 @@ class Response:
     Attributes
     ----------
     first_token_s
-        Time to first token.
+        Time to first token in seconds.
     token_s
-        Mean time per output token after the first.
+        Mean time per output token after the first one, in seconds.
     complete
         Whether the response ended with finish reason "stop".
     """
@@ -58,7 +60,7 @@ class Response:
 
 
 def make_bodies(count: int, model: str, seed: int) -> list[dict[str, Any]]:
-    """Return request bodies, one task with its schema each."""
+    """Return `count` request bodies, each with one task and its JSON schema."""
     tasks = [task for task in held_out_tasks(2 * count, seed) if task.schema is not None]
     return [
         {
@@ -101,7 +103,7 @@ async def send(client: Any, body: dict[str, Any]) -> Response:
 async def send_all(
     url: str, key: str, bodies: Sequence[dict[str, Any]], rate: float, seed: int
 ) -> tuple[list[Response], float]:
-    """Send requests at random times.
+    """Send requests as a Poisson process and wait for all responses.
 
     Parameters
     ----------
@@ -117,7 +119,7 @@ async def send_all(
     Returns
     -------
     responses : list of Response
-        Responses in the order of the bodies. A failed request has default values.
+        Responses in the order of the bodies. The response of a failed request has default values.
     seconds : float
         Duration until the last response.
     """
@@ -180,9 +182,10 @@ def demo_server() -> Iterator[str]:
 
 
 def quantiles_ms(seconds: Sequence[float]) -> dict[str, float]:
-    """Return p50 and p99 in milliseconds; 0 without values."""
+    """Return p50 and p99 in milliseconds. Both are 0 if there are no values."""
     values = sorted(value * 1e3 for value in seconds) or [0.0]
-    return {"p50": statistics.median(values), "p99": values[int(0.99 * (len(values) - 1))]}
+    p99_index = int(0.99 * (len(values) - 1))
+    return {"p50": statistics.median(values), "p99": values[p99_index]}
 
 
 def summarize(
@@ -192,7 +195,19 @@ def summarize(
     first_token_limit_s: float,
     token_limit_s: float,
 ) -> dict[str, Any]:
-    """Return the figures of one rate. Latencies are those of complete responses."""
+    """Return the results at one request rate.
+
+    Parameters
+    ----------
+    rate
+        Mean number of requests per second.
+    responses
+        Responses to all requests. Only complete responses are included in the latencies.
+    seconds
+        Duration of the measurement.
+    first_token_limit_s, token_limit_s
+        Maximum TTFT and maximum time per output token of a response that counts for goodput.
+    """
     complete = [one for one in responses if one.complete]
     in_time = [
         one
@@ -291,7 +306,7 @@ def parse_options(arguments: Sequence[str] | None) -> argparse.Namespace:
 
 
 def measure(options: argparse.Namespace) -> list[dict[str, Any]]:
-    """Measure all rates, after a few requests that are not counted."""
+    """Measure all request rates, after a few warm-up requests that are not counted."""
     results = []
     with demo_server() if options.url is None else nullcontext(options.url) as url:
         bodies = make_bodies(options.calls, options.model, options.seed)

@@ -3,15 +3,26 @@
     python -m graft.tools.bench.speculation [--drafters forced ngram eagle] [--lengths 2 6]
         [--trees 2x4] [--masking fill none] [--temperatures 0] [--batches 1 8] [--out FOLDER]
 
-Prints tables and writes ``speculation.json``, ``speculation.csv`` and charts to the output folder.
+The benchmark prints tables and writes ``speculation.json``, ``speculation.csv`` and charts to the
+output folder. A drafter is given by one of these names:
 
-A drafter is ``forced`` (tokens that the grammar forces), ``ngram``, ``suffix``, ``eagle`` or
-``dflash`` (the drafters of the demo model), a folder, or MODULE:NAME. ``ngram+X``, ``suffix+X`` and
-``forced+X`` extend the drafts of the first by those of drafter X.
+``forced``
+    Drafts the tokens that the grammar forces.
+``ngram``, ``suffix``
+    Prompt-lookup drafters.
+``eagle``, ``dflash``
+    Drafters of the demo model.
+FOLDER, MODULE:NAME
+    Drafter checkpoint, or drafter class of a Python module.
+``ngram+X``, ``suffix+X``, ``forced+X``
+    Drafts of the first drafter, extended by drafts of drafter X.
+
+A round verifies the drafts of the requests in a batch with one forward pass of the target model.
+Drafts are masked if the drafter samples them only from tokens that the grammar allows. The
+acceptance length is the mean number of tokens that a round commits, including the bonus token.
 
 Runs of each configuration alternate with runs without speculation, which are the baseline of the
-speedup. Acceptance lengths include the bonus token. Intervals are 95 % confidence intervals that
-treat prompts as independent samples.
+speedup. Intervals are 95 % confidence intervals that treat prompts as independent samples.
 """
 
 from __future__ import annotations
@@ -57,9 +68,9 @@ from graft.tools.report import program
 from graft.tools.smollm import smollm
 
 LOOKUP_DRAFTERS = {"ngram": NGram, "suffix": Suffix}
-#: Drafters of the demo model: name on the command line and folder.
+#: Checkpoint folders of the demo model's drafters, by their names on the command line.
 DEMO_DRAFTERS = {"eagle": "eagle3", "dflash": "dflash"}
-#: Temperatures below this value decode greedily.
+#: Requests with a temperature below this value are decoded greedily.
 GREEDY_TEMPERATURE = 1e-5
 
 
@@ -69,9 +80,9 @@ class Prompt(NamedTuple):
     Attributes
     ----------
     kind
-        Group in which the prompt is reported.
+        Kind of the prompt. Results are also reported by kind.
     row
-        Request, and how its prompt is processed.
+        Row of the prompt file: the request, and how its prompt is tokenized.
     """
 
     kind: str
@@ -79,16 +90,16 @@ class Prompt(NamedTuple):
 
 
 class EngineSetup(NamedTuple):
-    """Options with which an engine is created.
+    """Command line options that an engine is created with.
 
     Attributes
     ----------
     drafter
-        Drafter as on the command line.
+        Name of the drafter on the command line.
     length
         Drafts per round, or "auto".
     tree
-        Branch and levels of the draft tree, or None for a chain.
+        Branching factor and number of levels of the draft tree; None for a chain.
     masking
         Masking strategy; "none" for unmasked drafts.
     """
@@ -101,18 +112,18 @@ class EngineSetup(NamedTuple):
 
 @dataclass
 class Measurement:
-    """Outputs and rounds of requests that were run once or several times.
+    """Outputs and rounds of one or several runs of the same requests.
 
     Attributes
     ----------
     outputs
-        Output of each request of each run.
+        Outputs of all requests of all runs.
     rounds
         Rounds of each request, in the order of the outputs.
     round_ns
-        Device times in nanoseconds of the rounds with a full batch.
+        Device time in nanoseconds of each round with a full batch.
     seconds
-        Total time on the host's clock.
+        Total duration of the runs on the host's clock.
     """
 
     outputs: list[Output] = field(default_factory=list)
@@ -122,16 +133,17 @@ class Measurement:
 
     @property
     def tokens_per_second(self) -> float:
-        """Throughput of all requests together."""
-        return sum(len(output.tokens) for output in self.outputs) / self.seconds
+        """Throughput of all requests together, in output tokens per second."""
+        tokens = sum(len(output.tokens) for output in self.outputs)
+        return tokens / self.seconds
 
     def run(self, engine: Engine, requests: Sequence[Request], batch: int) -> None:
-        """Run requests, at most `batch` of them at a time.
+        """Run requests, at most `batch` of them concurrently.
 
         Raises
         ------
         OptionError
-            If a request is refused or fails. Nothing is measured then.
+            If a request is refused or fails. No outputs or rounds are added in this case.
         """
         rounds: dict[str, list[RequestRound]] = {str(request.id): [] for request in requests}
         outputs: dict[str, Output] = {}
@@ -139,7 +151,7 @@ class Measurement:
 
         def add_round(assignment: RowAssignment, result: RowResult) -> None:
             if not assignment.stale:
-                # A row without tokens is stalled until its mask rows are ready.
+                # A batch row stalls, and commits no tokens, until its mask rows are ready.
                 tested = result.tested if result.tokens else 0
                 one = RequestRound(len(result.tokens), tested, result.accepted)
                 rounds[assignment.state.id].append(one)
@@ -153,9 +165,14 @@ class Measurement:
         replays.on_parts = add_round_time
         start = time.perf_counter()
         while len(outputs) < len(requests):
-            while waiting and len(requests) - len(waiting) - len(outputs) < batch:
+            while waiting:
+                running = len(requests) - len(waiting) - len(outputs)
+                if running >= batch:
+                    break
                 engine.submit(waiting.popleft())
-            outputs |= {event.id: event.output for event in engine.step() if event.output}
+            for event in engine.step():
+                if event.output:
+                    outputs[event.id] = event.output
         self.seconds += time.perf_counter() - start
         engine.synchronize()
         replays.on_row = None
@@ -173,26 +190,31 @@ class Measurement:
 def read_prompts(options: argparse.Namespace) -> list[Prompt]:
     """Return the prompts that the command line selects.
 
-    Prompts of a file have the kind that precedes the last slash of their id, or "all".
-
     Raises
     ------
     OptionError
-        If a row of the file is refused.
+        If a row of the prompt file is refused.
     """
     if options.prompts is not None:
         return _read_prompt_file(options.prompts)
+    prompts = []
     if options.tasks:
-        return [
-            Prompt(task.kind, PromptRow(Request(prompt=task.text, grammar=task_grammar(task))))
-            for task in held_out_tasks(options.tasks)
-        ]
-    prompts = demo_prompts() if options.model is None else llm_prompts()
-    return [Prompt(p.shows, PromptRow(Request(prompt=p.text, grammar=p.grammar))) for p in prompts]
+        for task in held_out_tasks(options.tasks):
+            request = Request(prompt=task.text, grammar=task_grammar(task))
+            prompts.append(Prompt(task.kind, PromptRow(request)))
+        return prompts
+    for example in demo_prompts() if options.model is None else llm_prompts():
+        request = Request(prompt=example.text, grammar=example.grammar)
+        prompts.append(Prompt(example.shows, PromptRow(request)))
+    return prompts
 
 
 def _read_prompt_file(path: Path) -> list[Prompt]:
-    """Read a file of prompts in the format of ``graft generate``."""
+    """Read a file of prompts in the format of ``graft generate``.
+
+    The kind of a prompt is the part of its id before the last slash, or "all" if the id has no
+    slash.
+    """
     parser = argparse.ArgumentParser()
     generate.add_arguments(parser)
     prompts = []
@@ -205,15 +227,15 @@ def _read_prompt_file(path: Path) -> list[Prompt]:
 
 
 def choose_drafter(name: str, demo_head: Path | None) -> DrafterChoice | None:
-    """Return the drafter that a name of the command line stands for.
+    """Return the engine's drafter argument for a drafter of the command line.
 
     Parameters
     ----------
     name
-        Drafter as on the command line. Forced drafts are an engine option, so ``forced`` selects
-        no drafter.
+        Name of the drafter on the command line. Forced drafts are an engine option, so the result
+        for ``forced`` is None.
     demo_head
-        Drafter folder of the demo model; None if another model is measured.
+        Drafter folder of the demo model; None if the target is another model.
 
     Raises
     ------
@@ -245,13 +267,13 @@ def choose_drafter(name: str, demo_head: Path | None) -> DrafterChoice | None:
 def summarize(
     measurement: Measurement, baseline: Measurement, kinds: Sequence[str], depth: int
 ) -> dict[str, Any]:
-    """Return the figures of a configuration.
+    """Return the results of a configuration.
 
     Parameters
     ----------
     measurement, baseline
-        The same requests with and without speculation. The number of a request modulo the number
-        of prompts is the number of its prompt.
+        Measurements of the same requests with and without speculation. Request ids are numbers.
+        Request i has prompt i modulo the number of prompts.
     kinds
         Kind of each prompt.
     depth
@@ -264,11 +286,16 @@ def summarize(
     tested, accepted = acceptance_by_depth(every, depth)
     rate = sum(accepted) / sum(tested) if any(tested) else 0.0
     predicted = [expected_length(rate, min(one.tested, depth)) for one in every if one.tested]
-    pairs = zip(measurement.outputs, baseline.outputs, strict=True)
-    by_kind = {
-        kind: {i: rounds for i, rounds in rounds_by_prompt.items() if kinds[i] == kind}
-        for kind in dict.fromkeys(kinds)
-    }
+    same_outputs = 0
+    for output, plain in zip(measurement.outputs, baseline.outputs, strict=True):
+        same_outputs += output.tokens == plain.tokens
+    estimates_by_kind = {}
+    for kind in dict.fromkeys(kinds):
+        rounds_of_kind = {i: r for i, r in rounds_by_prompt.items() if kinds[i] == kind}
+        estimates_by_kind[kind] = length_estimates(rounds_of_kind)
+    tokens_per_round = []
+    for rounds in rounds_by_prompt.values():
+        tokens_per_round.append(sum(one.tokens for one in rounds) / len(rounds))
     round_ns = measurement.round_ns
     return {
         "tokens": sum(one.tokens for one in every),
@@ -280,21 +307,22 @@ def summarize(
         "round_us": statistics.median(round_ns) / 1e3 if round_ns else None,
         "drafts_per_round": statistics.mean(one.tested for one in every),
         "outputs": len(measurement.outputs),
-        "same_outputs": sum(output.tokens == plain.tokens for output, plain in pairs),
+        "same_outputs": same_outputs,
         **length_estimates(rounds_by_prompt),
         "tested": tested,
         "accepted": accepted,
         "acceptance_rate": rate,
         "predicted_length": statistics.mean(predicted) if predicted else None,
-        "kinds": {kind: length_estimates(rounds) for kind, rounds in by_kind.items()},
-        "by_prompt": [
-            sum(one.tokens for one in rounds) / len(rounds) for rounds in rounds_by_prompt.values()
-        ],
+        "kinds": estimates_by_kind,
+        "by_prompt": tokens_per_round,
     }
 
 
 def _request_tokens_per_second(outputs: Sequence[Output]) -> float | None:
-    """Return the decoding speed of a request, excluding the time to its first token."""
+    """Return the mean decoding speed of a request in tokens per second.
+
+    The time to the first token is not included. The result is None if no time was measured.
+    """
     tokens = 0
     seconds = 0.0
     for output in outputs:
@@ -305,7 +333,10 @@ def _request_tokens_per_second(outputs: Sequence[Output]) -> float | None:
 
 
 def masking_of(engine: Engine) -> str | None:
-    """Return the engine's masking strategy; None if its drafter does not sample from logits."""
+    """Return the name of the engine's masking strategy.
+
+    The result is None if the engine has no drafter that samples from logits.
+    """
     parts = next(iter(engine.round_graphs.values())).parts
     if parts.drafter is None or not parts.drafter.shape.levels:
         return None
@@ -315,10 +346,16 @@ def masking_of(engine: Engine) -> str | None:
 def _verify_modes(
     options: argparse.Namespace, temperature: float, tree: str | None
 ) -> dict[str | None, str]:
-    """Return the verification modes to measure: the mode that is effective and the option for it.
+    """Return the verification modes to measure.
 
-    Greedy requests are verified greedily and trees are sampled by coupled sampling, unless the mode
-    is "relaxed". Options with the same effect are measured once.
+    Greedy requests are always verified greedily, and draft trees by coupled sampling, unless the
+    mode is "relaxed". Several values of ``--verify`` can therefore have the same effect. They are
+    measured once.
+
+    Returns
+    -------
+    dict
+        Value of the request option by effective mode.
     """
     effective = None
     if temperature < GREEDY_TEMPERATURE:
@@ -327,7 +364,10 @@ def _verify_modes(
         effective = "coupled"
     modes: dict[str | None, str] = {}
     for mode in options.verify:
-        modes[mode if mode == "relaxed" else effective or mode] = mode
+        if mode == "relaxed" or effective is None:
+            modes[mode] = mode
+        else:
+            modes[effective] = mode
     return modes
 
 
@@ -365,8 +405,9 @@ def measure(
         if parts.drafter:
             modes = _verify_modes(options, temperature, tree)
         for effective, mode in modes.items():
-            requests = [
-                replace(
+            requests = []
+            for i in range(max(batch, len(base_requests) * options.samples)):
+                request = replace(
                     base_requests[i % len(base_requests)],
                     id=str(i),
                     seed=i,
@@ -374,8 +415,7 @@ def measure(
                     verify=mode,
                     max_tokens=options.max_tokens,
                 )
-                for i in range(max(batch, len(base_requests) * options.samples))
-            ]
+                requests.append(request)
             measurement = Measurement()
             baseline = Measurement()
             for _ in range(options.repeats):
@@ -391,7 +431,7 @@ def measure(
 
 
 def _setups(options: argparse.Namespace) -> Iterator[EngineSetup]:
-    """Yield the engines to measure, with a progress bar."""
+    """Yield the options of each engine to measure, and show a progress bar."""
     combinations = itertools.product(
         options.drafters, options.lengths, (None, *options.trees), options.masking
     )
@@ -400,9 +440,10 @@ def _setups(options: argparse.Namespace) -> Iterator[EngineSetup]:
 
 
 def run(options: argparse.Namespace) -> dict[str, Any]:
-    """Measure everything and return the content of ``speculation.json``.
+    """Measure all configurations and return the content of ``speculation.json``.
 
-    Combinations of options that an engine refuses are listed under ``refused`` with the reason.
+    Combinations of options that an engine refuses are listed under the key ``refused`` with the
+    engine's error message.
     """
     model = options.model
     demo_head = None
@@ -416,7 +457,7 @@ def run(options: argparse.Namespace) -> dict[str, Any]:
         configurations = measure(plain, plain, "none", prompts, options)
         for setup in _setups(options):
             if (*setup[:3], None) in measured:
-                continue  # masking has no effect on this drafter
+                continue  # was measured with another masking, which has no effect on this drafter
             unmasked = setup.masking == "none"
             try:
                 engine = Engine(

@@ -1,4 +1,4 @@
-"""Reports of the speculation benchmark: tables, a CSV file and charts."""
+"""Write the results of the speculation benchmark as tables, a CSV file and charts."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from graft.tools.bench.speculation_metrics import CONFIGURATION_KEYS
 from graft.tools.demo import SOFT_NOTE
 from graft.tools.report import table
 
-#: Figures of a configuration that are not reported by kind of prompt.
+#: Values of a configuration that are reported only for all prompts together, not by kind.
 WHOLE_RUN_FIGURES = (
     "acceptance_rate",
     "predicted_length",
@@ -22,19 +22,20 @@ WHOLE_RUN_FIGURES = (
     "speedup",
 )
 LEGEND = """\
-acceptance: acceptance length, the tokens of a round that verified drafts including the bonus
-token, ± 95 %; uniform: length predicted by (1 - a^(K+1)) / (1 - a) for the mean acceptance rate
-a; speedup: throughput relative to decoding without speculation. The first row compares that with
-itself and shows the noise of the measurement; same: outputs equal to those without speculation"""
+acceptance: acceptance length, the mean number of tokens of rounds that verified drafts, including
+the bonus token, ± 95 %; uniform: acceptance length predicted by (1 - a^(K+1)) / (1 - a) for the
+mean acceptance rate a and K drafts; speedup: throughput relative to decoding without speculation.
+The first row compares decoding without speculation with itself and shows the noise of the
+measurement; same: outputs that equal the outputs without speculation"""
 
 
 def format_number(value: float | None, spec: str = ".2f") -> str:
-    """Format a figure; a missing one is a dash."""
+    """Format a number. None becomes a dash."""
     return "-" if value is None else format(value, spec)
 
 
 def format_interval(estimate: dict[str, Any], spec: str = ".2f") -> str:
-    """Format an estimate as mean ± half width of its interval."""
+    """Format an estimate as mean ± half the width of its interval; see `estimate`."""
     if estimate["high"] is None:
         return format_number(estimate["mean"], spec)
     half = estimate["high"] - estimate["mean"]
@@ -101,9 +102,10 @@ def _configuration_table(configurations: list[dict[str, Any]]) -> str:
 
 
 def _kind_table(results: dict[str, Any]) -> str:
-    """Return acceptance lengths by kind of prompt for the longest drafts.
+    """Return a table of acceptance lengths by kind of prompt.
 
-    Only configurations with the first temperature and batch size are shown.
+    Only configurations with the longest drafts or automatic draft length are shown, and of these
+    only the ones with the first temperature and the first batch size.
     """
     configurations = results["configurations"]
     first = configurations[0]
@@ -178,7 +180,7 @@ def _length_table(groups: list[dict[str, Any]]) -> str:
 
 
 def tables(results: dict[str, Any]) -> str:
-    """Return the text that is printed."""
+    """Return all tables with their headings, as the benchmark prints them."""
     sections = [
         f"device: {results['device']}",
         _configuration_table(results["configurations"]),
@@ -189,8 +191,8 @@ def tables(results: dict[str, Any]) -> str:
         comparisons = _difference_table(results["differences"])
         sections.append(f"differences of tokens per round, paired by prompt\n{comparisons}")
     sections.append(
-        "throughput of chains by draft length: predicted from survival and the device time of a "
-        "full round,\nand measured including prefill and host time\n"
+        "throughput of chains by draft length: predicted from the share of accepted drafts and the "
+        "device time\nof a round with a full batch, and measured including prefill and host time\n"
         f"{_length_table(results['throughput_by_length'])}"
     )
     for reason in dict.fromkeys(results["refused"].values()):
@@ -204,9 +206,9 @@ def tables(results: dict[str, Any]) -> str:
 
 
 def charts(results: dict[str, Any]) -> dict[str, str]:
-    """Return charts as SVG by file name.
+    """Return the charts as SVG by file name.
 
-    They show the first temperature and the first verification mode.
+    The charts show only configurations with the first temperature and the first verification mode.
     """
     configurations = results["configurations"]
     note = results["device"]
@@ -224,13 +226,17 @@ def charts(results: dict[str, Any]) -> dict[str, str]:
     for one in shown.values():
         tokens_per_second = one["tokens_per_second"]
         if one["batch"] == max_batch:
-            if rates := acceptance_rates(one):
+            rates = acceptance_rates(one)
+            if rates:
                 acceptance[label(one)] = list(enumerate(rates, 1))
             auto = one["length"] == "auto"
             drafts = one["drafts_per_round"] if auto else one["length"]
-            throughput.setdefault(label(one, length=auto), []).append((drafts, tokens_per_second))
-        if request_rate := one["request_tokens_per_second"]:
-            interactivity.setdefault(label(one), []).append((request_rate, tokens_per_second))
+            series = throughput.setdefault(label(one, length=auto), [])
+            series.append((drafts, tokens_per_second))
+        request_rate = one["request_tokens_per_second"]
+        if request_rate:
+            series = interactivity.setdefault(label(one), [])
+            series.append((request_rate, tokens_per_second))
     return {
         "acceptance.svg": chart(
             "Acceptance rate by draft depth",
@@ -257,7 +263,10 @@ def charts(results: dict[str, Any]) -> dict[str, str]:
 
 
 def _csv_rows(configurations: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Return one row per configuration and one per kind of prompt in it."""
+    """Return the rows of the CSV file.
+
+    Each configuration has one row for all prompts and one row for each kind of prompt.
+    """
     rows = []
     for one in configurations:
         for kind, figures in {"all": one, **one["kinds"]}.items():

@@ -1,1 +1,1 @@
-"""Ten minutes of measurements on a GPU: ``python -m graft.tools.gpu_first`` or ``make gpu``."""
+"""Measure a GPU for ten minutes: ``python -m graft.tools.gpu_first`` or ``make gpu``."""

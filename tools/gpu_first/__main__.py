@@ -1,13 +1,16 @@
-"""Measure a GPU for ten minutes and compare the figures with predictions.
+"""Measure a GPU for ten minutes and compare the measurements with predictions.
 
     python -m graft.tools.gpu_first [--sections ceilings gaps ...] [--minutes 9.5] [--small]
 
-Each section runs in its own process with a time limit. If it crashes, hangs or is refused, the
-figures it has measured so far are kept and the next section starts. After each section, its table
-is printed and the JSON file is rewritten. The predictions follow from the machine code of the
-kernels and the data sheet of an H200; they were made before any kernel ran on one. The ratio is
-that of the measured value to the middle of the prediction. ``--small`` selects sizes for the soft
-device, whose figures say nothing about a GPU.
+The measurement consists of sections, such as memory bandwidth or attention. Each section runs in
+its own process with a time limit. If the process crashes, hangs or fails, the values that it has
+measured so far are kept, and the next section starts. After each section, its table is printed and
+the JSON file is rewritten.
+
+The predictions follow from the machine code of the kernels and the data sheet of an H200. They were
+made before any kernel ran on this GPU. The column "ratio" is the measured value divided by the
+middle of the predicted range. ``--small`` selects sizes that the soft device can run; its values
+say nothing about a GPU.
 """
 
 from __future__ import annotations
@@ -30,31 +33,37 @@ from graft.tools.gpu_first.bench import Bench
 from graft.tools.gpu_first.sections import SECTIONS
 from graft.tools.report import program, table
 
-#: Minimum remaining time in seconds to start a section.
+#: Minimum remaining time in seconds with which another section is started.
 MIN_SECTION_S = 5.0
-#: Time limit of a section with small sizes.
+#: Time limit in seconds of a section with small sizes.
 SMALL_LIMIT_S = 600.0
-#: Maximum number of characters of a failed section's output.
+#: Maximum number of characters that are kept of a failed section's output.
 MAX_OUTPUT = 2000
 
 
 def run_section(command: Sequence[str], figures_path: Path, limit_s: float) -> dict[str, Any]:
-    """Run the process of a section.
+    """Run a section in a child process.
 
     Parameters
     ----------
     command
-        Program and arguments.
+        Program and arguments of the child process.
     figures_path
-        File to which the process writes one figure per line.
+        File to which the child process writes one measured value per line.
     limit_s
         Time limit in seconds.
 
     Returns
     -------
     dict
-        ``status``, which is "ok" or how the process ended; ``seconds``; ``figures``; and the end of
-        its ``output`` unless the status is "ok".
+        ``status``
+            "ok", or a description of the failure.
+        ``seconds``
+            Duration.
+        ``figures``
+            Measured values; see `Bench.add`.
+        ``output``
+            End of the process's output; empty if the status is "ok".
     """
     start = time.monotonic()
     with tempfile.TemporaryFile("w+", errors="replace") as file:
@@ -68,7 +77,7 @@ def run_section(command: Sequence[str], figures_path: Path, limit_s: float) -> d
             status = f"timed out after {limit_s:.0f} s"
         finally:
             with suppress(ProcessLookupError):
-                os.killpg(child.pid, signal.SIGKILL)  # includes its own children
+                os.killpg(child.pid, signal.SIGKILL)  # includes the child's own children
             child.wait()
         file.seek(0)
         output = file.read().strip()[-MAX_OUTPUT:]
@@ -82,21 +91,24 @@ def run_section(command: Sequence[str], figures_path: Path, limit_s: float) -> d
 
 
 def figure_rows(figures: Sequence[dict[str, Any]]) -> list[tuple[str, ...]]:
-    """Return table rows: name, prediction, measured value, ratio, note."""
+    """Return the table rows of a section: name, prediction, measured value, ratio and note."""
     rows: list[tuple[str, ...]] = []
     for figure in figures:
         measured = figure["measured"]
         predicted = figure["predicted"]
-        middle = sum(predicted) / 2 if predicted else 0.0
-        rows.append(
-            (
-                figure["name"],
-                "" if predicted is None else "{:g} to {:g}".format(*predicted),
-                "" if measured is None else f"{measured:.4g} {figure['unit']}",
-                f"{measured / middle:.2f}" if measured is not None and middle else "",
-                figure["note"][:60],
-            )
-        )
+        middle = 0.0
+        prediction = ""
+        if predicted is not None:
+            low, high = predicted
+            middle = (low + high) / 2
+            prediction = f"{low:g} to {high:g}"
+        value = ""
+        ratio = ""
+        if measured is not None:
+            value = f"{measured:.4g} {figure['unit']}"
+            if middle:
+                ratio = f"{measured / middle:.2f}"
+        rows.append((figure["name"], prediction, value, ratio, figure["note"][:60]))
     return rows
 
 
@@ -122,7 +134,7 @@ def parse_options(arguments: Sequence[str] | None) -> argparse.Namespace:
 
 
 def run_sections(options: argparse.Namespace) -> None:
-    """Run all sections, print their tables and write the JSON file after each."""
+    """Run all sections. After each section, print its table and write the JSON file."""
     end = time.monotonic() + 60 * options.minutes
     results: dict[str, dict[str, Any]] = {}
     report = {"device": open_device().describe(), "small": options.small, "sections": results}
@@ -152,7 +164,7 @@ def run_sections(options: argparse.Namespace) -> None:
 
 @program
 def main(arguments: Sequence[str] | None = None) -> None:
-    """Run the sections, or one of them in a child process."""
+    """Run the sections in child processes. With ``--child``, run a section in this process."""
     options = parse_options(arguments)
     if options.child:
         for name in options.sections:

@@ -1,4 +1,4 @@
-"""Common parts of the sections: figures, timed graphs, random arrays and model shapes."""
+"""Common parts of the sections: output of values, timed graphs, random arrays, model shapes."""
 
 from __future__ import annotations
 
@@ -16,11 +16,11 @@ from graft.cudagraph.lanes import StreamLane
 from graft.cudagraph.memory import DeviceArray, PinnedArray
 
 PROBE_KERNELS = Path(__file__).parent / "kernels" / "probe.cu"
-#: Deadline of a wait for the device.
+#: Maximum time in seconds of a wait for the device.
 LIMIT_S = 60.0
 #: Number of timed launches of a graph.
 LAUNCHES = 7
-#: Shape of an 8B Llama.
+#: Config values of an 8B Llama.
 FULL_SHAPE = {
     "hidden_size": 4096,
     "intermediate_size": 14336,
@@ -30,7 +30,7 @@ FULL_SHAPE = {
     "num_hidden_layers": 32,
     "vocab_size": 128256,
 }
-#: Shape that the soft device can run.
+#: Config values of a model that the soft device can run.
 SMALL_SHAPE = {
     "hidden_size": 128,
     "intermediate_size": 256,
@@ -44,12 +44,14 @@ Range = tuple[float, float] | None
 
 
 class TimedLane:
-    """A graph lane that records which kernels are added, and the duration of its graph.
+    """A graph lane that records the names of its kernels and the duration of its graph.
+
+    A lane is an in-order sequence of graph nodes.
 
     Attributes
     ----------
     seconds
-        Median duration; set when the block of `Bench.timed_graph` ends.
+        Median duration of a replay in seconds. `Bench.timed_graph` sets it when its block ends.
     """
 
     def __init__(self, lane: Any) -> None:
@@ -58,7 +60,7 @@ class TimedLane:
         self.seconds = 0.0
 
     def kernel(self, kernel: Any, *args: Any, **options: Any) -> None:
-        """Add a kernel."""
+        """Add a kernel node and record the kernel's name."""
         self._kernels[kernel.name] = None
         self._lane.kernel(kernel, *args, **options)
 
@@ -77,17 +79,17 @@ class Bench:
     Parameters
     ----------
     out
-        File to which each figure is appended as a line of JSON.
+        File to which each measured value is appended as a line of JSON.
     small
-        Whether to use sizes for the soft device.
+        Whether to use sizes that the soft device can run.
 
     Attributes
     ----------
     shape
         Config values of the model.
     cache_bytes
-        Arrays that are read in rotation must exceed this size in total, so that no cache holds
-        them.
+        Minimum total size in bytes of arrays that are read in rotation. With this size, no array is
+        still in the L2 cache when it is read again.
     """
 
     def __init__(self, out: Path, small: bool) -> None:
@@ -103,20 +105,20 @@ class Bench:
     def add(
         self, name: str, measured: float | None, unit: str, predicted: Range = None, note: str = ""
     ) -> None:
-        """Append a figure to the output file.
+        """Append a measured value to the output file.
 
         Parameters
         ----------
         name
-            Name of the figure.
+            Name of the value in the table.
         measured
-            Value; None if it could not be measured.
+            Measured value; None if it could not be measured.
         unit
-            Unit of value and prediction.
+            Unit of the value and the prediction.
         predicted
-            Predicted range; ignored for small sizes.
+            Predicted range (low, high). It is ignored for small sizes.
         note
-            Note in the table.
+            Text of the last column of the table.
         """
         figure = {
             "name": name,
@@ -130,7 +132,7 @@ class Bench:
 
     @contextmanager
     def report_refusal(self, name: str) -> Iterator[None]:
-        """Turn an error of graft within the block into a figure without a value."""
+        """Catch an error of graft in the block, and add an entry with the error but no value."""
         try:
             yield
         except GraftError as error:
@@ -138,7 +140,16 @@ class Bench:
 
     @contextmanager
     def timed_graph(self, programmatic: bool = False) -> Iterator[Any]:
-        """Yield a `TimedLane`; replay its graph when the block ends and set its ``seconds``."""
+        """Yield a `TimedLane` to which the block adds nodes, and time the graph afterwards.
+
+        When the block ends, the graph is replayed several times, and the lane's ``seconds`` are set
+        to the median duration of these replays except the first.
+
+        Parameters
+        ----------
+        programmatic
+            Whether kernels are connected by programmatic edges.
+        """
         graph = Graph(self.device, "measured", programmatic=programmatic)
         lane = TimedLane(graph.lane("main"))
         yield lane
@@ -160,22 +171,27 @@ class Bench:
     def random(
         self, shape: tuple[int, ...], scale: float = 1.0, dtype: str = "bfloat16"
     ) -> DeviceArray:
-        """Return an array with the bits of random bfloat16 values between -scale and scale."""
+        """Return an array of random bfloat16 values between -scale and scale.
+
+        If `dtype` is another dtype, the array contains the bits of such values.
+        """
         array = self.device.empty(shape, dtype)
         fill_random(self.device, array, scale)
         return array
 
     def read(self, lane: Any, data: DeviceArray | PinnedArray, blocks: int) -> None:
-        """Add a kernel that reads an array."""
+        """Add a kernel that reads an array with the given number of blocks."""
         lane.kernel(self.kernels["read_words"], blocks, 256, [data, data.nbytes // 16, self._sink])
 
     def read_bandwidth(self) -> float:
-        """Measure how many bytes per second a kernel reads from memory, for the best grid."""
-        data = self.random((1 << (31 - 12 * self.small),))
+        """Measure the read bandwidth in bytes per second, with the best of several grid sizes."""
+        elements = 1 << (19 if self.small else 31)
+        data = self.random((elements,))
         best = 0.0
         for blocks_per_multiprocessor in (4, 8, 16):
+            blocks = blocks_per_multiprocessor * self.device.multiprocessor_count
             with self.timed_graph() as lane:
-                self.read(lane, data, blocks_per_multiprocessor * self.device.multiprocessor_count)
+                self.read(lane, data, blocks)
             best = max(best, data.nbytes / lane.seconds)
         return best
 
@@ -185,5 +201,6 @@ def fill_random(device: Any, array: DeviceArray, scale: float) -> None:
     stream = device.stream("random")
     count = array.nbytes // 2
     kernel = device.load(PROBE_KERNELS)["fill_random"]
-    StreamLane(stream).kernel(kernel, min(-(-count // 256), 4096), 256, [array, count, scale])
+    blocks = min(-(-count // 256), 4096)
+    StreamLane(stream).kernel(kernel, blocks, 256, [array, count, scale])
     stream.synchronize(LIMIT_S)

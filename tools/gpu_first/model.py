@@ -1,4 +1,8 @@
-"""An engine with random weights that are generated on the device."""
+"""Create an engine whose random weights are generated on the device, and time its rounds.
+
+The checkpoint is a sparse file, so that a model of full size needs neither a download nor space on
+disk.
+"""
 
 from __future__ import annotations
 
@@ -33,10 +37,10 @@ Shapes = dict[str, tuple[int, ...]]
 
 
 class RandomWeights(Weights):
-    """Weights that check names and shapes of a checkpoint but ignore its values."""
+    """Weights loader that checks names and shapes of a checkpoint, but returns random values."""
 
     def matrix(self, name: str, rows: int, columns: int) -> DeviceArray:
-        """Return a random matrix, scaled so that inputs and outputs are of similar size."""
+        """Return a random matrix. It is scaled so that outputs have the magnitude of inputs."""
         return self.stacked({name: rows}, columns)
 
     def stacked(
@@ -45,7 +49,10 @@ class RandomWeights(Weights):
         columns: int,
         interleave: Interleave | None = None,
     ) -> DeviceArray:
-        """Return a random matrix in place of several. The order of its rows has no effect."""
+        """Return one random matrix in place of several stacked ones.
+
+        `interleave` is ignored because the order of random rows has no effect.
+        """
         for name, rows in parts.items():
             self.read(name, (rows, columns))
         array = self.device.empty((sum(parts.values()), columns), "bfloat16")
@@ -62,14 +69,14 @@ class RandomWeights(Weights):
 
 
 def layer_shapes(shape: dict[str, int], prefix: str, attention_inputs: int) -> Shapes:
-    """Return the shapes of a decoder layer's tensors by name.
+    """Return the shapes of the tensors of a decoder layer by name.
 
     Parameters
     ----------
     shape
         Config values of the model.
     prefix
-        Prefix of the names.
+        Prefix of the tensor names.
     attention_inputs
         Input features of the attention projections.
     """
@@ -173,7 +180,10 @@ def has_grammar_backend() -> bool:
 
 
 def _unused_backend(vocabulary: Any) -> Any:
-    """Return a stand-in: an engine requires a backend, but requests without grammar do not."""
+    """Return an object in place of a grammar backend.
+
+    An engine requires a backend, but it is not used because the requests have no grammar.
+    """
     return mock.MagicMock()
 
 
@@ -184,9 +194,9 @@ def random_engine(bench: Bench, drafts: int, programmatic: bool) -> Iterator[Eng
     Parameters
     ----------
     bench
-        Section that measures the engine.
+        Device and sizes of the section that measures the engine.
     drafts
-        Drafts per round by an EAGLE-3 head; 0 for decoding without speculation.
+        Number of drafts per round by an EAGLE-3 head; 0 for decoding without speculation.
     programmatic
         Whether the graphs have programmatic edges.
     """
@@ -211,12 +221,14 @@ def random_engine(bench: Bench, drafts: int, programmatic: bool) -> Iterator[Eng
 
 
 def round_parts(engine: Engine, batch: int, tokens: int) -> dict[str, float]:
-    """Measure the device time of a round and of its parts, with a grammar if possible.
+    """Measure the device time of a decoding round and of its parts.
+
+    The requests have a grammar if a grammar backend is installed.
 
     Parameters
     ----------
     engine
-        Engine of `random_engine`.
+        Engine from `random_engine`.
     batch
         Number of requests.
     tokens
@@ -225,7 +237,7 @@ def round_parts(engine: Engine, batch: int, tokens: int) -> dict[str, float]:
     Returns
     -------
     dict
-        Milliseconds by part.
+        Mean milliseconds of the round and of each part, by name.
     """
     grammar = None
     name = "round"

@@ -1,4 +1,8 @@
-"""Sections of the measurement. Each one writes its figures as soon as they are measured."""
+"""Sections of the measurement. A section writes each value as soon as it is measured.
+
+A product is the multiplication of activation rows by a weight matrix. Bandwidths of products are
+given as a percentage of the bandwidth that a kernel reaches that only reads memory.
+"""
 
 from __future__ import annotations
 
@@ -38,18 +42,20 @@ ROWS = (1, 4, 8, 16, 32, 64, 128, 256)
 BATCH = 8
 DRAFTS = 3
 PAGE_SIZE = 16
-#: Predicted percentage of the read bandwidth that a product reaches: by rows for the kernel without
-#: tensor cores, and by matrix for at most 8 rows on tensor cores.
+#: Predicted percentage of the read bandwidth that a product without tensor cores reaches, by number
+#: of rows.
 PREDICTED_WARP_LINEAR = {1: (80.0, 88.0), 8: (55.0, 65.0)}
+#: Predicted percentage of the read bandwidth that a product of at most 8 rows on tensor cores
+#: reaches, by matrix.
 PREDICTED_LINEAR = {
     "gate, up": (92.0, 100.0),
     "head": (92.0, 100.0),
     "qkv": (75.0, 85.0),
     "out": (75.0, 85.0),
 }
-#: Predicted milliseconds of a target forward pass, by rows.
+#: Predicted milliseconds of a forward pass of the target model, by number of rows.
 PREDICTED_FORWARD = {1: (3.7, 3.9), 4: (3.7, 3.9), 8: (3.8, 4.0), 32: (3.9, 4.3)}
-#: cuBLAS constants: CUDA_R_32F, CUDA_R_16BF, CUBLAS_COMPUTE_32F, CUBLAS_GEMM_DEFAULT.
+#: Values of cuBLAS enumerators.
 CUDA_R_32F = 0
 CUDA_R_16BF = 14
 CUBLAS_COMPUTE_32F = 68
@@ -62,17 +68,20 @@ CUBLAS_OP_T = 1
 
 
 def measure_ceilings(bench: Bench) -> None:
-    """Measure the bandwidths of memory and bus."""
+    """Measure the bandwidths of device memory and of the bus to pinned host memory."""
     bench.add("read", bench.read_bandwidth() / 1e9, "GB/s", (4300, 4500))
-    halves = bench.random((2, 1 << (30 - 12 * bench.small)))
+    elements = 1 << (18 if bench.small else 30)
+    halves = bench.random((2, elements))
     with bench.timed_graph() as lane:
         lane.copy(halves[0], halves[1])
     bandwidth = halves.nbytes / lane.seconds
     bench.add("copy, bytes read and written", bandwidth / 1e9, "GB/s", (4200, 4400))
-    pinned = bench.device.pinned((1 << (27 - 12 * bench.small),), "uint8")
+    nbytes = 1 << (15 if bench.small else 27)
+    pinned = bench.device.pinned((nbytes,), "uint8")
     with bench.timed_graph() as lane:
         bench.read(lane, pinned, bench.device.multiprocessor_count * 8)
-    bench.add("pinned memory read by a kernel", pinned.nbytes / lane.seconds / 1e9, "GB/s")
+    bandwidth = pinned.nbytes / lane.seconds
+    bench.add("pinned memory read by a kernel", bandwidth / 1e9, "GB/s")
     masks = bench.device.pinned((128, 4096), "int32")
     with bench.timed_graph() as lane:
         for _ in range(20):
@@ -82,9 +91,13 @@ def measure_ceilings(bench: Bench) -> None:
 
 
 def measure_gaps(bench: Bench) -> None:
-    """Measure the time between two nodes of a lane, with full and with programmatic edges."""
+    """Measure the time between two kernel nodes, with full and with programmatic edges.
+
+    The first measurement uses empty kernels. The second one uses kernels that read 8 MB each, and
+    subtracts the time that the read bandwidth predicts.
+    """
     count = 50 if bench.small else 1000
-    elements = 1 << (22 - 10 * bench.small)  # 8 MB of bfloat16
+    elements = 1 << (12 if bench.small else 22)  # 8 MB of bfloat16 unless the sizes are small
     data = bench.random((count // 2, elements))
     bandwidth = bench.read_bandwidth()
     for programmatic, predicted in ((False, (1.0, 1.4)), (True, (0.3, 0.7))):
@@ -104,7 +117,11 @@ def measure_gaps(bench: Bench) -> None:
 
 
 def measure_hops(bench: Bench) -> None:
-    """Measure the latency of host work between two kernels, alone and during large products."""
+    """Measure the latency of a host step between two kernels, by transport.
+
+    The transport is the kind of graph node that runs the host step. The latency is measured alone,
+    and while large products run on another lane of the graph, without and with node priorities.
+    """
     kernels = ModelKernels(bench.device)
     stamp = bench.device.load(CLOCK_KERNELS)["stamp_ns"]
     width, replays = (128, 3) if bench.small else (8192, 200)
@@ -142,7 +159,7 @@ def measure_hops(bench: Bench) -> None:
 
 
 def matrices(bench: Bench) -> dict[str, tuple[int, int]]:
-    """Return output and input features of the model's matrices."""
+    """Return the output and input features of the model's weight matrices by name."""
     hidden = bench.shape["hidden_size"]
     inner = bench.shape["intermediate_size"]
     kv = 2 * bench.shape["num_key_value_heads"] * bench.shape["head_dim"]
@@ -158,7 +175,11 @@ def matrices(bench: Bench) -> dict[str, tuple[int, int]]:
 def weight_copies(
     bench: Bench, size: tuple[int, int], dtype: str = "bfloat16"
 ) -> tuple[list[DeviceArray], int]:
-    """Return copies of a matrix that exceed the caches, and the number of products to measure."""
+    """Return copies of a matrix, and the number of products to measure.
+
+    The copies are larger than the L2 cache in total. A measurement that uses them in rotation
+    therefore reads each of them from memory.
+    """
     nbytes = itemsize(dtype) * size[0] * size[1]
     num_copies = max(2, bench.cache_bytes // nbytes + 1)
     weights = [bench.random(size, 0.02, dtype) for _ in range(num_copies)]
@@ -196,7 +217,7 @@ def _measure_linear(
     Parameters
     ----------
     bench, kernels
-        Section and kernels.
+        Section, and the model's kernels.
     name
         Name of the matrix.
     weights
@@ -208,7 +229,8 @@ def _measure_linear(
     bandwidth
         Read bandwidth in bytes per second.
     cut
-        Number of output features to leave out. With 8 fewer, the product does not use tensor cores.
+        Number of output features to leave out. If 8 are left out, the size does not fit the tensor
+        cores, so that the kernel without tensor cores is measured.
     """
     columns, inner = weights[0].shape
     dtype = str(weights[0].dtype)
@@ -234,10 +256,10 @@ def _measure_linear(
 
 
 def measure_cublas(bench: Bench) -> None:
-    """Measure the same products with cuBLAS, bfloat16 in and float32 out, through CuPy.
+    """Measure the products of `measure_linears` with cuBLAS, called through CuPy.
 
-    CuPy cannot capture cuBLAS in a graph. A kernel therefore blocks the stream while the products
-    are enqueued.
+    Inputs are bfloat16 and outputs float32. CuPy cannot capture cuBLAS in a graph. To exclude the
+    launch times, a kernel blocks the stream until all products are enqueued.
     """
     if bench.device.kind == "soft":
         bench.add("cublas.gemmEx", None, "", note="no CuPy on the soft device")
@@ -275,7 +297,7 @@ def _time_gemm(
     columns = y.shape[1]
     times: list[float] = []
     for launch in range(1 + LAUNCHES):
-        # The first call loads modules, which waits for the device: do not block the stream.
+        # Do not block the stream for the first call, which loads modules and waits for the device.
         gate.array[0] = launch == 0
         StreamLane(bench.stream).kernel(hold, 1, 1, [gate, 2_000_000_000])
         begin.record(bench.stream)
@@ -313,7 +335,7 @@ def _time_gemm(
 
 
 def measure_attention(bench: Bench) -> None:
-    """Measure the attention of a layer, with up to four rows per request."""
+    """Measure the attention of a layer for several context lengths and numbers of rows."""
     kernels = ModelKernels(bench.device)
     for length in (32, 64) if bench.small else (256, 2048, 8192):
         kv = _random_kv(bench, length)
@@ -345,7 +367,10 @@ def _random_kv(bench: Bench, length: int) -> PagedKV:
 def _measure_attention(
     bench: Bench, kernels: ModelKernels, kv: PagedKV, length: int, count: int
 ) -> None:
-    """Measure the attention of `count` rows at the last positions of their requests."""
+    """Measure the attention of `count` rows, with up to four rows per request.
+
+    The rows of a request have the last positions of its context.
+    """
     heads = bench.shape["num_attention_heads"]
     dim = bench.shape["head_dim"]
     kv_heads = bench.shape["num_key_value_heads"]
@@ -380,7 +405,10 @@ def _measure_attention(
 
 
 class _SamplingSetup:
-    """Slots, mask rows and sampler of eight requests with three drafts each."""
+    """Sampling state of eight requests with three drafts each, as a round of the engine has it.
+
+    All tokens are legal in the mask rows.
+    """
 
     def __init__(self, bench: Bench):
         vocab = bench.shape["vocab_size"]
@@ -399,7 +427,10 @@ class _SamplingSetup:
         self.ring = output_ring(bench.device, 2, BATCH, DRAFTS)
 
     def join(self, bench: Bench, params: SamplingParams) -> Any:
-        """Fill all slots with requests, and return the slots on the host with a chain of drafts."""
+        """Assign a request to each slot, and return a host copy of the slots with added drafts.
+
+        The drafts of a request form a chain.
+        """
         for slot in range(BATCH):
             self.state.join(
                 StreamLane(bench.stream), slot, params, position=8, last=1, epoch=1, limit=1 << 20
@@ -414,7 +445,7 @@ class _SamplingSetup:
 
 
 def measure_sampling(bench: Bench) -> None:
-    """Measure sampling of the target's rows, greedy and with top-k and top-p."""
+    """Measure sampling from the target's logits, greedily and with top-k and top-p."""
     setup = _SamplingSetup(bench)
     rng = np.random.default_rng(0)
     filtered = SamplingParams(temperature=0.8, top_k=50, top_p=0.9)
@@ -438,7 +469,7 @@ def _measure_sampling(
     predicted: tuple[float, float],
     rng: np.random.Generator,
 ) -> None:
-    """Measure sampling, and sampling with verification.
+    """Measure sampling alone, and sampling with the verification of drafts.
 
     Parameters
     ----------
@@ -447,11 +478,11 @@ def _measure_sampling(
     name
         Name of the sampling parameters.
     requests, width
-        Number of requests and of rows per request.
+        Number of requests, and number of rows per request.
     predicted
-        Predicted microseconds of sampling.
+        Predicted range of the sampling time in microseconds.
     rng
-        Generator of the logits.
+        Random generator of the logits.
     """
     vocab = bench.shape["vocab_size"]
     count = 2 if bench.small else 20
@@ -488,7 +519,10 @@ def _measure_sampling(
 
 
 def measure_rounds(bench: Bench) -> None:
-    """Measure rounds of an engine with random weights, by batch size and drafts."""
+    """Measure decoding rounds of an engine with random weights.
+
+    The rounds are measured by number of drafts, kind of graph edges and batch size.
+    """
     forward = {} if bench.small else PREDICTED_FORWARD
     for drafts in (0, DRAFTS):
         for programmatic in (False, True):
@@ -509,7 +543,10 @@ def measure_rounds(bench: Bench) -> None:
 
 
 def run_tests(bench: Bench) -> None:
-    """Run the tests on this device, one process per file, and report the number of failures."""
+    """Run graft's tests on this device and add the number of failures of each test file.
+
+    Each file runs in its own process.
+    """
     if not Path("tests/cudagraph").is_dir():
         bench.add("suite", None, "", note="the working directory has no folder tests")
         return
@@ -542,7 +579,7 @@ class Section(NamedTuple):
     Attributes
     ----------
     measure
-        Measures and adds figures.
+        Function that measures values and adds them to its `Bench`.
     limit_s
         Time limit in seconds.
     """

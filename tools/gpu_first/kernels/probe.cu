@@ -1,15 +1,16 @@
-// Kernels of the GPU measurement: an empty kernel, a memory read and random values.
+// Kernels of the GPU measurement (tools/gpu_first): an empty kernel, a read of memory, and a
+// generator of random values.
 #include "graft.cuh"
 
 struct alignas(16) Words {
   unsigned int word[4];
 };
 
-// Waits for the previous kernel and does nothing.
+// Waits for the previous kernel in the stream or graph, and does nothing else.
 extern "C" __global__ void nothing() { wait_for_previous_kernel(); }
 
-// Reads `count` words of 16 bytes. The conditional write prevents the compiler from removing the
-// reads.
+// Reads `count` words of 16 bytes. The conditional write to `sink` makes the result observable, so
+// that the compiler cannot remove the reads.
 extern "C" __global__ void read_words(const Words* data, long long count, unsigned int* sink) {
   wait_for_previous_kernel();
   const long long step = static_cast<long long>(gridDim.x) * blockDim.x;
@@ -23,7 +24,7 @@ extern "C" __global__ void read_words(const Words* data, long long count, unsign
   if (sum == 0x9e3779b9u) *sink = sum;
 }
 
-// Writes pseudo-random values between -scale and scale.
+// Writes `count` pseudo-random values between -scale and scale.
 extern "C" __global__ void fill_random(bf16_t* out, long long count, float scale) {
   const long long step = static_cast<long long>(gridDim.x) * blockDim.x;
   for (long long i = static_cast<long long>(blockIdx.x) * blockDim.x + threadIdx.x; i < count;

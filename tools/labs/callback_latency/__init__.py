@@ -1,1 +1,1 @@
-"""Latency of host work in a replayed graph, by transport."""
+"""Measure the latency of host work in a replayed graph, by transport."""

@@ -3,21 +3,27 @@
     python -m graft.tools.labs.callback_latency [--samples 1000] [--callbacks 1 8 64]
         [--json build/callback_latency.json]
 
-Two latencies are reported:
+A host step is a graph node that runs host work. Its body is the native or Python function that does
+the work, and its transport is the mechanism that calls the body, such as a host function node or a
+mailbox worker. A callback is one call of a body. Two latencies are reported:
 
 join
-    Device time from the kernel before the host steps to the kernel after them, minus the median of
-    the same graph with empty nodes.
+    Device time from the kernel before the host steps to the kernel after them, minus the median
+    time of the same graph with empty nodes instead of host steps.
 hop
-    Host time from the entry of the C function that the driver's thread calls to the first
-    instruction of the body, and back. It excludes waking the thread, which is the same for all
-    transports. Only the soft device records it.
+    Host time of the call path: from the entry of the C function that the driver's thread calls to
+    the first instruction of the body, plus the time from the body to the return of that function.
+    The time to wake the thread is not included because it is the same for all transports. Only the
+    soft device records hops.
 
-All graphs are replayed in one process, a few replays at a time and in random order, so that changes
-of the machine's speed affect all of them equally. The launching loop does not use the GIL. Python
-is either "idle" or "busy": another thread runs bytecode, and a replay is launched only while it
-does. The tool counts how many callbacks began while that thread held the GIL. A configuration in
-which too few of the first callbacks of a replay did is marked NOT BUSY.
+All graphs are replayed in one process. The tool takes the graphs in random order and replays each
+one a few times, so that changes of the machine's speed affect all graphs equally. The loop that
+launches the graphs does not use the GIL.
+
+Each graph is measured in two states of Python. In the state "idle", no other Python thread runs. In
+the state "busy", another thread runs bytecode, and a replay is launched only while this thread
+runs. The tool counts the callbacks that began while the busy thread held the GIL. A configuration
+is marked NOT BUSY if this is true of the first callback in too few of the replays.
 """
 
 from __future__ import annotations
@@ -54,10 +60,10 @@ from graft.tools.report import table as format_table
 PYTHON_STATES = ("idle", "busy")
 #: Number of consecutive replays of one graph.
 BATCH = 10
-#: Share of replays whose first callback must find the GIL held, with a busy thread.
+#: Minimum share of replays whose first callback must find the GIL held by the busy thread.
 MIN_BUSY_SHARE = 0.9
 QUANTILES = {"p50": 0.5, "p99": 0.99, "max": 1.0}
-#: Number of thread wake-ups that are measured.
+#: Number of measured wake-ups of a sleeping thread.
 WAKE_UPS = 400
 WARNING = "These are times of the soft device, a CPU. They do not apply to a GPU."
 
@@ -75,7 +81,7 @@ class Measurement:
     join, hop
         Latencies in nanoseconds, one array per batch of replays.
     gil_held
-        Whether callbacks began while the busy thread held the GIL, one array per batch.
+        Whether each callback began while the busy thread held the GIL; one bool array per batch.
     """
 
     graph: TransportGraph
@@ -104,18 +110,23 @@ class Measurement:
 
 
 def gil_was_held(begun: np.ndarray, gaps: Sequence[tuple[int, int]]) -> np.ndarray:
-    """Return which callbacks began while the busy thread held the GIL.
+    """Return for each callback whether it began while the busy thread held the GIL.
 
-    These are the callbacks before which the busy thread ran again after the previous callback. Only
-    callbacks request the GIL, so the busy thread holds it from then until the callback, even while
-    it is preempted by the operating system.
+    This is the case if the busy thread ran between the end of the previous callback and the begin
+    of this one. Only callbacks request the GIL. Once the busy thread has run, it therefore holds
+    the GIL until the next callback, even if the operating system preempts it.
 
     Parameters
     ----------
     begun
-        See `Samples.begun`.
+        Begin of each callback and end of the previous one; int64 [n, 2]. See `Samples.begun`.
     gaps
-        Intervals in which the busy thread did not run.
+        Intervals of CLOCK_MONOTONIC in which the busy thread did not run.
+
+    Returns
+    -------
+    np.ndarray
+        bool [n].
     """
     spans = np.array(gaps, np.uint64).astype(np.int64).reshape(-1, 2)
     within_gap = (begun[:, 1:] >= spans[:, 0]) & (begun[:, :1] <= spans[:, 1])
@@ -129,7 +140,9 @@ def measure(
     limit_s: float,
     seed: int = 0,
 ) -> list[Measurement]:
-    """Measure all graphs in all states of Python. The first batch of each graph is discarded.
+    """Measure all graphs in all states of Python.
+
+    The first batch of replays of each graph is a warm-up and is discarded.
 
     Parameters
     ----------
@@ -138,11 +151,12 @@ def measure(
     samples
         Number of replays per graph and state.
     python_states
-        States of Python.
+        States of Python; "idle", "busy" or both.
     limit_s
-        Maximum seconds per state. The measurements then have fewer samples, but at least one batch.
+        Time limit per state in seconds. When it is reached, the measurements have fewer samples
+        than requested, but at least one batch.
     seed
-        Seed of the order of the graphs.
+        Seed of the random order of the graphs.
     """
     rng = random.Random(seed)
     done = []
@@ -167,14 +181,22 @@ def measure(
 
 
 def quantiles(nanoseconds: np.ndarray) -> dict[str, float]:
-    """Return quantiles in microseconds, without interpolation."""
+    """Return p50, p99 and the maximum in microseconds. Quantiles are not interpolated."""
     ordered = np.sort(nanoseconds) / 1000.0
     last = len(nanoseconds) - 1
     return {name: float(ordered[round(q * last)]) for name, q in QUANTILES.items()}
 
 
 def summarize(measurement: Measurement, baseline_ns: float) -> dict[str, Any]:
-    """Return the figures of one measurement. `baseline_ns` is subtracted from the joins."""
+    """Return the results of one measurement.
+
+    Parameters
+    ----------
+    measurement
+        Measurement of a graph in one state of Python.
+    baseline_ns
+        Median join of the graph with empty nodes, which is subtracted from the joins.
+    """
     join = np.concatenate(measurement.join)
     gil_held = np.concatenate(measurement.gil_held).reshape(len(join), -1)
     return {
@@ -190,7 +212,7 @@ def summarize(measurement: Measurement, baseline_ns: float) -> dict[str, Any]:
 
 
 def make_report(device: Device, measurements: Sequence[Measurement]) -> dict[str, Any]:
-    """Return the figures and a description of the machine."""
+    """Return the results of all measurements and a description of the machine."""
     baselines: dict[tuple[str, int], float] = {}
     for one in measurements:
         if one.graph.transport == BASELINE:
@@ -227,15 +249,17 @@ def processor() -> str:
 
 def table(report: dict[str, Any]) -> str:
     """Format the report as text."""
-    columns = [f"{what} {q}" for what in ("hop", "join") for q in QUANTILES]
+    columns = []
+    for latency in ("hop", "join"):
+        columns += [f"{latency} {quantile}" for quantile in QUANTILES]
     rows: list[list[object]] = [
         ["transport", "steps", "python", "samples", *columns, "GIL held", ""]
     ]
     for one in report["measurements"]:
         figures = []
-        for what in ("hop_us", "join_us"):
-            for q in QUANTILES:
-                figures.append("-" if one[what] is None else f"{one[what][q]:.2f}")
+        for values in (one["hop_us"], one["join_us"]):
+            for quantile in QUANTILES:
+                figures.append("-" if values is None else f"{values[quantile]:.2f}")
         is_busy = one["python"] == "busy"
         rows.append(
             [
@@ -253,7 +277,7 @@ def table(report: dict[str, Any]) -> str:
         f"device: {report['device']}; {report['cores']} cores of {report['processor']}",
         f"waking a sleeping thread takes {wake_up['p50']:.0f} us on this machine (p99 "
         f"{wake_up['p99']:.0f} us); every join of a sleeping worker includes it",
-        "microseconds; hop: to the body and back; join: minus that of empty nodes",
+        "microseconds; hop: to the body and back; join: minus the join of empty nodes",
         format_table(rows),
     ]
     lines += [f"not measured: {name}: {why}" for name, why in report["unavailable"].items()]

@@ -1,9 +1,10 @@
-"""Graphs of the latency measurement: kernel, host steps, kernel.
+"""Build and replay the graphs of the latency measurement: a kernel, host steps, a kernel.
 
-The first kernel writes the device's time, the host steps follow one another, and the second kernel
-writes the time again. The body of a Python step appends CLOCK_MONOTONIC to a list; a native body
-writes it to memory. Together with the soft device's record of when it entered each host function
-and when the function returned, these times separate the hop from the rest of the join.
+The first kernel writes the device's time. The host steps run one after another, and then the second
+kernel writes the device's time again. The body of a Python step appends CLOCK_MONOTONIC to a list,
+and a native body writes it to memory. The soft device records when it entered each host function
+and when the function returned. From these times, the tool computes the hop, that is the part of the
+latency that the call path of the transport causes.
 """
 
 from __future__ import annotations
@@ -25,16 +26,17 @@ from graft.cudagraph.hostwork import NativeWork, PythonWork, hostfunc
 from graft.native import _native
 
 CLOCK_KERNELS = Path(__file__).parents[2] / "kernels" / "clock.cu"
-#: Graph with empty nodes in place of host steps.
+#: Transport name of a graph with empty nodes in place of host steps.
 BASELINE = "empty"
-#: Callbacks of the library cuda.core, for comparison.
+#: Transport name of the library cuda.core's callbacks, for comparison.
 CUDA_CORE = "cuda.core"
 TRANSPORTS = (BASELINE, "native", "native spin", "mailbox", "spinkernel", "python", CUDA_CORE)
-#: Transports whose body is called by a thread of the driver: these have a hop.
+#: Transports whose body is called by a thread of the driver. Only these have a hop.
 DRIVER_CALLED = ("native", "native spin", "python", CUDA_CORE)
 #: Transports with a Python body.
 PYTHON_BODIES = ("python", CUDA_CORE)
-#: Maximum number of host steps per graph: the soft device records that many host functions.
+#: Maximum number of host steps per graph. The soft device records at most this number of host
+#: functions per replay.
 MAX_CALLBACKS = 64
 
 
@@ -46,12 +48,12 @@ class Samples(NamedTuple):
     join
         Device time from the first kernel to the second, in nanoseconds; int64 [replays].
     hop
-        Nanoseconds from the entry of the driver's function to the body, and from the body to the
-        return of the function; int64 [replays, callbacks, 2]. None if they are not recorded.
+        Nanoseconds from the entry of the host function to its body, and from the body to the return
+        of the host function; int64 [replays, callbacks, 2]. None if hops are not recorded.
     begun
-        CLOCK_MONOTONIC when a callback began, and when the previous callback that took the GIL
-        ended; int64 [n, 2]. If hops are recorded, these are all Python callbacks; otherwise the
-        launch stands for the first callback of each replay.
+        CLOCK_MONOTONIC in nanoseconds at which a callback began, and at which the previous callback
+        ended; int64 [n, 2]. If hops of Python bodies are recorded, there is one entry per callback.
+        Otherwise there is one entry per replay, and the launch takes the place of the callback.
     """
 
     join: np.ndarray
@@ -60,7 +62,7 @@ class Samples(NamedTuple):
 
 
 def unavailable(transport: str) -> str:
-    """Return why a transport cannot be measured here; empty if it can."""
+    """Return the reason why a transport cannot be measured here, or "" if it can be measured."""
     if transport == CUDA_CORE and importlib.util.find_spec("cuda.core") is None:
         return "cuda.core is not installed (pip install cuda-core)"
     if transport == "native spin" and not _native.spin_supported():
@@ -69,7 +71,7 @@ def unavailable(transport: str) -> str:
 
 
 class TransportGraph:
-    """A graph with time-stamping kernels around host steps. It is replayed one at a time.
+    """A graph with host steps between two kernels that write time stamps.
 
     Parameters
     ----------
@@ -85,7 +87,7 @@ class TransportGraph:
     Attributes
     ----------
     called
-        CLOCK_MONOTONIC at which Python bodies ran since the last `replay` began.
+        CLOCK_MONOTONIC of each call of a Python body since the last `replay` began.
     """
 
     def __init__(self, device: Device, transport: str, callbacks: int, work: Any = None) -> None:
@@ -164,15 +166,15 @@ class TransportGraph:
         stamps = np.uint64(self._stamps.ptr)
         node = definition.launch(config, stamp, stamps, np.int32(0))
         for _ in range(self.callbacks):
-            # The method is called on the class: a callback node's attribute "callback" is its
-            # function.
+            # Call the method through the class, because the attribute "callback" of a callback node
+            # is the node's function.
             node = GraphNode.callback(node, self.body())
         GraphNode.launch(node, config, stamp, stamps, np.int32(1))
         self._keep = code, definition
         return definition.instantiate()
 
     def body(self) -> Any:
-        """Return the default Python body, which appends the time to `called`."""
+        """Return the default Python body, which appends CLOCK_MONOTONIC to `called`."""
         append = self.called.append
         clock = time.monotonic_ns
         return lambda: append(clock())
@@ -180,11 +182,13 @@ class TransportGraph:
     # Replay ---------------------------------------------------------------------------------------
 
     def prepare(self) -> None:
-        """Put the driver's thread into the state it would have if no other graph ran.
+        """Put the driver's thread into the state that it would have if no other graph ran.
 
-        graft's Python steps leave their Python thread state on that thread, and later Python
-        callbacks reuse it, including those of cuda.core. Without graft, cuda.core creates and
-        destroys a thread state in every callback.
+        graft's Python steps leave a Python thread state on the driver's thread, and later Python
+        callbacks on this thread reuse it. If cuda.core's callbacks reused it as well, they would
+        appear faster than they are without graft, where every callback creates and destroys a
+        thread state. A transport other than "python" therefore runs after the release of the thread
+        state, and the transport "python" after a Python step has created it.
         """
         work: NativeWork | PythonWork = PythonWork(int)
         if self.transport != "python":
@@ -194,14 +198,14 @@ class TransportGraph:
         self._stream.synchronize()
 
     def replay(self, count: int, busy: bool = False) -> Samples:
-        """Replay `count` times, one at a time and without holding the GIL.
+        """Replay the graph `count` times, one replay after another, without holding the GIL.
 
         Parameters
         ----------
         count
             Number of replays.
         busy
-            Wait for the busy Python thread before each replay.
+            Whether to wait before each replay until the busy Python thread runs.
 
         Raises
         ------
@@ -230,7 +234,9 @@ class TransportGraph:
             return Samples(_int64(join), None, _with_previous_end(launched))
         spans = _int64(hops).reshape(count, self.callbacks, 2)
         marks = _int64(body_times if is_native else self.called).reshape(count, self.callbacks)
-        hop = np.stack([marks - spans[..., 0], spans[..., 1] - marks], axis=-1)
+        before_body = marks - spans[..., 0]
+        after_body = spans[..., 1] - marks
+        hop = np.stack([before_body, after_body], axis=-1)
         return Samples(_int64(join), hop, _with_previous_end(launched if is_native else hops))
 
     def close(self) -> None:
@@ -247,9 +253,21 @@ def _int64(times: list[int]) -> np.ndarray:
 
 
 def _with_previous_end(spans: list[int]) -> np.ndarray:
-    """Convert consecutive (begin, end) pairs to (begin, end of the previous one); int64 [n, 2]."""
+    """Pair the begin of each span with the end of the previous one.
+
+    Parameters
+    ----------
+    spans
+        Alternating begin and end times.
+
+    Returns
+    -------
+    np.ndarray
+        int64 [spans, 2]. The first span has a previous end of 0.
+    """
     begin, end = _int64(spans).reshape(-1, 2).T
-    return np.stack([begin, np.concatenate([[0], end[:-1]])], axis=1)
+    previous_end = np.concatenate([[0], end[:-1]])
+    return np.stack([begin, previous_end], axis=1)
 
 
 def _address(function: Any) -> int:
@@ -257,7 +275,7 @@ def _address(function: Any) -> int:
 
 
 def _object_code(device: Device) -> Any:
-    """Return the time-stamping kernels as cuda.core's ObjectCode."""
+    """Compile the kernels that write time stamps to an ObjectCode of cuda.core."""
     from cuda.core import ObjectCode, Program, ProgramOptions
 
     text = CLOCK_KERNELS.read_text()

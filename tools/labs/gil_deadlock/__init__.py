@@ -1,1 +1,1 @@
-"""Deadlocks between the GIL and the locks of a CUDA driver."""
+"""Test for deadlocks between the GIL and the locks of a CUDA driver."""

@@ -2,10 +2,12 @@
 
     python -m graft.tools.labs.gil_deadlock [--short] [--case PATTERN:TRANSPORT:MODEL[:released]]
 
-A thread makes a driver call while holding the GIL. A host function that the driver calls, or a
-worker that the device waits for, needs the GIL. Whether that deadlocks depends on what the driver
-call waits for. Drivers do not document their locks; the soft device models what has been reported
-about them (SOFTCUDA_LOCK_MODEL):
+In each case, a thread makes a driver call while it holds the GIL. At the same time, a callback
+needs the GIL. The callback is either a host function that the driver calls, or the body of a
+mailbox worker, which is a host thread that the device waits for. Both sides deadlock if the driver
+call waits for the callback, or for a lock that is held while the callback runs. Drivers do not
+document their locks, so the soft device models what has been reported about them.
+SOFTCUDA_LOCK_MODEL selects the lock model:
 
 0   no locks
 1   a context lock is held while a host function runs
@@ -14,14 +16,16 @@ about them (SOFTCUDA_LOCK_MODEL):
 
 Each case runs in its own child process and has one of these outcomes:
 
-completes   it completed, and no order of events could have deadlocked
-potential   it completed, but the GIL and the driver were requested in both orders: the lock-order
-            detector of the soft device found a cycle
-hangs       the watchdog ended the child and reported the stacks of both sides
-released    it hung until the mailbox's deadline let the device continue with a typed error
+completes   the case completed, and the lock-order detector of the soft device found no cycle
+potential   the case completed, but the detector found a cycle: the GIL and the driver were
+            requested in both orders, so that another order of events could deadlock
+hangs       the case deadlocked; the watchdog terminated the child and reported both stacks
+released    the case deadlocked until the mailbox's deadline passed; then the device continued and
+            graft reported an error
 
-On CUDA hardware there are neither lock models nor a detector, and no outcome is expected. The exit
-status is 0 if every outcome on the soft device is the one that follows from the lock models.
+On the soft device, every outcome is compared with the outcome that follows from the lock model. The
+exit status is 0 if all outcomes are equal, and 1 otherwise. CUDA hardware has neither lock models
+nor a detector, so no outcome is expected there.
 """
 
 from __future__ import annotations
@@ -60,15 +64,17 @@ HANGS = "hangs"
 RELEASED = "released"
 FAILED = "failed"
 NOT_RUN = "-"
-#: Seconds after which the soft device's watchdog ends a driver call or host function. The limit for
-#: mailboxes exceeds their deadline.
+#: Seconds after which the soft device's watchdog terminates a process that is blocked in a driver
+#: call or host function. The limit for cases with mailboxes exceeds the mailbox's deadline.
 WATCHDOG_S = 2
 MAILBOX_WATCHDOG_S = 60
-#: Seconds after which a child on CUDA hardware counts as hanging.
+#: Seconds after which a child on CUDA hardware is killed and counts as hanging.
 CUDA_LIMIT_S = 30.0
+#: Seconds after which a child on the soft device is killed.
 CHILD_LIMIT_S = 200.0
+#: Lock model of cases on CUDA hardware.
 CUDA_MODEL = -1
-#: The deadlock; two ways to avoid it; and the same calls without a driver lock.
+#: Cases of ``--short``: a deadlock, two ways to avoid it, and the same calls without driver locks.
 SHORT = (
     Case("alloc", "python", 1),
     Case("alloc", "python", 1, gil_held=False),
@@ -84,15 +90,17 @@ class Result:
     Attributes
     ----------
     case
-        The case.
+        The case that was run.
     outcome
-        Outcome; see the module's docstring.
+        Outcome as described in the module's docstring; "failed" if the child failed for another
+        reason, or "-" if the case was not run.
     expected
-        Expected outcome; empty if there is none, on CUDA hardware or without a required package.
+        Expected outcome. Empty on CUDA hardware, and if a required package is missing.
     seconds
-        Duration.
+        Duration in seconds.
     report
-        Error output, edges of the lock-order detector, or why the case was not run.
+        Error output of the child, the cycle that the lock-order detector found, or the reason why
+        the case was not run.
     """
 
     case: Case
@@ -103,17 +111,19 @@ class Result:
 
     @property
     def as_expected(self) -> bool:
-        """Whether the outcome is the expected one, or none is expected."""
+        """Whether the outcome is the expected outcome, or no outcome is expected."""
         return self.expected in ("", self.outcome)
 
 
 def expected_outcome(case: Case) -> str:
     """Return the outcome that follows from the lock model of the soft device.
 
-    A call with the GIL held hangs if it waits for something that needs the GIL. Otherwise it
-    completes, and it is a potential deadlock if it requests a lock or device work whose holder
-    requests the GIL. A mailbox worker holds no driver lock and blocks only the device's progress,
-    and the mailbox's deadline ends every wait.
+    A driver call with the GIL held hangs if it waits for a callback that needs the GIL, or for a
+    lock that is held during this callback. If the call does not wait but requests such a lock, the
+    case completes and is a potential deadlock.
+
+    A mailbox worker holds no driver lock. It delays only the device, so that a driver call hangs
+    only if it waits for the device. The mailbox's deadline then ends the wait.
     """
     if unavailable(case.transport):
         return ""
@@ -125,12 +135,15 @@ def expected_outcome(case: Case) -> str:
     waits_for_lock = case.model & 1 or (case.pattern == "hostfunc" and case.model & 2)
     if waits_for_device or (waits_for_lock and not is_mailbox):
         return RELEASED if is_mailbox else HANGS
-    # According to the documentation, the first launch of a kernel may wait for the device.
-    return COMPLETES if is_mailbox and not is_first_launch else POTENTIAL
+    # CUDA's documentation allows the first launch of a kernel to wait for the device, so that this
+    # pattern is a potential deadlock with mailboxes as well.
+    if is_mailbox and not is_first_launch:
+        return COMPLETES
+    return POTENTIAL
 
 
 def all_cases(soft: bool) -> list[Case]:
-    """Return all cases with the GIL held."""
+    """Return all cases in which the driver call is made with the GIL held."""
     models = LOCK_MODELS if soft else (CUDA_MODEL,)
     combinations = itertools.product(models, PATTERNS, TRANSPORTS)
     return [Case(pattern, transport, model) for model, pattern, transport in combinations]
@@ -180,7 +193,7 @@ def run_case(case: Case, soft: bool = True) -> Result:
 
 
 def _child_environment(case: Case, soft: bool, edges: Path) -> dict[str, str]:
-    """Return the environment of a child; `edges` is the detector's output file."""
+    """Return the environment of a child. The detector writes its report to the file `edges`."""
     environment = {
         **os.environ,
         "GRAFT_DEVICE": "soft" if soft else "cuda",
@@ -197,7 +210,7 @@ def _child_environment(case: Case, soft: bool, edges: Path) -> dict[str, str]:
 
 
 def run_all(cases: Sequence[Case], soft: bool, jobs: int) -> list[Result]:
-    """Run cases, at most `jobs` of them at a time."""
+    """Run cases in child processes, at most `jobs` of them concurrently."""
     with ThreadPoolExecutor(jobs) as pool:
         results = pool.map(lambda case: run_case(case, soft), cases)
         return list(tqdm(results, total=len(cases), unit="case", disable=None))
@@ -217,11 +230,11 @@ def table(results: Iterable[Result]) -> str:
 
     Unexpected outcomes are marked with "!".
     """
-    found = {
-        (result.case.pattern, result.case.transport, result.case.model): result
-        for result in results
-        if result.case.gil_held
-    }
+    found = {}
+    for result in results:
+        case = result.case
+        if case.gil_held:
+            found[case.pattern, case.transport, case.model] = result
     models = sorted({model for _, _, model in found})
     titles = ["as it is" if model == CUDA_MODEL else f"model {model}" for model in models]
     rows = [["driver call with the GIL", "callback by", *titles]]
@@ -234,7 +247,7 @@ def table(results: Iterable[Result]) -> str:
 
 
 def details(results: Iterable[Result]) -> str:
-    """Return every result with its report."""
+    """Return one line per result, followed by its report unless the case completed."""
     lines: list[str] = []
     for result in results:
         case = result.case
@@ -280,7 +293,9 @@ def parse_options(arguments: Sequence[str] | None) -> argparse.Namespace:
         action="store_true",
         help="run only the deadlock, two ways to avoid it and a control, and print reports",
     )
-    parser.add_argument("--jobs", type=int, default=2, help="cases at a time (default %(default)s)")
+    parser.add_argument(
+        "--jobs", type=int, default=2, help="concurrent cases (default %(default)s)"
+    )
     options = parser.parse_args(arguments)
     if options.jobs < 1:
         parser.error(f"--jobs must be at least 1, not {options.jobs}")
