@@ -195,8 +195,8 @@ class Soft:
     ) -> np.ndarray:
         """Run a kernel and return the contents of its output array.
 
-        The argument ``None`` stands for the output array. Before the launch, each byte of the array
-        is set to 0xAB.
+        The argument ``None`` is replaced by the output array. Before the launch, each byte of the
+        array is set to 0xAB.
         """
         out = self.put(np.full(np.empty(shape, dtype).nbytes, 0xAB, np.uint8))
         arguments = [out if argument is None else argument for argument in args]

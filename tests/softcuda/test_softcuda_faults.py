@@ -66,7 +66,7 @@ def check(body: str, **env: str) -> None:
 ADDRESS = "ILLEGAL_ADDRESS"
 FAILED = "LAUNCH_FAILED"
 WRITE = "'write_at' block (2,0,0) thread (5,0,0): illegal write"
-# Faults by name: (arguments of the launch, error code, parts of the text).
+# Faults by name: (arguments of the launch, error code, parts of the fault's error text).
 FAULTS = {
     "past the end": (
         "f.write_at, 4, 8, p, np.int64(100)",
@@ -222,7 +222,7 @@ def test_fault_completes_pending_events_and_memory_operations():
     """A fault completes work that is still pending, so that no thread waits forever.
 
     The pending work is a graph launch with an event after it, and a stream wait for a word that
-    nobody writes.
+    no thread writes.
     """
     util.check("""
     a, b, c, words, never = s.stream(), s.stream(), s.stream(), Words(s, 1), Words(s, 1)

@@ -215,7 +215,7 @@ void run_host_function(CUhostFn fn, void* data) {
 }
 
 namespace {
-// Counts the resources that still exist at exit as leaked and logs them.
+// Called at process exit. Counts all live resources as leaked and logs them.
 __attribute__((destructor)) void report_leaks() {
   std::string leaks;
   for (size_t i = 0; i < kResources; ++i) {

@@ -33,7 +33,7 @@ struct Member {
 };
 
 struct State {
-  std::mutex mutex;  // taken before graph_mutex
+  std::mutex mutex;  // lock it before graph_mutex
   std::map<CUstream, Member> streams;
   std::map<CUevent, Member> events;
   std::set<std::shared_ptr<Capture>> active;

@@ -148,7 +148,8 @@ std::shared_ptr<Graph> clone_graph(const Graph& graph);
 std::shared_ptr<Graph> graph_of(const Exec& exec);
 // Removes the handles of a definition and of its child graphs. Returns null for an unknown handle.
 std::shared_ptr<Graph> remove_graph(CUgraph handle);
-// Adds a node whose other fields are initialized. If the call fails, the graph is unchanged.
+// Adds `node`, whose type and work the caller has set, to a graph. If the call fails, the graph is
+// unchanged.
 void add_node(CUgraphNode* out, CUgraph handle, const CUgraphNode* dependencies, size_t n,
               std::shared_ptr<Node> node);
 // Creates the program of an executable graph or, if `top` is set, the program of a conditional body

@@ -1,9 +1,12 @@
-// The lock-order watch (SOFTCUDA_WATCH=FILE). It records which of three resources a thread holds
-// while it requests another one: the GIL, the driver lock, and device work (invariants L1-L5). The
-// driver lock represents all locks of a real driver. Device work is a pseudo-lock that represents
-// the progress of the device: a thread holds it if the device needs the thread in order to
-// continue, and a call requests it if the call may wait for the device. `graft doctor --watch`
-// searches the record for cycles, which are possible deadlocks.
+// The lock-order watch (SOFTCUDA_WATCH=FILE). When a thread holds a resource A while it requests a
+// resource B, the watch records the edge A -> B (invariants L1-L5). `graft doctor --watch` searches
+// the edges for cycles, which are possible deadlocks. There are three resources:
+//   - The GIL, Python's global interpreter lock.
+//   - The driver lock, which represents all locks of a real driver.
+//   - Device work, a pseudo-lock that represents the progress of the device. A thread holds it
+//   while
+//     the device cannot continue without the thread. A driver call requests it if the call may wait
+//     for the device.
 #pragma once
 
 #include <string>

@@ -91,7 +91,7 @@ Op* take(bool* helping) {
   }
 }
 
-// Withdraws a kernel from the other workers because no block is left.
+// Removes a kernel from the list of shared kernels, because all its blocks have been taken.
 void unshare(Op* op) {
   std::lock_guard<std::mutex> lock(g_pool.mutex);
   auto it = std::find(g_pool.shared.begin(), g_pool.shared.end(), op);
@@ -104,7 +104,7 @@ uint64_t blocks_of(const KernelWork& work) {
   return static_cast<uint64_t>(work.grid.x) * work.grid.y * work.grid.z;
 }
 
-// Offers the blocks of a kernel to the other workers.
+// Adds a kernel to the list of shared kernels, so that other workers also run its blocks.
 void share(Op* op) {
   std::lock_guard<std::mutex> lock(g_pool.mutex);
   g_pool.shared.push_back(op);
