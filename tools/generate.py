@@ -110,7 +110,9 @@ def add_model_arguments(parser: argparse.ArgumentParser) -> None:
     )
     models.add_argument("--no-speculation", action="store_true", help="decode without a drafter")
     models.add_argument(
-        "--no-draft-mask", action="store_true", help="do not mask drafts with the grammar"
+        "--no-draft-mask",
+        action="store_true",
+        help="generate drafts without the token bitmasks of the grammar",
     )
     models.add_argument(
         "--draft-tree",
@@ -140,20 +142,20 @@ def add_model_arguments(parser: argparse.ArgumentParser) -> None:
         "--composition",
         choices=("one", "two"),
         default="one",
-        help="number of CUDA graphs per round; two: a separate one for the drafter, to compare "
-        "(default one)",
+        help="number of CUDA graphs per round; two: run the drafter in a second graph, for "
+        "comparisons (default one)",
     )
     models.add_argument(
         "--weights",
         choices=WEIGHTS,
         default=WEIGHTS[0],
         help="format of the target's layer weights: as in the checkpoint, or quantized to fp8 with "
-        "one scale per row",
+        "one scale per weight row",
     )
     models.add_argument(
         "--parallel",
         action="store_true",
-        help="tensor parallelism over the processes of mpiexec (needs the extra parallel)",
+        help="tensor parallelism over the processes of mpiexec (requires graft-cuda[parallel])",
     )
     models.set_defaults(ranks=None)
     models.add_argument(
@@ -178,9 +180,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         type=Path,
         metavar="FILE.jsonl",
         help="file with one request per line (-: standard input); a request is a JSON object with "
-        "prompt or messages and, optionally, id, raw, tools and variables of the chat template, "
-        "and the grammar and sampling options by name, for example json_object or max_tokens; "
-        "schemas and structural tags may be JSON objects",
+        "the key prompt or messages; optional keys are id, raw, tools, variables (for the chat "
+        "template) and the names of grammar and sampling options, for example json_object or "
+        "max_tokens; schemas and structural tags may be JSON objects",
     )
     parser.add_argument(
         "--raw", action="store_true", help="do not apply the chat template to prompts"
@@ -235,7 +237,7 @@ def _add_sampling_arguments(parser: argparse.ArgumentParser) -> None:
         "--logprobs",
         type=int,
         metavar="N",
-        help="with --json, report log probabilities of the tokens and of the N most likely ones",
+        help="with --json, report log probabilities of each token and of the N most likely tokens",
     )
     sampling.add_argument(
         "--logprobs-masked",

@@ -106,7 +106,9 @@ class GgufFile:
         self.tensors = {tensor.name: tensor for tensor in self._reader.tensors}
         architecture = self.get("general.architecture")
         if architecture != "llama":
-            raise GgufError(f"{self.path}: architecture {architecture!r} is not supported (llama)")
+            raise GgufError(
+                f"{self.path}: architecture {architecture!r} is not supported; it must be 'llama'"
+            )
 
     def get(self, key: str, default: Any = None) -> Any:
         """Return a metadata value, or `default` if it is absent.

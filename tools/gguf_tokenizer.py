@@ -65,7 +65,8 @@ def tokenizer_files(file: Any) -> dict[str, dict[str, Any]]:
     makers = {"gpt2": make_byte_level_bpe, "llama": make_sentencepiece_bpe}
     if kind not in makers:
         raise GgufTokenizerError(
-            f"{file.path}: tokenizer.ggml.model = {kind!r} is not supported ({', '.join(makers)})"
+            f"{file.path}: tokenizer.ggml.model = {kind!r} is not supported; it must be one of "
+            f"{', '.join(makers)}"
         )
     if len(types) != len(tokens):
         raise GgufTokenizerError(

@@ -55,7 +55,8 @@ def add_grammar_arguments(parser: argparse.ArgumentParser) -> None:
     group.add_argument(
         "--after",
         metavar="MARKER",
-        help="generate free text up to this text, and apply the grammar after it",
+        help="text, such as </think>, after which the grammar applies; the output before the "
+        "marker is free text",
     )
     group.add_argument(
         "--backend",
@@ -80,14 +81,14 @@ def add_grammar_arguments(parser: argparse.ArgumentParser) -> None:
         "--assert-formats",
         action=argparse.BooleanOptionalAction,
         default=None,
-        help="enforce the keyword format of a schema, or treat it as an annotation "
+        help='enforce the schema keyword "format", or treat it as an annotation '
         "(default: according to the draft of the schema)",
     )
     group.add_argument(
         "--partial",
         action="store_true",
-        help="accept a schema of which a part cannot be enforced; outputs are checked against "
-        "the whole schema afterwards",
+        help="accept a schema with keywords that cannot be enforced; complete outputs are checked "
+        "against the whole schema",
     )
 
 

@@ -35,7 +35,9 @@ def resolve_command(program: list[str]) -> list[str]:
     if program[:1] == ["--"]:
         program = program[1:]
     if not program:
-        raise OptionError("there is no program to run")
+        raise OptionError(
+            "there is no program to run: give a .py file, -m MODULE, -c CODE or an executable"
+        )
     first = program[0]
     if first in ("-m", "-c") and len(program) > 1:
         return [sys.executable, *program]
@@ -43,7 +45,9 @@ def resolve_command(program: list[str]) -> list[str]:
         return [sys.executable, *program]
     path = shutil.which(first)
     if path is None:
-        raise OptionError(f"there is no program {first!r}")
+        raise OptionError(
+            f"there is no program {first!r}: it is neither a .py file nor an executable in PATH"
+        )
     return [path, *program[1:]]
 
 

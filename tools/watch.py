@@ -43,7 +43,7 @@ VERDICTS = {
     "none": "no cycle",
     "potential": "POTENTIAL DEADLOCK",
     "deadlock": "DEADLOCK",
-    "hang": "HANG that the edges do not explain",
+    "hang": "HANG without a cycle in the recorded edges",
     "unseen": "nothing was observed",
 }
 

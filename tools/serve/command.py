@@ -71,7 +71,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         type=int,
         metavar="N",
         help="data parallel: run N engines in separate processes, one GPU each if there are GPUs; "
-        "requests of a replica that dies are restarted (needs the extra replicas)",
+        "requests of a replica that dies are restarted (requires graft-cuda[replicas])",
     )
     group.add_argument(
         "--max-waiting",
@@ -87,8 +87,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         type=float,
         default=30.0,
         metavar="SECONDS",
-        help="time that running requests have to complete after SIGTERM or Ctrl-C; new requests "
-        "get status 503 meanwhile, and a second signal stops the server at once (default "
+        help="time after SIGTERM or Ctrl-C in which running requests can complete; during this "
+        "time, new requests get status 503; a second signal stops the server at once (default "
         "%(default)g)",
     )
     parser.set_defaults(run=run)

@@ -21,10 +21,10 @@ _COUNTERS = (
     ("graft_request_rounds", "Decoding rounds, summed over requests.", "engine", "row_rounds"),
     ("graft_tokens", "Committed tokens.", "engine", "tokens"),
     ("graft_preemptions", "Preemptions of requests.", "engine", "preemptions"),
-    ("graft_grammar_fills", "Mask rows filled by grammars.", "grammar", "fills"),
+    ("graft_grammar_fills", "Token bitmasks filled by grammars.", "grammar", "fills"),
     (
         "graft_grammar_late_rows",
-        "Batch rows that skipped a round because their mask was not ready.",
+        "Rounds that requests skipped because their token bitmask was not ready.",
         "grammar",
         "late_rows",
     ),
