@@ -1,4 +1,4 @@
-"""Rounds as a drafter sees them: known tokens and features in changing slots and rows."""
+"""Rounds for tests of drafters: known tokens and features in changing slots and batch rows."""
 
 import itertools
 from pathlib import Path
@@ -22,49 +22,41 @@ MAX_DRAFTS = 24
 
 
 class Rounds:
-    """Loads the drafter of a folder and feeds it tokens [SLOTS, LENGTH] round by round.
+    """Runs a drafter in rounds whose commits, features and drafts are chosen by the test.
 
-    Tokens are random unless given; features are the target's. Caches are float32.
+    Caches are float32.
+
+    Parameters
+    ----------
+    device, stream
+        Device, and stream of all work.
+    target
+        Target model, which computes the features.
+    folder
+        Folder of the drafter.
+    drafts
+        Maximum number of drafts.
+    tokens
+        Tokens [SLOTS, LENGTH] that rounds commit, or one sequence for all slots. Random by default.
+    tree
+        Arguments of `TreePlan`; None for a chain.
     """
 
     def __init__(self, device, stream, target, folder: Path, drafts: int, tokens=None, tree=None):
-        def cache(layers, *shape):
-            names = ("num_key_value_heads", "head_dim", "dtype")
-            config = SimpleNamespace(**dict(zip(names, shape, strict=True)))
-            return model_util.make_cache(device, config, layers, dtype="float32")
-
-        context = SimpleNamespace(
-            device=device,
-            target=target,
-            max_drafts=drafts,
-            slots=SLOTS,
-            tree=tree and TreePlan(*tree),
-            max_rows=64,
-            make_cache=cache,
-            max_length=LENGTH,
-            tokenizer=None,
-        )
         self.device = device
         self.stream = stream
         self.lane = StreamLane(stream)
-        self.drafter = drafter = make_drafter(folder, context)
+        drafter = self._load_drafter(target, folder, drafts, tree)
+        self.drafter = drafter
         self.width = drafter.shape.nodes + 1
-        vocab = target.vocab_size
         self.branch = drafter.shape.branch
+        vocab = target.vocab_size
         rng = np.random.default_rng(0)
         self.tokens = rng.integers(0, vocab, (SLOTS, LENGTH))
         self.drafts = rng.integers(0, vocab, (SLOTS, MAX_DRAFTS))
         if tokens is not None:
             self.tokens[:] = tokens
-        target.set_feature_layers(drafter.feature_layers)
-        feature_size = len(drafter.feature_layers) * target.config.hidden_size
-        self.features = np.zeros((SLOTS, LENGTH, feature_size), np.float32)
-        for slot in range(SLOTS):
-            for kv in (target.kv, *drafter.caches):
-                model_util.allocate_pages(stream, kv, slot, LENGTH + MAX_DRAFTS)
-            logits_array = device.zeros((LENGTH, feature_size), "float32")
-            model_util.forward(stream, target, self.tokens[slot], slot, range(LENGTH), logits_array)
-            self.features[slot] = logits_array.to_host()
+        self.features = self._compute_features(target)
         self.state = SlotState(device, SLOTS, vocab)
         self.slots = np.zeros(SLOTS, SLOT)
         self.slots["active"] = 1
@@ -76,9 +68,43 @@ class Rounds:
             self.width,
             vocab,
             branch=self.branch,
-            features=feature_size,
+            features=self.features.shape[2],
             draft_vocab=drafter.vocab.size,
         )
+
+    def _load_drafter(self, target, folder, drafts, tree):
+        """Load the drafter with float32 caches of its own."""
+
+        def make_cache(layers, kv_heads, head_dim, dtype):
+            config = SimpleNamespace(num_key_value_heads=kv_heads, head_dim=head_dim, dtype=dtype)
+            return model_util.make_cache(self.device, config, layers, dtype="float32")
+
+        context = SimpleNamespace(
+            device=self.device,
+            target=target,
+            max_drafts=drafts,
+            slots=SLOTS,
+            tree=tree and TreePlan(*tree),
+            max_rows=64,
+            make_cache=make_cache,
+            max_length=LENGTH,
+            tokenizer=None,
+        )
+        return make_drafter(folder, context)
+
+    def _compute_features(self, target) -> np.ndarray:
+        """Return the target's features [SLOTS, LENGTH, size] of all tokens; allocate all pages."""
+        layers = self.drafter.feature_layers
+        target.set_feature_layers(layers)
+        size = len(layers) * target.config.hidden_size
+        features = np.zeros((SLOTS, LENGTH, size), np.float32)
+        for slot in range(SLOTS):
+            for kv in (target.kv, *self.drafter.caches):
+                model_util.allocate_pages(self.stream, kv, slot, LENGTH + MAX_DRAFTS)
+            output = self.device.zeros((LENGTH, size), "float32")
+            model_util.forward(self.stream, target, self.tokens[slot], slot, range(LENGTH), output)
+            features[slot] = output.to_host()
+        return features
 
     def _random_parents(self, rng: np.random.Generator) -> list[int]:
         """Return the parents of a slot's drafts: random nodes of the previous level."""
@@ -110,32 +136,36 @@ class Rounds:
         self.n[slot] = chunks[-1]
 
     def commit(self, batch: list[int], counts: list[int]) -> Feed:
-        """Return the feed of a round that commits `counts` tokens in these slots (-1: padding)."""
+        """Commit `counts` tokens in the slots of a batch and return the feed of the round.
+
+        A slot of -1 is a padding row. The features of padding rows and of rejected drafts are
+        random.
+        """
+        rng = np.random.default_rng(1)
+        features = rng.standard_normal((len(batch), self.width, self.features.shape[2]))
         rows = np.full((len(batch), row_words(self.width - 1)), -1, np.int32)
-        features = (
-            np.random.default_rng(1)
-            .standard_normal((len(batch), self.width, self.features.shape[2]))
-            .astype(np.float32)
-        )
         for b, (slot, count) in enumerate(zip(batch, counts, strict=True)):
-            at = np.arange(self.n[slot], self.n[slot] + count)
-            result = result_row(self.tokens[slot, at + 1], slot=slot, old_n=self.n[slot])
+            positions = np.arange(self.n[slot], self.n[slot] + count)
+            result = result_row(self.tokens[slot, positions + 1], slot=slot, old_n=self.n[slot])
             rows[b, : len(result)] = result
-            features[b, :count] = self.features[slot, at]
+            features[b, :count] = self.features[slot, positions]
             self.n[slot] += count
             self.slots["last"][slot] = self.tokens[slot, self.n[slot]]
         for slot in range(SLOTS):
             write_draft_tree(self.slots[slot], self.tree(slot))
         self.state.copy_from(self.slots)
+        return self._make_feed(batch, rows, features.astype(np.float32))
+
+    def _make_feed(self, batch: list[int], rows: np.ndarray, features: np.ndarray) -> Feed:
+        """Upload the results and the features of a round, and return its feed."""
+        num_rows = len(batch) * self.width
         self.scratch.row_slot[: len(batch)].copy_from(np.array(batch, np.int32))
-        self.scratch.features[: features[..., 0].size].copy_from(
-            features.reshape(-1, features.shape[2])
-        )
+        self.scratch.features[:num_rows].copy_from(features.reshape(num_rows, -1))
         sampler = SimpleNamespace(rows=self.device.from_host(rows), row_words=rows.shape[1])
         feed = Feed(
             self.device,
             len(batch),
-            len(batch) * self.width,
+            num_rows,
             self.width,
             self.branch,
             self.state,
@@ -148,18 +178,18 @@ class Rounds:
         return feed
 
     def levels(self, feed: Feed):
-        """Yield slot, path and logits of every node of every level."""
+        """Run the drafter; yield the slot, the path and the logits of every node of every level."""
         for level in range(len(self.drafter.shape.levels)):
-            logits_array = (
-                self.drafter.step(self.lane, feed, level)
-                if level
-                else self.drafter.start(self.lane, feed)
-            )
-            logits_array = model_util.download(self.stream, logits_array)
-            nodes = len(logits_array) // feed.batch
+            if level:
+                output = self.drafter.step(self.lane, feed, level)
+            else:
+                output = self.drafter.start(self.lane, feed)
+            level_logits = model_util.download(self.stream, output)
+            nodes = len(level_logits) // feed.batch
+            first_node = (level - 1) * nodes + 1 if level else 0
             row_slot = feed.row_slot.to_host()
-            for r, logits in enumerate(logits_array):
+            for r, logits in enumerate(level_logits):
                 slot = row_slot[r // nodes]
-                node = (level - 1) * nodes + r % nodes + 1 if level else 0
                 if slot >= 0:
-                    yield slot, self.tree(slot).path(node), logits
+                    path = self.tree(slot).path(first_node + r % nodes)
+                    yield slot, path, logits
