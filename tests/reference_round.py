@@ -1,25 +1,25 @@
 """Reference implementation of a round of guided speculative decoding, used by all tests of rounds.
 
-A slot's drafts are a tree. Node 0 is the last committed token, at position `n`; the others are
+A slot's drafts are a tree. Node 0 is the last committed token, at position `n`. The other nodes are
 drafts, with ``parent[j] < j``; a chain has ``parent[j] = j - 1``. A node of depth e is at position
-n + e; its mask row and its logits decide position n + e + 1. A round
+n + e. Its mask row and its logits decide the token at position n + e + 1. A round has three parts:
 
-1. verifies (`walk`): from node 0 on, each node's row decides a token. If a child has that token,
-   the walk continues there, otherwise it stops. A sampled draft is always tested: the walk may end
-   after an accepted token (row not ready, stop id, limit) without a bonus token, but never instead
-   of a test;
-2. commits (`commit`): the tokens, the new node 0, the end of the request;
-3. drafts (`draft`) if the prefix allows it (`may_grow`, the state of the row), whatever token would
-   be sampled.
+1. Verification (`walk`). Beginning with node 0, each node's row decides a token. If a child has
+   this token, verification continues at the child; otherwise it ends. It may end without a bonus
+   token after an accepted token: if the row is not ready, at a stop id, or at the limit. It never
+   ends instead of testing a sampled draft.
+2. Commit (`commit`). The tokens are added, and the last one becomes the new node 0. The request may
+   end.
+3. Drafting (`draft`). Whether a draft is generated depends on the tokens before it (`may_grow`) and
+   on the state of the mask row, never on the token that would be sampled.
 
 The reference uses float64, sorts distributions, samples by argmax(log p + Gumbel), and processes
-one request at a time, independently of how the kernels compute.
+one request after the other. It shares no algorithm with the kernels.
 """
 
 from __future__ import annotations
 
 import heapq
-import itertools
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -36,9 +36,23 @@ NOISE = 0
 DRAFT = 1
 COIN = 2
 RESIDUAL = 3
-NOT_READY, FREE, READY, DEAD_END, ERROR = range(5)  # states of a mask row
-RUNNING, STOP, LENGTH, DEAD, FAULT = range(5)  # reason for which a request ended
-REJECTION, COUPLED, PER_TOKEN, RELAXED = range(4)  # verification modes
+# States of a mask row.
+NOT_READY = 0
+FREE = 1
+READY = 2
+DEAD_END = 3
+ERROR = 4
+# Reasons for which a request ended.
+RUNNING = 0
+STOP = 1
+LENGTH = 2
+DEAD = 3
+FAULT = 4
+# Verification modes.
+REJECTION = 0
+COUPLED = 1
+PER_TOKEN = 2
+RELAXED = 3
 #: Distribution that a draft was sampled from: a table q, or a point mass.
 DENSE = 0
 POINT = 1
@@ -46,16 +60,24 @@ POINT = 1
 
 def philox4x32_10(counter: np.ndarray, key: np.ndarray) -> np.ndarray:
     """Return Philox4x32-10 of a counter uint32 [..., 4] and a key uint32 [..., 2]."""
-    c = [counter[..., i].astype(np.uint64) for i in range(4)]
-    k = [key[..., i].astype(np.uint64) for i in range(2)]
+    c0, c1, c2, c3 = np.moveaxis(counter.astype(np.uint64), -1, 0)
+    k0, k1 = np.moveaxis(key.astype(np.uint64), -1, 0)
     low = np.uint64(0xFFFFFFFF)
     half = np.uint64(32)
+    multiplier0 = np.uint64(0xD2511F53)
+    multiplier1 = np.uint64(0xCD9E8D57)
+    increment0 = np.uint64(0x9E3779B9)
+    increment1 = np.uint64(0xBB67AE85)
     for _ in range(10):
-        a = np.uint64(0xD2511F53) * c[0]
-        b = np.uint64(0xCD9E8D57) * c[2]
-        c = [(b >> half) ^ c[1] ^ k[0], b & low, (a >> half) ^ c[3] ^ k[1], a & low]
-        k = [(k[0] + np.uint64(0x9E3779B9)) & low, (k[1] + np.uint64(0xBB67AE85)) & low]
-    return np.stack(c, axis=-1).astype(np.uint32)
+        product0 = multiplier0 * c0
+        product1 = multiplier1 * c2
+        c0 = (product1 >> half) ^ c1 ^ k0
+        c1 = product1 & low
+        c2 = (product0 >> half) ^ c3 ^ k1
+        c3 = product0 & low
+        k0 = (k0 + increment0) & low
+        k1 = (k1 + increment1) & low
+    return np.stack([c0, c1, c2, c3], axis=-1).astype(np.uint32)
 
 
 def words(
@@ -63,27 +85,35 @@ def words(
 ) -> np.ndarray:
     """Return the random word of each id for a seed, position, purpose and round."""
     ids = np.asarray(ids)
-    parts = np.broadcast_arrays(position, purpose | sample << 8, ids // 4, round_start)
+    purpose_and_sample = purpose | sample << 8
+    parts = np.broadcast_arrays(position, purpose_and_sample, ids // 4, round_start)
     counter = np.stack(parts, axis=-1).astype(np.uint32)
-    key = np.array([seed & 0xFFFFFFFF, seed >> 32 & 0xFFFFFFFF], np.uint32)
-    drawn = philox4x32_10(counter, np.broadcast_to(key, (*ids.shape, 2)))
-    return np.take_along_axis(drawn, (ids % 4)[..., None], axis=-1)[..., 0]
+    low = seed & 0xFFFFFFFF
+    high = seed >> 32 & 0xFFFFFFFF
+    key = np.broadcast_to(np.array([low, high], np.uint32), (*ids.shape, 2))
+    drawn = philox4x32_10(counter, key)
+    index = (ids % 4)[..., None]
+    return np.take_along_axis(drawn, index, axis=-1)[..., 0]
 
 
 def uniform(word: np.ndarray) -> FloatArray:
     """Return a uniform number in [0, 1) with 24 bits."""
-    return (np.asarray(word, np.uint32) >> np.uint32(8)).astype(np.float64) * 2.0**-24
+    bits24 = np.asarray(word, np.uint32) >> np.uint32(8)
+    return bits24.astype(np.float64) * 2.0**-24
 
 
 def gumbel(word: np.ndarray) -> FloatArray:
     """Return the Gumbel variate of a random word."""
-    v = np.minimum((np.asarray(word, np.float64) + 0.5) * 2.0**-32, 1.0 - 2.0**-24)
-    return -np.log(-np.log1p(-v))
+    v = (np.asarray(word, np.float64) + 0.5) * 2.0**-32
+    v = np.minimum(v, 1.0 - 2.0**-24)
+    exponential = -np.log1p(-v)
+    return -np.log(exponential)
 
 
 def coin(seed: int, position: int, sample: int, round_start: int) -> float:
     """Return the uniform number of the acceptance test of a position."""
-    return float(uniform(words(seed, position, COIN, np.array([0]), sample, round_start))[0])
+    word = words(seed, position, COIN, np.array([0]), sample, round_start)
+    return float(uniform(word)[0])
 
 
 def draw(
@@ -99,10 +129,12 @@ def draw(
     weights = np.asarray(weights, np.float64)
     if not (weights > 0).any():
         return -1
-    ids = np.arange(weights.size) if ids is None else ids
+    if ids is None:
+        ids = np.arange(weights.size)
     noise = gumbel(words(seed, position, purpose, ids, sample, round_start))
     with np.errstate(divide="ignore"):
-        scores = np.where(weights > 0, np.log(np.maximum(weights, 0)) + noise, -np.inf)
+        log_weights = np.log(np.maximum(weights, 0))
+    scores = np.where(weights > 0, log_weights + noise, -np.inf)
     return int(np.argmax(scores))
 
 
@@ -128,32 +160,38 @@ def ranking(logits: np.ndarray) -> np.ndarray:
 
 def distribution(logits: np.ndarray, legal: np.ndarray, f: Filter) -> FloatArray:
     """Return the filtered distribution; ties go to the smaller id."""
+    # The kernels' parameters are float32.
+    temperature = np.float64(np.float32(f.temperature))
+    top_p = np.float64(np.float32(f.top_p))
+    min_p = np.float64(np.float32(f.min_p))
     legal = legal & (logits > -np.inf)
-    x = np.where(legal, logits.astype(np.float64), -np.inf) / np.float64(np.float32(f.temperature))
+    x = np.where(legal, logits.astype(np.float64), -np.inf) / temperature
     p = np.exp(x - x.max())
     order = ranking(np.where(legal, logits, -np.inf))
     if f.top_k > 0:
         p[order[f.top_k :]] = 0.0
-    if np.float32(f.top_p) < 1.0:
-        reached = np.cumsum(p[order]) >= np.float64(np.float32(f.top_p)) * p.sum() * (1 - 1e-12)
-        p[order[int(np.argmax(reached)) + 1 :]] = 0.0
+    if top_p < 1.0:
+        reached = np.cumsum(p[order]) >= top_p * p.sum() * (1 - 1e-12)
+        last = int(np.argmax(reached))
+        p[order[last + 1 :]] = 0.0
     if f.min_p > 0.0:
-        p[p < np.float64(np.float32(f.min_p)) * p.max()] = 0.0
+        p[p < min_p * p.max()] = 0.0
     return p / p.sum()
 
 
 def pack_bits(legal: np.ndarray) -> np.ndarray:
     """Return mask words (int32 [..., ceil(V/32)]): id i is bit i % 32 of word i // 32."""
     size = legal.shape[-1]
-    padded = np.zeros((*legal.shape[:-1], -(-size // 32) * 32), np.uint8)
+    num_words = -(-size // 32)
+    padded = np.zeros((*legal.shape[:-1], 32 * num_words), np.uint8)
     padded[..., :size] = legal
     return np.packbits(padded, axis=-1, bitorder="little").view(np.int32)
 
 
 def bits(row: np.ndarray) -> np.ndarray:
     """Return the ids whose bit is set in a mask row."""
-    words = np.ascontiguousarray(row)
-    return np.flatnonzero(np.unpackbits(words.view(np.uint8), bitorder="little"))
+    octets = np.ascontiguousarray(row).view(np.uint8)
+    return np.flatnonzero(np.unpackbits(octets, bitorder="little"))
 
 
 @dataclass(frozen=True)
@@ -164,21 +202,31 @@ class Tree:
     parent: tuple[int, ...]
 
     def grow(self, node: int, token: int) -> Tree:
-        """The tree with one more node, the last, under ``node``."""
+        """Return the tree with an additional last node that is a child of `node`."""
         return Tree((*self.token, token), (*self.parent, node))
 
     def child(self, node: int, token: int) -> int | None:
         """Return the child of `node` with this token; None if there is none."""
-        found = [j for j, p in enumerate(self.parent) if p == node and self.token[j] == token]
-        return found[0] if found else None
+        for j, parent in enumerate(self.parent):
+            if parent == node and self.token[j] == token:
+                return j
+        return None
+
+    def children(self, node: int) -> list[int]:
+        """Return the children of a node."""
+        return [j for j, parent in enumerate(self.parent) if parent == node]
 
     def path(self, node: int) -> tuple[int, ...]:
         """Return the tokens on the path to a node, without node 0."""
-        return (*self.path(self.parent[node]), self.token[node]) if node else ()
+        if node == 0:
+            return ()
+        return (*self.path(self.parent[node]), self.token[node])
 
     def route(self, node: int) -> int:
         """Return the drafts on the path to a node as bits: bit j - 1 is draft j."""
-        return self.route(self.parent[node]) | 1 << node - 1 if node else 0
+        if node == 0:
+            return 0
+        return self.route(self.parent[node]) | 1 << (node - 1)
 
     def first(self, drafts: int) -> Tree:
         """Return node 0 and the first drafts."""
@@ -254,24 +302,25 @@ class MaskRow:
         A row with another epoch or position is not ready. Free rows of a request without a grammar
         are free at every position.
         """
-        anywhere = self.state == FREE and self.detail != 0
-        mine = self.epoch == slot.epoch and (anywhere or self.position == position)
-        return self.state if mine else NOT_READY
+        if self.epoch != slot.epoch:
+            return NOT_READY
+        has_no_grammar = self.state == FREE and self.detail != 0
+        if has_no_grammar or self.position == position:
+            return self.state
+        return NOT_READY
 
     def forced(self, slot: Slot, position: int) -> int:
         """Return the token that the grammar forces; -1 if there is none."""
-        return self.detail - 1 if self.counts_as(slot, position) == READY else -1
+        if self.counts_as(slot, position) != READY:
+            return -1
+        return self.detail - 1
 
     def allows(self, size: int, token_limit: int) -> BoolArray:
         """Return the legality of each id for a free or ready row."""
-        ids = np.arange(size)
-        return (ids < token_limit) & (True if self.state == FREE else self.legal[:size])
-
-
-def row_at(exchange: Any, slot: int, j: int) -> MaskRow:
-    """Return mask row j of a slot in exchange memory, without its mask."""
-    state, epoch, position, detail = exchange.stamps[slot, j].tolist()
-    return MaskRow(state, epoch, position, detail=detail)
+        allowed = np.arange(size) < token_limit
+        if self.state != FREE:
+            allowed &= self.legal[:size]
+        return allowed
 
 
 @dataclass(frozen=True)
@@ -290,13 +339,23 @@ def walk(
     decide: Callable[[int, int, Any], tuple[int, int | None]],
     tree: Tree | None = None,
 ) -> Outcome:
-    """Walk the slot's tree.
+    """Follow the slot's tree from node 0 on while nodes are accepted.
 
-    `row(node, position)` returns the state of the node's row and what it allows.
-    `decide(node, position, allowed)` returns the token after the position, and the child with that
-    token if it is accepted.
+    Parameters
+    ----------
+    slot
+        The slot. It does not change.
+    row
+        ``row(node, position)`` returns the state of the node's mask row, and an object that is
+        passed to `decide`.
+    decide
+        ``decide(node, position, allowed)`` returns the token at `position`, and the child with this
+        token if the child is accepted.
+    tree
+        The drafts to verify; by default all drafts of the slot.
     """
-    tree = slot.tree if tree is None else tree
+    if tree is None:
+        tree = slot.tree
     tokens: list[int] = []
     node = 0
     accepted = 0
@@ -308,8 +367,11 @@ def walk(
             break
         state, allowed = row(node, position - 1)
         if state not in (FREE, READY):
-            if not tokens:  # else the next round begins with this row
-                reason = {DEAD_END: DEAD, ERROR: FAULT}.get(state, RUNNING)
+            # After an accepted token, the next round begins with this row.
+            if not tokens and state == DEAD_END:
+                reason = DEAD
+            if not tokens and state == ERROR:
+                reason = FAULT
             break
         token, child = decide(node, position, allowed)
         if token < 0:
@@ -323,7 +385,8 @@ def walk(
         if child is None or reason != RUNNING:
             break
         node = child
-    return Outcome(tuple(tokens), accepted, reason, len(tree.token) - 1 if slot.active else 0)
+    tested = len(tree.token) - 1 if slot.active else 0
+    return Outcome(tuple(tokens), accepted, reason, tested)
 
 
 def commit(slot: Slot, outcome: Outcome) -> None:
@@ -341,42 +404,61 @@ def adjusted(slot: Slot, node: int, logits: np.ndarray, legal: BoolArray) -> np.
 
     The output consists of the tokens at joining and the path to the node.
     """
-    a = slot.adjust
-    size = logits.size
-    path = slot.tree.path(node)
-    if a is None:
+    adjustment = slot.adjust
+    if adjustment is None:
         return logits
-    p = a.params
-    bias = np.full(size, 0 if p.allowed_ids is None else -np.inf, np.float32)
-    bias[list(p.allowed_ids or [])] = 0
-    for token, value in (p.logit_bias or {}).items():
-        bias[token] += np.float32(value)
-    bias[list(p.banned_ids or [])] = -np.inf
+    params = adjustment.params
+    output = [*adjustment.output, *slot.tree.path(node)]
+    ids = np.arange(logits.size)
+    bias = _logit_bias(params, logits.size)
     x = np.where(bias == -np.inf, bias, logits + bias)
-    counts = np.bincount([*a.output, *path], minlength=size).astype(np.float32)
-    seen = (counts > 0) | np.isin(np.arange(size), a.prompt)
-    repetition = np.float32(p.repetition_penalty)
-    x = np.where(seen, np.where(x > 0, x / repetition, x * repetition), x)
-    x = x - np.float32(p.frequency_penalty) * counts
-    x = np.where(counts > 0, x - np.float32(p.presence_penalty), x)
-    stops = np.isin(np.arange(size), slot.stop_ids)
-    num_output = len(a.output) + len(path)
-    early = num_output < p.min_tokens
-    if early and (legal & ~stops & (x > -np.inf)).any():
+    counts = np.bincount(output, minlength=logits.size).astype(np.float32)
+    seen = (counts > 0) | np.isin(ids, adjustment.prompt)
+    repetition = np.float32(params.repetition_penalty)
+    repeated = np.where(x > 0, x / repetition, x * repetition)
+    x = np.where(seen, repeated, x)
+    x = x - np.float32(params.frequency_penalty) * counts
+    x = np.where(counts > 0, x - np.float32(params.presence_penalty), x)
+    stops = np.isin(ids, slot.stop_ids)
+    has_other = (legal & ~stops & (x > -np.inf)).any()
+    if len(output) < params.min_tokens and has_other:
         x[stops] = -np.inf
     return x
 
 
-def verify(slot: Slot, logits: np.ndarray, masks: Sequence[MaskRow], token_limit: int) -> Outcome:
-    """One round of one slot: logits [width, V] and mask rows by node; the slot moves on.
+def _logit_bias(params: SamplingParams, size: int) -> np.ndarray:
+    """Return the bias of each id; -inf for ids that are not allowed."""
+    bias = np.zeros(size, np.float32)
+    if params.allowed_ids is not None:
+        bias[:] = -np.inf
+        bias[list(params.allowed_ids)] = 0
+    for token, value in (params.logit_bias or {}).items():
+        bias[token] += np.float32(value)
+    bias[list(params.banned_ids or [])] = -np.inf
+    return bias
 
-    Every node samples a token with the random numbers of its position, and the walk follows the
-    child with this token, which is exact on any tree. A chain with at least one draft that was
-    sampled from a table is tested instead, unless the request is greedy or coupled. For point
-    masses, a test would not accept more.
+
+def verify(slot: Slot, logits: np.ndarray, masks: Sequence[MaskRow], token_limit: int) -> Outcome:
+    """Verify the drafts of a slot and commit the tokens.
+
+    Every node samples a token with the random numbers of its position, and `walk` follows the child
+    with this token. This is exact on any tree. A chain with at least one draft that was sampled
+    from a table is tested instead, unless the request is greedy or coupled. A test of point masses
+    would not accept more.
+
+    Parameters
+    ----------
+    slot
+        The slot. Its tokens and state are updated.
+    logits
+        [rows, V], target logits of each node; later nodes are cut.
+    masks
+        Mask row of each node.
+    token_limit
+        Ids at or above it are illegal.
     """
     tree = slot.tree.first(len(logits) - 1)
-    most = len(tree.token) - 1
+    last_node = len(tree.token) - 1
 
     def row(node: int, position: int) -> tuple[int, Any]:
         state = masks[node].counts_as(slot, position)
@@ -387,25 +469,31 @@ def verify(slot: Slot, logits: np.ndarray, masks: Sequence[MaskRow], token_limit
         return broken(x, legal) or state, (x, legal)
 
     chosen: dict[int, int] = {}  # results of tests, by node
-    drawn = DENSE in slot.kinds[:most] and tree.parent == tuple(range(-1, most))
-    testing = drawn and not slot.filter.greedy and slot.verify in (REJECTION, PER_TOKEN)
+    is_chain = tree.parent == tuple(range(-1, last_node))
+    has_dense = DENSE in slot.kinds[:last_node]
+    can_test = not slot.filter.greedy and slot.verify in (REJECTION, PER_TOKEN)
+    testing = is_chain and has_dense and can_test
     if testing:
-        rows = [row(j, slot.n + j) for j in range(most)]
-        usable = itertools.takewhile(lambda row: row[0] in (FREE, READY), rows)
-        laws = [distribution(*row[1], slot.filter) for row in usable]
-        chosen = dict(enumerate(_tested(slot, laws)))
+        p = []
+        for j in range(last_node):
+            state, allowed = row(j, slot.n + j)
+            if state not in (FREE, READY):
+                break
+            p.append(distribution(*allowed, slot.filter))
+        chosen = dict(enumerate(_tested(slot, p)))
 
     def decide(node: int, position: int, row: tuple[Any, BoolArray]) -> tuple[int, int | None]:
         x, legal = row
         if slot.filter.greedy:
             token = int(np.argmax(np.where(legal, x, -np.inf)))
-        elif not testing or node == most:
+        elif not testing or node == last_node:
             p = distribution(x, legal, slot.filter)
             token = draw(p, slot.seed, position, NOISE, sample=slot.sample)
         else:
             token = chosen.get(node, -1)
         if slot.verify == RELAXED and slot.relaxed.until not in tree.path(node):
-            p = distribution(x, legal, Filter() if slot.filter.greedy else slot.filter)
+            f = Filter() if slot.filter.greedy else slot.filter
+            p = distribution(x, legal, f)
             token = _relaxed(slot.relaxed, tree, node, p, token)
         return token, tree.child(node, token)
 
@@ -418,17 +506,24 @@ def verify(slot: Slot, logits: np.ndarray, masks: Sequence[MaskRow], token_limit
 
 def _relaxed(how: Any, tree: Tree, node: int, p: FloatArray, token: int) -> int:
     """Return the most likely acceptable child, unless a child has the token; else the token."""
-    children = [tree.token[j] for j, parent in enumerate(tree.parent) if parent == node]
-    good = [d for d in ranking(p)[: how.top_k] if p[d] > 0 and p[d] >= p.max() - how.delta]
-    return next((int(d) for d in good if d in children and token not in children), token)
+    drafts = [tree.token[j] for j in tree.children(node)]
+    if token in drafts:
+        return token
+    lowest = p.max() - how.delta
+    for d in ranking(p)[: how.top_k]:
+        if p[d] > 0 and p[d] >= lowest and d in drafts:
+            return int(d)
+    return token
 
 
 def broken(logits: np.ndarray, legal: BoolArray) -> int:
-    """Return DEAD_END without a legal token, ERROR with a NaN or +inf legal logit, else 0."""
+    """Return ERROR if a legal logit is NaN or +inf, DEAD_END if no token is legal, else 0."""
     seen = logits[legal]
     if np.isnan(seen).any() or (seen == np.inf).any():
         return ERROR
-    return 0 if (seen > -np.inf).any() else DEAD_END
+    if (seen > -np.inf).any():
+        return 0
+    return DEAD_END
 
 
 def block_chances(
@@ -436,54 +531,84 @@ def block_chances(
 ) -> tuple[list[float], list[float]]:
     """Return weights P and acceptance probabilities h for 0, 1, .. drafts; draft i came from q[i].
 
-    Block verification (Sun et al., ICLR 2025, arXiv 2403.10444): the last i whose coin is below
-    h[i] is the number of accepted drafts, whether or not earlier ones failed. The next token is
+    In block verification (Sun et al., ICLR 2025, arXiv 2403.10444), the last i whose coin is below
+    h[i] is the number of accepted drafts, whether or not earlier tests failed. The next token is
     sampled from max(P[i] p[i] - q[i], 0).
     """
-    weight = [1.0]
-    chance = []
-    for i, d in enumerate(drafts):
-        left = np.maximum(weight[i] * p[i] - q[i], 0.0).sum()
-        chance.append(1.0 if weight[i] >= 1 else left / (left + 1 - weight[i]))
-        known = 0 <= d < p[i].size and q[i][d] > 0
-        weight.append(min(1.0, weight[i] * p[i][d] / q[i][d]) if known else 0.0)
-    return weight, [*chance, weight[-1]]
+    weights = [1.0]
+    chances = []
+    for d, target, table in zip(drafts, p, q, strict=False):
+        weight = weights[-1]
+        residual = np.maximum(weight * target - table, 0.0).sum()
+        if weight >= 1:
+            chances.append(1.0)
+        else:
+            chances.append(residual / (residual + 1 - weight))
+        if 0 <= d < target.size and table[d] > 0:
+            weights.append(min(1.0, weight * target[d] / table[d]))
+        else:
+            weights.append(0.0)
+    chances.append(weights[-1])
+    return weights, chances
 
 
 def _tested(slot: Slot, p: list[FloatArray]) -> list[int]:
     """Return the tokens of a tested chain: accepted drafts, and the replacement of the next one.
 
     A point mass has a table with a single entry. `PER_TOKEN` accepts a draft if u q(d) < p(d) and
-    ends at the first failure (Leviathan et al., 2023). If the residual is empty, p is used.
+    ends at the first failure (Leviathan et al., 2023). If the residual is empty, the replacement is
+    sampled from p.
     """
     drafts = slot.drafts[: len(p)]
-    q = [
-        np.asarray(np.arange(law.size) == d, float) if kind == POINT else table
-        for law, d, kind, table in zip(p, drafts, slot.kinds, slot.q, strict=False)
-    ]
-    u = [coin(slot.seed, slot.n + i, slot.sample, slot.n) for i in range(1, len(p) + 1)]
-    weight, chance = block_chances(drafts, p, q)
+    q = []
+    for j, d in enumerate(drafts):
+        if slot.kinds[j] == POINT:
+            q.append(np.asarray(np.arange(p[j].size) == d, float))
+        else:
+            q.append(slot.q[j])
+    coins = [coin(slot.seed, slot.n + i, slot.sample, slot.n) for i in range(1, len(p) + 1)]
     if slot.verify == PER_TOKEN:
-        alone = [block_chances([d], [a], [b])[0][1] for d, a, b in zip(drafts, p, q, strict=True)]
-        accepted = [*(x < c for x, c in zip(u, alone, strict=True)), False].index(False)
-        weight = [1.0] * (len(p) + 1)
+        accepted = _num_passed_per_token(drafts, p, q, coins)
+        weight = 1.0
     else:
-        accepted = max([0, *(i for i, x in enumerate(u, 1) if x < chance[i])])
+        weights, chances = block_chances(drafts, p, q)
+        accepted = 0
+        for i, u in enumerate(coins, 1):
+            if u < chances[i]:
+                accepted = i
+        weight = weights[accepted]
     if accepted == len(p):
         return list(drafts)
-    left = weight[accepted] * p[accepted] - q[accepted]
+    residual = np.maximum(weight * p[accepted] - q[accepted], 0.0)
     position = slot.n + accepted + 1
-    for weights in (np.maximum(left, 0.0), p[accepted]):
-        token = draw(weights, slot.seed, position, RESIDUAL, None, slot.sample, slot.n)
+    for distribution_ in (residual, p[accepted]):
+        token = draw(distribution_, slot.seed, position, RESIDUAL, None, slot.sample, slot.n)
         if token >= 0:
             break
     return [*drafts[:accepted], token]
 
 
+def _num_passed_per_token(
+    drafts: Sequence[int],
+    p: Sequence[FloatArray],
+    q: Sequence[FloatArray],
+    coins: Sequence[float],
+) -> int:
+    """Return the number of drafts before the first one that fails its own test."""
+    failed = False
+    passed = 0
+    for d, target, table, u in zip(drafts, p, q, coins, strict=True):
+        weights, _ = block_chances([d], [target], [table])
+        failed = not u < weights[1] or failed
+        passed += not failed
+    return passed
+
+
 def may_grow(slot: Slot, node: int) -> bool:
     """Return whether a node may have children. This depends on the prefix only."""
-    ended = node > 0 and slot.tree.token[node] in slot.stop_ids
-    return slot.active and slot.n + len(slot.tree.path(node)) + 1 < slot.limit and not ended
+    is_stop = node > 0 and slot.tree.token[node] in slot.stop_ids
+    position = slot.n + len(slot.tree.path(node)) + 1
+    return slot.active and position < slot.limit and not is_stop
 
 
 def is_drafting(slot: Slot, j: int) -> bool:
@@ -494,8 +619,10 @@ def is_drafting(slot: Slot, j: int) -> bool:
 def keep(
     slot: Slot, token: int, kind: int = POINT, q: Any = None, parent: int | None = None
 ) -> None:
-    """Append a draft below a node, or to a chain."""
-    slot.tree = slot.tree.grow(len(slot.drafts) if parent is None else parent, token)
+    """Append a draft as a child of `parent`, by default of the last node."""
+    if parent is None:
+        parent = len(slot.drafts)
+    slot.tree = slot.tree.grow(parent, token)
     slot.kinds = (*slot.kinds, kind)
     slot.q = (*slot.q, q)
 
@@ -512,11 +639,32 @@ def draft(
     probed: bool = False,
     answer: int = -1,
 ) -> None:
-    """Generate draft j of a slot, if drafting continues (mask None: unmasked).
+    """Generate draft j of a slot, if drafting continues.
 
-    The answer to a probe is the draft, else the token that the row forces. Otherwise it is sampled:
-    with the target's random numbers for coupled and probed requests, from a stored table q for
-    others.
+    If the grammar has answered a probe, the draft is the answer. Otherwise, if the mask row forces
+    a token, the draft is this token. Otherwise the draft is sampled: with the target's random
+    numbers for coupled and probed requests, from a stored table q for others.
+
+    Parameters
+    ----------
+    slot
+        The slot, to which the draft is appended.
+    j
+        Number of the draft, from 1.
+    logits
+        Logits of the drafter.
+    mask
+        Mask row j - 1; None if drafts are unmasked.
+    token_limit
+        Ids at or above it are illegal.
+    d2t
+        Target id of each column of the logits; None if columns are ids.
+    vocab_size
+        Number of target ids.
+    probed
+        Whether the grammar tests candidates.
+    answer
+        Legal candidate; -1 if there is none.
     """
     position = slot.n + j
     if not is_drafting(slot, j):
@@ -525,30 +673,33 @@ def draft(
     if token < 0 and mask is not None:
         token = mask.forced(slot, position - 1)
     if token >= 0:
-        return keep(slot, token)
+        keep(slot, token)
+        return
     if mask is None:
         mask = MaskRow(FREE, slot.epoch, position - 1)
-    state = mask.counts_as(slot, position - 1)
-    if state not in (FREE, READY):
-        return None
+    if mask.counts_as(slot, position - 1) not in (FREE, READY):
+        return
     ids = np.arange(logits.size) if d2t is None else d2t
     inside = (ids >= 0) & (ids < vocab_size)
-    legal = inside & mask.allows(vocab_size, token_limit)[np.where(inside, ids, 0)]
+    allowed = mask.allows(vocab_size, token_limit)
+    legal = inside & allowed[np.where(inside, ids, 0)]
     if broken(logits, legal):
-        return None
-    free = mask.state == FREE and mask.detail
-    coupled = slot.verify in (COUPLED, RELAXED) or (probed and not free)
+        return
     if slot.filter.greedy:
-        return keep(slot, int(ids[np.argmax(np.where(legal, logits, -np.inf))]))
+        column = np.argmax(np.where(legal, logits, -np.inf))
+        keep(slot, int(ids[column]))
+        return
+    has_no_grammar = mask.state == FREE and mask.detail
+    coupled = slot.verify in (COUPLED, RELAXED) or (probed and not has_no_grammar)
     p = distribution(logits, legal, slot.filter)
     q = np.zeros(vocab_size)
-    purpose = NOISE if coupled else DRAFT
-    round_start = 0 if coupled else slot.n
-    column = draw(
-        p, slot.seed, position, purpose, ids=ids, sample=slot.sample, round_start=round_start
-    )
     q[ids[legal]] = p[legal]
-    return keep(slot, int(ids[column]), POINT if coupled else DENSE, q)
+    if coupled:
+        column = draw(p, slot.seed, position, NOISE, ids, slot.sample)
+        keep(slot, int(ids[column]), POINT, q)
+    else:
+        column = draw(p, slot.seed, position, DRAFT, ids, slot.sample, slot.n)
+        keep(slot, int(ids[column]), DENSE, q)
 
 
 def candidates(slot: Slot, j: int, logits: np.ndarray, ids: np.ndarray, token_limit: int) -> list:
@@ -561,13 +712,19 @@ def candidates(slot: Slot, j: int, logits: np.ndarray, ids: np.ndarray, token_li
     if broken(logits, legal):
         return []
     legal &= logits > -np.inf
-    order = [c for c in ranking(logits) if legal[c]]
+    columns = [c for c in ranking(logits) if legal[c]]
     if not slot.filter.greedy:
-        kept = distribution(logits, legal, slot.filter)
-        scaled = logits.astype(np.float64) / np.float64(np.float32(slot.filter.temperature))
-        noise = gumbel(words(slot.seed, slot.n + j, NOISE, np.maximum(ids, 0), slot.sample))
-        order.sort(key=lambda c: (kept[c] <= 0, -scaled[c] - noise[c], c))
-    return [int(ids[c]) for c in order]
+        kept = distribution(logits, legal, slot.filter) > 0
+        temperature = np.float64(np.float32(slot.filter.temperature))
+        scaled = logits.astype(np.float64) / temperature
+        scores = scaled + _race_noise(slot, slot.n + j, ids)
+        columns.sort(key=lambda c: (not kept[c], -scores[c], c))
+    return [int(ids[c]) for c in columns]
+
+
+def _race_noise(slot: Slot, position: int, ids: np.ndarray) -> FloatArray:
+    """Return the Gumbel variates with which the target samples the token at a position."""
+    return gumbel(words(slot.seed, position, NOISE, np.maximum(ids, 0), slot.sample))
 
 
 def shares(slot: Slot, j: int, logits: np.ndarray, ids: np.ndarray, limit: int) -> dict[int, float]:
@@ -575,32 +732,13 @@ def shares(slot: Slot, j: int, logits: np.ndarray, ids: np.ndarray, limit: int) 
     legal = (ids >= 0) & (ids < limit) & (logits > -np.inf)
     if broken(logits, legal):
         return {}
-    plain = Filter(1.0) if slot.filter.greedy else slot.filter
-    part = distribution(logits, legal, plain)
-    if not slot.filter.greedy:
-        noise = words(slot.seed, slot.n + j, NOISE, np.maximum(ids, 0), slot.sample)
-        part = part * np.exp(gumbel(noise))
-    return dict(zip(ids.tolist(), (part / part.sum()).tolist(), strict=True))
-
-
-def record(exchange: Any, slot: int, replay: int, tokens: Sequence[int]) -> None:
-    """Write the record of committed tokens; if there are any, there are no drafts."""
-    exchange.committed[slot, : 2 + len(tokens)] = (replay, len(tokens), *tokens)
-    if len(tokens):
-        record_drafts(exchange, slot, replay, ())
-
-
-def record_drafts(
-    exchange: Any,
-    slot: int,
-    replay: int,
-    drafts: Sequence[int],
-    parents: Sequence[int] | None = None,
-) -> None:
-    """Write the record of drafts; without parents they are a chain."""
-    exchange.drafted[slot, : 2 + len(drafts)] = (replay, len(drafts), *drafts)
-    hang = range(len(drafts)) if parents is None else parents
-    exchange.drafted[slot, 2 + exchange.layout["drafts"] :][: len(drafts)] = hang
+    if slot.filter.greedy:
+        weights = distribution(logits, legal, Filter(1.0))
+    else:
+        weights = distribution(logits, legal, slot.filter)
+        weights = weights * np.exp(_race_noise(slot, slot.n + j, ids))
+    weights = weights / weights.sum()
+    return dict(zip(ids.tolist(), weights.tolist(), strict=True))
 
 
 def children(
@@ -610,35 +748,38 @@ def children(
     ids: np.ndarray,
     token_limit: int,
     legal: Callable[[int], bool] | None,
-    most: int,
+    max_candidates: int,
     branch: int,
 ) -> list[tuple[float, int]]:
     """Return (log probability, id) of the children of a node, best first.
 
-    These are the first `branch` ids among the best `most` that the grammar accepts. Probabilities
-    exclude rejected candidates. Sampled requests use the race with the position's random numbers.
+    These are the first `branch` ids among the best `max_candidates` that the grammar accepts.
+    Probabilities exclude rejected candidates. Sampled requests use the exponential race with the
+    random numbers of the position.
     """
     known = (ids >= 0) & (ids < token_limit)
     if broken(logits, known):
         return []
     x = np.where(known & (logits > -np.inf), logits.astype(np.float64), -np.inf)
     if not slot.filter.greedy:
-        noise = gumbel(words(slot.seed, position, NOISE, np.maximum(ids, 0), slot.sample))
-        x = x / np.float64(np.float32(slot.filter.temperature)) + noise
-    value = x - x.max() - np.log(np.exp(x - x.max()).sum())
+        temperature = np.float64(np.float32(slot.filter.temperature))
+        x = x / temperature + _race_noise(slot, position, ids)
+    relative = x - x.max()
+    log_prob = relative - np.log(np.exp(relative).sum())
+    smallest = np.log(1e-30)  # kernels treat smaller values as 0
     found = []
-    refused = 0.0
-    for c in ranking(value)[:most]:
-        if (
-            x[c] - x.max() <= np.log(1e-30) or len(found) == branch
-        ):  # kernels treat smaller values as 0
+    rejected = 0.0
+    for c in ranking(log_prob)[:max_candidates]:
+        if relative[c] <= smallest or len(found) == branch:
             break
-        if legal is None or legal(int(ids[c])):
-            found.append((float(np.exp(value[c])), int(ids[c])))
+        token = int(ids[c])
+        prob = float(np.exp(log_prob[c]))
+        if legal is None or legal(token):
+            found.append((prob, token))
         else:
-            refused += np.exp(value[c])
-    left = max(1 - refused, sum(p for p, _ in found))
-    return [(float(np.log(p / left)), token) for p, token in found]
+            rejected += prob
+    left = max(1 - rejected, sum(prob for prob, _ in found))
+    return [(float(np.log(prob / left)), token) for prob, token in found]
 
 
 def grow(
@@ -646,63 +787,107 @@ def grow(
     branch: int,
     levels: int,
     drafts: int,
-    room: int,
+    capacity: int,
     children_of: Callable[[tuple[int, ...]], list[tuple[float, int]]],
 ) -> tuple[Tree, list[int], float]:
-    """The tree of drafts that grows from `children_of` the paths, how many were fed by level, and
-    the smallest difference of two scores: one below rounding may be seen otherwise elsewhere.
+    """Grow a draft tree level by level.
 
-    The best `branch` of a level are fed, the best `drafts` of all that were seen are kept, in this
-    order; of equals the one that was seen earlier. Whatever is kept, its parent is.
+    The best `branch` nodes of a level are fed to the drafter. The best `drafts` nodes of all levels
+    are kept, best first. Of nodes with equal scores, the earlier one is preferred. The parent of a
+    kept node is kept, too.
+
+    Parameters
+    ----------
+    slot
+        The slot.
+    branch, levels, drafts
+        Maximum number of fed nodes per level, levels and kept nodes.
+    capacity
+        Exclusive upper bound of the positions of drafts.
+    children_of
+        Function from the path of a node to (log probability, id) of its children.
+
+    Returns
+    -------
+    tuple
+        The tree; the number of fed nodes of each level; and the smallest difference of two scores.
+        If the difference is below the rounding error, a kernel may order the nodes differently.
     """
     seen: list[tuple[float, tuple[int, ...]]] = []
-    fed = [(0.0, ())]
-    feeds = []
+    fed: list[tuple[float, tuple[int, ...]]] = [(0.0, ())]
+    num_fed = []
     for level in range(1, levels + 1):
-        first = len(seen)
+        new: list[tuple[float, tuple[int, ...]]] = []
         for score, path in fed:
-            seen += [(score + value, (*path, token)) for value, token in children_of(path)]
-        open_ = slot.n + level + 1 < slot.limit and level < levels
-        fed = sorted(
-            (s for s in seen[first:] if open_ and s[1][-1] not in slot.stop_ids),
-            key=lambda s: -s[0],
-        )[:branch]
-        feeds.append(len(fed))
-    kept = sorted(range(len(seen)), key=lambda i: -seen[i][0])[:drafts]
-    paths = [seen[i][1] for i in kept][: max(room - slot.n - 1, 0)]
+            for value, token in children_of(path):
+                new.append((score + value, (*path, token)))
+        seen += new
+        fed = []
+        if level < levels and slot.n + level + 1 < slot.limit:
+            parents = [node for node in new if node[1][-1] not in slot.stop_ids]
+            fed = _best_first(parents)[:branch]
+        num_fed.append(len(fed))
+    paths = [path for _, path in _best_first(seen)[:drafts]]
+    max_drafts = max(capacity - slot.n - 1, 0)
     gaps = np.diff(np.unique([score for score, _ in seen]))
-    return tree_of(slot.last, paths), feeds, gaps.min(initial=1)
+    return tree_of(slot.last, paths[:max_drafts]), num_fed, gaps.min(initial=1)
+
+
+def _best_first(
+    nodes: Sequence[tuple[float, tuple[int, ...]]],
+) -> list[tuple[float, tuple[int, ...]]]:
+    """Return (score, path) of nodes in descending order of score; equal ones keep their order."""
+    return sorted(nodes, key=lambda node: -node[0])
 
 
 def grow_given(
     slot: Slot,
     ranks: Collection[tuple[int, ...]],
-    room: int,
+    capacity: int,
     children_of: Callable[[tuple[int, ...], tuple[int, ...]], list[tuple[float, int]]],
 ) -> tuple[Tree, list[int], float]:
-    """Grow a tree of fixed shape; parameters and results as in `grow`."""
-    found: dict[tuple[int, ...], tuple[int, ...]] = {(): ()}
-    feeds = [0] * max(map(len, ranks))
+    """Grow a tree of fixed shape.
+
+    `ranks` has the ranks of the nodes on the path of each draft. `children_of` gets the tokens and
+    the ranks of a path. Other parameters and results are those of `grow`.
+    """
+    found: dict[tuple[int, ...], tuple[int, ...]] = {(): ()}  # tokens of a path by its ranks
+    num_fed = [0] * max(map(len, ranks))
     gap = 1.0
-    for above in sorted({r[:-1] for r in ranks}, key=lambda r: (len(r), r)):
-        path = found.get(above)
-        ended = path and (path[-1] in slot.stop_ids or slot.n + len(path) + 1 >= slot.limit)
-        if path is None or ended:
+    for parent in _by_level({path[:-1] for path in ranks}):
+        path = found.get(parent)
+        if path is None:
             continue
-        children = children_of(path, above)
-        feeds[len(above)] += 1
-        gap = min([gap, *np.diff(np.unique([value for value, _ in children]))])
+        if path and (path[-1] in slot.stop_ids or slot.n + len(path) + 1 >= slot.limit):
+            continue
+        children = children_of(path, parent)
+        num_fed[len(parent)] += 1
+        scores = np.unique([value for value, _ in children])
+        gap = min([gap, *np.diff(scores)])
         for rank, (_, token) in enumerate(children):
-            if (*above, rank) in ranks:
-                found[*above, rank] = (*path, token)
-    paths = [found[r] for r in sorted(found, key=lambda r: (len(r), r)) if r]
-    return tree_of(slot.last, paths[: max(room - slot.n - 1, 0)]), feeds, gap
+            if (*parent, rank) in ranks:
+                found[*parent, rank] = (*path, token)
+    paths = [found[draft] for draft in _by_level(found) if draft]
+    max_drafts = max(capacity - slot.n - 1, 0)
+    return tree_of(slot.last, paths[:max_drafts]), num_fed, gap
+
+
+def _by_level(paths: Collection[tuple[int, ...]]) -> list[tuple[int, ...]]:
+    """Return paths of ranks ordered by level, then by rank."""
+    return sorted(paths, key=lambda path: (len(path), path))
 
 
 def tree_of(last: int, paths: list[tuple[int, ...]]) -> Tree:
     """Return the tree of paths in this order."""
-    parents = [paths.index(p[:-1]) + 1 if len(p) > 1 else 0 for p in paths]
-    return Tree((last, *(p[-1] for p in paths)), (-1, *parents))
+    node_of: dict[tuple[int, ...], int] = {(): 0}
+    tokens = [last]
+    parents = [-1]
+    for node, path in enumerate(paths, 1):
+        node_of[path] = node
+    for path in paths:
+        tokens.append(path[-1])
+        parents.append(node_of[path[:-1]])
+    return Tree(tuple(tokens), tuple(parents))
 
 
 def legal_tree(
@@ -716,10 +901,11 @@ def legal_tree(
 ) -> Tree:
     """Return the most likely legal drafts that `tests` grammar tests find in a lattice.
 
-    `levels` has (id, probability) of each level. At most `branch` children per node, none after an
-    ended path. The probability of a node is the product along its path, each relative to the
-    candidates that have not been rejected there. The most likely next candidate of all nodes is
-    tested, among equals that of the earlier node.
+    `levels` has (id, probability) of the candidates of each level. A node has at most `branch`
+    children, and none after an ended path. The probability of a node is the product of the
+    probabilities on its path, where each is relative to the candidates that have not been rejected
+    after the same parent. The most likely next candidate of all nodes is tested next; of equal
+    candidates, the one of the earlier node.
     """
     tree = chain(last)
     score = [1.0]
@@ -728,11 +914,13 @@ def legal_tree(
 
     def wait(node: int, c: int) -> None:
         path = tree.path(node)
-        here = levels[len(path)] if len(path) < len(levels) else ()
-        if c < len(here) and tree.parent.count(node) < branch and not ended(path):
-            share = here[c][1]
-            chance = share / left[node] if share < left[node] else 1.0
-            heapq.heappush(waiting, (-score[node] * chance, node, c))
+        if len(path) >= len(levels) or c >= len(levels[len(path)]):
+            return
+        if tree.parent.count(node) >= branch or ended(path):
+            return
+        _, share = levels[len(path)][c]
+        chance = share / left[node] if share < left[node] else 1.0
+        heapq.heappush(waiting, (-score[node] * chance, node, c))
 
     wait(0, 0)
     while waiting and len(tree.token) <= drafts and tests:

@@ -14,20 +14,49 @@ from graft.sampling.mode import DraftMode
 V = 45
 K = 3
 SLOTS = 16
-MOST = 5
+MAX_CANDIDATES = 5
+MASKING = {"unmasked": "none", "masked": "fill", "probed": "probe"}
+#: What a test's grammar does with a probe: accept a candidate, accept none, not answer, or answer a
+#: previous replay or a previous draft.
+PROBE_OUTCOMES = ("answer", "miss", "silent", "previous replay", "previous draft")
 
 
 def random_row(rng: np.random.Generator, slot: ref.Slot, j: int) -> ref.MaskRow:
-    """Return mask row j of a slot: ready, late, dead, forged_row or with a forced token."""
+    """Return mask row j of a slot.
+
+    In most cases the row is ready. It may be free, a dead end or failed, it may have the stamp of
+    another row, or it may force a token.
+    """
     legal = rng.random(V) < rng.choice([0.02, 0.5, 1.0])
     if rng.random() < 0.15:
-        return forged_row(slot, j, str(rng.choice(list(FORGED))), legal)
-    state = int(rng.choice([ref.FREE, ref.DEAD_END, ref.ERROR])) if rng.random() < 0.1 else 2
-    detail = int(rng.integers(0, V)) if state == ref.READY and rng.random() < 0.1 else 0
+        name = str(rng.choice(list(FORGED)))
+        return forged_row(slot, j, name, legal)
+    state = ref.READY
+    if rng.random() < 0.1:
+        state = int(rng.choice([ref.FREE, ref.DEAD_END, ref.ERROR]))
+    detail = 0
+    if state == ref.READY and rng.random() < 0.1:
+        detail = int(rng.integers(0, V))
     return ref.MaskRow(state, slot.epoch, slot.n + j, legal, detail)
 
 
-MASKING = {"unmasked": "none", "masked": "fill", "probed": "probe"}
+def random_vocabulary(rng: np.random.Generator) -> np.ndarray:
+    """Return the target ids of a drafter's columns. The last one is invalid."""
+    d2t = np.sort(rng.choice(V, 30, replace=False)).astype(np.int32)
+    d2t[-1] = V + 3  # an invalid map entry makes the column illegal
+    return d2t
+
+
+def check_tables(slot: ref.Slot, tables: np.ndarray, ids: np.ndarray) -> None:
+    """Assert that the stored distributions of a slot's sampled drafts are the reference's."""
+    inside = ids < V
+    for j, kind in enumerate(slot.kinds):
+        if kind != ref.DENSE:
+            continue
+        wanted = slot.q[j][ids[inside]]
+        got = tables[j][inside]
+        np.testing.assert_array_equal(got > 0, wanted > 1e-37)
+        np.testing.assert_allclose(got, wanted, rtol=2e-5, atol=1e-37)
 
 
 @pytest.mark.parametrize("mapped", [False, True], ids=["same", "pruned"])
@@ -35,21 +64,18 @@ MASKING = {"unmasked": "none", "masked": "fill", "probed": "probe"}
 def test_draft_chain_matches_reference(make_round, block, mapped, how):
     """Drafts, kinds, tables, candidates and records match over whole rounds.
 
-    Slots that committed nothing do not change. A probed draft is the answer; if no candidate is
-    legal, it is the best token of the mask row; without an answer to this probe there is none.
-    Requests without a grammar are sampled.
+    Slots that committed nothing do not change. A probed draft is the grammar's answer. If no
+    candidate is legal, the draft is sampled under the mask row. Without an answer to the current
+    probe, there is no draft. Requests without a grammar are not probed.
     """
     rng = np.random.default_rng(100 + 2 * mapped + len(how))
-    d2t = None
-    if mapped:
-        d2t = np.sort(rng.choice(V, 30, replace=False)).astype(np.int32)
-        d2t[-1] = V + 3  # a broken map entry is illegal, never an address
+    d2t = random_vocabulary(rng) if mapped else None
     ids = np.arange(V) if d2t is None else d2t
     limit = V - 2
     probed = how == "probed"
     r = make_round(
         slots=SLOTS,
-        mode=DraftMode.chain(K, MASKING[how], MOST if probed else 0),
+        mode=DraftMode.chain(K, MASKING[how], MAX_CANDIDATES if probed else 0),
         vocab=V,
         token_limit=limit,
         d2t=d2t,
@@ -59,40 +85,48 @@ def test_draft_chain_matches_reference(make_round, block, mapped, how):
 
     def probe(i: int, s: ref.Slot, j: int, logits: np.ndarray) -> tuple[int, ref.MaskRow]:
         """Check the candidates of a slot and answer randomly; return the answer and row j - 1."""
-        asked = r.exchange.candidates[i]
+        record = r.exchange.candidates[i]
         row = random_row(rng, s, j - 1)
-        drafting = moved[i] and ref.is_drafting(s, j)
-        wanted = ref.candidates(s, j, logits, ids, limit)[:MOST] if drafting else []
-        assert (tuple(asked[:2]) == (r.replay, j)) == bool(wanted)
+        wanted = []
+        if moved[i] and ref.is_drafting(s, j):
+            wanted = ref.candidates(s, j, logits, ids, limit)[:MAX_CANDIDATES]
+        is_probed = tuple(record[:2]) == (r.replay, j)
+        assert is_probed == bool(wanted)
         if not wanted:
             return -1, row
-        assert asked[2 : 3 + len(wanted)].tolist() == [len(wanted), *wanted]
-        outcome = str(rng.choice(["answer", "miss", "silent", "replay before", "draft before"]))
+        assert record[2 : 3 + len(wanted)].tolist() == [len(wanted), *wanted]
+        outcome = str(rng.choice(PROBE_OUTCOMES))
         seen[outcome] += 1
+        candidate = int(rng.choice(wanted))
+        answers = {
+            "answer": (r.replay, j, candidate),
+            "miss": (r.replay, j, -1),
+            "previous replay": (r.replay - 1, j, candidate),
+            "previous draft": (r.replay, j - 1, candidate),
+        }
+        if outcome in answers:
+            r.exchange.answer[i] = answers[outcome]
+        if outcome == "miss":
+            return -1, row
         late = ref.MaskRow(ref.NOT_READY, s.epoch, s.n + j - 1)
-        old = {"replay before": (r.replay - 1, j), "draft before": (r.replay, j - 1)}
-        if outcome != "silent":
-            answer = int(rng.choice(wanted)) if outcome != "miss" else -1
-            r.exchange.answer[i] = (*old.get(outcome, (r.replay, j)), answer)
-        return (answer if outcome == "answer" else -1), (row if outcome == "miss" else late)
+        return (candidate if outcome == "answer" else -1), late
 
     for _ in range(6):
         slots = [random_slot(rng, V, 5) for _ in range(SLOTS)]
-        for s in slots:  # at most one of these is verified
-            add_drafts(rng, s, rng.normal(0, 2, (K, V)), np.isin(np.arange(V), ids))
+        known = np.isin(np.arange(V), ids)
+        for s in slots:  # only row 0 is ready, so at most one of these drafts is verified
+            add_drafts(rng, s, rng.normal(0, 2, (K, V)), known)
         free = [probed and i % 4 == 0 for i in range(SLOTS)]  # without a grammar
-        rows = [
-            [
-                ref.MaskRow(
-                    ref.FREE if rng.random() < 0.9 else ref.NOT_READY, s.epoch, s.n, detail=f
-                ),
-                *[ref.MaskRow(ref.NOT_READY, s.epoch, s.n)] * K,
-            ]
-            for s, f in zip(slots, free, strict=True)
-        ]
+        rows = []
+        for s, has_no_grammar in zip(slots, free, strict=True):
+            state = ref.FREE if rng.random() < 0.9 else ref.NOT_READY
+            first = ref.MaskRow(state, s.epoch, s.n, detail=has_no_grammar)
+            late = ref.MaskRow(ref.NOT_READY, s.epoch, s.n)
+            rows.append([first, *[late] * K])
         before = [s.n for s in slots]
         order = rng.permutation(SLOTS)
-        r.play(slots, rng.normal(0, 2, (SLOTS, K + 1, V)).astype(np.float32), rows, order)
+        target_logits = rng.normal(0, 2, (SLOTS, K + 1, V)).astype(np.float32)
+        r.play(slots, target_logits, rows, order)
         moved = [s.n > n for s, n in zip(slots, before, strict=True)]
         for j in range(1, K + 1):
             logits = rng.normal(0, 2, (SLOTS, r.draft_vocab)).astype(np.float32)
@@ -119,34 +153,31 @@ def test_draft_chain_matches_reference(make_round, block, mapped, how):
         tables = r.sampler.q.to_host()
         for i, s in enumerate(slots):
             count = len(s.drafts)
-            seen["stalled"] += count > 0 and not moved[i]
             if moved[i]:
                 seen[count] += 1
                 assert tuple(drafted[i, : 2 + count]) == (r.replay, count, *s.drafts)
-            for j in range(count):
-                if s.kinds[j] == ref.DENSE:
-                    inside = ids < V
-                    wanted = s.q[j][ids[inside]]
-                    got = tables[i, j][inside]
-                    np.testing.assert_array_equal(got > 0, wanted > 1e-37)
-                    np.testing.assert_allclose(got, wanted, rtol=2e-5, atol=1e-37)
+            elif count > 0:
+                seen["stalled"] += 1
+            check_tables(s, tables[i], ids)
     assert {*range(K + 1), "stalled"} <= set(+seen)
     if probed:
-        names = ("answer", "miss", "silent", "replay before", "draft before", "free")
-        assert min(seen[name] for name in names) > 2, seen
+        assert min(seen[name] for name in (*PROBE_OUTCOMES, "free")) > 2, seen
 
 
 @pytest.mark.parametrize("branch", [1, 3])
 @pytest.mark.parametrize("mapped", [False, True], ids=["same", "pruned"])
 def test_lattice_candidates_match_reference(make_round, block, mapped, branch):
-    """The candidates of each level and their probabilities match those of level-by-level probing.
+    """A lattice has the same candidates and probabilities as probing level by level.
 
-    A level with invalid logits has none. For trees, requests without a grammar get candidates.
+    A level with invalid logits has no candidates. In trees, requests without a grammar get
+    candidates, too.
     """
     rng = np.random.default_rng(5)
     levels = 4
-    most = 6
-    d2t = np.sort(rng.choice(V, 30, replace=False)).astype(np.int32) if mapped else None
+    max_candidates = 6
+    d2t = None
+    if mapped:
+        d2t = np.sort(rng.choice(V, 30, replace=False)).astype(np.int32)
     ids = np.arange(V) if d2t is None else d2t
     limit = V - 2
     r = make_round(
@@ -156,7 +187,7 @@ def test_lattice_candidates_match_reference(make_round, block, mapped, branch):
             levels=levels,
             branch=branch,
             masking="lattice-probe",
-            candidates=most,
+            candidates=max_candidates,
         ),
         vocab=V,
         token_limit=limit,
@@ -180,21 +211,29 @@ def test_lattice_candidates_match_reference(make_round, block, mapped, branch):
         r.candidates(3, logits[:, order].reshape(levels * SLOTS, -1))
         for i, s in enumerate(slots):
             record = r.exchange.candidates[i]
-            asked = s.n > before[i] and ref.is_drafting(s, 1) and (branch > 1 or not free[i])
-            assert (tuple(record[:2]) == (r.replay, 3)) == asked
-            seen["asked"] += asked
-            if not asked:
+            is_drafting = s.n > before[i] and ref.is_drafting(s, 1)
+            wants_probe = is_drafting and (branch > 1 or not free[i])
+            is_probed = tuple(record[:2]) == (r.replay, 3)
+            assert is_probed == wants_probe
+            if not is_probed:
                 continue
+            seen["probed"] += 1
             count = min(levels, s.limit - s.n - 1)
             assert record[2] == count
-            offered = record[3 : 3 + levels * most].reshape(levels, most)
-            told = record[3 + levels * most :].view(np.float32)[: levels * most]
-            for level, shares in enumerate(told.reshape(levels, most)[:count]):
-                wanted = ref.candidates(s, level + 1, logits[level, i], ids, limit)[:most]
-                seen["broken"] += not wanted
-                assert [*offered[level], -1][: len(wanted) + 1][:most] == [*wanted, -1][:most]
-                race = ref.shares(s, level + 1, logits[level, i], ids, limit)
-                np.testing.assert_allclose(
-                    shares[: len(wanted)], [race[t] for t in wanted], rtol=1e-4, atol=1e-9
-                )
-    assert seen["asked"] > 20 and seen["broken"] > 1
+            size = levels * max_candidates
+            found_ids = record[3 : 3 + size].reshape(levels, max_candidates)
+            found_probs = (
+                record[3 + size : 3 + 2 * size].view(np.float32).reshape(levels, max_candidates)
+            )
+            for level in range(count):
+                arguments = (s, level + 1, logits[level, i], ids, limit)
+                wanted = ref.candidates(*arguments)[:max_candidates]
+                seen["without candidates"] += not wanted
+                terminated = [*wanted, -1][:max_candidates]
+                assert found_ids[level, : len(terminated)].tolist() == terminated
+                probs = ref.shares(*arguments)
+                wanted_probs = [probs[token] for token in wanted]
+                found = found_probs[level, : len(wanted)]
+                np.testing.assert_allclose(found, wanted_probs, rtol=1e-4, atol=1e-9)
+    assert seen["probed"] > 20
+    assert seen["without candidates"] > 1

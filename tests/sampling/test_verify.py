@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections import Counter
-
 import numpy as np
 import pytest
 import reference_round as ref
@@ -52,37 +50,46 @@ def random_slot(rng: np.random.Generator, vocab: int = V, stops: int = 8) -> ref
 
 
 def add_drafts(rng: np.random.Generator, slot: ref.Slot, logits: np.ndarray, known: np.ndarray):
-    """Append random drafts from the known ids: mostly likely, some illegal, with tables near p.
+    """Append random drafts to a slot.
 
-    They form a tree if rows sample their own token, and sometimes otherwise.
+    Most drafts are likely, and some are illegal. Their tables are close to the target distribution
+    and contain only `known` ids. The drafts form a tree if rows sample their own token, and
+    sometimes otherwise.
     """
-    most = logits.shape[0] - 1
+    max_drafts = logits.shape[0] - 1
     size = logits.shape[1]
     branches = slot.filter.greedy or slot.verify == ref.COUPLED or rng.random() < 0.2
-    for _ in range(int(rng.integers(0, most + 1))):
-        last = len(slot.drafts)
-        j = int(rng.integers(0, last + 1)) if branches and rng.random() < 0.5 else last
-        q = np.exp(logits[j] + rng.normal(0, 0.7, size)) * (rng.random(size) < 0.8)
+    for _ in range(int(rng.integers(0, max_drafts + 1))):
+        parent = len(slot.drafts)
+        if branches and rng.random() < 0.5:
+            parent = int(rng.integers(0, parent + 1))
+        noise = rng.normal(0, 0.7, size)
+        q = np.exp(logits[parent] + noise) * (rng.random(size) < 0.8)
         q /= q.sum()
-        likely = int(np.argmax(logits[j])) if rng.random() < 0.6 else int(rng.choice(size, p=q))
-        d = int(rng.integers(0, size)) if rng.random() < 0.1 else likely
-        table = np.where(known, q.astype(np.float32).astype(np.float64), 0.0)
-        if slot.tree.child(j, d) is None:
-            ref.keep(slot, d, int(rng.random() < 0.3), table, j)
+        token = int(rng.choice(size, p=q))
+        if rng.random() < 0.6:
+            token = int(np.argmax(logits[parent]))
+        if rng.random() < 0.1:
+            token = int(rng.integers(0, size))
+        q32 = q.astype(np.float32).astype(np.float64)
+        table = np.where(known, q32, 0.0)
+        if slot.tree.child(parent, token) is None:
+            kind = int(rng.random() < 0.3)
+            ref.keep(slot, token, kind, table, parent)
 
 
 #: Stamps that make a row unusable: state, offsets of epoch and position, and `detail`.
 FORGED = {
     "older epoch": (ref.READY, -1, 0),
     "newer epoch": (ref.READY, 1, 0),
-    "position before": (ref.READY, 0, -1),
-    "position behind": (ref.READY, 0, 1),
+    "previous position": (ref.READY, 0, -1),
+    "next position": (ref.READY, 0, 1),
     "row of another draft": (ref.READY, 0, 2),
     "late": (ref.NOT_READY, 0, 0),
     "free, of another request": (ref.FREE, 1, 0),
-    "free, elsewhere": (ref.FREE, 0, 1),
-    "free for all, of another request": (ref.FREE, -1, 0, 1),
-    "dead end, elsewhere": (ref.DEAD_END, 0, -1),
+    "free, at another position": (ref.FREE, 0, 1),
+    "no grammar, of another request": (ref.FREE, -1, 0, 1),
+    "dead end, at another position": (ref.DEAD_END, 0, -1),
     "unknown state": (77, 0, 0),
 }
 
@@ -93,90 +100,110 @@ def forged_row(slot: ref.Slot, j: int, name: str, legal: np.ndarray) -> ref.Mask
     return ref.MaskRow(state, slot.epoch + epoch, slot.n + j + position, legal, *detail)
 
 
-def random_masks(rng: np.random.Generator, slot: ref.Slot, most: int = K) -> list[ref.MaskRow]:
-    """Mask rows: mostly ready or free, sometimes late, dead, failed or with a wrong stamp."""
-    rows = []
-    for j in range(most + 1):
-        legal = rng.random(V) < rng.choice([0.2, 0.7, 1.0])
-        if rng.random() < 0.9:
-            children = [i for i, parent in enumerate(slot.tree.parent) if i and parent == j]
-            legal[[slot.tree.token[i] for i in children]] = True
-        state = int(rng.choice([1, 2, 2, 2, 2, 2, 2, 0, 3, 4])) if rng.random() < 0.5 else ref.READY
-        depth = len(slot.tree.path(j)) if j < len(slot.tree.token) else j
-        position = slot.n + depth + int(state == ref.FREE and rng.random() < 0.3)
-        if not legal.any() and rng.random() < 0.5:
-            legal[:] = True
-        detail = int(rng.random() < 0.3)
-        row = ref.MaskRow(state, slot.epoch, position, legal, detail)
-        rows.append(
-            forged_row(slot, j, str(rng.choice(list(FORGED))), legal)
-            if rng.random() < 0.08
-            else row
-        )
-    return rows
+#: States from which a random row's state is chosen; max_drafts rows are ready.
+RANDOM_STATES = [ref.FREE, *[ref.READY] * 6, ref.NOT_READY, ref.DEAD_END, ref.ERROR]
+
+
+def random_mask(rng: np.random.Generator, slot: ref.Slot, j: int) -> ref.MaskRow:
+    """Return row j, which in most cases is ready or free and allows the drafts below node j."""
+    legal = rng.random(V) < rng.choice([0.2, 0.7, 1.0])
+    if rng.random() < 0.9:
+        legal[[slot.tree.token[child] for child in slot.tree.children(j)]] = True
+    if not legal.any() and rng.random() < 0.5:
+        legal[:] = True
+    if rng.random() < 0.08:
+        name = str(rng.choice(list(FORGED)))
+        return forged_row(slot, j, name, legal)
+    state = ref.READY
+    if rng.random() < 0.5:
+        state = int(rng.choice(RANDOM_STATES))
+    depth = len(slot.tree.path(j)) if j < len(slot.tree.token) else j
+    position = slot.n + depth
+    if state == ref.FREE and rng.random() < 0.3:
+        position += 1
+    detail = int(rng.random() < 0.3)
+    return ref.MaskRow(state, slot.epoch, position, legal, detail)
+
+
+def random_masks(
+    rng: np.random.Generator, slot: ref.Slot, max_drafts: int = K
+) -> list[ref.MaskRow]:
+    """Return the mask rows of a slot."""
+    return [random_mask(rng, slot, j) for j in range(max_drafts + 1)]
 
 
 def test_verification_matches_reference_on_random_rounds(make_round, block):
-    """Tokens, counts, reasons, state and records match in 400 random slots."""
+    """Tokens, counts, reasons, slot states and records match in hundreds of random slots."""
     rng = np.random.default_rng(7)
-    slots = 20
-    limit = 39
-    seen = set()
-    for most, d2t in ((9, None), (K, np.sort(rng.choice(V, 29, replace=False)).astype(np.int32))):
-        how = {"token_limit": limit, "d2t": d2t, "block": block}
-        r = make_round(slots=slots, draft_length=most, vocab=V, **how)
+    num_slots = 20
+    pruned = np.sort(rng.choice(V, 29, replace=False)).astype(np.int32)
+    seen = set()  # (reason, whether tokens were committed)
+    for max_drafts, d2t in ((9, None), (K, pruned)):
+        r = make_round(
+            slots=num_slots,
+            draft_length=max_drafts,
+            vocab=V,
+            token_limit=39,
+            d2t=d2t,
+            block=block,
+        )
         known = np.ones(V, bool) if d2t is None else np.isin(np.arange(V), d2t)
         for _ in range(10 if block == 1 else 3):
-            logits = rng.normal(0, 2, (slots, most + 1, V)).astype(np.float32)
+            logits = rng.normal(0, 2, (num_slots, max_drafts + 1, V)).astype(np.float32)
             logits[rng.random(logits.shape) < 0.02] = -np.inf
             logits[rng.random(logits.shape[:2]) < 0.01] = np.nan
-            states = [random_slot(rng) for _ in range(slots)]
-            for s, lg in zip(states, logits, strict=True):
-                add_drafts(rng, s, np.nan_to_num(lg, neginf=-9.0), known)
-            masks = [random_masks(rng, s, most) for s in states]
-            out = r.play(states, logits, masks, rng.permutation(slots))
-            seen |= set(zip(out["reason"].tolist(), (out["count"] > 0).tolist(), strict=True))
-    wanted = {(reason, True) for reason in (ref.RUNNING, ref.STOP, ref.LENGTH)}
-    assert wanted | {(ref.RUNNING, False), (ref.DEAD, False), (ref.FAULT, False)} <= seen
+            slots = [random_slot(rng) for _ in range(num_slots)]
+            for slot, rows in zip(slots, logits, strict=True):
+                add_drafts(rng, slot, np.nan_to_num(rows, neginf=-9.0), known)
+            masks = [random_masks(rng, slot, max_drafts) for slot in slots]
+            out = r.play(slots, logits, masks, rng.permutation(num_slots))
+            has_tokens = out["count"] > 0
+            seen |= set(zip(out["reason"].tolist(), has_tokens.tolist(), strict=True))
+    with_tokens = {(reason, True) for reason in (ref.RUNNING, ref.STOP, ref.LENGTH)}
+    without_tokens = {(reason, False) for reason in (ref.RUNNING, ref.DEAD, ref.FAULT)}
+    assert with_tokens | without_tokens <= seen
 
 
 @pytest.mark.parametrize("pruned", [False, True], ids=["same", "pruned"])
 def test_rejection_sampling_matches_reference(make_round, block, pruned):
     """Block and per-token verification match for sampled drafts, point masses and late rows."""
     rng = np.random.default_rng(11)
-    most = 6
-    slots = 32
-    ids = np.sort(rng.choice(V, 29, replace=False)).astype(np.int32) if pruned else np.arange(V)
-    r = make_round(
-        slots=slots, draft_length=most, vocab=V, d2t=ids if pruned else None, block=block
-    )
-    accepted = Counter()
+    max_drafts = 6
+    num_slots = 32
+    d2t = None
+    ids = np.arange(V)
+    if pruned:
+        d2t = ids = np.sort(rng.choice(V, 29, replace=False)).astype(np.int32)
+    r = make_round(slots=num_slots, draft_length=max_drafts, vocab=V, d2t=d2t, block=block)
+    accepted = set()
     for _ in range(4 if block == 1 else 2):
-        logits = rng.normal(0, 2, (slots, most + 1, V)).astype(np.float32)
-        states = []
+        logits = rng.normal(0, 2, (num_slots, max_drafts + 1, V)).astype(np.float32)
+        slots = []
         masks = []
-        for i in range(slots):
-            verify = ref.PER_TOKEN if rng.random() < 0.3 else ref.REJECTION
-            f = ref.Filter(1.0, int(rng.choice([0, 12])))
-            seed = int(rng.integers(2**63))
-            s = ref.Slot(9, ref.chain(1), 40, seed=seed, verify=verify, filter=f)
-            for j in range(most):
-                near = (logits[i, j] + rng.normal(0, 0.5, V))[ids].astype(np.float32)
-                answer = int(ids[near.argmax()]) if rng.random() < 0.1 else -1
-                ref.draft(s, j + 1, near, None, V, ids, V, answer=answer)
+        for rows in logits:
+            slot = ref.Slot(9, ref.chain(1), 40)
+            slot.verify = ref.PER_TOKEN if rng.random() < 0.3 else ref.REJECTION
+            slot.filter = ref.Filter(1.0, top_k=int(rng.choice([0, 12])))
+            slot.seed = int(rng.integers(2**63))
+            for j in range(max_drafts):
+                noise = rng.normal(0, 0.5, V)
+                draft_logits = (rows[j] + noise)[ids].astype(np.float32)
+                answer = -1
+                if rng.random() < 0.1:
+                    answer = int(ids[draft_logits.argmax()])
+                ref.draft(slot, j + 1, draft_logits, None, V, ids, V, answer=answer)
+            states = [ref.READY] * (max_drafts + 1)
             late = int(rng.integers(1, 20))
-            states.append(s)
-            masks.append(
-                [
-                    ref.MaskRow(ref.NOT_READY if j == late else ref.READY, 1, 9 + j, ALL)
-                    for j in range(most + 1)
-                ]
-            )
-        accepted.update(r.play(states, logits, masks)["accepted"].tolist())
-    assert set(accepted) == set(range(most + 1))
+            if late <= max_drafts:
+                states[late] = ref.NOT_READY
+            slots.append(slot)
+            masks.append([ref.MaskRow(state, 1, 9 + j, ALL) for j, state in enumerate(states)])
+        out = r.play(slots, logits, masks)
+        accepted.update(out["accepted"].tolist())
+    assert accepted == set(range(max_drafts + 1))
 
 
-# Rules, one by one. Logits make token 10 + j certain after row j.
+# Single rules. The logits make token 10 + j certain after row j.
 
 EYE = np.full((K + 1, V), -30.0, np.float32)
 EYE[np.arange(K + 1), 10 + np.arange(K + 1)] = 30.0
@@ -206,8 +233,11 @@ def slot_of(f=GREEDY, drafts=(10, 11, 12), kind=ref.POINT, q=None, **changes) ->
 
 def rows_of(slot: ref.Slot, *states: int, legal=ALL) -> list[ref.MaskRow]:
     """Return rows of the given states, followed by ready rows."""
-    states = (*states, *(ref.READY,) * (K + 1 - len(states)))
-    return [ref.MaskRow(s, slot.epoch, slot.n + j, legal) for j, s in enumerate(states)]
+    rows = []
+    for j in range(K + 1):
+        state = states[j] if j < len(states) else ref.READY
+        rows.append(ref.MaskRow(state, slot.epoch, slot.n + j, legal))
+    return rows
 
 
 @pytest.fixture
@@ -219,13 +249,18 @@ def one(r: TableRound, slot: ref.Slot, rows: list[ref.MaskRow]) -> tuple:
     """Run a round of one slot; return tokens, accepted drafts and reason."""
     out = r.play([slot], EYE[None], [rows])
     count = out["count"][0]
-    return out["tokens"][0, :count].tolist(), int(out["accepted"][0]), int(out["reason"][0])
+    tokens = out["tokens"][0, :count].tolist()
+    return tokens, int(out["accepted"][0]), int(out["reason"][0])
 
 
-#: What is special about slot and row states; tokens, accepted, reason.
+#: Fields of the slot; states of the first rows; expected tokens, accepted drafts and reason.
 RULES = {
     "all drafts and the bonus": ({}, (), ([10, 11, 12, 13], 3, 0)),
-    "a wrong draft ends with what comes instead": ({"drafts": (10, 30, 12)}, (), ([10, 11], 1, 0)),
+    "a wrong draft is replaced by the target's token": (
+        {"drafts": (10, 30, 12)},
+        (),
+        ([10, 11], 1, 0),
+    ),
     "an accepted stop id has no bonus": ({"stop_ids": (11,)}, (), ([10, 11], 2, ref.STOP)),
     "a stop id instead of a draft": (
         {"drafts": (10, 30), "stop_ids": (3, 11)},
@@ -276,8 +311,10 @@ def test_verification_rejects_illegal_draft(small, f, kind, wrong, seed):
     """A draft outside the mask or vocabulary is never accepted, even with a coin of exactly 0."""
     assert (ref.coin(seed, 21, 0, 20) == 0.0) == (seed != 9)
     slot = slot_of(f, (wrong, 11, 12), kind, q=np.eye(V)[10], seed=seed)
-    tokens, accepted, _ = one(small, slot, rows_of(slot, legal=np.arange(V) != 10))
-    assert (len(tokens), accepted) == (1, 0) and tokens[0] not in (wrong, 10)
+    rows = rows_of(slot, legal=np.arange(V) != 10)
+    tokens, accepted, _ = one(small, slot, rows)
+    assert (len(tokens), accepted) == (1, 0)
+    assert tokens[0] not in (wrong, 10)
 
 
 def test_verification_rejects_negative_draft_id(small):
@@ -304,7 +341,8 @@ def test_verification_counts_impossible_drafts_as_faults(small):
     assert small.sampler.faults.to_host()[0] == 3
 
 
-#: With probabilities .5, .3, .15, .05 of ids 10 .. 13: how, an illegal id, drafts; what comes.
+#: Ids 10 .. 13 have the probabilities .5, .3, .15 and .05. Acceptance criterion, an illegal id, the
+#: drafts; expected tokens and accepted drafts.
 LIKELY = {
     "second best": (Relaxed(2, 0.21), -1, (11, 11), ([11, 11, 10], 2)),
     "not among the best": (Relaxed(1, 1.0), -1, (11, 11), ([10], 0)),
@@ -312,8 +350,8 @@ LIKELY = {
     "among what is legal": (Relaxed(2, 0.31), 10, (12, 11), ([12, 11, 11], 2)),
     "illegal": (Relaxed(40, 1.0), 10, (10, 11), ([11], 0)),
     "no token": (Relaxed(40, 1.0), -1, (V, 11), ([10], 0)),
-    "behind the end": (Relaxed(2, 0.21, until=11), -1, (11, 11), ([11, 10], 1)),
-    "exact to the end": (Relaxed(2, 0.21, until=10), -1, (10, 11), ([10, 10], 1)),
+    "after until": (Relaxed(2, 0.21, until=11), -1, (11, 11), ([11, 10], 1)),
+    "draft is until": (Relaxed(2, 0.21, until=10), -1, (10, 11), ([10, 10], 1)),
 }
 
 
@@ -334,41 +372,42 @@ def test_relaxed_verification_accepts_likely_drafts(small, f, name):
 
 
 def test_accept_prob_follows_past_rounds(make_round):
-    """Acceptance probabilities are moving averages that recover to 0.7 ** j and do not increase."""
+    """Acceptance probabilities are moving averages, and they do not increase with the draft.
+
+    In rounds that do not test draft j, its probability recovers towards 0.7 ** j.
+    """
     rng = np.random.default_rng(8)
-    most = 5
+    max_drafts = 5
     count = 60
-    r = make_round(slots=count, draft_length=most, vocab=V)
-    logits = rng.normal(0, 3, (count, most + 1, V)).astype(np.float32)
+    r = make_round(slots=count, draft_length=max_drafts, vocab=V)
+    logits = rng.normal(0, 3, (count, max_drafts + 1, V)).astype(np.float32)
     slots = [random_slot(rng) for _ in range(count)]
     for i, slot in enumerate(slots):
         add_drafts(rng, slot, logits[i], np.ones(V, bool))
         r.put(i, slot)
-        for j in range(most + 1):
+        for j in range(max_drafts + 1):
             r.write_mask(i, j, ref.MaskRow(ref.FREE, slot.epoch, 0, detail=1))
     state = r.state.to_host()
-    first = np.cumprod(np.full(most, 0.7, np.float32))
-    np.testing.assert_array_equal(state["accept_prob"][:, :most], np.tile(first, (count, 1)))
-    before = np.sort(rng.random((count, most), np.float32))[:, ::-1]
-    state["accept_prob"][:, :most] = before
+    first = np.cumprod(np.full(max_drafts, 0.7, np.float32))
+    np.testing.assert_array_equal(state["accept_prob"][:, :max_drafts], np.tile(first, (count, 1)))
+    before = np.sort(rng.random((count, max_drafts), np.float32))[:, ::-1]
+    state["accept_prob"][:, :max_drafts] = before
     r.state.copy_from(state)
     out = r.verify(logits)
     got = r.state.to_host()["accept_prob"]
     deepest = 0
     for i, slot in enumerate(slots):
         node = 0
-        reached = np.zeros(most, np.float32)
+        reached = np.zeros(max_drafts, np.float32)
         for token in out["tokens"][i, : out["count"][i]]:
             node = slot.tree.child(node, int(token))
             if node is None:
                 break
             reached[node - 1] = 1
-        tested = np.arange(most) < len(slot.drafts)
+        tested = np.arange(max_drafts) < len(slot.drafts)
         deepest = max(deepest, reached.sum())
-        own = np.where(
-            tested,
-            reached + np.float32(0.8) * (before[i] - reached),
-            before[i] + np.float32(1 / 64) * (first - before[i]),
-        )
-        np.testing.assert_array_equal(got[i, :most], np.minimum.accumulate(own))
+        averaged = reached + np.float32(0.8) * (before[i] - reached)
+        recovered = before[i] + np.float32(1 / 64) * (first - before[i])
+        wanted = np.where(tested, averaged, recovered)
+        np.testing.assert_array_equal(got[i, :max_drafts], np.minimum.accumulate(wanted))
     assert deepest > 2
