@@ -98,7 +98,7 @@ def test_mailbox_uses_new_definition_after_update(device, stream, transport):
 
 
 def test_mailbox_rejects_invalid_options(device):
-    """A rejected call of mailbox() or spinkernel() adds nothing to the graph."""
+    """A rejected call of mailbox() adds nothing to the graph."""
     graph = Graph(device, "invalid")
     lane = graph.lane("main")
     for options in (
