@@ -209,7 +209,7 @@ def pip_install(python: Path, *options: str) -> list[str]:
 def build_native(folder: Path, python: Path, force: bool) -> None:
     """Build the C++ part and install graft in editable mode.
 
-    If no source file has changed since the last build, this is skipped unless `force` is set.
+    If no source file has changed since the last build, do nothing, unless `force` is set.
     """
     parts = [(ROOT / "pyproject.toml").read_bytes()]
     for source in native_sources():

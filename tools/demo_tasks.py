@@ -66,7 +66,7 @@ class Field:
     schema
         JSON schema of the value.
     value
-        Value.
+        Value of the field.
     words
         Value in the form in which it occurs in the text.
     phrase

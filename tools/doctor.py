@@ -170,7 +170,7 @@ def check_transports() -> Finding:
 
 
 def check_cupy() -> Finding:
-    """Check, without importing CuPy, that CuPy is installed. It compiles kernels for GPUs."""
+    """Check that CuPy, which compiles kernels for GPUs, is installed. Do not import CuPy."""
     for package in ("cupy-cuda13x", "cupy-cuda12x", "cupy"):
         version = version_of(package)
         if version:

@@ -215,7 +215,7 @@ def format_report(report: Report, status: int | None = None, max_frames: int = 1
     report
         The report.
     status
-        Exit status of the program; None to leave it out.
+        Exit status of the program to include in the text; None to omit the line.
     max_frames
         Maximum number of frames of each stack.
     """

@@ -68,7 +68,7 @@ def test_doctor_reports_missing_package_with_install_command(
     [("CXX", "no-such-compiler", "compiler"), ("GRAFT_DEVICE", "abacus", "device")],
 )
 def test_doctor_reports_invalid_environment_variable(variable, value, name):
-    """If CXX or GRAFT_DEVICE has an invalid value, the report says so; there is no traceback."""
+    """The report contains an invalid value of CXX or GRAFT_DEVICE. No traceback is printed."""
     done = subprocess.run(
         [sys.executable, "-m", "graft.tools.cli", "doctor", "--json"],
         text=True,
@@ -195,9 +195,7 @@ def test_watch_ignores_slow_native_host_functions(program, capfd):
 
 
 def test_watch_finds_no_cycle_with_python_callbacks_alone(program):
-    """Python callbacks request the GIL, but without a driver call that holds the GIL there is no
-    cycle.
-    """
+    """Python callbacks request the GIL. There is no cycle, because no driver call holds the GIL."""
     path = program("""
         lane.host(callback)
         lane.mailbox(callback)

@@ -95,9 +95,9 @@ def test_smollm_download_error_names_reason_and_leaves_cache_empty(
 
 
 def test_smollm_head_matches_the_model():
-    """The packaged EAGLE-3 head has the sizes of SmolLM2 and at most 12 MiB.
+    """The packaged EAGLE-3 head has the dimensions of SmolLM2, and its file has at most 12 MiB.
 
-    It uses the embedding and output matrices of the model, so its file does not contain them.
+    The head uses the embedding and output matrices of the model, so the file does not contain them.
     """
     config = Eagle3Config.from_dir(smollm.HEAD)
     file = smollm.HEAD / "model.safetensors"

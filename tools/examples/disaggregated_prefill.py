@@ -1,4 +1,4 @@
-"""Package models: disaggregated prefill. One process prefills the prompts, another one decodes.
+"""Disaggregated prefill with graft.models: one process prefills prompts, another one decodes.
 
 The prefilling engine exports each request after its first tokens with `Engine.migrate_out`. The KV
 cache of the request is transferred through shared memory. For each request, the decoding process

@@ -1,4 +1,4 @@
-"""Package models: generate a batch with speculative decoding and a grammar for each request."""
+"""Use the engine of graft.models: speculative decoding of a batch, a grammar for each request."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Package cudagraph: a kernel, a Python function and a kernel in one CUDA graph.
+"""Use graft.cudagraph to run a kernel, a Python function and a kernel in one CUDA graph.
 
 The graph is launched three times. The Python function is a host step: a node of the graph that runs
 on the CPU. The function uses pinned memory, which host and device share. It must not call the CUDA

@@ -1,4 +1,4 @@
-"""Package models: a drafter that is a Python function.
+"""Use a Python function as the drafter of an engine of graft.models.
 
 Each decoding round is one CUDA graph. The function is called by a node of this graph.
 """

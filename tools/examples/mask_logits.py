@@ -1,4 +1,4 @@
-"""Package sampling: apply token bitmasks to a batch of logits in place, with one kernel.
+"""Use graft.sampling to apply token bitmasks to a batch of logits in place, with one kernel.
 
 A mask row is the token bitmask of one row of logits. Bit ``i`` of a mask row is set if token ``i``
 is legal. A row consists of 32-bit words, and the lowest bit of a word belongs to its first token.

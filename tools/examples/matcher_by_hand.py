@@ -1,4 +1,4 @@
-"""Package grammar: use a matcher directly, as a custom decoding loop would.
+"""Use a matcher of graft.grammar directly, as a custom decoding loop would.
 
 A matcher is the parsing state of one output. Its method `fill` writes the bitmask of the legal next
 tokens, `accept` advances the matcher by a token, and `rollback` undoes the last tokens.

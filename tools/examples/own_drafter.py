@@ -1,4 +1,4 @@
-"""Package models: a custom drafter class, which proposes to repeat the last token.
+"""Use a custom drafter class in graft.models. Its drafts repeat the last token.
 
 The class is passed to `Engine`, which creates the drafter, checks its drafts against the grammar
 and verifies them.

@@ -230,7 +230,7 @@ def error_event(request_id: str, message: str, error_type: str = "EngineError") 
 
 
 async def get_all(source: asyncio.Queue[T]) -> list[T]:
-    """Wait until a queue has an item, and return all items of the queue."""
+    """Wait until a queue has an item, and then remove and return all items."""
     items = [await source.get()]
     while not source.empty():
         items.append(source.get_nowait())

@@ -236,7 +236,7 @@ def _structured_outputs(fields: Mapping[str, Any]) -> list[tuple[str, str, Any]]
             f"got {short_repr(structured)}",
             param="structured_outputs",
         )
-    # The first element of an entry is the name in error messages: here, the key itself.
+    # Error messages contain the first element of an entry, so use the key as the field name.
     entries = [(key, key, value) for key, value in structured.items()]
     for name, key in _GUIDED_FIELDS.items():
         if name in fields:

@@ -165,7 +165,7 @@ class _Replica:
 
     @property
     def has_suspect(self) -> bool:
-        """Whether one of the replica's requests is a suspect."""
+        """Whether a request that is assigned to this replica is a suspect."""
         return any(request.deaths >= SUSPECT_DEATHS for request in self.requests.values())
 
 

@@ -71,5 +71,5 @@ class Router:
         return chosen
 
     def forget(self, replica: int) -> None:
-        """Forget the cached pages of a replica, whose cache is empty after a restart."""
+        """Delete the stored keys of a replica that died. Its cache is empty after the restart."""
         self._cached[replica].clear()
