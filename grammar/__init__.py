@@ -1,4 +1,4 @@
-"""Structured output: grammar specifications, matchers and the guided decoder."""
+"""Structured output (constrained decoding): grammar specifications, matchers, guided decoder."""
 
 from graft.grammar.backends.llguidance import LLGuidanceBackend
 from graft.grammar.backends.registry import BACKENDS, make_backend

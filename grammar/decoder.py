@@ -1,6 +1,6 @@
-"""The guided decoder fills the token bitmasks of all requests of a batch inside the CUDA graph.
+"""Guided decoder: constrained decoding (structured output) inside the CUDA graph.
 
-Terms used here:
+The guided decoder fills the token bitmasks of all requests of a batch. Terms used here:
 
 replay
     One launch of the graph. A replay executes one round of speculative decoding.
@@ -13,9 +13,10 @@ mask row
 slot
     Index of a request in the memory shared with the device.
 
-The decoder owns the matchers of the requests in flight. Before the engine launches a replay, it
-publishes the requests that take part in it. The steps of the replay advance the matchers of these
-requests and fill their mask rows. A step runs no Python code, unless a backend is written in
+A matcher holds the state of one request in its grammar. The decoder owns the matchers of the
+requests in flight. Before the engine launches a replay, it passes the requests that take part in
+the replay to `GuidedDecoder.publish`. The steps of the replay advance the matchers of these
+requests and fill their mask rows. Steps run no Python code, unless a grammar backend is written in
 Python.
 """
 
@@ -61,8 +62,8 @@ class GuidedRequest:
         Number of requests that have used the slot so far, including this request. It distinguishes
         the request from earlier requests in the same slot.
     matcher
-        Matcher of the request; None if the request is unconstrained. The matcher must have
-        accepted the output tokens that were known when the request joined the batch.
+        Matcher of the request; None if the request is unconstrained. The matcher must already have
+        accepted all output tokens that were known when the request joined the batch.
     position
         Position of the last token that was known when the request joined the batch. It must be the
         same in all replays of the request.
@@ -84,7 +85,9 @@ class StepSpan(NamedTuple):
 
 
 def default_threads(batch: int, cores: int | None = None) -> int:
-    """Return the default number of threads: one per 8 requests, at most half the usable cores.
+    """Return the default number of worker threads that run matchers.
+
+    The number is one thread per 8 requests, but at most half of the usable cores.
 
     Parameters
     ----------
@@ -103,41 +106,41 @@ class GuidedDecoder:
     A round has up to three kinds of steps. The open step rolls back each matcher to the last
     committed token and fills the mask rows of the drafts that the round verifies. The commit step
     advances the matchers by the tokens that verification accepted. The draft steps constrain the
-    drafts for the next verification. They work in one of three ways, which the draft mode of
-    `exchange` selects:
+    drafts for the next verification. The draft mode of `exchange` selects how the draft steps work:
 
     * Fill: a draft step fills the mask row under which the next draft is sampled.
-    * Probe: a draft step finds the first legal token among the drafter's candidates for one draft.
-      The open step of the next round fills the mask rows.
-    * Lattice probe: a single draft step finds legal drafts among the candidates of all levels of
-      the draft tree.
+    * Probe: a draft step tests the drafter's candidates for one draft and finds the first legal
+      candidate. The open step of the next round fills the mask rows.
+    * Lattice probe: a single draft step tests the candidates of all levels of the draft tree and
+      finds legal drafts among these candidates.
 
     Parameters
     ----------
     exchange
         Memory shared with the device: drafted and committed tokens, mask rows, candidates.
     masked_drafts
-        Whether the graph has draft steps, so that every draft is legal.
+        Whether the graph has draft steps. If so, every draft is legal.
     forced
-        Determines the forced token of each filled mask row, which the device then drafts; None if
-        forced tokens are not used. If the graph has no draft steps, the commit step follows the
-        forced tokens by itself and fills the rows after them (jump-forward decoding).
+        Object that determines the forced token of each filled mask row, that is, the token to
+        draft where the grammar allows only one text; None to use no forced tokens. The device
+        drafts the forced token. If the graph has no draft steps, the commit step follows the chain
+        of forced tokens and fills the mask rows after these tokens (jump-forward decoding).
     transport
         Implementation of the steps, one of `STEP_TRANSPORTS`.
     deadline_s
         Maximum time of one step on a worker thread, in seconds; see
         `graft.cudagraph.graph.GraphLane.mailbox`.
     max_in_flight
-        Maximum number of replays that are published and not retired.
+        Maximum number of replays that are published but not yet retired; see `retire`.
     threads
         Number of threads that serve the slots of a step; None for `default_threads`.
     budget_us
         Processor time that one slot may use per step, in microseconds, at least 1; None for no
-        limit. A request that exceeds the budget is late: the rows that are already filled are used,
-        and the request takes no part in further rounds until the thread that serves it has
-        finished. The budget does not change the tokens of a request, except with rejection
-        sampling, where it changes the tokens at which rounds end. ``native/guide/matcher.h``
-        describes the cost of a budget.
+        limit. A request that exceeds the budget is called late. The device uses the mask rows that
+        are already filled, and the request takes no part in further rounds until the worker thread
+        has finished the request's work. The budget does not change the tokens of a request, except
+        with rejection sampling, because the budget changes the positions at which rounds end.
+        ``native/guide/matcher.h`` describes the cost of a budget.
     """
 
     def __init__(
@@ -196,7 +199,7 @@ class GuidedDecoder:
         )
 
     def publish(self, replay: int, requests: Sequence[GuidedRequest]) -> None:
-        """Declare the requests of a replay. Must be called before the replay is launched.
+        """Declare the requests of a replay. Call this method before the replay is launched.
 
         The decoder keeps the matchers of the requests until the replay is retired.
 
@@ -212,8 +215,9 @@ class GuidedDecoder:
         Raises
         ------
         GuideError
-            Replays are not published in order, `max_in_flight` replays are in flight, a slot is
-            out of range or named twice, or a matcher belongs to another request or vocabulary.
+            Replays are not published in order, `max_in_flight` replays are already in flight, a
+            slot is out of range or listed twice, or a matcher belongs to another request or
+            vocabulary.
         """
         self._require_open()
         if replay != self._last_published + 1:
@@ -231,18 +235,18 @@ class GuidedDecoder:
         self._last_published = replay
 
     def retire(self, replay: int) -> None:
-        """Release the matchers of a replay that has completed on the device."""
+        """Retire a replay that has completed on the device, and release its matchers."""
         if replay not in self._in_flight:
             raise GuideError(f"replay {replay} is not in flight")
         self._worker.retire(replay)
-        # A thread that serves a late request uses its matcher even after the replay is retired.
+        # A worker thread may still use the matcher of a late request after the replay is retired.
         requests = (*self._late, *self._in_flight.pop(replay))
         self._late = [request for request in requests if self._worker.busy(request.slot)]
 
     def add(self, lane: GraphLane, work: NativeWork, *, name: str) -> None:
-        """Add a step to a graph lane, with the decoder's transport.
+        """Append a step to a graph lane, implemented as the decoder's `transport` selects.
 
-        Work that is added to the lane later starts after the step.
+        Work that is appended to the lane later starts after the step has completed.
 
         Parameters
         ----------
@@ -265,15 +269,16 @@ class GuidedDecoder:
     def open_work(self) -> NativeWork:
         """Return the open step, the first step of a replay.
 
-        It rolls back each matcher to the last committed token and fills the mask rows of the drafts
-        that this round verifies.
+        The open step rolls back each matcher to the last committed token and fills the mask rows of
+        the drafts that this round verifies.
         """
         return self._step_work(_OPEN, 0)
 
     def commit_work(self) -> NativeWork:
         """Return the commit step, which runs after verification.
 
-        It advances the matchers by the committed tokens and fills mask row 0.
+        The commit step advances the matchers by the committed tokens and fills mask row 0, which
+        constrains the token after the committed tokens.
         """
         return self._step_work(_COMMIT, 0)
 
@@ -287,10 +292,11 @@ class GuidedDecoder:
 
             * Fill: the step runs after draft `j` was sampled and fills mask row `j`, for
               ``1 <= j < draft_length``.
-            * Probe: the step runs when the candidates of draft `j` are known and finds the first
-              legal one, for ``1 <= j <= draft_length``.
-            * Lattice probe: the step finds legal drafts for all levels, best first. It makes at
-              most 4 tests per draft and one per candidate of a level. `j` must be 1.
+            * Probe: the step runs after the drafter has written the candidates of draft `j` and
+              finds the first legal candidate, for ``1 <= j <= draft_length``.
+            * Lattice probe: the step finds legal drafts for all levels of the draft tree and tests
+              the best candidates first. The number of tests is limited to 4 per draft plus one per
+              candidate of a level. `j` must be 1.
 
         Raises
         ------
@@ -324,7 +330,7 @@ class GuidedDecoder:
         return str(self._worker.error(slot))
 
     def timeline(self) -> list[StepSpan]:
-        """Return the start and end times of the steps of the last 256 replays, by start time."""
+        """Return the start and end times of the steps of the last 256 replays, sorted by start."""
         spans = []
         for replay, index, start_ns, end_ns in self._worker.timeline():
             step = STEPS[index] if index < _DRAFT else f"draft {index - 1}"
@@ -332,7 +338,9 @@ class GuidedDecoder:
         return sorted(spans, key=lambda span: span.start_ns)
 
     def close(self) -> None:
-        """Release all matchers. Graphs that contain steps remain valid; their steps do nothing.
+        """Release all matchers.
+
+        Graphs that contain steps of this decoder can still be launched; the steps then do nothing.
 
         Raises
         ------
@@ -364,12 +372,12 @@ class GuidedDecoder:
         )
 
     def _check_requests(self, requests: Sequence[GuidedRequest]) -> dict[int, GuidedRequest]:
-        """Check the requests of a replay and claim the matchers of new ones.
+        """Check the requests of a replay and claim the matchers of the new requests.
 
         Returns
         -------
         dict
-            The requests that are new in their slot, by slot.
+            The requests that were not in their slot in earlier replays, by slot.
         """
         seen: set[int] = set()
         new_owners: dict[int, GuidedRequest] = {}
@@ -412,6 +420,6 @@ def _check_minimum(name: str, value: float, minimum: float) -> None:
 
 
 def _native_request(request: GuidedRequest) -> tuple[int, int, int, object]:
-    """Return a request as the arguments of the native worker's ``publish``."""
+    """Return a request in the form of the arguments of the native worker's ``publish`` method."""
     native_matcher = None if request.matcher is None else request.matcher.native
     return request.slot, request.epoch, request.position, native_matcher

@@ -33,10 +33,10 @@ _NOISE = (
 
 
 class GrammarError(GraftError, Refusal):
-    """A grammar or a vocabulary is not valid or not supported.
+    """A grammar or a vocabulary is invalid or not supported.
 
-    In an engine, only the request that the grammar belongs to fails. If a function raises the error
-    in a child process, the call raises it in the parent process (see `Refusal`).
+    In an engine, the error ends only the requests that use the grammar. If a function raises the
+    error in a child process, the error is raised again in the parent process (see `Refusal`).
     """
 
 

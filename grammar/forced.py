@@ -17,12 +17,12 @@ class ForcedTokens:
     """Determines the forced token of a mask row.
 
     A text is forced if every legal token is a prefix of the longest legal token: all legal tokens
-    then spell the same text and differ only in length. The forced token is the longest one, which
-    in nine of ten cases is the token that the tokenizer would use.
+    then spell the beginning of the same text and differ only in length. The forced token is the
+    longest legal token. In nine of ten cases, this is the token that the tokenizer would use.
 
-    Forced tokens do not change the output distribution, because the choice depends only on the mask
-    row, and the draft is verified like any other draft. If only one id is legal, verification
-    cannot reject it.
+    Forced tokens do not change the distribution of the output, because the choice depends only on
+    the mask row, and a forced token is verified like any other draft. If only one id is legal,
+    verification cannot reject the forced token.
 
     Parameters
     ----------
@@ -30,8 +30,8 @@ class ForcedTokens:
         Vocabulary with the text of each id. An id without text, such as a stop id, is forced only
         if no other id is legal.
     unique_only
-        Whether a token is forced only if no other id is legal, so that verification cannot reject
-        it.
+        If True, a token is forced only if no other id is legal. Verification then never rejects a
+        forced token.
     """
 
     def __init__(self, vocabulary: Vocabulary, *, unique_only: bool = False):
@@ -40,5 +40,5 @@ class ForcedTokens:
         self.native = _native.guide.Forced(lengths, b"".join(texts), unique_only)
 
     def token(self, row: np.ndarray) -> int:
-        """Return the forced token of a mask row (int32, one bit per id), or -1 if there is none."""
+        """Return the forced token of a mask row (int32, one bit per id); -1 if there is none."""
         return int(self.native.token(row))

@@ -1,9 +1,9 @@
 """Constructors of grammar specifications.
 
-The constructors only parse their arguments and check their types. They start no process and take at
-most a few milliseconds. Reading a pattern and routing a schema can take unbounded time. They
-therefore run in child processes: when an engine compiles the grammar of a submitted request, and
-when `GrammarSpec.check` is called.
+The constructors only parse their arguments and check the arguments' types. They start no process
+and take at most a few milliseconds. Parsing a pattern and routing a schema can take unbounded time.
+This work therefore runs in child processes, either when an engine compiles the grammar of a
+submitted request or when `GrammarSpec.check` is called.
 """
 
 from __future__ import annotations
@@ -70,14 +70,15 @@ class StructuralTag:
 
 
 class GrammarSpec(Spec):
-    """An immutable, hashable grammar specification. It is created with the class methods.
+    """The grammar of a structured output. Immutable and hashable; created with the class methods.
 
     The class methods raise `GrammarError` for arguments of the wrong type or form. Some errors can
     only be found by a backend, such as a syntax error in a pattern or a schema keyword that cannot
-    be enforced. `check` raises them. If a request is submitted without `check`, the engine finds
-    them while it compiles the grammar, and finishes the request with the reason ``"refused"``.
+    be enforced. `check` raises these errors. If a request is submitted without a call of `check`,
+    the engine finds the errors while it compiles the grammar, and ends the request with the finish
+    reason ``"refused"``.
 
-    `Spec` describes the attributes.
+    The base class `Spec` describes the attributes.
     """
 
     @classmethod
@@ -106,8 +107,8 @@ class GrammarSpec(Spec):
             is known. ``"xgrammar"`` compiles the schema unchanged. ``"auto"`` selects LLGuidance
             if it is installed.
         whitespace, strict, partial, key_order, assert_formats
-            As in `Spec`. ``key_order="any"`` is not supported by XGrammar. It is not supported for
-            objects with more than 64 named properties either.
+            As in `Spec`. ``key_order="any"`` is supported neither by XGrammar nor for objects with
+            more than 64 named properties.
 
         Raises
         ------
@@ -208,8 +209,8 @@ class GrammarSpec(Spec):
         Raises
         ------
         GrammarError
-            There is no tag or no trigger, a tag begins with no trigger or with several triggers,
-            or there is a trigger that no tag begins with.
+            There is no tag or no trigger, the begin text of a tag starts with no trigger or with
+            several triggers, or no tag starts with one of the triggers.
         """
         _check_tags(tags, triggers)
         for name, flag in (("at_least_one", at_least_one), ("at_once", at_once)):
@@ -238,7 +239,7 @@ class GrammarSpec(Spec):
             Text of the marker, which may span several tokens, or the token id of the marker.
         required
             Whether stop ids are illegal before the marker. If False, the model may end its output
-            in the free text, and the grammar then never applies.
+            within the free text, so that the output contains no text of the grammar.
         """
         if isinstance(marker, (str, bool)):
             check_text("marker", marker)
@@ -250,13 +251,13 @@ class GrammarSpec(Spec):
     def check(self) -> None:
         """Check in a child process whether the installed backends accept the grammar.
 
-        A JSON schema is routed for its `backend`, or for ``"auto"`` if it names no backend. A
-        grammar of another kind is accepted if at least one installed backend can read it. No
-        vocabulary is needed, and nothing is compiled.
+        A JSON schema is routed for its `backend`, or for the backend that ``"auto"`` selects if the
+        schema names no backend. A grammar of another kind is accepted if at least one installed
+        backend can parse the grammar. The check needs no vocabulary and compiles nothing.
 
-        The call blocks until the result is known, for at most 30 s, the time limit of a child
-        process. It is optional: an engine finds the same errors when it compiles the grammar of a
-        submitted request.
+        The call blocks until the result is known, for at most 30 s, which is the time limit of a
+        child process. Calling `check` is optional, because an engine finds the same errors when it
+        compiles the grammar of a submitted request.
 
         Raises
         ------
@@ -279,8 +280,9 @@ class GrammarSpec(Spec):
             raise GrammarError(f"{subject}: {clean_message(error)}") from error
 
 
-# In GBNF, "." matches any character. XGrammar does not support it, so `GrammarSpec.ebnf` replaces
-# it. Group 1 matches strings, character classes and comments, which are left unchanged.
+# In GBNF, "." matches any character. XGrammar does not support ".", so `GrammarSpec.ebnf` replaces
+# the dot. Group 1 of this expression matches strings, character classes and comments, in which a
+# dot is literal and is not replaced.
 _DOT = re.compile(r'("(?:\\.|[^"\\\n])*"|\[(?:\\.|[^\]\\\n])*\]|#[^\n]*)|\.')
 _ANY_CHARACTER = "([^a] | [a])"
 

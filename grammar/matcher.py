@@ -1,7 +1,8 @@
-"""Interfaces of grammar backends, compiled grammars and matchers.
+"""Interfaces of grammar backends, compiled grammars and matchers for constrained decoding.
 
-A matcher holds the state of one request in its grammar. It accepts tokens, rolls them back and
-fills token bitmasks, with the same interface for every backend.
+Structured output needs the set of legal next tokens at every position. A matcher holds the state of
+one request in its grammar. The matcher accepts tokens, rolls them back and fills the token bitmask
+of the legal next tokens. Matchers have the same interface for every backend.
 """
 
 from __future__ import annotations
@@ -25,9 +26,9 @@ __all__ = ["CompiledGrammar", "GrammarBackend", "Matcher", "NativeBackedMatcher"
 class GrammarBackend(Protocol):
     """Compiles grammars for one vocabulary and creates matchers.
 
-    A backend may be written in pure Python; `Matcher` lists the methods of its matchers. If a JSON
-    schema names no backend, a user-defined backend receives it unchanged. The backend must then
-    either enforce the whole schema or refuse it.
+    A user-defined backend may be written in pure Python. `Matcher` lists the methods that its
+    matchers must implement. A user-defined backend receives JSON schemas that name no backend
+    unchanged. The backend must either enforce the whole schema or refuse the schema.
 
     Attributes
     ----------
@@ -41,13 +42,14 @@ class GrammarBackend(Protocol):
     vocabulary: Vocabulary
 
     def compile(self, spec: Spec) -> CompiledGrammar:
-        """Compile a grammar on the calling thread; raise `GrammarError` if it is refused."""
+        """Compile a grammar on the calling thread; raise `GrammarError` if it is not accepted."""
 
     def matcher(self, compiled: CompiledGrammar, stop_ids: Iterable[int] | None = None) -> Matcher:
         """Return a new matcher at the start of a grammar.
 
         The matchers of one grammar run on different threads, so they must not share mutable state.
-        The method ignores the marker of the specification; `CompiledGrammar.matcher` handles it.
+        The method ignores the `marker` of the specification, because `CompiledGrammar.matcher`
+        handles the free text before the marker.
 
         Parameters
         ----------
@@ -75,7 +77,7 @@ class CompiledGrammar:
     Attributes
     ----------
     pace
-        Measured speed of the grammar's matchers. The native worker updates it.
+        Measured speed of the grammar's matchers. The guided decoder's native worker updates it.
     """
 
     def __init__(self, backend: GrammarBackend, spec: Spec, native: Any, nbytes: int):
@@ -86,7 +88,7 @@ class CompiledGrammar:
         self.pace = _native.guide.Pace()
 
     def matcher(self, stop_ids: Iterable[int] | None = None, tokens: Iterable[int] = ()) -> Matcher:
-        """Return a new matcher that has accepted some tokens.
+        """Return a new matcher that has already accepted the given tokens.
 
         If the specification has a marker, the matcher starts in the free text before the marker.
 
@@ -114,9 +116,10 @@ class CompiledGrammar:
 class Matcher(ABC):
     """State of one request in its grammar. It determines which tokens are legal next.
 
-    A matcher is not thread-safe. The guided decoder owns it while replays that refer to it are in
-    flight. A backend in pure Python derives a class from `Matcher` and implements the abstract
-    methods; the native worker calls these methods on its threads with the GIL held.
+    A matcher is not thread-safe. The guided decoder owns the matcher while replays that refer to
+    the matcher are in flight. A backend in pure Python derives a class from `Matcher` and
+    implements the abstract methods. The guided decoder's native worker calls these methods on its
+    threads with the GIL held.
 
     Attributes
     ----------
@@ -129,8 +132,8 @@ class Matcher(ABC):
     words
         Number of int32 words of a mask row, ``ceil(size / 32)``.
     claimed
-        Whether a request of a guided decoder uses the matcher. If it is True, no other code may
-        use the matcher.
+        Whether a request of a guided decoder uses the matcher. If `claimed` is True, no other code
+        may use the matcher.
     """
 
     def __init__(self, compiled: CompiledGrammar, stop_ids: tuple[int, ...]):
@@ -198,8 +201,8 @@ class Matcher(ABC):
     def _require_mask_row(self, row: np.ndarray) -> None:
         if not isinstance(row, np.ndarray):
             raise GrammarError(f"mask row: must be an int32 array, got {row!r}")
-        # The libraries receive only the address, so an array of another layout would corrupt
-        # memory.
+        # The grammar libraries receive only the address of the row. They would corrupt memory if
+        # the array had another layout.
         if row.dtype != np.int32 or row.shape != (self.words,) or not row.flags.c_contiguous:
             raise GrammarError(
                 f"mask row: is {row.dtype} {list(row.shape)}, "
@@ -230,7 +233,7 @@ class NativeBackedMatcher(Matcher):
     native
         The native matcher.
     keep
-        Objects that the native matcher refers to. This object keeps them alive.
+        Objects that the native matcher refers to and that must stay alive as long as the matcher.
     """
 
     def __init__(

@@ -1,4 +1,4 @@
-"""Pool of child processes for grammar work whose time and memory are not bounded."""
+"""Pool of child processes for work on grammars that could take unbounded time or memory."""
 
 from __future__ import annotations
 

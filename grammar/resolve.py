@@ -1,4 +1,4 @@
-"""Selection of a grammar's backend, and conversion of JSON schemas to the form that it compiles."""
+"""Select the backend of a grammar, and convert JSON schemas to the form that it compiles."""
 
 from __future__ import annotations
 
@@ -23,14 +23,14 @@ _PARTIAL_HINT = " (pass partial=True to enforce the rest of the schema)"
 def resolve_spec(spec: AnySpec, backend: str) -> AnySpec:
     """Return the specification in the form that an engine with this backend compiles.
 
-    JSON schemas and the schemas of structural tags are converted as follows. LLGuidance compiles a
-    schema that is rewritten into an equivalent one where necessary. XGrammar compiles a schema
-    unchanged; a schema with a keyword that XGrammar would ignore is refused. ``"auto"`` selects
-    LLGuidance if it is installed. Grammars of other kinds and schemas that have already been
-    routed are returned unchanged.
+    JSON schemas and the schemas of structural tags are converted as follows. For LLGuidance, the
+    router rewrites a schema into an equivalent schema where necessary. For XGrammar, a schema is
+    left unchanged, and a schema with a keyword that XGrammar would ignore is refused. ``"auto"``
+    selects LLGuidance if it is installed. Grammars of other kinds and schemas that have already
+    been routed are returned unchanged.
 
-    The running time depends on the schema and is not bounded, so untrusted schemas should be
-    resolved in a child process. The most recent results are cached.
+    The running time of this function depends on the schema and is not bounded. Untrusted schemas
+    should therefore be resolved in a child process. The most recent results are cached.
 
     Parameters
     ----------
@@ -61,7 +61,7 @@ def resolve_spec(spec: AnySpec, backend: str) -> AnySpec:
 def without_partial_hint(message: str) -> str:
     """Return an error message without the hint to pass ``partial=True``.
 
-    Tags and the HTTP API, for example, do not offer this option.
+    The function is for interfaces without this option, such as structural tags and the HTTP API.
     """
     return message.removesuffix(_PARTIAL_HINT)
 
@@ -94,7 +94,8 @@ def _resolve_schema(spec: AnySpec, backend: str) -> AnySpec:
         if _installed_backend(backend) == "xgrammar":
             check_schema(value)
             return _resolve_for_xgrammar(spec, value)
-        # Closing one schema of an allOf would forbid the properties of the other schemas.
+        # additionalProperties=false in one schema of an allOf would forbid the properties that only
+        # the other schemas define.
         if spec.strict and '"allOf"' not in json.dumps(value):
             value = _close_objects(value)
         found = route(
@@ -153,7 +154,7 @@ def _close_objects(schema: Any) -> Any:
 
 
 def _installed_backend(backend: str) -> str:
-    """Return the name of the backend that `backend`, a name or ``"auto"``, selects.
+    """Return the name of the backend that `backend` (a name or ``"auto"``) selects.
 
     Raises
     ------
@@ -188,8 +189,8 @@ def _resolve_for_xgrammar(spec: AnySpec, value: Any) -> AnySpec:
 def _resolve_tags(spec: AnySpec, backend: str) -> AnySpec:
     """Resolve the schemas of a structural tag for a backend.
 
-    The schemas are strict: their objects allow no additional properties. XGrammar receives the
-    schemas unchanged and enforces this itself.
+    The schemas of tags are strict, that is, their objects allow no additional properties. XGrammar
+    receives the schemas unchanged, because its strict mode enforces this rule.
     """
     structural_tag = json.loads(spec.text)
     for tag in structural_tag["tags"]:

@@ -1,4 +1,6 @@
-"""Grammar specifications as plain data. `GrammarSpec` creates them, and backends compile them."""
+"""Grammar specifications for structured output, as plain data.
+
+`GrammarSpec` creates specifications, and grammar backends compile them."""
 
 from __future__ import annotations
 
@@ -17,22 +19,22 @@ Kind = Literal["json_schema", "regex", "ebnf", "choice", "lark", "structural_tag
 
 @dataclass(frozen=True)
 class Marker:
-    """Marks the end of free text, such as ``</think>`` after the reasoning of a model.
+    """Text or token that ends free text, such as ``</think>`` after the reasoning of a model.
 
-    Text before the marker is unconstrained. The grammar applies from the token after the one that
-    completes the marker. A token that contains the end of the marker and further text is illegal,
-    so that every byte of the answer is subject to the grammar.
+    Text before the marker is unconstrained. The grammar applies after the token that completes the
+    marker. A token that contains both the end of the marker and further text is illegal, so that
+    the grammar constrains every byte of the answer.
 
     Attributes
     ----------
     text
         Text of the marker, which may span several tokens; empty if the marker is a token id. If an
-        added token of the tokenizer has exactly this text, its id counts as the marker, too.
+        added token of the tokenizer has exactly this text, the id of this token is also a marker.
     token
         Token id of the marker, or None.
     required
         Whether stop ids are illegal before the marker. If False, the model may end its output in
-        the free text, and the grammar then never applies.
+        the free text, so that the output contains no text of the grammar.
     """
 
     text: str = ""
@@ -60,7 +62,7 @@ class Marker:
 
 @dataclass(frozen=True)
 class Spec:
-    """Text and options of a grammar. Hashable.
+    """Text and options of a grammar. Immutable and hashable.
 
     Attributes
     ----------
@@ -81,10 +83,10 @@ class Spec:
         * ``"any"``: any white space.
         * A number: at most this many white-space characters in a row.
     strict
-        Whether object schemas with ``properties`` forbid additional properties that they do not
-        mention. Only for JSON schemas. False: additional properties are allowed, as in the JSON
-        Schema standard. None: False, except that a schema which XGrammar compiles unchanged is
-        strict, because XGrammar would otherwise enforce less.
+        Whether object schemas with ``properties`` forbid properties that they do not mention. Only
+        for JSON schemas. False: additional properties are allowed, as in the JSON Schema standard.
+        None: like False for LLGuidance and like True for XGrammar, because XGrammar would enforce
+        fewer keywords without its strict mode.
     partial
         Whether a grammar may be enforced only in part. If False, a grammar with a part that cannot
         be enforced is refused. If True, the grammar is accepted, and outputs may violate that part.
@@ -92,8 +94,9 @@ class Spec:
         Name of the backend that compiles the grammar; empty for the engine's backend. ``"auto"``
         is allowed for a JSON schema (see `resolve_spec`).
     key_order
-        Order of object keys. Only for JSON schemas. ``"schema"``: the order of the schema, so that
-        reasoning fields can precede answers, and more text is forced. ``"any"``: any order.
+        Order of object keys. Only for JSON schemas. ``"schema"``: the order in which the schema
+        lists the keys. A reasoning field can thus precede the answer, and the grammar determines
+        more of the text. ``"any"``: any order.
     assert_formats
         Whether ``format`` is enforced. Only for JSON schemas. None: as the schema's draft
         specifies. In schemas that declare draft 2019-09 or 2020-12, ``format`` is an annotation and
@@ -103,8 +106,9 @@ class Spec:
         it; empty if the schema has not been routed. Outputs of a `partial` grammar are checked
         against the original schema (see `graft.grammar.check_output`).
     rules
-        Lark grammar that replaces `text` where LLGuidance's ``%json`` cannot express the schema,
-        as for keys in any order; empty if there is none.
+        Lark grammar that LLGuidance compiles instead of `text` if ``%json``, LLGuidance's own
+        schema compiler, cannot express the schema, for example keys in any order; empty if there
+        is none.
     marker
         Marker at the end of the free text before the grammar; None if the grammar applies from the
         first token.

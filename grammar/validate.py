@@ -1,7 +1,7 @@
-"""Checks of finished texts against JSON schemas, and searches for patterns in texts.
+"""Check finished texts against JSON schemas, and search texts for patterns.
 
-Python's ``re`` takes exponential time for some patterns and holds the GIL while it searches. A
-search whose time is not bounded therefore runs in a child process that can be killed.
+Python's ``re`` takes exponential time for some patterns and holds the GIL during a search. A search
+that could take unbounded time therefore runs in a child process that can be killed.
 """
 
 from __future__ import annotations
@@ -39,7 +39,8 @@ def check_output(schema: Any, text: str) -> bool:
         ``jsonschema`` is not installed, it raised an exception (for example because of a reference
         to another document), or the check took longer than `CHECK_TIMEOUT_S`.
     """
-    # Importing jsonschema takes a second. As a setup, it does not count towards the time limit.
+    # Importing jsonschema takes a second. The import is a `Setup` of the call, so its time does not
+    # count towards the time limit.
     setup = Setup("jsonschema", _MODULE + "import_jsonschema", ())
     request = Call(_MODULE + "satisfies_schema", (json.dumps(schema), text), setup)
     return _call_bounded("JSON schema: an output", request, CHECK_TIMEOUT_S)
@@ -48,11 +49,11 @@ def check_output(schema: Any, text: str) -> bool:
 def search_pattern(pattern: str, text: str) -> bool:
     """Return whether ``re.search`` finds a user's pattern in the text.
 
-    The search runs in this process if it takes at most `_MAX_STEPS` steps, and in a child process
-    otherwise. The number of steps is bounded if the pattern repeats no group and has no
-    back-reference. With ``n`` repetition and alternation operators, it is then at most
-    ``(len(text) + 2) ** (n + 1)``: the search tries each position of the text, and each operator
-    has at most ``len(text) + 1`` continuations.
+    The search runs in this process if it provably takes at most `_MAX_STEPS` steps, and in a child
+    process otherwise. A bound on the number of steps is known if the pattern repeats no group and
+    has no back-reference. A pattern with ``n`` repetition and alternation operators then takes at
+    most ``(len(text) + 2) ** (n + 1)`` steps, because the search tries each position of the text,
+    and each operator has at most ``len(text) + 1`` continuations.
 
     Raises
     ------

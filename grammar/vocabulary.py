@@ -85,7 +85,7 @@ class Vocabulary:
 
     @functools.cached_property
     def spells_everything(self) -> bool:
-        """Whether every text has a tokenization: each byte that occurs in UTF-8 is a token."""
+        """Whether the tokens can spell every text, because each byte that UTF-8 uses is a token."""
         single_bytes = {token for token in self.tokens if len(token) == 1}
         # UTF-8 never uses the bytes 0xC0, 0xC1 and 0xF5 to 0xFF.
         utf8_bytes = {bytes([byte]) for byte in range(0xF5)}
@@ -112,9 +112,10 @@ class Vocabulary:
     ) -> Vocabulary:
         """Return the vocabulary of a tokenizer.
 
-        Two kinds of tokenizers are supported: byte-level BPE, which writes pieces in GPT-2's byte
-        alphabet, and byte-fallback tokenizers, which have pieces such as ``<0x0A>`` and write a
-        space as U+2581. Added tokens are not text, whether they are special or not.
+        Two kinds of tokenizers are supported. Byte-level BPE tokenizers write their pieces (the
+        strings of the tokens in ``tokenizer.json``) in GPT-2's byte alphabet. Byte-fallback
+        tokenizers have pieces such as ``<0x0A>`` and write a space as U+2581. Added tokens have no
+        text in the vocabulary, even if the tokenizer does not mark them as special.
 
         Parameters
         ----------
@@ -169,7 +170,7 @@ def _read_tokenizer(source: tokenizers.Tokenizer | str | Path) -> dict[str, Any]
 
 
 def _piece_conversion(description: dict[str, Any]) -> Callable[[str], bytes]:
-    """Return the function that converts a tokenizer's pieces to bytes.
+    """Return the function that converts a tokenizer's pieces (token strings) to bytes.
 
     Parameters
     ----------
@@ -195,7 +196,10 @@ def _piece_conversion(description: dict[str, Any]) -> Callable[[str], bytes]:
 
 
 def _pipeline_steps(pipeline: dict[str, Any] | None) -> dict[str, dict[str, Any]]:
-    """Return the steps of a decoder or pre-tokenizer by type. Nested sequences are flattened."""
+    """Return the components of a tokenizer's decoder or pre-tokenizer, by type.
+
+    Nested sequences of components are flattened.
+    """
     found = {}
     pending = [pipeline] if pipeline else []
     while pending:
@@ -218,7 +222,7 @@ def _byte_level(piece: str) -> bytes:
     try:
         return bytes(_ALPHABET[char] for char in piece)
     except KeyError:
-        # Tokenizers decode a piece with a character outside the alphabet literally.
+        # If a piece contains a character outside the byte alphabet, tokenizers use its UTF-8 text.
         return piece.encode("utf-8")
 
 

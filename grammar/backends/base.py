@@ -19,8 +19,8 @@ __all__ = ["BoundedBackend", "ending_ids", "require_release"]
 class BoundedBackend(GrammarBackend, Protocol):
     """A backend that can compile a grammar in a child process with limits of time and memory.
 
-    The child process runs the call that `compile_call` returns. Its result is passed to `load`,
-    which creates the compiled grammar in the engine's process.
+    The child process runs the call that `compile_call` returns. The engine's process passes the
+    result of the call to `load`, which creates the compiled grammar.
     """
 
     def compile_call(self, spec: Spec, routed: bool) -> Call:
@@ -31,19 +31,19 @@ class BoundedBackend(GrammarBackend, Protocol):
         spec
             The grammar.
         routed
-            Whether the grammar is a JSON schema that the same child process has just routed, so
-            that LLGuidance is known to accept it.
+            Whether the grammar is a JSON schema that the router has just converted in the same
+            child process. LLGuidance is then known to accept the schema.
         """
 
     def load(self, spec: Spec, result: Any) -> CompiledGrammar:
-        """Return the compiled grammar, given the result of the call in the child process.
+        """Create the compiled grammar from the result of the call in the child process.
 
-        The child process must have used an equal vocabulary.
+        The vocabulary of this backend must equal the vocabulary that the child process used.
         """
 
 
 def require_release(name: str, package: str, release: str, install: str) -> None:
-    """Raise `OptionError` unless a supported release of a library is installed.
+    """Raise `OptionError` unless a supported release of a grammar library is installed.
 
     Parameters
     ----------
@@ -72,11 +72,11 @@ def require_release(name: str, package: str, release: str, install: str) -> None
 def ending_ids(
     backend: GrammarBackend, compiled: CompiledGrammar, stop_ids: Iterable[int] | None
 ) -> tuple[int, ...]:
-    """Return the stop ids that terminate a matcher: the stop ids that are not text.
+    """Return the stop ids that terminate a matcher, that is, the stop ids without text.
 
-    A stop id with text stays an ordinary token for the grammar, because the grammar could otherwise
-    reach a state in which no token is legal. The device decides whether such a stop id ends the
-    request.
+    A stop id with text (bytes in the vocabulary) remains an ordinary token for the grammar. The
+    grammar could otherwise reach a state in which no token is legal. Independently of the grammar,
+    the device decides whether such a stop id ends the request.
 
     Parameters
     ----------

@@ -1,4 +1,6 @@
-"""The LLGuidance backend. The native worker calls LLGuidance's C interface without the GIL."""
+"""The LLGuidance backend for constrained decoding.
+
+The guided decoder's native worker calls LLGuidance's C interface without holding the GIL."""
 
 from __future__ import annotations
 
@@ -36,7 +38,7 @@ _MATCHER_BYTES = 80 << 10
 
 @functools.cache
 def load_native() -> str:
-    """Hand LLGuidance's C functions to the native worker and return LLGuidance's version.
+    """Load LLGuidance's C functions into the native worker and return LLGuidance's version.
 
     Raises
     ------
@@ -55,15 +57,15 @@ def load_native() -> str:
 
 
 def grammar_text(spec: Spec) -> str:
-    """Return a grammar in LLGuidance's JSON form.
+    """Return a grammar in the JSON format that LLGuidance's parser reads.
 
-    The grammar allows every tokenization of a legal text.
+    The grammar allows every sequence of tokens that spells a legal text.
     """
     return json.dumps({"grammars": [_grammar(spec)]})
 
 
 def validated_grammar_text(spec: Spec) -> str:
-    """Check a grammar with LLGuidance and return its `grammar_text`.
+    """Check a grammar with LLGuidance and return the grammar in LLGuidance's JSON format.
 
     Raises
     ------
@@ -73,7 +75,8 @@ def validated_grammar_text(spec: Spec) -> str:
     """
     grammar = _grammar(spec)
     refused, lines = validate(grammar)
-    # Special tokens cannot be resolved without the vocabulary. `load` refuses unknown ones.
+    # Without the vocabulary, LLGuidance cannot look up the special tokens that a grammar names, and
+    # prints a warning. `load` has the vocabulary and refuses unknown special tokens.
     lines = [line for line in lines if not line.startswith("no tokenizer")]
     message = _error_message("\n".join(lines), spec.kind)
     if refused:
@@ -86,7 +89,7 @@ def validated_grammar_text(spec: Spec) -> str:
 def syntax_error(spec: Spec) -> str:
     """Return LLGuidance's error for a grammar, or an empty string if there is none.
 
-    LLGuidance reads the grammar but does not compile it.
+    LLGuidance parses the grammar but does not compile it.
     """
     try:
         validated_grammar_text(replace(spec, partial=True))
@@ -96,7 +99,7 @@ def syntax_error(spec: Spec) -> str:
 
 
 def _grammar(spec: Spec) -> dict[str, Any]:
-    """Return a grammar as one element of LLGuidance's ``grammars`` list."""
+    """Return a grammar in the form of an element of LLGuidance's ``grammars`` list."""
     spec = resolve_spec(spec, "llguidance")
     if spec.kind == "json_schema" and not spec.rules:
         # LLGuidance reads a schema faster than a Lark grammar, which takes about 1 ms.
@@ -116,8 +119,8 @@ def _lark_text(spec: Spec) -> str:
         return spec.text
     if spec.kind == "choice":
         options = (literal(option) for option in json.loads(spec.text))
-        # All options form one lexeme, because a rule with one alternative per option is slow and
-        # can exceed the parser's limit of items.
+        # All options form one lexeme (terminal). A rule with one alternative per option would be
+        # slow and could exceed the parser's limit of items.
         return "start: CHOICE\nCHOICE: " + " | ".join(options)
     if spec.kind == "structural_tag":
         return _structural_tag(json.loads(spec.text), spec.whitespace)
@@ -134,8 +137,8 @@ def _lark_text(spec: Spec) -> str:
 def _structural_tag(document: dict[str, Any], whitespace: Whitespace) -> str:
     """Return a structural tag in the Lark dialect.
 
-    Free text is a lazy lexeme that ends with a trigger. It is followed by the rest of the tag's
-    begin text, by the content of the tag, and by its end text.
+    Free text is a lazy lexeme (terminal) that ends with a trigger. The trigger is followed by the
+    rest of the tag's begin text, by the content of the tag, and by the tag's end text.
     """
     tags = document["tags"]
     indices = range(len(tags))
@@ -168,7 +171,7 @@ def _schema_with_options(schema: Any, whitespace: Whitespace) -> dict[str, Any]:
 
 
 def _was_validated(spec: Spec) -> bool:
-    """Return whether LLGuidance accepted exactly this schema while it was routed."""
+    """Return whether the router has already checked exactly this schema with LLGuidance."""
     return bool(spec.source) and not spec.partial
 
 
@@ -217,7 +220,7 @@ class LLGuidanceBackend:
         tokens = list(vocabulary.tokens)
         tokens += [b""] * (vocabulary.size - len(tokens))
         for name, token in vocabulary.names.items():
-            # LLGuidance's mark of a special token is the byte 0xff before its name.
+            # LLGuidance recognizes a special token by the byte 0xff before the token's name.
             tokens[token] = b"\xff" + name.encode("utf-8")
         lengths = [len(token) for token in tokens]
         try:
@@ -238,13 +241,13 @@ class LLGuidanceBackend:
         return self.load(spec, validated_grammar_text(resolved))
 
     def compile_call(self, spec: Spec, routed: bool) -> Call:
-        """Return the call that compiles a grammar in a child process; see `BoundedBackend`."""
+        """Return the call that prepares a grammar in a child process; see `BoundedBackend`."""
         validated = routed and _was_validated(spec)
         function = "grammar_text" if validated else "validated_grammar_text"
         return Call(f"{__name__}:{function}", (spec,))
 
     def load(self, spec: Spec, result: str) -> CompiledGrammar:
-        """Return the compiled grammar, given its `grammar_text`. Releases the GIL."""
+        """Create the compiled grammar from LLGuidance's JSON format. Releases the GIL."""
         try:
             native = _native.guide.LLGuidanceGrammar(self._tokenizer, result)
         except RuntimeError as error:
@@ -257,7 +260,7 @@ class LLGuidanceBackend:
     def matcher(self, compiled: CompiledGrammar, stop_ids: Iterable[int] | None = None) -> Matcher:
         """Return a new matcher at the start of a grammar.
 
-        The stop ids that are not text terminate the matcher; see `ending_ids`.
+        The stop ids without text terminate the matcher; see `ending_ids`.
         """
         ending = ending_ids(self, compiled, stop_ids)
         handle = _native.guide.LLGuidanceMatcher(compiled.native, ending)

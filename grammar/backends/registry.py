@@ -30,7 +30,8 @@ def make_backend(
     Parameters
     ----------
     choice
-        Name of a backend, or a factory.
+        Name of a backend, or a factory, that is, a function that creates a backend for a
+        vocabulary.
     vocabulary
         Vocabulary of the backend.
 
@@ -54,15 +55,15 @@ def make_backend(
 
 
 def check_syntax(spec: Spec) -> None:
-    """Raise `GrammarError` if no installed backend can read a grammar.
+    """Raise `GrammarError` if no installed backend can parse a grammar.
 
-    No vocabulary is needed. The running time depends on the grammar and is not bounded, so the
-    function should run in a child process.
+    The function needs no vocabulary. Its running time depends on the grammar and is not bounded, so
+    the function should run in a child process.
     """
     readers = {"llguidance": llguidance.syntax_error, "xgrammar": _xgrammar_syntax_error}
     names = ["llguidance", "xgrammar"]
     if spec.kind == "ebnf":
-        # EBNF is XGrammar's own notation, so XGrammar's error is the more helpful one.
+        # EBNF is XGrammar's own notation, so XGrammar's error is more helpful than LLGuidance's.
         names.reverse()
     errors = []
     for name in names:

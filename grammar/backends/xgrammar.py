@@ -1,4 +1,4 @@
-"""The XGrammar backend. It calls XGrammar through TVM-FFI.
+"""The XGrammar backend for constrained decoding. It calls XGrammar through TVM-FFI.
 
 This module loads only the shared library from XGrammar's wheel. It imports neither the Python
 package ``xgrammar`` nor torch.
@@ -34,7 +34,7 @@ __all__ = ["XGrammarBackend", "library", "load_native", "syntax_error", "tokeniz
 _TYPES = ("TokenizerInfo", "Grammar", "GrammarCompiler", "CompiledGrammar", "GrammarMatcher")
 _RAW = 0  # XGrammar's vocabulary type for tokens given as bytes
 _MODULE = __name__ + ":"
-# Reading a serialized grammar of at least this size fragments the heap.
+# Deserializing a compiled grammar that is longer than this number of characters fragments the heap.
 _TRIM_BYTES = 1 << 19
 _XGRAMMAR_ERRORS = (RuntimeError, ValueError, TypeError)
 _libc = ctypes.CDLL(None)
@@ -70,9 +70,9 @@ def _register_types() -> SimpleNamespace:
 
 @contextlib.contextmanager
 def _keep_signal_handler(number: int) -> Iterator[None]:
-    """Restore a signal's handler on exit.
+    """Return a context manager that restores the handler of a signal on exit.
 
-    Loading TVM-FFI replaces the handler that the soft device has installed.
+    Loading TVM-FFI replaces the signal handler that the soft device has installed.
     """
     handler = ctypes.create_string_buffer(512)  # larger than struct sigaction
     _libc.sigaction(number, None, handler)
@@ -84,7 +84,7 @@ def _keep_signal_handler(number: int) -> Iterator[None]:
 
 @functools.cache
 def load_native() -> None:
-    """Hand XGrammar's methods to the native worker, which checks their version and signatures.
+    """Load XGrammar's methods into the native worker, which checks their version and signatures.
 
     Raises
     ------
@@ -111,7 +111,7 @@ def tokenizer_info(tokens: Sequence[bytes], size: int, stops: Sequence[int]) -> 
 
 
 def _compile(info: Any, spec: Spec) -> Any:
-    """Return XGrammar's compiled form of a grammar; raise `GrammarError` if it is refused."""
+    """Return XGrammar's compiled form of a grammar; raise `GrammarError` if there is none."""
     spec = resolve_spec(spec, "xgrammar")  # refuses schemas with keywords that XGrammar ignores
     types = library()
     text = spec.text
@@ -139,7 +139,7 @@ def _compile(info: Any, spec: Spec) -> Any:
 def syntax_error(spec: Spec) -> str:
     """Return XGrammar's error for a grammar, or an empty string if there is none.
 
-    XGrammar reads the grammar but does not compile it.
+    XGrammar parses the grammar but does not compile it.
     """
     grammar = library().Grammar
     text = spec.text
@@ -158,7 +158,10 @@ def syntax_error(spec: Spec) -> str:
 
 
 def _quote(text: str) -> str:
-    """Return an EBNF string literal, in which all but ASCII letters and digits are escaped."""
+    """Return a text as an EBNF string literal.
+
+    All characters except ASCII letters and digits are escaped.
+    """
     return '"' + "".join(_escape(c) for c in text) + '"'
 
 
@@ -172,8 +175,8 @@ def _escape(char: str) -> str:
 def _layout(whitespace: Whitespace, strict: bool) -> tuple[Any, ...]:
     """Return the arguments of XGrammar's ``compile_json_schema`` that follow the schema.
 
-    In order, they are: whether any white space is allowed, indentation, separators, strict mode,
-    maximum number of white-space characters, and whether keys may come in any order.
+    The arguments are, in this order: whether any white space is allowed, indentation, separators,
+    strict mode, maximum number of white-space characters, and whether keys may have any order.
     """
     any_whitespace = whitespace != "line"
     max_whitespace = whitespace if isinstance(whitespace, int) else None
@@ -183,8 +186,8 @@ def _layout(whitespace: Whitespace, strict: bool) -> tuple[Any, ...]:
 def _structural_tag(text: str, whitespace: Whitespace) -> str:
     """Return a structural tag in XGrammar's JSON form.
 
-    The schema of each tag is converted to EBNF rules, because XGrammar would allow any white space
-    in the content if it received the schema itself.
+    The schema of each tag is converted to EBNF rules. If the structural tag contained the schema
+    itself, XGrammar would allow any white space in the content.
     """
     document = json.loads(text)
     any_whitespace, indent, separators, strict, max_whitespace, any_order = _layout(
@@ -225,7 +228,7 @@ _vocabularies: dict[str, Any] = {}  # TokenizerInfo by fingerprint of the vocabu
 
 
 def add_vocabulary(fingerprint: str, *vocabulary: Any) -> None:
-    """Store a vocabulary for later calls of `compiled_text`."""
+    """Store a vocabulary in the child process for later calls of `compiled_text`."""
     _vocabularies[fingerprint] = tokenizer_info(*vocabulary)
 
 
@@ -241,8 +244,8 @@ def compiled_text(fingerprint: str, spec: Spec) -> str:
         specification is not `partial`.
     """
     text = str(_compile(_vocabularies[fingerprint], spec).serialize_json())
-    # XGrammar prints a warning about each part that it ignores. The child process redirects file
-    # descriptor 1 to a file that is empty when a call begins.
+    # XGrammar prints a warning about each part of the grammar that it ignores. In the child
+    # process, file descriptor 1 refers to a file that is empty when a call begins.
     printed = os.pread(1, 1 << 20, 0).decode("utf-8", "replace")
     ignored = list(dict.fromkeys(clean_message(line) for line in printed.splitlines()))
     if ignored and not spec.partial:
@@ -287,17 +290,18 @@ class XGrammarBackend:
         return Call(_MODULE + "compiled_text", (fingerprint, spec), setup)
 
     def load(self, spec: Spec, result: str) -> CompiledGrammar:
-        """Return the compiled grammar, given the JSON text that `compiled_text` returned."""
+        """Create the compiled grammar from the JSON text that `compiled_text` returned."""
         native = self._types.CompiledGrammar.deserialize_json(result, self._info)
         if len(result) > _TRIM_BYTES:
-            # Otherwise the memory that was used to read the text is never returned to the system.
+            # Otherwise, the C library would never return the memory that was used to read the text
+            # to the system.
             _libc.malloc_trim(0)
         return self._compiled_grammar(spec, native)
 
     def matcher(self, compiled: CompiledGrammar, stop_ids: Iterable[int] | None = None) -> Matcher:
         """Return a new matcher at the start of a grammar.
 
-        The stop ids that are not text terminate the matcher; see `ending_ids`.
+        The stop ids without text terminate the matcher; see `ending_ids`.
         """
         ending = ending_ids(self, compiled, stop_ids)
         override = None if ending == self.vocabulary.stop_ids else list(ending)
@@ -312,7 +316,15 @@ class XGrammarBackend:
         return CompiledGrammar(self, spec, native, int(native.memory_size_bytes()))
 
     def _acceptable(self, stops: tuple[int, ...]) -> np.ndarray:
-        """Return a bitmask of the ids that XGrammar can accept: text tokens and `stops`."""
+        """Return the token bitmask of the ids that XGrammar can accept.
+
+        These ids are the tokens with text and the stop ids `stops`.
+
+        Parameters
+        ----------
+        stops
+            Stop ids that terminate the matcher.
+        """
         if stops not in self._acceptable_by_stops:
             vocabulary = self.vocabulary
             flags = np.zeros(vocabulary.words * 32, bool)

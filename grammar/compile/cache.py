@@ -18,12 +18,13 @@ _ENTRY_BYTES = 1024  # estimated overhead of an entry, besides its specification
 
 
 class GrammarCache:
-    """LRU cache of completed compilations, by specification. Thread-safe.
+    """LRU cache of completed compilations, by grammar specification. Thread-safe.
 
-    An entry is the completed future of a compilation. Its result is a compiled grammar, or the
-    error with which the grammar was refused. The size of an entry is the sum of
-    `CompiledGrammar.nbytes`, the length of the specification and 1 KiB. An entry larger than the
-    limit is not stored. Eviction does not affect matchers, which hold a reference to their grammar.
+    An entry is the completed future of a compilation. The future contains either the compiled
+    grammar or the error with which the grammar was refused. The size of an entry is the sum of
+    `CompiledGrammar.nbytes`, the length of the specification and 1 KiB. An entry that is larger
+    than the cache's limit is not stored. Existing matchers remain valid when their grammar is
+    evicted, because each matcher holds a reference to its grammar.
 
     Parameters
     ----------
@@ -40,7 +41,7 @@ class GrammarCache:
         self._nbytes = 0
 
     def get(self, spec: Spec) -> Future[CompiledGrammar] | None:
-        """Return the completed future of an equal specification; None if there is none."""
+        """Return the completed future that is stored for an equal specification, or None."""
         with self._lock:
             if spec not in self._entries:
                 return None

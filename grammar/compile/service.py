@@ -43,7 +43,7 @@ class _Job(NamedTuple):
 
 
 class _Lane:
-    """A queue of compilation jobs and the threads that serve it.
+    """A queue of compilation jobs and the threads that take jobs from the queue.
 
     Parameters
     ----------
@@ -123,15 +123,16 @@ def _get_shared_backends(
 class GrammarService:
     """Compiles the grammars of an engine's requests.
 
-    A grammar is compiled with the backend that its specification names, or else with the engine's
-    backend. All work whose cost depends on the text of a grammar runs in child processes with
-    limits of time and memory: routing and rewriting a schema, and reading and compiling a grammar.
-    If a grammar takes too long or crashes a library, only its own compilation fails.
+    A grammar is compiled with the backend that its specification names. If the specification names
+    no backend, the engine's backend is used. All work whose running time depends on the text of a
+    grammar runs in child processes with limits of time and memory. This work consists of routing
+    and rewriting a schema, and of parsing and compiling a grammar. If a grammar takes too long or
+    crashes a library, only the compilation of this grammar fails.
 
-    The service has two lanes. A lane is a queue with the threads that serve it. Each compilation
-    starts in the fast lane with a time limit of one second. If it exceeds this limit, it starts
-    again in the slow lane with the limit `timeout_s`. Slow grammars therefore delay only each
-    other.
+    The service has two lanes. A lane is a queue together with the threads that take jobs from the
+    queue. Each compilation starts in the fast lane with a time limit of one second. If the
+    compilation exceeds this limit, it is aborted and starts again in the slow lane with the limit
+    `timeout_s`. Slow grammars therefore delay only other slow grammars.
 
     Services of a process with equal vocabularies and settings share their backends and compiled
     grammars while at least one of these services exists, unless a factory creates the backend.
@@ -144,7 +145,8 @@ class GrammarService:
         Backend of grammars whose specification names no backend: a name, ``"auto"``, or a factory
         that is called with the vocabulary. ``"auto"`` routes JSON schemas (see `resolve_spec`),
         compiles EBNF with XGrammar, and compiles other grammars with the first installed backend.
-        A backend that is not a `BoundedBackend` compiles in this process without limits.
+        A backend that is not a `BoundedBackend` compiles in this process without limits of time
+        and memory.
     threads
         Number of threads per lane, that is, of concurrent compilations in a lane.
     timeout_s
@@ -231,9 +233,9 @@ class GrammarService:
     def close(self) -> None:
         """Kill the child processes. Unfinished compilations fail with `GrammarError`.
 
-        Work in this process cannot be interrupted, so `close` waits for it: compilations of
-        backends that are not a `BoundedBackend`, and loading the result of a child process. A
-        second call has no effect.
+        `close` waits for work in this process, because such work cannot be interrupted: the
+        compilations of backends that are not a `BoundedBackend`, and the loading of the results of
+        child processes. A second call of `close` has no effect.
         """
         with self._lock:
             if self._closed:  # a child process must not be released twice
@@ -259,7 +261,7 @@ class GrammarService:
     def _run(self, lane: _Lane, child: ChildProcess) -> None:
         """Compile the jobs of a lane until the service is closed. Runs on a thread of the lane."""
         if lane is self._fast_lane and isinstance(self.backend, BoundedBackend):
-            child.start()  # the process starts while the engine loads its models
+            child.start()  # so that the process starts while the engine loads its models
         while True:
             job = lane.jobs.get()
             if job is None:
@@ -281,7 +283,7 @@ class GrammarService:
         except OptionError as error:
             self._finish(job, GrammarError(f"{kind}: {error}"), "refused", keep=False)
         except BaseException as error:
-            # Requests wait for the future, so it must be completed whatever happens.
+            # Requests wait for the future, so the future must be completed after any exception.
             failure = GrammarError(f"{kind}: {type(error).__name__}: {clean_message(error)}")
             failure.__cause__ = error
             self._finish(job, failure, "failed", keep=False)
@@ -289,7 +291,10 @@ class GrammarService:
             self._finish(job, compiled, "compiled")
 
     def _handle_lost_child(self, job: _Job, lane: _Lane, error: ChildLost) -> None:
-        """Pass a job that timed out in the fast lane on to the slow lane, or fail it."""
+        """Move a job that exceeded the fast lane's time limit to the slow lane.
+
+        Complete the futures of all other jobs with an error.
+        """
         timed_out = isinstance(error, ChildTimeout)
         if timed_out and lane.timeout_s < self._timeout_s and not self._closed:
             self._slow_lane.jobs.put(job)
@@ -334,7 +339,7 @@ class GrammarService:
         outcome
             Name of the counter to increment.
         keep
-            Whether to cache the result. It is False if another attempt may have another result.
+            Whether to cache the result. Pass False if another attempt may have another result.
         """
         with self._lock:
             self._counts[outcome] += 1
@@ -357,8 +362,9 @@ class GrammarService:
 def _require_output(compiled: CompiledGrammar) -> None:
     """Raise `GrammarError` if the grammar allows no first token.
 
-    If some texts have no tokenization in the vocabulary, the cause may be the vocabulary instead of
-    the grammar. Such a grammar is accepted, and its request fails when no token is legal.
+    If the vocabulary cannot spell every text, the absence of a legal token may be caused by the
+    vocabulary instead of the grammar. The grammar is then accepted, and the request ends when no
+    token is legal.
     """
     vocabulary = compiled.backend.vocabulary
     if not (vocabulary.spells_everything and vocabulary.stop_ids):

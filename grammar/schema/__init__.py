@@ -1,1 +1,1 @@
-"""Routing of JSON schemas: finds a form of a schema that a backend enforces exactly."""
+"""JSON schema router, which finds a form of a schema that a grammar backend enforces exactly."""

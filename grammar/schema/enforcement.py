@@ -1,9 +1,9 @@
-"""JSON schema keywords that each backend enforces by itself.
+"""JSON schema keywords that each backend enforces without the help of the router.
 
 LLGuidance refuses schemas with unsupported keywords (see `schema_error`). XGrammar ignores many
 keywords without an error. It uses the first of ``$ref``, ``const``, ``enum``, ``anyOf``, ``oneOf``,
-``allOf`` and ``type`` that a schema has, and reads only the keywords that belong to this one.
-`ignored_keywords` finds the keywords of a schema that XGrammar ignores.
+``allOf`` and ``type`` that a schema has, and ignores the keywords that do not belong to this
+keyword. `ignored_keywords` finds the keywords of a schema that XGrammar ignores.
 """
 
 from __future__ import annotations
@@ -119,7 +119,7 @@ def _ignored_keywords(schema: SchemaObject, old_draft: bool) -> Iterator[str]:
     used = next((keyword for keyword in _EXCLUSIVE if keyword in schema), None)
     if used is not None:
         if used == "$ref" and old_draft:
-            return  # before draft 2019-09, the standard ignores keywords next to $ref
+            return  # before draft 2019-09, keywords next to $ref have no effect
         for keyword in sorted(assertions - {used}):
             if not (keyword == "type" and _type_is_redundant(schema, used)):
                 yield f"{keyword} next to {used}"
@@ -142,14 +142,16 @@ def _inferred_types(schema: SchemaObject) -> frozenset[str]:
 
 
 def _type_is_redundant(schema: SchemaObject, used: str) -> bool:
-    """Return whether ``type`` excludes no value that another keyword allows.
+    """Return whether ``type`` has no effect next to the keyword `used`.
+
+    This is the case if all values that `used` allows have one of the types.
 
     Parameters
     ----------
     schema
-        A schema with ``type`` and the other keyword.
+        A schema with ``type`` and the keyword `used`.
     used
-        The other keyword, one of `_EXCLUSIVE`.
+        One of the keywords `_EXCLUSIVE`.
     """
     types = types_of({"type": schema["type"]})
     if used in ("const", "enum"):
@@ -173,7 +175,7 @@ def _has_type(value: Any, types: frozenset[str]) -> bool:
 
 
 def _ignored_of_object(schema: SchemaObject) -> Iterator[str]:
-    """Yield descriptions of the ignored keywords of an object schema; see `_ignored_keywords`."""
+    """Yield descriptions of the keywords of an object schema that XGrammar ignores."""
     names = set(schema.get("properties", ()))
     missing = sorted(set(required_of(schema)) - names)
     if missing:

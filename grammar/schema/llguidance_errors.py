@@ -1,4 +1,4 @@
-"""Checks of schemas and grammars with LLGuidance. They need no vocabulary."""
+"""Check schemas and grammars with LLGuidance's parser, which needs no vocabulary."""
 
 from __future__ import annotations
 
@@ -62,8 +62,8 @@ def schema_error(schema: Any, *, lenient: bool = False) -> str:
     schema
         Parsed JSON schema.
     lenient
-        Whether LLGuidance ignores unsupported keywords. The lower limits `_SMALL_LIMITS` then
-        apply.
+        Whether LLGuidance ignores unsupported keywords instead of refusing them. If so, the lower
+        limits `_SMALL_LIMITS` apply.
     """
     document = schema
     if schema is True:
@@ -96,16 +96,16 @@ def _first_error(refused: bool, messages: list[str]) -> str:
 def is_unsatisfiable(schema: SchemaObject) -> bool:
     """Return whether LLGuidance proves that no value satisfies a schema.
 
-    Keywords that LLGuidance does not support are assumed to be satisfied.
+    Keywords that LLGuidance does not support are ignored in the proof.
     """
     return schema_error(schema, lenient=True).startswith("Unsatisfiable")
 
 
 def schema_errors(schema: Any) -> list[Reason]:
-    """Return why LLGuidance refuses a schema; an empty list if LLGuidance accepts it.
+    """Return the reason why LLGuidance refuses a schema, as a list of at most one element.
 
-    The list has at most one reason. It names the innermost subschema that causes the same error by
-    itself.
+    The list is empty if LLGuidance accepts the schema. The reason names the innermost subschema
+    that causes the same error when it is compiled alone.
     """
     error = schema_error(schema)
     if not error:
@@ -126,7 +126,7 @@ def schema_errors(schema: Any) -> list[Reason]:
 
 
 def _keyword_of(error: str) -> str:
-    """Return the keyword that an error message refers to; ``"schema"`` if unknown."""
+    """Return the keyword that an error message refers to, or ``"schema"`` if it is unknown."""
     named = re.search(r"(?:keys: \[\"|for ')([$A-Za-z]+)", error)
     if named:
         return named[1]

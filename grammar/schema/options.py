@@ -1,4 +1,4 @@
-"""Options of the JSON text that a schema's grammar produces, and their form in LLGuidance."""
+"""Options of the layout of JSON outputs, and their representation in LLGuidance."""
 
 from __future__ import annotations
 

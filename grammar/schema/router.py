@@ -1,7 +1,7 @@
-"""Router of JSON schemas.
+"""JSON schema router.
 
-The router converts a schema to a form that LLGuidance enforces exactly, and reports where the form
-deviates from the schema.
+The router converts a JSON schema to a form that LLGuidance enforces exactly. The router reports
+where this form deviates from the schema.
 """
 
 from __future__ import annotations
@@ -44,13 +44,14 @@ class Route:
     reasons
         Reasons why the route is not exact.
     narrowed
-        Valid values that are never produced, including those of `ordered`. For example, the options
-        of a ``oneOf`` may overlap in a way that has no exact form, so that outputs avoid the
-        overlap. If the route is exact and `narrowed` is empty, every value that satisfies the
-        schema can be produced.
+        Valid values that are never produced, including the values that `ordered` describes. For
+        example, if the overlap of two options of a ``oneOf`` has no exact complement, outputs avoid
+        values near the overlap. If the route is exact and `narrowed` is empty, every value that
+        satisfies the schema can be produced.
     ordered
-        Objects whose keys are produced in one order only. This is the default; with
-        ``key_order="any"``, it applies to objects that have no exact form.
+        Objects whose keys are produced in one order only. By default, these are all objects with
+        several possible key orders. With ``key_order="any"``, these are the objects for which no
+        grammar with keys in any order could be built.
     spelling
         Values that can be produced, but not in every JSON spelling, such as ``2`` but not ``2.0``.
         Restrictions that apply everywhere are not listed: the layout of white space, and strings
@@ -87,7 +88,7 @@ def route(
     whitespace: Whitespace = "line",
     assert_formats: bool | None = None,
 ) -> Route:
-    """Return the form of a schema that LLGuidance enforces exactly, or else the closest one.
+    """Return the form of a schema that LLGuidance enforces exactly, or else the closest form.
 
     Parameters
     ----------
@@ -156,7 +157,8 @@ def _closest_accepted(rewritten: Rewritten) -> tuple[Any, list[Reason], bool]:
             # No keyword can be removed, for example because the schema is unsatisfiable.
             return schema, list(dict.fromkeys([reason, *reasons])), False
         if len(reasons) > _MAX_REASONS:
-            # The keyword is removed everywhere, so that the number of iterations is bounded.
+            # After many reasons, the keyword is removed from all subschemas at once, so that the
+            # number of iterations is bounded.
             for part in parts.values():
                 part.pop(reason.keyword, None)
         else:
@@ -164,7 +166,7 @@ def _closest_accepted(rewritten: Rewritten) -> tuple[Any, list[Reason], bool]:
 
 
 def _restricted_spellings(schema: Any) -> Iterator[Reason]:
-    """Yield a reason for each subschema whose numbers have fewer spellings than JSON allows."""
+    """Yield a reason for each subschema whose numbers have only some of the spellings of JSON."""
     for pointer, part in subschemas(schema):
         json_type = part.get("type")
         types = json_type if isinstance(json_type, list) else [json_type]

@@ -1,4 +1,4 @@
-"""Types and functions for JSON schemas that the modules of this package share."""
+"""Types and functions for JSON schemas that several modules of this package use."""
 
 from __future__ import annotations
 
@@ -111,7 +111,7 @@ _SCHEMA_KEYWORDS = word_set(
 
 
 def subschemas(schema: Any, at: str = "#") -> list[tuple[str, SchemaObject]]:
-    """Return all subschemas that are dicts, with their pointers. Parents precede children.
+    """Return all subschemas that are dicts, with their JSON pointers. Parents precede children.
 
     Parameters
     ----------
@@ -196,9 +196,9 @@ def required_of(schema: SchemaObject) -> list[str]:
 def has_orders(part: SchemaObject) -> bool:
     """Return whether objects that satisfy the schema can have their keys in several orders.
 
-    This is the case if keys of at least two kinds are allowed, and the schema names a key or has a
-    pattern for keys. Each named key is a kind, the keys of each pattern are a kind, and all other
-    keys are a kind.
+    This is the case if the schema names a key or has a pattern for keys, and allows keys of at
+    least two kinds. Each named key is a kind of its own. The keys of one pattern are a kind, and
+    all other keys together are a kind.
     """
     values = values_of(part)
     if values is not None:
@@ -249,8 +249,8 @@ class References:
     Attributes
     ----------
     nested
-        Whether a subschema has a base URI of its own. If so, no reference is treated as local,
-        because references inside the subschema may be relative to that URI.
+        Whether a subschema has a base URI of its own. If so, no reference of the document is
+        treated as local, because references inside the subschema may be relative to that URI.
     """
 
     def __init__(self, root: Any):
@@ -303,7 +303,8 @@ class References:
 def _has_nested_id(root: Any) -> bool:
     """Return whether a subschema seems to have a base URI of its own.
 
-    A property with the name ``id`` does not count, because its value is not a string.
+    A property with the name ``id`` is not mistaken for a base URI, because the value of a base URI
+    is a string and the value of a property is a schema.
     """
     pending = list(root.values()) if isinstance(root, dict) else []
     while pending:

@@ -1,4 +1,4 @@
-"""Checks that a document is a JSON schema that some finite value can satisfy."""
+"""Check that a document is a JSON schema that some finite value can satisfy."""
 
 from __future__ import annotations
 
@@ -27,6 +27,8 @@ _SCHEMA_KEYWORDS = word_set(
 
 class _Wrapper(NamedTuple):
     """A kind of document that contains a JSON schema but is not a JSON schema itself.
+
+    An example is the description of a tool.
 
     Attributes
     ----------
@@ -183,8 +185,8 @@ def check_schema(schema: Any) -> None:
     references = References(schema)
     parts = subschemas(schema)
     known = {id(part) for _, part in parts}
-    # A reference may lead to a subschema that is not the value of a known keyword. Such subschemas
-    # are appended to the list during the loop.
+    # A reference may refer to a subschema that is not the value of a known keyword. Such subschemas
+    # are appended to the list during the loop, so that they are checked too.
     for pointer, part in parts:
         _check_keywords(pointer, part)
         for keyword in ("$ref", "$dynamicRef", "$recursiveRef"):
@@ -245,7 +247,7 @@ def _resolve(references: References, pointer: str, keyword: str, reference: Any)
 
 
 def _is_endless(schema: Any, parts: list[SchemaObject], references: References) -> bool:
-    """Return whether no finite value satisfies a schema, because of its references.
+    """Return whether recursive references prevent every finite value from satisfying a schema.
 
     The function computes a least fixed point. A subschema has a finite value if everything that it
     requires has a finite value: the target of its reference, the required properties and items,

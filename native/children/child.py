@@ -12,8 +12,9 @@ The parent (`process.ChildProcess`) sends ``(function, arguments)`` through a pi
 ``("failed", "Type: message")``
     The function raised another exception.
 
-In the child, file descriptors 1 and 2 refer to the same file in memory. It is truncated before each
-call, so that a function can read from it what a library has printed during the call.
+In the child, file descriptors 1 and 2 (standard output and standard error) refer to the same
+in-memory file. The child truncates the file before each call. A called function can therefore read
+from the file what a library has printed during the call.
 """
 
 from __future__ import annotations
@@ -54,9 +55,9 @@ def _run(function: str, arguments: tuple[Any, ...]) -> tuple[str, Any]:
 
 
 def _limit_memory(additional_bytes: int) -> None:
-    """Limit the address space to its present size plus `additional_bytes`.
+    """Limit the address space of this process to its present size plus `additional_bytes`.
 
-    If the process has inherited a lower hard limit, that limit applies.
+    If the process has inherited a lower hard limit (``RLIMIT_AS``), the lower limit applies.
     """
     with open("/proc/self/statm", encoding="ascii") as statm:
         mapped = int(statm.read().split()[0]) * resource.getpagesize()

@@ -6,17 +6,17 @@ __all__ = ["ChildLost", "ChildTimeout", "Refusal"]
 
 
 class Refusal(Exception):
-    """Base class of the exceptions that are passed from a child process to its caller.
+    """Base class of the exceptions that are passed from a child process to the calling process.
 
-    If the called function raises a subclass of `Refusal` in the child, the call raises an exception
-    of the same type with the same message in the parent. The type must be importable, and its
-    constructor must accept the message as its only argument. For every other exception, the call
-    raises `ChildLost`.
+    If the called function raises a subclass of `Refusal` in the child process,
+    `ChildProcess.call` raises an exception of the same type with the same message in the parent
+    process. The type must be importable, and its constructor must accept the message as its only
+    argument. If the function raises any other exception, `ChildProcess.call` raises `ChildLost`.
     """
 
 
 class ChildLost(Exception):
-    """A call failed without a definite result, so that another attempt may succeed.
+    """The call failed for a reason that need not recur, so another attempt may succeed.
 
     The child process could not be started, was killed, exited, or ran out of memory, or the
     function raised an exception that is not a `Refusal`. The message states the reason and does not

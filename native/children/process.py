@@ -1,10 +1,10 @@
 """Calls in child processes that can be killed.
 
 A search with Python's ``re``, a call of a grammar library and the rendering of a chat template
-cannot be interrupted. Work whose cost depends on a user's input (reading, routing, compiling and
-checking grammars, rendering chat templates) therefore runs in a child process with limits of time
-and memory. A process is started on first use and reused for later calls. If it was killed or has
-exited, the next call starts a new one.
+cannot be interrupted. Work whose running time depends on a user's input therefore runs in a child
+process with limits of time and memory. This applies to reading, routing, compiling and checking
+grammars, and to rendering chat templates. A child process is started on first use and reused for
+later calls. If the process was killed or has exited, the next call starts a new process.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ __all__ = [
 TIMEOUT_S = 30.0
 #: Default address space that the calls of one process may add, in bytes.
 MEMORY_BYTES = 4 << 30
-# Time limit of starting Python and importing graft, and of a call's setup.
+# Time limit for starting Python and importing graft, and for the setup of a call, in seconds.
 _START_TIMEOUT_S = 120.0
 # Maximum number of idle processes that are kept for reuse. An engine uses three processes, and
 # starting one takes 0.5 s.
@@ -69,8 +69,9 @@ class Call(NamedTuple):
     arguments
         Positional arguments. They and the result of the function must be picklable.
     setup
-        Setup that the call requires; None if there is none. If the process has not run it yet, the
-        process runs it before the call, and its time does not count towards the call's time limit.
+        Setup that the call requires; None if the call requires no setup. If the process has not
+        run this setup yet, the process runs it before the call. The time of the setup does not
+        count towards the time limit of the call.
     """
 
     function: str
@@ -84,7 +85,8 @@ class ChildProcess:
     Parameters
     ----------
     memory_bytes
-        Address space that calls may add to the size of the process after its imports, in bytes.
+        Limit of the address space that calls may allocate, in bytes, in addition to the address
+        space of the process after its imports.
     preload
         Names of modules that the process imports at start. The limits of calls do not apply to
         these imports.
@@ -105,8 +107,8 @@ class ChildProcess:
     def call(self, call: Call, timeout_s: float = TIMEOUT_S) -> Any:
         """Run a call in the process and return its result.
 
-        The process is started if it does not run. If other threads have calls under way, the call
-        waits for them first; `timeout_s` does not include this time.
+        The process is started if it is not running. If other threads have calls under way in this
+        process, this call first waits for their end. `timeout_s` does not include the waiting time.
 
         Raises
         ------
@@ -125,9 +127,9 @@ class ChildProcess:
                 raise self._lost(error, timeout_s) from error
 
     def start(self) -> None:
-        """Start the process if it does not run, without waiting until it is ready.
+        """Start the process if it is not running, without waiting until the process is ready.
 
-        A failure to start is reported by the next `call`.
+        If the process cannot be started, the next `call` raises the error.
         """
         with self._call_lock, contextlib.suppress(ChildLost, EOFError, OSError):
             if self._process is None:
@@ -142,7 +144,7 @@ class ChildProcess:
         return self._process is not None and self._process.poll() is None
 
     def close(self) -> None:
-        """Kill the process. A call under way in another thread raises `ChildLost`."""
+        """Kill the process. A call that another thread has under way raises `ChildLost`."""
         with self._lock:
             self._closed = True
             if self._process is not None:
@@ -171,7 +173,9 @@ class ChildProcess:
             raise
 
     def _exchange(self, function: str, arguments: tuple[Any, ...], timeout_s: float) -> Any:
-        """Send a call and return the result of its reply, or raise its exception."""
+        """Send a call to the process and return the result from the reply.
+
+        If the reply contains an exception, raise this exception."""
         self._pipe.send((function, arguments))  # does not block, because the process reads the pipe
         outcome, value = self._read(timeout_s)
         if outcome == "value":
@@ -212,7 +216,7 @@ class ChildProcess:
         self._ready = False
 
     def _reap(self, *, kill: bool) -> int | None:
-        """Wait for the process to exit and return its exit status; None if there is no process."""
+        """Wait until the process exits and return its exit status; None if there is no process."""
         with self._lock:
             process = self._process
             self._process = None
@@ -224,8 +228,9 @@ class ChildProcess:
         return process.wait()
 
 
-# PR_SET_PDEATHSIG kills a child when the thread that started it ends, even if the parent process
-# continues. All children are therefore started by one thread, which lives as long as Python.
+# With PR_SET_PDEATHSIG, the kernel kills a child when the thread that started the child ends, even
+# if the parent process continues. One thread therefore starts all children. This thread lives as
+# long as the Python interpreter.
 _starter = ThreadPoolExecutor(1, thread_name_prefix="graft-children")
 _children: weakref.WeakSet[ChildProcess] = weakref.WeakSet()
 
@@ -233,14 +238,14 @@ _children: weakref.WeakSet[ChildProcess] = weakref.WeakSet()
 def _spawn(
     memory_bytes: int, preload: tuple[str, ...]
 ) -> tuple[subprocess.Popen[bytes], Connection]:
-    """Start a child and return it with the parent's end of its pipe."""
+    """Start a child process and return the process and the parent's end of the pipe."""
     path = os.pathsep.join(entry or os.getcwd() for entry in sys.path)
     parent_end, child_end = Pipe()
     pipe_fd = child_end.fileno()
     numbers = map(str, (os.getpid(), memory_bytes, pipe_fd))
     command = [sys.executable, "-P", "-c", _COMMAND, *numbers, *preload]
-    # With lazy binding, the process would be terminated if a symbol had to be resolved after its
-    # memory is exhausted.
+    # With lazy binding, the dynamic linker would terminate the process if it had to resolve a
+    # symbol after the memory of the process is exhausted.
     environment = {**os.environ, "PYTHONPATH": path, "LD_BIND_NOW": "1"}
 
     def start() -> subprocess.Popen[bytes]:
@@ -270,7 +275,7 @@ class ProcessPool:
         self._idle: list[ChildProcess] = []
 
     def new(self, memory_bytes: int = MEMORY_BYTES) -> ChildProcess:
-        """Return a process that has not been started. The caller must pass it to `release`."""
+        """Return a process that is not started yet. The caller must pass it to `release` later."""
         return ChildProcess(memory_bytes, self._preload)
 
     def acquire(self, memory_bytes: int = MEMORY_BYTES) -> ChildProcess:
@@ -286,8 +291,9 @@ class ProcessPool:
     def release(self, child: ChildProcess) -> None:
         """Return a process to the pool.
 
-        The process is killed instead if a call is under way, if its memory limit is not the default
-        one, or if the pool already has enough idle processes.
+        The pool kills the process instead of keeping it if a call is under way, if the memory
+        limit of the process is not the default limit, or if the pool already has enough idle
+        processes.
         """
         reusable = child.memory_bytes == MEMORY_BYTES and child.idle
         if reusable and len(self._idle) < _MAX_IDLE:
@@ -320,10 +326,10 @@ class ProcessPool:
 
 
 def _reset_after_fork() -> None:
-    """Forget all processes in a forked process.
+    """Forget all child processes of the parent. Called in a process that `os.fork` has created.
 
-    The forked process does not have the starter thread and shares the pipes with its parent, so it
-    must start its own children.
+    The forked process does not have the starter thread, and it shares the pipes with its parent.
+    The forked process must therefore start child processes of its own.
     """
     global _starter
     _starter = ThreadPoolExecutor(1, thread_name_prefix="graft-children")

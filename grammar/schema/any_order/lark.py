@@ -1,8 +1,9 @@
 """Rules for keys, arrays and objects in LLGuidance's Lark dialect.
 
-The grammar allows only one spelling of each key. Only characters that JSON requires to be escaped
-are escaped, with the short escape if there is one (such as ``\\n``), else with ``\\u00xx`` in lower
-case. Therefore, a key that a schema names cannot occur a second time in another spelling.
+JSON allows several spellings of a string, but the grammar allows only one spelling of each key.
+Only characters that JSON requires to be escaped are escaped. The short escape sequence is used if
+there is one (such as ``\\n``), otherwise ``\\u00xx`` in lower case. A key that a schema names
+therefore cannot occur a second time in another spelling.
 """
 
 from __future__ import annotations
@@ -26,7 +27,7 @@ __all__ = [
     "separators",
 ]
 
-BITS = 64  # number of bits of the parameter of a Lark rule
+BITS = 64  # number of bits in the parameter that LLGuidance's parametrized Lark rules have
 _SHORT = {8: "b", 9: "t", 10: "n", 12: "f", 13: "r", 34: '"', 92: "\\"}
 _PLAIN_CHARACTER = r"[\x20-\x21\x23-\x5b\x5d-\x7e\x{80}-\x{10ffff}]"
 _ESCAPED_CHARACTER = r'\\(?:["\\bfnrt]|u00(?:0[0-7bef]|1[0-9a-f]|7f))'
@@ -51,14 +52,15 @@ def _spelling(char: str) -> str:
 
 
 def pattern_key(pattern: str) -> str:
-    """Return a regular expression of the keys in which a search finds `pattern`.
+    """Return a regular expression of the keys that contain a match of `pattern`.
 
-    Keys with escape sequences are not included.
+    The regular expression matches the key with its quotes. It matches no keys with escape
+    sequences.
 
     Raises
     ------
     NoExactForm
-        The pattern has anchors other than at the ends of its alternatives.
+        The pattern has an anchor that is not at the start or end of one of its alternatives.
     """
     alternatives = [""]
     depth = 0
@@ -77,7 +79,7 @@ def pattern_key(pattern: str) -> str:
 
 
 def _containing(alternative: str, pattern: str) -> str:
-    """Return a regular expression of the texts in which a search finds `alternative`.
+    """Return a regular expression of the texts that contain a match of `alternative`.
 
     Parameters
     ----------
@@ -105,10 +107,10 @@ def regex(expression: str) -> str:
 
 
 def separators(options: dict[str, Any]) -> str:
-    """Return the definitions of the terminals between values.
+    """Return the Lark definitions of the terminals between JSON values, such as ``COMMA``.
 
-    ``%json`` allows no white space before a value. If the layout is flexible, the terminals that
-    precede a value therefore include white space.
+    ``%json`` allows no white space before a value. If the options allow a varying layout, the
+    terminals that precede a value therefore include white space.
 
     Parameters
     ----------
@@ -173,10 +175,10 @@ class Pairs(NamedTuple):
 def object_rules(name: str, pairs: Pairs) -> dict[str, str]:
     """Return the rules of an object, as a dict from rule head to rule body.
 
-    Pairs with other keys are grouped into runs, and a run can only be followed by a named key. The
-    grammar is unambiguous for this reason. The closing brace belongs to the rules that follow a
-    pair and not to the rule of the object, so that the parser has no rule to complete at the end of
-    each pair.
+    Consecutive pairs with keys that the schema does not name form a run. Only a named key or the
+    end of the object may follow a run, so that the grammar is unambiguous. The closing brace
+    belongs to the rules that follow a pair and not to the rule of the object. The parser then does
+    not have to complete a rule at the end of each pair.
 
     Parameters
     ----------

@@ -1,7 +1,8 @@
 """Leaves of an any-order grammar.
 
-A leaf is a part of the schema document that LLGuidance compiles as ``%json``, because no object in
-it has several possible key orders.
+An any-order grammar is a Lark grammar in which objects accept their keys in any order. A leaf is a
+part of the schema document that needs no such rules. LLGuidance compiles a leaf with its own schema
+compiler (``%json``). Usually, a leaf contains no object with several possible key orders.
 """
 
 from __future__ import annotations
@@ -43,7 +44,8 @@ class Leaves:
     options
         LLGuidance's options of ``%json``.
     check_satisfiable
-        Whether `leaf` asks LLGuidance if the leaf is satisfiable, which takes time.
+        Whether the method `leaf` checks with LLGuidance that the leaf is satisfiable, which takes
+        time.
     """
 
     def __init__(self, root: Any, options: dict[str, Any], check_satisfiable: bool):
@@ -57,7 +59,7 @@ class Leaves:
         self._stripped: dict[_StripKey, tuple[SchemaObject, Any]] = {}
         self._definitions: dict[str, str] = {}  # names of definitions in leaves, by pointer
         self._parts: dict[int, SchemaObject] = {}  # reachable schemas, by id
-        self._with_orders: set[int] = set()  # ids of reachable schemas for which `has_orders`
+        self._with_orders: set[int] = set()  # ids of reachable schemas with several key orders
         self._find_parts()
 
     def resolve(self, reference: Any) -> Any:
@@ -65,9 +67,10 @@ class Leaves:
         return self._references.resolve(reference)
 
     def without(self, part: SchemaObject, *keywords: str) -> SchemaObject:
-        """Return the schema without annotations and without some keywords.
+        """Return the schema without annotations and without the given keywords.
 
-        Calls with the same arguments return the same object, so that schemas can be compared by id.
+        Calls with the same arguments return the same object. Schemas can therefore be compared by
+        object id.
         """
         if not keywords and part.keys() <= _KEPT:
             return part
@@ -79,7 +82,7 @@ class Leaves:
         return stripped
 
     def conjuncts(self, parts: Conjuncts) -> tuple[SchemaObject, ...] | None:
-        """Return the distinct conjuncts of a conjunction of schemas, with ``allOf`` expanded.
+        """Return the distinct schemas of a conjunction, with each ``allOf`` expanded.
 
         Parameters
         ----------
@@ -89,7 +92,7 @@ class Leaves:
         Returns
         -------
         tuple or None
-            The conjuncts without annotations; None if one of them is ``false``.
+            The schemas without annotations; None if one of the schemas is ``false``.
         """
         found: dict[int, SchemaObject] = {}
         pending = list(reversed(parts))
@@ -108,7 +111,7 @@ class Leaves:
         return tuple(found.values())
 
     def has_orders(self, part: Any) -> bool:
-        """Return whether values of a schema can contain objects with several orders of keys."""
+        """Return whether values of a schema can contain objects with several key orders."""
         if not isinstance(part, dict) or id(part) in self._parts:
             return id(part) in self._with_orders
         return has_orders(part) or any(map(self.has_orders, self._inner(part)))
@@ -157,7 +160,7 @@ class Leaves:
             yield self.resolve(part["$ref"])
 
     def _find_parts(self) -> None:
-        """Find all reachable schemas, and which of them contain objects with several key orders."""
+        """Find all reachable schemas, and those that contain objects with several key orders."""
         pending = [self._root]
         while pending:
             part = pending.pop()
@@ -194,14 +197,16 @@ class Leaves:
         return self._definitions.setdefault(pointer, new_name)
 
     def _copy(self, part: Any, reached: dict[str, None]) -> Any:
-        """Copy a schema without annotations. References are redirected to the leaf's definitions.
+        """Return a copy of a schema without annotations.
+
+        The references in the copy refer to the definitions of the leaf.
 
         Parameters
         ----------
         part
             The schema.
         reached
-            Pointers that references refer to. The pointers that occur in `part` are added.
+            JSON pointers that references refer to. The method adds the pointers in `part`.
         """
         if not isinstance(part, dict):
             return part
@@ -229,10 +234,10 @@ class Leaves:
 
 
 def _conjunction(schemas: list[SchemaObject], types: frozenset[str] | None) -> SchemaObject:
-    """Return the conjunction of schemas, restricted to values of some JSON types.
+    """Return the conjunction of schemas, restricted to values of the given JSON types.
 
-    Keywords that constrain only other types are removed from the schemas in place. If `types` is
-    None, the types are not restricted.
+    The object and array keywords that are irrelevant for these types are removed from the schemas
+    in place. If `types` is None, the types are not restricted.
     """
     if types is not None:
         _remove_irrelevant_keywords(schemas, types)
@@ -248,7 +253,7 @@ def _conjunction(schemas: list[SchemaObject], types: frozenset[str] | None) -> S
 
 
 def _remove_irrelevant_keywords(schemas: list[SchemaObject], types: frozenset[str]) -> None:
-    """Remove the object and array keywords of schemas that apply to no objects or no arrays."""
+    """Remove object keywords if no value is an object, and array keywords if none is an array."""
     irrelevant: set[str] = set()
     if "object" not in types:
         irrelevant |= OBJECTS
@@ -260,9 +265,10 @@ def _remove_irrelevant_keywords(schemas: list[SchemaObject], types: frozenset[st
 
 
 def _has_reference_below_id(root: Any) -> bool:
-    """Return whether there is a reference inside a subschema that seems to have its own base URI.
+    """Return whether a subschema with its own base URI contains a reference.
 
-    Such a reference may be relative to the base URI of the subschema.
+    Such a reference may be relative to the base URI of the subschema. A subschema counts as having
+    a base URI if the value of ``$id`` or ``id`` is a string.
     """
     pending = [(root, False)]
     while pending:

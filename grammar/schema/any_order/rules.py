@@ -1,9 +1,9 @@
 """Lark grammars for LLGuidance in which objects accept their keys in any order.
 
 LLGuidance's own schema compiler (``%json``) produces the properties of an object in one order only.
-The grammars of this module have rules for each object instead. These rules have a parameter with
-one bit per named property. The bit is set when the property has been written, so that no property
-occurs twice. For example::
+The grammars of this module contain Lark rules for each object instead. The rules have a parameter
+with one bit per named property. The bit is set after the property has been written, so that no
+property occurs twice. For example::
 
     pairs::_: "\\"a\\"" COLON r1 more::set_bit(0) %if bit_clear(0) | ...
     more::_: "" %if is_ones([0:1]) | COMMA pairs::_
@@ -40,9 +40,9 @@ from graft.grammar.schema.terms import (
 
 __all__ = ["any_order_grammar"]
 
-_WHOLE = "schema"  # keyword of a `NoExactForm` that applies to the schema as a whole
+_WHOLE = "schema"  # keyword of `NoExactForm` errors that concern the schema as a whole
 _MAX_RULES = 3000
-_MAX_OPTIONS = 256  # maximum number of options of a union that is distributed over a conjunction
+_MAX_OPTIONS = 256  # maximum number of options of an anyOf
 _MAX_CHARACTERS = 400_000
 _KEPT_ORDER = "keys are produced in the schema's order only: "
 
@@ -63,12 +63,13 @@ def any_order_grammar(schema: Any, whitespace: Whitespace) -> tuple[str, Reasons
     Returns
     -------
     rules
-        The grammar; empty if ``%json`` is equivalent, or if no such grammar could be built.
+        The Lark grammar. It is empty if ``%json`` allows the same outputs, or if no Lark grammar
+        could be built.
     ordered
-        Reasons for objects whose keys are produced in the schema's order only. If `rules` is empty
-        because no grammar could be built, all objects keep the schema's order.
+        Objects whose keys are produced in the schema's order only, with the reasons. If no grammar
+        could be built, all objects keep the schema's order, and the only reason states why.
     excluded
-        Reasons for valid keys that are not produced.
+        Valid keys that are never produced, with the reasons.
     """
     error = NoExactForm("schema", "the schema is nested too deeply")
     try:
@@ -93,10 +94,10 @@ def any_order_grammar(schema: Any, whitespace: Whitespace) -> tuple[str, Reasons
 
 
 def _locate(schema: Any, errors: list[NoExactForm], prefix: str) -> Reasons:
-    """Return a reason for each error, with the pointer of the subschema that probably caused it.
+    """Convert errors to reasons, each with the pointer of the subschema that probably caused it.
 
-    An error does not name its subschema. The subschema in which the value of the error's keyword
-    is largest is taken to be the cause.
+    A `NoExactForm` error names a keyword but no subschema. The subschema in which this keyword has
+    the largest value is assumed to be the cause.
 
     Parameters
     ----------
@@ -105,7 +106,7 @@ def _locate(schema: Any, errors: list[NoExactForm], prefix: str) -> Reasons:
     errors
         The errors.
     prefix
-        Start of each explanation.
+        Text at the start of each explanation.
     """
     parts = subschemas(schema) if errors else []
     reasons = []
@@ -145,14 +146,15 @@ class _RuleBuilder:
     Attributes
     ----------
     ordered, excluded
-        Errors from which `any_order_grammar` makes the reasons of the same names.
+        Errors that `any_order_grammar` converts to its return values of the same names.
     """
 
     def __init__(self, leaves: Leaves):
         self.ordered: list[NoExactForm] = []
         self.excluded: list[NoExactForm] = []
         self._leaves = leaves
-        # Name of the rule of each conjunction, by the ids of its schemas; None: unsatisfiable.
+        # Name of each conjunction's rule, by the object ids of the schemas; None if the conjunction
+        # is unsatisfiable.
         self._names: dict[tuple[int, ...], str | None] = {}
         self._unfinished: set[str] = set()  # names of rules that are being built
         self._recursive: set[str] = set()  # names of rules that were used while unfinished
@@ -160,11 +162,11 @@ class _RuleBuilder:
         self._rules: dict[str, str] = {}  # rule bodies by name
         self._name_of_body: dict[str, str] = {}
         self._terminals: dict[str, str] = {}  # names of terminals by body
-        self._count = 0  # number of names
+        self._count = 0  # number of names that have been created
         self._size = 0  # number of characters of all rule bodies
 
     def grammar(self, root: Any, whitespace: Whitespace) -> str:
-        """Return all rules, starting at ``start``; empty if a single ``%json`` is equivalent."""
+        """Return the text of the grammar; empty if a single ``%json`` allows the same outputs."""
         if not self._leaves.has_orders(root):
             return ""
         start = self._rule((root,))
@@ -233,7 +235,7 @@ class _RuleBuilder:
             raise NoExactForm(_WHOLE, "the grammar would be too large")
 
     def _shared_rule(self, body: str, name: str = "") -> str:
-        """Return the name of the rule with this body. If there is none, define it.
+        """Return the name of the rule with this body. If there is no such rule, define a rule.
 
         Parameters
         ----------
@@ -271,7 +273,8 @@ class _RuleBuilder:
     def _union(self, options: list[Any], rest: Conjuncts) -> str | None:
         """Return the body of the rule of ``anyOf`` in a conjunction.
 
-        The union is distributed over the conjunction: there is one alternative per option.
+        The rule has one alternative per option. Each alternative is the conjunction of the option
+        and the schemas `rest`.
 
         Parameters
         ----------
@@ -298,7 +301,7 @@ class _RuleBuilder:
         return " | ".join(distinct) or None
 
     def _plain(self, parts: tuple[SchemaObject, ...]) -> str | None:
-        """Return the body of the rule of a conjunction without references and unions."""
+        """Return the rule body of a conjunction of schemas that have no ``$ref`` and no union."""
         for part in parts:
             unknown = part.keys() - KNOWN
             if unknown:
@@ -322,9 +325,10 @@ class _RuleBuilder:
         return " | ".join(filter(None, names)) or None
 
     def _object_or_array(self, json_type: str, parts: tuple[SchemaObject, ...]) -> str | None:
-        """Return the rule of a conjunction's objects or arrays.
+        """Return the rule of the objects or the arrays that satisfy a conjunction.
 
-        If there is no exact form, the rule is a leaf, in which keys have the schema's order.
+        If no rule with keys in any order is known, the rule is a leaf, in which keys have the
+        schema's order.
         """
         try:
             if json_type == "object":
@@ -337,12 +341,12 @@ class _RuleBuilder:
             return self._leaf_rule(parts, frozenset((json_type,)))
 
     def _leaf_rule(self, parts: Conjuncts, types: frozenset[str]) -> str | None:
-        """Return the rule of a conjunction as a leaf; None if it is unsatisfiable."""
+        """Return a rule that contains a conjunction as a leaf; None if it is unsatisfiable."""
         body = self._leaves.leaf(parts, types)
         return None if body is None else self._shared_rule(body)
 
     def _array(self, shape: ArrayShape, parts: Conjuncts) -> str | None:
-        """Return the rule of a conjunction's arrays; None if there are none."""
+        """Return the rule of the arrays that satisfy a conjunction; None if there are none."""
         if not any(map(self._leaves.has_orders, shape.items)):
             return self._leaf_rule(parts, frozenset(("array",)))
         item = None if shape.high == 0 else self._rule(shape.items)
@@ -352,7 +356,7 @@ class _RuleBuilder:
         return self._shared_rule(lark.array_body(item, shape.low, high))
 
     def _object(self, shape: ObjectShape) -> str | None:
-        """Return the rule of objects with these constraints; None if there are none."""
+        """Return the rule of the objects with the given constraints; None if there are none."""
         required = [name for name in shape.names if name in shape.required]
         optional = [name for name in shape.names if name not in shape.required]
         rules: dict[str, str] = {}
@@ -375,16 +379,19 @@ class _RuleBuilder:
         return self._name_of_body[key]
 
     def _other_pairs(self, shape: ObjectShape) -> str | None:
-        """Return the rule of a pair whose key the schema does not name; None if there is none."""
+        """Return the rule of a key-value pair whose key is not one of the schema's property names.
+
+        Return None if the schema allows no such pair.
+        """
         names = [literal(lark.key(name)) for name in shape.names]
         patterns = [lark.regex(lark.pattern_key(pattern)) for pattern in shape.patterns]
         any_key = lark.regex(lark.PLAIN_KEY if patterns else lark.ANY_KEY)
         if patterns:
             why = "keys with characters that JSON escapes are not produced"
             self.excluded.append(NoExactForm("patternProperties", why))
-        # There is one group of keys per pattern, and one of the keys in which no pattern is found.
-        # A group consists of a prefix, the keys that do not belong to it, and the schemas of the
-        # values.
+        # There is one group of keys per pattern, and one group of the keys that match no pattern.
+        # An element of `groups` consists of the prefix of the terminal, the keys to exclude from
+        # the group, and the schemas of the values.
         groups: list[tuple[str, list[str], Conjuncts]] = []
         for pattern, schemas in zip(patterns, shape.patterns.values(), strict=True):
             groups.append((f"{pattern} & ", names, schemas))

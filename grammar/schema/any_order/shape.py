@@ -1,4 +1,4 @@
-"""The constraints on objects and arrays that several schemas impose together."""
+"""Merge the constraints that several schemas impose on objects and arrays."""
 
 from __future__ import annotations
 
@@ -41,10 +41,10 @@ class ObjectShape:
     names
         Schemas of each property that a schema names.
     patterns
-        Schemas of the properties that no schema names and whose name contains a match of a pattern,
-        by pattern.
+        For each pattern of ``patternProperties``: the schemas of the properties whose name contains
+        a match of the pattern and is not one of `names`.
     rest
-        Schemas of all other properties.
+        Schemas of all properties that belong neither to `names` nor to `patterns`.
     required
         Names of the required properties.
     """
@@ -72,12 +72,12 @@ class ArrayShape(NamedTuple):
 
 
 def merge_objects(parts: Conjuncts) -> ObjectShape:
-    """Return the constraints that schemas together impose on objects.
+    """Return the combined constraints of schemas on objects.
 
     Raises
     ------
     NoExactForm
-        A schema limits the number of properties, or several schemas have different patterns.
+        A schema limits the number of properties, or two schemas have different patterns.
     """
     parts = tuple(part for part in parts if OBJECTS & part.keys())
     for part in parts:
@@ -109,7 +109,7 @@ def merge_objects(parts: Conjuncts) -> ObjectShape:
 
 
 def _pattern_schema(part: SchemaObject, pattern: str) -> Any:
-    """Return the schema that `part` has for properties that match `pattern` and are not named."""
+    """Return the schema that `part` has for properties that match `pattern` but are not named."""
     if part.get("patternProperties"):
         return part["patternProperties"][pattern]
     return part.get("additionalProperties", True)
@@ -128,7 +128,7 @@ def _property_schemas(part: SchemaObject, name: str) -> list[Any]:
 
 
 def _matches(pattern: str, name: str) -> bool:
-    """Return whether a search finds `pattern` in a property name.
+    """Return whether a property name contains a match of `pattern`.
 
     Raises
     ------
@@ -146,7 +146,7 @@ def _matches(pattern: str, name: str) -> bool:
 
 
 def merge_arrays(parts: Conjuncts) -> ArrayShape:
-    """Return the constraints that schemas together impose on arrays.
+    """Return the combined constraints of schemas on arrays.
 
     Raises
     ------

@@ -2,12 +2,13 @@
 
 Grammar backends can neither complement a language nor count the properties of an object. The
 keywords ``not``, ``oneOf``, ``if``, ``dependencies``, ``propertyNames``, ``uniqueItems``,
-``contains``, ``minProperties`` and ``maxProperties`` are therefore expanded into unions and
-intersections of schemas. For example, a ``oneOf`` whose options exclude each other becomes an
-``anyOf``. Formats that the standard does not define are annotations and are removed.
+``contains``, ``minProperties`` and ``maxProperties`` are therefore replaced by unions and
+intersections of schemas (``anyOf`` and ``allOf``). For example, a ``oneOf`` whose options exclude
+each other becomes an ``anyOf``. Formats that the standard does not define are only annotations and
+are removed.
 
-The result is called an exact form if it is equivalent to the original. Parts of a schema that have
-no known exact form are removed and reported.
+A replacement is called an exact form if it is equivalent to the original part of the schema. Parts
+of a schema that have no known exact form are removed and reported.
 """
 
 from __future__ import annotations
@@ -34,7 +35,7 @@ class Rewritten(NamedTuple):
         new schema allows values that these parts exclude.
     narrowed
         Parts of the original schema for which the new schema excludes some valid values, because no
-        form is known that allows exactly the valid ones.
+        form is known that allows exactly the valid values.
     """
 
     schema: Any

@@ -26,17 +26,19 @@ from graft.grammar.validate import search_pattern
 __all__ = ["Disjointness"]
 
 _MAX_DEPTH = 6
-_MAX_QUERIES = 60  # maximum number of checks by LLGuidance per document
-_MAX_QUERY_CHARACTERS = 15_000  # LLGuidance takes half a second for some larger documents
+_MAX_QUERIES = 60  # maximum number of checks with LLGuidance per document
+# Maximum length of a schema to check. LLGuidance takes half a second for some longer schemas.
+_MAX_QUERY_CHARACTERS = 15_000
 _REFERENCE = re.compile(r'"\$ref": "([^"]*)"')
 
 
 class Disjointness:
     """Proofs that schemas of one document are disjoint.
 
-    Two schemas are first compared by their types, constants and required properties. If that
-    proves nothing, LLGuidance is asked whether their intersection is unsatisfiable. The method is
-    incomplete: schemas that are not proved disjoint may still be disjoint.
+    Two schemas are first compared by their types, constants and required properties. If this
+    comparison does not prove that they are disjoint, LLGuidance checks whether their intersection
+    is unsatisfiable. The proofs are incomplete, so schemas that are not proved disjoint may still
+    be disjoint.
 
     Parameters
     ----------
@@ -62,9 +64,9 @@ class Disjointness:
         one, other
             The schemas.
         base
-            A schema that all considered values satisfy.
+            A schema that restricts the question to the values that satisfy it.
         types
-            JSON types of the considered values.
+            JSON types that restrict the question to the values of these types.
         """
         if self._are_apart(one, other, types, _MAX_DEPTH):
             return True
@@ -77,7 +79,7 @@ class Disjointness:
         return small and is_unsatisfiable(document)
 
     def _intersection(self, parts: list[Any]) -> SchemaObject:
-        """Return the intersection of schemas, with the definitions that it refers to."""
+        """Return the intersection of schemas, with the definitions that the schemas refer to."""
         document: SchemaObject = {"allOf": parts}
         if "$schema" in self._definitions:
             document["$schema"] = self._definitions["$schema"]
@@ -124,8 +126,8 @@ class Disjointness:
     ) -> bool:
         """Return whether a part of `one` proves that `one` and `other` are disjoint.
 
-        That is the case if a conjunct of `one` is disjoint from `other`, or if all options of a
-        union of `one` are.
+        This is the case if a schema of an ``allOf`` of `one` is disjoint from `other`, or if all
+        options of a union of `one` are disjoint from `other`.
         """
 
         def is_apart(part: Any) -> bool:
@@ -147,7 +149,7 @@ class Disjointness:
         return parts
 
     def _objects_are_apart(self, one: SchemaObject, other: SchemaObject, depth: int) -> bool:
-        """Return whether two object schemas have disjoint schemas for a required property."""
+        """Return whether two object schemas have disjoint schemas for one required property."""
         for name in dict.fromkeys(required_of(one) + required_of(other)):
             schema = _property_schema(one, name)
             other_schema = _property_schema(other, name)
@@ -185,7 +187,7 @@ def _strings_are_apart(one: SchemaObject, other: SchemaObject) -> bool:
 def _property_schema(schema: SchemaObject, name: str) -> Any:
     """Return a schema that the property with this name must satisfy.
 
-    The property may have to satisfy further schemas.
+    The result may be incomplete: the property may have to satisfy further schemas.
     """
     properties = schema.get("properties", {})
     if name in properties:
@@ -196,7 +198,10 @@ def _property_schema(schema: SchemaObject, name: str) -> Any:
 
 
 def _all_refused(words: list[Any], schema: SchemaObject) -> bool:
-    """Return whether no word is a string that the schema's own string keywords allow."""
+    """Return whether the schema's own string keywords allow none of the words.
+
+    Words that are not strings count as refused.
+    """
     min_length = schema.get("minLength", 0)
     max_length = schema.get("maxLength", math.inf)
     pattern = schema.get("pattern")
@@ -211,7 +216,7 @@ def _all_refused(words: list[Any], schema: SchemaObject) -> bool:
             return True
         if not min_length <= len(word) <= max_length:
             return True
-        # For non-ASCII characters, Python's patterns may differ from the backend's.
+        # For non-ASCII characters, Python's ``re`` may differ from the backend's patterns.
         return pattern is not None and word.isascii() and not search_pattern(pattern, word)
 
     return all(map(is_refused, words))

@@ -1,4 +1,4 @@
-"""Complements of schemas, where JSON schema can express them."""
+"""Complements of schemas (for ``not``), as far as JSON schema can express them."""
 
 from __future__ import annotations
 
@@ -27,7 +27,8 @@ __all__ = ["Negation"]
 _MAX_DEPTH = 12
 _MAX_ONE_OF = 6  # maximum number of options of a oneOf whose complement is expanded
 _MAX_ITEMS = 4  # maximum length of arrays for which "some item is invalid" is expanded
-_MAX_LISTED = 5  # maximum number of properties of a closed object for which it is expanded
+# Maximum number of properties for which "the object has another property" is expanded.
+_MAX_LISTED = 5
 _SOME_PROPERTY_DIFFERS = "that some property differs cannot be expressed in JSON schema"
 _SOME_ITEM_DIFFERS = "that some item differs cannot be expressed in JSON schema"
 _KNOWN_FORMATS = word_set(
@@ -92,11 +93,11 @@ class Negation:
         self._references = references
         self._draft = draft
         self._depth = 0
-        # Reasons for omitted parts during `partial_complement`; None during `complement`.
+        # Reasons for omitted parts during a call of `partial_complement`; None at other times.
         self._omitted: list[NoExactForm] | None = None
 
     def complement(self, schema: Any, types: JsonTypes = JSON_TYPES, names: Names = None) -> Any:
-        """Return the schema of all values that `schema` refuses.
+        """Return a schema that allows exactly the values that `schema` does not allow.
 
         Parameters
         ----------
@@ -127,9 +128,9 @@ class Negation:
     ) -> tuple[Any, NoExactForm | None]:
         """Return the complement of a schema or, if it cannot be expressed, a part of it.
 
-        If the complement of a property's schema cannot be expressed, the result does not include
-        the objects that violate the schema only in the value of this property. Objects without the
-        property are included.
+        If the complement of a property's schema cannot be expressed, the result excludes the
+        objects that violate `schema` only by the value of this property. The result still includes
+        the objects that violate `schema` because they lack the property.
 
         Parameters
         ----------
@@ -139,13 +140,14 @@ class Negation:
         Returns
         -------
         tuple
-            The schema, and the reason for the first part that it does not include; None if it is
-            the whole complement.
+            The complement as a schema, and the error of the first part that is missing in it. The
+            error is None if the complement is complete.
 
         Raises
         ------
         NoExactForm
-            Nothing would remain, or another part cannot be expressed.
+            The result would allow no value, or a part of the complement that must not be omitted
+            cannot be expressed.
         """
         self._omitted = []
         try:
@@ -160,7 +162,8 @@ class Negation:
     def _options(self, schema: SchemaObject, types: JsonTypes, names: Names) -> Iterator[Any]:
         """Yield schemas whose union is the complement of a schema."""
         yield from _other_types(schema, types)
-        # The values of all types that the schema excludes have been yielded.
+        # `_other_types` has yielded the values of all types that `schema` excludes. Only the types
+        # that `schema` allows remain.
         if "type" in schema:
             types = common_types(types, types_of({"type": schema["type"]}))
         else:
@@ -243,7 +246,7 @@ class Negation:
                 yield others[0] if len(others) == 1 else {"allOf": others}
 
     def _other_than(self, value: Any) -> Any:
-        """Return the schema of the arrays that differ from an array, or objects from an object."""
+        """Return the schema of the arrays or objects that differ from a given array or object."""
         options: list[Any] = []
         if isinstance(value, list):
             if value:
@@ -343,16 +346,16 @@ def _is_assertion(keyword: str) -> bool:
 
 
 def _property(name: str, schema: Any) -> Any:
-    """Return the schema of objects that have the property `name` with a value of `schema`."""
+    """Return the schema of objects whose property `name` is present and satisfies `schema`."""
     if schema is False:
         return False
     return {"type": "object", "required": [name], "properties": {name: schema}}
 
 
 def _with_another_property(present: tuple[str, ...], names: tuple[str, ...]) -> Any:
-    """Return the schema of objects that have a property which is not in `names`.
+    """Return the schema of objects that have at least one property whose name is not in `names`.
 
-    Of the properties in `names`, the objects have exactly those in `present`.
+    Of the properties in `names`, these objects have exactly the properties in `present`.
     """
     return {
         "type": "object",
@@ -379,8 +382,8 @@ def _other_types(schema: SchemaObject, types: JsonTypes) -> Iterator[Any]:
 def _numbers(schema: SchemaObject, json_type: str) -> Iterator[Any]:
     """Yield schemas of the numbers that violate a bound of a schema of any draft.
 
-    In draft 4, ``exclusiveMinimum`` is a boolean that belongs to ``minimum``. In later drafts, it
-    is a bound by itself.
+    In draft 4, ``exclusiveMinimum`` is a boolean that modifies ``minimum``. In later drafts,
+    ``exclusiveMinimum`` is a bound itself.
     """
     for bound, other in (("minimum", "Maximum"), ("maximum", "Minimum")):
         strict = schema.get("exclusive" + bound.capitalize())

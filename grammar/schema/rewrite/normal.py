@@ -2,8 +2,8 @@
 
 Keywords that the schema's draft ignores, unused definitions and keywords without effect are
 removed. References by name, and dynamic references with a single target, are replaced by JSON
-pointers. ``unevaluatedProperties`` and ``unevaluatedItems`` are replaced where the properties or
-items that they apply to do not depend on the value.
+pointers. ``unevaluatedProperties`` and ``unevaluatedItems`` are replaced by other keywords if the
+schema alone, independently of the value, determines the properties or items that they apply to.
 """
 
 from __future__ import annotations
@@ -82,7 +82,7 @@ def normalize(root: SchemaObject, draft: int) -> SchemaObject:
 
 
 def _remove_idle_contains(part: SchemaObject) -> None:
-    """Remove a ``contains`` that requires nothing, and bounds that belong to no ``contains``."""
+    """Remove a ``contains`` that has no effect, and bounds that belong to no ``contains``."""
     if part.get("minContains") == 0 and "maxContains" not in part:
         part.pop("contains", None)
     if "contains" not in part:
@@ -123,7 +123,7 @@ def _without_ignored(part: Any, draft: int, is_map: bool) -> Any:
 
 
 def _resolve_names(root: SchemaObject) -> None:
-    """Replace references by name, and dynamic references with a single target, by pointers.
+    """Replace references by name, and dynamic references with a single target, by JSON pointers.
 
     The document is modified in place.
     """
@@ -144,7 +144,7 @@ def _resolve_names(root: SchemaObject) -> None:
 
 
 def _pointers_by_name(root: SchemaObject) -> dict[str, list[str]]:
-    """Return the JSON pointers of the subschemas that have a name, by name."""
+    """Return the JSON pointers of the named subschemas, as a dict from name to pointer."""
     pointers: dict[str, list[str]] = {}
     for pointer, part in subschemas(root):
         for keyword in ("$anchor", "$dynamicAnchor"):
@@ -183,7 +183,8 @@ def _evaluated_names(
     ignored
         Keywords of `part` that are not considered.
     ancestors
-        Schemas that contain or refer to `part`. A recursive reference adds no names.
+        Schemas that contain or refer to `part`. A reference to one of these schemas is recursive
+        and adds no names.
 
     Returns
     -------
@@ -225,7 +226,7 @@ def _evaluated_names(
 
 
 def _conditional_parts(part: SchemaObject) -> list[Any]:
-    """Return the subschemas that apply to the same value as `part`, depending on that value."""
+    """Return the subschemas that need not apply to every value of `part`, such as ``anyOf``."""
     parts: list[Any] = []
     for keyword in _CONDITIONAL:
         value = part.get(keyword, [])
@@ -258,7 +259,7 @@ _REFERENCE = re.compile(r'"\$(?:ref|dynamicRef|recursiveRef)": "((?:[^"\\]|\\.)*
 
 
 def _remove_unused_definitions(root: SchemaObject, references: References) -> None:
-    """Remove the definitions that no reference leads to.
+    """Remove the definitions that no reference refers to, directly or indirectly.
 
     If a reference is not a local pointer, all definitions are kept.
     """

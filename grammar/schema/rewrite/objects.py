@@ -1,4 +1,4 @@
-"""Equivalent forms of keywords that constrain objects and arrays as a whole."""
+"""Replacements of keywords that constrain objects and arrays as a whole, such as ``contains``."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ __all__ = ["contains", "dependencies", "distinct", "property_count", "property_n
 
 _MAX_OPTIONS = 64  # maximum number of options of a union that replaces a keyword
 _MAX_CONDITIONS = 7  # maximum number of unions that replace dependencies
-_MAX_ORDERS = 400  # maximum number of arrays that replace uniqueItems
+_MAX_ORDERS = 400  # maximum number of arrays that are listed to replace uniqueItems
 _ANNOTATIONS = word_set("type title description $comment examples default")
 
 
@@ -22,9 +22,9 @@ def dependencies(value: Any, required: list[str]) -> list[Any]:
     """Return schemas whose intersection is equivalent to ``dependencies``.
 
     The function also handles ``dependentRequired`` and ``dependentSchemas``, the successors of
-    ``dependencies``. The dependency of a required property becomes unconditional. Every other
-    dependency becomes a union: either the property is absent, or it is present and its dependency
-    holds. Properties that depend on each other share one union.
+    ``dependencies``. The dependency of a required property applies to all values. Every other
+    dependency is replaced by a union, because either the property is absent, or the property is
+    present and its dependency holds. Properties that depend on each other share one union.
 
     Parameters
     ----------
@@ -60,16 +60,17 @@ def dependencies(value: Any, required: list[str]) -> list[Any]:
 
 
 def _required_together(name_lists: dict[str, list[str]], required: set[str]) -> list[Any]:
-    """Return schemas for the dependencies that are lists of names.
+    """Return schemas that replace the dependencies whose values are lists of names.
 
     Parameters
     ----------
     name_lists
-        By property: the names of the properties that must be present if it is present.
+        For each property, the names of the properties that must be present if it is present.
     required
         Names of the required properties.
     """
-    # Properties that must be present together, and the properties that require all of them.
+    # The keys are sets of properties. Each value is a list of the set's properties, and a list of
+    # the properties in the set whose presence requires the whole set.
     groups: dict[frozenset[str], tuple[list[str], list[str]]] = {}
     for name, names in name_lists.items():
         group = list(dict.fromkeys([*names, name]))
@@ -91,8 +92,9 @@ def _required_together(name_lists: dict[str, list[str]], required: set[str]) -> 
 def property_names(names: Any, schema: SchemaObject) -> SchemaObject:
     """Return the keywords that replace ``propertyNames`` in an object schema.
 
-    They are new values of ``properties``, ``patternProperties`` and ``additionalProperties``. If no
-    name is allowed, the only keyword is ``maxProperties: 0``.
+    The result contains new values of ``properties``, ``patternProperties`` and
+    ``additionalProperties``. If ``propertyNames`` allows no name, the result is
+    ``maxProperties: 0``.
 
     Parameters
     ----------
@@ -139,7 +141,7 @@ def property_names(names: Any, schema: SchemaObject) -> SchemaObject:
 
 
 def _name_pattern(names: Any) -> str:
-    """Return a pattern of the names that satisfy the value of ``propertyNames``."""
+    """Return a pattern that matches exactly the names that ``propertyNames`` allows."""
     keywords = names.keys() - _ANNOTATIONS
     if keywords == {"pattern"}:
         return names["pattern"]
@@ -172,7 +174,8 @@ def property_count(schema: SchemaObject) -> list[Any] | None:
     -------
     list or None
         The schemas. The list is empty if the bounds always hold. The result is None if the two
-        keywords can be kept, because every listed property is either required or impossible.
+        keywords can be kept because every property that the schema lists is either required or
+        impossible.
 
     Raises
     ------
@@ -251,7 +254,7 @@ def distinct(schema: SchemaObject, values: list[Any] | None) -> list[Any] | None
     schema
         The array schema.
     values
-        All values that an item can have; None if the schema of the items does not list them.
+        All values that an item can have; None if the schema of the items is not an ``enum``.
 
     Returns
     -------
@@ -286,16 +289,18 @@ def distinct(schema: SchemaObject, values: list[Any] | None) -> list[Any] | None
 def contains(part: Any, schema: SchemaObject, prefix: str) -> list[Any]:
     """Return schemas whose union is equivalent to ``contains`` for arrays.
 
-    There is one schema for each set of positions at which the contained items can be.
+    There is one schema for each set of positions that the items which ``contains`` requires can
+    have.
 
     Parameters
     ----------
     part
-        Value of the keyword: the schema of the contained items.
+        Value of the keyword: the schema that the required items must satisfy.
     schema
         The array schema.
     prefix
-        Keyword for the schemas of the first items in the draft: ``"prefixItems"`` or ``"items"``.
+        Keyword that holds the schemas of the first items in the document's draft:
+        ``"prefixItems"`` or ``"items"``.
 
     Raises
     ------

@@ -1,4 +1,4 @@
-"""Traversal of a schema that applies the rewriting rules and collects the reasons."""
+"""Traverse a schema, apply the rewriting rules, and report the parts without an exact form."""
 
 from __future__ import annotations
 
@@ -93,7 +93,7 @@ class Rewriter:
     draft
         JSON schema draft of the document: 3, 4, 6, 7, 2019 or 2020.
     assert_formats
-        Whether formats are enforced.
+        Whether ``format`` is enforced.
     rules
         Rewriting rules by keyword. A keyword without a rule is copied, and its subschemas are
         rewritten.
@@ -118,8 +118,9 @@ class Rewriter:
         self.negation = Negation(self.references, draft)
         self.disjoint = Disjointness(root, self.references)
         self._definitions_keyword = "definitions" if draft <= 7 else "$defs"
-        # A reference target that is not a definition is copied to the definitions, because
-        # rewriting may move the target. This maps the target's pointer to the name of the copy.
+        # Rewriting may move or remove the target of a reference if the target is not a definition.
+        # Such a target is copied to the definitions. This dict maps the pointer of the target to
+        # the name of the copy.
         self._aliases: dict[str, str] = {}
         self._aliased_pointers: list[str] = []
 
@@ -135,7 +136,7 @@ class Rewriter:
         return new
 
     def rewrite(self, schema: Any, at: str, types: JsonTypes) -> Any:
-        """Rewrite a schema and its subschemas, and report parts without an exact form.
+        """Return the rewritten form of a schema, and report the parts without an exact form.
 
         Parameters
         ----------
@@ -144,8 +145,8 @@ class Rewriter:
         at
             JSON pointer of the schema.
         types
-            JSON types of the values that the schema applies to. The result may allow or refuse
-            values of other types.
+            JSON types of the values that the schema applies to. For values of other types, the
+            result need not be equivalent to the schema.
         """
         if isinstance(schema, bool):
             return schema
@@ -159,9 +160,9 @@ class Rewriter:
         return _add_conjuncts(site.out, [part for part in site.extra if part is not True])
 
     def rewrite_exactly(self, schema: Any, at: str, types: JsonTypes) -> Any:
-        """Rewrite a schema that a rule has created.
+        """Return the rewritten form of a schema that a rule has created.
 
-        The parameters are those of `rewrite`.
+        The method has the same parameters as `rewrite`.
 
         Raises
         ------
@@ -177,7 +178,7 @@ class Rewriter:
         return new
 
     def replace_keyword(self, keyword: str, value: Any, site: Site) -> None:
-        """Rewrite a new value of a keyword and put it in the place of the old one."""
+        """Rewrite a new value of a keyword and replace the keyword's old value by the result."""
         site.out.pop(keyword, None)
         self._rewrite_keyword(keyword, value, site)
 
@@ -199,7 +200,7 @@ class Rewriter:
                 self.narrowed.append(Reason(site.at, keyword, why))
         elif keyword in _REMOVED:
             return
-        elif keyword not in site.out:  # otherwise, the rule of another keyword has replaced it
+        elif keyword not in site.out:  # otherwise, another keyword's rule has already set it
             site.out[keyword] = self._rewritten_value(keyword, value, site)
 
     def _rewritten_value(self, keyword: str, value: Any, site: Site) -> Any:
@@ -227,7 +228,10 @@ class Rewriter:
         return value
 
     def _rewritten_reference(self, reference: Any) -> Any:
-        """Return a reference, redirected to a copy of its target if rewriting may move it."""
+        """Return a reference that stays valid if rewriting moves the target.
+
+        If the target is not a definition, the new reference refers to a copy of the target.
+        """
         pointer = self.references.pointer(reference)
         if pointer is None or pointer == "":
             return reference

@@ -1,8 +1,8 @@
 """Rewriting rules, one for each keyword that grammar backends cannot enforce as written.
 
 A rule is a function with three arguments: the rewriter of the document, the value of the keyword,
-and the `Site`, that is, the subschema with the keyword. It adds keywords or schemas to the site, or
-raises `NoExactForm`.
+and the `Site`, that is, the subschema with the keyword. The rule adds the replacement (keywords or
+schemas) to the site, or raises `NoExactForm`.
 """
 
 from __future__ import annotations
@@ -55,13 +55,13 @@ _OBJECT_KEYWORDS = ("properties", "patternProperties", "additionalProperties")
 
 
 def _one_of(rewriter: Rewriter, value: Any, site: Site) -> None:
-    """Replace ``oneOf`` by ``anyOf``, with options that exclude each other."""
+    """Replace ``oneOf`` by an ``anyOf`` whose options exclude each other."""
     narrowed_before = len(rewriter.narrowed)
     rewritten = []
     for index, part in enumerate(value):
         rewritten.append(rewriter.rewrite(part, f"{site.at}/oneOf/{index}", site.types))
-    # If an option was narrowed, the original options are compared: a valid value that the narrowed
-    # option leaves out must still be excluded from the other options.
+    # If an option was narrowed, the original options are compared, because a valid value that the
+    # narrowed option leaves out must still be excluded from the other options.
     complete = rewritten if len(rewriter.narrowed) == narrowed_before else value
     base = {key: site.out[key] for key in site.out if key not in _NOT_ABOUT_VALUES}
     overlaps = _overlaps(rewriter, complete, base)
@@ -81,9 +81,9 @@ def _one_of(rewriter: Rewriter, value: Any, site: Site) -> None:
 
 
 def _overlaps(rewriter: Rewriter, options: list[Any], base: Any) -> dict[int, list[int]]:
-    """Return the indices of the options that may overlap with an option, by its index.
+    """Return, for the index of each option, the indices of the options that it may overlap with.
 
-    Options that overlap with no other option are not in the result.
+    The result contains no options that overlap with no other option.
     """
     overlaps: dict[int, list[int]] = {}
     for i in range(len(options)):
@@ -108,20 +108,22 @@ def _exclusive_options(
     ----------
     rewriter
         Rewriter of the document.
-    options, rewritten
-        Options of the ``oneOf``, original and rewritten.
+    options
+        Original options of the ``oneOf``.
+    rewritten
+        Rewritten options of the ``oneOf``.
     overlaps
         As returned by `_overlaps`.
     base
-        Schema that all options are combined with.
+        Schema that holds in addition to each option: the other keywords of the subschema.
     site
         The subschema with the ``oneOf``.
 
     Returns
     -------
     tuple
-        The restricted options, without unsatisfiable ones, and the reasons for valid values that
-        the options leave out.
+        The restricted options, without unsatisfiable options, and a reason for each group of valid
+        values that the options leave out.
     """
     exclusive: list[Any] = []
     narrowed: list[Reason] = []
@@ -161,7 +163,10 @@ def _exclude(
     names: frozenset[str] | None,
     omitted: list[NoExactForm],
 ) -> Any:
-    """Return a schema that excludes the values of the second schema of a pair from the first.
+    """Return a schema that excludes the values which satisfy the second schema of a pair.
+
+    The first schema is combined with the result. Values that cannot satisfy the first schema may
+    therefore be treated either way.
 
     Parameters
     ----------
@@ -170,9 +175,9 @@ def _exclude(
     pair
         The two schemas.
     base
-        Schema that both are combined with.
+        Schema that holds in addition to both schemas.
     types
-        JSON types of the values. Values of types that the two schemas do not share are not
+        JSON types of the values. Values of a type for which the two schemas are disjoint are not
         restricted.
     names
         Names of all properties that objects can have; None if they can have any name.
@@ -204,9 +209,9 @@ def _exclude(
 
 
 def _exclude_empty(rewriter: Rewriter, one: Any, other: Any) -> SchemaObject | None:
-    """Return a schema that excludes the only value which two schemas share, ``[]`` or ``{}``.
+    """Return a schema that excludes ``[]`` or ``{}``, the only value that two schemas share.
 
-    Return None if the schemas may share other values.
+    Return None if the two schemas may share other values.
     """
     one = rewriter.references.follow(one)
     other = rewriter.references.follow(other)
@@ -225,7 +230,7 @@ def _exclude_empty(rewriter: Rewriter, one: Any, other: Any) -> SchemaObject | N
 
 
 def _require(rewriter: Rewriter, schema: Any, site: Site, keyword: str) -> None:
-    """Add a schema that replaces a keyword to a site, after rewriting the schema."""
+    """Rewrite a schema that replaces a keyword, and add the result to the site."""
     pointer = f"{site.at}/{keyword}"
     new_schema = rewriter.rewrite_exactly(schema, pointer, site.types)
     site.extra.append(new_schema)
@@ -256,7 +261,7 @@ def _if(rewriter: Rewriter, value: Any, site: Site) -> None:
 
 
 def _handled_elsewhere(rewriter: Rewriter, value: Any, site: Site) -> None:
-    """Do nothing. The rule of another keyword reads this keyword."""
+    """Do nothing, because the rule of another keyword reads this keyword."""
 
 
 def _dependencies(rewriter: Rewriter, value: Any, site: Site) -> None:
@@ -312,7 +317,7 @@ def _contains(rewriter: Rewriter, value: Any, site: Site) -> None:
 
 
 def _other_than_arrays(site: Site) -> list[Any]:
-    """Return a list with one schema, which allows all values of a site except arrays.
+    """Return a list with one schema, which allows the values of the site's types except arrays.
 
     The list is empty if the site allows only arrays.
     """

@@ -1,4 +1,4 @@
-"""Equivalent forms of string constraints: ECMAScript patterns, formats and complements."""
+"""Replacements of string constraints: ECMAScript patterns, formats, and complements of words."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ _NOT_LINE_END = r"[^\n\r\u2028\u2029]"
 
 
 def code_point(code: int) -> str:
-    """Return the escape sequence of a character, as Rust's and Python's patterns write it."""
+    """Return the escape sequence of a character in Rust's and Python's regular expressions."""
     return f"\\u{code:04X}" if code < 0x10000 else f"\\U{code:08X}"
 
 
@@ -104,7 +104,8 @@ def _without_nul(characters: str) -> str:
     """Return a character class, without U+0000 if LLGuidance would enforce it incorrectly.
 
     If a class contains all characters from U+0000 to U+001F, LLGuidance 1.9 allows every JSON
-    escape sequence, including the ones of the quote and the backslash, which the class may exclude.
+    escape sequence. It thus allows an escaped quote and an escaped backslash even if the class
+    excludes these characters.
     """
     with contextlib.suppress(re.error):
         matches = re.compile(characters).fullmatch
@@ -118,7 +119,7 @@ def _without_nul(characters: str) -> str:
 
 
 def _escape(pattern: str, at: int, in_class: bool) -> tuple[str, int]:
-    """Return the converted form of the escape sequence at a position, and its original length."""
+    """Return the converted form of the escape sequence at a position, and the original length."""
     char = pattern[at + 1 : at + 2]
     control = re.match(r"\\c([A-Za-z])", pattern[at:])
     if control:
@@ -195,7 +196,7 @@ def none_of(words: Iterable[str]) -> str:
 
 
 def _complement(node: dict) -> str:
-    """Return a pattern of the strings that do not complete a word from a node of the prefix tree.
+    """Return a pattern of the strings that do not complete a word, starting at a prefix-tree node.
 
     A node maps each next character to a node. The key ``""`` marks the end of a word.
     """
@@ -258,8 +259,8 @@ def _formats() -> dict[str, str]:
 def _uri_reference(v6: str) -> str:
     """Return a pattern of the URI references of RFC 3986; `v6` is a pattern of IPv6 addresses.
 
-    The variables are named for the rules of the RFC's grammar. IPv4 addresses need no alternative
-    of their own, because they are registered names as well.
+    The variables are named after the rules of the RFC's grammar. IPv4 addresses need no alternative
+    of their own, because they also match the rule for registered names.
     """
     unreserved = r"A-Za-z0-9._~!$&'()*+,;=\-"  # with sub-delims
     encoded = "%[0-9A-Fa-f]{2}"
