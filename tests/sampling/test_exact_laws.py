@@ -1,8 +1,8 @@
-"""The distribution of whole requests, by enumeration of all outcomes of the reference.
+"""The exact distribution of whole requests, by enumeration of all outcomes of the reference.
 
-A round of the reference runs once for each outcome of its random decisions. Rounds are
-independent, which `test_distribution` tests, so their distributions multiply. No random numbers are
-used.
+A round of the reference runs once for each combination of outcomes of its random decisions. Rounds
+are independent, as `test_distribution` tests, so the probabilities of consecutive rounds are
+multiplied. No random numbers are used.
 """
 
 from __future__ import annotations
@@ -11,6 +11,7 @@ import itertools
 from collections import defaultdict
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
+from functools import cache
 
 import numpy as np
 import pytest
@@ -30,29 +31,29 @@ class OutcomeEnumerator:
         self.path: list[int] = []
 
     def choose(self, chances: list[float]) -> int:
-        """Return one of the outcomes with these probabilities."""
-        open_ = [i for i, chance in enumerate(chances) if chance > 0]
+        """Return the next outcome to enumerate of a decision with these probabilities."""
+        possible = [i for i, chance in enumerate(chances) if chance > 0]
         if self.depth == len(self.path):
             self.path.append(0)
-            self.left.append(0)
-        self.left[self.depth] = len(open_) - 1
-        i = open_[self.path[self.depth]]
+            self.last.append(0)
+        self.last[self.depth] = len(possible) - 1
+        outcome = possible[self.path[self.depth]]
         self.depth += 1
-        self.probability *= chances[i]
-        return i
+        self.probability *= chances[outcome]
+        return outcome
 
     def every(self, run: Callable[[], object]) -> Iterator[tuple[object, float]]:
         """Yield the result of `run` and its probability for each sequence of outcomes."""
-        self.path = []
-        self.left = []
+        self.path = []  # index of the current outcome of each decision
+        self.last = []  # index of the last outcome of each decision
         while True:
             self.depth = 0
             self.probability = 1.0
             result = run()
             yield result, self.probability
-            while self.path and self.path[-1] == self.left[-1]:
+            while self.path and self.path[-1] == self.last[-1]:
                 self.path.pop()
-                self.left.pop()
+                self.last.pop()
             if not self.path:
                 return
             self.path[-1] += 1
@@ -65,7 +66,9 @@ class OutcomeEnumerator:
 
     def draw(self, weights: np.ndarray, *name: object, **options: object) -> int:
         total = float(np.sum(weights))
-        return self.choose(list(np.asarray(weights) / total)) if total > 0 else -1
+        if total <= 0:
+            return -1
+        return self.choose(list(np.asarray(weights) / total))
 
 
 @dataclass
@@ -75,9 +78,9 @@ class World:
     target: np.ndarray
     drafter: np.ndarray
     legal: np.ndarray
-    kinds: str = "ddd"  # of drafts: d(rawn) or p(oint)
+    kinds: str = "ddd"  # kind of each draft: d for dense (sampled from q), p for a point mass
     masked: bool = True
-    late: bool = False  # rows after some tokens are not ready during verification
+    late: bool = False  # whether rows after some tokens are not ready during verification
 
     @classmethod
     def random(cls, seed: int, **fields: object) -> World:
@@ -96,10 +99,15 @@ class World:
         """Draft and verify; return the tokens and the number of accepted drafts."""
         for j in range(1, DRAFTS + 1):
             last = slot.tree.token[-1]
-            mask = self.row(slot, j - 1, last, verifying=False) if self.masked else None
-            answer = (2 * last + j) % V if self.kinds[j - 1] == "p" else -1
+            mask = None
+            if self.masked:
+                mask = self.row(slot, j - 1, last, verifying=False)
+            answer = -1
+            if self.kinds[j - 1] == "p":
+                answer = (2 * last + j) % V
             ref.draft(slot, j, self.drafter[last], mask, V, None, V, answer=answer)
-        tokens = [*slot.tree.token, *[0] * DRAFTS][: DRAFTS + 1]
+        padding = [0] * DRAFTS
+        tokens = [*slot.tree.token, *padding][: DRAFTS + 1]
         rows = [self.row(slot, j, token) for j, token in enumerate(tokens)]
         outcome = ref.verify(slot, self.target[tokens], rows, V)
         return outcome.tokens, outcome.accepted
@@ -112,31 +120,36 @@ def distribution_of_rounds(
     chance: OutcomeEnumerator, world: World, start: ref.Slot
 ) -> tuple[dict, float]:
     """Return the distribution of a request's tokens, and the mean acceptance of its first round."""
-    laws: dict[tuple[int, int], list] = {}
 
+    @cache
     def rounds(n: int, last: int) -> list:
-        if (n, last) not in laws:
+        """Return the outcomes of a round that begins with token `last` at position `n`."""
 
-            def run() -> tuple[tuple[int, ...], int, bool]:
-                slot = replace(start, n=n, tree=ref.chain(last))
-                return (*world.round(slot), slot.active)
+        def run() -> tuple[tuple[int, ...], int, bool]:
+            slot = replace(start, n=n, tree=ref.chain(last))
+            tokens, accepted = world.round(slot)
+            return tokens, accepted, slot.active
 
-            found: dict = defaultdict(float)
-            for result, probability in chance.every(run):
-                found[result] += probability
-            laws[n, last] = list(found.items())
-        return laws[n, last]
+        found: dict = defaultdict(float)
+        for result, probability in chance.every(run):
+            found[result] += probability
+        return list(found.items())
 
-    def law(n: int, last: int) -> dict:
+    def request(n: int, last: int) -> dict:
+        """Return the distribution of all tokens from position `n` on."""
         total: dict = defaultdict(float)
         for (tokens, _, active), probability in rounds(n, last):
-            rest = law(n + len(tokens), tokens[-1]) if active else {(): 1.0}
+            rest = {(): 1.0}
+            if active:
+                rest = request(n + len(tokens), tokens[-1])
             for continuation, p in rest.items():
                 total[tokens + continuation] += probability * p
         return total
 
-    mean = sum(accepted * p for (_, accepted, _), p in rounds(start.n, start.last))
-    return law(start.n, start.last), mean
+    mean = 0.0
+    for (_, accepted, _), probability in rounds(start.n, start.last):
+        mean += accepted * probability
+    return request(start.n, start.last), mean
 
 
 def target_distribution(world: World, start: ref.Slot) -> dict:
@@ -161,10 +174,10 @@ def target_distribution(world: World, start: ref.Slot) -> dict:
 
 WORLDS = {
     "masked": {},
-    "blind": {"masked": False},
+    "unmasked": {"masked": False},
     "late": {"late": True},
     "mixed": {"kinds": "pdd"},
-    "mixed, blind": {"kinds": "dpd", "masked": False},
+    "mixed, unmasked": {"kinds": "dpd", "masked": False},
     "mixed, late": {"kinds": "ddp", "masked": False, "late": True},
     "points": {"kinds": "ppp"},
 }
@@ -173,10 +186,10 @@ WORLDS = {
 @pytest.mark.parametrize("stop_ids", [(), (2,)], ids=["endless", "stop"])
 @pytest.mark.parametrize("how", WORLDS)
 def test_verification_preserves_target_distribution(monkeypatch, how, stop_ids):
-    """The distribution equals the target's to 1e-12.
+    """The distribution of whole requests equals the target's distribution to 1e-12.
 
-    Block verification accepts at least as much as per-token tests, and more if a draft was sampled
-    after another one.
+    On average, block verification accepts at least as many drafts as per-token tests. It accepts
+    more if a sampled draft follows another draft.
     """
     chance = OutcomeEnumerator()
     monkeypatch.setattr(ref, "coin", chance.coin)
@@ -199,7 +212,10 @@ def test_verification_preserves_target_distribution(monkeypatch, how, stop_ids):
 
 @dataclass
 class TreeWorld(World):
-    """Drafts of a given shape: the likeliest children of each node, as point masses."""
+    """World whose drafts are a tree of a given shape, as point masses.
+
+    `shape` has the ranks of the nodes on each path; rank 0 is the most likely child.
+    """
 
     shape: tuple[tuple[int, ...], ...] = ()
 
@@ -231,7 +247,7 @@ SHAPES = {
 
 
 @pytest.mark.parametrize("stop_ids", [(), (2,)], ids=["endless", "stop"])
-@pytest.mark.parametrize("how", ["masked", "blind", "late"])
+@pytest.mark.parametrize("how", ["masked", "unmasked", "late"])
 @pytest.mark.parametrize("shape", SHAPES)
 def test_tree_verification_preserves_target_distribution(monkeypatch, shape, how, stop_ids):
     """The distribution of whole requests equals the target's to 1e-12 for every tree shape."""

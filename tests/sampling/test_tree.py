@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import itertools
 from collections import Counter
 from functools import partial
 from itertools import pairwise
@@ -103,20 +104,19 @@ class TreeRound:
         self.number = int(rng.integers(1 << 30))
         self.free = [i % 4 == 0 for i in range(SLOTS)]  # without a grammar
         self.slots = [random_slot(rng, V, 5) for _ in range(SLOTS)]
-        for s in self.slots:
+        rows = []
+        for s, has_no_grammar in zip(self.slots, self.free, strict=True):
             s.verify = ref.COUPLED
-            s.limit = s.limit + 3
-        rows = [
-            [ref.MaskRow(ref.FREE, s.epoch, s.n, detail=f)]
-            for s, f in zip(self.slots, self.free, strict=True)
-        ]
+            s.limit += 3
+            rows.append([ref.MaskRow(ref.FREE, s.epoch, s.n, detail=has_no_grammar)])
         before = [s.n for s in self.slots]
         self.order = rng.permutation(SLOTS)
         logits = rng.normal(0, 2, (SLOTS, 1, V)).astype(np.float32)
         r.play(self.slots, logits, rows, self.order)
-        self.growing = [
-            i for i, s in enumerate(self.slots) if s.n > before[i] and ref.may_grow(s, 0)
-        ]
+        self.growing = []  # slots that generate drafts
+        for i, s in enumerate(self.slots):
+            if s.n > before[i] and ref.may_grow(s, 0):
+                self.growing.append(i)
 
     def logits(self, level: int):
         """Return the logits of the nodes that are fed, as the drafter would write them."""
@@ -130,41 +130,55 @@ class TreeRound:
         return self.r.device.from_host(logits[self.order].reshape(-1, len(self.ids)), "float32")
 
     def answer(self, level: int) -> None:
-        """Answer as a grammar would; slots without a grammar or without drafts are not asked."""
+        """Answer probes as a grammar would.
+
+        Slots without a grammar and slots that generate no drafts must not be probed.
+        """
         exchange = self.r.exchange
         state = self.r.state.to_host()
         for i in range(SLOTS):
             record = exchange.candidates[i]
-            asked = tuple(record[:2]) == (self.r.replay, level)
-            assert asked == (i in self.growing and not self.free[i])
-            if not asked:
+            is_probed = tuple(record[:2]) == (self.r.replay, level)
+            assert is_probed == (i in self.growing and not self.free[i])
+            if not is_probed:
                 continue
-            offered = record[3:].reshape(BRANCH, TREE_CANDIDATES)[: record[2]].tolist()
+            candidates = record[3:].reshape(BRANCH, TREE_CANDIDATES).tolist()
             for f, path in enumerate(fed_paths(state[i], level)):
-                found = 0
-                exchange.legal[i, f] = 0
-                for c, token in enumerate(offered[f]):
-                    if token < 0 or found == BRANCH:
-                        break
-                    legal = is_legal(self.number + i, path, token)
-                    found += legal
-                    exchange.legal[i, f] |= legal << c
+                exchange.legal[i, f] = self._legal_bits(i, path, candidates[f])
             exchange.answer[i] = (self.r.replay, level, BRANCH)
 
+    def _legal_bits(self, i: int, path: tuple[int, ...], candidates: list[int]) -> int:
+        """Return the first `BRANCH` legal candidates as bits."""
+        found = 0
+        bits = 0
+        for c, token in enumerate(candidates):
+            if token < 0 or found == BRANCH:
+                break
+            if is_legal(self.number + i, path, token):
+                found += 1
+                bits |= 1 << c
+        return bits
+
     def reference(self, i: int, limit: int, nodes: int) -> tuple[list[int], bool]:
-        """Grow a slot's tree; return the fed nodes by level, and whether all scores differ."""
+        """Grow a slot's tree with the reference.
+
+        Returns the number of fed nodes of each level, and whether the scores differ by more than
+        rounding errors.
+        """
         s = self.slots[i]
         number = self.number + i
 
-        def children_of(path: tuple[int, ...], above: Any = None) -> list[tuple[float, int]]:
-            asks = self.probed and not self.free[i]
+        def children_of(path: tuple[int, ...], ranks: Any = None) -> list[tuple[float, int]]:
+            legal = None
+            if self.probed and not self.free[i]:
+                legal = partial(is_legal, number, path)
             return ref.children(
                 s,
                 s.n + len(path) + 1,
                 logits_of(number, path, len(self.ids)),
                 self.ids,
                 limit,
-                partial(is_legal, number, path) if asks else None,
+                legal,
                 TREE_CANDIDATES if self.probed else BRANCH,
                 BRANCH,
             )
@@ -179,37 +193,31 @@ class TreeRound:
         return feeds, gap > 1e-5
 
 
-@pytest.mark.parametrize(
-    "block, probed, pruned, ranks",
-    [
-        pytest.param(
-            block,
-            probed,
-            pruned,
-            ranks,
-            id=f"block{block}-{'probed' if probed else 'blind'}-{name}",
-            marks=[] if (number + probed + turn) % 2 else pytest.mark.full,
-        )
-        for turn, block in enumerate((1, 64))
-        for probed in (True, False)
-        for number, (name, pruned, ranks) in enumerate(
-            (
-                ("whole", False, []),
-                ("pruned", True, []),
-                ("given", True, RANKS),
-            )
-        )
-    ],
-    indirect=["block"],
-)
+def tree_cases() -> list[Any]:
+    """Return all combinations of block, masking and shape; half of them run with --full only."""
+    shapes = [("whole", False, []), ("pruned", True, []), ("fixed", True, RANKS)]
+    settings = itertools.product((1, 64), (True, False), shapes)
+    cases = []
+    for block, probed, (shape, pruned, ranks) in settings:
+        masking = "probed" if probed else "unmasked"
+        parity = (block == 64) + probed + (shape == "pruned")
+        marks = [] if parity % 2 else [pytest.mark.full]
+        name = f"block{block}-{masking}-{shape}"
+        cases.append(pytest.param(block, probed, pruned, ranks, id=name, marks=marks))
+    return cases
+
+
+@pytest.mark.parametrize("block, probed, pruned, ranks", tree_cases(), indirect=["block"])
 def test_draft_tree_matches_reference(make_round, block, probed, pruned, ranks):
     """Candidates, fed nodes and drafts match for greedy and coupled requests.
 
     The cases include ties, limits, stop ids, smaller trees and fixed shapes.
     """
     rng = np.random.default_rng(5)
-    d2t = np.sort(rng.choice(V, 40, replace=False)).astype(np.int32) if pruned else None
-    ids = np.arange(V) if d2t is None else d2t
+    d2t = None
+    ids = np.arange(V)
+    if pruned:
+        d2t = ids = np.sort(rng.choice(V, 40, replace=False)).astype(np.int32)
     limit = V - 2
     r = make_round(
         slots=SLOTS,
@@ -224,7 +232,10 @@ def test_draft_tree_matches_reference(make_round, block, probed, pruned, ranks):
     )
     whole = TreeSampler(r.sampler)
     seen = Counter()
-    for nodes in (DRAFTS if ranks else 2, *(DRAFTS,) * (3 if block == 1 else 2)):
+    sizes = [DRAFTS if ranks else 2, DRAFTS, DRAFTS]
+    if block == 1:
+        sizes.append(DRAFTS)
+    for nodes in sizes:
         trees = TreeRound(r, rng, ids, probed, ranks)
         tree = whole if ranks else whole.of(nodes)
         for level in range(1, min(LEVELS, nodes) + 1):
@@ -236,22 +247,27 @@ def test_draft_tree_matches_reference(make_round, block, probed, pruned, ranks):
             tree.draft(r.lane, logits, r.row_slot, level)
             r.stream.synchronize()
         for i in trees.growing:
-            (feeds, clear), s = trees.reference(i, limit, nodes), trees.slots[i]
+            s = trees.slots[i]
+            feeds, clear = trees.reference(i, limit, nodes)
             seen["clear"] += clear
             seen["all"] += 1
             if not clear:
                 r.take(i, s)
                 continue
             seen["drafts", len(s.drafts)] += 1
-            seen["stops"] += any(t in s.stop_ids for t in s.drafts)
+            seen["stops"] += not set(s.drafts).isdisjoint(s.stop_ids)
             seen["narrow"] += any(b < a for a, b in pairwise(feeds))
         r.compare(trees.slots)
         for i in trees.growing:
             s = trees.slots[i]
             assert read_drafted(r.exchange, i) == (r.replay, s.drafts, s.tree.parent[1:])
-    assert seen["clear"] > 0.8 * seen["all"] and seen["stops"] > 1 and seen["narrow"] > 1
+    assert seen["clear"] > 0.8 * seen["all"]
+    assert seen["stops"] > 1
+    assert seen["narrow"] > 1
     assert seen["drafts", DRAFTS] > 2
-    assert not probed or sum(seen["drafts", n] for n in range(DRAFTS)) > 2
+    if probed:
+        num_smaller = sum(seen["drafts", n] for n in range(DRAFTS))
+        assert num_smaller > 2
 
 
 def test_draft_tree_prefers_earlier_of_equal_nodes(make_round, block):
@@ -298,16 +314,17 @@ def test_tree_sampler_rejects_chain_mode(make_round):
 def placed(slot: ref.Slot, tokens: list[int], parents: list[int], vocab: int) -> None:
     """Apply a proposal to the reference: skip invalid ids and their descendants."""
     rows: dict[int, int] = {0: 0}
-    for i, (token, on) in enumerate(zip(tokens, parents, strict=True), 1):
-        if not 0 <= token < vocab or not 0 <= on < i or on not in rows:
+    for i, (token, parent) in enumerate(zip(tokens, parents, strict=True), 1):
+        if not 0 <= token < vocab or not 0 <= parent < i or parent not in rows:
             continue
-        if not ref.may_grow(slot, rows[on]):
+        parent_row = rows[parent]
+        if not ref.may_grow(slot, parent_row):
             continue
-        twin = slot.tree.child(rows[on], token)
-        if twin is None:
-            twin = len(slot.drafts) + 1
-            ref.keep(slot, token, parent=rows[on])
-        rows[i] = twin
+        row = slot.tree.child(parent_row, token)
+        if row is None:
+            row = len(slot.drafts) + 1
+            ref.keep(slot, token, parent=parent_row)
+        rows[i] = row
 
 
 @pytest.mark.parametrize("kind", ["chain", "tree", "answer"])
@@ -326,42 +343,48 @@ def test_place_drafts_matches_reference(make_round, kind):
     for _ in range(20):
         slots = [random_slot(rng, 6, 2) for _ in range(SLOTS)]
         before = [s.n for s in slots]
-        rows = [[ref.MaskRow(ref.FREE, s.epoch, s.n, detail=1)] for s in slots]
+        rows = []
         for s in slots:
             s.limit = s.n + int(rng.integers(2, 30))
             s.verify = ref.COUPLED
-        r.play(slots, rng.normal(0, 2, (SLOTS, 1, V)).astype(np.float32), rows)
+            rows.append([ref.MaskRow(ref.FREE, s.epoch, s.n, detail=1)])
+        logits = rng.normal(0, 2, (SLOTS, 1, V)).astype(np.float32)
+        r.play(slots, logits, rows)
         tokens = rng.integers(-1, 6, (SLOTS, DRAFTS))
         tokens[rng.random(tokens.shape) < 0.05] = V
         parents = rng.integers(0, np.arange(1, DRAFTS + 1), (SLOTS, DRAFTS))
         parents += rng.choice([-1, 0, 0, 0, 0, 0, 1], parents.shape)
         if kind == "chain":
-            tokens[rng.random(tokens.shape) < 0.7] = 3  # else it ends early
+            tokens[rng.random(tokens.shape) < 0.7] = 3  # most random chains would end early
             parents[:] = range(DRAFTS)
-        up = (r.device.from_host(x.astype(np.int32), "int32") for x in (tokens, parents))
-        proposal, on = up
-        late = [answered and i % 4 == 3 for i in range(SLOTS)]
-        for i in range(SLOTS if answered else 0):
-            r.exchange.answer[i] = (r.replay - late[i], 0, DRAFTS)
-            r.exchange.legal[i] = np.array([tokens[i], parents[i]], np.int32).view("u4").ravel()
-        most = int(rng.integers(DRAFTS + 1))
-        given = {
-            "chain": (proposal, r.row_slot),
-            "tree": (proposal, r.row_slot, on),
-            "answer": (None, r.row_slot),
-        }[kind]
-        r.sampler.place(r.lane, *given, max_drafts=most)
+        outdated = [answered and i % 4 == 3 for i in range(SLOTS)]
+        if answered:
+            for i in range(SLOTS):
+                words = np.array([tokens[i], parents[i]], np.int32)
+                r.exchange.answer[i] = (r.replay - outdated[i], 0, DRAFTS)
+                r.exchange.legal[i] = words.view(np.uint32).ravel()
+        max_drafts = int(rng.integers(DRAFTS + 1))
+        r.sampler.place(
+            r.lane,
+            None if answered else r.device.from_host(tokens.astype(np.int32), "int32"),
+            r.row_slot,
+            r.device.from_host(parents.astype(np.int32), "int32") if kind == "tree" else None,
+            max_drafts=max_drafts,
+        )
         r.stream.synchronize()
         for i, s in enumerate(slots):
-            if s.n > before[i] and s.active and not late[i]:
-                placed(s, tokens[i].tolist(), parents[i].tolist(), V)
-                kept = len(s.drafts)
-                # The last is at n + kept: positions beyond the limit have no pages.
-                fits = min(max(s.limit - s.n - 1, 0), most)
-                s.tree = s.tree.first(fits)
-                s.kinds = s.kinds[:fits]
-                s.q = s.q[:fits]
-                seen[len(s.drafts)] += 1
-                seen["cut"] += kept > fits
+            if s.n == before[i] or not s.active or outdated[i]:
+                continue
+            placed(s, tokens[i].tolist(), parents[i].tolist(), V)
+            num_valid = len(s.drafts)
+            # The cache entry of draft j is at n + j. Positions beyond the limit have no pages.
+            num_positions = max(s.limit - s.n - 1, 0)
+            fits = min(num_positions, max_drafts)
+            s.tree = s.tree.first(fits)
+            s.kinds = s.kinds[:fits]
+            s.q = s.q[:fits]
+            seen[len(s.drafts)] += 1
+            seen["cut"] += num_valid > fits
         r.compare(slots)
-    assert {0, 1, 2, 3, 4, 5} <= set(seen) and seen["cut"] > 3
+    assert {0, 1, 2, 3, 4, 5} <= set(seen)
+    assert seen["cut"] > 3

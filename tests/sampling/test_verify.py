@@ -100,7 +100,7 @@ def forged_row(slot: ref.Slot, j: int, name: str, legal: np.ndarray) -> ref.Mask
     return ref.MaskRow(state, slot.epoch + epoch, slot.n + j + position, legal, *detail)
 
 
-#: States from which a random row's state is chosen; max_drafts rows are ready.
+#: States from which a random row's state is chosen; most rows are ready.
 RANDOM_STATES = [ref.FREE, *[ref.READY] * 6, ref.NOT_READY, ref.DEAD_END, ref.ERROR]
 
 
