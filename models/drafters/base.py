@@ -1,10 +1,11 @@
 """Drafter protocol: the interface between a decoding round and the code that proposes tokens.
 
-A round proposes drafts for every request, verifies them in one forward pass of the target, and
-commits the accepted ones. The drafts of a request form a tree. Its root, number 0, is the last
-committed token of the request's slot; drafts are numbered from 1. The parent of draft j is number
-``parent[j] < j``; in a chain ``parent[j] = j - 1``. A draft model makes the drafts level by level,
-where a level is the set of drafts of equal depth. A lookup makes all drafts at once.
+A draft is a proposed token. Every decoding round proposes drafts for every request, verifies all
+drafts in one forward pass of the target, and commits the accepted drafts. The drafts of a request
+form a tree. Node 0, the root, is the last committed token of the request; the drafts are nodes 1,
+2, and so on. The parent of draft j is node ``parent[j] < j``; in a chain, ``parent[j] = j - 1``. A
+draft model makes the drafts level by level, where a level is the set of drafts of equal depth. A
+lookup, such as `NGram`, makes all drafts at once.
 
 A drafter does not launch kernels itself. It adds them to a `Lane`, an in-order sequence of work
 that becomes a part of a CUDA graph or runs on a stream.
@@ -42,8 +43,8 @@ class TreeShape:
         Number of drafts per request and round. The target's forward pass has ``nodes + 1`` rows
         per request.
     levels
-        Number of input rows per request of each drafter step, one entry per step. Empty if all
-        drafts are made at once.
+        Number of input rows per request for each call of `Drafter.step`, in the order of the calls.
+        Empty if the drafter makes all drafts at once.
     branch
         Maximum number of children of a node; 1 for a chain.
     paths
@@ -63,8 +64,8 @@ class TreeShape:
         Parameters
         ----------
         drafts
-            Number of drafts, for a chain or for a tree that grows by score. A tree of fixed shape
-            has its own number.
+            Number of drafts of a chain or of a tree that grows by score. Not used for a tree of
+            fixed shape, whose paths determine the number of drafts.
         tree
             Tree to grow; None for a chain.
         """
@@ -87,7 +88,8 @@ class TreeShape:
         Raises
         ------
         OptionError
-            If the shape has too many drafts or is neither a chain nor a tree that graft verifies.
+            If the shape has too many drafts, or is neither a chain nor a tree that a round can
+            verify.
         """
         if not 1 <= self.nodes <= max_drafts:
             raise OptionError(f"{self.nodes} drafts per round, expected 1 to {max_drafts}")
@@ -141,18 +143,18 @@ class Drafter:
     vocab
         Vocabulary of the logits; None for a drafter that makes all drafts at once.
     caches
-        KV caches of the drafter. Every slot gets pages in all of them.
+        KV caches of the drafter. The engine allocates pages for every slot in each of these caches.
     reads_mask_rows
-        Whether `start` reads the token bitmask rows of the grammar for this round. The rows are
-        filled after the commit, so that `start` of such a drafter runs after the fill.
+        Whether `start` reads the token bitmask rows that the grammar fills in this round. They are
+        filled after the commit, so `start` of such a drafter runs after the fill.
     logits_at_once
         Whether `start` produces the logits of all levels, because they do not depend on the drafts
         chosen at earlier levels.
     lookahead
-        Number of following tokens that the entries of a position in `caches` depend on. None means
-        that the entries depend on other state and cannot be shared through the prefix cache. A
-        drafter that sets `lookahead` and keeps state of a request outside `caches` must override
-        `resume`.
+        Number of tokens after a position on which the entries of that position in `caches` depend.
+        None means that the entries depend on other state, and that the prefix cache therefore
+        cannot share them. A drafter that sets `lookahead` and keeps state of a request outside
+        `caches` must override `resume`.
     """
 
     shape: TreeShape
@@ -182,8 +184,8 @@ class Drafter:
         rows
             Tokens of the chunk at their positions. The last chunk includes the last prompt token.
         next_rows
-            Rows whose token is the one AFTER the row's position. They cover all positions of the
-            prompt except the last.
+            Rows that pair each position with the token AFTER that position. They cover all
+            positions of the prompt except the last.
         features
             float32[R, layers * hidden], features of the target at the positions of `next_rows`.
             None if `feature_layers` is empty.
@@ -198,7 +200,8 @@ class Drafter:
     def start(self, lane: Lane, feed: Feed) -> DeviceArray | None:
         """Process the tokens that this round committed and make the first drafts.
 
-        If ``feed.width`` is 1 the next round verifies no drafts, and the result is not read.
+        If ``feed.width`` is 1, the next round verifies no drafts, and the engine does not read the
+        returned logits.
 
         Returns
         -------
@@ -239,14 +242,15 @@ class Drafter:
         )
 
     def failure(self, slot: int, epoch: int) -> DrafterError | None:
-        """Return the error because of which the drafter terminated a request; None without one.
+        """Return the error with which the drafter terminated a request, or None if it did not.
 
         Parameters
         ----------
         slot
             Slot of the request.
         epoch
-            Counter that distinguishes the request from earlier requests of the slot.
+            Counter of the requests that have used the slot. It distinguishes the request from
+            earlier requests of the same slot.
         """
         return None
 
@@ -272,10 +276,11 @@ class DrafterContext:
     max_length
         Maximum number of positions per slot.
     max_rows
-        Maximum number of rows of a call, for a prefill chunk and for all requests of a round.
+        Maximum number of rows that one call processes, which are the rows of a prefill chunk or the
+        rows of all requests of a round.
     make_cache
-        Function that creates a KV cache with as many positions as the target's. Its arguments are
-        layers, kv_heads, head_dim and dtype.
+        Function that creates a KV cache with as many positions as the KV cache of the target. Its
+        arguments are layers, kv_heads, head_dim and dtype.
     """
 
     device: Device

@@ -15,7 +15,7 @@ __all__ = ["CascadeDrafter"]
 
 
 class CascadeDrafter(Drafter):
-    """Drafts the tokens that `first` proposes, and drafts the remaining levels with `then`.
+    """Drafter that uses the proposals of `first` and drafts the levels after them with `then`.
 
     Parameters
     ----------
@@ -29,8 +29,8 @@ class CascadeDrafter(Drafter):
     Raises
     ------
     OptionError
-        If the drafters are not of these kinds, if they do not draft chains of the same length, or
-        if they read different target layers.
+        If `first` drafts level by level, if `then` makes all drafts at once, if the two drafters do
+        not draft chains of the same length, or if they read different target layers.
     """
 
     def __init__(self, context: DrafterContext, first: DrafterChoice, then: DrafterChoice):

@@ -8,10 +8,11 @@ There are three kinds:
 
 The input of the forward pass is a block of rows: the last committed token, followed by mask tokens.
 The rows of a block attend to each other and to a context. The context has one vector per committed
-position, norm(fc [outputs of some layers of the target]). Every layer projects the context to keys
-and values, with the projections that it also applies to the rows of the block, and stores them in
-the drafter's KV cache. A row of DFlash predicts the token at its own position, so that the first
-row predicts nothing. A row of DSpark predicts the next token.
+position: norm(fc x), where x is the concatenation of the outputs of some layers of the target.
+Every layer of the drafter computes keys and values of the context, with the same projection weights
+as for the rows of the block, and stores these keys and values in the drafter's KV cache. A row of
+DFlash predicts the token at its own position, so the first row, whose token is already known,
+predicts nothing. A row of DSpark predicts the next token.
 """
 
 from __future__ import annotations
@@ -41,9 +42,9 @@ _BLOCK = 64
 
 
 class DFlash(Drafter):
-    """Drafts level by level with logits that one forward pass computes for all levels.
+    """Drafter that drafts level by level from logits of a single forward pass.
 
-    The logits of DFlash do not depend on the drafts, so that `logits_at_once` is set.
+    The logits of DFlash do not depend on the drafts, so `logits_at_once` is set.
 
     Parameters
     ----------
@@ -114,7 +115,7 @@ class DFlash(Drafter):
         self._block_rows = device.load(KERNELS)["block_rows"]
 
     def _load(self, weights: Weights, target: LlamaModel) -> list[DecoderLayer]:
-        """Upload the tensors that all kinds have and the Markov head, and return the layers."""
+        """Upload the tensors, except those of DFlash2, and return the decoder layers."""
         config = self._config
         hidden = config.hidden_size
         vocab = config.vocab_size
@@ -170,8 +171,8 @@ class DFlash(Drafter):
             normed,
         )
         first = config.first_row * batch
-        # The target's logits of this round have already been read, so that their buffer can be
-        # reused. It is large enough.
+        # The round no longer needs the logits of the target. Their buffer, which is large enough,
+        # is reused for the logits of the drafter.
         logits = feed.scratch.logits[: count - first]
         kernels.linear(
             lane,
@@ -203,7 +204,8 @@ class DFlash(Drafter):
         rows : Rows
             Rows of the blocks with their tokens and positions.
         attend_rows : Rows
-            The same rows with the last position that each one attends to, the end of its block.
+            The same rows, but the position of each row is the last position that it attends to,
+            which is the end of its block.
         """
         config = self._config
         width = config.first_row + len(self.shape.levels)
@@ -241,8 +243,8 @@ class DFlash(Drafter):
         residual = self._stack.buffers.residual[: rows.count]
         x = self._stack.input_norm(rows.count)
         is_scaled = config.input_embedding_scale != 1
-        # The gather kernel computes the norm as well, unless a scaling or a convolution has to run
-        # between the two.
+        # The gather kernel also computes the norm, unless a scaling or a convolution has to run
+        # between the gather and the norm.
         norm = None if is_scaled or self._convolutions else x
         kernels.gather(
             lane,
@@ -276,7 +278,9 @@ class DFlash(Drafter):
     def _level(
         self, lane: Lane, feed: Feed, level: int, previous: DeviceArray | None
     ) -> DeviceArray:
-        """Return the logits of a level. In a tree the row of a request is repeated for every node.
+        """Return the logits of a level.
+
+        In a tree, all nodes of the level use the logits of the same row.
 
         Parameters
         ----------

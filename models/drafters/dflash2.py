@@ -1,19 +1,20 @@
-"""Convolutions over the rows of a block and a candidate selector, which DFlash2 adds to DFlash.
+"""DFlash2, which adds convolutions over the rows of a block and a candidate selector to DFlash.
 
 A block is the group of rows from which one request drafts (module `dflash`). Every layer convolves
 the input and the output of its attention and of its MLP along the rows of the block. The result for
 a row depends on the row and on previous rows. The convolution kernel is the sum of two kernels: a
-static one for each column, and a dynamic one that is computed from the row for each group of
-columns. The context is not convolved.
+static kernel for each column, and a dynamic kernel that is computed from the row for each group of
+columns. The context vectors are not convolved.
 
 The selector makes the logits of a level depend on the previous draft. With u the logits of a row
 and h its final hidden state, the k most likely ids x of the row get the scores
 
     u(x) + sum over r of predecessor[previous token]_r (W h)_r successor[x]_r
 
-The drafts are sampled from the softmax of the scores, from left to right. All other ids keep their
-order, at logits so low that they are not sampled. If the grammar forbids all k ids, the most likely
-of the other ids is drafted; the published selector has no score for this case.
+The drafts are sampled from the softmax of the scores, from left to right. All other ids get logits
+so low that they are not sampled, in their original order. If the grammar forbids all k candidates,
+the most likely of the other ids is drafted. The published selector does not define a score for this
+case.
 """
 
 from __future__ import annotations
@@ -38,7 +39,8 @@ class _Convolution(NamedTuple):
     Attributes
     ----------
     base
-        float32[2, size, hidden], static kernels of the convolutions before and after.
+        float32[2, size, hidden], static kernels. Index 0 is the convolution before the attention or
+        MLP, index 1 the convolution after it.
     projection
         [columns, hidden], matrix that computes the dynamic kernels of a row.
     """
@@ -96,7 +98,7 @@ class Convolutions:
         attend_rows: Rows,
         row_stride: int,
     ) -> None:
-        """Run all layers of `stack` with convolutions, like `DecoderStack.run`.
+        """Run all layers of `stack` as `DecoderStack.run` does, and add the convolutions.
 
         Parameters
         ----------
@@ -107,7 +109,7 @@ class Convolutions:
         rows
             Rows of all blocks.
         attend_rows
-            The same rows with the last position that each one attends to.
+            The same rows, but the position of each row is the last position that it attends to.
         row_stride
             Distance between consecutive rows of a block, in rows.
         """
@@ -182,7 +184,8 @@ class Selector:
     rows
         Maximum number of rows, over all levels and requests.
     nodes
-        Maximum number of nodes of one level. In a tree several nodes share a row.
+        Maximum number of nodes of one level. In a tree, several nodes use the logits of the same
+        row.
     """
 
     def __init__(
@@ -265,7 +268,8 @@ class Selector:
         lane
             Lane that the kernels are added to.
         logits
-            float32[nodes, V]. In a tree consecutive nodes share a row of the block.
+            float32[nodes, V]. In a tree, the logits of consecutive nodes come from the same row of
+            the block.
         level
             Level, from 0.
         batch

@@ -1,9 +1,11 @@
 """EAGLE-3 draft head (Li et al., 2025).
 
 The head consists of one or more decoder layers. The input of the first layer is the concatenation
-[embedding, feature]. Entry i of the head's KV cache combines the target's feature of token i with
-the embedding of token i + 1, at RoPE position i. The output of entry i predicts token i + 2. It is
-also the feature of the next draft step.
+[embedding, feature]. The target's feature of a token is computed from the outputs of three target
+layers. Entry i of the head's KV cache combines the target's feature of token i with the embedding
+of token i + 1, at RoPE position i. The output of entry i predicts token i + 2. In the next draft
+step, the output is used as the feature of token i + 1, because the target has not processed that
+token yet.
 """
 
 from __future__ import annotations
@@ -36,7 +38,7 @@ _TRAINING = ("t2d", "verifier_lm_head.weight", "verifier_norm.weight", "rotary_e
 class Eagle3Head:
     """An EAGLE-3 head of a Llama target, with its own KV cache.
 
-    All calls use the same activation buffers, so that the work of one head must run in order.
+    All calls use the same activation buffers, so the work of one head must run in order.
 
     Parameters
     ----------
@@ -49,7 +51,8 @@ class Eagle3Head:
         checkpoints (``layers.0.*``).
     target
         Target model. Its embedding and LM head are used if the checkpoint has none. If the draft
-        vocabulary is smaller, only the LM head rows of the ids in ``d2t`` are used.
+        vocabulary is smaller than the target's, only the rows of the LM head whose ids are in
+        ``d2t`` are used.
     kv
         KV cache with the layers and heads of the draft head.
     max_rows
@@ -169,7 +172,7 @@ class Eagle3Head:
             self.t2d = self.device.from_host(vocab_map[1])
 
     def _check_shared(self, checkpoint: Checkpoint, name: str) -> None:
-        """Check that the head can use a tensor of the target that its checkpoint lacks."""
+        """Check the width of a tensor of the target that the head's checkpoint lacks."""
         width = self.target.config.hidden_size
         if width != self.config.hidden_size:
             raise CheckpointError(
@@ -228,8 +231,8 @@ class Eagle3Head:
         hidden
             float32[B, hidden], features; may be the result of an earlier call.
         logits
-            float32[B, draft_vocab], receives the logits. They equal the result of `head` up to
-            rounding. None computes no logits.
+            float32[B, draft_vocab], receives the logits, which equal the result of `head` up to
+            rounding. If None, no logits are computed.
 
         Returns
         -------
@@ -325,7 +328,7 @@ class Eagle3Head:
             Whether `out` may be the result of an earlier `gather`. The rows are then written to a
             second buffer, which `entries` overwrites.
         norm
-            Norm to compute from the gathered rows; None for none.
+            Norm to compute from the gathered rows; None to compute no norm.
 
         Returns
         -------
@@ -386,7 +389,7 @@ class Eagle3(Drafter):
 
     @classmethod
     def from_dir(cls, folder: Path, config: Eagle3Config, context: DrafterContext) -> Eagle3:
-        """Load the head of a checkpoint folder. The exceptions are those of `Eagle3Head`."""
+        """Load the head of a checkpoint folder. Raises the same exceptions as `Eagle3Head`."""
         cache = context.make_cache(
             config.num_hidden_layers, config.num_key_value_heads, config.head_dim, config.dtype
         )
@@ -437,7 +440,7 @@ def read_vocab_map(
 ) -> tuple[np.ndarray, np.ndarray] | None:
     """Read the maps between draft ids and target ids; return None if the vocabularies are equal.
 
-    The tensor ``d2t`` of the checkpoint stores differences, so that the target id of a draft id is
+    The tensor ``d2t`` of the checkpoint stores differences, so the target id of a draft id is
     ``draft id + d2t[draft id]``.
 
     Parameters

@@ -25,7 +25,7 @@ class RoundScratch:
     """Row-indexed arrays for the largest batch bucket.
 
     Smaller buckets use views of the arrays. The replays of all buckets run one after another on
-    one stream, so that they can share the arrays.
+    one stream, so they can share the arrays.
 
     Parameters
     ----------
@@ -76,7 +76,7 @@ class RoundScratch:
         self.logits = device.zeros((rows, vocab), "float32")
         self.proposal = ints(max_batch, max(width - 1, 1))
         self.parents = ints(max_batch, max(width - 1, 1)) if is_tree else None
-        # Only drafters read the features and write the draft logits.
+        # Arrays that only draft models use: features of the target and draft logits.
         self.features = device.zeros((rows, features), "float32") if features else None
         self.draft_logits = device.zeros((nodes, max(draft_vocab, 1)), "float32")
 
@@ -111,11 +111,13 @@ class Feed:
         position n + j, where n is the request's length before the commit. None if the drafter
         reads no features.
     last
-        int32[B], row of the last committed token of each request. `committed` fills it.
+        int32[B], row of the last committed token of each request. The method `committed` fills this
+        array.
     logits
         float32[B * branch, Vd], output buffer for draft logits.
     origin
-        int32[B * branch], row of each draft's parent in the previous level. `drafts` fills it.
+        int32[B * branch], row of each draft's parent in the previous level. The method `drafts`
+        fills this array.
     proposal
         int32[B, drafts], output buffer for drafts that are made all at once; -1 for no draft.
     parents
@@ -164,8 +166,8 @@ class Feed:
         lane
             Lane that the kernel is added to.
         shift
-            1 gives each token its own position. 0 gives it the position of the previous token, for
-            heads that combine a token with the feature of the previous one.
+            1 gives each token its own position. 0 gives each token the position of the previous
+            token, for heads that combine a token with the feature of the previous token.
         """
         rows = self.scratch.committed.first(self.count, self.count // self.batch)
         args = [
@@ -197,8 +199,8 @@ class Feed:
         Returns
         -------
         Rows
-            B rows for a chain, B * branch rows for a tree. In a tree some rows may be padding, and
-            `origin` receives the parents' rows.
+            B rows for a chain, B * branch rows for a tree. In a tree, some rows may be padding, and
+            the kernel writes the row of each draft's parent to `origin`.
         """
         rows = self.scratch.drafts.first(self.batch * self.branch, self.branch)
         if rows.ancestors is None:

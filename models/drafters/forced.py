@@ -10,9 +10,10 @@ from graft.models.drafters.feed import Feed
 class Forced(Drafter):
     """Drafts the run of forced tokens after the last committed token.
 
-    A token is forced if it is the only one in its row of the grammar's token bitmask. At the commit
-    the grammar advances along forced tokens and fills the mask row after each of them. The drafter
-    then reads one token from each of the mask rows 0, 1, ... until a row allows several tokens.
+    A token is forced if the row of the grammar's token bitmask for its position allows no other
+    token. When a round commits tokens, the grammar advances through the forced tokens that follow
+    and fills a mask row after each of them. The drafter then reads the allowed token of mask rows
+    0, 1, and so on, until a row allows several tokens.
     """
 
     lookahead = 1

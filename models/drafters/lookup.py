@@ -1,8 +1,8 @@
 """Prompt lookup on the device, which drafts the continuation of earlier occurrences of a suffix.
 
 The kernels search the token histories directly, with one thread block per request. A history takes
-4 bytes per token, and the search finds the same occurrences as a suffix automaton. To keep the
-counts of an automaton exact, every new token would require a serial traversal of its suffix links.
+4 bytes per token. A suffix automaton would find the same occurrences, but is not used, because
+every new token would require a serial traversal of suffix links to keep its counts exact.
 """
 
 from __future__ import annotations
@@ -33,11 +33,12 @@ _MAX_FACTOR = 1e6
 class PromptLookup(Drafter):
     """Base class of `NGram` and `Suffix`, which stores the tokens of every slot and searches them.
 
-    An occurrence is an earlier position whose preceding tokens equal the suffix of the request, its
-    last tokens. In a tree the search is repeated for every node, with the suffix extended by the
-    drafts on the node's path. If occurrences vote, each one votes for the token that follows it,
-    and the drafts with the greatest product of vote shares are chosen. Without votes the best
-    occurrences are followed, best first.
+    The suffix of a request is the sequence of its last tokens. An occurrence is an earlier position
+    at which the same sequence ends. In a tree, the search is repeated for every node; the drafts on
+    the path to the node then belong to the suffix. If occurrences vote, each occurrence votes for
+    the token that follows it, and the drafts whose paths have the greatest product of vote shares
+    are chosen. Without votes, the tokens after the best occurrences are drafted, the best
+    occurrence first.
 
     Parameters
     ----------
@@ -49,17 +50,19 @@ class PromptLookup(Drafter):
         Maximum number of drafts per request; None for the maximum of a round.
     public
         Whether to search the histories of all requests, including finished ones. The drafts of a
-        request then depend on other requests. Its output tokens do not depend on them; with
-        rejection sampling the distribution of its output tokens does not.
+        request then depend on other requests. The output tokens of the request do not depend on
+        other requests. With rejection sampling, only the distribution of the output tokens is
+        independent of other requests.
     kept
-        Number of histories that are kept after their slot was reused; only used with `public`. The
-        oldest history is replaced first. The histories are freed with the engine.
+        Number of histories of finished requests that are kept when their slots are reused. Only
+        used with `public`. The oldest kept history is replaced first. The histories are freed
+        together with the engine.
     oldest
         Whether to choose the earliest of several equally good occurrences instead of the latest.
         Occurrences in the request's own history are always preferred.
     vote
-        Which occurrences vote: "NONE"; "ALL", all that match at least `shortest` tokens; or
-        "LONGEST", all that match the longest suffix that occurs.
+        Occurrences that vote: "NONE"; "ALL" for all occurrences that match at least `shortest`
+        tokens; or "LONGEST" for all occurrences of the longest suffix that occurs.
     factor
         Maximum number of drafts per token of the matched suffix.
     threshold

@@ -48,7 +48,7 @@ class Mtp(Drafter):
     """Drafts level by level with the MTP modules of a checkpoint.
 
     A single module drafts every level: after the first level its own hidden state replaces the
-    target's. With several modules, module j drafts level j of a chain, so that there are at most as
+    target's. With several modules, module j drafts level j of a chain, so there are at most as
     many drafts as modules.
 
     Parameters
@@ -84,7 +84,8 @@ class Mtp(Drafter):
         )
         modules = _load_modules(folder, config, target)
         self._several = len(modules) > 1
-        # Modules after the first depend on carried state, so that cached prefixes cannot be shared.
+        # Modules after the first depend on state of earlier calls, so cached prefixes cannot be
+        # shared.
         self.lookahead = None if self._several else 1
         if self._several:
             drafts = min(context.max_drafts, len(modules))
@@ -110,9 +111,10 @@ class Mtp(Drafter):
         )
         self._hidden = device.empty((context.max_rows, hidden), "float32")
         self._earlier = device.empty((context.max_rows,), "int32")
-        # State of each module between calls. `_carried` has, for each slot, h of the last committed
-        # token, which the next module reads in the next call. `_last_hidden` has, for each batch
-        # row, h of entry n - 1 - j, which the next modules process level by level.
+        # State of each module between calls. `_carried` holds, for each slot, the hidden state h of
+        # the last committed token, which the next module reads in the next call. `_last_hidden`
+        # holds, for each batch row, the hidden state h of entry n - 1 - j, which the next modules
+        # process level by level.
         size = (count, context.slots * self.shape.branch, hidden)
         self._carried = device.zeros(size, "float32")
         self._last_hidden = device.zeros(size, "float32")
@@ -132,8 +134,9 @@ class Mtp(Drafter):
         if feed.branch > 1:
             return self._tree_step(lane, feed, level)
         j = level if self._several else 0
-        # Entries n - j .. n - 1 of module j combine hidden states with drafts. A single module has
-        # only the last of them to process.
+        # Of several modules, module j has to process entries n - j .. n - 1, which combine hidden
+        # states with drafts. A single module has to process only the entry of the draft at this
+        # level.
         for back in reversed(range(max(j, 1))):
             rows = feed.drafts(lane, level - back, -j)
             self._run(lane, j, rows, self._last_hidden[back][: feed.batch])

@@ -1,6 +1,6 @@
 """Suffix decoding (Oliaro et al., "SuffixDecoding", 2024).
 
-A longer match gives a longer sequence of drafts.
+The maximum number of drafts grows with the length of the matched suffix.
 """
 
 from __future__ import annotations
@@ -23,9 +23,9 @@ class Suffix(PromptLookup):
     factor
         Maximum number of drafts per token of the matched suffix.
     threshold
-        Minimum estimated probability that all drafts of a path are right, 0 to 1; no draft is
-        added that would fall below it. The probability of one draft is estimated as its share of
-        the continuations found.
+        Minimum estimated probability, 0 to 1, that all drafts on a path are right. A draft whose
+        path has a lower probability is not proposed. The probability of one draft is estimated as
+        the fraction of the found continuations that contain it.
 
     Raises
     ------

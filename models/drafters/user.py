@@ -54,7 +54,7 @@ class _Query:
     done
         Event that is set after the last call.
     is_abandoned
-        Whether the deadline has passed, so that no round waits for the results any more.
+        Whether the deadline has passed. No round then waits for the results any more.
     """
 
     histories: list[list[int]]
@@ -71,9 +71,9 @@ class UserDrafter(Drafter):
     pass. The function must not call the device driver, and must not wait for a thread that does.
 
     If the function raises for a request or returns an invalid proposal, that request finishes with
-    the reason "error" and a `DrafterError`, whose message has the name of the function and the
-    value. Other requests continue. If the function does not return in time, the logger "graft"
-    logs a warning, and rounds continue without drafts until the function has returned.
+    the reason "error" and a `DrafterError`, whose message contains the name of the function and the
+    exception or value. Other requests continue. If the function does not return in time, the logger
+    "graft" logs a warning, and rounds continue without drafts until the function has returned.
 
     Parameters
     ----------
@@ -125,7 +125,8 @@ class UserDrafter(Drafter):
         def propose_checked(history: list[int]) -> _Proposal:
             return _read_proposal(propose(history), vocab, max_drafts, tree)
 
-        # The thread must not hold a reference to the drafter: the drafter's finalizer stops it.
+        # The thread must not hold a reference to the drafter, because the drafter's finalizer,
+        # which stops the thread, would then never run.
         threading.Thread(
             target=_serve,
             args=(self._queries, name, propose_checked),
@@ -199,7 +200,7 @@ class UserDrafter(Drafter):
         kernel = self._kernels["copy_rows_to_host"]
         lane.kernel(kernel, 1, _THREADS, args, name="rows to host")
 
-    # The methods `_record` and `_draft` run in host nodes. Host nodes run in stream order, so that
+    # The methods `_record` and `_draft` run in host nodes. Host nodes run in stream order, so
     # the two methods never run at the same time.
 
     def _record(self, rows: NDArray) -> None:
@@ -249,7 +250,7 @@ class UserDrafter(Drafter):
                 self._name,
                 self._deadline_s,
             )
-        # After the deadline there may be fewer proposals than requests.
+        # If the deadline has passed, there may be fewer proposals than requests.
         for (row, slot, epoch), proposal in zip(requests, query.proposals.copy(), strict=False):
             if isinstance(proposal, DrafterError):
                 outputs[0][row, 0] = _FAILED
@@ -282,7 +283,7 @@ def _serve(
                 message = f"drafter {name} raised {type(error).__name__}: {error}"
                 query.proposals.append(DrafterError(message))
         query.done.set()
-        del query  # do not keep it until the next query arrives
+        del query  # do not keep this query alive while waiting for the next query
 
 
 def _read_proposal(proposal: Any, vocab_size: int, max_drafts: int, tree: bool) -> _Proposal:

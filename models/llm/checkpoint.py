@@ -2,7 +2,7 @@
 
 A checkpoint is one file or several shards. A safetensors file has three parts: an 8-byte
 little-endian header length, a JSON header of ``name -> {dtype, shape, data_offsets}``, and the
-bytes of the tensors. NumPy has no bfloat16, so that tensors of this dtype are returned as their
+bytes of the tensors. NumPy has no bfloat16, so tensors of this dtype are returned as their
 16-bit patterns.
 """
 
@@ -60,7 +60,7 @@ class Checkpoint:
     ------
     CheckpointError
         If files are missing, truncated or inconsistent. The constructor reads and checks every
-        header, so that a damaged checkpoint is rejected before any tensor is read.
+        header, so a damaged checkpoint is rejected before any tensor is read.
     """
 
     def __init__(self, path: str | Path) -> None:

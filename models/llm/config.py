@@ -152,7 +152,7 @@ class Eagle3Config(LlamaConfig):
         size of the head.
     norm_before_residual
         Whether the residual stream starts with the normed feature instead of the feature. Some
-        converted checkpoints require it.
+        converted checkpoints require the normed feature.
     feature_layers
         Ids of the three target layers, ascending, whose outputs are the features. None if the
         config does not name them; `resolve_feature_layers` then uses the default layers.
@@ -201,9 +201,9 @@ class Eagle3Config(LlamaConfig):
     def resolve_feature_layers(self, target_layers: int) -> tuple[int, int, int]:
         """Return the ids of the target layers, ascending, whose outputs are the features.
 
-        The default features are the inputs of layers 2, n//2 and n-3, which are the outputs of the
-        layers before. In a target with fewer than seven layers these layers coincide or do not
-        exist, so that the config has to name the layers.
+        The default features are the inputs of layers 2, n//2 and n-3, that is, the outputs of
+        layers 1, n//2 - 1 and n - 4. In a target with fewer than seven layers, these layers are not
+        three different layers, so the config has to name the layers.
 
         Parameters
         ----------
@@ -254,7 +254,8 @@ class DFlashConfig(LlamaConfig):
         Rank of the Markov head (DSpark), which adds logits that depend on the previous draft; 0
         for no Markov head.
     sliding_window
-        Number of positions on either side that a row attends to, itself included; None for all.
+        Number of positions on either side that a row attends to, counting its own position; None if
+        a row attends to all positions.
     input_embedding_scale, output_multiplier
         Factors of the input embeddings and of the logits.
     final_logit_softcapping
@@ -302,7 +303,7 @@ class DFlashConfig(LlamaConfig):
             has_windows = fields.boolean("use_sliding_window", default=False)
         if has_windows:
             # If is_causal is absent, layers with sliding windows are causal. Such layers are not
-            # implemented, so that the field must be present; its value is checked below.
+            # implemented, so the field must be present; its value is checked below.
             fields.boolean("is_causal")
         fields.require("is_causal", False)
         decoder = _decoder(fields, "qwen3", has_windows)

@@ -7,7 +7,7 @@ Matrix and attention kernels exist in two forms; norm kernels have one block siz
 
 ``thread``
     For the soft device, which runs kernels on the CPU. One thread computes many outputs and there
-    are no barriers, so that a C++ compiler vectorises the loops.
+    are no barriers, so a C++ compiler vectorises the loops.
 ``warp``
     For GPUs. The soft device runs this form in tests only.
 
@@ -25,7 +25,7 @@ numbers of that dtype, the rounded value and the remainder. The two have 16 bits
 bfloat16 and 22 bits with float16. Sums are accumulated in float32.
 
 Attention runs on tensor cores if the KV cache has 16 bits and heads have 64 or 128 elements.
-Products and attention on tensor cores use workspace that all calls share, so that the work of one
+Products and attention on tensor cores use workspace that all calls share, so the work of one
 `ModelKernels` must run in order.
 """
 
@@ -55,19 +55,19 @@ _THREAD_COLUMNS = 64
 _THREAD_ROWS = 48
 _THREAD_CHUNK = 64
 _THREAD_QUERIES = 48
-_THREAD_BLOCKS = 8  # blocks that share the attention of few rows, for several workers
+_THREAD_BLOCKS = 8  # blocks for the attention of few rows, to use several CPU threads
 _WARP_BLOCK = 128
 _WARP_COLUMNS = 2 * _WARP_BLOCK // 32
 _WARP_ROWS = 8
 _MMA_BLOCK = 256
 _MMA_K_MULTIPLE = 128
 _MMA_COLUMNS = 16
-_MMA_MAX_SPLITS = 8  # split-K: maximum number of blocks that share a tile's sum
+_MMA_MAX_SPLITS = 8  # split-K: maximum number of blocks that compute one tile
 _MMA_TILE_COLUMNS = 128
 # Number of pipeline stages in shared memory, by bytes per weight and rows per tile. A stage has 64
 # inner indices.
 _MMA_STAGES = {1: {32: 5, 64: 6, 128: 4}, 2: {32: 3, 64: 4, 128: 3}}
-NORM_GROUP = 16  # output columns whose squares are summed for a folded norm
+NORM_GROUP = 16  # number of output columns per sum of squares of a folded norm
 _MMA_FEW_ROWS = 16  # maximum rows of linear_few, which streams the weights
 _MMA_MIN_BLOCKS = 128  # linear_many splits K until the grid has this many blocks
 _NORM_BLOCK = 256
@@ -77,7 +77,8 @@ _ATTENTION_SPLIT = 256  # minimum positions per part of split attention
 _ATTENTION_MAX_PARTS = 32
 _ATTENTION_BLOCKS = 512  # approximate number of blocks that a GPU runs at the same time
 
-# Arguments of a product without RoPE and KV cache write: seven null pointers and six sizes.
+# Arguments for the RoPE and KV cache epilogue of a product that does not use this epilogue: seven
+# null pointers and six sizes.
 _NO_KV_WRITE: tuple[object, ...] = (None,) * 7 + (0,) * 6
 
 
@@ -142,12 +143,13 @@ def mma_shape(rows: int, columns: int, nbytes: int = 2) -> MmaShape:
 
 
 class Norm(NamedTuple):
-    """An RMSNorm of the rows that one product writes and another product reads.
+    """RMSNorm between a product that writes rows and a product that reads the normed rows.
 
-    A norm whose `square_sums` is not None is folded and needs no kernel. The producer multiplies
-    its rows by `weight`, writes them to `out`, and writes the sums of the squares of its rows to
-    `square_sums`. The consumer computes the root mean square of each row from the sums and divides
-    its results by it.
+    A norm whose `square_sums` is not None is folded into the two products and needs no kernel of
+    its own. The product that writes the rows is the producer; the product that reads the normed
+    rows is the consumer. The producer multiplies its rows by `weight`, writes them to `out`, and
+    writes the sums of the squares of its rows to `square_sums`. The consumer computes the root mean
+    square of each row from these sums and divides its own results by the root mean square.
 
     Attributes
     ----------
@@ -245,7 +247,7 @@ class _Product:
 class ModelKernels:
     """The model kernels of one device in one form.
 
-    All calls use the same workspace, so that the work of one object must run in order.
+    All calls use the same workspace, so the work of one object must run in order.
 
     Parameters
     ----------
@@ -316,7 +318,7 @@ class ModelKernels:
     def _splits_activations(self) -> bool:
         return self.activations == "float32"
 
-    # Queries about the kernels that a product can use.
+    # Methods that return which kernels and dtypes a product can use.
 
     def input_dtype(self, weight: Matrix) -> str:
         """Return the dtype that `linear` reads fastest for `weight`.
@@ -557,7 +559,7 @@ class ModelKernels:
         copy_to: tuple[DeviceArray, int] | None,
         name: str,
     ) -> None:
-        """Compute this rank's partial product, gather those of all ranks, and add them in order."""
+        """Compute this rank's partial product and add the partial products of all ranks."""
         assert weight.all_gather is not None
         partial = weight.all_gather.local_buffer(*out.shape)
         self.linear(lane, x, ScaledMatrix(weight.values, weight.scale), partial, name=name)
@@ -618,7 +620,10 @@ class ModelKernels:
         return product
 
     def _require_tensor_cores(self, product: _Product, what: str, name: str) -> None:
-        """Raise a `ShapeError` unless the product, which needs `what`, runs on tensor cores."""
+        """Raise a `ShapeError` if the product does not run on tensor cores.
+
+        The error says that the feature `what` requires tensor cores.
+        """
         if not product.tensor_cores:
             raise ShapeError(
                 f"{name}: {what} requires tensor cores, which kernel form {self.form!r} does not "
@@ -754,7 +759,7 @@ class ModelKernels:
         )
 
     def _zeroed_workspace(self, dtype: str, size: int) -> DeviceArray | None:
-        """Return workspace that is zero when allocated and keeps what earlier calls wrote.
+        """Return workspace, which is zeroed when it is allocated and not between calls.
 
         All calls share the workspace. Partial sums are written before they are read, and the
         kernels reset counters to zero.

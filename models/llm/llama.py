@@ -20,7 +20,7 @@ from graft.sampling.checks import expect
 class LlamaModel:
     """A Llama or Qwen3 model.
 
-    All calls use the same activation buffers, so that the work of one model must run in order: on
+    All calls use the same activation buffers, so the work of one model must run in order: on
     one lane, or on several lanes with dependencies between them. The forward pass is row invariant,
     which means that the bits of a row's output depend only on the row itself and on the earlier
     positions of its slot.
@@ -33,8 +33,8 @@ class LlamaModel:
         Shape of the whole model. With tensor parallelism it covers all ranks, not only rank 0's
         shard.
     checkpoint
-        Tensors of the model. Their names, shapes and dtypes are checked, and unused tensors are an
-        error.
+        Tensors of the model. Names, shapes and dtypes are checked. A tensor that the model does not
+        use is an error.
     kv
         KV cache with the model's layers and heads. With tensor parallelism it has only the heads of
         rank 0's shard.
@@ -185,10 +185,10 @@ class LlamaModel:
             Tokens, slots and positions.
         features
             float32[R, layers * hidden], receives the outputs of the layers that
-            `set_feature_layers` selected. None copies no features.
+            `set_feature_layers` selected. If None, no features are copied.
         logits
-            float32[R, vocab], receives the logits of all rows. They equal the result of `head` up
-            to rounding. None computes no logits.
+            float32[R, vocab], receives the logits of all rows, which equal the result of `head` up
+            to rounding. If None, no logits are computed.
 
         Returns
         -------

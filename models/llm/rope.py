@@ -113,7 +113,7 @@ class Rope:
 
         A row has the cosines of a position, then its sines. The angle is the float32 product of
         position and frequency, as in training. Cosine and sine are computed in float64 on the
-        host, so that all devices read the same bits.
+        host, so all devices read the same bits.
         """
         position = np.arange(positions, dtype=np.float32)
         frequencies = self.frequencies(head_dim)

@@ -30,8 +30,8 @@ class Rows:
         its sequence position is. A row with mask 0 is cached at its position. None means that all
         masks are 0.
     rows_per_slot
-        Length of the runs of consecutive rows that usually belong to one slot. Attention then
-        reads a key once for several rows. The value does not affect results.
+        Number of consecutive rows that usually belong to one slot. Attention then reads each key
+        once for several rows. The value affects the speed, not the results.
     """
 
     token: DeviceArray

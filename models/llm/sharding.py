@@ -38,7 +38,7 @@ from graft.models.llm.weights import Interleave, Matrix, ScaledMatrix, Weights
 
 
 class Command(IntEnum):
-    """Command in the first word of a message header from rank 0 to the worker ranks.
+    """Commands from rank 0 to the worker ranks; the first word of a message header is a command.
 
     A message consists of a header and, for some commands, a payload.
 
@@ -154,7 +154,7 @@ class Shard:
 
 
 def _column_unit(columns: int, size: int) -> int:
-    """Return the largest unit in which MLP columns can be assigned to all ranks."""
+    """Return the number of adjacent MLP columns that are always assigned to the same rank."""
     for unit in _COLUMN_UNITS:
         if columns % unit == 0 and columns // unit >= size:
             return unit
@@ -238,7 +238,7 @@ def split_payload(words: PinnedArray, arrays: Sequence[DeviceArray]) -> list[Pin
     words
         Payload, int32.
     arrays
-        Device arrays whose contents the payload has, in this order.
+        Device arrays whose contents the payload holds, in this order.
     """
     views = []
     begin = 0
@@ -378,10 +378,11 @@ class TensorParallelLeader:
             self.ranks.release_buffers()
 
     def _send(self, lane: Lane, header: tuple[int, ...], arrays: tuple[DeviceArray, ...]) -> None:
-        """Add a message to all worker ranks: a header and the contents of device arrays.
+        """Add the sending of a message to a lane: a header and the contents of device arrays.
 
-        The last word of the header is 1 if the lane belongs to a CUDA graph. The message is then
-        sent with every launch of the graph, and the worker builds a CUDA graph for it too.
+        The message goes to all worker ranks. The last word of the header is 1 if the lane belongs
+        to a CUDA graph. The message is then sent with every launch of the graph, and each worker
+        builds a CUDA graph for its own work too.
         """
         count = sum(array.nbytes for array in arrays) // 4
         if count > self._payload.shape[0]:

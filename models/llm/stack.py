@@ -4,9 +4,9 @@ The target model, the drafters with decoder layers, and the worker ranks of tens
 run their layers with the class `DecoderStack`. A lane, to which a stack adds its kernels, is an
 in-order sequence of work that becomes a part of a CUDA graph or runs on a stream.
 
-A layer launches nine kernels, or five if its products run on tensor cores, where norms, RoPE and
-the gate are fused into the products. With head norms (Qwen3) it launches ten, or seven on tensor
-cores.
+A layer launches nine kernels. If its products run on tensor cores, the norms, RoPE and the gate are
+fused into the products, and the layer launches five kernels. With head norms (Qwen3) the numbers
+are ten and seven.
 """
 
 from __future__ import annotations
@@ -213,7 +213,7 @@ class ActivationBuffers:
 class DecoderStack:
     """Decoder layers with the KV cache, the RoPE table and the buffers that they need to run.
 
-    All calls use the same activation buffers, so that the work of one stack must run in order.
+    All calls use the same activation buffers, so the work of one stack must run in order.
 
     Parameters
     ----------
@@ -297,14 +297,15 @@ class DecoderStack:
         rows
             Rows of the forward pass.
         x
-            Input of the first layer's attention, already normed, or the norm that computes it.
+            Normed input of the first layer's attention, or the norm that computes this input.
         layers
             Consecutive layers to run; None for all.
         copies
             Destinations for copies of the residual stream, by the layer after which it is copied:
             an array and the first column to write.
         attend_rows
-            Rows whose positions are the last ones that attention reads. None for `rows`.
+            Rows for attention. The position of each row is the last position that the row attends
+            to. None to use `rows`.
         final_norm
             Norm to compute from the residual stream after the last layer; None for none.
         """
@@ -403,8 +404,8 @@ class DecoderStack:
     ) -> None:
         """Run the MLP of one layer: out = mlp(x) + residual.
 
-        If `copy_to` is given, `out` is copied to that array from that column on. If `norm` is
-        given, the norm of `out` is computed as well.
+        If `copy_to` is given, `out` is also copied to that array, starting at the given column. If
+        `norm` is given, the norm of `out` is computed as well.
         """
         weights = self.layers[layer]
         count = out.shape[0]

@@ -69,8 +69,8 @@ class Weights:
     checkpoint
         Source of the tensors.
     weights
-        Storage of stacked matrices on the device, one of `WEIGHTS`. "fp8" quantises them to E4M3.
-        Each row gets a scale that maps its largest magnitude to the largest E4M3 value.
+        Storage of stacked matrices on the device, one of `WEIGHTS`. "fp8" quantises the matrices to
+        E4M3. Each row gets a scale that maps its largest magnitude to the largest E4M3 value.
     """
 
     def __init__(self, device: Device, checkpoint: Checkpoint, weights: str = "checkpoint") -> None:

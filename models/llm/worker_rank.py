@@ -1,7 +1,8 @@
 """Worker ranks of tensor parallelism.
 
-Every rank except rank 0 is a worker. It holds a shard of the target model and runs it on command of
-rank 0, which runs the engine. The messages are defined in sharding.py.
+Every rank except rank 0 is a worker. A worker holds a shard of the target model and runs the layers
+of this shard when rank 0, which runs the engine, sends a command. The messages are defined in
+sharding.py.
 """
 
 from __future__ import annotations
@@ -101,7 +102,7 @@ def _load(ranks: RankGroup, size: int) -> TensorParallelWorker | None:
 
 @dataclass(frozen=True)
 class _Task:
-    """Work that one message requests.
+    """Work that a worker does for one message from rank 0.
 
     A message consists of a header and a payload, the contents of some device arrays.
 
@@ -210,8 +211,8 @@ class TensorParallelWorker:
         self._stack.reserve_attention(max_rows)
         slot = self._device.zeros((max_rows,), "int32")
         pos = self._device.zeros((max_rows,), "int32")
-        # The embeddings come from rank 0, so that the token ids are not read. `pos` replaces
-        # the array of token ids.
+        # The embeddings come from rank 0, so the token ids are not read. `pos` is passed as a
+        # placeholder for the array of token ids.
         self._rows = Rows(pos, slot, pos, self._device.zeros((max_rows,), "uint64"))
         self._payload = self._pinned(1)
         self._graphs: dict[tuple[int, ...], tuple[PinnedArray, GraphExec]] = {}

@@ -1,5 +1,5 @@
 // Lays out the rows of a block drafter's forward pass. A block has one row per level. The rows of
-// all requests are ordered level by level, so that the logits of a level are contiguous.
+// all requests are ordered level by level, so the logits of a level are contiguous.
 #include "sampling/kernels/slot.cuh"
 
 // Row i * batch + b is row i of the block of batch row b, at position n + i, where n is the length

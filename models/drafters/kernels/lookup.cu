@@ -5,8 +5,8 @@
 // Row s belongs to slot s; the rows after the last slot are kept histories of finished requests.
 #include "sampling/kernels/slot.cuh"
 
-#define VOTE_NONE 0     // follow the best occurrence
-#define VOTE_ALL 1      // all occurrences of `shortest` or more tokens vote, once per suffix
+#define VOTE_NONE 0  // no votes: draft the tokens after the best occurrence
+#define VOTE_ALL 1   // every suffix of `shortest` or more tokens votes at each of its occurrences
 #define VOTE_LONGEST 2  // all occurrences of the longest matching suffix vote
 
 // Stores the tokens of all rows in the histories of their slots. A token at position 0 starts a new
@@ -38,20 +38,21 @@ extern "C" __global__ void record_tokens(const int* token, const int* slot, cons
   }
 }
 
-// Search for one batch row. The suffix is the last tokens of the request. An occurrence (s, p)
-// means that the suffix, or its end, matches the tokens of history s up to token p.
+// Search for one batch row. The suffix is the last tokens of the request. An occurrence (s, p) is a
+// place where the suffix, or the end of the suffix, matches the tokens of history s up to and
+// including token p.
 struct Lookup {
   const int* histories;
   int count;
   int length;
-  int self;            // history of the request, whose occurrences are preferred
+  int self;            // history of the request itself; its occurrences are preferred
   int n;               // index of the request's last token
   bool everywhere;     // search all histories, not only the request's own
   bool oldest;         // prefer the earliest occurrence, not the latest
   const int* drafted;  // drafts on the path of the node that is looked up
 
-  // Returns how many tokens up to (s, p) match the last tokens of the request, at most
-  // `max_tokens`.
+  // Returns how many tokens before and including (s, p) match the last tokens of the request. The
+  // result is at most `max_tokens`.
   __device__ int match_length(int s, int p, int max_tokens) const {
     const int* history = histories + static_cast<long long>(s) * length;
     const int* own = histories + static_cast<long long>(self) * length;
@@ -62,7 +63,7 @@ struct Lookup {
   }
 
   // Returns the token j + 1 positions after an occurrence, or -1 after the end of the history. The
-  // drafts count as the continuation of the request's own history, so that a repeating sequence can
+  // drafts count as the continuation of the request's own history, so a repeating sequence can
   // be drafted beyond the last token.
   __device__ int following(int s, int p, int j) const {
     const int at = p + 1 + j;
@@ -113,7 +114,7 @@ struct Candidate {
   int token;
   int parent;  // number of the parent draft, from 1; 0 for the last token of the request
   int depth;
-  bool single;  // whether all descendants follow one occurrence, without another search
+  bool single;  // descendants continue the same occurrence; no search is repeated for them
   float score;
   unsigned long long rank;  // rank of the occurrence that the token follows
 };
@@ -141,10 +142,11 @@ struct CandidateList {
 // Writes the drafts of every batch row to `proposal`, int32 [batch, width], and fills the rest of
 // the row with -1. There are at most `drafts` drafts, and at most `factor` drafts per token of the
 // best match. They form a tree with up to `branch` children per node and `levels` levels, and are
-// chosen in the order of their scores. With votes, a child's share is the fraction of the votes
-// that its token received. Its score is the product of the shares on its path and must be at least
-// `threshold`. Without votes all scores are 1 and the rank of the occurrences decides. `votes_of`,
-// int32 [slots, vocab], is workspace that must be zero and is left zero. One block per batch row.
+// chosen in the order of their scores. With votes, the share of a draft is the fraction of votes
+// that its token received among the children of its parent. The score of a draft is the product of
+// the shares on its path and must be at least `threshold`. Without votes all scores are 1 and the
+// rank of the occurrences decides. `votes_of`, int32 [slots, vocab], is workspace that must be zero
+// and is left zero. One block per batch row.
 extern "C" __global__ void propose_drafts(const int* row_slot, const Slot* slots,
                                           const int* histories, int history_count, int length,
                                           int longest, int shortest, int everywhere, int oldest,

@@ -1,7 +1,7 @@
 // Data exchange between a round on the device and a drafter function on the host.
 #include "sampling/kernels/slot.cuh"
 
-#define FAILED -2  // written by the host in place of a request's first draft
+#define FAILED -2  // the host writes this value as the first draft if the drafter function failed
 
 // Writes slot, epoch, position and token of every row to host memory. Padding rows have slot -1.
 // The epoch distinguishes the requests that use a slot one after another.

@@ -1,19 +1,19 @@
 // Causal attention over the KV cache on tensor cores. The positions of a row are divided among
 // several blocks, as in Flash-Decoding. A row attends to positions 0..pos of its slot. A row of a
 // draft tree attends to the committed positions and to the drafts on its path. A tile is up to 16
-// queries of one KV head and of adjacent rows. The rows usually belong to one slot, so that keys
+// queries of one KV head and of adjacent rows. The rows usually belong to one slot, so keys
 // and values are read once for all of them.
 //
 // Reduction order: positions are divided, from 0 on, into splits of SPLIT positions and steps of 16
-// positions. Split s belongs to part s % PARTS. Warp w computes the steps of a part whose number is
-// w modulo WARPS, in order, with an online softmax. The sums of the warps of a part are added in
-// order. The last block to arrive then adds the parts in order. The order depends only on the
-// position of the row, not on the number of blocks among which the parts are divided, so that the
-// kernel is row invariant.
+// positions. Split s belongs to part s % PARTS. Within a part, warp w computes the steps whose
+// number is w modulo WARPS, in order, with an online softmax. The sums of the warps are then added
+// in order of the warps. The last block that finishes adds the parts in order. The order depends
+// only on the position of the row, not on the number of blocks among which the parts are divided,
+// so the kernel is row invariant.
 //
 // A step is computed for all rows at once if they all see the same 16 positions, else row by row.
 // Values that a row must not see (positions after it, drafts of other branches) therefore never
-// enter its sums, not even multiplied by zero, so that they may be NaN. Queries and softmax weights
+// enter its sums, not even multiplied by zero, so they may be NaN. Queries and softmax weights
 // are each split into two 16-bit floats, high and low, which keep at least 16 bits of mantissa.
 #ifndef WIDE_HEAD
 #define WIDE_HEAD 128
@@ -138,7 +138,7 @@ extern "C" __global__ void __launch_bounds__(WARPS * 32, 2)
   __shared__ Pack16 query[CHUNKS][2][32][2];  // high and low parts, in fragment order
   __shared__ TileRow tile[16];
   __shared__ Tile all;
-  __shared__ int query_parts[16];  // number of parts of each query; 0 for no query
+  __shared__ int query_parts[16];  // number of parts of each query; 0 if the tile has no such query
   __shared__ int query_index[16];
   __shared__ Floats4 part_sum[WARPS][16][8 + 1];  // + 1: padding against bank conflicts
   __shared__ float part_top[WARPS][16];
@@ -192,7 +192,7 @@ extern "C" __global__ void __launch_bounds__(WARPS * 32, 2)
   if (static_cast<int>(blockIdx.z) >= blocks) return;
 
   // Load queries g and g + 8 to shared memory. Every warp loads some of the dimensions.
-  int row_of[2];  // row in the tile of each query; -1 for padding or no query
+  int row_of[2];  // row of each query in the tile; -1 for padding rows and missing queries
 #pragma unroll
   for (int q = 0; q < 2; ++q) {
     const int m = g + 8 * q, r = m / tile_heads, head = m % tile_heads;

@@ -5,7 +5,7 @@
 //
 // Reduction order: online softmax (Milakov and Gimelshein, 2018) over tiles of TILE positions, in
 // order from position 0. Masked positions are not added. The order depends only on the position of
-// the row, so that the kernel is row invariant. A tile of keys and values is converted to floats
+// the row, so the kernel is row invariant. A tile of keys and values is converted to floats
 // once for all queries that see the same positions.
 #ifndef HEAD_DIM
 #define HEAD_DIM 64
@@ -104,7 +104,7 @@ __device__ __forceinline__ void score_keys(const Query* query, const float* key,
 
 // Converts the scores of `count` positions to softmax weights and updates the maximum score and the
 // mass (sum of weights) of the queries. `shrink` receives the factors by which their earlier sums
-// must be multiplied. The weights of a tile are added in a tree.
+// must be multiplied. The weights of a tile are added pairwise, in a fixed tree.
 template <int COUNT>
 __device__ __forceinline__ void softmax_weights(Query* query, float (*score)[TILE], int count,
                                                 float* shrink) {

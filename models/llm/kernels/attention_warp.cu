@@ -6,7 +6,7 @@
 // Reduction order: positions are divided into tiles of 32 that start at position 0. Warp w
 // processes tiles w, w + WARPS, ... with an online softmax, in which each lane computes the score
 // of one position. The results of the warps are combined in order. Masked positions contribute
-// exact zeros. The order depends only on the position of the row, so that the kernel is row
+// exact zeros. The order depends only on the position of the row, so the kernel is row
 // invariant.
 #ifndef HEAD_DIM
 #define HEAD_DIM 64

@@ -4,8 +4,8 @@
 // Row 0 of a tree is the last committed token and row j is draft j. Row j is cached j positions
 // after row 0. Entry i of the accepted path is row from[i] of the tree. Its keys and values must
 // therefore move from offset from[i] to offset i after row 0. Row numbers increase along a path, so
-// that from[i] >= i. If the entries are moved in ascending order, no entry is overwritten that is
-// still to be moved.
+// from[i] >= i. The entries are moved in ascending order, so an entry is never overwritten before
+// it has been moved.
 #ifndef CACHE
 #define CACHE bf16_t
 #endif

@@ -91,8 +91,8 @@ extern "C" __global__ void scale_rows(float* x, int rows, int width, float facto
 //   out[r] = residual[r] + sum over o of (base[o] + dynamic[r][o]) * x[r - o * row_stride]
 //
 // `base` is [2, size, width]. `dynamic` is [rows, 2, size, groups] with one value per group of
-// adjacent columns. `which` (0 or 1) selects one of the two kernels in both. `residual` may be
-// null.
+// adjacent columns. `which` (0 or 1) selects one of the two kernels in `base` and in `dynamic`.
+// `residual` may be null.
 extern "C" __global__ void convolve_rows(const float* x, const float* base, const float* dynamic,
                                          const float* residual, float* out, int rows, int width,
                                          int size, int groups, int which, int row_stride) {

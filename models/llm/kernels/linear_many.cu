@@ -56,7 +56,7 @@ struct StageIterator {
 };
 
 // Grid: (columns / 128, rows / ROW_BLOCK, splits). With SPLIT_X a row of x takes two rows of B, so
-// that a block has half as many rows of x. With split K the blocks write their parts to `partials`
+// a block has half as many rows of x. With split K the blocks write their parts to `partials`
 // [tiles, PARTS, ROW_BLOCK, 128], and the last block of a tile to arrive adds them in order.
 // `arrived` [tiles] counts the blocks that have arrived; it must be zero and is left zero.
 // linear_mma.cuh documents the other operands.

@@ -4,10 +4,10 @@
 // Reduction order: each output has LANES partial sums. Partial sum i adds inner indices i, i +
 // LANES,
 // ... in order; the partial sums are then folded as a tree. The order depends only on `inner`, so
-// that the kernel is row invariant.
+// the kernel is row invariant.
 //
 // Register tiles of rows x columns are as large as the vector registers allow. With few rows, the
-// columns of a tile are far apart, so that memory is read in several long sequential streams. With
+// columns of a tile are far apart, so memory is read in several long sequential streams. With
 // many rows, columns are processed in groups of GROUP, whose weights stay in the CPU cache together
 // with the input rows.
 #include "pairs.cuh"

@@ -4,7 +4,7 @@
 #include "graft.cuh"
 
 #ifdef __SOFTCUDA__
-#pragma softcuda quick  // compile quickly: on the soft device only tests run these kernels
+#pragma softcuda quick  // short compile time: on the soft device only tests run these kernels
 #endif
 
 template <typename T>
@@ -93,7 +93,7 @@ __device__ __noinline__ void mma_portable(float* d, const unsigned int* a, const
   __shared__ MmaLanes of_warp[MMA_WARPS];
   const int lane = threadIdx.x % 32, g = lane / 4, t = lane % 4;
   MmaLanes& fragments = of_warp[threadIdx.x / 32];
-  __syncwarp();  // fragments of the previous step may still be read
+  __syncwarp();  // other threads may still read the fragments of the previous step
   for (int i = 0; i < 4; ++i) fragments.a[lane][i] = a[i];
   for (int i = 0; i < 2; ++i) fragments.b[lane][i] = b[i];
   __syncwarp();

@@ -51,7 +51,7 @@ __device__ __forceinline__ float inverse_rms(const T* x, int width, float eps) {
     sum = fmaf(v, v, sum);
   }
   sum = warp_sum(sum);
-  __syncthreads();  // of_warp of the previous row may still be read
+  __syncthreads();  // other threads may still read of_warp for the previous row
   if (threadIdx.x % 32 == 0) of_warp[threadIdx.x / 32] = sum;
   __syncthreads();
   float total = 0.0f;
@@ -92,7 +92,7 @@ extern "C" __global__ void gather_norm(const WEIGHT* x, const int* index, float*
   for (int k = threadIdx.x; k < width; k += NORM_THREADS) {
     out[at + k] = known ? to_float(row[k]) : 0.0f;
   }
-  norm_row(out + at, weight, y + at, width, eps);  // no barrier: a thread reads only what it wrote
+  norm_row(out + at, weight, y + at, width, eps);  // no barrier: threads read only their own data
 }
 
 // Computes the norm of every query head and key head of `qkv` in place, with one block per head.
