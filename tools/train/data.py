@@ -20,8 +20,9 @@ SPECIAL = ("<|begin|>", "<|user|>", "<|assistant|>", "<|end|>")
 #: Number of tasks that are sorted by length and batched together.
 TASKS_PER_CHUNK = 1024
 
-#: The template describes a schema in one short line: key names with type hints and `?` after
-#: optional keys; at most 12, 8, 4 and 2 keys per object by level, 6 enum values and 600 characters.
+#: File with the prompt template. The template describes a schema in one short line of key names
+#: with type hints, and `?` after optional keys. The line has at most 600 characters, at most 12, 8,
+#: 4 and 2 keys per object at nesting levels 1 to 4, and at most 6 values of an enum.
 CONFIG = Path(__file__).resolve().parents[2] / "models/demo/target/tokenizer_config.json"
 TEMPLATE: str = json.loads(CONFIG.read_text())["chat_template"]
 
@@ -44,8 +45,8 @@ def train_tokenizer(texts: Iterator[str], size: int) -> Tokenizer:
     """Train a byte-level BPE tokenizer.
 
     A token contains letters, one digit, or other characters, but never a mixture. A word therefore
-    has the same tokens everywhere, so that copying it means repeating its tokens, and separators of
-    JSON (`": "`, `", "`) become single tokens.
+    has the same tokens in every context, so that the model can copy the word by repeating its
+    tokens. Separators of JSON (`": "`, `", "`) become single tokens.
 
     Parameters
     ----------
@@ -75,7 +76,7 @@ def train_tokenizer(texts: Iterator[str], size: int) -> Tokenizer:
 
 
 def encode(tokenizer: Tokenizer, tasks: list[Task]) -> list[Row]:
-    """Encode prompts, answers and <|end|>."""
+    """Return the token ids of prompts and answers. Each answer is followed by ``<|end|>``."""
     prompts = tokenizer.encode_batch([prompt(task) for task in tasks])
     answers = tokenizer.encode_batch([task.answer + "<|end|>" for task in tasks])
     rows = []
@@ -85,7 +86,7 @@ def encode(tokenizer: Tokenizer, tasks: list[Task]) -> list[Row]:
 
 
 def pad(rows: list[Row]) -> tuple[Tensor, Tensor]:
-    """Pad rows on the right.
+    """Pad rows on the right to the length of the longest row.
 
     Returns
     -------
@@ -106,7 +107,7 @@ def pad(rows: list[Row]) -> tuple[Tensor, Tensor]:
 def batches(
     tokenizer: Tokenizer, tasks: Iterator[Task], tokens: int, max_length: int, rng: random.Random
 ) -> Iterator[tuple[Tensor, Tensor]]:
-    """Yield batches of sequences of similar length in random order; see `pad`.
+    """Yield padded batches of sequences of similar length, in random order.
 
     Parameters
     ----------
@@ -117,7 +118,7 @@ def batches(
     max_length
         Maximum length of a sequence; longer ones are dropped.
     rng
-        Generator of the order.
+        Random generator of the order.
     """
     while True:
         rows = encode(tokenizer, list(itertools.islice(tasks, TASKS_PER_CHUNK)))

@@ -2,10 +2,10 @@
 
     python -m tools.train.demo tokenizer target eagle block export --work DIR
 
-Stages run in the order given and resume from the contents of the work folder. Requires torch (CPU
-is sufficient), tokenizers, safetensors, jinja2 and tqdm. The learning rate follows the share of the
-time budget that has been spent, so training on a slow machine takes fewer steps but still completes
-the schedule.
+The stages run in the given order. A stage resumes from the files that an earlier run has left in
+the work folder. The script requires torch (CPU is sufficient), tokenizers, safetensors, jinja2 and
+tqdm. The learning rate depends on the share of the time budget that has been spent. On a slow
+machine, training therefore takes fewer steps but still completes the schedule.
 """
 
 from __future__ import annotations
@@ -46,8 +46,8 @@ from .nets import Block, Eagle3, Llama, Sizes
 
 Module = TypeVar("Module", bound=nn.Module)
 ROOT = Path(__file__).resolve().parents[2]
-# Batches have different shapes. Without these settings glibc returns memory to the operating system
-# after each step, and half of the time is spent on page faults.
+# Batches have different shapes. Without these settings, glibc returns memory to the operating
+# system after each step, and half of the time is spent on page faults.
 KEEP_MEMORY = {
     "MALLOC_MMAP_THRESHOLD_": "4000000000",
     "MALLOC_TRIM_THRESHOLD_": "8000000000",
@@ -61,12 +61,13 @@ LOG_STEPS = 200
 MAX_LENGTH = 320
 #: Tokens per batch of the target.
 TOKENS = 4096
-#: EAGLE-3 head: tokens per batch, size of the draft vocabulary, unrolled draft steps.
+#: Constants of the EAGLE-3 head: tokens per batch, size of the draft vocabulary, unrolled draft
+#: steps.
 EAGLE_TOKENS = 3072
 DRAFT_VOCABULARY = 1024
 UNROLLED = 3
-#: Block drafter: tokens per batch, blocks per sequence, maximum rows per block, sizes that differ
-#: from the target's.
+#: Constants of the block drafter: tokens per batch, blocks per sequence, maximum rows per block,
+#: and the sizes that differ from the target's sizes.
 BLOCK_TOKENS = 2048
 BLOCKS = 16
 WIDTH = 8
@@ -83,9 +84,9 @@ class Run:
     sizes
         Sizes of the target.
     work, out
-        Folder of intermediate results, and folder to which `export` writes.
+        Folder of intermediate results, and output folder of the stage "export".
     documents
-        Real JSON objects; empty without a corpus.
+        Real JSON objects from the corpus; empty if there is no corpus.
     """
 
     def __init__(self, args: argparse.Namespace) -> None:
@@ -107,7 +108,7 @@ class Run:
             f.write(json.dumps(row) + "\n")
         tqdm.write(json.dumps(row))
 
-    # Each of these methods returns a new model, or the trained one if there is a checkpoint.
+    # Each of these methods returns the trained model if there is a checkpoint, or else a new model.
 
     def target(self) -> Llama:
         return self._trained(Llama(self.sizes), "target")
@@ -139,10 +140,10 @@ class Run:
 
 
 class Muon(torch.optim.Optimizer):
-    """Momentum, orthogonalized by a Newton-Schulz iteration (Jordan et al., 2024).
+    """Optimizer that orthogonalizes momentum by a Newton-Schulz iteration (Jordan et al., 2024).
 
-    torch's implementation iterates in bfloat16. On a CPU without bfloat16 that takes longer than
-    the rest of the step.
+    This class iterates in float32. torch's implementation iterates in bfloat16, which takes longer
+    than the rest of the step on a CPU without bfloat16 instructions.
     """
 
     @torch.no_grad()
@@ -161,7 +162,7 @@ class Muon(torch.optim.Optimizer):
 
 
 class Optimizers:
-    """Muon for the matrices of the layers and AdamW for the rest, with one learning-rate schedule.
+    """Muon for the matrices of the layers, AdamW for the other parameters, and their schedule.
 
     Parameters
     ----------
@@ -175,7 +176,7 @@ class Optimizers:
     step_no
         Number of completed steps.
     spent
-        Minutes that have been spent.
+        Minutes of training that have been spent.
     """
 
     def __init__(self, model: nn.Module, minutes: float) -> None:
@@ -198,11 +199,11 @@ class Optimizers:
 
     @property
     def share(self) -> float:
-        """Share of the time budget that has been spent."""
+        """Share of the time budget that has been spent, from 0 to 1."""
         return min(1.0, self.spent / self.minutes)
 
     def step(self, loss: Tensor) -> None:
-        """Update the parameters, with the learning rate for the time spent."""
+        """Update the parameters with the learning rate for the time that has been spent."""
         now = time.monotonic()
         self.spent += (now - self.clock) / 60
         self.clock = now
@@ -235,7 +236,7 @@ class Optimizers:
 
 
 def make_tokenizer(run: Run) -> None:
-    """Train the tokenizer on prompts and answers, unless the work folder has one."""
+    """Train the tokenizer on prompts and answers, unless the work folder contains a tokenizer."""
     path = run.work / "tokenizer.json"
     if path.exists():
         return
@@ -295,7 +296,7 @@ def train(
 
 
 def train_target(run: Run) -> None:
-    """Train the target on the answers, first with short sequences and many plain copies."""
+    """Train the target on the answers, beginning with short sequences and many plain copies."""
     model = run.target()
     tokenizer = run.tokenizer()
     held_out = data.encode(tokenizer, demo.held_out_tasks(128, seed=99))
@@ -318,7 +319,7 @@ def train_target(run: Run) -> None:
 
 
 def draft_vocabulary(run: Run, tokenizer: Tokenizer) -> Tensor:
-    """Return the most frequent tokens of answers and all printable ASCII characters."""
+    """Return the ids of the most frequent answer tokens and of all printable ASCII characters."""
     counts: Counter[int] = Counter()
     tasks = list(itertools.islice(training.mixture(run.documents, 0.0, 0), 20000))
     for ids, start in data.encode(tokenizer, tasks):
@@ -346,7 +347,7 @@ def distillation_loss(
         Number of unrolled draft steps.
     """
     is_target = is_answer[:, 2:]
-    # Compute the entries from `steps` before the answer on: these are the context of drafts.
+    # Begin `steps` entries before the answer, because these entries are the context of drafts.
     first = (is_target.int().argmax(1) - steps).clamp(min=0)
     width = int((is_target.sum(1) + steps).max())
     rows = (first[:, None] + torch.arange(width)).clamp(max=is_target.shape[1] - 1)
@@ -368,7 +369,10 @@ def distillation_loss(
 
 
 def train_eagle(run: Run) -> None:
-    """Distill the target into the EAGLE-3 head, which reads its own outputs in later steps."""
+    """Distill the target into the EAGLE-3 head.
+
+    In draft steps after the first, the head reads its own outputs, as it does during inference.
+    """
     target = run.target()
     tokenizer = run.tokenizer()
     head = run.eagle()
@@ -425,7 +429,7 @@ def block_loss(
 
 
 def train_block(run: Run) -> None:
-    """Distill the target into the block drafter, with blocks of several widths."""
+    """Distill the target into the block drafter, with blocks of several widths (rows per block)."""
     target = run.target()
     tokenizer = run.tokenizer()
     drafter = run.block()

@@ -46,7 +46,7 @@ def simulate_speculation(hits: list[list[bool]], row: list[int], start: int) -> 
     row
         Token ids.
     start
-        Index of the first token of the answer. It is committed before the first round.
+        Index of the first token of the answer. This token is committed before the first round.
 
     Returns
     -------
@@ -70,8 +70,8 @@ def simulate_speculation(hits: list[list[bool]], row: list[int], start: int) -> 
 def acceptance_length(head: Eagle3, target: Llama, rows: list[Row], drafts: int) -> float:
     """Return the tokens per round of greedy chains of unmasked EAGLE-3 drafts.
 
-    The rows are taken for the target's own output. A draft is accepted only if all drafts before it
-    are correct, so the drafter can be unrolled along the true tokens.
+    The simulation assumes that the target would generate the rows. A draft is accepted only if all
+    drafts before it are correct, so that the drafter can be unrolled along the true tokens.
 
     Parameters
     ----------
@@ -135,7 +135,7 @@ def block_acceptance_length(
 ) -> float:
     """Return the tokens per round of greedy chains of the block drafter.
 
-    See `acceptance_length`; `mask` is the id of the mask token.
+    The parameters are those of `acceptance_length`, and `mask` is the id of the mask token.
     """
     rounds = 0
     tokens = 0

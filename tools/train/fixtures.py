@@ -9,18 +9,18 @@ Llama and Qwen3 folders
     The output of ``save_pretrained``, and ``expected.npz``: token ids, logits, and the hidden
     states at the input of each layer, computed by transformers in float32 from the stored weights.
 ``tensor_cores/bfloat16``
-    A Llama whose sizes fit tensor cores, with the logits that transformers computes in bfloat16
-    besides those in float32.
+    A Llama whose sizes fit tensor cores, with the logits that transformers computes in float32 and
+    in bfloat16.
 ``eagle3``
     A target and a head of this repository's training code (`nets.py`), and the outputs of several
     draft steps of the published training code, with which the outputs of `nets.py` must agree.
 ``dflash``
-    A drafter of the target ``eight_layers_bfloat16``, and the logits that its published code
-    computes from the target's hidden states at several positions: all rows, and a block that is cut
-    by the end of the sequence.
+    A drafter for the target ``eight_layers_bfloat16``, and the logits that the drafter's published
+    code computes from the target's hidden states at several positions. One block has all its rows,
+    and another one is truncated by the end of the sequence.
 ``dflash2``
-    The same with the outputs of the selector: greedy drafts, the ids it selects from, and their
-    probabilities after every token.
+    The same with a DFlash2 drafter, and the outputs of its selector: greedy drafts, the ids from
+    which it selects, and the probabilities of these ids after every token.
 """
 
 from __future__ import annotations
@@ -233,8 +233,8 @@ def unroll_published(
 ) -> list[torch.Tensor]:
     """Return the outputs of four draft steps of the published training code.
 
-    The entry of step j at position i is computed from the entry of step j-1 before it, and from
-    entries with true features up to i-j.
+    The entry of step j at position i is computed from the entry of step j-1 at position i-1, and
+    from the entries with true features at positions up to i-j.
 
     Parameters
     ----------

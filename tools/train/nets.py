@@ -165,7 +165,7 @@ class Backbone(nn.Module):
 
 
 class Llama(nn.Module):
-    """Target model. Sequences start at position 0 and are padded on the right."""
+    """Target model. Its input sequences start at position 0 and are padded on the right."""
 
     def __init__(self, s: Sizes) -> None:
         super().__init__()
@@ -180,7 +180,7 @@ class Llama(nn.Module):
     def forward(self, ids: Tensor) -> list[Tensor]:
         """Return the residual stream after each layer, [batch, length, hidden] each.
 
-        The last one is not normalized.
+        The final norm is not applied to the last entry.
         """
         x = self.model.embed_tokens(ids)
         rope = rotary(self.s, torch.arange(ids.shape[1]))
@@ -191,7 +191,7 @@ class Llama(nn.Module):
         return streams
 
     def logits(self, stream: Tensor) -> Tensor:
-        """Return the logits of the last residual stream."""
+        """Return the logits for the residual stream after the last layer."""
         return F.linear(self.model.norm(stream), self.model.embed_tokens.weight)
 
 
@@ -206,7 +206,7 @@ class MidLayer(nn.Module):
 
 
 class Eagle3(nn.Module):
-    """EAGLE-3 head. Entry i is (feature of token i, embedding of token i+1) at position i.
+    """EAGLE-3 head. Its input entry i is the feature of token i and the embedding of token i+1.
 
     Parameters
     ----------
@@ -218,9 +218,9 @@ class Eagle3(nn.Module):
     Attributes
     ----------
     d2t
-        Target id minus draft id, by draft id.
+        Target id minus draft id, for each draft id.
     t2d
-        Whether a target id is in the draft vocabulary.
+        Whether each target id is in the draft vocabulary.
     """
 
     d2t: Tensor
@@ -268,8 +268,9 @@ class Eagle3(nn.Module):
 
         Notes
         -----
-        As in inference, position i in step j attends to entries with true features up to i-j (keys
-        of step 0), and to the entries i-j+1..i of the draft itself; entry i-j+t is from step t.
+        Attention is the same as during inference. Position i in step j attends to the entries with
+        true features at positions up to i-j, whose keys are computed in step 0. It also attends to
+        the draft's own entries at positions i-j+1..i. Entry i-j+t was computed in step t.
         """
         n = features.shape[1]
         mid = self.midlayer
@@ -339,8 +340,8 @@ class Block(nn.Module):
         embedded
             Embeddings of the rows of the blocks; [batch, blocks, width, hidden].
         start
-            Position of the first row of each block, which sees the features before it; [batch,
-            blocks].
+            Position of the first row of each block; [batch, blocks]. The block attends to the
+            features at earlier positions.
 
         Returns
         -------

@@ -2,10 +2,11 @@
 
     python -m tools.train.smollm rows head export --model DIR --work DIR
 
-``--model`` is the folder that ``graft import`` wrote. A training row is a request drawn from
-``smollm_prompts.json`` with the target's answer under the request's grammar, and the hidden states
-that the head reads. Rows can be generated while the head is being trained: it reads new rows as
-they appear. Requires torch (CPU is sufficient) and graft's native part for the grammars.
+``--model`` is a folder that ``graft import`` has written. A training row consists of a random
+request from ``smollm_prompts.json``, the target's answer under the request's grammar, and the
+hidden states that the head reads. Rows can be generated while the head is being trained, because
+the training reads new files of rows as they appear. The script requires torch (CPU is sufficient),
+and graft's native extension for the grammars.
 """
 
 from __future__ import annotations
@@ -63,8 +64,8 @@ MASKED_LOGIT = -1e4
 ROWS_PER_FILE = 32
 FOLDER = Path(__file__).parent
 HIDDEN = SIZES.hidden
-#: By family: kinds of requests with prompts of similar length, and maximum tokens of an answer.
-#: Requests of the family "own" are written by the target.
+#: Families of requests with prompts of similar length. A value has the kinds of requests in a
+#: family and the maximum tokens of an answer. The target writes the requests of the family "own".
 FAMILIES = {
     "free": (("explain", "tips"), 128),
     "own": (("explain", "tips"), 128),
@@ -90,7 +91,8 @@ class Row:
     legal
         Token bitmask of each token of the answer; empty without a grammar.
     streams
-        Hidden states: outputs of AUX_LAYERS and the normalized last one; float16 [n - 1, 4 hidden].
+        Hidden states, namely the outputs of AUX_LAYERS and the normalized last hidden state;
+        float16 [n - 1, 4 hidden].
     """
 
     ids: list[int]
@@ -104,7 +106,10 @@ class Row:
 
 
 class Prompts:
-    """Draws requests from ``smollm_prompts.json``: texts with slots, ``=>`` and the output form."""
+    """Generator of random requests from the templates in ``smollm_prompts.json``.
+
+    A template is a text with slots for words, followed by ``=>`` and the form of the output.
+    """
 
     def __init__(self, seed: int) -> None:
         self._texts = json.loads((FOLDER / "smollm_prompts.json").read_text())
@@ -129,7 +134,7 @@ class Prompts:
         return add_schema_to_prompt(self._fill(text), schema), GrammarSpec.json_schema(schema)
 
     def _fill(self, text: str) -> str:
-        """Replace slots by words; ``{place}`` and ``{place2}`` are different places."""
+        """Replace slots by words. ``{place}`` and ``{place2}`` are replaced by different places."""
         used: list[str] = []
         while slot := re.search(r"\{(\w+)\}", text):
             words = self._texts["slots"][slot[1].rstrip("23")]
@@ -149,10 +154,10 @@ def closed_object(properties: dict[str, Any]) -> dict[str, Any]:
 
 
 def record_schema(text: str) -> dict[str, Any]:
-    """Return the schema of a record written as ``name:type`` fields.
+    """Return the schema of a record that is described by ``name:type`` fields.
 
-    ``name[...]`` is a list of records. Types: s string, i integer, n number, t time, d date, [s]
-    list of strings, a|b enum.
+    ``name[...]`` is a list of records. The types are s (string), i (integer), n (number), t (time),
+    d (date), [s] (list of strings) and a|b (enum with the values a and b).
     """
     types = {
         "s": {"type": "string"},
@@ -194,7 +199,7 @@ def load_target(folder: Path) -> Llama:
 
 
 def unpack_bits(bitmask: np.ndarray) -> np.ndarray:
-    """Return a token bitmask with one byte per token."""
+    """Unpack a token bitmask to one byte per token."""
     return np.unpackbits(bitmask, axis=-1, bitorder="little")
 
 
@@ -269,7 +274,7 @@ def forward(
 
 
 def next_token(scores: Tensor, temperature: float) -> int:
-    """Return the argmax, or a sample if the temperature is not 0."""
+    """Return the most likely token, or a random sample if the temperature is not 0."""
     if temperature:
         return int(torch.multinomial((scores / temperature).softmax(-1), 1))
     return int(scores.argmax())
@@ -353,10 +358,10 @@ def write_requests(
     model, tokenizer
         Target and tokenizer.
     rng
-        Generator of the beginnings.
+        Random generator of the beginnings of requests.
     count
-        Number of requests that are begun. Those that do not end within one line, and those about
-        the subject of a held-out prompt, are dropped.
+        Number of requests that the target begins to write. A request is dropped if it does not end
+        within one line, or if it is about the subject of a held-out prompt.
 
     Returns
     -------
@@ -467,14 +472,14 @@ class Data:
 
 
 class Batch:
-    """Padded rows and the positions to draft from. The entry at position t predicts token t + 2.
+    """Padded rows and the positions from which to draft. Entry t predicts token t + 2.
 
     Parameters
     ----------
     rows
         Rows of the batch.
     positions
-        Positions to draft from, by row.
+        Positions of each row from which to draft.
     scale
         Scale of the features.
     kept
@@ -485,7 +490,7 @@ class Batch:
     ids
         Token ids; int64 [batch, length].
     positions, real
-        Padded positions, and which of them are no padding; [batch, positions].
+        Padded positions, and whether each of them is a real position; [batch, positions].
     illegal
         Whether a token of the draft vocabulary is illegal; bool [real positions, kept].
     features
@@ -524,7 +529,7 @@ class Batch:
 
 
 class Trainer:
-    """Trains a head that uses the target's output rows for a draft vocabulary.
+    """Training of a head whose LM head consists of the target's rows for the draft vocabulary.
 
     Parameters
     ----------
@@ -554,7 +559,7 @@ class Trainer:
         return logits
 
     def _loss_positions(self, row: Row, steps: int) -> list[int]:
-        """Return the positions of a row that the loss is computed at.
+        """Return the positions of a row at which the loss is computed.
 
         These are the positions of the answer. With one step, a tenth of the prompt's positions is
         added at random; with more steps, two positions before the answer.
@@ -569,10 +574,10 @@ class Trainer:
     def loss(self, rows: list[Row], steps: int) -> Tensor:
         """Return the cross-entropy with the target's distribution, summed over draft steps.
 
-        Both distributions are sharpened, for greedy decoding. The weights of the steps are 1, 0.7
-        and 0.5. A draft after a wrong draft, which verification would not reach, has 0.15 of that.
-        The vocabulary consists of the draft vocabulary, the tokens of the answers and 1,024 random
-        ids.
+        Both distributions are sharpened because the head is used for greedy decoding. The weights
+        of the draft steps are 1, 0.7 and 0.5. Verification would not reach a draft after a wrong
+        draft; the weight of such a draft is multiplied by 0.15. The cross-entropy is computed over
+        the draft vocabulary, the tokens of the answers and 1,024 random ids.
         """
         positions = [self._loss_positions(row, steps) for row in rows]
         answers = [torch.tensor(row.ids[row.start :]) for row in rows]
@@ -624,12 +629,14 @@ class Trainer:
     def initialize(self) -> None:
         """Initialize the head with a linear model, heads for the last token, and copying heads.
 
-        ``fc`` is the ridge regression of the target's next normalized output on the features,
-        except for 96 directions in which that output hardly varies. These represent the token of a
-        feature. Six heads attend to their own position, because queries and keys are the same
-        projection of the embedding, and output what the regression predicts from the embedding of
-        the last token. Three heads attend to positions after earlier occurrences of the last token
-        and copy the token found there.
+        ``fc`` is initialized with the ridge regression of the target's next normalized output on
+        the features. In 96 directions, this output hardly varies; there, ``fc`` represents the
+        token of a feature instead.
+
+        Queries and keys of six attention heads are the same projection of the embedding, so that
+        these heads attend to their own position. They output what the regression predicts from the
+        embedding of the last token. Three heads attend to the positions after earlier occurrences
+        of the last token, and copy the tokens at these positions.
         """
         head = self.head
         d = HEAD.head_dim
@@ -721,7 +728,7 @@ class Trainer:
             self.data.load_new()
 
     def save(self, step: int, minutes: float, loss: float) -> None:
-        """Append an entry to the log and write a checkpoint."""
+        """Append an entry to the training log and write a checkpoint."""
         entry = {
             "step": step,
             "minutes": minutes,
@@ -762,8 +769,8 @@ def draft_hits(row: Row, predictions: list[Tensor]) -> list[list[bool]]:
 def draft_vocabulary(rows: list[Row], size: int) -> Tensor:
     """Return the ids of the draft vocabulary in ascending order.
 
-    These are the end token and single bytes, then the most frequent tokens of answers, then those
-    of prompts, then ids in numeric order.
+    The vocabulary is filled with the end token and single bytes, then with the most frequent tokens
+    of answers, then with the most frequent tokens of prompts, and then with ids in numeric order.
     """
     in_answers = Counter(token for row in rows for token in row.ids[row.start :])
     in_rows = Counter(token for row in rows for token in row.ids)
@@ -775,9 +782,9 @@ def draft_vocabulary(rows: list[Row], size: int) -> Tensor:
 def export(args: argparse.Namespace) -> None:
     """Write the head's checkpoint in bfloat16 and its training log.
 
-    Its output rows are those of the target, so the draft vocabulary may be larger than in training.
-    It is filled up with ids in numeric order, and with tokens of lower-case letters, which keys
-    begin with.
+    The rows of the head's LM head are copied from the target, so that the draft vocabulary may be
+    larger than in training. It is filled up with ids in numeric order, and with tokens of
+    lower-case letters, because keys begin with such tokens.
     """
     vocabulary = Tokenizer(args.model).backend.get_vocab()
     checkpoint = torch.load(args.work / "head.pt")

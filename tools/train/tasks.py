@@ -1,7 +1,8 @@
 """Training tasks of the demo model: extraction, copies, empty forms and real JSON.
 
-Extraction amounts to copying, which copy tasks teach in isolation. Forms without data teach the
-model to give a minimal answer and to close its brackets, with unfamiliar schemas as well.
+To extract data, the model must copy text; copy tasks teach this skill in isolation. Tasks with a
+schema but without data teach the model to give a minimal answer and to close all brackets, even if
+the schema is unfamiliar.
 """
 
 from __future__ import annotations
@@ -24,7 +25,7 @@ MAX_OBJECT = 300
 
 
 def repeat_task(rng: random.Random) -> Task:
-    """Return a task to copy a text."""
+    """Return a task whose answer is a copy of a text."""
     parts = []
     for _ in range(rng.randint(3, 14)):
         form = rng.randrange(5)
@@ -106,7 +107,7 @@ def _minimal_object(rng: random.Random, depth: int) -> tuple[Schema, Json]:
 
 
 def fill_task(rng: random.Random) -> Task:
-    """Return a task to fill a schema without data: the answer is minimal."""
+    """Return a task with a schema but without data. Its answer is the minimal instance."""
     schema, value = minimal(rng, 3)
     while not isinstance(value, dict | list) and rng.random() < 0.8:
         schema, value = minimal(rng, 3)
@@ -121,7 +122,7 @@ def training_tasks(start: int = 0, extra: float = 0.2) -> Iterator[Task]:
     start
         Number of the first task.
     extra
-        Share of `fill_task` and `repeat_task`.
+        Share of the tasks that are made by `fill_task` and `repeat_task`.
     """
     for n in itertools.count(start):
         rng = random.Random(f"train-{n}")
@@ -190,7 +191,10 @@ def _infer_schema(rng: random.Random, value: Any) -> tuple[dict[str, Any], Any]:
 
 
 def corpus_task(rng: random.Random, value: Any) -> Task:
-    """Return a task from a real JSON object: with its data in words or, half the time, without."""
+    """Return a task from a real JSON object.
+
+    Half of the tasks describe the data of the object in words, and the others have no data.
+    """
     schema, least = _infer_schema(rng, value)
     if rng.random() < 0.5:
         return Task(rng.choice(FILLS), schema, json.dumps(least), None, "fill")
@@ -202,7 +206,7 @@ def corpus_task(rng: random.Random, value: Any) -> Task:
 
 
 def mixture(documents: list[Any], copying: float, start: int) -> Iterator[Task]:
-    """Yield training tasks: about 1 in 8 from real documents.
+    """Yield training tasks. About 1 in 8 is made from a real document.
 
     Parameters
     ----------
