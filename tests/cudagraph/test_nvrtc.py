@@ -1,4 +1,7 @@
-"""Every kernel compiles for real GPUs with NVRTC. No GPU is needed."""
+"""Compile every kernel for NVIDIA GPUs with NVRTC and check its resource usage.
+
+No GPU is needed.
+"""
 
 from __future__ import annotations
 
@@ -12,9 +15,9 @@ from graft.tools.bench.kernel_report import ARCHITECTURES, Usage, Variant
 
 VARIANTS = kernel_report.all_variants()
 
-#: Shared memory of a block on sm_120, in bytes.
+#: Maximum shared memory of a thread block on sm_120, in bytes.
 MAX_SHARED_BYTES = 99 * 1024
-#: Registers of a multiprocessor. They are allocated in units of eight per thread.
+#: Number of registers of a multiprocessor. A thread is allocated a multiple of eight registers.
 MAX_REGISTERS = 65536
 
 
@@ -44,10 +47,12 @@ def make_cases() -> list:
     return cases
 
 
-#: Expected usage of the tensor-core kernels. Key: kernel, tiles or rows per block, whether the
-#: input has 16 bits, and whether weights have 8 bits. Value: maximum registers and shared bytes;
-#: then instructions of the main loop: MMA, and 16-byte accesses, namely loads, shared-memory loads
-#: and asynchronous copies.
+#: Expected resource usage of the tensor-core kernels.
+#:
+#: A key consists of the kernel's name, its TILES or ROW_BLOCK, whether the input has 16 bits, and
+#: whether the weights have 8 bits. A value consists of the maximum number of registers, the maximum
+#: number of bytes of static shared memory, and the number of instructions in the main loop: MMA
+#: instructions, 16-byte loads, 16-byte loads from shared memory, and 16-byte asynchronous copies.
 EXPECTED_USAGE = {
     ("linear_few", 1, 0, 0): (128, 4128, 16, 16 + 16, 0, 0),
     ("linear_few", 1, 1, 0): (128, 4128, 16, 16 + 8, 0, 0),
@@ -100,7 +105,10 @@ def test_nvrtc_compiles_kernel_within_resource_limits(variant, arch):
 
 
 def check_tensor_core_usage(usage: Usage, defines: dict[str, str]) -> None:
-    """Compare a kernel with `EXPECTED_USAGE`."""
+    """Check that the usage of a tensor-core kernel is the one in `EXPECTED_USAGE`.
+
+    `defines` are the macros with which the kernel was compiled.
+    """
     if usage.kernel == "linear_few":
         size = int(defines.get("TILES", 1))
     else:

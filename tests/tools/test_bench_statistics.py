@@ -1,4 +1,4 @@
-"""Tests of the benchmarks' statistics and charts."""
+"""Tests of graft.tools.bench.estimate and graft.tools.bench.chart."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ def test_student_t_quantiles_match_tables():
 
 @pytest.mark.parametrize("size", [4, 60])
 def test_estimate_mean_interval_has_95_percent_coverage(size):
-    """About 95 % of the intervals of samples with a known mean contain it."""
+    """About 95 % of the intervals of random samples contain the mean of their distribution."""
     rng = random.Random(5)
     covered = 0
     for _ in range(1000):

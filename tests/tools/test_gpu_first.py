@@ -11,7 +11,7 @@ import pytest
 from graft.tools.gpu_first import __main__ as gpu_first
 from graft.tools.gpu_first.sections import SECTIONS
 
-#: A section that writes one figure; how it ends is appended.
+#: Program of a section that writes one measured value. A test appends the statement that ends it.
 SECTION_PROGRAM = """
 import json, os, sys, time
 with open(sys.argv[1], "w") as file:

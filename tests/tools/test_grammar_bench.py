@@ -61,7 +61,7 @@ def byte_tokenizer(*special: str) -> tokenizers.Tokenizer:
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A folder with `ROWS` and a tokenizer."""
+    """Return a folder with the schemas of `ROWS` and a tokenizer file."""
     path = tmp_path_factory.mktemp("bench")
     byte_tokenizer("<|end|>", "<|last|>").save(str(path / "tokenizer.json"))
     text = "".join(json.dumps(row, ensure_ascii=False) + "\n" for row in ROWS)

@@ -1,4 +1,4 @@
-"""Tests of the experiments on host work: callback latency and GIL deadlocks."""
+"""Tests of graft.tools.labs: callback latency and GIL deadlocks."""
 
 from __future__ import annotations
 
@@ -26,7 +26,10 @@ from graft.tools.labs.gil_deadlock.case import Case
 
 @pytest.fixture
 def build(device):
-    """Builds graphs, which are closed after the test; skips unavailable transports."""
+    """Return a function that builds a graph, and close all graphs after the test.
+
+    The function skips the test if the transport is not available.
+    """
     graphs = []
 
     def build(transport: str, callbacks: int, work=None) -> TransportGraph:
@@ -43,7 +46,7 @@ def build(device):
 
 @pytest.mark.parametrize("transport", transports.TRANSPORTS)
 def test_callback_latency_replay_runs_every_host_step_once(build, device, transport):
-    """Joins include the hops. There are hops if a thread of the driver calls the body."""
+    """A join includes the hops. Hops are recorded only if a thread of the driver calls the body."""
     graph = build(transport, 3)
     samples = graph.replay(4)
     assert samples.join.shape == (4,)
@@ -82,7 +85,7 @@ def test_callback_latency_hop_is_the_time_before_and_after_the_body(
 
 
 def test_callback_latency_graphs_do_not_share_python_thread_state(build, device):
-    """graft's Python steps find the thread state that they left; cuda.core finds none."""
+    """Only graft's Python steps leave a Python thread state on the driver's thread."""
     if device.kind != "soft":
         pytest.skip("the number of threads that call host functions depends on the driver")
     counts = []
@@ -97,7 +100,7 @@ def test_callback_latency_graphs_do_not_share_python_thread_state(build, device)
 
 @pytest.mark.parametrize("transport", ["native", "python"])
 def test_callback_latency_busy_thread_holds_gil(build, transport):
-    """Callbacks begin while the busy thread holds the GIL; Python ones wait a switch interval."""
+    """Callbacks begin while the busy thread holds the GIL. Python callbacks wait for it."""
     (found,) = latency.measure([build(transport, 1)], 20, ["busy"], 60.0)
     assert np.concatenate(found.gil_held).mean() >= latency.MIN_BUSY_SHARE
     if transport == "python":
@@ -161,12 +164,13 @@ CASES = [
     ("alloc:python:1:released", "completes"),
     # The same call, but the callback needs no GIL.
     ("alloc:native:1", "completes"),
-    # No lock is modeled, but both sides were requested in both orders.
+    # Model 0 has no locks, but the GIL and the driver were requested in both orders.
     ("alloc:python:0", "potential"),
-    # A mailbox worker runs under no lock of the driver.
+    # A mailbox worker runs while no lock of the driver is held.
     ("alloc:mailbox-python:1", "completes"),
-    # Enqueueing waits for nothing in model 4; a first launch waits for slow work that ends.
+    # In model 4, enqueueing a host function does not wait.
     ("hostfunc:ctypes:4", "potential"),
+    # In model 4, the first launch waits for a slow callback, which ends without the GIL.
     ("first-launch:native:4", "completes"),
 ]
 
@@ -177,7 +181,8 @@ def test_gil_deadlock_outcome_follows_from_lock_model(name, outcome):
     result = deadlock.run_case(case)
     assert result.outcome == deadlock.expected_outcome(case) == outcome, result.report
     if outcome == "hangs":
-        # The report has the native stacks of both sides and the Python stack of the waiting one.
+        # The report has the native stacks of both threads, and the Python stack of the thread that
+        # waits in cuMemAlloc.
         waiting, running = result.report.split("runs host function")
         assert "is in cuMemAlloc" in waiting
         assert "GIL HELD" in waiting

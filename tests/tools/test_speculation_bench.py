@@ -1,4 +1,4 @@
-"""Tests of the speculation benchmark: metrics, parsing, and one small run."""
+"""Tests of the speculation benchmark: metrics, command line, and small runs."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from graft.tools.demo_model import demo_model
 
 
 def make_configuration(**changes: Any) -> dict[str, Any]:
-    """Return a configuration with the figures that the comparisons read."""
+    """Return the keys and values of a configuration that the comparisons use."""
     return {
         "drafter": "d",
         "masking": "fill",
@@ -40,7 +40,7 @@ def make_configuration(**changes: Any) -> dict[str, Any]:
 
 @pytest.mark.parametrize(("rate", "drafts"), [(0.0, 3), (0.7, 0), (0.7, 5), (1.0, 4)])
 def test_expected_length_is_the_mean_over_all_outcomes(rate, drafts):
-    """It equals the mean of accepted drafts and bonus token over all sequences of coin flips."""
+    """The expected length is the mean number of tokens over all sequences of accepted drafts."""
     mean = 0.0
     for flips in itertools.product((0, 1), repeat=drafts):
         probability = math.prod(rate if flip else 1 - rate for flip in flips)
@@ -113,7 +113,7 @@ def test_differences_compare_configurations_that_differ_in_one_key():
 
 
 def test_throughput_by_length_follows_from_survival_and_round_time():
-    """Tokens per round are those of the longest chain, cut at each length."""
+    """The predictions use the rounds of the longest chain, truncated to each length."""
     configurations = [
         make_configuration(
             drafter="none",
@@ -143,7 +143,7 @@ def test_throughput_by_length_follows_from_survival_and_round_time():
 
 
 def test_speculation_bench_figures_equal_engine_stats(tmp_path, capsys, device):
-    """A run with a chain, a tree and a refused tree: figures, comparisons and written files."""
+    """A run measures a chain and a tree, lists a refused tree, and writes all files."""
     sizes = ["--tasks", "4", "--batches", "2", "--max-tokens", "9", "--lengths", "3"]
     drafts = ["--drafters", "eagle", "--masking", "fill", "--trees", "2x2", "4x9"]
     assert speculation.main([*sizes, *drafts, "--out", str(tmp_path)]) == 0
@@ -195,7 +195,7 @@ def test_speculation_bench_figures_equal_engine_stats(tmp_path, capsys, device):
 
 @pytest.fixture
 def quick(tmp_path):
-    """Options of a run with two prompts and two tokens each."""
+    """Return the options of a run with two prompts and at most two tokens per output."""
     path = tmp_path / "prompts.jsonl"
     path.write_text('{"id": "a/b/1", "prompt": "x"}\n{"prompt": "y", "choice": ["z"]}\n')
     sizes = ["--batches", "1", "--max-tokens", "2", "--lengths", "auto", "--trees"]
@@ -209,7 +209,7 @@ def test_speculation_bench_reads_kinds_from_prompt_ids(quick):
 
 
 def test_speculation_bench_reports_drafter_that_cannot_be_created(quick, tmp_path, capsys):
-    """The other drafter is measured, and the exit status is 2."""
+    """The benchmark measures the other drafter and exits with status 2."""
     assert speculation.main([*quick, "--drafters", "no.such:Drafter", "ngram"]) == 2
     printed = capsys.readouterr()
     assert "no engine could be created for drafter no.such:Drafter" in printed.err

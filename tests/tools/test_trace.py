@@ -1,4 +1,4 @@
-"""Tests of timelines of replays and of the picture of a round."""
+"""Tests of graft.tools.trace: timelines of replays, and the picture of a round's graph."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ SLEEP_S = 0.02
 
 @pytest.fixture
 def soft(device):
-    """The soft device; other drivers do not report when a node runs."""
+    """Return the soft device. Other drivers do not report when a node runs."""
     if device.kind != "soft":
         pytest.skip("only the soft device's driver reports when a node runs")
     return device
@@ -30,14 +30,15 @@ def soft(device):
 
 @pytest.fixture
 def trace(soft, stream):
-    """Trace of two launches of a graph: fill, slow host step on another lane, copy."""
+    """Record two launches of a graph with a fill, a slow host step on another lane, and a copy."""
     one = soft.zeros((64,), "int32")
     two = soft.zeros((64,), "int32")
     graph = Graph(soft, "two lanes")
     model = graph.lane("model")
     grammar = graph.lane("grammar")
     model.fill(one, 1, name="before")
-    grammar.wait(model.record("before done"))  # makes "slow" end last on a busy machine, too
+    # Without this edge, "slow" could end before "before" on a busy machine.
+    grammar.wait(model.record("before done"))
     grammar.host(PythonWork(time.sleep, SLEEP_S), name="slow")
     model.wait(grammar.record("slow done"))
     model.copy(two, one, name="after")
@@ -56,7 +57,7 @@ def trace(soft, stream):
 
 @pytest.mark.parametrize("replay", [1, 2])
 def test_trace_has_every_node_and_exposed_wait_of_a_replay(trace, replay):
-    """The wait of "after" lasts from the end of "before", on its own lane, to the end of "slow"."""
+    """The node "after" waits from the end of "before", on its own lane, until "slow" has ended."""
     assert trace.replays() == [("two lanes", 1), ("two lanes", 2)]
     selected = trace.select("two lanes", replay)
     events = {event.name: event for event in selected.events}
@@ -94,7 +95,7 @@ def make_event(lane: str, kind: str, start_ns: int, end_ns: int) -> TraceEvent:
 
 
 def test_exposed_waits_begin_when_the_lane_is_idle():
-    """Only the time after the lane's own work counts, and host steps themselves never wait."""
+    """A wait does not include time in which the lane had work. Host steps have no waits."""
     events = {
         0: make_event("model", "kernel", 0, 50),
         1: make_event("grammar", "host", 0, 40),
@@ -109,7 +110,7 @@ def test_exposed_waits_begin_when_the_lane_is_idle():
 
 
 def test_split_launches_keeps_late_spans_of_shared_nodes():
-    """Only a repeated root node whose successor has run begins a launch."""
+    """A launch begins with a repeated root node only if a successor of the node has run."""
     spans = [
         (node, Span(1, 1, worker, 1, begin_ns, end_ns))
         for node, worker, begin_ns, end_ns in (
@@ -149,7 +150,7 @@ def test_trace_draw_has_one_box_per_node_and_wait(trace):
 
 
 def test_record_counts_spans_beyond_capacity(soft, stream):
-    """Launches after the recording are not counted."""
+    """A launch after the recording adds neither events nor lost spans."""
     array = soft.zeros((4,), "int32")
     graph = Graph(soft, "small")
     for _ in range(5):
@@ -166,7 +167,7 @@ def test_record_counts_spans_beyond_capacity(soft, stream):
 
 
 def test_clock_offset_is_within_its_error(device):
-    """The soft device's clock is the host's."""
+    """The soft device uses the host's clock, so that the true offset is 0."""
     offset_ns, error_ns = clock_offset(device)
     assert error_ns > 0
     assert device.kind != "soft" or abs(offset_ns) <= error_ns
