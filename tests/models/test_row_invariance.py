@@ -10,11 +10,12 @@ from dataclasses import replace
 import numpy as np
 import pytest
 from model_util import allocate_pages, load_eagle3, load_llama, make_rows, read_cache, same_bits
+from round_simulator import result_row
 from tiny_models import llama_config, make_tiny_eagle3, make_tiny_llama
 
 from graft.cudagraph.graph import Graph
 from graft.cudagraph.lanes import StreamLane
-from graft.sampling.sampler import ROUND_ROW
+from graft.sampling.sampler import row_words
 
 LENGTH = 35  # past one attention tile of 32
 SHAPE = {
@@ -255,10 +256,9 @@ def test_row_invariance_of_draft_trees_and_compaction(clean, stream):
         wanted.sort(key=lambda node: node[1])
         width = len(nodes) + 1
         rows = [0, *(nodes.index(node) + 1 for node in wanted)]
-        head_words = ROUND_ROW.itemsize // 4
-        result = np.zeros((1, head_words + 2 * width), np.int32)
-        head = np.array([(slot, len(rows), 0, 0, 0, 0, ROOT)], ROUND_ROW)
-        result[0, :head_words] = head.view(np.int32)
+        result = np.zeros((1, row_words(len(nodes))), np.int32)
+        committed = result_row([0] * len(rows), slot=slot, old_n=ROOT)
+        result[0, : len(committed)] = committed
         result[0, -width:][: len(rows)] = rows
         model = clean.model
         device = clean.model.device

@@ -28,7 +28,8 @@ NARROW = ref.Filter(1.0, top_k=3)
 NUCLEUS = ref.Filter(1.1, top_p=0.85)
 START = (0, 1)  # the prompt's last two tokens
 FIRST = 5  # position of the last prompt token
-EPOCH = 3
+EPOCH = 3  # of all requests
+EVERY_SLOT = slice(None)
 END = V  # symbol of positions after a stop id
 
 
@@ -165,16 +166,17 @@ def _mode(case: Case) -> DraftMode:
 
 
 def generate(r: TableRound, table: Table, case: Case, first_seed: int) -> np.ndarray:
-    """Run one request per slot from the prompt to its end."""
-    s = r.slots
+    """Run one request per slot from the prompt to its end; return the tokens [slots, length]."""
     every = np.arange(r.slots)
     tree = TreeSampler(r.sampler) if case.tree else None
     _join_all(r, case, first_seed)
-    history = np.full((s, case.length + 2 + r.width), END)  # the prompt's two, then the tokens
-    history[:, :2], accepted = START, np.zeros(s, int)
+    # Two tokens of the prompt, then the output.
+    history = np.full((r.slots, case.length + 2 + r.width), END)
+    history[:, :2] = START
+    accepted = np.zeros(r.slots, int)
 
     def known() -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-        """Return the state, the number of tokens, and the last two tokens."""
+        """Return each slot's state, its number of output tokens, and its last two tokens."""
         state = r.state.to_host()
         done = state["n"] - FIRST
         root = np.stack([history[every, done], history[every, done + 1]], axis=1)
@@ -210,7 +212,8 @@ def _draft_chain(r: TableRound, table: Table, case: Case, n: np.ndarray, pair: n
             _answer(r, table, pair, j)
         forced = _forced(pair) if case.forced else np.full(r.slots, -1)
         legal = table.legal[pair[:, 0], pair[:, 1]]
-        _write_row(r, j - 1, legal, ref.READY, n + j - 1, 1 + forced)
+        row = ref.MaskRow(ref.READY, EPOCH, n + j - 1, legal, 1 + forced)
+        r.write_mask(EVERY_SLOT, j - 1, row)
         if case.point:
             token = proposal[:, j - 1] = _rule(pair)
         else:
@@ -262,13 +265,10 @@ def _fill_rows(
         ready = exists[:, j].copy()
         if case.late and j > 0:  # a choice by the prefix alone
             ready &= (pairs[:, j].sum(axis=1) + state["n"]) % 3 != 0
-        _write_row(
-            r,
-            j,
-            table.legal[pairs[:, j, 0], pairs[:, j, 1]],
-            np.where(ready, ref.READY, ref.NOT_READY),
-            state["n"] + depth[:, j],
-        )
+        row_state: Any = np.where(ready, ref.READY, ref.NOT_READY)
+        legal = table.legal[pairs[:, j, 0], pairs[:, j, 1]]
+        row = ref.MaskRow(row_state, EPOCH, state["n"] + depth[:, j], legal)
+        r.write_mask(EVERY_SLOT, j, row)
     return pairs
 
 
@@ -330,18 +330,6 @@ def _rule(pair: np.ndarray) -> np.ndarray:
 def _forced(pair: np.ndarray) -> np.ndarray:
     """Return the token that a row forces; -1 for none."""
     return np.where((pair[:, 0] + 2 * pair[:, 1]) % 3 == 0, -1, _rule(pair))
-
-
-def _write_row(
-    r: TableRound,
-    j: int,
-    legal: np.ndarray,
-    state: Any,
-    position: Any,
-    detail: Any = 0,
-) -> None:
-    """Write mask row `j` of all slots."""
-    r.write_mask(slice(None), j, ref.MaskRow(state, EPOCH, position, legal, detail))
 
 
 def _answer(r: TableRound, table: Table, pair: np.ndarray, j: int) -> None:
