@@ -26,7 +26,7 @@ WRONG = (
     True,
     2.5,
 )
-#: What of these is right, by option.
+#: Values in `WRONG` that are valid for an option.
 RIGHT = {
     "mask_drafts": (True,),
     "forced_drafts": (True,),
@@ -39,14 +39,19 @@ RIGHT = {
     "prefix_cache_bytes": (0,),
     "ordinal": (0,),
 }
-NEEDED = {"max_batch_size", "page_size", "draft_length", "overlap"}  # None is no value of these
+#: Options for which None is invalid.
+NEEDED = {"max_batch_size", "page_size", "draft_length", "overlap"}
 
 
 @pytest.mark.parametrize("name", [field.name for field in fields(Options)])
 def test_options_reject_invalid_values(name):
-    """Values are not converted: not "no" to True, not 2.0 or "2" to 2, not True to 1."""
-    for value in (*WRONG, *(None for _ in NEEDED & {name})):
-        if any(type(value) is type(r) and value == r for r in RIGHT.get(name, ())):
+    """Values are not converted: "no" is no boolean, and 2.0, "2" and True are no integers."""
+    values = list(WRONG)
+    if name in NEEDED:
+        values.append(None)
+    for value in values:
+        valid = RIGHT.get(name, ())
+        if any(type(value) is type(other) and value == other for other in valid):
             continue
         with pytest.raises(OptionError, match=f"^{name} must be"):
             Options(**{name: value})

@@ -11,11 +11,11 @@ from sampling_round import TableRound
 
 @pytest.fixture(params=[1, 64], ids=["block1", "block64"])
 def block(request) -> int:
-    """Both shapes of the row kernels: one thread a row, and many."""
+    """Number of threads per block of the row kernels: 1 as on the soft device, or several."""
     return request.param
 
 
 @pytest.fixture
 def make_round(device, stream) -> Callable[..., TableRound]:
-    """Makes a `TableRound` on the device and stream of the test."""
+    """Return a function that creates a `TableRound` on the device and stream of the test."""
     return partial(TableRound, device, stream)

@@ -52,10 +52,15 @@ ADJUSTMENTS = [
 def slot_of(
     rng: np.random.Generator, adjustment: ref.Adjustment, verify: int, temperature: float
 ) -> ref.Slot:
-    """Return a slot with random drafts that repeat tokens, of both kinds."""
+    """Return a slot with random drafts, both sampled ones and point masses, that repeat tokens."""
     drafts = rng.choice([5, 5, 8, 40], rng.integers(0, DRAFTS + 1))
-    tables = [rng.dirichlet(np.full(VOCAB, 0.3)).astype(np.float32) for _ in drafts]
-    kinds = tuple(int(q[d] == 0 or rng.random() < 0.5) for q, d in zip(tables, drafts, strict=True))
+    tables = []
+    kinds = []
+    for d in drafts:
+        table = rng.dirichlet(np.full(VOCAB, 0.3)).astype(np.float32)
+        is_point = table[d] == 0 or rng.random() < 0.5
+        tables.append(table)
+        kinds.append(ref.POINT if is_point else ref.DENSE)
     return ref.Slot(
         n=10,
         tree=ref.chain(1, *map(int, drafts)),
@@ -65,7 +70,7 @@ def slot_of(
         verify=verify,
         stop_ids=STOPS,
         adjust=adjustment,
-        kinds=kinds,
+        kinds=tuple(kinds),
         q=tuple(tables),
     )
 
@@ -99,19 +104,15 @@ def masked_logits(
 def test_logit_adjustments_match_reference_in_all_modes(
     make_round, block, verify: int, temperature: float
 ) -> None:
-    """Tokens, token counts and log probabilities of rounds with drafts match the reference.
-
-    Log probabilities are those of the model's logits or of the adjusted and masked ones.
-    """
+    """Tokens, token counts and log probabilities of rounds with drafts match the reference."""
     rng = np.random.default_rng(verify + 10)
     r: TableRound = make_round(
         slots=len(ADJUSTMENTS), draft_length=DRAFTS, vocab=VOCAB, token_limit=VOCAB - 5, block=block
     )
     accepted = 0
     for _ in range(6):
-        adjustments = [
-            ADJUSTMENTS[i] for i in rng.permutation(len(ADJUSTMENTS))
-        ]  # slots forget the last one
+        # Each slot gets another adjustment in every round and must not use the previous one.
+        adjustments = [ADJUSTMENTS[i] for i in rng.permutation(len(ADJUSTMENTS))]
         slots = [slot_of(rng, adjustment, verify, temperature) for adjustment in adjustments]
         logits = rng.normal(0, 2, (len(slots), DRAFTS + 1, VOCAB)).astype(np.float32)
         logits[:, :, 5] += 6

@@ -22,7 +22,7 @@ STORAGE: dict[str, tuple[type, int, type]] = {
 
 @pytest.fixture
 def masked(device, stream, block) -> Callable[..., np.ndarray]:
-    """What becomes of logits under mask rows, in both block shapes."""
+    """Return a function that applies masks to logits and returns the result."""
     apply = MaskApply(device, block=block)
 
     def run(logits, legal, dtype="float32", token_limit=None, **maps):
@@ -37,15 +37,17 @@ def masked(device, stream, block) -> Callable[..., np.ndarray]:
 
 
 def _bits(rng: np.random.Generator, dtype: str, shape: tuple[int, ...]) -> np.ndarray:
-    """Random logits in storage form."""
+    """Return random logits in the storage form of a dtype."""
     values = rng.normal(0, 3, shape).astype(np.float32)
-    return from_float32(values, dtype) if dtype != "float32" else values
+    if dtype == "float32":
+        return values
+    return from_float32(values, dtype)
 
 
 @pytest.mark.parametrize("dtype", list(STORAGE))
 @pytest.mark.parametrize("size", [1, 31, 32, 33, 64, 1000])
 def test_mask_apply_sets_illegal_logits_only(masked, dtype, size):
-    """Every bit determines its column, also if the vocabulary ends within a word."""
+    """Every bit determines its column, even if the vocabulary ends within a mask word."""
     rng = np.random.default_rng(size)
     legal = rng.random((4, size)) < 0.5
     legal[2:, :] = np.array([[True], [False]])  # words that are all ones and all zeros
@@ -85,7 +87,6 @@ def test_mask_apply_token_limit_overrides_mask(masked, limit):
 
 
 def test_mask_apply_rejects_wrong_shapes_and_dtypes(device, stream):
-    """Errors name the argument and the dimension."""
     good = {"logits": device.zeros((2, 64), "float32"), "mask": device.zeros((2, 2), "int32")}
     for change, error, word in (
         ({"logits": device.zeros((2, 64), "int32")}, ShapeError, "logits is int32"),

@@ -43,11 +43,14 @@ def slot_of(rng: np.random.Generator, i: int, logits: np.ndarray, legal: np.ndar
     for j in range(DRAFTS):
         q = np.exp(logits[j] - logits[j].max()) * (rng.random(vocab) < 0.8)
         q = (q / q.sum()).astype(np.float32)
-        d = int(np.argmax(np.where(legal, logits[j], -np.inf))) if i % 3 else int(q.argmax())
+        d = int(q.argmax())
+        if i % 3:
+            d = int(np.argmax(np.where(legal, logits[j], -np.inf)))
         branches = FILTERS[i].greedy or MODES[i] == ref.COUPLED
         parent = 0 if branches else j
+        is_point = i == 4 or branches or q[d] == 0
         if slot.tree.child(parent, d) is None:
-            ref.keep(slot, d, int(i == 4 or branches or q[d] == 0), q.astype(np.float64), parent)
+            ref.keep(slot, d, int(is_point), q.astype(np.float64), parent)
     return slot
 
 
@@ -89,7 +92,7 @@ def run_rounds(make_round, vocab: int, kinds: int, block: int, parts: int) -> li
                 depth = len(slot.tree.path(j)) if j < len(slot.tree.token) else j
                 r.write_mask(i, j, ref.MaskRow(ref.READY, 1, 10 + depth, legal[i]))
         r.verify(logits)
-        told = r.ring.row("logprobs", r.replay).tobytes()
+        logprobs = r.ring.row("logprobs", r.replay).tobytes()
         state = r.state.to_host()
         for j in range(1, DRAFTS + 1):
             for i in range(kinds):
@@ -97,7 +100,8 @@ def run_rounds(make_round, vocab: int, kinds: int, block: int, parts: int) -> li
             r.draft(j, rng.normal(0, 2.5, (kinds, r.draft_vocab)).astype(np.float32))
         s = r.sampler
         arrays = (s.probs, s.raw, s.target_tok, s.row_ok, s.rows, s.q, s.faults, r.state.array)
-        found += [told, *(array.to_host().tobytes() for array in arrays)]
+        found.append(logprobs)
+        found += [array.to_host().tobytes() for array in arrays]
     assert not r.sampler.cross_block.to_host().any(), "scratch is not reset"
     return found
 
@@ -115,7 +119,10 @@ def run_rounds(make_round, vocab: int, kinds: int, block: int, parts: int) -> li
     ],
 )
 def test_sampling_is_bit_identical_for_any_blocks_per_row(make_round, vocab, kinds, shapes):
-    """Greedy, filtered, coupled, tested and relaxed rows of chains and trees are bit-identical."""
+    """All arrays are bit-identical for any threads per block and blocks per row.
+
+    The slots cover greedy, filtered, coupled, tested and relaxed rows of chains and trees.
+    """
     alone = run_rounds(make_round, vocab, kinds, 1, 1)
     for block, parts in shapes:
         shared = run_rounds(make_round, vocab, kinds, block, parts)

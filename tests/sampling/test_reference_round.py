@@ -15,7 +15,7 @@ PLAIN = ref.Filter(1.0)
 
 
 def grow(rng, slot: ref.Slot, nodes: int) -> None:
-    """Add up to `nodes` random nodes."""
+    """Add up to `nodes` random drafts to a slot's tree."""
     for _ in range(nodes):
         node = int(rng.integers(len(slot.tree.token)))
         token = int(rng.integers(V))
@@ -26,9 +26,9 @@ def grow(rng, slot: ref.Slot, nodes: int) -> None:
 @pytest.mark.parametrize("f", [GREEDY, PLAIN, MIXED], ids=["greedy", "plain", "mixed"])
 @pytest.mark.parametrize("stop_ids", [(), (3, 6)], ids=["endless", "stop"])
 def test_reference_trees_do_not_change_greedy_and_coupled_tokens(f, stop_ids):
-    """Tokens of random trees, with illegal nodes and late rows, are those of sequential decoding.
+    """Decoding with random trees yields the same tokens as decoding without drafts.
 
-    Siblings and deep nodes are accepted in some rounds.
+    The trees have illegal nodes and late rows. Siblings and deep nodes are accepted in some rounds.
     """
     table = make_table(17)
     rng = np.random.default_rng(5)
@@ -45,16 +45,16 @@ def test_reference_trees_do_not_change_greedy_and_coupled_tokens(f, stop_ids):
             slot.tree = ref.chain(slot.last)
             grow(rng, slot, nodes)
             paths = [(*tokens, *slot.tree.path(j))[-2:] for j in range(len(slot.tree.token))]
-            rows = [
-                ref.MaskRow(
-                    ref.NOT_READY if nodes and rng.random() < 0.1 else ref.READY,
-                    slot.epoch + (nodes > 0 and rng.random() < 0.05),
-                    slot.n + len(slot.tree.path(j)),
-                    table.legal[path],
-                )
-                for j, path in enumerate(paths)
-            ]
-            outcome = ref.verify(slot, np.stack([table.target[path] for path in paths]), rows, V)
+            rows = []
+            for j, path in enumerate(paths):
+                is_late = nodes > 0 and rng.random() < 0.1
+                has_wrong_epoch = nodes > 0 and rng.random() < 0.05
+                state = ref.NOT_READY if is_late else ref.READY
+                position = slot.n + len(slot.tree.path(j))
+                epoch = slot.epoch + has_wrong_epoch
+                rows.append(ref.MaskRow(state, epoch, position, table.legal[path]))
+            logits = np.stack([table.target[path] for path in paths])
+            outcome = ref.verify(slot, logits, rows, V)
             tokens += outcome.tokens
             accepted[outcome.accepted] += nodes
             reason = outcome.reason
@@ -67,7 +67,11 @@ def test_reference_trees_do_not_change_greedy_and_coupled_tokens(f, stop_ids):
 
 @pytest.mark.parametrize("verify", [ref.REJECTION, ref.PER_TOKEN], ids=["block", "per-token"])
 def test_rejection_sampling_uses_no_random_number_twice(monkeypatch, verify):
-    """Block verification reads the numbers of drafts after the last accepted one, too."""
+    """No random number is used twice in a request.
+
+    Block verification also reads the numbers of the drafts after the last accepted one, so the next
+    round must use others.
+    """
     rng = np.random.default_rng(12)
     k = 3
     vocab = 41

@@ -21,7 +21,7 @@ GOOD = {"position": 5, "last": 1, "epoch": 1, "limit": 20}
 
 @pytest.fixture
 def small(make_round) -> TableRound:
-    """Four slots, two drafts, forty tokens."""
+    """Return a round with four slots, two drafts and forty token ids."""
     return make_round(slots=4, draft_length=2, vocab=40)
 
 

@@ -27,37 +27,38 @@ FILTERS = [
 
 
 def simple(f: ref.Filter) -> ref.Slot:
-    """A slot with nothing special."""
+    """Return a slot with a filter and default parameters."""
     return ref.Slot(n=10, tree=ref.chain(0), limit=100, seed=5, filter=f)
 
 
 def run_rows(r: TableRound, logits: np.ndarray, slots: list[ref.Slot], legal: np.ndarray):
-    """One round without drafts; returns (output, probs of row 0 of each slot)."""
-    masks = [[ref.MaskRow(ref.READY, s.epoch, s.n, legal[i])] for i, s in enumerate(slots)]
+    """Run a round without drafts; return the results and the probabilities of each slot's row."""
+    masks = []
+    for s, legal_ids in zip(slots, legal, strict=True):
+        masks.append([ref.MaskRow(ref.READY, s.epoch, s.n, legal_ids)])
     out = r.play(slots, logits[:, None, :], masks)
     return out, r.sampler.probs.to_host()[: len(slots)]
 
 
 @pytest.mark.parametrize("vocab", [8, 70, 500, 4097])
 def test_filtered_distribution_matches_reference(make_round, block, vocab):
-    """Zeros match exactly, other values to fp32 rounding.
+    """Zeros of the distribution match exactly, and other values up to float32 rounding.
 
     Ties keep the smaller ids, and -0 equals +0.
     """
     rng = np.random.default_rng(vocab)
     count = len(FILTERS)
     limit = vocab - vocab // 7 - 1
-    how = {"token_limit": limit, "block": block}
-    r = make_round(slots=count, draft_length=0, vocab=vocab, **how)
+    r = make_round(slots=count, draft_length=0, vocab=vocab, token_limit=limit, block=block)
     for density, coarse in ((1.0, False), (0.4, False), (0.7, True)):
         logits = rng.normal(0, 2.5, (count, vocab)).astype(np.float32)
-        if coarse:  # the best are zeros of both signs
+        if coarse:  # the greatest logits are zeros of both signs
             logits = np.round(logits) * (logits < 0.5)
         legal = rng.random((count, vocab)) < density
         legal[:, rng.integers(0, limit)] = True
         _, probs = run_rows(r, logits, [simple(f) for f in FILTERS], legal)
         bound = np.arange(vocab) < limit
-        for i, f in enumerate(FILTERS[:-1]):  # the greedy one has no table
+        for i, f in enumerate(FILTERS[:-1]):  # the last filter is greedy and has no distribution
             wanted = ref.distribution(logits[i], legal[i] & bound, f)
             kept = wanted > 1e-37
             np.testing.assert_array_equal(probs[i] > 0, kept, err_msg=str(f))
@@ -65,7 +66,10 @@ def test_filtered_distribution_matches_reference(make_round, block, vocab):
 
 
 def test_row_without_legal_token_ends_request(make_round, block):
-    """No mask bit, only bits beyond the limit, or only -inf: dead end. NaN or +inf: error."""
+    """A row without a legal token is a dead end; a row with a legal NaN or +inf is an error.
+
+    A token is illegal without a mask bit, at or beyond the limit, or with a logit of -inf.
+    """
     vocab = 64
     limit = 40
     logits = np.zeros((8, vocab), np.float32)
@@ -75,10 +79,10 @@ def test_row_without_legal_token_ends_request(make_round, block):
     logits[2] = -np.inf
     logits[3, 7] = np.nan
     logits[4, 7] = np.inf
-    # not looked at
+    # The logits of illegal tokens are not read.
     logits[5, 7] = np.nan
     legal[5, 7] = False
-    logits[6, 50] = np.nan  # beyond the bound
+    logits[6, 50] = np.nan
     logits[7, 7] = -np.float32(np.nan)
     for f in (ref.Filter(0.0), ref.Filter(1.0)):
         r = make_round(slots=8, draft_length=0, vocab=vocab, token_limit=limit, block=block)
@@ -118,4 +122,5 @@ def test_unused_rows_are_not_processed(make_round, block):
     probs[0, 0] = 7
     np.testing.assert_array_equal(probs, 7)
     ok = r.sampler.row_ok.to_host()[: 4 * width].reshape(4, width)
-    assert ok[0, 0] == 1 and ok.sum() == 1
+    assert ok[0, 0] == 1
+    assert ok.sum() == 1
