@@ -75,7 +75,7 @@ class DraftMode:
     Raises
     ------
     OptionError
-        If there is no such mode or a size is out of range.
+        If the combination of kind and masking does not exist, or a size is out of range.
     """
 
     drafts: int

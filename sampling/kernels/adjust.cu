@@ -1,11 +1,13 @@
 // Logit bias, penalties and log probabilities of the target's rows, and publication of the results.
 //
-// Row r is row j of batch row b, as in sample.cu. The state of its mask row is read here only; a
-// row without adjustments costs no more than that. Only the target distribution p is changed:
-// verification is exact for any drafts, whatever q they were sampled from.
+// Row r is row j of batch row b, as in sample.cu. adjust_logits also reads the state of the mask
+// row from host memory, for the kernels after it; for a row without adjustments it does nothing
+// else. Only the target distribution p is adjusted. Verification is exact for any draft
+// distribution q, so drafts do not need the adjustments.
 //
-// Table of a slot, [2][vocab_size]: the bits of each id's float bias, -inf if it is banned; then
-// twice the number of times that it was generated, plus 1 if it occurs in the prompt.
+// The table of a slot is int [2][vocab_size]. Row 0 has the bits of each id's float bias, which is
+// -inf for a banned id. Row 1 has twice the number of times that the id was generated, plus 1 if
+// the id occurs in the prompt.
 #include "row.cuh"
 #include "slot.cuh"
 
@@ -91,7 +93,7 @@ extern "C" __global__ void __launch_bounds__(BLOCK, 1)
     raw[first + i] = legal<false>(row, legal_word<false>(row, i & ~31), i) ? x[i] : MINUS_INFINITY;
   }
   if (position + 1 >= slot.earliest_stop) return;
-  // Stop ids stay legal if nothing else is, as at the end of a grammar.
+  // Stop ids stay legal if no other id is legal, for example at the end of a grammar.
   u64 other = 0;
   for (int i = own.begin + tid; i < own.end && other == 0; i += BLOCK) {
     const u32 word = legal_word<false>(row, i & ~31);

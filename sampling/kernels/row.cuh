@@ -33,7 +33,8 @@ constexpr int LANES = BLOCK < 32 ? BLOCK : 32;  // threads per 32-bit mask word
 constexpr int WARPS = BLOCK / LANES;
 static_assert(BLOCK == 1 || BLOCK % 32 == 0, "SAMPLE_BLOCK is 1 or a multiple of 32");
 
-#define SPANS 1024  // bins of weights, by the distance of the logit from the best one
+// Number of spans. A span is a bin of columns by the distance of the logit from the best logit.
+#define SPANS 1024
 #define COUNTS 3072
 
 // Global-memory scratch that the blocks of a row share; all zero between rounds.
@@ -329,8 +330,8 @@ struct Cut {
   }
 };
 
-// Converts the logits of a slice that row_best stored in work[] to weights. Returns their sum; if
-// top-k or top-p applies, fills scratch.spans instead.
+// Converts the logits of a slice that row_best stored in work[] to weights. If top-k or top-p
+// applies, adds the weights to the histogram scratch.spans; otherwise returns their sum.
 __device__ __forceinline__ u64 row_weigh(const Weights& w, const Slice& own, Scratch& scratch) {
   const int begin = own.begin + static_cast<int>(threadIdx.x);
   float* work = w.work;
@@ -421,7 +422,7 @@ __device__ __forceinline__ void narrow(Cut& cut, const Weights& w, u64 need, Scr
     block_sync();
     const int bin = find_bin<WEIGHTED>(scratch.digits, BINS, &need, scratch);
     prefix |= static_cast<u64>(BINS - 1 - bin) << shift;
-    // Done if the whole bin is needed or the bin has a single column.
+    // The boundary is found if the whole bin is needed or the bin has a single column.
     done = scratch.digits.count<WEIGHTED>(bin) <= need || scratch.digits.members[bin] <= 1u;
     block_sync();
   }

@@ -38,9 +38,9 @@ struct Slot {
   int n;          // position of `last`
   int last;       // last committed token
   int draft_len;  // number of drafts to verify
-  int cut;        // number of further drafts that this round has no rows for
+  int cut;        // number of further drafts that this round cannot verify for lack of rows
   int active;
-  int epoch;     // number of the slot assignment; mask rows carry it
+  int epoch;     // number of the slot assignment; stamps of mask rows contain it
   int limit;     // exclusive upper bound of the positions of tokens
   int capacity;  // exclusive upper bound of the positions with pages; at least `limit`
   int verify;    // VERIFY_*
@@ -70,7 +70,7 @@ struct Slot {
   int relaxed_until;  // id after which verification is coupled; -1: none
 };
 
-// Log probability of a committed token, and the most likely ids with theirs.
+// Log probability of a committed token, and the most likely ids with their log probabilities.
 struct Logprobs {
   float logprob;
   int ids[MAX_LOGPROBS];
@@ -95,7 +95,8 @@ __device__ __forceinline__ int* record_of(int* exchange, const ExchangeLayout& x
   return exchange + static_cast<long long>(slot) * x.stride + at;
 }
 
-// Number of tokens that a round's result can hold. They are followed by the rows that decided them.
+// Maximum number of tokens in a batch row's result. The indices of the rows that decided the tokens
+// follow them.
 __device__ __forceinline__ int row_width(int row_words) {
   return (row_words - static_cast<int>(sizeof(RoundRow)) / 4) / 2;
 }
@@ -150,10 +151,10 @@ __device__ __forceinline__ bool is_coupled(const Slot& slot) {
   return slot.verify == VERIFY_COUPLED || slot.verify == VERIFY_RELAXED;
 }
 
-// Whether the first `count` drafts are verified by acceptance tests: a chain of which at least one
-// draft was sampled from a stored distribution. Otherwise every row samples a target token, which
-// accepts point masses with the same probability as a test would. The result depends on the prefix
-// only: no draft before the first sampled one was sampled.
+// Whether the first `count` drafts are verified by acceptance tests. This is the case for a chain
+// in which at least one draft was sampled from a stored distribution. Otherwise every row samples a
+// target token, which accepts point masses with the same probability as a test would. This choice
+// depends only on the tokens before the first sampled draft, so verification remains exact.
 __device__ __forceinline__ bool is_testing(const Slot& slot, int count) {
   bool chain = !is_coupled(slot) && slot.temperature >= GREEDY_TEMPERATURE;
   bool has_dense = false;
@@ -164,8 +165,8 @@ __device__ __forceinline__ bool is_testing(const Slot& slot, int count) {
   return chain && has_dense;
 }
 
-// Whether draft j (from 1) is to be generated. This depends on the prefix only, never on the token
-// that would be sampled; verification would not be exact otherwise.
+// Whether draft j (from 1) is to be generated. The result must depend only on the tokens before the
+// draft, never on the token that would be sampled. Otherwise verification would not be exact.
 __device__ __forceinline__ bool is_drafting(const Slot& slot, const RoundRow& row, int j) {
   return row.count > 0 && slot.active && slot.draft_len == j - 1 && slot.n + j < slot.limit &&
          !(j > 1 && is_stop(slot, slot.drafts[j - 2]));

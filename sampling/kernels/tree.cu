@@ -29,8 +29,8 @@ __device__ __forceinline__ int fed_row(const TreeSize& tree, int level, int f) {
   return level == 1 ? 0 : (level - 2) * tree.branch + f + 1;
 }
 
-// Whether the grammar tests the candidates of a slot. Called by all threads; one thread reads host
-// memory and broadcasts the result through `shared_word`.
+// Returns to all threads whether the grammar tests the candidates of a slot. One thread reads host
+// memory and broadcasts the result through `shared_word`, a word of shared memory.
 __device__ __forceinline__ bool is_probed(const int* exchange, const ExchangeLayout& layout,
                                           int index, const Slot& slot, int& shared_word) {
   if (threadIdx.x == 0) {
@@ -132,7 +132,7 @@ extern "C" __global__ void __launch_bounds__(BLOCK, 1)
 // Writes the legal children of one parent, at most `branch`. Their probabilities are relative to
 // all ids except for candidates known to be illegal. The remaining mass is summed up, not computed
 // as a difference, because the illegal candidates may have almost all of the mass. `others` is the
-// mass of the ids that are no candidates.
+// mass of the ids outside the candidates.
 __device__ inline void add_children(const TreeSize& tree, const int* ids, const float* values,
                                     float others, u32 legal, int parent, float score, int* token,
                                     int* parent_of, float* total) {
@@ -167,7 +167,7 @@ __device__ __forceinline__ bool is_before(const float* total, int i, int j) {
 // Computes the children of a level and chooses the nodes to feed next, or at the last level the
 // drafts. One block per batch row. A fixed tree has a `plan`, int32 [children]: the index of the
 // node that a child becomes in the next level, `branch` for a draft that is not fed to the drafter,
-// and -1 for a child that is no draft.
+// and -1 for a child that does not become a draft.
 extern "C" __global__ void __launch_bounds__(BLOCK, 1)
     tree_grow(const int* row_slot, int level, const TreeSize tree, Slot* slots,
               const RoundRow* rows, int row_words, const int* top_id, const float* top_value,
@@ -243,7 +243,8 @@ extern "C" __global__ void __launch_bounds__(BLOCK, 1)
     return;
   }
 
-  // Drafts in descending order of score: a round may have rows for the first ones only.
+  // Drafts are in descending order of score, because the next round may have rows only for the
+  // first ones.
   int* row_of = chosen + b * tree.children;
   for (int f = tid; f < tree.drafts; f += BLOCK) best[f] = -1;
   block_sync();

@@ -35,7 +35,7 @@ def test_draft_mode_rejects_invalid_values(values, words):
 
 
 def test_draft_mode_values_are_distinct():
-    """Each combination of kind and masking has a value of its own."""
+    """Each combination of kind and masking has a different value."""
     modes = [DraftMode(drafts=3)]
     for branch in (1, 2):
         for masking in MASKINGS:
@@ -50,7 +50,6 @@ def test_draft_mode_values_are_distinct():
 
 
 def test_draft_mode_sizes():
-    """Sizes of the records and arrays of a mode."""
     chain = DraftMode.chain(5, "probe", 16)
     assert (chain.kind, chain.levels, chain.fed_nodes, chain.recorded_drafts) == ("chain", 5, 0, 5)
     assert (chain.candidate_words, chain.answer_words, chain.tables) == (16, 0, 5)

@@ -3,9 +3,9 @@
 #include "sampling/kernels/slot.cuh"
 #include "timing.cuh"
 
-// Priority of draft j of batch row b, 62 bits: drafts with greater priority get forward rows first.
-// It is the acceptance probability in past rounds; among equals, the draft with fewer drafts before
-// it is preferred.
+// Priority of draft j of batch row b. Drafts with greater priority get forward rows first. The
+// upper 32 bits, of which the first two are 0, are the acceptance probability in past rounds. The
+// lower bits prefer smaller j and then smaller b, so that all priorities are different.
 __device__ __forceinline__ unsigned long long priority(const Slot& slot, int b, int j) {
   const float accept_prob = slot.accept_prob[j - 1];
   // The bits of non-negative floats have the order of the floats.
@@ -17,15 +17,17 @@ __device__ __forceinline__ unsigned long long priority(const Slot& slot, int b, 
 // Begins replay `*replay + 1`: reads the slot of each batch row from the input ring, and assigns
 // forward rows to their last tokens and drafts. One block.
 //
-// Every batch row has a forward row for its last token, at position n. The others are for drafts,
-// at position n + depth. If there are more drafts than rows, the drafts with the greatest priority
-// get rows. These are always the first drafts of a slot, because acceptance probabilities do not
-// increase. Whether draft j gets a row depends on earlier rounds and other slots, never on the
-// tokens of draft j and later ones, so verification remains exact. The other drafts are cut, and
-// the grammar's record is shortened.
+// Every batch row has a forward row for its last token, at position n. The other forward rows are
+// for drafts, at position n + depth. If there are more drafts than rows, the drafts with the
+// greatest priority get rows. These are always the first drafts of a slot, because acceptance
+// probabilities do not increase with j. The other drafts are cut: the slot's draft_len and the
+// count in its Drafted record, which the grammar worker reads, are reduced. Whether draft j gets a
+// row depends on earlier rounds and other slots, never on the tokens of draft j and later drafts.
+// Verification therefore remains exact.
 //
-// If the entry does not have this replay's stamp, every row is padding, and the replay changes
-// nothing. The end of this kernel is the first stamp of the timeline.
+// If the host has not published an entry of the input ring for this replay, every row is padding,
+// and the replay changes nothing. At its end, the kernel writes the first time stamp of the
+// timeline.
 extern "C" __global__ void round_begin(int* replay, const int* ring_rows, int ring_rows_stride,
                                        const int* ring_stamp, int ring_stamp_stride,
                                        int ring_entries, Slot* slots, int slot_count, int batch,
