@@ -17,7 +17,7 @@ from graft.grammar import GrammarBackend, GrammarService, make_backend
 
 @pytest.fixture(scope="module", params=["xgrammar", "llguidance"])
 def backend(request: pytest.FixtureRequest) -> GrammarBackend:
-    """Return a backend with a small vocabulary. The fixture is parametrized by backend."""
+    """Return a grammar backend with a small vocabulary. Tests run once per backend."""
     return make_backend(request.param, byte_vocabulary(names={"</think>": THINK}))
 
 
@@ -29,7 +29,7 @@ def xgrammar() -> GrammarBackend:
 
 @pytest.fixture
 def serve() -> Iterator[Callable[..., GrammarService]]:
-    """Yield a factory of compile services, which are closed after the test."""
+    """Yield a function that creates compile services. The services are closed after the test."""
     opened: list[GrammarService] = []
 
     def make(choice: Any = "xgrammar", vocabulary: Any = None, **limits: Any) -> GrammarService:

@@ -1,8 +1,8 @@
 """A simulated device for the guided decoder's tests.
 
-`Device` does what the kernels do with the slots: it verifies drafts against mask rows, commits
-tokens, and drafts new ones. It chooses tokens with a random generator under the masks of the
-decoder, and compares every mask row with `oracle_row`.
+`Device` does the work of the kernels for each slot: it verifies drafts against mask rows, commits
+tokens, and drafts new tokens. Tokens are chosen with a random generator among the legal tokens of
+the decoder's mask rows. `Device` compares every mask row with the expected row of `oracle_row`.
 """
 
 from __future__ import annotations
@@ -41,11 +41,11 @@ class SlotTruth(ref.Slot):
     history
         Tokens that were committed since the request joined.
     reason
-        Reason why the request has ended; 0 if it has not.
+        Reason why the request has ended; 0 if the request is running.
     confused
-        Whether an illegal token was committed on purpose.
+        Whether an illegal token was committed on purpose, so that the request must fail.
     left
-        Whether the host has seen that the request has ended.
+        Whether the host knows that the request has ended.
     """
 
     index: int = 0
@@ -60,7 +60,8 @@ class SlotTruth(ref.Slot):
 def wanted_token(truth: SlotTruth, position: int, legal: np.ndarray) -> int:
     """Return the legal id that the target model would choose.
 
-    It depends only on the request and the position. In free text, it is often a token of a marker.
+    The choice depends only on the request, the position and the legal ids. In free text, it is
+    often a token of a marker, so that markers are completed.
     """
     likely = np.intersect1d(MARKER_TOKENS, legal)
     is_free_text = len(legal) > 200
@@ -70,7 +71,7 @@ def wanted_token(truth: SlotTruth, position: int, legal: np.ndarray) -> int:
 
 
 class RandomDecision(Decision):
-    """Chooses the wanted token of each request, and sometimes a random or illegal one.
+    """Chooses the wanted token of each request, and sometimes a random or illegal token.
 
     Parameters
     ----------
@@ -104,7 +105,7 @@ class RandomDecision(Decision):
             return forced
         if device.forced is not None and not device.masked:
             return None
-        # Without masks, the drafter still proposes legal tokens most of the time.
+        # Even without mask rows for drafts, the drafter proposes legal tokens most of the time.
         choices = device.known_ids(slot) if legal is None else legal
         token = wanted_token(slot, slot.n + j, choices)
         if self.rng.random() < 0.25:
@@ -124,7 +125,7 @@ class Device:
     backend
         Backend of the grammars.
     oracle
-        Backend of the reference matchers; None for `backend`.
+        Backend of the reference matchers; None to use `backend`.
     slots, draft_length
         Number of slots, and number of drafts per round.
     masked
@@ -185,13 +186,13 @@ class Device:
 
     @property
     def replay(self) -> int:
-        """Number of the replay that runs or has run last."""
+        """Number of the replay that is running, or of the last replay that has run."""
         return self.simulator.replay
 
     # Methods that do the work of the host.
 
     def join(self, slot: int, compiled: CompiledGrammar | None, *, limit: int) -> None:
-        """Put a new request into a slot. It takes part in replays that are published later."""
+        """Put a new request into a slot. Replays that are published later contain the request."""
         self.epoch += 1
         position = mix(self.epoch) % 50
         self.slots[slot] = SlotTruth(
@@ -208,9 +209,10 @@ class Device:
             matchers[slot] = compiled and MATCHER_KINDS[kind](compiled.matcher())
 
     def is_idle(self, slot: int) -> bool:
-        """Return whether a slot can get a new request.
+        """Return whether a slot can be used by a new request.
 
-        Its previous request must have left, and no replay in flight may contain it.
+        The host must know that the slot's previous request has ended, and no replay in flight may
+        contain the slot.
         """
         truth = self.slots[slot]
         in_flight = any(slot in rows for rows in self.snapshots.values())
@@ -219,8 +221,8 @@ class Device:
     def publish(self, leave_out: Sequence[int] = ()) -> None:
         """Publish the next replay.
 
-        It contains the requests of all slots except `leave_out`. Requests whose end the host has
-        seen are not included.
+        The replay contains the requests of all slots except the slots in `leave_out`. Requests of
+        which the host knows that they have ended are not included.
         """
         self.published += 1
         rows = []
@@ -240,7 +242,7 @@ class Device:
     # Methods that do the work of the device.
 
     def run(self) -> None:
-        """Run and retire one replay with its open, commit and draft steps, and make all checks."""
+        """Run the steps of one replay, check all mask rows, and retire the replay."""
         self.simulator.replay += 1
         truths = [self.slots[s] for s in self.snapshots.pop(self.replay)]
         self._step(0)
@@ -249,7 +251,7 @@ class Device:
             for j in range(made):
                 self._check_row(truth, j)
             if made and truth.start and not truth.confused:
-                # Rows of an earlier round with more drafts must not count as ready.
+                # A row that an earlier round with more drafts has filled must not count as ready.
                 unused = range(made, self.k + 1)
                 assert {self._state(truth, j) for j in unused} <= {NOT_READY}
         drafting = [truth for truth in truths if self._verify(truth)]
@@ -273,7 +275,7 @@ class Device:
             decoder.retire(self.replay)
 
     def clear_ended(self) -> None:
-        """Record that the host has seen the end of requests; later replays do not contain them."""
+        """Let the host see which requests have ended. Later replays do not contain them."""
         for truth in self.slots:
             if truth and not truth.active and not truth.left:
                 truth.left = True
@@ -295,7 +297,7 @@ class Device:
         return oracle_row(truth.start, [*truth.history, *drafts])
 
     def known_ids(self, truth: SlotTruth) -> np.ndarray:
-        """Return the ids that are legal after the drafts, according to the reference matcher.
+        """Return the ids that the reference matcher allows after the current drafts.
 
         Return all ids if the request is unconstrained or no id is legal.
         """
@@ -317,7 +319,7 @@ class Device:
             return
         row = self._oracle_row(truth, truth.drafts[:j])
         if row is None:
-            # The text has ended (row 0), or a draft is illegal (other rows).
+            # For row 0, the text has ended. For other rows, a draft before the row is illegal.
             assert state == (DEAD_END if j == 0 else NOT_READY), where
         elif (row == -1).all():
             assert state == FREE, where
@@ -329,7 +331,7 @@ class Device:
             np.testing.assert_array_equal(self.exchanges[0].masks[where], row)
 
     def _verify(self, truth: SlotTruth) -> bool:
-        """Verify and commit; return whether the slot continues to draft."""
+        """Verify the drafts of a slot and commit tokens; return whether the slot continues."""
         outcome = self.simulator.verify(truth.index)
         if not truth.confused:
             truth.history += outcome.tokens
@@ -337,7 +339,7 @@ class Device:
         return truth.active and bool(outcome.tokens)
 
     def _probe(self, j: int, truths: Sequence[SlotTruth]) -> None:
-        """Offer candidates for draft `j`, and check that the answer is the first legal one."""
+        """Offer candidates for draft `j`, and check that the probe finds the first legal one."""
         offers = [(truth, self._offer(truth, j)) for truth in truths if ref.is_drafting(truth, j)]
         self._step(1 + j)
         for truth, offer in offers:

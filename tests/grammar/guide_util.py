@@ -1,12 +1,12 @@
-"""Helpers of the guided decoder's tests: exchange memory, and a decoder driven step by step.
+"""Helpers of the guided decoder's tests, such as a decoder that a test drives step by step.
 
-The expected mask rows come from `oracle_row`, which creates a new matcher and lets it accept all
-tokens from the start. Tests run with two kinds of matchers: "native" matchers, and "python"
+The function `oracle_row` computes the expected mask rows. It creates a new matcher, which accepts
+all tokens from the start. Tests run with two kinds of matchers: "native" matchers, and "python"
 matchers, which the native worker calls with the GIL held.
 
-The exchange memory contains a stamp for each mask row: the state of the row (READY, NOT_READY,
-FREE, DEAD_END or ERROR), and the epoch and the position that the row is valid for. FREE means that
-every token is legal.
+The decoder and the device communicate through exchange memory. It contains a stamp for each mask
+row. The stamp consists of the state of the row (READY, NOT_READY, FREE, DEAD_END or ERROR), and of
+the epoch and the position that the row is valid for. FREE means that every token is legal.
 """
 
 from __future__ import annotations
@@ -78,12 +78,12 @@ def byte_vocabulary(size: int = 270, names: dict[str, int] | None = None) -> Voc
 
 
 def exchange_for(slots: int, vocab_size: int, mode: DraftMode) -> Exchange:
-    """Return exchange memory on this process's device. The tests write what the device would."""
+    """Return exchange memory. The tests write the data that the device would write."""
     return Exchange(open_device(), slots, vocab_size, mode)
 
 
 class PythonMatcher(Matcher):
-    """Wraps a matcher as if it belonged to a backend in pure Python."""
+    """Wraps a matcher so that the decoder treats it as a matcher of a pure Python backend."""
 
     def __init__(self, inner: Matcher):
         super().__init__(inner.compiled, inner.stop_ids)
@@ -110,9 +110,10 @@ class GatedMatcher(PythonMatcher):
     inner
         The wrapped matcher.
     gate
-        int32 array that is shared with the test. ``gate[0]``: number of the call of `accept` or
-        `fill` from which on calls block until the test sets ``gate[0]`` to 0; 0 if no call blocks.
-        ``gate[1]``: number of calls that are blocked. ``gate[2]``: number of calls so far.
+        int32 array that is shared with the test. ``gate[0]`` is the number of the first call of
+        `accept` or `fill` that blocks, or 0 if no call blocks. This call and later calls block
+        until the test sets ``gate[0]`` to 0. ``gate[1]`` is the number of calls that are blocked,
+        and ``gate[2]`` is the number of calls so far.
     """
 
     def __init__(self, inner: Matcher, gate: np.ndarray):
@@ -141,7 +142,7 @@ MATCHER_KINDS = {"native": lambda matcher: matcher, "python": PythonMatcher}
 
 
 def run_work(work: Any) -> None:
-    """Run a host step as a thread of the CUDA driver would, without the GIL."""
+    """Run a host step without the GIL, like a thread of the CUDA driver."""
     ctypes.CFUNCTYPE(None, ctypes.c_void_p)(work.address)(work.data)
 
 
@@ -179,7 +180,7 @@ BUDGET_NS = 1_000_000
 def simulated_clock(clock: np.ndarray) -> Iterator[None]:
     """Let decoders that are created in the context measure budgets with a simulated clock.
 
-    These decoders serve slots only on threads of the worker.
+    The matchers of these decoders run only on threads of the native worker.
 
     Parameters
     ----------
@@ -253,7 +254,7 @@ class Rig:
         self.run(self.drafts[0])
 
     def run(self, *works):
-        """Run steps. A simulated budget ends when only the blocked slot is busy."""
+        """Run steps. If budgets are simulated, exceed the budget when only slot 0 is busy."""
         for work in works:
             if not self.held:
                 run_work(work)
@@ -280,7 +281,7 @@ class Rig:
         self.decoder._worker.wait_idle()
 
     def states(self, slot=0):
-        """Return the stamps of a slot's mask rows. Of NOT_READY rows, return only the state."""
+        """Return the stamps of a slot's mask rows. For NOT_READY rows, return only the state."""
         rows = self.exchange.stamps[slot].tolist()
         return [list(row) if row[0] != NOT_READY else [NOT_READY] for row in rows]
 
@@ -289,7 +290,7 @@ class Rig:
         return [tuple(row[:3]) for row in self.states(slot) if row[0] != NOT_READY]
 
     def expect_row(self, tokens, *, slot=0, j=0, spec="regex"):
-        """Check mask row `j` against a new matcher that has accepted `tokens`."""
+        """Compare mask row `j` with the row of a new matcher that has accepted `tokens`."""
         compiled = self.backend.compile(SPECS[spec])
         row = oracle_row(lambda: compiled.matcher(), tokens)
         free = (row == -1).all()
@@ -299,7 +300,10 @@ class Rig:
 
 
 def joined(backend, kind="native", *, slots=1, **options):
-    """Return a rig and its requests, one per slot, after the open step of replay 1."""
+    """Create a rig with one request per slot, and run the open step of replay 1.
+
+    Return the rig and the requests.
+    """
     rig = Rig(backend, kind, slots=slots, **options)
     requests = [rig.request(slot=slot, epoch=slot + 1) for slot in range(slots)]
     rig.start(1, requests)

@@ -1,6 +1,6 @@
-"""Reference matchers, which use the libraries' own Python objects.
+"""Reference matchers, which use the Python interfaces of LLGuidance and XGrammar.
 
-Tests compare the native matchers with them.
+Tests compare the native matchers with the reference matchers.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ _LIMITS = llguidance.LLParserLimits(  # the same limits as in native/guide/llgui
 def reference_tokenizer(vocabulary: Vocabulary) -> Any:
     """Return LLGuidance's own tokenizer object for a vocabulary.
 
-    The vocabulary has no tokenizer, so the object tokenizes a text greedily.
+    A `Vocabulary` contains no tokenizer, so the object tokenizes a text greedily.
     """
     v = vocabulary
     ids: dict[bytes, int] = {}
@@ -35,7 +35,7 @@ def reference_tokenizer(vocabulary: Vocabulary) -> Any:
     longest = max(map(len, ids))
 
     def longest_token(data: bytes) -> bytes:
-        """Return the longest token at the start of `data`; empty if no token has the byte."""
+        """Return the longest token at the start of `data`; empty if no token matches."""
         for size in range(min(longest, len(data)), 0, -1):
             if data[:size] in ids:
                 return data[:size]
@@ -100,7 +100,7 @@ class ReferenceLLGuidance:
 
 
 class LLGuidanceMatcher(Matcher):
-    """LLGuidance's own Python matcher, extended by termination with the request's stop ids."""
+    """LLGuidance's own Python matcher, which additionally ends at the request's stop ids."""
 
     def __init__(self, compiled: CompiledGrammar, stop_ids: tuple[int, ...]):
         super().__init__(compiled, stop_ids)
@@ -130,7 +130,7 @@ class LLGuidanceMatcher(Matcher):
             try:
                 self._handle.unsafe_compute_mask_ptr(row.ctypes.data, row.nbytes)
             except ValueError as error:
-                # LLGuidance reports a state without legal tokens as an error, too.
+                # LLGuidance also reports a state without legal tokens as an error.
                 self._dead = "NoExtensionBias" in str(error)
                 if not self._dead:
                     raise RuntimeError(str(error)) from error
@@ -172,7 +172,7 @@ class ReferenceXGrammar(XGrammarBackend):
 class XGrammarMatcher(Matcher):
     """XGrammar's own Python matcher, restricted to tokens with text and the request's stop ids.
 
-    Calls for which XGrammar would print a warning are not made.
+    The class avoids calls for which XGrammar would print a warning.
     """
 
     def __init__(self, compiled: CompiledGrammar, stop_ids: tuple[int, ...]):

@@ -77,7 +77,9 @@ class Grammar:
 
 
 def plain(value: Any) -> Any:
-    """Return a value in which floats without a fraction are integers, as grammars write them."""
+    """Return a value in which floats without a fraction are replaced by integers.
+
+    Grammars allow only this spelling of such numbers."""
     if isinstance(value, dict):
         return {key: plain(part) for key, part in value.items()}
     if isinstance(value, list):

@@ -1,4 +1,4 @@
-"""Errors for grammar libraries that are missing or incompatible."""
+"""Tests of the errors for grammar libraries that are missing or incompatible."""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ def build(folder: Path, text: str) -> Path:
 
 
 def llguidance_like(version: str, *, without: str = "", defaults: str = "") -> str:
-    """Return C++ text of a library with LLGuidance's symbols."""
+    """Return the C++ source of a library with LLGuidance's symbols."""
     functions = [
         f'const char* llg_get_version() {{ return "{version}"; }}',
         f"void llg_constraint_init_set_defaults(unsigned char* o, const void* t) {{ {defaults} }}",
@@ -67,7 +67,7 @@ def llguidance_like(version: str, *, without: str = "", defaults: str = "") -> s
 
 
 def load(kind: str, library: Path) -> str:
-    """Return the native loader's error for a library. It is loaded in a process of its own."""
+    """Load a library in a new process and return the native loader's error."""
     code = (
         "import ctypes, os, sys\nfrom graft.native import _native\n"
         "if os.path.exists(sys.argv[1]):\n    ctypes.CDLL(sys.argv[1])\n"
@@ -78,7 +78,7 @@ def load(kind: str, library: Path) -> str:
 
 
 def tvm_ffi_like(*, version: int = 1, method: str = "", arguments: str = "", key: int = 0) -> str:
-    """Return C++ text of a library with TVM-FFI's symbols.
+    """Return the C++ source of a library with TVM-FFI's symbols.
 
     Parameters
     ----------
@@ -157,12 +157,12 @@ FILL = "fill_next_token_bitmask"
     ],
 )
 def test_native_loader_rejects_incompatible_libraries(tmp_path, kind, text, message):
-    """The loader names the difference in version, symbol, layout, type, method or signature."""
+    """The error names the version, symbol, layout, type, method or signature that differs."""
     assert message in load(kind, build(tmp_path, text) if text else Path("/nowhere/_lib.so"))
 
 
 def test_loading_xgrammar_keeps_signal_handler():
-    """TVM-FFI installs a SIGSEGV handler, which must not replace the existing one."""
+    """TVM-FFI installs a SIGSEGV handler. After loading, the previous handler must be active."""
     code = (
         "import ctypes\nfrom graft.grammar.backends.xgrammar import library\n"
         "def handler():\n"
@@ -233,7 +233,8 @@ def test_backend_rejects_incompatible_library(monkeypatch, library, release):
 def test_backend_reports_missing_library(monkeypatch, serve, library):
     """The error contains the installation command.
 
-    It is raised if the engine's backend is missing, and if the backend that a grammar names is.
+    The error is raised if the library of the engine's backend is missing, and if the library of the
+    backend that a grammar names is missing.
     """
     package, name = library[2:4]
     real = importlib.metadata.version

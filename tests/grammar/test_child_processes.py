@@ -29,7 +29,7 @@ def test_child_process_returns_results_and_is_reused(child):
 
 
 def test_child_process_passes_refusals_on_by_type(child):
-    """The caller receives an exception of the same type and with the same message."""
+    """The parent process receives a `Refusal` of the same type and with the same message."""
     invalid = Call("graft.grammar.spec:parse_json", ("text", "{"))
     with pytest.raises(GrammarError, match="text: the text is not JSON") as caught:
         child.call(invalid)
@@ -79,7 +79,7 @@ def test_process_pool_reuses_idle_processes():
     pool.release(first)
     limited = pool.acquire(1 << 30)
     assert limited is not first
-    pool.release(limited)  # not kept, because its memory limit is not the default one
+    pool.release(limited)  # the pool keeps only processes with the default memory limit
     assert pool.acquire() is first
     first.close()
 
@@ -92,7 +92,7 @@ def test_closed_child_process_raises_child_lost(child):
 
 
 def test_child_process_ends_after_interrupted_call(monkeypatch):
-    """The next call must not receive the reply of a call that Ctrl-C interrupted."""
+    """After Ctrl-C has interrupted a call, the next call must not receive the reply to it."""
 
     def interrupted(*_):
         raise KeyboardInterrupt
@@ -121,7 +121,7 @@ service.submit(GrammarSpec.json_object()).result(300)
 
 @pytest.mark.parametrize("limit", [None, 16 << 30])
 def test_child_processes_end_with_python(limit):
-    """No child process is left when Python exits, even if the address space is limited."""
+    """No child process remains after Python has exited, even if the address space is limited."""
 
     def limited() -> None:
         if limit is not None:

@@ -30,7 +30,7 @@ def xgrammar_without(
 
 
 def generate_both(requests: list[Request], masking: str, **options: Any) -> list:
-    """Return the outputs without a drafter, and the outputs with a drafter."""
+    """Generate the outputs of requests without a drafter and with a drafter."""
     outputs = []
     for drafting in ({"speculation": False}, {"draft_masking": masking}):
         with demo_engine(**drafting, **options) as engine:
@@ -51,9 +51,9 @@ def draft_vocabulary() -> np.ndarray:
 
 @pytest.mark.parametrize("masking", ["fill", "probe"])
 def test_grammar_dead_end_finishes_only_its_request(masking: str) -> None:
-    """One request's grammar requires a text that no token spells.
+    """A request whose grammar requires a text that no token spells ends with a dead end.
 
-    The request ends with the reason ``"dead_end"``. The tokens of other requests do not change.
+    The tokens of other requests do not change.
     """
     backend = xgrammar_without(lambda id, text: b"~" in text)
     others = [
@@ -80,7 +80,7 @@ def test_grammar_dead_end_finishes_only_its_request(masking: str) -> None:
 
 @pytest.mark.parametrize("masking", ["fill", "probe"])
 def test_grammar_outside_draft_vocabulary_is_decoded_without_drafts(masking: str) -> None:
-    """No candidate of the drafter is legal. The output is the same as without a drafter."""
+    """If no candidate of the drafter is legal, the output is the same as without a drafter."""
     known = np.zeros(1 << 16, bool)
     known[draft_vocabulary()] = True
     backend = xgrammar_without(lambda id, text: bool(known[id]))
@@ -100,10 +100,10 @@ def test_grammar_outside_draft_vocabulary_is_decoded_without_drafts(masking: str
 
 @pytest.mark.parametrize("masking", ["fill", "probe"])
 def test_drafts_end_before_token_outside_draft_vocabulary(masking: str) -> None:
-    """Every second token of the text is missing in the draft vocabulary.
+    """Drafts end before a token that the draft vocabulary does not contain.
 
-    The drafts end before such a token, and the last draft is verified. The output is the same as
-    without a drafter.
+    In this test, every second token of the text is missing in the draft vocabulary. The drafts
+    before a missing token are verified, and the output is the same as without a drafter.
     """
     known = draft_vocabulary()
     with demo_engine() as engine:

@@ -1,4 +1,4 @@
-"""Tests of forced tokens: drafting them changes only the number of rounds, not the outputs."""
+"""Tests of forced tokens, which must change only the number of rounds and not the outputs."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from graft.grammar.forced import ForcedTokens
 
 
 def test_forced_tokens_match_brute_force():
-    """Rows with few legal ids and rows with many take different paths in the native code."""
+    """The native code has different paths for mask rows with few and with many legal ids."""
     rng = np.random.default_rng(0)
     text = b"abababababababababababab"
     tokens = [text[: i % 20 + 1] for i in range(90)] + [b"c", b"", b"abc"]
@@ -46,7 +46,7 @@ def test_forced_tokens_match_brute_force():
 @pytest.mark.parametrize("chain", [False, True], ids=["with a drafter", "without a drafter"])
 @pytest.mark.parametrize("name", sorted(SPECS))
 def test_guide_follows_forced_tokens(xgrammar, name, chain):
-    """The mask rows are those of the reference matcher, for Python and for native matchers."""
+    """Mask rows equal the reference matcher's rows, with Python and with native matchers."""
     forced = ForcedTokens(xgrammar.vocabulary)
     device = Device(xgrammar, slots=3, draft_length=3, masked=not chain, seed=5, forced=forced)
     for slot in range(3):
@@ -78,7 +78,7 @@ CASES = [
     ids=str,
 )
 def test_forced_drafts_preserve_target_distribution(device, stream, case):
-    """100,000 tokens are sampled with forced drafts, some of which are illegal.
+    """The test samples 100,000 tokens with forced drafts, some of which are illegal.
 
     The cases include coupled sampling.
     """
@@ -94,10 +94,10 @@ def outputs(requests: list, **options: Any) -> tuple[list, Any, dict[str, int]]:
 
 @pytest.mark.parametrize("sampled", [False, True], ids=["greedy", "coupled"])
 def test_engine_forced_drafts_do_not_change_outputs(pytestconfig, sampled):
-    """Outputs with forced drafts are compared with outputs without them.
+    """Outputs with forced drafts equal outputs without forced drafts.
 
-    Without a drafter, the forced drafts save rounds. All variants of sampled requests run only with
-    the option ``--full``.
+    For engines without a drafter, the forced drafts save rounds. The complete set of variants with
+    sampling runs only with the option ``--full``.
     """
     requests = mixed_requests(6)
     if sampled:
@@ -120,8 +120,8 @@ def test_engine_forced_drafts_do_not_change_outputs(pytestconfig, sampled):
         assert grammar["desyncs"] == grammar["errors"] == 0
         assert stats.tokens == plain.tokens
         if not options["speculation"]:
-            # Every accepted draft saves a round, except a stop id, which is followed by no bonus
-            # token.
+            # Every accepted draft saves a round, except a stop id, because no bonus token follows
+            # a stop id.
             saved = stats.forced_tokens - len(requests)
             assert 0 < saved <= plain.row_rounds - stats.row_rounds
 

@@ -120,7 +120,7 @@ def test_matcher_rejects_invalid_markers(backend):
 
 
 def test_backend_error_is_one_sentence(backend, serve):
-    """The message is one sentence, whether the backend or the compile service is called."""
+    """The error message is one sentence, both from the backend and from the compile service."""
     service = serve(backend.name.lower())
     for spec in (GrammarSpec("regex", "(a"), GrammarSpec("lark", "start: missing_rule")):
         with pytest.raises(GrammarError) as here:
@@ -132,7 +132,7 @@ def test_backend_error_is_one_sentence(backend, serve):
 
 
 def test_matcher_fill_rejects_invalid_rows(backend):
-    """The libraries ignore strides, so a row that is not contiguous would corrupt memory."""
+    """The libraries ignore the strides of a row and would corrupt memory for a strided row."""
     matcher = backend.compile(SPECS["regex"]).matcher()
     words = backend.vocabulary.words
     memory = np.full(2 * words, 7, np.int32)
@@ -145,10 +145,10 @@ def test_matcher_fill_rejects_invalid_rows(backend):
 
 
 def test_matcher_rejects_invalid_tokens_and_arguments(backend, capfd):
-    """An illegal token changes no state, and the library prints nothing.
+    """An illegal token does not change the matcher's state, and the library prints nothing.
 
-    After a stop id has ended a complete grammar, no token is accepted until the stop id is rolled
-    back.
+    After a stop id has terminated the matcher, the matcher accepts no token until the stop id is
+    rolled back.
     """
     matcher = backend.compile(GrammarSpec.regex("ab+")).matcher()
     for token in (-1, 270, 2**31, -(2**31) - 1, 2**40):

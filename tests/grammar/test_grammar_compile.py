@@ -30,7 +30,7 @@ NOT = {
 
 
 def assert_equal_masks(one: CompiledGrammar, other: CompiledGrammar, text: bytes) -> None:
-    """Check that two grammars accept a text and allow the same tokens before each of its bytes."""
+    """Check that two grammars accept a text and have equal masks before each byte of the text."""
     first = one.matcher()
     second = other.matcher()
     for byte in text:
@@ -105,9 +105,9 @@ def test_compile_service_shares_results(serve):
 def test_compile_service_reports_xgrammar_errors_and_warnings(
     xgrammar, serve, capfd, spec, message
 ):
-    """The message is one sentence without source locations, time stamps or backtraces.
+    """The error message is one sentence without source locations, time stamps or backtraces.
 
-    XGrammar's own message is not printed.
+    XGrammar's own message does not appear on the standard output.
     """
     in_service = serve(timeout_s=600).submit(spec).result
 
@@ -188,7 +188,7 @@ def busy_process_id(service: GrammarService) -> int:
 
 
 def test_compile_service_survives_killed_process(serve):
-    """The grammar that was being compiled fails. The next one is compiled in a new process."""
+    """Only the grammar that was being compiled fails. A new process compiles the next grammar."""
     service = serve(SlowBackend)
     doomed = service.submit(sleeping(25))
     os.kill(busy_process_id(service), signal.SIGKILL)
@@ -200,7 +200,7 @@ def test_compile_service_survives_killed_process(serve):
 def test_compile_service_close_fails_pending_grammars(serve):
     """close() kills running compilations and returns each child process to the pool.
 
-    A second call returns no process again.
+    A second call of close() does not return a process to the pool twice.
     """
     service = serve(SlowBackend, timeout_s=3600)
     futures = [service.submit(sleeping(3600 + i)) for i in range(3)]
@@ -273,9 +273,10 @@ def wait_until(condition):
 
 @pytest.mark.parametrize("choice", ["xgrammar", "auto"])
 def test_compile_service_refuses_grammars_without_output(serve, choice):
-    """A grammar without output is refused only if the vocabulary can spell every text.
+    """A grammar that allows no output is refused only if the vocabulary can spell every text.
 
-    Otherwise, the vocabulary may be the cause, and the request ends in a dead end.
+    Otherwise, the cause may be the vocabulary. The grammar is then accepted, and the request ends
+    in a dead end.
     """
     some = Vocabulary([bytes([b]) for b in range(128)] + [b""], 129, [128])
     nothing = (GrammarSpec.regex(r"[^\s\S]"), GrammarSpec.ebnf('root ::= root "a"'))
@@ -306,7 +307,7 @@ class FaultyBackend:
 
 
 def test_compile_service_survives_faulty_backend(serve, caplog):
-    """Every exception of a backend is reported as a GrammarError of the grammar."""
+    """The service reports every exception of a backend as a `GrammarError` of the grammar."""
     service = serve(FaultyBackend)
     failed = service.submit(GrammarSpec("regex", "fails+")).exception(timeout=300)
     assert isinstance(failed, GrammarError) and str(failed) == "regex: KeyError: 'fails'"
@@ -343,8 +344,8 @@ PLAIN = {"type": "object", "properties": {"n": {"type": "integer"}}, "required":
 def test_compile_service_routes_json_schemas(serve, choice):
     """A schema with ``not`` is enforced exactly.
 
-    The masks are the same if the service routes the schema, if the backend does, and if the grammar
-    names the backend.
+    The masks are equal in three cases: the service routes the schema, the backend routes the
+    schema, and the grammar names the backend.
     """
     service = serve(choice, BYTES)
     compiled = service.submit(GrammarSpec.json_schema(NOT)).result(120)
@@ -360,7 +361,7 @@ def test_compile_service_routes_json_schemas(serve, choice):
 
 
 def test_compile_service_auto_backend_compiles_every_kind(serve):
-    """EBNF is compiled by XGrammar. The markers of specifications are kept."""
+    """The service compiles EBNF with XGrammar, and keeps the markers of specifications."""
     service = serve("auto", BYTES)
     ebnf = service.submit(GrammarSpec.ebnf('root ::= "a" [0-9]')).result(120)
     assert isinstance(ebnf.backend, XGrammarBackend)

@@ -150,7 +150,7 @@ def test_grammar_constructor_rejects_invalid_arguments(no_child_process, make, m
     ],
 )
 def test_grammar_check_reports_syntax_errors(spec, message, capfd):
-    """check() needs neither a vocabulary nor a model. The libraries print nothing."""
+    """check() needs neither a vocabulary nor a model, and the libraries print nothing."""
     with pytest.raises(GrammarError, match=message) as caught:
         spec.check()
     assert_one_sentence(caught.value)
@@ -158,7 +158,7 @@ def test_grammar_check_reports_syntax_errors(spec, message, capfd):
 
 
 def test_grammar_constructors_start_no_child_process(no_child_process):
-    """This holds even for grammars whose check would fail or never end."""
+    """Constructors start no process even for grammars whose check would fail or never end."""
     specs = [
         GrammarSpec.regex("(" * 100_000),
         GrammarSpec.regex("(a|a)*" * 1000),
@@ -200,7 +200,7 @@ def test_grammar_constructors_accept_models_enums_and_patterns():
     ],
 )
 def test_json_schema_rejects_tool_descriptions(wrapped, what):
-    """A tool description contains a schema, but as a schema itself it would allow any JSON."""
+    """If a tool description were used as a schema, its unknown keywords would allow any JSON."""
     with pytest.raises(GrammarError, match=what):
         GrammarSpec.json_schema(wrapped)
     GrammarSpec.json_schema({**wrapped, "type": "object", "properties": {}})
@@ -230,7 +230,7 @@ def test_grammar_check_is_limited_in_time_and_stack(monkeypatch):
 
 
 def test_grammar_specs_are_equal_by_content():
-    """Schemas with their properties in different orders are different specifications."""
+    """Schemas that list the same properties in different orders are different specifications."""
     a = GrammarSpec.json_schema({"properties": {"x": {}, "y": {}}, "type": "object"})
     b = GrammarSpec.json_schema('{"properties": {"x": {}, "y": {}}, "type": "object"}')
     c = GrammarSpec.json_schema({"properties": {"y": {}, "x": {}}, "type": "object"})
@@ -251,7 +251,7 @@ TEXTS = ['{"a": [1, 2]}', '{"a":[1,2]}', '{"a":  [1,\n 2]}', '{\n   "a" : [1,\n2
     ],
 )
 def test_json_schema_whitespace_option(backend, whitespace, accepted):
-    """The option applies to JSON schemas and to the content of structural tags."""
+    """The option `whitespace` applies to JSON schemas and to the content of structural tags."""
     schema = {"type": "object", "properties": {"a": {"type": "array"}}, "required": ["a"]}
     spec = GrammarSpec.json_schema(schema, whitespace=whitespace)
     if (backend.name, whitespace) == ("XGrammar", "compact"):
@@ -265,7 +265,7 @@ def test_json_schema_whitespace_option(backend, whitespace, accepted):
 
 
 def test_ebnf_dot_is_any_character(backend):
-    """The dot is literal in strings, character classes and comments."""
+    """A dot in a string, a character class or a comment is literal."""
     spec = GrammarSpec.ebnf('root ::= . "." [.] # a comment.')
     for text, accepted in (("\n..", True), ("\u65e5..", True), ("x.x", False), ("xx.", False)):
         assert fits(backend, spec, text) == accepted
@@ -333,7 +333,7 @@ def test_xgrammar_schema_with_ignored_keyword_is_refused_unless_partial(xgrammar
 
 
 def test_grammar_check_accepts_redundant_keywords_and_annotations():
-    """For example, a type is redundant if all values of the enum have it."""
+    """A type next to an enum, for example, is redundant if all values of the enum have the type."""
     for schema in (
         {"type": "string", "enum": ["a", "b"], "title": "t", "description": "d", "default": "a"},
         {"type": ["integer", "null"], "const": None},

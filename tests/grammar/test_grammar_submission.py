@@ -39,7 +39,7 @@ def test_compile_service_reports_the_error_of_grammar_check(serve, spec):
 
 
 def test_engine_refuses_invalid_grammars_at_submission():
-    """submit() does not raise. The request ends with the error, and others are not affected."""
+    """submit() does not raise. Only the request with the invalid grammar ends with the error."""
     requests = [Request(prompt="?", grammar=spec, max_tokens=8) for spec in INVALID.values()]
     valid = Request(prompt="Code?", grammar=GrammarSpec.regex("[0-9]{3}"), max_tokens=24)
     with demo_engine(max_batch_size=4) as engine:

@@ -70,7 +70,7 @@ SCHEMAS: dict[str, tuple[Any, str, str, bool]] = {
 
 @pytest.mark.parametrize("schema, good, bad, plain", SCHEMAS.values(), ids=SCHEMAS)
 def test_structural_tag_schema_is_enforced_or_refused(service, schema, good, bad, plain):
-    """The schema of a tag is routed like the schema of a whole output.
+    """The router converts the schema of a tag like the schema of a whole output.
 
     With XGrammar, a schema with a keyword that XGrammar ignores is refused.
     """
@@ -87,7 +87,7 @@ def test_structural_tag_schema_is_enforced_or_refused(service, schema, good, bad
 def test_structural_tag_error_names_tag_and_pointer(service):
     """check() fails if no installed backend enforces the schema of a tag.
 
-    Compilation fails if the engine's backend does not enforce it.
+    Compilation fails if the engine's backend does not enforce this schema.
     """
     unique = {"type": "object", "properties": {"a": {"type": "array", "uniqueItems": True}}}
     with pytest.raises(GrammarError, match=r"^tag schema: .*#/properties/a: uniqueItems: cannot"):
@@ -133,9 +133,9 @@ def test_structural_tag_schemas_are_independent(service):
     ],
 )
 def test_structural_tag_at_least_one_and_at_once(service, flags, fits):
-    """With at_least_one, free text may precede the first tag; with at_once, it may not.
+    """Free text may precede the first tag with at_least_one, but not with at_once.
 
-    In both cases, more tags may follow.
+    In both cases, further tags may follow the first tag.
     """
     tag = StructuralTag.of("<t>", {"type": "integer"}, "</t>")
     compiled = service.submit(GrammarSpec.structural_tag([tag], ["<t"], **flags)).result(300)

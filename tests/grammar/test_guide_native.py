@@ -1,6 +1,7 @@
 """Tests of the guided decoder and its native worker.
 
-They cover the GIL, errors of a single request, lifetimes, and checks of the decoder's methods.
+The subjects are execution without the GIL, errors that affect a single request, lifetimes of
+objects, and argument checks of the decoder's methods.
 """
 
 from __future__ import annotations
@@ -55,7 +56,7 @@ def test_guide_step_does_not_need_gil(backend):
 
 @both
 def test_guide_marks_unconstrained_requests_as_free(backend, kind):
-    """All mask rows of a request without a matcher are FREE from the first open step on.
+    """The first open step marks all mask rows of a request without a matcher as FREE.
 
     Later steps do no work for the request.
     """
@@ -73,7 +74,7 @@ def test_guide_marks_unconstrained_requests_as_free(backend, kind):
 
 @both
 def test_guide_skips_unpublished_replays(backend, kind):
-    """The steps of a replay that was not published write nothing. They are counted."""
+    """The steps of a replay that was not published write nothing and increment a counter."""
     rig, [request] = joined(backend, kind)
     before = rig.exchange.masks.copy(), rig.exchange.stamps.copy()
     rig.run(rig.open)  # replay 2 was never published
@@ -93,8 +94,8 @@ def test_guide_skips_unpublished_replays(backend, kind):
 def test_guide_fails_request_with_inconsistent_commit(backend, kind):
     """A request fails if its commit record is invalid, and a commit is never applied twice.
 
-    A record is invalid if it is of a future replay, has too many tokens or drafts, or has tokens
-    after the end of the request.
+    A commit record is invalid if it belongs to a future replay, has too many tokens or drafts, or
+    has tokens after a stop id.
     """
     rig, requests = joined(backend, kind, slots=2)
     rig.committed(2, ord("c"), slot=0)  # a future replay
@@ -102,7 +103,7 @@ def test_guide_fails_request_with_inconsistent_commit(backend, kind):
     assert rig.states(0)[0][0] == ERROR
     assert rig.states(1)[0] == [READY, 2, 11, 0]
     rig.start(2, requests)
-    rig.run(rig.commit)  # the commit record of slot 1 is still the one of replay 1
+    rig.run(rig.commit)  # slot 1 still contains the commit record of replay 1
     rig.expect_row(b"c", slot=1)
     counters = rig.decoder.counters()
     assert counters["committed_tokens"] == counters["desyncs"] == counters["errors"] == 1
@@ -140,9 +141,9 @@ def test_guide_internal_error_fails_one_slot(backend):
 
 
 def test_guide_timeline_and_counters(backend):
-    """The timeline contains the steps of the last 256 replays in order of time.
+    """The timeline contains the steps of the last 256 replays, sorted by time.
 
-    The times in the counters are the sums of the times of the steps.
+    The time counters equal the sums of the durations of the steps.
     """
     rig = Rig(backend)
     start = time.monotonic_ns()
@@ -235,7 +236,7 @@ def test_guide_publish_requires_order_and_retired_replays(decoder):
 
 
 def test_guide_publish_rejects_invalid_requests(decoder, backend):
-    """If one request of a replay is rejected, none of its requests is published."""
+    """If one request of a replay is rejected, no request of the replay is published."""
     foreign = matcher(XGrammarBackend(byte_vocabulary(300)))
     shared = matcher(backend)
     for requests, message in (
@@ -294,7 +295,7 @@ def test_guide_rejects_invalid_options(changes, message):
 
 
 def test_guide_draft_work_range():
-    """There are draft steps 1 to K - 1, because the next open step fills the row after draft K."""
+    """Draft steps have the numbers 1 to K - 1; the next open step fills the row after draft K."""
     decoder = make()
     for j in (0, 3, 4):
         with pytest.raises(OptionError, match=f"draft step {j}"):

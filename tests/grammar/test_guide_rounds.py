@@ -14,13 +14,14 @@ from graft.grammar import GrammarBackend
 def oracle(backend) -> GrammarBackend:
     """Return the backend of the reference matchers.
 
-    For LLGuidance, it uses the library's Python interface. For XGrammar, it is the tested backend.
+    For LLGuidance, the reference uses the library's Python interface. For XGrammar, the tested
+    backend itself creates the reference matchers.
     """
     return backend if backend.name == "XGrammar" else ReferenceLLGuidance(byte_vocabulary())
 
 
 def play(device: Device, requests: int) -> int:
-    """Run rounds with random requests until `requests` of them have ended.
+    """Run rounds with random requests until `requests` requests have ended.
 
     Return the number of rounds.
     """
@@ -33,8 +34,8 @@ def play(device: Device, requests: int) -> int:
                 pick = int(device.rng.integers(len(grammars) + 1))
                 limit = int(device.rng.integers(2, 24))
                 device.join(slot, grammars[pick] if pick < len(grammars) else None, limit=limit)
-        # One replay is published ahead, so that the next replay runs before the host has seen
-        # which requests have ended in this one.
+        # The next replay is published before this replay runs, that is, before the host knows which
+        # requests end in this replay.
         absent = [s for s in range(len(device.slots)) if device.rng.random() < 0.05]
         device.publish(leave_out=absent)
         device.run()
@@ -45,7 +46,7 @@ def play(device: Device, requests: int) -> int:
 
 
 def equal_counters(device: Device) -> dict[str, int]:
-    """Check that the decoders have equal counters, except for times, and return the counters."""
+    """Check that both decoders have equal counters, apart from times, and return the counters."""
     native, python = (decoder.counters() for decoder in device.decoders)
     for name, value in native.items():
         assert name.endswith("_ns") or value == python[name], name
@@ -73,11 +74,11 @@ def equal_counters(device: Device) -> dict[str, int]:
     ],
 )
 def test_guide_rows_equal_reference_matcher(backend, oracle, draft_length, masked, threads, probe):
-    """Mask rows and stamps are compared with a reference matcher after every step.
+    """After every step, mask rows and stamps equal the rows and stamps of a reference matcher.
 
-    The reference matcher accepts the text from the start. Native and Python matchers must give the
-    same rows, stamps and counters, with any number of threads. When candidates are probed, the
-    answer must be the first legal candidate; if there is none, the mask row is filled.
+    The reference matcher accepts the text from the start. Native and Python matchers must have the
+    same rows, stamps and counters, with any number of threads. A probe must return the first legal
+    candidate. If no candidate is legal, the probe must fill the mask row.
     """
     device = Device(
         backend,

@@ -1,7 +1,7 @@
-"""Tests of late slots and of the threads that serve slots.
+"""Tests of late slots and of the guided decoder's worker threads.
 
-A slot is late if its work exceeds the processor-time budget of a step. A thread then continues the
-work while the graph proceeds.
+A slot is late if the work for its request exceeds the processor-time budget of a step. A worker
+thread then continues the work while the graph proceeds.
 """
 
 from __future__ import annotations
@@ -23,9 +23,9 @@ from graft.sampling.mode import DraftMode
 
 
 def test_late_mask_row_truncates_round(backend):
-    """A late slot keeps the rows that were filled in time, and a later commit is not lost.
+    """A late slot keeps the mask rows that were filled in time, and a later commit is not lost.
 
-    Rows that the thread fills for the state before this commit are never stamped as ready.
+    Rows that the worker thread fills for the state before this commit are never stamped as READY.
     """
     rig, requests = joined(backend, k=3, slots=2, held=True)
     rig.verify(1, *b"a", slot=(0, 1))
@@ -58,9 +58,9 @@ def test_late_mask_row_truncates_round(backend):
 
 
 def test_late_slot_accepts_new_request_only_when_idle(backend):
-    """A new request in a late slot receives no rows or commits of the previous request.
+    """A new request in a late slot receives no mask rows or commits of the previous request.
 
-    The matcher of the previous request stays alive as long as a thread uses it.
+    The matcher of the previous request stays alive while a worker thread uses the matcher.
     """
     rig = Rig(backend, k=3, slots=2, held=True)
     old = rig.request()
@@ -115,8 +115,9 @@ def play_by_processor_time(
 ) -> tuple[dict[str, int], bool]:
     """Run rounds with one grammar; return the counters and whether the grammar is trusted.
 
-    A grammar is trusted if its matchers have been so fast that a step serves them on the thread
-    that runs the step, instead of the threads that can exceed the budget.
+    A grammar is trusted if its matchers have often met the budget and were never late. The thread
+    that runs a step then runs the matchers of the grammar itself, instead of passing them to worker
+    threads.
     """
     size = backend.vocabulary.size
     exchange = exchange_for(slots, size, DraftMode.chain(0))
@@ -143,8 +144,8 @@ def play_by_processor_time(
 def test_guide_trusts_fast_grammars(backend, slots, budget_us, late):
     """A grammar is trusted after it has met the budget 32 times, and never after it was late.
 
-    The step itself, instead of another thread, serves the requests of trusted grammars. It also
-    serves a request that is alone in its replay.
+    The thread that runs a step runs the matchers of trusted grammars itself. It also runs the
+    matcher of a request that is the only request in its replay.
     """
     counters, trusted = play_by_processor_time(backend, slots, budget_us)
     assert trusted == (budget_us > 1)
@@ -153,9 +154,9 @@ def test_guide_trusts_fast_grammars(backend, slots, budget_us, late):
 
 
 def test_late_probe_is_not_answered(backend):
-    """If a probe is late, the device drafts nothing.
+    """If a probe is late, the device receives no answer and drafts nothing.
 
-    Tokens that the thread has accepted during the probe are rolled back.
+    The worker thread rolls back the tokens that it has accepted during the probe.
     """
     rig, requests = joined(backend, mode=DraftMode.chain(3, "probe", 4), slots=2, held=True)
     rig.verify(1, *b"a", slot=(0, 1))
@@ -209,7 +210,7 @@ if child:
 
 
 def test_guide_can_be_destroyed_after_fork():
-    """The worker's threads do not exist in the forked process."""
+    """The destructor must not wait for worker threads, which do not exist in a forked process."""
     guide_util.output_of(FORKING, os.path.dirname(__file__))
 
 

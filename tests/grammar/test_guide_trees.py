@@ -1,7 +1,7 @@
 """Tests of draft trees in the guided decoder.
 
-Mask rows, counters and legal children are compared with new matchers that accept each path of the
-tree from its root.
+The expected mask rows, counters and legal children come from new matchers that accept each path of
+the tree from its root.
 """
 
 from __future__ import annotations
@@ -59,7 +59,7 @@ def continuing_tokens(start, text: list[int]) -> list[int]:
 def test_guide_fills_row_of_each_draft_tree_node(backend, kind, spec):
     """Each mask row is filled once, except rows after illegal drafts and after stop ids.
 
-    Verification may then accept any path of the tree.
+    After the rows are filled, verification may accept any path of the tree.
     """
     rng = np.random.default_rng(1)
     start = backend.compile(SPECS[spec]).matcher
@@ -111,7 +111,7 @@ def test_guide_fills_row_of_each_draft_tree_node(backend, kind, spec):
 def test_guide_returns_legal_children_of_each_node(backend, kind):
     """A probe finds the first `branch` legal candidates of each node, and none for absent nodes.
 
-    It does not change mask rows that are filled later.
+    The probe does not change the mask rows that later steps fill.
     """
     branch = 2
     max_candidates = TREE_CANDIDATES
@@ -170,7 +170,10 @@ def test_guide_returns_legal_children_of_each_node(backend, kind):
 def offer(
     rng: np.random.Generator, max_candidates: int, choices: list[int]
 ) -> list[tuple[int, float]]:
-    """Return distinct candidates of a level and their shares, some of which are equal or zero."""
+    """Return distinct candidates of a tree level and their shares.
+
+    Some shares are equal or zero.
+    """
     distinct = list(dict.fromkeys(choices))
     order = rng.permutation(distinct)
     count = int(rng.integers(max_candidates + 1))
@@ -185,10 +188,10 @@ def offer(
 @pytest.mark.parametrize("branch", [1, 3])
 @pytest.mark.parametrize("spec", ["regex", "schema", "dead end", None])
 def test_guide_lattice_probe_matches_reference(backend, kind, spec, branch):
-    """A lattice probe finds the same drafts as the reference with new matchers.
+    """A lattice probe finds the same drafts as a reference that uses new matchers.
 
-    It does not change mask rows that are filled later. For a request without a grammar, every id is
-    legal.
+    The probe does not change the mask rows that later steps fill. For a request without a grammar,
+    every id is legal.
     """
     rng = np.random.default_rng(8)
     levels = 5
@@ -262,7 +265,10 @@ def test_guide_lattice_probe_matches_reference(backend, kind, spec, branch):
 
 @pytest.mark.parametrize("parents", [(0, 2), (0, -1), (1, 0)])
 def test_guide_fails_request_with_invalid_draft_parent(backend, parents):
-    """If a draft's parent is invalid, only the request fails. No kernel writes such a record."""
+    """If the parent of a draft is invalid, only the request of this draft fails.
+
+    No kernel writes such a draft, so the test writes the parents itself.
+    """
     rig, [request] = joined(backend, k=2)
     rig.verify(1, ord("c"))
     rig.drafted(1, ord("c"), ord("c"), parents=parents)

@@ -120,7 +120,7 @@ def shuffled(rng: random.Random, value: Any) -> Any:
 
 
 def exact_grammars(rng: random.Random, count: int) -> list[tuple[dict[str, Any], Grammar]]:
-    """Return `count` random schemas that have an exact any-order grammar, with the grammars."""
+    """Return `count` random schemas with their exact grammars for keys in any order."""
     found = []
     while len(found) < count:
         schema = document(rng)
@@ -149,7 +149,7 @@ def test_any_order_accepts_exactly_valid_values(count, seed):
 
 
 def test_any_order_has_no_dead_ends():
-    """A text of random legal bytes is always a valid value without duplicate keys."""
+    """Random legal bytes never lead to a dead end, and complete texts have no duplicate keys."""
     rng = random.Random(3)
     ended = 0
 
@@ -198,7 +198,7 @@ def test_any_order_keys_have_one_spelling():
 
 
 def test_any_order_whitespace_equals_schema_order():
-    """With both key orders, the grammar accepts the same layouts of white space."""
+    """Grammars with both values of `key_order` accept the same layouts of white space."""
     schema = {
         "type": "object",
         "properties": {
@@ -253,9 +253,9 @@ def test_key_order_option():
 
 
 def test_any_order_falls_back_to_schema_order():
-    """For objects with more than 64 names, the route reports that keys keep the schema's order.
+    """In objects with more than 64 property names, keys keep the schema's order.
 
-    check() refuses such a schema with ``key_order="any"``.
+    The route reports this restriction, and check() refuses such a schema with ``key_order="any"``.
     """
     wide: dict[str, Any] = {"type": "object", "properties": {f"k{i}": {} for i in range(65)}}
     schema = {"type": "object", "properties": {"a": {}, "b": wide}}

@@ -1,11 +1,12 @@
 """Tests of workarounds for defects of LLGuidance.
 
-Stale masks: LLGuidance caches its last mask by the number of a parser state, and keeps the cached
-mask after a rollback. The grammars of the first tests have states with equal numbers but different
-continuations, namely in strings of an object and of an array. The expected masks come from a
-reference matcher that accepts each text from the start and never rolls back.
+Stale masks: LLGuidance caches its last mask under the number of a parser state, and keeps the
+cached mask after a rollback, although the number may then refer to another state. The grammars of
+the first tests have states with equal numbers but different continuations, for example in strings
+of an object and of an array. The expected masks come from a reference matcher that accepts each
+text from the start and never rolls back.
 
-Limits: LLGuidance's default limits can be exceeded in the middle of a text.
+Limits: With LLGuidance's default limits, a matcher can fail in the middle of a text.
 """
 
 from __future__ import annotations
@@ -65,7 +66,7 @@ class ExpectedMasks:
                 self.masks[path[:done]] = row
 
     def _spell(self, oracle: CompiledGrammar, text: str) -> tuple[int, ...]:
-        """Return the tokens of a text. Each is the longest legal token that the text allows."""
+        """Tokenize a text with the longest legal token at each position."""
         matcher = oracle.matcher()
         left = text.encode()
         path = []
@@ -82,7 +83,7 @@ class ExpectedMasks:
         return tuple(path)
 
     def check(self, matcher: Matcher, done: tuple[int, ...]) -> None:
-        """Check the mask of a matcher that has accepted the tokens `done`."""
+        """Compare the mask of a matcher that has accepted `done` with the expected mask."""
         row = np.full(vocabulary().words, -1, np.int32)
         matcher.fill(row)
         np.testing.assert_array_equal(row, self.masks[done])
@@ -164,7 +165,7 @@ def schema(value: object) -> GrammarSpec:
     ids=["long bound", "options", "optional properties", "choice", "large choice"],
 )
 def test_llguidance_accepts_long_grammars_to_the_end(spec, value):
-    """The whole text is accepted, with a mask before each token and with rollbacks.
+    """A matcher accepts the whole text, with a mask before each token and with rollbacks.
 
     With LLGuidance's default limits, the matcher would fail within the text.
     """

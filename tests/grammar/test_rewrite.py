@@ -1,4 +1,4 @@
-"""Tests of schema rewriting: a rewritten schema is equivalent to the original."""
+"""Tests that a rewritten JSON schema is equivalent to the original schema."""
 
 from __future__ import annotations
 
@@ -170,7 +170,8 @@ def test_negation_is_complement():
 
 
 NARROWED: list[tuple[Any, list[Any], list[Any]]] = [
-    # Each option requires a list property. A valid value may have both lists if one is invalid.
+    # Each option of the oneOf requires a list property. A value with both lists is valid if one of
+    # the lists violates its option.
     (
         {
             "type": "object",
@@ -241,7 +242,10 @@ def test_pattern_of_listed_names_allows_no_extra_key(part: dict[str, Any]) -> No
 
 @pytest.mark.parametrize("schema, clear, invalid", NARROWED)
 def test_one_of_is_narrowed_to_avoid_overlap(schema, clear, invalid):
-    """If the overlap of options has no exact complement, outputs avoid it, and it is reported."""
+    """If the overlap of two options has no exact complement, outputs avoid the overlap.
+
+    The rewriter reports the restriction.
+    """
     validator = jsonschema.Draft202012Validator(schema)
     new = rewrite(schema)
     assert new.narrowed and not new.lost
@@ -254,7 +258,7 @@ def test_one_of_is_narrowed_to_avoid_overlap(schema, clear, invalid):
 
 
 def test_one_of_option_is_never_narrowed_to_nothing():
-    """If excluding the overlap would leave nothing of an option, the oneOf is reported as lost."""
+    """If excluding the overlap would exclude a whole option, the oneOf is reported as lost."""
     schema = {
         "type": "object",
         "required": ["a"],
@@ -351,8 +355,8 @@ def test_formats_and_patterns_are_exact(stated, good, bad):
     """Strings are accepted if and only if they are valid.
 
     The cases are formats that are replaced by patterns, host names up to draft 6, complements of
-    words, and character classes without quotes or backslashes, which must not be allowed as escape
-    sequences either.
+    words, and character classes that exclude quotes or backslashes. Such a class must not allow the
+    excluded character as an escape sequence.
     """
     keyword = "format" if stated in {*FORMATS, "hostname"} else "pattern"
     assert (keyword == "format") == stated.replace("-", "").isalnum()
@@ -365,7 +369,7 @@ def test_formats_and_patterns_are_exact(stated, good, bad):
 
 
 def test_rewrite_ignores_keywords_as_old_drafts_do():
-    """Up to draft 7, keywords next to $ref are ignored. In draft 4, if is ignored."""
+    """Up to draft 7, keywords next to ``$ref`` are ignored. In draft 4, ``if`` is ignored."""
     schema = {
         "$schema": "http://json-schema.org/draft-04/schema#",
         "definitions": {"n": {"type": "integer"}},

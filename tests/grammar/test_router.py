@@ -86,9 +86,9 @@ INEXACT: list[tuple[Any, str, str, Any]] = [
 
 @pytest.mark.parametrize("schema, pointer, keyword, value", INEXACT, ids=lambda x: str(x)[:30])
 def test_route_reports_unenforced_keyword_and_pointer(schema, pointer, keyword, value):
-    """The closest form accepts an invalid value, and it is used only with partial=True.
+    """The closest form of the schema accepts an invalid value, and is used only with partial=True.
 
-    Options of LLGuidance that are contained in a schema have no effect.
+    LLGuidance's own options (``x-guidance``) have no effect if a schema contains them.
     """
     found = route(schema)
     assert not found.exact and "x-guidance" not in json.dumps(found.schema)
@@ -156,7 +156,7 @@ def test_llguidance_refuses_keywords_listed_as_refused(keyword, schema):
 
 
 def test_refusal_names_only_unenforced_keywords():
-    """Keywords that were rewritten are not named in the refusal."""
+    """The refusal does not name keywords that have been rewritten exactly."""
     schema = {
         "type": "object",
         "properties": {
@@ -291,7 +291,7 @@ ENFORCED: dict[str, tuple[Any, list[Any], list[Any]]] = {
 
 @pytest.mark.parametrize("schema, good, bad", ENFORCED.values(), ids=ENFORCED)
 def test_route_is_exact_for_rewritable_schemas(schema, good, bad):
-    """The route is exact: the grammar accepts the valid values and refuses the invalid ones.
+    """The grammar of the route accepts the valid values and refuses the invalid values.
 
     The schemas have unused definitions, unevaluated properties, contains and dynamic references.
     """
@@ -332,7 +332,7 @@ def test_route_asserts_formats_as_the_draft_specifies():
     ],
 )
 def test_route_reports_unproduced_spellings(schema, keyword, texts):
-    """The cases include ``nullable`` of OpenAPI, for which null is not produced."""
+    """The cases include OpenAPI's keyword ``nullable``, with which null is never produced."""
     found = route({"properties": {"a": schema}})
     assert [reason[:2] for reason in found.spelling] == [("#/properties/a", keyword)]
     for text in texts:

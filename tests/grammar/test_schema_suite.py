@@ -1,4 +1,4 @@
-"""Tests with the official JSON schema test suite, draft 7, and with schemas from real use."""
+"""Tests with the official JSON schema test suite for draft 7, and with schemas in real use."""
 
 from __future__ import annotations
 
@@ -109,8 +109,8 @@ def test_json_schema_test_suite(shared_data: Path, key_order: Any):
 def test_real_schemas_accept_no_invalid_instance(shared_data, serve, share, timeout_s):
     """No invalid instance is accepted, and most valid instances are.
 
-    Some valid instances are not accepted, because the order of keys is fixed and objects are
-    closed.
+    Some valid instances are not accepted, because the grammar fixes the order of keys and forbids
+    additional properties.
     """
     service = serve(vocabulary=BYTES, timeout_s=timeout_s)  # slower schemas count as refused
     compiled = refused = 0

@@ -1,4 +1,4 @@
-"""Tests of the bounded checks of outputs against schemas and of texts against patterns."""
+"""Tests of the time limits of checks against JSON schemas and of searches for patterns."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ LONG_TEXT = "a" * 400 + "!"
 
 
 def test_check_output_times_out_on_catastrophic_backtracking(monkeypatch: pytest.MonkeyPatch):
-    """The child process is killed, and the next check runs in another process."""
+    """After the time limit, the child process is killed. The next check runs in another process."""
     schema = {"pattern": EXPONENTIAL}
     monkeypatch.setattr(validate, "CHECK_TIMEOUT_S", 600)
     assert check_output(schema, '"aa"')
@@ -31,7 +31,7 @@ def test_check_output_fetches_no_reference():
 
 
 def test_router_refuses_pattern_with_catastrophic_backtracking():
-    """A search whose time is not bounded runs in a child process with a time limit."""
+    """A search that could take unbounded time runs in a child process with a time limit."""
     schema = {
         "type": "object",
         "properties": {LONG_TEXT: {"type": "integer"}},
