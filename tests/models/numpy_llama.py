@@ -138,7 +138,7 @@ def eagle3_outputs(
     prefix: str = "midlayer",
     layers: int = 1,
 ) -> np.ndarray:
-    """Return outputs [E, hidden] of entries 0..E-1, before the final norm.
+    """Return outputs [E, hidden] of entries 0..E-1 of an EAGLE-3 head, before the final norm.
 
     Entry i combines row i of features [E, 3 hidden], the features of token i, with element i of
     next_tokens [E], which is token i + 1.

@@ -1,4 +1,4 @@
-"""Program of each rank in the tensor-parallel tests; rank 0 prints its results as JSON."""
+"""Program that every rank runs in the tensor-parallel tests. Rank 0 prints the results as JSON."""
 
 import json
 import os
@@ -102,10 +102,10 @@ def real(ranks: RankGroup) -> None:
 
 
 def disturb(case: str) -> None:
-    """Patch this rank so that it fails in the way that the case tests.
+    """Patch this rank so that it fails as the test case requires.
 
-    In case "equal" loading of the first shard fails. Otherwise the rank is killed ("killed") or
-    sleeps too long in its 12th command.
+    In case "equal", the rank fails to load its first shard. In case "killed", the rank kills itself
+    in its 12th command. In other cases, the rank sleeps past the deadline in that command.
     """
     plain_load = worker_rank.TensorParallelWorker.__init__
     plain_run = worker_rank.TensorParallelWorker.run

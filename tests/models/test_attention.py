@@ -1,7 +1,8 @@
-"""Attention kernels.
+"""Tests of the attention kernels.
 
-Split attention on tensor cores is compared with a float64 reference and, bit for bit, with single
-rows. The kernels of the soft device are compared between their two register widths.
+Split attention on tensor cores is compared with a float64 reference. Its results for many rows are
+also compared, bit for bit, with its results for single rows. The kernels for the soft device are
+compiled for two register widths, and the results of the two variants are compared.
 """
 
 from dataclasses import replace
@@ -22,7 +23,7 @@ from graft.models.llm.kernel_library import FOLDER, ModelKernels
 from graft.tools.bench.kernel_report import Variant, compile_variant
 
 CPU = Path("/proc/cpuinfo").read_text()
-SPLIT = 256  # positions per split; splits 32 apart belong to one part
+SPLIT = 256  # positions per split; splits s and s + 32 belong to the same part
 
 
 class Case:
@@ -75,8 +76,9 @@ class Case:
     def run(self, lane, slots, positions, run=1, paths=None, queries=None):
         """Add the attention kernel to a lane and return its output array.
 
-        Row r has the query of position ``positions[r]`` of slot ``slots[r]``, unless `queries` are
-        given. `run` is ``rows_per_slot`` and `paths` are the ancestor masks of the rows.
+        Unless `queries` is given, row r uses the query of position ``positions[r]`` of slot
+        ``slots[r]``. `run` is passed on as ``rows_per_slot``, and `paths` contains the ancestor
+        masks of the rows.
         """
         count = len(positions)
         dim = self.kv.head_dim
@@ -131,7 +133,7 @@ class Case:
     ],
 )
 def test_split_attention_equals_causal_softmax(device, stream, heads, kv_heads, dim, dtype, run):
-    """The positions include all boundaries of steps, splits and runs. Padding rows give zeros.
+    """Rows at all boundaries of steps, splits and runs are correct; padding rows give zeros.
 
     The cases have 1 to 18 query heads per KV head, both head sizes and both dtypes.
     """
@@ -163,7 +165,7 @@ def test_split_attention_equals_causal_softmax(device, stream, heads, kv_heads, 
 
 
 def test_split_attention_reuses_parts_for_long_rows(device, stream):
-    """A row with more splits than PARTS assigns several splits to one part."""
+    """A row with more than PARTS splits is correct, although each part then has several splits."""
     case = Case(device, heads=2, length=33 * SPLIT + 40, page=64)
     positions = [32 * SPLIT - 1, 32 * SPLIT, 33 * SPLIT + 39]
     got = case.on_stream(stream, 1, positions, run=3)
@@ -175,9 +177,10 @@ def test_split_attention_reuses_parts_for_long_rows(device, stream):
 
 @pytest.mark.parametrize("heads", [4, pytest.param(1, marks=pytest.mark.full)])
 def test_split_attention_is_row_invariant(device, stream, monkeypatch, heads):
-    """A row has the same bits alone, in prefill chunks and in batches that mix both slots.
+    """The result of a row is the same, bit for bit, alone, in prefill chunks and in mixed batches.
 
-    `rows_per_slot` does not match the mixed batches, and the number of blocks per row varies.
+    Mixed batches contain rows of both slots, so their actual number of rows per slot differs from
+    `rows_per_slot`. The number of blocks per row varies.
     """
     case = Case(device, heads)
     alone = {}
@@ -212,8 +215,8 @@ def test_thread_kernels_are_bit_identical_for_all_register_widths(
 ):
     """The linear and attention kernels give the same bits with and without 64-byte registers.
 
-    Attention runs over prompts, tree rows and padding. The linear kernel runs with every number of
-    rows that selects another tile size.
+    The attention kernel processes prompts, rows of draft trees and padding rows. The linear kernel
+    processes every number of rows for which it selects a different tile size.
     """
     x = np.random.default_rng(dim).standard_normal((25, 100)).astype(np.float32)
     weights = [rounded(np.resize(x, (columns, 100)), dtype) for columns in (7, 130)]
@@ -259,7 +262,7 @@ def test_thread_kernels_are_bit_identical_for_all_register_widths(
 def test_split_attention_is_bit_identical_for_any_page_size_and_in_graphs(device, stream):
     """Page sizes 1, 16 and 512 give the same bits on a stream and in a graph launched twice.
 
-    The counters are zero afterwards.
+    After the launches the counters that detect the last block of a tile are zero again.
     """
     results = []
     for page in (1, 16, 512):
@@ -279,15 +282,17 @@ def test_split_attention_is_bit_identical_for_any_page_size_and_in_graphs(device
 
 @pytest.mark.parametrize("base", [13, 250])
 def test_split_attention_tree_rows_equal_chain_rows(device, stream, base):
-    """A tree row has the bits of the same path as a chain.
+    """A row of a draft tree has the same bits as a row of a chain with the same tokens.
 
-    Draft 2, which is no ancestor of another draft, and the positions after the tree contain NaN and
-    infinity. They must not affect rows that do not attend to them.
+    The keys and values of draft 2, which is not an ancestor of any other draft, and of the
+    positions after the tree are NaN and infinity. They must not affect rows that do not attend to
+    them.
     """
     rng = np.random.default_rng(base)
     case = Case(device)
     parent = [0, 0, 0]
-    while len(parent) < 24:  # parent[j] of draft j, 0 for the last token; draft 2 is poisoned
+    # The parent of a draft is 0 for the last token. Draft 2 gets no children.
+    while len(parent) < 24:
         candidates = [i for i in range(len(parent)) if i != 2]
         parent.append(int(rng.choice(candidates)))
     depth = [0]
@@ -330,7 +335,7 @@ def test_split_attention_tree_rows_equal_chain_rows(device, stream, base):
 
 
 def test_attention_nan_in_later_row_does_not_affect_earlier_rows(device, stream):
-    """NaN at a position affects only the rows of a tile that attend to the position."""
+    """NaN at a position affects only those rows of a tile that attend to this position."""
     case = Case(device)
     wanted = case.on_stream(stream, 0, range(260, 268), run=8)
     values = case.value.copy()

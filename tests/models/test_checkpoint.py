@@ -1,4 +1,4 @@
-"""Reading of checkpoints and rejection of damaged files, which happens when they are opened."""
+"""Tests of `Checkpoint`, which rejects damaged files when it opens them."""
 
 import json
 
@@ -15,7 +15,7 @@ from graft.models.llm.checkpoint import Checkpoint
 @pytest.mark.parametrize("dtype", ["float32", "float16", "bfloat16"])
 @pytest.mark.parametrize("shards", [1, 3])
 def test_checkpoint_returns_tensors_exactly(tmp_path, dtype, shards):
-    """Tensors in every dtype have the written values, from one file and from three shards."""
+    """Tensors of every dtype are read back unchanged from a single file and from three shards."""
     written = make_tiny_llama(tmp_path, dtype=dtype, shards=shards)
     checkpoint = Checkpoint(tmp_path)
     assert checkpoint.names == tuple(sorted(written))
@@ -26,7 +26,7 @@ def test_checkpoint_returns_tensors_exactly(tmp_path, dtype, shards):
 
 
 def test_checkpoint_rejects_wrong_name_shape_or_dtype(tmp_path):
-    """The error names the tensor. int64 and bool tensors are returned only if allowed."""
+    """Errors name the tensor. int64 and bool tensors are returned only if `dtypes` allows them."""
     make_tiny_llama(tmp_path)
     checkpoint = Checkpoint(tmp_path)
     with pytest.raises(CheckpointError, match=r"\[48\], expected \[49\]"):
@@ -88,7 +88,7 @@ def test_checkpoint_rejects_damaged_files(tmp_path, spoil):
     ],
 )
 def test_checkpoint_rejects_inconsistent_headers(tmp_path, change):
-    """Shapes, dtypes and offsets must agree with each other and with the size of the file."""
+    """A header whose shapes, dtypes, offsets and file size do not agree raises an error."""
     file = tmp_path / "model.safetensors"
     save_file({"a": np.zeros((2, 2), np.float32), "b": np.ones(3, np.float32)}, file)
     Checkpoint(tmp_path)
@@ -103,7 +103,7 @@ def test_checkpoint_rejects_inconsistent_headers(tmp_path, change):
 
 
 def test_checkpoint_rejects_missing_shards_and_tensors(tmp_path):
-    """The error names a tensor that is not in its shard, or a shard that does not exist."""
+    """If the index names a tensor or a shard that does not exist, the error names it."""
     make_tiny_llama(tmp_path, shards=3)
     index = tmp_path / "model.safetensors.index.json"
     whole = json.loads(index.read_text())
@@ -142,14 +142,14 @@ def test_checkpoint_rejects_missing_shards_and_tensors(tmp_path):
     ids=lambda text: text[:40],
 )
 def test_checkpoint_rejects_broken_shard_index(tmp_path, text):
-    """The index must be valid and must not refer to files outside of its folder."""
+    """An index that is invalid or refers to files outside its folder raises an error."""
     (tmp_path / "model.safetensors.index.json").write_text(text)
     with pytest.raises(CheckpointError, match="index"):
         Checkpoint(tmp_path)
 
 
 def test_checkpoint_rejects_pickled_weights_with_conversion_hint(tmp_path):
-    """For pickled weights the error says how to convert them. A folder may also be empty."""
+    """A folder without safetensors files raises an error that says how to convert .bin files."""
     with pytest.raises(CheckpointError, match=r"neither model\.safetensors"):
         Checkpoint(tmp_path)
     (tmp_path / "pytorch_model.bin").write_bytes(b"\x80")

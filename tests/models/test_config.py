@@ -27,10 +27,10 @@ def read(**overrides) -> LlamaConfig:
 
 
 def test_llama_config_defaults():
-    """Absent fields have the defaults of Hugging Face.
+    """Fields that a config does not contain get the default values of Hugging Face transformers.
 
-    KV heads default to the number of heads, head_dim to hidden_size / heads, which must be an
-    integer, tied embeddings to false, and the RoPE base to 10000.
+    The number of KV heads defaults to the number of heads, head_dim to hidden_size / heads (which
+    must be an integer), tie_word_embeddings to false, and the RoPE base to 10000.
     """
     absent = ("num_key_value_heads", "head_dim", "tie_word_embeddings", "rope_theta")
     config = read(**dict.fromkeys(absent))
@@ -85,7 +85,7 @@ SIZES = (
 def test_llama_config_rejects_invalid_fields(name, value):
     """Missing or invalid sizes and unimplemented options raise an error that names the field.
 
-    For a size the error also contains the value.
+    If the field is a size, the error also contains its value.
     """
     wanted = {"torch_dtype": "dtype", "rope_scaling": "rope|factor"}.get(name, name)
     with pytest.raises(ConfigError, match=wanted) as refused:
@@ -108,7 +108,7 @@ NO_OBJECTS = ["{", "[1, 2]", '"config"', '{"a":' * 99999, "[1" + "0" * 5000]
     ],
 )
 def test_llama_config_rejects_unreadable_files(tmp_path, monkeypatch, make, words):
-    """config.json must be a regular file of limited size with a JSON object."""
+    """A config.json that is too large or not a regular file with a JSON object raises an error."""
     make(tmp_path / "config.json")
     if words.startswith("more"):
         monkeypatch.setattr(fields, "_MAX_BYTES", 10)
@@ -117,7 +117,7 @@ def test_llama_config_rejects_unreadable_files(tmp_path, monkeypatch, make, word
 
 
 def test_rope_parameters_and_rope_scaling_must_agree():
-    """A config with both sections is rejected if they differ."""
+    """A config whose rope_parameters and rope_scaling sections differ is rejected."""
     linear = {"rope_type": "linear", "factor": 2.0}
     assert read(rope_scaling=linear, rope_parameters=linear).rope.factor == 2.0
     with pytest.raises(ConfigError, match=r"rope_parameters .* and rope_scaling .* differ"):
@@ -144,7 +144,7 @@ def test_rope_parameters_and_rope_scaling_must_agree():
     ],
 )
 def test_rope_frequencies_equal_reference(rope):
-    """Frequencies and table equal the reference for every kind and both spellings of the config."""
+    """Frequencies and table equal the reference for every RoPE kind, in both config formats."""
     data = llama_config(head_dim=64, **rope)
     config = LlamaConfig.from_dict(data)
     wanted = numpy_llama.inverse_frequencies(data, 64)
@@ -168,9 +168,9 @@ def eagle(tmp_path, *, layers=8, names="official", **overrides) -> Eagle3Config:
 
 
 def test_eagle3_config_reads_flat_and_speculators_formats(tmp_path):
-    """The two formats of the same head give equal configs, including the feature layers.
+    """The official and the speculators format of an EAGLE-3 head are read as equal configs.
 
-    The default RoPE base is 10000.
+    The configs have equal feature layers. The default RoPE base is 10000.
     """
     assert eagle(tmp_path).rope.theta == 10000.0
     assert eagle(tmp_path, rope_theta=25000.0).rope.theta == 25000.0
@@ -192,9 +192,9 @@ def test_eagle3_config_rejects_target_checkpoint(tmp_path):
 
 @pytest.mark.parametrize(("layers", "ids"), [(7, (1, 2, 3)), (8, (1, 3, 4)), (32, (1, 15, 28))])
 def test_eagle3_config_default_feature_layers(tmp_path, layers, ids):
-    """The default features are the outputs of layers 1, n//2 - 1 and n - 4.
+    """For a target with n layers, the default feature layers are 1, n//2 - 1 and n - 4.
 
-    With fewer than seven layers there is no default.
+    For a target with fewer than seven layers there is no default.
     """
     config = eagle(tmp_path, layers=layers)
     assert config.feature_layers is None
@@ -236,7 +236,7 @@ def test_eagle3_config_rejects_feature_layers_beyond_target(tmp_path):
     ],
 )
 def test_eagle3_config_rejects_unimplemented_heads(tmp_path, name, value):
-    """Options of other head versions, invalid sizes and invalid layer ids raise an error.
+    """EAGLE-3 configs with unimplemented options or invalid sizes or layer ids raise an error.
 
     The error names the field. Feature layers must be three ascending layer ids.
     """
@@ -247,7 +247,7 @@ def test_eagle3_config_rejects_unimplemented_heads(tmp_path, name, value):
 
 
 def test_speculators_config_requires_norm_before_residual(tmp_path):
-    """In the nested format `norm_before_residual` and the layer config are required."""
+    """The speculators format requires `norm_before_residual` and `transformer_layer_config`."""
     eagle(tmp_path, names="speculators")
     data = json.loads((tmp_path / "config.json").read_text())
     del data["norm_before_residual"]

@@ -1,4 +1,4 @@
-"""Block drafters (DFlash, DFlash2, DSpark) compared with the published code; checkpoint errors."""
+"""Tests that compare block drafters (DFlash, DFlash2, DSpark) with the published code."""
 
 import shutil
 
@@ -26,7 +26,7 @@ def read(folder):
 
 @pytest.mark.parametrize("form", model_util.FORMS)
 def test_dflash_logits_equal_published_code(device, stream, form):
-    """The logits of every level equal the published ones.
+    """The logits of every level equal logits that the published code computed.
 
     Prompts are processed in chunks. Rounds commit one to five tokens in changing batch rows, and
     the length limit truncates some blocks.
@@ -50,7 +50,7 @@ def test_dflash_logits_equal_published_code(device, stream, form):
 
 
 def test_dflash_block_has_draft_length_rows(device, stream):
-    """A drafter makes as many drafts as requested, but at most as its block size allows."""
+    """A drafter makes the requested number of drafts, limited by its block size."""
     target = model_util.load_llama(device, TARGET)
     for drafts, wanted in ((1, 1), (3, 3), (9, 4)):
         drafter = Rounds(device, stream, target, FOLDER, drafts).drafter
@@ -60,7 +60,7 @@ def test_dflash_block_has_draft_length_rows(device, stream):
 def make_dspark(folder, rank):
     """Write a DSpark drafter and return its tensors.
 
-    The tensors are those of the fixture and a random Markov head of rank `rank`.
+    The drafter has the tensors of the DFlash fixture and a random Markov head of rank `rank`.
     """
     shutil.copytree(FOLDER, folder)
     edit_json(
@@ -92,9 +92,10 @@ def make_dspark(folder, rank):
 
 @pytest.mark.parametrize("rank, tree", [(0, None), (6, None), (0, (3, 7)), (6, (3, 5))])
 def test_dspark_adds_markov_logits_of_previous_token(device, stream, tmp_path, rank, tree):
-    """The logits of a node are the logits of its block row plus w2 w1[previous token].
+    """The logits of a DSpark node are the logits of its block row plus w2 w1[previous token].
 
-    The rank is 0 for a drafter without a Markov head. Drafts form a chain or a tree.
+    w1 and w2 are the matrices of the Markov head. With rank 0 the drafter has no Markov head. The
+    drafts form a chain or a tree.
     """
     tensors = make_dspark(tmp_path / "dspark", rank)
     expected = np.load(FOLDER / "expected.npz")
@@ -127,10 +128,10 @@ def test_dspark_adds_markov_logits_of_previous_token(device, stream, tmp_path, r
 @pytest.mark.parametrize("tree", [None, (3, 4)], ids=["chain", "tree"])
 @pytest.mark.parametrize("form", model_util.FORMS)
 def test_dflash2_selector_equals_published_code(device, stream, form, tree):
-    """For any previous token the candidates have the published distribution.
+    """The candidates have the published distribution, for any previous token.
 
-    The logits of all other ids are far lower and keep their order. In a chain the greedy drafts
-    equal the published drafts.
+    The logits of all other ids are far lower and have their original order. In a chain, the greedy
+    drafts equal those of the published code.
     """
     expected = np.load(DFLASH2 / "expected.npz")
     target = model_util.load_llama(device, TARGET, form=form, dtype="float32")
@@ -169,7 +170,7 @@ def test_dflash2_selector_equals_published_code(device, stream, form, tree):
 
 
 def of_dflash(**changes):
-    """Return config changes that set `dflash_config`, with `changes` of its fields."""
+    """Return config changes that set the section `dflash_config`, with `changes` to its fields."""
     own = {
         "block_size": 5,
         "mask_token_id": 63,
@@ -382,7 +383,7 @@ UNFIT = {
 def test_dflash_rejects_unsuitable_checkpoints(
     device, stream, tmp_path, source, change, fields, error, words
 ):
-    """Unsuitable tensors and configs raise an error.
+    """Block drafters with unsuitable tensors or configs raise an error.
 
     The cases are missing and unused tensors, unimplemented options, drafters for another target,
     and sliding windows that are too short or causal.

@@ -24,7 +24,7 @@ from graft.tools.examples import own_drafter
 
 
 def test_drafter_example_fits_in_one_file(device):
-    """The example drafter has at most 60 lines, and an engine finds it by its import name.
+    """The example drafter has at most 60 lines, and an engine can load it by its import name.
 
     test_examples checks that the drafter does not change outputs.
     """
@@ -37,7 +37,7 @@ def test_drafter_example_fits_in_one_file(device):
 
 
 class InvalidDrafter(Drafter):
-    """Drafter without proposals, whose attributes the tests override with invalid values."""
+    """Drafter that makes no drafts; the tests set its attributes to invalid values."""
 
     shape = TreeShape(2)
 
@@ -114,7 +114,7 @@ def invalid_drafter(**attributes):
     ],
 )
 def test_drafter_protocol_violations_are_rejected(device, drafter, error, words):
-    """The engine checks the drafter's shape, vocabulary, feature layers and name at creation."""
+    """An engine raises an error at creation if the drafter breaks a rule of the protocol."""
     with pytest.raises(error, match=words):
         Engine(TARGET, drafter, draft_length=2, max_batch_size=1)
 
@@ -139,8 +139,8 @@ def test_drafter_protocol_violations_are_rejected(device, drafter, error, words)
 def test_drafter_rejects_unsupported_options(device, drafter, options, words):
     """Options that a drafter does not support raise an error.
 
-    The cases are trees of fixed shape for lookups, trees for a cascade, and forced drafts without
-    masked drafts.
+    The cases are a lookup with a tree of fixed shape, a cascade with a tree, and `Forced` with
+    unmasked drafts.
     """
     with pytest.raises(OptionError, match=words):
         Engine(TARGET, drafter, max_batch_size=1, **options)
@@ -151,8 +151,9 @@ def test_drafter_rejects_unsupported_options(device, drafter, options, words):
 def occurrences(histories, own, pattern, drafts):
     """Yield every occurrence of a pattern in the histories, and the token after it.
 
-    An occurrence is a tuple: whether the history is the request's own, the position of the last
-    token of the pattern, and the history. The drafts continue the request's own history.
+    An occurrence is a tuple of a flag, which says whether the history belongs to the request
+    itself, the position of the last token of the pattern, and the index of the history. The drafts
+    count as the continuation of the request's own history.
     """
     for s, history in histories.items():
         tokens = history + drafts if s == own else history
@@ -174,10 +175,10 @@ def look_up(
     threshold=0.0,
     tree=None,
 ):
-    """Return (id, parent) of each draft for history `own`: the reference implementation of lookups.
+    """Return (id, parent) of the drafts for history `own`, computed by a simple prompt lookup.
 
-    Continuations of earlier occurrences are ranked by the votes of all occurrences. If `vote` is
-    None they are ranked by their best occurrence.
+    The continuations are ranked by the votes of the occurrences. If `vote` is None, each
+    continuation is ranked by its best occurrence.
     """
     branch, levels = tree or (1, max_drafts)
     history = histories[own]
@@ -308,7 +309,7 @@ LOOKUP_CASES = [
     ],
 )
 def test_prompt_lookup_equals_reference(device, stream, make, options, block):
-    """Drafts equal the reference while requests start, continue and are replaced in their slots."""
+    """The drafts equal the reference `look_up` while requests start, grow and leave their slots."""
     slots = 4
     length = 40
     tree = options.get("tree")
@@ -409,7 +410,7 @@ def test_prompt_lookup_rejects_invalid_options(device, make, options, words):
 
 
 def test_small_model_drafter_equal_to_target_has_full_acceptance(device):
-    """Every draft is accepted, even for a prompt of one token."""
+    """If the draft model equals the target, every draft is accepted, even for one-token prompts."""
     with Engine(TARGET, TARGET, draft_length=3, max_batch_size=3) as engine:
         asked = [
             Request(
@@ -428,7 +429,7 @@ def test_small_model_drafter_equal_to_target_has_full_acceptance(device):
 
 
 def test_small_model_drafter_rejects_different_tokenizer(device, tmp_path):
-    """The error names the first token whose ids differ."""
+    """The error names the first token that has different ids in the two tokenizers."""
     shutil.copytree(TARGET, tmp_path / "other")
     file = tmp_path / "other" / "tokenizer.json"
     data = json.loads(file.read_text())

@@ -1,4 +1,4 @@
-"""EAGLE-3 heads compared with NumPy and published code; checkpoint formats and vocabulary maps."""
+"""Tests of EAGLE-3 heads: outputs, checkpoint formats and vocabulary maps."""
 
 import functools
 
@@ -18,7 +18,7 @@ TARGET = llama_config()
 
 
 def entries(stream, drafter, token, slot, pos, features, call="entries") -> np.ndarray:
-    """Run `Eagle3Head.entries`, or the method `call`, and return the result on the host."""
+    """Run the method `call` of an EAGLE-3 head and return the result on the host."""
     rows = model_util.make_rows(drafter.device, token, slot, pos)
     out = getattr(drafter, call)(
         StreamLane(stream), rows, model_util.upload(drafter.device, features)
@@ -30,14 +30,14 @@ step = functools.partial(entries, call="step")
 
 
 def draft_logits(stream, drafter, out) -> np.ndarray:
-    """Return the draft logits of outputs of the head."""
+    """Compute the draft logits from outputs of the head and return them on the host."""
     logits = drafter.device.zeros((out.shape[0], drafter.draft_vocab), "float32")
     drafter.head(StreamLane(stream), model_util.upload(drafter.device, out), logits)
     return model_util.download(stream, logits)
 
 
 def make_head(device, tmp_path, *, form=None, target=None, **options):
-    """Create a tiny target and a head; return both models, then the weights of both."""
+    """Create a tiny target and an EAGLE-3 head. Return both models and both sets of weights."""
     target_weights = make_tiny_llama(tmp_path / "target", **(target or {}))
     weights = make_tiny_eagle3(tmp_path / "head", llama_config(**(target or {})), **options)
     model = model_util.load_llama(device, tmp_path / "target", form=form)
@@ -47,7 +47,7 @@ def make_head(device, tmp_path, *, form=None, target=None, **options):
 
 @pytest.mark.parametrize("form", model_util.FORMS)
 def test_eagle3_draft_steps_equal_published_code(device, stream, form):
-    """Three draft steps equal the unrolled steps of the published training code.
+    """Three draft steps of the head equal the three unrolled steps of the published training code.
 
     Before the steps, the head processes a prefix of the sequence with features of the target.
     """
@@ -109,8 +109,8 @@ HEADS = {
 def test_eagle3_entries_equal_numpy(device, stream, tmp_path, form, options):
     """Outputs and logits of the head equal the NumPy reference.
 
-    The cases have both formats and both residual variants, and heads whose embedding, RoPE base,
-    width or number of layers differs from the default.
+    The cases cover both checkpoint formats, both values of `norm_before_residual`, and heads with
+    their own embedding, RoPE base or width or with several layers.
     """
     options = {"form": form, "draft_vocab": 70, **options}
     model, drafter, target_weights, weights = make_head(device, tmp_path, **options)
@@ -148,7 +148,7 @@ def test_eagle3_entries_equal_numpy(device, stream, tmp_path, form, options):
 
 
 def test_eagle3_step_accepts_views_of_earlier_calls(device, stream, tmp_path):
-    """Views that `entries`, `gather` and `step` return can be passed on without a host copy."""
+    """Views returned by `entries`, `gather` and `step` can be passed directly to the next call."""
     _, drafter, _, _ = make_head(device, tmp_path, draft_vocab=30)
     features = model_util.normal(np.random.default_rng(1), 6, 144)
     lane = StreamLane(stream)
@@ -166,7 +166,7 @@ def test_eagle3_step_accepts_views_of_earlier_calls(device, stream, tmp_path):
 
 
 def test_eagle3_vocab_maps_are_inverse(device, tmp_path):
-    """d2t has the target id of each draft id; t2d is its inverse and -1 for other target ids."""
+    """The map t2d is the inverse of d2t, and -1 for target ids outside the draft vocabulary."""
     _, drafter, _, weights = make_head(device, tmp_path, draft_vocab=70)
     d2t = drafter.d2t.to_host()
     t2d = drafter.t2d.to_host()
@@ -177,7 +177,7 @@ def test_eagle3_vocab_maps_are_inverse(device, tmp_path):
 
 
 def test_eagle3_with_full_vocab_shares_target_head(device, tmp_path):
-    """A head with the full vocabulary has no maps and uses the target's LM head if it has none."""
+    """A head with the target's vocabulary has no maps and can use the LM head of the target."""
     make_tiny_llama(tmp_path / "target")
     make_tiny_eagle3(tmp_path / "head", TARGET)
     edit_tensors(tmp_path / "head", lambda t: t.pop("lm_head.weight"))
@@ -225,7 +225,7 @@ def test_eagle3_narrower_than_target_requires_lm_head(device, tmp_path):
     ],
 )
 def test_eagle3_rejects_damaged_checkpoints(device, tmp_path, change, words):
-    """Damaged checkpoints raise an error that names the tensor.
+    """Damaged checkpoints of EAGLE-3 heads raise an error that names the tensor.
 
     The cases are missing and unused tensors, tensors of a wrong shape or dtype, and vocabulary maps
     that are out of range or not one to one.
@@ -245,7 +245,7 @@ def test_eagle3_rejects_damaged_checkpoints(device, tmp_path, change, words):
     ],
 )
 def test_eagle3_rejects_other_targets(device, tmp_path, other, options, words):
-    """A head must have the target's vocabulary and width, and feature layers that exist."""
+    """A head that was made for another vocabulary, width or number of layers raises an error."""
     model, drafter, _, _ = make_head(device, tmp_path, draft_vocab=70)
     assert drafter.feature_layers == (0, 1, 2)
     make_tiny_eagle3(

@@ -48,7 +48,7 @@ LAYER = "model.layers.0.mlp.down_proj.weight"
 
 
 def nearest(values):
-    """Return the code whose value is nearest to each value; ties go to the even code."""
+    """Return the E4M3 code nearest to each value, and the even code of two equally near ones."""
     column = values.ravel()[:, None].astype(np.float64)
     off = np.abs(column - VALUES)
     is_nearest = off == off.min(1, keepdims=True)
@@ -58,9 +58,10 @@ def nearest(values):
 
 @pytest.mark.parametrize(("form", "columns", "inner", "activations"), FORMS)
 def test_fp8_linear_equals_bfloat16_linear(device, stream, form, columns, inner, activations):
-    """With power-of-two scales the result has the same bits as with equal weights in bfloat16.
+    """With power-of-two scales, FP8 weights give the same bits as equal weights in bfloat16.
 
-    This holds for 1 to 150 rows and with a residual. Other scales add one rounding.
+    The test runs products of 1 to 150 rows, with and without a residual. Scales that are not powers
+    of two add one rounding.
     """
     kernels = ModelKernels(device, form, activations)
     lane = StreamLane(stream)
@@ -98,7 +99,7 @@ def test_fp8_linear_equals_bfloat16_linear(device, stream, form, columns, inner,
 
 @pytest.mark.parametrize(("form", "inner"), [(model_util.FORMS[0], 8), ("warp", 8), ("warp", 128)])
 def test_fp8_linear_uses_exact_value_of_every_code(device, stream, form, inner):
-    """Every kernel uses the exact value of all 254 codes except NaN, at every index of a row."""
+    """Every kernel uses the exact values of the 254 E4M3 codes that are not NaN, at every index."""
     kernels = ModelKernels(device, form)
     out = device.empty((inner, 256), "float32")
     at = (np.arange(256)[:, None] + np.arange(inner)) % len(CODES)
@@ -164,7 +165,7 @@ SHAPE = {
 
 
 def write_quantised(folder, layout, change=dict):
-    """Write a random quantised model, and an equal bfloat16 model to the subfolder `plain`."""
+    """Write a random FP8 model, and an equal bfloat16 model in its subfolder `plain`."""
     quantisation, scales, inputs = LAYOUTS[layout]
     rng = np.random.default_rng(5)
     plain = make_tiny_llama(folder, dtype="bfloat16", **SHAPE)
@@ -203,9 +204,9 @@ def logits(device, stream, folder, form="warp", **options):
 
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_fp8_checkpoint_layouts_equal_bfloat16_model(device, stream, tmp_path, layout):
-    """Row scales and matrix scales give the bits of the bfloat16 model.
+    """A model with row scales or matrix scales gives the same bits as the equal bfloat16 model.
 
-    Scales of inputs are ignored.
+    Scales of quantised inputs, which the checkpoint also contains, are ignored.
     """
     write_quantised(tmp_path, layout)
     for form in model_util.FORMS:
@@ -215,7 +216,7 @@ def test_fp8_checkpoint_layouts_equal_bfloat16_model(device, stream, tmp_path, l
 
 
 def test_fp8_quantisation_rounds_rows_to_nearest(device, stream, tmp_path):
-    """weights="fp8" scales each row by its largest magnitude and rounds to the nearest code.
+    """With weights="fp8", each row is scaled by its largest magnitude and rounded to E4M3.
 
     Rows of zeros stay zero.
     """
@@ -266,7 +267,7 @@ def test_fp8_quantisation_rounds_rows_to_nearest(device, stream, tmp_path):
     ],
 )
 def test_fp8_rejects_invalid_tensors(device, tmp_path, change, words):
-    """Invalid tensors raise an error that names the tensor.
+    """Invalid FP8 tensors raise an error that names the tensor.
 
     The cases are NaN, scales that are missing, of a wrong shape or not finite, an LM head in FP8,
     and scales for a KV cache.
@@ -324,7 +325,7 @@ WEIGHTS = ("config_groups", "group_0", "weights")
     ],
 )
 def test_fp8_config_rejects_other_quantisations(config, path, value):
-    """A config field of another quantisation scheme raises an error that names the field."""
+    """If a config field requests another quantisation scheme, the error names the field."""
     LlamaConfig.from_dict(llama_config(quantization_config=config))
     refused = llama_config(quantization_config=changed(config, path, value))
     with pytest.raises(ConfigError, match=path[-1]):
@@ -332,7 +333,7 @@ def test_fp8_config_rejects_other_quantisations(config, path, value):
 
 
 def test_fp8_engine_output_is_unchanged_by_speculation():
-    """The quantised demo model has equal greedy outputs with and without speculation."""
+    """The greedy outputs of the quantised demo model do not change with speculation."""
     requests = [replace(r, id=str(i)) for i, r in enumerate(mixed_requests(4, seed=3))]
     texts = []
     for speculation in (False, True):

@@ -1,4 +1,4 @@
-"""Model kernels compared with NumPy, in both kernel forms and at unaligned sizes."""
+"""Tests that compare the model kernels, in both kernel forms, with NumPy at unaligned sizes."""
 
 from dataclasses import replace
 from types import SimpleNamespace
@@ -52,7 +52,7 @@ def run_linear(kernels, lane, x, w, **more) -> np.ndarray:
     ],
 )
 def test_linear_equals_matrix_product(kernels, lane, dtype, rows, columns, inner):
-    """The product is accurate for all weight dtypes and for sizes without tensor cores."""
+    """`linear` is accurate for all weight dtypes and for sizes that cannot run on tensor cores."""
     rng = np.random.default_rng(rows * inner)
     x = normal(rng, rows, inner)
     w = rounded(normal(rng, columns, inner), dtype)
@@ -78,9 +78,10 @@ def test_linear_equals_matrix_product(kernels, lane, dtype, rows, columns, inner
 def test_tensor_core_linear_is_row_invariant(
     device, lane, monkeypatch, dtype, activations, columns, inner
 ):
-    """The result is x W^T with rounded or split x, and every row is row invariant.
+    """A tensor-core product equals x W^T with rounded or split x, and is row invariant.
 
-    A row has the same bits alone, in small and large batches, in any tile and with split K.
+    The bits of an output row are the same alone, in small and large batches, in any tile, and with
+    and without split K.
     """
     kernels = ModelKernels(device, "warp", activations)
     rng = np.random.default_rng(inner)
@@ -91,7 +92,7 @@ def test_tensor_core_linear_is_row_invariant(
     w_device = upload(device, w, dtype)
 
     def check_rows(begin, end, dtype="float32"):
-        """Check that rows [begin, end) alone have the bits of the whole product."""
+        """Check that a product of rows [begin, end) equals these rows of the whole product."""
         out = run_linear(kernels, lane, upload(device, x[begin:end], dtype), w_device)
         assert same_bits(out, whole[begin:end].copy()), f"rows {begin} to {end}"
 
@@ -122,9 +123,10 @@ def test_tensor_core_linear_is_row_invariant(
 
 @pytest.mark.parametrize(("rows", "activations"), [(3, "rounded"), (20, "rounded"), (9, "float32")])
 def test_gated_linear_equals_linear_and_silu_mul(device, lane, monkeypatch, rows, activations):
-    """The fused kernel gives the same bits as two kernels, for few and many rows and with split K.
+    """The fused gated product gives the same bits as `linear` followed by `silu_mul`.
 
-    Its gate and up rows are interleaved in groups of eight.
+    The cases have few and many rows and split K. The gate and up rows of the fused weight are
+    interleaved in groups of eight.
     """
     kernels = ModelKernels(device, "warp", activations)
     rng = np.random.default_rng(rows)
@@ -171,7 +173,7 @@ def test_gated_linear_equals_linear_and_silu_mul(device, lane, monkeypatch, rows
 def test_linear_with_folded_norm_equals_norm_between_products(
     device, lane, monkeypatch, activations, count
 ):
-    """A folded norm gives the expected result, and a row has the same bits in any batch."""
+    """A folded norm equals a norm between two products, and the result is row invariant."""
     kernels = ModelKernels(device, "warp", activations)
     rng = np.random.default_rng(5)
     x = normal(rng, count, 256)
@@ -221,7 +223,7 @@ def test_linear_with_folded_norm_equals_norm_between_products(
 def test_fused_qkv_equals_linear_and_rope_and_store(
     device, lane, monkeypatch, dim, activations, dtype
 ):
-    """The fused kernel gives the same queries, keys and values as two kernels, bit for bit.
+    """The fused QKV kernel gives the same bits as `linear` followed by `rope_and_store`.
 
     The cases have few and many rows, split K, padding, rows of a draft tree, and positions that are
     not allocated.
@@ -319,7 +321,7 @@ def test_linear_uses_exact_value_of_every_16_bit_weight(kernels, lane):
 def test_linear_adds_residual_in_place_and_copies_result(kernels, lane, rows, inner):
     """The residual and the output may be the same array. The copy has the same bits as the output.
 
-    Other columns of the copy's array do not change.
+    The other columns of the array that receives the copy do not change.
     """
     rng = np.random.default_rng(0)
     device = kernels.device
@@ -350,7 +352,7 @@ def test_linear_adds_residual_in_place_and_copies_result(kernels, lane, rows, in
     ("columns", "inner"), [(21, 24), (21, 33), (21, 300), (16, 120), (24, 128)]
 )
 def test_linear_is_row_invariant(kernels, lane, columns, inner):
-    """A row has the same bits alone, among 2 to 18 rows and among 40 rows."""
+    """The result of a row has the same bits alone, among 2 to 18 rows and among 40 rows."""
     rng = np.random.default_rng(inner)
     device = kernels.device
     x = normal(rng, 40, inner)
@@ -387,7 +389,7 @@ def test_norm_equals_rms_norm(kernels, lane, width):
 
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_gather_copies_rows(kernels, lane, dtype):
-    """Rows of every dtype are copied exactly, and an index out of range gives zeros."""
+    """`gather` copies rows of every dtype exactly and gives zeros for an index out of range."""
     table = rounded(normal(np.random.default_rng(1), 11, 70), dtype)
     table_on_device = upload(kernels.device, table, dtype)
     index = [3, 10, -1, 11, 0, 3]
@@ -406,7 +408,7 @@ def test_gather_copies_rows(kernels, lane, dtype):
 
 
 def test_silu_mul_is_accurate_for_all_gates(kernels, lane):
-    """The relative error is at most 1e-6 for gates from -100 to 100.
+    """The relative error of `silu_mul` is at most 1e-6 for gates from -100 to 100.
 
     The result is finite for all gates.
     """
@@ -421,7 +423,7 @@ def test_silu_mul_is_accurate_for_all_gates(kernels, lane):
     with np.errstate(over="ignore"):
         wanted = g64 / (1 + np.exp(-g64)) * u
     assert np.isfinite(result).all()
-    # Below -87 the true value is under 1e-35; the kernel's exponent is clamped there.
+    # For gates below -87 the kernel clamps its exponent. The true value is then below 1e-35.
     np.testing.assert_allclose(
         result[:-3],
         wanted[:-3],
@@ -449,9 +451,10 @@ def make_kv(device, kv_heads, dim, dtype="float32") -> PagedKV:
 def test_rope_and_store_rotates_queries_and_writes_cache(
     kernels, lane, stream, dtype, heads, kv_heads, dim
 ):
-    """Queries are rotated in place, and keys and values are written to the live rows' positions.
+    """`rope_and_store` rotates queries in place and writes keys and values to the KV cache.
 
-    Padding rows, positions that are not allocated and other layers stay unchanged.
+    Cache entries of other layers and of positions that are not allocated do not change. Padding
+    rows write nothing.
     """
     device = kernels.device
     rng = np.random.default_rng(dim)
@@ -501,7 +504,7 @@ def fill_cache(device, kv, slot, keys, values, layer=1) -> None:
     ("heads", "kv_heads", "dim"), [(4, 2, 8), (3, 1, 10), (2, 2, 80), (6, 2, 32)]
 )
 def test_attention_equals_causal_softmax(kernels, lane, stream, heads, kv_heads, dim):
-    """Each row attends to positions 0..pos of its slot. Padding rows give zeros.
+    """Each row attends to positions 0..pos of its slot, and padding rows give zeros.
 
     The positions include the boundaries of tiles.
     """
@@ -550,7 +553,7 @@ def test_attention_equals_causal_softmax(kernels, lane, stream, heads, kv_heads,
 
 
 def test_attention_is_stable_for_large_scores(kernels, lane, stream):
-    """Scores of several thousand, ascending or descending along the sequence, do not overflow."""
+    """Attention does not overflow if scores rise or fall to several thousand over the sequence."""
     device = kernels.device
     kv = make_kv(kernels.device, 1, 8)
     assert kv.allocate(0, 100)
@@ -583,9 +586,10 @@ def test_attention_is_stable_for_large_scores(kernels, lane, stream):
 def test_eagle_input_concatenates_normed_embedding_and_feature(
     kernels, lane, stream, before, in_place
 ):
-    """The kernel writes [norm(embedding), norm(feature)] and the residual stream.
+    """The EAGLE-3 input kernel writes [norm(embedding), norm(feature)] and the residual stream.
 
-    The residual stream is the feature or, with `before`, its norm. It may replace the feature.
+    The residual stream is the feature or, with `before`, the normed feature. The kernel may write
+    the residual stream to the array of the features.
     """
     device = kernels.device
     rng = np.random.default_rng(4)
@@ -617,7 +621,7 @@ def test_eagle_input_concatenates_normed_embedding_and_feature(
 
 
 def test_model_kernels_reject_wrong_operands(kernels, lane, device):
-    """Operands are checked before the launch, and the error names the wrong dimension."""
+    """A kernel method with a wrong operand raises an error that names the wrong dimension."""
     x = device.zeros((4, 32), "float32")
     w = device.zeros((8, 32), "float32")
     good = device.zeros((4, 8), "float32")

@@ -1,4 +1,4 @@
-"""Llama and Qwen3 targets compared with Hugging Face transformers and NumPy; argument checks."""
+"""Tests that compare Llama and Qwen3 targets with Hugging Face transformers and NumPy."""
 
 from dataclasses import replace
 
@@ -19,7 +19,7 @@ CASES = sorted(p.parent.name for p in model_util.FIXTURES.glob("*/generation_con
 
 
 def test_llama_fixtures_cover_all_layouts():
-    """The fixtures contain every attention layout, RoPE kind and dtype."""
+    """The model fixtures together cover every attention layout, RoPE kind and dtype."""
     configs = [LlamaConfig.from_dir(model_util.FIXTURES / case) for case in CASES]
     assert {c.rope.kind for c in configs} == {"default", "linear", "llama3"}
     assert {c.dtype for c in configs} == {"float32", "float16", "bfloat16"}
@@ -31,7 +31,7 @@ def test_llama_fixtures_cover_all_layouts():
 @pytest.mark.parametrize("form", model_util.FORMS)
 @pytest.mark.parametrize("case", CASES)
 def test_llama_logits_equal_transformers(device, stream, case, form):
-    """The logits of a prompt that is processed in two chunks are equal at every position."""
+    """Logits of a prompt in two chunks equal those of transformers at every position."""
     expected = np.load(model_util.FIXTURES / case / "expected.npz")
     model = model_util.load_llama(
         device,
@@ -54,10 +54,10 @@ def test_llama_logits_equal_transformers(device, stream, case, form):
 
 
 def test_llama_rounded_activations_are_more_accurate_than_transformers_bfloat16(device, stream):
-    """On tensor cores the error of the logits is below the error of transformers in bfloat16.
+    """With tensor cores, the logits have a smaller error than those of transformers in bfloat16.
 
-    With split activations it is below a hundredth of that error. Prompts in chunks give the same
-    bits as whole prompts.
+    With split activations, the error is below a hundredth of the error of transformers. A prompt
+    gives the same bits whether it is processed whole or in chunks.
     """
     expected = np.load(model_util.FIXTURES / "tensor_cores/bfloat16/expected.npz")
     exact = expected["logits"]
@@ -95,7 +95,7 @@ def test_llama_rounded_activations_are_more_accurate_than_transformers_bfloat16(
 
 
 def test_llama_features_are_layer_outputs(device, stream, tmp_path):
-    """Features are the residual streams after the layers, before the final norm.
+    """The features are the residual streams after the selected layers, before the final norm.
 
     Copying features does not change the bits of the logits.
     """
@@ -154,7 +154,7 @@ def _set(name, value):
     ],
 )
 def test_llama_rejects_unsuitable_checkpoints(device, tmp_path, change, words):
-    """Unsuitable checkpoints raise an error that names the tensor.
+    """Checkpoints that do not match the model raise an error that names the tensor.
 
     The cases are missing and unused tensors, tensors of a wrong shape or dtype, and stacked
     matrices of different dtypes.
@@ -166,7 +166,7 @@ def test_llama_rejects_unsuitable_checkpoints(device, tmp_path, change, words):
 
 
 def test_llama_tied_embeddings_decide_lm_head(device, stream, tmp_path):
-    """A model with untied embeddings requires lm_head; a model with tied ones ignores it."""
+    """A model requires the tensor lm_head if embeddings are not tied, and otherwise ignores it."""
     make_tiny_llama(tmp_path / "a", tie_word_embeddings=False)
     edit_tensors(tmp_path / "a", lambda t: t.pop("lm_head.weight"))
     with pytest.raises(CheckpointError, match=r"lm_head\.weight is missing"):
@@ -182,7 +182,7 @@ def test_llama_tied_embeddings_decide_lm_head(device, stream, tmp_path):
 
 
 def test_llama_rejects_invalid_forward_arguments(device, stream, tmp_path):
-    """Caches of a wrong shape, too many rows and invalid feature layers raise an error."""
+    """A KV cache of a wrong shape, too many rows and invalid feature layers raise an error."""
     make_tiny_llama(tmp_path)
     config = LlamaConfig.from_dir(tmp_path)
     kv = model_util.make_cache(device, config, 2)

@@ -1,4 +1,4 @@
-"""Multi-token prediction (MTP) modules compared with a NumPy reference over whole sequences."""
+"""Tests that compare multi-token prediction (MTP) modules with a NumPy reference."""
 
 import model_util
 import numpy as np
@@ -16,8 +16,9 @@ TARGET = llama_config()
 def reference_logits(weights, of_target, tokens, features, drafts, modules):
     """Return the logits [vocab] of the token after `tokens` and `drafts`.
 
-    `features` has the target's features of all tokens except the last. A single module continues
-    from its own hidden states. With several modules each one reads the states of the previous one.
+    `features` holds the target's features of all tokens except the last. A single module continues
+    from its own hidden states. Of several modules, each module reads the hidden states of the
+    previous module.
     """
     sequence = np.concatenate([tokens, drafts]).astype(np.int64)
     norm = of_target["model.norm.weight"]
@@ -53,7 +54,7 @@ def reference_logits(weights, of_target, tokens, features, drafts, modules):
     ],
 )
 def test_mtp_logits_equal_numpy(device, stream, tmp_path, form, modules, own, tree):
-    """The logits of every draft equal the reference over the whole sequence.
+    """The logits of every draft equal the NumPy reference, which processes the whole sequence.
 
     Prompts are processed in chunks. Rounds commit one to five tokens in changing batch rows. Drafts
     form a chain or a tree.
@@ -87,9 +88,9 @@ def test_mtp_logits_equal_numpy(device, stream, tmp_path, form, modules, own, tr
 
 
 def test_mtp_modules_may_share_folder_with_target(device, stream, tmp_path):
-    """Target and drafter can be loaded from one folder; each ignores the tensors of the other.
+    """A target and its MTP drafter can be loaded from one folder; each ignores the other's tensors.
 
-    With fewer drafts than modules the drafter's KV cache has fewer layers.
+    If fewer drafts than modules are requested, the drafter's KV cache has fewer layers.
     """
     make_tiny_llama(tmp_path / "both")
     weights = make_tiny_mtp(tmp_path / "mtp", TARGET, modules=2)
@@ -150,7 +151,7 @@ def test_mtp_modules_may_share_folder_with_target(device, stream, tmp_path):
     ],
 )
 def test_mtp_rejects_unsuitable_checkpoints(device, stream, tmp_path, change, fields, error, words):
-    """Missing and unused tensors, a wrong number of modules and another target raise an error."""
+    """Missing or unused tensors, a wrong number of modules or another target raise an error."""
     make_tiny_llama(tmp_path / "target")
     make_tiny_mtp(tmp_path / "mtp", TARGET, modules=2)
     edit_tensors(tmp_path / "mtp", change)

@@ -45,10 +45,10 @@ def engine(tmp_path, monkeypatch):
 
 
 def test_tensor_core_round_has_five_launches_per_layer(engine, monkeypatch):
-    """A round launches five kernels per layer and no norm kernel.
+    """A round launches five kernels per decoder layer and no separate norm kernels.
 
-    A round with 32 layers would have at most 200 launches. Greedy outputs are the same without
-    speculation.
+    Extrapolated to 32 layers, a round has at most 200 launches. The greedy outputs equal those
+    without speculation.
     """
     monkeypatch.setattr(prefill.Prefill, "warm", lambda *_: [])  # long without tensor cores
     rng = np.random.default_rng(4)
@@ -76,7 +76,7 @@ def test_tensor_core_round_has_five_launches_per_layer(engine, monkeypatch):
 @pytest.mark.full
 @pytest.mark.parametrize("activations", ["float32", "rounded"])
 def test_prefill_kernels_are_loaded_before_first_request(engine, monkeypatch, activations):
-    """The engine loads all prefill kernels at creation; prompts of any length load no others."""
+    """An engine loads all prefill kernels at creation. Prompts of any length load no others."""
     asked = []
     load = Device.load
 

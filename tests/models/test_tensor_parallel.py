@@ -44,8 +44,9 @@ SMOL = replace(
 def run_ranks(case, told="", alone=False):
     """Run a case of rank_worker.py on two ranks; return exit code, stdout and stderr.
 
-    All processes have exited when the function returns. With `alone` every rank runs in a shell
-    that exits with 0, so that the launcher does not terminate the other ranks when one fails.
+    All processes have exited when the function returns. With `alone`, every rank runs in a shell
+    that exits with status 0, so the launcher does not terminate the other ranks when one rank
+    fails.
     """
     pytest.importorskip("mpi4py", reason="the extra parallel is not installed")
     if not MPIEXEC.is_file():
@@ -131,7 +132,7 @@ def test_tensor_parallel_rejects_more_ranks_than_kv_heads():
 
 
 class FixedAllGather:
-    """All-gather of rank 1 of 3 in one process; the other ranks' partial products are fixed."""
+    """Stand-in for the all-gather of rank 1 of 3; the partial products of other ranks are fixed."""
 
     def __init__(self, device, others):
         self.device = device
@@ -148,9 +149,10 @@ class FixedAllGather:
 
 @pytest.mark.parametrize("form", model_util.FORMS)
 def test_tensor_parallel_partial_products_are_added_in_rank_order(device, stream, form):
-    """The result is ((p0 + p1) + p2) + residual, bit for bit, where p0 to p2 are the products.
+    """A row-parallel product is ((p0 + p1) + p2) + residual, bit for bit.
 
-    The copy and the norm are computed from this result. It equals the whole product up to rounding.
+    p0 to p2 are the partial products of the ranks. The copy and the norm are computed from the sum,
+    which equals the product without sharding up to rounding.
     """
     rng = np.random.default_rng(5)
     x = rng.standard_normal((5, 96), np.float32)
@@ -240,9 +242,9 @@ def test_nccl_all_gather_runs_on_streams_and_in_graphs(device, stream, monkeypat
 
 
 def test_tensor_parallel_outputs_are_equal_for_every_batch_and_order():
-    """Outputs of two ranks are equal for all batch sizes, orders and draft shapes.
+    """The outputs of an engine on two ranks do not depend on batch size, order or draft shape.
 
-    They equal the outputs of one process up to rounding. Requests use greedy and coupled sampling.
+    The outputs equal those of one process up to rounding. Requests use greedy and coupled sampling.
     Only rank 0 computes masks. A rank that cannot load its shard reports the error to rank 0, and
     the next engine works.
     """
@@ -255,7 +257,7 @@ def test_tensor_parallel_outputs_are_equal_for_every_batch_and_order():
     for other in found["ranks"][1:]:
         assert (other["tokens"], other["logprobs"]) == (first["tokens"], first["logprobs"])
     assert set(first["reasons"].values()) <= {"stop", "length"}
-    # Rounds that are in flight when a request finishes fill a few more rows, depending on timing.
+    # Rounds in flight when a request finishes fill a few more mask rows, depending on timing.
     assert 0 < first["fills"] < 1.2 * alone["fills"]
     for name, logprobs in alone["logprobs"].items():
         pairs = zip(alone["tokens"][name], first["tokens"][name], strict=False)
@@ -267,7 +269,7 @@ def test_tensor_parallel_outputs_are_equal_for_every_batch_and_order():
 
 @pytest.mark.full
 def test_tensor_parallel_outputs_are_equal_for_real_model():
-    """SmolLM2, whose three KV heads are split unevenly over two ranks, has equal outputs."""
+    """SmolLM2 has the same outputs on two ranks, one of which has two of its three KV heads."""
     if not cache_folder().is_dir():
         pytest.skip(f"{cache_folder()} is not there: graft demo --llm makes it")
     code, said, errors = run_ranks("real")
@@ -292,8 +294,8 @@ def test_tensor_parallel_rank_timeout_ends_all_processes():
 def test_tensor_parallel_killed_rank_ends_all_processes(tmp_path):
     """If a rank is killed, all processes exit.
 
-    If the launcher does not terminate the other ranks, they exit at the deadline with one line on
-    stderr. If it does, they exit immediately without a message.
+    If the launcher terminates the other ranks, they exit immediately without a message. Otherwise
+    they exit at the deadline with one line on stderr.
     """
     code, _, _ = run_ranks("killed", tmp_path / "told", alone=True)
     limit = time.monotonic() + 60

@@ -30,9 +30,9 @@ def free(first, **options):
 
 
 def test_user_drafter_equals_device_prompt_lookup(device):
-    """Prompt lookup in Python has the same rounds, drafts and tokens as `NGram`.
+    """A Python function that implements prompt lookup gives the same rounds and drafts as `NGram`.
 
-    The prompts include one with a single token and one that takes several prefill chunks.
+    The prompts include a prompt of one token and a prompt that takes several prefill chunks.
     """
     seen = []
 
@@ -85,7 +85,7 @@ TREE_FAULTS = {
 
 @pytest.mark.parametrize("tree", [False, True])
 def test_user_drafter_error_fails_only_its_request(device, tree):
-    """An exception or an invalid result finishes the request with an error.
+    """If the function raises or returns an invalid result, the request finishes with an error.
 
     The error names the function and the exception or value. The other requests use their drafts
     and therefore take fewer rounds.
@@ -123,9 +123,9 @@ def test_user_drafter_error_fails_only_its_request(device, tree):
 
 
 def test_user_drafter_deadline_continues_without_drafts(device, caplog):
-    """After the deadline the engine logs one warning and continues without drafts.
+    """If the function exceeds the deadline, the engine logs one warning and makes no drafts.
 
-    It uses drafts again after the function has returned.
+    The engine uses drafts again after the function has returned.
     """
     resume = threading.Event()
     calls = []
@@ -149,7 +149,7 @@ def test_user_drafter_deadline_continues_without_drafts(device, caplog):
 
 
 def test_user_drafter_that_hangs_does_not_block_engine_close(device):
-    """The engine closes while the function hangs; the thread exits when the function returns."""
+    """An engine can be closed while the function hangs. The thread exits when it returns."""
     forever = threading.Event()
     outputs = generate(UserDrafter.of(lambda tokens: forever.wait(), deadline_s=0.02), [free(60)])
     assert outputs[0].reason in ("stop", "length")

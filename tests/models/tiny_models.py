@@ -19,7 +19,7 @@ def rounded(x: np.ndarray, dtype: str) -> np.ndarray:
 
 
 def write_safetensors(path: Path, tensors: dict[str, np.ndarray], dtype: str) -> None:
-    """Write tensors: float32 is stored as `dtype`, uint8 as E4M3 codes, other dtypes unchanged."""
+    """Write tensors. float32 is stored as `dtype`, uint8 as E4M3, and other dtypes unchanged."""
     stored = {
         name: np.ascontiguousarray(
             from_float32(t, dtype) if t.dtype == np.float32 and dtype != "float32" else t
@@ -54,7 +54,7 @@ def edit_tensors(folder: Path, change: Callable[[dict[str, np.ndarray]], Any]) -
 
 
 def llama_config(**overrides: Any) -> dict[str, Any]:
-    """Return config.json of a tiny Llama; an override of None removes a field."""
+    """Return the config of a tiny Llama model. An override of None removes a field."""
     config: dict[str, Any] = {
         "architectures": ["LlamaForCausalLM"],
         "model_type": "llama",
@@ -133,8 +133,8 @@ def make_tiny_llama(
 ) -> dict[str, np.ndarray]:
     """Write a random Llama checkpoint and return its tensors as float32 values.
 
-    Overrides are fields of config.json; None removes a field. With several shards, each is a file
-    and an index is written.
+    Overrides are fields of config.json; None removes a field. With several shards, one file per
+    shard and an index are written.
     """
     folder.mkdir(parents=True, exist_ok=True)
     config = llama_config(**{"torch_dtype": dtype, **overrides})
@@ -237,7 +237,7 @@ def make_tiny_mtp(
 ) -> dict[str, np.ndarray]:
     """Write random multi-token prediction modules for a target and return their tensors.
 
-    With `own` the modules have their own embeddings and heads.
+    With `own`, the modules have their own embeddings and LM heads; otherwise they use the target's.
     """
     folder.mkdir(parents=True, exist_ok=True)
     rng = np.random.default_rng(seed)
@@ -357,7 +357,7 @@ WORDS = [
 def make_tiny_tokenizer(folder: Path, vocab_size: int = 300) -> None:
     """Write a byte-level tokenizer: <eos> 0, <bos> 1, 256 bytes, then merges up to `vocab_size`.
 
-    JSON punctuation and a few words are merged, so that there are tokens of several bytes.
+    JSON punctuation and a few words are merged, so there are tokens of several bytes.
     """
     folder.mkdir(parents=True, exist_ok=True)
     tokenizer = tokenizers.Tokenizer(models.BPE())
