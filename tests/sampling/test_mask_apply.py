@@ -63,7 +63,8 @@ def test_mask_apply_selects_mask_rows(masked):
     legal = rng.random((3, 100)) < 0.3
     logits = _bits(rng, "float32", (5, 100))
     choice = np.array([2, -1, 0, 2, -1], np.int32)
-    wanted = np.where(legal[choice] | (choice < 0)[:, None], logits, -np.inf)
+    is_skipped = (choice < 0)[:, None]
+    wanted = np.where(legal[choice] | is_skipped, logits, -np.inf)
     got = masked(logits, legal, mask_row=choice)
     np.testing.assert_array_equal(got, wanted.astype(np.float32))
 
@@ -75,14 +76,18 @@ def test_mask_apply_maps_drafter_columns(masked):
     d2t = np.array([5, 89, 0, 31, 32, 63, 64, -1, 90, 1000, 5, 79, 80], np.int32)
     logits = _bits(rng, "float32", (2, d2t.size))
     inside = (d2t >= 0) & (d2t < 80)
-    wanted = np.where(inside & legal[:, np.where(inside, d2t, 0)], logits, -np.inf).astype("f4")
-    np.testing.assert_array_equal(masked(logits, legal, d2t=d2t, token_limit=80), wanted)
+    legal_columns = inside & legal[:, np.where(inside, d2t, 0)]
+    wanted = np.where(legal_columns, logits, np.float32(-np.inf))
+    found = masked(logits, legal, d2t=d2t, token_limit=80)
+    np.testing.assert_array_equal(found, wanted)
 
 
 @pytest.mark.parametrize("limit", [1, 5, 32, 37, 64, 99])
 def test_mask_apply_token_limit_overrides_mask(masked, limit):
     """Ids beyond the tokenizer's vocabulary are illegal, whatever the mask."""
-    got = masked(np.zeros((1, 100), np.float32), np.ones((1, 128), bool), token_limit=limit)
+    logits = np.zeros((1, 100), np.float32)
+    everything = np.ones((1, 128), bool)
+    got = masked(logits, everything, token_limit=limit)
     np.testing.assert_array_equal(np.isneginf(got[0]), np.arange(100) >= limit)
 
 

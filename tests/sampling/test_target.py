@@ -61,8 +61,9 @@ def test_filtered_distribution_matches_reference(make_round, block, vocab):
         for i, f in enumerate(FILTERS[:-1]):  # the last filter is greedy and has no distribution
             wanted = ref.distribution(logits[i], legal[i] & bound, f)
             kept = wanted > 1e-37
-            np.testing.assert_array_equal(probs[i] > 0, kept, err_msg=str(f))
-            np.testing.assert_allclose(probs[i][kept], wanted[kept], rtol=2e-5, err_msg=str(f))
+            found = probs[i]
+            np.testing.assert_array_equal(found > 0, kept, err_msg=str(f))
+            np.testing.assert_allclose(found[kept], wanted[kept], rtol=2e-5, err_msg=str(f))
 
 
 def test_row_without_legal_token_ends_request(make_round, block):
@@ -86,7 +87,8 @@ def test_row_without_legal_token_ends_request(make_round, block):
     logits[7, 7] = -np.float32(np.nan)
     for f in (ref.Filter(0.0), ref.Filter(1.0)):
         r = make_round(slots=8, draft_length=0, vocab=vocab, token_limit=limit, block=block)
-        out, _ = run_rows(r, logits, [simple(f) for _ in range(8)], legal)
+        slots = [simple(f) for _ in range(8)]
+        out, _ = run_rows(r, logits, slots, legal)
         reasons = [ref.DEAD, ref.DEAD, ref.DEAD, ref.FAULT, ref.FAULT, 0, 0, ref.FAULT]
         np.testing.assert_array_equal(out["reason"], reasons)
         np.testing.assert_array_equal(out["count"], [0, 0, 0, 0, 0, 1, 1, 0])
