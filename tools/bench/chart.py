@@ -115,7 +115,8 @@ class _Frame:
         colour = COLOURS[number % len(COLOURS)]
         dash = 4 * (number // len(COLOURS))
         pixels = [self.to_pixels(x, y) for x, y in points]
-        path = " ".join(f"{x:.1f},{y:.1f}" for x, y in pixels)
+        coordinates = [f"{x:.1f},{y:.1f}" for x, y in pixels]
+        path = " ".join(coordinates)
         dash_array = dash or "none"
         parts = [
             f'<polyline points="{path}" fill="none" stroke="{colour}" '

@@ -149,7 +149,11 @@ def quantiles(values: np.ndarray) -> dict[str, float]:
     """Return median, p99, p99.9 and maximum, or an empty dict if there are no values."""
     if not len(values):
         return {}
-    return {name: round(float(np.quantile(values, q)), 4) for name, q in QUANTILES.items()}
+    found = {}
+    for name, q in QUANTILES.items():
+        value = float(np.quantile(values, q))
+        found[name] = round(value, 4)
+    return found
 
 
 def summary(answers: Sequence[dict[str, Any]]) -> dict[str, Any]:
@@ -168,7 +172,8 @@ def summary(answers: Sequence[dict[str, Any]]) -> dict[str, Any]:
     result: dict[str, Any] = {"schemas": len(answers), "compiled": len(compiled)}
     for name in VERDICTS:
         result[name] = verdicts[name]
-    result["correct_percent"] = round(100 * verdicts["correct"] / max(1, len(answers)), 2)
+    correct_percent = 100 * verdicts["correct"] / max(1, len(answers))
+    result["correct_percent"] = round(correct_percent, 2)
     for label in ("valid", "invalid"):
         result[f"{label}_accepted"] = sum(answer[label].count(True) for answer in exact)
         result[label] = sum(len(answer[label]) for answer in exact)

@@ -417,8 +417,10 @@ def usage_table(usages: Iterable[Usage]) -> str:
 
 
 def _format_usage(usage: Usage) -> str:
-    loop = "".join(f" {count} {name}" for name, count in usage.loop.items())
-    return f"{usage.registers}/{usage.shared_bytes}/{usage.spilled_bytes}{loop}"
+    text = f"{usage.registers}/{usage.shared_bytes}/{usage.spilled_bytes}"
+    for name, count in usage.loop.items():
+        text += f" {count} {name}"
+    return text
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

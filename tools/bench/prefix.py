@@ -34,9 +34,11 @@ UNCACHED = "without"
 
 def make_prompts(engine: Engine, tokens: int, calls: int) -> list[list[int]]:
     """Return token ids of `calls` prompts that share their first `tokens` tokens."""
-    texts = [engine.tokenizer.encode(task.text) for task in held_out_tasks(calls + tokens)]
+    tasks = held_out_tasks(calls + tokens)
+    texts = [engine.tokenizer.encode(task.text) for task in tasks]
+    questions = texts[:calls]
     shared = list(chain.from_iterable(texts[calls:]))[:tokens]
-    return [shared + text for text in texts[:calls]]
+    return [shared + question for question in questions]
 
 
 def parse_options(arguments: Sequence[str] | None) -> argparse.Namespace:

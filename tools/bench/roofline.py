@@ -118,7 +118,10 @@ def roofline() -> str:
         )
     ]
     bfloat16 = [(name, size, 2) for name, size in MATRICES.items()]
-    e4m3 = [(f"{name}, E4M3", size, 1) for name, size in MATRICES.items() if name != "head"]
+    e4m3 = []
+    for name, size in MATRICES.items():
+        if name != "head":
+            e4m3.append((f"{name}, E4M3", size, 1))
     for name, (columns, inner), nbytes in bfloat16 + e4m3:
         for count in ROWS:
             product = Product.of(count, columns, inner, nbytes)

@@ -75,7 +75,8 @@ def measure_ceilings(bench: Bench) -> None:
     with bench.timed_graph() as lane:
         lane.copy(halves[0], halves[1])
     bandwidth = halves.nbytes / lane.seconds
-    bench.add("copy, bytes read and written", bandwidth / 1e9, "GB/s", (4200, 4400))
+    name = "copy, bytes read and written"
+    bench.add(name, bandwidth / 1e9, "GB/s", (4200, 4400))
     nbytes = 1 << (15 if bench.small else 27)
     pinned = bench.device.pinned((nbytes,), "uint8")
     with bench.timed_graph() as lane:
@@ -86,8 +87,9 @@ def measure_ceilings(bench: Bench) -> None:
     with bench.timed_graph() as lane:
         for _ in range(20):
             bench.read(lane, masks, 128)
+    seconds = lane.seconds / 20
     name = "128 mask rows of 16 KB in pinned memory"
-    bench.add(name, lane.seconds / 20 * 1e6, "us", (40, 100))
+    bench.add(name, seconds * 1e6, "us", (40, 100))
 
 
 def measure_gaps(bench: Bench) -> None:
@@ -98,21 +100,23 @@ def measure_gaps(bench: Bench) -> None:
     """
     count = 50 if bench.small else 1000
     elements = 1 << (12 if bench.small else 22)  # 8 MB of bfloat16 unless the sizes are small
-    data = bench.random((count // 2, elements))
+    num_arrays = count // 2
+    data = bench.random((num_arrays, elements))
     bandwidth = bench.read_bandwidth()
+    blocks = bench.device.multiprocessor_count * 8
     for programmatic, predicted in ((False, (1.0, 1.4)), (True, (0.3, 0.7))):
         edges = "programmatic" if programmatic else "full"
         with bench.report_refusal(f"{edges} edges"):
             with bench.timed_graph(programmatic) as lane:
                 for _ in range(count):
                     lane.kernel(bench.kernels["nothing"], 1, 32, [])
-            name = f"empty nodes, {edges} edges"
-            bench.add(name, lane.seconds / count * 1e6, "us", predicted)
+            gap_s = lane.seconds / count
+            bench.add(f"empty nodes, {edges} edges", gap_s * 1e6, "us", predicted)
             with bench.timed_graph(programmatic) as lane:
                 for i in range(count):
-                    blocks = bench.device.multiprocessor_count * 8
-                    bench.read(lane, data[i % (count // 2)], blocks)
-            gap_s = lane.seconds / count - 2 * elements / bandwidth
+                    bench.read(lane, data[i % num_arrays], blocks)
+            read_s = 2 * elements / bandwidth
+            gap_s = lane.seconds / count - read_s
             bench.add(f"8-MB nodes beyond the read, {edges} edges", gap_s * 1e6, "us", predicted)
 
 
@@ -145,14 +149,17 @@ def measure_hops(bench: Bench) -> None:
                 getattr(lane, transport)(NativeWork(free, 0, name="free(NULL)"))
                 lane.kernel(stamp, 1, 1, (stamps, 1), priority=priority)
                 executable = graph.instantiate(priorities=priorities)
-                times = []
+                times_ns = []
                 for _ in range(replays):
                     executable.launch(bench.stream)
                     executable.synchronize(LIMIT_S)
-                    times.append(int(stamps.array[1]) - int(stamps.array[0]))
+                    begin_ns = int(stamps.array[0])
+                    end_ns = int(stamps.array[1])
+                    times_ns.append(end_ns - begin_ns)
                 executable.close()
-                note = f"p99 {np.quantile(times, 0.99) / 1e3:.1f}"
-                bench.add(name, statistics.median(times) / 1e3, "us", note=note)
+                p99_ns = np.quantile(times_ns, 0.99)
+                median_ns = statistics.median(times_ns)
+                bench.add(name, median_ns / 1e3, "us", note=f"p99 {p99_ns / 1e3:.1f}")
 
 
 # Products -----------------------------------------------------------------------------------------
@@ -160,15 +167,16 @@ def measure_hops(bench: Bench) -> None:
 
 def matrices(bench: Bench) -> dict[str, tuple[int, int]]:
     """Return the output and input features of the model's weight matrices by name."""
-    hidden = bench.shape["hidden_size"]
-    inner = bench.shape["intermediate_size"]
-    kv = 2 * bench.shape["num_key_value_heads"] * bench.shape["head_dim"]
+    shape = bench.shape
+    hidden = shape["hidden_size"]
+    inner = shape["intermediate_size"]
+    kv = 2 * shape["num_key_value_heads"] * shape["head_dim"]
     return {
         "qkv": (hidden + kv, hidden),
         "out": (hidden, hidden),
         "gate, up": (2 * inner, hidden),
         "down": (hidden, inner),
-        "head": (bench.shape["vocab_size"], hidden),
+        "head": (shape["vocab_size"], hidden),
     }
 
 
@@ -234,12 +242,16 @@ def _measure_linear(
     """
     columns, inner = weights[0].shape
     dtype = str(weights[0].dtype)
-    y = bench.device.zeros((rows, columns - cut), "float32")
-    x = bench.device.zeros((rows, inner), "float32" if cut else kernels.input_dtype(weights[0]))
+    output_columns = columns - cut
+    y = bench.device.zeros((rows, output_columns), "float32")
+    x_dtype = "float32" if cut else kernels.input_dtype(weights[0])
+    x = bench.device.zeros((rows, inner), x_dtype)
     with bench.report_refusal(f"{name} of {dtype}, {rows} rows"):
         with bench.timed_graph() as lane:
             for i in range(count):
-                kernels.linear(lane, x, weights[i % len(weights)][: columns - cut], y)
+                weight = weights[i % len(weights)]
+                kernels.linear(lane, x, weight[:output_columns], y)
+        seconds = lane.seconds / count
         predicted = None
         if lane.kernels == "linear_warp":
             predicted = PREDICTED_WARP_LINEAR.get(rows)
@@ -248,10 +260,10 @@ def _measure_linear(
         suffix = f" less {cut}" if cut else ""
         bench.add(
             f"{name}{suffix} of {dtype}, {rows} rows, {lane.kernels}",
-            100 * weights[0].nbytes * count / lane.seconds / bandwidth,
+            100 * weights[0].nbytes / seconds / bandwidth,
             "% of read",
             predicted,
-            f"{lane.seconds / count * 1e6:.1f} us",
+            f"{seconds * 1e6:.1f} us",
         )
 
 
@@ -375,8 +387,10 @@ def _measure_attention(
     dim = bench.shape["head_dim"]
     kv_heads = bench.shape["num_key_value_heads"]
     num_layers = bench.shape["num_hidden_layers"]
-    slots = (np.arange(count) // 4).astype(np.int32)
-    positions = (length - min(count, 4) + np.arange(count) % 4).astype(np.int32)
+    row_numbers = np.arange(count)
+    first_position = length - min(count, 4)
+    slots = (row_numbers // 4).astype(np.int32)
+    positions = (first_position + row_numbers % 4).astype(np.int32)
     rows = Rows(
         bench.device.from_host(slots),
         bench.device.from_host(slots),
@@ -384,14 +398,16 @@ def _measure_attention(
         rows_per_slot=min(count, 4),
     )
     rng = np.random.default_rng(0)
-    qkv = rng.standard_normal((count, (heads + 2 * kv_heads) * dim)).astype(np.float32)
+    width = (heads + 2 * kv_heads) * dim
+    qkv = rng.standard_normal((count, width)).astype(np.float32)
     device_qkv = bench.device.from_host(qkv)
     out = bench.device.zeros((count, heads * dim), "float32")
     with bench.timed_graph() as lane:
         for layer in range(num_layers):
             kernels.attention(lane, device_qkv, rows, kv, layer, heads, out)
     seconds = lane.seconds / num_layers
-    kv_bytes = -(-count // 4) * length * kv_heads * dim * 4
+    requests = -(-count // 4)
+    kv_bytes = requests * length * kv_heads * dim * 4
     bench.add(
         f"{length} positions, {count} rows, {lane.kernels}",
         seconds * 1e6,
@@ -490,16 +506,20 @@ def _measure_sampling(
     saved = bench.device.from_host(setup.state.array.to_host())
     batch_rows = np.arange(requests, dtype=np.int32)
     row_numbers = np.arange(num_rows, dtype=np.int32)
+    batch_row_of_row = row_numbers // width
+    draft_of_row = row_numbers % width
     rows = RowMap(
         bench.device.from_host(batch_rows),
         bench.device.from_host(batch_rows * width),
-        bench.device.from_host(row_numbers // width << 16 | row_numbers % width),
+        bench.device.from_host(batch_row_of_row << 16 | draft_of_row),
     )
-    logits = bench.device.from_host(2 * rng.standard_normal((num_rows, vocab)).astype(np.float32))
+    values = rng.standard_normal((num_rows, vocab)).astype(np.float32)
+    logits = bench.device.from_host(2 * values)
     with bench.timed_graph() as lane:
         for _ in range(count):
             setup.sampler.target(lane, logits, rows)
-    usable = int((setup.sampler.row_ok.to_host()[:num_rows] == 1).sum())
+    row_ok = setup.sampler.row_ok.to_host()[:num_rows]
+    usable = int((row_ok == 1).sum())
     bench.add(
         f"{name}, {num_rows} rows, {lane.kernels}",
         lane.seconds / count * 1e6,
@@ -569,7 +589,8 @@ def _run_test_file(bench: Bench, path: Path) -> None:
     if not failures and done.returncode not in (0, 5):  # 5: no tests were collected
         failures = 1
     failed_tests = [line for line in lines if line.startswith(("FAILED", "ERROR"))]
-    note = "; ".join([lines[-1], *failed_tests])[:2000]
+    note = "; ".join([lines[-1], *failed_tests])
+    note = note[:2000]
     bench.add(str(path), failures, "failed", (0, 0), note)
 
 

@@ -148,7 +148,8 @@ class _Layout:
         self.x = {}
         for i, lane in enumerate(lanes):
             self.x[lane] = LEFT + BOX_WIDTH / 2 + i * column_width
-        self._y = [TOP + ROW_HEIGHT * i + BOX_HEIGHT / 2 for i in range(len(nodes))]
+        first_y = TOP + BOX_HEIGHT / 2
+        self._y = [first_y + ROW_HEIGHT * i for i in range(len(nodes))]
         self.width = 2 * LEFT + len(lanes) * column_width - COLUMN_GAP
         self.height = TOP + ROW_HEIGHT * len(nodes) + 20
 
@@ -179,7 +180,9 @@ class _Layout:
         y1 = self._y[start] + 5
         y2 = self._y[end] - 5
         bend = direction * COLUMN_GAP / 2
-        return f"M{x1},{y1} C{x1 + bend},{y1} {x2 - bend},{y2} {x2},{y2}"
+        bend1 = x1 + bend
+        bend2 = x2 - bend
+        return f"M{x1},{y1} C{bend1},{y1} {bend2},{y2} {x2},{y2}"
 
     def _path_within_lane(self, start: int, end: int) -> str:
         """Return a line between two boxes of a column, or a curve around the boxes in between."""

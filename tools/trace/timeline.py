@@ -111,7 +111,9 @@ class _Timeline:
         text_x = x + width / 2
         text_y = y + BOX_HEIGHT / 2 + 4
         text = escape(_fit(name, width))
-        title = escape(f"{name}: {duration_ns / 1000:.1f} µs at {offset_ns / 1000:.1f} µs")
+        duration_us = duration_ns / 1000
+        offset_us = offset_ns / 1000
+        title = escape(f"{name}: {duration_us:.1f} µs at {offset_us:.1f} µs")
         fill, stroke = colours
         return (
             f'<g><title>{title}</title><rect x="{x:.2f}" y="{y}" width="{width:.2f}" '

@@ -4,7 +4,7 @@
 
 The order of events is the same in every run and does not depend on delays:
 
-1. A kernel blocks the stream until the callback is enqueued behind it.
+1. A kernel blocks the stream while the callback is enqueued.
 2. This thread keeps the GIL from now on. The switch interval is longer than any case, and driver
    calls through ``ctypes.PyDLL`` do not release the GIL.
 3. The host unblocks the stream, so that the callback begins.
