@@ -29,7 +29,9 @@ def test_estimate_mean_interval_has_95_percent_coverage(size):
     for _ in range(1000):
         found = estimate_mean([rng.gauss(0.3, 2.0) for _ in range(size)])
         covered += found["low"] <= 0.3 <= found["high"]
-    assert abs(covered / 1000 - 0.95) < 4 * math.sqrt(0.95 * 0.05 / 1000)
+    share = covered / 1000
+    standard_error = math.sqrt(0.95 * 0.05 / 1000)
+    assert abs(share - 0.95) < 4 * standard_error
 
 
 def test_estimate_ratio_interval_matches_jackknife():
@@ -40,14 +42,16 @@ def test_estimate_ratio_interval_matches_jackknife():
     array = np.array(samples)
     numerator, denominator = array.sum(axis=0)
     left_out = (numerator - array[:, 0]) / (denominator - array[:, 1])
-    half = 1.966 * math.sqrt(399 / 400 * np.sum((left_out - left_out.mean()) ** 2))
+    squares = np.sum((left_out - left_out.mean()) ** 2)
+    half = 1.966 * math.sqrt(399 / 400 * squares)
     assert found["n"] == 400
     assert found["mean"] == pytest.approx(numerator / denominator)
     assert found["high"] - found["mean"] == pytest.approx(half, rel=0.01)
 
 
 def test_estimate_ratio_without_enough_samples_has_no_interval():
-    assert estimate_ratio([(2.0, 1), (3.0, 1), (4.0, 1)])["low"] is None
+    three_samples = [(2.0, 1), (3.0, 1), (4.0, 1)]
+    assert estimate_ratio(three_samples)["low"] is None
     assert estimate_ratio([(0, 0)])["mean"] is None
 
 
