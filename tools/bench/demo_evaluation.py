@@ -85,11 +85,11 @@ def run_tasks(engine: Engine, tasks: list[Task]) -> Result:
     outputs = engine.generate(requests, progress=sys.stderr.isatty())
     seconds = time.perf_counter() - start
     counters = engine.counters()
-    counters["grammar"] = {
-        name: value - before[name]
-        for name, value in counters["grammar"].items()
-        if isinstance(value, int)
-    }
+    grammar_counters = {}
+    for name, value in counters["grammar"].items():
+        if isinstance(value, int):
+            grammar_counters[name] = value - before[name]
+    counters["grammar"] = grammar_counters
     return Result(tasks, outputs, counters, seconds)
 
 

@@ -62,8 +62,9 @@ class Response:
 def make_bodies(count: int, model: str, seed: int) -> list[dict[str, Any]]:
     """Return `count` request bodies, each with one task and its JSON schema."""
     tasks = [task for task in held_out_tasks(2 * count, seed) if task.schema is not None]
-    return [
-        {
+    bodies = []
+    for task in tasks[:count]:
+        body: dict[str, Any] = {
             "model": model,
             "stream": True,
             "stream_options": {"include_usage": True},
@@ -75,8 +76,8 @@ def make_bodies(count: int, model: str, seed: int) -> list[dict[str, Any]]:
                 "json_schema": {"name": "task", "schema": task.schema},
             },
         }
-        for task in tasks[:count]
-    ]
+        bodies.append(body)
+    return bodies
 
 
 async def send(client: Any, body: dict[str, Any]) -> Response:

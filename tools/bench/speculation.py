@@ -471,8 +471,8 @@ def run(options: argparse.Namespace) -> dict[str, Any]:
                     **sizes,
                 )
             except (OptionError, ConfigError, CheckpointError, TokenizerError) as error:
-                name = ", ".join(str(value) for value in setup if value is not None)
-                refused[name] = str(error)
+                values = [str(value) for value in setup if value is not None]
+                refused[", ".join(values)] = str(error)
                 continue
             with engine:
                 key = (*setup[:3], masking_of(engine))
@@ -583,7 +583,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
     report.write(results, options.out)
     print(f"{report.tables(results)}\n\nfiles: {options.out}")
     measured = {one["drafter"] for one in results["configurations"]}
-    if missing := [name for name in options.drafters if name not in measured]:
+    missing = [name for name in options.drafters if name not in measured]
+    if missing:
         raise OptionError(f"no engine could be created for drafter {', '.join(missing)}")
 
 

@@ -197,15 +197,14 @@ class Trace:
         waits_by_cause: dict[str, list[int]] = defaultdict(list)
         for wait in self.waits:
             waits_by_cause[wait.cause].append(wait.end_ns - wait.start_ns)
-        exposed = {
-            cause: {
+        exposed = {}
+        for cause, durations in sorted(waits_by_cause.items()):
+            exposed[cause] = {
                 "waits": len(durations),
                 "total": sum(durations),
                 "largest": max(durations),
                 "median": int(statistics.median(durations)),
             }
-            for cause, durations in sorted(waits_by_cause.items())
-        }
         return {
             "device": self.device,
             "replays": len(self.replays()),
@@ -378,10 +377,13 @@ def exposed_waits(events: Mapping[int, TraceEvent], edges: Sequence[tuple[int, i
     for i, event in events.items():
         if event.kind == "host":
             continue
-        same_lane = [other for other in predecessors[i] if other.lane == event.lane]
-        host_steps = [
-            other for other in predecessors[i] if other.lane != event.lane and other.kind == "host"
-        ]
+        same_lane = []
+        host_steps = []
+        for other in predecessors[i]:
+            if other.lane == event.lane:
+                same_lane.append(other)
+            elif other.kind == "host":
+                host_steps.append(other)
         if not same_lane or not host_steps:
             continue
         ready_ns = max(other.end_ns for other in same_lane)

@@ -218,6 +218,11 @@ def make_report(device: Device, measurements: Sequence[Measurement]) -> dict[str
         if one.graph.transport == BASELINE:
             median = float(np.median(np.concatenate(one.join)))
             baselines[one.python, one.graph.callbacks] = median
+    results = []
+    for one in measurements:
+        baseline_ns = baselines[one.python, one.graph.callbacks]
+        results.append(summarize(one, baseline_ns))
+    reasons = {name: unavailable(name) for name in TRANSPORTS}
     return {
         "device": device.describe(),
         "kind": device.kind,
@@ -228,10 +233,8 @@ def make_report(device: Device, measurements: Sequence[Measurement]) -> dict[str
         "load": os.getloadavg(),
         "date": time.strftime("%Y-%m-%d"),
         "python": platform.python_version(),
-        "unavailable": {name: why for name in TRANSPORTS if (why := unavailable(name))},
-        "measurements": [
-            summarize(one, baselines[one.python, one.graph.callbacks]) for one in measurements
-        ],
+        "unavailable": {name: reason for name, reason in reasons.items() if reason},
+        "measurements": results,
     }
 
 
