@@ -1,7 +1,8 @@
 """Structs and constants of a C header, parsed from its text.
 
 Structs that kernels and host code share need to be declared only once, in the header. The parser
-supports ``#define NAME 3`` and structs of 32- and 64-bit scalars and arrays of them.
+supports ``#define NAME 3``, enumerators of the form ``NAME = 3,`` on lines of their own, and structs
+of 32- and 64-bit scalars and arrays of them.
 """
 
 from __future__ import annotations
@@ -23,6 +24,7 @@ _TYPES = {
     "unsigned long long": np.uint64,
 }
 _NUMBER = re.compile(r"^#define\s+(\w+)\s+(-?\d+)u?\s*(?://.*)?$", re.MULTILINE)
+_ENUMERATOR = re.compile(r"^ +(\w+) = (-?\d+),", re.MULTILINE)
 _STRUCT = re.compile(r"^struct\s+(\w+)\s*\{(.*?)^\};", re.MULTILINE | re.DOTALL)
 _FIELD = re.compile(r"^([\w ]+?)\s+(\w+)(?:\[(\w+)\])?$")
 _COMMENT = re.compile(r"//[^\n]*")
@@ -30,8 +32,10 @@ _COMMENT = re.compile(r"//[^\n]*")
 
 @functools.cache
 def read_numbers(path: Path) -> dict[str, int]:
-    """Return the values of all macros of a header that are defined as an integer, by name."""
-    return {name: int(value) for name, value in _NUMBER.findall(path.read_text())}
+    """Return the integer macros and the enumerators of a header, by name."""
+    text = path.read_text()
+    constants = _NUMBER.findall(text) + _ENUMERATOR.findall(text)
+    return {name: int(value) for name, value in constants}
 
 
 @functools.cache

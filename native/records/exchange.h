@@ -1,6 +1,6 @@
 // Records that the host, the C++ grammar worker and the kernels exchange through pinned memory.
 //
-// Kernels and worker include this header; Python parses its #defines and structs
+// Kernels and worker include this header; Python parses its constants and structs
 // (cudagraph/cstruct.py). Each record is declared here only.
 //
 // A *slot* holds the state of one running request. A *replay* is one launch of a round's graph;
@@ -29,15 +29,17 @@
 #define REASON_DEAD_END 3
 #define REASON_ERROR 4
 
-// Draft mode: how drafts are generated and masked (sampling/mode.py has the table).
-#define DRAFT_MODE_PROPOSED 0       // token ids, all at once
-#define DRAFT_MODE_CHAIN 1          // sampled level by level, unmasked
-#define DRAFT_MODE_CHAIN_FILL 2     // each draft sampled under its mask row
-#define DRAFT_MODE_CHAIN_PROBE 3    // the grammar tests the candidates of a level
-#define DRAFT_MODE_CHAIN_LATTICE 4  // the grammar tests the candidates of all levels in one step
-#define DRAFT_MODE_TREE 5           // grown level by level, unmasked
-#define DRAFT_MODE_TREE_PROBE 6
-#define DRAFT_MODE_TREE_LATTICE 7
+// How a round generates and masks its drafts. sampling/mode.py has the table of modes.
+enum DraftMode {
+  DRAFT_MODE_PROPOSED = 0,       // token ids, all at once
+  DRAFT_MODE_CHAIN = 1,          // sampled level by level, unmasked
+  DRAFT_MODE_CHAIN_FILL = 2,     // each draft is sampled under its mask row
+  DRAFT_MODE_CHAIN_PROBE = 3,    // the grammar tests the candidates of a level
+  DRAFT_MODE_CHAIN_LATTICE = 4,  // the grammar tests the candidates of all levels in one step
+  DRAFT_MODE_TREE = 5,           // grown level by level, unmasked
+  DRAFT_MODE_TREE_PROBE = 6,     // the grammar tests the candidates of all nodes of a level
+  DRAFT_MODE_TREE_LATTICE = 7,   // the grammar tests the candidates of all levels in one step
+};
 
 // Stamp of a mask row: the state of the row, and the request and position for which it was filled.
 // Kernels use a row only if its epoch and position are the slot's.
