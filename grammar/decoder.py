@@ -170,8 +170,8 @@ class GuidedDecoder:
         self.probing = exchange.mode.probes
         if self.probing and not masked_drafts:
             raise OptionError(
-                "guided decoder: the exchange has candidates to probe, which needs "
-                "masked_drafts=True"
+                "guided decoder: masked_drafts must be True, because the exchange's draft mode "
+                "probes candidates"
             )
         self.masked_drafts = masked_drafts
         self.transport = transport
@@ -221,7 +221,10 @@ class GuidedDecoder:
         """
         self._require_open()
         if replay != self._last_published + 1:
-            raise GuideError(f"replay {replay} published after replay {self._last_published}")
+            raise GuideError(
+                f"replay {replay} published after replay {self._last_published}; publish replay "
+                f"{self._last_published + 1} next"
+            )
         if replay - self.max_in_flight in self._in_flight:
             raise GuideError(
                 f"replay {replay} cannot be published before replay {replay - self.max_in_flight} "
@@ -348,7 +351,10 @@ class GuidedDecoder:
             Published replays have not been retired.
         """
         if self._in_flight:
-            raise GuideError(f"replays {sorted(self._in_flight)} have not been retired")
+            raise GuideError(
+                f"replays {sorted(self._in_flight)} have not been retired; "
+                "retire them before close()"
+            )
         self._worker.wait_idle()
         self._closed = True
         self._late.clear()
@@ -384,13 +390,16 @@ class GuidedDecoder:
         for request in requests:
             slot = request.slot
             if not 0 <= slot < self.slots or slot in seen:
-                raise GuideError(f"slot {slot} is out of range or named twice")
+                raise GuideError(f"slot {slot} is outside [0, {self.slots}) or listed twice")
             seen.add(slot)
             owner = self._owners.get(slot)
             if owner == request:
                 continue
             if owner is not None and owner.epoch == request.epoch:
-                raise GuideError(f"slot {slot}: epoch {request.epoch} has another request")
+                raise GuideError(
+                    f"slot {slot}: epoch {request.epoch} belongs to another request; a new request "
+                    "needs a new epoch"
+                )
             self._check_matcher(request, new_owners)
             new_owners[slot] = request
         for request in new_owners.values():
@@ -408,7 +417,7 @@ class GuidedDecoder:
         if matcher.size != self.vocab_size:
             raise GuideError(
                 f"slot {request.slot}: the matcher's vocabulary has {matcher.size} columns, "
-                f"the decoder's {self.vocab_size}"
+                f"the decoder requires {self.vocab_size}"
             )
         if matcher.claimed or any(matcher is other.matcher for other in new_owners.values()):
             raise GuideError(f"slot {request.slot}: the matcher already belongs to a request")

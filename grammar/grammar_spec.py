@@ -301,7 +301,10 @@ def _check_tags(tags: Sequence[StructuralTag], triggers: Sequence[str]) -> None:
             )
         count = sum(map(tag.begin.startswith, triggers))
         if count != 1:
-            raise GrammarError(f"structural tag: {tag.begin!r} begins with {count} of the triggers")
+            raise GrammarError(
+                f"structural tag: {tag.begin!r} begins with {count} of the triggers, "
+                "must begin with exactly one trigger"
+            )
     for trigger in triggers:
         if not any(tag.begin.startswith(trigger) for tag in tags):
             raise GrammarError(f"structural tag: no tag begins with the trigger {trigger!r}")

@@ -74,9 +74,11 @@ class Vocabulary:
                     f"vocabulary: token {name!r} has id {token}, outside [0, {self.size})"
                 )
             if self.is_text(token):
-                raise GrammarError(f"vocabulary: named token {name!r} (id {token}) is text")
+                raise GrammarError(
+                    f"vocabulary: named token {name!r} (id {token}) must not have text"
+                )
         if not any(self.tokens):
-            raise GrammarError("vocabulary: no token is text")
+            raise GrammarError("vocabulary: no token has text")
 
     @property
     def words(self) -> int:

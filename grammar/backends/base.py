@@ -103,6 +103,6 @@ def ending_ids(
     ending = tuple(stop for stop in stops if not vocabulary.is_text(stop))
     if not ending:
         raise GrammarError(
-            f"matcher: all stop ids {list(stops)} are text, so the grammar could never end"
+            f"matcher: all stop ids {list(stops)} have text, so the grammar could never end"
         )
     return ending

@@ -52,7 +52,7 @@ def load_native() -> str:
         return str(_native.guide.load_llguidance(llguidance._lib.__file__))
     except (ImportError, OSError, RuntimeError, AttributeError) as error:
         raise OptionError(
-            f"grammar_backend: LLGuidance cannot be driven natively: {error}"
+            f"grammar_backend: graft cannot call the installed LLGuidance: {error}"
         ) from error
 
 
@@ -125,7 +125,9 @@ def _lark_text(spec: Spec) -> str:
     if spec.kind == "structural_tag":
         return _structural_tag(json.loads(spec.text), spec.whitespace)
     if spec.root != "root":
-        raise GrammarError(f"ebnf: LLGuidance starts from the rule root, not {spec.root!r}")
+        raise GrammarError(
+            f"ebnf: with LLGuidance, the start rule must have the name 'root', not {spec.root!r}"
+        )
     from llguidance.gbnf_to_lark import any_to_lark
 
     try:

@@ -98,7 +98,7 @@ def load_native() -> None:
         _native.guide.load_xgrammar(libinfo.find_libtvm_ffi())
     except (OSError, RuntimeError) as error:
         raise OptionError(
-            f"grammar_backend: XGrammar cannot be driven natively: {error}"
+            f"grammar_backend: graft cannot call the installed XGrammar: {error}"
         ) from error
 
 

@@ -178,7 +178,9 @@ class GrammarService:
                 raise OptionError(f"compile service: {name} is {value}, must be positive")
         installed = available_backends()
         if choice == "auto" and not installed:
-            raise OptionError("grammar_backend: auto needs llguidance or xgrammar installed")
+            raise OptionError(
+                "grammar_backend: auto needs llguidance or xgrammar, but neither is installed"
+            )
         self._choice = choice if isinstance(choice, str) else ""
         self._ebnf_by_xgrammar = choice == "auto" and "xgrammar" in installed
         self._shared = _get_shared_backends(vocabulary, choice, cache_bytes)

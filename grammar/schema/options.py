@@ -20,7 +20,7 @@ _MAX_WHITESPACE = 1000
 def check_options(key_order: Any, whitespace: Any, assert_formats: Any) -> None:
     """Raise `GrammarError` for an unknown value of an option of `Spec`."""
     if key_order not in KEY_ORDERS:
-        raise GrammarError(f"key order {key_order!r} is unknown; use {' or '.join(KEY_ORDERS)}")
+        raise GrammarError(f"key_order {key_order!r} is unknown; use {' or '.join(KEY_ORDERS)}")
     is_number = isinstance(whitespace, int) and not isinstance(whitespace, bool)
     if is_number:
         known = 0 < whitespace <= _MAX_WHITESPACE
@@ -32,7 +32,7 @@ def check_options(key_order: Any, whitespace: Any, assert_formats: Any) -> None:
             f"characters from 1 to {_MAX_WHITESPACE}"
         )
     if is_number and key_order == "any":
-        raise GrammarError("key order any goes with whitespace line, compact or any, not a number")
+        raise GrammarError("key_order 'any' requires whitespace line, compact or any, not a number")
     if assert_formats not in (None, True, False):
         raise GrammarError(f"assert_formats is {assert_formats!r}, must be a bool or None")
 

@@ -220,7 +220,7 @@ def test_backend_rejects_incompatible_library(monkeypatch, library, release):
             lambda asked: "9.9.0" if asked == package else real(asked),
         )
     else:
-        message = f"{name} cannot be driven natively: the ABI is another"
+        message = f"graft cannot call the installed {name}: the ABI is another"
         why = "the ABI is another"
         monkeypatch.setattr(module, "_native", type("Native", (), {"guide": IncompatibleNative()}))
     with pytest.raises(OptionError, match=message):

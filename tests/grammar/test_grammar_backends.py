@@ -176,7 +176,7 @@ def test_matcher_rejects_invalid_tokens_and_arguments(backend, capfd):
 def test_make_backend_and_vocabulary_reject_unknown_names():
     with pytest.raises(OptionError, match="nonesuch"):
         make_backend("nonesuch", byte_vocabulary())
-    for token, message in ((97, "is text"), (270, "outside")):
+    for token, message in ((97, "must not have text"), (270, "outside")):
         with pytest.raises(GrammarError, match=message):
             byte_vocabulary(names={"<x>": token})
 

@@ -362,7 +362,7 @@ def test_matcher_treats_textual_stop_ids_as_text(xgrammar):
     assert matcher.accept(ord("a")) and ord("b") in matcher.legal()
     assert matcher.accept(ord("b")) and matcher.accept(ord("c"))
     assert matcher.legal().tolist() == [257]
-    with pytest.raises(GrammarError, match=r"all stop ids .* are text"):
+    with pytest.raises(GrammarError, match=r"all stop ids .* have text"):
         compiled.matcher([ord("b")])
     with pytest.raises(GrammarError, match="stop id 270 is outside"):
         compiled.matcher([270])

@@ -127,7 +127,7 @@ def test_vocabulary_rejects_unsupported_tokenizers(tmp_path):
         ([b"a"], 4, [4], r"stop id 4 is outside \[0, 4\)"),
         ([b"a"], 4, [-1], "stop id -1"),
         ([b"a", "b"], 4, [3], "token 1 is str"),
-        ([b"", b"x"], 4, [1], "no token is text"),
+        ([b"", b"x"], 4, [1], "no token has text"),
     ],
 )
 def test_vocabulary_rejects_invalid_arguments(tokens, size, stops, message):

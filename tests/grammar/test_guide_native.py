@@ -242,7 +242,7 @@ def test_guide_publish_rejects_invalid_requests(decoder, backend):
     for requests, message in (
         ([GuidedRequest(2, 1, None, 0)], "slot 2"),
         ([GuidedRequest(-1, 1, None, 0)], "slot -1"),
-        ([GuidedRequest(0, 1, None, 0), GuidedRequest(0, 2, None, 0)], "named twice"),
+        ([GuidedRequest(0, 1, None, 0), GuidedRequest(0, 2, None, 0)], "listed twice"),
         ([GuidedRequest(0, 1, foreign, 0)], "300 columns"),
         ([GuidedRequest(0, 1, shared, 0), GuidedRequest(1, 2, shared, 0)], "already belongs"),
     ):
@@ -252,7 +252,7 @@ def test_guide_publish_rejects_invalid_requests(decoder, backend):
         1, [GuidedRequest(0, 1, shared, 0)]
     )  # the rejected replays did not claim the matcher
     for other in (GuidedRequest(0, 1, matcher(backend), 0), GuidedRequest(0, 1, shared, 5)):
-        with pytest.raises(GuideError, match="epoch 1 has another request"):
+        with pytest.raises(GuideError, match="epoch 1 belongs to another request"):
             decoder.publish(2, [other])
     with pytest.raises(GuideError, match="already belongs"):
         decoder.publish(2, [GuidedRequest(1, 2, shared, 0)])
@@ -285,7 +285,7 @@ def test_guide_close(decoder, backend):
         ({"budget_us": float("nan")}, "budget_us is nan"),
         (
             {"mode": DraftMode.chain(3, "probe", 4), "masked_drafts": False},
-            "needs masked_drafts=True",
+            "masked_drafts must be True",
         ),
     ],
 )
