@@ -38,7 +38,7 @@ class EngineError(GraftError):
 
 
 class EngineUseError(EngineError):
-    """An engine was called during another call, which continues unaffected."""
+    """An engine was called while another call of the engine was running. That call continues."""
 
 
 class DrafterError(GraftError):

@@ -152,7 +152,7 @@ class Fields:
         return ConfigError(f"{self.where}: {name} is {value!r}, must be {expected}")
 
     def _value(self, name: str, default: Any) -> Any:
-        """Return a field, or `default` if it is absent; raise if it is absent and required."""
+        """Return a field, or `default` if it is absent; raise ConfigError if it is required."""
         value = self.get(name)
         if value is not None:
             return value
@@ -162,5 +162,5 @@ class Fields:
 
 
 def _is_integer(value: object) -> bool:
-    """Return whether a value is an integer. A boolean is not, although bool derives from int."""
+    """Return whether a value is an int but not a bool, which is a subclass of int."""
     return isinstance(value, int) and not isinstance(value, bool)

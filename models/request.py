@@ -44,12 +44,13 @@ MAX_SAMPLES = 128
 class Limits:
     """Limits on the host resources of requests.
 
-    The engine checks them before it does any other work for a request.
+    The engine checks these limits before it does any other work for a request.
 
     Parameters
     ----------
     prompt_bytes
-        Maximum size of a prompt, of the messages, and of a rendered chat template in UTF-8 bytes.
+        Maximum size in UTF-8 bytes of the prompt, of all messages together, and of the text that
+        the chat template renders from the messages.
     stop_strings
         Maximum number of stop strings.
     stop_characters
@@ -198,8 +199,9 @@ class Output:
     tokens
         Generated ids, including a final stop id.
     text
-        Decoded output without the stop id and without a stop string. An incomplete last character
-        is omitted. Set when the request finishes.
+        Text of the output, without the stop id or stop string that ended it. If the output ends
+        inside a UTF-8 character, this character is omitted. The text is set when the request
+        finishes.
     reason
         Finish reason. "stop": a stop id. "stop_string": a stop string. "length": `max_tokens`.
         "timeout": `timeout_s`. "dead_end": the grammar allows no token. "cancelled":
@@ -269,8 +271,8 @@ class Event:
     tokens
         Committed tokens.
     text
-        New text. An incomplete character at its end is held back, and so is text that may be the
-        beginning of a stop string.
+        Text that has become final since the last event. An incomplete character, and text that may
+        be the beginning of a stop string, are held back until a later event.
     output
         Output of the request if this is its last event; otherwise None.
     logprobs
@@ -341,7 +343,7 @@ def check_size(description: str, value: object, limit: str, limits: Limits) -> N
 
 
 def check_request(request: Request, vocab_size: int, limits: Limits) -> None:
-    """Check the type, range and cost of all fields of a request.
+    """Check the types and values of all fields of a request, and the limits.
 
     Parameters
     ----------

@@ -45,8 +45,9 @@ class Tokenizer:
     special_names
         Names of the special tokens, such as ``<s>``. `decode` omits these tokens by default.
     stop_ids
-        Ids that end the output. They are read from ``generation_config.json`` or else from
-        ``config.json``. If neither file has any, the tokenizer's end-of-sequence token is used.
+        Ids that end the output. They are read from ``generation_config.json``, or from
+        ``config.json`` if the first file has none. If neither file has stop ids, the tokenizer's
+        end-of-sequence token is used.
 
     Raises
     ------
@@ -157,7 +158,8 @@ class Tokenizer:
             Whether the template appends the header of the assistant's message.
         parse_special
             Whether names of special tokens in messages and variables are encoded as their ids. If
-            not, they are plain text. Names in the template itself always become ids.
+            not, they are plain text. Names that the template itself contains are always encoded as
+            ids.
         max_bytes
             Maximum size of the rendered text in UTF-8 bytes; None for no limit.
         **variables
@@ -193,7 +195,7 @@ class Tokenizer:
     def _content(self, name: str) -> str | None:
         """Return the text of a special token of tokenizer_config.json, or None if it is absent.
 
-        The file has a string, or an object with the string in its field "content".
+        In the file, a special token is a string or an object with a string in the field "content".
         """
         value = self._config.get(name)
         if isinstance(value, dict):
@@ -302,7 +304,7 @@ class _SpecialNameEscaper:
 
 
 def _default_template(templates: list[Any]) -> Any:
-    """Return the template named "default", or the list itself if there is none."""
+    """Return the template named "default", or the unchanged list if it has no such template."""
     for entry in templates:
         if isinstance(entry, dict) and entry.get("name") == "default":
             return entry.get("template")
@@ -310,7 +312,7 @@ def _default_template(templates: list[Any]) -> Any:
 
 
 def _read_optional(path: Path) -> Fields:
-    """Return the fields of a JSON file, or no fields if it does not exist."""
+    """Return the fields of a JSON file; an empty object if the file does not exist."""
     if not path.is_file():
         return Fields({}, str(path))
     try:

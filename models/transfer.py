@@ -38,7 +38,7 @@ class Ticket(NamedTuple):
     nbytes
         Size of the data in bytes.
     checksum
-        Sum of the data as 64-bit integers.
+        Sum of the data, read as 64-bit integers, to detect memory that was freed or reused.
     """
 
     sender: str
@@ -53,7 +53,7 @@ class SendBuffer(NamedTuple):
     Attributes
     ----------
     sender, address
-        Values of the ticket's fields of the same names.
+        Values for the fields `sender` and `address` of the ticket.
     data
         View of the memory as uint8.
     resource
@@ -161,8 +161,9 @@ class SharedMemory(Transfer):
     """Transport between processes of one user on one machine that see each other in /proc.
 
     The data is an anonymous file in memory (memfd). The receiver opens the file through
-    ``/proc/<pid>/fd`` of the sender. The kernel frees the file when the last process that uses it
-    has closed it or exited. The size limit of /dev/shm does not apply.
+    ``/proc/<pid>/fd`` of the sender. The operating system frees the file when every process that
+    has opened the file has closed it or exited. Such files do not count against the size limit of
+    /dev/shm.
     """
 
     def allocate(self, nbytes: int) -> SendBuffer:
@@ -191,8 +192,8 @@ class SharedMemory(Transfer):
 
 
 def _open_nonblocking(path: str, _flags: int) -> int:
-    # After the data was freed, the sender may have reused the descriptor for a pipe. Opening a pipe
-    # must not block.
+    # If the data has been freed, the sender may have reused the file descriptor for a pipe. Without
+    # O_NONBLOCK, opening a pipe could block.
     return os.open(path, os.O_RDONLY | os.O_NONBLOCK)
 
 
@@ -250,7 +251,8 @@ class Mooncake(Transfer):
         return buffer.data
 
     def release_buffer(self, address: int, resource: Any) -> None:
-        # A receiver that still reads the memory detects by the checksum that it has been freed.
+        # If a receiver is still reading this memory, the checksum tells it that the memory has been
+        # freed.
         resource[:_ALIGNMENT] = 0
         self._engine.unregister_memory(address)
 

@@ -5,8 +5,8 @@ pages of slot ``s`` in the order of their positions.
 
 Pages are reference-counted. A page is free again when its last reference is dropped.
 
-Rejected drafts need no cleanup on the device. Keys and values are addressed by position, so a
-rejected position is overwritten when it is processed again.
+Rejected drafts need no cleanup on the device. Keys and values are addressed by position, so the
+next token at this position overwrites the keys and values of a rejected draft.
 
 Invariants
 ----------
@@ -14,8 +14,8 @@ Invariants
    existing entries.
 2. `PagedKV.release` may be called only when no launched work reads the slot's positions any more.
 3. `PagedKV.set_table` copies a row from pinned memory. Because of 1 and 2, the host may extend this
-   row while an older copy of it is pending. The pending copy then transfers additional pages of the
-   same request, which is harmless.
+   row while an older copy of it is pending. The pending copy then also transfers the new entries.
+   This is harmless, because they are pages of the same request.
 """
 
 from __future__ import annotations
@@ -50,7 +50,8 @@ class PagedKV:
     dtype
         ``"float32"``, ``"float16"`` or ``"bfloat16"``.
     slots, max_pages_per_slot
-        Shape of the page table. A slot has up to ``max_pages_per_slot * page_size`` positions.
+        Number of rows and columns of the page table. A slot has at most ``max_pages_per_slot *
+        page_size`` positions.
 
     Attributes
     ----------
@@ -150,14 +151,14 @@ class PagedKV:
         positions
             Number of positions that the slot must have.
         shared
-            Pages with other references, such as prefix-cache pages, to use for the first positions.
-            Allowed only if the slot has no pages yet.
+            Pages to use for the slot's first positions. They already have other references, for
+            example as prefix-cache pages. Allowed only if the slot has no pages yet.
 
         Returns
         -------
         bool
-            False, with nothing changed, if there are too few free pages or the row of the page
-            table is too short.
+            True if the slot now has enough pages. False if there are too few free pages or the
+            slot's row of the page table is too short; nothing is changed in this case.
         """
         owned = self._owned[self._checked(slot)]
         total = -(-positions // self.page_size)
@@ -178,7 +179,7 @@ class PagedKV:
         return True
 
     def add_reference(self, page: int) -> None:
-        """Add a reference to a page that is in use or was just removed from `free`."""
+        """Add a reference to a page that is in use or has just been removed from `free`."""
         self._references[page] += 1
 
     def drop_reference(self, page: int) -> None:

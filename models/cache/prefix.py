@@ -1,19 +1,18 @@
-"""Prefix cache: KV-cache pages that outlive their request and are found again by their tokens.
+"""Prefix cache: keeps the KV-cache pages of finished requests for requests with the same prefix.
 
 The key of a page is a hash chain over all tokens up to the end of the page and over `lookahead`
 tokens after it. These tokens are included because entry ``i`` in the KV cache of a draft head
 depends on token ``i + 1``.
 
-The contents of a page depend on the tokens of its key alone. Kernels are row-invariant, so the bits
-are the same whether the page was written in prefill or in a decoding round, and in any batch.
-Grammars do not affect keys and values.
+The contents of a page depend only on the tokens of its key. Kernels are row-invariant, so prefill
+and decoding rounds write the same bits into the page, whatever the batch. Grammars do not affect
+the contents.
 
-Invariants
-----------
-1. A cached page is never written. A request writes only positions after the cached pages that it
-   shares, because at least its last token has no cached page.
-2. The writes of a page were enqueued on the stream of the rounds before the page was cached. Every
-   reader is enqueued on the same stream later.
+Invariants ---------- 1. A cached page is never written. A request that shares cached pages writes
+only later positions. There is at least one such position, because the page of a request's last
+token is never taken from the cache. 2. A page is cached only after its writes have been enqueued on
+the stream of the rounds. Work that reads the cached page is enqueued on the same stream later, so
+it runs after the writes.
 3. The cache owns one reference to each of its pages. A page may be evicted only while no slot has
    another reference to it.
 """
@@ -48,7 +47,7 @@ def page_keys(tokens: Sequence[int], page_size: int, lookahead: int = 0) -> list
     page_size
         Positions per page.
     lookahead
-        Number of tokens after a page on which the entries of the page depend.
+        Number of tokens after a page that affect the page's KV-cache entries.
 
     Returns
     -------
@@ -78,7 +77,7 @@ class PrefixCache:
     caches
         Paged KV caches of target and drafter, with the same page size.
     lookahead
-        Number of tokens after a page on which the entries of the page depend.
+        Number of tokens after a page that affect the page's KV-cache entries.
     max_pages
         Maximum number of cached pages; 0 disables the prefix cache.
 
@@ -105,7 +104,7 @@ class PrefixCache:
 
     @property
     def num_unused(self) -> int:
-        """Number of cached pages that belong to no slot."""
+        """Number of cached pages that no slot uses."""
         count = 0
         for group in self._cached.values():
             if not self._in_use(group):
@@ -125,8 +124,8 @@ class PrefixCache:
     def match(self, keys: Iterable[bytes]) -> list[PageGroup]:
         """Return the pages of the longest cached prefix and mark them as recently used."""
         found = self._find(keys)
-        # The first page becomes the most recently used one, because no later page can be found
-        # without it.
+        # The first page becomes the most recently used page and is evicted last, because the pages
+        # after it cannot be found without it.
         for key in reversed(found):
             self._cached.move_to_end(key)
         return [self._cached[key] for key in found]
@@ -165,8 +164,9 @@ class PrefixCache:
         keys
             Keys of the migrated pages.
         write
-            Function that enqueues the writes of page contents. It is called with the free pages to
-            write and, for each of them, the index in `keys` of the page to write into it.
+            Function that enqueues the writes of the page contents. Its arguments are a list of free
+            pages and a list of equal length with indices into `keys`. The contents that belong to
+            each key must be written into the corresponding page.
         """
         found = self.match(keys)
         num_missing = len(keys) - len(found)
@@ -218,8 +218,8 @@ class PrefixCache:
                 in_use.append(key)
             else:
                 unused.append(key)
-        # Pages in use become the most recently used ones, so that the next call finds unused pages
-        # sooner.
+        # Mark the pages in use as recently used. The next call then finds unused pages after fewer
+        # iterations.
         for key in in_use:
             self._cached.move_to_end(key)
         if len(unused) >= num_evictions:

@@ -19,7 +19,7 @@ __all__ = ["Admission"]
 
 
 class Admission:
-    """Converts requests to `RequestState` objects or refuses them.
+    """Checks and tokenizes requests, and creates a `RequestState` for each valid request.
 
     Parameters
     ----------
@@ -35,7 +35,7 @@ class Admission:
     Raises
     ------
     TokenizerError
-        If the model has more stop ids than a slot can hold.
+        If the model has more stop ids than the device state of a slot can hold.
     """
 
     def __init__(
@@ -156,7 +156,7 @@ class Admission:
     def _prompt_tokens(self, request: Request) -> list[int]:
         """Return the token ids of a request's prompt, messages or tokens."""
         if request.tokens is not None:
-            # The length is checked first, because it bounds the cost of checking every id.
+            # The number of ids is checked first. This bounds the cost of checking each id.
             self._max_tokens(len(request.tokens), request.max_tokens)
             check_token_ids("tokens", request.tokens, self._vocab_size)
             return list(request.tokens)

@@ -262,7 +262,10 @@ def _make_cache(
 def _prefix_cache(
     options: Options, drafter: Drafter | None, caches: tuple[PagedKV, ...]
 ) -> PrefixCache:
-    """Create the prefix cache; it is disabled if the drafter's cache entries cannot be shared."""
+    """Create the prefix cache.
+
+    It is disabled if requests cannot share the drafter's KV-cache entries.
+    """
     lookahead = drafter.lookahead if drafter else 0
     if lookahead is None:
         return PrefixCache(caches, 0, 0)
@@ -295,7 +298,7 @@ def _draft_mode(options: Options, drafter: Drafter | None) -> DraftMode:
 
 
 def _masking(options: Options, drafter: Drafter) -> str:
-    """Return the masking of drafts that are generated from logits."""
+    """Return how drafts are masked by the grammar if the drafter generates them from logits."""
     if not options.mask_drafts:
         return "none"
     if options.draft_masking == "fill" and drafter.shape.branch == 1:
@@ -378,7 +381,7 @@ def _make_sampler(
     max_batch: int,
     drafter: Drafter | None,
 ) -> Sampler:
-    """Create the sampler, with the vocabulary of the drafter's logits if it has any."""
+    """Create the sampler, with the draft vocabulary if the drafter computes logits."""
     vocab = drafter.vocab if drafter else None
     return Sampler(
         device,

@@ -1,10 +1,10 @@
 """Engine: LLM inference with speculative decoding and structured output.
 
 One decoding round is one *replay*, that is one launch, of a CUDA graph. Before the launch, the host
-writes the request slot of each batch row into pinned memory. Verification writes the committed
-tokens into a ring of pinned buffers. The host reads the tokens from there while the graph generates
-the next drafts. With `overlap`, the host launches the next round before it reads the tokens, so the
-device never waits for the host.
+writes the request slot of each batch row into pinned memory. The verification kernel writes the
+committed tokens into a ring of buffers in pinned memory. The host reads these tokens while the
+graph generates the next drafts. With `overlap`, the host launches the next round before it reads
+the tokens, so the device never waits for the host.
 """
 
 from __future__ import annotations
@@ -132,7 +132,7 @@ class Engine:
         config = LlamaConfig.from_dir(folder)
         tokenizer = Tokenizer(folder, vocab_size=config.vocab_size)
         # Only the target limits the number of positions. The max_position_embeddings of a draft
-        # head is its training length and is ignored.
+        # head is the length of the sequences it was trained on, and is ignored.
         requested = requested.sized(config.max_position_embeddings)
         self.device = open_device(requested.device, requested.ordinal)
         transport, self.transport_reason = choose_transport(
@@ -158,8 +158,9 @@ class Engine:
         self._scheduler = self._make_scheduler()
         self._ids = itertools.count()
         self._guard = ReentrancyGuard()
-        # Work for `_end_abandoned`, added by `cancel` and by each stream that ends: ids whose event
-        # claims are released, and ids of requests to cancel.
+        # Work for `_end_abandoned`. `cancel`, and each stream that ends, append an entry of two
+        # parts: the ids whose events the stream no longer claims, and the ids of the requests to
+        # cancel.
         self._abandoned: deque[tuple[Sequence[str], set[str]]] = deque()
         self.failure: str | None = None
         self._device_failed = False
@@ -203,9 +204,10 @@ class Engine:
     def _build_rounds(self) -> None:
         """Build the graph of each batch bucket and draft length, and run replays without requests.
 
-        The first replay of a graph triggers lazy loading in the driver. From the times of the other
-        replays the draft budget learns the cost of each draft length. Prefill chunks without
-        requests are run for the same two reasons.
+        The first replay of a graph makes the driver load its kernels, so that no request has to
+        wait for this. The times of the other replays tell the draft budget the cost of each draft
+        length. Prefill chunks without requests are run too, to load their kernels and to measure
+        their times.
         """
         scratch = self._parts.scratch(self.options.max_batch_size)
         stats = EngineStats()
@@ -374,8 +376,9 @@ class Engine:
     def step(self) -> list[Event]:
         """Run one scheduling step and return its events.
 
-        A step admits ready requests, launches up to two rounds and reads the oldest one. Events of
-        requests that belong to an active `stream` or `generate` are left to that call.
+        A step gives slots to waiting requests whose grammar is compiled, launches up to two rounds
+        and reads the results of the oldest one. It does not return the events of requests that an
+        active `stream` or `generate` has submitted. That call returns these events.
 
         Raises
         ------
@@ -395,8 +398,8 @@ class Engine:
                 self._end_abandoned()
                 self._scheduler.step(shield)
             except Exception as failure:
-                # Only the text is stored, because the traceback of a stored exception would keep
-                # the resources alive that close() frees.
+                # Only the text is stored. A stored exception would refer to its traceback, and
+                # thereby keep alive the resources that close() frees.
                 self.failure = str(failure)
                 self._device_failed = isinstance(failure, DeviceError)
                 LOG.error("the engine has failed: %s", self.failure)
@@ -520,7 +523,8 @@ class Engine:
     def counters(self) -> dict[str, Any]:
         """Return the counters of engine, grammar, compiler, device and prefix cache.
 
-        The entry "held" counts the resources in use at the time of the call.
+        The entry "held" counts the slots, pages and replays that are in use at the time of the
+        call.
         """
         if self._closed:
             raise OptionError("the engine is closed")
@@ -577,8 +581,8 @@ class Engine:
         Raises
         ------
         DeviceError, HostWorkError
-            If the device or a round in flight failed and no step has raised the error yet. All
-            resources are freed in this case too.
+            If the device or a round in flight has failed and no step has raised the error yet. The
+            engine is closed in this case too.
         """
         with self._guard:
             if self._closed:
@@ -590,7 +594,8 @@ class Engine:
                 if self.failure is None:
                     raise
             finally:
-                # Frames of a traceback may keep the scheduler alive: drop its device objects.
+                # The frames of a traceback may keep the scheduler alive after this call. Drop the
+                # scheduler's references to device objects, so that they are freed nevertheless.
                 self._scheduler.close()
                 del self._built, self._parts, self._admission, self._replays, self._scheduler
                 del self._migrator
@@ -600,9 +605,9 @@ class Engine:
                     _wait_for_release(self.device)
 
     def _drain(self) -> None:
-        """Close all parts. An error of one part does not prevent closing the others.
+        """Close all parts, also if closing one of them raises an error.
 
-        `ExitStack` calls the registered functions last to first: requests end first.
+        `ExitStack` calls the registered functions in reverse order, so the requests end first.
         """
         with ExitStack() as stack:
             parts = self._parts
@@ -682,7 +687,7 @@ def _wait_for_release(device: Device) -> None:
 
 
 def _has_id(request: Request) -> bool:
-    """Return whether a request has a valid id; objects of other types are refused later."""
+    """Return whether a request has an id of valid type. Invalid requests are refused later."""
     return isinstance(getattr(request, "id", None), str)
 
 

@@ -16,9 +16,9 @@ __all__ = ["ReentrancyGuard", "Shield"]
 class Shield:
     """Context manager that defers SIGINT while engine state changes.
 
-    `check` and the end of the ``with`` block pass a deferred signal to the previous handler. By
-    default, that handler raises KeyboardInterrupt. Python runs signal handlers in the main thread
-    only, so a shield does nothing in other threads.
+    While the ``with`` block runs, a SIGINT is only recorded. `check` and the end of the block pass
+    the recorded signal to the previous handler, which raises KeyboardInterrupt by default. Python
+    runs signal handlers in the main thread only, so a shield does nothing in other threads.
     """
 
     def __init__(self) -> None:
@@ -28,8 +28,8 @@ class Shield:
 
     def __enter__(self) -> Shield:
         in_main_thread = threading.current_thread() is threading.main_thread()
-        # getsignal returns None for a handler that C code has installed. Python could not restore
-        # such a handler, so it is not replaced.
+        # getsignal returns None for a handler that C code has installed. Such a handler is not
+        # replaced, because Python could not restore it afterwards.
         if in_main_thread and signal.getsignal(signal.SIGINT) is not None:
             self._previous_handler = signal.signal(signal.SIGINT, self._defer)
             self._installed = True
@@ -89,16 +89,18 @@ class _Call(NamedTuple):
 class ReentrancyGuard:
     """Context manager that rejects a second call of the engine while another one runs.
 
-    The guard never blocks, because a call from a signal handler or finalizer inside another call
-    would wait for itself.
+    The guard raises an error instead of waiting. A signal handler or finalizer may call the engine
+    in the middle of another call of the same thread, and waiting for that call would be a deadlock.
 
-    The guard is not a `threading.Lock`. KeyboardInterrupt may be raised between acquiring a lock
-    and the first statement of the block, or before its release, and would leave the lock acquired
-    forever. Here a call owns the guard only while its frame is on the stack.
+    The guard is not a `threading.Lock`. KeyboardInterrupt may be raised between the acquisition of
+    a lock and the first statement of the block, or just before the release. The lock would then
+    remain acquired forever. A call owns this guard only while the frame of the call is on the
+    stack, so an interrupted call loses the guard.
     """
 
     def __init__(self) -> None:
-        # The dictionary has at most one entry. `dict.setdefault` is an atomic test-and-set.
+        # The call that owns the guard, under the key None; empty if no call owns the guard. A
+        # dictionary is used because `dict.setdefault` is an atomic test-and-set.
         self._owner: dict[None, _Call] = {}
 
     def __enter__(self) -> None:

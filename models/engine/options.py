@@ -78,8 +78,8 @@ class Options:
         most `branch` children, from 2 to 16, the tree has at most `levels` levels, and the
         `draft_length` most likely nodes are verified. A sequence of paths selects a tree of fixed
         shape: (0,) and (2,) are the most likely and the third most likely first draft, and (0, 1)
-        is the second most likely continuation of (0,). Trees of drafters that draft level by level
-        are masked with "probe", whatever `draft_masking` is.
+        is the second most likely continuation of (0,). Trees that are drafted level by level are
+        always masked as with ``draft_masking="probe"``.
     max_length
         Maximum number of positions per request, prompt and output together. Default: the maximum
         of the target, at most 4096.
@@ -93,8 +93,8 @@ class Options:
         pages are needed. None sets no limit; 0 disables the cache.
     prefill_rows
         Maximum number of prompt tokens that are prefilled between two rounds while any request is
-        generating (chunked prefill). "auto" chooses the number from measured times, so that prefill
-        takes less time than a round (`PrefillScheduler`).
+        generating (chunked prefill). "auto" chooses the largest number whose measured time is at
+        most 0.8 of the time of a round (`PrefillScheduler`).
     mask_drafts
         Whether drafts are restricted to tokens that the grammar accepts. If not, verification
         rejects illegal drafts.
@@ -105,10 +105,11 @@ class Options:
         computes the logits of all levels at once, as DFlash does, one grammar step tests the
         candidates of all levels.
     forced_drafts
-        Whether tokens that the grammar forces are drafted. Without a drafter, the longest token of
-        a forced text; with one, the single legal token, whatever the drafter proposes (with
-        "probe", only if no candidate is legal). Forced drafts are verified like others, so the
-        distribution of outputs does not change.
+        Whether tokens that the grammar forces are drafted. With a drafter, a token is forced if it
+        is the only legal one. It replaces the draft of the drafter; with ``draft_masking="probe"``
+        only if no candidate of the drafter is legal. Without a drafter, the longest legal token is
+        forced if all other legal tokens are prefixes of it. Forced drafts are verified like others,
+        so the distribution of outputs does not change.
     verify
         Default verification mode of sampled requests. "coupled": a draft is accepted if it is the
         token that the target samples with the same random numbers, so drafts change no token.
@@ -130,17 +131,17 @@ class Options:
         batch size and the number of cores.
     grammar_budget_us
         Processor time in microseconds that the grammar of one request may use per grammar step
-        (`GuidedDecoder`). A request that exceeds it is late: it is left out of rounds until its
-        grammar is ready, and its output does not change. Rejection sampling is reproducible only
-        without late requests (``counters()["grammar"]["late_rows"]``). None: a step waits for all
-        requests.
+        (`GuidedDecoder`). A request that exceeds this time is late. It is left out of rounds until
+        its mask rows are complete, so that the other requests need not wait. This does not change
+        its output, except that rejection sampling is reproducible only without late requests
+        (``counters()["grammar"]["late_rows"]``). With None, a step waits for all requests.
     overlap
         Whether a round is launched before the host has read the previous one.
     composition
-        "one": a round is one graph. "two": the graph ends after verification, and drafting is in
-        further graphs, each of which the host launches when the grammar step that it needs has
-        completed. Rounds then do not overlap. This mode exists to measure the benefit of a single
-        graph.
+        "one": a round is one graph. "two": the graph ends after verification. The drafter runs in
+        further graphs, and the host launches each of them after the grammar step that it depends on
+        has completed. Rounds do not overlap in this mode. It exists to measure the benefit of a
+        single graph.
     activations
         Precision of the activations that are multiplied with 16-bit weights on GPUs. "rounded":
         rounded to the type of the weights, as in training and serving; sums and everything else are
@@ -153,9 +154,9 @@ class Options:
         Whether a kernel may start while the previous one is running (programmatic dependent
         launch), see `Graph`.
     timeline
-        Whether the device records a time stamp after every part of a round
-        (`EngineStats.part_ns`, traces), which costs one kernel each. If not, only the beginning and
-        the end of a round are recorded.
+        Whether the device records a time stamp after every part of a round (`EngineStats.part_ns`,
+        traces). Each time stamp costs one small kernel. Otherwise, only the beginning and the end
+        of a round are recorded.
     limits
         Limits on the size of requests and on the queue.
     compile_threads, compile_timeout_s
@@ -269,7 +270,7 @@ class Options:
 
     @property
     def tree(self) -> TreePlan | None:
-        """`draft_tree` as a plan; None for a chain."""
+        """Plan of the draft tree that the option `draft_tree` describes; None for a chain."""
         return None if self.draft_tree is None else TreePlan.of(self.draft_tree)
 
     @property
@@ -284,7 +285,8 @@ class Options:
     def slots(self) -> int:
         """Number of slots: two per row.
 
-        A row can be reused while a replay in flight still refers to the slot of its last request.
+        When a request leaves a batch row, the next request can take this row at once with the
+        second slot, although a replay in flight still refers to the first slot.
         """
         return 2 * self.max_batch_size
 

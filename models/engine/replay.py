@@ -5,8 +5,8 @@ entry of an input ring, and publishes its results in an entry of an output ring.
 pinned memory.
 
 Several replays may be in flight. A replay is *unread* from its launch until the host has read its
-results. It is *retired* once the host knows that all its work is complete. This is later, because
-the replay generates the next drafts after it has published its results.
+results. It is *retired* once the host knows that all its work is complete. A replay retires later
+than it can be read, because it generates the next drafts after it has published its results.
 """
 
 from __future__ import annotations
@@ -53,8 +53,8 @@ class RowAssignment:
     """The request of a batch row at the time its replay was launched, with its slot and epoch.
 
     The request may have left the slot since, because of a stop string, cancellation or preemption.
-    It may even have joined the slot again, which changes its epoch. The assignment is then stale,
-    and the results of the row are discarded.
+    The same request may even have left the slot and joined it again, which changes its epoch. In
+    these cases, the assignment is stale and the results of the row are discarded.
     """
 
     state: RequestState
@@ -78,8 +78,8 @@ class ReplayInFlight:
     graph
         Graph that was launched.
     graph_number
-        Number of the replay if only the replays of this graph are counted. Errors of host steps
-        report this number.
+        Number of the replay among the replays of this graph. Errors of host steps report this
+        number.
     rows
         Requests of the batch rows, without padding rows.
     """
@@ -124,9 +124,9 @@ class RowResult:
 class Replays:
     """Launches rounds one after another on one stream and reads their results.
 
-    When replay ``r`` has published its results, replay ``r - 1`` is complete, because replays run
-    in order. Only then does the host retire replay ``r - 1``: it releases the snapshot of the
-    grammar matchers that the replay used, and reads the replay's time stamps.
+    Replays run in order, so replay ``r - 1`` is complete when replay ``r`` has published its
+    results. The host then retires replay ``r - 1``, which means that it releases the snapshot of
+    the grammar matchers that the replay used, and reads the replay's time stamps.
 
     Parameters
     ----------
@@ -178,10 +178,10 @@ class Replays:
     def launch(self, graph: RoundGraph, states: Sequence[RequestState]) -> None:
         """Publish the slot of each batch row and launch one replay.
 
-        The ring entries and the snapshot of the matchers contain the number of the replay. A replay
-        that finds another number there treats every row as padding. The rings refuse to reserve an
-        entry that an unread replay still uses. Launching too many replays therefore raises an error
-        before anything is overwritten.
+        The number of the replay is written into the ring entries and into the snapshot of the
+        grammar matchers. A replay that reads a different number there treats every row as padding.
+        A ring raises an error if the entry to reserve is still used by an unread replay. An excess
+        launch therefore fails before it overwrites anything.
         """
         parts = self._parts
         number = self.launched + 1
@@ -223,20 +223,20 @@ class Replays:
         shield
             Shield that defers Ctrl-C. It raises KeyboardInterrupt here.
         count_progress
-            Function that counts completed work which precedes the replay, such as prefill chunks.
-            Each change of the count restarts the deadline.
+            Function that returns the number of completed pieces of work that were enqueued before
+            the replay, such as prefill chunks. The deadline starts anew when this number changes.
 
         Raises
         ------
         DeviceError
-            If the device failed, or published no result and made no progress for
-            `ROUND_DEADLINE_S`. In the second case a note of the error contains the stacks of host
-            and device.
+            If the device has failed, or if the replay published no result and no other work
+            completed for `ROUND_DEADLINE_S` seconds. In the second case, a note of the error
+            contains the stacks of the waiting thread and of the running host functions.
         HostWorkError
             If a host step of a replay failed, that is CPU work that the graph runs as a node.
         """
-        # The traceback of a KeyboardInterrupt keeps this frame alive, so no local variable may own
-        # device resources.
+        # The traceback of a KeyboardInterrupt keeps the local variables of this frame alive. None
+        # of them may own device resources.
         self._wait_until_published(self.unread[0].number, shield, count_progress)
         flight = self.unread[0]
         self._retire(flight.number - 1, stats)
@@ -287,7 +287,7 @@ class Replays:
 
     @contextmanager
     def _engine_numbers(self, flight: ReplayInFlight) -> Iterator[None]:
-        """Report the engine's replay number, not the graph's, in errors of host steps."""
+        """Replace the graph's replay number by the engine's in errors of host steps."""
         try:
             yield
         except HostWorkError as error:
@@ -302,7 +302,7 @@ class Replays:
             raise renumbered from error.__cause__
 
     def _engine_number(self, flight: ReplayInFlight, graph_number: int) -> int | None:
-        """Return the engine's number of a replay of `flight`'s graph; None if it has retired."""
+        """Return the engine's number of a graph's replay; None if the replay has retired."""
         for other in (flight, *self._unretired, *self.unread):
             if other.graph is flight.graph and other.graph_number == graph_number:
                 return other.number

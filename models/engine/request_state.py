@@ -55,8 +55,9 @@ class RequestState:
         Grammar matcher. It is created before the request joins a slot and dropped when the request
         leaves the slot. None at other times and for an unconstrained request.
     queue_number
-        Sequence number in the queue; -1 while the request is not waiting. It is less than -1 for a
-        request that was preempted because pages ran out. Numbers are never reused.
+        Sequence number in the queue; -1 while the request is not waiting. It is less than -1, and
+        thus precedes all other numbers, if the request was preempted because pages ran out. Numbers
+        are never reused.
     bypass_count
         Number of times another request was given a slot while this one was first in the queue.
     prefix_keys
@@ -122,7 +123,7 @@ class RequestState:
 
     @property
     def tokens(self) -> list[int]:
-        """Prompt and output so far: the tokens to prefill when the request joins a slot."""
+        """Prompt and output so far. These tokens are prefilled when the request joins a slot."""
         return [*self.prompt, *self.output.tokens]
 
     @property
@@ -216,7 +217,7 @@ class RequestState:
         return text
 
     def _emit(self, held: int = 0) -> str:
-        """Return the pending text except for its last `held` characters, and mark it as emitted."""
+        """Return the text that has not been emitted, except for its last `held` characters."""
         end = len(self._pending_text) - held
         text = self._pending_text[:end]
         self._pending_text = self._pending_text[end:]

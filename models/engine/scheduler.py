@@ -1,13 +1,13 @@
 """Scheduler: selects the requests of each round and distributes the results.
 
 A *replay* is one launch of the CUDA graph of a round. A *slot* is the index of a request's state on
-the device. A *row* is the index of a request in the batch of one replay. The scheduler handles
-these objects on the host and never touches a tensor.
+the device. A *row* is the index of a request in the batch of one replay. The scheduler works with
+these numbers on the host, and neither reads nor writes tensors.
 
 Up to `max_in_flight` replays are in flight. With two, round ``i + 1`` is launched before the host
-has read round ``i``, so the device never waits for the host. The cost is that a request which
-finished in round ``i`` still occupies a row of round ``i + 1``. The tokens of that row are
-discarded.
+has read round ``i``, so the device never waits for the host. The cost of this overlap is that a
+request which finishes in round ``i`` still occupies a row of round ``i + 1``. The scheduler
+discards the tokens of that row.
 """
 
 from __future__ import annotations
@@ -55,7 +55,7 @@ _QueueEntry = tuple[int, int, RequestState]
 
 
 def _sort_key(entry: _QueueEntry) -> tuple[int, int]:
-    """Return the part of a queue entry that determines its order."""
+    """Return the sort key of a queue entry."""
     priority, number, _ = entry
     return priority, number
 
@@ -64,8 +64,8 @@ class Outbox:
     """Events that have not been fetched.
 
     A caller such as `Engine.stream` claims the requests that it has submitted, and only this caller
-    receives their events. `Engine.step` fetches the events of all other requests. Several users of
-    one engine can therefore take turns or be nested.
+    receives their events. `Engine.step` fetches the events of all other requests. Several streams
+    of one engine can therefore be interleaved or nested without receiving each other's events.
 
     Attributes
     ----------
@@ -89,7 +89,7 @@ class Outbox:
         self.posted += 1
 
     def claim(self, request_id: str) -> None:
-        """Reserve the events of a request for the caller."""
+        """Reserve the events of a request for the caller; `Engine.step` does not return them."""
         self._claimed.add(request_id)
 
     def release(self, ids: Iterable[str]) -> None:
@@ -116,11 +116,12 @@ class Outbox:
 
 
 class Scheduler:
-    """Continuous batching: requests join, run round by round, and leave; some are preempted.
+    """Schedules requests: continuous batching with priorities, chunked prefill and preemption.
 
-    Requests whose grammar is compiled are admitted by priority. Of the first `PREFIX_LOOKAHEAD`
-    requests in the queue that have the highest priority, the one with the most prefix-cache hits is
-    admitted next. The first request in the queue is bypassed at most `MAX_BYPASSES` times.
+    A request can get a slot once its grammar is compiled. The next slot goes to a request of the
+    highest priority in the queue. Among the first `PREFIX_LOOKAHEAD` requests of this priority, the
+    scheduler selects the request with the most prefix-cache hits. To prevent starvation, it
+    bypasses the first request in the queue at most `MAX_BYPASSES` times.
 
     Parameters
     ----------
@@ -226,7 +227,8 @@ class Scheduler:
         if self.replays.unread:
             self.read(shield)
         elif self.waiting and posted == self.outbox.posted and not self.outbox.pending:
-            # All requests wait for their grammars: block until one is compiled or `wake` is called.
+            # All requests wait for their grammars. Block until a grammar is compiled or `wake` is
+            # called.
             self._woken.wait(IDLE_WAIT_S)
             self._woken.clear()
 
@@ -263,7 +265,7 @@ class Scheduler:
     def _choose(self) -> RequestState:
         """Return the ready request that gets the next slot."""
         priority, number, first = self._ready[0]
-        at_front = number < 0  # it was preempted because pages ran out, and is always next
+        at_front = number < 0  # preempted because pages ran out; such a request is always next
         if at_front or first.bypass_count >= MAX_BYPASSES or not self.slots.has_free_slot:
             return first
         candidates = []
@@ -296,8 +298,8 @@ class Scheduler:
             return True
         if self.slots.num_assigned or self.replays.unread or not self.slots.num_leaving:
             return False
-        # The last replay is retired only when a later one is read, but no replay is in flight. Wait
-        # until the device is idle instead.
+        # A replay is normally retired when a later replay is read. Here no later replay has been
+        # launched, so wait until the device is idle, and retire the last replay then.
         self.replays.wait_idle(self.stats)
         self.slots.reclaim_all()
         return self._join(state)
@@ -338,8 +340,9 @@ class Scheduler:
             self.slots.reclaim_all()
             short = self._allocate_pages()
         self.slots.prefill(self.replays.round_s)
-        # Slots are freed by replay number. If `prefill` has enqueued work, a replay must follow, so
-        # that a slot is not freed before its prefill is complete.
+        # A slot is freed when a certain replay has retired. If `prefill` has enqueued work, a
+        # replay must be launched after it. Otherwise a slot might be freed before its prefill is
+        # complete.
         states = [state for state in running.values() if state not in short]
         if not states:
             return False
@@ -354,10 +357,11 @@ class Scheduler:
     def _allocate_pages(self) -> list[RequestState]:
         """Allocate KV-cache pages for the next round; preempt a request if pages have run out.
 
-        No request is preempted while a slot that requests have left is still to be reclaimed,
-        because that will free pages. Otherwise the request with the greatest `preemption_key` loses
-        its slot and pages, so that the others can continue. If it is the only one that needs pages,
-        it waits for them instead, because the others can continue anyway.
+        While the slot of a request that has left is not yet reclaimed, no request is preempted,
+        because reclaiming this slot will free pages. Otherwise the request with the greatest
+        `preemption_key` loses its slot and pages, so that the other requests can continue. If no
+        other request lacks pages, this request is not preempted but waits for pages, because the
+        other requests can continue anyway.
 
         Returns
         -------
@@ -404,7 +408,7 @@ class Scheduler:
         if row.tokens:
             self._record_drafts(state, row, graph)
         elif row.cut:
-            # Nothing was committed, so the drafts that were not cut remain pending.
+            # No token was committed, so the next round verifies the drafts that were not cut.
             state.draft_capacity = row.tested
         state.undrafted_tokens = len(row.tokens) if row.reason else 0
         text, stopped = state.append_tokens(row.tokens)
@@ -486,7 +490,7 @@ class Scheduler:
     # Leaving a slot -----------------------------------------------------------------------------
 
     def preempt(self, state: RequestState, to_front: bool = False) -> None:
-        """Take the slot and pages of a request and put it back into the queue.
+        """Preempt a request: take its slot and pages, and put the request back into the queue.
 
         The results that replays in flight produce for this request are discarded. When the request
         joins a slot again, its prompt and its output are prefilled. The logits, mask and random

@@ -12,14 +12,15 @@ Invariants
 2. Prefill is enqueued on the stream of the replays and is always followed by a replay. A slot is
    assigned again after that replay has retired. The next request of the slot can therefore
    overwrite the slot's staging buffer for prompts, because the device has read it.
-3. Prompts are prefilled one after another, chunk by chunk, with replays between the chunks. A
-   prompt is enqueued completely before the next one begins, because they share the row arrays on
-   the device. While a request is running, at most the number of tokens that `PrefillScheduler`
+3. Prompts are prefilled one after another, chunk by chunk, with replays between the chunks. All
+chunks of a prompt are enqueued before the first chunk of the next prompt, because all prompts use
+the same row arrays on the device. While a request is running, at most the number of tokens that
+`PrefillScheduler`
    allows is enqueued between two replays.
 4. Pages that requests share through the prefix cache are never written.
-5. Pages cover every position that a replay in flight can write. A request for which `grow` found
-   no pages is left out of the next round. A single request always has enough pages; a request that
-   would need more is refused at submission.
+5. A request has pages for every position that a replay in flight can write. If `grow` finds no
+pages for a request, the request is left out of the next round. A request that runs alone always has
+enough pages, because a request that would need more is refused at submission.
 """
 
 from __future__ import annotations
@@ -68,7 +69,7 @@ class _PrefillingRequest:
 
 
 class SlotManager:
-    """Assigns slots and KV-cache pages, and reclaims them once no replay can touch them.
+    """Assigns slots and KV-cache pages to requests, and reclaims them when no replay uses them.
 
     Parameters
     ----------
@@ -132,8 +133,8 @@ class SlotManager:
         self.running: dict[int, RequestState] = {}
         self._prefilling: dict[int, _PrefillingRequest] = {}
         self._free = list(range(num_slots))
-        # For each slot that a request has left, the number of the replay that must retire before
-        # the slot is free.
+        # Slots that requests have left but that are not free yet. The value is the number of the
+        # replay that must retire before the slot is free.
         self._leaving: dict[int, int] = {}
         self._epochs = itertools.count(1)
         self._rows_left = 0  # prompt tokens that may still be enqueued before the next replay
@@ -176,8 +177,9 @@ class SlotManager:
         Later calls of `prefill` prefill all tokens of the request except for the last one. The
         request then takes part in rounds. If it was preempted, it continues after its output.
 
-        The pages that the running requests need for the next round, at least one for each, are left
-        free. Otherwise the new request would be the next one to be preempted.
+        The request does not join if it would take pages that the running requests need for the next
+        round. At least one page is kept free for each running request. Otherwise the pages would
+        soon run out, and the new request would be the first to be preempted.
 
         Parameters
         ----------
@@ -291,7 +293,9 @@ class SlotManager:
         )
 
     def leave(self, state: RequestState, last_replay: int, *, ended_on_device: bool) -> None:
-        """Remove a request from its slot. The slot is free once `last_replay` has retired.
+        """Remove a request from its slot.
+
+        The slot becomes free when replay `last_replay` has retired.
 
         Parameters
         ----------
@@ -300,7 +304,8 @@ class SlotManager:
         last_replay
             Number of the last replay launched.
         ended_on_device
-            Whether the device has already deactivated the slot. If not, this method enqueues that.
+            Whether the device has already deactivated the slot. If not, this method enqueues the
+            deactivation.
         """
         slot = state.slot
         prefilling = self._prefilling.pop(slot, None)
@@ -316,7 +321,7 @@ class SlotManager:
         state.reserved_positions = 0
 
     def reclaim(self, retired: int) -> None:
-        """Free the slots and pages to which no replay after number `retired` refers."""
+        """Free the slots, and their pages, whose last replay has a number of at most `retired`."""
         reclaimable = [slot for slot, replay in self._leaving.items() if replay <= retired]
         for slot in reclaimable:
             del self._leaving[slot]
@@ -330,7 +335,7 @@ class SlotManager:
         self.reclaim(last_replay)
 
     def close(self) -> None:
-        """Drop the references to device objects. A traceback could keep them alive otherwise."""
+        """Drop the references to device objects, which a traceback could otherwise keep alive."""
         self._prefilling.clear()
         del self._caches, self._prefix_cache, self._prefill, self._slot_state, self._lane
 
@@ -340,7 +345,7 @@ class SlotManager:
         return end + self._slack_positions
 
     def _pages_for_next_round(self) -> int:
-        """Return how many pages the running requests need for a round, counting one at least."""
+        """Return how many more pages the running requests need, counting at least one for each."""
         page_size = self._caches[0].page_size
         pages = 0
         for state in self.running.values():
@@ -355,7 +360,7 @@ class SlotManager:
         shared: Sequence[PageGroup] = (),
         spare: int = 0,
     ) -> bool:
-        """Allocate pages in all caches for the next round, or in none.
+        """Allocate pages for the next round in all caches. If one cache has too few, allocate none.
 
         `PAGES_AHEAD` more pages than needed are allocated if they are free. Pages are evicted from
         the prefix cache only if the request needs them for the next round.

@@ -13,8 +13,8 @@ __all__ = ["EngineStats"]
 class EngineStats:
     """Counters since the engine was created or `Engine.reset_stats` was called.
 
-    A *row round* is one batch row, with a request, of one round. A round with four requests thus
-    counts as four row rounds.
+    A *row round* is the part of a request in one round. A round with four requests counts as four
+    row rounds.
 
     Parameters
     ----------
@@ -34,8 +34,8 @@ class EngineStats:
     stalls
         Number of row rounds in which no token was committed.
     stale_rows
-        Number of rows whose request had left its slot when the host read them. They are the cost of
-        launching a round before the previous one has been read.
+        Number of batch rows whose request had left its slot before the host read the results of the
+        row. Such rows occur because a round is launched before the previous one has been read.
     surplus_tokens
         Number of tokens in stale rows. They were discarded.
     preemptions
@@ -45,8 +45,8 @@ class EngineStats:
     tested, accepted
         Number of drafts verified and accepted, for each draft position or tree depth.
     forced_tokens
-        Number of accepted drafts that the grammar forced. `Engine.generate` updates it at its end,
-        and so does `Engine.counters`.
+        Number of accepted drafts that the grammar forced. The number is updated at the end of
+        `Engine.generate` and by `Engine.counters`.
     speculated_rounds
         Number of row rounds in which at least one draft was verified and a token was committed.
     speculated_tokens
@@ -115,7 +115,7 @@ class EngineStats:
 
     @property
     def acceptance_length(self) -> float:
-        """Mean number of tokens per row round with drafts: accepted drafts and the bonus token."""
+        """Mean number of accepted drafts plus bonus token, over the row rounds with drafts."""
         return _ratio(self.speculated_tokens, self.speculated_rounds)
 
     @property
@@ -130,8 +130,9 @@ class EngineStats:
     def exposed_share(self) -> float | None:
         """Fraction of the round time in which forward passes and sampling waited for the grammar.
 
-        None without the option `timeline`. The grammar steps of a round run on a lane of their own,
-        concurrently with the model's lane.
+        None without the option `timeline`. The grammar steps of a round run concurrently with the
+        model's kernels, on a separate lane. Only the time for which a kernel had to wait is counted
+        here.
         """
         if not self.part_ns:
             return None

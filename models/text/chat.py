@@ -27,10 +27,11 @@ LIMIT_S = 5.0
 MEMORY_BYTES = 1 << 30
 
 _RENDER = f"{__name__}:render_json"
-# The child renders an empty template first, which creates the Jinja environment. The time limit
-# does not apply to this call.
+# The first call of the child renders an empty template without a time limit. Importing Jinja and
+# creating its environment therefore do not count against the time limit of a real template.
 _SETUP = Setup("chat", _RENDER, ("", "{}"))
-# All engines of this process share one child. Its imports are not subject to the limits.
+# All engines of this process share one child process. The limits apply to the rendering of
+# templates, not to the child's imports.
 _CHILD = ChildProcess(MEMORY_BYTES, preload=(__name__,))
 
 
@@ -75,8 +76,8 @@ class ChatTemplate:
         Raises
         ------
         TokenizerError
-            If the template fails, raises an error itself or exceeds `LIMIT_S` or `MEMORY_BYTES`, or
-            if a variable cannot be converted to JSON.
+            If the template fails, calls ``raise_exception``, or exceeds `LIMIT_S` or
+            `MEMORY_BYTES`, or if a variable cannot be converted to JSON.
         """
         try:
             text = json.dumps(variables)

@@ -21,14 +21,17 @@ class StopFinder:
     """
 
     def __init__(self, strings: Iterable[str]):
-        # A state is a prefix of a stop string. State 0 is the empty prefix.
+        # Each state of the automaton represents a prefix of a stop string. State 0 is the empty
+        # prefix.
         self._children: list[dict[str, int]] = [{}]
         self._prefix_length = [0]
-        # For each state, the length of the longest stop string that ends there; 0 if none does.
+        # For each state, the length of the longest stop string that is a suffix of the state's
+        # prefix; 0 if there is none.
         self._match_length = [0]
         for string in strings:
             self._insert(string)
-        # For each state, the state of its longest proper suffix that is also a prefix.
+        # Suffix links. The link of a state leads to the state of its longest proper suffix that is
+        # also a prefix of a stop string.
         self._suffix = [0] * len(self._children)
         self._link_suffixes()
         self._state = 0
@@ -36,7 +39,7 @@ class StopFinder:
 
     @property
     def held(self) -> int:
-        """Number of characters at the end of the text that may begin a stop string."""
+        """Length of the longest suffix of the text that is a prefix of a stop string."""
         return self._prefix_length[self._state]
 
     def feed(self, text: str) -> int | None:
@@ -46,7 +49,8 @@ class StopFinder:
         -------
         int or None
             Offset in the whole text at which a stop string begins; None if no stop string ends in
-            this piece. Of several stop strings that end in this piece, the first one is returned.
+            this piece. If several stop strings end in this piece, the offset of the one that begins
+            first.
         """
         first_begin = None
         for char in text:
@@ -76,7 +80,8 @@ class StopFinder:
     def _link_suffixes(self) -> None:
         """Compute the suffix links breadth first.
 
-        A link leads to a state of smaller depth, whose own link has therefore been computed before.
+        The link of a state leads to a shorter prefix, and the links of all shorter prefixes have
+        been computed before.
         """
         queue = deque(self._children[0].values())
         while queue:

@@ -18,9 +18,10 @@ _MAX_HELD_IDS = 16
 
 
 def call_tokenizer(work: Callable[[], T]) -> T:
-    """Call a function of the tokenizers library and convert its failures to `TokenizerError`.
+    """Call a function of the tokenizers library, and raise TokenizerError if the function fails.
 
-    Panics of this Rust library raise exceptions that derive from BaseException, not from Exception.
+    A panic of this Rust library arrives in Python as an exception that derives from BaseException
+    and not from Exception.
 
     Raises
     ------
@@ -66,12 +67,13 @@ def decode(
 class IncrementalDecoder:
     """Converts a growing sequence of ids to text.
 
-    The returned pieces concatenate to the result of `Tokenizer.decode`. A token may end inside a
-    UTF-8 character. Its text is then held back until the character is complete, or until more than
-    `_MAX_HELD_IDS` ids are pending.
+    The concatenation of the returned pieces is the result of `Tokenizer.decode`. If a token ends
+    inside a UTF-8 character, its text is held back until the character is complete, or until more
+    than `_MAX_HELD_IDS` ids are pending.
 
     Each call decodes only a window of ids: the pending ids and the ids of the last returned piece.
-    The latter are included because they decide whether the new text begins with a space.
+    The ids of the last piece are included because the tokenizer may decode the same id with or
+    without a leading space, depending on the ids before it.
 
     Parameters
     ----------
@@ -107,8 +109,9 @@ class IncrementalDecoder:
         Parameters
         ----------
         cut
-            Whether the sequence was cut off, for example by a length limit. If so, an incomplete
-            last character is omitted. Otherwise it becomes U+FFFD.
+            Whether the sequence was cut off, for example by a length limit. If True, an incomplete
+            last character is omitted. If False, the replacement character U+FFFD is returned for
+            it.
         """
         text = self._pending_text()
         self._ids = []
