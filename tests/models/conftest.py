@@ -8,7 +8,7 @@ from engine_util import demo_engine
 def engine():
     """Engine with the demo model, its drafter and four batch rows.
 
-    All tests of a module share it, so each test must leave it without requests.
+    All tests of a module share this engine. Each test must finish or cancel its requests.
     """
     with demo_engine(max_batch_size=4) as shared:
         yield shared

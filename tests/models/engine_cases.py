@@ -48,7 +48,7 @@ def workload(**options):
 
 
 def answer(output):
-    """Return the fields of an output that must not depend on drafts, batch or overlap."""
+    """Return the fields of an output that drafts, other requests and overlap must not change."""
     assert output.logprobs is None or len(output.logprobs) == len(output.tokens)
     return output.reason, output.tokens, output.text, output.logprobs
 
@@ -59,7 +59,7 @@ def answers(outputs):
 
 
 def answers_and_drafts(outputs):
-    """Return the answer of each output with its numbers of rounds, drafts and accepted drafts."""
+    """Return the `answer` of each output, and its numbers of rounds, drafts and accepted drafts."""
     results = []
     for output in outputs:
         results.append((answer(output), output.rounds, output.drafted, output.accepted))
@@ -88,7 +88,8 @@ class RandomDrafter:
     """Factory of drafters with random weights for the demo target.
 
     If `modules` is positive, the drafter has this number of multi-token prediction modules.
-    Otherwise it is a block drafter: DFlash if `rank` is 0, else DSpark with this rank.
+    Otherwise it is a block drafter: DFlash if `rank` is 0, else DSpark with a Markov head of this
+    rank.
     """
 
     modules: int = 0
@@ -158,13 +159,13 @@ def propose_repeat(tokens):
 
 
 def propose_tree(tokens):
-    """Propose a tree of drafts: two children of the last token, and a child of the first one."""
+    """Propose a tree of drafts: two children of the last token, and a child of the first draft."""
     ids = tokens[-4:-1]
     return ids, [0, 0, 1][: len(ids)]
 
 
 def random_lengths(lengths, seed):
-    """Yield an endless sequence of random draft lengths, with some runs of five zeros."""
+    """Yield random draft lengths without end. Some of them are followed by five zeros."""
     rng = random.Random(seed)
     while True:
         yield rng.choice(lengths)

@@ -41,7 +41,7 @@ def demo_engine(*, speculation: bool = True, drafter: Any = DRAFTER, **options: 
 def patch_kernel_source(
     monkeypatch: pytest.MonkeyPatch, folder: Path, path: str, old: str, new: str
 ) -> None:
-    """Replace a text in a kernel source file for all kernels that are loaded from now on.
+    """Replace a text in a kernel source file. Kernels that are loaded later use the changed source.
 
     Parameters
     ----------
@@ -57,7 +57,7 @@ def patch_kernel_source(
     original_load = Device.load
     changed = Path(path)
 
-    @functools.cache  # one copy per folder, so that each text is compiled once
+    @functools.cache  # one copy per test folder, so that each variant is compiled only once
     def patched_copy(source_folder: Path) -> Path:
         copy = shutil.copytree(source_folder, Path(mkdtemp(dir=folder), changed.parent))
         file = copy / changed.name
@@ -76,7 +76,7 @@ def patch_kernel_source(
 
 
 class FixedDraftLengths:
-    """Replacement of `DraftBudget` that returns given draft lengths in order.
+    """Replacement of `DraftBudget` that chooses the given draft lengths one after another.
 
     It also checks that the acceptance numbers it receives are consistent.
     """
@@ -114,7 +114,11 @@ def drain(engine: Engine) -> dict[str, Output]:
 
 
 def mixed_requests(count: int, seed: int = 7, **options: Any) -> list[Request]:
-    """Return requests for demo tasks. Every third has keys that are not in the training data."""
+    """Return requests for demo tasks.
+
+    The schema of every third request has keys that are not in the training data of the demo
+    model.
+    """
     tasks = list(held_out_tasks(count, seed))
     unseen = list(unseen_key_tasks(count, seed))
     tasks[2::3] = unseen[2::3]

@@ -1,4 +1,4 @@
-"""Interleaves the engine's host code with a simulated device at every point where they interact.
+"""Runs the engine's host code on a simulated device, in random interleavings of their steps.
 
 `Interleaving(device, seed)` builds the real `Scheduler`, `SlotManager`, `Replays`, rings and guided
 decoder on a simulated `SteppingDevice`. A random generator with this seed chooses requests, sizes,
@@ -169,7 +169,7 @@ class Interleaving:
         )
 
     def _submit_request(self, number: int) -> None:
-        """Submit a random request. Its grammar, if any, is compiled by a later `_compile`."""
+        """Submit a random request. If it has a grammar, a later `_compile` compiles the grammar."""
         rng = self.rng
         shared: list[int] = []
         for begin in range(0, 9, PAGE):
@@ -201,7 +201,7 @@ class Interleaving:
         self.scheduler.submit(state)
 
     def _compile(self) -> None:
-        """Complete the compilation of a randomly chosen grammar, in few cases with an error."""
+        """Complete the compilation of a randomly chosen grammar; with an error in a few cases."""
         state, grammar = self.compiling.pop(self.rng.randrange(len(self.compiling)))
         assert state.grammar is not None
         if self.rng.random() < 0.05:
@@ -236,7 +236,7 @@ class Interleaving:
             self._migrate(state)
 
     def _migrate(self, state: RequestState) -> None:
-        """Migrate a request out of the engine and back into it."""
+        """Migrate a request out of the engine and into the same engine again."""
         description = migrate.describe_request(state, "coupled")
         self.scheduler.end(state, "moved")
         migrated = RequestState(

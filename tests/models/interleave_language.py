@@ -41,7 +41,7 @@ def choose(context: int, seed: int, legal: tuple[int, ...]) -> int:
 
 
 def context_of(tokens: Sequence[int]) -> int:
-    """Return a hash of a token sequence, which represents the target's state after it."""
+    """Return a hash of a token sequence. It represents the target's state after these tokens."""
     return hash(tuple(tokens)) & _MASK64
 
 
@@ -128,7 +128,8 @@ class ToyBackend:
 class ToyText:
     """Incremental decoder of the simulated text.
 
-    It holds back half of the letters of the alphabet until the next letter arrives.
+    Half of the letters of the alphabet are held back until the next letter arrives, like a token
+    that ends inside a UTF-8 character.
     """
 
     def __init__(self) -> None:
@@ -148,7 +149,7 @@ class ToyText:
 def decode_sequentially(
     state: RequestState, compiled: CompiledGrammar | None
 ) -> tuple[list[int], str]:
-    """Decode a request token by token without an engine; return its tokens and finish reason."""
+    """Decode a request token by token, without an engine. Return its tokens and finish reason."""
     tokens: list[int] = []
     matcher = None if compiled is None else compiled.matcher(state.stop_ids)
     text = ""

@@ -1,6 +1,7 @@
 """Logit bias, penalties, minimum lengths, log probabilities and samples of engine requests.
 
-`test_engine_equality` checks that drafts, batches and preemption do not change their effects.
+`test_engine_equality` checks that drafts, other requests in the batch and preemption do not change
+the outputs of such requests.
 """
 
 import numpy as np
@@ -68,7 +69,7 @@ def test_penalties_prevent_or_cause_repetition(engine: Engine) -> None:
 
 
 def test_logprobs_equal_log_softmax_of_model_logits(tmp_path) -> None:
-    """Values and top ids equal a NumPy computation and do not depend on sampling parameters."""
+    """Log probabilities and top ids equal a NumPy computation, whatever the sampling parameters."""
     config = llama_config()
     weights = make_tiny_llama(tmp_path)
     make_tiny_tokenizer(tmp_path)

@@ -40,14 +40,17 @@ DAMAGES = {
 
 @pytest.fixture
 def target(tmp_path):
-    """Return the folder of a copy of the demo target. A copy of the drafter is next to it."""
+    """Return a folder with a copy of the demo target. Its drafter is copied next to this folder."""
     shutil.copytree(DRAFTER, tmp_path / "drafter")
     return shutil.copytree(TARGET, tmp_path / "target")
 
 
 @pytest.mark.parametrize(("name", "change", "error"), DAMAGES.values(), ids=DAMAGES)
 def test_engine_rejects_damaged_checkpoint(name, change, error, target, engine):
-    """The error has the expected type and a message of one line. A running engine still works."""
+    """Loading a damaged checkpoint raises the expected error, whose message is one line.
+
+    Another engine that is running at that time is not affected.
+    """
     change(target.parent / name)
     with pytest.raises(error) as caught:
         Engine(target, target.parent / "drafter", max_batch_size=1)
@@ -57,9 +60,9 @@ def test_engine_rejects_damaged_checkpoint(name, change, error, target, engine):
 
 
 def test_engine_checks_weight_shapes_before_building_vocabulary(target, monkeypatch):
-    """The config declares four million ids, but the weights have fewer rows.
+    """The config declares four million token ids, but the embedding has fewer rows.
 
-    The engine rejects the checkpoint before it spends time and memory on that vocabulary.
+    The engine rejects the checkpoint before it allocates anything for four million ids.
     """
     monkeypatch.setattr(
         Vocabulary, "from_tokenizer", lambda *_: pytest.fail("the vocabulary was built")

@@ -15,7 +15,7 @@ ENDLESS = GrammarSpec.json_schema('{"items": ' * 500 + "{}" + "}" * 500, backend
 
 
 def test_grammar_compile_timeout_refuses_only_its_request():
-    """One grammar exceeds the compile timeout. Twenty other requests finish normally."""
+    """One grammar takes longer to compile than allowed. Twenty other requests finish normally."""
     cheap = []
     for i in range(20):
         cheap.append(guided(f"cheap {i}", f"[A-Z]{{2}}-{i}"))
@@ -30,7 +30,7 @@ def test_grammar_compile_timeout_refuses_only_its_request():
 
 
 class HeldBackend:
-    """Grammar backend whose behavior depends on the text of the grammar.
+    """Grammar backend that waits or fails for certain grammars.
 
     "held+" compiles after the event `gate` is set. "refused+" and "crash+" fail. All grammars that
     are compiled are appended to `compiled`.

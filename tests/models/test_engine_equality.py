@@ -1,8 +1,8 @@
-"""Outputs do not depend on drafts, batch, overlap, transport or other requests.
+"""Drafts, batch size, overlap, grammar transport and other requests do not change outputs.
 
 The expected outputs come from an engine without a drafter that runs one request at a time. Only
-greedy and coupled requests are compared, because rejection sampling uses other random numbers when
-the drafts change.
+greedy and coupled requests are compared. Outputs of rejection sampling depend on the drafts,
+because the random numbers that it uses depend on them.
 """
 
 import functools
@@ -46,7 +46,7 @@ from graft.tools.demo_tasks import held_out_tasks
 
 @pytest.fixture(scope="module")
 def expected_answers():
-    """Answers by mode, generated one by one: no drafter, batch size 1, one round in flight."""
+    """Expected answers by mode, generated one by one without drafter and without overlap."""
     expected = {}
     with settled(demo_engine(speculation=False, max_batch_size=1, overlap=False)) as engine:
         for mode, options in MODES.items():
@@ -58,7 +58,7 @@ def expected_answers():
 
 
 def check_disturbed(engine, expected_answers, mode, seed):
-    """Submit, preempt and cancel requests at random times, and compare their answers.
+    """Submit, preempt and cancel requests at random times, and check the answers.
 
     Return the number of preemptions.
     """
@@ -104,7 +104,7 @@ def check_disturbed(engine, expected_answers, mode, seed):
 def test_engine_output_is_unchanged_by_join_cancel_and_preemption(
     expected_answers, number, monkeypatch, tmp_path
 ):
-    """The options cover all drafters and transports, late mask rows and drafts without rows."""
+    """The options include all drafters, all transports, late mask rows and cut drafts."""
     options = ENGINE_OPTIONS[number]
     mode = ("greedy", "coupled")[number % 2]
     tested_when_cut = set()
@@ -134,7 +134,7 @@ def test_engine_output_is_unchanged_by_join_cancel_and_preemption(
 
 @functools.cache
 def prompts_and_answers(count):
-    """Return requests and their answers without drafts.
+    """Return requests and their expected answers, generated without drafts.
 
     For each of `count` tasks there are four requests: greedy and coupled, with and without grammar.
     If `count` is less than 100, the shortest tasks are chosen and the outputs are short.
@@ -181,7 +181,8 @@ def test_drafts_do_not_change_outputs(drafter, count):
 def drafts_by_position(lengths, **options):
     """Run a coupled request with given draft lengths; return the drafts after each round.
 
-    The result has a tuple (draft ids, parents) for each position of the last committed token.
+    The keys of the result are the positions of the last committed token. The values are tuples of
+    draft ids and parents.
     """
     coupled = {"temperature": 0.9, "verify": "coupled", "seed": 3}
     request = Request(tokens=[300, 301, 302], max_tokens=60, min_tokens=60, **coupled)
@@ -221,9 +222,10 @@ def drafts_by_position(lengths, **options):
     ids=["eagle3", "lookup", "tree", "mtp", "model", "block", "host"],
 )
 def test_drafter_continues_after_rounds_without_drafts(options):
-    """After some rounds without drafts, a drafter makes the same drafts as without this pause.
+    """A drafter that had to pause for some rounds generates the same drafts as one that had not.
 
-    In the rounds without drafts it only processes the committed tokens.
+    During the pause, the engine requests no drafts, and the drafter only processes the committed
+    tokens.
     """
     always = drafts_by_position([3] * 60, **options)
     paused = drafts_by_position([3] * 3 + [0] * 4 + [3] * 60, **options)
@@ -239,7 +241,7 @@ def test_drafter_continues_after_rounds_without_drafts(options):
 def test_engine_output_is_unchanged_in_many_disturbed_runs(
     expected_answers, transport, mask_drafts
 ):
-    """For each transport, there are five runs at each batch size from 1 to 8."""
+    """Requests join, are preempted and cancelled at random, in five runs for each batch size."""
     for batch in range(1, 9):
         options = {"grammar_transport": transport, "mask_drafts": mask_drafts}
         with settled(demo_engine(max_batch_size=batch, **options)) as engine:
@@ -250,10 +252,10 @@ def test_engine_output_is_unchanged_in_many_disturbed_runs(
 
 @pytest.mark.parametrize("mode", ["greedy", "coupled", "rejection"])
 def test_probe_masking_drafts_equal_fill_masking(mode: str) -> None:
-    """With both kinds of masking, outputs, rounds and acceptance are the same.
+    """Outputs, rounds and acceptance with probe masking equal those with fill masking.
 
-    Rejection sampling is excluded from this comparison, and no request uses filters such as top_p.
-    With probe masking, only the mask rows that verification reads are filled.
+    This does not hold for rejection sampling, or with filters such as top_p, which no request here
+    has. With probe masking, only the mask rows that verification reads are filled.
     """
     options = {} if mode == "greedy" else {"temperature": 0.8, "verify": mode}
     requests = [replace(r, seed=1000 + i, **options) for i, r in enumerate(mixed_requests(3))]
@@ -273,9 +275,9 @@ def test_probe_masking_drafts_equal_fill_masking(mode: str) -> None:
 
 
 def test_dflash2_drafts_unselected_id_when_selected_ids_are_illegal() -> None:
-    """A selector that chooses a single id per level must not change DFlash's drafts.
+    """DFlash2 with a selector that keeps only the best id per level has the drafts of DFlash.
 
-    If the grammar rejects this id, the most likely legal id is drafted instead.
+    If the grammar rejects the best id, both draft the most likely legal id instead.
     """
     rounds = []
     for drafter in (DFLASH, RandomDFlash2(1)):
@@ -288,7 +290,7 @@ def test_dflash2_drafts_unselected_id_when_selected_ids_are_illegal() -> None:
 
 @pytest.mark.parametrize("tree", [None, (3, 4)], ids=["chain", "tree"])
 def test_lattice_probe_runs_one_grammar_step_per_round(tree) -> None:
-    """The step returns only legal drafts, and trained weights beat random ones in acceptance."""
+    """One grammar step per round selects only legal drafts; trained weights get more accepted."""
     options = {"draft_length": 4, "draft_masking": "probe", "draft_tree": tree}
     tokens_per_round = []
     for drafter in (RandomDrafter(), DFLASH):

@@ -32,7 +32,7 @@ from graft.models.request import Request
 def live_resources():
     """Return how many device allocations, pinned allocations and graphs are live.
 
-    Objects that garbage collection can free are not counted.
+    Garbage is collected first, so that unreachable objects are not counted.
     """
     gc.collect()
     live = open_device().stats()["live"]
@@ -77,7 +77,10 @@ def run_child(script):
     ],
 )
 def test_engine_reports_driver_error_while_request_joins(call, nth, monkeypatch):
-    """The step raises the error, `failure` has its message, and close() frees all resources."""
+    """A driver error during the join of a request is raised by `step` and stored in `failure`.
+
+    close() then frees all resources.
+    """
     before = live_resources()
     engine = demo_engine(max_batch_size=2)
     count = itertools.count()
@@ -102,9 +105,9 @@ def test_engine_reports_driver_error_while_request_joins(call, nth, monkeypatch)
 
 @pytest.mark.parametrize("options", [{}, {"overlap": False}, {"composition": "two"}], ids=str)
 def test_engine_raises_failed_round_once(monkeypatch, options):
-    """The error of a failed host step is raised by one call.
+    """The error of a failed host step is raised once.
 
-    All later calls raise an `EngineError` that contains it.
+    All later calls raise an `EngineError` that contains the message of the first error.
     """
     calls = itertools.count(1)
 
@@ -165,7 +168,7 @@ print("closed")
 
 
 def test_engine_device_fault_ends_rounds_in_flight():
-    """An illegal memory access occurs while rounds are in flight.
+    """A kernel accesses invalid memory while rounds are in flight.
 
     The next step raises a DeviceError, later steps raise EngineErrors, and close() returns.
     """
@@ -178,7 +181,7 @@ def test_engine_device_fault_ends_rounds_in_flight():
 
 
 def test_replay_deadline_is_extended_by_prefill_progress(monkeypatch):
-    """A wait does not time out while prefill chunks complete; without progress it does."""
+    """The wait for a replay times out only if no prefill chunk completes for the deadline."""
     prompt = Request(tokens=[7] * 1000, max_tokens=2)
     completed = [0]
     original = SlotManager.count_completed_chunks
@@ -250,21 +253,21 @@ print(json.dumps({"kind": device.kind, "live": live, "leaked": leaked, "gil_held
 
 
 def test_engine_close_releases_all_device_resources():
-    """After close() with rounds in flight, no resource is live or leaked.
+    """close() with rounds in flight frees all resources of the engine.
 
-    In addition, no driver call of the engine held the GIL.
+    The test also checks that the engine released the GIL in all driver calls.
     """
     report = json.loads(run_child(CLOSE_IN_FLIGHT)[-1])
     if report["kind"] == "soft":
         assert not any(report["live"].values()), report["live"]
         assert not any(report["leaked"].values()), report["leaked"]
-        # cuda.bindings looks up entry points with the GIL; that call does no work in the driver.
+        # cuda.bindings holds the GIL while it looks up entry points. This call does no device work.
         report["gil_held"].pop("cuGetProcAddress", None)
         assert not report["gil_held"]
 
 
 def test_engine_dropped_without_close_releases_its_resources():
-    """The engine is dropped while it generates, once inside a reference cycle.
+    """The last reference to a generating engine is dropped, in one case from a reference cycle.
 
     After garbage collection, no thread, device memory or graph of it remains.
     """
@@ -294,9 +297,10 @@ print("continued", held)
 
 
 def test_engine_dropped_in_host_function_makes_no_driver_call():
-    """The engine's last reference is dropped in a host function, where driver calls are illegal.
+    """The last reference to an engine is dropped in a host function of the driver.
 
-    The stream must continue to run. The engine's memory is freed only at process exit.
+    Driver calls are illegal there, so the engine is not closed and its memory is freed only at
+    process exit. The stream of the host function must continue to run.
     """
     assert run_child(DROP_IN_HOST_FUNCTION) == ["continued []"]
 
@@ -318,7 +322,7 @@ def test_engine_generate_cancels_requests_on_keyboard_interrupt(engine):
         try:
             engine.generate(requests)
             timer.join()
-            time.sleep(0.05)  # if generation was faster than the timer, receive the signal here
+            time.sleep(0.05)  # if generate() returned before the timer's signal, wait for it
         except KeyboardInterrupt:
             interrupted += 1
         assert not engine.busy
@@ -328,7 +332,7 @@ def test_engine_generate_cancels_requests_on_keyboard_interrupt(engine):
 
 
 def test_engine_close_after_keyboard_interrupt_releases_device_memory(monkeypatch):
-    """The traceback of the exception keeps frames alive, but they own no device resources."""
+    """The traceback keeps frames of the engine alive. They must own no device resources."""
     before = live_resources()
     count = itertools.count(1)
 

@@ -17,9 +17,9 @@ from graft.models.request import Limits, Request
 
 
 def test_engine_limits_reject_oversized_requests():
-    """Prompts, rendered templates, stop strings and grammars are limited.
+    """A request is refused if its prompt, rendered template, stop strings or grammar are too large.
 
-    The error of a refused request names the limit.
+    The error message names the field of `Limits`.
     """
     limits = {"prompt_bytes": 600, "stop_strings": 2, "stop_characters": 9, "grammar_bytes": 20}
     grammar = GrammarSpec.choice(["a" * 30, "b"])
@@ -40,7 +40,7 @@ def test_engine_limits_reject_oversized_requests():
 
 
 def test_engine_limits_reject_requests_when_queue_is_full():
-    """A refused request is served when it is submitted again later."""
+    """A request is refused while the queue is full. It is served when it is submitted again."""
     with demo_engine(max_batch_size=1, limits=Limits(waiting=3)) as engine:
         found = engine.generate([FREE] * 5)
         assert [output.reason for output in found] == [found[0].reason] * 3 + ["refused"] * 2
@@ -52,7 +52,7 @@ def test_engine_limits_reject_requests_when_queue_is_full():
         found = engine.generate([three, three, replace(three, tokens=[5, 6]), replace(three, n=1)])
         assert [output.reason == "refused" for output in found] == [False, False, True, True]
         assert found[2].error_type == "QueueFullError" and "waiting_tokens" in str(found[2].error)
-        # The first waiting request may exceed the limit alone.
+        # The limit on waiting tokens does not apply to a request if no other request is waiting.
         assert [o.error is None for o in engine.generate([eight, three])] == [True, False]
 
 
@@ -67,7 +67,7 @@ def test_limits_reject_invalid_values(fields):
 
 
 def count_calls(work):
-    """Return the number of Python functions that `work` calls in this thread."""
+    """Call `work`, and return the number of calls of Python functions in this thread."""
     count = 0
 
     def profile(frame, event, argument):
@@ -83,10 +83,10 @@ def count_calls(work):
 
 
 def test_engine_costs_do_not_grow_with_queue_or_output(monkeypatch):
-    """`submit` and `step` iterate neither over the waiting requests nor over all tokens.
+    """The cost of `submit` and `step` depends neither on the queue nor on the number of tokens.
 
-    The list of all tokens or pages of a request is built only twice: when the request joins a slot
-    and when its prefill is complete.
+    The engine builds the list of all tokens and the list of all pages of a request only twice: when
+    the request joins a slot, and when its prefill is complete.
     """
     reads = Counter()
     original_tokens = RequestState.tokens.fget

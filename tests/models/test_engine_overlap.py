@@ -14,10 +14,11 @@ from graft.models.request import Request
 
 @pytest.mark.full
 def test_overlap_and_composition_do_not_change_rejection_sampling() -> None:
-    """In all three modes a round does the same work, so even rejection sampling is unchanged.
+    """Even outputs of rejection sampling are the same with overlap, without it, and in two parts.
 
-    With composition "two", a round consists of five graphs: the first ends after verification, and
-    each later one at a grammar step for which the model waits.
+    Rounds do the same work in all three modes. With composition "two", a round consists of five
+    graphs. The first one ends after verification, and each later one at a grammar step for which
+    the model waits.
     """
     requests = workload(temperature=0.9, verify="rejection")
     outputs = []
@@ -31,7 +32,7 @@ def test_overlap_and_composition_do_not_change_rejection_sampling() -> None:
 
 
 def test_overlap_launches_next_round_before_reading() -> None:
-    """When a step returns, one round is in flight. Without overlap, none is."""
+    """When a step returns, one round is in flight with overlap, and none without overlap."""
     for options, in_flight in (({}, 1), ({"overlap": False}, 0), ({"composition": "two"}, 0)):
         with demo_engine(max_batch_size=2, **options) as engine:
             for seed in range(2):
@@ -42,9 +43,9 @@ def test_overlap_launches_next_round_before_reading() -> None:
 
 
 def test_batch_row_is_reused_in_next_round() -> None:
-    """When a request finishes, the next one takes its batch row without an empty round.
+    """When a request finishes, the next request uses its batch row in the next round.
 
-    One-token requests therefore need hardly more rounds than there are requests.
+    Requests of one token therefore need at most two rounds more than there are requests.
     """
     requests = [Request(tokens=[60 + i, 70], max_tokens=1) for i in range(24)]
     with settled(demo_engine(max_batch_size=2, prefill_rows=64)) as engine:
@@ -55,7 +56,7 @@ def test_batch_row_is_reused_in_next_round() -> None:
 
 
 def test_surplus_tokens_of_stale_rows_are_discarded() -> None:
-    """The host finds a stop string when the next round has been launched already.
+    """When the host finds a stop string, the next round has already been launched.
 
     The tokens of that round are counted as surplus and are not part of the output.
     """

@@ -12,7 +12,7 @@ from graft.sampling.params import MAX_STOP_IDS
 
 
 def test_engine_launches_one_graph_per_round(engine):
-    """A round is one graph launch, and so is a prefill chunk.
+    """Each round and each prefill chunk is exactly one graph launch.
 
     With K drafts, at most K + 1 mask rows per request and round are filled.
     """
@@ -86,7 +86,7 @@ INVALID_FIELDS = [
 
 @pytest.mark.parametrize("fields", INVALID_FIELDS, ids=lambda fields: "-".join(fields))
 def test_engine_refuses_request_with_invalid_field(engine, fields):
-    """The request is refused with a short error. The other request in the batch is served."""
+    """A request with an invalid field is refused with a short error; another request is served."""
     valid = mixed_requests(1)[0]
     refused, served = engine.generate([replace(valid, **fields), valid])
     assert refused.reason == "refused" and refused.error and not refused.tokens
@@ -95,9 +95,10 @@ def test_engine_refuses_request_with_invalid_field(engine, fields):
 
 
 def test_engine_refuses_other_types_than_request(engine):
-    """An object that is not a request is refused. A valid request next to it is served.
+    """`generate` refuses objects that are not requests, and serves the valid requests in the list.
 
-    The valid request has None for stop strings and stop ids, which means that it has none.
+    The valid request here has ``stop=None`` and ``stop_ids=None``, which is the same as empty
+    lists.
     """
     valid = replace(mixed_requests(1)[0], stop=None, stop_ids=None)
     with pytest.raises(RequestError, match="must be a Request, got 5"):
@@ -120,9 +121,9 @@ def test_relaxed_verification_accepts_more_drafts(engine):
 
 
 def test_relaxed_verification_is_exact_after_its_end_id(engine):
-    """Requests that are relaxed only until their first token have the exact outputs.
+    """Requests with relaxed verification up to their first token have exact outputs.
 
-    This holds even if they are preempted.
+    `Relaxed.until` is the id of that token. Preempted requests have exact outputs too.
     """
     requests = coupled_requests()
     expected = engine.generate(requests)
@@ -161,7 +162,7 @@ def acceptance_rate(outputs):
 
 
 def test_max_tokens_limits_output_length(engine):
-    """A request ends after exactly `max_tokens` tokens, even in the middle of a round's tokens."""
+    """A request ends after exactly `max_tokens` tokens, even if more drafts were accepted."""
     request = mixed_requests(1)[0]
     for max_tokens in range(1, 9):
         (output,) = engine.generate([replace(request, max_tokens=max_tokens)])

@@ -14,7 +14,7 @@ from graft.models.request import Request
 
 
 def test_engine_rejects_duplicate_ids_before_submission(engine):
-    """Two unfinished requests cannot have the same id. Requests without an id get an unused one."""
+    """An id of an unfinished request is rejected. Requests without an id get an unused id."""
     for call in (engine.generate, lambda requests: list(engine.stream(requests))):
         with pytest.raises(RequestError, match="two requests have id 'a'"):
             call([replace(FREE, id="a"), replace(FREE, id="a")])
@@ -36,8 +36,8 @@ def test_engine_rejects_duplicate_ids_before_submission(engine):
 def test_engine_streams_get_exactly_their_own_events(engine):
     """Streams may be interleaved or nested, and combined with `generate` and `step`.
 
-    Each call gets all events of its own requests and no others. The outputs are the same as when
-    the requests run together in one `generate`.
+    Each call returns all events of its own requests, and no events of other requests. The outputs
+    are the same as if all requests had been passed to one `generate`.
     """
     requests = []
     for i, request in enumerate(mixed_requests(6, seed=3)):
@@ -137,7 +137,7 @@ def test_engine_rejects_concurrent_calls_except_cancel(engine, monkeypatch):
 def test_chunked_prefill_interleaves_prompts_with_decoding(engine):
     """While three prompts are prefilled, a running request continues to generate tokens.
 
-    The prompts are prefilled one after another.
+    The prompts are prefilled one after another, in chunks.
     """
     engine.submit(replace(LONG, id="running", max_tokens=400))
     while not any(event.id == "running" for event in engine.step()):
@@ -167,7 +167,7 @@ def test_engine_timeout_ends_waiting_and_running_requests(engine):
 
 
 def test_output_times_are_in_order(engine):
-    """The times to the slot, to the first token and to the end are ordered.
+    """Time in the queue, time to the first token and total time are in ascending order.
 
     A refused request has no slot and no first token, so these times are None.
     """

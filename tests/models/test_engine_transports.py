@@ -54,7 +54,7 @@ def test_grammar_transport_uses_no_host_nodes(device, transport):
 
 
 def test_grammar_transport_auto_depends_on_cores_and_probes(device, monkeypatch):
-    """With fewer than four cores, host nodes are used; else the first transport that works."""
+    """ "auto" selects host nodes below four cores, and otherwise the first transport that works."""
     monkeypatch.setattr(transports, "usable_cores", lambda: 3)
     assert choose_transport("auto", device)[0] == "native"
     assert "3 usable cores" in choose_transport("auto", device)[1]
@@ -75,9 +75,9 @@ def test_grammar_transport_auto_depends_on_cores_and_probes(device, monkeypatch)
 
 
 def test_grammar_transport_probe_reports_missing_features(monkeypatch):
-    """The probe returns the driver error of a transport that fails, or an empty string.
+    """`probe_transport` returns the driver error if a transport fails, and otherwise "".
 
-    It runs three replays in a child process.
+    It runs three replays of a graph in a child process.
     """
     probe_transport.cache_clear()
     assert probe_transport("mailbox", "soft") == ""

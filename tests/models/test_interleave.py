@@ -1,4 +1,4 @@
-"""Overlapped rounds: the order in which host and device run does not affect outputs.
+"""Overlapped rounds: the relative timing of host and device does not affect outputs.
 
 Each test seed is one interleaving of the real host code with a simulated device (`interleave.py`).
 The expected output of each request is computed token by token, without an engine.
@@ -39,7 +39,7 @@ def first_failure(device, seeds):
     "seeds", [range(120), pytest.param(range(10_000, 22_000), marks=pytest.mark.full)]
 )
 def test_scheduler_interleavings_give_sequential_outputs(device, seeds):
-    """Requests join, stall, finish and are cancelled, preempted or migrated, and Ctrl-C occurs."""
+    """Joins, stalls, finishes, cancellation, preemption, migration and Ctrl-C at random times."""
     error = first_failure(device, seeds)
     if error is not None:
         raise error
@@ -204,7 +204,7 @@ MUTANTS = {
 
 
 def mutate(monkeypatch, mutant):
-    """Replace a function or method by a copy in whose source one text has been replaced."""
+    """Inject a fault: replace a text in the source code of a function or method."""
     owner, name, old, new = mutant
     found = inspect.getattr_static(owner, name)
     function = found.fget if isinstance(found, property) else found
@@ -217,16 +217,16 @@ def mutate(monkeypatch, mutant):
 
 @pytest.mark.parametrize("mutant", MUTANTS.values(), ids=MUTANTS)
 def test_interleaving_detects_injected_fault(device, monkeypatch, mutant):
-    """Each fault makes at least one of 400 interleavings fail."""
+    """Each fault that is injected into the engine makes at least one of 400 interleavings fail."""
     mutate(monkeypatch, mutant)
     monkeypatch.setattr(SteppingDecoder, "kept", [])
     assert first_failure(device, range(400))
 
 
 def test_interleaving_detects_overwritten_ring_entry(device, monkeypatch):
-    """A ring with two entries fewer raises an error before an unread entry is overwritten.
+    """If a ring has two entries too few, an error is raised before an unread entry is overwritten.
 
-    Without this check in `Ring`, unread results are overwritten and outputs differ.
+    If this check is removed from `Ring`, unread results are overwritten and outputs differ.
     """
     original = SteppingRing.__init__
 

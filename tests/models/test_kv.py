@@ -24,7 +24,7 @@ def make_cache(device, **changes) -> PagedKV:
 
 
 def test_paged_kv_random_use_never_shares_or_loses_pages(device):
-    """Slots grow and are released at random. No page is lost or belongs to two slots.
+    """When slots grow and are released at random, no page is lost or belongs to two slots.
 
     A slot has as many pages as its positions need. Its pages stay the same while it grows, and a
     failed allocation changes nothing.

@@ -16,7 +16,7 @@ from graft.tools.validity import is_valid
 
 
 def generate(requests, **options):
-    """Return the outputs of an engine. Its matchers must stay in sync with the committed tokens."""
+    """Return the outputs, and check that the matchers stayed in sync with the committed tokens."""
     with demo_engine(max_batch_size=4, **options) as engine:
         outputs = engine.generate(requests)
         assert engine._parts.decoder.counters()["desyncs"] == 0
@@ -33,7 +33,7 @@ def schema_requests(**options):
 
 
 def test_llguidance_native_matcher_equals_python_matcher():
-    """Both matchers lead to the same tokens, and outputs satisfy their grammars."""
+    """The native matcher and the reference matcher in Python produce the same valid outputs."""
     requests = mixed_requests(8, seed=3)
     native = generate(requests, grammar_backend="llguidance")
     python = generate(requests, grammar_backend=ReferenceLLGuidance)
@@ -48,7 +48,7 @@ def test_llguidance_native_matcher_equals_python_matcher():
 def test_grammar_starts_after_marker(backend):
     """Text before the marker is unconstrained, and text after it follows the grammar.
 
-    A draft sequence may contain the marker. The tokens are therefore compared with the tokens of an
+    The marker may occur among the drafts of a round, so the outputs are compared with those of an
     engine without a drafter.
     """
     free = schema_requests(max_tokens=60)
@@ -106,7 +106,7 @@ class PythonBackend(ReferenceLLGuidance):
 @pytest.mark.parametrize("transport", ["native", "mailbox", "spinkernel"])
 @pytest.mark.parametrize("threads, budget_us", [(1, None), (2, None), (2, 1e6)])
 def test_python_grammar_backend_serves_requests(transport, threads, budget_us):
-    """A backend with Python matchers works with every transport, several threads and a budget.
+    """Matchers in Python work with every transport, with several threads and with a time budget.
 
     If a matcher raises an exception, only its request fails, and the exception is its error.
     """

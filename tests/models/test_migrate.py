@@ -73,7 +73,7 @@ def generate_with_migration(first, second, requests):
     ids=str,
 )
 def test_migration_does_not_change_outputs(options):
-    """Migrated requests have the outputs of a single engine, and their pages are not recomputed.
+    """Migrated requests have the same outputs as on one engine, without prefilling migrated pages.
 
     The requests are greedy and coupled. They have grammars, penalties, stop strings and log
     probabilities in various combinations.
@@ -109,9 +109,9 @@ def migrate_after_first_tokens(engine, request=FREE):
 
 
 def test_migration_keeps_output_counters_and_deadline(pair):
-    """On the source, the request finishes as "moved". On the target, counters and age continue.
+    """The source finishes the request as "moved". On the target, its counters and age continue.
 
-    The timeout counts from the submission to the source.
+    The timeout is counted from the submission to the source engine.
     """
     first, second = pair
     migrated, tokens = migrate_after_first_tokens(first, replace(FREE, timeout_s=1000.0))
@@ -144,7 +144,7 @@ def test_migration_rejects_unknown_duplicate_and_complete_requests(pair):
 
 
 def test_migration_rejects_different_engines(pair):
-    """`migrate_in` names the difference and changes nothing.
+    """If engines differ, `migrate_in` raises an error that names the difference, and does nothing.
 
     An engine without a prefix cache is accepted if the request has no pages.
     """
@@ -185,7 +185,7 @@ def is_equal(one, other):
 
 
 def send_and_wait(make_transfer, tickets):
-    """Send a request from a child process and keep it until the process is killed."""
+    """Run in a child process: send a request, and keep its data until the process is killed."""
     transfer = make_transfer()
     tickets.put(transfer.send(make_migrated_request()))
     signal.pause()
@@ -193,7 +193,7 @@ def send_and_wait(make_transfer, tickets):
 
 @pytest.mark.parametrize("make_transfer", [SharedMemory, partial(Mooncake, "127.0.0.1")])
 def test_kv_transfer_handles_exit_of_sender_or_receiver(make_transfer):
-    """Data can be received repeatedly. After the sender freed it or exited, `receive` raises."""
+    """Data can be received repeatedly, until the sender has freed it or exited."""
     try:
         transfer = make_transfer()
     except OptionError as error:
@@ -248,7 +248,7 @@ def test_kv_transfer_rejects_damaged_data(damage):
 
 
 def test_migrated_request_rejects_other_formats(monkeypatch):
-    """The data has another format version, is empty, or is not a migrated request."""
+    """Data of another format version, empty data, and arbitrary data raise a MigrationError."""
     buffers = make_migrated_request().buffers()
     data = np.frombuffer(b"".join(buffers), np.uint8)
     assert is_equal(MigratedRequest.from_bytes(data), make_migrated_request())

@@ -42,7 +42,7 @@ def random_texts(rng, count):
 
 
 def assign_pages(prefixes, caches, slot, tokens):
-    """Allocate the pages of a text for a slot. Its first pages are those found in the cache.
+    """Allocate the pages of a token sequence for a slot, using cached pages for its beginning.
 
     Return the cached pages, or None if there are not enough pages.
     """
@@ -70,9 +70,9 @@ def release_slot(caches, slot):
 
 @pytest.mark.parametrize("lookahead", [0, 1])
 def test_prefix_cache_finds_longest_cached_prefix(device, lookahead):
-    """`match` finds the full pages that were cached for the same tokens and lookahead tokens.
+    """`match` finds a cached page if all tokens up to its end, and the lookahead tokens, are equal.
 
-    The page of the last token is never found.
+    It never returns the page that contains the last token.
     """
     rng = random.Random(lookahead)
     caches = [make_cache(device, 400), make_cache(device, 401)]
@@ -94,7 +94,7 @@ def test_prefix_cache_finds_longest_cached_prefix(device, lookahead):
 
 
 def test_prefix_cache_evicts_least_recently_used_unused_pages(device):
-    """Slots and migrated requests use the cache at random for 600 steps.
+    """During 600 random operations of slots and migrated requests, the cache stays consistent.
 
     No page is lost or assigned to two owners, and the cache never exceeds its maximum size.
     """
@@ -194,9 +194,10 @@ def test_prefix_cache_does_not_change_outputs_or_drafts(options):
     "ending", [{"max_tokens": 11}, {"max_tokens": 40, "stop_ids": [257]}], ids=str
 )
 def test_prefix_cache_excludes_pages_the_drafter_has_not_processed(ending):
-    """The drafter has not processed the last tokens of an output, so their pages are not cached.
+    """Pages with tokens that the drafter has not processed are not cached.
 
-    Requests that continue such an output therefore get the same drafts as without the cache.
+    These are pages of the last tokens of an output. Requests that continue such an output therefore
+    get the same drafts as without the cache.
     """
     results = []
     for cache_bytes in (0, None):

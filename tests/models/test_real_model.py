@@ -25,8 +25,9 @@ def folder(request):
 def make_requests(count):
     """Return `count` requests with grammars.
 
-    Three requests have a choice, a regular expression and a schema. More requests are all prompts
-    of the demo command, and generated tasks; half of them are sampled.
+    If `count` is 3, the requests have a choice, a regular expression and a JSON schema. Otherwise
+    they consist of all prompts of the demo command, and of generated tasks. Half of them are
+    sampled.
     """
     prompts = llm_prompts()
     requests = []

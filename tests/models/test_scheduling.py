@@ -27,7 +27,8 @@ RUNNING = Request(tokens=[300, 301, 302], max_tokens=120, min_tokens=120, id="ru
 def record_launches(engine):
     """Return a list to which the engine's launches are appended.
 
-    A prefill chunk appends its number of rows. A round appends the set of its request ids.
+    For a prefill chunk, the entry is the chunk's number of rows. For a round, the entry is the set
+    of its request ids.
     """
     launches = []
     prefill = engine._built.prefill
@@ -87,9 +88,9 @@ def chunk_cost(fixed, each, rows):
     Parameters
     ----------
     fixed
-        Seconds of each graph launch, of which there is one per `CHUNK` rows.
+        Seconds per graph launch. A graph processes up to `CHUNK` rows.
     each
-        Seconds of each row. At least four rows are computed.
+        Seconds per row. Fewer than four rows take as long as four.
     rows
         Number of rows.
     """
@@ -103,8 +104,9 @@ def chunk_cost(fixed, each, rows):
 def test_prefill_scheduler_chooses_chunks_of_about_one_round(fixed, each, round_s, warmed):
     """The scheduler chooses the largest chunk that takes at most 0.8 of a round, or four tokens.
 
-    Chunks almost never take more than 1.5 rounds. An unmeasured size is chosen only if twice the
-    time of half its size is short enough. Single slow chunks do not change the choice for long.
+    Chunks almost never take more than 1.5 rounds. A size that has not been measured is chosen only
+    if twice the measured time of half this size is short enough. After a single slow chunk, the
+    scheduler soon returns to its previous choice.
     """
     cost = partial(chunk_cost, fixed, each)
     scheduler = PrefillScheduler(None)
@@ -133,9 +135,9 @@ def test_prefill_scheduler_chooses_chunks_of_about_one_round(fixed, each, round_
 
 @pytest.mark.parametrize("fixed, each", [(0.0, 1e-4), (2e-3, 1e-5), (9e-3, 1e-6), (1e-3, 0.0)])
 def test_prefill_scheduler_counts_short_chunks_by_their_time(fixed, each):
-    """A short chunk is charged as many rows as a full chunk could process in the same time.
+    """A short chunk counts as the number of rows that a full chunk processes in the same time.
 
-    With a fixed number of rows, a chunk is charged its own rows.
+    If `prefill_rows` is a fixed number, a chunk counts as its own number of rows.
     """
     cost = partial(chunk_cost, fixed, each)
     fixed_scheduler = PrefillScheduler(77)
@@ -170,7 +172,7 @@ def test_prefill_scheduler_counts_short_chunks_by_their_time(fixed, each):
     ids=str,
 )
 def test_chunked_prefill_size_does_not_change_outputs(options):
-    """Greedy and coupled requests have the same tokens, rounds and accepted drafts."""
+    """Tokens, rounds and accepted drafts of greedy and coupled requests do not change."""
     requests = [replace(r, prompt=r.prompt * 3) for r in mixed_requests(3, seed=5, max_tokens=12)]
     requests.append(
         Request(
@@ -195,7 +197,7 @@ def finish_order(engine, requests):
 
 
 def test_scheduler_admits_by_priority_then_prefix_cache_hits():
-    """Of requests with equal priority and equal cache hits, the first one is admitted.
+    """Requests are admitted by priority, then by prefix-cache hits, then in order of submission.
 
     The first request in the queue is bypassed at most 16 times.
     """
@@ -248,7 +250,7 @@ def test_scheduler_admits_by_priority_then_prefix_cache_hits():
     ids=str,
 )
 def test_scheduler_preempts_lowest_priority_when_pages_run_out(options):
-    """The cache has pages for one full request only, but four requests run together.
+    """Four requests run together, although the KV cache has pages for only one at its full length.
 
     Outputs are the same as with enough pages. The request with the highest priority is never
     preempted, and a request that needs more pages than there are is refused.
@@ -302,8 +304,8 @@ def test_scheduler_preempts_lowest_priority_when_pages_run_out(options):
 def test_kv_pages_cover_all_drafts_in_flight(options, monkeypatch):
     """Pages are allocated early enough for all positions that drafts can write.
 
-    Pages have one position here, so a missing page would change drafts. The reference allocates
-    pages for the whole request when it joins.
+    With pages of one position, a missing page would change the drafts. The second run allocates the
+    pages of the whole request when the request joins, and must have the same results.
     """
     requests = [*mixed_requests(2, seed=5, max_tokens=50), RUNNING]
     results = []

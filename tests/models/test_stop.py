@@ -6,10 +6,9 @@ from graft.models.text.stop import StopFinder
 
 
 def test_stop_finder_equals_search_in_whole_text():
-    """The text arrives in random pieces. After each piece, the finder must give the same result.
+    """After each random piece of text, the finder returns the result of a search in the whole text.
 
-    The number of held characters must be the length of the longest suffix of the text that is a
-    prefix of a stop string.
+    `held` is the length of the longest suffix of the text that is a prefix of a stop string.
     """
     rng = random.Random(4)
     for _ in range(400):

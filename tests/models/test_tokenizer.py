@@ -39,7 +39,10 @@ def test_tokenizer_decode_omits_special_tokens_by_default(tokenizer):
 
 
 def test_tokenizer_stop_ids_precedence(folder):
-    """generation_config.json precedes config.json, which precedes tokenizer_config.json."""
+    """The stop ids are read from the first file that contains any.
+
+    The order is generation_config.json, config.json, tokenizer_config.json.
+    """
     write_json(folder / "config.json", {"vocab_size": 320, "eos_token_id": 5})
     assert Tokenizer(folder).stop_ids == (5,)
     write_json(folder / "generation_config.json", {"eos_token_id": [7, 9, 7]})
@@ -93,9 +96,9 @@ def test_tokenizer_decode_rejects_unknown_ids(tokenizer):
 
 @pytest.mark.parametrize("seed", range(20))
 def test_incremental_decoder_pieces_concatenate_to_decoded_text(tokenizer, seed):
-    """Random ids or the ids of a text are pushed in portions of random size.
+    """Ids are pushed in portions of random size. Half of the cases use random ids, half a text.
 
-    For a text, no piece contains the replacement character U+FFFD.
+    With the ids of a text, no piece contains the replacement character U+FFFD.
     """
     rng = np.random.default_rng(seed)
     if seed % 2:
@@ -125,7 +128,7 @@ def test_incremental_decoder_holds_back_incomplete_characters(tokenizer):
 
 
 def test_incremental_decoder_emits_invalid_bytes_after_a_while(tokenizer, monkeypatch):
-    """A long sequence of invalid bytes neither delays text nor slows decoding without bound."""
+    """Invalid bytes become U+FFFD after a limited number of ids, and decoding remains fast."""
     stray = tokenizer.encode("🙂", special=False)[1]
     stream = tokenizer.incremental()
     decoded = []
@@ -220,9 +223,10 @@ def set_template(folder, template) -> Tokenizer:
 
 
 def test_chat_template_has_expected_helpers(folder):
-    """Templates can use `tojson` without HTML escapes, loop controls and further variables.
+    """Templates can use loop controls, further variables, and `tojson` without HTML escapes.
 
-    Blocks are trimmed.
+    The newline after a block and the spaces before it are removed (``trim_blocks``,
+    ``lstrip_blocks``).
     """
     template = (
         "{% for m in messages %}\n  {% if loop.index > 1 %}{% break %}{% endif %}\n"
@@ -235,7 +239,7 @@ def test_chat_template_has_expected_helpers(folder):
 
 
 def test_chat_template_precedence(folder):
-    """chat_template.jinja precedes the template named "default" of the configuration."""
+    """chat_template.jinja is preferred to the template "default" of tokenizer_config.json."""
     named = [{"name": "tool", "template": "T"}, {"name": "default", "template": "D"}]
     assert set_template(folder, named).render([]) == "D"
     (folder / "chat_template.jinja").write_text("F")
@@ -244,7 +248,7 @@ def test_chat_template_precedence(folder):
 
 @pytest.fixture(scope="module")
 def child():
-    """Child process for renderings that is not shared with engines, so that tests may kill it."""
+    """Child process for chat templates. No engine uses it, so a test may kill it."""
     process = chat.ChildProcess(chat.MEMORY_BYTES)
     yield process
     process.close()
@@ -265,7 +269,7 @@ def child():
     ],
 )
 def test_chat_template_runs_in_sandbox_with_limits(folder, template, child, monkeypatch):
-    """A template that accesses internals, fails or exceeds a limit raises TokenizerError.
+    """A template that accesses Python internals, fails or exceeds a limit raises TokenizerError.
 
     The limits apply to memory, time and the length of the text. Afterwards, another template is
     rendered normally.
