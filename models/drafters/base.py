@@ -101,11 +101,14 @@ class TreeShape:
         if self.paths:
             matches_paths = self == TreeShape.by_level(0, TreePlan.of(self.paths))
         if not (is_chain or is_tree) or not matches_paths:
-            raise OptionError(f"drafts of the shape {self} cannot be verified in a round")
+            raise OptionError(
+                f"drafts of the shape {self} cannot be verified in a round; use a chain, or create "
+                "the shape with TreeShape.by_level"
+            )
         if is_tree and (steps > self.nodes or (steps - 1) * self.branch > MAX_DRAFTS):
             raise OptionError(
                 f"a tree of {steps} levels with {self.branch} nodes does not fit in {self.nodes} "
-                f"drafts per round, or in the limit of {MAX_DRAFTS}"
+                f"drafts per round, or in the limit of {MAX_DRAFTS}; use fewer levels or branches"
             )
 
 

@@ -43,7 +43,10 @@ class CascadeDrafter(Drafter):
         self.feature_layers = self._first.feature_layers or self._then.feature_layers
         for drafter in drafters:
             if drafter.feature_layers not in ((), self.feature_layers):
-                raise OptionError("CascadeDrafter: both drafters must read the same target layers")
+                raise OptionError(
+                    f"CascadeDrafter: `first` reads the target layers {self._first.feature_layers} "
+                    f"and `then` {self._then.feature_layers}; both must read the same layers"
+                )
         if self._first.lookahead is None or self._then.lookahead is None:
             self.lookahead = None
         else:
@@ -63,7 +66,8 @@ class CascadeDrafter(Drafter):
             raise OptionError("CascadeDrafter: both drafters must draft chains, not trees")
         if first.reads_mask_rows:
             raise OptionError(
-                "CascadeDrafter: `first` must not read mask rows, which are filled for `then`"
+                "CascadeDrafter: `first` must not read the grammar's mask rows (reads_mask_rows); "
+                "use a lookup such as NGram"
             )
         if first.shape.nodes != then.shape.nodes:
             raise OptionError(

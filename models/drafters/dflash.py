@@ -337,7 +337,9 @@ class DFlash(Drafter):
     def _write_context(self, lane: Lane, rows: Rows, features: DeviceArray | None) -> None:
         """Compute the context of committed positions and write its keys and values to the cache."""
         if features is None:
-            raise DrafterError("a block drafter needs features of the target")
+            raise DrafterError(
+                "a block drafter needs features of the target: pass them to prefill and start"
+            )
         config = self._config
         kernels = self._kernels
         count = rows.check(self._block.shape[1])

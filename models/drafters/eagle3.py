@@ -485,7 +485,7 @@ def read_vocab_map(
     if repeated.size:
         draft_id = int(repeated[0])
         raise CheckpointError(
-            f"{checkpoint.path}: d2t maps draft id {draft_id} and another one to "
-            f"{int(ids[draft_id])}"
+            f"{checkpoint.path}: d2t maps draft id {draft_id} and another draft id to the same "
+            f"target id {int(ids[draft_id])}"
         )
     return ids.astype(np.int32), inverse

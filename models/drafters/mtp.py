@@ -178,7 +178,10 @@ class Mtp(Drafter):
             int32[B], row of the last token of each request; None during prefill.
         """
         if features is None:
-            raise DrafterError("MTP modules need the features of the target's last layer")
+            raise DrafterError(
+                "MTP modules need features of the target's last layer: pass them to prefill and "
+                "start"
+            )
         target = self._target
         kernels = target.kernels
         width = self._config.hidden_size

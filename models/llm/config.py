@@ -182,8 +182,8 @@ class Eagle3Config(LlamaConfig):
         layers = decoder.get("num_hidden_layers", 1)
         if layers != 1 and not is_named:
             raise ConfigError(
-                f"{decoder.where}: num_hidden_layers = {layers!r} without the architecture of a "
-                "draft head: this looks like a target model, not like a drafter"
+                f"{decoder.where}: num_hidden_layers = {layers!r}, but architectures does not name "
+                "a draft head: this looks like a target model, not like a drafter"
             )
         layer = _decoder(decoder)
         vocab = layer["vocab_size"]
@@ -522,9 +522,10 @@ def _refuse_unimplemented(fields: Fields, model_type: str, has_windows: bool) ->
 def _feature_layers(fields: Fields) -> tuple[int, int, int] | None:
     """Return the layers whose outputs are the features of an EAGLE-3 head; None if not configured.
 
-    Configs number the layers in two ways. In the section ``eagle_config``, id j means the output of
-    layer j. In a top-level field, which the speculators format and others use, id j means the input
-    of layer j, which is the output of layer j - 1; j = n means the output of the last layer.
+    There are two numberings of feature layers. In the section ``eagle_config``, id j means the
+    output of layer j. In a top-level field, which the speculators format and others use, id j means
+    the input of layer j, which is the output of layer j - 1; j = n means the output of the last
+    layer.
     """
     name = "eagle_aux_hidden_state_layer_ids"
     nested = fields.section("eagle_config")

@@ -11,9 +11,9 @@ Matrix and attention kernels exist in two forms; norm kernels have one block siz
 ``warp``
     For GPUs. The soft device runs this form in tests only.
 
-A process uses one form. The results of the two forms differ in rounding. Within a form every kernel
-is row invariant: the bits of an output row depend only on its input row, not on the other rows of
-the batch.
+A process uses one form. The results of the two forms differ in rounding. Every kernel is row
+invariant: within a form, the bits of an output row depend only on its input row and, for attention,
+on the KV cache of its slot, but not on the other rows of the batch.
 
 Form ``warp`` runs a matrix product on tensor cores if three conditions hold. The weights have 16
 bits, or 8 bits that are converted to bfloat16 when they are loaded. The inner size is a multiple of
@@ -323,8 +323,8 @@ class ModelKernels:
     def input_dtype(self, weight: Matrix) -> str:
         """Return the dtype that `linear` reads fastest for `weight`.
 
-        An input of this dtype gives the same bits as a float32 input, because `linear` rounds a
-        float32 input in the same way.
+        An input that was rounded to this dtype gives the same bits as the float32 input, because
+        `linear` rounds float32 inputs to the same dtype.
         """
         if self.activations == "rounded" and self.uses_tensor_cores(weight.dtype, *weight.shape):
             return _mma_dtype(weight.dtype)
@@ -339,8 +339,9 @@ class ModelKernels:
         """Return whether the norm between products with these weights can be folded (`Norm`).
 
         Both products must run on tensor cores. With float16 weights a norm cannot be folded,
-        because the rows before the division may exceed the range of float16. After a row-parallel
-        shard it cannot be folded, because the sums are complete only after the all-gather.
+        because values that are not yet divided by the root mean square may exceed the range of
+        float16. After a row-parallel shard it cannot be folded, because the sums are complete only
+        after the all-gather.
         """
         if isinstance(producer, ScaledMatrix) and producer.all_gather is not None:
             return False
@@ -396,7 +397,7 @@ class ModelKernels:
             Array float32[R, stride] that receives a copy of the result, and the first column to
             write; None for no copy.
         norm
-            Norm of the result for the next product; None for none.
+            Norm of the result for the next product; None to compute no norm.
         name
             Node name and prefix of error messages.
 
@@ -877,8 +878,8 @@ class ModelKernels:
     ) -> None:
         """Compute causal attention of each row over the KV cache of its slot.
 
-        A row attends to the positions 0..pos of its slot. A row that is a draft of a tree attends
-        to the committed positions, to its ancestors and to itself. Padding rows give zeros.
+        A row attends to the positions 0..pos of its slot. A row of a draft tree attends to the
+        committed positions, to its ancestors in the tree and to itself. Padding rows give zeros.
 
         Parameters
         ----------
@@ -949,7 +950,7 @@ class ModelKernels:
     ) -> None:
         """Launch attention on tensor cores.
 
-        The positions of a tile of queries are divided among several blocks.
+        As in Flash-Decoding, several blocks share the KV positions of a tile of queries.
         """
         count = rows.count
         dim = kv.head_dim
@@ -1019,7 +1020,8 @@ class ModelKernels:
             int32[B, row words], ``RoundRow`` of each batch row after verification, with the
             accepted drafts.
         features
-            float32[R, columns], features whose rows are moved in the same way; None for none.
+            float32[R, columns], features, whose rows are moved like the KV entries; None if the
+            drafter reads no features.
         first
             int32[B], first forward row of each batch row.
         """
@@ -1102,7 +1104,7 @@ class ModelKernels:
         name
             Node name and prefix of error messages.
         norm
-            Norm of the gathered rows, which the same kernel computes; None for none.
+            Norm of the gathered rows, which the same kernel computes; None to compute no norm.
         """
         count, width = out.shape
         expect(f"{name}: index", index, "int32", B=count)
@@ -1182,7 +1184,7 @@ class ModelKernels:
         kernel_index
             Index of the kernel to use, 0 or 1.
         row_stride
-            Distance between consecutive rows of a block, in rows.
+            Distance between consecutive rows of a block of a block drafter, in rows of `x`.
         """
         rows, width = x.shape
         size = base.shape[1]

@@ -21,23 +21,22 @@ class LlamaModel:
     """A Llama or Qwen3 model.
 
     All calls use the same activation buffers, so the work of one model must run in order: on
-    one lane, or on several lanes with dependencies between them. The forward pass is row invariant,
-    which means that the bits of a row's output depend only on the row itself and on the earlier
-    positions of its slot.
+    one lane, or on several lanes with dependencies between them. The forward pass is row invariant:
+    the bits of a row's output depend only on the row and on the earlier positions of its slot, not
+    on the other rows of the batch.
 
     Parameters
     ----------
     device
         Device of the model.
     config
-        Shape of the whole model. With tensor parallelism it covers all ranks, not only rank 0's
-        shard.
+        Shape of the whole model. With tensor parallelism, this is not the shape of rank 0's shard.
     checkpoint
         Tensors of the model. Names, shapes and dtypes are checked. A tensor that the model does not
         use is an error.
     kv
-        KV cache with the model's layers and heads. With tensor parallelism it has only the heads of
-        rank 0's shard.
+        KV cache with the model's layers and heads. With tensor parallelism, the cache has only the
+        heads of rank 0's shard.
     max_rows
         Maximum number of rows of a forward pass.
     form, activations
@@ -151,8 +150,8 @@ class LlamaModel:
         Parameters
         ----------
         ids
-            Ascending layer ids. The output of a layer is the residual stream after it. For the
-            last layer that is the stream before the final norm.
+            Ascending layer ids. The output of a layer is the residual stream after it. The output
+            of the last layer is the residual stream before the final norm.
 
         Raises
         ------

@@ -47,8 +47,8 @@ class Rope:
         """Read the RoPE fields of a config.
 
         The fields are ``rope_parameters``, or ``rope_theta`` and ``rope_scaling`` in older configs.
-        If a config has both forms they must agree, because libraries differ in which one they
-        read.
+        If a config has both forms, their values must agree, because some libraries read the first
+        form and others read the second.
 
         Raises
         ------
@@ -99,8 +99,8 @@ class Rope:
             inverse = inverse / self.factor
         elif self.kind == "llama3":
             wavelength = 2.0 * math.pi / inverse
-            # `keep` is 1 for short wavelengths, which are kept, and 0 for long ones, which are
-            # multiplied by the factor.
+            # `keep` is 1 for short wavelengths, which do not change, and 0 for long wavelengths,
+            # which are multiplied by the factor.
             span = self.high - self.low
             keep = (self.original / wavelength - self.low) / span
             keep = np.clip(keep, 0.0, 1.0)

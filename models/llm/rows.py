@@ -1,6 +1,7 @@
 """Token, slot and position of each row of a forward pass.
 
-A row is one token of one request. A slot is the place of a running request in the KV cache.
+A row is one token of one request. A slot identifies a running request and its pages in the KV
+cache.
 """
 
 from __future__ import annotations
@@ -26,9 +27,9 @@ class Rows:
     ancestors
         uint64[R], bit mask for rows that are drafts of a tree: bit j - 1 is set if draft j is on
         the path from the root to the row. The row's own bit is set. Attention uses the mask to
-        find the keys on the path, because draft j is cached j positions after the root, whatever
-        its sequence position is. A row with mask 0 is cached at its position. None means that all
-        masks are 0.
+        find the keys on the path, because draft j is cached j positions after the root, which
+        usually differs from its sequence position. A row with mask 0 is cached at its sequence
+        position. None means that all masks are 0.
     rows_per_slot
         Number of consecutive rows that usually belong to one slot. Attention then reads each key
         once for several rows. The value affects the speed, not the results.

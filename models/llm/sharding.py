@@ -1,4 +1,4 @@
-"""Tensor parallelism: the shard of each rank, and the leader, which is rank 0.
+"""Tensor parallelism: the shard of each rank, and rank 0, which leads the group.
 
 Attention is split by KV heads and the MLP by columns, as in Megatron-LM: q, k, v, gate and up
 projections are column parallel, o and down projections are row parallel. Embedding, norms and LM
@@ -6,9 +6,9 @@ head are not split.
 
 Rank 0 runs the engine. At the start of a target forward pass it sends the rows and their embeddings
 to the worker ranks (worker_rank.py), which run the same layers on their shards. Every rank gathers
-the partial products of the row-parallel projections and adds them in rank order. The result is an
-all-reduce that gives the same bits on all ranks. Grammar, masks and sampling run on rank 0 only.
-The workers receive the results of verification as the rows of the next forward pass.
+the partial products of the row-parallel projections and adds them in rank order. This all-reduce
+gives the same bits on all ranks. Grammar, masks and sampling run on rank 0 only. The workers
+receive the results of verification as the rows of the next forward pass.
 """
 
 from __future__ import annotations

@@ -71,8 +71,8 @@ class DecoderLayer:
         prefix
             Prefix of the tensor names, without the last dot.
         config
-            Shape of the whole layer. With tensor parallelism `weights` reduces it to the shard of
-            this rank.
+            Shape of the whole layer. With tensor parallelism, `weights` uploads only the part of
+            each matrix that belongs to this rank.
         input_width
             Input width of the QKV projection.
         kernels
@@ -136,8 +136,8 @@ class DecoderLayer:
 class ActivationBuffers:
     """Activation buffers of one decoder stack, each with `max_rows` rows.
 
-    Buffers are float32, except that a buffer for the input of a product has the dtype that the
-    product reads fastest.
+    A buffer for the input of a product has the dtype that the product reads fastest. All other
+    buffers are float32.
 
     Attributes
     ----------
@@ -200,8 +200,8 @@ class ActivationBuffers:
         consumer
             Weight of the product that reads the normed rows.
         producer
-            Weight of the product that writes the rows. The norm is then folded into the two
-            products if the kernels support it. None for a norm with its own kernel.
+            Weight of the product that writes the rows. If the kernels support it, the norm is
+            folded into the two products. None selects a norm with its own kernel.
         """
         out = self.input_of(consumer, "normed")[:count]
         square_sums = None
@@ -307,7 +307,7 @@ class DecoderStack:
             Rows for attention. The position of each row is the last position that the row attends
             to. None to use `rows`.
         final_norm
-            Norm to compute from the residual stream after the last layer; None for none.
+            Norm to compute from the residual stream after the last layer; None to compute no norm.
         """
         count = rows.count
         residual = self.buffers.residual[:count]

@@ -33,10 +33,10 @@ class ScaledMatrix:
     values
         [rows, columns] in the stored dtype.
     scale
-        float32[rows], factors of the rows; None if all are 1.
+        float32[rows], factors of the rows; None if all factors are 1.
     all_gather
-        Collective that gathers the partial products of all ranks. It is set for a row-parallel
-        shard, which has only some of the columns; otherwise None.
+        Collective that gathers the partial products of all ranks. Set for a row-parallel shard,
+        which has only some of the columns; None for other matrices.
     """
 
     values: DeviceArray
@@ -135,7 +135,7 @@ class Weights:
         scale = np.concatenate(scales)
         group = interleave(first_dtype, *stack.shape) if interleave is not None else 0
         if group:
-            # Axes: group, half, block in the half, row in the block.
+            # The axes are group, half of the group, block of 8 rows, and row in the block.
             blocks = np.arange(len(stack)).reshape(-1, 2, group // 16, 8)
             order = blocks.swapaxes(1, 2).ravel()
             stack = stack[order]
@@ -146,7 +146,7 @@ class Weights:
         return ScaledMatrix(values, self.device.from_host(scale))
 
     def _rows(self, name: str, rows: int, columns: int) -> tuple[np.ndarray, str, np.ndarray]:
-        """Return a matrix, its dtype and its row scales, float32[rows]; unscaled rows have 1."""
+        """Return a matrix, its dtype and its row scales, float32[rows], 1 for unscaled rows."""
         array, dtype = self.read(name, (rows, columns), (*FLOATS, E4M3))
         if dtype == E4M3:
             if (array & 0x7F == 0x7F).any():
@@ -207,6 +207,6 @@ class Weights:
             unused.append(name)
         if unused:
             raise CheckpointError(
-                f"{self.checkpoint.path}: {len(unused)} tensors are not part of this model, "
-                f"first {unused[0]}"
+                f"{self.checkpoint.path}: {len(unused)} tensors are not part of the model that "
+                f"config.json describes (first {unused[0]})"
             )

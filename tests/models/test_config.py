@@ -186,7 +186,7 @@ def test_eagle3_config_reads_flat_and_speculators_formats(tmp_path):
 
 def test_eagle3_config_rejects_target_checkpoint(tmp_path):
     make_tiny_llama(tmp_path)
-    with pytest.raises(ConfigError, match=r"num_hidden_layers = 3 .* looks like a target"):
+    with pytest.raises(ConfigError, match=r"num_hidden_layers = 3, .* looks like a target"):
         Eagle3Config.from_dir(tmp_path)
 
 

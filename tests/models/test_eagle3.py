@@ -214,7 +214,7 @@ def test_eagle3_narrower_than_target_requires_lm_head(device, tmp_path):
         (lambda t: t["d2t"].__setitem__(0, -1), "draft id 0 to -1,"),
         (lambda t: t["d2t"].__setitem__(35, 320 - 35), "draft id 35 to 320,"),
         (lambda t: t["d2t"].__setitem__(69, (1 << 40) - 69), f"draft id 69 to {1 << 40},"),
-        (lambda t: t["d2t"].__setitem__(5, t["d2t"][4] - 1), "and another one to"),
+        (lambda t: t["d2t"].__setitem__(5, t["d2t"][4] - 1), "and another draft id"),
         (lambda t: t.__setitem__("d2t", t["d2t"][:-1]), "d2t has shape"),
         (lambda t: t.__setitem__("d2t", t["d2t"].astype(np.float32)), "d2t has dtype float32"),
         (lambda t: t.pop("fc.weight"), "fc.weight is missing"),

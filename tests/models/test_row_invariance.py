@@ -1,7 +1,7 @@
-"""Row invariance: the bits of a row depend only on the row and the earlier positions of its slot.
+"""Tests of row invariance: a row's result depends only on the row and its slot's earlier positions.
 
-Every test compares logits, features and KV cache bit for bit with a reference, for which each
-forward pass processed a single token.
+Every test compares logits, features and KV cache, bit for bit, with a reference. In the reference,
+every forward pass processes a single token.
 """
 
 import functools
@@ -73,7 +73,8 @@ class Case:
         self.both = model.kv, drafter.kv
         self.model = model
         self.forward_of = functools.cache(functools.partial(Forward, model, drafter))
-        # Reference results by sequence: [logits, features, draft outputs], and the two caches.
+        # Reference results by sequence: the list [logits, features, draft outputs], and the
+        # contents of the KV caches of model and drafter.
         self.parts = []
         self.caches = []
         for number in range(len(SEQUENCES)):
@@ -87,7 +88,7 @@ class Case:
             allocate_pages(stream, kv, slot, positions)
 
     def feed(self, stream, sequences, slots, positions, tree=0):
-        """Run a forward pass over one row per sequence and position; sequence -1 is padding.
+        """Run a forward pass with one row per element of `sequences`; -1 gives a padding row.
 
         Return logits, features and draft outputs.
         """
@@ -107,12 +108,12 @@ class Case:
         )
 
     def check(self, stream, sequences, slots, positions, tree=0):
-        """Check that each row has the bits of the reference at its position of its sequence."""
+        """Check that each row equals the reference at its sequence and position, bit for bit."""
         result = self.feed(stream, sequences, slots, positions, tree)
         for r, (s, p) in enumerate(zip(sequences, positions, strict=True)):
             for name, got, wanted in zip(NAMES, result, self.parts[s], strict=True):
                 if name == "draft" and tree != 0:
-                    continue  # an entry depends on two tokens, hence on two rows of the tree
+                    continue  # an entry depends on two tokens, which may be two rows of the tree
                 if s >= 0:  # not padding
                     assert same_bits(got[r], wanted[p]), f"{name} of row {r}"
 
@@ -169,7 +170,7 @@ def test_row_invariance_of_prefill_chunks(clean, stream, chunk):
 
 
 def test_row_invariance_of_mixed_batches(clean, stream):
-    """Random batches have the bits of the reference.
+    """The rows of random batches equal the reference, bit for bit.
 
     A forward pass has one to eight slots with one to three rows each, in random order. Pages are
     shuffled, and some rows are padding.
@@ -210,7 +211,7 @@ def test_row_invariance_of_mixed_batches(clean, stream):
 
 
 def random_tree(rng):
-    """Return (sequence, position) of all nodes of a random tree, parents first, and their masks.
+    """Return (sequence, position) of the nodes of a random tree, parents first, and ancestor masks.
 
     The mask of a node has the bits of its ancestors and its own bit.
     """
@@ -234,10 +235,10 @@ def random_tree(rng):
 
 
 def test_row_invariance_of_draft_trees_and_compaction(clean, stream):
-    """The rows of a draft tree have the bits of a chain.
+    """The rows of a draft tree have the same bits as rows of chains.
 
-    The tree has three paths in one forward pass, in random order. After compaction the KV cache and
-    the features equal those of the accepted path as a chain.
+    The tree has three paths in one forward pass, in random order. After compaction, the KV cache
+    and the features equal those of a chain with the tokens of the accepted path.
     """
     rng = np.random.default_rng(3)
     for slot, accepted in ((1, 2), (5, 1), (6, 0)):

@@ -4,9 +4,9 @@
 // attends to the committed positions and to the drafts on its path.
 //
 // Reduction order: online softmax (Milakov and Gimelshein, 2018) over tiles of TILE positions, in
-// order from position 0. Masked positions are not added. The order depends only on the position of
-// the row, so the kernel is row invariant. A tile of keys and values is converted to floats
-// once for all queries that see the same positions.
+// order from position 0. Positions that a query must not see are skipped. The order depends only on
+// the position of the row, so the kernel is row invariant. A tile of keys and values is converted
+// to floats once for all queries that see the same positions.
 #ifndef HEAD_DIM
 #define HEAD_DIM 64
 #endif

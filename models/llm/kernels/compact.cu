@@ -1,5 +1,5 @@
-// Compaction of the KV cache after the verification of a draft tree: moves the entries of the
-// accepted path to the positions that they would have in a chain.
+// Compacts the KV cache after the verification of a draft tree: moves the entries of the accepted
+// path to the positions that the same tokens would have in a chain.
 //
 // Row 0 of a tree is the last committed token and row j is draft j. Row j is cached j positions
 // after row 0. Entry i of the accepted path is row from[i] of the tree. Its keys and values must

@@ -2,8 +2,8 @@
 // of up to 8 rows, so the weights are read once for all rows.
 //
 // Reduction order: the inner indices are divided into packs of PACK indices. Lane l adds packs l,
-// l + 32, ... in order, then at most one index of the remainder. The lanes are added as a
-// butterfly. The order depends only on `inner` and on the weight type, so the kernel is row
+// l + 32, ... in order, then at most one index of the remainder. The sums of the lanes are added as
+// a butterfly. The order depends only on `inner` and on the weight type, so the kernel is row
 // invariant.
 #include "graft.cuh"
 

@@ -40,8 +40,8 @@ __device__ __forceinline__ float inverse_rms(const T* x, int width, float eps) {
   return 1.0f / sqrtf(tree_sum<NORM_LANES>(partial) / static_cast<float>(width) + eps);
 }
 #else
-// Reduction order: thread i adds indices i, i + NORM_THREADS, ...; then the lanes of each warp are
-// added, and then the warps.
+// Reduction order: thread i adds indices i, i + NORM_THREADS, ...; then the sums of the lanes of
+// each warp are added, and then the sums of the warps.
 template <typename T>
 __device__ __forceinline__ float inverse_rms(const T* x, int width, float eps) {
   __shared__ float of_warp[NORM_THREADS / 32];

@@ -1,6 +1,6 @@
 // Applies RoPE to queries (in place) and keys, and writes keys and values to the KV cache.
-// Dimension i is rotated together with dimension i + HEAD_DIM / 2. Each thread rotates CHUNK such
-// pairs of one head.
+// RoPE rotates dimension i together with dimension i + HEAD_DIM / 2. Each thread rotates CHUNK of
+// these pairs of dimensions of one head.
 #ifndef HEAD_DIM
 #define HEAD_DIM 64
 #endif
