@@ -7,8 +7,8 @@
 `SmallModel`         small draft model with the target's tokenizer
 `NGram`              n-gram prompt lookup
 `Suffix`             suffix decoding
-`UserDrafter`        a Python function
-`Forced`             tokens that are the only ones that the grammar allows
+`UserDrafter`        proposals of a Python function
+`Forced`             tokens at positions where the grammar allows only one token
 `CascadeDrafter`     a lookup drafter whose proposals a draft model continues
 ===================  ==========================================================================
 """

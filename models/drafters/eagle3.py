@@ -371,10 +371,10 @@ class Eagle3Head:
 
 
 class Eagle3(Drafter):
-    """Drafts with an EAGLE-3 head.
+    """Drafter that uses an EAGLE-3 head.
 
-    The first level uses features of the target. Later levels use the head's own outputs as
-    features.
+    At the first level the head reads features of the target. At later levels it reads its own
+    outputs in place of features.
     """
 
     lookahead = 1

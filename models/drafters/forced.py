@@ -8,7 +8,7 @@ from graft.models.drafters.feed import Feed
 
 
 class Forced(Drafter):
-    """Drafts the run of forced tokens after the last committed token.
+    """Drafter that proposes the forced tokens that follow the last committed token.
 
     A token is forced if the row of the grammar's token bitmask for its position allows no other
     token. When a round commits tokens, the grammar advances through the forced tokens that follow

@@ -19,9 +19,10 @@ __all__ = ["SmallModel"]
 
 
 class SmallModel(Drafter):
-    """Drafts with a small Llama model that has its own KV cache.
+    """Drafter that uses a small Llama model with its own KV cache.
 
-    Unlike a draft head, the model processes every token at the token's own position.
+    The model processes every token at the token's own position. (A draft head processes a token at
+    the position of the previous token.)
     """
 
     lookahead = 1

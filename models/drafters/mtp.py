@@ -45,11 +45,11 @@ class _Module:
 
 
 class Mtp(Drafter):
-    """Drafts level by level with the MTP modules of a checkpoint.
+    """Drafter that drafts level by level with the MTP modules of a checkpoint.
 
-    A single module drafts every level: after the first level its own hidden state replaces the
-    target's. With several modules, module j drafts level j of a chain, so there are at most as
-    many drafts as modules.
+    A single module drafts every level. After the first level, the module reads its own hidden state
+    instead of the target's. With several modules, module j drafts level j of a chain, so there are
+    at most as many drafts as modules.
 
     Parameters
     ----------

@@ -12,7 +12,7 @@ _VOTES = {"longest": "NONE", "all": "ALL"}
 
 
 class NGram(PromptLookup):
-    """Drafts the tokens that followed an earlier occurrence of the request's last tokens.
+    """Drafter that proposes the tokens after an earlier occurrence of the request's last tokens.
 
     Parameters
     ----------
@@ -21,8 +21,8 @@ class NGram(PromptLookup):
     longest, shortest, drafts, public, kept, oldest
         As in `PromptLookup`.
     match
-        "longest" drafts the continuation of the occurrence that matches the most tokens. "all"
-        searches for every suffix of `shortest` to `longest` tokens and drafts the most frequent
+        "longest" proposes the continuation of the occurrence that matches the most tokens. "all"
+        searches for every suffix of `shortest` to `longest` tokens and proposes the most frequent
         continuations.
 
     Raises

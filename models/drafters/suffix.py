@@ -12,7 +12,7 @@ __all__ = ["Suffix"]
 
 
 class Suffix(PromptLookup):
-    """Drafts the most frequent continuation of the longest suffix that occurred before.
+    """Drafter that proposes the most frequent continuation of the longest suffix found earlier.
 
     Parameters
     ----------

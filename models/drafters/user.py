@@ -43,7 +43,7 @@ _Proposal = tuple[list[int], list[int]]
 
 @dataclass
 class _Query:
-    """Calls of the function for one round: one call per request.
+    """The calls of the user's function for one round, one call per request.
 
     Attributes
     ----------
@@ -64,11 +64,12 @@ class _Query:
 
 
 class UserDrafter(Drafter):
-    """Drafts the tokens that a Python function proposes.
+    """Drafter that proposes the tokens that a Python function returns.
 
     The function runs on a thread of the drafter and is called for one request after another.
-    Meanwhile the round's graph waits in a host node between the commit and the next target forward
-    pass. The function must not call the device driver, and must not wait for a thread that does.
+    While the function runs, the graph of the round waits in a host node between the commit and the
+    next forward pass of the target. The function must not call the device driver, and must not wait
+    for a thread that does.
 
     If the function raises for a request or returns an invalid proposal, that request finishes with
     the reason "error" and a `DrafterError`, whose message contains the name of the function and the

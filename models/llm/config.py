@@ -1,7 +1,7 @@
 """Configurations of target models and drafters, read from Hugging Face ``config.json`` files.
 
-A field that requires something that graft does not implement raises a `ConfigError` with the name
-and value of the field. No field that would change the output is ignored.
+If a field requests a feature that graft does not implement, a `ConfigError` gives the name and
+value of the field. No field that would change the output is ignored.
 """
 
 from __future__ import annotations
@@ -395,9 +395,9 @@ def _target_layer_ids(fields: Fields, target_layers: int) -> tuple[int, ...]:
 def _check_quantization(fields: Fields) -> None:
     """Check that quantised weights are E4M3 with one scale per row or per matrix.
 
-    Which matrices are quantised is not read from the config; their dtypes in the checkpoint decide.
-    Settings for quantised inputs are ignored, because graft never quantises inputs and the weights
-    do not depend on these settings.
+    The dtypes in the checkpoint, not the config, decide which matrices are quantised. Settings for
+    quantised inputs are ignored, because graft never quantises inputs and the weights do not depend
+    on these settings.
     """
     section = fields.section("quantization_config")
     if section is None:

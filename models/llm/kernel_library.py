@@ -6,8 +6,8 @@ becomes a part of a CUDA graph or runs on a stream.
 Matrix and attention kernels exist in two forms; norm kernels have one block size for each form:
 
 ``thread``
-    For the soft device, which runs kernels on the CPU. One thread computes many outputs and there
-    are no barriers, so a C++ compiler vectorises the loops.
+    For the soft device, which runs kernels on the CPU. Each thread computes many outputs in loops
+    without barriers, which a C++ compiler can vectorise.
 ``warp``
     For GPUs. The soft device runs this form in tests only.
 
@@ -21,8 +21,8 @@ bits, or 8 bits that are converted to bfloat16 when they are loaded. The inner s
 
 Activations are float32. For tensor cores they are rounded to the dtype of the weights, as is usual
 in training and serving. With ``activations="float32"`` each activation is instead split into two
-numbers of that dtype, the rounded value and the remainder. The two have 16 bits of mantissa with
-bfloat16 and 22 bits with float16. Sums are accumulated in float32.
+numbers of that dtype, the rounded value and the remainder. Together the two numbers have 16 bits of
+mantissa with bfloat16 and 22 bits with float16. Sums are accumulated in float32.
 
 Attention runs on tensor cores if the KV cache has 16 bits and heads have 64 or 128 elements.
 Products and attention on tensor cores use workspace that all calls share, so the work of one

@@ -262,7 +262,7 @@ class LlamaModel:
             self._leader.compact(lane, row_slot, result)
 
     def release_workers(self) -> None:
-        """Let the worker ranks release their shards. No forward pass may follow."""
+        """Make the worker ranks release their shards. No forward pass may follow."""
         if self._leader is not None:
             self._leader.release_workers()
 

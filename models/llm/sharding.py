@@ -335,7 +335,7 @@ class TensorParallelLeader:
     def forward(self, lane: Lane, rows: Rows, embeddings: DeviceArray, kv: PagedKV) -> None:
         """Send the rows of a forward pass to the worker ranks, which run their layers over them.
 
-        Call this method before the kernels of rank 0's first layer are added.
+        This method must be called before the kernels of rank 0's first layer are added to the lane.
 
         Parameters
         ----------
@@ -365,7 +365,7 @@ class TensorParallelLeader:
         self._send(lane, header, arrays)
 
     def compact(self, lane: Lane, row_slot: DeviceArray, result: DeviceArray) -> None:
-        """Let the worker ranks move the KV entries of accepted tree drafts.
+        """Make the worker ranks move the KV entries of accepted tree drafts.
 
         The parameters are those of `ModelKernels.compact`.
         """
@@ -401,8 +401,8 @@ class TensorParallelLeader:
     def _header(self, *words: int) -> np.ndarray:
         """Return the header with these words, padded with zeros.
 
-        Equal headers share one array. The array is never modified, because a send of it may still
-        be pending.
+        Equal headers share one array, which must never be modified, because an asynchronous send
+        may still read it.
         """
         if words not in self._headers:
             padded = (*words, *(0,) * (HEADER_WORDS - len(words)))

@@ -185,8 +185,8 @@ class Weights:
     def finish(self, ignored: tuple[str, ...] = ()) -> None:
         """Check that all tensors of the checkpoint were used.
 
-        An unused tensor, such as a bias or another layer, means that the model differs from its
-        config and that its output would be wrong without any error. Scales of statically quantised
+        An unused tensor, such as a bias or another layer, means that the checkpoint does not match
+        its config. The output would be wrong without any error. Scales of statically quantised
         inputs may be unused, because graft does not quantise inputs.
 
         Parameters

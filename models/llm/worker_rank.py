@@ -52,7 +52,7 @@ def run_worker(ranks: RankGroup) -> None:
 
     Notes
     -----
-    After any error the process aborts the group when it exits, which terminates the processes of
+    After any error, the exit of this process aborts the group, which terminates the processes of
     all ranks.
     """
     header = np.zeros(HEADER_WORDS, np.int64)
@@ -75,7 +75,7 @@ def run_worker(ranks: RankGroup) -> None:
 
 
 def _load(ranks: RankGroup, size: int) -> TensorParallelWorker | None:
-    """Load the shard that rank 0 requests and send the reply; return None if loading failed.
+    """Load the shard that rank 0 requests, and send the reply. Return None on failure.
 
     Parameters
     ----------

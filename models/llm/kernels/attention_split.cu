@@ -11,10 +11,11 @@
 // only on the position of the row, not on the number of blocks among which the parts are divided,
 // so the kernel is row invariant.
 //
-// A step is computed for all rows at once if they all see the same 16 positions, else row by row.
-// Values that a row must not see (positions after it, drafts of other branches) therefore never
-// enter its sums, not even multiplied by zero, so they may be NaN. Queries and softmax weights
-// are each split into two 16-bit floats, high and low, which keep at least 16 bits of mantissa.
+// If all rows see the same 16 positions of a step, the step is computed for all rows at once.
+// Otherwise it is computed row by row. Values that a row must not see (positions after it, drafts
+// of other branches) therefore never enter its sums, not even multiplied by zero, so they may be
+// NaN. Queries and softmax weights are each split into two 16-bit floats, high and low, which keep
+// at least 16 bits of mantissa.
 #ifndef WIDE_HEAD
 #define WIDE_HEAD 128
 #endif

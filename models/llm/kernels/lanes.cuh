@@ -59,8 +59,8 @@ __device__ __noinline__ void pad(const T* from, int count, float* padded) {
   for (int i = 0; i < LANES; ++i) padded[i] = i < count ? to_float(from[i]) : 0.0f;
 }
 
-// Forces a value that is used several times into a register. Compilers would otherwise reload it
-// from memory.
+// Forces a value that is used several times into a register. Without this function, compilers
+// reload the value from memory.
 __device__ __forceinline__ Lanes in_register(Lanes x) {
 #ifdef __AVX__
   asm("" : "+v"(x));

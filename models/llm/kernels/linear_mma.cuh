@@ -8,10 +8,11 @@
 // depend on the other rows of a tile, nor on which kernel, block or warp sums a part (row
 // invariance).
 //
-// Input: x is float and is rounded to WEIGHT16. With X16 it already has that type, which gives the
-// same bits. With SPLIT_X each row of x becomes two rows of B, the rounded values and the
-// remainders, whose partial sums are added first. With WEIGHT8 the weights are stored as E4M3 and
-// are converted to WEIGHT16. If there are scales, a sum is multiplied by the scale of its row of W.
+// Input: x is float and is rounded to WEIGHT16. With X16, x already has the type WEIGHT16; the
+// result has the same bits. With SPLIT_X each row of x becomes two rows of B, the rounded values
+// and the remainders, whose partial sums are added first. With WEIGHT8 the weights are stored as
+// E4M3 and are converted to WEIGHT16. If there are scales, each sum is multiplied by the scale of
+// its row of W.
 //
 // Folded norms: if `square_sums` is not null, x has been multiplied by a norm weight, and the
 // result is divided by the root mean square of the row. If `norm` is not null, the result times the

@@ -1,5 +1,5 @@
-// Functions that all model kernels use: arithmetic that gives the same bits on every device and
-// that C++ compilers vectorise, and addressing of the paged KV cache.
+// Functions for all model kernels. The arithmetic functions give the same bits on every device and
+// are vectorised by C++ compilers. The other functions compute addresses in the paged KV cache.
 #pragma once
 #include "graft.cuh"
 
@@ -76,7 +76,7 @@ __device__ __forceinline__ long long element_of(const Pages& pages, int page, in
 }
 
 // Addressing of the cached positions of a draft tree. Row 0 of a tree is the last committed token.
-// Draft j is cached j positions after row 0, whatever its depth in the tree is. A row reads the
+// Draft j is cached j positions after row 0, regardless of its depth in the tree. A row reads the
 // keys of its ancestors through its path, in the order of their sequence positions. Its sums
 // therefore have the same bits as if the path were a chain.
 struct Path {

@@ -14,8 +14,8 @@
 #endif
 #define NORM_LANES 32
 
-// inverse_rms returns 1 / sqrt(mean(x^2) + eps) of a row. All threads of the block get the same
-// bits.
+// inverse_rms returns 1 / sqrt(mean(x^2) + eps) of a row, with the same bits in all threads of the
+// block.
 #if NORM_THREADS == 1
 // Reduction order: partial sum i adds indices i, i + NORM_LANES, ...; the partial sums are then
 // added as a tree.
