@@ -319,7 +319,7 @@ class GuidedDecoder:
         return self._step_work(_DRAFT, j)
 
     def counters(self) -> dict[str, int]:
-        """Return the counters since the decoder was created.
+        """Return event counts and step times since the decoder was created, by name.
 
         Counters whose names end in ``_ns`` are the host time of each kind of step in nanoseconds.
         """

@@ -288,7 +288,10 @@ _ANY_CHARACTER = "([^a] | [a])"
 
 
 def _check_tags(tags: Sequence[StructuralTag], triggers: Sequence[str]) -> None:
-    """Raise `GrammarError` unless each tag has exactly one trigger and each trigger has a tag."""
+    """Raise `GrammarError` unless the tags and the triggers of a structural tag match.
+
+    Each tag must begin with exactly one trigger, and each trigger must begin at least one tag.
+    """
     are_lists = isinstance(tags, Sequence) and isinstance(triggers, Sequence)
     if not are_lists or isinstance(triggers, str) or not tags or not triggers:
         raise GrammarError("structural tag: needs lists of at least one tag and one trigger")

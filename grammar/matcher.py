@@ -145,7 +145,7 @@ class Matcher(ABC):
 
     @functools.cached_property
     def native(self) -> Any:
-        """Native matcher that shares the state of this object; the native worker uses it."""
+        """Native matcher with the state of this object, for the guided decoder's native worker."""
         return _native.guide.PythonMatcher(self, np.zeros(self.words, np.int32), self.size)
 
     @abstractmethod

@@ -91,7 +91,7 @@ def ending_ids(
     ------
     GrammarError
         The grammar belongs to another backend, a stop id is outside the vocabulary, or all stop
-        ids are text.
+        ids have text.
     """
     if compiled.backend is not backend:
         raise GrammarError("matcher: the grammar was compiled for another vocabulary")

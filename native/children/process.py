@@ -49,7 +49,7 @@ class Setup(NamedTuple):
     Attributes
     ----------
     key
-        Identifier of the setup. A process runs only one setup per key.
+        Identifier of the setup. A process runs the setup with a given key only once.
     function, arguments
         As in `Call`.
     """
@@ -196,7 +196,7 @@ class ChildProcess:
         return f"{self.memory_bytes / (1 << 30):.3g} GiB of memory"
 
     def _lost(self, error: Exception, timeout_s: float) -> ChildLost:
-        """Reap the process after a failed exchange and return the exception to raise."""
+        """Reap the process after a call without a reply, and return the exception to raise."""
         timed_out = isinstance(error, TimeoutError)
         status = self._reap(kill=timed_out or self._closed)
         if timed_out:

@@ -246,8 +246,12 @@ def test_backend_reports_missing_library(monkeypatch, serve, library):
 
     monkeypatch.setattr(importlib.metadata, "version", version)
     message = f"grammar_backend: {name} is not installed; install it with: pip install .*{package}"
+    # Services of other tests may still be alive. A vocabulary of another size ensures that their
+    # backends are not shared.
+    vocabulary = byte_vocabulary(271)
     with pytest.raises(OptionError, match=message):
-        GrammarService(byte_vocabulary(), package)
+        GrammarService(vocabulary, package)
     other = "llguidance" if package == "xgrammar" else "xgrammar"
+    service = serve(other, vocabulary)
     with pytest.raises(GrammarError, match=f"regex: {message}"):
-        serve(other).submit(GrammarSpec("regex", "a", backend=package)).result(300)
+        service.submit(GrammarSpec("regex", "a", backend=package)).result(300)

@@ -170,8 +170,8 @@ def test_negation_is_complement():
 
 
 NARROWED: list[tuple[Any, list[Any], list[Any]]] = [
-    # Each option of the oneOf requires a list property. A value with both lists is valid if one of
-    # the lists violates its option.
+    # Each option of the oneOf requires a list property. A value with both lists is valid if exactly
+    # one of the lists satisfies its option, but the grammar never produces such a value.
     (
         {
             "type": "object",

@@ -81,9 +81,9 @@ def _one_of(rewriter: Rewriter, value: Any, site: Site) -> None:
 
 
 def _overlaps(rewriter: Rewriter, options: list[Any], base: Any) -> dict[int, list[int]]:
-    """Return, for the index of each option, the indices of the options that it may overlap with.
+    """Return the indices of the options that may overlap with each option, by the option's index.
 
-    The result contains no options that overlap with no other option.
+    Options that are proved disjoint from all other options are not in the dict.
     """
     overlaps: dict[int, list[int]] = {}
     for i in range(len(options)):
