@@ -1,8 +1,9 @@
 """Pinned memory through which kernels, grammar worker and host exchange records.
 
-Every slot, the state of one running request, has one record of each kind: stamps of its mask rows,
-committed tokens, drafts, candidates, and the grammar's answer. ``native/records/exchange.h``
-declares the records. This module allocates the memory and computes the offsets.
+A slot is the state of one running request. It has one record of each kind: stamps of the slot's
+mask rows, committed tokens, drafts, candidates, and the grammar's answer to the candidates.
+``native/records/exchange.h`` declares the records. This module allocates the memory and computes
+the offsets.
 """
 
 from __future__ import annotations

@@ -255,7 +255,7 @@ class Sampler:
     def target(self, lane: Lane, logits: DeviceArray, rows: RowMap) -> None:
         """Adjust, mask and filter the target's logits, and sample a token for each row.
 
-        Rows whose draft `verify` tests get no token.
+        A row gets no token if `verify` tests its draft by rejection sampling.
 
         Parameters
         ----------
@@ -288,8 +288,9 @@ class Sampler:
             self.raw,
         ]
         lane.kernel(self._adjust, grid, self.block, args, name="adjust logits")
-        # The blocks of a row share only the first step of a launch, so several blocks need one
-        # launch per step. A single block runs all steps in one launch.
+        # Several blocks can share only the first step of a launch, because the later steps of the
+        # launch run in the last block. Several blocks per row therefore need one launch per step,
+        # while a single block runs all steps in one launch.
         steps = [(0, 2)] if self._parts == 1 else [(step, step) for step in range(3)]
         for first, last in steps:
             args = [
@@ -378,9 +379,10 @@ class Sampler:
     def draft(self, lane: Lane, draft_logits: DeviceArray, row_slot: DeviceArray, j: int) -> None:
         """Sample draft `j` of every slot that committed tokens in this replay and still drafts.
 
-        Masked modes apply mask row ``j - 1`` of the slot. Probe modes take the grammar's answer
-        first and use the row only if no candidate was legal. Without masking, drafts may be
-        illegal; verification then rejects them.
+        With masking "fill", the draft is sampled under mask row ``j - 1`` of the slot. With the
+        probe maskings, the draft is the candidate that the grammar accepted; only if no candidate
+        was legal, the draft is sampled under the mask row. Without masking, drafts may be illegal,
+        and verification rejects them.
 
         Parameters
         ----------
@@ -394,7 +396,8 @@ class Sampler:
             Number of the draft, from 1 to K.
         """
         batch = self._check_draft(draft_logits, row_slot, j)
-        # After an unsuccessful probe, which is rare, the row is read from host memory.
+        # The mask row is needed only if the grammar rejected all candidates. This is rare, so the
+        # kernel reads the row from host memory and no copy to the device is added.
         exchange = self.exchange
         masks = exchange.host_masks if self.mode.probes else exchange.device_masks
         args = [

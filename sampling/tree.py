@@ -62,7 +62,7 @@ class TreePlan(NamedTuple):
 
     @classmethod
     def _parse(cls, tree: Any) -> TreePlan | None:
-        """Return the plan, without a check of its bounds; None if `tree` is malformed."""
+        """Return the plan without checking its bounds, or None if `tree` is malformed."""
         if not isinstance(tree, (tuple, list)):
             return None
         if len(tree) == 2 and all(type(number) is int for number in tree):
@@ -110,7 +110,7 @@ class TreePlan(NamedTuple):
         return table
 
     def _fed_nodes(self, level: int) -> dict[tuple[int, ...], int]:
-        """Return the paths of a level that have children, with their indices in the next level."""
+        """Number the nodes of a level that have children, and return the number of each path."""
         nodes: dict[tuple[int, ...], int] = {}
         for path in self.paths:
             if len(path) == level + 1:

@@ -253,7 +253,7 @@ class Slot:
 
     n: int  # position of the last committed token
     tree: Tree
-    limit: int  # tokens are produced at positions below it
+    limit: int  # exclusive upper bound of token positions
     seed: int = 0
     filter: Filter = field(default_factory=Filter)
     verify: int = REJECTION
@@ -390,7 +390,7 @@ def walk(
 
 
 def commit(slot: Slot, outcome: Outcome) -> None:
-    """Commit the tokens of a round. A slot without tokens keeps its drafts."""
+    """Commit the tokens of a round. If no token is committed, the slot keeps its drafts."""
     if outcome.tokens:
         slot.n += len(outcome.tokens)
         slot.tree = chain(outcome.tokens[-1])
@@ -443,8 +443,8 @@ def verify(slot: Slot, logits: np.ndarray, masks: Sequence[MaskRow], token_limit
 
     Every node samples a token with the random numbers of its position, and `walk` follows the child
     with this token. This is exact on any tree. A chain with at least one draft that was sampled
-    from a table is tested instead, unless the request is greedy or coupled. A test of point masses
-    would not accept more.
+    from a table is tested instead, unless the request is greedy or coupled. Chains of point masses
+    are not tested, because a test would not accept more of them.
 
     Parameters
     ----------
@@ -553,11 +553,14 @@ def block_chances(
 
 
 def _tested(slot: Slot, p: list[FloatArray]) -> list[int]:
-    """Return the tokens of a tested chain: accepted drafts, and the replacement of the next one.
+    """Verify a chain by rejection sampling and return its tokens.
 
-    A point mass has a table with a single entry. `PER_TOKEN` accepts a draft if u q(d) < p(d) and
-    ends at the first failure (Leviathan et al., 2023). If the residual is empty, the replacement is
-    sampled from p.
+    The tokens are the accepted drafts and, if a draft is rejected, one token that is sampled from
+    the residual distribution.
+
+    The table q of a point mass has a single entry. `PER_TOKEN` accepts draft d if u q(d) < p(d),
+    where u is a uniform random number, and ends at the first failure (Leviathan et al., 2023). If
+    the residual is empty, the token is sampled from p.
     """
     drafts = slot.drafts[: len(p)]
     q = []
@@ -594,7 +597,7 @@ def _num_passed_per_token(
     q: Sequence[FloatArray],
     coins: Sequence[float],
 ) -> int:
-    """Return the number of drafts before the first one that fails its own test."""
+    """Return the number of drafts before the first draft that fails its per-token test."""
     failed = False
     passed = 0
     for d, target, table, u in zip(drafts, p, q, coins, strict=True):

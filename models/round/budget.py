@@ -1,9 +1,12 @@
-"""Automatic draft length: the number of drafts per round that maximizes tokens per second.
+"""Automatic draft length: choose the number of drafts per round that maximizes tokens per second.
 
-The host chooses the draft length of a round, and with it the number of forward rows. The device
-assigns these rows to the drafts that are most likely to be accepted (kernels/round.cu). A draft
-without a row is cut: it is not verified. Both decisions depend on past rounds only, never on the
-drafts that may be cut, so the distribution of outputs does not change.
+The rate of a draft length is its expected acceptance length, which is the number of tokens that a
+request gets per round, divided by the measured time of a round.
+
+The host chooses the draft length of a round, which also determines the number of forward rows. The
+device assigns these rows to the drafts that are most likely to be accepted (kernels/round.cu). A
+draft without a row is cut, which means that it is not verified. Both decisions depend on past rounds only, never on the drafts that may be cut, so the
+distribution of outputs does not change.
 
 A *bucket* is a number of batch rows for which graphs are built; there is one graph per bucket and
 draft length.
@@ -112,7 +115,8 @@ class DraftBudget:
         key = (bucket, length)
         ns = max(ns, 1)
         if idle:
-            # The minimum, because the first replay also loads modules lazily.
+            # Keep the minimum of the idle times, because the first replay of a graph also loads
+            # modules lazily and takes longer.
             known = self._idle_ns.get(key, ns)
             self._idle_ns[key] = min(ns, known)
             return
@@ -164,7 +168,7 @@ class DraftBudget:
             row = self.lengths.index(length)
             num_known = capacity
         max_depth = self._overall.shape[1]
-        # Nothing is known about drafts after the first rejected one.
+        # Verification ends at the first rejected draft, so the outcome of later drafts is unknown.
         num_tested = min(num_known, max_depth, accepted + 1)
         own = self._by_request.setdefault(request, self._overall.copy())
         if num_tested == 0:
@@ -191,7 +195,10 @@ class DraftBudget:
         return self.lengths[index]
 
     def _neighbour(self, index: int, longer: bool) -> int:
-        """Return the index of the next longer or shorter length, or else of the other neighbour."""
+        """Return the index of the next longer or next shorter length.
+
+        At the end of the list of lengths, the neighbour on the other side is returned.
+        """
         step = 1 if longer else -1
         neighbour = index + step
         if 0 <= neighbour < len(self.lengths):
@@ -199,7 +206,7 @@ class DraftBudget:
         return index - step
 
     def _decide(self, bucket: int, requests: Sequence[object]) -> None:
-        """Choose the length with the highest rate, unless the current length is nearly as good."""
+        """Choose the length with the highest rate; keep the current one if it is nearly as good."""
         rates = self.expected_rates(bucket, requests)
         best = rates.index(max(rates))
         current = self._chosen.get(bucket, best)

@@ -177,7 +177,10 @@ class DraftMasking:
         return self._grammar_lane.record(f"{mark}: done")
 
     def _wait_for_step(self, part: str, step: str) -> None:
-        """Make the model lane wait for the last grammar step and record the wait as `part`."""
+        """Make the model lane wait for the last grammar step.
+
+        The timeline records the waiting time as the part `part`.
+        """
         self._wait(self._step_done)
         self._stamps.end(part, step)
 

@@ -294,7 +294,11 @@ class Prefill:
     def _resume(
         self, lane: StreamLane, drafter: Drafter, slot: int, num_cached: int, last: int
     ) -> None:
-        """Let the drafter process the first `num_cached` tokens, whose cache entries exist."""
+        """Let the drafter process the first `num_cached` tokens of a prompt.
+
+        The KV-cache entries of these tokens exist already. The drafter only updates the state that
+        it keeps outside the KV cache.
+        """
         for begin in range(0, num_cached, CHUNK):
             end = min(begin + CHUNK, num_cached)
             self._add_rows(lane, slot, begin, end, last)

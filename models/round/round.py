@@ -238,7 +238,7 @@ class RoundGraph:
         self._model.wait(mark)
 
     def _start_drafting(self) -> None:
-        """Add what a subclass needs between verification and drafting."""
+        """Add the nodes of a subclass between verification and drafting; by default none."""
 
     def _add_target_forward(self, feed: Feed) -> None:
         """Add ``begin``, ``open`` and the target forward pass."""

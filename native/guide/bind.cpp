@@ -124,7 +124,7 @@ void bind_matchers(nb::module_& guide) {
 
 }  // namespace
 
-// Each is defined in the file of its name.
+// Each of these functions is defined in the file that it is named after.
 void bind_xgrammar(nb::module_& guide);
 void bind_llguidance(nb::module_& guide);
 void bind_marked(nb::module_& guide);

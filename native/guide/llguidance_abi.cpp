@@ -49,12 +49,14 @@ namespace graft::guide {
 namespace {
 
 constexpr char kRelease[] = "llguidance@1.9.";
-// Expressions a matcher may construct at its start, and in one step. LLGuidance's own limits (a
-// million, 200 thousand) are too low for patterns with long length bounds: texts would fail in the
-// middle. `graft.grammar.schema.trial` states the same limits.
+// Maximum number of regular expressions that the lexer of a matcher may construct at its start, and
+// in one step. LLGuidance's defaults (1 million and 200,000) are too low for patterns with long
+// length bounds, because a request would fail in the middle of its text.
+// `graft.grammar.schema.trial` states the same limits.
 constexpr uint64_t kLexerFuel = 10'000'000;
-// Parser items in a row, and in a step. LLGuidance's own limits (2,000 and 50 thousand) stop texts
-// of large choices in the middle. The cost of a grammar is limited by the time budget instead.
+// Maximum number of parser items in one row of the parser's chart, and in one step. With
+// LLGuidance's defaults (2,000 and 50,000), a request whose grammar has a large choice would fail
+// in the middle of its text. The time budget limits the cost of a grammar instead.
 constexpr size_t kItems = 1'000'000;
 // Error of LLGuidance if no token is legal.
 constexpr char kDeadEnd[] = "NoExtensionBias";
@@ -128,7 +130,8 @@ void symbol(void* library, const char* name, Function* out) {
   *out = reinterpret_cast<Function>(address);
 }
 
-// The options do not contain their size: check where LLGuidance writes its defaults.
+// LLGuidance's options struct does not contain its own size. The layout is therefore checked by
+// having LLGuidance write its defaults and comparing which bytes have changed.
 void check_layout(const Api& loaded) {
   std::array<unsigned char, 160> bytes{};
   bytes.fill(0xCC);
@@ -235,8 +238,8 @@ class Tokenizer {
   const void* get() const { return tokenizer_; }
   int64_t vocab_size() const { return vocab_size_; }
   const std::vector<uint32_t>& stop_ids() const { return stop_ids_; }
-  // Whether a mask has certainly replaced the cached one (invariant 5).
-  // No text is legal where the grammar has ended.
+  // Returns whether a mask has certainly replaced the cached one (invariant 5). This is the case if
+  // an id with text is legal, because then the grammar has not ended.
   bool is_kept(const uint32_t* mask) const noexcept {
     for (size_t w = 0; w < text_.size(); ++w) {
       if ((mask[w] & text_[w]) != 0) return true;
@@ -279,7 +282,8 @@ class Grammar {
       if (generation_ >= kGenerations) return;
       ++generation_;
     }
-    // The mask at the start must replace the matcher's last one (invariant 5).
+    // The matcher caches its last mask. Computing the mask of the start state must replace the
+    // cached one, or else copies of this matcher could return a wrong mask (invariant 5).
     const int64_t begun = clock_ns(CLOCK_THREAD_CPUTIME_ID);
     if (api.reset(matcher.get()) != 0 || api.compute_mask(matcher.get()) != 0) return;
     const bool slow = clock_ns(CLOCK_THREAD_CPUTIME_ID) - begun > kSlowNs;
@@ -302,7 +306,7 @@ class Grammar {
 
 class LLGuidanceMatcher final : public NativeMatcher {
  public:
-  // `stop_ids` are those of this request; they have no text.
+  // `stop_ids` are the stop ids of this request. Stop ids have no text.
   LLGuidanceMatcher(std::shared_ptr<Grammar> grammar, const std::vector<uint32_t>& stop_ids)
       : grammar_(std::move(grammar)),
         tokenizer_(grammar_->tokenizer()),
@@ -380,11 +384,12 @@ class LLGuidanceMatcher final : public NativeMatcher {
  private:
   // Summary of a mask that was computed.
   struct Seen {
-    uint32_t sum = 0;   // sum of its words, which identifies the mask
+    uint32_t sum = 0;   // sum of the mask's words, a checksum
     bool sure = false;  // whether the mask has certainly replaced the cached one
   };
   // What is known about the mask that LLGuidance caches (invariant 5). The cached mask is the last
-  // one with `sure`, or, if `unsure`, possibly a later one.
+  // computed mask whose Seen::sure is true. If `unsure` is true, the cached mask may also be one
+  // that was computed later.
   struct Kept {
     static constexpr size_t kNowhere = SIZE_MAX;
 
@@ -406,7 +411,7 @@ class LLGuidanceMatcher final : public NativeMatcher {
       return seen.sure ? some && seen.sum == sum : unsure;
     }
   };
-  // Maximum number of tokens to go back for a mask that replaces the cached one.
+  // Maximum number of earlier states whose masks replace_kept() computes.
   static constexpr size_t kSearch = 24;
 
   Answer failed(ErrorText* error) noexcept {
@@ -415,8 +420,8 @@ class LLGuidanceMatcher final : public NativeMatcher {
     return Answer::kFailed;
   }
 
-  // Returns whether a token is legal (invariant 4). If the mask of this state is known, it has the
-  // answer; otherwise LLGuidance validates the token.
+  // Returns whether a token is legal (invariant 4). Reads the bit of the token if LLGuidance has
+  // the mask of this state; otherwise LLGuidance validates the token.
   Answer is_legal(uint32_t id, ErrorText* error) noexcept {
     const uint32_t* mask = api.get_mask(live_.get());
     if (mask != nullptr) {
@@ -427,7 +432,7 @@ class LLGuidanceMatcher final : public NativeMatcher {
     return valid == 0 ? Answer::kNo : Answer::kYes;
   }
 
-  // Moves `live_` to the given number of tokens of the path.
+  // Moves `live_` to the state after the first `size` tokens of the path.
   Answer move(size_t size, ErrorText* error) noexcept {
     if (live_size_ > size) {
       if (api.rollback(live_.get(), live_size_ - size) != 0) return failed(error);
@@ -439,7 +444,7 @@ class LLGuidanceMatcher final : public NativeMatcher {
     return Answer::kYes;
   }
 
-  // Drops the undone tokens after the accepted ones, because another token follows.
+  // Removes undone tokens from the path, because a different token follows the accepted ones.
   void leave_path() noexcept {
     if (size_ == path_.size()) return;
     path_.resize(size_);
@@ -462,8 +467,9 @@ class LLGuidanceMatcher final : public NativeMatcher {
     return Answer::kYes;
   }
 
-  // Goes back along the path, from `back` tokens on, until a computed mask certainly replaces the
-  // cached one. If none does within kSearch tokens, continues with a new copy of the start state.
+  // Makes LLGuidance replace its cached mask (invariant 5). Computes the masks of earlier states of
+  // the path, beginning with the state after `back` tokens, until one of them certainly replaces
+  // the cached mask. If kSearch masks do not, the matcher becomes a new copy of the start state.
   Answer replace_kept(size_t back, ErrorText* error) noexcept {
     for (size_t tries = kSearch; tries-- > 0;) {
       Seen seen;

@@ -215,7 +215,7 @@ class MarkedMatcher final : public NativeMatcher {
       inside_ -= inside;
     }
     if (outside == 0) return Answer::kYes;
-    // Older entries of the ring have been overwritten by the tokens that are undone now.
+    // The ring has no older states: the tokens that are undone now have overwritten them.
     undone_to_ = std::max(undone_to_, scanned_ - kHistory);
     scanned_ -= outside;
     state_ = history_[static_cast<size_t>(scanned_ % kHistory)];

@@ -93,7 +93,9 @@ class Pool {
     uint64_t at = claimed_.load();
     while (!stop_.load(std::memory_order_relaxed) && at < posted_.load()) {
       const int job = ring_[at % ring_.size()].load(std::memory_order_relaxed);
-      // The entry is overwritten only after `claimed_` has passed it; the exchange then fails.
+      // Another thread may have claimed this job, and the ring entry may then have been
+      // overwritten. In this case `claimed_` has changed, the exchange fails and `job` is
+      // discarded.
       if (claimed_.compare_exchange_weak(at, at + 1)) return job;
     }
     return -1;
@@ -128,7 +130,8 @@ class Pool {
       }
       std::unique_lock<std::mutex> lock(mutex_);
       waiting_.store(true);
-      // The system clock, because the thread sanitizer does not support waits on others.
+      // Waits use the system clock, because the thread sanitizer does not support waiting with
+      // other clocks.
       const auto until = std::chrono::system_clock::now() + std::chrono::nanoseconds(left);
       if (!done()) served_one_.wait_until(lock, until);
       waiting_.store(false);

@@ -129,8 +129,9 @@ void SlotWork::commit(Slot& slot) const noexcept {
   if (!slot.terminated) return;
   slot.tally[count::terminations] += 1;
   slot.ended = true;
-  // The device normally ends the request at the stop id. If the device does not know this id, it
-  // reads row 0 in the next round. The state then ends the request, which would stall otherwise.
+  // The device normally ends the request at the stop id. If this id is not among the stop ids on
+  // the device, the device continues with row 0 in the next round. The state of row 0 then ends the
+  // request; without it, the request would wait for the row forever.
   make(slot, 0, ROW_DEAD_END);
 }
 
@@ -173,8 +174,8 @@ bool SlotWork::move_to(Slot& slot, int j) const noexcept {
     if ((slot.closed & bit(node)) != 0) return false;
   }
   int back = 0;
-  // Replace the greater of the two nodes by its parent until they meet: a parent has a smaller
-  // number.
+  // Find the lowest common ancestor. A parent has a smaller number than its children, so the
+  // greater of the two nodes is replaced by its parent until both nodes are equal.
   for (int node = j; slot.node != node;) {
     int& deeper = slot.node > node ? slot.node : node;
     back += &deeper == &slot.node;
@@ -388,7 +389,8 @@ void SlotWork::fail(Slot& slot) const noexcept {
   make(slot, 0, ROW_ERROR);
 }
 
-// Invalidates all rows. An error is kept, because it does not depend on the state.
+// Invalidates all rows. Row 0 of a failed slot keeps ROW_ERROR, because the error is independent of
+// the tokens.
 void SlotWork::forget_rows(Slot& slot) const noexcept {
   const bool failed = slot.ended && slot.made[0].load(std::memory_order_relaxed) == ROW_ERROR;
   for (auto& row : slot.made) row.store(ROW_NOT_READY, std::memory_order_relaxed);

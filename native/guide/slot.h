@@ -101,7 +101,7 @@ class Forced {
 // Tokens that the device committed in one replay.
 struct Commit {
   bool given = false;  // whether there is a commit
-  bool wrong = false;  // replay or count is impossible, so worker and device are out of sync
+  bool wrong = false;  // internal error: invalid replay or count
   int count = 0;
   std::vector<int32_t> tokens;  // [K + 1]
 };
@@ -140,8 +140,8 @@ struct Slot {
   int32_t epoch = 0;
   int32_t n = 0;                     // position of the last committed token
   NativeMatcher* matcher = nullptr;  // borrowed; used while a snapshot refers to it, or while busy
-  int64_t applied = 0;               // last replay whose commit was considered
-  int64_t drafts_of = 0;             // replay whose drafts follow the current state; 0: none
+  int64_t applied = 0;               // last replay whose commit record was read
+  int64_t drafts_of = 0;             // replay whose drafts follow the last token; 0: none
   Commit pending;                    // committed while the slot was busy
   bool outdated = false;             // the order being served is for a state before `pending`
   std::vector<int32_t> stamped;      // [K + 1] states as the device sees them
@@ -153,8 +153,8 @@ struct Slot {
   bool ended = false;           // terminated, dead end or error: the slot gets no more orders
   bool terminated = false;      // whether the matcher has terminated, drafts included
   std::vector<int32_t> forced;  // [K + 1], forced token of each row, or -1
-  int tested = 0;               // number of drafts when all rows were filled last
-  bool answered = false;        // whether a probe has its answer
+  int tested = 0;               // number of drafts when kFillRows ran last
+  bool answered = false;        // whether `answer` is the result of a probe
   int32_t answer = -1;
   std::vector<uint32_t> legal;                // [branch], tree: legal candidates of each node
   std::array<int32_t, count::kinds> tally{};  // added to the counters by the step
@@ -167,7 +167,7 @@ struct Slot {
   std::atomic<int64_t> cpu_start{-1};  // time on that clock when it began; -1: not yet
 };
 
-// Serves orders. Stateless: different slots may be served concurrently.
+// Serves orders. The class has no mutable state, so threads may serve different slots concurrently.
 class SlotWork {
  public:
   // `forced` finds forced tokens; null if forced tokens are not drafted. With `follow_forced`,

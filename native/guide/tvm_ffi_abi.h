@@ -32,7 +32,8 @@ struct Bytes {
   size_t size;
 };
 
-// Follows the Object header of an error; later members are not read.
+// Members of an error object after its Object header. Members after those declared here are not
+// read.
 struct ErrorCell {
   Bytes kind;
   Bytes message;

@@ -104,8 +104,8 @@ void Worker::step(const StepRecord& record) noexcept {
     if (idle && record.step == Step::kOpen && !(slot.joined && slot.epoch == request.epoch)) {
       join(slot, request);
     }
-    // If the slot is still busy for its previous request, the first open step that finds it idle
-    // joins the new one.
+    // If a pool thread still serves the slot's previous request, the new request joins in the first
+    // open step that finds the slot idle.
     if (slot.epoch != request.epoch) continue;
     // Drafts of a lattice are found by the grammar step for unconstrained requests too.
     const bool lattice = is_lattice_mode(exchange_.layout.mode) && record.step == Step::kDraft;
@@ -269,8 +269,9 @@ void Worker::join(Slot& slot, const Request& request) noexcept {
   if (slot.matcher == nullptr) stamp_all(slot, ROW_FREE);
 }
 
-// Reads the tokens that the device has committed to this slot since the last call. They belong to a
-// replay up to `latest`; a later number means that worker and device disagree about the replay.
+// Reads the tokens that the device has committed to this slot since the last call. The tokens
+// belong to replay `latest` or an earlier one. A later number is an internal error: worker and
+// device count replays differently.
 void Worker::take_commit(Slot& slot, bool idle, int64_t latest) noexcept {
   Committed* committed = exchange_.committed(slot.index);
   const int64_t replay = replay_of(committed->replay);
@@ -286,7 +287,8 @@ void Worker::take_commit(Slot& slot, bool idle, int64_t latest) noexcept {
     slot.outdated = true;
   }
   slot.drafts_of = replay;
-  // While a commit is pending no row is ready, so the device cannot have committed again.
+  // While a commit of the slot is pending, none of the slot's mask rows is ready, and the device
+  // commits no tokens. A second commit is therefore an error.
   slot.pending.wrong =
       slot.pending.given || !is_valid || count < 0 || count > exchange_.layout.rows;
   slot.pending.given = true;
@@ -296,7 +298,8 @@ void Worker::take_commit(Slot& slot, bool idle, int64_t latest) noexcept {
   std::copy_n(Exchange::ids(committed), count, slot.pending.tokens.begin());
 }
 
-// Copies the drafts of a replay into the order, if they follow the slot's current state.
+// Copies the drafts of a replay into the order, provided that these drafts continue the tokens that
+// the slot's matcher has accepted.
 void Worker::take_drafts(Slot& slot, int64_t replay) noexcept {
   Drafted* drafted = exchange_.drafted(slot.index);
   Order& order = slot.order;

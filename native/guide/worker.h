@@ -1,4 +1,4 @@
-// Grammar worker: runs the grammar steps of a round.
+// Grammar worker for constrained decoding: runs the grammar steps of a round.
 //
 // A grammar step is a host function in the round's graph. It commits tokens to the matchers of the
 // replay's requests, fills their mask rows, or tests candidates for drafts. Each replay has one
@@ -7,11 +7,12 @@
 //
 // Invariants
 // 1. Steps never run concurrently. In each replay they run once, in the order open, commit, draft 1
-//    .. K. Edges of the graph order each step after the kernels that write the records `committed`,
-//    `drafted` and `candidates`, and before the kernels that read masks, stamps and answers.
-// 2. A step never allocates, throws, prints, takes the GIL, calls the driver or drops a reference;
-//    neither do the threads that serve its slots. Only a matcher that is written in Python takes
-//    the GIL. A thread must therefore release the GIL before it waits for a step or a pool thread.
+// .. K. Edges of the graph order each step after the kernels that write the records `committed`,
+// `drafted` and `candidates`, and before the kernels that read masks, stamps and answers. 2. A step
+// never allocates, throws, prints, takes the GIL, calls the driver or drops a Python reference. The
+// same holds for the pool threads that serve its slots. Only a matcher that is written in Python
+// takes the GIL. A thread must therefore release the GIL before it waits for a step or a pool
+// thread.
 // 3. A step accesses only the slots of its replay's snapshot, the list of requests that the host
 //    publishes before the launch. A step of a replay without a snapshot writes nothing;
 //    verification then finds outdated stamps and commits nothing.
@@ -82,7 +83,8 @@ struct Counters {
   Counter step_calls[3], step_ns[3];  // open, commit, draft
 };
 
-// Start and end of each step of recent replays, with one writing thread, readable by all.
+// Start and end times of each grammar step of recent replays. One thread writes the times, and any
+// thread may read them.
 class Timeline {
  public:
   static constexpr size_t kReplays = 256;
@@ -129,8 +131,8 @@ class Timeline {
   std::vector<Cell> cells_;
 };
 
-// kDraft runs after draft j was sampled (fill), or before it is sampled and after its candidates
-// are written (probe).
+// A kDraft step that fills a mask row runs after draft j was sampled. A kDraft step that probes
+// runs after the candidates for draft j were written and before draft j is sampled.
 enum class Step : int32_t { kOpen = 0, kCommit = 1, kDraft = 2 };
 
 class Worker;
@@ -151,8 +153,9 @@ class Worker {
   Worker(const Worker&) = delete;
   Worker& operator=(const Worker&) = delete;
 
-  // Called by the publishing thread, which launches the rounds. publish() returns false if the
-  // entry of the ring has not been retired.
+  // publish() and retire() are called by the thread that launches the rounds. publish() returns
+  // false if the ring entry of the replay is still in use, because retire() has not been called for
+  // it.
   bool publish(int64_t replay, const std::vector<Request>& requests);
   void retire(int64_t replay);
   StepRecord* record(Step step, int draft);
@@ -165,10 +168,11 @@ class Worker {
   const Exchange& exchange() const { return exchange_; }
   const Counters& counters() const { return counters_; }
   const Timeline& timeline() const { return timeline_; }
-  // Error message of a failed slot, once the device has read the failure; may be empty.
+  // Error message of a failed slot, which may be empty. Valid once the device has reported the
+  // failure.
   std::string error(int slot) const { return slots_[at(slot)].error.text; }
   int busy_slots() const;
-  // Whether a step is blocked until its slots are done; all its orders are posted then.
+  // Whether a step is waiting for its slots. A waiting step has posted all of its orders.
   bool waiting() const { return pool_ != nullptr && pool_->waiting(); }
 
  private:

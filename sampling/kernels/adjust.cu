@@ -66,7 +66,8 @@ extern "C" __global__ void __launch_bounds__(BLOCK, 1)
   }
   if (slot.adjust & (ADJUST_BIAS | ADJUST_COUNTS)) {
     const int* table = tables + static_cast<long long>(index) * 2 * vocab_size;
-    // The logits of the ids on the path to row j are computed separately, with their counts.
+    // Ids of drafts on the path to row j are adjusted separately, because these drafts increase the
+    // token counts.
     for (int t = tid; t < j; t += BLOCK) {
       if (!(path >> t & 1)) continue;
       const int d = slot.drafts[t];

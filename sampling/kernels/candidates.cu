@@ -47,7 +47,8 @@ extern "C" __global__ void __launch_bounds__(BLOCK, 1)
 
   const Row row = {logits + static_cast<long long>(r) * draft_vocab, draft_vocab, nullptr,
                    token_limit, d2t};
-  // The draft will be a point mass, so its table is unused: it holds the scores.
+  // A draft chosen by the grammar is a point mass and needs no table of draft probabilities. The
+  // memory of the table therefore stores the scores of the columns.
   float* score = q + (static_cast<long long>(index) * max_drafts + draft - 1 + level) * draft_vocab;
   const bool sampled = slot.temperature >= GREEDY_TEMPERATURE;
   const Filter filter = {slot.temperature, slot.top_k, slot.top_p, slot.min_p};

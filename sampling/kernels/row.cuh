@@ -33,7 +33,8 @@ constexpr int LANES = BLOCK < 32 ? BLOCK : 32;  // threads per 32-bit mask word
 constexpr int WARPS = BLOCK / LANES;
 static_assert(BLOCK == 1 || BLOCK % 32 == 0, "SAMPLE_BLOCK is 1 or a multiple of 32");
 
-// Number of spans. A span is a bin of columns by the distance of the logit from the best logit.
+// Number of spans. A span is a histogram bin: the columns whose logits are about equally far below
+// the best logit of the row.
 #define SPANS 1024
 #define COUNTS 3072
 
@@ -107,7 +108,8 @@ __device__ __forceinline__ void block_sync() {
   if (BLOCK > 1) __syncthreads();
 }
 
-// Whether this block is the last of its row to call this function. It then sees the writes of all.
+// Returns whether this block is the last one of its row to call this function. The last block sees
+// the writes of all other blocks of the row.
 __device__ __forceinline__ bool is_last(CrossBlockScratch& cross_block, Scratch& scratch,
                                         unsigned int blocks = gridDim.y) {
   block_sync();
@@ -190,7 +192,8 @@ __device__ __forceinline__ int order_key(float x) {
   return (bits & 0x7fffffffu) > 0x7f800000u ? 0x7fffffff : key;
 }
 
-// Mask bits of the 32 columns from `base` on, if columns are target ids; all ones if mapped.
+// Mask bits of the 32 columns from `base` on. If `row.map` maps columns to target ids, the result
+// is all ones, and legal() reads the mask bit of each column.
 template <bool MAPPED>
 __device__ __forceinline__ u32 legal_word(const Row& row, int base) {
   if (MAPPED) return 0xffffffffu;
@@ -247,7 +250,8 @@ __device__ __forceinline__ u64 row_best(const Row& row, const Slice& own, float*
       best_base = base;
     }
   }
-  // The first own column with the best key, packed so that ties go to the smaller column.
+  // Each thread finds its first column with its best key. Key and column are packed into one
+  // integer such that the maximum over all threads prefers the smaller column of equal keys.
   u64 packed = 0;
   if (best_base >= 0) {
     const u32 word = legal_word<MAPPED>(row, best_base);
@@ -283,14 +287,15 @@ __device__ __forceinline__ float from_fixed_point(u64 sum) {
   return fmul(static_cast<float>(sum), 2.8421709430404007e-14f);
 }
 
-// Rank of a column, by logit with ties to the smaller id: 32 bits of key, 24 bits of column.
+// Rank of a column: 32 bits of order_key and 24 bits of the complemented column, so that a smaller
+// column has a higher rank among equal logits.
 __device__ __forceinline__ u64 rank_key(const Row& row, int column) {
   const u32 key = static_cast<u32>(order_key(row.logits[column])) ^ 0x80000000u;
   return (static_cast<u64>(key) << 24) | static_cast<u64>(0xffffffu - static_cast<u32>(column));
 }
 
 // Weights of columns and their spans (bins). A column with a higher logit has the same or an
-// earlier span. Columns of weight 0 have none.
+// earlier span. Columns of weight 0 are in no span.
 struct Weights {
   const Row& row;
   const Filter& filter;
@@ -302,7 +307,7 @@ struct Weights {
     return (filter.top_k > 0 && filter.top_k < row.size) || filter.top_p < 1.0f;
   }
 
-  // Less than SPANS, because no positive weight is below exp(-87).
+  // The result is less than SPANS, because no positive weight is below exp(-87).
   __device__ __forceinline__ int span(int i) const {
     return static_cast<int>(fmul(fmul(fadd(best, -row.logits[i]), inverse_temperature), 11.5f));
   }
@@ -422,7 +427,7 @@ __device__ __forceinline__ void narrow(Cut& cut, const Weights& w, u64 need, Scr
     block_sync();
     const int bin = find_bin<WEIGHTED>(scratch.digits, BINS, &need, scratch);
     prefix |= static_cast<u64>(BINS - 1 - bin) << shift;
-    // The boundary is found if the whole bin is needed or the bin has a single column.
+    // No further pass is needed if all columns of the bin are kept or the bin has a single column.
     done = scratch.digits.count<WEIGHTED>(bin) <= need || scratch.digits.members[bin] <= 1u;
     block_sync();
   }
@@ -434,7 +439,8 @@ __device__ __forceinline__ void narrow(Cut& cut, const Weights& w, u64 need, Scr
   block_sync();
 }
 
-// Computes the cut of top-k, top-p and min-p from scratch.spans, in one block.
+// Computes the cut, which is the set of columns that top-k, top-p and min-p keep, from the
+// histogram scratch.spans. Runs in one block.
 __device__ __forceinline__ Cut row_cut(const Weights& w, Scratch& scratch) {
   const int tid = static_cast<int>(threadIdx.x);
   Cut cut = {SPANS, 0, 0};

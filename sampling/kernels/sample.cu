@@ -1,4 +1,5 @@
-// Sampling of target tokens, and of the drafts of a chain.
+// Sampling of target tokens, and of the drafts of a chain. Tokens are sampled by the Gumbel-max
+// trick in the form of an exponential race, see row.cuh.
 #include "row.cuh"
 #include "slot.cuh"
 

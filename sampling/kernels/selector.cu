@@ -2,7 +2,7 @@
 #include "best.cuh"
 
 #define MAX_SELECTED 64
-#define SELECTED_MARGIN 40.0f  // between the selected ids and all others; exp(-40) = 4e-18
+#define SELECTED_MARGIN 40.0f  // logit gap to all other ids; exp(-40) = 4e-18
 
 // Writes the k best columns of each row in descending order, followed by -1 if there are fewer. One
 // block per row of logits.

@@ -24,7 +24,8 @@ __device__ __forceinline__ int first_child(const TreeSize& tree, int level) {
   return level == 1 ? 0 : tree.branch + (level - 2) * tree.branch * tree.branch;
 }
 
-// Row of parent f of the children of a level; 0 is the slot's last token, the parent of level 1.
+// Row of the f-th node whose children form a level. Row 0 is the slot's last token, the only parent
+// of level 1.
 __device__ __forceinline__ int fed_row(const TreeSize& tree, int level, int f) {
   return level == 1 ? 0 : (level - 2) * tree.branch + f + 1;
 }

@@ -5,8 +5,10 @@
 // that row's token is the bonus token. This is exact on any tree, and for a tree that was built
 // without randomness no other rule accepts more drafts.
 //
-// A chain of drafts that were sampled from a stored distribution is tested instead (test_drafts).
-// The results of the tests determine the target tokens.
+// A chain of drafts that were sampled from a stored distribution q is verified by rejection
+// sampling instead (test_drafts): each draft is tested with a random number, and the token after
+// the accepted drafts is sampled from the residual distribution. The results of the tests determine
+// the target tokens.
 //
 // A round may also end directly AFTER an accepted draft, without a bonus token: when the mask row
 // is not ready, at a stop id, and at the length limit.
@@ -26,12 +28,12 @@
 // sampled from the residual max(P p - q, 0).
 //
 // At least i drafts are accepted with probability P_i, whatever the length of the chain. The chain
-// may therefore end at any row, provided that only the preceding tokens determine where: at a row
-// that is not ready, for example, or at a stop id.
+// may therefore end at any row, for example at a row that is not ready or at a stop id. The row at
+// which the chain ends must depend only on the preceding tokens.
 //
-// A draft that was not sampled is a point mass with q = 1. A chain may contain both kinds. It
-// accepts at least as many drafts as per-token tests do, and more if a sampled draft follows
-// another draft.
+// A draft that was not sampled is a point mass with q = 1. A chain may contain both kinds of
+// drafts. Block verification accepts at least as many drafts as per-token tests do, and more if a
+// sampled draft follows another draft.
 //
 // With VERIFY_PER_TOKEN, draft j passes independently with probability min(1, p / q), and the FIRST
 // draft that fails ends the chain (Leviathan, Kalman, Matias, "Fast inference from transformers via
@@ -66,7 +68,8 @@ extern "C" __global__ void __launch_bounds__(BLOCK, 1)
     const float qd = slot.q_kind[i] == DRAFT_POINT ? 1.0f
                      : column < 0 ? 0.0f
                                   : tables[static_cast<long long>(i) * draft_vocab + column];
-    // A draft with q = 0 cannot have been sampled from its table: reject it and count the fault.
+    // A draft with q = 0 cannot have been sampled from its table of draft probabilities. It is
+    // rejected and counted as a fault.
     if (!(qd > 0.0f) && i == j - 1 && threadIdx.x == 0 && blockIdx.y == 0) {
       atomicAdd(faults, 1);
     }
@@ -222,8 +225,8 @@ extern "C" __global__ void __launch_bounds__(BLOCK, 1)
     const int ok = row_ok[first + j];
     const int token = target_tok[first + j];
     if (ok != ROW_OK || token < 0) {
-      // After an accepted draft the round ends without an error; the next round starts with this
-      // row.
+      // If this row follows an accepted draft, the round ends without an error, and the next round
+      // starts with this row.
       if (j == 0 && ok != 0) reason = ok == ROW_NO_TOKEN ? REASON_DEAD_END : REASON_ERROR;
       break;
     }

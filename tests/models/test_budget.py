@@ -1,4 +1,4 @@
-"""Automatic draft length: acceptance and times in, lengths out."""
+"""Automatic draft length: lengths that are chosen for given acceptance and round times."""
 
 import logging
 from itertools import accumulate
@@ -81,7 +81,7 @@ def test_draft_budget_rates_are_expected_tokens_per_time():
     s = list(accumulate(chances, mul))
     own = [(1 + sum(s[:k])) / t for k, t in ((0, 10), (1, 12), (3, 20))]
     assert draft_budget.expected_rates(1, [one]) == pytest.approx(own)
-    # A new request starts with the average of all requests: here the same.
+    # A new request starts with the average acceptance probabilities of all requests.
     for length, ns in ((0, 10), (1, 12), (3, 20)):
         draft_budget.record_time(2, length, ns, idle=True)
     assert draft_budget.expected_rates(2, [one, other]) == pytest.approx([2 * r for r in own])
@@ -99,7 +99,7 @@ def test_draft_budget_generates_next_greater_length():
 
 
 def test_draft_budget_ignores_missing_and_cut_drafts():
-    """Drafts that could not be generated, and cut drafts, do not change the averages."""
+    """Drafts that could not be generated, and cut drafts, do not change the average acceptance."""
     draft_budget, (one,) = budget({0: 10, 1: 12, 3: 20})
     before = draft_budget.expected_rates(1, [one])
     record(draft_budget, one, 3, 0, before=0)
@@ -117,7 +117,7 @@ def test_draft_budget_ignores_missing_and_cut_drafts():
 
 
 def test_draft_budget_counts_missing_drafts_as_rejected():
-    """Missing drafts count as rejected if they could have been generated."""
+    """Drafts that could have been generated but were not count as rejected."""
     draft_budget, (one,) = budget({0: 10, 3: 11})
     assert chosen(draft_budget, [one], 1) == [3]
     accept(draft_budget, one, 3, 0)
@@ -125,9 +125,10 @@ def test_draft_budget_counts_missing_drafts_as_rejected():
 
 
 def test_draft_budget_prefers_times_of_real_rounds():
-    """The time of a length is the average of its rounds.
+    """The time of a draft length is the average time of its rounds.
 
-    The idle times of lengths that have not run are scaled by the ratio of the others.
+    For a length without rounds, the idle time is multiplied by the ratio of measured times to idle
+    times of the other lengths.
     """
     draft_budget, (one,) = budget({0: 10, 1: 12, 3: 20})
     idle = draft_budget.expected_rates(1, [one])
@@ -143,7 +144,7 @@ def test_draft_budget_prefers_times_of_real_rounds():
 
 
 def test_draft_budget_uses_minimum_idle_time():
-    """The minimum is used because the first replay of a graph also loads modules lazily."""
+    """The shortest idle time counts, because the first replay also loads modules lazily."""
     draft_budget, (one,) = budget({0: 900, 1: 10})
     draft_budget.record_time(1, 0, 10, idle=True)
     draft_budget.record_time(1, 0, 50, idle=True)
@@ -153,7 +154,7 @@ def test_draft_budget_uses_minimum_idle_time():
 
 
 def test_draft_budget_disables_and_explores_drafting(caplog):
-    """A budget stops drafting if no draft is accepted, and reports this once.
+    """The budget chooses length 0 if no draft is accepted, and logs this once.
 
     It continues to explore a longer length on a schedule, and resumes if drafts are accepted.
     """
@@ -178,7 +179,7 @@ def test_draft_budget_disables_and_explores_drafting(caplog):
 
 
 def test_draft_budget_requires_minimum_gain():
-    """The length changes at a decision, and only if the rate grows by at least `MIN_GAIN`."""
+    """The length changes only at a decision, and only if the rate grows by at least `MIN_GAIN`."""
     draft_budget, (one,) = budget({0: 100, 1: 170 / MIN_GAIN})
     assert chosen(draft_budget, [one], 1) == [1]
     draft_budget.record_time(1, 1, 170 * 1.04, idle=False)

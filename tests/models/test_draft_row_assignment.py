@@ -35,7 +35,7 @@ def random_slots(rng, max_drafts):
         drafts = rng.integers(0, 50, max_drafts).tolist()
         parents = [int(rng.integers(0, j + 1)) for j in range(max_drafts)]
         write_draft_tree(slot, Tree((int(slot["last"]), *drafts), (-1, *parents)))
-    slots["draft_len"] = num_drafts  # the drafts after these belong to an earlier round
+    slots["draft_len"] = num_drafts  # entries after these are left from earlier rounds
     return slots
 
 
@@ -112,7 +112,7 @@ def check_rows(result, slots, row_slot, shares):
 
 
 def test_round_begin_assigns_rows_by_acceptance(device, stream):
-    """Every last token gets a row; the other rows go to the drafts with the highest acceptance.
+    """The last token of each request gets a row; the other rows go to the likeliest drafts.
 
     Of drafts with equal acceptance, the one with fewer drafts before it is preferred. Drafts
     without a row are cut, and the grammar's record is shortened.

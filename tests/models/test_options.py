@@ -76,13 +76,20 @@ def test_options_reject_invalid_values(name):
     ],
 )
 def test_options_reject_invalid_draft_tree(tree):
-    """Paths are distinct, contain their parents and need no branch above 16."""
+    """The paths of a fixed draft tree must be distinct and include the parent of each path.
+
+    No level may have more than 16 nodes with the same parent or with children.
+    """
     with pytest.raises(OptionError, match=r"^draft_tree must be"):
         Options(draft_tree=tree, draft_length=40)
 
 
 def test_tree_plan_sorts_paths():
-    """Paths are sorted by level and rank; the branch is the maximum of children and fed nodes."""
+    """The plan of a fixed tree sorts the paths by level and rank.
+
+    Its branch is the maximum number of children per node or of nodes fed to the drafter per
+    level.
+    """
     paths = [(1,), [0, 2], (0,), (1, 0, 1), (1, 0)]
     plan = Options(draft_tree=paths, draft_length=5).tree
     assert plan == (3, 3, ((0,), (1,), (0, 2), (1, 0), (1, 0, 1)))
@@ -111,7 +118,7 @@ def test_engine_rejects_unknown_and_invalid_options(device):
 
 
 def test_options_sized_for_target():
-    """By default, every row has pages for a full-length request."""
+    """By default, there are pages for a full-length request in every batch row."""
     with pytest.raises(OptionError, match=r"call Options\.sized first"):
         _ = Options().positions
     assert Options(max_batch_size=3, page_size=16).sized(100).sizes == (100, 21)

@@ -111,7 +111,8 @@ def test_logit_adjustments_match_reference_in_all_modes(
     )
     accepted = 0
     for _ in range(6):
-        # Each slot gets another adjustment in every round and must not use the previous one.
+        # A slot that gets a new logit adjustment in each round does not use the previous
+        # adjustment.
         adjustments = [ADJUSTMENTS[i] for i in rng.permutation(len(ADJUSTMENTS))]
         slots = [slot_of(rng, adjustment, verify, temperature) for adjustment in adjustments]
         logits = rng.normal(0, 2, (len(slots), DRAFTS + 1, VOCAB)).astype(np.float32)

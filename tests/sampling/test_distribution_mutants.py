@@ -116,7 +116,10 @@ LONG = ("and residual", "position only", "end of the chain in", "instead of reje
     ],
 )
 def test_distribution_test_detects_broken_kernel(device, stream, tmp_path, monkeypatch, name):
-    """The test fails with p < 0.001 on two sets of seeds, in a case that correct kernels pass."""
+    """The distribution test fails for each broken kernel, with p < 0.001 on two sets of seeds.
+
+    Correct kernels pass the same case.
+    """
     file, old, new, case = MUTANTS[name]
     assert case in COVERING
     patch_kernel_source(

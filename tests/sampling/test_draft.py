@@ -48,7 +48,7 @@ def random_vocabulary(rng: np.random.Generator) -> np.ndarray:
 
 
 def check_tables(slot: ref.Slot, tables: np.ndarray, ids: np.ndarray) -> None:
-    """Assert that the stored distributions of a slot's sampled drafts are the reference's."""
+    """Assert that the stored distributions of a slot's sampled drafts match the reference."""
     inside = ids < V
     for j, kind in enumerate(slot.kinds):
         if kind != ref.DENSE:
@@ -62,7 +62,7 @@ def check_tables(slot: ref.Slot, tables: np.ndarray, ids: np.ndarray) -> None:
 @pytest.mark.parametrize("mapped", [False, True], ids=["same", "pruned"])
 @pytest.mark.parametrize("how", ["unmasked", "masked", "probed"])
 def test_draft_chain_matches_reference(make_round, block, mapped, how):
-    """Drafts, kinds, tables, candidates and records match over whole rounds.
+    """Drafts, draft kinds, probability tables, candidates and records match the reference.
 
     Slots that committed nothing do not change. A probed draft is the grammar's answer. If no
     candidate is legal, the draft is sampled under the mask row. Without an answer to the current

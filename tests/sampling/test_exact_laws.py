@@ -25,7 +25,10 @@ GREEDY = ref.Filter(0.0)
 
 
 class OutcomeEnumerator:
-    """Replaces `reference_round.coin` and `draw`: enumerates outcomes with their probabilities."""
+    """Replacement of `reference_round.coin` and `draw` that enumerates all outcomes.
+
+    Each outcome has its probability, so no random numbers are used.
+    """
 
     def __init__(self) -> None:
         self.path: list[int] = []

@@ -35,7 +35,7 @@ def test_draft_mode_rejects_invalid_values(values, words):
 
 
 def test_draft_mode_values_are_distinct():
-    """Each combination of kind and masking has a different value."""
+    """Each combination of draft kind and masking has a different ``DRAFT_MODE_*`` value."""
     modes = [DraftMode(drafts=3)]
     for branch in (1, 2):
         for masking in MASKINGS:

@@ -121,7 +121,8 @@ def run_rounds(make_round, vocab: int, kinds: int, block: int, parts: int) -> li
 def test_sampling_is_bit_identical_for_any_blocks_per_row(make_round, vocab, kinds, shapes):
     """All arrays are bit-identical for any threads per block and blocks per row.
 
-    The slots cover greedy, filtered, coupled, tested and relaxed rows of chains and trees.
+    The slots have chains and trees with greedy, filtered, coupled, relaxed and rejection-sampled
+    rows.
     """
     alone = run_rounds(make_round, vocab, kinds, 1, 1)
     for block, parts in shapes:

@@ -43,7 +43,7 @@ def small(make_round) -> TableRound:
     ],
 )
 def test_slot_join_rejects_invalid_values(small, change, word):
-    """The error names the value, and the slot does not change."""
+    """Joining with an invalid value raises OptionError, and the slot stays inactive."""
     values = {"slot": 0, **GOOD, **change}
     names = [f.name for f in fields(SamplingParams) if f.name in values]
     params = SamplingParams(**{name: values.pop(name) for name in names})
@@ -53,7 +53,7 @@ def test_slot_join_rejects_invalid_values(small, change, word):
 
 
 def test_slot_join_and_leave_change_only_their_slot(small):
-    """Every parameter is written to its field; leaving clears `active` and the drafts."""
+    """Joining writes every parameter to its field; leaving clears `active` and the drafts."""
     before = np.zeros(4, SLOT)
     before["draft_len"] = 2
     small.state.copy_from(before)
@@ -120,7 +120,7 @@ def test_sampler_rejects_arrays_that_do_not_fit(device, small):
 
 
 def test_sampler_rejects_parts_that_do_not_fit(device, small):
-    """Sizes of state, exchange, maps and ring must agree."""
+    """State, exchange, row map and output ring of different sizes are rejected."""
 
     def make(**change):
         parts = {

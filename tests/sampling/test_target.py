@@ -42,7 +42,7 @@ def run_rows(r: TableRound, logits: np.ndarray, slots: list[ref.Slot], legal: np
 
 @pytest.mark.parametrize("vocab", [8, 70, 500, 4097])
 def test_filtered_distribution_matches_reference(make_round, block, vocab):
-    """Zeros of the distribution match exactly, and other values up to float32 rounding.
+    """The filtered distribution has the reference's zeros; other values match up to rounding.
 
     Ties keep the smaller ids, and -0 equals +0.
     """
@@ -95,7 +95,7 @@ def test_row_without_legal_token_ends_request(make_round, block):
 
 
 def test_unused_rows_are_not_processed(make_round, block):
-    """Padding, inactive slots, rows beyond the drafts and rows without a stamp are skipped."""
+    """Rows without a request, rows beyond the drafts and rows without a stamp get no token."""
     vocab = 40
     width = 3
     r = make_round(slots=5, draft_length=2, vocab=vocab, block=block)

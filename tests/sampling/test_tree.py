@@ -119,7 +119,7 @@ class TreeRound:
                 self.growing.append(i)
 
     def logits(self, level: int):
-        """Return the logits of the nodes that are fed, as the drafter would write them."""
+        """Return the logits of the nodes that are fed to the drafter, in its output layout."""
         state = self.r.state.to_host()
         rows = 1 if level == 1 else BRANCH
         logits = np.zeros((SLOTS, rows, len(self.ids)), np.float32)
@@ -209,7 +209,7 @@ def tree_cases() -> list[Any]:
 
 @pytest.mark.parametrize("block, probed, pruned, ranks", tree_cases(), indirect=["block"])
 def test_draft_tree_matches_reference(make_round, block, probed, pruned, ranks):
-    """Candidates, fed nodes and drafts match for greedy and coupled requests.
+    """Candidates, fed nodes and drafts of greedy and coupled requests match the reference.
 
     The cases include ties, limits, stop ids, smaller trees and fixed shapes.
     """
@@ -271,7 +271,7 @@ def test_draft_tree_matches_reference(make_round, block, probed, pruned, ranks):
 
 
 def test_draft_tree_prefers_earlier_of_equal_nodes(make_round, block):
-    """With equal logits, nodes are fed and kept in order."""
+    """With equal logits, nodes with a smaller index are fed to the drafter and drafted first."""
     r = make_round(slots=1, mode=tree_mode(), vocab=8, block=block)
     tree = TreeSampler(r.sampler)
     slot = ref.Slot(n=4, tree=ref.chain(1), limit=50)
@@ -287,7 +287,7 @@ def test_draft_tree_prefers_earlier_of_equal_nodes(make_round, block):
 
 
 def test_draft_tree_without_answer_is_empty(make_round):
-    """Without an answer of this replay and level, no candidate is legal."""
+    """If the grammar has not answered for this replay and level, no candidate counts as legal."""
     mode = tree_mode(drafts=3, branch=2, levels=2, masking="probe")
     r = make_round(slots=1, mode=mode, vocab=V)
     tree = TreeSampler(r.sampler)

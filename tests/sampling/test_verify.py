@@ -133,7 +133,10 @@ def random_masks(
 
 
 def test_verification_matches_reference_on_random_rounds(make_round, block):
-    """Tokens, counts, reasons, slot states and records match in hundreds of random slots."""
+    """The results of hundreds of random slots match the reference.
+
+    Compared are tokens, counts, end reasons, slot states and the records for the grammar worker.
+    """
     rng = np.random.default_rng(7)
     num_slots = 20
     pruned = np.sort(rng.choice(V, 29, replace=False)).astype(np.int32)
@@ -166,7 +169,10 @@ def test_verification_matches_reference_on_random_rounds(make_round, block):
 
 @pytest.mark.parametrize("pruned", [False, True], ids=["same", "pruned"])
 def test_rejection_sampling_matches_reference(make_round, block, pruned):
-    """Block and per-token verification match for sampled drafts, point masses and late rows."""
+    """Block and per-token verification match the reference.
+
+    The chains have sampled drafts, point masses and mask rows that are not ready.
+    """
     rng = np.random.default_rng(11)
     max_drafts = 6
     num_slots = 32
@@ -284,7 +290,7 @@ RULES = {
 @both
 @pytest.mark.parametrize("rule", RULES)
 def test_verification_rules(small, f, rule):
-    """Tokens and reason are as expected; an ended slot is inactive and does not change."""
+    """Each case yields the expected tokens and end reason; an ended slot does not change again."""
     changes, states, expected = RULES[rule]
     slot = slot_of(f, **changes)
     rows = rows_of(slot, *states)
@@ -318,7 +324,10 @@ def test_verification_rejects_illegal_draft(small, f, kind, wrong, seed):
 
 
 def test_verification_rejects_negative_draft_id(small):
-    """Draft -1 of slot 1 is rejected although the array element before its row is 1."""
+    """A draft with token id -1 is rejected.
+
+    The array element at index -1 is the last probability of the row before, which is 1.
+    """
     logits = np.stack([EYE, EYE])
     logits[0, K] = -30.0
     logits[0, K, V - 1] = 30.0
@@ -329,7 +338,7 @@ def test_verification_rejects_negative_draft_id(small):
 
 
 def test_verification_counts_impossible_drafts_as_faults(small):
-    """A dense draft with q(d) = 0 is rejected and counted as a fault.
+    """A sampled draft d with draft probability q(d) = 0 is rejected and counted as a fault.
 
     If p equals q up to rounding and the draft is rejected, the token is sampled from p.
     """
@@ -358,7 +367,10 @@ LIKELY = {
 @both
 @pytest.mark.parametrize("name", LIKELY)
 def test_relaxed_verification_accepts_likely_drafts(small, f, name):
-    """Likely legal drafts are accepted up to `until`; then the request is coupled."""
+    """Relaxed verification accepts likely legal drafts up to the token `until`.
+
+    After this token, the verification mode of the request is "coupled".
+    """
     how, illegal, drafts, expected = LIKELY[name]
     logits = np.full((K + 1, V), -30.0, np.float32)
     logits[:, 10:14] = np.log([0.5, 0.3, 0.15, 0.05])

@@ -8,7 +8,7 @@
 // lower bits prefer smaller j and then smaller b, so that all priorities are different.
 __device__ __forceinline__ unsigned long long priority(const Slot& slot, int b, int j) {
   const float accept_prob = slot.accept_prob[j - 1];
-  // The bits of non-negative floats have the order of the floats.
+  // The bits of non-negative floats, read as integers, are ordered like the floats.
   const unsigned long long bits = __float_as_uint(accept_prob);
   return bits << 32 | static_cast<unsigned int>(0xffff - j) << 16 |
          static_cast<unsigned int>(0xffff - b);
@@ -56,7 +56,7 @@ extern "C" __global__ void round_begin(int* replay, const int* ring_rows, int ri
   }
   __syncthreads();
   if (drafts > draft_rows) {
-    unsigned long long threshold = 0;  // priority of `draft_rows` drafts, found bit by bit
+    unsigned long long threshold = 0;  // lowest priority that gets a row, found bitwise
     for (int bit = 61; bit >= 0; --bit) {
       const unsigned long long tried = threshold | 1ull << bit;
       if (tid == 0) num_above = 0;
