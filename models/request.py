@@ -313,7 +313,8 @@ def check_size(description: str, value: object, limit: str, limits: Limits) -> N
     description
         Name of the value for the error message.
     value
-        Text or nested object. A cyclic object, which contains itself, is allowed.
+        Text, or nested lists and mappings. An object that contains itself does not cause an endless
+        loop.
     limit
         Name of the field of `limits` that has the maximum number of UTF-8 bytes.
     limits
@@ -327,7 +328,8 @@ def check_size(description: str, value: object, limit: str, limits: Limits) -> N
     max_size: int = getattr(limits, limit)
     size = 0
     pending = [value]
-    # Each item counts at least one byte, so the loop terminates for cyclic objects too.
+    # Each item counts at least one byte. The loop therefore exceeds the limit, and ends, even for a
+    # cyclic object.
     while pending and size <= max_size:
         item = pending.pop()
         if isinstance(item, str):

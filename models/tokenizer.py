@@ -24,7 +24,7 @@ RESERVED_VARIABLES = frozenset({"self", "messages", "parse_special", "max_bytes"
 class Tokenizer:
     """The tokenizer of a checkpoint: ``tokenizer.json``, stop ids and chat template.
 
-    Checkpoints may configure truncation, padding and dropout for training. They are disabled here.
+    Truncation, padding and BPE dropout, which checkpoints may configure for training, are disabled.
 
     Parameters
     ----------
@@ -253,7 +253,9 @@ class Tokenizer:
 class _SpecialNameEscaper:
     """Replaces names of special tokens in user text by markers while a template is rendered.
 
-    After rendering, a marker shows that the name came from user text and not from the template.
+    A user could otherwise write the name of a special token, such as the end of a message, to forge
+    the structure of a conversation. After rendering, a marker tells that the name came from user
+    text and not from the template.
 
     Parameters
     ----------

@@ -117,7 +117,8 @@ class Transfer(ABC):
         data = self.fetch(ticket)
         if len(data) != ticket.nbytes or _checksum(data) != ticket.checksum:
             raise MigrationError(
-                f"{ticket}: {len(data)} bytes were received, which differ from those that were sent"
+                f"{ticket}: the {len(data)} bytes received differ from the data that was sent; "
+                "the sender may have freed the data"
             )
         return MigratedRequest.from_bytes(data)
 

@@ -8,11 +8,13 @@ The contents of a page depend only on the tokens of its key. Kernels are row-inv
 and decoding rounds write the same bits into the page, whatever the batch. Grammars do not affect
 the contents.
 
-Invariants ---------- 1. A cached page is never written. A request that shares cached pages writes
-only later positions. There is at least one such position, because the page of a request's last
-token is never taken from the cache. 2. A page is cached only after its writes have been enqueued on
-the stream of the rounds. Work that reads the cached page is enqueued on the same stream later, so
-it runs after the writes.
+Invariants
+----------
+1. A cached page is never written. A request that shares cached pages writes only later positions.
+   There is at least one such position, because the page of a request's last token is never taken
+   from the cache.
+2. A page is cached only after its writes have been enqueued on the stream of the rounds. Work that
+   reads the cached page is enqueued on the same stream later, so it runs after the writes.
 3. The cache owns one reference to each of its pages. A page may be evicted only while no slot has
    another reference to it.
 """

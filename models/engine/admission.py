@@ -79,7 +79,9 @@ class Admission:
         """
         limit = self._limits.waiting
         if limit is not None and len(waiting) >= limit:
-            raise QueueFullError(f"{limit} requests are already waiting (Limits.waiting)")
+            raise QueueFullError(
+                f"{limit} requests are already waiting (Limits.waiting); submit the request later"
+            )
         check_request(request, self._vocab_size, self._limits)
         prompt = self._prompt_tokens(request)
         self._check_waiting_tokens(len(prompt), waiting)
@@ -89,7 +91,7 @@ class Admission:
         stop_ids = tuple(unique)
         if len(stop_ids) > MAX_STOP_IDS:
             raise RequestError(
-                f"stop_ids and the model's stop ids are {len(stop_ids)} different ids, at most "
+                f"the request and the model have {len(stop_ids)} different stop ids, at most "
                 f"{MAX_STOP_IDS} are supported"
             )
         output.prompt_tokens = len(prompt)
@@ -119,8 +121,8 @@ class Admission:
         num_waiting = sum(state.num_tokens for state in waiting)
         if num_waiting + prompt > limit:
             raise QueueFullError(
-                f"{num_waiting} tokens are already waiting; {prompt} more exceed {limit} "
-                "(Limits.waiting_tokens)"
+                f"the queue has {num_waiting} tokens, and this prompt of {prompt} tokens would "
+                f"exceed the maximum of {limit} (Limits.waiting_tokens); submit the request later"
             )
 
     def _max_tokens(self, prompt: int, max_tokens: int | None) -> int:
@@ -142,14 +144,16 @@ class Admission:
         remaining = positions - prompt
         if prompt < 1 or remaining < 1:
             raise RequestError(
-                f"the prompt has {prompt} tokens, must have from 1 to {positions - 1}"
+                f"the prompt has {prompt} tokens, must have from 1 to {positions - 1} (the "
+                "engine's options max_length and pages determine the maximum)"
             )
         if max_tokens is None:
             return remaining
         if max_tokens > remaining:
             raise RequestError(
                 f"a prompt of {prompt} tokens and max_tokens {max_tokens} exceed the "
-                f"{positions} positions of the KV cache by {max_tokens - remaining}"
+                f"{positions} positions of the KV cache by {max_tokens - remaining}; reduce "
+                "max_tokens, or increase the engine's max_length or pages"
             )
         return max_tokens
 

@@ -223,8 +223,8 @@ def _check_drafter(options: Options, name: str, drafter: Drafter) -> None:
     is_tree = shape.branch > 1
     if is_tree != wants_tree and (wants_tree or shape.levels):
         raise OptionError(
-            f"drafter {name} generates drafts of the shape {shape}, which does not match "
-            f"draft_tree {options.draft_tree}"
+            f"drafter {name} generates drafts of the shape {shape}, but draft_tree is "
+            f"{options.draft_tree}; set draft_tree for a drafter of trees, and None for chains"
         )
     if shape.levels and drafter.vocab is None:
         raise OptionError(f"drafter {name} drafts level by level and does not define `vocab`")
@@ -309,7 +309,7 @@ def _masking(options: Options, drafter: Drafter) -> str:
 
 
 def _num_candidates(masking: str, drafter: Drafter) -> int:
-    """Return the number of ids per draft, node or level that the grammar tests."""
+    """Return how many candidates per draft, tree node or level the grammar tests; 0 if none."""
     if masking not in ("probe", "lattice-probe") or drafter.vocab is None:
         return 0
     if masking == "probe" and drafter.shape.branch > 1:

@@ -346,7 +346,7 @@ class Engine:
             self._scheduler.wake()
 
     def preempt(self, request_id: str) -> bool:
-        """Take the slot and KV-cache pages of a running request and requeue it.
+        """Preempt a request: take its slot and KV-cache pages, and put it back into the queue.
 
         The request keeps its output and resumes by prefilling prompt and output. Greedy and coupled
         outputs are the same with and without preemption. The request goes to the end of the queue
@@ -409,7 +409,9 @@ class Engine:
         if self._closed:
             raise OptionError("the engine is closed")
         if self.failure is not None:
-            raise EngineError(f"the engine has failed: {self.failure}")
+            raise EngineError(
+                f"the engine has failed: {self.failure}; close it and create a new engine"
+            )
 
     # Generation -------------------------------------------------------------------------------
 
@@ -567,7 +569,7 @@ class Engine:
         """Wait until the device is idle, and reclaim the resources of finished requests.
 
         The results of rounds in flight are read first. Running requests keep their slots.
-        Generation does not need this call; it is meant for measurements and tests.
+        Applications do not need this method. It is meant for measurements and tests.
         """
         with Shield() as shield, self._guard:
             self._require_working()
@@ -673,7 +675,7 @@ def _check_arguments(
 
 
 def _wait_for_release(device: Device) -> None:
-    """Wait until the number of live device resources no longer decreases.
+    """Release unused device resources until the number of live resources stops decreasing.
 
     The number need not reach zero, because other engines may use the same device.
     """

@@ -8,8 +8,8 @@ Only pages in the source engine's prefix cache are transferred. The receiving en
 keys from the tokens and inserts the pages into its own prefix cache. The request then continues
 like one that was preempted: tokens without a page are prefilled.
 
-Kernels are row-invariant: the results of a row do not depend on the other rows of a batch. Greedy
-and coupled outputs are therefore the same as on a single engine.
+Kernels are row-invariant, which means that the other rows of a batch do not affect the results of a
+row. Greedy and coupled outputs are therefore the same as on a single engine.
 """
 
 from __future__ import annotations
@@ -256,7 +256,7 @@ def engine_properties(
 ) -> dict[str, str | int]:
     """Return the properties that must be equal in two engines between which requests migrate.
 
-    The shapes of the caches must be equal too. `Migrator` adds them.
+    The shapes of the KV caches must be equal too. `Migrator` adds the shapes to these properties.
     """
     drafter_name = type(drafter).__name__
     if isinstance(choice, (str, Path)) and Path(choice).is_dir():
@@ -343,7 +343,8 @@ class Migrator:
         for name, value in self._properties.items():
             if source.get(name) != value:
                 raise MigrationError(
-                    f"the source engine has {name} {source.get(name)}, this one {value}"
+                    f"the engines differ in {name}: the source engine has {source.get(name)}, "
+                    f"this engine has {value}"
                 )
         max_pages = self._prefix_cache.max_pages
         if migrated.num_pages > max_pages:
@@ -354,7 +355,7 @@ class Migrator:
             )
 
     def insert_pages(self, migrated: MigratedRequest) -> None:
-        """Insert the pages of a migrated request into the prefix cache, as far as they fit."""
+        """Insert as many pages of a migrated request as possible into the prefix cache."""
         keys = self._prefix_cache.keys(migrated.tokens)[: migrated.num_pages]
 
         def write(groups: Sequence[PageGroup], indices: Sequence[int]) -> None:

@@ -402,7 +402,7 @@ class Scheduler:
         self.replays.finish()
 
     def _process_row(self, state: RequestState, row: RowResult, graph: RoundGraph) -> None:
-        """Append the tokens of a row to its request; end the request if it is complete."""
+        """Append the committed tokens of a batch row to its request. End a complete request."""
         self.stats.count_row(len(row.tokens), row.tested, row.accepted)
         self._update_stall(state, row)
         if row.tokens:
@@ -446,7 +446,7 @@ class Scheduler:
         return time.monotonic() - state.stalled_since > MAX_STALL_S
 
     def _record_drafts(self, state: RequestState, row: RowResult, graph: RoundGraph) -> None:
-        """Record the acceptance of a round that committed tokens."""
+        """Record how many drafts a round that committed tokens verified and accepted."""
         num_known = row.tested if row.cut else state.draft_capacity
         self.budget.record_acceptance(
             state,

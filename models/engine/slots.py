@@ -13,14 +13,13 @@ Invariants
    assigned again after that replay has retired. The next request of the slot can therefore
    overwrite the slot's staging buffer for prompts, because the device has read it.
 3. Prompts are prefilled one after another, chunk by chunk, with replays between the chunks. All
-chunks of a prompt are enqueued before the first chunk of the next prompt, because all prompts use
-the same row arrays on the device. While a request is running, at most the number of tokens that
-`PrefillScheduler`
-   allows is enqueued between two replays.
+   chunks of a prompt are enqueued before the first chunk of the next prompt, because all prompts
+   use the same row arrays on the device. While a request is running, at most the number of tokens
+   that `PrefillScheduler` allows is enqueued between two replays.
 4. Pages that requests share through the prefix cache are never written.
 5. A request has pages for every position that a replay in flight can write. If `grow` finds no
-pages for a request, the request is left out of the next round. A request that runs alone always has
-enough pages, because a request that would need more is refused at submission.
+   pages for a request, the request is left out of the next round. A request that runs alone always
+   has enough pages, because a request that would need more is refused at submission.
 """
 
 from __future__ import annotations
@@ -74,8 +73,8 @@ class SlotManager:
     Parameters
     ----------
     num_slots
-        Number of slots. It exceeds `max_batch_size`, so that a new request can join while a replay
-        in flight still refers to the slot of a request that has left.
+        Number of slots. There are more slots than batch rows, so that a new request can join while
+        a replay in flight still refers to the slot of a request that has left.
     max_batch_size
         Maximum number of requests that have a slot at the same time.
     caches
@@ -274,7 +273,7 @@ class SlotManager:
         return self._completed_chunks
 
     def _start(self, request: _PrefillingRequest) -> None:
-        """Make a request running. Its prefill has been enqueued completely."""
+        """Make a request take part in rounds, after its last prefill chunk has been enqueued."""
         state = request.state
         self._prefix_cache.insert(state.slot, state.tokens)
         del self._prefilling[state.slot]

@@ -144,16 +144,23 @@ def test_migration_rejects_unknown_duplicate_and_complete_requests(pair):
 
 
 def test_migration_rejects_different_engines(pair):
-    """If engines differ, `migrate_in` raises an error that names the difference, and does nothing.
+    """If the engines differ, `migrate_in` raises an error and changes nothing.
 
-    An engine without a prefix cache is accepted if the request has no pages.
+    The error names the difference. An engine without a prefix cache is accepted if the request has
+    no pages.
     """
     first, _ = pair
     migrated, _ = migrate_after_first_tokens(first)
     for message, options in {
-        "page_size 16, this one 8": {"speculation": False, "page_size": 8},
-        "drafter NoneType, this one [0-9a-f]{32}": {},
-        "grammar_backend auto": {"speculation": False, "grammar_backend": "xgrammar"},
+        "page_size: the source engine has 16, this engine has 8": {
+            "speculation": False,
+            "page_size": 8,
+        },
+        "drafter: the source engine has NoneType, this engine has [0-9a-f]{32}": {},
+        "grammar_backend: the source engine has auto": {
+            "speculation": False,
+            "grammar_backend": "xgrammar",
+        },
         "holds at most 0 .the limit depends on prefix_cache": {
             "speculation": False,
             "prefix_cache_bytes": 0,
@@ -241,7 +248,7 @@ class DamagingTransfer(SharedMemory):
 )
 def test_kv_transfer_rejects_damaged_data(damage):
     transfer = DamagingTransfer(damage)
-    with pytest.raises(MigrationError, match="differ from those that were sent"):
+    with pytest.raises(MigrationError, match="differ from the data that was sent"):
         transfer.receive(transfer.send(make_migrated_request()))
     transfer.close()
     assert not transfer.sent
