@@ -42,7 +42,7 @@ class Marker:
     required: bool = False
 
     def ids(self, vocabulary: Vocabulary) -> tuple[int, ...]:
-        """Return the ids of the tokens each of which is the whole marker.
+        """Return the ids of all tokens whose text is exactly this marker.
 
         Raises
         ------

@@ -355,7 +355,7 @@ class GrammarService:
             return
         try:
             self._shared.cache.put(job.spec, job.future)
-        except Exception as error:  # nbytes of a user-defined backend may not be a number
+        except Exception as error:  # a user-defined backend may return an invalid `nbytes`
             _log.warning("compiled grammar not kept: %s: %s", type(error).__name__, error)
         with self._lock:
             del self._pending[job.spec]

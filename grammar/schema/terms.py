@@ -67,9 +67,9 @@ class Reason(NamedTuple):
 
 
 class NoExactForm(Exception):
-    """No form of a keyword is known that a backend enforces exactly.
+    """Raised for a keyword that cannot be rewritten into a form which a backend enforces exactly.
 
-    The caller reports the error as a `Reason`.
+    The caller catches it and reports it to the user as a `Reason`.
     """
 
     def __init__(self, keyword: str, why: str):

@@ -365,8 +365,8 @@ class Replicas:
     def _handle_death(self, replica: _Replica, message: str) -> None:
         """Terminate a dead replica, and assign its requests to other replicas.
 
-        Requests during which more than `SUSPECT_DEATHS` replicas have died fail instead. If no
-        replica can be restarted, all waiting requests fail.
+        A request is not assigned again, but fails, if more than `SUSPECT_DEATHS` replicas have died
+        while processing it. If no replica can be restarted, all waiting requests fail.
         """
         state = "died" if replica.alive else "did not start"
         LOG.warning("replica %d %s: %s", replica.number, state, message)

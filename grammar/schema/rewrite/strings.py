@@ -1,4 +1,4 @@
-"""Replacements of string constraints: ECMAScript patterns, formats, and complements of words."""
+"""Regular expressions that replace ``pattern``, ``format`` and exclusions of literal strings."""
 
 from __future__ import annotations
 
