@@ -83,7 +83,7 @@ class Transfer(ABC):
         self.sent: dict[Ticket, Any] = {}
 
     def send(self, migrated: MigratedRequest) -> Ticket:
-        """Make a request available to receivers until it is freed.
+        """Keep the data of a migrated request for receivers, and return its ticket.
 
         Raises
         ------
@@ -105,7 +105,7 @@ class Transfer(ABC):
         return ticket
 
     def receive(self, ticket: Sequence[Any]) -> MigratedRequest:
-        """Fetch a request.
+        """Fetch the migrated request of a ticket.
 
         Raises
         ------

@@ -158,8 +158,8 @@ class Engine:
         self._scheduler = self._make_scheduler()
         self._ids = itertools.count()
         self._guard = ReentrancyGuard()
-        # Work for `_end_abandoned`. `cancel`, and each stream that ends, append an entry of two
-        # parts: the ids whose events the stream no longer claims, and the ids of the requests to
+        # Work for `_end_abandoned`. `cancel`, and each stream that ends, append an entry. The entry
+        # has two parts: ids whose events are no longer claimed by a stream, and ids of requests to
         # cancel.
         self._abandoned: deque[tuple[Sequence[str], set[str]]] = deque()
         self.failure: str | None = None
@@ -630,7 +630,7 @@ class Engine:
         self.round_graphs.clear()
 
     def __del__(self) -> None:
-        # Threads and graphs must not outlive an engine that was never closed.
+        # Close the engine if the caller did not, so that its threads and graphs end with it.
         if getattr(self, "_closed", True) or sys.is_finalizing():
             return
         try:
@@ -694,7 +694,7 @@ def _has_id(request: Request) -> bool:
 
 
 def _expand_samples(requests: Iterable[Request]) -> list[Request]:
-    """Return one request per sample. Objects of other types are refused at submission."""
+    """Return one request per sample. Objects that are not requests are refused later."""
     if not isinstance(requests, Iterable):
         raise RequestError(f"requests must be a list of Request, got {short_repr(requests)}")
     samples: list[Request] = []

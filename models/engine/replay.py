@@ -337,7 +337,7 @@ class Replays:
         self._unretired.append(flight)
 
     def wait_idle(self, stats: EngineStats) -> None:
-        """Wait until the device is idle. All replays must have been read."""
+        """Wait until the device is idle and retire all replays, which must have been read."""
         self._stream.synchronize()
         self._retire(self.launched, stats)
 
@@ -359,7 +359,7 @@ class Replays:
             self.retired = self.launched
 
     def close(self) -> None:
-        """Drop the references to device objects; call it after `drain`."""
+        """Drop the references to device objects. Call this method after `drain`."""
         del self._parts, self._stream
 
     def _retire(self, number: int, stats: EngineStats) -> None:
@@ -402,7 +402,7 @@ class Replays:
 
 
 def _read_logprob(record: np.void, num_top: int) -> Logprob:
-    """Return the log probability of a token, and those of the `num_top` most likely legal ids."""
+    """Return the log probabilities of a token and of the `num_top` most likely legal ids."""
     ids = record["ids"].tolist()
     logprobs = record["logprobs"].tolist()
     top = []

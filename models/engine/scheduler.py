@@ -482,7 +482,7 @@ class Scheduler:
         self.slots.reclaim_all()
 
     def close(self) -> None:
-        """Drop the references to device objects; call it after `Replays.drain`."""
+        """Drop the references to device objects. Call this method after `Replays.drain`."""
         self.slots.close()
         self.replays.close()
         del self.replays, self.slots, self.round_graphs

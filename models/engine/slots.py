@@ -157,7 +157,7 @@ class SlotManager:
 
     @property
     def preemption_candidate(self) -> RequestState:
-        """The request with a slot that is preempted first."""
+        """The request that would be preempted first among the requests with a slot."""
         prefilling = (request.state for request in self._prefilling.values())
         states = itertools.chain(self.running.values(), prefilling)
         return max(states, key=lambda state: state.preemption_key)
@@ -339,7 +339,7 @@ class SlotManager:
         del self._caches, self._prefix_cache, self._prefill, self._slot_state, self._lane
 
     def _required_positions(self, state: RequestState) -> int:
-        """Return the number of positions for which a request needs pages at the next launch."""
+        """Return the number of positions that need pages when the next round is launched."""
         end = min(state.num_tokens + self._positions_ahead, state.position_limit)
         return end + self._slack_positions
 

@@ -290,7 +290,10 @@ def test_dflash2_drafts_unselected_id_when_selected_ids_are_illegal() -> None:
 
 @pytest.mark.parametrize("tree", [None, (3, 4)], ids=["chain", "tree"])
 def test_lattice_probe_runs_one_grammar_step_per_round(tree) -> None:
-    """One grammar step per round selects only legal drafts; trained weights get more accepted."""
+    """The grammar step of a round returns only legal drafts.
+
+    A drafter with trained weights commits more tokens per round than one with random weights.
+    """
     options = {"draft_length": 4, "draft_masking": "probe", "draft_tree": tree}
     tokens_per_round = []
     for drafter in (RandomDrafter(), DFLASH):

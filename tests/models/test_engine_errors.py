@@ -40,7 +40,7 @@ def live_resources():
 
 
 def wait_until_released(before):
-    """Wait until no more resources are live than in `before`, a result of `live_resources`."""
+    """Wait until the counts of live resources have fallen to `before`, from `live_resources`."""
     deadline = time.monotonic() + 30
     live = live_resources()
     while any(live[name] > before[name] for name in live):
@@ -50,7 +50,7 @@ def wait_until_released(before):
 
 
 def run_child(script):
-    """Run a script in a child process that imports `engine_util`; return the lines it prints."""
+    """Run a script in a child process, with `engine_util` imported; return the printed lines."""
     prelude = "import sys\nsys.path.insert(0, sys.argv[1])\nfrom engine_util import *\n"
     command = [sys.executable, "-c", prelude + script, str(Path(__file__).parent)]
     result = subprocess.run(command, capture_output=True, text=True, timeout=300)

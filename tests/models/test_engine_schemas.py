@@ -66,7 +66,7 @@ def test_json_schema_outputs_are_valid(shared_data, count):
 
 @pytest.mark.parametrize(("multiple", "holds"), [(7, True), (1_000_003, False)])
 def test_partial_schema_is_checked_after_generation(multiple, holds):
-    """`check_output` checks finished text against a keyword that XGrammar does not enforce."""
+    """`check_output` checks text against keywords that the grammar does not enforce."""
     schema = {
         "type": "object",
         "properties": {"age": {"type": "integer", "multipleOf": multiple}},

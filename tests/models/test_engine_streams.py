@@ -79,7 +79,7 @@ def test_engine_streams_get_exactly_their_own_events(engine):
 
 
 def test_engine_stream_cancels_its_requests_when_left(engine):
-    """If a stream is closed, garbage-collected or never started, none of its requests remains."""
+    """No request remains unfinished if its stream is closed, garbage-collected or never started."""
     stream = engine.stream([replace(LONG, id="left"), replace(LONG, id="other")])
     next(stream)
     stream.close()

@@ -89,7 +89,7 @@ def test_grammar_transport_probe_reports_missing_features(monkeypatch):
 
 
 def test_mailbox_deadline_fails_engine_with_name_of_late_step(monkeypatch):
-    """A grammar step that never completes fails the engine after the deadline.
+    """If a grammar step never completes, the engine fails after the deadline.
 
     The error contains the name of the step.
     """

@@ -128,7 +128,7 @@ def test_python_grammar_backend_serves_requests(transport, threads, budget_us):
 
 
 def test_engine_rejects_unknown_grammar_backend():
-    """A factory that does not return a GrammarBackend is rejected too."""
+    """Unknown backend names, and functions that return no GrammarBackend, are rejected."""
     for choice, message in (("guidance", "guidance"), (lambda v: v, "not a GrammarBackend")):
         with pytest.raises(OptionError, match=message):
             demo_engine(grammar_backend=choice)

@@ -165,7 +165,7 @@ def test_prefix_cache_evicts_least_recently_used_unused_pages(device):
 def test_prefix_cache_does_not_change_outputs_or_drafts(options):
     """Tokens, rounds and accepted drafts are the same with and without the prefix cache.
 
-    Equal acceptance shows that the cached KV entries of the drafter are complete.
+    Equal numbers of accepted drafts show that the cached KV entries of the drafter are correct.
     """
     greedy = mixed_requests(5, seed=3)
     sampled = {"seed": 5, "temperature": 0.8, "verify": "coupled"}
@@ -216,7 +216,7 @@ def test_prefix_cache_excludes_pages_the_drafter_has_not_processed(ending):
 def test_prefix_cache_warm_prompt_is_not_prefilled_again():
     """`Engine.warm` caches all pages of a prompt but the last one.
 
-    It keeps no pages if the cache is disabled, and raises an error if the request is refused.
+    `warm` caches nothing if the cache is disabled. It raises an error if the request is refused.
     """
     shared = "the same beginning of many requests " * 6
     for cache_bytes, min_cached in ((None, 100), (0, 0)):

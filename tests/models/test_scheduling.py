@@ -252,8 +252,8 @@ def test_scheduler_admits_by_priority_then_prefix_cache_hits():
 def test_scheduler_preempts_lowest_priority_when_pages_run_out(options):
     """Four requests run together, although the KV cache has pages for only one at its full length.
 
-    Outputs are the same as with enough pages. The request with the highest priority is never
-    preempted, and a request that needs more pages than there are is refused.
+    The outputs are the same as with enough pages for all. The request with the highest priority is
+    never preempted. A request that would need more pages than the cache has is refused.
     """
     free = Request(tokens=range(300, 309), max_tokens=48, min_tokens=48)
     requests = [
