@@ -51,9 +51,9 @@ class DraftMode:
     tree       best nodes by logits, per level     "none", "probe", "lattice-probe"
     =========  ==================================  ======================================
 
-    A drafter that generates a chain or a tree from logits may propose token ids, too; these are
-    then the first drafts. "lattice-probe" requires a drafter that computes the logits of all levels
-    at once.
+    A drafter that generates a chain or a tree from logits may also propose token ids. The proposed
+    ids are then the first drafts, and the drafts from logits follow them. "lattice-probe" requires
+    a drafter that computes the logits of all levels at once.
 
     Parameters
     ----------

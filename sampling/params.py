@@ -124,8 +124,8 @@ class SamplingParams:
     repetition_penalty
         Penalty on tokens of prompt and output; 1 disables it.
     min_tokens
-        Minimum number of tokens before a stop id. A stop id is generated earlier only if no other
-        token is legal.
+        Minimum number of tokens before a stop id. Before that, a stop id is generated only if no
+        other token is legal.
     logprobs
         Number of most likely tokens to report with each token, with their log probabilities; 0
         reports only the token's own. None reports nothing.

@@ -5,16 +5,16 @@ drafts, with ``parent[j] < j``; a chain has ``parent[j] = j - 1``. A node of dep
 n + e. Its mask row and its logits decide the token at position n + e + 1. A round has three parts:
 
 1. Verification (`walk`). Beginning with node 0, each node's row decides a token. If a child has
-   this token, verification continues at the child; otherwise it ends. It may end without a bonus
-   token after an accepted token: if the row is not ready, at a stop id, or at the limit. It never
-   ends instead of testing a sampled draft.
+   this token, verification continues at the child; otherwise it ends. Verification may end without
+   a bonus token directly after an accepted draft: if the next row is not ready, at a stop id, or at
+   the limit. A sampled draft is always tested before verification ends.
 2. Commit (`commit`). The tokens are added, and the last one becomes the new node 0. The request may
    end.
-3. Drafting (`draft`). Whether a draft is generated depends on the tokens before it (`may_grow`) and
-   on the state of the mask row, never on the token that would be sampled.
+3. Drafting (`draft`). Whether a draft is generated depends on the tokens before the draft
+   (`may_grow`) and on the state of the mask row, never on the token that would be sampled.
 
-The reference uses float64, sorts distributions, samples by argmax(log p + Gumbel), and processes
-one request after the other. It shares no algorithm with the kernels.
+The reference uses float64, sorts distributions, samples by the Gumbel-max trick (argmax of log p +
+Gumbel noise), and processes one request after the other. It shares no algorithm with the kernels.
 """
 
 from __future__ import annotations
@@ -367,7 +367,8 @@ def walk(
             break
         state, allowed = row(node, position - 1)
         if state not in (FREE, READY):
-            # After an accepted token, the next round begins with this row.
+            # After an accepted draft, the round ends without an error, and the next round begins
+            # with this row.
             if not tokens and state == DEAD_END:
                 reason = DEAD
             if not tokens and state == ERROR:
@@ -505,7 +506,11 @@ def verify(slot: Slot, logits: np.ndarray, masks: Sequence[MaskRow], token_limit
 
 
 def _relaxed(how: Any, tree: Tree, node: int, p: FloatArray, token: int) -> int:
-    """Return the most likely acceptable child, unless a child has the token; else the token."""
+    """Return the token that relaxed verification chooses for a node.
+
+    This is `token` if a child has it. Otherwise it is the most likely child that the relaxed
+    criterion accepts, or `token` if there is no such child.
+    """
     drafts = [tree.token[j] for j in tree.children(node)]
     if token in drafts:
         return token
@@ -517,7 +522,9 @@ def _relaxed(how: Any, tree: Tree, node: int, p: FloatArray, token: int) -> int:
 
 
 def broken(logits: np.ndarray, legal: BoolArray) -> int:
-    """Return ERROR if a legal logit is NaN or +inf, DEAD_END if no token is legal, else 0."""
+    """Return ERROR if a legal logit is NaN or +inf, DEAD_END if no token is legal, and otherwise
+    0.
+    """
     seen = logits[legal]
     if np.isnan(seen).any() or (seen == np.inf).any():
         return ERROR
@@ -708,8 +715,8 @@ def draft(
 def candidates(slot: Slot, j: int, logits: np.ndarray, ids: np.ndarray, token_limit: int) -> list:
     """Return the ids to probe for draft j in the order in which the target will prefer them.
 
-    Ids that the filters remove come last, because the mask, which is not known yet, may remove the
-    others.
+    Ids that the filters remove come last. They are probed too, because the mask is not known yet
+    and may remove all other ids.
     """
     legal = (ids >= 0) & (ids < token_limit)
     if broken(logits, legal):

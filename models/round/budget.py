@@ -5,8 +5,8 @@ request gets per round, divided by the measured time of a round.
 
 The host chooses the draft length of a round, which also determines the number of forward rows. The
 device assigns these rows to the drafts that are most likely to be accepted (kernels/round.cu). A
-draft without a row is cut, which means that it is not verified. Both decisions depend on past rounds only, never on the drafts that may be cut, so the
-distribution of outputs does not change.
+draft without a row is cut, which means that it is not verified. Both decisions depend on past
+rounds only, never on the drafts that may be cut, so the distribution of outputs does not change.
 
 A *bucket* is a number of batch rows for which graphs are built; there is one graph per bucket and
 draft length.
@@ -78,7 +78,7 @@ class DraftBudget:
     Parameters
     ----------
     lengths
-        Available lengths in ascending order. With a single one nothing is measured.
+        Available lengths in ascending order. If there is a single length, nothing is measured.
     max_depth
         Maximum number of drafts that a round can accept.
     is_tree

@@ -83,7 +83,10 @@ class PrefillScheduler:
         self._times_s.setdefault(size, Ema(TIME_WEIGHT, max_ratio=2.0)).update(seconds)
 
     def rows(self, round_s: float) -> int:
-        """Return the number of rows before the next round, which takes about `round_s` seconds."""
+        """Return the number of prompt tokens to prefill before the next round.
+
+        The round is expected to take `round_s` seconds.
+        """
         if self._fixed_rows:
             return self._fixed_rows
         limit_s = MAX_ROUND_FRACTION * round_s

@@ -79,7 +79,7 @@ class RoundParts:
     replay
         int32 [1], number of the current replay.
     depth
-        Maximum number of drafts that a round can accept: the depth of the tree.
+        Maximum number of drafts that a round can accept, which is the depth of the draft tree.
     programmatic
         Whether kernels use programmatic dependent launch.
     every_part
@@ -140,7 +140,9 @@ class RoundParts:
 
 
 class RoundGraph:
-    """Graph of a round for one batch bucket and draft length: built once, launched every round.
+    """Graph of a round for one batch bucket and draft length.
+
+    The graph is built once and launched in every round that has this bucket and draft length.
 
     Parameters
     ----------

@@ -4,13 +4,14 @@
 // 1. load() runs once, before the first call. It checks the release, every symbol and the layout of
 //    the options, and throws std::runtime_error with the name of what differs.
 // 2. A Tokenizer is immutable and shared by its matchers, which keep it alive.
-// 3. A Grammar holds one matcher at the start. Each request gets a copy of it. In release 1.9.1,
-//    copies share no mutable state: two that fill on two threads take the same processor time as
-//    one alone and do not wait for each other (0 to 5 voluntary context switches in 24,000 fills; 2
-//    to 8 with two separately compiled grammars). A copy does not benefit from the lexer states
-//    that another has built. LLGuidance builds lexer states on demand, so a finished matcher
-//    returns its states for later copies if the mask at the start can replace the cached one
-//    (invariant 5).
+// 3. A Grammar holds one matcher in the start state, and each request gets a copy of this matcher.
+//    In release 1.9.1, copies share no mutable state. Two copies that fill masks on two threads
+//    each take the same processor time as one copy alone and do not wait for each other (0 to 5
+//    voluntary context switches in 24,000 fills; 2 to 8 with two separately compiled grammars).
+//    LLGuidance builds lexer states on demand, and a copy does not see the lexer states that
+//    another copy has built. A finished matcher is therefore reset and becomes the matcher from
+//    which later copies are made, provided that the mask of the start state can replace the
+//    matcher's cached mask (invariant 5).
 // 4. An illegal token puts LLGuidance into a permanent error state, so each token is validated
 //    first. Stop tokens are never given to LLGuidance; this file tracks termination.
 // 5. LLGuidance caches the last mask and returns it if the parser's row and the lexer's state have
@@ -296,7 +297,8 @@ class Grammar {
  private:
   // Keeps the lexer of a long-lived grammar below LLGuidance's limit of states.
   static constexpr int kGenerations = 32;
-  static constexpr int64_t kSlowNs = 1'000'000;  // a slower start state is handed back only once
+  // If computing the start mask takes longer than this, no further matchers are handed back.
+  static constexpr int64_t kSlowNs = 1'000'000;
 
   std::shared_ptr<const Tokenizer> tokenizer_;
   mutable std::mutex mutex_;

@@ -58,14 +58,15 @@ class Marker {
   std::vector<int32_t> ids_;
   std::string text_;
   // Knuth-Morris-Pratt: state at which matching continues if the next byte does not match. States
-  // with the same byte are skipped, so that repetitive texts need few steps.
+  // that would fail on the same byte are skipped, so that repetitive texts need few steps.
   std::vector<int32_t> fallback_;
   std::vector<std::string> tokens_;
   int64_t vocab_size_;
   bool required_;
-  // Bitmasks of the legal ids. A token can extend past the end of the marker only in the last
-  // states; each of these has its own row. The `shared_` states before them share row 0, in which
-  // every id is legal. An empty row means that every id is legal and no mask is needed.
+  // Bitmasks of the legal ids by state. A token can extend past the end of the marker only in the
+  // last states of the scanner, and each of these states has its own row. The first `shared_`
+  // states share row 0, in which every id is legal. An empty row means that every id is legal and
+  // no mask is needed.
   size_t shared_ = 0;
   std::vector<std::vector<int32_t>> rows_;
 };

@@ -1,9 +1,9 @@
 // Thread pool that serves the slots of a grammar step.
 //
 // Invariants
-// 1. A job is a number, for the grammar worker the index of a slot. One thread posts jobs. The
-//    pool's threads claim them in order, each job once. A job must not be posted again before it
-//    has been served.
+// 1. A job is a number. The grammar worker uses the index of a slot. One thread posts jobs. The
+//    pool's threads claim the jobs in order, each job once. A job must not be posted again before
+//    it has been served.
 // 2. post(), wake(), claim() and wait() never allocate, throw, take the GIL or call the driver. The
 //    pool's threads count as host work, so their driver calls are refused.
 // 3. An idle thread polls kSpins times and then parks. wake() takes the mutex only if threads are
@@ -34,8 +34,8 @@
 
 namespace graft::guide {
 
-// Time limit for which a step waits for its slots. Tests replace the clock by a word of memory that
-// they increment.
+// Maximum time that a step waits for its slots. For tests, `clock` can point to a word of memory
+// that the test increments in place of a real clock.
 struct Budget {
   // Maximum waiting time, as a multiple of the budget, for threads that get no processor time.
   static constexpr int64_t kPatience = 200;
@@ -56,7 +56,8 @@ class Pool {
     }
   };
 
-  // Starts the threads. `capacity` is the maximum number of jobs that are posted and not served.
+  // Starts the threads. `capacity` is the maximum number of jobs that have been posted and not
+  // claimed.
   Pool(int threads, int capacity, Work work, void* context)
       : work_(work), context_(context), ring_(static_cast<size_t>(capacity)) {
     for (int i = 0; i < threads; ++i) threads_.emplace_back([this, i] { run(i); });
@@ -67,7 +68,8 @@ class Pool {
       stop_.store(true);
     }
     posted_more_.notify_all();
-    // A thread that has run Python code takes the GIL once more to release its thread state.
+    // A thread that has run Python code must take the GIL when it ends, to release its Python
+    // thread state.
     const bool in_python = Py_IsInitialized() != 0 && PyGILState_Check() != 0;
     PyThreadState* const state = in_python ? PyEval_SaveThread() : nullptr;
     for (std::thread& thread : threads_) thread.join();

@@ -12,7 +12,7 @@ bool is_made(const Slot& slot, int j) noexcept {
   return slot.made[at(j)].load(std::memory_order_relaxed) != ROW_NOT_READY;
 }
 
-// Sets the state of row j, after its mask has been written.
+// Sets the state of row j. The mask of the row must have been written before.
 void make(Slot& slot, int j, int32_t state) noexcept {
   slot.made[at(j)].store(state, std::memory_order_release);
 }
@@ -156,7 +156,7 @@ void SlotWork::fill_rows(Slot& slot) const noexcept {
   move_to(slot, 0);
 }
 
-// Fills row j unless it is filled. Returns false if nothing may follow node j.
+// Fills row j unless it is filled already. Returns false if no token may follow node j.
 bool SlotWork::fill_row(Slot& slot, int j) const noexcept {
   if (is_made(slot, j)) return true;
   if (!move_to(slot, j)) return false;
@@ -194,8 +194,8 @@ bool SlotWork::move_to(Slot& slot, int j) const noexcept {
   return !slot.ended;
 }
 
-// Accepts draft j, a child of the matcher's node. Returns false if it is illegal or nothing may
-// follow.
+// Accepts draft j, a child of the matcher's node. Returns false if the draft is illegal or no token
+// may follow it.
 bool SlotWork::step_to(Slot& slot, int j) const noexcept {
   if (accept(slot, slot.order.draft[at(j - 1)])) {
     arrive(slot, j);
@@ -216,8 +216,8 @@ void SlotWork::follow_forced(Slot& slot) const noexcept {
   }
 }
 
-// Accepts the first legal candidate for draft j. If there is none, fills row j - 1, under which the
-// device then samples the draft.
+// Accepts the first legal candidate for draft j. If no candidate is legal, fills row j - 1, and the
+// device then samples draft j under this row.
 void SlotWork::probe_chain(Slot& slot) const noexcept {
   const Order& order = slot.order;
   if (!move_to(slot, order.j - 1)) return;

@@ -38,8 +38,9 @@ Worker::Worker(const Exchange& exchange, int ring, int threads, const Budget& bu
   records_.push_back({this, Step::kCommit, 0});
   for (int j = 1; j <= exchange_.drafts(); ++j) records_.push_back({this, Step::kDraft, j});
   ordered_.reserve(at(exchange_.layout.slots));
-  // With a budget, every slot may block a pool thread for longer than a step. The pool therefore
-  // has one thread per slot, and a step wakes `threads` of them.
+  // With a budget, the order of a late slot may occupy a pool thread for longer than a step, and
+  // this may happen to every slot. The pool therefore has one thread per slot, and a step wakes
+  // `threads` of them.
   const int helpers = budget_.ns > 0 ? exchange_.layout.slots : threads_ - 1;
   if (helpers > 0) pool_.reset(new Pool(helpers, exchange_.layout.slots, &serve_posted, this));
 }
@@ -107,7 +108,7 @@ void Worker::step(const StepRecord& record) noexcept {
     // If a pool thread still serves the slot's previous request, the new request joins in the first
     // open step that finds the slot idle.
     if (slot.epoch != request.epoch) continue;
-    // Drafts of a lattice are found by the grammar step for unconstrained requests too.
+    // In lattice modes, the grammar step also chooses the drafts of unconstrained requests.
     const bool lattice = is_lattice_mode(exchange_.layout.mode) && record.step == Step::kDraft;
     if (slot.matcher == nullptr && !lattice) continue;
     if (record.step == Step::kOpen) take_commit(slot, idle, replay_ - 1);
@@ -351,8 +352,8 @@ bool Worker::take_candidates(Slot& slot) noexcept {
   return true;
 }
 
-// Takes over the result of an order that has been served: adds its counts to the counters and
-// stamps its new rows.
+// Takes over the result of an order that has been served: adds the order's counts to the worker's
+// counters and stamps the rows that the order has filled.
 void Worker::take_result(Slot& slot) noexcept {
   for (int i = 0; i < count::kinds; ++i) {
     if (slot.tally[at(i)] == 0) continue;

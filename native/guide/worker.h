@@ -7,12 +7,12 @@
 //
 // Invariants
 // 1. Steps never run concurrently. In each replay they run once, in the order open, commit, draft 1
-// .. K. Edges of the graph order each step after the kernels that write the records `committed`,
-// `drafted` and `candidates`, and before the kernels that read masks, stamps and answers. 2. A step
-// never allocates, throws, prints, takes the GIL, calls the driver or drops a Python reference. The
-// same holds for the pool threads that serve its slots. Only a matcher that is written in Python
-// takes the GIL. A thread must therefore release the GIL before it waits for a step or a pool
-// thread.
+//    .. K. Edges of the graph order each step after the kernels that write the records `committed`,
+//    `drafted` and `candidates`, and before the kernels that read masks, stamps and answers.
+// 2. A step never allocates, throws, prints, takes the GIL, calls the driver or drops a Python
+//    reference. The same holds for the pool threads that serve its slots. Only a matcher that is
+//    written in Python takes the GIL. A thread must therefore release the GIL before it waits for a
+//    step or a pool thread.
 // 3. A step accesses only the slots of its replay's snapshot, the list of requests that the host
 //    publishes before the launch. A step of a replay without a snapshot writes nothing;
 //    verification then finds outdated stamps and commits nothing.
@@ -32,15 +32,17 @@
 //    for a processor makes no slot late. The rows that are finished are stamped; the others are not
 //    ready, so the slot is left out of the round or its round ends at its last ready row. Later
 //    steps ignore the slot, except for a commit: it is copied (`pending`), because the device will
-//    overwrite it. The state that is being served is then outdated: its stamps are invalidated, and
-//    no more rows are stamped. The first step that finds the slot idle takes the result and
-//    continues with the pending commit. While a commit is pending no row is ready, so there is at
-//    most one.
-// 9. The matcher of a late slot may be in use although no replay refers to the slot; see busy(slot)
-//    and wait_idle().
-// 10. The requests of a replay belong to the publisher until `replay` is stored with release order,
-//    and then to the worker until retire(). publish() fails if the entry has not been retired. The
-//    matchers are borrowed: the publisher keeps the Python references until then.
+//    overwrite it. The order that is being served is then outdated, because it is for a state
+//    before the commit: the slot's stamps are invalidated, and the step stamps no more rows of this
+//    order. The first step that finds the slot idle takes the result and continues with the pending
+//    commit. While a commit is pending, none of the slot's rows is ready and the device commits
+//    nothing, so there is at most one pending commit.
+// 9. A pool thread may still use the matcher of a late slot when no replay refers to the slot any
+//    more. busy(slot) and wait_idle() tell the host when the matcher is free.
+// 10. The snapshot of a replay belongs to the publishing thread until `replay` is stored with
+//    release order, and then to the worker until retire(). publish() fails if the ring entry has
+//    not been retired. The matchers are borrowed: the publisher keeps their Python objects alive
+//    until retire().
 #pragma once
 
 #include <array>
@@ -146,8 +148,8 @@ struct StepRecord {
 
 class Worker {
  public:
-  // `threads` serve the slots of a step, including the thread of the step itself if there is no
-  // budget. See SlotWork for `forced` and `follow_forced`.
+  // `threads` is the number of threads that serve the slots of a step. Without a budget, the thread
+  // that runs the step is one of them. See SlotWork for `forced` and `follow_forced`.
   Worker(const Exchange& exchange, int ring, int threads, const Budget& budget,
          std::shared_ptr<const Forced> forced, bool follow_forced);
   Worker(const Worker&) = delete;

@@ -2,8 +2,8 @@
 //
 // Applies to the slots that sample_draft applies to. The order is that in which the target will
 // prefer tokens: by logit for greedy requests, by weight / E for others, the exponential race with
-// the same random numbers. Columns that the filters remove come last: the mask, which is not known
-// yet, may remove all others.
+// the same random numbers. Columns that the filters remove come last. They are candidates too,
+// because the mask is not known yet and may remove all other columns.
 //
 // For a lattice, row l * batch + b has the logits of level 1 + l. The candidates of all levels are
 // written with their probabilities in the race, and j is the maximum number of drafts. For trees,

@@ -511,7 +511,8 @@ __device__ __forceinline__ u64 draw_packed(const Slice& own, const int* map, con
         words = noise_words(noise, cached);
       }
       const u32 x = word_of(words, id);
-      // E >= v, so a token that loses with v in place of E needs no logarithm. The margin is far
+      // The variate E is at least v. A token that would lose the race even with v in place of E
+      // cannot win, so its logarithm is not computed. The comparison has a margin that is far
       // greater than the rounding errors, so the winner is never skipped.
       if (w < best * (static_cast<float>(x) * 2.328e-10f)) continue;
       const float score = fdiv(w, exponential(x));
@@ -612,13 +613,14 @@ __device__ __forceinline__ int row_sample(const Row& row, bool filtered, const F
   return status;
 }
 
-// Column of a target id in a drafter's vocabulary; -1 if it has none.
+// Returns the column of a target id in a drafter's vocabulary; -1 if the drafter has no column for
+// the id.
 __device__ __forceinline__ int column_of(const int* t2d, int draft_vocab, int id) {
   return t2d ? t2d[id] : id < draft_vocab ? id : -1;
 }
 
-// Unnormalized residual distribution of a rejected draft, by target id: weight * p - q. It may be
-// negative, which counts as 0.
+// Unnormalized residual distribution of a rejected draft, by target id: weight * p - q. Negative
+// values count as 0.
 struct Residual {
   float weight;
   const float* p;

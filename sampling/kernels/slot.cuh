@@ -127,8 +127,8 @@ __device__ __forceinline__ int map_entry(int b, int j) {
 __device__ __forceinline__ int batch_row(int entry) { return entry >> 16; }
 __device__ __forceinline__ int draft_row(int entry) { return entry & 0xffff; }
 
-// Whether the slot's request has no grammar, given the stamp of its row 0. Unlike the state of
-// other rows, this does not change while a round drafts.
+// Returns whether the slot's request has no grammar, given the stamp of its mask row 0. The result
+// does not change while a round drafts, whereas the states of other rows do.
 __device__ __forceinline__ bool is_unconstrained(const RowStamp* first, int epoch) {
   return first->state == ROW_FREE && first->epoch == epoch && first->detail != 0;
 }
@@ -165,8 +165,9 @@ __device__ __forceinline__ bool is_testing(const Slot& slot, int count) {
   return chain && has_dense;
 }
 
-// Whether draft j (from 1) is to be generated. The result must depend only on the tokens before the
-// draft, never on the token that would be sampled. Otherwise verification would not be exact.
+// Returns whether draft j (from 1) is to be generated. The result must depend only on the tokens
+// before the draft, never on the token that would be sampled, because otherwise verification would
+// not be exact.
 __device__ __forceinline__ bool is_drafting(const Slot& slot, const RoundRow& row, int j) {
   return row.count > 0 && slot.active && slot.draft_len == j - 1 && slot.n + j < slot.limit &&
          !(j > 1 && is_stop(slot, slot.drafts[j - 2]));
@@ -177,12 +178,13 @@ __device__ __forceinline__ unsigned long long path_of(const Slot& slot, int j) {
   return j == 0 ? 0 : slot.path[j - 1];
 }
 
-// Depth of row j, whose position is n + depth.
+// Returns the depth of row j in the draft tree. The position of row j is n + depth.
 __device__ __forceinline__ int depth_of(const Slot& slot, int j) {
   return __popcll(path_of(slot, j));
 }
 
-// Child of row j with this token among the first `count` drafts; 0: none.
+// Returns the child of row j whose draft is `token`, among the first `count` drafts; 0 if there is
+// none.
 __device__ __forceinline__ int child_of(const Slot& slot, int count, int j, int token) {
   for (int c = j + 1; c <= count; ++c) {
     if (slot.parent[c - 1] == j && slot.drafts[c - 1] == token) return c;

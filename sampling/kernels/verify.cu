@@ -141,7 +141,8 @@ __device__ __forceinline__ bool apply_test_results(
   if (leader) atomicMax(&cross_block.race, race);
   if (!is_last(cross_block, scratch)) return false;
   int token = drawn(cross_block.race);
-  // The residual is empty if p equals q up to rounding. Sampling from p is then correct.
+  // The residual is empty if p equals q up to rounding. In this case the token is sampled from p,
+  // which is correct.
   if (token < 0) {
     token = draw_column(vocab_size, nullptr, noise, scratch, [p](int i) { return p[i]; });
   }
