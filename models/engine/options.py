@@ -66,27 +66,28 @@ class Options:
     Parameters
     ----------
     max_batch_size
-        Maximum number of batch rows of a round: the number of requests that run concurrently.
+        Maximum number of batch rows of a round, that is, of requests that run concurrently.
     draft_length
-        Number of drafts per round and request with a drafter, from 1 to 63. With "auto", each round
-        uses the number of drafts that maximizes the expected tokens per second, up to 7 for a chain
-        and 31 for a tree, and assigns more drafts to requests with a higher acceptance rate
-        (`DraftBudget`). Rejection sampling is reproducible only with equal draft lengths, so it is
-        not reproducible with "auto".
+        Number of drafts per round and request with a drafter, from 1 to 63. With "auto", the engine
+        chooses the number before each round so that the expected tokens per second are highest, up
+        to 7 for a chain and 31 for a tree. Requests with a higher acceptance rate get more of these
+        drafts (`DraftBudget`). Outputs of rejection sampling are not reproducible with "auto",
+        because they depend on the draft lengths.
     draft_tree
-        Shape of the drafts. None selects a chain. (branch, levels) selects a tree: each node has at
-        most `branch` children, from 2 to 16, the tree has at most `levels` levels, and the
+        Shape of the drafts. None selects a chain. (branch, levels) selects a tree with at most
+        `levels` levels, in which each node has at most `branch` children, from 2 to 16. The
         `draft_length` most likely nodes are verified. A sequence of paths selects a tree of fixed
-        shape: (0,) and (2,) are the most likely and the third most likely first draft, and (0, 1)
-        is the second most likely continuation of (0,). Trees that are drafted level by level are
-        always masked as with ``draft_masking="probe"``.
+        shape. Each path lists the ranks of the nodes from the root: (0,) is the most likely first
+        draft, (2,) the third most likely one, and (0, 1) the second most likely continuation of
+        (0,). Trees that are drafted level by level are always masked as with
+        ``draft_masking="probe"``.
     max_length
         Maximum number of positions per request, prompt and output together. Default: the maximum
         of the target, at most 4096.
     page_size, pages
         Number of positions per page of the KV caches, and number of pages. By default, there are
-        enough pages for a request of `max_length` in every batch row. Pages are allocated as
-        requests grow. With fewer pages, requests may wait or be preempted.
+        enough pages for a request of `max_length` in every batch row. With fewer pages, requests
+        may wait or be preempted when pages run out, because pages are allocated as requests grow.
     prefix_cache_bytes
         Maximum size in bytes of the prefix cache. The prefix cache keeps pages of finished requests
         and shares them with requests that begin with the same tokens. Unused pages are evicted when
@@ -99,9 +100,10 @@ class Options:
         Whether drafts are restricted to tokens that the grammar accepts. If not, verification
         rejects illegal drafts.
     draft_masking
-        How drafts are masked. "fill" samples each draft under its mask row. "probe" lets the
-        grammar test the drafter's best candidates, which takes less time, and fills all rows during
-        the next target forward pass; probed drafts are verified like coupled ones. If a drafter
+        How drafts are masked. With "fill", a mask row is filled for each draft, and the draft is
+        sampled under this mask. With "probe", the grammar tests only the drafter's best candidates,
+        which takes less time. The mask rows that verification needs are then filled during the next
+        target forward pass. Probed drafts are verified as with ``verify="coupled"``. If a drafter
         computes the logits of all levels at once, as DFlash does, one grammar step tests the
         candidates of all levels.
     forced_drafts
@@ -111,21 +113,24 @@ class Options:
         forced if all other legal tokens are prefixes of it. Forced drafts are verified like others,
         so the distribution of outputs does not change.
     verify
-        Default verification mode of sampled requests. "coupled": a draft is accepted if it is the
-        token that the target samples with the same random numbers, so drafts change no token.
-        "rejection": drafts that were sampled from the drafter's distribution are tested against it,
-        all drafts of a chain together (block verification); this accepts more and preserves the
-        distribution. Other drafts are verified as coupled. "per_token": as "rejection", but each
-        draft is tested separately. "relaxed": as "coupled", but sufficiently likely drafts are
-        accepted too (`Request.relaxed`); outputs are not exact (`Output.exact`).
+        Default verification mode of sampled requests. With "coupled", the target samples a token at
+        each position with the random numbers that it would use without drafts, and a draft is
+        accepted if it equals this token. Drafts therefore change no token. "rejection" is rejection
+        sampling of all drafts of a chain together (block verification). It accepts more drafts and
+        preserves the distribution of outputs. It applies only to drafts that were sampled from the
+        drafter's distribution; other drafts are verified as with "coupled". "per_token" is
+        rejection sampling of each draft separately. "relaxed" is like "coupled", but also accepts
+        drafts that are sufficiently likely (`Request.relaxed`), so outputs are not exact
+        (`Output.exact`).
     grammar_backend
-        "auto", "xgrammar", "llguidance", or a function from a `Vocabulary` to a `GrammarBackend`,
-        for grammars that do not name a backend. "auto" chooses a backend that enforces every
-        keyword of a JSON schema, possibly after rewriting it, and otherwise rejects the schema.
+        Grammar backend for grammars that do not name one: "auto", "xgrammar", "llguidance", or a
+        function that takes a `Vocabulary` and returns a `GrammarBackend`. "auto" chooses a backend
+        that enforces every keyword of a JSON schema, possibly after rewriting it, and otherwise
+        rejects the schema.
     grammar_transport
-        Implementation of the grammar steps in the graph: "native" (host nodes), "mailbox",
-        "spinkernel", or "auto": the first of mailbox, spinkernel and native that works, if at least
-        4 cores are usable, else native.
+        Mechanism by which the graph runs grammar steps on the CPU: "native" (host nodes), "mailbox"
+        or "spinkernel". "auto" selects the first of mailbox, spinkernel and native that works if at
+        least 4 cores are usable, and native otherwise.
     grammar_threads
         Number of threads that serve the requests of a grammar step. The default depends on the
         batch size and the number of cores.
