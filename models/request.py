@@ -107,8 +107,9 @@ class Request(SamplingParams):
     tokens
         Token ids of the prompt, used unchanged.
     grammar
-        Grammar of the output; None for unconstrained text. If `GrammarSpec.partial` is set, use
-        `graft.grammar.check_output` to check finished text against the whole schema.
+        Grammar of the output; None for unconstrained text. A grammar with `GrammarSpec.partial`
+        enforces only a part of its schema; check the finished text with
+        `graft.grammar.check_output`.
     schema
         Schema that is passed to the chat template as ``schema``, so that the template can show it
         to the model. By default, it is the schema of a JSON-schema grammar.
@@ -118,8 +119,9 @@ class Request(SamplingParams):
     n
         Number of completions. `samples` returns one request for each of them.
     stop
-        Strings that end the output and are removed from its end. Not allowed with a grammar,
-        because the shortened output could violate it. `min_tokens` does not apply to stop strings.
+        The first of these strings in the output ends the output and is removed from it. Stop
+        strings are not allowed with a grammar, because the shortened output could violate the
+        grammar. `min_tokens` does not apply to stop strings.
     special_tokens
         Whether names of special tokens in the prompt or messages are encoded as special ids. If
         not, they are plain text. Names in the chat template itself always become special ids.
@@ -203,10 +205,11 @@ class Output:
         inside a UTF-8 character, this character is omitted. The text is set when the request
         finishes.
     reason
-        Finish reason. "stop": a stop id. "stop_string": a stop string. "length": `max_tokens`.
-        "timeout": `timeout_s`. "dead_end": the grammar allows no token. "cancelled":
+        Why the request finished. "stop": a stop id was generated. "stop_string": a stop string was
+        generated. "length": `max_tokens` was reached. "timeout": `timeout_s` has passed.
+        "dead_end": the grammar allows no further token. "cancelled": the request was cancelled, see
         `Engine.cancel`. "refused": the request is invalid or the queue is full. "error": the
-        request failed. "moved": another engine continues the request (`Engine.migrate_out`).
+        request failed. "moved": another engine continues the request, see `Engine.migrate_out`.
     error
         Error message, for "refused", "error" and "timeout"; None otherwise.
     error_type
@@ -222,8 +225,8 @@ class Output:
     drafted, accepted
         Number of drafts verified and accepted.
     cached_tokens
-        Number of tokens that were not prefilled because the prefix cache had their pages. A request
-        that was preempted counts them each time it is prefilled.
+        Number of tokens that were not prefilled because the prefix cache had their pages. If the
+        request was preempted, this is the sum over all times it was prefilled.
     preempted
         Number of times the request was preempted.
     queue_s

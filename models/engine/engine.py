@@ -103,7 +103,7 @@ class Engine:
     device : Device
         Device of the engine.
     transport_reason : str
-        Why this grammar transport was chosen.
+        Reason for the choice of the grammar transport.
     tokenizer : Tokenizer
         Tokenizer of the model.
     stats : EngineStats

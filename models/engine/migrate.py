@@ -95,7 +95,7 @@ class MigratedRequest:
 
     @property
     def num_pages(self) -> int:
-        """Number of KV-cache pages per cache. They contain the request's first tokens."""
+        """Number of migrated KV-cache pages per cache. They are the first pages of the request."""
         if not self.pages:
             return 0
         return self.pages[0].shape[1]

@@ -146,11 +146,11 @@ class Replays:
     unread
         Launched replays whose results have not been read, oldest first.
     on_parts
-        Function to call for each complete replay, or None. It gets the replay and its time stamps
-        in order, in device nanoseconds.
+        Function to call for each complete replay, or None. Its arguments are the replay and the
+        replay's time stamps in order, in device nanoseconds.
     on_row
-        Function to call for each row that is read, or None. It gets the assignment and the results
-        of the row.
+        Function to call for each row that is read, or None. Its arguments are the assignment and
+        the results of the row.
     """
 
     def __init__(self, parts: RoundParts, stream: Stream, budget: DraftBudget):

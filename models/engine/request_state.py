@@ -145,8 +145,8 @@ class RequestState:
     def preemption_key(self) -> tuple[int, float]:
         """Sort key for preemption: the running request with the greatest key is preempted first.
 
-        This is the request with the lowest priority. Among several, it is the one that was
-        submitted last.
+        This is the request with the lowest priority. If several requests have this priority, it is
+        the last one that was submitted.
         """
         return -self.request.priority, self.submitted_at
 
