@@ -232,7 +232,8 @@ class ProbeMasking(DraftMasking):
 class LatticeProbeMasking(DraftMasking):
     """Draft legal paths through the candidates of all levels.
 
-    In a chain, requests without a grammar are left to be sampled level by level.
+    In a chain, this applies only to requests with a grammar. The drafts of other requests are
+    sampled level by level.
     """
 
     name = "lattice-probe"

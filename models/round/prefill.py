@@ -104,7 +104,7 @@ class PrefillScheduler:
         return CHUNK * min(num_chunks, MAX_ROWS // CHUNK)
 
     def charged_rows(self, rows: int, allowed: int) -> int:
-        """Return the number of allowed rows that a chunk uses up.
+        """Return by how much a chunk reduces the number of allowed rows.
 
         The number is proportional to the chunk's time, and at least the chunk's number of rows.
 

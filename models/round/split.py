@@ -1,4 +1,4 @@
-"""Rounds that are split into several graphs, to measure the benefit of a single graph."""
+"""Rounds that are split into several graphs, for measuring the benefit of a single graph."""
 
 from __future__ import annotations
 
@@ -16,9 +16,9 @@ __all__ = ["SplitRound"]
 class SplitRound(RoundGraph):
     """A round whose drafting is in separate graphs (``composition="two"``).
 
-    The first graph ends with verification. Each grammar step that the drafter waits for ends a
-    graph too. The host launches every graph after the previous one has completed, so rounds cannot
-    overlap. Outputs are the same as those of a `RoundGraph`.
+    The first graph ends with verification. After that, each grammar step that the drafter waits
+    for ends a graph, and drafting continues in the next graph. The host launches each graph after
+    the previous one has completed, so rounds cannot overlap. Outputs are the same as those of a `RoundGraph`.
     """
 
     def __init__(
@@ -33,9 +33,10 @@ class SplitRound(RoundGraph):
         self._pending.extend(self.execs[1:])
 
     def finish(self, stream: Stream, wait_for: Callable[[GraphExec], None]) -> None:
-        """Launch the other graphs, each after the previous one has completed.
+        """Launch the remaining graphs of the round, each after the previous one has completed.
 
-        If `wait_for` raises, for example because of Ctrl-C, the next call continues.
+        If `wait_for` raises an exception, for example because of Ctrl-C, the next call continues
+        with the graphs that have not been launched.
         """
         while self._pending:
             executable = self._pending.popleft()
@@ -54,7 +55,8 @@ class SplitRound(RoundGraph):
     def _start_graph(self) -> None:
         """End the current graph and continue both lanes in a new one.
 
-        The new graph is launched after the old one has completed, so all marks are reached by then.
+        The new graph is launched after the old graph has completed. All marks of the old graph are
+        reached then, so the new graph need not wait for them.
         """
         self._add_graph()
         for lane in (self._model, self._grammar):

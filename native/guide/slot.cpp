@@ -207,7 +207,7 @@ bool SlotWork::step_to(Slot& slot, int j) const noexcept {
 }
 
 // Accepts forced tokens as drafts one after the other and fills their rows. The row after draft K
-// is left to the open step.
+// is not filled here but by the open step.
 void SlotWork::follow_forced(Slot& slot) const noexcept {
   for (int j = 1; j < exchange_.drafts() && is_made(slot, j - 1); ++j) {
     const int32_t token = slot.forced[at(j - 1)];

@@ -66,7 +66,8 @@ enum : int { GRAFT_GUIDE_COUNTS(GRAFT_GUIDE_COUNT) kinds };
 #undef GRAFT_GUIDE_COUNT
 }  // namespace count
 
-// Finds the token to draft if the grammar forces the text (jump-forward decoding).
+// Finds the token to draft where the grammar allows only one continuation of the text (jump-forward
+// decoding).
 //
 // Text is forced if every legal token is a prefix of the longest one, so that they differ only in
 // length. The longest token is drafted. With `unique_only`, a token counts as forced only if it is
@@ -116,8 +117,8 @@ enum class Task : int32_t {
   kProbeLattice,  // find legal drafts among the candidates of all levels
 };
 
-// Work of a slot in one step. It has copies of all inputs, because the device may overwrite them
-// while the order is served.
+// Work of a slot in one step. An order has copies of all inputs, because the device may overwrite
+// the inputs while the order is served.
 struct Order {
   Commit commit;
   Task task = Task::kNone;

@@ -55,8 +55,9 @@ bool Worker::publish(int64_t replay, const std::vector<Request>& requests) {
 
 void Worker::retire(int64_t replay) { snapshot(replay).replay.store(0, std::memory_order_release); }
 
-// Returns the replay number of a record. The device counts in 32 bits; of the 64-bit numbers with
-// these low bits, this is the one nearest to the current replay.
+// Returns the 64-bit replay number of a record, in which the device has written only the lower 32
+// bits. Of all 64-bit numbers with these lower bits, this is the number nearest to the current
+// replay.
 int64_t Worker::replay_of(const int32_t& replay) const noexcept {
   const uint32_t word = static_cast<uint32_t>(__atomic_load_n(&replay, __ATOMIC_ACQUIRE));
   return replay_ + static_cast<int32_t>(word - static_cast<uint32_t>(replay_));
@@ -235,7 +236,8 @@ void Worker::serve_timed(Slot& slot) noexcept {
   if (timed) pace->note(clock_ns(CLOCK_THREAD_CPUTIME_ID) - start < budget_.ns);
 }
 
-// Whether the pool thread that serves a slot has used more processor time than the budget.
+// Returns whether the pool thread that serves the slot's order has used more processor time for it
+// than the budget allows.
 bool Worker::over_budget(const Slot& slot) const noexcept {
   const int64_t start = slot.cpu_start.load(std::memory_order_acquire);
   return start >= 0 && clock_ns(slot.clock) - start >= budget_.ns;

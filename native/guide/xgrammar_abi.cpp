@@ -54,7 +54,8 @@ void symbol(void* library, const char* name, Function* out) {
   *out = reinterpret_cast<Function>(address);
 }
 
-// Function object of the method; owned by the type table, which lives as long as the process.
+// Function object of the method. The function object is owned by TVM-FFI's type table, which exists
+// until the process ends.
 void* method(const TypeInfo& type, const std::string& name, const std::string& arguments) {
   for (int i = 0; i < type.num_methods; ++i) {
     const MethodInfo& found = type.methods[i];
@@ -145,8 +146,9 @@ void load(const char* tvm_ffi_library) {
 // Matcher of a Python object of XGrammar, whose reference is borrowed.
 class XGrammarMatcher final : public NativeMatcher {
  public:
-  // `acceptable`, borrowed: one bit per id that has text or is a stop id of the matcher. Throws
-  // std::invalid_argument if the handle is not that of a matcher.
+  // `acceptable` has one bit per id, which is set if the id has text or is a stop id of the
+  // matcher. The array is borrowed. Throws std::invalid_argument if `handle` does not refer to a
+  // matcher.
   XGrammarMatcher(void* handle, const uint32_t* acceptable, int64_t vocab_size)
       : handle_(handle), acceptable_(acceptable), vocab_size_(vocab_size) {
     if (handle == nullptr || acceptable == nullptr || api.is_terminated == nullptr) {
@@ -186,7 +188,8 @@ class XGrammarMatcher final : public NativeMatcher {
     any.pointer = &tensor;
     Any arguments[4] = {self(handle_), any, integer(0), integer(0, kBool)};
     if (call(api.fill, arguments, 4, error) == Answer::kFailed) return Filled::kFailed;
-    // XGrammar also sets bits beyond the vocabulary and those of other requests' stop ids.
+    // XGrammar also sets bits beyond the vocabulary and the bits of stop ids of other requests.
+    // These bits are cleared here.
     for (const int32_t w : partial_) row[w] &= static_cast<int32_t>(acceptable_[w]);
     return Filled::kMask;
   }

@@ -3,8 +3,8 @@
 
 #include "row.cuh"
 
-// The columns of a thread are divided into parts, and the best column of each part is cached: only
-// the part of the last returned column is scanned again.
+// The columns of a thread are divided into parts, and the best column of each part is cached. After
+// a column has been returned, only the part that contains this column is scanned again.
 constexpr int PARTS = BLOCK == 1 ? 64 : 8;
 
 struct BestFirst {

@@ -43,7 +43,8 @@ __device__ inline int relaxed_token(const Slot& slot, int draft_len, int j, cons
 // Row r is row j of batch row b (see map). It has the logits after row j of slot row_slot[b], at
 // position n + depth, and decides the next token under mask row j. Rows without a request (padding,
 // inactive slots, rows beyond the drafts) and rows without a valid stamp get row_ok = 0. The state
-// of a row was read by adjust_logits, so that both kernels use the same state.
+// of the mask row is the one that adjust_logits has read from host memory, so that both kernels use
+// the same state.
 extern "C" __global__ void __launch_bounds__(BLOCK, 1)
     sample_target(const float* logits, int vocab_size, int token_limit, const int* row_slot,
                   const int* map, const Slot* slots, const int* masks, const ExchangeLayout layout,

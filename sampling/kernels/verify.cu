@@ -5,10 +5,10 @@
 // that row's token is the bonus token. This is exact on any tree, and for a tree that was built
 // without randomness no other rule accepts more drafts.
 //
-// A chain of drafts that were sampled from a stored distribution q is verified by rejection
-// sampling instead (test_drafts): each draft is tested with a random number, and the token after
-// the accepted drafts is sampled from the residual distribution. The results of the tests determine
-// the target tokens.
+// A chain of drafts that were sampled from a stored distribution q is verified differently, by
+// rejection sampling (test_drafts). Each draft is tested with a random number. If a draft is
+// rejected, the token in its place is sampled from the residual distribution. The results of the
+// tests determine the target tokens.
 //
 // A round may also end directly AFTER an accepted draft, without a bonus token: when the mask row
 // is not ready, at a stop id, and at the length limit.

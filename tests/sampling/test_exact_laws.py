@@ -191,8 +191,8 @@ WORLDS = {
 def test_verification_preserves_target_distribution(monkeypatch, how, stop_ids):
     """The distribution of whole requests equals the target's distribution to 1e-12.
 
-    On average, block verification accepts at least as many drafts as per-token tests. It accepts
-    more if a sampled draft follows another draft.
+    On average, block verification accepts at least as many drafts as per-token tests. If a sampled
+    draft follows another draft, block verification accepts more.
     """
     chance = OutcomeEnumerator()
     monkeypatch.setattr(ref, "coin", chance.coin)
@@ -253,7 +253,7 @@ SHAPES = {
 @pytest.mark.parametrize("how", ["masked", "unmasked", "late"])
 @pytest.mark.parametrize("shape", SHAPES)
 def test_tree_verification_preserves_target_distribution(monkeypatch, shape, how, stop_ids):
-    """The distribution of whole requests equals the target's to 1e-12 for every tree shape."""
+    """For every tree shape, the distribution of whole requests equals the target's to 1e-12."""
     chance = OutcomeEnumerator()
     monkeypatch.setattr(ref, "coin", chance.coin)
     monkeypatch.setattr(ref, "draw", chance.draw)

@@ -130,7 +130,7 @@ class TreeRound:
         return self.r.device.from_host(logits[self.order].reshape(-1, len(self.ids)), "float32")
 
     def answer(self, level: int) -> None:
-        """Answer probes as a grammar would.
+        """Answer probes in place of the grammar worker.
 
         Slots without a grammar and slots that generate no drafts must not be probed.
         """
@@ -329,7 +329,9 @@ def placed(slot: ref.Slot, tokens: list[int], parents: list[int], vocab: int) ->
 
 @pytest.mark.parametrize("kind", ["chain", "tree", "answer"])
 def test_place_drafts_matches_reference(make_round, kind):
-    """Proposals with invalid entries match the reference, as chain, tree or lattice answer.
+    """The drafts from proposals with invalid entries match the reference.
+
+    Proposals are chains, trees or answers to a lattice probe.
 
     Siblings with equal ids become one draft. An answer of another replay is ignored.
     """

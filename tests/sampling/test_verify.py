@@ -209,7 +209,7 @@ def test_rejection_sampling_matches_reference(make_round, block, pruned):
     assert accepted == set(range(max_drafts + 1))
 
 
-# Single rules. The logits make token 10 + j certain after row j.
+# The following tests check one rule each. Their logits make token 10 + j certain after row j.
 
 EYE = np.full((K + 1, V), -30.0, np.float32)
 EYE[np.arange(K + 1), 10 + np.arange(K + 1)] = 30.0
