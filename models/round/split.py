@@ -18,7 +18,8 @@ class SplitRound(RoundGraph):
 
     The first graph ends with verification. After that, each grammar step that the drafter waits
     for ends a graph, and drafting continues in the next graph. The host launches each graph after
-    the previous one has completed, so rounds cannot overlap. Outputs are the same as those of a `RoundGraph`.
+    the previous one has completed, so rounds cannot overlap. Outputs are the same as those of a
+    `RoundGraph`.
     """
 
     def __init__(

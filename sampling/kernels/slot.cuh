@@ -145,8 +145,8 @@ __device__ __forceinline__ bool is_stop(const Slot& slot, int token) {
   return found;
 }
 
-// Whether the target token of each row is sampled independently of the drafts, and drafts are
-// sampled with the same random numbers.
+// Returns whether the target token of each row is sampled independently of the drafts, with the
+// random numbers that drafts are sampled with. This is the case in the modes coupled and relaxed.
 __device__ __forceinline__ bool is_coupled(const Slot& slot) {
   return slot.verify == VERIFY_COUPLED || slot.verify == VERIFY_RELAXED;
 }

@@ -40,7 +40,7 @@ def chosen(draft_budget, requests, rounds):
 
 
 def record(draft_budget, request, length, accepted, size=1, before=None, known=None):
-    """Record a round; by default, the previous round had the same length and nothing was cut."""
+    """Record a round; by default, the previous round had the same length and no draft was cut."""
     if before is None:
         before = draft_budget.drafts_to_generate(size, length)
     if known is None:
@@ -156,7 +156,8 @@ def test_draft_budget_uses_minimum_idle_time():
 def test_draft_budget_disables_and_explores_drafting(caplog):
     """The budget chooses length 0 if no draft is accepted, and logs this once.
 
-    It continues to explore a longer length on a schedule, and resumes if drafts are accepted.
+    The budget still tries a longer length at fixed intervals, and drafts again once drafts are
+    accepted.
     """
     draft_budget, requests = budget({0: 10, 1: 12, 3: 14})
     num_exploited = EXPLORATION_PERIOD - EXPLORATION_ROUNDS

@@ -114,8 +114,9 @@ def check_rows(result, slots, row_slot, shares):
 def test_round_begin_assigns_rows_by_acceptance(device, stream):
     """The last token of each request gets a row; the other rows go to the likeliest drafts.
 
-    Of drafts with equal acceptance, the one with fewer drafts before it is preferred. Drafts
-    without a row are cut, and the grammar's record is shortened.
+    Of drafts with equal acceptance probability, the one with fewer drafts before it in its slot is
+    preferred. Drafts without a row are cut, and the ``Drafted`` record that the grammar worker
+    reads is shortened.
     """
     rng = np.random.default_rng(3)
     num_cut = 0
@@ -148,7 +149,7 @@ def test_round_begin_assigns_rows_by_acceptance(device, stream):
 
 
 def test_round_begin_without_published_entry_is_padding(device, stream):
-    """If the input entry belongs to another replay, rows are padding and slots do not change."""
+    """If the input entry is of another replay, all rows are padding and slots do not change."""
     slots = random_slots(np.random.default_rng(2), 3)
     result = begin(device, stream, slots, range(4), 6, 3, replay=REPLAY + 2)
     np.testing.assert_array_equal(result.slots, slots)
@@ -159,7 +160,7 @@ def test_round_begin_without_published_entry_is_padding(device, stream):
 
 
 def test_cut_drafts_get_no_mask_rows(monkeypatch, tmp_path):
-    """If drafts are cut, the grammar fills one mask row per verified row and no others."""
+    """If drafts are cut, the grammar worker fills mask rows for the verified rows only."""
     patch_kernel_source(monkeypatch, tmp_path, ROUND, *UNEVEN_DRAFTS)
     words = GrammarSpec.regex("([a-z]{1,5} )+")
     requests = [Request(tokens=[300 + i], grammar=words, max_tokens=30) for i in range(2)]

@@ -150,7 +150,7 @@ def test_logit_adjustments_match_reference_in_all_modes(
 
 
 def test_logit_adjustments_are_exact_and_change_no_other_row(make_round, block) -> None:
-    """Adjusted logits match bit for bit; other rows and rows without adjustments do not change.
+    """Adjusted logits match the reference bit for bit, and other logits do not change.
 
     The logit of a banned token may be NaN.
     """

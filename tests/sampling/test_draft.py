@@ -22,7 +22,7 @@ PROBE_OUTCOMES = ("answer", "miss", "silent", "previous replay", "previous draft
 
 
 def random_row(rng: np.random.Generator, slot: ref.Slot, j: int) -> ref.MaskRow:
-    """Return mask row j of a slot.
+    """Return a random mask row j of a slot.
 
     In most cases the row is ready. It may be free, a dead end or failed, it may have the stamp of
     another row, or it may force a token.
