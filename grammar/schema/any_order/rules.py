@@ -341,7 +341,7 @@ class _RuleBuilder:
             return self._leaf_rule(parts, frozenset((json_type,)))
 
     def _leaf_rule(self, parts: Conjuncts, types: frozenset[str]) -> str | None:
-        """Return a rule for one leaf: the given schemas at once. None if no value satisfies them."""
+        """Return a rule for a leaf: all schemas at once. None if no value satisfies them."""
         body = self._leaves.leaf(parts, types)
         return None if body is None else self._shared_rule(body)
 
