@@ -35,7 +35,7 @@ def ticks(maximum: float) -> list[float]:
         for factor in (1, 2, 5):
             steps.append(factor * 10.0**power)
     step = next(step for step in steps if maximum / step <= MAX_TICKS)
-    # The small number keeps rounding errors from adding a tick.
+    # Subtracting a small number keeps rounding errors from adding a tick above the maximum.
     last = math.ceil(maximum / step - 1e-9)
     return [i * step for i in range(last + 1)]
 
@@ -105,8 +105,8 @@ class _Frame:
         Parameters
         ----------
         number
-            Number of the series, which determines its colour and its row in the legend. Series
-            that reuse a colour are dashed.
+            Number of the series, which determines its colour and its row in the legend. There are
+            fewer colours than possible series; when a colour is used again, its line is dashed.
         name
             Name of the series.
         points

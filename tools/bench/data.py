@@ -59,7 +59,7 @@ def read_schemas(folder: Path, every: int = 1) -> Iterator[dict[str, Any]]:
     if not files:
         raise OptionError(f"no .jsonl or .jsonl.gz file below {folder}")
     for path in files:
-        # str.splitlines also splits at U+2028, which JSON allows within strings.
+        # str.splitlines is not used because it also splits at U+2028, which JSON allows in strings.
         lines = filter(str.strip, _read_text(path).split("\n"))
         rows = [row for row in map(json.loads, lines) if row["valid"] or row["invalid"]]
         yield from rows[::every]

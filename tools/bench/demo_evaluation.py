@@ -62,7 +62,7 @@ class Result:
     tasks, outputs
         Tasks and their outputs in the same order.
     counters
-        Counters of the engine that were counted during these tasks.
+        Values of the engine's counters for these tasks only.
     seconds
         Duration on the host's clock.
     """
@@ -124,10 +124,11 @@ def correctness(result: Result) -> dict[str, Any]:
 
 
 def speculation(result: Result) -> dict[str, Any]:
-    """Return the engine's counters and the share of drafts that the grammar rejected.
+    """Return the engine's counters and the share of tested drafts that the grammar rejected.
 
-    The grammar tests a draft only if all earlier drafts of its round are legal, so the share is
-    relative to the number of tested drafts. Masked drafts are always legal.
+    A draft is tested against the grammar only if all earlier drafts of its round are legal. The
+    share is therefore relative to the number of tested drafts, not to the number of all drafts. It
+    is 0 for masked drafts, which are always legal.
     """
     stats = result.counters["engine"]
     grammar = result.counters["grammar"]

@@ -30,7 +30,7 @@ class SchemaRefused(Exception):
 
 
 class LLGuidance:
-    """Implementation with LLGuidance's Python API, used as its documentation describes."""
+    """Implementation with LLGuidance's Python API, used as LLGuidance documents it."""
 
     def __init__(self, vocabulary: Vocabulary, tokenizer: Any):
         import llguidance  # type: ignore[import-not-found, unused-ignore]
@@ -63,7 +63,7 @@ class LLGuidance:
 
 
 class XGrammar:
-    """Implementation with XGrammar's Python API: the TVM-FFI classes that its package wraps."""
+    """Implementation with the TVM-FFI classes on which XGrammar's Python API is built."""
 
     def __init__(self, vocabulary: Vocabulary, tokenizer: Any):
         self._types = library()
@@ -250,12 +250,13 @@ def evaluate_schema(
 
 
 def _is_declared(found: Any, value: Any, instances: _Instances) -> bool:
-    """Return whether a route announced that its grammar rejects a valid instance.
+    """Return whether the route declared in advance that its grammar rejects this valid instance.
 
-    There are two such announcements. If the route is narrowed, its grammar generates fewer values
-    than the schema allows. If the spelling of numbers is restricted, the grammar may reject ``1.0``
-    and accept ``1``; the instance is then declared if it is accepted with its whole numbers written
-    as integers.
+    A route is the router's choice of a backend and a grammar for a schema. It declares two kinds of
+    restrictions. A narrowed route has a grammar that generates fewer values than the schema allows,
+    so every rejected instance counts as declared. A route with restricted spelling of numbers has a
+    grammar that may reject ``1.0`` and accept ``1``. A rejected instance then counts as declared if
+    it is accepted after its whole numbers have been rewritten as integers.
     """
     if found.narrowed:
         return True

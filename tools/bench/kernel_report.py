@@ -3,7 +3,8 @@
     python -m graft.tools.bench.kernel_report [--arch 80 90 100 120]
 
 No GPU is needed. The report shows the registers, the shared memory and the spilled bytes that ptxas
-prints. Source text and compiler options are the same that CuPy passes to NVRTC on hardware. For
+prints. The source text and the compiler options are those that CuPy passes to NVRTC when graft runs
+on hardware. For
 kernels that use tensor cores, the report also counts instructions of the main loop in the machine
 code. The main loop is the loop with the most MMA instructions.
 """
@@ -158,13 +159,13 @@ class CompileError(Exception):
 
 
 def package_folder(package: str) -> Path:
-    """Return the folder from which a package of graft is imported."""
+    """Return the folder of a subpackage of graft."""
     module = importlib.import_module(f"graft.{package}")
     return Path(module.__path__[0])
 
 
 def macro_defaults(path: Path) -> dict[str, str]:
-    """Return the macros of a kernel file and its includes that the loader may define.
+    """Return the macros of a kernel file and its includes that kernel loading may set.
 
     Returns
     -------
@@ -183,8 +184,8 @@ def file_variants(path: Path) -> list[Variant]:
     """Return the variants of a kernel file.
 
     One variant has the default values of all macros. For each macro and each of its other values,
-    there is a variant that changes only this macro. Files with one of the `ROW_MACROS` have
-    variants with the `ROW_MACRO_COMBINATIONS` in addition.
+    there is a variant that changes only this macro. A file that uses one of the `ROW_MACROS` also
+    has one variant per entry of `ROW_MACRO_COMBINATIONS`.
 
     Raises
     ------
@@ -206,7 +207,7 @@ def file_variants(path: Path) -> list[Variant]:
 
 
 def all_variants(packages: Iterable[str] = PACKAGES) -> list[Variant]:
-    """Return the variants of all kernel files, except the files for the soft device only."""
+    """Return the variants of all kernel files, except files that only the soft device uses."""
     variants = []
     for package in packages:
         for path in sorted(package_folder(package).glob("**/kernels/*.cu")):
@@ -241,7 +242,7 @@ def compile_variant(variant: Variant, arch: int) -> list[Usage]:
     variant
         Kernel file and macros.
     arch
-        Compute capability times 10.
+        Compute capability without the dot, such as 90 for 9.0.
 
     Returns
     -------

@@ -7,9 +7,10 @@ maximum of three times: the time to read the weights from memory, the time of th
 the L2 cache, and the time of the MMA instructions on the tensor cores.
 
 The L2 traffic contains the weights and the activation rows, once per thread block that reads them.
-Two neighbouring blocks of the kernel `linear_few` share the rows in the L1 cache, so these rows
-count once. If a product is split along its inner dimension, the partial sums are written and read
-as well. The prologue and the epilogue of a kernel are not included.
+Two neighbouring thread blocks of the kernel `linear_few` read the same activation rows through one
+L1 cache, so these rows count once for both blocks. If a product is split along its inner dimension,
+the partial sums are written and read as well. The prologue and the epilogue of a kernel are not
+included.
 """
 
 from __future__ import annotations
@@ -58,14 +59,14 @@ class Product:
 
     @staticmethod
     def of(rows: int, columns: int, inner: int, nbytes: int = 2) -> Product:
-        """Return the cost of a product as `ModelKernels.linear` launches it.
+        """Return the cost of a product with the kernel that `ModelKernels.linear` chooses.
 
         Parameters
         ----------
         rows
             Rows of the input.
         columns, inner
-            Output and input features.
+            Numbers of output features and of input features.
         nbytes
             Bytes per weight: 2 for bfloat16, or 1 for E4M3. E4M3 weights have a float32 scale per
             output feature in addition.

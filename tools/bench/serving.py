@@ -120,7 +120,8 @@ async def send_all(
     Returns
     -------
     responses : list of Response
-        Responses in the order of the bodies. The response of a failed request has default values.
+        Responses in the order of the bodies. A failed request has a `Response` with the default
+        values.
     seconds : float
         Duration until the last response.
     """

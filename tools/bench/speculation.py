@@ -121,7 +121,7 @@ class Measurement:
     rounds
         Rounds of each request, in the order of the outputs.
     round_ns
-        Device time in nanoseconds of each round with a full batch.
+        Device time in nanoseconds of each round in which the batch was full.
     seconds
         Total duration of the runs on the host's clock.
     """
@@ -151,7 +151,8 @@ class Measurement:
 
         def add_round(assignment: RowAssignment, result: RowResult) -> None:
             if not assignment.stale:
-                # A batch row stalls, and commits no tokens, until its mask rows are ready.
+                # A request whose mask rows are not ready stalls: it takes part in the round but
+                # commits no token.
                 tested = result.tested if result.tokens else 0
                 one = RequestRound(len(result.tokens), tested, result.accepted)
                 rounds[assignment.state.id].append(one)
@@ -267,7 +268,7 @@ def choose_drafter(name: str, demo_head: Path | None) -> DrafterChoice | None:
 def summarize(
     measurement: Measurement, baseline: Measurement, kinds: Sequence[str], depth: int
 ) -> dict[str, Any]:
-    """Return the results of a configuration.
+    """Summarize the measurement of a configuration: acceptance lengths, rates and speedup.
 
     Parameters
     ----------
@@ -355,7 +356,7 @@ def _verify_modes(
     Returns
     -------
     dict
-        Value of the request option by effective mode.
+        Value of the request option ``verify`` for each distinct mode, by the name of the mode.
     """
     effective = None
     if temperature < GREEDY_TEMPERATURE:
@@ -387,7 +388,7 @@ def measure(
     plain
         Engine without speculation.
     drafter
-        Name under which the drafter is reported.
+        Name of the drafter in the results.
     prompts
         Prompts to run.
     options

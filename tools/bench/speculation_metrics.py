@@ -83,8 +83,8 @@ def length_estimates(rounds_by_prompt: Mapping[int, Sequence[RequestRound]]) -> 
     -------
     dict
         ``acceptance_length``
-            Estimate of the tokens per round for rounds that verified drafts, and the ``variance``
-            of the tokens per round.
+            Estimate of the tokens per round, for rounds that verified drafts. The entry
+            ``variance`` is the variance of the tokens per round.
         ``tokens_per_round``
             Estimate of the tokens per round for all rounds.
 
@@ -199,9 +199,9 @@ def throughput_by_length(configurations: Sequence[dict[str, Any]]) -> list[dict[
 
     The prediction is the tokens per round divided by the measured device time of a round with a
     full batch. The tokens per round of a length are computed from the rounds of the longest chain:
-    draft k survives in the rounds that accept at least k drafts, so its share of tokens is the
-    share of these rounds. Prefill and host time are not included. Length 0 is decoding without
-    speculation.
+    draft k is committed in the rounds that accept at least k drafts, so draft k adds the share of
+    these rounds to the tokens per round. Prefill and host time are not included. Length 0 is
+    decoding without speculation.
 
     Returns
     -------
@@ -223,7 +223,7 @@ def throughput_by_length(configurations: Sequence[dict[str, Any]]) -> list[dict[
 def _predict_group(
     baselines: Sequence[dict[str, Any]], group: Sequence[dict[str, Any]]
 ) -> dict[str, Any]:
-    """Predict the throughput of chains that differ only in length, and of their baseline."""
+    """Predict the throughput of chains that differ only in length, including length 0."""
     longest = max(group, key=itemgetter("length"))
     same_run = itemgetter("temperature", "batch")
     baseline = [one for one in baselines if same_run(one) == same_run(longest)]

@@ -43,7 +43,7 @@ def format_interval(estimate: dict[str, Any], spec: str = ".2f") -> str:
 
 
 def label(configuration: dict[str, Any], *, length: bool = True) -> str:
-    """Return drafter, masking, draft length and tree of a configuration in one line."""
+    """Return a one-line label of a configuration: drafter, masking, draft length and tree."""
     parts = [configuration["drafter"], configuration["masking"]]
     if length and configuration["length"]:
         parts.append(f"{configuration['length']} drafts")

@@ -9,8 +9,9 @@ the JSON file is rewritten.
 
 The predictions follow from the machine code of the kernels and the data sheet of an H200. They were
 made before any kernel ran on this GPU. The column "ratio" is the measured value divided by the
-middle of the predicted range. ``--small`` selects sizes that the soft device can run; its values
-say nothing about a GPU.
+middle of the predicted range. ``--small`` selects sizes that the soft device (graft's CPU
+implementation of the CUDA driver) can run. Values measured with ``--small`` say nothing about a
+GPU.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Common parts of the sections: output of values, timed graphs, random arrays, model shapes."""
+"""Common parts of the measurement's sections: output of values, timed graphs and random arrays."""
 
 from __future__ import annotations
 
@@ -132,7 +132,7 @@ class Bench:
 
     @contextmanager
     def report_refusal(self, name: str) -> Iterator[None]:
-        """Catch an error of graft in the block, and add an entry with the error but no value."""
+        """Catch a graft error in the block, and record its message in place of a value."""
         try:
             yield
         except GraftError as error:
@@ -173,14 +173,14 @@ class Bench:
     ) -> DeviceArray:
         """Return an array of random bfloat16 values between -scale and scale.
 
-        If `dtype` is another dtype, the array contains the bits of such values.
+        If `dtype` is not bfloat16, the bits of these values are reinterpreted as that dtype.
         """
         array = self.device.empty(shape, dtype)
         fill_random(self.device, array, scale)
         return array
 
     def read(self, lane: Any, data: DeviceArray | PinnedArray, blocks: int) -> None:
-        """Add a kernel that reads an array with the given number of blocks."""
+        """Add a kernel that reads an array; the grid has the given number of thread blocks."""
         lane.kernel(self.kernels["read_words"], blocks, 256, [data, data.nbytes // 16, self._sink])
 
     def read_bandwidth(self) -> float:

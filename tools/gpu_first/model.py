@@ -49,7 +49,7 @@ class RandomWeights(Weights):
         columns: int,
         interleave: Interleave | None = None,
     ) -> DeviceArray:
-        """Return one random matrix in place of several stacked ones.
+        """Return one random matrix in place of the named matrices, which an engine stacks by rows.
 
         `interleave` is ignored because the order of random rows has no effect.
         """
@@ -180,9 +180,10 @@ def has_grammar_backend() -> bool:
 
 
 def _unused_backend(vocabulary: Any) -> Any:
-    """Return an object in place of a grammar backend.
+    """Return a placeholder for a grammar backend.
 
-    An engine requires a backend, but it is not used because the requests have no grammar.
+    An engine requires a backend. The placeholder is never used because the requests have no
+    grammar.
     """
     return mock.MagicMock()
 

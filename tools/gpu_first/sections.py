@@ -1,7 +1,7 @@
 """Sections of the measurement. A section writes each value as soon as it is measured.
 
-A product is the multiplication of activation rows by a weight matrix. Bandwidths of products are
-given as a percentage of the bandwidth that a kernel reaches that only reads memory.
+A product is the multiplication of activation rows by a weight matrix. The bandwidth of a product is
+given as a percentage of the read bandwidth, which is measured with a kernel that only reads memory.
 """
 
 from __future__ import annotations
@@ -95,8 +95,8 @@ def measure_ceilings(bench: Bench) -> None:
 def measure_gaps(bench: Bench) -> None:
     """Measure the time between two kernel nodes, with full and with programmatic edges.
 
-    The first measurement uses empty kernels. The second one uses kernels that read 8 MB each, and
-    subtracts the time that the read bandwidth predicts.
+    The first measurement uses empty kernels. The second measurement uses kernels that read 8 MB
+    each, and subtracts the time in which 8 MB are read at the measured read bandwidth.
     """
     count = 50 if bench.small else 1000
     elements = 1 << (12 if bench.small else 22)  # 8 MB of bfloat16 unless the sizes are small
@@ -183,7 +183,7 @@ def matrices(bench: Bench) -> dict[str, tuple[int, int]]:
 def weight_copies(
     bench: Bench, size: tuple[int, int], dtype: str = "bfloat16"
 ) -> tuple[list[DeviceArray], int]:
-    """Return copies of a matrix, and the number of products to measure.
+    """Return several copies of a matrix, and the number of products to measure with these copies.
 
     The copies are larger than the L2 cache in total. A measurement that uses them in rotation
     therefore reads each of them from memory.
@@ -237,8 +237,9 @@ def _measure_linear(
     bandwidth
         Read bandwidth in bytes per second.
     cut
-        Number of output features to leave out. If 8 are left out, the size does not fit the tensor
-        cores, so that the kernel without tensor cores is measured.
+        Number of output features to leave out. With 8, the number of output features is not a
+        multiple that the tensor-core kernels support, so that the kernel without tensor cores is
+        measured.
     """
     columns, inner = weights[0].shape
     dtype = str(weights[0].dtype)
@@ -485,7 +486,7 @@ def _measure_sampling(
     predicted: tuple[float, float],
     rng: np.random.Generator,
 ) -> None:
-    """Measure sampling alone, and sampling with the verification of drafts.
+    """Measure the sampling kernels alone, and then with the verification of the drafts.
 
     Parameters
     ----------

@@ -50,8 +50,8 @@ TOP = 70
 def run_label(names: Sequence[str]) -> str:
     """Return the label of a run of nodes.
 
-    The label has the names of the first and the last node, and the number of nodes. Nodes that
-    write time stamps are not named unless the run has no other nodes.
+    The label has the names of the first and the last node, and the number of nodes. The names skip
+    nodes that write time stamps, unless the run has no other nodes.
 
     Parameters
     ----------
@@ -73,7 +73,7 @@ def run_label(names: Sequence[str]) -> str:
 
 
 def _split_runs(graph: Graph) -> list[list[int]]:
-    """Return the node indices of each run of a graph; see `fold`."""
+    """Return the node indices of each run. A run is a sequence of nodes that `fold` merges."""
     nodes = graph.nodes
     run_ends = set()
     run_starts = set()
@@ -176,7 +176,8 @@ class _Layout:
         direction = 1 if x2 > x1 else -1
         x1 += direction * BOX_WIDTH / 2
         x2 -= direction * (BOX_WIDTH / 2 + 2)
-        # Edges leave below the middle of a box and enter above it, so that they do not touch.
+        # Edges leave a box below its middle and enter a box above its middle, so that an edge that
+        # leaves does not touch an edge that enters.
         y1 = self._y[start] + 5
         y2 = self._y[end] - 5
         bend = direction * COLUMN_GAP / 2

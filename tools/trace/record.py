@@ -314,11 +314,10 @@ def split_launches(
 
     Launches of an executable run one after another, and each launch runs every node once. Several
     worker threads can share a node, so one launch may record several spans of the same node, and
-    one of these spans may begin late. A repeated node alone is therefore no sign of a new launch.
-
-    A new launch begins with a repeated span of a node without predecessors, provided that a
-    successor of the node has run since its first span. If the node has no successors, all earlier
-    spans must have ended.
+    one of these spans may begin late. A second span of a node alone is therefore no sign of a new
+    launch. A new launch begins with another span of a node without predecessors, provided that a
+    successor of this node has begun since the node's first span in the current launch. If the node
+    has no successors, all earlier spans must have ended.
 
     Parameters
     ----------
@@ -357,7 +356,7 @@ def split_launches(
 
 
 def exposed_waits(events: Mapping[int, TraceEvent], edges: Sequence[tuple[int, int]]) -> list[Wait]:
-    """Return the waits of device work for host steps of other lanes within one replay.
+    """Return the exposed waits of one replay, for host steps of other lanes.
 
     A node is ready on its own lane when its predecessors on that lane have ended. If a host step
     of another lane on which the node depends ends later, the time in between is an exposed wait.

@@ -33,7 +33,7 @@ Row = tuple[list[int], int]
 
 
 def prompt(task: Task) -> str:
-    """Return the prompt of a task with special tokens."""
+    """Return the prompt of a task in the demo model's chat format, with its special tokens."""
     return _template.render(
         messages=[{"role": "user", "content": task.text}],
         schema=task.schema,

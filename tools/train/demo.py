@@ -108,7 +108,8 @@ class Run:
             f.write(json.dumps(row) + "\n")
         tqdm.write(json.dumps(row))
 
-    # Each of these methods returns the trained model if there is a checkpoint, or else a new model.
+    # Each of the following methods returns the model with the weights of its checkpoint. Without a
+    # checkpoint, the model has initial weights.
 
     def target(self) -> Llama:
         return self._trained(Llama(self.sizes), "target")
@@ -296,7 +297,7 @@ def train(
 
 
 def train_target(run: Run) -> None:
-    """Train the target on the answers, beginning with short sequences and many plain copies."""
+    """Train the target on the answers, beginning with short sequences and many copying tasks."""
     model = run.target()
     tokenizer = run.tokenizer()
     held_out = data.encode(tokenizer, demo.held_out_tasks(128, seed=99))
@@ -417,7 +418,7 @@ def block_loss(
         counts = rows < is_target.shape[1]
         rows = rows.clamp(max=is_target.shape[1] - 1)
         counts &= is_target.gather(1, rows.flatten(1)).view_as(rows)
-        # Index into `p`, which has one row per true element of `is_target`.
+        # Row of `p` for each position. `p` has one row per true element of `is_target`.
         index = (is_target.flatten().cumsum(0) - 1).view_as(is_target).gather(1, rows.flatten(1))
         p = p[index.view_as(rows)[counts]]
         features = torch.cat([streams[layer] for layer in BLOCK_AUX_LAYERS], -1)

@@ -70,8 +70,9 @@ def simulate_speculation(hits: list[list[bool]], row: list[int], start: int) -> 
 def acceptance_length(head: Eagle3, target: Llama, rows: list[Row], drafts: int) -> float:
     """Return the tokens per round of greedy chains of unmasked EAGLE-3 drafts.
 
-    The simulation assumes that the target would generate the rows. A draft is accepted only if all
-    drafts before it are correct, so that the drafter can be unrolled along the true tokens.
+    The simulation assumes that greedy decoding with the target generates exactly the rows. A draft
+    is accepted only if all drafts before it are correct, so that the drafter can be unrolled along
+    the true tokens.
 
     Parameters
     ----------
@@ -94,7 +95,7 @@ def acceptance_length(head: Eagle3, target: Llama, rows: list[Row], drafts: int)
         hits = []
         for j, out in enumerate(head.unroll(features, embedded, drafts, positions)):
             draft = head.kept()[head.lm_head(head.norm(out)).argmax(-1)]
-            # Draft j after token i is predicted by entry i + j - 1 in step j.
+            # The head predicts draft j after token i with its entry i + j - 1 in draft step j.
             hits.append(F.pad(draft == ids[:, 2:], (1 - j, j)))
         for (row, start), hit in zip(some, torch.stack(hits, -1).tolist(), strict=True):
             row_rounds, row_tokens = simulate_speculation(hit, row, start)

@@ -389,7 +389,7 @@ def select_drafts(
     drafts
         Greedy drafts.
     ids
-        Ids that each row selects from, in ascending order.
+        Candidate ids of each row, in ascending order.
     law
         Probabilities of these ids after every token.
     """

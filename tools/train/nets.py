@@ -264,7 +264,8 @@ class Eagle3(nn.Module):
         -------
         list of Tensor
             Outputs of each step before the last norm; [batch, r, hidden]. The entry at position i
-            predicts token i+2. The first j entries of step j are meaningless.
+            predicts token i+2. The first j entries of step j have no valid input and must be
+            ignored.
 
         Notes
         -----
@@ -316,7 +317,7 @@ class Block(nn.Module):
     s
         Sizes of the drafter.
     aux_layers
-        Number of target layers whose outputs it reads.
+        Number of target layers whose outputs the drafter reads.
     """
 
     def __init__(self, s: Sizes, aux_layers: int) -> None:

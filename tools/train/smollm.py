@@ -351,17 +351,17 @@ def generate(
 def write_requests(
     model: Llama, tokenizer: Tokenizer, rng: random.Random, count: int
 ) -> list[tuple[str, str]]:
-    """Let the target write requests.
+    """Generate requests for training with the target itself.
 
     Parameters
     ----------
     model, tokenizer
         Target and tokenizer.
     rng
-        Random generator of the beginnings of requests.
+        Random generator that selects the beginnings of the requests.
     count
         Number of requests that the target begins to write. A request is dropped if it does not end
-        within one line, or if it is about the subject of a held-out prompt.
+        within one line, or if it has the same subject as a held-out prompt.
 
     Returns
     -------
@@ -395,7 +395,7 @@ def write_requests(
 
 
 def make_rows(args: argparse.Namespace) -> None:
-    """Write files of rows to ``rows/*.pt``, cycling through the families."""
+    """Write files of rows to ``rows/*.pt``, with the families of requests in turn."""
     tokenizer = Tokenizer(args.model)
     model = load_target(args.model)
     prompts = Prompts(args.seed)
@@ -418,7 +418,8 @@ def make_rows(args: argparse.Namespace) -> None:
             rows.append(Row(ids, len(ids), kind))
             matchers.append(None if spec is None else backend.compile(spec).matcher())
         generate(model, rows, matchers, max_tokens, tokenizer.stop_ids[0])
-        # Drop truncated answers under a grammar: they are degenerate, unlike any document.
+        # Drop answers under a grammar that reached the token limit, because such answers are
+        # degenerate repetitions and not documents.
         rows = [row for row in rows if row.ids[-1] in tokenizer.stop_ids or not row.legal]
         path = args.work / "rows" / f"{args.seed}-{number:04}.pt"
         partial = path.with_suffix(".part")
@@ -472,7 +473,7 @@ class Data:
 
 
 class Batch:
-    """Padded rows and the positions from which to draft. Entry t predicts token t + 2.
+    """Batch of padded rows with the positions from which to draft. Entry t predicts token t + 2.
 
     Parameters
     ----------
@@ -529,7 +530,7 @@ class Batch:
 
 
 class Trainer:
-    """Training of a head whose LM head consists of the target's rows for the draft vocabulary.
+    """Training of an EAGLE-3 head whose LM head is copied from rows of the target's LM head.
 
     Parameters
     ----------
@@ -561,8 +562,8 @@ class Trainer:
     def _loss_positions(self, row: Row, steps: int) -> list[int]:
         """Return the positions of a row at which the loss is computed.
 
-        These are the positions of the answer. With one step, a tenth of the prompt's positions is
-        added at random; with more steps, two positions before the answer.
+        These are the positions of the answer. With one draft step, a random tenth of the prompt's
+        positions is added. With several draft steps, the two positions before the answer are added.
         """
         if steps == 1:
             sample = self.rng.sample(range(28, row.start - 2), (row.start - 30) // 10)
@@ -575,8 +576,8 @@ class Trainer:
         """Return the cross-entropy with the target's distribution, summed over draft steps.
 
         Both distributions are sharpened because the head is used for greedy decoding. The weights
-        of the draft steps are 1, 0.7 and 0.5. Verification would not reach a draft after a wrong
-        draft; the weight of such a draft is multiplied by 0.15. The cross-entropy is computed over
+        of the draft steps are 1, 0.7 and 0.5. Verification stops at the first wrong draft, so the
+        weight of every later draft is multiplied by 0.15. The cross-entropy is computed over
         the draft vocabulary, the tokens of the answers and 1,024 random ids.
         """
         positions = [self._loss_positions(row, steps) for row in rows]
@@ -627,16 +628,17 @@ class Trainer:
 
     @torch.no_grad()
     def initialize(self) -> None:
-        """Initialize the head with a linear model, heads for the last token, and copying heads.
+        """Initialize the head with a linear regression and with hand-made attention heads.
 
         ``fc`` is initialized with the ridge regression of the target's next normalized output on
-        the features. In 96 directions, this output hardly varies; there, ``fc`` represents the
-        token of a feature instead.
+        the features. This output hardly varies in 96 directions. In these directions, ``fc``
+        outputs a code of the token to which the feature belongs.
 
         Queries and keys of six attention heads are the same projection of the embedding, so that
-        these heads attend to their own position. They output what the regression predicts from the
-        embedding of the last token. Three heads attend to the positions after earlier occurrences
-        of the last token, and copy the tokens at these positions.
+        these heads attend to their own position. These heads output the part of the regression's
+        prediction that depends on the embedding of the last token. Three heads attend to the
+        positions after earlier occurrences of the last token, and copy the tokens at these
+        positions.
         """
         head = self.head
         d = HEAD.head_dim
@@ -680,7 +682,7 @@ class Trainer:
         v.zero_()
         v[:own, :HIDDEN] = values[:own].sqrt()[:, None] * right[:own]
         o[:, :own] = left[:, :own] * values[:own].sqrt()
-        # Copying heads. They use the dimensions that the rotary embedding hardly rotates.
+        # Copying heads compare tokens in the dimensions that the rotary embedding hardly rotates.
         slow = torch.cat([torch.arange(16, 32), torch.arange(48, 64)])
         copied = torch.linalg.qr(torch.randn(HIDDEN, 3 * d))[0]
         for i in range(3):
@@ -728,7 +730,7 @@ class Trainer:
             self.data.load_new()
 
     def save(self, step: int, minutes: float, loss: float) -> None:
-        """Append an entry to the training log and write a checkpoint."""
+        """Evaluate the head, append an entry to the training log and write a checkpoint."""
         entry = {
             "step": step,
             "minutes": minutes,

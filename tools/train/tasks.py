@@ -1,8 +1,8 @@
-"""Training tasks of the demo model: extraction, copies, empty forms and real JSON.
+"""Training tasks of the demo model: data extraction, copies, schemas without data, real JSON.
 
-To extract data, the model must copy text; copy tasks teach this skill in isolation. Tasks with a
-schema but without data teach the model to give a minimal answer and to close all brackets, even if
-the schema is unfamiliar.
+Data extraction requires the model to copy text. Copying tasks teach this skill in isolation. Tasks
+with a schema but without data teach the model to give a minimal answer and to close all brackets,
+even if the schema is unfamiliar.
 """
 
 from __future__ import annotations
@@ -122,7 +122,7 @@ def training_tasks(start: int = 0, extra: float = 0.2) -> Iterator[Task]:
     start
         Number of the first task.
     extra
-        Share of the tasks that are made by `fill_task` and `repeat_task`.
+        Fraction of the tasks that are made by `fill_task` or `repeat_task`.
     """
     for n in itertools.count(start):
         rng = random.Random(f"train-{n}")
@@ -193,7 +193,8 @@ def _infer_schema(rng: random.Random, value: Any) -> tuple[dict[str, Any], Any]:
 def corpus_task(rng: random.Random, value: Any) -> Task:
     """Return a task from a real JSON object.
 
-    Half of the tasks describe the data of the object in words, and the others have no data.
+    In half of the tasks, the prompt contains the object's data in words. In the other half, the
+    prompt has no data.
     """
     schema, least = _infer_schema(rng, value)
     if rng.random() < 0.5:
@@ -206,14 +207,14 @@ def corpus_task(rng: random.Random, value: Any) -> Task:
 
 
 def mixture(documents: list[Any], copying: float, start: int) -> Iterator[Task]:
-    """Yield training tasks. About 1 in 8 is made from a real document.
+    """Yield training tasks forever. About one task in eight is made from a real document.
 
     Parameters
     ----------
     documents
         Objects of `corpus_documents`.
     copying
-        Share of plain copies among the other tasks.
+        Fraction of copying tasks among the tasks that are not made from a document.
     start
         Number of the first task.
     """

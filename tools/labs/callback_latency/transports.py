@@ -53,7 +53,7 @@ class Samples(NamedTuple):
     begun
         CLOCK_MONOTONIC in nanoseconds at which a callback began, and at which the previous callback
         ended; int64 [n, 2]. If hops of Python bodies are recorded, there is one entry per callback.
-        Otherwise there is one entry per replay, and the launch takes the place of the callback.
+        Otherwise there is one entry per replay, and its first time is the time of the launch.
     """
 
     join: np.ndarray
@@ -145,7 +145,8 @@ class TransportGraph:
         if self.transport == "python":
             return PythonWork(self.body())
         if not self._is_soft:
-            # free(NULL) is a C function with the right signature that does nothing.
+            # An empty host function is needed. free(NULL) has the signature void (*)(void *) and
+            # does nothing.
             return NativeWork(_address(ctypes.CDLL(None).free), 0, name="free(NULL)")
         word = self._body_times.ctypes.data + 8 * index
         return NativeWork(
@@ -182,7 +183,7 @@ class TransportGraph:
     # Replay ---------------------------------------------------------------------------------------
 
     def prepare(self) -> None:
-        """Put the driver's thread into the state that it would have if no other graph ran.
+        """Put the driver's callback thread into the state that it has when only this graph runs.
 
         graft's Python steps leave a Python thread state on the driver's thread, and later Python
         callbacks on this thread reuse it. If cuda.core's callbacks reused it as well, they would

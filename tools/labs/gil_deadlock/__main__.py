@@ -111,7 +111,7 @@ class Result:
 
     @property
     def as_expected(self) -> bool:
-        """Whether the outcome is the expected outcome, or no outcome is expected."""
+        """Whether the outcome is the expected one. Also true if there is no expectation."""
         return self.expected in ("", self.outcome)
 
 

@@ -92,11 +92,12 @@ class Case:
     pattern
         Driver call; a key of `PATTERNS`.
     transport
-        Way in which the callback is called; one of `TRANSPORTS`.
+        Mechanism that calls the callback; one of `TRANSPORTS`.
     model
         Lock model of the soft device; -1 on CUDA hardware.
     gil_held
-        Whether the driver call is made with the GIL held. It is released only in the control case.
+        Whether the driver call is made with the GIL held. The GIL is released only in the control
+        cases, which must complete.
     """
 
     pattern: str
@@ -196,7 +197,7 @@ def _enqueue_graft(
     if transport in ("python", "mailbox-python"):
         work = PythonWork(int)
     else:
-        # A C function that runs for some time without the GIL.
+        # Make the callback a C function that runs for some time without the GIL.
         work = NativeWork(_c_function("usleep"), NATIVE_CALLBACK_US, name="usleep")
     graph = Graph(device, transport)
     lane = graph.lane("main")
@@ -236,7 +237,8 @@ def prepare_call(device: Device, case: Case, stream: _Stream) -> tuple[Callable[
     keep : object
         Objects that must live until the driver call has returned.
     """
-    # PyDLL keeps the GIL during calls and CDLL releases it. They do not differ otherwise.
+    # ctypes.PyDLL keeps the GIL during a call, and ctypes.CDLL releases it. There is no other
+    # difference.
     library = ctypes.PyDLL if case.gil_held else ctypes.CDLL
     driver: Any = library(SONAME)
     if case.pattern == "alloc":
@@ -288,7 +290,8 @@ def _prepare_first_launch(device: Device, driver: Any) -> tuple[Callable[[], Non
 def make_position_wait(device: Device, case: Case) -> Callable[[], None]:
     """Return a function that waits, holding the GIL, until the callback is in position.
 
-    The callback is in position when it has requested the GIL, or when it runs without needing it.
+    The callback is in position when it has requested the GIL, or when it runs and does not need the
+    GIL.
     """
     # Open the libraries before the wait, because opening a library may release the GIL.
     sleep_us = ctypes.PyDLL(None).usleep
