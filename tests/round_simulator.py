@@ -1,13 +1,13 @@
-"""Simulated rounds of speculative decoding, for tests that replace the model or the kernels.
+"""Simulated rounds of speculative decoding, for tests without a model or without kernels.
 
 `RoundSimulator` does what the sampling kernels of a round do: it verifies drafts against the mask
-rows of the grammar, commits tokens and adds drafts. The slots are those of `reference_round`, and
-the exchange memory is real. A `Decision` chooses the tokens that target and drafter would choose.
+rows of the grammar, commits tokens and adds drafts. The slots are objects of `reference_round`. The
+exchange memory, through which kernels and grammar communicate, is the one that engines use. A
+test's `Decision` chooses the tokens in place of the target model and the drafter.
 
-The functions write and read what host, kernels and grammar exchange in a round: draft trees in slot
-state, mask rows, the records of committed tokens and drafts, the slots of a replay, and its
-results. Tests that run the real kernels use them,
-too.
+The functions of this module write and read the data that host, kernels and grammar exchange in a
+round: draft trees in the slots' state, mask rows, the records of committed tokens and of drafts,
+and the slots and results of a replay. Tests that run the real kernels use these functions as well.
 """
 
 from __future__ import annotations
@@ -59,13 +59,13 @@ def write_mask_row(exchange: Exchange, slot: int | slice, j: int, row: ref.MaskR
 
 
 def read_mask_stamp(exchange: Exchange, slot: int, j: int) -> ref.MaskRow:
-    """Return mask row `j` of a slot in exchange memory with its stamp, but without its mask."""
+    """Return the fields of mask row `j` of a slot in exchange memory, without the token bitmask."""
     state, epoch, position, detail = exchange.stamps[slot, j].tolist()
     return ref.MaskRow(state, epoch, position, detail=detail)
 
 
 def write_committed(exchange: Exchange, slot: int, replay: int, tokens: Sequence[int]) -> None:
-    """Write the record of committed tokens. If there are any, the slot has no drafts."""
+    """Write the record of committed tokens. If tokens were committed, clear the slot's drafts."""
     exchange.committed[slot, : 2 + len(tokens)] = (replay, len(tokens), *tokens)
     if len(tokens):
         write_drafted(exchange, slot, replay, ())
@@ -84,7 +84,7 @@ def write_drafted(
     drafts: Sequence[int],
     parents: Sequence[int] | None = None,
 ) -> None:
-    """Write the record of drafts. Without `parents`, they are a chain."""
+    """Write the record of drafts. Without `parents`, the drafts form a chain."""
     count = len(drafts)
     words = exchange.drafted[slot]
     words[: 2 + count] = (replay, count, *drafts)
@@ -141,16 +141,17 @@ def read_results(rows: np.ndarray, width: int) -> dict[str, np.ndarray]:
 
 
 class Decision:
-    """Chooses the tokens of a simulated round. A test implements it with its model."""
+    """Chooses the tokens of a simulated round. Tests implement the methods of this class."""
 
     def legal_ids(self, mask: np.ndarray | None) -> Any:
         """Return the ids that a mask row allows, or all ids if there is no mask."""
         raise NotImplementedError
 
     def is_late(self, slot: Any, node: int, state: int) -> bool:
-        """Return whether the mask row of a node is treated as not ready while verifying.
+        """Return whether verification treats the mask row of a node as not ready.
 
-        Simulates a grammar that exceeds its time budget. `state` is the true state of the row.
+        This simulates a grammar that exceeds its time budget. `state` is the state in exchange
+        memory.
         """
         return False
 
@@ -167,7 +168,7 @@ class Decision:
 
 
 class RoundSimulator:
-    """Verifies, commits and drafts as the sampling kernels do.
+    """Verifies drafts, commits tokens and adds drafts in the same way as the sampling kernels.
 
     Parameters
     ----------
@@ -198,12 +199,12 @@ class RoundSimulator:
         return row.counts_as(self.slots[index], position)
 
     def legal_ids(self, index: int, j: int, state: int) -> Any:
-        """Return the ids that mask row `j` of a slot allows in a usable state."""
+        """Return the ids that mask row `j` of a slot allows; the row must be in a usable state."""
         mask = self.exchanges[0].masks[index, j] if state == READY else None
         return self.decision.legal_ids(mask)
 
     def verify(self, index: int, max_drafts: int | None = None) -> ref.Outcome:
-        """Verify the drafts of a slot and commit tokens; all drafts or the first `max_drafts`."""
+        """Verify all drafts of a slot, or only the first `max_drafts`, and commit tokens."""
         slot = self.slots[index]
         tree = slot.tree if max_drafts is None else slot.tree.first(max_drafts)
 

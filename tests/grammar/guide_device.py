@@ -45,7 +45,7 @@ class SlotTruth(ref.Slot):
     confused
         Whether an illegal token was committed on purpose, so that the request must fail.
     left
-        Whether the host knows that the request has ended.
+        Whether the host has seen that the request has ended.
     """
 
     index: int = 0
@@ -58,10 +58,10 @@ class SlotTruth(ref.Slot):
 
 
 def wanted_token(truth: SlotTruth, position: int, legal: np.ndarray) -> int:
-    """Return the legal id that the target model would choose.
+    """Return a legal id as the choice of the simulated target model.
 
-    The choice depends only on the request, the position and the legal ids. In free text, it is
-    often a token of a marker, so that markers are completed.
+    The choice depends only on the request, the position and the legal ids. In free text, the chosen
+    id is often the next token of a marker, so that complete markers occur.
     """
     likely = np.intersect1d(MARKER_TOKENS, legal)
     is_free_text = len(legal) > 200
@@ -186,13 +186,13 @@ class Device:
 
     @property
     def replay(self) -> int:
-        """Number of the replay that is running, or of the last replay that has run."""
+        """Number of the running replay, or of the last replay if none is running."""
         return self.simulator.replay
 
     # Methods that do the work of the host.
 
     def join(self, slot: int, compiled: CompiledGrammar | None, *, limit: int) -> None:
-        """Put a new request into a slot. Replays that are published later contain the request."""
+        """Put a new request into a slot. All replays published from now on contain the request."""
         self.epoch += 1
         position = mix(self.epoch) % 50
         self.slots[slot] = SlotTruth(
@@ -251,7 +251,8 @@ class Device:
             for j in range(made):
                 self._check_row(truth, j)
             if made and truth.start and not truth.confused:
-                # A row that an earlier round with more drafts has filled must not count as ready.
+                # A mask row may remain from an earlier round that had more drafts. This row must
+                # not count as ready.
                 unused = range(made, self.k + 1)
                 assert {self._state(truth, j) for j in unused} <= {NOT_READY}
         drafting = [truth for truth in truths if self._verify(truth)]
@@ -275,7 +276,7 @@ class Device:
             decoder.retire(self.replay)
 
     def clear_ended(self) -> None:
-        """Let the host see which requests have ended. Later replays do not contain them."""
+        """Let the host see which requests have ended. Later replays omit these requests."""
         for truth in self.slots:
             if truth and not truth.active and not truth.left:
                 truth.left = True
@@ -319,7 +320,8 @@ class Device:
             return
         row = self._oracle_row(truth, truth.drafts[:j])
         if row is None:
-            # For row 0, the text has ended. For other rows, a draft before the row is illegal.
+            # The row has no legal token. At row 0, the text has ended. At other rows, an earlier
+            # draft is illegal.
             assert state == (DEAD_END if j == 0 else NOT_READY), where
         elif (row == -1).all():
             assert state == FREE, where

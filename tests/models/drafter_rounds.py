@@ -1,4 +1,4 @@
-"""Rounds for tests of drafters: known tokens and features in changing slots and batch rows."""
+"""Rounds for tests of drafters. The test chooses tokens, features, slots and batch rows."""
 
 import itertools
 from pathlib import Path
@@ -73,7 +73,7 @@ class Rounds:
         )
 
     def _load_drafter(self, target, folder, drafts, tree):
-        """Load the drafter with float32 caches of its own."""
+        """Load the drafter with separate float32 caches."""
 
         def make_cache(layers, kv_heads, head_dim, dtype):
             config = SimpleNamespace(num_key_value_heads=kv_heads, head_dim=head_dim, dtype=dtype)
@@ -107,7 +107,7 @@ class Rounds:
         return features
 
     def _random_parents(self, rng: np.random.Generator) -> list[int]:
-        """Return the parents of a slot's drafts: random nodes of the previous level."""
+        """Return the parent of each draft of a slot, a random node of the previous level."""
         parents = []
         for j in range(MAX_DRAFTS):
             level = j // self.branch
@@ -116,7 +116,7 @@ class Rounds:
         return parents
 
     def tree(self, slot: int) -> Tree:
-        """Return the last committed token and the drafts of a slot."""
+        """Return the draft tree of a slot: the last committed token followed by the drafts."""
         last = int(self.slots["last"][slot])
         return Tree((last, *self.drafts[slot].tolist()), (-1, *self.parents[slot]))
 
@@ -126,7 +126,7 @@ class Rounds:
         return self.slots["n"]
 
     def prompt(self, slot: int, chunks: tuple[int, ...]) -> None:
-        """Process the prompt that ends with the token at the last position of `chunks`."""
+        """Process a prompt in chunks. Its last token is at the last position of `chunks`."""
         for begin, end in itertools.pairwise(chunks):
             rows = model_util.make_rows(
                 self.device, self.tokens[slot, begin + 1 : end + 1], slot, range(begin, end)
@@ -136,7 +136,7 @@ class Rounds:
         self.n[slot] = chunks[-1]
 
     def commit(self, batch: list[int], counts: list[int]) -> Feed:
-        """Commit `counts` tokens in the slots of a batch and return the feed of the round.
+        """Commit `counts` tokens in the slots of a batch, and return the drafter's input.
 
         A slot of -1 is a padding row. The features of padding rows and of rejected drafts are
         random.
@@ -157,7 +157,7 @@ class Rounds:
         return self._make_feed(batch, rows, features.astype(np.float32))
 
     def _make_feed(self, batch: list[int], rows: np.ndarray, features: np.ndarray) -> Feed:
-        """Upload the results and the features of a round, and return its feed."""
+        """Upload the results and the features of a round, and return the drafter's input."""
         num_rows = len(batch) * self.width
         self.scratch.row_slot[: len(batch)].copy_from(np.array(batch, np.int32))
         self.scratch.features[:num_rows].copy_from(features.reshape(num_rows, -1))

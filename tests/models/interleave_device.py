@@ -1,10 +1,11 @@
-"""A simulated device that advances by one small step at a time, whenever the test lets it.
+"""A simulated device that runs the steps of replays one at a time, in a random possible order.
 
-It does what the kernels of a round do, on the same rings, exchange and host steps. The steps of a
-replay run in any order that the edges of its graph allow. Work that joins and leaves slots is
-ordered only as far as the host may rely on it: before the replays launched after it, but not after
-those launched before it. A host that reuses slots, pages or ring entries too early therefore breaks
-an output or an assertion.
+The simulated device does the work of a round's kernels, with the real rings, exchange memory and
+host steps. The steps of a
+replay run in any order that the edges of its graph allow. Side work, which lets requests join and
+leave slots, is complete before the replays that are launched after it. It may run before earlier
+replays have ended. If the host reuses slots, pages or ring entries too early, an output is wrong or
+an assertion fails.
 """
 
 from __future__ import annotations
@@ -43,10 +44,10 @@ class Hang(AssertionError):
 class Replay:
     """A launched replay and its completed steps."""
 
-    barrier: int  # number of side operations that must be complete before it begins
+    barrier: int  # number of side operations that must be complete before the replay
     rows: int
-    k: int  # maximum number of drafts that it verifies and generates
-    slots_named: frozenset[int]  # slots that the host assigned to its rows
+    k: int  # maximum number of drafts to verify and to generate
+    slots_named: frozenset[int]  # slots that the host assigned to the replay's rows
     done: set[str] = field(default_factory=set)
     number: int = 0
     slots: list[int] = field(default_factory=list)
@@ -64,7 +65,7 @@ class SteppingSlot(ref.Slot):
 
 
 class LanguageDecision(Decision):
-    """Chooses tokens of the simulated language.
+    """Chooses the tokens of target and drafter in the simulated rounds.
 
     Parameters
     ----------
@@ -154,7 +155,7 @@ class SteppingCache(PagedKV):
 
 
 class SteppingDevice:
-    """Slots, pages, a queue of replays, and the side work that joins and leaves slots.
+    """Simulated device: slots, pages, a queue of replays, and side work that updates slots.
 
     The creator sets `caches`, the rings `inputs` and `outputs`, and `decoder`.
     """
@@ -206,14 +207,14 @@ class SteppingDevice:
             pass
 
     def enqueue(self, work: Callable[[], None]) -> None:
-        """Add side work: a copy, a kernel of a prefill chunk, or the update of a slot."""
+        """Add side work: a copy, a kernel of a prefill chunk, or an operation that updates a slot."""
         self.tick()
         self.side.append(work)
         self.side_enqueued += 1
         self.tick()
 
     def launch(self, rows: int, k: int) -> None:
-        """Launch a replay. Check how many prompt rows its requests have waited for."""
+        """Launch a replay, and check the number of prompt rows that have delayed its requests."""
         self.tick()
         self.launched += 1
         entry = self.launched % self.inputs.entries
@@ -453,7 +454,7 @@ class SteppingDevice:
 
 
 class SteppingRing(Ring):
-    """The real ring; the device advances at every access, and during a wait until it ends."""
+    """The real ring. Every access advances the device. A wait advances it until the wait ends."""
 
     toy: SteppingDevice
 
@@ -481,10 +482,10 @@ class SteppingRing(Ring):
 
 
 class SteppingDecoder(GuidedDecoder):
-    """The real decoder; asserts that a snapshot is retired only after its replay is complete."""
+    """The real decoder. Asserts that the replay of a snapshot is complete when it is retired."""
 
     toy: SteppingDevice
-    kept: list[Any] | None = None  # keeps requests alive that a mutant would free too early
+    kept: list[Any] | None = None  # keeps requests alive for tests that retire snapshots too early
 
     def publish(self, replay: int, requests: Any) -> None:
         self.toy.tick()

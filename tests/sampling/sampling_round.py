@@ -1,4 +1,4 @@
-"""A round without a model: real state, exchange, ring and sampler; the test provides the logits."""
+"""A decoding round without a model: the test provides the logits, and the real kernels sample."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ from graft.sampling.state import SlotState
 
 
 def even_rows(device: Device, row_slot: DeviceArray, width: int) -> RowMap:
-    """Return the map of a round with `width` forward rows per batch row."""
+    """Return the row map of a round with `width` forward rows for each batch row."""
     first, packed = pack_even_rows(len(row_slot), width)
     return RowMap(row_slot, device.from_host(first), device.from_host(packed))
 
@@ -87,7 +87,7 @@ def open_round(
 
 
 class TableRound:
-    """Sampler and state for ``slots`` requests of ``vocab`` tokens.
+    """Sampler and slot state for ``slots`` requests with a vocabulary of ``vocab`` tokens.
 
     The draft mode is `mode`, or a chain of `draft_length` drafts under mask rows.
     """
@@ -141,7 +141,7 @@ class TableRound:
             parts=parts
             or (
                 1 if block in (None, 1) else 3
-            ),  # several blocks per row if there are several threads
+            ),  # with several threads, each row has several blocks
         )
         self.replay = 0
         self.places = places
@@ -153,7 +153,7 @@ class TableRound:
         self.row_slot = self.device.from_host(np.asarray(row_slot, np.int32), "int32")
 
     def put(self, slot: int, s: ref.Slot, capacity: int | None = None) -> None:
-        """Join a slot and give it drafts, kinds and tables, as a previous round would have.
+        """Put a request into a slot, and write the drafts that a previous round would have written.
 
         `capacity` is the number of positions with pages, by default the slot's limit.
         """
@@ -204,8 +204,9 @@ class TableRound:
     def verify(self, logits: np.ndarray) -> dict[str, np.ndarray]:
         """Run target sampling and verification on logits [B, width, V]; return the results.
 
-        With `places`, the round begins as an engine's does, with that many rows for drafts.
-        Otherwise, drafts without a row are cut from every slot.
+        If `places` is set, the kernel that begins an engine's rounds distributes this number of
+        forward rows among the drafts of all slots. Otherwise, every slot has `width` rows, and
+        drafts beyond these rows are dropped.
         """
         self.replay += 1
         batch, width, _ = logits.shape
@@ -254,9 +255,10 @@ class TableRound:
         masks: list[list[ref.MaskRow]],
         order: np.ndarray | None = None,
     ) -> dict[str, np.ndarray]:
-        """Run a round of these slots in kernels and reference, and compare all results.
+        """Run a round of these slots with kernels and with the reference, and compare the results.
 
-        The reference's slots move on. `order` is the order of the batch rows. Returns as `verify`.
+        The slots of the reference are updated. `order` is the order of the batch rows. The return
+        value is that of `verify`.
         """
         for i, (slot, rows) in enumerate(zip(slots, masks, strict=True)):
             self.put(i, slot)
@@ -272,7 +274,7 @@ class TableRound:
         return out
 
     def _check_outcome(self, slot: int, expected: ref.Outcome, result: dict[str, Any]) -> None:
-        """Compare a slot's result and its record in exchange memory with the reference."""
+        """Compare the result of a slot and its record of committed tokens with the reference."""
         count = len(expected.tokens)
         assert result["slot"] == slot
         assert result["count"] == count
@@ -285,7 +287,7 @@ class TableRound:
             assert read_drafted(self.exchange, slot) == (self.replay, (), ())
 
     def compare(self, slots: list[ref.Slot]) -> None:
-        """Assert that the state of the slots equals the reference's."""
+        """Assert that the state of the slots on the device equals the state in the reference."""
         state = self.state.to_host()
         for i, s in enumerate(slots):
             count = len(s.drafts)

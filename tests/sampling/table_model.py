@@ -1,9 +1,11 @@
 """A model that is a table of eight tokens.
 
-Logits and legality are functions of the last two tokens.
+The logits, and which tokens are legal, depend only on the last two tokens.
 
-`generate` runs the sampling kernels round by round; the host replaces model, drafter and grammar.
-`pair_distributions` computes the exact distribution of the tokens.
+`generate` runs the sampling kernels round by round. Host code takes the place of the model, the
+drafter and the grammar.
+`pair_distributions` computes the exact distribution of neighbouring tokens, with which tests
+compare the generated tokens.
 """
 
 from __future__ import annotations
@@ -35,7 +37,7 @@ END = V  # symbol of positions after a stop id
 
 @dataclass(frozen=True)
 class Table:
-    """Target logits and legality [8, 8, 8], drafter logits [8, 8, Vd], drafter vocabulary."""
+    """Target logits and legal tokens [8, 8, 8], drafter logits [8, 8, Vd] by the last two tokens."""
 
     target: np.ndarray
     drafter: np.ndarray
@@ -44,7 +46,7 @@ class Table:
 
 
 def make_table(seed: int, *, d2t: np.ndarray | None = None) -> Table:
-    """Return random tables; the drafter often prefers what the target does not, or lacks it."""
+    """Return random tables in which the drafter often prefers other tokens than the target."""
     rng = np.random.default_rng(seed)
     target = rng.normal(0, 1.5, (V, V, V))
     full = -0.6 * target + rng.normal(0, 1.0, (V, V, V))
@@ -77,10 +79,10 @@ class Case:
     length: int = 5
     forced: bool = False  # some rows force tokens
     late: bool = False  # mask rows of some prefixes are never ready while verifying
-    probe: bool = False  # drafts are the first legal candidate, else the best of the mask row
-    sharp: bool = False  # four tokens, and a drafter far from the target
-    short: bool = False  # the number of drafts is reduced by the last acceptance
-    placed: bool = False  # forward rows for an eighth of all drafts, by past acceptance
+    probe: bool = False  # each draft is its first legal candidate, or else the best legal token
+    sharp: bool = False  # only four tokens; drafter and target differ much
+    short: bool = False  # the number of drafts depends on the last acceptance
+    placed: bool = False  # only an eighth of all drafts get forward rows
     tree: tuple[tuple[int, ...], ...] = ()  # paths of a fixed tree
     peaked: bool = False  # a drafter with very low entropy
 
@@ -91,7 +93,7 @@ class Case:
 
 TREE = ((0,), (1,), (0, 0), (0, 1), (1, 0), (0, 0, 0))
 
-# Every pair of settings occurs in one of these cases.
+# Every combination of the values of two settings occurs in at least one of these cases.
 COVERING = [
     Case(0, PLAIN),
     Case(0, MIXED, stop_ids=(6,)),
@@ -119,7 +121,7 @@ COVERING = [
     Case(6, PLAIN, tree=TREE, peaked=True),
 ]
 
-PROBED = 2  # candidates: few enough that often none of them is legal
+PROBED = 2  # number of candidates per draft; with so few, often no candidate is legal
 PRUNED = np.array([0, 2, 3, 6, 7], np.int32)
 
 
@@ -176,7 +178,7 @@ def generate(r: TableRound, table: Table, case: Case, first_seed: int) -> np.nda
     accepted = np.zeros(r.slots, int)
 
     def known() -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-        """Return each slot's state, its number of output tokens, and its last two tokens."""
+        """Return the state of each slot, its number of output tokens and its last two tokens."""
         state = r.state.to_host()
         done = state["n"] - FIRST
         root = np.stack([history[every, done], history[every, done + 1]], axis=1)
@@ -248,7 +250,7 @@ def _draft_tree(
 def _fill_rows(
     r: TableRound, table: Table, case: Case, state: np.ndarray, root: np.ndarray
 ) -> np.ndarray:
-    """Fill the rows of every slot's drafts; return the last two tokens at each.
+    """Fill the mask rows of every slot's drafts; return the last two tokens before each row.
 
     Rows after an illegal draft are not filled.
     """
@@ -293,7 +295,7 @@ def _pairs(
 
 
 def _answer_trees(r: TableRound, table: Table, behind: np.ndarray, level: int) -> None:
-    """Answer which candidates are legal, as the grammar would."""
+    """Write for each candidate whether it is legal, in place of the grammar."""
     fed = behind.shape[1]
     ids = r.exchange.candidates[:, 3 : 3 + fed * TREE_CANDIDATES].reshape(r.slots, fed, -1)
     legal = table.legal[behind[..., 0], behind[..., 1]]
@@ -323,17 +325,17 @@ def _join_all(r: TableRound, case: Case, first_seed: int) -> None:
 
 
 def _rule(pair: np.ndarray) -> np.ndarray:
-    """Return a token that depends on the last two, not always a legal one."""
+    """Return a token that depends on the last two tokens. The token may be illegal."""
     return (3 * pair[:, 0] + pair[:, 1] + 2) % V
 
 
 def _forced(pair: np.ndarray) -> np.ndarray:
-    """Return the token that a row forces; -1 for none."""
+    """Return the token that a mask row forces, or -1 if the row forces no token."""
     return np.where((pair[:, 0] + 2 * pair[:, 1]) % 3 == 0, -1, _rule(pair))
 
 
 def _answer(r: TableRound, table: Table, pair: np.ndarray, j: int) -> None:
-    """Answer with the first legal candidate or -1, as the grammar would."""
+    """Write the index of the first legal candidate, or -1, in place of the grammar."""
     records = r.exchange.candidates
     answers = r.exchange.answer
     for slot in range(r.slots):
@@ -367,9 +369,9 @@ def pair_distributions(table: Table, case: Case) -> list[np.ndarray]:
 
 
 def chi_square_p(observed: np.ndarray, expected_share: np.ndarray) -> float:
-    """Return the p-value of counts; 0 if an impossible cell occurred.
+    """Return the p-value of the chi-square test of counts; 0 if a cell of probability 0 occurred.
 
-    Cells with an expectation below five are pooled.
+    Cells with an expected count below five are pooled.
     """
     observed = observed.ravel()
     expected_share = expected_share.ravel()
@@ -396,7 +398,7 @@ def chi_square_tail(x: float, dof: int) -> float:
 
 
 def smallest_p(tokens: np.ndarray, table: Table, case: Case) -> float:
-    """Return the smallest p-value over neighbouring pairs, corrected for their number."""
+    """Return the Bonferroni-corrected smallest p-value over pairs of neighbouring positions."""
     distributions = pair_distributions(table, case)
     values = []
     for t, expected_share in enumerate(distributions):
@@ -409,7 +411,7 @@ def smallest_p(tokens: np.ndarray, table: Table, case: Case) -> float:
 def wrong_twice(
     device: Device, stream: Stream, case: Case, samples: int
 ) -> tuple[bool, list[float]]:
-    """Return whether a case fails at p < 0.001 on two sets of seeds, and the p-values."""
+    """Return whether a case fails at p < 0.001 with each of two sets of seeds, and the p-values."""
     table = table_of(case)
     values: list[float] = []
     for seed in (1, 2):

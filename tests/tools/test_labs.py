@@ -46,7 +46,7 @@ def build(device):
 
 @pytest.mark.parametrize("transport", transports.TRANSPORTS)
 def test_callback_latency_replay_runs_every_host_step_once(build, device, transport):
-    """A join includes the hops. Hops are recorded only if a thread of the driver calls the body."""
+    """The join is at least the sum of the hops. Mailbox workers have no hops."""
     graph = build(transport, 3)
     samples = graph.replay(4)
     assert samples.join.shape == (4,)
@@ -85,7 +85,7 @@ def test_callback_latency_hop_is_the_time_before_and_after_the_body(
 
 
 def test_callback_latency_graphs_do_not_share_python_thread_state(build, device):
-    """Only graft's Python steps leave a Python thread state on the driver's thread."""
+    """Of all transports, only graft's Python steps leave a thread state on the driver's thread."""
     if device.kind != "soft":
         pytest.skip("the number of threads that call host functions depends on the driver")
     counts = []
@@ -162,15 +162,17 @@ CASES = [
     ("alloc:python:1", "hangs"),
     # The same call with the GIL released.
     ("alloc:python:1:released", "completes"),
-    # The same call, but the callback needs no GIL.
+    # The same driver call, but the callback is native and does not need the GIL.
     ("alloc:native:1", "completes"),
-    # Model 0 has no locks, but the GIL and the driver were requested in both orders.
+    # Model 0 has no driver locks, so nothing hangs. The detector still reports that the GIL and the
+    # driver were requested in both orders.
     ("alloc:python:0", "potential"),
     # A mailbox worker runs while no lock of the driver is held.
     ("alloc:mailbox-python:1", "completes"),
-    # In model 4, enqueueing a host function does not wait.
+    # In lock model 4, enqueueing a host function does not wait for the running one.
     ("hostfunc:ctypes:4", "potential"),
-    # In model 4, the first launch waits for a slow callback, which ends without the GIL.
+    # In lock model 4, the first launch waits for a slow callback, which ends because it does not
+    # need the GIL.
     ("first-launch:native:4", "completes"),
 ]
 

@@ -40,7 +40,7 @@ def download(tmp_path, monkeypatch):
 
 
 def result(code=0, stderr=""):
-    """Return an object with the attributes of a ``subprocess.run`` result."""
+    """Return a substitute for the result of ``subprocess.run``."""
     return SimpleNamespace(returncode=code, stderr=stderr)
 
 

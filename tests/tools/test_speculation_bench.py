@@ -24,7 +24,7 @@ from graft.tools.demo_model import demo_model
 
 
 def make_configuration(**changes: Any) -> dict[str, Any]:
-    """Return the keys and values of a configuration that the comparisons use."""
+    """Return a configuration with only the keys that comparisons use."""
     return {
         "drafter": "d",
         "masking": "fill",
@@ -40,7 +40,7 @@ def make_configuration(**changes: Any) -> dict[str, Any]:
 
 @pytest.mark.parametrize(("rate", "drafts"), [(0.0, 3), (0.7, 0), (0.7, 5), (1.0, 4)])
 def test_expected_length_is_the_mean_over_all_outcomes(rate, drafts):
-    """The expected length is the mean number of tokens over all sequences of accepted drafts."""
+    """The formula agrees with the mean over all sequences of accepted and rejected drafts."""
     mean = 0.0
     for flips in itertools.product((0, 1), repeat=drafts):
         probability = math.prod(rate if flip else 1 - rate for flip in flips)
@@ -113,7 +113,7 @@ def test_differences_compare_configurations_that_differ_in_one_key():
 
 
 def test_throughput_by_length_follows_from_survival_and_round_time():
-    """The predictions use the rounds of the longest chain, truncated to each length."""
+    """The prediction for each length is computed from the rounds of the longest chain."""
     configurations = [
         make_configuration(
             drafter="none",

@@ -97,7 +97,7 @@ def make_event(lane: str, kind: str, start_ns: int, end_ns: int) -> TraceEvent:
 
 
 def test_exposed_waits_begin_when_the_lane_is_idle():
-    """A wait does not include time in which the lane had work. Host steps have no waits."""
+    """Exposed waits contain no time in which the lane had other work. Host steps have none."""
     events = {
         0: make_event("model", "kernel", 0, 50),
         1: make_event("grammar", "host", 0, 40),
@@ -170,7 +170,7 @@ def test_record_counts_spans_beyond_capacity(soft, stream):
 
 
 def test_clock_offset_is_within_its_error(device):
-    """The soft device uses the host's clock, so that the true offset is 0."""
+    """The measured offset is 0 within its error, because the soft device uses the host's clock."""
     offset_ns, error_ns = clock_offset(device)
     assert error_ns > 0
     assert device.kind != "soft" or abs(offset_ns) <= error_ns
