@@ -207,7 +207,7 @@ class SteppingDevice:
             pass
 
     def enqueue(self, work: Callable[[], None]) -> None:
-        """Add side work: a copy, a kernel of a prefill chunk, or an operation that updates a slot."""
+        """Add side work: a copy, a kernel of a prefill chunk, or the update of a slot."""
         self.tick()
         self.side.append(work)
         self.side_enqueued += 1

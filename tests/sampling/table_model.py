@@ -37,7 +37,7 @@ END = V  # symbol of positions after a stop id
 
 @dataclass(frozen=True)
 class Table:
-    """Target logits and legal tokens [8, 8, 8], drafter logits [8, 8, Vd] by the last two tokens."""
+    """Target logits and legal tokens [8, 8, 8], drafter logits [8, 8, Vd]; see the module."""
 
     target: np.ndarray
     drafter: np.ndarray
